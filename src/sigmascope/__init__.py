@@ -1,0 +1,32 @@
+"""Know what your LoRA does and where your diffusion pipeline's time and memory go.
+
+The public names are loaded when they are first used (PEP 562), so that `import sigmascope` stays light.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from sigmascope.__about__ import __version__
+
+if TYPE_CHECKING:
+    from sigmascope.records.run import Run, Stage
+    from sigmascope.records.serialization import load_run
+
+_HOMES = {
+    "Run": "sigmascope.records.run",
+    "Stage": "sigmascope.records.run",
+    "load_run": "sigmascope.records.serialization",
+}
+
+__all__ = ["Run", "Stage", "__version__", "load_run"]
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401 - a module's attributes are of every type
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'sigmascope' has no attribute {name!r}")
+    return getattr(import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

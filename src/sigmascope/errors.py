@@ -1,0 +1,84 @@
+"""Every exception that Sigmascope raises on purpose.
+
+    SigmascopeError
+    ├── FileError                 names the file
+    │   ├── CheckpointError       a weights file that cannot be read as it claims to be
+    │   │   └── UnsafeCheckpointError   a pickle that would run code
+    │   ├── WriteError            the target cannot be written; it is as it was before
+    │   └── RecordError           a saved run that cannot be read
+    │       └── NewerSchemaError  written by a later version
+    ├── ConfigError               a YAML or option that does not make sense
+    ├── ModelMismatchError        base, tuned model and LoRA do not belong together
+    ├── LoraFormatError           a LoRA file whose keys or shapes are not understood
+    └── NonFiniteError            NaN or Inf where weights should be
+
+Each carries what happened (with file, key, expected and actual) and a hint: the next step.
+The command line prints both and exits with `exit_code`.
+"""
+
+from pathlib import Path
+
+
+class SigmascopeError(Exception):
+    """Base of all errors that a user can act on.
+
+    Args:
+        message: What is wrong, naming the file, the key or the flag.
+        hint: What to do next, as one imperative sentence.
+    """
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message} {self.hint}" if self.hint else self.message
+
+
+class FileError(SigmascopeError):
+    """Something is wrong with one file; `path` says which."""
+
+    def __init__(self, path: str | Path, message: str, *, hint: str | None = None) -> None:
+        super().__init__(f"{path}: {message}", hint=hint)
+        self.path = Path(path)
+
+
+class CheckpointError(FileError):
+    """A weights file is missing, truncated, corrupt, or lacks a key."""
+
+
+class UnsafeCheckpointError(CheckpointError):
+    """A pickle asks for more than tensors and plain containers, so it is not loaded."""
+
+
+class WriteError(FileError):
+    """The target cannot be written. It is left as it was, and no temporary file stays."""
+
+
+class RecordError(FileError):
+    """A saved run is damaged or is not a run."""
+
+
+class NewerSchemaError(RecordError):
+    """A saved run was written by a later version of Sigmascope."""
+
+
+class ConfigError(SigmascopeError):
+    """A configuration value or a combination of options is wrong."""
+
+    exit_code = 2
+
+
+class ModelMismatchError(SigmascopeError):
+    """Two sets of weights do not belong together (keys or shapes differ)."""
+
+
+class LoraFormatError(SigmascopeError):
+    """A LoRA's keys, shapes or metadata are not understood."""
+
+
+class NonFiniteError(SigmascopeError):
+    """Weights hold NaN or Inf."""

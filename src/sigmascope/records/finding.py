@@ -1,0 +1,20 @@
+"""A conclusion drawn from a record: what was seen, why it matters, what to do."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Severity = Literal["info", "warning", "error", "critical"]
+JsonScalar = str | int | float | bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One finding; `evidence` holds the numbers it rests on."""
+
+    id: str
+    severity: Severity
+    message: str
+    evidence: Mapping[str, JsonScalar] = field(default_factory=dict)
+    advice: str | None = None
+    stage: str | None = None
