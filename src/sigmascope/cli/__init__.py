@@ -1,0 +1,8 @@
+"""The command line. Each module here is one group of commands: parse, call, render."""
+
+
+def main() -> None:
+    """Run `sigmascope` with the arguments of this process (the console script's entry point)."""
+    from sigmascope.cli.main import run
+
+    run()

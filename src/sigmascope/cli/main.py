@@ -1,0 +1,58 @@
+"""The main command: it mounts the groups and turns errors into one line, a hint and an exit code."""
+
+import sys
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from sigmascope.__about__ import __version__
+from sigmascope.cli import demo, lbm, lora
+from sigmascope.errors import SigmascopeError
+
+app = typer.Typer(
+    name="sigmascope",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.add_typer(lora.app, name="lora")
+app.add_typer(lbm.app, name="lbm")
+app.command("demo")(demo.demo)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Know what your LoRA does and where your diffusion pipeline's time and memory go.
+
+    Start with: [bold]sigmascope demo[/bold]
+    """
+
+
+def run() -> None:
+    """Run the command line; a `SigmascopeError` becomes a message on stderr and its exit code."""
+    try:
+        app()
+    except SigmascopeError as error:
+        _print_error(error)
+        sys.exit(error.exit_code)
+
+
+def _print_error(error: SigmascopeError) -> None:
+    # Text, not markup: a file name may hold square brackets.
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    console.print(Text.assemble(("Error: ", "bold red"), error.message))
+    if error.hint:
+        console.print(Text.assemble(("Next:  ", "bold"), error.hint))

@@ -1,0 +1,33 @@
+"""A progress bar on stderr, handed to library code as a plain callback."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from sigmascope.progress import Progress as ProgressCallback
+
+
+@contextmanager
+def progress_bar(description: str) -> Iterator[ProgressCallback]:
+    """Show a bar on stderr while the block runs, and nothing where stderr is no terminal.
+
+    Yields:
+        A callback taking (done, total, what is being worked on).
+    """
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(compact=True),
+        TextColumn("[dim]{task.fields[what]}", markup=True),
+    )
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(description, total=None, what="")
+
+        def report(done: int, total: int, what: str) -> None:
+            progress.update(task, completed=done, total=total, what=what[-40:].replace("[", "("))
+
+        yield report
