@@ -1,0 +1,128 @@
+"""Files that appear whole or not at all.
+
+A temporary file is written beside the target, flushed to the disk and renamed over it. Whatever goes
+wrong before the rename (an error, Ctrl-C), the target stays as it was and the temporary file goes.
+"""
+
+import errno
+import logging
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from sigmascope.errors import WriteError
+
+_log = logging.getLogger(__name__)
+_PERMISSION_BITS = 0o777
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+@contextmanager
+def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yield a temporary path beside `path`; when the block ends well, it becomes `path`.
+
+    The temporary file exists already, is hidden, and keeps the target's suffix, so that writers which
+    choose a format by suffix work. A link is followed. The result has the permission bits of the file
+    that it replaces, or those that the umask gives to a new one. Folders are not created.
+
+    Args:
+        path: The file to write.
+
+    Yields:
+        The path to write to. The writer may also replace the file there.
+
+    Raises:
+        WriteError: The target or its folder cannot be written, or the disk refused the data. An
+            `OSError` of the block that is about another file passes through unchanged.
+    """
+    target = _checked_target(Path(path))
+    temporary = target.with_name(f".{target.stem[:24]}.{secrets.token_hex(6)}.tmp{target.suffix[:16]}")
+    try:
+        mode = _create(temporary, target)
+        yield temporary
+        _flush_to_disk(temporary, mode)
+        temporary.replace(target)
+    except OSError as error:
+        if not _is_about(error, temporary, target):
+            raise
+        raise WriteError(Path(path), f"cannot be written ({_reason(error)}).", hint=_hint(error)) from error
+    finally:
+        with suppress(OSError):  # after the rename nothing is there; otherwise nothing more can be done
+            temporary.unlink(missing_ok=True)
+    _flush_folder(target.parent)
+
+
+def _checked_target(path: Path) -> Path:
+    """The file behind `path`, refused here rather than after minutes of work that could not be kept."""
+    try:
+        target = path.resolve()
+        mode = target.stat().st_mode
+    except FileNotFoundError:
+        if not target.parent.is_dir():
+            raise WriteError(path, "its folder does not exist.", hint=f"Create {target.parent}.") from None
+        return target
+    except (OSError, RuntimeError) as error:  # RuntimeError: links that form a ring, before Python 3.13
+        raise WriteError(path, f"cannot be reached ({error}).") from error
+    if stat.S_ISDIR(mode):
+        raise WriteError(path, "is a folder.", hint="Name a file inside it.")
+    if not stat.S_ISREG(mode):
+        raise WriteError(path, "is not a regular file.", hint="Name a regular file.")
+    if not os.access(target, os.W_OK):
+        raise WriteError(path, "is write-protected.", hint="Choose another name or change its permissions.")
+    return target
+
+
+def _create(temporary: Path, target: Path) -> int:
+    """Create the temporary file and give the permission bits that the result must have."""
+    descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+    try:
+        mode = stat.S_IMODE(os.fstat(descriptor).st_mode) & _PERMISSION_BITS
+    finally:
+        os.close(descriptor)
+    if target.exists():
+        mode = stat.S_IMODE(target.stat().st_mode) & _PERMISSION_BITS
+        temporary.chmod(mode)
+    return mode
+
+
+def _flush_to_disk(temporary: Path, mode: int) -> None:
+    descriptor = os.open(temporary, os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    temporary.chmod(mode)  # a writer that replaced the file chose bits of its own
+
+
+def _flush_folder(folder: Path) -> None:
+    """Make the rename itself durable. The data is in place by now, so a refusal is not an error."""
+    if os.name == "nt":
+        return
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        _log.debug("The folder %s cannot be flushed: %s", folder, error)
+
+
+def _is_about(error: OSError, *paths: Path) -> bool:
+    """Whether a system call on one of `paths` failed; a failed `write` names no file at all."""
+    if error.errno is None:
+        return False
+    return error.filename is None or Path(os.fsdecode(error.filename)) in paths
+
+
+def _reason(error: OSError) -> str:
+    return error.strerror or str(error)
+
+
+def _hint(error: OSError) -> str:
+    if error.errno in _DISK_FULL:
+        return "Free some space or choose another disk."
+    return "Choose a folder that you can write to."
