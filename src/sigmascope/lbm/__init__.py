@@ -1,0 +1,1 @@
+"""Latent Bridge Matching (arXiv 2503.07535): configuration, model, bridge mathematics, inference."""

@@ -1,0 +1,242 @@
+"""The YAML that describes a Latent Bridge Matching model (SPEC section 7).
+
+The top-level keys are those of LBM's own configs. The optional `denoiser:` and `vae:` blocks are ours: they
+override the architecture, so that the same code builds a model of a few megabytes.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from sigmascope.errors import ConfigError
+from sigmascope.lbm.config_errors import config_error
+
+TimestepSampling = Literal["uniform", "log_normal", "custom_timesteps"]
+LatentLoss = Literal["l1", "l2"]
+PixelLoss = Literal["l1", "l2", "lpips"]
+MidBlock = Literal["UNetMidBlock2DCrossAttn", "UNetMidBlock2D"]
+
+PROBABILITY_TOLERANCE = 1e-3
+"""How far `prob` may be from a sum of 1: users write 0.333 three times."""
+
+
+class _Block(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class DenoiserConfig(_Block):
+    """Architecture of the denoiser, with the names of diffusers' `UNet2DConditionModel`.
+
+    As in diffusers, `attention_head_dim` holds the number of heads of each block. `cross_attention_dim` must
+    equal the widths, because cross attention attends to the hidden states themselves.
+    """
+
+    block_out_channels: tuple[int, ...] = (320, 640, 1280)
+    layers_per_block: int | tuple[int, ...] = 2
+    down_block_types: tuple[str, ...] = ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D")
+    up_block_types: tuple[str, ...] = ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D")
+    mid_block_type: MidBlock | None = "UNetMidBlock2DCrossAttn"
+    transformer_layers_per_block: int | tuple[int, ...] = (1, 2, 10)
+    attention_head_dim: int | tuple[int, ...] = (5, 10, 20)
+    cross_attention_dim: tuple[int, ...] = ()
+    norm_num_groups: int = Field(default=32, ge=1)
+    use_linear_projection: bool = True
+
+    @model_validator(mode="before")
+    @classmethod
+    def _widths_are_attended(cls, data: Any) -> Any:
+        """Fill `cross_attention_dim` with the widths unless it is given."""
+        if isinstance(data, Mapping) and not data.get("cross_attention_dim"):
+            widths = data.get("block_out_channels", cls.model_fields["block_out_channels"].default)
+            return {**data, "cross_attention_dim": widths}
+        return data
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        count = len(self.block_out_channels)
+        if count == 0:
+            raise ValueError("block_out_channels: expected at least one width")
+        for key in (
+            "down_block_types",
+            "up_block_types",
+            "cross_attention_dim",
+            "layers_per_block",
+            "transformer_layers_per_block",
+            "attention_head_dim",
+        ):
+            value = getattr(self, key)
+            if isinstance(value, tuple) and len(value) != count:
+                raise ValueError(
+                    f"{key}: expected {count} entries, one for each of block_out_channels, got {len(value)}"
+                )
+        _check_widths(self.block_out_channels, self.norm_num_groups)
+        if self.cross_attention_dim != self.block_out_channels:
+            raise ValueError(
+                f"cross_attention_dim: expected the widths {list(self.block_out_channels)} "
+                f"(cross attention attends to the hidden states), got {list(self.cross_attention_dim)}"
+            )
+        return self
+
+    @property
+    def factor(self) -> int:
+        """Latent height and width must be multiples of this for skip connections to meet."""
+        return int(2 ** (len(self.block_out_channels) - 1))
+
+
+class VaeConfig(_Block):
+    """Architecture of the VAE, with the names of diffusers' `AutoencoderKL`; the default is SDXL's."""
+
+    block_out_channels: tuple[int, ...] = (128, 256, 512, 512)
+    latent_channels: int = Field(default=4, ge=1)
+    layers_per_block: int = Field(default=2, ge=1)
+    norm_num_groups: int = Field(default=32, ge=1)
+    mid_block_add_attention: bool = True
+    use_quant_conv: bool = True
+    use_post_quant_conv: bool = True
+    scaling_factor: float = Field(default=0.13025, gt=0)
+    shift_factor: float = 0.0
+    force_upcast: bool = True
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if not self.block_out_channels:
+            raise ValueError("block_out_channels: expected at least one width")
+        _check_widths(self.block_out_channels, self.norm_num_groups)
+        return self
+
+    @property
+    def factor(self) -> int:
+        """Image pixels along one side of a latent element."""
+        return int(2 ** (len(self.block_out_channels) - 1))
+
+
+class LbmConfig(_Block):
+    """A whole LBM model. The defaults are those of the full-size model for relighting."""
+
+    backbone_signature: str = "stabilityai/stable-diffusion-xl-base-1.0"
+    vae_num_channels: int = Field(default=4, ge=1)
+    unet_input_channels: int = Field(default=4, ge=1)
+    num_train_timesteps: int = Field(default=1000, ge=1)
+    timestep_sampling: TimestepSampling = "custom_timesteps"
+    selected_timesteps: tuple[float, ...] | None = (250.0, 500.0, 750.0, 1000.0)
+    prob: tuple[float, ...] | None = (0.25, 0.25, 0.25, 0.25)
+    logit_mean: float = 0.0
+    logit_std: float = Field(default=1.0, gt=0)
+    conditioning_images_keys: tuple[str, ...] = ()
+    conditioning_masks_keys: tuple[str, ...] = ()
+    source_key: str = "source"
+    target_key: str = "target"
+    mask_key: str | None = None
+    bridge_noise_sigma: float = Field(default=0.005, ge=0)
+    latent_loss_type: LatentLoss = "l2"
+    latent_loss_weight: float = Field(default=1.0, ge=0)
+    pixel_loss_type: PixelLoss = "lpips"
+    pixel_loss_weight: float = Field(default=10.0, ge=0)
+    denoiser: DenoiserConfig = Field(default_factory=DenoiserConfig)
+    vae: VaeConfig = Field(default_factory=VaeConfig)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _vae_has_the_channels(cls, data: Any) -> Any:
+        """Give the `vae:` block `vae_num_channels` unless it says its own number."""
+        if not isinstance(data, Mapping) or "vae_num_channels" not in data:
+            return data
+        vae = data.get("vae", {})
+        if isinstance(vae, Mapping):
+            return {**data, "vae": {"latent_channels": data["vae_num_channels"], **vae}}
+        return data
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.vae.latent_channels != self.vae_num_channels:
+            raise ValueError(
+                f"vae.latent_channels: expected vae_num_channels ({self.vae_num_channels}), "
+                f"got {self.vae.latent_channels}"
+            )
+        if self.unet_input_channels != self.expected_input_channels:
+            raise ValueError(
+                f"unet_input_channels: expected {self.expected_input_channels} "
+                "(vae_num_channels for the latent and each conditioning image, 1 for each mask), "
+                f"got {self.unet_input_channels}"
+            )
+        if self.timestep_sampling == "custom_timesteps":
+            self._check_custom_timesteps()
+        return self
+
+    def _check_custom_timesteps(self) -> None:
+        if not self.selected_timesteps or not self.prob:
+            raise ValueError("selected_timesteps: custom_timesteps needs selected_timesteps and prob")
+        if len(self.prob) != len(self.selected_timesteps):
+            raise ValueError(
+                f"prob: expected {len(self.selected_timesteps)} entries, one for each of "
+                f"selected_timesteps, got {len(self.prob)}"
+            )
+        if min(self.prob) < 0 or abs(sum(self.prob) - 1) > PROBABILITY_TOLERANCE:
+            raise ValueError(
+                f"prob: expected probabilities that sum to 1, got {list(self.prob)} = {sum(self.prob):g}"
+            )
+        low, high = min(self.selected_timesteps), max(self.selected_timesteps)
+        if low <= 0 or high > self.num_train_timesteps:
+            raise ValueError(
+                f"selected_timesteps: expected timesteps in (0, {self.num_train_timesteps}], "
+                f"got {list(self.selected_timesteps)}"
+            )
+
+    @property
+    def expected_input_channels(self) -> int:
+        """Channels that the denoiser sees: the latent, then every conditioning image and mask."""
+        images = 1 + len(self.conditioning_images_keys)
+        return self.vae_num_channels * images + len(self.conditioning_masks_keys)
+
+    @property
+    def factor(self) -> int:
+        """Image height and width must be multiples of this."""
+        return self.vae.factor * self.denoiser.factor
+
+
+def parse_config(data: Any, *, where: str = "config") -> LbmConfig:
+    """Validate what a YAML file or a caller gives.
+
+    Args:
+        data: A mapping with the keys of `LbmConfig`.
+        where: Named in errors: the file, or what the mapping is.
+
+    Raises:
+        ConfigError: Names the key, what was expected, and the nearest known key.
+    """
+    if not isinstance(data, Mapping):
+        raise ConfigError(
+            f"{where}: expected a mapping of keys to values, got {type(data).__name__}.",
+            hint="Start from the example in docs/lbm.md.",
+        )
+    try:
+        return LbmConfig.model_validate(dict(data))
+    except ValidationError as error:
+        raise config_error(error, LbmConfig, where) from error
+
+
+def load_config(path: str | Path) -> LbmConfig:
+    """Read and validate a YAML file.
+
+    Raises:
+        ConfigError: The file cannot be read, is not YAML, or does not describe an LBM model.
+    """
+    path = Path(path)
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error}).", hint="Check the path.") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: is not valid YAML ({error}).", hint="Correct that line.") from error
+    return parse_config(data if data is not None else {}, where=str(path))
+
+
+def _check_widths(widths: tuple[int, ...], groups: int) -> None:
+    for width in widths:
+        if width < 1 or width % groups:
+            raise ValueError(
+                f"block_out_channels: expected multiples of norm_num_groups ({groups}), got {list(widths)}"
+            )

@@ -1,0 +1,98 @@
+"""The LBM model: a text-free SDXL-shaped denoiser and a VAE, with exactly LBM's state-dict keys.
+
+Keys (SPEC section 7): `denoiser.*` are those of diffusers' `UNet2DConditionModel`, `vae.vae_model.*` those of
+`AutoencoderKL`, `num_iterations` is a float32 scalar.
+"""
+
+import torch
+from diffusers import UNet2DConditionModel
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from sigmascope.errors import ModelMismatchError
+from sigmascope.lbm.config import DenoiserConfig, LbmConfig
+from sigmascope.lbm.vae import LbmVae
+
+
+class LbmModel(nn.Module):
+    """Denoiser, VAE and the number of training iterations."""
+
+    num_iterations: Float[Tensor, ""]
+
+    def __init__(self, config: LbmConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.denoiser = _build_denoiser(config)
+        self.vae = LbmVae(config.vae)
+        self.register_buffer("num_iterations", torch.zeros((), dtype=torch.float32))
+
+    def forward(
+        self,
+        x_t: Float[Tensor, "batch channels height width"],
+        sigma: Float[Tensor, " batch"],
+        conditioning: Float[Tensor, "batch extra height width"] | None = None,
+    ) -> Float[Tensor, "batch channels height width"]:
+        """Predict z_source − z_target.
+
+        Args:
+            x_t: A point of the bridge; height and width multiples of `config.denoiser.factor`.
+            sigma: Where on the bridge, in [0, 1]; the denoiser sees it as σ·`num_train_timesteps`.
+            conditioning: Latents of the conditioning images, then the masks, when the config names any.
+
+        Returns:
+            The prediction, in the dtype of `x_t`.
+
+        Raises:
+            ModelMismatchError: The channels are not what the denoiser takes.
+        """
+        inputs = x_t if conditioning is None else torch.cat([x_t, conditioning.to(x_t.dtype)], dim=1)
+        expected = self.config.unet_input_channels
+        if inputs.shape[1] != expected:
+            raise ModelMismatchError(
+                f"The denoiser takes {expected} channels, got {inputs.shape[1]}.",
+                hint="Pass the conditioning that the config's conditioning_images_keys and masks_keys name.",
+            )
+        timestep = sigma.to(torch.float32) * self.config.num_train_timesteps
+        # No text: without encoder states diffusers' cross attention attends to the hidden states.
+        prediction: Tensor = self.denoiser(
+            inputs.to(self.denoiser.dtype), timestep, encoder_hidden_states=None, return_dict=False
+        )[0]
+        return prediction.to(x_t.dtype)
+
+
+def build_lbm(
+    config: LbmConfig | None = None,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> LbmModel:
+    """Build a model with freshly initialised weights (none at all on the meta device).
+
+    Args:
+        config: Of the model; None is the full-size default (2.4 billion denoiser parameters).
+        device: Where the weights are made.
+        dtype: Of the denoiser and the VAE; `num_iterations` stays float32.
+    """
+    with torch.device(device):
+        model = LbmModel(config if config is not None else LbmConfig())
+    for part in (model.denoiser, model.vae):
+        nn.Module.to(part, dtype)  # diffusers' own `to` warns about an empty list of float32 modules
+    return model
+
+
+def _build_denoiser(config: LbmConfig) -> UNet2DConditionModel:
+    block: DenoiserConfig = config.denoiser
+    return UNet2DConditionModel(
+        in_channels=config.unet_input_channels,
+        out_channels=config.vae_num_channels,
+        block_out_channels=block.block_out_channels,
+        layers_per_block=block.layers_per_block,
+        down_block_types=block.down_block_types,
+        up_block_types=block.up_block_types,
+        mid_block_type=block.mid_block_type,
+        transformer_layers_per_block=block.transformer_layers_per_block,
+        attention_head_dim=block.attention_head_dim,
+        cross_attention_dim=block.cross_attention_dim,
+        norm_num_groups=block.norm_num_groups,
+        use_linear_projection=block.use_linear_projection,
+    )
