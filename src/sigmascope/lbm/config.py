@@ -9,112 +9,26 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from sigmascope.errors import ConfigError
+from sigmascope.lbm.architecture import ConfigBlock, DenoiserConfig, VaeConfig
 from sigmascope.lbm.config_errors import config_error
 
 TimestepSampling = Literal["uniform", "log_normal", "custom_timesteps"]
 LatentLoss = Literal["l1", "l2"]
 PixelLoss = Literal["l1", "l2", "lpips"]
-MidBlock = Literal["UNetMidBlock2DCrossAttn", "UNetMidBlock2D"]
 
 PROBABILITY_TOLERANCE = 1e-3
 """How far `prob` may be from a sum of 1: users write 0.333 three times."""
 
 
-class _Block(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+class LbmConfig(ConfigBlock):
+    """A whole LBM model. The defaults are those of the full-size model for relighting.
 
-
-class DenoiserConfig(_Block):
-    """Architecture of the denoiser, with the names of diffusers' `UNet2DConditionModel`.
-
-    As in diffusers, `attention_head_dim` holds the number of heads of each block. `cross_attention_dim` must
-    equal the widths, because cross attention attends to the hidden states themselves.
+    `num_train_timesteps` and `resolution` are ours: the denoiser sees σ·`num_train_timesteps`, and
+    `resolution` is the side of the square aspect bucket, from which the others follow (1024: LBM's own).
     """
-
-    block_out_channels: tuple[int, ...] = (320, 640, 1280)
-    layers_per_block: int | tuple[int, ...] = 2
-    down_block_types: tuple[str, ...] = ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D")
-    up_block_types: tuple[str, ...] = ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D")
-    mid_block_type: MidBlock | None = "UNetMidBlock2DCrossAttn"
-    transformer_layers_per_block: int | tuple[int, ...] = (1, 2, 10)
-    attention_head_dim: int | tuple[int, ...] = (5, 10, 20)
-    cross_attention_dim: tuple[int, ...] = ()
-    norm_num_groups: int = Field(default=32, ge=1)
-    use_linear_projection: bool = True
-
-    @model_validator(mode="before")
-    @classmethod
-    def _widths_are_attended(cls, data: Any) -> Any:
-        """Fill `cross_attention_dim` with the widths unless it is given."""
-        if isinstance(data, Mapping) and not data.get("cross_attention_dim"):
-            widths = data.get("block_out_channels", cls.model_fields["block_out_channels"].default)
-            return {**data, "cross_attention_dim": widths}
-        return data
-
-    @model_validator(mode="after")
-    def _fits_together(self) -> Self:
-        count = len(self.block_out_channels)
-        if count == 0:
-            raise ValueError("block_out_channels: expected at least one width")
-        for key in (
-            "down_block_types",
-            "up_block_types",
-            "cross_attention_dim",
-            "layers_per_block",
-            "transformer_layers_per_block",
-            "attention_head_dim",
-        ):
-            value = getattr(self, key)
-            if isinstance(value, tuple) and len(value) != count:
-                raise ValueError(
-                    f"{key}: expected {count} entries, one for each of block_out_channels, got {len(value)}"
-                )
-        _check_widths(self.block_out_channels, self.norm_num_groups)
-        if self.cross_attention_dim != self.block_out_channels:
-            raise ValueError(
-                f"cross_attention_dim: expected the widths {list(self.block_out_channels)} "
-                f"(cross attention attends to the hidden states), got {list(self.cross_attention_dim)}"
-            )
-        return self
-
-    @property
-    def factor(self) -> int:
-        """Latent height and width must be multiples of this for skip connections to meet."""
-        return int(2 ** (len(self.block_out_channels) - 1))
-
-
-class VaeConfig(_Block):
-    """Architecture of the VAE, with the names of diffusers' `AutoencoderKL`; the default is SDXL's."""
-
-    block_out_channels: tuple[int, ...] = (128, 256, 512, 512)
-    latent_channels: int = Field(default=4, ge=1)
-    layers_per_block: int = Field(default=2, ge=1)
-    norm_num_groups: int = Field(default=32, ge=1)
-    mid_block_add_attention: bool = True
-    use_quant_conv: bool = True
-    use_post_quant_conv: bool = True
-    scaling_factor: float = Field(default=0.13025, gt=0)
-    shift_factor: float = 0.0
-    force_upcast: bool = True
-
-    @model_validator(mode="after")
-    def _fits_together(self) -> Self:
-        if not self.block_out_channels:
-            raise ValueError("block_out_channels: expected at least one width")
-        _check_widths(self.block_out_channels, self.norm_num_groups)
-        return self
-
-    @property
-    def factor(self) -> int:
-        """Image pixels along one side of a latent element."""
-        return int(2 ** (len(self.block_out_channels) - 1))
-
-
-class LbmConfig(_Block):
-    """A whole LBM model. The defaults are those of the full-size model for relighting."""
 
     backbone_signature: str = "stabilityai/stable-diffusion-xl-base-1.0"
     vae_num_channels: int = Field(default=4, ge=1)
@@ -135,6 +49,7 @@ class LbmConfig(_Block):
     latent_loss_weight: float = Field(default=1.0, ge=0)
     pixel_loss_type: PixelLoss = "lpips"
     pixel_loss_weight: float = Field(default=10.0, ge=0)
+    resolution: int = Field(default=1024, ge=8)
     denoiser: DenoiserConfig = Field(default_factory=DenoiserConfig)
     vae: VaeConfig = Field(default_factory=VaeConfig)
 
@@ -196,6 +111,10 @@ class LbmConfig(_Block):
         """Image height and width must be multiples of this."""
         return self.vae.factor * self.denoiser.factor
 
+    def to_yaml(self) -> str:
+        """Give the whole config as YAML text, which `load_config` reads back to an equal config."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+
 
 def parse_config(data: Any, *, where: str = "config") -> LbmConfig:
     """Validate what a YAML file or a caller gives.
@@ -232,11 +151,3 @@ def load_config(path: str | Path) -> LbmConfig:
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: is not valid YAML ({error}).", hint="Correct that line.") from error
     return parse_config(data if data is not None else {}, where=str(path))
-
-
-def _check_widths(widths: tuple[int, ...], groups: int) -> None:
-    for width in widths:
-        if width < 1 or width % groups:
-            raise ValueError(
-                f"block_out_channels: expected multiples of norm_num_groups ({groups}), got {list(widths)}"
-            )

@@ -5,7 +5,7 @@ from diffusers import AutoencoderKL
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from sigmascope.lbm.config import VaeConfig
+from sigmascope.lbm.architecture import VaeConfig
 from sigmascope.lbm.tiling import tiled_map
 
 Images = Float[Tensor, "batch 3 height width"]
