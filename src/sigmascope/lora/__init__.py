@@ -1,0 +1,1 @@
+"""Low-rank weight changes: their algebra, and files of them made, proved, applied and read."""

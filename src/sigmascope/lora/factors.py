@@ -1,0 +1,228 @@
+"""The two factors of a low-rank weight change, and their algebra.
+
+LoRA (Hu et al., arXiv 2106.09685) writes the change of a weight W (out, in) as
+
+    ΔW = s · up · down,    up (out, r),  down (r, in),  s = alpha / r.
+
+Everything here that can be had from r×r matrices is computed from them, without forming ΔW. A
+convolution weight (out, in, kh, kw) is treated as the matrix (out, in·kh·kw). Sums run in float64: a
+float32 dot over millions of values is low by about 0.1 %, which makes errors look better than they are.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import isfinite, sqrt
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from sigmascope.errors import LoraFormatError, ModelMismatchError, NonFiniteError
+from sigmascope.lora.shapes import matrix_shape
+
+# 9999 stored in bfloat16 reads back as 9984, in float16 as 10000.
+_SMALLEST_STORED_FULL_RANK = 9984.0
+
+
+@dataclass(frozen=True, eq=False)
+class LoraFactors:
+    """ΔW = scale · up · down, for one weight.
+
+    Attributes:
+        up: (out, r), floating point. LoRA's B.
+        down: (r, in·kh·kw), on the same device. LoRA's A.
+        alpha: The numerator of the scale alpha / r.
+        weight_shape: Shape of the weight that is changed: (out, in) or (out, in, kh, kw).
+
+    Raises:
+        LoraFormatError: The factors are no matrices of one rank ≥ 1, or do not fit `weight_shape`.
+        NonFiniteError: alpha is NaN or infinite.
+    """
+
+    up: Tensor
+    down: Tensor
+    alpha: float
+    weight_shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        out_features, in_features = matrix_shape(self.weight_shape)
+        if not (self.up.is_floating_point() and self.down.is_floating_point()):
+            raise LoraFormatError(
+                f"LoRA factors are {self.up.dtype} and {self.down.dtype}, not floating point."
+            )
+        if self.up.ndim != 2 or self.down.ndim != 2 or self.up.shape[1] != self.down.shape[0]:
+            raise LoraFormatError(
+                f"up {tuple(self.up.shape)} and down {tuple(self.down.shape)} are not matrices of one rank.",
+                hint="Expected up (out, rank) and down (rank, in).",
+            )
+        if self.rank < 1:
+            raise LoraFormatError("rank 0 changes nothing.", hint="Leave the module out of the LoRA.")
+        if (self.up.shape[0], self.down.shape[1]) != (out_features, in_features):
+            raise LoraFormatError(
+                f"up {tuple(self.up.shape)} and down {tuple(self.down.shape)} change a weight of "
+                f"({self.up.shape[0]}, {self.down.shape[1]}), but the weight is {self.weight_shape}.",
+                hint=f"Expected up ({out_features}, rank) and down (rank, {in_features}).",
+            )
+        if not isfinite(self.alpha):
+            raise NonFiniteError(f"alpha is {self.alpha}.")
+
+    @property
+    def rank(self) -> int:
+        """The inner dimension r, whatever the numerical rank of the product."""
+        return self.up.shape[1]
+
+    @property
+    def scale(self) -> float:
+        """The factor alpha / rank; but 1 for factors that are the whole ΔW under an alpha of 9999.
+
+        Tools that are asked for "rank 9999" may store alpha 9999 beside the r = min(out, in) factors they
+        could make. Those factors are already the whole change (SPEC section 7).
+        """
+        holds_everything = self.rank >= min(matrix_shape(self.weight_shape))
+        if holds_everything and self.alpha > self.rank and self.alpha >= _SMALLEST_STORED_FULL_RANK:
+            return 1.0
+        return self.alpha / self.rank
+
+    @property
+    def parameters(self) -> int:
+        """Number of stored values: r·(out + in)."""
+        return self.up.numel() + self.down.numel()
+
+    def delta(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Form ΔW as a tensor of `weight_shape`.
+
+        The product runs in float32 or wider and is then rounded once to `dtype`.
+        """
+        compute = torch.promote_types(dtype, torch.float32)
+        product = (self.up.to(compute) @ self.down.to(compute)).mul(self.scale)
+        return product.to(dtype).reshape(self.weight_shape)
+
+    def matvec(self, x: Float[Tensor, "inner *columns"]) -> Float[Tensor, "out *columns"]:
+        """ΔW·x in r·(out + in) products a column, for a vector (in,) or a matrix (in, k).
+
+        Computed in x's dtype, on the factors' device.
+        """
+        return (self.up.to(x.dtype) @ (self.down.to(x.dtype) @ x)).mul(self.scale)
+
+    def rmatvec(self, y: Float[Tensor, "out *columns"]) -> Float[Tensor, "inner *columns"]:
+        """ΔWᵀ·y, for a vector (out,) or a matrix (out, k)."""
+        return (self.down.to(y.dtype).mT @ (self.up.to(y.dtype).mT @ y)).mul(self.scale)
+
+    def inner(self, other: "LoraFactors") -> float:
+        """Frobenius inner product <ΔW₁, ΔW₂> of two changes of the same weight.
+
+        tr(ΔW₁ᵀΔW₂) = s₁s₂ · Σᵢⱼ (up₁ᵀup₂)ᵢⱼ (down₁ down₂ᵀ)ᵢⱼ, two r₁×r₂ matrices, in float64.
+
+        Raises:
+            ModelMismatchError: The two change weights of different shape.
+        """
+        _require_same_weight([self, other])
+        ups = _double(self.up).mT @ _double(other.up)
+        downs = _double(self.down) @ _double(other.down).mT
+        return self.scale * other.scale * float((ups * downs).sum())
+
+    def frobenius_norm(self) -> float:
+        """‖ΔW‖, from ‖ΔW‖² = s²·tr((upᵀup)(down downᵀ)), in float64."""
+        return sqrt(max(self.inner(self), 0.0))
+
+    def cosine(self, other: "LoraFactors") -> float:
+        """<ΔW₁, ΔW₂> / (‖ΔW₁‖·‖ΔW₂‖), 0 when either change is zero.
+
+        Raises:
+            ModelMismatchError: The two change weights of different shape.
+        """
+        norms = self.frobenius_norm() * other.frobenius_norm()
+        return self.inner(other) / norms if norms > 0.0 else 0.0
+
+    def singular_values(self) -> Float[Tensor, " k"]:
+        """The min(r, out, in) largest singular values of ΔW, falling, in float64; any others are zero.
+
+        up = Q₁R₁ and downᵀ = Q₂R₂ give ΔW = Q₁ (s·R₁R₂ᵀ) Q₂ᵀ, so they are those of the small middle.
+        """
+        _, core, _ = self._orthogonal_form()
+        return torch.linalg.svdvals(core)
+
+    def recompress(self, rank: int) -> "LoraFactors":
+        """Give the best approximation of ΔW of at most this rank (Eckart-Young), without forming ΔW.
+
+        Both factors are QR-decomposed and the small core is cut by SVD, in float64. The result has alpha = its
+        rank, balanced factors, and the inputs' dtype but no less than float32.
+
+        Raises:
+            LoraFormatError: `rank` is below 1.
+        """
+        if rank < 1:
+            raise LoraFormatError(f"cannot recompress to rank {rank}.", hint="Give a rank of 1 or more.")
+        left, core, right = self._orthogonal_form()
+        u, sigma, vh = torch.linalg.svd(core, full_matrices=False)
+        kept = min(rank, sigma.shape[0])
+        root = sigma[:kept].sqrt()
+        dtype = torch.promote_types(torch.promote_types(self.up.dtype, self.down.dtype), torch.float32)
+        up = ((left @ u[:, :kept]) * root).to(self.up.device, dtype)
+        down = (root[:, None] * (vh[:kept] @ right.mT)).to(self.down.device, dtype)
+        return LoraFactors(up, down, float(kept), self.weight_shape)
+
+    def with_unit_scale(self) -> "LoraFactors":
+        """The same ΔW with alpha = rank, which every reader understands: the scale moves into `up`."""
+        if self.scale == 1.0:
+            return replace(self, alpha=float(self.rank))
+        scaled = self.up.to(torch.promote_types(self.up.dtype, torch.float32)).mul(self.scale)
+        return replace(self, up=scaled.to(self.up.dtype), alpha=float(self.rank))
+
+    def to(
+        self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> "LoraFactors":
+        """The same factors on another device or in another dtype."""
+        return replace(
+            self, up=self.up.to(device=device, dtype=dtype), down=self.down.to(device=device, dtype=dtype)
+        )
+
+    @staticmethod
+    def concatenate(parts: "Sequence[LoraFactors]", weights: Sequence[float] | None = None) -> "LoraFactors":
+        """Give Σ wᵢΔWᵢ exactly, as one pair of the summed rank: up = [w₁s₁up₁ … ], down = [down₁; … ].
+
+        Args:
+            parts: Changes of one weight, at least one.
+            weights: A factor for each; 1 when left out.
+
+        Returns:
+            Factors with alpha = rank, in the widest dtype of the parts but no less than float32.
+
+        Raises:
+            LoraFormatError: No parts, or not one weight for each.
+            ModelMismatchError: The parts change weights of different shape.
+        """
+        factors = [1.0] * len(parts) if weights is None else list(weights)
+        if not parts or len(factors) != len(parts):
+            raise LoraFormatError(f"{len(parts)} LoRAs with {len(factors)} weights cannot be added.")
+        _require_same_weight(parts)
+        dtype = torch.float32
+        for part in parts:
+            dtype = torch.promote_types(dtype, torch.promote_types(part.up.dtype, part.down.dtype))
+        scaled = [
+            part.up.to(dtype) * (weight * part.scale) for part, weight in zip(parts, factors, strict=True)
+        ]
+        up = torch.cat(scaled, dim=1)
+        down = torch.cat([part.down.to(dtype) for part in parts], dim=0)
+        return LoraFactors(up, down, float(up.shape[1]), parts[0].weight_shape)
+
+    def _orthogonal_form(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Give Q₁, s·R₁R₂ᵀ, Q₂ in float64, with ΔW = Q₁ (s·R₁R₂ᵀ) Q₂ᵀ."""
+        left, left_core = torch.linalg.qr(_double(self.up))
+        right, right_core = torch.linalg.qr(_double(self.down).mT)
+        return left, (left_core @ right_core.mT).mul(self.scale), right
+
+
+def _double(tensor: Tensor) -> Tensor:
+    """A detached float64 copy; from Apple's GPUs, which have no float64, on the CPU."""
+    source = tensor.detach()
+    return (source.cpu() if source.device.type == "mps" else source).to(torch.float64)
+
+
+def _require_same_weight(parts: Sequence[LoraFactors]) -> None:
+    shapes = sorted({part.weight_shape for part in parts})
+    if len(shapes) > 1:
+        raise ModelMismatchError(
+            f"the LoRAs change weights of different shapes: {', '.join(map(str, shapes))}.",
+            hint="Combine LoRAs of the same base model, module by module.",
+        )
