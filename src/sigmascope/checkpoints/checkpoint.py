@@ -1,0 +1,131 @@
+"""What every opened file of weights offers, whatever its format."""
+
+import difflib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Self
+
+import torch
+from torch import Tensor
+
+from sigmascope.errors import CheckpointError
+
+CheckpointFormat = Literal["safetensors", "pickle"]
+
+LEFT_OUT_PREFIX = "lpips_loss."
+"""Training checkpoints carry a loss network that is no part of the model (SPEC section 7)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """What is known of a tensor without reading it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    nbytes: int
+
+
+class Checkpoint(ABC):
+    """Weights on disk, read one tensor at a time. A context manager; also safe to read from threads.
+
+    Attributes:
+        path: The file (or the index of a sharded one).
+        format: "safetensors" or "pickle".
+        metadata: The header's texts; empty for a pickle.
+        skipped: What is in the file but not among the keys, with the reason.
+    """
+
+    path: Path
+    format: CheckpointFormat
+    metadata: Mapping[str, str]
+    skipped: Mapping[str, str]
+
+    def __init__(
+        self,
+        path: Path,
+        infos: Mapping[str, TensorInfo],
+        metadata: Mapping[str, str],
+        skipped: Mapping[str, str],
+    ) -> None:
+        self.path = path
+        self.metadata = dict(metadata)
+        self.skipped = dict(skipped)
+        self._infos = dict(infos)
+
+    def keys(self) -> list[str]:
+        """Names of all tensors, in the order in which they lie in the file."""
+        return list(self._infos)
+
+    def info(self, key: str) -> TensorInfo:
+        """Shape, type and size of one tensor, without reading it.
+
+        Raises:
+            CheckpointError: There is no such key; the message has the nearest ones.
+        """
+        found = self._infos.get(key)
+        if found is None:
+            raise self._no_such_key(key)
+        return found
+
+    def tensor(self, key: str) -> Tensor:
+        """Read one tensor into memory of its own, on the CPU, contiguous.
+
+        Raises:
+            CheckpointError: There is no such key, or its bytes cannot be read.
+        """
+        return self._read(self.info(key))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors together."""
+        return sum(info.nbytes for info in self._infos.values())
+
+    @abstractmethod
+    def _read(self, info: TensorInfo) -> Tensor:
+        """Read the tensor that `info` describes."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of the file. Reading afterwards is an error; closing twice is none."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._infos
+
+    def __len__(self) -> int:
+        return len(self._infos)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._infos)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self.path)!r}, {len(self)} tensors)"
+
+    def _no_such_key(self, key: str) -> CheckpointError:
+        if key in self.skipped:
+            return CheckpointError(self.path, f"the key {key!r} cannot be read: it {self.skipped[key]}.")
+        near = difflib.get_close_matches(key, self._infos, n=3, cutoff=0.6)
+        hint = f"Nearest keys: {', '.join(near)}." if near else f"It has {len(self)} other keys."
+        return CheckpointError(self.path, f"has no key {key!r}.", hint=hint)
+
+    def _closed(self) -> CheckpointError:
+        return CheckpointError(self.path, "is closed already.", hint="Read inside the `with` block.")
+
+
+def is_left_out(key: str) -> bool:
+    """Whether a key belongs to the training loss and not to the model."""
+    return key.startswith(LEFT_OUT_PREFIX)
+
+
+LEFT_OUT_REASON = "belongs to the training loss and not to the model"
