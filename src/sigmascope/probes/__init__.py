@@ -1,0 +1,33 @@
+"""Read one fact each off the host, an accelerator, a tensor, a model. A failure is a reason, no error."""
+
+from sigmascope.probes.accelerators import (
+    Accelerator,
+    AcceleratorEvent,
+    AllocatorBytes,
+    NullAccelerator,
+    detect_accelerator,
+)
+from sigmascope.probes.host import host_facts
+from sigmascope.probes.modules import module_facts
+from sigmascope.probes.nvml import NvmlFacts, read_nvml
+from sigmascope.probes.process_memory import memory_snapshot, process_rss, process_rss_bytes, system_memory
+from sigmascope.probes.reading import Reading
+from sigmascope.probes.tensors import tensor_facts
+
+__all__ = [
+    "Accelerator",
+    "AcceleratorEvent",
+    "AllocatorBytes",
+    "NullAccelerator",
+    "NvmlFacts",
+    "Reading",
+    "detect_accelerator",
+    "host_facts",
+    "memory_snapshot",
+    "module_facts",
+    "process_rss",
+    "process_rss_bytes",
+    "read_nvml",
+    "system_memory",
+    "tensor_facts",
+]

@@ -1,19 +1,20 @@
 """Files that appear whole or not at all.
 
 A temporary file is written beside the target, flushed to the disk and renamed over it. Whatever goes
-wrong before the rename (an error, Ctrl-C), the target stays as it was and the temporary file goes.
+wrong before the rename (an error, Ctrl-C), the target stays as it was and the temporary file goes; that
+of a process that was killed goes when the same target is written next.
 """
 
 import errno
 import logging
 import os
-import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from sigmascope.errors import WriteError
+from sigmascope.records.leftovers import remove_leftovers, temporary_name
 
 _log = logging.getLogger(__name__)
 _PERMISSION_BITS = 0o777
@@ -39,7 +40,8 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
             `OSError` of the block that is about another file passes through unchanged.
     """
     target = _checked_target(Path(path))
-    temporary = target.with_name(f".{target.stem[:24]}.{secrets.token_hex(6)}.tmp{target.suffix[:16]}")
+    remove_leftovers(target)
+    temporary = target.with_name(temporary_name(target))
     try:
         mode = _create(temporary, target)
         yield temporary

@@ -24,7 +24,11 @@ class TensorFacts:
 
 @dataclass(frozen=True, slots=True)
 class ModuleFacts:
-    """One model or part of a model."""
+    """One model or part of a model.
+
+    `dtypes` and `devices` count elements; they and `nbytes` include buffers. `wrapper_class_name` is the
+    class of what the module came in, such as ComfyUI's ModelPatcher.
+    """
 
     class_name: str
     parameters: int | None = None
@@ -34,6 +38,7 @@ class ModuleFacts:
     devices: Mapping[str, int] = field(default_factory=dict)
     training: bool | None = None
     unavailable: Mapping[str, str] = field(default_factory=dict)
+    wrapper_class_name: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,10 @@ class AcceleratorMemory:
 
 @dataclass(frozen=True, slots=True)
 class MemorySnapshot:
-    """System RAM, this process, and every accelerator at one moment."""
+    """System RAM, this process, and every accelerator at one moment.
+
+    `current_device` is the accelerator that work went to by default.
+    """
 
     ram_total_bytes: int | None = None
     ram_used_bytes: int | None = None
@@ -30,6 +33,7 @@ class MemorySnapshot:
     process_rss_bytes: int | None = None
     accelerators: tuple[AcceleratorMemory, ...] = ()
     unavailable: Mapping[str, str] = field(default_factory=dict)
+    current_device: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,93 @@
+"""NVIDIA devices through CUDA, AMD devices through HIP (which torch also calls "cuda")."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sigmascope.probes.accelerators.caching import CachingAccelerator, device_index
+from sigmascope.probes.nvml import read_nvml
+from sigmascope.probes.reading import Reading, attempt
+from sigmascope.records.host import AcceleratorFacts
+
+_NVIDIA_VERSION_FILE = Path("/proc/driver/nvidia/version")
+_AMD_VERSION_FILE = Path("/sys/module/amdgpu/version")
+
+
+class CudaAccelerator(CachingAccelerator):
+    """CUDA and HIP devices."""
+
+    def __init__(self) -> None:
+        super().__init__("cuda", torch.cuda, "_cuda_memoryStats")
+
+    def facts(self, device: str) -> AcceleratorFacts:
+        """Name, memory, driver and compute capability; from NVML before the host has initialised CUDA."""
+        nvml = read_nvml(device)
+        driver = _driver_version(nvml.driver_version)
+        unavailable = {} if driver.reason is None else {"driver_version": driver.reason}
+        if not self.is_initialized():
+            unavailable["compute_capability"] = "CUDA is not initialised in this process"
+            for name in ("name", "total_bytes"):
+                if name in nvml.unavailable:
+                    unavailable[name] = f"CUDA is not initialised; NVML: {nvml.unavailable[name]}"
+            return AcceleratorFacts(
+                device, nvml.name, nvml.total_bytes, driver.value, unavailable=unavailable
+            )
+        properties: Reading[Any] = attempt(lambda: torch.cuda.get_device_properties(device_index(device)))
+        if properties.value is None:
+            reason = properties.reason or "unknown"
+            unavailable |= dict.fromkeys(("name", "total_bytes", "compute_capability"), reason)
+            return AcceleratorFacts(device, driver_version=driver.value, unavailable=unavailable)
+        return AcceleratorFacts(
+            device,
+            str(properties.value.name),
+            int(properties.value.total_memory),
+            driver.value,
+            _capability(properties.value),
+            unavailable,
+        )
+
+    def _free_and_total(self, device: str) -> Reading[tuple[int, int]]:
+        own = super()._free_and_total(device)
+        if own.value is not None:
+            return own
+        nvml = read_nvml(device)
+        if nvml.free_bytes is None or nvml.total_bytes is None:
+            return Reading(None, f"{own.reason}; NVML: {nvml.unavailable.get('free_bytes')}")
+        return Reading((nvml.free_bytes, nvml.total_bytes))
+
+    def _count_without_initialising(self) -> int:
+        """What NVML or AMD SMI count; -1 if neither can. `torch.cuda.device_count` would ask CUDA then."""
+        name = "_device_count_amdsmi" if torch.version.hip else "_device_count_nvml"
+        return int(getattr(torch.cuda, name)())
+
+    def _has_context(self, index: int) -> bool:
+        has_context = getattr(torch._C, "_cuda_hasPrimaryContext", None)
+        return True if has_context is None else bool(has_context(index))
+
+    def _capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+    def _why_no_statistics(self, device: str) -> str:
+        backend = attempt(torch.cuda.get_allocator_backend).value
+        if backend == "cudaMallocAsync":
+            return "the cudaMallocAsync allocator does not report it"
+        return super()._why_no_statistics(device)
+
+
+def _capability(properties: Any) -> str:
+    if torch.version.hip:
+        return str(properties.gcnArchName)
+    return f"{properties.major}.{properties.minor}"
+
+
+def _driver_version(from_nvml: str | None) -> Reading[str]:
+    """Version of the kernel driver: NVML's word, or what the loaded module says of itself."""
+    if from_nvml is not None:
+        return Reading(from_nvml)
+    if torch.version.hip:
+        return attempt(lambda: _AMD_VERSION_FILE.read_text().strip())
+    text = attempt(_NVIDIA_VERSION_FILE.read_text)
+    found = re.search(r"(?:Kernel Module\D*)\s(\d+\.[\d.]+)", text.value or "")
+    return Reading(found[1]) if found else Reading(None, text.reason or "not in the driver's own words")

@@ -1,0 +1,112 @@
+"""Facts about the machine and the software on it."""
+
+import platform
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from sigmascope.probes.accelerators import Accelerator, detect_accelerator
+from sigmascope.probes.reading import Reading, attempt
+from sigmascope.records.host import HostFacts
+
+LIBRARIES = (
+    "sigmascope",
+    "torch",
+    "torchvision",
+    "diffusers",
+    "transformers",
+    "peft",
+    "accelerate",
+    "safetensors",
+    "numpy",
+    "xformers",
+    "triton",
+    "flash-attn",
+    "sageattention",
+    "bitsandbytes",
+    "torchao",
+    "optimum-quanto",
+    "gguf",
+)
+"""Distributions whose version can change what a pipeline costs or makes."""
+
+
+def host_facts(accelerator: Accelerator | None = None) -> HostFacts:
+    """CPU, RAM, system, Python, library versions and accelerators. Never raises, imports no library.
+
+    Args:
+        accelerator: What to ask about devices; None finds out (`detect_accelerator`).
+    """
+    accelerator = detect_accelerator() if accelerator is None else accelerator
+    readings: dict[str, Reading[Any]] = {
+        "cpu_model": attempt(_cpu_model, subprocess.SubprocessError),
+        "cpu_count_logical": _known(psutil.cpu_count),
+        "cpu_count_physical": _known(lambda: psutil.cpu_count(logical=False)),
+        "ram_total_bytes": attempt(lambda: int(psutil.virtual_memory().total), psutil.Error),
+        "os": attempt(platform.platform),
+        "python_version": attempt(platform.python_version),
+    }
+    unavailable = {name: reading.reason for name, reading in readings.items() if reading.reason is not None}
+    devices = accelerator.devices()
+    if not devices:
+        unavailable["accelerators"] = accelerator.absence or "no device is visible"
+    return HostFacts(
+        **{name: reading.value for name, reading in readings.items()},
+        libraries=_library_versions(),
+        accelerators=tuple(accelerator.facts(device) for device in devices),
+        unavailable=unavailable,
+    )
+
+
+def _known(count: Callable[[], int | None]) -> Reading[int]:
+    reading = attempt(count, psutil.Error)
+    if reading.value is None:
+        return Reading(None, reading.reason or "the system does not tell")
+    return Reading(reading.value)
+
+
+def _library_versions() -> dict[str, str]:
+    """Versions from the installed metadata; ComfyUI, which is not installed, from what is loaded."""
+    versions = {}
+    for name in LIBRARIES:
+        version = attempt(lambda name=name: metadata.version(name)).value  # type: ignore[misc]
+        if version is not None:
+            versions[name] = version
+    comfyui = getattr(sys.modules.get("comfyui_version"), "__version__", None)
+    return versions if comfyui is None else versions | {"comfyui": str(comfyui)}
+
+
+def _cpu_model() -> str:
+    """The processor's name as its maker writes it.
+
+    Raises:
+        LookupError: The system does not tell.
+    """
+    if platform.system() == "Linux":
+        return _cpu_model_of_linux(Path("/proc/cpuinfo").read_text())
+    if platform.system() == "Darwin":
+        command = ["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=5).stdout.strip()
+    name = platform.processor()
+    if not name:
+        raise LookupError("the system does not name its processor")
+    return name
+
+
+def _cpu_model_of_linux(cpuinfo: str) -> str:
+    """x86 says "model name"; Arm boards say "Model" or "Hardware", Arm servers nothing."""
+    fields = dict(reversed([_field(line) for line in cpuinfo.splitlines() if ":" in line]))
+    for name in ("model name", "Model", "Hardware", "cpu model", "cpu"):
+        if fields.get(name):
+            return fields[name]
+    raise LookupError("/proc/cpuinfo does not name the processor")
+
+
+def _field(line: str) -> tuple[str, str]:
+    name, _, value = line.partition(":")
+    return name.strip(), value.strip()

@@ -1,0 +1,91 @@
+"""Memory of this process and of the machine.
+
+The resident set is read with one `pread` on a descriptor of `/proc/self/statm` that stays open: about
+1.3 µs, where opening it each time or psutil takes about 9 µs. Other systems go through psutil.
+"""
+
+import os
+import sys
+from dataclasses import replace
+
+import psutil
+
+from sigmascope.probes.accelerators import Accelerator, detect_accelerator
+from sigmascope.probes.reading import PROBE_ERRORS, Reading, attempt, describe
+from sigmascope.records.memory import MemorySnapshot
+
+_STATM = "/proc/self/statm"
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
+_HAS_STATM = sys.platform.startswith("linux")
+_descriptors: dict[int, int] = {}  # process id -> descriptor: after a fork the parent's shows the parent
+
+
+def process_rss_bytes() -> int | None:
+    """Resident set size of this process in bytes; None where `process_rss` would give a reason.
+
+    Made for hot paths. Linux counts pages per thread in batches, so the figure may lag by some pages.
+    """
+    if _HAS_STATM:
+        try:
+            return int(os.pread(_descriptors[os.getpid()], 128, 0).split()[1]) * _PAGE_BYTES
+        except (KeyError, OSError, ValueError, IndexError):
+            pass  # not opened yet in this process, or somebody closed all descriptors
+    return process_rss().value
+
+
+def process_rss() -> Reading[int]:
+    """Resident set size of this process in bytes, or the reason why it cannot be read."""
+    if _HAS_STATM:
+        try:
+            return Reading(_rss_from_new_descriptor())
+        except (OSError, ValueError, IndexError):
+            pass  # a system without /proc: psutil says more
+    return attempt(lambda: int(psutil.Process().memory_info().rss), psutil.Error)
+
+
+def _rss_from_new_descriptor() -> int:
+    process_id = os.getpid()
+    _descriptors.clear()  # the numbers may belong to others by now, so they are not closed
+    descriptor = os.open(_STATM, os.O_RDONLY | os.O_CLOEXEC)
+    kept = _descriptors.setdefault(process_id, descriptor)
+    if kept != descriptor:
+        os.close(descriptor)
+    return int(os.pread(kept, 128, 0).split()[1]) * _PAGE_BYTES
+
+
+def system_memory() -> MemorySnapshot:
+    """RAM of the machine (total, used, available in bytes); the other fields stay empty."""
+    try:
+        memory = psutil.virtual_memory()
+    except (*PROBE_ERRORS, psutil.Error) as error:
+        names = ("ram_total_bytes", "ram_used_bytes", "ram_available_bytes")
+        return MemorySnapshot(unavailable=dict.fromkeys(names, describe(error)))
+    return MemorySnapshot(
+        ram_total_bytes=int(memory.total),
+        ram_used_bytes=int(memory.used),
+        ram_available_bytes=int(memory.available),
+    )
+
+
+def memory_snapshot(accelerator: Accelerator | None = None) -> MemorySnapshot:
+    """Memory of the machine, of this process and of every accelerator device, now.
+
+    Args:
+        accelerator: What to ask about devices; None finds out (`detect_accelerator`).
+    """
+    accelerator = detect_accelerator() if accelerator is None else accelerator
+    system = system_memory()
+    rss = process_rss()
+    unavailable = dict(system.unavailable)
+    if rss.reason is not None:
+        unavailable["process_rss_bytes"] = rss.reason
+    devices = accelerator.devices()
+    if not devices:
+        unavailable["accelerators"] = accelerator.absence or "no device is visible"
+    return replace(
+        system,
+        process_rss_bytes=rss.value,
+        accelerators=tuple(accelerator.memory(device) for device in devices),
+        current_device=accelerator.current_device(),
+        unavailable=unavailable,
+    )
