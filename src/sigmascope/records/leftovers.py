@@ -51,7 +51,7 @@ def _leftovers(target: Path) -> list[Path]:
         f"{re.escape(_prefix(target))}{_host()}-([0-9]+)-[0-9a-f]{{8}}\\.tmp{re.escape(_suffix(target))}"
     )
     try:
-        names = os.listdir(target.parent)
+        names = [file.name for file in target.parent.iterdir()]
     except OSError as error:  # a folder that one may write to but not list
         _log.debug("%s cannot be searched for leftovers: %s", target.parent, error)
         return []
