@@ -140,7 +140,8 @@ class LoraFactors:
         up = Q₁R₁ and downᵀ = Q₂R₂ give ΔW = Q₁ (s·R₁R₂ᵀ) Q₂ᵀ, so they are those of the small middle.
         """
         _, core, _ = self._orthogonal_form()
-        return torch.linalg.svdvals(core)
+        values: Tensor = torch.linalg.svdvals(core)
+        return values
 
     def recompress(self, rank: int) -> "LoraFactors":
         """Give the best approximation of ΔW of at most this rank (Eckart-Young), without forming ΔW.

@@ -17,6 +17,8 @@ from sigmascope.errors import ConfigError, NonFiniteError, SigmascopeError
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.shapes import matrix_shape
 
+_NotConverged: type[RuntimeError] = torch.linalg.LinAlgError  # type: ignore[attr-defined] # not in its __all__
+
 
 @dataclass(frozen=True, eq=False)
 class TruncatedSvd:
@@ -149,7 +151,7 @@ def _full_svd(work: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """All of U, Σ, Vᵀ; where the quick driver does not converge, the robust one does it."""
     try:
         u, sigma, vh = torch.linalg.svd(work, full_matrices=False)
-    except torch.linalg.LinAlgError:
+    except _NotConverged:
         u, sigma, vh = _robust_svd(work)
     return u, sigma, vh
 
@@ -161,7 +163,7 @@ def _robust_svd(work: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             u, sigma, vh = torch.linalg.svd(work, full_matrices=False, driver="gesvd")
         else:
             u, sigma, vh = torch.linalg.svd(work.cpu().double(), full_matrices=False)
-    except torch.linalg.LinAlgError as error:
+    except _NotConverged as error:
         raise SigmascopeError(
             f"the SVD of a {work.shape[0]}×{work.shape[1]} matrix did not converge: {error}",
             hint="Run the extraction on another device, or at rank 9999, which needs no SVD.",

@@ -55,7 +55,7 @@ def read(checkpoint: Checkpoint) -> LoraFile:
         metadata=dict(checkpoint.metadata),
         path=checkpoint.path,
         format=FORMAT.name,
-        unused_keys=tuple(key for key in keys if key not in used),
+        unused_keys=(*(key for key in keys if key not in used), *checkpoint.skipped),
     )
 
 

@@ -1,0 +1,202 @@
+"""Merged application: W + scale · ΔW is written into the weights, and the originals can be put back.
+
+Adding and subtracting again does not give W back in floating point, so the original values are kept, on the
+CPU: as many bytes as the changed weights have.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isfinite
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from sigmascope.errors import ConfigError, ModelMismatchError, NonFiniteError
+from sigmascope.lora.file import LoraFile
+from sigmascope.lora.matching import LoraTarget, holds_weight, match_modules
+
+logger = logging.getLogger(__name__)
+
+_WORDS_IN_A_ROW = 1024
+
+
+def merge_lora(
+    model: nn.Module,
+    lora: LoraFile,
+    scale: float = 1.0,
+    *,
+    compute_dtype: torch.dtype = torch.float32,
+) -> "MergedLora":
+    """Add a LoRA to the model's weights, in place: parameters stay the same objects.
+
+    Each sum is formed in `compute_dtype` on the weight's device and rounded once to the weight's dtype. A
+    weight that several layers share changes once. If anything fails, the model is as it was.
+
+    Args:
+        model: Holds a Linear or Conv2d for every module of the LoRA.
+        lora: The changes.
+        scale: Strength. At 0 no weight is touched.
+        compute_dtype: float32 or float64.
+
+    Returns:
+        A handle that is also a context manager; leaving it unmerges.
+
+    Raises:
+        ModelMismatchError: A module does not fit the model, or its weight is quantised or on the meta device.
+        NonFiniteError: A merged weight would hold NaN or Inf.
+        ConfigError: `scale` is NaN or infinite.
+    """
+    if not isfinite(scale):
+        raise ConfigError(f"a LoRA scale of {scale} is no number.", hint="Give a scale such as 1.0.")
+    targets = match_modules(model, lora)
+    _require_mergeable(targets)
+    if lora.unused_keys:
+        logger.warning("%s: %d keys are not merged: %s", lora, len(lora.unused_keys), lora.unused_keys[:3])
+    return MergedLora(targets, scale, compute_dtype)
+
+
+class MergedLora:
+    """A LoRA that is part of a model's weights. Made by `merge_lora`.
+
+    Attributes:
+        applied: The LoRA's modules that were merged, in the LoRA's order.
+        scale: The strength with which they were.
+    """
+
+    def __init__(self, targets: Sequence[LoraTarget], scale: float, compute_dtype: torch.dtype) -> None:
+        self.applied: tuple[str, ...] = tuple(name for target in targets for name in target.names)
+        self.scale = scale
+        self._changed: list[_ChangedWeight] = []
+        if scale == 0.0:
+            return  # W + 0·ΔW would still turn -0.0 into 0.0
+        try:
+            for target in targets:
+                self._changed.append(_merge(target, scale, compute_dtype))
+        except BaseException:
+            self._restore()
+            raise
+
+    @property
+    def merged(self) -> bool:
+        """Whether there are weights to restore."""
+        return bool(self._changed)
+
+    @property
+    def kept_bytes(self) -> int:
+        """CPU memory that the original values take until `unmerge`, in bytes."""
+        return sum(changed.original.nbytes for changed in self._changed)
+
+    def unmerge(self, *, force: bool = False) -> None:
+        """Put the original weights back, bit for bit. A second call does nothing.
+
+        Args:
+            force: Restore also weights that something else has changed since the merge; that change is lost.
+
+        Raises:
+            ModelMismatchError: Some weight is not what the merge left. Nothing is restored then.
+        """
+        touched = (
+            [] if force else [changed.target.name for changed in self._changed if not changed.is_intact()]
+        )
+        if touched:
+            raise ModelMismatchError(
+                f"{len(touched)} of {len(self._changed)} merged weights were changed since, "
+                f"the first is {touched[0]}; restoring would lose that.",
+                hint="Undo later merges first, or call unmerge(force=True).",
+            )
+        self._restore()
+
+    def _restore(self) -> None:
+        while self._changed:
+            self._changed.pop().restore()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exception_type: type[BaseException] | None,
+        exception: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.unmerge()
+
+
+@dataclass(frozen=True, eq=False)
+class _ChangedWeight:
+    """What is needed to undo one merge safely."""
+
+    target: LoraTarget
+    original: Tensor
+    checksum: Tensor
+
+    def is_intact(self) -> bool:
+        return all(
+            weight.dtype == self.original.dtype
+            and weight.shape == self.original.shape
+            and torch.equal(_checksum(weight), self.checksum)
+            for weight in self._weights()
+        )
+
+    def restore(self) -> None:
+        for weight in self._weights():
+            _write(weight, self.original)
+
+    def _weights(self) -> list[Tensor]:
+        """One parameter, unless somebody has untied the layers since."""
+        return list({id(layer.weight): layer.weight for layer in self.target.layers}.values())
+
+
+def _merge(target: LoraTarget, scale: float, compute_dtype: torch.dtype) -> _ChangedWeight:
+    weight = target.weight.detach()
+    delta = target.factors.to(device=weight.device).delta(compute_dtype)
+    merged = torch.add(weight.to(compute_dtype), delta, alpha=scale).to(weight.dtype)
+    if not bool(torch.isfinite(merged.to(compute_dtype)).all()):
+        raise NonFiniteError(
+            f"{target.name}: the merged weight would hold NaN or Inf in {weight.dtype}.",
+            hint="Check the weights, or merge at a smaller scale.",
+        )
+    changed = _ChangedWeight(target, weight.to("cpu", copy=True), _checksum(merged))
+    _write(target.weight, merged)
+    return changed
+
+
+def _checksum(tensor: Tensor) -> Tensor:
+    """Column and row sums of the tensor's bytes as 64-bit words, modulo 2⁶⁴, on the CPU.
+
+    It guards against accidents, not against intent, and so can run on the weight's device at the speed of its
+    memory: a cryptographic hash would take longer than the merge.
+    """
+    data = tensor.detach().contiguous().view(torch.uint8).flatten()
+    words = functional.pad(data, (0, -data.numel() % (8 * _WORDS_IN_A_ROW))).view(torch.int64)
+    table = words.view(-1, _WORDS_IN_A_ROW)
+    return torch.cat([table.sum(dim=0), table.sum(dim=1)]).cpu()
+
+
+def _write(weight: Tensor, values: Tensor) -> None:
+    with torch.no_grad():
+        weight.copy_(values)
+
+
+def _require_mergeable(targets: Sequence[LoraTarget]) -> None:
+    for target in targets:
+        if not all(holds_weight(layer) for layer in target.layers):
+            raise ModelMismatchError(
+                f"{target.name} computes its weight from other parameters (weight_norm or parametrize).",
+                hint="Use attach_lora, which leaves the weights as they are.",
+            )
+        weight = target.weight
+        if weight.is_meta:
+            raise ModelMismatchError(
+                f"{target.name} is on the meta device and holds no values.",
+                hint="Load the model's weights before merging.",
+            )
+        if not weight.is_floating_point() or tuple(weight.shape) != target.factors.weight_shape:
+            raise ModelMismatchError(
+                f"{target.name} is stored as {weight.dtype} {tuple(weight.shape)}: a quantised weight.",
+                hint="Use attach_lora, which leaves the weights as they are.",
+            )
