@@ -1,0 +1,54 @@
+# Each target makes what it needs: a virtual environment with plain venv and pip, and nothing twice.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+SOURCES := src tests benchmarks scripts
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check format bench docs gpu-check pocket clean
+
+help: ## Show this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-10s %s\n", $$1, $$2}'
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Sigmascope needs Python 3.11 or later; set PYTHON=/path/to/python3.11"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# One stamp for each set of packages, renewed when what it was made from changes.
+$(VENV)/installed-%: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing sigmascope[$*] into $(VENV) (once; PyTorch is the large part)"
+	$(PIP) --editable '.[$*]'
+	@touch $@
+
+demo: $(VENV)/installed-lbm ## Make, prove, apply and watch a LoRA on a small trained model
+	$(BIN)/sigmascope demo
+
+test: $(VENV)/installed-test ## Run the tests
+	$(BIN)/python -m pytest
+
+check: $(VENV)/installed-dev ## Format, lint, types, layers
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/installed-dev ## Format and mend what the linter can mend
+	$(BIN)/ruff format $(SOURCES)
+	$(BIN)/ruff check --fix $(SOURCES)
+
+bench: $(VENV)/installed-bench ## Run the benchmarks; each prints a table with ratios
+	for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+docs: $(VENV)/installed-docs ## Build the documentation into site/
+	$(BIN)/mkdocs build --strict
+
+gpu-check: $(VENV)/installed-test ## Run the tests that need an accelerator
+	$(BIN)/python -m pytest -m gpu
+
+pocket: $(VENV)/installed-lbm ## Train the pocket model again (about an hour on 2 cores)
+	$(BIN)/python scripts/pocket/train.py
+
+clean: ## Remove what the other targets made
+	rm -rf $(VENV) build site sigmascope-demo .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
