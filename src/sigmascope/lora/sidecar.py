@@ -1,0 +1,45 @@
+"""The YAML beside a LoRA file that describes its extraction (SPEC section 7)."""
+
+from pathlib import Path
+from types import ModuleType
+
+from sigmascope.errors import ConfigError
+from sigmascope.lora.extraction_report import ExtractionReport
+
+
+def sidecar_path(lora: Path) -> Path:
+    """`<name>_config.yaml` beside `<name>.safetensors`."""
+    return lora.with_name(f"{lora.stem}_config.yaml")
+
+
+def require_yaml() -> ModuleType:
+    """Import PyYAML, which is needed to describe an extraction.
+
+    Raises:
+        ConfigError: It is not installed.
+    """
+    try:
+        import yaml
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "PyYAML is not installed, and the LoRA's description is YAML.",
+            hint='Install it with: pip install "sigmascope[lbm]"',
+        ) from error
+    return yaml
+
+
+def sidecar_text(report: ExtractionReport) -> str:
+    """The side-car's text, with exactly the keys of SPEC section 7 in its order."""
+    facts = {
+        "base_model": str(report.base),
+        "extraction_method": "svd",
+        "rank": report.options.rank,
+        "conv_rank": report.options.conv_rank,
+        "architecture": "lbm",
+        "native_naming": True,
+        "total_analyzed_layers": report.total_analyzed_layers,
+        "total_lora_modules": report.total_lora_modules,
+        "change_threshold": report.options.min_diff,
+        "coverage_percentage": round(report.coverage_percentage, 2),
+    }
+    return str(require_yaml().safe_dump(facts, sort_keys=False, allow_unicode=True))

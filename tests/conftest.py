@@ -1,0 +1,98 @@
+"""Fixtures that several rooms use."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+State = dict[str, Tensor]
+
+LAYER_SHAPES = {
+    "denoiser.conv_in": (8, 4, 3, 3),
+    "denoiser.time_embedding.linear_1": (16, 8),
+    "denoiser.down_blocks.0.resnets.0.conv1": (8, 8, 3, 3),
+    "denoiser.down_blocks.1.attentions.0.proj_in": (16, 16),
+    "denoiser.down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q": (16, 16),
+    "denoiser.down_blocks.1.attentions.0.transformer_blocks.0.attn2.to_out.0": (16, 16),
+    "denoiser.down_blocks.1.attentions.0.transformer_blocks.0.ff.net.2": (16, 40),
+    "denoiser.mid_block.resnets.0.conv_shortcut": (16, 8, 1, 1),
+    "denoiser.up_blocks.0.resnets.0.conv2": (16, 16, 3, 3),
+    "denoiser.conv_out": (4, 8, 3, 3),
+}
+OTHER_SHAPES = {
+    "denoiser.conv_in.bias": (8,),
+    "denoiser.conv_norm_out.weight": (8,),
+    "vae.vae_model.encoder.conv_in.weight": (8, 3, 3, 3),
+}
+
+
+@dataclass(frozen=True)
+class ModelPair:
+    """Two small checkpoints with an LBM model's names, on disk and in memory."""
+
+    base: Path
+    tuned: Path
+    base_state: State
+    tuned_state: State
+    layers: tuple[str, ...] = tuple(LAYER_SHAPES)
+
+    def delta(self, layer: str) -> Tensor:
+        """The true change of a layer as a matrix, in float64."""
+        key = f"{layer}.weight"
+        return (self.tuned_state[key].double() - self.base_state[key].double()).flatten(1)
+
+
+class MakePair(Protocol):
+    def __call__(
+        self,
+        *,
+        delta_rank: int | None = None,
+        size: float = 0.05,
+        dtype: torch.dtype = torch.float32,
+        edit: Callable[[State, State], None] | None = None,
+    ) -> ModelPair: ...
+
+
+@pytest.fixture
+def make_model_pair(tmp_path: Path) -> MakePair:
+    """Write a base and a tuned checkpoint; every layer changes, by a matrix of `delta_rank` if given."""
+
+    def make(
+        *,
+        delta_rank: int | None = None,
+        size: float = 0.05,
+        dtype: torch.dtype = torch.float32,
+        edit: Callable[[State, State], None] | None = None,
+    ) -> ModelPair:
+        generator = torch.Generator().manual_seed(7)
+        base = {
+            name: torch.randn(shape, generator=generator, dtype=torch.float64)
+            for name, shape in OTHER_SHAPES.items()
+        }
+        tuned = dict(base)
+        for layer, shape in LAYER_SHAPES.items():
+            weight = torch.randn(shape, generator=generator, dtype=torch.float64)
+            change = torch.randn(weight.flatten(1).shape, generator=generator, dtype=torch.float64)
+            if delta_rank is not None:
+                left = torch.randn(shape[0], delta_rank, generator=generator, dtype=torch.float64)
+                change = left @ torch.randn(
+                    delta_rank, change.shape[1], generator=generator, dtype=torch.float64
+                )
+            base[f"{layer}.weight"] = weight
+            tuned[f"{layer}.weight"] = weight + size * change.reshape(shape)
+        base = {key: value.to(dtype).contiguous() for key, value in base.items()}
+        tuned = {key: value.to(dtype).contiguous() for key, value in tuned.items()}
+        base["num_iterations"], tuned["num_iterations"] = torch.tensor(0.0), torch.tensor(20_000.0)
+        if edit is not None:
+            edit(base, tuned)
+        pair = ModelPair(tmp_path / "base.safetensors", tmp_path / "tuned.safetensors", base, tuned)
+        save_file(base, pair.base)
+        save_file(tuned, pair.tuned)
+        return pair
+
+    return make
