@@ -4,14 +4,19 @@ Keys (SPEC section 7): `denoiser.*` are those of diffusers' `UNet2DConditionMode
 `AutoencoderKL`, `num_iterations` is a float32 scalar.
 """
 
+from pathlib import Path
+
 import torch
 from diffusers import UNet2DConditionModel
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from sigmascope.checkpoints import open_checkpoint
 from sigmascope.errors import ModelMismatchError
-from sigmascope.lbm.config import DenoiserConfig, LbmConfig
+from sigmascope.lbm.config import LbmConfig, load_config
+from sigmascope.lbm.loading import assign_weights, config_for
 from sigmascope.lbm.vae import LbmVae
+from sigmascope.progress import Progress, no_progress
 
 
 class LbmModel(nn.Module):
@@ -80,8 +85,53 @@ def build_lbm(
     return model
 
 
+def load_lbm(
+    path: str | Path,
+    config: LbmConfig | str | Path | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    progress: Progress = no_progress,
+) -> LbmModel:
+    """Load a checkpoint, one tensor at a time, so that memory peaks at about one model.
+
+    Under float16 the VAE stays float32 when its config says `force_upcast`: SDXL's overflows in float16.
+
+    Args:
+        path: Any layout that `open_checkpoint` reads. `lpips_loss.*` is left out.
+        config: Of the model, or its YAML file. None looks for `<stem>.yaml` and `config.yaml` beside the
+            checkpoint, and takes the full-size default when there is neither.
+        dtype: Of the weights; `num_iterations` stays float32.
+        device: Where the weights go.
+        progress: Told after each tensor.
+
+    Returns:
+        The model in evaluation mode.
+
+    Raises:
+        ConfigError: The config is not valid.
+        CheckpointError: The file is missing, damaged, or refused.
+        ModelMismatchError: Names keys that are missing, unexpected or of another shape.
+        NonFiniteError: Names the first tensor with NaN or Inf.
+    """
+    if config is None:
+        config = config_for(path)
+    elif not isinstance(config, LbmConfig):
+        config = load_config(config)
+    with open_checkpoint(path) as checkpoint:
+        model = build_lbm(config, device="meta")
+        upcast = dtype == torch.float16 and config.vae.force_upcast
+        dtypes = {
+            "denoiser": dtype,
+            "vae": torch.float32 if upcast else dtype,
+            "num_iterations": torch.float32,
+        }
+        assign_weights(model, checkpoint, dtypes, device, progress=progress)
+    return model.eval()
+
+
 def _build_denoiser(config: LbmConfig) -> UNet2DConditionModel:
-    block: DenoiserConfig = config.denoiser
+    block = config.denoiser
     return UNet2DConditionModel(
         in_channels=config.unet_input_channels,
         out_channels=config.vae_num_channels,

@@ -1,0 +1,159 @@
+"""`sigmascope lbm`: translate pictures with a Latent Bridge Matching model."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    no_args_is_help=True, help="Latent Bridge Matching: translate pictures, with or without a LoRA."
+)
+
+FILES, MODEL, OUTPUT = "Files", "How to run", "What to show"
+
+
+@app.command("infer", no_args_is_help=True)
+def infer(
+    base_model_path: Annotated[
+        Path,
+        typer.Option(
+            "--base_model_path",
+            "--base-model-path",
+            help="LBM checkpoint: .safetensors, .ckpt, or a folder.",
+            rich_help_panel=FILES,
+        ),
+    ],
+    source_image: Annotated[
+        Path,
+        typer.Option(
+            "--source_image", "--source-image", help="The picture to translate.", rich_help_panel=FILES
+        ),
+    ],
+    output_path: Annotated[
+        Path,
+        typer.Option(
+            "--output_path",
+            "--output-path",
+            help="Where to write: .png, .jpg or .webp.",
+            rich_help_panel=FILES,
+        ),
+    ],
+    lora_path: Annotated[
+        Path | None,
+        typer.Option("--lora_path", "--lora-path", help="A LoRA to apply.", rich_help_panel=FILES),
+    ] = None,
+    config_path: Annotated[
+        Path | None,
+        typer.Option(
+            "--config_path",
+            "--config-path",
+            help="The model's YAML; by default the one beside the checkpoint, else the full-size model.",
+            rich_help_panel=FILES,
+        ),
+    ] = None,
+    conditioning: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="KEY=PICTURE for each conditioning key of the config; repeatable.", rich_help_panel=FILES
+        ),
+    ] = None,
+    lora_scale: Annotated[
+        float,
+        typer.Option("--lora_scale", "--lora-scale", help="Strength, 0.0 to 2.0.", rich_help_panel=MODEL),
+    ] = 1.0,
+    merge: Annotated[
+        bool,
+        typer.Option(
+            "--merge/--hot",
+            help="Merge the LoRA into the weights in memory, or compute it beside them.",
+            rich_help_panel=MODEL,
+        ),
+    ] = False,
+    num_inference_steps: Annotated[
+        int,
+        typer.Option(
+            "--num_inference_steps",
+            "--num-inference-steps",
+            help="Steps of the bridge.",
+            rich_help_panel=MODEL,
+        ),
+    ] = 1,
+    torch_dtype: Annotated[
+        str,
+        typer.Option("--torch_dtype", "--torch-dtype", help="float32, bf16 or fp16.", rich_help_panel=MODEL),
+    ] = "float32",
+    device: Annotated[
+        str, typer.Option(help="auto, cpu, cuda, cuda:1, mps, xpu.", rich_help_panel=MODEL)
+    ] = "auto",
+    size: Annotated[
+        str,
+        typer.Option(
+            help="bucket (nearest aspect bucket), keep (own size), or WIDTHxHEIGHT.", rich_help_panel=MODEL
+        ),
+    ] = "bucket",
+    resolution: Annotated[
+        int | None,
+        typer.Option(help="Side of the square bucket; by default the config's.", rich_help_panel=MODEL),
+    ] = None,
+    tile_size: Annotated[
+        int | None,
+        typer.Option(
+            "--tile_size",
+            "--tile-size",
+            help="Run the VAE in tiles of this many pixels, for large pictures in little memory.",
+            rich_help_panel=MODEL,
+        ),
+    ] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            help="Of the noise between steps; drawn and recorded if left out.", rich_help_panel=MODEL
+        ),
+    ] = None,
+    run_path: Annotated[
+        Path | None,
+        typer.Option(
+            "--run_path", "--run-path", help="Save what was recorded, as JSON.", rich_help_panel=OUTPUT
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the result as JSON on stdout.", rich_help_panel=OUTPUT)
+    ] = False,
+    verbose: Annotated[
+        bool, typer.Option(help="Show time and memory of every stage.", rich_help_panel=OUTPUT)
+    ] = False,
+) -> None:
+    """Translate a picture, with or without a LoRA, and record every stage.
+
+    [bold]Examples[/bold]
+
+      sigmascope lbm infer --base_model_path base.safetensors --source_image in.jpg --output_path out.png
+
+      sigmascope lbm infer --base_model_path base.ckpt --lora_path my_lora.safetensors --lora_scale 0.8 --source_image in.jpg --output_path out.png --verbose
+
+      sigmascope lbm infer --base_model_path base.ckpt --source_image in.jpg --output_path out.png --torch_dtype bf16 --num_inference_steps 4 --seed 7 --run_path run.json --json
+    """
+    from sigmascope.cli.lbm_infer import InferOptions, run_infer
+
+    run_infer(
+        InferOptions(
+            base_model_path=base_model_path,
+            source_image=source_image,
+            output_path=output_path,
+            lora_path=lora_path,
+            config_path=config_path,
+            conditioning=tuple(conditioning or ()),
+            lora_scale=lora_scale,
+            merge=merge,
+            num_inference_steps=num_inference_steps,
+            torch_dtype=torch_dtype,
+            device=device,
+            size=size,
+            resolution=resolution,
+            tile_size=tile_size,
+            seed=seed,
+            run_path=run_path,
+            as_json=as_json,
+            verbose=verbose,
+        )
+    )

@@ -1,0 +1,199 @@
+"""The work of `sigmascope lbm infer`: check, load, apply, translate, save.
+
+Imports torch through the lbm room, so `cli/lbm.py` imports this module only when the command runs.
+"""
+
+import os
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from sigmascope.cli.lbm_report import report
+from sigmascope.cli.progress import progress_bar
+from sigmascope.errors import ConfigError, WriteError
+from sigmascope.lbm.bridge import bridge_sigmas
+from sigmascope.lbm.buckets import parse_size
+from sigmascope.lbm.devices import resolve_device, resolve_dtype
+from sigmascope.lbm.images import image_format, load_image, save_image
+from sigmascope.lbm.infer import translate_image
+from sigmascope.lbm.model import LbmModel, load_lbm
+from sigmascope.lora.apply import AttachedLora, MergedLora, attach_lora, merge_lora
+from sigmascope.lora.formats import load_lora
+from sigmascope.monitor.recorder import Recorder
+from sigmascope.progress import Progress, no_progress
+
+LORA_SCALES = (0.0, 2.0)
+"""Range of --lora_scale (SPEC section 7)."""
+
+
+@dataclass(frozen=True)
+class InferOptions:
+    """The command's options, one field each."""
+
+    base_model_path: Path
+    source_image: Path
+    output_path: Path
+    lora_path: Path | None = None
+    config_path: Path | None = None
+    conditioning: tuple[str, ...] = ()
+    lora_scale: float = 1.0
+    merge: bool = False
+    num_inference_steps: int = 1
+    torch_dtype: str = "float32"
+    device: str = "auto"
+    size: str = "bucket"
+    resolution: int | None = None
+    tile_size: int | None = None
+    seed: int | None = None
+    run_path: Path | None = None
+    as_json: bool = False
+    verbose: bool = False
+
+
+def run_infer(options: InferOptions) -> None:
+    """Translate one picture as the options say.
+
+    Raises:
+        SigmascopeError: Whatever was wrong with the options, the files or the model. The run is saved even
+            then, when `run_path` is given.
+    """
+    _check_options(options)
+    picture = load_image(options.source_image)
+    conditioning = _load_conditioning(options.conditioning)
+    recorder = Recorder(name="lbm infer", sample_hz=10.0)
+    try:
+        with recorder:
+            model = _load_model(options, recorder)
+            applied = _apply_lora(options, model, recorder)
+            result = _translate(options, model, picture, conditioning)
+            save_image(result, options.output_path)
+    finally:
+        run = recorder.run()
+        if options.run_path is not None:
+            run.save(options.run_path)
+    report(run, _summary(options, result, applied), as_json=options.as_json, verbose=options.verbose)
+
+
+def _check_options(options: InferOptions) -> None:
+    """Refuse what cannot work before minutes are spent on it."""
+    low, high = LORA_SCALES
+    if not low <= options.lora_scale <= high:
+        raise ConfigError(
+            f"--lora_scale: expected {low} to {high}, got {options.lora_scale}.",
+            hint="1.0 applies the LoRA as it was made.",
+        )
+    bridge_sigmas(options.num_inference_steps)
+    parse_size(options.size)
+    resolve_dtype(options.torch_dtype)
+    resolve_device(options.device)
+    image_format(options.output_path)
+    if options.output_path.resolve() == options.source_image.resolve():
+        raise ConfigError(
+            f"--output_path: {options.output_path} is the source image.", hint="Write to another file."
+        )
+    for target in (options.output_path, options.run_path):
+        if target is not None:
+            _check_writable(target)
+
+
+def _check_writable(target: Path) -> None:
+    folder = target.absolute().parent
+    if not folder.is_dir():
+        raise WriteError(target, f"there is no folder {folder}.", hint="Create it first.")
+    if target.is_dir() or not os.access(folder, os.W_OK):
+        raise WriteError(target, "cannot be written.", hint="Choose another path.")
+
+
+def _load_conditioning(entries: tuple[str, ...]) -> dict[str, Image.Image]:
+    pictures = {}
+    for entry in entries:
+        key, _, path = entry.partition("=")
+        if not key or not path:
+            raise ConfigError(
+                f"--conditioning: expected KEY=PICTURE, got {entry!r}.", hint="For example depth=depth.png."
+            )
+        pictures[key] = load_image(path)
+    return pictures
+
+
+def _load_model(options: InferOptions, recorder: Recorder) -> LbmModel:
+    path = options.base_model_path
+    device, dtype = resolve_device(options.device), resolve_dtype(options.torch_dtype)
+    with recorder.stage("model_loading") as stage, _bar(options, "Loading") as progress:
+        stage.fact("file", str(path))
+        stage.fact("device", str(device))
+        model = load_lbm(path, options.config_path, dtype=dtype, device=device, progress=progress)
+        stage.fact("format", "safetensors" if path.suffix == ".safetensors" else path.suffix.lstrip("."))
+        stage.fact("dtype", str(dtype).removeprefix("torch."))
+        if path.is_file():
+            stage.fact("file_bytes", path.stat().st_size)
+        # Loading is strict: a model that arrives here lacks nothing.
+        stage.fact("missing_keys", [])
+        stage.fact("unexpected_keys", [])
+        stage.module("denoiser", model.denoiser)
+        stage.module("vae", model.vae)
+    return model
+
+
+def _apply_lora(
+    options: InferOptions, model: LbmModel, recorder: Recorder
+) -> AttachedLora | MergedLora | None:
+    if options.lora_path is None:
+        return None
+    with recorder.stage("lora_application") as stage:
+        lora = load_lora(options.lora_path)
+        stage.fact("file", str(options.lora_path))
+        stage.fact("modules", len(lora))
+        stage.fact("ranks", {str(rank): count for rank, count in lora.ranks.items()})
+        stage.fact("scale", options.lora_scale)
+        stage.fact("mode", "merged" if options.merge else "hot")
+        apply = merge_lora if options.merge else attach_lora
+        applied = apply(model, lora, options.lora_scale)
+        stage.fact("applied_modules", len(applied.applied))
+    return applied
+
+
+def _translate(
+    options: InferOptions, model: LbmModel, picture: Image.Image, conditioning: dict[str, Image.Image]
+) -> Image.Image:
+    with _bar(options, "Translating") as progress:
+        return translate_image(
+            model,
+            picture,
+            num_inference_steps=options.num_inference_steps,
+            seed=options.seed,
+            size=parse_size(options.size),
+            resolution=options.resolution,
+            tile_size=options.tile_size,
+            conditioning=conditioning,
+            progress=progress,
+        )
+
+
+def _summary(
+    options: InferOptions, result: Image.Image, applied: AttachedLora | MergedLora | None
+) -> dict[str, Any]:
+    summary: dict[str, Any] = {
+        "output_path": str(options.output_path),
+        "width": result.width,
+        "height": result.height,
+        "run_path": None if options.run_path is None else str(options.run_path),
+        "lora": None,
+    }
+    if applied is not None:
+        summary["lora"] = {
+            "path": str(options.lora_path),
+            "mode": "merged" if options.merge else "hot",
+            "scale": options.lora_scale,
+            "applied_modules": len(applied.applied),
+            # A layer that never ran had no effect: the user should know.
+            "dormant_modules": list(applied.dormant) if isinstance(applied, AttachedLora) else [],
+        }
+    return summary
+
+
+def _bar(options: InferOptions, description: str) -> AbstractContextManager[Progress]:
+    return nullcontext(no_progress) if options.as_json else progress_bar(description)

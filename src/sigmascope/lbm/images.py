@@ -1,0 +1,146 @@
+"""Pictures in and out: any file Pillow reads becomes upright RGB; results are written whole or not at all."""
+
+import struct
+import warnings
+import zlib
+from pathlib import Path
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from PIL import Image, ImageOps, UnidentifiedImageError
+from torch import Tensor
+from torch.nn import functional
+
+from sigmascope.checkpoints import atomic_path
+from sigmascope.errors import ConfigError, FileError
+
+Images = Float[Tensor, "batch 3 height width"]
+
+FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
+"""What `save_image` writes, by the file's suffix."""
+JPEG_QUALITY = 95
+
+# What Pillow's decoders raise on damaged files, beside OSError.
+_DECODER_ERRORS = (OSError, SyntaxError, ValueError, EOFError, IndexError, struct.error, zlib.error)
+
+
+def load_image(path: str | Path) -> Image.Image:
+    """Read a picture as upright 8-bit RGB.
+
+    EXIF orientation is applied, transparency is laid over white, 16-bit and float grey are scaled to 8 bits,
+    palettes, grey and CMYK are converted, and of several frames the first is taken.
+
+    Raises:
+        FileError: The file is missing, empty, no picture, truncated, or larger than Pillow's limit against
+            decompression bombs.
+    """
+    path = Path(path)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            with Image.open(path) as image:
+                image.load()
+                return to_rgb(image)
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise FileError(path, f"the picture is too large ({error}).", hint="Scale it down first.") from error
+    except FileNotFoundError as error:
+        raise FileError(path, "no such file.", hint="Check the path of the source image.") from error
+    except UnidentifiedImageError as error:
+        raise FileError(path, _no_picture(path), hint="Pass a PNG, JPEG, WebP or TIFF file.") from error
+    except (IsADirectoryError, PermissionError) as error:
+        raise FileError(path, f"cannot be read ({error.strerror}).", hint="Pass a readable file.") from error
+    except _DECODER_ERRORS as error:
+        raise FileError(
+            path,
+            f"the picture cannot be decoded ({error}).",
+            hint="The file is damaged; fetch or save it again.",
+        ) from error
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """Bring any Pillow image to upright 8-bit RGB (see `load_image`)."""
+    upright = ImageOps.exif_transpose(image)
+    if upright.mode.startswith("I") or upright.mode == "F":
+        return _wide_grey(upright).convert("RGB")
+    if upright.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in upright.info:
+        with_alpha = upright.convert("RGBA")
+        white = Image.new("RGBA", with_alpha.size, (255, 255, 255, 255))
+        return Image.alpha_composite(white, with_alpha).convert("RGB")
+    return upright.convert("RGB")
+
+
+def save_image(image: Image.Image, path: str | Path) -> None:
+    """Write a picture whole or not at all; the suffix (.png, .jpg, .jpeg, .webp) chooses the format.
+
+    Raises:
+        ConfigError: Another suffix.
+        WriteError: The target cannot be written; it is as it was.
+    """
+    kind = image_format(path)
+    options = {"quality": JPEG_QUALITY} if kind in ("JPEG", "WEBP") else {}
+    with atomic_path(Path(path)) as temporary:
+        image.save(temporary, format=kind, **options)
+
+
+def image_format(path: str | Path) -> str:
+    """Name Pillow's format for a file to be written.
+
+    Raises:
+        ConfigError: The suffix is not one of `FORMATS`.
+    """
+    suffix = Path(path).suffix.lower()
+    if suffix not in FORMATS:
+        raise ConfigError(
+            f"{path}: cannot write a picture with the suffix {suffix!r}.",
+            hint=f"Use one of {', '.join(FORMATS)}.",
+        )
+    return FORMATS[suffix]
+
+
+def image_to_tensor(image: Image.Image) -> Float[Tensor, "1 3 height width"]:
+    """Give an RGB image as float32 in [-1, 1]."""
+    array = np.array(image.convert("RGB"), dtype=np.uint8)
+    return torch.from_numpy(array).permute(2, 0, 1)[None].float() / 127.5 - 1.0
+
+
+def tensor_to_image(tensor: Float[Tensor, "1 3 height width"]) -> Image.Image:
+    """Give a tensor in [-1, 1] as an 8-bit RGB image; values outside are clipped."""
+    pixels = ((tensor[0].detach().float() + 1.0) * 127.5).round().clamp(0, 255).to(torch.uint8)
+    return Image.fromarray(pixels.permute(1, 2, 0).cpu().numpy())
+
+
+def resize(images: Images, size: tuple[int, int]) -> Images:
+    """Resize to (width, height) with antialiased bicubic interpolation, kept in [-1, 1].
+
+    An image of that size already comes back untouched.
+    """
+    width, height = size
+    if images.shape[-2:] == (height, width):
+        return images
+    resized = functional.interpolate(images, (height, width), mode="bicubic", antialias=True)
+    return resized.clamp(-1.0, 1.0)
+
+
+def pad_to(images: Images, size: tuple[int, int]) -> Images:
+    """Repeat the last row and column until the images are (width, height)."""
+    right, bottom = size[0] - images.shape[-1], size[1] - images.shape[-2]
+    return functional.pad(images, (0, right, 0, bottom), mode="replicate")
+
+
+def _wide_grey(image: Image.Image) -> Image.Image:
+    """Scale 16-bit, 32-bit or float grey to 8 bits.
+
+    Integers above 255 are taken as 16-bit; floats up to 1 as fractions.
+    """
+    values = np.asarray(image, dtype=np.float64)
+    values = np.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)
+    if image.mode.startswith("I;16") or (image.mode == "I" and values.max(initial=0) > 255):
+        values = values / 257.0
+    elif image.mode == "F" and values.max(initial=0) <= 1.0:
+        values = values * 255.0
+    return Image.fromarray(values.round().clip(0, 255).astype(np.uint8))
+
+
+def _no_picture(path: Path) -> str:
+    return "the file is empty." if path.stat().st_size == 0 else "is no picture that Pillow can read."

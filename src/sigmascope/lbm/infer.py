@@ -1,0 +1,202 @@
+"""Translate a picture with an LBM model: encode, walk the bridge, decode; any size in, the same size out.
+
+Each part is a stage of the current recorder (`latent_encoding`, `denoising` with a step for each call of the
+denoiser, `latent_decoding`); without a recorder the stages cost nothing. The result is the same either way.
+"""
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.nn import functional
+
+from sigmascope.errors import ConfigError, NonFiniteError
+from sigmascope.lbm.bridge import sample_bridge
+from sigmascope.lbm.buckets import Size, working_size
+from sigmascope.lbm.images import image_to_tensor, pad_to, resize, tensor_to_image, to_rgb
+from sigmascope.lbm.loading import is_finite
+from sigmascope.lbm.model import LbmModel
+from sigmascope.monitor import stage, step
+from sigmascope.progress import Progress, no_progress
+
+MINIMUM_TILE = 4
+"""Latent elements along a tile's side, below which tiles are mostly overlap."""
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """How a picture of `original` size is brought to the model's `working` size, and back."""
+
+    original: Size
+    working: Size
+    pads: bool
+
+    def enter(self, pixels: Tensor) -> Tensor:
+        return pad_to(pixels, self.working) if self.pads else resize(pixels, self.working)
+
+    def leave(self, pixels: Tensor) -> Tensor:
+        if self.pads:
+            return pixels[..., : self.original[1], : self.original[0]]
+        return resize(pixels, self.original)
+
+
+def translate_image(
+    model: LbmModel,
+    image: Image.Image,
+    *,
+    num_inference_steps: int = 1,
+    seed: int | None = None,
+    size: str | Size = "bucket",
+    resolution: int | None = None,
+    tile_size: int | None = None,
+    noise_scale: float | None = None,
+    conditioning: Mapping[str, Image.Image] | None = None,
+    progress: Progress = no_progress,
+) -> Image.Image:
+    """Translate one picture; the result has the picture's own size.
+
+    The same seed gives the same result on every device up to its arithmetic: noise is drawn on the CPU.
+
+    Args:
+        model: Loaded or built; its device and dtype are used.
+        image: Any Pillow image; see `images.to_rgb`.
+        num_inference_steps: Euler steps along the bridge, 1 or more.
+        seed: Of the bridge noise between steps; None draws one and records it.
+        size: "bucket" resizes to the nearest aspect bucket, "keep" works at the picture's own size (padded to
+            what the model needs), (width, height) resizes to that.
+        resolution: Side of the square bucket; None is the config's.
+        tile_size: Encode and decode in overlapping tiles of this many pixels; None at once.
+        noise_scale: None is the config's `bridge_noise_sigma`.
+        conditioning: A picture for each of the config's conditioning image and mask keys.
+        progress: Told after each step.
+
+    Raises:
+        ConfigError: An option is out of range, or conditioning is missing.
+        NonFiniteError: The latents or the picture hold NaN or Inf; says where they first appear.
+    """
+    config = model.config
+    picture = to_rgb(image)
+    working = working_size(
+        *picture.size, size, resolution=resolution or config.resolution, factor=config.factor
+    )
+    frame = _Frame(picture.size, working, pads=size == "keep")
+    _check_tile_size(tile_size, model)
+    seed = secrets.randbits(31) if seed is None else seed
+    with torch.inference_mode():
+        z_source, extra = _encode(model, picture, frame, tile_size, conditioning or {})
+        z_target = _denoise(model, z_source, extra, num_inference_steps, noise_scale, seed, progress)
+        return _decode(model, z_target, frame, tile_size)
+
+
+def _encode(
+    model: LbmModel,
+    picture: Image.Image,
+    frame: _Frame,
+    tile_size: int | None,
+    given: Mapping[str, Image.Image],
+) -> tuple[Tensor, Tensor | None]:
+    """Give the source latent and the conditioning, both float32."""
+    with stage("latent_encoding") as recorded:
+        recorded.fact("strategy", _strategy(tile_size, "Encoding"))
+        recorded.fact("image_size", list(frame.original))
+        recorded.fact("working_size", list(frame.working))
+        device = next(model.parameters()).device
+        pixels = frame.enter(image_to_tensor(picture)).to(device)
+        z_source = model.vae.encode(pixels, tile_size=tile_size).float()
+        recorded.tensor("source_latent", z_source)
+        _require_finite(z_source, "the source latent", model)
+        extra = _conditioning(model, frame, given, z_source, tile_size)
+        return z_source, extra
+
+
+def _conditioning(
+    model: LbmModel, frame: _Frame, given: Mapping[str, Image.Image], like: Tensor, tile_size: int | None
+) -> Tensor | None:
+    """Latents of the conditioning images, then masks at latent size, joined on channels."""
+    config = model.config
+    keys = [*config.conditioning_images_keys, *config.conditioning_masks_keys]
+    if missing := [key for key in keys if key not in given]:
+        raise ConfigError(
+            f"conditioning: the model needs {', '.join(missing)}.",
+            hint="Pass a picture for each, with --conditioning key=picture.png.",
+        )
+    if unknown := [key for key in given if key not in keys]:
+        raise ConfigError(
+            f"conditioning: the model takes {', '.join(keys) or 'none'}, got {', '.join(unknown)}.",
+            hint="Leave these out.",
+        )
+    parts = []
+    for key in config.conditioning_images_keys:
+        pixels = resize(image_to_tensor(to_rgb(given[key])), frame.original)
+        pixels = frame.enter(pixels).to(like.device)
+        parts.append(model.vae.encode(pixels, tile_size=tile_size).float())
+    for key in config.conditioning_masks_keys:
+        grey = image_to_tensor(to_rgb(given[key]).convert("L"))[:, :1]
+        mask = (resize(grey.expand(-1, 3, -1, -1), frame.original) + 1.0) / 2.0
+        mask = frame.enter(mask)[:, :1].to(like.device)
+        parts.append(functional.interpolate(mask, like.shape[-2:], mode="area"))
+    return torch.cat(parts, dim=1) if parts else None
+
+
+def _denoise(
+    model: LbmModel,
+    z_source: Tensor,
+    extra: Tensor | None,
+    num_steps: int,
+    noise_scale: float | None,
+    seed: int,
+    progress: Progress,
+) -> Tensor:
+    noise_scale = model.config.bridge_noise_sigma if noise_scale is None else noise_scale
+    with stage("denoising") as recorded:
+        recorded.fact("num_inference_steps", num_steps)
+        recorded.fact("seed", seed)
+        recorded.fact("bridge_noise_sigma", noise_scale)
+
+        def denoise(x_t: Tensor, sigma: Tensor) -> Tensor:
+            with step():
+                prediction: Tensor = model(x_t, sigma, extra)
+            return prediction
+
+        def on_step(done: int, total: int, x_t: Tensor) -> None:
+            progress(done, total, "denoising")
+
+        generator = torch.Generator("cpu").manual_seed(seed)
+        z_target = sample_bridge(denoise, z_source, num_steps, noise_scale, generator, on_step)
+        recorded.tensor("result_latent", z_target)
+        _require_finite(z_target, "the result latent", model)
+        return z_target
+
+
+def _decode(model: LbmModel, z_target: Tensor, frame: _Frame, tile_size: int | None) -> Image.Image:
+    with stage("latent_decoding") as recorded:
+        recorded.fact("strategy", _strategy(tile_size, "Decoding"))
+        pixels = model.vae.decode(z_target, tile_size=tile_size).float()
+        recorded.tensor("image", pixels)
+        _require_finite(pixels, "the decoded picture", model)
+        return tensor_to_image(frame.leave(pixels.cpu().clamp(-1.0, 1.0)))
+
+
+def _strategy(tile_size: int | None, what: str) -> str:
+    return f"Direct VAE {what}" if tile_size is None else f"Tiled VAE {what}"
+
+
+def _check_tile_size(tile_size: int | None, model: LbmModel) -> None:
+    smallest = MINIMUM_TILE * model.vae.factor
+    if tile_size is not None and tile_size < smallest:
+        raise ConfigError(
+            f"tile_size: expected at least {smallest} pixels for this VAE, got {tile_size}.",
+            hint="Use 512, or leave it out.",
+        )
+
+
+def _require_finite(tensor: Tensor, what: str, model: LbmModel) -> None:
+    if not is_finite(tensor):
+        dtype = str(model.denoiser.dtype).removeprefix("torch.")
+        raise NonFiniteError(
+            f"NaN or Inf in {what} (denoiser {dtype}, VAE {str(model.vae.dtype).removeprefix('torch.')}).",
+            hint="Run in bf16 or float32 (--torch_dtype).",
+        )
