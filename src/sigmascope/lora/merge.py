@@ -75,7 +75,10 @@ class MergedLora:
             return  # W + 0·ΔW would still turn -0.0 into 0.0
         try:
             for target in targets:
-                self._changed.append(_merge(target, scale, compute_dtype))
+                merged = _merged_weight(target, scale, compute_dtype)
+                original = target.weight.detach().to("cpu", copy=True)
+                self._changed.append(_ChangedWeight(target, original, _checksum(merged)))
+                _write(target.weight, merged)
         except BaseException:
             self._restore()
             raise
@@ -151,7 +154,7 @@ class _ChangedWeight:
         return list({id(layer.weight): layer.weight for layer in self.target.layers}.values())
 
 
-def _merge(target: LoraTarget, scale: float, compute_dtype: torch.dtype) -> _ChangedWeight:
+def _merged_weight(target: LoraTarget, scale: float, compute_dtype: torch.dtype) -> Tensor:
     weight = target.weight.detach()
     delta = target.factors.to(device=weight.device).delta(compute_dtype)
     merged = torch.add(weight.to(compute_dtype), delta, alpha=scale).to(weight.dtype)
@@ -160,9 +163,7 @@ def _merge(target: LoraTarget, scale: float, compute_dtype: torch.dtype) -> _Cha
             f"{target.name}: the merged weight would hold NaN or Inf in {weight.dtype}.",
             hint="Check the weights, or merge at a smaller scale.",
         )
-    changed = _ChangedWeight(target, weight.to("cpu", copy=True), _checksum(merged))
-    _write(target.weight, merged)
-    return changed
+    return merged
 
 
 def _checksum(tensor: Tensor) -> Tensor:
