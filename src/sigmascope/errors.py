@@ -10,7 +10,8 @@
     ├── ConfigError               a YAML or option that does not make sense
     ├── ModelMismatchError        base, tuned model and LoRA do not belong together
     ├── LoraFormatError           a LoRA file whose keys or shapes are not understood
-    └── NonFiniteError            NaN or Inf where weights should be
+    ├── NonFiniteError            NaN or Inf where weights should be
+    └── UnknownStageError         a run has no stage of that name (a KeyError too)
 
 Each carries what happened (with file, key, expected and actual) and a hint: the next step.
 The command line prints both and exits with `exit_code`.
@@ -82,3 +83,7 @@ class LoraFormatError(SigmascopeError):
 
 class NonFiniteError(SigmascopeError):
     """Weights hold NaN or Inf."""
+
+
+class UnknownStageError(SigmascopeError, KeyError):
+    """A run holds no stage of the name asked for."""

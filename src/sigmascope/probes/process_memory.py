@@ -11,7 +11,7 @@ from dataclasses import replace
 import psutil
 
 from sigmascope.probes.accelerators import Accelerator, detect_accelerator
-from sigmascope.probes.reading import PROBE_ERRORS, Reading, attempt, describe
+from sigmascope.probes.reading import Reading, attempt
 from sigmascope.records.memory import MemorySnapshot
 
 _STATM = "/proc/self/statm"
@@ -55,11 +55,11 @@ def _rss_from_new_descriptor() -> int:
 
 def system_memory() -> MemorySnapshot:
     """RAM of the machine (total, used, available in bytes); the other fields stay empty."""
-    try:
-        memory = psutil.virtual_memory()
-    except (*PROBE_ERRORS, psutil.Error) as error:
+    reading = attempt(psutil.virtual_memory, psutil.Error)
+    memory = reading.value
+    if memory is None:
         names = ("ram_total_bytes", "ram_used_bytes", "ram_available_bytes")
-        return MemorySnapshot(unavailable=dict.fromkeys(names, describe(error)))
+        return MemorySnapshot(unavailable=dict.fromkeys(names, reading.reason or "unknown"))
     return MemorySnapshot(
         ram_total_bytes=int(memory.total),
         ram_used_bytes=int(memory.used),

@@ -1,1 +1,37 @@
 """What is known of a run, as frozen values that outlive it. No torch here."""
+
+from sigmascope.records.facts import ExceptionDetails, ModuleFacts, TensorFacts
+from sigmascope.records.finding import Finding
+from sigmascope.records.host import AcceleratorFacts, HostFacts
+from sigmascope.records.memory import (
+    AcceleratorMemory,
+    AcceleratorPeak,
+    MemoryImpact,
+    MemorySnapshot,
+    PeakMemory,
+)
+from sigmascope.records.run import STAGES, Run, Stage
+from sigmascope.records.serialization import load_run, run_from_json, run_to_json, save_run
+from sigmascope.records.steps import Steps
+
+__all__ = [
+    "STAGES",
+    "AcceleratorFacts",
+    "AcceleratorMemory",
+    "AcceleratorPeak",
+    "ExceptionDetails",
+    "Finding",
+    "HostFacts",
+    "MemoryImpact",
+    "MemorySnapshot",
+    "ModuleFacts",
+    "PeakMemory",
+    "Run",
+    "Stage",
+    "Steps",
+    "TensorFacts",
+    "load_run",
+    "run_from_json",
+    "run_to_json",
+    "save_run",
+]

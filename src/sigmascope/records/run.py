@@ -1,13 +1,16 @@
 """`Run`: everything that is known of one watched workflow."""
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from sigmascope.errors import UnknownStageError
 from sigmascope.records.facts import ExceptionDetails, ModuleFacts, TensorFacts
 from sigmascope.records.finding import Finding
 from sigmascope.records.host import HostFacts
 from sigmascope.records.memory import MemoryImpact, PeakMemory
+from sigmascope.records.peak import highest
 from sigmascope.records.steps import Steps
 
 STAGES = (
@@ -39,7 +42,7 @@ class Stage:
     memory: MemoryImpact | None = None
     peak: PeakMemory | None = None
     steps: Steps = field(default_factory=Steps)
-    children: tuple["Stage", ...] = ()
+    children: "tuple[Stage, ...]" = ()
     tensors: Mapping[str, TensorFacts] = field(default_factory=dict)
     modules: Mapping[str, ModuleFacts] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -72,3 +75,30 @@ class Run:
         """Yield every stage at every depth, in order."""
         for stage in self.stages:
             yield from stage.walk()
+
+    def stage(self, name: str) -> Stage:
+        """The first stage of that name at any depth.
+
+        Raises:
+            UnknownStageError: There is none; the message names those there are.
+        """
+        for stage in self.walk():
+            if stage.name == name:
+                return stage
+        names = ", ".join(dict.fromkeys(stage.name for stage in self.walk())) or "none at all"
+        raise UnknownStageError(f"The run {self.name!r} has no stage {name!r}.", hint=f"It has: {names}.")
+
+    def peak(self) -> PeakMemory:
+        """The highest memory of all stages, with seconds since the run began."""
+        return highest((stage.started_seconds, stage.peak) for stage in self.walk() if stage.peak)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the run as JSON, whole or not at all; `sigmascope.load_run` reads it.
+
+        Raises:
+            WriteError: The file cannot be written. What was there before stays.
+            TypeError: A fact is of a type that JSON lacks.
+        """
+        from sigmascope.records.serialization import save_run
+
+        save_run(self, path)

@@ -1,0 +1,65 @@
+"""Plain values to the types of `records` and back, strictly: nothing is coerced, nothing dropped."""
+
+from functools import cache
+from typing import Any
+
+from cattrs import Converter, transform_error
+from cattrs.errors import BaseValidationError
+
+from sigmascope.records.finding import JsonScalar
+from sigmascope.records.run import Run
+
+
+def run_to_plain(run: Run) -> dict[str, Any]:
+    """The run as dicts, lists and scalars."""
+    plain: dict[str, Any] = _converter().unstructure(run)
+    return plain
+
+
+def run_from_plain(plain: object) -> Run:
+    """The run that plain values describe.
+
+    Raises:
+        ValueError: They do not describe a run; the message says where.
+    """
+    try:
+        return _converter().structure(plain, Run)
+    except BaseValidationError as error:
+        raise ValueError("; ".join(transform_error(error, path="run")[:3])) from error
+
+
+@cache
+def _converter() -> Converter:
+    converter = Converter(forbid_extra_keys=True, unstruct_collection_overrides={tuple: list})
+    converter.register_structure_hook(bool, _exactly(bool))
+    converter.register_structure_hook(int, _exactly(int))
+    converter.register_structure_hook(str, _exactly(str))
+    converter.register_structure_hook(float, _float)
+    converter.register_structure_hook(JsonScalar, _scalar)
+    return converter
+
+
+def _exactly(kind: type) -> Any:
+    def check(value: object, _: object) -> object:
+        if type(value) is not kind:  # a bool is an int to isinstance
+            raise TypeError(f"{_shown(value)} is not of type {kind.__name__}")
+        return value
+
+    return check
+
+
+def _float(value: object, _: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{_shown(value)} is not a number")
+    return float(value)
+
+
+def _scalar(value: object, _: object) -> object:
+    if value is not None and not isinstance(value, (bool, int, float, str)):
+        raise TypeError(f"{_shown(value)} is not a single value")
+    return value
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
