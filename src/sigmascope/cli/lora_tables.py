@@ -1,0 +1,179 @@
+"""Extraction and validation reports as tables for a terminal of 80 columns or a plain log."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from sigmascope.lora.extraction_report import ExtractionReport
+    from sigmascope.lora.module_errors import Band, BlockError, ModuleError
+    from sigmascope.lora.validation_report import ValidationReport
+    from sigmascope.records.finding import Finding
+
+_BAND_STYLE = {"excellent": "green", "good": "cyan", "poor": "yellow", "noise": "bold red"}
+_SEVERITY_STYLE = {"info": "cyan", "warning": "yellow", "error": "red", "critical": "bold red"}
+_MIB = 1024**2
+_MOST_FAILURES = 10
+
+
+def print_extraction(console: Console, report: "ExtractionReport", *, verbose: bool) -> None:
+    """Show what an extraction wrote: blocks, totals, what is left out, and how to go on."""
+    console.print(_title("LoRA extraction", report.lora.name))
+    console.print(_block_table(report.blocks, "In LoRA"))
+    if verbose:
+        console.print(_module_table("Every layer", report.errors))
+    console.print(_facts(_extraction_facts(report)))
+    console.print(_findings(report.findings))
+    console.print(_text("Written: ", report.lora, f" ({report.file_bytes / _MIB:.2f} MB)"))
+    console.print(_text("         ", report.sidecar))
+    console.print(
+        _text("Next: sigmascope lora validate with the same two models and --lora_path ", report.lora)
+    )
+
+
+def print_validation(console: Console, report: "ValidationReport", *, verbose: bool) -> None:
+    """Show how well a LoRA reproduces the tuned model: blocks, bands, success rate, the worst layers."""
+    console.print(_title("LoRA validation", report.lora.name))
+    console.print(_block_table(report.blocks, "Applied"))
+    console.print(_module_table("Every layer", report.modules) if verbose else _worst(report))
+    console.print(_facts(_validation_facts(report)))
+    console.print(_failures(report.failures))
+    console.print(_findings(report.findings))
+
+
+def _title(what: str, name: str) -> Text:
+    return Text.assemble((f"{what}: ", "bold"), name)
+
+
+def _text(*parts: object) -> Text:
+    """Plain text, folded by the terminal and not inside a file name; never read as markup."""
+    return Text("".join(map(str, parts)), overflow="fold")
+
+
+def _block_table(blocks: Sequence["BlockError"], applied: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
+    table.add_column("Block", no_wrap=True)
+    for heading in (applied, "Rank", "Change", "Error", "Mean", "Worst"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("Band", no_wrap=True)
+    for block in blocks:
+        complete = block.applied == block.modules
+        table.add_row(
+            block.name,
+            Text(f"{block.applied}/{block.modules}", style="" if complete else "bold red"),
+            _ranks(block.ranks),
+            f"{block.delta_norm:.3g}",
+            _percent(block.relative_error),
+            _percent(block.average_error),
+            _percent(block.largest_error),
+            _band(block.band),
+        )
+    return table
+
+
+def _module_table(title: str, modules: Sequence["ModuleError"]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
+    table.add_column("Layer", overflow="fold")
+    table.add_column("Rank", justify="right", no_wrap=True)
+    table.add_column("Error", justify="right", no_wrap=True)
+    for module in modules:
+        error = _percent(module.relative_error) if module.status == "applied" else module.status
+        rank = "-" if module.rank is None else str(module.rank)
+        style = _BAND_STYLE.get(module.band or "", "")
+        table.add_row(Text(module.name.removeprefix("denoiser.")), rank, Text(error, style=style))
+    return table
+
+
+def _worst(report: "ValidationReport") -> Table:
+    return _module_table(f"Worst {len(report.worst)} layers", report.worst)
+
+
+def _extraction_facts(report: "ExtractionReport") -> list[tuple[str, RenderableType]]:
+    reasons = [layer.reason for layer in report.left_out]
+    left_out = ", ".join(
+        f"{reasons.count(reason)} {reason.replace('_', ' ')}" for reason in sorted(set(reasons))
+    )
+    coverage = (
+        f"{report.total_lora_modules} of {report.total_analyzed_layers} layers "
+        f"({report.coverage_percentage:.1f} %)"
+    )
+    return [
+        ("Layers in the LoRA", coverage),
+        ("Left out", left_out or "none"),
+        ("Error, overall", _percent(report.relative_error)),
+        ("Error, average", _percent(report.average_error)),
+        ("Precision", report.options.save_precision),
+        ("Time", f"{report.seconds:.1f} s"),
+    ]
+
+
+def _validation_facts(report: "ValidationReport") -> list[tuple[str, RenderableType]]:
+    complete = not report.failures
+    rate = f"{report.success_rate:.1f} % ({report.applied} of {len(report.modules)} modules)"
+    counts = Text("  ").join(
+        Text(f"{band} {count}", style=_BAND_STYLE[band] if count else "dim")
+        for band, count in report.bands.items()
+    )
+    overall = Text.assemble(_percent(report.relative_error), "  ", _band(report.band))
+    return [
+        ("Success rate", Text(rate, style="green" if complete else "bold red")),
+        ("Error, overall", overall),
+        ("Error, average", _percent(report.average_error)),
+        ("Layers by band", counts),
+        ("Unchanged layers", f"{report.unchanged_layers} (need no module)"),
+        ("Time", f"{report.seconds:.1f} s"),
+    ]
+
+
+def _facts(rows: Sequence[tuple[str, RenderableType]]) -> Table:
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for label, value in rows:
+        table.add_row(label, value)
+    return table
+
+
+def _failures(failures: Sequence["ModuleError"]) -> Group:
+    lines = [
+        _text(
+            f"{failure.status.replace('_', ' ')}: {failure.name}",
+            f" ({failure.detail})" if failure.detail else "",
+        )
+        for failure in failures[:_MOST_FAILURES]
+    ]
+    if len(failures) > _MOST_FAILURES:
+        lines.append(_text(f"and {len(failures) - _MOST_FAILURES} more; --json lists all"))
+    return Group(*lines)
+
+
+def _findings(findings: Sequence["Finding"]) -> Group:
+    return Group(
+        *(
+            Text.assemble(
+                (f"{finding.severity}: ", _SEVERITY_STYLE[finding.severity]),
+                finding.message,
+                f" {finding.advice}" if finding.advice else "",
+            )
+            for finding in findings
+        )
+    )
+
+
+def _ranks(ranks: tuple[int, int] | None) -> str:
+    if ranks is None:
+        return "-"
+    return str(ranks[0]) if ranks[0] == ranks[1] else f"{ranks[0]}-{ranks[1]}"
+
+
+def _percent(fraction: float | None) -> str:
+    """Three digits, and small ones as 1e-05 % rather than as a nought that they are not."""
+    return "-" if fraction is None else f"{100 * fraction:.3g} %"
+
+
+def _band(band: "Band | None") -> Text:
+    return Text(band or "-", style=_BAND_STYLE.get(band or "", ""))
