@@ -1,0 +1,84 @@
+"""How long the accelerator worked on each step, told by events and never by waiting for it.
+
+An event is recorded on the current stream at both edges of a step, which costs the host a few
+microseconds. Events that have passed are read when the stage closes; those still ahead, when the run is.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from sigmascope.probes.accelerators import AcceleratorEvent
+
+NOT_FINISHED = "the accelerator had not been seen to finish when the run was read"
+_RESOLVE_FROM = 64
+
+
+class Mark(NamedTuple):
+    """An event that has been recorded on a device."""
+
+    device: str
+    event: AcceleratorEvent
+
+
+class EventPool:
+    """Events to use again. An event belongs to the device that it was first recorded on.
+
+    Args:
+        new_event: Makes an event for a device; None if there is no such thing (yet).
+    """
+
+    __slots__ = ("_free", "_new_event")
+
+    def __init__(self, new_event: Callable[[str], AcceleratorEvent | None]) -> None:
+        self._new_event = new_event
+        self._free: dict[str, list[AcceleratorEvent]] = {}
+
+    def mark(self, device: str) -> Mark | None:
+        """Record an event on the device's current stream; None if that is not possible now."""
+        try:
+            event: AcceleratorEvent | None = self._free[device].pop()
+        except (KeyError, IndexError):  # asking first would race with another thread
+            event = self._new_event(device)
+        if event is None or not event.record():
+            return None
+        return Mark(device, event)
+
+    def give_back(self, mark: Mark) -> None:
+        """Take back an event that nobody will read again."""
+        self._free.setdefault(mark.device, []).append(mark.event)
+
+
+class StepTimings:
+    """Accelerator seconds of one stage's steps, one entry a step; None until the events have passed."""
+
+    __slots__ = ("_pending", "_pool", "seconds")
+
+    def __init__(self, pool: EventPool) -> None:
+        self._pool = pool
+        self.seconds: list[float | None] = []
+        self._pending: deque[tuple[int, Mark, Mark]] = deque()
+
+    def add(self, start: Mark | None, end: Mark | None) -> None:
+        """Append a step with the marks at its edges; without both it stays None."""
+        if start is not None and end is not None:
+            self._pending.append((len(self.seconds), start, end))
+        self.seconds.append(None)
+        if len(self._pending) >= _RESOLVE_FROM:
+            self.resolve()
+
+    def resolve(self) -> None:
+        """Read every step that the accelerator has finished; return at once at the first unfinished one."""
+        while self._pending:
+            row, start, end = self._pending[0]
+            if not end.event.query():
+                return
+            self._pending.popleft()
+            self.seconds[row] = start.event.elapsed_seconds(end.event)
+            self._pool.give_back(start)
+            self._pool.give_back(end)
+
+    @property
+    def unfinished(self) -> int:
+        """How many steps the accelerator has not been seen to finish."""
+        return len(self._pending)

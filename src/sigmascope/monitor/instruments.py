@@ -1,0 +1,164 @@
+"""The probes of one recorder, each behind its guard."""
+
+import time
+from collections.abc import Callable
+from functools import cache
+
+from sigmascope.monitor import peaks
+from sigmascope.monitor.gpu_timing import EventPool, Mark, StepTimings
+from sigmascope.monitor.guard import Guard
+from sigmascope.monitor.peaks import ACCELERATOR_PEAK, UNKNOWN, PeakTracker, reader_for
+from sigmascope.monitor.sampler import SAMPLER, Wish
+from sigmascope.probes import (
+    Accelerator,
+    NullAccelerator,
+    detect_accelerator,
+    host_facts,
+    memory_snapshot,
+    process_rss_bytes,
+)
+from sigmascope.records.host import HostFacts
+from sigmascope.records.memory import MemorySnapshot
+
+Clock = Callable[[], int]
+
+
+class Instruments:
+    """What a recorder measures with. Nothing here raises.
+
+    Args:
+        accelerator: What to ask about devices; None finds out, once a process.
+        sample_hz: Samples a second between the boundaries; None or 0: none.
+        clock: Monotonic nanoseconds.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None,
+        sample_hz: float | None,
+        clock: Clock = time.perf_counter_ns,
+    ) -> None:
+        self.guard = Guard()
+        self.clock = clock
+        if accelerator is None:
+            accelerator = self.guard.call("accelerator", _accelerator_of_this_process)
+        self.accelerator = accelerator or NullAccelerator("it could not be detected")
+        reader = self.guard.call(ACCELERATOR_PEAK, lambda: reader_for(self.accelerator))
+        self.tracker = PeakTracker(reader, self.guard)
+        self._events = None if reader is None else EventPool(self.accelerator.new_event)
+        self._wish = Wish(self.look, sample_hz) if sample_hz and sample_hz > 0 else None
+        self._rss_works = True
+
+    # --- steps: the hot path
+
+    def rss(self) -> int:
+        """Resident bytes of this process, or UNKNOWN."""
+        if not self._rss_works:
+            return UNKNOWN
+        try:
+            rss = process_rss_bytes()
+        except Exception as failure:  # noqa: BLE001 - a probe's failure must not reach the host
+            self._rss_works = False
+            self.guard.switch_off("process_rss", failure)
+            return UNKNOWN
+        return UNKNOWN if rss is None else rss
+
+    def mark(self, device: str | None = None) -> Mark | None:
+        """Record an event on a device (None: the one in use); None when there is no such thing."""
+        events = self._events
+        if events is None or not self.guard.works("gpu_timing"):
+            return None
+        try:
+            device = device or self.accelerator.current_device()
+            return None if device is None else events.mark(device)
+        except Exception as failure:  # noqa: BLE001 - as above
+            self.guard.switch_off("gpu_timing", failure)
+            return None
+
+    def device_in_use(self) -> str | None:
+        """The device that the calling thread works on; None without an accelerator."""
+        if self._events is None:
+            return None
+        return self.guard.call(ACCELERATOR_PEAK, self.accelerator.current_device)
+
+    # --- stages
+
+    def new_timings(self) -> StepTimings | None:
+        """A column for the accelerator's time; None without an accelerator."""
+        return None if self._events is None else StepTimings(self._events)
+
+    def resolve(self, timings: StepTimings | None) -> None:
+        """Read what the accelerator has finished by now."""
+        if timings is not None:
+            with peaks.LOCK:
+                self.guard.call("gpu_timing", timings.resolve)
+
+    def add_timing(self, timings: StepTimings, start: Mark | None, end: Mark | None) -> None:
+        """Append a step's marks, with LOCK held."""
+        self.guard.call("gpu_timing", lambda: timings.add(start, end))
+
+    def snapshot(self) -> MemorySnapshot | None:
+        """All memory now."""
+        return self.guard.call("memory_snapshot", lambda: memory_snapshot(self.accelerator))
+
+    def host(self) -> HostFacts | None:
+        """Facts about this machine, read once a process."""
+        return self.guard.call("host_facts", lambda: _host_facts(self.accelerator))
+
+    def start_sampling(self) -> None:
+        """Sample from now on, on behalf of one more scope."""
+        wish = self._wish
+        if wish is not None:
+            self.guard.call("sampler", lambda: SAMPLER.open(wish))
+
+    def stop_sampling(self) -> None:
+        """End what one `start_sampling` began."""
+        if self._wish is None:
+            return
+        try:  # even when sampling has been switched off: the thread must end
+            SAMPLER.close(self._wish)
+        except Exception as failure:  # noqa: BLE001 - as above
+            self.guard.switch_off("sampler", failure)
+
+    def look(self) -> None:
+        """Bring the peaks of all open scopes up to date."""
+        self.guard.call("sampler", lambda: self.tracker.look(self.rss(), self.clock()))
+
+    # --- reasons
+
+    def step_reasons(self) -> dict[str, str]:
+        """For each column of `Steps` that may be missing, why it is."""
+        reasons = self.guard.reasons
+        absence = reasons.get("accelerator") or self.accelerator.absence
+        known = {
+            "rss_bytes": reasons.get("process_rss"),
+            "allocated_bytes": reasons.get(ACCELERATOR_PEAK) or absence,
+            "gpu_seconds": reasons.get("gpu_timing") or absence,
+        }
+        return {name: reason for name, reason in known.items() if reason is not None}
+
+    def peak_reasons(self) -> dict[str, str]:
+        """For each field of `PeakMemory` that may be missing, why it is."""
+        reasons = self.step_reasons()
+        names = {"rss_bytes": "rss_bytes", "accelerators": "allocated_bytes"}
+        return {name: reasons[column] for name, column in names.items() if column in reasons}
+
+
+@cache
+def _accelerator_of_this_process() -> Accelerator:
+    return detect_accelerator()
+
+
+_host_facts_of: dict[int, tuple[Accelerator, HostFacts]] = {}
+
+
+def _host_facts(accelerator: Accelerator) -> HostFacts:
+    known = _host_facts_of.get(id(accelerator))
+    if known is not None:
+        return known[1]
+    facts = host_facts(accelerator)
+    # A device's facts may be hidden until the host initialises it; such an answer is asked for again.
+    if all(device.name is not None for device in facts.accelerators):
+        _host_facts_of.clear()
+        _host_facts_of[id(accelerator)] = (accelerator, facts)
+    return facts

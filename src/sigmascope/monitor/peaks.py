@@ -1,0 +1,243 @@
+"""Peaks that nest: every open scope knows the highest memory seen while it was open.
+
+An accelerator's allocator keeps one running peak per device and process. A scope that resets it on entering
+erases what its outer scopes would have reported. So at every boundary (a scope opens or closes, a step ends,
+the sampler looks) the running peak is folded into all scopes that are open, and only then reset: each
+stretch of time between two boundaries counts for exactly the scopes that were open in it.
+
+The allocator's counters and the resident memory are the process's, so a scope is given everything that
+happened while it was open, by whichever thread or task. Two overlapping scopes both hold a peak that fell
+into their overlap.
+
+All recorders of a process that watch one accelerator share a `DeviceReader`: what one of them reads and
+resets is told to the others.
+"""
+
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from weakref import WeakValueDictionary
+
+from sigmascope.monitor.guard import Guard
+from sigmascope.probes import Accelerator, AllocatorBytes
+from sigmascope.records.memory import AcceleratorPeak, PeakMemory
+
+ACCELERATOR_PEAK = "accelerator_peak"
+UNKNOWN = -1
+"""Stands for a reading that failed, so that columns and comparisons stay integers."""
+
+LOCK = threading.RLock()
+"""Guards all live scopes and columns of the process. Re-entrant: a signal handler may open a scope
+while a step ends. Read it as `peaks.LOCK`: a forked child has a new one."""
+
+
+def _new_lock() -> None:
+    global LOCK
+    LOCK = threading.RLock()  # another thread may have held the old one when this process was forked off
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_new_lock)
+
+
+class Highest:
+    """A running maximum and the moment (nanoseconds of the recorder's clock) at which it was seen."""
+
+    __slots__ = ("at_ns", "value")
+
+    def __init__(self, value: int = UNKNOWN, at_ns: int = 0) -> None:
+        self.value = value
+        self.at_ns = at_ns
+
+    def see(self, value: int, at_ns: int) -> None:
+        """Take a reading; of equal ones the first stays."""
+        if value > self.value:
+            self.value = value
+            self.at_ns = at_ns
+
+    def since(self, start_ns: int) -> tuple[int | None, float | None]:
+        """Return the value and the seconds from `start_ns` to it, or two Nones when nothing was read."""
+        if self.value == UNKNOWN:
+            return None, None
+        return self.value, max(0, self.at_ns - start_ns) / 1e9
+
+
+class DevicePeak:
+    """The two running maxima of one device."""
+
+    __slots__ = ("allocated", "reserved")
+
+    def __init__(self) -> None:
+        self.allocated = Highest()
+        self.reserved = Highest()
+
+
+class Peaks:
+    """What is highest in one scope so far (or, in a tracker, since its last scope boundary)."""
+
+    __slots__ = ("devices", "rss")
+
+    def __init__(self) -> None:
+        self.rss = Highest()
+        self.devices: dict[str, DevicePeak] = {}
+
+    def see_device(self, device: str, reading: AllocatorBytes, at_ns: int) -> None:
+        """Take one device's reading: its running peak, or what is in use where there is no such peak."""
+        peak = self.devices.get(device)
+        if peak is None:
+            peak = self.devices[device] = DevicePeak()
+        peak.allocated.see(_first_known(reading.peak_allocated, reading.allocated), at_ns)
+        peak.reserved.see(_first_known(reading.peak_reserved, reading.reserved), at_ns)
+
+    def fold(self, inner: "Peaks") -> None:
+        """Take over what is higher in `inner`."""
+        self.rss.see(inner.rss.value, inner.rss.at_ns)
+        for device, peak in inner.devices.items():
+            mine = self.devices.setdefault(device, DevicePeak())
+            mine.allocated.see(peak.allocated.value, peak.allocated.at_ns)
+            mine.reserved.see(peak.reserved.value, peak.reserved.at_ns)
+
+    def freeze(self, start_ns: int, accelerator: Accelerator, unavailable: Mapping[str, str]) -> PeakMemory:
+        """Return the record, with times in seconds since `start_ns`.
+
+        Args:
+            start_ns: When the scope began.
+            accelerator: Asked for the reasons of what is missing.
+            unavailable: Reasons that are known already.
+        """
+        rss, rss_at = self.rss.since(start_ns)
+        devices = tuple(
+            _freeze_device(name, peak, start_ns, accelerator) for name, peak in sorted(self.devices.items())
+        )
+        return PeakMemory(
+            rss_bytes=rss, rss_at_seconds=rss_at, accelerators=devices, unavailable=dict(unavailable)
+        )
+
+
+def _first_known(running_peak: int | None, in_use: int | None) -> int:
+    if running_peak is not None:
+        return running_peak
+    return UNKNOWN if in_use is None else in_use
+
+
+def _freeze_device(name: str, peak: DevicePeak, start_ns: int, accelerator: Accelerator) -> AcceleratorPeak:
+    allocated, allocated_at = peak.allocated.since(start_ns)
+    reserved, reserved_at = peak.reserved.since(start_ns)
+    reasons = accelerator.unavailable(name)
+    unavailable = {}
+    for figure, value in (("allocated", allocated), ("reserved", reserved)):
+        reason = reasons.get(f"peak_{figure}")
+        if value is None:
+            unavailable[f"{figure}_bytes"] = reason or "no reading succeeded"
+        elif reason is not None:
+            unavailable[f"{figure}_running_peak"] = f"seen at boundaries only: {reason}"
+    return AcceleratorPeak(name, allocated, allocated_at, reserved, reserved_at, unavailable)
+
+
+class DeviceReader:
+    """Reads and resets one accelerator's running peaks, and tells every listening tracker what was read.
+
+    Where the accelerator keeps no running peak (MPS), what is in use at the boundaries stands in for it.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.accelerator = accelerator
+        self.listeners: list[PeakTracker] = []
+
+    def read(self, at_ns: int, devices: Sequence[str]) -> dict[str, AllocatorBytes]:
+        """Read these devices now, with LOCK held; each one's running peak starts anew."""
+        readings = {}
+        for device in devices:
+            reading = self.accelerator.allocated_and_peak(device)
+            self.accelerator.reset_peak(device)
+            readings[device] = reading
+            for tracker in self.listeners:
+                tracker.pending.see_device(device, reading, at_ns)
+        return readings
+
+
+_readers: WeakValueDictionary[int, DeviceReader] = WeakValueDictionary()
+
+
+def reader_for(accelerator: Accelerator) -> DeviceReader | None:
+    """Return the one reader of this accelerator object, or None when there is no accelerator."""
+    if accelerator.absence is not None:
+        return None
+    with LOCK:
+        reader = _readers.get(id(accelerator))
+        if reader is None:
+            reader = _readers[id(accelerator)] = DeviceReader(accelerator)
+    return reader
+
+
+class PeakTracker:
+    """The open scopes of one recorder and their peaks.
+
+    Between two scope boundaries readings go into `pending` alone, so that a step costs the same however
+    deep the scopes are nested.
+
+    Args:
+        reader: The accelerator's; None without an accelerator.
+        guard: Told when a reading fails.
+    """
+
+    def __init__(self, reader: DeviceReader | None, guard: Guard) -> None:
+        self._reader = reader
+        self._guard = guard
+        self._open: list[Peaks] = []
+        self.pending = Peaks()
+
+    def open(self, rss: int, at_ns: int) -> Peaks:
+        """Open a scope; its peaks begin with what is in use now."""
+        peaks = Peaks()
+        with LOCK:
+            if self._reader is not None and self not in self._reader.listeners:
+                self._reader.listeners.append(self)
+            for device, reading in self._boundary(rss, at_ns).items():
+                in_use = AllocatorBytes(reading.allocated, reading.reserved, None, None)
+                peaks.see_device(device, in_use, at_ns)
+            peaks.rss.see(rss, at_ns)
+            self._open.append(peaks)
+        return peaks
+
+    def close(self, peaks: Peaks, rss: int, at_ns: int) -> None:
+        """Close a scope; afterwards its peaks change no more."""
+        with LOCK:
+            self._boundary(rss, at_ns)
+            if peaks in self._open:
+                self._open.remove(peaks)
+            if not self._open and self._reader is not None and self in self._reader.listeners:
+                self._reader.listeners.remove(self)
+
+    def step(self, rss: int, at_ns: int, device: str | None) -> int:
+        """Take the readings at a step's end, with LOCK held; return the device's allocated bytes."""
+        self.pending.rss.see(rss, at_ns)
+        if device is None:
+            return UNKNOWN
+        reading = self._read_devices(at_ns, (device,)).get(device)
+        return UNKNOWN if reading is None or reading.allocated is None else reading.allocated
+
+    def look(self, rss: int, at_ns: int) -> None:
+        """Bring all open scopes up to date, between their boundaries."""
+        with LOCK:
+            if self._open:
+                self._boundary(rss, at_ns)
+
+    def _boundary(self, rss: int, at_ns: int) -> dict[str, AllocatorBytes]:
+        readings = self._read_devices(at_ns, None)
+        self.pending.rss.see(rss, at_ns)
+        for peaks in self._open:
+            peaks.fold(self.pending)
+        self.pending = Peaks()
+        return readings
+
+    def _read_devices(self, at_ns: int, devices: Sequence[str] | None) -> dict[str, AllocatorBytes]:
+        """Read these devices, or all (None); nothing once the accelerator has failed."""
+        reader = self._reader
+        if reader is None or not self._guard.works(ACCELERATOR_PEAK):
+            return {}
+        try:
+            return reader.read(at_ns, reader.accelerator.devices() if devices is None else devices)
+        except Exception as failure:  # noqa: BLE001 - a probe's failure must not reach the host
+            self._guard.switch_off(ACCELERATOR_PEAK, failure)
+            return {}

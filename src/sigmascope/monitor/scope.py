@@ -1,0 +1,131 @@
+"""One stage while it is open, and the record that it becomes."""
+
+import traceback
+
+from sigmascope.monitor.guard import describe
+from sigmascope.monitor.instruments import Instruments
+from sigmascope.monitor.peaks import Peaks
+from sigmascope.monitor.steps import StepColumns
+from sigmascope.records.facts import ExceptionDetails, ModuleFacts, TensorFacts
+from sigmascope.records.memory import MemoryImpact, MemorySnapshot, PeakMemory
+from sigmascope.records.run import Stage
+from sigmascope.records.steps import Steps
+
+STILL_OPEN = "the stage was still open when the run was read"
+OUTSIDE = "these steps ran outside all stages"
+
+
+class Scope:
+    """What is known of a stage so far. Baseline → steps and peaks → the memory at its end.
+
+    Args:
+        name: The stage's name.
+        instruments: The recorder's.
+    """
+
+    def __init__(self, name: str, instruments: Instruments) -> None:
+        self.name = name
+        self.instruments = instruments
+        self.was_opened = False
+        self.started_ns = 0
+        self.ended_ns: int | None = None
+        self.columns = StepColumns(instruments.new_timings())
+        self.children: list[Scope] = []
+        self.tensors: dict[str, TensorFacts] = {}
+        self.modules: dict[str, ModuleFacts] = {}
+        self.facts: dict[str, object] = {}
+        self.unavailable: dict[str, str] = {}
+        self.error: str | None = None
+        self.exception_details: ExceptionDetails | None = None
+        self._baseline: MemorySnapshot | None = None
+        self._final: MemorySnapshot | None = None
+        self._peaks: Peaks | None = None
+
+    def open(self) -> None:
+        """Take the baseline, then start the clock."""
+        instruments = self.instruments
+        self.was_opened = True
+        self.started_ns = instruments.clock()
+        self._baseline = instruments.snapshot()
+        instruments.start_sampling()
+        self._peaks = instruments.tracker.open(instruments.rss(), instruments.clock())
+        self.started_ns = instruments.clock()
+
+    def close(self, error: BaseException | None) -> None:
+        """Stop the clock, then take what there is at the end.
+
+        Args:
+            error: What ended the stage early. Only its text is kept.
+        """
+        instruments = self.instruments
+        self.ended_ns = ended_ns = instruments.clock()
+        if self._peaks is not None:
+            instruments.tracker.close(self._peaks, instruments.rss(), ended_ns)
+        instruments.stop_sampling()
+        self._final = instruments.snapshot()
+        instruments.resolve(self.columns.timings)
+        if error is not None:
+            self.error = describe(error)
+            self.exception_details = instruments.guard.call("exception_details", lambda: details(error))
+
+    def freeze(self, run_started_ns: int) -> Stage:
+        """Return the record as it is now. An open stage ends now, and says so."""
+        instruments = self.instruments
+        unavailable = dict(self.unavailable)
+        ended_ns = self.ended_ns
+        if ended_ns is None:
+            ended_ns = instruments.clock()
+            unavailable["end"] = STILL_OPEN
+        memory = self._memory()
+        if memory is None:
+            unavailable["memory"] = instruments.guard.reasons.get("memory_snapshot", "nothing was read")
+        return Stage(
+            name=self.name,
+            started_seconds=(self.started_ns - run_started_ns) / 1e9,
+            seconds=(ended_ns - self.started_ns) / 1e9,
+            success=self.error is None,
+            error=self.error,
+            exception_details=self.exception_details,
+            memory=memory,
+            peak=self._peak(),
+            steps=self._steps(self.started_ns),
+            children=tuple(child.freeze(run_started_ns) for child in list(self.children)),
+            tensors=dict(self.tensors),
+            modules=dict(self.modules),
+            facts=dict(self.facts),
+            unavailable=unavailable,
+        )
+
+    def freeze_steps(self, run_started_ns: int) -> Stage:
+        """Return a stage of what a scope that was never opened has: steps, from the first to the last."""
+        started_ns, ended_ns = min(self.columns.started_ns), max(self.columns.ended_ns)
+        return Stage(
+            name=self.name,
+            started_seconds=(started_ns - run_started_ns) / 1e9,
+            seconds=(ended_ns - started_ns) / 1e9,
+            steps=self._steps(started_ns),
+            unavailable=dict.fromkeys(("memory", "peak"), OUTSIDE),
+        )
+
+    def _steps(self, started_ns: int) -> Steps:
+        self.instruments.resolve(self.columns.timings)
+        return self.columns.freeze(started_ns, self.instruments.step_reasons())
+
+    def _memory(self) -> MemoryImpact | None:
+        final = self._final if self.ended_ns is not None else self.instruments.snapshot()
+        if self._baseline is None or final is None:
+            return None
+        return MemoryImpact(self._baseline, final)
+
+    def _peak(self) -> PeakMemory | None:
+        if self._peaks is None:
+            return None
+        instruments = self.instruments
+        return self._peaks.freeze(self.started_ns, instruments.accelerator, instruments.peak_reasons())
+
+
+def details(error: BaseException) -> ExceptionDetails:
+    """Return an exception as text, its causes included; nothing of it stays alive."""
+    kind = type(error)
+    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    return ExceptionDetails(name, str(error), "".join(traceback.format_exception(error)))

@@ -1,0 +1,154 @@
+"""What a watched program holds in its hands: `with recorder.stage(...) as stage`, `with recorder.step()`."""
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
+
+from torch import Tensor
+
+from sigmascope.monitor import peaks
+from sigmascope.monitor.gpu_timing import Mark
+from sigmascope.monitor.json_values import as_json
+from sigmascope.monitor.scope import Scope
+from sigmascope.probes import module_facts, tensor_facts
+
+if TYPE_CHECKING:
+    import sigmascope.monitor.recorder
+
+
+class Frame:
+    """A place in a context's chain of open scopes. `scope` is the recorder's own outside all stages."""
+
+    __slots__ = ("is_open", "outer", "recorder", "scope")
+
+    def __init__(
+        self, recorder: "sigmascope.monitor.recorder.Recorder", scope: Scope, outer: "Frame | None"
+    ) -> None:
+        self.recorder = recorder
+        self.scope = scope
+        self.outer = outer
+        self.is_open = True
+
+
+CURRENT: ContextVar[Frame | None] = ContextVar("sigmascope_current", default=None)
+"""The innermost scope of this thread's or task's context. A task starts with its creator's."""
+
+
+def push(frame: Frame) -> None:
+    """Make the frame current in this context."""
+    CURRENT.set(frame)
+
+
+def pop(frame: Frame) -> None:
+    """Close the frame, and leave all closed frames of this context.
+
+    Scopes need not close in the reverse order of their opening, nor in the context that opened them.
+    """
+    frame.is_open = False
+    current = CURRENT.get()
+    while current is not None and not current.is_open:
+        current = current.outer
+    CURRENT.set(current)
+
+
+class LiveStage:
+    """A stage to be entered with `with`. Entered again, it is a new stage of the same name.
+
+    What it is told goes to the stage that was entered last, also after its end: facts that take time to
+    read are best told then, when the stage's clock has stopped.
+    """
+
+    __slots__ = ("_entered", "_recorder", "_scope")
+
+    def __init__(self, recorder: "sigmascope.monitor.recorder.Recorder", name: str) -> None:
+        self._recorder = recorder
+        self._scope = recorder.new_scope(name)
+        self._entered: list[Frame] = []
+
+    def __enter__(self) -> Self:
+        recorder = self._recorder
+        if self._scope.was_opened:
+            self._scope = recorder.new_scope(self._scope.name)
+        self._entered.append(recorder.open_stage(self._scope))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._entered:
+            self._recorder.close_stage(self._entered.pop(), error)
+        if self._entered:
+            self._scope = self._entered[-1].scope
+
+    def tensor(self, name: str, tensor: Tensor, *, statistics: bool | None = None) -> None:
+        """Note facts about a tensor. The tensor is not kept.
+
+        Args:
+            name: What to call it in `Stage.tensors`.
+            tensor: Any tensor, of any shape.
+            statistics: True also for an accelerator's tensor, which waits for it; None: for CPU tensors
+                only; False: none.
+        """
+        self._note("tensors", name, lambda: tensor_facts(tensor, statistics=statistics))
+
+    def module(self, name: str, module: object) -> None:
+        """Note facts about a model: an `nn.Module` or what wraps one. The model is not kept."""
+        self._note("modules", name, lambda: module_facts(module))
+
+    def fact(self, name: str, value: object) -> None:
+        """Note anything else that is known; it is turned into a JSON value at once (see `as_json`)."""
+        self._note("facts", name, lambda: as_json(value))
+
+    def _note(self, what: Literal["tensors", "modules", "facts"], name: str, read: Callable[[], Any]) -> None:
+        scope = self._scope
+        facts, reason = scope.instruments.guard.read(what, read)
+        if reason is None:
+            getattr(scope, what)[name] = facts
+        else:
+            scope.unavailable[f"{what}.{name}"] = reason
+
+
+Entered: TypeAlias = "tuple[int, Scope, Mark | None, Entered | None]"
+
+
+class Step:
+    """A step of the innermost open stage, to be entered with `with`, as often as one likes.
+
+    Every entry is one step, also one inside another. Threads need an object each.
+    """
+
+    __slots__ = ("_entered", "_recorder")
+
+    def __init__(self, recorder: "sigmascope.monitor.recorder.Recorder") -> None:
+        self._recorder = recorder
+        # started, scope, mark at the start, and what was entered before: a chain, for re-entry
+        self._entered: Entered | None = None
+
+    def __enter__(self) -> Self:
+        recorder = self._recorder
+        scope = recorder.current_scope()
+        mark = None if scope.columns.timings is None else scope.instruments.mark()
+        self._entered = (recorder.clock(), scope, mark, self._entered)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        ended_ns = self._recorder.clock()
+        if self._entered is None:
+            return
+        started_ns, scope, mark, self._entered = self._entered
+        columns, instruments = scope.columns, scope.instruments
+        timings = columns.timings
+        device = None
+        end = None
+        if timings is not None:
+            device = instruments.device_in_use()
+            end = None if mark is None else instruments.mark(mark.device)
+        rss = instruments.rss()
+        with peaks.LOCK:
+            allocated = instruments.tracker.step(rss, ended_ns, device)
+            columns.append(started_ns, ended_ns, rss, allocated)
+            if timings is not None:
+                instruments.add_timing(timings, mark, end)
