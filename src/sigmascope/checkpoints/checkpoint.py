@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -92,7 +92,7 @@ class Checkpoint(ABC):
     def close(self) -> None:
         """Let go of the file. Reading afterwards is an error; closing twice is none."""
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Checkpoint":
         return self
 
     def __exit__(

@@ -177,8 +177,10 @@ def _checked_entry(name: str, value: object, path: Path) -> TensorEntry:
     begin, end = offsets
     bits = math.prod(shape) * BITS[dtype]
     if bits != (end - begin) * 8:
+        takes = shortened(-(-bits // 8))
         _fail(
-            path, f"{where} {dtype} of shape {shape} takes {bits / 8:g} bytes, its range has {end - begin}."
+            path,
+            f"{where} {dtype} of shape {shortened(shape)} takes {takes} bytes, its range has {end - begin}.",
         )
     return TensorEntry(name, dtype, tuple(shape), begin, end)
 

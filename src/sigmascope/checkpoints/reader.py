@@ -100,5 +100,5 @@ def _missing(file: Path) -> CheckpointError:
         return CheckpointError(file, f"does not exist: there is no folder {file.parent}.")
     siblings = sorted(entry.name for entry in file.parent.iterdir())
     near = difflib.get_close_matches(file.name, siblings, n=3, cutoff=0.5)
-    hint = f"In {file.parent} there is: {', '.join(near)}." if near else "Check the path."
+    hint = f"Nearest names there: {', '.join(near)}." if near else "Check the path."
     return CheckpointError(file, "does not exist.", hint=hint)

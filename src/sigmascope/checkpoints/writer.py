@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, BinaryIO, Self
+from typing import IO, Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -87,7 +87,7 @@ class StreamingWriter:
         self._waiting: dict[FileEntry, int] = {}
         self._waiting_bytes = 0
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "StreamingWriter":
         with ExitStack() as stack:
             temporary = stack.enter_context(atomic_path(self.path))
             self._check_space(temporary.parent)
