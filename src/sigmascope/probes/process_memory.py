@@ -26,7 +26,7 @@ def process_rss_bytes() -> int | None:
     Made for hot paths. Linux counts pages per thread in batches, so the figure may lag by some pages.
     """
     if _HAS_STATM:
-        try:
+        try:  # written out here: a call more would cost a twentieth of it all
             return int(os.pread(_descriptors[os.getpid()], 128, 0).split()[1]) * _PAGE_BYTES
         except (KeyError, OSError, ValueError, IndexError):
             pass  # not opened yet in this process, or somebody closed all descriptors
@@ -35,12 +35,16 @@ def process_rss_bytes() -> int | None:
 
 def process_rss() -> Reading[int]:
     """Resident set size of this process in bytes, or the reason why it cannot be read."""
-    if _HAS_STATM:
+    for read in (_rss_from_kept_descriptor, _rss_from_new_descriptor) if _HAS_STATM else ():
         try:
-            return Reading(_rss_from_new_descriptor())
-        except (OSError, ValueError, IndexError):
-            pass  # a system without /proc: psutil says more
+            return Reading(read())
+        except (KeyError, OSError, ValueError, IndexError):
+            pass  # not opened yet, or closed by somebody, or a system without /proc: psutil says more
     return attempt(lambda: int(psutil.Process().memory_info().rss), psutil.Error)
+
+
+def _rss_from_kept_descriptor() -> int:
+    return int(os.pread(_descriptors[os.getpid()], 128, 0).split()[1]) * _PAGE_BYTES
 
 
 def _rss_from_new_descriptor() -> int:
