@@ -1,7 +1,7 @@
 """The architecture part of a config: the `denoiser:` and `vae:` blocks, with diffusers' names for everything."""
 
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -44,7 +44,7 @@ class DenoiserConfig(ConfigBlock):
         return data
 
     @model_validator(mode="after")
-    def _fits_together(self) -> Self:
+    def _fits_together(self) -> "DenoiserConfig":
         count = len(self.block_out_channels)
         if count == 0:
             raise ValueError("block_out_channels: expected at least one width")
@@ -91,7 +91,7 @@ class VaeConfig(ConfigBlock):
     force_upcast: bool = True
 
     @model_validator(mode="after")
-    def _fits_together(self) -> Self:
+    def _fits_together(self) -> "VaeConfig":
         if not self.block_out_channels:
             raise ValueError("block_out_channels: expected at least one width")
         _check_widths(self.block_out_channels, self.norm_num_groups)

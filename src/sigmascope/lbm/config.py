@@ -6,7 +6,7 @@ override the architecture, so that the same code builds a model of a few megabyt
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import yaml
 from pydantic import Field, ValidationError, model_validator
@@ -65,7 +65,7 @@ class LbmConfig(ConfigBlock):
         return data
 
     @model_validator(mode="after")
-    def _fits_together(self) -> Self:
+    def _fits_together(self) -> "LbmConfig":
         if self.vae.latent_channels != self.vae_num_channels:
             raise ValueError(
                 f"vae.latent_channels: expected vae_num_channels ({self.vae_num_channels}), "

@@ -1,0 +1,47 @@
+"""A model of LBM's shape with a few thousand weights."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from sigmascope.lbm.config import LbmConfig, parse_config
+from sigmascope.lbm.model import LbmModel, build_lbm
+
+TINY: dict[str, Any] = {
+    "resolution": 64,
+    "denoiser": {
+        "block_out_channels": [32, 64],
+        "layers_per_block": 1,
+        "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D"],
+        "up_block_types": ["CrossAttnUpBlock2D", "UpBlock2D"],
+        "transformer_layers_per_block": 1,
+        "attention_head_dim": [2, 4],
+        "norm_num_groups": 8,
+    },
+    "vae": {
+        "block_out_channels": [32, 32],
+        "layers_per_block": 1,
+        "norm_num_groups": 8,
+        "mid_block_add_attention": False,
+        "scaling_factor": 0.5,
+        "shift_factor": 0.25,
+    },
+}
+
+
+@pytest.fixture
+def tiny_yaml() -> dict[str, Any]:
+    return {**TINY, "denoiser": dict(TINY["denoiser"]), "vae": dict(TINY["vae"])}
+
+
+@pytest.fixture(scope="session")
+def tiny_config() -> LbmConfig:
+    return parse_config(TINY)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tiny_config: LbmConfig) -> LbmModel:
+    """Shared and so never to be changed."""
+    torch.manual_seed(0)
+    return build_lbm(tiny_config).eval().requires_grad_(False)
