@@ -28,7 +28,7 @@ def print_extraction(console: Console, report: "ExtractionReport", *, verbose: b
         console.print(_module_table("Every layer", report.errors))
     console.print(_facts(_extraction_facts(report)))
     console.print(_findings(report.findings))
-    console.print(_text("Written: ", report.lora, f" ({report.file_bytes / _MIB:.2f} MB)"))
+    console.print(_text("Written: ", report.lora, f" ({_size(report.file_bytes)})"))
     console.print(_text("         ", report.sidecar))
     console.print(
         _text("Next: sigmascope lora validate with the same two models and --lora_path ", report.lora)
@@ -171,8 +171,17 @@ def _ranks(ranks: tuple[int, int] | None) -> str:
 
 
 def _percent(fraction: float | None) -> str:
-    """Three digits, and small ones as 1e-05 % rather than as a nought that they are not."""
-    return "-" if fraction is None else f"{100 * fraction:.3g} %"
+    """Three digits in seven columns; a small error as 4e-05 %, not as a nought that it is not."""
+    if fraction is None:
+        return "-"
+    percent = 100 * fraction
+    if 0 < percent < 0.001:
+        return f"{percent:.0e} %"
+    return f"{percent:.3f} %" if 0 < percent < 1 else f"{percent:.3g} %"
+
+
+def _size(file_bytes: int) -> str:
+    return f"{file_bytes / _MIB:.2f} MB" if file_bytes >= _MIB / 10 else f"{file_bytes / 1024:.1f} KB"
 
 
 def _band(band: "Band | None") -> Text:

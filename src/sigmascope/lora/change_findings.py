@@ -40,14 +40,19 @@ def pair_findings(
     return [*findings, *_mixed_dtypes(pair), *_outside_denoiser(pair)]
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 tensor`, `2 tensors`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def _uncovered(uncovered: dict[str, float], layers_norm: float) -> Finding:
     norm = root_sum_square(list(uncovered.values()))
     share = norm / root_sum_square([norm, layers_norm])
     return Finding(
         id="lora.biases_and_norms_changed",
         severity="info",
-        message=f"{len(uncovered)} biases and norms changed too; they carry {100 * share:.2g} % of the change "
-        "and a LoRA of Linear and Conv2d layers does not hold them.",
+        message=f"Biases and norms changed too ({counted(len(uncovered), 'tensor')}); they carry "
+        f"{100 * share:.2g} % of the change, and a LoRA of Linear and Conv2d layers does not hold them.",
         evidence={"tensors": len(uncovered), "delta_norm": norm, "share": share},
         advice="Expect base + LoRA to differ from the tuned model by at least this much.",
     )
@@ -67,8 +72,8 @@ def _mixed_dtypes(pair: CheckpointPair) -> list[Finding]:
         Finding(
             id="lora.mixed_dtypes",
             severity="warning",
-            message=f"{len(mixed)} layers are stored in different dtypes ({first}: {dtypes[0]} in the base, "
-            f"{dtypes[1]} in the tuned model), so the change holds the rounding of the narrower one.",
+            message=f"The models store {counted(len(mixed), 'layer')} in different dtypes ({first}: {dtypes[0]} in "
+            f"the base, {dtypes[1]} in the tuned model), so the change holds the rounding of the narrower one.",
             evidence={"layers": len(mixed), "key": first, "base_dtype": dtypes[0], "tuned_dtype": dtypes[1]},
             advice="Extract from two checkpoints of one dtype when you have them.",
         )
@@ -89,8 +94,8 @@ def _outside_denoiser(pair: CheckpointPair) -> list[Finding]:
         Finding(
             id="lora.other_parts_changed",
             severity="warning",
-            message=f"{len(changed)} tensors outside the denoiser differ, first {changed[0]}; "
-            "the LoRA is of the denoiser only.",
+            message=f"The models differ outside the denoiser too ({counted(len(changed), 'tensor')}, first "
+            f"{changed[0]}); the LoRA is of the denoiser only.",
             evidence={"tensors": len(changed), "key": changed[0]},
             advice="Use the tuned model's VAE with the LoRA.",
         )

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from sigmascope.errors import ModelMismatchError
-from sigmascope.lora.change_findings import pair_findings, uncovered_changes
+from sigmascope.lora.change_findings import counted, pair_findings, uncovered_changes
 from sigmascope.lora.decompose import reconstruction_error
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile
@@ -142,7 +142,7 @@ def _unused_keys(lora: LoraFile) -> list[Finding]:
         Finding(
             id="lora.unused_keys",
             severity="warning",
-            message=f"{len(lora.unused_keys)} tensors of the LoRA file belong to no module, first {first}.",
+            message=f"The LoRA file holds {counted(len(lora.unused_keys), 'tensor')} of no module, first {first}.",
             evidence={"tensors": len(lora.unused_keys), "key": first},
         )
     ]
