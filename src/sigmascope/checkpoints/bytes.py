@@ -43,4 +43,6 @@ def _lies_ready(tensor: Tensor) -> bool:
 
 
 def _as_bytes(tensor: Tensor) -> memoryview:
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
+    # A single element counts as contiguous whatever its stride, and a view as bytes wants a stride of 1.
+    flat = tensor.as_strided((tensor.numel(),), (1,))
+    return flat.view(torch.uint8).numpy().data
