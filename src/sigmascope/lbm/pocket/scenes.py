@@ -79,7 +79,9 @@ def shade(surfaces: Surfaces, light: Light) -> NDArray[np.uint8]:
     return np.asarray(encoded * 255 + 0.5, np.uint8)
 
 
-def relighting_pair(number: int, light: Light, size: int = 128) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+def relighting_pair(
+    number: int, light: Light, size: int = 128
+) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     """Render one scene under its own soft light and under `light`.
 
     Args:

@@ -1,0 +1,231 @@
+"""The main job on the pocket model: a LoRA extracted, proved, applied, and the inference watched."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from sigmascope.lbm.images import load_image, save_image
+from sigmascope.lbm.infer import translate_image
+from sigmascope.lbm.model import LbmModel, load_lbm
+from sigmascope.lbm.pocket import BASE_PATH, CONFIG_PATH, EXAMPLE_SCENE, TUNED_PATH
+from sigmascope.lbm.pocket.quality import psnr
+from sigmascope.lbm.pocket.scenes import COOL, relighting_pair
+from sigmascope.lbm.pocket.sheet import contact_sheet
+from sigmascope.lora.apply import attach_lora, merge_lora
+from sigmascope.lora.extract import ExtractionReport, ExtractOptions, extract_lora
+from sigmascope.lora.file import LoraFile
+from sigmascope.lora.formats import load_lora
+from sigmascope.lora.shapes import FULL_RANK
+from sigmascope.lora.validate import ValidationReport, validate_lora, write_layer_names
+from sigmascope.monitor import Recorder
+from sigmascope.progress import Progress, no_progress
+from sigmascope.records.run import Run
+
+SCALES = (0.0, 0.5, 1.0)
+PARTS = ("extract", "validate", "infer", "check", "save")
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was proved, with what was measured."""
+
+    claim: str
+    measured: str
+    passed: bool
+
+
+@dataclass(frozen=True)
+class DemoResult:
+    """All that the demo made. `psnr` is against the rendered truth; empty for a picture of the user's."""
+
+    run: Run
+    extraction: ExtractionReport
+    validation: ValidationReport
+    full_rank: ValidationReport
+    pictures: dict[str, Image.Image]
+    psnr: dict[str, float]
+    checks: tuple[Check, ...]
+    files: dict[str, Path]
+
+
+@dataclass
+class _Demo:
+    output: Path
+    rank: int
+    conv_rank: int
+    steps: int
+    seed: int
+    source: Image.Image
+    truth: Image.Image | None
+    size: str
+    recorder: Recorder = field(default_factory=lambda: Recorder(name="demo", sample_hz=10.0))
+    pictures: dict[str, Image.Image] = field(default_factory=dict)
+
+    def relight(self, model: LbmModel) -> Image.Image:
+        return translate_image(
+            model, self.source, num_inference_steps=self.steps, seed=self.seed, size=self.size
+        )
+
+    def picture(self, name: str, model: LbmModel) -> None:
+        with self.recorder.stage(f"picture: {name}"):
+            self.pictures[name] = self.relight(model)
+
+
+def run_demo(
+    output: Path,
+    *,
+    source_image: Path | None = None,
+    rank: int = 16,
+    conv_rank: int = 16,
+    num_inference_steps: int = 2,
+    seed: int = 0,
+    progress: Progress = no_progress,
+) -> DemoResult:
+    """Extract, validate, apply and watch a LoRA on the pocket model.
+
+    Args:
+        output: Folder for the LoRA, the pictures and run.json; made when it is not there.
+        source_image: A picture to relight; a held-out rendered scene by default.
+        rank: Of the LoRA's Linear layers.
+        conv_rank: Of its Conv2d layers.
+        num_inference_steps: Of the bridge.
+        seed: Of the bridge noise.
+        progress: Told before each of the demo's parts.
+
+    Raises:
+        FileError: A picture cannot be read or the folder cannot be written.
+    """
+    output.mkdir(parents=True, exist_ok=True)
+    demo = _prepare(output, source_image, rank, conv_rank, num_inference_steps, seed)
+    with demo.recorder:
+        progress(0, len(PARTS), "extracting the LoRA")
+        extraction = _extract(demo, "pocket_lora.safetensors", rank, conv_rank)
+        with _scratch(output / "full_rank.safetensors") as scratch:
+            _extract(demo, scratch.name, FULL_RANK, FULL_RANK)
+            progress(1, len(PARTS), "proving it")
+            full_rank = validate_lora(BASE_PATH, TUNED_PATH, scratch)
+        validation = _validate(demo, extraction.lora)
+        progress(2, len(PARTS), "relighting")
+        lora = load_lora(extraction.lora)
+        _relight_all(demo, lora)
+    progress(3, len(PARTS), "checking")
+    checks = _checks(demo, lora, full_rank)
+    progress(4, len(PARTS), "saving")
+    run = demo.recorder.run()
+    files = _save(demo, run, extraction)
+    progress(len(PARTS), len(PARTS), "done")
+    truth = demo.truth
+    quality = {name: psnr(picture, truth) for name, picture in demo.pictures.items()} if truth else {}
+    return DemoResult(run, extraction, validation, full_rank, demo.pictures, quality, checks, files)
+
+
+def _prepare(
+    output: Path, source_image: Path | None, rank: int, conv_rank: int, steps: int, seed: int
+) -> _Demo:
+    if source_image is not None:
+        return _Demo(output, rank, conv_rank, steps, seed, load_image(source_image), None, "bucket")
+    source, truth = (Image.fromarray(pixels) for pixels in relighting_pair(EXAMPLE_SCENE, COOL))
+    return _Demo(output, rank, conv_rank, steps, seed, source, truth, "bucket")
+
+
+def _extract(demo: _Demo, name: str, rank: int, conv_rank: int) -> ExtractionReport:
+    options = ExtractOptions(rank=rank, conv_rank=conv_rank)
+    kind = "full rank" if rank == FULL_RANK else f"rank {rank}"
+    with demo.recorder.stage(f"lora_extraction: {kind}") as stage:
+        report = extract_lora(BASE_PATH, TUNED_PATH, demo.output / name, options)
+        stage.fact("modules", report.total_lora_modules)
+        stage.fact("relative_error", report.relative_error)
+    return report
+
+
+def _validate(demo: _Demo, lora: Path) -> ValidationReport:
+    with demo.recorder.stage("lora_validation") as stage:
+        report = validate_lora(BASE_PATH, TUNED_PATH, lora)
+        stage.fact("success_rate", report.success_rate)
+        stage.fact("relative_error", report.relative_error)
+    write_layer_names(demo.output / "lora_layer_names.txt", report.layer_names)
+    return report
+
+
+def _relight_all(demo: _Demo, lora: LoraFile) -> None:
+    base = _load(demo, BASE_PATH)
+    demo.picture("base", base)
+    for scale in SCALES:
+        with demo.recorder.stage("lora_application") as stage:
+            stage.fact("scale", scale)
+            attached = attach_lora(base, lora, scale)
+            stage.fact("applied_modules", len(attached.applied))
+        with attached:
+            demo.picture(f"base + LoRA × {scale:g}", base)
+    demo.picture("tuned", _load(demo, TUNED_PATH))
+
+
+def _load(demo: _Demo, path: Path) -> LbmModel:
+    with demo.recorder.stage("model_loading") as stage:
+        stage.fact("file", path.name)
+        model = load_lbm(path, CONFIG_PATH)
+        stage.module("denoiser", model.denoiser)
+        stage.module("vae", model.vae)
+    return model
+
+
+def _checks(demo: _Demo, lora: LoraFile, full_rank: ValidationReport) -> tuple[Check, ...]:
+    """Prove what the documentation promises, on the very pictures that were made."""
+    base = load_lbm(BASE_PATH, CONFIG_PATH)
+    unwatched = demo.relight(base)
+    with merge_lora(base, lora):
+        merged = demo.relight(base)
+    restored = demo.relight(base)
+    worst = max(module.relative_error or 0.0 for module in full_rank.modules)
+    difference = _largest_difference(merged, demo.pictures["base + LoRA × 1"])
+    zero = _largest_difference(demo.pictures["base"], demo.pictures["base + LoRA × 0"])
+    watched = _largest_difference(unwatched, demo.pictures["base"])
+    back = _largest_difference(restored, unwatched)
+    return (
+        Check(
+            "At full rank the LoRA is the fine-tuning", f"worst layer {100 * worst:.2f} % off", worst <= 0.005
+        ),
+        Check("A LoRA at scale 0 changes nothing", _levels(zero), zero == 0),
+        Check("Merged and hot-applied pictures agree", _levels(difference), difference <= 1),
+        Check("Unmerging gives the base back", _levels(back), back == 0),
+        Check("Watching does not change the picture", _levels(watched), watched == 0),
+    )
+
+
+def _largest_difference(first: Image.Image, second: Image.Image) -> int:
+    a, b = (np.asarray(image.convert("RGB"), np.int16) for image in (first, second))
+    return int(np.abs(a - b).max())
+
+
+def _levels(difference: int) -> str:
+    return "identical pixels" if difference == 0 else f"at most {difference} of 255 levels apart"
+
+
+def _save(demo: _Demo, run: Run, extraction: ExtractionReport) -> dict[str, Path]:
+    shown = [("source", demo.source), *demo.pictures.items()]
+    if demo.truth is not None:
+        shown.append(("rendered truth", demo.truth))
+    files = {
+        "sheet": demo.output / "side_by_side.png",
+        "run": demo.output / "run.json",
+        "lora": extraction.lora,
+        "result": demo.output / "base_plus_lora.png",
+    }
+    save_image(contact_sheet(shown), files["sheet"])
+    save_image(demo.pictures["base + LoRA × 1"], files["result"])
+    run.save(files["run"])
+    return files
+
+
+@contextmanager
+def _scratch(path: Path) -> Iterator[Path]:
+    """A LoRA file that is not kept, nor its description."""
+    try:
+        yield path
+    finally:
+        path.unlink(missing_ok=True)
+        path.with_name(f"{path.stem}_config.yaml").unlink(missing_ok=True)

@@ -1,0 +1,41 @@
+"""How close a picture is to the truth."""
+
+import math
+from collections.abc import Iterable
+
+import numpy as np
+from PIL import Image
+
+from sigmascope.lbm.infer import translate_image
+from sigmascope.lbm.model import LbmModel
+from sigmascope.lbm.pocket.scenes import Light, relighting_pair
+
+
+def psnr(image: Image.Image, truth: Image.Image) -> float:
+    """Peak signal-to-noise ratio in dB: 10 log10(255² / mean squared error), over all pixels and channels.
+
+    Returns:
+        Infinity for equal pictures.
+    """
+    difference = np.asarray(image.convert("RGB"), np.float64) - np.asarray(truth.convert("RGB"), np.float64)
+    error = float(np.mean(difference**2))
+    return math.inf if error == 0 else 10 * math.log10(255**2 / error)
+
+
+def relighting_psnr(
+    model: LbmModel, light: Light, scenes: Iterable[int], *, num_inference_steps: int = 1
+) -> float:
+    """Mean PSNR in dB of a model's pictures against rendered ones.
+
+    Args:
+        model: Relights the scenes' source pictures.
+        light: What the truth is rendered with.
+        scenes: Numbers of scenes; those below 1000 are held out of training.
+        num_inference_steps: Of the bridge.
+    """
+    values = []
+    for number in scenes:
+        source, truth = (Image.fromarray(pixels) for pixels in relighting_pair(number, light))
+        result = translate_image(model, source, num_inference_steps=num_inference_steps, seed=0)
+        values.append(psnr(result, truth))
+    return sum(values) / len(values)

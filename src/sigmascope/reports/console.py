@@ -1,0 +1,173 @@
+"""The record of a run in the terminal: stages, memory, tensors, findings. Fits 80 columns."""
+
+from collections.abc import Iterator
+
+from rich.console import Console, Group, RenderableType
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from sigmascope.records.finding import Finding
+from sigmascope.records.run import Run, Stage
+from sigmascope.reports.units import UNKNOWN, mib, mib_change, number, seconds
+
+NO_ACCELERATOR = "No accelerator was found: GPU time and memory were not measured."
+SEVERITY_STYLE = {"info": "cyan", "warning": "yellow", "error": "red", "critical": "bold red"}
+
+
+def print_run(run: Run, console: Console | None = None) -> None:
+    """Print the whole record.
+
+    Args:
+        run: The record.
+        console: Where to; standard output by default, plain when that is no terminal.
+    """
+    (console or Console()).print(render_run(run))
+
+
+def render_run(run: Run) -> RenderableType:
+    """Return the record as one renderable: header, stages, tensors, errors, findings."""
+    parts: list[RenderableType] = [Rule(Text(f"Run: {run.name}")), *_header(run), _stage_table(run)]
+    if any(stage.tensors for stage in run.walk()):
+        parts.append(_tensor_table(run))
+    parts += _errors(run)
+    parts += [_finding(finding) for finding in _all_findings(run)]
+    return Group(*parts)
+
+
+def _header(run: Run) -> Iterator[RenderableType]:
+    state = "" if run.complete else " (not complete)"
+    yield Text(f"Started {run.started_at}, took {seconds(run.seconds)}{state}")
+    host = run.host
+    if host is None:
+        return
+    ram = f"{mib(host.ram_total_bytes)} MiB RAM" if host.ram_total_bytes is not None else "RAM unknown"
+    cores = host.cpu_count_logical if host.cpu_count_logical is not None else UNKNOWN
+    yield Text(f"{host.cpu_model or 'CPU unknown'}, {cores} logical CPUs, {ram}, {host.os or 'OS unknown'}")
+    for device in host.accelerators:
+        yield Text(f"{device.device}: {device.name or 'unnamed'}, {mib(device.total_bytes)} MiB")
+    if not host.accelerators:
+        yield Text(NO_ACCELERATOR, style="dim")
+
+
+def _stage_table(run: Run) -> Table:
+    table = Table(
+        title="Stages (memory in MiB)", title_justify="left", box=None, padding=(0, 1), pad_edge=False
+    )
+    table.add_column("Stage", overflow="fold")
+    for name in ("Time", "Share", "Steps", "RAM change", "RAM peak"):
+        table.add_column(name, justify="right")
+    on_accelerator = any(stage.peak and stage.peak.accelerators for stage in run.walk())
+    if on_accelerator:
+        table.add_column("GPU change", justify="right")
+        table.add_column("GPU peak", justify="right")
+    for depth, stage in _with_depth(run):
+        row = [_stage_name(depth, stage), seconds(stage.seconds), _share(stage, run), _steps(stage)]
+        row += [_rss_change(stage), _rss_peak(stage)]
+        if on_accelerator:
+            row += [_gpu_change(stage), _gpu_peak(stage)]
+        table.add_row(*row)
+    return table
+
+
+def _with_depth(run: Run) -> Iterator[tuple[int, Stage]]:
+    def below(stage: Stage, depth: int) -> Iterator[tuple[int, Stage]]:
+        yield depth, stage
+        for child in stage.children:
+            yield from below(child, depth + 1)
+
+    for stage in run.stages:
+        yield from below(stage, 0)
+
+
+def _stage_name(depth: int, stage: Stage) -> Text:
+    mark, style = ("✓", "green") if stage.success else ("✗", "red")
+    return Text("  " * depth).append(mark, style).append(f" {stage.name}")
+
+
+def _share(stage: Stage, run: Run) -> str:
+    return f"{100 * stage.seconds / run.seconds:.0f} %" if run.seconds > 0 else UNKNOWN
+
+
+def _steps(stage: Stage) -> str:
+    count = len(stage.steps)
+    return f"{count} x {seconds(sum(stage.steps.seconds) / count)}" if count else ""
+
+
+def _rss_change(stage: Stage) -> str:
+    if stage.memory is None:
+        return UNKNOWN
+    return mib_change(stage.memory.baseline.process_rss_bytes, stage.memory.current.process_rss_bytes)
+
+
+def _rss_peak(stage: Stage) -> str:
+    if stage.peak is None or stage.peak.rss_bytes is None:
+        return UNKNOWN
+    at = stage.peak.rss_at_seconds
+    return mib(stage.peak.rss_bytes) + (f" at {seconds(at)}" if at is not None else "")
+
+
+def _gpu_change(stage: Stage) -> str:
+    if stage.memory is None:
+        return UNKNOWN
+    before = {m.device: m.allocated_bytes for m in stage.memory.baseline.accelerators}
+    return "\n".join(
+        mib_change(before.get(m.device), m.allocated_bytes) for m in stage.memory.current.accelerators
+    )
+
+
+def _gpu_peak(stage: Stage) -> str:
+    if stage.peak is None:
+        return UNKNOWN
+    lines = []
+    for device in stage.peak.accelerators:
+        at = device.allocated_at_seconds
+        lines.append(mib(device.allocated_bytes) + (f" at {seconds(at)}" if at is not None else ""))
+    return "\n".join(lines)
+
+
+def _tensor_table(run: Run) -> Table:
+    table = Table(title="\nTensors", title_justify="left", box=None, padding=(0, 1), pad_edge=False)
+    for name in ("Stage", "Tensor", "Shape"):
+        table.add_column(name, overflow="fold")
+    table.add_column("Type")
+    for name in ("MiB", "Min", "Max", "Mean", "Std", "NaN+Inf"):
+        table.add_column(name, justify="right")
+    for stage in run.walk():
+        for name, facts in stage.tensors.items():
+            counts = (facts.nan_count, facts.inf_count)
+            broken = UNKNOWN if None in counts else str(sum(count or 0 for count in counts))
+            table.add_row(
+                Text(stage.name),
+                Text(name),
+                "×".join(map(str, facts.shape)) or "scalar",
+                facts.dtype.removeprefix("torch."),
+                mib(facts.nbytes),
+                *(number(value) for value in (facts.min, facts.max, facts.mean, facts.std)),
+                Text(broken, style="red" if broken not in ("0", UNKNOWN) else ""),
+            )
+    return table
+
+
+def _errors(run: Run) -> Iterator[RenderableType]:
+    for stage in run.walk():
+        if stage.error is not None:
+            yield Text.assemble(("✗ ", "red"), f"{stage.name} failed: {stage.error}")
+
+
+def _all_findings(run: Run) -> Iterator[Finding]:
+    yield from run.findings
+    for stage in run.walk():
+        yield from stage.findings
+
+
+def _finding(finding: Finding) -> RenderableType:
+    where = f" [{finding.stage}]" if finding.stage else ""
+    text = Text.assemble(
+        (finding.severity, SEVERITY_STYLE.get(finding.severity, "")), f"{where} {finding.message}"
+    )
+    if finding.evidence:
+        text.append("\n  " + ", ".join(f"{key} {value}" for key, value in finding.evidence.items()))
+    if finding.advice:
+        text.append(f"\n  What to do: {finding.advice}")
+    return text

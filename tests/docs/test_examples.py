@@ -1,0 +1,34 @@
+"""Every Python example in the documentation runs, top to bottom, in an empty folder."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FENCE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def examples(page: Path) -> str:
+    """The page's code with its own line numbers, so that a failure points into the page."""
+    text = page.read_text(encoding="utf-8")
+    lines = [""] * (text.count("\n") + 1)
+    for match in FENCE.finditer(text):
+        first = text.count("\n", 0, match.start(1))
+        for offset, line in enumerate(match.group(1).splitlines()):
+            lines[first + offset] = line
+    return "\n".join(lines)
+
+
+def pages() -> list[Path]:
+    return [
+        page
+        for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+        if FENCE.search(page.read_text(encoding="utf-8"))
+    ]
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.stem)
+def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    exec(compile(examples(page), str(page), "exec"), {"__name__": "__main__"})

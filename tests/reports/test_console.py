@@ -1,0 +1,134 @@
+from rich.console import Console
+
+from sigmascope.records.facts import TensorFacts
+from sigmascope.records.finding import Finding
+from sigmascope.records.host import AcceleratorFacts, HostFacts
+from sigmascope.records.memory import (
+    AcceleratorMemory,
+    AcceleratorPeak,
+    MemoryImpact,
+    MemorySnapshot,
+    PeakMemory,
+)
+from sigmascope.records.run import Run, Stage
+from sigmascope.records.steps import Steps
+from sigmascope.reports.console import NO_ACCELERATOR, print_run
+from sigmascope.reports.units import mib, mib_change, seconds
+
+MIB = 1024**2
+
+
+def printed(run: Run, width: int = 80) -> str:
+    console = Console(width=width, record=True, force_terminal=False, file=None, quiet=False)
+    with console.capture() as capture:
+        print_run(run, console)
+    return capture.get()
+
+
+def run_of(*stages: Stage, host: HostFacts | None = None, findings: tuple[Finding, ...] = ()) -> Run:
+    return Run(
+        id="1",
+        name="demo",
+        started_at="2026-01-02T03:04:05+00:00",
+        seconds=4.0,
+        host=host,
+        stages=stages,
+        **more,
+    )  # type: ignore[arg-type]
+
+
+def line_with(text: str, word: str) -> str:
+    return next(line for line in text.splitlines() if word in line)
+
+
+def test_a_stage_shows_time_share_steps_and_memory() -> None:
+    memory = MemoryImpact(
+        MemorySnapshot(process_rss_bytes=100 * MIB), MemorySnapshot(process_rss_bytes=164 * MIB)
+    )
+    stage = Stage(
+        "denoising",
+        0.0,
+        1.0,
+        memory=memory,
+        peak=PeakMemory(rss_bytes=200 * MIB, rss_at_seconds=0.25),
+        steps=Steps(started=(0.0, 0.5), seconds=(0.5, 0.3)),
+    )
+    line = line_with(printed(run_of(stage)), "denoising")
+    for part in ("1.00 s", "25 %", "2 x 400.0 ms", "+64.0", "200.0 at 250.0 ms"):
+        assert part in line
+
+
+def test_without_an_accelerator_one_line_says_so() -> None:
+    text = printed(run_of(Stage("denoising", 0.0, 1.0), host=HostFacts()))
+    assert text.count(NO_ACCELERATOR) == 1
+    assert "GPU change" not in text
+
+
+def test_an_accelerator_has_its_own_columns() -> None:
+    before = AcceleratorMemory("cuda:0", allocated_bytes=2048 * MIB)
+    after = AcceleratorMemory("cuda:0", allocated_bytes=3072 * MIB)
+    stage = Stage(
+        "latent_encoding",
+        0.0,
+        1.0,
+        memory=MemoryImpact(MemorySnapshot(accelerators=(before,)), MemorySnapshot(accelerators=(after,))),
+        peak=PeakMemory(accelerators=(AcceleratorPeak("cuda:0", 4096 * MIB, 1.23),)),
+    )
+    host = HostFacts(accelerators=(AcceleratorFacts("cuda:0", "NVIDIA H200"),))
+    text = printed(run_of(stage, host=host), width=120)
+    assert "NVIDIA H200" in text
+    assert "+1,024.0" in line_with(text, "latent_encoding")
+    assert "4,096.0 at 1.23 s" in line_with(text, "latent_encoding")
+
+
+def test_inner_stages_are_indented_below_their_outer_stage() -> None:
+    text = printed(run_of(Stage("outer", 0.0, 2.0, children=(Stage("inner", 0.5, 1.0),))))
+    assert line_with(text, "inner").index("inner") == line_with(text, "outer").index("outer") + 2
+
+
+def test_nan_and_inf_are_counted_together() -> None:
+    facts = TensorFacts((1, 4, 8, 8), "torch.float32", "cpu", 1024, 256, nan_count=3, inf_count=2)
+    line = line_with(printed(run_of(Stage("denoising", 0.0, 1.0, tensors={"latent": facts}))), "latent")
+    assert line.split()[-1] == "5"
+    assert "1×4×8×8" in line
+
+
+def test_a_statistic_that_was_not_read_is_a_dash_and_not_a_zero() -> None:
+    facts = TensorFacts((2,), "torch.float32", "cpu", 8, 2)
+    line = line_with(printed(run_of(Stage("denoising", 0.0, 1.0, tensors={"latent": facts}))), "latent")
+    assert line.split()[-5:] == ["-"] * 5
+
+
+def test_a_failed_stage_says_why() -> None:
+    text = printed(run_of(Stage("denoising", 0.0, 1.0, success=False, error="out of memory")))
+    assert "denoising failed: out of memory" in text
+
+
+def test_a_finding_shows_evidence_and_advice() -> None:
+    finding = Finding("nan", "error", "The latent holds NaN.", {"nan_count": 3}, "Use bf16.", "denoising")
+    text = printed(run_of(findings=(finding,)))
+    for part in ("The latent holds NaN.", "nan_count 3", "What to do: Use bf16."):
+        assert part in text
+
+
+def test_markup_in_names_is_shown_and_not_obeyed() -> None:
+    assert "[red]boo[/red]" in printed(run_of(Stage("[red]boo[/red]", 0.0, 1.0)))
+
+
+def test_no_line_is_wider_than_eighty_columns() -> None:
+    facts = TensorFacts(
+        (1, 16, 128, 128), "torch.bfloat16", "cuda:0", 2**25, 2**24, -1e-5, 1e5, -2e-7, 1.5, 0, 0
+    )
+    stage = Stage("lora_application", 0.0, 123.4, tensors={"conditioning image": facts})
+    assert max(map(len, printed(run_of(stage, host=HostFacts(cpu_model="x" * 100))).splitlines())) <= 80
+
+
+def test_units_keep_what_is_unknown_apart_from_zero() -> None:
+    assert (mib(None), mib(0), mib(MIB // 4)) == ("-", "0.0", "0.25")
+    assert (mib_change(None, 5), mib_change(0, -MIB)) == ("-", "-1.0")
+    assert (seconds(None), seconds(5e-6), seconds(0.0123), seconds(2.449)) == (
+        "-",
+        "5 µs",
+        "12.3 ms",
+        "2.45 s",
+    )

@@ -1,0 +1,61 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import sigmascope
+
+HEAVY = ("torch", "diffusers", "transformers", "peft", "numpy")
+
+
+def loaded_after(code: str) -> set[str]:
+    """Names of heavy packages that a fresh interpreter has loaded after running `code`."""
+    probe = f"import sys\n{code}\nprint(' '.join(m for m in {HEAVY!r} if m in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+    return set(done.stdout.splitlines()[-1].split()) if done.stdout.strip() else set()
+
+
+def test_importing_the_package_loads_nothing_heavy() -> None:
+    assert loaded_after("import sigmascope") == set()
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = (
+        "sys.argv = ['sigmascope', '--help']\n"
+        "from sigmascope.cli import main\n"
+        "try:\n    main()\nexcept SystemExit as stop:\n    assert not stop.code"
+    )
+    assert loaded_after(code) == set()
+
+
+def test_help_of_every_command_loads_no_torch() -> None:
+    for command in (["lora", "extract"], ["lora", "validate"], ["lbm", "infer"], ["demo"]):
+        code = (
+            f"sys.argv = ['sigmascope', *{command!r}, '--help']\n"
+            "from sigmascope.cli import main\n"
+            "try:\n    main()\nexcept SystemExit as stop:\n    assert not stop.code"
+        )
+        assert "torch" not in loaded_after(code), command
+
+
+@pytest.mark.parametrize("name", sigmascope.__all__)
+def test_every_public_name_can_be_had(name: str) -> None:
+    assert getattr(sigmascope, name) is not None
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = sigmascope.nonsense
+
+
+def test_rooms_import_only_whom_they_may() -> None:
+    root = Path(__file__).parents[1]
+    done = subprocess.run(
+        [Path(sys.executable).with_name("lint-imports"), "--config", root / ".importlinter", "--no-cache"],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
