@@ -35,18 +35,28 @@ def migrate(run: Plain, schema: int) -> Plain:
 
 def seconds_for_milliseconds(run: Plain) -> Plain:
     """From schema 1 to 2: step columns in seconds, under the names they have since."""
-    return {**run, "stages": [_stage_in_seconds(stage) for stage in run.get("stages", [])]}
+    return {**run, "stages": [_stage_in_seconds(stage) for stage in _objects(run, "stages")]}
 
 
 def _stage_in_seconds(stage: Plain) -> Plain:
-    children = [_stage_in_seconds(child) for child in stage.get("children", [])]
+    children = [_stage_in_seconds(child) for child in _objects(stage, "children")]
     return {**stage, "children": children, "steps": _steps_in_seconds(stage.get("steps", {}))}
+
+
+def _objects(parent: Plain, name: str) -> list[Plain]:
+    """The objects in a list of the file, which may be damaged."""
+    found = parent.get(name, [])
+    if not isinstance(found, list) or not all(isinstance(item, dict) for item in found):
+        raise TypeError(f"{name} is not a list of objects")
+    return found
 
 
 _COLUMNS = {"started_ms": "started", "step_ms": "seconds", "gpu_ms": "gpu_seconds"}
 
 
-def _steps_in_seconds(steps: Plain) -> Plain:
+def _steps_in_seconds(steps: object) -> Plain:
+    if not isinstance(steps, dict):
+        raise TypeError("steps is not an object")
     others = {name: column for name, column in steps.items() if name not in _COLUMNS}
     renamed = {
         new: [None if value is None else value / 1e3 for value in steps[old]]

@@ -1,0 +1,48 @@
+import pytest
+
+from sigmascope.errors import SigmascopeError, UnknownStageError
+from sigmascope.records import AcceleratorPeak, PeakMemory, Run, Stage
+
+
+def stage(name: str, started: float, peak: PeakMemory | None = None, *children: Stage) -> Stage:
+    return Stage(name, started, 1.0, peak=peak, children=children)
+
+
+def run(*stages: Stage) -> Run:
+    return Run("1", "relight", "2026-11-20T10:00:00+00:00", 9.0, stages=stages)
+
+
+TILED = stage("tile", 2.0)
+WORKFLOW = run(stage("model_loading", 0.0), stage("latent_decoding", 1.0, None, TILED), stage("tile", 5.0))
+
+
+def test_walk_goes_through_every_depth_in_order() -> None:
+    names = [inner.name for inner in WORKFLOW.walk()]
+    assert names == ["model_loading", "latent_decoding", "tile", "tile"]
+
+
+def test_a_stage_is_found_at_any_depth_and_the_first_wins() -> None:
+    assert WORKFLOW.stage("tile") is TILED
+
+
+def test_an_unknown_stage_names_the_known_ones() -> None:
+    with pytest.raises(UnknownStageError, match=r"'relight' has no stage 'decode'.*latent_decoding, tile\."):
+        WORKFLOW.stage("decode")
+
+
+@pytest.mark.parametrize("kind", [KeyError, SigmascopeError])
+def test_an_unknown_stage_is_a_key_error_and_one_of_ours(kind: type[Exception]) -> None:
+    with pytest.raises(kind, match="It has: none at all"):
+        run().stage("denoising")
+
+
+def test_the_peak_of_a_run_is_the_highest_of_its_stages_on_the_runs_clock() -> None:
+    low = PeakMemory(10, 0.5, (AcceleratorPeak("cuda:0", 7, 0.25, 8, 0.25),))
+    high = PeakMemory(30, 0.75, (AcceleratorPeak("cuda:0", 5, 0.5, 9, 0.5),))
+    peak = run(stage("a", 1.0, low), stage("b", 2.0, None, stage("c", 3.0, high))).peak()
+    assert (peak.rss_bytes, peak.rss_at_seconds) == (30, 3.75)
+    assert peak.accelerators == (AcceleratorPeak("cuda:0", 7, 1.25, 9, 3.5),)
+
+
+def test_a_run_without_peaks_has_an_unknown_peak() -> None:
+    assert WORKFLOW.peak() == PeakMemory()
