@@ -1,7 +1,7 @@
 """What Sigmascope asks of an accelerator, whatever its maker."""
 
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol, Self, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from sigmascope.records.host import AcceleratorFacts
 from sigmascope.records.memory import AcceleratorMemory
@@ -28,8 +28,8 @@ class AcceleratorEvent(Protocol):
         """Whether the device has passed the mark."""
         ...
 
-    def elapsed_seconds(self, end: Self) -> float | None:
-        """Device time from this mark to `end`; None unless both are set and passed."""
+    def elapsed_seconds(self, end: Any) -> float | None:
+        """Device time from this mark to `end`, another of the same kind; None unless both are passed."""
         ...
 
 
