@@ -8,7 +8,7 @@ import logging
 from dataclasses import dataclass
 from math import isfinite
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -94,7 +94,7 @@ class AttachedLora:
         while self._handles:
             self._handles.pop().remove()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "AttachedLora":
         return self
 
     def __exit__(

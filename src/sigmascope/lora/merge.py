@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
 from types import TracebackType
-from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -117,7 +116,7 @@ class MergedLora:
         while self._changed:
             self._changed.pop().restore()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "MergedLora":
         return self
 
     def __exit__(

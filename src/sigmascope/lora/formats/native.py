@@ -126,7 +126,7 @@ def _refuse_other_kinds(path: Path, keys: Iterable[str]) -> None:
 def _read_module(checkpoint: Checkpoint, module: str) -> LoraFactors:
     up, down = (_read_factor(checkpoint, module, end) for end in (UP, DOWN))
     weight_shape = _weight_shape(checkpoint.path, module, up, down)
-    alpha = float(checkpoint.tensor(module + ALPHA)) if module + ALPHA in checkpoint else float(down.shape[0])
+    alpha = _read_alpha(checkpoint, module, default=float(down.shape[0]))
     try:
         return LoraFactors(up.flatten(1), down.flatten(1), alpha, weight_shape)
     except SigmascopeError as error:
@@ -148,6 +148,18 @@ def _read_factor(checkpoint: Checkpoint, module: str, end: str) -> Tensor:
             hint="Make the file again, in bf16 or float if it was fp16.",
         )
     return tensor
+
+
+def _read_alpha(checkpoint: Checkpoint, module: str, default: float) -> float:
+    key = module + ALPHA
+    if key not in checkpoint:
+        return default
+    alpha = checkpoint.tensor(key)
+    if alpha.numel() != 1:
+        raise LoraFormatError(
+            f"{checkpoint.path}: {key} has the shape {tuple(alpha.shape)}.", hint="Expected a single number."
+        )
+    return float(alpha)
 
 
 def _weight_shape(path: Path, module: str, up: Tensor, down: Tensor) -> tuple[int, ...]:

@@ -1,0 +1,345 @@
+import logging
+from collections.abc import Callable
+from math import inf
+
+import pytest
+import torch
+from diffusers import UNet2DConditionModel
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+from sigmascope.errors import ConfigError, ModelMismatchError, NonFiniteError
+from sigmascope.lora.apply import attach_lora, merge_lora
+from sigmascope.lora.factors import LoraFactors
+from sigmascope.lora.file import LoraFile
+
+MakeFactors = Callable[..., LoraFactors]
+MakeLora = Callable[..., LoraFile]
+
+
+@pytest.fixture
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 6, 3), nn.Flatten(), nn.Linear(6, 4))
+
+
+@pytest.fixture(scope="module")
+def unet() -> UNet2DConditionModel:
+    torch.manual_seed(0)
+    return UNet2DConditionModel(
+        sample_size=8,
+        in_channels=4,
+        out_channels=4,
+        block_out_channels=(16, 32),
+        layers_per_block=1,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        cross_attention_dim=16,
+        attention_head_dim=8,
+        norm_num_groups=8,
+        use_linear_projection=True,
+    ).eval()
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def weight(model: nn.Module, name: str) -> Tensor:
+    """A layer's weight itself, without a copy."""
+    return model.get_parameter(f"{name}.weight").detach()
+
+
+def same_bits(model: nn.Module, kept: dict[str, Tensor]) -> bool:
+    bits = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+    return all(
+        value.dtype == kept[name].dtype
+        and torch.equal(value.view(bits[value.dtype]), kept[name].view(bits[value.dtype]))
+        for name, value in model.state_dict().items()
+    )
+
+
+@pytest.mark.parametrize("scale", [1.0, -0.5, 2.0])
+def test_weights_become_base_plus_scaled_change(
+    model: nn.Sequential, make_lora: MakeLora, scale: float
+) -> None:
+    lora = make_lora(model, rank=2, alpha=3.0)
+    base = weights(model)
+    merged = merge_lora(model, lora, scale)
+    assert merged.applied == ("0", "2")
+    for name, factors in lora.modules.items():
+        expected = base[f"{name}.weight"].double() + scale * factors.delta(torch.float64)
+        torch.testing.assert_close(weights(model)[f"{name}.weight"].double(), expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_unmerging_restores_every_bit(
+    unet: UNet2DConditionModel, make_lora: MakeLora, dtype: torch.dtype
+) -> None:
+    unet.to(dtype)
+    base = weights(unet)
+    merged = merge_lora(unet, make_lora(unet, rank=3), 0.9)
+    assert not same_bits(unet, base)
+    merged.unmerge()
+    assert same_bits(unet, base)
+    assert not merged.merged
+    merged.unmerge()
+    assert same_bits(unet, base)
+    unet.float()
+
+
+def test_a_unet_gives_the_same_hot_and_merged(unet: UNet2DConditionModel, make_lora: MakeLora) -> None:
+    unet.float()
+    lora = make_lora(unet, rank=3, prefix="denoiser.")
+    generator = torch.Generator().manual_seed(2)
+    latent = torch.randn(1, 4, 8, 8, generator=generator)
+    conditioning = torch.randn(1, 5, 16, generator=generator)
+
+    def run() -> Tensor:
+        with torch.no_grad():
+            sample: Tensor = unet(latent, 3, conditioning).sample
+        return sample
+
+    plain = run()
+    with attach_lora(unet, lora, 0.8) as attached:
+        hot = run()
+        assert attached.dormant == ()
+    with merge_lora(unet, lora, 0.8):
+        cold = run()
+    assert float((hot - plain).abs().max()) > 0.05
+    torch.testing.assert_close(hot, cold, rtol=1e-4, atol=1e-5)
+    assert torch.equal(run(), plain)
+
+
+def test_rounding_happens_once_to_the_weights_dtype(model: nn.Sequential, make_lora: MakeLora) -> None:
+    model.bfloat16()
+    lora = make_lora(model)
+    base = weights(model)
+    merge_lora(model, lora)
+    expected = (base["2.weight"].float() + lora.modules["2"].delta()).bfloat16()
+    assert torch.equal(weight(model, "2"), expected)
+
+
+def test_float64_arithmetic_where_asked(model: nn.Sequential, make_lora: MakeLora) -> None:
+    model.double()
+    lora = make_lora(model, dtype=torch.float64)
+    base = weights(model)
+    merge_lora(model, lora, compute_dtype=torch.float64)
+    expected = base["2.weight"] + lora.modules["2"].delta(torch.float64)
+    torch.testing.assert_close(weight(model, "2"), expected, rtol=1e-15, atol=1e-15)
+
+
+def test_parameters_stay_the_same_objects(model: nn.Sequential, make_lora: MakeLora) -> None:
+    before = [(id(parameter), parameter.data_ptr()) for parameter in model.parameters()]
+    with merge_lora(model, make_lora(model)):
+        assert [(id(parameter), parameter.data_ptr()) for parameter in model.parameters()] == before
+    assert [(id(parameter), parameter.data_ptr()) for parameter in model.parameters()] == before
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_scale_zero_touches_nothing(model: nn.Sequential, make_lora: MakeLora) -> None:
+    with torch.no_grad():
+        weight(model, "2").fill_(-0.0)
+    base = weights(model)
+    merged = merge_lora(model, make_lora(model), scale=0.0)
+    assert same_bits(model, base)
+    assert (merged.kept_bytes, merged.applied) == (0, ("0", "2"))
+
+
+def test_the_memory_of_the_originals_is_stated(model: nn.Sequential, make_lora: MakeLora) -> None:
+    merged = merge_lora(model, make_lora(model))
+    assert merged.kept_bytes == (6 * 3 * 3 * 3 + 4 * 6) * 4
+    merged.unmerge()
+    assert merged.kept_bytes == 0
+
+
+def test_nested_merges_are_undone_in_order(model: nn.Sequential, make_lora: MakeLora) -> None:
+    base = weights(model)
+    with merge_lora(model, make_lora(model, seed=1)):
+        between = weights(model)
+        with merge_lora(model, make_lora(model, seed=2)):
+            pass
+        assert same_bits(model, between)
+    assert same_bits(model, base)
+
+
+def test_undoing_the_outer_merge_first_is_refused(model: nn.Sequential, make_lora: MakeLora) -> None:
+    base = weights(model)
+    outer = merge_lora(model, make_lora(model, seed=1))
+    inner = merge_lora(model, make_lora(model, seed=2))
+    both = weights(model)
+    with pytest.raises(ModelMismatchError, match="2 of 2 merged weights were changed since, the first is 0"):
+        outer.unmerge()
+    assert same_bits(model, both)
+    inner.unmerge()
+    outer.unmerge()
+    assert same_bits(model, base)
+
+
+def test_a_training_step_in_between_is_not_silently_lost(model: nn.Sequential, make_lora: MakeLora) -> None:
+    base = weights(model)
+    merged = merge_lora(model, make_lora(model))
+    with torch.no_grad():
+        weight(model, "2")[0, 0] += 0.5
+    with pytest.raises(ModelMismatchError, match=r"1 of 2 .* the first is 2.*force=True"):
+        merged.unmerge()
+    merged.unmerge(force=True)
+    assert same_bits(model, base)
+
+
+@pytest.mark.parametrize(
+    "accident",
+    [
+        lambda weight: weight.neg_(),
+        lambda weight: weight.copy_(weight.flip(0)),
+        lambda weight: weight.copy_(weight.flip(1)),
+        lambda weight: weight.view(-1)[:1].mul_(1 + 2**-20),
+    ],
+)
+def test_any_accident_to_a_merged_weight_is_noticed(
+    make_lora: MakeLora, accident: Callable[[Tensor], object]
+) -> None:
+    model = nn.Sequential(nn.Linear(37, 64))
+    merged = merge_lora(model, make_lora(model))
+    with torch.no_grad():
+        accident(weight(model, "0"))
+    with pytest.raises(ModelMismatchError, match="changed since"):
+        merged.unmerge()
+
+
+def test_a_model_cast_while_merged_is_restored_only_by_force(
+    model: nn.Sequential, make_lora: MakeLora
+) -> None:
+    base = weights(model)
+    merged = merge_lora(model, make_lora(model))
+    model.bfloat16()
+    with pytest.raises(ModelMismatchError):
+        merged.unmerge()
+    merged.unmerge(force=True)
+    assert torch.equal(weight(model, "2"), base["2.weight"].bfloat16())
+
+
+def test_a_weight_that_layers_share_changes_once(make_lora: MakeLora) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    one = make_lora(model[:1])
+    both = LoraFile({"0": one.modules["0"], "1": one.modules["0"]})
+    base = weight(model, "0").clone()
+    with merge_lora(model, both) as merged:
+        assert merged.applied == ("0", "1")
+        torch.testing.assert_close(weight(model, "1"), base + one.modules["0"].delta())
+        assert model.get_parameter("1.weight") is model.get_parameter("0.weight")
+    assert torch.equal(weight(model, "0"), base)
+
+
+def test_a_weight_that_is_not_contiguous_is_merged_and_restored(make_lora: MakeLora) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3))
+    kernel = model.get_parameter("0.weight")
+    kernel.data = kernel.data.to(memory_format=torch.channels_last)
+    base = weights(model)
+    lora = make_lora(model)
+    with merge_lora(model, lora):
+        torch.testing.assert_close(weight(model, "0"), base["0.weight"] + lora.modules["0"].delta())
+        assert not weight(model, "0").is_contiguous()
+    assert torch.equal(weight(model, "0"), base["0.weight"])
+
+
+def test_an_overflow_is_refused_and_leaves_the_model_as_it_was(
+    model: nn.Sequential, make_lora: MakeLora
+) -> None:
+    model.half()
+    base = weights(model)
+    lora = make_lora(model)
+    huge = LoraFactors(lora.modules["2"].up * 1e9, lora.modules["2"].down, 2.0, (4, 6))
+    with pytest.raises(NonFiniteError, match=r"2: the merged weight would hold NaN or Inf in torch\.float16"):
+        merge_lora(model, LoraFile({"0": lora.modules["0"], "2": huge}))
+    assert same_bits(model, base)
+
+
+def test_an_interrupt_leaves_the_model_as_it_was(
+    model: nn.Sequential, make_lora: MakeLora, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = weights(model)
+    lora = make_lora(model)
+    real = LoraFactors.delta
+
+    def interrupted(factors: LoraFactors, dtype: torch.dtype = torch.float32) -> Tensor:
+        if factors is not lora.modules["0"] and factors.weight_shape == (4, 6):
+            raise KeyboardInterrupt
+        return real(factors, dtype)
+
+    monkeypatch.setattr(LoraFactors, "delta", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        merge_lora(model, lora)
+    assert same_bits(model, base)
+
+
+def test_a_misfit_is_refused_before_anything_changes(
+    model: nn.Sequential, make_lora: MakeLora, make_factors: MakeFactors
+) -> None:
+    base = weights(model)
+    modules = {**make_lora(model).modules, "2": make_factors((5, 6), 2)}
+    with pytest.raises(ModelMismatchError, match=r"2 is \(5, 6\) in the LoRA and \(4, 6\) in the model"):
+        merge_lora(model, LoraFile(modules))
+    assert same_bits(model, base)
+
+
+def test_a_model_without_values_is_refused(make_lora: MakeLora) -> None:
+    model = nn.Sequential(nn.Linear(4, 4, device="meta"))
+    with pytest.raises(ModelMismatchError, match="0 is on the meta device"):
+        merge_lora(model, make_lora(model))
+
+
+def test_a_packed_weight_is_refused_with_the_way_that_works(make_lora: MakeLora) -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    lora = make_lora(model)
+    model[0].weight = nn.Parameter(torch.zeros(8, 1, dtype=torch.uint8), requires_grad=False)
+    with pytest.raises(ModelMismatchError, match=r"quantised weight.*attach_lora"):
+        merge_lora(model, lora)
+
+
+def test_a_computed_weight_is_refused_with_the_way_that_works(make_lora: MakeLora) -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    lora = make_lora(model)
+    parametrizations.weight_norm(model[0])
+    with pytest.raises(ModelMismatchError, match=r"computes its weight.*attach_lora"):
+        merge_lora(model, lora)
+    x = torch.randn(2, 4)
+    expected = model(x) + x @ lora.modules["0"].delta().T
+    with attach_lora(model, lora):
+        torch.testing.assert_close(model(x), expected)
+
+
+def test_a_compiled_model_is_merged(model: nn.Sequential, make_lora: MakeLora) -> None:
+    lora = make_lora(model)
+    base = weights(model)
+    compiled = torch.compile(model, backend="eager")
+    assert isinstance(compiled, nn.Module)
+    with merge_lora(compiled, lora):
+        assert not same_bits(model, base)
+    assert same_bits(model, base)
+
+
+def test_an_infinite_scale_is_refused(model: nn.Sequential, make_lora: MakeLora) -> None:
+    with pytest.raises(ConfigError, match="scale of inf"):
+        merge_lora(model, make_lora(model), inf)
+
+
+def test_keys_that_are_not_merged_are_logged(
+    model: nn.Sequential, make_lora: MakeLora, caplog: pytest.LogCaptureFixture
+) -> None:
+    lora = LoraFile(make_lora(model).modules, unused_keys=("0.diff_b",))
+    with caplog.at_level(logging.WARNING):
+        merge_lora(model, lora)
+    assert "1 keys are not merged: ('0.diff_b',)" in caplog.text
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+def test_merging_on_the_gpu_keeps_the_originals_on_the_cpu(model: nn.Sequential, make_lora: MakeLora) -> None:
+    base = weights(model)
+    model.cuda()
+    merged = merge_lora(model, make_lora(model))
+    model.cpu()
+    merged.unmerge()
+    assert same_bits(model, base)
