@@ -1,0 +1,111 @@
+"""What an extraction refuses, and that a refusal changes no file."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from sigmascope.errors import ConfigError, ModelMismatchError, NonFiniteError, WriteError
+from sigmascope.lora.extract import ExtractionReport, ExtractOptions, extract_lora
+
+if TYPE_CHECKING:
+    from tests.conftest import MakePair, ModelPair, State
+
+
+def extract(files: "ModelPair", options: ExtractOptions | None = None) -> ExtractionReport:
+    return extract_lora(files.base, files.tuned, files.base.with_name("lora.safetensors"), options)
+
+
+def test_two_copies_of_one_model_give_no_lora(make_model_pair: "MakePair") -> None:
+    files = make_model_pair(edit=lambda base, tuned: tuned.update(base))
+    with pytest.raises(ModelMismatchError, match=r"same weights in all 10 .* nothing to extract"):
+        extract(files)
+    assert sorted(path.name for path in files.base.parent.iterdir()) == [
+        "base.safetensors",
+        "tuned.safetensors",
+    ]
+
+
+def test_options_that_leave_out_everything_say_so(make_model_pair: "MakePair") -> None:
+    with pytest.raises(ConfigError, match=r"--min_diff 1e\+06 .* leave out all 10 changed layers"):
+        extract(make_model_pair(), ExtractOptions(min_diff=1e6))
+
+
+@pytest.mark.parametrize(
+    ("make_options", "flag"),
+    [
+        (lambda: ExtractOptions(rank=0), "--rank 0"),
+        (lambda: ExtractOptions(conv_rank=-1), "--conv_rank -1"),
+        (lambda: ExtractOptions(min_diff=-1.0), "--min_diff"),
+        (lambda: ExtractOptions(min_diff=float("nan")), "--min_diff"),
+    ],
+)
+def test_options_without_sense_name_the_flag(make_options: Callable[[], ExtractOptions], flag: str) -> None:
+    with pytest.raises(ConfigError, match=flag):
+        make_options()
+
+
+@pytest.mark.parametrize("device", ["nowhere", "meta", "cuda:77"])
+def test_a_device_that_is_not_there_is_refused(make_model_pair: "MakePair", device: str) -> None:
+    with pytest.raises(ConfigError, match=f"--device {device}"):
+        extract(make_model_pair(), ExtractOptions(device=device))
+
+
+@pytest.mark.parametrize("name", ["base.safetensors", "tuned.safetensors"])
+def test_an_input_is_never_the_target(make_model_pair: "MakePair", name: str) -> None:
+    files = make_model_pair()
+    before = files.base.with_name(name).read_bytes()
+    with pytest.raises(ConfigError, match=f"--save_to .*{name} is part of the input"):
+        extract_lora(files.base, files.tuned, files.base.with_name(name))
+    assert files.base.with_name(name).read_bytes() == before
+
+
+def test_a_shard_of_an_input_is_never_the_target(make_model_pair: "MakePair") -> None:
+    files = make_model_pair()
+    folder = files.base.with_name("sharded")
+    folder.mkdir()
+    files.base.rename(folder / "model.safetensors")
+    with pytest.raises(ConfigError, match="is part of the input"):
+        extract_lora(folder, files.tuned, folder / "model.safetensors")
+
+
+def test_a_target_of_another_type_is_refused(make_model_pair: "MakePair") -> None:
+    files = make_model_pair()
+    with pytest.raises(ConfigError, match=r"my_lora\.ckpt"):
+        extract_lora(files.base, files.tuned, files.base.with_name("my_lora.ckpt"))
+
+
+def test_a_folder_that_is_not_there_is_named(make_model_pair: "MakePair", tmp_path: Path) -> None:
+    files = make_model_pair()
+    with pytest.raises(WriteError, match="nowhere"):
+        extract_lora(files.base, files.tuned, tmp_path / "nowhere" / "lora.safetensors")
+
+
+def nan_in_the_last_layer(base: "State", tuned: "State") -> None:
+    for layer in ("denoiser.conv_out", "denoiser.up_blocks.0.resnets.0.conv2"):
+        tuned[f"{layer}.weight"][0, 0, 0, 0] = float("nan")
+
+
+def test_an_error_half_way_leaves_the_earlier_lora_and_no_other_file(make_model_pair: "MakePair") -> None:
+    good = extract(make_model_pair())
+    before = {path.name: path.read_bytes() for path in (good.lora, good.sidecar)}
+    files = make_model_pair(edit=nan_in_the_last_layer)
+    with pytest.raises(NonFiniteError, match=r"tuned\.safetensors"):
+        extract(files)
+    assert {name: files.base.with_name(name).read_bytes() for name in before} == before
+    expected = sorted([*before, "base.safetensors", "tuned.safetensors"])
+    assert sorted(path.name for path in files.base.parent.iterdir()) == expected
+
+
+def test_nan_in_a_bias_stops_the_extraction(make_model_pair: "MakePair") -> None:
+    def damage(base: "State", tuned: "State") -> None:
+        tuned["denoiser.conv_in.bias"] = tuned["denoiser.conv_in.bias"] * float("nan")
+
+    with pytest.raises(NonFiniteError, match=r"denoiser\.conv_in\.bias holds 8 NaN"):
+        extract(make_model_pair(edit=damage))
+
+
+def test_factors_that_overflow_fp16_are_refused_with_the_layer(make_model_pair: "MakePair") -> None:
+    with pytest.raises(NonFiniteError, match=r"denoiser\.\S+: the factors .* do not fit torch\.float16"):
+        extract(make_model_pair(size=1e12), ExtractOptions(rank=4, conv_rank=4, save_precision="fp16"))
