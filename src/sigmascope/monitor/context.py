@@ -1,7 +1,6 @@
 """Stages and steps of whichever recorder is current, for library code that may or may not be watched."""
 
 from types import TracebackType
-from typing import Self
 
 from torch import Tensor
 
@@ -14,7 +13,7 @@ class NullStage:
 
     __slots__ = ()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "NullStage":
         return self
 
     def __exit__(
@@ -37,7 +36,7 @@ class NullStep:
 
     __slots__ = ()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "NullStep":
         return self
 
     def __exit__(

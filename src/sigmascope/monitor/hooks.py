@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import nn
@@ -37,7 +37,7 @@ class HookedSteps:
         self._handles: list[RemovableHandle] = []
         self._calls = threading.local()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "HookedSteps":
         if getattr(self._module, "_compiled_call_impl", None) is not None:
             self._unavailable["hook_steps"] = COMPILED_IN_PLACE
         elif not self._handles:

@@ -1,13 +1,13 @@
 """The probes of one recorder, each behind its guard."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 
 from sigmascope.monitor import peaks
 from sigmascope.monitor.gpu_timing import EventPool, Mark, StepTimings
 from sigmascope.monitor.guard import Guard
-from sigmascope.monitor.peaks import ACCELERATOR_PEAK, UNKNOWN, PeakTracker, reader_for
+from sigmascope.monitor.peaks import ACCELERATOR_PEAK, UNKNOWN, HostMemory, PeakTracker, reader_for
 from sigmascope.monitor.sampler import SAMPLER, Wish
 from sigmascope.probes import (
     Accelerator,
@@ -16,10 +16,12 @@ from sigmascope.probes import (
     host_facts,
     memory_snapshot,
     process_rss_bytes,
+    system_memory,
 )
 from sigmascope.records.host import HostFacts
-from sigmascope.records.memory import MemorySnapshot
+from sigmascope.records.memory import MemorySnapshot, PeakMemory
 
+FAILED = "every reading failed"
 Clock = Callable[[], int]
 
 
@@ -101,6 +103,13 @@ class Instruments:
         """All memory now."""
         return self.guard.call("memory_snapshot", lambda: memory_snapshot(self.accelerator))
 
+    def host_memory(self, snapshot: MemorySnapshot | None = None) -> HostMemory:
+        """The host's part of a snapshot; what is not in one is read now."""
+        if snapshot is None:
+            snapshot = self.guard.call("system_memory", system_memory) or MemorySnapshot()
+        rss, ram_used = snapshot.process_rss_bytes, snapshot.ram_used_bytes
+        return HostMemory(self.rss() if rss is None else rss, UNKNOWN if ram_used is None else ram_used)
+
     def host(self) -> HostFacts | None:
         """Facts about this machine, read once a process."""
         return self.guard.call("host_facts", lambda: _host_facts(self.accelerator))
@@ -122,7 +131,7 @@ class Instruments:
 
     def look(self) -> None:
         """Bring the peaks of all open scopes up to date."""
-        self.guard.call("sampler", lambda: self.tracker.look(self.rss(), self.clock()))
+        self.guard.call("peaks", lambda: self.tracker.look(self.host_memory(), self.clock()))
 
     # --- reasons
 
@@ -137,11 +146,19 @@ class Instruments:
         }
         return {name: reason for name, reason in known.items() if reason is not None}
 
-    def peak_reasons(self) -> dict[str, str]:
-        """For each field of `PeakMemory` that may be missing, why it is."""
-        reasons = self.step_reasons()
-        names = {"rss_bytes": "rss_bytes", "accelerators": "allocated_bytes"}
-        return {name: reasons[column] for name, column in names.items() if column in reasons}
+    def peak_reasons(self, peak: PeakMemory) -> dict[str, str]:
+        """For each field of `peak` that is missing, why it is."""
+        reasons = {**self.step_reasons(), "ram_used_bytes": self.guard.reasons.get("system_memory")}
+        known = {
+            "rss_bytes": (peak.rss_bytes, reasons.get("rss_bytes")),
+            "ram_used_bytes": (peak.ram_used_bytes, reasons["ram_used_bytes"]),
+            "accelerators": (peak.accelerators or None, reasons.get("allocated_bytes")),
+        }
+        return {name: reason or FAILED for name, (value, reason) in known.items() if value is None}
+
+    def device_reasons(self, device: str) -> Mapping[str, str]:
+        """Why figures of a device's allocator are missing, by the names of `AllocatorBytes`."""
+        return self.guard.call("accelerator_reasons", lambda: self.accelerator.unavailable(device)) or {}
 
 
 @cache

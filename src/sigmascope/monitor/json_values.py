@@ -1,6 +1,5 @@
 """Turn what a host hands over as a fact into plain JSON values that keep nothing alive."""
 
-import math
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import fields, is_dataclass
@@ -19,8 +18,7 @@ _LONGEST_TEXT = 500
 def as_json(value: object, depth: int = 0) -> Any:
     """Return the value as str, int, float, bool, None, list or dict with str keys.
 
-    Numbers that JSON lacks (NaN and the infinities) become the strings "NaN", "Infinity" and "-Infinity".
-    A tensor becomes its shape, dtype and device: reading its values could wait for the accelerator. What
+    NaN and the infinities stay: a saved run keeps them. A tensor becomes its shape, dtype and device: reading its values could wait for the accelerator. What
     has no JSON form becomes its text, cut at 500 characters; what is nested deeper than 12 levels (or in
     itself) becomes its text too.
     """
@@ -37,7 +35,9 @@ def as_json(value: object, depth: int = 0) -> Any:
         if isinstance(value, list | tuple):
             return [as_json(item, depth + 1) for item in value]
         if isinstance(value, np.ndarray):
-            return as_json(value.tolist(), depth + 1) if value.size <= _LONGEST_TEXT else _array_text(value)
+            if value.size > _LONGEST_TEXT:
+                return f"<array {value.shape} {value.dtype}>"
+            return as_json(value.tolist(), depth + 1)
     return _short(str(value)) if depth < _DEEPEST else f"<{type(value).__name__}>"
 
 
@@ -56,7 +56,7 @@ def _scalar(value: object) -> Any:
     if isinstance(value, np.generic):
         return as_json(value.item())
     if isinstance(value, float):
-        return float(value) if math.isfinite(value) else _NOT_FINITE.get(float(value), "NaN")
+        return float(value)
     if isinstance(value, str | PurePath):
         return str(value)
     if isinstance(value, int):
@@ -72,15 +72,8 @@ def _scalar(value: object) -> Any:
     return _NO_SCALAR
 
 
-_NOT_FINITE = {math.inf: "Infinity", -math.inf: "-Infinity"}
-
-
 def _key(key: object) -> str:
     return key if type(key) is str else _short(str(key))
-
-
-def _array_text(array: "np.ndarray[Any, Any]") -> str:
-    return f"<array {array.shape} {array.dtype}>"
 
 
 def _short(text: str) -> str:

@@ -15,7 +15,8 @@ resets is told to the others.
 
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 from sigmascope.monitor.guard import Guard
@@ -38,6 +39,13 @@ def _new_lock() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_new_lock)
+
+
+class HostMemory(NamedTuple):
+    """Bytes that this process has resident and that the whole machine uses; UNKNOWN where not read."""
+
+    rss: int = UNKNOWN
+    ram_used: int = UNKNOWN
 
 
 class Highest:
@@ -75,11 +83,17 @@ class DevicePeak:
 class Peaks:
     """What is highest in one scope so far (or, in a tracker, since its last scope boundary)."""
 
-    __slots__ = ("devices", "rss")
+    __slots__ = ("devices", "ram_used", "rss")
 
     def __init__(self) -> None:
+        self.ram_used = Highest()
         self.rss = Highest()
         self.devices: dict[str, DevicePeak] = {}
+
+    def see_host(self, memory: HostMemory, at_ns: int) -> None:
+        """Take a reading of the host's memory."""
+        self.rss.see(memory.rss, at_ns)
+        self.ram_used.see(memory.ram_used, at_ns)
 
     def see_device(self, device: str, reading: AllocatorBytes, at_ns: int) -> None:
         """Take one device's reading: its running peak, or what is in use where there is no such peak."""
@@ -92,25 +106,31 @@ class Peaks:
     def fold(self, inner: "Peaks") -> None:
         """Take over what is higher in `inner`."""
         self.rss.see(inner.rss.value, inner.rss.at_ns)
+        self.ram_used.see(inner.ram_used.value, inner.ram_used.at_ns)
         for device, peak in inner.devices.items():
             mine = self.devices.setdefault(device, DevicePeak())
             mine.allocated.see(peak.allocated.value, peak.allocated.at_ns)
             mine.reserved.see(peak.reserved.value, peak.reserved.at_ns)
 
-    def freeze(self, start_ns: int, accelerator: Accelerator, unavailable: Mapping[str, str]) -> PeakMemory:
+    def freeze(self, start_ns: int, why: Callable[[str], Mapping[str, str]]) -> PeakMemory:
         """Return the record, with times in seconds since `start_ns`.
 
         Args:
             start_ns: When the scope began.
-            accelerator: Asked for the reasons of what is missing.
-            unavailable: Reasons that are known already.
+            why: Given a device, tells why a figure of its allocator is missing (see
+                `Accelerator.unavailable`).
         """
         rss, rss_at = self.rss.since(start_ns)
+        ram_used, ram_used_at = self.ram_used.since(start_ns)
         devices = tuple(
-            _freeze_device(name, peak, start_ns, accelerator) for name, peak in sorted(self.devices.items())
+            _freeze_device(name, peak, start_ns, why(name)) for name, peak in sorted(self.devices.items())
         )
         return PeakMemory(
-            rss_bytes=rss, rss_at_seconds=rss_at, accelerators=devices, unavailable=dict(unavailable)
+            rss_bytes=rss,
+            rss_at_seconds=rss_at,
+            accelerators=devices,
+            ram_used_bytes=ram_used,
+            ram_used_at_seconds=ram_used_at,
         )
 
 
@@ -120,10 +140,9 @@ def _first_known(running_peak: int | None, in_use: int | None) -> int:
     return UNKNOWN if in_use is None else in_use
 
 
-def _freeze_device(name: str, peak: DevicePeak, start_ns: int, accelerator: Accelerator) -> AcceleratorPeak:
+def _freeze_device(name: str, peak: DevicePeak, start_ns: int, reasons: Mapping[str, str]) -> AcceleratorPeak:
     allocated, allocated_at = peak.allocated.since(start_ns)
     reserved, reserved_at = peak.reserved.since(start_ns)
-    reasons = accelerator.unavailable(name)
     unavailable = {}
     for figure, value in (("allocated", allocated), ("reserved", reserved)):
         reason = reasons.get(f"peak_{figure}")
@@ -187,23 +206,23 @@ class PeakTracker:
         self._open: list[Peaks] = []
         self.pending = Peaks()
 
-    def open(self, rss: int, at_ns: int) -> Peaks:
+    def open(self, memory: HostMemory, at_ns: int) -> Peaks:
         """Open a scope; its peaks begin with what is in use now."""
         peaks = Peaks()
         with LOCK:
             if self._reader is not None and self not in self._reader.listeners:
                 self._reader.listeners.append(self)
-            for device, reading in self._boundary(rss, at_ns).items():
+            for device, reading in self._boundary(memory, at_ns).items():
                 in_use = AllocatorBytes(reading.allocated, reading.reserved, None, None)
                 peaks.see_device(device, in_use, at_ns)
-            peaks.rss.see(rss, at_ns)
+            peaks.see_host(memory, at_ns)
             self._open.append(peaks)
         return peaks
 
-    def close(self, peaks: Peaks, rss: int, at_ns: int) -> None:
+    def close(self, peaks: Peaks, memory: HostMemory, at_ns: int) -> None:
         """Close a scope; afterwards its peaks change no more."""
         with LOCK:
-            self._boundary(rss, at_ns)
+            self._boundary(memory, at_ns)
             if peaks in self._open:
                 self._open.remove(peaks)
             if not self._open and self._reader is not None and self in self._reader.listeners:
@@ -217,15 +236,15 @@ class PeakTracker:
         reading = self._read_devices(at_ns, (device,)).get(device)
         return UNKNOWN if reading is None or reading.allocated is None else reading.allocated
 
-    def look(self, rss: int, at_ns: int) -> None:
+    def look(self, memory: HostMemory, at_ns: int) -> None:
         """Bring all open scopes up to date, between their boundaries."""
         with LOCK:
             if self._open:
-                self._boundary(rss, at_ns)
+                self._boundary(memory, at_ns)
 
-    def _boundary(self, rss: int, at_ns: int) -> dict[str, AllocatorBytes]:
+    def _boundary(self, memory: HostMemory, at_ns: int) -> dict[str, AllocatorBytes]:
         readings = self._read_devices(at_ns, None)
-        self.pending.rss.see(rss, at_ns)
+        self.pending.see_host(memory, at_ns)
         for peaks in self._open:
             peaks.fold(self.pending)
         self.pending = Peaks()

@@ -8,7 +8,6 @@ import time
 import uuid
 from datetime import UTC, datetime, timedelta
 from types import TracebackType
-from typing import Self
 
 from torch import nn
 
@@ -117,7 +116,7 @@ class Recorder:
             unavailable={**self._unavailable, **instruments.guard.reasons},
         )
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Recorder":
         self._begin()
         self._instruments.start_sampling()
         frame = Frame(self, self._outside, CURRENT.get())

@@ -1,6 +1,7 @@
 """One stage while it is open, and the record that it becomes."""
 
 import traceback
+from dataclasses import replace
 
 from sigmascope.monitor.guard import describe
 from sigmascope.monitor.instruments import Instruments
@@ -48,7 +49,8 @@ class Scope:
         self.started_ns = instruments.clock()
         self._baseline = instruments.snapshot()
         instruments.start_sampling()
-        self._peaks = instruments.tracker.open(instruments.rss(), instruments.clock())
+        memory = instruments.host_memory(self._baseline)
+        self._peaks = instruments.tracker.open(memory, instruments.clock())
         self.started_ns = instruments.clock()
 
     def close(self, error: BaseException | None) -> None:
@@ -59,10 +61,10 @@ class Scope:
         """
         instruments = self.instruments
         self.ended_ns = ended_ns = instruments.clock()
-        if self._peaks is not None:
-            instruments.tracker.close(self._peaks, instruments.rss(), ended_ns)
-        instruments.stop_sampling()
         self._final = instruments.snapshot()
+        if self._peaks is not None:
+            instruments.tracker.close(self._peaks, instruments.host_memory(self._final), ended_ns)
+        instruments.stop_sampling()
         instruments.resolve(self.columns.timings)
         if error is not None:
             self.error = describe(error)
@@ -120,8 +122,8 @@ class Scope:
     def _peak(self) -> PeakMemory | None:
         if self._peaks is None:
             return None
-        instruments = self.instruments
-        return self._peaks.freeze(self.started_ns, instruments.accelerator, instruments.peak_reasons())
+        peak = self._peaks.freeze(self.started_ns, self.instruments.device_reasons)
+        return replace(peak, unavailable=self.instruments.peak_reasons(peak))
 
 
 def details(error: BaseException) -> ExceptionDetails:

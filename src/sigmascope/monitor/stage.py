@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from contextvars import ContextVar
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from torch import Tensor
 
@@ -66,7 +66,7 @@ class LiveStage:
         self._scope = recorder.new_scope(name)
         self._entered: list[Frame] = []
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "LiveStage":
         recorder = self._recorder
         if self._scope.was_opened:
             self._scope = recorder.new_scope(self._scope.name)
@@ -125,7 +125,7 @@ class Step:
         # started, scope, mark at the start, and what was entered before: a chain, for re-entry
         self._entered: Entered | None = None
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Step":
         recorder = self._recorder
         scope = recorder.current_scope()
         mark = None if scope.columns.timings is None else scope.instruments.mark()

@@ -1,0 +1,190 @@
+import random
+from typing import TYPE_CHECKING
+
+import pytest
+
+from sigmascope.monitor import Recorder
+from sigmascope.monitor.guard import Guard
+from sigmascope.monitor.peaks import HostMemory, Peaks, PeakTracker, reader_for
+
+if TYPE_CHECKING:
+    from tests.monitor.conftest import FakeAccelerator, FakeClock, FakeHost
+
+MIB = 2**20
+
+
+def allocated_peak(peaks: Peaks, device: str = "cuda:0") -> int:
+    return peaks.devices[device].allocated.value
+
+
+class Simulation:
+    """Scopes over a fake allocator. The true peak of each is kept by looking at every single change."""
+
+    def __init__(self, accelerator: "FakeAccelerator", seed: int, *, trackers: int, nested: bool) -> None:
+        reader = reader_for(accelerator)
+        self.trackers = [PeakTracker(reader, Guard()) for _ in range(trackers)]
+        self.accelerator = accelerator
+        self.random = random.Random(seed)
+        self.nested = nested
+        self.open: list[tuple[PeakTracker, Peaks, dict[str, int]]] = []
+        self.closed: list[tuple[Peaks, dict[str, int]]] = []
+
+    def change(self) -> None:
+        device = self.random.choice(self.accelerator.devices())
+        self.accelerator.allocate(self.random.randrange(1, 100), device)
+        for _, _, truth in self.open:
+            truth[device] = max(truth[device], self.accelerator.allocated[device])
+        self.accelerator.free(self.random.randrange(0, self.accelerator.allocated[device] + 1), device)
+
+    def act(self) -> None:
+        action = self.random.choice(("open", "close", "step", "look", "change", "change", "change"))
+        if action == "open" and len(self.open) < 6:
+            tracker = self.random.choice(self.trackers)
+            self.open.append((tracker, tracker.open(HostMemory(), 0), dict(self.accelerator.allocated)))
+        elif action == "close" and self.open:
+            which = -1 if self.nested else self.random.randrange(len(self.open))
+            tracker, peaks, truth = self.open.pop(which)
+            tracker.close(peaks, HostMemory(), 0)
+            self.closed.append((peaks, truth))
+        elif action == "step":
+            self.random.choice(self.trackers).step(0, 0, self.random.choice(self.accelerator.devices()))
+        elif action == "look":
+            self.random.choice(self.trackers).look(HostMemory(), 0)
+        else:
+            self.change()
+
+
+@pytest.mark.parametrize("nested", [True, False], ids=["nested", "overlapping"])
+@pytest.mark.parametrize("trackers", [1, 2])
+def test_every_simulated_scope_reports_its_true_peak_on_every_device(
+    make_accelerator: "type[FakeAccelerator]", trackers: int, nested: bool
+) -> None:
+    checked = 0
+    for seed in range(40):
+        simulation = Simulation(make_accelerator(devices=2), seed, trackers=trackers, nested=nested)
+        for _ in range(150):
+            simulation.act()
+        for peaks, truth in simulation.closed:
+            assert {device: allocated_peak(peaks, device) for device in truth} == truth
+            checked += 1
+    assert checked > 500
+
+
+def test_the_simulation_would_notice_a_peak_that_an_inner_scope_erased(
+    accelerator: "FakeAccelerator",
+) -> None:
+    outer_truth = 0
+    accelerator.allocate(70)
+    outer_truth = max(outer_truth, accelerator.allocated["cuda:0"])
+    accelerator.free(70)
+    accelerator.reset_peak("cuda:0")  # reset on entering, with nothing folded
+    assert accelerator.peaks["cuda:0"] < outer_truth
+
+
+def test_an_outer_stage_keeps_a_peak_from_before_inside_and_after_its_inner_stage(
+    accelerator: "FakeAccelerator", host: "FakeHost"
+) -> None:
+    for before, inside, after in [(9, 5, 3), (3, 9, 5), (3, 5, 9)]:
+        recorder = Recorder(sample_hz=None, accelerator=accelerator)
+        with recorder.stage("outer"):
+            pulse(accelerator, before)
+            with recorder.stage("inner"):
+                pulse(accelerator, inside)
+            pulse(accelerator, after)
+        outer = recorder.run().stages[0]
+        assert outer.peak is not None
+        assert outer.peak.accelerators[0].allocated_bytes == 9
+        assert outer.children[0].peak is not None
+        assert outer.children[0].peak.accelerators[0].allocated_bytes == inside
+
+
+def pulse(accelerator: "FakeAccelerator", nbytes: int) -> None:
+    accelerator.allocate(nbytes)
+    accelerator.free(nbytes)
+
+
+def test_a_peak_is_dated_by_the_boundary_that_saw_it_in_seconds_since_the_stage_began(
+    accelerator: "FakeAccelerator", clock: "FakeClock", host: "FakeHost"
+) -> None:
+    recorder = Recorder(sample_hz=None, accelerator=accelerator, clock=clock)
+    clock.pass_seconds(10)
+    with recorder.stage("denoising"):
+        for nbytes in (4, 9, 6):
+            with recorder.step():
+                pulse(accelerator, nbytes)
+                clock.pass_seconds(2)
+    peak = recorder.run().stages[0].peak
+    assert peak is not None
+    assert (peak.accelerators[0].allocated_bytes, peak.accelerators[0].allocated_at_seconds) == (9, 4.0)
+    assert (peak.accelerators[0].reserved_bytes, peak.accelerators[0].reserved_at_seconds) == (18, 4.0)
+
+
+def test_a_scope_does_not_report_what_was_in_use_only_before_it(
+    accelerator: "FakeAccelerator", host: "FakeHost"
+) -> None:
+    recorder = Recorder(sample_hz=None, accelerator=accelerator)
+    pulse(accelerator, 50)
+    accelerator.allocate(7)
+    with recorder.stage("later"):
+        pass
+    peak = recorder.run().stages[0].peak
+    assert peak is not None
+    assert (peak.accelerators[0].allocated_bytes, peak.accelerators[0].allocated_at_seconds) == (7, 0.0)
+
+
+def test_two_recorders_on_one_accelerator_do_not_erase_each_other(
+    accelerator: "FakeAccelerator", host: "FakeHost"
+) -> None:
+    first, second = (Recorder(sample_hz=None, accelerator=accelerator) for _ in range(2))
+    with first.stage("long"):
+        with second.stage("short"):
+            pulse(accelerator, 5)
+        pulse(accelerator, 3)
+    for recorder in (first, second):
+        peak = recorder.run().stages[0].peak
+        assert peak is not None
+        assert peak.accelerators[0].allocated_bytes == 5
+
+
+def test_resident_and_system_memory_peaks_are_the_highest_of_boundaries_and_steps(
+    clock: "FakeClock", host: "FakeHost"
+) -> None:
+    recorder = Recorder(sample_hz=None, clock=clock)
+    with recorder.stage("outer"):
+        with recorder.step():
+            clock.pass_seconds(1)
+            host.rss = 700 * MIB
+        host.rss = 300 * MIB
+        with recorder.stage("inner"):
+            clock.pass_seconds(1)
+            host.ram_used = 2000 * MIB
+        host.ram_used = 1500 * MIB
+    outer = recorder.run().stages[0]
+    peak, inner = outer.peak, outer.children[0].peak
+    assert peak is not None
+    assert inner is not None
+    assert (peak.rss_bytes, peak.rss_at_seconds) == (700 * MIB, 1.0)
+    assert (peak.ram_used_bytes, peak.ram_used_at_seconds) == (2000 * MIB, 2.0)
+    assert (inner.rss_bytes, inner.rss_at_seconds) == (300 * MIB, 0.0)
+    assert (inner.ram_used_bytes, inner.ram_used_at_seconds) == (2000 * MIB, 1.0)
+
+
+def test_the_peaks_of_an_open_stage_are_up_to_date_when_the_run_is_read(
+    accelerator: "FakeAccelerator", host: "FakeHost"
+) -> None:
+    recorder = Recorder(sample_hz=None, accelerator=accelerator)
+    with recorder.stage("open"):
+        pulse(accelerator, 11)
+        peak = recorder.run().stages[0].peak
+    assert peak is not None
+    assert peak.accelerators[0].allocated_bytes == 11
+
+
+def test_without_an_accelerator_the_peak_says_why(host: "FakeHost") -> None:
+    recorder = Recorder(sample_hz=None)
+    with recorder.stage("cpu"):
+        pass
+    peak = recorder.run().stages[0].peak
+    assert peak is not None
+    assert peak.accelerators == ()
+    assert "no accelerator" in peak.unavailable["accelerators"]
