@@ -1,4 +1,5 @@
 import json
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -44,8 +45,6 @@ def weights() -> dict[str, Tensor]:
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of one MB."""
-    import subprocess
-
     folder = tmp_path / "disk"
     folder.mkdir()
     try:

@@ -1,7 +1,7 @@
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 
 from sigmascope.checkpoints.bytes import iter_tensor_bytes
 
@@ -26,6 +26,7 @@ def test_pieces_are_the_elements_in_row_major_order(name: str, chunk_bytes: int)
     assert joined == tensor.detach().resolve_conj().resolve_neg().numpy().tobytes()
 
 
+@settings(deadline=None)
 @given(
     shape=st.lists(st.integers(1, 5), min_size=1, max_size=4),
     chunk_bytes=st.integers(4, 200),

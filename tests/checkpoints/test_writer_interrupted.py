@@ -19,7 +19,7 @@ WRITES_AND_WAITS = """
     with StreamingWriter(sys.argv[1]) as writer:
         writer.write("a", torch.zeros(1000))
         print("half", flush=True)
-        time.sleep(60)
+        time.sleep(300)
 """
 STREAMS_MUCH = """
     import resource, sys, torch
@@ -106,6 +106,6 @@ def test_ctrl_c_while_opening_leaves_nothing(tmp_path: Path, monkeypatch: pytest
 
 def test_memory_holds_a_few_tensors_however_many_are_written(tmp_path: Path) -> None:
     with run(STREAMS_MUCH, str(tmp_path / "x.safetensors")) as process:
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=300)
     growth_kb = int(output)
     assert growth_kb < 16 * 1024  # four tensors of 4 MB; all of them are 120 MB

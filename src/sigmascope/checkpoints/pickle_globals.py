@@ -1,5 +1,6 @@
 """Which functions and classes a PyTorch checkpoint asks for, found without running any of it."""
 
+import io
 import pickletools
 import zipfile
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import BinaryIO
 
 _TEXT_OPCODES = {"SHORT_BINUNICODE", "BINUNICODE", "UNICODE", "BINUNICODE8", "STRING", "SHORT_BINSTRING"}
 _MEMO_OPCODES = {"MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT"}
+_PICKLES_BEFORE_STORAGES = 4  # of the older format: magic number, protocol, system, the object itself
 _HARMLESS = ("torch._utils.", "torch._tensor.", "collections.OrderedDict", "torch.storage.")
 
 
@@ -25,17 +27,17 @@ def foreign_globals(path: Path) -> list[str]:
             with zipfile.ZipFile(path) as archive:
                 for name in archive.namelist():
                     if name.endswith(".pkl"):
-                        with archive.open(name) as member:
-                            _collect(member, found)  # type: ignore[arg-type]  # an IO[bytes] is enough
+                        _collect(io.BytesIO(archive.read(name)), found)
         else:
             with path.open("rb") as stream:
-                _collect(stream, found)
+                for _ in range(_PICKLES_BEFORE_STORAGES):
+                    _collect(stream, found)
     except (OSError, zipfile.BadZipFile, NotImplementedError, RuntimeError):
         pass  # what was found so far is the answer
     return [name for name in found if not name.startswith(_HARMLESS) and not _is_torch_type(name)]
 
 
-def _collect(stream: BinaryIO, found: dict[str, None]) -> None:
+def _collect(stream: BinaryIO | io.BytesIO, found: dict[str, None]) -> None:
     texts: list[str] = []
     try:
         for opcode, argument, _ in pickletools.genops(stream):

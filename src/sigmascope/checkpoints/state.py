@@ -20,4 +20,10 @@ def save_torch(path: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
         WriteError: The target cannot be written; it is as it was before.
     """
     with atomic_path(path) as temporary, temporary.open("r+b") as stream:
-        torch.save(dict(state), stream)
+        try:
+            torch.save(dict(state), stream)
+        except RuntimeError as error:
+            # After a refused write PyTorch finds its archive unfinished, and hides the reason behind that.
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from error
+            raise

@@ -1,0 +1,154 @@
+import argparse
+import io
+import os
+import pickle
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sigmascope.checkpoints import open_checkpoint, save_torch
+from sigmascope.errors import CheckpointError, UnsafeCheckpointError
+
+SameBytes = Callable[[Tensor, Tensor], bool]
+
+
+class CreatesAFile:
+    """What an attacker puts into a checkpoint: unpickling it calls a function."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+def layouts(weights: dict[str, Tensor]) -> dict[str, dict[str, Any]]:
+    prefixed = {f"model.{name}": tensor for name, tensor in weights.items()}
+    return {
+        "bare": weights,
+        "model_state_dict": {"model_state_dict": weights, "epoch": 3, "optimizer": {"state": {}}},
+        "lightning": {"state_dict": prefixed, "epoch": 3, "pytorch-lightning_version": "2.4"},
+    }
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize("layout", ["bare", "model_state_dict", "lightning"])
+def test_every_layout_and_age_gives_the_same_bare_keys(
+    tmp_path: Path, weights: dict[str, Tensor], layout: str, zipped: bool, same_bytes: SameBytes
+) -> None:
+    path = tmp_path / "x.ckpt"
+    torch.save(layouts(weights)[layout], path, _use_new_zipfile_serialization=zipped)
+    with open_checkpoint(path) as checkpoint:
+        assert (checkpoint.format, checkpoint.metadata) == ("pickle", {})
+        assert checkpoint.keys() == list(weights)
+        for name, tensor in weights.items():
+            info = checkpoint.info(name)
+            assert (info.shape, info.dtype, info.nbytes) == (tensor.shape, tensor.dtype, tensor.nbytes)
+            assert same_bytes(checkpoint.tensor(name), tensor)
+
+
+def test_a_real_training_checkpoint_with_its_optimizer_is_read(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(4, 2)).sum().backward()
+    optimizer.step()
+    save_torch(
+        tmp_path / "x.pt", {"model_state_dict": model.state_dict(), "optimizer": optimizer.state_dict()}
+    )
+    with open_checkpoint(tmp_path / "x.pt") as checkpoint:
+        assert checkpoint.keys() == list(model.state_dict())
+        assert list(checkpoint.skipped) == ["optimizer"]
+
+
+def test_each_read_gives_memory_of_its_own(tmp_path: Path) -> None:
+    save_torch(tmp_path / "x.ckpt", {"a": torch.zeros(2)})
+    with open_checkpoint(tmp_path / "x.ckpt") as checkpoint:
+        checkpoint.tensor("a").fill_(9)
+        assert checkpoint.tensor("a").tolist() == [0.0, 0.0]
+
+
+def test_reading_after_closing_is_an_error(tmp_path: Path) -> None:
+    save_torch(tmp_path / "x.ckpt", {"a": torch.zeros(2)})
+    with open_checkpoint(tmp_path / "x.ckpt") as checkpoint:
+        pass
+    with pytest.raises(CheckpointError, match="closed already"):
+        checkpoint.tensor("a")
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_code_in_a_checkpoint_is_named_and_not_run(tmp_path: Path, zipped: bool) -> None:
+    canary = tmp_path / "canary"
+    path = tmp_path / "evil.ckpt"
+    content = {"state_dict": {"a": torch.zeros(2)}, "callbacks": CreatesAFile(canary)}
+    torch.save(content, path, _use_new_zipfile_serialization=zipped)
+    with pytest.raises(
+        UnsafeCheckpointError, match=r"evil\.ckpt: asks to run code.*mkdir.*Nothing was run"
+    ) as error:
+        open_checkpoint(path)
+    assert "safetensors" in (error.value.hint or "")
+    assert not canary.exists()
+    torch.load(path, weights_only=False)  # the payload is a real one
+    assert canary.exists()
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_code_in_a_bare_pickle_is_named_and_not_run(tmp_path: Path, protocol: int) -> None:
+    canary = tmp_path / "canary"
+    (tmp_path / "evil.pt").write_bytes(pickle.dumps({"a": CreatesAFile(canary)}, protocol))
+    with pytest.raises(UnsafeCheckpointError, match="mkdir"):
+        open_checkpoint(tmp_path / "evil.pt")
+    assert not canary.exists()
+
+
+def test_every_foreign_class_is_named(tmp_path: Path) -> None:
+    content = {"a": torch.zeros(1), "args": argparse.Namespace(), "path": Path("x"), "model": torch.nn.ReLU()}
+    torch.save(content, tmp_path / "x.ckpt")
+    with pytest.raises(UnsafeCheckpointError, match=r"argparse\.Namespace.*pathlib.*torch\.nn.*\.ReLU"):
+        open_checkpoint(tmp_path / "x.ckpt")
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize("kept", [0.001, 0.01, 0.1, 0.5, 0.9, 0.999])
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+def test_a_truncated_checkpoint_is_told_so(tmp_path: Path, zipped: bool, kept: float) -> None:
+    path = tmp_path / "x.ckpt"
+    torch.save({"a": torch.randn(1000), "b": torch.randn(1000)}, path, _use_new_zipfile_serialization=zipped)
+    content = path.read_bytes()
+    path.write_bytes(content[: int(len(content) * kept)])
+    with pytest.raises(CheckpointError, match=r"x\.ckpt: ") as caught:
+        open_checkpoint(path)
+    assert not isinstance(caught.value, UnsafeCheckpointError)
+    assert "again" in (caught.value.hint or "")
+
+
+def test_other_archives_are_no_checkpoints(tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("a/hello.txt", "x")
+    with pytest.raises(CheckpointError, match="damaged or no PyTorch checkpoint"):
+        open_checkpoint(path)
+
+
+def test_a_compressed_archive_is_refused_since_it_cannot_be_mapped(tmp_path: Path) -> None:
+    buffer = io.BytesIO()
+    torch.save({"a": torch.zeros(1000)}, buffer)
+    with (
+        zipfile.ZipFile(buffer) as source,
+        zipfile.ZipFile(tmp_path / "x.pt", "w", zipfile.ZIP_DEFLATED) as archive,
+    ):
+        for name in source.namelist():
+            archive.writestr(name, source.read(name))
+    with pytest.raises(CheckpointError, match="compressed archive"):
+        open_checkpoint(tmp_path / "x.pt")
+
+
+def test_a_tensor_larger_than_its_file_is_refused(tmp_path: Path) -> None:
+    torch.save({"a": torch.zeros(1).expand(10**12)}, tmp_path / "x.pt")
+    with pytest.raises(CheckpointError, match=r"'a' claims 4000000000000 bytes in a file of \d+"):
+        open_checkpoint(tmp_path / "x.pt")

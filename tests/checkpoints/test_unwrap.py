@@ -1,0 +1,87 @@
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sigmascope.checkpoints.unwrap import unwrap_state
+from sigmascope.errors import CheckpointError
+
+PATH = Path("x.ckpt")
+T = torch.zeros(2)
+
+
+@pytest.mark.parametrize(
+    ("loaded", "keys"),
+    [
+        ({"denoiser.w": T}, ["denoiser.w"]),
+        (OrderedDict(a=T, b=T), ["a", "b"]),
+        ({"model_state_dict": {"a": T}}, ["a"]),
+        ({"state_dict": {"model.a": T, "model.b": T}}, ["a", "b"]),
+        ({"state_dict": {"a": T}}, ["a"]),
+        ({"state_dict": {"model.model.a": T}}, ["model.a"]),
+        ({"model.a": T}, ["model.a"]),
+        ({"model_state_dict": {"a": T}, "state_dict": {"b": T}}, ["a"]),
+        (
+            {"state_dict": {"model.diffusion_model.a": T, "first_stage_model.b": T}},
+            ["model.diffusion_model.a", "first_stage_model.b"],
+        ),
+    ],
+)
+def test_the_state_dict_is_found(loaded: dict[str, Any], keys: list[str]) -> None:
+    assert list(unwrap_state(loaded, PATH).tensors) == keys
+
+
+def test_what_is_no_weight_is_listed_with_the_reason() -> None:
+    loaded = {"a": T, "epoch": 3, "nested": {"b": T}, 7: T, "sparse": torch.zeros(2, 2).to_sparse()}
+    state = unwrap_state(loaded, PATH)
+    assert list(state.tensors) == ["a"]
+    assert state.skipped["epoch"] == "is a int and not a tensor"
+    assert state.skipped["nested"] == "is a dict and not a tensor"
+    assert state.skipped["7"] == "has a int for a name"
+    assert "sparse" in state.skipped["sparse"]
+
+
+def test_what_lies_beside_the_state_dict_is_listed() -> None:
+    assert unwrap_state({"state_dict": {"model.a": T}, "epoch": 3}, PATH).skipped == {
+        "epoch": "is not a weight"
+    }
+
+
+@pytest.mark.parametrize(
+    "loaded",
+    [
+        {"a": T, "lpips_loss.x": T},
+        {"model_state_dict": {"a": T, "lpips_loss.x": T}},
+        {"state_dict": {"model.a": T, "model.lpips_loss.x": T}},
+        {"state_dict": {"model.a": T, "lpips_loss.x": T}},
+    ],
+)
+def test_the_loss_network_is_left_out(loaded: dict[str, Any]) -> None:
+    state = unwrap_state(loaded, PATH)
+    assert (list(state.tensors), list(state.skipped)) == (["a"], ["lpips_loss.x"])
+
+
+def test_parameters_become_plain_tensors() -> None:
+    assert not unwrap_state({"a": torch.nn.Parameter(T)}, PATH).tensors["a"].requires_grad
+
+
+def test_two_keys_that_become_one_are_an_error() -> None:
+    with pytest.raises(CheckpointError, match=r"x\.ckpt: has 'a' twice"):
+        unwrap_state({"state_dict": {"a": T, "model.a": T}}, PATH)
+
+
+@pytest.mark.parametrize(
+    ("loaded", "message"),
+    [
+        (T, "holds a Tensor and no dictionary"),
+        ([T], "holds a list and no dictionary"),
+        ({}, "holds no tensors.*nothing"),
+        ({"unet": {"a": T}, "epoch": 1}, "holds no tensors.*at its top are: unet, epoch"),
+        ({"state_dict": {}}, "holds no tensors"),
+    ],
+)
+def test_where_no_tensor_is_found_the_error_says_what_was(loaded: object, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        unwrap_state(loaded, PATH)
