@@ -193,14 +193,14 @@ def refuse(name: str) -> Any:
     raise AssertionError(f"{name} is not JSON")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(runs)
 def test_every_run_survives_the_round_trip(drawn: Recipe) -> None:
     run: Run = made(drawn)
     assert repr(run_from_json(run_to_json(run))) == repr(run)  # repr, since NaN differs from itself
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(runs)
 def test_the_text_is_strict_json(drawn: Recipe) -> None:
     text = run_to_json(made(drawn))

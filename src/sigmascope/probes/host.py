@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 
-from sigmascope.probes.accelerators import Accelerator, detect_accelerator
+from sigmascope.probes.accelerators import Accelerator, detect_accelerator, why_no_devices
 from sigmascope.probes.reading import Reading, attempt
 from sigmascope.records.host import HostFacts
 
@@ -54,7 +54,7 @@ def host_facts(accelerator: Accelerator | None = None) -> HostFacts:
     unavailable = {name: reading.reason for name, reading in readings.items() if reading.reason is not None}
     devices = accelerator.devices()
     if not devices:
-        unavailable["accelerators"] = accelerator.absence or "no device is visible"
+        unavailable["accelerators"] = why_no_devices(accelerator)
     return HostFacts(
         **{name: reading.value for name, reading in readings.items()},
         libraries=_library_versions(),

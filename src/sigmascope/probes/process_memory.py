@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import psutil
 
-from sigmascope.probes.accelerators import Accelerator, detect_accelerator
+from sigmascope.probes.accelerators import Accelerator, detect_accelerator, why_no_devices
 from sigmascope.probes.reading import Reading, attempt
 from sigmascope.records.memory import MemorySnapshot
 
@@ -85,7 +85,7 @@ def memory_snapshot(accelerator: Accelerator | None = None) -> MemorySnapshot:
         unavailable["process_rss_bytes"] = rss.reason
     devices = accelerator.devices()
     if not devices:
-        unavailable["accelerators"] = accelerator.absence or "no device is visible"
+        unavailable["accelerators"] = why_no_devices(accelerator)
     return replace(
         system,
         process_rss_bytes=rss.value,

@@ -4,7 +4,12 @@ from sigmascope.probes.accelerators.cuda import CudaAccelerator
 from sigmascope.probes.accelerators.detect import detect_accelerator
 from sigmascope.probes.accelerators.mps import MpsAccelerator
 from sigmascope.probes.accelerators.null import NullAccelerator
-from sigmascope.probes.accelerators.protocol import Accelerator, AcceleratorEvent, AllocatorBytes
+from sigmascope.probes.accelerators.protocol import (
+    Accelerator,
+    AcceleratorEvent,
+    AllocatorBytes,
+    why_no_devices,
+)
 from sigmascope.probes.accelerators.xpu import XpuAccelerator
 
 __all__ = [
@@ -16,4 +21,5 @@ __all__ = [
     "NullAccelerator",
     "XpuAccelerator",
     "detect_accelerator",
+    "why_no_devices",
 ]

@@ -89,5 +89,5 @@ def _driver_version(from_nvml: str | None) -> Reading[str]:
     if torch.version.hip:
         return attempt(lambda: _AMD_VERSION_FILE.read_text().strip())
     text = attempt(_NVIDIA_VERSION_FILE.read_text)
-    found = re.search(r"(?:Kernel Module\D*)\s(\d+\.[\d.]+)", text.value or "")
+    found = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", text.value or "")
     return Reading(found[1]) if found else Reading(None, text.reason or "not in the driver's own words")

@@ -85,3 +85,9 @@ class Accelerator(Protocol):
     def facts(self, device: str) -> AcceleratorFacts:
         """Name, memory, driver and generation of `device`."""
         ...
+
+
+def why_no_devices(accelerator: Accelerator) -> str:
+    """The reason to record when `accelerator.devices()` is empty."""
+    waiting = f"the devices of {accelerator.kind} cannot be counted before this process uses one"
+    return accelerator.absence or waiting
