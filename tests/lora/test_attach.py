@@ -5,7 +5,8 @@ from math import nan
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from accelerate import cpu_offload
+from peft import LoraConfig, get_peft_model, inject_adapter_in_model
 from torch import Tensor, nn
 
 from sigmascope.errors import ConfigError, ModelMismatchError
@@ -315,6 +316,48 @@ def test_an_already_compiled_model_is_refused(model: SmallNet, make_lora: MakeLo
     model.compile(backend="eager")
     with pytest.raises(ModelMismatchError, match="already compiled"):
         attach_lora(model, lora)
+
+
+def test_a_model_compiled_afterwards_follows_the_scale_and_the_detaching(
+    model: SmallNet, make_lora: MakeLora, image: Tensor
+) -> None:
+    lora = make_lora(model)
+    plain, whole, half = model(image), changed(model, lora)(image), changed(model, lora, 0.5)(image)
+    attached = attach_lora(model, lora)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(image), whole)
+    attached.scale = 0.5
+    torch.testing.assert_close(compiled(image), half)
+    attached.detach()
+    torch.testing.assert_close(compiled(image), plain)
+
+
+def test_an_offloaded_model_runs_with_its_lora(model: SmallNet, make_lora: MakeLora, image: Tensor) -> None:
+    lora = make_lora(model)
+    expected = changed(model, lora)(image)
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    assert model.stem.weight.is_meta
+    with torch.no_grad(), attach_lora(model, lora):
+        torch.testing.assert_close(model(image), expected)
+
+
+def test_layers_that_peft_has_wrapped_are_found_under_their_own_names(
+    model: SmallNet, make_lora: MakeLora, image: Tensor
+) -> None:
+    lora = make_lora(model)
+    expected = changed(model, lora)(image)
+    inject_adapter_in_model(LoraConfig(r=2, target_modules=["stem", "out"]), model)  # begins as no change
+    assert not isinstance(model.stem, nn.Conv2d)
+    with torch.no_grad(), attach_lora(model, lora):
+        torch.testing.assert_close(model(image), expected)
+
+
+def test_a_data_parallel_model_is_looked_through(model: SmallNet, make_lora: MakeLora, image: Tensor) -> None:
+    lora = make_lora(model)
+    expected = changed(model, lora)(image)
+    wrapped = nn.DataParallel(model)
+    with attach_lora(wrapped, lora):
+        torch.testing.assert_close(model(image), expected)
 
 
 def test_a_compiled_neighbour_does_not_matter(model: SmallNet, make_lora: MakeLora) -> None:

@@ -28,6 +28,7 @@ def attach_lora(model: nn.Module, lora: LoraFile, scale: float = 1.0) -> "Attach
     """Apply a LoRA while the model runs, through forward hooks; the weights stay as they are.
 
     Several LoRAs may be attached to one model; their changes add up. Layers that share a weight all get it.
+    A model may be compiled after this: the scale and `detach` still act.
 
     Args:
         model: Holds a Linear or Conv2d for every module of the LoRA.
@@ -90,7 +91,8 @@ class AttachedLora:
         return tuple(dict.fromkeys(branch.name for branch in self._branches if not branch.has_run))
 
     def detach(self) -> None:
-        """Remove this LoRA's hooks and nothing else. A second call does nothing."""
+        """Remove this LoRA's hooks and nothing else; the scale is then 0. A second call does nothing."""
+        self._strength.value = 0.0  # code compiled with the hooks in it looks at this
         while self._handles:
             self._handles.pop().remove()
 
