@@ -6,47 +6,59 @@ from typing import Annotated
 import typer
 
 app = typer.Typer(
-    no_args_is_help=True, help="Latent Bridge Matching: translate pictures, with or without a LoRA."
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    # --base-model-path is --base_model_path, and the help shows each option once.
+    context_settings={"token_normalize_func": lambda token: token.replace("-", "_")},
+    help="Translate pictures with a Latent Bridge Matching model, with or without a LoRA.",
 )
 
 FILES, MODEL, OUTPUT = "Files", "How to run", "What to show"
 
 
-@app.command("infer", no_args_is_help=True)
+@app.callback()
+def group() -> None:
+    """Translate pictures with a Latent Bridge Matching model, with or without a LoRA."""
+
+
+@app.command(
+    "infer",
+    no_args_is_help=True,
+    epilog="Example: sigmascope lbm infer --base_model_path base.safetensors --lora_path my_lora.safetensors "
+    "--source_image in.jpg --output_path out.png --lora_scale 1.0 --verbose",
+)
 def infer(
     base_model_path: Annotated[
         Path,
         typer.Option(
             "--base_model_path",
-            "--base-model-path",
             help="LBM checkpoint: .safetensors, .ckpt, or a folder.",
+            show_default=False,
             rich_help_panel=FILES,
         ),
     ],
     source_image: Annotated[
         Path,
         typer.Option(
-            "--source_image", "--source-image", help="The picture to translate.", rich_help_panel=FILES
+            "--source_image", help="The picture to translate.", show_default=False, rich_help_panel=FILES
         ),
     ],
     output_path: Annotated[
         Path,
         typer.Option(
             "--output_path",
-            "--output-path",
             help="Where to write: .png, .jpg or .webp.",
+            show_default=False,
             rich_help_panel=FILES,
         ),
     ],
     lora_path: Annotated[
-        Path | None,
-        typer.Option("--lora_path", "--lora-path", help="A LoRA to apply.", rich_help_panel=FILES),
+        Path | None, typer.Option("--lora_path", help="A LoRA to apply.", rich_help_panel=FILES)
     ] = None,
     config_path: Annotated[
         Path | None,
         typer.Option(
             "--config_path",
-            "--config-path",
             help="The model's YAML; by default the one beside the checkpoint, else the full-size model.",
             rich_help_panel=FILES,
         ),
@@ -54,12 +66,13 @@ def infer(
     conditioning: Annotated[
         list[str] | None,
         typer.Option(
-            help="KEY=PICTURE for each conditioning key of the config; repeatable.", rich_help_panel=FILES
+            "--conditioning",
+            help="KEY=PICTURE for each conditioning key of the config; repeatable.",
+            rich_help_panel=FILES,
         ),
     ] = None,
     lora_scale: Annotated[
-        float,
-        typer.Option("--lora_scale", "--lora-scale", help="Strength, 0.0 to 2.0.", rich_help_panel=MODEL),
+        float, typer.Option("--lora_scale", help="Strength, 0.0 to 2.0.", rich_help_panel=MODEL)
     ] = 1.0,
     merge: Annotated[
         bool,
@@ -70,68 +83,61 @@ def infer(
         ),
     ] = False,
     num_inference_steps: Annotated[
-        int,
-        typer.Option(
-            "--num_inference_steps",
-            "--num-inference-steps",
-            help="Steps of the bridge.",
-            rich_help_panel=MODEL,
-        ),
+        int, typer.Option("--num_inference_steps", help="Steps along the bridge.", rich_help_panel=MODEL)
     ] = 1,
     torch_dtype: Annotated[
-        str,
-        typer.Option("--torch_dtype", "--torch-dtype", help="float32, bf16 or fp16.", rich_help_panel=MODEL),
+        str, typer.Option("--torch_dtype", help="float32, bf16 or fp16.", rich_help_panel=MODEL)
     ] = "float32",
     device: Annotated[
-        str, typer.Option(help="auto, cpu, cuda, cuda:1, mps, xpu.", rich_help_panel=MODEL)
+        str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, mps or xpu.", rich_help_panel=MODEL)
     ] = "auto",
     size: Annotated[
         str,
         typer.Option(
-            help="bucket (nearest aspect bucket), keep (own size), or WIDTHxHEIGHT.", rich_help_panel=MODEL
+            "--size",
+            help="bucket (nearest aspect bucket), keep (the picture's own size), or WIDTHxHEIGHT.",
+            rich_help_panel=MODEL,
         ),
     ] = "bucket",
     resolution: Annotated[
         int | None,
-        typer.Option(help="Side of the square bucket; by default the config's.", rich_help_panel=MODEL),
+        typer.Option(
+            "--resolution",
+            help="Side of the square bucket; by default the config's.",
+            rich_help_panel=MODEL,
+        ),
     ] = None,
     tile_size: Annotated[
         int | None,
         typer.Option(
             "--tile_size",
-            "--tile-size",
-            help="Run the VAE in tiles of this many pixels, for large pictures in little memory.",
+            help="Run the VAE in tiles of this many pixels: large pictures in little memory.",
             rich_help_panel=MODEL,
         ),
     ] = None,
     seed: Annotated[
         int | None,
         typer.Option(
-            help="Of the noise between steps; drawn and recorded if left out.", rich_help_panel=MODEL
+            "--seed",
+            help="Of the noise between steps; drawn and recorded if left out.",
+            rich_help_panel=MODEL,
         ),
     ] = None,
     run_path: Annotated[
         Path | None,
-        typer.Option(
-            "--run_path", "--run-path", help="Save what was recorded, as JSON.", rich_help_panel=OUTPUT
-        ),
+        typer.Option("--run_path", help="Save what was recorded, as JSON.", rich_help_panel=OUTPUT),
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print the result as JSON on stdout.", rich_help_panel=OUTPUT)
+        bool, typer.Option("--json", help="Print the outcome as JSON on stdout.", rich_help_panel=OUTPUT)
     ] = False,
     verbose: Annotated[
-        bool, typer.Option(help="Show time and memory of every stage.", rich_help_panel=OUTPUT)
+        bool,
+        typer.Option("--verbose", "-v", help="Show time and memory of every stage.", rich_help_panel=OUTPUT),
     ] = False,
 ) -> None:
     """Translate a picture, with or without a LoRA, and record every stage.
 
-    [bold]Examples[/bold]
-
-      sigmascope lbm infer --base_model_path base.safetensors --source_image in.jpg --output_path out.png
-
-      sigmascope lbm infer --base_model_path base.ckpt --lora_path my_lora.safetensors --lora_scale 0.8 --source_image in.jpg --output_path out.png --verbose
-
-      sigmascope lbm infer --base_model_path base.ckpt --source_image in.jpg --output_path out.png --torch_dtype bf16 --num_inference_steps 4 --seed 7 --run_path run.json --json
+    The result has the picture's own size. Without --seed, the seed that was drawn is in the record.
     """
     from sigmascope.cli.lbm_infer import InferOptions, run_infer
 

@@ -4,7 +4,6 @@ Imports torch through the lbm room, so `cli/lbm.py` imports this module only whe
 """
 
 import os
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from sigmascope.lbm.model import LbmModel, load_lbm
 from sigmascope.lora.apply import AttachedLora, MergedLora, attach_lora, merge_lora
 from sigmascope.lora.formats import load_lora
 from sigmascope.monitor.recorder import Recorder
-from sigmascope.progress import Progress, no_progress
 
 LORA_SCALES = (0.0, 2.0)
 """Range of --lora_scale (SPEC section 7)."""
@@ -122,11 +120,11 @@ def _load_conditioning(entries: tuple[str, ...]) -> dict[str, Image.Image]:
 def _load_model(options: InferOptions, recorder: Recorder) -> LbmModel:
     path = options.base_model_path
     device, dtype = resolve_device(options.device), resolve_dtype(options.torch_dtype)
-    with recorder.stage("model_loading") as stage, _bar(options, "Loading") as progress:
+    with recorder.stage("model_loading") as stage, progress_bar("Loading") as progress:
         stage.fact("file", str(path))
         stage.fact("device", str(device))
         model = load_lbm(path, options.config_path, dtype=dtype, device=device, progress=progress)
-        stage.fact("format", "safetensors" if path.suffix == ".safetensors" else path.suffix.lstrip("."))
+        stage.fact("format", "folder" if path.is_dir() else path.suffix.lstrip("."))
         stage.fact("dtype", str(dtype).removeprefix("torch."))
         if path.is_file():
             stage.fact("file_bytes", path.stat().st_size)
@@ -159,7 +157,7 @@ def _apply_lora(
 def _translate(
     options: InferOptions, model: LbmModel, picture: Image.Image, conditioning: dict[str, Image.Image]
 ) -> Image.Image:
-    with _bar(options, "Translating") as progress:
+    with progress_bar("Translating") as progress:
         return translate_image(
             model,
             picture,
@@ -193,7 +191,3 @@ def _summary(
             "dormant_modules": list(applied.dormant) if isinstance(applied, AttachedLora) else [],
         }
     return summary
-
-
-def _bar(options: InferOptions, description: str) -> AbstractContextManager[Progress]:
-    return nullcontext(no_progress) if options.as_json else progress_bar(description)

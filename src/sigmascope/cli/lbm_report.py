@@ -1,4 +1,4 @@
-"""What `sigmascope lbm infer` tells: one line, a table of stages, or JSON."""
+"""What `sigmascope lbm infer` tells: one line, the record of every stage, or JSON."""
 
 import json
 from collections.abc import Mapping
@@ -6,60 +6,45 @@ from typing import Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from sigmascope.records.run import Run, Stage
+from sigmascope.reports import print_run
 
 MIB = 1024**2
+NAMED = 3
+"""How many modules a warning names."""
 
 
 def report(run: Run, summary: Mapping[str, Any], *, as_json: bool, verbose: bool) -> None:
     """Print the outcome: JSON on stdout, or a line on stdout and, if verbose, the stages on stderr."""
     if as_json:
-        typer.echo(json.dumps({**summary, **run_facts(run)}, indent=2))
+        typer.echo(json.dumps({**summary, **_measured(run)}, indent=2))
         return
+    console = Console(stderr=True)
     if verbose:
-        Console(stderr=True).print(stage_table(run))
+        print_run(run, console)
     dormant = summary["lora"]["dormant_modules"] if summary["lora"] else []
     if dormant:
-        message = f"{len(dormant)} LoRA modules never ran, so they had no effect: {', '.join(dormant[:3])}"
-        Console(stderr=True).print(Text(message, style="yellow"))
+        names = ", ".join(dormant[:NAMED])
+        console.print(
+            Text(f"{len(dormant)} LoRA modules never ran and had no effect: {names}", style="yellow")
+        )
     size = f"{summary['width']}×{summary['height']}"
     typer.echo(f"Wrote {summary['output_path']} ({size}) in {run.seconds:.1f} s")
 
 
-def run_facts(run: Run) -> dict[str, Any]:
-    """Seconds of the run and of every stage, with peaks in MiB and each stage's own facts."""
+def _measured(run: Run) -> dict[str, Any]:
+    """Seconds of the run and of every stage, with peaks in MiB, steps, and each stage's own facts."""
+    return {"seconds": run.seconds, "stages": [_stage(stage) for stage in run.walk()]}
+
+
+def _stage(stage: Stage) -> dict[str, Any]:
+    peak = None if stage.peak is None else stage.peak.rss_bytes
     return {
-        "seconds": run.seconds,
-        "stages": [
-            {
-                "name": stage.name,
-                "seconds": stage.seconds,
-                "peak_rss_mb": _peak_mib(stage),
-                "steps": list(stage.steps.seconds),
-                "facts": dict(stage.facts),
-            }
-            for stage in run.walk()
-        ],
+        "name": stage.name,
+        "seconds": stage.seconds,
+        "step_seconds": list(stage.steps.seconds),
+        "peak_rss_mb": None if peak is None else peak / MIB,
+        "facts": dict(stage.facts),
     }
-
-
-def stage_table(run: Run) -> Table:
-    """Time, steps and peak memory of every stage."""
-    table = Table(title="Stages")
-    table.add_column("stage")
-    for column in ("seconds", "steps", "peak RSS MiB"):
-        table.add_column(column, justify="right")
-    for stage in run.walk():
-        peak = _peak_mib(stage)
-        memory = "not measured" if peak is None else f"{peak:.0f}"
-        table.add_row(stage.name, f"{stage.seconds:.3f}", str(len(stage.steps) or ""), memory)
-    return table
-
-
-def _peak_mib(stage: Stage) -> float | None:
-    if stage.peak is None or stage.peak.rss_bytes is None:
-        return None
-    return stage.peak.rss_bytes / MIB

@@ -63,7 +63,7 @@ def parse_size(text: str) -> str | Size:
     if text in ("bucket", "keep"):
         return text
     match = re.fullmatch(r"(\d+)[x×](\d+)", text.strip().lower())
-    if match is None or "0" in (match[1].lstrip("0") or "0", match[2].lstrip("0") or "0"):
+    if match is None or int(match[1]) * int(match[2]) == 0:
         raise ConfigError(
             f"--size: expected bucket, keep, or WIDTHxHEIGHT such as 768x512, got {text!r}.",
             hint="Leave it out for the nearest aspect bucket.",

@@ -16,6 +16,7 @@ from sigmascope.checkpoints import atomic_path
 from sigmascope.errors import ConfigError, FileError
 
 Images = Float[Tensor, "batch 3 height width"]
+Resized = Float[Tensor, "batch 3 new_height new_width"]
 
 FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
 """What `save_image` writes, by the file's suffix."""
@@ -38,6 +39,7 @@ def load_image(path: str | Path) -> Image.Image:
     path = Path(path)
     try:
         with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Pillow's remarks on odd but readable files
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             with Image.open(path) as image:
                 image.load()
@@ -63,7 +65,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
     upright = ImageOps.exif_transpose(image)
     if upright.mode.startswith("I") or upright.mode == "F":
         return _wide_grey(upright).convert("RGB")
-    if upright.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in upright.info:
+    if upright.mode in ("RGBA", "LA", "PA") or "transparency" in upright.info:
         with_alpha = upright.convert("RGBA")
         white = Image.new("RGBA", with_alpha.size, (255, 255, 255, 255))
         return Image.alpha_composite(white, with_alpha).convert("RGB")
@@ -110,7 +112,7 @@ def tensor_to_image(tensor: Float[Tensor, "1 3 height width"]) -> Image.Image:
     return Image.fromarray(pixels.permute(1, 2, 0).cpu().numpy())
 
 
-def resize(images: Images, size: tuple[int, int]) -> Images:
+def resize(images: Images, size: tuple[int, int]) -> Resized:
     """Resize to (width, height) with antialiased bicubic interpolation, kept in [-1, 1].
 
     An image of that size already comes back untouched.
@@ -122,7 +124,7 @@ def resize(images: Images, size: tuple[int, int]) -> Images:
     return resized.clamp(-1.0, 1.0)
 
 
-def pad_to(images: Images, size: tuple[int, int]) -> Images:
+def pad_to(images: Images, size: tuple[int, int]) -> Resized:
     """Repeat the last row and column until the images are (width, height)."""
     right, bottom = size[0] - images.shape[-1], size[1] - images.shape[-2]
     return functional.pad(images, (0, right, 0, bottom), mode="replicate")

@@ -25,6 +25,9 @@ from sigmascope.progress import Progress, no_progress
 MINIMUM_TILE = 4
 """Latent elements along a tile's side, below which tiles are mostly overlap."""
 
+SEEDS = 2**63
+"""Seeds are below this: what fits a signed 64-bit column of the run store."""
+
 
 @dataclass(frozen=True)
 class _Frame:
@@ -84,7 +87,7 @@ def translate_image(
     )
     frame = _Frame(picture.size, working, pads=size == "keep")
     _check_tile_size(tile_size, model)
-    seed = secrets.randbits(31) if seed is None else seed
+    seed = _checked_seed(seed)
     with torch.inference_mode():
         z_source, extra = _encode(model, picture, frame, tile_size, conditioning or {})
         z_target = _denoise(model, z_source, extra, num_inference_steps, noise_scale, seed, progress)
@@ -106,7 +109,7 @@ def _encode(
         device = next(model.parameters()).device
         pixels = frame.enter(image_to_tensor(picture)).to(device)
         z_source = model.vae.encode(pixels, tile_size=tile_size).float()
-        recorded.tensor("source_latent", z_source)
+        recorded.tensor("source_latent", z_source, statistics=True)
         _require_finite(z_source, "the source latent", model)
         extra = _conditioning(model, frame, given, z_source, tile_size)
         return z_source, extra
@@ -166,7 +169,7 @@ def _denoise(
 
         generator = torch.Generator("cpu").manual_seed(seed)
         z_target = sample_bridge(denoise, z_source, num_steps, noise_scale, generator, on_step)
-        recorded.tensor("result_latent", z_target)
+        recorded.tensor("result_latent", z_target, statistics=True)
         _require_finite(z_target, "the result latent", model)
         return z_target
 
@@ -174,10 +177,10 @@ def _denoise(
 def _decode(model: LbmModel, z_target: Tensor, frame: _Frame, tile_size: int | None) -> Image.Image:
     with stage("latent_decoding") as recorded:
         recorded.fact("strategy", _strategy(tile_size, "Decoding"))
-        pixels = model.vae.decode(z_target, tile_size=tile_size).float()
+        pixels = model.vae.decode(z_target, tile_size=tile_size).float().cpu()
         recorded.tensor("image", pixels)
         _require_finite(pixels, "the decoded picture", model)
-        return tensor_to_image(frame.leave(pixels.cpu().clamp(-1.0, 1.0)))
+        return tensor_to_image(frame.leave(pixels.clamp(-1.0, 1.0)))
 
 
 def _strategy(tile_size: int | None, what: str) -> str:
@@ -191,6 +194,16 @@ def _check_tile_size(tile_size: int | None, model: LbmModel) -> None:
             f"tile_size: expected at least {smallest} pixels for this VAE, got {tile_size}.",
             hint="Use 512, or leave it out.",
         )
+
+
+def _checked_seed(seed: int | None) -> int:
+    if seed is None:
+        return secrets.randbits(31)
+    if not 0 <= seed < SEEDS:
+        raise ConfigError(
+            f"seed: expected 0 to {SEEDS - 1}, got {seed}.", hint="Leave it out to have one drawn."
+        )
+    return seed
 
 
 def _require_finite(tensor: Tensor, what: str, model: LbmModel) -> None:

@@ -1,0 +1,238 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+import sigmascope
+from sigmascope.cli.lbm import app
+from sigmascope.errors import ConfigError, FileError, ModelMismatchError, NonFiniteError, WriteError
+from sigmascope.lbm.config import parse_config
+from sigmascope.lbm.infer import translate_image
+from sigmascope.lbm.model import build_lbm, load_lbm
+from sigmascope.lora.factors import LoraFactors
+from sigmascope.lora.file import LoraFile
+from sigmascope.lora.formats import save_lora
+
+LAYER = "denoiser.mid_block.attentions.0.transformer_blocks.0.attn1.to_q"
+CONFIG = {
+    "resolution": 32,
+    "denoiser": {
+        "block_out_channels": [32],
+        "layers_per_block": 1,
+        "down_block_types": ["DownBlock2D"],
+        "up_block_types": ["UpBlock2D"],
+        "transformer_layers_per_block": 1,
+        "attention_head_dim": 2,
+        "norm_num_groups": 8,
+    },
+    "vae": {"block_out_channels": [32, 32], "layers_per_block": 1, "norm_num_groups": 8},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with its config, a picture of 30×20, and a LoRA of one layer."""
+    folder = tmp_path_factory.mktemp("lbm")
+    torch.manual_seed(0)
+    config = parse_config(CONFIG)
+    state = build_lbm(config).state_dict()
+    save_file(state, folder / "base.safetensors")
+    torch.save(
+        {"state_dict": {f"model.{key}": tensor for key, tensor in state.items()}}, folder / "base.ckpt"
+    )
+    (folder / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
+    pixels = np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(folder / "in.png")
+    factors = LoraFactors(torch.randn(32, 2) * 3, torch.randn(2, 32), alpha=2.0, weight_shape=(32, 32))
+    save_lora(LoraFile({LAYER: factors}), folder / "lora.safetensors")
+    return folder
+
+
+@pytest.fixture
+def arguments(folder: Path, tmp_path: Path) -> dict[str, str]:
+    return {
+        "--base_model_path": str(folder / "base.safetensors"),
+        "--source_image": str(folder / "in.png"),
+        "--output_path": str(tmp_path / "out.png"),
+        "--device": "cpu",
+    }
+
+
+def run(arguments: dict[str, str], *flags: str) -> str:
+    """Give stdout; errors come as exceptions."""
+    flat = [part for pair in arguments.items() for part in pair]
+    result = CliRunner().invoke(app, ["infer", *flat, *flags], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def pixels(path: str | Path) -> Any:
+    with Image.open(path) as image:
+        return np.asarray(image.convert("RGB"))
+
+
+def test_writes_what_the_library_gives(arguments: dict[str, str], folder: Path) -> None:
+    told = run(arguments)
+    assert told.startswith(f"Wrote {arguments['--output_path']} (30×20)")
+    model = load_lbm(folder / "base.safetensors")
+    expected = translate_image(model, Image.open(folder / "in.png"))
+    assert np.array_equal(pixels(arguments["--output_path"]), np.asarray(expected))
+
+
+def test_hyphens_are_the_same_flags(arguments: dict[str, str], tmp_path: Path) -> None:
+    run(arguments)
+    first = pixels(arguments["--output_path"])
+    hyphens = {key.replace("_", "-").replace("--", "--", 1): value for key, value in arguments.items()}
+    hyphens["--output-path"] = str(tmp_path / "second.png")
+    run(hyphens)
+    assert np.array_equal(pixels(tmp_path / "second.png"), first)
+
+
+def test_lightning_checkpoint_gives_the_same_picture(
+    arguments: dict[str, str], folder: Path, tmp_path: Path
+) -> None:
+    run(arguments)
+    first = pixels(arguments["--output_path"])
+    arguments |= {
+        "--base_model_path": str(folder / "base.ckpt"),
+        "--output_path": str(tmp_path / "second.png"),
+    }
+    run(arguments, "--config_path", str(folder / "config.yaml"))
+    assert np.array_equal(pixels(tmp_path / "second.png"), first)
+
+
+def test_hot_and_merged_lora_agree_and_scale_zero_is_the_base(
+    arguments: dict[str, str], folder: Path
+) -> None:
+    def picture(*flags: str) -> Any:
+        run(arguments, *flags)
+        return pixels(arguments["--output_path"]).astype(int)
+
+    lora = ("--lora_path", str(folder / "lora.safetensors"))
+    base, hot, merged = picture(), picture(*lora), picture(*lora, "--merge")
+    assert np.abs(hot - base).max() > 1
+    assert np.abs(hot - merged).max() <= 1
+    assert np.array_equal(picture(*lora, "--lora_scale", "0"), base)
+
+
+def test_run_is_saved_with_every_stage(arguments: dict[str, str], folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    lora = ("--lora_path", str(folder / "lora.safetensors"), "--lora_scale", "0.5")
+    run(arguments, *lora, "--run_path", str(path), "--num_inference_steps", "3", "--seed", "5")
+    stages = {stage.name: stage for stage in sigmascope.load_run(path).stages}
+    assert list(stages) == [
+        "model_loading",
+        "lora_application",
+        "latent_encoding",
+        "denoising",
+        "latent_decoding",
+    ]
+    assert len(stages["denoising"].steps) == 3
+    assert stages["denoising"].facts["seed"] == 5
+    assert stages["lora_application"].facts["applied_modules"] == 1
+    assert stages["lora_application"].facts["scale"] == 0.5
+    assert stages["model_loading"].facts["missing_keys"] == []
+    denoiser = sum(
+        parameter.numel()
+        for parameter in build_lbm(parse_config(CONFIG), device="meta").denoiser.parameters()
+    )
+    assert stages["model_loading"].modules["denoiser"].parameters == denoiser
+
+
+def test_json_on_stdout_is_all_there_is(arguments: dict[str, str], folder: Path) -> None:
+    lora = ("--lora_path", str(folder / "lora.safetensors"), "--merge")
+    told = json.loads(run(arguments, "--json", *lora))
+    assert (told["width"], told["height"]) == (30, 20)
+    assert told["output_path"] == arguments["--output_path"]
+    assert told["lora"]["mode"] == "merged"
+    assert told["lora"]["applied_modules"] == 1
+    assert told["stages"][0]["name"] == "model_loading"
+
+
+def test_verbose_shows_the_stages(arguments: dict[str, str]) -> None:
+    flat = [part for pair in arguments.items() for part in pair]
+    result = CliRunner().invoke(app, ["infer", *flat, "--verbose"], catch_exceptions=False)
+    assert "latent_encoding" in result.stderr
+    assert "latent_encoding" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "error", "message"),
+    [
+        (("--lora_scale", "2.5"), ConfigError, "--lora_scale: expected 0.0 to 2.0, got 2.5"),
+        (("--lora_scale", "-0.1"), ConfigError, "--lora_scale: expected 0.0 to 2.0"),
+        (("--lora_scale", "nan"), ConfigError, "--lora_scale: expected 0.0 to 2.0"),
+        (("--num_inference_steps", "0"), ConfigError, "num_inference_steps: expected 1 or more"),
+        (("--torch_dtype", "int8"), ConfigError, "--torch_dtype: expected one of float32"),
+        (("--device", "toaster"), ConfigError, "--device: 'toaster' is not a device"),
+        (("--size", "huge"), ConfigError, "--size: expected bucket, keep"),
+        (("--conditioning", "depth"), ConfigError, "--conditioning: expected KEY=PICTURE"),
+        (("--output_path", "out.psd"), ConfigError, "cannot write a picture with the suffix '.psd'"),
+        (("--output_path", "/no/such/folder/out.png"), WriteError, "there is no folder"),
+        (("--run_path", "/no/such/folder/run.json"), WriteError, "there is no folder"),
+        (("--source_image", "/no/such/in.png"), FileError, "no such file"),
+        (("--base_model_path", "/no/such/model.ckpt"), FileError, "model.ckpt"),
+        (("--lora_path", "/no/such/lora.safetensors"), FileError, "lora.safetensors"),
+    ],
+)
+def test_bad_input_is_named(
+    flags: tuple[str, str], error: type[Exception], message: str, arguments: dict[str, str]
+) -> None:
+    with pytest.raises(error) as caught:
+        run(arguments | {flags[0]: flags[1]})
+    assert message in str(caught.value)
+
+
+def test_source_is_never_overwritten(arguments: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="is the source image"):
+        run(arguments | {"--output_path": arguments["--source_image"]})
+
+
+def test_lora_of_another_model_is_refused_and_the_run_says_so(
+    arguments: dict[str, str], tmp_path: Path
+) -> None:
+    factors = LoraFactors(torch.randn(8, 2), torch.randn(2, 8), alpha=2.0, weight_shape=(8, 8))
+    save_lora(LoraFile({"denoiser.absent.to_q": factors}), tmp_path / "other.safetensors")
+    path = tmp_path / "run.json"
+    with pytest.raises(ModelMismatchError, match="absent"):
+        run(arguments, "--lora_path", str(tmp_path / "other.safetensors"), "--run_path", str(path))
+    saved = sigmascope.load_run(path)
+    assert not saved.complete
+    assert [stage.success for stage in saved.stages] == [True, False]
+    assert not Path(arguments["--output_path"]).exists()
+
+
+def test_nan_weights_leave_no_picture(arguments: dict[str, str], folder: Path, tmp_path: Path) -> None:
+    state = build_lbm(parse_config(CONFIG)).state_dict()
+    state["denoiser.conv_in.weight"][0, 0, 0, 0] = float("nan")
+    save_file(state, tmp_path / "nan.safetensors")
+    arguments |= {"--base_model_path": str(tmp_path / "nan.safetensors")}
+    with pytest.raises(NonFiniteError, match=r"denoiser\.conv_in\.weight"):
+        run(arguments, "--config_path", str(folder / "config.yaml"))
+    assert not Path(arguments["--output_path"]).exists()
+
+
+def test_help_names_every_flag_of_the_specification() -> None:
+    result = CliRunner().invoke(app, ["infer", "--help"], env={"COLUMNS": "200", "TERM": "dumb"})
+    for flag in (
+        "--base_model_path",
+        "--lora_path",
+        "--source_image",
+        "--output_path",
+        "--lora_scale",
+        "--num_inference_steps",
+        "--torch_dtype",
+        "--device",
+        "--merge",
+        "--hot",
+        "--verbose",
+        "--json",
+        "--run_path",
+    ):
+        assert flag in result.output
