@@ -1,3 +1,4 @@
+import threading
 from collections.abc import Mapping
 
 import pytest
@@ -129,7 +130,11 @@ class FakeHost:
     rss = 100 * MIB
     ram_used = 1000 * MIB
 
+    def __init__(self) -> None:
+        self.was_read = threading.Event()
+
     def snapshot(self, accelerator: object = None) -> MemorySnapshot:
+        self.was_read.set()
         return MemorySnapshot(4000 * MIB, self.ram_used, 3000 * MIB, self.rss)
 
 

@@ -4,8 +4,8 @@ from types import TracebackType
 
 from torch import Tensor
 
+from sigmascope.monitor.live import CURRENT, LiveStage, Step
 from sigmascope.monitor.recorder import Recorder
-from sigmascope.monitor.stage import CURRENT, LiveStage, Step
 
 
 class NullStage:

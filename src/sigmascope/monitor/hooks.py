@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from sigmascope.monitor.stage import Step
+from sigmascope.monitor.live import Step
 
 COMPILED_IN_PLACE = (
     "the module was compiled in place (module.compile()), where hooks never run; "

@@ -15,8 +15,8 @@ from sigmascope.monitor import peaks
 from sigmascope.monitor.hooks import HookedSteps
 from sigmascope.monitor.instruments import Clock, Instruments
 from sigmascope.monitor.json_values import as_json
+from sigmascope.monitor.live import CURRENT, Frame, LiveStage, Step, pop, push
 from sigmascope.monitor.scope import Scope
-from sigmascope.monitor.stage import CURRENT, Frame, LiveStage, Step, pop, push
 from sigmascope.probes import Accelerator
 from sigmascope.records.run import Run, Stage
 

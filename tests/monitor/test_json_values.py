@@ -1,0 +1,79 @@
+import json
+import math
+from collections import OrderedDict
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from enum import Enum
+from pathlib import PurePosixPath
+
+import numpy as np
+import pytest
+import torch
+
+from sigmascope.monitor.json_values import as_json
+
+
+class Colour(Enum):
+    RED = "red"
+
+
+@dataclass
+class Options:
+    rank: int
+    path: PurePosixPath
+
+
+class Name(str):
+    __slots__ = ()
+
+
+CASES: list[tuple[object, object]] = [
+    (None, None),
+    (True, True),
+    (3, 3),
+    (2.5, 2.5),
+    (math.inf, math.inf),
+    (Name("x"), "x"),
+    (np.float32(0.5), 0.5),
+    (np.int64(4), 4),
+    (np.bool_(True), True),
+    (np.array([[1, 2], [3, 4]]), [[1, 2], [3, 4]]),
+    (np.zeros((1000, 2)), "<array (1000, 2) float64>"),
+    (Colour.RED, "red"),
+    (PurePosixPath("a/b"), "a/b"),
+    (datetime(2026, 11, 20, tzinfo=UTC), "2026-11-20T00:00:00+00:00"),
+    ((1, [2, (3,)]), [1, [2, [3]]]),
+    ({"b", "a"}, ["a", "b"]),
+    (OrderedDict({1: "one", "two": (2,)}), {"1": "one", "two": [2]}),
+    (Options(8, PurePosixPath("x")), {"rank": 8, "path": "x"}),
+    (torch.zeros(2, 3), {"shape": [2, 3], "dtype": "torch.float32", "device": "cpu"}),
+    (torch.float16, "torch.float16"),
+    (torch.device("meta"), "meta"),
+    (torch.nn.Linear(1, 1), "<Linear>"),
+    (b"12345", "<5 bytes>"),
+    ("long " * 1000, "long " * 1000),
+    (type("Odd", (), {"__str__": lambda self: "o" * 1000})(), "o" * 499 + "…"),
+]
+
+
+@pytest.mark.parametrize(("value", "expected"), CASES, ids=lambda case: type(case).__name__)
+def test_values_become_plain_json(value: object, expected: object) -> None:
+    result = as_json(value)
+    assert result == expected
+    json.dumps(result)
+
+
+def test_plain_types_replace_their_subclasses() -> None:
+    assert type(as_json(Name("x"))) is str
+    assert type(as_json(np.float64(0.5))) is float
+    assert type(as_json(True)) is bool
+
+
+def test_nan_stays() -> None:
+    assert math.isnan(as_json(math.nan))
+
+
+def test_what_contains_itself_ends() -> None:
+    loop: list[object] = [1]
+    loop.append(loop)
+    assert json.dumps(as_json(loop)).count("<list>") == 1

@@ -1,0 +1,116 @@
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import pytest
+
+from sigmascope.monitor import Recorder
+from sigmascope.monitor.sampler import MAX_HZ, Wish
+
+if TYPE_CHECKING:
+    from tests.monitor.conftest import FakeAccelerator, FakeHost
+
+
+def sampler_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("sigmascope")]
+
+
+def peak_rss(recorder: Recorder) -> int | None:
+    peak = recorder.run().stages[0].peak
+    return None if peak is None else peak.rss_bytes
+
+
+def wait_until(happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not happened() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert happened()
+
+
+def test_the_thread_lives_from_the_first_open_stage_to_the_last() -> None:
+    recorder = Recorder(sample_hz=10.0)
+    assert sampler_threads() == []
+    with recorder.stage("outer"):
+        with recorder.stage("inner"):
+            assert len(sampler_threads()) == 1
+        assert len(sampler_threads()) == 1
+    assert sampler_threads() == []
+
+
+def test_all_recorders_share_one_thread() -> None:
+    with Recorder(sample_hz=10.0), Recorder(sample_hz=2.0).stage("other"):
+        assert len(sampler_threads()) == 1
+    assert sampler_threads() == []
+
+
+def test_no_thread_remains_when_a_stage_raises() -> None:
+    recorder = Recorder(sample_hz=10.0)
+    with pytest.raises(KeyboardInterrupt), recorder, recorder.stage("stopped"):
+        raise KeyboardInterrupt
+    assert sampler_threads() == []
+
+
+def test_without_a_rate_there_is_no_thread() -> None:
+    for rate in (None, 0.0):
+        with Recorder(sample_hz=rate).stage("quiet"):
+            assert sampler_threads() == []
+
+
+def test_it_never_samples_more_than_ten_times_a_second() -> None:
+    assert Wish(lambda: None, 1000.0).period_seconds == 1.0 / MAX_HZ == 0.1
+
+
+def test_it_sees_a_peak_between_the_boundaries(host: "FakeHost") -> None:
+    recorder = Recorder(sample_hz=10.0)
+    usual = host.rss
+    with recorder.stage("latent_decoding"):
+        host.rss = 3 * usual
+        for _ in range(2):  # the second reading begins when the first has been taken over
+            host.was_read.clear()
+            assert host.was_read.wait(20)
+        host.rss = usual
+    assert peak_rss(recorder) == 3 * usual
+
+
+def test_a_sampler_that_fails_is_switched_off_and_its_thread_still_ends(
+    accelerator: "FakeAccelerator", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = Recorder(sample_hz=10.0, accelerator=accelerator)
+    with recorder.stage("watched"):
+        monkeypatch.setattr(recorder._instruments.tracker, "look", lambda *_: 1 / 0)
+        wait_until(lambda: "peaks" in recorder._instruments.guard.reasons)
+    assert sampler_threads() == []
+    assert "ZeroDivisionError" in recorder.run().unavailable["peaks"]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_a_forked_child_goes_on_recording_and_ends() -> None:
+    script = """
+import os, threading
+from sigmascope.monitor import Recorder
+recorder = Recorder(sample_hz=10.0)
+with recorder.stage("before"):
+    child = os.fork()
+    if child == 0:
+        names = [t.name for t in threading.enumerate()]
+        with recorder.step():
+            pass
+        with Recorder(sample_hz=10.0).stage("inside"):
+            running = [t.name for t in threading.enumerate()]
+        os._exit(0 if "sigmascope-sampler" not in names and "sigmascope-sampler" in running else 1)
+_, status = os.waitpid(child, 0)
+raise SystemExit(os.waitstatus_to_exitcode(status))
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True, timeout=120)
+
+
+def test_it_never_keeps_the_process_alive() -> None:
+    script = """
+from sigmascope.monitor import Recorder
+Recorder(sample_hz=10.0).stage("never closed").__enter__()
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)

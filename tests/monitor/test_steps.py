@@ -1,0 +1,126 @@
+from typing import TYPE_CHECKING
+
+import pytest
+
+from sigmascope.monitor import Recorder
+
+if TYPE_CHECKING:
+    from tests.monitor.conftest import FakeAccelerator, FakeClock, FakeHost
+
+
+@pytest.fixture
+def timed(clock: "FakeClock", host: "FakeHost") -> Recorder:
+    return Recorder(sample_hz=None, clock=clock)
+
+
+def test_steps_have_their_start_since_the_stage_began_and_their_length(
+    timed: Recorder, clock: "FakeClock"
+) -> None:
+    clock.pass_seconds(100)
+    with timed.stage("denoising"):
+        clock.pass_seconds(1)
+        for length in (2.0, 0.5):
+            with timed.step():
+                clock.pass_seconds(length)
+    steps = timed.run().stages[0].steps
+    assert (steps.started, steps.seconds) == ((1.0, 3.0), (2.0, 0.5))
+
+
+def test_a_step_has_the_resident_bytes_at_its_end(
+    timed: Recorder, clock: "FakeClock", host: "FakeHost"
+) -> None:
+    with timed.stage("denoising"):
+        for rss in (5000, 7000):
+            with timed.step():
+                host.rss = rss
+    assert timed.run().stages[0].steps.rss_bytes == (5000, 7000)
+
+
+def test_without_an_accelerator_its_columns_are_empty_and_say_why(timed: Recorder) -> None:
+    with timed.stage("denoising"), timed.step():
+        pass
+    steps = timed.run().stages[0].steps
+    assert (steps.gpu_seconds, steps.allocated_bytes) == ((), ())
+    assert steps.unavailable.keys() == {"gpu_seconds", "allocated_bytes"}
+    assert "no accelerator" in steps.unavailable["gpu_seconds"]
+
+
+def test_a_stage_without_steps_misses_nothing(timed: Recorder) -> None:
+    with timed.stage("latent_decoding"):
+        pass
+    assert timed.run().stages[0].steps.unavailable == {}
+
+
+def test_a_step_that_raises_is_recorded_and_its_exception_passes_unchanged(
+    timed: Recorder, clock: "FakeClock"
+) -> None:
+    error = ValueError("the host's own")
+
+    def fail() -> None:
+        with timed.stage("denoising"), timed.step():
+            clock.pass_seconds(3)
+            raise error
+
+    with pytest.raises(ValueError, match="the host's own") as caught:
+        fail()
+    assert caught.value is error
+    assert timed.run().stages[0].steps.seconds == (3.0,)
+
+
+def test_a_step_belongs_to_the_stage_that_was_open_when_it_began(timed: Recorder, clock: "FakeClock") -> None:
+    with timed.stage("outer"):
+        with timed.step(), timed.stage("inner"), timed.step():
+            clock.pass_seconds(1)
+        with timed.step():
+            clock.pass_seconds(2)
+    outer = timed.run().stages[0]
+    assert outer.steps.seconds == (1.0, 2.0)
+    assert outer.children[0].steps.seconds == (1.0,)
+
+
+def test_one_step_object_serves_a_whole_loop_and_several_stages(timed: Recorder, clock: "FakeClock") -> None:
+    step = timed.step()
+    for name in ("first", "second"):
+        with timed.stage(name):
+            for _ in range(3):
+                with step:
+                    clock.pass_seconds(1)
+    assert [stage.steps.seconds for stage in timed.run().stages] == [(1.0, 1.0, 1.0)] * 2
+
+
+def test_a_step_object_entered_inside_itself_gives_two_steps(timed: Recorder, clock: "FakeClock") -> None:
+    step = timed.step()
+    with timed.stage("denoising"), step:
+        clock.pass_seconds(1)
+        with step:
+            clock.pass_seconds(2)
+    steps = timed.run().stages[0].steps
+    assert (steps.started, steps.seconds) == ((1.0, 0.0), (2.0, 3.0))
+
+
+def test_leaving_a_step_that_was_not_entered_does_nothing(timed: Recorder) -> None:
+    timed.step().__exit__(None, None, None)
+    assert timed.run().stages == ()
+
+
+def test_steps_outside_all_stages_are_kept_under_a_stage_of_their_own(
+    timed: Recorder, clock: "FakeClock"
+) -> None:
+    clock.pass_seconds(5)
+    for _ in range(2):
+        with timed.step():
+            clock.pass_seconds(1)
+    run = timed.run()
+    assert run.seconds == 2.0
+    assert [(s.name, s.started_seconds, s.seconds, s.steps.started) for s in run.stages] == [
+        ("unstaged", 0.0, 2.0, (0.0, 1.0))
+    ]
+
+
+def test_a_step_has_the_allocated_bytes_at_its_end(accelerator: "FakeAccelerator", host: "FakeHost") -> None:
+    recorder = Recorder(sample_hz=None, accelerator=accelerator)
+    with recorder.stage("denoising"):
+        for nbytes in (4, 6):
+            with recorder.step():
+                accelerator.allocate(nbytes)
+    assert recorder.run().stages[0].steps.allocated_bytes == (4, 10)
