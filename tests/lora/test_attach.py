@@ -347,7 +347,7 @@ def test_layers_that_peft_has_wrapped_are_found_under_their_own_names(
     lora = make_lora(model)
     expected = changed(model, lora)(image)
     inject_adapter_in_model(LoraConfig(r=2, target_modules=["stem", "out"]), model)  # begins as no change
-    assert not isinstance(model.stem, nn.Conv2d)
+    assert not isinstance(model.get_submodule("stem"), nn.Conv2d)
     with torch.no_grad(), attach_lora(model, lora):
         torch.testing.assert_close(model(image), expected)
 
