@@ -18,6 +18,7 @@ _BAND_STYLE = {"excellent": "green", "good": "cyan", "poor": "yellow", "noise": 
 _SEVERITY_STYLE = {"info": "cyan", "warning": "yellow", "error": "red", "critical": "bold red"}
 _MIB = 1024**2
 _MOST_FAILURES = 10
+_PADDING = (0, 1, 0, 0)  # narrow gaps: the longest layer name of a full-size model must fit a line
 
 
 def print_extraction(console: Console, report: "ExtractionReport", *, verbose: bool) -> None:
@@ -55,7 +56,7 @@ def _text(*parts: object) -> Text:
 
 
 def _block_table(blocks: Sequence["BlockError"], applied: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, padding=_PADDING, pad_edge=False)
     table.add_column("Block", no_wrap=True)
     for heading in (applied, "Rank", "Change", "Error", "Mean", "Worst"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -76,7 +77,7 @@ def _block_table(blocks: Sequence["BlockError"], applied: str) -> Table:
 
 
 def _module_table(title: str, modules: Sequence["ModuleError"]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, padding=_PADDING, pad_edge=False, title=title, title_justify="left")
     table.add_column("Layer", overflow="fold")
     table.add_column("Rank", justify="right", no_wrap=True)
     table.add_column("Error", justify="right", no_wrap=True)

@@ -23,16 +23,18 @@ app.add_typer(lbm.app, name="lbm")
 app.command("demo")(demo.demo)
 
 
-def _print_version(wanted: bool) -> None:
+def _print_version(wanted: bool) -> bool:
     if wanted:
         typer.echo(__version__)
         raise typer.Exit
+    return wanted  # what a callback returns becomes the option's value
 
 
 @app.callback()
 def root(
     version: Annotated[
-        bool, typer.Option("--version", help="Show the version and exit.", callback=_print_version, is_eager=True)
+        bool,
+        typer.Option("--version", help="Show the version and exit.", callback=_print_version, is_eager=True),
     ] = False,
 ) -> None:
     """Know what your LoRA does and where your diffusion pipeline's time and memory go.

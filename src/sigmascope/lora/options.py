@@ -7,7 +7,7 @@ from typing import Final, Literal
 
 import torch
 
-from sigmascope.errors import ConfigError
+from sigmascope.errors import ConfigError, WriteError
 from sigmascope.lora.shapes import FULL_RANK
 
 Coverage = Literal["full", "attention", "extended"]
@@ -87,16 +87,19 @@ def resolve_device(name: str) -> torch.device:
 
 
 def check_target(save_to: Path, inputs: tuple[Path, ...]) -> None:
-    """Refuse a target that would overwrite one of the models or is not named as safetensors.
+    """Refuse a target that would overwrite one of the models, is not named as safetensors, or has no folder.
 
     Raises:
         ConfigError: With the flag and the file.
+        WriteError: The folder does not exist.
     """
     if save_to.suffix != ".safetensors":
         raise ConfigError(
             f"--save_to {save_to}: a LoRA is written as safetensors.",
             hint=f"Name it {save_to.with_suffix('.safetensors').name}.",
         )
+    if not save_to.parent.is_dir():
+        raise WriteError(save_to, "its folder does not exist.", hint=f"Create {save_to.parent}.")
     for model in inputs:
         if _belongs_to(save_to, model):
             raise ConfigError(
