@@ -37,7 +37,7 @@ def test_no_library_is_imported_for_its_version(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_comfyui_is_recognised_when_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "comfyui_version", SimpleNamespace(__version__="0.3.64"))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "comfyui_version", SimpleNamespace(__version__="0.3.64"))
     assert host_facts(NO_ACCELERATOR).libraries["comfyui"] == "0.3.64"
 
 

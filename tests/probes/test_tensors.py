@@ -174,11 +174,20 @@ def test_a_tensor_subclass_that_refuses_to_be_read_says_why() -> None:
         def __torch_function__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
             if getattr(func, "__name__", "") in {"to", "detach"}:
                 raise RuntimeError("sealed")
-            return super().__torch_function__(func, types, args, kwargs)
+            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
 
     facts = tensor_facts(values(3).as_subclass(Sealed))
     assert facts.num_elements == 3
     assert facts.unavailable["mean"] == "RuntimeError: sealed"
+
+
+def test_a_tensor_without_a_shape_says_why() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
+        facts = tensor_facts(nested)
+    assert facts.dtype == "float32"
+    assert set(facts.unavailable) >= {"shape", "nbytes", "mean"}
 
 
 def test_the_tensor_and_its_graph_stay_as_they_are() -> None:

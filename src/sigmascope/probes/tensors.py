@@ -29,13 +29,10 @@ def tensor_facts(tensor: Tensor, *, statistics: bool | None = None) -> TensorFac
         statistics: True: compute them, which waits for an accelerator's stream; False: do not;
             None: for CPU tensors only.
     """
-    facts = TensorFacts(
-        shape=tuple(tensor.shape),
-        dtype=str(tensor.dtype).removeprefix("torch."),
-        device=str(tensor.device),
-        nbytes=_nbytes(tensor),
-        num_elements=tensor.numel(),
-    )
+    try:
+        facts = _outline(tensor)
+    except PROBE_ERRORS as error:  # nested tensors have no shape
+        return _unknown(tensor, describe(error))
     reason = _why_no_statistics(tensor, statistics)
     if reason is not None:
         return replace(facts, unavailable=dict.fromkeys((*_STATISTICS, *_COUNTS), reason))
@@ -45,6 +42,23 @@ def tensor_facts(tensor: Tensor, *, statistics: bool | None = None) -> TensorFac
     except PROBE_ERRORS as error:
         return replace(facts, unavailable=dict.fromkeys((*_STATISTICS, *_COUNTS), describe(error)))
     return _with_moments(facts, moments)
+
+
+def _outline(tensor: Tensor) -> TensorFacts:
+    return TensorFacts(
+        shape=tuple(int(size) for size in tensor.shape),
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        device=str(tensor.device),
+        nbytes=_nbytes(tensor),
+        num_elements=tensor.numel(),
+    )
+
+
+def _unknown(tensor: Tensor, reason: str) -> TensorFacts:
+    """Facts of a tensor whose very shape cannot be read: the zeros here stand for nothing."""
+    names = ("shape", "nbytes", "num_elements", *_STATISTICS, *_COUNTS)
+    dtype, device = str(tensor.dtype).removeprefix("torch."), str(tensor.device)
+    return TensorFacts((), dtype, device, 0, 0, unavailable=dict.fromkeys(names, reason))
 
 
 def _why_no_statistics(tensor: Tensor, wanted: bool | None) -> str | None:
@@ -92,23 +106,19 @@ class _Moments:
     nan_count: int = 0
     inf_count: int = 0
 
-    def add(self, values: Tensor) -> None:
-        """Take in finite `values`, combining as Chan, Golub and LeVeque (1983) do."""
+    def add(self, values: Tensor, low: float, high: float) -> None:
+        """Take in finite `values` and their extremes, combining as Chan, Golub and LeVeque (1983) do."""
         count = values.numel()
-        if count == 0:
-            return
-        low, high = torch.aminmax(values)
-        variance, mean = torch.var_mean(values, correction=0)
-        self._combine(count, mean.item(), variance.item() * count)
-        self.minimum = min(self.minimum, low.item())
-        self.maximum = max(self.maximum, high.item())
-
-    def _combine(self, count: int, mean: float, squares: float) -> None:
+        mean = values.mean()
+        deviations = values - mean
+        squares = torch.dot(deviations, deviations).item()  # torch.var is several times slower
         total = self.count + count
-        difference = mean - self.mean
+        difference = mean.item() - self.mean
         self.mean += difference * count / total
         self.squares += squares + difference * difference * self.count * count / total
         self.count = total
+        self.minimum = min(self.minimum, low)
+        self.maximum = max(self.maximum, high)
 
 
 def _moments(tensor: Tensor) -> _Moments:
@@ -122,19 +132,22 @@ def _moments(tensor: Tensor) -> _Moments:
 
 
 def _add_piece(moments: _Moments, values: Tensor) -> None:
-    low, high = torch.aminmax(values)
-    minimum, maximum = low.item(), high.item()
-    if not (math.isfinite(minimum) and math.isfinite(maximum)):
-        finite = values.isfinite()
+    low, high = _extremes(values)
+    if not (math.isfinite(low) and math.isfinite(high)):
+        finite = values[values.isfinite()]
         nan_count = int(values.isnan().sum().item())
         moments.nan_count += nan_count
-        moments.inf_count += values.numel() - int(finite.sum().item()) - nan_count
-        moments.add(values[finite])
-        return
-    variance, mean = torch.var_mean(values, correction=0)
-    moments._combine(values.numel(), mean.item(), variance.item() * values.numel())
-    moments.minimum = min(moments.minimum, minimum)
-    moments.maximum = max(moments.maximum, maximum)
+        moments.inf_count += values.numel() - finite.numel() - nan_count
+        if finite.numel() == 0:
+            return
+        values = finite
+        low, high = _extremes(values)
+    moments.add(values, low, high)
+
+
+def _extremes(values: Tensor) -> tuple[float, float]:
+    low, high = torch.aminmax(values)
+    return low.item(), high.item()
 
 
 def _pieces(tensor: Tensor, elements: int) -> Iterator[Tensor]:
