@@ -163,3 +163,16 @@ def test_a_module_compiled_in_place_says_why_it_cannot_be_hooked(
         denoiser(torch.zeros(1, 4))
     assert "compiled in place" in recorder.run().unavailable["hook_steps"]
     assert not any(hook_tables(denoiser).values())
+
+
+def test_a_module_that_refuses_hooks_is_left_alone(
+    recorder: Recorder, denoiser: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("no hooks here")
+
+    monkeypatch.setattr(denoiser, "register_forward_hook", refuse)
+    with recorder.hook_steps(denoiser):
+        denoiser(torch.zeros(1, 4))
+    assert not any(hook_tables(denoiser).values())
+    assert recorder.run().unavailable["hook_steps"] == "RuntimeError: no hooks here"

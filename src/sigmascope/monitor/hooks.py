@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from sigmascope.monitor.guard import describe
 from sigmascope.monitor.live import Step
 
 COMPILED_IN_PLACE = (
@@ -41,12 +42,17 @@ class HookedSteps:
         if getattr(self._module, "_compiled_call_impl", None) is not None:
             self._unavailable["hook_steps"] = COMPILED_IN_PLACE
         elif not self._handles:
-            before, after = _Hook(self._before), _Hook(self._after)
-            self._handles = [
-                self._module.register_forward_pre_hook(before, prepend=True),
-                self._module.register_forward_hook(after, always_call=True),
-            ]
+            self._put_on()
         return self
+
+    def _put_on(self) -> None:
+        module, handles = self._module, self._handles
+        try:
+            handles.append(module.register_forward_pre_hook(_Hook(self._before), prepend=True))
+            handles.append(module.register_forward_hook(_Hook(self._after), always_call=True))
+        except Exception as failure:  # noqa: BLE001 - a module may refuse hooks; the host goes on without
+            self.remove()
+            self._unavailable["hook_steps"] = describe(failure)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from torch import Tensor
 
-from sigmascope.monitor import peaks
 from sigmascope.monitor.gpu_timing import Mark
 from sigmascope.monitor.json_values import as_json
 from sigmascope.monitor.scope import Scope
@@ -56,7 +55,7 @@ class LiveStage:
     """A stage to be entered with `with`. Entered again, it is a new stage of the same name.
 
     What it is told goes to the stage that was entered last, also after its end: facts that take time to
-    read are best told then, when the stage's clock has stopped.
+    read are best told then, when the stage's clock has stopped. Threads need an object each.
     """
 
     __slots__ = ("_entered", "_recorder", "_scope")
@@ -128,8 +127,11 @@ class Step:
     def __enter__(self) -> "Step":
         recorder = self._recorder
         scope = recorder.current_scope()
-        mark = None if scope.columns.timings is None else scope.instruments.mark()
-        self._entered = (recorder.clock(), scope, mark, self._entered)
+        try:
+            mark = None if scope.columns.timings is None else scope.instruments.mark()
+            self._entered = (recorder.clock(), scope, mark, self._entered)
+        except Exception as failure:  # noqa: BLE001 - a monitor's failure must not reach the host
+            scope.instruments.guard.switch_off("steps", failure)
         return self
 
     def __exit__(
@@ -139,16 +141,7 @@ class Step:
         if self._entered is None:
             return
         started_ns, scope, mark, self._entered = self._entered
-        columns, instruments = scope.columns, scope.instruments
-        timings = columns.timings
-        device = None
-        end = None
-        if timings is not None:
-            device = instruments.device_in_use()
-            end = None if mark is None else instruments.mark(mark.device)
-        rss = instruments.rss()
-        with peaks.LOCK:
-            allocated = instruments.tracker.step(rss, ended_ns, device)
-            columns.append(started_ns, ended_ns, rss, allocated)
-            if timings is not None:
-                instruments.add_timing(timings, mark, end)
+        try:
+            scope.add_step(started_ns, ended_ns, mark)
+        except Exception as failure:  # noqa: BLE001 - as above
+            scope.instruments.guard.switch_off("steps", failure)

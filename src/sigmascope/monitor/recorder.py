@@ -193,8 +193,8 @@ class Recorder:
         """Beginning and end of all that was recorded, in nanoseconds of the clock."""
         now_ns = self.clock()
         steps = self._outside.columns
-        begins = [*steps.started_ns, *(() if self._started_ns is None else (self._started_ns,))]
-        started_ns = min(begins, default=now_ns)
+        first_ns = now_ns if self._started_ns is None else self._started_ns
+        started_ns = min(min(steps.started_ns, default=now_ns), first_ns)
         ended_ns = now_ns if is_open else max(steps.ended_ns, default=self._ended_ns)
         return started_ns, max(ended_ns, self._ended_ns, started_ns)
 

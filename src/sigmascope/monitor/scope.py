@@ -3,6 +3,8 @@
 import traceback
 from dataclasses import replace
 
+from sigmascope.monitor import peaks
+from sigmascope.monitor.gpu_timing import Mark
 from sigmascope.monitor.guard import describe
 from sigmascope.monitor.instruments import Instruments
 from sigmascope.monitor.peaks import Peaks
@@ -52,6 +54,27 @@ class Scope:
         memory = instruments.host_memory(self._baseline)
         self._peaks = instruments.tracker.open(memory, instruments.clock())
         self.started_ns = instruments.clock()
+
+    def add_step(self, started_ns: int, ended_ns: int, start: Mark | None) -> None:
+        """Take what there is at a step's end: the hot path.
+
+        Args:
+            started_ns: When the step began.
+            ended_ns: When it ended, just now.
+            start: The mark at its beginning, where there is an accelerator.
+        """
+        columns, instruments = self.columns, self.instruments
+        timings = columns.timings
+        device = end = None
+        if timings is not None:
+            end = None if start is None else instruments.mark(start.device)
+            device = instruments.device_in_use() if start is None else start.device
+        rss = instruments.rss()
+        with peaks.LOCK:
+            allocated = instruments.tracker.step(rss, ended_ns, device)
+            columns.append(started_ns, ended_ns, rss, allocated)
+            if timings is not None:
+                instruments.add_timing(timings, start, end)
 
     def close(self, error: BaseException | None) -> None:
         """Stop the clock, then take what there is at the end.
