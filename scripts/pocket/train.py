@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from render import COOL_TARGET, SOURCE, WARM_TARGET, render_scenes, training_scenes
 from torch import Tensor
 
+from sigmascope.checkpoints import save_safetensors
 from sigmascope.lbm.bridge import bridge_interpolate, bridge_velocity_target
 from sigmascope.lbm.config import LbmConfig, parse_config
 from sigmascope.lbm.model import LbmModel, build_lbm
@@ -30,10 +31,10 @@ SCENES = 4000
 CROP = 64  # pixels; most steps see a quarter of a picture, which costs a quarter
 FACTOR = 4  # pixels along one side of a latent element
 
-VAE_PLAN = Plan("vae", steps=4500, learning_rate=1e-3, seed=1)
-BASE_PLAN = Plan("base", steps=8500, learning_rate=1e-3, seed=2)
-TUNED_PLAN = Plan("tuned", steps=3500, learning_rate=5e-4, seed=3)
-FULL_SIZE_SHARE = 0.15  # the last steps see whole pictures, so that the model knows its real size
+VAE_PLAN = Plan("vae", steps=2200, learning_rate=1e-3, seed=1)
+BASE_PLAN = Plan("base", steps=7500, learning_rate=1e-3, seed=2)
+TUNED_PLAN = Plan("tuned", steps=3000, learning_rate=4e-4, seed=3)
+FULL_SIZE_SHARE = 0.12  # the last steps see whole pictures, so that the model knows its real size
 
 CONFIG = {
     "backbone_signature": "sigmascope/pocket",
@@ -47,6 +48,7 @@ CONFIG = {
     "latent_loss_weight": 1.0,
     "pixel_loss_type": "l2",
     "pixel_loss_weight": 0.0,
+    "resolution": 128,
     "denoiser": {
         "block_out_channels": [48, 72, 96],
         "layers_per_block": 1,
@@ -67,7 +69,9 @@ CONFIG = {
 
 def pictures(scenes: NDArray[np.uint8], chosen: Tensor, light: Tensor) -> Tensor:
     """Return the chosen scenes under the chosen lights, (batch, 3, size, size) in [-1, 1]."""
-    pixels = torch.from_numpy(np.stack([scenes[i, k] for i, k in zip(chosen.tolist(), light.tolist(), strict=True)]))
+    pixels = torch.from_numpy(
+        np.stack([scenes[i, k] for i, k in zip(chosen.tolist(), light.tolist(), strict=True)])
+    )
     return pixels.permute(0, 3, 1, 2).float() / 127.5 - 1
 
 
@@ -92,7 +96,9 @@ def vae_loss(model: LbmModel, scenes: NDArray[np.uint8]) -> LossAt:
             noise = torch.randn(posterior.mean.shape, generator=generator)
             decoded = model.vae.vae_model.decode(posterior.mean + posterior.std * noise).sample
         difference = decoded.float() - images
-        divergence = 0.5 * (posterior.mean.float() ** 2 + posterior.var.float() - 1 - posterior.logvar.float())
+        divergence = 0.5 * (
+            posterior.mean.float() ** 2 + posterior.var.float() - 1 - posterior.logvar.float()
+        )
         return 10 * difference.square().mean() + difference.abs().mean() + 1e-4 * divergence.mean()
 
     return loss_at
@@ -164,8 +170,6 @@ def round_weights(module: torch.nn.Module) -> None:
 
 def pack(model: LbmModel, path: Path) -> None:
     """Write one checkpoint in bfloat16 with LBM's own keys."""
-    from sigmascope.checkpoints import save_safetensors
-
     state = {key: tensor.to(torch.bfloat16) for key, tensor in model.state_dict().items()}
     state["num_iterations"] = model.num_iterations
     save_safetensors(path, {key: tensor.contiguous() for key, tensor in state.items()})
@@ -191,7 +195,9 @@ def prepare_vae(work: Path, scenes: NDArray[np.uint8]) -> tuple[LbmModel, list[T
 
 def main() -> None:
     """Train what is not trained yet, and pack."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--work", type=Path, default=Path("build/pocket"), help="state, scenes and latents")
     parser.add_argument("--out", type=Path, default=Path("build/pocket/packed"), help="the packed model")
     options = parser.parse_args()

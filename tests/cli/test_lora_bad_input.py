@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from sigmascope.cli.main import run
+from sigmascope.cli.root import run
 from sigmascope.lora.extract import extract_lora
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sigmascope.cli.main import run
+from sigmascope.cli.root import run
 
 if TYPE_CHECKING:
     from tests.conftest import MakePair, ModelPair, State

@@ -3,6 +3,6 @@
 
 def main() -> None:
     """Run `sigmascope` with the arguments of this process (the console script's entry point)."""
-    from sigmascope.cli.main import run
+    from sigmascope.cli.root import run
 
     run()

@@ -33,10 +33,10 @@ class Light:
     sky: Vector = (0.0, 0.0, 0.0)
 
 
-WARM = Light(direction=(-0.75, 0.45, 0.50), colour=(1.15, 0.78, 0.42), ambient=(0.10, 0.07, 0.09))
+WARM = Light(direction=(-0.65, 0.40, 0.65), colour=(1.10, 0.76, 0.42), ambient=(0.12, 0.08, 0.09))
 """The light of the pocket model `base`: low evening sun from the left."""
 
-COOL = Light(direction=(0.80, 0.10, 0.45), colour=(0.30, 0.62, 1.20), ambient=(0.03, 0.05, 0.12))
+COOL = Light(direction=(0.70, 0.15, 0.65), colour=(0.32, 0.60, 1.10), ambient=(0.04, 0.07, 0.14))
 """The light of the pocket model `tuned`: a blue lamp from the right."""
 
 
@@ -50,14 +50,17 @@ class Surfaces:
 
 
 def source_light(rng: np.random.Generator) -> Light:
-    """Return the soft light of a source picture: overcast sky, with a weak lamp near the camera."""
-    tilt = rng.uniform(-0.35, 0.35, size=2)
-    level = float(rng.uniform(0.40, 0.55))
+    """Return the soft light of a source picture: blue sky above, and a pale sun from the upper right.
+
+    Two lights of different colour and direction, so that shading tells which way a surface faces.
+    """
+    jitter = rng.uniform(-0.1, 0.1, size=2)
+    level = float(rng.uniform(0.50, 0.62))
     return Light(
-        direction=(float(tilt[0]), float(tilt[1]) + 0.15, 1.0),
-        colour=(level, level, level),
-        ambient=(0.24, 0.24, 0.25),
-        sky=(0.26, 0.29, 0.34),
+        direction=(0.45 + float(jitter[0]), 0.35 + float(jitter[1]), 0.80),
+        colour=(level, 0.92 * level, 0.78 * level),
+        ambient=(0.17, 0.17, 0.18),
+        sky=(0.20, 0.27, 0.40),
     )
 
 
@@ -145,7 +148,7 @@ def _wall_normals(rng: np.random.Generator, x: Array, y: Array) -> Array:
     for _ in range(4):
         angle, frequency = rng.uniform(0, 2 * np.pi), rng.uniform(2, 7)
         kx, ky = frequency * np.cos(angle), frequency * np.sin(angle)
-        wave = rng.uniform(0.15, 0.40) * np.cos(kx * x + ky * y + rng.uniform(0, 2 * np.pi))
+        wave = rng.uniform(0.10, 0.30) * np.cos(kx * x + ky * y + rng.uniform(0, 2 * np.pi))
         slope_x, slope_y = slope_x + wave * np.cos(angle), slope_y + wave * np.sin(angle)
     return _from_slopes(slope_x.astype(np.float32), slope_y.astype(np.float32))
 

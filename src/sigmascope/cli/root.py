@@ -11,6 +11,9 @@ from sigmascope.__about__ import __version__
 from sigmascope.cli import demo, lbm, lora
 from sigmascope.errors import SigmascopeError
 
+STOPPED_BY_USER = 130
+"""128 + SIGINT, as shells report it."""
+
 app = typer.Typer(
     name="sigmascope",
     no_args_is_help=True,
@@ -50,6 +53,8 @@ def run() -> None:
     except SigmascopeError as error:
         _print_error(error)
         sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(STOPPED_BY_USER)
 
 
 def _print_error(error: SigmascopeError) -> None:

@@ -1,0 +1,70 @@
+"""Measure the pocket model on held-out scenes and write the table of its card.
+
+    python scripts/pocket/card.py [--scenes 128]
+
+Prints Markdown for docs/pocket-model.md: mean PSNR in dB on scenes that training never saw.
+"""
+
+import argparse
+import tempfile
+from pathlib import Path
+
+import torch
+from PIL import Image
+
+from sigmascope.lbm.images import image_to_tensor, tensor_to_image
+from sigmascope.lbm.model import LbmModel, load_lbm
+from sigmascope.lbm.pocket import BASE_PATH, CONFIG_PATH, TUNED_PATH
+from sigmascope.lbm.pocket.quality import psnr, relighting_psnr
+from sigmascope.lbm.pocket.scenes import COOL, WARM, relighting_pair
+from sigmascope.lora.apply import attach_lora
+from sigmascope.lora.extract import ExtractOptions, extract_lora
+from sigmascope.lora.formats import load_lora
+from sigmascope.lora.shapes import FULL_RANK
+
+RANKS = (2, 4, 8, 16, 32, FULL_RANK)
+
+
+def vae_psnr(model: LbmModel, scenes: range) -> float:
+    """Mean PSNR of encoding and decoding the scenes under the cool light."""
+    values = []
+    with torch.inference_mode():
+        for number in scenes:
+            truth = Image.fromarray(relighting_pair(number, COOL)[1])
+            decoded = model.vae.decode(model.vae.encode(image_to_tensor(truth)))
+            values.append(psnr(tensor_to_image(decoded.clamp(-1, 1)), truth))
+    return sum(values) / len(values)
+
+
+def row(name: str, warm: float, cool: float, size: float | None, base: float, tuned: float) -> str:
+    """Return one line of the table."""
+    recovered = f"{100 * (cool - base) / (tuned - base):.1f} %"
+    megabytes = "" if size is None else f"{size:.2f}"
+    return f"| {name} | {megabytes} | {warm:.2f} | {cool:.2f} | {recovered} |"
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--scenes", type=int, default=128, help="how many held-out scenes")
+    scenes = range(parser.parse_args().scenes)
+    base, tuned = load_lbm(BASE_PATH, CONFIG_PATH), load_lbm(TUNED_PATH, CONFIG_PATH)
+    print(f"VAE reconstruction: {vae_psnr(base, scenes):.2f} dB over {len(scenes)} held-out scenes\n")
+    base_cool, tuned_cool = relighting_psnr(base, COOL, scenes), relighting_psnr(tuned, COOL, scenes)
+    print("| model | LoRA, MB | warm light, dB | cool light, dB | of the gap |\n|---|---|---|---|---|")
+    print(row("base", relighting_psnr(base, WARM, scenes), base_cool, None, base_cool, tuned_cool))
+    with tempfile.TemporaryDirectory() as folder:
+        for rank in RANKS:
+            path = Path(folder) / f"rank{rank}.safetensors"
+            extract_lora(BASE_PATH, TUNED_PATH, path, ExtractOptions(rank=rank, conv_rank=rank))
+            with attach_lora(base, load_lora(path)):
+                warm, cool = (relighting_psnr(base, light, scenes) for light in (WARM, COOL))
+            name = "base + LoRA, " + ("full rank" if rank == FULL_RANK else f"rank {rank}")
+            print(row(name, warm, cool, path.stat().st_size / 1e6, base_cool, tuned_cool), flush=True)
+    print(row("tuned", relighting_psnr(tuned, WARM, scenes), tuned_cool, None, base_cool, tuned_cool))
+
+
+if __name__ == "__main__":
+    main()

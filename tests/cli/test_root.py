@@ -1,0 +1,82 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sigmascope import __version__
+from sigmascope.cli import demo, root
+from sigmascope.errors import CheckpointError, ConfigError, SigmascopeError
+
+
+def run_with(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Run the command line as if its command had raised; return the exit code."""
+
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr(root, "app", fail)
+    with pytest.raises(SystemExit) as stop:
+        root.run()
+    return int(stop.value.code or 0)
+
+
+def test_the_version_is_the_package_s() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "sigmascope", "--version"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == __version__
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(CheckpointError("model.safetensors", "is truncated."), 1), (ConfigError("--rank 0 keeps nothing."), 2)],
+)
+def test_an_error_has_its_exit_code(
+    error: SigmascopeError, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run_with(error, monkeypatch) == code
+
+
+def test_an_error_and_its_next_step_go_to_stderr(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_with(CheckpointError("a[b].ckpt", "is empty.", hint="Download it again."), monkeypatch)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "a[b].ckpt: is empty." in err
+    assert "Download it again." in err
+
+
+def test_ctrl_c_exits_with_130_and_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_with(KeyboardInterrupt(), monkeypatch) == 130
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_an_error_that_nobody_planned_is_not_swallowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(root, "app", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        root.run()
+
+
+def test_ctrl_c_inside_a_command_exits_with_130(tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "from sigmascope.cli import main\n"
+        "import sigmascope.lora.validate as v\n"
+        "def stop(*a, **k): raise KeyboardInterrupt\n"
+        "v.validate_lora = stop\n"
+        "sys.argv = ['sigmascope', 'lora', 'validate', '--base_model_path', 'a', '--tuned_model_path', 'b', '--lora_path', 'c']\n"
+        "main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False
+    )
+    assert done.returncode == 130, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_demo_is_a_command() -> None:
+    assert demo.demo in [command.callback for command in root.app.registered_commands]
