@@ -2,8 +2,8 @@
 
     python benchmarks/probe_costs.py
 
-Prints the median of several rounds in microseconds a call, and how many times dearer each is than the
-cheapest way of its group. On a busy machine the ratios hold better than the microseconds.
+Prints the median of several rounds in microseconds of processor time a call (so that other work on the
+machine hardly counts), and how many times dearer each is than the cheapest way of its group.
 """
 
 import os
@@ -19,7 +19,7 @@ import torch
 from sigmascope.probes import memory_snapshot, process_rss_bytes, tensor_facts
 from sigmascope.probes.accelerators import NullAccelerator
 
-_ROUNDS = 7
+_ROUNDS = 5
 _ROUND_SECONDS = 0.05
 _SHAPES = ((1, 4, 64, 64), (1, 77, 2048), (1, 3, 1024, 1024))
 
@@ -78,7 +78,7 @@ def compare(title: str, readers: dict[str, Callable[[], object]]) -> None:
 
 
 def microseconds(read: Callable[[], object]) -> float:
-    """Median over rounds of the mean time of a call."""
+    """Median over rounds of the mean processor time of a call."""
     calls = calls_per_round(read)
     return statistics.median(timed(read, calls) / calls * 1e6 for _ in range(_ROUNDS))
 
@@ -92,11 +92,11 @@ def calls_per_round(read: Callable[[], object]) -> int:
 
 
 def timed(read: Callable[[], object], calls: int) -> float:
-    """Seconds that `calls` calls take."""
-    start = time.perf_counter()
+    """Seconds of this thread's processor time that `calls` calls take."""
+    start = time.thread_time()
     for _ in range(calls):
         read()
-    return time.perf_counter() - start
+    return time.thread_time() - start
 
 
 if __name__ == "__main__":
