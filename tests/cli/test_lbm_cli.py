@@ -50,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pixels = np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(folder / "in.png")
     factors = LoraFactors(torch.randn(32, 2) * 3, torch.randn(2, 32), alpha=2.0, weight_shape=(32, 32))
-    save_lora(LoraFile({LAYER: factors}), folder / "lora.safetensors")
+    save_lora(folder / "lora.safetensors", LoraFile({LAYER: factors}))
     return folder
 
 
@@ -198,7 +198,7 @@ def test_lora_of_another_model_is_refused_and_the_run_says_so(
     arguments: dict[str, str], tmp_path: Path
 ) -> None:
     factors = LoraFactors(torch.randn(8, 2), torch.randn(2, 8), alpha=2.0, weight_shape=(8, 8))
-    save_lora(LoraFile({"denoiser.absent.to_q": factors}), tmp_path / "other.safetensors")
+    save_lora(tmp_path / "other.safetensors", LoraFile({"denoiser.absent.to_q": factors}))
     path = tmp_path / "run.json"
     with pytest.raises(ModelMismatchError, match="absent"):
         run(arguments, "--lora_path", str(tmp_path / "other.safetensors"), "--run_path", str(path))
