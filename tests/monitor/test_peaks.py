@@ -70,15 +70,27 @@ def test_every_simulated_scope_reports_its_true_peak_on_every_device(
     assert checked > 200
 
 
-def test_the_simulation_would_notice_a_peak_that_an_inner_scope_erased(
-    accelerator: "FakeAccelerator",
+def test_the_simulation_notices_a_reset_that_was_not_folded(
+    make_accelerator: "type[FakeAccelerator]", monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    outer_truth = 0
-    accelerator.allocate(70)
-    outer_truth = max(outer_truth, accelerator.allocated["cuda:0"])
-    accelerator.free(70)
-    accelerator.reset_peak("cuda:0")  # reset on entering, with nothing folded
-    assert accelerator.peaks["cuda:0"] < outer_truth
+    accelerator = make_accelerator(devices=2)
+    open_scope = PeakTracker.open
+
+    def reset_on_entering(tracker: PeakTracker, memory: HostMemory, at_ns: int) -> Peaks:
+        for device in accelerator.devices():
+            accelerator.reset_peak(device)
+        return open_scope(tracker, memory, at_ns)
+
+    monkeypatch.setattr(PeakTracker, "open", reset_on_entering)
+    simulation = Simulation(accelerator, seed=1, trackers=1, nested=True)
+    for _ in range(2000):
+        simulation.act()
+    wrong = [
+        truth
+        for peaks, truth in simulation.closed
+        if {device: allocated_peak(peaks, device) for device in truth} != truth
+    ]
+    assert 0.05 < len(wrong) / len(simulation.closed) < 0.5
 
 
 def test_an_outer_stage_keeps_a_peak_from_before_inside_and_after_its_inner_stage(
