@@ -120,7 +120,8 @@ def test_probabilities_rounded_by_hand_are_accepted() -> None:
 
 
 def test_uniform_needs_no_timesteps() -> None:
-    assert parse_config({"timestep_sampling": "uniform", "selected_timesteps": None, "prob": None})
+    config = parse_config({"timestep_sampling": "uniform", "selected_timesteps": None, "prob": None})
+    assert config.selected_timesteps is None
 
 
 @pytest.mark.parametrize(

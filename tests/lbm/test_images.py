@@ -1,4 +1,5 @@
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -74,7 +75,7 @@ def test_transparent_palette_lies_over_white(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32])
 def test_sixteen_bit_grey_keeps_its_brightness(dtype: type, tmp_path: Path) -> None:
-    levels = np.array([[0, 257 * 100, 65535]], dtype=dtype)
+    levels: Any = np.array([[0, 257 * 100, 65535]], dtype=dtype)
     Image.fromarray(levels).save(tmp_path / "deep.tiff")
     loaded = load_image(tmp_path / "deep.tiff")
     assert [loaded.getpixel((x, 0)) for x in range(3)] == [(0, 0, 0), (100, 100, 100), WHITE]
