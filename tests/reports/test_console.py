@@ -33,8 +33,8 @@ def run_of(*stages: Stage, host: HostFacts | None = None, findings: tuple[Findin
         seconds=4.0,
         host=host,
         stages=stages,
-        **more,
-    )  # type: ignore[arg-type]
+        findings=findings,
+    )
 
 
 def line_with(text: str, word: str) -> str:
@@ -54,14 +54,14 @@ def test_a_stage_shows_time_share_steps_and_memory() -> None:
         steps=Steps(started=(0.0, 0.5), seconds=(0.5, 0.3)),
     )
     line = line_with(printed(run_of(stage)), "denoising")
-    for part in ("1.00 s", "25 %", "2 x 400.0 ms", "+64.0", "200.0 at 250.0 ms"):
+    for part in ("1.00 s", "25 %", "2 × 400 ms", "+64.0", "200.0 250 ms"):
         assert part in line
 
 
 def test_without_an_accelerator_one_line_says_so() -> None:
     text = printed(run_of(Stage("denoising", 0.0, 1.0), host=HostFacts()))
     assert text.count(NO_ACCELERATOR) == 1
-    assert "GPU change" not in text
+    assert "GPU" not in text.replace(NO_ACCELERATOR, "")
 
 
 def test_an_accelerator_has_its_own_columns() -> None:
@@ -78,7 +78,7 @@ def test_an_accelerator_has_its_own_columns() -> None:
     text = printed(run_of(stage, host=host), width=120)
     assert "NVIDIA H200" in text
     assert "+1,024.0" in line_with(text, "latent_encoding")
-    assert "4,096.0 at 1.23 s" in line_with(text, "latent_encoding")
+    assert "4,096.0 1.23 s" in line_with(text, "latent_encoding")
 
 
 def test_inner_stages_are_indented_below_their_outer_stage() -> None:
@@ -88,14 +88,14 @@ def test_inner_stages_are_indented_below_their_outer_stage() -> None:
 
 def test_nan_and_inf_are_counted_together() -> None:
     facts = TensorFacts((1, 4, 8, 8), "torch.float32", "cpu", 1024, 256, nan_count=3, inf_count=2)
-    line = line_with(printed(run_of(Stage("denoising", 0.0, 1.0, tensors={"latent": facts}))), "latent")
+    line = line_with(printed(run_of(Stage("denoising", 0.0, 1.0, tensors={"latent": facts}))), "  latent")
     assert line.split()[-1] == "5"
     assert "1×4×8×8" in line
 
 
 def test_a_statistic_that_was_not_read_is_a_dash_and_not_a_zero() -> None:
     facts = TensorFacts((2,), "torch.float32", "cpu", 8, 2)
-    line = line_with(printed(run_of(Stage("denoising", 0.0, 1.0, tensors={"latent": facts}))), "latent")
+    line = line_with(printed(run_of(Stage("denoising", 0.0, 1.0, tensors={"latent": facts}))), "  latent")
     assert line.split()[-5:] == ["-"] * 5
 
 
@@ -128,7 +128,8 @@ def test_units_keep_what_is_unknown_apart_from_zero() -> None:
     assert (mib_change(None, 5), mib_change(0, -MIB)) == ("-", "-1.0")
     assert (seconds(None), seconds(5e-6), seconds(0.0123), seconds(2.449)) == (
         "-",
-        "5 µs",
+        "5.00 µs",
         "12.3 ms",
         "2.45 s",
     )
+    assert (seconds(0.0), seconds(0.9996), seconds(250.4)) == ("0.00 s", "1.00 s", "250 s")

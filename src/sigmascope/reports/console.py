@@ -7,6 +7,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from sigmascope.records.facts import TensorFacts
 from sigmascope.records.finding import Finding
 from sigmascope.records.run import Run, Stage
 from sigmascope.reports.units import UNKNOWN, mib, mib_change, number, seconds
@@ -51,23 +52,28 @@ def _header(run: Run) -> Iterator[RenderableType]:
 
 
 def _stage_table(run: Run) -> Table:
-    table = Table(
-        title="Stages (memory in MiB)", title_justify="left", box=None, padding=(0, 1), pad_edge=False
-    )
+    table = _table("Stages (memory in MiB)")
     table.add_column("Stage", overflow="fold")
-    for name in ("Time", "Share", "Steps", "RAM change", "RAM peak"):
-        table.add_column(name, justify="right")
+    for name in ("Time", "Share", "Steps", "RAM +/-", "RAM peak", "at"):
+        table.add_column(name, justify="right", no_wrap=True)
     on_accelerator = any(stage.peak and stage.peak.accelerators for stage in run.walk())
     if on_accelerator:
-        table.add_column("GPU change", justify="right")
-        table.add_column("GPU peak", justify="right")
+        for name in ("GPU +/-", "GPU peak", "at"):
+            table.add_column(name, justify="right", no_wrap=True)
     for depth, stage in _with_depth(run):
         row = [_stage_name(depth, stage), seconds(stage.seconds), _share(stage, run), _steps(stage)]
-        row += [_rss_change(stage), _rss_peak(stage)]
+        row += [_rss_change(stage), *_rss_peak(stage)]
         if on_accelerator:
-            row += [_gpu_change(stage), _gpu_peak(stage)]
+            row += [_gpu_change(stage), *_gpu_peak(stage)]
         table.add_row(*row)
     return table
+
+
+def _table(title: str) -> Table:
+    # One space between columns, so that a row of a stage or a tensor fits 80 columns.
+    return Table(
+        title=title, title_justify="left", box=None, padding=(0, 1), pad_edge=False, collapse_padding=True
+    )
 
 
 def _with_depth(run: Run) -> Iterator[tuple[int, Stage]]:
@@ -91,7 +97,7 @@ def _share(stage: Stage, run: Run) -> str:
 
 def _steps(stage: Stage) -> str:
     count = len(stage.steps)
-    return f"{count} x {seconds(sum(stage.steps.seconds) / count)}" if count else ""
+    return f"{count} × {seconds(sum(stage.steps.seconds) / count)}" if count else ""
 
 
 def _rss_change(stage: Stage) -> str:
@@ -100,11 +106,10 @@ def _rss_change(stage: Stage) -> str:
     return mib_change(stage.memory.baseline.process_rss_bytes, stage.memory.current.process_rss_bytes)
 
 
-def _rss_peak(stage: Stage) -> str:
-    if stage.peak is None or stage.peak.rss_bytes is None:
-        return UNKNOWN
-    at = stage.peak.rss_at_seconds
-    return mib(stage.peak.rss_bytes) + (f" at {seconds(at)}" if at is not None else "")
+def _rss_peak(stage: Stage) -> tuple[str, str]:
+    if stage.peak is None:
+        return UNKNOWN, UNKNOWN
+    return mib(stage.peak.rss_bytes), seconds(stage.peak.rss_at_seconds)
 
 
 def _gpu_change(stage: Stage) -> str:
@@ -116,37 +121,43 @@ def _gpu_change(stage: Stage) -> str:
     )
 
 
-def _gpu_peak(stage: Stage) -> str:
+def _gpu_peak(stage: Stage) -> tuple[str, str]:
     if stage.peak is None:
-        return UNKNOWN
-    lines = []
-    for device in stage.peak.accelerators:
-        at = device.allocated_at_seconds
-        lines.append(mib(device.allocated_bytes) + (f" at {seconds(at)}" if at is not None else ""))
-    return "\n".join(lines)
+        return UNKNOWN, UNKNOWN
+    devices = stage.peak.accelerators
+    return (
+        "\n".join(mib(device.allocated_bytes) for device in devices),
+        "\n".join(seconds(device.allocated_at_seconds) for device in devices),
+    )
 
 
 def _tensor_table(run: Run) -> Table:
-    table = Table(title="\nTensors", title_justify="left", box=None, padding=(0, 1), pad_edge=False)
-    for name in ("Stage", "Tensor", "Shape"):
-        table.add_column(name, overflow="fold")
+    table = _table("\nTensors by stage")
+    table.add_column("Tensor", overflow="fold")
+    table.add_column("Shape", overflow="fold")
     table.add_column("Type")
-    for name in ("MiB", "Min", "Max", "Mean", "Std", "NaN+Inf"):
-        table.add_column(name, justify="right")
-    for stage in run.walk():
-        for name, facts in stage.tensors.items():
-            counts = (facts.nan_count, facts.inf_count)
-            broken = UNKNOWN if None in counts else str(sum(count or 0 for count in counts))
-            table.add_row(
-                Text(stage.name),
-                Text(name),
-                "×".join(map(str, facts.shape)) or "scalar",
-                facts.dtype.removeprefix("torch."),
-                mib(facts.nbytes),
-                *(number(value) for value in (facts.min, facts.max, facts.mean, facts.std)),
-                Text(broken, style="red" if broken not in ("0", UNKNOWN) else ""),
-            )
+    for name in ("MiB", "Min", "Max", "Mean", "Std", "NaN\nInf"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for outermost in run.stages:
+        rows = [_tensor_row(*item) for stage in outermost.walk() for item in stage.tensors.items()]
+        if rows:
+            table.add_row(Text(outermost.name, style="bold"))
+        for row in rows:
+            table.add_row(*row)
     return table
+
+
+def _tensor_row(name: str, facts: TensorFacts) -> tuple[RenderableType, ...]:
+    counts = (facts.nan_count, facts.inf_count)
+    broken = UNKNOWN if None in counts else str(sum(count or 0 for count in counts))
+    return (
+        Text(f"  {name}"),
+        "×".join(map(str, facts.shape)) or "scalar",
+        facts.dtype.removeprefix("torch."),
+        mib(facts.nbytes),
+        *(number(value) for value in (facts.min, facts.max, facts.mean, facts.std)),
+        Text(broken, style="red" if broken not in ("0", UNKNOWN) else ""),
+    )
 
 
 def _errors(run: Run) -> Iterator[RenderableType]:

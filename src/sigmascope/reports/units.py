@@ -20,12 +20,17 @@ def mib_change(before: int | None, after: int | None) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """Return a duration with a unit that keeps three digits: µs, ms or s."""
+    """Return a duration with three digits and the unit that suits it: µs, ms or s."""
     if value is None:
         return UNKNOWN
-    if value < 1e-3:
-        return f"{value * 1e6:.0f} µs"
-    return f"{value * 1e3:.1f} ms" if value < 1 else f"{value:.2f} s"
+    for factor, unit in ((1e6, "µs"), (1e3, "ms")):
+        if value > 0 and value * factor < 999.5:
+            return f"{_three_digits(value * factor)} {unit}"
+    return f"{value:.2f} s" if value < 99.95 else f"{value:,.0f} s"
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
 
 
 def number(value: float | None) -> str:

@@ -71,7 +71,7 @@ class _Demo:
         )
 
     def picture(self, name: str, model: LbmModel) -> None:
-        with self.recorder.stage(f"picture: {name}"):
+        with self.recorder.stage(name):
             self.pictures[name] = self.relight(model)
 
 
@@ -134,9 +134,9 @@ def _prepare(
 
 def _extract(demo: _Demo, name: str, rank: int, conv_rank: int) -> ExtractionReport:
     options = ExtractOptions(rank=rank, conv_rank=conv_rank)
-    kind = "full rank" if rank == FULL_RANK else f"rank {rank}"
-    with demo.recorder.stage(f"lora_extraction: {kind}") as stage:
+    with demo.recorder.stage("lora_extraction") as stage:
         report = extract_lora(BASE_PATH, TUNED_PATH, demo.output / name, options)
+        stage.fact("rank", rank)
         stage.fact("modules", report.total_lora_modules)
         stage.fact("relative_error", report.relative_error)
     return report
