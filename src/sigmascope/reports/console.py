@@ -61,7 +61,12 @@ def _stage_table(run: Run) -> Table:
         for name in ("GPU +/-", "GPU peak", "at"):
             table.add_column(name, justify="right", no_wrap=True)
     for depth, stage in _with_depth(run):
-        row = [_stage_name(depth, stage), seconds(stage.seconds), _share(stage, run), _steps(stage)]
+        row: list[RenderableType] = [
+            _stage_name(depth, stage),
+            seconds(stage.seconds),
+            _share(stage, run),
+            _steps(stage),
+        ]
         row += [_rss_change(stage), *_rss_peak(stage)]
         if on_accelerator:
             row += [_gpu_change(stage), *_gpu_peak(stage)]

@@ -14,6 +14,8 @@ from sigmascope.lbm.pocket.scenes import (
     shade,
 )
 
+BLACK, WHITE = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
+
 
 def flat(normal: tuple[float, float, float], albedo: float = 0.5) -> Surfaces:
     """One pixel of a matt grey surface."""
@@ -41,18 +43,18 @@ def test_other_numbers_are_other_scenes() -> None:
 
 def test_shading_follows_lamberts_cosine() -> None:
     # Albedo 0.5, light colour 1 at 60 degrees: 0.5 * cos 60 = 0.25, and 255 * 0.25 ** (1 / 2.2) = 135.8.
-    light = Light(direction=(3**0.5 / 2, 0, 0.5), colour=(1, 1, 1), ambient=(0, 0, 0))
+    light = Light(direction=(3**0.5 / 2, 0.0, 0.5), colour=WHITE, ambient=BLACK)
     assert shade(flat((0, 0, 1)), light).tolist() == [[[136, 136, 136]]]
 
 
 def test_a_surface_that_faces_away_has_ambient_light_only() -> None:
-    light = Light(direction=(-1, 0, 0), colour=(1, 1, 1), ambient=(0.5, 0.5, 0.5))
+    light = Light(direction=(-1.0, 0.0, 0.0), colour=WHITE, ambient=(0.5, 0.5, 0.5))
     # 255 * (0.5 * 0.5) ** (1 / 2.2) = 135.8
     assert shade(flat((1, 0, 0)), light).tolist() == [[[136, 136, 136]]]
 
 
 def test_the_sky_lights_what_faces_up() -> None:
-    light = Light(direction=(0, 0, 1), colour=(0, 0, 0), ambient=(0, 0, 0), sky=(1, 1, 1))
+    light = Light(direction=(0.0, 0.0, 1.0), colour=BLACK, ambient=BLACK, sky=WHITE)
     up, down = (int(shade(flat((0, y, 0)), light)[0, 0, 0]) for y in (1, -1))
     # 255 * 0.5 ** (1 / 2.2) = 186.1
     assert (up, down) == (186, 0)

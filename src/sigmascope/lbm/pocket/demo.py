@@ -1,13 +1,13 @@
 """The main job on the pocket model: a LoRA extracted, proved, applied, and the inference watched."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
+from sigmascope.errors import WriteError
 from sigmascope.lbm.images import load_image, save_image
 from sigmascope.lbm.infer import translate_image
 from sigmascope.lbm.model import LbmModel, load_lbm
@@ -55,20 +55,15 @@ class DemoResult:
 @dataclass
 class _Demo:
     output: Path
-    rank: int
-    conv_rank: int
     steps: int
     seed: int
     source: Image.Image
     truth: Image.Image | None
-    size: str
     recorder: Recorder = field(default_factory=lambda: Recorder(name="demo", sample_hz=10.0))
     pictures: dict[str, Image.Image] = field(default_factory=dict)
 
     def relight(self, model: LbmModel) -> Image.Image:
-        return translate_image(
-            model, self.source, num_inference_steps=self.steps, seed=self.seed, size=self.size
-        )
+        return translate_image(model, self.source, num_inference_steps=self.steps, seed=self.seed)
 
     def picture(self, name: str, model: LbmModel) -> None:
         with self.recorder.stage(name):
@@ -99,15 +94,14 @@ def run_demo(
     Raises:
         FileError: A picture cannot be read or the folder cannot be written.
     """
-    output.mkdir(parents=True, exist_ok=True)
-    demo = _prepare(output, source_image, rank, conv_rank, num_inference_steps, seed)
+    demo = _prepare(output, source_image, num_inference_steps, seed)
     with demo.recorder:
         progress(0, len(PARTS), "extracting the LoRA")
-        extraction = _extract(demo, "pocket_lora.safetensors", rank, conv_rank)
-        with _scratch(output / "full_rank.safetensors") as scratch:
-            _extract(demo, scratch.name, FULL_RANK, FULL_RANK)
+        extraction = _extract(demo, output / "pocket_lora.safetensors", rank, conv_rank)
+        with tempfile.TemporaryDirectory() as folder:
+            whole = _extract(demo, Path(folder) / "full_rank.safetensors", FULL_RANK, FULL_RANK)
             progress(1, len(PARTS), "proving it")
-            full_rank = validate_lora(BASE_PATH, TUNED_PATH, scratch)
+            full_rank = validate_lora(BASE_PATH, TUNED_PATH, whole.lora)
         validation = _validate(demo, extraction.lora)
         progress(2, len(PARTS), "relighting")
         lora = load_lora(extraction.lora)
@@ -123,19 +117,25 @@ def run_demo(
     return DemoResult(run, extraction, validation, full_rank, demo.pictures, quality, checks, files)
 
 
-def _prepare(
-    output: Path, source_image: Path | None, rank: int, conv_rank: int, steps: int, seed: int
-) -> _Demo:
+def _prepare(output: Path, source_image: Path | None, steps: int, seed: int) -> _Demo:
+    """Read or render the picture first, so that a wrong path leaves no folder behind."""
     if source_image is not None:
-        return _Demo(output, rank, conv_rank, steps, seed, load_image(source_image), None, "bucket")
-    source, truth = (Image.fromarray(pixels) for pixels in relighting_pair(EXAMPLE_SCENE, COOL))
-    return _Demo(output, rank, conv_rank, steps, seed, source, truth, "bucket")
+        source, truth = load_image(source_image), None
+    else:
+        source, truth = (Image.fromarray(pixels) for pixels in relighting_pair(EXAMPLE_SCENE, COOL))
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise WriteError(
+            output, f"cannot be made a folder ({error.strerror}).", hint="Choose another --output."
+        ) from error
+    return _Demo(output, steps, seed, source, truth)
 
 
-def _extract(demo: _Demo, name: str, rank: int, conv_rank: int) -> ExtractionReport:
+def _extract(demo: _Demo, target: Path, rank: int, conv_rank: int) -> ExtractionReport:
     options = ExtractOptions(rank=rank, conv_rank=conv_rank)
     with demo.recorder.stage("lora_extraction") as stage:
-        report = extract_lora(BASE_PATH, TUNED_PATH, demo.output / name, options)
+        report = extract_lora(BASE_PATH, TUNED_PATH, target, options)
         stage.fact("rank", rank)
         stage.fact("modules", report.total_lora_modules)
         stage.fact("relative_error", report.relative_error)
@@ -160,7 +160,7 @@ def _relight_all(demo: _Demo, lora: LoraFile) -> None:
             attached = attach_lora(base, lora, scale)
             stage.fact("applied_modules", len(attached.applied))
         with attached:
-            demo.picture(f"base + LoRA × {scale:g}", base)
+            demo.picture(f"base + LoRA at {scale:g}", base)
     demo.picture("tuned", _load(demo, TUNED_PATH))
 
 
@@ -181,8 +181,8 @@ def _checks(demo: _Demo, lora: LoraFile, full_rank: ValidationReport) -> tuple[C
         merged = demo.relight(base)
     restored = demo.relight(base)
     worst = max(module.relative_error or 0.0 for module in full_rank.modules)
-    difference = _largest_difference(merged, demo.pictures["base + LoRA × 1"])
-    zero = _largest_difference(demo.pictures["base"], demo.pictures["base + LoRA × 0"])
+    difference = _largest_difference(merged, demo.pictures["base + LoRA at 1"])
+    zero = _largest_difference(demo.pictures["base"], demo.pictures["base + LoRA at 0"])
     watched = _largest_difference(unwatched, demo.pictures["base"])
     back = _largest_difference(restored, unwatched)
     return (
@@ -216,16 +216,6 @@ def _save(demo: _Demo, run: Run, extraction: ExtractionReport) -> dict[str, Path
         "result": demo.output / "base_plus_lora.png",
     }
     save_image(contact_sheet(shown), files["sheet"])
-    save_image(demo.pictures["base + LoRA × 1"], files["result"])
+    save_image(demo.pictures["base + LoRA at 1"], files["result"])
     run.save(files["run"])
     return files
-
-
-@contextmanager
-def _scratch(path: Path) -> Iterator[Path]:
-    """A LoRA file that is not kept, nor its description."""
-    try:
-        yield path
-    finally:
-        path.unlink(missing_ok=True)
-        path.with_name(f"{path.stem}_config.yaml").unlink(missing_ok=True)

@@ -11,11 +11,13 @@ the same NumPy.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-Array = NDArray[np.float32]
+Array = NDArray[np.floating[Any]]
+"""Computed in float32 where NumPy keeps to it and in float64 where a parameter is one; stored as float32."""
 Vector = tuple[float, float, float]
 
 

@@ -6,8 +6,8 @@ from PIL import Image, ImageDraw, ImageFont
 
 MARGIN, CAPTION_HEIGHT = 8, 22
 PAPER, INK = (250, 250, 248), (30, 30, 34)
-LARGEST_SIDE = 384
-"""Pictures are shown with their longer side at most this long, and at least half of it."""
+SMALLEST_SIDE, LARGEST_SIDE = 192, 384
+"""Pictures are shown with their longer side between these, in pixels."""
 
 
 def contact_sheet(pictures: Sequence[tuple[str, Image.Image]], *, columns: int | None = None) -> Image.Image:
@@ -39,5 +39,5 @@ def contact_sheet(pictures: Sequence[tuple[str, Image.Image]], *, columns: int |
 
 def _shown_size(picture: Image.Image) -> tuple[int, int]:
     longer = max(picture.size)
-    scale = LARGEST_SIDE / longer if longer > LARGEST_SIDE else max(1.0, LARGEST_SIDE / 2 / longer)
+    scale = min(max(longer, SMALLEST_SIDE), LARGEST_SIDE) / longer
     return max(1, round(picture.width * scale)), max(1, round(picture.height * scale))
