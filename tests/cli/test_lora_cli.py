@@ -218,3 +218,39 @@ def test_the_command_works_in_a_process_of_its_own(make_model_pair: "MakePair") 
 
 def nan_weight(base: "State", tuned: "State") -> None:
     tuned[CONV_IN][0, 0, 0, 0] = float("nan")
+
+
+def test_layer_names_never_replace_an_input_or_another_kind_of_file(
+    make_model_pair: "MakePair", sigmascope: Sigmascope
+) -> None:
+    files = make_model_pair()
+    sigmascope(*extract_arguments(files))
+    linked = files.base.with_name("linked.txt")
+    linked.hardlink_to(files.base)
+    before = files.base.read_bytes()
+    for target in (files.base, lora_of(files), files.base.with_name("config.yaml"), linked):
+        outcome = sigmascope(*validate_arguments(files, "--layer_names", target))
+        assert outcome.code == 2
+        assert f"--layer_names {target}" in outcome.err
+    assert linked.read_bytes() == before
+
+
+def test_the_report_is_shown_where_the_layer_names_cannot_be_written(
+    make_model_pair: "MakePair", sigmascope: Sigmascope
+) -> None:
+    files = make_model_pair()
+    sigmascope(*extract_arguments(files))
+    files.base.with_name("lora_layer_names.txt").mkdir()
+    outcome = sigmascope(*validate_arguments(files))
+    assert outcome.code == 0
+    assert "10 of 10 modules" in outcome.out
+    assert "Layer names are not written" in outcome.err
+    asked = sigmascope(*validate_arguments(files, "--layer_names", files.base.parent / "none" / "n.txt"))
+    assert asked.code == 1
+    assert "10 of 10 modules" in asked.out
+
+
+def test_a_folder_is_no_lora(make_model_pair: "MakePair", sigmascope: Sigmascope) -> None:
+    outcome = sigmascope("lora", "validate", *models(make_model_pair()), "--lora_path", ".")
+    assert outcome.code == 2
+    assert "--lora_path . is a folder" in outcome.err

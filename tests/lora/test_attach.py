@@ -1,5 +1,6 @@
 import logging
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from math import nan
 
@@ -9,7 +10,7 @@ from accelerate import cpu_offload
 from peft import LoraConfig, get_peft_model, inject_adapter_in_model
 from torch import Tensor, nn
 
-from sigmascope.errors import ConfigError, ModelMismatchError
+from sigmascope.errors import ConfigError, ModelMismatchError, NonFiniteError
 from sigmascope.lora.apply import attach_lora
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile
@@ -390,3 +391,39 @@ def test_a_model_that_moves_to_the_gpu_while_attached_still_runs(
     with torch.no_grad(), attach_lora(model, lora):
         model.cuda()
         torch.testing.assert_close(model(image.cuda()).cpu(), expected, rtol=1e-3, atol=1e-3)
+
+
+def half_model_and_lora(up: float, down: float) -> tuple[nn.Module, LoraFile]:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False)).half()
+    factors = LoraFactors(torch.full((4, 1), up), torch.full((1, 4), down), 1.0, (4, 4))
+    return model, LoraFile({"0": factors})
+
+
+@pytest.mark.parametrize(("up", "down"), [(1e6, 1e-6), (1e-6, 1e6), (0.0, 1e6)])
+def test_factors_beyond_float16_share_the_change_so_that_both_fit(up: float, down: float) -> None:
+    model, lora = half_model_and_lora(up, down)
+    x = torch.ones(1, 4, dtype=torch.float16)
+    plain = model(x)
+    with attach_lora(model, lora):
+        torch.testing.assert_close(model(x), plain + 4 * up * down, rtol=2e-3, atol=2e-3)
+
+
+def test_a_change_beyond_float16_is_refused_with_the_layer() -> None:
+    model, lora = half_model_and_lora(1e6, 1e6)
+    with pytest.raises(NonFiniteError, match=r"0: the LoRA's factors hold NaN or Inf in torch\.float16"):
+        attach_lora(model, lora)
+
+
+def test_threads_that_run_one_layer_in_two_dtypes_do_not_mix_them() -> None:
+    model = nn.Linear(4, 4, bias=False)
+    lora = LoraFile({"0": LoraFactors(torch.ones(4, 1), torch.ones(1, 4), 1.0, (4, 4))})
+    with attach_lora(nn.Sequential(model), lora):
+        hook = next(iter(model._forward_hooks.values()))
+        outputs = {torch.float32: torch.zeros(1, 4), torch.float64: torch.zeros(1, 4, dtype=torch.float64)}
+
+        def run(dtype: torch.dtype) -> bool:
+            x = torch.ones(1, 4, dtype=dtype)
+            return all(hook(model, (x,), {}, outputs[dtype]).dtype == dtype for _ in range(200))
+
+        with ThreadPoolExecutor(2) as pool:
+            assert all(pool.map(run, [torch.float32, torch.float64]))

@@ -1,13 +1,15 @@
 """What an extraction refuses, and that a refusal changes no file."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from sigmascope.errors import ConfigError, ModelMismatchError, NonFiniteError, WriteError
+from sigmascope.errors import CheckpointError, ConfigError, ModelMismatchError, NonFiniteError, WriteError
 from sigmascope.lora.extract import ExtractionReport, ExtractOptions, extract_lora
+from sigmascope.lora.formats import load_lora
 
 if TYPE_CHECKING:
     from tests.conftest import MakePair, ModelPair, State
@@ -109,3 +111,64 @@ def test_nan_in_a_bias_stops_the_extraction(make_model_pair: "MakePair") -> None
 def test_factors_that_overflow_fp16_are_refused_with_the_layer(make_model_pair: "MakePair") -> None:
     with pytest.raises(NonFiniteError, match=r"denoiser\.\S+: the factors .* do not fit torch\.float16"):
         extract(make_model_pair(size=1e12), ExtractOptions(rank=4, conv_rank=4, save_precision="fp16"))
+
+
+@pytest.mark.parametrize(("name", "value"), [("save_precision", "int8"), ("target_coverage", "all")])
+def test_unknown_choices_name_the_flag(name: str, value: str) -> None:
+    options = ExtractOptions()
+    object.__setattr__(options, name, value)  # the tests' type checker refuses it in the constructor
+    with pytest.raises(ConfigError, match=f"--{name} {value}"):
+        options.__post_init__()
+
+
+@pytest.mark.parametrize("text", ["train_shards: [a.tar]\n", "- a list\n", "no: [yaml"])
+def test_another_yaml_of_the_side_car_s_name_is_not_replaced(make_model_pair: "MakePair", text: str) -> None:
+    files = make_model_pair()
+    other = files.base.with_name("lora_config.yaml")
+    other.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"lora_config\.yaml is where"):
+        extract(files)
+    assert other.read_text(encoding="utf-8") == text
+    assert not files.base.with_name("lora.safetensors").exists()
+
+
+@pytest.mark.parametrize("target", [".", "/"])
+def test_a_folder_is_no_target(make_model_pair: "MakePair", target: str) -> None:
+    files = make_model_pair()
+    with pytest.raises(ConfigError, match=r"--save_to \S+ is a folder"):
+        extract_lora(files.base, files.tuned, target)
+
+
+def test_names_that_the_system_refuses_are_refused_in_words(make_model_pair: "MakePair") -> None:
+    files = make_model_pair()
+    long = files.base.with_name("x" * 300 + ".safetensors")
+    with pytest.raises(WriteError, match="cannot be reached"):
+        extract_lora(files.base, files.tuned, long)
+    with pytest.raises(CheckpointError, match="cannot be reached"):
+        extract_lora(long, files.tuned, files.base.with_name("lora.safetensors"))
+
+
+def test_a_lora_inside_the_base_s_folder_can_be_made_again(make_model_pair: "MakePair") -> None:
+    files = make_model_pair()
+    folder = files.base.with_name("checkpoint")
+    folder.mkdir()
+    files.base.rename(folder / "model.safetensors")
+    for _ in range(2):
+        extract_lora(folder, files.tuned, folder / "lora.safetensors")
+    with pytest.raises(ConfigError, match="is part of the input"):
+        extract_lora(folder, files.tuned, folder / "model.safetensors")
+
+
+def test_names_that_are_no_utf8_are_written_readably(make_model_pair: "MakePair") -> None:
+    files = make_model_pair()
+    name = os.fsdecode(b"l\xffra.safetensors")
+    try:
+        files.base.with_name(name).touch()
+    except OSError:
+        pytest.skip("the file system takes only UTF-8 names")
+    base = files.base.rename(files.base.with_name(os.fsdecode(b"b\xffse.safetensors")))
+    made = extract_lora(base, files.tuned, base.with_name(name))
+    header = load_lora(made.lora).metadata
+    assert header["sigmascope_base"] == "b\ufffdse.safetensors"
+    assert header["modelspec.title"] == "l\ufffdra"
+    assert "b\ufffdse" in made.sidecar.read_text(encoding="utf-8")

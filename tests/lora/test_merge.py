@@ -343,3 +343,51 @@ def test_merging_on_the_gpu_keeps_the_originals_on_the_cpu(model: nn.Sequential,
     model.cpu()
     merged.unmerge()
     assert same_bits(model, base)
+
+
+def test_a_float64_model_is_merged_in_float64(make_lora: MakeLora) -> None:
+    model = nn.Sequential(nn.Linear(6, 4)).double()
+    lora = make_lora(model, dtype=torch.float64)
+    expected = weight(model, "0") + lora.modules["0"].delta(torch.float64)
+    merge_lora(model, lora)
+    torch.testing.assert_close(weight(model, "0"), expected, rtol=1e-15, atol=0)
+
+
+def test_an_interrupted_unmerge_can_be_finished(
+    model: nn.Sequential, make_lora: MakeLora, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = weights(model)
+    merged = merge_lora(model, make_lora(model))
+
+    def interrupted(target: Tensor, values: Tensor) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("sigmascope.lora.merge._write", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            merged.unmerge()
+    merged.unmerge()
+    assert same_bits(model, base)
+
+
+@pytest.mark.parametrize("lost", [torch.zeros(3, 6), torch.zeros(4, 6, device="meta")])
+def test_an_original_that_fits_no_more_is_kept(
+    model: nn.Sequential, make_lora: MakeLora, lost: Tensor
+) -> None:
+    base = weights(model)
+    merged = merge_lora(model, make_lora(model))
+    linear = model[2]
+    held = linear.weight
+    linear.weight = nn.Parameter(lost)
+    with pytest.raises(ModelMismatchError, match=r"cannot take their originals back.*first is 2"):
+        merged.unmerge(force=True)
+    linear.weight = held
+    merged.unmerge()
+    assert same_bits(model, base)
+
+
+def test_an_inference_tensor_is_refused_with_the_way_that_works(make_lora: MakeLora) -> None:
+    with torch.inference_mode():
+        model = nn.Sequential(nn.Linear(4, 4))
+    with pytest.raises(ModelMismatchError, match=r"inference_mode.*attach_lora"):
+        merge_lora(model, make_lora(model))

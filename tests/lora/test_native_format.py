@@ -274,3 +274,75 @@ def test_what_a_lora_holds_is_summed_up(lora: LoraFile) -> None:
     assert lora.ranks == {2: 1, 3: 1}
     assert lora.parameters == 2 * (6 + 5) + 3 * (6 + 36)
     assert str(lora) == "a LoRA of 2 modules"
+
+
+def clamped_file(path: Path, header: dict[str, str], *, alpha: float = 16.0) -> Tensor:
+    """An output convolution of 4 channels whose factors are the whole change; gives that change."""
+    change = torch.randn(4, 8, 3, 3)
+    file = {
+        "denoiser.conv_out.lora_up.weight": torch.eye(4).reshape(4, 4, 1, 1),
+        "denoiser.conv_out.lora_down.weight": change,
+        "denoiser.conv_out.alpha": torch.tensor(alpha),
+    }
+    save_file(file, path, header)
+    return change
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"ss_network_dim": "32", "ss_network_args": '{"conv_dim": "16", "conv_alpha": "16"}'},
+        {"ss_network_dim": "32", "ss_network_args": '{"conv_dim": 16}'},
+        {"ss_network_dim": "16", "ss_network_alpha": "16"},
+    ],
+)
+def test_an_alpha_that_repeats_the_asked_rank_beside_a_whole_change_is_scale_one(
+    header: dict[str, str], tmp_path: Path
+) -> None:
+    change = clamped_file(tmp_path / "a.safetensors", header)
+    read = load_lora(tmp_path / "a.safetensors").modules["denoiser.conv_out"]
+    assert (read.alpha, read.scale) == (4.0, 1.0)
+    assert torch.equal(read.delta(), change)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"ss_network_dim": "4", "ss_network_alpha": "16"},
+        {"ss_network_args": '{"conv_dim": "4", "conv_alpha": "16"}'},
+        {"ss_network_dim": "Dynamic", "ss_network_args": "no JSON"},
+        {"ss_network_args": "[16]"},
+        {"ss_network_dim": "32"},
+    ],
+)
+def test_an_alpha_that_was_chosen_keeps_its_scale(header: dict[str, str], tmp_path: Path) -> None:
+    change = clamped_file(tmp_path / "a.safetensors", header)
+    read = load_lora(tmp_path / "a.safetensors").modules["denoiser.conv_out"]
+    torch.testing.assert_close(read.delta(), 4.0 * change)
+
+
+def test_factors_of_more_than_the_possible_rank_keep_their_scale(tmp_path: Path) -> None:
+    file = {
+        f"{LINEAR}.lora_up.weight": torch.ones(4, 8),
+        f"{LINEAR}.lora_down.weight": torch.ones(8, 6),
+        f"{LINEAR}.alpha": torch.tensor(16.0),
+    }
+    save_file(file, tmp_path / "a.safetensors", {"ss_network_dim": "16"})
+    assert load_lora(tmp_path / "a.safetensors").modules[LINEAR].scale == 2.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_float8_factors_are_read_without_loss(
+    tensors: dict[str, Tensor], tmp_path: Path, dtype: torch.dtype
+) -> None:
+    stored = {key: value.to(dtype) if value.ndim else value for key, value in tensors.items()}
+    save_file(stored, tmp_path / "a.safetensors")
+    read = load_lora(tmp_path / "a.safetensors").modules[LINEAR]
+    assert torch.equal(read.up, stored[f"{LINEAR}.lora_up.weight"].float())
+
+
+def test_factors_that_are_no_numbers_are_refused_by_key(tensors: dict[str, Tensor], tmp_path: Path) -> None:
+    tensors[f"{LINEAR}.lora_up.weight"] = torch.ones(6, 2, dtype=torch.int8)
+    save_file(tensors, tmp_path / "a.safetensors")
+    with pytest.raises(LoraFormatError, match=rf"{LINEAR}\.lora_up\.weight is int8"):
+        load_lora(tmp_path / "a.safetensors")

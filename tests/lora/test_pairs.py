@@ -125,3 +125,30 @@ def test_the_same_file_twice_is_refused(make_model_pair: "MakePair") -> None:
 
 def _open(files: "ModelPair") -> "AbstractContextManager[CheckpointPair]":
     return open_pair(files.base, files.tuned)
+
+
+def test_complex_weights_are_refused(make_model_pair: "MakePair") -> None:
+    def edit(base: "State", tuned: "State") -> None:
+        for state in (base, tuned):
+            state["denoiser.conv_in.weight"] = state["denoiser.conv_in.weight"].to(torch.complex64)
+
+    files = make_model_pair(edit=edit)
+    with (
+        pytest.raises(CheckpointError, match=r"conv_in\.weight is complex64"),
+        open_pair(files.base, files.tuned),
+    ):
+        pass
+
+
+def test_packed_float4_weights_are_refused(make_model_pair: "MakePair") -> None:
+    def edit(base: "State", tuned: "State") -> None:
+        for state in (base, tuned):
+            packed = torch.zeros(16, 4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+            state["denoiser.time_embedding.linear_1.weight"] = packed
+
+    files = make_model_pair(edit=edit)
+    with (
+        pytest.raises(CheckpointError, match=r"linear_1\.weight is float4"),
+        open_pair(files.base, files.tuned),
+    ):
+        pass

@@ -25,7 +25,9 @@ def test_9999_is_all_of_it(weight_shape: tuple[int, ...], rank: int) -> None:
     assert FixedRank(FULL_RANK, FULL_RANK).rank_for(weight_shape) == rank
 
 
-@pytest.mark.parametrize(("rank", "conv_rank", "named"), [(0, 4, "rank is 0"), (4, -1, "conv_rank is -1")])
+@pytest.mark.parametrize(
+    ("rank", "conv_rank", "named"), [(0, 4, "rank 0 keeps nothing"), (4, -1, "conv_rank -1 keeps nothing")]
+)
 def test_a_rank_below_one_is_refused_by_name(rank: int, conv_rank: int, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         FixedRank(rank, conv_rank)

@@ -112,7 +112,7 @@ def test_alpha_9999_beside_whole_factors_means_scale_one(make_model_pair: "MakeP
         (1.001, "noise"),
     ],
 )
-def test_bands_are_the_seed_s(error: float, band: str) -> None:
+def test_bands_begin_and_end_where_users_were_told(error: float, band: str) -> None:
     assert band_of(error) == band
 
 

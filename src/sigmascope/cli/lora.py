@@ -1,6 +1,7 @@
 """`sigmascope lora`: make a LoRA from two checkpoints, and prove it."""
 
 import json
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +11,7 @@ from rich.console import Console
 
 from sigmascope.cli.lora_tables import print_extraction, print_validation
 from sigmascope.cli.progress import progress_bar
-from sigmascope.errors import CheckpointError, ConfigError
+from sigmascope.errors import CheckpointError, ConfigError, WriteError
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -175,20 +176,60 @@ def validate(
     that changed and all modules of the LoRA; below --min_success_rate the
     exit code is 1. Lower it for a LoRA that leaves layers out on purpose.
     """
-    from sigmascope.lora.validate import validate_lora, write_layer_names
+    from sigmascope.lora.validate import validate_lora
 
+    names_path = _names_path(layer_names, lora_path, (base_model_path, tuned_model_path, lora_path))
     with progress_bar("Validating") as progress:
         report = validate_lora(base_model_path, tuned_model_path, lora_path, progress=progress)
-    names_path = layer_names or lora_path.with_name("lora_layer_names.txt")
-    write_layer_names(names_path, report.layer_names)
     if as_json:
         typer.echo(json.dumps(report.as_dict() | {"layer_names": str(names_path)}, indent=2))
     else:
-        console = Console()
-        print_validation(console, report, verbose=verbose)
-        console.print(f"Layer names: {names_path}", markup=False, highlight=False)
+        print_validation(Console(), report, verbose=verbose)
+    _write_names(names_path, report.layer_names, required=layer_names is not None, quiet=as_json)
     if report.success_rate < min_success_rate:
         raise typer.Exit(1)
+
+
+def _names_path(asked: Path | None, lora: Path, inputs: Sequence[Path]) -> Path:
+    """Where the layer names go, refused before the work if it is no place for them.
+
+    Raises:
+        ConfigError: The LoRA is a folder, or the list would replace an input or is not named `.txt`.
+    """
+    from sigmascope.lora.paths import exists
+
+    if exists(lora) and lora.is_dir():
+        raise ConfigError(f"--lora_path {lora} is a folder.", hint="Name the LoRA's file in it.")
+    path = asked or lora.parent / "lora_layer_names.txt"
+    if path.suffix != ".txt":
+        raise ConfigError(
+            f"--layer_names {path} is not named as text.", hint="Give a name that ends in .txt."
+        )
+    for file in inputs:
+        if exists(path) and exists(file) and path.samefile(file):
+            raise ConfigError(
+                f"--layer_names {path} is the input {file}.", hint="Give the name of a new text file."
+            )
+    return path
+
+
+def _write_names(path: Path, names: Sequence[str], *, required: bool, quiet: bool) -> None:
+    """Write the list after the report is shown: a place that nobody asked for may be read-only.
+
+    Raises:
+        WriteError: The place was asked for and cannot be written.
+    """
+    from sigmascope.lora.validate import write_layer_names
+
+    try:
+        write_layer_names(path, names)
+    except WriteError as error:
+        if required:
+            raise
+        typer.echo(f"Layer names are not written: {error.message} Use --layer_names.", err=True)
+        return
+    if not quiet:
+        Console().print(f"Layer names: {path}", markup=False, highlight=False)
 
 
 def _require_base(base: Path, *, create: bool, backbone: str | None, config: Path | None) -> None:
@@ -203,7 +244,9 @@ def _require_base(base: Path, *, create: bool, backbone: str | None, config: Pat
             raise ConfigError(
                 f"{flag} {value} is for --create_base_model only.", hint="Add it, or leave both out."
             )
-    if base.exists():
+    from sigmascope.lora.paths import exists
+
+    if exists(base):
         return
     if create:
         raise ConfigError(

@@ -6,7 +6,7 @@ dilation, and `up` is 1×1: together they are the convolution by ΔW.
 
 import logging
 from dataclasses import dataclass
-from math import isfinite
+from math import frexp, isfinite
 from types import TracebackType
 from typing import Any
 
@@ -16,10 +16,12 @@ from torch.nn import functional
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.utils.hooks import RemovableHandle
 
-from sigmascope.errors import ConfigError, ModelMismatchError
+from sigmascope.errors import ModelMismatchError, NonFiniteError
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.matching import Layer, LoraTarget, match_modules
+from sigmascope.lora.precision import at_least_float32
+from sigmascope.lora.scale import finite_scale
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +43,7 @@ def attach_lora(model: nn.Module, lora: LoraFile, scale: float = 1.0) -> "Attach
     Raises:
         ModelMismatchError: A module does not fit the model, or sits where hooks do not run: in a model that
             is already compiled, or in nn.MultiheadAttention's output projection.
+        NonFiniteError: Factors that hold NaN or Inf, or do so in the layer's dtype however they share the change.
         ConfigError: `scale` is NaN or infinite.
     """
     targets = match_modules(model, lora)
@@ -59,9 +62,9 @@ class AttachedLora:
 
     def __init__(self, targets: list[LoraTarget], scale: float) -> None:
         self.applied: tuple[str, ...] = tuple(name for target in targets for name in target.names)
-        self._strength = _Strength(_finite(scale))
+        self._strength = _Strength(finite_scale(scale))
         self._branches = [
-            _Branch(target.name, _PlacedFactors(target.factors, layer), self._strength)
+            _Branch(target.name, _PlacedFactors(target.name, target.factors, layer), self._strength)
             for target in targets
             for layer in target.layers
         ]
@@ -78,7 +81,7 @@ class AttachedLora:
 
     @scale.setter
     def scale(self, value: float) -> None:
-        self._strength.value = _finite(value)
+        self._strength.value = finite_scale(value)
 
     @property
     def attached(self) -> bool:
@@ -116,27 +119,73 @@ class _Strength:
 
 
 class _PlacedFactors:
-    """Factors as weights of the two small layers, where and in the dtype in which the layer last ran."""
+    """Factors as weights of the two small layers, wherever and in whatever dtype the layer has run.
 
-    def __init__(self, factors: LoraFactors, layer: Layer) -> None:
+    Several threads may ask at once, as those of nn.DataParallel do for one hook.
+    """
+
+    def __init__(self, name: str, factors: LoraFactors, layer: Layer) -> None:
         kernel = factors.weight_shape[2:]
         out_features, rank = factors.up.shape
         self.scale = factors.scale
-        self._source_up = factors.up.reshape(out_features, rank, *(1 for _ in kernel))
-        self._source_down = factors.down.reshape(rank, *factors.weight_shape[1:])
-        self._up, self._down = self._source_up, self._source_down
+        self._name = name
+        self._up = factors.up.reshape(out_features, rank, *(1 for _ in kernel))
+        self._down = factors.down.reshape(rank, *factors.weight_shape[1:])
+        self._largest = _largest(factors.up), _largest(factors.down)
+        self._placed: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
         if layer.weight.is_floating_point() and not layer.weight.is_meta:
             self.near(layer.weight)
 
     def near(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
-        """Up and down on the tensor's device and in its dtype; moved only when either has changed."""
-        if self._up.device != tensor.device or self._up.dtype != tensor.dtype:
-            # An inference tensor kept from here would fail in a later call that records gradients.
-            with torch.inference_mode(mode=False), torch.no_grad():
-                self._up, self._down = (
-                    source.to(tensor.device, tensor.dtype) for source in (self._source_up, self._source_down)
-                )
-        return self._up, self._down
+        """Up and down on the tensor's device and in its dtype; made once for each."""
+        place = tensor.device, tensor.dtype
+        placed = self._placed.get(place)
+        if placed is None:
+            placed = self._place(*place)
+            self._placed[place] = placed
+        return placed
+
+    def _place(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        shift = _balancing_shift(self._name, *self._largest, dtype)
+        # An inference tensor kept from here would fail in a later call that records gradients.
+        with torch.inference_mode(mode=False), torch.no_grad():
+            if shift == 0:
+                return self._up.to(device, dtype), self._down.to(device, dtype)
+            # By powers of two, before narrowing: the product stays what it was, to the bit.
+            wide = at_least_float32(self._up.dtype, self._down.dtype)
+            up, down = self._up.to(wide) * 2.0**-shift, self._down.to(wide) * 2.0**shift
+            return up.to(device, dtype), down.to(device, dtype)
+
+
+def _largest(factor: Tensor) -> float:
+    return float(factor.detach().to(at_least_float32(factor.dtype)).abs().max())
+
+
+def _balancing_shift(name: str, up: float, down: float, dtype: torch.dtype) -> int:
+    """The n for which up·2⁻ⁿ and down·2ⁿ fit a dtype; 0 where they do as they are.
+
+    Args:
+        name: The layer, for the message.
+        up: Largest magnitude in that factor.
+        down: Likewise.
+        dtype: Where they must fit. Factors that it can hold as subnormal numbers only do not fit either.
+    """
+    if not dtype.is_floating_point:
+        return 0
+    limits = torch.finfo(dtype)
+    if all(value == 0.0 or limits.smallest_normal <= value <= limits.max for value in (up, down)):
+        return 0
+    shift = 0
+    if isfinite(up) and isfinite(down):
+        apart = frexp(up)[1] - frexp(down)[1]
+        shift = apart // 2 if up and down else apart  # a factor of zeros takes any shift
+        up, down = up * 2.0**-shift, down * 2.0**shift
+    if not (up <= limits.max and down <= limits.max):
+        raise NonFiniteError(
+            f"{name}: the LoRA's factors hold NaN or Inf in {dtype}.",
+            hint="Run the model in bfloat16 or float32, which hold larger values than float16.",
+        )
+    return shift
 
 
 class _Branch:
@@ -163,12 +212,6 @@ class _Branch:
         else:
             branch = functional.linear(functional.linear(x, down), up)
         return torch.add(output, branch.to(output.dtype), alpha=strength * self._factors.scale)
-
-
-def _finite(scale: float) -> float:
-    if not isfinite(scale):
-        raise ConfigError(f"a LoRA scale of {scale} is no number.", hint="Give a scale such as 1.0.")
-    return scale
 
 
 def _require_hooks_run(model: nn.Module, targets: list[LoraTarget]) -> None:

@@ -4,9 +4,11 @@ from collections.abc import Iterable
 
 import torch
 
+from sigmascope.checkpoints import tensor_fingerprint
 from sigmascope.lora.layer_names import DENOISER
 from sigmascope.lora.norms import root_sum_square
 from sigmascope.lora.pairs import CheckpointPair
+from sigmascope.lora.precision import is_real
 from sigmascope.records.finding import Finding
 
 _IGNORED = ("num_iterations",)  # a training counter: it differs between any two checkpoints
@@ -106,4 +108,13 @@ def _differs(pair: CheckpointPair, key: str) -> bool:
     if pair.base.info(key).shape != pair.tuned.info(key).shape:
         return True
     base, tuned = pair.base.tensor(key), pair.tuned.tensor(key)
+    if base.dtype == tuned.dtype:
+        return tensor_fingerprint(base) != tensor_fingerprint(tuned)
+    if not all(_has_value(tensor.dtype) for tensor in (base, tuned)):
+        return True  # complex or packed beside another dtype: nothing says that they are equal
     return bool((base.to(torch.float64) != tuned.to(torch.float64)).any())
+
+
+def _has_value(dtype: torch.dtype) -> bool:
+    """Whether each element is a real number that float64 can take."""
+    return is_real(dtype) or not (dtype.is_floating_point or dtype.is_complex)

@@ -19,11 +19,12 @@ from sigmascope.lora.decompose import StoredChange, decompose
 from sigmascope.lora.extraction_report import ExtractedModule, ExtractionReport, LeftOutLayer, LeftOutReason
 from sigmascope.lora.formats.native import module_tensors
 from sigmascope.lora.layer_names import in_coverage, layer_order
-from sigmascope.lora.options import ExtractOptions, check_target, resolve_device
+from sigmascope.lora.options import ExtractOptions, check_target, refuse_inputs, resolve_device
 from sigmascope.lora.pairs import CheckpointPair, LayerChange, open_pair
+from sigmascope.lora.paths import as_text
 from sigmascope.lora.provenance import extraction_metadata
 from sigmascope.lora.ranks import FixedRank
-from sigmascope.lora.sidecar import require_yaml, sidecar_path, sidecar_text
+from sigmascope.lora.sidecar import refuse_other_yaml, require_yaml, sidecar_path, sidecar_text
 from sigmascope.progress import Progress, no_progress
 
 __all__ = ["ExtractOptions", "ExtractionReport", "extract_lora"]
@@ -55,7 +56,8 @@ def extract_lora(
         Every layer's rank, change and true error, measured on the factors as stored.
 
     Raises:
-        ConfigError: The target is one of the inputs, the device is not there, or PyYAML is missing.
+        ConfigError: The target is one of the inputs or a folder, a YAML that is no description of an extraction
+            has the side-car's name, the device is not there, or PyYAML is missing.
         ModelMismatchError: The checkpoints do not belong together, or nothing to extract differs.
         CheckpointError: An input cannot be read.
         NonFiniteError: NaN or Inf in an input, or factors too large for the storage dtype.
@@ -64,11 +66,13 @@ def extract_lora(
     started = time.perf_counter()
     options = options or ExtractOptions()
     target = Path(save_to)
-    check_target(target, (Path(base), Path(tuned)))
+    check_target(target)
+    refuse_other_yaml(sidecar_path(target))
     require_yaml()
     device = resolve_device(options.device)
     with open_pair(base, tuned) as pair, ExitStack() as files:
-        metadata = extraction_metadata(pair, options) | {"modelspec.title": target.stem}
+        refuse_inputs(target, pair.base, pair.tuned)
+        metadata = extraction_metadata(pair, options) | {"modelspec.title": as_text(target.stem)}
         # Entered first, left last: the description only appears once the LoRA is in place.
         sidecar = files.enter_context(atomic_path(sidecar_path(target)))
         writer = files.enter_context(StreamingWriter(target, metadata, expected=_expected(pair, options)))

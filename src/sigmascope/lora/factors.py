@@ -18,6 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sigmascope.errors import LoraFormatError, ModelMismatchError, NonFiniteError
+from sigmascope.lora.precision import at_least_float32
 from sigmascope.lora.shapes import matrix_shape
 
 # 9999 stored in bfloat16 reads back as 9984, in float16 as 10000.
@@ -93,7 +94,7 @@ class LoraFactors:
 
         The product runs in float32 or wider and is then rounded once to `dtype`.
         """
-        compute = torch.promote_types(dtype, torch.float32)
+        compute = at_least_float32(dtype)
         product = (self.up.to(compute) @ self.down.to(compute)).mul(self.scale)
         return product.to(dtype).reshape(self.weight_shape)
 
@@ -158,7 +159,7 @@ class LoraFactors:
         u, sigma, vh = torch.linalg.svd(core, full_matrices=False)
         kept = min(rank, sigma.shape[0])
         root = sigma[:kept].sqrt()
-        dtype = torch.promote_types(torch.promote_types(self.up.dtype, self.down.dtype), torch.float32)
+        dtype = at_least_float32(self.up.dtype, self.down.dtype)
         up = ((left @ u[:, :kept]) * root).to(self.up.device, dtype)
         down = (root[:, None] * (vh[:kept] @ right.mT)).to(self.down.device, dtype)
         return LoraFactors(up, down, float(kept), self.weight_shape)
@@ -167,7 +168,7 @@ class LoraFactors:
         """The same ΔW with alpha = rank, which every reader understands: the scale moves into `up`."""
         if self.scale == 1.0:
             return replace(self, alpha=float(self.rank))
-        scaled = self.up.to(torch.promote_types(self.up.dtype, torch.float32)).mul(self.scale)
+        scaled = self.up.to(at_least_float32(self.up.dtype)).mul(self.scale)
         return replace(self, up=scaled.to(self.up.dtype), alpha=float(self.rank))
 
     def to(
@@ -197,9 +198,7 @@ class LoraFactors:
         if not parts or len(factors) != len(parts):
             raise LoraFormatError(f"{len(parts)} LoRAs with {len(factors)} weights cannot be added.")
         _require_same_weight(parts)
-        dtype = torch.float32
-        for part in parts:
-            dtype = torch.promote_types(dtype, torch.promote_types(part.up.dtype, part.down.dtype))
+        dtype = at_least_float32(*(factor.dtype for part in parts for factor in (part.up, part.down)))
         scaled = [
             part.up.to(dtype) * (weight * part.scale) for part, weight in zip(parts, factors, strict=True)
         ]

@@ -7,16 +7,17 @@ CPU: as many bytes as the changed weights have.
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import isfinite
 from types import TracebackType
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from sigmascope.errors import ConfigError, ModelMismatchError, NonFiniteError
+from sigmascope.errors import ModelMismatchError, NonFiniteError
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.matching import LoraTarget, holds_weight, match_modules
+from sigmascope.lora.precision import at_least_float32
+from sigmascope.lora.scale import finite_scale
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +33,8 @@ def merge_lora(
 ) -> "MergedLora":
     """Add a LoRA to the model's weights, in place: parameters stay the same objects.
 
-    Each sum is formed in `compute_dtype` on the weight's device and rounded once to the weight's dtype. A
-    weight that several layers share changes once. If anything fails, the model is as it was.
+    Each sum is formed in `compute_dtype`, or in float64 for a float64 weight, on the weight's device and
+    rounded once to the weight's dtype. A weight that several layers share changes once. If anything fails, the model is as it was.
 
     Args:
         model: Holds a Linear or Conv2d for every module of the LoRA.
@@ -45,12 +46,12 @@ def merge_lora(
         A handle that is also a context manager; leaving it unmerges.
 
     Raises:
-        ModelMismatchError: A module does not fit the model, or its weight is quantised or on the meta device.
+        ModelMismatchError: A module does not fit the model, or its weight is quantised, on the meta device, or
+            an inference tensor.
         NonFiniteError: A merged weight would hold NaN or Inf.
         ConfigError: `scale` is NaN or infinite.
     """
-    if not isfinite(scale):
-        raise ConfigError(f"a LoRA scale of {scale} is no number.", hint="Give a scale such as 1.0.")
+    finite_scale(scale)
     targets = match_modules(model, lora)
     _require_mergeable(targets)
     if lora.unused_keys:
@@ -99,8 +100,10 @@ class MergedLora:
             force: Restore also weights that something else has changed since the merge; that change is lost.
 
         Raises:
-            ModelMismatchError: Some weight is not what the merge left. Nothing is restored then.
+            ModelMismatchError: Some weight is not what the merge left, or (by force too) has another shape or
+                no values any more. Nothing is restored then.
         """
+        _require_restorable(self._changed)
         touched = (
             [] if force else [changed.target.name for changed in self._changed if not changed.is_intact()]
         )
@@ -114,7 +117,8 @@ class MergedLora:
 
     def _restore(self) -> None:
         while self._changed:
-            self._changed.pop().restore()
+            self._changed[-1].restore()
+            self._changed.pop()  # only now: an original that is not back in place must not be lost
 
     def __enter__(self) -> "MergedLora":
         return self
@@ -144,6 +148,12 @@ class _ChangedWeight:
             for weight in self._weights()
         )
 
+    def can_be_restored(self) -> bool:
+        return all(
+            weight.shape == self.original.shape and not weight.is_meta and _is_writable(weight)
+            for weight in self._weights()
+        )
+
     def restore(self) -> None:
         for weight in self._weights():
             _write(weight, self.original)
@@ -155,6 +165,7 @@ class _ChangedWeight:
 
 def _merged_weight(target: LoraTarget, scale: float, compute_dtype: torch.dtype) -> Tensor:
     weight = target.weight.detach()
+    compute_dtype = at_least_float32(compute_dtype, weight.dtype)
     delta = target.factors.to(device=weight.device).delta(compute_dtype)
     merged = torch.add(weight.to(compute_dtype), delta, alpha=scale).to(weight.dtype)
     if not bool(torch.isfinite(merged.to(compute_dtype)).all()):
@@ -182,6 +193,21 @@ def _write(weight: Tensor, values: Tensor) -> None:
         weight.copy_(values)
 
 
+def _is_writable(weight: Tensor) -> bool:
+    """PyTorch refuses to change a tensor made under torch.inference_mode outside of it."""
+    return not weight.is_inference() or torch.is_inference_mode_enabled()
+
+
+def _require_restorable(changes: "Sequence[_ChangedWeight]") -> None:
+    lost = [changed.target.name for changed in changes if not changed.can_be_restored()]
+    if lost:
+        raise ModelMismatchError(
+            f"{len(lost)} of {len(changes)} merged weights cannot take their originals back: they have another "
+            f"shape, lie on the meta device or are inference tensors; the first is {lost[0]}.",
+            hint="Give the layers a weight of the first shape with memory of its own, and unmerge then.",
+        )
+
+
 def _require_mergeable(targets: Sequence[LoraTarget]) -> None:
     for target in targets:
         if not all(holds_weight(layer) for layer in target.layers):
@@ -194,6 +220,11 @@ def _require_mergeable(targets: Sequence[LoraTarget]) -> None:
             raise ModelMismatchError(
                 f"{target.name} is on the meta device and holds no values.",
                 hint="Load the model's weights before merging.",
+            )
+        if weight.is_inference():
+            raise ModelMismatchError(
+                f"{target.name} was made under torch.inference_mode, so it cannot be changed outside of it.",
+                hint="Use attach_lora, which leaves the weights as they are, or load under torch.no_grad.",
             )
         if not weight.is_floating_point() or tuple(weight.shape) != target.factors.weight_shape:
             raise ModelMismatchError(

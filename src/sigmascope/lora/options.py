@@ -1,14 +1,17 @@
 """What a user may choose when a LoRA is extracted, checked before any file is read."""
 
+import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 import torch
 
-from sigmascope.errors import ConfigError, WriteError
-from sigmascope.lora.shapes import FULL_RANK
+from sigmascope.checkpoints import Checkpoint
+from sigmascope.errors import CheckpointError, ConfigError, WriteError
+from sigmascope.lora.paths import exists
+from sigmascope.lora.ranks import require_rank
 
 Coverage = Literal["full", "attention", "extended"]
 SavePrecision = Literal["float", "fp16", "bf16"]
@@ -46,11 +49,10 @@ class ExtractOptions:
     device: str = "auto"
 
     def __post_init__(self) -> None:
-        for flag, value in (("--rank", self.rank), ("--conv_rank", self.conv_rank)):
-            if value < 1:
-                raise ConfigError(
-                    f"{flag} {value} keeps nothing.", hint=f"Use 1 or more; {FULL_RANK} is full rank."
-                )
+        require_rank("--rank", self.rank)
+        require_rank("--conv_rank", self.conv_rank)
+        _require_one_of("--save_precision", self.save_precision, get_args(SavePrecision))
+        _require_one_of("--target_coverage", self.target_coverage, get_args(Coverage))
         if not (math.isfinite(self.min_diff) and self.min_diff >= 0):
             raise ConfigError(
                 f"--min_diff {self.min_diff} is no threshold.", hint="Use 0 or a positive number."
@@ -60,6 +62,11 @@ class ExtractOptions:
     def storage_dtype(self) -> torch.dtype:
         """The dtype that `save_precision` names."""
         return STORAGE_DTYPES[self.save_precision]
+
+
+def _require_one_of(flag: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ConfigError(f"{flag} {value} is not known.", hint=f"Use one of: {', '.join(known)}.")
 
 
 def resolve_device(name: str) -> torch.device:
@@ -86,33 +93,49 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
-def check_target(save_to: Path, inputs: tuple[Path, ...]) -> None:
-    """Refuse a target that would overwrite one of the models, is not named as safetensors, or has no folder.
+def check_target(save_to: Path) -> None:
+    """Refuse a target that is a folder, is not named as safetensors, or cannot be reached.
 
     Raises:
         ConfigError: With the flag and the file.
-        WriteError: The folder does not exist.
+        WriteError: The folder does not exist or cannot be entered.
     """
+    try:
+        exists(save_to)
+        is_folder, has_parent = save_to.is_dir(), save_to.parent.is_dir()
+    except (CheckpointError, OSError) as error:
+        raise WriteError(
+            save_to, "cannot be reached.", hint="Choose a folder that you may enter and a shorter name."
+        ) from error
+    if is_folder:
+        raise ConfigError(
+            f"--save_to {save_to} is a folder.", hint=f"Name a file in it: {save_to / 'lora.safetensors'}."
+        )
     if save_to.suffix != ".safetensors":
         raise ConfigError(
             f"--save_to {save_to}: a LoRA is written as safetensors.",
-            hint=f"Name it {save_to.with_suffix('.safetensors').name}.",
+            hint=f"Name it {save_to.stem}.safetensors.",
         )
-    if not save_to.parent.is_dir():
+    if not has_parent:
         raise WriteError(save_to, "its folder does not exist.", hint=f"Create {save_to.parent}.")
-    for model in inputs:
-        if _belongs_to(save_to, model):
+
+
+def refuse_inputs(target: Path, *models: Checkpoint, flag: str = "--save_to") -> None:
+    """Refuse a target that is one of the files that an open model is read from.
+
+    Raises:
+        ConfigError: With the flag and the model.
+    """
+    for model in models:
+        if any(exists(target) and exists(file) and target.samefile(file) for file in _files_of(model)):
             raise ConfigError(
-                f"--save_to {save_to} is part of the input {model}.", hint="Choose another name."
+                f"{flag} {target} is part of the input {model.path}.", hint="Choose another name."
             )
 
 
-def _belongs_to(file: Path, model: Path) -> bool:
-    """Whether writing `file` would replace `model` or one of its shards."""
-    if not file.exists() or not model.exists():
-        return False
-    if file.samefile(model):
-        return True
-    folder = model if model.is_dir() else model.parent
-    sharded = model.is_dir() or model.name.endswith(".index.json")
-    return sharded and file.resolve().parent == folder.resolve()
+def _files_of(model: Checkpoint) -> list[Path]:
+    """The file, or the index and its shards: opening has checked that they are plain names beside it."""
+    if model.path.suffix != ".json":
+        return [model.path]
+    index = json.loads(model.path.read_text(encoding="utf-8"))
+    return [model.path, *(model.path.with_name(name) for name in sorted(set(index["weight_map"].values())))]

@@ -14,6 +14,8 @@ from sigmascope.checkpoints import Checkpoint, TensorInfo, open_checkpoint
 from sigmascope.errors import CheckpointError, ModelMismatchError, NonFiniteError
 from sigmascope.lora.layer_names import DENOISER
 from sigmascope.lora.norms import frobenius_norm
+from sigmascope.lora.paths import exists
+from sigmascope.lora.precision import is_real
 
 _WEIGHT = ".weight"
 _LAYER_DIMENSIONS = (2, 4)  # Linear (out, in) and Conv2d (out, in, kh, kw)
@@ -85,7 +87,7 @@ def open_pair(base: str | PathLike[str], tuned: str | PathLike[str]) -> Iterator
         CheckpointError: A file that cannot be read, or weights that are not floating-point numbers.
     """
     paths = Path(base), Path(tuned)
-    if all(path.exists() for path in paths) and paths[0].samefile(paths[1]):
+    if all(exists(path) for path in paths) and paths[0].samefile(paths[1]):
         raise ModelMismatchError(
             f"{base} is given as base and as tuned model: nothing differs.",
             hint="Give the fine-tuned checkpoint as --tuned_model_path.",
@@ -139,10 +141,10 @@ def _refuse_missing(base: Checkpoint, tuned: Checkpoint, base_keys: list[str], t
 
 def _checked_info(checkpoint: Checkpoint, key: str) -> TensorInfo:
     info = checkpoint.info(key)
-    if not info.dtype.is_floating_point:
+    if not is_real(info.dtype):
         raise CheckpointError(
             checkpoint.path,
-            f"{key} is {str(info.dtype).removeprefix('torch.')}, not floating-point numbers.",
+            f"{key} is {str(info.dtype).removeprefix('torch.')}, not plain floating-point numbers.",
             hint="Dequantise the checkpoint first; a difference of quantised codes means nothing.",
         )
     return info

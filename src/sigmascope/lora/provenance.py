@@ -1,9 +1,10 @@
 """What a LoRA file says of its making, and whether a base is the one that it was made from."""
 
 import hashlib
-from collections import Counter
-from collections.abc import Iterable
+from math import prod
 from typing import Final
+
+import torch
 
 from sigmascope.__about__ import __version__
 from sigmascope.checkpoints import Checkpoint, tensor_fingerprint
@@ -11,27 +12,55 @@ from sigmascope.lora.formats.native import native_metadata
 from sigmascope.lora.layer_names import DENOISER, in_coverage
 from sigmascope.lora.options import ExtractOptions
 from sigmascope.lora.pairs import CheckpointPair
-from sigmascope.lora.ranks import FixedRank
+from sigmascope.lora.paths import as_text
+from sigmascope.lora.precision import at_least_float32
+from sigmascope.lora.ranks import FixedRank, most_common_rank
 from sigmascope.lora.shapes import is_convolution
 
 BASE_FINGERPRINT: Final = "sigmascope_base_fingerprint"
-_SMALL_BYTES: Final = 64 * 1024
+_SMALL: Final = 16 * 1024  # elements
+_LARGE_TENSORS: Final = 16
+_LARGE_ELEMENTS: Final = 1 << 26  # of all large tensors together: 256 MiB in float32
 
 
 def denoiser_fingerprint(checkpoint: Checkpoint) -> str:
-    """Identify a denoiser by its small tensors: biases, norms, and the convolutions at both ends.
+    """Identify a denoiser by its small tensors and a sample of its large ones.
 
-    Hashing all of a full-size file would take longer than extracting from it. Training that touches every
-    layer changes these too, so two checkpoints of one training are told apart.
+    All tensors of up to 16,384 elements are hashed (biases, norms, the convolutions at both ends), and up to
+    16 larger ones, chosen by their names alone and together no more than 64 million elements, so that a
+    full-size file needs no more than 256 MiB of reading. Values are rounded to bfloat16 first: a model
+    and its exact float32 or bfloat16 copy are one base.
+
+    What it can miss: a training that changed only layers outside the sample, or every value by less than
+    bfloat16 shows. What it tells apart without need: a model and its float16 copy, whose rounding differs.
 
     Returns:
         64 hexadecimal digits.
     """
     digest = hashlib.sha256()
-    for key in sorted(checkpoint.keys()):
-        if key.startswith(DENOISER) and checkpoint.info(key).nbytes <= _SMALL_BYTES:
-            digest.update(f"{key}\n{tensor_fingerprint(checkpoint.tensor(key))}\n".encode())
+    for key in _hashed_keys(checkpoint):
+        tensor = checkpoint.tensor(key)
+        rounded = tensor.to(at_least_float32(tensor.dtype)).to(torch.float32).to(torch.bfloat16)
+        digest.update(f"{key!r}\n{tensor_fingerprint(rounded)}\n".encode())
     return digest.hexdigest()
+
+
+def _hashed_keys(checkpoint: Checkpoint) -> list[str]:
+    """The same for any two files of one architecture, whatever their dtypes and order."""
+    sizes = {
+        key: prod(checkpoint.info(key).shape)
+        for key in checkpoint.keys()  # noqa: SIM118 - not a dict
+        if key.startswith(DENOISER)
+    }
+    chosen = [key for key, size in sizes.items() if size <= _SMALL]
+    room = _LARGE_ELEMENTS
+    # By a hash of the name: any even step through the names could meet the same kind of layer each time.
+    large = sorted(sizes.keys() - chosen, key=lambda key: hashlib.sha256(repr(key).encode()).digest())
+    for key in large[:_LARGE_TENSORS]:
+        if sizes[key] <= room:
+            chosen.append(key)
+            room -= sizes[key]
+    return sorted(chosen)
 
 
 def extraction_metadata(pair: CheckpointPair, options: ExtractOptions) -> dict[str, str]:
@@ -42,13 +71,13 @@ def extraction_metadata(pair: CheckpointPair, options: ExtractOptions) -> dict[s
     policy = FixedRank(options.rank, options.conv_rank)
     shapes = [pair.shape(layer) for layer in pair.layers if in_coverage(layer, options.target_coverage)]
     header = native_metadata(
-        _most_common(policy.rank_for(shape) for shape in shapes if not is_convolution(shape)),
-        _most_common(policy.rank_for(shape) for shape in shapes if is_convolution(shape)),
+        most_common_rank(policy.rank_for(shape) for shape in shapes if not is_convolution(shape)),
+        most_common_rank(policy.rank_for(shape) for shape in shapes if is_convolution(shape)),
     )
     return header | {
         "sigmascope_version": __version__,
-        "sigmascope_base": pair.base.path.name,
-        "sigmascope_tuned": pair.tuned.path.name,
+        "sigmascope_base": as_text(pair.base.path.name),
+        "sigmascope_tuned": as_text(pair.tuned.path.name),
         BASE_FINGERPRINT: denoiser_fingerprint(pair.base),
         "sigmascope_tuned_fingerprint": denoiser_fingerprint(pair.tuned),
         "sigmascope_rank": str(options.rank),
@@ -56,8 +85,3 @@ def extraction_metadata(pair: CheckpointPair, options: ExtractOptions) -> dict[s
         "sigmascope_target_coverage": options.target_coverage,
         "sigmascope_min_diff": repr(options.min_diff),
     }
-
-
-def _most_common(ranks: Iterable[int]) -> int | None:
-    counts = Counter(ranks).most_common(1)
-    return counts[0][0] if counts else None

@@ -1,12 +1,13 @@
 """How many singular values to keep for each weight."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from sigmascope.errors import ConfigError
 from sigmascope.lora.shapes import FULL_RANK, is_convolution, max_rank
 
-__all__ = ["FULL_RANK", "FixedRank"]
+__all__ = ["FULL_RANK", "FixedRank", "most_common_rank", "require_rank"]
 
 
 @dataclass(frozen=True)
@@ -27,13 +28,8 @@ class FixedRank:
     conv_rank: int
 
     def __post_init__(self) -> None:
-        for name in ("rank", "conv_rank"):
-            value = getattr(self, name)
-            if value < 1:
-                raise ConfigError(
-                    f"{name} is {value}, which keeps nothing.",
-                    hint=f"Give {name} 1 or more, or {FULL_RANK} to keep everything.",
-                )
+        require_rank("rank", self.rank)
+        require_rank("conv_rank", self.conv_rank)
 
     def rank_for(self, weight_shape: Sequence[int]) -> int:
         """Give the rank for this weight, never above min(out, in·kh·kw).
@@ -43,3 +39,25 @@ class FixedRank:
         """
         wanted = self.conv_rank if is_convolution(weight_shape) else self.rank
         return min(wanted, max_rank(weight_shape))
+
+
+def require_rank(name: str, rank: int) -> None:
+    """Refuse a rank that keeps nothing.
+
+    Args:
+        name: What the user calls it, such as `--conv_rank`.
+        rank: What the user gave.
+
+    Raises:
+        ConfigError: It is below 1.
+    """
+    if rank < 1:
+        raise ConfigError(
+            f"{name} {rank} keeps nothing.", hint=f"Use 1 or more; {FULL_RANK} keeps everything."
+        )
+
+
+def most_common_rank(ranks: Iterable[int]) -> int | None:
+    """The rank that most layers have, the first of several; None without any."""
+    counts = Counter(ranks).most_common(1)
+    return counts[0][0] if counts else None

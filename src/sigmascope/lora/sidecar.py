@@ -5,6 +5,7 @@ from types import ModuleType
 
 from sigmascope.errors import ConfigError
 from sigmascope.lora.extraction_report import ExtractionReport
+from sigmascope.lora.paths import as_text
 
 
 def sidecar_path(lora: Path) -> Path:
@@ -28,10 +29,30 @@ def require_yaml() -> ModuleType:
     return yaml
 
 
+def refuse_other_yaml(sidecar: Path) -> None:
+    """Refuse to replace a file of the side-car's name that describes no extraction.
+
+    Raises:
+        ConfigError: Some file is there without the key `extraction_method`, or it cannot be read.
+    """
+    if not sidecar.is_file():
+        return
+    yaml = require_yaml()
+    try:
+        facts = yaml.safe_load(sidecar.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        facts = None
+    if not isinstance(facts, dict) or "extraction_method" not in facts:
+        raise ConfigError(
+            f"{sidecar} is where the LoRA's description goes, and the file there is no such description.",
+            hint="Choose another name for --save_to, or move that file.",
+        )
+
+
 def sidecar_text(report: ExtractionReport) -> str:
     """The side-car's text, with exactly the keys of SPEC section 7 in its order."""
     facts = {
-        "base_model": str(report.base),
+        "base_model": as_text(report.base),
         "extraction_method": "svd",
         "rank": report.options.rank,
         "conv_rank": report.options.conv_rank,

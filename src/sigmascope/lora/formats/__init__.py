@@ -14,6 +14,7 @@ from sigmascope.errors import LoraFormatError, NonFiniteError
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.formats import native
 from sigmascope.lora.formats.base import LoraFormat
+from sigmascope.lora.paths import as_text, exists
 
 __all__ = ["FORMATS", "LoraFormat", "load_lora", "save_lora"]
 
@@ -32,6 +33,7 @@ def load_lora(path: str | Path) -> LoraFile:
         LoraFormatError: Its keys follow no known format, or its factors do not fit together.
         NonFiniteError: A factor holds NaN or Inf.
     """
+    exists(Path(path))  # refuses what the system will not look at; a missing file is named when it is opened
     with open_checkpoint(path) as checkpoint:
         keys = list(checkpoint.keys())
         for lora_format in FORMATS:
@@ -75,7 +77,7 @@ def save_lora(
         stored = factors.with_unit_scale() if dtype is None else factors.with_unit_scale().to(dtype=dtype)
         _require_storable(name, stored.up, stored.down)
         tensors.update(lora_format.module_tensors(name, stored))
-    defaults = {"modelspec.title": Path(path).stem}
+    defaults = {"modelspec.title": as_text(Path(path).stem)}
     header = {**defaults, **lora.metadata, **lora_format.metadata(lora.modules), **(metadata or {})}
     save_safetensors(path, tensors, header)
 

@@ -6,7 +6,6 @@ which ignores alpha gets the same ΔW.
 """
 
 import json
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -17,7 +16,10 @@ from sigmascope.checkpoints import Checkpoint
 from sigmascope.errors import LoraFormatError, NonFiniteError, SigmascopeError
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile
+from sigmascope.lora.formats.asked_rank import true_alpha
 from sigmascope.lora.formats.base import LoraFormat
+from sigmascope.lora.precision import at_least_float32, is_real
+from sigmascope.lora.ranks import most_common_rank
 from sigmascope.lora.shapes import is_convolution
 
 UP = ".lora_up.weight"
@@ -40,9 +42,11 @@ def recognises(keys: Sequence[str]) -> bool:
 def read(checkpoint: Checkpoint) -> LoraFile:
     """Read every module of an open file. A missing alpha means alpha = rank (ComfyUI's scale 1).
 
+    float8 factors come as float32, which loses nothing; others keep their dtype.
+
     Raises:
-        LoraFormatError: A factor without its partner, factors of wrong shape, or factors of a kind that is
-            more than up and down.
+        LoraFormatError: A factor without its partner, factors of wrong shape or without numbers, or factors
+            of a kind that is more than up and down.
         NonFiniteError: A factor holds NaN or Inf.
     """
     keys = list(checkpoint.keys())
@@ -99,12 +103,7 @@ def native_metadata(rank: int | None, conv_rank: int | None) -> dict[str, str]:
 def _metadata(modules: Mapping[str, LoraFactors]) -> dict[str, str]:
     linear = [pair.rank for pair in modules.values() if not is_convolution(pair.weight_shape)]
     convolution = [pair.rank for pair in modules.values() if is_convolution(pair.weight_shape)]
-    return native_metadata(_most_common(linear), _most_common(convolution))
-
-
-def _most_common(ranks: Iterable[int]) -> int | None:
-    counts = Counter(ranks).most_common(1)
-    return counts[0][0] if counts else None
+    return native_metadata(most_common_rank(linear), most_common_rank(convolution))
 
 
 def _factor_modules(keys: Iterable[str]) -> list[str]:
@@ -126,8 +125,10 @@ def _refuse_other_kinds(path: Path, keys: Iterable[str]) -> None:
 def _read_module(checkpoint: Checkpoint, module: str) -> LoraFactors:
     up, down = (_read_factor(checkpoint, module, end) for end in (UP, DOWN))
     weight_shape = _weight_shape(checkpoint.path, module, up, down)
-    alpha = _read_alpha(checkpoint, module, default=float(down.shape[0]))
+    rank = down.shape[0]
+    alpha = _read_alpha(checkpoint, module, default=float(rank))
     try:
+        alpha = true_alpha(alpha, rank, weight_shape, checkpoint.metadata)
         return LoraFactors(up.flatten(1), down.flatten(1), alpha, weight_shape)
     except SigmascopeError as error:
         raise type(error)(f"{checkpoint.path}: {module}: {error.message}", hint=error.hint) from error
@@ -141,13 +142,20 @@ def _read_factor(checkpoint: Checkpoint, module: str, end: str) -> Tensor:
             f"{checkpoint.path}: {module} has {other[1:]} but no {end[1:]}.",
             hint="The file is incomplete: make it again, or take the whole module out.",
         )
+    dtype = checkpoint.info(key).dtype
+    if not is_real(dtype):
+        raise LoraFormatError(
+            f"{checkpoint.path}: {key} is {str(dtype).removeprefix('torch.')}, not floating-point numbers.",
+            hint="Convert the file to bf16, fp16 or float with the tool that made it.",
+        )
     tensor = checkpoint.tensor(key)
-    if not bool(torch.isfinite(tensor.to(torch.promote_types(tensor.dtype, torch.float32))).all()):
+    wide = tensor.to(at_least_float32(dtype))
+    if not bool(torch.isfinite(wide).all()):
         raise NonFiniteError(
             f"{checkpoint.path}: {key} holds NaN or Inf.",
             hint="Make the file again, in bf16 or float if it was fp16.",
         )
-    return tensor
+    return wide if dtype.itemsize == 1 else tensor  # PyTorch does not calculate in float8
 
 
 def _read_alpha(checkpoint: Checkpoint, module: str, default: float) -> float:
@@ -158,6 +166,11 @@ def _read_alpha(checkpoint: Checkpoint, module: str, default: float) -> float:
     if alpha.numel() != 1:
         raise LoraFormatError(
             f"{checkpoint.path}: {key} has the shape {tuple(alpha.shape)}.", hint="Expected a single number."
+        )
+    if alpha.is_complex() or (alpha.is_floating_point() and not is_real(alpha.dtype)):
+        raise LoraFormatError(
+            f"{checkpoint.path}: {key} is {str(alpha.dtype).removeprefix('torch.')}.",
+            hint="Expected a single number.",
         )
     return float(alpha)
 

@@ -1,0 +1,17 @@
+"""Which dtypes hold numbers, and in which of them to calculate."""
+
+from typing import Final
+
+import torch
+
+_PACKED: Final = getattr(torch, "float4_e2m1fn_x2", None)  # two numbers an element: PyTorch cannot widen them
+
+
+def is_real(dtype: torch.dtype) -> bool:
+    """Whether PyTorch can turn tensors of this dtype into float32: floating point, but not packed float4."""
+    return dtype.is_floating_point and dtype != _PACKED
+
+
+def at_least_float32(*dtypes: torch.dtype) -> torch.dtype:
+    """float64 when it is among them, else float32. Unlike torch.promote_types it takes float8 too."""
+    return torch.float64 if torch.float64 in dtypes else torch.float32
