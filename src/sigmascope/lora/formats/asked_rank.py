@@ -33,7 +33,7 @@ def _asked_ranks(weight_shape: Sequence[int], metadata: Mapping[str, str]) -> li
     """What may have been asked for: tools differ on whether a 1×1 convolution counts as Linear."""
     linear, convolution = metadata.get("ss_network_dim"), _conv_dim(metadata)
     pointwise = all(size == 1 for size in weight_shape[2:])
-    asked = [linear] if pointwise or convolution is None else []
+    asked: list[object] = [linear] if pointwise or convolution is None else []
     if is_convolution(weight_shape):
         asked.append(convolution)
     return [number for number in map(_number, asked) if number is not None]
