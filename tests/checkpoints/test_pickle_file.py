@@ -96,7 +96,6 @@ def test_code_in_a_checkpoint_is_named_and_not_run(tmp_path: Path, zipped: bool)
     assert canary.exists()
 
 
-@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 def test_code_in_a_bare_pickle_is_named_and_not_run(tmp_path: Path, protocol: int) -> None:
     canary = tmp_path / "canary"
@@ -115,7 +114,6 @@ def test_every_foreign_class_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("zipped", [True, False])
 @pytest.mark.parametrize("kept", [0.001, 0.01, 0.1, 0.5, 0.9, 0.999])
-@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 def test_a_truncated_checkpoint_is_told_so(tmp_path: Path, zipped: bool, kept: float) -> None:
     path = tmp_path / "x.ckpt"
     torch.save({"a": torch.randn(1000), "b": torch.randn(1000)}, path, _use_new_zipfile_serialization=zipped)
@@ -125,6 +123,40 @@ def test_a_truncated_checkpoint_is_told_so(tmp_path: Path, zipped: bool, kept: f
         open_checkpoint(path)
     assert not isinstance(caught.value, UnsafeCheckpointError)
     assert "again" in (caught.value.hint or "")
+
+
+def test_a_file_of_before_pytorch_1_6_may_be_cut_anywhere(tmp_path: Path) -> None:
+    path = tmp_path / "x.ckpt"
+    torch.save({"a": torch.ones(1)}, path, _use_new_zipfile_serialization=False)
+    refused = []
+    with path.open("r+b") as stream:
+        for length in reversed(range(path.stat().st_size)):
+            stream.truncate(length)
+            with pytest.raises(CheckpointError, match=r"x\.ckpt: ") as caught:
+                open_checkpoint(path)
+            refused.append(bool(caught.value.hint))
+    assert len(refused) > 300
+    assert all(refused)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="names are bytes on POSIX only")
+def test_a_name_that_pytorch_cannot_open_is_told_so(tmp_path: Path) -> None:
+    path = tmp_path / os.fsdecode(b"caf\xe9.ckpt")
+    save_torch(path, {"a": torch.zeros(2)})
+    with pytest.raises(CheckpointError, match=r"not valid Unicode\. Rename"):
+        open_checkpoint(path)
+
+
+def test_a_claim_of_more_memory_than_there_is_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def exhaust(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    save_torch(tmp_path / "x.ckpt", {"a": torch.zeros(2)})
+    monkeypatch.setattr(torch, "load", exhaust)
+    with pytest.raises(CheckpointError, match="asks for more memory than there is"):
+        open_checkpoint(tmp_path / "x.ckpt")
 
 
 def test_other_archives_are_no_checkpoints(tmp_path: Path) -> None:

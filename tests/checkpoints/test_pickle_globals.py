@@ -1,5 +1,6 @@
 import collections
 import pickle
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -40,3 +41,11 @@ def test_names_are_found_in_files_of_the_older_format(tmp_path: Path) -> None:
         _use_new_zipfile_serialization=False,
     )
     assert foreign_globals(tmp_path / "x.pt") == ["collections.Counter"]
+
+
+def test_an_archive_with_an_undecodable_list_ends_the_search_quietly(tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("é.pkl", pickle.dumps(Path))
+    path.write_bytes(path.read_bytes().replace("é".encode(), b"\xff\xff"))
+    assert foreign_globals(path) == []

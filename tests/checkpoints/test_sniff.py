@@ -12,6 +12,8 @@ from sigmascope.checkpoints.sniff import FileKind, foreign_file_error, sniff
     ("head", "kind"),
     [
         (b"\x40\0\0\0\0\0\0\0{}", "safetensors"),
+        (b"\x80\x02\0\0\0\0\0\0{}", "safetensors"),  # 640 bytes of header, as a pickle begins
+        (b"PK\x03\x04\0\0\0\0{}", "safetensors"),
         (b"\n<!DOCTYPE HTML><html>", "html"),
         (b"<html lang='en'>", "html"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:00", "lfs-pointer"),

@@ -254,3 +254,31 @@ def test_a_really_full_disk_leaves_the_old_file(small_disk: Path) -> None:
     with pytest.raises(WriteError, match="disk is full"):
         save_safetensors(path, {"a": torch.ones(1_000_000)})
     assert path.read_bytes() == old
+
+
+UNDECODED = os.fsdecode(b"caf\xe9")  # the name of a file that is not UTF-8
+
+
+@pytest.mark.parametrize("metadata", [{"base": UNDECODED}, {UNDECODED: "x"}])
+def test_metadata_that_is_not_unicode_is_a_write_error(tmp_path: Path, metadata: dict[str, str]) -> None:
+    with pytest.raises(WriteError, match=r"the metadata 'caf\\udce9' cannot be written as UTF-8"):
+        save_safetensors(tmp_path / "x.safetensors", {"a": torch.ones(1)}, metadata)
+    with pytest.raises(WriteError, match="the metadata"):
+        StreamingWriter(tmp_path / "x.safetensors", metadata, expected=["a"])
+    assert names(tmp_path) == []
+
+
+def test_a_tensor_s_name_that_is_not_unicode_is_a_write_error(tmp_path: Path) -> None:
+    message = r"the tensor 'caf\\udce9' cannot be written as UTF-8"
+    with pytest.raises(WriteError, match=message):
+        save_safetensors(tmp_path / "x.safetensors", {UNDECODED: torch.ones(1)})
+    with pytest.raises(WriteError, match=message):
+        write_in_turn(tmp_path / "x.safetensors", [(UNDECODED, torch.ones(1))])
+    assert names(tmp_path) == []
+
+
+@pytest.mark.skipif(os.name == "nt", reason="names are bytes on POSIX only")
+def test_a_target_may_have_a_name_that_is_not_unicode(tmp_path: Path) -> None:
+    save_safetensors(tmp_path / UNDECODED, {"a": torch.ones(1)})
+    with open_checkpoint(tmp_path / UNDECODED) as checkpoint:
+        assert checkpoint.keys() == ["a"]

@@ -150,3 +150,30 @@ def test_the_data_is_flushed_before_the_rename_and_the_folder_after(
     with atomic_path(target):
         pass
     assert target_was_there == [False, True]
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "x\0", "file/below it"])
+def test_a_path_that_no_file_can_have_is_a_write_error_with_a_hint(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(WriteError, match="cannot be reached") as caught, atomic_path(tmp_path / name):
+        pass
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize("refused", ["run.json", ""])
+def test_a_path_that_may_not_be_looked_at_is_a_write_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str
+) -> None:
+    real = os.stat
+
+    def guarded(path: object, **options: bool) -> os.stat_result:
+        if path == tmp_path / refused:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return real(path, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "stat", guarded)
+    with (
+        pytest.raises(WriteError, match=r"run\.json: cannot be reached \(Permission denied\)"),
+        atomic_path(tmp_path / "run.json"),
+    ):
+        pass

@@ -91,15 +91,27 @@ peaks = recipe(
     maybe_int,
     maybe_float,
 )
-steps = recipe(
-    Steps,
-    st.lists(floats, max_size=2).map(tuple),
-    st.lists(floats, max_size=2).map(tuple),
-    st.lists(maybe_float, max_size=2).map(tuple),
-    st.lists(maybe_int, max_size=2).map(tuple),
-    st.lists(maybe_int, max_size=2).map(tuple),
-    reasons,
-)
+
+
+def columns_of(length: int) -> Recipes:
+    def column(values: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+        return st.tuples(*[values] * length)
+
+    def maybe_column(values: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+        return st.just(()) | column(values)
+
+    return recipe(
+        Steps,
+        column(floats),
+        column(floats),
+        maybe_column(maybe_float),
+        maybe_column(maybe_int),
+        maybe_column(maybe_int),
+        reasons,
+    )
+
+
+steps = st.integers(0, 2).flatmap(columns_of)
 findings = recipe(
     Finding,
     texts,
@@ -210,7 +222,9 @@ def test_the_text_is_strict_json(drawn: Recipe) -> None:
 
 def test_non_finite_floats_keep_their_kind() -> None:
     seconds = (math.nan, math.inf, -math.inf, -0.0, 5e-324, 1.7976931348623157e308)
-    run = Run("1", "n", "now", 1.0, stages=(Stage("a", 0.0, 1.0, steps=Steps(seconds=seconds)),))
+    run = Run(
+        "1", "n", "now", 1.0, stages=(Stage("a", 0.0, 1.0, steps=Steps(started=(0.0,) * 6, seconds=seconds)),)
+    )
     loaded = run_from_json(run_to_json(run)).stages[0].steps.seconds
     assert repr(loaded) == repr(seconds)
 

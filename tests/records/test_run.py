@@ -46,3 +46,16 @@ def test_the_peak_of_a_run_is_the_highest_of_its_stages_on_the_runs_clock() -> N
 
 def test_a_run_without_peaks_has_an_unknown_peak() -> None:
     assert WORKFLOW.peak() == PeakMemory()
+
+
+def test_what_no_stage_knows_of_the_peak_keeps_its_reason() -> None:
+    reasons = {"rss_bytes": "no /proc", "ram_used_bytes": "psutil failed", "accelerators": "none here"}
+    peak = run(stage("a", 1.0, PeakMemory(unavailable=reasons)), stage("b", 2.0, PeakMemory())).peak()
+    assert peak == PeakMemory(unavailable=reasons)
+
+
+def test_what_one_stage_knows_of_the_peak_needs_no_reason() -> None:
+    reasons = {"rss_bytes": "no /proc", "ram_used_bytes": "psutil failed", "accelerators": "none here"}
+    known = PeakMemory(rss_bytes=5, accelerators=(AcceleratorPeak("cuda:0", 7, 0.25, 8, 0.25),))
+    peak = run(stage("a", 1.0, PeakMemory(unavailable=reasons)), stage("b", 2.0, known)).peak()
+    assert peak.unavailable == {"ram_used_bytes": "psutil failed"}

@@ -1,4 +1,6 @@
+import errno
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -123,6 +125,15 @@ def test_a_damaged_field_is_named(tmp_path: Path, change: dict[str, Any], place:
         load_run(written(tmp_path / "x.json", damaged))
 
 
+@pytest.mark.parametrize("name", ["started", "rss_bytes"])
+def test_step_columns_of_unequal_length_are_named(tmp_path: Path, name: str) -> None:
+    damaged = document()
+    damaged["run"]["stages"][0]["steps"][name] = [1]
+    message = rf"the column {name} has 1 entries, seconds has 2 @ run\.stages\[0\]\.steps"
+    with pytest.raises(RecordError, match=message):
+        load_run(written(tmp_path / "x.json", damaged))
+
+
 def test_a_missing_file_is_a_record_error(tmp_path: Path) -> None:
     with pytest.raises(RecordError, match=r"nowhere\.json: does not exist"):
         load_run(tmp_path / "nowhere.json")
@@ -131,3 +142,20 @@ def test_a_missing_file_is_a_record_error(tmp_path: Path) -> None:
 def test_a_folder_is_a_record_error(tmp_path: Path) -> None:
     with pytest.raises(RecordError, match="cannot be read"):
         load_run(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "x\0"])
+def test_a_path_that_no_file_can_have_is_a_record_error_with_a_hint(tmp_path: Path, name: str) -> None:
+    with pytest.raises(RecordError, match=r"cannot be read.*Check the path"):
+        load_run(tmp_path / name)
+
+
+def test_a_file_that_may_not_be_read_is_a_record_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: Path) -> bytes:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self))
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(RecordError, match=r"x\.json: cannot be read \(Permission denied\)\. Check the perm"):
+        load_run(tmp_path / "x.json")

@@ -114,7 +114,8 @@ class Checkpoint(ABC):
 
     def _no_such_key(self, key: str) -> CheckpointError:
         if key in self.skipped:
-            return CheckpointError(self.path, f"the key {key!r} cannot be read: it {self.skipped[key]}.")
+            message = f"the key {key!r} cannot be read: it {self.skipped[key]}."
+            return CheckpointError(self.path, message, hint="Choose one of keys().")
         near = difflib.get_close_matches(key, self._infos, n=3, cutoff=0.6)
         hint = f"Nearest keys: {', '.join(near)}." if near else f"It has {len(self)} other keys."
         return CheckpointError(self.path, f"has no key {key!r}.", hint=hint)

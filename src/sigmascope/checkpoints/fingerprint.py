@@ -8,7 +8,7 @@ from torch import Tensor
 
 from sigmascope.checkpoints.bytes import iter_tensor_bytes
 from sigmascope.checkpoints.checkpoint import Checkpoint
-from sigmascope.errors import CheckpointError
+from sigmascope.checkpoints.paths import reading
 from sigmascope.progress import Progress, no_progress
 
 _DIGEST_BYTES = 16
@@ -69,13 +69,10 @@ def file_sha256(path: str | os.PathLike[str], progress: Progress = no_progress) 
     """
     file = Path(path)
     digest = hashlib.sha256()
-    try:
-        with file.open("rb", buffering=0) as stream:
-            total, done = os.fstat(stream.fileno()).st_size, 0
-            while piece := stream.read(_READ_BYTES):
-                digest.update(piece)
-                done += len(piece)
-                progress(done, total, file.name)
-    except OSError as error:
-        raise CheckpointError(file, f"cannot be read ({error.strerror or error}).") from error
+    with reading(file), file.open("rb", buffering=0) as stream:
+        total, done = os.fstat(stream.fileno()).st_size, 0
+        while piece := stream.read(_READ_BYTES):
+            digest.update(piece)
+            done += len(piece)
+            progress(done, total, file.name)
     return digest.hexdigest()

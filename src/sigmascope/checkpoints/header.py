@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 from sigmascope.checkpoints.dtypes import BITS
+from sigmascope.checkpoints.paths import reading
 from sigmascope.checkpoints.sniff import HEAD_BYTES, foreign_file_error, sniff
 from sigmascope.errors import CheckpointError
 
@@ -72,11 +73,8 @@ def read_header(path: str | os.PathLike[str]) -> SafetensorsHeader:
         CheckpointError: The file cannot be read, is something else, is truncated or contradicts itself.
     """
     file = Path(path)
-    try:
-        with file.open("rb") as stream:
-            return read_header_from(stream, file)
-    except OSError as error:
-        raise CheckpointError(file, f"cannot be read ({error.strerror or error}).") from error
+    with reading(file), file.open("rb") as stream:
+        return read_header_from(stream, file)
 
 
 def read_header_from(stream: BinaryIO, path: Path) -> SafetensorsHeader:

@@ -7,6 +7,8 @@ PyTorch 1.6, which can only be read whole.
 
 import pickle
 import re
+import struct
+import warnings
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +18,7 @@ from torch import Tensor
 
 from sigmascope.checkpoints.checkpoint import Checkpoint, TensorInfo
 from sigmascope.checkpoints.header import shortened
+from sigmascope.checkpoints.paths import reading
 from sigmascope.checkpoints.pickle_globals import foreign_globals
 from sigmascope.checkpoints.unwrap import unwrap_state
 from sigmascope.errors import CheckpointError, UnsafeCheckpointError
@@ -31,8 +34,9 @@ class PickleCheckpoint(Checkpoint):
     format = "pickle"
 
     def __init__(self, path: Path) -> None:
-        state = unwrap_state(_load(path), path)
-        _check_sizes(state.tensors, path)
+        with reading(path):
+            state = unwrap_state(_load(path), path)
+            _check_sizes(state.tensors, path)
         self._tensors: Mapping[str, Tensor] | None = state.tensors
         infos = {
             name: TensorInfo(name, tuple(tensor.shape), tensor.dtype, tensor.numel() * tensor.element_size())
@@ -64,11 +68,15 @@ def _check_sizes(tensors: Mapping[str, Tensor], path: Path) -> None:
 def _load(path: Path) -> object:
     is_zip = _is_sound_zip(path)
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+        with warnings.catch_warnings():
+            # An advice for the maker of the file; what cannot be read is refused below.
+            warnings.filterwarnings("ignore", "Detected pickle protocol", UserWarning)
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except pickle.UnpicklingError as error:
         raise _refused(path, error) from error
-    except OSError as error:
-        raise CheckpointError(path, f"cannot be read ({error.strerror or error}).") from error
+    except UnicodeEncodeError as error:
+        message = "cannot be read: PyTorch cannot open a path that is not valid Unicode."
+        raise CheckpointError(path, message, hint="Rename the file or the folder.") from error
     except (
         RuntimeError,
         EOFError,
@@ -77,9 +85,14 @@ def _load(path: Path) -> object:
         AttributeError,
         TypeError,
         AssertionError,
+        OverflowError,
+        struct.error,
     ) as error:
         # Whatever a damaged archive makes PyTorch stumble over.
         raise _damaged(path, error) from error
+    except MemoryError as error:
+        message = "asks for more memory than there is: it is damaged, or too large for this machine."
+        raise CheckpointError(path, message, hint=_AGAIN) from error
 
 
 def _is_sound_zip(path: Path) -> bool:

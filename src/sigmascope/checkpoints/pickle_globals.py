@@ -32,7 +32,7 @@ def foreign_globals(path: Path) -> list[str]:
             with path.open("rb") as stream:
                 for _ in range(_PICKLES_BEFORE_STORAGES):
                     _collect(stream, found)
-    except (OSError, zipfile.BadZipFile, NotImplementedError, RuntimeError):
+    except (OSError, ValueError, zipfile.BadZipFile, RuntimeError, MemoryError):
         pass  # what was found so far is the answer
     return [name for name in found if not name.startswith(_HARMLESS) and not _is_torch_type(name)]
 
@@ -49,7 +49,7 @@ def _collect(stream: BinaryIO | io.BytesIO, found: dict[str, None]) -> None:
                 found[".".join(texts)] = None
             elif opcode.name not in _MEMO_OPCODES:
                 texts = []
-    except (ValueError, IndexError, OverflowError, UnicodeError):
+    except (ValueError, IndexError, OverflowError, MemoryError):
         return
 
 

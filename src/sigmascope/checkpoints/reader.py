@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 from sigmascope.checkpoints.checkpoint import Checkpoint
+from sigmascope.checkpoints.paths import is_existing, is_folder, is_regular_file, names_in, reading
 from sigmascope.checkpoints.pickle_file import PickleCheckpoint
 from sigmascope.checkpoints.safetensors_file import SafetensorsCheckpoint
 from sigmascope.checkpoints.sharded import ShardedCheckpoint
@@ -31,11 +32,11 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         UnsafeCheckpointError: A PyTorch checkpoint that asks to run code.
     """
     file = Path(path)
-    if file.is_dir():
+    if is_folder(file):
         file = _weights_in(file)
-    if not file.exists():
+    if not is_existing(file):
         raise _missing(file)
-    if not file.is_file():
+    if not is_regular_file(file):
         raise CheckpointError(file, "is not a regular file.", hint="Name a file of weights.")
     if file.name.endswith(".json"):
         return ShardedCheckpoint(file)
@@ -45,11 +46,8 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def _open_pickle(file: Path) -> Checkpoint:
-    try:
-        with file.open("rb") as stream:
-            head = stream.read(HEAD_BYTES)
-    except OSError as error:
-        raise CheckpointError(file, f"cannot be read ({error.strerror or error}).") from error
+    with reading(file), file.open("rb") as stream:
+        head = stream.read(HEAD_BYTES)
     if not head:
         raise CheckpointError(file, "is empty.", hint="Download it again or make it anew.")
     kind = sniff(head)
@@ -64,7 +62,7 @@ def _open_pickle(file: Path) -> Checkpoint:
 
 def _weights_in(folder: Path) -> Path:
     """The one file of weights that a folder is about."""
-    names = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
+    names = [name for name in names_in(folder) if not name.startswith(".")]
     for usual in _USUAL_NAMES:
         if usual in names:
             return folder / usual
@@ -85,20 +83,27 @@ def _weights_in(folder: Path) -> Path:
 
 
 def _subfolder_hint(folder: Path) -> str:
-    inside = sorted(
-        child.name
-        for child in folder.iterdir()
-        if child.is_dir() and any(name.suffix == ".safetensors" for name in child.iterdir())
-    )
+    inside = [name for name in names_in(folder) if _has_safetensors(folder / name)]
     if inside:
         return f"Its folders {', '.join(inside[:8])} have some: name one of them."
     return "Name a .safetensors file, an index, or a .ckpt."
 
 
+def _has_safetensors(child: Path) -> bool:
+    try:
+        return is_folder(child) and any(name.endswith(".safetensors") for name in names_in(child))
+    except CheckpointError:
+        return False  # one that may not be entered is no help as a hint
+
+
 def _missing(file: Path) -> CheckpointError:
-    if not file.parent.is_dir():
-        return CheckpointError(file, f"does not exist: there is no folder {file.parent}.")
-    siblings = sorted(entry.name for entry in file.parent.iterdir())
+    if not is_folder(file.parent):
+        message = f"does not exist: there is no folder {file.parent}."
+        return CheckpointError(file, message, hint="Check the path.")
+    try:
+        siblings = names_in(file.parent)
+    except CheckpointError:  # a folder that may be entered but not listed
+        siblings = []
     near = difflib.get_close_matches(file.name, siblings, n=3, cutoff=0.5)
     hint = f"Nearest names there: {', '.join(near)}." if near else "Check the path."
     return CheckpointError(file, "does not exist.", hint=hint)

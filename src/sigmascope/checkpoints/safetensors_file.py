@@ -15,6 +15,7 @@ from torch import Tensor
 from sigmascope.checkpoints.checkpoint import LEFT_OUT_REASON, Checkpoint, TensorInfo, is_left_out
 from sigmascope.checkpoints.dtypes import to_torch
 from sigmascope.checkpoints.header import SafetensorsHeader, read_header_from, shortened
+from sigmascope.checkpoints.paths import reading
 from sigmascope.errors import CheckpointError
 
 _MOST_AT_ONCE = 2**30  # Linux reads less than 2 GiB per call
@@ -26,18 +27,14 @@ class SafetensorsCheckpoint(Checkpoint):
     format = "safetensors"
 
     def __init__(self, path: Path) -> None:
-        try:
+        with reading(path):
             stream = path.open("rb", buffering=0)
-        except OSError as error:
-            raise CheckpointError(path, f"cannot be read ({error.strerror or error}).") from error
-        try:
-            self.header = read_header_from(stream, path)
-            infos, skipped = _torch_view(self.header)
-        except BaseException as error:
-            stream.close()
-            if isinstance(error, OSError):
-                raise CheckpointError(path, f"cannot be read ({error.strerror or error}).") from error
-            raise
+            try:
+                self.header = read_header_from(stream, path)
+                infos, skipped = _torch_view(self.header)
+            except BaseException:
+                stream.close()
+                raise
         self._stream = stream
         super().__init__(path, infos, self.header.metadata, skipped)
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sigmascope.checkpoints.checkpoint import Checkpoint, TensorInfo
 from sigmascope.checkpoints.header import shortened
+from sigmascope.checkpoints.paths import is_regular_file, reading
 from sigmascope.checkpoints.safetensors_file import SafetensorsCheckpoint
 from sigmascope.errors import CheckpointError
 
@@ -65,13 +66,14 @@ class ShardedCheckpoint(Checkpoint):
 
 
 def _read_index(path: Path) -> dict[str, Any]:
-    try:
+    with reading(path):
         size = path.stat().st_size
         if size > _MAX_INDEX_BYTES:
-            raise CheckpointError(path, f"is too large for an index ({size} bytes).")
-        index = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(path, f"cannot be read ({error.strerror or error}).") from error
+            message = f"is too large for an index ({size} bytes)."
+            raise CheckpointError(path, message, hint="Download it again.")
+        content = path.read_bytes()
+    try:
+        index = json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(path, f"is not valid JSON ({error}).", hint="Download it again.") from error
     if not isinstance(index, dict):
@@ -101,7 +103,7 @@ def _is_plain_name(name: str) -> bool:
 
 def _open_shard(index: Path, name: str) -> SafetensorsCheckpoint:
     shard = index.parent / name
-    if not shard.is_file():
+    if not is_regular_file(shard):
         raise CheckpointError(index, f"names the shard {name}, which is not there.", hint=_INCOMPLETE)
     return SafetensorsCheckpoint(shard)
 

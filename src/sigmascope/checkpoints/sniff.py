@@ -45,6 +45,9 @@ def sniff(head: bytes) -> FileKind:
     Returns:
         The kind; "safetensors" when a length and a JSON object start the file.
     """
+    # First: the length may begin with the very bytes that begin a pickle or a zip.
+    if head[4:8] == b"\0\0\0\0" and head[8:9] == b"{":
+        return "safetensors"
     for prefix, kind in _PREFIXES:
         if head.startswith(prefix):
             return kind

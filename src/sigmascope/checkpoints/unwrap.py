@@ -60,7 +60,8 @@ def unwrap_state(loaded: object, path: Path) -> UnwrappedState:
         if reason is not None:
             skipped[name] = reason
         elif name in tensors:
-            raise CheckpointError(path, f"has {shortened(name)} twice, with and without `model.` before it.")
+            message = f"has {shortened(name)} twice, with and without `model.` before it."
+            raise CheckpointError(path, message, hint="Save the model's state_dict() alone.")
         else:
             tensors[name] = value.detach()
     if not tensors:

@@ -8,7 +8,6 @@ Every tensor lies at a multiple of its element size: one whose size is no multip
 an odd bias) waits and comes last, by falling element size.
 """
 
-import errno
 import os
 import shutil
 import tempfile
@@ -34,12 +33,12 @@ from sigmascope.checkpoints.layout import (
 )
 from sigmascope.errors import WriteError
 from sigmascope.records.atomic import atomic_path
+from sigmascope.records.os_errors import DISK_FULL
 
 _DEFAULT_HEADER_BYTES = 256 * 1024
 _WAITING_IN_MEMORY = 16 * 2**20
 _COPY_BYTES = 8 * 2**20
 _PADDING_SHARE = 64  # padding above 1/64 of the data is not left standing
-_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class StreamingWriter:
@@ -61,7 +60,7 @@ class StreamingWriter:
         data_bytes: Bytes of all tensors together, if known: the disk is checked for them first.
 
     Raises:
-        WriteError: The metadata is not text to text; on entering, the target cannot be written.
+        WriteError: The metadata is not valid text to text; on entering, the target cannot be written.
     """
 
     def __init__(
@@ -106,7 +105,7 @@ class StreamingWriter:
             tensor: Any strides and device.
 
         Raises:
-            WriteError: The name was used already, the format has no such type, or the disk is full.
+            WriteError: The name was used already or is not valid text, the format has no such type, or the disk is full.
         """
         entry = self._entry_for(name, tensor)
         if entry.keeps_alignment:
@@ -164,6 +163,7 @@ class StreamingWriter:
             raise WriteError(self.path, f"the tensor {shortened(name)} is written twice.")
         if name == "__metadata__":
             raise WriteError(self.path, "no tensor can be named __metadata__: the format keeps the name.")
+        _check_encodable(self.path, "the tensor", name)
         known = to_file(tensor.dtype, tuple(tensor.shape))
         if known is None or tensor.layout != torch.strided or tensor.device.type == "meta":
             kind = f"{tensor.dtype}, {tensor.layout}, {tensor.device}"
@@ -183,7 +183,7 @@ class StreamingWriter:
         try:
             yield
         except OSError as error:
-            if error.errno not in _DISK_FULL:
+            if error.errno not in DISK_FULL:
                 raise
             raise self._disk_full(nbytes, shutil.disk_usage(self.path.resolve().parent).free) from error
 
@@ -209,11 +209,14 @@ def save_safetensors(
         WriteError: The target cannot be written, the disk is too small, or a tensor has no type that
             the format knows.
     """
+    texts = _checked_metadata(Path(path), metadata or {})
+    for name in tensors:
+        _check_encodable(Path(path), "the tensor", name)
     named = [(name, to_file(tensor.dtype, tuple(tensor.shape))) for name, tensor in tensors.items()]
     entries = aligned_order(FileEntry(name, *known) for name, known in named if known is not None)
-    header_bytes = len(encoded_header(entries, metadata or {}))
+    header_bytes = len(encoded_header(entries, texts))
     data_bytes = sum(entry.nbytes for entry in entries)
-    with StreamingWriter(path, metadata, header_bytes=header_bytes, data_bytes=data_bytes) as writer:
+    with StreamingWriter(path, texts, header_bytes=header_bytes, data_bytes=data_bytes) as writer:
         for name, tensor in tensors.items():
             writer.write(name, tensor)
 
@@ -223,7 +226,18 @@ def _checked_metadata(path: Path, metadata: Mapping[Any, Any]) -> dict[str, str]
         if not isinstance(key, str) or not isinstance(value, str):
             message = f"the metadata {key!r}: {value!r} is not text to text."
             raise WriteError(path, message, hint="Give metadata as str; put other values through json.dumps.")
+        for text in (key, value):
+            _check_encodable(path, "the metadata", text)
     return dict(metadata)
+
+
+def _check_encodable(path: Path, what: str, text: str) -> None:
+    """Refuse what UTF-8 cannot hold, such as a file name that the system could not decode."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        message = f"{what} {shortened(text)} cannot be written as UTF-8."
+        raise WriteError(path, message, hint="Rename it; header texts must be valid Unicode.") from error
 
 
 def _write_all(stream: BinaryIO, data: memoryview) -> None:

@@ -5,7 +5,6 @@ wrong before the rename (an error, Ctrl-C), the target stays as it was and the t
 of a process that was killed goes when the same target is written next.
 """
 
-import errno
 import logging
 import os
 import stat
@@ -15,10 +14,10 @@ from pathlib import Path
 
 from sigmascope.errors import WriteError
 from sigmascope.records.leftovers import remove_leftovers, temporary_name
+from sigmascope.records.os_errors import reason_of, writing_hint
 
 _log = logging.getLogger(__name__)
 _PERMISSION_BITS = 0o777
-_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @contextmanager
@@ -50,7 +49,8 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     except OSError as error:
         if not _is_about(error, temporary, target):
             raise
-        raise WriteError(Path(path), f"cannot be written ({_reason(error)}).", hint=_hint(error)) from error
+        message = f"cannot be written ({reason_of(error)})."
+        raise WriteError(Path(path), message, hint=writing_hint(error)) from error
     finally:
         with suppress(OSError):  # after the rename nothing is there; otherwise nothing more can be done
             temporary.unlink(missing_ok=True)
@@ -61,13 +61,18 @@ def _checked_target(path: Path) -> Path:
     """The file behind `path`, refused here rather than after minutes of work that could not be kept."""
     try:
         target = path.resolve()
-        mode = target.stat().st_mode
-    except FileNotFoundError:
-        if not target.parent.is_dir():
-            raise WriteError(path, "its folder does not exist.", hint=f"Create {target.parent}.") from None
+        mode = _mode(target)
+        folder_mode = _mode(target.parent) if mode is None else None
+    except (OSError, ValueError) as error:
+        raise WriteError(
+            path, f"cannot be reached ({reason_of(error)}).", hint=writing_hint(error)
+        ) from error
+    except RuntimeError as error:  # links that form a ring, before Python 3.13
+        raise WriteError(path, f"cannot be reached ({error}).", hint="Check the path.") from error
+    if mode is None:
+        if folder_mode is None:
+            raise WriteError(path, "its folder does not exist.", hint=f"Create {target.parent}.")
         return target
-    except (OSError, RuntimeError) as error:  # RuntimeError: links that form a ring, before Python 3.13
-        raise WriteError(path, f"cannot be reached ({error}).") from error
     if stat.S_ISDIR(mode):
         raise WriteError(path, "is a folder.", hint="Name a file inside it.")
     if not stat.S_ISREG(mode):
@@ -75,6 +80,13 @@ def _checked_target(path: Path) -> Path:
     if not os.access(target, os.W_OK):
         raise WriteError(path, "is write-protected.", hint="Choose another name or change its permissions.")
     return target
+
+
+def _mode(path: Path) -> int | None:
+    try:
+        return path.stat().st_mode
+    except FileNotFoundError:
+        return None
 
 
 def _create(temporary: Path, target: Path) -> int:
@@ -118,13 +130,3 @@ def _is_about(error: OSError, *paths: Path) -> bool:
     if error.errno is None:
         return False
     return error.filename is None or Path(os.fsdecode(error.filename)) in paths
-
-
-def _reason(error: OSError) -> str:
-    return error.strerror or str(error)
-
-
-def _hint(error: OSError) -> str:
-    if error.errno in _DISK_FULL:
-        return "Free some space or choose another disk."
-    return "Choose a folder that you can write to."

@@ -107,7 +107,8 @@ def highest(peaks: Iterable[tuple[float, PeakMemory]]) -> PeakMemory:
         peaks: Pairs of the seconds at which a peak's own clock began, and the peak.
 
     Returns:
-        The peak over all, its times counted on the common clock. Unknown where every one is.
+        The peak over all, its times counted on the common clock. Unknown where every one is, with a
+        reason if one of them has it.
     """
     known = list(peaks)
     devices = dict.fromkeys(peak.device for _, memory in known for peak in memory.accelerators)
@@ -117,16 +118,28 @@ def highest(peaks: Iterable[tuple[float, PeakMemory]]) -> PeakMemory:
         _highest_on(device, [(start, peak.accelerator(device)) for start, peak in known])
         for device in devices
     )
-    return PeakMemory(*rss, accelerators=accelerators, ram_used_bytes=ram[0], ram_used_at_seconds=ram[1])
+    values = {"rss_bytes": rss[0], "ram_used_bytes": ram[0], "accelerators": accelerators or None}
+    return PeakMemory(
+        *rss,
+        accelerators=accelerators,
+        unavailable=_gaps(values, (peak.unavailable for _, peak in known)),
+        ram_used_bytes=ram[0],
+        ram_used_at_seconds=ram[1],
+    )
 
 
 def _highest_on(device: str, peaks: list[tuple[float, AcceleratorPeak]]) -> AcceleratorPeak:
     allocated = _first_high((start, p.allocated_bytes, p.allocated_at_seconds) for start, p in peaks)
     reserved = _first_high((start, p.reserved_bytes, p.reserved_at_seconds) for start, p in peaks)
-    reasons = {name: reason for _, peak in peaks for name, reason in peak.unavailable.items()}
     values = {"allocated_bytes": allocated[0], "reserved_bytes": reserved[0]}
-    gaps = {name: reason for name, reason in reasons.items() if values.get(name) is None}
+    gaps = _gaps(values, (peak.unavailable for _, peak in peaks))
     return AcceleratorPeak(device, *allocated, *reserved, unavailable=gaps)
+
+
+def _gaps(values: Mapping[str, object], reasons: Iterable[Mapping[str, str]]) -> dict[str, str]:
+    """The reasons for what is still unknown, the last one of each."""
+    merged = {name: reason for one in reasons for name, reason in one.items()}
+    return {name: reason for name, reason in merged.items() if values.get(name) is None}
 
 
 def _first_high(

@@ -13,6 +13,7 @@ from sigmascope.errors import NewerSchemaError, RecordError
 from sigmascope.records import plain_json
 from sigmascope.records.atomic import atomic_path
 from sigmascope.records.migrations import CURRENT_SCHEMA, migrate
+from sigmascope.records.os_errors import reading_hint, reason_of
 from sigmascope.records.run import Run
 from sigmascope.records.structure import run_from_plain, run_to_plain
 
@@ -42,9 +43,10 @@ def load_run(path: str | os.PathLike[str]) -> Run:
     try:
         text = Path(path).read_bytes()
     except FileNotFoundError:
-        raise RecordError(Path(path), "does not exist.") from None
-    except OSError as error:
-        raise RecordError(Path(path), f"cannot be read ({error.strerror}).") from error
+        raise RecordError(Path(path), "does not exist.", hint="Check the path.") from None
+    except (OSError, ValueError) as error:  # ValueError: no path at all, with a NUL in it
+        message = f"cannot be read ({reason_of(error)})."
+        raise RecordError(Path(path), message, hint=reading_hint(error)) from error
     return run_from_json(text, source=path)
 
 

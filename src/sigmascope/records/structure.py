@@ -5,6 +5,7 @@ from typing import Any
 
 from cattrs import Converter, transform_error
 from cattrs.errors import BaseValidationError
+from cattrs.v import format_exception
 
 from sigmascope.records.finding import JsonScalar
 from sigmascope.records.run import Run
@@ -25,7 +26,14 @@ def run_from_plain(plain: object) -> Run:
     try:
         return _converter().structure(plain, Run)
     except BaseValidationError as error:
-        raise ValueError("; ".join(transform_error(error, path="run")[:3])) from error
+        raise ValueError("; ".join(transform_error(error, "run", _in_words)[:3])) from error
+
+
+def _in_words(error: BaseException, kind: Any) -> str:
+    """What is wrong with one value; a record that refuses its own values says so itself."""
+    if kind is None and isinstance(error, ValueError):
+        return str(error)
+    return format_exception(error, kind)
 
 
 @cache
