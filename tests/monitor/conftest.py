@@ -58,6 +58,7 @@ class FakeAccelerator:
         self.done_seconds = 0.0
         self.events_made = 0
         self.fails: str | None = None
+        self.no_reset: str | None = None
 
     def allocate(self, nbytes: int, device: str = "cuda:0") -> None:
         self.allocated[device] += nbytes
@@ -96,6 +97,8 @@ class FakeAccelerator:
 
     def reset_peak(self, device: str) -> str | None:
         self._may_fail("reset_peak")
+        if self.no_reset is not None:
+            return self.no_reset
         self.peaks[device] = self.allocated[device]
         return None
 

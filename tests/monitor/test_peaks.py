@@ -6,6 +6,9 @@ import pytest
 from sigmascope.monitor import Recorder
 from sigmascope.monitor.guard import Guard
 from sigmascope.monitor.peaks import HostMemory, Peaks, PeakTracker, reader_for
+from sigmascope.probes import AllocatorBytes
+from sigmascope.records.memory import AcceleratorPeak
+from sigmascope.records.run import Stage
 
 if TYPE_CHECKING:
     from tests.monitor.conftest import FakeAccelerator, FakeClock, FakeHost
@@ -200,3 +203,60 @@ def test_without_an_accelerator_the_peak_says_why(host: "FakeHost") -> None:
     assert peak is not None
     assert peak.accelerators == ()
     assert "no accelerator" in peak.unavailable["accelerators"]
+
+
+def test_a_running_peak_that_cannot_be_reset_is_not_given_to_later_stages(
+    accelerator: "FakeAccelerator", host: "FakeHost"
+) -> None:
+    recorder = Recorder(sample_hz=None, accelerator=accelerator)
+    with recorder.stage("outer"):
+        pulse(accelerator, 90)
+        accelerator.no_reset = "RuntimeError: no statistics"
+        with recorder.stage("inner"):
+            accelerator.allocate(7)
+        accelerator.no_reset = None  # a later success does not tell since when the peak has counted
+        with recorder.stage("next"), recorder.step():
+            pulse(accelerator, 40)
+    outer = device_peak(recorder.run().stages[0])
+    inner, after = (device_peak(stage) for stage in recorder.run().stages[0].children)
+    assert (outer.allocated_bytes, inner.allocated_bytes, after.allocated_bytes) == (90, 7, 7)
+    assert (outer.reserved_bytes, inner.reserved_bytes, after.reserved_bytes) == (180, 14, 14)
+    why = "seen at boundaries only: the running peak could not be reset: RuntimeError: no statistics"
+    for peak in (outer, inner, after):
+        assert peak.unavailable == {"allocated_running_peak": why, "reserved_running_peak": why}
+
+
+def test_a_peak_that_cannot_be_reset_any_more_leaves_closed_stages_as_they_are(
+    accelerator: "FakeAccelerator", host: "FakeHost"
+) -> None:
+    recorder = Recorder(sample_hz=None, accelerator=accelerator)
+    with recorder.stage("before"):
+        pulse(accelerator, 5)
+    accelerator.no_reset = "it is broken"
+    with recorder.stage("after"):
+        pass
+    before, after = (device_peak(stage) for stage in recorder.run().stages)
+    assert (before.allocated_bytes, before.unavailable) == (5, {})
+    assert "it is broken" in after.unavailable["allocated_running_peak"]
+
+
+def test_an_accelerator_without_running_peaks_gives_its_own_reason(
+    accelerator: "FakeAccelerator", host: "FakeHost", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def in_use(device: str) -> AllocatorBytes:
+        return AllocatorBytes(accelerator.allocated[device], None, None, None)
+
+    monkeypatch.setattr(accelerator, "allocated_and_peak", in_use)
+    monkeypatch.setattr(accelerator, "unavailable", lambda _: {"peak_allocated": "no peak is kept"})
+    accelerator.no_reset = "no peak is kept"
+    recorder = Recorder(sample_hz=None, accelerator=accelerator)
+    with recorder.stage("denoising"):
+        accelerator.allocate(3)
+    peak = device_peak(recorder.run().stages[0])
+    assert peak.allocated_bytes == 3
+    assert peak.unavailable["allocated_running_peak"] == "seen at boundaries only: no peak is kept"
+
+
+def device_peak(stage: Stage) -> AcceleratorPeak:
+    assert stage.peak is not None
+    return stage.peak.accelerators[0]

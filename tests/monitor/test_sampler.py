@@ -4,12 +4,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import pytest
 
-from sigmascope.monitor import Recorder
-from sigmascope.monitor.sampler import MAX_HZ, Wish
+from sigmascope.monitor import Recorder, instruments
+from sigmascope.monitor.peaks import reader_for
+from sigmascope.monitor.sampler import MAX_HZ, SAMPLER, Wish
 
 if TYPE_CHECKING:
     from tests.monitor.conftest import FakeAccelerator, FakeHost
@@ -52,6 +53,35 @@ def test_no_thread_remains_when_a_stage_raises() -> None:
     with pytest.raises(KeyboardInterrupt), recorder, recorder.stage("stopped"):
         raise KeyboardInterrupt
     assert sampler_threads() == []
+
+
+@pytest.mark.parametrize("where", ["memory_snapshot", "reader.read", "SAMPLER.close"])
+def test_ctrl_c_while_a_stage_closes_leaves_nothing_of_ours_running(
+    where: str, accelerator: "FakeAccelerator", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    recorder = Recorder(sample_hz=10.0, accelerator=accelerator)
+    tracker = recorder._instruments.tracker
+    reader = reader_for(accelerator)
+    assert reader is not None
+    stage = recorder.stage("denoising")
+    stage.__enter__()
+    if where == "memory_snapshot":
+        monkeypatch.setattr(instruments, "memory_snapshot", interrupted)
+    elif where == "reader.read":
+        monkeypatch.setattr(reader, "read", interrupted)
+    else:
+        close = SAMPLER.close
+        monkeypatch.setattr(SAMPLER, "close", lambda wish: (close(wish), interrupted()))
+    with pytest.raises(KeyboardInterrupt):
+        stage.__exit__(None, None, None)
+    monkeypatch.undo()
+    assert sampler_threads() == []
+    assert (tracker._open, reader.listeners) == ([], [])
+    assert recorder._open_frames == 0
+    assert not recorder.run().complete
 
 
 def test_without_a_rate_there_is_no_thread() -> None:

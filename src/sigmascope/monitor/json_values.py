@@ -18,9 +18,9 @@ _LONGEST_TEXT = 500
 def as_json(value: object, depth: int = 0) -> Any:
     """Return the value as str, int, float, bool, None, list or dict with str keys.
 
-    NaN and the infinities stay: a saved run keeps them. A tensor becomes its shape, dtype and device: reading its values could wait for the accelerator. What
-    has no JSON form becomes its text, cut at 500 characters; what is nested deeper than 12 levels (or in
-    itself) becomes its text too.
+    NaN and the infinities stay: a saved run keeps them. A tensor becomes its shape, dtype and device, since
+    reading its values could wait for the accelerator. What has no JSON form becomes its text, cut at 500
+    characters; what is nested deeper than 12 levels (or in itself) becomes the name of its type.
     """
     plain = _scalar(value)
     if plain is not _NO_SCALAR:

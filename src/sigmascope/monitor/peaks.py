@@ -71,13 +71,14 @@ class Highest:
 
 
 class DevicePeak:
-    """The two running maxima of one device."""
+    """The two running maxima of one device, and why some of its readings were of the current use only."""
 
-    __slots__ = ("allocated", "reserved")
+    __slots__ = ("allocated", "not_reset", "reserved")
 
     def __init__(self) -> None:
         self.allocated = Highest()
         self.reserved = Highest()
+        self.not_reset: str | None = None
 
 
 class Peaks:
@@ -95,13 +96,23 @@ class Peaks:
         self.rss.see(memory.rss, at_ns)
         self.ram_used.see(memory.ram_used, at_ns)
 
-    def see_device(self, device: str, reading: AllocatorBytes, at_ns: int) -> None:
-        """Take one device's reading: its running peak, or what is in use where there is no such peak."""
+    def see_device(
+        self, device: str, reading: AllocatorBytes, at_ns: int, not_reset: str | None = None
+    ) -> None:
+        """Take one device's reading: its running peak, or what is in use where there is no such peak.
+
+        Args:
+            device: Its name.
+            reading: The allocator's figures.
+            at_ns: When they were read.
+            not_reset: Why the device's running peak is of no use any more, where that is so.
+        """
         peak = self.devices.get(device)
         if peak is None:
             peak = self.devices[device] = DevicePeak()
         peak.allocated.see(_first_known(reading.peak_allocated, reading.allocated), at_ns)
         peak.reserved.see(_first_known(reading.peak_reserved, reading.reserved), at_ns)
+        peak.not_reset = peak.not_reset or not_reset
 
     def fold(self, inner: "Peaks") -> None:
         """Take over what is higher in `inner`."""
@@ -111,6 +122,7 @@ class Peaks:
             mine = self.devices.setdefault(device, DevicePeak())
             mine.allocated.see(peak.allocated.value, peak.allocated.at_ns)
             mine.reserved.see(peak.reserved.value, peak.reserved.at_ns)
+            mine.not_reset = mine.not_reset or peak.not_reset
 
     def freeze(self, start_ns: int, why: Callable[[str], Mapping[str, str]]) -> PeakMemory:
         """Return the record, with times in seconds since `start_ns`.
@@ -145,7 +157,7 @@ def _freeze_device(name: str, peak: DevicePeak, start_ns: int, reasons: Mapping[
     reserved, reserved_at = peak.reserved.since(start_ns)
     unavailable = {}
     for figure, value in (("allocated", allocated), ("reserved", reserved)):
-        reason = reasons.get(f"peak_{figure}")
+        reason = reasons.get(f"peak_{figure}") or peak.not_reset
         if value is None:
             unavailable[f"{figure}_bytes"] = reason or "no reading succeeded"
         elif reason is not None:
@@ -157,22 +169,34 @@ class DeviceReader:
     """Reads and resets one accelerator's running peaks, and tells every listening tracker what was read.
 
     Where the accelerator keeps no running peak (MPS), what is in use at the boundaries stands in for it.
+    So it does on a device whose running peak could not be reset once: that peak goes on telling of what was
+    before a scope opened.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
         self.listeners: list[PeakTracker] = []
+        self._not_reset: dict[str, str] = {}
 
     def read(self, at_ns: int, devices: Sequence[str]) -> dict[str, AllocatorBytes]:
         """Read these devices now, with LOCK held; each one's running peak starts anew."""
         readings = {}
         for device in devices:
             reading = self.accelerator.allocated_and_peak(device)
-            self.accelerator.reset_peak(device)
+            not_reset = self._not_reset.get(device)
+            if not_reset is None:
+                self._reset(device)  # if it fails, this reading is still right: the last reset was done
+            else:
+                reading = reading._replace(peak_allocated=None, peak_reserved=None)
             readings[device] = reading
             for tracker in self.listeners:
-                tracker.pending.see_device(device, reading, at_ns)
+                tracker.pending.see_device(device, reading, at_ns, not_reset)
         return readings
+
+    def _reset(self, device: str) -> None:
+        reason = self.accelerator.reset_peak(device)
+        if reason is not None:
+            self._not_reset[device] = f"the running peak could not be reset: {reason}"
 
 
 _readers: WeakValueDictionary[int, DeviceReader] = WeakValueDictionary()
@@ -222,11 +246,13 @@ class PeakTracker:
     def close(self, peaks: Peaks, memory: HostMemory, at_ns: int) -> None:
         """Close a scope; afterwards its peaks change no more."""
         with LOCK:
-            self._boundary(memory, at_ns)
-            if peaks in self._open:
-                self._open.remove(peaks)
-            if not self._open and self._reader is not None and self in self._reader.listeners:
-                self._reader.listeners.remove(self)
+            try:
+                self._boundary(memory, at_ns)
+            finally:  # also when Ctrl-C comes just now
+                if peaks in self._open:
+                    self._open.remove(peaks)
+                if not self._open and self._reader is not None and self in self._reader.listeners:
+                    self._reader.listeners.remove(self)
 
     def step(self, rss: int, at_ns: int, device: str | None) -> int:
         """Take the readings at a step's end, with LOCK held; return the device's allocated bytes."""

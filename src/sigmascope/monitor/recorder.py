@@ -135,8 +135,10 @@ class Recorder:
         if frame is not None:
             self._entered.remove(frame)
             pop(frame)
-            self._instruments.stop_sampling()
-            self._end(error)
+            try:
+                self._instruments.stop_sampling()
+            finally:  # also when Ctrl-C comes just now
+                self._end(error)
 
     # --- what stages and steps call
 
@@ -171,7 +173,10 @@ class Recorder:
         """Close what `open_stage` opened."""
         try:
             self._instruments.guard.read("stages", lambda: frame.scope.close(error))
-        finally:  # also when Ctrl-C comes just now
+        except BaseException as interruption:  # Ctrl-C just now
+            error = error or interruption
+            raise
+        finally:
             pop(frame)
             self._end(error)
 

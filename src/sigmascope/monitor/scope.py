@@ -7,7 +7,7 @@ from sigmascope.monitor import peaks
 from sigmascope.monitor.gpu_timing import Mark
 from sigmascope.monitor.guard import describe
 from sigmascope.monitor.instruments import Instruments
-from sigmascope.monitor.peaks import Peaks
+from sigmascope.monitor.peaks import HostMemory, Peaks
 from sigmascope.monitor.steps import StepColumns
 from sigmascope.records.facts import ExceptionDetails, ModuleFacts, TensorFacts
 from sigmascope.records.memory import MemoryImpact, MemorySnapshot, PeakMemory
@@ -84,10 +84,16 @@ class Scope:
         """
         instruments = self.instruments
         self.ended_ns = ended_ns = instruments.clock()
-        self._final = instruments.snapshot()
-        if self._peaks is not None:
-            instruments.tracker.close(self._peaks, instruments.host_memory(self._final), ended_ns)
-        instruments.stop_sampling()
+        memory = HostMemory()
+        try:
+            self._final = instruments.snapshot()
+            memory = instruments.host_memory(self._final)
+        finally:  # also when Ctrl-C comes just now: nothing of ours may go on
+            try:
+                if self._peaks is not None:
+                    instruments.tracker.close(self._peaks, memory, ended_ns)
+            finally:
+                instruments.stop_sampling()
         instruments.resolve(self.columns.timings)
         if error is not None:
             self.error = describe(error)
