@@ -14,7 +14,8 @@ help: ## Show this list
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Sigmascope needs Python 3.11 or later; set PYTHON=/path/to/python3.11"; exit 1; }
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv $(VENV) || \
+		{ rm -rf $(VENV); echo "Python has no venv module; on Debian: apt install python3-venv"; exit 1; }
 
 # One stamp for each set of packages, renewed when what it was made from changes.
 $(VENV)/installed-%: pyproject.toml constraints.txt | $(BIN)/python
@@ -50,5 +51,5 @@ gpu-check: $(VENV)/installed-test ## Run the tests that need an accelerator
 pocket: $(VENV)/installed-lbm ## Train the pocket model again (about an hour on 2 cores)
 	$(BIN)/python scripts/pocket/train.py
 
-clean: ## Remove what the other targets made
-	rm -rf $(VENV) build site sigmascope-demo .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+clean: ## Remove what the other targets made, but not a training's state in build/pocket
+	rm -rf $(VENV) site sigmascope-demo .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -7,7 +7,7 @@ the step number and nothing but model, optimizer and step has to be kept.
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -54,7 +54,7 @@ def train(plan: Plan, model: nn.Module, loss_at: LossAt, state_path: Path) -> No
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=plan.learning_rate, weight_decay=plan.weight_decay, betas=(0.9, 0.98)
     )
-    first = _resume(state_path, model, optimizer)
+    first = _resume(plan, state_path, model, optimizer)
     model.train()
     running, started = 0.0, time.perf_counter()
     for step in range(first, plan.steps):
@@ -69,7 +69,7 @@ def train(plan: Plan, model: nn.Module, loss_at: LossAt, state_path: Path) -> No
         optimizer.step()
         running = loss.item() if step == first else 0.98 * running + 0.02 * loss.item()
         if (step + 1) % plan.save_every == 0 or step + 1 == plan.steps:
-            _save(state_path, step + 1, model, optimizer)
+            _save(plan, state_path, step + 1, model, optimizer)
             rate = (time.perf_counter() - started) / (step + 1 - first)
             left = rate * (plan.steps - step - 1) / 60
             print(
@@ -79,16 +79,23 @@ def train(plan: Plan, model: nn.Module, loss_at: LossAt, state_path: Path) -> No
     model.eval()
 
 
-def _resume(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+def _resume(plan: Plan, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     if not path.exists():
         return 0
     state = torch.load(path, weights_only=True)
+    if state["plan"] != asdict(plan):
+        raise SystemExit(f"{path} was trained by another plan; move it away to train anew.")
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     return int(state["step"])
 
 
-def _save(path: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    state = {"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
+def _save(plan: Plan, path: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    state = {
+        "plan": asdict(plan),
+        "step": step,
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+    }
     with atomic_path(path) as temporary:
         torch.save(state, temporary)

@@ -9,6 +9,7 @@ weights.
 """
 
 import argparse
+import hashlib
 import time
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 from render import COOL_TARGET, SOURCE, WARM_TARGET, render_scenes, training_scenes
 from torch import Tensor
 
-from sigmascope.checkpoints import save_safetensors
+from sigmascope.checkpoints import save_safetensors, tensor_fingerprint
 from sigmascope.lbm.bridge import bridge_interpolate, bridge_velocity_target
 from sigmascope.lbm.config import LbmConfig, parse_config
 from sigmascope.lbm.model import LbmModel, build_lbm
@@ -33,7 +34,7 @@ FACTOR = 4  # pixels along one side of a latent element
 
 VAE_PLAN = Plan("vae", steps=2200, learning_rate=1e-3, seed=1)
 BASE_PLAN = Plan("base", steps=7500, learning_rate=1e-3, seed=2)
-TUNED_PLAN = Plan("tuned", steps=3000, learning_rate=4e-4, seed=3)
+TUNED_PLAN = Plan("tuned", steps=2000, learning_rate=2e-4, seed=3)
 FULL_SIZE_SHARE = 0.12  # the last steps see whole pictures, so that the model knows its real size
 
 CONFIG = {
@@ -175,18 +176,24 @@ def pack(model: LbmModel, path: Path) -> None:
     save_safetensors(path, {key: tensor.contiguous() for key, tensor in state.items()})
 
 
+def scene_latents(model: LbmModel, scenes: NDArray[np.uint8], work: Path) -> list[Tensor]:
+    """Return the unscaled latents by light, from disk when this VAE's are there."""
+    weights = "".join(tensor_fingerprint(tensor) for tensor in model.vae.state_dict().values())
+    path = work / f"latents-{hashlib.sha256(weights.encode()).hexdigest()[:16]}.pt"
+    if not path.exists():
+        latents = [encode_scenes(model, scenes, light) for light in (SOURCE, WARM_TARGET, COOL_TARGET)]
+        with atomic_path(path) as temporary:
+            torch.save(latents, temporary)
+    return list(torch.load(path, weights_only=True))
+
+
 def prepare_vae(work: Path, scenes: NDArray[np.uint8]) -> tuple[LbmModel, list[Tensor]]:
     """Train or load the VAE; return the model with the scaling set, and scaled latents by light."""
     torch.manual_seed(VAE_PLAN.seed)
     model = build_lbm(parse_config(CONFIG))
     train(VAE_PLAN, model.vae, vae_loss(model, scenes), work / "vae.pt")
     round_weights(model.vae)
-    path = work / "latents.pt"
-    if not path.exists():
-        latents = [encode_scenes(model, scenes, light) for light in (SOURCE, WARM_TARGET, COOL_TARGET)]
-        with atomic_path(path) as temporary:
-            torch.save(latents, temporary)
-    latents = torch.load(path, weights_only=True)
+    latents = scene_latents(model, scenes, work)
     scaling = round(float(1 / latents[SOURCE].std()), 5)
     scaled = build_lbm(with_scaling(model.config, scaling))
     scaled.vae.load_state_dict(model.vae.state_dict())

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+LINK = re.compile(r"\]\((?!https?://|#)([^)#\s]+)")
 FENCE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -32,3 +33,12 @@ def pages() -> list[Path]:
 def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     exec(compile(examples(page), str(page), "exec"), {"__name__": "__main__"})
+
+
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))], ids=lambda page: page.stem
+)
+def test_every_link_and_picture_is_there(page: Path) -> None:
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    missing = [target for target in LINK.findall(text) if not (page.parent / target).exists()]
+    assert missing == []

@@ -4,7 +4,7 @@ import pytest
 from PIL import Image
 
 from sigmascope import load_run
-from sigmascope.errors import SigmascopeError
+from sigmascope.errors import ConfigError, SigmascopeError
 from sigmascope.lbm.pocket.demo import DemoResult, run_demo
 
 
@@ -68,3 +68,10 @@ def test_an_output_folder_that_is_a_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(SigmascopeError, match="taken"):
         run_demo(target)
     assert target.read_text() == "mine"
+
+
+@pytest.mark.parametrize("wrong", [{"rank": 0}, {"num_inference_steps": 0}])
+def test_an_option_that_makes_no_sense_leaves_no_folder(wrong: dict[str, int], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        run_demo(tmp_path / "out", **wrong)
+    assert not (tmp_path / "out").exists()

@@ -11,7 +11,7 @@ POCKET_FOLDER = Path(__file__).parent / "weights"
 BASE_PATH = POCKET_FOLDER / "base.safetensors"
 TUNED_PATH = POCKET_FOLDER / "tuned.safetensors"
 CONFIG_PATH = POCKET_FOLDER / "config.yaml"
-EXAMPLE_SCENE = 7
+EXAMPLE_SCENE = 4
 """A held-out scene (training uses those from 1000 on) for the demo."""
 
 __all__ = ["BASE_PATH", "CONFIG_PATH", "EXAMPLE_SCENE", "POCKET_FOLDER", "TUNED_PATH"]
