@@ -72,6 +72,24 @@ def test_config_of_the_checkpoints_own_name_goes_first(tmp_path: Path) -> None:
     assert find_config(checkpoint) == tmp_path / "tuned.yaml"
 
 
+@pytest.mark.parametrize(
+    ("checkpoint", "config"),
+    [
+        ("model.safetensors.index.json", "model.yaml"),
+        ("model.v2.safetensors", "model.v2.yaml"),
+        ("pocket.v2", "pocket.v2/pocket.v2.yaml"),
+        ("pocket.v2", "pocket.v2/weights.yaml"),
+    ],
+)
+def test_config_is_named_after_the_whole_name(checkpoint: str, config: str, tmp_path: Path) -> None:
+    (tmp_path / "pocket.v2").mkdir()
+    (tmp_path / "pocket.v2" / "weights.safetensors").touch()
+    (tmp_path / "pocket.v2" / "pocket.yaml").touch()
+    (tmp_path / "model.safetensors.index.yaml").touch()
+    (tmp_path / config).touch()
+    assert find_config(tmp_path / checkpoint) == tmp_path / config
+
+
 def test_config_may_be_a_path(state: State, tiny_config: LbmConfig, tmp_path: Path) -> None:
     save_file(state, tmp_path / "model.safetensors")
     (tmp_path / "other.yaml").write_text(tiny_config.to_yaml(), encoding="utf-8")

@@ -80,6 +80,11 @@ class Checkpoint(ABC):
         return self._read(self.info(key))
 
     @property
+    def files(self) -> tuple[Path, ...]:
+        """Every file that the weights are read from: of a sharded one the index, then its shards."""
+        return (self.path,)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all tensors together."""
         return sum(info.nbytes for info in self._infos.values())

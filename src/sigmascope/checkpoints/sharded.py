@@ -59,6 +59,11 @@ class ShardedCheckpoint(Checkpoint):
     def _read(self, info: TensorInfo) -> Tensor:
         return self._shards[self._weight_map[info.name]].tensor(info.name)
 
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The index, then its shards."""
+        return (self.path, *(shard.path for shard in self._shards.values()))
+
     def close(self) -> None:
         """Close every shard."""
         for shard in self._shards.values():

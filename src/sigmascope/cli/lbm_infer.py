@@ -18,7 +18,8 @@ from sigmascope.lbm.buckets import parse_size
 from sigmascope.lbm.devices import resolve_device, resolve_dtype
 from sigmascope.lbm.images import image_format, load_image, save_image
 from sigmascope.lbm.infer import translate_image
-from sigmascope.lbm.model import LbmModel, load_lbm
+from sigmascope.lbm.model import LbmModel
+from sigmascope.lbm.watched import load_watched
 from sigmascope.lora.apply import AttachedLora, MergedLora, attach_lora, merge_lora
 from sigmascope.lora.formats import load_lora
 from sigmascope.monitor.recorder import Recorder
@@ -64,7 +65,7 @@ def run_infer(options: InferOptions) -> None:
     recorder = Recorder(name="lbm infer", sample_hz=10.0)
     try:
         with recorder:
-            model = _load_model(options, recorder)
+            model = _load_model(options)
             applied = _apply_lora(options, model, recorder)
             result = _translate(options, model, picture, conditioning)
             save_image(result, options.output_path)
@@ -117,23 +118,15 @@ def _load_conditioning(entries: tuple[str, ...]) -> dict[str, Image.Image]:
     return pictures
 
 
-def _load_model(options: InferOptions, recorder: Recorder) -> LbmModel:
-    path = options.base_model_path
-    device, dtype = resolve_device(options.device), resolve_dtype(options.torch_dtype)
-    with recorder.stage("model_loading") as stage, progress_bar("Loading") as progress:
-        stage.fact("file", str(path))
-        stage.fact("device", str(device))
-        model = load_lbm(path, options.config_path, dtype=dtype, device=device, progress=progress)
-        stage.fact("format", "folder" if path.is_dir() else path.suffix.lstrip("."))
-        stage.fact("dtype", str(dtype).removeprefix("torch."))
-        if path.is_file():
-            stage.fact("file_bytes", path.stat().st_size)
-        # Loading is strict: a model that arrives here lacks nothing.
-        stage.fact("missing_keys", [])
-        stage.fact("unexpected_keys", [])
-        stage.module("denoiser", model.denoiser)
-        stage.module("vae", model.vae)
-    return model
+def _load_model(options: InferOptions) -> LbmModel:
+    with progress_bar("Loading") as progress:
+        return load_watched(
+            options.base_model_path,
+            options.config_path,
+            dtype=resolve_dtype(options.torch_dtype),
+            device=resolve_device(options.device),
+            progress=progress,
+        )
 
 
 def _apply_lora(

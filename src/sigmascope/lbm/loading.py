@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from sigmascope.checkpoints import Checkpoint
+from sigmascope.checkpoints.paths import is_folder, is_regular_file, names_in
+from sigmascope.checkpoints.reader import INDEX_SUFFIX, PICKLE_SUFFIXES
 from sigmascope.errors import CheckpointError, ModelMismatchError, NonFiniteError
 from sigmascope.lbm.config import LbmConfig, load_config
 from sigmascope.progress import Progress, no_progress
@@ -16,13 +18,33 @@ NAMED = 5
 
 
 def find_config(checkpoint: str | Path) -> Path | None:
-    """Look beside a checkpoint (or inside its folder) for `<stem>.yaml`, then `config.yaml`."""
+    """Look for the YAML that describes a checkpoint.
+
+    Beside a file that is `<its name without suffix>.yaml`, then `config.yaml`; the name of a sharded one is
+    what comes before `.safetensors.index.json`. In a folder it is `<folder's name>.yaml`, then that of the
+    weights in it, then `config.yaml`.
+
+    Raises:
+        CheckpointError: The system refuses to look at the path.
+    """
     checkpoint = Path(checkpoint)
-    folder = checkpoint if checkpoint.is_dir() else checkpoint.parent
-    for name in (f"{checkpoint.stem}.yaml", "config.yaml"):
-        if (folder / name).is_file():
+    if is_folder(checkpoint):
+        folder, weights = checkpoint, [name for name in names_in(checkpoint) if _is_weights(name)]
+        stems = [checkpoint.absolute().name, *map(_stem, weights)]
+    else:
+        folder, stems = checkpoint.parent, [_stem(checkpoint.name)]
+    for name in (*(f"{stem}.yaml" for stem in stems), "config.yaml"):
+        if is_regular_file(folder / name):
             return folder / name
     return None
+
+
+def _is_weights(name: str) -> bool:
+    return name.endswith((INDEX_SUFFIX, ".safetensors", *PICKLE_SUFFIXES))
+
+
+def _stem(name: str) -> str:
+    return name.removesuffix(INDEX_SUFFIX) if name.endswith(INDEX_SUFFIX) else Path(name).stem
 
 
 def config_for(checkpoint: str | Path) -> LbmConfig:
@@ -30,6 +52,7 @@ def config_for(checkpoint: str | Path) -> LbmConfig:
 
     Raises:
         ConfigError: The file found there does not describe an LBM model.
+        CheckpointError: The system refuses to look at the path.
     """
     path = find_config(checkpoint)
     return LbmConfig() if path is None else load_config(path)
@@ -67,17 +90,27 @@ def assign_weights(
         progress(done, len(expected), key)
 
 
+def compare_keys(model: nn.Module, checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
+    """Give the keys that a model has and a checkpoint lacks (missing), and the other way (unexpected)."""
+    return _compare(model.state_dict(keep_vars=True), checkpoint)
+
+
+def _compare(expected: Mapping[str, Tensor], checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
+    missing = [key for key in expected if key not in checkpoint]
+    return missing, sorted(key for key in checkpoint if key not in expected)
+
+
 def _check_keys_and_shapes(expected: Mapping[str, Tensor], checkpoint: Checkpoint) -> None:
-    held = set(checkpoint.keys())
     wrong = []
-    if missing := [key for key in expected if key not in held]:
+    missing, unexpected = _compare(expected, checkpoint)
+    if missing:
         wrong.append(f"{len(missing)} missing: {_listed(missing)}")
-    if unexpected := sorted(held - expected.keys()):
+    if unexpected:
         wrong.append(f"{len(unexpected)} unexpected: {_listed(unexpected)}")
     misshaped = [
         f"{key} (expected {list(tensor.shape)}, found {list(checkpoint.info(key).shape)})"
         for key, tensor in expected.items()
-        if key in held and tuple(checkpoint.info(key).shape) != tuple(tensor.shape)
+        if key in checkpoint and tuple(checkpoint.info(key).shape) != tuple(tensor.shape)
     ]
     if misshaped:
         wrong.append(f"{len(misshaped)} of another shape: {_listed(misshaped)}")

@@ -11,7 +11,7 @@ from diffusers import UNet2DConditionModel
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from sigmascope.checkpoints import open_checkpoint
+from sigmascope.checkpoints import Checkpoint, open_checkpoint
 from sigmascope.errors import ModelMismatchError
 from sigmascope.lbm.config import LbmConfig, load_config
 from sigmascope.lbm.loading import assign_weights, config_for
@@ -114,19 +114,45 @@ def load_lbm(
         ModelMismatchError: Names keys that are missing, unexpected or of another shape.
         NonFiniteError: Names the first tensor with NaN or Inf.
     """
-    if config is None:
-        config = config_for(path)
-    elif not isinstance(config, LbmConfig):
-        config = load_config(config)
+    config = resolve_config(path, config)
     with open_checkpoint(path) as checkpoint:
-        model = build_lbm(config, device="meta")
-        upcast = dtype == torch.float16 and config.vae.force_upcast
-        dtypes = {
-            "denoiser": dtype,
-            "vae": torch.float32 if upcast else dtype,
-            "num_iterations": torch.float32,
-        }
-        assign_weights(model, checkpoint, dtypes, device, progress=progress)
+        return fill_lbm(
+            build_lbm(config, device="meta"), checkpoint, dtype=dtype, device=device, progress=progress
+        )
+
+
+def resolve_config(path: str | Path, config: LbmConfig | str | Path | None) -> LbmConfig:
+    """Give the config of a checkpoint: as given, read from the file given, or the one beside `path`.
+
+    Raises:
+        ConfigError: The config is not valid.
+        CheckpointError: The system refuses to look at `path`.
+    """
+    if config is None:
+        return config_for(path)
+    return config if isinstance(config, LbmConfig) else load_config(config)
+
+
+def fill_lbm(
+    model: LbmModel,
+    checkpoint: Checkpoint,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    progress: Progress = no_progress,
+) -> LbmModel:
+    """Give a model on the meta device the weights of an open checkpoint; the rest is as of `load_lbm`.
+
+    Returns:
+        The same model, in evaluation mode.
+    """
+    upcast = dtype == torch.float16 and model.config.vae.force_upcast
+    dtypes = {
+        "denoiser": dtype,
+        "vae": torch.float32 if upcast else dtype,
+        "num_iterations": torch.float32,
+    }
+    assign_weights(model, checkpoint, dtypes, device, progress=progress)
     return model.eval()
 
 
