@@ -21,7 +21,7 @@ _HOMES = {
 __all__ = ["Run", "Stage", "__version__", "load_run"]
 
 
-def __getattr__(name: str) -> Any:  # noqa: ANN401 - a module's attributes are of every type
+def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'sigmascope' has no attribute {name!r}")
