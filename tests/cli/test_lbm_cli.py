@@ -1,4 +1,5 @@
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 import sigmascope
-from sigmascope.cli.lbm import app
+from sigmascope.cli.lbm import app, infer
 from sigmascope.errors import ConfigError, FileError, ModelMismatchError, NonFiniteError, WriteError
 from sigmascope.lbm.config import parse_config
 from sigmascope.lbm.infer import translate_image
@@ -171,6 +172,7 @@ def test_verbose_shows_the_stages(arguments: dict[str, str]) -> None:
         (("--num_inference_steps", "0"), ConfigError, "num_inference_steps: expected 1 or more"),
         (("--torch_dtype", "int8"), ConfigError, "--torch_dtype: expected one of float32"),
         (("--device", "toaster"), ConfigError, "--device: 'toaster' is not a device"),
+        (("--resolution", "0"), ConfigError, "--resolution: expected 1 or more, got 0"),
         (("--size", "huge"), ConfigError, "--size: expected bucket, keep"),
         (("--conditioning", "depth"), ConfigError, "--conditioning: expected KEY=PICTURE"),
         (("--output_path", "out.psd"), ConfigError, "cannot write a picture with the suffix '.psd'"),
@@ -189,9 +191,102 @@ def test_bad_input_is_named(
     assert message in str(caught.value)
 
 
-def test_source_is_never_overwritten(arguments: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match="is the source image"):
-        run(arguments | {"--output_path": arguments["--source_image"]})
+@pytest.mark.parametrize("flag", ["--output_path", "--run_path"])
+@pytest.mark.parametrize("way", ["plain", "link", "dots"])
+def test_source_is_never_overwritten(arguments: dict[str, str], tmp_path: Path, flag: str, way: str) -> None:
+    source = Path(arguments["--source_image"])
+    before = source.read_bytes()
+    target = tmp_path / "link.png" if way == "link" else source
+    if way == "link":
+        target.symlink_to(source)
+    elif way == "dots":
+        target = source.parent / ".." / source.parent.name / source.name
+    with pytest.raises(ConfigError, match=f"{flag}: .* is --source_image too"):
+        run(arguments | {flag: str(target)})
+    assert source.read_bytes() == before
+
+
+@pytest.mark.parametrize("flag", ["--base_model_path", "--lora_path", "--config_path", "--output_path"])
+def test_run_never_replaces_another_file_of_the_command(
+    arguments: dict[str, str], folder: Path, flag: str
+) -> None:
+    arguments |= {
+        "--lora_path": str(folder / "lora.safetensors"),
+        "--config_path": str(folder / "config.yaml"),
+    }
+    path = Path(arguments[flag])
+    before = path.read_bytes() if path.exists() else None
+    with pytest.raises(ConfigError, match=f"--run_path: .* is {flag} too"):
+        run(arguments | {"--run_path": str(path)})
+    assert (path.read_bytes() if path.exists() else None) == before
+
+
+def test_run_never_replaces_a_config_that_is_found_or_weights_in_a_folder(
+    arguments: dict[str, str], folder: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match="is the model's config too"):
+        run(arguments | {"--run_path": str(folder / "config.yaml")})
+    (tmp_path / "model").mkdir()
+    shard = tmp_path / "model" / "shard.safetensors"
+    shard.write_bytes((folder / "base.safetensors").read_bytes())
+    for model in (tmp_path / "model", tmp_path / "model" / "model.safetensors.index.json"):
+        with pytest.raises(ConfigError, match="is --base_model_path too"):
+            run(arguments | {"--base_model_path": str(model), "--run_path": str(shard)})
+
+
+@pytest.mark.parametrize("flag", ["--output_path", "--run_path"])
+def test_conditioning_is_never_overwritten(arguments: dict[str, str], tmp_path: Path, flag: str) -> None:
+    depth = tmp_path / "depth.png"
+    Image.new("RGB", (4, 4)).save(depth)
+    with pytest.raises(ConfigError, match=f"{flag}: .* is --conditioning depth too"):
+        run(arguments | {"--conditioning": f"depth={depth}", flag: str(depth)})
+
+
+def test_write_protected_picture_is_found_before_translating(
+    arguments: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = Path(arguments["--output_path"])
+    target.write_bytes(b"old")
+    # The superuser may write to every file, so the system's answer is planted.
+    allowed = os.access
+
+    def access(path: Path, mode: int) -> bool:
+        return not (Path(path) == target and mode == os.W_OK) and allowed(path, mode)
+
+    monkeypatch.setattr(os, "access", access)
+    monkeypatch.setattr("sigmascope.cli.lbm_infer.load_watched", lambda *_, **__: pytest.fail("loaded"))
+    with pytest.raises(WriteError, match="is write-protected"):
+        run(arguments)
+    assert target.read_bytes() == b"old"
+
+
+@pytest.mark.parametrize("failure", [NonFiniteError("NaN in the latent."), KeyboardInterrupt()])
+def test_a_record_that_cannot_be_saved_does_not_hide_the_failure(
+    arguments: dict[str, str],
+    tmp_path: Path,
+    failure: BaseException,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    path = tmp_path / "run.json"
+
+    def fail(*_: object, **__: object) -> None:
+        path.mkdir()  # so that the record cannot be written
+        raise failure
+
+    monkeypatch.setattr("sigmascope.cli.lbm_infer.translate_image", fail)
+    paths = (Path(arguments[flag]) for flag in ("--base_model_path", "--source_image", "--output_path"))
+    with pytest.raises(type(failure)) as caught:  # without the parser, which turns Ctrl-C into its own error
+        infer(*paths, device="cpu", run_path=path)
+    assert caught.value is failure
+    assert "record of the failed run was not saved" in caplog.text
+    assert "run.json" in caplog.text
+
+
+@pytest.mark.parametrize("size", ["keep", "32x48"])
+def test_resolution_that_nothing_would_use_is_refused(arguments: dict[str, str], size: str) -> None:
+    with pytest.raises(ConfigError, match=f"--resolution 64 has no effect with --size {size}"):
+        run(arguments | {"--resolution": "64", "--size": size})
 
 
 def test_lora_of_another_model_is_refused_and_the_run_says_so(

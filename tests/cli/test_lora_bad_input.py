@@ -1,16 +1,17 @@
 """Every bad input of an extraction: exit code, file, key and next step named, the target untouched."""
 
+import errno
 import os
 import pickle
-import resource
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 import pytest
 import torch
 
+from sigmascope.checkpoints import writer
 from sigmascope.cli.root import run
 from sigmascope.lora.extract import extract_lora
 
@@ -82,20 +83,33 @@ def test_weights_that_do_not_fit(
 
 
 def test_a_full_disk(
-    make_model_pair: "MakePair", refused: Callable[["ModelPair", Path], str], nearly_full: Callable[[], None]
+    make_model_pair: "MakePair", refused: Callable[["ModelPair", Path], str], full_disk: list[int]
 ) -> None:
+    """The second tensor meets a disk without room; `refused` sees that no file was changed or left."""
     files = make_model_pair()
     extract_lora(files.base, files.tuned, files.base.with_name("lora.safetensors"))
-    nearly_full()
-    assert "lora.safetensors" in refused(files, files.tuned)
+    full_disk.append(1)
+    message = refused(files, files.tuned)
+    assert "lora.safetensors" in message
+    assert "the disk is full" in message
+    assert "Next:  Free some space or choose another disk." in message
 
 
 @pytest.fixture
-def nearly_full() -> Iterator[Callable[[], None]]:
-    """From the call on, no file grows beyond 4 KiB: a write fails half-way, as on a full disk."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Once it holds a number, that many writes of weights succeed and then the disk is full."""
+    room: list[int] = []
+
+    def write(stream: BinaryIO, data: memoryview) -> None:
+        if room and room[0] == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if room:
+            room[0] -= 1
+        write_all(stream, data)
+
+    write_all = writer._write_all
+    monkeypatch.setattr(writer, "_write_all", write)
+    return room
 
 
 @pytest.fixture

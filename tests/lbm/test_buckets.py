@@ -90,3 +90,12 @@ def test_size_option_is_read(text: str, size: str | tuple[int, int]) -> None:
 def test_other_size_options_are_errors(text: str) -> None:
     with pytest.raises(ConfigError, match="--size: expected bucket, keep, or WIDTHxHEIGHT"):
         parse_size(text)
+
+
+@pytest.mark.parametrize("size", [(0, 0), (0, 5), (5, 0)])
+@pytest.mark.parametrize("way", ["bucket", "keep"])
+def test_empty_picture_has_no_size_to_work_at(size: tuple[int, int], way: str) -> None:
+    with pytest.raises(ConfigError, match="the picture is empty"):
+        working_size(*size, way)
+    with pytest.raises(ConfigError, match="the picture is empty"):
+        nearest_bucket(*size)

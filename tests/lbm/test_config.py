@@ -145,3 +145,20 @@ def test_empty_file_is_the_default(tmp_path: Path) -> None:
     path = tmp_path / "empty.yaml"
     path.touch()
     assert load_config(path) == LbmConfig()
+
+
+@pytest.mark.parametrize("key", ["layers_per_block", "transformer_layers_per_block"])
+@pytest.mark.parametrize("value", [0, -1, [1, 0], [-2, 1]])
+def test_blocks_have_layers(key: str, value: int | list[int], tiny_yaml: dict[str, Any]) -> None:
+    tiny_yaml["denoiser"][key] = value
+    with pytest.raises(ConfigError, match=f"{key}: expected 1 or more"):
+        parse_config(tiny_yaml)
+
+
+@pytest.mark.parametrize("value", [".nan", ".inf", "-.inf"])
+@pytest.mark.parametrize("key", ["bridge_noise_sigma", "logit_mean", "latent_loss_weight"])
+def test_numbers_are_finite(key: str, value: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(f"{key}: {value}", encoding="utf-8")
+    with pytest.raises(ConfigError, match=key):
+        load_config(path)

@@ -217,3 +217,37 @@ def test_accelerator_gives_the_cpus_picture(tiny_model: LbmModel) -> None:
     moved = copy.deepcopy(tiny_model).to(device)
     result = np.asarray(translate_image(moved, noise(64, 64), **options), dtype=np.float32)
     assert np.abs(result - on_cpu).mean() < 1.0
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "I", "P"])
+@pytest.mark.parametrize("size", [(0, 0), (0, 5), (5, 0)])
+@pytest.mark.parametrize("way", ["bucket", "keep"])
+def test_empty_picture_is_an_error(mode: str, size: tuple[int, int], way: str, tiny_model: LbmModel) -> None:
+    with pytest.raises(ConfigError, match=f"picture: the image is empty .{size[0]}×{size[1]}"):
+        translate_image(tiny_model, Image.new(mode, size), size=way)
+
+
+def test_empty_conditioning_is_an_error_that_names_it(tiny_yaml: dict[str, Any]) -> None:
+    model = build_lbm(
+        parse_config({**tiny_yaml, "unet_input_channels": 5, "conditioning_masks_keys": ["region"]})
+    ).eval()
+    with pytest.raises(ConfigError, match="region: the image is empty"):
+        translate_image(model, noise(8, 8), conditioning={"region": Image.new("L", (0, 5))})
+
+
+@pytest.mark.parametrize("noise_scale", [float("nan"), float("inf"), -0.1])
+def test_noise_scale_must_be_finite_and_not_negative(noise_scale: float, tiny_model: LbmModel) -> None:
+    with pytest.raises(ConfigError, match="noise_scale: expected 0 or more"):
+        translate_image(tiny_model, noise(8, 8), noise_scale=noise_scale)
+
+
+@pytest.mark.parametrize("resolution", [0, -64])
+def test_resolution_must_be_positive(resolution: int, tiny_model: LbmModel) -> None:
+    with pytest.raises(ConfigError, match="resolution: expected 1 or more"):
+        translate_image(tiny_model, noise(8, 8), resolution=resolution)
+
+
+@pytest.mark.parametrize("size", ["keep", (32, 32)])
+def test_resolution_belongs_to_buckets(size: str | tuple[int, int], tiny_model: LbmModel) -> None:
+    with pytest.raises(ConfigError, match="--resolution 64 has no effect"):
+        translate_image(tiny_model, noise(8, 8), size=size, resolution=64)

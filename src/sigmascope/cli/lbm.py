@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from sigmascope.cli.extras import needs_extra
+
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
@@ -103,7 +105,7 @@ def infer(
         int | None,
         typer.Option(
             "--resolution",
-            help="Side of the square bucket; by default the config's.",
+            help="Side of the square bucket (--size bucket); by default the config's.",
             rich_help_panel=MODEL,
         ),
     ] = None,
@@ -139,7 +141,8 @@ def infer(
 
     The result has the picture's own size. Without --seed, the seed that was drawn is in the record.
     """
-    from sigmascope.cli.lbm_infer import InferOptions, run_infer
+    with needs_extra("lbm"):
+        from sigmascope.cli.lbm_infer import InferOptions, run_infer
 
     run_infer(
         InferOptions(

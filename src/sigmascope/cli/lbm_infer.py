@@ -3,7 +3,7 @@
 Imports torch through the lbm room, so `cli/lbm.py` imports this module only when the command runs.
 """
 
-import os
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,18 +11,22 @@ from typing import Any
 from PIL import Image
 
 from sigmascope.cli.lbm_report import report
+from sigmascope.cli.lbm_targets import check_targets, model_files
 from sigmascope.cli.progress import progress_bar
-from sigmascope.errors import ConfigError, WriteError
+from sigmascope.errors import ConfigError, SigmascopeError
 from sigmascope.lbm.bridge import bridge_sigmas
-from sigmascope.lbm.buckets import parse_size
+from sigmascope.lbm.buckets import check_resolution, parse_size
 from sigmascope.lbm.devices import resolve_device, resolve_dtype
 from sigmascope.lbm.images import image_format, load_image, save_image
 from sigmascope.lbm.infer import translate_image
+from sigmascope.lbm.loading import find_config
 from sigmascope.lbm.model import LbmModel
 from sigmascope.lbm.watched import load_watched
 from sigmascope.lora.apply import AttachedLora, MergedLora, attach_lora, merge_lora
 from sigmascope.lora.formats import load_lora
 from sigmascope.monitor.recorder import Recorder
+
+_log = logging.getLogger(__name__)
 
 LORA_SCALES = (0.0, 2.0)
 """Range of --lora_scale (SPEC section 7)."""
@@ -59,9 +63,11 @@ def run_infer(options: InferOptions) -> None:
         SigmascopeError: Whatever was wrong with the options, the files or the model. The run is saved even
             then, when `run_path` is given.
     """
+    conditioning_paths = _conditioning_paths(options.conditioning)
     _check_options(options)
+    _check_targets(options, conditioning_paths)
     picture = load_image(options.source_image)
-    conditioning = _load_conditioning(options.conditioning)
+    conditioning = {key: load_image(path) for key, path in conditioning_paths.items()}
     recorder = Recorder(name="lbm infer", sample_hz=10.0)
     try:
         with recorder:
@@ -69,11 +75,23 @@ def run_infer(options: InferOptions) -> None:
             applied = _apply_lora(options, model, recorder)
             result = _translate(options, model, picture, conditioning)
             save_image(result, options.output_path)
-    finally:
-        run = recorder.run()
-        if options.run_path is not None:
-            run.save(options.run_path)
+    except BaseException:
+        _save_failed_run(recorder, options.run_path)
+        raise
+    run = recorder.run()
+    if options.run_path is not None:
+        run.save(options.run_path)
     report(run, _summary(options, result, applied), as_json=options.as_json, verbose=options.verbose)
+
+
+def _save_failed_run(recorder: Recorder, path: Path | None) -> None:
+    """Keep the record of a failure; when that fails too, the failure itself is what the user must see."""
+    if path is None:
+        return
+    try:
+        recorder.run().save(path)
+    except (SigmascopeError, OSError) as error:
+        _log.warning("The record of the failed run was not saved: %s", error)
 
 
 def _check_options(options: InferOptions) -> None:
@@ -85,37 +103,40 @@ def _check_options(options: InferOptions) -> None:
             hint="1.0 applies the LoRA as it was made.",
         )
     bridge_sigmas(options.num_inference_steps)
-    parse_size(options.size)
+    check_resolution(options.resolution, parse_size(options.size))
     resolve_dtype(options.torch_dtype)
     resolve_device(options.device)
     image_format(options.output_path)
-    if options.output_path.resolve() == options.source_image.resolve():
-        raise ConfigError(
-            f"--output_path: {options.output_path} is the source image.", hint="Write to another file."
-        )
-    for target in (options.output_path, options.run_path):
-        if target is not None:
-            _check_writable(target)
 
 
-def _check_writable(target: Path) -> None:
-    folder = target.absolute().parent
-    if not folder.is_dir():
-        raise WriteError(target, f"there is no folder {folder}.", hint="Create it first.")
-    if target.is_dir() or not os.access(folder, os.W_OK):
-        raise WriteError(target, "cannot be written.", hint="Choose another path.")
+def _check_targets(options: InferOptions, conditioning: dict[str, Path]) -> None:
+    """Refuse to write over anything that is read, before anything is read."""
+    inputs = {
+        "--base_model_path": model_files(options.base_model_path),
+        "--source_image": [options.source_image],
+        **{f"--conditioning {key}": [path] for key, path in conditioning.items()},
+    }
+    if options.lora_path is not None:
+        inputs["--lora_path"] = [options.lora_path]
+    config = options.config_path or find_config(options.base_model_path)
+    if config is not None:
+        inputs["--config_path" if options.config_path else "the model's config"] = [config]
+    targets = {"--output_path": options.output_path}
+    if options.run_path is not None:
+        targets["--run_path"] = options.run_path
+    check_targets(inputs, targets)
 
 
-def _load_conditioning(entries: tuple[str, ...]) -> dict[str, Image.Image]:
-    pictures = {}
+def _conditioning_paths(entries: tuple[str, ...]) -> dict[str, Path]:
+    paths = {}
     for entry in entries:
         key, _, path = entry.partition("=")
         if not key or not path:
             raise ConfigError(
                 f"--conditioning: expected KEY=PICTURE, got {entry!r}.", hint="For example depth=depth.png."
             )
-        pictures[key] = load_image(path)
-    return pictures
+        paths[key] = Path(path)
+    return paths
 
 
 def _load_model(options: InferOptions) -> LbmModel:

@@ -11,9 +11,9 @@ MidBlock = Literal["UNetMidBlock2DCrossAttn", "UNetMidBlock2D"]
 
 
 class ConfigBlock(BaseModel):
-    """Base of every part of a config: unknown keys are errors, values do not change."""
+    """Base of every part of a config: unknown keys, NaN and Inf are errors, values do not change."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
 
 
 class DenoiserConfig(ConfigBlock):
@@ -61,6 +61,8 @@ class DenoiserConfig(ConfigBlock):
                 raise ValueError(
                     f"{key}: expected {count} entries, one for each of block_out_channels, got {len(value)}"
                 )
+        for key in ("layers_per_block", "transformer_layers_per_block"):
+            _check_depths(key, getattr(self, key))
         _check_widths(self.block_out_channels, self.norm_num_groups)
         _check_heads(self.block_out_channels, self.attention_head_dim)
         if self.cross_attention_dim != self.block_out_channels:
@@ -101,6 +103,12 @@ class VaeConfig(ConfigBlock):
     def factor(self) -> int:
         """Image pixels along one side of a latent element."""
         return int(2 ** (len(self.block_out_channels) - 1))
+
+
+def _check_depths(key: str, depths: int | tuple[int, ...]) -> None:
+    each = depths if isinstance(depths, tuple) else (depths,)
+    if min(each) < 1:
+        raise ValueError(f"{key}: expected 1 or more, got {list(each)}")
 
 
 def _check_widths(widths: tuple[int, ...], groups: int) -> None:

@@ -49,7 +49,11 @@ def nearest_bucket(width: int, height: int, *, resolution: int = BASE_RESOLUTION
 
     Returns:
         (width, height) of the bucket.
+
+    Raises:
+        ConfigError: The image is empty, or `resolution` is below `factor`.
     """
+    _refuse_empty(width, height)
     aspect = math.log(width / height)
     return min(scaled_buckets(resolution, factor), key=lambda size: abs(math.log(size[0] / size[1]) - aspect))
 
@@ -71,6 +75,30 @@ def parse_size(text: str) -> str | Size:
     return int(match[1]), int(match[2])
 
 
+def check_resolution(resolution: int | None, size: str | Size) -> None:
+    """Refuse a resolution that makes no sense or that nothing would use.
+
+    Args:
+        resolution: Side of the square bucket; None is the config's.
+        size: As of `working_size`.
+
+    Raises:
+        ConfigError: It is below 1, or `size` is not "bucket".
+    """
+    if resolution is None:
+        return
+    if resolution < 1:
+        raise ConfigError(
+            f"--resolution: expected 1 or more, got {resolution}.", hint="Leave it out for the config's."
+        )
+    if size != "bucket":
+        shown = size if isinstance(size, str) else f"{size[0]}x{size[1]}"
+        raise ConfigError(
+            f"--resolution {resolution} has no effect with --size {shown}.",
+            hint="Leave out one of the two: --resolution scales the buckets.",
+        )
+
+
 def working_size(
     width: int,
     height: int,
@@ -90,8 +118,9 @@ def working_size(
         factor: The config's `factor`.
 
     Raises:
-        ConfigError: `size` is none of these.
+        ConfigError: The image is empty, or `size` is none of these.
     """
+    _refuse_empty(width, height)
     if size == "bucket":
         return nearest_bucket(width, height, resolution=resolution, factor=factor)
     if size == "keep":
@@ -101,6 +130,13 @@ def working_size(
             f"size: expected bucket, keep, or (width, height), got {size!r}.", hint="Use the bucket."
         )
     return _round_up(size[0], factor), _round_up(size[1], factor)
+
+
+def _refuse_empty(width: int, height: int) -> None:
+    if width < 1 or height < 1:
+        raise ConfigError(
+            f"the picture is empty ({width}×{height} pixels).", hint="Pass one with at least one pixel."
+        )
 
 
 def _round_up(length: int, factor: int) -> int:

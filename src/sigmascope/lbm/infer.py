@@ -4,6 +4,7 @@ Each part is a stage of the current recorder (`latent_encoding`, `denoising` wit
 denoiser, `latent_decoding`); without a recorder the stages cost nothing. The result is the same either way.
 """
 
+import math
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from torch.nn import functional
 
 from sigmascope.errors import ConfigError, NonFiniteError
 from sigmascope.lbm.bridge import sample_bridge
-from sigmascope.lbm.buckets import Size, working_size
+from sigmascope.lbm.buckets import Size, check_resolution, working_size
 from sigmascope.lbm.images import image_to_tensor, pad_to, resize, tensor_to_image, to_rgb
 from sigmascope.lbm.loading import is_finite
 from sigmascope.lbm.model import LbmModel
@@ -70,24 +71,25 @@ def translate_image(
         seed: Of the bridge noise between steps; None draws one and records it.
         size: "bucket" resizes to the nearest aspect bucket, "keep" works at the picture's own size (padded to
             what the model needs), (width, height) resizes to that.
-        resolution: Side of the square bucket; None is the config's.
+        resolution: Side of the square bucket; None is the config's. Of use with "bucket" only.
         tile_size: Encode and decode in overlapping tiles of this many pixels; None at once.
-        noise_scale: None is the config's `bridge_noise_sigma`.
+        noise_scale: 0 or more; None is the config's `bridge_noise_sigma`.
         conditioning: A picture for each of the config's conditioning image and mask keys.
         progress: Told after each step.
 
     Raises:
-        ConfigError: An option is out of range, or conditioning is missing.
+        ConfigError: An option is out of range or of no use, a picture is empty, or conditioning is missing.
         NonFiniteError: The latents or the picture hold NaN or Inf; says where they first appear.
     """
     config = model.config
-    picture = to_rgb(image)
-    working = working_size(
-        *picture.size, size, resolution=resolution or config.resolution, factor=config.factor
-    )
+    picture = _rgb(image, "picture")
+    check_resolution(resolution, size)
+    resolution = config.resolution if resolution is None else resolution
+    working = working_size(*picture.size, size, resolution=resolution, factor=config.factor)
     frame = _Frame(picture.size, working, pads=size == "keep")
     _check_tile_size(tile_size, model)
     seed = _checked_seed(seed)
+    noise_scale = _checked_noise_scale(config.bridge_noise_sigma if noise_scale is None else noise_scale)
     with torch.inference_mode():
         z_source, extra = _encode(model, picture, frame, tile_size, conditioning or {})
         z_target = _denoise(model, z_source, extra, num_inference_steps, noise_scale, seed, progress)
@@ -133,11 +135,11 @@ def _conditioning(
         )
     parts = []
     for key in config.conditioning_images_keys:
-        pixels = resize(image_to_tensor(to_rgb(given[key])), frame.original)
+        pixels = resize(image_to_tensor(_rgb(given[key], key)), frame.original)
         pixels = frame.enter(pixels).to(like.device)
         parts.append(model.vae.encode(pixels, tile_size=tile_size).float())
     for key in config.conditioning_masks_keys:
-        grey = image_to_tensor(to_rgb(given[key]).convert("L"))[:, :1]
+        grey = image_to_tensor(_rgb(given[key], key).convert("L"))[:, :1]
         mask = (resize(grey.expand(-1, 3, -1, -1), frame.original) + 1.0) / 2.0
         mask = frame.enter(mask)[:, :1].to(like.device)
         parts.append(functional.interpolate(mask, like.shape[-2:], mode="area"))
@@ -149,11 +151,10 @@ def _denoise(
     z_source: Tensor,
     extra: Tensor | None,
     num_steps: int,
-    noise_scale: float | None,
+    noise_scale: float,
     seed: int,
     progress: Progress,
 ) -> Tensor:
-    noise_scale = model.config.bridge_noise_sigma if noise_scale is None else noise_scale
     with stage("denoising") as recorded:
         recorded.fact("num_inference_steps", num_steps)
         recorded.fact("seed", seed)
@@ -204,6 +205,23 @@ def _checked_seed(seed: int | None) -> int:
             f"seed: expected 0 to {SEEDS - 1}, got {seed}.", hint="Leave it out to have one drawn."
         )
     return seed
+
+
+def _checked_noise_scale(noise_scale: float) -> float:
+    if not (math.isfinite(noise_scale) and noise_scale >= 0):
+        raise ConfigError(
+            f"noise_scale: expected 0 or more, got {noise_scale}.", hint="Leave it out for the config's."
+        )
+    return noise_scale
+
+
+def _rgb(image: Image.Image, what: str) -> Image.Image:
+    if 0 in image.size:
+        raise ConfigError(
+            f"{what}: the image is empty ({image.width}×{image.height} pixels).",
+            hint="Pass one with at least one pixel.",
+        )
+    return to_rgb(image)
 
 
 def _require_finite(tensor: Tensor, what: str, model: LbmModel) -> None:

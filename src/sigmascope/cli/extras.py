@@ -1,0 +1,33 @@
+"""Optional dependencies: a missing one is an error that says what to install."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from sigmascope.errors import ConfigError
+
+PACKAGES = {
+    "lbm": ("diffusers", "transformers", "peft", "accelerate", "pydantic", "pydantic_core", "yaml", "PIL"),
+}
+"""What each extra brings, by the names that are imported."""
+
+
+@contextmanager
+def needs_extra(extra: str) -> Iterator[None]:
+    """Say which extra to install when an import of the block fails for want of it.
+
+    Args:
+        extra: A key of `PACKAGES`.
+
+    Raises:
+        ConfigError: A package of the extra is not installed. Any other missing module raises as it is.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in PACKAGES[extra]:
+            raise
+        raise ConfigError(
+            f"This command needs {package}, which is not installed.",
+            hint=f'Install it with: pip install "sigmascope[{extra}]"',
+        ) from error
