@@ -26,7 +26,7 @@ def test_core_install_is_told_which_extra_to_install(package: str, monkeypatch: 
 
 def test_help_needs_no_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "sigmascope.cli.lbm_infer", raising=False)
-    for package in ("diffusers", "pydantic", "PIL", "yaml"):
+    for package in ("diffusers", "PIL", "yaml"):  # newer versions of typer bring pydantic themselves
         monkeypatch.setitem(sys.modules, package, None)
     assert CliRunner().invoke(app, ["infer", "--help"]).exit_code == 0
 
