@@ -11,7 +11,8 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 import sigmascope
-from sigmascope.cli.lbm import app, infer
+from sigmascope.cli.lbm import infer
+from sigmascope.cli.root import app
 from sigmascope.errors import ConfigError, FileError, ModelMismatchError, NonFiniteError, WriteError
 from sigmascope.lbm.config import parse_config
 from sigmascope.lbm.infer import translate_image
@@ -68,7 +69,7 @@ def arguments(folder: Path, tmp_path: Path) -> dict[str, str]:
 def run(arguments: dict[str, str], *flags: str) -> str:
     """Give stdout; errors come as exceptions."""
     flat = [part for pair in arguments.items() for part in pair]
-    result = CliRunner().invoke(app, ["infer", *flat, *flags], catch_exceptions=False)
+    result = CliRunner().invoke(app, ["lbm", "infer", *flat, *flags], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.stdout
 
@@ -158,7 +159,7 @@ def test_json_on_stdout_is_all_there_is(arguments: dict[str, str], folder: Path)
 
 def test_verbose_shows_the_stages(arguments: dict[str, str]) -> None:
     flat = [part for pair in arguments.items() for part in pair]
-    result = CliRunner().invoke(app, ["infer", *flat, "--verbose"], catch_exceptions=False)
+    result = CliRunner().invoke(app, ["lbm", "infer", *flat, "--verbose"], catch_exceptions=False)
     assert "latent_encoding" in result.stderr
     assert "latent_encoding" not in result.stdout
 
@@ -316,7 +317,7 @@ def test_nan_weights_leave_no_picture(arguments: dict[str, str], folder: Path, t
 
 
 def test_help_names_every_flag_of_the_specification() -> None:
-    result = CliRunner().invoke(app, ["infer", "--help"], env={"COLUMNS": "200", "TERM": "dumb"})
+    result = CliRunner().invoke(app, ["lbm", "infer", "--help"], env={"COLUMNS": "200", "TERM": "dumb"})
     for flag in (
         "--base_model_path",
         "--lora_path",

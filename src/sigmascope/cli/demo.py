@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from sigmascope.cli.extras import needs_extra
 from sigmascope.cli.lora_tables import print_validation
 from sigmascope.cli.progress import progress_bar
 
@@ -21,19 +22,23 @@ def demo(
     ] = Path("sigmascope-demo"),
     source_image: Annotated[
         Path | None,
-        typer.Option(
-            "--source_image", "--source-image", help="Relight this picture instead of a rendered scene."
-        ),
+        typer.Option("--source_image", help="Relight this picture instead of a rendered scene."),
     ] = None,
     rank: Annotated[int, typer.Option("--rank", help="Rank of Linear layers.")] = 16,
-    conv_rank: Annotated[int, typer.Option("--conv_rank", "--conv-rank", help="Rank of Conv2d layers.")] = 16,
+    conv_rank: Annotated[int, typer.Option("--conv_rank", help="Rank of Conv2d layers.")] = 16,
     num_inference_steps: Annotated[
-        int, typer.Option("--num_inference_steps", "--num-inference-steps", help="Steps along the bridge.")
+        int, typer.Option("--num_inference_steps", help="Steps along the bridge.")
     ] = 2,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
 ) -> None:
-    """Make, prove, apply and watch a LoRA on a small trained model. Takes a few seconds."""
-    from sigmascope.lbm.pocket.demo import run_demo
+    """Make, prove, apply and watch a LoRA on a small trained model, in seconds.
+
+    A LoRA is extracted from the pocket model that ships with Sigmascope,
+    validated layer by layer and applied at three strengths, and every stage is
+    recorded. The exit code is 1 when a check does not hold.
+    """
+    with needs_extra("lbm"):
+        from sigmascope.lbm.pocket.demo import run_demo
 
     with progress_bar("Demo") as progress:
         result = run_demo(

@@ -10,8 +10,6 @@ from sigmascope.cli.extras import needs_extra
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
-    # --base-model-path is --base_model_path, and the help shows each option once.
-    context_settings={"token_normalize_func": lambda token: token.replace("-", "_")},
     help="Translate pictures with a Latent Bridge Matching model, with or without a LoRA.",
 )
 

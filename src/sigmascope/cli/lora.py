@@ -16,8 +16,6 @@ from sigmascope.errors import CheckpointError, ConfigError, WriteError
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
-    # --base-model-path is --base_model_path, and the help shows each option once.
-    context_settings={"token_normalize_func": lambda token: token.replace("-", "_")},
     help="Make LoRAs from fine-tuned models and prove them.",
 )
 

@@ -19,11 +19,15 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        # --base-model-path is --base_model_path, in every group, and the help shows each option once.
+        "token_normalize_func": lambda token: token.replace("-", "_"),
+    },
 )
 app.add_typer(lora.app, name="lora")
 app.add_typer(lbm.app, name="lbm")
-app.command("demo")(demo.demo)
+app.command("demo", epilog="Example: sigmascope demo --source-image my.jpg --output relit")(demo.demo)
 
 
 def _print_version(wanted: bool) -> bool:

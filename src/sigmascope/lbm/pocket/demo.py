@@ -16,6 +16,7 @@ from sigmascope.lbm.pocket import BASE_PATH, CONFIG_PATH, EXAMPLE_SCENE, TUNED_P
 from sigmascope.lbm.pocket.quality import psnr
 from sigmascope.lbm.pocket.scenes import COOL, relighting_pair
 from sigmascope.lbm.pocket.sheet import contact_sheet
+from sigmascope.lbm.watched import load_watched
 from sigmascope.lora.apply import attach_lora, merge_lora
 from sigmascope.lora.extract import ExtractionReport, ExtractOptions, extract_lora
 from sigmascope.lora.file import LoraFile
@@ -165,7 +166,7 @@ def _validate(demo: _Demo, lora: Path) -> ValidationReport:
 
 
 def _relight_all(demo: _Demo, lora: LoraFile) -> None:
-    base = _load(demo, BASE_PATH)
+    base = load_watched(BASE_PATH, CONFIG_PATH)
     demo.picture("base", base)
     for scale in SCALES:
         with demo.recorder.stage("lora_application") as stage:
@@ -174,16 +175,7 @@ def _relight_all(demo: _Demo, lora: LoraFile) -> None:
             stage.fact("applied_modules", len(attached.applied))
         with attached:
             demo.picture(f"base + LoRA at {scale:g}", base)
-    demo.picture("tuned", _load(demo, TUNED_PATH))
-
-
-def _load(demo: _Demo, path: Path) -> LbmModel:
-    with demo.recorder.stage("model_loading") as stage:
-        stage.fact("file", path.name)
-        model = load_lbm(path, CONFIG_PATH)
-        stage.module("denoiser", model.denoiser)
-        stage.module("vae", model.vae)
-    return model
+    demo.picture("tuned", load_watched(TUNED_PATH, CONFIG_PATH))
 
 
 def _checks(demo: _Demo, lora: LoraFile, full_rank: ValidationReport) -> tuple[Check, ...]:
