@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import pytest
 import torch
@@ -96,3 +96,54 @@ def make_model_pair(tmp_path: Path) -> MakePair:
         return pair
 
     return make
+
+
+BACKBONE_DENOISER = {
+    "block_out_channels": [16, 32],
+    "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D"],
+    "up_block_types": ["CrossAttnUpBlock2D", "UpBlock2D"],
+    "layers_per_block": 1,
+    "transformer_layers_per_block": 1,
+    "attention_head_dim": 4,
+    "norm_num_groups": 8,
+}
+BACKBONE_VAE = {"block_out_channels": [16, 16], "layers_per_block": 1, "norm_num_groups": 8}
+
+
+@pytest.fixture
+def backbone_config() -> dict[str, Any]:
+    """An LBM on `backbone`, with a mask beside the latent: its first convolution is wider than the backbone's."""
+    return {
+        "vae_num_channels": 4,
+        "unet_input_channels": 5,
+        "conditioning_masks_keys": ["mask"],
+        "denoiser": BACKBONE_DENOISER,
+        "vae": BACKBONE_VAE,
+    }
+
+
+@pytest.fixture
+def backbone(tmp_path: Path) -> Path:
+    """A text-to-image model as diffusers saves it: text of width 24, and SDXL's added embedding."""
+    from diffusers import AutoencoderKL, UNet2DConditionModel
+
+    torch.manual_seed(0)
+    unet = UNet2DConditionModel(
+        in_channels=4,
+        out_channels=4,
+        cross_attention_dim=24,
+        use_linear_projection=True,
+        addition_embed_type="text_time",
+        addition_time_embed_dim=8,
+        projection_class_embeddings_input_dim=64,
+        **BACKBONE_DENOISER,
+    )
+    vae = AutoencoderKL(
+        latent_channels=4,
+        down_block_types=["DownEncoderBlock2D"] * 2,
+        up_block_types=["UpDecoderBlock2D"] * 2,
+        **BACKBONE_VAE,
+    )
+    unet.save_pretrained(tmp_path / "backbone" / "unet")
+    vae.save_pretrained(tmp_path / "backbone" / "vae")
+    return tmp_path / "backbone"

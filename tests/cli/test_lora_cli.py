@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -179,17 +179,52 @@ def test_a_missing_base_is_named(make_model_pair: "MakePair", sigmascope: Sigmas
     assert "base.safetensors: there is no base model" in outcome.err
 
 
-def test_a_base_that_would_have_to_be_created_is_refused_plainly(
-    make_model_pair: "MakePair", sigmascope: Sigmascope
+def test_a_missing_base_is_made_from_its_backbone(
+    sigmascope: Sigmascope, backbone: Path, backbone_config: dict[str, Any], tmp_path: Path
 ) -> None:
+    (tmp_path / "config.yaml").write_text(json.dumps(backbone_config))  # JSON is YAML too
+    create = [
+        "--create_base_model",
+        "--backbone_signature",
+        backbone,
+        "--config_path",
+        tmp_path / "config.yaml",
+    ]
+    first = sigmascope(*extract_command(tmp_path, tuned="nothing.safetensors"), *map(str, create))
+    assert first.code == 1
+    assert "nothing.safetensors" in first.err
+    state = load_file(tmp_path / "base.safetensors")
+    key = "denoiser.conv_out.weight"
+    save_file(state | {key: state[key] + 0.1}, tmp_path / "tuned.safetensors")
+    (tmp_path / "base.safetensors").unlink()
+    second = sigmascope(*extract_command(tmp_path, tuned="tuned.safetensors"), *map(str, create))
+    assert second.code == 0, second.err
+    assert "denoiser.conv_out.lora_up.weight" in load_file(tmp_path / "lora.safetensors")
+
+
+def test_a_backbone_that_cannot_be_had_is_named(
+    make_model_pair: "MakePair", sigmascope: Sigmascope, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> str:
+        raise OSError("no network")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
     files = make_model_pair()
     files.base.unlink()
     outcome = sigmascope(
         *extract_arguments(files, "--create_base_model", "--backbone_signature", "some/sdxl")
     )
     assert outcome.code == 2
-    assert "this version cannot create a base model" in outcome.err
+    assert "some/sdxl" in outcome.err
     assert not lora_of(files).exists()
+    assert not files.base.exists()
+
+
+def extract_command(folder: Path, *, tuned: str) -> list[str]:
+    return [
+        *("lora", "extract", "--base_model_path", str(folder / "base.safetensors")),
+        *("--tuned_model_path", str(folder / tuned), "--save_to", str(folder / "lora.safetensors")),
+    ]
 
 
 def test_a_base_that_exists_is_used_under_create_base_model(

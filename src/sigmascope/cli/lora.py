@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from sigmascope.cli.extras import needs_extra
 from sigmascope.cli.lora_tables import print_extraction, print_validation
 from sigmascope.cli.progress import progress_bar
 from sigmascope.errors import CheckpointError, ConfigError, WriteError
@@ -97,14 +98,14 @@ def extract(
         bool,
         typer.Option(
             "--create_base_model",
-            help="Make the base model when it is missing (not in this version).",
+            help="Make the base model from its backbone when it is missing.",
         ),
     ] = False,
     backbone_signature: Annotated[
         str | None,
         typer.Option(
             "--backbone_signature",
-            help="With --create_base_model: weights to start from.",
+            help="With --create_base_model: diffusers folder or hub name to start from.",
         ),
     ] = None,
     config_path: Annotated[
@@ -231,10 +232,10 @@ def _write_names(path: Path, names: Sequence[str], *, required: bool, quiet: boo
 
 
 def _require_base(base: Path, *, create: bool, backbone: str | None, config: Path | None) -> None:
-    """Refuse to start without a base model, saying how one is had.
+    """Make the base model when it is missing and that was asked for; otherwise refuse to start without one.
 
     Raises:
-        ConfigError: An option of base creation that has no effect, or a base that would have to be created.
+        ConfigError: An option of base creation that has no effect, or a backbone that cannot be had.
         CheckpointError: The base does not exist.
     """
     for flag, value in (("--backbone_signature", backbone), ("--config_path", config)):
@@ -246,12 +247,17 @@ def _require_base(base: Path, *, create: bool, backbone: str | None, config: Pat
 
     if exists(base):
         return
-    if create:
-        raise ConfigError(
-            f"--create_base_model: {base} does not exist, and this version cannot create a base model.",
-            hint="Give as --base_model_path the checkpoint that the fine-tuning started from "
-            "(.safetensors or .ckpt, in LBM's native naming).",
+    if not create:
+        raise CheckpointError(
+            base,
+            "there is no base model.",
+            hint="Give the checkpoint that the fine-tuning started from, or add --create_base_model.",
         )
-    raise CheckpointError(
-        base, "there is no base model.", hint="Give the checkpoint that the fine-tuning started from."
-    )
+    with needs_extra("lbm"):
+        from sigmascope.lbm.base import create_base
+        from sigmascope.lbm.config import LbmConfig, load_config
+
+    with progress_bar("Creating base") as progress:
+        create_base(
+            load_config(config) if config else LbmConfig(), base, backbone=backbone, progress=progress
+        )
