@@ -364,7 +364,9 @@ def test_a_data_parallel_model_is_looked_through(model: SmallNet, make_lora: Mak
 def test_a_compiled_neighbour_does_not_matter(model: SmallNet, make_lora: MakeLora) -> None:
     whole = nn.ModuleDict({"denoiser": model, "vae": deepcopy(model)})
     whole["vae"].compile(backend="eager")
-    attach_lora(whole, make_lora(model, prefix="denoiser.")).detach()
+    lora = make_lora(model, prefix="denoiser.")
+    with attach_lora(whole, lora) as attached:
+        assert set(attached.applied) == set(lora.modules)
 
 
 def test_attention_that_bypasses_its_projections_hooks_is_refused(make_factors: MakeFactors) -> None:
