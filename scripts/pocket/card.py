@@ -9,31 +9,16 @@ import argparse
 import tempfile
 from pathlib import Path
 
-import torch
-from PIL import Image
-
-from sigmascope.lbm.images import image_to_tensor, tensor_to_image
-from sigmascope.lbm.model import LbmModel, load_lbm
+from sigmascope.lbm.model import load_lbm
 from sigmascope.lbm.pocket import BASE_PATH, CONFIG_PATH, TUNED_PATH
-from sigmascope.lbm.pocket.quality import psnr, relighting_psnr
-from sigmascope.lbm.pocket.scenes import COOL, WARM, relighting_pair
+from sigmascope.lbm.pocket.quality import relighting_psnr, vae_psnr
+from sigmascope.lbm.pocket.scenes import COOL, WARM
 from sigmascope.lora.apply import attach_lora
 from sigmascope.lora.extract import ExtractOptions, extract_lora
 from sigmascope.lora.formats import load_lora
 from sigmascope.lora.shapes import FULL_RANK
 
 RANKS = (2, 4, 8, 16, 32, FULL_RANK)
-
-
-def vae_psnr(model: LbmModel, scenes: range) -> float:
-    """Mean PSNR of encoding and decoding the scenes under the cool light."""
-    values = []
-    with torch.inference_mode():
-        for number in scenes:
-            truth = Image.fromarray(relighting_pair(number, COOL)[1])
-            decoded = model.vae.decode(model.vae.encode(image_to_tensor(truth)))
-            values.append(psnr(tensor_to_image(decoded.clamp(-1, 1)), truth))
-    return sum(values) / len(values)
 
 
 def row(name: str, warm: float, cool: float, size: float | None, base: float, tuned: float) -> str:
@@ -51,7 +36,7 @@ def main() -> None:
     parser.add_argument("--scenes", type=int, default=128, help="how many held-out scenes")
     scenes = range(parser.parse_args().scenes)
     base, tuned = load_lbm(BASE_PATH, CONFIG_PATH), load_lbm(TUNED_PATH, CONFIG_PATH)
-    print(f"VAE reconstruction: {vae_psnr(base, scenes):.2f} dB over {len(scenes)} held-out scenes\n")
+    print(f"VAE reconstruction: {vae_psnr(base, COOL, scenes):.2f} dB over {len(scenes)} held-out scenes\n")
     base_cool, tuned_cool = relighting_psnr(base, COOL, scenes), relighting_psnr(tuned, COOL, scenes)
     print("| model | LoRA, MB | warm light, dB | cool light, dB | of the gap |\n|---|---|---|---|---|")
     print(row("base", relighting_psnr(base, WARM, scenes), base_cool, None, base_cool, tuned_cool))

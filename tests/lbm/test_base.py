@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from sigmascope.checkpoints import open_checkpoint
 from sigmascope.errors import ConfigError, ModelMismatchError
@@ -84,6 +84,16 @@ def test_a_shape_that_cannot_be_adapted_is_named_and_nothing_is_written(
     with pytest.raises(ModelMismatchError, match=r"is \[.*\], and the LBM's denoiser\..* is \["):
         create_base(other, tmp_path / "base.safetensors", backbone=backbone)
     assert not list(tmp_path.glob("*base*.safetensors"))
+
+
+def test_a_backbone_with_more_layers_than_the_lbm_is_refused(
+    config: LbmConfig, backbone: Path, tmp_path: Path
+) -> None:
+    file = backbone / "unet" / "diffusion_pytorch_model.safetensors"
+    save_file(load_file(file) | {"down_blocks.0.resnets.9.conv1.bias": torch.zeros(4)}, file)
+    with pytest.raises(ModelMismatchError, match=r"no place for 1 weights.*resnets\.9\.conv1\.bias"):
+        create_base(config, tmp_path / "base.safetensors", backbone=backbone)
+    assert not (tmp_path / "base.safetensors").exists()
 
 
 def test_a_backbone_comes_from_the_hub_when_it_is_no_folder(

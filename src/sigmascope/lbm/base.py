@@ -3,7 +3,7 @@
 A fine-tuned LBM minus this base is what training changed, so a LoRA is extracted against it. The rule
 (SPEC section 7): UNet and VAE weights of the backbone, without `add_embedding`; the first convolution and the
 keys and values of both attentions are brought to the new widths by cutting, or by filling with zeros;
-`num_iterations` is 0. Everything else must fit as it is.
+`num_iterations` is 0. Everything else must fit as it is, and nothing else may be left over.
 """
 
 from collections.abc import Callable, Iterator
@@ -57,8 +57,8 @@ def create_base(
 
     Raises:
         ConfigError: The backbone cannot be had, or the target's name says no format.
-        CheckpointError: The backbone cannot be read.
-        ModelMismatchError: A weight is missing or cannot be adapted; it is named with both shapes.
+        CheckpointError: The backbone cannot be read, or lacks a weight.
+        ModelMismatchError: A weight cannot be adapted (named with both shapes) or has no place in the LBM.
         WriteError: The target cannot be written; it is as it was.
     """
     if save_path.suffix not in (".safetensors", ".ckpt"):
@@ -71,6 +71,7 @@ def create_base(
         shapes = {
             key: tuple(value.shape) for key, value in build_lbm(config, device="meta").state_dict().items()
         }
+        _refuse_leftovers(shapes, parts)
         adapted = {key: change for key, shape in shapes.items() if (change := _change(key, shape, parts))}
         if save_path.suffix == ".ckpt":
             save_torch(save_path, dict(_tensors(shapes, parts, progress)))
@@ -129,6 +130,17 @@ def _change(key: str, shape: tuple[int, ...], parts: dict[str, Checkpoint]) -> C
     cut = any(h > w for h, w in zip(had, shape, strict=True))
     filled = any(h < w for h, w in zip(had, shape, strict=True))
     return "cut and zero-filled" if cut and filled else "cut" if cut else "zero-filled"
+
+
+def _refuse_leftovers(shapes: dict[str, tuple[int, ...]], parts: dict[str, Checkpoint]) -> None:
+    """Refuse a backbone that is larger than the LBM: what is left of it would be lost unseen."""
+    for prefix, part in _PREFIXES.items():
+        left = [key for key in parts[part] if prefix + key not in shapes and not key.startswith(DROPPED)]
+        if left:
+            raise ModelMismatchError(
+                f"{parts[part].path}: the LBM has no place for {len(left)} weights, first {left[0]}.",
+                hint="Use a backbone of the architecture that the config describes.",
+            )
 
 
 def _may_adapt(key: str) -> bool:

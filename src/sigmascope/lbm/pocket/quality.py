@@ -4,8 +4,10 @@ import math
 from collections.abc import Iterable
 
 import numpy as np
+import torch
 from PIL import Image
 
+from sigmascope.lbm.images import image_to_tensor, tensor_to_image
 from sigmascope.lbm.infer import translate_image
 from sigmascope.lbm.model import LbmModel
 from sigmascope.lbm.pocket.scenes import Light, relighting_pair
@@ -20,6 +22,17 @@ def psnr(image: Image.Image, truth: Image.Image) -> float:
     difference = np.asarray(image.convert("RGB"), np.float64) - np.asarray(truth.convert("RGB"), np.float64)
     error = float(np.mean(difference**2))
     return math.inf if error == 0 else 10 * math.log10(255**2 / error)
+
+
+def vae_psnr(model: LbmModel, light: Light, scenes: Iterable[int]) -> float:
+    """Mean PSNR in dB of rendered scenes that were encoded and decoded, and nothing else."""
+    values = []
+    with torch.inference_mode():
+        for number in scenes:
+            truth = Image.fromarray(relighting_pair(number, light)[1])
+            decoded = model.vae.decode(model.vae.encode(image_to_tensor(truth)))
+            values.append(psnr(tensor_to_image(decoded.clamp(-1, 1)), truth))
+    return sum(values) / len(values)
 
 
 def relighting_psnr(
