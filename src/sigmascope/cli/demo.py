@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sigmascope.cli.extras import needs_extra
-from sigmascope.cli.lora_tables import print_validation
+from sigmascope.cli.lora.tables import print_validation
 from sigmascope.cli.progress import progress_bar
 
 if TYPE_CHECKING:
