@@ -3,11 +3,35 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 from sigmascope.errors import ConfigError
 from sigmascope.lora.shapes import FULL_RANK, is_convolution, max_rank
+from sigmascope.lora.spectrum import Spectrum
 
-__all__ = ["FULL_RANK", "FixedRank", "most_common_rank", "require_rank"]
+__all__ = ["FULL_RANK", "FixedRank", "RankPolicy", "most_common_rank", "require_rank"]
+
+
+@runtime_checkable
+class RankPolicy(Protocol):
+    """Chooses the rank of one layer from the singular values of its change.
+
+    The values may be incomplete: only the largest are computed at first. A policy answers as soon as the known
+    ones decide, and then exactly as all of them would; until that it asks for more. Policies are frozen and
+    hashable.
+    """
+
+    def first_guess(self, weight_shape: Sequence[int]) -> int:
+        """How many singular values to compute first, at most min(out, in·kh·kw)."""
+        ...
+
+    def choose(self, spectrum: Spectrum) -> int | None:
+        """The rank to keep; 0 leaves the layer out, None asks for more singular values."""
+        ...
+
+    def describe(self) -> str:
+        """Canonical text, equal for equal policies and for no others: for file headers and resume keys."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -39,6 +63,21 @@ class FixedRank:
         """
         wanted = self.conv_rank if is_convolution(weight_shape) else self.rank
         return min(wanted, max_rank(weight_shape))
+
+    def first_guess(self, weight_shape: Sequence[int]) -> int:
+        """The rank itself: no other singular value is needed."""
+        return self.rank_for(weight_shape)
+
+    def choose(self, spectrum: Spectrum) -> int | None:
+        """The rank, once that many values are known; 0 for a change that is zero."""
+        if spectrum.total_energy <= 0.0:
+            return 0
+        rank = self.rank_for(spectrum.weight_shape)
+        return rank if spectrum.known >= rank or spectrum.complete else None
+
+    def describe(self) -> str:
+        """Such as `rank 32, conv 16`."""
+        return f"rank {self.rank}, conv {self.conv_rank}"
 
 
 def require_rank(name: str, rank: int) -> None:

@@ -1,0 +1,132 @@
+"""What is known of the singular values of one layer's change: the largest ones, and the energy of all."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from sigmascope.errors import NonFiniteError
+from sigmascope.lora.shapes import max_rank
+
+_VALUE_ROUNDING: Final = 2.0**-23
+"""Share of ‖ΔW‖² by which the energy of float32 singular values can be off."""
+_NOTHING: Final = 1e-10
+"""Share of ‖ΔW‖² below which a tail is rounding: 10⁻⁵ of the layer's change."""
+
+
+@dataclass(frozen=True, eq=False)
+class Spectrum:
+    """The leading singular values of ΔW, σ₁ ≥ σ₂ ≥ … ≥ σₖ, and ‖ΔW‖² = Σ σᵢ² over all of them.
+
+    Computing k values is much cheaper than computing all, and the total is known from the matrix itself. So the
+    energy of what is unknown is known: Σ_{i>k} σᵢ² = ‖ΔW‖² − Σ_{i≤k} σᵢ², and none of it exceeds σₖ.
+
+    Attributes:
+        values: (k,), falling; float64 on the CPU, and converted when given otherwise.
+        total_energy: ‖ΔW‖² in Frobenius norm.
+        weight_shape: Of the layer, (out, in) or (out, in, kh, kw).
+
+    Raises:
+        NonFiniteError: A value or the energy is NaN or Inf.
+        ValueError: The values do not fall, are negative, or are more than the shape has.
+    """
+
+    values: Float[Tensor, " k"]
+    total_energy: float
+    weight_shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        values = self.values.detach().to(device="cpu", dtype=torch.float64)
+        object.__setattr__(self, "values", values)
+        if not (bool(torch.isfinite(values).all()) and math.isfinite(self.total_energy)):
+            raise NonFiniteError("a singular value or the energy of a change is NaN or Inf.")
+        if len(values) > self.largest_rank:
+            raise ValueError(
+                f"{len(values)} singular values, but {self.weight_shape} has {self.largest_rank}."
+            )
+        if bool((values < 0).any()) or bool((values.diff() > 0).any()):
+            raise ValueError("singular values are positive and fall.")
+
+    @classmethod
+    def of_factors(cls, values: Float[Tensor, " r"], weight_shape: Sequence[int]) -> "Spectrum":
+        """The spectrum of a change that has no more singular values than these, as that of LoRA factors.
+
+        Args:
+            values: (r,), falling: all that are not zero.
+            weight_shape: Of the layer.
+        """
+        shape = tuple(weight_shape)
+        wide = values.detach().to(device="cpu", dtype=torch.float64)
+        energy = float(wide.square().sum())
+        missing = min(max_rank(shape) - len(wide), 1)  # one zero says that the rest is zero
+        return cls(torch.cat([wide, wide.new_zeros(max(missing, 0))]), energy, shape)
+
+    @property
+    def known(self) -> int:
+        """k, the number of singular values that are known."""
+        return len(self.values)
+
+    @property
+    def largest_rank(self) -> int:
+        """min(out, in·kh·kw), the number of singular values that there are."""
+        return max_rank(self.weight_shape)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every singular value is known, those that are zero but for rounding aside."""
+        if self.known >= self.largest_rank or self.total_energy <= 0.0:
+            return True
+        return self._unknown_at_most_by_order() <= _NOTHING * self.total_energy
+
+    @property
+    def tail_energy(self) -> float:
+        """Σ σᵢ² of the unknown singular values."""
+        missing = max(self.total_energy - float(self.values.square().sum()), 0.0)
+        return min(missing, self._unknown_at_most_by_order())
+
+    @property
+    def next_value_bound(self) -> float:
+        """What σₖ₊₁ cannot exceed: neither σₖ nor the root of the energy that is left."""
+        if self.complete:
+            return 0.0
+        left = math.sqrt(self.tail_energy + _VALUE_ROUNDING * self.total_energy)
+        return min(float(self.values[-1]), left) if self.known else left
+
+    def discarded_energies(self) -> Float[Tensor, " k+1"]:
+        """‖ΔW − A_r‖² for r = 0 … k, where A_r keeps the r largest singular values (Eckart and Young, 1936)."""
+        tail = torch.tensor([self.tail_energy], dtype=torch.float64)
+        # Summed from the smallest value up, which loses nothing of small tails.
+        return torch.cat([tail, self.values.square().flip(0)]).cumsum(0).flip(0)
+
+    def error_at(self, rank: int) -> float:
+        """‖ΔW − A_r‖, the error of keeping the `rank` largest singular values.
+
+        Args:
+            rank: From 0 to `known`; anything above where the spectrum is complete.
+
+        Raises:
+            ValueError: That many values are not known.
+        """
+        if rank > self.known and not self.complete:
+            raise ValueError(f"{self.known} singular values are known, too few for the error at rank {rank}.")
+        return math.sqrt(float(self.discarded_energies()[min(rank, self.known)]))
+
+    def all_values(self) -> Float[Tensor, " n"]:
+        """Every singular value, (largest_rank,), with zeros for those below rounding.
+
+        Raises:
+            ValueError: The spectrum is not complete.
+        """
+        if not self.complete:
+            raise ValueError(f"only {self.known} of {self.largest_rank} singular values are known.")
+        return torch.cat([self.values, self.values.new_zeros(self.largest_rank - self.known)])
+
+    def _unknown_at_most_by_order(self) -> float:
+        """(n − k)·σₖ²: each unknown value is at most the last known."""
+        if self.known == 0:
+            return math.inf
+        return (self.largest_rank - self.known) * float(self.values[-1]) ** 2
