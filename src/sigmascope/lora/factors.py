@@ -140,7 +140,7 @@ class LoraFactors:
 
         up = Q₁R₁ and downᵀ = Q₂R₂ give ΔW = Q₁ (s·R₁R₂ᵀ) Q₂ᵀ, so they are those of the small middle.
         """
-        _, core, _ = self._orthogonal_form()
+        _, core, _ = self.orthogonal_form()
         values: Tensor = torch.linalg.svdvals(core)
         return values
 
@@ -155,7 +155,7 @@ class LoraFactors:
         """
         if rank < 1:
             raise LoraFormatError(f"cannot recompress to rank {rank}.", hint="Give a rank of 1 or more.")
-        left, core, right = self._orthogonal_form()
+        left, core, right = self.orthogonal_form()
         u, sigma, vh = torch.linalg.svd(core, full_matrices=False)
         kept = min(rank, sigma.shape[0])
         root = sigma[:kept].sqrt()
@@ -206,8 +206,13 @@ class LoraFactors:
         down = torch.cat([part.down.to(dtype) for part in parts], dim=0)
         return LoraFactors(up, down, float(up.shape[1]), parts[0].weight_shape)
 
-    def _orthogonal_form(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Give Q₁, s·R₁R₂ᵀ, Q₂ in float64, with ΔW = Q₁ (s·R₁R₂ᵀ) Q₂ᵀ."""
+    def orthogonal_form(
+        self,
+    ) -> tuple[Float[Tensor, "out k"], Float[Tensor, "k l"], Float[Tensor, "inner l"]]:
+        """Give Q₁, s·R₁R₂ᵀ, Q₂ in float64, with ΔW = Q₁ (s·R₁R₂ᵀ) Q₂ᵀ and orthonormal columns in both Q.
+
+        k = min(r, out) and l = min(r, in·kh·kw): all that is to know of ΔW is in a matrix no larger than r×r.
+        """
         left, left_core = torch.linalg.qr(_double(self.up))
         right, right_core = torch.linalg.qr(_double(self.down).mT)
         return left, (left_core @ right_core.mT).mul(self.scale), right
