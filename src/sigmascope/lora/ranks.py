@@ -26,7 +26,10 @@ class RankPolicy(Protocol):
         ...
 
     def choose(self, spectrum: Spectrum) -> int | None:
-        """The rank to keep; 0 leaves the layer out, None asks for more singular values."""
+        """The rank to keep; 0 leaves the layer out, None asks for more singular values.
+
+        A rank is never above the number of values known, or of those above zero where none is missing.
+        """
         ...
 
     def describe(self) -> str:
@@ -70,14 +73,14 @@ class FixedRank:
 
     def choose(self, spectrum: Spectrum) -> int | None:
         """The rank, once that many values are known; 0 for a change that is zero."""
-        if spectrum.total_energy <= 0.0:
-            return 0
         rank = self.rank_for(spectrum.weight_shape)
-        return rank if spectrum.known >= rank or spectrum.complete else None
+        if spectrum.complete:
+            return min(rank, spectrum.nonzero)
+        return rank if spectrum.known >= rank else None
 
     def describe(self) -> str:
-        """Such as `rank 32, conv 16`."""
-        return f"rank {self.rank}, conv {self.conv_rank}"
+        """As `parse_policy` reads it: `fixed:32,conv=16`."""
+        return f"fixed:{self.rank},conv={self.conv_rank}"
 
 
 def require_rank(name: str, rank: int) -> None:

@@ -71,6 +71,11 @@ class Spectrum:
         return len(self.values)
 
     @property
+    def nonzero(self) -> int:
+        """How many of the known singular values are above zero."""
+        return int((self.values > 0).sum())
+
+    @property
     def largest_rank(self) -> int:
         """min(out, in·kh·kw), the number of singular values that there are."""
         return max_rank(self.weight_shape)
@@ -89,11 +94,16 @@ class Spectrum:
         return min(missing, self._unknown_at_most_by_order())
 
     @property
+    def energy_rounding(self) -> float:
+        """How far `tail_energy` can be off where the known values come from float32."""
+        return _VALUE_ROUNDING * self.total_energy
+
+    @property
     def next_value_bound(self) -> float:
         """What σₖ₊₁ cannot exceed: neither σₖ nor the root of the energy that is left."""
         if self.complete:
             return 0.0
-        left = math.sqrt(self.tail_energy + _VALUE_ROUNDING * self.total_energy)
+        left = math.sqrt(self.tail_energy + self.energy_rounding)
         return min(float(self.values[-1]), left) if self.known else left
 
     def discarded_energies(self) -> Float[Tensor, " k+1"]:
