@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sigmascope.errors import ConfigError, LoraFormatError, NonFiniteError, SigmascopeError
-from sigmascope.lora import svd
+from sigmascope.lora import exact_svd
 from sigmascope.lora.factors import LoraFactors
-from sigmascope.lora.svd import factors_full_rank, truncated_svd
+from sigmascope.lora.full_rank import factors_full_rank
+from sigmascope.lora.svd import truncated_svd
 
 MakeFactors = Callable[..., LoraFactors]
 
@@ -107,7 +108,7 @@ def test_where_float32_does_not_converge_float64_is_used(monkeypatch: pytest.Mon
 
     def fails_in_single(matrix: Tensor, full_matrices: bool) -> tuple[Tensor, Tensor, Tensor]:
         if matrix.dtype == torch.float32:
-            raise svd._NotConverged("did not converge")
+            raise exact_svd._NotConverged("did not converge")
         left, sigma, right = exact(matrix, full_matrices=full_matrices)
         return left, sigma, right
 
@@ -120,7 +121,7 @@ def test_where_float32_does_not_converge_float64_is_used(monkeypatch: pytest.Mon
 
 def test_an_svd_that_never_converges_is_an_error_with_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(matrix: Tensor, full_matrices: bool) -> None:
-        raise svd._NotConverged("did not converge")
+        raise exact_svd._NotConverged("did not converge")
 
     monkeypatch.setattr(torch.linalg, "svd", never)
     with pytest.raises(SigmascopeError, match=r"5×4 matrix did not converge.*rank 9999"):

@@ -1,6 +1,7 @@
 """One layer's change as factors in storage precision, with the error of what is really stored."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
@@ -8,53 +9,95 @@ from torch import Tensor
 
 from sigmascope.errors import NonFiniteError
 from sigmascope.lora.factors import LoraFactors
+from sigmascope.lora.full_rank import factors_full_rank
 from sigmascope.lora.norms import frobenius_norm
+from sigmascope.lora.projection import project
 from sigmascope.lora.shapes import matrix_shape, max_rank
-from sigmascope.lora.svd import factors_full_rank, truncated_svd
+from sigmascope.lora.spectrum import Spectrum
+from sigmascope.lora.stored_errors import StoredFactors, stored_errors
+from sigmascope.lora.subspace import left_directions, right_subspace, to_ordinary_scale
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class StoredChange:
     """Factors as they go into the file, on the device where they were made.
 
     Attributes:
-        factors: In storage dtype, alpha = rank.
-        kept_energy: Share of ‖ΔW‖² in the singular values that were kept, 0 to 1, before rounding.
-        error_norm: ‖ΔW − up·down‖ of the rounded factors.
+        factors: In storage dtype, alpha = rank; their columns go by falling singular value.
+        spectrum: The singular values found, and ‖ΔW‖². None of them at full rank, which needs no SVD.
+        errors: (r + 1,), float64: ‖ΔW − up·down‖² of the rounded factors cut to their first 0 … r columns.
+            At full rank only the last is known, and the others are NaN.
     """
 
     factors: LoraFactors
-    kept_energy: float
-    error_norm: float
+    spectrum: Spectrum
+    errors: Float[Tensor, " ranks"]
+
+    @property
+    def error_norm(self) -> float:
+        """‖ΔW − up·down‖ of the rounded factors."""
+        return math.sqrt(max(float(self.errors[-1]), 0.0))
+
+    @property
+    def kept_energy(self) -> float:
+        """Share of ‖ΔW‖² in the singular values that were kept, 0 to 1, before rounding."""
+        if self.factors.rank >= max_rank(self.factors.weight_shape):
+            return 1.0
+        kept = float(self.spectrum.values[: self.factors.rank].square().sum())
+        return min(kept / self.spectrum.total_energy, 1.0) if self.spectrum.total_energy > 0 else 0.0
+
+    def cut(self, rank: int) -> "StoredChange":
+        """Keep the first `rank` columns, at least one: the best of that rank, since singular values fall."""
+        if rank >= self.factors.rank:
+            return self
+        up, down = self.factors.up[:, :rank], self.factors.down[:rank]
+        factors = LoraFactors(up, down, float(rank), self.factors.weight_shape)
+        return replace(self, factors=factors, errors=self.errors[: rank + 1])
 
 
-def decompose(delta: Float[Tensor, "*shape"], rank: int, dtype: torch.dtype) -> StoredChange:
+def decompose(
+    delta: Float[Tensor, "*shape"],
+    rank: int,
+    dtype: torch.dtype,
+    *,
+    norm: float | None = None,
+    seed: int = 0,
+) -> StoredChange:
     """Factorise ΔW at a rank and round the factors to their storage dtype.
 
     At full rank there is nothing to choose, so ΔW itself is stored beside a scaled identity: exact up to the
     storage dtype, and without the rounding that the singular vectors on either side would add.
 
+    Below it, up is rounded first and down is then the least-squares answer to the rounded up, which takes back
+    what the first rounding cost.
+
     Args:
         delta: Change of a weight, (out, in) or (out, in, kh, kw), float32 or float64, finite.
-        rank: How many singular values to keep; the layer's own limit when it is larger.
+        rank: How many singular values to keep; the layer's own limit when it is larger. Fewer are kept where
+            the change has no more.
         dtype: Storage dtype.
+        norm: ‖ΔW‖ where it is known, to 10⁻⁶ of itself or better.
+        seed: Of the iteration's random start.
 
     Raises:
         NonFiniteError: A factor does not fit the storage dtype.
+        SigmascopeError: The decomposition does not converge.
     """
     shape = tuple(delta.shape)
     if rank >= max_rank(shape):
-        factors, kept = factors_full_rank(delta).to(dtype=dtype), 1.0
-    else:
-        svd = truncated_svd(delta.reshape(matrix_shape(shape)), rank)
-        factors = svd.factors(shape, dtype)
-        kept = svd.kept_energy / svd.total_energy if svd.total_energy > 0 else 0.0
-    if not bool(torch.isfinite(factors.up).all() and torch.isfinite(factors.down).all()):
-        raise NonFiniteError(
-            f"the factors of a change of size {float(delta.abs().max()):.3g} do not fit {dtype}.",
-            hint="Use --save_precision float or bf16.",
-        )
-    return StoredChange(factors, kept, reconstruction_error(delta, factors))
+        return _at_full_rank(delta, dtype)
+    work, unit = to_ordinary_scale(delta.reshape(matrix_shape(shape)))
+    total = (frobenius_norm(work) if norm is None else norm / unit) ** 2
+    right = right_subspace(work, rank, total_energy=total, seed=seed)
+    share = math.sqrt(unit)
+    up = (left_directions(work, right, rank) * share).to(dtype)
+    wide_up = up.to(work.dtype) / share  # what is stored, on the scale of the work
+    found = project(work, wide_up)
+    down = (found.least_squares.to(work.dtype) * share).to(dtype)
+    _require_storable(delta, up, down)
+    errors = stored_errors(work, StoredFactors(wide_up, down.to(work.dtype) / share), found, total)
+    spectrum = Spectrum(found.energies.sqrt() * unit, total * unit**2, shape)
+    return StoredChange(LoraFactors(up, down, float(up.shape[1]), shape), spectrum, errors.cpu() * unit**2)
 
 
 def reconstruction_error(delta: Float[Tensor, "*shape"], factors: LoraFactors) -> float:
@@ -69,3 +112,20 @@ def reconstruction_error(delta: Float[Tensor, "*shape"], factors: LoraFactors) -
     precise = torch.float64 in dtypes or torch.float32 in dtypes[1:]
     compute = torch.float64 if precise else torch.float32
     return frobenius_norm(delta.to(compute) - factors.delta(compute))
+
+
+def _at_full_rank(delta: Tensor, dtype: torch.dtype) -> StoredChange:
+    factors = factors_full_rank(delta).to(dtype=dtype)
+    _require_storable(delta, factors.up, factors.down)
+    errors = torch.full((factors.rank + 1,), math.nan, dtype=torch.float64)
+    errors[-1] = reconstruction_error(delta, factors) ** 2
+    spectrum = Spectrum(errors.new_empty(0), frobenius_norm(delta) ** 2, tuple(delta.shape))
+    return StoredChange(factors, spectrum, errors)
+
+
+def _require_storable(delta: Tensor, *factors: Tensor) -> None:
+    if not all(bool(torch.isfinite(factor).all()) for factor in factors):
+        raise NonFiniteError(
+            f"the factors of a change of size {float(delta.abs().max()):.3g} do not fit {factors[0].dtype}.",
+            hint="Use --save_precision float or bf16.",
+        )

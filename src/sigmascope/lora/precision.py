@@ -3,6 +3,7 @@
 from typing import Final
 
 import torch
+from torch import Tensor
 
 _PACKED: Final = getattr(torch, "float4_e2m1fn_x2", None)  # two numbers an element: PyTorch cannot widen them
 
@@ -15,3 +16,9 @@ def is_real(dtype: torch.dtype) -> bool:
 def at_least_float32(*dtypes: torch.dtype) -> torch.dtype:
     """float64 when it is among them, else float32. Unlike torch.promote_types it takes float8 too."""
     return torch.float64 if torch.float64 in dtypes else torch.float32
+
+
+def in_double(tensor: Tensor) -> Tensor:
+    """A detached float64 copy; from Apple's GPUs, which have no float64, on the CPU."""
+    source = tensor.detach()
+    return (source.cpu() if source.device.type == "mps" else source).to(torch.float64)

@@ -3,6 +3,9 @@
 By Eckart and Young (1936), of all matrices of rank r the one nearest to A in Frobenius norm is
 A_r = Σ_{i≤r} σᵢ uᵢ vᵢᵀ, and its error is ‖A − A_r‖² = Σ_{i>r} σᵢ²: the energy that is discarded.
 
+Whatever subspace is found, its error is known and not estimated: with orthonormal columns U,
+‖A − U Uᵀ A‖² = ‖A‖² − ‖Uᵀ A‖². Only how near that is to the optimum is an estimate.
+
 No files and no choice of device here: the work is done where the matrix lies.
 """
 
@@ -13,11 +16,19 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sigmascope.errors import ConfigError, NonFiniteError, SigmascopeError
+from sigmascope.errors import ConfigError
+from sigmascope.lora.exact_svd import LAPACK_UP_TO, full_svd
 from sigmascope.lora.factors import LoraFactors
-from sigmascope.lora.shapes import matrix_shape
-
-_NotConverged: type[RuntimeError] = torch.linalg.LinAlgError  # type: ignore[attr-defined] # not in its __all__
+from sigmascope.lora.norms import frobenius_norm
+from sigmascope.lora.precision import in_double
+from sigmascope.lora.projection import project
+from sigmascope.lora.subspace import (
+    TOLERANCE,
+    left_directions,
+    require_finite,
+    right_subspace,
+    to_ordinary_scale,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,25 +83,42 @@ class TruncatedSvd:
         return pair if dtype is None else pair.to(dtype=dtype)
 
 
-def truncated_svd(matrix: Float[Tensor, "m n"], rank: int) -> TruncatedSvd:
-    """Decompose exactly (LAPACK or cuSOLVER, all singular values) and keep the largest `rank`.
+def truncated_svd(
+    matrix: Float[Tensor, "m n"], rank: int, *, tolerance: float = TOLERANCE, seed: int = 0
+) -> TruncatedSvd:
+    """Decompose a matrix and keep the largest `rank` singular values.
 
-    Works in float64 for a float64 matrix, else in float32. A Gram matrix of the smaller side would be
-    faster but squares the condition number, which loses the singular values below 3·10⁻⁴ of the largest.
+    A float64 matrix, a small one, or a large part of any is decomposed exactly; else, in float32, by block
+    Krylov iteration until the error is within `tolerance` of the optimum. The energies reported are exact
+    either way.
 
     Args:
         matrix: Finite, on any device.
-        rank: At least 1; above min(m, n) it is taken as min(m, n).
+        rank: At least 1; above min(m, n) it is taken as min(m, n). The result has fewer where the matrix does.
+        tolerance: Largest relative excess of the error over the optimum.
+        seed: Of the iteration's random start.
 
     Raises:
         ConfigError: `rank` is below 1.
         NonFiniteError: The matrix holds NaN or Inf.
+        SigmascopeError: The decomposition does not converge.
     """
     if rank < 1:
         raise ConfigError(f"a rank of {rank} keeps nothing.", hint="Give a rank of 1 or more.")
     work = matrix.detach().to(torch.promote_types(matrix.dtype, torch.float32))
-    _require_finite(work)
-    u, sigma, vh = _full_svd(work)
+    require_finite(work)
+    if work.dtype == torch.float64 or min(work.shape) <= LAPACK_UP_TO:
+        return _from_all(work, rank)
+    work, unit = to_ordinary_scale(work)
+    total = frobenius_norm(work) ** 2
+    right = right_subspace(work, rank, total_energy=total, tolerance=tolerance, seed=seed)
+    left = left_directions(work, right, rank)
+    return _scaled(_from_projection(work, left, total), unit)
+
+
+def _from_all(work: Tensor, rank: int) -> TruncatedSvd:
+    """Cut the full decomposition."""
+    u, sigma, vh = full_svd(work)
     kept = min(rank, sigma.shape[0])
     root = sigma[:kept].sqrt()
     energies = sigma.double().square()
@@ -104,68 +132,30 @@ def truncated_svd(matrix: Float[Tensor, "m n"], rank: int) -> TruncatedSvd:
     )
 
 
-def factors_full_rank(delta: Tensor) -> LoraFactors:
-    """Write ΔW as factors without loss and without an SVD: ΔW·c times identity/c on the smaller side.
-
-    c is a power of two, so that no bit is lost in any binary format. It brings the largest value near its own
-    square root, which keeps a ΔW of 10⁻⁵ out of the range where float16 loses bits.
-
-    Args:
-        delta: The change of a weight, (out, in) or (out, in, kh, kw), floating point.
-
-    Returns:
-        Factors of rank min(out, in·kh·kw) with alpha = rank, in delta's dtype.
-
-    Raises:
-        LoraFormatError: `delta` is no matrix or convolution.
-        NonFiniteError: `delta` holds NaN or Inf.
-    """
-    _require_finite(delta)
-    shape = tuple(delta.shape)
-    out_features, in_features = matrix_shape(shape)
-    matrix = delta.detach().reshape(out_features, in_features)
-    gain = _balancing_power(float(matrix.abs().max()))
-    size = min(out_features, in_features)
-    identity = torch.eye(size, dtype=matrix.dtype, device=matrix.device) / gain
-    up, down = (matrix * gain, identity) if in_features <= out_features else (identity, matrix * gain)
-    return LoraFactors(up, down, float(size), shape)
+def _from_projection(work: Tensor, left: Tensor, total_energy: float) -> TruncatedSvd:
+    """The singular values and vectors of A projected onto the span of some left directions."""
+    found = project(work, left)
+    root = found.energies.sqrt().sqrt()  # √σ
+    up = (in_double(left) @ found.coordinates) * root
+    down = found.images / root.clamp_min(torch.finfo(torch.float64).tiny)[:, None]
+    return TruncatedSvd(
+        up=up.to(work),
+        singular_values=found.energies.sqrt().to(work),
+        down=down.to(work),
+        total_energy=total_energy,
+        kept_energy=min(float(found.energies.sum()), total_energy),
+    )
 
 
-def _balancing_power(largest: float) -> float:
-    """The power of two nearest to 1/√largest, between 1 and 2¹⁰."""
-    if largest <= 0.0:
-        return 1.0
-    return float(2.0 ** min(max(round(-math.log2(largest) / 2), 0), 10))
-
-
-def _require_finite(matrix: Tensor) -> None:
-    if not bool(torch.isfinite(matrix).all()):
-        bad = int((~torch.isfinite(matrix)).sum())
-        raise NonFiniteError(
-            f"{bad} of {matrix.numel()} values of the matrix are NaN or Inf.",
-            hint="Check the two checkpoints; a diverged training leaves such weights.",
-        )
-
-
-def _full_svd(work: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """All of U, Σ, Vᵀ; where the quick driver does not converge, the robust one does it."""
-    try:
-        u, sigma, vh = torch.linalg.svd(work, full_matrices=False)
-    except _NotConverged:
-        u, sigma, vh = _robust_svd(work)
-    return u, sigma, vh
-
-
-def _robust_svd(work: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """QR iteration on CUDA, float64 on the CPU: slower, and converging where divide and conquer does not."""
-    try:
-        if work.is_cuda:
-            u, sigma, vh = torch.linalg.svd(work, full_matrices=False, driver="gesvd")
-        else:
-            u, sigma, vh = torch.linalg.svd(work.cpu().double(), full_matrices=False)
-    except _NotConverged as error:
-        raise SigmascopeError(
-            f"the SVD of a {work.shape[0]}×{work.shape[1]} matrix did not converge: {error}",
-            hint="Run the extraction on another device, or at rank 9999, which needs no SVD.",
-        ) from error
-    return u.to(work), sigma.to(work), vh.to(work)
+def _scaled(svd: TruncatedSvd, unit: float) -> TruncatedSvd:
+    """The decomposition of unit·A."""
+    if unit == 1.0:
+        return svd
+    root = math.sqrt(unit)
+    return TruncatedSvd(
+        svd.up * root,
+        svd.singular_values * unit,
+        svd.down * root,
+        svd.total_energy * unit * unit,
+        svd.kept_energy * unit * unit,
+    )

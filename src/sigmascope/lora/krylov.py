@@ -1,0 +1,146 @@
+"""The leading singular subspace of a matrix by randomised block Krylov iteration.
+
+With V₀ random, the subspace span(V₀, (AᵀA)V₀, (AᵀA)²V₀, …) holds approximations of the leading right singular
+vectors whose error falls exponentially in the number of steps times the square root of the gap (Musco and
+Musco, arXiv 1504.05477); it needs fewer products with A than subspace iteration does. Within it the best
+vectors come from the Rayleigh-Ritz principle, from the Gram matrices KᵀK and (AK)ᵀ(AK) alone.
+
+Iterations may run in bfloat16, with products summed in float32: what is wanted of them is a subspace, and a
+perturbation of it by ε costs ε² in energy. Where almost everything is captured, that ε² would show beside what
+is left; those matrices go on in float32.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from sigmascope.lora.krylov_basis import KrylovBasis
+from sigmascope.lora.small_matrices import orthonormal
+
+_MOST_BLOCKS: Final = 9
+_WIDEST_BLOCK: Final = 64
+_RESTARTS: Final = 6
+_SAFETY: Final = 0.4  # of the tolerance, since what is still missing is an estimate
+_FLOAT32_BELOW: Final = 0.02  # share of the energy left at which bfloat16 no longer does
+_ROUNDING: Final = 1e-7  # of float32, beside all energy
+
+
+@dataclass(frozen=True, eq=False)
+class Subspace:
+    """An approximate leading right singular subspace.
+
+    Attributes:
+        vectors: (n, k), orthonormal up to the rounding of the iterations, by falling singular value.
+        captured: Estimate of the energy ‖A·vectors‖² of the leading ones.
+        converged: Whether the tolerance is met, by the estimate of what more steps would add.
+    """
+
+    vectors: Float[Tensor, "n k"]
+    captured: float
+    converged: bool
+
+
+def leading_subspace(
+    matrix: Float[Tensor, "m n"], rank: int, *, total_energy: float, tolerance: float, seed: int = 0
+) -> Subspace:
+    """Find a subspace that holds the energy of the `rank` leading right singular vectors.
+
+    It goes on until the energy that further steps would still add, extrapolated from what the last two added,
+    is so small a part of the discarded energy that the error is within `tolerance` of the optimum.
+
+    Args:
+        matrix: float32, finite, of ordinary scale: the squares of its entries are no subnormals.
+        rank: At least 1 and well below min(m, n).
+        total_energy: ‖matrix‖², summed in float64.
+        tolerance: Largest relative excess of the error ‖A − A_r‖ over its optimum, such as 1e-3.
+        seed: Of the random start. The same seed gives the same subspace on the same kind of machine.
+
+    Returns:
+        `rank` vectors; fewer where the matrix has no more.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    random = torch.randn(matrix.shape[1], _block_width(rank), generator=generator)
+    start = orthonormal(random.to(matrix.device, matrix.dtype))
+    goal = _Goal(rank, total_energy, tolerance)
+    fast = fast_dtype(matrix.device)
+    if fast is not None and matrix.dtype == torch.float32:
+        found = _with_restarts(matrix.to(fast), start, goal, stop_below=_FLOAT32_BELOW * total_energy)
+        if total_energy - found.captured > _FLOAT32_BELOW * total_energy:
+            return found
+        start = orthonormal(found.vectors)
+    return _with_restarts(matrix, start, goal, stop_below=0.0)
+
+
+def fast_dtype(device: torch.device) -> torch.dtype | None:
+    """bfloat16 where the device multiplies it much faster than float32, else None."""
+    if device.type == "cuda":
+        fast = torch.cuda.get_device_capability(device) >= (8, 0)
+    else:
+        supported = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
+        fast = device.type == "cpu" and supported is not None and bool(supported())
+    return torch.bfloat16 if fast else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Goal:
+    """When to stop: `rank` vectors, within `tolerance` of the best error that they can have."""
+
+    rank: int
+    total_energy: float
+    tolerance: float
+
+    def left(self, captured: float) -> float:
+        return max(self.total_energy - captured, 0.0)
+
+    def is_met(self, captured: list[float]) -> bool:
+        """Extrapolate the gains of the last steps as a geometric series."""
+        if len(captured) < 3:
+            return False
+        before, last = captured[-2] - captured[-3], captured[-1] - captured[-2]
+        if (
+            last <= _ROUNDING * self.total_energy
+            and self.left(captured[-1]) <= 10 * _ROUNDING * self.total_energy
+        ):
+            return True
+        allowed = (
+            2.0 * _SAFETY * self.tolerance * self.left(captured[-1])
+        )  # energy goes by the error's square
+        return last < before and last * last / (before - last) <= allowed
+
+
+def _block_width(rank: int) -> int:
+    """A multiple of 16, as matrix units like it."""
+    return min(-(-rank // 16) * 16, _WIDEST_BLOCK)
+
+
+def _with_restarts(matrix: Tensor, start: Tensor, goal: _Goal, stop_below: float) -> Subspace:
+    """Iterate, and begin again from the best vectors when the basis has grown large."""
+    found = _iterate(matrix, start, goal, stop_below)
+    for _ in range(_RESTARTS):
+        if found.converged or goal.left(found.captured) <= stop_below:
+            break
+        found = _iterate(matrix, orthonormal(found.vectors), goal, stop_below)
+    return found
+
+
+def _iterate(matrix: Tensor, start: Tensor, goal: _Goal, stop_below: float) -> Subspace:
+    """Grow one basis until the goal is met, so little is left that another dtype is wanted, or it is full."""
+    width = start.shape[1]
+    basis = KrylovBasis(matrix, min(max(_MOST_BLOCKS * width, 3 * goal.rank), *matrix.shape))
+    captured: list[float] = []
+    block = start
+    converged = False
+    while block.shape[1] > 0 and not converged:
+        image = basis.add(block)
+        if basis.size >= min(goal.rank + width, basis.size + basis.room):
+            captured.append(basis.captured(goal.rank))
+            converged = goal.is_met(captured)
+            if goal.left(captured[-1]) <= stop_below:
+                break
+        block = basis.next_block(image) if basis.room > 0 and not converged else block[:, :0]
+    vectors, energy = basis.best(goal.rank)
+    exhausted = block.shape[1] == 0 and basis.room > 0
+    return Subspace(vectors, energy, converged or exhausted)

@@ -1,0 +1,98 @@
+"""Where the leading singular vectors of a matrix lie: exactly where that is cheap, else by iteration."""
+
+import math
+from typing import Final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from sigmascope.errors import NonFiniteError
+from sigmascope.lora.exact_svd import exact_right_subspace
+from sigmascope.lora.krylov import leading_subspace
+from sigmascope.lora.precision import in_double
+
+TOLERANCE: Final = 1e-3
+"""By default the error may exceed the optimum by at most this share of it."""
+_SMALL: Final = 128  # min(m, n) up to which all singular values cost no more than some
+_MANY: Final = 5  # so do they where more than one in this many is wanted
+_ORDINARY: Final = 20  # powers of two around 1 in which the largest entry needs no rescaling
+
+
+def right_subspace(
+    work: Float[Tensor, "m n"],
+    rank: int,
+    *,
+    total_energy: float,
+    tolerance: float = TOLERANCE,
+    seed: int = 0,
+) -> Float[Tensor, "n k"]:
+    """Columns that span the leading right singular vectors, at most `rank` of them.
+
+    Args:
+        work: float32 or float64, finite, of ordinary scale (see `to_ordinary_scale`).
+        rank: At least 1.
+        total_energy: ‖work‖², summed in float64.
+        tolerance: Largest relative excess of the error over the optimum.
+        seed: Of the iteration's random start.
+    """
+    smaller = min(work.shape)
+    kept = min(rank, smaller)
+    few = smaller > _SMALL and kept * _MANY <= smaller
+    if few and work.dtype == torch.float32 and total_energy > 0.0:
+        found = leading_subspace(work, kept, total_energy=total_energy, tolerance=tolerance, seed=seed)
+        if found.converged:
+            return found.vectors
+    return exact_right_subspace(work, kept)
+
+
+def left_directions(
+    work: Float[Tensor, "m n"], right: Float[Tensor, "n k"], rank: int
+) -> Float[Tensor, "m r"]:
+    """The leading left directions seen through a right subspace: U·√σ of A·right, by falling σ.
+
+    Directions that are only rounding are left out, but never all of them.
+    """
+    images = work @ right
+    energies, vectors = torch.linalg.eigh(in_double(images.mT @ images))
+    energies, vectors = energies.flip(0), vectors.flip(1)
+    real = energies > _rounding(images.dtype) * energies[0]
+    kept = max(1, min(rank, int(real.sum())))
+    scale = energies[:kept].clamp_min(torch.finfo(torch.float64).tiny) ** -0.25
+    directions: Tensor = images @ (vectors[:, :kept] * scale).to(images)
+    return directions
+
+
+def to_ordinary_scale(work: Float[Tensor, "m n"]) -> tuple[Tensor, float]:
+    """Divide by a power of four where entries are so small or large that their squares leave float32.
+
+    Returns:
+        The matrix, itself where its scale is ordinary, and the power it was divided by.
+    """
+    largest = float(work.abs().max()) if work.numel() else 0.0
+    if largest == 0.0:
+        return work, 1.0
+    exponent = math.frexp(largest)[1]
+    if abs(exponent) <= _ORDINARY:
+        return work, 1.0
+    half = exponent // 2
+    return torch.ldexp(work, torch.tensor(-2 * half, device=work.device)), 4.0**half
+
+
+def require_finite(matrix: Tensor) -> None:
+    """Refuse NaN and Inf.
+
+    Raises:
+        NonFiniteError: With how many of them there are.
+    """
+    if not bool(torch.isfinite(matrix).all()):
+        bad = int((~torch.isfinite(matrix)).sum())
+        raise NonFiniteError(
+            f"{bad} of {matrix.numel()} values of the matrix are NaN or Inf.",
+            hint="Check the two checkpoints; a diverged training leaves such weights.",
+        )
+
+
+def _rounding(dtype: torch.dtype) -> float:
+    """Share of the largest squared singular value below which one is rounding."""
+    return torch.finfo(dtype).eps ** 2 if dtype == torch.float32 else torch.finfo(dtype).eps
