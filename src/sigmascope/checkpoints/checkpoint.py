@@ -11,12 +11,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from sigmascope.errors import CheckpointError
+from sigmascope.errors import CheckpointError, ConfigError
 
 CheckpointFormat = Literal["safetensors", "pickle"]
 
 LEFT_OUT_PREFIX = "lpips_loss."
 """Training checkpoints carry a loss network that is no part of the model (SPEC section 7)."""
+
+_BUFFER_ALIGNMENT = 8  # of the widest element types but complex128, which no file format here has
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,26 @@ class Checkpoint(ABC):
         """
         return self._read(self.info(key))
 
+    def tensor_into(self, key: str, buffer: Tensor) -> Tensor:
+        """Read one tensor into memory that the caller keeps for many: fresh memory costs a fault a page.
+
+        Args:
+            key: The tensor's name.
+            buffer: One axis of uint8 on the CPU, contiguous, at least `info(key).nbytes` long, beginning at a
+                multiple of 8 bytes.
+
+        Returns:
+            The tensor with its own type and shape. It lies in the buffer where the format allows that, so it is
+            lost when the buffer is used again.
+
+        Raises:
+            ConfigError: The buffer is not such a one, or too small.
+            CheckpointError: There is no such key, or its bytes cannot be read.
+        """
+        info = self.info(key)
+        _check_buffer(buffer, info)
+        return self._read_into(info, buffer[: info.nbytes])
+
     @property
     def files(self) -> tuple[Path, ...]:
         """Every file that the weights are read from: of a sharded one the index, then its shards."""
@@ -92,6 +114,10 @@ class Checkpoint(ABC):
     @abstractmethod
     def _read(self, info: TensorInfo) -> Tensor:
         """Read the tensor that `info` describes."""
+
+    def _read_into(self, info: TensorInfo, buffer: Tensor) -> Tensor:
+        """Read into `buffer`, which has exactly the tensor's bytes; formats that cannot read anew."""
+        return self._read(info)
 
     @abstractmethod
     def close(self) -> None:
@@ -127,6 +153,20 @@ class Checkpoint(ABC):
 
     def _closed(self) -> CheckpointError:
         return CheckpointError(self.path, "is closed already.", hint="Read inside the `with` block.")
+
+
+def _check_buffer(buffer: Tensor, info: TensorInfo) -> None:
+    flat = buffer.dim() == 1 and buffer.dtype == torch.uint8 and buffer.device.type == "cpu"
+    if not (flat and buffer.is_contiguous() and buffer.storage_offset() % _BUFFER_ALIGNMENT == 0):
+        raise ConfigError(
+            f"a buffer of {buffer.dtype}, shape {tuple(buffer.shape)}, on {buffer.device} cannot be read into.",
+            hint="Use a contiguous torch.uint8 buffer of one axis on the CPU that begins at a multiple of 8 bytes.",
+        )
+    if buffer.numel() < info.nbytes:
+        raise ConfigError(
+            f"{info.name} takes {info.nbytes} bytes, the buffer has {buffer.numel()}.",
+            hint="Make it as large as the largest tensor that is read into it.",
+        )
 
 
 def is_left_out(key: str) -> bool:

@@ -50,6 +50,13 @@ class PickleCheckpoint(Checkpoint):
         # A copy: the caller may change it, and the mapped pages stay clean and can be dropped.
         return self._tensors[info.name].detach().clone(memory_format=torch.contiguous_format)
 
+    def _read_into(self, info: TensorInfo, buffer: Tensor) -> Tensor:
+        if self._tensors is None:
+            raise self._closed()
+        if info.dtype.itemsize > 8:  # complex128: the buffer need not be aligned for it
+            return self._read(info)
+        return buffer.view(info.dtype).reshape(info.shape).copy_(self._tensors[info.name].detach())
+
     def close(self) -> None:
         """Let go of the storages, and so of the mapped file."""
         self._tensors = None

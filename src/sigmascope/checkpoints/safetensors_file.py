@@ -39,11 +39,13 @@ class SafetensorsCheckpoint(Checkpoint):
         super().__init__(path, infos, self.header.metadata, skipped)
 
     def _read(self, info: TensorInfo) -> Tensor:
+        return self._read_into(info, torch.empty(info.nbytes, dtype=torch.uint8))
+
+    def _read_into(self, info: TensorInfo, buffer: Tensor) -> Tensor:
         if self._stream.closed:
             raise self._closed()
-        raw = torch.empty(info.nbytes, dtype=torch.uint8)
         begin = self.header.data_start + self.header.tensors[info.name].begin
-        view = raw.numpy().data
+        view = buffer.numpy().data
         try:
             done = 0
             while done < info.nbytes:
@@ -58,7 +60,7 @@ class SafetensorsCheckpoint(Checkpoint):
         except OSError as error:
             message = f"{shortened(info.name)} cannot be read ({error.strerror or error})."
             raise CheckpointError(self.path, message, hint="Check the disk.") from error
-        return raw.view(info.dtype).reshape(info.shape)
+        return buffer.view(info.dtype).reshape(info.shape)
 
     def close(self) -> None:
         """Close the file."""

@@ -59,6 +59,9 @@ class ShardedCheckpoint(Checkpoint):
     def _read(self, info: TensorInfo) -> Tensor:
         return self._shards[self._weight_map[info.name]].tensor(info.name)
 
+    def _read_into(self, info: TensorInfo, buffer: Tensor) -> Tensor:
+        return self._shards[self._weight_map[info.name]].tensor_into(info.name, buffer)
+
     @property
     def files(self) -> tuple[Path, ...]:
         """The index, then its shards."""
