@@ -38,13 +38,14 @@ def main() -> None:
         rank=options.rank,
         conv_rank=options.conv_rank,
         precision=options.save_precision,
+        device=options.device,
         sample=options.sample,
         repeats=options.repeats,
     )
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else float("nan")
     print(
         f"torch {torch.__version__}, {os.cpu_count()} CPUs, {torch.get_num_threads()} threads, load {load:.1f}; "
-        f"rank {options.rank}, convolutions {options.conv_rank}, {options.save_precision}"
+        f"rank {options.rank}, convolutions {options.conv_rank}, {options.save_precision}, {options.device}"
     )
     results = []
     for name, folder in pairs(options):
@@ -99,6 +100,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--conv_rank", type=int, default=16)
     parser.add_argument("--save_precision", choices=PRECISIONS, default="fp16")
+    parser.add_argument("--device", default="cpu", help="where to decompose: cpu (default), cuda, cuda:1")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each peer but full_svd (default 3)")
     parser.add_argument(
         "--sample",

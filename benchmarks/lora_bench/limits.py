@@ -43,7 +43,9 @@ class Limits:
         return self.read_seconds + self.subtract_seconds + PRODUCTS * self.product_seconds[dtype]
 
 
-def measure_limits(files: tuple[Path, ...], shapes: Shapes, rank: int, conv_rank: int) -> Limits:
+def measure_limits(
+    files: tuple[Path, ...], shapes: Shapes, rank: int, conv_rank: int, device: str = "cpu"
+) -> Limits:
     """Time each part once on every shape and multiply by how often the shape occurs.
 
     Args:
@@ -51,18 +53,19 @@ def measure_limits(files: tuple[Path, ...], shapes: Shapes, rank: int, conv_rank
         shapes: By key.
         rank: Width of the block for Linear layers.
         conv_rank: Width of the block for convolutions.
+        device: Where Δ is formed and multiplied; bringing the weights there is not counted.
     """
     subtract, flop = 0.0, 0.0
     products = {"float32": 0.0, "bfloat16": 0.0}
     for shape, names in shape_classes(shapes).items():
         rows, columns = shape[0], math.prod(shape[1:])
         width = min(rank if len(shape) == 2 else conv_rank, rows, columns)
-        matrix = torch.randn(rows, columns)
+        matrix = torch.randn(rows, columns, device=device)
         stored = matrix.bfloat16()
         subtract += len(names) * seconds(_difference, stored, stored, torch.empty_like(matrix))
         flop += len(names) * 2.0 * rows * columns * width
         for dtype in (torch.float32, torch.bfloat16):
-            block = torch.randn(columns, width).to(dtype)
+            block = torch.randn(columns, width, device=device).to(dtype)
             taken = seconds(torch.matmul, matrix.to(dtype), block)
             products[str(dtype).removeprefix("torch.")] += len(names) * taken
     return Limits(sum(file.stat().st_size for file in files), read_all(files), subtract, flop, products)
@@ -73,14 +76,21 @@ def _difference(tuned: Tensor, base: Tensor, out: Tensor) -> Tensor:
 
 
 def seconds(work: Callable[..., object], *args: object) -> float:
-    """Median of a few rounds after one to warm up."""
+    """Median of a few rounds after one to warm up; waits for a GPU to be done."""
     work(*args)
+    _wait()
     times = []
     for _ in range(_ROUNDS):
         begun = time.perf_counter()
         work(*args)
+        _wait()
         times.append(time.perf_counter() - begun)
     return median(times)
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def read_all(files: Iterable[Path]) -> float:

@@ -31,6 +31,7 @@ class Job:
         rank: Of Linear layers.
         conv_rank: Of convolutions; the peers give it to kernels above 1×1 only, ours to all.
         precision: `float`, `fp16` or `bf16`.
+        device: Where to decompose; its start is part of the time.
         sample: Decompose only this many layers of each shape and reckon the others' time from them; 0: all.
     """
 
@@ -40,6 +41,7 @@ class Job:
     rank: int = 32
     conv_rank: int = 16
     precision: str = "fp16"
+    device: str = "cpu"
     sample: int = 0
 
 
@@ -85,7 +87,12 @@ def ours(job: Job) -> PeerRun:
     """`sigmascope lora extract`: it also measures the true error of every layer that it stores."""
     from sigmascope.lora.extract import ExtractOptions, extract_lora
 
-    options = ExtractOptions(rank=job.rank, conv_rank=job.conv_rank, save_precision=job.precision)  # type: ignore[arg-type] # one of PRECISIONS
+    options = ExtractOptions(
+        rank=job.rank,
+        conv_rank=job.conv_rank,
+        save_precision=job.precision,  # type: ignore[arg-type] # one of PRECISIONS
+        device=job.device,
+    )
     started = time.perf_counter()
     extract_lora(job.base, job.tuned, job.save_to, options)
     return PeerRun(time.perf_counter() - started, {})
@@ -130,7 +137,7 @@ def _extract(job: Job, decompose: Decompose, *, all_changes_first: bool) -> Peer
 
     def change(name: str) -> Tensor:
         difference: Tensor = tuned[name] - base[name]
-        return difference.float()
+        return difference.float().to(job.device)
 
     held = {name: change(name) for name in shapes} if all_changes_first else {}
     lora: dict[str, Tensor] = {}
@@ -183,7 +190,9 @@ def native_tensors(
     up, down = factors
     rank, stem = down.shape[0], name.removesuffix(".weight")
     return {
-        f"{stem}.lora_up.weight": up.reshape(shape[0], rank, *(1 for _ in shape[2:])).to(dtype).contiguous(),
-        f"{stem}.lora_down.weight": down.reshape(rank, *shape[1:]).to(dtype).contiguous(),
+        f"{stem}.lora_up.weight": up.reshape(shape[0], rank, *(1 for _ in shape[2:]))
+        .to("cpu", dtype)
+        .contiguous(),
+        f"{stem}.lora_down.weight": down.reshape(rank, *shape[1:]).to("cpu", dtype).contiguous(),
         f"{stem}.alpha": torch.tensor(float(rank)),
     }

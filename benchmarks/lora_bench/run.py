@@ -23,7 +23,7 @@ class Settings:
 
     Attributes:
         peers: Names from `PEERS`.
-        rank, conv_rank, precision: What each is asked for.
+        rank, conv_rank, precision, device: What each is asked for.
         sample: For the full SVD: layers of each shape that are really decomposed; 0: all.
         repeats: Runs of every peer but the full SVD, in turn; the median is shown.
     """
@@ -32,6 +32,7 @@ class Settings:
     rank: int = 32
     conv_rank: int = 16
     precision: str = "fp16"
+    device: str = "cpu"
     sample: int = 0
     repeats: int = 3
 
@@ -105,7 +106,9 @@ def run_pair(name: str, folder: Path, settings: Settings) -> PairResult:
     files = pair_files(folder)
     shapes = {key: entry.shape for key, entry in read_header(files[0]).tensors.items()}
     with TemporaryDirectory(prefix="lora-extraction-") as scratch:
-        job = Job(*files, Path(scratch), settings.rank, settings.conv_rank, settings.precision)
+        job = Job(
+            *files, Path(scratch), settings.rank, settings.conv_rank, settings.precision, settings.device
+        )
         results = _time_peers(job, settings)
         validation = None
         if "ours" in settings.peers:
@@ -113,7 +116,7 @@ def run_pair(name: str, folder: Path, settings: Settings) -> PairResult:
             read_all(files)
             validation = in_child(validation_seconds, *files, _target(job, "ours")).value
         say("limits of the machine")
-        limits = in_child(measure_limits, files, shapes, settings.rank, settings.conv_rank).value
+        limits = in_child(measure_limits, files, shapes, job.rank, job.conv_rank, job.device).value
         say("optimum in float64: minutes at full size, kept beside the pair")
         optimum = in_child(ensure_optimum, folder, max(RANKS, settings.rank, settings.conv_rank)).value
         for result in results:
