@@ -7,9 +7,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from sigmascope.lora.factor_differences import difference_norm
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.norms import frobenius_norm
-from sigmascope.lora.reducible import difference_norm
 from sigmascope.lora.shapes import matrix_shape
 from sigmascope.lora.subspaces import bases_of, overlap
 

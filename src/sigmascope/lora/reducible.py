@@ -1,5 +1,6 @@
 """Weight changes whose rank can be lowered: given by their factors, or formed as a whole."""
 
+from dataclasses import dataclass
 from functools import cached_property
 from math import sqrt
 from typing import Final, Protocol
@@ -9,12 +10,30 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sigmascope.errors import NonFiniteError
+from sigmascope.lora.decompose import StoredChange, decompose
+from sigmascope.lora.exact_svd import full_svd
+from sigmascope.lora.factor_differences import CANCELLED, difference_norm
 from sigmascope.lora.factors import LoraFactors
-from sigmascope.lora.shapes import max_rank
+from sigmascope.lora.norms import frobenius_norm
+from sigmascope.lora.precision import at_least_float32, in_double
+from sigmascope.lora.shapes import matrix_shape, max_rank
 from sigmascope.lora.spectrum import Spectrum
 
-_CANCELLED: Final = 1e-10
-"""Share of ‖ΔW‖² below which ‖a‖² − 2<a,b> + ‖b‖² is mostly rounding, though it is summed in float64."""
+_ROUNDING: Final = 1e-12
+"""Singular values below this share of the largest are float64 rounding of a change that has no more."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CutChange:
+    """A change at a lower rank, as it goes into a file.
+
+    Attributes:
+        factors: In storage dtype, alpha = rank.
+        error_norm: ‖ΔW − up·down‖ of these rounded factors.
+    """
+
+    factors: LoraFactors
+    error_norm: float
 
 
 class ReducibleChange(Protocol):
@@ -34,16 +53,12 @@ class ReducibleChange(Protocol):
         """At least the `wanted` largest singular values, or all that there are."""
         ...
 
-    def cut(self, rank: int, dtype: torch.dtype) -> LoraFactors:
-        """The nearest change of this rank (at least 1), rounded to a storage dtype, with alpha = its rank.
+    def cut(self, rank: int) -> CutChange:
+        """The nearest change of this rank, at least 1; of less where the change has no more.
 
         Raises:
-            NonFiniteError: The factors do not fit `dtype`.
+            NonFiniteError: The factors do not fit the storage dtype.
         """
-        ...
-
-    def error(self, stored: LoraFactors) -> float:
-        """‖ΔW − stored‖, of the rounded factors."""
         ...
 
 
@@ -52,83 +67,126 @@ class FactoredChange:
 
     Args:
         factors: The change.
+        dtype: Storage dtype.
     """
 
-    def __init__(self, factors: LoraFactors) -> None:
+    def __init__(self, factors: LoraFactors, dtype: torch.dtype) -> None:
         self.factors = factors
+        self.dtype = dtype
 
     @property
     def weight_shape(self) -> tuple[int, ...]:
         """See `ReducibleChange`."""
         return self.factors.weight_shape
 
-    @cached_property
+    @property
     def norm(self) -> float:
-        """From two r×r Gram matrices."""
-        return self.factors.frobenius_norm()
+        """‖ΔW‖, from the singular values."""
+        return sqrt(float(self._decomposed[2].square().sum()))
 
     def spectrum(self, wanted: int) -> Spectrum:
         """Complete and exact, whatever is wanted."""
-        return Spectrum.of_factors(self._svd[1], self.weight_shape)
+        return Spectrum.of_factors(self._decomposed[2], self.weight_shape)
 
-    def cut(self, rank: int, dtype: torch.dtype) -> LoraFactors:
+    def cut(self, rank: int) -> CutChange:
         """The nearest change of this rank; the factors as they are where nothing has to be cut or rounded."""
         if self.factors.rank <= min(rank, max_rank(self.weight_shape)):
-            same = _with_unit_scale_exactly(self.factors, dtype)
+            same = _with_unit_scale_exactly(self.factors, self.dtype)
             if same is not None:
-                return same
-        left, sigma, right = self._svd
-        kept = min(rank, len(sigma))
-        root = sigma[:kept].sqrt()
-        return stored_factors(left[:, :kept] * root, root[:, None] * right[:kept], dtype, self.weight_shape)
+                return CutChange(same, 0.0)
+        left, u, sigma = self._decomposed
+        kept = max(1, min(rank, int((sigma > _ROUNDING * sigma[0]).sum())))
+        return self._projected((left @ u[:, :kept]) * sigma[:kept].sqrt())
 
-    def error(self, stored: LoraFactors) -> float:
-        """From Gram matrices; by QR where those cancel."""
-        return difference_norm(self.factors, stored)
+    def _projected(self, wide_up: Float[Tensor, "out r"]) -> CutChange:
+        """Round up, then take for down the least-squares answer to the rounded up, L.
+
+        X = (LᵀL)⁻¹·LᵀΔW needs no right singular vectors. The error of the X that is stored is exact:
+        ‖ΔW − L·X‖² = ‖ΔW‖² − 2·tr(LᵀΔW·Xᵀ) + tr(LᵀL·X·Xᵀ).
+        """
+        up = wide_up.to(self.factors.up.device, self.dtype)
+        left, own_up, own_down = in_double(up), in_double(self.factors.up), in_double(self.factors.down)
+        shared = (left.mT @ own_up).mul(self.factors.scale)
+        gram = left.mT @ left
+        down = (_solve(gram, shared) @ own_down).to(self.factors.down.device, self.dtype)
+        stored = _storable(up, down, self.weight_shape)
+        right = in_double(down)
+        agreement = float((shared * (right @ own_down.mT)).sum())
+        squared = self.norm**2 - 2.0 * agreement + float((gram * (right @ right.mT)).sum())
+        if squared <= CANCELLED * self.norm**2:
+            return CutChange(stored, difference_norm(self.factors, stored))
+        return CutChange(stored, sqrt(squared))
 
     @cached_property
-    def _svd(self) -> tuple[Float[Tensor, "out k"], Float[Tensor, " k"], Float[Tensor, "k inner"]]:
-        left, core, right = self.factors.orthogonal_form()
-        u, sigma, vh = torch.linalg.svd(core, full_matrices=False)
-        return left @ u, sigma, vh @ right.mT
+    def _decomposed(self) -> tuple[Float[Tensor, "out k"], Float[Tensor, "k l"], Float[Tensor, " l"]]:
+        """Q, U, Σ such that the columns of Q·U are the left singular vectors; the right ones are not needed."""
+        left, left_core = torch.linalg.qr(in_double(self.factors.up))
+        _, right_core = torch.linalg.qr(in_double(self.factors.down).mT, mode="r")
+        u, sigma, _ = torch.linalg.svd((left_core @ right_core.mT) * self.factors.scale, full_matrices=False)
+        return left, u, sigma
 
 
-def difference_norm(one: LoraFactors, other: LoraFactors) -> float:
-    """‖ΔW₁ − ΔW₂‖ of two changes of one weight, without forming either.
+class FormedChange:
+    """A change that is there as a whole: decomposed as far as is asked.
 
-    ‖a‖² − 2<a,b> + ‖b‖² from Gram matrices loses what is below 10⁻⁸ of the norms; there the difference is
-    written as one pair of factors, whose QR does not cancel.
-
-    Raises:
-        ModelMismatchError: They change weights of different shape.
+    Args:
+        delta: ΔW, (out, in) or (out, in, kh, kw), floating point and finite.
+        dtype: Storage dtype.
     """
-    energies = one.inner(one), other.inner(other)
-    squared = energies[0] - 2.0 * one.inner(other) + energies[1]
-    if squared > _CANCELLED * max(energies):
-        return sqrt(squared)
-    wide = [pair.to(dtype=torch.float64) for pair in (one, other)]
-    _, core, _ = LoraFactors.concatenate(wide, [1.0, -1.0]).orthogonal_form()
-    return float(torch.linalg.matrix_norm(core))
+
+    def __init__(self, delta: Float[Tensor, "*shape"], dtype: torch.dtype) -> None:
+        self._delta = delta.to(at_least_float32(delta.dtype))
+        self.dtype = dtype
+        self._found: StoredChange | None = None
+
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        """See `ReducibleChange`."""
+        return tuple(self._delta.shape)
+
+    @cached_property
+    def norm(self) -> float:
+        """‖ΔW‖, summed in float64."""
+        return frobenius_norm(self._delta)
+
+    def spectrum(self, wanted: int) -> Spectrum:
+        """The values that were found on the way to factors of rank `wanted`."""
+        if wanted >= max_rank(self.weight_shape):
+            _, values, _ = full_svd(self._delta.reshape(matrix_shape(self.weight_shape)))
+            return Spectrum(values, self.norm**2, self.weight_shape)
+        return self._at(wanted).spectrum
+
+    def cut(self, rank: int) -> CutChange:
+        """See `ReducibleChange`; at full rank ΔW itself beside an identity."""
+        stored = self._at(rank).cut(rank)
+        return CutChange(stored.factors, stored.error_norm)
+
+    def _at(self, rank: int) -> StoredChange:
+        full = rank >= max_rank(self.weight_shape)
+        if self._found is None or self._found.factors.rank < rank or full:
+            self._found = decompose(self._delta, rank, self.dtype, norm=self.norm)
+        return self._found
 
 
-def stored_factors(
-    up: Float[Tensor, "out r"],
-    down: Float[Tensor, "r inner"],
-    dtype: torch.dtype,
-    weight_shape: tuple[int, ...],
-) -> LoraFactors:
-    """Round factors to a storage dtype, with alpha = rank.
+def _solve(gram: Float[Tensor, "r r"], right: Float[Tensor, "r k"]) -> Float[Tensor, "r k"]:
+    """Solve gram·x = right for columns that differ in length by orders of magnitude.
 
-    Raises:
-        NonFiniteError: A value does not fit.
+    Scaled to unit columns the matrix is near the identity, since the columns were orthogonal before rounding.
     """
-    pair = LoraFactors(up.to(dtype), down.to(dtype), float(up.shape[1]), weight_shape)
-    if not bool(torch.isfinite(pair.up).all() and torch.isfinite(pair.down).all()):
+    lengths = gram.diagonal().sqrt().clamp_min(torch.finfo(torch.float64).tiny)
+    scaled = gram / lengths[:, None] / lengths
+    scaled.diagonal().fill_(1.0)  # also for a column that rounded to nothing
+    answer: Tensor = torch.linalg.solve(scaled, right / lengths[:, None])
+    return answer / lengths[:, None]
+
+
+def _storable(up: Tensor, down: Tensor, weight_shape: tuple[int, ...]) -> LoraFactors:
+    if not bool(torch.isfinite(up).all() and torch.isfinite(down).all()):
         raise NonFiniteError(
-            f"factors as large as {float(max(up.abs().max(), down.abs().max())):.3g} do not fit {dtype}.",
+            f"the factors do not fit {str(up.dtype).removeprefix('torch.')}.",
             hint="Use --save_precision float or bf16.",
         )
-    return pair
+    return LoraFactors(up, down, float(up.shape[1]), weight_shape)
 
 
 def _with_unit_scale_exactly(factors: LoraFactors, dtype: torch.dtype) -> LoraFactors | None:
