@@ -6,7 +6,7 @@ The rules are in `rank_bounds`; here each tool's name and parameter lead to one 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, NoReturn
+from typing import Final
 
 from sigmascope.errors import ConfigError
 from sigmascope.lora.rank_bounds import (
@@ -17,7 +17,7 @@ from sigmascope.lora.rank_bounds import (
     ratio_rank,
     threshold_rank,
 )
-from sigmascope.lora.ranks import require_rank
+from sigmascope.lora.ranks import require_limits
 from sigmascope.lora.shapes import is_convolution, max_rank
 from sigmascope.lora.spectrum import Spectrum
 
@@ -109,7 +109,7 @@ class MethodRank:
             object.__setattr__(self, "max_conv_rank", self.max_rank)
         for parameter in (self.parameter, self.conv_parameter):
             self._check_parameter(float("nan") if parameter is None else parameter)
-        self._check_limits()
+        require_limits(self.min_rank, {"max_rank": self.max_rank, "max_conv_rank": self.max_conv_rank})
 
     def first_guess(self, weight_shape: Sequence[int]) -> int:
         """Every value where the nuclear norm is needed, a few otherwise; never more than the largest rank."""
@@ -155,21 +155,8 @@ class MethodRank:
         method = METHODS[self.name]
         if method.least <= parameter <= method.most and math.isfinite(parameter):
             return
-        self._refuse(parameter, method)
-
-    def _refuse(self, parameter: float, method: NamedMethod) -> NoReturn:
         if method.most == 1.0:
             hint = f"Give a share of 1: {self.name}:0.9 or {self.name}:90%."
         else:
             hint = f"Give a number from {method.least:g}."
         raise ConfigError(f"{self.name} does not take {parameter:g}.", hint=hint)
-
-    def _check_limits(self) -> None:
-        if self.min_rank < 0:
-            raise ConfigError(f"min_rank {self.min_rank} is below 0.", hint="Use 0 or more.")
-        for name, cap in (("max_rank", self.max_rank), ("max_conv_rank", self.max_conv_rank)):
-            if cap is None:
-                continue
-            require_rank(name, cap)
-            if cap < self.min_rank:
-                raise ConfigError(f"{name} {cap} is below min_rank {self.min_rank}.", hint="Swap them.")

@@ -1,7 +1,7 @@
 """How many singular values to keep for each weight."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -9,7 +9,7 @@ from sigmascope.errors import ConfigError
 from sigmascope.lora.shapes import FULL_RANK, is_convolution, max_rank
 from sigmascope.lora.spectrum import Spectrum
 
-__all__ = ["FULL_RANK", "FixedRank", "RankPolicy", "most_common_rank", "require_rank"]
+__all__ = ["FULL_RANK", "FixedRank", "RankPolicy", "most_common_rank", "require_limits", "require_rank"]
 
 
 @runtime_checkable
@@ -97,6 +97,25 @@ def require_rank(name: str, rank: int) -> None:
         raise ConfigError(
             f"{name} {rank} keeps nothing.", hint=f"Use 1 or more; {FULL_RANK} keeps everything."
         )
+
+
+def require_limits(least: int, most: Mapping[str, int | None]) -> None:
+    """Refuse limits of ranks that leave nothing between them.
+
+    Args:
+        least: No rank may be below; 0 or more.
+        most: By flag, ranks that none may be above; None is no limit.
+
+    Raises:
+        ConfigError: With the flag.
+    """
+    if least < 0:
+        raise ConfigError(f"a least rank of {least} is below 0.", hint="Use 0 or more.")
+    for flag, rank in most.items():
+        if rank is not None:
+            require_rank(flag, rank)
+            if rank < least:
+                raise ConfigError(f"{flag} {rank} is below the least rank {least}.", hint="Swap them.")
 
 
 def most_common_rank(ranks: Iterable[int]) -> int | None:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 
 import torch
@@ -65,40 +66,44 @@ class Spectrum:
         missing = min(max_rank(shape) - len(wide), 1)  # one zero says that the rest is zero
         return cls(torch.cat([wide, wide.new_zeros(max(missing, 0))]), energy, shape)
 
-    @property
+    @cached_property
     def known(self) -> int:
         """k, the number of singular values that are known."""
-        return len(self.values)
+        return int(self.values.shape[0])
 
-    @property
+    @cached_property
     def nonzero(self) -> int:
         """How many of the known singular values are above zero."""
         return int((self.values > 0).sum())
 
-    @property
+    @cached_property
     def largest_rank(self) -> int:
         """min(out, in·kh·kw), the number of singular values that there are."""
         return max_rank(self.weight_shape)
 
-    @property
+    @cached_property
     def complete(self) -> bool:
         """Whether every singular value is known, those that are zero but for rounding aside."""
         if self.known >= self.largest_rank or self.total_energy <= 0.0:
             return True
         return self._unknown_at_most_by_order() <= _NOTHING * self.total_energy
 
-    @property
+    @cached_property
+    def known_energy(self) -> float:
+        """Σ σᵢ² of the known singular values."""
+        return float(self.values.square().sum())
+
+    @cached_property
     def tail_energy(self) -> float:
         """Σ σᵢ² of the unknown singular values."""
-        missing = max(self.total_energy - float(self.values.square().sum()), 0.0)
-        return min(missing, self._unknown_at_most_by_order())
+        return min(max(self.total_energy - self.known_energy, 0.0), self._unknown_at_most_by_order())
 
     @property
     def energy_rounding(self) -> float:
         """How far `tail_energy` can be off where the known values come from float32."""
         return _VALUE_ROUNDING * self.total_energy
 
-    @property
+    @cached_property
     def next_value_bound(self) -> float:
         """What σₖ₊₁ cannot exceed: neither σₖ nor the root of the energy that is left."""
         if self.complete:
