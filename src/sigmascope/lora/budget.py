@@ -18,7 +18,8 @@ from torch import Tensor
 
 from sigmascope.errors import ConfigError
 from sigmascope.lora.budget_refusals import refuse_error, refuse_rounding, refuse_size
-from sigmascope.lora.layer_patterns import matches, require_matches, require_pattern
+from sigmascope.lora.layer_patterns import require_matches
+from sigmascope.lora.layer_weights import WEIGHT_FOR, require_weights, weight_of
 from sigmascope.lora.rank_contest import Contest, Contestant
 from sigmascope.lora.rank_search import density_for, least_for, most_within, wanted
 from sigmascope.lora.ranks import require_limits
@@ -28,7 +29,6 @@ from sigmascope.lora.storage_cost import StorageCost
 
 __all__ = ["Allocation", "Budget", "StorageCost"]
 
-_WEIGHT_FOR: Final = "--weight_for"
 _FIRST_GUESS: Final = 64
 _LEAST_GUESS: Final = 16
 
@@ -90,8 +90,7 @@ class Budget:
         if self.max_conv_rank is None:  # left out and spelt out are the same budget
             object.__setattr__(self, "max_conv_rank", self.max_rank)
         require_limits(self.min_rank, {"--max_rank": self.max_rank, "--max_conv_rank": self.max_conv_rank})
-        for pattern, weight in self.weights:
-            _require_weight(pattern, weight)
+        require_weights(self.weights)
 
     def allocate(
         self,
@@ -158,7 +157,7 @@ class Budget:
             ConfigError: With the pattern and the nearest layers.
         """
         for pattern, _ in self.weights:
-            require_matches(pattern, layers, _WEIGHT_FOR)
+            require_matches(pattern, layers, WEIGHT_FOR)
 
     def describe(self) -> str:
         """Canonical text, as JSON of what is set."""
@@ -171,10 +170,6 @@ class Budget:
             "min_rank": self.min_rank or None,
         }
         return json.dumps({name: value for name, value in limits.items() if value is not None})
-
-    def weight_for(self, layer: str) -> float:
-        """How often a layer's squared error counts."""
-        return next((weight for pattern, weight in reversed(self.weights) if matches(pattern, layer)), 1.0)
 
     def _cap(self, weight_shape: Sequence[int]) -> int:
         cap = self.max_conv_rank if is_convolution(weight_shape) else self.max_rank
@@ -189,7 +184,7 @@ class Budget:
         return Contestant(
             layer=layer,
             spectrum=spectrum,
-            weight=self.weight_for(layer),
+            weight=weight_of(layer, self.weights),
             floor=cap if layer in pinned else min(self.min_rank, cap),
             cap=cap,
             rank_bytes=storage.rank_bytes(shape),
@@ -225,11 +220,3 @@ def _error(contest: Contest, ranks: Int[Tensor, " layers"], storage: StorageCost
     kept = contest.kept_at(ranks)
     lost = float((contest.energy - kept).clamp(min=0.0).sum()) + storage.rounding**2 * float(kept.sum())
     return math.sqrt(lost / total) if total > 0.0 else 0.0
-
-
-def _require_weight(pattern: str, weight: float) -> None:
-    require_pattern(pattern, _WEIGHT_FOR)
-    if not (math.isfinite(weight) and weight >= 0.0):
-        raise ConfigError(
-            f"{_WEIGHT_FOR} {pattern}={weight:g} is no weight.", hint="Use 0 or more, such as 2."
-        )

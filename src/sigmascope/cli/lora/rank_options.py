@@ -1,0 +1,219 @@
+"""Options that say how much rank a LoRA gets, shared by the commands that make one."""
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+import typer
+
+from sigmascope.errors import ConfigError
+
+if TYPE_CHECKING:
+    from sigmascope.lora.budget import Budget
+    from sigmascope.lora.rank_rules import RankRules
+    from sigmascope.lora.ranks import RankPolicy
+
+_PANEL = "Ranks"
+
+
+def _option(name: str, help_text: str, metavar: str, default: str | bool = False) -> typer.models.OptionInfo:
+    option: typer.models.OptionInfo = typer.Option(
+        name, help=help_text, metavar=metavar, show_default=default, rich_help_panel=_PANEL
+    )
+    return option
+
+
+Rank = Annotated[
+    int | None, _option("--rank", "Rank of Linear layers. 9999: full rank.", "<rank>", default="32")
+]
+ConvRank = Annotated[
+    int | None, _option("--conv_rank", "Rank of convolutions, 1×1 too. 9999: full.", "<rank>", default="16")
+]
+MaxSize = Annotated[
+    str | None,
+    _option("--max_size", "Best ranks for a file of at most this size: 100MB.", "<size>"),
+]
+MaxError = Annotated[
+    str | None,
+    _option("--max_error", "Smallest file with at most this overall error: 5%.", "<share>"),
+]
+WeightFor = Annotated[
+    list[str] | None,
+    _option(
+        "--weight_for",
+        "With a size or error: 'mid_block=2' lets the squared error of these layers count twice. Repeatable.",
+        "<pattern=n>",
+    ),
+]
+RankMethod = Annotated[
+    str | None,
+    _option(
+        "--rank_method",
+        "A rank for each layer by its own singular values: energy:0.95, error:5%, sv_fro:0.9, "
+        "sv_ratio:20, sv_cumulative:0.8, threshold:0.01, ratio:0.05, quantile:0.9, adaptive_…:0.9. "
+        "For convolutions: energy:0.95,conv=0.9.",
+        "<name:value>",
+    ),
+]
+DynamicMethod = Annotated[
+    str | None,
+    _option(
+        "--dynamic_method",
+        "As in kohya's tools: sv_ratio, sv_fro, sv_cumulative. --rank limits it.",
+        "<name>",
+    ),
+]
+DynamicParam = Annotated[
+    float | None, _option("--dynamic_param", "Parameter of --dynamic_method.", "<number>")
+]
+MaxRank = Annotated[int | None, _option("--max_rank", "No layer gets more.", "<rank>")]
+MaxConvRank = Annotated[int | None, _option("--max_conv_rank", "No convolution gets more.", "<rank>")]
+MinRank = Annotated[
+    int | None,
+    _option("--min_rank", "No changed layer gets less. 0 may leave layers out.", "<rank>"),
+]
+RankFor = Annotated[
+    list[str] | None,
+    _option(
+        "--rank_for",
+        "Another rank or method for layers that match: 'up_blocks.*attn1=64'. Repeatable, the last wins.",
+        "<pattern=rank>",
+    ),
+]
+Exclude = Annotated[
+    list[str] | None,
+    _option("--exclude", "Leave out layers that match. Repeatable.", "<pattern>"),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFlags:
+    """What was typed, None where nothing was."""
+
+    rank: int | None = None
+    conv_rank: int | None = None
+    max_size: str | None = None
+    max_error: str | None = None
+    weight_for: list[str] | None = None
+    rank_method: str | None = None
+    dynamic_method: str | None = None
+    dynamic_param: float | None = None
+    max_rank: int | None = None
+    max_conv_rank: int | None = None
+    min_rank: int | None = None
+    rank_for: list[str] | None = None
+    exclude: list[str] | None = None
+
+
+class RankChoice(NamedTuple):
+    """What the flags mean.
+
+    Attributes:
+        rules: The policy of every layer. With a budget, only its overrides and exclusions count.
+        budget: What all layers share, if asked for.
+    """
+
+    rules: "RankRules"
+    budget: "Budget | None"
+
+
+def rank_choice(flags: RankFlags, *, rank: int = 32, conv_rank: int = 16) -> RankChoice:
+    """Turn the flags into rank rules and a budget.
+
+    Args:
+        flags: As typed.
+        rank: Rank of Linear layers when nothing is asked for.
+        conv_rank: The same for convolutions.
+
+    Raises:
+        ConfigError: Flags that contradict each other, have no effect, or make no sense.
+    """
+    from sigmascope.lora.rank_rules import RankRules, parse_overrides
+    from sigmascope.lora.ranks import FULL_RANK, FixedRank
+
+    _require_one_way(flags)
+    budget = _budget(flags)
+    policy: RankPolicy
+    if budget is not None:
+        policy = FixedRank(FULL_RANK, FULL_RANK)
+    elif flags.rank_method is not None or flags.dynamic_method is not None:
+        policy = _method(flags)
+    else:
+        _refuse_limits(flags, "a fixed rank")
+        policy = FixedRank(
+            rank if flags.rank is None else flags.rank,
+            conv_rank if flags.conv_rank is None else flags.conv_rank,
+        )
+    rules = RankRules(policy, parse_overrides(flags.rank_for or []), tuple(flags.exclude or []))
+    return RankChoice(rules, budget)
+
+
+def _require_one_way(flags: RankFlags) -> None:
+    """Refuse two answers to how much rank there is, and settings of an answer that was not given."""
+    ways = ("max_size", "max_error", "rank_method", "dynamic_method")
+    given = [f"--{name}" for name in ways if getattr(flags, name) is not None]
+    if len(given) > 1:
+        raise ConfigError(f"{' and '.join(given)} exclude each other.", hint="Give one of them.")
+    fixed = [f"--{name}" for name in ("rank", "conv_rank") if getattr(flags, name) is not None]
+    if given and fixed and flags.dynamic_method is None:
+        raise ConfigError(
+            f"{fixed[0]} and {given[0]} exclude each other.",
+            hint="Limit it with --max_rank and --max_conv_rank, or set single layers with --rank_for.",
+        )
+    if (flags.dynamic_method is None) != (flags.dynamic_param is None):
+        missing = "--dynamic_param" if flags.dynamic_param is None else "--dynamic_method"
+        raise ConfigError(
+            f"{missing} is missing.", hint="Give --dynamic_method and --dynamic_param together."
+        )
+    if flags.weight_for and flags.max_size is None and flags.max_error is None:
+        raise ConfigError(
+            "--weight_for is for --max_size and --max_error only.", hint="Add one, or leave it out."
+        )
+
+
+def _budget(flags: RankFlags) -> "Budget | None":
+    if flags.max_size is None and flags.max_error is None:
+        return None
+    from sigmascope.lora.budget import Budget
+    from sigmascope.lora.layer_weights import parse_weights
+    from sigmascope.lora.sizes import parse_share, parse_size
+
+    return Budget(
+        max_bytes=None if flags.max_size is None else parse_size(flags.max_size, "--max_size"),
+        max_error=None if flags.max_error is None else parse_share(flags.max_error, "--max_error"),
+        weights=parse_weights(flags.weight_for or []),
+        max_rank=flags.max_rank,
+        max_conv_rank=flags.max_conv_rank,
+        min_rank=flags.min_rank or 0,
+    )
+
+
+def _method(flags: RankFlags) -> "RankPolicy":
+    from sigmascope.lora.rank_methods import MethodRank
+    from sigmascope.lora.rank_spec import parse_policy
+
+    if flags.dynamic_method is not None:
+        text = f"{flags.dynamic_method}:{flags.dynamic_param!r}"
+        policy = parse_policy(text, "--dynamic_method")
+        # kohya's tools take the rank as the limit of a dynamic method.
+        max_rank, max_conv_rank = flags.max_rank or flags.rank, flags.max_conv_rank or flags.conv_rank
+    else:
+        policy = parse_policy(flags.rank_method or "", "--rank_method")
+        max_rank, max_conv_rank = flags.max_rank, flags.max_conv_rank
+    if not isinstance(policy, MethodRank):
+        _refuse_limits(flags, "a fixed rank")
+        return policy
+    return replace(
+        policy,
+        max_rank=policy.max_rank if max_rank is None else max_rank,
+        max_conv_rank=policy.max_conv_rank if max_conv_rank is None else max_conv_rank,
+        min_rank=policy.min_rank if flags.min_rank is None else flags.min_rank,
+    )
+
+
+def _refuse_limits(flags: RankFlags, what: str) -> None:
+    for name in ("max_rank", "max_conv_rank", "min_rank"):
+        if getattr(flags, name) is not None:
+            raise ConfigError(
+                f"--{name} has no effect on {what}.",
+                hint="Use it with --rank_method, --max_size or --max_error.",
+            )
