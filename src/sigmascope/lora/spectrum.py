@@ -111,7 +111,7 @@ class Spectrum:
         left = math.sqrt(self.tail_energy + self.energy_rounding)
         return min(float(self.values[-1]), left) if self.known else left
 
-    def discarded_energies(self) -> Float[Tensor, " k+1"]:
+    def discarded_energies(self) -> Float[Tensor, " ranks"]:
         """‖ΔW − A_r‖² for r = 0 … k, where A_r keeps the r largest singular values (Eckart and Young, 1936)."""
         tail = torch.tensor([self.tail_energy], dtype=torch.float64)
         # Summed from the smallest value up, which loses nothing of small tails.
