@@ -65,4 +65,4 @@ def nearest_layers(pattern: str, layers: Iterable[str]) -> list[str]:
 
 
 def _pieces(text: str) -> list[str]:
-    return [piece for piece in re.split(r"\W+", text) if piece]
+    return [piece for piece in re.split(r"[\W_]+", text) if piece]
