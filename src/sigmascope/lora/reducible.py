@@ -1,9 +1,10 @@
 """Weight changes whose rank can be lowered: given by their factors, or formed as a whole."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
 from math import sqrt
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 from jaxtyping import Float
@@ -11,14 +12,14 @@ from torch import Tensor
 
 from sigmascope.errors import NonFiniteError
 from sigmascope.lora.decompose import StoredChange, decompose
-from sigmascope.lora.exact_svd import full_svd
 from sigmascope.lora.factor_differences import CANCELLED, difference_norm
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.norms import frobenius_norm
 from sigmascope.lora.precision import at_least_float32, in_double
-from sigmascope.lora.shapes import matrix_shape, max_rank
+from sigmascope.lora.shapes import max_rank
 from sigmascope.lora.spectrum import Spectrum
 
+_FORMED_ABOVE: Final = 256
 _ROUNDING: Final = 1e-12
 """Singular values below this share of the largest are float64 rounding of a change that has no more."""
 
@@ -30,39 +31,41 @@ class CutChange:
     Attributes:
         factors: In storage dtype, alpha = rank.
         error_norm: ‖ΔW − up·down‖ of these rounded factors.
+        kept_energy: Share of ‖ΔW‖² in the singular values that were kept, 0 to 1, before rounding.
     """
 
     factors: LoraFactors
     error_norm: float
+    kept_energy: float
 
 
-class ReducibleChange(Protocol):
+class ReducibleChange(ABC):
     """One weight's change, to be stored at a rank that its singular values decide."""
 
     @property
+    @abstractmethod
     def weight_shape(self) -> tuple[int, ...]:
         """(out, in) or (out, in, kh, kw)."""
-        ...
 
     @property
+    @abstractmethod
     def norm(self) -> float:
         """‖ΔW‖."""
-        ...
 
+    @abstractmethod
     def spectrum(self, wanted: int) -> Spectrum:
         """At least the `wanted` largest singular values, or all that there are."""
-        ...
 
+    @abstractmethod
     def cut(self, rank: int) -> CutChange:
         """The nearest change of this rank, at least 1; of less where the change has no more.
 
         Raises:
             NonFiniteError: The factors do not fit the storage dtype.
         """
-        ...
 
 
-class FactoredChange:
+class FactoredChange(ReducibleChange):
     """A change given by LoRA factors: QR of both and the SVD of their small core say all, in float64.
 
     Args:
@@ -93,12 +96,15 @@ class FactoredChange:
         if self.factors.rank <= min(rank, max_rank(self.weight_shape)):
             same = _with_unit_scale_exactly(self.factors, self.dtype)
             if same is not None:
-                return CutChange(same, 0.0)
+                return CutChange(same, 0.0, 1.0)
         left, u, sigma = self._decomposed
         kept = max(1, min(rank, int((sigma > _ROUNDING * sigma[0]).sum())))
-        return self._projected((left @ u[:, :kept]) * sigma[:kept].sqrt())
+        energy = float(sigma.square().sum())
+        share = float(sigma[:kept].square().sum()) / energy if energy > 0.0 else 1.0
+        stored, error = self._projected((left @ u[:, :kept]) * sigma[:kept].sqrt())
+        return CutChange(stored, error, share)
 
-    def _projected(self, wide_up: Float[Tensor, "out r"]) -> CutChange:
+    def _projected(self, wide_up: Float[Tensor, "out r"]) -> tuple[LoraFactors, float]:
         """Round up, then take for down the least-squares answer to the rounded up, L.
 
         X = (LᵀL)⁻¹·LᵀΔW needs no right singular vectors. The error of the X that is stored is exact:
@@ -114,8 +120,8 @@ class FactoredChange:
         agreement = float((shared * (right @ own_down.mT)).sum())
         squared = self.norm**2 - 2.0 * agreement + float((gram * (right @ right.mT)).sum())
         if squared <= CANCELLED * self.norm**2:
-            return CutChange(stored, difference_norm(self.factors, stored))
-        return CutChange(stored, sqrt(squared))
+            return stored, difference_norm(self.factors, stored)
+        return stored, sqrt(squared)
 
     @cached_property
     def _decomposed(self) -> tuple[Float[Tensor, "out k"], Float[Tensor, "k l"], Float[Tensor, " l"]]:
@@ -126,7 +132,7 @@ class FactoredChange:
         return left, u, sigma
 
 
-class FormedChange:
+class FormedChange(ReducibleChange):
     """A change that is there as a whole: decomposed as far as is asked.
 
     Args:
@@ -137,6 +143,7 @@ class FormedChange:
     def __init__(self, delta: Float[Tensor, "*shape"], dtype: torch.dtype) -> None:
         self._delta = delta.to(at_least_float32(delta.dtype))
         self.dtype = dtype
+        self._norm = frobenius_norm(self._delta)
         self._found: StoredChange | None = None
 
     @property
@@ -144,28 +151,46 @@ class FormedChange:
         """See `ReducibleChange`."""
         return tuple(self._delta.shape)
 
-    @cached_property
+    @property
     def norm(self) -> float:
         """‖ΔW‖, summed in float64."""
-        return frobenius_norm(self._delta)
+        return self._norm
 
     def spectrum(self, wanted: int) -> Spectrum:
         """The values that were found on the way to factors of rank `wanted`."""
-        if wanted >= max_rank(self.weight_shape):
-            _, values, _ = full_svd(self._delta.reshape(matrix_shape(self.weight_shape)))
-            return Spectrum(values, self.norm**2, self.weight_shape)
-        return self._at(wanted).spectrum
+        return self._decomposed(wanted).spectrum
 
     def cut(self, rank: int) -> CutChange:
         """See `ReducibleChange`; at full rank ΔW itself beside an identity."""
-        stored = self._at(rank).cut(rank)
-        return CutChange(stored.factors, stored.error_norm)
+        if rank >= max_rank(self.weight_shape):
+            whole = decompose(self._delta, rank, self.dtype)
+            return CutChange(whole.factors, whole.error_norm, 1.0)
+        found = self._decomposed(rank)
+        stored = found.cut(rank)
+        kept = float(found.spectrum.values[: stored.factors.rank].square().sum())
+        energy = found.spectrum.total_energy
+        return CutChange(stored.factors, stored.error_norm, min(kept / energy, 1.0) if energy > 0.0 else 1.0)
 
-    def _at(self, rank: int) -> StoredChange:
-        full = rank >= max_rank(self.weight_shape)
-        if self._found is None or self._found.factors.rank < rank or full:
-            self._found = decompose(self._delta, rank, self.dtype, norm=self.norm)
+    def _decomposed(self, rank: int) -> StoredChange:
+        if self._found is None or (self._found.factors.rank < rank and not self._found.spectrum.complete):
+            self._found = decompose(self._delta, rank, self.dtype, norm=self.norm, with_spectrum=True)
         return self._found
+
+
+def reducible(factors: LoraFactors, wanted: int, dtype: torch.dtype) -> ReducibleChange:
+    """Take the quicker way to `wanted` singular values of a change given by factors.
+
+    QR of factors of rank 1280 (a LoRA at full rank) costs a second a layer; where few values of many are
+    wanted, ΔW is formed and decomposed as in an extraction.
+
+    Args:
+        factors: The change.
+        wanted: How many singular values are likely to be needed.
+        dtype: Storage dtype.
+    """
+    if factors.rank > _FORMED_ABOVE and 4 * wanted <= factors.rank:
+        return FormedChange(factors.delta(), dtype)
+    return FactoredChange(factors, dtype)
 
 
 def _solve(gram: Float[Tensor, "r r"], right: Float[Tensor, "r k"]) -> Float[Tensor, "r k"]:
