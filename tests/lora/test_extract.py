@@ -288,8 +288,8 @@ def test_a_checkpoint_of_lightning_gives_the_same_lora(make_model_pair: "MakePai
 def test_a_weight_of_other_dimensions_is_no_layer(make_model_pair: "MakePair") -> None:
     def add(base: "State", tuned: "State") -> None:
         base["denoiser.temporal.weight"], tuned["denoiser.temporal.weight"] = (
-            torch.zeros(4, 4, 3),
-            torch.ones(4, 4, 3),
+            torch.zeros(4, 4, 1, 1, 1, 1),
+            torch.ones(4, 4, 1, 1, 1, 1),
         )
 
     report = extract(make_model_pair(edit=add))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sigmascope.errors import CheckpointError, ConfigError
 
-CheckpointFormat = Literal["safetensors", "pickle"]
+CheckpointFormat = Literal["safetensors", "pickle", "gguf"]
 
 LEFT_OUT_PREFIX = "lpips_loss."
 """Training checkpoints carry a loss network that is no part of the model (SPEC section 7)."""
@@ -35,16 +35,19 @@ class Checkpoint(ABC):
     """Weights on disk, read one tensor at a time. A context manager; also safe to read from threads.
 
     Attributes:
-        path: The file (or the index of a sharded one).
-        format: "safetensors" or "pickle".
+        path: The file, the index of a sharded one, or the diffusers folder.
+        format: "safetensors", "pickle" or "gguf".
         metadata: The header's texts; empty for a pickle.
         skipped: What is in the file but not among the keys, with the reason.
+        dequantised: How the tensors that are quantised in the file are stored there, by key. They are given as
+            the numbers that they stand for.
     """
 
     path: Path
     format: CheckpointFormat
     metadata: Mapping[str, str]
     skipped: Mapping[str, str]
+    dequantised: Mapping[str, str]
 
     def __init__(
         self,
@@ -52,10 +55,12 @@ class Checkpoint(ABC):
         infos: Mapping[str, TensorInfo],
         metadata: Mapping[str, str],
         skipped: Mapping[str, str],
+        dequantised: Mapping[str, str] | None = None,
     ) -> None:
         self.path = path
         self.metadata = dict(metadata)
         self.skipped = dict(skipped)
+        self.dequantised = dict(dequantised or {})
         self._infos = dict(infos)
 
     def keys(self) -> list[str]:
@@ -103,7 +108,7 @@ class Checkpoint(ABC):
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """Every file that the weights are read from: of a sharded one the index, then its shards."""
+        """Every file that the weights are read from, indexes too."""
         return (self.path,)
 
     @property

@@ -5,44 +5,72 @@ import os
 from pathlib import Path
 
 from sigmascope.checkpoints.checkpoint import Checkpoint
+from sigmascope.checkpoints.dequantised import dequantised
+from sigmascope.checkpoints.gguf_file import GgufCheckpoint
 from sigmascope.checkpoints.paths import is_existing, is_folder, is_regular_file, names_in, reading
 from sigmascope.checkpoints.pickle_file import PickleCheckpoint
+from sigmascope.checkpoints.pipeline_folder import MODEL_INDEX, no_such_variant, open_pipeline
 from sigmascope.checkpoints.safetensors_file import SafetensorsCheckpoint
 from sigmascope.checkpoints.sharded import ShardedCheckpoint
 from sigmascope.checkpoints.sniff import HEAD_BYTES, foreign_file_error, sniff
+from sigmascope.checkpoints.weight_files import PICKLE_SUFFIXES, only_file, weight_files
 from sigmascope.errors import CheckpointError
 
-INDEX_SUFFIX = ".safetensors.index.json"
-PICKLE_SUFFIXES = (".ckpt", ".pt", ".pth", ".bin")
-_USUAL_NAMES = ("model.safetensors", "diffusion_pytorch_model.safetensors")
 
-
-def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+def open_checkpoint(
+    path: str | os.PathLike[str], *, variant: str | None = None, dequantise: bool = True
+) -> Checkpoint:
     """Open weights for reading one tensor at a time.
 
     Args:
-        path: A `.safetensors` file, a `*.safetensors.index.json`, a folder that holds either, or a
-            PyTorch checkpoint (`.ckpt`, `.pt`, `.pth`, `.bin`; weights only, code in it is never run).
+        path: A `.safetensors` file, a `*.safetensors.index.json`, a `.gguf` file, a PyTorch checkpoint (`.ckpt`,
+            `.pt`, `.pth`, `.bin`; weights only, code in it is never run), a folder that holds one of them, or a
+            diffusers folder, whose components are opened as one with keys `<component>.<key>`.
+        variant: Of a folder that has several: `fp16` for `*.fp16.safetensors`. Without it the plain file is read,
+            else of fp32, bf16 and fp16 the first that is there.
+        dequantise: Give quantised weights as the numbers that they stand for; see `Checkpoint.dequantised`.
+            Without it codes and scales are given as they lie in the file (a GGUF file's are dequantised always).
 
     Returns:
         The opened checkpoint: use it in a `with` block.
 
     Raises:
-        CheckpointError: There is no such file, or it is damaged or something else.
+        CheckpointError: There is no such file or variant, it is damaged or something else, or quantised in a way
+            that cannot be undone here.
         UnsafeCheckpointError: A PyTorch checkpoint that asks to run code.
     """
-    file = Path(path)
-    if is_folder(file):
-        file = _weights_in(file)
+    opened = _open(Path(path), variant)
+    if not dequantise:
+        return opened
+    try:
+        return dequantised(opened)
+    except BaseException:
+        opened.close()
+        raise
+
+
+def _open(path: Path, variant: str | None) -> Checkpoint:
+    if not is_folder(path):
+        return _open_file(path)
+    if is_regular_file(path / MODEL_INDEX):
+        return open_pipeline(path, variant, _open_file)
+    files = weight_files(path)
+    if variant is not None and variant not in files.by_variant:
+        raise no_such_variant(path, variant, files.variants)
+    return _open_file(files.choose(variant) or only_file(path))
+
+
+def _open_file(file: Path) -> Checkpoint:
     if not is_existing(file):
         raise _missing(file)
     if not is_regular_file(file):
         raise CheckpointError(file, "is not a regular file.", hint="Name a file of weights.")
     if file.name.endswith(".json"):
         return ShardedCheckpoint(file)
-    if file.suffix.lower() in PICKLE_SUFFIXES:
-        return _open_pickle(file)
-    return SafetensorsCheckpoint(file)
+    suffix = file.suffix.lower()
+    if suffix == ".gguf":
+        return GgufCheckpoint(file)
+    return _open_pickle(file) if suffix in PICKLE_SUFFIXES else SafetensorsCheckpoint(file)
 
 
 def _open_pickle(file: Path) -> Checkpoint:
@@ -58,42 +86,6 @@ def _open_pickle(file: Path) -> Checkpoint:
         if foreign is not None:
             raise foreign
     return PickleCheckpoint(file)
-
-
-def _weights_in(folder: Path) -> Path:
-    """The one file of weights that a folder is about."""
-    names = [name for name in names_in(folder) if not name.startswith(".")]
-    for usual in _USUAL_NAMES:
-        if usual in names:
-            return folder / usual
-    for candidates in (
-        [name for name in names if name.endswith(INDEX_SUFFIX)],
-        [name for name in names if name.endswith(".safetensors")],
-        [name for name in names if name.endswith(PICKLE_SUFFIXES)],
-    ):
-        if len(candidates) == 1:
-            return folder / candidates[0]
-        if candidates:
-            raise CheckpointError(
-                folder,
-                f"has {len(candidates)} files of weights.",
-                hint=f"Name one of them: {', '.join(candidates[:8])}.",
-            )
-    raise CheckpointError(folder, "is a folder without weights.", hint=_subfolder_hint(folder))
-
-
-def _subfolder_hint(folder: Path) -> str:
-    inside = [name for name in names_in(folder) if _has_safetensors(folder / name)]
-    if inside:
-        return f"Its folders {', '.join(inside[:8])} have some: name one of them."
-    return "Name a .safetensors file, an index, or a .ckpt."
-
-
-def _has_safetensors(child: Path) -> bool:
-    try:
-        return is_folder(child) and any(name.endswith(".safetensors") for name in names_in(child))
-    except CheckpointError:
-        return False  # one that may not be entered is no help as a hint
 
 
 def _missing(file: Path) -> CheckpointError:

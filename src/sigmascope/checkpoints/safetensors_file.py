@@ -5,20 +5,16 @@ or replaced while it is open then gives an error where a mapping would kill the 
 tensor, threads may read at once, and the tensor is aligned whatever the offset.
 """
 
-import os
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 from torch import Tensor
 
 from sigmascope.checkpoints.checkpoint import LEFT_OUT_REASON, Checkpoint, TensorInfo, is_left_out
 from sigmascope.checkpoints.dtypes import to_torch
-from sigmascope.checkpoints.header import SafetensorsHeader, read_header_from, shortened
+from sigmascope.checkpoints.header import SafetensorsHeader, read_header_from
 from sigmascope.checkpoints.paths import reading
-from sigmascope.errors import CheckpointError
-
-_MOST_AT_ONCE = 2**30  # Linux reads less than 2 GiB per call
+from sigmascope.checkpoints.pread import read_exactly
 
 
 class SafetensorsCheckpoint(Checkpoint):
@@ -45,21 +41,7 @@ class SafetensorsCheckpoint(Checkpoint):
         if self._stream.closed:
             raise self._closed()
         begin = self.header.data_start + self.header.tensors[info.name].begin
-        view = buffer.numpy().data
-        try:
-            done = 0
-            while done < info.nbytes:
-                count = _read_at(self._stream, view[done : done + _MOST_AT_ONCE], begin + done)
-                if count == 0:
-                    raise CheckpointError(
-                        self.path,
-                        f"ends inside {shortened(info.name)}: it was cut short while it was open.",
-                        hint="Make sure that nothing writes to it, and start again.",
-                    )
-                done += count
-        except OSError as error:
-            message = f"{shortened(info.name)} cannot be read ({error.strerror or error})."
-            raise CheckpointError(self.path, message, hint="Check the disk.") from error
+        read_exactly(self._stream, self.path, info.name, begin, buffer)
         return buffer.view(info.dtype).reshape(info.shape)
 
     def close(self) -> None:
@@ -80,12 +62,3 @@ def _torch_view(header: SafetensorsHeader) -> tuple[dict[str, TensorInfo], dict[
             continue
         infos[name] = TensorInfo(name, known[1], known[0], entry.nbytes)
     return infos, skipped
-
-
-def _read_at(stream: BinaryIO, into: memoryview, offset: int) -> int:
-    """Fill `into` from `offset` on; gives the number of bytes read, 0 at the end of the file."""
-    if hasattr(os, "preadv"):
-        return os.preadv(stream.fileno(), [into], offset)
-    with open(stream.name, "rb", buffering=0) as own:  # noqa: PTH123 - Windows has no pread: a place of its own
-        own.seek(offset)
-        return own.readinto(into)

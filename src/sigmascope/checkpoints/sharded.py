@@ -94,7 +94,7 @@ def _checked_weight_map(index: dict[str, Any], path: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(path, "has no weight_map.", hint="Name the index of a sharded checkpoint.")
     for key, name in weight_map.items():
-        if not isinstance(name, str) or not _is_plain_name(name):
+        if not isinstance(name, str) or not is_plain_name(name):
             raise CheckpointError(
                 path,
                 f"puts {shortened(key)} in {shortened(name)}, which is no file of this folder.",
@@ -103,7 +103,7 @@ def _checked_weight_map(index: dict[str, Any], path: Path) -> dict[str, str]:
     return weight_map
 
 
-def _is_plain_name(name: str) -> bool:
+def is_plain_name(name: str) -> bool:
     """A bare file name on every system: no folder, drive, parent or NUL."""
     special = name in {"", ".", ".."} or "\0" in name
     return not special and PurePosixPath(name).name == name and PureWindowsPath(name).name == name

@@ -5,18 +5,21 @@ from collections.abc import Iterable
 import torch
 
 from sigmascope.checkpoints import tensor_fingerprint
-from sigmascope.lora.layer_names import DENOISER
 from sigmascope.lora.norms import root_sum_square
+from sigmascope.lora.pair_findings import counted
 from sigmascope.lora.pairs import CheckpointPair
 from sigmascope.lora.precision import is_real
 from sigmascope.records.finding import Finding
 
 _IGNORED = ("num_iterations",)  # a training counter: it differs between any two checkpoints
 _CPU = torch.device("cpu")
+_LOOKED_AT = 1 << 30  # bytes: a VAE whole, of text encoders of many GB a share
+
+__all__ = ["counted", "pair_findings", "uncovered_changes"]
 
 
 def uncovered_changes(pair: CheckpointPair) -> dict[str, float]:
-    """The denoiser's tensors outside its Linear and Conv2d weights (biases, norms) that differ.
+    """The compared parts' tensors outside Linear and convolution weights (biases, norms) that differ.
 
     Returns:
         ‖Δ‖ by key, for the changed ones.
@@ -39,12 +42,7 @@ def pair_findings(
         layer_norms: ‖ΔW‖ of the Linear and Conv2d layers, to set the uncovered change beside.
     """
     findings = [_uncovered(uncovered, root_sum_square(list(layer_norms)))] if uncovered else []
-    return [*findings, *_mixed_dtypes(pair), *_outside_denoiser(pair)]
-
-
-def counted(number: int, noun: str) -> str:
-    """`1 tensor`, `2 tensors`."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    return [*findings, *pair.findings, *_outside(pair)]
 
 
 def _uncovered(uncovered: dict[str, float], layers_norm: float) -> Finding:
@@ -60,46 +58,23 @@ def _uncovered(uncovered: dict[str, float], layers_norm: float) -> Finding:
     )
 
 
-def _mixed_dtypes(pair: CheckpointPair) -> list[Finding]:
-    mixed = [
-        layer
-        for layer in pair.layers
-        if pair.base.info(f"{layer}.weight").dtype != pair.tuned.info(f"{layer}.weight").dtype
-    ]
-    if not mixed:
-        return []
-    first = f"{mixed[0]}.weight"
-    dtypes = [str(side.info(first).dtype).removeprefix("torch.") for side in (pair.base, pair.tuned)]
-    return [
-        Finding(
-            id="lora.mixed_dtypes",
-            severity="warning",
-            message=f"The models store {counted(len(mixed), 'layer')} in different dtypes ({first}: {dtypes[0]} in "
-            f"the base, {dtypes[1]} in the tuned model), so the change holds the rounding of the narrower one.",
-            evidence={"layers": len(mixed), "key": first, "base_dtype": dtypes[0], "tuned_dtype": dtypes[1]},
-            advice="Extract from two checkpoints of one dtype when you have them.",
-        )
-    ]
-
-
-def _outside_denoiser(pair: CheckpointPair) -> list[Finding]:
-    """Whether the VAE or anything else beside the denoiser differs, where both files hold it."""
-    shared = [
-        key
-        for key in pair.base.keys()  # noqa: SIM118 - not a dict
-        if key in pair.tuned and not key.startswith(DENOISER) and key not in _IGNORED
-    ]
-    changed = [key for key in shared if _differs(pair, key)]
+def _outside(pair: CheckpointPair) -> list[Finding]:
+    """Whether the VAE or anything else that is not compared differs, where both files hold it."""
+    keys = [key for key in pair.outside if key not in _IGNORED]
+    step = -(-sum(pair.base.info(key).nbytes for key in keys) // _LOOKED_AT) or 1
+    looked_at = keys[::step]
+    changed = [key for key in looked_at if _differs(pair, key)]
     if not changed:
         return []
+    number = counted(len(changed), "tensor") + (f" of {len(looked_at)} looked at" if step > 1 else "")
     return [
         Finding(
             id="lora.other_parts_changed",
             severity="warning",
-            message=f"The models differ outside the denoiser too ({counted(len(changed), 'tensor')}, first "
-            f"{changed[0]}); the LoRA is of the denoiser only.",
-            evidence={"tensors": len(changed), "key": changed[0]},
-            advice="Use the tuned model's VAE with the LoRA.",
+            message=f"The models differ in parts that are not compared ({number}, first {changed[0]}); "
+            "the LoRA does not hold that.",
+            evidence={"tensors": len(changed), "looked_at": len(looked_at), "key": changed[0]},
+            advice="Use the tuned model's other parts (its VAE) with the LoRA, or compare them too with --parts.",
         )
     ]
 

@@ -1,6 +1,6 @@
 """Two checkpoints of one architecture, layer by layer: what they share and how each layer differs."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from os import PathLike
@@ -10,15 +10,20 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sigmascope.checkpoints import Checkpoint, TensorInfo, open_checkpoint
-from sigmascope.errors import CheckpointError, ModelMismatchError, NonFiniteError
-from sigmascope.lora.layer_names import DENOISER
+from sigmascope.checkpoints import Checkpoint, open_checkpoint
+from sigmascope.checkpoints.renamed import RenamedCheckpoint
+from sigmascope.errors import ModelMismatchError, NonFiniteError
+from sigmascope.lora.layer_kinds import WEIGHT, is_layer
+from sigmascope.lora.layout import ModelLayout
 from sigmascope.lora.norms import frobenius_norm
+from sigmascope.lora.pair_findings import missing_keys
+from sigmascope.lora.pair_layouts import Side, sides_of
+from sigmascope.lora.pair_matching import refuse_missing, sort_tensors
+from sigmascope.lora.pair_options import PairOptions
 from sigmascope.lora.paths import exists
-from sigmascope.lora.precision import is_real
+from sigmascope.records.finding import Finding
 
-_WEIGHT = ".weight"
-_LAYER_DIMENSIONS = (2, 4)  # Linear (out, in) and Conv2d (out, in, kh, kw)
+__all__ = ["CheckpointPair", "LayerChange", "PairOptions", "match", "open_pair"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +37,18 @@ class LayerChange:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointPair:
-    """A base and a tuned checkpoint whose denoisers have the same keys and shapes.
+    """A base and a tuned checkpoint, with the tensors of the chosen parts matched.
 
     Attributes:
         base: The model that the LoRA will be put on.
-        tuned: The fine-tuned model.
-        layers: Paths of the Linear and Conv2d layers (2-D and 4-D weights), without `.weight`,
-            in the base file's order.
-        others: Keys of the denoiser's remaining tensors: biases, norms, and weights of other dimensions.
+        tuned: The fine-tuned model, under the base's names where its own prefixes are others.
+        layers: Paths of the Linear and convolution layers (weights of two to five axes), without `.weight`, in
+            the base file's order.
+        others: Keys of the other tensors that are compared: biases, norms, embeddings, parameters.
+        outside: Keys of the parts that are not compared, as far as both files have them.
+        skipped: Why a tensor of the chosen parts is not compared, by key; all are in the findings too.
+        layout: How the base names its weights.
+        findings: What does not fit between the two, and what was quantised.
         precision: The dtype in which ΔW is formed: float64 when either file holds float64, else float32.
     """
 
@@ -47,15 +56,19 @@ class CheckpointPair:
     tuned: Checkpoint
     layers: tuple[str, ...]
     others: tuple[str, ...]
+    outside: tuple[str, ...]
+    skipped: Mapping[str, str]
+    layout: ModelLayout
+    findings: tuple[Finding, ...]
     precision: torch.dtype
 
     def shape(self, layer: str) -> tuple[int, ...]:
         """The shape of a layer's weight."""
-        return self.base.info(layer + _WEIGHT).shape
+        return self.base.info(layer + WEIGHT).shape
 
     def layer_change(self, layer: str, device: torch.device) -> LayerChange:
         """Read one layer from both files and subtract; see `change`."""
-        return self.change(layer + _WEIGHT, device)
+        return self.change(layer + WEIGHT, device)
 
     def change(self, key: str, device: torch.device) -> LayerChange:
         """Read one tensor from both files and subtract.
@@ -79,13 +92,22 @@ class CheckpointPair:
 
 
 @contextmanager
-def open_pair(base: str | PathLike[str], tuned: str | PathLike[str]) -> Iterator[CheckpointPair]:
-    """Open two checkpoints and match their denoisers, reading headers only.
+def open_pair(
+    base: str | PathLike[str], tuned: str | PathLike[str], options: PairOptions | None = None
+) -> Iterator[CheckpointPair]:
+    """Open two checkpoints and match their parts, reading headers only (and integer tensors, which are few).
+
+    Args:
+        base: A file, index, component folder or diffusers folder; see `open_checkpoint`.
+        tuned: The fine-tuned model, in the same form as the base; only prefixes may differ.
+        options: What is compared and what may be left out; the defaults compare whole denoisers.
 
     Raises:
-        ModelMismatchError: The same file twice, no denoiser, a key missing on one side, or other shapes.
+        ModelMismatchError: The same file twice, a part that is not there, another naming, and unless they may be
+            skipped a key missing on one side, or other shapes.
         CheckpointError: A file that cannot be read, or weights that are not floating-point numbers.
     """
+    options = options or PairOptions()
     paths = Path(base), Path(tuned)
     if all(exists(path) for path in paths) and paths[0].samefile(paths[1]):
         raise ModelMismatchError(
@@ -93,68 +115,45 @@ def open_pair(base: str | PathLike[str], tuned: str | PathLike[str]) -> Iterator
             hint="Give the fine-tuned checkpoint as --tuned_model_path.",
         )
     with ExitStack() as stack:
-        yield match(*(stack.enter_context(open_checkpoint(path)) for path in paths))
+        opened = [stack.enter_context(open_checkpoint(path, variant=options.variant)) for path in paths]
+        yield match(opened[0], opened[1], options)
 
 
-def match(base: Checkpoint, tuned: Checkpoint) -> CheckpointPair:
-    """Pair the denoisers of two open checkpoints; see `open_pair` for what is raised."""
-    keys = _denoiser_keys(base)
-    _refuse_missing(base, tuned, keys, _denoiser_keys(tuned))
-    layers: list[str] = []
-    others: list[str] = []
-    precision = torch.float32
-    for key in keys:
-        infos = _checked_info(base, key), _checked_info(tuned, key)
-        if infos[0].shape != infos[1].shape:
-            raise _shape_error(key, base, tuned)
-        if torch.float64 in (infos[0].dtype, infos[1].dtype):
-            precision = torch.float64
-        is_layer = key.endswith(_WEIGHT) and len(infos[0].shape) in _LAYER_DIMENSIONS
-        (layers if is_layer else others).append(key)
-    names = tuple(key.removesuffix(_WEIGHT) for key in layers)
-    return CheckpointPair(base, tuned, names, tuple(others), precision)
-
-
-def _denoiser_keys(checkpoint: Checkpoint) -> list[str]:
-    keys = [key for key in checkpoint.keys() if key.startswith(DENOISER)]  # noqa: SIM118 - not a dict
-    if not keys:
-        held = ", ".join(checkpoint.keys()[:3]) or "nothing"
-        raise ModelMismatchError(
-            f"{checkpoint.path} holds no weights named {DENOISER}* (it holds {held}, …).",
-            hint="Give a whole LBM checkpoint in native naming, not a LoRA or a bare UNet.",
-        )
-    return keys
-
-
-def _refuse_missing(base: Checkpoint, tuned: Checkpoint, base_keys: list[str], tuned_keys: list[str]) -> None:
-    for lacking, having, extra in (
-        (tuned, base, sorted(set(base_keys) - set(tuned_keys))),
-        (base, tuned, sorted(set(tuned_keys) - set(base_keys))),
-    ):
-        if extra:
-            named = ", ".join(extra[:3]) + (f" and {len(extra) - 3} more" if len(extra) > 3 else "")
-            raise ModelMismatchError(
-                f"{lacking.path} lacks {named}, which {having.path} has.",
-                hint="Both must be complete checkpoints of the same architecture.",
-            )
-
-
-def _checked_info(checkpoint: Checkpoint, key: str) -> TensorInfo:
-    info = checkpoint.info(key)
-    if not is_real(info.dtype):
-        raise CheckpointError(
-            checkpoint.path,
-            f"{key} is {str(info.dtype).removeprefix('torch.')}, not plain floating-point numbers.",
-            hint="Dequantise the checkpoint first; a difference of quantised codes means nothing.",
-        )
-    return info
-
-
-def _shape_error(key: str, base: Checkpoint, tuned: Checkpoint) -> ModelMismatchError:
-    return ModelMismatchError(
-        f"{key} is {base.info(key).shape} in {base.path} and {tuned.info(key).shape} in {tuned.path}.",
-        hint="Both must have the same architecture; create the base from the tuned model's configuration.",
+def match(base: Checkpoint, tuned: Checkpoint, options: PairOptions | None = None) -> CheckpointPair:
+    """Pair the parts of two open checkpoints; see `open_pair` for what is raised."""
+    options = options or PairOptions()
+    first, second = sides_of(base, tuned, options.parts)
+    lost = [key for place, key in first.keys.items() if place not in second.keys]
+    added = [key for place, key in second.keys.items() if place not in first.keys]
+    if options.on_missing == "error":
+        refuse_missing(tuned, base, sorted(lost))
+        refuse_missing(base, tuned, sorted(added))
+    tuned = _under_base_names(first, second)
+    shared = [key for place, key in first.keys.items() if place in second.keys]
+    tensors = sort_tensors(base, tuned, shared, options)
+    findings = [missing_keys(tuned, base, lost)] if lost else []
+    findings += [missing_keys(base, tuned, added)] if added else []
+    layers = [key for key in tensors.compared if is_layer(key, base.info(key).shape)]
+    return CheckpointPair(
+        base=base,
+        tuned=tuned,
+        layers=tuple(key.removesuffix(WEIGHT) for key in layers),
+        others=tuple(key for key in tensors.compared if not is_layer(key, base.info(key).shape)),
+        outside=tuple(key for place, key in first.outside.items() if place in second.outside),
+        skipped=dict.fromkeys(lost, "the tuned model lacks it")
+        | dict.fromkeys(added, "the base lacks it")
+        | tensors.skipped(options),
+        layout=first.layout,
+        findings=(*findings, *tensors.findings(base, tuned, options)),
+        precision=tensors.precision,
     )
+
+
+def _under_base_names(base: Side, tuned: Side) -> Checkpoint:
+    places = {**tuned.outside, **tuned.keys}
+    wanted = {**base.outside, **base.keys}
+    names = {key: wanted[place] for place, key in places.items() if place in wanted and wanted[place] != key}
+    return RenamedCheckpoint(tuned.checkpoint, names) if names else tuned.checkpoint
 
 
 def _refuse_non_finite(
