@@ -110,6 +110,7 @@ class Budget:
             ConfigError: The budget cannot be met; the message says what can.
         """
         pinned = pinned or {}
+        storage = storage if self.max_bytes is None else storage.within(self.max_bytes)
         contestants = [self._contestant(*item, storage, pinned) for item in spectra.items()]
         contest = Contest.of(contestants)
         if self.max_bytes is not None:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -11,7 +11,7 @@ from sigmascope.checkpoints.layout import ALIGNMENT, LENGTH_BYTES, encoded_heade
 from sigmascope.lora.shapes import matrix_shape, max_rank
 
 _ALPHA_BYTES: Final = 4
-_ENTRY_BYTES: Final = len(':{"dtype":"BF16","shape":,"data_offsets":[,]},') + 2 * len(str(10**12))
+_ENTRY_BYTES: Final = len(':{"dtype":"BF16","shape":,"data_offsets":[,]},')
 _ROUNDING: Final = 0.32
 """Rounding both factors changes their product by 0.30 ± 0.01 of the type's eps, measured over many shapes."""
 _LEAST_ROUNDING: Final = 1e-6  # float32 arithmetic, whatever the storage
@@ -31,6 +31,7 @@ class StorageCost:
         fixed_bytes: What the file holds whatever the ranks are: metadata, tensors that are no factors.
         names: Gives the names of a layer's up, down and (where the format has one) alpha in the file.
         module_metadata_bytes: What each module adds to the metadata.
+        offset_digits: Digits of the largest byte offset, which the header repeats for every tensor.
         rounding: What rounding to storage precision adds: its share of ‖up·down‖, as a fraction.
     """
 
@@ -38,6 +39,7 @@ class StorageCost:
     fixed_bytes: int = 0
     names: Callable[[str], Sequence[str]] = native_names
     module_metadata_bytes: int = 0
+    offset_digits: int = 12
     rounding: float = 0.0
 
     @classmethod
@@ -61,7 +63,7 @@ class StorageCost:
         """
         fixed = len(encoded_header([], metadata or {})) + other_bytes
         rounding = max(_ROUNDING * torch.finfo(dtype).eps, _LEAST_ROUNDING)
-        return cls(dtype.itemsize, fixed, names, module_metadata_bytes, rounding)
+        return cls(dtype.itemsize, fixed, names, module_metadata_bytes, rounding=rounding)
 
     def rank_bytes(self, weight_shape: Sequence[int]) -> int:
         """What one more singular value takes: a column of up and a row of down."""
@@ -72,12 +74,17 @@ class StorageCost:
         names = self.names(layer)
         shapes = _factor_shapes(weight_shape)[: len(names)]
         entries = sum(_entry_bytes(name, shape) for name, shape in zip(names, shapes, strict=True))
+        entries += len(names) * 2 * self.offset_digits
         return entries + (_ALPHA_BYTES if len(names) > 2 else 0) + self.module_metadata_bytes
 
     @property
     def empty_bytes(self) -> int:
         """The file without any module: what is fixed, the header's length and its padding."""
         return LENGTH_BYTES + ALIGNMENT + self.fixed_bytes
+
+    def within(self, max_bytes: int) -> "StorageCost":
+        """The same for a file of at most this size, whose offsets have no more digits than it has."""
+        return replace(self, offset_digits=len(str(max_bytes)))
 
     def file_bytes(self, ranks: Mapping[str, int], shapes: Mapping[str, Sequence[int]]) -> int:
         """The most that a file of these modules takes.
@@ -101,5 +108,6 @@ def _factor_shapes(weight_shape: Sequence[int]) -> list[list[int]]:
 
 
 def _entry_bytes(name: str, shape: list[int]) -> int:
-    """Bytes of `"<name>":{"dtype":"BF16","shape":[…],"data_offsets":[…,…]},`."""
-    return len(json.dumps(name, ensure_ascii=False).encode("utf-8")) + len(str(shape)) + _ENTRY_BYTES
+    """Bytes of `"<name>":{"dtype":"BF16","shape":[…],"data_offsets":[,]},`, offsets aside."""
+    sizes = json.dumps(shape, separators=(",", ":"))
+    return len(json.dumps(name, ensure_ascii=False).encode("utf-8")) + len(sizes) + _ENTRY_BYTES

@@ -1,0 +1,293 @@
+import math
+import time
+from collections.abc import Callable, Mapping
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sigmascope.errors import ConfigError
+from sigmascope.lora.budget import Allocation, Budget, StorageCost
+from sigmascope.lora.layer_weights import parse_weights
+from sigmascope.lora.spectrum import Spectrum
+
+FREE = StorageCost(2)
+LAYERS: dict[str, tuple[int, ...]] = {
+    "down.attn": (24, 40),
+    "mid.conv": (16, 8, 3, 3),
+    "up.attn": (40, 24),
+    "up.conv_out": (4, 16, 3, 3),
+}
+
+
+def values_of(index: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """Falling values whose size and fall differ from layer to layer."""
+    count = min(shape[0], math.prod(shape[1:]))
+    return (0.3**index) * torch.arange(1, count + 1, dtype=torch.float64) ** -(0.4 + 0.3 * index)
+
+
+def spectra(known: int | Mapping[str, int] = 10_000) -> dict[str, Spectrum]:
+    built = {}
+    for index, (layer, shape) in enumerate(LAYERS.items()):
+        values = values_of(index, shape)
+        count = known if isinstance(known, int) else known[layer]
+        built[layer] = Spectrum(values[:count], float(values.square().sum()), shape)
+    return built
+
+
+def grow(budget: Budget, known: int = 2, pinned: Mapping[str, int] | None = None) -> tuple[Allocation, int]:
+    """Compute what is wanted until nothing is; also how many values that were in all."""
+    counts = {layer: min(known, spectrum.largest_rank) for layer, spectrum in spectra().items()}
+    for _ in range(20):
+        allocation = budget.allocate(spectra(counts), FREE, pinned)
+        if not allocation.wanted:
+            return allocation, sum(counts.values())
+        assert all(counts[layer] < more for layer, more in allocation.wanted.items())
+        counts |= allocation.wanted
+    raise AssertionError("it does not end")
+
+
+def discarded(ranks: Mapping[str, int], weights: Mapping[str, float] | None = None) -> float:
+    """Σw‖ΔW − A‖² from the whole spectra."""
+    return sum(
+        (weights or {}).get(layer, 1.0) * float(spectrum.values[ranks[layer] :].square().sum())
+        for layer, spectrum in spectra().items()
+    )
+
+
+TOTAL = discarded(dict.fromkeys(LAYERS, 0))
+
+
+@pytest.mark.parametrize("size", [3_000, 5_000, 9_000])
+def test_a_size_is_kept_and_used(size: int) -> None:
+    allocation = Budget(max_bytes=size).allocate(spectra(), FREE)
+    assert allocation.bytes == FREE.within(size).file_bytes(allocation.ranks, LAYERS)
+    largest = max(FREE.rank_bytes(shape) + FREE.module_bytes(layer, shape) for layer, shape in LAYERS.items())
+    assert size - largest < allocation.bytes <= size
+
+
+@pytest.mark.parametrize("error", [0.5, 0.2, 0.05, 0.003])
+def test_an_error_is_kept_and_used(error: float) -> None:
+    allocation = Budget(max_error=error).allocate(spectra(), FREE)
+    assert allocation.error == pytest.approx(math.sqrt(discarded(allocation.ranks) / TOTAL), rel=1e-9)
+    assert allocation.error <= error
+    for layer, rank in allocation.ranks.items():  # one value fewer anywhere would be too few
+        if rank:
+            assert discarded(allocation.ranks | {layer: rank - 1}) > error**2 * TOTAL
+
+
+def test_more_room_gives_less_error() -> None:
+    errors = [Budget(max_bytes=size).allocate(spectra(), FREE).error for size in range(2_500, 12_000, 500)]
+    assert errors == sorted(errors, reverse=True)
+
+
+def test_room_for_everything_leaves_nothing_out() -> None:
+    allocation = Budget(max_bytes=10**7).allocate(spectra(), FREE)
+    assert allocation.ranks == {layer: spectrum.largest_rank for layer, spectrum in spectra().items()}
+    assert allocation.error == 0.0
+
+
+@pytest.mark.parametrize(
+    "budget",
+    [
+        Budget(max_bytes=3_000),
+        Budget(max_bytes=6_000),
+        Budget(max_bytes=10**7),
+        Budget(max_error=0.5),
+        Budget(max_error=0.1),
+        Budget(max_error=0.01),
+        Budget(max_bytes=6_000, weights=(("conv", 50.0),)),
+        Budget(max_bytes=6_000, max_rank=9, max_conv_rank=3),
+        Budget(max_error=0.3, min_rank=2),
+    ],
+)
+def test_growing_spectra_end_with_the_ranks_of_whole_ones(budget: Budget) -> None:
+    assert grow(budget)[0] == budget.allocate(spectra(), FREE)
+
+
+@given(size=st.integers(2_500, 14_000), known=st.integers(0, 12))
+@settings(max_examples=30, deadline=None)
+def test_growing_spectra_end_with_the_error_of_whole_ones(size: int, known: int) -> None:
+    budget = Budget(max_bytes=size)
+    assert grow(budget, known)[0].error == pytest.approx(budget.allocate(spectra(), FREE).error, rel=1e-12)
+
+
+@given(error=st.floats(0.01, 0.9), known=st.integers(0, 12))
+@settings(max_examples=30, deadline=None)
+def test_growing_spectra_end_with_the_bytes_of_whole_ones(error: float, known: int) -> None:
+    budget = Budget(max_error=error)
+    assert grow(budget, known)[0].bytes == budget.allocate(spectra(), FREE).bytes
+
+
+def test_values_that_cannot_matter_are_not_asked_for() -> None:
+    allocation, computed = grow(Budget(max_bytes=3_000))
+    assert computed < 0.7 * sum(spectrum.largest_rank for spectrum in spectra().values())
+    assert sum(allocation.ranks.values()) < computed
+
+
+def test_a_layer_whose_energy_is_spent_is_not_asked_for() -> None:
+    flat = Spectrum(torch.ones(6, dtype=torch.float64), 6.0 + 1e-5, (30, 30))
+    other = Spectrum(0.5 * torch.ones(8, dtype=torch.float64), 2.0, (8, 8))
+    allocation = Budget(max_bytes=FREE.file_bytes({"a": 6, "b": 3}, {"a": (30, 30), "b": (8, 8)})).allocate(
+        {"a": flat, "b": other}, FREE
+    )
+    assert (
+        allocation.wanted == {}
+    )  # the last known value of a is above the threshold, what is left of it is not
+
+
+def test_a_weighted_layer_gets_more() -> None:
+    plain = Budget(max_bytes=6_000).allocate(spectra(), FREE)
+    weighted = Budget(max_bytes=6_000, weights=(("conv", 50.0), ("^mid", 200.0))).allocate(spectra(), FREE)
+    assert weighted.ranks["mid.conv"] > plain.ranks["mid.conv"]
+    weights = {"mid.conv": 200.0, "up.conv_out": 50.0}  # of two that match the last wins
+    none = dict.fromkeys(LAYERS, 0)
+    assert weighted.error == pytest.approx(
+        math.sqrt(discarded(weighted.ranks, weights) / discarded(none, weights)), rel=1e-9
+    )
+
+
+def test_a_layer_of_weight_0_gets_nothing() -> None:
+    ranks = Budget(max_error=0.1, weights=(("conv", 0.0),)).allocate(spectra(), FREE).ranks
+    assert ranks["mid.conv"] == ranks["up.conv_out"] == 0
+
+
+def test_ranks_stay_within_their_limits() -> None:
+    allocation = Budget(max_bytes=10**6, max_rank=9, max_conv_rank=3).allocate(spectra(), FREE)
+    assert allocation.ranks == {"down.attn": 9, "mid.conv": 3, "up.attn": 9, "up.conv_out": 3}
+    least = Budget(max_bytes=5_000, min_rank=2).allocate(spectra(), FREE)
+    assert min(least.ranks.values()) == 2
+
+
+def test_pinned_ranks_count_and_stay() -> None:
+    allocation = Budget(max_bytes=6_000).allocate(spectra(), FREE, {"up.attn": 5, "mid.conv": 0})
+    assert allocation.ranks["up.attn"] == 5
+    assert allocation.ranks["mid.conv"] == 0
+    assert allocation.bytes == FREE.within(6_000).file_bytes(allocation.ranks, LAYERS) <= 6_000
+    assert allocation.error == pytest.approx(math.sqrt(discarded(allocation.ranks) / TOTAL), rel=1e-9)
+
+
+def test_pinned_ranks_above_what_is_known_are_asked_for() -> None:
+    final, _ = grow(Budget(max_bytes=6_000), pinned={"up.attn": 12})
+    assert final == Budget(max_bytes=6_000).allocate(spectra(), FREE, {"up.attn": 12})
+
+
+def test_rounding_to_storage_precision_counts_towards_the_error() -> None:
+    rough = StorageCost(2, rounding=0.04)
+    allocation = Budget(max_error=0.05).allocate(spectra(), rough)
+    lost = discarded(allocation.ranks)
+    assert allocation.error == pytest.approx(math.sqrt((lost + 0.04**2 * (TOTAL - lost)) / TOTAL), rel=1e-9)
+    assert allocation.error <= 0.05
+    assert allocation.bytes > Budget(max_error=0.05).allocate(spectra(), FREE).bytes
+
+
+def hint_of(error: ConfigError) -> str:
+    return error.hint or ""
+
+
+def test_an_error_below_rounding_is_refused_with_one_that_works() -> None:
+    rough = StorageCost(2, rounding=0.00234)
+    with pytest.raises(ConfigError, match=r"--max_error 0\.1% is below .* 0\.234%") as refused:
+        Budget(max_error=0.001).allocate(spectra(), rough)
+    assert hint_of(refused.value).startswith("Ask for 0.235%")
+    assert Budget(max_error=0.00235).allocate(spectra(), rough).error <= 0.00235
+
+
+def test_an_error_that_the_limits_exceed_is_refused_with_one_that_works() -> None:
+    with pytest.raises(ConfigError, match=r"--max_error 5% cannot be met") as refused:
+        Budget(max_error=0.05, max_rank=2).allocate(spectra(), FREE)
+    least = float(hint_of(refused.value).removeprefix("Ask for ").split("%")[0]) / 100
+    assert Budget(max_error=least, max_rank=2).allocate(spectra(), FREE).error <= least
+
+
+def test_a_size_below_any_module_is_refused_with_one_that_works() -> None:
+    with pytest.raises(ConfigError, match=r"--max_size 100 bytes is too small") as refused:
+        Budget(max_bytes=100).allocate(spectra(), FREE)
+    least = int(hint_of(refused.value).removeprefix("Give at least ").split(",")[0])
+    assert sum(Budget(max_bytes=least).allocate(spectra(), FREE).ranks.values()) == 1
+    with pytest.raises(ConfigError):
+        Budget(max_bytes=least - 1).allocate(spectra(), FREE)
+
+
+def test_a_size_below_the_least_ranks_is_refused() -> None:
+    with pytest.raises(ConfigError, match="too small"):
+        Budget(max_bytes=3_000, min_rank=4).allocate(spectra(), FREE)
+
+
+def test_layers_that_did_not_change_get_nothing() -> None:
+    still = {"still": Spectrum(torch.zeros(4, dtype=torch.float64), 0.0, (4, 4))}
+    assert Budget(max_bytes=6_000, min_rank=1).allocate(still, FREE).ranks == {"still": 0}
+    assert Budget(max_error=0.05).allocate(still, FREE).error == 0.0
+    assert Budget(max_error=0.05).allocate({}, FREE).ranks == {}
+
+
+def test_the_first_guess_for_a_size_is_twice_the_uniform_rank() -> None:
+    guess = Budget(max_bytes=100 * 2**20).first_guess({f"l{i}": (1280, 1280) for i in range(500)}, FREE)
+    uniform = 100 * 2**20 / (500 * 2560 * 2)
+    assert len(set(guess.values())) == 1
+    assert guess["l0"] == pytest.approx(2 * uniform, rel=0.02)
+
+
+def test_the_first_guess_is_within_the_limits() -> None:
+    assert Budget(max_error=0.05, max_conv_rank=8).first_guess(LAYERS, FREE) == {
+        "down.attn": 24,
+        "mid.conv": 8,
+        "up.attn": 24,
+        "up.conv_out": 4,
+    }
+
+
+@pytest.mark.parametrize(
+    ("build", "named"),
+    [
+        (lambda: Budget(), "either a size or an error"),
+        (lambda: Budget(max_bytes=1, max_error=0.1), "either a size or an error"),
+        (lambda: Budget(max_bytes=0), "--max_size 0 holds nothing"),
+        (lambda: Budget(max_error=0.0), "--max_error 0 is no share"),
+        (lambda: Budget(max_error=1.0), "--max_error 1 is no share"),
+        (lambda: Budget(max_error=math.nan), "--max_error nan is no share"),
+        (lambda: Budget(max_bytes=9, weights=(("a", -1.0),)), "--weight_for a=-1 is no weight"),
+        (lambda: Budget(max_bytes=9, weights=(("a(", 1.0),)), "no regular expression"),
+        (lambda: Budget(max_bytes=9, max_rank=0), "--max_rank 0 keeps nothing"),
+        (lambda: Budget(max_bytes=9, max_rank=2, min_rank=3), "--max_rank 2 is below"),
+        (lambda: Budget(max_bytes=9, min_rank=-1), "below 0"),
+        (lambda: parse_weights(["mid"]), "has no value"),
+        (lambda: parse_weights(["mid=much"]), "--weight_for mid=much is no weight"),
+        (lambda: parse_weights(["mid=nan"]), "is no weight"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(build: Callable[[], object], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        build()
+
+
+def test_weights_that_match_no_layer_are_refused() -> None:
+    budget = Budget(max_bytes=9, weights=parse_weights(["upp.attn=2"]))
+    with pytest.raises(ConfigError, match=r"--weight_for .* matches none .*up\.attn"):
+        budget.check(list(LAYERS))
+
+
+def test_budgets_that_differ_say_different_things() -> None:
+    budgets = [
+        Budget(max_bytes=100),
+        Budget(max_bytes=101),
+        Budget(max_error=0.1),
+        Budget(max_bytes=100, weights=(("a", 2.0),)),
+        Budget(max_bytes=100, weights=(("a", 3.0),)),
+        Budget(max_bytes=100, max_rank=4),
+        Budget(max_bytes=100, max_rank=4, max_conv_rank=2),
+        Budget(max_bytes=100, min_rank=4),
+    ]
+    assert len({budget.describe() for budget in budgets}) == len(budgets)
+    assert Budget(max_bytes=9, max_rank=4) == Budget(max_bytes=9, max_rank=4, max_conv_rank=4)
+
+
+def test_all_layers_of_a_full_size_model_take_milliseconds() -> None:
+    values = torch.logspace(0, -2, 128, dtype=torch.float64)
+    many = {
+        f"denoiser.blocks.{i}.to_q": Spectrum((1 + i % 7) * values, 1e3, (1280, 1280 + i)) for i in range(792)
+    }
+    started = time.perf_counter()
+    Budget(max_bytes=100 * 2**20).allocate(many, StorageCost.of(torch.float16))
+    assert time.perf_counter() - started < 1.0  # 0.03 s alone on a quiet machine, more under type checks
