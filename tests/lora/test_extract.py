@@ -243,7 +243,8 @@ def test_progress_tells_each_layer_once(make_model_pair: "MakePair") -> None:
     )
     assert [done for done, _, _ in told] == list(range(1, 11))
     assert {total for _, total, _ in told} == {10}
-    assert {what for _, _, what in told} == set(files.layers)
+    assert {what.split()[-1] for _, _, what in told} == set(files.layers)
+    assert all(what.startswith("error ") for _, _, what in told)
 
 
 def test_changed_biases_are_reported_with_their_share(make_model_pair: "MakePair") -> None:

@@ -38,14 +38,6 @@ class StoredChange:
         """‖ΔW − up·down‖ of the rounded factors."""
         return math.sqrt(max(float(self.errors[-1]), 0.0))
 
-    @property
-    def kept_energy(self) -> float:
-        """Share of ‖ΔW‖² in the singular values that were kept, 0 to 1, before rounding."""
-        if self.factors.rank >= max_rank(self.factors.weight_shape):
-            return 1.0
-        kept = float(self.spectrum.values[: self.factors.rank].square().sum())
-        return min(kept / self.spectrum.total_energy, 1.0) if self.spectrum.total_energy > 0 else 0.0
-
     def cut(self, rank: int) -> "StoredChange":
         """Keep the first `rank` columns, at least one: the best of that rank, since singular values fall."""
         if rank >= self.factors.rank:
@@ -61,6 +53,8 @@ def decompose(
     dtype: torch.dtype,
     *,
     norm: float | None = None,
+    rounded: Float[Tensor, "*shape"] | None = None,
+    with_spectrum: bool = False,
     seed: int = 0,
 ) -> StoredChange:
     """Factorise ΔW at a rank and round the factors to their storage dtype.
@@ -77,6 +71,8 @@ def decompose(
             the change has no more.
         dtype: Storage dtype.
         norm: ‖ΔW‖ where it is known, to 10⁻⁶ of itself or better.
+        rounded: ΔW in bfloat16, where it is at hand.
+        with_spectrum: Decompose at full rank too, to have the singular values.
         seed: Of the iteration's random start.
 
     Raises:
@@ -84,11 +80,12 @@ def decompose(
         SigmascopeError: The decomposition does not converge.
     """
     shape = tuple(delta.shape)
-    if rank >= max_rank(shape):
-        return _at_full_rank(delta, dtype)
-    work, unit = to_ordinary_scale(delta.reshape(matrix_shape(shape)))
+    if rank >= max_rank(shape) and not with_spectrum:
+        return at_full_rank(delta, dtype)
+    work, unit = to_ordinary_scale(delta.reshape(matrix_shape(shape)), norm)
+    coarse = rounded.reshape(work.shape) if rounded is not None and unit == 1.0 else None
     total = (frobenius_norm(work) if norm is None else norm / unit) ** 2
-    right = right_subspace(work, rank, total_energy=total, seed=seed)
+    right = right_subspace(work, rank, total_energy=total, seed=seed, rounded=coarse)
     share = math.sqrt(unit)
     up = (left_directions(work, right, rank) * share).to(dtype)
     wide_up = up.to(work.dtype) / share  # what is stored, on the scale of the work
@@ -96,7 +93,10 @@ def decompose(
     down = (found.least_squares.to(work.dtype) * share).to(dtype)
     _require_storable(delta, up, down)
     errors = stored_errors(work, StoredFactors(wide_up, down.to(work.dtype) / share), found, total)
-    spectrum = Spectrum(found.energies.sqrt() * unit, total * unit**2, shape)
+    values = found.energies.sqrt() * unit
+    if up.shape[1] < min(rank, max_rank(shape)):
+        values = torch.cat([values, values.new_zeros(1)])  # there are no more, and a zero says so
+    spectrum = Spectrum(values, total * unit**2, shape)
     return StoredChange(LoraFactors(up, down, float(up.shape[1]), shape), spectrum, errors.cpu() * unit**2)
 
 
@@ -114,7 +114,16 @@ def reconstruction_error(delta: Float[Tensor, "*shape"], factors: LoraFactors) -
     return frobenius_norm(delta.to(compute) - factors.delta(compute))
 
 
-def _at_full_rank(delta: Tensor, dtype: torch.dtype) -> StoredChange:
+def at_full_rank(delta: Float[Tensor, "*shape"], dtype: torch.dtype) -> StoredChange:
+    """ΔW itself beside a scaled identity, without an SVD.
+
+    Args:
+        delta: As for `decompose`.
+        dtype: Storage dtype.
+
+    Raises:
+        NonFiniteError: A factor does not fit the storage dtype.
+    """
     factors = factors_full_rank(delta).to(dtype=dtype)
     _require_storable(delta, factors.up, factors.down)
     errors = torch.full((factors.rank + 1,), math.nan, dtype=torch.float64)

@@ -37,7 +37,8 @@ def exact_right_subspace(matrix: Float[Tensor, "m n"], rank: int) -> Float[Tenso
     """
     if matrix.dtype == torch.float64 or min(matrix.shape) <= LAPACK_UP_TO:
         _, _, vh = full_svd(matrix)
-        return vh[:rank].mT
+        exact: Tensor = vh[:rank].mT
+        return exact
     wide = in_double(matrix)
     rows, columns = wide.shape
     if rows < columns:

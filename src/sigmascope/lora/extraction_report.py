@@ -2,8 +2,9 @@
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from sigmascope.lora.layer_extraction import LeftOutReason
 from sigmascope.lora.layer_names import layer_order
 from sigmascope.lora.module_errors import (
     BlockError,
@@ -15,8 +16,6 @@ from sigmascope.lora.module_errors import (
 )
 from sigmascope.lora.options import ExtractOptions
 from sigmascope.records.finding import Finding
-
-LeftOutReason = Literal["unchanged", "below_min_diff", "outside_coverage"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +65,8 @@ class ExtractionReport:
         options: What was asked for.
         modules: The LoRA's layers, in the model's order.
         left_out: The Linear and Conv2d layers that it does not hold.
-        uncovered: ‖Δ‖ of changed biases and norms, by key; a LoRA of layers does not hold them.
+        diffs: ‖Δ‖ of changed biases, norms and embeddings that are stored whole, by key.
+        uncovered: ‖Δ‖ of those that are not, by key; a LoRA of layers does not hold them.
         findings: What to know before using the LoRA.
         seconds: Time of the whole extraction.
         file_bytes: Size of the LoRA file.
@@ -79,6 +79,7 @@ class ExtractionReport:
     options: ExtractOptions
     modules: tuple[ExtractedModule, ...]
     left_out: tuple[LeftOutLayer, ...]
+    diffs: dict[str, float]
     uncovered: dict[str, float]
     findings: tuple[Finding, ...]
     seconds: float

@@ -7,7 +7,7 @@ vectors come from the Rayleigh-Ritz principle, from the Gram matrices KᵀK and 
 
 Iterations may run in bfloat16, with products summed in float32: what is wanted of them is a subspace, and a
 perturbation of it by ε costs ε² in energy. Where almost everything is captured, that ε² would show beside what
-is left; those matrices go on in float32.
+is left; then what was found is taken out of the matrix and the search goes on in the rest.
 """
 
 from dataclasses import dataclass
@@ -18,14 +18,17 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sigmascope.lora.krylov_basis import KrylovBasis
+from sigmascope.lora.norms import quick_energy
+from sigmascope.lora.precision import gram_in_double
 from sigmascope.lora.small_matrices import orthonormal
 
 _MOST_BLOCKS: Final = 9
 _WIDEST_BLOCK: Final = 64
 _RESTARTS: Final = 6
 _SAFETY: Final = 0.4  # of the tolerance, since what is still missing is an estimate
-_FLOAT32_BELOW: Final = 0.02  # share of the energy left at which bfloat16 no longer does
-_ROUNDING: Final = 1e-7  # of float32, beside all energy
+_RESOLVED: Final = {torch.bfloat16: 0.02, torch.float32: 1e-3}
+"""Share of the energy that must be left for iterations in a dtype to see it beside what is captured."""
+_NOTHING: Final = 1e-12  # share of the energy that is the rounding of a float32 matrix
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +47,13 @@ class Subspace:
 
 
 def leading_subspace(
-    matrix: Float[Tensor, "m n"], rank: int, *, total_energy: float, tolerance: float, seed: int = 0
+    matrix: Float[Tensor, "m n"],
+    rank: int,
+    *,
+    total_energy: float,
+    tolerance: float,
+    seed: int = 0,
+    rounded: Float[Tensor, "m n"] | None = None,
 ) -> Subspace:
     """Find a subspace that holds the energy of the `rank` leading right singular vectors.
 
@@ -57,21 +66,21 @@ def leading_subspace(
         total_energy: ‖matrix‖², summed in float64.
         tolerance: Largest relative excess of the error ‖A − A_r‖ over its optimum, such as 1e-3.
         seed: Of the random start. The same seed gives the same subspace on the same kind of machine.
+        rounded: The matrix in the device's `fast_dtype`, where it is at hand.
 
     Returns:
         `rank` vectors; fewer where the matrix has no more.
     """
-    generator = torch.Generator().manual_seed(seed)
-    random = torch.randn(matrix.shape[1], _block_width(rank), generator=generator)
-    start = orthonormal(random.to(matrix.device, matrix.dtype))
     goal = _Goal(rank, total_energy, tolerance)
-    fast = fast_dtype(matrix.device)
-    if fast is not None and matrix.dtype == torch.float32:
-        found = _with_restarts(matrix.to(fast), start, goal, stop_below=_FLOAT32_BELOW * total_energy)
-        if total_energy - found.captured > _FLOAT32_BELOW * total_energy:
-            return found
-        start = orthonormal(found.vectors)
-    return _with_restarts(matrix, start, goal, stop_below=0.0)
+    fast = fast_dtype(matrix.device) if matrix.dtype == torch.float32 else None
+    coarse = matrix
+    if fast is not None:
+        coarse = matrix.to(fast) if rounded is None or rounded.dtype != fast else rounded
+    resolved = _RESOLVED[fast or torch.float32] * total_energy
+    found = _with_restarts(coarse, _random_start(matrix, rank, seed), goal, stop_below=resolved)
+    if goal.left(found.captured) > resolved:
+        return found
+    return _deflated(matrix, found, goal, seed)
 
 
 def fast_dtype(device: torch.device) -> torch.dtype | None:
@@ -100,15 +109,36 @@ class _Goal:
         if len(captured) < 3:
             return False
         before, last = captured[-2] - captured[-3], captured[-1] - captured[-2]
-        if (
-            last <= _ROUNDING * self.total_energy
-            and self.left(captured[-1]) <= 10 * _ROUNDING * self.total_energy
-        ):
-            return True
         allowed = (
             2.0 * _SAFETY * self.tolerance * self.left(captured[-1])
         )  # energy goes by the error's square
         return last < before and last * last / (before - last) <= allowed
+
+
+def _deflated(matrix: Tensor, strong: Subspace, goal: _Goal, seed: int) -> Subspace:
+    """Take what was found out of the matrix, search what is left on its own scale, and choose among both.
+
+    Beside singular values a hundred times as large, the others would be rounding.
+    """
+    refined = orthonormal(orthonormal(matrix.mT @ orthonormal(matrix @ strong.vectors)))
+    rest = torch.addmm(matrix, matrix @ refined, refined.mT, alpha=-1.0)
+    energy = float(quick_energy(rest.reshape(-1)))
+    if energy <= _NOTHING * goal.total_energy:
+        return Subspace(refined, goal.total_energy - energy, converged=True)
+    weak = leading_subspace(rest, goal.rank, total_energy=energy, tolerance=goal.tolerance, seed=seed)
+    del rest
+    held = weak.vectors - refined @ (refined.mT @ weak.vectors)
+    both = orthonormal(torch.cat([refined, orthonormal(held)], dim=1))
+    images = matrix @ both
+    energies, turn = torch.linalg.eigh(gram_in_double(images))
+    vectors = both @ turn.flip(1)[:, : goal.rank].to(both)
+    return Subspace(vectors, float(energies.flip(0)[: goal.rank].sum()), weak.converged)
+
+
+def _random_start(matrix: Tensor, rank: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    random = torch.randn(matrix.shape[1], min(_block_width(rank), *matrix.shape), generator=generator)
+    return orthonormal(random.to(matrix))
 
 
 def _block_width(rank: int) -> int:

@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 _CHUNK: Final = 1 << 20  # elements widened at a time: 8 MiB, whatever the layer's size
+_RUN: Final = 4096
 
 
 def frobenius_norm(tensor: Float[Tensor, "..."]) -> float:
@@ -27,3 +28,20 @@ def frobenius_norm(tensor: Float[Tensor, "..."]) -> float:
 def root_sum_square(norms: list[float]) -> float:
     """The norm of several blocks together from the norm of each: √Σ nᵢ²."""
     return math.sqrt(math.fsum(norm * norm for norm in norms))
+
+
+def quick_energy(tensor: Float[Tensor, " n"]) -> Tensor:
+    """‖tensor‖² of float32 values in one pass: float32 within runs of 4,096, float64 across them.
+
+    Runs that short are off by about 10⁻⁸ of the sum, where one float32 sum over millions is off by 10⁻³.
+
+    Args:
+        tensor: Contiguous, any length.
+
+    Returns:
+        A float64 scalar; NaN or Inf when the tensor holds any.
+    """
+    whole = tensor.numel() - tensor.numel() % _RUN
+    runs = torch.linalg.vector_norm(tensor[:whole].view(-1, _RUN), dim=1)
+    rest = tensor[whole:].to(torch.float64)
+    return runs.to(torch.float64).square().sum() + torch.dot(rest, rest)

@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal, get_args
 
@@ -10,8 +10,11 @@ import torch
 
 from sigmascope.checkpoints import Checkpoint
 from sigmascope.errors import CheckpointError, ConfigError, WriteError
+from sigmascope.lora.budget import Budget
+from sigmascope.lora.pair_options import PairOptions
 from sigmascope.lora.paths import exists
-from sigmascope.lora.ranks import require_rank
+from sigmascope.lora.rank_rules import RankRules
+from sigmascope.lora.ranks import FixedRank, require_rank
 
 Coverage = Literal["full", "attention", "extended"]
 SavePrecision = Literal["float", "fp16", "bf16"]
@@ -36,6 +39,12 @@ class ExtractOptions:
         target_coverage: `attention`: the projections of attn1 and attn2. `extended`: also the feed-forward
             layers and proj_in/proj_out around them. `full`: every Linear and Conv2d layer.
         device: Where to decompose: `auto` (CUDA when there is one, else CPU) or a torch device.
+        rules: How much rank each layer gets, in place of `rank` and `conv_rank`.
+        budget: What all layers share; of `rules`, only overrides and exclusions then count.
+        biases_and_norms: Keep the changes of biases, norms and embeddings too, whole, as `diff`.
+        format: Of the LoRA: `native`, `kohya`, `peft`, `comfyui`; `auto` is what the model's own tools read.
+        pairing: Which parts of the models are compared, and what may be left out of the comparison.
+        workers: Threads on the CPU, one core each; as many as cores when left out.
 
     Raises:
         ConfigError: A value makes no sense; the message names the flag.
@@ -47,8 +56,16 @@ class ExtractOptions:
     min_diff: float = 0.0
     target_coverage: Coverage = "full"
     device: str = "auto"
+    rules: RankRules | None = None
+    budget: Budget | None = None
+    biases_and_norms: bool = False
+    format: str = "auto"
+    pairing: PairOptions = field(default_factory=PairOptions)
+    workers: int | None = None
 
     def __post_init__(self) -> None:
+        if self.workers is not None and self.workers < 1:
+            raise ConfigError(f"--workers {self.workers} does no work.", hint="Use 1 or more.")
         require_rank("--rank", self.rank)
         require_rank("--conv_rank", self.conv_rank)
         _require_one_of("--save_precision", self.save_precision, get_args(SavePrecision))
@@ -57,6 +74,19 @@ class ExtractOptions:
             raise ConfigError(
                 f"--min_diff {self.min_diff} is no threshold.", hint="Use 0 or a positive number."
             )
+
+    @property
+    def rank_rules(self) -> RankRules:
+        """`rules`, or the fixed ranks as such."""
+        return self.rules or RankRules(FixedRank(self.rank, self.conv_rank))
+
+    @property
+    def asked_rank(self) -> str:
+        """Canonical text of how much rank was asked for."""
+        if self.budget is None:
+            return self.rank_rules.describe()
+        patterns = self.rank_rules.describe_patterns()
+        return json.dumps({"budget": json.loads(self.budget.describe()), **patterns}, ensure_ascii=False)
 
     @property
     def storage_dtype(self) -> torch.dtype:
@@ -127,15 +157,7 @@ def refuse_inputs(target: Path, *models: Checkpoint, flag: str = "--save_to") ->
         ConfigError: With the flag and the model.
     """
     for model in models:
-        if any(exists(target) and exists(file) and target.samefile(file) for file in _files_of(model)):
+        if any(exists(target) and exists(file) and target.samefile(file) for file in model.files):
             raise ConfigError(
                 f"{flag} {target} is part of the input {model.path}.", hint="Choose another name."
             )
-
-
-def _files_of(model: Checkpoint) -> list[Path]:
-    """The file, or the index and its shards: opening has checked that they are plain names beside it."""
-    if model.path.suffix != ".json":
-        return [model.path]
-    index = json.loads(model.path.read_text(encoding="utf-8"))
-    return [model.path, *(model.path.with_name(name) for name in sorted(set(index["weight_map"].values())))]

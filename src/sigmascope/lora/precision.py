@@ -22,3 +22,9 @@ def in_double(tensor: Tensor) -> Tensor:
     """A detached float64 copy; from Apple's GPUs, which have no float64, on the CPU."""
     source = tensor.detach()
     return (source.cpu() if source.device.type == "mps" else source).to(torch.float64)
+
+
+def gram_in_double(columns: Tensor) -> Tensor:
+    """XᵀX in float64: in float32, whatever is below 10⁻³·⁵ of the largest column would be lost in it."""
+    wide = in_double(columns)
+    return wide.mT @ wide

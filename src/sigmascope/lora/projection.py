@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sigmascope.lora.precision import in_double
+from sigmascope.lora.precision import gram_in_double, in_double
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +30,8 @@ class Projection:
         """T, leaving out directions that depend on others."""
         values, vectors = torch.linalg.eigh(self.gram)
         kept = values > torch.finfo(torch.float32).eps ** 2 * values[-1]
-        return vectors[:, kept] * values[kept].clamp_min(torch.finfo(torch.float64).tiny).rsqrt()
+        white: Tensor = vectors[:, kept] * values[kept].clamp_min(torch.finfo(torch.float64).tiny).rsqrt()
+        return white
 
     @property
     def energies(self) -> Float[Tensor, " r"]:
@@ -66,4 +67,4 @@ def project(matrix: Float[Tensor, "m n"], left: Float[Tensor, "m j"]) -> Project
         matrix: A, float32 or float64. The product LᵀA runs in that precision.
         left: L, in the same dtype.
     """
-    return Projection(in_double(left.mT @ left), in_double(left.mT @ matrix))
+    return Projection(gram_in_double(left), in_double(left.mT @ matrix))

@@ -8,14 +8,11 @@ import torch
 
 from sigmascope.__about__ import __version__
 from sigmascope.checkpoints import Checkpoint, tensor_fingerprint
-from sigmascope.lora.formats.native import native_metadata
-from sigmascope.lora.layer_names import DENOISER, in_coverage
+from sigmascope.lora.layer_names import DENOISER
 from sigmascope.lora.options import ExtractOptions
 from sigmascope.lora.pairs import CheckpointPair
 from sigmascope.lora.paths import as_text
 from sigmascope.lora.precision import at_least_float32
-from sigmascope.lora.ranks import FixedRank, most_common_rank
-from sigmascope.lora.shapes import is_convolution
 
 BASE_FINGERPRINT: Final = "sigmascope_base_fingerprint"
 _SMALL: Final = 16 * 1024  # elements
@@ -64,24 +61,17 @@ def _hashed_keys(checkpoint: Checkpoint) -> list[str]:
 
 
 def extraction_metadata(pair: CheckpointPair, options: ExtractOptions) -> dict[str, str]:
-    """The header of an extracted LoRA: the format's fields and where the LoRA comes from.
+    """Where an extracted LoRA comes from, for its header.
 
     No time of day is in it, so that the same inputs give the same file, byte for byte.
     """
-    policy = FixedRank(options.rank, options.conv_rank)
-    shapes = [pair.shape(layer) for layer in pair.layers if in_coverage(layer, options.target_coverage)]
-    header = native_metadata(
-        most_common_rank(policy.rank_for(shape) for shape in shapes if not is_convolution(shape)),
-        most_common_rank(policy.rank_for(shape) for shape in shapes if is_convolution(shape)),
-    )
-    return header | {
+    return {
         "sigmascope_version": __version__,
         "sigmascope_base": as_text(pair.base.path.name),
         "sigmascope_tuned": as_text(pair.tuned.path.name),
         BASE_FINGERPRINT: denoiser_fingerprint(pair.base),
         "sigmascope_tuned_fingerprint": denoiser_fingerprint(pair.tuned),
-        "sigmascope_rank": str(options.rank),
-        "sigmascope_conv_rank": str(options.conv_rank),
+        "sigmascope_rank": options.asked_rank,
         "sigmascope_target_coverage": options.target_coverage,
         "sigmascope_min_diff": repr(options.min_diff),
     }

@@ -10,13 +10,14 @@ from torch import Tensor
 from sigmascope.errors import NonFiniteError
 from sigmascope.lora.exact_svd import exact_right_subspace
 from sigmascope.lora.krylov import leading_subspace
-from sigmascope.lora.precision import in_double
+from sigmascope.lora.norms import frobenius_norm
+from sigmascope.lora.precision import gram_in_double
 
 TOLERANCE: Final = 1e-3
 """By default the error may exceed the optimum by at most this share of it."""
 _SMALL: Final = 128  # min(m, n) up to which all singular values cost no more than some
 _MANY: Final = 5  # so do they where more than one in this many is wanted
-_ORDINARY: Final = 20  # powers of two around 1 in which the largest entry needs no rescaling
+_ORDINARY: Final = 20  # powers of two around 1 in which a typical entry needs no rescaling
 
 
 def right_subspace(
@@ -26,6 +27,7 @@ def right_subspace(
     total_energy: float,
     tolerance: float = TOLERANCE,
     seed: int = 0,
+    rounded: Float[Tensor, "m n"] | None = None,
 ) -> Float[Tensor, "n k"]:
     """Columns that span the leading right singular vectors, at most `rank` of them.
 
@@ -35,12 +37,15 @@ def right_subspace(
         total_energy: ‖work‖², summed in float64.
         tolerance: Largest relative excess of the error over the optimum.
         seed: Of the iteration's random start.
+        rounded: `work` in bfloat16, where it is at hand.
     """
     smaller = min(work.shape)
     kept = min(rank, smaller)
     few = smaller > _SMALL and kept * _MANY <= smaller
     if few and work.dtype == torch.float32 and total_energy > 0.0:
-        found = leading_subspace(work, kept, total_energy=total_energy, tolerance=tolerance, seed=seed)
+        found = leading_subspace(
+            work, kept, total_energy=total_energy, tolerance=tolerance, seed=seed, rounded=rounded
+        )
         if found.converged:
             return found.vectors
     return exact_right_subspace(work, kept)
@@ -54,7 +59,7 @@ def left_directions(
     Directions that are only rounding are left out, but never all of them.
     """
     images = work @ right
-    energies, vectors = torch.linalg.eigh(in_double(images.mT @ images))
+    energies, vectors = torch.linalg.eigh(gram_in_double(images))
     energies, vectors = energies.flip(0), vectors.flip(1)
     real = energies > _rounding(images.dtype) * energies[0]
     kept = max(1, min(rank, int(real.sum())))
@@ -63,16 +68,20 @@ def left_directions(
     return directions
 
 
-def to_ordinary_scale(work: Float[Tensor, "m n"]) -> tuple[Tensor, float]:
+def to_ordinary_scale(work: Float[Tensor, "m n"], norm: float | None = None) -> tuple[Tensor, float]:
     """Divide by a power of four where entries are so small or large that their squares leave float32.
+
+    Args:
+        work: float32 or float64, finite.
+        norm: ‖work‖ where it is known, which saves a look at every entry.
 
     Returns:
         The matrix, itself where its scale is ordinary, and the power it was divided by.
     """
-    largest = float(work.abs().max()) if work.numel() else 0.0
-    if largest == 0.0:
+    typical = frobenius_norm(work) if norm is None else norm
+    if typical == 0.0 or not math.isfinite(typical):
         return work, 1.0
-    exponent = math.frexp(largest)[1]
+    exponent = math.frexp(typical / math.sqrt(work.numel()))[1]
     if abs(exponent) <= _ORDINARY:
         return work, 1.0
     half = exponent // 2

@@ -1,0 +1,89 @@
+"""Run one piece of work for every layer on all cores, with the memory of a few layers.
+
+Each worker thread computes with one thread of its own: small factorisations do not parallelise, layers do, and
+the results then do not depend on the number of cores. PyTorch lets go of the interpreter while it computes.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from threading import Condition
+from typing import Final, TypeVar
+
+import torch
+
+Result = TypeVar("Result")
+
+_MOST_WORKERS: Final = 8
+_LARGEST_AT_ONCE: Final = 2
+
+
+def worker_count() -> int:
+    """The cores that this process may use, and no more than eight."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+    return max(1, min(cores, _MOST_WORKERS))
+
+
+def run_layers(
+    sizes: Mapping[str, int], work: Callable[[str], Result], *, workers: int | None = None
+) -> Iterator[tuple[str, Result]]:
+    """Call `work` for every layer, in threads, and yield each result when it is there.
+
+    Layers are begun in the order given. As much is under way at once as two of the largest layers hold. An
+    exception of `work`, or one thrown into the iterator (Ctrl-C), stops the rest and waits for what has begun.
+
+    Args:
+        sizes: Elements by layer.
+        work: Safe to call from several threads.
+        workers: Threads; as many as cores when left out.
+
+    Yields:
+        (layer, result), in the order in which they finish.
+    """
+    gate = _Gate(_LARGEST_AT_ONCE * max(sizes.values(), default=0))
+
+    def guarded(layer: str) -> Result:
+        with gate.room_for(sizes[layer]):
+            return work(layer)
+
+    with _single_threaded_pool(workers or worker_count()) as pool:
+        futures: dict[Future[Result], str] = {pool.submit(guarded, layer): layer for layer in sizes}
+        for future in as_completed(futures):
+            yield futures.pop(future), future.result()
+
+
+@contextmanager
+def _single_threaded_pool(workers: int) -> Iterator[ThreadPoolExecutor]:
+    """Threads that compute with one core each; the caller's own setting is as before afterwards."""
+    before = torch.get_num_threads()
+    pool = ThreadPoolExecutor(
+        workers, thread_name_prefix="layer", initializer=torch.set_num_threads, initargs=(1,)
+    )
+    try:
+        yield pool
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+        torch.set_num_threads(before)  # threads begun later take the process's last setting
+
+
+class _Gate:
+    """Lets work in while the elements under way stay below a limit; a single one is always let in."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._inside = 0
+        self._changed = Condition()
+
+    @contextmanager
+    def room_for(self, size: int) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: self._inside == 0 or self._inside + size <= self._limit)
+            self._inside += size
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._inside -= size
+                self._changed.notify_all()
