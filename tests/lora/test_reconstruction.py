@@ -23,14 +23,14 @@ Measure = Callable[..., Residual]
 
 @pytest.fixture
 def measure(tmp_path: Path) -> Measure:
-    """Write a pair that holds one tensor, and measure a change of it."""
+    """Write a pair that holds one tensor, and measure changes of it."""
 
-    def call(base: Tensor, tuned: Tensor, change: Change | None, key: str = KEY) -> Residual:
+    def call(base: Tensor, tuned: Tensor, *changes: Change, key: str = KEY) -> Residual:
         other = {"denoiser.other.weight": torch.zeros(2, 2)}
         save_file({key: base, **other}, tmp_path / "base.safetensors")
         save_file({key: tuned, **other}, tmp_path / "tuned.safetensors")
         with open_pair(tmp_path / "base.safetensors", tmp_path / "tuned.safetensors") as pair:
-            return ResidualMeter(pair).measure(key, change)
+            return ResidualMeter(pair).measure(key, changes)
 
     return call
 
@@ -63,7 +63,7 @@ def cut_by_svd(base: Tensor, tuned: Tensor, rank: int, dtype: torch.dtype) -> Lo
 def test_the_norm_is_the_exact_sum_of_squares(measure: Measure) -> None:
     base, tuned = weights(700, 800, dtype=torch.bfloat16)
     squares = (tuned.double() - base.double()).square().flatten().tolist()
-    found = measure(base, tuned, None)
+    found = measure(base, tuned)
     assert found.delta_norm == pytest.approx(math.sqrt(math.fsum(squares)), rel=1e-7)
     assert found.error_norm == found.delta_norm
 
@@ -72,7 +72,7 @@ def test_a_long_sum_of_equal_values_is_exact(measure: Measure) -> None:
     """They keep the rounding of a running sum on one side: what sums in float64 are for."""
     base, tuned = torch.zeros(1024, 1024), torch.full((1024, 1024), 0.1)
     exact = float(tuned[0, 0]) * 1024
-    assert measure(base, tuned, None).delta_norm == pytest.approx(exact, rel=1e-12)
+    assert measure(base, tuned).delta_norm == pytest.approx(exact, rel=1e-12)
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
@@ -148,7 +148,7 @@ def test_what_is_added_to_an_unchanged_weight_is_the_whole_error(measure: Measur
 def test_a_stored_difference_leaves_what_its_dtype_rounds(key: str, measure: Measure) -> None:
     base, tuned = weights(40, 30) if key == KEY else weights(40)
     stored = (tuned - base).half()
-    found = measure(base, tuned, DiffChange({"diff": stored}), key)
+    found = measure(base, tuned, DiffChange({"diff": stored}), key=key)
     expected = (tuned.double() - base.double() - stored.double()).norm()
     assert found.error_norm == pytest.approx(float(expected), rel=1e-6)
 
@@ -181,6 +181,15 @@ def test_kinds_that_depend_on_the_base_get_it(measure: Measure) -> None:
     assert measure(base, tuned, dora).error_norm == pytest.approx(float(expected), rel=1e-6)
 
 
+def test_several_changes_of_one_weight_add_up(measure: Measure) -> None:
+    base, tuned = weights(12, 18)
+    first, second = factors(12, 18, rank=2), factors(12, 18, rank=5)
+    both = LoraFactors.concatenate([first, second])
+    assert measure(base, tuned, first, second).error_norm == pytest.approx(
+        true_error(base, tuned, both), rel=1e-6
+    )
+
+
 def test_a_change_of_another_shape_is_refused(measure: Measure) -> None:
     base, tuned = weights(12, 18)
     with pytest.raises(ModelMismatchError, match="does not fit"):
@@ -204,7 +213,7 @@ def test_threads_do_not_share_memory(tmp_path: Path) -> None:
     with open_pair(tmp_path / "base.safetensors", tmp_path / "tuned.safetensors") as pair:
         meter = ResidualMeter(pair)
         with ThreadPoolExecutor(4) as pool:
-            found = list(pool.map(lambda key: meter.measure(key, changes[key]).error_norm, pairs))
+            found = list(pool.map(lambda key: meter.measure(key, [changes[key]]).error_norm, pairs))
     expected = [true_error(*pairs[key], changes[key]) for key in pairs]
     assert found == pytest.approx(expected, rel=1e-6)
 
