@@ -36,7 +36,7 @@ _REFUSED: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
     ("optimum-quanto", (".weight._data", ".weight._scale")),
     ("torchao", (":_data", ":int_data", "_weight_qdata")),
     ("NVFP4", (".weight_scale_2", ".weight_global_scale")),
-    ("packed integers of compressed-tensors", (".weight_packed",)),
+    ("compressed-tensors (packed integers)", (".weight_packed",)),
 )
 _HINT: Final = (
     "Use the checkpoint that it was made from (bf16 or fp16), or save a dequantised copy with the tool named."

@@ -1,0 +1,160 @@
+"""Quantised checkpoints: 8-bit floats with scales are undone, all other kinds refused by name."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from sigmascope.checkpoints import open_checkpoint
+from sigmascope.errors import CheckpointError
+
+FP8 = torch.float8_e4m3fn
+State = dict[str, Tensor]
+
+
+def codes(*shape: int) -> Tensor:
+    """Small integers: 8-bit floats hold them exactly."""
+    return torch.randint(-8, 9, shape, generator=torch.Generator().manual_seed(0)).to(torch.float32)
+
+
+@pytest.fixture
+def save(tmp_path: Path) -> Callable[[State], Path]:
+    def write(state: State) -> Path:
+        path = tmp_path / "model.safetensors"
+        save_file({key: tensor.contiguous() for key, tensor in state.items()}, path)
+        return path
+
+    return write
+
+
+def comfyui(weight: Tensor, prefix: str = "") -> State:
+    return {
+        f"{prefix}scaled_fp8": torch.empty(2, dtype=FP8),
+        f"{prefix}a.weight": weight.to(FP8),
+        f"{prefix}a.scale_weight": torch.tensor([0.25]),
+        f"{prefix}a.scale_input": torch.tensor([3.0]),
+        f"{prefix}a.bias": torch.ones(4),
+    }
+
+
+@pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])
+def test_comfyui_s_scaled_weights_are_multiplied_by_their_scale(
+    save: Callable[[State], Path], prefix: str
+) -> None:
+    weight = codes(4, 6)
+    with open_checkpoint(save(comfyui(weight, prefix))) as checkpoint:
+        assert set(checkpoint) == {f"{prefix}a.weight", f"{prefix}a.bias"}
+        assert torch.equal(checkpoint.tensor(f"{prefix}a.weight"), weight * 0.25)
+        assert checkpoint.info(f"{prefix}a.weight").dtype == torch.float32
+        assert checkpoint.info(f"{prefix}a.weight").nbytes == 4 * 24
+        assert dict(checkpoint.dequantised) == {f"{prefix}a.weight": "float8_e4m3fn scaled per tensor"}
+        assert checkpoint.skipped[f"{prefix}a.scale_weight"].startswith("is the scale of")
+        assert checkpoint.skipped[f"{prefix}a.scale_input"] == "is a scale of activations and no weight"
+        assert checkpoint.skipped[f"{prefix}scaled_fp8"] == "marks a quantisation and is no weight"
+
+
+@pytest.mark.parametrize(
+    ("weight_shape", "scale", "how"),
+    [
+        ((4, 6), torch.tensor(0.5), "per tensor"),
+        ((4, 6), torch.tensor([[0.5]]).bfloat16(), "per tensor"),
+        ((4, 6), torch.tensor([0.5, 1.0, 2.0, 4.0]), "per channel"),
+        ((4, 6), torch.tensor([[0.5], [1.0], [2.0], [4.0]]), "per channel"),
+        ((4, 2, 3, 3), torch.tensor([0.5, 1.0, 2.0, 4.0]), "per channel"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_scales_per_tensor_and_per_channel(
+    save: Callable[[State], Path], weight_shape: tuple[int, ...], scale: Tensor, how: str, dtype: torch.dtype
+) -> None:
+    weight = codes(*weight_shape)
+    spread = scale.float().reshape(-1, *[1] * (len(weight_shape) - 1))
+    with open_checkpoint(save({"a.weight": weight.to(dtype), "a.weight_scale": scale})) as checkpoint:
+        assert torch.equal(checkpoint.tensor("a.weight"), weight * spread)
+        assert checkpoint.dequantised["a.weight"].endswith(how)
+
+
+def test_scales_in_blocks(save: Callable[[State], Path]) -> None:
+    weight, scale = codes(130, 260), torch.tensor([[1.0, 2.0, 4.0], [0.5, 0.25, 8.0]])
+    expected = weight.clone()
+    for row in range(2):
+        for column in range(3):
+            block = slice(128 * row, 128 * row + 128), slice(128 * column, 128 * column + 128)
+            expected[block] *= scale[row, column]
+    with open_checkpoint(save({"a.weight": weight.to(FP8), "a.weight_scale_inv": scale})) as checkpoint:
+        assert torch.equal(checkpoint.tensor("a.weight"), expected)
+
+
+def test_a_dequantised_weight_is_read_into_a_buffer(save: Callable[[State], Path]) -> None:
+    weight = codes(4, 6)
+    buffer = torch.zeros(4096, dtype=torch.uint8)
+    with open_checkpoint(save(comfyui(weight))) as checkpoint:
+        tensor = checkpoint.tensor_into("a.weight", buffer)
+        assert torch.equal(checkpoint.tensor_into("a.bias", buffer[256:]), torch.ones(4))
+    assert tensor.data_ptr() == buffer.data_ptr()
+    assert torch.equal(tensor, weight * 0.25)
+
+
+def test_codes_and_scales_are_given_as_they_are_when_asked_for(save: Callable[[State], Path]) -> None:
+    state = comfyui(codes(4, 6))
+    with open_checkpoint(save(state), dequantise=False) as checkpoint:
+        assert set(checkpoint) == set(state)
+        assert checkpoint.tensor("a.weight").dtype == FP8
+        assert not checkpoint.dequantised
+
+
+def test_8_bit_floats_without_a_scale_are_their_own_values(save: Callable[[State], Path]) -> None:
+    weight = codes(4, 6)
+    with open_checkpoint(save({"a.weight": weight.to(FP8)})) as checkpoint:
+        assert torch.equal(checkpoint.tensor("a.weight").float(), weight)
+        assert not checkpoint.dequantised
+
+
+def test_a_parameter_named_as_a_scale_beside_plain_weights_is_a_parameter(
+    save: Callable[[State], Path],
+) -> None:
+    state = {"a.weight": codes(4, 6), "a.weight_scale": torch.ones(4), "b.input_scale": torch.ones(1)}
+    with open_checkpoint(save(state)) as checkpoint:
+        assert set(checkpoint) == set(state)
+
+
+@pytest.mark.parametrize(
+    ("keys", "name"),
+    [
+        (["a.weight", "a.weight.absmax", "a.weight.quant_map"], "bitsandbytes NF4 or FP4"),
+        (["a.weight", "a.weight.quant_state.bitsandbytes__nf4"], "bitsandbytes NF4 or FP4"),
+        (["a.weight", "a.SCB"], "bitsandbytes int8"),
+        (["a.qweight", "a.wscales", "a.smooth_factor"], "SVDQuant"),
+        (["a.qweight", "a.qzeros", "a.scales"], "GPTQ or AWQ"),
+        (["a.weight._data", "a.weight._scale"], "optimum-quanto"),
+        (["a.weight", "a.weight_scale", "a.weight_scale_2"], "NVFP4"),
+        (["a.weight_packed", "a.weight_scale"], "compressed-tensors"),
+    ],
+)
+def test_other_quantisations_are_refused_by_name(
+    save: Callable[[State], Path], keys: list[str], name: str
+) -> None:
+    path = save({key: torch.zeros(2, 2, dtype=torch.uint8) for key in keys})
+    with pytest.raises(CheckpointError, match=rf"model\.safetensors: is quantised by {name}") as caught:
+        open_checkpoint(path)
+    assert caught.value.hint
+    with open_checkpoint(path, dequantise=False) as checkpoint:
+        assert set(checkpoint) == set(keys)
+
+
+@pytest.mark.parametrize(
+    ("weight", "scale", "message"),
+    [
+        (torch.zeros(4, 6, dtype=torch.int8), torch.ones(4, 1), r"a\.weight is int8 with scales"),
+        (torch.zeros(4, 6, dtype=FP8), torch.ones(4, 2), r"shape \(4, 2\) is no scale for a\.weight"),
+        (torch.zeros(4, 6, dtype=FP8), torch.ones(4, 1, dtype=torch.float8_e8m0fnu), "MXFP8"),
+    ],
+)
+def test_scales_that_do_not_fit_are_refused(
+    save: Callable[[State], Path], weight: Tensor, scale: Tensor, message: str
+) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(save({"a.weight": weight, "a.weight_scale": scale}))
