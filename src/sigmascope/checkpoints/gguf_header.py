@@ -26,6 +26,7 @@ _ALIGNMENT_KEY: Final = "general.alignment"
 _DEFAULT_ALIGNMENT: Final = 32
 _MOST_DIMENSIONS: Final = 8
 _MOST_NESTED: Final = 4
+_MOST_ELEMENTS: Final = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +136,8 @@ class _Reader:
             if dimensions > _MOST_DIMENSIONS:
                 self.fail(f"tensor {shortened(name)}: {dimensions} sizes are too many.")
             sizes = [self.number("Q", "a tensor's sizes") for _ in range(dimensions)]
+            if math.prod(size for size in sizes if size) > _MOST_ELEMENTS:
+                self.fail(f"tensor {shortened(name)}: the sizes {shortened(sizes)} are too large.")
             kind, offset = self.number("I", "a tensor's type"), self.number("Q", "a tensor's place")
             found[name] = GgufEntry(name, tuple(reversed(sizes)), kind, offset)
         return tuple(found.values())

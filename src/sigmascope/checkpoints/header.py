@@ -168,7 +168,7 @@ def _checked_entry(name: str, value: object, path: Path) -> TensorEntry:
             f"{where} unknown dtype {shortened(dtype)}.",
             f"Known are {', '.join(BITS)}. Convert the file, or update Sigmascope.",
         )
-    if not _are_sizes(shape) or len(shape) > _MAX_DIMENSIONS:
+    if not _are_sizes(shape) or len(shape) > _MAX_DIMENSIONS or _overflows(shape):
         _fail(path, f"{where} the shape {shortened(shape)} is not a list of sizes.")
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         _fail(path, f"{where} data_offsets {shortened(offsets)} are not a begin and an end.")
@@ -185,6 +185,11 @@ def _checked_entry(name: str, value: object, path: Path) -> TensorEntry:
 
 def _are_sizes(value: object) -> bool:
     return isinstance(value, list) and all(type(item) is int and 0 <= item <= _MAX_SIZE for item in value)
+
+
+def _overflows(shape: list[int]) -> bool:
+    """Whether sizes are too large for PyTorch, which multiplies them beside a 0 too."""
+    return 0 in shape and math.prod(size for size in shape if size) > _MAX_SIZE
 
 
 def _check_cover(entries: Iterable[TensorEntry], path: Path, data_bytes: int) -> None:
