@@ -122,7 +122,7 @@ def test_a_rank_9999_file_written_elsewhere_is_the_whole_change(tmp_path: Path) 
 
 
 def test_keys_that_are_not_understood_are_listed(tensors: dict[str, Tensor], tmp_path: Path) -> None:
-    extra = {"denoiser.conv_in.diff_b": torch.ones(3), "denoiser.conv_out.alpha": torch.tensor(4.0)}
+    extra = {"denoiser.conv_in.weight": torch.ones(3), "denoiser.conv_out.alpha": torch.tensor(4.0)}
     save_file({**tensors, **extra}, tmp_path / "a.safetensors")
     assert set(load_lora(tmp_path / "a.safetensors").unused_keys) == set(extra)
 
@@ -151,12 +151,23 @@ def test_factors_that_do_not_fit_together_are_refused_by_name(
         load_lora(tmp_path / "odd.safetensors")
 
 
-@pytest.mark.parametrize(("key", "kind"), [("lora_mid.weight", "Tucker"), ("dora_scale", "DoRA")])
-def test_factors_that_mean_more_than_up_and_down_are_not_dropped_silently(
+@pytest.mark.parametrize(
+    ("key", "kind"),
+    [
+        ("oft_blocks", "OFT"),
+        ("boft_R", "BOFT"),
+        ("a1.weight", "GLoRA"),
+        ("on_input", "IA³"),
+        ("vera_lambda_d", "VeRA"),
+        ("lora_E", "AdaLoRA"),
+        ("reshape_weight", "another size"),
+    ],
+)
+def test_kinds_that_are_not_read_are_refused_by_key(
     tensors: dict[str, Tensor], tmp_path: Path, key: str, kind: str
 ) -> None:
     save_file({**tensors, f"{LINEAR}.{key}": torch.ones(2, 2)}, tmp_path / "a.safetensors")
-    with pytest.raises(LoraFormatError, match=f"{LINEAR}.{key} holds .*{kind}"):
+    with pytest.raises(LoraFormatError, match=rf"{LINEAR}\.{key} holds .*{kind}"):
         load_lora(tmp_path / "a.safetensors")
 
 
@@ -182,17 +193,10 @@ def test_an_alpha_of_several_values_is_refused_by_name(tensors: dict[str, Tensor
         load_lora(tmp_path / "a.safetensors")
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [
-        ("denoiser.conv_in.weight", "denoiser.conv_in.bias"),
-        ("lora_unet_conv_in.lora_up.weight", "lora_unet_conv_in.lora_down.weight"),
-        ("unet.conv_in.lora_A.weight", "unet.conv_in.lora_B.weight"),
-    ],
-)
-def test_a_file_of_another_kind_is_refused_with_its_first_keys(keys: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_file_of_another_kind_is_refused_with_its_first_keys(tmp_path: Path) -> None:
+    keys = ("denoiser.conv_in.weight", "denoiser.conv_in.bias")
     save_file({key: torch.zeros(2, 2) for key in keys}, tmp_path / "other.safetensors")
-    with pytest.raises(LoraFormatError, match=rf"other\.safetensors.*First keys: .*{keys[0]}.*native"):
+    with pytest.raises(LoraFormatError, match=r"other\.safetensors.*First keys: .*conv_in.*native"):
         load_lora(tmp_path / "other.safetensors")
 
 

@@ -121,6 +121,14 @@ class StreamingWriter:
             self._waiting_bytes += entry.nbytes
         self._names.add(name)
 
+    def update_metadata(self, metadata: Mapping[str, str]) -> None:
+        """Set texts of the header that were not known at the start, such as sums over all tensors.
+
+        Raises:
+            WriteError: The metadata is not valid text to text.
+        """
+        self._metadata |= _checked_metadata(self.path, metadata)
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:

@@ -4,13 +4,19 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from sigmascope.errors import LoraFormatError
 from sigmascope.lora.adapters.change import WeightChange
 from sigmascope.lora.factors import LoraFactors
 
 __all__ = ["LoraFile", "ModuleFacts", "WeightChange"]
+
+if TYPE_CHECKING:
+    Modules = Mapping[str, LoraFactors]
+    Changes = Mapping[str, WeightChange]
+else:  # a run-time check of the values would read them from the file
+    Modules = Changes = Mapping
 
 
 class ModuleFacts(NamedTuple):
@@ -45,12 +51,12 @@ class LoraFile:
         facts: Of each module and change that is still in its file; empty for a LoRA in memory.
     """
 
-    modules: Mapping[str, LoraFactors]
+    modules: Modules
     metadata: Mapping[str, str] = field(default_factory=dict)
     path: Path | None = None
     format: str = "native"
     unused_keys: tuple[str, ...] = ()
-    changes: Mapping[str, WeightChange] = field(default_factory=dict)
+    changes: Changes = field(default_factory=dict)
     facts: Mapping[str, ModuleFacts] = field(default_factory=dict)
 
     @property

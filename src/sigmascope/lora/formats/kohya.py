@@ -1,0 +1,46 @@
+"""kohya's naming: the whole path flattened into one word, `lora_unet_down_blocks_1_resnets_0_conv1`.
+
+As sd-scripts and its kin write it: SD 1 and SD 2 by diffusers' names, SDXL, SD 3, FLUX and WAN by the names of
+their original files. ComfyUI reads both; diffusers reads it through a pipeline's `load_lora_weights`.
+"""
+
+from typing import Final
+
+from sigmascope.errors import LoraFormatError
+from sigmascope.lora.formats.base import LoraFormat
+from sigmascope.lora.formats.keys import KeyGroups
+from sigmascope.lora.layer_paths import Naming
+from sigmascope.lora.layout import ModelLayout, Part
+
+FLAT_PREFIXES: Final = ("lora_", "lycoris_")
+_BY_DIFFUSERS: Final = frozenset({"lbm", "sd15", "sd2", "qwen_image"})
+_ONE_TEXT_ENCODER: Final = frozenset({"sd15", "sd2"})
+
+
+def _recognises(found: KeyGroups) -> bool:
+    return any(name.startswith(FLAT_PREFIXES) and "." not in name for name in found.groups)
+
+
+def _naming(family: str) -> Naming | None:
+    if family == "unknown":
+        return None
+    return "diffusers" if family in _BY_DIFFUSERS else "original"
+
+
+def _module_name(part: Part, path: str, layout: ModelLayout, prefix: str | None) -> str:
+    flat = path.replace(".", "_")
+    if part == "denoiser":
+        return f"lora_unet_{flat}"
+    if part == "text_encoder":
+        return f"lora_te_{flat}" if layout.family in _ONE_TEXT_ENCODER else f"lora_te1_{flat}"
+    if part == "text_encoder_2":
+        return f"lora_te3_{flat}" if layout.family == "flux" else f"lora_te2_{flat}"
+    if part == "text_encoder_3":
+        return f"lora_te3_{flat}"
+    raise LoraFormatError(
+        f"kohya's format has no names for {path} of the part {part}.",
+        hint="Leave that part out, or write the format native.",
+    )
+
+
+FORMAT = LoraFormat(name="kohya", recognises=_recognises, naming=_naming, module_name=_module_name)

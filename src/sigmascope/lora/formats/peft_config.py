@@ -1,0 +1,166 @@
+"""What PEFT's configuration says of a LoRA's scales, from the header or the file beside it.
+
+diffusers writes the configuration of each component as JSON into the header (`lora_adapter_metadata`:
+`unet.r`, `unet.lora_alpha`, …); PEFT writes `adapter_config.json` beside `adapter_model.safetensors`.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from math import sqrt
+from pathlib import Path
+from typing import Any, Final
+
+from sigmascope.errors import LoraFormatError
+
+METADATA_KEY: Final = "lora_adapter_metadata"
+_CONFIG_NAME: Final = "adapter_config.json"
+_MOST_BYTES: Final = 4 * 2**20
+_FIELDS: Final = ("r", "lora_alpha", "alpha", "rank_pattern", "alpha_pattern", "use_rslora")
+_REPEATING: Final = re.compile(r"[*+{]")
+_COSTLY: Final = re.compile(r"\)\s*[*+?{]")
+
+
+@dataclass(frozen=True, slots=True)
+class PeftConfig:
+    """Ranks and alphas of one component's adapter, or none.
+
+    Attributes:
+        source: Where it is written, for messages.
+        values: The configuration's own fields.
+    """
+
+    source: str
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+    def alpha_of(self, module: str) -> float | None:
+        """The alpha of a module, by its path inside the component; None when nothing is said.
+
+        Raises:
+            LoraFormatError: It is no number.
+        """
+        given = self._pattern("alpha_pattern", module)
+        if given is None:
+            given = self.values.get("lora_alpha", self.values.get("alpha"))
+        return None if given is None else self._number("alpha", given)
+
+    def rank_of(self, module: str) -> int | None:
+        """The rank of a module, likewise."""
+        given = self._pattern("rank_pattern", module)
+        if given is None:
+            given = self.values.get("r")
+        return None if given is None else int(self._number("r", given))
+
+    def scale_of(self, module: str, rank: int | None) -> float | None:
+        """The scale of a module's product; None when nothing is said.
+
+        Args:
+            module: Its path inside the component.
+            rank: Of the stored factors; None takes the configuration's.
+
+        Raises:
+            LoraFormatError: alpha or r is no number above 0.
+        """
+        alpha, divisor = self.alpha_of(module), rank or self.rank_of(module)
+        if alpha is None or divisor is None:
+            return None
+        if divisor < 1:
+            raise LoraFormatError(f"{self.source}: r is {divisor}.", hint="Expected a rank of 1 or more.")
+        return alpha / sqrt(divisor) if self.values.get("use_rslora") is True else alpha / divisor
+
+    def _pattern(self, name: str, module: str) -> Any:
+        """The value of the first pattern that the module's path ends with, as PEFT matches them."""
+        patterns = self.values.get(name) or {}
+        if not isinstance(patterns, dict):
+            raise LoraFormatError(f"{self.source}: {name} is not a table of patterns.")
+        for pattern, value in patterns.items():
+            try:
+                expression = _compiled(pattern)
+            except ValueError as error:
+                raise LoraFormatError(
+                    f"{self.source}: the pattern {pattern[:80]!r} is not read ({error}).",
+                    hint="Write the modules' names out.",
+                ) from error
+            if expression.match(module):
+                return value
+        return None
+
+    def _number(self, name: str, value: object) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise LoraFormatError(f"{self.source}: {name} is {str(value)[:80]!r}, not a number.")
+        return float(value)
+
+
+@lru_cache(maxsize=4096)
+def _compiled(pattern: str) -> re.Pattern[str]:
+    # A file's own patterns could take for ever, so repeated groups and many stars are refused.
+    if len(pattern) > 500 or _COSTLY.search(pattern) or len(_REPEATING.findall(pattern)) > 2:
+        raise ValueError("too involved")
+    try:
+        return re.compile(rf"(?:.*\.)?(?:{pattern})$")
+    except re.error as error:
+        raise ValueError(str(error)) from error
+
+
+@dataclass(frozen=True, slots=True)
+class PeftConfigs:
+    """The configurations of all components by their prefix; "" is that of a file with one unnamed component."""
+
+    components: Mapping[str, PeftConfig] = field(default_factory=dict)
+
+    def scale_of(self, name: str, rank: int | None) -> float | None:
+        """The scale of a module by its name in the file; None when nothing is said."""
+        component, _, path = name.partition(".")
+        config = self.components.get(component)
+        if config is not None:
+            return config.scale_of(path, rank)
+        whole = self.components.get("")
+        return None if whole is None else whole.scale_of(name, rank)
+
+
+def read_configs(path: Path, metadata: Mapping[str, str]) -> PeftConfigs:
+    """The configurations that belong to a file.
+
+    Args:
+        path: The file. A configuration beside it counts only where the file is named `adapter_model.*`, as
+            PEFT names the two.
+        metadata: Its header.
+
+    Raises:
+        LoraFormatError: A configuration that is no JSON object.
+    """
+    if METADATA_KEY in metadata:
+        values = _parsed(f"{path}: {METADATA_KEY}", metadata[METADATA_KEY])
+        return PeftConfigs(_by_component(f"{path}: {METADATA_KEY}", values))
+    beside = path.with_name(_CONFIG_NAME)
+    if path.stem != "adapter_model" or not beside.is_file():
+        return PeftConfigs()
+    try:
+        if beside.stat().st_size > _MOST_BYTES:
+            raise LoraFormatError(f"{beside} is too large for a configuration.")
+        values = _parsed(str(beside), beside.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise LoraFormatError(f"{beside} cannot be read ({error}).") from error
+    return PeftConfigs({"": PeftConfig(str(beside), values)})
+
+
+def _parsed(source: str, text: str) -> dict[str, Any]:
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise LoraFormatError(f"{source} is not valid JSON ({error}).") from error
+    if not isinstance(values, dict):
+        raise LoraFormatError(f"{source} is not a JSON object.")
+    return values
+
+
+def _by_component(source: str, values: Mapping[str, Any]) -> dict[str, PeftConfig]:
+    """Fields come as `unet.r` where the file has several components, else as `r`."""
+    components: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        component, _, name = key.rpartition(".")
+        if name in _FIELDS:
+            components.setdefault(component, {})[name] = value
+    return {component: PeftConfig(source, fields) for component, fields in components.items()}

@@ -1,0 +1,216 @@
+"""Write a LoRA file module by module, in any format."""
+
+from collections.abc import Iterable, Mapping
+from os import PathLike
+from pathlib import Path
+from types import TracebackType
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from sigmascope.checkpoints import StreamingWriter
+from sigmascope.errors import LoraFormatError, NonFiniteError
+from sigmascope.lora.adapters import Adapter, DiffChange, DoraChange, WeightChange
+from sigmascope.lora.factors import LoraFactors
+from sigmascope.lora.formats.change_tensors import change_tensors
+from sigmascope.lora.formats.registry import format_named
+from sigmascope.lora.formats.tally import Tally
+from sigmascope.lora.formats.unit_scale import stored_factors
+from sigmascope.lora.fused import divided, joined
+from sigmascope.lora.layout import ModelLayout
+from sigmascope.lora.paths import as_text
+from sigmascope.lora.precision import at_least_float32
+from sigmascope.lora.transformer_names import Row
+from sigmascope.lora.unet_names import UnetBlocks, blocks_of
+
+LBM_LAYOUT: Final = ModelLayout("lbm", "lbm", {"denoiser": "denoiser.", "vae": "vae.vae_model."})
+"""What is taken for granted where no layout is given."""
+
+_KEY_ENDS: Final = (".lora_up.weight", ".lora_down.weight", ".alpha")
+_FIELDS_BYTES: Final = 2048  # of the header, that are known at the end
+
+
+class LoraWriter:
+    """Write a LoRA with one module in memory at a time.
+
+        with LoraWriter("lora.safetensors", format="kohya", layout=layout) as writer:
+            for layer in layers:
+                writer.write(layer, factors_of(layer))
+
+    Names are the checkpoint's own; the format makes its own of them. Leaving the block without an exception
+    completes the file and puts it in place; with one, the target stays as it was. The header gets the fields
+    that tools look for (ranks, kind, architecture), and over them `metadata`.
+
+    Args:
+        path: A `.safetensors` file to write or replace.
+        format: "native", "kohya", "peft" or "comfyui".
+        layout: Of the checkpoint whose layers are named; LBM's own when left out.
+        metadata: Texts for the header.
+        inherited: Texts for the header that go before none of the above.
+        expected: Paths of the layers that may come, so that room is left for the header; those of the whole
+            model also tell how a U-Net of unusual size counts its blocks.
+        dtype: To store factors in; their own when left out, or float32 where a scale would round them.
+        prefix: Before the denoiser's names in PEFT's format; `unet` or `transformer` when left out, "" for none.
+
+    Raises:
+        LoraFormatError: There is no such format; on leaving, nothing was written.
+        WriteError: On entering: the target cannot be written.
+    """
+
+    def __init__(
+        self,
+        path: str | PathLike[str],
+        *,
+        format: str = "native",
+        layout: ModelLayout | None = None,
+        metadata: Mapping[str, str] | None = None,
+        inherited: Mapping[str, str] | None = None,
+        expected: Iterable[str] | None = None,
+        dtype: torch.dtype | None = None,
+        prefix: str | None = None,
+    ) -> None:
+        self.path = Path(path)
+        self.format = format_named(format)
+        self.layout = layout or LBM_LAYOUT
+        self.tally = Tally()
+        self._metadata = (
+            {"modelspec.title": as_text(self.path.stem), **(inherited or {})},
+            dict(metadata or {}),
+        )
+        self._dtype = dtype
+        self._prefix = prefix
+        layers = None if expected is None else list(expected)
+        self._blocks = None if layers is None else _blocks(layers, self.layout)
+        self._parts: dict[str, tuple[Row, str, dict[str, LoraFactors]]] = {}
+        names = None if layers is None else [layer + end for layer in layers for end in _KEY_ENDS]
+        first, last = self._metadata
+        room = None if names is None else [*names, "x" * _FIELDS_BYTES]
+        self._file = StreamingWriter(self.path, first | last, expected=room)
+
+    def __enter__(self) -> "LoraWriter":
+        self._file.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._file.__exit__(kind, error, trace)
+            return
+        try:
+            self._finish()
+        except BaseException as failure:
+            self._file.__exit__(type(failure), failure, failure.__traceback__)
+            raise
+        self._file.__exit__(None, None, None)
+
+    def write(self, layer: str, factors: LoraFactors) -> None:
+        """Write the factors of one layer.
+
+        Layers that the format's naming fuses into one matrix are kept until all of them are there, or all is
+        written; a fused layer is divided where the naming has its parts.
+
+        Args:
+            layer: The layer's path in the checkpoint, without `.weight`.
+            factors: Its change.
+
+        Raises:
+            LoraFormatError: The format has no name for the layer.
+            NonFiniteError: A factor holds NaN or Inf, or does so in the dtype of storage.
+        """
+        placed = self.format.placement(layer, self.layout, blocks=self._blocks)
+        if isinstance(placed, str):
+            self._write(layer, placed, factors)
+        elif self.format.naming(self.layout.family) == "diffusers":
+            for path, part in divided(factors, placed).items():
+                self._write(layer, path, part)
+        else:
+            _, _, parts = self._parts.setdefault(placed.original, (placed, layer, {}))
+            _, own = self.layout.split(layer)
+            parts[own] = factors
+            if len(parts) == len(placed.parts):
+                self._write_joined(placed.original)
+
+    def write_diff(self, key: str, tensor: Tensor) -> None:
+        """Write the whole change of one tensor: a bias, a norm, an embedding, or any other.
+
+        Args:
+            key: The tensor's key in the checkpoint.
+            tensor: Its change, of its shape.
+
+        Raises:
+            LoraFormatError: The format holds no whole changes, or has no name for the tensor.
+            NonFiniteError: It holds NaN or Inf, or does so in the dtype of storage.
+        """
+        self.write_change(key.removesuffix(".weight"), DiffChange({"diff": tensor}))
+
+    def write_change(self, name: str, change: WeightChange) -> None:
+        """Write a change that is more than plain factors, as it is stored.
+
+        Args:
+            name: As in `LoraFile.changes`, with the layer's path in the checkpoint.
+            change: One of `sigmascope.lora.adapters`.
+
+        Raises:
+            LoraFormatError: The format cannot hold such a change, or has no name for the layer.
+            NonFiniteError: As of `write_diff`.
+        """
+        layer = name.removesuffix(".bias")
+        if not isinstance(change, Adapter | DoraChange):
+            raise LoraFormatError(f"{name}: a change of kind {change.kind} is not written.")
+        if not self.format.keys.holds_changes:
+            raise LoraFormatError(
+                f"{name}: {self.format.name} files hold up and down factors only, and this change is {change.kind}.",
+                hint="Write another format, or leave such changes out.",
+            )
+        module = self.format.name_for(layer, self.layout, prefix=self._prefix, blocks=self._blocks)
+        for end, tensor in change_tensors(change, is_bias=name != layer).items():
+            self._put(f"{module}.{end}", tensor if end == "alpha" else self._cast(module, tensor))
+        self.tally.kinds.add(change.kind)
+
+    def _write(self, layer: str, path: str, factors: LoraFactors) -> None:
+        name = self.format.named(layer, path, self.layout, self._prefix)
+        stored = stored_factors(factors, self._dtype)
+        for factor in (stored.up, stored.down):
+            _require_finite(layer, factor)
+        for key, tensor in self.format.module_tensors(name, stored).items():
+            self._put(key, tensor)
+        self.tally.add(stored.rank, stored.weight_shape)
+
+    def _write_joined(self, original: str) -> None:
+        row, layer, parts = self._parts.pop(original)
+        self._write(layer, original, joined(parts, row))
+
+    def _cast(self, module: str, tensor: Tensor) -> Tensor:
+        stored = tensor.detach() if self._dtype is None else tensor.detach().to(self._dtype)
+        _require_finite(module, stored)
+        return stored.contiguous()
+
+    def _put(self, key: str, tensor: Tensor) -> None:
+        self._file.write(key, tensor)
+
+    def _finish(self) -> None:
+        for original in list(self._parts):
+            self._write_joined(original)
+        if not self.tally.kinds:
+            raise LoraFormatError(
+                "a LoRA without modules is not written.", hint="Check what it was made from."
+            )
+        first, last = self._metadata
+        self._file.update_metadata(first | self.tally.header(self.format.name, self.layout.family) | last)
+
+
+def _require_finite(module: str, tensor: Tensor) -> None:
+    if not bool(torch.isfinite(tensor.to(at_least_float32(tensor.dtype))).all()):
+        raise NonFiniteError(
+            f"{module}: a factor holds NaN or Inf in {tensor.dtype}.",
+            hint="Store in bfloat16 or float32, which hold larger values than float16.",
+        )
+
+
+def _blocks(layers: list[str], layout: ModelLayout) -> UnetBlocks | None:
+    """The U-Net's blocks, where the layers are enough of them to tell."""
+    paths = [path for part, path in map(layout.split, layers) if part == "denoiser"]
+    whole = any(".downsamplers." in path or path.endswith(".op") for path in paths)
+    return blocks_of(paths) if whole else None
