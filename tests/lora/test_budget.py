@@ -137,6 +137,17 @@ def test_a_layer_whose_energy_is_spent_is_not_asked_for() -> None:
     )  # the last known value of a is above the threshold, what is left of it is not
 
 
+def test_room_that_is_left_is_not_filled_with_rounded_zeros() -> None:
+    planted = torch.randn(40, 3) @ torch.randn(3, 60)  # float32: the values beyond the third are about 1e-7
+    sigma = torch.linalg.svdvals(planted)
+    energy = float(planted.double().square().sum())
+    for known in (8, 40):
+        spectrum = Spectrum(sigma[:known], energy, (40, 60))
+        allocation = Budget(max_bytes=10**6).allocate({"layer": spectrum}, FREE)
+        assert allocation.ranks == {"layer": 3}
+        assert allocation.wanted == {}
+
+
 def test_a_weighted_layer_gets_more() -> None:
     plain = Budget(max_bytes=6_000).allocate(spectra(), FREE)
     weighted = Budget(max_bytes=6_000, weights=(("conv", 50.0), ("^mid", 200.0))).allocate(spectra(), FREE)

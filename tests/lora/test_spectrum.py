@@ -60,6 +60,14 @@ def test_a_planted_rank_is_complete_as_soon_as_a_value_is_rounding() -> None:
     assert Spectrum(sigma[:8], energy, (40, 60)).complete
 
 
+def test_rounded_zeros_are_not_significant() -> None:
+    planted = torch.randn(40, 3) @ torch.randn(3, 60)
+    sigma = torch.linalg.svdvals(planted)
+    spectrum = Spectrum(sigma, float(planted.double().square().sum()), (40, 60))
+    assert spectrum.significant == 3
+    assert spectrum.nonzero > 3
+
+
 def test_factors_have_no_more_values_than_their_rank() -> None:
     spectrum = Spectrum.of_factors(torch.tensor([3.0, 1.0]), (6, 2, 3, 3))
     assert spectrum.complete

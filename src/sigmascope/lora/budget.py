@@ -180,7 +180,7 @@ class Budget:
         self, layer: str, spectrum: Spectrum, storage: StorageCost, pinned: Mapping[str, int]
     ) -> Contestant:
         shape = spectrum.weight_shape
-        most = spectrum.nonzero if spectrum.complete else spectrum.largest_rank
+        most = spectrum.significant if spectrum.complete else spectrum.largest_rank
         cap = min(pinned.get(layer, self._cap(shape)), most)
         return Contestant(
             layer=layer,

@@ -42,7 +42,7 @@ class Contestant:
     @cached_property
     def known(self) -> int:
         """Values that may be taken now."""
-        return min(self.spectrum.known, self.cap)
+        return min(self.spectrum.significant, self.cap)
 
     @cached_property
     def open(self) -> bool:

@@ -126,7 +126,7 @@ class MethodRank:
             self._limited(rank, shape, self.min_rank) for rank in method.rule(spectrum, parameter)
         )
         if spectrum.complete:
-            return min(smallest, spectrum.nonzero)
+            return min(smallest, spectrum.significant)
         return smallest if smallest == largest and smallest <= spectrum.known else None
 
     def describe(self) -> str:

@@ -15,8 +15,8 @@ from sigmascope.lora.shapes import max_rank
 
 _VALUE_ROUNDING: Final = 2.0**-23
 """Share of ‖ΔW‖² by which the energy of float32 singular values can be off."""
-_NOTHING: Final = 1e-10
-"""Share of ‖ΔW‖² below which a tail is rounding: 10⁻⁵ of the layer's change."""
+_ROUNDING: Final = 1e-6
+"""Share of ‖ΔW‖ below which a singular value is what float32 arithmetic left of a zero."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,16 +77,19 @@ class Spectrum:
         return int((self.values > 0).sum())
 
     @cached_property
+    def significant(self) -> int:
+        """How many of the known singular values are above 10⁻⁶·‖ΔW‖; below are zeros that were rounded."""
+        return int((self.values > _ROUNDING * math.sqrt(max(self.total_energy, 0.0))).sum())
+
+    @cached_property
     def largest_rank(self) -> int:
         """min(out, in·kh·kw), the number of singular values that there are."""
         return max_rank(self.weight_shape)
 
     @cached_property
     def complete(self) -> bool:
-        """Whether every singular value is known, those that are zero but for rounding aside."""
-        if self.known >= self.largest_rank or self.total_energy <= 0.0:
-            return True
-        return self._unknown_at_most_by_order() <= _NOTHING * self.total_energy
+        """Whether every singular value is known but those that are zero or rounded zeros."""
+        return self.known >= self.largest_rank or self.total_energy <= 0.0 or self.significant < self.known
 
     @cached_property
     def known_energy(self) -> float:
@@ -96,7 +99,10 @@ class Spectrum:
     @cached_property
     def tail_energy(self) -> float:
         """Σ σᵢ² of the unknown singular values."""
-        return min(max(self.total_energy - self.known_energy, 0.0), self._unknown_at_most_by_order())
+        missing = max(self.total_energy - self.known_energy, 0.0)
+        if self.known == 0:
+            return missing
+        return min(missing, (self.largest_rank - self.known) * float(self.values[-1]) ** 2)
 
     @property
     def energy_rounding(self) -> float:
@@ -139,9 +145,3 @@ class Spectrum:
         if not self.complete:
             raise ValueError(f"only {self.known} of {self.largest_rank} singular values are known.")
         return torch.cat([self.values, self.values.new_zeros(self.largest_rank - self.known)])
-
-    def _unknown_at_most_by_order(self) -> float:
-        """(n − k)·σₖ²: each unknown value is at most the last known."""
-        if self.known == 0:
-            return math.inf
-        return (self.largest_rank - self.known) * float(self.values[-1]) ** 2
