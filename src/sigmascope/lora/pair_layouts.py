@@ -37,7 +37,7 @@ class Side:
 def described(layout: ModelLayout) -> str:
     """Such as `sdxl in diffusers naming`."""
     family = "an unknown model" if layout.family == "unknown" else layout.family
-    return family if layout.naming == "unknown" else f"{family} in {layout.naming} naming"
+    return family if layout.naming in {"unknown", layout.family} else f"{family} in {layout.naming} naming"
 
 
 def sides_of(base: Checkpoint, tuned: Checkpoint, parts: tuple[Part, ...]) -> tuple[Side, Side]:
@@ -93,7 +93,7 @@ def _side(checkpoint: Checkpoint, layout: ModelLayout, parts: tuple[Part, ...]) 
 
 
 def _no_such_part(checkpoint: Checkpoint, layout: ModelLayout, part: Part) -> ModelMismatchError:
-    prefix = f" named {part}.*" if layout.naming == "lbm" else ""
+    prefix = " named denoiser.*" if layout.naming == "lbm" and part == "denoiser" else ""
     held = ", ".join(checkpoint.keys()[:3]) or "nothing"
     there = sorted({layout.split(key)[0] for key in checkpoint})
     return ModelMismatchError(
