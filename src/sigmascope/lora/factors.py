@@ -138,10 +138,12 @@ class LoraFactors:
     def singular_values(self) -> Float[Tensor, " k"]:
         """The min(r, out, in) largest singular values of ΔW, falling, in float64; any others are zero.
 
-        up = Q₁R₁ and downᵀ = Q₂R₂ give ΔW = Q₁ (s·R₁R₂ᵀ) Q₂ᵀ, so they are those of the small middle.
+        up = Q₁R₁ and downᵀ = Q₂R₂ give ΔW = Q₁ (s·R₁R₂ᵀ) Q₂ᵀ, so they are those of the small middle, for which
+        neither Q is formed.
         """
-        _, core, _ = self.orthogonal_form()
-        values: Tensor = torch.linalg.svdvals(core)
+        _, left_core = torch.linalg.qr(_double(self.up), mode="r")
+        _, right_core = torch.linalg.qr(_double(self.down).mT, mode="r")
+        values: Tensor = torch.linalg.svdvals((left_core @ right_core.mT).mul(self.scale))
         return values
 
     def recompress(self, rank: int) -> "LoraFactors":
