@@ -18,6 +18,7 @@ CheckpointFormat = Literal["safetensors", "pickle", "gguf"]
 LEFT_OUT_PREFIX = "lpips_loss."
 """Training checkpoints carry a loss network that is no part of the model (SPEC section 7)."""
 
+_SMALLEST_PIECE = 8
 _BUFFER_ALIGNMENT = 8  # of the widest element types but complex128, which no file format here has
 
 
@@ -106,6 +107,25 @@ class Checkpoint(ABC):
         _check_buffer(buffer, info)
         return self._read_into(info, buffer[: info.nbytes])
 
+    def pieces(self, key: str, buffer: Tensor) -> Iterator[Tensor]:
+        """Read one tensor a piece at a time, each into the same memory, so that it can stay in a cache.
+
+        Args:
+            key: The tensor's name.
+            buffer: As for `tensor_into`, of any size from 8 bytes on; it sets the size of a piece.
+
+        Yields:
+            One axis of elements, in row-major order; lost when the next one is asked for. A format that cannot
+            read in pieces reads the whole first.
+
+        Raises:
+            ConfigError: The buffer is not such a one.
+            CheckpointError: There is no such key, or its bytes cannot be read.
+        """
+        info = self.info(key)
+        _check_buffer(buffer, info, needed=_SMALLEST_PIECE)
+        yield from self._read_pieces(info, buffer)
+
     @property
     def files(self) -> tuple[Path, ...]:
         """Every file that the weights are read from, indexes too."""
@@ -123,6 +143,10 @@ class Checkpoint(ABC):
     def _read_into(self, info: TensorInfo, buffer: Tensor) -> Tensor:
         """Read into `buffer`, which has exactly the tensor's bytes; formats that cannot read anew."""
         return self._read(info)
+
+    def _read_pieces(self, info: TensorInfo, buffer: Tensor) -> Iterator[Tensor]:
+        """Give the elements in runs of as many as `buffer` holds; formats that can read only those."""
+        yield from self._read(info).reshape(-1).split(max(1, buffer.numel() // info.dtype.itemsize))
 
     @abstractmethod
     def close(self) -> None:
@@ -160,16 +184,17 @@ class Checkpoint(ABC):
         return CheckpointError(self.path, "is closed already.", hint="Read inside the `with` block.")
 
 
-def _check_buffer(buffer: Tensor, info: TensorInfo) -> None:
+def _check_buffer(buffer: Tensor, info: TensorInfo, needed: int | None = None) -> None:
+    nbytes = info.nbytes if needed is None else needed
     flat = buffer.dim() == 1 and buffer.dtype == torch.uint8 and buffer.device.type == "cpu"
     if not (flat and buffer.is_contiguous() and buffer.storage_offset() % _BUFFER_ALIGNMENT == 0):
         raise ConfigError(
             f"a buffer of {buffer.dtype}, shape {tuple(buffer.shape)}, on {buffer.device} cannot be read into.",
             hint="Use a contiguous torch.uint8 buffer of one axis on the CPU that begins at a multiple of 8 bytes.",
         )
-    if buffer.numel() < info.nbytes:
+    if buffer.numel() < nbytes:
         raise ConfigError(
-            f"{info.name} takes {info.nbytes} bytes, the buffer has {buffer.numel()}.",
+            f"{info.name} takes {nbytes} bytes at once, the buffer has {buffer.numel()}.",
             hint="Make it as large as the largest tensor that is read into it.",
         )
 

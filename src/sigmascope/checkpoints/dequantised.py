@@ -1,5 +1,6 @@
 """A checkpoint whose quantised weights are given as the numbers that they stand for."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -51,6 +52,10 @@ class DequantisedCheckpoint(Checkpoint):
         numbers = buffer.view(torch.float32).reshape(info.shape)
         numbers.copy_(self._source.tensor(info.name))
         return numbers.mul_(_spread(scale, info.shape))
+
+    def _read_pieces(self, info: TensorInfo, buffer: Tensor) -> Iterator[Tensor]:
+        plain = info.name not in self._scales
+        return self._source.pieces(info.name, buffer) if plain else super()._read_pieces(info, buffer)
 
     def close(self) -> None:
         """Close the file behind it."""

@@ -4,7 +4,7 @@ Keys are `<component>.<key>`, such as `unet.conv_in.weight` and `text_encoder.te
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -64,6 +64,10 @@ class PipelineCheckpoint(Checkpoint):
     def _read_into(self, info: TensorInfo, buffer: Tensor) -> Tensor:
         component, key = self._places[info.name]
         return component.tensor_into(key, buffer)
+
+    def _read_pieces(self, info: TensorInfo, buffer: Tensor) -> Iterator[Tensor]:
+        component, key = self._places[info.name]
+        return component.pieces(key, buffer)
 
     def close(self) -> None:
         """Close every component."""

@@ -1,6 +1,6 @@
 """A checkpoint under other names, such as those of the model that it is compared with."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,6 +37,9 @@ class RenamedCheckpoint(Checkpoint):
 
     def _read_into(self, info: TensorInfo, buffer: Tensor) -> Tensor:
         return self._source.tensor_into(self._original[info.name], buffer)
+
+    def _read_pieces(self, info: TensorInfo, buffer: Tensor) -> Iterator[Tensor]:
+        return self._source.pieces(self._original[info.name], buffer)
 
     def close(self) -> None:
         """Close the checkpoint behind it."""

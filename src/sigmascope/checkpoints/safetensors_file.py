@@ -5,6 +5,7 @@ or replaced while it is open then gives an error where a mapping would kill the 
 tensor, threads may read at once, and the tensor is aligned whatever the offset.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -43,6 +44,16 @@ class SafetensorsCheckpoint(Checkpoint):
         begin = self.header.data_start + self.header.tensors[info.name].begin
         read_exactly(self._stream, self.path, info.name, begin, buffer)
         return buffer.view(info.dtype).reshape(info.shape)
+
+    def _read_pieces(self, info: TensorInfo, buffer: Tensor) -> Iterator[Tensor]:
+        if self._stream.closed:
+            raise self._closed()
+        begin = self.header.data_start + self.header.tensors[info.name].begin
+        most = buffer.numel() // info.dtype.itemsize * info.dtype.itemsize
+        for done in range(0, info.nbytes, most):
+            part = buffer[: min(most, info.nbytes - done)]
+            read_exactly(self._stream, self.path, info.name, begin + done, part)
+            yield part.view(info.dtype)
 
     def close(self) -> None:
         """Close the file."""

@@ -1,7 +1,7 @@
 """Weights spread over several files, with an index that says which key is where."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -61,6 +61,9 @@ class ShardedCheckpoint(Checkpoint):
 
     def _read_into(self, info: TensorInfo, buffer: Tensor) -> Tensor:
         return self._shards[self._weight_map[info.name]].tensor_into(info.name, buffer)
+
+    def _read_pieces(self, info: TensorInfo, buffer: Tensor) -> Iterator[Tensor]:
+        return self._shards[self._weight_map[info.name]].pieces(info.name, buffer)
 
     @property
     def files(self) -> tuple[Path, ...]:

@@ -15,7 +15,7 @@ from sigmascope.lora.projection import project
 from sigmascope.lora.shapes import matrix_shape, max_rank
 from sigmascope.lora.spectrum import Spectrum
 from sigmascope.lora.stored_errors import StoredFactors, stored_errors
-from sigmascope.lora.subspace import left_directions, right_subspace, to_ordinary_scale
+from sigmascope.lora.subspace import leading_images, left_directions, to_ordinary_scale
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,9 +85,9 @@ def decompose(
     work, unit = to_ordinary_scale(delta.reshape(matrix_shape(shape)), norm)
     coarse = rounded.reshape(work.shape) if rounded is not None and unit == 1.0 else None
     total = (frobenius_norm(work) if norm is None else norm / unit) ** 2
-    right = right_subspace(work, rank, total_energy=total, seed=seed, rounded=coarse)
+    images = leading_images(work, rank, total_energy=total, seed=seed, rounded=coarse)
     share = math.sqrt(unit)
-    up = (left_directions(work, right, rank) * share).to(dtype)
+    up = (left_directions(images, rank) * share).to(dtype)
     wide_up = up.to(work.dtype) / share  # what is stored, on the scale of the work
     found = project(work, wide_up)
     down = (found.least_squares.to(work.dtype) * share).to(dtype)

@@ -10,6 +10,7 @@ perturbation of it by ε costs ε² in energy. Where almost everything is captur
 is left; then what was found is taken out of the matrix and the search goes on in the rest.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Final
 
@@ -20,12 +21,12 @@ from torch import Tensor
 from sigmascope.lora.krylov_basis import KrylovBasis
 from sigmascope.lora.norms import quick_energy
 from sigmascope.lora.precision import gram_in_double
-from sigmascope.lora.small_matrices import orthonormal
+from sigmascope.lora.small_matrices import orthonormal, orthonormal_rows
 
 _MOST_BLOCKS: Final = 9
 _WIDEST_BLOCK: Final = 64
 _RESTARTS: Final = 6
-_SAFETY: Final = 0.4  # of the tolerance, since what is still missing is an estimate
+_SAFETY: Final = 0.8  # of the tolerance, since what is still missing is an estimate
 _RESOLVED: Final = {torch.bfloat16: 0.02, torch.float32: 1e-3}
 """Share of the energy that must be left for iterations in a dtype to see it beside what is captured."""
 _NOTHING: Final = 1e-12  # share of the energy that is the rounding of a float32 matrix
@@ -37,11 +38,13 @@ class Subspace:
 
     Attributes:
         vectors: (n, k), orthonormal up to the rounding of the iterations, by falling singular value.
-        captured: Estimate of the energy ‖A·vectors‖² of the leading ones.
+        images: (m, k), A·vectors, as far as the dtype of the iterations tells A.
+        captured: Estimate of the energy ‖A·vectors‖².
         converged: Whether the tolerance is met, by the estimate of what more steps would add.
     """
 
     vectors: Float[Tensor, "n k"]
+    images: Float[Tensor, "m k"]
     captured: float
     converged: bool
 
@@ -109,10 +112,12 @@ class _Goal:
         if len(captured) < 3:
             return False
         before, last = captured[-2] - captured[-3], captured[-1] - captured[-2]
-        allowed = (
-            2.0 * _SAFETY * self.tolerance * self.left(captured[-1])
-        )  # energy goes by the error's square
-        return last < before and last * last / (before - last) <= allowed
+        # Energies go by the square of the error, so they may exceed by twice the tolerance.
+        allowed = 2.0 * _SAFETY * self.tolerance * self.left(captured[-1])
+        if not 0.0 < last < before:
+            return last == 0.0
+        ratio = math.sqrt(last / before)  # later gains fall more slowly than those before them
+        return last * ratio / (1.0 - ratio) <= allowed
 
 
 def _deflated(matrix: Tensor, strong: Subspace, goal: _Goal, seed: int) -> Subspace:
@@ -124,21 +129,22 @@ def _deflated(matrix: Tensor, strong: Subspace, goal: _Goal, seed: int) -> Subsp
     rest = torch.addmm(matrix, matrix @ refined, refined.mT, alpha=-1.0)
     energy = float(quick_energy(rest.reshape(-1)))
     if energy <= _NOTHING * goal.total_energy:
-        return Subspace(refined, goal.total_energy - energy, converged=True)
+        return Subspace(refined, matrix @ refined, goal.total_energy - energy, converged=True)
     weak = leading_subspace(rest, goal.rank, total_energy=energy, tolerance=goal.tolerance, seed=seed)
     del rest
     held = weak.vectors - refined @ (refined.mT @ weak.vectors)
     both = orthonormal(torch.cat([refined, orthonormal(held)], dim=1))
     images = matrix @ both
     energies, turn = torch.linalg.eigh(gram_in_double(images))
-    vectors = both @ turn.flip(1)[:, : goal.rank].to(both)
-    return Subspace(vectors, float(energies.flip(0)[: goal.rank].sum()), weak.converged)
+    best = turn.flip(1)[:, : goal.rank].to(both)
+    captured = float(energies.flip(0)[: goal.rank].sum())
+    return Subspace(both @ best, images @ best, captured, weak.converged)
 
 
 def _random_start(matrix: Tensor, rank: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    random = torch.randn(matrix.shape[1], min(_block_width(rank), *matrix.shape), generator=generator)
-    return orthonormal(random.to(matrix))
+    random = torch.randn(min(_block_width(rank), *matrix.shape), matrix.shape[1], generator=generator)
+    return orthonormal_rows(random.to(matrix))
 
 
 def _block_width(rank: int) -> int:
@@ -152,25 +158,25 @@ def _with_restarts(matrix: Tensor, start: Tensor, goal: _Goal, stop_below: float
     for _ in range(_RESTARTS):
         if found.converged or goal.left(found.captured) <= stop_below:
             break
-        found = _iterate(matrix, orthonormal(found.vectors), goal, stop_below)
+        found = _iterate(matrix, orthonormal_rows(found.vectors.mT), goal, stop_below)
     return found
 
 
 def _iterate(matrix: Tensor, start: Tensor, goal: _Goal, stop_below: float) -> Subspace:
     """Grow one basis until the goal is met, so little is left that another dtype is wanted, or it is full."""
-    width = start.shape[1]
+    width = start.shape[0]
     basis = KrylovBasis(matrix, min(max(_MOST_BLOCKS * width, 3 * goal.rank), *matrix.shape))
     captured: list[float] = []
     block = start
     converged = False
-    while block.shape[1] > 0 and not converged:
+    while block.shape[0] > 0 and not converged:
         image = basis.add(block)
         if basis.size >= min(goal.rank + width, basis.size + basis.room):
             captured.append(basis.captured(goal.rank))
             converged = goal.is_met(captured)
             if goal.left(captured[-1]) <= stop_below:
                 break
-        block = basis.next_block(image) if basis.room > 0 and not converged else block[:, :0]
-    vectors, energy = basis.best(goal.rank)
-    exhausted = block.shape[1] == 0 and basis.room > 0
-    return Subspace(vectors, energy, converged or exhausted)
+        block = basis.next_block(image) if basis.room > 0 and not converged else block[:0]
+    vectors, images = basis.best(goal.rank)
+    exhausted = block.shape[0] == 0 and basis.room > 0
+    return Subspace(vectors, images, basis.captured(goal.rank), converged or exhausted)

@@ -6,6 +6,7 @@ in arithmetic when each is a pass of its own, and fresh memory for each layer co
 
 import math
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -68,12 +69,13 @@ class LayerReader:
             return self._as_a_whole(layer)
         key = f"{layer}.weight"
         shape = self._pair.shape(layer)
+        elements = math.prod(shape)
+        delta = self._buffer("delta", torch.float32, elements)
+        rounded = self._buffer("rounded", torch.bfloat16, elements) if self._rounds else None
         base, tuned = (
-            side.tensor_into(key, self._buffer(name, torch.uint8, side.info(key).nbytes)).reshape(-1)
+            side.pieces(key, self._buffer(name, torch.uint8, _PIECE * side.info(key).dtype.itemsize))
             for name, side in (("base", self._pair.base), ("tuned", self._pair.tuned))
         )
-        delta = self._buffer("delta", torch.float32, base.numel())
-        rounded = self._buffer("rounded", torch.bfloat16, base.numel()) if self._rounds else None
         energy, base_energy, largest = _subtract(base, tuned, delta, rounded)
         if not energy < math.inf:
             return self._as_a_whole(layer)  # which says what is wrong with it
@@ -100,19 +102,19 @@ class LayerReader:
 
 
 def _subtract(
-    base: Tensor, tuned: Tensor, delta: Tensor, rounded: Tensor | None
+    base: Iterator[Tensor], tuned: Iterator[Tensor], delta: Tensor, rounded: Tensor | None
 ) -> tuple[float, float, float]:
     """Fill `delta` and `rounded`; give ‖delta‖², ‖base‖² and max |delta|."""
     wide_base = torch.empty(min(_PIECE, delta.numel()), dtype=torch.float32)
     energies: list[Tensor] = []
     base_energies: list[Tensor] = []
     extremes: list[Tensor] = []
-    for start in range(0, delta.numel(), _PIECE):
-        piece = slice(start, start + _PIECE)
+    for number, (base_piece, tuned_piece) in enumerate(zip(base, tuned, strict=True)):
+        piece = slice(number * _PIECE, (number + 1) * _PIECE)
         part = delta[piece]
         widened = wide_base[: part.numel()]
-        part.copy_(tuned[piece])
-        widened.copy_(base[piece])
+        part.copy_(tuned_piece)
+        widened.copy_(base_piece)
         part.sub_(widened)
         if rounded is not None:
             rounded[piece].copy_(part)

@@ -5,6 +5,7 @@ from math import prod
 from typing import Final
 
 import torch
+from torch import Tensor
 
 from sigmascope.__about__ import __version__
 from sigmascope.checkpoints import Checkpoint, tensor_fingerprint
@@ -37,9 +38,13 @@ def denoiser_fingerprint(checkpoint: Checkpoint) -> str:
     digest = hashlib.sha256()
     for key in _hashed_keys(checkpoint):
         tensor = checkpoint.tensor(key)
-        rounded = tensor.to(at_least_float32(tensor.dtype)).to(torch.float32).to(torch.bfloat16)
+        rounded = tensor if tensor.dtype == torch.bfloat16 else _rounded(tensor)
         digest.update(f"{key!r}\n{tensor_fingerprint(rounded)}\n".encode())
     return digest.hexdigest()
+
+
+def _rounded(tensor: Tensor) -> Tensor:
+    return tensor.to(at_least_float32(tensor.dtype)).to(torch.float32).to(torch.bfloat16)
 
 
 def _hashed_keys(checkpoint: Checkpoint) -> list[str]:

@@ -15,7 +15,7 @@ from sigmascope.lora.norms import frobenius_norm
 from sigmascope.lora.precision import in_double
 from sigmascope.lora.projection import Projection
 
-_CANCELLED: Final = 1e-3
+_CANCELLED: Final = 1e-2
 """Share of ‖A‖² that the error must keep: below, float32's rounding of the products (10⁻⁷ of ‖A‖²) would show."""
 _ROWS: Final = 1 << 20  # elements widened at a time
 

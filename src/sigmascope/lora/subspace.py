@@ -20,7 +20,7 @@ _MANY: Final = 5  # so do they where more than one in this many is wanted
 _ORDINARY: Final = 20  # powers of two around 1 in which a typical entry needs no rescaling
 
 
-def right_subspace(
+def leading_images(
     work: Float[Tensor, "m n"],
     rank: int,
     *,
@@ -28,8 +28,11 @@ def right_subspace(
     tolerance: float = TOLERANCE,
     seed: int = 0,
     rounded: Float[Tensor, "m n"] | None = None,
-) -> Float[Tensor, "n k"]:
-    """Columns that span the leading right singular vectors, at most `rank` of them.
+) -> Float[Tensor, "m k"]:
+    """The images A·V of the leading right singular vectors V, or of a subspace that is as good.
+
+    Their span holds the leading left singular vectors, better than V does the right ones: A damps what is
+    not leading. At most `rank` columns.
 
     Args:
         work: float32 or float64, finite, of ordinary scale (see `to_ordinary_scale`).
@@ -47,18 +50,15 @@ def right_subspace(
             work, kept, total_energy=total_energy, tolerance=tolerance, seed=seed, rounded=rounded
         )
         if found.converged:
-            return found.vectors
-    return exact_right_subspace(work, kept)
+            return found.images
+    return work @ exact_right_subspace(work, kept)
 
 
-def left_directions(
-    work: Float[Tensor, "m n"], right: Float[Tensor, "n k"], rank: int
-) -> Float[Tensor, "m r"]:
-    """The leading left directions seen through a right subspace: U·√σ of A·right, by falling σ.
+def left_directions(images: Float[Tensor, "m k"], rank: int) -> Float[Tensor, "m r"]:
+    """The leading left directions among images, each times √σ, by falling σ.
 
     Directions that are only rounding are left out, but never all of them.
     """
-    images = work @ right
     energies, vectors = torch.linalg.eigh(gram_in_double(images))
     energies, vectors = energies.flip(0), vectors.flip(1)
     real = energies > _rounding(images.dtype) * energies[0]

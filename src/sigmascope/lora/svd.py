@@ -24,9 +24,9 @@ from sigmascope.lora.precision import in_double
 from sigmascope.lora.projection import project
 from sigmascope.lora.subspace import (
     TOLERANCE,
+    leading_images,
     left_directions,
     require_finite,
-    right_subspace,
     to_ordinary_scale,
 )
 
@@ -111,8 +111,8 @@ def truncated_svd(
         return _from_all(work, rank)
     work, unit = to_ordinary_scale(work)
     total = frobenius_norm(work) ** 2
-    right = right_subspace(work, rank, total_energy=total, tolerance=tolerance, seed=seed)
-    left = left_directions(work, right, rank)
+    images = leading_images(work, rank, total_energy=total, tolerance=tolerance, seed=seed)
+    left = left_directions(images, rank)
     return _scaled(_from_projection(work, left, total), unit)
 
 
