@@ -184,6 +184,16 @@ def test_pinned_ranks_above_what_is_known_are_asked_for() -> None:
     assert final == Budget(max_bytes=6_000).allocate(spectra(), FREE, {"up.attn": 12})
 
 
+def test_a_layer_pinned_at_full_rank_needs_no_values() -> None:
+    known = spectra() | {
+        "up.conv_out": Spectrum(torch.zeros(0), spectra()["up.conv_out"].total_energy, (4, 16, 3, 3))
+    }
+    pinned = {"up.conv_out": 4}
+    assert Budget(max_bytes=6_000).allocate(known, FREE, pinned) == Budget(max_bytes=6_000).allocate(
+        spectra(), FREE, pinned
+    )
+
+
 def test_rounding_to_storage_precision_counts_towards_the_error() -> None:
     rough = StorageCost(2, rounding=0.04)
     allocation = Budget(max_error=0.05).allocate(spectra(), rough)

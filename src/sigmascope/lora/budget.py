@@ -104,7 +104,8 @@ class Budget:
             spectra: By layer, with any number of leading singular values; those of layers that did not change
                 need not be here.
             storage: What the values and modules take.
-            pinned: Ranks that are set already. They count towards size and error.
+            pinned: Ranks that are set already. They count towards size and error; of a layer at full rank no
+                singular value needs to be known.
 
         Raises:
             ConfigError: The budget cannot be met; the message says what can.
@@ -180,6 +181,8 @@ class Budget:
         self, layer: str, spectrum: Spectrum, storage: StorageCost, pinned: Mapping[str, int]
     ) -> Contestant:
         shape = spectrum.weight_shape
+        if pinned.get(layer, 0) >= spectrum.largest_rank:
+            spectrum = _known_to_the_end(spectrum)
         most = spectrum.significant if spectrum.complete else spectrum.largest_rank
         cap = min(pinned.get(layer, self._cap(shape)), most)
         return Contestant(
@@ -214,6 +217,15 @@ class Budget:
         if self.max_bytes is not None and not bool(ranks.any()) and float(contest.energy.sum()) > 0.0:
             first = contest.cost_at(torch.zeros_like(ranks)) + torch.where(contest.known > 0, 0, 2**62)
             refuse_size(self.max_bytes, storage.empty_bytes + int(first.min()))
+
+
+def _known_to_the_end(spectrum: Spectrum) -> Spectrum:
+    """Some spectrum of the same energy: all of it is kept, so it does not matter which."""
+    rank = spectrum.largest_rank
+    value = math.sqrt(max(spectrum.total_energy, 0.0) / rank)
+    return Spectrum(
+        torch.full((rank,), value, dtype=torch.float64), spectrum.total_energy, spectrum.weight_shape
+    )
 
 
 def _error(contest: Contest, ranks: Int[Tensor, " layers"], storage: StorageCost) -> float:
