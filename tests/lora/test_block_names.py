@@ -24,6 +24,12 @@ from sigmascope.lora.block_names import block_of_module, block_position
         ("transformer.single_transformer_blocks.3.proj_mlp", "single_transformer_blocks.3"),
         ("lora_unet_double_blocks_5_img_attn_qkv", "double_blocks.5"),
         ("diffusion_model.blocks.20.self_attn.q", "blocks.20"),
+        ("text_encoder_3.encoder.block.4.layer.1.DenseReluDense.wo", "text_encoder_3.4"),
+        ("encoder.block.4.layer.1.DenseReluDense.wo", "block.4"),
+        ("vae.vae_model.encoder.down_blocks.1.resnets.0.conv1", "vae.encoder.down_blocks.1"),
+        ("first_stage_model.decoder.conv_out", "vae.decoder.conv_out"),
+        ("vae.quant_conv", "vae.quant"),
+        ("layers.3.fc", "layers.3"),
         ("my_layer", "my"),
     ],
 )

@@ -14,7 +14,8 @@ _SINGLE: Final = re.compile(
     r"|add_embedding|label_emb|x_embedder|context_embedder|time_text_embed|condition_embedder|patch_embedding"
     r"|final_layer|proj_out|norm_out|head|out)(?=[._]|$)"
 )
-_LAYER: Final = re.compile(r"layers?[._](\d+)")
+_LAYER: Final = re.compile(r"(?:layers?|block)[._](\d+)")
+_VAE: Final = re.compile(r"^(?:vae(?:[._]vae_model)?|first_stage_model|lora_vae)[._](encoder|decoder)?")
 
 
 def block_of_module(name: str) -> str:
@@ -26,15 +27,25 @@ def block_of_module(name: str) -> str:
     Returns:
         A name that is the same in every format; the first part of the path where no block is known.
     """
+    vae = _VAE.match(name)
+    if vae is not None:
+        return ".".join(filter(None, ("vae", vae[1], _block_in(name[vae.end() :].lstrip("._")))))
     encoder = _TEXT_ENCODER.search(name)
     if encoder is not None:
         return _encoder_block(name, encoder)
+    return _block_in(name)
+
+
+def _block_in(name: str) -> str:
     numbered = _NUMBERED.search(name)
     single = _SINGLE.search(name)
     if numbered is not None and (single is None or numbered.start() <= single.start()):
         return f"{numbered[1]}.{numbered[2]}"
     if single is not None:
         return single[1]
+    layer = _LAYER.search(name)
+    if layer is not None:
+        return f"{layer[0][: -len(layer[1]) - 1]}.{layer[1]}"
     return re.split(r"[._]", name.removeprefix("lora_unet_").removeprefix("denoiser."), maxsplit=1)[0]
 
 

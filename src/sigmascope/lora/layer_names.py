@@ -1,49 +1,45 @@
-"""Which layers of the denoiser are meant: blocks, coverage, and the list of LoRA layer names."""
+"""Which layers of a model are meant: blocks, coverage, and the list of LoRA layer names."""
 
 import re
 from collections.abc import Iterable, Sequence
 from os import PathLike
 from typing import Final
 
+from sigmascope.lora.block_names import block_of_module, block_position
 from sigmascope.lora.options import Coverage
 from sigmascope.records.atomic import atomic_path
 
+__all__ = ["DENOISER", "block_of", "block_order", "in_coverage", "layer_order", "write_layer_names"]
+
 DENOISER: Final = "denoiser."
-_ATTENTION: Final = frozenset({"attn1", "attn2"})
-_AROUND_ATTENTION: Final = frozenset({"ff", "proj_in", "proj_out"})
-_FLOW: Final = ("conv_in", "time_embedding", "down_blocks", "mid_block", "up_blocks", "conv_out")
-"""A UNet's parts in the order in which a latent passes them; others come last."""
+_ATTENTION: Final = re.compile(
+    r"attn|SelfAttention|EncDecAttention|attentions\.\d+\.to_|single_blocks\.\d+\.linear1$"
+)
+"""Attention in diffusers' names, in the families' own, in text encoders and VAEs. FLUX's own `linear1` holds the
+query, key and value of a block beside its feed-forward layer."""
+_AROUND_ATTENTION: Final = re.compile(
+    r"(?:^|\.)(?:ff|ff_context|ffn|mlp|\w+_mlp|DenseReluDense|proj_in|proj_mlp)(?:\.|$)"
+    r"|\.\d+\.proj_out$|single_blocks\.\d+\.linear2$"
+)
+"""Feed-forward layers, and the projections into and out of a block; not the model's own last `proj_out`."""
+
+block_of = block_of_module
+block_order = block_position
 
 
 def in_coverage(module: str, coverage: Coverage) -> bool:
-    """Whether a layer is among those that a coverage names.
+    """Whether a layer is among those that a coverage names, in any family's names.
 
     Args:
         module: Path of the layer, such as `denoiser.mid_block.attentions.0.proj_in`.
         coverage: See `ExtractOptions.target_coverage`.
     """
-    parts = frozenset(module.split("."))
-    if coverage == "full":
+    if coverage == "full" or _ATTENTION.search(module):
         return True
-    wanted = _ATTENTION if coverage == "attention" else _ATTENTION | _AROUND_ATTENTION
-    return not parts.isdisjoint(wanted)
+    return coverage == "extended" and _AROUND_ATTENTION.search(module) is not None
 
 
-def block_of(module: str) -> str:
-    """The block that a layer belongs to, such as `down_blocks.0`, `mid_block` or `conv_in`."""
-    first, *rest = module.removeprefix(DENOISER).split(".")
-    numbered = first.endswith("blocks") and bool(rest) and rest[0].isdigit()
-    return f"{first}.{rest[0]}" if numbered else first
-
-
-def block_order(block: str) -> tuple[int, int, str]:
-    """Sorting key that puts blocks in the order in which a latent passes them."""
-    first, _, number = block.partition(".")
-    position = _FLOW.index(first) if first in _FLOW else len(_FLOW)
-    return position, int(number) if number.isdigit() else 0, block
-
-
-def layer_order(module: str) -> tuple[tuple[int, int, str], list[tuple[int, str]]]:
+def layer_order(module: str) -> tuple[tuple[int, str, int], list[tuple[int, str]]]:
     """Sorting key for layers: by block, then by name with numbers as numbers (2 before 10)."""
     pieces = re.split(r"(\d+)", module)
     return block_order(block_of(module)), [(int(p), "") if p.isdigit() else (-1, p) for p in pieces]
