@@ -13,12 +13,9 @@ UNET_FAMILIES: Final = frozenset({"lbm", "sd15", "sd2", "sdxl"})
 _CLIP_STARTS: Final = ("encoder.layers.", "embeddings.", "final_layer_norm")
 _DIFFUSERS: Final = frozenset({"diffusers", "lbm"})
 _UNET_STARTS: Final = (
-    "down_blocks.",
-    "mid_block.",
-    "up_blocks.",
-    "input_blocks.",
-    "middle_block.",
-    "output_blocks.",
+    *("down_blocks.", "mid_block.", "up_blocks.", "conv_in", "conv_norm_out", "conv_out"),
+    *("time_embedding.", "add_embedding.", "input_blocks.", "middle_block.", "output_blocks."),
+    *("time_embed.", "label_emb.", "out.0", "out.2"),
 )
 
 
@@ -44,7 +41,7 @@ def renamed(
         return _in_other_part(path, part)
     if layout.naming == "unknown" or wanted == ("diffusers" if layout.naming in _DIFFUSERS else "original"):
         return path
-    if layout.family in UNET_FAMILIES or path.startswith(_UNET_STARTS):
+    if is_unet_layer(path, layout):
         found = (to_diffusers if wanted == "diffusers" else to_sgm)(path, blocks or _blocks(layout.family))
     else:
         look_up = row_of_original if wanted == "diffusers" else row_of_diffusers
@@ -58,6 +55,12 @@ def renamed(
             hint="Write the format that keeps the model's own names: native.",
         )
     return found
+
+
+def is_unet_layer(path: str, layout: ModelLayout) -> bool:
+    """Whether a denoiser's layer is one of a Stable Diffusion U-Net, in either naming."""
+    unknown = layout.family == "unknown"
+    return layout.family in UNET_FAMILIES or (unknown and path.startswith(_UNET_STARTS))
 
 
 def _blocks(family: str) -> UnetBlocks:
