@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from sigmascope.checkpoints.reader import INDEX_SUFFIX, PICKLE_SUFFIXES
+from sigmascope.checkpoints.weight_files import INDEX_SUFFIX, PICKLE_SUFFIXES
 from sigmascope.errors import ConfigError, WriteError
 from sigmascope.records.os_errors import reason_of, writing_hint
 

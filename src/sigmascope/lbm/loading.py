@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from sigmascope.checkpoints import Checkpoint
 from sigmascope.checkpoints.paths import is_folder, is_regular_file, names_in
-from sigmascope.checkpoints.reader import INDEX_SUFFIX, PICKLE_SUFFIXES
+from sigmascope.checkpoints.weight_files import INDEX_SUFFIX, PICKLE_SUFFIXES
 from sigmascope.errors import CheckpointError, ModelMismatchError, NonFiniteError
 from sigmascope.lbm.config import LbmConfig, load_config
 from sigmascope.progress import Progress, no_progress
