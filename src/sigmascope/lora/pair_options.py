@@ -38,14 +38,25 @@ class PairOptions:
     variant: str | None = None
 
     def __post_init__(self) -> None:
-        if not self.parts:
-            raise ConfigError("--parts names nothing to compare.", hint=f"Name some of {', '.join(PARTS)}.")
-        for part in self.parts:
-            _require("--parts", part, PARTS)
+        parts_of(",".join(self.parts))
         _require("--on_missing", self.on_missing, get_args(Decision))
         _require("--on_shape_change", self.on_shape_change, get_args(Decision))
         _require("--on_integer", self.on_integer, get_args(Decision))
         _require("--on_mixed_dtypes", self.on_mixed_dtypes, get_args(DtypeDecision))
+
+
+def parts_of(text: str) -> tuple[Part, ...]:
+    """Read names of parts with commas between them, such as `denoiser, vae`.
+
+    Raises:
+        ConfigError: There is none, or one that is not known.
+    """
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise ConfigError("--parts names nothing to compare.", hint=f"Name some of {', '.join(PARTS)}.")
+    for name in names:
+        _require("--parts", name, PARTS)
+    return tuple(part for part in PARTS if part in names)
 
 
 def _require(flag: str, value: str, known: tuple[str, ...]) -> None:
