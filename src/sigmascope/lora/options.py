@@ -2,9 +2,9 @@
 
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Final, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 import torch
 
@@ -79,6 +79,24 @@ class ExtractOptions:
     def rank_rules(self) -> RankRules:
         """`rules`, or the fixed ranks as such."""
         return self.rules or RankRules(FixedRank(self.rank, self.conv_rank))
+
+    @property
+    def fixed_rank(self) -> FixedRank | None:
+        """The one rank of all Linear layers and that of all convolutions; None where layers differ."""
+        rules = self.rank_rules
+        alike = self.budget is None and not rules.overrides and isinstance(rules.default, FixedRank)
+        return rules.default if alike and isinstance(rules.default, FixedRank) else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The options as JSON values; `ranks` says in one text how much rank was asked for."""
+        fields = asdict(replace(self, rules=None, budget=None))
+        fixed = self.fixed_rank
+        fields |= {
+            "rank": None if fixed is None else fixed.rank,
+            "conv_rank": None if fixed is None else fixed.conv_rank,
+            "ranks": self.asked_rank,
+        }
+        return {name: value for name, value in fields.items() if name not in {"rules", "budget"}}
 
     @property
     def asked_rank(self) -> str:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sigmascope.__about__ import __version__
 from sigmascope.checkpoints import Checkpoint, tensor_fingerprint
-from sigmascope.lora.layer_names import DENOISER
+from sigmascope.lora.layout import layout_of
 from sigmascope.lora.options import ExtractOptions
 from sigmascope.lora.pairs import CheckpointPair
 from sigmascope.lora.paths import as_text
@@ -49,11 +49,10 @@ def _rounded(tensor: Tensor) -> Tensor:
 
 def _hashed_keys(checkpoint: Checkpoint) -> list[str]:
     """The same for any two files of one architecture, whatever their dtypes and order."""
-    sizes = {
-        key: prod(checkpoint.info(key).shape)
-        for key in checkpoint.keys()  # noqa: SIM118 - not a dict
-        if key.startswith(DENOISER)
-    }
+    shapes = {key: checkpoint.info(key).shape for key in checkpoint}
+    layout = layout_of(shapes)
+    sizes = {key: prod(shape) for key, shape in shapes.items() if layout.split(key)[0] == "denoiser"}
+    sizes = sizes or {key: prod(shape) for key, shape in shapes.items()}  # a VAE or text encoder alone
     chosen = [key for key, size in sizes.items() if size <= _SMALL]
     room = _LARGE_ELEMENTS
     # By a hash of the name: any even step through the names could meet the same kind of layer each time.

@@ -51,13 +51,14 @@ def refuse_other_yaml(sidecar: Path) -> None:
 
 def sidecar_text(report: ExtractionReport) -> str:
     """The side-car's text, with exactly the keys of SPEC section 7 in its order."""
+    fixed = report.options.fixed_rank
     facts = {
         "base_model": as_text(report.base),
         "extraction_method": "svd",
-        "rank": report.options.rank,
-        "conv_rank": report.options.conv_rank,
-        "architecture": "lbm",
-        "native_naming": True,
+        "rank": report.options.asked_rank if fixed is None else fixed.rank,
+        "conv_rank": report.options.asked_rank if fixed is None else fixed.conv_rank,
+        "architecture": report.architecture,
+        "native_naming": report.format == "native",
         "total_analyzed_layers": report.total_analyzed_layers,
         "total_lora_modules": report.total_lora_modules,
         "change_threshold": report.options.min_diff,

@@ -2,21 +2,39 @@
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from sigmascope.cli.extras import needs_extra
-from sigmascope.cli.lora.options import AsJson, BasePath, Precision, TargetCoverage, TunedPath, Verbose
+from sigmascope.cli.lora import rank_options as ranks
+from sigmascope.cli.lora.options import (
+    AsJson,
+    BasePath,
+    Decision,
+    ExtractFormat,
+    Precision,
+    TargetCoverage,
+    TunedPath,
+    Verbose,
+)
 from sigmascope.cli.lora.tables import print_extraction
 from sigmascope.cli.progress import progress_bar
 from sigmascope.errors import CheckpointError, ConfigError
 
-EPILOG = (
-    "Example: sigmascope lora extract --base_model_path base.safetensors "
-    "--tuned_model_path tuned.safetensors --save_to my_lora.safetensors --rank 32 --conv_rank 16"
-)
+if TYPE_CHECKING:
+    from sigmascope.lora.pair_options import PairOptions
+
+EPILOG = """Examples:
+
+sigmascope lora extract --base_model_path base.safetensors --tuned_model_path tuned.safetensors
+--save_to my_lora.safetensors --rank 32 --conv_rank 16
+
+sigmascope lora extract --base_model_path base.safetensors --tuned_model_path tuned.safetensors
+--save_to best_100MB.safetensors --max_size 100MB --exclude conv_out
+"""
+_PAIR = "What is compared"
 
 
 def extract(
@@ -25,15 +43,22 @@ def extract(
     save_to: Annotated[
         Path,
         typer.Option(
-            "--save_to",
-            help="LoRA to write, .safetensors. Replaced when there.",
-            show_default=False,
+            "--save_to", help="LoRA to write, .safetensors. Replaced when there.", show_default=False
         ),
     ],
-    rank: Annotated[int, typer.Option("--rank", help="Rank of Linear layers. 9999: full rank.")] = 32,
-    conv_rank: Annotated[
-        int, typer.Option("--conv_rank", help="Rank of Conv2d layers. 9999: full rank.")
-    ] = 16,
+    rank: ranks.Rank = None,
+    conv_rank: ranks.ConvRank = None,
+    max_size: ranks.MaxSize = None,
+    max_error: ranks.MaxError = None,
+    weight_for: ranks.WeightFor = None,
+    rank_method: ranks.RankMethod = None,
+    dynamic_method: ranks.DynamicMethod = None,
+    dynamic_param: ranks.DynamicParam = None,
+    max_rank: ranks.MaxRank = None,
+    max_conv_rank: ranks.MaxConvRank = None,
+    min_rank: ranks.MinRank = None,
+    rank_for: ranks.RankFor = None,
+    exclude: ranks.Exclude = None,
     save_precision: Annotated[
         Precision,
         typer.Option(
@@ -41,27 +66,76 @@ def extract(
             help="Storage of the factors. fp16 rounds 8 times finer than bf16 at the same size.",
         ),
     ] = Precision.FP16,
+    lora_format: Annotated[
+        ExtractFormat,
+        typer.Option(
+            "--format",
+            metavar="<name>",
+            help="native, kohya, peft or comfyui. auto: native for LBM, peft for diffusers folders, "
+            "comfyui for single files.",
+        ),
+    ] = ExtractFormat.AUTO,
     min_diff: Annotated[
-        float,
-        typer.Option("--min_diff", help="Leave out layers whose largest change is below this."),
+        float, typer.Option("--min_diff", help="Leave out layers whose largest change is below this.")
     ] = 0.0,
     target_coverage: Annotated[
         TargetCoverage,
         typer.Option(
             "--target_coverage",
             metavar="<name>",
-            help="attention: attn1 and attn2. extended: also ff, proj_in, proj_out. full: all Linear and Conv2d.",
+            help="attention: attn1 and attn2. extended: also ff, proj_in, proj_out. full: all layers.",
         ),
     ] = TargetCoverage.FULL,
+    biases_and_norms: Annotated[
+        bool,
+        typer.Option(
+            "--biases_and_norms",
+            help="Keep the changes of biases, norms and embeddings too, whole, as diff.",
+            rich_help_panel=_PAIR,
+        ),
+    ] = False,
+    parts: Annotated[
+        str,
+        typer.Option(
+            "--parts",
+            metavar="<names>",
+            help="What to extract, with commas: denoiser, denoiser_2, vae, text_encoder, text_encoder_2, "
+            "text_encoder_3, other; or all.",
+            rich_help_panel=_PAIR,
+        ),
+    ] = "denoiser",
+    on_missing: Annotated[
+        Decision,
+        typer.Option("--on_missing", help="Keys that one model lacks.", rich_help_panel=_PAIR),
+    ] = Decision.ERROR,
+    on_shape_change: Annotated[
+        Decision,
+        typer.Option("--on_shape_change", help="Tensors of other shape.", rich_help_panel=_PAIR),
+    ] = Decision.ERROR,
+    on_integer: Annotated[
+        Decision,
+        typer.Option("--on_integer", help="Integer tensors that differ.", rich_help_panel=_PAIR),
+    ] = Decision.ERROR,
+    variant: Annotated[
+        str | None,
+        typer.Option(
+            "--variant",
+            help="Files of a diffusers folder to read, such as fp16.",
+            rich_help_panel=_PAIR,
+        ),
+    ] = None,
     device: Annotated[
         str, typer.Option("--device", help="Where to decompose: auto, cpu, cuda, cuda:1.")
     ] = "auto",
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            "--workers", help="Threads on the CPU, a core each.", show_default="one for each core, up to 8"
+        ),
+    ] = None,
     create_base_model: Annotated[
         bool,
-        typer.Option(
-            "--create_base_model",
-            help="Make the base model from its backbone when it is missing.",
-        ),
+        typer.Option("--create_base_model", help="Make the base model from its backbone when it is missing."),
     ] = False,
     backbone_signature: Annotated[
         str | None,
@@ -71,28 +145,49 @@ def extract(
         ),
     ] = None,
     config_path: Annotated[
-        Path | None,
-        typer.Option("--config_path", help="With --create_base_model: YAML of the model."),
+        Path | None, typer.Option("--config_path", help="With --create_base_model: YAML of the model.")
     ] = None,
     verbose: Verbose = False,
     as_json: AsJson = False,
 ) -> None:
     """Extract a LoRA from a fine-tuned model: base + LoRA ≈ tuned.
 
-    Every Linear and Conv2d layer of the denoiser is compared and its change
-    is decomposed (SVD) at the given rank. The errors shown are those of the
-    factors as stored. A YAML file beside the LoRA describes the extraction.
+    Every Linear and convolution layer of the denoiser is compared and its
+    change is decomposed (SVD) at the given rank, or at the ranks that serve a
+    file size or an error best. The errors shown are those of the factors as
+    stored. A YAML file beside the LoRA describes the extraction. A run that
+    was killed goes on when it is started again.
     """
+    flags = ranks.RankFlags(
+        rank=rank,
+        conv_rank=conv_rank,
+        max_size=max_size,
+        max_error=max_error,
+        weight_for=weight_for,
+        rank_method=rank_method,
+        dynamic_method=dynamic_method,
+        dynamic_param=dynamic_param,
+        max_rank=max_rank,
+        max_conv_rank=max_conv_rank,
+        min_rank=min_rank,
+        rank_for=rank_for,
+        exclude=exclude,
+    )
+    choice = ranks.rank_choice(flags)
     _require_base(base_model_path, create=create_base_model, backbone=backbone_signature, config=config_path)
     from sigmascope.lora.extract import ExtractOptions, extract_lora
 
     options = ExtractOptions(
-        rank=rank,
-        conv_rank=conv_rank,
+        rules=choice.rules,
+        budget=choice.budget,
         save_precision=save_precision.value,
+        format=lora_format.value,
         min_diff=min_diff,
         target_coverage=target_coverage.value,
+        biases_and_norms=biases_and_norms,
+        pairing=_pairing(parts, on_missing, on_shape_change, on_integer, variant),
         device=device,
+        workers=workers,
     )
     with progress_bar("Extracting") as progress:
         report = extract_lora(base_model_path, tuned_model_path, save_to, options, progress=progress)
@@ -100,6 +195,22 @@ def extract(
         typer.echo(json.dumps(report.as_dict(), indent=2))
     else:
         print_extraction(Console(), report, verbose=verbose)
+
+
+def _pairing(
+    parts: str, on_missing: Decision, on_shape_change: Decision, on_integer: Decision, variant: str | None
+) -> "PairOptions":
+    """What is compared, as the library takes it; a part that is not known is refused there."""
+    from sigmascope.lora.pair_options import PARTS, PairOptions
+
+    named = tuple(name.strip() for name in parts.split(",") if name.strip())
+    return PairOptions(
+        parts=PARTS if named == ("all",) else named,  # type: ignore[arg-type] # checked by PairOptions
+        on_missing=on_missing.value,
+        on_shape_change=on_shape_change.value,
+        on_integer=on_integer.value,
+        variant=variant,
+    )
 
 
 def _require_base(base: Path, *, create: bool, backbone: str | None, config: Path | None) -> None:

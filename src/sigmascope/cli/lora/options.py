@@ -15,6 +15,23 @@ class Precision(StrEnum):
     BF16 = "bf16"
 
 
+class ExtractFormat(StrEnum):
+    """`--format` of an extraction."""
+
+    AUTO = "auto"
+    NATIVE = "native"
+    KOHYA = "kohya"
+    PEFT = "peft"
+    COMFYUI = "comfyui"
+
+
+class Decision(StrEnum):
+    """What to do where two models do not fit each other."""
+
+    ERROR = "error"
+    SKIP = "skip"
+
+
 class TargetCoverage(StrEnum):
     """`--target_coverage`."""
 
