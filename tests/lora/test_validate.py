@@ -1,5 +1,6 @@
 import json
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,8 +10,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sigmascope.errors import LoraFormatError, ModelMismatchError, NonFiniteError
+from sigmascope.lora.changed_keys import ChangedKeys
 from sigmascope.lora.extract import ExtractOptions, extract_lora
 from sigmascope.lora.module_errors import ModuleError, band_of
+from sigmascope.lora.reconstruction import Residual, ResidualMeter
 from sigmascope.lora.validate import ValidationReport, validate_lora
 
 if TYPE_CHECKING:
@@ -221,10 +224,116 @@ def test_a_lora_for_another_base_is_told(make_model_pair: "MakePair") -> None:
 
 def test_keys_of_no_module_are_told(make_model_pair: "MakePair") -> None:
     def add(tensors: dict[str, Tensor]) -> None:
-        tensors["denoiser.conv_in.diff_b"] = torch.zeros(8)
+        tensors["denoiser.conv_in.note"] = torch.zeros(8)
 
     (finding,) = extract_and_validate(make_model_pair(), edit=add).findings
-    assert (finding.id, finding.evidence["key"]) == ("lora.unused_keys", "denoiser.conv_in.diff_b")
+    assert (finding.id, finding.evidence["key"]) == ("lora.unused_keys", "denoiser.conv_in.note")
+
+
+def changed_bias(base: "State", tuned: "State") -> None:
+    tuned["denoiser.conv_in.bias"] = base["denoiser.conv_in.bias"] + 0.5
+
+
+def test_a_bias_in_the_lora_counts_as_a_module(make_model_pair: "MakePair") -> None:
+    files = make_model_pair(edit=changed_bias)
+
+    def add(tensors: dict[str, Tensor]) -> None:
+        tensors["denoiser.conv_in.diff_b"] = torch.full((8,), 0.4)
+
+    report = extract_and_validate(files, edit=add)
+    module = module_named(report, "denoiser.conv_in.bias")
+    assert (module.status, module.kind, module.shape) == ("applied", "diff", (8,))
+    assert module.relative_error == pytest.approx(0.2, rel=1e-5)
+    assert report.success_rate == 100.0
+    assert report.findings == ()
+    assert "denoiser.conv_in.bias" not in report.layer_names
+
+
+def test_a_changed_bias_that_the_lora_lacks_is_told_and_is_no_failure(make_model_pair: "MakePair") -> None:
+    report = extract_and_validate(make_model_pair(edit=changed_bias))
+    assert [finding.id for finding in report.findings] == ["lora.biases_and_norms_changed"]
+    assert report.findings[0].evidence["delta_norm"] == pytest.approx(0.5 * 8**0.5, rel=1e-5)
+    assert report.success_rate == 100.0
+
+
+def test_modules_are_found_under_kohya_s_names(make_model_pair: "MakePair") -> None:
+    files = make_model_pair()
+    native = extract_and_validate(files, ExtractOptions(rank=4, conv_rank=4))
+
+    def flatten(tensors: dict[str, Tensor]) -> None:
+        for key in list(tensors):
+            module, end = key.removeprefix("denoiser.").split(".lora_" if ".lora_" in key else ".alpha")
+            end = f"lora_{end}" if end else "alpha"
+            tensors[f"lora_unet_{module.replace('.', '_')}.{end}"] = tensors.pop(key)
+
+    flat = extract_and_validate(files, ExtractOptions(rank=4, conv_rank=4), flatten)
+    assert [module.as_dict() for module in flat.modules] == [module.as_dict() for module in native.modules]
+
+
+def test_other_kinds_of_change_are_measured(make_model_pair: "MakePair") -> None:
+    files = make_model_pair()
+    generator = torch.Generator().manual_seed(0)
+    w1, w2 = (torch.randn(16, 2, generator=generator) @ torch.randn(2, 8, generator=generator) for _ in "12")
+
+    def replace(tensors: dict[str, Tensor]) -> None:
+        for key in [key for key in tensors if key.startswith(LINEAR)]:
+            del tensors[key]
+        for side, product in enumerate((w1, w2), start=1):
+            u, sigma, vh = torch.linalg.svd(product, full_matrices=False)
+            tensors[f"{LINEAR}.hada_w{side}_a"] = (u[:, :2] * sigma[:2]).contiguous()
+            tensors[f"{LINEAR}.hada_w{side}_b"] = vh[:2].contiguous()
+
+    module = module_named(extract_and_validate(files, edit=replace), LINEAR)
+    expected = (files.delta(LINEAR) - (w1 * w2).double()).norm() / files.delta(LINEAR).norm()
+    assert (module.kind, module.status, module.rank) == ("loha", "applied", 2)
+    assert module.relative_error == pytest.approx(float(expected), rel=1e-4)
+
+
+def test_a_changed_part_that_the_lora_changes_is_compared_too(make_model_pair: "MakePair") -> None:
+    vae = "vae.vae_model.encoder.conv_in"
+
+    def change_vae(base: "State", tuned: "State") -> None:
+        tuned[f"{vae}.weight"] = base[f"{vae}.weight"] + 1.0
+
+    def add(tensors: dict[str, Tensor]) -> None:
+        tensors[f"{vae}.diff"] = torch.full((8, 3, 3, 3), 0.75)
+
+    files = make_model_pair(edit=change_vae)
+    report = extract_and_validate(files, edit=add)
+    assert module_named(report, vae).relative_error == pytest.approx(0.25, rel=1e-5)
+    assert (report.success_rate, report.findings) == (100.0, ())
+
+
+@pytest.mark.parametrize("workers", [1, 2, 5])
+def test_the_number_of_threads_does_not_show(make_model_pair: "MakePair", workers: int) -> None:
+    files = make_model_pair()
+    expected = extract_and_validate(files).modules
+    assert validate_lora(files.base, files.tuned, lora_path(files), workers=workers).modules == expected
+
+
+def test_each_module_is_read_when_its_turn_comes(
+    make_model_pair: "MakePair", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No more than one module a thread, and its layer, is ever in memory: a LoRA may be as large as its model."""
+    files = make_model_pair()
+    extract_lora(files.base, files.tuned, lora_path(files))
+    events: list[str] = []
+
+    read = ChangedKeys.change
+
+    def watch(self: ChangedKeys, key: str) -> object:
+        events.append(key)
+        return read(self, key)
+
+    def measured(self: ResidualMeter, key: str, change: object = None) -> object:
+        events.append("measured")
+        return Residual(1.0, 0.5)
+
+    monkeypatch.setattr(ChangedKeys, "change", watch)
+    monkeypatch.setattr(ResidualMeter, "measure", measured)
+    validate_lora(files.base, files.tuned, lora_path(files), workers=1)
+    assert {event for event in events if event != "measured"} == {f"{layer}.weight" for layer in files.layers}
+    assert all(after == "measured" for event, after in pairwise(events) if event != "measured")
 
 
 def test_the_report_is_json(make_model_pair: "MakePair") -> None:

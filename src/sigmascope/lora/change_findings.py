@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 
 import torch
+from torch import Tensor
 
-from sigmascope.checkpoints import tensor_fingerprint
 from sigmascope.lora.norms import root_sum_square
 from sigmascope.lora.pair_findings import counted
 from sigmascope.lora.pairs import CheckpointPair
@@ -52,7 +52,7 @@ def _uncovered(uncovered: dict[str, float], layers_norm: float) -> Finding:
         id="lora.biases_and_norms_changed",
         severity="info",
         message=f"Biases and norms changed too ({counted(len(uncovered), 'tensor')}); they carry "
-        f"{100 * share:.2g} % of the change, and a LoRA of Linear and Conv2d layers does not hold them.",
+        f"{100 * share:.2g} % of the change, and the LoRA does not hold them.",
         evidence={"tensors": len(uncovered), "delta_norm": norm, "share": share},
         advice="Expect base + LoRA to differ from the tuned model by at least this much.",
     )
@@ -84,10 +84,15 @@ def _differs(pair: CheckpointPair, key: str) -> bool:
         return True
     base, tuned = pair.base.tensor(key), pair.tuned.tensor(key)
     if base.dtype == tuned.dtype:
-        return tensor_fingerprint(base) != tensor_fingerprint(tuned)
+        return not torch.equal(_bytes(base), _bytes(tuned))
     if not all(_has_value(tensor.dtype) for tensor in (base, tuned)):
         return True  # complex or packed beside another dtype: nothing says that they are equal
     return bool((base.to(torch.float64) != tuned.to(torch.float64)).any())
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """Bits decide: 0.0 and -0.0 differ, and a NaN is equal to itself."""
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _has_value(dtype: torch.dtype) -> bool:

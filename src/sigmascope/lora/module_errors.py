@@ -45,6 +45,7 @@ class ModuleError:
             did not change it is ‖s·BA‖, what the LoRA adds to it.
         relative_error: `error_norm` / `delta_norm`; None where ΔW = 0, which leaves only the absolute error.
         detail: What does not fit, in words.
+        kind: What the LoRA holds for it: `lora` for factors, `loha`, `lokr`, `dora`, `diff`, …
     """
 
     name: str
@@ -54,6 +55,7 @@ class ModuleError:
     delta_norm: float
     error_norm: float
     detail: str | None = None
+    kind: str | None = None
 
     @property
     def relative_error(self) -> float | None:

@@ -11,7 +11,6 @@ only where little error is left: there, by a stated bound, the tensor is measure
 
 import math
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -51,47 +50,47 @@ class ResidualMeter:
         self._pair = pair
         self._memory = _Memory()
 
-    def measure(self, key: str, changes: Sequence[Change] = ()) -> Residual:
+    def measure(self, key: str, change: Change | None = None) -> Residual:
         """Read one tensor from both files and measure it.
 
         Args:
             key: The tensor's name.
-            changes: What the LoRA adds to it, of the tensor's shape: one change, or several that add up.
+            change: What the LoRA adds to it, of the tensor's shape.
 
         Raises:
             NonFiniteError: Either file holds NaN or Inf there.
             CheckpointError: The tensor cannot be read.
-            ModelMismatchError: A change is none of such a tensor.
-            LoraFormatError: A change cannot be formed.
+            ModelMismatchError: The change is none of such a tensor.
+            LoraFormatError: The change cannot be formed.
         """
         base, tuned = (
             side.tensor_into(key, self._scratch(name, side.info(key).nbytes, torch.uint8))
             for name, side in (("base", self._pair.base), ("tuned", self._pair.tuned))
         )
         dtype = self._pair.precision
-        found, rounding = self._in(dtype, base, tuned, changes)
+        found, rounding = self._in(dtype, base, tuned, change)
         if dtype == torch.float32 and not found.error_norm >= _WORTH_TRUSTING * rounding:
-            found, _ = self._in(torch.float64, base, tuned, changes)
+            found, _ = self._in(torch.float64, base, tuned, change)
         if not math.isfinite(found.delta_norm):
             self._pair.change(key, torch.device("cpu"))  # says which file holds what
         return found
 
     def _in(
-        self, dtype: torch.dtype, base: Tensor, tuned: Tensor, changes: Sequence[Change]
+        self, dtype: torch.dtype, base: Tensor, tuned: Tensor, change: Change | None
     ) -> tuple[Residual, float]:
         """The residual in a dtype, and the bound of that dtype's rounding for float32."""
-        taken = [subtraction(change, base, dtype) for change in changes]
+        taken = None if change is None else subtraction(change, base, dtype)
         rows = base.shape[0] if base.ndim > 1 else 1
         before, after = (tensor.reshape(rows, -1) for tensor in (base, tuned))
         delta_energy, error_energy = self._sum(before, after, taken, dtype)
         found = Residual(math.sqrt(delta_energy), math.sqrt(error_energy))
-        return found, math.fsum(one.rounding_bound(found.delta_norm) for one in taken)
+        return found, 0.0 if taken is None else taken.rounding_bound(found.delta_norm)
 
     def _sum(
-        self, before: Tensor, after: Tensor, taken: Sequence[Subtraction], dtype: torch.dtype
+        self, before: Tensor, after: Tensor, taken: Subtraction | None, dtype: torch.dtype
     ) -> tuple[float, float]:
         height, width = before.shape
-        step = max(_BLOCK // max(width, 1), 1, *(one.rows for one in taken))
+        step = max(_BLOCK // max(width, 1), 1 if taken is None else taken.rows)
         delta_energy, error_energy = [], []
         for start in range(0, height, step):
             rows = slice(start, min(start + step, height))
@@ -103,12 +102,11 @@ class ResidualMeter:
             other.copy_(before[rows])
             block.sub_(other)
             delta_energy.append(self._energy(block))
-            for one in taken:
-                one.take_off(rows, block)
-            if taken:
+            if taken is not None:
+                taken.take_off(rows, block)
                 error_energy.append(self._energy(block))
         total = math.fsum(delta_energy)
-        return total, math.fsum(error_energy) if taken else total
+        return total, total if taken is None else math.fsum(error_energy)
 
     def _energy(self, block: Tensor) -> float:
         """‖block‖² summed in float64, widened piece by piece in the cache."""

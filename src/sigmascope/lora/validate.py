@@ -1,39 +1,43 @@
-"""Prove a LoRA: measure how far base + LoRA is from the tuned model, on the factors as stored."""
+"""Prove a LoRA: measure how far base + LoRA is from the tuned model, on the factors as stored.
+
+Models and LoRA are read a layer at a time, several layers at once, and nothing is kept of any of them.
+"""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 
-import torch
-
 from sigmascope.errors import ModelMismatchError
-from sigmascope.lora.change_findings import counted, pair_findings, uncovered_changes
-from sigmascope.lora.decompose import reconstruction_error
-from sigmascope.lora.factors import LoraFactors
+from sigmascope.lora.change_findings import counted, pair_findings
+from sigmascope.lora.changed_keys import ChangedKeys, changed_keys
 from sigmascope.lora.file import LoraFile
-from sigmascope.lora.formats import load_lora
+from sigmascope.lora.formats import open_lora
+from sigmascope.lora.layer_kinds import WEIGHT
 from sigmascope.lora.layer_names import layer_order, write_layer_names
 from sigmascope.lora.module_errors import ModuleError
-from sigmascope.lora.pairs import CheckpointPair, open_pair
+from sigmascope.lora.pair_options import PARTS
+from sigmascope.lora.pairs import CheckpointPair, PairOptions, open_pair
 from sigmascope.lora.provenance import BASE_FINGERPRINT, denoiser_fingerprint
+from sigmascope.lora.validate_layers import measure_layers
 from sigmascope.lora.validation_report import ValidationReport
 from sigmascope.progress import Progress, no_progress
 from sigmascope.records.finding import Finding
 
 __all__ = ["ModuleError", "ValidationReport", "validate_lora", "write_layer_names"]
 
-_CPU = torch.device("cpu")
-
 
 def validate_lora(
     base: str | PathLike[str],
     tuned: str | PathLike[str],
     lora: str | PathLike[str],
+    options: PairOptions | None = None,
     *,
+    workers: int | None = None,
     progress: Progress = no_progress,
 ) -> ValidationReport:
-    """Compare base + LoRA with the tuned model in every Linear and Conv2d layer of the denoiser.
+    """Compare base + LoRA with the tuned model in every layer, and in whatever else the LoRA changes.
 
     The error of a layer is ‖ΔW − s·BA‖ / ‖ΔW‖ with ΔW = tuned − base, sums in float64. It does not come
     from the LoRA's metadata, so it holds for LoRAs of any origin (SPEC section 7).
@@ -41,8 +45,11 @@ def validate_lora(
     Args:
         base: Checkpoint that the LoRA is put on.
         tuned: Checkpoint that it should reproduce.
-        lora: LoRA file of any format that `load_lora` reads.
-        progress: Told after each layer.
+        lora: LoRA file of any format that `open_lora` reads.
+        options: What is compared and what may be left out of it; None compares the denoisers, and the parts
+            beside them that the LoRA changes.
+        workers: Threads; as many as cores when left out.
+        progress: Told after each tensor.
 
     Returns:
         The errors, the success rate, and what does not fit.
@@ -54,64 +61,63 @@ def validate_lora(
         NonFiniteError: NaN or Inf in one of the three.
     """
     started = time.perf_counter()
-    file = load_lora(Path(lora))
-    with open_pair(base, tuned) as pair:
-        measured = _measure_layers(pair, file, progress)
-        if all(module.delta_norm == 0 for module in measured):
-            raise ModelMismatchError(
-                f"{base} and {tuned} hold the same weights in all {len(pair.layers)} Linear and Conv2d layers: "
-                "there is no change to compare the LoRA with.",
-                hint="Give the fine-tuned checkpoint as --tuned_model_path.",
-            )
-        strangers = _unmatched(pair, file)
-        modules = sorted([*measured, *strangers], key=lambda module: layer_order(module.name))
-        norms = [module.delta_norm for module in measured]
-        findings = [*_lora_findings(pair, file), *pair_findings(pair, uncovered_changes(pair), norms)]
-        unchanged = len(pair.layers) - len(measured)
+    with open_lora(Path(lora)) as file, _opened(base, tuned, file, options) as pair:
+        targets = changed_keys(file, pair.base, pair.layout)
+        measured = measure_layers(pair, targets, workers=workers, progress=progress)
+        if all(module.delta_norm == 0 for module in measured.modules) and not measured.uncovered:
+            raise _no_change(pair)
+        norms = [module.delta_norm for module in measured.modules]
+        findings = [*_lora_findings(pair, file), *pair_findings(pair, dict(measured.uncovered), norms)]
+        modules = [*measured.modules, *_unmatched(pair, file, targets)]
     return ValidationReport(
         base=Path(base),
         tuned=Path(tuned),
         lora=Path(lora),
-        modules=tuple(modules),
-        unchanged_layers=unchanged,
+        modules=tuple(sorted(modules, key=lambda module: layer_order(module.name))),
+        unchanged_layers=measured.unchanged_layers,
         findings=tuple(findings),
         seconds=time.perf_counter() - started,
     )
 
 
-def _measure_layers(pair: CheckpointPair, lora: LoraFile, progress: Progress) -> list[ModuleError]:
-    measured = []
-    for done, layer in enumerate(pair.layers, start=1):
-        module = _measure(pair, layer, lora.modules.get(layer))
-        if module is not None:
-            measured.append(module)
-        progress(done, len(pair.layers), layer)
-    return measured
+@contextmanager
+def _opened(
+    base: str | PathLike[str], tuned: str | PathLike[str], lora: LoraFile, options: PairOptions | None
+) -> Iterator[CheckpointPair]:
+    """The pair as asked for; else of the denoisers and all parts that the LoRA changes."""
+    with open_pair(base, tuned, options) as pair:
+        changed = changed_keys(lora, pair.base, pair.layout).names
+        parts = {pair.layout.split(key)[0] for key in changed} - {"denoiser"}
+        if options is not None or not parts or "denoiser" not in pair.layout.prefixes:
+            yield pair
+            return
+    whole = PairOptions(parts=tuple(part for part in PARTS if part in parts | {"denoiser"}))
+    with open_pair(base, tuned, whole) as pair:
+        yield pair
 
 
-def _measure(pair: CheckpointPair, layer: str, factors: LoraFactors | None) -> ModuleError | None:
-    """Measure one layer; None when it did not change and the LoRA leaves it alone."""
-    change = pair.layer_change(layer, _CPU)
-    shape, norm = pair.shape(layer), change.delta_norm
-    if factors is None:
-        return ModuleError(layer, shape, "missing", None, norm, norm) if norm > 0 else None
-    if factors.weight_shape != shape:
-        detail = f"the weight is {shape}, the LoRA's module is for {factors.weight_shape}"
-        return ModuleError(layer, shape, "wrong_shape", factors.rank, norm, norm, detail)
-    error = reconstruction_error(change.delta, factors)
-    return ModuleError(layer, shape, "applied", factors.rank, norm, error)
+def _no_change(pair: CheckpointPair) -> ModelMismatchError:
+    return ModelMismatchError(
+        f"{pair.base.path} and {pair.tuned.path} hold the same weights in all {len(pair.layers)} Linear and "
+        "convolution layers: there is no change to compare the LoRA with.",
+        hint="Give the fine-tuned checkpoint as --tuned_model_path.",
+    )
 
 
-def _unmatched(pair: CheckpointPair, lora: LoraFile) -> Sequence[ModuleError]:
-    """The LoRA's modules for which the model has no layer. They reach nothing, so their error is 0."""
-    layers = frozenset(pair.layers)
-    return [
-        ModuleError(
-            name, factors.weight_shape, "unmatched", factors.rank, 0.0, 0.0, "the model has no such layer"
-        )
-        for name, factors in lora.modules.items()
-        if name not in layers
-    ]
+def _unmatched(pair: CheckpointPair, lora: LoraFile, targets: ChangedKeys) -> list[ModuleError]:
+    """The LoRA's modules for which there is no layer to compare. They reach nothing, so their error is 0."""
+    lost = [_lost(lora, name, "the model has no such layer") for name in targets.unmatched]
+    compared = {*(layer + WEIGHT for layer in pair.layers), *pair.others}
+    for key, name in targets.names.items():
+        if key not in compared:
+            reason = pair.skipped.get(key, "its part of the models is not")
+            lost.append(_lost(targets.lora, name, f"it is not compared: {reason}"))
+    return lost
+
+
+def _lost(lora: LoraFile, name: str, detail: str) -> ModuleError:
+    shape, rank, kind = lora.shape_of(name), lora.rank_of(name), lora.kind_of(name)
+    return ModuleError(name, shape, "unmatched", rank, 0.0, 0.0, detail, kind)
 
 
 def _lora_findings(pair: CheckpointPair, lora: LoraFile) -> list[Finding]:

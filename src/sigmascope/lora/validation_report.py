@@ -89,8 +89,9 @@ class ValidationReport:
 
     @property
     def layer_names(self) -> tuple[str, ...]:
-        """The LoRA's modules that fit the model: what `lora_layer_names.txt` lists."""
-        return tuple(module.name for module in self.modules if module.status == "applied")
+        """The layers that the LoRA changes, without biases and norms: what `lora_layer_names.txt` lists."""
+        applied = [module for module in self.modules if module.status == "applied"]
+        return tuple(module.name for module in applied if len(module.shape) > 1)
 
     def as_dict(self) -> dict[str, Any]:
         """The report as JSON values, totals first."""
