@@ -76,7 +76,7 @@ def test_a_buffer_of_another_kind_is_refused(opened: Checkpoint, buffer: Tensor)
 def test_a_buffer_that_is_too_small_is_refused_with_both_sizes(opened: Checkpoint) -> None:
     with (
         opened as checkpoint,
-        pytest.raises(ConfigError, match=r"vae\.scale takes 8 bytes, the buffer has 7"),
+        pytest.raises(ConfigError, match=r"vae\.scale takes 8 bytes at once, the buffer has 7"),
     ):
         checkpoint.tensor_into("vae.scale", torch.zeros(7, dtype=torch.uint8))
 
@@ -85,3 +85,21 @@ def test_a_closed_checkpoint_says_so(opened: Checkpoint) -> None:
     opened.close()
     with pytest.raises(CheckpointError, match="closed already"):
         opened.tensor_into("vae.scale", torch.zeros(8, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("size", [8, 24, 4096])
+def test_pieces_put_together_are_the_tensor(
+    opened: Checkpoint, weights: dict[str, Tensor], same_bytes: Same, size: int
+) -> None:
+    buffer = torch.zeros(size, dtype=torch.uint8)
+    with opened as checkpoint:
+        for name, expected in weights.items():
+            pieces = [piece.clone() for piece in checkpoint.pieces(name, buffer)]
+            assert all(piece.numel() * piece.element_size() <= size for piece in pieces)
+            whole = torch.cat(pieces) if pieces else expected.new_empty(0)
+            assert same_bytes(whole.reshape(expected.shape), expected)
+
+
+def test_a_buffer_that_holds_no_piece_is_refused(opened: Checkpoint) -> None:
+    with opened as checkpoint, pytest.raises(ConfigError, match="takes 8 bytes at once, the buffer has 4"):
+        list(checkpoint.pieces("vae.scale", torch.zeros(4, dtype=torch.uint8)))

@@ -249,3 +249,19 @@ def test_an_unknown_model_is_one_part(keys: list[str]) -> None:
     layout = layout_of(named(keys))
     assert layout == ModelLayout("unknown", "unknown", {"denoiser": ""})
     assert all(layout.split(key) == ("denoiser", key) for key in keys)
+
+
+def test_the_keys_of_a_single_file_unet_are_those_that_diffusers_converts() -> None:
+    from diffusers.loaders import single_file_utils
+
+    mapping = single_file_utils.DIFFUSERS_TO_LDM_MAPPING["unet"]
+    assert SGM.keys() <= set(mapping["layers"].values())
+    assert "label_emb.0.0.weight" in mapping["addition_embed_type"].values()
+
+
+def test_wan_s_own_keys_are_those_that_diffusers_converts() -> None:
+    from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
+
+    converted = convert_wan_transformer_to_diffusers({key: torch.zeros(1) for key in ORIGINAL["wan"]})
+    assert converted.keys() <= made("wan").keys()
+    assert "blocks.0.attn1.to_q.weight" in converted

@@ -146,7 +146,10 @@ class Checkpoint(ABC):
 
     def _read_pieces(self, info: TensorInfo, buffer: Tensor) -> Iterator[Tensor]:
         """Give the elements in runs of as many as `buffer` holds; formats that can read only those."""
-        yield from self._read(info).reshape(-1).split(max(1, buffer.numel() // info.dtype.itemsize))
+        most = buffer.numel() // info.dtype.itemsize or 1
+        flat = self._read(info).reshape(-1)
+        for start in range(0, flat.numel(), most):
+            yield flat[start : start + most]
 
     @abstractmethod
     def close(self) -> None:
