@@ -67,12 +67,12 @@ class LoraFile:
     @property
     def parameters(self) -> int:
         """Number of stored values, over all modules and changes."""
-        return sum(self._facts(name).parameters for name in self.names)
+        return sum(self.facts_of(name).parameters for name in self.names)
 
     @property
     def ranks(self) -> dict[int, int]:
         """How many modules have each rank, by rising rank. Changes do not count."""
-        counts = Counter(self._facts(name).rank or 0 for name in self.modules)
+        counts = Counter(self.facts_of(name).rank or 0 for name in self.modules)
         return dict(sorted(counts.items()))
 
     def shape_of(self, name: str) -> tuple[int, ...]:
@@ -81,7 +81,7 @@ class LoraFile:
         Raises:
             LoraFormatError: There is no module or change of that name.
         """
-        return self._facts(name).weight_shape
+        return self.facts_of(name).weight_shape
 
     def rank_of(self, name: str) -> int | None:
         """Rank of a module, without reading it; None for a change that has none.
@@ -89,7 +89,7 @@ class LoraFile:
         Raises:
             LoraFormatError: There is no module or change of that name.
         """
-        return self._facts(name).rank
+        return self.facts_of(name).rank
 
     def kind_of(self, name: str) -> str:
         """`lora` for plain factors, else the kind of change.
@@ -97,7 +97,7 @@ class LoraFile:
         Raises:
             LoraFormatError: There is no module or change of that name.
         """
-        return self._facts(name).kind
+        return self.facts_of(name).kind
 
     def __len__(self) -> int:
         return len(self.modules)
@@ -106,7 +106,12 @@ class LoraFile:
         """Name it as messages do: by its file where there is one."""
         return str(self.path) if self.path is not None else f"a LoRA of {len(self)} modules"
 
-    def _facts(self, name: str) -> ModuleFacts:
+    def facts_of(self, name: str) -> ModuleFacts:
+        """Kind, shape, rank and size of a module or change, without reading it.
+
+        Raises:
+            LoraFormatError: There is no module or change of that name.
+        """
         known = self.facts.get(name)
         if known is not None:
             return known

@@ -17,25 +17,36 @@ from sigmascope.lora.transformer_names import Row
 _WIDENING = 4  # of the feed-forward part of FLUX' single blocks
 
 
+def part_sizes(weight_shape: Sequence[int], row: Row) -> list[int]:
+    """How many rows of a fused weight belong to each of its parts.
+
+    Three parts share the rows equally. Of four, as in FLUX' single blocks, three have as many rows as the layer
+    has inputs, and the last has the others.
+
+    Raises:
+        LoraFormatError: The rows cannot be divided so.
+    """
+    out, inner, count = weight_shape[0], prod(weight_shape[1:]), len(row.parts)
+    if count == 1:
+        return [out]
+    sizes = [out // count] * count if count == 3 else [inner] * (count - 1) + [out - (count - 1) * inner]
+    if min(sizes) < 1 or sum(sizes) != out:
+        raise LoraFormatError(
+            f"{row.original} of shape {tuple(weight_shape)} cannot be divided into {', '.join(row.parts)}.",
+            hint="The LoRA is for another architecture.",
+        )
+    return sizes
+
+
 def divided(factors: LoraFactors, row: Row) -> dict[str, LoraFactors]:
     """The change of each part of a fused layer, by the part's name.
 
     Raises:
         LoraFormatError: The layer's rows cannot be those of its parts.
     """
-    out, inner = factors.weight_shape[0], prod(factors.weight_shape[1:])
     if row.swapped:
         return {row.parts[0]: _swapped(factors)}
-    square = len(row.parts) if len(row.parts) == 3 else len(row.parts) - 1
-    sizes = [inner] * square + ([] if square == len(row.parts) else [out - square * inner])
-    if len(row.parts) == 3 and out % 3 == 0:
-        sizes = [out // 3] * 3
-    if min(sizes) < 1 or sum(sizes) != out:
-        raise LoraFormatError(
-            f"{row.original} of shape {factors.weight_shape} cannot be divided into {', '.join(row.parts)}.",
-            hint="The LoRA is for another architecture.",
-        )
-    ups = torch.split(factors.up, sizes)
+    ups = torch.split(factors.up, part_sizes(factors.weight_shape, row))
     return {
         part: LoraFactors(up, factors.down, factors.alpha, (len(up), *factors.weight_shape[1:]))
         for part, up in zip(row.parts, ups, strict=True)
@@ -60,7 +71,7 @@ def joined(parts: Mapping[str, LoraFactors], row: Row) -> LoraFactors:
             f"the parts of {row.original} have inputs of different shape: {sorted(widths)}."
         )
     (width,) = widths
-    sizes = _sizes(parts, row, prod(width))
+    sizes = joined_sizes({name: factors.weight_shape[0] for name, factors in parts.items()}, row, prod(width))
     dtype = _common_dtype(list(parts.values()))
     rank, row_begin, column = sum(factors.rank for factors in parts.values()), 0, 0
     device = next(iter(parts.values())).up.device
@@ -77,13 +88,18 @@ def joined(parts: Mapping[str, LoraFactors], row: Row) -> LoraFactors:
     return LoraFactors(up, torch.cat(downs), float(rank), (sum(sizes), *width))
 
 
-def _sizes(parts: Mapping[str, LoraFactors], row: Row, inner: int) -> list[int]:
-    """Rows of each part. Of one that is not there they follow from the width, as in all these models."""
+def joined_sizes(sizes: Mapping[str, int], row: Row, inner: int) -> list[int]:
+    """How many rows each part of a fused layer has.
+
+    Args:
+        sizes: Of the parts that are there. Those of the others follow from the width, as in all these models.
+        row: The fused layer.
+        inner: Its number of inputs.
+    """
+    if len(row.parts) == 1:
+        return [sizes[row.parts[0]]]
     usual = [inner] * 3 + [_WIDENING * inner] * (len(row.parts) - 3)
-    return [
-        parts[name].weight_shape[0] if name in parts else size
-        for name, size in zip(row.parts, usual, strict=True)
-    ]
+    return [sizes.get(name, size) for name, size in zip(row.parts, usual, strict=True)]
 
 
 def _common_dtype(parts: Sequence[LoraFactors]) -> torch.dtype:

@@ -7,9 +7,11 @@ from difflib import get_close_matches
 import torch
 from torch import Tensor, nn
 
-from sigmascope.errors import ModelMismatchError
+from sigmascope.errors import LoraFormatError, ModelMismatchError
+from sigmascope.lora.alignment import align
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile
+from sigmascope.lora.layout import layout_of
 
 Layer = nn.Linear | nn.Conv2d
 
@@ -46,13 +48,14 @@ class LoraTarget:
 def match_modules(model: nn.Module, lora: LoraFile) -> list[LoraTarget]:
     """Find the layer of each LoRA module, all or none.
 
-    Names are those of the model's checkpoint. The parts that torch.compile, DataParallel and PEFT put into a
-    path are looked through, and where the model is one part of the checkpoint (a UNet for keys that begin
-    with "denoiser."), the leading parts that all the LoRA's names share may be absent.
+    Names are those of the model's checkpoint, or of any other format that `align` understands. The parts that
+    torch.compile, DataParallel and PEFT put into a path are looked through, and where the model is one part of
+    the checkpoint (a UNet for keys that begin with "denoiser."), the leading parts that all the LoRA's names
+    share may be absent.
 
     Args:
         model: Holds the layers.
-        lora: At least one module.
+        lora: At least one module, and no changes of other kinds.
 
     Returns:
         A target for each weight, in the LoRA's order. Layers that share one weight are one target.
@@ -60,14 +63,36 @@ def match_modules(model: nn.Module, lora: LoraFile) -> list[LoraTarget]:
     Raises:
         ModelMismatchError: A module has no layer, or one of another kind or shape, or two modules ask for
             different changes of one shared weight. All are counted, the first few named.
+        LoraFormatError: The LoRA holds LoHa, LoKr, DoRA, Tucker cores or whole differences.
     """
-    if not lora.modules:
-        raise ModelMismatchError(f"{lora} changes no module.", hint="Check what it was made from.")
+    _require_plain(lora)
     layers = dict(_layers(model))
     cut = _prefix_to_cut(lora.modules, layers)
+    if any(name.removeprefix(cut) not in layers for name in lora.modules):
+        lora = _renamed(lora, layers)
     _require_present(model, lora, layers, cut)
     _require_fitting(lora, layers, cut)
     return _targets(lora, layers, cut)
+
+
+def _require_plain(lora: LoraFile) -> None:
+    """Refuse changes that a low-rank branch cannot make, because leaving them out gives another LoRA."""
+    if lora.changes:
+        named = [f"{name} ({lora.kind_of(name)})" for name in list(lora.changes)[:_NAMED_IN_A_MESSAGE]]
+        raise LoraFormatError(
+            f"{len(lora.changes)} modules of {lora} are more than up and down factors: "
+            f"{', '.join(named)}{_and_more(len(lora.changes))}.",
+            hint="Merge the LoRA into the model's checkpoint (sigmascope lora merge), and load that.",
+        )
+    if not lora.modules:
+        raise ModelMismatchError(f"{lora} changes no module.", hint="Check what it was made from.")
+
+
+def _renamed(lora: LoraFile, layers: Mapping[str, Layer]) -> LoraFile:
+    """The LoRA under the layers' own names, where it is of another format; else as it is."""
+    shapes = {f"{path}.weight": _weight_shape(layer) for path, layer in layers.items()}
+    aligned = align(lora, list(layers), layout_of(shapes))
+    return lora if aligned.unmatched else aligned.lora
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, Layer]]:

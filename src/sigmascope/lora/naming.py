@@ -62,20 +62,7 @@ def resolve_names(lora: LoraFile, layers: Sequence[str], layout: ModelLayout) ->
     Raises:
         LoraFormatError: Two modules of the LoRA are for one layer.
     """
-    index = LayerIndex.of(layers, layout)
-    matched: dict[str, str] = {}
-    taken: dict[str, str] = {}
-    for name in lora.names:
-        layer = index.layer_of(name, lora.shape_of(name))
-        if layer is None:
-            continue
-        if layer in taken:
-            raise LoraFormatError(
-                f"{lora}: {taken[layer]} and {name} are both for {layer}.",
-                hint="The file holds one layer under two names: remove one of them.",
-            )
-        taken[layer], matched[name] = name, layer
-    return NameMatch(matched, tuple(name for name in lora.names if name not in matched))
+    return LayerIndex.of(layers, layout).match(lora)
 
 
 @dataclass(slots=True)
@@ -105,6 +92,27 @@ class LayerIndex:
                 if swapped:
                     index.swapped.add(key)
         return index
+
+    def match(self, lora: LoraFile) -> NameMatch:
+        """Match a LoRA's names; see `resolve_names`."""
+        matched: dict[str, str] = {}
+        taken: dict[str, str] = {}
+        for name in lora.names:
+            layer = self.layer_of(name, lora.shape_of(name))
+            if layer is None:
+                continue
+            if layer in taken:
+                raise LoraFormatError(
+                    f"{lora}: {taken[layer]} and {name} are both for {layer}.",
+                    hint="The file holds one layer under two names: remove one of them.",
+                )
+            taken[layer], matched[name] = name, layer
+        return NameMatch(matched, tuple(name for name in lora.names if name not in matched))
+
+    def find(self, part: Part, path: str) -> str | None:
+        """The layer of a path inside a part of the model, whatever stands before it."""
+        found = self.by_name.get((part, _comparable(part, path)), set())
+        return next(iter(found)) if len(found) == 1 else None
 
     def layer_of(self, name: str, shape: tuple[int, ...]) -> str | None:
         """The layer that a module is for; None where there is none, or more than one.
