@@ -9,9 +9,8 @@ from sigmascope.lora.block_names import block_of_module, block_position
 from sigmascope.lora.options import Coverage
 from sigmascope.records.atomic import atomic_path
 
-__all__ = ["DENOISER", "block_of", "block_order", "in_coverage", "layer_order", "write_layer_names"]
+__all__ = ["block_of", "block_order", "in_coverage", "layer_order", "write_layer_names"]
 
-DENOISER: Final = "denoiser."
 _ATTENTION: Final = re.compile(
     r"attn|SelfAttention|EncDecAttention|attentions\.\d+\.to_|single_blocks\.\d+\.linear1$"
 )
