@@ -91,6 +91,11 @@ def group_keys(path: Path, keys: Iterable[str]) -> KeyGroups:
         words = match["end"].strip("._").split(".")
         role, adapter = _role(words)
         adapters.update(adapter)
+        if len(adapters) > 1:
+            raise LoraFormatError(
+                f"{path} holds several adapters: {', '.join(sorted(adapters))}.",
+                hint="Save each adapter in a file of its own.",
+            )
         by_peft = words[0].startswith(_WRITTEN_BY_PEFT) and words[0] not in {
             "lora_up",
             "lora_down",
@@ -102,11 +107,6 @@ def group_keys(path: Path, keys: Iterable[str]) -> KeyGroups:
         if role in group:
             raise LoraFormatError(f"{path}: {group[role]} and {key} are the same tensor of {name}.")
         group[role] = key
-    if len(adapters) > 1:
-        raise LoraFormatError(
-            f"{path} holds {len(adapters)} adapters: {', '.join(sorted(adapters))}.",
-            hint="Save each adapter in a file of its own.",
-        )
     _set_aside_lone_alphas(found)
     return found
 
