@@ -1,0 +1,99 @@
+"""Write a LoRA in the format and under the names of the file that it comes from."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Final
+
+from torch import Tensor
+
+from sigmascope.checkpoints import StreamingWriter
+from sigmascope.errors import LoraFormatError
+from sigmascope.lora.adapters import Adapter, DoraChange, WeightChange
+from sigmascope.lora.factors import LoraFactors
+from sigmascope.lora.file import LoraFile
+from sigmascope.lora.formats import format_named
+from sigmascope.lora.formats.change_tensors import change_tensors
+from sigmascope.lora.formats.header import family_in, kept_metadata
+from sigmascope.lora.formats.tally import Tally
+from sigmascope.lora.formats.unit_scale import stored_factors
+from sigmascope.lora.paths import as_text
+
+_BIAS: Final = ".bias"
+
+
+class SameNamesWriter:
+    """Write modules under the names that they have already, one in memory at a time.
+
+    Whatever is still true of the first file's header stays; ranks and kind are those of the new one.
+
+    Args:
+        path: A `.safetensors` file to write or replace.
+        source: The file whose format and header are taken over.
+        metadata: More texts for the header.
+        compact: Leave no room in the header, at the cost of moving the data once.
+
+    Raises:
+        WriteError: On entering: the target cannot be written.
+    """
+
+    def __init__(
+        self, path: Path, source: LoraFile, metadata: Mapping[str, str], *, compact: bool = False
+    ) -> None:
+        self._format = format_named(source.format)
+        self._family = family_in(dict(source.metadata)) or "unknown"
+        self._tally = Tally()
+        self._metadata = dict(metadata)
+        inherited = {"modelspec.title": as_text(path.stem)} | kept_metadata(dict(source.metadata))
+        expected = [key for name in source.names for key in self.keys_of(name)]
+        self._file = StreamingWriter(
+            path, inherited | self._metadata, expected, header_bytes=0 if compact else None
+        )
+
+    def keys_of(self, name: str) -> tuple[str, ...]:
+        """The keys of a module's tensors: up, down and, where the format has one, alpha."""
+        ends = self._format.keys
+        return tuple(f"{name}.{end}" for end in (ends.up, ends.down, ends.alpha) if end is not None)
+
+    def __enter__(self) -> "SameNamesWriter":
+        self._file.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            header = self._tally.header(self._format.name, self._family)
+            self._file.update_metadata(header | self._metadata)
+        self._file.__exit__(kind, error, trace)
+
+    def write(self, name: str, factors: LoraFactors) -> None:
+        """Write the factors of one module as they are; they must be finite in their dtype."""
+        for key, tensor in self._format.module_tensors(name, stored_factors(factors)).items():
+            self._file.write(key, tensor)
+        self._tally.add(factors.rank, factors.weight_shape)
+
+    def write_change(self, name: str, change: WeightChange) -> None:
+        """Write a change that is more than plain factors, as it is.
+
+        Raises:
+            LoraFormatError: The format cannot hold such a change.
+        """
+        for key, tensor in self.change_tensors(name, change).items():
+            self._file.write(key, tensor)
+        self._tally.kinds.add(change.kind)
+
+    def change_tensors(self, name: str, change: WeightChange) -> dict[str, Tensor]:
+        """The tensors of such a change, by key.
+
+        Raises:
+            LoraFormatError: The format cannot hold it.
+        """
+        if not self._format.keys.holds_changes or not isinstance(change, Adapter | DoraChange):
+            raise LoraFormatError(
+                f"{name}: a {self._format.name} file cannot hold a change of kind {change.kind}.",
+                hint="Convert the LoRA to kohya's or ComfyUI's format first.",
+            )
+        module = name.removesuffix(_BIAS)
+        tensors = change_tensors(change, is_bias=module != name)
+        return {f"{module}.{end}": tensor.contiguous() for end, tensor in tensors.items()}

@@ -1,0 +1,170 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from sigmascope.errors import CheckpointError, LoraFormatError
+from sigmascope.lora.inspect import LoraInspection, inspect_lora
+
+Tensors = dict[str, torch.Tensor]
+
+
+def factors(
+    name: str, out: int, inner: int, rank: int, *, seed: int = 0, alpha: float | None = None
+) -> Tensors:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        f"{name}.lora_up.weight": torch.randn(out, rank, generator=generator),
+        f"{name}.lora_down.weight": torch.randn(rank, inner, generator=generator),
+        f"{name}.alpha": torch.tensor(float(rank) if alpha is None else alpha),
+    }
+
+
+def inspected(tmp_path: Path, tensors: Tensors, metadata: dict[str, str] | None = None) -> LoraInspection:
+    path = tmp_path / "lora.safetensors"
+    save_file(tensors, path, metadata)
+    return inspect_lora(path)
+
+
+def test_norms_and_spectra_are_those_of_the_formed_changes(tmp_path: Path) -> None:
+    tensors = factors("denoiser.mid_block.attentions.0.proj_in", 12, 9, 4, alpha=2.0)
+    (module,) = inspected(tmp_path, tensors).modules
+    up, down, _ = (tensor.double() for tensor in tensors.values())
+    values = torch.linalg.svdvals(0.5 * up @ down)
+    assert module.norm == pytest.approx(float(values.norm()))
+    assert module.singular_values == pytest.approx(values[:4].tolist())
+    assert module.largest == pytest.approx(float(values[0]))
+    assert module.stable_rank == pytest.approx(float(values.square().sum() / values[0] ** 2))
+    assert module.size == pytest.approx(float(values.norm()) / (12 * 9) ** 0.5)
+    assert (module.rank, module.alpha, module.scale, module.dtype) == (4, 2.0, 0.5, "float32")
+
+
+def test_ranks_scales_dtypes_and_parameters_are_counted(tmp_path: Path) -> None:
+    tensors = (
+        factors("denoiser.conv_in", 8, 6, 2)
+        | factors("denoiser.conv_out", 8, 6, 3)
+        | factors("denoiser.mid_block.attentions.0.proj_in", 8, 6, 3, alpha=1.5)
+    )
+    report = inspected(tmp_path, {key: tensor.half() for key, tensor in tensors.items()})
+    assert report.format == "native"
+    assert report.ranks == {2: 1, 3: 2}
+    assert report.scales == {1.0: 2, 0.5: 1}
+    assert report.dtypes == {"float16": 3}
+    assert report.kinds == {"lora": 3}
+    assert report.parameters == 14 * (2 + 3 + 3)
+    assert report.file_bytes == (tmp_path / "lora.safetensors").stat().st_size
+
+
+def test_strength_by_block_adds_up(tmp_path: Path) -> None:
+    names = ["lora_unet_down_blocks_1_attentions_0_proj_in", "lora_unet_down_blocks_1_attentions_1_proj_in"]
+    names += ["lora_unet_mid_block_attentions_0_proj_in"]
+    tensors: Tensors = {}
+    for seed, name in enumerate(names):
+        tensors |= factors(name, 8, 8, 2, seed=seed)
+    report = inspected(tmp_path, tensors)
+    down, mid = report.blocks
+    norms = [module.norm or 0.0 for module in report.modules]
+    assert (down.name, down.modules, mid.name) == ("down_blocks.1", 2, "mid_block")
+    assert down.norm == pytest.approx((norms[0] ** 2 + norms[1] ** 2) ** 0.5)
+    assert down.share + mid.share == pytest.approx(1.0)
+    assert report.norm == pytest.approx(sum(norm**2 for norm in norms) ** 0.5)
+
+
+def test_modules_with_nan_or_inf_are_named_and_the_rest_is_measured(tmp_path: Path) -> None:
+    tensors = factors("denoiser.conv_in", 8, 6, 2) | factors("denoiser.conv_out", 8, 6, 2)
+    tensors["denoiser.conv_in.lora_up.weight"][3, 1] = float("nan")
+    report = inspected(tmp_path, tensors)
+    assert report.not_finite == ("denoiser.conv_in",)
+    assert report.modules[0].norm is None
+    assert report.norm == report.modules[1].norm
+    json.dumps(report.as_dict(spectra=True), allow_nan=False)
+
+
+def test_dead_columns_and_modules_near_zero(tmp_path: Path) -> None:
+    tensors: Tensors = {}
+    for index in range(5):
+        tensors |= factors(f"denoiser.mid_block.attentions.{index}.proj_in", 8, 6, 3, seed=index)
+    tensors["denoiser.mid_block.attentions.0.proj_in.lora_up.weight"][:, 1] = 0.0
+    tensors["denoiser.mid_block.attentions.0.proj_in.lora_down.weight"][2] = 0.0
+    tensors["denoiser.mid_block.attentions.1.proj_in.lora_up.weight"] *= 1e-5
+    tensors["denoiser.mid_block.attentions.2.proj_in.lora_up.weight"] *= 0.0
+    report = inspected(tmp_path, tensors)
+    assert report.dead_columns == {
+        "denoiser.mid_block.attentions.0.proj_in": 2,
+        "denoiser.mid_block.attentions.2.proj_in": 3,
+    }
+    assert report.near_zero == (
+        "denoiser.mid_block.attentions.1.proj_in",
+        "denoiser.mid_block.attentions.2.proj_in",
+    )
+
+
+def test_other_changes_are_measured_by_forming_them(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    sides = {"w1_a": (6, 2), "w1_b": (2, 5), "w2_a": (6, 2), "w2_b": (2, 5)}
+    hada = {
+        f"lora_unet_conv_in.hada_{name}": torch.randn(shape, generator=generator)
+        for name, shape in sides.items()
+    }
+    a1, b1, a2, b2 = (tensor.double() for tensor in hada.values())
+    report = inspected(tmp_path, hada | {"lora_unet_conv_in.alpha": torch.tensor(1.0)})
+    (module,) = report.modules
+    assert module.kind == "loha"
+    assert module.norm == pytest.approx(float((0.5 * (a1 @ b1) * (a2 @ b2)).norm()), rel=1e-5)
+    assert module.singular_values == ()
+
+
+def test_a_change_that_depends_on_its_base_is_said_to(tmp_path: Path) -> None:
+    tensors = factors("lora_unet_conv_in", 8, 6, 2)
+    tensors["lora_unet_conv_in.dora_scale"] = torch.ones(8, 1)
+    (module,) = inspected(tmp_path, tensors).modules
+    assert (module.kind, module.problem, module.norm) == ("dora", "needs_base", None)
+
+
+def test_keys_that_belong_to_no_module_are_listed(tmp_path: Path) -> None:
+    tensors = factors("denoiser.conv_in", 8, 6, 2) | {"something.else": torch.zeros(2)}
+    assert inspected(tmp_path, tensors).unused_keys == ("something.else",)
+
+
+def test_spectra_of_very_high_rank_are_left_out_unless_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sigmascope.lora.inspect._SPECTRUM_UP_TO", 3)
+    tensors = factors("denoiser.conv_in", 8, 6, 4) | factors("denoiser.conv_out", 8, 6, 3)
+    path = tmp_path / "lora.safetensors"
+    save_file(tensors, path)
+    quick, full = inspect_lora(path), inspect_lora(path, full_spectrum=True)
+    assert [len(module.singular_values) for module in quick.modules] == [0, 3]
+    assert [len(module.singular_values) for module in full.modules] == [4, 3]
+    assert quick.modules[0].norm == pytest.approx(full.modules[0].norm)
+    assert quick.modules[0].effective_rank is None
+
+
+def test_json_leaves_spectra_out_unless_asked_for(tmp_path: Path) -> None:
+    report = inspected(tmp_path, factors("denoiser.conv_in", 8, 6, 2), {"ss_epoch": "3"})
+    plain, full = report.as_dict(), report.as_dict(spectra=True)
+    assert "singular_values" not in plain["modules"][0]
+    assert len(full["modules"][0]["singular_values"]) == 2
+    assert plain["training"]["training"] == {"epoch saved": "3"}
+
+
+def test_progress_reaches_the_number_of_modules(tmp_path: Path) -> None:
+    path = tmp_path / "lora.safetensors"
+    save_file(factors("denoiser.conv_in", 8, 6, 2) | factors("denoiser.conv_out", 8, 6, 2), path)
+    seen: list[tuple[int, int]] = []
+    inspect_lora(path, progress=lambda done, total, _: seen.append((done, total)))
+    assert seen == [(1, 2), (2, 2)]
+
+
+def test_a_damaged_and_a_foreign_file_are_refused(tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged.safetensors"
+    save_file(factors("denoiser.conv_in", 8, 6, 2), damaged)
+    damaged.write_bytes(damaged.read_bytes()[:-10])
+    with pytest.raises(CheckpointError, match="truncated"):
+        inspect_lora(damaged)
+    foreign = tmp_path / "model.safetensors"
+    save_file({"conv_in.weight": torch.zeros(2, 2)}, foreign)
+    with pytest.raises(LoraFormatError, match="no known LoRA format"):
+        inspect_lora(foreign)
