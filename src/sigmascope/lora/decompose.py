@@ -100,20 +100,6 @@ def decompose(
     return StoredChange(LoraFactors(up, down, float(up.shape[1]), shape), spectrum, errors.cpu() * unit**2)
 
 
-def reconstruction_error(delta: Float[Tensor, "*shape"], factors: LoraFactors) -> float:
-    """‖ΔW − scale·up·down‖ of factors as stored, in float64 where rounding of the product could show.
-
-    Args:
-        delta: The true change, of the factors' weight shape and on their device.
-        factors: In any dtype.
-    """
-    # A float32 product is off by about 1e-7 of its size: nothing beside bfloat16, all there is at float32.
-    dtypes = (delta.dtype, factors.up.dtype, factors.down.dtype)
-    precise = torch.float64 in dtypes or torch.float32 in dtypes[1:]
-    compute = torch.float64 if precise else torch.float32
-    return frobenius_norm(delta.to(compute) - factors.delta(compute))
-
-
 def at_full_rank(delta: Float[Tensor, "*shape"], dtype: torch.dtype) -> StoredChange:
     """ΔW itself beside a scaled identity, without an SVD.
 
@@ -127,9 +113,23 @@ def at_full_rank(delta: Float[Tensor, "*shape"], dtype: torch.dtype) -> StoredCh
     factors = factors_full_rank(delta).to(dtype=dtype)
     _require_storable(delta, factors.up, factors.down)
     errors = torch.full((factors.rank + 1,), math.nan, dtype=torch.float64)
-    errors[-1] = reconstruction_error(delta, factors) ** 2
+    errors[-1] = _full_rank_error(delta.reshape(matrix_shape(delta.shape)), factors) ** 2
     spectrum = Spectrum(errors.new_empty(0), frobenius_norm(delta) ** 2, tuple(delta.shape))
     return StoredChange(factors, spectrum, errors)
+
+
+def _full_rank_error(matrix: Tensor, factors: LoraFactors) -> float:
+    """‖ΔW − up·down‖ where one of the two is a power of two on the diagonal, so that nothing is to multiply."""
+    values, diagonal = (factors.up, factors.down) if _is_tall(matrix) else (factors.down, factors.up)
+    scale = float(diagonal[0, 0])
+    error = torch.empty_like(matrix)
+    torch.mul(values.to(matrix.dtype), scale, out=error)
+    return frobenius_norm(error.sub_(matrix))
+
+
+def _is_tall(matrix: Tensor) -> bool:
+    """Whether `factors_full_rank` puts the values into `up`."""
+    return matrix.shape[1] <= matrix.shape[0]
 
 
 def _require_storable(delta: Tensor, *factors: Tensor) -> None:

@@ -2,17 +2,17 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from sigmascope.cli.extras import needs_extra
+from sigmascope.cli.lora import pair_options as pairs
 from sigmascope.cli.lora import rank_options as ranks
 from sigmascope.cli.lora.options import (
     AsJson,
     BasePath,
-    Decision,
     ExtractFormat,
     Precision,
     TargetCoverage,
@@ -23,9 +23,6 @@ from sigmascope.cli.lora.tables import print_extraction
 from sigmascope.cli.progress import progress_bar
 from sigmascope.errors import CheckpointError, ConfigError
 
-if TYPE_CHECKING:
-    from sigmascope.lora.pair_options import PairOptions
-
 EPILOG = """Examples:
 
 sigmascope lora extract --base_model_path base.safetensors --tuned_model_path tuned.safetensors
@@ -34,7 +31,6 @@ sigmascope lora extract --base_model_path base.safetensors --tuned_model_path tu
 sigmascope lora extract --base_model_path base.safetensors --tuned_model_path tuned.safetensors
 --save_to best_100MB.safetensors --max_size 100MB --exclude conv_out
 """
-_PAIR = "What is compared"
 
 
 def extract(
@@ -91,39 +87,14 @@ def extract(
         typer.Option(
             "--biases_and_norms",
             help="Keep the changes of biases, norms and embeddings too, whole, as diff.",
-            rich_help_panel=_PAIR,
         ),
     ] = False,
-    parts: Annotated[
-        str,
-        typer.Option(
-            "--parts",
-            metavar="<names>",
-            help="What to extract, with commas: denoiser, denoiser_2, vae, text_encoder, text_encoder_2, "
-            "text_encoder_3, other; or all.",
-            rich_help_panel=_PAIR,
-        ),
-    ] = "denoiser",
-    on_missing: Annotated[
-        Decision,
-        typer.Option("--on_missing", help="Keys that one model lacks.", rich_help_panel=_PAIR),
-    ] = Decision.ERROR,
-    on_shape_change: Annotated[
-        Decision,
-        typer.Option("--on_shape_change", help="Tensors of other shape.", rich_help_panel=_PAIR),
-    ] = Decision.ERROR,
-    on_integer: Annotated[
-        Decision,
-        typer.Option("--on_integer", help="Integer tensors that differ.", rich_help_panel=_PAIR),
-    ] = Decision.ERROR,
-    variant: Annotated[
-        str | None,
-        typer.Option(
-            "--variant",
-            help="Files of a diffusers folder to read, such as fp16.",
-            rich_help_panel=_PAIR,
-        ),
-    ] = None,
+    parts: pairs.Parts = "denoiser",
+    on_missing: pairs.OnMissing = pairs.Unfit.ERROR,
+    on_shape_change: pairs.OnShapeChange = pairs.Unfit.ERROR,
+    on_integer: pairs.OnInteger = pairs.Unfit.ERROR,
+    on_mixed_dtypes: pairs.OnMixedDtypes = pairs.MixedDtypes.COMPARE,
+    variant: pairs.Variant = None,
     device: Annotated[
         str, typer.Option("--device", help="Where to decompose: auto, cpu, cuda, cuda:1.")
     ] = "auto",
@@ -185,7 +156,7 @@ def extract(
         min_diff=min_diff,
         target_coverage=target_coverage.value,
         biases_and_norms=biases_and_norms,
-        pairing=_pairing(parts, on_missing, on_shape_change, on_integer, variant),
+        pairing=pairs.pair_options(parts, on_missing, on_shape_change, on_integer, on_mixed_dtypes, variant),
         device=device,
         workers=workers,
     )
@@ -195,22 +166,6 @@ def extract(
         typer.echo(json.dumps(report.as_dict(), indent=2))
     else:
         print_extraction(Console(), report, verbose=verbose)
-
-
-def _pairing(
-    parts: str, on_missing: Decision, on_shape_change: Decision, on_integer: Decision, variant: str | None
-) -> "PairOptions":
-    """What is compared, as the library takes it; a part that is not known is refused there."""
-    from sigmascope.lora.pair_options import PARTS, PairOptions
-
-    named = tuple(name.strip() for name in parts.split(",") if name.strip())
-    return PairOptions(
-        parts=PARTS if named == ("all",) else named,  # type: ignore[arg-type] # checked by PairOptions
-        on_missing=on_missing.value,
-        on_shape_change=on_shape_change.value,
-        on_integer=on_integer.value,
-        variant=variant,
-    )
 
 
 def _require_base(base: Path, *, create: bool, backbone: str | None, config: Path | None) -> None:

@@ -25,13 +25,6 @@ class ExtractFormat(StrEnum):
     COMFYUI = "comfyui"
 
 
-class Decision(StrEnum):
-    """What to do where two models do not fit each other."""
-
-    ERROR = "error"
-    SKIP = "skip"
-
-
 class TargetCoverage(StrEnum):
     """`--target_coverage`."""
 
