@@ -6,7 +6,7 @@ denoiser, `latent_decoding`); without a recorder the stages cost nothing. The re
 
 import math
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -58,6 +58,7 @@ def translate_image(
     tile_size: int | None = None,
     noise_scale: float | None = None,
     conditioning: Mapping[str, Image.Image] | None = None,
+    on_latent: Callable[[Tensor], object] | None = None,
     progress: Progress = no_progress,
 ) -> Image.Image:
     """Translate one picture; the result has the picture's own size.
@@ -75,6 +76,7 @@ def translate_image(
         tile_size: Encode and decode in overlapping tiles of this many pixels; None at once.
         noise_scale: 0 or more; None is the config's `bridge_noise_sigma`.
         conditioning: A picture for each of the config's conditioning image and mask keys.
+        on_latent: Given the result's latent (1, channels, height, width), float32, before it is decoded.
         progress: Told after each step.
 
     Raises:
@@ -93,6 +95,8 @@ def translate_image(
     with torch.inference_mode():
         z_source, extra = _encode(model, picture, frame, tile_size, conditioning or {})
         z_target = _denoise(model, z_source, extra, num_inference_steps, noise_scale, seed, progress)
+        if on_latent is not None:
+            on_latent(z_target)
         return _decode(model, z_target, frame, tile_size)
 
 

@@ -1,0 +1,54 @@
+import json
+import math
+
+import numpy as np
+import pytest
+
+from sigmascope.lbm.image_errors import ImageReport, Output, OutputError, PictureErrors, output_error
+from sigmascope.lbm.picture_folder import UnreadablePicture
+
+
+def output(value: int, latent: float) -> Output:
+    return Output(np.full((4, 6, 3), value, np.uint8), np.full((1, 4, 2, 3), latent, np.float32))
+
+
+def test_psnr_and_relative_l2_are_as_defined() -> None:
+    found = output_error(output(120, 1.5), output(100, 1.0))
+    assert found.psnr == pytest.approx(10 * math.log10(255**2 / 20**2))
+    assert found.image_error == pytest.approx(0.2)
+    assert found.latent_error == pytest.approx(0.5)
+
+
+def test_bytes_do_not_wrap_round() -> None:
+    assert output_error(output(0, 0.0), output(255, 1.0)).image_error == pytest.approx(1.0)
+
+
+def test_equal_results_have_infinite_psnr_which_is_null_in_json() -> None:
+    found = output_error(output(9, 1.0), output(9, 1.0))
+    assert found.psnr == math.inf
+    assert found.as_dict() == {"psnr": None, "image_error": 0.0, "latent_error": 0.0}
+
+
+def test_nothing_is_relative_to_a_black_picture_and_a_zero_latent() -> None:
+    found = output_error(output(9, 1.0), output(0, 0.0))
+    assert (found.image_error, found.latent_error) == (None, None)
+
+
+def test_all_pictures_together_weigh_by_their_size() -> None:
+    def errors(name: str, base: float, with_lora: float, norm: float) -> PictureErrors:
+        return PictureErrors(
+            name,
+            OutputError(20.0, base, norm, base, norm),
+            OutputError(30.0, with_lora, norm, with_lora, norm),
+        )
+
+    pictures = (errors("a", 3.0, 0.3, 10.0), errors("b", 4.0, 0.4, 20.0))
+    report = ImageReport(pictures, (UnreadablePicture("c", "damaged"),), (), 1, 0, 1.0)
+    overall = report.overall
+    assert overall.base.latent_error == pytest.approx(5 / math.hypot(10, 20))
+    assert overall.with_lora.image_difference == pytest.approx(0.5)
+    assert overall.remaining == pytest.approx(0.1)
+    assert (overall.base.psnr, overall.with_lora.psnr) == (20.0, 30.0)
+    loaded = json.loads(json.dumps(report.as_dict(), allow_nan=False))
+    assert loaded["unreadable"] == [{"file": "c", "reason": "damaged"}]
+    assert [picture["picture"] for picture in loaded["pictures"]] == ["a", "b"]
