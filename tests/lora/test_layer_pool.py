@@ -80,3 +80,16 @@ def test_leaving_the_loop_waits_for_what_is_under_way() -> None:
 
 def test_there_is_a_worker_for_each_core_and_never_none() -> None:
     assert 1 <= worker_count() <= 8
+
+
+def test_a_host_that_traded_digits_for_speed_gets_its_setting_back() -> None:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        found = {
+            precision for _, precision in run_layers({"a": 1}, lambda _: torch.get_float32_matmul_precision())
+        }
+        assert found == {"highest"}
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)

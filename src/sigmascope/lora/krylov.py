@@ -21,7 +21,7 @@ from torch import Tensor
 from sigmascope.lora.krylov_basis import KrylovBasis
 from sigmascope.lora.norms import quick_energy
 from sigmascope.lora.precision import gram_in_double
-from sigmascope.lora.small_matrices import orthonormal, orthonormal_rows
+from sigmascope.lora.small_matrices import orthonormal, orthonormal_rows, symmetric_eigen
 
 _MOST_BLOCKS: Final = 9
 _WIDEST_BLOCK: Final = 64
@@ -135,9 +135,9 @@ def _deflated(matrix: Tensor, strong: Subspace, goal: _Goal, seed: int) -> Subsp
     held = weak.vectors - refined @ (refined.mT @ weak.vectors)
     both = orthonormal(torch.cat([refined, orthonormal(held)], dim=1))
     images = matrix @ both
-    energies, turn = torch.linalg.eigh(gram_in_double(images))
-    best = turn.flip(1)[:, : goal.rank].to(both)
-    captured = float(energies.flip(0)[: goal.rank].sum())
+    energies, turn = symmetric_eigen(gram_in_double(images))
+    best = turn[:, : goal.rank].to(both)
+    captured = float(energies[: goal.rank].sum())
     return Subspace(both @ best, images @ best, captured, weak.converged)
 
 

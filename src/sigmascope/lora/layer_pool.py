@@ -56,8 +56,10 @@ def run_layers(
 
 @contextmanager
 def _single_threaded_pool(workers: int) -> Iterator[ThreadPoolExecutor]:
-    """Threads that compute with one core each; the caller's own setting is as before afterwards."""
+    """Threads that compute with one core each, in full float32; the caller's settings are as before afterwards."""
     before = torch.get_num_threads()
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")  # a host may have traded digits of float32 for speed
     pool = ThreadPoolExecutor(
         workers, thread_name_prefix="layer", initializer=torch.set_num_threads, initargs=(1,)
     )
@@ -65,6 +67,7 @@ def _single_threaded_pool(workers: int) -> Iterator[ThreadPoolExecutor]:
         yield pool
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+        torch.set_float32_matmul_precision(precision)
         torch.set_num_threads(before)  # threads begun later take the process's last setting
 
 

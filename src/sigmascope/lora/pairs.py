@@ -81,8 +81,9 @@ class CheckpointPair:
             NonFiniteError: Either file holds NaN or Inf there.
             CheckpointError: The tensor cannot be read.
         """
-        base = self.base.tensor(key).to(device, self.precision)
-        tuned = self.tuned.tensor(key).to(device, self.precision)
+        # The narrow numbers travel to the device and are widened there.
+        base = self.base.tensor(key).to(device).to(self.precision)
+        tuned = self.tuned.tensor(key).to(device).to(self.precision)
         base_norm = frobenius_norm(base)
         delta = tuned - base
         norm = frobenius_norm(delta)  # NaN or Inf in either file reaches the norm: one pass serves both

@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sigmascope.lora.precision import gram_in_double, in_double
+from sigmascope.lora.small_matrices import symmetric_eigen
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,8 +29,8 @@ class Projection:
     @cached_property
     def white(self) -> Float[Tensor, "j r"]:
         """T, leaving out directions that depend on others."""
-        values, vectors = torch.linalg.eigh(self.gram)
-        kept = values > torch.finfo(torch.float32).eps ** 2 * values[-1]
+        values, vectors = symmetric_eigen(self.gram)
+        kept = values > torch.finfo(torch.float32).eps ** 2 * values[0]
         white: Tensor = vectors[:, kept] * values[kept].clamp_min(torch.finfo(torch.float64).tiny).rsqrt()
         return white
 
@@ -56,8 +57,8 @@ class Projection:
     @cached_property
     def _eigen(self) -> tuple[Tensor, Tensor]:
         rows = self.white.mT @ self.products
-        energies, turn = torch.linalg.eigh(rows @ rows.mT)
-        return energies.flip(0).clamp_min(0.0), turn.flip(1)
+        energies, turn = symmetric_eigen(rows @ rows.mT)
+        return energies.clamp_min(0.0), turn
 
 
 def project(matrix: Float[Tensor, "m n"], left: Float[Tensor, "m j"]) -> Projection:

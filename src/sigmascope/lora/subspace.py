@@ -12,6 +12,7 @@ from sigmascope.lora.exact_svd import exact_right_subspace
 from sigmascope.lora.krylov import leading_subspace
 from sigmascope.lora.norms import frobenius_norm
 from sigmascope.lora.precision import gram_in_double
+from sigmascope.lora.small_matrices import symmetric_eigen
 
 TOLERANCE: Final = 1e-3
 """By default the error may exceed the optimum by at most this share of it."""
@@ -59,8 +60,7 @@ def left_directions(images: Float[Tensor, "m k"], rank: int) -> Float[Tensor, "m
 
     Directions that are only rounding are left out, but never all of them.
     """
-    energies, vectors = torch.linalg.eigh(gram_in_double(images))
-    energies, vectors = energies.flip(0), vectors.flip(1)
+    energies, vectors = symmetric_eigen(gram_in_double(images))
     real = energies > _rounding(images.dtype) * energies[0]
     kept = max(1, min(rank, int(real.sum())))
     scale = energies[:kept].clamp_min(torch.finfo(torch.float64).tiny) ** -0.25
