@@ -85,6 +85,7 @@ def write_extracted(
         layout=pair.layout,
         metadata=metadata,
         expected=pair.layers,
+        model_layers=pair.layers,
         dtype=options.storage_dtype,
     )
     with writer:

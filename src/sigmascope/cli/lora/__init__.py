@@ -2,7 +2,7 @@
 
 import typer
 
-from sigmascope.cli.lora import extract, validate
+from sigmascope.cli.lora import convert, extract, validate
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -11,3 +11,4 @@ app = typer.Typer(
 )
 app.command("extract", epilog=extract.EPILOG)(extract.extract)
 app.command("validate", epilog=validate.EPILOG)(validate.validate)
+app.command("convert", epilog=convert.EPILOG)(convert.convert)

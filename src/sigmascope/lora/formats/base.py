@@ -27,13 +27,15 @@ class FactorKeys:
         up: Of the up factor.
         down: Of the down factor.
         alpha: Of the alpha; None where the format has none.
-        holds_changes: Whether LoHa, LoKr, DoRA and differences are written too.
+        holds_changes: Whether LoHa, LoKr, DoRA and differences are written too, as kohya's tools name them.
+        magnitude: Of DoRA's magnitudes per output, where the format writes those but no other changes.
     """
 
     up: str = "lora_up.weight"
     down: str = "lora_down.weight"
     alpha: str | None = "alpha"
     holds_changes: bool = True
+    magnitude: str | None = None
 
     def tensors(self, module: str, factors: LoraFactors) -> dict[str, Tensor]:
         """The tensors of plain factors by key, with alpha = rank (float32), contiguous."""

@@ -6,6 +6,7 @@ tools that want one calculate it, and a stale one is worse than none.
 """
 
 import json
+from collections.abc import Mapping
 from typing import Final
 
 _ARCHITECTURES: Final = {
@@ -18,6 +19,9 @@ _ARCHITECTURES: Final = {
     "wan": "wan",
     "qwen_image": "qwen-image",
 }
+FAMILIES: Final = tuple(_ARCHITECTURES)
+"""The families of models that are known by name."""
+
 _BASE_VERSIONS: Final = {
     "lbm": "lbm",
     "sd15": "sd_v1",
@@ -80,12 +84,12 @@ def lora_header(
     return header
 
 
-def kept_metadata(metadata: dict[str, str]) -> dict[str, str]:
+def kept_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
     """What of a file's header is still true once its LoRA is in another file."""
     return {key: value for key, value in metadata.items() if key not in _STALE}
 
 
-def family_in(metadata: dict[str, str]) -> str | None:
+def family_in(metadata: Mapping[str, str]) -> str | None:
     """The family that a header names; None where it names none that is known."""
     architecture = metadata.get("modelspec.architecture", "").partition("/")[0]
     for family, name in sorted(_ARCHITECTURES.items(), key=lambda item: -len(item[1])):

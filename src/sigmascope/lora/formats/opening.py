@@ -18,7 +18,9 @@ from sigmascope.lora.paths import exists
 
 
 @contextmanager
-def open_lora(path: str | Path, *, check_finite: bool = True) -> Iterator[LoraFile]:
+def open_lora(
+    path: str | Path, *, check_finite: bool = True, keep_float8: bool = False
+) -> Iterator[LoraFile]:
     """Open a LoRA file of any known format for reading one module at a time.
 
     Names, shapes and ranks come from the header alone; a module's tensors are read each time it is asked for.
@@ -26,6 +28,8 @@ def open_lora(path: str | Path, *, check_finite: bool = True) -> Iterator[LoraFi
     Args:
         path: A safetensors file, a `.pt`/`.ckpt` of tensors only, or a folder that holds one.
         check_finite: Whether a module that holds NaN or Inf is refused when it is read.
+        keep_float8: Whether float8 factors stay so. PyTorch does not calculate in float8, so they come as
+            float32 else, which loses nothing.
 
     Yields:
         The LoRA; its modules can be read inside the block only.
@@ -38,7 +42,7 @@ def open_lora(path: str | Path, *, check_finite: bool = True) -> Iterator[LoraFi
     """
     exists(Path(path))  # refuses what the system will not look at; a missing file is named when it is opened
     with open_checkpoint(path) as checkpoint:
-        yield _lazy_file(checkpoint, check_finite=check_finite)
+        yield _lazy_file(checkpoint, check_finite=check_finite, keep_float8=keep_float8)
 
 
 def load_lora(path: str | Path) -> LoraFile:
@@ -58,13 +62,13 @@ def load_lora(path: str | Path) -> LoraFile:
         )
 
 
-def _lazy_file(checkpoint: Checkpoint, *, check_finite: bool) -> LoraFile:
+def _lazy_file(checkpoint: Checkpoint, *, check_finite: bool, keep_float8: bool) -> LoraFile:
     found = group_keys(checkpoint.path, checkpoint.keys())
     lora_format = recognised(checkpoint, found)
     configs = (
         read_configs(checkpoint.path, checkpoint.metadata) if lora_format.name == "peft" else PeftConfigs()
     )
-    reader = EntryReader(checkpoint, EntryScales(checkpoint, configs), check_finite)
+    reader = EntryReader(checkpoint, EntryScales(checkpoint, configs), check_finite, keep_float8)
     entries = entries_of(checkpoint.path, found)
     _refuse_twice(checkpoint.path, entries)
     facts = {entry.name: reader.facts(entry) for entry in entries}

@@ -1,7 +1,8 @@
 """PEFT's naming as diffusers reads it: `unet.down_blocks.1.resnets.0.conv1.lora_A.weight`.
 
 There is no alpha: diffusers ignores one beside `lora_A` and `lora_B`, so the scale is always in the up factor.
-The prefix must be that of the pipeline's component, or be given to `load_lora_adapter`.
+The prefix must be that of the pipeline's component, or be given to `load_lora_adapter`. DoRA's magnitudes per
+output can be written, which PEFT takes for all modules of a LoRA or for none.
 """
 
 from typing import Final
@@ -11,7 +12,13 @@ from sigmascope.lora.formats.keys import KeyGroups
 from sigmascope.lora.layer_paths import UNET_FAMILIES, Naming
 from sigmascope.lora.layout import ModelLayout, Part
 
-_KEYS: Final = FactorKeys(up="lora_B.weight", down="lora_A.weight", alpha=None, holds_changes=False)
+_KEYS: Final = FactorKeys(
+    up="lora_B.weight",
+    down="lora_A.weight",
+    alpha=None,
+    holds_changes=False,
+    magnitude="lora_magnitude_vector",
+)
 _UNET_STARTS: Final = ("down_blocks.", "mid_block.", "up_blocks.", "conv_in", "conv_out")
 
 

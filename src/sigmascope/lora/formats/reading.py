@@ -47,11 +47,13 @@ class EntryReader:
         checkpoint: The open file.
         scales: What its entries are scaled with.
         check_finite: Whether NaN and Inf are refused.
+        keep_float8: Whether float8 stays float8; else it comes as float32.
     """
 
     checkpoint: Checkpoint
     scales: EntryScales
     check_finite: bool = True
+    keep_float8: bool = False
 
     def facts(self, entry: Entry) -> ModuleFacts:
         """What the header tells of an entry.
@@ -138,7 +140,6 @@ class EntryReader:
         return entry.by_peft or magnitudes_per_output(self.checkpoint.info(entry.magnitude).shape, shape)
 
     def _tensor(self, key: str) -> Tensor:
-        """Read one tensor; float8 comes as float32, because PyTorch does not calculate in float8."""
         tensor = self.checkpoint.tensor(key)
         wide = tensor.to(at_least_float32(tensor.dtype))
         if self.check_finite and not bool(torch.isfinite(wide).all()):
@@ -146,7 +147,7 @@ class EntryReader:
                 f"{self.checkpoint.path}: {key} holds NaN or Inf.",
                 hint="Make the file again, in bf16 or float if it was fp16.",
             )
-        return wide if tensor.dtype.itemsize == 1 else tensor
+        return wide if tensor.dtype.itemsize == 1 and not self.keep_float8 else tensor
 
     def _require_numbers(self, key: str, dtype: torch.dtype) -> None:
         if not is_real(dtype):

@@ -18,17 +18,29 @@ class Tally:
         kinds: `lora` for plain factors, else as `WeightChange.kind`.
         linear: How many Linear layers have each rank, and whether it is all that such a layer can have.
         convolution: The same of convolutions.
+        changes: How many changes of other kinds there are.
     """
 
     kinds: set[str] = field(default_factory=set)
     linear: Counter[tuple[int, bool]] = field(default_factory=Counter)
     convolution: Counter[tuple[int, bool]] = field(default_factory=Counter)
+    changes: int = 0
+
+    @property
+    def modules(self) -> int:
+        """How many modules of plain factors there are."""
+        return self.linear.total() + self.convolution.total()
 
     def add(self, rank: int, weight_shape: tuple[int, ...]) -> None:
         """Count plain factors."""
         self.kinds.add("lora")
         counts = self.convolution if is_convolution(weight_shape) else self.linear
         counts[rank, rank >= max_rank(weight_shape)] += 1
+
+    def add_change(self, kind: str) -> None:
+        """Count a change that is more than plain factors."""
+        self.kinds.add(kind)
+        self.changes += 1
 
     def header(self, format_name: str, family: str) -> dict[str, str]:
         """The header's fields; see `lora_header`."""

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from sigmascope.checkpoints import StreamingWriter
 from sigmascope.errors import LoraFormatError, NonFiniteError
-from sigmascope.lora.adapters import Adapter, DiffChange, DoraChange, WeightChange
+from sigmascope.lora.adapters import Adapter, DiffChange, DoraChange, TuckerChange, WeightChange
 from sigmascope.lora.factors import LoraFactors
+from sigmascope.lora.formats.base import FactorKeys
 from sigmascope.lora.formats.change_tensors import change_tensors
 from sigmascope.lora.formats.registry import format_named
 from sigmascope.lora.formats.tally import Tally
@@ -48,10 +49,14 @@ class LoraWriter:
         layout: Of the checkpoint whose layers are named; LBM's own when left out.
         metadata: Texts for the header.
         inherited: Texts for the header that go before none of the above.
-        expected: Paths of the layers that may come, so that room is left for the header; those of the whole
-            model also tell how a U-Net of unusual size counts its blocks.
+        expected: Paths of the layers that may come, so that room is left for the header.
+        model_layers: Paths of all layers of the model, by which a U-Net of unusual size counts its blocks.
         dtype: To store factors in; their own when left out, or float32 where a scale would round them.
         prefix: Before the denoiser's names in PEFT's format; `unet` or `transformer` when left out, "" for none.
+
+    Attributes:
+        tally: Kinds and ranks of what is written so far.
+        widened: Layers whose up factor became float32, because their scale would have rounded it.
 
     Raises:
         LoraFormatError: There is no such format; on leaving, nothing was written.
@@ -67,6 +72,7 @@ class LoraWriter:
         metadata: Mapping[str, str] | None = None,
         inherited: Mapping[str, str] | None = None,
         expected: Iterable[str] | None = None,
+        model_layers: Iterable[str] | None = None,
         dtype: torch.dtype | None = None,
         prefix: str | None = None,
     ) -> None:
@@ -74,17 +80,17 @@ class LoraWriter:
         self.format = format_named(format)
         self.layout = layout or LBM_LAYOUT
         self.tally = Tally()
+        self.widened: list[str] = []
         self._metadata = (
             {"modelspec.title": as_text(self.path.stem), **(inherited or {})},
             dict(metadata or {}),
         )
         self._dtype = dtype
         self._prefix = prefix
-        layers = None if expected is None else list(expected)
-        self._blocks = None if layers is None else _blocks(layers, self.layout)
+        self._blocks = None if model_layers is None else _blocks(model_layers, self.layout)
         self._parts: dict[str, tuple[Row, str, dict[str, LoraFactors]]] = {}
-        names = None if layers is None else [layer + end for layer in layers for end in _KEY_ENDS]
         first, last = self._metadata
+        names = None if expected is None else [layer + end for layer in expected for end in _KEY_ENDS]
         room = None if names is None else [*names, "x" * _FIELDS_BYTES]
         self._file = StreamingWriter(self.path, first | last, expected=room)
 
@@ -156,18 +162,21 @@ class LoraWriter:
             LoraFormatError: The format cannot hold such a change, or has no name for the layer.
             NonFiniteError: As of `write_diff`.
         """
-        layer = name.removesuffix(".bias")
-        if not isinstance(change, Adapter | DoraChange):
-            raise LoraFormatError(f"{name}: a change of kind {change.kind} is not written.")
-        if not self.format.keys.holds_changes:
+        layer, keys = name.removesuffix(".bias"), self.format.keys
+        if isinstance(change, TuckerChange) and not keys.holds_changes:
+            self.write(name, change.factors())
+            return
+        if not isinstance(change, Adapter | DoraChange) or not _holds(keys, change):
             raise LoraFormatError(
-                f"{name}: {self.format.name} files hold up and down factors only, and this change is {change.kind}.",
+                f"{name}: {self.format.name} files hold no such change ({change.kind}).",
                 hint="Write another format, or leave such changes out.",
             )
         module = self.format.name_for(layer, self.layout, prefix=self._prefix, blocks=self._blocks)
-        for end, tensor in change_tensors(change, is_bias=name != layer).items():
-            self._put(f"{module}.{end}", tensor if end == "alpha" else self._cast(module, tensor))
-        self.tally.kinds.add(change.kind)
+        tensors = change_tensors(change, keys, is_bias=name != layer)
+        stored = {end: self._cast(name, tensor, end) for end, tensor in tensors.items()}
+        for end, tensor in stored.items():
+            self._file.write(f"{module}.{end}", tensor)
+        self.tally.add_change(change.kind)
 
     def _write(self, layer: str, path: str, factors: LoraFactors) -> None:
         name = self.format.named(layer, path, self.layout, self._prefix)
@@ -175,20 +184,20 @@ class LoraWriter:
         for factor in (stored.up, stored.down):
             _require_finite(layer, factor)
         for key, tensor in self.format.module_tensors(name, stored).items():
-            self._put(key, tensor)
+            self._file.write(key, tensor)
+        if self._dtype is None and stored.up.dtype != factors.up.dtype:
+            self.widened.append(layer)
         self.tally.add(stored.rank, stored.weight_shape)
 
     def _write_joined(self, original: str) -> None:
         row, layer, parts = self._parts.pop(original)
         self._write(layer, original, joined(parts, row))
 
-    def _cast(self, module: str, tensor: Tensor) -> Tensor:
-        stored = tensor.detach() if self._dtype is None else tensor.detach().to(self._dtype)
+    def _cast(self, module: str, tensor: Tensor, end: str) -> Tensor:
+        keep = self._dtype is None or end == self.format.keys.alpha
+        stored = tensor.detach() if keep else tensor.detach().to(self._dtype)
         _require_finite(module, stored)
         return stored.contiguous()
-
-    def _put(self, key: str, tensor: Tensor) -> None:
-        self._file.write(key, tensor)
 
     def _finish(self) -> None:
         for original in list(self._parts):
@@ -201,6 +210,13 @@ class LoraWriter:
         self._file.update_metadata(first | self.tally.header(self.format.name, self.layout.family) | last)
 
 
+def _holds(keys: FactorKeys, change: Adapter | DoraChange) -> bool:
+    is_plain = (
+        isinstance(change, DoraChange) and isinstance(change.direction, LoraFactors) and change.per_output
+    )
+    return keys.holds_changes or (keys.magnitude is not None and is_plain)
+
+
 def _require_finite(module: str, tensor: Tensor) -> None:
     if not bool(torch.isfinite(tensor.to(at_least_float32(tensor.dtype))).all()):
         raise NonFiniteError(
@@ -209,8 +225,5 @@ def _require_finite(module: str, tensor: Tensor) -> None:
         )
 
 
-def _blocks(layers: list[str], layout: ModelLayout) -> UnetBlocks | None:
-    """The U-Net's blocks, where the layers are enough of them to tell."""
-    paths = [path for part, path in map(layout.split, layers) if part == "denoiser"]
-    whole = any(".downsamplers." in path or path.endswith(".op") for path in paths)
-    return blocks_of(paths) if whole else None
+def _blocks(layers: Iterable[str], layout: ModelLayout) -> UnetBlocks:
+    return blocks_of(path for part, path in map(layout.split, layers) if part == "denoiser")

@@ -1,0 +1,171 @@
+"""Carry a LoRA file from one format to another, module by module and without loss."""
+
+from dataclasses import asdict, dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from sigmascope.checkpoints import open_checkpoint
+from sigmascope.errors import ConfigError, LoraFormatError
+from sigmascope.lora.conversion_names import LeftOut, NamedLora, named_by_itself, named_by_model
+from sigmascope.lora.file import LoraFile
+from sigmascope.lora.formats import LoraWriter, format_named, open_lora
+from sigmascope.lora.formats.header import kept_metadata
+from sigmascope.lora.paths import exists
+from sigmascope.progress import Progress, no_progress
+
+__all__ = ["ConversionReport", "LeftOut", "convert_lora"]
+
+_NAMED_IN_A_MESSAGE: Final = 5
+
+
+@dataclass(frozen=True, slots=True)
+class ConversionReport:
+    """What a conversion did.
+
+    Attributes:
+        source: The file that was read.
+        target: The file that was written.
+        source_format: Of the file that was read.
+        format: Of the file that was written.
+        family: Of the model that the LoRA is for; `unknown` where it does not matter.
+        modules: Modules of plain factors in the new file. Fused ones may be fewer or more than before.
+        changes: Changes of other kinds there.
+        widened: Modules whose up factor is float32 now, because their scale would have rounded it.
+        left_out: What is in the old file only.
+        file_bytes: Size of the new file.
+    """
+
+    source: Path
+    target: Path
+    source_format: str
+    format: str
+    family: str
+    modules: int
+    changes: int
+    widened: tuple[str, ...]
+    left_out: tuple[LeftOut, ...]
+    file_bytes: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as JSON values."""
+        return asdict(self) | {"source": str(self.source), "target": str(self.target)}
+
+
+def convert_lora(
+    source: str | PathLike[str],
+    target: str | PathLike[str],
+    format: str,
+    *,
+    model: str | PathLike[str] | None = None,
+    family: str | None = None,
+    prefix: str | None = None,
+    dtype: torch.dtype | None = None,
+    drop_unsupported: bool = False,
+    progress: Progress = no_progress,
+) -> ConversionReport:
+    """Write a LoRA file in another format.
+
+    One module is in memory at a time. Factors keep their dtype; alpha becomes the rank, and the scale goes into
+    the up factor, which becomes float32 where it would be rounded otherwise. The header keeps what is still true.
+
+    Args:
+        source: The file to read, in any format.
+        target: The `.safetensors` file to write or replace.
+        format: "native", "kohya", "peft" or "comfyui".
+        model: A checkpoint that the LoRA is for: its layers then say what a flattened name means, and native names
+            are its own.
+        family: Of the model, where neither it nor the LoRA's header and names tell; see `ModelLayout.family`.
+        prefix: Before the denoiser's names in PEFT's and native format, "" for none.
+        dtype: To store factors in; their own when left out.
+        drop_unsupported: Leave out what the format cannot hold or has no name for, and say so in the report.
+        progress: Told after each module.
+
+    Returns:
+        What was written, and what was left out.
+
+    Raises:
+        LoraFormatError: The source is not understood, a name cannot be carried over, or the format cannot hold a
+            change; each with its name.
+        ConfigError: The target is the source or no `.safetensors`, or the family cannot be told.
+        CheckpointError: A file cannot be read.
+        NonFiniteError: A tensor holds NaN or Inf, or does so in `dtype`.
+        WriteError: The target cannot be written; it is as it was.
+    """
+    wanted, path = format_named(format), Path(target)
+    _check_target(path, [Path(file) for file in (source, model) if file is not None])
+    with open_lora(Path(source), keep_float8=True) as lora:
+        named = _named(lora, wanted.name, model, family, prefix)
+        left_out = list(named.left_out)
+        if left_out and not drop_unsupported:
+            raise _no_names(lora, left_out)
+        with LoraWriter(
+            path,
+            format=wanted.name,
+            layout=named.layout,
+            inherited=kept_metadata(lora.metadata),
+            expected=named.layers.values(),
+            model_layers=named.model_layers,
+            dtype=dtype,
+            prefix=prefix,
+        ) as writer:
+            for done, (name, layer) in enumerate(named.layers.items(), start=1):
+                try:
+                    _write(writer, named.lora, name, layer)
+                except LoraFormatError as error:
+                    if not drop_unsupported:
+                        raise
+                    left_out.append(LeftOut(name, error.message))
+                progress(done, len(named.layers), name)
+    return ConversionReport(
+        source=Path(source),
+        target=path,
+        source_format=lora.format,
+        format=wanted.name,
+        family=named.layout.family,
+        modules=writer.tally.modules,
+        changes=writer.tally.changes,
+        widened=tuple(writer.widened),
+        left_out=tuple(left_out),
+        file_bytes=path.stat().st_size,
+    )
+
+
+def _write(writer: LoraWriter, lora: LoraFile, name: str, layer: str) -> None:
+    if name in lora.modules:
+        writer.write(layer, lora.modules[name])
+    else:
+        writer.write_change(layer, lora.changes[name])
+
+
+def _named(
+    lora: LoraFile, format: str, model: str | PathLike[str] | None, family: str | None, prefix: str | None
+) -> NamedLora:
+    if model is None:
+        return named_by_itself(lora, format, family=family, prefix=prefix)
+    with open_checkpoint(model) as checkpoint:
+        return named_by_model(lora, checkpoint)
+
+
+def _no_names(lora: LoraFile, left_out: list[LeftOut]) -> LoraFormatError:
+    shown = "; ".join(f"{one.name} ({one.reason})" for one in left_out[:_NAMED_IN_A_MESSAGE])
+    more = len(left_out) - _NAMED_IN_A_MESSAGE
+    return LoraFormatError(
+        f"{lora}: {len(left_out)} of {len(lora.names)} names cannot be carried over: {shown}"
+        f"{f'; and {more} more' if more > 0 else ''}.",
+        hint="Give the model that the LoRA is for (--model), or leave these out (--drop_unsupported).",
+    )
+
+
+def _check_target(target: Path, inputs: list[Path]) -> None:
+    if target.suffix != ".safetensors":
+        raise ConfigError(
+            f"{target}: a LoRA is written as safetensors.", hint=f"Name it {target.stem}.safetensors."
+        )
+    if exists(target) and target.is_dir():
+        raise ConfigError(f"{target} is a folder.", hint=f"Name a file in it: {target / 'lora.safetensors'}.")
+    for file in inputs:
+        if exists(target) and exists(file) and target.samefile(file):
+            raise ConfigError(f"{target} is the input {file}.", hint="Choose another name.")
