@@ -9,28 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from sigmascope.lora.block_names import block_position
+from sigmascope.lora.merge_inputs import InputLora
 from sigmascope.lora.norms import root_sum_square
 from sigmascope.lora.reduction import ReducedModule
 from sigmascope.records.finding import Finding
-
-
-@dataclass(frozen=True, slots=True)
-class InputLora:
-    """One LoRA that went in.
-
-    Attributes:
-        path: As given.
-        weight: What its change was multiplied with.
-        format: `native`, `kohya`, `peft` or `comfyui`.
-        modules: How many it has.
-        file_bytes: Its size.
-    """
-
-    path: Path
-    weight: float
-    format: str
-    modules: int
-    file_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

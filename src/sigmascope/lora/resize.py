@@ -20,11 +20,12 @@ from sigmascope.errors import ConfigError
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.formats import open_lora
 from sigmascope.lora.lora_dtype import dtype_name, storage_dtype
+from sigmascope.lora.merge_inputs import InputLora
 from sigmascope.lora.options import STORAGE_DTYPES, SavePrecision, check_target, refuse_inputs
 from sigmascope.lora.paths import as_text
 from sigmascope.lora.reducible import FormedChange, ReducibleChange, reducible
 from sigmascope.lora.reduction import RankPlan, ReducedModule, Reduction
-from sigmascope.lora.reduction_report import InputLora, ReductionReport
+from sigmascope.lora.reduction_report import ReductionReport
 from sigmascope.lora.same_names import SameNamesWriter
 from sigmascope.lora.storage_cost import StorageCost
 from sigmascope.progress import Progress, no_progress
@@ -94,7 +95,7 @@ def resize_lora(
                 writer.write_change(name, opened.changes[name])
             _refuse_nothing(modules, plan)
         return ReductionReport(
-            inputs=(InputLora(source, 1.0, opened.format, len(opened.names), source.stat().st_size),),
+            inputs=(InputLora.of(opened, source),),
             lora=target,
             format=opened.format,
             dtype=dtype_name(dtype),
