@@ -6,7 +6,8 @@ from itertools import groupby
 from math import fsum
 from typing import Any, Final, Literal
 
-from sigmascope.lora.layer_names import block_of, block_order
+from sigmascope.lora.block_names import block_of_module, block_position
+from sigmascope.lora.layer_names import layer_order
 from sigmascope.lora.norms import root_sum_square
 
 Band = Literal["excellent", "good", "poor", "noise"]
@@ -19,6 +20,8 @@ BANDS: Final[dict[Band, str]] = {
     "noise": "> 100 %",
 }
 """The bands of relative error. In `noise` the LoRA is farther from the change than no LoRA at all."""
+
+_VAE: Final = ("vae.", "first_stage_model.")
 
 
 def band_of(relative_error: float) -> Band:
@@ -69,8 +72,13 @@ class ModuleError:
 
     @property
     def block(self) -> str:
-        """The block that the layer is in."""
-        return block_of(self.name)
+        """The block that the layer is in; the VAE is one."""
+        return "vae" if self.name.startswith(_VAE) else block_of_module(self.name)
+
+    @property
+    def order(self) -> tuple[object, ...]:
+        """Sorting key: by block in the order in which a latent passes them, then by name, 2 before 10."""
+        return block_position(self.block), layer_order(self.name)[1]
 
     def as_dict(self) -> dict[str, Any]:
         """The module as JSON values."""
@@ -109,7 +117,7 @@ class BlockError:
 
 def summarise_blocks(modules: Sequence[ModuleError]) -> tuple[BlockError, ...]:
     """One summary a block, in the order in which a latent passes them."""
-    ordered = sorted(modules, key=lambda module: block_order(module.block))
+    ordered = sorted(modules, key=lambda module: block_position(module.block))
     return tuple(_summarise(name, list(group)) for name, group in groupby(ordered, lambda m: m.block))
 
 

@@ -6,6 +6,7 @@ Models and LoRA are read a layer at a time, several layers at once, and nothing 
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from sigmascope.lora.changed_keys import ChangedKeys, changed_keys
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.formats import open_lora
 from sigmascope.lora.layer_kinds import WEIGHT
-from sigmascope.lora.layer_names import layer_order, write_layer_names
+from sigmascope.lora.layer_names import write_layer_names
 from sigmascope.lora.module_errors import ModuleError
 from sigmascope.lora.pair_options import PARTS
 from sigmascope.lora.pairs import CheckpointPair, PairOptions, open_pair
@@ -46,8 +47,8 @@ def validate_lora(
         base: Checkpoint that the LoRA is put on.
         tuned: Checkpoint that it should reproduce.
         lora: LoRA file of any format that `open_lora` reads.
-        options: What is compared and what may be left out of it; None compares the denoisers, and the parts
-            beside them that the LoRA changes.
+        options: What is compared and what may be left out of it; the defaults compare the denoisers. Parts that
+            the LoRA changes and both models have are compared in any case.
         workers: Threads; as many as cores when left out.
         progress: Told after each tensor.
 
@@ -61,7 +62,7 @@ def validate_lora(
         NonFiniteError: NaN or Inf in one of the three.
     """
     started = time.perf_counter()
-    with open_lora(Path(lora)) as file, _opened(base, tuned, file, options) as pair:
+    with open_lora(Path(lora)) as file, _opened(base, tuned, file, options or PairOptions()) as pair:
         targets = changed_keys(file, pair.base, pair.layout)
         measured = measure_layers(pair, targets, workers=workers, progress=progress)
         if all(module.delta_norm == 0 for module in measured.modules) and not measured.uncovered:
@@ -73,7 +74,7 @@ def validate_lora(
         base=Path(base),
         tuned=Path(tuned),
         lora=Path(lora),
-        modules=tuple(sorted(modules, key=lambda module: layer_order(module.name))),
+        modules=tuple(sorted(modules, key=lambda module: module.order)),
         unchanged_layers=measured.unchanged_layers,
         findings=tuple(findings),
         seconds=time.perf_counter() - started,
@@ -82,17 +83,18 @@ def validate_lora(
 
 @contextmanager
 def _opened(
-    base: str | PathLike[str], tuned: str | PathLike[str], lora: LoraFile, options: PairOptions | None
+    base: str | PathLike[str], tuned: str | PathLike[str], lora: LoraFile, options: PairOptions
 ) -> Iterator[CheckpointPair]:
-    """The pair as asked for; else of the denoisers and all parts that the LoRA changes."""
+    """The pair of the parts asked for, and of those that the LoRA changes beside them."""
     with open_pair(base, tuned, options) as pair:
-        changed = changed_keys(lora, pair.base, pair.layout).names
-        parts = {pair.layout.split(key)[0] for key in changed} - {"denoiser"}
-        if options is not None or not parts or "denoiser" not in pair.layout.prefixes:
+        outside = {key: pair.layout.split(key)[0] for key in pair.outside}
+        changed = changed_keys(lora, pair.base, pair.layout).names if outside else {}
+        wanted = {*options.parts, *(outside[key] for key in changed if key in outside)}
+        if wanted == {*options.parts}:
             yield pair
             return
-    whole = PairOptions(parts=tuple(part for part in PARTS if part in parts | {"denoiser"}))
-    with open_pair(base, tuned, whole) as pair:
+    more = replace(options, parts=tuple(part for part in PARTS if part in wanted))
+    with open_pair(base, tuned, more) as pair:
         yield pair
 
 

@@ -11,7 +11,7 @@ from os import PathLike
 from typing import Final
 
 from sigmascope.lora import svg
-from sigmascope.lora.layer_names import block_order
+from sigmascope.lora.block_names import block_position
 from sigmascope.lora.module_errors import BANDS, Band, BlockError, ModuleError
 from sigmascope.lora.validation_report import ValidationReport
 from sigmascope.records.atomic import atomic_path
@@ -97,7 +97,7 @@ def _layers(modules: Sequence[ModuleError]) -> Iterator[str]:
     yield svg.label(16, _TOP + 12, "Error by layer")
     yield from axis.lines()
     step = (_RIGHT - _LEFT) / max(len(modules), 1)
-    ordered = sorted(modules, key=lambda module: block_order(module.block))
+    ordered = sorted(modules, key=lambda module: block_position(module.block))
     x, free = _LEFT + step / 2, 0.0
     for block, members in groupby(ordered, lambda module: module.block):
         group, edge = list(members), x - step / 2

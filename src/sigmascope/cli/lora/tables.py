@@ -57,7 +57,7 @@ def _text(*parts: object) -> Text:
 
 def _block_table(blocks: Sequence["BlockError"], applied: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=_PADDING, pad_edge=False)
-    table.add_column("Block", no_wrap=True)
+    table.add_column("Block", overflow="fold")
     for heading in (applied, "Rank", "Change", "Error", "Mean", "Worst"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("Band", no_wrap=True)

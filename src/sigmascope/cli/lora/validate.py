@@ -3,26 +3,38 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
+from sigmascope.cli.lora import image_options as pictures
+from sigmascope.cli.lora import pair_options as pairs
+from sigmascope.cli.lora.image_tables import print_images
 from sigmascope.cli.lora.options import AsJson, BasePath, TunedPath, Verbose
 from sigmascope.cli.lora.tables import print_validation
 from sigmascope.cli.progress import progress_bar
 from sigmascope.errors import ConfigError, WriteError
 
-EPILOG = (
-    "Example: sigmascope lora validate --base_model_path base.safetensors "
-    "--tuned_model_path tuned.safetensors --lora_path my_lora.safetensors"
-)
+if TYPE_CHECKING:
+    from sigmascope.lora.validate import ValidationReport
+
+EPILOG = """Examples:
+
+sigmascope lora validate --base_model_path base.safetensors --tuned_model_path tuned.safetensors
+--lora_path my_lora.safetensors --picture errors.svg
+
+sigmascope lora validate --base_model_path base.safetensors --tuned_model_path tuned.safetensors
+--lora_path my_lora.safetensors --images photos/
+"""
 
 
 def validate(
     base_model_path: BasePath,
     tuned_model_path: TunedPath,
-    lora_path: Annotated[Path, typer.Option("--lora_path", help="LoRA to prove.", show_default=False)],
+    lora_path: Annotated[
+        Path, typer.Option("--lora_path", help="LoRA to prove, of any format.", show_default=False)
+    ],
     layer_names: Annotated[
         Path | None,
         typer.Option(
@@ -31,15 +43,33 @@ def validate(
             show_default="lora_layer_names.txt beside the LoRA",
         ),
     ] = None,
+    picture: Annotated[
+        Path | None,
+        typer.Option("--picture", help="Draw the errors of layers and blocks into this .svg file."),
+    ] = None,
     min_success_rate: Annotated[
         float,
-        typer.Option(
-            "--min_success_rate",
-            help="Exit with 1 below this percentage.",
-            min=0,
-            max=100,
-        ),
+        typer.Option("--min_success_rate", help="Exit with 1 below this percentage.", min=0, max=100),
     ] = 100.0,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            "--workers", help="Threads, a core each.", show_default="one for each core, up to 8", min=1
+        ),
+    ] = None,
+    images: pictures.Images = None,
+    config_path: pictures.ConfigPath = None,
+    num_inference_steps: pictures.Steps = None,
+    seed: pictures.Seed = None,
+    resolution: pictures.Resolution = None,
+    torch_dtype: pictures.TorchDtype = None,
+    device: pictures.Device = None,
+    parts: pairs.Parts = "denoiser",
+    on_missing: pairs.OnMissing = pairs.Unfit.ERROR,
+    on_shape_change: pairs.OnShapeChange = pairs.Unfit.ERROR,
+    on_integer: pairs.OnInteger = pairs.Unfit.ERROR,
+    on_mixed_dtypes: pairs.OnMixedDtypes = pairs.MixedDtypes.COMPARE,
+    variant: pairs.Variant = None,
     verbose: Verbose = False,
     as_json: AsJson = False,
 ) -> None:
@@ -52,16 +82,58 @@ def validate(
     """
     from sigmascope.lora.validate import validate_lora
 
-    names_path = _names_path(layer_names, lora_path, (base_model_path, tuned_model_path, lora_path))
+    inputs = (base_model_path, tuned_model_path, lora_path)
+    names_path = _names_path(layer_names, lora_path, inputs)
+    _check_picture(picture, (*inputs, names_path))
+    models = {"base": base_model_path, "tuned": tuned_model_path}
+    flags = pictures.ImageFlags(
+        images, config_path, num_inference_steps, seed, resolution, torch_dtype, device
+    )
+    pictures.check_image_flags(flags, models)
+    options = pairs.pair_options(parts, on_missing, on_shape_change, on_integer, on_mixed_dtypes, variant)
     with progress_bar("Validating") as progress:
-        report = validate_lora(base_model_path, tuned_model_path, lora_path, progress=progress)
+        report = validate_lora(*inputs, options, workers=workers, progress=progress)
+    seen = pictures.run_images(flags, models, lora_path)
     if as_json:
-        typer.echo(json.dumps(report.as_dict() | {"layer_names": str(names_path)}, indent=2))
+        extra = {"layer_names": str(names_path), "images": None if seen is None else seen.as_dict()}
+        typer.echo(json.dumps(report.as_dict() | extra, indent=2))
     else:
         print_validation(Console(), report, verbose=verbose)
+        if seen is not None:
+            print_images(Console(), seen, verbose=verbose)
+    _draw(picture, report, quiet=as_json)
     _write_names(names_path, report.layer_names, required=layer_names is not None, quiet=as_json)
     if report.success_rate < min_success_rate:
         raise typer.Exit(1)
+
+
+def _check_picture(path: Path | None, others: Sequence[Path]) -> None:
+    """Refuse a place that a picture cannot go to, before the work.
+
+    Raises:
+        ConfigError: It is not named `.svg`, or would replace something else.
+        WriteError: Its folder does not exist.
+    """
+    if path is None:
+        return
+    from sigmascope.lora.paths import exists
+
+    if path.suffix.lower() != ".svg":
+        raise ConfigError(f"--picture {path} is not named as SVG.", hint="Give a name that ends in .svg.")
+    if not exists(path.parent):
+        raise WriteError(path, "its folder does not exist.", hint=f"Create {path.parent}.")
+    if exists(path) and any(exists(other) and path.samefile(other) for other in others):
+        raise ConfigError(f"--picture {path} is an input.", hint="Give the name of a new file.")
+
+
+def _draw(path: Path | None, report: "ValidationReport", *, quiet: bool) -> None:
+    if path is None:
+        return
+    from sigmascope.lora.validation_picture import save_validation_picture
+
+    save_validation_picture(path, report)
+    if not quiet:
+        Console().print(f"Picture: {path}", markup=False, highlight=False)
 
 
 def _names_path(asked: Path | None, lora: Path, inputs: Sequence[Path]) -> Path:

@@ -1,0 +1,189 @@
+"""`sigmascope lora validate`: the picture, other kinds of pairs, and `--images`."""
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from sigmascope.cli.root import run
+from sigmascope.lbm.pocket import BASE_PATH, CONFIG_PATH, TUNED_PATH
+from sigmascope.lora.extract import ExtractOptions, extract_lora
+
+if TYPE_CHECKING:
+    from tests.conftest import MakePair, ModelPair, State
+
+
+@dataclass(frozen=True)
+class Outcome:
+    code: int
+    out: str
+    err: str
+
+
+Validate = Callable[..., Outcome]
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Validate:
+    """`sigmascope lora validate` in this process, with an 80-column terminal's width."""
+
+    def validate(*arguments: object) -> Outcome:
+        monkeypatch.setenv("COLUMNS", "80")
+        monkeypatch.setattr(sys, "argv", ["sigmascope", "lora", "validate", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stopped:
+            run()
+        out, err = capsys.readouterr()
+        return Outcome(int(stopped.value.code or 0), out, err)
+
+    return validate
+
+
+@pytest.fixture
+def files(make_model_pair: "MakePair") -> "ModelPair":
+    pair = make_model_pair()
+    extract_lora(pair.base, pair.tuned, pair.base.with_name("lora.safetensors"), ExtractOptions(4, 4))
+    return pair
+
+
+def arguments(files: "ModelPair", *more: object) -> list[object]:
+    lora = files.base.with_name("lora.safetensors")
+    return ["--base_model_path", files.base, "--tuned_model_path", files.tuned, "--lora_path", lora, *more]
+
+
+def test_the_picture_shows_every_layer(files: "ModelPair", call: Validate) -> None:
+    target = files.base.with_name("errors.svg")
+    outcome = call(*arguments(files, "--picture", target))
+    assert outcome.code == 0
+    assert "Picture: " in outcome.out
+    tips = [title.text or "" for title in ElementTree.parse(target).iter("{http://www.w3.org/2000/svg}title")]
+    assert all(any(tip.startswith(f"{layer}: ") for tip in tips) for layer in files.layers)
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [("errors.png", "not named as SVG"), ("nowhere/errors.svg", "its folder does not exist")],
+)
+def test_a_place_for_the_picture_that_cannot_be_is_refused_first(
+    place: str, message: str, files: "ModelPair", call: Validate
+) -> None:
+    outcome = call(*arguments(files, "--picture", files.base.with_name("x").parent / place))
+    assert outcome.code != 0
+    assert message in " ".join(outcome.err.split())
+    assert outcome.out == ""
+
+
+def test_json_names_what_each_module_is(files: "ModelPair", call: Validate) -> None:
+    report = json.loads(call(*arguments(files, "--json")).out)
+    assert {module["kind"] for module in report["modules"]} == {"lora"}
+    assert report["images"] is None
+
+
+def test_a_pair_with_a_missing_key_can_be_compared_where_asked(
+    make_model_pair: "MakePair", call: Validate
+) -> None:
+    def drop(base: "State", tuned: "State") -> None:
+        del tuned["denoiser.conv_out.weight"]
+
+    whole = make_model_pair()
+    lora = whole.base.with_name("lora.safetensors")
+    extract_lora(whole.base, whole.tuned, lora, ExtractOptions(4, 4))
+    save_file(
+        {key: value for key, value in load_file(lora).items() if not key.startswith("denoiser.conv_out.")},
+        lora,
+    )
+    pair = make_model_pair(edit=drop)
+    assert call(*arguments(pair)).code != 0
+    outcome = call(*arguments(pair, "--on_missing", "skip"))
+    assert outcome.code == 0
+    assert "denoiser.conv_out.weight" in outcome.out.replace("\n", "")
+
+
+@pytest.fixture(scope="module")
+def pocket_lora(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("pocket") / "lora.safetensors"
+    extract_lora(BASE_PATH, TUNED_PATH, path, ExtractOptions(16, 16))
+    return path
+
+
+@pytest.fixture
+def pocket(pocket_lora: Path, tmp_path: Path) -> list[object]:
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    pixels = np.random.default_rng(0).integers(0, 256, (8, 8, 3), dtype=np.uint8)
+    Image.fromarray(pixels).resize((128, 128)).save(folder / "[red]one.png")
+    (folder / "broken.jpg").write_bytes(b"no picture")
+    models: list[object] = ["--base_model_path", BASE_PATH, "--tuned_model_path", TUNED_PATH]
+    return [*models, "--lora_path", pocket_lora, "--images", folder, "--device", "cpu"]
+
+
+def test_images_show_how_much_nearer_the_lora_comes(pocket: list[object], call: Validate) -> None:
+    outcome = call(*pocket)
+    assert outcome.code == 0
+    assert "Against the tuned model's pictures" in outcome.out
+    assert "[red]one.png" in outcome.out
+    assert "of the way from base to tuned latents" in outcome.out
+    assert "unreadable: broken.jpg" in outcome.out
+    assert max(map(len, outcome.out.splitlines())) <= 80
+
+
+def test_images_are_in_the_json(pocket: list[object], call: Validate) -> None:
+    outcome = call(*pocket, "--json", "--seed", 3, "--num_inference_steps", 2, "--config_path", CONFIG_PATH)
+    images = json.loads(outcome.out)["images"]
+    assert (images["seed"], images["num_inference_steps"]) == (3, 2)
+    overall = images["overall"]
+    assert overall["with_lora"]["psnr"] > overall["base"]["psnr"] + 5
+    assert overall["remaining"] < 0.5
+    assert [file["file"] for file in images["unreadable"]] == ["broken.jpg"]
+
+
+@pytest.mark.parametrize("flag", ["--seed", "--num_inference_steps", "--resolution"])
+def test_options_of_images_without_images_are_refused(flag: str, files: "ModelPair", call: Validate) -> None:
+    outcome = call(*arguments(files, flag, 1))
+    assert outcome.code == 2
+    assert f"{flag} is for --images only" in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "message"),
+    [
+        ("--num_inference_steps", 0, "expected 1 or more"),
+        ("--torch_dtype", "int3", "expected one of"),
+        ("--device", "gpu", "is not a device"),
+        ("--resolution", 0, "expected 1 or more"),
+        ("--seed", -1, "seed"),
+    ],
+)
+def test_options_that_cannot_work_are_refused_before_the_work(
+    flag: str, value: object, message: str, pocket: list[object], call: Validate
+) -> None:
+    outcome = call(*pocket, flag, value)
+    assert outcome.code == 2
+    assert message in outcome.err
+    assert outcome.out == ""
+
+
+def test_a_missing_extra_is_named(
+    pocket: list[object], call: Validate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "sigmascope.lbm.image_validation", None)
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    for name in [name for name in sys.modules if name.startswith("sigmascope.lbm.")]:
+        monkeypatch.delitem(sys.modules, name)
+    outcome = call(*pocket)
+    assert outcome.code == 2
+    assert 'pip install "sigmascope[lbm]"' in outcome.err
+
+
+def test_work_in_any_number_of_threads(files: "ModelPair", call: Validate) -> None:
+    reports = [json.loads(call(*arguments(files, "--json", "--workers", n)).out) for n in (1, 3)]
+    assert reports[0]["modules"] == reports[1]["modules"]
+    assert torch.get_num_threads() >= 1
