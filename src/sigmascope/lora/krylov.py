@@ -164,8 +164,9 @@ def _with_restarts(matrix: Tensor, start: Tensor, goal: _Goal, stop_below: float
 
 def _iterate(matrix: Tensor, start: Tensor, goal: _Goal, stop_below: float) -> Subspace:
     """Grow one basis until the goal is met, so little is left that another dtype is wanted, or it is full."""
-    width = start.shape[0]
-    basis = KrylovBasis(matrix, min(max(_MOST_BLOCKS * width, 3 * goal.rank), *matrix.shape))
+    width = _block_width(goal.rank)
+    most = max(_MOST_BLOCKS * width, 2 * goal.rank + _MOST_BLOCKS // 2 * width)
+    basis = KrylovBasis(matrix, min(most, *matrix.shape))
     captured: list[float] = []
     block = start
     converged = False
@@ -176,7 +177,7 @@ def _iterate(matrix: Tensor, start: Tensor, goal: _Goal, stop_below: float) -> S
             converged = goal.is_met(captured)
             if goal.left(captured[-1]) <= stop_below:
                 break
-        block = basis.next_block(image) if basis.room > 0 and not converged else block[:0]
+        block = basis.next_block(image)[:width] if basis.room > 0 and not converged else block[:0]
     vectors, images = basis.best(goal.rank)
     exhausted = block.shape[0] == 0 and basis.room > 0
     return Subspace(vectors, images, basis.captured(goal.rank), converged or exhausted)
