@@ -1,8 +1,8 @@
 """How two changes of one weight differ: in size, direction, and in the spaces they act on."""
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from math import sqrt
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -86,6 +86,10 @@ class ModuleDifference:
         if self.difference_norm is None or self.norm_a == 0.0:
             return None
         return self.difference_norm / self.norm_a
+
+    def as_dict(self) -> dict[str, Any]:
+        """The module as JSON values."""
+        return asdict(self) | {"cosine": self.cosine, "relative_difference": self.relative_difference}
 
     def within(self, tolerance: float) -> bool:
         """Whether ‖ΔA − ΔB‖ is at most this share of the larger change; a module of zeros equals none."""
