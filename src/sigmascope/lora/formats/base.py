@@ -1,6 +1,6 @@
 """What a LoRA file format has to provide. Each format is one module beside this one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -51,6 +51,10 @@ class FactorKeys:
         return tensors
 
 
+def _never(ranks: Mapping[str, int], layout: ModelLayout) -> bool:
+    return False
+
+
 @dataclass(frozen=True, slots=True)
 class LoraFormat:
     """One way to name a LoRA's tensors in a file.
@@ -62,6 +66,7 @@ class LoraFormat:
         module_name: The name of a module by the part of the model, the layer's path there in that naming, the
             checkpoint's layout, and the prefix that the user asked for.
         keys: How a module's tensors are named.
+        alphas_mislead: Whether some reader scales modules of these ranks wrongly if it is told their alphas.
     """
 
     name: FormatName
@@ -69,6 +74,7 @@ class LoraFormat:
     naming: Callable[[str], Naming | None]
     module_name: Callable[[Part, str, ModelLayout, str | None], str]
     keys: FactorKeys = field(default_factory=FactorKeys)
+    alphas_mislead: Callable[[Mapping[str, int], ModelLayout], bool] = _never
 
     def name_for(
         self,

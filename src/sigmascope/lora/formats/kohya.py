@@ -4,17 +4,20 @@ As sd-scripts and its kin write it: SD 1 and SD 2 by diffusers' names, SDXL, SD 
 their original files. ComfyUI reads both; diffusers reads it through a pipeline's `load_lora_weights`.
 """
 
+from collections import Counter
+from collections.abc import Mapping
 from typing import Final
 
 from sigmascope.errors import LoraFormatError
 from sigmascope.lora.formats.base import LoraFormat
 from sigmascope.lora.formats.keys import KeyGroups
-from sigmascope.lora.layer_paths import Naming
+from sigmascope.lora.layer_paths import UNET_FAMILIES, Naming
 from sigmascope.lora.layout import ModelLayout, Part
 
 FLAT_PREFIXES: Final = ("lora_", "lycoris_")
 _BY_DIFFUSERS: Final = frozenset({"lbm", "sd15", "sd2", "qwen_image"})
 _ONE_TEXT_ENCODER: Final = frozenset({"sd15", "sd2"})
+_PROJECTIONS: Final = ("_to_q", "_to_k", "_to_v", "_to_out_0", "_q_proj", "_k_proj", "_v_proj", "_out_proj")
 
 
 def _recognises(found: KeyGroups) -> bool:
@@ -43,4 +46,22 @@ def _module_name(part: Part, path: str, layout: ModelLayout, prefix: str | None)
     )
 
 
-FORMAT = LoraFormat(name="kohya", recognises=_recognises, naming=_naming, module_name=_module_name)
+def _alphas_mislead(ranks: Mapping[str, int], layout: ModelLayout) -> bool:
+    """Whether diffusers would scale a U-Net's attention by other modules' alphas.
+
+    It files the alphas of attention projections under names that no layer has (as of 0.42), and so gives those
+    the alpha that most modules have. Without alphas every reader takes the scale 1, which is the same where
+    alpha = rank.
+    """
+    common = Counter(ranks.values()).most_common(1)
+    attention = [rank for name, rank in ranks.items() if name.endswith(_PROJECTIONS)]
+    return layout.family in UNET_FAMILIES and any(rank != common[0][0] for rank in attention)
+
+
+FORMAT = LoraFormat(
+    name="kohya",
+    recognises=_recognises,
+    naming=_naming,
+    module_name=_module_name,
+    alphas_mislead=_alphas_mislead,
+)

@@ -1,6 +1,6 @@
 """Write a LoRA that is in memory."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -18,6 +18,7 @@ def save_lora(
     *,
     format: str = "native",
     layout: ModelLayout | None = None,
+    model_layers: Iterable[str] | None = None,
     dtype: torch.dtype | None = None,
 ) -> None:
     """Write a LoRA; the target appears whole or not at all.
@@ -32,6 +33,7 @@ def save_lora(
         metadata: More strings for the header.
         format: "native", "kohya", "peft" or "comfyui".
         layout: Of the checkpoint that the names are of; LBM's own when left out.
+        model_layers: Paths of all layers of the model, by which a U-Net of unusual size counts its blocks.
         dtype: Dtype to store the factors in; their own when left out, or float32 where a scale would round them.
 
     Raises:
@@ -48,6 +50,7 @@ def save_lora(
         metadata=metadata,
         inherited=lora.metadata,
         expected=lora.names,
+        model_layers=model_layers,
         dtype=dtype,
     ) as writer:
         for name, factors in lora.modules.items():

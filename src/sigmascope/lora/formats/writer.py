@@ -10,25 +10,25 @@ import torch
 from torch import Tensor
 
 from sigmascope.checkpoints import StreamingWriter
-from sigmascope.errors import LoraFormatError, NonFiniteError
+from sigmascope.errors import LoraFormatError
 from sigmascope.lora.adapters import Adapter, DiffChange, DoraChange, TuckerChange, WeightChange
 from sigmascope.lora.factors import LoraFactors
-from sigmascope.lora.formats.base import FactorKeys
 from sigmascope.lora.formats.change_tensors import change_tensors
 from sigmascope.lora.formats.registry import format_named
+from sigmascope.lora.formats.storable import holds, require_finite
 from sigmascope.lora.formats.tally import Tally
 from sigmascope.lora.formats.unit_scale import stored_factors
 from sigmascope.lora.fused import divided, joined
 from sigmascope.lora.layout import ModelLayout
 from sigmascope.lora.paths import as_text
-from sigmascope.lora.precision import at_least_float32
 from sigmascope.lora.transformer_names import Row
 from sigmascope.lora.unet_names import UnetBlocks, blocks_of
 
 LBM_LAYOUT: Final = ModelLayout("lbm", "lbm", {"denoiser": "denoiser.", "vae": "vae.vae_model."})
 """What is taken for granted where no layout is given."""
 
-_KEY_ENDS: Final = (".lora_up.weight", ".lora_down.weight", ".alpha")
+_ALPHA: Final = ".alpha"
+_KEY_ENDS: Final = (".lora_up.weight", ".lora_down.weight", _ALPHA)
 _FIELDS_BYTES: Final = 2048  # of the header, that are known at the end
 
 
@@ -88,6 +88,7 @@ class LoraWriter:
         self._dtype = dtype
         self._prefix = prefix
         self._blocks = None if model_layers is None else _blocks(model_layers, self.layout)
+        self._alphas: dict[str, tuple[int, str, Tensor]] = {}
         self._parts: dict[str, tuple[Row, str, dict[str, LoraFactors]]] = {}
         first, last = self._metadata
         names = None if expected is None else [layer + end for layer in expected for end in _KEY_ENDS]
@@ -166,7 +167,7 @@ class LoraWriter:
         if isinstance(change, TuckerChange) and not keys.holds_changes:
             self.write(name, change.factors())
             return
-        if not isinstance(change, Adapter | DoraChange) or not _holds(keys, change):
+        if not isinstance(change, Adapter | DoraChange) or not holds(keys, change):
             raise LoraFormatError(
                 f"{name}: {self.format.name} files hold no such change ({change.kind}).",
                 hint="Write another format, or leave such changes out.",
@@ -182,9 +183,12 @@ class LoraWriter:
         name = self.format.named(layer, path, self.layout, self._prefix)
         stored = stored_factors(factors, self._dtype)
         for factor in (stored.up, stored.down):
-            _require_finite(layer, factor)
+            require_finite(layer, factor)
         for key, tensor in self.format.module_tensors(name, stored).items():
-            self._file.write(key, tensor)
+            if key.endswith(_ALPHA):
+                self._alphas[name] = stored.rank, key, tensor  # whether it is wanted shows when all are there
+            else:
+                self._file.write(key, tensor)
         if self._dtype is None and stored.up.dtype != factors.up.dtype:
             self.widened.append(layer)
         self.tally.add(stored.rank, stored.weight_shape)
@@ -196,33 +200,22 @@ class LoraWriter:
     def _cast(self, module: str, tensor: Tensor, end: str) -> Tensor:
         keep = self._dtype is None or end == self.format.keys.alpha
         stored = tensor.detach() if keep else tensor.detach().to(self._dtype)
-        _require_finite(module, stored)
+        require_finite(module, stored)
         return stored.contiguous()
 
     def _finish(self) -> None:
         for original in list(self._parts):
             self._write_joined(original)
+        ranks = {name: rank for name, (rank, _, _) in self._alphas.items()}
+        if not self.format.alphas_mislead(ranks, self.layout):
+            for _, key, alpha in self._alphas.values():
+                self._file.write(key, alpha)
         if not self.tally.kinds:
             raise LoraFormatError(
                 "a LoRA without modules is not written.", hint="Check what it was made from."
             )
         first, last = self._metadata
         self._file.update_metadata(first | self.tally.header(self.format.name, self.layout.family) | last)
-
-
-def _holds(keys: FactorKeys, change: Adapter | DoraChange) -> bool:
-    is_plain = (
-        isinstance(change, DoraChange) and isinstance(change.direction, LoraFactors) and change.per_output
-    )
-    return keys.holds_changes or (keys.magnitude is not None and is_plain)
-
-
-def _require_finite(module: str, tensor: Tensor) -> None:
-    if not bool(torch.isfinite(tensor.to(at_least_float32(tensor.dtype))).all()):
-        raise NonFiniteError(
-            f"{module}: a factor holds NaN or Inf in {tensor.dtype}.",
-            hint="Store in bfloat16 or float32, which hold larger values than float16.",
-        )
 
 
 def _blocks(layers: Iterable[str], layout: ModelLayout) -> UnetBlocks:
