@@ -9,16 +9,21 @@ from typing import TYPE_CHECKING, Any
 from sigmascope.__about__ import __version__
 
 if TYPE_CHECKING:
+    from sigmascope.checkpoints.dump_folder import TensorDumps
+    from sigmascope.checkpoints.tensor_dumps import load_tensors, save_tensors
     from sigmascope.records.run import Run, Stage
     from sigmascope.records.serialization import load_run
 
 _HOMES = {
     "Run": "sigmascope.records.run",
     "Stage": "sigmascope.records.run",
+    "TensorDumps": "sigmascope.checkpoints.dump_folder",
     "load_run": "sigmascope.records.serialization",
+    "load_tensors": "sigmascope.checkpoints.tensor_dumps",
+    "save_tensors": "sigmascope.checkpoints.tensor_dumps",
 }
 
-__all__ = ["Run", "Stage", "__version__", "load_run"]
+__all__ = ["Run", "Stage", "TensorDumps", "__version__", "load_run", "load_tensors", "save_tensors"]
 
 
 def __getattr__(name: str) -> Any:
