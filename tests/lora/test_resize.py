@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from sigmascope.errors import ConfigError, NonFiniteError
 from sigmascope.lora.budget import Budget
+from sigmascope.lora.formats import load_lora
 from sigmascope.lora.rank_methods import MethodRank
 from sigmascope.lora.rank_rules import RankRules
 from sigmascope.lora.ranks import FixedRank
@@ -199,6 +200,19 @@ def test_kohya_and_peft_files_keep_their_format_and_names(tmp_path: Path) -> Non
     assert report.format == "peft"
     assert after["unet.mid_block.attentions.0.proj_in.lora_A.weight"].shape == (2, 10)
     assert len(after) == 2
+
+
+def test_alphas_are_left_out_where_a_reader_would_take_one_for_another(tmp_path: Path) -> None:
+    flat = "lora_unet_mid_block_attentions_0_transformer_blocks_0_attn1_to_"
+    tensors: Tensors = {}
+    for seed, part in enumerate(("q", "k", "v", "out_0")):
+        tensors |= module(f"{flat}{part}", (12, 10), 6, seed=seed)
+    save_file(tensors, tmp_path / "kohya.safetensors")
+    plan = RankPlan(RankRules(FixedRank(3, 3), (("to_q", FixedRank(1, 1)),)))
+    resize_lora(tmp_path / "kohya.safetensors", tmp_path / "small.safetensors", plan)
+    after = load_file(tmp_path / "small.safetensors")
+    assert not any(key.endswith(".alpha") for key in after)
+    assert load_lora(tmp_path / "small.safetensors").modules[f"{flat}q"].scale == 1.0
 
 
 def test_the_header_keeps_what_is_true_and_says_what_happened(source: Path) -> None:

@@ -10,6 +10,7 @@ from sigmascope.checkpoints import Checkpoint
 from sigmascope.errors import ModelMismatchError
 from sigmascope.lora.alignment import AlignedLora, align
 from sigmascope.lora.baking import same_matrix
+from sigmascope.lora.file import LoraFile
 from sigmascope.lora.formats import open_lora
 from sigmascope.lora.layout import layout_of
 
@@ -50,7 +51,15 @@ def open_aligned(files: ExitStack, path: Path, base: Checkpoint) -> AlignedLora:
     Raises:
         SigmascopeError: From `open_lora` and `align`.
     """
-    lora = files.enter_context(open_lora(path))
+    return aligned_with(base, files.enter_context(open_lora(path)))
+
+
+def aligned_with(base: Checkpoint, lora: LoraFile) -> AlignedLora:
+    """Name an open LoRA's modules by a checkpoint's layers.
+
+    Raises:
+        LoraFormatError: Two modules of the LoRA are for one layer.
+    """
     layers = [key.removesuffix(_WEIGHT) for key in base]
     return align(lora, layers, layout_of({key: base.info(key).shape for key in base}))
 

@@ -1,10 +1,11 @@
 """Lower the rank of many changes, each by a policy or all by one budget, one change in memory at a time."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
+from sigmascope.errors import ConfigError
 from sigmascope.lora.block_names import block_of_module
 from sigmascope.lora.budget import Budget
 from sigmascope.lora.factors import LoraFactors
@@ -199,3 +200,16 @@ def _rank_by(policy: RankPolicy, change: ReducibleChange) -> int:
     while (rank := policy.choose(change.spectrum(wanted))) is None:
         wanted = min(2 * wanted, largest)
     return rank
+
+
+def require_modules(modules: Sequence[ReducedModule], plan: RankPlan) -> None:
+    """Refuse to write a LoRA of which nothing is left.
+
+    Raises:
+        ConfigError: All modules are left out.
+    """
+    if modules and all(module.left_out is not None for module in modules):
+        raise ConfigError(
+            f"{plan.describe()} leaves out all {len(modules)} modules.",
+            hint="Allow more rank, or exclude less.",
+        )

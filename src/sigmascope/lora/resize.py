@@ -5,7 +5,7 @@ budget that an extraction knows works on a finished LoRA too, and the error of t
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from os import PathLike
@@ -16,7 +16,6 @@ import torch
 
 from sigmascope.__about__ import __version__
 from sigmascope.checkpoints import open_checkpoint
-from sigmascope.errors import ConfigError
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.formats import open_lora
 from sigmascope.lora.lora_dtype import dtype_name, storage_dtype
@@ -24,7 +23,7 @@ from sigmascope.lora.merge_inputs import InputLora
 from sigmascope.lora.options import STORAGE_DTYPES, SavePrecision, check_target, refuse_inputs
 from sigmascope.lora.paths import as_text
 from sigmascope.lora.reducible import FormedChange, ReducibleChange, reducible
-from sigmascope.lora.reduction import RankPlan, ReducedModule, Reduction
+from sigmascope.lora.reduction import RankPlan, ReducedModule, Reduction, require_modules
 from sigmascope.lora.reduction_report import ReductionReport
 from sigmascope.lora.same_names import SameNamesWriter
 from sigmascope.lora.storage_cost import StorageCost
@@ -93,7 +92,7 @@ def resize_lora(
                     writer.write(module.name, factors)
             for name in split.carried:
                 writer.write_change(name, opened.changes[name])
-            _refuse_nothing(modules, plan)
+            require_modules(modules, plan)
         return ReductionReport(
             inputs=(InputLora.of(opened, source),),
             lora=target,
@@ -164,11 +163,3 @@ class _Split:
 def _carried_bytes(lora: LoraFile, writer: SameNamesWriter, name: str) -> int:
     tensors = writer.change_tensors(name, lora.changes[name])
     return sum(tensor.nbytes + len(key) + _ENTRY_BYTES for key, tensor in tensors.items())
-
-
-def _refuse_nothing(modules: Sequence[ReducedModule], plan: RankPlan) -> None:
-    if modules and all(module.left_out is not None for module in modules):
-        raise ConfigError(
-            f"{plan.describe()} leaves out all {len(modules)} modules.",
-            hint="Allow more rank, or exclude less.",
-        )

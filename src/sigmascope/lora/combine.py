@@ -1,0 +1,193 @@
+"""Several LoRAs into one: the exact weighted sum, or TIES and DARE, at any rank."""
+
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
+
+import torch
+
+from sigmascope.__about__ import __version__
+from sigmascope.checkpoints import open_checkpoint
+from sigmascope.errors import ConfigError
+from sigmascope.lora.base_weights import BaseWeights
+from sigmascope.lora.file import LoraFile
+from sigmascope.lora.formats import open_lora
+from sigmascope.lora.lora_dtype import dtype_name, storage_dtype
+from sigmascope.lora.merge_findings import merge_findings
+from sigmascope.lora.merge_inputs import InputLora, merged_from, refuse_files
+from sigmascope.lora.merge_methods import MergeMethod, require_weights
+from sigmascope.lora.merge_output import MergeOutput
+from sigmascope.lora.merged_changes import MergedChanges
+from sigmascope.lora.options import STORAGE_DTYPES, SavePrecision, check_target
+from sigmascope.lora.rank_rules import RankRules
+from sigmascope.lora.ranks import FULL_RANK, FixedRank
+from sigmascope.lora.reduction import RankPlan, ReducedModule, Reduction, require_modules
+from sigmascope.lora.reduction_report import ReductionReport
+from sigmascope.lora.united import unite
+from sigmascope.progress import Progress, no_progress
+
+__all__ = ["CombineOptions", "MergeMethod", "RankPlan", "ReductionReport", "combine_loras"]
+
+_NAMED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class CombineOptions:
+    """The choices of one merge.
+
+    Attributes:
+        weights: What each LoRA's change is multiplied with; 1 when left out.
+        method: How the changes of one layer become one.
+        plan: How much rank each layer gets, or all together. When left out, a plain sum keeps all its rank;
+            what is no plain sum of factors needs a plan.
+        save_precision: Storage of the factors; that of the inputs when left out, the widest of several.
+        format: `native`, `kohya`, `peft` or `comfyui`; the first LoRA's when left out.
+        base: The model, for DoRA and whole weights, whose change depends on it.
+    """
+
+    weights: tuple[float, ...] | None = None
+    method: MergeMethod = field(default_factory=MergeMethod)
+    plan: RankPlan | None = None
+    save_precision: SavePrecision | None = None
+    format: str | None = None
+    base: Path | None = None
+
+
+def combine_loras(
+    loras: Sequence[str | PathLike[str]],
+    save_to: str | PathLike[str],
+    options: CombineOptions | None = None,
+    *,
+    progress: Progress = no_progress,
+) -> ReductionReport:
+    """Write one LoRA whose change is that of several together.
+
+    Formats may differ, and modules may be in some of the LoRAs only. A plain sum is exact: its factors are the
+    LoRAs' factors side by side, reduced by QR and SVD to the rank that is asked for. One layer is in memory at a
+    time.
+
+    Args:
+        loras: LoRA files, at least one.
+        save_to: The `.safetensors` file to write.
+        options: Weights, method and ranks.
+        progress: Told after each layer.
+
+    Returns:
+        Every layer's rank and the true error of what is stored, against the change that the method gives.
+
+    Raises:
+        ConfigError: The target is an input or a folder, the weights are not one for each LoRA, or ranks are
+            needed and not given.
+        CheckpointError: A file is missing, damaged, or no file of tensors.
+        LoraFormatError: A file is not understood, or holds changes that depend on a base that is not given.
+        ModelMismatchError: The LoRAs change layers of different shape.
+        NonFiniteError: NaN or Inf in a LoRA, or factors too large for the storage precision.
+        WriteError: The target cannot be written; it is as it was.
+    """
+    started = time.perf_counter()
+    options = options or CombineOptions()
+    paths, target = [Path(path) for path in loras], Path(save_to)
+    weights = require_weights(options.weights, len(paths))
+    check_target(target)
+    with ExitStack() as files:
+        originals = [files.enter_context(open_lora(path)) for path in paths]
+        lora_files = [lora.path or path for lora, path in zip(originals, paths, strict=True)]
+        refuse_files(target, [*lora_files, *([options.base] if options.base else [])])
+        changes = _changes(files, originals, lora_files, weights, options)
+        plan = _plan(changes, options)
+        output = MergeOutput(
+            target,
+            changes.united,
+            originals,
+            options.format,
+            _provenance(lora_files, weights, options.method, plan),
+            compact=plan.budget is not None and plan.budget.max_bytes is not None,
+        )
+        with output:
+            modules = _write(output, changes, plan, progress)
+        return ReductionReport(
+            inputs=tuple(map(InputLora.of, originals, paths, weights)),
+            lora=target,
+            format=output.format.name,
+            dtype=dtype_name(changes.dtype),
+            method=options.method.describe(),
+            plan=plan.describe(),
+            modules=modules,
+            carried=changes.vectors,
+            formed=changes.formed,
+            findings=tuple(merge_findings(originals, changes.united)),
+            file_bytes=target.stat().st_size,
+            seconds=time.perf_counter() - started,
+        )
+
+
+def _changes(
+    files: ExitStack,
+    originals: Sequence[LoraFile],
+    lora_files: Sequence[Path],
+    weights: Sequence[float],
+    options: CombineOptions,
+) -> MergedChanges:
+    bases = None
+    if options.base is not None:
+        bases = BaseWeights(files.enter_context(open_checkpoint(options.base)), originals)
+    return MergedChanges(unite(originals), weights, options.method, _dtype(lora_files, options), bases)
+
+
+def _dtype(lora_files: Sequence[Path], options: CombineOptions) -> torch.dtype:
+    if options.save_precision is not None:
+        return STORAGE_DTYPES[options.save_precision]
+    with ExitStack() as files:
+        return storage_dtype(*(files.enter_context(open_checkpoint(file)) for file in lora_files))
+
+
+def _plan(changes: MergedChanges, options: CombineOptions) -> RankPlan:
+    """The plan asked for; without one everything is kept, where that is less than the whole weight."""
+    if options.plan is not None:
+        return options.plan
+    if changes.formed:
+        what = (
+            f"--method {options.method.name} gives changes of full rank"
+            if not options.method.is_linear
+            else f"{len(changes.formed)} modules are more than up and down: {', '.join(changes.formed[:_NAMED])}"
+        )
+        raise ConfigError(
+            f"{what}, so a rank has to be chosen.",
+            hint=f"Give --rank, --max_size or another rank option; --rank {FULL_RANK} keeps everything.",
+        )
+    return RankPlan(RankRules(FixedRank(FULL_RANK, FULL_RANK)))
+
+
+def _write(
+    output: MergeOutput, changes: MergedChanges, plan: RankPlan, progress: Progress
+) -> tuple[ReducedModule, ...]:
+    reduction = Reduction(
+        shapes={name: changes.shape(name) for name in changes.layers},
+        old_ranks={name: changes.old_rank(name) for name in changes.layers},
+        load=changes.load,
+        plan=plan,
+        storage=output.storage(changes.dtype, changes.united, changes.vectors),
+    )
+    modules = []
+    for module, factors in reduction.run(progress):
+        modules.append(module)
+        if factors is not None:
+            output.write(module.name, factors)
+    for name in changes.vectors:
+        output.write_vector(name, changes.vector(name))
+    require_modules(modules, plan)
+    return tuple(modules)
+
+
+def _provenance(
+    lora_files: Sequence[Path], weights: Sequence[float], method: MergeMethod, plan: RankPlan
+) -> dict[str, str]:
+    return {
+        "sigmascope_version": __version__,
+        "sigmascope_merged_loras": merged_from(lora_files, weights),
+        "sigmascope_merge_method": method.describe(),
+        "sigmascope_rank": plan.describe(),
+    }
