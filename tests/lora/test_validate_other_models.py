@@ -135,6 +135,36 @@ def test_an_unknown_model_works_by_its_own_keys(tmp_path: Path) -> None:
     assert (report.success_rate, report.band) == (100.0, "excellent")
 
 
+def test_a_fused_module_is_measured_in_each_layer_that_it_is_of(tmp_path: Path) -> None:
+    """FLUX' own files hold query, key and value as one matrix, diffusers as three."""
+    generator = torch.Generator().manual_seed(0)
+    up, down = torch.randn(24, 2, generator=generator), torch.randn(2, 8, generator=generator)
+    keys = {
+        "x_embedder.weight": (8, 4),
+        "time_text_embed.text_embedder.linear_1.weight": (8, 4),
+        "single_transformer_blocks.0.proj_mlp.weight": (32, 8),
+        **{f"transformer_blocks.0.attn.to_{part}.weight": (8, 8) for part in "qkv"},
+    }
+    base = {key: torch.randn(shape, generator=generator) for key, shape in keys.items()}
+    tuned = dict(base)
+    for part, rows in zip("qkv", torch.split(up @ down, 8), strict=True):
+        key = f"transformer_blocks.0.attn.to_{part}.weight"
+        tuned[key] = base[key] + rows
+    lora = {"lora_up.weight": up, "lora_down.weight": down}
+    save_file(base, tmp_path / "base.safetensors")
+    save_file(tuned, tmp_path / "tuned.safetensors")
+    name = "diffusion_model.double_blocks.0.img_attn.qkv"
+    save_file({f"{name}.{end}": value for end, value in lora.items()}, tmp_path / "lora.safetensors")
+    base_path, tuned_path, lora_path = (
+        tmp_path / f"{name}.safetensors" for name in ("base", "tuned", "lora")
+    )
+    report = validate_lora(base_path, tuned_path, lora_path)
+    assert [module.name for module in report.modules] == [
+        f"transformer_blocks.0.attn.to_{part}" for part in "kqv"
+    ]
+    assert (report.success_rate, report.band) == (100.0, "excellent")
+
+
 def test_a_lora_for_quite_another_model_matches_nothing(folder: Path, tmp_path: Path) -> None:
     save_file(
         {"blocks.0.x.lora_up.weight": torch.ones(4, 1), "blocks.0.x.lora_down.weight": torch.ones(1, 4)},

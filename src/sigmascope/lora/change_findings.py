@@ -1,10 +1,11 @@
 """What differs between two checkpoints and no LoRA of Linear and Conv2d layers can hold."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
+from sigmascope.checkpoints import Checkpoint
 from sigmascope.lora.norms import root_sum_square
 from sigmascope.lora.pair_findings import counted
 from sigmascope.lora.pairs import CheckpointPair
@@ -63,7 +64,8 @@ def _outside(pair: CheckpointPair) -> list[Finding]:
     keys = [key for key in pair.outside if key not in _IGNORED]
     step = -(-sum(pair.base.info(key).nbytes for key in keys) // _LOOKED_AT) or 1
     looked_at = keys[::step]
-    changed = [key for key in looked_at if _differs(pair, key)]
+    memory = _memory(pair.base, looked_at), _memory(pair.tuned, looked_at)
+    changed = [key for key in looked_at if _differs(pair, key, memory)]
     if not changed:
         return []
     number = counted(len(changed), "tensor") + (f" of {len(looked_at)} looked at" if step > 1 else "")
@@ -79,15 +81,20 @@ def _outside(pair: CheckpointPair) -> list[Finding]:
     ]
 
 
-def _differs(pair: CheckpointPair, key: str) -> bool:
+def _differs(pair: CheckpointPair, key: str, memory: tuple[Tensor, Tensor]) -> bool:
     if pair.base.info(key).shape != pair.tuned.info(key).shape:
         return True
-    base, tuned = pair.base.tensor(key), pair.tuned.tensor(key)
+    base, tuned = pair.base.tensor_into(key, memory[0]), pair.tuned.tensor_into(key, memory[1])
     if base.dtype == tuned.dtype:
         return not torch.equal(_bytes(base), _bytes(tuned))
     if not all(_has_value(tensor.dtype) for tensor in (base, tuned)):
         return True  # complex or packed beside another dtype: nothing says that they are equal
     return bool((base.to(torch.float64) != tuned.to(torch.float64)).any())
+
+
+def _memory(checkpoint: Checkpoint, keys: Sequence[str]) -> Tensor:
+    """Room for the largest of some tensors, to read all of them into."""
+    return torch.empty(max((checkpoint.info(key).nbytes for key in keys), default=0), dtype=torch.uint8)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

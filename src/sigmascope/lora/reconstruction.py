@@ -5,7 +5,7 @@ files' tensors, subtracted, summed, reduced by its rows of s·B·A and summed ag
 the trace formula ‖ΔW‖² − 2·tr(Bᵀ(ΔW·Aᵀ)) + tr((BᵀB)(A·Aᵀ)), and nothing cancels: the square of a small error is
 not the difference of two large numbers.
 
-Products run in float32 and sums in float64. Rounding of the products can be mistaken for an error of the LoRA
+Products run in float32, and sums in float64 across short runs. Rounding of the products can be mistaken for an error of the LoRA
 only where little error is left: there, by a stated bound, the tensor is measured again in float64.
 """
 
@@ -17,11 +17,11 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from sigmascope.lora.norms import quick_energy
 from sigmascope.lora.pairs import CheckpointPair
 from sigmascope.lora.subtraction import Change, Subtraction, subtraction
 
 _BLOCK: Final = 1 << 18  # elements of ΔW at a time: 1 MiB in float32
-_RUN: Final = 1 << 16  # elements widened at a time
 _WORTH_TRUSTING: Final = 1e3
 """How many times the bound of its rounding an error must be to count as measured in float32."""
 
@@ -101,23 +101,12 @@ class ResidualMeter:
             block.copy_(after[rows])
             other.copy_(before[rows])
             block.sub_(other)
-            delta_energy.append(self._energy(block))
+            delta_energy.append(_energy(block))
             if taken is not None:
                 taken.take_off(rows, block)
-                error_energy.append(self._energy(block))
+                error_energy.append(_energy(block))
         total = math.fsum(delta_energy)
         return total, total if taken is None else math.fsum(error_energy)
-
-    def _energy(self, block: Tensor) -> float:
-        """‖block‖² summed in float64, widened piece by piece in the cache."""
-        total = 0.0
-        values = block.view(-1)
-        wide = self._scratch("wide", min(_RUN, values.numel()), torch.float64)
-        for start in range(0, values.numel(), _RUN):
-            piece = values[start : start + _RUN]
-            widened = wide[: piece.numel()].copy_(piece)
-            total += float(torch.dot(widened, widened))
-        return total
 
     def _scratch(self, name: str, elements: int, dtype: torch.dtype) -> Tensor:
         """This thread's memory of that name, as large as anything so far."""
@@ -132,3 +121,9 @@ class _Memory(threading.local):
 
     def __init__(self) -> None:
         self.held: dict[tuple[str, torch.dtype], Tensor] = {}
+
+
+def _energy(block: Tensor) -> float:
+    """‖block‖², summed in float64 across short runs."""
+    values = block.view(-1)
+    return float(torch.dot(values, values) if values.dtype == torch.float64 else quick_energy(values))
