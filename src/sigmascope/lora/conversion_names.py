@@ -87,7 +87,8 @@ def named_by_itself(
     """
     names = understand_names(lora, family)
     layout = names.layout
-    if layout.family == "unknown" and layout.naming not in _WRITABLE[format]:
+    denoisers = any(layout.split(layer)[0] == "denoiser" for layer in names.layers.values())
+    if denoisers and layout.family == "unknown" and layout.naming not in _WRITABLE[format]:
         raise ConfigError(
             f"{lora}: the family of its model cannot be told, and {format} files name layers by it.",
             hint="Give the model (--model), or its family (--family).",

@@ -1,0 +1,102 @@
+"""`sigmascope lora convert` as a user calls it."""
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from sigmascope.cli.root import run
+from sigmascope.lora.adapters import DiffChange
+from sigmascope.lora.factors import LoraFactors
+from sigmascope.lora.file import LoraFile
+from sigmascope.lora.formats import load_lora, save_lora
+
+
+@dataclass(frozen=True)
+class Outcome:
+    code: int
+    out: str
+    err: str
+
+
+Convert = Callable[..., Outcome]
+
+
+@pytest.fixture
+def convert(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Convert:
+    """Run the command in this process, with an 80-column terminal's width."""
+
+    def call(*arguments: object) -> Outcome:
+        monkeypatch.setenv("COLUMNS", "80")
+        monkeypatch.setattr(sys, "argv", ["sigmascope", "lora", "convert", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stopped:
+            run()
+        out, err = capsys.readouterr()
+        code = stopped.value.code
+        return Outcome(code if isinstance(code, int) else 0, out, err)
+
+    return call
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    factors = LoraFactors(torch.randn(6, 3).bfloat16(), torch.randn(3, 5).bfloat16(), 2.0, (6, 5))
+    changes = {f"denoiser.layer_{number}.bias": DiffChange({"diff_b": torch.ones(3)}) for number in range(12)}
+    path = tmp_path / "relight.safetensors"
+    save_lora(path, LoraFile({"denoiser.conv_in": factors}, changes=changes))
+    return path
+
+
+def test_it_says_what_it_did(convert: Convert, source: Path, tmp_path: Path) -> None:
+    target = tmp_path / "out.safetensors"
+    outcome = convert(source, target, "--format", "kohya")
+    assert outcome.code == 0
+    for said in ("relight.safetensors", "native to kohya", "lbm", "Other changes", "12", "Written:"):
+        assert said in outcome.out
+    assert max(map(len, outcome.out.splitlines())) <= 80
+    assert load_lora(target).format == "kohya"
+
+
+def test_its_report_as_json(convert: Convert, source: Path, tmp_path: Path) -> None:
+    target = tmp_path / "out.safetensors"
+    options = (
+        "--format",
+        "peft",
+        "--prefix",
+        "none",
+        "--save_precision",
+        "bf16",
+        "--drop_unsupported",
+        "--json",
+    )
+    report = json.loads(convert(source, target, *options).out)
+    assert (report["source_format"], report["format"], report["modules"]) == ("native", "peft", 1)
+    assert len(report["left_out"]) == 12
+    assert {tensor.dtype for tensor in load_file(target).values()} == {torch.bfloat16}
+    assert list(load_lora(target).modules) == ["conv_in"]
+
+
+def test_what_is_left_out_is_listed(convert: Convert, source: Path, tmp_path: Path) -> None:
+    outcome = convert(source, tmp_path / "out.safetensors", "--format", "peft", "--drop-unsupported")
+    assert "left out: denoiser.layer_0.bias" in outcome.out
+    assert "and 2 more; --json lists all" in outcome.out
+
+
+def test_a_change_that_the_format_cannot_hold_stops_it(
+    convert: Convert, source: Path, tmp_path: Path
+) -> None:
+    outcome = convert(source, tmp_path / "out.safetensors", "--format", "peft")
+    assert outcome.code == 1
+    assert "denoiser.layer_0.bias: peft files hold no such change" in outcome.err
+    assert list(tmp_path.iterdir()) == [source]
+
+
+def test_its_help_has_an_example(convert: Convert) -> None:
+    outcome = convert("--help")
+    assert outcome.code == 0
+    assert "sigmascope lora convert" in outcome.out

@@ -1,0 +1,373 @@
+"""Conversions: every pair of formats, names by themselves or by the model, and what cannot be carried over."""
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from sigmascope.errors import ConfigError, LoraFormatError
+from sigmascope.lora.adapters import DiffChange, LohaChange
+from sigmascope.lora.convert import convert_lora
+from sigmascope.lora.factors import LoraFactors
+from sigmascope.lora.file import LoraFile
+from sigmascope.lora.formats import load_lora, save_lora
+from sigmascope.lora.layout import ModelLayout
+from sigmascope.lora.own_names import understand_names
+
+MakeFactors = Callable[..., LoraFactors]
+
+FORMATS = ["native", "kohya", "peft", "comfyui"]
+LAYERS = [
+    "denoiser.conv_in",
+    "denoiser.down_blocks.1.attentions.0.transformer_blocks.1.attn2.to_out.0",
+    "denoiser.mid_block.resnets.1.time_emb_proj",
+    "denoiser.up_blocks.0.upsamplers.0.conv",
+    "denoiser.time_embedding.linear_2",
+]
+
+
+@pytest.fixture
+def source(make_factors: MakeFactors, tmp_path: Path) -> Path:
+    """An LBM's LoRA in native format."""
+    modules = {
+        layer: make_factors((6, 4, 3, 3) if "conv" in layer else (6, 5), 2, seed=seed)
+        for seed, layer in enumerate(LAYERS)
+    }
+    path = tmp_path / "source.safetensors"
+    save_lora(path, LoraFile(modules), {"sigmascope_base": "base.safetensors", "ss_tag": "cat"})
+    return path
+
+
+def bytes_of(path: Path) -> dict[str, Tensor]:
+    return {key: tensor for key, tensor in load_file(path).items() if not key.endswith(".alpha")}
+
+
+@pytest.mark.parametrize(("first", "second"), list(itertools.product(FORMATS, FORMATS)))
+def test_every_pair_of_formats_there_and_back_is_the_same_file(
+    first: str, second: str, source: Path, tmp_path: Path
+) -> None:
+    there, on, back = (tmp_path / f"{name}.safetensors" for name in ("there", "on", "back"))
+    convert_lora(source, there, first)
+    report = convert_lora(there, on, second)
+    convert_lora(on, back, "native")
+    assert (report.source_format, report.format, report.modules) == (first, second, len(LAYERS))
+    assert bytes_of(back).keys() == bytes_of(source).keys()
+    for key, tensor in bytes_of(source).items():
+        assert torch.equal(bytes_of(back)[key], tensor)
+    assert load_lora(on).format == second
+
+
+def test_a_conversion_back_and_forth_gives_the_same_bytes(source: Path, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        convert_lora(source, tmp_path / f"{name}.safetensors", "kohya")
+    assert (tmp_path / "one.safetensors").read_bytes() == (tmp_path / "two.safetensors").read_bytes()
+
+
+def test_the_header_keeps_where_the_lora_comes_from_and_no_stale_field(source: Path, tmp_path: Path) -> None:
+    target = tmp_path / "out.safetensors"
+    convert_lora(source, target, "peft")
+    with safe_open(target, "pt") as file:
+        header = file.metadata()
+    expected = {"sigmascope_base": "base.safetensors", "ss_tag": "cat", "modelspec.architecture": "lbm/lora"}
+    assert expected.items() <= header.items()
+    assert "lbm_native_naming" not in header
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2]),
+    rank=st.integers(1, 7),
+    alpha=st.sampled_from([None, 1.0, 3.0, 16.0]),
+    kernel=st.sampled_from([(), (1, 1), (3, 3)]),
+    format=st.sampled_from(["peft", "comfyui", "native"]),
+)
+def test_nothing_of_a_kohya_lora_is_lost(
+    tmp_path_factory: pytest.TempPathFactory,
+    dtype: torch.dtype,
+    rank: int,
+    alpha: float | None,
+    kernel: tuple[int, ...],
+    format: str,
+) -> None:
+    folder = tmp_path_factory.mktemp("convert")
+    name = "lora_unet_mid_block_resnets_0_conv1" if kernel else "lora_unet_time_embedding_linear_1"
+    tensors = {
+        f"{name}.lora_up.weight": torch.randn(5, rank, *(1 for _ in kernel)).to(dtype),
+        f"{name}.lora_down.weight": torch.randn(rank, 4, *kernel).to(dtype),
+    }
+    if alpha is not None:
+        tensors[f"{name}.alpha"] = torch.tensor(alpha)
+    save_file(tensors, folder / "kohya.safetensors")
+    convert_lora(folder / "kohya.safetensors", folder / "out.safetensors", format)
+    before = load_lora(folder / "kohya.safetensors").modules[name]
+    (after,) = load_lora(folder / "out.safetensors").modules.values()
+    stored = load_file(folder / "out.safetensors")
+    change = before.delta(torch.float64)
+    assert float((after.delta(torch.float64) - change).norm()) <= 1e-7 * float(change.norm())
+    if alpha is None or alpha / rank in (1.0, 0.5, 0.25):
+        assert {tensor.dtype for key, tensor in stored.items() if not key.endswith("alpha")} == {dtype}
+
+
+def test_an_asked_precision_is_stored(source: Path, tmp_path: Path) -> None:
+    convert_lora(source, tmp_path / "out.safetensors", "peft", dtype=torch.bfloat16)
+    assert {tensor.dtype for tensor in load_file(tmp_path / "out.safetensors").values()} == {torch.bfloat16}
+
+
+def test_modules_that_had_to_be_widened_are_told(make_factors: MakeFactors, tmp_path: Path) -> None:
+    name = "lora_unet_conv_in"
+    tensors = {
+        f"{name}.lora_up.weight": torch.randn(6, 3).bfloat16(),
+        f"{name}.lora_down.weight": torch.randn(3, 5).bfloat16(),
+        f"{name}.alpha": torch.tensor(1.0),
+    }
+    save_file(tensors, tmp_path / "in.safetensors")
+    report = convert_lora(tmp_path / "in.safetensors", tmp_path / "out.safetensors", "peft")
+    assert report.widened == ("denoiser.conv_in",)
+
+
+@pytest.mark.parametrize(
+    ("names", "shape", "family"),
+    [
+        (["denoiser.conv_in"], (6, 5), "lbm"),
+        (["unet.down_blocks.1.attentions.0.transformer_blocks.0.attn2.to_k"], (320, 768), "sd15"),
+        (["lora_unet_input_blocks_4_1_transformer_blocks_0_attn2_to_k"], (640, 1024), "sd2"),
+        (["diffusion_model.input_blocks.4.1.transformer_blocks.0.attn2.to_k"], (640, 2048), "sdxl"),
+        (["unet.down_blocks.1.attentions.0.transformer_blocks.0.attn2.to_k"], (640, 640), "lbm"),
+        (["lora_unet_up_blocks_3_resnets_0_conv1"], (6, 5), "sd15"),
+        (["lora_unet_conv_in"], (6, 5), "sdxl"),
+        (["lora_unet_double_blocks_0_img_attn_qkv"], (12, 4), "flux"),
+        (["transformer.single_transformer_blocks.0.proj_mlp"], (6, 5), "flux"),
+        (["lora_unet_joint_blocks_0_x_block_attn_qkv"], (12, 4), "sd3"),
+        (["diffusion_model.blocks.0.self_attn.q"], (6, 5), "wan"),
+        (["transformer.transformer_blocks.0.img_mlp.net.2"], (6, 5), "qwen_image"),
+        (["transformer.transformer_blocks.0.attn.to_q"], (6, 5), "unknown"),
+        (["diffusion_model.layers.0.gate"], (6, 5), "unknown"),
+    ],
+)
+def test_the_family_is_told_by_names_and_shapes(
+    names: list[str], shape: tuple[int, int], family: str
+) -> None:
+    factors = LoraFactors(torch.zeros(shape[0], 1), torch.zeros(1, shape[1]), 1.0, shape)
+    assert understand_names(LoraFile(dict.fromkeys(names, factors))).layout.family == family
+
+
+@pytest.mark.parametrize(
+    ("metadata", "family"),
+    [
+        ({"modelspec.architecture": "stable-diffusion-xl-v1-base/lora"}, "sdxl"),
+        ({"modelspec.architecture": "flux-1-dev/lora"}, "flux"),
+        ({"ss_base_model_version": "sd_v1"}, "sd15"),
+        ({"ss_base_model_version": "sdxl_base_v1-0"}, "sdxl"),
+        ({"ss_base_model_version": "qwen_image"}, "qwen_image"),
+    ],
+)
+def test_the_family_in_the_header_goes_first(
+    metadata: dict[str, str], family: str, make_factors: MakeFactors
+) -> None:
+    lora = LoraFile({"unet.conv_in": make_factors((6, 5), 1)}, metadata)
+    assert understand_names(lora).layout.family == family
+
+
+@pytest.mark.parametrize(
+    ("given", "format", "expected"),
+    [
+        ("unet.down_blocks.0.downsamplers.0.conv", "comfyui", "diffusion_model.input_blocks.3.0.op"),
+        ("diffusion_model.output_blocks.2.2.conv", "peft", "unet.up_blocks.0.upsamplers.0.conv"),
+        ("diffusion_model.input_blocks.4.0.in_layers.2", "native", "denoiser.down_blocks.1.resnets.0.conv1"),
+        ("diffusion_model.blocks.3.ffn.0", "peft", "transformer.blocks.3.ffn.net.0.proj"),
+        ("diffusion_model.blocks.3.ffn.0", "kohya", "lora_unet_blocks_3_ffn_0"),
+        ("diffusion_model.blocks.3.ffn.0", "native", "diffusion_model.blocks.3.ffn.0"),
+        ("lora_unet_blocks_3_cross_attn_k_img", "comfyui", "diffusion_model.blocks.3.cross_attn.k_img"),
+        ("lora_unet_blocks_3_cross_attn_k_img", "peft", "transformer.blocks.3.attn2.add_k_proj"),
+        (
+            "transformer.transformer_blocks.3.img_mod.1",
+            "kohya",
+            "lora_unet_transformer_blocks_3_img_mod_1",
+        ),
+        ("lora_unet_img_in", "peft", "transformer.x_embedder"),
+        (
+            "lora_te2_text_model_encoder_layers_3_self_attn_q_proj",
+            "peft",
+            "text_encoder_2.text_model.encoder.layers.3.self_attn.q_proj",
+        ),
+    ],
+)
+def test_names_are_carried_over(
+    given: str, format: str, expected: str, make_factors: MakeFactors, tmp_path: Path
+) -> None:
+    family = "flux" if given == "lora_unet_img_in" else None
+    flat = make_factors((6, 5), 1)
+    ends = ("lora_up.weight", "lora_down.weight")
+    save_file({f"{given}.{ends[0]}": flat.up, f"{given}.{ends[1]}": flat.down}, tmp_path / "in.safetensors")
+    convert_lora(tmp_path / "in.safetensors", tmp_path / "out.safetensors", format, family=family)
+    assert list(load_lora(tmp_path / "out.safetensors").modules) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("format", "prefix", "expected"),
+    [
+        ("peft", "denoiser", "denoiser.conv_in"),
+        ("peft", "", "conv_in"),
+        ("native", "unet", "unet.conv_in"),
+        ("native", "", "conv_in"),
+    ],
+)
+def test_the_prefix_can_be_chosen(
+    format: str, prefix: str, expected: str, make_factors: MakeFactors, tmp_path: Path
+) -> None:
+    save_lora(tmp_path / "in.safetensors", LoraFile({"denoiser.conv_in": make_factors((6, 5), 1)}))
+    convert_lora(tmp_path / "in.safetensors", tmp_path / "out.safetensors", format, prefix=prefix)
+    assert list(load_lora(tmp_path / "out.safetensors").modules) == [expected]
+
+
+def model_file(path: Path, names: list[str]) -> Path:
+    save_file({f"{name}.weight": torch.zeros(6, 5) for name in names}, path)
+    return path
+
+
+def test_a_models_layers_tell_what_flat_names_mean(make_factors: MakeFactors, tmp_path: Path) -> None:
+    lora = LoraFile({"a.b": make_factors((6, 5), 1)})
+    unknown = ModelLayout("unknown", "unknown", {"denoiser": ""})
+    save_lora(tmp_path / "in.safetensors", lora, format="kohya", layout=unknown)
+    with pytest.raises(
+        LoraFormatError, match=r"1 of 1 names .*lora_unet_a_b \(could be several paths\).*--model"
+    ):
+        convert_lora(tmp_path / "in.safetensors", tmp_path / "out.safetensors", "native")
+    model = model_file(tmp_path / "model.safetensors", ["a.b", "a.c"])
+    convert_lora(tmp_path / "in.safetensors", tmp_path / "out.safetensors", "comfyui", model=model)
+    assert list(load_lora(tmp_path / "out.safetensors").modules) == ["diffusion_model.a.b"]
+
+
+def test_native_names_are_the_models_own(source: Path, tmp_path: Path) -> None:
+    names = [
+        "model.diffusion_model.input_blocks.0.0",
+        "model.diffusion_model.out.2",
+        "model.diffusion_model.time_embed.0",
+    ]
+    model = model_file(tmp_path / "model.safetensors", names)
+    convert_lora(source, tmp_path / "out.safetensors", "native", model=model, drop_unsupported=True)
+    assert list(load_lora(tmp_path / "out.safetensors").modules) == names[:1]
+
+
+def test_layers_that_the_model_lacks_are_named(source: Path, tmp_path: Path) -> None:
+    model = model_file(tmp_path / "model.safetensors", ["denoiser.conv_in", "denoiser.conv_out"])
+    target = tmp_path / "out.safetensors"
+    with pytest.raises(LoraFormatError, match=r"4 of 5 names .*model\.safetensors has no such layer.*--drop"):
+        convert_lora(source, target, "kohya", model=model)
+    assert not target.exists()
+    report = convert_lora(source, target, "kohya", model=model, drop_unsupported=True)
+    assert [one.name for one in report.left_out] == LAYERS[1:]
+
+
+@pytest.mark.parametrize("format", ["comfyui", "kohya"])
+def test_a_family_that_cannot_be_told_is_asked_for(
+    format: str, make_factors: MakeFactors, tmp_path: Path
+) -> None:
+    names = [f"transformer.transformer_blocks.0.attn.to_{name}" for name in "qkv"]
+    layout = ModelLayout("unknown", "diffusers", {"denoiser": "transformer."})
+    modules = {name: make_factors((4, 4), 1) for name in names}
+    save_lora(tmp_path / "in.safetensors", LoraFile(modules), format="peft", layout=layout)
+    target = tmp_path / "out.safetensors"
+    with pytest.raises(ConfigError, match=r"family of its model cannot be told.*--family"):
+        convert_lora(tmp_path / "in.safetensors", target, format)
+    assert convert_lora(tmp_path / "in.safetensors", target, format, family="sd3").modules == 1
+
+
+def test_a_family_that_is_not_known_is_refused(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--family pony is not known.*sdxl"):
+        convert_lora(source, tmp_path / "out.safetensors", "kohya", family="pony")
+
+
+def test_what_a_format_cannot_hold_is_refused_or_left_out_by_name(
+    make_factors: MakeFactors, tmp_path: Path
+) -> None:
+    loha = LohaChange({f"hada_w{side}_{end}": torch.randn(3, 3) for side in (1, 2) for end in "ab"})
+    lora = LoraFile(
+        {"denoiser.conv_in": make_factors((6, 5), 1)},
+        changes={"denoiser.conv_out": loha, "denoiser.conv_in.bias": DiffChange({"diff_b": torch.ones(6)})},
+    )
+    target = tmp_path / "out.safetensors"
+    save_lora(tmp_path / "in.safetensors", lora)
+    with pytest.raises(LoraFormatError, match="peft files hold no such change"):
+        convert_lora(tmp_path / "in.safetensors", target, "peft")
+    assert not target.exists()
+    report = convert_lora(tmp_path / "in.safetensors", target, "peft", drop_unsupported=True)
+    assert {one.name for one in report.left_out} == {"denoiser.conv_out", "denoiser.conv_in.bias"}
+    assert list(load_lora(target).modules) == ["unet.conv_in"]
+    report = convert_lora(tmp_path / "in.safetensors", target, "kohya")
+    assert (report.modules, report.changes, report.left_out) == (1, 2, ())
+    assert set(load_lora(target).changes) == {"lora_unet_conv_out", "lora_unet_conv_in.bias"}
+
+
+def test_names_of_both_namings_come_out_in_one(make_factors: MakeFactors, tmp_path: Path) -> None:
+    names = ["lora_unet_input_blocks_1_0_in_layers_2", "lora_unet_mid_block_resnets_0_conv1"]
+    factors = make_factors((6, 5), 1)
+    tensors = {
+        f"{name}.lora_{end}.weight": getattr(factors, end).clone() for name in names for end in ("up", "down")
+    }
+    save_file(tensors, tmp_path / "in.safetensors")
+    convert_lora(tmp_path / "in.safetensors", tmp_path / "out.safetensors", "peft")
+    expected = ["unet.down_blocks.0.resnets.0.conv1", "unet.mid_block.resnets.0.conv1"]
+    assert list(load_lora(tmp_path / "out.safetensors").modules) == expected
+
+
+@pytest.mark.parametrize("name", ["out.ckpt", ""])
+def test_a_target_that_is_no_safetensors_file_is_refused(name: str, source: Path, tmp_path: Path) -> None:
+    (tmp_path / "folder.safetensors").mkdir()
+    target = tmp_path / (name or "folder.safetensors")
+    with pytest.raises(ConfigError, match=r"written as safetensors|is a folder"):
+        convert_lora(source, target, "peft")
+
+
+def test_the_source_is_not_written_over(source: Path) -> None:
+    before = source.read_bytes()
+    with pytest.raises(ConfigError, match="is the input"):
+        convert_lora(source, source, "peft")
+    assert source.read_bytes() == before
+
+
+def test_progress_is_told_module_by_module(source: Path, tmp_path: Path) -> None:
+    told: list[tuple[int, int, str]] = []
+    convert_lora(source, tmp_path / "out.safetensors", "peft", progress=lambda *facts: told.append(facts))
+    assert told == [(number, 5, layer) for number, layer in enumerate(LAYERS, start=1)]
+
+
+def test_a_sgm_name_is_what_diffusers_reads_from_original_files() -> None:
+    from diffusers.loaders.single_file_utils import convert_ldm_unet_checkpoint
+
+    from sigmascope.lora.unet_names import to_sgm
+
+    paths = [
+        *(f"down_blocks.{block}.resnets.{layer}.conv1" for block in range(3) for layer in range(2)),
+        *(f"down_blocks.{block}.attentions.{layer}.proj_in" for block in (1, 2) for layer in range(2)),
+        *(f"down_blocks.{block}.downsamplers.0.conv" for block in range(2)),
+        *(f"up_blocks.{block}.resnets.{layer}.time_emb_proj" for block in range(3) for layer in range(3)),
+        *(f"up_blocks.{block}.attentions.{layer}.proj_out" for block in range(2) for layer in range(3)),
+        *(f"up_blocks.{block}.upsamplers.0.conv" for block in range(2)),
+        *("mid_block.resnets.0.conv2", "mid_block.attentions.0.proj_in", "mid_block.resnets.1.conv1"),
+        *("conv_in", "conv_norm_out", "conv_out", "time_embedding.linear_1", "time_embedding.linear_2"),
+        *("add_embedding.linear_1", "add_embedding.linear_2"),
+    ]
+    marked: dict[str, Any] = {
+        f"model.diffusion_model.{to_sgm(path)}.{kind}": torch.tensor([float(number)])
+        for number, path in enumerate(paths)
+        for kind in ("weight", "bias")
+    }
+    config = {
+        "layers_per_block": 2,
+        "class_embed_type": None,
+        "addition_embed_type": "text_time",
+        "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+    }
+    read = convert_ldm_unet_checkpoint(marked, config)
+    assert {
+        key.removesuffix(".weight"): paths[int(value)] for key, value in read.items() if "weight" in key
+    } == {path: path for path in paths}
