@@ -88,14 +88,15 @@ def decompose(
     images = leading_images(work, rank, total_energy=total, seed=seed, rounded=coarse)
     share = math.sqrt(unit)
     up = (left_directions(images, rank) * share).to(dtype)
+    _require_storable(delta, up)
     wide_up = up.to(work.dtype) / share  # what is stored, on the scale of the work
     found = project(work, wide_up)
     down = (found.least_squares.to(work.dtype) * share).to(dtype)
-    _require_storable(delta, up, down)
+    _require_storable(delta, down)
     errors = stored_errors(work, StoredFactors(wide_up, down.to(work.dtype) / share), found, total)
     values = found.energies.sqrt() * unit
-    if up.shape[1] < min(rank, max_rank(shape)):
-        values = torch.cat([values, values.new_zeros(1)])  # there are no more, and a zero says so
+    if len(values) < min(rank, max_rank(shape)):
+        values = torch.cat([values, values.new_zeros(1)])  # no more can be stored, and a zero says so
     spectrum = Spectrum(values, total * unit**2, shape)
     return StoredChange(LoraFactors(up, down, float(up.shape[1]), shape), spectrum, errors.cpu() * unit**2)
 

@@ -19,6 +19,8 @@ from sigmascope.lora.norms import quick_energy
 from sigmascope.lora.pairs import CheckpointPair
 
 _PIECE: Final = 1 << 18  # elements: 1 MiB in float32
+_TINY: Final = 1e-12
+"""Squares of float32 values well below it are no normal numbers any more, and their sums are off."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,8 +79,8 @@ class LayerReader:
             for name, side in (("base", self._pair.base), ("tuned", self._pair.tuned))
         )
         energy, base_energy, largest = _subtract(base, tuned, delta, rounded)
-        if not energy < math.inf:
-            return self._as_a_whole(layer)  # which says what is wrong with it
+        if not _in_range(energy, base_energy, largest):
+            return self._as_a_whole(layer)  # which sums in float64, and says what is wrong where something is
         return StreamedChange(
             delta.view(shape),
             None if rounded is None else rounded.view(shape),
@@ -99,6 +101,12 @@ class LayerReader:
             held = torch.zeros(elements, dtype=dtype)
             setattr(self._memory, name, held)
         return held[:elements]
+
+
+def _in_range(energy: float, base_energy: float, largest: float) -> bool:
+    """Whether the squares behind these sums were float32 numbers; false for NaN and Inf too."""
+    changed = largest == 0.0 or largest > _TINY
+    return changed and base_energy > _TINY**2 and energy + base_energy < math.inf
 
 
 def _subtract(

@@ -58,12 +58,13 @@ def leading_images(
 def left_directions(images: Float[Tensor, "m k"], rank: int) -> Float[Tensor, "m r"]:
     """The leading left directions among images, each times √σ, by falling σ.
 
-    Directions that are only rounding are left out, but never all of them.
+    Directions that are only rounding are left out, but never all of them: of images that are zero, one column
+    of zeros is given.
     """
     energies, vectors = symmetric_eigen(gram_in_double(images))
-    real = energies > _rounding(images.dtype) * energies[0]
+    real = energies > _rounding(images.dtype) * energies.sum()
     kept = max(1, min(rank, int(real.sum())))
-    scale = energies[:kept].clamp_min(torch.finfo(torch.float64).tiny) ** -0.25
+    scale = torch.where(real[:kept], energies[:kept], 1.0) ** -0.25
     directions: Tensor = images @ (vectors[:, :kept] * scale).to(images)
     return directions
 
@@ -103,5 +104,5 @@ def require_finite(matrix: Tensor) -> None:
 
 
 def _rounding(dtype: torch.dtype) -> float:
-    """Share of the largest squared singular value below which one is rounding."""
+    """Share of the energy below which a squared singular value is rounding, which goes by ‖A‖ and not by σ₁."""
     return torch.finfo(dtype).eps ** 2 if dtype == torch.float32 else torch.finfo(dtype).eps
