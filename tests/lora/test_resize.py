@@ -202,6 +202,27 @@ def test_kohya_and_peft_files_keep_their_format_and_names(tmp_path: Path) -> Non
     assert len(after) == 2
 
 
+@pytest.mark.parametrize("format", ["kohya", "peft", "comfyui"])
+def test_another_format_when_asked_for(source: Path, format: str) -> None:
+    resize_lora(source, source.with_name("native.safetensors"), fixed(3))
+    report = resize_lora(source, source.with_name("other.safetensors"), fixed(3), format=format)
+    assert report.format == format
+    one, other = (
+        load_file(source.with_name("native.safetensors")),
+        load_lora(source.with_name("other.safetensors")),
+    )
+    assert other.format == format
+    norms = sorted(float(delta(one, name).norm()) for name in names(one))
+    assert sorted(pair.frobenius_norm() for pair in other.modules.values()) == pytest.approx(norms)
+
+
+def test_patterns_are_those_of_the_models_layers_in_every_format(tmp_path: Path) -> None:
+    flat = "lora_unet_mid_block_attentions_0_transformer_blocks_0_ff_net_2"
+    save_file(module(flat, (12, 10), 6), tmp_path / "kohya.safetensors")
+    plan = RankPlan(RankRules(FixedRank(3, 3), ((r"ff\.net\.2$", FixedRank(1, 1)),)))
+    assert resize_lora(tmp_path / "kohya.safetensors", tmp_path / "small.safetensors", plan).ranks == {1: 1}
+
+
 def test_alphas_are_left_out_where_a_reader_would_take_one_for_another(tmp_path: Path) -> None:
     flat = "lora_unet_mid_block_attentions_0_transformer_blocks_0_attn1_to_"
     tensors: Tensors = {}
@@ -239,8 +260,8 @@ def test_other_changes_become_plain_factors_and_biases_are_carried(tmp_path: Pat
     after = load_file(tmp_path / "plain.safetensors")
     torch.testing.assert_close(delta(after, "lora_unet_conv_in"), (a1 @ b1) * (a2 @ b2), rtol=1e-5, atol=1e-5)
     assert torch.equal(after["lora_unet_conv_out.diff_b"], tensors["lora_unet_conv_out.diff_b"])
-    assert report.formed == ("lora_unet_conv_in",)
-    assert report.carried == ("lora_unet_conv_out.bias",)
+    assert report.formed == ("denoiser.conv_in",)
+    assert report.carried == ("denoiser.conv_out.bias",)
 
 
 def test_dora_is_carried_as_it_is(tmp_path: Path) -> None:
@@ -252,7 +273,7 @@ def test_dora_is_carried_as_it_is(tmp_path: Path) -> None:
     for key in tensors:
         if key.startswith("lora_unet_conv_in"):
             assert torch.equal(after[key], tensors[key])
-    assert report.carried == ("lora_unet_conv_in",)
+    assert report.carried == ("denoiser.conv_in",)
 
 
 def test_nan_is_refused_by_name_and_nothing_is_left(source: Path) -> None:

@@ -12,14 +12,15 @@ import torch
 from sigmascope.__about__ import __version__
 from sigmascope.checkpoints import open_checkpoint
 from sigmascope.errors import ConfigError
+from sigmascope.lora.adapters import DiffChange
 from sigmascope.lora.base_weights import BaseWeights
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.formats import open_lora
 from sigmascope.lora.lora_dtype import dtype_name, storage_dtype
+from sigmascope.lora.lora_output import LoraOutput
 from sigmascope.lora.merge_findings import merge_findings
 from sigmascope.lora.merge_inputs import InputLora, merged_from, refuse_files
 from sigmascope.lora.merge_methods import MergeMethod, require_weights
-from sigmascope.lora.merge_output import MergeOutput
 from sigmascope.lora.merged_changes import MergedChanges
 from sigmascope.lora.options import STORAGE_DTYPES, SavePrecision, check_target
 from sigmascope.lora.rank_rules import RankRules
@@ -98,7 +99,7 @@ def combine_loras(
         refuse_files(target, [*lora_files, *([options.base] if options.base else [])])
         changes = _changes(files, originals, lora_files, weights, options)
         plan = _plan(changes, options)
-        output = MergeOutput(
+        output = LoraOutput(
             target,
             changes.united,
             originals,
@@ -162,14 +163,16 @@ def _plan(changes: MergedChanges, options: CombineOptions) -> RankPlan:
 
 
 def _write(
-    output: MergeOutput, changes: MergedChanges, plan: RankPlan, progress: Progress
+    output: LoraOutput, changes: MergedChanges, plan: RankPlan, progress: Progress
 ) -> tuple[ReducedModule, ...]:
     reduction = Reduction(
         shapes={name: changes.shape(name) for name in changes.layers},
         old_ranks={name: changes.old_rank(name) for name in changes.layers},
         load=changes.load,
         plan=plan,
-        storage=output.storage(changes.dtype, changes.united, changes.vectors),
+        storage=output.storage(
+            changes.dtype, len(changes.layers), {name: 4 * changes.shape(name)[0] for name in changes.vectors}
+        ),
     )
     modules = []
     for module, factors in reduction.run(progress):
@@ -177,7 +180,7 @@ def _write(
         if factors is not None:
             output.write(module.name, factors)
     for name in changes.vectors:
-        output.write_vector(name, changes.vector(name))
+        output.write_change(name, DiffChange({"diff": changes.vector(name)}))
     require_modules(modules, plan)
     return tuple(modules)
 

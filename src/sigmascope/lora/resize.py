@@ -5,7 +5,6 @@ budget that an extraction knows works on a finished LoRA too, and the error of t
 """
 
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from os import PathLike
@@ -19,21 +18,19 @@ from sigmascope.checkpoints import open_checkpoint
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.formats import open_lora
 from sigmascope.lora.lora_dtype import dtype_name, storage_dtype
+from sigmascope.lora.lora_output import LoraOutput
 from sigmascope.lora.merge_inputs import InputLora
 from sigmascope.lora.options import STORAGE_DTYPES, SavePrecision, check_target, refuse_inputs
 from sigmascope.lora.paths import as_text
 from sigmascope.lora.reducible import FormedChange, ReducibleChange, reducible
 from sigmascope.lora.reduction import RankPlan, ReducedModule, Reduction, require_modules
 from sigmascope.lora.reduction_report import ReductionReport
-from sigmascope.lora.same_names import SameNamesWriter
-from sigmascope.lora.storage_cost import StorageCost
+from sigmascope.lora.united import unite
 from sigmascope.progress import Progress, no_progress
 
 __all__ = ["RankPlan", "ReducedModule", "ReductionReport", "resize_lora"]
 
-NEEDS_BASE: Final = frozenset({"dora", "set"})
-_HEADER_FIELDS: Final = 2048  # bytes of the fields that are known at the end
-_ENTRY_BYTES: Final = 160
+_NEEDS_BASE: Final = frozenset({"dora", "set"})
 
 
 def resize_lora(
@@ -42,20 +39,25 @@ def resize_lora(
     plan: RankPlan,
     *,
     save_precision: SavePrecision | None = None,
+    format: str | None = None,
     progress: Progress = no_progress,
 ) -> ReductionReport:
-    """Write a LoRA anew at another rank, in its own format and under its own names.
+    """Write a LoRA anew at another rank.
 
     Each module gets the nearest change of the rank that the plan gives it (Eckart and Young, 1936), with alpha =
     the stored rank. Where nothing has to be cut or rounded, its factors stay as they are, bit for bit. LoHa,
     LoKr and Tucker changes become plain factors. Biases and norms, and changes that depend on the base (DoRA),
     are carried over as they are.
 
+    In the plan's patterns and in the report, layers have the names of the model (`denoiser.conv_in`), whatever
+    the format of the file.
+
     Args:
         lora: In any format; read one module at a time.
         save_to: The `.safetensors` file to write.
         plan: How much rank each module gets, or all together.
         save_precision: Storage of the factors; that of the input when left out (float16 for an 8-bit one).
+        format: `native`, `kohya`, `peft` or `comfyui`; the input's, with its own names, when left out.
         progress: Told after each module.
 
     Returns:
@@ -65,7 +67,8 @@ def resize_lora(
         ConfigError: The target is the input or a folder, a pattern matches no module, the budget cannot be met,
             or the plan leaves out every module.
         CheckpointError: The input is missing, damaged, or no file of tensors.
-        LoraFormatError: Its keys follow no known format, or its factors do not fit together.
+        LoraFormatError: Its keys follow no known format, its factors do not fit together, or the format to write
+            cannot hold it.
         NonFiniteError: NaN or Inf in the input, or factors too large for the storage precision.
         WriteError: The target cannot be written; it is as it was.
     """
@@ -75,32 +78,25 @@ def resize_lora(
     with open_checkpoint(source) as checkpoint:
         refuse_inputs(target, checkpoint)
         dtype = storage_dtype(checkpoint) if save_precision is None else STORAGE_DTYPES[save_precision]
-    with open_lora(source) as opened:
-        split = _Split.of(opened)
+    with open_lora(source) as original:
+        united = unite([original])
+        split = _Split.of(united.loras[0])
         metadata = {
             "sigmascope_version": __version__,
             "sigmascope_resized_from": as_text(source.name),
             "sigmascope_rank": plan.describe(),
         }
         compact = plan.budget is not None and plan.budget.max_bytes is not None
-        with SameNamesWriter(target, opened, metadata, compact=compact) as writer:
-            reduction = split.reduction(opened, plan, dtype, writer, metadata)
-            modules = []
-            for module, factors in reduction.run(progress):
-                modules.append(module)
-                if factors is not None:
-                    writer.write(module.name, factors)
-            for name in split.carried:
-                writer.write_change(name, opened.changes[name])
-            require_modules(modules, plan)
+        with LoraOutput(target, united, [original], format, metadata, compact=compact) as output:
+            modules = _write(output, split, dtype, plan, progress)
         return ReductionReport(
-            inputs=(InputLora.of(opened, source),),
+            inputs=(InputLora.of(original, source),),
             lora=target,
-            format=opened.format,
+            format=output.format.name,
             dtype=dtype_name(dtype),
             method="linear",
             plan=plan.describe(),
-            modules=tuple(modules),
+            modules=modules,
             carried=split.carried,
             formed=split.formed,
             findings=(),
@@ -111,14 +107,16 @@ def resize_lora(
 
 @dataclass(frozen=True, slots=True)
 class _Split:
-    """The modules of a file by what happens to them.
+    """The layers of a LoRA by what happens to them.
 
     Attributes:
+        lora: By layer.
         reduced: Get another rank, in the file's order.
         formed: Those of them that are more than up and down.
         carried: Stay as they are: they have no rank, or depend on the base.
     """
 
+    lora: LoraFile
     reduced: tuple[str, ...]
     formed: tuple[str, ...]
     carried: tuple[str, ...]
@@ -128,38 +126,38 @@ class _Split:
         formed = tuple(
             name
             for name in lora.changes
-            if lora.kind_of(name) not in NEEDS_BASE and len(lora.shape_of(name)) > 1
+            if lora.kind_of(name) not in _NEEDS_BASE and len(lora.shape_of(name)) > 1
         )
         carried = tuple(name for name in lora.changes if name not in set(formed))
-        return cls((*lora.modules, *formed), formed, carried)
+        return cls(lora, (*lora.modules, *formed), formed, carried)
 
-    def reduction(
-        self,
-        lora: LoraFile,
-        plan: RankPlan,
-        dtype: torch.dtype,
-        writer: SameNamesWriter,
-        metadata: Mapping[str, str],
-    ) -> Reduction:
-        def load(name: str, wanted: int) -> ReducibleChange:
-            if name in lora.modules:
-                return reducible(lora.modules[name], wanted, dtype)
-            return FormedChange(lora.changes[name].delta(), dtype)
+    def load(self, dtype: torch.dtype, name: str, wanted: int) -> ReducibleChange:
+        if name in self.lora.modules:
+            return reducible(self.lora.modules[name], wanted, dtype)
+        return FormedChange(self.lora.changes[name].delta(), dtype)
 
-        return Reduction(
-            shapes={name: lora.shape_of(name) for name in self.reduced},
-            old_ranks={name: lora.rank_of(name) if name in lora.modules else None for name in self.reduced},
-            load=load,
-            plan=plan,
-            storage=StorageCost.of(
-                dtype,
-                {**lora.metadata, **metadata},
-                other_bytes=_HEADER_FIELDS + sum(map(partial(_carried_bytes, lora, writer), self.carried)),
-                names=writer.keys_of,
-            ),
-        )
+    def old_rank(self, name: str) -> int | None:
+        return self.lora.rank_of(name) if name in self.lora.modules else None
 
 
-def _carried_bytes(lora: LoraFile, writer: SameNamesWriter, name: str) -> int:
-    tensors = writer.change_tensors(name, lora.changes[name])
-    return sum(tensor.nbytes + len(key) + _ENTRY_BYTES for key, tensor in tensors.items())
+def _write(
+    output: LoraOutput, split: _Split, dtype: torch.dtype, plan: RankPlan, progress: Progress
+) -> tuple[ReducedModule, ...]:
+    lora = split.lora
+    others = {name: 4 * lora.facts_of(name).parameters for name in split.carried}
+    reduction = Reduction(
+        shapes={name: lora.shape_of(name) for name in split.reduced},
+        old_ranks={name: split.old_rank(name) for name in split.reduced},
+        load=partial(split.load, dtype),
+        plan=plan,
+        storage=output.storage(dtype, len(split.reduced), others),
+    )
+    modules = []
+    for module, factors in reduction.run(progress):
+        modules.append(module)
+        if factors is not None:
+            output.write(module.name, factors)
+    for name in split.carried:
+        output.write_change(name, lora.changes[name])
+    require_modules(modules, plan)
+    return tuple(modules)

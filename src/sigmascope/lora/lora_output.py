@@ -1,4 +1,4 @@
-"""The file that a merge of LoRAs writes: under their own names where those agree, else under the format's."""
+"""The file that a resize or merge writes: under the LoRAs' own names where those agree, else under the format's."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -7,10 +7,9 @@ from types import TracebackType
 from typing import Final
 
 import torch
-from torch import Tensor
 
 from sigmascope.errors import LoraFormatError
-from sigmascope.lora.adapters import DiffChange
+from sigmascope.lora.adapters import WeightChange
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.formats import LoraWriter, format_named
@@ -22,10 +21,11 @@ from sigmascope.lora.united import UnitedLoras
 _HEADER_FIELDS: Final = 2048  # bytes of the fields that are known at the end
 _SPARE: Final = 100  # bytes that a writer reserves for each header entry and may leave empty
 _ENTRY: Final = 160
+_PARTS: Final = 8  # tensors that a change may have
 _BIAS: Final = ".bias"
 
 
-class MergeOutput:
+class LoraOutput:
     """Writes the layers of united LoRAs into one file.
 
     Args:
@@ -77,7 +77,7 @@ class MergeOutput:
                 expected=[name.removesuffix(_BIAS) for name in united.names],
             )
 
-    def __enter__(self) -> "MergeOutput":
+    def __enter__(self) -> "LoraOutput":
         self._writer.__enter__()
         return self
 
@@ -94,28 +94,24 @@ class MergeOutput:
         """
         self._writer.write(layer if self._own is None else self._own[layer], factors)
 
-    def write_vector(self, layer: str, change: Tensor) -> None:
-        """Write the change of a bias or norm.
+    def write_change(self, layer: str, change: WeightChange) -> None:
+        """Write a change that is more than plain factors, as it is.
 
         Raises:
-            LoraFormatError: The format holds none, or has no name for the layer.
+            LoraFormatError: The format cannot hold it, or has no name for the layer.
         """
-        name = layer if self._own is None else self._own[layer]
-        self._writer.write_change(name, DiffChange({"diff": change}))
+        self._writer.write_change(layer if self._own is None else self._own[layer], change)
 
-    def storage(self, dtype: torch.dtype, united: UnitedLoras, vectors: Sequence[str]) -> StorageCost:
+    def storage(self, dtype: torch.dtype, layers: int, others: Mapping[str, int]) -> StorageCost:
         """What modules take in this file, never too little.
 
         Args:
             dtype: Of the factors.
-            united: The LoRAs.
-            vectors: Layers whose change is a vector in float32.
+            layers: How many may come.
+            others: Bytes of each change that is no factors.
         """
-        spare = 0 if self._own is not None else 3 * _SPARE * len(united.names)
-        whole = sum(
-            4 * united.loras[united.positions(name)[0]].shape_of(name)[0] + len(name) + _ENTRY
-            for name in vectors
-        )
+        spare = 0 if self._own is not None else 3 * _SPARE * layers
+        whole = sum(size + _PARTS * (len(name) + _ENTRY) for name, size in others.items())
         return StorageCost.of(
             dtype, self.metadata, other_bytes=_HEADER_FIELDS + spare + whole, names=self._keys
         )
