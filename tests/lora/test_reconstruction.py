@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -84,6 +86,21 @@ def test_the_error_is_that_of_the_explicit_product(
     base, tuned = weights(*shape, dtype=stored)
     change = factors(*shape, rank=4, dtype=factor_dtype)
     assert measure(base, tuned, change).error_norm == pytest.approx(true_error(base, tuned, change), rel=1e-6)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_shape_rank_and_dtype_is_measured(data: st.DataObject, measure: Measure) -> None:
+    dimensions = data.draw(st.sampled_from([2, 3, 4, 5]))
+    kernel = data.draw(st.lists(st.integers(1, 3), min_size=dimensions - 2, max_size=dimensions - 2))
+    shape = (data.draw(st.integers(1, 30)), data.draw(st.integers(1, 30)), *kernel)
+    dtypes = st.sampled_from([torch.bfloat16, torch.float16, torch.float32])
+    base, tuned = weights(*shape, dtype=data.draw(dtypes))
+    rank = data.draw(st.integers(1, 40))
+    change = factors(*shape, rank=rank, dtype=data.draw(dtypes), alpha=data.draw(st.floats(-8, 8)))
+    found = measure(base, tuned, change)
+    assert found.delta_norm == pytest.approx(float((tuned.double() - base.double()).norm()), rel=1e-6)
+    assert found.error_norm == pytest.approx(true_error(base, tuned, change), rel=1e-5)
 
 
 @pytest.mark.parametrize("block", [1, 7, 64, 65, 10_000])

@@ -65,7 +65,7 @@ def validate_lora(
     with open_lora(Path(lora)) as file, _opened(base, tuned, file, options or PairOptions()) as pair:
         targets = changed_keys(file, pair.base, pair.layout)
         measured = measure_layers(pair, targets, workers=workers, progress=progress)
-        if all(module.delta_norm == 0 for module in measured.modules) and not measured.uncovered:
+        if all(module.delta_norm == 0 for module in measured.modules):
             raise _no_change(pair)
         norms = [module.delta_norm for module in measured.modules]
         findings = [*_lora_findings(pair, file), *pair_findings(pair, dict(measured.uncovered), norms)]
