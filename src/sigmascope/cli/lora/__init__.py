@@ -1,14 +1,18 @@
-"""`sigmascope lora`: make LoRAs from fine-tuned models, and prove them. One module a command."""
+"""`sigmascope lora`: make LoRAs, prove them, and work on them. One module a command."""
 
 import typer
 
-from sigmascope.cli.lora import convert, extract, validate
+from sigmascope.cli.lora import convert, diff, extract, inspect, merge, resize, validate
 
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
-    help="Make LoRAs from fine-tuned models and prove them.",
+    help="Make LoRAs from fine-tuned models, prove them, and work on them.",
 )
 app.command("extract", epilog=extract.EPILOG)(extract.extract)
 app.command("validate", epilog=validate.EPILOG)(validate.validate)
 app.command("convert", epilog=convert.EPILOG)(convert.convert)
+app.command("resize", epilog=resize.EPILOG)(resize.resize)
+app.command("merge", epilog=merge.EPILOG)(merge.merge)
+app.command("inspect", epilog=inspect.EPILOG)(inspect.inspect)
+app.command("diff", epilog=diff.EPILOG)(diff.diff)

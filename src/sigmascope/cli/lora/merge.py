@@ -1,0 +1,182 @@
+"""`sigmascope lora merge`: several LoRAs into one, or into a checkpoint."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from sigmascope.cli.lora import op_options as ops
+from sigmascope.cli.lora import rank_options as ranks
+from sigmascope.cli.lora.options import AsJson, Verbose
+from sigmascope.cli.lora.reduction_tables import print_bake, print_reduction
+from sigmascope.cli.progress import progress_bar
+from sigmascope.errors import ConfigError
+
+if TYPE_CHECKING:
+    from sigmascope.lora.merge_methods import MergeMethod
+
+EPILOG = """Examples:
+
+sigmascope lora merge a.safetensors b.safetensors --weights 0.7,0.3 --save_to both.safetensors --rank 32
+
+sigmascope lora merge a.safetensors b.safetensors --into model.safetensors --save_to merged.safetensors
+"""
+
+
+def merge(
+    loras: Annotated[
+        list[Path], typer.Argument(metavar="LORA", help="LoRAs of any format.", show_default=False)
+    ],
+    save_to: ops.SaveTo,
+    weights: Annotated[
+        str | None,
+        typer.Option(
+            "--weights", metavar="<numbers>", help="Strength of each: 0.7,0.3.", show_default="1 each"
+        ),
+    ] = None,
+    into: Annotated[
+        Path | None,
+        typer.Option(
+            "--into", help="Checkpoint to merge into; --save_to is then one too.", show_default=False
+        ),
+    ] = None,
+    method: Annotated[
+        ops.Method,
+        typer.Option(
+            "--method",
+            metavar="<name>",
+            help="linear: weighted sum. ties: largest values, one sign each. dare: random values, rescaled.",
+        ),
+    ] = ops.Method.LINEAR,
+    density: Annotated[
+        float | None,
+        typer.Option("--density", help="Share of the values that ties and dare keep.", show_default="0.5"),
+    ] = None,
+    seed: Annotated[int | None, typer.Option("--seed", help="Of dare's choice.", show_default="0")] = None,
+    rank: ops.Rank = None,
+    conv_rank: ops.ConvRank = None,
+    max_size: ranks.MaxSize = None,
+    max_error: ranks.MaxError = None,
+    weight_for: ranks.WeightFor = None,
+    rank_method: ranks.RankMethod = None,
+    dynamic_method: ranks.DynamicMethod = None,
+    dynamic_param: ranks.DynamicParam = None,
+    max_rank: ranks.MaxRank = None,
+    max_conv_rank: ranks.MaxConvRank = None,
+    min_rank: ranks.MinRank = None,
+    rank_for: ranks.RankFor = None,
+    exclude: ranks.Exclude = None,
+    save_precision: ops.SavePrecision = None,
+    lora_format: ops.Format = None,
+    base_model_path: Annotated[
+        Path | None,
+        typer.Option(
+            "--base_model_path", help="Model, for DoRA: its change depends on it.", show_default=False
+        ),
+    ] = None,
+    allow_unmatched: Annotated[
+        bool,
+        typer.Option(
+            "--allow_unmatched", help="With --into: go on without modules that the checkpoint lacks."
+        ),
+    ] = False,
+    verbose: Verbose = False,
+    as_json: AsJson = False,
+) -> None:
+    """Merge LoRAs into one LoRA, or into a checkpoint.
+
+    Formats may differ. The weighted sum of LoRAs is exact: its rank is the
+    sum of their ranks, less with a rank option. Into a checkpoint the changes
+    are added in float32 and rounded once; all else is copied bit for bit.
+    """
+    flags = ranks.RankFlags(
+        rank=rank,
+        conv_rank=conv_rank,
+        max_size=max_size,
+        max_error=max_error,
+        weight_for=weight_for,
+        rank_method=rank_method,
+        dynamic_method=dynamic_method,
+        dynamic_param=dynamic_param,
+        max_rank=max_rank,
+        max_conv_rank=max_conv_rank,
+        min_rank=min_rank,
+        rank_for=rank_for,
+        exclude=exclude,
+    )
+    strengths, how = ops.parse_weights(weights), _method(method, density, seed)
+    if into is not None:
+        lora_only = {
+            "--save_precision": save_precision,
+            "--format": lora_format,
+            "--base_model_path": base_model_path,
+            "a rank option": ops.rank_plan(flags),
+        }
+        _refuse(
+            [name for name, value in lora_only.items() if value is not None], "LoRAs that become one LoRA"
+        )
+        _into(loras, into, save_to, strengths, how, allow_unmatched, verbose=verbose, as_json=as_json)
+        return
+    _refuse(["--allow_unmatched"] if allow_unmatched else [], "--into")
+    from sigmascope.lora.combine import CombineOptions, combine_loras
+
+    options = CombineOptions(
+        weights=strengths,
+        method=how,
+        plan=ops.rank_plan(flags),
+        save_precision=None if save_precision is None else save_precision.value,
+        format=None if lora_format is None else lora_format.value,
+        base=base_model_path,
+    )
+    with progress_bar("Merging") as progress:
+        report = combine_loras(loras, save_to, options, progress=progress)
+    if as_json:
+        typer.echo(json.dumps(report.as_dict(), indent=2))
+    else:
+        print_reduction(Console(), "LoRA merge", report, verbose=verbose)
+
+
+def _into(
+    loras: list[Path],
+    into: Path,
+    save_to: Path,
+    weights: tuple[float, ...] | None,
+    method: "MergeMethod",
+    allow_unmatched: bool,
+    *,
+    verbose: bool,
+    as_json: bool,
+) -> None:
+    from sigmascope.lora.bake import bake_loras
+
+    with progress_bar("Merging") as progress:
+        report = bake_loras(
+            loras,
+            into,
+            save_to,
+            weights=weights,
+            method=method,
+            allow_unmatched=allow_unmatched,
+            progress=progress,
+        )
+    if as_json:
+        typer.echo(json.dumps(report.as_dict(), indent=2))
+    else:
+        print_bake(Console(), report, verbose=verbose)
+
+
+def _method(method: ops.Method, density: float | None, seed: int | None) -> "MergeMethod":
+    from sigmascope.lora.merge_methods import MergeMethod
+
+    if density is not None and method is ops.Method.LINEAR:
+        raise ConfigError("--density has no effect on a weighted sum.", hint="Add --method ties or dare.")
+    if seed is not None and method is not ops.Method.DARE:
+        raise ConfigError("--seed has no effect without chance.", hint="Add --method dare.")
+    return MergeMethod(method.value, 0.5 if density is None else density, seed or 0)
+
+
+def _refuse(flags: list[str], what: str) -> None:
+    if flags:
+        raise ConfigError(f"{', '.join(flags)}: for {what} only.", hint="Leave it out.")
