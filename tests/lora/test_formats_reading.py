@@ -347,6 +347,12 @@ def test_changes_of_norms_and_biases_have_names_of_their_own(file: Path) -> None
     assert lora.modules == {}
 
 
+def test_two_differences_of_one_weight_are_refused(file: Path) -> None:
+    save_file({"x.y.diff": torch.ones(2), "x.y.w_norm": torch.ones(2)}, file)
+    with pytest.raises(LoraFormatError, match=r"x\.y: diff and w_norm change one weight"):
+        load_lora(file)
+
+
 @pytest.mark.parametrize("other", [{"diff": (6, 5)}, {"lokr_w1": (2, 2), "lokr_w2": (3, 3)}])
 def test_a_module_of_two_kinds_is_refused(other: dict[str, tuple[int, ...]], file: Path) -> None:
     extra = {f"x.y.{name}": torch.ones(shape) for name, shape in other.items()}

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from sigmascope.errors import LoraFormatError
 from sigmascope.lora.adapters.change import Adapter, AdapterFacts, Shapes
 from sigmascope.lora.norms import frobenius_norm
 
@@ -12,9 +13,16 @@ class _WholeChange(Adapter):
 
     @classmethod
     def facts(cls, shapes: Shapes) -> AdapterFacts:
-        """The shape of the one tensor. There is no rank."""
-        (shape,) = shapes.values()
-        return AdapterFacts(shape, None)
+        """The shape of the one tensor. There is no rank.
+
+        Raises:
+            LoraFormatError: There are several tensors.
+        """
+        if len(shapes) != 1:
+            raise LoraFormatError(
+                f"{' and '.join(shapes)} change one weight.", hint="Which of them is meant cannot be told."
+            )
+        return AdapterFacts(next(iter(shapes.values())), None)
 
     @property
     def values(self) -> Tensor:
