@@ -70,9 +70,14 @@ def listed(
 
 
 def counts(found: Mapping[Any, int], *, most: int = 6) -> str:
-    """`64 (700), 32 (92)`: values with how often each comes."""
-    shown = [f"{_short(value)} ({count})" for value, count in list(found.items())[:most]]
-    return ", ".join(shown) + (f", {len(found) - most} others" if len(found) > most else "") or "-"
+    """`64 (700), 32 (92)`: values with how often each comes, the most frequent where not all are shown."""
+    items = list(found.items())
+    if len(items) > most:
+        items = sorted(items, key=lambda item: -item[1])[:most]
+    shown = [f"{_short(value)} ({count})" for value, count in items]
+    if len(found) > most:
+        shown.append(f"{len(found) - most} more")
+    return ", ".join(shown) or "-"
 
 
 def number(value: float | None) -> str:
