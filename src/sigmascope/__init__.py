@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from sigmascope.__about__ import __version__
 
 if TYPE_CHECKING:
+    from sigmascope.analysis.tensors import compare_tensors
     from sigmascope.checkpoints.dump_folder import TensorDumps
     from sigmascope.checkpoints.tensor_dumps import load_tensors, save_tensors
     from sigmascope.records.run import Run, Stage
@@ -18,12 +19,22 @@ _HOMES = {
     "Run": "sigmascope.records.run",
     "Stage": "sigmascope.records.run",
     "TensorDumps": "sigmascope.checkpoints.dump_folder",
+    "compare_tensors": "sigmascope.analysis.tensors",
     "load_run": "sigmascope.records.serialization",
     "load_tensors": "sigmascope.checkpoints.tensor_dumps",
     "save_tensors": "sigmascope.checkpoints.tensor_dumps",
 }
 
-__all__ = ["Run", "Stage", "TensorDumps", "__version__", "load_run", "load_tensors", "save_tensors"]
+__all__ = [
+    "Run",
+    "Stage",
+    "TensorDumps",
+    "__version__",
+    "compare_tensors",
+    "load_run",
+    "load_tensors",
+    "save_tensors",
+]
 
 
 def __getattr__(name: str) -> Any:
