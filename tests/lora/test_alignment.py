@@ -163,6 +163,21 @@ def test_a_kohya_lora_of_flux_is_divided_as_diffusers_does(tmp_path: Path) -> No
             torch.testing.assert_close(factors.matvec(x), through, rtol=1e-3, atol=1e-3)
 
 
+def test_projections_of_a_text_encoder_are_joined_for_open_clips_own_keys() -> None:
+    lora = LoraFile(
+        {
+            f"lora_te2_text_model_encoder_layers_3_self_attn_{name}_proj": random_factors((4, 4), 1, seed)
+            for seed, name in enumerate("kvq")
+        }
+    )
+    layout = ModelLayout("sdxl", "sgm", {"denoiser": "model.diffusion_model.", "text_encoder_2": "clip_g."})
+    fused = "clip_g.transformer.resblocks.3.attn.in_proj_weight"
+    aligned = align(lora, [fused, "clip_g.transformer.resblocks.3.attn.out_proj"], layout)
+    assert (list(aligned.lora.modules), aligned.unmatched) == ([fused], ())
+    key, value, query = (factors.delta() for factors in lora.modules.values())
+    torch.testing.assert_close(aligned.lora.modules[fused].delta(), torch.cat([query, key, value]))
+
+
 def test_changes_keep_their_names_and_what_is_of_no_layer_is_told() -> None:
     lora = LoraFile(
         {"lora_unet_conv_in": random_factors((4, 3), 1, 0), "lora_unet_gate": random_factors((4, 3), 1, 1)},

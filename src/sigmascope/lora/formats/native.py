@@ -5,11 +5,7 @@
 which ignores alpha gets the same ΔW. A model of any other family has its own paths in the same way.
 """
 
-from torch import Tensor
-
-from sigmascope.lora.factors import LoraFactors
-from sigmascope.lora.formats.base import FactorKeys, LoraFormat
-from sigmascope.lora.formats.header import lora_header
+from sigmascope.lora.formats.base import LoraFormat
 from sigmascope.lora.formats.keys import KeyGroups
 from sigmascope.lora.layer_paths import Naming
 from sigmascope.lora.layout import ModelLayout, Part
@@ -26,16 +22,6 @@ def _naming(family: str) -> Naming | None:
 
 def _module_name(part: Part, path: str, layout: ModelLayout, prefix: str | None) -> str:
     return layout.prefixes.get(part, "") + path
-
-
-def module_tensors(module: str, factors: LoraFactors) -> dict[str, Tensor]:
-    """Give the three tensors of one module by key, with alpha = rank (float32) and contiguous factors."""
-    return FactorKeys().tensors(module, factors)
-
-
-def native_metadata(rank: int | None, conv_rank: int | None) -> dict[str, str]:
-    """Give the header for an LBM's LoRA of these ranks; None where it has no Linear or no convolution."""
-    return lora_header("native", "lbm", rank, conv_rank)
 
 
 FORMAT = LoraFormat(name="native", recognises=_recognises, naming=_naming, module_name=_module_name)
