@@ -18,6 +18,7 @@ from sigmascope.errors import LoraFormatError
 METADATA_KEY: Final = "lora_adapter_metadata"
 _CONFIG_NAME: Final = "adapter_config.json"
 _MOST_BYTES: Final = 4 * 2**20
+_MOST_PATTERNS: Final = 10_000  # each is tried on each module
 _FIELDS: Final = ("r", "lora_alpha", "alpha", "rank_pattern", "alpha_pattern", "use_rslora")
 _REPEATING: Final = re.compile(r"[*+{]")
 _COSTLY: Final = re.compile(r"\)\s*[*+?{]")
@@ -75,6 +76,10 @@ class PeftConfig:
         patterns = self.values.get(name) or {}
         if not isinstance(patterns, dict):
             raise LoraFormatError(f"{self.source}: {name} is not a table of patterns.")
+        if len(patterns) > _MOST_PATTERNS:
+            raise LoraFormatError(
+                f"{self.source}: {name} has {len(patterns)} patterns, more than any model has layers."
+            )
         for pattern, value in patterns.items():
             try:
                 expression = _compiled(pattern)
