@@ -181,11 +181,11 @@ def compare_runs(
         a: Dumps by name, such as `TensorDumps(folder)`: the reference.
         b: The others.
         options: Tolerances and token axis.
-        names: As for `compare_dumps`, in every dump.
+        names: As for `compare_dumps`, in the dumps that have them; others are passed over.
         progress: Called with (dumps done, dumps in all, name).
 
     Raises:
-        ConfigError: As of `compare_dumps`.
+        ConfigError: As of `compare_dumps`; no dump of both has a tensor of `names`.
         CheckpointError: A dump cannot be read.
     """
     names_a, names_b = list(a), set(b)
@@ -193,7 +193,17 @@ def compare_runs(
     compared = {}
     for done, name in enumerate(common):
         progress(done, len(common), name)
-        compared[name] = compare_dumps(a[name], b[name], options, names=names)
+        dump_a, dump_b = a[name], b[name]
+        wanted = {
+            first: second for first, second in (names or {}).items() if first in dump_a and second in dump_b
+        }
+        if wanted or not names:
+            compared[name] = compare_dumps(dump_a, dump_b, options, names=wanted)
+    if names and not compared:
+        raise ConfigError(
+            f"No dump that both have holds {', '.join(f'{first}={second}' for first, second in names.items())}.",
+            hint="Leave the names out to see what there is.",
+        )
     progress(len(common), len(common), "")
     return RunComparison(
         compared,

@@ -214,7 +214,7 @@ class _Sums:
             max_abs=self._max_abs if known else None,
             max_abs_at=self._at if known and self.unequal else None,
             relative_l2=_finite_or_none(error / norm_a) if norm_a else (0.0 if known and not error else None),
-            cosine=_cosine(self._ab, norm_a * norm_b),
+            cosine=_cosine(self._ab, norm_a * norm_b) if self._dd else (1.0 if norm_a else None),
             scale=_finite_or_none(self._ab / self._aa) if self._aa else None,
             first_difference=self._first,
             first_outside=self._first_outside,

@@ -219,4 +219,4 @@ def _with_remainder(layout: Layout, start: Layout) -> Layout:
     what = {"zeros": "zeros", "repeated": "one slice over and over, as padding is", "values": "other values"}[
         kind
     ]
-    return replace(layout, words=f"{layout.words} (the rest is {what})", remainder=kind)
+    return replace(layout, words=f"{layout.words}, the rest {what}", remainder=kind)

@@ -25,7 +25,6 @@ _HALF_FACTOR = 8.0
 _SINGLE_FACTOR = 32.0
 _EIGHT_BIT_FACTOR = 1.0  # nothing sums in 8 bits: these are stored only
 _SCALE_SHARE = 16.0
-_ELEMENT_FACTOR = 4.0  # the largest element's error was up to 5.4 times the root mean square of all errors
 TOKEN_FACTOR = 4.0
 """How much more than the whole one token may err when rounding is the cause."""
 
@@ -66,12 +65,12 @@ class Tolerance:
     def element(self, root_mean_square: float) -> tuple[float, float]:
         """Relative and absolute tolerance of one element in a tensor of that root mean square.
 
-        The default is the computed error, and 4 times that of the tensor's root mean square: an element near zero
+        The default is the computed error, of the element and of the tensor's root mean square: an element near zero
         carries the rounding of the larger ones that it was computed from.
         """
         if self.by_user:
             return self.rtol or 0.0, self.atol or 0.0
-        return self.computed, _ELEMENT_FACTOR * self.computed * root_mean_square
+        return self.computed, self.computed * root_mean_square
 
 
 def tolerance_for(
