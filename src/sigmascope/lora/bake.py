@@ -1,13 +1,13 @@
 """LoRAs merged into a checkpoint file, one tensor at a time: whatever the model's size, memory holds a few layers."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from os import PathLike
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final
 
+import torch
 from torch import Tensor
 
 from sigmascope.__about__ import __version__
@@ -16,19 +16,17 @@ from sigmascope.errors import CheckpointError
 from sigmascope.lora.adapters import WeightChange
 from sigmascope.lora.alignment import AlignedLora
 from sigmascope.lora.bake_report import BakeReport
-from sigmascope.lora.baking import BakedTensor, WeightedChange, baked
+from sigmascope.lora.baking import BakedTensor, WeightedChange, bake
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.landing import Landing, landings, open_aligned, require_matched
 from sigmascope.lora.merge_inputs import InputLora, merged_from, refuse_files
 from sigmascope.lora.merge_methods import MergeMethod, require_weights
 from sigmascope.lora.options import check_target, refuse_inputs
 from sigmascope.lora.paths import as_text
+from sigmascope.lora.slots import Slot, map_in_order
 from sigmascope.progress import Progress, no_progress
 
 __all__ = ["BakeReport", "BakedTensor", "bake_loras"]
-
-Item = TypeVar("Item")
-Result = TypeVar("Result")
 
 _STALE: Final = frozenset({"modelspec.hash_sha256", "sshs_model_hash", "sshs_legacy_hash"})
 
@@ -125,20 +123,21 @@ def _write(
     metadata: Mapping[str, str],
     progress: Progress,
 ) -> tuple[BakedTensor, ...]:
-    def work(key: str) -> tuple[Tensor, BakedTensor | None]:
-        weight = base.tensor(key)
+    def work(slot: Slot, key: str) -> tuple[Tensor, BakedTensor | None]:
+        buffer = slot.scratch("file", base.info(key).nbytes, torch.uint8)
+        weight = base.tensor_into(key, buffer)
         if key not in landing:
             return weight, None
         changes = [
             WeightedChange(one.position, one.weight, _change(aligned[one.position], one.layer))
             for one in landing[key]
         ]
-        return baked(key, weight, changes, method)
+        return weight, bake(key, weight, changes, method, slot)
 
     found = []
     keys = base.keys()
     with StreamingWriter(target, metadata, expected=keys, data_bytes=base.nbytes) as writer:
-        for done, (key, (tensor, change)) in enumerate(_ahead(keys, work), start=1):
+        for done, (key, (tensor, change)) in enumerate(map_in_order(keys, work), start=1):
             writer.write(key, tensor)
             if change is not None:
                 found.append(change)
@@ -149,18 +148,6 @@ def _write(
 def _change(aligned: AlignedLora, layer: str) -> LoraFactors | WeightChange:
     lora = aligned.lora
     return lora.modules[layer] if layer in lora.modules else lora.changes[layer]
-
-
-def _ahead(items: Sequence[Item], work: Callable[[Item], Result]) -> Iterator[tuple[Item, Result]]:
-    """Do the work for the next item while the caller writes the last one."""
-    with ThreadPoolExecutor(1, thread_name_prefix="bake") as pool:
-        upcoming = pool.submit(work, items[0]) if items else None
-        for index, item in enumerate(items):
-            assert upcoming is not None
-            result = upcoming.result()
-            upcoming = pool.submit(work, items[index + 1]) if index + 1 < len(items) else None
-            yield item, result
-            del result
 
 
 def _provenance(
