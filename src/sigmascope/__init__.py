@@ -14,14 +14,24 @@ if TYPE_CHECKING:
     from sigmascope.checkpoints.tensor_dumps import load_tensors, save_tensors
     from sigmascope.records.run import Run, Stage
     from sigmascope.records.serialization import load_run
+    from sigmascope.stages.text_encoding import (
+        TextEncodingThresholds,
+        analyze_text_encoding_results,
+        capture_text_encoding_baseline,
+        print_text_encoding_analysis_summary,
+    )
 
 _HOMES = {
     "Run": "sigmascope.records.run",
     "Stage": "sigmascope.records.run",
     "TensorDumps": "sigmascope.checkpoints.dump_folder",
+    "TextEncodingThresholds": "sigmascope.stages.text_encoding",
+    "analyze_text_encoding_results": "sigmascope.stages.text_encoding",
+    "capture_text_encoding_baseline": "sigmascope.stages.text_encoding",
     "compare_tensors": "sigmascope.analysis.tensors",
     "load_run": "sigmascope.records.serialization",
     "load_tensors": "sigmascope.checkpoints.tensor_dumps",
+    "print_text_encoding_analysis_summary": "sigmascope.stages.text_encoding",
     "save_tensors": "sigmascope.checkpoints.tensor_dumps",
 }
 
@@ -29,10 +39,14 @@ __all__ = [
     "Run",
     "Stage",
     "TensorDumps",
+    "TextEncodingThresholds",
     "__version__",
+    "analyze_text_encoding_results",
+    "capture_text_encoding_baseline",
     "compare_tensors",
     "load_run",
     "load_tensors",
+    "print_text_encoding_analysis_summary",
     "save_tensors",
 ]
 

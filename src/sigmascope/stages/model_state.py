@@ -1,0 +1,111 @@
+"""The state of a model at one moment, and whether it is still the same at another.
+
+Identity is `id()`: it tells objects apart while they live. Nothing here keeps a model alive.
+"""
+
+import weakref
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from sigmascope.probes import module_facts
+from sigmascope.stages.host_reading import read_host
+from sigmascope.stages.typed import ModelStateDict
+
+COMPARED = (
+    "model_id",
+    "class_type",
+    "device",
+    "dtype",
+    "parameters",
+    "patches_count",
+    "patches_uuid",
+    "adapters",
+)
+NO_PATCHER = "patches are ComfyUI's, and this is no ModelPatcher"
+
+
+def model_state(model: object) -> ModelStateDict:
+    """Identity, class, device, patches and adapters of a model or what wraps one. Never raises.
+
+    Args:
+        model: An `nn.Module`, ComfyUI's `ModelPatcher` or `CLIP`, a pipeline, or None.
+    """
+    if model is None:
+        return _unknown("no model was given")
+    reading = read_host(lambda: _state(model))
+    return _unknown(reading.reason or "unknown") if reading.value is None else reading.value
+
+
+def changes(before: ModelStateDict, after: ModelStateDict) -> list[str]:
+    """The fields in which two states differ. What is unknown on either side is not compared."""
+    pairs = ((name, before.get(name), after.get(name)) for name in COMPARED)
+    return [name for name, old, new in pairs if old is not None and new is not None and old != new]
+
+
+def reference_to(model: object) -> "weakref.ref[Any] | None":
+    """A reference that keeps nothing alive; None if the object takes none."""
+    try:
+        return weakref.ref(model)
+    except TypeError:
+        return None
+
+
+def _state(model: object) -> ModelStateDict:
+    facts = module_facts(model)
+    unavailable = dict(facts.unavailable)
+    patcher = model if hasattr(model, "patches_uuid") else getattr(model, "patcher", None)
+    patches = getattr(patcher, "patches", None)
+    if not isinstance(patches, Mapping):
+        unavailable |= dict.fromkeys(("patches_count", "patches_uuid"), NO_PATCHER)
+    device = _most_common(facts.devices)
+    dtype = _most_common(facts.dtypes)
+    if device is None:
+        unavailable.setdefault("device", "it has no weights")
+        unavailable.setdefault("dtype", "it has no weights")
+    return {
+        "model_id": id(model),
+        "class_type": facts.class_name,
+        "wrapper_class": facts.wrapper_class_name,
+        "device": device,
+        "dtype": dtype,
+        "parameters": facts.parameters,
+        "patches_count": len(patches) if isinstance(patches, Mapping) else None,
+        "patches_uuid": str(getattr(patcher, "patches_uuid", "")) or None if patches is not None else None,
+        "adapters": _adapters(model),
+        "changed": None,
+        "unavailable": unavailable,
+    }
+
+
+def _most_common(counts: Mapping[str, int]) -> str | None:
+    """Where most elements are, or of which type most are."""
+    return next((name for name, _ in Counter(counts).most_common(1)), None)
+
+
+def _adapters(model: object) -> list[str]:
+    """Names of the PEFT adapters that act on the model, at whatever depth they were injected."""
+    found: dict[str, None] = {}
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    for module in modules:
+        active = getattr(module, "active_adapters", None) if hasattr(module, "lora_A") else None
+        found |= dict.fromkeys(map(str, active)) if isinstance(active, list | tuple) else {}
+    return list(found)
+
+
+def _unknown(reason: str) -> ModelStateDict:
+    return {
+        "model_id": None,
+        "class_type": None,
+        "wrapper_class": None,
+        "device": None,
+        "dtype": None,
+        "parameters": None,
+        "patches_count": None,
+        "patches_uuid": None,
+        "adapters": [],
+        "changed": None,
+        "unavailable": dict.fromkeys(COMPARED, reason),
+    }

@@ -1,0 +1,119 @@
+"""Summaries in the terminal: sections of labelled rows, at most 80 columns wide.
+
+Every stage's summary is made of these; an analysis that has no summary of its own is shown as it is.
+Foreign text is never interpreted: no markup, no control character.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.text import Text
+
+from sigmascope.stages.figures import UNKNOWN, number, printable
+
+WIDTH = 80
+_INDENT, _MOST_ROWS, _MOST_ITEMS, _DEEPEST = 3, 60, 12, 4
+
+
+class Row(NamedTuple):
+    """A label and its value; `style` is rich's. The value must be printable already."""
+
+    label: str
+    value: str
+    style: str = ""
+
+
+class Section(NamedTuple):
+    """A heading with an icon, and rows."""
+
+    icon: str
+    title: str
+    rows: Sequence[Row]
+
+
+def print_summary(title: str, sections: Iterable[Section], console: Console | None = None) -> None:
+    """Print sections under a title.
+
+    Args:
+        title: In capitals by custom.
+        sections: Those without rows are left out.
+        console: Where to; standard output by default, plain when that is no terminal.
+    """
+    target = console or Console()
+    width = min(WIDTH, target.width)
+
+    def line(*parts: tuple[str, str], indent: int = 0) -> None:
+        text = Text.assemble(*((_encodable(part, target.encoding), style) for part, style in parts))
+        text.overflow = "fold"
+        target.print(Padding(text, (0, 0, 0, indent), expand=False), width=width, emoji=False)
+
+    line((f"🔍 {title}", "bold"))
+    line(("=" * width, "dim"))
+    for section in sections:
+        if not section.rows:
+            continue
+        target.print()
+        line((f"{section.icon} {section.title}:", "bold"))
+        for row in section.rows:
+            line((f"{row.label}: ", ""), (row.value, row.style), indent=_INDENT)
+    line(("=" * width, "dim"))
+
+
+def _encodable(text: str, encoding: str) -> str:
+    """What the terminal's encoding lacks, as an escape, rather than an error in the host."""
+    if encoding.lower().replace("-", "").startswith("utf"):
+        return text
+    try:
+        return text.encode(encoding, "backslashreplace").decode(encoding)
+    except LookupError:
+        return text.encode("ascii", "backslashreplace").decode("ascii")
+
+
+def as_it_is(analysis: Mapping[str, Any]) -> Iterator[Section]:
+    """The sections of any analysis: one for its plain values, one for each dict in it."""
+    plain = [Row(label_of(name), shown(value)) for name, value in analysis.items() if not _is_dict(value)]
+    yield Section("📋", "OVERVIEW", plain)
+    for name, value in analysis.items():
+        if _is_dict(value) and name != "unavailable":
+            rows = list(_rows(value))
+            if len(rows) > _MOST_ROWS:
+                rows = [*rows[:_MOST_ROWS], Row("…", f"{len(rows) - _MOST_ROWS} more")]
+            yield Section("📊", label_of(name).upper(), rows)
+
+
+def label_of(name: object) -> str:
+    """A key as a label: `total_pixels` becomes `Total pixels`."""
+    text = printable(name, 60).replace("_", " ").strip()
+    return text[:1].upper() + text[1:]
+
+
+def shown(value: object) -> str:
+    """A value in one line."""
+    if value is None:
+        return UNKNOWN
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int | float):
+        return number(value)
+    if isinstance(value, list | tuple):
+        rest = f", … ({len(value)} in all)" if len(value) > _MOST_ITEMS else ""
+        if any(_is_dict(item) for item in value):
+            return f"{len(value)} entries"
+        return ", ".join(shown(item) for item in value[:_MOST_ITEMS]) + rest or "none"
+    return printable(value, 200)
+
+
+def _is_dict(value: object) -> bool:
+    return isinstance(value, Mapping)
+
+
+def _rows(facts: Mapping[Any, Any], prefix: str = "", depth: int = 0) -> Iterator[Row]:
+    for name, value in facts.items():
+        label = f"{prefix}{label_of(name)}"
+        if isinstance(value, Mapping) and depth < _DEEPEST:
+            if name != "unavailable":
+                yield from _rows(value, f"{label} › ", depth + 1)
+        else:
+            yield Row(label, f"{len(value)} entries" if isinstance(value, Mapping) else shown(value))

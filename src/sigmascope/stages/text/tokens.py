@@ -1,0 +1,159 @@
+"""How many tokens a prompt is, and which of its words did not fit.
+
+The tokenizers are the host's own: given, or found in its pipeline or CLIP. Nothing is downloaded, and a
+tokenizer is left as it was found.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from sigmascope.stages.host_reading import read_host
+from sigmascope.stages.text.words import Span, word_spans
+
+_NO_LIMIT = 1_000_000
+"""transformers writes 10³⁰ where a tokenizer names no limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCount:
+    """What one tokenizer makes of a prompt.
+
+    `tokens` are the prompt's own, without those that mark start, end or padding; `limit` is how many of
+    them fit. `chunks` is how many runs of the encoder they are spread over, where nothing is cut.
+    """
+
+    name: str
+    tokens: int
+    truncated: int | None
+    truncated_words: tuple[str, ...] = ()
+    words_known: bool = True
+    limit: int | None = None
+    chunks: int | None = None
+    unavailable: Mapping[str, str] = field(default_factory=dict)
+
+
+def count_tokens(
+    prompt: str, tokenizers: Mapping[str, Any], limit: int | None
+) -> tuple[list[TokenCount], str | None]:
+    """What each tokenizer makes of the prompt, and why there is nothing when there is nothing.
+
+    Args:
+        prompt: The text.
+        tokenizers: By name; transformers' (any that can be called) or ComfyUI's.
+        limit: The pipeline's own limit on the sequence, special tokens included; None: the tokenizer's.
+    """
+    counts: list[TokenCount] = []
+    reason = None
+    for name, tokenizer in tokenizers.items():
+        reading = read_host(lambda tokenizer=tokenizer, name=name: _counts(name, tokenizer, prompt, limit))  # type: ignore[misc]
+        if reading.value is None:
+            reason = f"{type(tokenizer).__name__} failed: {reading.reason}"
+        else:
+            counts += reading.value
+    return counts, reason
+
+
+def _counts(name: str, tokenizer: Any, prompt: str, limit: int | None) -> list[TokenCount]:
+    if hasattr(tokenizer, "tokenize_with_weights"):
+        return _count_in_chunks(name, tokenizer, prompt)
+    return [_count(name, tokenizer, prompt, limit)]
+
+
+def _count(name: str, tokenizer: Any, prompt: str, limit: int | None) -> TokenCount:
+    with _left_as_found(tokenizer):
+        encoded, starts = _encode(tokenizer, prompt)
+        total = len(encoded)
+        longest = limit if limit is not None else _limit_of(tokenizer)
+        if longest is None:
+            reason = {"token_limit": "the tokenizer names no limit"}
+            return TokenCount(name, total, 0, limit=None, unavailable=reason)
+        room = max(0, longest - _special_tokens(tokenizer))
+        cut = max(0, total - room)
+        if not cut:
+            return TokenCount(name, total, 0, limit=room)
+        if getattr(tokenizer, "truncation_side", "right") == "left":
+            reason = {"truncated_words": "the tokenizer cuts at the beginning"}
+            return TokenCount(name, total, cut, words_known=False, limit=room, unavailable=reason)
+        start = starts[room] if starts is not None else _fits(tokenizer, prompt, room)
+    return TokenCount(name, total, cut, _words_from(prompt, start), limit=room)
+
+
+def _encode(tokenizer: Any, prompt: str) -> tuple[Sequence[int], list[int] | None]:
+    """Token ids of the bare prompt and, if the tokenizer tells, the character at which each begins."""
+    if getattr(tokenizer, "is_fast", False):
+        encoded = tokenizer(
+            prompt, add_special_tokens=False, truncation=False, return_offsets_mapping=True, verbose=False
+        )
+        return encoded["input_ids"], [int(start) for start, _ in encoded["offset_mapping"]]
+    return _ids(tokenizer, prompt), None
+
+
+def _ids(tokenizer: Any, text: str) -> Sequence[int]:
+    encoded = tokenizer(text, add_special_tokens=False)
+    ids: Sequence[int] = encoded["input_ids"]
+    return ids
+
+
+def _limit_of(tokenizer: Any) -> int | None:
+    limit = getattr(tokenizer, "model_max_length", None)
+    return int(limit) if isinstance(limit, int | float) and 0 < limit < _NO_LIMIT else None
+
+
+def _special_tokens(tokenizer: Any) -> int:
+    count: Callable[[], int] | None = getattr(tokenizer, "num_special_tokens_to_add", None)
+    return 0 if count is None else int(count())
+
+
+def _fits(tokenizer: Any, prompt: str, room: int) -> int:
+    """The end of the longest run of whole words that fits, for a tokenizer that tells no offsets."""
+    ends = [span.end for span in word_spans(prompt)]
+    low, high = 0, len(ends)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if len(_ids(tokenizer, prompt[: ends[middle - 1]])) <= room:
+            low = middle
+        else:
+            high = middle - 1
+    return ends[low - 1] if low else 0
+
+
+def _words_from(prompt: str, start: int) -> tuple[str, ...]:
+    """The words that are cut off, wholly or in part, when the text from `start` is."""
+    spans: list[Span] = word_spans(prompt)
+    return tuple(prompt[span.start : span.end] for span in spans if span.end > start)
+
+
+@contextmanager
+def _left_as_found(tokenizer: Any) -> Iterator[None]:
+    """Give a fast tokenizer's backend the truncation and padding back that it had."""
+    backend = getattr(tokenizer, "backend_tokenizer", None) or getattr(tokenizer, "_tokenizer", None)
+    if not hasattr(backend, "enable_truncation"):
+        yield
+        return
+    backend_: Any = backend
+    truncation, padding = backend_.truncation, backend_.padding
+    try:
+        yield
+    finally:
+        if backend_.truncation != truncation:
+            backend_.enable_truncation(**truncation) if truncation else backend_.no_truncation()
+        if backend_.padding != padding:
+            backend_.enable_padding(**padding) if padding else backend_.no_padding()
+
+
+def _count_in_chunks(name: str, tokenizer: Any, prompt: str) -> list[TokenCount]:
+    """ComfyUI's tokenizers: lists of (token, weight, word) per encoder; word 0 is start, end and padding.
+
+    They cut nothing off: a long prompt goes through the encoder in several chunks.
+    """
+    encoders = tokenizer.tokenize_with_weights(prompt, return_word_ids=True)
+    if not isinstance(encoders, Mapping):
+        encoders = {name: encoders}
+    return [
+        TokenCount(
+            str(encoder), sum(entry[2] != 0 for chunk in chunks for entry in chunk), 0, chunks=len(chunks)
+        )
+        for encoder, chunks in encoders.items()
+    ]

@@ -1,0 +1,121 @@
+"""The words of a text by Unicode's default word boundaries (UAX #29), from the standard library alone.
+
+A word is a run of letters and digits with the marks on them. An apostrophe or dot between letters, and a
+comma or dot between digits, belong to the word ("don't", "3.5"); a hyphen does not. An ideograph or
+hiragana sign is a word by itself, katakana runs are one. Two departures: scripts written without spaces
+that need a dictionary (Thai, Lao, Khmer, Myanmar) count a run as one word instead of each letter, and a
+colon always separates, because prompts use it for weights.
+"""
+
+import unicodedata
+from typing import NamedTuple
+
+_MIDDLE_OF_ANY = frozenset(".'‘’․﹒＇．")
+_MIDDLE_OF_LETTERS = frozenset("·՟״‧")
+_MIDDLE_OF_NUMBERS = frozenset(",;\u037e։،؍٬߸⁄︐︔﹐﹔，；")
+_LONE = (
+    (0x3006, 0x3007),
+    (0x3021, 0x3029),
+    (0x3038, 0x303A),
+    (0x3041, 0x3096),
+    (0x309D, 0x309F),
+    (0x3400, 0x4DBF),
+    (0x4E00, 0x9FFF),
+    (0xF900, 0xFAFF),
+    (0x1B001, 0x1B11F),
+    (0x20000, 0x3FFFF),
+)
+_KATAKANA = (
+    (0x3031, 0x3035),
+    (0x309B, 0x309C),
+    (0x30A0, 0x30FA),
+    (0x30FC, 0x30FF),
+    (0x31F0, 0x31FF),
+    (0x32D0, 0x3357),
+    (0xFF66, 0xFF9D),
+)
+
+LETTER, NUMBER, KATAKANA, LONE, LINK, MIDDLE, OTHER = "LNKIEMO"
+_JOINED = frozenset(
+    (*(a + b for a in "LN" for b in "LN"), "KK", *(a + LINK for a in "LNKE"), *(LINK + b for b in "LNK"))
+)
+
+
+class Span(NamedTuple):
+    """Where a word is: `text[start:end]`, in code points."""
+
+    start: int
+    end: int
+
+
+class _Sign(NamedTuple):
+    """A character with the marks that follow it."""
+
+    character: str
+    kind: str
+    start: int
+    end: int
+
+
+def word_spans(text: str) -> list[Span]:
+    """The words of `text` in order, by the rules above."""
+    signs = _signs(text)
+    spans: list[Span] = []
+    first = 0
+    for index in range(1, len(signs) + 1):
+        if index < len(signs) and _belong_together(signs, index):
+            continue
+        if any(sign.kind in "LNKI" for sign in signs[first:index]):
+            spans.append(Span(signs[first].start, signs[index - 1].end))
+        first = index
+    return spans
+
+
+def is_attached(character: str) -> bool:
+    """Whether it belongs to the character before it: combining marks, joiners, invisible format characters."""
+    return unicodedata.category(character) in ("Mn", "Mc", "Me", "Cf")
+
+
+def _signs(text: str) -> list[_Sign]:
+    signs: list[_Sign] = []
+    for index, character in enumerate(text):
+        if signs and is_attached(character) and signs[-1].character not in "\r\n":
+            signs[-1] = signs[-1]._replace(end=index + 1)
+        else:
+            signs.append(_Sign(character, _kind(character), index, index + 1))
+    return signs
+
+
+def _kind(character: str) -> str:
+    code = ord(character)
+    if character in _MIDDLE_OF_ANY or character in _MIDDLE_OF_LETTERS or character in _MIDDLE_OF_NUMBERS:
+        return MIDDLE
+    if any(low <= code <= high for low, high in _KATAKANA):
+        return KATAKANA
+    if any(low <= code <= high for low, high in _LONE):
+        return LONE
+    category = unicodedata.category(character)
+    if category == "Nd" or character == "٫":  # the Arabic decimal point is a digit to UAX #29
+        return NUMBER
+    if category == "Pc":
+        return LINK
+    return LETTER if category[0] == "L" or category == "Nl" else OTHER
+
+
+def _belong_together(signs: list[_Sign], index: int) -> bool:
+    """Whether there is no boundary between the signs `index - 1` and `index`."""
+    before, after = signs[index - 1], signs[index]
+    if before.kind + after.kind in _JOINED:
+        return True
+    if after.kind == MIDDLE:
+        return index + 1 < len(signs) and _is_inside(before, after, signs[index + 1])
+    if before.kind == MIDDLE:
+        return index > 1 and _is_inside(signs[index - 2], before, after)
+    return False
+
+
+def _is_inside(before: _Sign, middle: _Sign, after: _Sign) -> bool:
+    kinds, character = before.kind + after.kind, middle.character
+    if kinds == LETTER + LETTER:
+        return character in _MIDDLE_OF_ANY or character in _MIDDLE_OF_LETTERS
+    return kinds == NUMBER + NUMBER and (character in _MIDDLE_OF_ANY or character in _MIDDLE_OF_NUMBERS)

@@ -1,0 +1,174 @@
+"""The width table of SPEC section 4 and every case in which the width misleads."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from sigmascope.stages.text.encoders import EncoderFacts, identify, variant_by_width
+from sigmascope.stages.text.live_encoders import find_encoders, find_tokenizers
+
+
+@pytest.mark.parametrize(
+    ("width", "variant"),
+    [
+        (768, "SD 1.5 CLIP"),
+        (1024, "SD 2.1 CLIP"),
+        (1280, "SDXL CLIP"),
+        (2048, "SD 3 / WAN T5"),
+        (999, "Unknown CLIP (999)"),
+    ],
+)
+def test_the_table_by_width(width: int, variant: str) -> None:
+    assert variant_by_width(width) == variant
+
+
+@pytest.mark.parametrize(
+    ("shape", "family", "evidence", "variant", "conflict"),
+    [
+        ((1, 77, 768), "CLIP-L", "token_count", "SD 1.5 CLIP", False),
+        ((1, 154, 768), "CLIP-L", "token_count", "SD 1.5 CLIP", False),
+        ((1, 77, 1024), "OpenCLIP-H", "token_count", "SD 2.1 CLIP", False),
+        ((1, 77, 1280), "OpenCLIP-G", "token_count", "SDXL CLIP", False),
+        ((1, 77, 2048), "CLIP-L + OpenCLIP-G", "token_count", "SDXL CLIP", True),
+        ((2, 231, 2048), "CLIP-L + OpenCLIP-G", "token_count", "SDXL CLIP", True),
+        ((1, 512, 2048), "T5-XL", "width", "SD 3 / WAN T5", False),
+        ((1, 512, 4096), "T5-XXL", "width", "SD 3 / WAN T5", True),
+        ((1, 154, 4096), "T5-XXL", "width", "SD 3 / WAN T5", True),
+        ((1, 40, 3584), "Qwen2.5-VL", "width", "Qwen2.5-VL", True),
+        ((1, 77, 999), "unknown", "none", "Unknown CLIP (999)", False),
+        ((1, 50, 768), "CLIP-L", "width", "SD 1.5 CLIP", False),
+        ((1, 768), "CLIP-L", "width", "SD 1.5 CLIP", False),
+    ],
+)
+def test_a_bare_tensor(
+    shape: tuple[int, ...], family: str, evidence: str, variant: str, conflict: bool
+) -> None:
+    found = identify(shape, [])
+    assert (found["family"], found["evidence"], found["clip_variant"]) == (family, evidence, variant)
+    assert (found["conflict"] is not None) == conflict
+
+
+CLIP_L = EncoderFacts("CLIP-L", "CLIPTextModel", 768)
+CLIP_G = EncoderFacts("OpenCLIP-G", "CLIPTextModelWithProjection", 1280)
+T5 = EncoderFacts("T5-XXL", "T5EncoderModel", 4096)
+UMT5 = EncoderFacts("UMT5-XXL", "UMT5EncoderModel", 4096)
+QWEN_3B = EncoderFacts("Qwen2.5-VL", "Qwen2_5_VLTextModel", 2048)
+
+
+@pytest.mark.parametrize(
+    ("shape", "encoders", "family", "variant"),
+    [
+        ((1, 77, 768), [CLIP_L], "CLIP-L", "SD 1.5 CLIP"),
+        ((1, 77, 2048), [CLIP_L, CLIP_G], "CLIP-L + OpenCLIP-G", "SDXL CLIP"),
+        ((1, 512, 4096), [CLIP_L, T5], "T5-XXL", "SD 3 / WAN T5"),
+        ((1, 333, 4096), [CLIP_L, CLIP_G, T5], "CLIP-L + OpenCLIP-G + T5-XXL", "SD 3 / WAN T5"),
+        ((1, 512, 4096), [UMT5], "UMT5-XXL", "SD 3 / WAN T5"),
+        ((1, 77, 2048), [QWEN_3B], "Qwen2.5-VL", "Qwen2.5-VL"),
+    ],
+)
+def test_the_class_goes_before_the_shape(
+    shape: tuple[int, ...], encoders: list[EncoderFacts], family: str, variant: str
+) -> None:
+    found = identify(shape, encoders)
+    assert (found["family"], found["evidence"], found["clip_variant"]) == (family, "class", variant)
+
+
+def test_a_conflict_says_both_sides() -> None:
+    conflict = identify((1, 77, 2048), [CLIP_L, CLIP_G])["conflict"]
+    assert conflict == "width 2048 alone says 'SD 3 / WAN T5', class says 'SDXL CLIP'"
+
+
+def test_a_shape_that_contradicts_the_class_is_a_conflict() -> None:
+    found = identify((1, 77, 768), [QWEN_3B])
+    assert found["family"] == "Qwen2.5-VL"
+    assert "the tensor's token_count suggests CLIP-L" in str(found["conflict"])
+
+
+def test_agreement_is_no_conflict() -> None:
+    assert identify((1, 77, 768), [CLIP_L])["conflict"] is None
+
+
+@pytest.mark.parametrize(
+    ("width", "projection", "family"),
+    [(768, False, "CLIP-L"), (1024, False, "OpenCLIP-H"), (1280, True, "OpenCLIP-G"), (32, False, "CLIP")],
+)
+def test_a_clip_model(make_clip: Any, width: int, projection: bool, family: str) -> None:
+    (found,) = find_encoders(make_clip(width, projection=projection))
+    assert (found.family, found.width) == (family, width)
+
+
+@pytest.mark.parametrize(
+    ("width", "umt5", "family"),
+    [(4096, False, "T5-XXL"), (4096, True, "UMT5-XXL"), (2048, False, "T5-XL"), (32, True, "UMT5")],
+)
+def test_a_t5_model(make_t5: Any, width: int, umt5: bool, family: str) -> None:
+    with torch.device("meta"):
+        model = make_t5(width, umt5=umt5)
+    (found,) = find_encoders(model)
+    assert (found.family, found.width) == (family, width)
+
+
+def test_a_qwen_text_model(qwen: nn.Module) -> None:
+    assert [encoder.family for encoder in find_encoders(qwen)] == ["Qwen2.5-VL"]
+
+
+def test_the_text_part_of_a_vision_model_counts() -> None:
+    model = nn.Linear(1, 1)
+    model.config = SimpleNamespace(  # type: ignore[assignment]
+        model_type="qwen2_5_vl", text_config=SimpleNamespace(model_type="qwen2_5_vl_text", hidden_size=3584)
+    )
+    (found,) = find_encoders(model)
+    assert (found.family, found.width) == ("Qwen2.5-VL", 3584)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "family"),
+    [
+        ("gemma2", "Gemma 2"),
+        ("gemma3_text", "Gemma 3"),
+        ("llama", "Llama"),
+        ("mistral", "Mistral"),
+        ("bert", "unknown"),
+    ],
+)
+def test_other_language_models(model_type: str, family: str) -> None:
+    model = nn.Linear(1, 1)
+    model.config = SimpleNamespace(model_type=model_type, hidden_size=2304)  # type: ignore[assignment]
+    assert find_encoders(model)[0].family == family
+
+
+@pytest.mark.parametrize(
+    ("encoders", "families"),
+    [
+        ({"clip_l": 768}, ["CLIP-L"]),
+        ({"clip_l": 768, "clip_g": 1280}, ["CLIP-L", "OpenCLIP-G"]),
+        ({"clip_l": 768, "t5xxl": 4096}, ["CLIP-L", "T5-XXL"]),
+        ({"umt5xxl": 4096}, ["UMT5-XXL"]),
+        ({"qwen25_7b": 3584}, ["Qwen2.5-VL"]),
+        ({"gemma2_2b": 2304}, ["Gemma 2"]),
+    ],
+)
+def test_encoders_of_comfyui(make_comfy_clip: Any, encoders: dict[str, int], families: list[str]) -> None:
+    assert [encoder.family for encoder in find_encoders(make_comfy_clip(**encoders))] == families
+
+
+def test_a_pipeline_holds_its_encoders_and_tokenizers(make_clip: Any, clip_tokenizer: Any) -> None:
+    parts = {
+        "text_encoder": make_clip(768),
+        "text_encoder_2": make_clip(1280, projection=True),
+        "unet": nn.Linear(2, 2),
+        "tokenizer": clip_tokenizer,
+        "tokenizer_2": clip_tokenizer,
+    }
+    pipeline = SimpleNamespace(components=parts)
+    assert [encoder.family for encoder in find_encoders(pipeline)] == ["CLIP-L", "OpenCLIP-G"]
+    assert list(find_tokenizers(pipeline)) == ["tokenizer", "tokenizer_2"]
+
+
+def test_something_else_has_no_encoders() -> None:
+    assert find_encoders(object()) == []
+    assert find_encoders(None) == []
+    assert find_tokenizers(None) == {}
