@@ -10,7 +10,8 @@ from sigmascope.lora.alignment import align
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.layer_paths import UNET_FAMILIES, renamed
 from sigmascope.lora.layout import ModelLayout, Part, layout_of
-from sigmascope.lora.own_names import understand_names
+from sigmascope.lora.own_names import OwnNames, understand_names
+from sigmascope.lora.unet_names import UnetBlocks, blocks_of
 
 _BIAS: Final = ".bias"
 _WEIGHT: Final = ".weight"
@@ -45,14 +46,14 @@ class NamedLora:
         layers: The layer of each name; for a change of a bias, `<layer>.bias`.
         layout: Of the checkpoint that has these layers.
         left_out: Names in the file that are of no layer.
-        model_layers: All layers of the model, if there is one.
+        blocks: Of the U-Net, if it is one.
     """
 
     lora: LoraFile
     layers: Mapping[str, str]
     layout: ModelLayout
     left_out: tuple[LeftOut, ...]
-    model_layers: tuple[str, ...] | None = None
+    blocks: UnetBlocks | None = None
 
 
 def named_by_model(lora: LoraFile, checkpoint: Checkpoint) -> NamedLora:
@@ -67,7 +68,8 @@ def named_by_model(lora: LoraFile, checkpoint: Checkpoint) -> NamedLora:
     aligned = align(lora, layers, layout)
     left_out = tuple(LeftOut(name, f"{checkpoint.path.name} has no such layer") for name in aligned.unmatched)
     own = {name: name for name in aligned.lora.names}
-    return NamedLora(aligned.lora, own, layout, left_out, layers)
+    blocks = blocks_of(path for part, path in map(layout.split, layers) if part == "denoiser")
+    return NamedLora(aligned.lora, own, layout, left_out, blocks)
 
 
 def named_by_itself(
@@ -95,10 +97,10 @@ def named_by_itself(
         )
     left_out = tuple(LeftOut(name, "could be several paths") for name in names.unknown)
     if format != "native":
-        return NamedLora(lora, names.layers, layout, left_out)
+        return NamedLora(lora, names.layers, layout, left_out, names.blocks)
     native = _native_layout(layout, prefix)
-    layers = {name: _native_layer(layer, layout, native) for name, layer in names.layers.items()}
-    return NamedLora(lora, layers, native, left_out)
+    layers = {name: _native_layer(layer, names, native) for name, layer in names.layers.items()}
+    return NamedLora(lora, layers, native, left_out, names.blocks)
 
 
 def _native_layout(layout: ModelLayout, prefix: str | None) -> ModelLayout:
@@ -113,9 +115,9 @@ def _native_layout(layout: ModelLayout, prefix: str | None) -> ModelLayout:
     return replace(layout, naming="diffusers" if is_unet else layout.naming, prefixes=prefixes)
 
 
-def _native_layer(layer: str, layout: ModelLayout, native: ModelLayout) -> str:
+def _native_layer(layer: str, names: OwnNames, native: ModelLayout) -> str:
     module = layer.removesuffix(_BIAS)
-    part, path = layout.split(module)
-    if part == "denoiser" and layout.family in UNET_FAMILIES:
-        path = str(renamed(path, part, layout, "diffusers"))
+    part, path = names.layout.split(module)
+    if part == "denoiser" and native.family in UNET_FAMILIES:
+        path = str(renamed(path, part, names.layout, "diffusers", names.blocks))
     return native.prefixes.get(part, "") + path + layer[len(module) :]

@@ -107,7 +107,7 @@ def convert_lora(
             layout=named.layout,
             inherited=kept_metadata(lora.metadata),
             expected=named.layers.values(),
-            model_layers=named.model_layers,
+            blocks=named.blocks,
             dtype=dtype,
             prefix=prefix,
         ) as writer:

@@ -42,7 +42,9 @@ def renamed(
     if layout.naming == "unknown" or wanted == ("diffusers" if layout.naming in _DIFFUSERS else "original"):
         return path
     if is_unet_layer(path, layout):
-        found = (to_diffusers if wanted == "diffusers" else to_sgm)(path, blocks or _blocks(layout.family))
+        found = (to_diffusers if wanted == "diffusers" else to_sgm)(
+            path, blocks or usual_blocks(layout.family)
+        )
     else:
         look_up = row_of_original if wanted == "diffusers" else row_of_diffusers
         row = look_up(layout.family, path)
@@ -63,7 +65,8 @@ def is_unet_layer(path: str, layout: ModelLayout) -> bool:
     return layout.family in UNET_FAMILIES or (unknown and path.startswith(_UNET_STARTS))
 
 
-def _blocks(family: str) -> UnetBlocks:
+def usual_blocks(family: str) -> UnetBlocks:
+    """The blocks of a family's published U-Net."""
     return SD_BLOCKS if family in {"sd15", "sd2"} else SDXL_BLOCKS
 
 

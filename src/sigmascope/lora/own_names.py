@@ -8,11 +8,11 @@ from sigmascope.errors import ConfigError, LoraFormatError
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.flat_names import unflattened_denoiser, unflattened_text_encoder
 from sigmascope.lora.formats.header import FAMILIES, family_in
-from sigmascope.lora.layer_paths import UNET_FAMILIES
+from sigmascope.lora.layer_paths import UNET_FAMILIES, usual_blocks
 from sigmascope.lora.layout import ModelLayout, Part
 from sigmascope.lora.module_names import parse_name
 from sigmascope.lora.transformer_names import families_with, row_of_diffusers, row_of_original
-from sigmascope.lora.unet_names import to_diffusers, to_sgm
+from sigmascope.lora.unet_names import UnetBlocks, likely_blocks, to_diffusers, to_sgm
 
 _BIAS: Final = ".bias"
 _PREFIXES: Final[dict[Part, str]] = {
@@ -34,11 +34,13 @@ class OwnNames:
         layout: Of a checkpoint that would have the layers under these paths.
         layers: Path by name in the LoRA; for a change of a bias, `<layer>.bias`.
         unknown: Flat names whose dots cannot be told.
+        blocks: Of the U-Net, as far as the names tell.
     """
 
     layout: ModelLayout
     layers: Mapping[str, str]
     unknown: tuple[str, ...]
+    blocks: UnetBlocks
 
 
 def understand_names(lora: LoraFile, family: str | None = None) -> OwnNames:
@@ -67,13 +69,14 @@ def understand_names(lora: LoraFile, family: str | None = None) -> OwnNames:
             placed[name] = found
     paths = [path for part, path in placed.values() if part == "denoiser"]
     family = family or _family(lora, placed, paths)
-    naming = _naming(lora, family, paths)
+    naming, blocks = _naming(lora, family, paths), likely_blocks(paths, usual_blocks(family))
     layers = {
-        name: _PREFIXES.get(part, "") + (_in(naming, family, path, lora) if part == "denoiser" else path)
+        name: _PREFIXES.get(part, "")
+        + (_in(naming, family, path, lora, blocks) if part == "denoiser" else path)
         for name, (part, path) in placed.items()
     }
     own = {name: layer + _BIAS if name.endswith(_BIAS) else layer for name, layer in layers.items()}
-    return OwnNames(ModelLayout(family, naming, _PREFIXES), own, tuple(unknown))
+    return OwnNames(ModelLayout(family, naming, _PREFIXES), own, tuple(unknown), blocks)
 
 
 def _placed(name: str) -> tuple[Part, str] | None:
@@ -123,10 +126,10 @@ def _naming(lora: LoraFile, family: str, paths: Iterable[str]) -> str:
     return "diffusers" if is_diffusers else "original"
 
 
-def _in(naming: str, family: str, path: str, lora: LoraFile) -> str:
+def _in(naming: str, family: str, path: str, lora: LoraFile, blocks: UnetBlocks) -> str:
     """A path in the naming that the others are of, where it is of the other."""
     if family in UNET_FAMILIES:
-        found = to_diffusers(path) if naming == "diffusers" else None
+        found = to_diffusers(path, blocks) if naming == "diffusers" else None
         return found or path
     row = row_of_original(family, path) if naming == "diffusers" else None
     if row is None or path in row.parts:

@@ -88,6 +88,32 @@ def blocks_of(paths: Iterable[str]) -> UnetBlocks:
     return UnetBlocks(layers, frozenset(number // (layers + 1) for number in upper))
 
 
+def likely_blocks(paths: Iterable[str], usual: UnetBlocks = SDXL_BLOCKS) -> UnetBlocks:
+    """Guess a U-Net's blocks from the paths of some of its layers, as a LoRA has them.
+
+    Args:
+        paths: In either naming.
+        usual: What to take where the paths prove nothing else.
+    """
+    known = list(paths)
+    sides = [match for match in map(_SIDE.fullmatch, known) if match is not None]
+    lower, upper = (
+        [int(match[4]) for match in sides if match[1] == side and match[3] == "resnets"]
+        for side in ("down", "up")
+    )
+    sgm_sides = [match for match in map(_SGM_SIDE.fullmatch, known) if match is not None]
+    ends = sorted(int(match[2]) for match in sgm_sides if match[4] == "op")
+    layers = usual.layers_per_block
+    if lower and upper and max(upper) == max(lower) + 1:  # an upper block has one layer more than a lower one
+        layers = max(upper)
+    elif len(ends) > 1:
+        layers = ends[1] - ends[0] - 1
+    attention = {int(match[2]) for match in sides if match[1] == "up" and match[3] == "attentions"} | {
+        int(match[2]) // (layers + 1) for match in sgm_sides if match[1] == "output" and "attn1" in match[4]
+    }
+    return UnetBlocks(layers, frozenset(attention) or usual.attention)
+
+
 def to_sgm(path: str, blocks: UnetBlocks = SDXL_BLOCKS) -> str | None:
     """The sgm name of a layer, by diffusers' path inside the U-Net.
 

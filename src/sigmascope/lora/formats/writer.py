@@ -51,6 +51,7 @@ class LoraWriter:
         inherited: Texts for the header that go before none of the above.
         expected: Paths of the layers that may come, so that room is left for the header.
         model_layers: Paths of all layers of the model, by which a U-Net of unusual size counts its blocks.
+        blocks: The U-Net's, where they are known already.
         dtype: To store factors in; their own when left out, or float32 where a scale would round them.
         prefix: Before the denoiser's names in PEFT's format; `unet` or `transformer` when left out, "" for none.
 
@@ -73,6 +74,7 @@ class LoraWriter:
         inherited: Mapping[str, str] | None = None,
         expected: Iterable[str] | None = None,
         model_layers: Iterable[str] | None = None,
+        blocks: UnetBlocks | None = None,
         dtype: torch.dtype | None = None,
         prefix: str | None = None,
     ) -> None:
@@ -87,7 +89,7 @@ class LoraWriter:
         )
         self._dtype = dtype
         self._prefix = prefix
-        self._blocks = None if model_layers is None else _blocks(model_layers, self.layout)
+        self._blocks = blocks if model_layers is None else _blocks(model_layers, self.layout)
         self._alphas: dict[str, tuple[int, str, Tensor]] = {}
         self._parts: dict[str, tuple[Row, str, dict[str, LoraFactors]]] = {}
         first, last = self._metadata
