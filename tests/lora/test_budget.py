@@ -61,7 +61,9 @@ TOTAL = discarded(dict.fromkeys(LAYERS, 0))
 def test_a_size_is_kept_and_used(size: int) -> None:
     allocation = Budget(max_bytes=size).allocate(spectra(), FREE)
     assert allocation.bytes == FREE.within(size).file_bytes(allocation.ranks, LAYERS)
-    largest = max(FREE.rank_bytes(shape) + FREE.module_bytes(layer, shape) for layer, shape in LAYERS.items())
+    largest = max(
+        FREE.rank_bytes(layer, shape) + FREE.module_bytes(layer, shape) for layer, shape in LAYERS.items()
+    )
     assert size - largest < allocation.bytes <= size
 
 

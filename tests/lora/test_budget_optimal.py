@@ -133,7 +133,7 @@ def relaxed_knapsack(one: Problem, size: int) -> float:
     gain, taken = [], []
     for layer, spectrum in one.spectra.items():
         gain += [float(value) ** 2 for value in spectrum.values]
-        taken += [one.cost.rank_bytes(one.spectra[layer].weight_shape)] * spectrum.known
+        taken += [one.cost.rank_bytes(layer, one.spectra[layer].weight_shape)] * spectrum.known
     solved = linprog([-value for value in gain], [taken], [size - one.cost.empty_bytes], bounds=(0, 1))
     return one.lost([0] * len(one.spectra)) + float(solved.fun)
 

@@ -49,8 +49,8 @@ def test_a_module_of_rank_0_takes_nothing() -> None:
 
 
 def test_a_rank_takes_a_column_and_a_row() -> None:
-    assert StorageCost(2).rank_bytes((96, 64)) == 2 * 160
-    assert StorageCost(4).rank_bytes((32, 16, 3, 3)) == 4 * (32 + 144)
+    assert StorageCost(2).rank_bytes("a", (96, 64)) == 2 * 160
+    assert StorageCost(4).rank_bytes("a", (32, 16, 3, 3)) == 4 * (32 + 144)
 
 
 def test_a_format_without_alpha_takes_less() -> None:

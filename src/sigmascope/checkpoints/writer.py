@@ -38,7 +38,8 @@ from sigmascope.records.os_errors import DISK_FULL
 _DEFAULT_HEADER_BYTES = 256 * 1024
 _WAITING_IN_MEMORY = 16 * 2**20
 _COPY_BYTES = 8 * 2**20
-_PADDING_SHARE = 64  # padding above 1/64 of the data is not left standing
+PADDING_SHARE = 64
+"""Room in the header above 1/64 of the data is not left standing."""
 
 
 class StreamingWriter:
@@ -157,7 +158,7 @@ class StreamingWriter:
     def _write_header(self) -> None:
         header = encoded_header(self._placed, self._metadata)
         needed = padded(LENGTH_BYTES + len(header))
-        fits = needed <= self._room and self._room - needed <= self._placed_bytes // _PADDING_SHARE
+        fits = needed <= self._room and self._room - needed <= self._placed_bytes // PADDING_SHARE
         start = self._room if fits else needed
         with self._disk_errors(max(0, start - self._room)):
             _move(self._file, self._room, start, self._placed_bytes)

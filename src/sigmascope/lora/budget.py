@@ -144,7 +144,7 @@ class Budget:
         guess = _FIRST_GUESS
         if self.max_bytes is not None:
             modules = sum(storage.module_bytes(layer, shape) for layer, shape in shapes.items())
-            one_rank = sum(storage.rank_bytes(shape) for shape in shapes.values())
+            one_rank = sum(storage.rank_bytes(layer, shape) for layer, shape in shapes.items())
             room = max(self.max_bytes - storage.empty_bytes - modules, 0)
             guess = max(2 * room // max(one_rank, 1), _LEAST_GUESS)
         return {layer: min(guess, self._cap(shape)) for layer, shape in shapes.items()}
@@ -191,7 +191,7 @@ class Budget:
             weight=weight_of(layer, self.weights),
             floor=cap if layer in pinned else min(self.min_rank, cap),
             cap=cap,
-            rank_bytes=storage.rank_bytes(shape),
+            rank_bytes=storage.rank_bytes(layer, shape),
             module_bytes=storage.module_bytes(layer, shape),
         )
 

@@ -78,14 +78,14 @@ def extract_lora(
         options.rank_rules.check(pair.layers)
         if options.budget is not None:
             options.budget.check(pair.layers)
-        lora_format = resolve_format(options, pair)
-        metadata = extraction_metadata(pair, options)
-        journal = files.enter_context(Journal(target, job_identity(pair, options, device)))
-        storage = storage_cost(lora_format, pair, options, metadata)
-        layers = Rounds(pair, options, journal, device, progress).run(storage)
-        _refuse_nothing(pair, layers, options)
         vectors = uncovered_changes(pair)
         diffs = vectors if options.biases_and_norms else {}
+        lora_format = resolve_format(options, pair, diffs)
+        metadata = extraction_metadata(pair, options)
+        journal = files.enter_context(Journal(target, job_identity(pair, options, device, lora_format)))
+        storage = storage_cost(lora_format, pair, options, metadata, diffs)
+        layers = Rounds(pair, options, journal, device, progress).run(storage)
+        _refuse_nothing(pair, layers, options)
         report = _report(pair, Path(base), Path(tuned), target, lora_format, options, layers, vectors)
         # Entered first, left last: the description only appears once the LoRA is in place.
         sidecar = files.enter_context(atomic_path(sidecar_path(target)))

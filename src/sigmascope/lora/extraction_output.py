@@ -1,16 +1,20 @@
 """The file of an extraction, written from the journal one layer at a time in the model's order."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from math import prod
 from pathlib import Path
 from typing import Final
 
 import torch
 
+from sigmascope.checkpoints.writer import PADDING_SHARE
 from sigmascope.errors import ConfigError, LoraFormatError
 from sigmascope.lora.decompose import at_full_rank
 from sigmascope.lora.extraction_rounds import DecomposedLayer
 from sigmascope.lora.factors import LoraFactors
+from sigmascope.lora.format_cost import names_in, numbers_in, parts_in
 from sigmascope.lora.formats import FormatName, LoraWriter, format_named
+from sigmascope.lora.formats.base import LoraFormat
 from sigmascope.lora.journal import Journal
 from sigmascope.lora.layer_extraction import read_factors
 from sigmascope.lora.layer_stream import LayerReader
@@ -18,14 +22,21 @@ from sigmascope.lora.layout import ModelLayout
 from sigmascope.lora.options import ExtractOptions
 from sigmascope.lora.pairs import CheckpointPair
 from sigmascope.lora.storage_cost import StorageCost
+from sigmascope.lora.unet_names import UnetBlocks, blocks_of
 
 _CPU: Final = torch.device("cpu")
 _FIELDS_BYTES: Final = 2048  # that the format adds to the header
 _SPARE_BYTES: Final = 100  # that the writer reserves for each name's header entry and may leave empty
+_ENTRY_BYTES: Final = 200  # that a header entry takes beside the tensor's name in the checkpoint
 
 
-def resolve_format(options: ExtractOptions, pair: CheckpointPair) -> FormatName:
+def resolve_format(options: ExtractOptions, pair: CheckpointPair, diffs: Iterable[str] = ()) -> FormatName:
     """The format asked for, or the one that tools for such a checkpoint read.
+
+    Args:
+        options: With the format, or `auto`.
+        pair: The checkpoints.
+        diffs: Keys of biases, norms and embeddings that it has to hold.
 
     Raises:
         ConfigError: It cannot hold what was asked for.
@@ -38,18 +49,48 @@ def resolve_format(options: ExtractOptions, pair: CheckpointPair) -> FormatName:
             f"--biases_and_norms: {found.name} files hold up and down factors only.",
             hint="Use --format native, kohya or comfyui.",
         )
+    blocks = _blocks(pair)
     for layer in pair.layers:
-        found.placement(layer, pair.layout)
+        found.placement(layer, pair.layout, blocks=blocks)
+    for key in diffs:
+        _require_name(found, key, pair.layout, blocks)
     return found.name
 
 
 def storage_cost(
-    format: FormatName, pair: CheckpointPair, options: ExtractOptions, metadata: Mapping[str, str]
+    format: FormatName,
+    pair: CheckpointPair,
+    options: ExtractOptions,
+    metadata: Mapping[str, str],
+    diffs: Iterable[str] = (),
 ) -> StorageCost:
-    """What factors take in the file, never too little."""
-    spare = _FIELDS_BYTES + 3 * _SPARE_BYTES * len(pair.layers)
-    names = _names_in(format, pair.layout)
-    return StorageCost.of(options.storage_dtype, metadata, other_bytes=spare, names=names)
+    """What factors take in the file, never too little.
+
+    Args:
+        format: Of the file.
+        pair: The checkpoints.
+        options: Precision.
+        metadata: Texts for the header.
+        diffs: Keys of tensors whose change is stored whole.
+    """
+    found, layout, blocks = format_named(format), pair.layout, _blocks(pair)
+    shapes = {layer: pair.shape(layer) for layer in pair.layers}
+    spare = 3 * _SPARE_BYTES * len(shapes)
+    if options.budget is not None and options.budget.max_bytes is not None:
+        spare = min(spare, options.budget.max_bytes // PADDING_SHARE)
+    other = _FIELDS_BYTES + spare
+    for layer in shapes:
+        other += 3 * (len(layer.encode()) + _ENTRY_BYTES) * (parts_in(found, layout, layer, blocks) - 1)
+    for key in diffs:
+        values = prod(pair.base.info(key).shape) * options.storage_dtype.itemsize
+        other += values + len(key.encode()) + _ENTRY_BYTES
+    return StorageCost.of(
+        options.storage_dtype,
+        metadata,
+        other_bytes=other,
+        names=names_in(found, layout, blocks),
+        numbers=numbers_in(found, layout, shapes, blocks),
+    )
 
 
 def write_extracted(
@@ -84,7 +125,7 @@ def write_extracted(
         format=format,
         layout=pair.layout,
         metadata=metadata,
-        expected=pair.layers,
+        expected=[layer for layer, one in layers.items() if one.rank > 0],
         model_layers=pair.layers,
         dtype=options.storage_dtype,
     )
@@ -102,18 +143,20 @@ def _usual_format(layout: ModelLayout) -> FormatName:
     return "comfyui" if layout.naming in ("sgm", "original") else "native"
 
 
-def _names_in(format: FormatName, layout: ModelLayout) -> Callable[[str], Sequence[str]]:
-    found = format_named(format)
-    ends = [end for end in (found.keys.up, found.keys.down, found.keys.alpha) if end is not None]
+def _blocks(pair: CheckpointPair) -> UnetBlocks:
+    placed = map(pair.layout.split, pair.layers)
+    return blocks_of(path for part, path in placed if part == "denoiser")
 
-    def names(layer: str) -> list[str]:
-        try:
-            module = found.name_for(layer, layout)
-        except LoraFormatError:  # it is joined with others there: fewer names, none much longer
-            module = layer
-        return [f"{module}.{end}" for end in ends]
 
-    return names
+def _require_name(found: LoraFormat, key: str, layout: ModelLayout, blocks: UnetBlocks) -> None:
+    """Refuse a bias or norm that the format cannot name before hours of work and not after."""
+    try:
+        found.name_for(key.removesuffix(".weight").removesuffix(".bias"), layout, blocks=blocks)
+    except LoraFormatError as error:
+        raise ConfigError(
+            f"--biases_and_norms: {error.message}",
+            hint="Use --format native, which keeps the model's own names.",
+        ) from error
 
 
 def _factors(

@@ -26,6 +26,7 @@ from sigmascope.lora.options import ExtractOptions
 from sigmascope.lora.pairs import CheckpointPair
 from sigmascope.lora.rank_rules import RankRules
 from sigmascope.lora.ranks import RankPolicy
+from sigmascope.lora.spectrum import Spectrum
 from sigmascope.lora.storage_cost import StorageCost
 from sigmascope.progress import Progress
 
@@ -105,10 +106,12 @@ class Rounds:
         records = self._round(0, first)
         names = {layer: f"0:{layer}" for layer in records}
         pinned = {layer: records[layer].rank for layer in records if rules.override_for(layer)}
+        lost = _lost(budget, records)
         number = 0
         while True:
-            spectra = {layer: one.spectrum for layer, one in records.items() if one.reason is None}
-            allocation = budget.allocate(spectra, storage, {n: r for n, r in pinned.items() if n in spectra})
+            spectra = {layer: one.spectrum for layer, one in records.items() if one.reason is None} | lost
+            fixed = {layer: rank for layer, rank in pinned.items() if layer in spectra}
+            allocation = budget.allocate(spectra, storage, fixed | dict.fromkeys(lost, 0))
             if not allocation.wanted:
                 break
             number += 1
@@ -157,6 +160,14 @@ class Rounds:
         if policy is None:
             return "excluded"
         return None if in_coverage(layer, self._options.target_coverage) else "outside_coverage"
+
+
+def _lost(budget: Budget, records: Mapping[str, LayerRecord]) -> dict[str, Spectrum]:
+    """What layers that are left out add to the error of all, which is what a budget may limit."""
+    if budget.max_error is None or all(record.reason is not None for record in records.values()):
+        return {}
+    reasons = {None, "unchanged"}
+    return {layer: one.spectrum for layer, one in records.items() if one.reason not in reasons}
 
 
 class _ErrorSoFar:

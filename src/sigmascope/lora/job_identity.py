@@ -7,14 +7,18 @@ import torch
 
 from sigmascope.__about__ import __version__
 from sigmascope.checkpoints import Checkpoint
+from sigmascope.lora.formats.base import FormatName
 from sigmascope.lora.options import ExtractOptions
 from sigmascope.lora.pairs import CheckpointPair
 
 
-def job_identity(pair: CheckpointPair, options: ExtractOptions, device: torch.device) -> str:
+def job_identity(
+    pair: CheckpointPair, options: ExtractOptions, device: torch.device, lora_format: FormatName
+) -> str:
     """Text that is equal for equal inputs, options, software and kind of device.
 
-    Files are told by place, size and time of change: reading them whole would take as long as the job.
+    Files are told by place, size and time of change: reading them whole would take as long as the job. What else
+    the file holds matters under a budget only: how much is left for a layer depends on it.
     """
     facts = {
         "version": __version__,
@@ -26,6 +30,7 @@ def job_identity(pair: CheckpointPair, options: ExtractOptions, device: torch.de
         "precision": options.save_precision,
         "min_diff": options.min_diff,
         "coverage": options.target_coverage,
+        "beside": [lora_format, options.biases_and_norms] if options.budget is not None else None,
     }
     return json.dumps(facts)
 

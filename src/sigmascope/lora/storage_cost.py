@@ -22,6 +22,11 @@ def native_names(layer: str) -> tuple[str, ...]:
     return f"{layer}.lora_up.weight", f"{layer}.lora_down.weight", f"{layer}.alpha"
 
 
+def plain_numbers(layer: str, weight_shape: Sequence[int]) -> int:
+    """What one rank takes where every layer is a module of its own: a column of up and a row of down."""
+    return sum(matrix_shape(weight_shape))
+
+
 @dataclass(frozen=True)
 class StorageCost:
     """The bytes of a safetensors file of LoRA modules, never too few.
@@ -30,6 +35,7 @@ class StorageCost:
         value_bytes: Of one number of a factor: 2 for float16 and bfloat16.
         fixed_bytes: What the file holds whatever the ranks are: metadata, tensors that are no factors.
         names: Gives the names of a layer's up, down and (where the format has one) alpha in the file.
+        numbers: Gives how many numbers one rank of a layer of that shape takes.
         module_metadata_bytes: What each module adds to the metadata.
         offset_digits: Digits of the largest byte offset, which the header repeats for every tensor.
         rounding: What rounding to storage precision adds: its share of ‖up·down‖, as a fraction.
@@ -38,6 +44,7 @@ class StorageCost:
     value_bytes: int
     fixed_bytes: int = 0
     names: Callable[[str], Sequence[str]] = native_names
+    numbers: Callable[[str, Sequence[int]], int] = plain_numbers
     module_metadata_bytes: int = 0
     offset_digits: int = 12
     rounding: float = 0.0
@@ -50,6 +57,7 @@ class StorageCost:
         *,
         other_bytes: int = 0,
         names: Callable[[str], Sequence[str]] = native_names,
+        numbers: Callable[[str, Sequence[int]], int] = plain_numbers,
         module_metadata_bytes: int = 0,
     ) -> "StorageCost":
         """The cost of a file with factors of a dtype.
@@ -59,15 +67,16 @@ class StorageCost:
             metadata: The header's texts.
             other_bytes: Tensors that are no factors, with their header entries.
             names: As the attribute.
+            numbers: As the attribute.
             module_metadata_bytes: As the attribute.
         """
         fixed = len(encoded_header([], metadata or {})) + other_bytes
         rounding = max(_ROUNDING * torch.finfo(dtype).eps, _LEAST_ROUNDING)
-        return cls(dtype.itemsize, fixed, names, module_metadata_bytes, rounding=rounding)
+        return cls(dtype.itemsize, fixed, names, numbers, module_metadata_bytes, rounding=rounding)
 
-    def rank_bytes(self, weight_shape: Sequence[int]) -> int:
+    def rank_bytes(self, layer: str, weight_shape: Sequence[int]) -> int:
         """What one more singular value takes: a column of up and a row of down."""
-        return sum(matrix_shape(weight_shape)) * self.value_bytes
+        return self.numbers(layer, weight_shape) * self.value_bytes
 
     def module_bytes(self, layer: str, weight_shape: Sequence[int]) -> int:
         """What a module takes beside its factors: header entries and alpha."""
@@ -94,7 +103,7 @@ class StorageCost:
             shapes: Weight shapes by layer.
         """
         return self.empty_bytes + sum(
-            rank * self.rank_bytes(shapes[layer]) + self.module_bytes(layer, shapes[layer])
+            rank * self.rank_bytes(layer, shapes[layer]) + self.module_bytes(layer, shapes[layer])
             for layer, rank in ranks.items()
             if rank > 0
         )
