@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sigmascope.errors import ConfigError
-from sigmascope.lora.sparse_merging import dare, require_density, ties, trimmed
+from sigmascope.lora.sparse_merging import dare, kth_largest, require_density, ties, trimmed
 
 
 @pytest.mark.parametrize("density", [0.0, -0.5, 1.5, float("nan")])
@@ -25,6 +25,23 @@ def test_trimming_keeps_the_share_asked_for(size: int, density: float, seed: int
     change = torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     kept = trimmed(change, density)
     assert int((kept != 0).sum()) == max(1, round(density * size))
+
+
+@pytest.mark.parametrize("kind", ["normal", "equal", "few", "sorted", "mostly zero"])
+@pytest.mark.parametrize("share", [1e-5, 0.01, 0.5, 0.9, 1.0])
+def test_the_kth_largest_of_many_is_that_of_sorting(kind: str, share: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(100_000, generator=generator).abs()
+    if kind == "equal":
+        values.fill_(2.0)
+    elif kind == "few":
+        values = values.mul(3).round()
+    elif kind == "sorted":
+        values = values.sort().values
+    elif kind == "mostly zero":
+        values[torch.rand(100_000, generator=generator) < 0.99] = 0.0
+    k = max(1, round(share * len(values)))
+    assert float(kth_largest(values, k)) == float(values.sort(descending=True).values[k - 1])
 
 
 def test_ties_by_hand() -> None:

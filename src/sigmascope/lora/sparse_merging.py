@@ -6,12 +6,16 @@ of low rank.
 
 from collections.abc import Sequence
 from functools import reduce
+from typing import Final
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from sigmascope.errors import ConfigError
+
+_SMALL: Final = 1 << 16
+_SAMPLE: Final = 1 << 14
 
 
 def require_density(density: float) -> float:
@@ -40,8 +44,31 @@ def trimmed(change: Float[Tensor, "*shape"], density: float) -> Float[Tensor, "*
     if kept >= size:
         return change
     magnitudes = change.abs()
-    threshold = magnitudes.flatten().kthvalue(size - kept + 1).values
-    return torch.where(magnitudes >= threshold, change, 0.0)
+    return torch.where(magnitudes >= kth_largest(magnitudes.flatten(), kept), change, 0.0)
+
+
+def kth_largest(values: Float[Tensor, " n"], k: int) -> Float[Tensor, ""]:
+    """The k-th largest of many values, exactly.
+
+    A sample brackets it, and only what lies between is sorted out; where the sample misleads, all is.
+
+    Args:
+        values: Finite.
+        k: From 1 to n.
+    """
+    size = len(values)
+    if size <= _SMALL:
+        return values.kthvalue(size - k + 1).values
+    sample = values[:: size // _SAMPLE].sort(descending=True).values
+    share, last = k / size, len(sample) - 1
+    margin = 4.0 * (len(sample) * share * (1.0 - share)) ** 0.5 + 4.0
+    high = sample[max(int(share * len(sample) - margin), 0)]
+    low = sample[min(int(share * len(sample) + margin), last)]
+    above = int((values > high).sum())
+    between = values[(values >= low) & (values <= high)]
+    if above < k <= above + len(between):
+        return between.kthvalue(above + len(between) - k + 1).values
+    return values.kthvalue(size - k + 1).values
 
 
 def ties(changes: Sequence[Float[Tensor, "*shape"]], density: float) -> Float[Tensor, "*shape"]:
@@ -62,7 +89,7 @@ def ties(changes: Sequence[Float[Tensor, "*shape"]], density: float) -> Float[Te
     elected = reduce(torch.add, kept).sign()
     merged, voters = torch.zeros_like(elected), torch.zeros_like(elected)
     for change in kept:
-        agrees = (change.sign() == elected) & (elected != 0.0)
+        agrees = change * elected > 0.0
         merged += torch.where(agrees, change, 0.0)
         voters += agrees
     return merged / voters.clamp_min_(1.0)
