@@ -62,7 +62,7 @@ def find_layout(a: Tensor, b: Tensor, token_axis: int | None) -> Layout | None:
     start = Layout("", "", a, b, token_axis)
     if a.dim() != b.dim():
         start = _squeezed(start)
-    candidates = [start] if start.a.shape == start.b.shape else list(_candidates(start))
+    candidates = [start] if start.a.shape == start.b.shape else [*_candidates(start)]
     if not candidates:
         return None
     scored = [(sample_distance(layout.a, layout.b), layout) for layout in candidates]
@@ -97,6 +97,8 @@ def _candidates(start: Layout) -> Iterator[Layout]:
 
 def _squeezed(start: Layout) -> Layout:
     """Both without their axes of size 1."""
+    if 1 not in start.a.shape and 1 not in start.b.shape:
+        return start
     kept = [axis for axis, size in enumerate(start.a.shape) if size != 1]
     token_axis = kept.index(start.token_axis) if start.token_axis in kept else None
     words = "axes of size 1 left out"

@@ -4,12 +4,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from sigmascope.errors import ConfigError
 from sigmascope.records.facts import TensorFacts
 
-TensorLike = Tensor | np.ndarray[Any, Any]
+TensorLike = Tensor | NDArray[Any]
 
 
 def as_tensor(value: TensorLike, side: str) -> Tensor:

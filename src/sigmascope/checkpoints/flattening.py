@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from sigmascope.errors import ConfigError
@@ -109,7 +110,7 @@ class _Walk:
             visited.append((label, self.visit(f"{name}.{label}", child if named else key, item, inside)))
         return dict(visited) if named else [item for _, item in visited]
 
-    def _keep(self, name: str, value: "Tensor | np.ndarray[Any, Any]") -> str:
+    def _keep(self, name: str, value: Tensor | NDArray[Any]) -> str:
         """Take a tensor in under a free name."""
         unique, number = name, 1
         while unique in self.found.tensors:
@@ -149,7 +150,7 @@ def _is_tensor(value: object) -> bool:
     return isinstance(value, Tensor) or (isinstance(value, np.ndarray) and value.dtype != object)
 
 
-def _as_tensor(array: "np.ndarray[Any, Any]") -> Tensor:
+def _as_tensor(array: NDArray[Any]) -> Tensor:
     try:
         return torch.from_numpy(array if array.flags.writeable else array.copy())
     except (TypeError, ValueError):  # text, dates, negative strides, the other byte order

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from sigmascope.errors import ConfigError
@@ -12,7 +13,7 @@ from sigmascope.errors import ConfigError
 ArrayKind = Literal["values", "ml_dtypes", "bits"]
 """How an element type that NumPy lacks is given: as float32 numbers, as a type of `ml_dtypes`, or as raw bits."""
 
-Array = np.ndarray[Any, Any]
+Array = NDArray[Any]
 
 _ML_DTYPES = {
     "bfloat16": "bfloat16",

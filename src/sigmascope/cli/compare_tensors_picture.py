@@ -89,7 +89,7 @@ class _Axis:
             yield Label(_LEFT - 8, y + 4, f"{100 * 10.0**power:g} %", size=10, anchor="end")
 
 
-def _panel(top: float, name: str, each: "TensorComparison", tokens: "TokenErrors") -> Iterator[Shape]:
+def _panel(top: int, name: str, each: "TensorComparison", tokens: "TokenErrors") -> Iterator[Shape]:
     limit = each.tolerance.computed
     axis = _Axis.of(top + 42 + _BARS, tokens.relative_l2, limit)
     yield Label(16, top + 14, _cut(f"{name}: {each.verdict}"), size=14)

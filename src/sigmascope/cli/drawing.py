@@ -12,6 +12,8 @@ from sigmascope.records.atomic import atomic_path
 if TYPE_CHECKING:
     from PIL.ImageDraw import ImageDraw
 
+Number = int | float
+
 _SHARPNESS = 2  # pixels of a PNG for one of the SVG
 
 
@@ -19,8 +21,8 @@ _SHARPNESS = 2  # pixels of a PNG for one of the SVG
 class Label:
     """Text whose baseline begins, is centred or ends at a place."""
 
-    x: float
-    y: float
+    x: Number
+    y: Number
     text: str
     size: int = 12
     anchor: Literal["start", "middle", "end"] = "start"
@@ -30,8 +32,8 @@ class Label:
 class Line:
     """A thin line."""
 
-    start: tuple[float, float]
-    end: tuple[float, float]
+    start: tuple[Number, Number]
+    end: tuple[Number, Number]
     colour: str
 
 
@@ -39,10 +41,10 @@ class Line:
 class Bar:
     """A filled rectangle; the tip shows under the mouse, in an SVG."""
 
-    x: float
-    y: float
-    width: float
-    height: float
+    x: Number
+    y: Number
+    width: Number
+    height: Number
     colour: str
     tip: str = ""
 

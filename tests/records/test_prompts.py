@@ -1,0 +1,63 @@
+import hashlib
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from sigmascope.errors import ConfigError
+from sigmascope.records.prompts import (
+    StoredPrompt,
+    check_privacy,
+    named_prompts,
+    prompt_sha256,
+    redactor,
+    stored_prompts,
+)
+
+PROMPT = "a red cat on a sofa"
+
+
+def test_the_hash_is_sha256_of_utf8() -> None:
+    assert prompt_sha256("ü🐈") == hashlib.sha256("ü🐈".encode()).hexdigest()
+
+
+def test_a_lone_surrogate_has_a_hash() -> None:
+    assert len(prompt_sha256("\ud83d")) == 64
+
+
+def test_full_keeps_the_text_hash_the_hash_and_none_nothing() -> None:
+    digest = prompt_sha256(PROMPT)
+    assert stored_prompts(PROMPT, "full") == {"prompt": StoredPrompt(digest, PROMPT)}
+    assert stored_prompts(PROMPT, "hash") == {"prompt": StoredPrompt(digest)}
+    assert stored_prompts(PROMPT, "none") == {}
+
+
+def test_prompts_of_a_batch_are_numbered() -> None:
+    assert named_prompts(["a", "b"]) == {"prompt.0": "a", "prompt.1": "b"}
+
+
+def test_named_prompts_keep_their_names() -> None:
+    assert named_prompts({"positive": "a", "negative": ""}) == {"positive": "a", "negative": ""}
+
+
+def test_an_unknown_privacy_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'secret'"):
+        check_privacy("secret")
+
+
+def test_a_prompt_is_taken_out_of_other_texts() -> None:
+    assert redactor(PROMPT, "none")(f"encode({PROMPT!r})") == "encode('<prompt>')"
+    assert redactor(PROMPT, "hash")(PROMPT) == f"<prompt sha256:{prompt_sha256(PROMPT)}>"
+
+
+def test_full_leaves_other_texts_alone() -> None:
+    assert redactor(PROMPT, "full")(PROMPT) == PROMPT
+
+
+def test_a_short_prompt_is_found_as_a_word_only() -> None:
+    assert redactor("cat", "none")("category: cat") == "category: <prompt>"
+
+
+@given(prompt=st.text(min_size=8), before=st.text(), after=st.text())
+def test_no_long_prompt_survives(prompt: str, before: str, after: str) -> None:
+    assert prompt not in redactor(prompt, "none")(f"{before}{prompt}{after}") or prompt in "<prompt>"
