@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from sigmascope.analysis.tensors import compare_tensors
     from sigmascope.checkpoints.dump_folder import TensorDumps
     from sigmascope.checkpoints.tensor_dumps import load_tensors, save_tensors
+    from sigmascope.monitor.workflow import ModelLoadingMonitor, WorkflowMonitor
     from sigmascope.records.run import Run, Stage
     from sigmascope.records.serialization import load_run
     from sigmascope.stages.text_encoding import (
@@ -22,10 +23,12 @@ if TYPE_CHECKING:
     )
 
 _HOMES = {
+    "ModelLoadingMonitor": "sigmascope.monitor.workflow",
     "Run": "sigmascope.records.run",
     "Stage": "sigmascope.records.run",
     "TensorDumps": "sigmascope.checkpoints.dump_folder",
     "TextEncodingThresholds": "sigmascope.stages.text_encoding",
+    "WorkflowMonitor": "sigmascope.monitor.workflow",
     "analyze_text_encoding_results": "sigmascope.stages.text_encoding",
     "capture_text_encoding_baseline": "sigmascope.stages.text_encoding",
     "compare_tensors": "sigmascope.analysis.tensors",
@@ -36,10 +39,12 @@ _HOMES = {
 }
 
 __all__ = [
+    "ModelLoadingMonitor",
     "Run",
     "Stage",
     "TensorDumps",
     "TextEncodingThresholds",
+    "WorkflowMonitor",
     "__version__",
     "analyze_text_encoding_results",
     "capture_text_encoding_baseline",

@@ -11,6 +11,7 @@ from sigmascope.monitor.gpu_timing import Mark
 from sigmascope.monitor.json_values import as_json
 from sigmascope.monitor.scope import Scope
 from sigmascope.probes import module_facts, tensor_facts
+from sigmascope.records.run import Stage
 
 if TYPE_CHECKING:
     import sigmascope.monitor.recorder
@@ -98,6 +99,10 @@ class LiveStage:
     def fact(self, name: str, value: object) -> None:
         """Note anything else that is known; it is turned into a JSON value at once (see `as_json`)."""
         self._note("facts", name, lambda: as_json(value))
+
+    def record(self) -> Stage:
+        """Return what is known of the stage that was entered last, on a clock that begins with it."""
+        return self._scope.freeze(self._scope.started_ns)
 
     def _note(self, what: Literal["tensors", "modules", "facts"], name: str, read: Callable[[], Any]) -> None:
         scope = self._scope

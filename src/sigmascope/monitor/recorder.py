@@ -94,6 +94,10 @@ class Recorder:
         else:
             self._unavailable[f"facts.{name}"] = reason
 
+    def look(self) -> None:
+        """Bring the peaks of all open stages up to date now, between the steps and samples that do it anyway."""
+        self._instruments.look()
+
     def run(self) -> Run:
         """Return all that is known now. While anything is open, `complete` is False.
 

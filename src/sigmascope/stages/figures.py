@@ -81,3 +81,8 @@ def _printable(character: str) -> str:
 
 def _is_number(amount: object) -> TypeGuard[int | float]:
     return isinstance(amount, int | float) and not isinstance(amount, bool)
+
+
+def shown_percent(part: float, whole: float) -> str:
+    """A share of a whole in per cent, without decimals; a dash if the whole is nothing."""
+    return f"{100 * part / whole:.0f} %" if whole > 0 else UNKNOWN

@@ -1,0 +1,185 @@
+"""Memory that grows from call to call: a robust slope with its confidence bounds, and what it means.
+
+The slope is that of Theil and Sen: the median of the slopes between all pairs of readings. Single jumps and outliers,
+which a difference between first and last takes for growth, do not move it.
+Sen, "Estimates of the regression coefficient based on Kendall's tau", JASA 63 (1968).
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist, median
+
+from sigmascope.records.arithmetic import mib
+from sigmascope.records.finding import Finding
+from sigmascope.records.run import Run, Stage
+
+Number = int | float
+FEWEST_CALLS = 8
+TOLERANCE_BYTES: Number = 64 * 1024
+"""What a process may grow by in each call: records, logs and allocators take some. Device counters are exact."""
+
+_MOST_READINGS = 400  # 80,000 pairs
+_MOST_WARM_UP = 5
+_STILL_GROWING = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Slope:
+    """Growth by call, with the bounds between which it lies."""
+
+    value: float
+    lower: float
+    upper: float
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """How memory grew over `calls` calls; `warm_up` calls before them were not looked at."""
+
+    calls: int
+    warm_up: int
+    slope: Slope
+    total_bytes: Number
+    is_leak: bool
+
+
+def theil_sen(readings: Sequence[Number], confidence: float = 0.99) -> Slope:
+    """The median of all pairwise slopes, and Sen's bounds on it, by one step of the index.
+
+    Args:
+        readings: At least 2, in order.
+        confidence: Of the two bounds together, between 0 and 1.
+    """
+    n = len(readings)
+    slopes = sorted(
+        (readings[later] - readings[earlier]) / (later - earlier)
+        for earlier in range(n)
+        for later in range(earlier + 1, n)
+    )
+    tied = sum(t * (t - 1) * (2 * t + 5) for t in Counter(readings).values())
+    sigma = math.sqrt((n * (n - 1) * (2 * n + 5) - tied) / 18)
+    width = NormalDist().inv_cdf(0.5 + confidence / 2) * sigma
+    low = max(round((len(slopes) - width) / 2) - 1, 0)
+    high = min(round((len(slopes) + width) / 2), len(slopes) - 1)
+    return Slope(float(median(slopes)), float(slopes[low]), float(slopes[high]))
+
+
+def growth(
+    readings: Sequence[Number],
+    *,
+    warm_up: int | None = None,
+    confidence: float = 0.99,
+    tolerance_bytes: Number = TOLERANCE_BYTES,
+) -> Growth | None:
+    """Whether memory grows steadily from call to call.
+
+    It does when, with this confidence, each call adds more than the tolerance, and the later half of the calls adds as
+    well: caches that fill up and lazy initialisation grow at first and then stop.
+
+    Args:
+        readings: Bytes in use after each call, in order.
+        warm_up: How many calls at the beginning to leave out; None: a quarter of them, at most 5.
+        confidence: Of the bounds on the slope.
+        tolerance_bytes: Growth by call that is no leak.
+
+    Returns:
+        The growth; None when fewer than 8 calls are left.
+    """
+    skipped = min(_MOST_WARM_UP, len(readings) // 4) if warm_up is None else warm_up
+    calls = readings[skipped:]
+    if len(calls) < FEWEST_CALLS:
+        return None
+    stride = math.ceil(len(calls) / _MOST_READINGS)
+    thinned = calls[::stride]
+    by_stride = theil_sen(thinned, confidence)
+    slope = Slope(by_stride.value / stride, by_stride.lower / stride, by_stride.upper / stride)
+    later = theil_sen(thinned[len(thinned) // 2 :], confidence).value / stride
+    grows = slope.lower > tolerance_bytes and later > max(tolerance_bytes, _STILL_GROWING * slope.value)
+    return Growth(len(calls), skipped, slope, calls[-1] - calls[0], grows)
+
+
+def find_leaks(run: Run, *, tolerance_bytes: Number = TOLERANCE_BYTES) -> tuple[Finding, ...]:
+    """A finding for each kind of stage that leaves more memory in use each time it runs.
+
+    Looked at are stages of one name that ran at least 8 times after warming up, and the steps inside each stage;
+    of each the process and every device.
+
+    Args:
+        run: The record.
+        tolerance_bytes: What the process may grow by in each call.
+    """
+    by_name: dict[str, list[Stage]] = {}
+    for stage in run.walk():
+        by_name.setdefault(stage.name, []).append(stage)
+    outermost = {stage.name for stage in run.stages}
+    findings: list[Finding] = []
+    for name, stages in by_name.items():
+        for where, readings, inside in _after_each(stages):
+            found = list(_finding(name, "time it ran", where, readings, tolerance_bytes))
+            if name in outermost or _grows_inside(inside, found):
+                findings += found
+        for stage in stages:
+            for where, readings in _after_each_step(stage):
+                findings += _finding(name, "step", where, readings, tolerance_bytes)
+    return tuple(findings)
+
+
+def _after_each(stages: Sequence[Stage]) -> Iterator[tuple[str, list[int], list[int]]]:
+    """Where, bytes in use at the end of each stage, and how much each added while it ran.
+
+    Of the process, then of every device.
+    """
+    impacts = [stage.memory for stage in stages if stage.memory is not None]
+    process = [(i.baseline.process_rss_bytes, i.current.process_rss_bytes) for i in impacts]
+    yield "process", *_ends_and_changes(process)
+    for device in dict.fromkeys(memory.device for i in impacts for memory in i.current.accelerators):
+        pairs = [
+            (i.baseline.accelerator(device).allocated_bytes, i.current.accelerator(device).allocated_bytes)
+            for i in impacts
+        ]
+        yield device, *_ends_and_changes(pairs)
+
+
+def _ends_and_changes(pairs: Sequence[tuple[int | None, int | None]]) -> tuple[list[int], list[int]]:
+    known = [(before, after) for before, after in pairs if before is not None and after is not None]
+    return [after for _, after in known], [after - before for before, after in known]
+
+
+def _grows_inside(changes: Sequence[int], found: Sequence[Finding]) -> bool:
+    """Whether an inner stage itself makes the growth that is seen at its end."""
+    if not found:
+        return False
+    per_call = found[0].evidence["mb_per_call"]
+    return isinstance(per_call, float) and (mib(round(median(changes))) or 0.0) > per_call / 2
+
+
+def _after_each_step(stage: Stage) -> Iterator[tuple[str, list[int]]]:
+    columns = {"process": stage.steps.rss_bytes, "the device in use": stage.steps.allocated_bytes}
+    for where, column in columns.items():
+        yield where, [figure for figure in column if figure is not None]
+
+
+def _finding(
+    stage: str, each: str, where: str, readings: Sequence[int], tolerance_bytes: Number
+) -> Iterator[Finding]:
+    found = growth(readings, tolerance_bytes=tolerance_bytes if where == "process" else 0)
+    if found is None or not found.is_leak:
+        return
+    slope = found.slope
+    yield Finding(
+        id="memory_leak",
+        severity="warning",
+        message=f"Memory of {where} grows by {slope.value / 2**20:.3g} MB each {each}, over {found.calls} of them.",
+        evidence={
+            "where": where,
+            "calls": found.calls,
+            "mb_per_call": slope.value / 2**20,
+            "mb_per_call_lower": slope.lower / 2**20,
+            "mb_per_call_upper": slope.upper / 2**20,
+            "grown_mb": mib(round(found.total_bytes)),
+        },
+        advice="Look for tensors, outputs or graphs that are kept between calls (missing no_grad, growing lists).",
+        stage=stage,
+    )

@@ -1,0 +1,112 @@
+"""Steps of a workflow that begin and end with a call each, on a recorder."""
+
+import logging
+import re
+from dataclasses import replace
+
+from sigmascope.analysis.leaks import find_leaks
+from sigmascope.analysis.model_consistency import MODEL_STATE, find_model_changes
+from sigmascope.monitor.guard import Guard
+from sigmascope.monitor.live import LiveStage
+from sigmascope.monitor.recorder import Recorder
+from sigmascope.records.finding import Finding
+from sigmascope.records.run import Run, Stage
+from sigmascope.stages.model_state import model_state
+
+_log = logging.getLogger(__name__)
+_NUMBER = re.compile(r"^step_?\d+_+|_+step_?\d+$")
+_OTHER_NAMES = {"latent_generation": "latent_encoding"}
+
+
+def stage_name(step: str) -> str:
+    """The name of the stage that a step is: "LATENT_GENERATION_STEP5" is `latent_encoding`."""
+    name = _NUMBER.sub("", re.sub(r"[\s-]+", "_", step.strip().lower()))
+    return _OTHER_NAMES.get(name, name) or "step"
+
+
+class WorkflowSteps:
+    """Begins and ends stages by name; see `WorkflowMonitor`.
+
+    Args:
+        recorder: What measures. Its stages and steps can be used beside the calls here.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.guard = Guard()
+        self._open: list[tuple[str, LiveStage]] = []
+        self._ended: dict[str, LiveStage] = {}
+
+    def start_monitoring(self, step: str) -> None:
+        """Begin a step: baseline, then clock and peaks. Steps may nest and repeat.
+
+        Args:
+            step: Such as "text_encoding"; `sigmascope.records.run.STAGES` has the usual names.
+        """
+        name = stage_name(step)
+        stage = self.recorder.stage(name)
+        self.guard.read("steps", stage.__enter__)
+        self._open.append((name, stage))
+
+    def update_peak_memory(self) -> None:
+        """Bring the peaks of the open steps up to date, at a moment when memory may be high."""
+        self.recorder.look()
+
+    def end_monitoring(
+        self,
+        step: str,
+        model: object = None,
+        model_type: str | None = None,
+        error: BaseException | None = None,
+    ) -> float | None:
+        """End the innermost open step of that name.
+
+        Args:
+            step: As it was begun.
+            model: The model that the step loaded or used; facts and state of it are kept, not the model.
+            model_type: What to call it, such as "UNet" or "CLIP"; its class by default.
+            error: What the step raised, if it did.
+
+        Returns:
+            Elapsed seconds; None, with a line in the log, when no such step was begun.
+        """
+        name = stage_name(step)
+        index = next((i for i in reversed(range(len(self._open))) if self._open[i][0] == name), None)
+        if index is None:
+            _log.warning("The step %r ended but was never begun.", step)
+            return None
+        stage = self._open.pop(index)[1]
+        kind, trace = (None, None) if error is None else (type(error), error.__traceback__)
+        self.guard.read("steps", lambda: stage.__exit__(kind, error, trace))
+        self._ended[name] = stage
+        if model is not None:
+            self.note_model(stage, model_type or type(model).__name__, model)
+        record = self.guard.read("steps", stage.record)[0]
+        return None if record is None else record.seconds
+
+    def note_model(self, stage: LiveStage, model_type: str, model: object) -> None:
+        """Keep facts and state of a model on a stage, for the comparison from stage to stage."""
+        stage.module(model_type, model)
+        stage.fact(f"{MODEL_STATE}{model_type}", model_state(model))
+
+    def last_stage(self, name: str) -> LiveStage | None:
+        """The stage of that name that is open now, else the one that ended last."""
+        now = next((stage for other, stage in reversed(self._open) if other == name), None)
+        return now or self._ended.get(name)
+
+    def record_of(self, stage: LiveStage | None) -> Stage | None:
+        """What is known of a stage now."""
+        return None if stage is None else self.guard.read("steps", stage.record)[0]
+
+    def run(self) -> Run:
+        """Return everything that is known now, with the findings of memory leaks and changed models."""
+        return with_findings(self.recorder.run(), self.guard)
+
+
+def with_findings(run: Run, guard: Guard) -> Run:
+    """The run with what the analyses find in it."""
+    found: list[Finding] = list(run.findings)
+    for name, analysis in (("leaks", find_leaks), ("model_changes", find_model_changes)):
+        findings, _ = guard.read(name, lambda analysis=analysis: analysis(run))  # type: ignore[misc]
+        found += findings or ()
+    return replace(run, findings=tuple(found))

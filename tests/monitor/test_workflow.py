@@ -1,0 +1,320 @@
+"""One object for a whole workflow: the calls of the seeds, on the recorder."""
+
+import gc
+import io
+import json
+import weakref
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+import sigmascope
+from sigmascope.monitor.workflow import ModelLoadingMonitor, WorkflowMonitor
+from sigmascope.monitor.workflow_steps import stage_name
+from sigmascope.stages.text_encoding import TextEncodingThresholds
+
+if TYPE_CHECKING:
+    from tests.monitor.conftest import FakeAccelerator, FakeHost
+
+MIB = 2**20
+
+
+class Encoder(nn.Module):
+    """Stands for a text encoder of 77 tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 16)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        embedded: torch.Tensor = self.table(ids)
+        return embedded
+
+
+@pytest.fixture
+def monitor() -> WorkflowMonitor:
+    return WorkflowMonitor("portrait", sample_hz=None)
+
+
+@pytest.fixture
+def clip() -> Encoder:
+    torch.manual_seed(0)
+    return Encoder().eval()
+
+
+def encode(clip: Encoder) -> torch.Tensor:
+    with torch.no_grad():
+        output: torch.Tensor = clip(torch.zeros(1, 77, dtype=torch.long))
+    return output
+
+
+def watch(monitor: WorkflowMonitor, clip: Encoder, prompt: str = "a red fox") -> dict[str, Any]:
+    baseline = monitor.capture_text_encoding_baseline(None, clip)
+    monitor.start_monitoring("text_encoding")
+    with monitor.encoding("positive"):
+        positive = encode(clip)
+    monitor.update_peak_memory()
+    with monitor.encoding("negative"):
+        negative = encode(clip)
+    elapsed = monitor.end_monitoring("text_encoding", clip, "CLIP")
+    return monitor.analyze_text_encoding_results(
+        baseline, [[positive, {}]], [[negative, {}]], prompt, "", elapsed
+    )
+
+
+def printed(monitor: WorkflowMonitor, **analyses: Any) -> str:
+    file = io.StringIO()
+    monitor.print_comprehensive_summary(**analyses, console=Console(file=file))
+    return file.getvalue()
+
+
+def test_both_names_are_public() -> None:
+    assert sigmascope.ModelLoadingMonitor is sigmascope.WorkflowMonitor is ModelLoadingMonitor
+
+
+def test_steps_become_stages_of_the_run(monitor: WorkflowMonitor, clip: Encoder) -> None:
+    watch(monitor, clip)
+    run = monitor.run()
+    assert [stage.name for stage in run.walk()] == ["text_encoding", "positive_prompt", "negative_prompt"]
+    assert run.complete
+    assert run.stages[0].modules["CLIP"].parameters == 8 * 16
+
+
+@pytest.mark.parametrize(
+    ("step", "name"),
+    [
+        ("text_encoding", "text_encoding"),
+        ("Text Encoding", "text_encoding"),
+        ("LATENT_GENERATION_STEP5", "latent_encoding"),
+        ("step_1_model_loading", "model_loading"),
+        ("my own-step", "my_own_step"),
+        ("", "step"),
+    ],
+)
+def test_names_of_steps(step: str, name: str) -> None:
+    assert stage_name(step) == name
+
+
+def test_elapsed_seconds_are_those_of_the_stage(monitor: WorkflowMonitor) -> None:
+    monitor.start_monitoring("model_loading")
+    elapsed = monitor.end_monitoring("model_loading")
+    assert elapsed == monitor.run().stages[0].seconds
+
+
+def test_steps_nest_and_repeat(monitor: WorkflowMonitor) -> None:
+    monitor.start_monitoring("outer")
+    for _ in range(2):
+        monitor.start_monitoring("inner")
+        monitor.end_monitoring("inner")
+    monitor.end_monitoring("outer")
+    (outer,) = monitor.run().stages
+    assert [child.name for child in outer.children] == ["inner", "inner"]
+
+
+def test_the_end_of_a_step_that_never_began_is_unknown(
+    monitor: WorkflowMonitor, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert monitor.end_monitoring("denoising") is None
+    assert "never begun" in caplog.text
+
+
+def test_an_open_step_leaves_the_run_incomplete(monitor: WorkflowMonitor) -> None:
+    monitor.start_monitoring("denoising")
+    assert not monitor.run().complete
+
+
+def test_an_error_is_on_record(monitor: WorkflowMonitor) -> None:
+    monitor.start_monitoring("text_encoding")
+    try:
+        raise ValueError("no vocabulary")
+    except ValueError as error:
+        monitor.end_monitoring("text_encoding", error=error)
+    stage = monitor.run().stages[0]
+    assert not stage.success
+    assert stage.exception_details is not None
+    assert "no vocabulary" in stage.exception_details.traceback
+
+
+def test_the_analysis_knows_times_and_peaks_of_its_step(monitor: WorkflowMonitor, clip: Encoder) -> None:
+    found = watch(monitor, clip)
+    stage = monitor.run().stages[0]
+    assert found["elapsed_time"] == stage.seconds
+    assert found["performance"]["positive_encoding_time"] == stage.children[0].seconds
+    assert found["performance"]["negative_encoding_time"] == stage.children[1].seconds
+    assert stage.peak is not None
+    assert found["peak_memory"]["process"]["peak_rss_mb"] == pytest.approx((stage.peak.rss_bytes or 0) / MIB)
+
+
+def test_the_step_keeps_the_analysis_and_the_tensors_facts(monitor: WorkflowMonitor, clip: Encoder) -> None:
+    watch(monitor, clip)
+    stage = monitor.run().stages[0]
+    assert stage.facts["text_encoding"]["encoding_success"] is True
+    assert stage.facts["text_encoding"]["text_processing"]["positive"]["word_count"] == 3
+    assert stage.tensors["positive_conditioning"].shape == (1, 77, 16)
+
+
+def test_a_run_survives_saving(monitor: WorkflowMonitor, clip: Encoder, tmp_path: Path) -> None:
+    watch(monitor, clip)
+    run = monitor.run()
+    run.save(tmp_path / "run.json")
+    assert sigmascope.load_run(tmp_path / "run.json") == run
+
+
+def test_private_prompts_are_not_in_the_run(clip: Encoder, tmp_path: Path) -> None:
+    monitor = WorkflowMonitor(sample_hz=None, prompt_privacy="hash")
+    watch(monitor, clip, "the secret unicorn")
+    monitor.run().save(tmp_path / "run.json")
+    assert "unicorn" not in (tmp_path / "run.json").read_text()
+    assert "unicorn" not in printed(monitor)
+
+
+def test_thresholds_are_held(clip: Encoder) -> None:
+    monitor = WorkflowMonitor(sample_hz=None, thresholds=TextEncodingThresholds(expected_width=768))
+    assert not watch(monitor, clip)["validation"]["success"]
+
+
+def test_peaks_of_workflow_and_steps(accelerator: "FakeAccelerator", host: "FakeHost") -> None:
+    monitor = WorkflowMonitor(sample_hz=None, accelerator=accelerator)
+    monitor.start_monitoring("model_loading")
+    accelerator.allocate(5 * MIB)
+    accelerator.free(4 * MIB)
+    monitor.end_monitoring("model_loading")
+    monitor.start_monitoring("text_encoding")
+    host.rss = 300 * MIB
+    monitor.update_peak_memory()
+    host.rss = 200 * MIB
+    monitor.end_monitoring("text_encoding")
+    found = monitor.get_peak_memory_summary()
+    assert found["process"]["peak_rss_mb"] == 300
+    assert found["gpu"]["peak_allocated_mb"] == 5
+    assert [step["name"] for step in found["steps"]] == ["model_loading", "text_encoding"]
+    assert [step["peak_memory"]["gpu"]["peak_allocated_mb"] for step in found["steps"]] == [5, 1]
+    assert json.loads(json.dumps(found)) == found
+
+
+def repeat(monitor: WorkflowMonitor, clip: Encoder, leak: bool, calls: int = 20) -> list[torch.Tensor]:
+    kept = []
+    for _ in range(calls):
+        monitor.start_monitoring("text_encoding")
+        encode(clip)
+        if leak:
+            kept.append(torch.ones(MIB // 4))
+        monitor.end_monitoring("text_encoding")
+    return kept
+
+
+def test_a_leak_of_a_megabyte_a_call_is_found_in_20_calls(monitor: WorkflowMonitor, clip: Encoder) -> None:
+    kept = repeat(monitor, clip, leak=True)
+    leaks = [finding for finding in monitor.run().findings if finding.id == "memory_leak"]
+    assert len(kept) == 20
+    assert [finding.stage for finding in leaks] == ["text_encoding"]
+    assert leaks[0].evidence["mb_per_call"] == pytest.approx(1, rel=0.2)
+
+
+def test_without_a_leak_none_is_reported(monitor: WorkflowMonitor, clip: Encoder) -> None:
+    repeat(monitor, clip, leak=False)
+    assert monitor.run().findings == ()
+
+
+def test_analyses_of_20_encodings_are_no_leak(monitor: WorkflowMonitor, clip: Encoder) -> None:
+    for _ in range(20):
+        watch(monitor, clip)
+    assert monitor.run().findings == ()
+
+
+def test_a_model_that_was_replaced_is_found(monitor: WorkflowMonitor, clip: Encoder) -> None:
+    other = Encoder().half()
+    for step, model in (("model_loading", clip), ("text_encoding", other)):
+        monitor.start_monitoring(step)
+        monitor.end_monitoring(step, model, "CLIP")
+    (finding,) = monitor.run().findings
+    assert finding.id == "model_state_changed"
+    assert {"model_id", "dtype"} <= set(finding.evidence)
+
+
+def test_the_comprehensive_summary_has_every_analysis(monitor: WorkflowMonitor, clip: Encoder) -> None:
+    watch(monitor, clip)
+    text = printed(
+        monitor,
+        lora_analysis={"application_success": True, "unet": {"keys_added": 3}},
+        latent_generation_analysis={"strategy_used": "Direct VAE Encoding"},
+    )
+    order = [
+        "WORKFLOW SUMMARY",
+        "LORA APPLICATION ANALYSIS",
+        "TEXT ENCODING ANALYSIS",
+        "LATENT ENCODING ANALYSIS",
+    ]
+    places = [text.find(title) for title in order]
+    assert places == sorted(places)
+    assert -1 not in places
+    assert "Keys added: 3" in text
+    assert "Strategy used: Direct VAE Encoding" in text
+    assert "MODEL SAMPLING" not in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_an_analysis_given_goes_before_its_own(monitor: WorkflowMonitor, clip: Encoder) -> None:
+    watch(monitor, clip)
+    text = printed(monitor, text_encoding_analysis={"encoding_success": False, "error": "given"})
+    assert "Error: given" in text
+
+
+def test_an_empty_workflow_prints(monitor: WorkflowMonitor) -> None:
+    assert "WORKFLOW SUMMARY" in printed(monitor)
+
+
+def test_the_summary_shows_steps_and_findings(monitor: WorkflowMonitor, clip: Encoder) -> None:
+    repeat(monitor, clip, leak=True)
+    file = io.StringIO()
+    monitor.print_summary(Console(file=file))
+    assert file.getvalue().count("✓ text_encoding") == 20
+    assert "grows by" in file.getvalue()
+
+
+def test_printing_to_a_closed_stream_does_no_harm(monitor: WorkflowMonitor) -> None:
+    file = io.StringIO()
+    file.close()
+    monitor.print_summary(Console(file=file, width=80))
+
+
+def test_a_broken_analysis_does_not_reach_the_host(
+    monitor: WorkflowMonitor, clip: Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise OSError("it is broken")
+
+    monkeypatch.setattr("sigmascope.stages.text_encoding.analyze", broken)
+    monkeypatch.setattr("sigmascope.stages.text_encoding.capture", broken)
+    monkeypatch.setattr("sigmascope.monitor.workflow_steps.find_leaks", broken)
+    found = watch(monitor, clip)
+    assert found["unavailable"]["encoding_success"] == "OSError: it is broken"
+    assert monitor.run().complete
+
+
+def test_outputs_are_bit_identical_and_nothing_is_left(monitor: WorkflowMonitor, clip: Encoder) -> None:
+    alone = encode(clip)
+    baseline = monitor.capture_text_encoding_baseline(None, clip)
+    monitor.start_monitoring("text_encoding")
+    watched = encode(clip)
+    monitor.end_monitoring("text_encoding", clip, "CLIP")
+    monitor.analyze_text_encoding_results(baseline, watched, None, "a fox", None, None)
+    assert torch.equal(alone, watched)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in clip.modules())
+
+
+def test_neither_model_nor_tensor_is_kept_alive(monitor: WorkflowMonitor) -> None:
+    clip = Encoder()
+    output = encode(clip)
+    baseline = monitor.capture_text_encoding_baseline(None, clip)
+    monitor.start_monitoring("text_encoding")
+    monitor.end_monitoring("text_encoding", clip, "CLIP")
+    monitor.analyze_text_encoding_results(baseline, output, None, "x", None, 0.1)
+    references: list[weakref.ref[Any]] = [weakref.ref(clip), weakref.ref(output)]
+    del clip, output
+    gc.collect()
+    assert not any(reference() is not None for reference in references)
