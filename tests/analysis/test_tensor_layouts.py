@@ -142,3 +142,11 @@ def test_the_random_state_stays_as_it_was() -> None:
     before = torch.random.get_rng_state()
     compare_tensors(random(1, 100, 100), random(1, 100, 101))
     assert torch.equal(before, torch.random.get_rng_state())
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.uint16, torch.bool, torch.complex64]
+)
+def test_every_kind_of_number_can_be_laid_out(dtype: torch.dtype) -> None:
+    tensor = random(1, 6, 5).to(dtype)
+    assert explained(tensor, tensor.transpose(1, 2)).verdict == "identical"

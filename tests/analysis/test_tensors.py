@@ -135,6 +135,23 @@ def test_equal_tokens_before_the_first_difference_are_told() -> None:
     assert "first 30 tokens are equal" in found.reason
 
 
+def test_a_token_that_is_zero_in_one_is_named() -> None:
+    padded = COND.clone()
+    padded[0, 50] = 0
+    found = compare_tensors(padded, COND)
+    assert found.first_token == 50
+    assert "A is zero there" in found.reason
+
+
+def test_a_default_device_of_the_host_does_not_matter() -> None:
+    changed = COND.clone()
+    changed[0, 3] += 1
+    with torch.device("meta"):
+        found = compare_tensors(COND, changed)
+        assert compare_tensors(COND, COND[:, :5]).layout == "part"
+    assert found.first_token == 3
+
+
 def test_another_token_axis_can_be_named() -> None:
     latent = random(1, 4, 6, 5)
     changed = latent.clone()

@@ -1,4 +1,6 @@
 import hashlib
+import json
+from collections.abc import Callable
 
 import hypothesis.strategies as st
 import pytest
@@ -48,6 +50,12 @@ def test_an_unknown_privacy_is_refused() -> None:
 def test_a_prompt_is_taken_out_of_other_texts() -> None:
     assert redactor(PROMPT, "none")(f"encode({PROMPT!r})") == "encode('<prompt>')"
     assert redactor(PROMPT, "hash")(PROMPT) == f"<prompt sha256:{prompt_sha256(PROMPT)}>"
+
+
+@pytest.mark.parametrize("spell", [str, repr, json.dumps, ascii])
+def test_a_prompt_is_found_with_its_escapes(spell: Callable[[str], str]) -> None:
+    prompt = 'a "red" cat\non a söfa'
+    assert "cat" not in redactor(prompt, "none")(f"log: {spell(prompt)}")
 
 
 def test_full_leaves_other_texts_alone() -> None:

@@ -75,10 +75,11 @@ def _places(shape: tuple[int, ...], most: int) -> tuple[Tensor, ...]:
     """Random places, or all of them where there are few."""
     elements = math.prod(shape)
     if elements <= most:
-        flat = torch.arange(elements)
+        flat = torch.arange(elements, device="cpu")
     else:
         # A generator of our own: the host's random state stays as it is.
-        flat = torch.randint(elements, (most,), generator=torch.Generator().manual_seed(_SEED))
+        own = torch.Generator("cpu").manual_seed(_SEED)
+        flat = torch.randint(elements, (most,), generator=own, device="cpu")
     index = []
     for size in reversed(shape):
         index.append(flat % size)
@@ -87,14 +88,19 @@ def _places(shape: tuple[int, ...], most: int) -> tuple[Tensor, ...]:
 
 
 def _at(tensor: Tensor, index: tuple[Tensor, ...]) -> Tensor:
-    tensor = tensor.detach()
-    values = tensor[tuple(each.to(tensor.device) for each in index)] if index else tensor.reshape(1)
-    return values.cpu().to(torch.float64)
+    return _gathered(tensor, index) if index else tensor.detach().reshape(1).cpu().to(torch.float64)
 
 
 def _at_rows(tensor: Tensor, index: tuple[Tensor, ...]) -> Tensor:
-    tensor = tensor.detach()
     if not index:
-        return tensor.reshape(-1, 1).cpu().to(torch.float64)
-    places: tuple[slice | Tensor, ...] = (slice(None), *(each.to(tensor.device) for each in index))
-    return tensor[places].cpu().to(torch.float64)
+        return tensor.detach().reshape(-1, 1).cpu().to(torch.float64)
+    return _gathered(tensor, (slice(None), *index))
+
+
+def _gathered(tensor: Tensor, index: tuple[Tensor | slice, ...]) -> Tensor:
+    """The values at some places, float64 on the CPU."""
+    tensor, dtype = tensor.detach(), tensor.dtype
+    if dtype.is_floating_point and dtype.itemsize == 1:  # not every device gathers 8-bit floats
+        tensor = tensor.view(torch.uint8)
+    places = tuple(each.to(tensor.device) if isinstance(each, Tensor) else each for each in index)
+    return tensor[places].cpu().view(dtype).to(torch.float64)

@@ -21,12 +21,9 @@ class TokenSums:
 
     def __init__(self, tokens: int, inner: int, axis: int) -> None:
         self._tokens, self._inner, self._axis = tokens, inner, axis
-        self._aa = torch.zeros(tokens, dtype=torch.float64)
-        self._ab = torch.zeros(tokens, dtype=torch.float64)
-        self._dd = torch.zeros(tokens, dtype=torch.float64)
-        self._max = torch.zeros(tokens, dtype=torch.float64)
-        self._unequal = torch.zeros(tokens, dtype=torch.float64)
-        self._outside = torch.zeros(tokens, dtype=torch.float64)
+        # The host may have set a default device.
+        zeros = torch.zeros(6, tokens, dtype=torch.float64, device="cpu")
+        self._aa, self._ab, self._dd, self._max, self._unequal, self._outside = zeros
 
     @classmethod
     def of(cls, tensor: Tensor, axis: int | None) -> "TokenSums | None":
@@ -55,9 +52,9 @@ class TokenSums:
     def _rows(self, start: int, count: int) -> tuple[Tensor, tuple[int, int]]:
         """The token of each row that a run falls into: it holds whole slices, or lies inside one."""
         if count % self._inner:
-            return torch.tensor([start // self._inner % self._tokens]), (1, count)
+            return torch.tensor([start // self._inner % self._tokens], device="cpu"), (1, count)
         rows = count // self._inner
-        return (start // self._inner + torch.arange(rows)) % self._tokens, (rows, self._inner)
+        return (start // self._inner + torch.arange(rows, device="cpu")) % self._tokens, (rows, self._inner)
 
     def columns(self) -> Columns:
         """Axis, relative L2, largest error, elements outside, elements unequal, and scale."""

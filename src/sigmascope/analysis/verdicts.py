@@ -1,5 +1,6 @@
 """From errors to a verdict, with the reason in words."""
 
+import math
 from typing import Literal
 
 from sigmascope.analysis.tensor_errors import TensorErrors, TokenErrors
@@ -138,9 +139,11 @@ def _equal_tokens(errors: TensorErrors) -> int:
 
 def _where(tokens: TokenErrors, token: int) -> str:
     touched = sum(count > 0 for count in tokens.unequal)
-    worst = f"most of it at token {token} ({_percent(tokens.relative_l2[token])})"
+    error = tokens.relative_l2[token]
+    size = _percent(error) if math.isfinite(error) else "A is zero there"
+    worst = f"most of it at token {token} ({size})"
     if touched == 1:
-        return f"all of it at token {token} ({_percent(tokens.relative_l2[token])})"
+        return f"all of it at token {token} ({size})"
     if touched < len(tokens) / 2:
         return f"in {touched} of {len(tokens)} tokens, {worst}; rounding in a computation touches all"
     return f"{worst}; rounding in a computation spreads evenly"

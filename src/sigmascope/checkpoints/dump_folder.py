@@ -141,12 +141,7 @@ class TensorDumps(Mapping[str, TensorDump[Tensor]]):
         Raises:
             CheckpointError: There is none of that name, or it cannot be read.
         """
-        entries = self.index
-        found = next((entry for entry in entries if entry.name == name), None)
-        if found is None:
-            known = ", ".join(entry.name for entry in entries[:8]) or "none"
-            raise CheckpointError(self.folder, f"has no dump {name!r}.", hint=f"There are: {known}.")
-        return load_tensors(self.folder / found.file)
+        return load_tensors(self.folder / self._entry(name).file)
 
     def metadata(self, name: str) -> DumpMetadata:
         """The header of one dump, without its tensors.
@@ -154,16 +149,22 @@ class TensorDumps(Mapping[str, TensorDump[Tensor]]):
         Raises:
             CheckpointError: As of `load`.
         """
-        found = next((entry for entry in self.index if entry.name == name), None)
-        if found is None:
-            return self.load(name).metadata  # raises, and says what there is
-        path = self.folder / found.file
+        path = self.folder / self._entry(name).file
         return from_header(path, read_header(path).metadata)
 
     def __getitem__(self, name: str) -> TensorDump[Tensor]:
-        if name not in self:
+        found = next((entry for entry in self.index if entry.name == name), None)
+        if found is None:
             raise KeyError(name)
-        return self.load(name)
+        return load_tensors(self.folder / found.file)
+
+    def _entry(self, name: str) -> DumpEntry:
+        entries = self.index
+        found = next((entry for entry in entries if entry.name == name), None)
+        if found is None:
+            known = ", ".join(entry.name for entry in entries[:8]) or "none"
+            raise CheckpointError(self.folder, f"has no dump {name!r}.", hint=f"There are: {known}.")
+        return found
 
     def __contains__(self, name: object) -> bool:
         return any(entry.name == name for entry in self.index)

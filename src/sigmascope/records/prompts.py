@@ -1,6 +1,7 @@
 """Prompts are private: what is kept of one is its text, its hash or nothing, as configured."""
 
 import hashlib
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -84,8 +85,8 @@ def check_privacy(privacy: str) -> None:
 def redactor(prompts: Prompts, privacy: PromptPrivacy) -> Callable[[str], str]:
     """A function that takes the prompts out of other texts, in which hosts like to repeat them.
 
-    Each occurrence becomes `<prompt sha256:…>`, or `<prompt>` where not even the hash may be kept. Prompts below 8
-    characters are found as whole words only.
+    Each occurrence becomes `<prompt sha256:…>`, or `<prompt>` where not even the hash may be kept; so do those with the
+    escapes of Python or JSON. Prompts below 8 characters are found as whole words only.
 
     Raises:
         ConfigError: As of `stored_prompts`.
@@ -105,7 +106,8 @@ def redactor(prompts: Prompts, privacy: PromptPrivacy) -> Callable[[str], str]:
 
 
 def _pattern(prompt: str) -> re.Pattern[str]:
-    exact = re.escape(prompt)
+    spellings = dict.fromkeys((prompt, repr(prompt)[1:-1], json.dumps(prompt)[1:-1], ascii(prompt)[1:-1]))
+    exact = f"(?:{'|'.join(map(re.escape, spellings))})"
     if len(prompt) >= _WHOLE_WORDS_BELOW:
         return re.compile(exact)
     return re.compile(rf"(?<!\w){exact}(?!\w)")
