@@ -131,6 +131,10 @@ def test_shapes_that_have_nothing_to_do_with_each_other_are_different(b: Tensor)
     assert str(tuple(b.shape)) in found.reason
 
 
+def test_without_values_no_layout_is_guessed() -> None:
+    assert explained(torch.zeros(0, 3), torch.zeros(0, 6)).verdict == "different"
+
+
 def test_padding_with_other_values_is_different_and_still_measured() -> None:
     found = explained(A, random(1, 154, 16, seed=5))
     assert found.verdict == "different"

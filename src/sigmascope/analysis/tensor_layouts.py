@@ -59,6 +59,8 @@ def find_layout(a: Tensor, b: Tensor, token_axis: int | None) -> Layout | None:
         b: A tensor of another shape.
         token_axis: The token axis of `a`.
     """
+    if not (a.numel() and b.numel()):
+        return None  # without values nothing tells one layout from another
     start = Layout("", "", a, b, token_axis)
     if a.dim() != b.dim():
         start = _squeezed(start)
@@ -134,7 +136,7 @@ def _repeated(start: Layout) -> Iterator[Layout]:
         return
     small, large = sorted((start.a, start.b), key=lambda tensor: tensor.shape[axis])
     size = small.shape[axis]
-    times, rest = divmod(large.shape[axis], size) if size else (0, 1)
+    times, rest = divmod(large.shape[axis], size)
     if rest or not 2 <= times <= _MOST_REPEATS:
         return
     token_axis = (
@@ -153,7 +155,7 @@ def _repeated(start: Layout) -> Iterator[Layout]:
 def _parts(start: Layout) -> Iterator[Layout]:
     """One is a part of the other along some axes, from their beginning or up to their end."""
     a, b = start.a, start.b
-    if a.dim() != b.dim() or 0 in a.shape or 0 in b.shape:
+    if a.dim() != b.dim():
         return
     axes = [axis for axis in range(a.dim()) if a.shape[axis] != b.shape[axis]]
     if len(axes) > _MOST_PART_AXES:
@@ -178,7 +180,7 @@ def _parts(start: Layout) -> Iterator[Layout]:
 def _reshaped(start: Layout) -> Iterator[Layout]:
     """The same number of elements: the values in row-major order, where that needs no copy."""
     a, b = start.a, start.b
-    if a.numel() != b.numel() or a.numel() == 0 or sorted(a.shape) == sorted(b.shape):
+    if a.numel() != b.numel() or sorted(a.shape) == sorted(b.shape):
         return
     try:
         yield Layout("reshaped", f"B reshaped to {tuple(a.shape)}", a, b.view(a.shape), start.token_axis)
