@@ -263,6 +263,45 @@ def test_differences_of_biases_and_dora_land_too(model: Block, tmp_path: Path) -
         )
 
 
+def test_a_lora_in_diffusers_names_lands_on_a_single_file_in_sgm_names(
+    make_factors: Callable[..., LoraFactors], tmp_path: Path
+) -> None:
+    start = "model.diffusion_model."
+    names = ["input_blocks.0.0", "input_blocks.4.1.proj_in", "input_blocks.3.0.op", "out.2", "time_embed.0"]
+    state = {f"{start}{name}.weight": torch.randn(6, 5) for name in names}
+    saved(tmp_path / "model.safetensors", state)
+    factors = make_factors((6, 5), 2)
+    tensors = {
+        "lora_unet_down_blocks_1_attentions_0_proj_in.lora_up.weight": factors.up,
+        "lora_unet_down_blocks_1_attentions_0_proj_in.lora_down.weight": factors.down,
+    }
+    saved(tmp_path / "lora.safetensors", tensors)
+    report = bake_loras(
+        [tmp_path / "lora.safetensors"], tmp_path / "model.safetensors", tmp_path / "m.safetensors"
+    )
+    key = f"{start}input_blocks.4.1.proj_in.weight"
+    assert [tensor.name for tensor in report.tensors] == [key]
+    torch.testing.assert_close(load_file(tmp_path / "m.safetensors")[key], state[key] + factors.delta())
+
+
+def test_separate_query_key_and_value_land_on_a_fused_matrix(tmp_path: Path) -> None:
+    keys = ["vector_in.in_layer", "double_blocks.0.img_attn.qkv", "single_blocks.0.linear1"]
+    state = {f"{key}.weight": torch.randn(18, 6) for key in keys}
+    saved(tmp_path / "flux.safetensors", state)
+    parts = {name: (torch.randn(6, 2), torch.randn(2, 6)) for name in ("q", "v")}
+    tensors: Tensors = {}
+    for name, (up, down) in parts.items():
+        module = f"transformer.transformer_blocks.0.attn.to_{name}"
+        tensors |= {f"{module}.lora_B.weight": up, f"{module}.lora_A.weight": down}
+    saved(tmp_path / "lora.safetensors", tensors)
+    bake_loras([tmp_path / "lora.safetensors"], tmp_path / "flux.safetensors", tmp_path / "m.safetensors")
+    expected = state["double_blocks.0.img_attn.qkv.weight"].clone()
+    expected[:6] += parts["q"][0] @ parts["q"][1]
+    expected[12:] += parts["v"][0] @ parts["v"][1]
+    after = load_file(tmp_path / "m.safetensors")["double_blocks.0.img_attn.qkv.weight"]
+    torch.testing.assert_close(after, expected)
+
+
 def test_a_merged_weight_that_overflows_is_refused_by_name(
     model: Block, make_factors: Callable[..., LoraFactors], tmp_path: Path
 ) -> None:

@@ -142,11 +142,14 @@ def test_other_kinds_of_change_are_compared_as_a_whole(tmp_path: Path) -> None:
     assert entry.column_overlap is None
 
 
-def test_what_depends_on_a_base_is_not_called_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", ["dora_scale", "lora_up.weight", "alpha"])
+def test_what_depends_on_a_base_is_the_same_only_if_its_tensors_are(tmp_path: Path, part: str) -> None:
     dora = module("lora_unet_conv_in", (8, 6), 2, seed=0) | {"lora_unet_conv_in.dora_scale": torch.ones(8, 1)}
-    report = compared(tmp_path, dora, dora)
-    assert report.not_measured == ("denoiser.conv_in",)
-    assert report.verdict == "different"
+    same = compared(tmp_path, dora, dora)
+    assert (same.verdict, same.not_measured) == ("same", ())
+    key = f"lora_unet_conv_in.{part}"
+    report = compared(tmp_path, dora, dora | {key: dora[key] * 1.5})
+    assert (report.verdict, report.not_measured) == ("different", ("denoiser.conv_in",))
 
 
 def test_header_fields_that_differ_are_listed(tmp_path: Path) -> None:

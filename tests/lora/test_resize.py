@@ -285,6 +285,15 @@ def test_nan_is_refused_by_name_and_nothing_is_left(source: Path) -> None:
     assert sorted(source.parent.iterdir()) == [source]
 
 
+def test_stopping_leaves_nothing_behind(source: Path) -> None:
+    def stop(done: int, total: int, what: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        resize_lora(source, source.with_name("small.safetensors"), fixed(1), progress=stop)
+    assert sorted(source.parent.iterdir()) == [source]
+
+
 def test_the_input_is_never_the_target(source: Path) -> None:
     before = source.read_bytes()
     with pytest.raises(ConfigError, match="part of the input"):

@@ -2,6 +2,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from peft.utils import merge_utils
 
 from sigmascope.errors import ConfigError
 from sigmascope.lora.sparse_merging import dare, kth_largest, require_density, ties, trimmed
@@ -51,6 +52,14 @@ def test_ties_by_hand() -> None:
     # Nothing is trimmed. The sums 6, 2, 1 and 0.5 elect +, and those that have it are averaged.
     expected = torch.tensor([2.0, 5.0, 3.0, 0.5])
     torch.testing.assert_close(ties([one, two, three], 1.0), expected)
+
+
+@pytest.mark.parametrize("density", [0.25, 0.5, 1.0])
+def test_ties_is_that_of_peft(density: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    changes = [torch.randn(8, 10, generator=generator) for _ in range(3)]
+    expected = merge_utils.ties(changes, torch.ones(3), density)  # which elects signs before it weights
+    torch.testing.assert_close(ties(changes, density), expected)
 
 
 def test_ties_trims_before_it_elects() -> None:

@@ -14,7 +14,13 @@ from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.formats import open_lora
 from sigmascope.lora.layer_pool import run_layers
-from sigmascope.lora.module_difference import ModuleDifference, ModuleSide, compare_deltas, compare_factors
+from sigmascope.lora.module_difference import (
+    ModuleDifference,
+    ModuleSide,
+    compare_deltas,
+    compare_factors,
+    same_tensors,
+)
 from sigmascope.lora.norms import root_sum_square
 from sigmascope.lora.united import UnitedLoras, unite
 from sigmascope.progress import Progress, no_progress
@@ -206,6 +212,8 @@ def _compare(united: UnitedLoras, name: str) -> ModuleDifference:
     if isinstance(one, LoraFactors) and isinstance(other, LoraFactors):
         return compare_factors(name, sides[0], sides[1], one, other)
     if sides[0].norm is None or sides[1].norm is None:
+        if same_tensors(one, other):
+            return ModuleDifference(name, "both", sides[0], sides[1], difference_norm=0.0)
         return ModuleDifference(name, "not_measured", sides[0], sides[1])
     return compare_deltas(name, sides[0], sides[1], one.delta(), other.delta())
 

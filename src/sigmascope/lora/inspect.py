@@ -179,7 +179,7 @@ def inspect_lora(
         return LoraInspection(
             path=Path(path),
             format=lora.format,
-            file_bytes=Path(path).stat().st_size,
+            file_bytes=(lora.path or Path(path)).stat().st_size,
             modules=tuple(found[name] for name in lora.names),
             unused_keys=lora.unused_keys,
             metadata=dict(lora.metadata),

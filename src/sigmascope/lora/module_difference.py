@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from sigmascope.lora.adapters import Adapter, DoraChange, WeightChange
 from sigmascope.lora.factor_differences import difference_norm
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.norms import frobenius_norm
@@ -136,6 +137,28 @@ def compare_deltas(name: str, a: ModuleSide, b: ModuleSide, one: Tensor, other: 
     first, second = one.flatten(), other.flatten()
     inner = float(torch.dot(first.to(torch.float64), second.to(torch.float64)))
     return ModuleDifference(name, "both", a, b, inner=inner, difference_norm=frobenius_norm(first - second))
+
+
+def same_tensors(one: LoraFactors | WeightChange, other: LoraFactors | WeightChange) -> bool:
+    """Whether two changes are stored as the same tensors, so that they are the same beside any base."""
+    if isinstance(one, DoraChange) and isinstance(other, DoraChange):
+        magnitudes = _equal(one.magnitude.flatten(), other.magnitude.flatten())
+        same_axis = one.per_output == other.per_output
+        return magnitudes and same_axis and same_tensors(one.direction, other.direction)
+    if isinstance(one, LoraFactors) and isinstance(other, LoraFactors):
+        return one.scale == other.scale and _equal(one.up, other.up) and _equal(one.down, other.down)
+    if isinstance(one, Adapter) and isinstance(other, Adapter):
+        return (
+            one.kind == other.kind
+            and one.scale == other.scale
+            and one.parts.keys() == other.parts.keys()
+            and all(_equal(part, other.parts[name]) for name, part in one.parts.items())
+        )
+    return False
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one, other)
 
 
 def _apart(a: ModuleSide, b: ModuleSide) -> float:
