@@ -54,7 +54,7 @@ def test_ties_by_hand() -> None:
     torch.testing.assert_close(ties([one, two, three], 1.0), expected)
 
 
-@pytest.mark.parametrize("density", [0.25, 0.5, 1.0])
+@pytest.mark.parametrize("density", [0.25, 0.5, 0.8])
 def test_ties_is_that_of_peft(density: float) -> None:
     generator = torch.Generator().manual_seed(0)
     changes = [torch.randn(8, 10, generator=generator) for _ in range(3)]
