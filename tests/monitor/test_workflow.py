@@ -3,6 +3,8 @@
 import gc
 import io
 import json
+import threading
+import time
 import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -120,6 +122,28 @@ def test_the_end_of_a_step_that_never_began_is_unknown(
 ) -> None:
     assert monitor.end_monitoring("denoising") is None
     assert "never begun" in caplog.text
+
+
+def test_threads_end_their_own_steps(monitor: WorkflowMonitor) -> None:
+    both_begun, first_done = threading.Barrier(2), threading.Event()
+    elapsed: dict[str, float | None] = {}
+
+    def work(which: str) -> None:
+        monitor.start_monitoring("text_encoding")
+        both_begun.wait(5)
+        if which == "second":
+            first_done.wait(5)
+            time.sleep(0.05)
+        elapsed[which] = monitor.end_monitoring("text_encoding")
+        first_done.set()
+
+    threads = [threading.Thread(target=work, args=(which,)) for which in ("first", "second")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert (elapsed["second"] or 0) - (elapsed["first"] or 0) > 0.02
+    assert monitor.run().complete
 
 
 def test_an_open_step_leaves_the_run_incomplete(monitor: WorkflowMonitor) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from rich.console import Console
 
 from sigmascope.stages.summary import as_it_is, print_summary
@@ -89,6 +91,14 @@ def test_markup_is_not_interpreted(prompt: str) -> None:
 def test_control_characters_do_not_reach_the_terminal() -> None:
     text = printed(analysis("red\x1b[2J\x07\x00\u202efox\r\nnext\ud800"))
     assert "red\\x1b[2J\\x07\\x00\\u202efox\\r\\nnext\\ud800" in text
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.text(st.characters(codec=None), max_size=60))
+def test_any_prompt_prints(prompt: str) -> None:
+    text = printed(analysis(prompt))
+    shown = [c for c in text if unicodedata.category(c) in ("Cc", "Cs") and c != "\n"]
+    assert shown == []
 
 
 def test_an_old_terminal_gets_escapes_instead_of_an_error() -> None:

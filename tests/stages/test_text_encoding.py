@@ -156,7 +156,7 @@ def test_nan_in_the_output_is_a_failure() -> None:
     tensor[0, 3, :2] = torch.nan
     found = analyze_text_encoding_results(None, tensor, None, "x", None, 0.1)
     assert not found["encoding_success"]
-    assert found["error"] == "positive: 2 of 2464 elements are NAN"
+    assert found["error"] == "positive: 2 of 2464 elements are NaN"
     assert found["positive_conditioning"]["statistics"] is not None
     assert found["positive_conditioning"]["statistics"]["nan_count"] == 2
 
@@ -344,6 +344,12 @@ def test_a_width_that_the_encoder_does_not_give_fails(clip: nn.Module) -> None:
 def test_weights_that_are_plain_text_are_noted(analysis: dict[str, Any]) -> None:
     notes = analysis["validation"]["notes"]
     assert "positive: weights such as (red:1.3) are plain text to this tokenizer" in notes
+
+
+def test_values_that_were_not_read_are_noted() -> None:
+    found = analyze_text_encoding_results(None, torch.ones(1, 77, 8), None, "x", None, 0.1, statistics=False)
+    assert found["encoding_success"]
+    assert "positive: not looked at for NaN and Inf (not asked for)" in found["validation"]["notes"]
 
 
 def test_outputs_are_the_same_bit_for_bit_and_no_hook_is_left(

@@ -95,6 +95,17 @@ def test_comfyui_cuts_nothing_but_encodes_in_chunks(make_comfy_clip: Any) -> Non
     assert [(c.name, c.tokens, c.truncated, c.chunks) for c in counts] == [("l", 100, 0, 2), ("g", 100, 0, 2)]
 
 
+def test_the_template_around_a_prompt_does_not_count(make_comfy_clip: Any) -> None:
+    plain = make_comfy_clip(clip_l=8).tokenizer
+
+    class Templated:
+        def tokenize_with_weights(self, text: str, return_word_ids: bool = False) -> Any:
+            return plain.tokenize_with_weights(f"describe the picture {text} please", return_word_ids)
+
+    counts, _ = count_tokens("a red fox", {"tokenizer": Templated()}, None)
+    assert [count.tokens for count in counts] == [3, 3]
+
+
 def test_a_tokenizer_that_raises_is_a_reason() -> None:
     class Broken:
         def __call__(self, *_: object, **__: object) -> None:

@@ -2,7 +2,9 @@
 
 import logging
 import re
+import threading
 from dataclasses import replace
+from typing import NamedTuple
 
 from sigmascope.analysis.leaks import find_leaks
 from sigmascope.analysis.model_consistency import MODEL_STATE, find_model_changes
@@ -24,6 +26,12 @@ def stage_name(step: str) -> str:
     return _OTHER_NAMES.get(name, name) or "step"
 
 
+class _OpenStep(NamedTuple):
+    name: str
+    thread: int
+    stage: LiveStage
+
+
 class WorkflowSteps:
     """Begins and ends stages by name; see `WorkflowMonitor`.
 
@@ -34,7 +42,8 @@ class WorkflowSteps:
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
         self.guard = Guard()
-        self._open: list[tuple[str, LiveStage]] = []
+        self._lock = threading.Lock()
+        self._open: list[_OpenStep] = []
         self._ended: dict[str, LiveStage] = {}
 
     def start_monitoring(self, step: str) -> None:
@@ -46,7 +55,8 @@ class WorkflowSteps:
         name = stage_name(step)
         stage = self.recorder.stage(name)
         self.guard.read("steps", stage.__enter__)
-        self._open.append((name, stage))
+        with self._lock:
+            self._open.append(_OpenStep(name, threading.get_ident(), stage))
 
     def update_peak_memory(self) -> None:
         """Bring the peaks of the open steps up to date, at a moment when memory may be high."""
@@ -71,11 +81,14 @@ class WorkflowSteps:
             Elapsed seconds; None, with a line in the log, when no such step was begun.
         """
         name = stage_name(step)
-        index = next((i for i in reversed(range(len(self._open))) if self._open[i][0] == name), None)
-        if index is None:
+        with self._lock:
+            begun = self._innermost(name)
+            if begun is not None:
+                self._open.remove(begun)
+        if begun is None:
             _log.warning("The step %r ended but was never begun.", step)
             return None
-        stage = self._open.pop(index)[1]
+        stage = begun.stage
         kind, trace = (None, None) if error is None else (type(error), error.__traceback__)
         self.guard.read("steps", lambda: stage.__exit__(kind, error, trace))
         self._ended[name] = stage
@@ -91,8 +104,15 @@ class WorkflowSteps:
 
     def last_stage(self, name: str) -> LiveStage | None:
         """The stage of that name that is open now, else the one that ended last."""
-        now = next((stage for other, stage in reversed(self._open) if other == name), None)
-        return now or self._ended.get(name)
+        with self._lock:
+            begun = self._innermost(name)
+        return self._ended.get(name) if begun is None else begun.stage
+
+    def _innermost(self, name: str) -> "_OpenStep | None":
+        """The open step of that name begun last in this thread, else in any; with the lock held."""
+        begun = [one for one in reversed(self._open) if one.name == name]
+        own = (one for one in begun if one.thread == threading.get_ident())
+        return next(own, begun[0] if begun else None)
 
     def record_of(self, stage: LiveStage | None) -> Stage | None:
         """What is known of a stage now."""

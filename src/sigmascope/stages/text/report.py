@@ -110,9 +110,9 @@ def _statistics(facts: Facts) -> Iterator[Row]:
     else:
         values = ", ".join(f"{name} {number(numbers.get(name))}" for name in ("min", "max", "mean", "std"))
         yield Row("Statistics", values)
-    broken = {name: numbers.get(f"{name}_count") for name in ("nan", "inf")}
+    broken = {name: numbers.get(key) for name, key in (("NaN", "nan_count"), ("Inf", "inf_count"))}
     if any(broken.values()):
-        yield Row("Not finite", ", ".join(f"{count} {name.upper()}" for name, count in broken.items()), BAD)
+        yield Row("Not finite", ", ".join(f"{count} {name}" for name, count in broken.items()), BAD)
 
 
 def _performance(analysis: Facts) -> Iterator[Row]:

@@ -146,14 +146,22 @@ def _left_as_found(tokenizer: Any) -> Iterator[None]:
 def _count_in_chunks(name: str, tokenizer: Any, prompt: str) -> list[TokenCount]:
     """ComfyUI's tokenizers: lists of (token, weight, word) per encoder; word 0 is start, end and padding.
 
-    They cut nothing off: a long prompt goes through the encoder in several chunks.
+    They cut nothing off: a long prompt goes through the encoder in several chunks. Those of language models
+    put the prompt into a template, whose tokens an empty prompt has too.
     """
+    empty = {encoder: tokens for encoder, tokens, _ in _word_tokens(name, tokenizer, "")}
+    return [
+        TokenCount(encoder, max(0, tokens - empty.get(encoder, 0)), 0, chunks=chunks)
+        for encoder, tokens, chunks in _word_tokens(name, tokenizer, prompt)
+    ]
+
+
+def _word_tokens(name: str, tokenizer: Any, prompt: str) -> list[tuple[str, int, int]]:
+    """For each encoder its name, how many tokens belong to words, and in how many chunks they are."""
     encoders = tokenizer.tokenize_with_weights(prompt, return_word_ids=True)
     if not isinstance(encoders, Mapping):
         encoders = {name: encoders}
     return [
-        TokenCount(
-            str(encoder), sum(entry[2] != 0 for chunk in chunks for entry in chunk), 0, chunks=len(chunks)
-        )
+        (str(encoder), sum(entry[2] != 0 for chunk in chunks for entry in chunk), len(chunks))
         for encoder, chunks in encoders.items()
     ]

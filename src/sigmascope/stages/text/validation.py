@@ -94,10 +94,9 @@ def _output(conditionings: Conditionings, limits: TextEncodingThresholds) -> Ite
             yield f"{which}: the conditioning has no elements"
         for tensor in (part for entry in facts["entries"] for part in tensors_of(entry)):
             numbers = tensor["statistics"]
-            for name in ("nan", "inf"):
-                count = numbers["nan_count" if name == "nan" else "inf_count"]
+            for name, count in (("NaN", numbers["nan_count"]), ("Inf", numbers["inf_count"])):
                 if count:
-                    yield f"{which}: {count} of {tensor['num_elements']} elements are {name.upper()}"
+                    yield f"{which}: {count} of {tensor['num_elements']} elements are {name}"
         numbers_or_none = facts["statistics"]
         largest = (
             None if numbers_or_none is None else _largest(numbers_or_none["min"], numbers_or_none["max"])
@@ -200,6 +199,9 @@ def _prompt_notes(prompts: Mapping[str, PromptFacts]) -> Iterator[str]:
 
 def _conditioning_notes(conditionings: Conditionings) -> Iterator[str]:
     for which, facts in conditionings.items():
+        unread = facts["unavailable"].get("nan_count")
+        if facts["status"] == "success" and unread is not None:
+            yield f"{which}: not looked at for NaN and Inf ({unread})"
         if facts["encoder"] is not None and facts["encoder"]["conflict"]:
             yield f"{which}: {facts['encoder']['conflict']}"
     lengths = {facts["sequence_length"] for facts in conditionings.values() if facts["sequence_length"]}
