@@ -340,6 +340,13 @@ def test_inputs_are_never_the_target(model: Block, make_lora: MakeLora, tmp_path
             bake_loras([tmp_path / "lora.safetensors"], base, target)
 
 
+def test_the_target_is_a_safetensors_file(model: Block, make_lora: MakeLora, tmp_path: Path) -> None:
+    base = checkpoint(model, tmp_path / "base.safetensors")
+    lora_of(model, make_lora, tmp_path / "lora.safetensors")
+    with pytest.raises(ConfigError, match="a checkpoint is written as safetensors"):
+        bake_loras([tmp_path / "lora.safetensors"], base, tmp_path / "merged.ckpt")
+
+
 def test_an_error_in_the_middle_leaves_the_target_as_it_was(
     model: Block, make_lora: MakeLora, tmp_path: Path
 ) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sigmascope.__about__ import __version__
 from sigmascope.checkpoints import Checkpoint, StreamingWriter, open_checkpoint
-from sigmascope.errors import CheckpointError
+from sigmascope.errors import CheckpointError, ConfigError
 from sigmascope.lora.adapters import WeightChange
 from sigmascope.lora.alignment import AlignedLora
 from sigmascope.lora.bake_report import BakeReport
@@ -68,6 +68,11 @@ def bake_loras(
     strengths = require_weights(None if weights is None else tuple(weights), len(loras))
     how = method or MergeMethod()
     paths, target = [Path(path) for path in loras], Path(save_to)
+    if target.suffix != ".safetensors":
+        raise ConfigError(
+            f"--save_to {target}: a checkpoint is written as safetensors.",
+            hint=f"Name it {target.stem}.safetensors.",
+        )
     check_target(target)
     with ExitStack() as files:
         base = files.enter_context(open_checkpoint(into))
