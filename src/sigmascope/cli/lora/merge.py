@@ -108,15 +108,8 @@ def merge(
     )
     strengths, how = ops.parse_weights(weights), _method(method, density, seed)
     if into is not None:
-        lora_only = {
-            "--save_precision": save_precision,
-            "--format": lora_format,
-            "--base_model_path": base_model_path,
-            "a rank option": ops.rank_plan(flags),
-        }
-        _refuse(
-            [name for name, value in lora_only.items() if value is not None], "LoRAs that become one LoRA"
-        )
+        given = (save_precision, lora_format, base_model_path, ops.rank_plan(flags))
+        _refuse_for_checkpoints(*(value is not None for value in given))
         _into(loras, into, save_to, strengths, how, allow_unmatched, verbose=verbose, as_json=as_json)
         return
     _refuse(["--allow_unmatched"] if allow_unmatched else [], "--into")
@@ -175,6 +168,13 @@ def _method(method: ops.Method, density: float | None, seed: int | None) -> "Mer
     if seed is not None and method is not ops.Method.DARE:
         raise ConfigError("--seed has no effect without chance.", hint="Add --method dare.")
     return MergeMethod(method.value, 0.5 if density is None else density, seed or 0)
+
+
+def _refuse_for_checkpoints(*given: bool) -> None:
+    names = ("--save_precision", "--format", "--base_model_path", "a rank option")
+    _refuse(
+        [name for name, is_there in zip(names, given, strict=True) if is_there], "LoRAs that become one LoRA"
+    )
 
 
 def _refuse(flags: list[str], what: str) -> None:
