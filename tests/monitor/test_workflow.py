@@ -220,6 +220,19 @@ def test_peaks_of_workflow_and_steps(accelerator: "FakeAccelerator", host: "Fake
     assert json.loads(json.dumps(found)) == found
 
 
+def test_the_share_of_memory_that_was_given_back(accelerator: "FakeAccelerator") -> None:
+    monitor = WorkflowMonitor(sample_hz=None, accelerator=accelerator)
+    baseline = monitor.capture_text_encoding_baseline(None, None)
+    monitor.start_monitoring("text_encoding")
+    accelerator.allocate(4 * MIB)
+    accelerator.free(3 * MIB)
+    monitor.end_monitoring("text_encoding")
+    found = monitor.analyze_text_encoding_results(baseline, torch.ones(1, 77, 8), None, "x", None, 0.1)
+    assert found["efficiency"]["cleanup_effectiveness"] == 0.75
+    assert found["memory_impact"]["gpu"]["allocated_change_mb"] == 1
+    assert found["peak_memory"]["gpu"]["peak_allocated_mb"] == 4
+
+
 def repeat(monitor: WorkflowMonitor, clip: Encoder, leak: bool, calls: int = 20) -> list[torch.Tensor]:
     kept = []
     for _ in range(calls):

@@ -61,6 +61,7 @@ class WorkflowMonitor(TextEncodingMethods):
     ) -> None:
         check_privacy(prompt_privacy)
         super().__init__(Recorder(name, sample_hz=sample_hz, accelerator=accelerator))
+        self.accelerator = accelerator
         self.thresholds = thresholds
         self.prompt_privacy = prompt_privacy
         self.statistics = statistics

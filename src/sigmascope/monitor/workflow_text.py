@@ -7,6 +7,7 @@ from rich.console import Console
 
 from sigmascope.monitor.live import LiveStage
 from sigmascope.monitor.workflow_steps import WorkflowSteps
+from sigmascope.probes import Accelerator
 from sigmascope.records.prompts import PromptPrivacy
 from sigmascope.records.run import Stage
 from sigmascope.stages import text_encoding as stage_functions
@@ -21,6 +22,7 @@ _ON_THE_STAGE = frozenset({"baseline", "current_memory", "memory_impact", "peak_
 class TextEncodingMethods(WorkflowSteps):
     """The functions of `sigmascope.stages.text_encoding` as methods. None of them raises."""
 
+    accelerator: Accelerator | None
     thresholds: TextEncodingThresholds | None
     prompt_privacy: PromptPrivacy
     statistics: bool | None
@@ -34,7 +36,7 @@ class TextEncodingMethods(WorkflowSteps):
         baseline, reason = self.guard.read(
             STAGE,
             lambda: stage_functions.capture_text_encoding_baseline(
-                unet_model, clip_model, tokenizer=tokenizer
+                unet_model, clip_model, tokenizer=tokenizer, accelerator=self.accelerator
             ),
         )
         return {"unavailable": {"baseline": reason}} if baseline is None else dict(baseline)

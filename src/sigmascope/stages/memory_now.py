@@ -1,7 +1,8 @@
 """A snapshot of memory as the dict that baselines and analyses hold."""
 
 from sigmascope.records.arithmetic import mib
-from sigmascope.records.snapshot import AcceleratorMemory, MemorySnapshot
+from sigmascope.records.peak import PeakMemory
+from sigmascope.records.snapshot import AcceleratorMemory, MemoryImpact, MemorySnapshot
 from sigmascope.stages.typed import GpuNow, MemoryNow
 
 
@@ -22,6 +23,26 @@ def memory_now(snapshot: MemorySnapshot) -> MemoryNow:
     }
 
 
+def cleanup_effectiveness(peak: object, impact: MemoryImpact | None) -> tuple[float | None, str | None]:
+    """The share of the growth to the peak that was given back, or None and why it is not known.
+
+    Of the device in use where there is one, else of this process.
+
+    Args:
+        peak: A stage's `PeakMemory`.
+        impact: Memory before and after.
+    """
+    if impact is None or not isinstance(peak, PeakMemory):
+        return None, "it takes a baseline and the peak of a stage"
+    device = impact.current.device_in_use()
+    share = (
+        peak.rss_cleanup_effectiveness(impact)
+        if device is None
+        else peak.cleanup_effectiveness(impact, device)
+    )
+    return share, "memory did not grow" if share is None else None
+
+
 def _gpu(memory: AcceleratorMemory) -> GpuNow:
     return {
         "allocated_mb": mib(memory.allocated_bytes),
@@ -30,4 +51,5 @@ def _gpu(memory: AcceleratorMemory) -> GpuNow:
         "free_mb": mib(memory.free_bytes),
         "driver_used_mb": mib(memory.driver_used_bytes),
         "fragmentation": memory.fragmentation(),
+        "allocated_reserved_ratio": memory.allocated_ratio(),
     }

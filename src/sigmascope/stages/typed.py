@@ -37,6 +37,7 @@ class GpuNow(TypedDict):
     free_mb: float | None
     driver_used_mb: float | None
     fragmentation: float | None
+    allocated_reserved_ratio: float | None
 
 
 class MemoryNow(TypedDict):

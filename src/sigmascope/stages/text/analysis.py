@@ -10,7 +10,7 @@ from sigmascope.records.prompts import PromptPrivacy, redactor
 from sigmascope.records.snapshot import MemoryImpact
 from sigmascope.records.typed import PeakMemoryDict
 from sigmascope.stages.failures import Redact, error_text, exception_dict
-from sigmascope.stages.memory_now import memory_now
+from sigmascope.stages.memory_now import cleanup_effectiveness, memory_now
 from sigmascope.stages.text.baseline import NO_BASELINE, References, references_of, state_now
 from sigmascope.stages.text.conditioning_facts import conditioning_facts, read_conditioning
 from sigmascope.stages.text.dumping import DumpFolder, dump_conditioning
@@ -87,7 +87,12 @@ def analyze(
         "negative_conditioning": conditionings["negative"],
         "text_processing": prompts,
         "performance": performance(seconds, positive.seconds, negative.seconds, prompts),
-        "efficiency": efficiency(seconds, prompts, tuple(conditionings.values())),
+        "efficiency": efficiency(
+            seconds,
+            prompts,
+            tuple(conditionings.values()),
+            cleanup_effectiveness(outcome.peak_memory, impact),
+        ),
         "model_state": {"clip": clip, "unet": unet},
         "memory_impact": None if impact is None else impact.as_dict(),
         "peak_memory": _peak(outcome.peak_memory),

@@ -48,9 +48,12 @@ def performance(
 
 
 def efficiency(
-    elapsed: object, prompts: TextProcessing, conditionings: tuple[ConditioningDict, ...]
+    elapsed: object,
+    prompts: TextProcessing,
+    conditionings: tuple[ConditioningDict, ...],
+    cleanup: tuple[float | None, str | None],
 ) -> Efficiency:
-    """Rates, memory by character, and how busy the device is now.
+    """Rates, memory by character, how busy the device is now, and the share of memory given back (`cleanup`).
 
     `gpu_utilization` is NVML's mean over its last sample period (1/6 to 1 s) for the device of the
     conditioning.
@@ -73,12 +76,14 @@ def efficiency(
             _why_no_rate("characters", characters) if sizes else "there is no conditioning",
         ),
         "gpu_utilization": (utilization, why_no_gpu),
+        "cleanup_effectiveness": cleanup,
     }
     return {
         "characters_per_second": by_second,
         "tokens_per_second": tokens_by_second,
         "memory_per_character_mb": by_character,
         "gpu_utilization": utilization,
+        "cleanup_effectiveness": cleanup[0],
         "unavailable": {
             name: reason or "unknown" for name, (value, reason) in values.items() if value is None
         },

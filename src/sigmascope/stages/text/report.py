@@ -137,6 +137,11 @@ def _performance(analysis: Facts) -> Iterator[Row]:
     yield Row(
         "GPU utilization", unknown(reason_for(rates, "gpu_utilization")) if busy is None else f"{busy:.0f} %"
     )
+    cleanup = rates.get("cleanup_effectiveness")
+    reason = reason_for(rates, "cleanup_effectiveness")
+    yield Row(
+        "Memory given back", unknown(reason) if cleanup is None else f"{100 * cleanup:.0f} % of the growth"
+    )
 
 
 def _models(states: Facts) -> Iterator[Row]:

@@ -148,12 +148,16 @@ class Performance(TypedDict):
 
 
 class Efficiency(TypedDict):
-    """`memory_per_character_mb` is the size of the conditionings by the prompts' characters."""
+    """`memory_per_character_mb` is the size of the conditionings by the prompts' characters.
+
+    `cleanup_effectiveness` (0 to 1) is the share of memory's growth to its peak that was given back.
+    """
 
     characters_per_second: float | None
     tokens_per_second: float | None
     memory_per_character_mb: float | None
     gpu_utilization: float | None
+    cleanup_effectiveness: float | None
     unavailable: dict[str, str]
 
 
