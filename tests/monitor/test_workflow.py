@@ -4,7 +4,6 @@ import gc
 import io
 import json
 import threading
-import time
 import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -124,26 +123,30 @@ def test_the_end_of_a_step_that_never_began_is_unknown(
     assert "never begun" in caplog.text
 
 
-def test_threads_end_their_own_steps(monitor: WorkflowMonitor) -> None:
-    both_begun, first_done = threading.Barrier(2), threading.Event()
-    elapsed: dict[str, float | None] = {}
+def test_threads_end_their_own_steps(monitor: WorkflowMonitor, clip: Encoder) -> None:
+    turn = {"first": threading.Event(), "second": threading.Event()}
+    both_begun = threading.Barrier(2)
 
-    def work(which: str) -> None:
+    def work(which: str, other: str) -> None:
+        turn[which].wait(10)
         monitor.start_monitoring("text_encoding")
-        both_begun.wait(5)
-        if which == "second":
-            first_done.wait(5)
-            time.sleep(0.05)
-        elapsed[which] = monitor.end_monitoring("text_encoding")
-        first_done.set()
+        with monitor.recorder.stage(f"of_{which}"):
+            pass
+        turn[other].set()
+        both_begun.wait(10)
+        monitor.end_monitoring("text_encoding", clip, f"of_{which}")
 
-    threads = [threading.Thread(target=work, args=(which,)) for which in ("first", "second")]
+    threads = [
+        threading.Thread(target=work, args=names) for names in (("first", "second"), ("second", "first"))
+    ]
     for thread in threads:
         thread.start()
+    turn["first"].set()
     for thread in threads:
-        thread.join(10)
-    assert (elapsed["second"] or 0) - (elapsed["first"] or 0) > 0.02
-    assert monitor.run().complete
+        thread.join(20)
+    stages = monitor.run().stages
+    assert len(stages) == 2
+    assert all([child.name for child in stage.children] == list(stage.modules) for stage in stages)
 
 
 def test_an_open_step_leaves_the_run_incomplete(monitor: WorkflowMonitor) -> None:
