@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
-from math import sqrt
+from math import isfinite, sqrt
 from typing import Final
 
 import torch
@@ -20,6 +20,8 @@ from sigmascope.lora.shapes import max_rank
 from sigmascope.lora.spectrum import Spectrum
 
 _FORMED_ABOVE: Final = 256
+_ROUNDED: Final = 0.5
+"""Rounding both factors costs about 0.3 of the dtype's eps."""
 _ROUNDING: Final = 1e-12
 """Singular values below this share of the largest are float64 rounding of a change that has no more."""
 
@@ -84,25 +86,49 @@ class FactoredChange(ReducibleChange):
 
     @property
     def norm(self) -> float:
-        """‖ΔW‖, from the singular values."""
-        return sqrt(float(self._decomposed[2].square().sum()))
+        """‖ΔW‖, from the singular values where they are there already, else from Gram matrices."""
+        return self._norm if "_decomposed" not in vars(self) else float(self._decomposed[2].norm())
 
     def spectrum(self, wanted: int) -> Spectrum:
         """Complete and exact, whatever is wanted."""
         return Spectrum.of_factors(self._decomposed[2], self.weight_shape)
 
     def cut(self, rank: int) -> CutChange:
-        """The nearest change of this rank; the factors as they are where nothing has to be cut or rounded."""
+        """The nearest change of this rank; the factors as they are where nothing has to be cut."""
         if self.factors.rank <= min(rank, max_rank(self.weight_shape)):
-            same = _with_unit_scale_exactly(self.factors, self.dtype)
+            same = self._uncut()
             if same is not None:
-                return CutChange(same, 0.0, 1.0)
+                return same
         left, u, sigma = self._decomposed
         kept = max(1, min(rank, int((sigma > _ROUNDING * sigma[0]).sum())))
         energy = float(sigma.square().sum())
         share = float(sigma[:kept].square().sum()) / energy if energy > 0.0 else 1.0
         stored, error = self._projected((left @ u[:, :kept]) * sigma[:kept].sqrt())
         return CutChange(stored, error, share)
+
+    def _uncut(self) -> CutChange | None:
+        """The same factors with the scale in up; None where storing them costs more than rounding should.
+
+        What is lost is a product of factors itself, [E_up, up]·[down; E_down] with the rounding errors E, so that
+        its Gram matrices cancel nothing.
+        """
+        exact_up, exact_down = in_double(self.factors.up) * self.factors.scale, in_double(self.factors.down)
+        up, down = exact_up.to(self.dtype), exact_down.to(self.dtype)
+        left, right = exact_up - in_double(up), exact_down
+        lost_down = exact_down - in_double(down)
+        if bool(lost_down.any()):
+            left, right = torch.cat([left, in_double(up)], dim=1), torch.cat([right, lost_down])
+        squared = float(((left.mT @ left) * (right @ right.mT)).sum())
+        error = sqrt(max(squared, 0.0)) if isfinite(squared) else squared
+        if not error <= _ROUNDED * torch.finfo(self.dtype).eps * self.norm:
+            return None  # scales far from 1 run out of float16's exponents
+        stored = LoraFactors(
+            up.to(self.factors.up.device),
+            down.to(self.factors.down.device),
+            float(self.factors.rank),
+            self.weight_shape,
+        )
+        return CutChange(stored, error, 1.0)
 
     def _projected(self, wide_up: Float[Tensor, "out r"]) -> tuple[LoraFactors, float]:
         """Round up, then take for down the least-squares answer to the rounded up, L.
@@ -122,6 +148,10 @@ class FactoredChange(ReducibleChange):
         if squared <= CANCELLED * self.norm**2:
             return stored, difference_norm(self.factors, stored)
         return stored, sqrt(squared)
+
+    @cached_property
+    def _norm(self) -> float:
+        return self.factors.frobenius_norm()
 
     @cached_property
     def _decomposed(self) -> tuple[Float[Tensor, "out k"], Float[Tensor, "k l"], Float[Tensor, " l"]]:
@@ -212,11 +242,3 @@ def _storable(up: Tensor, down: Tensor, weight_shape: tuple[int, ...]) -> LoraFa
             hint="Use --save_precision float or bf16.",
         )
     return LoraFactors(up, down, float(up.shape[1]), weight_shape)
-
-
-def _with_unit_scale_exactly(factors: LoraFactors, dtype: torch.dtype) -> LoraFactors | None:
-    """The same change in `dtype` with alpha = rank, or None where that would round any value."""
-    exact_up, exact_down = factors.up.to(torch.float64) * factors.scale, factors.down.to(torch.float64)
-    up, down = exact_up.to(dtype), factors.down.to(dtype)
-    kept = torch.equal(up.to(torch.float64), exact_up) and torch.equal(down.to(torch.float64), exact_down)
-    return LoraFactors(up, down, float(factors.rank), factors.weight_shape) if kept else None

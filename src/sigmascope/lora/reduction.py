@@ -148,11 +148,11 @@ class Reduction:
         if policy is None:
             return self._left_out(name, change, "excluded"), None
         rank = _rank_by(policy, change) if ranks is None else ranks[name]
+        cut = change.cut(rank) if rank > 0 else None  # before the norm, which then costs nothing
         if change.norm == 0.0:
             return self._left_out(name, change, "no_change"), None
-        if rank == 0:
+        if cut is None:
             return self._left_out(name, change, "rank_0"), None
-        cut = change.cut(rank)
         return self._kept(name, change, cut), cut.factors
 
     def _kept(self, name: str, change: ReducibleChange, cut: CutChange) -> ReducedModule:
