@@ -22,7 +22,7 @@ from sigmascope.checkpoints.sniff import FileKind, foreign_file_error, sniff
         (b"GGUF\x03\0\0\0", "gguf"),
         (b"\x89HDF\r\n\x1a\n\0\0", "hdf5"),
         (pickle.dumps({}, 2), "pickle"),
-        (gzip.compress(b"x"), "unknown"),
+        (gzip.compress(b"x", mtime=0), "unknown"),
         (b"", "unknown"),
     ],
 )
