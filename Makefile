@@ -26,8 +26,8 @@ $(VENV)/installed-%: pyproject.toml constraints.txt | $(BIN)/python
 demo: $(VENV)/installed-lbm ## Make, prove, apply and watch a LoRA on a small trained model
 	$(BIN)/sigmascope demo
 
-test: $(VENV)/installed-test ## Run the tests
-	$(BIN)/python -m pytest
+test: $(VENV)/installed-test ## Run the tests, a process on each core
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile
 
 check: $(VENV)/installed-dev ## Format, lint, types, layers
 	$(BIN)/ruff format --check $(SOURCES)
