@@ -1,9 +1,12 @@
 """Lower the rank of many changes, each by a policy or all by one budget, one change in memory at a time."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
+
+import torch
 
 from sigmascope.errors import ConfigError
 from sigmascope.lora.block_names import block_of_module
@@ -109,6 +112,12 @@ class Reduction:
         """
         names = list(self.shapes)
         self.plan.rules.check(names)
+        with _one_thread_here():
+            yield from self._run(names, progress)
+
+    def _run(
+        self, names: list[str], progress: Progress
+    ) -> Iterator[tuple[ReducedModule, LoraFactors | None]]:
         ranks = None if self.plan.budget is None else self._within(self.plan.budget, progress)
         work = self._run_over(names, lambda name: self._reduce(name, ranks))
         for done, (name, result) in enumerate(work, start=1):
@@ -189,6 +198,17 @@ class Reduction:
         for size in inner:
             columns *= size
         return out * columns if rank is None else rank * (out + columns)
+
+
+@contextmanager
+def _one_thread_here() -> Iterator[None]:
+    """Let what the caller does with each result (checks, conversions) not wait for cores that are at work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _rank_by(policy: RankPolicy, change: ReducibleChange) -> int:
