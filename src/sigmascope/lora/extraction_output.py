@@ -51,7 +51,8 @@ def resolve_format(options: ExtractOptions, pair: CheckpointPair, diffs: Iterabl
         )
     blocks = _blocks(pair)
     for layer in pair.layers:
-        found.placement(layer, pair.layout, blocks=blocks)
+        placed = found.placement(layer, pair.layout, blocks=blocks)
+        found.named(layer, placed if isinstance(placed, str) else placed.original, pair.layout)
     for key in diffs:
         _require_name(found, key, pair.layout, blocks)
     return found.name
