@@ -113,14 +113,17 @@ def test_every_option_has_both_spellings(make_model_pair: "MakePair", sigmascope
         arguments += [flag, value]
     hyphens = [str(argument).replace("_model_path", "-model-path") for argument in arguments]
     report = json.loads(sigmascope(*hyphens).out)
-    assert report["options"].items() >= {
-        "rank": 3,
-        "conv_rank": 2,
-        "save_precision": "bf16",
-        "min_diff": 0.0,
-        "target_coverage": "extended",
-        "device": "cpu",
-    }.items()
+    assert (
+        report["options"].items()
+        >= {
+            "rank": 3,
+            "conv_rank": 2,
+            "save_precision": "bf16",
+            "min_diff": 0.0,
+            "target_coverage": "extended",
+            "device": "cpu",
+        }.items()
+    )
 
 
 def test_layer_names_are_listed_beside_the_lora(make_model_pair: "MakePair", sigmascope: Sigmascope) -> None:

@@ -21,9 +21,9 @@ from sigmascope.cli.lora.rank_options import (
     rank_choice,
 )
 from sigmascope.errors import ConfigError
-from sigmascope.lora.budget import Budget
-from sigmascope.lora.rank_methods import MethodRank
-from sigmascope.lora.rank_rules import RankRules
+from sigmascope.lora.ranking.budget import Budget
+from sigmascope.lora.ranking.rank_methods import MethodRank
+from sigmascope.lora.ranking.rank_rules import RankRules
 from sigmascope.lora.ranks import FULL_RANK, FixedRank
 
 

@@ -13,9 +13,9 @@ from sigmascope.lora.bake import bake_loras
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.formats import save_lora
-from sigmascope.lora.layout import ModelLayout
 from sigmascope.lora.merge import merge_lora
-from sigmascope.lora.merge_methods import MergeMethod
+from sigmascope.lora.merging.merge_methods import MergeMethod
+from sigmascope.lora.models.layout import ModelLayout
 
 MakeLora = Callable[..., LoraFile]
 Tensors = dict[str, torch.Tensor]

@@ -19,8 +19,8 @@ from sigmascope.lora.convert import convert_lora
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.formats import load_lora, save_lora
-from sigmascope.lora.layout import ModelLayout
-from sigmascope.lora.own_names import understand_names
+from sigmascope.lora.models.layout import ModelLayout
+from sigmascope.lora.names.own_names import understand_names
 
 MakeFactors = Callable[..., LoraFactors]
 
@@ -359,7 +359,7 @@ def test_a_small_unet_counts_its_blocks_by_its_own_modules(make_factors: MakeFac
 def test_a_sgm_name_is_what_diffusers_reads_from_original_files() -> None:
     from diffusers.loaders.single_file_utils import convert_ldm_unet_checkpoint
 
-    from sigmascope.lora.unet_names import to_sgm
+    from sigmascope.lora.names.unet_names import to_sgm
 
     paths = [
         *(f"down_blocks.{block}.resnets.{layer}.conv1" for block in range(3) for layer in range(2)),

@@ -13,13 +13,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sigmascope.errors import ConfigError
-from sigmascope.lora import budget as budget_module
-from sigmascope.lora import extraction_rounds, layer_extraction
-from sigmascope.lora.budget import Budget
-from sigmascope.lora.decompose import decompose
 from sigmascope.lora.extract import ExtractionReport, ExtractOptions, extract_lora
-from sigmascope.lora.rank_methods import METHODS, MethodRank
-from sigmascope.lora.rank_rules import RankRules
+from sigmascope.lora.extraction import extraction_rounds, layer_extraction
+from sigmascope.lora.numerics.decompose import decompose
+from sigmascope.lora.ranking import budget as budget_module
+from sigmascope.lora.ranking.budget import Budget
+from sigmascope.lora.ranking.rank_methods import METHODS, MethodRank
+from sigmascope.lora.ranking.rank_rules import RankRules
 from sigmascope.lora.ranks import FixedRank
 
 POCKET = Path(extraction_rounds.__file__).parents[1] / "lbm" / "pocket" / "weights"

@@ -11,12 +11,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from sigmascope.errors import CheckpointError, LoraFormatError, ModelMismatchError
-from sigmascope.lora.budget import Budget
+from sigmascope.errors import CheckpointError, LoraFormatError, ModelMismatchError, NonFiniteError
 from sigmascope.lora.extract import ExtractionReport, ExtractOptions, extract_lora
 from sigmascope.lora.formats import load_lora
-from sigmascope.lora.pair_options import PairOptions
-from sigmascope.lora.rank_rules import RankRules
+from sigmascope.lora.models.pair_options import PairOptions
+from sigmascope.lora.ranking.budget import Budget
+from sigmascope.lora.ranking.rank_rules import RankRules
 from sigmascope.lora.ranks import FixedRank
 from sigmascope.lora.validate import validate_lora
 
@@ -200,7 +200,7 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     def work(*rest: Any, **more: Any) -> None:
         raise AssertionError("a layer was read")
 
-    monkeypatch.setattr("sigmascope.lora.extraction_rounds.extract_layer", work)
+    monkeypatch.setattr("sigmascope.lora.extraction.extraction_rounds.extract_layer", work)
 
 
 @pytest.mark.parametrize("format", ["kohya", "comfyui"])
@@ -227,7 +227,7 @@ def test_a_damaged_bias_is_found_before_any_layer_is_decomposed(make_model_pair:
     def damage(base: State, tuned: State) -> None:
         tuned["denoiser.conv_in.bias"][0] = float("nan")
 
-    with pytest.raises(Exception, match=r"tuned\.safetensors: denoiser\.conv_in\.bias holds 1 NaN"):
+    with pytest.raises(NonFiniteError, match=r"tuned\.safetensors: denoiser\.conv_in\.bias holds 1 NaN"):
         extract(paths_of(make_model_pair(edit=damage)))
 
 

@@ -13,7 +13,7 @@ from sigmascope.lora.adapters import DiffChange, DoraChange, LohaChange, LokrCha
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.formats import load_lora, open_lora, save_lora
-from sigmascope.lora.own_names import understand_names
+from sigmascope.lora.names.own_names import understand_names
 
 ENDS = [
     "lora_up.weight", "lora_down.weight", "lora_mid.weight", "alpha", "dora_scale", "lora_A.weight", "lora_B.weight",

@@ -15,7 +15,7 @@ from sigmascope.lora.adapters import DoraChange
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.formats import save_lora
-from sigmascope.lora.layout import ModelLayout
+from sigmascope.lora.models.layout import ModelLayout
 
 diffusers: Any = pytest.importorskip("diffusers")
 peft: Any = pytest.importorskip("peft")

@@ -29,8 +29,8 @@ from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.formats import LoraWriter, load_lora, save_lora
 from sigmascope.lora.formats.unit_scale import stored_factors
-from sigmascope.lora.layout import ModelLayout
-from sigmascope.lora.naming import resolve_names
+from sigmascope.lora.models.layout import ModelLayout
+from sigmascope.lora.names.naming import resolve_names
 
 MakeFactors = Callable[..., LoraFactors]
 

@@ -14,7 +14,7 @@ from sigmascope.errors import CheckpointError, LoraFormatError, NonFiniteError
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.formats import load_lora, native, save_lora
-from sigmascope.lora.full_rank import factors_full_rank
+from sigmascope.lora.numerics.full_rank import factors_full_rank
 
 MakeFactors = Callable[..., LoraFactors]
 

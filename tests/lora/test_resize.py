@@ -7,10 +7,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from sigmascope.errors import ConfigError, NonFiniteError
-from sigmascope.lora.budget import Budget
 from sigmascope.lora.formats import load_lora
-from sigmascope.lora.rank_methods import MethodRank
-from sigmascope.lora.rank_rules import RankRules
+from sigmascope.lora.ranking.budget import Budget
+from sigmascope.lora.ranking.rank_methods import MethodRank
+from sigmascope.lora.ranking.rank_rules import RankRules
 from sigmascope.lora.ranks import FixedRank
 from sigmascope.lora.resize import RankPlan, ReductionReport, resize_lora
 

@@ -10,11 +10,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sigmascope.errors import LoraFormatError, ModelMismatchError, NonFiniteError
-from sigmascope.lora.changed_keys import ChangedKeys
 from sigmascope.lora.extract import ExtractOptions, extract_lora
-from sigmascope.lora.module_errors import ModuleError, band_of
-from sigmascope.lora.reconstruction import Residual, ResidualMeter
+from sigmascope.lora.names.changed_keys import ChangedKeys
 from sigmascope.lora.validate import ValidationReport, validate_lora
+from sigmascope.lora.validation.module_errors import ModuleError, band_of
+from sigmascope.lora.validation.reconstruction import Residual, ResidualMeter
 
 if TYPE_CHECKING:
     from tests.conftest import MakePair, ModelPair, State

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from sigmascope.cli.extras import needs_extra
-from sigmascope.lora import svg
+from sigmascope.lora.validation import svg
 from sigmascope.records.atomic import atomic_path
 
 if TYPE_CHECKING:

@@ -13,21 +13,21 @@ from sigmascope.__about__ import __version__
 from sigmascope.checkpoints import open_checkpoint
 from sigmascope.errors import ConfigError
 from sigmascope.lora.adapters import DiffChange
-from sigmascope.lora.base_weights import BaseWeights
+from sigmascope.lora.extraction.options import STORAGE_DTYPES, SavePrecision, check_target
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.formats import open_lora
-from sigmascope.lora.lora_dtype import dtype_name, storage_dtype
-from sigmascope.lora.lora_output import LoraOutput
-from sigmascope.lora.merge_findings import merge_findings
-from sigmascope.lora.merge_inputs import InputLora, merged_from, refuse_files
-from sigmascope.lora.merge_methods import MergeMethod, require_weights
-from sigmascope.lora.merged_changes import MergedChanges
-from sigmascope.lora.options import STORAGE_DTYPES, SavePrecision, check_target
-from sigmascope.lora.rank_rules import RankRules
+from sigmascope.lora.merging.base_weights import BaseWeights
+from sigmascope.lora.merging.lora_output import LoraOutput
+from sigmascope.lora.merging.merge_findings import merge_findings
+from sigmascope.lora.merging.merge_inputs import InputLora, merged_from, refuse_files
+from sigmascope.lora.merging.merge_methods import MergeMethod, require_weights
+from sigmascope.lora.merging.merged_changes import MergedChanges
+from sigmascope.lora.merging.reduction import RankPlan, ReducedModule, Reduction, require_modules
+from sigmascope.lora.merging.reduction_report import ReductionReport
+from sigmascope.lora.names.lora_dtype import dtype_name, storage_dtype
+from sigmascope.lora.names.united import unite
+from sigmascope.lora.ranking.rank_rules import RankRules
 from sigmascope.lora.ranks import FULL_RANK, FixedRank
-from sigmascope.lora.reduction import RankPlan, ReducedModule, Reduction, require_modules
-from sigmascope.lora.reduction_report import ReductionReport
-from sigmascope.lora.united import unite
 from sigmascope.progress import Progress, no_progress
 
 __all__ = ["CombineOptions", "MergeMethod", "RankPlan", "ReductionReport", "combine_loras"]

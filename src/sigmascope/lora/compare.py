@@ -10,19 +10,19 @@ from typing import Any, Final, Literal
 
 from sigmascope.errors import ConfigError
 from sigmascope.lora.adapters import WeightChange
+from sigmascope.lora.extraction.layer_pool import run_layers
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.formats import open_lora
-from sigmascope.lora.layer_pool import run_layers
-from sigmascope.lora.module_difference import (
+from sigmascope.lora.inspection.module_difference import (
     ModuleDifference,
     ModuleSide,
     compare_deltas,
     compare_factors,
     same_tensors,
 )
+from sigmascope.lora.names.united import UnitedLoras, unite
 from sigmascope.lora.norms import root_sum_square
-from sigmascope.lora.united import UnitedLoras, unite
 from sigmascope.progress import Progress, no_progress
 
 __all__ = ["LoraComparison", "LoraSummary", "ModuleDifference", "compare_loras"]

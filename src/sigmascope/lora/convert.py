@@ -9,10 +9,10 @@ import torch
 
 from sigmascope.checkpoints import open_checkpoint
 from sigmascope.errors import ConfigError, LoraFormatError
-from sigmascope.lora.conversion_names import LeftOut, NamedLora, named_by_itself, named_by_model
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.formats import LoraWriter, format_named, open_lora
 from sigmascope.lora.formats.header import kept_metadata
+from sigmascope.lora.names.conversion_names import LeftOut, NamedLora, named_by_itself, named_by_model
 from sigmascope.lora.paths import exists
 from sigmascope.progress import Progress, no_progress
 

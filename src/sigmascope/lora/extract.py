@@ -13,18 +13,18 @@ from pathlib import Path
 
 from sigmascope.checkpoints import atomic_path
 from sigmascope.errors import ConfigError, ModelMismatchError
-from sigmascope.lora.change_findings import pair_findings, uncovered_changes
-from sigmascope.lora.extraction_output import resolve_format, storage_cost, write_extracted
-from sigmascope.lora.extraction_report import ExtractedModule, ExtractionReport, LeftOutLayer
-from sigmascope.lora.extraction_rounds import DecomposedLayer, Rounds
+from sigmascope.lora.extraction.extraction_output import resolve_format, storage_cost, write_extracted
+from sigmascope.lora.extraction.extraction_report import ExtractedModule, ExtractionReport, LeftOutLayer
+from sigmascope.lora.extraction.extraction_rounds import DecomposedLayer, Rounds
+from sigmascope.lora.extraction.job_identity import job_identity
+from sigmascope.lora.extraction.journal import Journal
+from sigmascope.lora.extraction.options import ExtractOptions, check_target, refuse_inputs, resolve_device
+from sigmascope.lora.extraction.provenance import extraction_metadata
+from sigmascope.lora.extraction.sidecar import refuse_other_yaml, require_yaml, sidecar_path, sidecar_text
 from sigmascope.lora.formats.base import FormatName
-from sigmascope.lora.job_identity import job_identity
-from sigmascope.lora.journal import Journal
-from sigmascope.lora.layer_names import layer_order
-from sigmascope.lora.options import ExtractOptions, check_target, refuse_inputs, resolve_device
-from sigmascope.lora.pairs import CheckpointPair, open_pair
-from sigmascope.lora.provenance import extraction_metadata
-from sigmascope.lora.sidecar import refuse_other_yaml, require_yaml, sidecar_path, sidecar_text
+from sigmascope.lora.models.layer_names import layer_order
+from sigmascope.lora.models.pairs import CheckpointPair, open_pair
+from sigmascope.lora.validation.change_findings import pair_findings, uncovered_changes
 from sigmascope.progress import Progress, no_progress
 
 __all__ = ["ExtractOptions", "ExtractionReport", "extract_lora"]

@@ -10,15 +10,15 @@ from typing import Any, Final
 
 from sigmascope.errors import NonFiniteError
 from sigmascope.lora.adapters import WeightChange
-from sigmascope.lora.block_names import block_position
+from sigmascope.lora.extraction.layer_pool import run_layers
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.formats import open_lora
-from sigmascope.lora.layer_pool import run_layers
-from sigmascope.lora.module_strength import ModuleStrength, strength_of_delta, strength_of_factors
+from sigmascope.lora.inspection.module_strength import ModuleStrength, strength_of_delta, strength_of_factors
+from sigmascope.lora.inspection.training_metadata import TrainingFacts, read_training_facts
+from sigmascope.lora.models.block_names import block_position
 from sigmascope.lora.norms import root_sum_square
 from sigmascope.lora.shapes import max_rank
-from sigmascope.lora.training_metadata import TrainingFacts, read_training_facts
 from sigmascope.progress import Progress, no_progress
 
 __all__ = ["BlockStrength", "LoraInspection", "ModuleStrength", "inspect_lora"]

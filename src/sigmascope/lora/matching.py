@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from sigmascope.errors import LoraFormatError, ModelMismatchError
-from sigmascope.lora.alignment import align
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile
-from sigmascope.lora.layout import layout_of
+from sigmascope.lora.models.layout import layout_of
+from sigmascope.lora.names.alignment import align
 
 Layer = nn.Linear | nn.Conv2d
 

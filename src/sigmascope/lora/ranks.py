@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from sigmascope.errors import ConfigError
+from sigmascope.lora.ranking.spectrum import Spectrum
 from sigmascope.lora.shapes import FULL_RANK, is_convolution, max_rank
-from sigmascope.lora.spectrum import Spectrum
 
 __all__ = ["FULL_RANK", "FixedRank", "RankPolicy", "most_common_rank", "require_limits", "require_rank"]
 

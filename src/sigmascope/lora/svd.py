@@ -17,18 +17,18 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sigmascope.errors import ConfigError
-from sigmascope.lora.exact_svd import LAPACK_UP_TO, full_svd
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.norms import frobenius_norm
-from sigmascope.lora.precision import in_double
-from sigmascope.lora.projection import project
-from sigmascope.lora.subspace import (
+from sigmascope.lora.numerics.exact_svd import LAPACK_UP_TO, full_svd
+from sigmascope.lora.numerics.projection import project
+from sigmascope.lora.numerics.subspace import (
     TOLERANCE,
     leading_images,
     left_directions,
     require_finite,
     to_ordinary_scale,
 )
+from sigmascope.lora.precision import in_double
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,18 +11,18 @@ from os import PathLike
 from pathlib import Path
 
 from sigmascope.errors import ModelMismatchError
-from sigmascope.lora.change_findings import counted, pair_findings
-from sigmascope.lora.changed_keys import ChangedKeys, changed_keys
+from sigmascope.lora.extraction.provenance import BASE_FINGERPRINT, denoiser_fingerprint
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.formats import open_lora
-from sigmascope.lora.layer_kinds import WEIGHT
-from sigmascope.lora.layer_names import write_layer_names
-from sigmascope.lora.module_errors import ModuleError
-from sigmascope.lora.pair_options import PARTS
-from sigmascope.lora.pairs import CheckpointPair, PairOptions, open_pair
-from sigmascope.lora.provenance import BASE_FINGERPRINT, denoiser_fingerprint
-from sigmascope.lora.validate_layers import measure_layers
-from sigmascope.lora.validation_report import ValidationReport
+from sigmascope.lora.models.layer_kinds import WEIGHT
+from sigmascope.lora.models.layer_names import write_layer_names
+from sigmascope.lora.models.pair_options import PARTS
+from sigmascope.lora.models.pairs import CheckpointPair, PairOptions, open_pair
+from sigmascope.lora.names.changed_keys import ChangedKeys, changed_keys
+from sigmascope.lora.validation.change_findings import counted, pair_findings
+from sigmascope.lora.validation.module_errors import ModuleError
+from sigmascope.lora.validation.validate_layers import measure_layers
+from sigmascope.lora.validation.validation_report import ValidationReport
 from sigmascope.progress import Progress, no_progress
 from sigmascope.records.finding import Finding
 

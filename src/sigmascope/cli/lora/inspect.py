@@ -76,7 +76,7 @@ def print_inspection(console: Console, report: "LoraInspection", *, verbose: boo
 
 
 def _totals(report: "LoraInspection") -> "list[tuple[str, RenderableType | None]]":
-    from sigmascope.lora.sizes import format_size
+    from sigmascope.lora.ranking.sizes import format_size
 
     kinds = dict(report.kinds)
     return [

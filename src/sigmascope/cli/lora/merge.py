@@ -15,7 +15,7 @@ from sigmascope.cli.progress import progress_bar
 from sigmascope.errors import ConfigError
 
 if TYPE_CHECKING:
-    from sigmascope.lora.merge_methods import MergeMethod
+    from sigmascope.lora.merging.merge_methods import MergeMethod
 
 EPILOG = """Examples:
 
@@ -161,7 +161,7 @@ def _into(
 
 
 def _method(method: ops.Method, density: float | None, seed: int | None) -> "MergeMethod":
-    from sigmascope.lora.merge_methods import MergeMethod
+    from sigmascope.lora.merging.merge_methods import MergeMethod
 
     if density is not None and method is ops.Method.LINEAR:
         raise ConfigError("--density has no effect on a weighted sum.", hint="Add --method ties or dare.")

@@ -12,7 +12,7 @@ from sigmascope.cli.lora.rank_options import RankFlags, rank_choice
 from sigmascope.errors import ConfigError
 
 if TYPE_CHECKING:
-    from sigmascope.lora.reduction import RankPlan
+    from sigmascope.lora.merging.reduction import RankPlan
 
 
 class LoraFormatName(StrEnum):
@@ -80,8 +80,8 @@ def rank_plan(flags: RankFlags) -> "RankPlan | None":
     """
     if all(getattr(flags, field.name) in (None, []) for field in fields(flags)):
         return None
+    from sigmascope.lora.merging.reduction import RankPlan
     from sigmascope.lora.ranks import FULL_RANK
-    from sigmascope.lora.reduction import RankPlan
 
     rules, budget = rank_choice(flags, rank=FULL_RANK, conv_rank=flags.rank or FULL_RANK)
     return RankPlan(rules, budget)

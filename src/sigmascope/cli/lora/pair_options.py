@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from sigmascope.lora.pair_options import PairOptions
+    from sigmascope.lora.models.pair_options import PairOptions
 
 _PANEL = "Models that do not fit each other"
 
@@ -88,7 +88,7 @@ def pair_options(
     Raises:
         ConfigError: A part that is not known.
     """
-    from sigmascope.lora.pair_options import PairOptions, parts_of
+    from sigmascope.lora.models.pair_options import PairOptions, parts_of
 
     return PairOptions(
         parts=parts_of(parts),

@@ -8,8 +8,8 @@ import typer
 from sigmascope.errors import ConfigError
 
 if TYPE_CHECKING:
-    from sigmascope.lora.budget import Budget
-    from sigmascope.lora.rank_rules import RankRules
+    from sigmascope.lora.ranking.budget import Budget
+    from sigmascope.lora.ranking.rank_rules import RankRules
     from sigmascope.lora.ranks import RankPolicy
 
 _PANEL = "Ranks"
@@ -127,7 +127,7 @@ def rank_choice(flags: RankFlags, *, rank: int = 32, conv_rank: int = 16) -> Ran
     Raises:
         ConfigError: Flags that contradict each other, have no effect, or make no sense.
     """
-    from sigmascope.lora.rank_rules import RankRules, parse_overrides
+    from sigmascope.lora.ranking.rank_rules import RankRules, parse_overrides
     from sigmascope.lora.ranks import FULL_RANK, FixedRank
 
     _require_one_way(flags)
@@ -173,9 +173,9 @@ def _require_one_way(flags: RankFlags) -> None:
 def _budget(flags: RankFlags) -> "Budget | None":
     if flags.max_size is None and flags.max_error is None:
         return None
-    from sigmascope.lora.budget import Budget
-    from sigmascope.lora.layer_weights import parse_weights
-    from sigmascope.lora.sizes import parse_share, parse_size
+    from sigmascope.lora.ranking.budget import Budget
+    from sigmascope.lora.ranking.layer_weights import parse_weights
+    from sigmascope.lora.ranking.sizes import parse_share, parse_size
 
     return Budget(
         max_bytes=None if flags.max_size is None else parse_size(flags.max_size, "--max_size"),
@@ -188,8 +188,8 @@ def _budget(flags: RankFlags) -> "Budget | None":
 
 
 def _method(flags: RankFlags) -> "RankPolicy":
-    from sigmascope.lora.rank_methods import MethodRank
-    from sigmascope.lora.rank_spec import parse_policy
+    from sigmascope.lora.ranking.rank_methods import MethodRank
+    from sigmascope.lora.ranking.rank_spec import parse_policy
 
     if flags.dynamic_method is not None:
         text = f"{flags.dynamic_method}:{flags.dynamic_param!r}"

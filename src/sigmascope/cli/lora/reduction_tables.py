@@ -21,11 +21,11 @@ from sigmascope.cli.lora.op_tables import (
 )
 
 if TYPE_CHECKING:
-    from sigmascope.lora.bake_report import BakeReport
-    from sigmascope.lora.baking import BakedTensor
-    from sigmascope.lora.merge_inputs import InputLora
-    from sigmascope.lora.reduction import ReducedModule
-    from sigmascope.lora.reduction_report import ReductionReport
+    from sigmascope.lora.merging.bake_report import BakeReport
+    from sigmascope.lora.merging.baking import BakedTensor
+    from sigmascope.lora.merging.merge_inputs import InputLora
+    from sigmascope.lora.merging.reduction import ReducedModule
+    from sigmascope.lora.merging.reduction_report import ReductionReport
     from sigmascope.records.finding import Finding
 
 _SEVERITY_STYLE = {"info": "cyan", "warning": "yellow", "error": "red", "critical": "bold red"}
@@ -90,7 +90,7 @@ def _modules(modules: Sequence["ReducedModule"]) -> Table:
 
 
 def _reduction_facts(report: "ReductionReport") -> list[tuple[str, RenderableType | None]]:
-    from sigmascope.lora.sizes import format_size
+    from sigmascope.lora.ranking.sizes import format_size
 
     size = f"{format_size(report.bytes_before)} before, {format_size(report.file_bytes)} now"
     several = len(report.inputs) > 1
@@ -150,6 +150,6 @@ def _findings(findings: Sequence["Finding"]) -> Group:
 
 
 def _print_written(console: Console, file: object, file_bytes: int) -> None:
-    from sigmascope.lora.sizes import format_size
+    from sigmascope.lora.ranking.sizes import format_size
 
     console.print(Text("Written: ").append_text(plain(file)).append(f" ({format_size(file_bytes)})"))

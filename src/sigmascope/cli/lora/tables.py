@@ -9,9 +9,9 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from sigmascope.lora.extraction_report import ExtractionReport
-    from sigmascope.lora.module_errors import Band, BlockError, ModuleError
-    from sigmascope.lora.validation_report import ValidationReport
+    from sigmascope.lora.extraction.extraction_report import ExtractionReport
+    from sigmascope.lora.validation.module_errors import Band, BlockError, ModuleError
+    from sigmascope.lora.validation.validation_report import ValidationReport
     from sigmascope.records.finding import Finding
 
 _BAND_STYLE = {"excellent": "green", "good": "cyan", "poor": "yellow", "noise": "bold red"}

@@ -129,7 +129,7 @@ def _check_picture(path: Path | None, others: Sequence[Path]) -> None:
 def _draw(path: Path | None, report: "ValidationReport", *, quiet: bool) -> None:
     if path is None:
         return
-    from sigmascope.lora.validation_picture import save_validation_picture
+    from sigmascope.lora.validation.validation_picture import save_validation_picture
 
     save_validation_picture(path, report)
     if not quiet:

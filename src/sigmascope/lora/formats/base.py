@@ -10,11 +10,11 @@ from torch import Tensor
 from sigmascope.errors import LoraFormatError
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.formats.keys import KeyGroups
-from sigmascope.lora.layer_paths import Naming, renamed
-from sigmascope.lora.layout import ModelLayout, Part
+from sigmascope.lora.models.layout import ModelLayout, Part
+from sigmascope.lora.names.layer_paths import Naming, renamed
+from sigmascope.lora.names.transformer_names import Row
+from sigmascope.lora.names.unet_names import UnetBlocks
 from sigmascope.lora.shapes import is_convolution
-from sigmascope.lora.transformer_names import Row
-from sigmascope.lora.unet_names import UnetBlocks
 
 FormatName = Literal["native", "kohya", "peft", "comfyui"]
 

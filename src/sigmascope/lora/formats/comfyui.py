@@ -8,8 +8,8 @@ from typing import Final
 from sigmascope.errors import LoraFormatError
 from sigmascope.lora.formats.base import LoraFormat
 from sigmascope.lora.formats.keys import KeyGroups
-from sigmascope.lora.layer_paths import Naming
-from sigmascope.lora.layout import ModelLayout, Part
+from sigmascope.lora.models.layout import ModelLayout, Part
+from sigmascope.lora.names.layer_paths import Naming
 
 _STARTS: Final = ("diffusion_model.", "text_encoders.")
 _T5: Final = "t5xxl"

@@ -11,8 +11,8 @@ from typing import Final
 from sigmascope.errors import LoraFormatError
 from sigmascope.lora.formats.base import LoraFormat
 from sigmascope.lora.formats.keys import KeyGroups
-from sigmascope.lora.layer_paths import UNET_FAMILIES, Naming
-from sigmascope.lora.layout import ModelLayout, Part
+from sigmascope.lora.models.layout import ModelLayout, Part
+from sigmascope.lora.names.layer_paths import UNET_FAMILIES, Naming
 
 FLAT_PREFIXES: Final = ("lora_", "lycoris_")
 _BY_DIFFUSERS: Final = frozenset({"lbm", "sd15", "sd2", "qwen_image"})

@@ -7,8 +7,8 @@ which ignores alpha gets the same ΔW. A model of any other family has its own p
 
 from sigmascope.lora.formats.base import LoraFormat
 from sigmascope.lora.formats.keys import KeyGroups
-from sigmascope.lora.layer_paths import Naming
-from sigmascope.lora.layout import ModelLayout, Part
+from sigmascope.lora.models.layout import ModelLayout, Part
+from sigmascope.lora.names.layer_paths import Naming
 
 
 def _recognises(found: KeyGroups) -> bool:

@@ -9,8 +9,8 @@ from typing import Final
 
 from sigmascope.lora.formats.base import FactorKeys, LoraFormat
 from sigmascope.lora.formats.keys import KeyGroups
-from sigmascope.lora.layer_paths import UNET_FAMILIES, Naming
-from sigmascope.lora.layout import ModelLayout, Part
+from sigmascope.lora.models.layout import ModelLayout, Part
+from sigmascope.lora.names.layer_paths import UNET_FAMILIES, Naming
 
 _KEYS: Final = FactorKeys(
     up="lora_B.weight",

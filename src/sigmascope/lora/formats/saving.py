@@ -8,7 +8,7 @@ import torch
 from sigmascope.errors import LoraFormatError
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.formats.writer import LoraWriter
-from sigmascope.lora.layout import ModelLayout
+from sigmascope.lora.models.layout import ModelLayout
 
 
 def save_lora(

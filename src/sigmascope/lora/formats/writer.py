@@ -18,11 +18,11 @@ from sigmascope.lora.formats.registry import format_named
 from sigmascope.lora.formats.storable import holds, require_finite
 from sigmascope.lora.formats.tally import Tally
 from sigmascope.lora.formats.unit_scale import stored_factors
-from sigmascope.lora.fused import divided, joined
-from sigmascope.lora.layout import ModelLayout
+from sigmascope.lora.models.layout import ModelLayout
+from sigmascope.lora.names.fused import divided, joined
+from sigmascope.lora.names.transformer_names import Row
+from sigmascope.lora.names.unet_names import UnetBlocks, blocks_of
 from sigmascope.lora.paths import as_text
-from sigmascope.lora.transformer_names import Row
-from sigmascope.lora.unet_names import UnetBlocks, blocks_of
 
 LBM_LAYOUT: Final = ModelLayout("lbm", "lbm", {"denoiser": "denoiser.", "vae": "vae.vae_model."})
 """What is taken for granted where no layout is given."""

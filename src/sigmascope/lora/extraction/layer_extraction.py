@@ -1,0 +1,186 @@
+"""One layer of an extraction: read, decide, decompose, and keep the result in the journal."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal, cast
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from sigmascope.errors import SigmascopeError
+from sigmascope.lora.extraction.journal import Journal
+from sigmascope.lora.extraction.layer_stream import LayerReader, StreamedChange
+from sigmascope.lora.factors import LoraFactors
+from sigmascope.lora.numerics.decompose import StoredChange, at_full_rank, decompose
+from sigmascope.lora.ranking.spectrum import Spectrum
+from sigmascope.lora.ranks import FixedRank, RankPolicy
+from sigmascope.lora.shapes import max_rank
+
+LeftOutReason = Literal["unchanged", "below_min_diff", "outside_coverage", "excluded", "rank_0"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerRecord:
+    """What is known of a layer when its turn is over.
+
+    Attributes:
+        shape: Of its weight.
+        delta_norm: ‖ΔW‖.
+        base_norm: ‖W‖ of the base.
+        largest: max |ΔW|.
+        reason: Why it is not in the LoRA; None where it is.
+        whole: Kept at full rank, as ΔW itself: its factors are made again when they are written.
+        values: (k,), the singular values found.
+        errors: (r + 1,), squared errors of the stored factors cut to their first 0 … r columns.
+    """
+
+    shape: tuple[int, ...]
+    delta_norm: float
+    base_norm: float
+    largest: float
+    reason: LeftOutReason | None
+    whole: bool
+    values: Float[Tensor, " k"]
+    errors: Float[Tensor, " ranks"]
+
+    @property
+    def rank(self) -> int:
+        """Columns of the stored factors."""
+        return max(len(self.errors) - 1, 0)
+
+    @property
+    def spectrum(self) -> Spectrum:
+        """The singular values with ‖ΔW‖²; all zero where nothing changed."""
+        values = self.values if self.delta_norm > 0 else torch.zeros(1, dtype=torch.float64)
+        return Spectrum(values, self.delta_norm**2, self.shape)
+
+    def kept_energy(self, rank: int) -> float:
+        """Share of ‖ΔW‖² in the first singular values, 0 to 1, before rounding."""
+        if self.whole:
+            return 1.0
+        kept = float(self.values[:rank].square().sum())
+        return min(kept / self.delta_norm**2, 1.0) if self.delta_norm > 0 else 0.0
+
+    def error_at(self, rank: int) -> float:
+        """‖ΔW − up·down‖ of the stored factors cut to this rank."""
+        return self.delta_norm if rank == 0 else math.sqrt(float(self.errors[rank]))
+
+
+def extract_layer(
+    reader: LayerReader,
+    layer: str,
+    policy: RankPolicy | int,
+    dtype: torch.dtype,
+    *,
+    left_out: LeftOutReason | None = None,
+    min_diff: float = 0.0,
+) -> tuple[LayerRecord, LoraFactors | None]:
+    """Read a layer's change and give what is to be stored of it.
+
+    Args:
+        reader: Of the pair.
+        layer: Its path.
+        policy: How much rank; or simply how many singular values, of which the choice is made later.
+        dtype: Storage dtype.
+        left_out: Why it is not wanted, if so; its change is measured all the same.
+        min_diff: A layer whose largest change is below this is left out.
+
+    Raises:
+        SigmascopeError: Naming the layer.
+    """
+    change = reader.read(layer)
+    reason: LeftOutReason | None = left_out
+    if change.largest == 0:
+        reason = "unchanged"
+    elif reason is None and change.largest < min_diff:
+        reason = "below_min_diff"
+    if reason is not None:
+        return _record(change, None, reason), None
+    try:
+        stored = _decompose(change, policy, dtype)
+    except SigmascopeError as error:
+        raise type(error)(f"{layer}: {error.message}", hint=error.hint) from error
+    if stored is None:
+        return _record(change, None, "rank_0"), None
+    return _record(change, stored, None), stored.factors
+
+
+def _decompose(change: StreamedChange, policy: RankPolicy | int, dtype: torch.dtype) -> StoredChange | None:
+    """Compute singular values until the policy can choose, and cut to its choice; None for rank 0."""
+    shape = tuple(change.delta.shape)
+    full = max_rank(shape)
+    if isinstance(policy, FixedRank) and policy.rank_for(shape) == full:
+        return at_full_rank(change.delta, dtype)
+    asked = min(policy if isinstance(policy, int) else policy.first_guess(shape), full)
+    while True:
+        stored = decompose(
+            change.delta, asked, dtype, norm=change.delta_norm, rounded=change.rounded, with_spectrum=True
+        )
+        if isinstance(policy, int):
+            return stored
+        chosen = policy.choose(stored.spectrum)
+        if chosen is not None:
+            break
+        asked = min(2 * asked, full)
+    if chosen == full:
+        return at_full_rank(change.delta, dtype)
+    return stored.cut(chosen) if chosen > 0 else None
+
+
+def _record(change: StreamedChange, stored: StoredChange | None, reason: LeftOutReason | None) -> LayerRecord:
+    nothing = torch.empty(0, dtype=torch.float64)
+    shape = tuple(change.delta.shape)
+    whole = stored is not None and bool(stored.errors.isnan().any())
+    return LayerRecord(
+        shape=shape,
+        delta_norm=change.delta_norm,
+        base_norm=change.base_norm,
+        largest=change.largest,
+        reason=reason,
+        whole=whole,
+        values=nothing if stored is None else stored.spectrum.values,
+        errors=nothing if stored is None else stored.errors,
+    )
+
+
+def write_record(journal: Journal, name: str, record: LayerRecord, factors: LoraFactors | None) -> None:
+    """Keep a layer's record with its factors; those of a whole layer are cheaper to make again.
+
+    Raises:
+        WriteError: The disk refuses.
+    """
+    tensors = {"values": record.values, "errors": record.errors}
+    if factors is not None and not record.whole:
+        tensors |= {"up": factors.up, "down": factors.down}
+    facts = {
+        "shape": list(record.shape),
+        "delta_norm": record.delta_norm,
+        "base_norm": record.base_norm,
+        "largest": record.largest,
+        "reason": record.reason,
+        "whole": record.whole,
+    }
+    journal.append(name, tensors, facts)
+
+
+def read_record(journal: Journal, name: str) -> LayerRecord:
+    """A record as it was written: numbers in JSON and float64 tensors keep every bit."""
+    tensors, facts = journal.read(name)
+    return LayerRecord(
+        shape=tuple(facts["shape"]),
+        delta_norm=facts["delta_norm"],
+        base_norm=facts["base_norm"],
+        largest=facts["largest"],
+        reason=cast("LeftOutReason | None", facts["reason"]),
+        whole=facts["whole"],
+        values=tensors["values"],
+        errors=tensors["errors"],
+    )
+
+
+def read_factors(journal: Journal, name: str, rank: int) -> LoraFactors:
+    """The stored factors of a layer, cut to their first columns."""
+    tensors, facts = journal.read(name)
+    up, down = tensors["up"][:, :rank], tensors["down"][:rank]
+    return LoraFactors(up, down, float(rank), tuple(facts["shape"]))

@@ -1,0 +1,1 @@
+"""The parts of inspecting and comparing: strength, directions, differences, and what headers say."""

@@ -1,0 +1,1 @@
+"""The models that LoRAs are for: families, parts, layers, and pairs of checkpoints."""

@@ -1,0 +1,1 @@
+"""How much rank each layer gets: methods, rules, and budgets that all layers share."""

@@ -1,0 +1,95 @@
+import threading
+import time
+
+import pytest
+import torch
+
+from sigmascope.lora.extraction.layer_pool import run_layers, worker_count
+
+
+def test_every_layer_is_worked_on_once() -> None:
+    sizes = {f"layer{number}": number + 1 for number in range(50)}
+    results = dict(run_layers(sizes, len, workers=4))
+    assert results == {name: len(name) for name in sizes}
+
+
+def test_nothing_to_do_gives_nothing() -> None:
+    assert list(run_layers({}, len)) == []
+
+
+def test_work_runs_on_one_thread_of_torch_and_the_callers_setting_stays() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        inside = {
+            threads for _, threads in run_layers(dict.fromkeys("abcd", 1), lambda _: torch.get_num_threads())
+        }
+        in_new_thread: list[int] = []
+        thread = threading.Thread(target=lambda: in_new_thread.append(torch.get_num_threads()))
+        thread.start()
+        thread.join()
+        assert inside == {1}
+        assert torch.get_num_threads() == 2
+        assert in_new_thread == [2]
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_no_more_than_two_of_the_largest_layers_are_under_way() -> None:
+    sizes = {f"{number}": 1 + 9 * (number % 3 == 0) for number in range(40)}
+    lock, inside, most = threading.Lock(), [0], [0]
+
+    def work(name: str) -> None:
+        with lock:
+            inside[0] += sizes[name]
+            most[0] = max(most[0], inside[0])
+        time.sleep(0.001)
+        with lock:
+            inside[0] -= sizes[name]
+
+    list(run_layers(sizes, work, workers=8))
+    assert most[0] <= 20
+
+
+def test_an_exception_reaches_the_caller_and_stops_what_has_not_begun() -> None:
+    begun = []
+
+    def work(name: str) -> None:
+        begun.append(name)
+        raise ValueError(name)
+
+    with pytest.raises(ValueError, match=r"\d"):
+        list(run_layers({str(number): 1 for number in range(1000)}, work, workers=1))
+    assert len(begun) < 1000
+
+
+def test_leaving_the_loop_waits_for_what_is_under_way() -> None:
+    done = []
+
+    def work(name: str) -> None:
+        time.sleep(0.01)
+        done.append(name)
+
+    layers = run_layers({str(number): 1 for number in range(500)}, work, workers=2)
+    next(layers)
+    layers.close()  # type: ignore[attr-defined]
+    finished = len(done)
+    time.sleep(0.05)
+    assert finished == len(done) < 500
+
+
+def test_there_is_a_worker_for_each_core_and_never_none() -> None:
+    assert 1 <= worker_count() <= 8
+
+
+def test_a_host_that_traded_digits_for_speed_gets_its_setting_back() -> None:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        found = {
+            precision for _, precision in run_layers({"a": 1}, lambda _: torch.get_float32_matmul_precision())
+        }
+        assert found == {"highest"}
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -1,0 +1,135 @@
+from math import sqrt
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from sigmascope.lora.numerics import krylov
+from sigmascope.lora.numerics.krylov import leading_subspace
+from sigmascope.lora.numerics.small_matrices import orthonormal, whitening
+from sigmascope.lora.numerics.subspace import leading_images, left_directions, to_ordinary_scale
+
+TOLERANCE = 1e-3
+
+
+def with_spectrum(rows: int, columns: int, values: Tensor, seed: int = 0) -> Tensor:
+    """A float32 matrix with planted singular values."""
+    generator = torch.Generator().manual_seed(seed)
+    left = torch.linalg.qr(torch.randn(rows, len(values), generator=generator, dtype=torch.float64)).Q
+    right = torch.linalg.qr(torch.randn(columns, len(values), generator=generator, dtype=torch.float64)).Q
+    matrix: Tensor = (left * values) @ right.T
+    return matrix.float()
+
+
+def power_law(count: int, exponent: float) -> Tensor:
+    return torch.arange(1, count + 1, dtype=torch.float64) ** -exponent
+
+
+def error_over_optimum(matrix: Tensor, vectors: Tensor, rank: int) -> float:
+    """‖A − A·VVᵀ‖ with the best rank-r choice inside the span, over the best of all."""
+    wide = matrix.double()
+    basis = torch.linalg.qr(vectors.double()).Q
+    kept = torch.linalg.svdvals(wide @ basis)[:rank].square().sum()
+    energies = torch.linalg.svdvals(wide).square()
+    return sqrt(float((energies.sum() - kept) / energies[rank:].sum()))
+
+
+SPECTRA = {
+    "slow": power_law(300, 0.3),
+    "usual": power_law(300, 0.7),
+    "fast": power_law(300, 2.0),
+    "flat": torch.ones(300, dtype=torch.float64),
+    "low rank above a floor": torch.cat([torch.ones(8), torch.full((292,), 1e-3)]).double(),
+    "far apart": torch.logspace(0, -5, 300, dtype=torch.float64),
+}
+
+
+@pytest.mark.parametrize("name", SPECTRA)
+@pytest.mark.parametrize("shape", [(300, 400), (400, 300), (320, 1200)])
+def test_the_error_is_within_the_tolerance_of_the_optimum(name: str, shape: tuple[int, int]) -> None:
+    matrix = with_spectrum(*shape, SPECTRA[name])
+    energy = float(matrix.double().square().sum())
+    for rank in (1, 8, 32):
+        found = leading_subspace(matrix, rank, total_energy=energy, tolerance=TOLERANCE)
+        assert found.converged
+        assert error_over_optimum(matrix, found.vectors, rank) <= 1 + TOLERANCE
+
+
+def test_bfloat16_and_float32_iterations_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    matrix = with_spectrum(300, 400, SPECTRA["usual"])
+    energy = float(matrix.double().square().sum())
+    captured = {}
+    for dtype in (torch.bfloat16, None):
+        monkeypatch.setattr(krylov, "fast_dtype", lambda _, dtype=dtype: dtype)
+        vectors = leading_subspace(matrix, 16, total_energy=energy, tolerance=TOLERANCE).vectors
+        captured[dtype] = error_over_optimum(matrix, vectors, 16)
+    assert captured[torch.bfloat16] == pytest.approx(captured[None], abs=TOLERANCE)
+
+
+def test_what_bfloat16_cannot_resolve_is_found_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(krylov, "fast_dtype", lambda _: torch.bfloat16)
+    values = torch.cat([torch.ones(8), power_law(200, 0.5) * 1e-4]).double()
+    matrix = with_spectrum(256, 256, values)
+    energy = float(matrix.double().square().sum())
+    found = leading_subspace(matrix, 16, total_energy=energy, tolerance=TOLERANCE)
+    assert error_over_optimum(matrix, found.vectors, 16) <= 1 + 5 * TOLERANCE
+
+
+def test_the_same_seed_gives_the_same_bits_and_another_one_the_same_energy() -> None:
+    matrix = with_spectrum(200, 260, power_law(200, 0.7))
+    energy = float(matrix.double().square().sum())
+    first, again, other = (
+        leading_subspace(matrix, 8, total_energy=energy, tolerance=TOLERANCE, seed=seed) for seed in (0, 0, 1)
+    )
+    assert torch.equal(first.vectors, again.vectors)
+    assert not torch.equal(first.vectors, other.vectors)
+    assert first.captured == pytest.approx(other.captured, rel=TOLERANCE)
+
+
+def test_a_matrix_of_lower_rank_than_asked_gives_that_many_directions() -> None:
+    matrix = with_spectrum(200, 300, power_law(5, 0.5))
+    energy = float(matrix.double().square().sum())
+    directions = left_directions(leading_images(matrix, 20, total_energy=energy), 20)
+    assert directions.shape == (200, 5)
+    assert error_over_optimum(matrix.T, directions, 4) <= 1 + TOLERANCE
+
+
+def test_a_matrix_with_one_huge_row_keeps_its_small_rows() -> None:
+    matrix = with_spectrum(200, 200, power_law(200, 0.5))
+    matrix[0] *= 1e6
+    energy = float(matrix.double().square().sum())
+    images = leading_images(matrix, 8, total_energy=energy)
+    assert error_over_optimum(matrix.T, images, 8) <= 1 + TOLERANCE
+
+
+@pytest.mark.parametrize("magnitude", [1e-30, 1e-12, 1.0, 1e12, 1e30])
+def test_scaling_by_powers_of_two_is_exact_and_brings_squares_into_range(magnitude: float) -> None:
+    matrix = torch.randn(20, 30, generator=torch.Generator().manual_seed(0)) * magnitude
+    work, unit = to_ordinary_scale(matrix)
+    assert torch.equal(work.double() * unit, matrix.double())
+    assert 1e-12 < float(work.double().square().mean()) < 1e13
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(1, 40), st.integers(1, 12), st.integers(0, 100))
+def test_orthonormal_columns_span_what_they_were_made_of(rows: int, columns: int, seed: int) -> None:
+    block = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
+    basis = orthonormal(block).double()
+    assert basis.shape[1] <= min(rows, columns)
+    torch.testing.assert_close(
+        basis.T @ basis, torch.eye(basis.shape[1], dtype=torch.float64), atol=2e-2, rtol=0
+    )
+
+
+def test_whitening_leaves_out_what_is_dependent() -> None:
+    columns = torch.randn(50, 6, generator=torch.Generator().manual_seed(0))
+    columns = torch.cat([columns, columns[:, :2] + columns[:, 2:4]], dim=1)
+    white = whitening(columns.T @ columns)
+    assert white.shape == (8, 6)
+    torch.testing.assert_close(white.T @ (columns.T @ columns) @ white, torch.eye(6), atol=1e-3, rtol=0)
+
+
+def test_zero_columns_have_no_orthonormal_basis() -> None:
+    assert orthonormal(torch.zeros(10, 3)).shape == (10, 0)
