@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sigmascope.errors import ConfigError
 from sigmascope.lora.extract import ExtractionReport, ExtractOptions, extract_lora
-from sigmascope.lora.extraction import extraction_rounds, layer_extraction
+from sigmascope.lora.extraction import layer_extraction
 from sigmascope.lora.numerics.decompose import decompose
 from sigmascope.lora.ranking import budget as budget_module
 from sigmascope.lora.ranking.budget import Budget
@@ -22,7 +22,7 @@ from sigmascope.lora.ranking.rank_methods import METHODS, MethodRank
 from sigmascope.lora.ranking.rank_rules import RankRules
 from sigmascope.lora.ranks import FixedRank
 
-POCKET = Path(extraction_rounds.__file__).parents[1] / "lbm" / "pocket" / "weights"
+POCKET = Path(extraction_rounds.__file__).parents[2] / "lbm" / "pocket" / "weights"
 
 LAYERS: dict[str, tuple[tuple[int, ...], float, float]] = {
     # shape, power of the spectrum, size of the change
