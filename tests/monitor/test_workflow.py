@@ -15,6 +15,7 @@ from rich.console import Console
 from torch import nn
 
 import sigmascope
+from sigmascope.monitor import current_recorder
 from sigmascope.monitor.workflow import ModelLoadingMonitor, WorkflowMonitor
 from sigmascope.monitor.workflow_steps import stage_name
 from sigmascope.stages.text_encoding import TextEncodingThresholds
@@ -153,6 +154,8 @@ def test_threads_end_their_own_steps(monitor: WorkflowMonitor, clip: Encoder) ->
 def test_an_open_step_leaves_the_run_incomplete(monitor: WorkflowMonitor) -> None:
     monitor.start_monitoring("denoising")
     assert not monitor.run().complete
+    monitor.end_monitoring("denoising")
+    assert current_recorder() is None
 
 
 def test_an_error_is_on_record(monitor: WorkflowMonitor) -> None:

@@ -47,7 +47,8 @@ def exact_right_subspace(matrix: Float[Tensor, "m n"], rank: int) -> Float[Tenso
     else:
         _, vectors = torch.linalg.eigh(wide.mT @ wide)
         right = vectors[:, -rank:].flip(1)
-    return right.to(matrix)
+    narrowed: Tensor = right.to(matrix)
+    return narrowed
 
 
 def _robust_svd(work: Tensor) -> tuple[Tensor, Tensor, Tensor]:
