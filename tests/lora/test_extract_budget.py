@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sigmascope.errors import ConfigError
+from sigmascope.lbm import pocket
 from sigmascope.lora.extract import ExtractionReport, ExtractOptions, extract_lora
 from sigmascope.lora.extraction import layer_extraction
 from sigmascope.lora.numerics.decompose import decompose
@@ -22,7 +23,7 @@ from sigmascope.lora.ranking.rank_methods import METHODS, MethodRank
 from sigmascope.lora.ranking.rank_rules import RankRules
 from sigmascope.lora.ranks import FixedRank
 
-POCKET = Path(extraction_rounds.__file__).parents[2] / "lbm" / "pocket" / "weights"
+POCKET = Path(pocket.__file__).parent / "weights"
 
 LAYERS: dict[str, tuple[tuple[int, ...], float, float]] = {
     # shape, power of the spectrum, size of the change
