@@ -8,6 +8,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from sigmascope.progress import Progress as ProgressCallback
 
+_WIDTH = 40
+
 
 @contextmanager
 def progress_bar(description: str) -> Iterator[ProgressCallback]:
@@ -28,6 +30,12 @@ def progress_bar(description: str) -> Iterator[ProgressCallback]:
         task = progress.add_task(description, total=None, what="")
 
         def report(done: int, total: int, what: str) -> None:
-            progress.update(task, completed=done, total=total, what=what[-40:].replace("[", "("))
+            progress.update(task, completed=done, total=total, what=_shortened(what).replace("[", "("))
 
         yield report
+
+
+def _shortened(what: str) -> str:
+    """The last word loses its beginning first: a layer's path says most at its end."""
+    head, space, name = what.rpartition(" ")
+    return head + space + name[-max(_WIDTH - len(head), 10) :]
