@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sigmascope.errors import ConfigError, WriteError
+from sigmascope.errors import CheckpointError, ConfigError, WriteError
 from sigmascope.lora.extraction.journal import Journal
 
 
@@ -130,11 +130,33 @@ def test_two_processes_at_one_target_are_refused(target: Path) -> None:
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
 def test_a_full_disk_is_a_write_error(target: Path) -> None:
-    target.with_name(f".{target.name}.part").symlink_to("/dev/full")
-    with pytest.raises(WriteError), Journal(target, "job"):
-        pass
+    with Journal(target, "job") as journal, Path("/dev/full").open("r+b", buffering=0) as full:
+        os.dup2(full.fileno(), journal._file.fileno())
+        with pytest.raises(WriteError, match="No space left"):
+            fill(journal, "a")
 
 
 def test_a_folder_that_is_not_there_is_a_write_error(tmp_path: Path) -> None:
     with pytest.raises(WriteError), Journal(tmp_path / "no" / "lora.safetensors", "job"):
         pass
+
+
+def test_a_record_that_is_damaged_while_the_job_runs_is_named(target: Path) -> None:
+    with Journal(target, "job") as journal:
+        fill(journal, "a")
+        journal.path.write_bytes(b"")
+        with pytest.raises(CheckpointError, match="has lost a"):
+            journal.read("a")
+
+
+def test_an_entry_that_cannot_be_removed_hides_no_other_error(
+    target: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(self: Path, missing_ok: bool = False) -> None:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    journal = Journal(target, "job")
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(KeyError, match="never written"), journal:
+        journal.read("never written")
+    assert "cannot be removed" in caplog.text

@@ -19,7 +19,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
-from sigmascope.errors import ConfigError, WriteError
+from sigmascope.errors import CheckpointError, WriteError
+from sigmascope.lora.extraction.own_file import open_own
 from sigmascope.records.os_errors import reason_of, writing_hint
 
 _log = logging.getLogger(__name__)
@@ -55,12 +56,10 @@ class Journal:
 
     def __enter__(self) -> "Journal":
         try:
-            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
+            self._file: BinaryIO = open_own(self.path)
         except OSError as error:
             raise self._write_error(error) from error
-        self._file: BinaryIO = os.fdopen(descriptor, "r+b", buffering=0)
         try:
-            _lock_file(self._file, self.path)
             self._resume()
         except OSError as error:
             self._file.close()
@@ -73,8 +72,14 @@ class Journal:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.path.unlink(missing_ok=True)
-        self._file.close()
+        if os.name == "nt":  # which removes no open file; elsewhere closing first would give up the lock
+            self._file.close()
+        try:
+            self.path.unlink(missing_ok=True)
+        except OSError as problem:  # the LoRA is in place by now, or another error is on its way
+            _log.warning("%s cannot be removed: %s", self.path, problem)
+        finally:
+            self._file.close()
 
     def __contains__(self, name: object) -> bool:
         return name in self._places
@@ -112,10 +117,16 @@ class Journal:
 
         Raises:
             KeyError: There is none of that name.
+            CheckpointError: It was whole and is not any more.
         """
         with self._lock:
             content = self._content_at(self._places[name])
-        assert content is not None
+        if content is None:
+            raise CheckpointError(
+                self.path,
+                f"has lost {name}: something else has written to it.",
+                hint="Start again, with nothing else at work in its folder.",
+            )
         return _decode(content)[1:]
 
     def _resume(self) -> None:
@@ -170,18 +181,3 @@ def _decode(content: bytes) -> tuple[str, dict[str, torch.Tensor], dict[str, Any
         return name, load(content), facts
     except (SafetensorError, ValueError, KeyError, TypeError):
         return "", {}, {}
-
-
-def _lock_file(file: BinaryIO, path: Path) -> None:
-    """Keep a second process off the same journal, where the system has such locks."""
-    try:
-        import fcntl
-    except ModuleNotFoundError:  # Windows
-        return
-    try:
-        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        raise ConfigError(
-            f"{path.name} is in use: another run is writing the same target in {path.parent}.",
-            hint="Wait for it, or choose another name for --save_to.",
-        ) from error
