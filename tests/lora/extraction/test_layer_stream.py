@@ -132,7 +132,7 @@ def test_a_scaled_float8_base_is_read_as_the_numbers_it_stands_for(tmp_path: Pat
         assert_is_subtraction(change, base["a.weight"].float() * 0.25, weight)
 
 
-def test_one_double_precision_tensor_makes_all_differences_double(tmp_path: Path) -> None:
+def test_a_layer_that_either_side_has_in_double_precision_is_subtracted_in_it(tmp_path: Path) -> None:
     base = state(torch.float64, 0)
     base["odd.weight"] = base["odd.weight"].float()
     tuned = {key: value.double() + 1e-10 for key, value in base.items()}
@@ -241,3 +241,13 @@ def test_a_weight_with_an_empty_axis_is_no_layer_and_no_obstacle(tmp_path: Path)
         assert set(pair.layers) == set(SHAPES)
         assert pair.others == ("empty.weight",)
         assert pair.change("empty.weight", CPU).delta_norm == 0.0
+
+
+def test_one_double_precision_tensor_leaves_the_others_as_they_are(tmp_path: Path) -> None:
+    base, tuned = state(torch.float32, 0), state(torch.float32, 1)
+    tuned["odd.weight"] = base["odd.weight"].double() + 1e-10
+    with open_pair(one_file(tmp_path / "b", base), one_file(tmp_path / "t", tuned)) as pair:
+        reader = LayerReader(pair, CPU)
+        assert reader.read("odd").delta.dtype == torch.float64
+        assert reader.read("large").delta.dtype == torch.float32
+        assert pair.layer_change("large", CPU).delta.dtype == torch.float32

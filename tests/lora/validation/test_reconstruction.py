@@ -236,3 +236,9 @@ def test_rounding_stays_within_its_bound(rank: int) -> None:
     exact = delta.double() - change.up.double() @ change.down.double()
     rounding = float((block.double() - exact).norm())
     assert 0 < rounding < taken.rounding_bound(float(delta.double().norm()))
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 4), (3, 0)])
+def test_an_empty_tensor_has_no_change_and_no_error(shape: tuple[int, ...], measure: Measure) -> None:
+    empty = torch.zeros(shape)
+    assert measure(empty, empty) == Residual(0.0, 0.0)

@@ -53,7 +53,7 @@ class LayerReader:
     def __init__(self, pair: CheckpointPair, device: torch.device) -> None:
         self._pair = pair
         self._device = device
-        self._piecewise = pair.precision == torch.float32 and device.type == "cpu"
+        self._on_cpu = device.type == "cpu"
         self._rounds = fast_dtype(device) is not None
         self._memory = threading.local()
 
@@ -67,9 +67,9 @@ class LayerReader:
             NonFiniteError: Either file holds NaN or Inf there.
             CheckpointError: The tensor cannot be read.
         """
-        if not self._piecewise:
-            return self._as_a_whole(layer)
         key = f"{layer}.weight"
+        if not self._on_cpu or self._pair.precision_of(key) != torch.float32:
+            return self._as_a_whole(layer)
         shape = self._pair.shape(layer)
         elements = math.prod(shape)
         delta = self._buffer("delta", torch.float32, elements)

@@ -23,7 +23,6 @@ class Sorted:
 
     Attributes:
         compared: Keys whose change has a meaning, in the base's order.
-        precision: float64 when either side holds float64 there, else float32.
         reshaped: Keys whose shapes differ.
         integers: Keys of integers and booleans that are equal on both sides.
         changed_integers: Those that differ.
@@ -31,7 +30,6 @@ class Sorted:
     """
 
     compared: list[str] = field(default_factory=list)
-    precision: torch.dtype = torch.float32
     reshaped: list[str] = field(default_factory=list)
     integers: list[str] = field(default_factory=list)
     changed_integers: list[str] = field(default_factory=list)
@@ -110,8 +108,6 @@ def _sort_real(
         result.mixed.append(key)
         if options.on_mixed_dtypes == "skip":
             return
-    if torch.float64 in (infos[0].dtype, infos[1].dtype):
-        result.precision = torch.float64
     result.compared.append(key)
 
 

@@ -21,6 +21,7 @@ from sigmascope.lora.models.pair_matching import refuse_missing, sort_tensors
 from sigmascope.lora.models.pair_options import PairOptions
 from sigmascope.lora.norms import frobenius_norm
 from sigmascope.lora.paths import exists
+from sigmascope.lora.precision import at_least_float32
 from sigmascope.records.finding import Finding
 
 __all__ = ["CheckpointPair", "LayerChange", "PairOptions", "match", "open_pair"]
@@ -49,7 +50,6 @@ class CheckpointPair:
         skipped: Why a tensor of the chosen parts is not compared, by key; all are in the findings too.
         layout: How the base names its weights.
         findings: What does not fit between the two, and what was quantised.
-        precision: The dtype in which ΔW is formed: float64 when either file holds float64, else float32.
     """
 
     base: Checkpoint
@@ -60,11 +60,14 @@ class CheckpointPair:
     skipped: Mapping[str, str]
     layout: ModelLayout
     findings: tuple[Finding, ...]
-    precision: torch.dtype
 
     def shape(self, layer: str) -> tuple[int, ...]:
         """The shape of a layer's weight."""
         return self.base.info(layer + WEIGHT).shape
+
+    def precision_of(self, key: str) -> torch.dtype:
+        """The dtype in which a tensor's change is formed: float64 when either file holds it in that, else float32."""
+        return at_least_float32(self.base.info(key).dtype, self.tuned.info(key).dtype)
 
     def layer_change(self, layer: str, device: torch.device) -> LayerChange:
         """Read one layer from both files and subtract; see `change`."""
@@ -81,9 +84,10 @@ class CheckpointPair:
             NonFiniteError: Either file holds NaN or Inf there.
             CheckpointError: The tensor cannot be read.
         """
+        precision = self.precision_of(key)
         # The narrow numbers travel to the device and are widened there.
-        base = self.base.tensor(key).to(device).to(self.precision)
-        tuned = self.tuned.tensor(key).to(device).to(self.precision)
+        base = self.base.tensor(key).to(device).to(precision)
+        tuned = self.tuned.tensor(key).to(device).to(precision)
         base_norm = frobenius_norm(base)
         delta = tuned - base
         norm = frobenius_norm(delta)  # NaN or Inf in either file reaches the norm: one pass serves both
@@ -146,7 +150,6 @@ def match(base: Checkpoint, tuned: Checkpoint, options: PairOptions | None = Non
         | tensors.skipped(options),
         layout=first.layout,
         findings=(*findings, *tensors.findings(base, tuned, options)),
-        precision=tensors.precision,
     )
 
 
@@ -168,6 +171,7 @@ def _refuse_non_finite(
                 hint="Use an earlier checkpoint of the training; this one is damaged.",
             )
     raise NonFiniteError(
-        f"{key}: the difference between {pair.tuned.path} and {pair.base.path} overflows {pair.precision}.",
+        f"{key}: the difference between {pair.tuned.path} and {pair.base.path} overflows "
+        f"{pair.precision_of(key)}.",
         hint="Check that both files hold weights of one model.",
     )

@@ -63,11 +63,13 @@ class ResidualMeter:
             ModelMismatchError: The change is none of such a tensor.
             LoraFormatError: The change cannot be formed.
         """
+        if 0 in self._pair.base.info(key).shape:
+            return Residual(0.0, 0.0)
         base, tuned = (
             side.tensor_into(key, self._scratch(name, side.info(key).nbytes, torch.uint8))
             for name, side in (("base", self._pair.base), ("tuned", self._pair.tuned))
         )
-        dtype = self._pair.precision
+        dtype = self._pair.precision_of(key)
         found, rounding = self._in(dtype, base, tuned, change)
         if dtype == torch.float32 and not found.error_norm >= _WORTH_TRUSTING * rounding:
             found, _ = self._in(torch.float64, base, tuned, change)
