@@ -425,3 +425,20 @@ def test_what_fades_below_float16_ends_every_method(tmp_path: Path, name: str) -
     report = extract(models, rules=RankRules(MethodRank(name, value)))
     assert 0 < report.modules[0].rank < 40
     assert report.relative_error == pytest.approx(true_error(models, report), rel=1e-4)
+
+
+def test_an_error_above_the_budget_is_said(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    change = 1e-11 * torch.randn(80, 80, generator=generator)  # whose factors leave float16's normal numbers
+    save_file({"denoiser.a.weight": torch.zeros(80, 80)}, tmp_path / "base.safetensors")
+    save_file({"denoiser.a.weight": change}, tmp_path / "tuned.safetensors")
+    budget = Budget(max_error=0.01)
+    report = extract_lora(
+        tmp_path / "base.safetensors",
+        tmp_path / "tuned.safetensors",
+        tmp_path / "lora.safetensors",
+        ExtractOptions(budget=budget, rules=RankRules(FixedRank(9999, 9999))),
+    )
+    assert report.relative_error is not None
+    assert report.relative_error > 0.01
+    assert "lora.error_above_budget" in [finding.id for finding in report.findings]

@@ -6,9 +6,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
-from sigmascope.errors import CheckpointError, ConfigError, ModelMismatchError, NonFiniteError, WriteError
+from sigmascope.errors import (
+    CheckpointError,
+    ConfigError,
+    ModelMismatchError,
+    NonFiniteError,
+    SigmascopeError,
+    WriteError,
+)
 from sigmascope.lora.extract import ExtractionReport, ExtractOptions, extract_lora
+from sigmascope.lora.extraction import layer_extraction
 from sigmascope.lora.formats import load_lora
 
 if TYPE_CHECKING:
@@ -172,3 +181,33 @@ def test_names_that_are_no_utf8_are_written_readably(make_model_pair: "MakePair"
     assert header["sigmascope_base"] == "b\ufffdse.safetensors"
     assert header["modelspec.title"] == "l\ufffdra"
     assert "b\ufffdse" in made.sidecar.read_text(encoding="utf-8")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such files")
+@pytest.mark.parametrize("name", ["lora.safetensors", "lora_config.yaml"])
+def test_what_cannot_be_replaced_is_refused_before_any_work(make_model_pair: "MakePair", name: str) -> None:
+    files = make_model_pair()
+    os.mkfifo(files.base.with_name(name))
+    done: list[int] = []
+    with pytest.raises(WriteError, match=rf"{name}: is not a regular file"):
+        extract_lora(
+            files.base,
+            files.tuned,
+            files.base.with_name("lora.safetensors"),
+            progress=lambda count, total, what: done.append(count),
+        )
+    assert done == []
+
+
+def test_a_full_gpu_is_an_error_with_a_way_out(
+    make_model_pair: "MakePair", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_large(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 2.00 GiB.\nSee the documentation."
+        )
+
+    monkeypatch.setattr(layer_extraction, "decompose", too_large)
+    with pytest.raises(SigmascopeError, match=r"denoiser\.\S+: the device has no memory left") as raised:
+        extract(make_model_pair(), ExtractOptions(rank=2, conv_rank=2))
+    assert "--workers 1" in str(raised.value.hint)

@@ -14,7 +14,12 @@ from pathlib import Path
 from sigmascope.checkpoints import atomic_path
 from sigmascope.errors import ConfigError, ModelMismatchError
 from sigmascope.lora.extraction.extraction_output import resolve_format, storage_cost, write_extracted
-from sigmascope.lora.extraction.extraction_report import ExtractedModule, ExtractionReport, LeftOutLayer
+from sigmascope.lora.extraction.extraction_report import (
+    ExtractedModule,
+    ExtractionReport,
+    LeftOutLayer,
+    over_budget,
+)
 from sigmascope.lora.extraction.extraction_rounds import DecomposedLayer, Rounds
 from sigmascope.lora.extraction.job_identity import job_identity
 from sigmascope.lora.extraction.journal import Journal
@@ -91,7 +96,9 @@ def extract_lora(
         sidecar = files.enter_context(atomic_path(sidecar_path(target)))
         sidecar.write_text(sidecar_text(report), encoding="utf-8")
         write_extracted(target, lora_format, pair, layers, journal, options, metadata, diffs)
-    return replace(report, seconds=time.perf_counter() - started, file_bytes=target.stat().st_size)
+    findings = (*report.findings, *over_budget(report))
+    seconds = time.perf_counter() - started
+    return replace(report, findings=findings, seconds=seconds, file_bytes=target.stat().st_size)
 
 
 def _report(

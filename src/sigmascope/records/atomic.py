@@ -57,6 +57,18 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     _flush_folder(target.parent)
 
 
+def require_writable(path: str | os.PathLike[str]) -> None:
+    """Refuse a target that `atomic_path` would refuse, before the work whose result goes there.
+
+    Args:
+        path: The file that is to be written.
+
+    Raises:
+        WriteError: It is a folder, no regular file or write-protected, or its folder does not exist.
+    """
+    _checked_target(Path(path))
+
+
 def _checked_target(path: Path) -> Path:
     """The file behind `path`, refused here rather than after minutes of work that could not be kept."""
     try:

@@ -1,6 +1,8 @@
 """One layer of an extraction: read, decide, decompose, and keep the result in the journal."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, cast
 
@@ -89,7 +91,8 @@ def extract_layer(
     Raises:
         SigmascopeError: Naming the layer.
     """
-    change = reader.read(layer)
+    with _memory_errors(layer):
+        change = reader.read(layer)
     reason: LeftOutReason | None = left_out
     if change.largest == 0:
         reason = "unchanged"
@@ -98,12 +101,26 @@ def extract_layer(
     if reason is not None:
         return _record(change, None, reason), None
     try:
-        stored = _decompose(change, policy, dtype)
+        with _memory_errors():
+            stored = _decompose(change, policy, dtype)
     except SigmascopeError as error:
         raise type(error)(f"{layer}: {error.message}", hint=error.hint) from error
     if stored is None:
         return _record(change, None, "rank_0"), None
     return _record(change, stored, None), stored.factors
+
+
+@contextmanager
+def _memory_errors(layer: str = "") -> Iterator[None]:
+    """Say what to do about a GPU that is full."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        prefix = f"{layer}: " if layer else ""
+        raise SigmascopeError(
+            f"{prefix}the device has no memory left ({str(error).splitlines()[0]})",
+            hint="Close what else runs there, or use --workers 1 or --device cpu.",
+        ) from error
 
 
 def _decompose(change: StreamedChange, policy: RankPolicy | int, dtype: torch.dtype) -> StoredChange | None:

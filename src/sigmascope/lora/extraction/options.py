@@ -10,13 +10,14 @@ import torch
 
 from sigmascope.checkpoints import Checkpoint
 from sigmascope.errors import CheckpointError, ConfigError, WriteError
+from sigmascope.lora.models.layer_names import Coverage
 from sigmascope.lora.models.pair_options import PairOptions
 from sigmascope.lora.paths import exists
 from sigmascope.lora.ranking.budget import Budget
 from sigmascope.lora.ranking.rank_rules import RankRules
 from sigmascope.lora.ranks import FixedRank, require_rank
+from sigmascope.records.atomic import require_writable
 
-Coverage = Literal["full", "attention", "extended"]
 SavePrecision = Literal["float", "fp16", "bf16"]
 
 STORAGE_DTYPES: Final[dict[str, torch.dtype]] = {
@@ -32,12 +33,12 @@ class ExtractOptions:
 
     Attributes:
         rank: Rank of Linear layers; 9999 keeps everything.
-        conv_rank: Rank of Conv2d layers; 9999 keeps everything.
+        conv_rank: Rank of convolutions; 9999 keeps everything.
         save_precision: Storage of the factors. fp16 and bf16 take the same space; fp16 rounds eight times
             finer and the factors' balanced scaling keeps them far from its limits, so it is the default.
         min_diff: A layer whose largest change is below this is left out. 0 leaves out unchanged ones only.
         target_coverage: `attention`: the projections of attn1 and attn2. `extended`: also the feed-forward
-            layers and proj_in/proj_out around them. `full`: every Linear and Conv2d layer.
+            layers and proj_in/proj_out around them. `full`: every Linear and convolution layer.
         device: Where to decompose: `auto` (CUDA when there is one, else CPU) or a torch device.
         rules: How much rank each layer gets, in place of `rank` and `conv_rank`.
         budget: What all layers share; of `rules`, only overrides and exclusions then count.
@@ -146,7 +147,7 @@ def check_target(save_to: Path) -> None:
 
     Raises:
         ConfigError: With the flag and the file.
-        WriteError: The folder does not exist or cannot be entered.
+        WriteError: The folder does not exist or cannot be entered, or what is there is no file that can be replaced.
     """
     try:
         exists(save_to)
@@ -166,6 +167,7 @@ def check_target(save_to: Path) -> None:
         )
     if not has_parent:
         raise WriteError(save_to, "its folder does not exist.", hint=f"Create {save_to.parent}.")
+    require_writable(save_to)
 
 
 def refuse_inputs(target: Path, *models: Checkpoint, flag: str = "--save_to") -> None:

@@ -6,6 +6,7 @@ from types import ModuleType
 from sigmascope.errors import ConfigError
 from sigmascope.lora.extraction.extraction_report import ExtractionReport
 from sigmascope.lora.paths import as_text
+from sigmascope.records.atomic import require_writable
 
 
 def sidecar_path(lora: Path) -> Path:
@@ -34,7 +35,9 @@ def refuse_other_yaml(sidecar: Path) -> None:
 
     Raises:
         ConfigError: Some file is there without the key `extraction_method`, or it cannot be read.
+        WriteError: What is there is a folder, no regular file or write-protected.
     """
+    require_writable(sidecar)
     if not sidecar.is_file():
         return
     yaml = require_yaml()

@@ -3,13 +3,15 @@
 import re
 from collections.abc import Iterable, Sequence
 from os import PathLike
-from typing import Final
+from typing import Final, Literal
 
-from sigmascope.lora.extraction.options import Coverage
 from sigmascope.lora.models.block_names import block_of_module, block_position
 from sigmascope.records.atomic import atomic_path
 
-__all__ = ["block_of", "block_order", "in_coverage", "layer_order", "write_layer_names"]
+__all__ = ["Coverage", "block_of", "block_order", "in_coverage", "layer_order", "write_layer_names"]
+
+Coverage = Literal["full", "attention", "extended"]
+"""Which layers of a model are extracted; see `ExtractOptions.target_coverage`."""
 
 _ATTENTION: Final = re.compile(
     r"attn|SelfAttention|EncDecAttention|attentions\.\d+\.to_|single_blocks\.\d+\.linear1$"
