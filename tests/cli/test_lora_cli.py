@@ -174,6 +174,19 @@ def test_a_file_name_that_looks_like_markup_is_shown_as_it_is(
     assert "LoRA extraction: [red]x[bold].safetensors" in outcome.out
 
 
+def test_a_layer_name_that_looks_like_markup_is_shown_as_it_is(
+    make_model_pair: "MakePair", sigmascope: Sigmascope
+) -> None:
+    def add(base: "State", tuned: "State") -> None:
+        base["denoiser.[/x].0.weight"], tuned["denoiser.[/x].0.weight"] = torch.zeros(4, 4), torch.eye(4)
+
+    files = make_model_pair(edit=add)
+    extraction, validation = sigmascope(*extract_arguments(files)), sigmascope(*validate_arguments(files))
+    assert (extraction.code, validation.code) == (0, 0)
+    assert "[/x]" in extraction.out
+    assert "[/x]" in validation.out
+
+
 def test_a_missing_base_is_named(make_model_pair: "MakePair", sigmascope: Sigmascope) -> None:
     files = make_model_pair()
     files.base.unlink()

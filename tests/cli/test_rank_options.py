@@ -77,6 +77,11 @@ def test_overrides_and_exclusions_stand_beside_any_way() -> None:
         (RankFlags(dynamic_method="sv_fro"), "--dynamic_param is missing"),
         (RankFlags(dynamic_param=0.9), "--dynamic_method is missing"),
         (RankFlags(dynamic_method="sv_knee", dynamic_param=1.0), "--dynamic_method sv_knee:1.0: sv_knee"),
+        (
+            RankFlags(dynamic_method="sv_fro", dynamic_param=0.9, rank=8, max_rank=4),
+            "--rank and --max_rank are one limit",
+        ),
+        (RankFlags(dynamic_method="sv_fro", dynamic_param=0.9, max_rank=0), "max_rank 0 keeps nothing"),
         (RankFlags(weight_for=["mid=2"]), "--weight_for is for --max_size"),
         (RankFlags(rank=4, max_rank=8), "--max_rank has no effect on a fixed rank"),
         (RankFlags(rank_method="fixed:4", min_rank=8), "--min_rank has no effect on a fixed rank"),

@@ -164,6 +164,12 @@ def _require_one_way(flags: RankFlags) -> None:
         raise ConfigError(
             f"{missing} is missing.", hint="Give --dynamic_method and --dynamic_param together."
         )
+    for name in ("rank", "conv_rank"):
+        limited = getattr(flags, name) is not None and getattr(flags, f"max_{name}") is not None
+        if limited and flags.dynamic_method is not None:
+            raise ConfigError(
+                f"--{name} and --max_{name} are one limit of --dynamic_method.", hint="Give one of them."
+            )
     if flags.weight_for and flags.max_size is None and flags.max_error is None:
         raise ConfigError(
             "--weight_for is for --max_size and --max_error only.", hint="Add one, or leave it out."
@@ -195,7 +201,8 @@ def _method(flags: RankFlags) -> "RankPolicy":
         text = f"{flags.dynamic_method}:{flags.dynamic_param!r}"
         policy = parse_policy(text, "--dynamic_method")
         # kohya's tools take the rank as the limit of a dynamic method.
-        max_rank, max_conv_rank = flags.max_rank or flags.rank, flags.max_conv_rank or flags.conv_rank
+        max_rank = flags.rank if flags.max_rank is None else flags.max_rank
+        max_conv_rank = flags.conv_rank if flags.max_conv_rank is None else flags.max_conv_rank
     else:
         policy = parse_policy(flags.rank_method or "", "--rank_method")
         max_rank, max_conv_rank = flags.max_rank, flags.max_conv_rank

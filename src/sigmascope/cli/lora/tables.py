@@ -64,7 +64,7 @@ def _block_table(blocks: Sequence["BlockError"], applied: str) -> Table:
     for block in blocks:
         complete = block.applied == block.modules
         table.add_row(
-            block.name,
+            Text(block.name),
             Text(f"{block.applied}/{block.modules}", style="" if complete else "bold red"),
             _ranks(block.ranks),
             f"{block.delta_norm:.3g}",
