@@ -59,12 +59,13 @@ def stored_errors(folder: Path, lora: Path) -> dict[str, LayerError]:
 def layer_ratios(errors: dict[str, LayerError], optimum: Optimum) -> dict[str, float]:
     """Error over optimum of each layer that has an optimum above 0 at the rank it was stored at.
 
-    A rank that could hold the whole change has nothing to compare with: what is left is the storage's rounding.
+    A rank that could hold the whole change, or a layer without one, has nothing to compare with: what is left is the
+    storage's rounding.
     """
     ratios = {}
     for layer, stored in errors.items():
         best = optimum.layers[layer]
-        if stored.rank < min(best.shape[0], math.prod(best.shape[1:])):
+        if stored.rank < min(best.shape[0], math.prod(best.shape[1:])) and best.error(stored.rank) > 0:
             ratios[layer] = stored.error / best.error(stored.rank)
     return ratios
 

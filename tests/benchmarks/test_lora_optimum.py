@@ -122,6 +122,11 @@ def test_a_rank_that_holds_everything_has_no_ratio() -> None:
     assert layer_ratios({"wide": LayerError(2, 1e-4)}, by_hand()) == {}
 
 
+def test_a_layer_that_did_not_change_has_no_ratio() -> None:
+    same = LayerOptimum((3, 5), (0.0, 0.0, 0.0, 0.0))
+    assert layer_ratios({"same": LayerError(2, 0.0)}, Optimum("", 3, 0.0, {"same": same})) == {}
+
+
 def test_each_shape_has_its_mean_and_its_worst() -> None:
     errors = {"one": LayerError(1, 3.3), "two": LayerError(1, 3.9), "wide": LayerError(2, 0.1)}
     square, wide = class_ratios(errors, by_hand())
