@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sigmascope.errors import LoraFormatError, ModelMismatchError, NonFiniteError
-from sigmascope.lora.precision import at_least_float32
+from sigmascope.lora.precision import at_least_float32, in_double
 from sigmascope.lora.shapes import matrix_shape
 
 # 9999 stored in bfloat16 reads back as 9984, in float16 as 10000.
@@ -118,8 +118,8 @@ class LoraFactors:
             ModelMismatchError: The two change weights of different shape.
         """
         _require_same_weight([self, other])
-        ups = _double(self.up).mT @ _double(other.up)
-        downs = _double(self.down) @ _double(other.down).mT
+        ups = in_double(self.up).mT @ in_double(other.up)
+        downs = in_double(self.down) @ in_double(other.down).mT
         return self.scale * other.scale * float((ups * downs).sum())
 
     def frobenius_norm(self) -> float:
@@ -141,8 +141,8 @@ class LoraFactors:
         up = Q₁R₁ and downᵀ = Q₂R₂ give ΔW = Q₁ (s·R₁R₂ᵀ) Q₂ᵀ, so they are those of the small middle, for which
         neither Q is formed.
         """
-        _, left_core = torch.linalg.qr(_double(self.up), mode="r")
-        _, right_core = torch.linalg.qr(_double(self.down).mT, mode="r")
+        _, left_core = torch.linalg.qr(in_double(self.up), mode="r")
+        _, right_core = torch.linalg.qr(in_double(self.down).mT, mode="r")
         values: Tensor = torch.linalg.svdvals((left_core @ right_core.mT).mul(self.scale))
         return values
 
@@ -215,15 +215,9 @@ class LoraFactors:
 
         k = min(r, out) and l = min(r, in·kh·kw): all that is to know of ΔW is in a matrix no larger than r×r.
         """
-        left, left_core = torch.linalg.qr(_double(self.up))
-        right, right_core = torch.linalg.qr(_double(self.down).mT)
+        left, left_core = torch.linalg.qr(in_double(self.up))
+        right, right_core = torch.linalg.qr(in_double(self.down).mT)
         return left, (left_core @ right_core.mT).mul(self.scale), right
-
-
-def _double(tensor: Tensor) -> Tensor:
-    """A detached float64 copy; from Apple's GPUs, which have no float64, on the CPU."""
-    source = tensor.detach()
-    return (source.cpu() if source.device.type == "mps" else source).to(torch.float64)
 
 
 def _require_same_weight(parts: Sequence[LoraFactors]) -> None:
