@@ -211,3 +211,13 @@ def test_a_full_gpu_is_an_error_with_a_way_out(
     with pytest.raises(SigmascopeError, match=r"denoiser\.\S+: the device has no memory left") as raised:
         extract(make_model_pair(), ExtractOptions(rank=2, conv_rank=2))
     assert "--workers 1" in str(raised.value.hint)
+
+
+def test_changes_whose_squares_vanish_are_no_changes(make_model_pair: "MakePair") -> None:
+    def fade(base: "State", tuned: "State") -> None:
+        for key in list(base):
+            base[key] = torch.zeros_like(base[key])
+            tuned[key] = torch.full_like(base[key], 1e-170)
+
+    with pytest.raises(ModelMismatchError, match="nothing to extract"):
+        extract(make_model_pair(dtype=torch.float64, edit=fade))

@@ -94,7 +94,7 @@ def extract_layer(
     with _memory_errors(layer):
         change = reader.read(layer)
     reason: LeftOutReason | None = left_out
-    if change.largest == 0:
+    if change.delta_norm == 0:  # below 10⁻¹⁶² too, where float64 has no squares
         reason = "unchanged"
     elif reason is None and change.largest < min_diff:
         reason = "below_min_diff"
