@@ -83,7 +83,8 @@ def test_its_report_as_json(convert: Convert, source: Path, tmp_path: Path) -> N
 
 def test_what_is_left_out_is_listed(convert: Convert, source: Path, tmp_path: Path) -> None:
     outcome = convert(source, tmp_path / "out.safetensors", "--format", "peft", "--drop-unsupported")
-    assert "left out: denoiser.layer_0.bias" in outcome.out
+    assert "Left out: 12" in outcome.out
+    assert "denoiser.layer_0.bias (" in outcome.out
     assert "and 2 more; --json lists all" in outcome.out
 
 

@@ -310,3 +310,12 @@ def test_help_has_an_example(sigmascope: Sigmascope, command: str) -> None:
     outcome = sigmascope("lora", command, "--help")
     assert outcome.code == 0
     assert f"sigmascope lora {command} " in " ".join(outcome.out.split())
+
+
+def test_inspect_survives_header_names_that_look_like_markup(tmp_path: Path, sigmascope: Sigmascope) -> None:
+    tensors = {"a.lora_up.weight": torch.ones(4, 1), "a.lora_down.weight": torch.ones(1, 4)}
+    save_file(tensors, tmp_path / "odd.safetensors", {"modelspec.[/red]x": "y", "sigmascope_[bold]": "z"})
+    outcome = sigmascope("lora", "inspect", tmp_path / "odd.safetensors")
+    assert outcome.code == 0, outcome.err
+    assert "[/red]x" in outcome.out
+    assert "[bold]" in outcome.out

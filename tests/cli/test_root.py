@@ -80,3 +80,15 @@ def test_ctrl_c_inside_a_command_exits_with_130(tmp_path: Path) -> None:
 
 def test_demo_is_a_command() -> None:
     assert demo.demo in [command.callback for command in root.app.registered_commands]
+
+
+def test_control_characters_of_a_file_do_not_reach_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_with(
+        CheckpointError("model.safetensors", "has no \x1b[2Jweight.", hint="Look at \x1b]0;it\x07."),
+        monkeypatch,
+    )
+    err = capsys.readouterr().err
+    assert "\x1b" not in err
+    assert "\x07" not in err

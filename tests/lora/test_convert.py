@@ -329,7 +329,7 @@ def test_a_target_that_is_no_safetensors_file_is_refused(name: str, source: Path
 
 def test_the_source_is_not_written_over(source: Path) -> None:
     before = source.read_bytes()
-    with pytest.raises(ConfigError, match="is the input"):
+    with pytest.raises(ConfigError, match="part of the input"):
         convert_lora(source, source, "peft")
     assert source.read_bytes() == before
 
@@ -387,3 +387,39 @@ def test_a_sgm_name_is_what_diffusers_reads_from_original_files() -> None:
     assert {
         key.removesuffix(".weight"): paths[int(value)] for key, value in read.items() if "weight" in key
     } == {path: path for path in paths}
+
+
+def test_no_file_of_a_folder_or_sharded_model_is_written_over(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "adapter").mkdir()
+    inside = source.rename(tmp_path / "adapter" / "adapter_model.safetensors")
+    (tmp_path / "unet").mkdir()
+    shard = model_file(tmp_path / "unet" / "diffusion_pytorch_model.safetensors", ["conv_in"])
+    for target, model in ((inside, None), (shard, tmp_path / "unet")):
+        before = target.read_bytes()
+        with pytest.raises(ConfigError, match="part of the input"):
+            convert_lora(tmp_path / "adapter", target, "kohya", model=model)
+        assert target.read_bytes() == before
+
+
+def test_keys_of_no_module_are_reported_as_left_out(source: Path, tmp_path: Path) -> None:
+    save_file(load_file(source) | {"optimizer.step": torch.ones(1)}, source)
+    report = convert_lora(source, tmp_path / "out.safetensors", "kohya")
+    assert [(one.name, one.reason) for one in report.left_out] == [("optimizer.step", "belongs to no module")]
+
+
+@pytest.mark.parametrize(
+    ("format", "options", "flag"),
+    [
+        ("kohya", {"prefix": "unet"}, "--prefix"),
+        ("comfyui", {"prefix": ""}, "--prefix"),
+        ("native", {"prefix": "unet", "model": True}, "--prefix"),
+        ("kohya", {"family": "sdxl", "model": True}, "--family"),
+    ],
+)
+def test_options_without_effect_are_refused(
+    format: str, options: dict[str, Any], flag: str, source: Path, tmp_path: Path
+) -> None:
+    if "model" in options:
+        options = options | {"model": model_file(tmp_path / "model.safetensors", LAYERS)}
+    with pytest.raises(ConfigError, match=f"{flag} has no effect"):
+        convert_lora(source, tmp_path / "out.safetensors", format, **options)

@@ -65,6 +65,13 @@ def run() -> None:
 def _print_error(error: SigmascopeError) -> None:
     # Text, not markup: a file name may hold square brackets.
     console = Console(stderr=True, soft_wrap=True, highlight=False)
-    console.print(Text.assemble(("Error: ", "bold red"), error.message))
+    console.print(Text.assemble(("Error: ", "bold red"), _printable(error.message)))
     if error.hint:
-        console.print(Text.assemble(("Next:  ", "bold"), error.hint))
+        console.print(Text.assemble(("Next:  ", "bold"), _printable(error.hint)))
+
+
+def _printable(message: str) -> str:
+    """Names in a message are anybody's: their control characters must not reach the terminal."""
+    return "".join(
+        char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in message
+    )

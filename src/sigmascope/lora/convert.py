@@ -9,6 +9,7 @@ import torch
 
 from sigmascope.checkpoints import open_checkpoint
 from sigmascope.errors import ConfigError, LoraFormatError
+from sigmascope.lora.extraction.options import refuse_inputs
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.formats import LoraWriter, format_named, open_lora
 from sigmascope.lora.formats.header import kept_metadata
@@ -19,6 +20,7 @@ from sigmascope.progress import Progress, no_progress
 __all__ = ["ConversionReport", "LeftOut", "convert_lora"]
 
 _NAMED_IN_A_MESSAGE: Final = 5
+_TARGET: Final = "OUT"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,7 @@ class ConversionReport:
         modules: Modules of plain factors in the new file. Fused ones may be fewer or more than before.
         changes: Changes of other kinds there.
         widened: Modules whose up factor is float32 now, because their scale would have rounded it.
-        left_out: What is in the old file only.
+        left_out: What is in the old file only, keys of no module too.
         file_bytes: Size of the new file.
     """
 
@@ -89,14 +91,17 @@ def convert_lora(
     Raises:
         LoraFormatError: The source is not understood, a name cannot be carried over, or the format cannot hold a
             change; each with its name.
-        ConfigError: The target is the source or no `.safetensors`, or the family cannot be told.
+        ConfigError: The target is an input, a folder or no `.safetensors`, an argument has no effect, or the
+            family cannot be told.
         CheckpointError: A file cannot be read.
         NonFiniteError: A tensor holds NaN or Inf, or does so in `dtype`.
         WriteError: The target cannot be written; it is as it was.
     """
     wanted, path = format_named(format), Path(target)
-    _check_target(path, [Path(file) for file in (source, model) if file is not None])
+    _check_target(path)
+    _refuse_without_effect(wanted.name, model, family, prefix)
     with open_lora(Path(source), keep_float8=True) as lora:
+        _refuse_inputs(path, source, model)
         named = _named(lora, wanted.name, model, family, prefix)
         left_out = list(named.left_out)
         if left_out and not drop_unsupported:
@@ -119,6 +124,7 @@ def convert_lora(
                         raise
                     left_out.append(LeftOut(name, error.message))
                 progress(done, len(named.layers), name)
+        left_out += [LeftOut(key, "belongs to no module") for key in lora.unused_keys]
     return ConversionReport(
         source=Path(source),
         target=path,
@@ -159,13 +165,29 @@ def _no_names(lora: LoraFile, left_out: list[LeftOut]) -> LoraFormatError:
     )
 
 
-def _check_target(target: Path, inputs: list[Path]) -> None:
+def _check_target(target: Path) -> None:
     if target.suffix != ".safetensors":
         raise ConfigError(
             f"{target}: a LoRA is written as safetensors.", hint=f"Name it {target.stem}.safetensors."
         )
     if exists(target) and target.is_dir():
         raise ConfigError(f"{target} is a folder.", hint=f"Name a file in it: {target / 'lora.safetensors'}.")
+
+
+def _refuse_inputs(target: Path, *inputs: str | PathLike[str] | None) -> None:
     for file in inputs:
-        if exists(target) and exists(file) and target.samefile(file):
-            raise ConfigError(f"{target} is the input {file}.", hint="Choose another name.")
+        if file is not None:
+            with open_checkpoint(file) as checkpoint:
+                refuse_inputs(target, checkpoint, flag=_TARGET)
+
+
+def _refuse_without_effect(
+    format: str, model: str | PathLike[str] | None, family: str | None, prefix: str | None
+) -> None:
+    if model is not None and family is not None:
+        raise ConfigError("--family has no effect beside --model, which tells it.", hint="Leave it out.")
+    if prefix is not None and (
+        format not in {"peft", "native"} or (format == "native" and model is not None)
+    ):
+        whose = "the model's own" if format == "native" else f"those of {format} files"
+        raise ConfigError(f"--prefix has no effect: the names are {whose}.", hint="Leave it out.")

@@ -1,15 +1,15 @@
 """`sigmascope lora convert`: carry a LoRA to the format that another tool reads."""
 
 import json
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
+from rich.console import Console, RenderableType
 from rich.text import Text
 
+from sigmascope.cli.lora.op_options import LoraFormatName
+from sigmascope.cli.lora.op_tables import facts, listed, plain, title
 from sigmascope.cli.lora.options import Precision
 from sigmascope.cli.progress import progress_bar
 
@@ -23,8 +23,6 @@ sigmascope lora convert my_lora.safetensors my_lora_kohya.safetensors --format k
 sigmascope lora convert civitai.safetensors for_diffusers.safetensors --format peft
 """
 
-_MIB = 1024**2
-_MOST_NAMES = 10
 _NEXT = {
     "peft": "pipeline.load_lora_weights(...) in diffusers; on a model alone load_lora_adapter(..., prefix=...)",
     "kohya": "ComfyUI, Forge, sd-scripts; diffusers through pipeline.load_lora_weights(...)",
@@ -33,22 +31,13 @@ _NEXT = {
 }
 
 
-class TargetFormat(StrEnum):
-    """`--format`."""
-
-    KOHYA = "kohya"
-    PEFT = "peft"
-    COMFYUI = "comfyui"
-    NATIVE = "native"
-
-
 def convert(
     source: Annotated[Path, typer.Argument(metavar="IN", help="LoRA to read, in any format.")],
     target: Annotated[
         Path, typer.Argument(metavar="OUT", help="LoRA to write, .safetensors. Replaced when there.")
     ],
     target_format: Annotated[
-        TargetFormat,
+        LoraFormatName,
         typer.Option(
             "--format",
             metavar="<name>",
@@ -115,34 +104,23 @@ def convert(
 
 
 def _print(console: Console, report: "ConversionReport") -> None:
-    console.print(Text.assemble(("LoRA conversion: ", "bold"), report.source.name))
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for label, value in _facts(report):
-        table.add_row(label, value)
-    console.print(table)
-    for left_out in report.left_out[:_MOST_NAMES]:
-        console.print(Text(f"left out: {left_out.name} ({left_out.reason})", overflow="fold"))
-    if len(report.left_out) > _MOST_NAMES:
-        console.print(Text(f"and {len(report.left_out) - _MOST_NAMES} more; --json lists all"))
-    size = f"{report.file_bytes / _MIB:.2f} MB"
-    console.print(Text(f"Written: {report.target} ({size})", overflow="fold"))
+    from sigmascope.lora.ranking.sizes import format_size
+
+    console.print(title("LoRA conversion", report.source.name))
+    console.print(facts(_facts(report)))
+    listed(console, "Left out", [f"{one.name} ({one.reason})" for one in report.left_out])
+    console.print(
+        Text("Written: ").append_text(plain(report.target)).append(f" ({format_size(report.file_bytes)})")
+    )
 
 
-def _facts(report: "ConversionReport") -> list[tuple[str, Text]]:
-    facts = [
-        ("Format", Text(f"{report.source_format} to {report.format}")),
-        ("Model family", Text(report.family)),
-        ("Modules", Text(str(report.modules))),
+def _facts(report: "ConversionReport") -> list[tuple[str, RenderableType | None]]:
+    widened = f"{len(report.widened)} (their scale would have rounded them)"
+    return [
+        ("Format", f"{report.source_format} to {report.format}"),
+        ("Model family", report.family),
+        ("Modules", str(report.modules)),
+        ("Other changes", str(report.changes) if report.changes else None),
+        ("Widened to float32", widened if report.widened else None),
+        ("For", Text(_NEXT[report.format])),
     ]
-    if report.changes:
-        facts.append(("Other changes", Text(str(report.changes))))
-    if report.widened:
-        facts.append(
-            ("Widened to float32", Text(f"{len(report.widened)} (their scale would have rounded them)"))
-        )
-    if report.left_out:
-        facts.append(("Left out", Text(str(len(report.left_out)), style="yellow")))
-    facts.append(("For", Text(_NEXT[report.format])))
-    return facts

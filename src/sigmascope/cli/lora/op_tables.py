@@ -52,7 +52,7 @@ def facts(rows: Iterable[tuple[str, RenderableType | None]]) -> Table:
     made.add_column(overflow="fold")
     for label, value in rows:
         if value is not None:
-            made.add_row(label, value)
+            made.add_row(Text(label), Text(value) if isinstance(value, str) else value)
     return made
 
 
