@@ -429,3 +429,14 @@ def test_threads_that_run_one_layer_in_two_dtypes_do_not_mix_them() -> None:
 
         with ThreadPoolExecutor(2) as pool:
             assert all(pool.map(run, [torch.float32, torch.float64]))
+
+
+def test_factors_whose_kernel_does_not_show_fit_a_convolution(make_factors: MakeFactors) -> None:
+    layer = nn.Conv2d(3, 8, 3)
+    flattened = make_factors((8, 27), 2)
+    image = torch.randn(1, 3, 6, 6)
+    delta = flattened.delta().reshape(8, 3, 3, 3)
+    with torch.no_grad():
+        expected = nn.functional.conv2d(image, layer.weight + delta, layer.bias)
+        with attach_lora(nn.ModuleDict({"conv": layer}), LoraFile({"conv": flattened})):
+            torch.testing.assert_close(layer(image), expected, rtol=1e-4, atol=1e-5)

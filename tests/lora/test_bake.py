@@ -16,6 +16,9 @@ from sigmascope.lora.formats import save_lora
 from sigmascope.lora.merge import merge_lora
 from sigmascope.lora.merging.merge_methods import MergeMethod
 from sigmascope.lora.models.layout import ModelLayout
+from sigmascope.lora.ranking.rank_rules import RankRules
+from sigmascope.lora.ranks import FixedRank
+from sigmascope.lora.resize import RankPlan, resize_lora
 
 MakeLora = Callable[..., LoraFile]
 Tensors = dict[str, torch.Tensor]
@@ -363,3 +366,28 @@ def test_an_error_in_the_middle_leaves_the_target_as_it_was(
         bake_loras([tmp_path / "lora.safetensors"], base, target, progress=stop)
     assert target.read_bytes() == b"before"
     assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_keys_of_no_module_are_reported(model: Block, make_lora: MakeLora, tmp_path: Path) -> None:
+    base, path = checkpoint(model, tmp_path / "base.safetensors"), tmp_path / "lora.safetensors"
+    lora_of(model, make_lora, path)
+    save_file(load_file(path) | {"optimizer.step": torch.ones(1)}, path)
+    report = bake_loras([path], base, tmp_path / "out.safetensors")
+    assert report.unused_keys == {0: ("optimizer.step",)}
+    assert report.as_dict()["unused_keys"] == {"0": ["optimizer.step"]}
+
+
+def test_a_resized_loha_of_a_convolution_lands_on_it(model: Block, tmp_path: Path) -> None:
+    base = checkpoint(model, tmp_path / "base.safetensors")
+    shapes = {"w1_a": (8, 2), "w1_b": (2, 27), "w2_a": (8, 2), "w2_b": (2, 27)}
+    parts = {name: torch.randn(shape) for name, shape in shapes.items()}
+    save_file(
+        {f"lora_unet_conv_in.hada_{name}": part for name, part in parts.items()},
+        tmp_path / "loha.safetensors",
+    )
+    everything = RankPlan(RankRules(FixedRank(9999, 9999)))
+    resize_lora(tmp_path / "loha.safetensors", tmp_path / "plain.safetensors", everything)
+    bake_loras([tmp_path / "plain.safetensors"], base, tmp_path / "out.safetensors")
+    delta = (parts["w1_a"] @ parts["w1_b"]) * (parts["w2_a"] @ parts["w2_b"])
+    expected = load_file(base)["denoiser.conv_in.weight"] + delta.reshape(8, 3, 3, 3)
+    torch.testing.assert_close(load_file(tmp_path / "out.safetensors")["denoiser.conv_in.weight"], expected)

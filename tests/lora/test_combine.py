@@ -320,3 +320,44 @@ def test_nan_is_refused_by_name_and_inputs_are_never_the_target(two: list[Path],
     with pytest.raises(NonFiniteError, match=r"mid_block\.attentions\.0\.proj_in"):
         combine_loras(two, tmp_path / "out.safetensors")
     assert sorted(tmp_path.iterdir()) == two
+
+
+@pytest.mark.parametrize("plan", [None, fixed(2)])
+def test_a_lora_less_itself_leaves_nothing(two: list[Path], tmp_path: Path, plan: RankPlan | None) -> None:
+    with pytest.raises(ConfigError, match="leaves out all 2 modules"):
+        combine_loras([two[0], two[0]], tmp_path / "out.safetensors", CombineOptions((0.7, -0.7), plan=plan))
+
+
+def test_a_lora_of_weight_zero_leaves_no_columns_and_needs_no_base(two: list[Path], tmp_path: Path) -> None:
+    save_file(load_file(two[1]) | {f"{MID}.dora_scale": torch.ones(12, 1)}, two[1])
+    report = combine_loras(two, tmp_path / "out.safetensors", CombineOptions((1.0, 0.0)))
+    assert {entry.name: entry.rank for entry in report.modules} == {IN: 3, MID: 3, CONV: 0}
+    after, before = load_file(tmp_path / "out.safetensors"), load_file(two[0])
+    torch.testing.assert_close(delta(after, MID), delta(before, MID))
+
+
+def test_single_numbers_add_up(tmp_path: Path) -> None:
+    for index in range(2):
+        tensors = module("denoiser.conv_in", (6, 5), 2, index) | {"denoiser.gain.diff": torch.tensor(1.5)}
+        save_file(tensors, tmp_path / f"{index}.safetensors")
+    paths = [tmp_path / f"{index}.safetensors" for index in range(2)]
+    combine_loras(paths, tmp_path / "out.safetensors", CombineOptions((1.0, 2.0)))
+    assert float(load_file(tmp_path / "out.safetensors")["denoiser.gain.diff"]) == 4.5
+
+
+def test_a_kernel_that_does_not_show_is_that_of_the_other_lora(two: list[Path], tmp_path: Path) -> None:
+    flattened = module(CONV, (8, 54), 2, 5)
+    save_file(flattened, two[0])
+    combine_loras(two, tmp_path / "out.safetensors")
+    after = load_file(tmp_path / "out.safetensors")
+    assert after[f"{CONV}.lora_down.weight"].shape == (4, 6, 3, 3)
+    expected = delta(flattened, CONV) + delta(load_file(two[1]), CONV)
+    torch.testing.assert_close(delta(after, CONV), expected)
+
+
+def test_the_base_is_never_the_target(two: list[Path], tmp_path: Path) -> None:
+    (tmp_path / "unet").mkdir()
+    base = tmp_path / "unet" / "diffusion_pytorch_model.safetensors"
+    save_file({"conv_in.weight": torch.zeros(8, 3, 3, 3)}, base)
+    with pytest.raises(ConfigError, match="part of the input"):
+        combine_loras(two, base, CombineOptions(base=tmp_path / "unet"))

@@ -323,3 +323,42 @@ def test_no_more_rank_is_stored_than_there_is(tmp_path: Path) -> None:
     }
     save_file(twice, tmp_path / "lora.safetensors")
     assert report_of(tmp_path / "lora.safetensors", fixed(3)).ranks == {2: 1}
+
+
+def test_keys_of_no_module_are_a_finding(source: Path) -> None:
+    save_file(load_file(source) | {"optimizer.step": torch.ones(1)}, source)
+    (finding,) = report_of(source, fixed(2)).findings
+    assert finding.id == "lora.unused_keys"
+    assert "optimizer.step" in finding.message
+
+
+def test_a_small_unet_counts_its_blocks_by_its_own_modules(tmp_path: Path) -> None:
+    names = {
+        "denoiser.down_blocks.0.downsamplers.0.conv": "diffusion_model.input_blocks.2.0.op",
+        "denoiser.down_blocks.1.downsamplers.0.conv": "diffusion_model.input_blocks.4.0.op",
+        "denoiser.down_blocks.0.resnets.0.conv1": "diffusion_model.input_blocks.1.0.in_layers.2",
+        "denoiser.up_blocks.0.resnets.1.conv1": "diffusion_model.output_blocks.1.0.in_layers.2",
+    }
+    tensors: Tensors = {}
+    for name in names:
+        tensors |= module(name, (6, 5, 3, 3), 2)
+    save_file(tensors, tmp_path / "lora.safetensors")
+    resize_lora(tmp_path / "lora.safetensors", tmp_path / "sgm.safetensors", fixed(1), format="comfyui")
+    assert set(load_lora(tmp_path / "sgm.safetensors").modules) == set(names.values())
+
+
+def test_values_too_large_for_the_precision_are_named_by_layer(tmp_path: Path) -> None:
+    name = "denoiser.conv_in"
+    tensors = {key: tensor * 1e6 for key, tensor in module(name, (6, 5), 2).items() if tensor.ndim}
+    save_file(tensors, tmp_path / "lora.safetensors")
+    with pytest.raises(NonFiniteError, match=r"denoiser\.conv_in: .*float16.*--save_precision"):
+        resize_lora(
+            tmp_path / "lora.safetensors", tmp_path / "small.safetensors", fixed(1), save_precision="fp16"
+        )
+
+
+def test_a_budget_says_its_patterns_too(source: Path) -> None:
+    rules = RankRules(FixedRank(9999, 9999), overrides=(("conv_in", FixedRank(2, 2)),))
+    report = report_of(source, RankPlan(rules, Budget(max_error=0.5)))
+    assert json.loads(report.plan)["rank_for"][0][0] == "conv_in"
+    assert json.loads(report.plan)["max_error"] == 0.5

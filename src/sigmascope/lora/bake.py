@@ -96,6 +96,7 @@ def bake_loras(
             tensors=tensors,
             copied=len(base) - len(tensors),
             unmatched=found.unmatched,
+            unused_keys={i: one.lora.unused_keys for i, one in enumerate(aligned) if one.lora.unused_keys},
             skipped=dict(base.skipped),
             file_bytes=target.stat().st_size,
             seconds=time.perf_counter() - started,

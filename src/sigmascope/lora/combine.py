@@ -4,6 +4,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from math import prod
 from os import PathLike
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from sigmascope.__about__ import __version__
 from sigmascope.checkpoints import open_checkpoint
 from sigmascope.errors import ConfigError
 from sigmascope.lora.adapters import DiffChange
-from sigmascope.lora.extraction.options import STORAGE_DTYPES, SavePrecision, check_target
+from sigmascope.lora.extraction.options import STORAGE_DTYPES, SavePrecision, check_target, refuse_inputs
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.formats import open_lora
 from sigmascope.lora.merging.base_weights import BaseWeights
@@ -96,8 +97,10 @@ def combine_loras(
     with ExitStack() as files:
         originals = [files.enter_context(open_lora(path)) for path in paths]
         lora_files = [lora.path or path for lora, path in zip(originals, paths, strict=True)]
-        refuse_files(target, [*lora_files, *([options.base] if options.base else [])])
-        changes = _changes(files, originals, lora_files, weights, options)
+        refuse_files(target, lora_files)
+        bases = _bases(files, originals, target, options.base)
+        dtype = _dtype(lora_files, options)
+        changes = MergedChanges(unite(originals), weights, options.method, dtype, bases)
         plan = _plan(changes, options)
         output = LoraOutput(
             target,
@@ -125,17 +128,14 @@ def combine_loras(
         )
 
 
-def _changes(
-    files: ExitStack,
-    originals: Sequence[LoraFile],
-    lora_files: Sequence[Path],
-    weights: Sequence[float],
-    options: CombineOptions,
-) -> MergedChanges:
-    bases = None
-    if options.base is not None:
-        bases = BaseWeights(files.enter_context(open_checkpoint(options.base)), originals)
-    return MergedChanges(unite(originals), weights, options.method, _dtype(lora_files, options), bases)
+def _bases(
+    files: ExitStack, originals: Sequence[LoraFile], target: Path, base: Path | None
+) -> BaseWeights | None:
+    if base is None:
+        return None
+    checkpoint = files.enter_context(open_checkpoint(base))
+    refuse_inputs(target, checkpoint)
+    return BaseWeights(checkpoint, originals)
 
 
 def _dtype(lora_files: Sequence[Path], options: CombineOptions) -> torch.dtype:
@@ -171,7 +171,9 @@ def _write(
         load=changes.load,
         plan=plan,
         storage=output.storage(
-            changes.dtype, len(changes.layers), {name: 4 * changes.shape(name)[0] for name in changes.vectors}
+            changes.dtype,
+            len(changes.layers),
+            {name: 4 * prod(changes.shape(name)) for name in changes.vectors},
         ),
     )
     modules = []

@@ -1,7 +1,7 @@
 """Which layers of a model a LoRA changes."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
 import torch
@@ -12,6 +12,7 @@ from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.models.layout import layout_of
 from sigmascope.lora.names.alignment import align
+from sigmascope.lora.shapes import same_matrix
 
 Layer = nn.Linear | nn.Conv2d
 
@@ -147,7 +148,7 @@ def _require_fitting(lora: LoraFile, layers: Mapping[str, Layer], cut: str) -> N
         shape = _weight_shape(layer)
         if isinstance(layer, nn.Conv2d) and layer.groups > 1:
             wrong.append(f"{name} is a convolution in {layer.groups} groups, which has no low-rank form here")
-        elif shape != factors.weight_shape:
+        elif not same_matrix(shape, factors.weight_shape):
             wrong.append(f"{name} is {factors.weight_shape} in the LoRA and {shape} in the model")
     if wrong:
         raise ModelMismatchError(
@@ -172,7 +173,9 @@ def _targets(lora: LoraFile, layers: Mapping[str, Layer], cut: str) -> list[Lora
     for name in lora.modules:
         asked.setdefault(_identity(layers[name.removeprefix(cut)]), []).append(name)
     return [
-        LoraTarget(tuple(names), _one_change(lora, names), tuple(dict.fromkeys(sharing[weight])))
+        LoraTarget(
+            tuple(names), _one_change(lora, names, sharing[weight][0]), tuple(dict.fromkeys(sharing[weight]))
+        )
         for weight, names in asked.items()
     ]
 
@@ -187,14 +190,15 @@ def holds_weight(layer: Layer) -> bool:
     return layer._parameters.get("weight") is not None
 
 
-def _one_change(lora: LoraFile, names: list[str]) -> LoraFactors:
+def _one_change(lora: LoraFile, names: list[str], layer: Layer) -> LoraFactors:
+    """The change that all names ask for, in the layer's own shape."""
     first, *others = (lora.modules[name] for name in names)
     if any(not torch.allclose(first.delta(), other.delta()) for other in others):
         raise ModelMismatchError(
             f"{', '.join(names)} share one weight in the model, and {lora} changes them differently.",
             hint="Untie the weights before applying this LoRA.",
         )
-    return first
+    return replace(first, weight_shape=_weight_shape(layer))
 
 
 def _and_more(count: int) -> str:

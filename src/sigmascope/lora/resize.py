@@ -19,6 +19,7 @@ from sigmascope.lora.extraction.options import STORAGE_DTYPES, SavePrecision, ch
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.formats import open_lora
 from sigmascope.lora.merging.lora_output import LoraOutput
+from sigmascope.lora.merging.merge_findings import unused_keys
 from sigmascope.lora.merging.merge_inputs import InputLora
 from sigmascope.lora.merging.reducible import FormedChange, ReducibleChange, reducible
 from sigmascope.lora.merging.reduction import RankPlan, ReducedModule, Reduction, require_modules
@@ -31,6 +32,7 @@ from sigmascope.progress import Progress, no_progress
 __all__ = ["RankPlan", "ReducedModule", "ReductionReport", "resize_lora"]
 
 _NEEDS_BASE: Final = frozenset({"dora", "set"})
+_TARGET: Final = "OUT"
 
 
 def resize_lora(
@@ -76,7 +78,7 @@ def resize_lora(
     source, target = Path(lora), Path(save_to)
     check_target(target)
     with open_checkpoint(source) as checkpoint:
-        refuse_inputs(target, checkpoint)
+        refuse_inputs(target, checkpoint, flag=_TARGET)
         dtype = storage_dtype(checkpoint) if save_precision is None else STORAGE_DTYPES[save_precision]
     with open_lora(source) as original:
         united = unite([original])
@@ -99,7 +101,7 @@ def resize_lora(
             modules=modules,
             carried=split.carried,
             formed=split.formed,
-            findings=(),
+            findings=tuple(unused_keys([original])),
             file_bytes=target.stat().st_size,
             seconds=time.perf_counter() - started,
         )

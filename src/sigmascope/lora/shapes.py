@@ -31,3 +31,18 @@ def max_rank(weight_shape: Sequence[int]) -> int:
 def is_convolution(weight_shape: Sequence[int]) -> bool:
     """Tell a convolution from a Linear by its axes: a 1×1 convolution (out, in, 1, 1) is a convolution."""
     return len(weight_shape) > 2
+
+
+def same_matrix(one: Sequence[int], other: Sequence[int]) -> bool:
+    """Whether changes of weights of these shapes are one matrix.
+
+    A 1×1 convolution and a Linear layer are. So are a convolution (out, in, kh, kw) and factors whose kernel does
+    not show (out, in·kh·kw), as those of LoHa and LoKr without a core.
+    """
+    if _without_pointwise_kernel(one) == _without_pointwise_kernel(other):
+        return True
+    return 2 in {len(one), len(other)} and one[0] == other[0] and prod(one) == prod(other)
+
+
+def _without_pointwise_kernel(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(shape[:2]) if prod(shape[2:]) == 1 else tuple(shape)

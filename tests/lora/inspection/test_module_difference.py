@@ -66,7 +66,7 @@ def test_a_pointwise_convolution_is_compared_with_a_linear_layer(make_factors: M
 
 
 def test_weights_of_other_shape_share_nothing(make_factors: MakeFactors) -> None:
-    one, other = make_factors((4, 18), 2), make_factors((4, 2, 3, 3), 2)
+    one, other = make_factors((4, 18), 2), make_factors((4, 3, 3, 3), 2)
     found = difference(one, other)
     assert found.presence == "other_shape"
     assert found.difference_norm == pytest.approx((found.norm_a**2 + found.norm_b**2) ** 0.5)

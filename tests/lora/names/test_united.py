@@ -117,3 +117,20 @@ def test_one_layer_under_two_names_is_refused(lora: Callable[..., LoraFile]) -> 
     twice = lora("lora_unet_conv_in", "lora_unet_input_blocks_0_0", format="kohya")
     with pytest.raises(LoraFormatError, match=r"both for denoiser\.conv_in"):
         unite([twice])
+
+
+def test_a_small_unet_counts_its_blocks_by_its_own_modules(lora: Callable[..., LoraFile]) -> None:
+    sgm = ("input_blocks.2.0.op", "input_blocks.4.0.op", "input_blocks.3.1.proj_in")
+    ours = (
+        "down_blocks.0.downsamplers.0.conv",
+        "down_blocks.1.downsamplers.0.conv",
+        "down_blocks.1.attentions.0.proj_in",
+    )
+    united = unite(
+        [
+            lora(*(f"denoiser.{name}" for name in ours)),
+            lora(*(f"diffusion_model.{name}" for name in sgm), format="comfyui"),
+        ]
+    )
+    assert united.names == tuple(f"denoiser.{name}" for name in ours)
+    assert [united.positions(name) for name in united.names] == [(0, 1)] * 3

@@ -57,6 +57,8 @@ def print_bake(console: Console, report: "BakeReport", *, verbose: bool) -> None
         console.print(_tensors("Every changed tensor" if verbose else "Most lost to rounding", shown))
     for position, names in report.unmatched.items():
         listed(console, f"Not in the checkpoint, of {report.inputs[position].path.name}", names)
+    for position, keys in report.unused_keys.items():
+        listed(console, f"Keys of no module, of {report.inputs[position].path.name}", keys)
     skipped = [f"{name} ({reason})" for name, reason in report.skipped.items()]
     listed(console, "In the old file only", skipped, style="cyan")
     _print_written(console, report.checkpoint, report.file_bytes)

@@ -7,7 +7,7 @@ adapter's name between in files saved from a live model) and of diffusers before
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -150,8 +150,3 @@ def _set_aside_lone_alphas(found: KeyGroups) -> None:
     lone = [name for name, group in found.groups.items() if group.keys() <= {ALPHA, DORA, MAGNITUDE}]
     for name in lone:
         found.unused.extend(found.groups.pop(name).values())
-
-
-def has_role(groups: Mapping[str, str], beginning: str) -> bool:
-    """Whether any role of a module begins like this, such as `hada_`."""
-    return any(role.startswith(beginning) for role in groups)

@@ -9,11 +9,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from math import sqrt
 from pathlib import Path
 from typing import Any, Final
 
 from sigmascope.errors import LoraFormatError
+from sigmascope.lora.adapters import scale_of
 
 METADATA_KEY: Final = "lora_adapter_metadata"
 _CONFIG_NAME: Final = "adapter_config.json"
@@ -69,7 +69,7 @@ class PeftConfig:
             return None
         if divisor < 1:
             raise LoraFormatError(f"{self.source}: r is {divisor}.", hint="Expected a rank of 1 or more.")
-        return alpha / sqrt(divisor) if self.values.get("use_rslora") is True else alpha / divisor
+        return scale_of(alpha, divisor, rank_stabilised=self.values.get("use_rslora") is True)
 
     def _pattern(self, name: str, module: str) -> Any:
         """The value of the first pattern that the module's path ends with, as PEFT matches them."""

@@ -6,6 +6,7 @@ from typing import Final
 import torch
 
 from sigmascope.lora.factors import LoraFactors
+from sigmascope.lora.norms import frobenius_norm
 
 CANCELLED: Final = 1e-10
 """Share of ‖ΔW‖² below which ‖a‖² − 2<a,b> + ‖b‖² is mostly rounding, though it is summed in float64."""
@@ -27,3 +28,8 @@ def difference_norm(one: LoraFactors, other: LoraFactors) -> float:
     wide = [pair.to(dtype=torch.float64) for pair in (one, other)]
     _, core, _ = LoraFactors.concatenate(wide, [1.0, -1.0]).orthogonal_form()
     return float(torch.linalg.matrix_norm(core))
+
+
+def norm_bound(factors: LoraFactors) -> float:
+    """What ‖ΔW‖ cannot exceed: the scale times ‖up‖·‖down‖."""
+    return abs(factors.scale) * frobenius_norm(factors.up) * frobenius_norm(factors.down)

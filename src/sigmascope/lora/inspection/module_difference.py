@@ -12,7 +12,7 @@ from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.inspection.factor_differences import difference_norm
 from sigmascope.lora.inspection.subspaces import bases_of, overlap
 from sigmascope.lora.norms import frobenius_norm
-from sigmascope.lora.shapes import matrix_shape
+from sigmascope.lora.shapes import matrix_shape, same_matrix
 
 Presence = Literal["both", "only_a", "only_b", "other_shape", "not_measured"]
 
@@ -111,9 +111,9 @@ def compare_factors(
 ) -> ModuleDifference:
     """Measure two plain changes from r×r matrices, without forming either.
 
-    A 1×1 convolution and a Linear layer of the same sizes have the same matrix and are compared by it.
+    Shapes that are one matrix are compared by it; see `same_matrix`.
     """
-    if _squeezed(one.weight_shape) != _squeezed(other.weight_shape):
+    if not same_matrix(one.weight_shape, other.weight_shape):
         return ModuleDifference(name, "other_shape", a, b, 0.0, _apart(a, b))
     shape = matrix_shape(one.weight_shape)
     first, second = (replace(pair, weight_shape=shape) for pair in (one, other))
@@ -132,7 +132,7 @@ def compare_factors(
 
 def compare_deltas(name: str, a: ModuleSide, b: ModuleSide, one: Tensor, other: Tensor) -> ModuleDifference:
     """Measure two changes that are formed, where one at least is more than up and down."""
-    if _squeezed(tuple(one.shape)) != _squeezed(tuple(other.shape)):
+    if not same_matrix(one.shape, other.shape):
         return ModuleDifference(name, "other_shape", a, b, 0.0, _apart(a, b))
     first, second = one.flatten(), other.flatten()
     inner = float(torch.dot(first.to(torch.float64), second.to(torch.float64)))
@@ -164,8 +164,3 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 def _apart(a: ModuleSide, b: ModuleSide) -> float:
     """The difference of changes that share no value."""
     return sqrt((a.norm or 0.0) ** 2 + (b.norm or 0.0) ** 2)
-
-
-def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """A weight's shape without the 1×1 kernel of a pointwise convolution."""
-    return shape[:2] if all(size == 1 for size in shape[2:]) else shape

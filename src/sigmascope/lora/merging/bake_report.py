@@ -21,6 +21,7 @@ class BakeReport:
         tensors: What was changed, in the checkpoint's order.
         copied: How many tensors were copied bit for bit.
         unmatched: Modules that are of no tensor of the checkpoint, by LoRA's position.
+        unused_keys: Keys that belong to no module of their LoRA, by its position.
         skipped: What the checkpoint held beside its weights and the new file does not, with the reason.
         file_bytes: Size of the file that was written.
         seconds: Time of the whole work.
@@ -33,6 +34,7 @@ class BakeReport:
     tensors: tuple[BakedTensor, ...]
     copied: int
     unmatched: dict[int, tuple[str, ...]]
+    unused_keys: dict[int, tuple[str, ...]]
     skipped: dict[str, str]
     file_bytes: int
     seconds: float
@@ -68,6 +70,7 @@ class BakeReport:
             "file_bytes": self.file_bytes,
             "seconds": self.seconds,
             "unmatched": {str(position): list(names) for position, names in self.unmatched.items()},
+            "unused_keys": {str(position): list(keys) for position, keys in self.unused_keys.items()},
             "skipped": self.skipped,
             "tensors": [tensor.as_dict() for tensor in self.tensors],
         }

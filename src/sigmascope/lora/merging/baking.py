@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from math import fsum, isfinite, prod, sqrt
+from math import fsum, isfinite, sqrt
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from sigmascope.lora.merging.merge_methods import MergeMethod
 from sigmascope.lora.merging.slots import Slot
 from sigmascope.lora.norms import quick_energy
 from sigmascope.lora.precision import at_least_float32, is_real
+from sigmascope.lora.shapes import same_matrix
 
 _PIECE: Final = 1 << 17  # elements: half a MiB in float32
 
@@ -164,12 +165,3 @@ def _add(weight: Tensor, addends: Sequence[_Addend], slot: Slot) -> tuple[float,
 
 def _energy(piece: Tensor) -> float:
     return float(quick_energy(piece)) if piece.dtype == torch.float32 else float(torch.dot(piece, piece))
-
-
-def same_matrix(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    """Whether two shapes of a weight are equal but for the 1×1 kernel of a pointwise convolution."""
-    return one[:2] == other[:2] and prod(one[2:]) == prod(other[2:]) and _kernel(one) == _kernel(other)
-
-
-def _kernel(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return shape[2:] if prod(shape[2:]) > 1 else ()

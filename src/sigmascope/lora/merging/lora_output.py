@@ -52,7 +52,7 @@ class LoraOutput:
         compact: bool = False,
     ) -> None:
         self.format = format_named(format or originals[0].format)
-        self._layout = united.layout
+        self._layout, self._blocks = united.layout, united.blocks
         self._own = _own_names(united, originals) if self.format.name == originals[0].format else None
         inherited = _agreed(originals)
         self.metadata = {**inherited, **metadata}
@@ -75,6 +75,7 @@ class LoraOutput:
                 metadata=metadata,
                 inherited=inherited,
                 expected=[name.removesuffix(_BIAS) for name in united.names],
+                blocks=united.blocks,
             )
 
     def __enter__(self) -> "LoraOutput":
@@ -116,10 +117,15 @@ class LoraOutput:
             dtype, self.metadata, other_bytes=_HEADER_FIELDS + spare + whole, names=self._keys
         )
 
+    def _name_for(self, layer: str) -> str:
+        if self._own is not None:
+            return self._own[layer]
+        return self.format.name_for(layer, self._layout, blocks=self._blocks)
+
     def _keys(self, layer: str) -> list[str]:
         ends = self.format.keys
         try:
-            name = self.format.name_for(layer, self._layout) if self._own is None else self._own[layer]
+            name = self._name_for(layer)
         except LoraFormatError:  # it is joined with others there: fewer names, none much longer
             name = layer
         return [f"{name}.{end}" for end in (ends.up, ends.down, ends.alpha) if end is not None]

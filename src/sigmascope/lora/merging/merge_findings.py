@@ -9,6 +9,7 @@ from sigmascope.lora.names.united import UnitedLoras
 from sigmascope.records.finding import Finding
 
 _BASES = (BASE_FINGERPRINT, "ss_new_sd_model_hash", "ss_sd_model_hash")
+_NAMED = 3
 
 
 def merge_findings(loras: Sequence[LoraFile], united: UnitedLoras) -> Iterator[Finding]:
@@ -42,12 +43,18 @@ def merge_findings(loras: Sequence[LoraFile], united: UnitedLoras) -> Iterator[F
             {"layers": len(united.names)},
             advice="Check that they are for the same model, and that their names are understood: lora inspect.",
         )
-    unused = {str(lora): len(lora.unused_keys) for lora in loras if lora.unused_keys}
-    for name, count in unused.items():
-        yield Finding(
-            "lora.merge.unused",
-            "warning",
-            f"{name}: {count} keys belong to no module and are not merged.",
-            {"keys": count},
-            advice="lora inspect lists them.",
-        )
+    yield from unused_keys(loras)
+
+
+def unused_keys(loras: Sequence[LoraFile]) -> Iterator[Finding]:
+    """Say which LoRAs have keys that are not in the result."""
+    for lora in loras:
+        if lora.unused_keys:
+            yield Finding(
+                "lora.unused_keys",
+                "warning",
+                f"{lora}: {len(lora.unused_keys)} keys belong to no module and are left out: "
+                f"{', '.join(lora.unused_keys[:_NAMED])}.",
+                {"keys": len(lora.unused_keys)},
+                advice="lora inspect --json lists them.",
+            )

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from sigmascope.errors import LoraFormatError, ModelMismatchError
 from sigmascope.lora.factors import LoraFactors
-from sigmascope.lora.merging.baking import same_matrix
 from sigmascope.lora.merging.base_weights import BaseWeights
 from sigmascope.lora.merging.merge_methods import MergeMethod
 from sigmascope.lora.merging.reducible import FormedChange, ReducibleChange, reducible
 from sigmascope.lora.names.united import UnitedLoras
+from sigmascope.lora.shapes import same_matrix
 
 _NAMED: Final = 5
 _NEEDS_BASE: Final = frozenset({"dora", "set"})
@@ -58,8 +58,8 @@ class MergedChanges:
 
     @property
     def vectors(self) -> tuple[str, ...]:
-        """Biases and norms."""
-        return tuple(name for name in self.united.names if len(self.shape(name)) == 1)
+        """Biases, norms and single numbers."""
+        return tuple(name for name in self.united.names if len(self.shape(name)) <= 1)
 
     @property
     def formed(self) -> tuple[str, ...]:
@@ -75,7 +75,7 @@ class MergedChanges:
         """The sum of the LoRAs' ranks there; None where the change is formed."""
         if not self._is_plain(name):
             return None
-        return sum(self.united.loras[position].rank_of(name) or 0 for position in self.united.positions(name))
+        return sum(self.united.loras[position].rank_of(name) or 0 for position in self._acting(name))
 
     def load(self, name: str, wanted: int) -> ReducibleChange:
         """Read and combine one layer's changes; safe to call from threads."""
@@ -83,7 +83,7 @@ class MergedChanges:
             return FormedChange(self._combined(name), self.dtype)
         shape = self.shape(name)
         parts, weights = [], []
-        for position in self.united.positions(name):
+        for position in self._acting(name):
             change = self.united.change(position, name)
             assert isinstance(change, LoraFactors)
             parts.append(replace(change, weight_shape=shape))
@@ -112,14 +112,18 @@ class MergedChanges:
 
     def _is_plain(self, name: str) -> bool:
         return self.method.is_linear and all(
-            name in self.united.loras[position].modules for position in self.united.positions(name)
+            name in self.united.loras[position].modules for position in self._acting(name)
         )
 
     def _needs_base(self, name: str) -> bool:
         return any(
-            self.united.loras[position].kind_of(name) in _NEEDS_BASE
-            for position in self.united.positions(name)
+            self.united.loras[position].kind_of(name) in _NEEDS_BASE for position in self._acting(name)
         )
+
+    def _acting(self, name: str) -> tuple[int, ...]:
+        """The LoRAs of a layer without those of weight 0; all of them where none is left."""
+        positions = self.united.positions(name)
+        return tuple(one for one in positions if self.weights[one] != 0.0) or positions
 
     def _require_same_shapes(self) -> None:
         for name in self.united.names:

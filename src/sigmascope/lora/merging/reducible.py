@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sigmascope.errors import NonFiniteError
 from sigmascope.lora.factors import LoraFactors
-from sigmascope.lora.inspection.factor_differences import CANCELLED, difference_norm
+from sigmascope.lora.inspection.factor_differences import CANCELLED, difference_norm, norm_bound
 from sigmascope.lora.norms import frobenius_norm
 from sigmascope.lora.numerics.decompose import StoredChange, decompose
 from sigmascope.lora.precision import at_least_float32, in_double
@@ -87,7 +87,7 @@ class FactoredChange(ReducibleChange):
     @property
     def norm(self) -> float:
         """‖ΔW‖, from the singular values where they are there already, else from Gram matrices."""
-        return self._norm if "_decomposed" not in vars(self) else float(self._decomposed[2].norm())
+        return self._norm
 
     def spectrum(self, wanted: int) -> Spectrum:
         """Complete and exact, whatever is wanted."""
@@ -151,7 +151,12 @@ class FactoredChange(ReducibleChange):
 
     @cached_property
     def _norm(self) -> float:
-        return self.factors.frobenius_norm()
+        """0 where columns cancel, as those of a LoRA less itself do: what is left then is rounding."""
+        bound = norm_bound(self.factors)
+        norm = 0.0 if "_decomposed" in vars(self) else self.factors.frobenius_norm()
+        if norm <= sqrt(CANCELLED) * bound:
+            norm = float(self._decomposed[2].norm())
+        return norm if norm > _ROUNDING * bound else 0.0
 
     @cached_property
     def _decomposed(self) -> tuple[Float[Tensor, "out k"], Float[Tensor, "k l"], Float[Tensor, " l"]]:

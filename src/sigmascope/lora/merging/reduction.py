@@ -1,5 +1,6 @@
 """Lower the rank of many changes, each by a policy or all by one budget, one change in memory at a time."""
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -8,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from sigmascope.errors import ConfigError
+from sigmascope.errors import ConfigError, NonFiniteError
 from sigmascope.lora.extraction.layer_pool import run_layers
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.merging.reducible import CutChange, ReducibleChange
@@ -39,7 +40,10 @@ class RankPlan(NamedTuple):
 
     def describe(self) -> str:
         """Canonical text, for reports and headers."""
-        return self.rules.describe() if self.budget is None else self.budget.describe()
+        if self.budget is None:
+            return self.rules.describe()
+        limits = json.loads(self.budget.describe())
+        return json.dumps(limits | self.rules.describe_patterns(), ensure_ascii=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +161,7 @@ class Reduction:
         if policy is None:
             return self._left_out(name, change, "excluded"), None
         rank = _rank_by(policy, change) if ranks is None else ranks[name]
-        cut = change.cut(rank) if rank > 0 else None  # before the norm, which then costs nothing
+        cut = _cut(name, change, rank) if rank > 0 else None  # before the norm, which then costs nothing
         if change.norm == 0.0:
             return self._left_out(name, change, "no_change"), None
         if cut is None:
@@ -209,6 +213,13 @@ def _one_thread_here() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def _cut(name: str, change: ReducibleChange, rank: int) -> CutChange:
+    try:
+        return change.cut(rank)
+    except NonFiniteError as error:
+        raise NonFiniteError(f"{name}: {error.message}", hint=error.hint) from error
 
 
 def _rank_by(policy: RankPolicy, change: ReducibleChange) -> int:

@@ -10,9 +10,9 @@ from sigmascope.checkpoints import Checkpoint
 from sigmascope.errors import ModelMismatchError
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.formats import open_lora
-from sigmascope.lora.merging.baking import same_matrix
 from sigmascope.lora.models.layout import layout_of
 from sigmascope.lora.names.alignment import AlignedLora, align
+from sigmascope.lora.shapes import same_matrix
 
 _WEIGHT: Final = ".weight"
 _NAMED: Final = 5

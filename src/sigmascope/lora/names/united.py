@@ -17,6 +17,7 @@ from sigmascope.lora.names.layer_paths import renamed
 from sigmascope.lora.names.module_names import parse_name
 from sigmascope.lora.names.own_names import OwnNames, understand_names
 from sigmascope.lora.names.transformer_names import Row
+from sigmascope.lora.names.unet_names import SDXL_BLOCKS, UnetBlocks
 
 _BIAS: Final = ".bias"
 
@@ -31,12 +32,14 @@ class UnitedLoras:
         sources: The name in its file that each layer's module is made of, by LoRA.
         layout: Of a checkpoint that would have these layers.
         names: Every layer of any LoRA, in the first's order, then what only later ones have.
+        blocks: Of the U-Net, as far as the names tell.
     """
 
     loras: tuple[LoraFile, ...]
     sources: tuple[dict[str, str], ...]
     layout: ModelLayout
     names: tuple[str, ...]
+    blocks: UnetBlocks = SDXL_BLOCKS
 
     def positions(self, name: str) -> tuple[int, ...]:
         """Which LoRAs change a layer."""
@@ -69,9 +72,8 @@ def unite(loras: Sequence[LoraFile]) -> UnitedLoras:
         LoraFormatError: Two modules of one LoRA are for one layer.
     """
     understood = _understood(loras)
-    layout = next(
-        (one.layout for one in understood if one.layout.naming == "diffusers"), understood[0].layout
-    )
+    chosen = next((one for one in understood if one.layout.naming == "diffusers"), understood[0])
+    layout = chosen.layout
     known = {
         _comparable(layer): layer
         for lora, one in zip(loras, understood, strict=True)
@@ -83,6 +85,7 @@ def unite(loras: Sequence[LoraFile]) -> UnitedLoras:
         sources=tuple({layer: one.name for layer, one in sources.items()} for sources in found),
         layout=layout,
         names=tuple(dict.fromkeys(layer for sources in found for layer in sources)),
+        blocks=chosen.blocks,
     )
 
 
@@ -117,7 +120,7 @@ def _layers(lora: LoraFile, names: OwnNames, layout: ModelLayout) -> Iterator[tu
     same_naming = layout.naming != "diffusers" or names.layout.naming == "diffusers"
     for name, layer in names.layers.items():
         path = layer.removesuffix(_BIAS)
-        found = path if same_naming else _in_diffusers(path, names.layout)
+        found = path if same_naming else _in_diffusers(path, names)
         if isinstance(found, str):
             yield found + layer[len(path) :], _Source(name)
         elif name in lora.modules:
@@ -127,10 +130,11 @@ def _layers(lora: LoraFile, names: OwnNames, layout: ModelLayout) -> Iterator[tu
             yield layer, _Source(name)
 
 
-def _in_diffusers(layer: str, layout: ModelLayout) -> str | Row:
+def _in_diffusers(layer: str, names: OwnNames) -> str | Row:
+    layout = names.layout
     part, path = layout.split(layer)
     try:
-        found = renamed(path, part, layout, "diffusers")
+        found = renamed(path, part, layout, "diffusers", names.blocks)
     except LoraFormatError:  # a layer that has no other name keeps its own
         return layer
     return found if isinstance(found, Row) else _beside(layer, layout, found)
