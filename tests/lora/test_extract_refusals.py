@@ -221,3 +221,12 @@ def test_changes_whose_squares_vanish_are_no_changes(make_model_pair: "MakePair"
 
     with pytest.raises(ModelMismatchError, match="nothing to extract"):
         extract(make_model_pair(dtype=torch.float64, edit=fade))
+
+
+def test_changed_biases_alone_are_refused_by_name(make_model_pair: "MakePair") -> None:
+    def keep_weights(base: "State", tuned: "State") -> None:
+        tuned.update({key: value for key, value in base.items() if key.endswith(".weight")})
+        tuned["denoiser.conv_in.bias"] = base["denoiser.conv_in.bias"] + 1
+
+    with pytest.raises(ModelMismatchError, match="Biases and norms alone make no LoRA"):
+        extract(make_model_pair(edit=keep_weights), ExtractOptions(biases_and_norms=True))

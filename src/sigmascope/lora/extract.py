@@ -162,7 +162,8 @@ def _refuse_nothing(
     if not changed:
         raise ModelMismatchError(
             f"{pair.base.path} and {pair.tuned.path} hold the same weights in all {len(layers)} Linear and "
-            "convolution layers: there is nothing to extract.",
+            "convolution layers: there is nothing to extract."
+            + (" Biases and norms alone make no LoRA." if options.biases_and_norms else ""),
             hint="Give the fine-tuned checkpoint as --tuned_model_path.",
         )
     reasons = ", ".join(sorted({str(one.reason) for one in layers.values() if one.reason != "unchanged"}))

@@ -133,10 +133,13 @@ def _sorted_integer(base: Checkpoint, tuned: Checkpoint, key: str, options: Pair
 
 
 def _not_numbers(checkpoint: Checkpoint, info: TensorInfo) -> CheckpointError:
+    hint = "Dequantise the checkpoint first; a difference of quantised codes means nothing."
+    if info.dtype.is_complex:
+        hint = "Take it out of both checkpoints: a LoRA holds no complex numbers."
     return CheckpointError(
         checkpoint.path,
         f"{info.name} is {str(info.dtype).removeprefix('torch.')}, not plain floating-point numbers.",
-        hint="Dequantise the checkpoint first; a difference of quantised codes means nothing.",
+        hint=hint,
     )
 
 
