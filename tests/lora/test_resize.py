@@ -362,3 +362,8 @@ def test_a_budget_says_its_patterns_too(source: Path) -> None:
     report = report_of(source, RankPlan(rules, Budget(max_error=0.5)))
     assert json.loads(report.plan)["rank_for"][0][0] == "conv_in"
     assert json.loads(report.plan)["max_error"] == 0.5
+
+
+def test_a_target_that_cannot_be_is_named_as_the_argument_that_it_is(source: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^OUT .*small\.ckpt"):
+        resize_lora(source, source.with_name("small.ckpt"), fixed(1))

@@ -76,7 +76,7 @@ def resize_lora(
     """
     started = time.perf_counter()
     source, target = Path(lora), Path(save_to)
-    check_target(target)
+    check_target(target, _TARGET)
     with open_checkpoint(source) as checkpoint:
         refuse_inputs(target, checkpoint, flag=_TARGET)
         dtype = storage_dtype(checkpoint) if save_precision is None else STORAGE_DTYPES[save_precision]

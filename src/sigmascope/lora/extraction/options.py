@@ -142,7 +142,7 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
-def check_target(save_to: Path) -> None:
+def check_target(save_to: Path, flag: str = "--save_to") -> None:
     """Refuse a target that is a folder, is not named as safetensors, or cannot be reached.
 
     Raises:
@@ -158,11 +158,11 @@ def check_target(save_to: Path) -> None:
         ) from error
     if is_folder:
         raise ConfigError(
-            f"--save_to {save_to} is a folder.", hint=f"Name a file in it: {save_to / 'lora.safetensors'}."
+            f"{flag} {save_to} is a folder.", hint=f"Name a file in it: {save_to / 'lora.safetensors'}."
         )
     if save_to.suffix != ".safetensors":
         raise ConfigError(
-            f"--save_to {save_to}: a LoRA is written as safetensors.",
+            f"{flag} {save_to}: a LoRA is written as safetensors.",
             hint=f"Name it {save_to.stem}.safetensors.",
         )
     if not has_parent:
