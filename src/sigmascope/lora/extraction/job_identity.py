@@ -10,6 +10,7 @@ from sigmascope.checkpoints import Checkpoint
 from sigmascope.lora.extraction.options import ExtractOptions
 from sigmascope.lora.formats.base import FormatName
 from sigmascope.lora.models.pairs import CheckpointPair
+from sigmascope.lora.numerics.krylov import fast_dtype
 
 
 def job_identity(
@@ -45,4 +46,5 @@ def _file(path: Path) -> tuple[str, int, int]:
 
 
 def _processor() -> str:
-    return f"cpu {torch.backends.cpu.get_cpu_capability()}"
+    """The instructions that decide how it rounds."""
+    return f"cpu {torch.backends.cpu.get_cpu_capability()} {fast_dtype(torch.device('cpu'))}"
