@@ -42,8 +42,8 @@ class RankPlan(NamedTuple):
         """Canonical text, for reports and headers."""
         if self.budget is None:
             return self.rules.describe()
-        limits = json.loads(self.budget.describe())
-        return json.dumps(limits | self.rules.describe_patterns(), ensure_ascii=False)
+        asked = json.loads(self.budget.describe()) | self.rules.describe_patterns()
+        return json.dumps(asked, ensure_ascii=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,12 +234,13 @@ def _rank_by(policy: RankPolicy, change: ReducibleChange) -> int:
 
 
 def require_modules(modules: Sequence[ReducedModule], plan: RankPlan) -> None:
-    """Refuse to write a LoRA of which nothing is left.
-
-    Raises:
-        ConfigError: All modules are left out.
-    """
-    if modules and all(module.left_out is not None for module in modules):
+    """Refuse, by a ConfigError, to write a LoRA of which nothing is left."""
+    reasons = {module.left_out for module in modules}
+    if reasons == {"no_change"}:
+        raise ConfigError(
+            f"all {len(modules)} changes are zero.", hint="Check the LoRAs and their --weights."
+        )
+    if modules and None not in reasons:
         raise ConfigError(
             f"{plan.describe()} leaves out all {len(modules)} modules.",
             hint="Allow more rank, or exclude less.",
