@@ -57,6 +57,7 @@ def leading_subspace(
     tolerance: float,
     seed: int = 0,
     rounded: Float[Tensor, "m n"] | None = None,
+    nothing: float = 0.0,
 ) -> Subspace:
     """Find a subspace that holds the energy of the `rank` leading right singular vectors.
 
@@ -70,11 +71,12 @@ def leading_subspace(
         tolerance: Largest relative excess of the error ‖A − A_r‖ over its optimum, such as 1e-3.
         seed: Of the random start. The same seed gives the same subspace on the same kind of machine.
         rounded: The matrix in the device's `fast_dtype`, where it is at hand.
+        nothing: Energy that is rounding, where the matrix is what is left of another one.
 
     Returns:
         `rank` vectors; fewer where the matrix has no more.
     """
-    goal = _Goal(rank, total_energy, tolerance)
+    goal = _Goal(rank, total_energy, tolerance, max(nothing, _NOTHING * total_energy))
     fast = fast_dtype(matrix.device) if matrix.dtype == torch.float32 else None
     coarse = matrix
     if fast is not None:
@@ -98,11 +100,12 @@ def fast_dtype(device: torch.device) -> torch.dtype | None:
 
 @dataclass(frozen=True, slots=True)
 class _Goal:
-    """When to stop: `rank` vectors, within `tolerance` of the best error that they can have."""
+    """When to stop: `rank` vectors, within `tolerance` of the best error that they can have, or `nothing` left."""
 
     rank: int
     total_energy: float
     tolerance: float
+    nothing: float
 
     def left(self, captured: float) -> float:
         return max(self.total_energy - captured, 0.0)
@@ -128,9 +131,16 @@ def _deflated(matrix: Tensor, strong: Subspace, goal: _Goal, seed: int) -> Subsp
     refined = orthonormal(orthonormal(matrix.mT @ orthonormal(matrix @ strong.vectors)))
     rest = torch.addmm(matrix, matrix @ refined, refined.mT, alpha=-1.0)
     energy = float(quick_energy(rest.reshape(-1)))
-    if energy <= _NOTHING * goal.total_energy:
+    if energy <= goal.nothing:
         return Subspace(refined, matrix @ refined, goal.total_energy - energy, converged=True)
-    weak = leading_subspace(rest, goal.rank, total_energy=energy, tolerance=goal.tolerance, seed=seed)
+    weak = leading_subspace(
+        rest,
+        goal.rank,
+        total_energy=energy,
+        tolerance=goal.tolerance,
+        seed=seed,
+        nothing=goal.nothing,
+    )
     del rest
     held = weak.vectors - refined @ (refined.mT @ weak.vectors)
     both = orthonormal(torch.cat([refined, orthonormal(held)], dim=1))

@@ -60,7 +60,7 @@ class KrylovBasis:
         held = self._vectors[: self.size]
         block = orthonormal_rows(torch.addmm(grown, grown @ held.mT, held, alpha=-1.0))
         overlap = block @ held.mT
-        if float(overlap.abs().max()) > _DEPENDENT:
+        if bool((overlap.abs() > _DEPENDENT).any()):
             block = orthonormal_rows(torch.addmm(block, overlap, held, alpha=-1.0))
         return block[: self.room]
 

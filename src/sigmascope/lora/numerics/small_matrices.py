@@ -28,7 +28,7 @@ def orthonormal_rows(rows: Float[Tensor, "k n"]) -> Float[Tensor, "j n"]:
     """
     gram = rows @ rows.mT
     values, vectors = symmetric_eigen(gram)
-    kept = values > _rounding(gram) * values[0]
+    kept = values > _rounding(gram) * values[:1]  # of no rows there is no largest
     basis: Tensor = (vectors[:, kept] * values[kept].rsqrt()).mT @ rows
     return basis
 
