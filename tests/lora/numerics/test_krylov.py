@@ -8,7 +8,7 @@ from torch import Tensor
 
 from sigmascope.lora.numerics import krylov
 from sigmascope.lora.numerics.krylov import leading_subspace
-from sigmascope.lora.numerics.small_matrices import orthonormal, whitening
+from sigmascope.lora.numerics.small_matrices import orthonormal, orthonormal_rows, whitening
 from sigmascope.lora.numerics.subspace import leading_images, left_directions, to_ordinary_scale
 
 TOLERANCE = 1e-3
@@ -133,3 +133,23 @@ def test_whitening_leaves_out_what_is_dependent() -> None:
 
 def test_zero_columns_have_no_orthonormal_basis() -> None:
     assert orthonormal(torch.zeros(10, 3)).shape == (10, 0)
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.2, 0.4, 1.0])
+@pytest.mark.parametrize("shape", [(160, 160), (160, 640), (640, 160)])
+def test_values_that_fall_fast_are_taken_out_level_by_level_until_nothing_is_left(
+    shape: tuple[int, int], rate: float
+) -> None:
+    values = torch.exp(-rate * torch.arange(160, dtype=torch.float64))
+    matrix = with_spectrum(*shape, values)
+    energy = float(matrix.double().square().sum())
+    found = leading_subspace(matrix, 32, total_energy=energy, tolerance=TOLERANCE)
+    assert found.converged
+    basis = torch.linalg.qr(found.vectors.double()).Q
+    left = float((matrix.double() - matrix.double() @ basis @ basis.T).norm())
+    optimum = float(torch.linalg.svdvals(matrix.double())[32:].norm())
+    assert left <= (1 + TOLERANCE) * optimum + 1e-6 * sqrt(energy)
+
+
+def test_no_rows_have_a_basis_of_none() -> None:
+    assert orthonormal_rows(torch.zeros(0, 5)).shape == (0, 5)
