@@ -1,7 +1,10 @@
+import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from sigmascope.errors import CheckpointError, ModelMismatchError, NonFiniteError
 from sigmascope.lora.models.pairs import open_pair
@@ -152,3 +155,18 @@ def test_packed_float4_weights_are_refused(make_model_pair: "MakePair") -> None:
         open_pair(files.base, files.tuned),
     ):
         pass
+
+
+def test_a_tensor_in_a_shard_that_the_index_does_not_name_is_named(tmp_path: Path) -> None:
+    for name in ("base", "tuned"):
+        folder = tmp_path / name
+        folder.mkdir()
+        weight = torch.randn(8, 8, generator=torch.Generator().manual_seed(len(name)))
+        save_file(
+            {"denoiser.a.weight": weight, "denoiser.stray.weight": weight.clone()}, folder / "one.safetensors"
+        )
+        index = {"metadata": {}, "weight_map": {"denoiser.a.weight": "one.safetensors"}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with open_pair(tmp_path / "base", tmp_path / "tuned") as pair:
+        unread = [finding for finding in pair.findings if finding.id == "lora.unread_keys"]
+    assert [finding.evidence["keys"] for finding in unread] == ["denoiser.stray.weight"] * 2

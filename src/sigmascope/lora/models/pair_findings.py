@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from sigmascope.checkpoints import Checkpoint
+from sigmascope.checkpoints.checkpoint import LEFT_OUT_REASON
 from sigmascope.records.finding import Finding
 
 _NAMED = 3
@@ -28,6 +29,23 @@ def missing_keys(lacking: Checkpoint, having: Checkpoint, keys: Sequence[str]) -
         evidence={"tensors": len(keys), "lacking": str(lacking.path), "keys": " ".join(keys)},
         advice="Check that both are complete checkpoints of the same architecture.",
     )
+
+
+def unread_keys(checkpoint: Checkpoint) -> list[Finding]:
+    """Keys that a file holds and that cannot be compared: types that PyTorch lacks, keys that no index names."""
+    keys = [key for key, reason in checkpoint.skipped.items() if reason != LEFT_OUT_REASON]
+    if not keys:
+        return []
+    return [
+        Finding(
+            id="lora.unread_keys",
+            severity="warning",
+            message=f"{checkpoint.path} holds {counted(len(keys), 'tensor')} that are not compared: {named(keys)} "
+            f"({checkpoint.skipped[keys[0]]}).",
+            evidence={"tensors": len(keys), "file": str(checkpoint.path), "keys": " ".join(keys)},
+            advice="Convert them to a common type, or repair the index, if they belong to the model.",
+        )
+    ]
 
 
 def changed_shapes(base: Checkpoint, tuned: Checkpoint, keys: Sequence[str]) -> Finding:

@@ -15,7 +15,7 @@ from sigmascope.checkpoints.renamed import RenamedCheckpoint
 from sigmascope.errors import ModelMismatchError, NonFiniteError
 from sigmascope.lora.models.layer_kinds import WEIGHT, is_layer
 from sigmascope.lora.models.layout import ModelLayout
-from sigmascope.lora.models.pair_findings import missing_keys
+from sigmascope.lora.models.pair_findings import missing_keys, unread_keys
 from sigmascope.lora.models.pair_layouts import Side, sides_of
 from sigmascope.lora.models.pair_matching import refuse_missing, sort_tensors
 from sigmascope.lora.models.pair_options import PairOptions
@@ -138,6 +138,7 @@ def match(base: Checkpoint, tuned: Checkpoint, options: PairOptions | None = Non
     tensors = sort_tensors(base, tuned, shared, options)
     findings = [missing_keys(tuned, base, lost)] if lost else []
     findings += [missing_keys(base, tuned, added)] if added else []
+    findings += [*unread_keys(base), *unread_keys(tuned)]
     layers = [key for key in tensors.compared if is_layer(key, base.info(key).shape)]
     return CheckpointPair(
         base=base,
