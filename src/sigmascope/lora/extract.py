@@ -18,7 +18,6 @@ from sigmascope.lora.extraction.extraction_report import (
     ExtractedModule,
     ExtractionReport,
     LeftOutLayer,
-    over_budget,
 )
 from sigmascope.lora.extraction.extraction_rounds import DecomposedLayer, Rounds
 from sigmascope.lora.extraction.job_identity import job_identity
@@ -96,9 +95,8 @@ def extract_lora(
         sidecar = files.enter_context(atomic_path(sidecar_path(target)))
         sidecar.write_text(sidecar_text(report), encoding="utf-8")
         write_extracted(target, lora_format, pair, layers, journal, options, metadata, diffs)
-    findings = (*report.findings, *over_budget(report))
     seconds = time.perf_counter() - started
-    return replace(report, findings=findings, seconds=seconds, file_bytes=target.stat().st_size)
+    return replace(report, seconds=seconds, file_bytes=target.stat().st_size)
 
 
 def _report(

@@ -150,27 +150,3 @@ class ExtractionReport:
         fields = asdict(self) | {"options": self.options.as_dict()}
         paths = {name: str(fields.pop(name)) for name in ("base", "tuned", "lora", "sidecar")}
         return paths | totals | fields
-
-
-def over_budget(report: ExtractionReport) -> tuple[Finding, ...]:
-    """Say so where storage rounding took more than a budget for the error had set aside for it.
-
-    Args:
-        report: Whose errors are those of the stored factors, where the budget reckons with what rounding usually
-            costs. A weighted error is another one, and is not looked at.
-    """
-    budget, error = report.options.budget, report.relative_error
-    if budget is None or budget.max_error is None or budget.weights or error is None:
-        return ()
-    if error <= budget.max_error:
-        return ()
-    return (
-        Finding(
-            id="lora.error_above_budget",
-            severity="warning",
-            message=f"The error is {100 * error:.3g} %, above the {100 * budget.max_error:.3g} % that were asked for: "
-            f"rounding to {report.options.save_precision} took more than usual.",
-            evidence={"error": error, "max_error": budget.max_error},
-            advice="Use --save_precision float, or ask for a little less error.",
-        ),
-    )

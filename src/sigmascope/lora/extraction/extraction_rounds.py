@@ -6,10 +6,12 @@ may ask for more singular values of some of them once it has seen those of all.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Final
 
 import torch
 
+from sigmascope.errors import ConfigError
 from sigmascope.lora.extraction.journal import Journal
 from sigmascope.lora.extraction.layer_extraction import (
     LayerRecord,
@@ -24,11 +26,16 @@ from sigmascope.lora.extraction.options import ExtractOptions
 from sigmascope.lora.models.layer_names import in_coverage
 from sigmascope.lora.models.pairs import CheckpointPair
 from sigmascope.lora.ranking.budget import Budget
+from sigmascope.lora.ranking.budget_refusals import refuse_storage
+from sigmascope.lora.ranking.layer_weights import weight_of
 from sigmascope.lora.ranking.rank_rules import RankRules
 from sigmascope.lora.ranking.spectrum import Spectrum
 from sigmascope.lora.ranking.storage_cost import StorageCost
 from sigmascope.lora.ranks import RankPolicy
 from sigmascope.progress import Progress
+
+_TIGHTENED: Final = 0.999
+_LEAST_TIGHTENED: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,20 +114,29 @@ class Rounds:
         names = {layer: f"0:{layer}" for layer in records}
         pinned = {layer: records[layer].rank for layer in records if rules.override_for(layer)}
         lost = _lost(budget, records)
-        number = 0
+        number, allowed, error = 0, budget, 0.0
         while True:
             spectra = {layer: one.spectrum for layer, one in records.items() if one.reason is None} | lost
             fixed = {layer: rank for layer, rank in pinned.items() if layer in spectra}
-            allocation = budget.allocate(spectra, storage, fixed | dict.fromkeys(lost, 0))
-            if not allocation.wanted:
-                break
-            number += 1
-            records |= self._round(number, allocation.wanted)
-            names |= {layer: f"{number}:{layer}" for layer in allocation.wanted}
-        return {
-            layer: DecomposedLayer(names[layer], one, min(allocation.ranks.get(layer, 0), one.rank))
-            for layer, one in records.items()
-        }
+            try:
+                allocation = allowed.allocate(spectra, storage, fixed | dict.fromkeys(lost, 0))
+            except ConfigError:
+                if budget.max_error is None or allowed is budget:
+                    raise
+                refuse_storage(budget.max_error, error)
+            if allocation.wanted:
+                number += 1
+                records |= self._round(number, allocation.wanted)
+                names |= {layer: f"{number}:{layer}" for layer in allocation.wanted}
+                continue
+            chosen = {
+                layer: DecomposedLayer(names[layer], one, min(allocation.ranks.get(layer, 0), one.rank))
+                for layer, one in records.items()
+            }
+            error = _true_error(chosen, budget)
+            if budget.max_error is None or error <= budget.max_error:
+                return chosen
+            allowed = _tighter(allowed, budget.max_error, error)
 
     def _round(self, number: int, wanted: Mapping[str, RankPolicy | int | None]) -> dict[str, LayerRecord]:
         """Work through some layers; None as policy: the layer is excluded."""
@@ -168,6 +184,29 @@ def _lost(budget: Budget, records: Mapping[str, LayerRecord]) -> dict[str, Spect
         return {}
     reasons = {None, "unchanged"}
     return {layer: one.spectrum for layer, one in records.items() if one.reason not in reasons}
+
+
+def _true_error(layers: Mapping[str, DecomposedLayer], budget: Budget) -> float:
+    """The error that `max_error` limits, of the factors as they are stored."""
+    change = lost = 0.0
+    for layer, one in layers.items():
+        weight = weight_of(layer, budget.weights)
+        change += weight * one.record.delta_norm**2
+        lost += weight * one.record.error_at(one.rank) ** 2
+    return math.sqrt(lost / change) if change > 0 else 0.0
+
+
+def _tighter(allowed: Budget, asked: float, error: float) -> Budget:
+    """A budget that makes up for what rounding added beyond what was reckoned with.
+
+    Raises:
+        ConfigError: That is most of the error: the change is too small for the storage precision.
+    """
+    assert allowed.max_error is not None
+    tightened = _TIGHTENED * allowed.max_error * asked / error
+    if tightened < _LEAST_TIGHTENED * asked:
+        refuse_storage(asked, error)
+    return replace(allowed, max_error=tightened)
 
 
 class _ErrorSoFar:

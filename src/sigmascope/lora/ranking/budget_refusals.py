@@ -32,6 +32,18 @@ def refuse_rounding(max_error: float, rounding: float) -> NoReturn:
     )
 
 
+def refuse_storage(max_error: float, left: float) -> NoReturn:
+    """Refuse an error that factors in storage precision exceed whatever their ranks.
+
+    Raises:
+        ConfigError: With the error that they leave.
+    """
+    raise ConfigError(
+        f"--max_error {_percent(max_error)} cannot be met: factors in storage precision leave {_percent(left)}.",
+        hint="Store with --save_precision float, or ask for a larger error.",
+    )
+
+
 def refuse_error(max_error: float, least: float) -> NoReturn:
     """Refuse an error that the ranks which are set or limited exceed.
 
