@@ -221,8 +221,8 @@ def test_an_error_that_even_all_singular_values_leave_by_rounding_is_refused(
     models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(storage_cost, "_ROUNDING", 0.16)
-    with pytest.raises(ConfigError, match=re.escape("--max_error 0.2% cannot be met")):
-        extract(models, save_precision="bf16", budget=Budget(max_error=0.002))
+    with pytest.raises(ConfigError, match=re.escape("--max_error 0.14% cannot be met")):
+        extract(models, save_precision="bf16", budget=Budget(max_error=0.0014))
 
 
 def test_layers_that_are_left_out_count_as_lost(models: Models) -> None:
