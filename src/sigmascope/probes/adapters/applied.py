@@ -1,0 +1,63 @@
+"""One form for what ComfyUI's patchers and PEFT's layers hold: a change to one weight of a model."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import Tensor
+
+AdapterType = Literal["lora", "loha", "lokr", "glora", "oft", "boft", "dora", "diff", "set", "unknown"]
+PatchType = Literal["lora_up", "lora_down", "diff", "unknown"]
+PatchState = Literal["registered", "merged", "lazy", "inactive", "failed"]
+"""How far a change has come.
+
+registered: known to the host, in no weight and no forward pass yet; merged: in the weight; lazy: applied to the
+weight or beside it in each forward pass; inactive: there, but switched off or of strength 0; failed: it cannot be
+applied, as where its shape is not the weight's.
+"""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AppliedPatch:
+    """One change to one weight. It holds the host's own tensors: let go of it when they have been looked at.
+
+    Attributes:
+        key: The weight's name in the model's state dict, as it would be without any wrapper of an adapter.
+        adapter_type: What the change truly is.
+        patch_type: What the rules of seed 000 section 4 call it.
+        data_type: `str(type(...))` of what the host keeps for it.
+        state: How far it has come.
+        state_reason: What the state was read from.
+        source: The adapter's name; None where the host keeps none, as ComfyUI does.
+        index: Its place among the changes of that weight, in the order in which they are applied.
+        strength: What the change is multiplied with besides `scale`; None if it cannot be read.
+        strength_model: What the weight itself is multiplied with before the change is added.
+        rank: Of a low-rank change; None for others.
+        alpha: None where there is none, and then `scale` is 1.
+        scale: alpha / rank, or alpha / √rank where the layer says so.
+        tensors: By part. lora and dora: up, down, mid, dora_scale; loha: w1_a, w1_b, w2_a, w2_b, t1, t2;
+            lokr: w1, w2, w1_a, w1_b, w2_a, w2_b, t2; glora: a1, a2, b1, b2; oft and boft: blocks, rescale;
+            diff: diff; set: set; any but set: dora_scale. Shapes as the host has them, up (out, r[, …]) and
+            down (r, in[, kh, kw]). Parts that are not there are left out.
+        weight_shape: Of the weight that it is for; None if the model has none of that name.
+        offset: (dimension, start, length) of the part of the weight that it changes; None: all of it.
+        unavailable: What could not be read, with the reason.
+    """
+
+    key: str
+    adapter_type: AdapterType
+    patch_type: PatchType
+    data_type: str
+    state: PatchState
+    state_reason: str = ""
+    source: str | None = None
+    index: int = 0
+    strength: float | None = 1.0
+    strength_model: float | None = 1.0
+    rank: int | None = None
+    alpha: float | None = None
+    scale: float | None = 1.0
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    weight_shape: tuple[int, ...] | None = None
+    offset: tuple[int, int, int] | None = None
+    unavailable: Mapping[str, str] = field(default_factory=dict)
