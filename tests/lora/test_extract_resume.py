@@ -405,7 +405,7 @@ def test_any_round_of_a_budget_goes_on_where_it_was(
     leave_journal(models, target, after, **options)
     decomposed.clear()
     extract_lora(*models, target, ExtractOptions(**options))
-    assert len(decomposed) <= whole - after  # less: further layers may have been finished while it was stopped
+    assert len(decomposed) <= whole - after  # more may have been finished while it was stopped
     assert target.read_bytes() == expected
 
 
