@@ -1,7 +1,7 @@
 """Plain values to the types of `records` and back, strictly: nothing is coerced, nothing dropped."""
 
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 from cattrs import Converter, transform_error
 from cattrs.errors import BaseValidationError
@@ -9,6 +9,8 @@ from cattrs.v import format_exception
 
 from sigmascope.records.finding import JsonScalar
 from sigmascope.records.run import Run
+
+Record = TypeVar("Record")
 
 
 def run_to_plain(run: Run) -> dict[str, Any]:
@@ -23,10 +25,24 @@ def run_from_plain(plain: object) -> Run:
     Raises:
         ValueError: They do not describe a run; the message says where.
     """
+    return from_plain(plain, Run, "run")
+
+
+def from_plain(plain: object, kind: type[Record], name: str) -> Record:
+    """The record of that type that plain values describe.
+
+    Args:
+        plain: Dicts, lists and scalars.
+        kind: A dataclass of `records`.
+        name: What messages call it.
+
+    Raises:
+        ValueError: They do not describe one; the message says where.
+    """
     try:
-        return _converter().structure(plain, Run)
+        return _converter().structure(plain, kind)
     except BaseValidationError as error:
-        raise ValueError("; ".join(transform_error(error, "run", _in_words)[:3])) from error
+        raise ValueError("; ".join(transform_error(error, name, _in_words)[:3])) from error
 
 
 def _in_words(error: BaseException, kind: Any) -> str:
