@@ -7,45 +7,42 @@ from typing import Any, Literal
 from sigmascope.records.facts import TensorFacts
 from sigmascope.records.finding import Finding
 from sigmascope.records.peak import PeakMemory
+from sigmascope.records.strategies import (
+    STRATEGIES,
+    Direction,
+    Outcome,
+    Strategy,
+    attempt_stage,
+    strategy_label,
+    strategy_number,
+)
 
-Strategy = Literal["direct", "tiled", "cpu", "dummy"]
-Outcome = Literal["succeeded", "failed", "skipped"]
-Direction = Literal["encoding", "decoding"]
+__all__ = [
+    "RECORD_FACT",
+    "STRATEGIES",
+    "Basis",
+    "Direction",
+    "EncodingEvent",
+    "EncodingRecord",
+    "Layout",
+    "Outcome",
+    "SampleFacts",
+    "Strategy",
+    "StrategyAttempt",
+    "TileFacts",
+    "VaeFacts",
+    "attempt_stage",
+    "strategy_label",
+    "strategy_number",
+]
+
 Layout = Literal["BCHW", "BHWC", "BCFHW", "BFCHW", "BFHWC", "CFHW", "CHW", "FHWC", "packed"]
 """What each axis is: batch, channels, frames, height, width. Packed is (batch, patches, channels of a patch)."""
 
 Basis = Literal["config", "learned"]
 
-STRATEGIES: tuple[Strategy, ...] = ("direct", "tiled", "cpu", "dummy")
-"""In the order in which they are tried (SPEC section 5)."""
-
 RECORD_FACT = "vae_record"
 """Under which name a stage of a run keeps `EncodingRecord.as_dict()`."""
-
-_LABELS: Mapping[Direction, Mapping[Strategy, str]] = {
-    "encoding": {
-        "direct": "Direct VAE Encoding",
-        "tiled": "Tiled VAE Encoding",
-        "cpu": "CPU Fallback Encoding",
-        "dummy": "Emergency Dummy Latents",
-    },
-    "decoding": {
-        "direct": "Direct VAE Decoding",
-        "tiled": "Tiled VAE Decoding",
-        "cpu": "CPU Fallback Decoding",
-        "dummy": "Emergency Dummy Frames",
-    },
-}
-
-
-def strategy_label(strategy: Strategy, direction: Direction = "encoding") -> str:
-    """The name that SPEC section 5 gives a strategy, such as "Direct VAE Encoding"."""
-    return _LABELS[direction][strategy]
-
-
-def strategy_number(strategy: Strategy) -> int:
-    """1 to 4, as the summary counts them."""
-    return STRATEGIES.index(strategy) + 1
 
 
 @dataclass(frozen=True, slots=True)
