@@ -8,8 +8,8 @@ from torch import nn
 
 from sigmascope.lbm.architecture import VaeConfig
 from sigmascope.lbm.model import LbmModel
-from sigmascope.lbm.tiling import tile_starts, tiled_map
 from sigmascope.lbm.vae import LbmVae
+from sigmascope.pipeline.tiling_axis import tile_starts
 
 SEAM = 12
 """Latent elements beside a tile's inner edge that the tiny VAE's convolutions see across it."""
@@ -54,32 +54,6 @@ def test_architecture_reaches_diffusers() -> None:
     assert vae.config.norm_num_groups == 8
     assert len(vae.encoder.down_blocks[0].resnets) == 3
     assert vae.quant_conv is None
-
-
-@pytest.mark.parametrize(
-    ("length", "tile", "overlap", "starts"),
-    [(10, 10, 2, [0]), (4, 10, 2, [0]), (18, 10, 2, [0, 8]), (11, 10, 2, [0, 1]), (20, 10, 2, [0, 5, 10])],
-)
-def test_tiles_cover_the_length(length: int, tile: int, overlap: int, starts: list[int]) -> None:
-    assert tile_starts(length, tile, overlap) == starts
-
-
-@pytest.mark.parametrize("size", [(7, 5), (16, 16), (33, 17), (100, 9)])
-@pytest.mark.parametrize("tile", [4, 7, 16])
-def test_tiling_a_pointwise_map_changes_nothing(size: tuple[int, int], tile: int) -> None:
-    tensor = torch.randn(2, 3, *size)
-    tiled = tiled_map(lambda part: 2 * part + 1, tensor, tile=tile, scale=(1, 1))
-    torch.testing.assert_close(tiled, 2 * tensor + 1)
-
-
-def test_tiling_follows_the_scale() -> None:
-    tensor = torch.randn(1, 1, 12, 20)
-    tiled = tiled_map(
-        lambda part: part.repeat_interleave(2, -1).repeat_interleave(2, -2), tensor, tile=8, scale=(2, 1)
-    )
-    torch.testing.assert_close(tiled, tensor.repeat_interleave(2, -1).repeat_interleave(2, -2))
-    pooled = tiled_map(lambda part: torch.nn.functional.avg_pool2d(part, 4), tensor, tile=8, scale=(1, 4))
-    torch.testing.assert_close(pooled, torch.nn.functional.avg_pool2d(tensor, 4))
 
 
 @pytest.fixture(scope="module")

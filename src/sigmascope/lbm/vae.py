@@ -1,12 +1,14 @@
 """The VAE of an LBM model: images in [-1, 1] to latents (sample − shift)·scaling, and back."""
 
+from collections.abc import Sequence
+
 import torch
 from diffusers import AutoencoderKL
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from sigmascope.lbm.architecture import VaeConfig
-from sigmascope.lbm.tiling import tiled_map
+from sigmascope.pipeline.tiling import TilePlan, plan, tiled_map
 
 Images = Float[Tensor, "batch 3 height width"]
 Latents = Float[Tensor, "batch channels latent_height latent_width"]
@@ -65,7 +67,7 @@ class LbmVae(nn.Module):
         if tile_size is None:
             moments = self._moments(images)
         else:
-            moments = tiled_map(self._moments, images, tile=tile_size, scale=(1, self.factor))
+            moments = tiled_map(self._moments, images, self._tiles(images.shape[-2:], tile_size))
         mean, log_variance = moments.chunk(2, dim=1)
         latents = mean
         if sample:
@@ -85,7 +87,12 @@ class LbmVae(nn.Module):
         latents = latents.to(self.dtype) / self.config.scaling_factor + self.config.shift_factor
         if tile_size is None:
             return self._pixels(latents)
-        return tiled_map(self._pixels, latents, tile=tile_size // self.factor, scale=(self.factor, 1))
+        height, width = (side * self.factor for side in latents.shape[-2:])
+        return tiled_map(self._pixels, latents, self._tiles((height, width), tile_size))
+
+    def _tiles(self, size: Sequence[int], tile_size: int) -> TilePlan:
+        tile = max(tile_size // self.factor, 2) * self.factor
+        return plan(size[0], size[1], tile, None, self.factor)
 
     def _moments(self, images: Tensor) -> Tensor:
         encoded: Tensor = self.vae_model.encoder(images)
