@@ -1,0 +1,85 @@
+"""The tokenizer classes of transformers, with vocabularies made here.
+
+Only Qwen2's is trained: the trainers of the other two number their tokens in another order in each process.
+"""
+
+import json
+import re
+import string
+from collections.abc import Iterable
+from functools import cache
+from typing import Any
+
+CORPUS = (
+    "a red fox jumps over the lazy dog",
+    "masterpiece, best quality, highly detailed portrait of a young woman",
+    "a castle on a hill at sunset, dramatic lighting, 4k",
+    "blurry, low quality, watermark, text",
+)
+WORDS = tuple(re.findall("[a-z]+", " ".join(CORPUS)))
+VOCABULARY = 640
+START, END = "<|startoftext|>", "<|endoftext|>"
+
+
+@cache
+def clip_tokenizer() -> Any:
+    """CLIP's: 77 tokens, every byte also as one that ends a word, and the words of the corpus."""
+    from tokenizers.pre_tokenizers import ByteLevel
+    from transformers import CLIPTokenizer
+
+    letters = sorted(ByteLevel.alphabet())
+    merges = _merges_of_words(WORDS)
+    tokens = [*letters, *(f"{letter}</w>" for letter in letters), *map("".join, merges), START, END]
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    return CLIPTokenizer(vocab=vocabulary, merges=merges, model_max_length=77)
+
+
+def _merges_of_words(words: Iterable[str]) -> list[tuple[str, str]]:
+    """Pairs to merge, so that each word becomes one token, letter by letter."""
+    merges: dict[tuple[str, str], None] = {}
+    for word in words:
+        for end in range(1, len(word)):
+            last = word[end] if end < len(word) - 1 else f"{word[end]}</w>"
+            merges[word[:end], last] = None
+    return list(merges)
+
+
+@cache
+def t5_tokenizer() -> Any:
+    """T5's: Unigram, an end token and no start token; a word of the corpus is likelier than its letters."""
+    from transformers import T5Tokenizer
+
+    letters = ["▁", *string.ascii_lowercase, *string.digits, *string.punctuation]
+    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), *((letter, -9.0) for letter in letters)]
+    pieces += [(f"▁{word}", -5.0) for word in dict.fromkeys(WORDS)]
+    return T5Tokenizer(vocab=pieces, extra_ids=0, model_max_length=512)
+
+
+@cache
+def qwen_tokenizer() -> Any:
+    """Qwen2's: byte-level BPE, with the marks of its chat template."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from transformers import Qwen2Tokenizer
+
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=350,
+        special_tokens=[END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    vocabulary, merges = _trained(backend, trainer)
+    return Qwen2Tokenizer(
+        vocab=vocabulary,
+        merges=merges,
+        extra_special_tokens={"start": "<|im_start|>", "stop": "<|im_end|>"},
+        model_max_length=2048,
+    )
+
+
+def _trained(backend: Any, trainer: Any) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """The vocabulary and merges that the corpus gives."""
+    backend.train_from_iterator(CORPUS, trainer)
+    model = json.loads(backend.to_str())["model"]
+    return dict(model["vocab"]), [tuple(pair) for pair in model["merges"]]
