@@ -104,8 +104,8 @@ def _folded_product(
     a, b, c, d = one >> shift, one & low, other >> shift, other & low
     middle = (b * d >> shift) + (a * d & low) + b * c
     high = a * c + (a * d >> shift) + (middle >> shift)
-    product: UInt64[np.ndarray, " pieces"] = one * other
-    return product ^ high
+    folded: UInt64[np.ndarray, " pieces"] = (one * other) ^ high
+    return folded
 
 
 def _word(offset: int) -> int:
