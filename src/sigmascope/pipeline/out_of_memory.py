@@ -1,0 +1,86 @@
+"""Which errors say that memory ran out, and letting go of what the failed attempt held."""
+
+import errno
+import gc
+import re
+import traceback
+from collections.abc import Iterator
+
+import torch
+
+from sigmascope.probes.reading import attempt
+
+_WORDS = re.compile(
+    r"out of memory(?! bounds)"  # CUDA, HIP, MPS and their drivers
+    r"|DefaultCPUAllocator"  # "can't allocate memory", on Windows "not enough memory"
+    r"|can(?:'|no)t allocate memory"
+    r"|not enough memory"
+    r"|Invalid buffer size"  # MPS, for a buffer above what Metal allows
+    r"|_STATUS_ALLOC_FAILED"  # cuBLAS, cuDNN, cuSPARSE
+    r"|OUT_OF_(?:DEVICE|HOST)_MEMORY"  # Level Zero, OpenCL
+    r"|bad allocation|bad_alloc",
+    re.IGNORECASE,
+)
+_WINDOWS_COMMIT_LIMIT = 1455  # "the paging file is too small"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out, on any device or in RAM.
+
+    True for `MemoryError`, `torch.OutOfMemoryError` (CUDA, HIP, XPU), a `RuntimeError` whose words say so
+    (MPS, the CPU's allocator, drivers and libraries), an `OSError` of that number, and whatever was raised
+    from one of these. NaN and wrong shapes are other errors.
+    """
+    return any(_says_so(one) for one in _causes(error))
+
+
+def let_go(error: BaseException, outer: BaseException | None = None) -> None:
+    """Drop what an error holds: the local variables of all frames that it went through, and these frames.
+
+    Args:
+        error: Caught, and done with.
+        outer: What was being handled already when the attempt began. It and what lies behind it are
+            somebody else's, and stay.
+    """
+    for one in list(_chain(error, outer)):
+        traceback.clear_frames(one.__traceback__)
+        one.__traceback__ = None
+
+
+def free_memory(*devices: torch.device) -> None:
+    """Collect garbage, then give the devices' cached blocks back to them. Never raises."""
+    gc.collect()
+    for kind in {device.type for device in devices} - {"cpu", "meta"}:
+        empty_cache = getattr(getattr(torch, kind, None), "empty_cache", None)
+        if empty_cache is not None:
+            attempt(empty_cache)
+
+
+def _says_so(error: BaseException) -> bool:
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM or getattr(error, "winerror", None) == _WINDOWS_COMMIT_LIMIT
+    return isinstance(error, RuntimeError) and _WORDS.search(str(error)) is not None
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """The error and what it was raised from, explicitly."""
+    seen: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        yield cause
+        cause = cause.__cause__
+
+
+def _chain(error: BaseException, outer: BaseException | None) -> Iterator[BaseException]:
+    """The error and all that it was raised from or while handling, up to `outer`."""
+    seen: set[int] = set() if outer is None else {id(one) for one in _chain(outer, None)}
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        one = waiting.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            yield one
+            waiting += [one.__cause__, one.__context__]

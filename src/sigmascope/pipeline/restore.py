@@ -1,0 +1,173 @@
+"""A VAE as it was: what an attempt changes of a model is put back, whatever ended the attempt."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_NOT_ATTRIBUTES = ("_parameters", "_buffers", "_modules", "training")
+_SMALL_BYTES = 1 << 20
+
+
+def modules_in(vae: object) -> list[nn.Module]:
+    """The outermost modules that a VAE is or holds, such as ComfyUI's `first_stage_model`."""
+    if isinstance(vae, nn.Module):
+        return [vae]
+    return [value for value in _attributes_of(vae).values() if isinstance(value, nn.Module)]
+
+
+def tensors_of(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
+    """Parameters and buffers, each once."""
+    seen: set[int] = set()
+    for module in modules:
+        for tensor in (*module.parameters(), *module.buffers()):
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield tensor
+
+
+@contextmanager
+def for_inference(vae: object, **switches: object) -> Iterator[None]:
+    """Without gradients, in evaluation mode, and with some attributes set; all is as before on leaving.
+
+    Args:
+        vae: A module or what holds some.
+        **switches: Attributes to set on `vae` meanwhile, such as `use_tiling=False`.
+    """
+    parts = [part for module in modules_in(vae) for part in module.modules()]
+    was_training = [part for part in parts if part.training]
+    own = _attributes_of(vae)
+    before = {name: own[name] for name in switches if name in own}
+    try:
+        for part in was_training:
+            part.training = False
+        for name, value in switches.items():
+            object.__setattr__(vae, name, value)
+        with torch.no_grad():
+            yield
+    finally:
+        for part in was_training:
+            part.training = True
+        for name in switches:
+            _put_attribute(own, name, before)
+
+
+@contextmanager
+def as_before(*things: object, also_on_success: bool = False) -> Iterator[None]:
+    """Put things back if what is done here fails: placement, dtype, attributes, buffers, caches.
+
+    A VAE that fails half way may keep its intermediate results, as those of causal videos do in their
+    caches of features; with the attributes as they were, these are let go.
+
+    Args:
+        *things: Modules, with all their parts; of any other object its own attributes alone.
+        also_on_success: Put them back in any case.
+    """
+    state = _State.of(things)
+    try:
+        yield
+    except BaseException:
+        state.put_back()
+        raise
+    if also_on_success:
+        state.put_back()
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One module, or the object that holds it. Tensors are known by reference, and small buffers by value."""
+
+    thing: object
+    attributes: Mapping[str, Any]
+    parameters: Mapping[str, Tensor | None] = field(default_factory=dict)
+    buffers: Mapping[str, Tensor | None] = field(default_factory=dict)
+    training: bool = False
+
+    @classmethod
+    def of(cls, thing: object) -> "_Part":
+        kept = {name: value for name, value in _attributes_of(thing).items() if name not in _NOT_ATTRIBUTES}
+        if not isinstance(thing, nn.Module):
+            return cls(thing, kept)
+        return cls(thing, kept, dict(thing._parameters), dict(thing._buffers), thing.training)
+
+    def put_back(self) -> None:
+        own = _attributes_of(self.thing)
+        for name in [name for name in own if name not in self.attributes and name not in _NOT_ATTRIBUTES]:
+            del own[name]
+        for name, value in self.attributes.items():
+            if own.get(name) is not value:
+                own[name] = value
+        if isinstance(self.thing, nn.Module):
+            _put_tensors(self.thing._parameters, self.parameters)
+            _put_tensors(self.thing._buffers, self.buffers)
+            self.thing.training = self.training
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """A parameter or buffer with where and what it was."""
+
+    tensor: Tensor
+    device: torch.device
+    dtype: torch.dtype
+    copy: Tensor | None
+    version: int | None
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "_Placed":
+        version = None if tensor.is_inference() else tensor._version
+        return cls(tensor, tensor.device, tensor.dtype, _small_copy(tensor), version)
+
+    def put_back(self) -> None:
+        with torch.no_grad():
+            if (self.tensor.device, self.tensor.dtype) != (self.device, self.dtype):
+                self.tensor.data = self.tensor.data.to(self.device, self.dtype)
+            if self.copy is not None and self.tensor._version != self.version:
+                self.tensor.copy_(self.copy)
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    parts: list[_Part]
+    placed: list[_Placed]
+
+    @classmethod
+    def of(cls, things: tuple[object, ...]) -> "_State":
+        modules = [thing for thing in things if isinstance(thing, nn.Module)]
+        others = [thing for thing in things if not isinstance(thing, nn.Module)]
+        parts = [*others, *(part for module in modules for part in module.modules())]
+        return cls([_Part.of(part) for part in parts], [_Placed.of(one) for one in tensors_of(modules)])
+
+    def put_back(self) -> None:
+        for part in self.parts:
+            part.put_back()
+        for placed in self.placed:
+            placed.put_back()
+
+
+def _attributes_of(thing: object) -> dict[str, Any]:
+    attributes: dict[str, Any] = getattr(thing, "__dict__", {})
+    return attributes
+
+
+def _put_attribute(own: dict[str, Any], name: str, before: Mapping[str, Any]) -> None:
+    if name in before:
+        own[name] = before[name]
+    else:
+        own.pop(name, None)
+
+
+def _put_tensors(now: dict[str, Any], before: Mapping[str, Tensor | None]) -> None:
+    if list(now) != list(before) or any(now[name] is not before[name] for name in before):
+        now.clear()
+        now.update(before)
+
+
+def _small_copy(tensor: Tensor) -> Tensor | None:
+    """Of buffers alone, which a forward pass may count up in place."""
+    if isinstance(tensor, nn.Parameter) or tensor.is_inference() or tensor.is_meta:
+        return None
+    return tensor.detach().clone() if tensor.nbytes <= _SMALL_BYTES else None
