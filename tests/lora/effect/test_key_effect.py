@@ -102,7 +102,7 @@ def test_a_convolution_is_its_matrix(randn: Randn, make_patch: MakePatch) -> Non
 def test_factors_of_another_shape_are_said(randn: Randn, make_patch: MakePatch) -> None:
     effect = effect_of([make_patch("lora", up=randn(12, 3), down=randn(3, 7))], randn(12, 8))
     assert effect.delta_norm is None
-    assert effect.unavailable["delta_norm"].startswith("a.weight: up (12, 3) and down (3, 7)")
+    assert effect.unavailable["delta_norm"] == "a.weight: a change of (12, 7) is none of a weight (12, 8)."
 
 
 def test_nan_is_no_norm(randn: Randn, make_patch: MakePatch) -> None:
@@ -132,3 +132,16 @@ def test_contents_are_subtracted(randn: Randn) -> None:
 def test_contents_of_other_shapes_have_no_difference(randn: Randn) -> None:
     effect = measured_effect(randn(3, 4), randn(4, 3))
     assert effect.unavailable["delta_norm"] == "the weight was (3, 4) and is (4, 3)."
+
+
+def test_a_weight_that_its_change_enlarges_grows_by_zeros(randn: Randn, make_patch: MakePatch) -> None:
+    """As ComfyUI does for the input of FLUX' control LoRAs."""
+    patch = make_patch("lora", up=randn(12, 3), down=randn(3, 16), weight_shape=(12, 8))
+    effect = effect_of([patch], randn(12, 8))
+    assert effect.delta_norm == pytest.approx(norm(dense(patch)), rel=1e-12)
+
+
+def test_a_change_is_reshaped_where_only_the_count_agrees(randn: Randn, make_patch: MakePatch) -> None:
+    patch = make_patch("lora", up=randn(8, 3), down=randn(3, 12))
+    effect = effect_of([patch], randn(12, 8))
+    assert effect.delta_norm == pytest.approx(norm(dense(patch)), rel=1e-12)

@@ -11,7 +11,7 @@ from torch import Tensor
 from sigmascope.errors import LoraFormatError, ModelMismatchError, NonFiniteError, SigmascopeError
 from sigmascope.lora.effect.acting import is_by_peft, kept_of_weight, sort_patches, strength_of
 from sigmascope.lora.effect.patch_change import change_by, needs_weight
-from sigmascope.lora.effect.patch_factors import factors_of, is_product, norm_of_sum, weight_shape_of
+from sigmascope.lora.effect.patch_factors import factors_of, fits, is_product, norm_of_sum, weight_shape_of
 from sigmascope.lora.norms import frobenius_norm
 from sigmascope.lora.precision import is_real
 from sigmascope.probes.adapters.applied import AppliedPatch
@@ -96,12 +96,15 @@ def _change_norm(patches: Sequence[AppliedPatch], weight: Tensor | None) -> floa
     acting = sort_patches(patches).acting
     if not acting:
         return 0.0
-    if all(is_product(patch) and patch.strength_model == 1.0 for patch in acting):
-        shape = weight_shape_of(acting, weight)
-        if shape is None:
-            raise LoraFormatError(f"the shape of {acting[0].key} is not known, and a part of it is changed.")
+    shape = weight_shape_of(acting, weight)
+    if shape is not None and all(_is_added(patch, shape) for patch in acting):
         return _finite(norm_of_sum([factors_of(patch, shape) for patch in acting]))
     return _finite(frobenius_norm(delta_of(acting, weight)))
+
+
+def _is_added(patch: AppliedPatch, shape: tuple[int, ...]) -> bool:
+    """Whether it adds factors of the weight's own matrix, and leaves the weight as it is."""
+    return is_product(patch) and patch.strength_model == 1.0 and fits(patch, shape)
 
 
 def delta_of(acting: Sequence[AppliedPatch], weight: Tensor | None) -> Tensor:
@@ -115,7 +118,7 @@ def delta_of(acting: Sequence[AppliedPatch], weight: Tensor | None) -> Tensor:
         raise LoraFormatError(f"{_NOT_GIVEN}, and what it is changed by depends on it.")
     if shape is None:
         raise LoraFormatError(f"{_NOT_GIVEN}, and its shape is not known.")
-    base = torch.zeros(shape, dtype=torch.float64) if weight is None else _wide(weight)
+    base = torch.zeros(shape, dtype=torch.float64) if weight is None else _enlarged(_wide(weight), shape)
     delta = torch.zeros_like(base)
     for patch in acting:
         part, change = (_part(whole, patch) for whole in (base, delta))
@@ -148,6 +151,14 @@ def _wide(weight: Tensor) -> Tensor:
     _require_numbers(weight)
     source = weight.detach()
     return (source.cpu() if source.device.type == "mps" else source).to(torch.float64)
+
+
+def _enlarged(weight: Tensor, shape: tuple[int, ...]) -> Tensor:
+    if tuple(weight.shape) == shape:
+        return weight
+    whole = weight.new_zeros(shape)
+    whole[tuple(map(slice, weight.shape))] = weight
+    return whole
 
 
 def _weight_norm(weight: Tensor | None) -> float:

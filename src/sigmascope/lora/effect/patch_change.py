@@ -12,10 +12,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from sigmascope.errors import LoraFormatError
+from sigmascope.errors import LoraFormatError, ModelMismatchError
 from sigmascope.lora.adapters import DiffChange, DoraChange, LohaChange, LokrChange
 from sigmascope.lora.effect.acting import is_by_peft, scale_of_patch, strength_of
-from sigmascope.lora.effect.patch_factors import factors_of
+from sigmascope.lora.effect.patch_factors import factors_of, own_shape
 from sigmascope.lora.effect.rotations import boft_change, oft_change
 from sigmascope.probes.adapters.applied import AppliedPatch
 
@@ -56,12 +56,19 @@ def _direction(patch: AppliedPatch, weight: Tensor) -> Tensor:
     """The change at strength 1, before magnitudes; rotations have a strength of their own inside."""
     form = _FORMS.get(patch.adapter_type)
     if form is None:
-        raise LoraFormatError(f"{patch.key}: a change of kind {patch.adapter_type} cannot be calculated.")
-    return form(patch, weight).reshape(weight.shape)
+        why = f": {'; '.join(patch.unavailable.values())}" if patch.unavailable else ""
+        raise LoraFormatError(f"{patch.key}: a change of kind {patch.adapter_type} is not calculated{why}.")
+    change = form(patch, weight)
+    if change.numel() != weight.numel():
+        raise ModelMismatchError(
+            f"{patch.key}: a change of {tuple(change.shape)} is none of a weight {tuple(weight.shape)}."
+        )
+    return change.reshape(weight.shape)
 
 
 def _product(patch: AppliedPatch, weight: Tensor) -> Tensor:
-    found = factors_of(_whole(patch), tuple(weight.shape))
+    whole = replace(patch, offset=None, adapter_type="lora")
+    found = factors_of(whole, own_shape(whole))
     return (found.up @ found.down).to(weight.device) * scale_of_patch(patch)
 
 
@@ -88,7 +95,8 @@ def _glora(patch: AppliedPatch, weight: Tensor) -> Tensor:
         return (b2 @ b1 + weight.flatten(1) @ a2 @ a1).mul(scale_of_patch(patch))
     rows = weight.flatten(2) if weight.ndim > 2 else weight.unsqueeze(-1)
     turned: Tensor = torch.einsum("oix,ij->ojx", rows, a1 @ a2).reshape(weight.shape)
-    return turned.add((b1 @ b2).reshape(weight.shape)).mul(scale_of_patch(patch))
+    whole: Tensor = turned.add((b1 @ b2).reshape(weight.shape)).mul(scale_of_patch(patch))
+    return whole
 
 
 def _is_old_glora(patch: AppliedPatch, weight: Tensor) -> bool:
@@ -128,14 +136,20 @@ def _magnified(patch: AppliedPatch, weight: Tensor, change: Tensor) -> Tensor:
     magnitude = _tensor(patch, "dora_scale", weight)
     if is_by_peft(patch):
         per_output = magnitude.numel() == weight.shape[0]
+        return DoraChange(DiffChange({"diff": change}), magnitude, per_output).delta(weight, torch.float64)
+    changed = weight + change
+    if magnitude.shape[:1] == weight.shape[:1]:
+        norm = _norms_along(weight, 0)
     else:
-        per_output = magnitude.shape[:1] == weight.shape[:1]
-        if per_output:
-            kept = [weight.shape[0], *(1 for _ in weight.shape[1:])]
-            norm = torch.linalg.vector_norm(weight.flatten(1), dim=1).reshape(kept) + _EPSILON
-            return (weight + change) * (magnitude.reshape(kept) / norm) - weight
-    direction = DiffChange({"diff": change})
-    return DoraChange(direction, magnitude, per_output).delta(weight, torch.float64)
+        norm = _norms_along(changed, 1)
+    result: Tensor = changed * (magnitude / (norm + _EPSILON)) - weight
+    return result
+
+
+def _norms_along(weight: Tensor, axis: int) -> Tensor:
+    others = [number for number in range(weight.ndim) if number != axis]
+    norms: Tensor = torch.linalg.vector_norm(weight, dim=others, keepdim=True)
+    return norms
 
 
 def _parts(patch: AppliedPatch, weight: Tensor, start: str, names: set[str]) -> dict[str, Tensor]:
@@ -146,10 +160,6 @@ def _tensor(patch: AppliedPatch, name: str, weight: Tensor) -> Tensor:
     if name not in patch.tensors:
         raise LoraFormatError(f"{patch.key}: a change of kind {patch.adapter_type} without its {name}.")
     return patch.tensors[name].detach().to(weight.device, torch.float64)
-
-
-def _whole(patch: AppliedPatch) -> AppliedPatch:
-    return patch if patch.offset is None else replace(patch, offset=None)
 
 
 def _refuse_by_peft(patch: AppliedPatch) -> None:

@@ -8,7 +8,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from sigmascope.errors import ModelMismatchError
+from sigmascope.errors import LoraFormatError, ModelMismatchError
 from sigmascope.lora.effect.acting import scale_of_patch, strength_of
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.precision import in_double
@@ -30,23 +30,43 @@ class WeightedFactors:
 
 
 def weight_shape_of(patches: Sequence[AppliedPatch], weight: Tensor | None) -> Shape | None:
-    """The shape of the weight that changes are for: its own, or what they say of it; None where nobody does."""
-    if weight is not None:
-        return tuple(weight.shape)
-    known = next((patch.weight_shape for patch in patches if patch.weight_shape is not None), None)
-    if known is not None or any(patch.offset is not None for patch in patches):
-        return known
-    plain = next((patch for patch in patches if is_product(patch)), None)
-    if plain is not None:
-        down = plain.tensors["mid"] if "mid" in plain.tensors else plain.tensors["down"]
-        return (plain.tensors["up"].shape[0], plain.tensors["down"].shape[1], *down.shape[2:])
-    whole = next((patch for patch in patches if patch.adapter_type == "diff"), None)
-    return None if whole is None else tuple(whole.tensors["diff"].shape)
+    """The shape that a weight has after its changes: its own, or as far as they say; None where nobody does.
+
+    ComfyUI enlarges a weight by zeros for a change that says so.
+    """
+    own = [own_shape(patch) for patch in patches if patch.offset is None and _shows(patch)]
+    said = [patch.weight_shape for patch in patches if patch.weight_shape is not None]
+    if weight is None and not said and not own:
+        return None
+    given = tuple(weight.shape) if weight is not None else (said or own)[0]
+    larger = [shape for shape in own if len(shape) == len(given) and prod(shape) > prod(given)]
+    return tuple(map(max, given, *larger)) if larger else given
 
 
 def is_product(patch: AppliedPatch) -> bool:
     """Whether a change is up · down and nothing else."""
     return patch.adapter_type == "lora" and {"up", "down"} <= patch.tensors.keys()
+
+
+def own_shape(patch: AppliedPatch) -> Shape:
+    """The shape that a plain change or a difference has by itself, without looking at the weight.
+
+    Raises:
+        LoraFormatError: It is neither.
+    """
+    if patch.adapter_type == "diff" and "diff" in patch.tensors:
+        return tuple(patch.tensors["diff"].shape)
+    if not is_product(patch):
+        raise LoraFormatError(f"{patch.key}: a {patch.adapter_type} change does not show its shape.")
+    down = patch.tensors["down"]
+    kernel = patch.tensors["mid"].shape[2:] if "mid" in patch.tensors else down.shape[2:]
+    return (patch.tensors["up"].shape[0], down.shape[1], *kernel)
+
+
+def fits(patch: AppliedPatch, shape: Shape) -> bool:
+    """Whether a plain change is the matrix of a weight, and not one that is reshaped to it."""
+    own = own_shape(patch)
+    return patch.offset is not None or (own[0], prod(own[1:])) == (shape[0], prod(shape[1:]))
 
 
 def factors_of(patch: AppliedPatch, shape: Shape) -> WeightedFactors:
@@ -92,6 +112,10 @@ def concatenated(parts: Sequence[WeightedFactors]) -> LoraFactors:
     up = torch.cat([part.up.to(device) * part.weight for part in parts], dim=1)
     down = torch.cat([part.down.to(device) for part in parts])
     return LoraFactors(up, down, float(up.shape[1]), (up.shape[0], down.shape[1]))
+
+
+def _shows(patch: AppliedPatch) -> bool:
+    return is_product(patch) or (patch.adapter_type == "diff" and "diff" in patch.tensors)
 
 
 def _pair(part: WeightedFactors) -> LoraFactors:
