@@ -143,6 +143,51 @@ def test_a_token_that_is_zero_in_one_is_named() -> None:
     assert "A is zero there" in found.reason
 
 
+def zero_padded(words: Tensor, tokens: int = 512) -> Tensor:
+    """As WAN's pipeline pads a prompt."""
+    return torch.nn.functional.pad(words, (0, 0, 0, tokens - words.shape[1]))
+
+
+def test_zero_padding_does_not_turn_rounding_into_a_difference() -> None:
+    words = random(1, 20, 64)
+    computed = words * (1 + 0.004 * random(1, 20, 64, seed=1))
+    found = compare_tensors(zero_padded(words), zero_padded(computed).bfloat16())
+    assert (found.verdict, found.first_token) == ("rounding", None)
+
+
+def test_a_changed_token_in_front_of_zero_padding_is_found() -> None:
+    words = random(1, 20, 64)
+    changed = words.clone()
+    changed[0, 7] *= 1.2
+    found = compare_tensors(zero_padded(words), zero_padded(changed).bfloat16())
+    assert (found.verdict, found.first_token) == ("different", 7)
+
+
+def test_other_words_in_front_of_zero_padding_are_different() -> None:
+    found = compare_tensors(zero_padded(random(1, 20, 64)), zero_padded(random(1, 20, 64, seed=1)))
+    assert found.verdict == "different"
+
+
+def test_a_result_of_zeros_is_called_that() -> None:
+    found = compare_tensors(COND, torch.zeros_like(COND))
+    assert found.verdict == "different"
+    assert found.reason.startswith("B is zero and A is not")
+
+
+def test_values_whose_squares_are_beyond_float64_are_said_to_be() -> None:
+    huge = random(4, 4).double() * 1e200
+    found = compare_tensors(huge, huge * 1.5)
+    assert found.verdict == "different"
+    assert "beyond float64" in found.reason
+
+
+def test_integers_of_two_kinds_are_told_apart_beyond_float64() -> None:
+    signed, unsigned = torch.tensor([2**62 + 1]), torch.tensor([2**62]).to(torch.uint64)
+    assert compare_tensors(signed, unsigned).verdict == "different"
+    assert compare_tensors(torch.tensor([2**62]), unsigned).verdict == "identical"
+    assert compare_tensors(torch.tensor([-1]), torch.tensor([-1]).to(torch.uint64)).verdict == "different"
+
+
 def test_a_default_device_of_the_host_does_not_matter() -> None:
     changed = COND.clone()
     changed[0, 3] += 1

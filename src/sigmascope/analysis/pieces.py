@@ -71,6 +71,9 @@ def _parts(a: Tensor, b: Tensor, start: int, most: int) -> Iterator[tuple[int, T
 
 
 def _unequal(a: Tensor, b: Tensor, wide_a: Tensor, wide_b: Tensor) -> Tensor:
-    if a.dtype == b.dtype and not a.is_floating_point() and a.element_size() >= _EXACT_IN_FLOAT64:
-        return a != b
+    if not (a.is_floating_point() or b.is_floating_point()) and (
+        max(a.element_size(), b.element_size()) >= _EXACT_IN_FLOAT64
+    ):
+        # As int64 numbers from 2⁶³ on turn negative, whose sign float64 keeps.
+        return (a.to(torch.int64) != b.to(torch.int64)) | ((wide_a < 0) != (wide_b < 0))
     return (wide_a != wide_b) & ~(wide_a.isnan() & wide_b.isnan())

@@ -31,6 +31,7 @@ class TokenErrors:
         outside: Elements outside the tolerance.
         unequal: Elements that differ at all.
         scale: ⟨a, b⟩ / ⟨a, a⟩, the factor that brings a nearest to b; 1 where a is zero.
+        blank: Whether the slice is zero in both, as the padding of many pipelines is: nothing there can be rounded.
     """
 
     axis: int
@@ -39,9 +40,21 @@ class TokenErrors:
     outside: tuple[int, ...]
     unequal: tuple[int, ...]
     scale: tuple[float, ...]
+    blank: tuple[bool, ...]
 
     def __len__(self) -> int:
         return len(self.relative_l2)
+
+    @property
+    def filled(self) -> int:
+        """How many slices are not blank."""
+        return len(self) - sum(self.blank)
+
+    @property
+    def typical(self) -> float:
+        """The median (of two, the lower one) of the relative errors of the slices that are not blank; 0 without any."""
+        errors = sorted(error for error, blank in zip(self.relative_l2, self.blank, strict=True) if not blank)
+        return errors[(len(errors) - 1) // 2] if errors else 0.0
 
     @property
     def worst(self) -> int | None:

@@ -6,7 +6,13 @@ import torch
 from torch import Tensor
 
 Columns = tuple[
-    int, tuple[float, ...], tuple[float, ...], tuple[int, ...], tuple[int, ...], tuple[float, ...]
+    int,
+    tuple[float, ...],
+    tuple[float, ...],
+    tuple[int, ...],
+    tuple[int, ...],
+    tuple[float, ...],
+    tuple[bool, ...],
 ]
 
 
@@ -57,7 +63,7 @@ class TokenSums:
         return (start // self._inner + torch.arange(rows, device="cpu")) % self._tokens, (rows, self._inner)
 
     def columns(self) -> Columns:
-        """Axis, relative L2, largest error, elements outside, elements unequal, and scale."""
+        """Axis, relative L2, largest error, elements outside, elements unequal, scale, and which are blank."""
         relative = (self._dd.sqrt() / self._aa.sqrt()).where(self._dd > 0, 0.0)
         scale = (self._ab / self._aa).where(self._aa > 0, 1.0)
         return (
@@ -67,4 +73,5 @@ class TokenSums:
             tuple(map(int, self._outside.tolist())),
             tuple(map(int, self._unequal.tolist())),
             tuple(scale.tolist()),
+            tuple(((self._aa == 0) & (self._unequal == 0)).tolist()),
         )

@@ -12,6 +12,7 @@ Verdict = Literal["identical", "rounding", "close", "different"]
 ORDER: tuple[Verdict, ...] = ("identical", "rounding", "close", "different")
 
 _FLOAT16_LARGEST = 65504
+_LARGEST_SQUARE_ROOT = 1e150
 
 
 def judge(errors: TensorErrors, tolerance: Tolerance) -> tuple[Verdict, str]:
@@ -40,16 +41,15 @@ def first_diverging_token(errors: TensorErrors, tolerance: Tolerance) -> int | N
     """The first token that lies further apart than rounding of it, or the others' error, explains.
 
     With the user's tolerance it is the first with an element outside. Otherwise a token diverges beyond the computed
-    error, or beyond both the storage error and 4 times the median token, whichever is less.
+    error, or beyond both the storage error and 4 times the median token that is not zero in both, whichever is less.
     """
     tokens = errors.tokens
     if tokens is None:
         return None
     if tolerance.by_user:
         return next((token for token, count in enumerate(tokens.outside) if count), None)
-    median = sorted(tokens.relative_l2)[(len(tokens) - 1) // 2]
     storage = tolerance.roundoff_a + tolerance.roundoff_b
-    limit = min(tolerance.computed, max(storage, TOKEN_FACTOR * median))
+    limit = min(tolerance.computed, max(storage, TOKEN_FACTOR * tokens.typical))
     broken = errors.non_finite_mismatch > 0
     found = (
         token
@@ -101,13 +101,13 @@ def _fits(errors: TensorErrors, bound: float, scale_bound: float) -> bool:
 
 
 def _concentrated(errors: TensorErrors) -> int | None:
-    """The token on which the error sits, if it is not spread over all."""
+    """The token on which the error sits, if it is not spread over all that have values."""
     tokens = errors.tokens
-    if tokens is None or len(tokens) < 2 or tokens.worst is None:
+    if tokens is None or tokens.filled < 2 or tokens.worst is None:
         return None
     touched = sum(count > 0 for count in tokens.unequal)
     uneven = tokens.relative_l2[tokens.worst] > TOKEN_FACTOR * (errors.relative_l2 or 0.0)
-    return tokens.worst if uneven or touched < len(tokens) / 2 else None
+    return tokens.worst if uneven or touched < tokens.filled / 2 else None
 
 
 def _difference(errors: TensorErrors, tolerance: Tolerance) -> str:
@@ -115,7 +115,12 @@ def _difference(errors: TensorErrors, tolerance: Tolerance) -> str:
     if tolerance.roundoff_a == tolerance.roundoff_b == 0.0:
         return f"{errors.unequal:,} of {errors.elements:,} elements differ, and {tolerance.narrower} does not round."
     if errors.relative_l2 is None:
-        return f"A is zero and B is not (largest difference {_number(errors.max_abs)})."
+        largest = f"(largest difference {_number(errors.max_abs)})"
+        if (errors.max_abs or 0.0) > _LARGEST_SQUARE_ROOT:
+            return f"The squares of the values are beyond float64 {largest}."
+        return f"A is zero and B is not {largest}."
+    if errors.scale == 0.0 and errors.relative_l2 == 1.0:
+        return f"B is zero and A is not (largest difference {_number(errors.max_abs)})."
     error = f"Relative error {_percent(errors.relative_l2)}"
     token = _concentrated(errors)
     if token is not None and errors.tokens is not None:
@@ -144,8 +149,8 @@ def _where(tokens: TokenErrors, token: int) -> str:
     worst = f"most of it at token {token} ({size})"
     if touched == 1:
         return f"all of it at token {token} ({size})"
-    if touched < len(tokens) / 2:
-        return f"in {touched} of {len(tokens)} tokens, {worst}; rounding in a computation touches all"
+    if touched < tokens.filled / 2:
+        return f"in {touched} of {tokens.filled} tokens, {worst}; rounding in a computation touches all"
     return f"{worst}; rounding in a computation spreads evenly"
 
 
