@@ -3,8 +3,7 @@
 Everything is known by names, configs and layers, so that neither diffusers nor ComfyUI is imported.
 """
 
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -13,16 +12,13 @@ from sigmascope.probes import module_facts
 from sigmascope.records.facts import ModuleFacts
 from sigmascope.records.latents import VaeFacts
 from sigmascope.stages.host_reading import read_host
+from sigmascope.stages.latents.vae_config import config_facts, whole
 
 _HOLDERS = ("vae", "vae_model", "_orig_mod")
 """Where pipelines, an LBM model's VAE and torch.compile keep the VAE itself."""
 
 _MOST_FRAMES = 65
 _FACTS = ("latent_channels", "image_channels", "spatial_factor", "temporal_factor", "is_video")
-
-_VIDEO_CONFIG = frozenset(
-    {"temperal_downsample", "temporal_compression_ratio", "temporal_expansions", "scale_factor_temporal"}
-)
 
 
 def vae_facts(vae: object) -> VaeFacts:
@@ -33,12 +29,8 @@ def vae_facts(vae: object) -> VaeFacts:
     reading = read_host(lambda: _facts(inner_vae(vae)))
     if reading.value is not None:
         return reading.value
-    return VaeFacts(type(vae).__name__, unavailable=dict.fromkeys(_FACTS, reason_for(reading.reason)))
-
-
-def reason_for(reason: str | None) -> str:
-    """A reason that is always text."""
-    return reason or "it could not be read"
+    reason = reading.reason or "it could not be read"
+    return VaeFacts(type(vae).__name__, unavailable=dict.fromkeys(_FACTS, reason))
 
 
 def inner_vae(vae: object) -> object:
@@ -74,7 +66,8 @@ def _facts(vae: object) -> VaeFacts:
         return _comfyui(vae, module)
     config = getattr(vae, "config", None)
     if isinstance(config, Mapping):
-        return _diffusers(vae, config, module)
+        facts = config_facts(vae, config)
+        return VaeFacts(type(vae).__name__, **_weights(module), **_with_reasons(facts, "config"))
     return _unknown(type(vae).__name__, f"{type(vae).__name__} has no config that is known", module)
 
 
@@ -107,9 +100,9 @@ def _comfyui(vae: Any, module: ModuleFacts) -> VaeFacts:
     factor, apart = _factor_of(over_time) if callable(over_time) else (1, False)
     is_video = getattr(vae, "latent_dim", 2) == 3
     facts = {
-        "latent_channels": _whole(getattr(vae, "latent_channels", None)),
-        "image_channels": _whole(getattr(vae, "output_channels", None)),
-        "spatial_factor": _whole(down[-1] if isinstance(down, tuple) else down),
+        "latent_channels": whole(getattr(vae, "latent_channels", None)),
+        "image_channels": whole(getattr(vae, "output_channels", None)),
+        "spatial_factor": whole(down[-1] if isinstance(down, tuple) else down),
         "temporal_factor": factor,
         "first_frame_apart": apart,
         "is_video": is_video,
@@ -128,94 +121,3 @@ def _factor_of(latent_frames: Callable[[int], Any]) -> tuple[int | None, bool]:
             causal = latent_frames(1) == 1 and latent_frames(2 * frames - 1) >= 3
             return (frames - 1, True) if causal else (frames // 2, False)
     return None, False
-
-
-def _diffusers(vae: Any, config: Mapping[str, Any], module: ModuleFacts) -> VaeFacts:
-    is_video = _is_video(vae, config)
-    facts = {
-        "latent_channels": _first(
-            config, ("latent_channels", "z_dim", "vq_embed_dim", "encoder_hidden_size")
-        ),
-        "image_channels": _image_channels(config),
-        "spatial_factor": _spatial(vae, config),
-        "temporal_factor": _temporal(vae, config) if is_video else 1,
-        "first_frame_apart": is_video and _is_causal(vae, config),
-        "is_video": is_video,
-    }
-    return VaeFacts(type(vae).__name__, **_weights(module), **_with_reasons(facts, "config"))
-
-
-def _image_channels(config: Mapping[str, Any]) -> int | None:
-    """What the pictures have: `in_channels` may count patches or Fourier features, `out_channels` does not."""
-    if _first(config, ("patch_size",)) is not None or "temporal_expansions" in config:
-        return 3
-    return _first(config, ("in_channels", "input_channels", "out_channels"))
-
-
-def _is_video(vae: Any, config: Mapping[str, Any]) -> bool:
-    """Whether it takes frames on an axis of their own: its encoder has 3-D layers, or its config a factor of time."""
-    if _VIDEO_CONFIG & config.keys():
-        return True
-    encoder = getattr(vae, "encoder", vae)
-    return isinstance(encoder, nn.Module) and any(isinstance(part, nn.Conv3d) for part in encoder.modules())
-
-
-def _is_causal(vae: Any, config: Mapping[str, Any]) -> bool:
-    told = next((config[name] for name in ("encoder_causal", "is_causal") if name in config), None)
-    if told is not None:
-        return bool(told)
-    encoder = getattr(vae, "encoder", vae)
-    return isinstance(encoder, nn.Module) and any("Causal" in name for name in _class_names(encoder))
-
-
-def _class_names(module: nn.Module) -> Iterator[str]:
-    return (type(part).__name__ for part in module.modules())
-
-
-def _spatial(vae: Any, config: Mapping[str, Any]) -> int | None:
-    stages = config.get("temperal_downsample")
-    if isinstance(
-        stages, list | tuple
-    ):  # WAN and Qwen-Image: the layers themselves, whatever else is claimed
-        return 2 ** len(stages) * (_first(config, ("patch_size",)) or 1)
-    told = _own(vae, "spatial_compression_ratio")
-    told = told or _first(config, ("spatial_compression_ratio", "scale_factor_spatial"))
-    widths = _first_list(
-        config, ("down_block_out_channels", "encoder_block_out_channels", "block_out_channels")
-    )
-    return told or (None if widths is None else 2 ** (len(widths) - 1))
-
-
-def _temporal(vae: Any, config: Mapping[str, Any]) -> int | None:
-    stages = config.get("temperal_downsample")
-    if isinstance(stages, list | tuple):
-        return int(2 ** sum(map(bool, stages)))
-    told = _own(vae, "temporal_compression_ratio")
-    if told is not None:
-        return told
-    expansions = config.get("temporal_expansions")
-    if isinstance(expansions, list | tuple):
-        return int(math.prod(expansions))
-    return _first(config, ("temporal_compression_ratio", "scale_factor_temporal"))
-
-
-def _own(vae: object, name: str) -> int | None:
-    """An attribute of the object itself: asking diffusers for one that only its config has makes it warn."""
-    return _whole(vars(vae).get(name))
-
-
-def _first(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
-    found = (_whole(config.get(name)) for name in names)
-    return next((number for number in found if number is not None), None)
-
-
-def _first_list(config: Mapping[str, Any], names: tuple[str, ...]) -> list[Any] | None:
-    found = (config.get(name) for name in names)
-    return next((list(one) for one in found if isinstance(one, list | tuple)), None)
-
-
-def _whole(number: object) -> int | None:
-    """A positive whole number, of whatever type; None for anything else."""
-    if isinstance(number, bool) or not isinstance(number, int | float) or number < 1:
-        return None
-    return int(number) if number == int(number) else None
