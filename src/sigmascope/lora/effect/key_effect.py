@@ -2,22 +2,19 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from math import isfinite, prod
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from sigmascope.errors import LoraFormatError, ModelMismatchError, NonFiniteError, SigmascopeError
+from sigmascope.errors import LoraFormatError, ModelMismatchError, SigmascopeError
 from sigmascope.lora.effect.acting import is_by_peft, kept_of_weight, sort_patches, strength_of
 from sigmascope.lora.effect.patch_change import change_by, needs_weight
 from sigmascope.lora.effect.patch_factors import factors_of, fits, is_product, norm_of_sum, weight_shape_of
+from sigmascope.lora.effect.weights import NOT_GIVEN, difference, enlarged, finite, weight_norm, wide
 from sigmascope.lora.norms import frobenius_norm
-from sigmascope.lora.precision import is_real
 from sigmascope.probes.adapters.applied import AppliedPatch
 from sigmascope.probes.reading import attempt
-
-_NOT_GIVEN: Final = "the weight was not given"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +61,7 @@ def effect_of(patches: Sequence[AppliedPatch], weight: Tensor | None) -> Effect:
     """
     unavailable: dict[str, str] = {}
     delta = attempt(lambda: _change_norm(patches, weight), SigmascopeError, torch.OutOfMemoryError)
-    whole = attempt(lambda: _weight_norm(weight), SigmascopeError, torch.OutOfMemoryError)
+    whole = attempt(lambda: weight_norm(weight), SigmascopeError, torch.OutOfMemoryError)
     if delta.reason is not None:
         unavailable["delta_norm"] = _plain(delta.reason)
     if whole.reason is not None:
@@ -82,8 +79,8 @@ def measured_effect(before: Tensor, after: Tensor) -> Effect:
         after: As it is, of the same shape; on any device, which is where the difference is formed.
     """
     unavailable: dict[str, str] = {}
-    delta = attempt(lambda: _difference(before, after), SigmascopeError, torch.OutOfMemoryError)
-    whole = attempt(lambda: _weight_norm(before), SigmascopeError, torch.OutOfMemoryError)
+    delta = attempt(lambda: difference(before, after), SigmascopeError, torch.OutOfMemoryError)
+    whole = attempt(lambda: weight_norm(before), SigmascopeError, torch.OutOfMemoryError)
     if delta.reason is not None:
         unavailable["delta_norm"] = _plain(delta.reason)
     if whole.reason is not None:
@@ -98,8 +95,8 @@ def _change_norm(patches: Sequence[AppliedPatch], weight: Tensor | None) -> floa
         return 0.0
     shape = weight_shape_of(acting, weight)
     if shape is not None and all(_is_added(patch, shape) for patch in acting):
-        return _finite(norm_of_sum([factors_of(patch, shape) for patch in acting]))
-    return _finite(frobenius_norm(delta_of(acting, weight)))
+        return finite(norm_of_sum([factors_of(patch, shape) for patch in acting]))
+    return finite(frobenius_norm(delta_of(acting, weight)))
 
 
 def _is_added(patch: AppliedPatch, shape: tuple[int, ...]) -> bool:
@@ -115,10 +112,10 @@ def delta_of(acting: Sequence[AppliedPatch], weight: Tensor | None) -> Tensor:
     """
     shape = weight_shape_of(acting, weight)
     if weight is None and any(map(needs_weight, acting)):
-        raise LoraFormatError(f"{_NOT_GIVEN}, and what it is changed by depends on it.")
+        raise LoraFormatError(f"{NOT_GIVEN}, and what it is changed by depends on it.")
     if shape is None:
-        raise LoraFormatError(f"{_NOT_GIVEN}, and its shape is not known.")
-    base = torch.zeros(shape, dtype=torch.float64) if weight is None else _enlarged(_wide(weight), shape)
+        raise LoraFormatError(f"{NOT_GIVEN}, and its shape is not known.")
+    base = torch.zeros(shape, dtype=torch.float64) if weight is None else enlarged(wide(weight), shape)
     delta = torch.zeros_like(base)
     for patch in acting:
         part, change = (_part(whole, patch) for whole in (base, delta))
@@ -145,53 +142,6 @@ def _part(whole: Tensor, patch: AppliedPatch) -> Tensor:
     if axis >= whole.ndim or start + length > whole.shape[axis]:
         raise ModelMismatchError(f"{patch.key}: {patch.offset} is no part of a weight {tuple(whole.shape)}.")
     return whole.narrow(axis, start, length)
-
-
-def _wide(weight: Tensor) -> Tensor:
-    _require_numbers(weight)
-    source = weight.detach()
-    return (source.cpu() if source.device.type == "mps" else source).to(torch.float64)
-
-
-def _enlarged(weight: Tensor, shape: tuple[int, ...]) -> Tensor:
-    if tuple(weight.shape) == shape:
-        return weight
-    whole = weight.new_zeros(shape)
-    whole[tuple(map(slice, weight.shape))] = weight
-    return whole
-
-
-def _weight_norm(weight: Tensor | None) -> float:
-    if weight is None:
-        raise LoraFormatError(_NOT_GIVEN)
-    _require_numbers(weight)
-    return _finite(frobenius_norm(weight.cpu() if weight.device.type == "mps" else weight), "the weight")
-
-
-def _difference(before: Tensor, after: Tensor) -> float:
-    if before.shape != after.shape:
-        raise ModelMismatchError(f"the weight was {tuple(before.shape)} and is {tuple(after.shape)}.")
-    _require_numbers(before)
-    _require_numbers(after)
-    one, two = before.detach().to(after.device).reshape(-1), after.detach().reshape(-1)
-    size, squares = 1 << 22, []
-    for start in range(0, prod(after.shape), size):
-        chunk = two[start : start + size].to(torch.float64) - one[start : start + size].to(torch.float64)
-        squares.append(torch.dot(chunk, chunk))
-    return _finite(float(torch.stack(squares).sum().sqrt()) if squares else 0.0)
-
-
-def _require_numbers(weight: Tensor) -> None:
-    if not is_real(weight.dtype):
-        raise LoraFormatError(
-            f"the weight is stored as {str(weight.dtype).removeprefix('torch.')}, whose numbers are not those of the layer."
-        )
-
-
-def _finite(norm: float, what: str = "the change") -> float:
-    if not isfinite(norm):
-        raise NonFiniteError(f"{what} holds NaN or Inf, or numbers too large for float64.")
-    return norm
 
 
 def _ratio(delta: float | None, whole: float | None, unavailable: dict[str, str]) -> float | None:

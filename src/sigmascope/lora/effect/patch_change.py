@@ -138,10 +138,9 @@ def _magnified(patch: AppliedPatch, weight: Tensor, change: Tensor) -> Tensor:
         per_output = magnitude.numel() == weight.shape[0]
         return DoraChange(DiffChange({"diff": change}), magnitude, per_output).delta(weight, torch.float64)
     changed = weight + change
-    if magnitude.shape[:1] == weight.shape[:1]:
-        norm = _norms_along(weight, 0)
-    else:
-        norm = _norms_along(changed, 1)
+    # Until April 2025 ComfyUI kept changes as tuples, and took all magnitudes for those of inputs.
+    by_output = magnitude.shape[:1] == weight.shape[:1] and "tuple" not in patch.data_type
+    norm = _norms_along(weight, 0) if by_output else _norms_along(changed, 1)
     result: Tensor = changed * (magnitude / (norm + _EPSILON)) - weight
     return result
 

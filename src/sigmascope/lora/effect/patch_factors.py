@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sigmascope.errors import LoraFormatError, ModelMismatchError
+from sigmascope.lora.adapters import LohaChange, LokrChange
 from sigmascope.lora.effect.acting import scale_of_patch, strength_of
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.precision import in_double
@@ -18,6 +19,7 @@ _CANCELLED: Final = 1e-6
 """A sum this much shorter than its parts has lost half of float64's digits in squares, and is taken from QR."""
 
 Shape = tuple[int, ...]
+_FACTS: Final = {"loha": ("hada_", LohaChange.facts), "lokr": ("lokr_", LokrChange.facts)}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,13 +51,16 @@ def is_product(patch: AppliedPatch) -> bool:
 
 
 def own_shape(patch: AppliedPatch) -> Shape:
-    """The shape that a plain change or a difference has by itself, without looking at the weight.
+    """The shape that a change has by itself, without looking at the weight.
 
     Raises:
-        LoraFormatError: It is neither.
+        LoraFormatError: Its parts do not fit together, or tell no shape.
     """
     if patch.adapter_type == "diff" and "diff" in patch.tensors:
         return tuple(patch.tensors["diff"].shape)
+    if patch.adapter_type in _FACTS:
+        start, facts = _FACTS[patch.adapter_type]
+        return facts({start + name: tuple(part.shape) for name, part in patch.tensors.items()}).weight_shape
     if not is_product(patch):
         raise LoraFormatError(f"{patch.key}: a {patch.adapter_type} change does not show its shape.")
     down = patch.tensors["down"]
@@ -84,7 +89,7 @@ def factors_of(patch: AppliedPatch, shape: Shape) -> WeightedFactors:
     if "mid" in patch.tensors:
         core = in_double(patch.tensors["mid"]).to(down.device)
         down = torch.tensordot(core, down.flatten(1), dims=([1], [0])).movedim(-1, 1)
-    up, down = _placed(patch, up, down.to(up.device), shape)
+    up, down = placed(patch, up, down.to(up.device), shape)
     return WeightedFactors(up, down, strength_of(patch) * scale_of_patch(patch))
 
 
@@ -115,15 +120,20 @@ def concatenated(parts: Sequence[WeightedFactors]) -> LoraFactors:
 
 
 def _shows(patch: AppliedPatch) -> bool:
-    return is_product(patch) or (patch.adapter_type == "diff" and "diff" in patch.tensors)
+    whole = patch.adapter_type == "diff" and "diff" in patch.tensors
+    return whole or is_product(patch) or patch.adapter_type in _FACTS
 
 
 def _pair(part: WeightedFactors) -> LoraFactors:
     return LoraFactors(part.up, part.down, float(part.up.shape[1]), (part.up.shape[0], part.down.shape[1]))
 
 
-def _placed(patch: AppliedPatch, up: Tensor, down: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
-    """The factors with zeros where the weight is not changed."""
+def placed(patch: AppliedPatch, up: Tensor, down: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
+    """Factors of a part of a weight, with zeros where it is not changed.
+
+    Raises:
+        ModelMismatchError: They do not fit the weight, or the part.
+    """
     if patch.offset is None:
         if (up.shape[0], down[0].numel()) != (shape[0], prod(shape[1:])):
             raise _misfit(patch, up, down, shape)

@@ -1,0 +1,19 @@
+"""The angles between two spaces (Björck and Golub, Math. Comp. 27, 1973)."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+
+def principal_angles(one: Float[Tensor, "n r"], other: Float[Tensor, "n s"]) -> Float[Tensor, " k"]:
+    """The min(r, s) angles between two spaces in degrees, rising; small ones from their sines.
+
+    Args:
+        one: Orthonormal columns.
+        other: The same, of the same length.
+    """
+    large, small = (one, other) if one.shape[1] >= other.shape[1] else (other, one)
+    core = large.mT @ small
+    cosines = torch.linalg.svdvals(core).clamp(max=1.0)
+    sines = torch.linalg.svdvals(small - large @ core).clamp(max=1.0).flip(0)
+    return torch.rad2deg(torch.where(cosines.square() >= 0.5, sines.asin(), cosines.acos()))
