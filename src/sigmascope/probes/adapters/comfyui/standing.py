@@ -29,11 +29,9 @@ class Standings:
     def __init__(self, patcher: object) -> None:
         self._model = attribute(patcher, "model")
         self._kept = mapping(patcher, "backup")
-        self._patches = mapping(patcher, "patches")
         self._names_its_set = hasattr_safely(self._model, "current_weight_patches_uuid")
         self._loaded = self._loaded_patcher(patcher) if self._names_its_set else None
         self._loaded_patches = mapping(self._loaded, "patches")
-        self._own = self._loaded is not None and self._loaded_patches.keys() == self._patches.keys()
 
     def of(self, key: str, entry: object) -> Standing:
         """Where an entry of `patches[key]` stands.
