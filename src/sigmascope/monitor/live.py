@@ -119,15 +119,17 @@ Entered: TypeAlias = "tuple[int, Scope, Mark | None, Entered | None]"
 class Step:
     """A step of the innermost open stage, to be entered with `with`, as often as one likes.
 
-    Every entry is one step, also one inside another. Threads need an object each.
+    Every entry is one step, also one inside another. Threads need an object each. `last` is when the
+    step that was left last began and ended, in nanoseconds of the recorder's clock; None: none was open.
     """
 
-    __slots__ = ("_entered", "_recorder")
+    __slots__ = ("_entered", "_recorder", "last")
 
     def __init__(self, recorder: "sigmascope.monitor.recorder.Recorder") -> None:
         self._recorder = recorder
         # started, scope, mark at the start, and what was entered before: a chain, for re-entry
         self._entered: Entered | None = None
+        self.last: tuple[int, int] | None = None
 
     def __enter__(self) -> "Step":
         recorder = self._recorder
@@ -144,8 +146,10 @@ class Step:
     ) -> None:
         ended_ns = self._recorder.clock()
         if self._entered is None:
+            self.last = None
             return
         started_ns, scope, mark, self._entered = self._entered
+        self.last = (started_ns, ended_ns)
         try:
             scope.add_step(started_ns, ended_ns, mark)
         except Exception as failure:  # noqa: BLE001 - as above

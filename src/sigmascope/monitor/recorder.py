@@ -18,6 +18,7 @@ from sigmascope.monitor.json_values import as_json
 from sigmascope.monitor.live import CURRENT, Frame, LiveStage, Step, pop, push
 from sigmascope.monitor.scope import Scope
 from sigmascope.probes import Accelerator
+from sigmascope.records.host import HostFacts
 from sigmascope.records.run import Run, Stage
 
 UNSTAGED = "unstaged"
@@ -98,6 +99,10 @@ class Recorder:
         """Bring the peaks of all open stages up to date now, between the steps and samples that do it anyway."""
         self._instruments.look()
 
+    def host(self) -> HostFacts | None:
+        """Return facts about this machine, read once a process; None if they cannot be read."""
+        return self._instruments.host()
+
     def run(self) -> Run:
         """Return all that is known now. While anything is open, `complete` is False.
 
@@ -113,7 +118,7 @@ class Recorder:
             name=self.name,
             started_at=self._wall_clock(started_ns),
             seconds=(ended_ns - started_ns) / 1e9,
-            host=instruments.host(),
+            host=self.host(),
             stages=self._stages(started_ns),
             facts=dict(self._facts),
             complete=not (is_open or self._broke_off),

@@ -1,0 +1,203 @@
+"""One generation while it runs: its clock, its steps, and where it will end."""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from threading import Lock, get_ident
+from typing import Final
+
+from sigmascope.analysis.score import projected_seconds
+from sigmascope.monitor.context import current_recorder
+from sigmascope.monitor.guard import Guard
+from sigmascope.monitor.live import Step
+from sigmascope.monitor.recorder import Recorder
+from sigmascope.records.host import HostFacts
+from sigmascope.records.performance import PerformanceMetrics
+from sigmascope.records.run import Run, Stage
+
+STAGE: Final = "generation"
+RECENT_STEPS: Final = 5
+"""How many of the last steps the projection takes the mean of."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepProgress:
+    """Where a running generation is at the end of a step. Times are seconds.
+
+    Attributes:
+        step: Steps done.
+        steps: Steps that are planned; 0: not known, and then `projected_seconds` is the time elapsed.
+        projected_seconds: Elapsed + mean of the last steps · steps left.
+        misses_target: Whether that is above the target.
+    """
+
+    step: int
+    steps: int
+    step_seconds: float
+    elapsed_seconds: float
+    projected_seconds: float
+    target_seconds: float
+    misses_target: bool
+
+
+Listener = Callable[[StepProgress], None]
+
+
+class Generation:
+    """Made by `PerformanceMonitor`; lies in the recorder that is current, or in one of its own.
+
+    Attributes:
+        stands_alone: Begun by `start_timing`, to be ended by `end_timing`.
+        outer: The generation of the same monitor that this one was begun in.
+        run: Its record, once it has ended, if the recorder is its own.
+
+    Args:
+        metrics: What is known beforehand: names, plan and target.
+        make_recorder: Makes a recorder where none is current.
+        max_steps: How many steps' times to keep.
+        guard: The monitor's.
+    """
+
+    def __init__(
+        self, metrics: PerformanceMetrics, make_recorder: Callable[[], Recorder], max_steps: int, guard: Guard
+    ) -> None:
+        self.metrics = metrics
+        self.step_seconds: deque[float] = deque(maxlen=max_steps)
+        self.steps = 0
+        self.is_open = False
+        self.stands_alone = False
+        self.outer: Generation | None = None
+        self.run: Run | None = None
+        current = current_recorder()
+        self._own = make_recorder() if current is None else None
+        self.recorder = recorder = self._own or current or make_recorder()
+        self._guard = guard
+        self._stage = recorder.stage(STAGE)
+        self._total_step_seconds = 0.0
+        self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._started_ns = 0
+        self._stopwatch_ns: int | None = None
+        self._first_step_ns: int | None = None
+        self._warned = False
+        self._open_steps: dict[int, Step] = {}
+        self._lock = Lock()
+
+    def begin(self) -> None:
+        """Open the stage and start the clock."""
+        if self._own is not None:
+            self._guard.read("generation", self._own.__enter__)
+        self._guard.read("generation", self._stage.__enter__)
+        self.is_open = True
+        self._started_ns = self._stopwatch_ns = self.recorder.clock()
+
+    def end(self, error: BaseException | None = None) -> Stage | None:
+        """Stop the clock and close the stage; None if the record cannot be read."""
+        self.is_open = False
+        kind, trace = (None, None) if error is None else (type(error), error.__traceback__)
+        try:
+            self._guard.read("generation", lambda: self._stage.__exit__(kind, error, trace))
+        finally:
+            if self._own is not None:
+                own = self._own
+                self._guard.read("generation", lambda: own.__exit__(kind, error, trace))
+        return self._guard.read("generation", self._stage.record)[0]
+
+    def keep(self) -> None:
+        """Put the metrics on the stage, keep the run if it is this generation's own, and let go of the rest."""
+        self._stage.fact("performance", self.metrics.as_dict())
+        self._open_steps.clear()
+        if self._own is not None:
+            self.run = self._guard.read("generation", self._own.run)[0]
+
+    def host(self) -> HostFacts | None:
+        """Facts about the machine; None if they cannot be read."""
+        return self.recorder.host()
+
+    # --- stopwatch
+
+    def restart_stopwatch(self) -> None:
+        """Let `stopwatch` count from now."""
+        self._stopwatch_ns = self.recorder.clock()
+
+    def stopwatch(self) -> float | None:
+        """Seconds since the generation began or `restart_stopwatch`."""
+        return None if self._stopwatch_ns is None else (self.recorder.clock() - self._stopwatch_ns) / 1e9
+
+    # --- steps: the hot path
+
+    def start_step(self) -> None:
+        """Begin a step of this thread."""
+        thread = get_ident()
+        step = self._open_steps.get(thread)
+        if step is None:
+            step = self._open_steps[thread] = self.recorder.step()
+        step.__enter__()
+
+    def end_step(self, listener: Listener | None, warn: Listener) -> float | None:
+        """End this thread's step.
+
+        Args:
+            listener: Called after each step.
+            warn: Called once, at the first step from which the target will be missed.
+
+        Returns:
+            The step's seconds; None if none was begun.
+        """
+        step = self._open_steps.get(get_ident())
+        if step is None:
+            return None
+        step.__exit__(None, None, None)
+        if step.last is None:
+            return None
+        started_ns, ended_ns = step.last
+        seconds = (ended_ns - started_ns) / 1e9
+        with self._lock:
+            self.steps += 1
+            self._total_step_seconds += seconds
+            self.step_seconds.append(seconds)
+            self._recent.append(seconds)
+            if self._first_step_ns is None:
+                self._first_step_ns = started_ns
+            if self._warned and listener is None:
+                return seconds
+            projected = self._project(ended_ns)
+            is_first = projected > self.metrics.target_generation_time and not self._warned
+            if is_first:
+                self._warned = True
+            elif listener is None:
+                return seconds
+        progress = self._progress(seconds, ended_ns, projected)
+        if listener is not None:
+            self._guard.call("step listener", lambda: listener(progress))
+        if is_first:
+            self._guard.call("early warning", lambda: warn(progress))
+        return seconds
+
+    def mean_step_seconds(self) -> float | None:
+        """Of all steps, also those no longer kept."""
+        return self._total_step_seconds / self.steps if self.steps else None
+
+    def setup_seconds(self) -> float | None:
+        """From the beginning to the first step; None without steps."""
+        return None if self._first_step_ns is None else (self._first_step_ns - self._started_ns) / 1e9
+
+    def elapsed_seconds(self) -> float:
+        """Since the beginning."""
+        return (self.recorder.clock() - self._started_ns) / 1e9
+
+    def _project(self, now_ns: int) -> float:
+        recent = self._recent
+        left = self.metrics.num_inference_steps - self.steps
+        return projected_seconds((now_ns - self._started_ns) / 1e9, sum(recent) / len(recent), left)
+
+    def _progress(self, seconds: float, now_ns: int, projected: float) -> StepProgress:
+        target = self.metrics.target_generation_time
+        return StepProgress(
+            step=self.steps,
+            steps=self.metrics.num_inference_steps,
+            step_seconds=seconds,
+            elapsed_seconds=(now_ns - self._started_ns) / 1e9,
+            projected_seconds=projected,
+            target_seconds=target,
+            misses_target=projected > target,
+        )

@@ -1,0 +1,114 @@
+"""Which generation a thread or task is in, and those that are over."""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from dataclasses import replace
+
+from sigmascope.monitor.generation import Generation
+from sigmascope.monitor.generation_metrics import fill_memory, fill_times
+from sigmascope.monitor.guard import Guard
+from sigmascope.monitor.recorder import Recorder
+from sigmascope.records.performance import PerformanceMetrics
+from sigmascope.records.run import Run, Stage
+
+# By monitor, the generation that this thread or task is in, or was in last. Replaced, never changed.
+_NONE: Mapping[object, Generation] = {}
+_CURRENT: ContextVar[Mapping[object, Generation]] = ContextVar("sigmascope_generations", default=_NONE)
+
+
+class Generations:
+    """The generations of one monitor. Safe to use from any thread or task.
+
+    Args:
+        make_recorder: Makes a recorder of a name.
+        history: How many finished generations to remember.
+        step_history: How many steps' times to remember.
+        guard: The monitor's.
+    """
+
+    def __init__(
+        self, make_recorder: Callable[[str], Recorder], history: int, step_history: int, guard: Guard
+    ) -> None:
+        self.runs: deque[Run] = deque(maxlen=history)
+        self._make_recorder = make_recorder
+        self._guard = guard
+        self._finished: deque[PerformanceMetrics] = deque(maxlen=history)
+        self._steps: deque[float] = deque(maxlen=step_history)
+        self._step_history = step_history
+        self._last: Generation | None = None
+        self._lock = threading.Lock()
+        self._key = object()
+
+    def own(self) -> Generation | None:
+        """The generation that this thread or task is in, or was in last."""
+        return _CURRENT.get().get(self._key)
+
+    def running(self) -> Generation | None:
+        """The generation that this thread or task is in."""
+        own = _CURRENT.get().get(self._key)
+        return own if own is not None and own.is_open else None
+
+    def latest(self) -> Generation | None:
+        """This thread's or task's own; else the one that finished last anywhere."""
+        return self.own() or self._last
+
+    def begin(self, metrics: PerformanceMetrics) -> Generation:
+        """Begin one, inside the one that is running here, if any."""
+        generation = Generation(
+            metrics, lambda: self._make_recorder(metrics.model_name), self._step_history, self._guard
+        )
+        generation.outer = self.running()
+        self._set_own(generation)
+        generation.begin()
+        return generation
+
+    def end(self, generation: Generation, error: BaseException | None) -> None:
+        """End it, and remember it if it went well."""
+        if generation.is_open:
+            stage = generation.end(error)
+            self._guard.read("metrics", lambda: self._finish(generation, stage, succeeded=error is None))
+
+    def add_step(self, seconds: float) -> None:
+        """Remember a step's time."""
+        self._steps.append(seconds)
+
+    def forget_own(self) -> None:
+        """Let this thread or task have had no generation, unless it is in one."""
+        if self.running() is None:
+            self._set_own(None)
+            with self._lock:
+                self._last = None
+
+    def clear(self) -> None:
+        """Forget what is over."""
+        with self._lock:
+            self._finished.clear()
+            self._steps.clear()
+            self.runs.clear()
+
+    def history(self) -> tuple[list[PerformanceMetrics], list[float]]:
+        """Finished generations that went well, and steps' seconds, oldest first."""
+        with self._lock:
+            return list(self._finished), list(self._steps)
+
+    def _finish(self, generation: Generation, stage: Stage | None, *, succeeded: bool) -> None:
+        metrics = generation.metrics
+        fill_times(metrics, None if stage is None else stage.seconds, generation.mean_step_seconds())
+        metrics.pipeline_setup_time = generation.setup_seconds()
+        fill_memory(metrics, stage, generation.host())
+        generation.keep()
+        with self._lock:
+            self._last = generation
+            if succeeded and stage is not None:
+                self._finished.append(replace(metrics))
+            if generation.run is not None:
+                self.runs.append(generation.run)
+        if generation.outer is not None and generation.outer.is_open and self.own() is generation:
+            self._set_own(generation.outer)
+        generation.outer = None
+
+    def _set_own(self, generation: Generation | None) -> None:
+        others = {key: one for key, one in _CURRENT.get().items() if key is not self._key}
+        _CURRENT.set(others if generation is None else {**others, self._key: generation})
