@@ -87,6 +87,12 @@ def test_regional_and_scheduled_prompts_are_entries() -> None:
     assert list(found.entries[1].others) == ["mask"]
 
 
+def test_lists_of_comfyui_conditionings_are_all_entries() -> None:
+    found = find_conditioning([[[EMBEDS, {}]], [[EMBEDS + 1, {}], [EMBEDS + 2, {"strength": 0.5}]]])
+    assert (found.structure, len(found.entries)) == ("comfyui", 3)
+    assert dict(found.entries[2].metadata) == {"strength": 0.5}
+
+
 def test_prompts_of_different_length_are_entries() -> None:
     found = find_conditioning([torch.randn(12, 8), torch.randn(20, 8)])
     assert [entry.tensor.shape[0] for entry in found.entries if entry.tensor is not None] == [12, 20]

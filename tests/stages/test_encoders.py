@@ -168,6 +168,13 @@ def test_a_pipeline_holds_its_encoders_and_tokenizers(make_clip: Any, clip_token
     assert list(find_tokenizers(pipeline)) == ["tokenizer", "tokenizer_2"]
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when it first compiles
+@pytest.mark.parametrize("wrap", [torch.compile, nn.DataParallel])
+def test_a_wrapped_model_is_seen_through(make_clip: Any, wrap: Any) -> None:
+    for clip in (wrap(make_clip(768)), {"text_encoder": wrap(make_clip(768))}):
+        assert [encoder.family for encoder in find_encoders(clip)] == ["CLIP-L"]
+
+
 def test_something_else_has_no_encoders() -> None:
     assert find_encoders(object()) == []
     assert find_encoders(None) == []

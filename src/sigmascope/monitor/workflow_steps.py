@@ -11,8 +11,10 @@ from sigmascope.analysis.model_consistency import MODEL_STATE, find_model_change
 from sigmascope.monitor.guard import Guard
 from sigmascope.monitor.live import LiveStage
 from sigmascope.monitor.recorder import Recorder
+from sigmascope.monitor.workflow_privacy import redacted
 from sigmascope.records.finding import Finding
 from sigmascope.records.run import Run, Stage
+from sigmascope.stages.failures import Redact
 from sigmascope.stages.model_state import model_state
 
 _log = logging.getLogger(__name__)
@@ -45,6 +47,7 @@ class WorkflowSteps:
         self._lock = threading.Lock()
         self._open: list[_OpenStep] = []
         self._ended: dict[str, LiveStage] = {}
+        self.redactions: list[Redact] = []
 
     def start_monitoring(self, step: str) -> None:
         """Begin a step: baseline, then clock and peaks. Steps may nest and repeat.
@@ -119,8 +122,11 @@ class WorkflowSteps:
         return None if stage is None else self.guard.read("steps", stage.record)[0]
 
     def run(self) -> Run:
-        """Return everything that is known now, with the findings of memory leaks and changed models."""
-        return with_findings(self.recorder.run(), self.guard)
+        """Return everything that is known now, with the findings of memory leaks and changed models.
+
+        Where prompts are private, errors quote none that an analysis was given.
+        """
+        return with_findings(redacted(self.recorder.run(), self.redactions), self.guard)
 
 
 def with_findings(run: Run, guard: Guard) -> Run:

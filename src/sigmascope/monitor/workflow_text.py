@@ -8,9 +8,10 @@ from rich.console import Console
 from sigmascope.monitor.live import LiveStage
 from sigmascope.monitor.workflow_steps import WorkflowSteps
 from sigmascope.probes import Accelerator
-from sigmascope.records.prompts import PromptPrivacy
+from sigmascope.records.prompts import PromptPrivacy, redactor
 from sigmascope.records.run import Stage
 from sigmascope.stages import text_encoding as stage_functions
+from sigmascope.stages.text.analysis import private_texts
 from sigmascope.stages.text.conditioning_facts import read_conditioning
 from sigmascope.stages.text.dumping import DumpFolder
 from sigmascope.stages.text_encoding import TextEncodingThresholds
@@ -61,6 +62,7 @@ class TextEncodingMethods(WorkflowSteps):
 
         Peaks and the prompts' own times come from the step; the analysis and the tensors' facts go to it.
         """
+        self._keep_private(positive_prompt, negative_prompt)
         stage = self.last_stage(STAGE)
         record = self.record_of(stage)
         analysis, reason = self.guard.read(
@@ -98,6 +100,11 @@ class TextEncodingMethods(WorkflowSteps):
         self.guard.read(
             "summaries", lambda: stage_functions.print_text_encoding_analysis_summary(analysis, console)
         )
+
+    def _keep_private(self, *prompts: object) -> None:
+        """Take these prompts out of the errors on record."""
+        if self.prompt_privacy != "full":
+            self.redactions.append(redactor(private_texts(*prompts), self.prompt_privacy))
 
     def _note_text(
         self, stage: LiveStage, analysis: Mapping[str, Any], conditionings: Mapping[str, object]

@@ -15,7 +15,7 @@ from sigmascope.stages.text.baseline import NO_BASELINE, References, references_
 from sigmascope.stages.text.conditioning_facts import conditioning_facts, read_conditioning
 from sigmascope.stages.text.dumping import DumpFolder, dump_conditioning
 from sigmascope.stages.text.performance import checked_seconds, efficiency, performance
-from sigmascope.stages.text.prompt_facts import as_text, prompt_facts
+from sigmascope.stages.text.prompt_facts import as_text, prompt_facts, texts_of
 from sigmascope.stages.text.thresholds import TextEncodingThresholds
 from sigmascope.stages.text.tokens import count_tokens
 from sigmascope.stages.text.typed import (
@@ -69,8 +69,8 @@ def analyze(
     encoders = [] if known is None else list(known.encoders)
     redact = _redactor(positive, negative, choices)
     prompts: TextProcessing = {
-        "positive": _prompt(positive, known, choices),
-        "negative": _prompt(negative, known, choices),
+        "positive": _prompt(positive, known, redact, choices),
+        "negative": _prompt(negative, known, redact, choices),
     }
     conditionings = {side.name: _conditioning(side, known, redact, choices) for side in (positive, negative)}
     seconds, why_no_time = checked_seconds(outcome.elapsed_time)
@@ -104,33 +104,43 @@ def analyze(
 
 
 def _redactor(positive: Side, negative: Side, choices: Choices) -> Redact:
-    texts = [text for side in (positive, negative) if (text := as_text(side.prompt))]
-    return redactor(texts, choices.prompt_privacy)
+    return redactor(private_texts(positive.prompt, negative.prompt), choices.prompt_privacy)
 
 
-def _prompt(side: Side, known: References | None, choices: Choices) -> PromptFacts:
-    text = as_text(side.prompt)
+def private_texts(*prompts: object) -> list[str]:
+    """All texts that quote a prompt: each of a batch, and all of them in one."""
+    return [text for prompt in prompts for text in (*texts_of(prompt), as_text(prompt)) if text]
+
+
+def _prompt(side: Side, known: References | None, redact: Redact, choices: Choices) -> PromptFacts:
+    texts = texts_of(side.prompt)
     tokenizers = {} if known is None else known.tokenizers
-    counts, reason = ([], None) if text is None else count_tokens(text, tokenizers, choices.token_limit)
-    return prompt_facts(side.prompt, counts, reason, choices.prompt_privacy)
+    counts, reason = count_tokens(texts, tokenizers, choices.token_limit) if texts else ([], None)
+    return prompt_facts(side.prompt, counts, reason and redact(reason), choices.prompt_privacy)
 
 
 def _conditioning(side: Side, known: References | None, redact: Redact, choices: Choices) -> ConditioningDict:
     found, reason = read_conditioning(side.conditioning)
     encoders = () if known is None else known.encoders
-    facts = conditioning_facts(found, encoders, choices.statistics, reason)
-    for part in (facts, *facts["entries"]):
-        part["metadata"] = {name: _redacted(value, redact) for name, value in part["metadata"].items()}
+    facts = conditioning_facts(found, encoders, choices.statistics, reason and redact(reason))
+    facts["metadata"] = _redacted(facts["metadata"], redact)
+    for entry in facts["entries"]:
+        entry["metadata"] = _redacted(entry["metadata"], redact)
+        entry["others"] = {redact(name): tensor for name, tensor in entry["others"].items()}
     if choices.dumps is None:
         facts["unavailable"]["tensor_dump"] = "not asked for"
     else:
         dump_conditioning(choices.dumps, f"{side.name}_conditioning", side.conditioning, facts, side.prompt)
+        reasons = facts["unavailable"]
+        reasons |= {name: redact(why) for name, why in reasons.items() if name == "tensor_dump"}
     return facts
 
 
-def _redacted(value: object, redact: Redact) -> object:
+def _redacted(value: Any, redact: Redact) -> Any:
     if isinstance(value, str):
         return redact(value)
+    if isinstance(value, dict):
+        return {redact(name): _redacted(item, redact) for name, item in value.items()}
     return [_redacted(item, redact) for item in value] if isinstance(value, list | tuple) else value
 
 

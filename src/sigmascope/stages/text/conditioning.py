@@ -102,19 +102,19 @@ def _structure(conditioning: object) -> str:
     return "sequence" if isinstance(conditioning, list | tuple) else type(conditioning).__name__
 
 
-def _comfyui_pairs(conditioning: object) -> list[tuple[Any, Mapping[Any, Any]]] | None:
-    """The `[tensor, {…}]` pairs of ComfyUI's list, or a single such pair, also alone in further lists."""
-    for _ in range(_MOST_LISTS):
-        if not isinstance(conditioning, list | tuple) or not conditioning:
+def _comfyui_pairs(conditioning: object, depth: int = 0) -> list[tuple[Any, Mapping[Any, Any]]] | None:
+    """The `[tensor, {…}]` pairs of ComfyUI's list, of a single such pair, or of lists of these; None if it is other."""
+    if depth > _MOST_LISTS or not isinstance(conditioning, list | tuple) or not conditioning:
+        return None
+    if _is_pair(conditioning):
+        return [(conditioning[0], conditioning[1])]
+    pairs: list[tuple[Any, Mapping[Any, Any]]] = []
+    for item in conditioning:
+        inner = _comfyui_pairs(item, depth + 1)
+        if inner is None:
             return None
-        if _is_pair(conditioning):
-            return [(conditioning[0], conditioning[1])]
-        if all(_is_pair(item) for item in conditioning):
-            return [(item[0], item[1]) for item in conditioning]
-        if len(conditioning) > 1:
-            return None
-        conditioning = conditioning[0]
-    return None
+        pairs += inner
+    return pairs
 
 
 def _is_pair(item: object) -> bool:

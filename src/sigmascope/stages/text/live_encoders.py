@@ -117,17 +117,27 @@ def _encoders(clip: object) -> Iterator[tuple[str, nn.Module]]:
             if isinstance(part, nn.Module) and (
                 not hasattr(clip, "components") or name in _PIPELINE_ENCODERS
             ):
-                yield str(name), part
+                yield str(name), _unwrapped(part)
         return
     root = clip if isinstance(clip, nn.Module) else getattr(clip, "cond_stage_model", None)
-    root = getattr(root, "_orig_mod", root)
     if not isinstance(root, nn.Module):
         return
+    root = _unwrapped(root)
     inner = [(name, child) for name, child in root.named_children() if _is_comfyui_encoder(child)]
     if inner:
         yield from inner
     else:
         yield "", root
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    """What torch.compile, DataParallel or DistributedDataParallel wrap."""
+    while True:
+        wraps = isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel)
+        inner = getattr(module, "module" if wraps else "_orig_mod", None)
+        if not isinstance(inner, nn.Module):
+            return module
+        module = inner
 
 
 def _is_comfyui_encoder(module: nn.Module) -> bool:

@@ -19,12 +19,12 @@ def prompt_facts(
     """Characters, words, weights and tokens of one prompt.
 
     Args:
-        prompt: A text, or several that were encoded together (their facts are those of all lines).
+        prompt: A text, or several that were encoded together (their facts are those of all of them).
         tokens: What each tokenizer makes of it.
         reason: Why there are none, when there are none.
         privacy: Whether the text, its SHA-256 or nothing is kept. Whatever quotes the prompt follows it.
     """
-    text = as_text(prompt)
+    text, texts = as_text(prompt), texts_of(prompt)
     if text is None:
         return _no_text(prompt)
     full = privacy == "full"
@@ -37,15 +37,15 @@ def prompt_facts(
         unavailable |= dict.fromkeys(names, reason or "no tokenizer was found")
     else:
         unavailable |= main.unavailable
-    weights = emphasised(text)
+    weights = [weighted for one in texts for weighted in emphasised(one)]
     return {
         "text_content": text if full else None,
         "text_sha256": None if privacy == "none" else prompt_sha256(text),
-        "character_length": len(text),
-        "word_count": len(word_spans(text)),
-        "special_characters": special_characters(text),
-        "whitespace_characters": sum(character.isspace() for character in text),
-        "control_characters": control_characters(text),
+        "character_length": sum(map(len, texts)),
+        "word_count": sum(len(word_spans(one)) for one in texts),
+        "special_characters": sum(map(special_characters, texts)),
+        "whitespace_characters": sum(character.isspace() for one in texts for character in one),
+        "control_characters": sum(map(control_characters, texts)),
         "prompt_weights": [{"text": w.text if full else None, "weight": w.weight} for w in weights],
         "token_count": None if main is None else main.tokens,
         "truncated_tokens": None if main is None else main.truncated,
@@ -58,11 +58,17 @@ def prompt_facts(
 
 def as_text(prompt: object) -> str | None:
     """The prompt as one text; several become its lines. None if it is no text."""
+    texts = texts_of(prompt)
+    return "\n".join(texts) if texts else None
+
+
+def texts_of(prompt: object) -> list[str]:
+    """The prompts of a batch; one is a batch of itself. None at all if something is no text."""
     if isinstance(prompt, str):
-        return prompt
-    if isinstance(prompt, list | tuple) and prompt and all(isinstance(line, str) for line in prompt):
-        return "\n".join(prompt)
-    return None
+        return [prompt]
+    if isinstance(prompt, list | tuple) and all(isinstance(line, str) for line in prompt):
+        return list(prompt)
+    return []
 
 
 def special_characters(text: str) -> int:

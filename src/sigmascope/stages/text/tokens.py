@@ -6,10 +6,11 @@ tokenizer is left as it was found.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sigmascope.stages.host_reading import read_host
+from sigmascope.stages.text.encoders import CLIP_TOKENS
 from sigmascope.stages.text.words import Span, word_spans
 
 _NO_LIMIT = 1_000_000
@@ -35,15 +36,44 @@ class TokenCount:
 
 
 def count_tokens(
-    prompt: str, tokenizers: Mapping[str, Any], limit: int | None
+    prompts: str | Sequence[str], tokenizers: Mapping[str, Any], limit: int | None
 ) -> tuple[list[TokenCount], str | None]:
-    """What each tokenizer makes of the prompt, and why there is nothing when there is nothing.
+    """What each tokenizer makes of the prompts, and why there is nothing when there is nothing.
 
     Args:
-        prompt: The text.
+        prompts: A text, or those of a batch, each of which has all of the limit to itself.
         tokenizers: By name; transformers' (any that can be called) or ComfyUI's.
-        limit: The pipeline's own limit on the sequence, special tokens included; None: the tokenizer's.
+        limit: The pipeline's own limit on the sequence, special tokens included; None: the tokenizer's. A
+            CLIP, which has no more than 77 positions, keeps to those.
     """
+    texts = [prompts] if isinstance(prompts, str) else prompts
+    batch = [_count_one(text, tokenizers, limit) for text in texts]
+    by_name: dict[str, list[TokenCount]] = {}
+    for counts, _ in batch:
+        for count in counts:
+            by_name.setdefault(count.name, []).append(count)
+    whole = [_joined(counts) for counts in by_name.values() if len(counts) == len(texts)]
+    return whole, next((reason for _, reason in batch if reason is not None), None)
+
+
+def _joined(counts: Sequence[TokenCount]) -> TokenCount:
+    """The counts that one tokenizer gives for each prompt of a batch, as one."""
+    cut = [count.truncated for count in counts if count.truncated is not None]
+    chunks = [count.chunks for count in counts if count.chunks is not None]
+    return replace(
+        counts[0],
+        tokens=sum(count.tokens for count in counts),
+        truncated=sum(cut) if len(cut) == len(counts) else None,
+        truncated_words=tuple(word for count in counts for word in count.truncated_words),
+        words_known=all(count.words_known for count in counts),
+        chunks=sum(chunks) if chunks else None,
+        unavailable={name: reason for count in counts for name, reason in count.unavailable.items()},
+    )
+
+
+def _count_one(
+    prompt: str, tokenizers: Mapping[str, Any], limit: int | None
+) -> tuple[list[TokenCount], str | None]:
     counts: list[TokenCount] = []
     reason = None
     for name, tokenizer in tokenizers.items():
@@ -65,7 +95,7 @@ def _count(name: str, tokenizer: Any, prompt: str, limit: int | None) -> TokenCo
     with _left_as_found(tokenizer):
         encoded, starts = _encode(tokenizer, prompt)
         total = len(encoded)
-        longest = limit if limit is not None else _limit_of(tokenizer)
+        longest = _longest(_limit_of(tokenizer), limit)
         if longest is None:
             reason = {"token_limit": "the tokenizer names no limit"}
             return TokenCount(name, total, 0, limit=None, unavailable=reason)
@@ -94,6 +124,13 @@ def _ids(tokenizer: Any, text: str) -> Sequence[int]:
     encoded = tokenizer(text, add_special_tokens=False)
     ids: Sequence[int] = encoded["input_ids"]
     return ids
+
+
+def _longest(own: int | None, asked: int | None) -> int | None:
+    """The limit that holds: `max_sequence_length` of FLUX and SD 3 is for T5, their CLIPs have 77 positions."""
+    if asked is None or own is None:
+        return own if asked is None else asked
+    return min(own, asked) if own == CLIP_TOKENS else asked
 
 
 def _limit_of(tokenizer: Any) -> int | None:

@@ -4,6 +4,14 @@ from collections.abc import Iterator, Mapping
 
 from sigmascope.records.snapshot import MemoryImpact
 from sigmascope.stages.text.conditioning_facts import tensors_of
+from sigmascope.stages.text.dimension_checks import (
+    check_dimensions,
+    check_of,
+    devices_of,
+    embeddings_of,
+    largest_value,
+    width_notes,
+)
 from sigmascope.stages.text.encoders import UNKNOWN_FAMILY, EncoderFacts
 from sigmascope.stages.text.memory_checks import check_memory
 from sigmascope.stages.text.thresholds import TextEncodingThresholds
@@ -41,7 +49,7 @@ def validate(
     }
     compatibility = {
         "clip_model": _clip_model(clip, encoders),
-        "tensor_dimensions": _dimensions(conditionings, encoders, limits),
+        "tensor_dimensions": check_dimensions(conditionings, encoders, limits),
         "device_placement": _placement(conditionings, clip, limits),
         "memory_threshold": check_memory(memory, limits),
     }
@@ -57,14 +65,12 @@ def validate(
             "device_placement": compatibility["device_placement"],
             "memory_threshold": compatibility["memory_threshold"],
         },
-        "notes": [*_prompt_notes(given), *_conditioning_notes(conditionings)],
+        "notes": [
+            *_prompt_notes(given),
+            *_conditioning_notes(conditionings),
+            *width_notes(conditionings, encoders),
+        ],
     }
-
-
-def check_of(problems: Iterator[str], *, known: bool) -> Check:
-    """A check: passed if there is no problem, None if nothing is known that could be one."""
-    messages = list(problems)
-    return {"passed": False if messages else True if known else None, "messages": messages}
 
 
 def _input(prompts: Mapping[str, PromptFacts], limits: TextEncodingThresholds) -> Iterator[str]:
@@ -90,27 +96,19 @@ def _output(conditionings: Conditionings, limits: TextEncodingThresholds) -> Ite
             if which == "positive" or facts["status"] != "missing":
                 yield f"{which}: {facts['unavailable']['shape']}"
             continue
-        if facts["num_elements"] == 0:
+        if any(tensor["num_elements"] == 0 for tensor in embeddings_of(facts)):
             yield f"{which}: the conditioning has no elements"
         for tensor in (part for entry in facts["entries"] for part in tensors_of(entry)):
             numbers = tensor["statistics"]
             for name, count in (("NaN", numbers["nan_count"]), ("Inf", numbers["inf_count"])):
                 if count:
                     yield f"{which}: {count} of {tensor['num_elements']} elements are {name}"
-        numbers_or_none = facts["statistics"]
-        largest = (
-            None if numbers_or_none is None else _largest(numbers_or_none["min"], numbers_or_none["max"])
-        )
-        if largest is None:
-            continue
-        if largest == 0:
+        largest = largest_value(facts)
+        if largest == 0 and which == "positive":
             yield f"{which}: every element is 0"
-        if limits.max_absolute_value is not None and largest > limits.max_absolute_value:
-            yield f"{which}: the largest element is {largest:.4g}, allowed is {limits.max_absolute_value:.4g}"
-
-
-def _largest(low: float | None, high: float | None) -> float | None:
-    return None if low is None or high is None else max(abs(low), abs(high))
+        allowed = limits.max_absolute_value
+        if largest is not None and allowed is not None and largest > allowed:
+            yield f"{which}: the largest element is {largest:.4g}, allowed is {allowed:.4g}"
 
 
 def _time(seconds: float | None, limits: TextEncodingThresholds) -> Iterator[str]:
@@ -131,54 +129,24 @@ def _clip_model(clip: ModelStateDict, encoders: list[EncoderFacts]) -> Check:
     return check_of(iter(problems), known=True)
 
 
-def _dimensions(
-    conditionings: Conditionings, encoders: list[EncoderFacts], limits: TextEncodingThresholds
-) -> Check:
-    known = {which: facts for which, facts in conditionings.items() if facts["shape"]}
-    return check_of(_shape_problems(known, encoders, limits), known=bool(known))
-
-
-def _shape_problems(
-    known: Conditionings, encoders: list[EncoderFacts], limits: TextEncodingThresholds
-) -> Iterator[str]:
-    possible = _possible_widths(encoders)
-    for which, facts in known.items():
-        width, tokens = (facts["shape"] or [0])[-1], facts["sequence_length"]
-        if limits.expected_width is not None and width != limits.expected_width:
-            yield f"{which}: width {width}, expected is {limits.expected_width}"
-        if limits.expected_tokens is not None and tokens != limits.expected_tokens:
-            yield f"{which}: {tokens} tokens, expected are {limits.expected_tokens}"
-        if limits.expected_dtype is not None and facts["dtype"] != limits.expected_dtype:
-            yield f"{which}: dtype {facts['dtype']}, expected is {limits.expected_dtype}"
-        if possible and width not in possible:
-            yield f"{which}: width {width}, but the encoder gives {' or '.join(map(str, sorted(possible)))}"
-    widths = {(facts["shape"] or [0])[-1] for facts in known.values()}
-    if len(widths) > 1:
-        yield f"positive and negative are of different widths: {', '.join(map(str, sorted(widths)))}"
-
-
-def _possible_widths(encoders: list[EncoderFacts]) -> set[int]:
-    """The widths of the encoders and that of all CLIPs joined; empty if one is unknown."""
-    if not encoders or any(encoder.width is None for encoder in encoders):
-        return set()
-    widths = {encoder.width or 0 for encoder in encoders}
-    return widths | {sum(encoder.width or 0 for encoder in encoders if encoder.is_clip)} - {0}
-
-
 def _placement(conditionings: Conditionings, clip: ModelStateDict, limits: TextEncodingThresholds) -> Check:
-    devices = {which: facts["device"] for which, facts in conditionings.items() if facts["device"]}
+    devices = {which: devices_of(facts) for which, facts in conditionings.items() if facts["entries"]}
+    every = dict.fromkeys(device for found in devices.values() for device in found)
 
     def problems() -> Iterator[str]:
         expected = limits.expected_device
-        for which, device in devices.items():
+        for which, device in ((which, device) for which, found in devices.items() for device in found):
             if expected is not None and device != expected and device.partition(":")[0] != expected:
                 yield f"{which}: on {device}, expected is {expected}"
-        if len(set(devices.values())) > 1:
-            yield "positive and negative are on different devices: " + ", ".join(devices.values())
+        for which, found in devices.items():
+            if len(found) > 1:
+                yield f"{which}: its tensors are on different devices: {', '.join(found)}"
+        if len(every) > 1 and all(len(found) == 1 for found in devices.values()):
+            yield "positive and negative are on different devices: " + ", ".join(every)
         if clip["device"] == "meta":
             yield "the encoder has no weights: it is on the meta device"
 
-    return check_of(problems(), known=bool(devices))
+    return check_of(problems(), known=bool(every))
 
 
 def _prompt_notes(prompts: Mapping[str, PromptFacts]) -> Iterator[str]:
@@ -202,6 +170,8 @@ def _conditioning_notes(conditionings: Conditionings) -> Iterator[str]:
         unread = facts["unavailable"].get("nan_count")
         if facts["status"] == "success" and unread is not None:
             yield f"{which}: not looked at for NaN and Inf ({unread})"
+        if which == "negative" and largest_value(facts) == 0:
+            yield f"{which}: every element is 0, as pipelines make it of no prompt"
         if facts["encoder"] is not None and facts["encoder"]["conflict"]:
             yield f"{which}: {facts['encoder']['conflict']}"
     lengths = {facts["sequence_length"] for facts in conditionings.values() if facts["sequence_length"]}
