@@ -39,7 +39,7 @@ def module_facts(module: object) -> ModuleFacts:
             facts.add(inner)
     except PROBE_ERRORS as error:
         return _nothing_known(class_name, describe(error))
-    if len(found) > 1 or found[0] is module or isinstance(module, Mapping) or _components(module):
+    if len(found) > 1 or found[0] is module or isinstance(module, Mapping) or components_of(module):
         return facts.result(class_name, None)
     return facts.result(type(found[0]).__name__, class_name)
 
@@ -50,28 +50,29 @@ def _nothing_known(class_name: str, reason: str) -> ModuleFacts:
 
 def _modules_of(thing: object) -> list[nn.Module]:
     """The modules that a thing is made of: one, for anything but a pipeline or a mapping."""
-    parts = thing if isinstance(thing, Mapping) else _components(thing)
+    parts = thing if isinstance(thing, Mapping) else components_of(thing)
     if parts:
         return [part for part in parts.values() if isinstance(part, nn.Module)]
-    inner = _unwrap(thing)
+    inner = unwrap(thing)
     return [] if inner is None else [inner]
 
 
-def _components(thing: object) -> Mapping[str, object]:
+def components_of(thing: object) -> Mapping[str, object]:
+    """The components of a pipeline; empty for anything else."""
     components = None if isinstance(thing, nn.Module) else getattr(thing, "components", None)
     return components if isinstance(components, Mapping) else {}
 
 
-def _unwrap(thing: object, depth: int = 0) -> nn.Module | None:
+def unwrap(thing: object, depth: int = 0) -> nn.Module | None:
     """Follow wrappers to the module that holds the weights."""
     if isinstance(thing, nn.Module):
         inner = _module_in_module(thing)
-        return thing if inner is None else _unwrap(inner, depth)
+        return thing if inner is None else unwrap(inner, depth)
     if depth == _MOST_WRAPPERS:
         return None
     for name in _INNER_NAMES:
         held = getattr(thing, name, None)
-        found = None if held is None or _is_method(held) else _unwrap(held, depth + 1)
+        found = None if held is None or _is_method(held) else unwrap(held, depth + 1)
         if found is not None:
             return found
     return None
