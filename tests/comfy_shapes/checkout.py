@@ -1,0 +1,100 @@
+"""A real ComfyUI checkout, imported without what it needs for images, sound and a server."""
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+VARIABLE = "SIGMASCOPE_COMFYUI"
+_NOT_NEEDED = ("comfy_aimdo", "einops", "torchvision", "torchsde", "torchaudio", "kornia", "av", "aiohttp")
+_ALSO_NOT_NEEDED = (
+    "spandrel",
+    "sentencepiece",
+    "alembic",
+    "comfyui_frontend_package",
+    "simpleeval",
+    "blake3",
+)
+
+
+class _Anything(ModuleType):
+    """A module that has whatever class is asked of it."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        made = type(name, (), {})
+        setattr(self, name, made)
+        return made
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Comes last: gives an empty module for a package that is not installed here."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name.partition(".")[0] in _NOT_NEEDED + _ALSO_NOT_NEEDED:
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        return _Anything(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass
+
+
+class Checkout:
+    """The modules of one checkout. They stay imported for the rest of the process."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        sys.meta_path.append(_Finder())
+        sys.path.insert(0, str(folder))
+        arguments, sys.argv = sys.argv, ["comfyui", "--cpu"]
+        try:
+            self._import()
+        finally:
+            sys.argv = arguments
+
+    def _import(self) -> None:
+        level = logging.getLogger().level
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            importlib.import_module("comfy.options").enable_args_parsing()
+            for name in ("model_patcher", "lora", "ops", "utils"):
+                setattr(self, name, importlib.import_module(f"comfy.{name}"))
+        logging.getLogger().setLevel(level)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"comfy.{name} was not imported")
+
+    def module(self, name: str) -> Any:
+        """Another module of it."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return importlib.import_module(name)
+
+    @property
+    def version(self) -> str:
+        file = self.folder / "comfyui_version.py"
+        return file.read_text().rpartition("=")[2].strip().strip('"') if file.is_file() else "before 0.3"
+
+
+def why_not() -> str | None:
+    """Why there is no checkout to test against; None if there is one."""
+    folder = os.environ.get(VARIABLE)
+    if not folder:
+        return f"{VARIABLE} names no ComfyUI checkout"
+    if not (Path(folder) / "comfy" / "model_patcher.py").is_file():
+        return f"{VARIABLE}={folder} has no comfy/model_patcher.py"
+    return None
