@@ -19,6 +19,18 @@ from sigmascope.stages.text.prompt_weights import emphasised, weighted_pieces
         (r"a \(plain\) text", [("a (plain) text", 1.0)]),
         ("(never closed:1.2", [("(never closed:1.2", 1.0)]),
         ("never opened:1.2)", [("never opened:1.2)", 1.0)]),
+        ("a (b:1.2) (c", [("a ", 1.0), ("b", 1.2), (" (c", 1.0)]),
+        ("(a (b:1.2)", [("a (b", 1.2)]),  # what stays open takes in all that follows
+        ("(a (b:1.2) c", [("(a (b:1.2) c", 1.0)]),
+        ("((a:1.5)", [("(a", 1.5)]),
+        ("a) (b:1.2)", [("a) (b:1.2)", 1.0)]),  # what closes nothing makes the next that opens text
+        ("a) (b) (c:1.2)", [("a) (b) (c:1.2)", 1.0)]),
+        ("a) ((c:1.2)", [("a) (", 1.0), ("c", 1.2)]),
+        ("(red:1e-1)", [("red", 0.1)]),
+        ("(red: 1_0 )", [("red", 10.0)]),
+        ("(red:inf)", [("red:inf", 1.1)]),
+        (r"(a\):1.2)", [("a)", 1.2)]),
+        ("(:1.2)", [(":1.2", 1.1)]),
         ("[red]", [("[red]", 1.0)]),
         ("()", []),
         ("", []),

@@ -1,15 +1,18 @@
 r"""Emphasis in prompts: `(red)`, `(red:1.3)`, nested, with `\(` for a literal parenthesis.
 
 The rule is ComfyUI's: parentheses multiply the weight by 1.1, and a number after the last colon replaces
-the weight altogether. Square brackets mean nothing. Parentheses without a partner are text.
+the weight altogether. Square brackets mean nothing. So it is for parentheses without a partner: one that closes
+nothing makes the next that opens text, and one that stays open takes in all that follows, as emphasis if that
+ends in a parenthesis and as text if not. Numbers that are not finite are no weights.
 """
 
 import math
 import re
+from collections.abc import Iterator
+from contextlib import suppress
 from typing import NamedTuple
 
 EMPHASIS = 1.1
-_NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)\s*\Z", re.ASCII)
 _ESCAPED = re.compile(r"\\([()])")
 
 
@@ -28,11 +31,16 @@ def weighted_pieces(prompt: str) -> list[Weighted]:
     while todo:
         start, end, weight = todo.pop()
         opening = next((index for index in range(start, end) if index in partners), None)
-        if opening is None or partners[opening] >= end:
+        if opening is None:
             _add(pieces, prompt[start:end], weight)
             continue
-        closing = partners[opening]
         _add(pieces, prompt[start:opening], weight)
+        closing = partners[opening]
+        if closing >= end:  # it stays open
+            closing = end - 1
+            if closing == opening or not _is_parenthesis(prompt, closing, ")"):
+                _add(pieces, prompt[opening:end], weight)
+                continue
         inner_end, inner_weight = _emphasis(prompt, opening, closing, weight)
         todo += [(closing + 1, end, weight), (opening + 1, inner_end, inner_weight)]
     return pieces
@@ -44,24 +52,43 @@ def emphasised(prompt: str) -> list[Weighted]:
 
 
 def _partners(prompt: str) -> dict[int, int]:
-    """The index of the closing parenthesis for each opening one that has a partner."""
+    """For each parenthesis that opens the index of the one that closes it; the prompt's length if none does."""
     partners: dict[int, int] = {}
     waiting: list[int] = []
-    for index, character in enumerate(prompt):
-        if index and prompt[index - 1] == "\\":
-            continue
-        if character == "(":
+    surplus = 0
+    for index, character in _parentheses(prompt):
+        if character == ")":
+            if waiting:
+                partners[waiting.pop()] = index
+            else:
+                surplus += 1
+        elif surplus:
+            surplus -= 1
+        else:
+            partners[index] = len(prompt)
             waiting.append(index)
-        elif character == ")" and waiting:
-            partners[waiting.pop()] = index
     return partners
+
+
+def _parentheses(prompt: str) -> Iterator[tuple[int, str]]:
+    for index, character in enumerate(prompt):
+        if character in "()" and _is_parenthesis(prompt, index, character):
+            yield index, character
+
+
+def _is_parenthesis(prompt: str, index: int, character: str) -> bool:
+    """Whether this one is there, and not escaped."""
+    return prompt[index] == character and (index == 0 or prompt[index - 1] != "\\")
 
 
 def _emphasis(prompt: str, opening: int, closing: int, weight: float) -> tuple[int, float]:
     """Where the text inside a pair of parentheses ends, and the weight it has."""
     colon = prompt.rfind(":", opening + 1, closing)
-    if colon > opening + 1 and _NUMBER.match(prompt[colon + 1 : closing]):
-        return colon, float(prompt[colon + 1 : closing])
+    if colon > opening + 1:
+        with suppress(ValueError):
+            number = float(prompt[colon + 1 : closing])
+            if math.isfinite(number):
+                return colon, number
     product = weight * EMPHASIS
     return closing, product if math.isfinite(product) else weight
 

@@ -35,6 +35,32 @@ _KATAKANA = (
     (0xFF66, 0xFF9D),
 )
 
+_LETTERS_BY_USE = (
+    (0x02C2, 0x02C5),
+    (0x02D2, 0x02D7),
+    (0x02DE, 0x02DF),
+    (0x02E5, 0x02EB),
+    (0x02ED, 0x02ED),
+    (0x02EF, 0x02FF),
+    (0x055A, 0x055C),
+    (0x055E, 0x055E),
+    (0x058A, 0x058A),
+    (0x05F3, 0x05F3),
+    (0x24B6, 0x24E9),
+    (0xA720, 0xA721),
+    (0xA789, 0xA78A),
+    (0xAB5B, 0xAB5B),
+    (0x1F130, 0x1F149),
+    (0x1F150, 0x1F169),
+    (0x1F170, 0x1F189),
+)
+"""Signs that are no letters by their category: modifiers, geresh, letters in circles and squares."""
+_SKIN_TONES = (0x1F3FB, 0x1F3FF)
+_HEBREW = ((0x05D0, 0x05EA), (0x05EF, 0x05F2), (0xFB1D, 0xFB1D), (0xFB1F, 0xFB28), (0xFB2A, 0xFB4F))
+_ZERO_WIDTH_SPACE = "\u200b"
+_NARROW_SPACE = "\u202f"  # 10 000 with it is one number
+_DECIMAL_SEPARATOR = "٫"  # a digit to UAX #29
+
 LETTER, NUMBER, KATAKANA, LONE, LINK, MIDDLE, OTHER = "LNKIEMO"
 _JOINED = frozenset(
     (*(a + b for a in "LN" for b in "LN"), "KK", *(a + LINK for a in "LNKE"), *(LINK + b for b in "LNK"))
@@ -65,7 +91,7 @@ def word_spans(text: str) -> list[Span]:
     for index in range(1, len(signs) + 1):
         if index < len(signs) and _belong_together(signs, index):
             continue
-        if any(sign.kind in "LNKI" for sign in signs[first:index]):
+        if any(map(_makes_a_word, signs[first:index])):
             spans.append(Span(signs[first].start, signs[index - 1].end))
         first = index
     return spans
@@ -76,10 +102,26 @@ def is_attached(character: str) -> bool:
     return unicodedata.category(character) in ("Mn", "Mc", "Me", "Cf")
 
 
+def _makes_a_word(sign: _Sign) -> bool:
+    """Whether it is more than punctuation, which a decimal separator or a geresh alone is."""
+    return sign.kind in "LNKI" and unicodedata.category(sign.character)[0] != "P"
+
+
+def _extends(character: str) -> bool:
+    """Whether UAX #29 takes it to the character before it (rule WB4)."""
+    if character == _ZERO_WIDTH_SPACE:
+        return False
+    return is_attached(character) or _within(ord(character), (_SKIN_TONES,))
+
+
+def _within(code: int, ranges: tuple[tuple[int, int], ...]) -> bool:
+    return any(low <= code <= high for low, high in ranges)
+
+
 def _signs(text: str) -> list[_Sign]:
     signs: list[_Sign] = []
     for index, character in enumerate(text):
-        if signs and is_attached(character) and signs[-1].character not in "\r\n":
+        if signs and _extends(character) and signs[-1].character not in "\r\n":
             signs[-1] = signs[-1]._replace(end=index + 1)
         else:
             signs.append(_Sign(character, _kind(character), index, index + 1))
@@ -90,15 +132,19 @@ def _kind(character: str) -> str:
     code = ord(character)
     if character in _MIDDLE_OF_ANY or character in _MIDDLE_OF_LETTERS or character in _MIDDLE_OF_NUMBERS:
         return MIDDLE
-    if any(low <= code <= high for low, high in _KATAKANA):
+    if code < 0x80 and character.isalpha():
+        return LETTER
+    if _within(code, _KATAKANA):
         return KATAKANA
-    if any(low <= code <= high for low, high in _LONE):
+    if _within(code, _LONE):
         return LONE
     category = unicodedata.category(character)
-    if category == "Nd" or character == "٫":  # the Arabic decimal point is a digit to UAX #29
+    if category == "Nd" or character == _DECIMAL_SEPARATOR:
         return NUMBER
-    if category == "Pc":
+    if category == "Pc" or character == _NARROW_SPACE:
         return LINK
+    if _within(code, _LETTERS_BY_USE):
+        return LETTER
     return LETTER if category[0] == "L" or category == "Nl" else OTHER
 
 
@@ -107,11 +153,21 @@ def _belong_together(signs: list[_Sign], index: int) -> bool:
     before, after = signs[index - 1], signs[index]
     if before.kind + after.kind in _JOINED:
         return True
+    if after.character == "'" and _within(ord(before.character), _HEBREW):
+        return True
+    if after.character == '"' or before.character == '"':
+        return _is_hebrew_quote(signs, index if after.character == '"' else index - 1)
     if after.kind == MIDDLE:
         return index + 1 < len(signs) and _is_inside(before, after, signs[index + 1])
     if before.kind == MIDDLE:
         return index > 1 and _is_inside(signs[index - 2], before, after)
     return False
+
+
+def _is_hebrew_quote(signs: list[_Sign], place: int) -> bool:
+    """Whether the quotation mark there stands between Hebrew letters, as in acronyms (rules WB7b and WB7c)."""
+    beside = signs[max(0, place - 1) : place] + signs[place + 1 : place + 2]
+    return len(beside) == 2 and all(_within(ord(sign.character), _HEBREW) for sign in beside)
 
 
 def _is_inside(before: _Sign, middle: _Sign, after: _Sign) -> bool:
