@@ -95,22 +95,28 @@ def redactor(prompts: Prompts, privacy: PromptPrivacy) -> Callable[[str], str]:
     if privacy == "full":
         return lambda text: text
     longest_first = sorted({text for text in named_prompts(prompts).values() if text}, key=len, reverse=True)
-    patterns = [(_pattern(text), _placeholder(text, privacy)) for text in longest_first]
+    replacements = [_replacement(text, _placeholder(text, privacy)) for text in longest_first]
 
     def redact(text: str) -> str:
-        for pattern, placeholder in patterns:
-            text = pattern.sub(placeholder, text)
+        for replace in replacements:
+            text = replace(text)
         return text
 
     return redact
 
 
-def _pattern(prompt: str) -> re.Pattern[str]:
+def _replacement(prompt: str, placeholder: str) -> Callable[[str], str]:
     spellings = dict.fromkeys((prompt, repr(prompt)[1:-1], json.dumps(prompt)[1:-1], ascii(prompt)[1:-1]))
-    exact = f"(?:{'|'.join(map(re.escape, spellings))})"
-    if len(prompt) >= _WHOLE_WORDS_BELOW:
-        return re.compile(exact)
-    return re.compile(rf"(?<!\w){exact}(?!\w)")
+    if len(prompt) < _WHOLE_WORDS_BELOW:
+        words = re.compile(rf"(?<!\w)(?:{'|'.join(map(re.escape, spellings))})(?!\w)")
+        return lambda text: words.sub(placeholder, text)
+
+    def replace(text: str) -> str:
+        for spelling in spellings:
+            text = text.replace(spelling, placeholder)
+        return text
+
+    return replace
 
 
 def _placeholder(prompt: str, privacy: PromptPrivacy) -> str:

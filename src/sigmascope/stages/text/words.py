@@ -8,6 +8,7 @@ colon always separates, because prompts use it for weights.
 """
 
 import unicodedata
+from functools import lru_cache
 from typing import NamedTuple
 
 _MIDDLE_OF_ANY = frozenset(".'‘’․﹒＇．")
@@ -107,6 +108,7 @@ def _makes_a_word(sign: _Sign) -> bool:
     return sign.kind in "LNKI" and unicodedata.category(sign.character)[0] != "P"
 
 
+@lru_cache(maxsize=4096)
 def _extends(character: str) -> bool:
     """Whether UAX #29 takes it to the character before it (rule WB4)."""
     if character == _ZERO_WIDTH_SPACE:
@@ -128,6 +130,7 @@ def _signs(text: str) -> list[_Sign]:
     return signs
 
 
+@lru_cache(maxsize=4096)
 def _kind(character: str) -> str:
     code = ord(character)
     if character in _MIDDLE_OF_ANY or character in _MIDDLE_OF_LETTERS or character in _MIDDLE_OF_NUMBERS:
