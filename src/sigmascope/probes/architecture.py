@@ -22,7 +22,9 @@ _JOINT_PAIRS: Final = (("img_attn", "txt_attn"), ("x_block", "context_block"))
 _ROOT = r"(?:(?:diffusion_model|model|module|base_model)\.)*"
 _DOWN: Final = re.compile(rf"{_ROOT}(?:down_blocks|input_blocks)\.\d+$")
 _UP: Final = re.compile(rf"{_ROOT}(?:up_blocks|output_blocks)\.\d+$")
-_BLOCK: Final = re.compile(r"(.*(?:blocks?|layers)\.\d+)\.(?:attn\w*|self_attn|cross_attn|attention\w*|mixer)$")
+_BLOCK: Final = re.compile(
+    r"(.*(?:blocks?|layers)\.\d+)\.(?:attn\w*|self_attn|cross_attn|attention\w*|mixer)$"
+)
 _TIME: Final = re.compile(
     r"(?:^|[._])(?:time|timestep|t_embed|t_block|adaln|ada_ln|adaLN|sigma_embed|condition_embed)"
 )
@@ -62,18 +64,21 @@ def detect_architecture(model: object) -> Reading[Architecture]:
     return attempt(lambda: _architecture_of(model))
 
 
-def _architecture_of(model: object) -> Architecture:
+def denoisers_of(model: object) -> list[object]:
+    """What of a pipeline's components may denoise, the usual ones first; the model itself if it is no pipeline."""
     parts = model if isinstance(model, Mapping) else components_of(model)
-    for candidate in _candidates(parts) if parts else (model,):
+    if not parts:
+        return [model]
+    return [parts[name] for name in _DENOISERS if parts.get(name) is not None]
+
+
+def _architecture_of(model: object) -> Architecture:
+    for candidate in denoisers_of(model):
         module = unwrap(candidate)
         found = None if module is None else _classify(module)
         if found is not None:
             return found
     raise LookupError(f"{type(model).__name__} holds no denoiser of a kind that is known")
-
-
-def _candidates(parts: Mapping[str, object]) -> Iterable[object]:
-    return [parts[name] for name in _DENOISERS if parts.get(name) is not None]
 
 
 def _classify(module: nn.Module) -> Architecture | None:
@@ -84,12 +89,16 @@ def _classify(module: nn.Module) -> Architecture | None:
     levels = {name for name in names if _DOWN.match(name) or _UP.match(name)}
     has_time = any(_TIME.search(name) for name in names)
     if joint:
-        evidence = f"{len(joint)} blocks with projections of their own for text and image, such as {min(joint)}"
+        evidence = (
+            f"{len(joint)} blocks with projections of their own for text and image, such as {min(joint)}"
+        )
         return Architecture("MMDiT", class_name, evidence, max(len(blocks), len(joint)), len(joint))
     if any(_DOWN.match(name) for name in levels) and any(_UP.match(name) for name in levels):
         return Architecture("UNet", class_name, f"{len(levels)} blocks down and up again", len(levels))
     if blocks and has_time:
-        evidence = f"{len(blocks)} attention blocks without joint projections, and an embedding of the timestep"
+        evidence = (
+            f"{len(blocks)} attention blocks without joint projections, and an embedding of the timestep"
+        )
         return Architecture("DiT", class_name, evidence, len(blocks))
     return None
 

@@ -1,0 +1,127 @@
+"""What a pipeline is made of, read off its components without changing them or importing their library."""
+
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+from torch import nn
+
+from sigmascope.probes.architecture import denoisers_of, detect_architecture
+from sigmascope.probes.attention import attention_facts
+from sigmascope.probes.modules import components_of, module_facts, unwrap
+from sigmascope.probes.reading import PROBE_ERRORS, attempt
+from sigmascope.probes.set_up import channels_last, is_compiled, layerwise_casting, offload_of
+from sigmascope.records.finding import JsonScalar
+from sigmascope.records.pipeline import ComponentFacts, PipelineFacts, Role
+
+_MOST_CONFIG = 60
+_LONGEST_TEXT: Final = 200
+
+_ROLES: Final[tuple[tuple[str, Role], ...]] = (
+    ("text_encoder", "text_encoder"),
+    ("image_encoder", "image_encoder"),
+    ("vae", "vae"),
+    ("vqvae", "vae"),
+    ("tokenizer", "tokenizer"),
+    ("scheduler", "scheduler"),
+)
+
+
+def pipeline_facts(pipeline: object) -> PipelineFacts:
+    """Components, architecture, attention and set-up of a pipeline. Never raises.
+
+    Args:
+        pipeline: What has `components` (diffusers), a mapping of names to components, or a denoiser alone.
+    """
+    class_name = type(pipeline).__name__
+    found = attempt(lambda: _parts(pipeline))
+    parts = found.value or {}
+    architecture = detect_architecture(pipeline)
+    unavailable = {} if found.reason is None else {"components": found.reason}
+    if architecture.value is None:
+        unavailable["architecture"] = architecture.reason or "unknown"
+    components: dict[str, ComponentFacts] = {}
+    for name, part in parts.items():
+        reading = attempt(lambda name=name, part=part: _component(name, part))  # type: ignore[misc]
+        if reading.value is None:
+            unavailable[f"components.{name}"] = reading.reason or "unknown"
+        else:
+            components[name] = reading.value
+    return PipelineFacts(
+        class_name=class_name,
+        architecture=None if architecture.value is None else architecture.value.kind,
+        architecture_evidence=None if architecture.value is None else architecture.value.evidence,
+        components=components,
+        attention=attention_facts(_denoisers(pipeline)),
+        source=attempt(lambda: _source(pipeline)).value,
+        unavailable=unavailable,
+    )
+
+
+def _parts(pipeline: object) -> dict[str, object]:
+    parts = pipeline if isinstance(pipeline, Mapping) else components_of(pipeline)
+    if parts:
+        return {str(name): part for name, part in parts.items() if part is not None}
+    return {"denoiser": pipeline}
+
+
+def _denoisers(pipeline: object) -> list[nn.Module]:
+    found = attempt(lambda: [module for one in denoisers_of(pipeline) if (module := unwrap(one)) is not None])
+    return found.value or []
+
+
+def _component(name: str, part: object) -> ComponentFacts:
+    module = part if isinstance(part, nn.Module) else unwrap(part)
+    role = _role(name, part)
+    if module is None:
+        return ComponentFacts(role, type(part).__name__, config=_config(part))
+    switches = {
+        which: bool(value) if isinstance(value := getattr(module, f"use_{which}", None), bool) else None
+        for which in ("tiling", "slicing")
+    }
+    return ComponentFacts(
+        role,
+        type(module).__name__,
+        module=module_facts(module),
+        config=_config(module),
+        offload=offload_of(module),
+        compiled=is_compiled(part) or is_compiled(module),
+        layerwise_casting=layerwise_casting(module),
+        channels_last=channels_last(module),
+        tiling=switches["tiling"],
+        slicing=switches["slicing"],
+    )
+
+
+def _role(name: str, part: object) -> Role:
+    for beginning, role in _ROLES:
+        if name.startswith(beginning):
+            return role
+    return "denoiser" if detect_architecture(part).value is not None else "other"
+
+
+def _config(part: object) -> dict[str, JsonScalar]:
+    config = getattr(part, "config", None)
+    if not isinstance(config, Mapping):
+        to_dict = getattr(config, "to_dict", None)
+        config = to_dict() if callable(to_dict) else {}
+    return dict(_scalars(config)) if isinstance(config, Mapping) else {}
+
+
+def _scalars(config: Mapping[object, object]) -> Iterator[tuple[str, JsonScalar]]:
+    kept = 0
+    for name, value in config.items():
+        if value is None or isinstance(value, bool | int | float | str):
+            yield str(name), value[:_LONGEST_TEXT] if isinstance(value, str) else value
+            kept += 1
+        if kept == _MOST_CONFIG:
+            return
+
+
+def _source(pipeline: object) -> str | None:
+    """`_name_or_path`, which diffusers keeps in the configuration."""
+    try:
+        config = getattr(pipeline, "config", None)
+        found = config.get("_name_or_path") if isinstance(config, Mapping) else None
+    except PROBE_ERRORS:
+        return None
+    return found if isinstance(found, str) and found else None
