@@ -36,7 +36,7 @@ __all__ = [
     "strategy_number",
 ]
 
-Layout = Literal["BCHW", "BHWC", "BCFHW", "BFCHW", "BFHWC", "CFHW", "CHW", "FHWC", "packed"]
+Layout = Literal["BCHW", "BHWC", "BCFHW", "BFCHW", "BFHWC", "CFHW", "FCHW", "FHWC", "CHW", "HWC", "packed"]
 """What each axis is: batch, channels, frames, height, width. Packed is (batch, patches, channels of a patch)."""
 
 Basis = Literal["config", "learned"]
