@@ -28,8 +28,9 @@ class AppliedPatch:
         data_type: `str(type(...))` of what the host keeps for it.
         state: How far it has come.
         state_reason: What the state was read from.
-        source: The adapter's name; None where the host keeps none, as ComfyUI does.
-        index: Its place among the changes of that weight, in the order in which they are applied.
+        source: The adapter's name. ComfyUI keeps none: what it registered together is "LoRA 1", "LoRA 2" …
+        index: Its place among the changes of that weight, in the order in which they are applied. Those of one
+            index are one entry of the host's, as where a model is merged in with LoRAs of its own.
         strength: What the change is multiplied with besides `scale`; None if it cannot be read.
         strength_model: What the weight itself is multiplied with before the change is added.
         rank: Of a low-rank change; None for others.

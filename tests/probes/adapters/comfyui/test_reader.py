@@ -35,7 +35,7 @@ def test_a_lora_is_read_whole_in_every_version(version: type[ModelPatcher]) -> N
         2.0,
         0.5,
     )
-    assert (patch.weight_shape, patch.offset, patch.source, patch.index) == ((6, 8), None, None, 0)
+    assert (patch.weight_shape, patch.offset, patch.source, patch.index) == ((6, 8), None, "LoRA 1", 0)
     assert patch.tensors["up"] is value[1][0]
     assert patch.unavailable == {}
 

@@ -2,19 +2,12 @@
 
 import sys
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
-from sigmascope.probes.adapters.applied import PatchState
+from sigmascope.probes.adapters.comfyui.found import Standing
 from sigmascope.probes.adapters.comfyui.guarded import attribute, mapping, sequence
 
 _MOST_PARENTS = 64
-
-
-class Standing(NamedTuple):
-    """A state and what it was read from."""
-
-    state: PatchState
-    reason: str
 
 
 class Standings:
