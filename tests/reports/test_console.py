@@ -13,7 +13,6 @@ from sigmascope.records.memory import (
 from sigmascope.records.run import Run, Stage
 from sigmascope.records.steps import Steps
 from sigmascope.reports.console import NO_ACCELERATOR, print_run
-from sigmascope.reports.units import mib, mib_change, seconds
 
 MIB = 1024**2
 
@@ -121,15 +120,3 @@ def test_no_line_is_wider_than_eighty_columns() -> None:
     )
     stage = Stage("lora_application", 0.0, 123.4, tensors={"conditioning image": facts})
     assert max(map(len, printed(run_of(stage, host=HostFacts(cpu_model="x" * 100))).splitlines())) <= 80
-
-
-def test_units_keep_what_is_unknown_apart_from_zero() -> None:
-    assert (mib(None), mib(0), mib(MIB // 4)) == ("-", "0.0", "0.25")
-    assert (mib_change(None, 5), mib_change(0, -MIB)) == ("-", "-1.0")
-    assert (seconds(None), seconds(5e-6), seconds(0.0123), seconds(2.449)) == (
-        "-",
-        "5.00 µs",
-        "12.3 ms",
-        "2.45 s",
-    )
-    assert (seconds(0.0), seconds(0.9996), seconds(250.4)) == ("0.00 s", "1.00 s", "250 s")

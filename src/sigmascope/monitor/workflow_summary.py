@@ -6,10 +6,11 @@ from typing import Any
 from sigmascope.records.arithmetic import change, mib
 from sigmascope.records.finding import Finding
 from sigmascope.records.run import Run, Stage
-from sigmascope.stages.figures import mb, mb_change, printable, seconds, shown_percent
+from sigmascope.stages.figures import mb, mb_change, printable, seconds
 from sigmascope.stages.summary import Row, Section, as_it_is
 from sigmascope.stages.text.report import NO_ACCELERATOR
 from sigmascope.stages.text.report import sections as text_sections
+from sigmascope.units import percent
 
 SUMMARIES = {"text_encoding": ("TEXT ENCODING", text_sections)}
 """By stage: title and sections of its analysis. A stage that is not here has its analysis shown as it is."""
@@ -43,7 +44,7 @@ def _overview(run: Run) -> Iterator[Row]:
 
 def _stage(stage: Stage, run: Run, depth: int) -> Iterator[Row]:
     mark, style = ("✓", "") if stage.success else ("✗", "red")
-    parts = [f"{seconds(stage.seconds)} ({shown_percent(stage.seconds, run.seconds)})"]
+    parts = [f"{seconds(stage.seconds)} ({percent(stage.seconds, run.seconds)})"]
     if stage.memory is not None:
         before, after = stage.memory.baseline, stage.memory.current
         parts.append(f"process {mb_change(mib(change(before.process_rss_bytes, after.process_rss_bytes)))}")

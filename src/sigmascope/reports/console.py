@@ -10,7 +10,7 @@ from rich.text import Text
 from sigmascope.records.facts import TensorFacts
 from sigmascope.records.finding import Finding
 from sigmascope.records.run import Run, Stage
-from sigmascope.reports.units import UNKNOWN, mib, mib_change, number, seconds
+from sigmascope.units import UNKNOWN, mib, mib_change, percent, seconds, statistic
 
 NO_ACCELERATOR = "No accelerator was found: GPU time and memory were not measured."
 SEVERITY_STYLE = {"info": "cyan", "warning": "yellow", "error": "red", "critical": "bold red"}
@@ -97,7 +97,7 @@ def _stage_name(depth: int, stage: Stage) -> Text:
 
 
 def _share(stage: Stage, run: Run) -> str:
-    return f"{100 * stage.seconds / run.seconds:.0f} %" if run.seconds > 0 else UNKNOWN
+    return percent(stage.seconds, run.seconds)
 
 
 def _steps(stage: Stage) -> str:
@@ -160,7 +160,7 @@ def _tensor_row(name: str, facts: TensorFacts) -> tuple[RenderableType, ...]:
         "×".join(map(str, facts.shape)) or "scalar",
         facts.dtype.removeprefix("torch."),
         mib(facts.nbytes),
-        *(number(value) for value in (facts.min, facts.max, facts.mean, facts.std)),
+        *(statistic(value) for value in (facts.min, facts.max, facts.mean, facts.std)),
         Text(broken, style="red" if broken not in ("0", UNKNOWN) else ""),
     )
 

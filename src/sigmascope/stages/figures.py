@@ -1,10 +1,15 @@
-"""Figures and texts as a summary prints them. What is unknown is a dash, with the reason if there is one."""
+"""Figures and texts as a summary prints them. What is unknown is a dash, with the reason if there is one.
+
+A dict read from a file may hold anything where a figure should be. The figures are those of `sigmascope.units`.
+"""
 
 import unicodedata
 from collections.abc import Mapping
 from typing import TypeGuard
 
-UNKNOWN = "-"
+from sigmascope import units
+from sigmascope.units import UNKNOWN
+
 _LONGEST_TEXT = 400
 _HARMLESS_FORMAT = frozenset("\u200c\u200d\ufe0e\ufe0f")
 
@@ -22,14 +27,8 @@ def reason_for(facts: Mapping[str, object], name: str) -> str | None:
 
 
 def mb(amount: object, reason: str | None = None) -> str:
-    """MiB, as the seeds call MB: one decimal, two below 10, three significant digits below 0.1."""
-    if not _is_number(amount):
-        return unknown(reason)
-    size = abs(amount)
-    digits = (
-        f"{amount:,.1f}" if size >= 10 else f"{amount:.2f}" if size >= 0.1 or size == 0 else f"{amount:.3g}"
-    )
-    return f"{digits} MB"
+    """MiB, as the seeds call MB."""
+    return f"{units.mebibytes(amount)} MB" if _is_number(amount) else unknown(reason)
 
 
 def mb_change(amount: object, percent: object = None) -> str:
@@ -37,24 +36,17 @@ def mb_change(amount: object, percent: object = None) -> str:
     if not _is_number(amount):
         return UNKNOWN
     share = f" ({percent:+.1f} %)" if _is_number(percent) else ""
-    return f"{amount:+,.1f} MB{share}"
+    return f"{units.mebibytes_change(amount)} MB{share}"
 
 
 def seconds(amount: object, reason: str | None = None) -> str:
     """A duration with the unit that suits it."""
-    if not _is_number(amount):
-        return unknown(reason)
-    for factor, unit in ((1e6, "µs"), (1e3, "ms")):
-        if 0 < amount * factor < 999.5:
-            return f"{amount * factor:.3g} {unit}"
-    return f"{amount:,.2f} s"
+    return units.seconds(amount) if _is_number(amount) else unknown(reason)
 
 
 def number(amount: object, reason: str | None = None) -> str:
     """A count in full, another number with four significant digits."""
-    if not _is_number(amount):
-        return unknown(reason)
-    return f"{amount:,}" if isinstance(amount, int) else f"{amount:,.4g}"
+    return units.number(amount) if _is_number(amount) else unknown(reason)
 
 
 def shape(sizes: object, reason: str | None = None) -> str:
@@ -81,8 +73,3 @@ def _printable(character: str) -> str:
 
 def _is_number(amount: object) -> TypeGuard[int | float]:
     return isinstance(amount, int | float) and not isinstance(amount, bool)
-
-
-def shown_percent(part: float, whole: float) -> str:
-    """A share of a whole in per cent, without decimals; a dash if the whole is nothing."""
-    return f"{100 * part / whole:.0f} %" if whole > 0 else UNKNOWN

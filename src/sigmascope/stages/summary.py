@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from sigmascope.stages.figures import UNKNOWN, number, printable
+from sigmascope.stages.figures import number, printable
+from sigmascope.units import UNKNOWN
 
 WIDTH = 80
 _INDENT, _MOST_ROWS, _MOST_ITEMS, _DEEPEST = 3, 60, 12, 4

@@ -1,0 +1,36 @@
+import pytest
+
+from sigmascope.units import MIB, mebibytes, mib, mib_change, number, percent, seconds, statistic
+
+
+def test_units_keep_what_is_unknown_apart_from_zero() -> None:
+    assert (mib(None), mib(0), mib(MIB // 4)) == ("-", "0.0", "0.25")
+    assert (mib_change(None, 5), mib_change(0, -MIB)) == ("-", "-1.0")
+    assert (seconds(None), seconds(5e-6), seconds(0.0123), seconds(2.449)) == (
+        "-",
+        "5.00 µs",
+        "12.3 ms",
+        "2.45 s",
+    )
+    assert (seconds(0.0), seconds(0.9996), seconds(250.4)) == ("0.00 s", "1.00 s", "250 s")
+
+
+@pytest.mark.parametrize(
+    ("amount", "shown"),
+    [(0.0, "0.0"), (0.0094, "0.0094"), (0.25, "0.25"), (9.5, "9.50"), (10.0, "10.0"), (-4096.0, "-4,096.0")],
+)
+def test_mebibytes_have_the_decimals_that_tell_something(amount: float, shown: str) -> None:
+    assert mebibytes(amount) == shown
+
+
+def test_counts_are_shown_in_full_and_statistics_short() -> None:
+    assert (number(59136), number(1.23456), statistic(1.23456), number(None)) == (
+        "59,136",
+        "1.235",
+        "1.23",
+        "-",
+    )
+
+
+def test_a_share_of_nothing_is_a_dash() -> None:
+    assert (percent(1.0, 4.0), percent(1.0, 0.0)) == ("25 %", "-")
