@@ -1,0 +1,199 @@
+"""Put together the analysis of a LoRA's application from its parts."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from sigmascope.lora.verdict import LoraVerdict
+from sigmascope.probes import memory_snapshot
+from sigmascope.probes.reading import Reading
+from sigmascope.records.peak import PeakMemory
+from sigmascope.records.snapshot import MemoryImpact, MemorySnapshot
+from sigmascope.records.typed import PeakMemoryDict
+from sigmascope.stages.failures import error_text, exception_dict
+from sigmascope.stages.host_reading import read_host
+from sigmascope.stages.lora.applied import Applied, read_applied
+from sigmascope.stages.lora.baseline import NO_BASELINE, captured_of, plain_baseline, references_of
+from sigmascope.stages.lora.captured import CapturedModel, capture_model
+from sigmascope.stages.lora.findings import findings_of
+from sigmascope.stages.lora.identity import identity_changes, is_same
+from sigmascope.stages.lora.judged import judged
+from sigmascope.stages.lora.lora_file import lora_file_facts
+from sigmascope.stages.lora.memory import lora_memory_impact, memory_change
+from sigmascope.stages.lora.patch_facts import patch_analysis
+from sigmascope.stages.lora.placement import placement_changes
+from sigmascope.stages.lora.typed import (
+    IdentityChanges,
+    LoraAnalysis,
+    MemoryChangeOfModel,
+    PatchAnalysis,
+    PlacementChanges,
+    WeightChanges,
+)
+from sigmascope.stages.lora.weight_changes import Moments, weight_changes
+from sigmascope.stages.memory_now import memory_now
+from sigmascope.stages.text.performance import checked_seconds
+
+NO_PEAKS = "peaks are seen while something watches: use WorkflowMonitor, or hand over a stage's peak"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What the host gave back, and what watched it."""
+
+    lora_result: object
+    elapsed_time: object = None
+    peak_memory: PeakMemory | PeakMemoryDict | None = None
+    error: BaseException | str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One model's part of the analysis."""
+
+    identity: IdentityChanges
+    weights: WeightChanges
+    patches: PatchAnalysis
+    placement: PlacementChanges
+    memory: MemoryChangeOfModel
+
+
+def analyze(baseline: object, unet: object, clip: object, outcome: Outcome) -> LoraAnalysis:
+    """See `sigmascope.stages.lora_application.analyze_lora_application_results`."""
+    began = time.perf_counter()
+    known = references_of(baseline)
+    snapshot = memory_snapshot(None if known is None else known.accelerator)
+    sides = {
+        "unet": _side(baseline, "unet", "UNet", unet, snapshot),
+        "clip": _side(baseline, "clip", "CLIP", clip, snapshot),
+    }
+    path = None if known is None else known.lora_path
+    verdict = judged(path, unet, clip) if known is None or known.verdict.value is None else known.verdict
+    applied, returned = outcome.lora_result is not None, models_in(outcome.lora_result)
+    effective = is_effective(sides)
+    named = [("UNet", sides["unet"]), ("CLIP", sides["clip"])]
+    findings = findings_of(
+        [(name, side.weights, side.patches) for name, side in named],
+        verdict.value,
+        effective,
+        applied=applied,
+    )
+    seconds, why_no_time = checked_seconds(outcome.elapsed_time)
+    impact = None if known is None else MemoryImpact(known.snapshot, snapshot)
+    error = outcome.error
+    return {
+        "lora_application_success": applied and error is None,
+        "models_returned": returned,
+        "unet_changes": sides["unet"].identity,
+        "clip_changes": sides["clip"].identity,
+        "unet_weight_changes": sides["unet"].weights,
+        "clip_weight_changes": sides["clip"].weights,
+        "unet_lora_patches": sides["unet"].patches,
+        "clip_lora_patches": sides["clip"].patches,
+        "placement_changes": {"unet": sides["unet"].placement, "clip": sides["clip"].placement},
+        "memory_impact": lora_memory_impact(sides["unet"].memory, sides["clip"].memory, impact),
+        "success": error is None and effective is True and not _bad(findings),
+        "effective": effective,
+        "error": None if error is None else error_text(error, str),
+        "exception_details": exception_dict(error, str) if isinstance(error, BaseException) else None,
+        "elapsed_time": seconds,
+        "analysis_seconds": time.perf_counter() - began,
+        "lora_file": baseline["lora_file"] if _has_file(baseline) else lora_file_facts(None),  # type: ignore[index]
+        "verdict": None if verdict.value is None else verdict.value.as_dict(),
+        "findings": [asdict(finding) for finding in findings],
+        "peak_memory": _peak(outcome.peak_memory),
+        "baseline": plain_baseline(baseline),
+        "current_memory": memory_now(snapshot),
+        "unavailable": _unavailable(impact, outcome, verdict, effective, why_no_time),
+    }
+
+
+def moments_of(before: CapturedModel, model: object, model_type: str, applied: Applied) -> Moments:
+    """Look at a model as it is now, at the same weights as before."""
+    keys = None if not before.fingerprints else set(before.fingerprints)
+    contents = before.fingerprint_seconds is not None
+    after = capture_model(model, model_type, keys=keys, contents=contents)
+    return Moments(before, after, model, applied)
+
+
+def models_in(lora_result: object) -> int:
+    """How many models the host returned: those of a tuple; one for anything else that is not None."""
+    if lora_result is None:
+        return 0
+    return len(lora_result) if isinstance(lora_result, tuple | list | Mapping) else 1
+
+
+def is_effective(sides: Mapping[str, Side]) -> bool | None:
+    """Whether any weight does something else than before; None if that could not be looked at."""
+    if any(side.weights["keys_value_changed"] for side in sides.values()):
+        return True
+    compared = any(side.weights["keys_compared"] for side in sides.values())
+    read = any(side.patches["total_patched_keys"] is not None for side in sides.values())
+    return False if compared or read else None
+
+
+def _side(baseline: object, name: str, model_type: str, model: object, now: MemorySnapshot) -> Side:
+    part = baseline.get(name) if isinstance(baseline, Mapping) else None
+    before = captured_of(part) or CapturedModel(
+        model_type, unavailable=dict.fromkeys(("class", "device", "patches_count", "weights"), NO_BASELINE)
+    )
+    applied = read_applied(model, model_type)
+    moments = moments_of(before, model, model_type, applied)
+    return Side(
+        identity_changes(before, moments.after, is_same(before, model)),
+        safe_weight_changes(moments),
+        safe_patch_analysis(applied),
+        placement_changes(before, moments.after),
+        memory_change(part, model, now),
+    )
+
+
+def safe_weight_changes(moments: Moments) -> WeightChanges:
+    """`weight_changes`, or its structure with the reason why there is nothing in it."""
+    found = read_host(lambda: weight_changes(moments))
+    if found.value is not None:
+        return found.value
+    nothing = CapturedModel(moments.after.model_type, unavailable={"weights": found.reason or "unknown"})
+    return weight_changes(Moments(nothing, nothing, None, Applied()))
+
+
+def safe_patch_analysis(applied: Applied) -> PatchAnalysis:
+    """`patch_analysis`, or its structure with the reason why there is nothing in it."""
+    found = read_host(lambda: patch_analysis(applied))
+    if found.value is not None:
+        return found.value
+    return patch_analysis(Applied(unavailable={"model": found.reason or "unknown"}))
+
+
+def _has_file(baseline: object) -> bool:
+    return isinstance(baseline, Mapping) and isinstance(baseline.get("lora_file"), Mapping)
+
+
+def _bad(findings: Any) -> bool:
+    return any(finding.severity in ("error", "critical") for finding in findings)
+
+
+def _peak(peak: PeakMemory | PeakMemoryDict | None) -> PeakMemoryDict | None:
+    return peak.as_dict() if isinstance(peak, PeakMemory) else peak
+
+
+def _unavailable(
+    impact: MemoryImpact | None,
+    outcome: Outcome,
+    verdict: Reading[LoraVerdict],
+    effective: bool | None,
+    why_no_time: str | None,
+) -> dict[str, str]:
+    reasons: dict[str, str] = {}
+    if impact is None:
+        reasons["memory_impact"] = NO_BASELINE
+    if outcome.peak_memory is None:
+        reasons["peak_memory"] = NO_PEAKS
+    if verdict.value is None:
+        reasons["verdict"] = verdict.reason or "unknown"
+    if effective is None:
+        reasons["effective"] = "neither contents nor changes could be looked at"
+    if why_no_time is not None:
+        reasons["elapsed_time"] = why_no_time
+    return reasons

@@ -1,0 +1,49 @@
+"""Samples estimate what a weight's change is."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from sigmascope.probes.samples import positions, samples
+
+
+def sample(tensor: Tensor) -> Tensor:
+    return samples({"w": tensor})["w"]
+
+
+def test_a_small_tensor_is_taken_whole() -> None:
+    weight = torch.randn(5, 7)
+    assert torch.equal(sample(weight), weight.flatten())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float64])
+def test_the_elements_are_those_at_the_positions(dtype: torch.dtype) -> None:
+    weight = torch.randn(64, 48, 3, 3).to(dtype)
+    where = positions(weight.numel())
+    expected = weight.view(-1).to(torch.float64)[where]
+    assert torch.equal(sample(weight).to(torch.float64), expected)
+    assert sample(weight).dtype == dtype
+
+
+def test_the_layout_in_memory_does_not_count() -> None:
+    weight = torch.randn(8, 16, 9, 9)
+    assert torch.equal(sample(weight.to(memory_format=torch.channels_last)), sample(weight))
+
+
+def test_positions_spread_over_columns() -> None:
+    columns = positions(1024 * 1024) % 1024
+    assert torch.unique(columns).numel() > 600  # 1024 random ones hit 647 of 1024
+
+
+def test_a_low_rank_change_is_estimated_to_some_per_cent() -> None:
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(512, 768, generator=generator)
+    change = torch.randn(512, 8, generator=generator) @ torch.randn(8, 768, generator=generator)
+    difference = sample(weight + change) - sample(weight)
+    estimate = difference.norm() * (weight.numel() / difference.numel()) ** 0.5
+    assert float(estimate) == pytest.approx(float(change.norm()), rel=0.1)
+
+
+def test_what_has_no_floating_point_values_is_left_out() -> None:
+    tensors = {"meta": torch.empty(3, device="meta"), "ids": torch.arange(3), "none": torch.empty(0)}
+    assert samples(tensors) == {}
