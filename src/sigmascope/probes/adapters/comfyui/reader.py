@@ -2,15 +2,15 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from itertools import chain
 from typing import Any
 
 from sigmascope.probes.adapters.applied import AppliedPatch
 from sigmascope.probes.adapters.comfyui.applying import applied
 from sigmascope.probes.adapters.comfyui.bypass import bypassed
+from sigmascope.probes.adapters.comfyui.doubts import settled
 from sigmascope.probes.adapters.comfyui.found import Found
 from sigmascope.probes.adapters.comfyui.hooks import hooked
-from sigmascope.probes.adapters.comfyui.patcher import original_weight, patcher_of
+from sigmascope.probes.adapters.comfyui.patcher import original_weight, patcher_of, weight_at
 from sigmascope.probes.adapters.comfyui.sources import sources_of
 from sigmascope.probes.adapters.comfyui.standing import Standings
 from sigmascope.probes.reading import Reading, describe
@@ -41,9 +41,13 @@ def read_patches(model: object) -> Reading[tuple[AppliedPatch, ...]]:
 
 
 def _patches(patcher: Any) -> Iterator[AppliedPatch]:
+    all_found = [*_registered(patcher), *hooked(patcher), *bypassed(patcher)]
+    counts = Counter(found.key for found in all_found)
     indices: Counter[str] = Counter()
-    for found in chain(_registered(patcher), hooked(patcher), bypassed(patcher)):
-        yield from applied(found, indices[found.key], original_weight(patcher, found.key))
+    for found in all_found:
+        original, now = original_weight(patcher, found.key), weight_at(patcher.model, found.key)
+        for patch in applied(found, indices[found.key], original):
+            yield settled(patch, original, now, alone=counts[found.key] == 1)
         indices[found.key] += 1
 
 
