@@ -18,9 +18,21 @@ if TYPE_CHECKING:
         monitor_generation_performance,
     )
     from sigmascope.monitor.workflow import ModelLoadingMonitor, WorkflowMonitor
+    from sigmascope.pipeline.decode import decode_latents
+    from sigmascope.pipeline.encode import encode_latents
     from sigmascope.records.performance import PerformanceMetrics
     from sigmascope.records.run import Run, Stage
     from sigmascope.records.serialization import load_run
+    from sigmascope.stages.lora_application import (
+        analyze_lora_application_results,
+        analyze_lora_patches,
+        calculate_memory_change,
+        capture_lora_baseline,
+        print_lora_analysis_summary,
+        track_model_identity_changes,
+        track_model_placement_changes,
+        track_weight_modifications,
+    )
     from sigmascope.stages.text_encoding import (
         TextEncodingThresholds,
         analyze_text_encoding_results,
@@ -37,15 +49,25 @@ _HOMES = {
     "TensorDumps": "sigmascope.checkpoints.dump_folder",
     "TextEncodingThresholds": "sigmascope.stages.text_encoding",
     "WorkflowMonitor": "sigmascope.monitor.workflow",
+    "analyze_lora_application_results": "sigmascope.stages.lora_application",
+    "analyze_lora_patches": "sigmascope.stages.lora_application",
     "analyze_text_encoding_results": "sigmascope.stages.text_encoding",
+    "calculate_memory_change": "sigmascope.stages.lora_application",
+    "capture_lora_baseline": "sigmascope.stages.lora_application",
     "capture_text_encoding_baseline": "sigmascope.stages.text_encoding",
     "compare_tensors": "sigmascope.analysis.tensors",
     "create_mmdit_performance_monitor": "sigmascope.monitor.performance",
+    "decode_latents": "sigmascope.pipeline.decode",
+    "encode_latents": "sigmascope.pipeline.encode",
     "load_run": "sigmascope.records.serialization",
     "load_tensors": "sigmascope.checkpoints.tensor_dumps",
     "monitor_generation_performance": "sigmascope.monitor.performance",
+    "print_lora_analysis_summary": "sigmascope.stages.lora_application",
     "print_text_encoding_analysis_summary": "sigmascope.stages.text_encoding",
     "save_tensors": "sigmascope.checkpoints.tensor_dumps",
+    "track_model_identity_changes": "sigmascope.stages.lora_application",
+    "track_model_placement_changes": "sigmascope.stages.lora_application",
+    "track_weight_modifications": "sigmascope.stages.lora_application",
 }
 
 __all__ = [
@@ -58,15 +80,25 @@ __all__ = [
     "TextEncodingThresholds",
     "WorkflowMonitor",
     "__version__",
+    "analyze_lora_application_results",
+    "analyze_lora_patches",
     "analyze_text_encoding_results",
+    "calculate_memory_change",
+    "capture_lora_baseline",
     "capture_text_encoding_baseline",
     "compare_tensors",
     "create_mmdit_performance_monitor",
+    "decode_latents",
+    "encode_latents",
     "load_run",
     "load_tensors",
     "monitor_generation_performance",
+    "print_lora_analysis_summary",
     "print_text_encoding_analysis_summary",
     "save_tensors",
+    "track_model_identity_changes",
+    "track_model_placement_changes",
+    "track_weight_modifications",
 ]
 
 

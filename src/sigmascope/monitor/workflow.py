@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from sigmascope.monitor.recorder import Recorder
+from sigmascope.monitor.workflow_lora import LoraApplicationMethods
 from sigmascope.monitor.workflow_summary import analysis_sections, workflow_sections
 from sigmascope.monitor.workflow_text import TextEncodingMethods
 from sigmascope.probes import Accelerator
@@ -22,7 +23,7 @@ from sigmascope.stages.text.dumping import DumpFolder
 from sigmascope.stages.text_encoding import TextEncodingThresholds
 
 
-class WorkflowMonitor(TextEncodingMethods):
+class WorkflowMonitor(LoraApplicationMethods, TextEncodingMethods):
     """Watches a workflow step by step: time, memory, peaks, models, and what each stage's analysis says.
 
     It measures with a `Recorder`, which is its `recorder`: stages opened there and steps begun here are one

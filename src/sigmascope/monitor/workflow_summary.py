@@ -7,12 +7,16 @@ from sigmascope.records.arithmetic import change, mib
 from sigmascope.records.finding import Finding
 from sigmascope.records.run import Run, Stage
 from sigmascope.stages.figures import mb, mb_change, printable, seconds
+from sigmascope.stages.lora.report import sections as lora_sections
 from sigmascope.stages.summary import Row, Section, as_it_is
 from sigmascope.stages.text.report import NO_ACCELERATOR
 from sigmascope.stages.text.report import sections as text_sections
 from sigmascope.units import percent
 
-SUMMARIES = {"text_encoding": ("TEXT ENCODING", text_sections)}
+SUMMARIES = {
+    "lora_application": ("LORA APPLICATION", lora_sections),
+    "text_encoding": ("TEXT ENCODING", text_sections),
+}
 """By stage: title and sections of its analysis. A stage that is not here has its analysis shown as it is."""
 
 

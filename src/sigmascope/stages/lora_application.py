@@ -143,7 +143,9 @@ def calculate_memory_change(baseline_info: object, current_model: object) -> Mem
         baseline_info: `baseline["unet"]` or `baseline["clip"]`.
         current_model: The model now; for its size.
     """
-    return memory_change(baseline_info, current_model, memory_snapshot())
+    captured = captured_of(baseline_info)
+    model_type = "" if captured is None else captured.model_type
+    return memory_change(baseline_info, current_model, model_type, memory_snapshot())
 
 
 def analyze_lora_application_results(

@@ -145,7 +145,7 @@ def _side(baseline: object, name: str, model_type: str, model: object, now: Memo
         safe_weight_changes(moments),
         safe_patch_analysis(applied),
         placement_changes(before, moments.after),
-        memory_change(part, model, now),
+        memory_change(part, model, model_type, now),
     )
 
 

@@ -3,23 +3,26 @@
 from collections.abc import Mapping
 from typing import Any
 
-from sigmascope.probes import module_facts
 from sigmascope.records.arithmetic import change, mib
 from sigmascope.records.snapshot import AcceleratorMemory, MemoryImpact, MemorySnapshot
 from sigmascope.stages.host_reading import read_host
 from sigmascope.stages.lora.typed import LoraMemoryImpact, MemoryChangeOfModel
+from sigmascope.stages.lora.weights import weights_nbytes
 
 _CHANGES = ("allocated_change_mb", "reserved_change_mb")
 _CURRENT = ("current_allocated_mb", "current_reserved_mb")
 NO_ACCELERATOR = "no accelerator was found"
 
 
-def memory_change(baseline: object, model: object, now: MemorySnapshot) -> MemoryChangeOfModel:
+def memory_change(
+    baseline: object, model: object, model_type: str, now: MemorySnapshot
+) -> MemoryChangeOfModel:
     """The seed's section 6: PyTorch's allocator on the device in use, against the bytes of a baseline.
 
     Args:
         baseline: `baseline["unet"]` or `baseline["clip"]`, with `memory_allocated` and `memory_reserved`.
         model: As it is now; for its size.
+        model_type: Such as "UNet" or "CLIP".
         now: Memory now.
     """
     device = now.accelerator(now.device_in_use() or "")
@@ -28,7 +31,7 @@ def memory_change(baseline: object, model: object, now: MemorySnapshot) -> Memor
     )
     before = [_bytes_in(baseline, name) for name in ("memory_allocated", "memory_reserved")]
     current = [device.allocated_bytes, device.reserved_bytes]
-    size = None if model is None else read_host(lambda: module_facts(model).nbytes).value
+    size = None if model is None else read_host(lambda: weights_nbytes(model, model_type)).value
     changes = [mib(change(old, new)) for old, new in zip(before, current, strict=True)]
     return {
         "allocated_change_mb": changes[0],

@@ -5,7 +5,7 @@ from typing import Any
 
 from sigmascope.stages.figures import mb, mb_change, number, printable, reason_for, seconds, unknown
 from sigmascope.stages.lora.report_models import patch_rows, weight_rows
-from sigmascope.stages.summary import Row, Section, shown
+from sigmascope.stages.summary import Row, Section, as_it_is, shown
 from sigmascope.stages.text.report import NO_ACCELERATOR
 
 TITLE = "LORA APPLICATION ANALYSIS SUMMARY"
@@ -17,7 +17,10 @@ _SIDES = (("unet", "UNET"), ("clip", "CLIP"))
 
 
 def sections(analysis: Facts) -> Iterator[Section]:
-    """Every section of the summary; an analysis that lacks a part lacks its section."""
+    """Every section of the summary; an analysis that lacks a part lacks its section, a foreign one is as it is."""
+    if "lora_application_success" not in analysis:
+        yield from as_it_is(analysis)
+        return
     icon = "✅" if analysis.get("success") else "❌"
     yield Section(icon, "LORA APPLICATION", list(_basics(analysis)))
     yield Section("📊", "LORA FILE", list(_file(_dict(analysis, "lora_file"))))

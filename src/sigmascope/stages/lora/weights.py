@@ -60,6 +60,13 @@ def weights_in(model: object, model_type: str) -> Weights:
     return Weights(base, adapters, frozenset(wrapped))
 
 
+def weights_nbytes(model: object, model_type: str) -> int | None:
+    """Bytes of all weights and adapters, each tensor once; None without any."""
+    found = weights_in(model, model_type)
+    distinct = {id(tensor): tensor for tensor in (*found.base.values(), *found.adapters.values())}
+    return sum(tensor.nbytes for tensor in distinct.values()) if distinct else None
+
+
 class _Place(NamedTuple):
     """Where a walk is: the name without wrappers, the path with them, and inside of what."""
 
