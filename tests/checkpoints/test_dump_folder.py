@@ -145,3 +145,14 @@ def test_prompts_of_a_folder_are_private_as_it_says(tmp_path: Path) -> None:
     path = dumps.save("x", one(1), prompt="a vermilion macaw")
     assert dumps.metadata("x").prompts == {}
     assert b"macaw" not in path.read_bytes() + (tmp_path / INDEX_NAME).read_bytes()
+
+
+def test_a_dump_saved_and_deleted_later_is_seen(tmp_path: Path) -> None:
+    dumps, other = TensorDumps(tmp_path), TensorDumps(tmp_path)
+    first = other.save("a", {"x": torch.ones(1)})
+    assert dumps["a"]["x"] == 1
+    other.save("b", {"x": torch.zeros(1)})
+    assert dumps["b"]["x"] == 0
+    first.unlink()
+    with pytest.raises(KeyError):
+        dumps["a"]

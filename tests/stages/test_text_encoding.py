@@ -278,6 +278,33 @@ def test_conditionings_are_dumped_where_asked(tmp_path: Path, clip: nn.Module) -
     assert found["negative_conditioning"]["unavailable"]["tensor_dump"] == "no conditioning was given"
 
 
+def test_dumps_of_two_pipelines_have_the_same_names(tmp_path: Path) -> None:
+    from sigmascope.analysis.tensors import compare_runs
+
+    embeds, pooled = torch.randn(1, 77, 8), torch.randn(1, 12)
+    comfyui = [[embeds, {"pooled_output": pooled, "strength": 0.8}]]
+    diffusers = (embeds.bfloat16(), embeds + 1, pooled.bfloat16(), pooled + 1)
+    runs = [sigmascope.TensorDumps(tmp_path / name) for name in ("comfyui", "diffusers")]
+    for run, cond in zip(runs, (comfyui, diffusers[::2]), strict=True):
+        analyze_text_encoding_results(None, cond, None, "a fox", None, 0.1, dumps=run)
+    found = compare_runs(runs[0], runs[1]).dumps["positive_conditioning"]
+    assert [pair.name_a for pair in found.pairs] == ["embeddings", "pooled"]
+    assert found.verdict == "rounding"
+
+
+def test_a_dump_keeps_what_was_around_the_tensors(tmp_path: Path) -> None:
+    regions = [
+        [torch.ones(1, 77, 8), {}],
+        [torch.ones(1, 77, 8), {"strength": 0.5, "mask": torch.ones(1, 8, 8)}],
+    ]
+    dumps = sigmascope.TensorDumps(tmp_path)
+    analyze_text_encoding_results(None, regions, None, "a fox", None, 0.1, dumps=dumps)
+    dump = dumps["positive_conditioning"]
+    assert list(dump) == ["embeddings", "entry_2.embeddings", "entry_2.other.mask"]
+    assert dump.metadata.metadata["entries"] == [{}, {"strength": 0.5}]
+    assert dump.metadata.metadata["structure"] == "comfyui"
+
+
 def test_a_dump_that_fails_is_a_reason(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     dumps = sigmascope.TensorDumps(tmp_path / "file")

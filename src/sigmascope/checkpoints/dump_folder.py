@@ -67,6 +67,9 @@ class TensorDumps(Mapping[str, TensorDump[Tensor]]):
         self.folder = Path(folder)
         self.run_id = run_id
         self.prompt_privacy = prompt_privacy
+        self._files: dict[
+            str, str
+        ] = {}  # by name, so that reading many dumps does not read the index each time
 
     def save(
         self,
@@ -153,10 +156,11 @@ class TensorDumps(Mapping[str, TensorDump[Tensor]]):
         return from_header(path, read_header(path).metadata)
 
     def __getitem__(self, name: str) -> TensorDump[Tensor]:
-        found = next((entry for entry in self.index if entry.name == name), None)
-        if found is None:
+        if not self._is_there(self._files.get(name)):
+            self._files = {entry.name: entry.file for entry in self.index}
+        if name not in self._files:
             raise KeyError(name)
-        return load_tensors(self.folder / found.file)
+        return load_tensors(self.folder / self._files[name])
 
     def _entry(self, name: str) -> DumpEntry:
         entries = self.index
@@ -225,6 +229,9 @@ class TensorDumps(Mapping[str, TensorDump[Tensor]]):
                 yield DumpEntry(str(content["name"]), str(content["file"]), content["saved_at"], shapes)
             except (ValueError, TypeError, KeyError, AttributeError):
                 _log.debug("A line of %s is damaged; the dump is read from its own header.", path)
+
+    def _is_there(self, file: str | None) -> bool:
+        return file is not None and is_existing(self.folder / file)
 
     def _is_whole(self, file: str) -> bool:
         """Whether it is a dump and not one that is being written, whose name is reserved by an empty file."""
