@@ -19,7 +19,7 @@ _INDENT, _MOST_ROWS, _MOST_ITEMS, _DEEPEST = 3, 60, 12, 4
 
 
 class Row(NamedTuple):
-    """A label and its value; `style` is rich's. The value must be printable already."""
+    """A label and its value; `style` is rich's. The value must be printable already, and may be empty."""
 
     label: str
     value: str
@@ -27,7 +27,7 @@ class Row(NamedTuple):
 
 
 class Section(NamedTuple):
-    """A heading with an icon, and rows."""
+    """A heading with an icon, and rows. Without a title the rows stand by themselves, not indented."""
 
     icon: str
     title: str
@@ -43,23 +43,28 @@ def print_summary(title: str, sections: Iterable[Section], console: Console | No
         console: Where to; standard output by default, plain when that is no terminal.
     """
     target = console or Console()
-    width = min(WIDTH, target.width)
-
-    def line(*parts: tuple[str, str], indent: int = 0) -> None:
-        text = Text.assemble(*((_encodable(part, target.encoding), style) for part, style in parts))
-        text.overflow = "fold"
-        target.print(Padding(text, (0, 0, 0, indent), expand=False), width=width, emoji=False)
-
-    line((f"🔍 {title}", "bold"))
-    line(("=" * width, "dim"))
+    rule = ("=" * min(WIDTH, target.width), "dim")
+    print_line(target, (f"🔍 {title}", "bold"))
+    print_line(target, rule)
     for section in sections:
         if not section.rows:
             continue
-        target.print()
-        line((f"{section.icon} {section.title}:", "bold"))
+        if section.title:
+            target.print()
+            print_line(target, (f"{section.icon} {section.title}:", "bold"))
         for row in section.rows:
-            line((f"{row.label}: ", ""), (row.value, row.style), indent=_INDENT)
-    line(("=" * width, "dim"))
+            label = f"{row.label}: " if row.value else f"{row.label}:"
+            indent = _INDENT if section.title else 0
+            print_line(target, (label, ""), (row.value, row.style), indent=indent)
+    print_line(target, rule)
+
+
+def print_line(console: Console, *parts: tuple[str, str], indent: int = 0) -> None:
+    """Print texts with their styles in one line, folded at 80 columns; nothing in them is interpreted."""
+    text = Text.assemble(*((_encodable(part, console.encoding), style) for part, style in parts))
+    text.overflow = "fold"
+    padded = Padding(text, (0, 0, 0, indent), expand=False)
+    console.print(padded, width=min(WIDTH, console.width), emoji=False)
 
 
 def _encodable(text: str, encoding: str) -> str:
