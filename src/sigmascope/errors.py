@@ -11,6 +11,7 @@
     ├── ModelMismatchError        base, tuned model and LoRA do not belong together
     ├── LoraFormatError           a LoRA file whose keys or shapes are not understood
     ├── NonFiniteError            NaN or Inf where weights should be
+    ├── EveryStrategyFailedError  memory ran out in every way that was tried (a MemoryError too)
     └── UnknownStageError         a run has no stage of that name (a KeyError too)
 
 Each carries what happened (with file, key, expected and actual) and a hint: the next step.
@@ -18,6 +19,7 @@ The command line prints both and exits with `exit_code`.
 """
 
 from pathlib import Path
+from typing import Any
 
 
 class SigmascopeError(Exception):
@@ -83,6 +85,14 @@ class LoraFormatError(SigmascopeError):
 
 class NonFiniteError(SigmascopeError):
     """Weights hold NaN or Inf."""
+
+
+class EveryStrategyFailedError(SigmascopeError, MemoryError):
+    """A VAE ran out of memory in every way that was tried; `record` (an `EncodingRecord`) says how each ended."""
+
+    def __init__(self, message: str, *, record: Any, hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.record = record
 
 
 class UnknownStageError(SigmascopeError, KeyError):

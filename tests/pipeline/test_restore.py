@@ -24,8 +24,9 @@ class Encoder(nn.Module):
 
     def forward(self, pixels: Tensor) -> Tensor:
         self.count += 1
-        self.kept: Tensor = self.conv(pixels)
-        return self.kept
+        kept: Tensor = self.conv(pixels)
+        self.kept = kept
+        return kept
 
 
 class Holder:

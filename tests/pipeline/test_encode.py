@@ -1,0 +1,245 @@
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from sigmascope import encode_latents
+from sigmascope.errors import ConfigError, ModelMismatchError
+
+if TYPE_CHECKING:
+    from tests.pipeline.conftest import Sample
+
+
+def test_encoding_directly_is_what_diffusers_does(sample: "Sample") -> None:
+    latent, record = encode_latents(sample.vae, sample.pixels)
+    assert torch.equal(latent, sample.latent)
+    assert record.strategy == "direct"
+
+
+def test_encoding_on_the_cpu_is_what_diffusers_does(sample: "Sample") -> None:
+    latent, record = encode_latents(sample.vae, sample.pixels, strategies="cpu")
+    assert torch.equal(latent, sample.latent)
+    assert record.strategy_label == "CPU Fallback Encoding"
+
+
+def test_encoding_in_tiles_gives_the_same_shape_and_dtype(sample: "Sample") -> None:
+    latent, record = encode_latents(sample.vae, sample.pixels, strategies=("tiled",), tile=32, overlap=0)
+    assert (latent.shape, latent.dtype) == (sample.latent.shape, sample.latent.dtype)
+    assert record.attempts[0].tile is not None
+    assert record.attempts[0].tile.count == 2
+
+
+def test_a_single_tile_is_what_diffusers_does(sample: "Sample") -> None:
+    latent, _ = encode_latents(sample.vae, sample.pixels[:1], strategies=("tiled",), tile=128)
+    torch.testing.assert_close(latent, sample.latent[:1], rtol=0, atol=1e-5)
+
+
+def test_bytes_are_the_same_pictures_in_another_range(kl: "Sample") -> None:
+    shown = (torch.rand(1, 3, 16, 24) * 255).to(torch.uint8)
+    expected, _ = encode_latents(kl.vae, shown.float() / 127.5 - 1)
+    latent, _ = encode_latents(kl.vae, shown)
+    torch.testing.assert_close(latent, expected, rtol=0, atol=1e-6)
+
+
+def test_floats_with_channels_last_are_from_0_to_1(kl: "Sample") -> None:
+    latent, _ = encode_latents(kl.vae, (kl.pixels.movedim(1, -1) + 1) / 2)
+    torch.testing.assert_close(latent, kl.latent, rtol=0, atol=1e-5)
+
+
+def test_the_caller_may_say_what_floats_mean(kl: "Sample") -> None:
+    latent, _ = encode_latents(kl.vae, (kl.pixels + 1) / 2, values="unit")
+    torch.testing.assert_close(latent, kl.latent, rtol=0, atol=1e-5)
+
+
+def test_images_and_arrays_are_the_same_pictures(kl: "Sample") -> None:
+    shown = (np.random.default_rng(0).random((2, 16, 24, 3)) * 255).astype(np.uint8)
+    from_array, _ = encode_latents(kl.vae, shown)
+    from_images, record = encode_latents(kl.vae, [Image.fromarray(one) for one in shown])
+    assert torch.equal(from_images, from_array)
+    assert record.input is not None
+    assert record.input.form == "list of PIL images"
+
+
+@pytest.mark.parametrize("axes", ["BCFHW", "BFCHW", "BFHWC", "CFHW", "FCHW", "FHWC"])
+def test_a_video_may_have_its_axes_in_any_order(wan: "Sample", axes: str) -> None:
+    video = wan.pixels[:1] if "B" in axes else wan.pixels[0]
+    own = "BCFHW" if "B" in axes else "CFHW"
+    turned = video.permute([own.index(axis) for axis in axes])
+    latent, _ = encode_latents(wan.vae, turned, values="signed")
+    torch.testing.assert_close(latent, wan.latent[:1], rtol=0, atol=1e-5)
+
+
+def test_a_video_goes_through_a_vae_of_pictures_frame_by_frame(kl: "Sample") -> None:
+    video = kl.pixels.movedim(0, 1)[None]
+    latent, _ = encode_latents(kl.vae, video)
+    assert torch.equal(latent, kl.latent.movedim(0, 1)[None])
+
+
+def test_pictures_stay_apart_in_a_vae_of_pictures_with_an_axis_for_frames(qwen: "Sample") -> None:
+    pictures = qwen.pixels[:, :, 0]
+    latent, _ = encode_latents(qwen.vae, pictures)
+    assert torch.equal(latent, encode_latents(qwen.vae, pictures[:, :, None])[0])
+    assert latent.shape == (2, 4, 1, 4, 8)
+
+
+@pytest.mark.parametrize(("frames", "latent_frames"), [(1, 1), (81, 21)])
+@pytest.mark.parametrize("strategy", ["direct", "tiled", "cpu"])
+def test_wan_gives_a_latent_frame_for_the_first_and_for_every_4(
+    wan: "Sample", frames: int, latent_frames: int, strategy: Any
+) -> None:
+    latent, _ = encode_latents(wan.vae, torch.zeros(1, 3, frames, 16, 16), strategies=(strategy,), tile=8)
+    assert latent.shape == (1, 4, latent_frames, 2, 2)
+
+
+def test_wan_vaces_control_is_two_encodings_side_by_side(wan: "Sample") -> None:
+    """PEERS: inactive and reactive parts each go through the VAE, 21 latent frames of 81 with 2 × the channels."""
+    parts = [encode_latents(wan.vae, torch.zeros(1, 3, 81, 16, 16))[0] for _ in range(2)]
+    assert torch.cat(parts, dim=1).shape == (1, 2 * 4, 21, 2, 2)
+
+
+def test_wan_vaces_reference_is_one_latent_frame_in_front(wan: "Sample") -> None:
+    control, _ = encode_latents(wan.vae, torch.zeros(1, 3, 81, 16, 16))
+    reference, _ = encode_latents(wan.vae, torch.zeros(1, 3, 1, 16, 16))
+    assert torch.cat([reference, control], dim=2).shape[2] == 22
+
+
+@pytest.mark.parametrize("strategy", ["direct", "tiled", "cpu"])
+def test_an_odd_size_gives_what_the_vae_makes_of_it(sample: "Sample", strategy: Any) -> None:
+    pixels = sample.pixels[:1, ..., :41, :51]
+    try:
+        expected = encode_latents(sample.vae, pixels)[0]
+    except (RuntimeError, ValueError):
+        pytest.skip(f"{sample.name} refuses such sizes")
+    latent, _ = encode_latents(sample.vae, pixels, strategies=(strategy,), tile=32)
+    assert latent.shape == expected.shape
+
+
+def test_a_draw_is_the_one_that_diffusers_makes(kl: "Sample") -> None:
+    with torch.no_grad():
+        posterior = kl.vae.encode(kl.pixels).latent_dist
+    expected = posterior.sample(generator=torch.Generator().manual_seed(3))
+    latent, _ = encode_latents(kl.vae, kl.pixels, sample=True, generator=torch.Generator().manual_seed(3))
+    assert torch.equal(latent, expected)
+
+
+def test_a_draw_from_a_vae_without_a_distribution_is_refused() -> None:
+    class Plain:
+        def encode(self, pixels: Tensor) -> Tensor:
+            return pixels[:, :, ::8, ::8]
+
+    with pytest.raises(ConfigError, match="no distribution"):
+        encode_latents(Plain(), torch.zeros(1, 3, 16, 16), sample=True)
+
+
+def test_any_object_with_encode_is_cut_into_tiles_by_the_factor_that_it_shows() -> None:
+    class Pooling:
+        def encode(self, pixels: Tensor) -> Tensor:
+            return torch.nn.functional.avg_pool2d(pixels, 4)
+
+    pixels = torch.rand(1, 3, 64, 96)
+    latent, record = encode_latents(Pooling(), pixels, strategies=("tiled",), tile=32)
+    torch.testing.assert_close(latent, Pooling().encode(pixels))
+    assert record.attempts[0].tile is not None
+    assert record.attempts[0].tile.count == 12
+
+
+def test_nan_is_no_lack_of_memory(kl: "Sample") -> None:
+    latent, record = encode_latents(kl.vae, torch.full((1, 3, 16, 16), torch.nan))
+    assert latent.isnan().all()
+    assert [attempt.name for attempt in record.attempts] == ["direct"]
+    assert record.input is not None
+    assert record.input.tensor.nan_count == 3 * 16 * 16
+
+
+def test_numbers_out_of_range_are_encoded_as_they_are_and_shown(kl: "Sample") -> None:
+    pixels = torch.full((1, 3, 16, 16), 7.0)
+    latent, record = encode_latents(kl.vae, pixels)
+    with torch.no_grad():
+        assert torch.equal(latent, kl.vae.encode(pixels).latent_dist.mode())
+    assert record.input is not None
+    assert record.input.tensor.max == 7.0
+
+
+def test_half_precision_goes_in_and_comes_out(kl: "Sample") -> None:
+    vae = type(kl.vae).from_config(kl.vae.config).to(torch.bfloat16).eval()
+    latent, _ = encode_latents(vae, kl.pixels)
+    assert latent.dtype == torch.bfloat16
+
+
+def test_no_graph_is_recorded_and_gradients_stay_possible(kl: "Sample") -> None:
+    latent, _ = encode_latents(kl.vae, kl.pixels.clone().requires_grad_())
+    assert not latent.requires_grad
+    assert torch.is_grad_enabled()
+
+
+def test_the_pictures_stay_as_they_are(kl: "Sample") -> None:
+    shown = (torch.rand(1, 3, 32, 32) * 255).to(torch.uint8)
+    before = shown.clone()
+    encode_latents(kl.vae, shown, strategies=("tiled",), tile=16)
+    assert torch.equal(shown, before)
+
+
+@pytest.mark.parametrize(
+    ("frames", "message"),
+    [
+        ([], "empty"),
+        (torch.zeros(0, 3, 16, 16), "no picture"),
+        (np.zeros((0, 16, 16, 3), np.uint8), "no picture"),
+        ([torch.zeros(3, 16, 16), torch.zeros(3, 16, 24)], "picture 1 is 3×16×24"),
+        (torch.zeros(1, 5, 16, 16), "channels"),
+        (torch.zeros(1, 3, 16, 16, dtype=torch.int32), "int32"),
+        ("a.png", "str"),
+    ],
+    ids=[
+        "empty list",
+        "zero frames",
+        "zero frames in an array",
+        "mixed sizes",
+        "channels",
+        "integers",
+        "text",
+    ],
+)
+def test_pictures_that_are_none_are_refused(kl: "Sample", frames: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        encode_latents(kl.vae, frames)
+
+
+@pytest.mark.parametrize(
+    ("strategies", "message"),
+    [((), "empty"), (("direct", "direct"), "repeats"), (("magic",), "'magic'"), ("tile", "'tile'")],
+)
+def test_strategies_that_make_no_sense_are_refused(kl: "Sample", strategies: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        encode_latents(kl.vae, kl.pixels, strategies=strategies)
+
+
+def test_tiles_that_cannot_work_are_refused_before_anything_is_tried(kl: "Sample") -> None:
+    with pytest.raises(ConfigError, match="multiple of the VAE's factor 8"):
+        encode_latents(kl.vae, kl.pixels, tile=60)
+
+
+def test_a_vae_without_encode_is_refused() -> None:
+    with pytest.raises(ConfigError, match="has no encode"):
+        encode_latents(object(), torch.zeros(1, 3, 16, 16))
+
+
+def test_a_vae_that_gives_no_tensor_is_said_so() -> None:
+    class Mute:
+        def encode(self, pixels: Tensor) -> str:
+            return "latent"
+
+    with pytest.raises(ModelMismatchError, match="str"):
+        encode_latents(Mute(), torch.zeros(1, 3, 16, 16))
+
+
+def test_a_vae_of_odd_shapes_is_not_cut_into_tiles() -> None:
+    class Odd:
+        def encode(self, pixels: Tensor) -> Tensor:
+            return pixels[..., :5, :7]
+
+    with pytest.raises(ModelMismatchError, match="no whole factor"):
+        encode_latents(Odd(), torch.zeros(1, 3, 64, 64), strategies=("tiled",))
