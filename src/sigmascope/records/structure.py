@@ -15,7 +15,12 @@ Record = TypeVar("Record")
 
 def run_to_plain(run: Run) -> dict[str, Any]:
     """The run as dicts, lists and scalars."""
-    plain: dict[str, Any] = _converter().unstructure(run)
+    return to_plain(run)
+
+
+def to_plain(record: object) -> dict[str, Any]:
+    """Any dataclass of `records` as dicts, lists and scalars."""
+    plain: dict[str, Any] = _converter().unstructure(record)
     return plain
 
 

@@ -1,0 +1,75 @@
+"""All rules on a run (SPEC section 6)."""
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from sigmascope.analysis.diagnostics import (
+    attention_rules,
+    memory_rules,
+    model_rules,
+    placement_rules,
+    precision_rules,
+    time_rules,
+)
+from sigmascope.analysis.diagnostics.case import Case, cases
+from sigmascope.analysis.leaks import find_leaks
+from sigmascope.records.finding import Finding
+from sigmascope.records.run import Run
+
+_log = logging.getLogger(__name__)
+Rule = Callable[[Case], Iterator[Finding]]
+
+RULES: Final[tuple[Rule, ...]] = (
+    *memory_rules.RULES,
+    *attention_rules.RULES,
+    *model_rules.RULES,
+    *placement_rules.RULES,
+    *precision_rules.RULES,
+    *time_rules.RULES,
+)
+_SEVERITIES: Final = ("critical", "error", "warning", "info")
+
+
+def diagnose(run: Run) -> tuple[Finding, ...]:
+    """What the record says is wrong or slow, what to do, and what that would gain. The gravest come first.
+
+    Where a run holds several generations, the same finding of several of them is given once, with `generations` in
+    its evidence. A rule that fails on an odd record is left out, with a line in the log.
+
+    Args:
+        run: With `PipelineFacts` and `CallFacts` among its facts or its stages' (`pipeline`, `call`), for the rules
+            that need them; without, those rules are silent.
+    """
+    found: dict[tuple[str, str | None, str], list[Finding]] = {}
+    for case in _readable_cases(run):
+        for rule in RULES:
+            for finding in _of_rule(rule, case):
+                about = finding.evidence.get("component") or finding.evidence.get("device")
+                found.setdefault((finding.id, finding.stage, str(about)), []).append(finding)
+    findings = [_as_one(same) for same in found.values()] + list(find_leaks(run))
+    return tuple(sorted(findings, key=lambda finding: _SEVERITIES.index(finding.severity)))
+
+
+def _readable_cases(run: Run) -> Iterator[Case]:
+    try:
+        yield from cases(run)
+    except ValueError as failure:
+        _log.warning("The facts of run %s about its pipeline cannot be read: %s", run.id, failure)
+
+
+def _of_rule(rule: Rule, case: Case) -> list[Finding]:
+    try:
+        return list(rule(case))
+    except Exception as failure:  # noqa: BLE001 - a record may come from anywhere; the other rules still say theirs
+        _log.warning("%s failed: %s: %s", rule.__name__, type(failure).__name__, failure)
+        return []
+
+
+def _as_one(same: list[Finding]) -> Finding:
+    """The first, which says how many generations it is true of."""
+    first = same[0]
+    if len(same) == 1:
+        return first
+    evidence = {**first.evidence, "generations": len(same)}
+    return Finding(first.id, first.severity, first.message, evidence, first.advice, first.stage)

@@ -1,0 +1,73 @@
+import sys
+
+import pytest
+from tests.families import FAMILIES, generate, make_pipeline
+
+from sigmascope.analysis import diagnostics
+from sigmascope.analysis.diagnostics import diagnose
+from sigmascope.analysis.diagnostics.case import Case
+from sigmascope.monitor import Recorder
+from sigmascope.probes.pipelines import pipeline_facts
+from sigmascope.records.pipeline import CallFacts
+from sigmascope.records.run import Run, Stage
+from sigmascope.records.structure import to_plain
+
+from .conftest import GIB, component, device_memory, pipeline, stage, weights
+
+
+def run_of(*stages: Stage, **facts: object) -> Run:
+    return Run("id", "run", "2026-01-01T00:00:00+00:00", 1.0, stages=stages, facts=facts)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_healthy_generation_of_each_family_warns_of_nothing(family: str) -> None:
+    pipe = make_pipeline(family)
+    recorder = Recorder(family)
+    with recorder:
+        recorder.fact("pipeline", pipeline_facts(pipe))
+        recorder.fact("call", CallFacts(num_inference_steps=2, has_image=False))
+        with (
+            recorder.stage("denoising") as denoising,
+            recorder.hook_steps(pipe.components[FAMILIES[family].denoiser]),
+        ):
+            image = generate(pipe, family)
+        denoising.tensor("image", image)
+    findings = diagnose(recorder.run())
+    assert [finding for finding in findings if finding.severity != "info"] == []
+
+
+def test_the_gravest_come_first() -> None:
+    wasted = component("denoiser", module=weights(device="cpu"), offload="sequential")
+    kept = stage("denoising", **device_memory(10 * GIB, 14 * GIB, 15 * GIB))
+    facts = to_plain(pipeline(transformer=wasted, vae=component("vae", tiling=True)))
+    severities = [
+        finding.severity for finding in diagnose(run_of(kept, stage("latent_decoding"), pipeline=facts))
+    ]
+    assert severities == sorted(severities, key=["critical", "error", "warning", "info"].index)
+    assert {"warning", "info"} <= set(severities)
+
+
+def test_the_same_of_several_generations_is_said_once_with_their_number() -> None:
+    plain = to_plain(pipeline(class_name="QwenImageEditPipeline"))
+    call = to_plain(CallFacts(has_image=False))
+    stages = [stage("generation", at=float(index), facts={"call": call}) for index in range(3)]
+    (finding,) = diagnose(run_of(*stages, pipeline=plain))
+    assert finding.evidence["generations"] == 3
+
+
+def test_a_rule_that_fails_costs_no_other_its_finding(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(case: Case) -> object:
+        raise KeyError("odd record")
+
+    module = sys.modules["sigmascope.analysis.diagnostics.diagnose"]
+    monkeypatch.setattr(module, "RULES", (broken, *diagnostics.RULES))
+    kept = stage("denoising", **device_memory(10 * GIB, 14 * GIB, 15 * GIB))
+    assert [finding.id for finding in diagnose(run_of(kept))] == ["memory.kept_after_stage"]
+    assert "broken failed: KeyError" in caplog.text
+
+
+def test_facts_that_are_no_pipeline_are_logged_and_hurt_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    assert diagnose(run_of(pipeline={"class_name": 3})) == ()
+    assert "cannot be read" in caplog.text
