@@ -10,6 +10,7 @@ from sigmascope.probes.adapters.comfyui.bypass import bypassed
 from sigmascope.probes.adapters.comfyui.doubts import settled
 from sigmascope.probes.adapters.comfyui.found import Found
 from sigmascope.probes.adapters.comfyui.hooks import hooked
+from sigmascope.probes.adapters.comfyui.objects import replaced, wrapped
 from sigmascope.probes.adapters.comfyui.patcher import original_weight, patcher_of, weight_at
 from sigmascope.probes.adapters.comfyui.sources import sources_of
 from sigmascope.probes.adapters.comfyui.standing import Standings
@@ -26,8 +27,8 @@ def read_patches(model: object) -> Reading[tuple[AppliedPatch, ...]]:
         model: A patcher, or what holds one.
 
     Returns:
-        One `AppliedPatch` for an entry of `patches`, by key in the host's order, then those of hooks and of
-        bypasses. Two kinds of entries are several, with one `index`: a model merge (its weight, and each
+        One `AppliedPatch` for an entry of `patches`, by key in the host's order; before them weights that are
+        replaced as objects, after them the entries of hooks, functions around weights, and bypasses. Two kinds of entries are several, with one `index`: a model merge (its weight, and each
         change upon that) and `model_as_lora` (the other model's weight, less the original). ComfyUI keeps no
         names: `source` is "LoRA 1", "LoRA 2" …, the same for what was registered together.
     """
@@ -41,7 +42,8 @@ def read_patches(model: object) -> Reading[tuple[AppliedPatch, ...]]:
 
 
 def _patches(patcher: Any) -> Iterator[AppliedPatch]:
-    all_found = [*_registered(patcher), *hooked(patcher), *bypassed(patcher)]
+    readers = (replaced, _registered, hooked, wrapped, bypassed)
+    all_found = [found for read in readers for found in read(patcher)]
     counts = Counter(found.key for found in all_found)
     indices: Counter[str] = Counter()
     for found in all_found:
