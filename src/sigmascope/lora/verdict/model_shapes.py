@@ -8,12 +8,11 @@ from torch import nn
 from sigmascope.checkpoints import Checkpoint
 from sigmascope.errors import ModelMismatchError
 from sigmascope.lora.models.layout import ModelLayout, Part, Shapes, layout_of
+from sigmascope.probes.adapters.peft.walk import adapted_modules, base_weights
 
 Model = object
 """An nn.Module, a mapping of shapes or modules by name, a Checkpoint, or a pipeline with `components`."""
 
-_WRAPPERS: Final = frozenset({"_orig_mod", "base_layer", "_fsdp_wrapped_module"})
-_ADAPTERS: Final = ("lora_", "hada_", "lokr_", "oft_", "boft_", "ia3_", "vera_", "modules_to_save")
 _COMFYUI_ENCODERS: Final = ("clip_l.", "clip_g.", "clip_h.", "t5xxl.", "umt5xxl.", "qwen25_7b.")
 _DENOISERS: Final = ("diffusion_model.", "model.diffusion_model.", "denoiser.")
 _FURTHER_PARTS: Final[tuple[tuple[Part, str], ...]] = (
@@ -81,23 +80,13 @@ def _in_part(name: str, key: str) -> str:
 
 
 def _named_shapes(model: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Parameters and buffers by their checkpoint names; tied ones under each of their names."""
-    inner = (
-        model.module if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel) else model
-    )
-    packed = dict(_layer_shapes(inner))
-    for tensors in (inner.named_parameters(remove_duplicate=False), inner.named_buffers()):
-        for name, tensor in tensors:
-            pieces = name.split(".")
-            if any(piece.startswith(_ADAPTERS) for piece in pieces):
-                continue
-            key = ".".join(piece for piece in pieces if piece not in _WRAPPERS)
-            key = key.removeprefix("base_model.model.")
-            yield key, packed.get(name, tuple(tensor.shape))
+    """Weights by the names that they have without adapters; a quantised matrix by what it stands for."""
+    packed = dict(_layer_shapes(model))
+    for key, tensor in base_weights(model):
+        yield key, packed.get(key, tuple(tensor.shape))
 
 
 def _layer_shapes(model: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """What Linear layers say of their weights, which a quantised one stores in another shape."""
-    for name, module in model.named_modules(remove_duplicate=False):
+    for name, module in adapted_modules(model):
         if isinstance(module, nn.Linear):
             yield f"{name}.weight" if name else "weight", (module.out_features, module.in_features)

@@ -7,7 +7,7 @@ from typing import Final
 from sigmascope.errors import SigmascopeError
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.formats.lazy import LazyMapping
-from sigmascope.lora.models.layer_kinds import WEIGHT
+from sigmascope.lora.models.layer_kinds import WEIGHT, is_layer
 from sigmascope.lora.models.layout import ModelLayout, Shapes
 from sigmascope.lora.names.alignment import align
 from sigmascope.lora.names.naming import LayerIndex
@@ -33,7 +33,8 @@ class Placing:
     Attributes:
         lora: The LoRA under the model's names, as far as it could be aligned; None if it could not.
         layout: The model's.
-        index: Its layers, by every name.
+        index: Its layers and other tensors, by every name.
+        layers: Paths of its Linear and convolution layers.
         keys: The weights that each module lands on, by the module's name.
         misfits: Modules that would land on weights of other shapes.
         twins: Modules that are for a layer another module has already: that module.
@@ -42,6 +43,7 @@ class Placing:
     lora: LoraFile | None
     layout: ModelLayout
     index: LayerIndex
+    layers: tuple[str, ...] = ()
     keys: dict[str, tuple[str, ...]] = field(default_factory=dict)
     misfits: dict[str, Misfit] = field(default_factory=dict)
     twins: dict[str, str] = field(default_factory=dict)
@@ -57,13 +59,14 @@ def place(lora: LoraFile, shapes: Shapes) -> Placing:
     layout = layout_for(shapes)
     layers = [key.removesuffix(WEIGHT) for key in shapes]
     index = LayerIndex.of(layers, layout)
+    own = tuple(key.removesuffix(WEIGHT) for key, shape in shapes.items() if is_layer(key, shape))
     twins = _twins(lora, index)
     rest = without(lora, twins) if twins else lora
     try:
         aligned = align(rest, layers, layout)
     except SigmascopeError:  # names or shapes that no table of fused matrices can divide
-        return _one_by_one(rest, shapes, Placing(None, layout, index, twins=twins))
-    placing = Placing(aligned.lora, layout, index, twins=twins)
+        return _one_by_one(rest, shapes, Placing(None, layout, index, own, twins=twins))
+    placing = Placing(aligned.lora, layout, index, own, twins=twins)
     for layer, names in aligned.sources.items():
         for name in names:
             _land(placing, shapes, name, layer, aligned.lora.shape_of(layer))

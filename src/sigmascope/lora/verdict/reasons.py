@@ -50,6 +50,7 @@ class Reasons:
         self._placing = placing
         self._family = family
         self._model_family = placing.layout.family
+        self._near: dict[str, NearestNames] = {}
 
     def explain(self, name: str) -> Explained:
         """Say why a module changes nothing."""
@@ -69,15 +70,19 @@ class Reasons:
         )
 
     def nearest(self, name: str) -> tuple[str, ...]:
-        """Names of the model's layers that are nearest to a module's."""
+        """Names of the model's layers that are nearest to a module's, in the part that it names."""
         misfit = self._placing.misfits.get(name)
-        path = parse_name(name.removesuffix(_BIAS)).path
-        found = self._names.nearest(path)
+        parsed = parse_name(name.removesuffix(_BIAS))
+        parts = [part for part in parsed.parts if part in self._placing.layout.prefixes] or ["denoiser"]
+        found = self._names(parts[0]).nearest(parsed.path)
         return found if misfit is None else tuple(dict.fromkeys((misfit.key, *found)))[:3]
 
-    @cached_property
-    def _names(self) -> NearestNames:
-        return NearestNames(self._placing.index.layers)
+    def _names(self, part: str) -> NearestNames:
+        if part not in self._near:
+            split = self._placing.layout.split
+            own = [layer for layer in self._placing.layers if split(layer)[0] == part]
+            self._near[part] = NearestNames(own or self._placing.layers)
+        return self._near[part]
 
     @cached_property
     def _other_numbers(self) -> dict[tuple[Part, str], set[str]]:
@@ -130,7 +135,7 @@ class Reasons:
         words = _WORD if "." in name else _FLAT_WORD
         for _ in range(_LONGEST_PREFIX):
             word = words.match(rest)
-            if word is None:
+            if word is None or word[0][:-1].isdigit():  # a block of its own kind is no prefix
                 return None
             rest, cut = rest[word.end() :], cut + word[0]
             for spelt in (rest, f"lora_unet_{rest}", f"lora_te_{rest}"):

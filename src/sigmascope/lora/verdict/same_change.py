@@ -1,0 +1,90 @@
+"""Whether what is on a model is a module of a LoRA file, told by its numbers."""
+
+from collections.abc import Mapping
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from sigmascope.lora.adapters import Adapter, DoraChange, WeightChange
+from sigmascope.lora.factors import LoraFactors
+from sigmascope.lora.precision import in_double
+from sigmascope.probes.adapters.applied import AppliedPatch
+
+_SAME: Final = 0.999
+"""Cosine of what is the same but for the rounding of a conversion to bfloat16 or float16, and for its scale."""
+_NAMES: Final = {
+    "lora_up.weight": "up",
+    "lora_down.weight": "down",
+    "lora_mid.weight": "mid",
+    "diff_b": "diff",
+    "w_norm": "diff",
+    "b_norm": "diff",
+    "set_weight": "set",
+}
+_STARTS: Final = ("hada_", "lokr_")
+
+Change = LoraFactors | WeightChange
+
+
+def is_same(change: Change, patch: AppliedPatch) -> bool:
+    """Whether a patch is a change of a file, in whatever dtype and scale the host keeps it."""
+    if isinstance(change, LoraFactors) and {"up", "down"} <= patch.tensors.keys():
+        if "mid" in patch.tensors:
+            return False
+        return _same_product(change, patch)
+    own = tensors_of(change)
+    shared = own.keys() & patch.tensors.keys()
+    return bool(shared) and all(_same_numbers(own[name], patch.tensors[name]) for name in shared)
+
+
+def tensors_of(change: Change) -> Mapping[str, Tensor]:
+    """A change's tensors by the names that `AppliedPatch.tensors` has for them."""
+    if isinstance(change, LoraFactors):
+        return {"up": change.up, "down": change.down}
+    if isinstance(change, DoraChange):
+        return {**tensors_of(change.direction), "dora_scale": change.magnitude}
+    if isinstance(change, Adapter):
+        return {_name(name): tensor for name, tensor in change.parts.items()}
+    return {}
+
+
+def norm_of(patch: AppliedPatch) -> float | None:
+    """‖ΔW‖ of a plain patch without strength and scale; None for other kinds."""
+    if patch.adapter_type != "lora" or not {"up", "down"} <= patch.tensors.keys():
+        return None
+    return _factors(patch).frobenius_norm()
+
+
+def _same_product(change: LoraFactors, patch: AppliedPatch) -> bool:
+    """By ΔW, so that a host may divide, scale and re-factor as it likes; zero changes by their factors."""
+    found = _factors(patch)
+    if (found.up.shape[0], found.down.shape[1]) != (change.up.shape[0], change.down.shape[1]):
+        return False
+    plain = LoraFactors(
+        in_double(change.up).cpu(), in_double(change.down).cpu(), change.alpha, found.weight_shape
+    )
+    if plain.frobenius_norm() * found.frobenius_norm() > 0.0:
+        return plain.cosine(found) > _SAME
+    return _same_numbers(change.up, patch.tensors["up"]) and _same_numbers(change.down, patch.tensors["down"])
+
+
+def _factors(patch: AppliedPatch) -> LoraFactors:
+    up, down = (in_double(patch.tensors[name]).cpu().flatten(1) for name in ("up", "down"))
+    return LoraFactors(up, down, float(up.shape[1]), (up.shape[0], down.shape[1]))
+
+
+def _same_numbers(one: Tensor, other: Tensor) -> bool:
+    first, second = in_double(one).cpu().flatten(), in_double(other).cpu().flatten()
+    if len(first) != len(second):
+        return False
+    lengths = float(torch.linalg.vector_norm(first)), float(torch.linalg.vector_norm(second))
+    if 0.0 in lengths:
+        return lengths == (0.0, 0.0)
+    return float(first @ second) > _SAME * lengths[0] * lengths[1]
+
+
+def _name(part: str) -> str:
+    for start in _STARTS:
+        part = part.removeprefix(start)
+    return _NAMES.get(part, part)

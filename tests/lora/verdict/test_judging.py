@@ -1,0 +1,247 @@
+"""Files of every format against the tiny pipelines of every family."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.families import FAMILIES
+
+from sigmascope.lora.verdict import LoraVerdict, judge_lora
+
+Pipelines = Callable[[str], Any]
+Save = Callable[..., Path]
+FORMATS = ("native", "kohya", "peft", "comfyui")
+
+
+def edited(path: Path, edit: Callable[[str, torch.Tensor], tuple[str, torch.Tensor]]) -> Path:
+    state = dict(edit(key, tensor) for key, tensor in load_file(path).items())
+    save_file({key: tensor.contiguous() for key, tensor in state.items()}, path)
+    return path
+
+
+def only_reason(verdict: LoraVerdict) -> str:
+    assert verdict.matched == ()
+    (reason,) = verdict.reasons
+    return reason
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_modules_of_a_right_lora_match(
+    pipelines: Pipelines, save: Save, family: str, format: str
+) -> None:
+    pipeline = pipelines(family)
+    verdict = judge_lora(save(pipeline, FAMILIES[family].denoiser, format=format), pipeline)
+    assert verdict.unmatched == ()
+    assert verdict.fits
+    assert verdict.model_family == family.removesuffix("_vace")
+    assert (verdict.format, sum(verdict.ranks.values())) == (format, len(verdict.modules))
+
+
+@pytest.mark.parametrize("family", ["sd15", "sdxl", "sd3", "flux"])
+def test_text_encoders_match_too(pipelines: Pipelines, save: Save, family: str) -> None:
+    pipeline = pipelines(family)
+    parts = (FAMILIES[family].denoiser, *FAMILIES[family].lora_encoders)
+    for format in FORMATS:
+        verdict = judge_lora(save(pipeline, *parts, format=format), pipeline)
+        assert verdict.unmatched == (), format
+        assert set(verdict.parts) == {"denoiser", *FAMILIES[family].lora_encoders}
+
+
+def test_a_bare_denoiser_is_a_model_too(pipelines: Pipelines, save: Save) -> None:
+    path = save(pipelines("flux"), "transformer", format="kohya")
+    assert judge_lora(path, pipelines("flux").transformer).fits
+
+
+def test_shapes_by_name_are_a_model_too(pipelines: Pipelines, save: Save) -> None:
+    unet = pipelines("sd15").unet
+    shapes = {key: tuple(tensor.shape) for key, tensor in unet.state_dict().items()}
+    assert judge_lora(save(pipelines("sd15"), "unet"), shapes).fits
+
+
+@pytest.mark.parametrize(
+    ("family", "other", "titles"),
+    [
+        ("sdxl", "flux", ("SDXL", "FLUX")),
+        ("flux", "wan", ("FLUX", "WAN")),
+        ("sd15", "sd3", ("Stable Diffusion 1.5", "Stable Diffusion 3")),
+        ("wan_vace", "qwen_image", ("WAN", "Qwen-Image")),
+    ],
+)
+@pytest.mark.parametrize("format", ["kohya", "peft"])
+def test_another_architecture_is_named(
+    pipelines: Pipelines, save: Save, family: str, other: str, titles: tuple[str, str], format: str
+) -> None:
+    path = save(pipelines(family), FAMILIES[family].denoiser, format=format)
+    verdict = judge_lora(path, pipelines(other))
+    assert only_reason(verdict) == "other_architecture"
+    told = re.fullmatch(
+        r"the file is for (.+) \(by (.+)\), the model is (.+)", verdict.modules[0].detail or ""
+    )
+    assert told is not None
+    assert (told[1], told[3]) == titles
+    assert verdict.findings[0].id == "lora_matches_nothing"
+    assert verdict.findings[0].severity == "critical"
+
+
+def test_a_missing_text_encoder_is_named(pipelines: Pipelines, save: Save) -> None:
+    verdict = judge_lora(save(pipelines("sd15"), "unet", "text_encoder"), pipelines("sd15").unet)
+    assert verdict.reasons == {"text_encoder_missing": verdict.parts["text_encoder"]["modules"]}
+    assert verdict.parts["denoiser"]["matched"] == verdict.parts["denoiser"]["modules"]
+
+
+def test_a_lora_of_text_encoders_alone_matches_no_denoiser(pipelines: Pipelines, save: Save) -> None:
+    path = save(pipelines("sdxl"), "text_encoder", "text_encoder_2", format="kohya")
+    assert only_reason(judge_lora(path, pipelines("sdxl").unet)) == "text_encoder_missing"
+    assert judge_lora(path, pipelines("sdxl")).fits
+
+
+def test_an_unknown_prefix_is_named(pipelines: Pipelines, save: Save) -> None:
+    path = edited(save(pipelines("flux"), "transformer"), lambda key, tensor: (f"my_model.{key}", tensor))
+    verdict = judge_lora(path, pipelines("flux"))
+    assert only_reason(verdict) == "prefix"
+    assert (verdict.modules[0].detail or "").startswith("without my_model. before it, its name is that of ")
+
+
+def test_renamed_blocks_are_unknown_and_have_their_nearest_names(pipelines: Pipelines, save: Save) -> None:
+    path = edited(
+        save(pipelines("flux"), "transformer", only="single_transformer_blocks.0.attn"),
+        lambda key, tensor: (key.replace("single_transformer_blocks", "solo_blocks"), tensor),
+    )
+    verdict = judge_lora(path, pipelines("flux"))
+    module = next(module for module in verdict.modules if module.name.endswith("attn.to_q"))
+    assert module.reason == "unknown"
+    assert all(name.endswith("attn.to_q") for name in module.nearest)
+
+
+def test_a_block_that_the_model_has_not_is_named(pipelines: Pipelines, save: Save) -> None:
+    path = edited(
+        save(pipelines("wan"), "transformer", only="blocks.0.attn1"),
+        lambda key, tensor: (key.replace("blocks.0", "blocks.31"), tensor),
+    )
+    verdict = judge_lora(path, pipelines("wan"))
+    assert only_reason(verdict) == "block_missing"
+    assert "no blocks.31 with one" in (verdict.modules[0].detail or "")
+
+
+def test_another_shape_is_told_with_both(pipelines: Pipelines, save: Save) -> None:
+    def wider(key: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
+        return key, torch.cat([tensor, tensor], dim=1) if "lora_A" in key else tensor
+
+    path = edited(save(pipelines("flux"), "transformer", only="transformer_blocks.0.ff.net.2"), wider)
+    (module,) = judge_lora(path, pipelines("flux")).modules
+    assert module.reason == "other_shape"
+    assert module.model_shape is not None
+    assert f"{module.shape}, and " in (module.detail or "")
+    assert str(module.model_shape) in (module.detail or "")
+
+
+def test_factors_the_wrong_way_round_are_named(pipelines: Pipelines, save: Save) -> None:
+    path = save(pipelines("flux"), "transformer", only="transformer_blocks.0.ff.net.2")
+    state = load_file(path)
+    (up,), (down,) = ([key for key in state if end in key] for end in ("lora_B", "lora_A"))
+    save_file({up: state[down].T.contiguous(), down: state[up].T.contiguous()}, path)
+    assert only_reason(judge_lora(path, pipelines("flux"))) == "transposed"
+
+
+def test_nan_is_found_in_its_module(pipelines: Pipelines, save: Save) -> None:
+    def poisoned(key: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
+        return key, tensor * torch.nan if "conv_in" in key and "lora_A" in key else tensor
+
+    verdict = judge_lora(edited(save(pipelines("sd15"), "unet"), poisoned), pipelines("sd15"))
+    assert verdict.not_finite == ("unet.conv_in",)
+    assert not verdict.fits
+    assert "lora_not_finite" in {finding.id for finding in verdict.findings}
+
+
+def test_one_layer_under_two_names_is_told(pipelines: Pipelines, save: Save) -> None:
+    path = save(pipelines("sd15"), "unet", only="conv_in")
+    state = load_file(path)
+    save_file(state | {key.removeprefix("unet."): tensor.clone() for key, tensor in state.items()}, path)
+    verdict = judge_lora(path, pipelines("sd15"))
+    assert (len(verdict.matched), verdict.reasons) == (1, {"twice": 1})
+
+
+def test_alphas_that_diffusers_ignores_are_told(pipelines: Pipelines, save: Save) -> None:
+    path = save(pipelines("sd15"), "unet", only="conv_in")
+    save_file(load_file(path) | {"unet.conv_in.alpha": torch.tensor(1.0)}, path)
+    verdict = judge_lora(path, pipelines("sd15"))
+    (finding,) = (one for one in verdict.findings if one.id == "lora_alpha_ignored")
+    assert finding.severity == "warning"
+    assert finding.evidence["first_scale"] == 0.5
+    assert (verdict.modules[0].alpha, verdict.modules[0].scale) == (1.0, 0.5)
+
+
+def test_whole_differences_are_told(pipelines: Pipelines, save: Save) -> None:
+    path = save(pipelines("sd15"), "unet", only="conv_in")
+    save_file(
+        load_file(path)
+        | {"unet.conv_norm_out.diff": torch.zeros(pipelines("sd15").unet.conv_norm_out.weight.shape)},
+        path,
+    )
+    verdict = judge_lora(path, pipelines("sd15"))
+    assert verdict.fits
+    assert "drops them without a word" in next(
+        one.message for one in verdict.findings if one.id == "lora_whole_differences"
+    )
+
+
+def test_attention_that_comfyui_loses_is_counted(pipelines: Pipelines, save: Save) -> None:
+    verdict = judge_lora(save(pipelines("sdxl"), "unet"), pipelines("sdxl"))
+    (finding,) = (one for one in verdict.findings if one.id == "lora_comfyui_loses_attention")
+    attention = [module for module in verdict.modules if ".attn" in module.name]
+    assert finding.evidence["modules"] == len(attention)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"), [(b"", "lora.safetensors"), (b"\x08\0\0\0\0\0\0\0{}", "lora.safetensors")]
+)
+def test_a_file_that_cannot_be_read_is_a_verdict(tmp_path: Path, content: bytes, said: str) -> None:
+    path = tmp_path / "lora.safetensors"
+    path.write_bytes(content)
+    verdict = judge_lora(path, {"a.weight": (2, 2)})
+    assert not verdict.fits
+    assert said in (verdict.error or "")
+    assert [finding.id for finding in verdict.findings] == ["lora_unreadable"]
+
+
+def test_an_empty_file_is_a_verdict(tmp_path: Path) -> None:
+    path = tmp_path / "lora.safetensors"
+    save_file({}, path)
+    assert "0 keys" in (judge_lora(path, {"a.weight": (2, 2)}).error or "")
+
+
+def test_a_missing_file_is_a_verdict(tmp_path: Path) -> None:
+    assert judge_lora(tmp_path / "none.safetensors", {"a.weight": (2, 2)}).error is not None
+
+
+def test_no_model_is_a_verdict(pipelines: Pipelines, save: Save) -> None:
+    verdict = judge_lora(save(pipelines("sd15"), "unet", only="conv_in"), object())
+    assert "holds no weights that are known how to find" in (verdict.error or "")
+
+
+def test_without_values_nothing_is_read(pipelines: Pipelines, save: Save) -> None:
+    verdict = judge_lora(save(pipelines("sd15"), "unet"), pipelines("sd15"), values=False)
+    assert verdict.fits
+    assert {module.finite for module in verdict.modules} == {None}
+    assert "values" in verdict.unavailable
+
+
+def test_strength_by_block_is_that_of_the_modules(pipelines: Pipelines, save: Save) -> None:
+    verdict = judge_lora(save(pipelines("sd15"), "unet"), pipelines("sd15"))
+    total = sum((module.norm or 0.0) ** 2 for module in verdict.modules)
+    assert sum((block.delta_norm or 0.0) ** 2 for block in verdict.blocks) == pytest.approx(total)
+    assert sum(block.share for block in verdict.blocks) == pytest.approx(1.0)
+
+
+def test_the_verdict_is_json(pipelines: Pipelines, save: Save) -> None:
+    import json
+
+    verdict = judge_lora(save(pipelines("sd15"), "unet", "text_encoder"), pipelines("sd15").unet)
+    kept = json.loads(json.dumps(verdict.as_dict()))
+    assert kept["matched_modules"] + kept["unmatched_modules"] == kept["total_modules"]
+    assert kept["modules"][0]["matched"] is True
