@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -131,6 +132,37 @@ def test_steps_that_leak_are_found() -> None:
     findings = find_leaks(run([Stage("denoising", 0.0, 20.0, steps=steps)]))
     assert [finding.stage for finding in findings] == ["denoising"]
     assert "each step" in findings[0].message
+
+
+def with_heap(rss: Sequence[float], heap: Sequence[int]) -> Run:
+    noted = [{"heap_in_use_bytes": {"before": 0, "after": nbytes}} for nbytes in heap]
+    stages = [
+        replace(
+            stage(0, 0), memory=MemoryImpact(MemorySnapshot(), MemorySnapshot(process_rss_bytes=int(nbytes)))
+        )
+        for nbytes in rss
+    ]
+    return run([replace(one, facts=facts) for one, facts in zip(stages, noted, strict=True)])
+
+
+def test_a_leak_that_the_resident_set_hides_is_found_in_the_heap() -> None:
+    findings = find_leaks(with_heap([400 * MIB] * 20, [i * MIB for i in range(20)]))
+    assert [finding.evidence["where"] for finding in findings] == ["the process's heap"]
+    assert findings[0].evidence["mb_per_call"] == 1.0
+
+
+def test_a_leak_that_both_show_is_told_once() -> None:
+    both = with_heap([400 * MIB + i * MIB for i in range(20)], [i * MIB for i in range(20)])
+    assert len(find_leaks(both)) == 1
+
+
+def test_a_resident_set_that_keeps_the_largest_call_is_no_leak() -> None:
+    calls = [0, 0, 0, 0, 0, 2, 2, 3, 3, 3, 5, 5, 6, 6, 6, 8, 8, 9, 9, 11]
+    readings = [400 * MIB + call * MIB for call in calls]
+    found = growth(readings)
+    assert found is not None
+    assert found.is_leak  # by its slope
+    assert find_leaks(with_heap(readings, [0] * 20)) == ()
 
 
 def test_a_run_without_memory_has_no_findings() -> None:

@@ -266,6 +266,25 @@ def test_a_leak_of_a_megabyte_a_call_is_found_in_20_calls(monitor: WorkflowMonit
     assert leaks[0].evidence["mb_per_call"] == pytest.approx(1, rel=0.2)
 
 
+def test_a_leak_of_tensors_is_found_among_calls_of_all_sizes(monitor: WorkflowMonitor) -> None:
+    kept = []
+    for call in range(20):
+        monitor.start_monitoring("text_encoding")
+        torch.randn(1 + 977 * call % 4096, 256).softmax(1)  # memory that is freed and used again
+        kept.append(torch.ones(MIB // 4))
+        monitor.end_monitoring("text_encoding")
+    (leak,) = (finding for finding in monitor.run().findings if finding.id == "memory_leak")
+    assert leak.evidence["mb_per_call"] == pytest.approx(1, rel=0.2)
+
+
+def test_calls_of_all_sizes_are_no_leak(monitor: WorkflowMonitor) -> None:
+    for call in range(20):
+        monitor.start_monitoring("text_encoding")
+        torch.randn(1 + 977 * call % 4096, 256).softmax(1)
+        monitor.end_monitoring("text_encoding")
+    assert monitor.run().findings == ()
+
+
 def test_without_a_leak_none_is_reported(monitor: WorkflowMonitor, clip: Encoder) -> None:
     repeat(monitor, clip, leak=False)
     assert monitor.run().findings == ()

@@ -7,8 +7,9 @@ Sen, "Estimates of the regression coefficient based on Kendall's tau", JASA 63 (
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import NormalDist, median
 
 from sigmascope.records.arithmetic import mib
@@ -20,6 +21,11 @@ FEWEST_CALLS = 8
 TOLERANCE_BYTES: Number = 64 * 1024
 """What a process may grow by in each call: records, logs and allocators take some. Device counters are exact."""
 
+HEAP = "heap_in_use_bytes"
+"""The fact of a stage that holds what malloc had given out, `{"before": …, "after": …}`."""
+
+PROCESS, HEAP_OF_PROCESS = "process", "the process's heap"
+_RISING = 0.5
 _MOST_READINGS = 400  # 80,000 pairs
 _MOST_WARM_UP = 5
 _STILL_GROWING = 0.25
@@ -72,6 +78,7 @@ def growth(
     warm_up: int | None = None,
     confidence: float = 0.99,
     tolerance_bytes: Number = TOLERANCE_BYTES,
+    rising: float = 0.0,
 ) -> Growth | None:
     """Whether memory grows steadily from call to call.
 
@@ -83,6 +90,8 @@ def growth(
         warm_up: How many calls at the beginning to leave out; None: a quarter of them, at most 5.
         confidence: Of the bounds on the slope.
         tolerance_bytes: Growth by call that is no leak.
+        rising: The share of calls, 0 to 1, that must add something. The resident set jumps with the largest call so
+            far and stays there, which other calls do not add to.
 
     Returns:
         The growth; None when fewer than 8 calls are left.
@@ -97,14 +106,17 @@ def growth(
     slope = Slope(by_stride.value / stride, by_stride.lower / stride, by_stride.upper / stride)
     later = theil_sen(thinned[len(thinned) // 2 :], confidence).value / stride
     grows = slope.lower > tolerance_bytes and later > max(tolerance_bytes, _STILL_GROWING * slope.value)
-    return Growth(len(calls), skipped, slope, calls[-1] - calls[0], grows)
+    steps = [after > before for before, after in pairwise(thinned)]
+    return Growth(
+        len(calls), skipped, slope, calls[-1] - calls[0], grows and sum(steps) >= rising * len(steps)
+    )
 
 
 def find_leaks(run: Run, *, tolerance_bytes: Number = TOLERANCE_BYTES) -> tuple[Finding, ...]:
     """A finding for each kind of stage that leaves more memory in use each time it runs.
 
     Looked at are stages of one name that ran at least 8 times after warming up, and the steps inside each stage;
-    of each the process and every device.
+    of each the process and every device. The process's heap is looked at where it was noted, beside its resident set.
 
     Args:
         run: The record.
@@ -116,30 +128,42 @@ def find_leaks(run: Run, *, tolerance_bytes: Number = TOLERANCE_BYTES) -> tuple[
     outermost = {stage.name for stage in run.stages}
     findings: list[Finding] = []
     for name, stages in by_name.items():
-        for where, readings, inside in _after_each(stages):
-            found = list(_finding(name, "time it ran", where, readings, tolerance_bytes))
-            if name in outermost or _grows_inside(inside, found):
-                findings += found
+        for measures in _after_each(stages):
+            for where, readings, inside in measures:
+                found = list(_finding(name, "time it ran", where, readings, tolerance_bytes))
+                if found and (name in outermost or _grows_inside(inside, found)):
+                    findings += found
+                    break
         for stage in stages:
             for where, readings in _after_each_step(stage):
                 findings += _finding(name, "step", where, readings, tolerance_bytes)
     return tuple(findings)
 
 
-def _after_each(stages: Sequence[Stage]) -> Iterator[tuple[str, list[int], list[int]]]:
-    """Where, bytes in use at the end of each stage, and how much each added while it ran.
+_Measure = tuple[str, list[int], list[int]]
 
-    Of the process, then of every device.
+
+def _after_each(stages: Sequence[Stage]) -> Iterator[list[_Measure]]:
+    """Of the process, then of every device: where, bytes in use at the end of each stage, and how much each added.
+
+    The process has two measures, the better one first.
     """
     impacts = [stage.memory for stage in stages if stage.memory is not None]
+    heap = [_heap(stage) for stage in stages]
     process = [(i.baseline.process_rss_bytes, i.current.process_rss_bytes) for i in impacts]
-    yield "process", *_ends_and_changes(process)
+    yield [(HEAP_OF_PROCESS, *_ends_and_changes(heap)), (PROCESS, *_ends_and_changes(process))]
     for device in dict.fromkeys(memory.device for i in impacts for memory in i.current.accelerators):
         pairs = [
             (i.baseline.accelerator(device).allocated_bytes, i.current.accelerator(device).allocated_bytes)
             for i in impacts
         ]
-        yield device, *_ends_and_changes(pairs)
+        yield [(device, *_ends_and_changes(pairs))]
+
+
+def _heap(stage: Stage) -> tuple[int | None, int | None]:
+    noted = stage.facts.get(HEAP)
+    before, after = (noted.get(name) if isinstance(noted, Mapping) else None for name in ("before", "after"))
+    return before if isinstance(before, int) else None, after if isinstance(after, int) else None
 
 
 def _ends_and_changes(pairs: Sequence[tuple[int | None, int | None]]) -> tuple[list[int], list[int]]:
@@ -156,7 +180,7 @@ def _grows_inside(changes: Sequence[int], found: Sequence[Finding]) -> bool:
 
 
 def _after_each_step(stage: Stage) -> Iterator[tuple[str, list[int]]]:
-    columns = {"process": stage.steps.rss_bytes, "the device in use": stage.steps.allocated_bytes}
+    columns = {PROCESS: stage.steps.rss_bytes, "the device in use": stage.steps.allocated_bytes}
     for where, column in columns.items():
         yield where, [figure for figure in column if figure is not None]
 
@@ -164,7 +188,12 @@ def _after_each_step(stage: Stage) -> Iterator[tuple[str, list[int]]]:
 def _finding(
     stage: str, each: str, where: str, readings: Sequence[int], tolerance_bytes: Number
 ) -> Iterator[Finding]:
-    found = growth(readings, tolerance_bytes=tolerance_bytes if where == "process" else 0)
+    of_process = where in (PROCESS, HEAP_OF_PROCESS)
+    found = growth(
+        readings,
+        tolerance_bytes=tolerance_bytes if of_process else 0,
+        rising=_RISING if where == PROCESS else 0.0,
+    )
     if found is None or not found.is_leak:
         return
     slope = found.slope

@@ -6,13 +6,14 @@ import threading
 from dataclasses import replace
 from typing import NamedTuple
 
-from sigmascope.analysis.leaks import find_leaks
+from sigmascope.analysis.leaks import HEAP, find_leaks
 from sigmascope.analysis.model_consistency import MODEL_STATE, find_model_changes
 from sigmascope.analysis.stage_findings import find_stage_findings
 from sigmascope.monitor.guard import Guard
 from sigmascope.monitor.live import LiveStage
 from sigmascope.monitor.recorder import Recorder
 from sigmascope.monitor.workflow_privacy import redacted
+from sigmascope.probes import heap_in_use
 from sigmascope.records.finding import Finding
 from sigmascope.records.run import Run, Stage
 from sigmascope.stages.failures import Redact
@@ -33,6 +34,7 @@ class _OpenStep(NamedTuple):
     name: str
     thread: int
     stage: LiveStage
+    heap_bytes: int | None
 
 
 class WorkflowSteps:
@@ -58,9 +60,10 @@ class WorkflowSteps:
         """
         name = stage_name(step)
         stage = self.recorder.stage(name)
+        heap = self._heap_bytes()
         self.guard.read("steps", stage.__enter__)
         with self._lock:
-            self._open.append(_OpenStep(name, threading.get_ident(), stage))
+            self._open.append(_OpenStep(name, threading.get_ident(), stage, heap))
 
     def update_peak_memory(self) -> None:
         """Bring the peaks of the open steps up to date, at a moment when memory may be high."""
@@ -95,11 +98,16 @@ class WorkflowSteps:
         stage = begun.stage
         kind, trace = (None, None) if error is None else (type(error), error.__traceback__)
         self.guard.read("steps", lambda: stage.__exit__(kind, error, trace))
+        stage.fact(HEAP, {"before": begun.heap_bytes, "after": self._heap_bytes()})
         self._ended[name] = stage
         if model is not None:
             self.note_model(stage, model_type or type(model).__name__, model)
         record = self.guard.read("steps", stage.record)[0]
         return None if record is None else record.seconds
+
+    def _heap_bytes(self) -> int | None:
+        reading = self.guard.read(HEAP, heap_in_use)[0]
+        return None if reading is None else reading.value
 
     def note_model(self, stage: LiveStage, model_type: str, model: object) -> None:
         """Keep facts and state of a model on a stage, for the comparison from stage to stage."""

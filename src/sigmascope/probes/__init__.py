@@ -7,6 +7,7 @@ from sigmascope.probes.accelerators import (
     NullAccelerator,
     detect_accelerator,
 )
+from sigmascope.probes.heap import heap_in_use
 from sigmascope.probes.host import host_facts
 from sigmascope.probes.modules import module_facts
 from sigmascope.probes.nvml import NvmlFacts, read_nvml
@@ -22,6 +23,7 @@ __all__ = [
     "NvmlFacts",
     "Reading",
     "detect_accelerator",
+    "heap_in_use",
     "host_facts",
     "memory_snapshot",
     "module_facts",
