@@ -1,59 +1,79 @@
 """What is known before an encoding or decoding, and what of it the analysis needs."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from typing import Any
 
 from sigmascope.probes import Accelerator, memory_snapshot
-from sigmascope.records.arithmetic import mib
-from sigmascope.records.latents import Direction, VaeFacts
+from sigmascope.records.latents import Direction, Layout, VaeFacts
 from sigmascope.records.snapshot import MemorySnapshot
 from sigmascope.stages.host_reading import read_host
-from sigmascope.stages.latents.expected import Video, video_of
-from sigmascope.stages.latents.pictures import Pictures, read_pictures
-from sigmascope.stages.latents.typed import LatentBaseline, PicturesDict, VaeDict
+from sigmascope.stages.latents.expected import Video
+from sigmascope.stages.latents.finding_latent import find_latent
+from sigmascope.stages.latents.judging import Judged, judge
+from sigmascope.stages.latents.latent_facts import latent_analysis, no_latent
+from sigmascope.stages.latents.memory import snapshot_of
+from sigmascope.stages.latents.pictures import read_pictures
+from sigmascope.stages.latents.plain import pictures_dict, vae_dict
+from sigmascope.stages.latents.typed import LatentAnalysis, LatentBaseline, PicturesDict
 from sigmascope.stages.latents.vae_facts import inner_vae, vae_facts
 from sigmascope.stages.memory_now import memory_now
 from sigmascope.stages.model_state import changes, model_state, reference_to
 from sigmascope.stages.typed import ModelStateDict
 
 NO_BASELINE = "there is no baseline"
+_VAE_FIELDS = tuple(field.name for field in fields(VaeFacts) if field.name != "nbytes")
 
 
 @dataclass(frozen=True, slots=True)
 class References:
-    """What a baseline keeps for the analysis. The VAE is referred to weakly, the pictures not at all."""
+    """What a baseline keeps for the analysis: the VAE weakly, of tensors only facts."""
 
     snapshot: MemorySnapshot
     vae: Any
-    vae_facts: VaeFacts
-    pictures: Pictures
     accelerator: Accelerator | None
+    latent: Judged | None = None
 
     def __repr__(self) -> str:
         return "References(…)"
 
-    @property
-    def video(self) -> Video:
-        """Frames, height and width of the pictures that went in."""
-        facts = self.pictures.facts
-        if facts is None:
-            return Video()
-        return video_of(self.pictures.length, facts.height, facts.width)
+
+def capture_pictures(
+    vae: object, pictures: object, statistics: bool | None, accelerator: Accelerator | None
+) -> LatentBaseline:
+    """See `sigmascope.stages.latent_encoding.capture_latent_generation_baseline`. Never raises."""
+    facts = vae_facts(vae)
+    read = pictures_dict(read_pictures(pictures, facts, statistics))
+    return _baseline(vae, facts, "encoding", accelerator, pictures=read)
 
 
-def capture(
+def capture_latent(
     vae: object,
-    pictures: object,
-    direction: Direction,
+    latent: object,
+    video: Video,
+    layout: Layout | None,
     statistics: bool | None,
     accelerator: Accelerator | None,
 ) -> LatentBaseline:
-    """See `sigmascope.stages.latent_encoding.capture_latent_generation_baseline`. Never raises."""
+    """See `sigmascope.stages.latent_decoding.capture_latent_decoding_baseline`. Never raises."""
+    facts, found = vae_facts(vae), find_latent(latent)
+    judged = None if found.tensor is None else judge(found.tensor, facts, video, layout, statistics)
+    analysis = no_latent(found) if judged is None else latent_analysis(judged, found.structure, facts, video)
+    return _baseline(vae, facts, "decoding", accelerator, latent=analysis, judged=judged)
+
+
+def _baseline(
+    vae: object,
+    facts: VaeFacts,
+    direction: Direction,
+    accelerator: Accelerator | None,
+    *,
+    pictures: PicturesDict | None = None,
+    latent: LatentAnalysis | None = None,
+    judged: Judged | None = None,
+) -> LatentBaseline:
     inner = read_host(lambda: inner_vae(vae)).value or vae
-    facts = vae_facts(vae)
-    read = read_pictures(pictures, facts, statistics)
     state = model_state(inner)
     snapshot = memory_snapshot(accelerator)
     return {
@@ -62,9 +82,27 @@ def capture(
         "memory": memory_now(snapshot),
         "vae": vae_dict(facts),
         "model_state": state,
-        "pictures": pictures_dict(read),
-        "references": References(snapshot, reference_to(inner), facts, read, accelerator),
+        "pictures": pictures,
+        "latent": latent,
+        "references": References(snapshot, reference_to(inner), accelerator, judged),
     }
+
+
+def snapshot_before(baseline: Mapping[str, Any] | None) -> MemorySnapshot | None:
+    """Memory before, also from a baseline that was read from a file."""
+    known = references_of(baseline)
+    if known is not None:
+        return known.snapshot
+    memory = None if baseline is None else baseline.get("memory")
+    return snapshot_of(memory) if isinstance(memory, Mapping) else None
+
+
+def vae_before(baseline: Mapping[str, Any] | None) -> VaeFacts | None:
+    """The facts of the VAE that a baseline holds."""
+    told = None if baseline is None else baseline.get("vae")
+    if not isinstance(told, Mapping):
+        return None
+    return VaeFacts(**{name: told[name] for name in _VAE_FIELDS if name in told})
 
 
 def references_of(baseline: Mapping[str, Any] | None) -> References | None:
@@ -83,51 +121,3 @@ def state_now(baseline: Mapping[str, Any] | None, known: References | None) -> M
     if live is not None and isinstance(before, Mapping):
         state["changed"] = changes(before, state)  # type: ignore[arg-type]
     return state
-
-
-def vae_dict(facts: VaeFacts) -> VaeDict:
-    """The VAE's facts as an analysis holds them."""
-    return {
-        "class_name": facts.class_name,
-        "latent_channels": facts.latent_channels,
-        "image_channels": facts.image_channels,
-        "spatial_factor": facts.spatial_factor,
-        "temporal_factor": facts.temporal_factor,
-        "first_frame_apart": facts.first_frame_apart,
-        "is_video": facts.is_video,
-        "dtype": facts.dtype,
-        "device": facts.device,
-        "size_mb": mib(facts.nbytes),
-        "source": facts.source,
-        "unavailable": dict(facts.unavailable),
-    }
-
-
-def pictures_dict(pictures: Pictures) -> PicturesDict:
-    """The pictures' facts as an analysis holds them."""
-    facts = pictures.facts
-    if facts is None:
-        names = set(PicturesDict.__annotations__) - {"sizes", "unavailable"}
-        nothing: dict[str, Any] = dict.fromkeys(names)
-        reasons = dict.fromkeys(names, pictures.reason or "unknown")
-        return {**nothing, "sizes": [], "unavailable": reasons}  # type: ignore[typeddict-item]
-    tensor = facts.tensor
-    return {
-        "form": facts.form,
-        "layout": facts.layout,
-        "shape": list(tensor.shape),
-        "dtype": tensor.dtype,
-        "device": tensor.device,
-        "size_mb": mib(tensor.nbytes),
-        "batch_size": facts.batch,
-        "length": pictures.length,
-        "channels": facts.channels,
-        "height": facts.height,
-        "width": facts.width,
-        "sizes": [list(size) for size in pictures.sizes],
-        "min": tensor.min,
-        "max": tensor.max,
-        "nan_count": tensor.nan_count,
-        "inf_count": tensor.inf_count,
-        "unavailable": {**tensor.unavailable, **facts.unavailable},
-    }

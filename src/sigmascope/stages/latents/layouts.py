@@ -101,8 +101,8 @@ def latent_layout(
     if by_frames is not None:
         return Axes(by_frames, f"{frames} latent frames, as many as expected")
     either = channels is not None and shape[candidates[0].index("C")] == channels
-    custom = "the VAE's latent channels fit it" if either else "custom: nothing tells its axes apart"
-    return Axes(candidates[0], custom)
+    usual = "the VAE's latent channels fit it" if either else "the usual one: nothing tells its axes apart"
+    return Axes(candidates[0], usual)
 
 
 _CANDIDATES: dict[int, tuple[Layout, ...]] = {

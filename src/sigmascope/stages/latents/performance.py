@@ -63,7 +63,7 @@ def _pixels(video: Video) -> int | None:
     return video.length * video.height * video.width
 
 
-def _rate(amount: float | None, seconds: float | None) -> float | None:
+def _rate(amount: int | float | None, seconds: float | None) -> float | None:
     return None if amount is None or seconds is None else amount / seconds
 
 

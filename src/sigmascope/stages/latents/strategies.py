@@ -29,6 +29,11 @@ class Used(NamedTuple):
     name: str | None
     strategy: Strategy | None
 
+    @property
+    def number(self) -> int | None:
+        """1 to 4; None for words of the caller's own."""
+        return None if self.strategy is None else strategy_number(self.strategy)
+
 
 def used_strategy(told: object, record: EncodingRecord | None, direction: Direction) -> Used:
     """The strategy by the caller's words, else by the record.

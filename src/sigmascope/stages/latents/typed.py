@@ -143,6 +143,7 @@ class LatentBaseline(TypedDict):
     vae: VaeDict
     model_state: ModelStateDict
     pictures: PicturesDict | None
+    latent: LatentAnalysis | None
     references: Any
 
 
