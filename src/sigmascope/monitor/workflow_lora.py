@@ -74,12 +74,12 @@ class LoraApplicationMethods(WorkflowSteps):
 
     def analyze_lora_application_results(
         self,
-        baseline: Mapping[str, Any] | None,
+        baseline: object,
         modified_unet: object,
         modified_clip: object,
         lora_result: object,
         *,
-        elapsed_time: float | None = None,
+        elapsed_time: object = None,
         error: BaseException | str | None = None,
     ) -> dict[str, Any]:
         """See `sigmascope.analyze_lora_application_results`.

@@ -149,12 +149,12 @@ def calculate_memory_change(baseline_info: object, current_model: object) -> Mem
 
 
 def analyze_lora_application_results(
-    baseline: Mapping[str, Any] | None,
+    baseline: object,
     modified_unet: object,
     modified_clip: object,
     lora_result: object,
     *,
-    elapsed_time: float | None = None,
+    elapsed_time: object = None,
     peak_memory: PeakMemory | PeakMemoryDict | None = None,
     error: BaseException | str | None = None,
 ) -> LoraAnalysis:

@@ -16,6 +16,7 @@ from sigmascope.stages.host_reading import read_host
 from sigmascope.stages.lora.applied import Applied, read_applied
 from sigmascope.stages.lora.baseline import NO_BASELINE, captured_of, plain_baseline, references_of
 from sigmascope.stages.lora.captured import CapturedModel, capture_model
+from sigmascope.stages.lora.entries import entry_of
 from sigmascope.stages.lora.findings import findings_of
 from sigmascope.stages.lora.identity import identity_changes, is_same
 from sigmascope.stages.lora.judged import judged
@@ -26,6 +27,7 @@ from sigmascope.stages.lora.placement import placement_changes
 from sigmascope.stages.lora.typed import (
     IdentityChanges,
     LoraAnalysis,
+    LoraFileFacts,
     MemoryChangeOfModel,
     PatchAnalysis,
     PlacementChanges,
@@ -99,7 +101,7 @@ def analyze(baseline: object, unet: object, clip: object, outcome: Outcome) -> L
         "exception_details": exception_dict(error, str) if isinstance(error, BaseException) else None,
         "elapsed_time": seconds,
         "analysis_seconds": time.perf_counter() - began,
-        "lora_file": baseline["lora_file"] if _has_file(baseline) else lora_file_facts(None),  # type: ignore[index]
+        "lora_file": _file_of(baseline),
         "verdict": None if verdict.value is None else verdict.value.as_dict(),
         "findings": [asdict(finding) for finding in findings],
         "peak_memory": _peak(outcome.peak_memory),
@@ -121,7 +123,8 @@ def models_in(lora_result: object) -> int:
     """How many models the host returned: those of a tuple; one for anything else that is not None."""
     if lora_result is None:
         return 0
-    return len(lora_result) if isinstance(lora_result, tuple | list | Mapping) else 1
+    count = read_host(lambda: len(lora_result) if isinstance(lora_result, tuple | list | Mapping) else 1)
+    return 1 if count.value is None else count.value
 
 
 def is_effective(sides: Mapping[str, Side]) -> bool | None:
@@ -134,7 +137,7 @@ def is_effective(sides: Mapping[str, Side]) -> bool | None:
 
 
 def _side(baseline: object, name: str, model_type: str, model: object, now: MemorySnapshot) -> Side:
-    part = baseline.get(name) if isinstance(baseline, Mapping) else None
+    part = entry_of(baseline, name)
     before = captured_of(part) or CapturedModel(
         model_type, unavailable=dict.fromkeys(("class", "device", "patches_count", "weights"), NO_BASELINE)
     )
@@ -166,8 +169,9 @@ def safe_patch_analysis(applied: Applied) -> PatchAnalysis:
     return patch_analysis(Applied(unavailable={"model": found.reason or "unknown"}))
 
 
-def _has_file(baseline: object) -> bool:
-    return isinstance(baseline, Mapping) and isinstance(baseline.get("lora_file"), Mapping)
+def _file_of(baseline: object) -> LoraFileFacts:
+    facts: LoraFileFacts | None = entry_of(baseline, "lora_file")
+    return facts if isinstance(facts, dict) else lora_file_facts(None)
 
 
 def _bad(findings: Any) -> bool:

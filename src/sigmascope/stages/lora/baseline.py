@@ -9,7 +9,9 @@ from sigmascope.lora.verdict import LoraVerdict
 from sigmascope.probes import Accelerator, memory_snapshot
 from sigmascope.probes.reading import Reading
 from sigmascope.records.snapshot import MemorySnapshot
+from sigmascope.stages.host_reading import read_host
 from sigmascope.stages.lora.captured import CapturedModel, capture_model
+from sigmascope.stages.lora.entries import entry_of
 from sigmascope.stages.lora.judged import judged, touched_keys
 from sigmascope.stages.lora.lora_file import lora_file_facts
 from sigmascope.stages.lora.memory import NO_ACCELERATOR
@@ -58,13 +60,13 @@ def capture(
 
 def references_of(baseline: object) -> References | None:
     """What `capture` kept; None for a baseline that is not ours or was read from a file."""
-    references = baseline.get("references") if isinstance(baseline, Mapping) else None
+    references = entry_of(baseline, "references")
     return references if isinstance(references, References) else None
 
 
 def captured_of(part: object) -> CapturedModel | None:
     """What `baseline["unet"]` or `baseline["clip"]` kept; None for anything else."""
-    captured = part.get("captured") if isinstance(part, Mapping) else None
+    captured = entry_of(part, "captured")
     return captured if isinstance(captured, CapturedModel) else None
 
 
@@ -72,7 +74,8 @@ def plain_baseline(baseline: object) -> dict[str, Any] | None:
     """The baseline as JSON values, without what it keeps for the analysis."""
     if not isinstance(baseline, Mapping):
         return None
-    found = {name: value for name, value in baseline.items() if name != "references"}
+    held = read_host(lambda: dict(baseline)).value or {}
+    found = {name: value for name, value in held.items() if name != "references"}
     for side in ("unet", "clip"):
         if isinstance(found.get(side), Mapping):
             found[side] = _plain_part(found[side])

@@ -6,6 +6,7 @@ from typing import Any
 from sigmascope.records.arithmetic import change, mib
 from sigmascope.records.snapshot import AcceleratorMemory, MemoryImpact, MemorySnapshot
 from sigmascope.stages.host_reading import read_host
+from sigmascope.stages.lora.entries import entry_of
 from sigmascope.stages.lora.typed import LoraMemoryImpact, MemoryChangeOfModel
 from sigmascope.stages.lora.weights import weights_nbytes
 
@@ -60,7 +61,7 @@ def lora_memory_impact(
 
 
 def _bytes_in(baseline: object, name: str) -> int | None:
-    value = baseline.get(name) if isinstance(baseline, Mapping) else None
+    value = entry_of(baseline, name)
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 

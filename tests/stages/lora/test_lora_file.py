@@ -1,0 +1,54 @@
+"""What the LoRA's file says, and whether it is for the model."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tests.comfy_shapes.adapters import lora_parts
+from tests.comfy_shapes.modules import Q
+from tests.comfy_shapes.patchers import ModelPatcher
+
+from sigmascope.stages.lora_application import analyze_lora_application_results, capture_lora_baseline
+
+
+@pytest.fixture
+def lora_path(tmp_path: Path) -> Path:
+    up, down, *_ = lora_parts()
+    prefix = Q.removesuffix(".weight")
+    path = tmp_path / "style.safetensors"
+    tensors = {f"{prefix}.lora_up.weight": up.contiguous(), f"{prefix}.lora_down.weight": down.contiguous()}
+    save_file({**tensors, f"{prefix}.alpha": torch.tensor(1.0)}, path, {"ss_base_model_version": "sd_v1"})
+    return path
+
+
+def test_the_files_facts_are_in_the_baseline(unet: ModelPatcher, lora_path: Path) -> None:
+    facts = capture_lora_baseline(unet, None, lora_path)["lora_file"]
+    assert (facts["filename"], facts["file_exists"]) == ("style.safetensors", True)
+    assert facts["file_size"] == lora_path.stat().st_size / 2**20
+    assert (facts["rank"], facts["alpha"], facts["modules"]) == (2, 1.0, 1)
+    assert facts["base_hint"] == "sd15"
+
+
+def test_a_file_that_is_not_there_is_told(unet: ModelPatcher, tmp_path: Path) -> None:
+    facts = capture_lora_baseline(unet, None, tmp_path / "gone.safetensors")["lora_file"]
+    assert (facts["filename"], facts["file_exists"], facts["file_size"]) == ("gone.safetensors", False, None)
+    assert "does not exist" in facts["unavailable"]["file_size"]
+
+
+def test_a_damaged_file_has_its_reason(unet: ModelPatcher, tmp_path: Path) -> None:
+    path = tmp_path / "cut.safetensors"
+    path.write_bytes(b"\x10\x00\x00\x00\x00\x00\x00\x00{}")
+    facts = capture_lora_baseline(unet, None, path)["lora_file"]
+    assert facts["file_size"] == 10 / 2**20
+    assert facts["rank"] is None
+    assert "cut.safetensors" in facts["unavailable"]["rank"]
+
+
+def test_the_files_modules_are_matched_with_the_model(unet: ModelPatcher, lora_path: Path) -> None:
+    baseline = capture_lora_baseline(unet, None, lora_path, keys="lora")
+    assert baseline["unet"]["fingerprinted_keys"] == 1
+    found = analyze_lora_application_results(baseline, unet, None, (unet, None))
+    assert found["verdict"] is not None
+    assert (found["verdict"]["matched_modules"], found["verdict"]["total_modules"]) == (1, 1)
+    assert found["lora_file"]["filename"] == "style.safetensors"
