@@ -38,6 +38,9 @@ def print_event(event: EncodingEvent, console: Console | None) -> None:
 def _print(lines: Iterator[Line], console: Console | None) -> None:
     target = console or Console()
     for text, style in lines:
+        if not text:
+            target.print()
+            continue
         indent = len(text) - len(text.lstrip(" "))
         print_line(target, (text[indent:], style), indent=indent)
 
