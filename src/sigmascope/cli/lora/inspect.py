@@ -8,6 +8,8 @@ import typer
 from rich.console import Console, RenderableType
 from rich.table import Table
 
+from sigmascope.cli.lora.inspect_model import OnModel, judge, print_on_model
+from sigmascope.cli.lora.inspect_picture import check_picture, save_inspection_picture
 from sigmascope.cli.lora.op_tables import (
     counts,
     facts,
@@ -22,13 +24,14 @@ from sigmascope.cli.lora.op_tables import (
 )
 from sigmascope.cli.lora.options import AsJson
 from sigmascope.cli.progress import progress_bar
+from sigmascope.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from sigmascope.lora.inspect import LoraInspection, ModuleStrength
 
-EPILOG = "Example: sigmascope lora inspect my_lora.safetensors --verbose"
+EPILOG = "Example: sigmascope lora inspect my_lora.safetensors --model sdxl.safetensors --picture blocks.svg"
 
 
 def inspect(
@@ -40,6 +43,24 @@ def inspect(
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Show every module; with --json all singular values.")
     ] = False,
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            "--model",
+            help="Checkpoint, file or folder: which modules match it, and why others do not.",
+            show_default=False,
+        ),
+    ] = None,
+    relative_strength: Annotated[
+        bool,
+        typer.Option(
+            "--relative_strength", help="With --model: ‖ΔW‖/‖W‖ too, which reads the changed weights."
+        ),
+    ] = False,
+    picture: Annotated[
+        Path | None,
+        typer.Option("--picture", help="Draw strength by block, as .svg or .png.", show_default=False),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show what a LoRA holds: ranks, strength, spectra, damage, training data.
@@ -47,15 +68,37 @@ def inspect(
     Strength is ‖ΔW‖ at LoRA strength 1, from the factors alone: the model is
     not needed. The effective rank says how many directions a module really
     uses; far below its rank, the LoRA can be resized almost for nothing.
+
+    With --model the exit code is 1 where a module matches no weight of it, or
+    holds NaN or Inf. Only the model's header is read.
     """
     from sigmascope.lora.inspect import inspect_lora
 
+    if relative_strength and model is None:
+        raise ConfigError("--relative_strength has no model.", hint="Give the checkpoint with --model.")
+    if picture is not None:
+        check_picture(picture, lora, model)
     with progress_bar("Inspecting") as progress:
         report = inspect_lora(lora, full_spectrum=full_spectrum, progress=progress)
+    found = None if model is None else judge(lora, model, relative=relative_strength)
+    if picture is not None:
+        save_inspection_picture(picture, report, found)
     if as_json:
-        typer.echo(json.dumps(report.as_dict(spectra=verbose), indent=2))
+        own = report.as_dict(spectra=verbose)
+        typer.echo(json.dumps(own if found is None else own | {"model": found.as_dict()}, indent=2))
     else:
-        print_inspection(Console(), report, verbose=verbose)
+        _print(report, found, picture, verbose=verbose)
+    if found is not None and not found.verdict.fits:
+        raise typer.Exit(1)
+
+
+def _print(report: "LoraInspection", found: OnModel | None, picture: Path | None, *, verbose: bool) -> None:
+    console = Console()
+    print_inspection(console, report, verbose=verbose)
+    if found is not None:
+        print_on_model(console, found, verbose=verbose)
+    if picture is not None:
+        console.print(title("Picture", picture))
 
 
 def print_inspection(console: Console, report: "LoraInspection", *, verbose: bool) -> None:

@@ -1,0 +1,170 @@
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from sigmascope.cli.root import run
+
+Tensors = dict[str, torch.Tensor]
+SHAPES = {
+    "denoiser.conv_in": (8, 4, 3, 3),
+    "denoiser.down_blocks.1.attentions.0.proj_in": (16, 16),
+    "denoiser.conv_out": (4, 8, 3, 3),
+}
+PROJ = "denoiser.down_blocks.1.attentions.0.proj_in"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    code: int
+    out: str
+    err: str
+
+
+Inspect = Callable[..., Outcome]
+
+
+@pytest.fixture
+def inspect(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Inspect:
+    """Run `sigmascope lora inspect` in this process, with an 80-column terminal's width."""
+
+    def call(*arguments: object) -> Outcome:
+        monkeypatch.setenv("COLUMNS", "80")
+        monkeypatch.setattr(sys, "argv", ["sigmascope", "lora", "inspect", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stopped:
+            run()
+        out, err = capsys.readouterr()
+        return Outcome(int(stopped.value.code or 0), out, err)
+
+    return call
+
+
+def randn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    path = tmp_path / "model.safetensors"
+    save_file({f"{name}.weight": randn(*shape, seed=1) for name, shape in SHAPES.items()}, path)
+    return path
+
+
+@pytest.fixture
+def lora(tmp_path: Path) -> Path:
+    path = tmp_path / "lora.safetensors"
+    state: Tensors = {}
+    for name, shape in SHAPES.items():
+        state[f"{name}.lora_up.weight"] = randn(shape[0], 2, *(1 for _ in shape[2:]))
+        state[f"{name}.lora_down.weight"] = randn(2, *shape[1:])
+        state[f"{name}.alpha"] = torch.tensor(1.0)
+    save_file(state, path)
+    return path
+
+
+@pytest.fixture
+def half(lora: Path) -> Path:
+    """The LoRA with one module renamed."""
+    state = {key.replace("conv_out", "conv_away"): tensor for key, tensor in load_file(lora).items()}
+    save_file(state, lora)
+    return lora
+
+
+def test_a_lora_that_fits_exits_with_zero(lora: Path, model: Path, inspect: Inspect) -> None:
+    outcome = inspect(lora, "--model", model)
+    assert outcome.code == 0
+    (line,) = (line for line in outcome.out.splitlines() if line.startswith("Modules that match"))
+    assert line.endswith("3 of 3")
+
+
+def test_what_does_not_match_is_named_with_reason_and_nearest(
+    half: Path, model: Path, inspect: Inspect
+) -> None:
+    outcome = inspect(half, "--model", model)
+    assert outcome.code == 1
+    assert "2 of 3" in outcome.out
+    assert "denoiser.conv_away" in outcome.out
+    assert "nearest: denoiser.conv_in" in outcome.out
+
+
+def test_lines_fit_eighty_columns(half: Path, model: Path, inspect: Inspect) -> None:
+    lines = inspect(half, "--model", model, "--relative_strength").out.splitlines()
+    assert max(map(len, lines)) <= 80
+
+
+def test_json_holds_the_inspection_and_the_verdict(half: Path, model: Path, inspect: Inspect) -> None:
+    found = json.loads(inspect(half, "--model", model, "--json").out)
+    verdict = found["model"]["verdict"]
+    assert found["total_modules"] == verdict["total_modules"] == 3
+    assert (verdict["matched_modules"], verdict["fits"]) == (2, False)
+    assert verdict["reasons"] == {"unknown": 1}
+    assert "relative_strength" not in found["model"]
+
+
+def test_relative_strength_is_the_norm_of_the_change_by_that_of_the_weight(
+    lora: Path, model: Path, inspect: Inspect
+) -> None:
+    found = json.loads(inspect(lora, "--model", model, "--relative_strength", "--json").out)
+    measured = found["model"]["relative_strength"]["modules"][PROJ]
+    tensors = load_file(lora)
+    delta = 0.5 * tensors[f"{PROJ}.lora_up.weight"].double() @ tensors[f"{PROJ}.lora_down.weight"].double()
+    weight = load_file(model)[f"{PROJ}.weight"].double()
+    assert measured["relative_change"] == pytest.approx(float(delta.norm() / weight.norm()), rel=1e-9)
+
+
+def test_relative_strength_needs_a_model(lora: Path, inspect: Inspect) -> None:
+    outcome = inspect(lora, "--relative_strength")
+    assert outcome.code == 2
+    assert "--relative_strength" in outcome.err
+
+
+def test_the_picture_has_a_bar_for_each_block(lora: Path, tmp_path: Path, inspect: Inspect) -> None:
+    picture = tmp_path / "blocks.svg"
+    assert inspect(lora, "--picture", picture).code == 0
+    tips = [element.text for element in ElementTree.parse(picture).iter() if element.tag.endswith("title")]
+    assert tips == ["conv_in: 1 modules", "down_blocks.1: 1 modules", "conv_out: 1 modules"]
+
+
+def test_the_picture_shows_what_does_not_match_in_red(
+    half: Path, model: Path, tmp_path: Path, inspect: Inspect
+) -> None:
+    picture = tmp_path / "blocks.svg"
+    inspect(half, "--model", model, "--picture", picture)
+    drawn = picture.read_text()
+    assert "#c62828" in drawn
+    assert "1 of 1 do not match" in drawn
+
+
+def test_a_png_is_drawn_too(lora: Path, tmp_path: Path, inspect: Inspect) -> None:
+    pytest.importorskip("PIL")
+    picture = tmp_path / "blocks.png"
+    assert inspect(lora, "--picture", picture).code == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("name", ["blocks.pdf", "blocks"])
+def test_other_pictures_are_refused(lora: Path, tmp_path: Path, inspect: Inspect, name: str) -> None:
+    outcome = inspect(lora, "--picture", tmp_path / name)
+    assert outcome.code == 2
+    assert not (tmp_path / name).exists()
+
+
+def test_a_missing_model_is_named(lora: Path, tmp_path: Path, inspect: Inspect) -> None:
+    outcome = inspect(lora, "--model", tmp_path / "none.safetensors")
+    assert outcome.code == 1
+    assert "none.safetensors" in outcome.err
+
+
+def test_markup_in_names_is_text(tmp_path: Path, model: Path, inspect: Inspect) -> None:
+    path = tmp_path / "odd.safetensors"
+    name = "denoiser.[bold]\x1b[31mred"
+    save_file({f"{name}.lora_up.weight": randn(4, 1), f"{name}.lora_down.weight": randn(1, 4)}, path)
+    outcome = inspect(path, "--model", model)
+    assert "[bold]" in outcome.out
+    assert "\x1b" not in outcome.out
