@@ -139,6 +139,11 @@ def test_a_missing_negative_is_no_failure(clip: nn.Module) -> None:
     assert found["negative_conditioning"]["status"] == "missing"
 
 
+def test_token_ids_in_place_of_a_conditioning_are_called_what_they_are() -> None:
+    found = analyze_text_encoding_results(None, torch.ones(1, 77, dtype=torch.long), None, "x", None, 0.1)
+    assert found["error"] == "positive: no embeddings were found in it, but (1, 77) int64"
+
+
 def test_an_encoder_that_raises_is_on_record(clip: nn.Module) -> None:
     baseline = capture_text_encoding_baseline(None, clip)
     with pytest.raises(AttributeError) as raised:

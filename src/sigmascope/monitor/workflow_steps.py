@@ -6,9 +6,10 @@ import threading
 from dataclasses import replace
 from typing import NamedTuple
 
-from sigmascope.analysis.leaks import HEAP, find_leaks
+from sigmascope.analysis.leaks import find_leaks
 from sigmascope.analysis.model_consistency import MODEL_STATE, find_model_changes
 from sigmascope.analysis.stage_findings import find_stage_findings
+from sigmascope.analysis.stage_memory import HEAP
 from sigmascope.monitor.guard import Guard
 from sigmascope.monitor.live import LiveStage
 from sigmascope.monitor.recorder import Recorder

@@ -108,7 +108,7 @@ def _nothing(found: Found, entries: list[EntryDict], reason: str | None) -> Cond
     elif found.structure == "none":
         status, why = "missing", "no conditioning was given"
     else:
-        status, why = "no_tensor", f"no tensor was found in it ({found.structure})"
+        status, why = "no_tensor", _why_none(found, entries)
     names = ("clip_variant", "encoder_family", "encoder", "pooled", "attention_mask", "total_size_mb")
     return {
         "status": status,
@@ -131,3 +131,11 @@ def _nothing(found: Found, entries: list[EntryDict], reason: str | None) -> Cond
         "tensor_dump": None,
         "unavailable": dict.fromkeys((*_FACTS, "sequence_length", *names), why),
     }
+
+
+def _why_none(found: Found, entries: list[EntryDict]) -> str:
+    others = [tensor for entry in entries for tensor in tensors_of(entry)]
+    if not others:
+        return f"no tensor was found in it ({found.structure})"
+    shown = ", ".join(f"{tuple(tensor['shape'])} {tensor['dtype']}" for tensor in others[:3])
+    return f"no embeddings were found in it, but {shown}{', …' if len(others) > 3 else ''}"
