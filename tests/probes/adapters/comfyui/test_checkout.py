@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from tests.comfy_shapes.adapters import random
+from tests.comfy_shapes.files import FILES, LORA
 from torch import Tensor
 
 from sigmascope.probes.adapters.applied import AppliedPatch
@@ -14,28 +15,7 @@ from sigmascope.probes.adapters.comfyui import is_comfyui, original_weight, read
 pytestmark = pytest.mark.comfyui
 
 CPU = torch.device("cpu")
-State = dict[str, Tensor]
 Load = Callable[[Mapping[str, Tensor]], dict[Any, Any]]
-
-ALPHA = torch.tensor(1.0)
-LORA: State = {
-    "matrix.lora_up.weight": random(8, 2) * 0.1,
-    "matrix.lora_down.weight": random(2, 6, seed=1),
-    "matrix.alpha": ALPHA,
-}
-FILES: dict[str, State] = {
-    "lora": LORA,
-    "dora": {**LORA, "matrix.dora_scale": random(8, 1, seed=2).abs()},
-    "loha": {f"matrix.hada_{name}": random(*shape, seed=3) for name, shape in (
-        ("w1_a", (8, 2)), ("w1_b", (2, 6)), ("w2_a", (8, 2)), ("w2_b", (2, 6)))},
-    "lokr": {"matrix.lokr_w1": random(2, 2), "matrix.lokr_w2_a": random(4, 2), "matrix.lokr_w2_b": random(2, 3)},
-    "glora": {f"matrix.{name}.weight": random(*shape, seed=4) for name, shape in (
-        ("a1", (6, 2)), ("a2", (2, 6)), ("b1", (8, 2)), ("b2", (2, 6)))},
-    "oft": {"matrix.oft_blocks": random(2, 4, 4), "matrix.alpha": ALPHA},
-    "boft": {"matrix.oft_blocks": random(2, 2, 4, 4), "matrix.alpha": ALPHA},
-    "diff": {"matrix.diff": random(8, 6)},
-    "set": {"matrix.set_weight": random(8, 6, seed=5)},
-}  # fmt: skip
 
 
 def patches(patcher: object) -> tuple[AppliedPatch, ...]:

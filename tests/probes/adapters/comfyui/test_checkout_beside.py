@@ -7,6 +7,7 @@ import pytest
 import torch
 from tests.comfy_shapes.adapters import random
 from tests.comfy_shapes.checkout import Checkout
+from tests.comfy_shapes.files import LORA
 from torch import Tensor, nn
 
 from sigmascope.probes.adapters.applied import AppliedPatch
@@ -17,11 +18,6 @@ pytestmark = pytest.mark.comfyui
 CPU = torch.device("cpu")
 MakePatcher = Callable[..., Any]
 Load = Callable[[Mapping[str, Tensor]], dict[Any, Any]]
-LORA = {
-    "matrix.lora_up.weight": random(8, 2) * 0.1,
-    "matrix.lora_down.weight": random(2, 6, seed=1),
-    "matrix.alpha": torch.tensor(1.0),
-}
 
 
 def patches(patcher: object) -> tuple[AppliedPatch, ...]:

@@ -9,10 +9,20 @@ from sigmascope.probes.reading import PROBE_ERRORS
 
 
 def attribute(thing: object, name: str) -> Any:
-    """The attribute, or None if there is none or reading it raises anything."""
+    """The attribute, or None if there is none, or reading it or its class raises anything."""
     try:
-        return getattr(thing, name, None)
+        held = getattr(thing, name, None)
+        _ = held.__class__  # what asks for its type later must not be the first to
     except Exception:  # noqa: BLE001 - a property of the host's
+        return None
+    return held
+
+
+def lookup(held: object, key: object) -> Any:
+    """What a mapping has under a key; None if it has nothing there, is no mapping, or raises."""
+    try:
+        return held.get(key) if isinstance(held, Mapping) else None
+    except Exception:  # noqa: BLE001 - a mapping of the host's
         return None
 
 

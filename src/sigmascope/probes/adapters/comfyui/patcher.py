@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from sigmascope.probes.adapters.comfyui.guarded import attribute, mapping
+from sigmascope.probes.adapters.comfyui.guarded import attribute, lookup
 from sigmascope.probes.reading import Reading
 
 _MARKS = ("patches_uuid", "backup", "add_patches", "load_device", "offload_device")
@@ -41,14 +41,21 @@ def original_weight(model: object, key: str) -> Tensor | None:
         None if the model has no such weight.
     """
     patcher = patcher_of(model)
-    kept = kept_weight(mapping(patcher, "backup").get(key))
+    kept = kept_weight(lookup(attribute(patcher, "backup"), key))
     if kept is None:  # hooks change the weight as it is with everything else merged
-        kept = kept_weight(mapping(patcher, "hook_backup").get(key))
+        kept = kept_weight(lookup(attribute(patcher, "hook_backup"), key))
     return weight_at(attribute(patcher, "model"), key) if kept is None else kept
 
 
 def patcher_of(model: object) -> Any:
     """The patcher that a model is or holds, or None."""
+    try:
+        return _patcher_of(model)
+    except Exception:  # noqa: BLE001 - even the class of a host's object may raise when it is asked for
+        return None
+
+
+def _patcher_of(model: object) -> Any:
     for _ in range(_MOST_HOLDERS):
         if model is None or isinstance(model, type):
             return None
@@ -64,6 +71,13 @@ def kept_weight(kept: object) -> Tensor | None:
     Until July 2024 the entry was the tensor; since then (weight, inplace_update) with names. Hooks keep
     (weight, device).
     """
+    try:
+        return _kept_weight(kept)
+    except Exception:  # noqa: BLE001 - see `patcher_of`
+        return None
+
+
+def _kept_weight(kept: object) -> Tensor | None:
     if isinstance(kept, Tensor):
         return kept
     held = attribute(kept, "weight")

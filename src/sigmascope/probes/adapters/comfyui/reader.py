@@ -9,6 +9,7 @@ from sigmascope.probes.adapters.comfyui.applying import applied
 from sigmascope.probes.adapters.comfyui.bypass import bypassed
 from sigmascope.probes.adapters.comfyui.doubts import settled
 from sigmascope.probes.adapters.comfyui.found import Found
+from sigmascope.probes.adapters.comfyui.guarded import sequence
 from sigmascope.probes.adapters.comfyui.hooks import hooked
 from sigmascope.probes.adapters.comfyui.objects import replaced, wrapped
 from sigmascope.probes.adapters.comfyui.patcher import original_weight, patcher_of, weight_at
@@ -45,9 +46,10 @@ def _patches(patcher: Any) -> Iterator[AppliedPatch]:
     readers = (replaced, _registered, hooked, wrapped, bypassed)
     all_found = [found for read in readers for found in read(patcher)]
     counts = Counter(found.key for found in all_found)
+    weights = {key: (original_weight(patcher, key), weight_at(patcher.model, key)) for key in counts}
     indices: Counter[str] = Counter()
     for found in all_found:
-        original, now = original_weight(patcher, found.key), weight_at(patcher.model, found.key)
+        original, now = weights[found.key]
         for patch in applied(found, indices[found.key], original):
             yield settled(patch, original, now, alone=counts[found.key] == 1)
         indices[found.key] += 1
@@ -55,7 +57,7 @@ def _patches(patcher: Any) -> Iterator[AppliedPatch]:
 
 def _registered(patcher: Any) -> Iterator[Found]:
     standings = Standings(patcher)
-    patches = {key: tuple(entries) for key, entries in list(patcher.patches.items())}
+    patches = {str(key): sequence(entries) for key, entries in list(patcher.patches.items())}
     sources = sources_of(patches)
     for key, entries in patches.items():
         for index, kept in enumerate(entries):

@@ -1,11 +1,10 @@
 """How far a patcher's changes have come: read from what is kept, not from what is registered."""
 
 import sys
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from sigmascope.probes.adapters.comfyui.found import Standing
-from sigmascope.probes.adapters.comfyui.guarded import attribute, mapping, sequence
+from sigmascope.probes.adapters.comfyui.guarded import attribute, lookup, mapping, sequence
 
 _MOST_PARENTS = 64
 
@@ -34,7 +33,7 @@ class Standings:
             entry: The host's own object, which is looked for where the host uses it.
         """
         module, name = owner_of(self._model, key)
-        if any(_holds(patches.get(key), entry) for patches in lazy_patches(module, name)):
+        if any(_holds(lookup(patches, key), entry) for patches in lazy_patches(module, name)):
             return Standing("lazy", f"applied by a function of {type(module).__name__} in each forward pass")
         if not self._names_its_set:
             return self._by_what_is_kept(key)
@@ -83,7 +82,7 @@ def owner_of(model: object, key: str) -> tuple[object, str]:
     return model, name
 
 
-def lazy_patches(module: object, name: str) -> Iterator[Mapping[str, Any]]:
+def lazy_patches(module: object, name: str) -> Iterator[object]:
     """The patches that functions of a module apply to one of its weights.
 
     A function is a `LowVramPatch`: alone in `weight_function` until 2025, in a list there since, and in
@@ -94,7 +93,8 @@ def lazy_patches(module: object, name: str) -> Iterator[Mapping[str, Any]]:
     functions = (*(sequence(held) or (held,)), attribute(module, f"{name}_lowvram_function"))
     for function in functions:
         if function is not None and attribute(function, "key") is not None:
-            yield mapping(function, "patches") or mapping(attribute(function, "model_patcher"), "patches")
+            patches = attribute(function, "patches")
+            yield attribute(attribute(function, "model_patcher"), "patches") if patches is None else patches
 
 
 def hasattr_safely(thing: object, name: str) -> bool:
