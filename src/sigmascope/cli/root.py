@@ -8,7 +8,8 @@ from rich.console import Console
 from rich.text import Text
 
 from sigmascope.__about__ import __version__
-from sigmascope.cli import compare_tensors, demo, lbm, lora
+from sigmascope.cli import check, compare_tensors, demo, lbm, lora
+from sigmascope.cli.run_files import ManyBaselines
 from sigmascope.errors import SigmascopeError
 
 STOPPED_BY_USER = 130
@@ -28,6 +29,7 @@ app = typer.Typer(
 app.add_typer(lora.app, name="lora")
 app.add_typer(lbm.app, name="lbm")
 app.command("compare-tensors", epilog=compare_tensors.EPILOG)(compare_tensors.compare_tensors)
+app.command("check", cls=ManyBaselines, epilog=check.EPILOG)(check.check)
 app.command("demo", epilog="Example: sigmascope demo --source-image my.jpg --output relit")(demo.demo)
 
 

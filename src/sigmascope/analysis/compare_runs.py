@@ -1,0 +1,146 @@
+"""Two sets of runs of the same work: ratios of medians with confidence intervals, and tests.
+
+The interval is the percentile bootstrap's (Efron and Tibshirani, "An Introduction to the Bootstrap", 1993, ch. 13), the
+test that of Mann and Whitney (Annals of Mathematical Statistics 18, 1947), one-sided; both are SciPy's.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sigmascope.analysis.run_figures import Unit, figures_of
+from sigmascope.records.run import Run
+
+CONFIDENCE: Final = 0.95
+_RESAMPLES: Final = 4_999
+_FEWEST_FOR_AN_INTERVAL: Final = 3
+
+
+@dataclass(frozen=True, slots=True)
+class FigureComparison:
+    """One figure of the new runs beside that of the baseline.
+
+    Attributes:
+        name: Of the figure.
+        unit: Of the medians.
+        baseline: Median.
+        new: Median.
+        ratio: new / baseline; None: the baseline's is 0.
+        lower: Lower bound of the ratio's confidence interval.
+        upper: Upper bound.
+        p_slower: How likely values this much higher are if nothing changed.
+        least_p: The smallest p that so few runs can give.
+        runs: How many values each side has, baseline first.
+        unavailable: What could not be reckoned, and why.
+    """
+
+    name: str
+    unit: Unit
+    baseline: float
+    new: float
+    ratio: float | None
+    lower: float | None
+    upper: float | None
+    p_slower: float
+    least_p: float
+    runs: tuple[int, int]
+    unavailable: dict[str, str] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """All fields as JSON values."""
+        return asdict(self) | {"runs": list(self.runs)}
+
+
+def compare_run_sets(
+    new: Sequence[Run], baseline: Sequence[Run], *, seed: int = 0
+) -> tuple[tuple[FigureComparison, ...], dict[str, str]]:
+    """Compare every figure that both sides have.
+
+    Args:
+        new: At least one run.
+        baseline: At least one run of the same work before the change.
+        seed: Of the resampling.
+
+    Returns:
+        The comparisons, in the order of the baseline's figures; and by name the figures that one side lacks, with the
+        reason.
+    """
+    ours, theirs = figures_of(new), figures_of(baseline)
+    compared = tuple(
+        compare_values(name, figure.unit, ours[name].values, figure.values, seed=seed)
+        for name, figure in theirs.items()
+        if name in ours
+    )
+    missing = {name: "not in the new runs" for name in theirs if name not in ours}
+    missing |= {name: "not in the baseline" for name in ours if name not in theirs}
+    return compared, missing
+
+
+def compare_values(
+    name: str, unit: Unit, new: Sequence[float], baseline: Sequence[float], *, seed: int = 0
+) -> FigureComparison:
+    """Compare two samples of one figure.
+
+    Args:
+        name: Of the figure.
+        unit: Of the values.
+        new: One value a run, at least one.
+        baseline: The same before the change.
+        seed: Of the resampling.
+    """
+    old_median, new_median = median(baseline), median(new)
+    ratio = new_median / old_median if old_median else None
+    unavailable: dict[str, str] = {}
+    interval: tuple[float, float] | None = None
+    if ratio is None:
+        unavailable["ratio"] = "the baseline's median is 0"
+    elif min(len(new), len(baseline)) < _FEWEST_FOR_AN_INTERVAL:
+        unavailable["interval"] = f"it takes {_FEWEST_FOR_AN_INTERVAL} runs on each side"
+    else:
+        interval = _interval(new, baseline, seed)
+    return FigureComparison(
+        name,
+        unit,
+        old_median,
+        new_median,
+        ratio,
+        None if interval is None else interval[0],
+        None if interval is None else interval[1],
+        _p_slower(new, baseline),
+        1 / math.comb(len(new) + len(baseline), len(new)),
+        (len(baseline), len(new)),
+        unavailable,
+    )
+
+
+def _p_slower(new: Sequence[float], baseline: Sequence[float]) -> float:
+    """Of the hypothesis that the new values are not higher; exact without ties and for small samples."""
+    from scipy.stats import mannwhitneyu
+
+    if len({*new, *baseline}) == 1:
+        return 1.0
+    return float(mannwhitneyu(new, baseline, alternative="greater").pvalue)
+
+
+def _interval(new: Sequence[float], baseline: Sequence[float], seed: int) -> tuple[float, float]:
+    from scipy.stats import bootstrap
+
+    def ratio(ours: NDArray[np.float64], theirs: NDArray[np.float64], axis: int = -1) -> NDArray[np.float64]:
+        below = np.median(theirs, axis=axis)
+        return np.asarray(np.median(ours, axis=axis) / np.where(below == 0, np.nan, below))
+
+    found = bootstrap(
+        (np.asarray(new, dtype=np.float64), np.asarray(baseline, dtype=np.float64)),
+        ratio,
+        confidence_level=CONFIDENCE,
+        n_resamples=_RESAMPLES,
+        method="percentile",
+        vectorized=True,
+        rng=np.random.default_rng(seed),
+    ).confidence_interval
+    return float(found.low), float(found.high)

@@ -1,0 +1,78 @@
+"""What of a run can be compared with other runs: seconds, steps and peaks, each by name."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Literal
+
+from sigmascope.analysis.diagnostics.case import step_seconds
+from sigmascope.records.run import Run, Stage
+
+Unit = Literal["seconds", "bytes"]
+_WARM_UP_STEPS = 1
+"""Compilation, autotuning and lazy loading fall into the first step; it is in the stage's time all the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One figure of a run. More is worse.
+
+    Attributes:
+        name: Such as "denoising", "denoising step", "cuda:0 peak".
+        unit: Of the values.
+        values: One a run, in the order of the runs; fewer where a run has none.
+    """
+
+    name: str
+    unit: Unit
+    values: tuple[float, ...]
+
+
+def figures_of(runs: Sequence[Run]) -> dict[str, Figure]:
+    """The figures of several runs of the same work, by name.
+
+    One value a run: a run's steps are summarised by their median, since they are not independent of each other; the
+    first step of several is left out. A stage that a run passes repeatedly counts with the sum of its times.
+
+    Args:
+        runs: Any number, in order.
+    """
+    values: dict[tuple[str, Unit], list[float]] = {}
+    for run in runs:
+        for name, unit, value in _of_run(run):
+            values.setdefault((name, unit), []).append(value)
+    return {name: Figure(name, unit, tuple(found)) for (name, unit), found in values.items()}
+
+
+def _of_run(run: Run) -> Iterable[tuple[str, Unit, float]]:
+    yield "total", "seconds", run.seconds
+    for name, stages in _by_name(run).items():
+        yield name, "seconds", sum(stage.seconds for stage in stages)
+        steps = [seconds for stage in stages for seconds in _warm(step_seconds(stage))]
+        if steps:
+            yield f"{name} step", "seconds", median(steps)
+    peak = run.peak()
+    if peak.rss_bytes is not None:
+        yield "process peak", "bytes", float(peak.rss_bytes)
+    for device in peak.accelerators:
+        if device.allocated_bytes is not None:
+            yield f"{device.device} peak", "bytes", float(device.allocated_bytes)
+
+
+def _by_name(run: Run) -> Mapping[str, list[Stage]]:
+    """Stages by name; one inside another of the same name is part of that one."""
+    found: dict[str, list[Stage]] = {}
+
+    def visit(stage: Stage, around: frozenset[str]) -> None:
+        if stage.name not in around:
+            found.setdefault(stage.name, []).append(stage)
+        for child in stage.children:
+            visit(child, around | {stage.name})
+
+    for stage in run.stages:
+        visit(stage, frozenset())
+    return found
+
+
+def _warm(seconds: Sequence[float]) -> Sequence[float]:
+    return seconds[_WARM_UP_STEPS:] if len(seconds) > _WARM_UP_STEPS else seconds

@@ -1,0 +1,67 @@
+"""Saved runs as arguments: files, and folders of them."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+from typer.core import TyperCommand
+
+from sigmascope.errors import RecordError
+
+if TYPE_CHECKING:
+    from sigmascope.records.run import Run
+
+
+def load_runs(paths: Sequence[Path]) -> "list[Run]":
+    """The runs in these files, and in the .json files of these folders, by name.
+
+    Raises:
+        RecordError: A path does not exist, a folder holds no .json, or a file is no run.
+    """
+    from sigmascope.records.serialization import load_run
+
+    return [load_run(path) for given in paths for path in _files(given)]
+
+
+def _files(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    found = sorted(path.glob("*.json"))
+    if not found:
+        raise RecordError(
+            path, "holds no saved run.", hint="Name a folder of .json files written by Run.save."
+        )
+    return found
+
+
+class ManyBaselines(TyperCommand):
+    """A command whose `--baseline` takes all that follows it up to the next option, as a shell's `*.json` gives."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Repeat the option before each of its values."""
+        return super().parse_args(ctx, repeated(args, "--baseline"))
+
+
+def repeated(args: Sequence[str], option: str) -> list[str]:
+    """The arguments with `option a b` written as `option a option b`. What follows `--` stays as it is."""
+    written: list[str] = []
+    takes = False
+    for index, arg in enumerate(args):
+        if arg == "--":
+            return written + list(args[index:])
+        if arg == option:
+            takes = True
+        elif arg.startswith("-") and arg != "-":
+            takes = False
+            written.append(arg)
+        elif takes:
+            written += [option, arg]
+        else:
+            written.append(arg)
+    return written + ([option] if takes and args[-1] == option else [])
+
+
+def path_argument(help_text: str) -> Any:
+    """An argument of runs, shown without a default."""
+    return typer.Argument(help=help_text, show_default=False)

@@ -1,0 +1,33 @@
+"""Runs as a pipeline of a certain speed gives them."""
+
+import random
+from collections.abc import Sequence
+
+from sigmascope.records.peak import AcceleratorPeak, PeakMemory
+from sigmascope.records.run import Run, Stage
+from sigmascope.records.steps import Steps
+
+
+def steps(seconds: Sequence[float]) -> Steps:
+    return Steps(tuple(sum(seconds[:index], 0.0) for index in range(len(seconds))), tuple(seconds))
+
+
+def run(
+    seconds: Sequence[float], *, other: float = 0.5, rss: int = 10**9, device_bytes: int | None = None
+) -> Run:
+    devices = () if device_bytes is None else (AcceleratorPeak("cuda:0", device_bytes, 0.1),)
+    peak = PeakMemory(rss_bytes=rss, rss_at_seconds=0.1, accelerators=devices)
+    denoising = Stage("denoising", 0.0, sum(seconds), steps=steps(seconds), peak=peak)
+    decoding = Stage("latent_decoding", sum(seconds), other)
+    total = sum(seconds) + other
+    return Run("id", "run", "2026-01-01T00:00:00+00:00", total, stages=(denoising, decoding))
+
+
+def noisy_runs(count: int, *, factor: float = 1.0, noise: float = 0.02, seed: int = 0) -> list[Run]:
+    """Runs of 20 steps of 0.1 s · factor; each run has its own speed, and so has each step."""
+    rng = random.Random(seed)
+    made = []
+    for _ in range(count):
+        speed = rng.gauss(1, noise / 2)
+        made.append(run([0.1 * factor * speed * rng.gauss(1, noise) for _ in range(20)]))
+    return made

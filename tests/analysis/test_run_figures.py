@@ -1,0 +1,31 @@
+from sigmascope.analysis.run_figures import figures_of
+from sigmascope.records.run import Run, Stage
+
+from .run_sets import run
+
+
+def test_a_run_gives_its_total_its_stages_its_steps_and_its_peaks() -> None:
+    figures = figures_of([run([9.0, 1.0, 1.5, 2.0], device_bytes=2**30)])
+    assert {name: (figure.unit, figure.values) for name, figure in figures.items()} == {
+        "total": ("seconds", (14.0,)),
+        "denoising": ("seconds", (13.5,)),
+        "denoising step": ("seconds", (1.5,)),  # the median without the first
+        "latent_decoding": ("seconds", (0.5,)),
+        "process peak": ("bytes", (1e9,)),
+        "cuda:0 peak": ("bytes", (2.0**30,)),
+    }
+
+
+def test_a_single_step_is_its_own_median() -> None:
+    assert figures_of([run([2.0])])["denoising step"].values == (2.0,)
+
+
+def test_each_run_adds_one_value() -> None:
+    assert figures_of([run([1.0, 1.0]), run([2.0, 2.0])])["denoising"].values == (2.0, 4.0)
+
+
+def test_a_stage_counts_each_time_it_runs_but_not_twice_inside_itself() -> None:
+    inner = Stage("encode", 0.0, 1.0)
+    stages = (Stage("encode", 0.0, 2.0, children=(inner,)), Stage("encode", 2.0, 3.0))
+    figures = figures_of([Run("id", "run", "2026-01-01T00:00:00+00:00", 5.0, stages=stages)])
+    assert figures["encode"].values == (5.0,)

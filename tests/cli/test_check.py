@@ -1,0 +1,72 @@
+import json
+from pathlib import Path
+
+import pytest
+from tests.analysis.run_sets import noisy_runs
+from typer.testing import CliRunner
+
+from sigmascope.cli.root import app
+from sigmascope.cli.run_files import repeated
+from sigmascope.errors import RecordError
+
+
+def saved(folder: Path, *, factor: float = 1.0, seed: int = 0, count: int = 8) -> list[str]:
+    folder.mkdir()
+    runs = noisy_runs(count, factor=factor, seed=seed)
+    for index, run in enumerate(runs):
+        run.save(folder / f"{index}.json")
+    return [str(path) for path in sorted(folder.glob("*.json"))]
+
+
+def test_a_regression_ends_with_1_and_is_named(tmp_path: Path) -> None:
+    new, old = saved(tmp_path / "new", factor=1.1), saved(tmp_path / "old", seed=1)
+    done = CliRunner().invoke(app, ["check", *new, "--baseline", *old])
+    assert done.exit_code == 1
+    assert "regressed denoising step" in done.output
+    assert "(8 runs against 8)" in done.output
+
+
+def test_folders_and_options_in_any_order(tmp_path: Path) -> None:
+    saved(tmp_path / "new", seed=2)
+    saved(tmp_path / "old", seed=1)
+    arguments = ["check", "--baseline", str(tmp_path / "old"), "--max-slowdown", "5%", str(tmp_path / "new")]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    assert "0 figures regressed" in done.output
+
+
+def test_json_holds_every_figure(tmp_path: Path) -> None:
+    new, old = saved(tmp_path / "new", factor=1.1), saved(tmp_path / "old", seed=1)
+    done = CliRunner().invoke(app, ["check", *new, "--json", "--baseline", *old])
+    found = json.loads(done.stdout)
+    assert "denoising" in found["regressed"]
+    assert {figure["name"] for figure in found["figures"]} >= {"total", "denoising", "process peak"}
+
+
+def test_what_is_no_run_is_named(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text("{}")
+    done = CliRunner().invoke(
+        app, ["check", str(tmp_path / "x.json"), "--baseline", str(tmp_path / "none.json")]
+    )
+    assert isinstance(done.exception, RecordError)
+    assert done.exception.exit_code == 2
+    assert "x.json" in done.exception.message
+
+
+def test_an_empty_folder_is_named(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["check", str(tmp_path), "--baseline", str(tmp_path)])
+    assert isinstance(done.exception, RecordError)
+    assert "holds no saved run" in done.exception.message
+
+
+@pytest.mark.parametrize(
+    ("given", "written"),
+    [
+        (["a", "--baseline", "b", "c"], ["a", "--baseline", "b", "--baseline", "c"]),
+        (["--baseline", "b", "c", "--json", "a"], ["--baseline", "b", "--baseline", "c", "--json", "a"]),
+        (["--baseline", "b", "--", "--baseline", "a"], ["--baseline", "b", "--", "--baseline", "a"]),
+        (["a", "--baseline"], ["a", "--baseline"]),
+    ],
+)
+def test_what_follows_the_option_is_its_own(given: list[str], written: list[str]) -> None:
+    assert repeated(given, "--baseline") == written
