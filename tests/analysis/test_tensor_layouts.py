@@ -58,6 +58,25 @@ def test_padding_with_zeros_is_found(tokens: int, words: str) -> None:
     assert words in found.reason
 
 
+@pytest.mark.parametrize("rest", ["zeros", "values"])
+def test_a_transposed_and_padded_tensor_is_found(rest: str) -> None:
+    padding = torch.zeros(1, 50, 16) if rest == "zeros" else random(1, 50, 16, seed=1)
+    found = explained(A, torch.cat([A, padding], dim=1).transpose(1, 2))
+    assert (found.verdict, found.layout, found.remainder) == ("identical", "permuted+part", rest)
+    assert "axes 1 and 2 swapped, A set against the first 77 of the 127" in found.reason
+
+
+def test_a_changed_token_is_found_in_a_transposed_and_padded_tensor() -> None:
+    changed = A.clone()
+    changed[0, 9, :4] *= 1.1
+    found = compare_tensors(A, torch.nn.functional.pad(changed, (0, 0, 0, 50)).transpose(1, 2))
+    assert (found.layout, found.first_token) == ("permuted+part", 9)
+
+
+def test_other_values_in_a_longer_shape_turned_round_are_unexplained() -> None:
+    assert compare_tensors(A, random(1, 16, 127, seed=1)).layout is None
+
+
 def test_padding_with_one_token_over_and_over_is_found() -> None:
     found = explained(A, torch.cat([A, random(1, 1, 16, seed=1).expand(1, 20, 16)], dim=1))
     assert (found.layout, found.remainder) == ("part", "repeated")

@@ -4,6 +4,7 @@ Every candidate is a pair of views of the same shape, so nothing is copied. Of s
 taken under which a sample of the values agrees best.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice, permutations, product
@@ -18,6 +19,7 @@ from sigmascope.analysis.layout_words import axis_name, range_words, repeat_word
 LayoutKind = Literal["axes_of_size_1", "permuted", "repeated", "part", "reshaped", "parts_swapped"]
 
 _MOST_PERMUTATIONS = 120
+_MOST_TURNED_AXES = 4
 _MOST_PART_AXES = 3
 _MOST_REPEATS = 16
 _MOST_COPIED = 64 * 2**20
@@ -65,10 +67,14 @@ def find_layout(a: Tensor, b: Tensor, token_axis: int | None) -> Layout | None:
     if a.dim() != b.dim():
         start = _squeezed(start)
     candidates = [start] if start.a.shape == start.b.shape else [*_candidates(start)]
+    scored = [(sample_distance(layout.a, layout.b), layout) for layout in candidates]
+    distance, best = min(scored, key=lambda pair: pair[0], default=(math.inf, start))
+    if distance > _AGREES:
+        turned = _turned_part(start)
+        if turned is not None:
+            return _joined(start, turned)
     if not candidates:
         return None
-    scored = [(sample_distance(layout.a, layout.b), layout) for layout in candidates]
-    distance, best = min(scored, key=lambda pair: pair[0])
     if _differing_axes(start) > 1 and best.kind == "part" and distance > _CORNER_AGREES:
         return None  # some corner of one is of the other's shape always: that explains nothing
     return _with_remainder(_joined(start, best), start)
@@ -113,20 +119,44 @@ def _joined(start: Layout, best: Layout) -> Layout:
     return replace(best, kind=f"{start.kind}+{best.kind}", words=f"{start.words} and {best.words}")
 
 
+def _turned_part(start: Layout) -> Layout | None:
+    """A part of one under another order of B's axes, as of a tensor that is transposed and padded; None if none agrees."""
+    if not 2 <= start.a.dim() == start.b.dim() <= _MOST_TURNED_AXES:
+        return None
+    found: list[tuple[float, Layout]] = []
+    for order in _orders(start.b.dim()):
+        turned = replace(start, b=start.b.permute(order))
+        for part in _parts(turned) if _only_axis(turned) is not None else ():
+            distance = sample_distance(part.a, part.b)
+            if distance <= _AGREES:
+                part = _with_remainder(part, turned)
+                found.append(
+                    (distance, replace(part, kind="permuted+part", words=f"B's {_how(order)}, {part.words}"))
+                )
+    return min(found, key=lambda pair: pair[0])[1] if found else None
+
+
+def _orders(dims: int) -> Iterator[tuple[int, ...]]:
+    """Every other order of the axes."""
+    return (order for order in permutations(range(dims)) if order != tuple(range(dims)))
+
+
+def _how(order: tuple[int, ...]) -> str:
+    moved = [place for place, axis in enumerate(order) if place != axis]
+    return f"axes {moved[0]} and {moved[1]} swapped" if len(moved) == 2 else f"axes in the order {order}"
+
+
 def _permuted(start: Layout) -> Iterator[Layout]:
     a, b = start.a, start.b
     if sorted(a.shape) != sorted(b.shape):
         return
-    identity = tuple(range(b.dim()))
     orders = (
         order
-        for order in permutations(identity)
-        if order != identity and all(b.shape[axis] == size for axis, size in zip(order, a.shape, strict=True))
+        for order in _orders(b.dim())
+        if all(b.shape[axis] == size for axis, size in zip(order, a.shape, strict=True))
     )
     for order in islice(orders, _MOST_PERMUTATIONS):
-        moved = [place for place, axis in enumerate(order) if place != axis]
-        how = f"axes {moved[0]} and {moved[1]} swapped" if len(moved) == 2 else f"axes in the order {order}"
-        yield Layout("permuted", f"B's {how}", a, b.permute(order), start.token_axis)
+        yield Layout("permuted", f"B's {_how(order)}", a, b.permute(order), start.token_axis)
 
 
 def _repeated(start: Layout) -> Iterator[Layout]:
