@@ -80,7 +80,7 @@ def test_a_lora_that_fits_exits_with_zero(lora: Path, model: Path, inspect: Insp
     outcome = inspect(lora, "--model", model)
     assert outcome.code == 0
     (line,) = (line for line in outcome.out.splitlines() if line.startswith("Modules that match"))
-    assert line.endswith("3 of 3")
+    assert line.split() == ["Modules", "that", "match", "3", "of", "3"]
 
 
 def test_what_does_not_match_is_named_with_reason_and_nearest(
@@ -91,6 +91,13 @@ def test_what_does_not_match_is_named_with_reason_and_nearest(
     assert "2 of 3" in outcome.out
     assert "denoiser.conv_away" in outcome.out
     assert "nearest: denoiser.conv_in" in outcome.out
+
+
+def test_reasons_are_grouped_with_what_to_do(half: Path, model: Path, inspect: Inspect) -> None:
+    words = " ".join(inspect(half, "--model", model).out.split())
+    assert (
+        "1 modules have names that the model does not have. Compare the names with the nearest ones" in words
+    )
 
 
 def test_lines_fit_eighty_columns(half: Path, model: Path, inspect: Inspect) -> None:

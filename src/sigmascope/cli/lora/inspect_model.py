@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, RenderableType
+from rich.padding import Padding
 from rich.text import Text
 
 from sigmascope.cli.lora.op_tables import facts, number, percent, plain, table, title
@@ -14,11 +15,11 @@ from sigmascope.cli.progress import progress_bar
 
 if TYPE_CHECKING:
     from sigmascope.lora.effect import BlockEffect, Effect
-    from sigmascope.lora.verdict import LoraVerdict, ModuleVerdict
+    from sigmascope.lora.verdict import LoraVerdict
     from sigmascope.records.finding import Finding
 
 _SEVERITY_STYLE = {"info": "cyan", "warning": "yellow", "error": "red", "critical": "bold red"}
-_MOST = 10
+_MOST = 5
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,9 @@ def print_on_model(console: Console, found: OnModel, *, verbose: bool) -> None:
     console.print(facts(_totals(verdict)))
     if found.effects is not None:
         _print_relative(console, found.blocks)
-    _print_unmatched(console, verdict.unmatched, verbose=verbose)
-    _print_findings(console, verdict.findings)
+    _print_unmatched(console, verdict, verbose=verbose)
+    told = {f"lora_{reason}" for reason in verdict.reasons}
+    _print_findings(console, [finding for finding in verdict.findings if finding.id not in told])
 
 
 def _totals(verdict: "LoraVerdict") -> "list[tuple[str, RenderableType | None]]":
@@ -113,18 +115,32 @@ def _print_relative(console: Console, blocks: "Sequence[BlockEffect]") -> None:
     console.print(made)
 
 
-def _print_unmatched(console: Console, modules: "Sequence[ModuleVerdict]", *, verbose: bool) -> None:
-    if not modules:
-        return
-    console.print(Text(f"Modules that change nothing in the model: {len(modules)}", style="bold red"))
-    shown = modules if verbose else modules[:_MOST]
-    for module in shown:
-        console.print(Text("  ").append_text(plain(module.name)))
-        console.print(Text("    ").append_text(plain(module.detail or "", style="yellow")))
-        if module.nearest:
-            console.print(Text("    nearest: ").append_text(plain(", ".join(module.nearest), style="cyan")))
-    if len(modules) > len(shown):
-        console.print(Text(f"  and {len(modules) - len(shown)} more; --verbose or --json lists all"))
+def _print_unmatched(console: Console, verdict: "LoraVerdict", *, verbose: bool) -> None:
+    from sigmascope.lora.verdict.verdict_findings import REASON_ADVICE, REASON_WORDS
+
+    for reason, count in verdict.reasons.items():
+        modules = [module for module in verdict.unmatched if module.reason == reason]
+        console.print(
+            Text(f"{count} modules {REASON_WORDS[reason]}.", style="bold red").append(
+                f" {REASON_ADVICE[reason]}", style="not bold default"
+            )
+        )
+        shown = modules if verbose else modules[:_MOST]
+        details = {module.detail for module in modules}
+        if len(details) == 1:
+            console.print(_indented(2, details.pop() or "", "yellow"))
+        for module in shown:
+            console.print(_indented(2, module.name, ""))
+            if len({one.detail for one in modules}) > 1:
+                console.print(_indented(4, module.detail or "", "yellow"))
+            if module.nearest and reason != "other_architecture":
+                console.print(_indented(4, f"nearest: {', '.join(module.nearest)}", "cyan"))
+        if len(modules) > len(shown):
+            console.print(f"  and {len(modules) - len(shown)} more; --verbose or --json lists all")
+
+
+def _indented(width: int, text: str, style: str) -> Padding:
+    return Padding(plain(text, style=style), (0, 0, 0, width))
 
 
 def _print_findings(console: Console, findings: "Sequence[Finding]") -> None:

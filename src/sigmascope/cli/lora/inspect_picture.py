@@ -44,10 +44,10 @@ class BlockRow:
 
     @property
     def figures(self) -> str:
-        """What stands behind the bar."""
+        """What stands behind the bar; Pillow's own font has no sign for a norm."""
         parts = [f"{self.norm:.3g}", f"{100 * self.share:.1f} %"]
         if self.relative is not None:
-            parts.append(f"{100 * self.relative:.3g} % of ‖W‖")
+            parts.append(f"{100 * self.relative:.3g} % of the weights")
         lost = self.modules - (self.modules if self.matched is None else self.matched)
         if lost:
             parts.append(f"{lost} of {self.modules} do not match")
@@ -121,7 +121,7 @@ def _heading(report: "LoraInspection", found: "OnModel | None") -> Iterator[Shap
             54,
             f"{len(verdict.matched)} of {len(verdict.modules)} modules match {found.model.name}.",
         )
-    yield Label(16, _TOP - 14, "Strength ‖ΔW‖ by block, and its share of the LoRA's ‖ΔW‖²")
+    yield Label(16, _TOP - 14, "Strength (norm of the change) by block, and its share of the LoRA's squared")
 
 
 def _bars(rows: Sequence[BlockRow]) -> Iterator[Shape]:

@@ -17,6 +17,7 @@ from sigmascope.lora.verdict.nearest import NearestNames
 from sigmascope.lora.verdict.placing import Misfit, Placing
 
 _BIAS: Final = ".bias"
+_NOTHING_NEAR: Final = frozenset({"text_encoder_missing", "part_missing", "twice"})
 _NUMBER: Final = re.compile(r"\d+")
 _LONGEST_PREFIX: Final = 4  # words
 _WORD: Final = re.compile(r"[^.]+\.")
@@ -70,7 +71,9 @@ class Reasons:
         )
 
     def nearest(self, name: str) -> tuple[str, ...]:
-        """Names of the model's layers that are nearest to a module's, in the part that it names."""
+        """Names of the model's layers that are nearest to a module's, in the part that it names if that is there."""
+        if self.explain(name).reason in _NOTHING_NEAR:
+            return ()
         misfit = self._placing.misfits.get(name)
         parsed = parse_name(name.removesuffix(_BIAS))
         parts = [part for part in parsed.parts if part in self._placing.layout.prefixes] or ["denoiser"]
@@ -107,9 +110,11 @@ class Reasons:
         part = parsed.parts[0]
         if part.startswith("text_encoder"):
             return Explained(
-                "text_encoder_missing", f"it is for {_spoken(part)}, which the model given has not"
+                "text_encoder_missing", f"it is for {_spoken(part)}, which the model given does not have"
             )
-        return Explained("part_missing", f"it is for the {_spoken(part)}, which the model given has not")
+        return Explained(
+            "part_missing", f"it is for the {_spoken(part)}, which the model given does not have"
+        )
 
     def _of_family(self, parsed: ModuleName) -> Explained | None:
         in_denoiser = not parsed.parts or parsed.parts[0].startswith("denoiser")

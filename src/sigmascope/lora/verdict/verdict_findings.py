@@ -13,18 +13,18 @@ from sigmascope.records.finding import Finding, Severity
 _NAMED: Final = 3
 _ORDER: Final = ("critical", "error", "warning", "info")
 _SEVERITIES: Final[dict[Reason, Severity]] = {"text_encoder_missing": "warning", "part_missing": "warning"}
-_WORDS: Final[dict[Reason, str]] = {
+REASON_WORDS: Final[dict[Reason, str]] = {
     "other_architecture": "are for another architecture",
     "other_shape": "are for weights of another shape",
     "transposed": "have their factors the wrong way round",
-    "text_encoder_missing": "are for a text encoder that the model given has not",
-    "part_missing": "are for a part that the model given has not",
+    "text_encoder_missing": "are for a text encoder that the model given does not have",
+    "part_missing": "are for a part that the model given does not have",
     "prefix": "have an unknown prefix before a name that the model has",
-    "block_missing": "are for blocks that the model has not",
+    "block_missing": "are for blocks that the model does not have",
     "twice": "are for layers that another module of the file is for already",
-    "unknown": "have names that the model has not",
+    "unknown": "have names that the model does not have",
 }
-_ADVICE: Final[dict[Reason, str]] = {
+REASON_ADVICE: Final[dict[Reason, str]] = {
     "other_architecture": "Use the LoRA with the family of models that it was made for.",
     "other_shape": "Use the LoRA with the model that it was made for: this one has other widths.",
     "transposed": "Make the file again, with up (out, rank) and down (rank, in).",
@@ -67,14 +67,14 @@ def _nothing(verdict: LoraVerdict) -> Iterator[Finding]:
         yield Finding(
             "lora_matches_nothing",
             "critical",
-            f"None of the {len(verdict.modules)} modules changes a weight of the model: most {_WORDS[reason]}.",
+            f"None of the {len(verdict.modules)} modules changes a weight of the model: most {REASON_WORDS[reason]}.",
             {
                 "modules": len(verdict.modules),
                 "matched": 0,
                 "file_family": verdict.file_family,
                 "model_family": verdict.model_family,
             },
-            _ADVICE[reason],
+            REASON_ADVICE[reason],
         )
 
 
@@ -84,7 +84,7 @@ def _by_reason(verdict: LoraVerdict) -> Iterator[Finding]:
         yield Finding(
             f"lora_{reason}",
             _SEVERITIES.get(reason, "error"),
-            f"{count} of {len(verdict.modules)} modules {_WORDS[reason]}{_families(verdict, reason)}: {_named(modules)}.",
+            f"{count} of {len(verdict.modules)} modules {REASON_WORDS[reason]}{_families(verdict, reason)}: {_named(modules)}.",
             {
                 "modules": count,
                 "of": len(verdict.modules),
@@ -92,7 +92,7 @@ def _by_reason(verdict: LoraVerdict) -> Iterator[Finding]:
                 "detail": modules[0].detail,
                 "nearest": ", ".join(modules[0].nearest),
             },
-            _ADVICE[reason],
+            REASON_ADVICE[reason],
         )
 
 
