@@ -85,7 +85,7 @@ def test_dora_of_strength_zero_still_has_its_magnitudes() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
-def test_two_doras_beside_one_weight_do_not_see_each_other() -> None:
+def test_two_doras_beside_one_weight_are_what_the_layer_gives() -> None:
     torch.manual_seed(1)
     model = adapted("dora")
     model = peft.inject_adapter_in_model(CONFIGS["dora"](), model, "other")

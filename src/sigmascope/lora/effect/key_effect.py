@@ -120,18 +120,17 @@ def delta_of(acting: Sequence[AppliedPatch], weight: Tensor | None) -> Tensor:
     for patch in acting:
         part, change = (_part(whole, patch) for whole in (base, delta))
         before = part + change
-        found = before if not _beside_the_weight(patch) else part
         if patch.strength_model != 1.0:
             kept = kept_of_weight(patch)
             change += (kept - 1.0) * before
-            found = found * kept
+            before = before * kept
         if strength_of(patch) != 0.0 or patch.adapter_type in {"set", "dora"}:
-            change += change_by(patch, found)
+            change += change_by(patch, before, part if _is_beside(patch) else before)
     return delta
 
 
-def _beside_the_weight(patch: AppliedPatch) -> bool:
-    """PEFT's unmerged branches all see the bare weight; whatever is merged comes one after the other."""
+def _is_beside(patch: AppliedPatch) -> bool:
+    """Whether it is a branch of PEFT's beside a weight that stays as it is."""
     return is_by_peft(patch) and patch.state != "merged"
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sigmascope.errors import LoraFormatError, ModelMismatchError
-from sigmascope.lora.adapters import DiffChange, DoraChange, LohaChange, LokrChange
+from sigmascope.lora.adapters import DiffChange, LohaChange, LokrChange
 from sigmascope.lora.effect.acting import is_by_peft, scale_of_patch, strength_of
 from sigmascope.lora.effect.patch_factors import factors_of, own_shape
 from sigmascope.lora.effect.rotations import boft_change, oft_change
@@ -29,12 +29,14 @@ def needs_weight(patch: AppliedPatch) -> bool:
     return by_type or patch.strength_model != 1.0
 
 
-def change_by(patch: AppliedPatch, weight: Tensor) -> Tensor:
+def change_by(patch: AppliedPatch, weight: Tensor, held: Tensor) -> Tensor:
     """ΔW of one patch with its strength, in the weight's shape, float64; `strength_model` is not in it.
 
     Args:
         patch: One that acts.
-        weight: As the patch finds it, in float64; the part that the patch is for. Zeros where it does not matter.
+        weight: What acts before the patch, in float64; the part that the patch is for. Zeros where it does not
+            matter.
+        held: What the weight's own tensor holds then: without the branches that PEFT runs beside it.
 
     Raises:
         SigmascopeError: A kind that is not known, or tensors that do not fit the weight.
@@ -43,7 +45,7 @@ def change_by(patch: AppliedPatch, weight: Tensor) -> Tensor:
     if patch.adapter_type == "set":
         return _tensor(patch, "set", weight).reshape(weight.shape) - weight
     if "dora_scale" in patch.tensors and is_by_peft(patch):
-        return _magnified(patch, weight, strength * _direction(patch, weight))
+        return _magnified_by_peft(patch, weight, held, strength * _direction(patch, weight))
     change = _direction(patch, weight)
     if "dora_scale" in patch.tensors:
         if patch.adapter_type in {"oft", "boft"}:  # ComfyUI takes the limit for a scale here
@@ -134,14 +136,21 @@ _FORMS: Final[Mapping[str, Callable[[AppliedPatch, Tensor], Tensor]]] = {
 def _magnified(patch: AppliedPatch, weight: Tensor, change: Tensor) -> Tensor:
     """m·(W + δ)/norm − W."""
     magnitude = _tensor(patch, "dora_scale", weight)
-    if is_by_peft(patch):
-        per_output = magnitude.numel() == weight.shape[0]
-        return DoraChange(DiffChange({"diff": change}), magnitude, per_output).delta(weight, torch.float64)
     changed = weight + change
     # Until April 2025 ComfyUI kept changes as tuples, and took all magnitudes for those of inputs.
     by_output = magnitude.shape[:1] == weight.shape[:1] and "tuple" not in patch.data_type
     norm = _norms_along(weight, 0) if by_output else _norms_along(changed, 1)
     result: Tensor = changed * (magnitude / (norm + _EPSILON)) - weight
+    return result
+
+
+def _magnified_by_peft(patch: AppliedPatch, weight: Tensor, held: Tensor, change: Tensor) -> Tensor:
+    """m·(W + δ)/‖W₀ + δ‖ − W: a second DoRA acts on the output of the first, and takes its norm of W₀ alone."""
+    magnitude = _tensor(patch, "dora_scale", weight).flatten()
+    axis = 0 if len(magnitude) == weight.shape[0] else 1
+    shape = [size if number == axis else 1 for number, size in enumerate(weight.shape)]
+    norm = _norms_along(held + change, axis).clamp_min(torch.finfo(torch.float64).tiny)
+    result: Tensor = (weight + change) * (magnitude.reshape(shape) / norm) - weight
     return result
 
 
