@@ -1,4 +1,6 @@
 import multiprocessing
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -156,3 +158,29 @@ def test_a_dump_saved_and_deleted_later_is_seen(tmp_path: Path) -> None:
     first.unlink()
     with pytest.raises(KeyError):
         dumps["a"]
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next_that_saves(tmp_path: Path) -> None:
+    code = """
+import os, sys, torch
+from sigmascope import TensorDumps
+from sigmascope.checkpoints import dump_folder
+
+def killed(path, tensors, header):
+    from sigmascope.records.leftovers import temporary_name
+    path.with_name(temporary_name(path)).write_bytes(b"half")
+    os._exit(9)
+
+dump_folder.save_safetensors = killed
+TensorDumps(sys.argv[1]).save("a", torch.ones(2))
+"""
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False).returncode == 9
+    assert any(file.suffixes[-2:] == [".tmp", ".safetensors"] for file in tmp_path.iterdir())
+    dumps = TensorDumps(tmp_path)
+    dumps.save("a", torch.ones(2))
+    assert sorted(file.name for file in tmp_path.iterdir()) == [
+        "a-2.safetensors",
+        "a.safetensors",
+        INDEX_NAME,
+    ]
+    assert list(dumps) == ["a-2"]

@@ -25,6 +25,7 @@ from sigmascope.checkpoints.paths import is_existing, is_folder, names_in, readi
 from sigmascope.checkpoints.tensor_dumps import TensorDump, dump_contents, load_tensors
 from sigmascope.checkpoints.writer import save_safetensors
 from sigmascope.errors import CheckpointError, WriteError
+from sigmascope.records.leftovers import remove_leftovers
 from sigmascope.records.os_errors import reason_of, writing_hint
 from sigmascope.records.prompts import PromptPrivacy, Prompts
 
@@ -67,6 +68,7 @@ class TensorDumps(Mapping[str, TensorDump[Tensor]]):
         self.folder = Path(folder)
         self.run_id = run_id
         self.prompt_privacy = prompt_privacy
+        self._is_swept = False
         self._files: dict[
             str, str
         ] = {}  # by name, so that reading many dumps does not read the index each time
@@ -187,6 +189,7 @@ class TensorDumps(Mapping[str, TensorDump[Tensor]]):
         stem = re.sub(r"[^A-Za-z0-9._-]+", "_", name).strip(".")[:_LONGEST_STEM] or "dump"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            self._sweep()
             for number in range(1, _MOST_OF_A_NAME):
                 ending = "" if number == 1 else f"-{number}"
                 path = self.folder / f"{stem}{ending}{_SUFFIX}"
@@ -200,6 +203,16 @@ class TensorDumps(Mapping[str, TensorDump[Tensor]]):
                 self.folder, f"dumps cannot be written ({reason_of(error)}).", hint=writing_hint(error)
             ) from error
         raise WriteError(self.folder, f"has too many dumps named {name!r}.", hint="Use another name.")
+
+    def _sweep(self) -> None:
+        """Once: remove what killed processes left of dumps whose names nobody will write again."""
+        if self._is_swept:
+            return
+        self._is_swept = True
+        for file in self.folder.glob(f"*{_SUFFIX}"):
+            with suppress(OSError):  # another process has just taken its name back
+                if file.stat().st_size == 0:
+                    remove_leftovers(file)
 
     def _append(self, entry: DumpEntry) -> None:
         """Add a line; the dump is safe without it, so a refusal is logged only."""
