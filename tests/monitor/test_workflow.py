@@ -317,13 +317,13 @@ def test_the_comprehensive_summary_has_every_analysis(monitor: WorkflowMonitor, 
         "WORKFLOW SUMMARY",
         "LORA APPLICATION ANALYSIS",
         "TEXT ENCODING ANALYSIS",
-        "LATENT ENCODING ANALYSIS",
+        "LATENT GENERATION ANALYSIS",
     ]
     places = [text.find(title) for title in order]
     assert places == sorted(places)
     assert -1 not in places
     assert "Keys added: 3" in text
-    assert "Strategy used: Direct VAE Encoding" in text
+    assert "Strategy Used: Direct VAE Encoding" in text
     assert "MODEL SAMPLING" not in text
     assert max(map(len, text.splitlines())) <= 80
 

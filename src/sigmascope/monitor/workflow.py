@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from sigmascope.monitor.recorder import Recorder
+from sigmascope.monitor.workflow_latents import LatentMethods
 from sigmascope.monitor.workflow_lora import LoraApplicationMethods
 from sigmascope.monitor.workflow_summary import analysis_sections, workflow_sections
 from sigmascope.monitor.workflow_text import TextEncodingMethods
@@ -23,7 +24,7 @@ from sigmascope.stages.text.dumping import DumpFolder
 from sigmascope.stages.text_encoding import TextEncodingThresholds
 
 
-class WorkflowMonitor(LoraApplicationMethods, TextEncodingMethods):
+class WorkflowMonitor(LatentMethods, LoraApplicationMethods, TextEncodingMethods):
     """Watches a workflow step by step: time, memory, peaks, models, and what each stage's analysis says.
 
     It measures with a `Recorder`, which is its `recorder`: stages opened there and steps begun here are one
@@ -115,6 +116,7 @@ class WorkflowMonitor(LoraApplicationMethods, TextEncodingMethods):
             "text_encoding": text_encoding_analysis,
             "model_sampling": model_sampling_analysis,
             "latent_encoding": latent_generation_analysis,
+            "latent_decoding": None,
         }
         self.print_summary(console)
         for stage, analysis in given.items():

@@ -10,6 +10,7 @@ from sigmascope.analysis.leaks import find_leaks
 from sigmascope.analysis.model_consistency import MODEL_STATE, find_model_changes
 from sigmascope.analysis.stage_findings import find_stage_findings
 from sigmascope.analysis.stage_memory import HEAP
+from sigmascope.analysis.vae_findings import find_vae_findings
 from sigmascope.monitor.guard import Guard
 from sigmascope.monitor.live import LiveStage
 from sigmascope.monitor.recorder import Recorder
@@ -142,7 +143,12 @@ class WorkflowSteps:
 def with_findings(run: Run, guard: Guard) -> Run:
     """The run with what the analyses find in it."""
     found: list[Finding] = list(run.findings)
-    analyses = (("leaks", find_leaks), ("model_changes", find_model_changes), ("stages", find_stage_findings))
+    analyses = (
+        ("leaks", find_leaks),
+        ("model_changes", find_model_changes),
+        ("stages", find_stage_findings),
+        ("vae", find_vae_findings),
+    )
     for name, analysis in analyses:
         findings, _ = guard.read(name, lambda analysis=analysis: analysis(run))  # type: ignore[misc]
         found += findings or ()

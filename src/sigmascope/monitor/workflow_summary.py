@@ -7,6 +7,7 @@ from sigmascope.records.arithmetic import change, mib
 from sigmascope.records.finding import Finding
 from sigmascope.records.run import Run, Stage
 from sigmascope.stages.figures import mb, mb_change, printable, seconds
+from sigmascope.stages.latents.report import sections as latent_sections
 from sigmascope.stages.lora.report import sections as lora_sections
 from sigmascope.stages.summary import Row, Section, as_it_is
 from sigmascope.stages.text.report import NO_ACCELERATOR
@@ -16,6 +17,8 @@ from sigmascope.units import percent
 SUMMARIES = {
     "lora_application": ("LORA APPLICATION", lora_sections),
     "text_encoding": ("TEXT ENCODING", text_sections),
+    "latent_encoding": ("LATENT GENERATION", latent_sections),
+    "latent_decoding": ("LATENT DECODING", latent_sections),
 }
 """By stage: title and sections of its analysis. A stage that is not here has its analysis shown as it is."""
 

@@ -1,11 +1,12 @@
 """What the record of an encoding or decoding shows: a stand-in, a fallback, a failure, a wrong prediction."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from sigmascope.records.arithmetic import mib
 from sigmascope.records.finding import Finding
 from sigmascope.records.latents import (
     Direction,
+    EncodingRecord,
     Strategy,
     StrategyAttempt,
     strategy_label,
@@ -38,6 +39,18 @@ def findings_of_attempts(
     if not dummy:
         found += _fallback(attempts, strategy, direction)
     return (*found, *(finding for one in attempts for finding in _mispredicted(one, direction)))
+
+
+def findings_of_record(record: EncodingRecord) -> tuple[Finding, ...]:
+    """All that a record shows, and what the engine found itself."""
+    found = findings_of_attempts(record.attempts, record.strategy, record.direction, dummy=record.dummy)
+    return (*found, *without_known(record.findings, found))
+
+
+def without_known(findings: Iterable[Finding], known: Iterable[Finding]) -> list[Finding]:
+    """Those whose id is not among the known ones; hyphens in ids are underscores."""
+    ids = {finding.id.replace("-", "_") for finding in known}
+    return [finding for finding in findings if finding.id.replace("-", "_") not in ids]
 
 
 def _stand_in(strategy: Strategy | None, direction: Direction, *, dummy: bool) -> Iterator[Finding]:

@@ -40,7 +40,7 @@ def analyze(baseline: Mapping[str, Any] | None, given: Given) -> LatentEncodingA
     impact = None if before is None else MemoryImpact(before, snapshot)
     vae = vae_before(baseline) or (None if given.record is None else given.record.vae)
     seen = (encoded if given.direction == "encoding" else decoded)(baseline, given, vae)
-    used = used_strategy(given.strategy_used, given.record, given.direction)
+    used = used_strategy(given.strategy_used, given.record, given.direction, given.attempts)
     elapsed = _elapsed(given)
     dummy = used.strategy == "dummy" or (given.record is not None and given.record.dummy)
     if dummy and given.direction == "encoding" and seen.latent["status"] == "success":

@@ -17,21 +17,24 @@ def gpu_changes(given: object, impact: MemoryImpact | None) -> GpuChanges:
     """`immediate_gpu_changes`: the caller's own measurement, else what the analysis reads now.
 
     Args:
-        given: A mapping with `allocated_change` and `reserved_change`, in MB; or None.
+        given: A mapping with `allocated_change` and `reserved_change`, in MB; a stage's `MemoryImpact`; or None.
         impact: Memory before the encoding and now.
     """
+    by = "analysis"
+    if isinstance(given, MemoryImpact):
+        by, impact = "stage", given
     if isinstance(given, Mapping):
         found = (mib(figure_of(given, "allocated_change")), mib(figure_of(given, "reserved_change")))
         return _changes(found, "caller", "the caller's measurement lacks it")
     device = None if impact is None else impact.current.device_in_use()
     if impact is None or device is None:
-        return _changes((None, None), "analysis", _NO_BASELINE if impact is None else _NO_ACCELERATOR)
+        return _changes((None, None), by, _NO_BASELINE if impact is None else _NO_ACCELERATOR)
     before, after = impact.baseline.accelerator(device), impact.current.accelerator(device)
     found = (
         mib(change(before.allocated_bytes, after.allocated_bytes)),
         mib(change(before.reserved_bytes, after.reserved_bytes)),
     )
-    return _changes(found, "analysis", "the device does not tell")
+    return _changes(found, by, "the device does not tell")
 
 
 def _changes(found: tuple[float | None, float | None], by: str, reason: str) -> GpuChanges:

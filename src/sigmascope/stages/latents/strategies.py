@@ -1,6 +1,7 @@
 """Which of the four strategies gave the latent, and what became of each."""
 
 import re
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from sigmascope.records.latents import (
@@ -35,16 +36,25 @@ class Used(NamedTuple):
         return None if self.strategy is None else strategy_number(self.strategy)
 
 
-def used_strategy(told: object, record: EncodingRecord | None, direction: Direction) -> Used:
-    """The strategy by the caller's words, else by the record.
+def used_strategy(
+    told: object,
+    record: EncodingRecord | None,
+    direction: Direction,
+    attempts: Sequence[StrategyAttempt] = (),
+) -> Used:
+    """The strategy by the caller's words, else by the record, else by what was seen to succeed.
 
     Args:
         told: "Direct VAE Encoding", with or without "(Strategy 1)"; "direct"; 1; words of the caller's own.
         record: What `encode_latents` gave.
         direction: Whether it encoded or decoded.
+        attempts: Those that a monitor saw.
     """
     if told is None and record is not None:
         return Used(record.strategy_label, record.strategy)
+    if told is None:
+        seen = next((one.name for one in reversed(attempts) if one.outcome == "succeeded"), None)
+        return Used(None if seen is None else strategy_label(seen, direction), seen)
     if isinstance(told, int) and not isinstance(told, bool) and 1 <= told <= len(STRATEGIES):
         strategy = STRATEGIES[told - 1]
         return Used(strategy_label(strategy, direction), strategy)

@@ -6,7 +6,7 @@ from typing import Any
 
 from sigmascope.records.arithmetic import change, mib
 from sigmascope.records.finding import Finding
-from sigmascope.records.latent_findings import findings_of_attempts
+from sigmascope.records.latent_findings import findings_of_attempts, without_known
 from sigmascope.records.latents import Direction, StrategyAttempt, VaeFacts
 from sigmascope.records.snapshot import MemoryImpact
 from sigmascope.stages.latents.expected import Video
@@ -66,9 +66,8 @@ def findings_of(parts: Parts, of_record: Iterable[Finding] = ()) -> dict[str, li
     tried = list(
         findings_of_attempts(parts.attempts, parts.used.strategy, parts.direction, dummy=parts.dummy)
     )
-    known = {finding.id for finding in tried}
     return {
-        "strategies": tried + [finding for finding in of_record if finding.id not in known],
+        "strategies": tried + without_known(of_record, tried),
         "input": pictures if encodes else latent,
         "output": latent if encodes else pictures,
         "vae": list(vae_findings(parts.vae_before, parts.vae_now, stage)),
