@@ -39,8 +39,8 @@ class Choices:
         smallest = max(_SMALLEST_LATENT_TILE * factor, 0 if self.overlap is None else self.overlap + factor)
         half = max(work.pixels) // 2
         sides = [max(_multiple(min(_LARGEST_TILE, half), factor), smallest)]
-        while sides[-1] // 2 >= smallest:
-            sides.append(_multiple(sides[-1] // 2, factor))
+        while sides[-1] > smallest:
+            sides.append(max(_multiple(sides[-1] // 2, factor), smallest))
         return [Tiles(side, self.overlap) for side in sides]
 
 

@@ -1,6 +1,6 @@
 """Run a model on the CPU without moving it: copies of its weights take their places for a while."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,10 +28,10 @@ def nbytes_to_copy(modules: Iterable[nn.Module]) -> int:
     return sum(one.nbytes for one in tensors_of(modules) if one.device != _CPU)
 
 
-def why_not_in_ram(modules: Iterable[nn.Module]) -> str | None:
+def why_not_in_ram(modules: Sequence[nn.Module]) -> str | None:
     """Why copies of the weights cannot be had, or None."""
     parts = [part for module in modules for part in module.modules()]
-    if any(one.is_meta for one in tensors_of(parts)):
+    if any(one.is_meta for one in tensors_of(modules)):
         return "its weights are offloaded piece by piece and not to be read from here"
     if any("_diffusers_hook" in vars(part) for part in parts):
         return "diffusers' hooks move its weights, and cannot be set aside"

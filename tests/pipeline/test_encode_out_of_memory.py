@@ -1,0 +1,280 @@
+"""Memory that runs out at any point of any strategy, in any order."""
+
+import gc
+import itertools
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from sigmascope import decode_latents, encode_latents
+from sigmascope.errors import EveryStrategyFailedError
+from sigmascope.pipeline import strategies
+from sigmascope.records.latents import EncodingEvent
+
+if TYPE_CHECKING:
+    from tests.pipeline.conftest import Sample
+
+WAYS = ("direct", "tiled", "cpu")
+COPY_BACK = 1_000_000
+ERRORS: tuple[Callable[[], BaseException], ...] = (
+    lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    lambda: RuntimeError("MPS backend out of memory (MPS allocated: 18.11 GB)"),
+    lambda: RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory"),
+    MemoryError,
+)
+
+
+@dataclass
+class Sabotage:
+    """Raises an error at the n-th call of a module in the strategies that are named.
+
+    0 is before the first kernel, COPY_BACK when all is done but the last copy.
+    """
+
+    points: dict[str, int]
+    error: Callable[[], BaseException] = ERRORS[0]
+    given: Tensor | None = None
+    strategy: str = ""
+    calls: int = 0
+    alive: list["weakref.ref[Tensor]"] = field(default_factory=list)
+    alive_at_the_next: list[int] = field(default_factory=list)
+
+    def on_event(self, event: EncodingEvent) -> None:
+        if event.strategy is not None:
+            self.strategy, self.calls = event.strategy, 0
+            self.alive_at_the_next.append(sum(one() is not None for one in self.alive))
+
+    def before_module(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if self.calls == self.points.get(self.strategy):
+            raise self.error()
+        self.calls += 1
+        if isinstance(inputs[0], Tensor) and not self._is_given(inputs[0]):
+            self.alive.append(weakref.ref(inputs[0]))
+
+    def _is_given(self, tensor: Tensor) -> bool:
+        storages = (one.untyped_storage().data_ptr() for one in (tensor, self.given) if one is not None)
+        return len(set(storages)) == 1 and self.given is not None
+
+    def copy_back(self, tensor: Tensor, device: torch.device) -> Tensor:
+        if self.points.get(self.strategy) == COPY_BACK:
+            raise self.error()
+        return tensor.to(device)
+
+    @contextmanager
+    def at_work(self) -> Iterator["Sabotage"]:
+        handle = register_module_forward_pre_hook(self.before_module)
+        original, strategies.copy_back = strategies.copy_back, self.copy_back
+        try:
+            yield self
+        finally:
+            handle.remove()
+            strategies.copy_back = original
+
+
+def state_of(vae: nn.Module) -> list[Any]:
+    """All that an attempt could leave changed: by identity where things are kept, by value where they are set."""
+    parts = []
+    for name, part in vae.named_modules():
+        own = {key: id(value) for key, value in vars(part).items() if not key.startswith("_")}
+        tensors = [(key, id(one), one.data_ptr(), one.device, one.dtype, one.requires_grad) for key, one in (
+            *part._parameters.items(), *part._buffers.items()) if one is not None]  # fmt: skip
+        parts.append((name, own, tensors, part.training, len(part._forward_pre_hooks)))
+    return parts
+
+
+@pytest.fixture(scope="module", autouse=True)
+def little_garbage() -> Iterator[None]:
+    """Leave the imported libraries out of the collections that follow every failure: they take half a second."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(scope="module")
+def calls() -> dict[tuple[str, str], int]:
+    """How many modules each strategy calls, by VAE, once it has been counted."""
+    return {}
+
+
+def _number_of_calls(calls: dict[tuple[str, str], int], one: "Sample", way: str) -> int:
+    key = (one.name, way)
+    if key not in calls:
+        with Sabotage({}).at_work() as counter:
+            encode_latents(one.vae, one.pixels, strategies=(way,), tile=32, on_event=counter.on_event)
+        calls[key] = counter.calls
+    return calls[key]
+
+
+@pytest.mark.parametrize("name", ["kl", "wan"])
+@given(data=st.data())
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+def test_whatever_runs_out_the_next_strategy_gives_the_latent(
+    name: str, data: st.DataObject, request: pytest.FixtureRequest, calls: dict[tuple[str, str], int]
+) -> None:
+    one: Sample = request.getfixturevalue(name)
+    order = data.draw(st.permutations((*WAYS, "dummy")), label="order")
+    order = order[: data.draw(st.integers(1, 4), label="how many")]
+    points = {}
+    for way in order:
+        last = 0 if way == "dummy" else _number_of_calls(calls, one, way) - 1
+        somewhere = st.sampled_from([0, 1, last, COPY_BACK]) | st.integers(0, max(last, 0))
+        if way != "dummy" and data.draw(st.booleans(), label=f"{way} runs out"):
+            points[way] = data.draw(somewhere, label=f"{way} runs out at")
+    error = data.draw(st.sampled_from(ERRORS), label="error")
+    before = state_of(one.vae)
+    sabotage = Sabotage(points, error, one.pixels)
+    works = next((way for way in order if way not in points), None)
+    latent = None
+    with sabotage.at_work():
+        try:
+            latent, record = encode_latents(
+                one.vae, one.pixels, strategies=order, tile=32, on_event=sabotage.on_event
+            )
+        except EveryStrategyFailedError as failure:
+            record = failure.record
+    assert record.strategy == works
+    tried = order if works is None else order[: order.index(works) + 1]
+    outcomes = [(attempt.name, attempt.outcome) for attempt in record.attempts]
+    assert outcomes == [(way, "succeeded" if way == works else "failed") for way in tried]
+    assert state_of(one.vae) == before
+    assert sabotage.alive_at_the_next == [0] * len(sabotage.alive_at_the_next)
+    assert record.dummy == (works == "dummy")
+    if latent is not None:
+        assert latent.shape == one.latent.shape
+        if works in ("direct", "cpu"):
+            assert torch.equal(latent, one.latent)
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(WAYS)), ids="-".join)
+def test_in_every_order_the_last_one_gives_the_latent(kl: "Sample", order: tuple[str, ...]) -> None:
+    sabotage = Sabotage({order[0]: 3, order[1]: COPY_BACK})
+    with sabotage.at_work():
+        latent, record = encode_latents(
+            kl.vae, kl.pixels, strategies=order, tile=32, on_event=sabotage.on_event
+        )
+    assert record.strategy == order[2]
+    assert latent.shape == kl.latent.shape
+
+
+@pytest.mark.parametrize("strategy", WAYS)
+@pytest.mark.parametrize("error", [ValueError, RuntimeError, KeyboardInterrupt, FloatingPointError])
+def test_any_other_error_passes_unchanged_and_the_vae_is_as_before(
+    wan: "Sample", strategy: str, error: type[BaseException]
+) -> None:
+    mine = error("mine")
+    before = state_of(wan.vae)
+    sabotage = Sabotage({strategy: 9}, lambda: mine)
+    with sabotage.at_work(), pytest.raises(error) as caught:
+        encode_latents(wan.vae, wan.pixels, strategies=(strategy,), tile=32, on_event=sabotage.on_event)
+    assert caught.value is mine
+    assert mine.__cause__ is None
+    assert state_of(wan.vae) == before
+
+
+def test_another_error_ends_the_record_too(kl: "Sample") -> None:
+    ended: list[EncodingEvent] = []
+    sabotage = Sabotage({"direct": 2}, lambda: ValueError("mine"))
+
+    def on_event(event: EncodingEvent) -> None:
+        sabotage.on_event(event)
+        ended.append(event)
+
+    with sabotage.at_work(), pytest.raises(ValueError, match="mine"):
+        encode_latents(kl.vae, kl.pixels, on_event=on_event)
+    record = ended[-1].record
+    assert record is not None
+    assert [(one.outcome, one.reason, one.error_type) for one in record.attempts] == [
+        ("failed", "ValueError: mine", "ValueError")
+    ]
+
+
+def test_an_error_that_the_vae_keeps_holds_no_activation(kl: "Sample") -> None:
+    class Keeping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.convolution = nn.Conv2d(3, 4, 8, stride=8)
+            self.errors: list[BaseException] = []
+            self.activations: list[weakref.ref[Tensor]] = []
+
+        def encode(self, pixels: Tensor) -> Tensor:
+            latent: Tensor = self.convolution(pixels)
+            self.activations.append(weakref.ref(latent))
+            if len(self.errors) == 0:
+                try:
+                    raise MemoryError
+                except MemoryError as error:
+                    self.errors.append(error)
+                    raise
+            return latent
+
+    vae = Keeping()
+    latent, _ = encode_latents(vae, torch.zeros(1, 3, 32, 32))
+    gc.collect()
+    assert [one() is not None for one in vae.activations] == [False, False, False, False, True][-len(vae.activations):]  # fmt: skip
+    assert latent.shape == (1, 4, 4, 4)
+
+
+def test_tiles_are_halved_until_they_fit(kl: "Sample") -> None:
+    """Nothing above 64 pixels fits: half of a picture of 384 is 192, and its half does not fit either."""
+
+    def too_large(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if max(inputs[0].shape[-2:]) > 64:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    handle = kl.vae.encoder.conv_in.register_forward_pre_hook(too_large)
+    try:
+        _, record = encode_latents(kl.vae, torch.zeros(1, 3, 256, 384))
+    finally:
+        handle.remove()
+    tiles = [attempt.tile.height for attempt in record.attempts if attempt.tile is not None]
+    assert tiles == [192, 96, 64]
+    assert record.strategy == "tiled"
+
+
+def test_a_failed_draw_leaves_the_generator_as_it_was(kl: "Sample") -> None:
+    sabotage = Sabotage({"direct": COPY_BACK})
+    drawn, _ = encode_latents(kl.vae, kl.pixels, sample=True, generator=torch.Generator().manual_seed(3))
+    with sabotage.at_work():
+        again, record = encode_latents(
+            kl.vae,
+            kl.pixels,
+            strategies=("direct", "cpu"),
+            sample=True,
+            generator=torch.Generator().manual_seed(3),
+            on_event=sabotage.on_event,
+        )
+    assert record.strategy == "cpu"
+    assert torch.equal(again, drawn)
+
+
+def test_the_error_of_all_says_how_each_ended(kl: "Sample") -> None:
+    sabotage = Sabotage(dict.fromkeys(WAYS, 0))
+    with sabotage.at_work(), pytest.raises(EveryStrategyFailedError) as caught:
+        encode_latents(kl.vae, kl.pixels, tile=32, on_event=sabotage.on_event)
+    for label in ("Direct VAE Encoding", "Tiled VAE Encoding", "CPU Fallback Encoding"):
+        assert f"{label} failed: OutOfMemoryError: CUDA out of memory" in str(caught.value)
+    assert isinstance(caught.value, MemoryError)
+
+
+@pytest.mark.parametrize("point", [0, 5, COPY_BACK])
+@pytest.mark.parametrize("order", list(itertools.permutations(WAYS)), ids="-".join)
+def test_decoding_goes_on_the_same_way(wan: "Sample", order: tuple[str, ...], point: int) -> None:
+    before = state_of(wan.vae)
+    sabotage = Sabotage({order[0]: point, order[1]: point})
+    with sabotage.at_work():
+        frames, record = decode_latents(
+            wan.vae, wan.latent, strategies=order, tile=32, on_event=sabotage.on_event
+        )
+    assert record.strategy == order[2]
+    assert frames.shape == wan.pixels.shape
+    assert state_of(wan.vae) == before
