@@ -98,6 +98,38 @@ def test_prompts_of_different_length_are_entries() -> None:
     assert [entry.tensor.shape[0] for entry in found.entries if entry.tensor is not None] == [12, 20]
 
 
+def test_prompts_of_one_length_in_a_list_are_entries_too() -> None:
+    assert len(find_conditioning([torch.randn(20, 8), torch.randn(20, 8)]).entries) == 2
+    assert len(find_conditioning((torch.randn(20, 8), torch.randn(20, 8))).entries) == 1
+
+
+def test_a_mask_of_floating_numbers_is_not_pooled() -> None:
+    mask = torch.ones(1, 77)
+    entry = find_conditioning((EMBEDS, mask, EMBEDS + 1, mask + 0)).first
+    assert entry.pooled is None
+    assert entry.attention_mask is mask
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.ones((1, 77, 8))[:, ::-1],
+        np.ones((1, 77, 8), dtype=">f4"),
+        np.asfortranarray(np.ones((1, 77, 8))),
+        np.broadcast_to(np.float32(1), (1, 77, 8)),
+    ],
+    ids=["negative stride", "other byte order", "columns first", "read only"],
+)
+def test_any_array_of_numbers_is_a_tensor(array: Any) -> None:
+    tensor = find_conditioning([array]).first.tensor
+    assert tensor is not None
+    assert torch.equal(tensor.double(), torch.ones(1, 77, 8).double())
+
+
+def test_an_array_of_objects_is_no_tensor() -> None:
+    assert find_conditioning([EMBEDS, np.array(["a", None], dtype=object)]).first.tensor is EMBEDS
+
+
 def test_the_ids_of_flux_are_not_pooled() -> None:
     entry = find_conditioning((torch.randn(1, 1, 8), torch.zeros(1, 3))).first
     assert entry.pooled is None

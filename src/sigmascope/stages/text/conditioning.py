@@ -89,7 +89,7 @@ def find_conditioning(conditioning: object) -> Found:
     structure = _structure(conditioning)
     if not leaves:
         return Found(structure)
-    if structure == "sequence" and len(leaves) > 1 and _is_one_text_an_item(leaves):
+    if structure == "sequence" and len(leaves) > 1 and _is_one_text_an_item(leaves, conditioning):
         return Found(structure, tuple(Entry(leaf.tensor) for leaf in leaves))
     return Found(structure, (_entry(leaves, plain_values(conditioning)),))
 
@@ -134,14 +134,17 @@ def _comfyui_entry(tensor: object, options: Mapping[Any, Any]) -> Entry:
     return Entry(as_tensor(tensor), beside.pooled, beside.attention_mask, others, beside.metadata)
 
 
-def _is_one_text_an_item(leaves: list[Leaf]) -> bool:
-    """A list with a (tokens, width) tensor for every prompt, as pipelines without padding give."""
+def _is_one_text_an_item(leaves: list[Leaf], conditioning: object) -> bool:
+    """A list with a (tokens, width) tensor for every prompt, as pipelines without padding give.
+
+    In a tuple two of one shape are the prompt and the negative prompt.
+    """
     tensors = [leaf.tensor for leaf in leaves]
     widths = {tensor.shape[-1] for tensor in tensors if tensor.ndim == 2}
     return (
         all(leaf.name == "" and leaf.tensor.ndim == 2 and leaf.tensor.is_floating_point() for leaf in leaves)
         and len(widths) == 1
-        and len({tensor.shape[0] for tensor in tensors}) > 1
+        and (isinstance(conditioning, list) or len({tensor.shape[0] for tensor in tensors}) > 1)
     )
 
 
@@ -189,17 +192,19 @@ def _is_floating_matrix(leaf: Leaf) -> bool:
 
 
 def _is_pooled(leaf: Leaf, main: Tensor) -> bool:
-    """(batch, width) beside (batch, tokens, width); FLUX's text ids (tokens, 3) are none."""
+    """(batch, width) beside (batch, tokens, width); FLUX's text ids (tokens, 3) and masks (batch, tokens) are none."""
     shape = leaf.tensor.shape
-    if not _is_floating_matrix(leaf) or main.ndim < 3:
+    if not _is_floating_matrix(leaf) or main.ndim < 3 or _is_mask(leaf, main):
         return False
     return len(shape) == 1 or shape[0] == main.shape[0]
 
 
 def _is_mask(leaf: Leaf, main: Tensor) -> bool:
-    return (
-        not leaf.tensor.is_floating_point() and main.ndim >= 2 and leaf.tensor.shape[-1:] == main.shape[-2:-1]
-    )
+    """(batch, tokens); one of floating numbers only where it cannot be as wide as the embeddings."""
+    shape = leaf.tensor.shape
+    if main.ndim < 2 or shape[-1:] != main.shape[-2:-1]:
+        return False
+    return not leaf.tensor.is_floating_point() or (len(shape) == 2 and shape[-1] != main.shape[-1])
 
 
 def _tensor(leaf: Leaf | None) -> Tensor | None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 _DEEPEST, _MOST_TENSORS = 12, 4096
@@ -27,8 +28,18 @@ class Leaf:
 def as_tensor(thing: object) -> Tensor | None:
     """The tensor that a thing is; an array becomes one. None for anything else."""
     if isinstance(thing, np.ndarray):
-        return torch.from_numpy(thing) if thing.flags.writeable else torch.from_numpy(thing.copy())
+        return _of_array(thing)
     return thing if isinstance(thing, Tensor) else None
+
+
+def _of_array(array: NDArray[Any]) -> Tensor | None:
+    """The same memory, or a copy where PyTorch does not take it over as it lies; None for other things than numbers."""
+    try:
+        if array.flags.writeable and array.dtype.isnative and min(array.strides, default=0) >= 0:
+            return torch.from_numpy(array)
+        return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), order="C", copy=True))
+    except TypeError:
+        return None
 
 
 def leaves_of(thing: object) -> Iterator[Leaf]:

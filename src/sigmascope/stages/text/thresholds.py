@@ -9,8 +9,8 @@ class TextEncodingThresholds:
 
     Args:
         max_seconds: For the whole step.
-        max_prompt_characters: For each prompt.
-        max_truncated_tokens: How many tokens of a prompt may be cut off.
+        max_prompt_characters: For each of both prompts; those of a batch together.
+        max_truncated_tokens: How many tokens of a prompt, or of all in a batch, may be cut off.
         max_ram_percent: Use of the machine's RAM after the step, 0-100.
         max_gpu_percent: Use of the device's memory after the step, by everybody, 0-100.
         max_rss_growth_mb: How much the process may have grown, in MiB.
