@@ -8,7 +8,8 @@ import torch
 from tests.comfy_shapes.adapters import random
 from tests.comfy_shapes.checkout import Checkout
 from tests.comfy_shapes.files import LORA
-from torch import Tensor, nn
+from tests.comfy_shapes.real import real_clip
+from torch import Tensor
 
 from sigmascope.probes.adapters.applied import AppliedPatch
 from sigmascope.probes.adapters.comfyui import is_comfyui, original_weight, read_patches, weights_of
@@ -107,28 +108,8 @@ def test_a_bypass_is_lazy_while_it_is_injected(
     patcher.eject_model()
 
 
-class _Encoder(nn.Module):
-    """What the loader maps a text encoder's keys onto."""
-
-    def __init__(self, layers: Any) -> None:
-        super().__init__()
-        attention = nn.ModuleDict({"q_proj": layers.Linear(8, 8), "out_proj": layers.Linear(8, 8)})
-        layer = nn.ModuleDict({"self_attn": attention})
-        encoder = nn.ModuleDict({"layers": nn.ModuleList([layer])})
-        self.clip_l = nn.ModuleDict(
-            {"transformer": nn.ModuleDict({"text_model": nn.ModuleDict({"encoder": encoder})})}
-        )
-        for parameter in self.parameters():
-            parameter.data = random(*parameter.shape)
-            parameter.requires_grad_(False)
-
-
 def test_what_the_real_loader_registers_on_a_real_clip_is_read(comfy: Checkout) -> None:
-    sd = comfy.module("comfy.sd")
-    clip = sd.CLIP(no_init=True)
-    clip.patcher = comfy.model_patcher.ModelPatcher(_Encoder(comfy.ops.manual_cast), CPU, CPU)
-    clip.cond_stage_model, clip.tokenizer, clip.layer_idx = clip.patcher.model, None, None
-    clip.tokenizer_options, clip.use_clip_schedule, clip.apply_hooks_to_conds = {}, False, None
+    sd, clip = comfy.module("comfy.sd"), real_clip(comfy)
     name = "lora_te_text_model_encoder_layers_0_self_attn_q_proj"
     file = {f"{name}.lora_up.weight": random(8, 2), f"{name}.lora_down.weight": random(2, 8)}
     _, changed = sd.load_lora_for_models(None, clip, file, 1.0, 0.7)
