@@ -41,7 +41,8 @@ def _structure(output: object) -> str:
     if as_tensor(output) is not None:
         return "tensor"
     if isinstance(output, Mapping):
-        return "ComfyUI latent" if "samples" in output else "mapping"
+        plain = "mapping" if type(output) is dict else type(output).__name__
+        return "ComfyUI latent" if "samples" in output else plain
     return "sequence" if type(output) in (list, tuple) else type(output).__name__
 
 
@@ -73,12 +74,15 @@ def _in_sequence(output: list[Any] | tuple[Any, ...], depth: int) -> Tensor | No
 
 
 def _named(output: Any) -> Any:
-    if isinstance(output, Mapping):
-        return next((output[name] for name in _NAMES if output.get(name) is not None), None)
-    distribution = getattr(output, "latent_dist", None)
-    if distribution is not None:
-        return getattr(distribution, "mean", None)
+    """What a distribution has as its mean, or a mapping or an output under one of the names."""
     if isinstance(output, list) or type(output) is tuple:
         return None
-    held = (getattr(output, name, None) for name in _NAMES)
+    distribution = _value(output, "latent_dist") or output
+    if callable(getattr(distribution, "mode", None)):
+        return getattr(distribution, "mean", None)
+    held = (_value(output, name) for name in _NAMES)
     return next((one for one in held if one is not None and not callable(one)), None)
+
+
+def _value(output: Any, name: str) -> Any:
+    return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
