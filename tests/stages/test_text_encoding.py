@@ -237,6 +237,28 @@ def test_a_model_that_changed_is_noticed(clip: nn.Module) -> None:
     assert found["validation"]["compatibility"]["clip_model"]["passed"] is False
 
 
+def test_encoders_in_a_mapping_are_compared_with_before(make_clip: Any) -> None:
+    pair = {"text_encoder": make_clip(), "text_encoder_2": make_clip(projection=True)}
+    baseline = capture_text_encoding_baseline(None, pair)
+    same = analyze_text_encoding_results(baseline, torch.ones(1, 77, 64), None, "x", None, 0.1)
+    pair["text_encoder_2"].half()
+    other = analyze_text_encoding_results(baseline, torch.ones(1, 77, 64), None, "x", None, 0.1)
+    assert same["model_state"]["clip"]["changed"] == []
+    assert same["validation"]["compatibility"]["clip_model"]["passed"] is True
+    assert other["model_state"]["clip"]["changed"] == ["dtype"]
+
+
+def test_encoders_in_a_mapping_are_not_kept_alive(make_clip: Any) -> None:
+    model = make_clip()
+    reference = weakref.ref(model)
+    baseline = capture_text_encoding_baseline(None, {"text_encoder": model})
+    del model
+    gc.collect()
+    assert reference() is None
+    found = analyze_text_encoding_results(baseline, None, None, "x", None, 0.1)
+    assert found["model_state"]["clip"]["model_id"] is None
+
+
 def test_comfyui_patches_are_counted(make_comfy_clip: Any) -> None:
     clip = make_comfy_clip(clip_l=8)
     baseline = capture_text_encoding_baseline(clip.patcher, clip)

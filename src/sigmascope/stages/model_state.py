@@ -5,7 +5,7 @@ Identity is `id()`: it tells objects apart while they live. Nothing here keeps a
 
 import weakref
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -45,12 +45,31 @@ def changes(before: ModelStateDict, after: ModelStateDict) -> list[str]:
     return [name for name, old, new in pairs if old is not None and new is not None and old != new]
 
 
-def reference_to(model: object) -> "weakref.ref[Any] | None":
-    """A reference that keeps nothing alive; None if the object takes none."""
+def reference_to(model: object) -> Callable[[], Any] | None:
+    """A reference that keeps nothing alive; None if the object takes none.
+
+    Several models in a mapping are referred to one by one, since a dict takes no weak reference.
+    """
+    if isinstance(model, Mapping):
+        parts = {name: reference_to(part) for name, part in model.items() if isinstance(part, nn.Module)}
+        return (lambda: _still_there(parts)) if parts else None
     try:
         return weakref.ref(model)
     except TypeError:
         return None
+
+
+def _still_there(parts: Mapping[Any, Callable[[], Any] | None]) -> dict[Any, Any] | None:
+    """The models by name; None if one of them is gone."""
+    models = {name: None if reference is None else reference() for name, reference in parts.items()}
+    return None if None in models.values() else models
+
+
+def identity(model: object) -> int:
+    """What tells it from other models that live; a mapping is the modules that it holds."""
+    if not isinstance(model, Mapping):
+        return id(model)
+    return hash(tuple(id(part) for part in model.values() if isinstance(part, nn.Module)))
 
 
 def _state(model: object) -> ModelStateDict:
@@ -66,7 +85,7 @@ def _state(model: object) -> ModelStateDict:
         unavailable.setdefault("device", "it has no weights")
         unavailable.setdefault("dtype", "it has no weights")
     return {
-        "model_id": id(model),
+        "model_id": identity(model),
         "class_type": facts.class_name,
         "wrapper_class": facts.wrapper_class_name,
         "device": device,
