@@ -8,10 +8,12 @@ from torch import Tensor
 from sigmascope.errors import ConfigError
 from sigmascope.pipeline.choices import check_tiles, checked
 from sigmascope.pipeline.engine import Engine, OnEvent
+from sigmascope.pipeline.forecast import forecast_from
 from sigmascope.pipeline.samples import sample_facts
 from sigmascope.pipeline.vaes.adapter import Vae, adapted
 from sigmascope.pipeline.work import Decoding
 from sigmascope.records.latents import EncodingRecord, Layout, SampleFacts
+from sigmascope.records.run import Run
 
 _CHANNELS_FIRST: dict[int, Layout] = {4: "BCHW", 5: "BCFHW"}
 _CHANNELS_LAST: dict[int, Layout] = {4: "BHWC", 5: "BFHWC"}
@@ -25,6 +27,8 @@ def decode_latents(
     tile: int | None = None,
     overlap: int | None = None,
     output_device: torch.device | str | None = None,
+    predict: bool = True,
+    past: Iterable[Run | EncodingRecord] = (),
     on_event: OnEvent | None = None,
 ) -> tuple[Tensor, EncodingRecord]:
     """Decode with the first strategy that does not run out of memory.
@@ -37,6 +41,8 @@ def decode_latents(
         tile: Side of a tile in pixels of the pictures to come; None as in `encode_latents`.
         overlap: What tiles share, in such pixels; None is a quarter of a tile.
         output_device: Where the pictures shall be; None: where the VAE computes.
+        predict: Foretell the peak of each attempt, as in `encode_latents`.
+        past: Runs or records from which the predictions learn, beside the run that is being recorded.
         on_event: Called with an `EncodingEvent` at each beginning and end. What it raises is logged.
 
     Returns:
@@ -60,7 +66,8 @@ def decode_latents(
     def frame_facts(frames: Tensor) -> SampleFacts:
         return sample_facts(frames, layouts.get(frames.ndim))
 
-    return Engine(work, choices, given, frame_facts, on_event).run()
+    forecast = forecast_from(past, enabled=predict)
+    return Engine(work, choices, given, frame_facts, forecast, on_event).run()
 
 
 def _with_frames(latents: Tensor, vae: Vae) -> Tensor:

@@ -8,6 +8,7 @@ from torch import Tensor
 from sigmascope.pipeline.choices import check_tiles, checked
 from sigmascope.pipeline.dummy import FINDING, dummy_latents
 from sigmascope.pipeline.engine import Engine, OnEvent
+from sigmascope.pipeline.forecast import forecast_from
 from sigmascope.pipeline.samples import sample_facts
 from sigmascope.pipeline.strategies import Outcome
 from sigmascope.pipeline.vaes.adapter import adapted
@@ -15,6 +16,7 @@ from sigmascope.pipeline.vaes.pictures import pictures
 from sigmascope.pipeline.vaes.values import Values
 from sigmascope.pipeline.work import Encoding
 from sigmascope.records.latents import EncodingRecord, Layout, SampleFacts
+from sigmascope.records.run import Run
 
 
 def encode_latents(
@@ -30,6 +32,8 @@ def encode_latents(
     generator: torch.Generator | None = None,
     output_device: torch.device | str | None = None,
     dummy: bool = False,
+    predict: bool = True,
+    past: Iterable[Run | EncodingRecord] = (),
     on_event: OnEvent | None = None,
 ) -> tuple[Tensor, EncodingRecord]:
     """Encode with the first strategy that does not run out of memory.
@@ -53,6 +57,9 @@ def encode_latents(
         generator: Of that draw. A failed attempt leaves its state as it was.
         output_device: Where the latent shall be; None: where the VAE computes, whatever the strategy.
         dummy: Where all else fails, give zeros of the right shape. They are no encoding, and the record says so.
+        predict: Foretell the peak of each attempt, which takes a part of a second the first time for each VAE
+            and size. Without it "auto" takes everything to fit, and the CPU is refused for the weights alone.
+        past: Runs or records from which the predictions learn, beside the run that is being recorded.
         on_event: Called with an `EncodingEvent` at each beginning and end. What it raises is logged.
 
     Returns:
@@ -82,7 +89,8 @@ def encode_latents(
     def stand_in() -> Outcome:
         return Outcome(dummy_latents(adapter, given, device or adapter.home))
 
-    engine = Engine(work, choices, given.facts, _latent_facts, on_event, stand_in, FINDING)
+    forecast = forecast_from(past, enabled=predict)
+    engine = Engine(work, choices, given.facts, _latent_facts, forecast, on_event, stand_in, FINDING)
     return engine.run()
 
 

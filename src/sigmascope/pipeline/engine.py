@@ -16,8 +16,9 @@ from sigmascope.monitor import Recorder
 from sigmascope.monitor.guard import Guard
 from sigmascope.pipeline.attempt import Try, failed, made
 from sigmascope.pipeline.choices import Choices
+from sigmascope.pipeline.forecast import Forecast
 from sigmascope.pipeline.strategies import Outcome
-from sigmascope.pipeline.tries import Passed, tries
+from sigmascope.pipeline.tries import Passed, Tries
 from sigmascope.pipeline.work import Work
 from sigmascope.probes.reading import attempt as read
 from sigmascope.records.finding import Finding
@@ -42,13 +43,17 @@ class Engine:
         choices: Which strategies.
         given: Facts of what goes in.
         describe: Gives the facts of what comes out.
+        forecast: What each attempt is expected to take.
         on_event: Told what happens while it goes on. What it raises is logged once.
+        dummy: Makes the stand-in for a result.
+        dummy_finding: What to say of it.
     """
 
     work: Work
     choices: Choices
     given: SampleFacts
     describe: Callable[[Tensor], SampleFacts]
+    forecast: Forecast
     on_event: OnEvent | None = None
     dummy: Callable[[], Outcome] | None = None
     dummy_finding: Finding | None = None
@@ -85,7 +90,7 @@ class Engine:
         return outcome.tensor, record
 
     def _first_that_works(self) -> Outcome | None:
-        for one in tries(self.work, self.choices, self.dummy):
+        for one in Tries(self.work, self.choices, self.forecast, self.dummy):
             outcome = self._try(one)
             if outcome is not None:
                 return outcome

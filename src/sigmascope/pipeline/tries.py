@@ -7,7 +7,7 @@ import torch
 
 from sigmascope.pipeline.attempt import Try
 from sigmascope.pipeline.choices import Choices
-from sigmascope.pipeline.forecast import Expected, expected, why_not_fitting
+from sigmascope.pipeline.forecast import Expected, Forecast, why_not_fitting
 from sigmascope.pipeline.ram import free_ram, why_not_enough
 from sigmascope.pipeline.strategies import Outcome, Tiles, direct, on_cpu, tiled
 from sigmascope.pipeline.weights_in_ram import nbytes_to_copy, why_not_in_ram
@@ -30,86 +30,81 @@ class Passed:
         return cls(replace(one.record(), outcome="skipped", reason=reason))
 
 
-def tries(work: Work, choices: Choices, dummy: Callable[[], Outcome] | None = None) -> Iterator[Try | Passed]:
+@dataclass(frozen=True, slots=True)
+class Tries:
     """All that may be tried, in the order asked for.
 
     Args:
         work: What there is to do.
         choices: Which strategies and tiles.
+        forecast: What each is expected to take.
         dummy: Makes the stand-in, where one was asked for.
     """
-    for strategy in choices.strategies:
-        if strategy == "dummy" and dummy is not None:
-            yield Try("dummy", dummy, work.output_device or work.vae.home)
-        else:
-            yield from _OF[strategy](work, choices)
 
+    work: Work
+    choices: Choices
+    forecast: Forecast
+    dummy: Callable[[], Outcome] | None = None
 
-def _direct(work: Work, choices: Choices) -> Iterator[Try | Passed]:
-    one = _try(work, "direct", lambda: direct(work), work.vae.device)
-    yield _unless_too_large(one, choices)
+    def __iter__(self) -> Iterator[Try | Passed]:
+        kinds = {"direct": self._direct, "tiled": self._tiled, "cpu": self._cpu, "dummy": self._dummy}
+        for strategy in self.choices.strategies:
+            yield from kinds[strategy]()
 
+    def _direct(self) -> Iterator[Try | Passed]:
+        work = self.work
+        yield self._unless_too_large(self._try("direct", lambda: direct(work), work.vae.device))
 
-def _tiled(work: Work, choices: Choices) -> Iterator[Try | Passed]:
-    ladder = choices.ladder(work)
-    made = [_tiled_try(work, tiles) for tiles in ladder]
-    if choices.only_what_fits:
-        fitting = [one for one in made if why_not_fitting(one.expected, one.device) is None]
-        made = fitting or made[-1:]
-        yield from (_unless_too_large(one, choices) for one in made)
-        return
-    yield from made
-
-
-def _tiled_try(work: Work, tiles: Tiles) -> Try:
-    return _try(work, "tiled", lambda: tiled(work, tiles), work.vae.device, tiles)
-
-
-def _cpu(work: Work, choices: Choices) -> Iterator[Try | Passed]:
-    """At once if RAM can hold that, else in the largest tiles that fit."""
-    whole = _try(work, "cpu", lambda: on_cpu(work), _CPU)
-    reason = why_not_in_ram(work.vae.modules)
-    if reason is None:
-        cut = (_cpu_in_tiles(work, tiles) for tiles in choices.ladder(work))
-        for one in (whole, *cut):
-            refusal = _why_not_in_ram(work, one.expected)
-            if refusal is None:
+    def _tiled(self) -> Iterator[Try | Passed]:
+        """The largest tiles that fit, or from the largest on where nothing is foretold."""
+        ladder = self.choices.ladder(self.work)
+        for index, tiles in enumerate(ladder):
+            one = self._unless_too_large(self._in_tiles(tiles))
+            if isinstance(one, Try) or index == len(ladder) - 1:
                 yield one
-                return
-            reason = refusal
-    yield Passed.over(whole, reason or "")
 
+    def _in_tiles(self, tiles: Tiles) -> Try:
+        work = self.work
+        return self._try("tiled", lambda: tiled(work, tiles), work.vae.device, tiles)
 
-def _cpu_in_tiles(work: Work, tiles: Tiles) -> Try:
-    return _try(work, "cpu", lambda: on_cpu(work, tiles), _CPU, tiles)
+    def _cpu(self) -> Iterator[Try | Passed]:
+        """At once if RAM can hold that, else in the largest tiles that fit."""
+        work = self.work
+        one = self._try("cpu", lambda: on_cpu(work), _CPU)
+        reason = why_not_in_ram(work.vae.modules) or self._why_not_enough_ram(one)
+        if reason is not None and not why_not_in_ram(work.vae.modules):
+            cut = (self._cpu_in_tiles(tiles) for tiles in self.choices.ladder(work))
+            fitting = next((smaller for smaller in cut if self._why_not_enough_ram(smaller) is None), None)
+            one, reason = (one, reason) if fitting is None else (fitting, None)
+        yield one if reason is None else Passed.over(one, reason)
 
+    def _cpu_in_tiles(self, tiles: Tiles) -> Try:
+        work = self.work
+        return self._try("cpu", lambda: on_cpu(work, tiles), _CPU, tiles)
 
-def _why_not_in_ram(work: Work, expectation: Expected) -> str | None:
-    needed = nbytes_to_copy(work.vae.modules) + (expectation.nbytes or 0)
-    return why_not_enough(needed, free_ram())
+    def _dummy(self) -> Iterator[Try | Passed]:
+        place = self.work.output_device or self.work.vae.home
+        if self.dummy is not None:
+            yield Try("dummy", self.dummy, place, expected=Expected())
 
+    def _why_not_enough_ram(self, one: Try) -> str | None:
+        if one.expected.nbytes is None:
+            return why_not_enough(nbytes_to_copy(self.work.vae.modules), free_ram())
+        return why_not_fitting(one.expected, _CPU)
 
-def _try(
-    work: Work,
-    name: Strategy,
-    run: Callable[[], Outcome],
-    device: torch.device,
-    tiles: Tiles | None = None,
-) -> Try:
-    facts = None
-    if tiles is not None:
-        shared = tiles.side // 4 if tiles.overlap is None else tiles.overlap
-        facts = TileFacts(tiles.side, tiles.side, shared, shared)
-    return Try(name, run, device, facts, expected(work, name, tiles))
+    def _unless_too_large(self, one: Try) -> Try | Passed:
+        reason = why_not_fitting(one.expected, one.device) if self.choices.only_what_fits else None
+        return one if reason is None else Passed.over(one, reason)
 
-
-def _unless_too_large(one: Try, choices: Choices) -> Try | Passed:
-    reason = why_not_fitting(one.expected, one.device) if choices.only_what_fits else None
-    return one if reason is None else Passed.over(one, reason)
-
-
-_OF: dict[Strategy, Callable[[Work, Choices], Iterator[Try | Passed]]] = {
-    "direct": _direct,
-    "tiled": _tiled,
-    "cpu": _cpu,
-}
+    def _try(
+        self,
+        name: Strategy,
+        run: Callable[[], Outcome],
+        device: torch.device,
+        tiles: Tiles | None = None,
+    ) -> Try:
+        facts = None
+        if tiles is not None:
+            shared = tiles.side // 4 if tiles.overlap is None else tiles.overlap
+            facts = TileFacts(tiles.side, tiles.side, shared, shared)
+        return Try(name, run, device, facts, self.forecast.of(self.work, name, tiles, device))
