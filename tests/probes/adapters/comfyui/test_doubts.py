@@ -13,6 +13,15 @@ LOKR = LoKrAdapter(
 )
 
 
+class NewestLoKrAdapter(LoKrAdapter):
+    """Since mid-2026 a LoKr of fused projections gives each of them its rows."""
+
+    row_offset: int | None = None
+
+
+FUSED = (random(3, 2), random(8, 4), None, None, None, None, None, None, None)
+
+
 def loaded(key: str, value: object, *, changed: bool) -> ModelPatcher:
     """A patcher whose model was loaded, in which the host has changed the weight or failed to."""
     patcher = ModelPatcher(BaseModel())
@@ -55,3 +64,16 @@ def test_beside_another_change_the_weight_cannot_tell() -> None:
     patcher.patches[Q].append((1.0, lora_adapter(), 1.0, None, None))
     assert first(patcher).state == "merged"
     assert "may fail" in first(patcher).state_reason
+
+
+def test_a_fused_lokr_fits_one_projection_where_the_host_takes_its_rows() -> None:
+    patcher = ModelPatcher(BaseModel())
+    patcher.add_patches({Q: NewestLoKrAdapter(set(), FUSED)})
+    assert first(patcher).state == "registered"
+    assert "rows of one projection" in first(patcher).state_reason
+
+
+def test_a_fused_lokr_does_not_fit_one_projection_in_versions_before() -> None:
+    patcher = ModelPatcher(BaseModel())
+    patcher.add_patches({Q: LoKrAdapter(set(), FUSED)})
+    assert first(patcher).state == "failed"

@@ -129,6 +129,15 @@ def test_dynamic_loading_applies_to_casting_layers_lazily() -> None:
     assert states(patcher) == ["lazy"]
 
 
+def test_what_dynamic_loading_merged_and_let_go_of_is_registered() -> None:
+    patcher = DynamicModelPatcher(BaseModel())
+    patcher.add_patches({Q: lora_adapter()})
+    patcher.load()
+    patcher.model.get_submodule(Q.removesuffix(".weight")).weight_lowvram_function = None
+    assert states(patcher) == ["registered"]
+    assert "free memory" in patches(patcher)[0].state_reason
+
+
 def test_dynamic_loading_keeps_other_layers_and_does_not_change_them() -> None:
     patcher = DynamicModelPatcher(BaseModel())
     patcher.add_patches({NORM: ("diff", (random(6),))})

@@ -1,5 +1,6 @@
 """Changes that fit and yet are known to fail in ComfyUI, which the weight itself tells."""
 
+import math
 from dataclasses import replace
 
 import torch
@@ -8,16 +9,33 @@ from torch import Tensor
 from sigmascope.probes.adapters.applied import AppliedPatch
 
 _NO_ALPHA = "ComfyUI (0.18 and before) compares a BOFT's alpha with 0, and this file has none"
+_FUSED = "ComfyUI takes the rows of one projection from it, by a place or a name in the file"
 _STRIDES = "torch.kron refuses the strides of a factor that ComfyUI puts together from a core"
 
 
 def doubt(patch: AppliedPatch) -> str | None:
     """Why a change may fail though its shapes fit; None if nothing is known against it."""
+    if patch.adapter_type == "lokr" and _is_larger(patch):
+        return _FUSED
     if patch.adapter_type == "boft" and patch.alpha is None:
         return _NO_ALPHA
     if patch.adapter_type == "lokr" and "t2" in patch.tensors and "w2" not in patch.tensors:
         return _STRIDES
     return None
+
+
+def _is_larger(patch: AppliedPatch) -> bool:
+    """Whether the product of a LoKr's factors has more elements than the weight that it is for."""
+    if patch.offset is not None or patch.weight_shape is None or "t2" in patch.tensors:
+        return False
+    count = 1
+    for name in ("w1", "w2"):
+        whole, rows, columns = (patch.tensors.get(f"{name}{end}") for end in ("", "_a", "_b"))
+        if whole is not None:
+            count *= whole.numel()
+        elif rows is not None and columns is not None:
+            count *= int(rows.shape[0] * columns.shape[-1])
+    return count > math.prod(patch.weight_shape)
 
 
 def settled(patch: AppliedPatch, original: Tensor | None, now: Tensor | None, *, alone: bool) -> AppliedPatch:

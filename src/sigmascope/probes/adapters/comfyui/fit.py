@@ -86,7 +86,8 @@ def _loha(change: Change, weight: Shape) -> None:
 def _lokr(change: Change, weight: Shape) -> None:
     first = _product(change.tensors, "w1", "")
     second = _product(change.tensors, "w2", "t2")
-    _same_count((math.prod(first), math.prod(second)), weight)
+    if not change.takes_rows or first[0] * second[0] <= weight[0]:
+        _same_count((math.prod(first), math.prod(second)), weight)
     _magnitudes(change, weight)
 
 

@@ -18,6 +18,14 @@ def attribute(thing: object, name: str) -> Any:
     return held
 
 
+def has(thing: object, name: str) -> bool:
+    """Whether there is such an attribute, be it None."""
+    try:
+        return hasattr(thing, name)
+    except Exception:  # noqa: BLE001 - a property of the host's
+        return False
+
+
 def lookup(held: object, key: object) -> Any:
     """What a mapping has under a key; None if it has nothing there, is no mapping, or raises."""
     try:

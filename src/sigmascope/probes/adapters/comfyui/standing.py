@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterator
 
 from sigmascope.probes.adapters.comfyui.found import Standing
-from sigmascope.probes.adapters.comfyui.guarded import attribute, lookup, mapping, sequence
+from sigmascope.probes.adapters.comfyui.guarded import attribute, has, lookup, mapping, sequence
 
 _MOST_PARENTS = 64
 
@@ -21,7 +21,7 @@ class Standings:
     def __init__(self, patcher: object) -> None:
         self._model = attribute(patcher, "model")
         self._kept = mapping(patcher, "backup")
-        self._names_its_set = hasattr_safely(self._model, "current_weight_patches_uuid")
+        self._names_its_set = has(self._model, "current_weight_patches_uuid")
         self._loaded = self._loaded_patcher(patcher) if self._names_its_set else None
         self._loaded_patches = mapping(self._loaded, "patches")
 
@@ -53,10 +53,13 @@ class Standings:
 
     def _of_loaded(self, key: str, module: object) -> Standing:
         casts = attribute(module, "comfy_cast_weights") is not None
-        if _is_dynamic(self._loaded) and not casts:
+        dynamic = _is_dynamic(self._loaded)
+        if dynamic and not casts:
             return Standing("failed", "dynamic loading changes no weight of a layer that does not cast")
         if key in self._kept:
             return Standing("merged", "the original weight is kept, and the model holds this set of changes")
+        if dynamic:
+            return Standing("registered", "its merged weight was let go of to free memory")
         if attribute(self._model, "model_lowvram"):
             return Standing("registered", "the model is loaded in part, and this layer is not")
         return Standing(
@@ -95,14 +98,6 @@ def lazy_patches(module: object, name: str) -> Iterator[object]:
         if function is not None and attribute(function, "key") is not None:
             patches = attribute(function, "patches")
             yield attribute(attribute(function, "model_patcher"), "patches") if patches is None else patches
-
-
-def hasattr_safely(thing: object, name: str) -> bool:
-    """Whether there is such an attribute, be it None."""
-    try:
-        return hasattr(thing, name)
-    except Exception:  # noqa: BLE001 - a property of the host's
-        return False
 
 
 def _holds(entries: object, entry: object) -> bool:

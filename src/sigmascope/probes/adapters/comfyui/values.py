@@ -7,7 +7,7 @@ from typing import Any, get_args
 from torch import Tensor
 
 from sigmascope.probes.adapters.applied import AdapterType
-from sigmascope.probes.adapters.comfyui.guarded import attribute, number, sequence
+from sigmascope.probes.adapters.comfyui.guarded import attribute, has, number, sequence
 
 _PARTS: Mapping[str, tuple[str, ...]] = {
     "lora": ("up", "down", "alpha", "mid", "dora_scale", "reshape"),
@@ -40,6 +40,7 @@ class Change:
         scale: What the host makes of alpha and rank.
         reshape: The shape that the host enlarges the weight to before it adds this.
         pads: Whether a difference larger than the weight enlarges it.
+        takes_rows: Whether the host takes the rows of one projection from a LoKr of fused ones.
         unavailable: What could not be read, with the reason.
     """
 
@@ -50,6 +51,7 @@ class Change:
     scale: float | None = 1.0
     reshape: tuple[int, ...] | None = None
     pads: bool = False
+    takes_rows: bool = False
     unavailable: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -81,6 +83,7 @@ def read_value(value: object) -> Change:
         _scale(kind, alpha, rank),
         _reshape(named.get("reshape")),
         _pads(named.get("options")),
+        has(value, "row_offset"),  # LoKr since mid-2026
         unavailable,
     )
 
