@@ -11,6 +11,7 @@ from sigmascope.pipeline.prediction_learning import Experience, Kind
 from sigmascope.pipeline.prediction_twin import dry_run
 from sigmascope.pipeline.tiling import plan
 from sigmascope.records.snapshot import AcceleratorMemory, MemorySnapshot
+from sigmascope.records.strategies import Direction
 
 MIB = 1024 * 1024
 PICTURE = Planned((1, 3, 256, 256))
@@ -49,6 +50,22 @@ def test_tiles_take_one_tile_and_the_output(vae: Any) -> None:
     tiled = replace(PICTURE, strategy="tiled", tile=plan(256, 256, 64, 16, 2))
     sums = 8 * 128 * 128 * 4  # mean and log-variance of 4 channels, in float32
     assert known(vae, tiled) == known(vae, replace(PICTURE, shape=(1, 3, 64, 64))) + sums
+
+
+@pytest.mark.parametrize("direction", ["encoding", "decoding"])
+def test_tiles_of_half_a_side_take_under_a_third_of_a_stable_diffusion_vaes_direct_way(
+    direction: Direction,
+) -> None:
+    with torch.device("meta"):
+        full = AutoencoderKL(
+            block_out_channels=(128, 256, 512, 512),
+            down_block_types=("DownEncoderBlock2D",) * 4,
+            up_block_types=("UpDecoderBlock2D",) * 4,
+            layers_per_block=2,
+        )
+    direct = Planned((1, 3, 1024, 1024) if direction == "encoding" else (1, 4, 128, 128), direction)
+    tiled = replace(direct, strategy="tiled", tile=plan(1024, 1024, 512, 128, 8))
+    assert known(full, tiled) < known(full, direct) / 3
 
 
 def test_tiles_of_latents_are_in_latent_elements(vae: Any) -> None:
