@@ -173,7 +173,7 @@ def test_a_file_that_loads_nothing_is_named(pipeline: Any, analyse: Analyse, tmp
     found = analyze_lora_application_results(baseline, pipeline.unet, pipeline, pipeline)
     ids = {finding["id"] for finding in found["findings"]}
     assert (found["lora_application_success"], found["effective"], found["success"]) == (True, False, False)
-    assert "lora_not_applied" in ids
+    assert "lora_not_loaded" in ids
     assert found["verdict"] is not None
     assert found["verdict"]["matched_modules"] == 0
 

@@ -5,10 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.comfy_shapes.adapters import lora_parts
+from tests.comfy_shapes.adapters import lora_adapter, lora_parts
 from tests.comfy_shapes.modules import Q
 from tests.comfy_shapes.patchers import ModelPatcher
 
+from sigmascope.lora.verdict import LoraVerdict
+from sigmascope.records.finding import Finding
+from sigmascope.stages.lora.findings import FileFindings
 from sigmascope.stages.lora_application import analyze_lora_application_results, capture_lora_baseline
 
 
@@ -52,3 +55,29 @@ def test_the_files_modules_are_matched_with_the_model(unet: ModelPatcher, lora_p
     assert found["verdict"] is not None
     assert (found["verdict"]["matched_modules"], found["verdict"]["total_modules"]) == (1, 1)
     assert found["lora_file"]["filename"] == "style.safetensors"
+
+
+def test_modules_that_are_on_the_model_are_found_by_their_numbers(
+    unet: ModelPatcher, lora_path: Path
+) -> None:
+    baseline = capture_lora_baseline(unet, None, lora_path)
+    unet.add_patches({Q: lora_adapter()}, 0.5)
+    found = analyze_lora_application_results(baseline, unet, None, (unet, None))
+    assert found["applied_verdict"] is not None
+    assert found["applied_verdict"]["complete"] is True
+    assert found["applied_verdict"]["strengths"] == {0.5: 1}
+
+
+def test_a_file_of_which_nothing_is_on_the_model_is_critical(unet: ModelPatcher, lora_path: Path) -> None:
+    baseline = capture_lora_baseline(unet, None, lora_path)
+    found = analyze_lora_application_results(baseline, unet, None, (unet, None))
+    assert (found["findings"][0]["id"], found["findings"][0]["severity"]) == ("lora_not_loaded", "critical")
+    assert found["success"] is False
+
+
+@pytest.mark.parametrize(("host", "named"), [("comfyui", False), ("diffusers", True)])
+def test_what_only_another_host_does_with_the_file_is_left_out(host: str, named: bool) -> None:
+    finding = Finding("lora_kohya_names", "info", "diffusers reads …")
+    verdict = LoraVerdict("x.safetensors", findings=(finding,))
+    found = FileFindings(verdict, None, host).all()
+    assert ("lora_kohya_names" in {one.id for one in found}) is named

@@ -17,9 +17,9 @@ from sigmascope.stages.lora.applied import Applied, read_applied
 from sigmascope.stages.lora.baseline import NO_BASELINE, captured_of, plain_baseline, references_of
 from sigmascope.stages.lora.captured import CapturedModel, capture_model
 from sigmascope.stages.lora.entries import entry_of
-from sigmascope.stages.lora.findings import findings_of
+from sigmascope.stages.lora.findings import FileFindings, findings_of
 from sigmascope.stages.lora.identity import identity_changes, is_same
-from sigmascope.stages.lora.judged import judged
+from sigmascope.stages.lora.judged import host_of, judged, judged_applied
 from sigmascope.stages.lora.lora_file import lora_file_facts
 from sigmascope.stages.lora.memory import lora_memory_impact, memory_change
 from sigmascope.stages.lora.patch_facts import patch_analysis
@@ -50,10 +50,11 @@ class Outcome:
     error: BaseException | str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Side:
-    """One model's part of the analysis."""
+    """One model's part of the analysis, and the changes that are on it."""
 
+    applied: Applied
     identity: IdentityChanges
     weights: WeightChanges
     patches: PatchAnalysis
@@ -75,9 +76,10 @@ def analyze(baseline: object, unet: object, clip: object, outcome: Outcome) -> L
     applied, returned = outcome.lora_result is not None, models_in(outcome.lora_result)
     effective = is_effective(sides)
     named = [("UNet", sides["unet"]), ("CLIP", sides["clip"])]
+    on_model = judged_applied(path, unet, clip, sides["unet"].applied, sides["clip"].applied)
     findings = findings_of(
         [(name, side.weights, side.patches) for name, side in named],
-        verdict.value,
+        FileFindings(verdict.value, on_model.value, host_of(unet, clip)),
         effective,
         applied=applied,
     )
@@ -103,6 +105,7 @@ def analyze(baseline: object, unet: object, clip: object, outcome: Outcome) -> L
         "analysis_seconds": time.perf_counter() - began,
         "lora_file": _file_of(baseline),
         "verdict": None if verdict.value is None else verdict.value.as_dict(),
+        "applied_verdict": None if on_model.value is None else on_model.value.as_dict(),
         "findings": [asdict(finding) for finding in findings],
         "peak_memory": _peak(outcome.peak_memory),
         "baseline": plain_baseline(baseline),
@@ -144,6 +147,7 @@ def _side(baseline: object, name: str, model_type: str, model: object, now: Memo
     applied = read_applied(model, model_type)
     moments = moments_of(before, model, model_type, applied)
     return Side(
+        applied,
         identity_changes(before, moments.after, is_same(before, model)),
         safe_weight_changes(moments),
         safe_patch_analysis(applied),
@@ -195,7 +199,7 @@ def _unavailable(
     if outcome.peak_memory is None:
         reasons["peak_memory"] = NO_PEAKS
     if verdict.value is None:
-        reasons["verdict"] = verdict.reason or "unknown"
+        reasons |= dict.fromkeys(("verdict", "applied_verdict"), verdict.reason or "unknown")
     if effective is None:
         reasons["effective"] = "neither contents nor changes could be looked at"
     if why_no_time is not None:

@@ -1,6 +1,7 @@
 """What is kept of a model at one moment, to be compared with another. It keeps no model and no weight alive."""
 
 import time
+import weakref
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -14,8 +15,8 @@ from sigmascope.probes.fingerprints import Fingerprint, fingerprints
 from sigmascope.probes.samples import samples
 from sigmascope.stages.host_reading import read_host
 from sigmascope.stages.lora.applied import Applied, read_applied
+from sigmascope.stages.lora.parts import parts_of
 from sigmascope.stages.lora.weights import Weights, weights_in
-from sigmascope.stages.model_state import reference_to
 
 NOT_GIVEN = "no model was given"
 NO_PATCHER = "only ComfyUI's patchers have one"
@@ -59,6 +60,7 @@ class CapturedModel:
         model_id: Its `id()`; None if there was no model.
         kind: Its type.
         reference: A weak reference; None if it takes none.
+        parts: Weak references to what it is made of; one "" for a single model.
         patch_count: How many weights have changes; None if that could not be read.
         patches_uuid: Of ComfyUI's patcher.
         placement: Where it is.
@@ -77,6 +79,7 @@ class CapturedModel:
     model_id: int | None = None
     kind: type | None = None
     reference: Any = None
+    parts: Mapping[str, Any] = field(default_factory=dict)
     patch_count: int | None = None
     patches_uuid: Any = None
     placement: Placement = Placement()
@@ -135,7 +138,8 @@ def capture_model(
         model_type,
         id(model),
         type(model),
-        reference_to(model),
+        read_host(lambda: weakref.ref(model)).value,
+        _references(model, model_type),
         count,
         uuid,
         placement,
@@ -180,6 +184,11 @@ def placement_of(model: object, weights: Weights, unavailable: dict[str, str]) -
         if found is None:
             unavailable[name] = NO_PATCHER
     return Placement(device, load, offload)
+
+
+def _references(model: object, model_type: str) -> dict[str, Any]:
+    parts = read_host(lambda: parts_of(model, model_type)).value or {}
+    return {name: read_host(lambda part=part: weakref.ref(part)).value for name, part in parts.items()}  # type: ignore[misc]
 
 
 def _patches(model: object, applied: Applied, unavailable: dict[str, str]) -> tuple[int | None, object]:

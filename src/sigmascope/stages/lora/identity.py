@@ -1,6 +1,8 @@
 """Whether a model is still the same object of the same class, and how many of its weights have changes."""
 
+from sigmascope.stages.host_reading import read_host
 from sigmascope.stages.lora.captured import CapturedModel
+from sigmascope.stages.lora.parts import parts_of
 from sigmascope.stages.lora.typed import IdentityChanges
 
 
@@ -39,13 +41,19 @@ def identity_changes(before: CapturedModel, after: CapturedModel, same: bool | N
 def is_same(before: CapturedModel, modified: object) -> bool | None:
     """Whether a model is the one that was captured; None if there is none or was none.
 
-    The weak reference says so even when another object has been given a dead one's `id()`.
+    The weak reference says so even when another object has been given a dead one's `id()`. Lists and mappings take
+    none, and are the models in them.
     """
     if before.model_id is None or modified is None:
         return None
-    if before.reference is None:
-        return before.model_id == id(modified)
-    return before.reference() is modified
+    if before.reference is not None:
+        return before.reference() is modified
+    if before.model_id == id(modified):
+        return True
+    now = read_host(lambda: parts_of(modified, before.model_type)).value or {}
+    if not now or before.parts.keys() != now.keys():
+        return False
+    return all(held is not None and held() is now[name] for name, held in before.parts.items())
 
 
 def _reasons(captured: CapturedModel, which: str) -> dict[str, str]:

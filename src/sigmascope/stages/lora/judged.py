@@ -1,12 +1,18 @@
-"""The verdict on the LoRA's file and the models that it is for."""
+"""The verdicts on the LoRA's file: whether it is for the models, and what of it is on them."""
 
+from collections.abc import Collection, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from torch import nn
 
-from sigmascope.lora.verdict import LoraVerdict, judge_lora
+from sigmascope.lora.verdict import AppliedVerdict, LoraVerdict, judge_applied, judge_lora
+from sigmascope.lora.verdict.model_shapes import shapes_of
+from sigmascope.probes.adapters.applied import AppliedPatch
+from sigmascope.probes.adapters.comfyui import is_comfyui
 from sigmascope.probes.reading import Reading
 from sigmascope.stages.host_reading import read_host
+from sigmascope.stages.lora.applied import Applied
 from sigmascope.stages.lora.parts import module_of, parts_of
 
 
@@ -27,9 +33,50 @@ def judged(path: object, unet: object, clip: object) -> Reading[LoraVerdict]:
     return read_host(lambda: judge_lora(Path(path), found))  # type: ignore[arg-type]
 
 
+def judged_applied(
+    path: object, unet: object, clip: object, on_unet: Applied, on_clip: Applied
+) -> Reading[AppliedVerdict]:
+    """Find the modules of a LoRA file among the changes that are on both models. Never raises.
+
+    Args:
+        path: The file; None if it was not given.
+        unet: The denoiser.
+        clip: The text encoders.
+        on_unet: The changes on the denoiser.
+        on_clip: Those on the text encoders.
+    """
+    if path is None:
+        return Reading(None, "no file was given")
+    return read_host(lambda: _judge_applied(Path(path), unet, clip, on_unet, on_clip))  # type: ignore[arg-type]
+
+
 def touched_keys(verdict: LoraVerdict | None) -> frozenset[str]:
     """Names of the weights that the matched modules change, as the verdict's models name them."""
     return frozenset(name for module in verdict.matched for name in module.layers) if verdict else frozenset()
+
+
+def host_of(*models: object) -> str:
+    """`comfyui` if one of the models is its, else `diffusers`."""
+    found = any(read_host(lambda m=model: is_comfyui(m)).value for model in models)  # type: ignore[misc]
+    return "comfyui" if found else "diffusers"
+
+
+def _judge_applied(
+    path: Path, unet: object, clip: object, on_unet: Applied, on_clip: Applied
+) -> AppliedVerdict:
+    modules = _named_modules(unet, clip)
+    names = shapes_of(modules) if modules else {}
+    starts = [f"{name}." for name in modules]
+    patches = [*_renamed(on_unet, names, starts[:1]), *_renamed(on_clip, names, starts[-1:])]
+    return judge_applied(path, patches, modules or None)
+
+
+def _renamed(applied: Applied, names: Collection[str], starts: list[str]) -> Iterator[AppliedPatch]:
+    """The changes under the names that the weights have among those of all models together."""
+    for patch in applied.patches:
+        candidates = (patch.key, *(start + patch.key for start in (*starts, "text_encoders.")))
+        key = next((name for name in candidates if name in names), patch.key)
+        yield patch if key == patch.key else replace(patch, key=key)
 
 
 def _named_modules(unet: object, clip: object) -> dict[str, nn.Module]:

@@ -87,6 +87,11 @@ def _verdict(analysis: Facts) -> Iterator[Row]:
     whole = matched == total and bool(total)
     mark = "✅" if whole else "⚠️ " if matched else "❌"
     yield Row("Modules matched", f"{mark} {number(matched)} of {number(total)}", GOOD if whole else BAD)
+    on_model = _dict(analysis, "applied_verdict")
+    if on_model.get("total_modules"):
+        there, complete = on_model.get("modules_there"), on_model.get("complete")
+        text = f"{'✅' if complete else '❌'} {number(there)} of {number(on_model['total_modules'])}"
+        yield Row("Modules on the model", text, GOOD if complete else BAD)
     families = (
         f"{printable(verdict.get('file_family') or '-')} for {printable(verdict.get('model_family') or '-')}"
     )

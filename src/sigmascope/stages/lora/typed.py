@@ -285,6 +285,7 @@ class LoraAnalysis(TypedDict):
     analysis_seconds: float
     lora_file: LoraFileFacts
     verdict: dict[str, Any] | None
+    applied_verdict: dict[str, Any] | None
     findings: list[dict[str, Any]]
     peak_memory: PeakMemoryDict | None
     baseline: Mapping[str, Any] | None
