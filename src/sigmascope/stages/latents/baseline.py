@@ -13,7 +13,7 @@ from sigmascope.stages.latents.expected import Video
 from sigmascope.stages.latents.finding_latent import find_latent
 from sigmascope.stages.latents.judging import Judged, judge
 from sigmascope.stages.latents.latent_facts import latent_analysis, no_latent
-from sigmascope.stages.latents.memory import snapshot_of
+from sigmascope.stages.latents.memory import figure_of, snapshot_of
 from sigmascope.stages.latents.pictures import read_pictures
 from sigmascope.stages.latents.plain import pictures_dict, vae_dict
 from sigmascope.stages.latents.typed import LatentAnalysis, LatentBaseline, PicturesDict
@@ -102,7 +102,8 @@ def vae_before(baseline: Mapping[str, Any] | None) -> VaeFacts | None:
     told = None if baseline is None else baseline.get("vae")
     if not isinstance(told, Mapping):
         return None
-    return VaeFacts(**{name: told[name] for name in _VAE_FIELDS if name in told})
+    nbytes = figure_of(told, "size")
+    return VaeFacts(**{name: told[name] for name in _VAE_FIELDS if name in told}, nbytes=nbytes)
 
 
 def references_of(baseline: Mapping[str, Any] | None) -> References | None:

@@ -7,19 +7,28 @@ from sigmascope.records.latents import VaeFacts
 from sigmascope.stages.latents.expected import Video
 from sigmascope.stages.latents.typed import PicturesDict
 
-_FLOAT_LIMIT = 1.05
+_GIVEN_LIMIT = 1.05
 """What rounding and resizing may leave outside [-1, 1]."""
+
+_DECODED_LIMIT = 4.0
+"""How far decoders go beyond [-1, 1], which is cut off when pictures are made of it."""
 
 _BYTE_LIMIT = 255
 
 
-def picture_findings(pictures: PicturesDict, stage: str) -> Iterator[Finding]:
-    """Findings about pictures by themselves."""
+def picture_findings(pictures: PicturesDict, stage: str, *, decoded: bool = False) -> Iterator[Finding]:
+    """Findings about pictures by themselves.
+
+    Args:
+        pictures: What is known of them.
+        stage: The stage's name.
+        decoded: Whether a decoder made them, which may overshoot.
+    """
     if pictures["length"] == 0:
         yield Finding("pictures_empty", "error", "The video has no frames.", {"frames": 0}, stage=stage)
     yield from _mixed(pictures, stage)
     yield from _not_finite(pictures, stage)
-    yield from _out_of_range(pictures, stage)
+    yield from _out_of_range(pictures, stage, _DECODED_LIMIT if decoded else _GIVEN_LIMIT)
     if pictures["shape"] is not None and pictures["length"] is None:
         reason = pictures["unavailable"].get("layout", "")
         message = f"What the axes of the pictures are is unknown: {reason}."
@@ -47,12 +56,12 @@ def _not_finite(pictures: PicturesDict, stage: str) -> Iterator[Finding]:
         yield Finding("pictures_not_finite", "error", f"The pictures hold {words}.", found, stage=stage)
 
 
-def _out_of_range(pictures: PicturesDict, stage: str) -> Iterator[Finding]:
+def _out_of_range(pictures: PicturesDict, stage: str, limit: float) -> Iterator[Finding]:
     low, high, dtype = pictures["min"], pictures["max"], pictures["dtype"] or ""
     if low is None or high is None:
         return
     is_float = "float" in dtype
-    least, most = (-_FLOAT_LIMIT, _FLOAT_LIMIT) if is_float else (0, _BYTE_LIMIT)
+    least, most = (-limit, limit) if is_float else (0, _BYTE_LIMIT)
     if least <= low and high <= most:
         return
     expected = "[-1, 1] or [0, 1]" if is_float else "[0, 255]"

@@ -98,6 +98,12 @@ def strategy_dicts(attempts: tuple[StrategyAttempt, ...], direction: Direction) 
             "strategy": attempt.name,
             "name": strategy_label(attempt.name, direction),
             "peak": None if attempt.peak is None else attempt.peak.as_dict(),
+            "unavailable": {_in_mb(name): reason for name, reason in attempt.unavailable.items()},
         }
         for attempt, shown in zip(attempts, plain, strict=True)
     ]
+
+
+def _in_mb(name: str) -> str:
+    """What a figure in bytes is called in an analysis."""
+    return name.removesuffix("_bytes") + "_mb" if name.endswith("_bytes") else name

@@ -51,11 +51,9 @@ def findings_of(parts: Parts, of_record: Iterable[Finding] = ()) -> dict[str, li
         of_record: Those that the engine has drawn itself; one that is here already is not repeated.
     """
     stage = parts.stage
-    pictures, latent = (
-        list(picture_findings(parts.pictures, stage)),
-        list(latent_findings(parts.latent, stage)),
-    )
     encodes = parts.direction == "encoding"
+    pictures = list(picture_findings(parts.pictures, stage, decoded=not encodes))
+    latent = list(latent_findings(parts.latent, stage))
     if encodes:
         pictures += cut_findings(parts.video, parts.vae, stage)
     elif parts.pictures["shape"] is None:

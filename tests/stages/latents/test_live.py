@@ -1,0 +1,76 @@
+"""The lines in real time."""
+
+import pytest
+
+from sigmascope.records.facts import TensorFacts
+from sigmascope.records.latents import EncodingEvent, EncodingRecord, SampleFacts, StrategyAttempt
+from sigmascope.records.peak import PeakMemory
+from sigmascope.stages.latents.live import event_lines, start_lines
+
+
+def lines(event: EncodingEvent) -> list[str]:
+    return [text for text, _ in event_lines(event)]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "line"),
+    [
+        ("direct", "   🎯 Strategy 1: Direct VAE encoding"),
+        ("tiled", "   🎯 Strategy 2: Tiled VAE encoding"),
+        ("cpu", "   🎯 Strategy 3: CPU Fallback encoding"),
+        ("dummy", "   🎯 Strategy 4: Emergency Dummy latents"),
+    ],
+)
+def test_a_strategy_begins(strategy: str, line: str) -> None:
+    assert lines(EncodingEvent("attempt_began", strategy=strategy)) == [line]  # type: ignore[arg-type]
+
+
+def test_a_strategy_that_failed_says_why() -> None:
+    attempt = StrategyAttempt("direct", "failed", 1.5, "CUDA out of memory")
+    (line,) = lines(EncodingEvent("attempt_ended", attempt=attempt))
+    assert line == "   ❌ Direct VAE encoding failed after 1.50 seconds: CUDA out of memory"
+
+
+def test_a_strategy_that_was_skipped_says_why() -> None:
+    attempt = StrategyAttempt("cpu", "skipped", reason="needs 9000 MB, free are 4000 MB")
+    (line,) = lines(EncodingEvent("attempt_ended", attempt=attempt))
+    assert line == "   ⏭️  Strategy 3: CPU Fallback encoding skipped: needs 9000 MB, free are 4000 MB"
+
+
+def test_a_strategy_that_succeeded_waits_for_the_end() -> None:
+    assert lines(EncodingEvent("attempt_ended", attempt=StrategyAttempt("direct", "succeeded", 1.0))) == []
+
+
+def test_stand_ins_are_never_a_success() -> None:
+    record = EncodingRecord(success=True, strategy="dummy", dummy=True)
+    assert lines(EncodingEvent("ended", record=record)) == [
+        "   🚨 NOT REAL: this is no encoding, it only has the shape of one"
+    ]
+
+
+def test_an_encoding_that_failed() -> None:
+    assert lines(EncodingEvent("ended", record=EncodingRecord())) == ["   ❌ VAE encoding failed"]
+
+
+def test_without_an_accelerator_the_process_has_the_peak() -> None:
+    attempt = StrategyAttempt("direct", "succeeded", 1.0, peak=PeakMemory(512 * 2**20, 0.5))
+    record = EncodingRecord(success=True, strategy="direct", attempts=(attempt,))
+    assert "   💾 Peak Memory: 512 MB in this process" in lines(EncodingEvent("ended", record=record))
+
+
+def test_a_decoding_has_its_own_words() -> None:
+    facts = SampleFacts(TensorFacts((1, 3, 64, 64), "float32", "cpu", 49_152, 12_288))
+    record = EncodingRecord("decoding", success=True, strategy="tiled", output=facts)
+    assert lines(EncodingEvent("began", "decoding")) == ["", "🔧 VAE DECODING PROCESS:"]
+    assert lines(EncodingEvent("attempt_began", "decoding", strategy="tiled")) == [
+        "   🎯 Strategy 2: Tiled VAE decoding"
+    ]
+    assert lines(EncodingEvent("ended", "decoding", record=record)) == [
+        "   ✅ VAE decoding completed successfully",
+        "   📐 Generated picture shape: (1, 3, 64, 64)",
+    ]
+
+
+def test_a_baseline_that_knows_nothing_still_begins() -> None:
+    first, *_ = [text for text, _ in start_lines({}, "step5")]
+    assert first == "🔍 STARTING MONITORING FOR: STEP5"
