@@ -11,7 +11,7 @@ from functools import partial
 from math import fsum, prod
 from typing import Any
 
-from sigmascope.errors import LoraFormatError, ModelMismatchError, SigmascopeError
+from sigmascope.errors import LoraFormatError, ModelMismatchError
 from sigmascope.lora.effect.acting import sort_patches
 from sigmascope.lora.effect.key_effect import effect_of
 from sigmascope.lora.effect.patch_factors import weight_shape_of
@@ -115,7 +115,7 @@ def overlap(a: Sequence[AppliedPatch], b: Sequence[AppliedPatch]) -> LoraOverlap
     unavailable: dict[str, str] = {}
     found: list[KeyOverlap] = []
     for key in shared:
-        compared = attempt(partial(_compared, key, first[key], second[key]), SigmascopeError)
+        compared = attempt(partial(_compared, key, first[key], second[key]), Exception)
         if compared.value is not None:
             found.append(compared.value)
         else:
@@ -154,17 +154,18 @@ def _compared(key: str, first: list[AppliedPatch], second: list[AppliedPatch]) -
         min(1.0, mean_squared_cosine(*pair)) for pair in ((one.columns, two.columns), (one.rows, two.rows))
     )
     ranks = len(one.values), len(two.values)
+    norms = float(one.values.norm()), float(two.values.norm())
     return KeyOverlap(
         key=key,
         columns=columns,
         rows=rows,
         overall=(columns + rows) / 2,
         chance=sum(min(1.0, max(ranks) / size) for size in a.weight_shape) / 2 if all(ranks) else 0.0,
-        cosine=max(-1.0, min(1.0, a.cosine(b))),
+        cosine=max(-1.0, min(1.0, a.inner(b) / prod(norms))) if prod(norms) > 0.0 else 0.0,
         column_angles=tuple(principal_angles(one.columns, two.columns).tolist()) if all(ranks) else (),
         row_angles=tuple(principal_angles(one.rows, two.rows).tolist()) if all(ranks) else (),
         ranks=ranks,
-        norms=(a.frobenius_norm(), b.frobenius_norm()),
+        norms=norms,
     )
 
 

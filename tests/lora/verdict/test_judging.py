@@ -245,3 +245,22 @@ def test_the_verdict_is_json(pipelines: Pipelines, save: Save) -> None:
     kept = json.loads(json.dumps(verdict.as_dict()))
     assert kept["matched_modules"] + kept["unmatched_modules"] == kept["total_modules"]
     assert kept["modules"][0]["matched"] is True
+
+
+class Hostile(torch.nn.Module):
+    @property
+    def _parameters(self) -> Any:
+        raise Strange
+
+    @_parameters.setter
+    def _parameters(self, value: Any) -> None:
+        pass
+
+
+class Strange(Exception):
+    """Of no kind that a probe knows."""
+
+
+def test_a_model_that_raises_is_a_verdict(pipelines: Pipelines, save: Save) -> None:
+    path = save(pipelines("sd15"), "unet", only="conv_in")
+    assert judge_lora(path, Hostile()).error is not None

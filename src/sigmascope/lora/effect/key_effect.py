@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sigmascope.errors import LoraFormatError, ModelMismatchError, SigmascopeError
+from sigmascope.errors import LoraFormatError, ModelMismatchError
 from sigmascope.lora.effect.acting import is_by_peft, kept_of_weight, sort_patches, strength_of
 from sigmascope.lora.effect.patch_change import change_by, needs_weight
 from sigmascope.lora.effect.patch_factors import factors_of, fits, is_product, norm_of_sum, weight_shape_of
@@ -60,8 +60,8 @@ def effect_of(patches: Sequence[AppliedPatch], weight: Tensor | None) -> Effect:
         The effect. Nothing is raised: what cannot be calculated is None, with the reason.
     """
     unavailable: dict[str, str] = {}
-    delta = attempt(lambda: _change_norm(patches, weight), SigmascopeError, torch.OutOfMemoryError)
-    whole = attempt(lambda: weight_norm(weight), SigmascopeError, torch.OutOfMemoryError)
+    delta = attempt(lambda: _change_norm(patches, weight), Exception)
+    whole = attempt(lambda: weight_norm(weight), Exception)
     if delta.reason is not None:
         unavailable["delta_norm"] = _plain(delta.reason)
     if whole.reason is not None:
@@ -79,8 +79,8 @@ def measured_effect(before: Tensor, after: Tensor) -> Effect:
         after: As it is, of the same shape; on any device, which is where the difference is formed.
     """
     unavailable: dict[str, str] = {}
-    delta = attempt(lambda: difference(before, after), SigmascopeError, torch.OutOfMemoryError)
-    whole = attempt(lambda: weight_norm(before), SigmascopeError, torch.OutOfMemoryError)
+    delta = attempt(lambda: difference(before, after), Exception)
+    whole = attempt(lambda: weight_norm(before), Exception)
     if delta.reason is not None:
         unavailable["delta_norm"] = _plain(delta.reason)
     if whole.reason is not None:

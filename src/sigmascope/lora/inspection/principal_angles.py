@@ -15,5 +15,8 @@ def principal_angles(one: Float[Tensor, "n r"], other: Float[Tensor, "n s"]) -> 
     large, small = (one, other) if one.shape[1] >= other.shape[1] else (other, one)
     core = large.mT @ small
     cosines = torch.linalg.svdvals(core).clamp(max=1.0)
-    sines = torch.linalg.svdvals(small - large @ core).clamp(max=1.0).flip(0)
+    if not bool((cosines.square() >= 0.5).any()):
+        return torch.rad2deg(cosines.acos())
+    _, beside = torch.linalg.qr(small - large @ core, mode="r")
+    sines = torch.linalg.svdvals(beside).clamp(max=1.0).flip(0)
     return torch.rad2deg(torch.where(cosines.square() >= 0.5, sines.asin(), cosines.acos()))

@@ -20,7 +20,7 @@ from sigmascope.lora.verdict.module_verdict import ModuleVerdict
 from sigmascope.lora.verdict.placing import Placing, place
 from sigmascope.lora.verdict.reasons import Reasons, part_of
 from sigmascope.lora.verdict.verdict_findings import findings_of, unreadable
-from sigmascope.probes.reading import PROBE_ERRORS, describe
+from sigmascope.probes.reading import describe
 
 _BIAS = ".bias"
 
@@ -50,7 +50,7 @@ def judge_lora(lora: str | PathLike[str] | LoraFile, model: Model, *, values: bo
             return _judged(file, keys, shapes_of(model), path, values)
     except SigmascopeError as error:
         return LoraVerdict(path, error=str(error), findings=(unreadable(error),))
-    except PROBE_ERRORS as error:
+    except Exception as error:  # noqa: BLE001 - the host's objects may raise anything
         return LoraVerdict(path, error=describe(error), findings=(unreadable(error),))
 
 

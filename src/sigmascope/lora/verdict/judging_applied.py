@@ -15,10 +15,10 @@ from sigmascope.lora.verdict.applied_findings import applied_findings
 from sigmascope.lora.verdict.applied_verdict import AppliedModule, AppliedVerdict
 from sigmascope.lora.verdict.model_shapes import Model, shapes_of
 from sigmascope.lora.verdict.placing import Placing, place
-from sigmascope.lora.verdict.same_change import Change, is_same, norm_of
+from sigmascope.lora.verdict.same_change import Change, is_same, times_of
 from sigmascope.lora.verdict.verdict_findings import unreadable
 from sigmascope.probes.adapters.applied import AppliedPatch
-from sigmascope.probes.reading import PROBE_ERRORS, describe
+from sigmascope.probes.reading import describe
 
 _Patches = Mapping[str, Sequence[AppliedPatch]]
 
@@ -46,7 +46,7 @@ def judge_applied(
             modules = tuple(_judged(file, shapes, _by_key(patches)))
     except SigmascopeError as error:
         return AppliedVerdict(path, error=str(error), findings=(unreadable(error),))
-    except PROBE_ERRORS as error:
+    except Exception as error:  # noqa: BLE001 - the host's objects may raise anything
         return AppliedVerdict(path, error=describe(error), findings=(unreadable(error),))
     return AppliedVerdict(path, modules, findings=applied_findings(modules))
 
@@ -134,10 +134,9 @@ def _same(own: Change, aligned: Change | None, patch: AppliedPatch) -> Change | 
 
 def _strength(patch: AppliedPatch, change: Change) -> float | None:
     """What ΔW of the file is multiplied with by one patch."""
-    own = change.frobenius_norm() if isinstance(change, LoraFactors) else 0.0
-    norm = norm_of(patch)
     if patch.state in {"inactive", "failed"}:
         return 0.0
-    if norm is None or not own or patch.strength is None or patch.scale is None:
+    if not isinstance(change, LoraFactors) or patch.strength is None or patch.scale is None:
         return None
-    return patch.strength * patch.scale * norm / own
+    times = times_of(change, patch)
+    return None if times is None else patch.strength * patch.scale * times

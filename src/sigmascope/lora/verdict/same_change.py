@@ -49,24 +49,43 @@ def tensors_of(change: Change) -> Mapping[str, Tensor]:
     return {}
 
 
-def norm_of(patch: AppliedPatch) -> float | None:
-    """‖ΔW‖ of a plain patch without strength and scale; None for other kinds."""
-    if patch.adapter_type != "lora" or not {"up", "down"} <= patch.tensors.keys():
+def times_of(change: LoraFactors, patch: AppliedPatch) -> float | None:
+    """How many times the file's ΔW a plain patch is, at strength and scale 1; None for other kinds and no change."""
+    if patch.adapter_type != "lora" or not {"up", "down"} <= patch.tensors.keys() or change.scale == 0.0:
         return None
-    return _factors(patch).frobenius_norm()
+    if _are_the_factors(change, patch):
+        return 1.0 / change.scale
+    own = change.frobenius_norm()
+    return _factors(patch).frobenius_norm() / own if own > 0.0 else None
 
 
 def _same_product(change: LoraFactors, patch: AppliedPatch) -> bool:
     """By ΔW, so that a host may divide, scale and re-factor as it likes; zero changes by their factors."""
+    if _are_the_factors(change, patch):
+        return True
     found = _factors(patch)
     if (found.up.shape[0], found.down.shape[1]) != (change.up.shape[0], change.down.shape[1]):
         return False
     plain = LoraFactors(
         in_double(change.up).cpu(), in_double(change.down).cpu(), change.alpha, found.weight_shape
     )
-    if plain.frobenius_norm() * found.frobenius_norm() > 0.0:
-        return plain.cosine(found) > _SAME
+    lengths = plain.frobenius_norm() * found.frobenius_norm()
+    if lengths > 0.0:
+        return plain.inner(found) > _SAME * lengths
     return _same_numbers(change.up, patch.tensors["up"]) and _same_numbers(change.down, patch.tensors["down"])
+
+
+def _are_the_factors(change: LoraFactors, patch: AppliedPatch) -> bool:
+    """Whether they are the very numbers, but for the rounding to the narrower of the two dtypes."""
+    up, down = patch.tensors["up"].flatten(1), patch.tensors["down"].flatten(1)
+    return _are_equal(change.up, up) and _are_equal(change.down, down)
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape:
+        return False
+    narrow = min(one.dtype, other.dtype, key=lambda dtype: dtype.itemsize)
+    return torch.equal(one.detach().to(other.device, narrow), other.detach().to(narrow))
 
 
 def _factors(patch: AppliedPatch) -> LoraFactors:
