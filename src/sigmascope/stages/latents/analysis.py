@@ -38,48 +38,31 @@ def analyze(baseline: Mapping[str, Any] | None, given: Given) -> LatentEncodingA
     snapshot = memory_snapshot(None if known is None else known.accelerator)  # before we take any ourselves
     before = snapshot_before(baseline)
     impact = None if before is None else MemoryImpact(before, snapshot)
-    vae = vae_before(baseline) or (None if given.record is None else given.record.vae)
-    seen = (encoded if given.direction == "encoding" else decoded)(baseline, given, vae)
+    elapsed, why_no_time = checked_seconds(_elapsed(given))
     used = used_strategy(given.strategy_used, given.record, given.direction, given.attempts)
-    elapsed = _elapsed(given)
-    dummy = used.strategy == "dummy" or (given.record is not None and given.record.dummy)
-    if dummy and given.direction == "encoding" and seen.latent["status"] == "success":
-        seen.latent["status"] = "dummy"
-    attempts = attempts_of(given.record, given.attempts, used, checked_seconds(elapsed)[0])
+    attempts = attempts_of(given.record, given.attempts, used, elapsed)
     peak = _peak(given, attempts)
-    efficiency, state = memory_efficiency(impact, peak), state_now(baseline, known)
-    parts = Parts(
-        STAGES[given.direction],
-        given.direction,
-        seen.pictures,
-        seen.latent,
-        seen.video,
-        vae,
-        None if baseline is None else baseline.get("model_state"),
-        state,
-        attempts,
-        used,
-        efficiency,
-        impact,
-        dummy,
-    )
+    parts = _parts(baseline, given, impact, used, attempts, peak)
     findings = findings_of(parts, () if given.record is None else given.record.findings)
-    success = given.error is None and not dummy and not failures_of(findings["output"])
+    failures = failures_of([*findings["output"], *(findings["strategies"] if parts.dummy else ())])
+    success = given.error is None and not failures
+    seen = parts.seen
     return {
         "encoding_success": success,
         "success": success,
-        **_failure(given, findings["output"], dummy=dummy),  # type: ignore[typeddict-item]
+        **_failure(given.error, failures),  # type: ignore[typeddict-item]
         "direction": given.direction,
-        "elapsed_time": checked_seconds(elapsed)[0],
+        "elapsed_time": elapsed,
         "strategy_used": used.name,
         "strategy_number": used.number,
         "strategies": strategy_dicts(attempts, given.direction),
-        "dummy": dummy,
-        "vae": vae_dict(vae or VaeFacts("", unavailable={"class_name": NO_BASELINE})),
+        "dummy": parts.dummy,
+        "vae": vae_dict(parts.vae or VaeFacts("", unavailable={"class_name": NO_BASELINE})),
         "pictures": seen.pictures,
         "latent_analysis": seen.latent,
+        "vace_conditioning": seen.vace,
         "performance_analysis": performance_analysis(
-            elapsed,
+            _elapsed(given),
             used.name,
             seen.video,
             colours=seen.pictures["channels"],
@@ -87,15 +70,44 @@ def analyze(baseline: Mapping[str, Any] | None, given: Given) -> LatentEncodingA
         ),
         "memory_impact": None if impact is None else impact.as_dict(),
         "immediate_gpu_changes": gpu_changes(given.immediate_gpu_changes, impact),
-        "efficiency": efficiency,
+        "efficiency": parts.efficiency,
         "peak_memory": peak.as_dict() if isinstance(peak, PeakMemory) else peak,
-        "model_state": {"vae": state},
+        "model_state": {"vae": parts.vae_now},
         "baseline": _plain_baseline(baseline),
         "current_memory": memory_now(snapshot),
         "validation": validation_of(parts, findings),
         "findings": [asdict(finding) for part in findings.values() for finding in part],
-        "unavailable": _unavailable(impact, peak, elapsed, used),
+        "unavailable": _unavailable(impact, peak, why_no_time, used),
     }
+
+
+def _parts(
+    baseline: Mapping[str, Any] | None,
+    given: Given,
+    impact: MemoryImpact | None,
+    used: Used,
+    attempts: tuple[StrategyAttempt, ...],
+    peak: PeakMemory | PeakMemoryDict | None,
+) -> Parts:
+    """What findings are drawn from; a stand-in's latent gets its own status."""
+    vae = vae_before(baseline) or (None if given.record is None else given.record.vae)
+    seen = (encoded if given.direction == "encoding" else decoded)(baseline, given, vae)
+    dummy = used.strategy == "dummy" or (given.record is not None and given.record.dummy)
+    if dummy and given.direction == "encoding" and seen.latent["status"] == "success":
+        seen.latent["status"] = "dummy"
+    return Parts(
+        STAGES[given.direction],
+        given.direction,
+        seen,
+        vae,
+        None if baseline is None else baseline.get("model_state"),
+        state_now(baseline, references_of(baseline)),
+        attempts,
+        used,
+        memory_efficiency(impact, peak),
+        impact,
+        dummy,
+    )
 
 
 def _elapsed(given: Given) -> object:
@@ -135,11 +147,10 @@ def _true(gpu: GpuPeak) -> GpuPeak:
     }
 
 
-def _failure(given: Given, output: list[Finding], *, dummy: bool) -> dict[str, object]:
-    error = given.error
+def _failure(error: BaseException | str | None, failures: list[Finding]) -> dict[str, object]:
     if error is None:
-        problems = [finding.message for finding in failures_of(output)]
-        return {"error": " ".join(problems) or None, "exception_details": None}
+        problems = " ".join(finding.message for finding in failures)
+        return {"error": problems or None, "exception_details": None}
     details = exception_dict(error, str) if isinstance(error, BaseException) else None
     return {"error": error_text(error, str), "exception_details": details}
 
@@ -150,12 +161,14 @@ def _plain_baseline(baseline: Mapping[str, Any] | None) -> dict[str, Any] | None
     return {name: value for name, value in baseline.items() if name != "references"}
 
 
-def _unavailable(impact: MemoryImpact | None, peak: object, elapsed: object, used: Used) -> dict[str, str]:
+def _unavailable(
+    impact: MemoryImpact | None, peak: object, why_no_time: str | None, used: Used
+) -> dict[str, str]:
     reasons = {} if impact is not None else {"memory_impact": NO_BASELINE}
     if peak is None:
         reasons["peak_memory"] = NO_PEAKS
-    if checked_seconds(elapsed)[0] is None:
-        reasons["elapsed_time"] = checked_seconds(elapsed)[1] or "unknown"
+    if why_no_time is not None:
+        reasons["elapsed_time"] = why_no_time
     if used.name is None:
         reasons["strategy_used"] = "no strategy was named"
     if used.number is None:

@@ -1,6 +1,7 @@
 """What is wrong with a latent, with the VAE afterwards, and with the device's memory."""
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from sigmascope.records.finding import Finding
 from sigmascope.stages.latents.typed import LatentAnalysis, MemoryEfficiency
@@ -11,8 +12,16 @@ _WORTH_TELLING_MB = 256.0
 _PATCH = 2
 
 
-def latent_findings(latent: LatentAnalysis, stage: str) -> Iterator[Finding]:
-    """Findings about a latent by itself."""
+def latent_findings(
+    latent: LatentAnalysis, stage: str, vace: Mapping[str, Any] | None = None
+) -> Iterator[Finding]:
+    """Findings about a latent by itself.
+
+    Args:
+        latent: What is known of it.
+        stage: The stage's name.
+        vace: WAN-VACE's conditioning beside it, which has its content and may add frames of a reference.
+    """
     if latent["shape"] is None:
         reason = latent["unavailable"]["shape"]
         yield Finding("latent_missing", "error", f"There is no latent: {reason}.", stage=stage)
@@ -20,8 +29,9 @@ def latent_findings(latent: LatentAnalysis, stage: str) -> Iterator[Finding]:
     if latent["num_elements"] == 0:
         yield Finding("latent_empty", "error", f"The latent {latent['shape']} has no elements.", stage=stage)
     yield from _not_finite(latent, stage)
-    yield from _constant(latent, stage)
-    yield from _unexpected_shape(latent, stage)
+    if not vace:
+        yield from _constant(latent, stage)
+    yield from _unexpected_shape(latent, stage, (vace or {}).get("trim_latent", 0))
 
 
 def _not_finite(latent: LatentAnalysis, stage: str) -> Iterator[Finding]:
@@ -57,8 +67,10 @@ def _constant(latent: LatentAnalysis, stage: str) -> Iterator[Finding]:
     )
 
 
-def _unexpected_shape(latent: LatentAnalysis, stage: str) -> Iterator[Finding]:
+def _unexpected_shape(latent: LatentAnalysis, stage: str, added_frames: int) -> Iterator[Finding]:
     expected, found = latent["expected_shape"], _own_shape(latent)
+    if expected is not None and len(expected) == 4:
+        expected = [expected[0], expected[1] + added_frames, *expected[2:]]
     if expected is None or found is None or _agree(found, expected):
         return
     yield Finding(

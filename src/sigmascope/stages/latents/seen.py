@@ -15,6 +15,7 @@ from sigmascope.stages.latents.latent_facts import latent_analysis, no_latent
 from sigmascope.stages.latents.pictures import Pictures, read_pictures
 from sigmascope.stages.latents.plain import pictures_dict
 from sigmascope.stages.latents.typed import LatentAnalysis, PicturesDict
+from sigmascope.stages.latents.vace import vace_analysis
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +37,12 @@ class Given:
 
 
 class Seen(NamedTuple):
-    """The pictures and the latent, whichever of them is the output."""
+    """The pictures and the latent, whichever of them is the output, and WAN-VACE's conditioning."""
 
     pictures: PicturesDict
     latent: LatentAnalysis
     video: Video
+    vace: dict[str, Any]
 
 
 def encoded(baseline: Mapping[str, Any] | None, given: Given, vae: VaeFacts | None) -> Seen:
@@ -50,7 +52,8 @@ def encoded(baseline: Mapping[str, Any] | None, given: Given, vae: VaeFacts | No
         pictures = pictures_dict(Pictures(None, reason=NO_BASELINE))
     video = (given.video or Video()).or_else(_video(pictures))
     found = find_latent(given.output)
-    return Seen(pictures, _latent(found, given, vae, video), video)
+    vace = vace_analysis(given.output, given.statistics)
+    return Seen(pictures, _latent(found, given, vae, video), video, vace)
 
 
 def _latent(found: FoundLatent, given: Given, vae: VaeFacts | None, video: Video) -> LatentAnalysis:
@@ -68,7 +71,7 @@ def decoded(baseline: Mapping[str, Any] | None, given: Given, vae: VaeFacts | No
     latent = None if baseline is None else baseline.get("latent")
     if known is not None and known.latent is not None and latent is not None:
         latent = latent_analysis(known.latent, latent["structure"], vae, video)
-    return Seen(pictures, latent or no_latent(FoundLatent(None, "none", NO_BASELINE)), video)
+    return Seen(pictures, latent or no_latent(FoundLatent(None, "none", NO_BASELINE)), video, {})
 
 
 def _video(pictures: PicturesDict) -> Video:

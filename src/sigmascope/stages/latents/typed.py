@@ -152,7 +152,7 @@ class LatentEncodingAnalysis(TypedDict):
 
     `encoding_success` is False for dummy latents: they are none. `pictures` went in; of a decoding they came
     out, and `latent_analysis` is about what went in. `strategies` are `StrategyAttempt`s with number and name,
-    `findings` are `Finding`s.
+    `findings` are `Finding`s. `vace_conditioning` is empty but for WAN-VACE.
     """
 
     encoding_success: bool
@@ -168,6 +168,7 @@ class LatentEncodingAnalysis(TypedDict):
     vae: VaeDict
     pictures: PicturesDict
     latent_analysis: LatentAnalysis
+    vace_conditioning: dict[str, Any]
     performance_analysis: PerformanceAnalysis
     memory_impact: MemoryImpactDict | None
     immediate_gpu_changes: GpuChanges

@@ -9,16 +9,12 @@ from sigmascope.records.finding import Finding
 from sigmascope.records.latent_findings import findings_of_attempts, without_known
 from sigmascope.records.latents import Direction, StrategyAttempt, VaeFacts
 from sigmascope.records.snapshot import MemoryImpact
-from sigmascope.stages.latents.expected import Video
 from sigmascope.stages.latents.latent_findings import latent_findings, memory_findings, vae_findings
 from sigmascope.stages.latents.picture_findings import cut_findings, picture_findings
+from sigmascope.stages.latents.seen import Seen
 from sigmascope.stages.latents.strategies import Used
-from sigmascope.stages.latents.typed import (
-    LatentAnalysis,
-    LatentValidation,
-    MemoryEfficiency,
-    PicturesDict,
-)
+from sigmascope.stages.latents.typed import LatentValidation, MemoryEfficiency
+from sigmascope.stages.latents.vace import vace_findings
 from sigmascope.stages.typed import Check, ModelStateDict
 
 _FAILURES = ("error", "critical")
@@ -30,9 +26,7 @@ class Parts:
 
     stage: str
     direction: Direction
-    pictures: PicturesDict
-    latent: LatentAnalysis
-    video: Video
+    seen: Seen
     vae: VaeFacts | None
     vae_before: Mapping[str, Any] | None
     vae_now: ModelStateDict
@@ -52,12 +46,13 @@ def findings_of(parts: Parts, of_record: Iterable[Finding] = ()) -> dict[str, li
     """
     stage = parts.stage
     encodes = parts.direction == "encoding"
-    pictures = list(picture_findings(parts.pictures, stage, decoded=not encodes))
-    latent = list(latent_findings(parts.latent, stage))
+    pictures = list(picture_findings(parts.seen.pictures, stage, decoded=not encodes))
+    latent = list(latent_findings(parts.seen.latent, stage, vace=parts.seen.vace))
+    latent += vace_findings(parts.seen.vace, parts.seen.latent, parts.vae, stage)
     if encodes:
-        pictures += cut_findings(parts.video, parts.vae, stage)
-    elif parts.pictures["shape"] is None:
-        reason = parts.pictures["unavailable"]["shape"]
+        pictures += cut_findings(parts.seen.video, parts.vae, stage)
+    elif parts.seen.pictures["shape"] is None:
+        reason = parts.seen.pictures["unavailable"]["shape"]
         pictures.append(
             Finding("pictures_missing", "error", f"There are no pictures: {reason}.", stage=stage)
         )
@@ -91,7 +86,7 @@ def failures_of(findings: Iterable[Finding]) -> list[Finding]:
 def validation_of(parts: Parts, findings: Mapping[str, list[Finding]]) -> LatentValidation:
     """The checks: what failed in `messages`, what is worth knowing in `notes`."""
     every = [finding for part in findings.values() for finding in part]
-    pictures, latent = parts.pictures["shape"] is not None, parts.latent["shape"] is not None
+    pictures, latent = parts.seen.pictures["shape"] is not None, parts.seen.latent["shape"] is not None
     return {
         "success": not failures_of(every),
         "input": _check(findings["input"], known=pictures if parts.direction == "encoding" else latent),
@@ -114,7 +109,7 @@ def _check(findings: list[Finding], *, known: bool) -> Check:
 
 def _unread(parts: Parts) -> Iterator[str]:
     """What was not looked at for NaN and Inf."""
-    for name, facts in (("pictures", parts.pictures), ("latents", parts.latent)):
+    for name, facts in (("pictures", parts.seen.pictures), ("latents", parts.seen.latent)):
         reason = facts["unavailable"].get("nan_count")
         if facts["shape"] is not None and reason is not None:
             yield f"The {name} were not looked at for NaN and Inf: {reason}."
