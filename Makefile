@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
-SOURCES := src tests benchmarks scripts
+SOURCES := src tests benchmarks examples scripts
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test check format bench docs gpu-check pocket clean

@@ -111,15 +111,20 @@ def compare_values(
         ratio,
         None if interval is None else interval[0],
         None if interval is None else interval[1],
-        _p_slower(new, baseline),
+        p_of_higher(new, baseline),
         1 / math.comb(len(new) + len(baseline), len(new)),
         (len(baseline), len(new)),
         unavailable,
     )
 
 
-def _p_slower(new: Sequence[float], baseline: Sequence[float]) -> float:
-    """Of the hypothesis that the new values are not higher; exact without ties and for small samples."""
+def p_of_higher(new: Sequence[float], baseline: Sequence[float]) -> float:
+    """The p of Mann and Whitney's test that the new values are not higher; exact for small samples without ties.
+
+    Args:
+        new: At least one value.
+        baseline: At least one value.
+    """
     from scipy.stats import mannwhitneyu
 
     if len({*new, *baseline}) == 1:

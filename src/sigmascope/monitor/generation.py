@@ -11,6 +11,7 @@ from sigmascope.monitor.context import current_recorder
 from sigmascope.monitor.guard import Guard
 from sigmascope.monitor.live import Step
 from sigmascope.monitor.recorder import Recorder
+from sigmascope.monitor.request import current_request_id
 from sigmascope.records.host import HostFacts
 from sigmascope.records.performance import PerformanceMetrics
 from sigmascope.records.run import Run, Stage
@@ -105,6 +106,9 @@ class Generation:
     def keep(self) -> None:
         """Put the metrics on the stage, keep the run if it is this generation's own, and let go of the rest."""
         self._stage.fact("performance", self.metrics.as_dict())
+        request_id = current_request_id()
+        if request_id is not None:
+            self._stage.fact("request_id", request_id)
         self._open_steps.clear()
         if self._own is not None:
             self.run = self._guard.read("generation", self._own.run)[0]

@@ -10,6 +10,7 @@ from sigmascope.monitor.generation import Generation
 from sigmascope.monitor.generation_metrics import fill_memory, fill_times
 from sigmascope.monitor.guard import Guard
 from sigmascope.monitor.recorder import Recorder
+from sigmascope.monitor.request import SERVED
 from sigmascope.records.performance import PerformanceMetrics
 from sigmascope.records.run import Run, Stage
 
@@ -99,6 +100,9 @@ class Generations:
         metrics.pipeline_setup_time = generation.setup_seconds()
         fill_memory(metrics, stage, generation.host())
         generation.keep()
+        served = SERVED.get()
+        if served is not None:
+            served.generations.append(generation.metrics.as_dict() | {"run_id": generation.recorder.id})
         with self._lock:
             self._last = generation
             if succeeded and stage is not None:

@@ -1,0 +1,1 @@
+"""Frameworks meet Sigmascope here, and only here."""

@@ -1,0 +1,148 @@
+"""`PerformanceMonitoringMiddleware`: what requests to a server took, and which generations they were for (SPEC section 6).
+
+Pure ASGI 3, so for Starlette, FastAPI, Litestar, Quart and bare applications alike; it imports none of them.
+"""
+
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, MutableMapping
+from datetime import UTC, datetime
+from threading import Lock
+from typing import Any
+
+from sigmascope.errors import ConfigError
+from sigmascope.integrations.asgi_metrics import METRICS_TYPE, RequestMetrics
+from sigmascope.integrations.asgi_request import Exchange, request_id_of
+from sigmascope.integrations.request_summary import request_summary
+from sigmascope.monitor.guard import Guard
+from sigmascope.monitor.request import SERVED, ServedRequest
+from sigmascope.records.requests import RequestRecord
+
+Message = MutableMapping[str, Any]
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+class PerformanceMonitoringMiddleware:
+    """Times requests, counts bytes and errors, and gives each request an id that its generations carry.
+
+    Bodies stream through untouched; what the application raises passes unchanged. Websockets and lifespan events are
+    handed on as they are, a websocket's generations with its id.
+
+    Args:
+        app: The application.
+        header: Where the id comes in and goes out. An id that comes in is taken if it is at most 128 letters, digits and
+            `._:-`; else one is made.
+        history: How many requests to remember.
+        metrics_path: Answer GET here with Prometheus metrics, such as "/metrics"; None: nowhere. It takes the package
+            prometheus-client.
+        on_request: Called with the `RequestRecord` of each request that is over.
+        clock: Monotonic nanoseconds.
+
+    Raises:
+        ConfigError: `metrics_path` without prometheus-client, or a history below 1.
+
+    Example:
+        >>> async def app(scope, receive, send):
+        ...     await send({"type": "http.response.start", "status": 204, "headers": []})
+        ...     await send({"type": "http.response.body", "body": b""})
+        >>> watched = PerformanceMonitoringMiddleware(app)
+        >>> watched.get_summary()["total_requests"]
+        0
+    """
+
+    def __init__(
+        self,
+        app: App,
+        *,
+        header: str = "x-request-id",
+        history: int = 1000,
+        metrics_path: str | None = None,
+        on_request: Callable[[RequestRecord], None] | None = None,
+        clock: Callable[[], int] = time.perf_counter_ns,
+    ) -> None:
+        if history < 1:
+            raise ConfigError(f"history is {history}.", hint="Give 1 or more.")
+        self.app = app
+        self._header = header.lower().encode("latin-1")
+        self._metrics_path = metrics_path
+        self._metrics = RequestMetrics() if metrics_path is not None else None
+        self._on_request = on_request
+        self._clock = clock
+        self._records: deque[RequestRecord] = deque(maxlen=history)
+        self._guard = Guard()
+        self._lock = Lock()
+        self._in_flight = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection, as ASGI has it."""
+        if scope["type"] == "http":
+            if self._metrics is not None and scope.get("path") == self._metrics_path:
+                await self._send_metrics(send)
+            else:
+                await self._watch(scope, receive, send)
+        elif scope["type"] == "websocket":
+            token = SERVED.set(ServedRequest(request_id_of(scope, self._header)))
+            try:
+                await self.app(scope, receive, send)
+            finally:
+                SERVED.reset(token)
+        else:
+            await self.app(scope, receive, send)
+
+    @property
+    def in_flight(self) -> int:
+        """How many requests are being served now."""
+        return self._in_flight
+
+    def requests(self) -> list[RequestRecord]:
+        """The last requests that are over, oldest first."""
+        with self._lock:
+            return list(self._records)
+
+    def get_summary(self) -> dict[str, Any]:
+        """Counts, errors, bytes and percentiles of seconds over the requests that are remembered."""
+        return request_summary(self.requests(), self.in_flight)
+
+    async def _watch(self, scope: Scope, receive: Receive, send: Send) -> None:
+        served = ServedRequest(request_id_of(scope, self._header))
+        with self._lock:
+            self._in_flight += 1
+            in_flight = self._in_flight
+        exchange = Exchange(receive, send, (self._header, served.request_id), self._clock)
+        started_at = datetime.now(UTC).isoformat()
+        token = SERVED.set(served)
+        error: BaseException | None = None
+        try:
+            await self.app(scope, exchange.receive, exchange.send)
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            SERVED.reset(token)
+            with self._lock:
+                self._in_flight -= 1
+            record = self._guard.read(
+                "requests", lambda: exchange.record(scope, served, started_at, in_flight, error)
+            )[0]
+            error = None  # a traceback that is kept would keep the request's locals alive
+            if record is not None:
+                self._keep(record)
+
+    def _keep(self, record: RequestRecord) -> None:
+        with self._lock:
+            self._records.append(record)
+        metrics, on_request = self._metrics, self._on_request
+        if metrics is not None:
+            self._guard.call("request metrics", lambda: metrics.add(record))
+        if on_request is not None:
+            self._guard.call("request listener", lambda: on_request(record))
+
+    async def _send_metrics(self, send: Send) -> None:
+        assert self._metrics is not None
+        body = self._metrics.text(self.in_flight)
+        headers = [(b"content-type", METRICS_TYPE.encode()), (b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,128 @@
+"""One request and its response, as they pass through the middleware."""
+
+import re
+import uuid
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from typing import Any, Final
+
+from sigmascope.monitor.guard import describe
+from sigmascope.monitor.request import ServedRequest
+from sigmascope.records.requests import RequestRecord
+
+_ID: Final = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
+_LONGEST_PATH: Final = 500
+
+Message = MutableMapping[str, Any]
+
+
+def request_id_of(scope: MutableMapping[str, Any], header: bytes) -> str:
+    """The id that came in, if it is a harmless one; else a new one.
+
+    Args:
+        scope: Of the connection.
+        header: Its name in lower case.
+    """
+    found = _header(scope.get("headers") or (), header)
+    if found is not None and _ID.fullmatch(found):
+        return found.decode("ascii")
+    return uuid.uuid4().hex
+
+
+class Exchange:
+    """`receive` and `send` that note what passes through them and hand it on unchanged, but for the id's header.
+
+    Args:
+        receive: The server's.
+        send: The server's.
+        header: Name and value of the id, for the response.
+        clock: Monotonic nanoseconds.
+    """
+
+    def __init__(
+        self,
+        receive: Callable[[], Awaitable[Message]],
+        send: Callable[[Message], Awaitable[None]],
+        header: tuple[bytes, str],
+        clock: Callable[[], int],
+    ) -> None:
+        self._receive = receive
+        self._send = send
+        self._header = header
+        self._clock = clock
+        self._started_ns = clock()
+        self._first_byte_ns: int | None = None
+        self._status: int | None = None
+        self._request_bytes = 0
+        self._response_bytes = 0
+        self._is_complete = False
+        self._disconnected = False
+
+    async def receive(self) -> Message:
+        """Hand on what the client sent."""
+        message = await self._receive()
+        kind = message.get("type")
+        if kind == "http.request":
+            self._request_bytes += len(message.get("body") or b"")
+        elif kind == "http.disconnect" and not self._is_complete:
+            self._disconnected = True
+        return message
+
+    async def send(self, message: Message) -> None:
+        """Hand on what the application answers; a client that is gone shows by the server's OSError."""
+        kind = message.get("type")
+        if kind == "http.response.start":
+            self._first_byte_ns = self._clock()
+            self._status = message.get("status")
+            message = {**message, "headers": self._with_id(message.get("headers") or ())}
+        try:
+            await self._send(message)
+        except OSError:
+            self._disconnected = True
+            raise
+        if kind == "http.response.body":
+            self._response_bytes += len(message.get("body") or b"")
+            self._is_complete = not message.get("more_body", False)
+
+    def record(
+        self,
+        scope: MutableMapping[str, Any],
+        served: ServedRequest,
+        started_at: str,
+        in_flight: int,
+        error: BaseException | None,
+    ) -> RequestRecord:
+        """What passed.
+
+        Args:
+            scope: Of the connection.
+            served: With the id and the generations.
+            started_at: ISO 8601.
+            in_flight: Requests being served when this one began.
+            error: What the application raised.
+        """
+        first = self._first_byte_ns
+        return RequestRecord(
+            request_id=served.request_id,
+            method=str(scope.get("method", "")),
+            path=str(scope.get("path", ""))[:_LONGEST_PATH],
+            started_at=started_at,
+            seconds=(self._clock() - self._started_ns) / 1e9,
+            first_byte_seconds=None if first is None else (first - self._started_ns) / 1e9,
+            status=self._status,
+            request_bytes=self._request_bytes,
+            response_bytes=self._response_bytes,
+            in_flight=in_flight,
+            error=None if error is None else describe(error),
+            disconnected=self._disconnected,
+            generations=tuple(served.generations),
+        )
+
+    def _with_id(self, headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+        """The response's headers with the id; one that the application set itself stays."""
+        name, value = self._header
+        kept = [(bytes(key), bytes(text)) for key, text in headers]
+        return kept if _header(kept, name) is not None else [*kept, (name, value.encode("ascii"))]
+
+
+def _header(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> bytes | None:
+    return next((bytes(value) for key, value in headers if bytes(key).lower() == name), None)

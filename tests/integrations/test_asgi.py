@@ -1,0 +1,347 @@
+import asyncio
+import gc
+import sys
+import weakref
+from collections.abc import Awaitable, Callable, MutableMapping
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from sigmascope.errors import ConfigError
+from sigmascope.integrations.asgi import PerformanceMonitoringMiddleware
+from sigmascope.monitor.performance import PerformanceMonitor
+from sigmascope.monitor.request import current_request_id
+from sigmascope.records.requests import RequestRecord
+
+Message = MutableMapping[str, Any]
+Send = Callable[[Message], Awaitable[None]]
+Receive = Callable[[], Awaitable[Message]]
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.ns = 0
+
+    def __call__(self) -> int:
+        return self.ns
+
+
+def scope(
+    path: str = "/generate", headers: list[tuple[bytes, bytes]] | None = None, kind: str = "http"
+) -> Message:
+    return {
+        "type": kind,
+        "method": "POST",
+        "path": path,
+        "headers": headers or [],
+        "query_string": b"prompt=secret",
+    }
+
+
+async def answer(send: Send, *parts: bytes, status: int = 200) -> None:
+    await send(
+        {"type": "http.response.start", "status": status, "headers": [(b"content-type", b"text/plain")]}
+    )
+    for index, part in enumerate(parts):
+        await send({"type": "http.response.body", "body": part, "more_body": index + 1 < len(parts)})
+
+
+def call(app: Any, given: Message | None = None, *received: Message) -> list[Message]:
+    """What the application sends."""
+    sent: list[Message] = []
+    waiting = list(received) or [{"type": "http.request", "body": b"", "more_body": False}]
+
+    async def receive() -> Message:
+        return waiting.pop(0) if waiting else {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    asyncio.run(app(given or scope(), receive, send))
+    return sent
+
+
+def header(sent: list[Message], name: bytes = b"x-request-id") -> bytes | None:
+    return next((value for key, value in sent[0]["headers"] if key == name), None)
+
+
+def test_a_streamed_response_passes_unchanged_and_is_measured() -> None:
+    clock = Clock()
+
+    async def app(scope: Message, receive: Receive, send: Send) -> None:
+        body = b""
+        while (message := await receive()).get("more_body"):
+            body += message["body"]
+        clock.ns += 2_000_000_000
+        await send({"type": "http.response.start", "status": 201, "headers": []})
+        for part in (b"abc", b"de"):
+            clock.ns += 500_000_000
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    watched = PerformanceMonitoringMiddleware(app, clock=clock)
+    request = [
+        {"type": "http.request", "body": b"1234", "more_body": True},
+        {"type": "http.request", "body": b"56", "more_body": False},
+    ]
+    sent = call(watched, scope(), *request)
+    assert [message.get("body") for message in sent[1:]] == [b"abc", b"de", b""]
+    (record,) = watched.requests()
+    assert (record.status, record.request_bytes, record.response_bytes) == (201, 6, 5)
+    assert (record.first_byte_seconds, record.seconds) == (2.0, 3.0)
+    assert (record.method, record.path, record.in_flight) == ("POST", "/generate", 1)
+    assert not record.failed
+    assert "secret" not in str(record)
+
+
+@pytest.mark.parametrize(
+    ("sent_id", "is_taken"),
+    [(b"abc-123.x:y_Z", True), (b"a" * 128, True), (b"a" * 129, False), (b"", False), (b"a b", False), (b"a\r\nx: y", False)],
+)  # fmt: skip
+def test_an_id_that_comes_in_is_taken_if_it_is_harmless(sent_id: bytes, is_taken: bool) -> None:
+    async def app(scope: Message, receive: Receive, send: Send) -> None:
+        await answer(send, (current_request_id() or "").encode())
+
+    watched = PerformanceMonitoringMiddleware(app)
+    sent = call(watched, scope(headers=[(b"X-Request-ID", sent_id)]))
+    given = header(sent)
+    assert given is not None
+    assert (given == sent_id) is is_taken
+    assert sent[1]["body"] == given
+    assert watched.requests()[0].request_id == given.decode()
+    assert current_request_id() is None
+
+
+def test_an_id_that_the_application_sets_itself_stays() -> None:
+    async def app(scope: Message, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"x-request-id", b"own")]})
+        await send({"type": "http.response.body", "body": b""})
+
+    sent = call(PerformanceMonitoringMiddleware(app))
+    assert sent[0]["headers"] == [(b"x-request-id", b"own")]
+
+
+def test_a_generation_carries_the_request_that_it_was_made_for() -> None:
+    monitor = PerformanceMonitor(sample_hz=None)
+
+    async def app(scope: Message, receive: Receive, send: Send) -> None:
+        def generate() -> None:
+            with monitor.monitor_generation(scope["path"]):
+                pass
+
+        await asyncio.to_thread(generate)
+        await answer(send, b"image")
+
+    watched = PerformanceMonitoringMiddleware(app)
+    call(watched, scope("/a", [(b"x-request-id", b"one")]))
+    call(watched, scope("/b", [(b"x-request-id", b"two")]))
+    assert [run.stages[0].facts["request_id"] for run in monitor.runs] == ["one", "two"]
+    made = [record.generations[0] for record in watched.requests()]
+    assert [one["model_name"] for one in made] == ["/a", "/b"]
+    assert [one["run_id"] for one in made] == [run.id for run in monitor.runs]
+
+
+def test_an_exception_passes_and_nothing_of_it_is_kept() -> None:
+    class Theirs(Exception):
+        pass
+
+    raised = []
+
+    async def app(scope: Message, receive: Receive, send: Send) -> None:
+        error = Theirs("no model")
+        raised.append(weakref.ref(error))
+        raise error
+
+    watched = PerformanceMonitoringMiddleware(app)
+    with suppress(Theirs):
+        call(watched)
+    gc.collect()
+    (record,) = watched.requests()
+    assert (record.status, record.error, record.failed) == (None, "Theirs: no model", True)
+    assert watched.in_flight == 0
+    assert raised[0]() is None
+
+
+def test_the_exception_that_passes_is_the_very_one() -> None:
+    error = ValueError("theirs")
+
+    async def app(scope: Message, receive: Receive, send: Send) -> None:
+        raise error
+
+    with pytest.raises(ValueError, match="theirs") as caught:
+        call(PerformanceMonitoringMiddleware(app))
+    assert caught.value is error
+
+
+def test_a_client_that_goes_away_is_told_from_one_that_is_done() -> None:
+    async def app(scope: Message, receive: Receive, send: Send) -> None:
+        await receive()
+        assert (await receive())["type"] == "http.disconnect"
+
+    async def done(scope: Message, receive: Receive, send: Send) -> None:
+        await receive()
+        await answer(send, b"x")
+        assert (await receive())["type"] == "http.disconnect"
+
+    gone, complete = PerformanceMonitoringMiddleware(app), PerformanceMonitoringMiddleware(done)
+    call(gone)
+    call(complete)
+    assert gone.requests()[0].disconnected
+    assert not complete.requests()[0].disconnected
+
+
+def test_a_send_to_a_client_that_is_gone_is_a_disconnect() -> None:
+    async def app(scope: Message, receive: Receive, send: Send) -> None:
+        await answer(send, b"x")
+
+    async def refuse(message: Message) -> None:
+        raise OSError("client is gone")
+
+    async def nothing() -> Message:
+        return {"type": "http.request"}
+
+    watched = PerformanceMonitoringMiddleware(app)
+    with pytest.raises(OSError, match="client is gone"):
+        asyncio.run(watched(scope(), nothing, refuse))
+    assert watched.requests()[0].disconnected
+
+
+def test_a_request_that_is_cancelled_is_recorded_and_stays_cancelled() -> None:
+    async def app(scope: Message, receive: Receive, send: Send) -> None:
+        await asyncio.sleep(3600)
+
+    async def nothing() -> Message:
+        return {"type": "http.request"}
+
+    async def take(message: Message) -> None:
+        pass
+
+    watched = PerformanceMonitoringMiddleware(app)
+
+    async def cancel() -> None:
+        task = asyncio.create_task(watched(scope(), nothing, take))
+        await asyncio.sleep(0)
+        assert watched.in_flight == 1
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancel())
+    assert watched.in_flight == 0
+    assert watched.requests()[0].error == "CancelledError"
+
+
+def test_websockets_and_lifespans_are_handed_on_as_they_are() -> None:
+    seen = []
+
+    async def app(scope: Message, receive: Receive, send: Send) -> None:
+        seen.append((scope["type"], receive, send, current_request_id()))
+
+    async def receive() -> Message:
+        return {}
+
+    async def send(message: Message) -> None:
+        pass
+
+    watched = PerformanceMonitoringMiddleware(app)
+    for kind in ("websocket", "lifespan"):
+        asyncio.run(watched(scope(headers=[(b"x-request-id", b"ws")], kind=kind), receive, send))
+    assert seen == [("websocket", receive, send, "ws"), ("lifespan", receive, send, None)]
+    assert watched.requests() == []
+
+
+def test_concurrent_requests_count_those_in_flight_and_keep_their_ids_apart() -> None:
+    async def app(scope: Message, receive: Receive, send: Send) -> None:
+        await asyncio.sleep(0)
+        assert current_request_id() == scope["path"][1:]
+        await asyncio.sleep(0)
+        await answer(send, b"x")
+
+    async def nothing() -> Message:
+        return {"type": "http.request"}
+
+    async def take(message: Message) -> None:
+        pass
+
+    watched = PerformanceMonitoringMiddleware(app)
+
+    async def everyone() -> None:
+        await asyncio.gather(
+            *(watched(scope(f"/{n}", [(b"x-request-id", str(n).encode())]), nothing, take) for n in range(20))
+        )
+
+    asyncio.run(everyone())
+    assert sorted(record.in_flight for record in watched.requests()) == list(range(1, 21))
+    assert all(record.request_id == record.path[1:] for record in watched.requests())
+
+
+def test_a_listener_that_fails_hurts_nobody() -> None:
+    async def app(scope: Message, receive: Receive, send: Send) -> None:
+        await answer(send, b"x")
+
+    def fails(record: RequestRecord) -> None:
+        raise RuntimeError("the log is full")
+
+    watched = PerformanceMonitoringMiddleware(app, on_request=fails)
+    assert call(watched)[1]["body"] == b"x"
+    assert len(watched.requests()) == 1
+
+
+def test_the_summary_counts_and_takes_percentiles() -> None:
+    clock = Clock()
+    seconds = iter(range(1, 11))
+
+    async def app(scope: Message, receive: Receive, send: Send) -> None:
+        clock.ns += next(seconds) * 1_000_000_000
+        await answer(send, b"1234", status=500 if scope["path"] == "/bad" else 200)
+
+    watched = PerformanceMonitoringMiddleware(app, clock=clock, history=100)
+    for _ in range(9):
+        call(watched)
+    call(watched, scope("/bad"))
+    summary = watched.get_summary()
+    assert (summary["total_requests"], summary["errors"], summary["response_bytes"]) == (10, 1, 40)
+    assert summary["status_counts"] == {"200": 9, "500": 1}
+    assert summary["seconds"] == {"mean": 5.5, "p50": 6.0, "p90": 10.0, "p99": 10.0}
+
+
+def test_history_is_bounded() -> None:
+    async def app(scope: Message, receive: Receive, send: Send) -> None:
+        await answer(send, b"")
+
+    watched = PerformanceMonitoringMiddleware(app, history=2)
+    for path in ("/a", "/b", "/c"):
+        call(watched, scope(path))
+    assert [record.path for record in watched.requests()] == ["/b", "/c"]
+
+
+def test_metrics_are_served_where_asked_for() -> None:
+    monitor = PerformanceMonitor(1e-9, on_warning=lambda progress: None, sample_hz=None)
+
+    async def app(scope: Message, receive: Receive, send: Send) -> None:
+        with monitor.monitor_generation("pocket"):
+            pass
+        await answer(send, b"12345")
+
+    watched = PerformanceMonitoringMiddleware(app, metrics_path="/metrics")
+    call(watched)
+    sent = call(watched, scope("/metrics"))
+    text = sent[1]["body"].decode()
+    assert 'sigmascope_requests_total{method="POST",status="200"} 1.0' in text
+    assert "sigmascope_response_bytes_total 5.0" in text
+    assert 'sigmascope_generation_targets_missed_total{model="pocket"} 1.0' in text
+    assert len(watched.requests()) == 1  # not the request for the metrics
+
+
+def test_metrics_without_their_package_are_refused_with_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+
+    async def app(scope: Message, receive: Receive, send: Send) -> None:
+        await answer(send, b"")
+
+    with pytest.raises(ConfigError) as refused:
+        PerformanceMonitoringMiddleware(app, metrics_path="/metrics")
+    assert "sigmascope[prometheus]" in str(refused.value.hint)
