@@ -4,6 +4,7 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import inspect
 import logging
 import os
 import sys
@@ -12,6 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+import pytest
+import torch
 
 VARIABLE = "SIGMASCOPE_COMFYUI"
 _NOT_NEEDED = ("comfy_aimdo", "einops", "torchvision", "torchsde", "torchaudio", "kornia", "av", "aiohttp")
@@ -84,10 +88,33 @@ class Checkout:
             warnings.simplefilter("ignore")
             return importlib.import_module(name)
 
+    def knows(self, kind: str) -> bool:
+        """Whether this version knows a kind of change; the first versions know LoRA, LoHa and LoKr."""
+        names = ("model_patcher.py", "lora.py", "weight_adapter")
+        files = [self.folder / "comfy" / name for name in names]
+        sources = [file for path in files for file in (path.rglob("*.py") if path.is_dir() else [path])]
+        word = {
+            "dora": "dora_scale",
+            "newer glora": "old_glora",
+            "oft": "oft_blocks",
+            "boft": "BOFT",
+            "set": '"set"',
+        }.get(kind, kind)
+        return any(word in source.read_text() for source in sources if source.is_file())
+
     @property
     def version(self) -> str:
         file = self.folder / "comfyui_version.py"
         return file.read_text().rpartition("=")[2].strip().strip('"') if file.is_file() else "before 0.3"
+
+
+def load_in_part(patcher: Any, memory: int, **options: bool) -> None:
+    """Load with that many bytes for weights, by the version's way."""
+    older = getattr(patcher, "patch_model_lowvram", None)
+    load = patcher.patch_model if older is None else older
+    if "lowvram_model_memory" not in inspect.signature(load).parameters:
+        pytest.skip("this version does not load in part")
+    load(device_to=torch.device("cpu"), lowvram_model_memory=memory, **options)
 
 
 def why_not() -> str | None:

@@ -18,7 +18,7 @@ class PatchTuple(NamedTuple):
 
 
 class OldLowVramPatch:
-    """The same before October 2024: it holds the patcher."""
+    """The same before September 2024: it holds the patcher."""
 
     def __init__(self, key: str, model_patcher: "ModelPatcher") -> None:
         self.key = key
@@ -52,7 +52,7 @@ class DynamicModelPatcher(ModelPatcher):
 
 
 class EarlyModelPatcher(ModelPatcher):
-    """As from July to November 2024: no name of the set that is loaded, one function, no parents, no hooks."""
+    """As from September to November 2024: no name of the set that is loaded, one function, no parents, no hooks."""
 
     def _version_attributes(self) -> None:
         self.model.model_lowvram = False

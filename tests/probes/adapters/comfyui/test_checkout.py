@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from tests.comfy_shapes.adapters import random
+from tests.comfy_shapes.checkout import Checkout, load_in_part
 from tests.comfy_shapes.files import FILES, LORA
 from torch import Tensor
 
@@ -38,12 +39,12 @@ def test_a_real_patcher_is_recognised(make_patcher: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("kind", FILES)
 def test_every_kind_is_read_for_what_it_is(
-    kind: str, make_patcher: Callable[..., Any], load_file: Load
+    comfy: Checkout, kind: str, make_patcher: Callable[..., Any], load_file: Load
 ) -> None:
     patcher = make_patcher()
-    changes = load_file(FILES[kind])
-    if not changes:
+    if not comfy.knows(kind):
         pytest.skip(f"this version knows no {kind}")
+    changes = load_file(FILES[kind])
     patcher.add_patches(changes, 0.5)
     (patch,) = patches(patcher)
     assert (patch.adapter_type, patch.state, patch.strength) == (kind, "registered", 0.5)
@@ -52,14 +53,15 @@ def test_every_kind_is_read_for_what_it_is(
 
 @pytest.mark.parametrize("kind", FILES)
 def test_every_kind_is_merged_when_the_model_is_loaded(
-    kind: str, make_patcher: Callable[..., Any], load_file: Load
+    comfy: Checkout, kind: str, make_patcher: Callable[..., Any], load_file: Load
 ) -> None:
+    if not comfy.knows("newer glora" if kind == "glora" else kind):
+        pytest.skip(f"this version knows no {kind}")
     patcher = make_patcher()
     before = patcher.model.matrix.weight.detach().clone()
     patcher.add_patches(load_file(FILES[kind]))
-    after = loaded(patcher)
-    assert {patch.state for patch in patches(patcher)} <= {"merged"}
-    assert torch.equal(after, before) == (not patches(patcher))
+    changed = not torch.equal(loaded(patcher), before)
+    assert {patch.state for patch in patches(patcher)} == {"merged" if changed else "failed"}
 
 
 def test_the_merged_weight_is_base_plus_what_was_read(
@@ -113,7 +115,7 @@ def test_strength_zero_is_inactive_and_changes_nothing(
 def test_low_vram_is_lazy_and_keeps_no_original(make_patcher: Callable[..., Any], load_file: Load) -> None:
     patcher = make_patcher()
     patcher.add_patches(load_file(LORA))
-    patcher.patch_model(device_to=CPU, lowvram_model_memory=1)
+    load_in_part(patcher, 1)
     assert not patcher.backup
     assert patches(patcher)[0].state == "lazy"
 
@@ -121,10 +123,10 @@ def test_low_vram_is_lazy_and_keeps_no_original(make_patcher: Callable[..., Any]
 def test_low_vram_computes_what_merging_computes(make_patcher: Callable[..., Any], load_file: Load) -> None:
     x = random(3, 6)
     outputs = []
-    for memory in (0, 1):
+    for memory in (1, 10**6):
         patcher = make_patcher()
         patcher.add_patches(load_file(LORA))
-        patcher.patch_model(device_to=CPU, lowvram_model_memory=memory)
+        load_in_part(patcher, memory)
         read_patches(patcher)
         outputs.append(patcher.model.matrix(x))
     torch.testing.assert_close(*outputs, atol=1e-5, rtol=0)

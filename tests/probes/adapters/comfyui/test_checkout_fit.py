@@ -80,19 +80,14 @@ def value_of(comfy: Checkout, kind: str, shapes: Shapes) -> Any:
     return adapters[kind](set(), whole)
 
 
-def knows(comfy: Checkout, kind: str) -> bool:
-    has_adapters = (comfy.folder / "comfy" / "weight_adapter").is_dir()
-    source = (comfy.folder / "comfy" / "lora.py").read_text()
-    return kind not in ("oft", "boft", "set") or (has_adapters if kind != "set" else '"set"' in source)
-
-
 @pytest.fixture
 def merge(comfy: Checkout, make_patcher: Callable[..., Any]) -> Callable[..., tuple[Any, Tensor, Tensor]]:
     """Merge one change: the patcher, the weight before and the weight after."""
 
     def load(layer: str, kind: str, shapes: Shapes, strength: float = 1.0) -> tuple[Any, Tensor, Tensor]:
-        if not knows(comfy, kind):
-            pytest.skip(f"this version knows no {kind}")
+        wanted = _wanted(kind, shapes)
+        if not comfy.knows(wanted):
+            pytest.skip(f"this version knows no {wanted}")
         patcher = make_patcher()
         before = getattr(patcher.model, layer).weight.detach().clone()
         patcher.add_patches({f"{layer}.weight": value_of(comfy, kind, shapes)}, strength)
@@ -100,6 +95,13 @@ def merge(comfy: Checkout, make_patcher: Callable[..., Any]) -> Callable[..., tu
         return patcher, before, getattr(patcher.model, layer).weight.detach()
 
     return load
+
+
+def _wanted(kind: str, shapes: Shapes) -> str:
+    """What a version must know to merge this: of LoRAs and LoHas with magnitudes, and GLoRAs, not all do."""
+    if kind == "glora":
+        return "glora" if shapes[0] == (2, 6) or shapes[0] == (2, 8) else "newer glora"
+    return "dora" if len(shapes) == {"lora": 5, "loha": 8}.get(kind) else kind
 
 
 def only(patcher: Any) -> AppliedPatch:

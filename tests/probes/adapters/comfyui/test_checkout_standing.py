@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from tests.comfy_shapes.adapters import random
-from tests.comfy_shapes.checkout import Checkout
+from tests.comfy_shapes.checkout import Checkout, load_in_part
 from torch import Tensor, nn
 
 from sigmascope.lora.effect import effect_of
@@ -48,7 +48,7 @@ def patcher(make_patcher: MakePatcher, load_file: Load) -> Any:
 
 
 def test_a_model_loaded_in_part_is_merged_in_part(patcher: Any) -> None:
-    patcher.patch_model(device_to=CPU, lowvram_model_memory=700)  # the matrix or the square, never the kernel
+    load_in_part(patcher, 700)  # the matrix or the square, never the kernel
     found = states(patcher)
     kept = {key.partition(".")[0] for key in patcher.backup}
     assert {layer for layer, state in found.items() if state == "merged"} == kept
@@ -70,7 +70,7 @@ def test_a_model_unloaded_in_part_is_lazy_there(patcher: Any) -> None:
 
 
 def test_forced_patching_merges_what_is_not_loaded(patcher: Any) -> None:
-    patcher.patch_model(device_to=CPU, lowvram_model_memory=1, force_patch_weights=True)
+    load_in_part(patcher, 1, force_patch_weights=True)
     assert set(states(patcher).values()) == {"merged"}
 
 
@@ -78,7 +78,8 @@ def test_a_weight_beside_layers_is_not_changed_by_loading(make_patcher: MakePatc
     patcher = make_patcher()
     patcher.model.token = nn.Parameter(random(8), requires_grad=False)
     before = patcher.model.token.detach().clone()
-    patcher.add_patches({"token": ("diff", (random(8, seed=1),))})
+    if not patcher.add_patches({"token": ("diff", (random(8, seed=1),))}):
+        pytest.skip("this version lists the model's weights when the patcher is made")
     patcher.patch_model(device_to=CPU)
     changed = not torch.equal(patcher.model.token, before)
     assert (states(patcher)["token"] == "merged") == changed
@@ -89,7 +90,8 @@ def test_the_parts_of_a_weight_add_up(make_patcher: MakePatcher, load_file: Load
     before = patcher.model.square.weight.detach().clone()
     halves = load_file({"square.lora_up.weight": random(4, 2), "square.lora_down.weight": random(2, 8)})
     half = halves["square.weight"]
-    patcher.add_patches({("square.weight", (0, 0, 4)): half, ("square.weight", (0, 4, 4)): half}, 0.7)
+    if not patcher.add_patches({("square.weight", (0, 0, 4)): half, ("square.weight", (0, 4, 4)): half}, 0.7):
+        pytest.skip("this version changes no parts of weights")
     patcher.patch_model(device_to=CPU)
     found = patches(patcher)
     effect = effect_of(found, original_weight(patcher, "square.weight"))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tests.comfy_shapes.adapters import random
-from tests.comfy_shapes.checkout import Checkout
+from tests.comfy_shapes.checkout import Checkout, load_in_part
 from tests.comfy_shapes.real import CPU, kohya_file, real_clip, unet_patcher
 from torch import Tensor
 
@@ -124,7 +124,7 @@ def test_the_output_is_bit_identical_with_and_without_the_monitor(
         unet = unet_patcher(comfy)
         baseline = capture_lora_baseline(unet, clip, path) if monitored else None
         result = comfy.module("comfy.sd").load_lora_for_models(unet, clip, file, 0.8, 0.8)
-        result[0].patch_model(device_to=CPU, lowvram_model_memory=memory)
+        load_in_part(result[0], memory)
         if monitored:
             analyze_lora_application_results(baseline, result[0], result[1], result)
         outputs.append(denoise(result[0]))

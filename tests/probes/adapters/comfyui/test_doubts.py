@@ -1,5 +1,5 @@
 import pytest
-from tests.comfy_shapes.adapters import BOFTAdapter, LoKrAdapter, lora_adapter, random
+from tests.comfy_shapes.adapters import BOFTAdapter, GLoRAAdapter, LoKrAdapter, lora_adapter, random
 from tests.comfy_shapes.modules import CONV, BaseModel, Q
 from tests.comfy_shapes.patchers import Dimension, ModelPatcher
 from torch import Tensor
@@ -77,3 +77,13 @@ def test_a_fused_lokr_does_not_fit_one_projection_in_versions_before() -> None:
     patcher = ModelPatcher(BaseModel())
     patcher.add_patches({Q: LoKrAdapter(set(), FUSED)})
     assert first(patcher).state == "failed"
+
+
+def test_a_glora_kept_as_a_tuple_may_fail_and_one_kept_as_an_adapter_does_not() -> None:
+    factors = (random(8, 2), random(2, 8), random(8, 2), random(2, 8), 1.0, None)
+    patcher = ModelPatcher(BaseModel())
+    patcher.add_patches({Q: ("glora", factors)})
+    patcher.add_patches({Q: GLoRAAdapter(set(), factors)})
+    found = read_patches(patcher).value
+    assert found is not None
+    assert ["may fail" in patch.state_reason for patch in found] == [True, False]

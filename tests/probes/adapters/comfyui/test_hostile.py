@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.comfy_shapes.adapters import lora_adapter, lora_tuple
 from tests.comfy_shapes.beside import Hook, HookGroup
@@ -105,6 +105,7 @@ def test_a_thing_that_raises_throughout_is_no_patcher() -> None:
     ask(Raising())
 
 
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.recursive(
         st.none() | st.booleans() | st.floats() | st.text(max_size=4) | st.binary(max_size=2),

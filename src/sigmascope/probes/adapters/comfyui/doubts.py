@@ -9,6 +9,7 @@ from torch import Tensor
 from sigmascope.probes.adapters.applied import AppliedPatch
 
 _NO_ALPHA = "ComfyUI (0.18 and before) compares a BOFT's alpha with 0, and this file has none"
+_ORDER = "until autumn 2024 ComfyUI knew the first order of a GLoRA's factors alone"
 _FUSED = "ComfyUI takes the rows of one projection from it, by a place or a name in the file"
 _STRIDES = "torch.kron refuses the strides of a factor that ComfyUI puts together from a core"
 
@@ -17,6 +18,8 @@ def doubt(patch: AppliedPatch) -> str | None:
     """Why a change may fail though its shapes fit; None if nothing is known against it."""
     if patch.adapter_type == "lokr" and _is_larger(patch):
         return _FUSED
+    if patch.adapter_type == "glora" and "tuple" in patch.data_type:
+        return _ORDER
     if patch.adapter_type == "boft" and patch.alpha is None:
         return _NO_ALPHA
     if patch.adapter_type == "lokr" and "t2" in patch.tensors and "w2" not in patch.tensors:

@@ -68,7 +68,7 @@ def _patcher_of(model: object) -> Any:
 def kept_weight(kept: object) -> Tensor | None:
     """The tensor in an entry of `backup` or `hook_backup`.
 
-    Until July 2024 the entry was the tensor; since then (weight, inplace_update) with names. Hooks keep
+    Until August 2024 the entry was the tensor; since then (weight, inplace_update) with names. Hooks keep
     (weight, device).
     """
     try:

@@ -89,7 +89,7 @@ def lazy_patches(module: object, name: str) -> Iterator[object]:
     """The patches that functions of a module apply to one of its weights.
 
     A function is a `LowVramPatch`: alone in `weight_function` until 2025, in a list there since, and in
-    `weight_lowvram_function` where weights are loaded dynamically. Before October 2024 it holds the patcher
+    `weight_lowvram_function` where weights are loaded dynamically. Before September 2024 it holds the patcher
     in place of the patches.
     """
     held = attribute(module, f"{name}_function")
