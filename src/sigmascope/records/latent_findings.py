@@ -21,7 +21,8 @@ _STAND_IN: dict[Direction, str] = {
     "decoding": "The pictures are not a decoding: they only stand in for one, in shape, type and device.",
 }
 _OFF_BY = 2.0
-_WORTH_TELLING_MB = 64.0
+_WORTH_TELLING_MB = 512.0
+"""Below this, what a library loads when it is first used is as much."""
 
 
 def findings_of_attempts(
@@ -119,7 +120,7 @@ def _mispredicted(attempt: StrategyAttempt, direction: Direction) -> Iterator[Fi
     if attempt.outcome != "succeeded" or not predicted or not measured:
         return
     factor = measured / predicted
-    if max(factor, 1 / factor) < _OFF_BY or max(predicted, measured) < _WORTH_TELLING_MB:
+    if max(factor, 1 / factor) < _OFF_BY or abs(measured - predicted) < _WORTH_TELLING_MB:
         return
     yield Finding(
         "vae_peak_mispredicted",

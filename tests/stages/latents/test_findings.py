@@ -158,7 +158,7 @@ def test_a_stand_in_that_the_engine_found_itself_is_not_told_twice() -> None:
 
 @pytest.mark.parametrize(
     ("predicted_mb", "measured_mb", "told"),
-    [(100, 250, True), (250, 100, True), (100, 150, False), (1, 30, False)],
+    [(1000, 2500, True), (2500, 1000, True), (2000, 3000, False), (100, 500, False)],
 )
 def test_predictions_that_were_far_off_are_told(predicted_mb: int, measured_mb: int, told: bool) -> None:
     attempt = StrategyAttempt(

@@ -82,7 +82,7 @@ def _pictures(pictures: Facts) -> Iterator[Row]:
 def _latent(analysis: Facts) -> Iterator[Row]:
     latent, rates = part(analysis, "latent_analysis"), part(analysis, "performance_analysis")
     if rates.get("pixels_per_second") is not None:
-        yield Row("Pixel Throughput", words.rate(rates, "pixels_per_second", "pixels"))
+        yield Row("Pixel Throughput", f"{words.count(rates, 'pixels_per_second')} pixels/second")
     if latent.get("shape") is None:
         return
     layout, evidence = latent.get("latent_layout"), printable(latent.get("layout_evidence") or "")
