@@ -51,6 +51,31 @@ def modules_of(state: Iterable[str]) -> set[str]:
     return {key.removesuffix(".lora_A.weight") for key in state if key.endswith(".lora_A.weight")}
 
 
+def as_kohya(state: Mapping[str, Tensor]) -> State:
+    """The same factors under kohya's names, for a U-Net and CLIP, without alphas."""
+    starts = {"unet": "lora_unet", "text_encoder": "lora_te1", "text_encoder_2": "lora_te2"}
+    ends = {"A.weight": "lora_down.weight", "B.weight": "lora_up.weight"}
+    found: State = {}
+    for key, tensor in state.items():
+        module, end = key.split(".lora_")
+        part, _, name = module.partition(".")
+        if part != "unet" and not name.startswith(("text_model.", "text_projection")):
+            name = f"text_model.{name}"  # which CLIPTextModel had until transformers 5
+        found[f"{starts[part]}_{name.replace('.', '_')}.{ends[end]}"] = tensor
+    return found
+
+
+def half(state: Mapping[str, Tensor], which: int) -> State:
+    """Factors with every other row of up and column of down: 0 and 1 are orthogonal in all directions."""
+    found: State = {}
+    for key, tensor in state.items():
+        kept = torch.zeros(tensor.shape[1] if ".lora_A." in key else tensor.shape[0])
+        kept[which::2] = 1.0
+        shape = (1, -1) if ".lora_A." in key else (-1, 1)
+        found[key] = tensor * kept.reshape(*shape, *(1 for _ in tensor.shape[2:]))
+    return found
+
+
 def write(state: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> Path:
     """The state dict as a safetensors file."""
     tensors = {key: value.clone().contiguous() for key, value in state.items()}

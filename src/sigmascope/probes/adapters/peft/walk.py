@@ -7,10 +7,14 @@ from torch import Tensor, nn
 
 from sigmascope.probes.adapters.comfyui.guarded import attribute
 
-_COMPILED: Final = "_orig_mod"
 _WRAPPED: Final = ("base_layer", "original_module")
-_REPLICATING: Final = ("DataParallel", "DistributedDataParallel")
-_ROOTS: Final = (("base_model", "PeftModel"), ("model", "BaseTuner"))
+_AROUND_WHOLE_MODELS: Final = {
+    "_orig_mod": ("OptimizedModule",),
+    "module": ("DataParallel", "DistributedDataParallel"),
+    "base_model": ("PeftModel",),
+    "model": ("BaseTuner",),
+}
+"""Where a wrapper keeps the model, and the classes that keep one there."""
 
 
 def adapted_modules(model: object) -> Iterator[tuple[str, nn.Module]]:
@@ -87,8 +91,9 @@ def _own_tensor(module: object, name: str) -> Tensor | None:
 
 def wrapped(module: object) -> nn.Module | None:
     """What a layer of an adapter is put around, or None if it is no such layer."""
+    held = _registered(module, "_modules")
     for name in _WRAPPED:
-        inner = _registered(module, "_modules").get(name)
+        inner = held.get(name)
         if isinstance(inner, nn.Module) and isinstance(attribute(module, "adapter_layer_names"), tuple):
             return inner
     return None
@@ -132,13 +137,12 @@ def _unwrapped(module: nn.Module) -> nn.Module:
 
 
 def _inside(module: nn.Module) -> nn.Module | None:
-    children = _children(module)
-    if _COMPILED in children:
-        return children[_COMPILED]
-    classes = {base.__name__ for base in type(module).__mro__}
-    if classes.intersection(_REPLICATING):
-        return children.get("module")
-    return next((children.get(name) for name, kind in _ROOTS if kind in classes), None)
+    held = _registered(module, "_modules")
+    for name, kinds in _AROUND_WHOLE_MODELS.items():
+        inner = held.get(name)
+        if isinstance(inner, nn.Module) and any(base.__name__ in kinds for base in type(module).__mro__):
+            return inner
+    return None
 
 
 def _children(module: object) -> dict[str, nn.Module]:
@@ -154,7 +158,7 @@ def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield name, tensor
 
 
-def _registered(module: object, holder: str) -> dict[str, object]:
+def _registered(module: object, holder: str) -> Mapping[str, object]:
     """What is registered on a module itself, past any `__getattr__` of its own."""
     held = vars(module).get(holder) if isinstance(module, nn.Module) else None
-    return dict(held) if isinstance(held, Mapping) else {}
+    return held if isinstance(held, Mapping) else {}
