@@ -10,7 +10,6 @@ from sigmascope.checkpoints import open_checkpoint
 from sigmascope.errors import NonFiniteError, SigmascopeError
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile
-from sigmascope.lora.formats import open_lora
 from sigmascope.lora.formats.keys import ALPHA
 from sigmascope.lora.models.layout import Shapes
 from sigmascope.lora.verdict.file_family import file_family
@@ -19,6 +18,7 @@ from sigmascope.lora.verdict.model_shapes import Model, shapes_of
 from sigmascope.lora.verdict.module_verdict import ModuleVerdict
 from sigmascope.lora.verdict.placing import Placing, place
 from sigmascope.lora.verdict.reasons import Reasons, part_of
+from sigmascope.lora.verdict.unread_kinds import open_any
 from sigmascope.lora.verdict.verdict_findings import findings_of, unreadable
 from sigmascope.probes.reading import describe
 
@@ -62,7 +62,7 @@ def _opened(lora: str | PathLike[str] | LoraFile) -> Iterator[tuple[LoraFile, tu
         return
     with open_checkpoint(Path(lora)) as checkpoint:
         keys = tuple(checkpoint.keys())
-    with open_lora(Path(lora)) as file:
+    with open_any(Path(lora)) as file:
         yield file, keys
 
 

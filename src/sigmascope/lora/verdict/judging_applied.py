@@ -8,7 +8,6 @@ from pathlib import Path
 from sigmascope.errors import NonFiniteError, SigmascopeError
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile
-from sigmascope.lora.formats import open_lora
 from sigmascope.lora.models.layer_kinds import WEIGHT
 from sigmascope.lora.models.layout import Shapes
 from sigmascope.lora.verdict.applied_findings import applied_findings
@@ -16,6 +15,7 @@ from sigmascope.lora.verdict.applied_verdict import AppliedModule, AppliedVerdic
 from sigmascope.lora.verdict.model_shapes import Model, shapes_of
 from sigmascope.lora.verdict.placing import Placing, place
 from sigmascope.lora.verdict.same_change import Change, is_same, times_of
+from sigmascope.lora.verdict.unread_kinds import open_any
 from sigmascope.lora.verdict.verdict_findings import unreadable
 from sigmascope.probes.adapters.applied import AppliedPatch
 from sigmascope.probes.reading import describe
@@ -41,7 +41,7 @@ def judge_applied(
     path = str(lora.path or "") or None if isinstance(lora, LoraFile) else str(lora)
     try:
         shapes = shapes_of(model) if model is not None else _shapes_of_patches(patches)
-        opened = nullcontext(lora) if isinstance(lora, LoraFile) else open_lora(Path(lora))
+        opened = nullcontext(lora) if isinstance(lora, LoraFile) else open_any(Path(lora))
         with opened as file:
             modules = tuple(_judged(file, shapes, _by_key(patches)))
     except SigmascopeError as error:

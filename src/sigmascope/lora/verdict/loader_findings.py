@@ -24,6 +24,7 @@ def loader_findings(verdict: LoraVerdict, keys: Sequence[str]) -> Iterator[Findi
     yield from _half_of_attention(verdict)
     yield from _prefix(verdict)
     yield from _some_biases(verdict, keys)
+    yield from _rotations(verdict)
 
 
 def _ignored_alphas(verdict: LoraVerdict, keys: Sequence[str]) -> Iterator[Finding]:
@@ -112,4 +113,17 @@ def _some_biases(verdict: LoraVerdict, keys: Sequence[str]) -> Iterator[Finding]
             f"{biases} of {modules} modules have a bias of lora_B: diffusers takes them for all modules or for none.",
             {"biases": biases, "modules": modules},
             "Train or convert without biases of lora_B, or with one in every module.",
+        )
+
+
+def _rotations(verdict: LoraVerdict) -> Iterator[Finding]:
+    kinds = sorted({module.kind for module in verdict.modules} & {"oft", "boft", "glora"})
+    if kinds:
+        named = " and ".join({"oft": "OFT", "boft": "BOFT", "glora": "GLoRA"}[kind] for kind in kinds)
+        yield Finding(
+            "lora_comfyui_only",
+            "warning",
+            f"The file holds {named}, which ComfyUI applies and diffusers' LoRA loaders do not.",
+            {"kinds": ", ".join(kinds)},
+            "Load it in ComfyUI, or convert it to plain LoRA factors with the tool that made it.",
         )

@@ -23,8 +23,8 @@ class ModuleVerdict:
 
     Attributes:
         name: As the file has it.
-        kind: `lora` for plain factors, else `loha`, `lokr`, `tucker`, `dora`, `diff` or `set`.
-        shape: Of the weight that it is made for.
+        kind: `lora` for plain factors, else `loha`, `lokr`, `tucker`, `dora`, `diff`, `set`, `oft`, `boft` or `glora`.
+        shape: Of the weight that it is made for; () where its tensors do not tell.
         part: Of the model: `denoiser`, `text_encoder`, …; as its name says.
         rank: Of its factors; None where it has none.
         alpha: As stored in the file; None where there is none, and then the scale is 1.

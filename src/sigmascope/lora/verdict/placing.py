@@ -92,7 +92,9 @@ def _land(placing: Placing, shapes: Shapes, name: str, layer: str, own: tuple[in
 
 
 def fits(own: tuple[int, ...], model: tuple[int, ...]) -> bool:
-    """Whether a change of a weight of one shape is one of a weight of the other."""
+    """Whether a change of a weight of one shape is one of a weight of the other; () fits any."""
+    if not own:
+        return True
     if min(len(own), len(model)) < _MATRIX:
         return own == model
     return same_matrix(own, model)

@@ -9,6 +9,7 @@ from torch import Tensor
 from sigmascope.lora.adapters import Adapter, DoraChange, WeightChange
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.precision import in_double
+from sigmascope.lora.verdict.unread_kinds import UnreadChange
 from sigmascope.probes.adapters.applied import AppliedPatch
 
 _SAME: Final = 0.999
@@ -44,6 +45,8 @@ def tensors_of(change: Change) -> Mapping[str, Tensor]:
         return {"up": change.up, "down": change.down}
     if isinstance(change, DoraChange):
         return {**tensors_of(change.direction), "dora_scale": change.magnitude}
+    if isinstance(change, UnreadChange):
+        return change.parts
     if isinstance(change, Adapter):
         return {_name(name): tensor for name, tensor in change.parts.items()}
     return {}
