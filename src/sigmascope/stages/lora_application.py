@@ -21,21 +21,20 @@ from sigmascope.records.typed import PeakMemoryDict
 from sigmascope.stages.lora.analysis import (
     Outcome,
     analyze,
-    moments_of,
-    safe_patch_analysis,
-    safe_weight_changes,
 )
 from sigmascope.stages.lora.applied import read_applied
 from sigmascope.stages.lora.baseline import Keys, capture, captured_of
-from sigmascope.stages.lora.captured import CapturedModel, capture_model
+from sigmascope.stages.lora.captured import CapturedModel
+from sigmascope.stages.lora.capturing import capture_model
 from sigmascope.stages.lora.identity import identity_changes, is_same
 from sigmascope.stages.lora.memory import memory_change
+from sigmascope.stages.lora.moments import moments_of
 from sigmascope.stages.lora.placement import placement_changes
 from sigmascope.stages.lora.report import TITLE, sections
-from sigmascope.stages.lora.typed import (
+from sigmascope.stages.lora.safely import safe_patch_analysis, safe_weight_changes
+from sigmascope.stages.lora.typed import LoraAnalysis, LoraBaseline
+from sigmascope.stages.lora.typed_models import (
     IdentityChanges,
-    LoraAnalysis,
-    LoraBaseline,
     MemoryChangeOfModel,
     PatchAnalysis,
     PlacementChanges,

@@ -15,25 +15,24 @@ from sigmascope.stages.failures import error_text, exception_dict
 from sigmascope.stages.host_reading import read_host
 from sigmascope.stages.lora.applied import Applied, read_applied
 from sigmascope.stages.lora.baseline import NO_BASELINE, captured_of, plain_baseline, references_of
-from sigmascope.stages.lora.captured import CapturedModel, capture_model
+from sigmascope.stages.lora.captured import CapturedModel
 from sigmascope.stages.lora.entries import entry_of
 from sigmascope.stages.lora.findings import FileFindings, findings_of
 from sigmascope.stages.lora.identity import identity_changes, is_same
 from sigmascope.stages.lora.judged import host_of, judged, judged_applied
 from sigmascope.stages.lora.lora_file import lora_file_facts
 from sigmascope.stages.lora.memory import lora_memory_impact, memory_change
-from sigmascope.stages.lora.patch_facts import patch_analysis
+from sigmascope.stages.lora.moments import moments_of
 from sigmascope.stages.lora.placement import placement_changes
-from sigmascope.stages.lora.typed import (
+from sigmascope.stages.lora.safely import safe_patch_analysis, safe_weight_changes
+from sigmascope.stages.lora.typed import LoraAnalysis, LoraFileFacts
+from sigmascope.stages.lora.typed_models import (
     IdentityChanges,
-    LoraAnalysis,
-    LoraFileFacts,
     MemoryChangeOfModel,
     PatchAnalysis,
     PlacementChanges,
     WeightChanges,
 )
-from sigmascope.stages.lora.weight_changes import Moments, weight_changes
 from sigmascope.stages.memory_now import memory_now
 from sigmascope.stages.text.performance import checked_seconds
 
@@ -114,14 +113,6 @@ def analyze(baseline: object, unet: object, clip: object, outcome: Outcome) -> L
     }
 
 
-def moments_of(before: CapturedModel, model: object, model_type: str, applied: Applied) -> Moments:
-    """Look at a model as it is now, at the same weights as before."""
-    keys = None if not before.fingerprints else set(before.fingerprints)
-    contents = before.fingerprint_seconds is not None
-    after = capture_model(model, model_type, keys=keys, contents=contents)
-    return Moments(before, after, model, applied)
-
-
 def models_in(lora_result: object) -> int:
     """How many models the host returned: those of a tuple; one for anything else that is not None."""
     if lora_result is None:
@@ -154,23 +145,6 @@ def _side(baseline: object, name: str, model_type: str, model: object, now: Memo
         placement_changes(before, moments.after),
         memory_change(part, model, model_type, now),
     )
-
-
-def safe_weight_changes(moments: Moments) -> WeightChanges:
-    """`weight_changes`, or its structure with the reason why there is nothing in it."""
-    found = read_host(lambda: weight_changes(moments))
-    if found.value is not None:
-        return found.value
-    nothing = CapturedModel(moments.after.model_type, unavailable={"weights": found.reason or "unknown"})
-    return weight_changes(Moments(nothing, nothing, None, Applied()))
-
-
-def safe_patch_analysis(applied: Applied) -> PatchAnalysis:
-    """`patch_analysis`, or its structure with the reason why there is nothing in it."""
-    found = read_host(lambda: patch_analysis(applied))
-    if found.value is not None:
-        return found.value
-    return patch_analysis(Applied(unavailable={"model": found.reason or "unknown"}))
 
 
 def _file_of(baseline: object) -> LoraFileFacts:

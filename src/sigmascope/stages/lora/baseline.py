@@ -10,7 +10,8 @@ from sigmascope.probes import Accelerator, memory_snapshot
 from sigmascope.probes.reading import Reading
 from sigmascope.records.snapshot import MemorySnapshot
 from sigmascope.stages.host_reading import read_host
-from sigmascope.stages.lora.captured import CapturedModel, capture_model
+from sigmascope.stages.lora.captured import CapturedModel
+from sigmascope.stages.lora.capturing import capture_model
 from sigmascope.stages.lora.entries import entry_of
 from sigmascope.stages.lora.judged import judged, touched_keys
 from sigmascope.stages.lora.lora_file import lora_file_facts

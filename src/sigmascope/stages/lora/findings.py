@@ -7,7 +7,7 @@ from typing import Final
 from sigmascope.lora.verdict import AppliedVerdict, LoraVerdict
 from sigmascope.records.finding import Finding
 from sigmascope.stages.lora.model_findings import STAGE, on_patches, on_weights
-from sigmascope.stages.lora.typed import PatchAnalysis, WeightChanges
+from sigmascope.stages.lora.typed_models import PatchAnalysis, WeightChanges
 
 _HOSTS: Final = {
     "lora_alpha_ignored": "diffusers",

@@ -3,7 +3,7 @@
 from sigmascope.stages.host_reading import read_host
 from sigmascope.stages.lora.captured import CapturedModel
 from sigmascope.stages.lora.parts import parts_of
-from sigmascope.stages.lora.typed import IdentityChanges
+from sigmascope.stages.lora.typed_models import IdentityChanges
 
 
 def identity_changes(before: CapturedModel, after: CapturedModel, same: bool | None) -> IdentityChanges:

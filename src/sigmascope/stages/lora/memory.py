@@ -7,7 +7,8 @@ from sigmascope.records.arithmetic import change, mib
 from sigmascope.records.snapshot import AcceleratorMemory, MemoryImpact, MemorySnapshot
 from sigmascope.stages.host_reading import read_host
 from sigmascope.stages.lora.entries import entry_of
-from sigmascope.stages.lora.typed import LoraMemoryImpact, MemoryChangeOfModel
+from sigmascope.stages.lora.typed import LoraMemoryImpact
+from sigmascope.stages.lora.typed_models import MemoryChangeOfModel
 from sigmascope.stages.lora.weights import weights_nbytes
 
 _CHANGES = ("allocated_change_mb", "reserved_change_mb")

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from sigmascope.records.finding import Finding
-from sigmascope.stages.lora.typed import PatchAnalysis, WeightChanges
+from sigmascope.stages.lora.typed_models import PatchAnalysis, WeightChanges
 
 STAGE: Final = "lora_application"
 _MUCH: Final = 0.5

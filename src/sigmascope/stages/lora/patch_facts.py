@@ -13,7 +13,7 @@ from sigmascope.probes.adapters.applied import AppliedPatch
 from sigmascope.probes.reading import PROBE_ERRORS
 from sigmascope.stages.lora.applied import Applied
 from sigmascope.stages.lora.several import applied_twice, overlaps_of
-from sigmascope.stages.lora.typed import OnePatch, PatchAnalysis, PatchDetails, SourceFacts
+from sigmascope.stages.lora.typed_models import OnePatch, PatchAnalysis, PatchDetails, SourceFacts
 
 _FARTHEST: Final = ("failed", "registered", "lazy", "merged", "inactive")
 """Of several changes on one weight, the state that a reader should know of first."""

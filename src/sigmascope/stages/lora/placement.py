@@ -4,7 +4,7 @@ import torch
 
 from sigmascope.stages.lora.captured import CapturedModel
 from sigmascope.stages.lora.parts import is_text
-from sigmascope.stages.lora.typed import PlacementChanges
+from sigmascope.stages.lora.typed_models import PlacementChanges
 
 
 def placement_changes(before: CapturedModel, after: CapturedModel) -> PlacementChanges:

@@ -8,7 +8,7 @@ from sigmascope.lora.effect.acting import sort_patches
 from sigmascope.lora.overlap import LoraOverlap, overlap
 from sigmascope.probes.adapters.applied import AppliedPatch
 from sigmascope.probes.fingerprints import Fingerprint, fingerprints
-from sigmascope.stages.lora.typed import SameTwice
+from sigmascope.stages.lora.typed_models import SameTwice
 
 _MOST_SOURCES: Final = 6
 _MOST_KEYS: Final = 10

@@ -1,19 +1,18 @@
 """How much each weight changed: from both contents where there are two, else from the changes, else from samples."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import sqrt
 from typing import Final
 
-import torch
 from torch import Tensor
 
 from sigmascope.lora.effect import Effect, effect_of, measured_effect
 from sigmascope.lora.effect.acting import sort_patches
 from sigmascope.lora.effect.patch_change import needs_weight
 from sigmascope.probes.adapters.applied import AppliedPatch
+from sigmascope.stages.lora.estimates import rounding, sampled_effect
 from sigmascope.stages.lora.merged_base import beside_unmerged
-from sigmascope.stages.lora.typed import ValueChange
+from sigmascope.stages.lora.typed_models import ValueChange
 
 _MEASURED_WITHIN: Final = 0.05
 _SAMPLED_WITHIN: Final = 1.0
@@ -72,7 +71,7 @@ def judge_weight(weight: WeightInQuestion) -> Verdict:
     acting = sort_patches(weight.fresh).acting
     predicted = _predicted(weight, acting) if acting else None
     measured = _measured(weight, acting)
-    sampled = _sampled(weight.samples, weight.now.numel())
+    sampled = sampled_effect(weight.samples, weight.now.numel())
     effect, source = _best(measured, predicted, sampled)
     content = _content_relative(weight, sampled)
     within_rounding = content is not None and content <= rounding(weight.now.dtype)
@@ -93,17 +92,6 @@ def _content_relative(weight: WeightInQuestion, sampled: Effect | None) -> float
     return None if sampled is None else sampled.relative_change
 
 
-def rounding(dtype: torch.dtype) -> float:
-    """‖ΔW‖/‖W‖ up to which adding a change and taking it away again explains a difference.
-
-    Two roundings to the nearest are off by 0.3 ε of the larger of W and W + Δ, in the mean over a weight.
-    """
-    if not dtype.is_floating_point:
-        return 0.0
-    eps = torch.finfo(dtype).eps
-    return eps if eps > 1e-6 else 4 * eps
-
-
 def _predicted(weight: WeightInQuestion, acting: Sequence[AppliedPatch]) -> Effect:
     if weight.original is not None or not any(patch.state == "merged" for patch in acting):
         return effect_of(weight.fresh, weight.now if weight.original is None else weight.original)
@@ -122,15 +110,6 @@ def _measured(weight: WeightInQuestion, acting: Sequence[AppliedPatch]) -> Effec
     if weight.content_changed is False and acting and all_merged:
         return Effect(0.0, 0.0, None, False, unavailable={"weight_norm": "nothing changed"})
     return None
-
-
-def _sampled(samples: tuple[Tensor, Tensor] | None, elements: int) -> Effect | None:
-    if samples is None or samples[0].shape != samples[1].shape or not samples[0].numel():
-        return None
-    before, after = (sample.to(torch.float64) for sample in samples)
-    share = sqrt(elements / before.numel())
-    delta, whole = (float(torch.linalg.vector_norm(values)) * share for values in (after - before, before))
-    return Effect(delta, delta / whole if whole > 0 else None, whole, False)
 
 
 def _best(
@@ -193,10 +172,3 @@ def _as_predicted(
     whole = predicted.weight_norm or found.weight_norm or 0.0
     allowed = within * min(predicted.delta_norm, found.delta_norm) + rounding(weight.now.dtype) * whole
     return abs(found.delta_norm - predicted.delta_norm) <= allowed
-
-
-def sample_pair(
-    key: str, before: Mapping[str, Tensor], after: Mapping[str, Tensor]
-) -> tuple[Tensor, Tensor] | None:
-    """Both samples of a weight, if both were taken."""
-    return (before[key], after[key]) if key in before and key in after else None

@@ -1,38 +1,18 @@
 """What became of a model's weights between two moments."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
-
-from torch import Tensor
 
 from sigmascope.lora.effect import Effect, by_block
 from sigmascope.lora.norms import root_sum_square
 from sigmascope.probes.adapters.applied import AppliedPatch
-from sigmascope.probes.fingerprints import fingerprint
 from sigmascope.stages.host_reading import read_host
-from sigmascope.stages.lora.applied import Applied, original_of
 from sigmascope.stages.lora.captured import CapturedModel, mark_of
-from sigmascope.stages.lora.typed import Drift, WeightChange, WeightChanges
-from sigmascope.stages.lora.value_changes import Verdict, WeightInQuestion, judge_weight, sample_pair
+from sigmascope.stages.lora.estimates import sample_pair
+from sigmascope.stages.lora.moments import KeysOfBoth, Moments, Originals
+from sigmascope.stages.lora.typed_models import Drift, WeightChange, WeightChanges
+from sigmascope.stages.lora.value_changes import Verdict, WeightInQuestion, judge_weight
 from sigmascope.stages.lora.weights import Weights, weights_in
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Moments:
-    """Two moments of a model, and the model itself. It holds the host's tensors.
-
-    Attributes:
-        before: The original.
-        after: What came of it.
-        model: As it is now.
-        applied: The changes on it now.
-    """
-
-    before: CapturedModel
-    after: CapturedModel
-    model: object
-    applied: Applied
 
 
 def weight_changes(moments: Moments) -> WeightChanges:
@@ -42,7 +22,7 @@ def weight_changes(moments: Moments) -> WeightChanges:
     verdicts = dict(_verdicts(moments))
     changed = {key: verdict for key, verdict in verdicts.items() if verdict.is_effective}
     effects = {key: verdict.effect for key, verdict in changed.items()}
-    keys = _Keys(before, after)
+    keys = KeysOfBoth(before, after)
     whole = _total(effects)
     return {
         "keys_added": keys.only_in(after, before),
@@ -65,25 +45,6 @@ def weight_changes(moments: Moments) -> WeightChanges:
     }
 
 
-class _Keys:
-    """Names in both models; nothing is said of a model whose names are not known."""
-
-    def __init__(self, before: CapturedModel, after: CapturedModel) -> None:
-        self._before, self._after = before, after
-        self._known = all("weights" not in one.unavailable for one in (before, after))
-
-    def only_in(self, one: CapturedModel, other: CapturedModel) -> list[str]:
-        there = set(other.keys)
-        return [key for key in one.keys if key not in there] if self._known else []
-
-    def in_both(self) -> list[str]:
-        there = set(self._after.keys)
-        return [key for key in self._before.keys if key in there]
-
-    def count(self, one: CapturedModel) -> int | None:
-        return None if "weights" in one.unavailable else len(one.keys)
-
-
 def _facts(key: str, before: CapturedModel, after: CapturedModel) -> WeightChange:
     old, new = before.weights[key], after.weights[key]
     return {
@@ -99,7 +60,7 @@ def _verdicts(moments: Moments) -> Iterator[tuple[str, Verdict]]:
     """Of each weight whose content or changes are other than before and that is affected by it."""
     patches = moments.applied.by_key()
     now = read_host(lambda: weights_in(moments.model, moments.after.model_type)).value or Weights({}, {})
-    originals = _Originals(moments, now.base)
+    originals = Originals(moments, now.base)
     for key, weight in now.base.items():
         content = _content_changed(key, moments)
         fresh = _fresh(patches.get(key, ()), moments.before, key)
@@ -131,44 +92,6 @@ def _fresh(patches: "list[AppliedPatch] | tuple[()]", before: CapturedModel, key
 
 def _acts(patches: list[AppliedPatch]) -> bool:
     return any(patch.state not in ("failed", "inactive") for patch in patches)
-
-
-class _Originals:
-    """The weights as they were, where anybody still has them apart from those of now."""
-
-    def __init__(self, moments: Moments, now: Mapping[str, Tensor]) -> None:
-        self._moments = moments
-        self._now = now
-        original = moments.before.model()
-        apart = original is not None and original is not moments.model
-        self._live: Mapping[str, Tensor] = {}
-        if apart:
-            kind = moments.before.model_type
-            found = read_host(lambda: weights_in(original, kind)).value
-            self._live = {} if found is None else found.base
-
-    def of(self, key: str) -> Tensor | None:
-        """The old content, proved by its fingerprint where the baseline has one."""
-        moments = self._moments
-        kept = read_host(lambda: original_of(moments.model, moments.after.model_type, key)).value
-        for candidate in (kept, self._live.get(key)):
-            if (
-                candidate is not None
-                and not _same_memory(candidate, self._now[key])
-                and self._is_old(key, candidate)
-            ):
-                return candidate
-        return None
-
-    def _is_old(self, key: str, candidate: Tensor) -> bool:
-        known = self._moments.before.fingerprints.get(key)
-        return known is None or fingerprint(candidate).value == known
-
-
-def _same_memory(one: Tensor, other: Tensor) -> bool:
-    if one is other:
-        return True
-    return one.device == other.device and one.data_ptr() == other.data_ptr() != 0
 
 
 def _total(effects: Mapping[str, Effect]) -> Effect:
