@@ -5,7 +5,7 @@
 An AutoencoderKL of Stable Diffusion's layers with random weights, its channels times `--width` (1 is the real
 thing: a minute and 4 GB on a few cores). Every measurement is a process of its own. The peak is that of its
 resident memory beyond what it held before, with the VAE loaded and once used on a small picture; beside it is
-what `sigmascope.pipeline.prediction` expected. Tiles of half a side are meant to stay below a third of the memory
+what `sigmascope.pipeline.prediction` expected. Tiles of half a side are meant to stay below 0.45 of the memory
 of doing it at once.
 """
 
@@ -28,7 +28,7 @@ from sigmascope.pipeline.tiling import plan, tiled_map
 
 FACTOR = 8
 MIB = 1024 * 1024
-LIMIT = 1 / 3
+LIMIT = 0.45
 
 
 def make_vae(width: float) -> AutoencoderKL:

@@ -132,6 +132,17 @@ def test_what_the_allocator_holds_unused_is_free_on_a_device() -> None:
     assert not fits(Prediction(101 * MIB, "config"), memory, "cuda:0")[0]
 
 
+def test_a_device_without_a_number_is_the_current_one() -> None:
+    there = AcceleratorMemory("cuda:1", 0, 0, free_bytes=50 * MIB)
+    memory = MemorySnapshot(accelerators=(there,), current_device="cuda:1")
+    assert not fits(Prediction(100 * MIB, "config"), memory, "cuda")[0]
+
+
+def test_a_shape_without_all_axes_is_unknown_with_the_reason(vae: Any) -> None:
+    found = predict_peak(vae, Planned((256, 256)), Experience())
+    assert found.unavailable["bytes"] == "a shape of 2 axes has no batch, channels, height and width"
+
+
 def test_what_is_unknown_is_no_reason_to_skip() -> None:
     unknown = Prediction(unavailable={"bytes": "no config"})
     assert fits(unknown, MemorySnapshot()) == (True, "Its peak could not be predicted: no config.")

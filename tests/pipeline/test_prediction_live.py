@@ -41,6 +41,11 @@ def test_what_was_there_before_is_not_counted() -> None:
     assert counted(lambda: given * 2).tensor_bytes == ROW
 
 
+def test_views_of_what_was_there_before_are_not_counted() -> None:
+    given = row()
+    assert counted(lambda: given[:500].view(5, 100) + given[500:].view(5, 100)).tensor_bytes == ROW // 2
+
+
 def test_a_convolution_lays_out_its_input_and_weight_anew() -> None:
     conv = nn.Conv2d(2, 4, 3, padding=1, bias=False, device="meta")
     picture = torch.empty(1, 2, 10, 10, device="meta")

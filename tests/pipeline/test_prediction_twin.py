@@ -3,7 +3,13 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import AutoencoderKL, AutoencoderKLQwenImage, AutoencoderKLWan, AutoencoderTiny
+from diffusers import (
+    AutoencoderKL,
+    AutoencoderKLQwenImage,
+    AutoencoderKLTemporalDecoder,
+    AutoencoderKLWan,
+    AutoencoderTiny,
+)
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -115,6 +121,13 @@ def test_the_vaes_own_tiling_is_left_out() -> None:
     plain = dry_run(vae, (1, 3, 64, 64), "encoding")
     vae.enable_tiling()
     assert dry_run(vae, (1, 3, 64, 64), "encoding") == plain
+
+
+def test_a_decoder_that_mixes_frames_is_told_how_many_there_are() -> None:
+    vae = AutoencoderKLTemporalDecoder(
+        block_out_channels=(32, 32), down_block_types=("DownEncoderBlock2D",) * 2, layers_per_block=1
+    )
+    assert dry_run(vae, (3, 4, 8, 8), "decoding").output_shape == (3, 3, 16, 16)
 
 
 class OwnVae(nn.Module):

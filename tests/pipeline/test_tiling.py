@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from sigmascope.errors import ConfigError, ModelMismatchError
+from sigmascope.pipeline.prediction_live import counted
 from sigmascope.pipeline.tiling import TilePlan, plan, tiled_map
 from sigmascope.pipeline.tiling_axis import tile_starts
 
@@ -121,6 +122,16 @@ def test_a_side_that_is_no_multiple_of_the_factor_ends_as_the_vae_ends_it(roundi
     pixels = torch.randn(1, 1, 101, 67)
     tiles = plan(101, 67, 32, 16, FACTOR, rounding=rounding)  # type: ignore[arg-type]
     torch.testing.assert_close(tiled_map(encode, pixels, tiles), encode(pixels))
+
+
+def test_no_more_is_held_than_one_tile_and_the_output() -> None:
+    pixels = torch.empty(1, 3, 1024, 1024, device="meta", dtype=torch.float16)
+    tiles = plan(1024, 1024, 256, 64, 1)
+    found = counted(lambda: tiled_map(lambda part: part + 1, pixels, tiles))
+    output, tile = 3 * 1024 * 1024, 3 * 256 * 256
+    blending = output * 4 + tile * (2 + 4) + 2 * 256 * 256 * 4 + 100_000
+    at_the_end = output * (4 + 2) + tile * 4 + 100_000
+    assert found.tensor_bytes <= max(blending, at_the_end)
 
 
 def test_tiles_may_be_oblong() -> None:

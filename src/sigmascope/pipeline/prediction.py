@@ -24,6 +24,8 @@ MARGIN_ON_ACCELERATOR = 0.1
 MARGIN_IN_RAM = 0.25
 """Shares of a prediction that shall be free beside it, for what allocators waste."""
 
+_FEWEST_AXES = 4
+
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
@@ -95,7 +97,11 @@ def predict_peak(vae: object, wanted: Planned, experience: Experience | None = N
         experience: From `learn`.
     """
     counted = _counted(vae, wanted)
-    learned = None if experience is None else _learned(vae, wanted, counted.bytes, experience)
+    learned = (
+        None
+        if experience is None or len(wanted.shape) < _FEWEST_AXES
+        else _learned(vae, wanted, counted.bytes, experience)
+    )
     return counted if learned is None else replace(counted, bytes=learned, basis="learned")
 
 
@@ -130,6 +136,9 @@ def fits(
 
 def _counted(vae: object, wanted: Planned) -> Prediction:
     weights = wanted.moved_weights_bytes
+    if len(wanted.shape) < _FEWEST_AXES:
+        reason = f"a shape of {len(wanted.shape)} axes has no batch, channels, height and width"
+        return Prediction(None, None, None, weights, dict.fromkeys(("bytes", "tensor_bytes"), reason))
     try:
         found = dry_run(vae, wanted.part, wanted.direction, wanted.dtype)
     except NoTwinError as error:
@@ -174,10 +183,16 @@ def _learned(vae: object, wanted: Planned, counted_bytes: int | None, experience
     return experience.peak(kind, math.prod(wanted.part), counted_bytes)
 
 
+def _numbered(device: str, memory: MemorySnapshot) -> str:
+    """A device without a number is the current one of its kind."""
+    current = memory.current_device or ""
+    return current if ":" not in device and current.startswith(f"{device}:") else device
+
+
 def _free(memory: MemorySnapshot, device: str | None) -> int | None:
     if device in (None, "cpu"):
         return memory.ram_available_bytes
-    there = memory.accelerator(str(device))
+    there = memory.accelerator(_numbered(str(device), memory))
     if there.free_bytes is None:
         return None
     return there.free_bytes + (there.reserved_bytes or 0) - (there.allocated_bytes or 0)

@@ -5,7 +5,7 @@ counted until it is let go of, so that the count is what an allocator would have
 """
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,18 +64,21 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        for tensor in _tensors_in((args, kwargs)):
+            self._count(tensor.untyped_storage(), made_here=False)
         output = func(*args, **(kwargs or {}))
-        for tensor in tree_iter(output):
-            if isinstance(tensor, Tensor):
-                self._count(tensor.untyped_storage())
+        for tensor in _tensors_in(output):
+            self._count(tensor.untyped_storage(), made_here=True)
         self.highest = max(self.highest, self.now)
         self.highest_with_workspace = max(self.highest_with_workspace, self.now + _workspace(func, args))
         return output
 
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        key, nbytes = id(storage), storage.nbytes()
+    def _count(self, storage: torch.UntypedStorage, *, made_here: bool) -> None:
+        """Count a storage once; of what is given, views are made that must not count as new."""
+        key = id(storage)
         if key in self._alive:
             return
+        nbytes = storage.nbytes() if made_here else 0
 
         def gone(_: object) -> None:
             del self._alive[key]
@@ -101,6 +104,10 @@ class _FusedAttention(TorchFunctionMode):
         named = dict(zip(("query", "key", "value"), args, strict=False)) | dict(kwargs)
         query, value = named["query"], named["value"]
         return query.new_empty(*query.shape[:-1], value.shape[-1])
+
+
+def _tensors_in(values: object) -> Iterator[Tensor]:
+    return (value for value in tree_iter(values) if isinstance(value, Tensor))
 
 
 def _workspace(func: Any, args: tuple[Any, ...]) -> int:

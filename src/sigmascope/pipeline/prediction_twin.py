@@ -171,7 +171,7 @@ def _without_content(weight: Tensor) -> Tensor:
 def _cast(twin: nn.Module, dtype: torch.dtype) -> nn.Module:
     """To a dtype throughout: a class's own `.to` may have ideas of what stays in float32."""
     apply: Callable[[Callable[[Tensor], Tensor]], nn.Module] = twin._apply
-    return apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+    return apply(lambda tensor: tensor.to(_META, dtype if tensor.is_floating_point() else tensor.dtype))
 
 
 def _frame_count(twin: Any, shape: tuple[int, ...]) -> dict[str, int]:

@@ -135,6 +135,7 @@ def tiled_map(
             output = _empty(part, plan.size(latents=not from_latents))
         weight = row_weights[row][:, None] * column_weights[column]
         output[where] += part * weight.to(part.device)
+        del part  # not to be held beside the next tile's work
         progress(done, plan.count, "tile")
     assert output is not None  # there is at least one tile
     return output.to(dtype)
