@@ -1,0 +1,146 @@
+"""The machine as Sigmascope sees it: what is there, what will be measured, and what will not, and why."""
+
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from sigmascope.probes.accelerators import Accelerator, detect_accelerator, why_no_devices
+from sigmascope.probes.extras import ExtraFacts, extras_facts
+from sigmascope.probes.heap import heap_in_use
+from sigmascope.probes.host import host_facts
+from sigmascope.probes.nvml import read_nvml
+from sigmascope.probes.process_memory import process_rss, system_memory
+from sigmascope.probes.reading import attempt
+from sigmascope.records.host import HostFacts
+from sigmascope.records.memory import AcceleratorMemory
+
+_SETTINGS: Final = (
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_HIP_ALLOC_CONF",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING",
+    "PYTORCH_MPS_HIGH_WATERMARK_RATIO",
+    "CUDA_VISIBLE_DEVICES",
+    "CUDA_LAUNCH_BLOCKING",
+    "OMP_NUM_THREADS",
+    "TORCH_LOGS",
+)
+"""Variables of the environment that change what a pipeline costs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One thing that Sigmascope measures: `reason` says why it will not, or how it will."""
+
+    name: str
+    works: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class DoctorReport:
+    """What `sigmascope doctor` shows.
+
+    Attributes:
+        host: Machine, libraries and devices.
+        python: The interpreter's path.
+        torch: Build and settings of PyTorch.
+        memory: Of each device now.
+        measurements: What will be measured.
+        extras: Optional dependencies.
+        settings: Variables of the environment that are set.
+        advice: What to change, if anything.
+    """
+
+    host: HostFacts
+    python: str
+    torch: dict[str, str | int | bool | None]
+    memory: tuple[AcceleratorMemory, ...] = ()
+    measurements: tuple[Measurement, ...] = ()
+    extras: tuple[ExtraFacts, ...] = ()
+    settings: dict[str, str] = field(default_factory=dict)
+    advice: tuple[str, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """All fields as JSON values."""
+        return asdict(self)
+
+
+def examine(accelerator: Accelerator | None = None) -> DoctorReport:
+    """Look at this machine. Never raises; no device is initialised.
+
+    Args:
+        accelerator: What to ask about devices; None finds out.
+    """
+    accelerator = detect_accelerator() if accelerator is None else accelerator
+    measurements = tuple(_measurements(accelerator))
+    settings = {name: os.environ[name] for name in _SETTINGS if name in os.environ}
+    return DoctorReport(
+        host=host_facts(accelerator),
+        python=_without_home(sys.executable),
+        torch=_torch_facts(),
+        memory=tuple(accelerator.memory(device) for device in accelerator.devices()),
+        measurements=measurements,
+        extras=tuple(extras_facts()),
+        settings=settings,
+        advice=tuple(_advice(accelerator, settings)),
+    )
+
+
+def _without_home(path: str) -> str:
+    """The path with the home folder as ~, so that it names no user."""
+    home = str(Path.home())
+    return f"~{path.removeprefix(home)}" if path.startswith(f"{home}{os.sep}") else path
+
+
+def _torch_facts() -> dict[str, str | int | bool | None]:
+    return {
+        "version": torch.__version__,
+        "cuda": torch.version.cuda,
+        "hip": getattr(torch.version, "hip", None),
+        "threads": torch.get_num_threads(),
+        "float32_matmul_precision": attempt(torch.get_float32_matmul_precision).value,
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "allocator": attempt(torch.cuda.get_allocator_backend).value if torch.version.cuda else None,
+    }
+
+
+def _measurements(accelerator: Accelerator) -> Iterator[Measurement]:
+    absent = accelerator.absence or (None if accelerator.devices() else why_no_devices(accelerator))
+    rss, heap, ram = process_rss(), heap_in_use(), system_memory()
+    yield Measurement("time of stages and steps", works=True, reason="the host's monotonic clock")
+    yield _read("memory of the process", rss.reason, "resident set, sampled at most 10 times a second")
+    yield _read("memory of the machine", ram.unavailable.get("ram_used_bytes"), "by psutil")
+    yield _read("tensors on the CPU", heap.reason, "what malloc has given out, for leaks")
+    yield _read("memory of devices", absent, "PyTorch's allocator, peaks kept apart for nested stages")
+    yield _read("time on the device", absent, "events at the edges of steps, read without waiting")
+    yield _read(
+        "utilisation of the device", absent or _no_nvml(accelerator), "NVML, at most 5 times a second"
+    )
+
+
+def _no_nvml(accelerator: Accelerator) -> str | None:
+    if accelerator.kind != "cuda":
+        return f"NVML knows NVIDIA's devices, and this is {accelerator.kind}"
+    return read_nvml(accelerator.devices()[0]).unavailable.get("utilization_percent")
+
+
+def _read(name: str, reason: str | None, how: str) -> Measurement:
+    return Measurement(name, works=reason is None, reason=how if reason is None else reason)
+
+
+def _advice(accelerator: Accelerator, settings: dict[str, str]) -> Iterator[str]:
+    allocator = settings.get("PYTORCH_ALLOC_CONF") or settings.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    if accelerator.kind == "cuda" and accelerator.devices() and "expandable_segments" not in allocator:
+        yield "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True lessens fragmentation, where the driver supports it."
+    if "cudaMallocAsync" in allocator:
+        yield "With backend:cudaMallocAsync, PyTorch reports some peaks as 0: figures of reserved memory may be missing."
+    if settings.get("CUDA_LAUNCH_BLOCKING") == "1":
+        yield "CUDA_LAUNCH_BLOCKING=1 makes every kernel wait: times will be far from those without it."
+    if settings.get("PYTORCH_NO_CUDA_MEMORY_CACHING"):
+        yield "PYTORCH_NO_CUDA_MEMORY_CACHING switches the caching allocator off: no peaks, and slow allocations."
