@@ -35,12 +35,13 @@ class Choices:
         """The tiles to try, largest first."""
         if self.tile is not None:
             return [Tiles(self.tile, self.overlap)]
-        factor = work.vae.facts.spatial_factor or _USUAL_FACTOR
-        smallest = max(_SMALLEST_LATENT_TILE * factor, 0 if self.overlap is None else self.overlap + factor)
+        step = (work.vae.facts.spatial_factor or _USUAL_FACTOR) * work.vae.halvings
+        least = 0 if self.overlap is None else self.overlap * work.vae.halvings + step
+        smallest = max(_SMALLEST_LATENT_TILE * step // work.vae.halvings, _multiple(least + step - 1, step))
         half = max(work.pixels) // 2
-        sides = [max(_multiple(min(_LARGEST_TILE, half), factor), smallest)]
+        sides = [max(_multiple(min(_LARGEST_TILE, half), step), smallest)]
         while sides[-1] > smallest:
-            sides.append(max(_multiple(sides[-1] // 2, factor), smallest))
+            sides.append(max(_multiple(sides[-1] // 2, step), smallest))
         return [Tiles(side, self.overlap) for side in sides]
 
 
@@ -83,6 +84,24 @@ def check_tiles(choices: Choices, work: Work) -> None:
     height, width = work.pixels
     for tiles in choices.ladder(work):
         plan(height, width, tiles.side, tiles.overlap, factor)
+        _check_halves(tiles, work.vae.halvings, factor)
+
+
+def _check_halves(tiles: Tiles, halvings: int, factor: int) -> None:
+    """ComfyUI goes over a picture with tiles of half the height or half the width too."""
+    if halvings == 1:
+        return
+    half = tiles.side // halvings
+    if tiles.side % (halvings * factor):
+        raise ConfigError(
+            f"tile: ComfyUI halves tiles, and half of {tiles.side} is no multiple of the VAE's factor {factor}.",
+            hint=f"Take a multiple of {halvings * factor}.",
+        )
+    if tiles.overlap is not None and tiles.overlap >= half:
+        raise ConfigError(
+            f"overlap: ComfyUI halves tiles, and {tiles.overlap} pixels are all of a half of {tiles.side}.",
+            hint=f"Take {half - factor} at most.",
+        )
 
 
 def _multiple(length: int, factor: int) -> int:

@@ -1,7 +1,8 @@
 """ComfyUI's `VAE` object: it moves its own weights, and where memory runs out it would go on in tiles silently."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -50,6 +51,7 @@ class ComfyuiVae:
         self.facts = facts
         self.modules: list[nn.Module] = [vae.first_stage_model]
         self.kept: tuple[object, ...] = (vae,)  # its weights are ComfyUI's own to move
+        self.halvings = 1 if getattr(vae, "latent_dim", 2) == 3 else 2
         self.one_each = bool(getattr(vae, "not_video", False))
         self.switches: dict[str, object] = {}
 
@@ -79,27 +81,27 @@ class ComfyuiVae:
         """Encode without tiles: by ComfyUI on its own device, by hand on any other."""
         encode = self.vae.encode if device == self.device else self._encode_by_hand
         with _no_silent_fallback(self.vae):
-            return Encoded(torch.cat([encode(one) for one in self._nodes_pictures(pixels, values)]))
+            return Encoded(_for_anybody(lambda: self._each(encode, pixels, values)))
 
     def encode_tiled(self, pixels: Tensor, values: Values, tile: int, overlap: int) -> Encoded:
         """Encode in ComfyUI's own tiles, of pixels."""
-        parts = self._nodes_pictures(pixels, values)
-        tiles = {"tile_x": tile, "tile_y": tile, "overlap": overlap}
-        return Encoded(torch.cat([self.vae.encode_tiled(one, **tiles) for one in parts]))
+        encode = partial(self.vae.encode_tiled, tile_x=tile, tile_y=tile, overlap=overlap)
+        return Encoded(_for_anybody(lambda: self._each(encode, pixels, values)))
 
     def decode(self, latents: Tensor, device: torch.device, frames: int | None = None) -> Tensor:
         """Decode without tiles: by ComfyUI on its own device, by hand on any other."""
         decode = self.vae.decode if device == self.device else self._decode_by_hand
         with _no_silent_fallback(self.vae):
-            pixels: Tensor = decode(latents)
-        return pixels
+            return _for_anybody(lambda: decode(latents))
 
     def decode_tiled(self, latents: Tensor, tile: int, overlap: int) -> Tensor:
         """Decode in ComfyUI's own tiles, whose sizes are given in pixels of the picture."""
         factor = self.facts.spatial_factor or 1
-        tiles = {"tile_x": tile // factor, "tile_y": tile // factor, "overlap": overlap // factor}
-        pixels: Tensor = self.vae.decode_tiled(latents, **tiles)
-        return pixels
+        side, shared = tile // factor, overlap // factor
+        return _for_anybody(lambda: self.vae.decode_tiled(latents, tile_x=side, tile_y=side, overlap=shared))
+
+    def _each(self, encode: Callable[[Tensor], Tensor], pixels: Tensor, values: Values) -> Tensor:
+        return torch.cat([encode(one) for one in self._nodes_pictures(pixels, values)])
 
     def _nodes_pictures(self, pixels: Tensor, values: Values) -> list[Tensor]:
         """What its nodes hand over: all pictures, or the frames of one video after the other."""
@@ -128,6 +130,15 @@ class ComfyuiVae:
 
     def _as_output(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.latent_dtype)
+
+
+def _for_anybody(compute: Callable[[], Tensor]) -> Tensor:
+    """Compute in inference mode, which ComfyUI's tiles cannot do without; the result works outside of it too."""
+    if torch.is_inference_mode_enabled():
+        return compute()
+    with torch.inference_mode():
+        result = compute()
+    return result.clone()
 
 
 @contextmanager

@@ -32,11 +32,13 @@ class ModuleVae:
         kept: What is put back as it was when an attempt fails.
         switches: Attributes to set on it while it works, so that it cuts no tiles of its own.
         one_each: Whether several pictures are as many pictures, though it has an axis for frames.
+        halvings: How far tiles are cut smaller than asked for: 1, not at all.
         decodes_batch_together: Whether pictures of a batch cannot be decoded one by one.
     """
 
     values: Values = "signed"
     default_values: Values | None = None
+    halvings = 1
 
     def __init__(self, vae: Any, facts: VaeFacts) -> None:
         self.vae = vae

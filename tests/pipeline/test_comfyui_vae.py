@@ -1,0 +1,257 @@
+"""ComfyUI's `VAE`: a stand-in that behaves as the real one does, and the real one where a checkout is at hand."""
+
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.comfy_shapes.checkout import VARIABLE, Checkout, why_not
+from torch import Tensor, nn
+
+from sigmascope import decode_latents, encode_latents
+from sigmascope.errors import ConfigError
+
+
+class FirstStage(nn.Module):
+    """A VAE with a factor of 8 that runs out of memory as often as it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 4, 8, stride=8)
+        self.back = nn.ConvTranspose2d(4, 3, 8, stride=8)
+        self.fails = 0
+
+    def _may_fail(self) -> None:
+        self.fails -= 1
+        if self.fails >= 0:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        self._may_fail()
+        return self.convolution(pixels)  # type: ignore[no-any-return]
+
+    def decode(self, latents: Tensor) -> Tensor:
+        self._may_fail()
+        return self.back(latents)  # type: ignore[no-any-return]
+
+
+class ComfyVae:
+    """Where memory runs out, `encode` and `decode` go on with their private tiles and say nothing to the caller."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.first_stage_model = FirstStage()
+        self.downscale_ratio = self.upscale_ratio = 8
+        self.latent_channels, self.output_channels, self.latent_dim = 4, 3, 2
+        self.vae_dtype = torch.float32
+        self.device = self.output_device = torch.device("cpu")
+        self.patcher = object()
+        self.tiled: list[tuple[int, int, int]] = []
+        self.process_input: Callable[[Tensor], Tensor] = lambda pixels: pixels * 2 - 1
+        self.process_output: Callable[[Tensor], Tensor] = lambda pixels: ((pixels + 1) / 2).clamp(0, 1)
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        prepared = self.process_input(pixels.movedim(-1, 1))
+        try:
+            return self.first_stage_model.encode(prepared)
+        except torch.OutOfMemoryError:
+            return self.encode_tiled_(prepared)
+
+    def encode_tiled_(self, prepared: Tensor, tile: int = 512, overlap: int = 64) -> Tensor:
+        self.tiled.append((tile, tile, overlap))
+        return self.first_stage_model.encode(prepared)
+
+    def encode_tiled(self, pixels: Tensor, tile_x: int, tile_y: int, overlap: int) -> Tensor:
+        return self.encode_tiled_(self.process_input(pixels.movedim(-1, 1)), tile_x, overlap)
+
+    def decode(self, latents: Tensor) -> Tensor:
+        try:
+            return self.process_output(self.first_stage_model.decode(latents)).movedim(1, -1)
+        except torch.OutOfMemoryError:
+            return self.decode_tiled_(latents)
+
+    def decode_tiled_(self, latents: Tensor, tile: int = 64, overlap: int = 16) -> Tensor:
+        self.tiled.append((tile, tile, overlap))
+        return self.process_output(self.first_stage_model.decode(latents)).movedim(1, -1)
+
+    def decode_tiled(self, latents: Tensor, tile_x: int, tile_y: int, overlap: int) -> Tensor:
+        return self.decode_tiled_(latents, tile_x, overlap)
+
+
+IMAGES = torch.rand(2, 32, 48, 3, generator=torch.Generator().manual_seed(1))
+
+
+def test_images_go_in_as_nodes_hand_them_over() -> None:
+    vae = ComfyVae()
+    latent, record = encode_latents(vae, IMAGES)
+    torch.testing.assert_close(latent, vae.encode(IMAGES))
+    assert record.strategy == "direct"
+
+
+def test_pictures_come_out_as_nodes_take_them() -> None:
+    vae = ComfyVae()
+    latent = vae.encode(IMAGES).detach()
+    frames, record = decode_latents(vae, latent)
+    torch.testing.assert_close(frames, vae.decode(latent).detach())
+    assert record.output is not None
+    assert record.output.layout == "BHWC"
+
+
+def test_the_silent_fallback_is_told_as_what_it_is() -> None:
+    vae = ComfyVae()
+    vae.first_stage_model.fails = 1
+    _, record = encode_latents(vae, IMAGES, tile=32, predict=False)
+    assert [(one.name, one.outcome) for one in record.attempts] == [
+        ("direct", "failed"),
+        ("tiled", "succeeded"),
+    ]
+    assert "about to go on in tiles" in (record.attempts[0].reason or "")
+
+
+def test_its_own_tiles_are_used_and_told() -> None:
+    vae = ComfyVae()
+    _, record = encode_latents(vae, IMAGES, strategies="tiled", tile=32, overlap=8)
+    assert vae.tiled == [(32, 32, 8)]
+    assert record.attempts[0].tile is not None
+    assert record.attempts[0].tile.by == "vae"
+
+
+def test_tiles_for_decoding_are_in_latent_pixels() -> None:
+    vae = ComfyVae()
+    decode_latents(vae, torch.zeros(1, 4, 8, 8), strategies="tiled", tile=32, overlap=8)
+    assert vae.tiled == [(4, 4, 1)]
+
+
+@pytest.mark.parametrize("fails", [0, 1])
+def test_its_methods_are_its_own_again(fails: int) -> None:
+    vae = ComfyVae()
+    before = dict(vars(vae))
+    vae.first_stage_model.fails = fails
+    encode_latents(vae, IMAGES, tile=32, predict=False)
+    assert vars(vae) == before
+
+
+def test_on_the_cpu_it_computes_the_same_past_its_own_placement() -> None:
+    vae = ComfyVae()
+    expected = vae.encode(IMAGES).detach()
+    vae.device = torch.device("meta")  # stands for a device that the CPU is not
+    latent, _ = encode_latents(vae, IMAGES, strategies="cpu")
+    torch.testing.assert_close(latent, expected)
+
+
+def test_halves_of_tiles_that_are_all_overlap_are_refused() -> None:
+    """PEERS: ComfyUI divides by zero there."""
+    with pytest.raises(ConfigError, match="Take 8 at most"):
+        encode_latents(ComfyVae(), IMAGES, tile=32, overlap=16)
+
+
+def test_an_object_without_a_vae_is_refused() -> None:
+    vae: Any = ComfyVae()
+    vae.first_stage_model = None
+    with pytest.raises(ConfigError, match="loaded no VAE"):
+        encode_latents(vae, IMAGES)
+
+
+@pytest.fixture(scope="module")
+def comfy() -> Checkout:
+    reason = why_not()
+    if reason is not None:
+        pytest.skip(reason)
+    return Checkout(Path(os.environ[VARIABLE]))
+
+
+def _with_random_weights(model: nn.Module) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: torch.randn(one.shape, generator=generator) * 0.05 for name, one in model.state_dict().items()
+    }
+
+
+@pytest.fixture(scope="module")
+def image_vae(comfy: Checkout) -> Any:
+    """ComfyUI's own AutoencoderKL, small, in its own `VAE`."""
+    options = {"double_z": True, "z_channels": 4, "resolution": 64, "in_channels": 3, "out_ch": 3, "ch": 32}
+    layers = {"ch_mult": [1, 1, 1, 1], "num_res_blocks": 1, "attn_resolutions": [], "dropout": 0.0}
+    config = {"params": {"ddconfig": options | layers, "embed_dim": 4}}
+    model = comfy.module("comfy.ldm.models.autoencoder").AutoencoderKL(**config["params"])
+    return comfy.module("comfy.sd").VAE(sd=_with_random_weights(model), config=config)
+
+
+@pytest.fixture(scope="module")
+def video_vae(comfy: Checkout) -> Any:
+    """ComfyUI's own WAN VAE, of width 8."""
+    if not (comfy.folder / "comfy" / "ldm" / "wan").is_dir():
+        pytest.skip(f"ComfyUI {comfy.version} has no WAN")
+    if importlib.util.find_spec("einops") is None or not hasattr(sys.modules["einops"], "__version__"):
+        pytest.skip("einops, which ComfyUI's WAN needs, is not installed")
+    options = {"num_res_blocks": 2, "attn_scales": [], "temperal_downsample": [False, True, True]}
+    wan = comfy.module("comfy.ldm.wan.vae").WanVAE(dim=8, z_dim=16, dim_mult=[1, 2, 4, 4], **options)
+    return comfy.module("comfy.sd").VAE(sd=_with_random_weights(wan))
+
+
+def _as_comfyui_does(compute: Callable[[], Tensor]) -> Tensor:
+    """Old versions draw their latents at random."""
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        return compute()
+
+
+@pytest.mark.comfyui
+@pytest.mark.parametrize("strategy", ["direct", "cpu"])
+def test_the_real_one_encodes_and_decodes_the_same(image_vae: Any, strategy: Any) -> None:
+    expected = _as_comfyui_does(lambda: image_vae.encode(IMAGES))
+    torch.manual_seed(0)
+    latent, _ = encode_latents(image_vae, IMAGES, strategies=strategy)
+    assert torch.equal(latent, expected)
+    frames, _ = decode_latents(image_vae, latent, strategies=strategy)
+    assert torch.equal(frames, _as_comfyui_does(lambda: image_vae.decode(latent)))
+
+
+@pytest.mark.comfyui
+def test_the_real_ones_tiles_are_its_own(image_vae: Any) -> None:
+    images = torch.rand(1, 96, 96, 3)
+    expected = _as_comfyui_does(lambda: image_vae.encode_tiled(images, tile_x=64, tile_y=64, overlap=16))
+    torch.manual_seed(0)
+    latent, _ = encode_latents(image_vae, images, strategies="tiled", tile=64, overlap=16)
+    assert torch.equal(latent, expected)
+
+
+@pytest.mark.comfyui
+@pytest.mark.parametrize("direction", ["encode", "decode"])
+def test_the_real_ones_silent_fallback_is_told(
+    image_vae: Any, direction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = getattr(image_vae.first_stage_model, direction)
+    failures = [torch.OutOfMemoryError("CUDA out of memory.")]
+
+    def once(*args: Any, **kwargs: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return own(*args, **kwargs)
+
+    monkeypatch.setattr(image_vae.first_stage_model, direction, once)
+    before = dict(vars(image_vae))
+    if direction == "encode":
+        _, record = encode_latents(image_vae, IMAGES, tile=32, predict=False)
+    else:
+        _, record = decode_latents(image_vae, torch.zeros(1, 4, 8, 8), tile=32, predict=False)
+    assert [(one.name, one.outcome) for one in record.attempts] == [
+        ("direct", "failed"),
+        ("tiled", "succeeded"),
+    ]
+    assert vars(image_vae) == before
+
+
+@pytest.mark.comfyui
+@pytest.mark.parametrize("strategy", ["direct", "tiled", "cpu"])
+def test_the_real_wan_encodes_frames_as_a_video(video_vae: Any, strategy: Any) -> None:
+    frames = torch.rand(9, 96, 96, 3)
+    latent, _ = encode_latents(video_vae, frames, strategies=strategy, tile=64)
+    expected = _as_comfyui_does(lambda: video_vae.encode(frames))
+    assert latent.shape == expected.shape == (1, 16, 3, 12, 12)
+    if strategy != "tiled":
+        assert torch.equal(latent, expected)
