@@ -19,6 +19,9 @@ _SAMPLED_WITHIN: Final = 1.0
 NOT_LOOKED_AT: Final = "the content of this weight was not looked at"
 
 
+_NOTHING: Final = Effect(None, None, None, False)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class WeightInQuestion:
     """One weight and what is known of it. It holds the host's tensors.
@@ -70,10 +73,11 @@ def judge_weight(weight: WeightInQuestion) -> Verdict:
     """Measure or predict the change of one weight."""
     acting = sort_patches(weight.fresh).acting
     predicted = _predicted(weight, acting) if acting else None
-    measured = _measured(weight, acting)
+    contents = _of_contents(weight)
+    measured = _measured(weight, acting, contents)
     sampled = sampled_effect(weight.samples, weight.now.numel())
     effect, source = _best(measured, predicted, sampled)
-    content = _content_relative(weight, sampled)
+    content = (contents or sampled or _NOTHING).relative_change
     within_rounding = content is not None and content <= rounding(weight.now.dtype)
     bare = weight.content_changed is True and not any(patch.state == "merged" for patch in acting)
     return Verdict(
@@ -86,10 +90,11 @@ def judge_weight(weight: WeightInQuestion) -> Verdict:
     )
 
 
-def _content_relative(weight: WeightInQuestion, sampled: Effect | None) -> float | None:
+def _of_contents(weight: WeightInQuestion) -> Effect | None:
+    """Of the content that changed, where the old one is there."""
     if weight.content_changed and weight.original is not None:
-        return measured_effect(weight.original, weight.now).relative_change
-    return None if sampled is None else sampled.relative_change
+        return measured_effect(weight.original, weight.now)
+    return None
 
 
 def _predicted(weight: WeightInQuestion, acting: Sequence[AppliedPatch]) -> Effect:
@@ -100,16 +105,15 @@ def _predicted(weight: WeightInQuestion, acting: Sequence[AppliedPatch]) -> Effe
     return beside_unmerged(effect_of(weight.fresh, None), weight.now, acting)
 
 
-def _measured(weight: WeightInQuestion, acting: Sequence[AppliedPatch]) -> Effect | None:
+def _measured(
+    weight: WeightInQuestion, acting: Sequence[AppliedPatch], contents: Effect | None
+) -> Effect | None:
     """Of the contents, where these are all of the change."""
-    if weight.had_patches:
+    if weight.had_patches or any(patch.state != "merged" for patch in acting):
         return None
-    all_merged = all(patch.state == "merged" for patch in acting)
-    if weight.content_changed and all_merged and weight.original is not None:
-        return measured_effect(weight.original, weight.now)
-    if weight.content_changed is False and acting and all_merged:
+    if weight.content_changed is False and acting:
         return Effect(0.0, 0.0, None, False, unavailable={"weight_norm": "nothing changed"})
-    return None
+    return contents
 
 
 def _best(
