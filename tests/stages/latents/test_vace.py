@@ -51,6 +51,7 @@ def test_a_reference_is_one_latent_frame_more() -> None:
     found = analyse(node_output(reference=True))
     assert found["latent_analysis"]["frames"] == 22
     assert found["vace_conditioning"]["trim_latent"] == 1
+    assert found["latent_analysis"]["temporal_compression"] == pytest.approx(81 / 21)
     assert found["findings"] == []
 
 

@@ -4,12 +4,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from sigmascope.probes import tensor_facts
 from sigmascope.records.facts import TensorFacts
 from sigmascope.records.latents import Layout, SampleFacts, VaeFacts
 from sigmascope.stages.latents.expected import Video, expected_latent
 from sigmascope.stages.latents.layouts import Axes, Sizes, latent_layout, sizes_of
 from sigmascope.stages.latents.packed import Unpacked, unpacked
+from sigmascope.stages.latents.values import quick_facts
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ def judge(
         layout: What the caller says of its axes.
         statistics: Whether to read values, as in `probes.tensor_facts`.
     """
-    facts = tensor_facts(latent, statistics=statistics)
+    facts = quick_facts(latent, statistics)
     if layout in (None, "packed"):
         whole = unpacked(facts.shape, vae, video.length, video.height, video.width)
         if whole is not None:

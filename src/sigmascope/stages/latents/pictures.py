@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from sigmascope.probes import tensor_facts
 from sigmascope.records.facts import TensorFacts
 from sigmascope.records.latents import SampleFacts, VaeFacts
 from sigmascope.stages.host_reading import read_host
 from sigmascope.stages.latents.layouts import picture_layout, sizes_of
+from sigmascope.stages.latents.values import quick_facts
 from sigmascope.stages.text.nesting import as_tensor
 
 NAMES = (
@@ -92,7 +92,7 @@ def _is_picture(thing: object) -> bool:
 
 
 def _tensor(tensor: Tensor, vae: VaeFacts | None, statistics: bool | None, form: str) -> Pictures:
-    facts = tensor_facts(tensor, statistics=statistics)
+    facts = quick_facts(tensor, statistics)
     channels, is_video = (None, False) if vae is None else (vae.image_channels, bool(vae.is_video))
     layout = picture_layout(facts.shape, channels, is_video=is_video)
     if layout is None:

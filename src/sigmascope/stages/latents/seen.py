@@ -46,14 +46,17 @@ class Seen(NamedTuple):
 
 
 def encoded(baseline: Mapping[str, Any] | None, given: Given, vae: VaeFacts | None) -> Seen:
-    """Pictures from the baseline, the latent from the output."""
+    """Pictures from the baseline, the latent from the output. Frames of a reference are none of the video's."""
     pictures = None if baseline is None else baseline.get("pictures")
     if pictures is None:
         pictures = pictures_dict(Pictures(None, reason=NO_BASELINE))
     video = (given.video or Video()).or_else(_video(pictures))
     found = find_latent(given.output)
-    vace = vace_analysis(given.output, given.statistics)
-    return Seen(pictures, _latent(found, given, vae, video), video, vace)
+    vace, latent = vace_analysis(given.output, given.statistics), _latent(found, given, vae, video)
+    frames, added = latent["frames"], vace.get("trim_latent", 0)
+    if frames is not None and video.length is not None and 0 < added < frames:
+        latent["temporal_compression"] = video.length / (frames - added)
+    return Seen(pictures, latent, video, vace)
 
 
 def _latent(found: FoundLatent, given: Given, vae: VaeFacts | None, video: Video) -> LatentAnalysis:
