@@ -1,160 +1,23 @@
 """Seventeen files that are not for the pipeline that loads them: diffusers mostly says nothing, the verdict does."""
 
-from collections.abc import Callable
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
 from tests.families import FAMILIES, make_pipeline
-from tests.families.loras import State, as_kohya, lora_state, modules_of, write
+from tests.families.loras import lora_state, write
+from tests.families.mismatches import MISMATCHES, Edit, Mismatch, into_pipeline, wider
 
 from sigmascope.lora.verdict import AppliedVerdict, LoraVerdict, judge_applied, judge_lora
 from sigmascope.probes.adapters.peft import read_adapters
+from sigmascope.stages.lora_application import (
+    analyze_lora_application_results,
+    capture_lora_baseline,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:While injecting the PEFT adapters")
-Edit = Callable[[State], State]
-Load = Callable[[Any, Path], None]
-
-
-def into_pipeline(pipeline: Any, path: Path) -> None:
-    pipeline.load_lora_weights(str(path), adapter_name="style")
-
-
-def into_adapter_loader(pipeline: Any, path: Path) -> None:
-    pipeline.unet.load_lora_adapter(load_file(path), prefix=None)
-
-
-def into_adapter_loader_by_default(pipeline: Any, path: Path) -> None:
-    pipeline.unet.load_lora_adapter(load_file(path))
-
-
-def renamed(old: str, new: str) -> Edit:
-    return lambda state: {key.replace(old, new): value for key, value in state.items()}
-
-
-def wider(state: State) -> State:
-    return {key: torch.cat([value, value], 1) if "lora_A" in key else value for key, value in state.items()}
-
-
-def with_alphas(state: State) -> State:
-    return state | {f"{name}.alpha": torch.tensor(1.0) for name in modules_of(state)}
-
-
-def with_deeper_blocks(state: State) -> State:
-    old, new = "single_transformer_blocks.1.", "single_transformer_blocks.9."
-    return state | {key.replace(old, new): value for key, value in state.items() if old in key}
-
-
-def with_nan(state: State) -> State:
-    first = next(iter(state))
-    return state | {first: torch.full_like(state[first], torch.nan)}
-
-
-@dataclass(frozen=True)
-class Mismatch:
-    """A file and how it is loaded.
-
-    Attributes:
-        made_for: The family whose modules are in the file.
-        into: The family of the pipeline.
-        finding: What the verdict on file and pipeline must find; None: the file is for it.
-        says: Words of it.
-        parts: Of the family that it is made for, that the file has modules of; its denoiser if there is none.
-        edit: What is done to the tensors.
-        load: How it is loaded.
-        raises: What diffusers raises.
-        loaded: On how many weights diffusers puts it.
-        applied: What the verdict on what is loaded must find; None: all of the file is there.
-        cut: How much of the file is left.
-    """
-
-    made_for: str
-    into: str
-    finding: str | None
-    says: str = ""
-    parts: tuple[str, ...] = ()
-    edit: Edit = dict
-    load: Load = into_pipeline
-    raises: type[Exception] | None = None
-    loaded: int = 0
-    applied: str | None = "lora_not_loaded"
-    cut: float = 1.0
-
-
-MISMATCHES: dict[str, Mismatch] = {
-    "another family, whose denoiser has another name": Mismatch(
-        "flux", "sd15", "lora_matches_nothing", "None of the 50 modules"
-    ),
-    "another family, whose denoiser has the same name": Mismatch(
-        "wan", "flux", "lora_matches_nothing", "another architecture", loaded=1, applied="lora_partly_loaded"
-    ),
-    "another family with many of the same names": Mismatch(
-        "qwen_image", "flux", "lora_other_architecture", "Qwen-Image", loaded=20, applied="lora_partly_loaded"
-    ),
-    "SDXL for SD1.5": Mismatch("sdxl", "sd15", "lora_other_architecture", "SDXL", raises=RuntimeError),
-    "kohya's names straight into the adapter loader": Mismatch(
-        "sd15", "sd15", "lora_kohya_names", edit=as_kohya, load=into_adapter_loader, raises=IndexError
-    ),
-    "the adapter loader's default prefix": Mismatch(
-        "sd15", "sd15", "lora_prefix", 'prefix="unet"', load=into_adapter_loader_by_default
-    ),
-    "no prefix": Mismatch("flux", "flux", "lora_prefix", "prefix=None", edit=renamed("transformer.", "")),
-    "ComfyUI's prefix": Mismatch("sd15", "sd15", None, edit=renamed("unet.", "diffusion_model.")),
-    "a text encoder that the pipeline has not": Mismatch(
-        "sd15", "wan", "lora_matches_nothing", "None of the 12", parts=("text_encoder",)
-    ),
-    "wider layers": Mismatch(
-        "flux", "flux", "lora_matches_nothing", "another shape", edit=wider, loaded=50, applied=None
-    ),
-    "transposed factors": Mismatch(
-        "flux",
-        "flux",
-        "lora_unreadable",
-        "up is (2, 16)",
-        edit=lambda state: {key: value.mT for key, value in state.items()},
-        raises=RuntimeError,
-        applied="lora_unreadable",
-    ),
-    "a file that is cut off": Mismatch(
-        "flux", "flux", "lora_unreadable", "truncated", cut=0.7, raises=OSError, applied="lora_unreadable"
-    ),
-    "alphas beside lora_A": Mismatch(
-        "flux", "flux", "lora_alpha_ignored", "50 .alpha", edit=with_alphas, loaded=50, applied=None
-    ),
-    "a whole difference beside factors": Mismatch(
-        "flux",
-        "flux",
-        "lora_whole_differences",
-        "drops them",
-        edit=lambda state: state | {"transformer.transformer_blocks.0.attn.norm_q.diff": torch.zeros(8)},
-        loaded=50,
-        applied="lora_partly_loaded",
-    ),
-    "renamed blocks": Mismatch(
-        "flux",
-        "flux",
-        "lora_unknown",
-        "40 of 50",
-        edit=renamed("transformer_blocks", "layers"),
-        loaded=10,
-        applied="lora_partly_loaded",
-    ),
-    "blocks that the model has not": Mismatch(
-        "flux",
-        "flux",
-        "lora_block_missing",
-        "single_transformer_blocks.9",
-        edit=with_deeper_blocks,
-        loaded=50,
-        applied="lora_partly_loaded",
-    ),
-    "NaN": Mismatch(
-        "flux", "flux", "lora_not_finite", edit=with_nan, loaded=50, applied="lora_partly_loaded"
-    ),
-}
 
 
 @dataclass(frozen=True)
@@ -219,3 +82,62 @@ def test_unmatched_modules_have_a_reason(outcome: Outcome) -> None:
 def test_findings_say_what_to_do(outcome: Outcome) -> None:
     serious = [finding for finding in outcome.verdict.findings if finding.severity in ("critical", "error")]
     assert all(finding.advice for finding in serious)
+
+
+def analysed(made_for: str, into: str, edit: Edit, folder: Path) -> dict[str, Any]:
+    """The stage's analysis of a LoRA for one family's denoiser in a pipeline of another."""
+    state = edit(lora_state(make_pipeline(made_for), (FAMILIES[made_for].denoiser,)))
+    path = write(state, folder / "lora.safetensors")
+    pipeline = make_pipeline(into)
+    denoiser = getattr(pipeline, FAMILIES[into].denoiser)
+    baseline = capture_lora_baseline(denoiser, pipeline.text_encoder, path)
+    into_pipeline(pipeline, path)
+    return dict(analyze_lora_application_results(baseline, denoiser, pipeline.text_encoder, pipeline))
+
+
+def test_analysis_calls_nothing_loaded_no_success(tmp_path: Path) -> None:
+    analysis = analysed("flux", "sd15", dict, tmp_path)
+    assert (analysis["success"], analysis["effective"]) == (False, False)
+    assert analysis["unet_lora_patches"]["total_patched_keys"] == 0
+    assert "lora_not_loaded" in {finding["id"] for finding in analysis["findings"]}
+
+
+def test_analysis_sees_that_diffusers_widened_the_model(tmp_path: Path) -> None:
+    changes = analysed("flux", "flux", wider, tmp_path)["unet_weight_changes"]["weight_changes"]
+    assert sum(change["shape_changed"] for change in changes.values()) == 50
+    change = changes["context_embedder.weight"]
+    assert change["original_shape"] == "torch.Size([16, 24])"
+    assert change["modified_shape"] == "torch.Size([16, 48])"
+
+
+def test_mixed_ranks_are_no_mismatch_and_each_is_read(tmp_path: Path) -> None:
+    pipeline = make_pipeline("flux")
+    larger = lora_state(pipeline, ("transformer",), only="single_transformer_blocks.0", rank=5)
+    state = lora_state(pipeline, ("transformer",), only="single_transformer_blocks") | larger
+    path = write(state, tmp_path / "lora.safetensors")
+    assert judge_lora(path, pipeline).ranks == {2: 6, 5: 6}
+    into_pipeline(pipeline, path)
+    patches = read_adapters(pipeline).value or ()
+    assert sorted(Counter(patch.rank for patch in patches).items()) == [(2, 6), (5, 6)]
+    assert {(patch.scale, patch.strength) for patch in patches} == {(1.0, 1.0)}
+
+
+def test_layer_that_an_adapter_excludes_is_missing_by_name(tmp_path: Path) -> None:
+    import peft
+
+    pipeline = make_pipeline("wan")
+    state = lora_state(pipeline, ("transformer",), only="attn1.to_")
+    state = {key: value for key, value in state.items() if "to_out" not in key}
+    path = write(state, tmp_path / "lora.safetensors")
+    config = peft.LoraConfig(
+        r=2, lora_alpha=2, target_modules=r".*attn1\.to_[qkv]", exclude_modules=r".*1\.to_k"
+    )
+    pipeline.transformer.add_adapter(config, "style")
+    inner = {key.removeprefix("transformer."): value for key, value in state.items()}
+    kept = {key: value for key, value in inner.items() if not key.split(".lora")[0].endswith("1.to_k")}
+    peft.set_peft_model_state_dict(pipeline.transformer, kept, "style")
+    verdict = judge_applied(path, read_adapters(pipeline).value or (), pipeline)
+    assert [module.name for module in verdict.missing] == [
+        "transformer.blocks.0.attn1.to_k",
+        "transformer.blocks.1.attn1.to_k",
+    ]
