@@ -1,14 +1,16 @@
 import asyncio
+import gc
 import json
 import logging
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from importlib import resources
 from pathlib import Path
 
 import jsonschema
 import pytest
-from torch import nn
+from tests.families import make_pipeline
 
 from sigmascope.errors import ConfigError, WriteError
 from sigmascope.monitor import Recorder
@@ -134,9 +136,9 @@ def test_a_missed_target_is_logged_where_nobody_listens(
 ) -> None:
     with caplog.at_level(logging.WARNING):
         generate(monitor, clock, [1.0] * 20)
-    assert [record.getMessage() for record in caplog.records] == [
-        "At step 1 of 20 the generation heads for 20.00 s, above its target of 5.00 s."
-    ]
+    said = [record.getMessage() for record in caplog.records]
+    assert said[0] == "At step 1 of 20 the generation heads for 20.00 s, above its target of 5.00 s."
+    assert [message for message in said if "At step" in message] == said[:1]
 
 
 def test_a_listener_that_fails_is_called_no_more_and_hurts_nobody(clock: FakeClock) -> None:
@@ -260,10 +262,32 @@ def test_an_export_that_cannot_be_written_says_so(monitor: PerformanceMonitor, t
         monitor.export_metrics_to_json(tmp_path / "no folder" / "metrics.json")
 
 
-def test_a_model_tells_its_dtype_and_is_not_kept(monitor: PerformanceMonitor) -> None:
-    with monitor.monitor_generation(model=nn.Linear(4, 4).double()):
+def test_a_model_tells_its_dtype_and_architecture_and_is_not_kept(monitor: PerformanceMonitor) -> None:
+    unet = make_pipeline("sd15").unet.double()
+    kept = weakref.ref(unet)
+    block = monitor.monitor_generation(model=unet)
+    del unet
+    gc.collect()
+    assert kept() is None
+    with block:
         pass
-    assert monitor.current_metrics.torch_dtype == "float64"
+    metrics = monitor.current_metrics
+    assert (metrics.torch_dtype, metrics.architecture_type) == ("float64", "UNet")
+    assert monitor.runs[0].stages[0].facts["pipeline"]["class_name"] == "UNet2DConditionModel"
+
+
+def test_a_missed_target_is_diagnosed_and_logged(
+    monitor: PerformanceMonitor, clock: FakeClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    generate(monitor, clock, [0.1] * 20)
+    assert monitor.diagnose() == ()
+    generate(monitor, clock, [10.0] + [0.5] * 19)
+    assert {"time.target_missed", "time.first_step_compiles"} == {one.id for one in monitor.diagnose()}
+    assert "3.9 times the target of 5.00 s" in caplog.text
+
+
+def test_nothing_is_diagnosed_without_a_generation(monitor: PerformanceMonitor) -> None:
+    assert monitor.diagnose() == ()
 
 
 def test_a_generation_lies_in_the_recorder_that_is_current(

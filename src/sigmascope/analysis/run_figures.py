@@ -47,7 +47,7 @@ def figures_of(runs: Sequence[Run]) -> dict[str, Figure]:
 def _of_run(run: Run) -> Iterable[tuple[str, Unit, float]]:
     yield "total", "seconds", run.seconds
     for name, stages in _by_name(run).items():
-        yield name, "seconds", sum(stage.seconds for stage in stages)
+        yield name, "seconds", sum((stage.seconds for stage in stages), 0.0)
         steps = [seconds for stage in stages for seconds in _warm(step_seconds(stage))]
         if steps:
             yield f"{name} step", "seconds", median(steps)

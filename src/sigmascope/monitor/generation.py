@@ -14,6 +14,7 @@ from sigmascope.monitor.recorder import Recorder
 from sigmascope.monitor.request import current_request_id
 from sigmascope.records.host import HostFacts
 from sigmascope.records.performance import PerformanceMetrics
+from sigmascope.records.pipeline import CallFacts, PipelineFacts
 from sigmascope.records.run import Run, Stage
 
 STAGE: Final = "generation"
@@ -51,6 +52,7 @@ class Generation:
         stands_alone: Begun by `start_timing`, to be ended by `end_timing`.
         outer: The generation of the same monitor that this one was begun in.
         run: Its record, once it has ended, if the recorder is its own.
+        facts: Of the pipeline, if they were read.
 
     Args:
         metrics: What is known beforehand: names, plan and target.
@@ -69,6 +71,7 @@ class Generation:
         self.stands_alone = False
         self.outer: Generation | None = None
         self.run: Run | None = None
+        self.facts: PipelineFacts | None = None
         current = current_recorder()
         self._own = make_recorder() if current is None else None
         self.recorder = recorder = self._own or current or make_recorder()
@@ -106,6 +109,16 @@ class Generation:
     def keep(self) -> None:
         """Put the metrics on the stage, keep the run if it is this generation's own, and let go of the rest."""
         self._stage.fact("performance", self.metrics.as_dict())
+        width, height = self.metrics.image_resolution
+        call = CallFacts(
+            num_inference_steps=self.metrics.num_inference_steps or None,
+            width=width or None,
+            height=height or None,
+            batch_size=self.metrics.batch_size,
+        )
+        self._stage.fact("call", call)
+        if self.facts is not None:
+            self._stage.fact("pipeline", self.facts)
         request_id = current_request_id()
         if request_id is not None:
             self._stage.fact("request_id", request_id)

@@ -1,18 +1,30 @@
 """Which generation a thread or task is in, and those that are over."""
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import replace
 
+from sigmascope.analysis.diagnostics import diagnose
 from sigmascope.monitor.generation import Generation
 from sigmascope.monitor.generation_metrics import fill_memory, fill_times
 from sigmascope.monitor.guard import Guard
 from sigmascope.monitor.recorder import Recorder
 from sigmascope.monitor.request import SERVED
+from sigmascope.records.finding import Finding
 from sigmascope.records.performance import PerformanceMetrics
+from sigmascope.records.pipeline import PipelineFacts
 from sigmascope.records.run import Run, Stage
+
+_log = logging.getLogger(__name__)
+_LEVELS = {
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+    "critical": logging.ERROR,
+}
 
 # By monitor, the generation that this thread or task is in, or was in last. Replaced, never changed.
 _NONE: Mapping[object, Generation] = {}
@@ -55,11 +67,17 @@ class Generations:
         """This thread's or task's own; else the one that finished last anywhere."""
         return self.own() or self._last
 
-    def begin(self, metrics: PerformanceMetrics) -> Generation:
-        """Begin one, inside the one that is running here, if any."""
+    def begin(self, metrics: PerformanceMetrics, facts: PipelineFacts | None = None) -> Generation:
+        """Begin one, inside the one that is running here, if any.
+
+        Args:
+            metrics: What is known beforehand.
+            facts: Of the pipeline.
+        """
         generation = Generation(
             metrics, lambda: self._make_recorder(metrics.model_name), self._step_history, self._guard
         )
+        generation.facts = facts
         generation.outer = self.running()
         self._set_own(generation)
         generation.begin()
@@ -109,6 +127,8 @@ class Generations:
                 self._finished.append(replace(metrics))
             if generation.run is not None:
                 self.runs.append(generation.run)
+        if metrics.target_met is False and generation.run is not None:
+            _log_findings(diagnose(generation.run))
         if generation.outer is not None and generation.outer.is_open and self.own() is generation:
             self._set_own(generation.outer)
         generation.outer = None
@@ -116,3 +136,9 @@ class Generations:
     def _set_own(self, generation: Generation | None) -> None:
         others = {key: one for key, one in _CURRENT.get().items() if key is not self._key}
         _CURRENT.set(others if generation is None else {**others, self._key: generation})
+
+
+def _log_findings(findings: tuple[Finding, ...]) -> None:
+    """Why a target was missed, as far as the rules know."""
+    for finding in findings:
+        _log.log(_LEVELS[finding.severity], "%s %s", finding.message, finding.advice or "")

@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from typing import Any, ParamSpec, TypeVar
 
 from sigmascope.analysis.compare import compare_metrics
+from sigmascope.analysis.diagnostics import diagnose
 from sigmascope.analysis.score import meets_target, performance_score
 from sigmascope.errors import ConfigError
 from sigmascope.monitor import context
@@ -25,9 +26,12 @@ from sigmascope.monitor.guard import Guard
 from sigmascope.monitor.instruments import Clock
 from sigmascope.monitor.performance_summary import performance_summary
 from sigmascope.monitor.recorder import Recorder
-from sigmascope.probes import Accelerator, module_facts
+from sigmascope.probes import Accelerator
+from sigmascope.probes.pipelines import pipeline_facts
 from sigmascope.records.atomic import atomic_path
+from sigmascope.records.finding import Finding
 from sigmascope.records.performance import BeforeAfterDict, PerformanceMetrics, PerformanceSummaryDict
+from sigmascope.records.pipeline import PipelineFacts
 from sigmascope.records.run import Run
 
 _log = logging.getLogger(__name__)
@@ -115,12 +119,15 @@ class PerformanceMonitor:
             resolution: (width, height) in pixels.
             batch_size: Images made at once.
             torch_dtype: Of the model; None: read from `model`, or not known.
-            model: The denoiser or pipeline, to read facts from; it is not kept.
+            model: The pipeline or denoiser, to read facts from now; it is not kept. `architecture_type` is then what
+                its modules say, and `diagnose` knows more. Takes some tens of milliseconds for a large model.
         """
-        if torch_dtype is None and model is not None:
-            torch_dtype = self._guard.read("model", lambda: _dtype_of(model))[0]
+        facts = None if model is None else self._guard.read("model", lambda: pipeline_facts(model))[0]
+        if facts is not None:
+            architecture_type = facts.architecture or architecture_type
+            torch_dtype = torch_dtype or _dtype_of(facts)
         planned = PerformanceMetrics(
-            model_name=model_name,
+            model_name=model_name or ("" if facts is None else facts.class_name),
             architecture_type=architecture_type,
             num_inference_steps=num_steps,
             image_resolution=(resolution[0], resolution[1]),
@@ -128,7 +135,7 @@ class PerformanceMonitor:
             torch_dtype=torch_dtype,
             target_generation_time=self.target_generation_time,
         )
-        return GenerationBlock(self, lambda: self._begin(planned), self._generations.end)
+        return GenerationBlock(self, lambda: self._begin(planned, facts), self._generations.end)
 
     def start_timing(self) -> None:
         """Start the clock that `end_timing` reads: a generation of its own, unless one is being watched."""
@@ -211,6 +218,16 @@ class PerformanceMonitor:
         """Return the current generation, its hardware and target, and what the history says."""
         return performance_summary(self.current_metrics, *self._generations.history())
 
+    def diagnose(self) -> tuple[Finding, ...]:
+        """Return what is wrong or slow in the current generation, what to do, and what that would gain.
+
+        Empty when there is no generation, and for one that lay in a recorder of the caller's: diagnose its run.
+        """
+        found = self._generations.latest()
+        if found is None or found.run is None:
+            return ()
+        return diagnose(found.run)
+
     def get_before_after_comparison(
         self, before_metrics: PerformanceMetrics | Mapping[str, Any]
     ) -> BeforeAfterDict:
@@ -256,8 +273,11 @@ class PerformanceMonitor:
         """The records of the finished generations that lay in no recorder of the caller's, oldest first."""
         return tuple(self._generations.runs)
 
-    def _begin(self, planned: PerformanceMetrics) -> Generation:
-        return self._generations.begin(replace(planned, model_load_time=self._model_load_seconds))
+    def _begin(self, planned: PerformanceMetrics, facts: PipelineFacts | None = None) -> Generation:
+        metrics = replace(
+            planned, model_load_time=self._model_load_seconds, timestamp=datetime.now(UTC).isoformat()
+        )
+        return self._generations.begin(metrics, facts)
 
     def _warn(self, progress: StepProgress) -> None:
         if self.on_warning is not None:
@@ -269,10 +289,13 @@ class PerformanceMonitor:
         )  # fmt: skip
 
 
-def _dtype_of(model: object) -> str | None:
-    """The dtype of most weights, without "torch."."""
-    dtypes = module_facts(model).dtypes
-    return max(dtypes, key=lambda name: dtypes[name]).removeprefix("torch.") if dtypes else None
+def _dtype_of(facts: PipelineFacts) -> str | None:
+    """The dtype of most of the denoiser's weights, without "torch."."""
+    for part in facts.of_role("denoiser").values():
+        if part.module is not None and part.module.dtypes:
+            dtypes = part.module.dtypes
+            return max(dtypes, key=lambda name: dtypes[name]).removeprefix("torch.")
+    return None
 
 
 def create_mmdit_performance_monitor(target_time: float = 5.0) -> PerformanceMonitor:

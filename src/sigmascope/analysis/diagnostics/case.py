@@ -68,7 +68,7 @@ def cases(run: Run) -> Iterator[Case]:
 
 def seconds_of(stages: list[Stage]) -> float:
     """Of several stages together."""
-    return sum(stage.seconds for stage in stages)
+    return sum((stage.seconds for stage in stages), 0.0)
 
 
 def step_seconds(stage: Stage) -> tuple[float, ...]:
