@@ -1,9 +1,7 @@
 """The public functions of the stage on real VAEs of small size."""
 
-import gc
 import io
 import json
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -188,20 +186,6 @@ def test_what_the_vae_raised_is_on_record() -> None:
     assert "expected 3 channels" in printed(found)
 
 
-@pytest.mark.parametrize("seconds", [None, "2", -1.0, float("nan"), True])
-def test_times_that_are_none_give_no_rates(seconds: Any) -> None:
-    found = analyze_latent_generation_results(None, torch.zeros(1, 4, 8, 8), seconds, 1, None, 1, 64, 64)
-    assert found["elapsed_time"] is None
-    assert found["performance_analysis"]["frames_per_second"] is None
-    assert found["performance_analysis"]["unavailable"]["frames_per_second"]
-
-
-def test_no_measurable_time_gives_no_rates() -> None:
-    found = analyze_latent_generation_results(None, torch.zeros(1, 4, 8, 8), 0, 1, None, 1, 64, 64)
-    assert found["elapsed_time"] == 0.0
-    assert found["performance_analysis"]["pixels_per_second"] is None
-
-
 def test_a_vae_that_was_moved_or_cast_is_found_out(make_vae: Any) -> None:
     from diffusers import AutoencoderTiny
 
@@ -212,60 +196,3 @@ def test_a_vae_that_was_moved_or_cast_is_found_out(make_vae: Any) -> None:
     found = analyze_latent_generation_results(baseline, torch.zeros(2, 4, 32, 48), 1.0, 1)
     (finding,) = [one for one in found["findings"] if one["id"] == "vae_changed"]
     assert finding["evidence"] == {"dtype": "float32 → float16"}
-
-
-def test_nothing_is_kept_alive(encode: Any) -> None:
-    from diffusers import AutoencoderTiny
-
-    sizes = {"encoder_block_out_channels": (8,), "decoder_block_out_channels": (8,)}
-    vae: Any = AutoencoderTiny(**sizes, num_encoder_blocks=(1,), num_decoder_blocks=(1,))
-    pictures = torch.zeros(1, 3, 32, 32)
-    baseline = capture_latent_generation_baseline(vae, pictures)
-    latent = encode(vae, pictures)
-    found = analyze_latent_generation_results(baseline, latent, 1.0, 1)
-    alive = [weakref.ref(thing) for thing in (vae, pictures, latent)]
-    del vae, pictures, latent
-    gc.collect()
-    assert [reference() for reference in alive] == [None, None, None]
-    assert found["encoding_success"]
-    assert baseline["references"].vae() is None
-
-
-def test_pictures_and_random_state_are_untouched(vae: Any) -> None:
-    before, state = PICTURES.clone(), torch.get_rng_state()
-    baseline = capture_latent_generation_baseline(vae, PICTURES)
-    analyze_latent_generation_results(baseline, torch.zeros(2, 4, 16, 24), 1.0, 1)
-    assert torch.equal(PICTURES, before)
-    assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_summaries_of_odd_analyses_are_printed() -> None:
-    for odd in (
-        {},
-        {"latent_analysis": None},
-        {"strategies": ["x"], "findings": 3},
-        {"elapsed_time": "soon"},
-    ):
-        assert "LATENT GENERATION ANALYSIS SUMMARY" in printed(odd)
-
-
-def test_markup_and_control_characters_are_not_interpreted() -> None:
-    found = analyze_latent_generation_results(None, None, 1.0, "[red]tiled\x1b[2J", error="[bold]x\x1b]0;y")
-    text = printed(found)
-    assert "[red]tiled\\x1b[2J" in text
-    assert "\x1b" not in text
-
-
-@pytest.mark.parametrize("vae", [None, object(), "vae", 3])
-@pytest.mark.parametrize("pictures", [None, "a.mp4", object(), [None], torch.zeros(0)])
-def test_no_input_makes_it_raise(vae: Any, pictures: Any) -> None:
-    baseline = capture_latent_generation_baseline(vae, pictures)
-    found = analyze_latent_generation_results(baseline, pictures, 1.0, 1)
-    assert json.dumps(found)
-    assert printed(found)
-
-
-def test_a_summary_without_an_accelerator_says_so_in_one_line(analysis: dict[str, Any]) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("this machine has one")
-    assert printed(analysis).count("no accelerator was found") == 1
