@@ -72,6 +72,8 @@ def test_further_models_of_diffusers_are_known_without_their_weights(name: str, 
     [
         (("double_blocks.0.img_attn.qkv", "double_blocks.0.txt_attn.qkv", "time_in.in_layer"), "MMDiT"),
         (("joint_blocks.0.x_block.attn.qkv", "joint_blocks.0.context_block.attn.qkv"), "MMDiT"),
+        (("double_layers.0.attn.w1q", "double_layers.0.attn.w2q", "t_embedder.mlp.0"), "MMDiT"),
+        (("double_stream_blocks.0.block.attn1.to_q", "double_stream_blocks.0.block.attn1.to_q_t"), "MMDiT"),
         (("input_blocks.0.0", "output_blocks.0.0", "time_embed.0"), "UNet"),
         (("blocks.0.self_attn.q", "blocks.0.cross_attn.q", "time_embedding.0"), "DiT"),
     ],

@@ -15,9 +15,14 @@ ArchitectureKind = Literal["MMDiT", "DiT", "UNet"]
 _DENOISERS: Final = ("transformer", "unet", "transformer_2", "denoiser", "prior", "decoder")
 """Where pipelines keep what denoises, the usual ones first."""
 
-# Of both streams of a joint block, as diffusers, SD3's and FLUX's own code call them.
+# Of both streams of a joint block, as diffusers and the code of FLUX, SD3, AuraFlow and HiDream call them.
 _JOINT_PROJECTION: Final = "add_q_proj"
-_JOINT_PAIRS: Final = (("img_attn", "txt_attn"), ("x_block", "context_block"))
+_JOINT_PAIRS: Final = (
+    ("img_attn", "txt_attn"),
+    ("x_block", "context_block"),
+    ("w1q", "w2q"),
+    ("to_q", "to_q_t"),
+)
 
 _ROOT = r"(?:(?:diffusion_model|model|module|base_model)\.)*"
 _DOWN: Final = re.compile(rf"{_ROOT}(?:down_blocks|input_blocks)\.\d+$")
