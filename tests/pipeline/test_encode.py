@@ -90,7 +90,9 @@ def test_pictures_stay_apart_in_a_vae_of_pictures_with_an_axis_for_frames(qwen: 
 def test_wan_gives_a_latent_frame_for_the_first_and_for_every_4(
     wan: "Sample", frames: int, latent_frames: int, strategy: Any
 ) -> None:
-    latent, _ = encode_latents(wan.vae, torch.zeros(1, 3, frames, 16, 16), strategies=(strategy,), tile=8)
+    latent, _ = encode_latents(
+        wan.vae, torch.zeros(1, 3, frames, 16, 16), strategies=(strategy,), tile=8, predict=False
+    )
     assert latent.shape == (1, 4, latent_frames, 2, 2)
 
 
@@ -110,11 +112,31 @@ def test_wan_vaces_reference_is_one_latent_frame_in_front(wan: "Sample") -> None
 def test_an_odd_size_gives_what_the_vae_makes_of_it(sample: "Sample", strategy: Any) -> None:
     pixels = sample.pixels[:1, ..., :41, :51]
     try:
-        expected = encode_latents(sample.vae, pixels)[0]
-    except (RuntimeError, ValueError):
-        pytest.skip(f"{sample.name} refuses such sizes")
-    latent, _ = encode_latents(sample.vae, pixels, strategies=(strategy,), tile=32)
+        expected = encode_latents(sample.vae, pixels, predict=False)[0]
+    except (RuntimeError, ValueError) as refusal:  # some refuse such sizes, and do so in every way
+        with pytest.raises(type(refusal)):
+            encode_latents(sample.vae, pixels, strategies=(strategy,), tile=32, predict=False)
+        return
+    latent, _ = encode_latents(sample.vae, pixels, strategies=(strategy,), tile=32, predict=False)
     assert latent.shape == expected.shape
+
+
+def test_tiling_that_was_switched_on_is_off_for_directly_and_on_again(kl: "Sample") -> None:
+    vae = type(kl.vae).from_config(kl.vae.config).eval()
+    vae.load_state_dict(kl.vae.state_dict())
+    vae.enable_slicing()
+    vae.enable_tiling()
+    latent, _ = encode_latents(vae, kl.pixels, predict=False)
+    torch.testing.assert_close(latent, kl.latent, rtol=0, atol=1e-5)
+    assert (vae.use_tiling, vae.use_slicing) == (True, True)
+
+
+def test_a_vae_in_training_encodes_as_one_that_is_not_and_trains_on(kl: "Sample") -> None:
+    vae = type(kl.vae).from_config(kl.vae.config).train()
+    vae.load_state_dict(kl.vae.state_dict())
+    vae.decoder.eval()
+    encode_latents(vae, kl.pixels, predict=False)
+    assert [vae.training, vae.encoder.training, vae.decoder.training] == [True, True, False]
 
 
 def test_a_draw_is_the_one_that_diffusers_makes(kl: "Sample") -> None:
