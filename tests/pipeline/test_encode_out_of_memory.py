@@ -110,7 +110,9 @@ def _number_of_calls(calls: dict[tuple[str, str], int], one: "Sample", way: str)
     key = (one.name, way)
     if key not in calls:
         with Sabotage({}).at_work() as counter:
-            encode_latents(one.vae, one.pixels, strategies=(way,), tile=32, on_event=counter.on_event)
+            encode_latents(
+                one.vae, one.pixels, strategies=(way,), tile=32, on_event=counter.on_event, predict=False
+            )
         calls[key] = counter.calls
     return calls[key]
 
@@ -138,7 +140,7 @@ def test_whatever_runs_out_the_next_strategy_gives_the_latent(
     with sabotage.at_work():
         try:
             latent, record = encode_latents(
-                one.vae, one.pixels, strategies=order, tile=32, on_event=sabotage.on_event
+                one.vae, one.pixels, strategies=order, tile=32, on_event=sabotage.on_event, predict=False
             )
         except EveryStrategyFailedError as failure:
             record = failure.record
@@ -160,7 +162,7 @@ def test_in_every_order_the_last_one_gives_the_latent(kl: "Sample", order: tuple
     sabotage = Sabotage({order[0]: 3, order[1]: COPY_BACK})
     with sabotage.at_work():
         latent, record = encode_latents(
-            kl.vae, kl.pixels, strategies=order, tile=32, on_event=sabotage.on_event
+            kl.vae, kl.pixels, strategies=order, tile=32, on_event=sabotage.on_event, predict=False
         )
     assert record.strategy == order[2]
     assert latent.shape == kl.latent.shape
@@ -175,7 +177,9 @@ def test_any_other_error_passes_unchanged_and_the_vae_is_as_before(
     before = state_of(wan.vae)
     sabotage = Sabotage({strategy: 9}, lambda: mine)
     with sabotage.at_work(), pytest.raises(error) as caught:
-        encode_latents(wan.vae, wan.pixels, strategies=(strategy,), tile=32, on_event=sabotage.on_event)
+        encode_latents(
+            wan.vae, wan.pixels, strategies=(strategy,), tile=32, on_event=sabotage.on_event, predict=False
+        )
     assert caught.value is mine
     assert mine.__cause__ is None
     assert state_of(wan.vae) == before
@@ -252,6 +256,7 @@ def test_a_failed_draw_leaves_the_generator_as_it_was(kl: "Sample") -> None:
             sample=True,
             generator=torch.Generator().manual_seed(3),
             on_event=sabotage.on_event,
+            predict=False,
         )
     assert record.strategy == "cpu"
     assert torch.equal(again, drawn)
@@ -260,7 +265,7 @@ def test_a_failed_draw_leaves_the_generator_as_it_was(kl: "Sample") -> None:
 def test_the_error_of_all_says_how_each_ended(kl: "Sample") -> None:
     sabotage = Sabotage(dict.fromkeys(WAYS, 0))
     with sabotage.at_work(), pytest.raises(EveryStrategyFailedError) as caught:
-        encode_latents(kl.vae, kl.pixels, tile=32, on_event=sabotage.on_event)
+        encode_latents(kl.vae, kl.pixels, tile=32, on_event=sabotage.on_event, predict=False)
     for label in ("Direct VAE Encoding", "Tiled VAE Encoding", "CPU Fallback Encoding"):
         assert f"{label} failed: OutOfMemoryError: CUDA out of memory" in str(caught.value)
     assert isinstance(caught.value, MemoryError)
@@ -273,7 +278,7 @@ def test_decoding_goes_on_the_same_way(wan: "Sample", order: tuple[str, ...], po
     sabotage = Sabotage({order[0]: point, order[1]: point})
     with sabotage.at_work():
         frames, record = decode_latents(
-            wan.vae, wan.latent, strategies=order, tile=32, on_event=sabotage.on_event
+            wan.vae, wan.latent, strategies=order, tile=32, on_event=sabotage.on_event, predict=False
         )
     assert record.strategy == order[2]
     assert frames.shape == wan.pixels.shape
