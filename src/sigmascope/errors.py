@@ -11,6 +11,7 @@
     ├── ModelMismatchError        base, tuned model and LoRA do not belong together
     ├── LoraFormatError           a LoRA file whose keys or shapes are not understood
     ├── NonFiniteError            NaN or Inf where weights should be
+    ├── OptimizationError         a choice that could not be applied to a pipeline, or not be undone
     ├── EveryStrategyFailedError  memory ran out in every way that was tried (a MemoryError too)
     └── UnknownStageError         a run has no stage of that name (a KeyError too)
 
@@ -85,6 +86,10 @@ class LoraFormatError(SigmascopeError):
 
 class NonFiniteError(SigmascopeError):
     """Weights hold NaN or Inf."""
+
+
+class OptimizationError(SigmascopeError):
+    """A choice could not be applied to a pipeline, which is as it was, or cannot be undone."""
 
 
 class EveryStrategyFailedError(SigmascopeError, MemoryError):
