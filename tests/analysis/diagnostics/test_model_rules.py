@@ -1,8 +1,14 @@
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
 
+import sigmascope
+from sigmascope.monitor.json_values import as_json
 from sigmascope.records.finding import Finding
 from sigmascope.records.pipeline import CallFacts, ComponentFacts
 
@@ -69,3 +75,34 @@ def test_guidance_costs_half_of_the_denoising(found: Found, config: dict[str, An
     assert "model.guidance_doubles_the_work" not in found(
         DENOISING, pipe=pipe, call=CallFacts(guidance_scale=3.5, guidance_batches=1)
     )
+
+
+@pytest.mark.parametrize(("loaded", "severity"), [(0, "error"), (40, "warning"), (88, None)])
+def test_modules_that_are_not_on_the_model_are_counted(
+    found: Found, loaded: int, severity: str | None
+) -> None:
+    verdicts = {
+        "verdict": {"total_modules": 88, "matched_modules": 88},
+        "applied_verdict": {"total_modules": 88, "modules_there": loaded},
+    }
+    findings = found(stage("lora_application", facts={"lora_application": verdicts}))
+    assert ("lora.modules_unmatched" in findings) is (severity is not None)
+    if severity is not None:
+        finding = findings["lora.modules_unmatched"]
+        assert finding.severity == severity
+        assert finding.evidence == {"modules": 88, "matched": loaded}
+
+
+def test_a_lora_of_another_model_is_diagnosed_from_the_stage_s_own_analysis(
+    found: Found, tmp_path: Path
+) -> None:
+    state = {
+        "unet.elsewhere.lora_A.weight": torch.ones(2, 4),
+        "unet.elsewhere.lora_B.weight": torch.ones(4, 2),
+    }
+    save_file(state, tmp_path / "lora.safetensors")
+    unet = nn.Sequential(nn.Linear(4, 4))
+    baseline = sigmascope.capture_lora_baseline(unet, None, str(tmp_path / "lora.safetensors"))
+    analysis = sigmascope.analyze_lora_application_results(baseline, unet, None, (unet,))
+    findings = found(stage("lora_application", facts={"lora_application": as_json(analysis)}))
+    assert findings["lora.modules_unmatched"].severity == "error"

@@ -83,10 +83,12 @@ def guidance_doubles_the_work(case: Case) -> Iterator[Finding]:
 
 
 def lora_modules_unmatched(case: Case) -> Iterator[Finding]:
-    """A LoRA that was loaded, and of which modules found no layer."""
+    """A LoRA that was loaded, and of which modules are not on the model."""
     for stage in case.named("lora_application"):
-        verdict = _mapping(_mapping(stage.facts.get("lora_application")).get("verdict"))
-        total, matched = verdict.get("modules"), verdict.get("matched")
+        analysis = _mapping(stage.facts.get("lora_application"))
+        applied, verdict = _mapping(analysis.get("applied_verdict")), _mapping(analysis.get("verdict"))
+        total = applied.get("total_modules", verdict.get("total_modules"))
+        matched = applied.get("modules_there", verdict.get("matched_modules"))
         if not isinstance(total, int) or not isinstance(matched, int) or matched >= total:
             continue
         none = matched == 0
@@ -94,7 +96,7 @@ def lora_modules_unmatched(case: Case) -> Iterator[Finding]:
             id="lora.modules_unmatched",
             severity="error" if none else "warning",
             message=("None" if none else f"Only {matched}")
-            + f" of the LoRA's {total} modules found a layer of the model.",
+            + f" of the LoRA's {total} modules are on the model.",
             evidence={"modules": total, "matched": matched},
             advice="sigmascope lora inspect FILE --model MODEL names each module and the likely reason.",
             stage=stage.name,
