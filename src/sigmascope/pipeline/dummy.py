@@ -10,7 +10,7 @@ from sigmascope.records.finding import Finding
 from sigmascope.records.latents import VaeFacts
 
 FINDING = Finding(
-    id="dummy-latents",
+    id="dummy_latents",
     severity="critical",
     message="The latents are zeros that stand in for an encoding: no picture was encoded.",
     advice="Make room for the encoding: smaller tiles, fewer frames, a lower resolution, or another device.",
