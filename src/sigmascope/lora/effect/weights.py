@@ -11,7 +11,7 @@ from sigmascope.lora.norms import frobenius_norm
 from sigmascope.lora.precision import is_real
 
 NOT_GIVEN: Final = "the weight was not given"
-_CHUNK: Final = 1 << 22
+_CHUNK: Final = 1 << 20
 
 
 def weight_norm(weight: Tensor | None) -> float:
