@@ -1,0 +1,75 @@
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from sigmascope import encode_latents
+from sigmascope.errors import ConfigError, ModelMismatchError
+
+if TYPE_CHECKING:
+    from tests.pipeline.conftest import Sample
+
+
+@pytest.mark.parametrize(
+    ("frames", "message"),
+    [
+        ([], "empty"),
+        (torch.zeros(0, 3, 16, 16), "no picture"),
+        (np.zeros((0, 16, 16, 3), np.uint8), "no picture"),
+        ([torch.zeros(3, 16, 16), torch.zeros(3, 16, 24)], "picture 1 is 3×16×24"),
+        (torch.zeros(1, 5, 16, 16), "channels"),
+        (torch.zeros(1, 3, 16, 16, dtype=torch.int32), "int32"),
+        ("a.png", "str"),
+    ],
+    ids=[
+        "empty list",
+        "zero frames",
+        "zero frames in an array",
+        "mixed sizes",
+        "channels",
+        "integers",
+        "text",
+    ],
+)
+def test_pictures_that_are_none_are_refused(kl: "Sample", frames: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        encode_latents(kl.vae, frames)
+
+
+@pytest.mark.parametrize(
+    ("strategies", "message"),
+    [((), "empty"), (("direct", "direct"), "repeats"), (("magic",), "'magic'"), ("tile", "'tile'")],
+)
+def test_strategies_that_make_no_sense_are_refused(kl: "Sample", strategies: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        encode_latents(kl.vae, kl.pixels, strategies=strategies)
+
+
+def test_tiles_that_cannot_work_are_refused_before_anything_is_tried(kl: "Sample") -> None:
+    with pytest.raises(ConfigError, match="multiple of the VAE's factor 8"):
+        encode_latents(kl.vae, kl.pixels, tile=60)
+
+
+def test_a_vae_without_encode_is_refused() -> None:
+    with pytest.raises(ConfigError, match="has no encode"):
+        encode_latents(object(), torch.zeros(1, 3, 16, 16))
+
+
+def test_a_vae_that_gives_no_tensor_is_said_so() -> None:
+    class Mute:
+        def encode(self, pixels: Tensor) -> str:
+            return "latent"
+
+    with pytest.raises(ModelMismatchError, match="str"):
+        encode_latents(Mute(), torch.zeros(1, 3, 16, 16))
+
+
+def test_a_vae_of_odd_shapes_is_not_cut_into_tiles() -> None:
+    class Odd:
+        def encode(self, pixels: Tensor) -> Tensor:
+            return pixels[..., :5, :7]
+
+    with pytest.raises(ModelMismatchError, match="no whole factor"):
+        encode_latents(Odd(), torch.zeros(1, 3, 64, 64), strategies=("tiled",))
