@@ -195,10 +195,3 @@ def test_no_graph_is_recorded_and_gradients_stay_possible(kl: "Sample") -> None:
     latent, _ = encode_latents(kl.vae, kl.pixels.clone().requires_grad_())
     assert not latent.requires_grad
     assert torch.is_grad_enabled()
-
-
-def test_the_pictures_stay_as_they_are(kl: "Sample") -> None:
-    shown = (torch.rand(1, 3, 32, 32) * 255).to(torch.uint8)
-    before = shown.clone()
-    encode_latents(kl.vae, shown, strategies=("tiled",), tile=16)
-    assert torch.equal(shown, before)
