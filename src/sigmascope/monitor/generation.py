@@ -1,25 +1,22 @@
 """One generation while it runs: its clock, its steps, and where it will end."""
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Lock, get_ident
 from typing import Final
 
-from sigmascope.analysis.score import projected_seconds
 from sigmascope.monitor.context import current_recorder
 from sigmascope.monitor.guard import Guard
 from sigmascope.monitor.live import Step
 from sigmascope.monitor.recorder import Recorder
 from sigmascope.monitor.request import current_request_id
+from sigmascope.monitor.step_tally import StepTally
 from sigmascope.records.host import HostFacts
 from sigmascope.records.performance import PerformanceMetrics
 from sigmascope.records.pipeline import CallFacts, PipelineFacts
 from sigmascope.records.run import Run, Stage
 
 STAGE: Final = "generation"
-RECENT_STEPS: Final = 5
-"""How many of the last steps the projection takes the mean of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +54,14 @@ class Generation:
     Args:
         metrics: What is known beforehand: names, plan and target.
         make_recorder: Makes a recorder where none is current.
-        max_steps: How many steps' times to keep.
         guard: The monitor's.
     """
 
     def __init__(
-        self, metrics: PerformanceMetrics, make_recorder: Callable[[], Recorder], max_steps: int, guard: Guard
+        self, metrics: PerformanceMetrics, make_recorder: Callable[[], Recorder], guard: Guard
     ) -> None:
         self.metrics = metrics
-        self.step_seconds: deque[float] = deque(maxlen=max_steps)
-        self.steps = 0
+        self.tally = StepTally()
         self.is_open = False
         self.stands_alone = False
         self.outer: Generation | None = None
@@ -77,11 +72,8 @@ class Generation:
         self.recorder = recorder = self._own or current or make_recorder()
         self._guard = guard
         self._stage = recorder.stage(STAGE)
-        self._total_step_seconds = 0.0
-        self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
         self._started_ns = 0
         self._stopwatch_ns: int | None = None
-        self._first_step_ns: int | None = None
         self._warned = False
         self._open_steps: dict[int, Step] = {}
         self._lock = Lock()
@@ -169,48 +161,33 @@ class Generation:
         started_ns, ended_ns = step.last
         seconds = (ended_ns - started_ns) / 1e9
         with self._lock:
-            self.steps += 1
-            self._total_step_seconds += seconds
-            self.step_seconds.append(seconds)
-            self._recent.append(seconds)
-            if self._first_step_ns is None:
-                self._first_step_ns = started_ns
-            if self._warned and listener is None:
+            self.tally.add(started_ns, ended_ns)
+            if listener is None and (
+                self._warned or self._projected(ended_ns) <= self.metrics.target_generation_time
+            ):
                 return seconds
-            projected = self._project(ended_ns)
-            is_first = projected > self.metrics.target_generation_time and not self._warned
-            if is_first:
-                self._warned = True
-            elif listener is None:
-                return seconds
-        progress = self._progress(seconds, ended_ns, projected)
-        if listener is not None:
-            self._guard.call("step listener", lambda: listener(progress))
-        if is_first:
-            self._guard.call("early warning", lambda: warn(progress))
+            progress = self._progress(seconds, ended_ns)
+            is_first = progress.misses_target and not self._warned
+            self._warned = self._warned or is_first
+        self._tell(progress, listener, warn if is_first else None)
         return seconds
-
-    def mean_step_seconds(self) -> float | None:
-        """Of all steps, also those no longer kept."""
-        return self._total_step_seconds / self.steps if self.steps else None
 
     def setup_seconds(self) -> float | None:
         """From the beginning to the first step; None without steps."""
-        return None if self._first_step_ns is None else (self._first_step_ns - self._started_ns) / 1e9
+        first_ns = self.tally.first_ns
+        return None if first_ns is None else (first_ns - self._started_ns) / 1e9
 
     def elapsed_seconds(self) -> float:
         """Since the beginning."""
         return (self.recorder.clock() - self._started_ns) / 1e9
 
-    def _project(self, now_ns: int) -> float:
-        recent = self._recent
-        left = self.metrics.num_inference_steps - self.steps
-        return projected_seconds((now_ns - self._started_ns) / 1e9, sum(recent) / len(recent), left)
+    def _projected(self, now_ns: int) -> float:
+        return self.tally.projected_seconds(now_ns - self._started_ns, self.metrics.num_inference_steps)
 
-    def _progress(self, seconds: float, now_ns: int, projected: float) -> StepProgress:
-        target = self.metrics.target_generation_time
+    def _progress(self, seconds: float, now_ns: int) -> StepProgress:
+        projected, target = self._projected(now_ns), self.metrics.target_generation_time
         return StepProgress(
-            step=self.steps,
+            step=self.tally.count,
             steps=self.metrics.num_inference_steps,
             step_seconds=seconds,
             elapsed_seconds=(now_ns - self._started_ns) / 1e9,
@@ -218,3 +195,9 @@ class Generation:
             target_seconds=target,
             misses_target=projected > target,
         )
+
+    def _tell(self, progress: StepProgress, listener: Listener | None, warn: Listener | None) -> None:
+        if listener is not None:
+            self._guard.call("step listener", lambda: listener(progress))
+        if warn is not None:
+            self._guard.call("early warning", lambda: warn(progress))

@@ -49,7 +49,6 @@ class Generations:
         self._guard = guard
         self._finished: deque[PerformanceMetrics] = deque(maxlen=history)
         self._steps: deque[float] = deque(maxlen=step_history)
-        self._step_history = step_history
         self._last: Generation | None = None
         self._lock = threading.Lock()
         self._key = object()
@@ -74,9 +73,7 @@ class Generations:
             metrics: What is known beforehand.
             facts: Of the pipeline.
         """
-        generation = Generation(
-            metrics, lambda: self._make_recorder(metrics.model_name), self._step_history, self._guard
-        )
+        generation = Generation(metrics, lambda: self._make_recorder(metrics.model_name), self._guard)
         generation.facts = facts
         generation.outer = self.running()
         self._set_own(generation)
@@ -114,7 +111,7 @@ class Generations:
 
     def _finish(self, generation: Generation, stage: Stage | None, *, succeeded: bool) -> None:
         metrics = generation.metrics
-        fill_times(metrics, None if stage is None else stage.seconds, generation.mean_step_seconds())
+        fill_times(metrics, None if stage is None else stage.seconds, generation.tally.mean_seconds())
         metrics.pipeline_setup_time = generation.setup_seconds()
         fill_memory(metrics, stage, generation.host())
         generation.keep()

@@ -195,7 +195,7 @@ class PerformanceMonitor:
         if found is None:
             return PerformanceMetrics(target_generation_time=self.target_generation_time)
         if found.is_open:
-            fill_times(found.metrics, found.elapsed_seconds(), found.mean_step_seconds())
+            fill_times(found.metrics, found.elapsed_seconds(), found.tally.mean_seconds())
         return found.metrics
 
     def get_current_metrics(self) -> PerformanceMetrics:
