@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sigmascope.errors import UnknownStageError
 from sigmascope.records.facts import ExceptionDetails, ModuleFacts, TensorFacts
@@ -11,7 +11,11 @@ from sigmascope.records.finding import Finding
 from sigmascope.records.host import HostFacts
 from sigmascope.records.memory import MemoryImpact, PeakMemory
 from sigmascope.records.peak import highest
+from sigmascope.records.prompts import PromptPrivacy
 from sigmascope.records.steps import Steps
+
+if TYPE_CHECKING:
+    import rich.console
 
 STAGES = (
     "model_loading",
@@ -102,3 +106,28 @@ class Run:
         from sigmascope.records.serialization import save_run
 
         save_run(self, path)
+
+    def print(self, console: "rich.console.Console | None" = None) -> None:
+        """Print stages, memory, tensors and findings, as `sigmascope.reports.print_run` does.
+
+        Args:
+            console: Where to; standard output by default.
+        """
+        from sigmascope.reports import print_run
+
+        print_run(self, console)
+
+    def to_trace(self, path: str | os.PathLike[str], *, prompts: PromptPrivacy = "hash") -> None:
+        """Write the run as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open.
+
+        Args:
+            path: The file; viewers expect the ending .json.
+            prompts: What the trace says of prompts that the run holds as text.
+
+        Raises:
+            WriteError: The file cannot be written. What was there before stays.
+            TypeError: A fact is of a type that JSON lacks.
+        """
+        from sigmascope.reports.trace import write_trace
+
+        write_trace([self], path, prompts=prompts)

@@ -1,0 +1,76 @@
+from tests.reports.tracing_runs import MIB, events_of, run_of
+
+from sigmascope.records.memory import (
+    AcceleratorMemory,
+    AcceleratorPeak,
+    MemoryImpact,
+    MemorySnapshot,
+    PeakMemory,
+)
+from sigmascope.records.run import Run, Stage
+from sigmascope.records.steps import Steps
+from sigmascope.reports.tracing.counters import PROCESS, SYSTEM
+
+
+def points(run: Run, counter: str) -> list[tuple[float, float]]:
+    """Microseconds and MiB of a counter."""
+    return [(event["ts"], event["args"]["MiB"]) for event in events_of(run, phase="C", name=counter)]
+
+
+def between(before: MemorySnapshot, after: MemorySnapshot, **kwargs: object) -> Stage:
+    return Stage("denoising", 1.0, 2.0, memory=MemoryImpact(before, after), **kwargs)  # type: ignore[arg-type]
+
+
+def test_memory_is_read_at_both_edges_of_a_stage() -> None:
+    stage = between(
+        MemorySnapshot(process_rss_bytes=3 * MIB, ram_used_bytes=8 * MIB),
+        MemorySnapshot(process_rss_bytes=5 * MIB, ram_used_bytes=9 * MIB),
+    )
+    assert points(run_of(stage), PROCESS) == [(1e6, 3.0), (3e6, 5.0)]
+    assert points(run_of(stage), SYSTEM) == [(1e6, 8.0), (3e6, 9.0)]
+
+
+def test_memory_is_read_at_the_end_of_a_step() -> None:
+    steps = Steps((0.0, 0.5), (0.5, 0.5), rss_bytes=(2 * MIB, 4 * MIB))
+    assert points(run_of(Stage("denoising", 1.0, 1.0, steps=steps)), PROCESS) == [(1.5e6, 2.0), (2e6, 4.0)]
+
+
+def test_a_peak_is_at_its_own_time() -> None:
+    stage = Stage("denoising", 1.0, 1.0, peak=PeakMemory(rss_bytes=7 * MIB, rss_at_seconds=0.25))
+    assert points(run_of(stage), PROCESS) == [(1.25e6, 7.0)]
+
+
+def test_a_peak_without_a_time_is_no_point() -> None:
+    stage = Stage("denoising", 1.0, 1.0, peak=PeakMemory(rss_bytes=7 * MIB))
+    assert points(run_of(stage), PROCESS) == []
+
+
+def test_what_was_not_read_is_no_point_and_not_a_zero() -> None:
+    steps = Steps((0.0, 0.5), (0.5, 0.5), rss_bytes=(None, 4 * MIB))
+    assert points(run_of(Stage("denoising", 0.0, 1.0, steps=steps)), PROCESS) == [(1e6, 4.0)]
+
+
+def test_a_device_has_a_counter_of_what_is_allocated_and_one_of_what_is_reserved() -> None:
+    stage = Stage(
+        "denoising",
+        0.0,
+        1.0,
+        peak=PeakMemory(accelerators=(AcceleratorPeak("cuda:1", 3 * MIB, 0.5, 4 * MIB, 0.75),)),
+    )
+    assert points(run_of(stage), "cuda:1 allocated (MiB)") == [(5e5, 3.0)]
+    assert points(run_of(stage), "cuda:1 reserved (MiB)") == [(7.5e5, 4.0)]
+
+
+def test_what_a_step_had_allocated_was_on_the_device_in_use() -> None:
+    used = MemorySnapshot(accelerators=(AcceleratorMemory("cuda:0", 0), AcceleratorMemory("cuda:1", 2 * MIB)))
+    steps = Steps((0.0,), (0.5,), allocated_bytes=(6 * MIB,))
+    stage = between(MemorySnapshot(), used, steps=steps)
+    assert (1.5e6, 6.0) in points(run_of(stage), "cuda:1 allocated (MiB)")
+
+
+def test_of_two_readings_at_one_moment_the_higher_counts() -> None:
+    inner = Stage("inner", 1.0, 1.0, peak=PeakMemory(rss_bytes=7 * MIB, rss_at_seconds=0.0))
+    outer = Stage(
+        "outer", 0.0, 2.0, peak=PeakMemory(rss_bytes=5 * MIB, rss_at_seconds=1.0), children=(inner,)
+    )
+    assert points(run_of(outer), PROCESS) == [(1e6, 7.0)]
