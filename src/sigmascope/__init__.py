@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from sigmascope.monitor.workflow import ModelLoadingMonitor, WorkflowMonitor
     from sigmascope.pipeline.decode import decode_latents
     from sigmascope.pipeline.encode import encode_latents
+    from sigmascope.pipeline.optimizer import OptimizationConfig, PipelineOptimizer
     from sigmascope.records.performance import PerformanceMetrics
     from sigmascope.records.run import Run, Stage
     from sigmascope.records.serialization import load_run
@@ -57,8 +58,10 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "ModelLoadingMonitor": "sigmascope.monitor.workflow",
+    "OptimizationConfig": "sigmascope.pipeline.optimizer",
     "PerformanceMetrics": "sigmascope.records.performance",
     "PerformanceMonitor": "sigmascope.monitor.performance",
+    "PipelineOptimizer": "sigmascope.pipeline.optimizer",
     "Run": "sigmascope.records.run",
     "Stage": "sigmascope.records.run",
     "TensorDumps": "sigmascope.checkpoints.dump_folder",
@@ -98,8 +101,10 @@ _HOMES = {
 
 __all__ = [
     "ModelLoadingMonitor",
+    "OptimizationConfig",
     "PerformanceMetrics",
     "PerformanceMonitor",
+    "PipelineOptimizer",
     "Run",
     "Stage",
     "TensorDumps",

@@ -1,0 +1,191 @@
+"""`PipelineOptimizer`: what would make a pipeline faster or let it fit, done, undone and measured (SPEC section 6)."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from sigmascope.errors import OptimizationError
+from sigmascope.pipeline.optimizing.applied import AppliedChoice
+from sigmascope.pipeline.optimizing.config import OptimizationConfig
+from sigmascope.pipeline.optimizing.hardware import Hardware, read_hardware
+from sigmascope.pipeline.optimizing.judging import Demands
+from sigmascope.pipeline.optimizing.measurement import Measurement
+from sigmascope.pipeline.optimizing.measuring import measure_plan
+from sigmascope.pipeline.optimizing.plan import Choice, Plan
+from sigmascope.pipeline.optimizing.planning import make_plan
+from sigmascope.pipeline.optimizing.settings import GenerationSettings, settings_for
+
+__all__ = ["GenerationSettings", "Hardware", "Measurement", "OptimizationConfig", "PipelineOptimizer", "Plan"]
+
+
+class PipelineOptimizer:
+    """Plans, applies, undoes and measures what diffusers and torch offer for a pipeline.
+
+    Args:
+        config: What may be done; None: whatever keeps the image but for number formats.
+        hardware: What to plan for; None: this machine, read when a plan is made.
+
+    Example:
+        >>> optimizer = PipelineOptimizer()
+        >>> settings = optimizer.configure_generation_settings("MMDiT")
+        >>> settings["num_inference_steps"]
+        28
+    """
+
+    def __init__(self, config: OptimizationConfig | None = None, *, hardware: Hardware | None = None) -> None:
+        self.config = OptimizationConfig() if config is None else config
+        self._hardware = hardware
+        self._applied: list[tuple[Any, list[AppliedChoice]]] = []
+
+    def configure_generation_settings(self, architecture: object) -> GenerationSettings:
+        """Arguments for a pipeline's call: steps, guidance, size. `.reasons` says why each is what it is.
+
+        Args:
+            architecture: "MMDiT", "DiT" or "UNet"; or a pipeline or a denoiser, whose own facts count for more.
+
+        Raises:
+            ConfigError: No such architecture, or a thing that is neither pipeline nor denoiser.
+        """
+        return settings_for(architecture)
+
+    def plan(self, pipeline: Any) -> Plan:
+        """Choose for a pipeline, with reasons; nothing is changed. `print(plan)` explains it.
+
+        Args:
+            pipeline: A diffusers pipeline.
+        """
+        hardware = read_hardware(self.config.device) if self._hardware is None else self._hardware
+        return make_plan(pipeline, hardware, self.config)
+
+    def apply(self, pipeline: Any, plan: Plan | None = None) -> Plan:
+        """Do what a plan says. If anything fails, all of it is undone.
+
+        Args:
+            pipeline: A diffusers pipeline.
+            plan: None: what `plan` gives.
+
+        Returns:
+            The plan.
+
+        Raises:
+            OptimizationError: A choice failed. The pipeline is as it was.
+        """
+        plan = self.plan(pipeline) if plan is None else plan
+        done: list[AppliedChoice] = []
+        try:
+            for choice in plan.choices:
+                applied = self.apply_choice(pipeline, choice)
+                done.append(applied)
+        except BaseException:
+            _undo(done)
+            raise
+        self._applied.append((pipeline, done))
+        return plan
+
+    def undo(self, pipeline: Any = None) -> list[str]:
+        """Put back what the last `apply` changed: structure, hooks, flags, and weights bit for bit.
+
+        Args:
+            pipeline: Whose last `apply`; None: the last of all.
+
+        Returns:
+            Names of weights that somebody else changed meanwhile, as fusing a LoRA does: their new values stay.
+
+        Raises:
+            OptimizationError: Nothing was applied, or a choice cannot be undone; see the message.
+        """
+        found = next((one for one in reversed(self._applied) if pipeline is None or one[0] is pipeline), None)
+        if found is None:
+            raise OptimizationError(
+                "There is nothing to undo: no plan was applied to this pipeline by this optimizer.",
+                hint="Undo with the PipelineOptimizer that applied it.",
+            )
+        changed = _undo(found[1])
+        self._applied.remove(found)
+        return changed
+
+    @contextmanager
+    def applied(self, pipeline: Any, plan: Plan | None = None) -> Iterator[Plan]:
+        """`apply` on entering, `undo` on leaving, whatever ended it.
+
+        Args:
+            pipeline: A diffusers pipeline.
+            plan: None: what `plan` gives.
+        """
+        made = self.apply(pipeline, plan)
+        try:
+            yield made
+        finally:
+            self.undo(pipeline)
+
+    def measure(
+        self,
+        pipeline: Any,
+        call: Callable[[Any], object] | Mapping[str, object],
+        plan: Plan | None = None,
+        *,
+        repeats: int = 3,
+        warmup: int = 1,
+        seed: int = 0,
+        least_gain: float = 0.02,
+        min_psnr: float | None = None,
+        keep: bool = False,
+    ) -> Measurement:
+        """Run before and after each choice: what it gained, how far the image moved, and whether it stays.
+
+        Choices are added one after another; one that did not pay, failed, or broke the image is undone before the
+        next. In the end all are undone, unless they are to be kept.
+
+        Args:
+            pipeline: A diffusers pipeline.
+            call: Takes the pipeline and gives its output, with the same seed each time; or the arguments of the
+                pipeline's call, to which a generator of `seed` is added.
+            plan: None: what `plan` gives.
+            repeats: Timed runs of each set-up.
+            warmup: Runs before these, where compiling and caching falls.
+            seed: Of the generator.
+            least_gain: The share of time, or of peak memory, that a choice must save to stay.
+            min_psnr: Drop a choice if the image is farther than this from the first one, in dB.
+            keep: Leave what paid applied; `undo` then takes it back.
+
+        Raises:
+            ConfigError: No repeats, or a negative number of warm-up runs.
+        """
+        plan = self.plan(pipeline) if plan is None else plan
+        demands = Demands(least_gain, min_psnr)
+        measurement, stack = measure_plan(
+            pipeline,
+            call,
+            plan,
+            self.apply_choice,
+            repeats=repeats,
+            warmup=warmup,
+            seed=seed,
+            demands=demands,
+        )
+        if keep:
+            self._applied.append((pipeline, stack))
+        else:
+            _undo(stack)
+        return measurement
+
+    def apply_choice(self, pipeline: Any, choice: Choice) -> AppliedChoice:
+        """Apply one choice; its `undo` is the caller's to call, the last applied first.
+
+        Args:
+            pipeline: A diffusers pipeline.
+            choice: Of a plan.
+
+        Raises:
+            OptimizationError: It failed. The pipeline is as it was.
+        """
+        return AppliedChoice(pipeline, choice, keep_originals=self.config.keep_originals)
+
+
+def _undo(done: list[AppliedChoice]) -> list[str]:
+    """The last applied first; each is off the list once it is undone."""
+    changed: list[str] = []
+    while done:
+        changed += done[-1].undo()
+        done.pop()
+    return changed

@@ -1,0 +1,110 @@
+"""What computes the denoiser's attention."""
+
+import importlib
+from functools import partial
+from typing import Any, Final
+
+from torch import nn
+
+from sigmascope.pipeline.optimizing.circumstances import Circumstances
+from sigmascope.pipeline.optimizing.kind import Considered, Kind, Undo
+from sigmascope.pipeline.optimizing.plan import Choice, NotTaken
+from sigmascope.pipeline.optimizing.subject import models_of
+
+NAME: Final = "attention"
+_EAGER: Final = ("AttnProcessor", "SlicedAttnProcessor")
+_FUSED: Final = "AttnProcessor2_0"
+_CUDNN_IS_BEST: Final = (9, 0)
+"""From Hopper on cuDNN's attention is ahead of FlashAttention 2, which PyTorch takes by itself; both allow masks."""
+
+
+def consider(found: Circumstances) -> Considered:
+    """Fused attention instead of the whole matrix; and a backend that suits the device."""
+    for name, model in found.subject.of_role("denoiser").items():
+        eager = _eager_modules(model)
+        if eager and found.config.attention_backend is not None:
+            yield _fused(found, name, len(eager))
+        yield _backend(found, name, model)
+
+
+def apply(pipeline: Any, choice: Choice) -> Undo | None:
+    """Set processors, or their backend; diffusers makes a backend the default of the whole process too."""
+    model: Any = models_of(pipeline)[choice.component]
+    if choice.options["backend"] == _FUSED:
+        _set_fused(model)
+        return None
+    registry = _registry()
+    before = registry._active_backend
+    model.set_attention_backend(choice.options["backend"])
+    return partial(registry.set_active_backend, before)
+
+
+def _fused(found: Circumstances, name: str, count: int) -> Choice | NotTaken:
+    refusal = found.too_much(NAME, name, "rounding")
+    return refusal or Choice(
+        NAME,
+        name,
+        f"pipe.{name}.set_attn_processor({_FUSED}())",
+        f"{count} attention modules build the whole matrix of tokens by tokens.",
+        "less memory, and faster from a few hundred tokens on",
+        "speed",
+        "rounding",
+        {"backend": _FUSED},
+    )
+
+
+def _backend(found: Circumstances, name: str, model: nn.Module) -> Choice | NotTaken:
+    asked = found.config.attention_backend
+    if asked is None:
+        return NotTaken(NAME, name, "switched off")
+    if not hasattr(model, "set_attention_backend") or not _switchable(model):
+        return NotTaken(
+            NAME, name, "its processors call PyTorch's scaled_dot_product_attention, and have no switch"
+        )
+    backend = asked if asked != "auto" else "_native_cudnn"
+    if asked == "auto":
+        refusal = found.why_not(NAME, name, "rounding") or _own_choice_is_best(found, name)
+        if refusal is not None:
+            return refusal
+    return Choice(
+        NAME,
+        name,
+        f'pipe.{name}.set_attention_backend("{backend}")',
+        "Asked for."
+        if asked != "auto"
+        else f"On {found.hardware} cuDNN's attention is ahead of FlashAttention 2.",
+        "time in attention, which grows with the square of the number of tokens",
+        "speed",
+        "precision" if "sage" in backend else "rounding",
+        {"backend": backend},
+    )
+
+
+def _own_choice_is_best(found: Circumstances, name: str) -> NotTaken | None:
+    capability = found.hardware.capability
+    if found.hardware.kind == "cuda" and capability is not None and capability >= _CUDNN_IS_BEST:
+        return None
+    return NotTaken(NAME, name, "PyTorch chooses the fastest of its kernels by itself on this device")
+
+
+def _switchable(model: nn.Module) -> bool:
+    processors = (getattr(part, "processor", None) for part in model.modules())
+    return any(hasattr(processor, "_attention_backend") for processor in processors)
+
+
+def _eager_modules(model: nn.Module) -> list[nn.Module]:
+    return [part for part in model.modules() if type(getattr(part, "processor", None)).__name__ in _EAGER]
+
+
+def _set_fused(model: nn.Module) -> None:
+    fused = importlib.import_module("diffusers.models.attention_processor").AttnProcessor2_0
+    for part in _eager_modules(model):
+        processor: Any = fused()
+        part.set_processor(processor)  # type: ignore[operator]
+
+
+def _registry() -> Any:
+    return importlib.import_module("diffusers.models.attention_dispatch")._AttentionBackendRegistry
+
+
+KIND: Final = Kind(NAME, consider, apply)

@@ -1,0 +1,71 @@
+"""Faster products of float32, and convolution algorithms that are tried out: flags of the whole process."""
+
+from functools import partial
+from typing import Any, Final
+
+import torch
+
+from sigmascope.pipeline.optimizing.circumstances import Circumstances
+from sigmascope.pipeline.optimizing.kind import Considered, Kind, Undo
+from sigmascope.pipeline.optimizing.plan import PIPELINE, Choice, NotTaken
+
+NAME: Final = "fast_matmul"
+_TF32: Final = (8, 0)
+
+
+def consider(found: Circumstances) -> Considered:
+    """TensorFloat-32 where weights stay in float32; cuDNN's trying where there are convolutions."""
+    asked = found.config.fast_matmul
+    if asked is False:
+        yield NotTaken(NAME, PIPELINE, "switched off")
+        return
+    is_unet = found.subject.facts.architecture == "UNet"
+    wide = torch.float32 in found.dtypes.values()
+    if asked == "auto":
+        refusal = found.why_not(NAME, PIPELINE, "precision" if wide else "rounding") or _of_no_use(
+            found, wide, is_unet
+        )
+        if refusal is not None:
+            yield refusal
+            return
+    yield Choice(
+        NAME,
+        PIPELINE,
+        'torch.set_float32_matmul_precision("high")' * wide
+        + "; " * (wide and is_unet)
+        + "torch.backends.cudnn.benchmark = True" * is_unet,
+        "Some weights are in float32."
+        if wide
+        else "Its convolutions are of the same few sizes in every step.",
+        "faster products where inputs of ten bits are enough; it holds for the whole process",
+        "speed",
+        "precision" if wide else "rounding",
+        {"matmul": wide or not is_unet, "benchmark": is_unet},
+    )
+
+
+def apply(pipeline: Any, choice: Choice) -> Undo:
+    """Set the flags."""
+    matmul, benchmark = torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
+    if choice.options["matmul"]:
+        torch.set_float32_matmul_precision("high")
+    if choice.options["benchmark"]:
+        torch.backends.cudnn.benchmark = True
+    return partial(_set, matmul, benchmark)
+
+
+def _set(matmul: str, benchmark: bool) -> None:
+    torch.set_float32_matmul_precision(matmul)
+    torch.backends.cudnn.benchmark = benchmark
+
+
+def _of_no_use(found: Circumstances, wide: bool, is_unet: bool) -> NotTaken | None:
+    capability = found.hardware.capability
+    if found.hardware.kind != "cuda" or (capability is not None and capability < _TF32):
+        return NotTaken(NAME, PIPELINE, "this device has no TensorFloat-32")
+    if not wide and not is_unet:
+        return NotTaken(NAME, PIPELINE, "nothing in it computes in float32, and it has few convolutions")
+    return None
+
+
+KIND: Final = Kind(NAME, consider, apply)

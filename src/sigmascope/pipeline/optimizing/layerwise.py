@@ -1,0 +1,93 @@
+"""The denoiser's weights stored in float8 and widened layer by layer as they are used."""
+
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from sigmascope import units
+from sigmascope.pipeline.optimizing.circumstances import Circumstances
+from sigmascope.pipeline.optimizing.kind import Considered, Kind
+from sigmascope.pipeline.optimizing.plan import Choice, NotTaken
+from sigmascope.pipeline.optimizing.reckoning import main_dtype, nbytes_of
+from sigmascope.pipeline.optimizing.subject import models_of
+from sigmascope.probes.set_up import layerwise_casting
+from sigmascope.records.arithmetic import MIB
+
+NAME: Final = "layerwise_casting"
+
+
+def consider(found: Circumstances) -> Considered:
+    """Where a denoiser does not fit on the device by itself."""
+    for name, model in found.subject.of_role("denoiser").items():
+        yield _consider(found, name, model)
+
+
+def apply(pipeline: Any, choice: Choice) -> None:
+    """Cast, and hook each layer to widen and narrow its weights around its call."""
+    model: Any = models_of(pipeline)[choice.component]
+    compute = main_dtype(
+        model
+    )  # as it is now: a measurement may have dropped the choice that was to change it
+    model.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=compute)
+
+
+def _consider(found: Circumstances, name: str, model: nn.Module) -> Choice | NotTaken:
+    asked = found.config.layerwise_casting
+    if asked is False:
+        return NotTaken(NAME, name, "switched off")
+    if not hasattr(model, "enable_layerwise_casting"):
+        return NotTaken(NAME, name, f"{type(model).__name__} does not offer it")
+    if layerwise_casting(model):
+        return NotTaken(NAME, name, "it is on already")
+    if found.has("quantisation"):
+        return NotTaken(NAME, name, "the weights are quantised")
+    if asked == "auto":
+        refusal = found.why_not(NAME, name, "precision") or _not_needed(found, name)
+        if refusal is not None:
+            return refusal
+    return _choice(found, name, model)
+
+
+def _not_needed(found: Circumstances, name: str) -> NotTaken | None:
+    nbytes, room = found.weights[name], found.room_bytes
+    if room is None:
+        return NotTaken(NAME, name, f"how much memory {found.hardware.device} has is not known")
+    if nbytes + found.work_bytes <= room:
+        words = f"{units.mib(nbytes)} MB of weights and {units.mib(found.work_bytes)} MB at work are in {units.mib(room)} MB"
+        return NotTaken(NAME, name, f"it fits by itself: {words}")
+    return None
+
+
+def _choice(found: Circumstances, name: str, model: nn.Module) -> Choice:
+    compute = str(found.dtypes.get(name, torch.float32)).removeprefix("torch.")
+    before = found.weights[name]
+    found.weights[name] = before - _saved(model, found.dtypes.get(name, torch.float32).itemsize)
+    return Choice(
+        NAME,
+        name,
+        f"pipe.{name}.enable_layerwise_casting(torch.float8_e4m3fn, torch.{compute})",
+        f"{units.mib(before)} MB of weights become about {units.mib(found.weights[name])} MB.",
+        "memory; a few per cent of time for widening",
+        "memory",
+        "precision",
+        {},
+        {"mb_before": before / MIB, "mb_after": found.weights[name] / MIB},
+        necessary=found.config.layerwise_casting == "auto",
+        ram_mb=nbytes_of(model) / MIB,
+    )
+
+
+def _saved(model: nn.Module, itemsize: int) -> int:
+    """Bytes that the layers lose which diffusers casts: linear and convolution, but norms and embeddings of place."""
+    skipped = tuple(getattr(model, "_skip_layerwise_casting_patterns", None) or ("norm",))
+    layers = [
+        layer
+        for path, layer in model.named_modules()
+        if isinstance(layer, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.Embedding)
+        and not any(pattern.strip("^$") in path for pattern in skipped)
+    ]
+    return sum(p.numel() * (itemsize - 1) for layer in layers for p in layer.parameters(recurse=False))
+
+
+KIND: Final = Kind(NAME, consider, apply, frozenset({"dtype"}), narrows=True)

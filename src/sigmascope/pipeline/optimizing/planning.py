@@ -1,0 +1,35 @@
+"""From a pipeline, hardware and wishes to a plan."""
+
+from typing import Any
+
+from sigmascope.pipeline.optimizing.config import OptimizationConfig
+from sigmascope.pipeline.optimizing.hardware import Hardware
+from sigmascope.pipeline.optimizing.kinds import KINDS
+from sigmascope.pipeline.optimizing.plan import Choice, NotTaken, Plan
+from sigmascope.pipeline.optimizing.precision import NAME as PRECISION
+from sigmascope.pipeline.optimizing.reckoning import circumstances_of, reckon_work, reckoning_of
+from sigmascope.pipeline.optimizing.subject import look_at
+
+
+def make_plan(pipeline: Any, hardware: Hardware, config: OptimizationConfig) -> Plan:
+    """Consider every kind of choice for a pipeline. Nothing is changed, and nothing runs.
+
+    Args:
+        pipeline: A diffusers pipeline.
+        hardware: Where it shall run.
+        config: What may be done to it.
+    """
+    found = circumstances_of(look_at(pipeline), hardware, config)
+    left: list[NotTaken] = []
+    for kind in KINDS:
+        for one in kind.consider(found):
+            if isinstance(one, Choice):
+                found.chosen.append(one)
+            else:
+                left.append(one)
+        if kind.name == PRECISION:
+            reckon_work(found)
+    facts = found.subject.facts
+    return Plan(
+        facts.class_name, facts.architecture, hardware, tuple(found.chosen), tuple(left), reckoning_of(found)
+    )
