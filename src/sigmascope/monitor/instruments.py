@@ -7,8 +7,10 @@ from functools import cache
 from sigmascope.monitor import peaks
 from sigmascope.monitor.gpu_timing import EventPool, Mark, StepTimings
 from sigmascope.monitor.guard import Guard
+from sigmascope.monitor.json_values import as_json
 from sigmascope.monitor.peaks import ACCELERATOR_PEAK, UNKNOWN, HostMemory, PeakTracker, reader_for
 from sigmascope.monitor.sampler import SAMPLER, Wish
+from sigmascope.monitor.utilization import ScopeUtilization, UtilizationMeter
 from sigmascope.probes import (
     Accelerator,
     NullAccelerator,
@@ -48,7 +50,8 @@ class Instruments:
         reader = self.guard.call(ACCELERATOR_PEAK, lambda: reader_for(self.accelerator))
         self.tracker = PeakTracker(reader, self.guard)
         self._events = None if reader is None else EventPool(self.accelerator.new_event)
-        self._wish = Wish(self.look, sample_hz) if sample_hz and sample_hz > 0 else None
+        self._wish = Wish(self._sample, sample_hz) if sample_hz and sample_hz > 0 else None
+        self.meter = UtilizationMeter(self.accelerator, is_sampled=self._wish is not None)
         self._rss_works = True
 
     # --- steps: the hot path
@@ -132,6 +135,19 @@ class Instruments:
     def look(self) -> None:
         """Bring the peaks of all open scopes up to date."""
         self.guard.call("peaks", lambda: self.tracker.look(self.host_memory(), self.clock()))
+
+    def utilization(
+        self, scope: ScopeUtilization | None, started_ns: int
+    ) -> tuple[dict[str, object], str | None]:
+        """How busy the devices were in a scope, as JSON values by device; or nothing and why."""
+        read = self.guard.call("utilization", lambda: self.meter.freeze(scope, started_ns))
+        found, reason = ({}, FAILED) if read is None else read
+        plain = {device: as_json(one) for device, one in found.items()}
+        return plain, None if plain else self.guard.reasons.get("utilization") or reason
+
+    def _sample(self) -> None:
+        self.look()
+        self.guard.call("utilization", lambda: self.meter.sample(self.clock()))
 
     # --- reasons
 

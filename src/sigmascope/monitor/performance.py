@@ -202,6 +202,11 @@ class PerformanceMonitor:
         """Return a copy of `current_metrics`, which later generations do not touch."""
         return replace(self.current_metrics)
 
+    def gpu_busy_percent(self) -> dict[str, float]:
+        """How busy each NVIDIA device is now, by name (0-100); empty where that is not known or nothing is watched."""
+        running = self._generations.running()
+        return {} if running is None else running.recorder.gpu_busy_percent()
+
     def validate_performance_target(self, generation_time: float) -> bool:
         """Whether that many seconds meet the target; what it means is logged."""
         met = bool(meets_target(generation_time, self.target_generation_time))

@@ -99,6 +99,14 @@ class Recorder:
         """Bring the peaks of all open stages up to date now, between the steps and samples that do it anyway."""
         self._instruments.look()
 
+    def gpu_busy_percent(self) -> dict[str, float]:
+        """Return how busy each NVIDIA device is now (0-100, NVML's mean over its last period); empty: not known.
+
+        Read at most five times a second, whoever asks in this process. What stages record of it is
+        `sigmascope.records.utilization.utilization_of(stage)`.
+        """
+        return self._instruments.guard.call("utilization", self._instruments.meter.now) or {}
+
     def host(self) -> HostFacts | None:
         """Return facts about this machine, read once a process; None if they cannot be read."""
         return self._instruments.host()

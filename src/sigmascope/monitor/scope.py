@@ -9,10 +9,12 @@ from sigmascope.monitor.guard import describe
 from sigmascope.monitor.instruments import Instruments
 from sigmascope.monitor.peaks import HostMemory, Peaks
 from sigmascope.monitor.steps import StepColumns
+from sigmascope.monitor.utilization import ScopeUtilization
 from sigmascope.records.facts import ExceptionDetails, ModuleFacts, TensorFacts
 from sigmascope.records.memory import MemoryImpact, MemorySnapshot, PeakMemory
 from sigmascope.records.run import Stage
 from sigmascope.records.steps import Steps
+from sigmascope.records.utilization import UTILIZATION
 
 STILL_OPEN = "the stage was still open when the run was read"
 OUTSIDE = "these steps ran outside all stages"
@@ -43,6 +45,7 @@ class Scope:
         self._baseline: MemorySnapshot | None = None
         self._final: MemorySnapshot | None = None
         self._peaks: Peaks | None = None
+        self._utilization: ScopeUtilization | None = None
 
     def open(self) -> None:
         """Take the baseline, then start the clock."""
@@ -53,6 +56,7 @@ class Scope:
         instruments.start_sampling()
         memory = instruments.host_memory(self._baseline)
         self._peaks = instruments.tracker.open(memory, instruments.clock())
+        self._utilization = instruments.meter.open(instruments.clock())
         self.started_ns = instruments.clock()
 
     def add_step(self, started_ns: int, ended_ns: int, start: Mark | None) -> None:
@@ -94,6 +98,7 @@ class Scope:
                     instruments.tracker.close(self._peaks, memory, ended_ns)
             finally:
                 instruments.stop_sampling()
+        instruments.meter.close(self._utilization)
         instruments.resolve(self.columns.timings)
         if error is not None:
             self.error = describe(error)
@@ -110,6 +115,12 @@ class Scope:
         memory = self._memory()
         if memory is None:
             unavailable["memory"] = instruments.guard.reasons.get("memory_snapshot", "nothing was read")
+        facts = dict(self.facts)
+        utilization, why_not = instruments.utilization(self._utilization, self.started_ns)
+        if why_not is None:
+            facts[UTILIZATION] = utilization
+        else:
+            unavailable[UTILIZATION] = why_not
         return Stage(
             name=self.name,
             started_seconds=(self.started_ns - run_started_ns) / 1e9,
@@ -123,7 +134,7 @@ class Scope:
             children=tuple(child.freeze(run_started_ns) for child in list(self.children)),
             tensors=dict(self.tensors),
             modules=dict(self.modules),
-            facts=dict(self.facts),
+            facts=facts,
             unavailable=unavailable,
         )
 
@@ -135,7 +146,7 @@ class Scope:
             started_seconds=(started_ns - run_started_ns) / 1e9,
             seconds=(ended_ns - started_ns) / 1e9,
             steps=self._steps(started_ns),
-            unavailable=dict.fromkeys(("memory", "peak"), OUTSIDE),
+            unavailable=dict.fromkeys(("memory", "peak", UTILIZATION), OUTSIDE),
         )
 
     def _steps(self, started_ns: int) -> Steps:

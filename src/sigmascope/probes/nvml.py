@@ -50,11 +50,11 @@ def read_nvml(device: str = "cuda:0") -> NvmlFacts:
     Args:
         device: A name as torch gives it, counted among the devices visible to this process.
     """
-    library = _library()
-    if library.value is None:
-        return NvmlFacts(device, unavailable=dict.fromkeys(_FIELDS, library.reason or "unknown"))
-    nvml: Any = library.value
-    handle = _attempt(nvml, lambda: _handle(nvml, int(device.partition(":")[2] or 0)))
+    opened = library()
+    if opened.value is None:
+        return NvmlFacts(device, unavailable=dict.fromkeys(_FIELDS, opened.reason or "unknown"))
+    nvml: Any = opened.value
+    handle = _attempt(nvml, lambda: handle_of(nvml, device))
     if handle.value is None:
         return NvmlFacts(device, unavailable=dict.fromkeys(_FIELDS, handle.reason or "unknown"))
     gpu = handle.value
@@ -78,7 +78,7 @@ def read_nvml(device: str = "cuda:0") -> NvmlFacts:
     )
 
 
-def _library() -> Reading[ModuleType]:
+def library() -> Reading[ModuleType]:
     """The initialised library of this process. It stays open: starting it takes tens of milliseconds."""
     open_library = _sessions.get(os.getpid())
     if open_library is not None:
@@ -104,8 +104,18 @@ def _text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
 
 
-def _handle(nvml: Any, index: int) -> Any:
-    """NVML's handle of the CUDA device `index`."""
+def handle_of(nvml: Any, device: str) -> Any:
+    """NVML's handle of a CUDA device such as "cuda:1".
+
+    Args:
+        nvml: The initialised library.
+        device: A name as torch gives it.
+
+    Raises:
+        LookupError: It cannot be told yet which device that is.
+        nvml.NVMLError: NVML does not know it.
+    """
+    index = int(device.partition(":")[2] or 0)
     initialized: Any = torch.cuda.is_initialized
     if initialized():
         uuid = attempt(lambda: str(torch.cuda.get_device_properties(index).uuid)).value

@@ -1,0 +1,64 @@
+"""How busy each accelerator was during a stage, how warm, and whether it was held back."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from sigmascope.records.run import Stage
+from sigmascope.records.structure import from_plain
+
+UTILIZATION: Final = "utilization"
+"""The fact of a stage in which `DeviceUtilization` lies, by device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gauge:
+    """The mean of a figure over a stage's samples, and its highest with seconds since the stage began."""
+
+    mean: float
+    highest: float
+    highest_at_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceUtilization:
+    """One device during one stage, from samples five times a second.
+
+    A sample of business is the driver's mean over its last period (a sixth of a second to a second), so that the
+    first of a stage may tell of what was right before it.
+
+    Attributes:
+        device: As torch names it.
+        samples: How many.
+        busy_percent: Share of time in which a kernel ran. 100 says that it never waited, not that it was used well.
+        memory_busy_percent: Share of time in which device memory was read or written.
+        temperature_celsius: Of the chip.
+        power_watts: Of the board.
+        heat_percent: Share of samples in which heat lowered the clocks.
+        power_cap_percent: Share of samples in which the limit on power did.
+        at_seconds: When the entries of `busy_series` begin, since the stage began.
+        busy_series: Business over time, at most 256 entries: of a long stage each is a mean of several samples.
+        unavailable: Why a figure is None.
+    """
+
+    device: str
+    samples: int = 0
+    busy_percent: Gauge | None = None
+    memory_busy_percent: Gauge | None = None
+    temperature_celsius: Gauge | None = None
+    power_watts: Gauge | None = None
+    heat_percent: float | None = None
+    power_cap_percent: float | None = None
+    at_seconds: tuple[float, ...] = ()
+    busy_series: tuple[float, ...] = ()
+    unavailable: Mapping[str, str] = field(default_factory=dict)
+
+
+def utilization_of(stage: Stage) -> dict[str, DeviceUtilization]:
+    """What is known of the accelerators' business during a stage, by device; empty: see `stage.unavailable`.
+
+    Raises:
+        ValueError: The record is damaged; the message says where.
+    """
+    plain = stage.facts.get(UTILIZATION) or {}
+    return {device: from_plain(one, DeviceUtilization, UTILIZATION) for device, one in plain.items()}
