@@ -2,19 +2,18 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from sigmascope import units
+from sigmascope.cli.compare_tables import amount, interval
 from sigmascope.cli.lora.op_tables import plain, table
 from sigmascope.cli.run_files import load_runs, path_argument
 from sigmascope.errors import SigmascopeError
 
 if TYPE_CHECKING:
-    from sigmascope.analysis.compare_runs import FigureComparison
     from sigmascope.analysis.regression import RegressionCheck
 
 EPILOG = """Examples:
@@ -28,6 +27,13 @@ TROUBLE = 2
 """Exit code of every error, so that a script can tell it from a regression."""
 
 _STYLE = {"regressed": "bold red", "higher": "yellow", "undecided": "yellow", "lower": "green"}
+
+
+class _Checked(NamedTuple):
+    """A check, and what of the set-up differs as (before, now)."""
+
+    check: "RegressionCheck"
+    differences: dict[str, tuple[str, str]]
 
 
 def check(
@@ -53,15 +59,15 @@ def check(
 
     A figure has regressed if it is higher beyond chance (Mann-Whitney) and by
     more than is allowed. Five runs on each side can show it; ten show 5 %. The
-    exit code is 0 without a regression, 1 with one, 2 for an error.
+    exit code is 0 without a regression, 1 with one, 2 for an error. Runs of a
+    benchmark are checked case by case.
     """
-    from sigmascope.analysis.regression import check_regression
     from sigmascope.lora.ranking.sizes import parse_share
 
     try:
-        found = check_regression(
-            load_runs(runs),
-            load_runs(baseline),
+        found, missing = _checked(
+            runs,
+            baseline,
             max_slowdown=parse_share(max_slowdown, "--max_slowdown"),
             max_growth=parse_share(max_growth, "--max_growth"),
             alpha=alpha,
@@ -70,11 +76,53 @@ def check(
         error.exit_code = TROUBLE
         raise
     if as_json:
-        typer.echo(json.dumps(found.as_dict(), indent=2))
+        typer.echo(json.dumps(_plain(found, missing), indent=2))
     else:
-        _print(Console(), found)
-    if found.regressed:
+        _print_all(Console(), found, missing)
+    if any(one.check.regressed for one in found.values()):
         raise typer.Exit(REGRESSED)
+
+
+def _checked(
+    runs: list[Path], baseline: list[Path], *, max_slowdown: float, max_growth: float, alpha: float
+) -> "tuple[dict[str, _Checked], dict[str, str]]":
+    """Checks by the work that was done, and the work that one side lacks."""
+    from sigmascope.analysis.regression import check_regression
+    from sigmascope.analysis.run_differences import set_up_differences
+    from sigmascope.analysis.work import require_pairs
+
+    pairs, missing = require_pairs(load_runs(runs), load_runs(baseline), named=runs[0])
+    found = {}
+    for work, (new, old) in pairs.items():
+        check = check_regression(new, old, max_slowdown=max_slowdown, max_growth=max_growth, alpha=alpha)
+        found[work] = _Checked(check, set_up_differences(new, old))
+    return found, missing
+
+
+def _plain(found: "dict[str, _Checked]", missing: dict[str, str]) -> dict[str, Any]:
+    """One check as it is; those of several cases by name."""
+    plainly = {
+        work: {**one.check.as_dict(), "set_up_differences": one.differences} for work, one in found.items()
+    }
+    if list(found) == [""]:
+        return plainly[""]
+    return {
+        "regressed": [f"{work}: {name}" for work, one in plainly.items() for name in one["regressed"]],
+        "cases": plainly,
+        "missing": missing,
+    }
+
+
+def _print_all(console: Console, found: "dict[str, _Checked]", missing: dict[str, str]) -> None:
+    for work, one in found.items():
+        if work:
+            console.print(plain(work, style="bold underline"))
+        if one.differences:
+            changes = (f"{name} {before} → {now}" for name, (before, now) in one.differences.items())
+            console.print(Text("The set-up differs: ", style="yellow").append_text(plain("; ".join(changes))))
+        _print(console, one.check)
+    for work, reason in missing.items():
+        console.print(Text.assemble(plain(work or "other runs"), f": {reason}", style="yellow"))
 
 
 def _print(console: Console, found: "RegressionCheck") -> None:
@@ -83,10 +131,10 @@ def _print(console: Console, found: "RegressionCheck") -> None:
         one = figure.comparison
         made.add_row(
             plain(one.name),
-            _amount(one.baseline, one.unit),
-            _amount(one.new, one.unit),
+            amount(one.baseline, one.unit),
+            amount(one.new, one.unit),
             "-" if one.ratio is None else f"{one.ratio:.3f}",
-            _interval(one),
+            interval(one),
             Text(figure.verdict, style=_STYLE.get(figure.verdict, "")),
         )
     console.print(made)
@@ -104,11 +152,3 @@ def _print(console: Console, found: "RegressionCheck") -> None:
     console.print(
         Text(f"{outcome} ({after} runs against {before}).", style="bold red" if count else "bold green")
     )
-
-
-def _amount(value: float, unit: str) -> str:
-    return units.seconds(value) if unit == "seconds" else f"{units.mib(round(value))} MB"
-
-
-def _interval(one: "FigureComparison") -> str:
-    return "-" if one.lower is None or one.upper is None else f"{one.lower:.3f}-{one.upper:.3f}"

@@ -1,0 +1,144 @@
+"""The work of `sigmascope bench`: check, load, measure, show.
+
+Imports torch, so `cli/bench.py` imports this module only when the command runs.
+"""
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.console import Console
+
+from sigmascope.cli.bench_options import call_values, cases_of, checked_offload
+from sigmascope.cli.bench_tables import print_bench
+from sigmascope.cli.progress import progress_bar
+from sigmascope.errors import ConfigError
+from sigmascope.lbm.devices import resolve_device, resolve_dtype
+from sigmascope.lbm.images import load_image
+from sigmascope.lbm.pocket.bench import PocketSubject
+from sigmascope.pipeline.bench import BenchOptions, CaseResult, run_benchmark
+from sigmascope.pipeline.benching.diffusers_subject import PROMPT, DiffusersSubject
+from sigmascope.pipeline.benching.loading import load_pipeline
+from sigmascope.pipeline.benching.subject import Subject
+from sigmascope.pipeline.benching.waiting import waiter
+
+if TYPE_CHECKING:
+    import torch
+
+POCKET = "pocket"
+_FOLDER = Path("sigmascope-bench")
+
+
+@dataclass(frozen=True)
+class BenchRequest:
+    """The command's options, one field each."""
+
+    pipeline: str
+    steps: str | None = None
+    resolution: str | None = None
+    batch: str = "1"
+    repeat: int = 10
+    warmup: int = 1
+    frames: int | None = None
+    prompt: str | None = None
+    image: Path | None = None
+    call: tuple[str, ...] = ()
+    seed: int = 0
+    device: str = "auto"
+    dtype: str = "auto"
+    offload: str = "none"
+    target: float | None = None
+    output: Path | None = None
+    as_json: bool = False
+
+
+def run_bench(request: BenchRequest) -> bool:
+    """Measure what was asked for, and print it.
+
+    Returns:
+        Whether every case could be measured.
+
+    Raises:
+        SigmascopeError: Whatever is wrong with the options, the pipeline or the folder.
+    """
+    options = BenchOptions(request.repeat, request.warmup, request.seed, request.target or 5.0)
+    cases = cases_of(request.steps, request.resolution, request.batch, request.frames)
+    subject, load_seconds = _timed(lambda: _load(request))
+    output = request.output or _FOLDER / datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    # What a monitor logs of each generation, the tables say of all of them.
+    logging.getLogger("sigmascope.monitor").addHandler(logging.NullHandler())
+    with progress_bar("Measuring") as progress:
+        results = run_benchmark(
+            subject, cases, options, output=output, load_seconds=load_seconds, progress=progress
+        )
+    if request.as_json:
+        _print_json(request, subject, load_seconds, results, output)
+    else:
+        print_bench(Console(), subject.name, load_seconds, results, output, target=request.target)
+    return all(result.failure is None for result in results)
+
+
+def _print_json(
+    request: BenchRequest,
+    subject: Subject,
+    load_seconds: float,
+    results: tuple[CaseResult, ...],
+    output: Path,
+) -> None:
+    """Print everything as JSON."""
+    found: dict[str, Any] = {
+        "pipeline": request.pipeline,
+        "name": subject.name,
+        "device": str(subject.device),
+        "load_seconds": load_seconds,
+        "repeat": request.repeat,
+        "warm_up": request.warmup,
+        "output": str(output),
+        "cases": [result.as_dict() for result in results],
+    }
+    typer.echo(json.dumps(found, indent=2))
+
+
+def _load(request: BenchRequest) -> Subject:
+    device = resolve_device(request.device)
+    dtype = _dtype(request.dtype, device)
+    if request.pipeline == POCKET:
+        _refuse_for_pocket(request)
+        return PocketSubject.load(dtype=dtype, device=device)
+    arguments = call_values(request.call)
+    if request.image is not None:
+        arguments["image"] = load_image(request.image)
+    offload = checked_offload(request.offload, device)
+    pipeline = load_pipeline(request.pipeline, dtype=dtype, device=device, offload=offload)
+    waiter(device)()
+    name = Path(request.pipeline).name if Path(request.pipeline).is_dir() else request.pipeline
+    return DiffusersSubject(name, pipeline, device, request.prompt or PROMPT, arguments)
+
+
+def _refuse_for_pocket(request: BenchRequest) -> None:
+    given = {"--prompt": request.prompt, "--image": request.image, "--call": request.call}
+    for flag, value in given.items():
+        if value:
+            raise ConfigError(f"{flag}: the pocket model relights its own scene.", hint="Leave it out.")
+    if request.offload != "none":
+        raise ConfigError("--offload: the pocket model fits anywhere.", hint="Leave it out.")
+
+
+def _dtype(name: str, device: "torch.device") -> "torch.dtype":
+    import torch
+
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    return resolve_dtype(name)
+
+
+def _timed(load: Callable[[], Subject]) -> tuple[Subject, float]:
+    started = time.perf_counter()
+    subject = load()
+    return subject, time.perf_counter() - started
