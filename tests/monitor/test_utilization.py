@@ -3,6 +3,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -209,14 +210,10 @@ def test_the_samplers_thread_reads_it_into_the_record_of_a_stage(busy: BusyNvml)
 
 
 def test_many_recorders_do_not_ask_more_often_than_one(busy: BusyNvml) -> None:
-    recorders = [Recorder(accelerator=FakeAccelerator()) for _ in range(8)]
-    for recorder in recorders:
-        recorder.stage("denoising").__enter__()
-    try:
+    with ExitStack() as stages:
+        for _ in range(8):
+            stages.enter_context(Recorder(accelerator=FakeAccelerator()).stage("denoising"))
         assert busy.was_asked_thrice.wait(20)
-    finally:
-        for recorder in recorders:
-            recorder._instruments.stop_sampling()
     gaps = [b - a for a, b in itertools.pairwise(busy.asked_at)]
     assert min(gaps) >= 0.19
 
