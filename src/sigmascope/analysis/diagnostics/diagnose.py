@@ -11,6 +11,7 @@ from sigmascope.analysis.diagnostics import (
     placement_rules,
     precision_rules,
     time_rules,
+    utilization_rules,
 )
 from sigmascope.analysis.diagnostics.case import Case, cases
 from sigmascope.analysis.leaks import find_leaks
@@ -27,6 +28,7 @@ RULES: Final[tuple[Rule, ...]] = (
     *placement_rules.RULES,
     *precision_rules.RULES,
     *time_rules.RULES,
+    *utilization_rules.RULES,
 )
 _SEVERITIES: Final = ("critical", "error", "warning", "info")
 
