@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from sigmascope.analysis.tensors import compare_tensors
     from sigmascope.checkpoints.dump_folder import TensorDumps
     from sigmascope.checkpoints.tensor_dumps import load_tensors, save_tensors
+    from sigmascope.integrations.watching.watch import watch
+    from sigmascope.monitor.context import stage, step
     from sigmascope.monitor.performance import (
         PerformanceMonitor,
         create_mmdit_performance_monitor,
@@ -94,9 +96,12 @@ _HOMES = {
     "print_lora_analysis_summary": "sigmascope.stages.lora_application",
     "print_text_encoding_analysis_summary": "sigmascope.stages.text_encoding",
     "save_tensors": "sigmascope.checkpoints.tensor_dumps",
+    "stage": "sigmascope.monitor.context",
+    "step": "sigmascope.monitor.context",
     "track_model_identity_changes": "sigmascope.stages.lora_application",
     "track_model_placement_changes": "sigmascope.stages.lora_application",
     "track_weight_modifications": "sigmascope.stages.lora_application",
+    "watch": "sigmascope.integrations.watching.watch",
 }
 
 __all__ = [
@@ -138,9 +143,12 @@ __all__ = [
     "print_lora_analysis_summary",
     "print_text_encoding_analysis_summary",
     "save_tensors",
+    "stage",
+    "step",
     "track_model_identity_changes",
     "track_model_placement_changes",
     "track_weight_modifications",
+    "watch",
 ]
 
 

@@ -1,0 +1,108 @@
+"""What one watch has open in one thread or task: a generation, or work outside of any."""
+
+from contextvars import ContextVar
+from typing import TYPE_CHECKING
+
+from sigmascope.integrations.watching.denoising import Denoising
+from sigmascope.monitor.live import LiveStage
+
+if TYPE_CHECKING:
+    from sigmascope.integrations.watching.session import Session
+
+
+class Activity:
+    """The stages that a session has open in one context.
+
+    Args:
+        session: Whose.
+        pipeline_id: `id` of the pipeline that is being called; None outside of calls.
+
+    Attributes:
+        pipeline: What is being called, until the call is over.
+        planned_steps: Of the scheduler's last schedule.
+        most_calls_a_step: How often one denoiser was called for one step.
+        size: Height and width of what was decoded.
+    """
+
+    __slots__ = (
+        "denoising",
+        "most_calls_a_step",
+        "open",
+        "pipeline",
+        "pipeline_id",
+        "planned_steps",
+        "session",
+        "size",
+    )
+
+    def __init__(self, session: "Session", pipeline_id: int | None = None) -> None:
+        self.session = session
+        self.pipeline_id = pipeline_id
+        self.open: list[tuple[str, LiveStage]] = []
+        self.denoising: Denoising | None = None
+        self.pipeline: object = None
+        self.planned_steps: int | None = None
+        self.most_calls_a_step = 0
+        self.size: tuple[int, int] | None = None
+
+    def is_in(self, *names: str) -> bool:
+        """Whether a stage of one of these names is open here."""
+        return any(name in names for name, _ in self.open)
+
+    def enter(self, name: str) -> LiveStage:
+        """Open a stage inside those that are open."""
+        stage = self.session.recorder.stage(name)
+        stage.__enter__()
+        self.open.append((name, stage))
+        return stage
+
+    def leave(self, stage: LiveStage, error: BaseException | None) -> None:
+        """Close a stage, and before it all that were opened in it and are still open."""
+        while any(one is stage for _, one in self.open):
+            _, innermost = self.open.pop()
+            if self.denoising is not None and innermost is self.denoising.stage:
+                self.denoising.finish()
+                self.most_calls_a_step = max(self.most_calls_a_step, self.denoising.most_calls_a_step)
+                self.denoising = None
+            innermost.__exit__(None if error is None else type(error), error, None)
+
+    def start_denoising(self) -> Denoising:
+        """The denoising that is going on here; it begins now if none is."""
+        denoising = self.denoising
+        if denoising is None:
+            stage = self.enter("denoising")
+            denoising = self.denoising = Denoising(stage, self.session.recorder)
+        return denoising
+
+    def end_denoising(self, error: BaseException | None = None) -> None:
+        """Close the denoising, if any is open."""
+        if self.denoising is not None:
+            self.leave(self.denoising.stage, error)
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Close all that is open."""
+        while self.open:
+            self.leave(self.open[0][1], error)
+
+
+ACTIVITIES: ContextVar[tuple[Activity, ...]] = ContextVar("sigmascope_activities", default=())
+"""What is going on in this context, of all watches, the innermost last."""
+
+
+def current(session: "Session") -> Activity | None:
+    """The session's innermost activity in this context."""
+    for activity in reversed(ACTIVITIES.get()):
+        if activity.session is session:
+            return activity
+    return None
+
+
+def begin(activity: Activity) -> None:
+    """Make it the innermost of this context."""
+    ACTIVITIES.set((*ACTIVITIES.get(), activity))
+
+
+def forget(*gone: Activity) -> None:
+    """Take activities out of this context."""
+    kept = tuple(one for one in ACTIVITIES.get() if one not in gone and not one.session.is_over)
+    ACTIVITIES.set(kept)

@@ -1,0 +1,102 @@
+"""Calls of pipelines: each is a stage `generation`, with what it was called with and what was called."""
+
+from typing import Any, ClassVar
+
+from sigmascope.integrations.watching import activity as activities
+from sigmascope.integrations.watching.activity import ACTIVITIES, Activity
+from sigmascope.integrations.watching.call_facts import (
+    call_facts,
+    named_arguments,
+    prompts_of,
+    seeds_of,
+    with_outcome,
+)
+from sigmascope.integrations.watching.hearing import hears
+from sigmascope.integrations.watching.instrument import Instrument
+from sigmascope.integrations.watching.parts import Parts, pipelines_in
+from sigmascope.integrations.watching.taps import After, Arguments, Keywords
+from sigmascope.monitor.live import LiveStage
+from sigmascope.records.pipeline import CallFacts, PipelineFacts
+from sigmascope.records.prompts import redactor, stored_prompts
+
+GENERATION = "generation"
+
+
+class Calls(Instrument):
+    """Opens and closes a generation around every call of a pipeline."""
+
+    name: ClassVar[str] = "calls"
+
+    def attach(self, parts: Parts) -> None:
+        """Hear the calls of the pipeline, and of those that it is made of."""
+        for pipeline in (parts.pipeline, *pipelines_in(parts.pipeline)):
+            if not _is_module(pipeline):
+                self.tap(type(pipeline), "__call__", self._before)
+
+    def _before(self, pipeline: object, args: Arguments, kwargs: Keywords) -> After | None:
+        session = self.session
+        if not hears(session, pipeline) or self._is_inside(pipeline):
+            return None
+        facts = session.watch(pipeline)
+        arguments, _ = session.guard.read("watch.call", lambda: named_arguments(pipeline, args, kwargs))
+        call, prompts = self._read(pipeline, arguments or {})
+        activity = Activity(session, id(pipeline))
+        activity.pipeline = pipeline
+        stage = activity.enter(GENERATION)
+        activities.begin(activity)
+
+        def after(result: object, error: BaseException | None) -> None:
+            try:
+                activity.end(error)
+            finally:
+                activities.forget(activity)
+                activity.pipeline = None
+            self._tell(stage, activity, pipeline, call, facts)
+            self._tell_prompts(stage, prompts)
+            seeds = seeds_of(arguments or {})
+            if seeds:
+                stage.fact("seeds", seeds)
+
+        return after
+
+    def _is_inside(self, pipeline: object) -> bool:
+        """Whether the call is made by this pipeline's own call, such as a subclass's of its base's."""
+        return any(
+            one.session is self.session and one.pipeline_id == id(pipeline) for one in ACTIVITIES.get()
+        )
+
+    def _read(self, pipeline: object, arguments: dict[str, Any]) -> tuple[CallFacts, dict[str, str]]:
+        guard, privacy = self.session.guard, self.session.choices.prompts
+        call, _ = guard.read("watch.call", lambda: call_facts(arguments))
+        prompts, _ = guard.read("watch.prompts", lambda: prompts_of(arguments))
+        if prompts and privacy != "full":
+            self.session.redactions.append(redactor(prompts, privacy))
+        return call or CallFacts(), prompts or {}
+
+    def _tell(
+        self,
+        stage: LiveStage,
+        activity: Activity,
+        pipeline: object,
+        call: CallFacts,
+        facts: PipelineFacts | None,
+    ) -> None:
+        told, _ = self.session.guard.read("watch.call", lambda: with_outcome(call, pipeline, activity))
+        stage.fact("call", told or call)
+        if facts is not None:
+            stage.fact("pipeline", facts)
+
+    def _tell_prompts(self, stage: LiveStage, prompts: dict[str, str]) -> None:
+        kept = stored_prompts(prompts, self.session.choices.prompts)
+        if kept:
+            stage.fact(
+                "prompts",
+                {
+                    name: {"sha256": one.sha256} | ({} if one.text is None else {"text": one.text})
+                    for name, one in kept.items()
+                },
+            )
+
+
+def _is_module(pipeline: object) -> bool:
+    return hasattr(type(pipeline), "_call_impl")  # nn.Module's

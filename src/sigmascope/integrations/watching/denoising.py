@@ -1,0 +1,120 @@
+"""The steps of one denoising: from the denoiser's first call to the scheduler's step."""
+
+from collections import Counter
+
+from torch import Tensor
+
+from sigmascope.monitor.gpu_timing import Mark
+from sigmascope.monitor.live import LiveStage
+from sigmascope.monitor.recorder import Recorder
+
+NO_SCHEDULER = (
+    "no scheduler's step was seen: a step ends with the denoiser's last call at its timestep, and calls whose "
+    "timesteps lie on an accelerator are taken one by one"
+)
+
+
+class Denoising:
+    """Counts the denoiser's calls into steps.
+
+    A step begins when the denoiser, or what works for it (a ControlNet), is first called, and ends when the scheduler
+    has made its step. All calls between are one step: classifier-free guidance may need two, other guidance more.
+    Until a scheduler's step has been seen, calls at another timestep begin another step.
+
+    Args:
+        stage: The denoising, open and innermost.
+        recorder: Its recorder.
+    """
+
+    __slots__ = (
+        "_clock",
+        "_first",
+        "_mark",
+        "_repeats",
+        "_scope",
+        "_started",
+        "_timestep",
+        "calls",
+        "last_ns",
+        "most_calls_a_step",
+        "stage",
+        "stepped",
+    )
+
+    def __init__(self, stage: LiveStage, recorder: Recorder) -> None:
+        self.stage = stage
+        self.calls: Counter[str] = Counter()
+        self.most_calls_a_step = 0
+        self.stepped = 0
+        self.last_ns: int | None = None
+        self._clock = recorder.clock
+        self._scope = recorder.current_scope()
+        self._started: int | None = None
+        self._mark: Mark | None = None
+        self._timestep: float | None = None
+        self._first = ""
+        self._repeats = 0
+
+    def called(self, name: str, timestep: object) -> None:
+        """Take a call of the denoiser that is about to run: the hot path.
+
+        Args:
+            name: Of the pipeline's component.
+            timestep: The call's argument, if it was found.
+        """
+        self.calls[name] += 1
+        if self._started is not None:
+            if self.stepped or not self._is_another(timestep):
+                self._repeats += name == self._first
+                return
+            self._commit(self.last_ns or self._clock())
+        elif not self.stepped:
+            self._timestep = _value(timestep)
+        self._first, self._repeats = name, 1
+        scope = self._scope
+        self._mark = None if scope.columns.timings is None else scope.instruments.mark()
+        self._started = self._clock()
+
+    def returned(self) -> None:
+        """Take the end of a denoiser's call, where no scheduler tells of steps."""
+        self.last_ns = self._clock()
+
+    def scheduler_stepped(self, _result: object, _error: BaseException | None) -> None:
+        """Take the end of the scheduler's step: the hot path."""
+        self.stepped += 1
+        if self._started is not None:
+            self._commit(self._clock())
+
+    def finish(self) -> None:
+        """Take the last step if it is open, and tell what is known of all."""
+        if self._started is not None:
+            self._commit(self.last_ns or self._clock())
+        self.stage.fact("denoiser_calls", dict(self.calls))
+        self.stage.fact("scheduler_steps", self.stepped)
+        if not self.stepped:
+            self.stage.fact("step_grouping", NO_SCHEDULER)
+
+    def _commit(self, ended_ns: int) -> None:
+        started, self._started = self._started, None
+        if started is not None:
+            self.most_calls_a_step = max(self.most_calls_a_step, self._repeats)
+            self._scope.add_step(started, ended_ns, self._mark)
+
+    def _is_another(self, timestep: object) -> bool:
+        """Whether a call is for another step than the one that is open; keeps its timestep if so."""
+        value = _value(timestep)
+        if value is None:
+            return self.last_ns is not None
+        if value == self._timestep:
+            return False
+        self._timestep = value
+        return True
+
+
+def _value(timestep: object) -> float | None:
+    """A timestep's number; None where asking would wait for an accelerator."""
+    if isinstance(timestep, int | float):
+        return float(timestep)
+    if isinstance(timestep, Tensor) and timestep.device.type == "cpu" and timestep.numel():
+        return float(timestep.detach().reshape(-1)[0])
+    return None

@@ -1,0 +1,162 @@
+"""One open watch: its recorder, its instruments, and the pipelines that they are on."""
+
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Final
+
+from sigmascope.analysis.diagnostics import diagnose
+from sigmascope.integrations.watching import activity as activities
+from sigmascope.integrations.watching.activity import ACTIVITIES, Activity
+from sigmascope.integrations.watching.calls import Calls
+from sigmascope.integrations.watching.denoisers import Denoisers
+from sigmascope.integrations.watching.hearing import OPEN, hears
+from sigmascope.integrations.watching.instrument import Instrument
+from sigmascope.integrations.watching.parts import Parts, pipelines_in, set_up_of, take_apart
+from sigmascope.integrations.watching.schedulers import Schedulers
+from sigmascope.integrations.watching.text import TextEncoding
+from sigmascope.integrations.watching.vae import VaeCalls
+from sigmascope.monitor.guard import Guard
+from sigmascope.monitor.recorder import Recorder
+from sigmascope.monitor.workflow_privacy import redacted
+from sigmascope.records.pipeline import PipelineFacts
+from sigmascope.records.prompts import PromptPrivacy
+from sigmascope.records.run import Run
+from sigmascope.stages.failures import Redact
+
+INSTRUMENTS: Final[tuple[type[Instrument], ...]] = (Calls, TextEncoding, VaeCalls, Schedulers, Denoisers)
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What the caller of `watch` decided."""
+
+    prompts: PromptPrivacy = "full"
+    name: str | None = None
+    sample_hz: float | None = 10.0
+
+
+class Session:
+    """From entering a watch to leaving it.
+
+    Args:
+        pipelines: Those to watch; none: every pipeline of the process.
+        choices: The caller's.
+    """
+
+    def __init__(self, pipelines: tuple[object, ...], choices: Choices) -> None:
+        self.choices = choices
+        self.guard = Guard()
+        self.recorder = Recorder(choices.name or _name_of(pipelines), choices.sample_hz)
+        self.is_over = False
+        self.is_everywhere = not pipelines
+        self.redactions: list[Redact] = []
+        self.instruments = [kind(self) for kind in INSTRUMENTS]
+        self._given = pipelines
+        self._watched: dict[int, Callable[[], object]] = {}
+        self._known: dict[int, tuple[tuple[object, ...], PipelineFacts]] = {}
+        self._outside: list[Activity] = []
+        self._lock = threading.RLock()
+
+    # --- from entering to leaving
+
+    def open(self) -> None:
+        """Begin the record, then put the instruments on."""
+        self.recorder.__enter__()
+        OPEN.append(self)
+        for instrument in self.instruments:
+            self._safely(instrument, instrument.start)
+        given, self._given = self._given, ()
+        for pipeline in given:
+            self.watch(pipeline)
+
+    def close(self, error: BaseException | None) -> None:
+        """Take everything off, close what is open, and end the record."""
+        self.is_over = True
+        for instrument in self.instruments:
+            instrument.detach()
+        if self in OPEN:
+            OPEN.remove(self)
+        for one in [*reversed(ACTIVITIES.get()), *self._outside]:
+            if one.session is self:
+                self.guard.read("watch.stages", lambda one=one: one.end(error))  # type: ignore[misc]
+        activities.forget()
+        self._outside.clear()
+        self._watched.clear()
+        self._known.clear()
+        self.recorder.__exit__(None if error is None else type(error), error, None)
+
+    def record(self) -> Run:
+        """The run as it is now, with private prompts taken out of errors; findings once it is over."""
+        run = redacted(self.recorder.run(), self.redactions)
+        reasons = {**run.unavailable, **self.guard.reasons}
+        run = replace(run, unavailable=reasons)
+        if not self.is_over:
+            return run
+        findings, reason = self.guard.read("watch.findings", lambda: diagnose(run))
+        if findings is None:
+            return replace(run, unavailable={**reasons, "findings": reason or "unknown"})
+        return replace(run, findings=findings)
+
+    # --- pipelines
+
+    def wants(self, pipeline: object) -> bool:
+        """Whether this pipeline is one that is watched."""
+        if self.is_everywhere or pipeline is None:
+            return True
+        known = self._watched.get(id(pipeline))
+        return known is not None and known() is pipeline
+
+    def watch(self, pipeline: object) -> PipelineFacts | None:
+        """Put the instruments on a pipeline, or on what it has got since; its facts. Never raises."""
+        parts, _ = self.guard.read("watch.pipeline", lambda: self._parts(pipeline))
+        if parts is None:
+            return None
+        for instrument in self.instruments:
+            self._safely(instrument, lambda instrument=instrument: instrument.attach(parts))  # type: ignore[misc]
+        return parts.facts
+
+    def _parts(self, pipeline: object) -> Parts:
+        self._watched[id(pipeline)] = _reference(pipeline)
+        for inner in pipelines_in(pipeline):
+            self._watched[id(inner)] = _reference(inner)
+        set_up = set_up_of(pipeline)
+        known = self._known.get(id(pipeline))
+        parts = take_apart(pipeline, known[1] if known is not None and known[0] == set_up else None)
+        self._known[id(pipeline)] = (set_up, parts.facts)
+        return parts
+
+    def _safely(self, instrument: Instrument, act: Callable[[], None]) -> None:
+        if not instrument.works or self.is_over:
+            return
+        try:
+            act()
+        except Exception as failure:  # noqa: BLE001 - what an instrument raises must not reach the host
+            instrument.failed(failure)
+
+    # --- activities
+
+    def here(self, pipeline: object = None) -> Activity | None:
+        """What the session has open in this context; None if what happens here is not its own.
+
+        Outside of pipelines' calls, there is one for each context, which lasts until the session is over.
+        """
+        found = activities.current(self)
+        if found is not None and not self.is_over:
+            return found
+        if not hears(self, pipeline):
+            return None
+        found = Activity(self)
+        with self._lock:
+            self._outside.append(found)
+        activities.begin(found)
+        return found
+
+
+def _name_of(pipelines: tuple[object, ...]) -> str:
+    return type(pipelines[0]).__name__ if pipelines else "watch"
+
+
+def _reference(pipeline: object) -> Callable[[], object]:
+    return weakref.ref(pipeline)

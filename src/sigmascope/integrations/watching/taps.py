@@ -1,0 +1,204 @@
+"""Methods heard from outside: replaced while somebody listens, then put back as they were."""
+
+import copy
+import functools
+import inspect
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+Arguments: TypeAlias = tuple[Any, ...]
+Keywords: TypeAlias = dict[str, Any]
+After: TypeAlias = Callable[[object, BaseException | None], None]
+"""Called once with what a call returned, or with what it raised."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Listener:
+    """Who hears the calls of a method.
+
+    Attributes:
+        before: Called with the object (or class) that is called on, and the call's arguments; gives what is to be
+            called after it, or None.
+        failed: Called with what `before` or its `After` raised, which goes no further.
+    """
+
+    before: Callable[[object, Arguments, Keywords], After | None]
+    failed: Callable[[Exception], None]
+
+
+class Tap:
+    """One method of one class, or one callable attribute of one object.
+
+    The host's results and exceptions pass unchanged. Inside what torch.compile traces nobody is told, so that no graph
+    breaks. Whoever replaces the method meanwhile stays: our part in it then does nothing.
+
+    Args:
+        owner: The class or object whose attribute it is.
+        name: The attribute.
+
+    Raises:
+        TypeError: The attribute is no function or class method.
+    """
+
+    def __init__(self, owner: object, name: str) -> None:
+        self.listeners: tuple[Listener, ...] = ()
+        self._owner = weakref.ref(owner)
+        self._name = name
+        self._was_own = name in vars(owner)
+        self._before = inspect.getattr_static(owner, name)
+        self._replacement = self._replaced(self._before, isinstance(owner, type))
+
+    def put_on(self) -> None:
+        """Replace the attribute."""
+        owner = self._owner()
+        if isinstance(owner, type):
+            setattr(owner, self._name, self._replacement)
+        elif owner is not None:
+            vars(owner)[self._name] = self._replacement
+
+    def take_off(self) -> None:
+        """Put the attribute back, unless somebody has put another in our place."""
+        owner = self._owner()
+        if owner is None or vars(owner).get(self._name) is not self._replacement:
+            return
+        if not isinstance(owner, type):
+            vars(owner)[self._name] = self._before
+        elif self._was_own:
+            setattr(owner, self._name, self._before)
+        else:
+            delattr(owner, self._name)
+
+    def _replaced(self, found: object, of_class: bool) -> object:
+        if not of_class:
+            if not callable(found):
+                raise TypeError(f"{self._name} is a {type(found).__name__} and cannot be called")
+            return _Attribute(found, self, self._owner)
+        if isinstance(found, classmethod):
+            return classmethod(_heard(found.__func__, self))
+        if inspect.isfunction(found):
+            return _heard(found, self)
+        raise TypeError(f"{self._name} is a {type(found).__name__} and no function")
+
+
+class _Attribute:
+    """Stands for a callable that lies on one object. A copy of that object gets a copy of the callable alone."""
+
+    def __init__(self, original: Callable[..., Any], tap: Tap, owner: Callable[[], object]) -> None:
+        self._original = original
+        self._tap = tap
+        self._owner = owner
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        tap = self._tap
+        if torch.compiler.is_compiling() or not tap.listeners:
+            return self._original(*args, **kwargs)
+        return _call(self._original, tap.listeners, self._owner(), args, kwargs, args)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(object.__getattribute__(self, "_original"), name)
+
+    def __copy__(self) -> Any:
+        return self._original
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self._original, memo)
+
+    def __reduce__(self) -> Any:
+        return _itself, (self._original,)
+
+
+def _itself(thing: Any) -> Any:
+    return thing
+
+
+def _heard(original: Callable[..., Any], tap: Tap) -> Callable[..., Any]:
+    """The function, with its name, documentation and signature, and the tap's listeners around it."""
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or not tap.listeners:
+            return original(*args, **kwargs)
+        return _call(original, tap.listeners, args[0], args, kwargs, args[1:])
+
+    call.__dict__["__signature__"] = inspect.signature(original)
+    return call
+
+
+def _call(
+    original: Callable[..., Any],
+    listeners: tuple[Listener, ...],
+    target: object,
+    args: Arguments,
+    kwargs: Keywords,
+    seen: Arguments,
+) -> Any:
+    afters = _before(listeners, target, seen, kwargs)
+    try:
+        result = original(*args, **kwargs)
+    except BaseException as error:
+        _after(afters, None, error)
+        raise
+    _after(afters, result, None)
+    return result
+
+
+def _before(
+    listeners: tuple[Listener, ...], target: object, args: Arguments, kwargs: Keywords
+) -> list[tuple[After, Listener]]:
+    afters = []
+    for listener in listeners:
+        try:
+            after = listener.before(target, args, kwargs)
+        except Exception as failure:  # noqa: BLE001 - what an instrument raises must not reach the host
+            listener.failed(failure)
+        else:
+            if after is not None:
+                afters.append((after, listener))
+    return afters
+
+
+def _after(afters: list[tuple[After, Listener]], result: object, error: BaseException | None) -> None:
+    for after, listener in reversed(afters):
+        try:
+            after(result, error)
+        except Exception as failure:  # noqa: BLE001 - as above
+            listener.failed(failure)
+
+
+_LOCK = threading.RLock()
+_TAPS: dict[tuple[int, str], Tap] = {}
+
+
+def listen(owner: object, name: str, listener: Listener) -> Callable[[], None]:
+    """Let the listener hear every call of `owner.name` until the function that is returned is called.
+
+    Args:
+        owner: A class, whose method is meant on all of its instances, or an object on which a callable lies itself.
+        name: The attribute.
+        listener: Who is told.
+
+    Raises:
+        AttributeError: There is no such attribute.
+        TypeError: It is no function or class method.
+    """
+    key = (id(owner), name)
+    with _LOCK:
+        tap = _TAPS.get(key)
+        if tap is None or tap._owner() is not owner:
+            tap = _TAPS[key] = Tap(owner, name)
+            tap.put_on()
+        tap.listeners = (*tap.listeners, listener)
+    return functools.partial(_forget, key, tap, listener)
+
+
+def _forget(key: tuple[int, str], tap: Tap, listener: Listener) -> None:
+    with _LOCK:
+        tap.listeners = tuple(one for one in tap.listeners if one is not listener)
+        if not tap.listeners and _TAPS.get(key) is tap:
+            del _TAPS[key]
+            tap.take_off()

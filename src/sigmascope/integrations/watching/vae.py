@@ -1,0 +1,76 @@
+"""The VAE's encoding and decoding."""
+
+import functools
+from typing import ClassVar, Literal
+
+from torch import Tensor
+
+from sigmascope.integrations.watching.activity import Activity
+from sigmascope.integrations.watching.instrument import Instrument
+from sigmascope.integrations.watching.parts import Parts
+from sigmascope.integrations.watching.taps import After, Arguments, Keywords
+from sigmascope.probes.modules import unwrap
+
+Way = Literal["encoding", "decoding"]
+STAGES: dict[Way, str] = {"encoding": "latent_encoding", "decoding": "latent_decoding"}
+
+
+class VaeCalls(Instrument):
+    """A stage for each `encode` and `decode`; one that is called by another is part of it."""
+
+    name: ClassVar[str] = "vae"
+
+    def attach(self, parts: Parts) -> None:
+        """Hear both of every VAE, also of one that is wrapped."""
+        for _, vae in parts.of_role("vae"):
+            for thing in {id(one): one for one in (vae, unwrap(vae)) if one is not None}.values():
+                self.tap_method(thing, "encode", functools.partial(self._before, "encoding"))
+                self.tap_method(thing, "decode", functools.partial(self._before, "decoding"))
+
+    def _before(self, way: Way, vae: object, args: Arguments, kwargs: Keywords) -> After | None:
+        activity = self.session.here()
+        if activity is None or activity.is_in(*STAGES.values()):
+            return None
+        if way == "decoding" and is_final(activity):
+            activity.end_denoising()
+        given = next((one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)), None)
+        stage = activity.enter(STAGES[way])
+
+        def after(result: object, error: BaseException | None) -> None:
+            activity.leave(stage, error)
+            made = first_tensor(result)
+            latent, picture = (made, given) if way == "encoding" else (given, made)
+            for name, tensor in (("latent", latent), ("picture", picture)):
+                if tensor is not None:
+                    stage.tensor(name, tensor)
+            if way == "decoding" and picture is not None and picture.dim() >= 4:
+                activity.size = (int(picture.shape[-2]), int(picture.shape[-1]))
+
+        return after
+
+
+def is_final(activity: Activity) -> bool:
+    """Whether a decoding follows the denoising, and is no preview inside of it.
+
+    Pipelines that say how many steps they make are believed; of others every decoding is taken as the end.
+    """
+    denoising, pipeline = activity.denoising, activity.pipeline
+    steps = getattr(pipeline, "num_timesteps", None)
+    if denoising is None or not isinstance(steps, int) or getattr(pipeline, "interrupt", False):
+        return True
+    return denoising.stepped == 0 or denoising.stepped >= steps
+
+
+def first_tensor(result: object) -> Tensor | None:
+    """The tensor in what a VAE gives: bare, in a tuple, an output's `sample`, or the mean of its distribution."""
+    if isinstance(result, Tensor):
+        return result
+    for name in ("sample", "latent_dist", "latents", "latent", "mean"):
+        held = getattr(result, name, None)
+        if isinstance(held, Tensor):
+            return held
+        if name == "latent_dist" and held is not None:
+            return first_tensor(getattr(held, "mean", None))
+    if isinstance(result, tuple | list) and result:
+        return first_tensor(result[0])
+    return None

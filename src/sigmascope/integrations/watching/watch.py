@@ -1,0 +1,144 @@
+"""`watch`: one line that makes a record of what any pipeline does, and changes nothing of it."""
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+from sigmascope.integrations.watching.session import Choices, Session
+from sigmascope.monitor.guard import describe
+from sigmascope.records.prompts import PromptPrivacy, check_privacy
+from sigmascope.records.run import Run
+
+_log = logging.getLogger(__name__)
+
+
+class Watch:
+    """A watch, entered with `with` or put over a function as a decorator.
+
+    Once its block is left it has the attributes of the `Run` that was recorded: `stages`, `findings`, `save(path)`, ….
+    Before that, those of the run as it is now. Entered again, it records another run.
+
+    Args:
+        pipelines: Those to watch; none: every pipeline of the process.
+        choices: The caller's.
+        on_run: Called with each run when it is over.
+    """
+
+    def __init__(
+        self, pipelines: tuple[object, ...], choices: Choices, on_run: Callable[[Run], object] | None = None
+    ) -> None:
+        self._pipelines = pipelines
+        self._choices = choices
+        self._on_run = on_run
+        self._sessions: list[Session] = []
+        self._record: Run | None = None
+
+    def record(self) -> Run:
+        """The run of the block that is open, as it is now, or of the one that was left last.
+
+        Raises:
+            AttributeError: The watch was never entered, or could not begin.
+        """
+        if self._sessions:
+            return self._sessions[-1].record()
+        if self._record is None:
+            raise AttributeError("nothing has been recorded: enter the watch with `with`")
+        return self._record
+
+    def __enter__(self) -> "Watch":
+        try:
+            session = Session(self._pipelines, self._choices)
+            self._sessions.append(session)
+            session.open()
+        except Exception as failure:  # noqa: BLE001 - the host goes on without a record
+            _log.warning("The watch could not begin: %s", describe(failure))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._sessions:
+            return
+        session = self._sessions.pop()
+        try:
+            session.close(error)
+            self._record = session.record()
+            if self._on_run is not None:
+                self._on_run(self._record)
+        except Exception as failure:  # noqa: BLE001 - as above
+            _log.warning("The watch could not end as it should: %s", describe(failure))
+
+    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function with a watch of its own around each call."""
+        if inspect.iscoroutinefunction(function):
+
+            @functools.wraps(function)
+            async def awaited(*args: Any, **kwargs: Any) -> Any:
+                with self._another():
+                    return await function(*args, **kwargs)
+
+            return awaited
+
+        @functools.wraps(function)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            with self._another():
+                return function(*args, **kwargs)
+
+        return watched
+
+    def _another(self) -> "Watch":
+        """A watch for one call, whose run this one keeps when it is over."""
+        return Watch(self._pipelines, self._choices, self._keep)
+
+    def _keep(self, run: Run) -> None:
+        self._record = run
+        if self._on_run is not None:
+            self._on_run(run)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.record(), name)
+
+    def __dir__(self) -> list[str]:
+        known = set(super().__dir__())
+        return sorted(known | set(dir(Run)))
+
+
+def watch(
+    *pipelines: Any,
+    prompts: PromptPrivacy = "full",
+    name: str | None = None,
+    sample_hz: float | None = 10.0,
+    on_run: Callable[[Run], object] | None = None,
+) -> Watch:
+    """Watch pipelines while a block or a function runs, without changing them or what they give.
+
+        with sigmascope.watch(pipe) as run:
+            image = pipe("a red fox").images[0]
+        run.save("fox.json")
+
+    Every call of a pipeline becomes a stage `generation`, and what happens in it the stages of SPEC section 2. Whatever
+    of the watching fails is switched off, with a line in the log and the reason under `unavailable`.
+
+    Args:
+        *pipelines: Diffusers pipelines, modular pipelines, or denoisers alone; none: every pipeline of the process.
+        prompts: What is kept of prompts: "full" their text, "hash" their SHA-256, "none" nothing.
+        name: What the run is called; None: the class of the pipeline.
+        sample_hz: How often a thread looks at memory, at most 10 a second; None: never.
+        on_run: Called with the run when the block is left.
+
+    Returns:
+        A context manager and decorator that gives the run's attributes.
+
+    Raises:
+        ConfigError: `prompts` is none of the three.
+    """
+    check_privacy(prompts)
+    choices = Choices(prompts, name, sample_hz)
+    if len(pipelines) == 1 and inspect.isfunction(pipelines[0]):
+        return Watch((), choices, on_run)(pipelines[0])  # type: ignore[return-value]  # @watch without parentheses
+    return Watch(tuple(one for one in pipelines if one is not None), choices, on_run)

@@ -1,0 +1,58 @@
+"""Everything that a watch could leave on a pipeline, on what it is made of, and on their classes."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from sigmascope.integrations.watching import activity, hearing, taps
+
+
+def marks(*things: Any) -> dict[str, Any]:
+    """Attributes and hooks of things, of all modules in them and of all their classes, by identity.
+
+    Args:
+        *things: Pipelines and other objects.
+    """
+    found: dict[str, Any] = {}
+    for number, thing in enumerate(things):
+        for name, one in _parts(thing):
+            found |= {f"{number}.{name}.{key}": value for key, value in _attributes(one)}
+            for kind in type(one).__mro__:
+                found |= {
+                    f"{kind.__module__}.{kind.__qualname__}.{key}": id(v) for key, v in vars(kind).items()
+                }
+    return found
+
+
+def left_behind() -> list[object]:
+    """What the watching itself still holds."""
+    return [*taps._TAPS.values(), *hearing.OPEN, *activity.ACTIVITIES.get()]
+
+
+def _parts(thing: Any) -> Iterator[tuple[str, Any]]:
+    yield "", thing
+    components = getattr(thing, "components", None)
+    if isinstance(components, Mapping):
+        for name, part in components.items():
+            yield from _parts_of(name, part)
+    else:
+        yield from _parts_of("", thing)
+
+
+def _parts_of(name: str, part: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(part, nn.Module):
+        yield from ((f"{name}.{inner}", module) for inner, module in part.named_modules())
+    elif part is not None and hasattr(part, "__dict__"):
+        yield name, part
+
+
+def _attributes(thing: Any) -> Iterator[tuple[str, Any]]:
+    is_module = isinstance(thing, nn.Module)
+    for name, value in vars(thing).items():
+        if "hooks" in name and isinstance(value, Mapping):
+            yield name, {key: id(hook) for key, hook in value.items()}
+        elif is_module or callable(value):
+            yield name, id(value) if callable(value) else type(value)
+        else:
+            yield name, type(value)
