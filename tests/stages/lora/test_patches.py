@@ -92,3 +92,25 @@ def test_loras_of_orthogonal_directions_do_not_overlap() -> None:
     first = (up, down, None, None, None, None)
     (found,) = two(first, (up.roll(2, 0), down.roll(2, 1), *first[2:]))["overlaps"]
     assert found["overall"] == pytest.approx(0.0, abs=1e-9)
+
+
+def test_the_overlap_of_each_weight_comes_with_the_angles_between_the_directions() -> None:
+    up, down = torch.eye(8)[:, :2], torch.eye(8)[:2]
+    first = (up, down, None, None, None, None)
+    half_turned = (up + torch.eye(8)[:, 2:4], down, *first[2:])
+    (found,) = two(first, half_turned)["overlaps"]
+    assert found["largest"][0]["column_angles"] == pytest.approx([45.0, 45.0])
+    assert found["largest"][0]["row_angles"] == pytest.approx([0.0, 0.0], abs=1e-5)
+
+
+def test_what_would_take_too_long_is_compared_on_some_weights_and_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sigmascope.stages.lora.several._MOST_PRODUCTS", 4**2 * 16)
+    patcher = ModelPatcher(BaseModel())
+    for number, file in enumerate(FILES):
+        parts = {Q: lora_parts(seed=number), OUT: lora_parts(6, seed=number)}
+        patcher.add_patches({key: LoRAAdapter(file, part) for key, part in parts.items()}, 1.0)
+    (found,) = sigmascope.analyze_lora_patches(patcher, "UNet")["overlaps"]
+    assert (found["shared_keys"], found["compared_keys"]) == (2, 1)
+    assert "1 in 2 of 2 weights" in found["unavailable"]["keys"]

@@ -1,6 +1,6 @@
 """All changes of one weight as a single pair of factors, where they are low-rank in any way."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import torch
@@ -34,11 +34,24 @@ def as_factors(patches: Sequence[AppliedPatch], shape: Shape) -> LoraFactors:
         LoraFormatError: A change that has no small factors, as a difference or DoRA, or too many together.
         ModelMismatchError: One does not fit the weight.
     """
-    parts = [_factors(patch, shape) for patch in patches]
-    rank = sum(part.up.shape[1] for part in parts)
+    rank = rank_together(patches)
     if rank > _LARGEST_RANK:
         raise LoraFormatError(f"the changes have a rank of {rank} together, which is too large to compare.")
-    return concatenated(parts)
+    return concatenated([_factors(patch, shape) for patch in patches])
+
+
+def rank_together(patches: Sequence[AppliedPatch]) -> int:
+    """The inner dimension that the changes of one weight have as one pair of factors; 0 for those that have none."""
+    return sum(_rank({name: tuple(part.shape) for name, part in patch.tensors.items()}) for patch in patches)
+
+
+def _rank(shapes: Mapping[str, Shape]) -> int:
+    if "down" in shapes:
+        return sum(shapes["down"][:1])
+    if {"w1_b", "w2_b"} <= shapes.keys() and not {"w1", "w2"} & shapes.keys():
+        return sum(shapes["w1_b"][:1]) * sum(shapes["w2_b"][:1])
+    sides = [shapes[name] if name in shapes else shapes.get(f"{name}_b", (0,))[:1] for name in ("w1", "w2")]
+    return min(sides[0], default=0) * min(sides[1], default=0)
 
 
 def _factors(patch: AppliedPatch, shape: Shape) -> WeightedFactors:

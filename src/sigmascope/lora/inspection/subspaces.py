@@ -37,8 +37,13 @@ def bases_of(factors: LoraFactors) -> ChangeBases:
     """Give the singular vectors of ΔW that are more than rounding, in float64."""
     left, core, right = factors.orthogonal_form()
     u, sigma, vh = torch.linalg.svd(core, full_matrices=False)
-    kept = int((sigma > _NOISE * sigma[0]).sum()) if float(sigma[0]) > 0.0 else 0
+    kept = kept_values(sigma)
     return ChangeBases(left @ u[:, :kept], right @ vh[:kept].mT, sigma[:kept])
+
+
+def kept_values(sigma: Float[Tensor, " k"]) -> int:
+    """How many of falling singular values are more than rounding."""
+    return int((sigma > _NOISE * sigma[0]).sum()) if float(sigma[0]) > 0.0 else 0
 
 
 def overlap(one: Float[Tensor, "n r"], other: Float[Tensor, "n s"]) -> float:
