@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from sigmascope.__about__ import __version__
-from sigmascope.cli import bench, check, compare, compare_tensors, demo, doctor, lbm, lora
+from sigmascope.cli import bench, check, compare, compare_tensors, demo, doctor, lbm, lora, watch
 from sigmascope.cli.run_files import ManyBaselines
 from sigmascope.errors import SigmascopeError
 
@@ -32,6 +32,7 @@ app.command("compare-tensors", epilog=compare_tensors.EPILOG)(compare_tensors.co
 app.command("bench", epilog=bench.EPILOG)(bench.bench)
 app.command("compare", cls=ManyBaselines, epilog=compare.EPILOG)(compare.compare)
 app.command("check", cls=ManyBaselines, epilog=check.EPILOG)(check.check)
+app.command("watch", context_settings=watch.CONTEXT, epilog=watch.EPILOG)(watch.watch)
 app.command("doctor", epilog=doctor.EPILOG)(doctor.doctor)
 app.command("demo", epilog="Example: sigmascope demo --source-image my.jpg --output relit")(demo.demo)
 

@@ -1,0 +1,106 @@
+"""`sigmascope watch`: a script watched from outside."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sigmascope.errors import ConfigError
+
+EPILOG = "Example: sigmascope watch --output run.json generate.py --steps 4"
+
+CONTEXT = {"allow_interspersed_args": False}
+"""All that follows the script's name is the script's own."""
+
+
+def watch(
+    script: Annotated[
+        str | None, typer.Argument(help="The script, or with -m the module.", show_default=False)
+    ] = None,
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[ARGUMENTS]...", help="Its arguments.", show_default=False)
+    ] = None,
+    module: Annotated[bool, typer.Option("-m", help="Run a module, as python -m does.")] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", help="File or folder for the record; without it, a new file in this folder."
+        ),
+    ] = None,
+    trace: Annotated[Path | None, typer.Option("--trace", help="Write a trace for Perfetto too.")] = None,
+    prompts: Annotated[
+        str, typer.Option("--prompts", help="What is kept of prompts: full, hash or none.")
+    ] = "full",
+    name: Annotated[
+        str | None, typer.Option("--name", help="What the run is called; without it, as the script.")
+    ] = None,
+    sample_hz: Annotated[
+        float, typer.Option("--sample_hz", help="How often memory is looked at, at most 10 a second.")
+    ] = 10.0,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no summary.")] = False,
+    install: Annotated[
+        bool, typer.Option("--install", help="Let SIGMASCOPE=1 do the same for any Python process here.")
+    ] = False,
+    uninstall: Annotated[bool, typer.Option("--uninstall", help="Undo --install.")] = False,
+) -> None:
+    """Run a script unchanged and see where its time and memory go.
+
+    Every diffusers pipeline in it is watched, and every stage that it names
+    itself. Its output, exit code and signals are its own; the summary goes to
+    stderr when it ends.
+    """
+    if install or uninstall:
+        _startup_file(install=install, uninstall=uninstall, script=script)
+        return
+    _check(script, module=module, sample_hz=sample_hz)
+    from sigmascope.integrations.autostart.launch import launch
+    from sigmascope.integrations.autostart.settings import Settings
+    from sigmascope.records.prompts import check_privacy
+
+    check_privacy(prompts)
+    settings = Settings(
+        output=_writable(output),
+        trace=_writable(trace),
+        prompts=prompts,
+        name=name,
+        sample_hz=str(sample_hz),
+        quiet="1" if quiet else None,
+        launched="1",
+    )
+    launch([*(["-m"] if module else []), script or "", *(arguments or [])], settings)
+
+
+def _check(script: str | None, *, module: bool, sample_hz: float) -> None:
+    if not script:
+        raise ConfigError("No script is named.", hint="Write: sigmascope watch SCRIPT [ARGUMENTS]")
+    if not module and not Path(script).exists():
+        raise ConfigError(
+            f"The script {script} does not exist.", hint="Check the path; a module is run with -m."
+        )
+    if not sample_hz > 0:
+        raise ConfigError(f"--sample_hz {sample_hz:g} is not above 0.", hint="Choose one from 0.1 to 10.")
+
+
+def _writable(path: Path | None) -> str | None:
+    """The whole path, refused now rather than when the script is done."""
+    if path is None:
+        return None
+    if not path.is_dir():
+        from sigmascope.records.atomic import require_writable
+
+        require_writable(path)
+    return str(path.absolute())
+
+
+def _startup_file(*, install: bool, uninstall: bool, script: str | None) -> None:
+    from sigmascope.integrations.autostart import startup_file
+
+    if script is not None or (install and uninstall):
+        raise ConfigError("--install and --uninstall stand alone.", hint="Give one of them, and no script.")
+    if install:
+        path = startup_file.install()
+        typer.echo(f"{path} is there: SIGMASCOPE=1 now watches any Python process of this environment.")
+    elif startup_file.uninstall():
+        typer.echo(f"{startup_file.startup_file()} is gone.")
+    else:
+        typer.echo("Nothing was installed.")

@@ -1,0 +1,59 @@
+"""Starting Python on a user's script in place of this process, with the watch in it."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from sigmascope.errors import ConfigError
+from sigmascope.integrations.autostart.settings import FOR_ONE, Settings
+
+BOOTSTRAP = Path(__file__).parent / "bootstrap"
+_PATH = "PYTHONPATH"
+
+
+def launch(program: Sequence[str], settings: Settings) -> NoReturn:
+    """Become the program: same process, same arguments, same streams.
+
+    Args:
+        program: What Python is to run: a script or `-m` and a module, then its arguments.
+        settings: How to watch, and where the result goes.
+
+    Raises:
+        ConfigError: This Python was told to ignore what the watch comes in by.
+    """
+    if sys.flags.ignore_environment or sys.flags.no_site:
+        raise ConfigError(
+            "Python was started with -E, -I or -S, with which a program cannot be watched from outside.",
+            hint="Leave the option out, or call sigmascope.watch() in the program.",
+        )
+    command = [sys.executable, *interpreter_options(sys.orig_argv, len(sys.argv)), *program]
+    environment = environment_for(os.environ, settings)
+    if os.name == "nt":  # there exec starts another process and ends this one with 0
+        sys.exit(subprocess.call(command, env=environment))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(sys.executable, command, environment)
+
+
+def interpreter_options(original: Sequence[str], own: int) -> list[str]:
+    """Python's own options among the words of a command line, such as `-X dev`.
+
+    Args:
+        original: All its words (`sys.orig_argv`).
+        own: How many of them, from the end, are the script's or module's name and its arguments.
+    """
+    options = list(original[1 : max(1, len(original) - own)])
+    return options[:-1] if options and options[-1] == "-m" else options
+
+
+def environment_for(environment: Mapping[str, str], settings: Settings) -> dict[str, str]:
+    """The environment of the launched process: `bootstrap` is the first place where it looks for modules."""
+    told = {**environment, **settings.as_environment(FOR_ONE)}
+    original = environment.get(_PATH)
+    if original is not None:
+        told[f"{FOR_ONE}{_PATH}"] = original
+    told[_PATH] = os.pathsep.join([str(BOOTSTRAP), *([original] if original else [])])
+    return told

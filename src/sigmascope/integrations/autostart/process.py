@@ -1,0 +1,87 @@
+"""One process that is watched from the first import of what can be watched to its end."""
+
+import atexit
+import os
+import sys
+from typing import Any, Final
+
+from sigmascope.integrations.autostart.on_import import OnImport
+from sigmascope.integrations.autostart.settings import FOR_ALL, Settings, settings_from
+
+STARTS_WITH: Final = frozenset({"diffusers", "sigmascope.monitor"})
+"""Pipelines come from the first; code that names its own stages imports the second."""
+
+
+class WatchedProcess:
+    """Begins a watch when there is something to watch, and ends it when Python ends.
+
+    Nothing of it is raised into the program, whose exit code, output and signals stay its own. A forked child is
+    watched no further: the record is its parent's.
+
+    Args:
+        settings: How to watch, and where the result goes.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self._folder = os.getcwd()  # noqa: PTH109 - before the program changes it; pathlib is not loaded yet
+        self._process_id = os.getpid()
+        self._watch: Any = None
+        self._hook = OnImport(STARTS_WITH, self._begin)
+
+    def start(self) -> None:
+        """Wait for the import. Python calls the functions of `atexit` in reverse: ours is the last."""
+        atexit.register(self._end)
+        self._hook.put_on()
+
+    def _begin(self) -> None:
+        try:
+            from sigmascope.integrations.autostart import recording
+
+            self._watch = recording.begin(self.settings)
+        except Exception as failure:  # noqa: BLE001 - the program goes on unwatched
+            say(f"nothing is watched: {type(failure).__name__}: {failure}")
+
+    def _end(self) -> None:
+        if os.getpid() != self._process_id:
+            return
+        self._hook.take_off()
+        if self._watch is None:
+            if self.settings.launched:
+                say("nothing was there to watch: neither diffusers nor a stage of sigmascope's was used.")
+            return
+        try:
+            from sigmascope.integrations.autostart import recording
+
+            recording.end(self._watch, self.settings, self._folder)
+        except Exception as failure:  # noqa: BLE001 - the program's exit code stays its own
+            say(f"the record is lost: {type(failure).__name__}: {failure}")
+
+
+_process: WatchedProcess | None = None
+
+
+def start(settings: Settings) -> None:
+    """Watch this process. A second time only changes the settings."""
+    global _process
+    if _process is not None:
+        _process.settings = settings
+        return
+    _process = WatchedProcess(settings)
+    _process.start()
+
+
+def start_from_environment() -> None:
+    """Watch this process as the variables `SIGMASCOPE_…` say."""
+    start(settings_from(os.environ, FOR_ALL))
+
+
+def say(line: str) -> None:
+    """Tell the user something, on the stream for that, if there is one."""
+    if sys.__stderr__ is None:
+        return
+    try:
+        sys.__stderr__.write(f"Sigmascope: {line}\n")
+        sys.__stderr__.flush()
+    except (OSError, ValueError):  # closed, or nobody reads it any more
+        pass

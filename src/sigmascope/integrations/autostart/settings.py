@@ -1,0 +1,50 @@
+"""What a watched process is told through its environment."""
+
+from collections.abc import Mapping, MutableMapping
+from typing import Final, NamedTuple
+
+FOR_ALL: Final = "SIGMASCOPE_"
+"""Begins the variables that users set, beside `SIGMASCOPE=1`; child processes have them too."""
+
+FOR_ONE: Final = "SIGMASCOPE_WATCH_"
+"""Begins the variables of one launch, which the launched process takes out of its environment."""
+
+
+class Settings(NamedTuple):
+    """How to watch, and where the result goes. None: the default.
+
+    Attributes:
+        output: The file or folder for the record.
+        trace: The file for a trace of it.
+        prompts: What is kept of prompts: full, hash or none.
+        name: What the run is called.
+        sample_hz: How often memory is looked at, as text.
+        quiet: "1": print no summary.
+        launched: "1": somebody asked for this one process, and is told when there was nothing to see.
+    """
+
+    output: str | None = None
+    trace: str | None = None
+    prompts: str | None = None
+    name: str | None = None
+    sample_hz: str | None = None
+    quiet: str | None = None
+    launched: str | None = None
+
+    def as_environment(self, prefix: str) -> dict[str, str]:
+        """The variables that say this."""
+        told = self._asdict()
+        return {f"{prefix}{name.upper()}": value for name, value in told.items() if value is not None}
+
+
+def settings_from(environment: Mapping[str, str], prefix: str) -> Settings:
+    """What the variables that begin so say. An empty one says nothing."""
+    return Settings(**{name: environment.get(f"{prefix}{name.upper()}") or None for name in Settings._fields})
+
+
+def take_settings(environment: MutableMapping[str, str], prefix: str) -> Settings:
+    """The same, and the variables are gone from the environment."""
+    settings = settings_from(environment, prefix)
+    for name in Settings._fields:
+        environment.pop(f"{prefix}{name.upper()}", None)
+    return settings
