@@ -1,5 +1,6 @@
 """Plain values to the types of `records` and back, strictly: nothing is coerced, nothing dropped."""
 
+from collections.abc import Mapping
 from functools import cache
 from typing import Any, TypeVar
 
@@ -44,6 +45,8 @@ def from_plain(plain: object, kind: type[Record], name: str) -> Record:
     Raises:
         ValueError: They do not describe one; the message says where.
     """
+    if not isinstance(plain, Mapping):
+        raise ValueError(f"expected an object, found {type(plain).__name__} @ {name}")
     try:
         return _converter().structure(plain, kind)
     except BaseValidationError as error:

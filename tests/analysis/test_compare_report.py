@@ -1,0 +1,63 @@
+from dataclasses import replace
+
+import pytest
+
+from sigmascope.analysis.before_after import before_after
+from sigmascope.analysis.compare_report import compare_work
+from sigmascope.analysis.score import meets_target, performance_score
+from sigmascope.records.performance import PerformanceMetrics
+from sigmascope.records.run import Run, Stage
+
+from .run_sets import noisy_runs, run
+
+
+def generation(seconds: float, *, success: bool = True) -> Run:
+    metrics = PerformanceMetrics(
+        total_generation_time=seconds,
+        performance_score=performance_score(seconds, 5.0),
+        target_met=meets_target(seconds, 5.0),
+    )
+    facts = {"performance": metrics.as_dict()}
+    return replace(
+        run([1.0]), stages=(Stage("generation", 0.0, seconds, success=success, facts=facts),), seconds=seconds
+    )
+
+
+def test_before_and_after_are_the_golden_numbers() -> None:
+    found = before_after([generation(2.4)], [generation(16.0)])
+    assert found is not None
+    assert found["improvement"]["total_time_percent"] == pytest.approx(85.0)
+    assert found["summary"]["improvement_factor"] == pytest.approx(6.7, abs=0.05)
+    assert (found["before"]["performance_score"], found["after"]["performance_score"]) == (31.2, 100.0)
+
+
+def test_the_median_generation_of_each_side_is_taken() -> None:
+    found = before_after([generation(2.0)], [generation(one) for one in (9.0, 3.0, 5.0)])
+    assert found is not None
+    assert found["before"]["total_time"] == 5.0
+
+
+def test_a_generation_that_failed_is_not_taken() -> None:
+    assert before_after([generation(1.0)], [generation(9.0, success=False)]) is None
+
+
+def test_runs_of_no_monitor_have_no_before_and_after() -> None:
+    assert before_after([run([1.0])], [run([1.0])]) is None
+
+
+def test_pooled_steps_are_given_only_where_runs_are_few() -> None:
+    runs = noisy_runs(3)
+    assert compare_work("", runs, runs).pooled_steps == ()
+    assert len(compare_work("", runs[:2], runs).pooled_steps) == 1
+
+
+def test_each_step_is_given_only_when_asked_for() -> None:
+    runs = noisy_runs(1)
+    assert compare_work("", runs, runs).steps == ()
+    assert len(compare_work("", runs, runs, by_step=True).steps) == 20
+
+
+def test_the_report_is_plain_json() -> None:
+    plain = compare_work("a", noisy_runs(3), noisy_runs(4, seed=1)).as_dict()
+    assert plain["runs"] == [4, 3]
+    assert {one["name"] for one in plain["figures"]} >= {"total", "denoising", "denoising step"}

@@ -1,0 +1,34 @@
+from dataclasses import replace
+
+import pytest
+
+from sigmascope.analysis.compare_steps import compare_by_step, compare_pooled_steps
+
+from .run_sets import noisy_runs, run
+
+
+def test_pooled_steps_are_all_but_each_runs_first() -> None:
+    (one,) = compare_pooled_steps([run([9.0, 2.0, 4.0, 6.0])], [run([9.0, 1.0]), run([9.0, 3.0, 5.0])])
+    assert (one.name, one.runs, one.baseline, one.new) == ("denoising step", (3, 3), 3.0, 4.0)
+
+
+def test_the_steps_of_two_single_runs_have_an_interval_around_their_ratio() -> None:
+    (one,) = compare_pooled_steps(noisy_runs(1, factor=1.2, noise=0.01), noisy_runs(1, noise=0.01, seed=1))
+    assert one.lower is not None
+    assert one.upper is not None
+    assert one.lower <= 1.2 <= one.upper
+    assert one.upper - one.lower < 0.1
+
+
+def test_steps_are_compared_by_their_number() -> None:
+    found = compare_by_step([run([8.0, 1.0])] * 3, [run([4.0, 1.0, 1.0])] * 3)
+    assert {one.name: one.ratio for one in found} == {
+        "denoising step 1": pytest.approx(2.0),
+        "denoising step 2": pytest.approx(1.0),
+    }
+
+
+def test_a_run_without_steps_has_none_to_compare() -> None:
+    without = replace(run([1.0]), stages=())
+    assert compare_by_step([without], [run([1.0])]) == ()
+    assert compare_pooled_steps([without], [run([1.0])]) == ()
