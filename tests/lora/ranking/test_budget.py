@@ -1,5 +1,4 @@
 import math
-import time
 from collections.abc import Mapping
 
 import pytest
@@ -226,11 +225,12 @@ def test_the_first_guess_is_within_the_limits() -> None:
     }
 
 
-def test_all_layers_of_a_full_size_model_take_milliseconds() -> None:
+def test_all_layers_of_a_full_size_model_fill_their_budget() -> None:
     values = torch.logspace(0, -2, 128, dtype=torch.float64)
     many = {
         f"denoiser.blocks.{i}.to_q": Spectrum((1 + i % 7) * values, 1e3, (1280, 1280 + i)) for i in range(792)
     }
-    started = time.perf_counter()
-    Budget(max_bytes=100 * 2**20).allocate(many, StorageCost.of(torch.float16))
-    assert time.perf_counter() - started < 1.0  # 0.03 s alone on a quiet machine, more under type checks
+    storage = StorageCost.of(torch.float16)
+    ranks = Budget(max_bytes=100 * 2**20).allocate(many, storage).ranks
+    factors = sum(rank * (1280 + 1280 + index) * 2 for index, rank in enumerate(ranks.values()))
+    assert 0.98 * 100 * 2**20 < factors < 100 * 2**20
