@@ -1,7 +1,6 @@
 """One generation while it runs: its clock, its steps, and where it will end."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from threading import Lock, get_ident
 from typing import Final
 
@@ -10,6 +9,7 @@ from sigmascope.monitor.guard import Guard
 from sigmascope.monitor.live import Step
 from sigmascope.monitor.recorder import Recorder
 from sigmascope.monitor.request import current_request_id
+from sigmascope.monitor.step_progress import Listener, StepProgress
 from sigmascope.monitor.step_tally import StepTally
 from sigmascope.records.host import HostFacts
 from sigmascope.records.performance import PerformanceMetrics
@@ -17,29 +17,6 @@ from sigmascope.records.pipeline import CallFacts, PipelineFacts
 from sigmascope.records.run import Run, Stage
 
 STAGE: Final = "generation"
-
-
-@dataclass(frozen=True, slots=True)
-class StepProgress:
-    """Where a running generation is at the end of a step. Times are seconds.
-
-    Attributes:
-        step: Steps done.
-        steps: Steps that are planned; 0: not known, and then `projected_seconds` is the time elapsed.
-        projected_seconds: Elapsed + mean of the last steps · steps left.
-        misses_target: Whether that is above the target.
-    """
-
-    step: int
-    steps: int
-    step_seconds: float
-    elapsed_seconds: float
-    projected_seconds: float
-    target_seconds: float
-    misses_target: bool
-
-
-Listener = Callable[[StepProgress], None]
 
 
 class Generation:
@@ -180,6 +157,21 @@ class Generation:
     def elapsed_seconds(self) -> float:
         """Since the beginning."""
         return (self.recorder.clock() - self._started_ns) / 1e9
+
+    def progress(self) -> StepProgress:
+        """Where it is now, also between steps: what the last steps led to, and never less than what has elapsed."""
+        with self._lock:
+            tally = self.tally
+            count, recent = tally.count, tally.recent_seconds() or 0.0
+            projected = self._projected(tally.ended_ns or self._started_ns)
+        elapsed, target = self.elapsed_seconds(), self.metrics.target_generation_time
+        projected = max(projected, elapsed)
+        planned = self.metrics.num_inference_steps
+        return StepProgress(count, planned, recent, elapsed, projected, target, projected > target)
+
+    def gpu_busy_percent(self) -> dict[str, float]:
+        """How busy each NVIDIA device is now; empty: not known."""
+        return self.recorder.gpu_busy_percent()
 
     def _projected(self, now_ns: int) -> float:
         return self.tally.projected_seconds(now_ns - self._started_ns, self.metrics.num_inference_steps)

@@ -11,6 +11,7 @@ from sigmascope.analysis.diagnostics import diagnose
 from sigmascope.monitor.generation import Generation
 from sigmascope.monitor.generation_metrics import fill_memory, fill_times
 from sigmascope.monitor.guard import Guard
+from sigmascope.monitor.live_line import LiveLine
 from sigmascope.monitor.recorder import Recorder
 from sigmascope.monitor.request import SERVED
 from sigmascope.records.finding import Finding
@@ -39,14 +40,21 @@ class Generations:
         history: How many finished generations to remember.
         step_history: How many steps' times to remember.
         guard: The monitor's.
+        live_line: Where to show them while they run; None: nowhere.
     """
 
     def __init__(
-        self, make_recorder: Callable[[str], Recorder], history: int, step_history: int, guard: Guard
+        self,
+        make_recorder: Callable[[str], Recorder],
+        history: int,
+        step_history: int,
+        guard: Guard,
+        live_line: LiveLine | None = None,
     ) -> None:
         self.runs: deque[Run] = deque(maxlen=history)
         self._make_recorder = make_recorder
         self._guard = guard
+        self._live_line = live_line
         self._finished: deque[PerformanceMetrics] = deque(maxlen=history)
         self._steps: deque[float] = deque(maxlen=step_history)
         self._last: Generation | None = None
@@ -78,13 +86,21 @@ class Generations:
         generation.outer = self.running()
         self._set_own(generation)
         generation.begin()
+        live_line = self._live_line
+        if live_line is not None:
+            self._guard.read("live line", lambda: live_line.add(generation))
         return generation
 
     def end(self, generation: Generation, error: BaseException | None) -> None:
         """End it, and remember it if it went well."""
         if generation.is_open:
-            stage = generation.end(error)
-            self._guard.read("metrics", lambda: self._finish(generation, stage, succeeded=error is None))
+            try:
+                stage = generation.end(error)
+                self._guard.read("metrics", lambda: self._finish(generation, stage, succeeded=error is None))
+            finally:  # also when Ctrl-C comes just now
+                live_line = self._live_line
+                if live_line is not None:
+                    self._guard.read("live line", lambda: live_line.remove(generation, error))
 
     def add_step(self, seconds: float) -> None:
         """Remember a step's time."""

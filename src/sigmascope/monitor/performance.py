@@ -18,14 +18,16 @@ from sigmascope.analysis.diagnostics import diagnose
 from sigmascope.analysis.score import meets_target, performance_score
 from sigmascope.errors import ConfigError
 from sigmascope.monitor import context
-from sigmascope.monitor.generation import Generation, Listener, StepProgress
+from sigmascope.monitor.generation import Generation
 from sigmascope.monitor.generation_block import GenerationBlock
 from sigmascope.monitor.generation_metrics import fill_times
 from sigmascope.monitor.generations import Generations
 from sigmascope.monitor.guard import Guard
 from sigmascope.monitor.instruments import Clock
+from sigmascope.monitor.live_line import LiveLine, choose
 from sigmascope.monitor.performance_summary import performance_summary
 from sigmascope.monitor.recorder import Recorder
+from sigmascope.monitor.step_progress import Listener, StepProgress
 from sigmascope.probes import Accelerator
 from sigmascope.probes.pipelines import pipeline_facts
 from sigmascope.records.atomic import atomic_path
@@ -52,6 +54,8 @@ class PerformanceMonitor:
         on_step: Called with a `StepProgress` after each step, for a display of one's own.
         on_warning: Called with one as soon as a generation's projected total misses the target; by default
             that is logged.
+        live: Show the running generations in a line on stderr (all monitors share it), or in a `LiveLine` of one's
+            own.
         sample_hz: How often a thread looks at memory during a generation; None: never.
         accelerator: Where to read devices; None: what torch would use.
         clock: Monotonic nanoseconds.
@@ -77,6 +81,7 @@ class PerformanceMonitor:
         step_history: int = 1000,
         on_step: Listener | None = None,
         on_warning: Listener | None = None,
+        live: bool | LiveLine = False,
         sample_hz: float | None = 10.0,
         accelerator: Accelerator | None = None,
         clock: Clock = time.perf_counter_ns,
@@ -93,7 +98,11 @@ class PerformanceMonitor:
         self._clock = clock
         self._guard = Guard()
         self._generations = Generations(
-            lambda name: Recorder(name, sample_hz, accelerator, clock), history, step_history, self._guard
+            lambda name: Recorder(name, sample_hz, accelerator, clock),
+            history,
+            step_history,
+            self._guard,
+            choose(live),
         )
         self._model_load_seconds: float | None = None
 

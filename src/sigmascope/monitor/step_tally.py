@@ -14,14 +14,16 @@ class StepTally:
 
     Attributes:
         count: Steps so far.
-        first_ns: When the first began, on the recorder's clock.
+        first_ns: When the first began, on the recorder's clock; None: none has ended yet.
+        ended_ns: When the last ended.
     """
 
-    __slots__ = ("_recent", "_recent_ns", "_total_ns", "count", "first_ns")
+    __slots__ = ("_recent", "_recent_ns", "_total_ns", "count", "ended_ns", "first_ns")
 
     def __init__(self) -> None:
         self.count = 0
         self.first_ns: int | None = None
+        self.ended_ns: int | None = None
         self._total_ns = 0
         self._recent: deque[int] = deque()
         self._recent_ns = 0
@@ -37,6 +39,7 @@ class StepTally:
         recent.append(step_ns)
         self._recent_ns += step_ns
         self._total_ns += step_ns
+        self.ended_ns = ended_ns
         self.count += 1
 
     def mean_seconds(self) -> float | None:

@@ -1,0 +1,200 @@
+"""A line on stderr that says how the running generations are doing.
+
+It is drawn by a thread of its own that looks at them four times a second, so that a step costs nothing more and a
+terminal that does not take output holds nobody up. The thread lives as long as a generation is running.
+"""
+
+import logging
+import os
+import sys
+import threading
+from typing import Final, Protocol, runtime_checkable
+
+from sigmascope.monitor.guard import describe
+from sigmascope.monitor.live_text import fitted, over_text, running_text, together
+from sigmascope.monitor.step_progress import StepProgress
+from sigmascope.records.performance import PerformanceMetrics
+
+_log = logging.getLogger(__name__)
+_HZ: Final = 4.0
+_JOIN_SECONDS: Final = 1.0
+_USUAL_WIDTH: Final = 80
+
+
+@runtime_checkable
+class Stream(Protocol):
+    """What of a text file the line needs."""
+
+    def write(self, text: str, /) -> object:
+        """Write."""
+        ...
+
+    def flush(self) -> None:
+        """Let it be seen."""
+        ...
+
+    def isatty(self) -> bool:
+        """Whether it is a terminal."""
+        ...
+
+    def fileno(self) -> int:
+        """Its descriptor."""
+        ...
+
+
+@runtime_checkable
+class Shown(Protocol):
+    """A generation, as far as the line is concerned."""
+
+    @property
+    def metrics(self) -> PerformanceMetrics:
+        """Its names, plan and target; its results when it is over."""
+        ...
+
+    def progress(self) -> StepProgress:
+        """Where it is now."""
+        ...
+
+    def gpu_busy_percent(self) -> dict[str, float]:
+        """How busy its devices are now."""
+        ...
+
+
+class LiveLine:
+    """Shows any number of generations, of any number of monitors, in one line. Raises nothing.
+
+    On a terminal the line is drawn over itself. Elsewhere (a file, a pipe, `TERM=dumb`) each generation has a line
+    now and then. In both it leaves one line when it is over.
+
+    Args:
+        stream: Where to; None: what `sys.stderr` is at the time.
+        hz: How often to draw it.
+        plain_every_seconds: How often a generation has a line where there is no terminal.
+    """
+
+    def __init__(
+        self, stream: Stream | None = None, *, hz: float = _HZ, plain_every_seconds: float = 10.0
+    ) -> None:
+        self._stream = stream
+        self._period_seconds = 1.0 / hz
+        self._plain_every = max(1, round(plain_every_seconds * hz))
+        self._gave_up = False
+        self._has_logged = False
+        self.forget()
+
+    def forget(self) -> None:
+        """Be as new: for a forked child, which has no such thread and may have a lock that nobody frees."""
+        self._lock = threading.Lock()
+        self._open: list[Shown] = []
+        self._over: list[str] = []
+        self._stop = threading.Event()
+        self._running: threading.Thread | None = None
+        self._drawn = False
+        self._looks = 0
+
+    def add(self, generation: Shown) -> None:
+        """Show a generation from now on.
+
+        Raises:
+            RuntimeError: The system gives no more threads.
+        """
+        if self._gave_up:
+            return
+        with self._lock:
+            if self._running is None or not self._running.is_alive():
+                self._stop, self._looks = threading.Event(), 0
+                self._running = threading.Thread(
+                    target=self._watch, args=(self._stop,), name="sigmascope-live", daemon=True
+                )
+                self._running.start()
+            self._open.append(generation)
+
+    def remove(self, generation: Shown, error: BaseException | None = None) -> None:
+        """Show it no more, and leave a line on how it ended. With the last one the thread has ended at return.
+
+        Args:
+            generation: One that was added; another one is of no effect.
+            error: What ended it early.
+        """
+        with self._lock:
+            if generation not in self._open:
+                return
+            self._open.remove(generation)
+            self._over.append(over_text(generation.metrics, error))
+            if self._open or self._running is None:
+                return
+            thread, self._running = self._running, None
+            self._stop.set()
+        thread.join(_JOIN_SECONDS)
+        self._gave_up = (
+            thread.is_alive()
+        )  # it waits for a stream that takes nothing: never wait for that again
+
+    def _watch(self, stop: threading.Event) -> None:
+        try:
+            while not stop.wait(self._period_seconds):
+                self._show()
+            self._show()
+        except Exception as failure:  # noqa: BLE001 - a display must not end in a traceback on the host's terminal
+            if not self._has_logged:
+                self._has_logged = True
+                _log.warning("The live line cannot be shown: %s", describe(failure))
+
+    def _show(self) -> None:
+        stream = sys.stderr if self._stream is None else self._stream
+        with self._lock:
+            over, self._over = self._over, []
+            running = list(self._open)
+        self._looks += 1
+        if stream is None:  # a program without a console
+            return
+        draw = self._draw if _is_terminal(stream) else self._write
+        draw(stream, over, running)
+        stream.flush()
+
+    def _draw(self, stream: Stream, over: list[str], running: list[Shown]) -> None:
+        """Draw the line over itself; the cursor goes back to its start, where the host's own output begins."""
+        width = _width_of(stream) - 1  # the last column would break the line on some terminals
+        for text in over:
+            stream.write(f"\r{fitted(text, width)}\n")
+        line = together([_text_of(generation) for generation in running])
+        if line or (self._drawn and not over):
+            stream.write(f"\r{fitted(line, width)}\r")
+        self._drawn = bool(line)
+
+    def _write(self, stream: Stream, over: list[str], running: list[Shown]) -> None:
+        """Write a line for each generation that is over, and now and then for those that are running."""
+        for text in over:
+            stream.write(f"{text}\n")
+        if self._looks % self._plain_every == 0:
+            for generation in running:
+                stream.write(f"{_text_of(generation)}\n")
+
+
+def _text_of(generation: Shown) -> str:
+    return running_text(generation.metrics, generation.progress(), generation.gpu_busy_percent())
+
+
+def _is_terminal(stream: Stream) -> bool:
+    return os.environ.get("TERM") != "dumb" and stream.isatty()
+
+
+def _width_of(stream: Stream) -> int:
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or _USUAL_WIDTH
+    except (OSError, ValueError):  # no descriptor, or one that is no terminal
+        return _USUAL_WIDTH
+
+
+LIVE_LINE: Final = LiveLine()
+"""The one of this process: two lines on one terminal would draw over each other."""
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=LIVE_LINE.forget)
+
+
+def choose(live: "bool | LiveLine") -> LiveLine | None:
+    """The line that a monitor shows its generations in: the process's, one of the caller's, or none."""
+    if isinstance(live, LiveLine):
+        return live
+    return LIVE_LINE if live else None
