@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sigmascope.lora.norms import frobenius_norm, quick_energy
+from sigmascope.lora.norms import frobenius_norm, quick_energy, quick_norm
 
 
 def exact(values: torch.Tensor) -> float:
@@ -46,3 +46,14 @@ def test_nan_and_inf_reach_the_sum(value: float) -> None:
     values[500] = value
     assert not math.isfinite(float(quick_energy(values)))
     assert not math.isfinite(frobenius_norm(values))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("elements", [0, 1, 257, (1 << 18) + 3])
+def test_the_quick_norm_is_the_norm(dtype: torch.dtype, elements: int) -> None:
+    values = torch.randn(elements, generator=torch.Generator().manual_seed(4)).to(dtype)
+    assert quick_norm(values) == pytest.approx(math.sqrt(exact(values)), rel=1e-7)
+
+
+def test_the_quick_norm_of_nan_is_nan() -> None:
+    assert math.isnan(quick_norm(torch.tensor([1.0, math.nan], dtype=torch.bfloat16)))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from sigmascope.errors import LoraFormatError, ModelMismatchError, NonFiniteError
-from sigmascope.lora.norms import frobenius_norm
+from sigmascope.lora.norms import quick_norm
 from sigmascope.lora.precision import is_real
 
 NOT_GIVEN: Final = "the weight was not given"
@@ -24,7 +24,7 @@ def weight_norm(weight: Tensor | None) -> float:
     if weight is None:
         raise LoraFormatError(NOT_GIVEN)
     _require_numbers(weight)
-    return finite(frobenius_norm(weight.cpu() if weight.device.type == "mps" else weight), "the weight")
+    return finite(quick_norm(weight.cpu() if weight.device.type == "mps" else weight), "the weight")
 
 
 def difference(before: Tensor, after: Tensor) -> float:

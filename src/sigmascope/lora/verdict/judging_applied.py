@@ -84,7 +84,7 @@ def _found(
         same = [
             (key, patch, change)
             for key, patch in candidates
-            for change in [_same(own, _as_aligned(placing, key), patch)]
+            for change in [_same(own, placing, key, patch)]
             if change is not None
         ]
     except NonFiniteError:
@@ -125,10 +125,11 @@ def _as_aligned(placing: Placing, key: str) -> Change | None:
     return lora.modules[layer]
 
 
-def _same(own: Change, aligned: Change | None, patch: AppliedPatch) -> Change | None:
+def _same(own: Change, placing: Placing, key: str, patch: AppliedPatch) -> Change | None:
     """The form of a file's change that a patch is, if any."""
     if is_same(own, patch):
         return own
+    aligned = _as_aligned(placing, key)
     return aligned if aligned is not None and is_same(aligned, patch) else None
 
 

@@ -14,6 +14,9 @@ from sigmascope.probes.adapters.applied import AppliedPatch
 
 _SAME: Final = 0.999
 """Cosine of what is the same but for the rounding of a conversion to bfloat16 or float16, and for its scale."""
+_CORNER: Final = 16
+_SAME_CORNER: Final = 0.9
+"""The same of a few rows and columns, whose share of the rounding may be larger."""
 _NAMES: Final = {
     "lora_up.weight": "up",
     "lora_down.weight": "down",
@@ -66,9 +69,12 @@ def _same_product(change: LoraFactors, patch: AppliedPatch) -> bool:
     """By ΔW, so that a host may divide, scale and re-factor as it likes; zero changes by their factors."""
     if _are_the_factors(change, patch):
         return True
-    found = _factors(patch)
-    if (found.up.shape[0], found.down.shape[1]) != (change.up.shape[0], change.down.shape[1]):
+    up, down = patch.tensors["up"].flatten(1), patch.tensors["down"].flatten(1)
+    if (up.shape[0], down.shape[1]) != (change.up.shape[0], change.down.shape[1]):
         return False
+    if _differ_in_a_corner(change, up, down):
+        return False
+    found = _factors(patch)
     plain = LoraFactors(
         in_double(change.up).cpu(), in_double(change.down).cpu(), change.alpha, found.weight_shape
     )
@@ -76,6 +82,23 @@ def _same_product(change: LoraFactors, patch: AppliedPatch) -> bool:
     if lengths > 0.0:
         return plain.inner(found) > _SAME * lengths
     return _same_numbers(change.up, patch.tensors["up"]) and _same_numbers(change.down, patch.tensors["down"])
+
+
+def _differ_in_a_corner(change: LoraFactors, up: Tensor, down: Tensor) -> bool:
+    """Whether the file's largest rows and columns already show that two ΔW are no multiples of each other."""
+    rows, columns = _largest(change.up, 1), _largest(change.down, 0)
+    one, two = (
+        (in_double(first.detach().cpu()[rows]) @ in_double(second.detach().cpu()[:, columns])).flatten()
+        for first, second in ((change.up, change.down), (up, down))
+    )
+    lengths = float(torch.linalg.vector_norm(one)) * float(torch.linalg.vector_norm(two))
+    return lengths > 0.0 and float(one @ two) < _SAME_CORNER * lengths
+
+
+def _largest(factor: Tensor, along: int) -> Tensor:
+    lengths = torch.linalg.vector_norm(factor.detach().cpu().to(torch.float32), dim=along)
+    places: Tensor = lengths.topk(min(_CORNER, len(lengths))).indices
+    return places
 
 
 def _are_the_factors(change: LoraFactors, patch: AppliedPatch) -> bool:

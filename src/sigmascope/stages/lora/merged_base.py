@@ -10,7 +10,7 @@ from torch import Tensor
 from sigmascope.errors import SigmascopeError
 from sigmascope.lora.effect import Effect
 from sigmascope.lora.effect.patch_factors import WeightedFactors, factors_of, is_product
-from sigmascope.lora.norms import frobenius_norm
+from sigmascope.lora.norms import quick_norm
 from sigmascope.probes.adapters.applied import AppliedPatch
 from sigmascope.probes.reading import attempt
 
@@ -42,7 +42,7 @@ def _norm(effect: Effect, merged: Tensor, acting: Sequence[AppliedPatch]) -> flo
         return None
     with torch.no_grad():
         shape = tuple(merged.shape)
-        whole = frobenius_norm(merged)
+        whole = quick_norm(merged)
         inner = sum(_inner(merged, factors_of(patch, shape)) for patch in acting)
     squared = whole**2 - 2.0 * inner + effect.delta_norm**2
     return sqrt(squared) if squared > _CANCELLED * (whole**2 + effect.delta_norm**2) else None
