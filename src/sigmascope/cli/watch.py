@@ -1,11 +1,14 @@
 """`sigmascope watch`: a script watched from outside."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from sigmascope.errors import ConfigError
+from sigmascope.errors import ConfigError, WriteError
+from sigmascope.records.atomic import require_writable
+from sigmascope.records.prompts import check_privacy
 
 EPILOG = "Example: sigmascope watch --output run.json generate.py --steps 4"
 
@@ -15,19 +18,25 @@ CONTEXT = {"allow_interspersed_args": False}
 
 def watch(
     script: Annotated[
-        str | None, typer.Argument(help="The script, or with -m the module.", show_default=False)
+        str | None,
+        typer.Argument(metavar="SCRIPT", help="The script, or with -m the module.", show_default=False),
     ] = None,
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[ARGUMENTS]...", help="Its arguments.", show_default=False)
+        list[str] | None, typer.Argument(metavar="ARGUMENTS", help="Its arguments.", show_default=False)
     ] = None,
     module: Annotated[bool, typer.Option("-m", help="Run a module, as python -m does.")] = False,
     output: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
-            "--output", "-o", help="File or folder for the record; without it, a new file in this folder."
+            "--output",
+            "-o",
+            metavar="PATH",
+            help="File or folder for the record; without it, a new file in this folder.",
         ),
     ] = None,
-    trace: Annotated[Path | None, typer.Option("--trace", help="Write a trace for Perfetto too.")] = None,
+    trace: Annotated[
+        str | None, typer.Option("--trace", metavar="FILE", help="Write a trace for Perfetto too.")
+    ] = None,
     prompts: Annotated[
         str, typer.Option("--prompts", help="What is kept of prompts: full, hash or none.")
     ] = "full",
@@ -55,11 +64,10 @@ def watch(
     _check(script, module=module, sample_hz=sample_hz)
     from sigmascope.integrations.autostart.launch import launch
     from sigmascope.integrations.autostart.settings import Settings
-    from sigmascope.records.prompts import check_privacy
 
     check_privacy(prompts)
     settings = Settings(
-        output=_writable(output),
+        output=_writable(output, may_be_folder=True),
         trace=_writable(trace),
         prompts=prompts,
         name=name,
@@ -81,15 +89,15 @@ def _check(script: str | None, *, module: bool, sample_hz: float) -> None:
         raise ConfigError(f"--sample_hz {sample_hz:g} is not above 0.", hint="Choose one from 0.1 to 10.")
 
 
-def _writable(path: Path | None) -> str | None:
+def _writable(path: str | None, *, may_be_folder: bool = False) -> str | None:
     """The whole path, refused now rather than when the script is done."""
     if path is None:
         return None
-    if not path.is_dir():
-        from sigmascope.records.atomic import require_writable
-
+    if not (may_be_folder and Path(path).is_dir()):
+        if path.endswith(os.sep):
+            raise WriteError(path, "is no folder.", hint="Create it, or name a file.")
         require_writable(path)
-    return str(path.absolute())
+    return str(Path(path).absolute())
 
 
 def _startup_file(*, install: bool, uninstall: bool, script: str | None) -> None:

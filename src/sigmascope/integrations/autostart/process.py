@@ -3,10 +3,13 @@
 import atexit
 import os
 import sys
-from typing import Any, Final
+from typing import TYPE_CHECKING, Final
 
 from sigmascope.integrations.autostart.on_import import OnImport
 from sigmascope.integrations.autostart.settings import FOR_ALL, Settings, settings_from
+
+if TYPE_CHECKING:
+    import sigmascope.integrations.autostart.recording
 
 STARTS_WITH: Final = frozenset({"diffusers", "sigmascope.monitor"})
 """Pipelines come from the first; code that names its own stages imports the second."""
@@ -26,7 +29,7 @@ class WatchedProcess:
         self.settings = settings
         self._folder = os.getcwd()  # noqa: PTH109 - before the program changes it; pathlib is not loaded yet
         self._process_id = os.getpid()
-        self._watch: Any = None
+        self._recording: "sigmascope.integrations.autostart.recording.Recording | None" = None
         self._hook = OnImport(STARTS_WITH, self._begin)
 
     def start(self) -> None:
@@ -36,9 +39,9 @@ class WatchedProcess:
 
     def _begin(self) -> None:
         try:
-            from sigmascope.integrations.autostart import recording
+            from sigmascope.integrations.autostart.recording import Recording
 
-            self._watch = recording.begin(self.settings)
+            self._recording = Recording(self.settings, self._folder)
         except Exception as failure:  # noqa: BLE001 - the program goes on unwatched
             say(f"nothing is watched: {type(failure).__name__}: {failure}")
 
@@ -46,14 +49,12 @@ class WatchedProcess:
         if os.getpid() != self._process_id:
             return
         self._hook.take_off()
-        if self._watch is None:
+        if self._recording is None:
             if self.settings.launched:
                 say("nothing was there to watch: neither diffusers nor a stage of sigmascope's was used.")
             return
         try:
-            from sigmascope.integrations.autostart import recording
-
-            recording.end(self._watch, self.settings, self._folder)
+            self._recording.end()
         except Exception as failure:  # noqa: BLE001 - the program's exit code stays its own
             say(f"the record is lost: {type(failure).__name__}: {failure}")
 

@@ -1,4 +1,4 @@
-"""Beginning and ending the watch of a whole process, and what is left of it: a record, a summary, a trace."""
+"""The watch of a whole process from its beginning to its end, and what is left of it: a record, a summary, a trace."""
 
 import os
 import sys
@@ -11,47 +11,68 @@ from rich.console import Console
 
 from sigmascope.errors import SigmascopeError
 from sigmascope.integrations.autostart import frames
+from sigmascope.integrations.autostart.keeper import Keeper
 from sigmascope.integrations.autostart.process import say
 from sigmascope.integrations.autostart.settings import Settings
 from sigmascope.records.prompts import PromptPrivacy
+from sigmascope.records.run import Run
 
 
-def begin(settings: Settings) -> Any:
-    """Open a watch of every pipeline in the process."""
-    from sigmascope import watch
-
-    opened = watch(
-        prompts=cast(PromptPrivacy, settings.prompts or "full"),
-        name=settings.name or program(),
-        sample_hz=float(settings.sample_hz or 10.0),
-    )
-    opened.__enter__()
-    frames.hide_own()
-    return opened
-
-
-def end(opened: Any, settings: Settings, folder: str) -> None:
-    """Close the watch, write the record, print the summary.
+class Recording:
+    """An open watch of every pipeline in the process.
 
     Args:
-        opened: What `begin` gave.
-        settings: Where the result goes.
+        settings: How to watch, and where the result goes.
         folder: Where relative paths begin: that in which the program started.
     """
-    error = unhandled()
-    opened.__exit__(None if error is None else type(error), error, None)
-    if not opened.stages:
-        if settings.launched:
+
+    def __init__(self, settings: Settings, folder: str) -> None:
+        from sigmascope import watch
+
+        self._settings = settings
+        self._record_path = record_path(settings.output, folder)
+        self._trace_path = None if settings.trace is None else Path(folder, settings.trace)
+        self._watch: Any = watch(
+            prompts=cast(PromptPrivacy, settings.prompts or "full"),
+            name=settings.name or program(),
+            sample_hz=float(settings.sample_hz or 10.0),
+        )
+        self._watch.__enter__()
+        self._keeper = Keeper(self._watch.record, self._record_path)
+        self._keeper.start()
+        frames.hide_own()
+
+    def end(self) -> None:
+        """Close the watch, print the summary, write the record."""
+        self._keeper.stop()
+        error = unhandled()
+        self._watch.__exit__(None if error is None else type(error), error, None)
+        run = self._watch.record()
+        if run.stages:
+            self._show(run)
+            _write("record", self._record_path, run.save)
+            if self._trace_path is not None:
+                _write("trace", self._trace_path, run.to_trace)
+        elif self._settings.launched:
             say("nothing was there to watch: no pipeline was called and no stage was opened.")
-        return
-    with suppress(OSError, ValueError):  # what the program wrote comes before what we say of it
-        sys.stdout.flush()
-    if not settings.quiet and sys.__stderr__ is not None:
-        with suppress(OSError, ValueError):
-            opened.print(Console(file=sys.__stderr__))
-    _write("record", record_path(settings.output, folder), opened.save)
-    if settings.trace is not None:
-        _write("trace", Path(folder, settings.trace), opened.to_trace)
+        if type(error) is KeyboardInterrupt:
+            _remember_interrupt()
+
+    def _show(self, run: Run) -> None:
+        with suppress(OSError, ValueError):  # what the program wrote comes before what we say of it
+            sys.stdout.flush()
+        if not self._settings.quiet and sys.__stderr__ is not None:
+            with suppress(OSError, ValueError):
+                run.print(Console(file=sys.__stderr__))
+
+
+def _remember_interrupt() -> None:
+    """Let Python die of SIGINT, as it does after Ctrl-C that nobody caught.
+
+    It remembers such a Ctrl-C until text is executed, and many modules do that while they are imported.
+    """
+    with suppress(KeyboardInterrupt):
+        exec("raise KeyboardInterrupt")
 
 
 def _write(what: str, path: Path, write: Any) -> None:

@@ -1,0 +1,67 @@
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from tests.integrations.autostart.programs import ended, environment, write
+
+from sigmascope.integrations.autostart.launch import BOOTSTRAP, environment_for, interpreter_options
+from sigmascope.integrations.autostart.settings import (
+    FOR_ALL,
+    FOR_ONE,
+    Settings,
+    settings_from,
+    take_settings,
+)
+
+
+@pytest.mark.parametrize(
+    ("original", "own", "options"),
+    [
+        (["python", "/bin/sigmascope", "watch", "s.py"], 3, []),
+        (["python", "-X", "dev", "/bin/sigmascope", "watch", "s.py"], 3, ["-X", "dev"]),
+        (["python", "-m", "sigmascope", "watch", "s.py"], 3, []),
+        (["python", "-W", "error", "-m", "sigmascope", "watch", "s.py"], 3, ["-W", "error"]),
+    ],
+)
+def test_python_s_own_options_are_passed_on(original: list[str], own: int, options: list[str]) -> None:
+    assert interpreter_options(original, own) == options
+
+
+def test_the_path_for_modules_begins_with_ours_and_the_original_is_kept() -> None:
+    told = environment_for({"PYTHONPATH": "/mine"}, Settings())
+    assert told["PYTHONPATH"] == f"{BOOTSTRAP}{os.pathsep}/mine"
+    assert told["SIGMASCOPE_WATCH_PYTHONPATH"] == "/mine"
+
+
+def test_settings_survive_the_environment() -> None:
+    settings = Settings("run.json", "trace.json", "hash", "portrait", "5.0", "1", "1")
+    told = settings.as_environment(FOR_ONE)
+    assert take_settings(told, FOR_ONE) == settings
+    assert told == {}
+
+
+def test_what_users_set_stays_in_the_environment() -> None:
+    told = {"SIGMASCOPE": "1", "SIGMASCOPE_OUTPUT": "runs", "SIGMASCOPE_NAME": ""}
+    assert settings_from(told, FOR_ALL) == Settings(output="runs")
+    assert len(told) == 3
+
+
+@pytest.mark.parametrize("options", [["-X", "utf8=0"], ["-W", "error::UserWarning"], ["-O"]])
+def test_a_script_sees_the_options_that_python_was_given(options: list[str], tmp_path: Path) -> None:
+    import subprocess
+
+    write(tmp_path, "script.py", "import sys; print(sys.flags, sys.warnoptions, sys._xoptions)")
+
+    def run(*command: str) -> str:
+        done = subprocess.run(
+            [sys.executable, *options, *command],
+            cwd=tmp_path,
+            env=environment(),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        return ended(done).out
+
+    assert run("-m", "sigmascope", "watch", "script.py") == run("script.py")
