@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from typer.testing import CliRunner
 from sigmascope.cli.root import app
 from sigmascope.cli.run_files import repeated
 from sigmascope.errors import RecordError
+from sigmascope.records.host import HostFacts
 
 
 def saved(folder: Path, *, factor: float = 1.0, seed: int = 0, count: int = 8) -> list[str]:
@@ -70,3 +72,44 @@ def test_an_empty_folder_is_named(tmp_path: Path) -> None:
 )
 def test_what_follows_the_option_is_its_own(given: list[str], written: list[str]) -> None:
     assert repeated(given, "--baseline") == written
+
+
+def of_case(folder: Path, work: str, *, factor: float = 1.0, seed: int = 0) -> Path:
+    folder.mkdir(exist_ok=True)
+    for index, run in enumerate(noisy_runs(8, factor=factor, seed=seed)):
+        replace(run, facts={"benchmark": {"work": work}}).save(folder / f"{work}-{index}.json")
+    return folder
+
+
+def test_a_case_that_regressed_is_found_among_those_that_did_not(tmp_path: Path) -> None:
+    new = of_case(of_case(tmp_path / "new", "small", seed=2), "large", factor=1.1)
+    old = of_case(of_case(tmp_path / "old", "small", seed=3), "large", seed=1)
+    done = CliRunner().invoke(app, ["check", str(new), "--json", "--baseline", str(old)])
+    assert done.exit_code == 1
+    found = json.loads(done.stdout)
+    assert "large: denoising step" in found["regressed"]
+    assert found["cases"]["small"]["regressed"] == []
+
+
+def test_a_case_that_is_gone_is_named(tmp_path: Path) -> None:
+    new = of_case(tmp_path / "new", "small")
+    old = of_case(of_case(tmp_path / "old", "small"), "large")
+    output = CliRunner().invoke(app, ["check", str(new), "--baseline", str(old)]).output
+    assert "large: not in the new runs" in output
+
+
+def test_another_set_up_is_told(tmp_path: Path) -> None:
+    for name, version in (("new", "2.14"), ("old", "2.13")):
+        (tmp_path / name).mkdir()
+        for index, run in enumerate(noisy_runs(3)):
+            host = HostFacts(libraries={"torch": version})
+            replace(run, host=host).save(tmp_path / name / f"{index}.json")
+    arguments = ["check", str(tmp_path / "new"), "--baseline", str(tmp_path / "old")]
+    assert "The set-up differs: torch 2.13 → 2.14" in CliRunner().invoke(app, arguments).output
+
+
+def test_runs_of_nothing_in_common_are_an_error_and_no_pass(tmp_path: Path) -> None:
+    new, old = of_case(tmp_path / "new", "small"), of_case(tmp_path / "old", "large")
+    done = CliRunner().invoke(app, ["check", str(new), "--baseline", str(old)])
+    assert isinstance(done.exception, RecordError)
+    assert done.exception.exit_code == 2

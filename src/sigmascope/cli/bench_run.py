@@ -22,7 +22,7 @@ from sigmascope.errors import ConfigError
 from sigmascope.lbm.devices import resolve_device, resolve_dtype
 from sigmascope.lbm.images import load_image
 from sigmascope.lbm.pocket.bench import PocketSubject
-from sigmascope.pipeline.bench import BenchOptions, CaseResult, run_benchmark
+from sigmascope.pipeline.bench import DEFAULT_TARGET, BenchOptions, CaseResult, run_benchmark
 from sigmascope.pipeline.benching.diffusers_subject import PROMPT, DiffusersSubject
 from sigmascope.pipeline.benching.loading import load_pipeline
 from sigmascope.pipeline.benching.subject import Subject
@@ -67,7 +67,8 @@ def run_bench(request: BenchRequest) -> bool:
     Raises:
         SigmascopeError: Whatever is wrong with the options, the pipeline or the folder.
     """
-    options = BenchOptions(request.repeat, request.warmup, request.seed, request.target or 5.0)
+    target = DEFAULT_TARGET if request.target is None else request.target
+    options = BenchOptions(request.repeat, request.warmup, request.seed, target)
     cases = cases_of(request.steps, request.resolution, request.batch, request.frames)
     subject, load_seconds = _timed(lambda: _load(request))
     output = request.output or _FOLDER / datetime.now(UTC).strftime("%Y%m%d-%H%M%S")

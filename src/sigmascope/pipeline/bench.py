@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -28,6 +28,8 @@ from sigmascope.records.benchmark import BENCHMARK, BenchCase, Made
 from sigmascope.records.finding import Finding
 from sigmascope.records.run import Run
 
+DEFAULT_TARGET: Final = 5.0
+
 
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
@@ -37,7 +39,7 @@ class BenchOptions:
         repeat: Generations of each case that count.
         warm_up: Generations of each case before them that do not.
         seed: The same for all of them, so that each is the same work.
-        target: Seconds that a generation may take.
+        target: Seconds that a generation may take, above 0.
 
     Raises:
         ConfigError: A number below what makes sense.
@@ -46,7 +48,7 @@ class BenchOptions:
     repeat: int = 10
     warm_up: int = 1
     seed: int = 0
-    target: float = 5.0
+    target: float = DEFAULT_TARGET
 
     def __post_init__(self) -> None:
         for name, value, least in (("repeat", self.repeat, 1), ("warmup", self.warm_up, 0)):
@@ -54,6 +56,8 @@ class BenchOptions:
                 raise ConfigError(f"--{name} is {value}.", hint=f"Give {least} or more.")
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"--seed is {self.seed}.", hint="Give a number from 0 on.")
+        if not self.target > 0:
+            raise ConfigError(f"--target is {self.target}.", hint="Give seconds above 0.")
 
 
 @dataclass(frozen=True, slots=True)

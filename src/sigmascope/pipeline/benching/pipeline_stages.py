@@ -12,15 +12,14 @@ from types import TracebackType
 from typing import Any, Final
 
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
-from sigmascope.monitor.context import current_recorder, stage
-from sigmascope.monitor.hooks import COMPILED_IN_PLACE
+from sigmascope.monitor.context import stage
 from sigmascope.monitor.performance import PerformanceMonitor
 from sigmascope.probes.architecture import denoisers_of
 from sigmascope.probes.modules import components_of
 
 _OF_VAE: Final = (("encode", "latent_encoding"), ("decode", "latent_decoding"))
+_COMPILED_CALL: Final = "_compiled_call_impl"
 _MISSING: Final = object()
 
 
@@ -81,14 +80,34 @@ class PipelineStages:
         for method, name in _OF_VAE:
             self._wrap(undo, vae, method, name)
         denoisers = [one for one in denoisers_of(self._pipeline) if isinstance(one, nn.Module)]
-        for module in (*denoisers, *_controlnets(self._pipeline)):
-            self._hook(undo, module.register_forward_pre_hook(self._before_call, prepend=True))
-        if self._calls_are_steps:
-            for module in denoisers:
-                self._hook(undo, module.register_forward_hook(self._after_call, always_call=True))
-        recorder = current_recorder()
-        if recorder is not None and any(_is_compiled_in_place(module) for module in denoisers):
-            recorder.fact("steps_unavailable", COMPILED_IN_PLACE)
+        for module in denoisers:
+            self._watch_calls(undo, module, ends_step=self._calls_are_steps)
+        for module in _controlnets(self._pipeline):
+            self._watch_calls(undo, module, ends_step=False)
+
+    def _watch_calls(self, undo: ExitStack, module: nn.Module, *, ends_step: bool) -> None:
+        """Tell of a module's calls from outside of what is compiled."""
+        if vars(module).get(_COMPILED_CALL) is not None:
+            self._wrap_compiled(undo, module, ends_step=ends_step)
+            return
+        undo.callback(module.register_forward_pre_hook(self._before_call, prepend=True).remove)
+        if ends_step:
+            undo.callback(module.register_forward_hook(self._after_call, always_call=True).remove)
+
+    def _wrap_compiled(self, undo: ExitStack, module: Any, *, ends_step: bool) -> None:
+        """A module compiled in place never runs hooks; what it keeps to be called instead can be wrapped."""
+        original = vars(module)[_COMPILED_CALL]
+
+        def watched(*args: object, **kwargs: object) -> object:
+            self._before_call()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                if ends_step:
+                    self._after_call()
+
+        setattr(module, _COMPILED_CALL, watched)
+        undo.callback(setattr, module, _COMPILED_CALL, original)
 
     def _wrap(self, undo: ExitStack, owner: Any, method: str, name: str) -> None:
         """Let a method be a stage, through an attribute of the object that hides the class's."""
@@ -104,9 +123,6 @@ class PipelineStages:
         before = vars(owner).get(method, _MISSING)
         setattr(owner, method, watched)
         undo.callback(_restore, owner, method, before)
-
-    def _hook(self, undo: ExitStack, handle: RemovableHandle) -> None:
-        undo.callback(handle.remove)
 
     # --- stages
 
@@ -159,10 +175,6 @@ def _controlnets(pipeline: object) -> list[nn.Module]:
     """They run before the denoiser, in each step."""
     parts = components_of(pipeline).items()
     return [part for name, part in parts if name.startswith("controlnet") and isinstance(part, nn.Module)]
-
-
-def _is_compiled_in_place(module: nn.Module) -> bool:
-    return getattr(module, "_compiled_call_impl", None) is not None
 
 
 def _restore(owner: object, method: str, before: object) -> None:

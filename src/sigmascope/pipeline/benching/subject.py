@@ -1,6 +1,6 @@
 """What can be benchmarked: anything that makes pictures when it is told size, batch and steps."""
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -8,6 +8,7 @@ from sigmascope.monitor.performance import PerformanceMonitor
 from sigmascope.records.benchmark import BenchCase, Made
 
 
+@runtime_checkable
 class Subject(Protocol):
     """A loaded pipeline.
 

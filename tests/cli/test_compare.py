@@ -1,0 +1,80 @@
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from tests.analysis.run_sets import noisy_runs
+from typer.testing import CliRunner, Result
+
+from sigmascope.cli.root import app
+from sigmascope.errors import RecordError
+from sigmascope.records.host import HostFacts
+
+
+def saved(
+    folder: Path, *, factor: float = 1.0, seed: int = 0, count: int = 5, work: str = "", torch: str = "2.13"
+) -> Path:
+    folder.mkdir(exist_ok=True)
+    for index, run in enumerate(noisy_runs(count, factor=factor, seed=seed)):
+        facts = {"benchmark": {"work": work}} if work else {}
+        host = HostFacts(libraries={"torch": torch})
+        replace(run, facts=facts, host=host).save(folder / f"{work}{index}.json")
+    return folder
+
+
+def compare(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["compare", *map(str, arguments)])
+
+
+def test_ratios_come_with_their_interval(tmp_path: Path) -> None:
+    done = compare(saved(tmp_path / "new", factor=0.5), "--baseline", saved(tmp_path / "old", seed=1))
+    assert done.exit_code == 0, done.output
+    row = next(line for line in done.output.splitlines() if "denoising step" in line)
+    change, ratio, bounds = row.split("%")[0].split()[-1], float(row.split()[-2]), row.split()[-1]
+    lower, upper = map(float, bounds.split("-"))
+    assert change.startswith("-")
+    assert 0.45 < lower <= ratio <= upper < 0.55
+
+
+def test_slower_runs_are_no_error(tmp_path: Path) -> None:
+    new, old = saved(tmp_path / "new", factor=3.0), saved(tmp_path / "old")
+    assert compare(new, "--baseline", old).exit_code == 0
+
+
+def test_what_differs_in_the_set_up_is_told(tmp_path: Path) -> None:
+    new, old = saved(tmp_path / "new", torch="2.14"), saved(tmp_path / "old")
+    row = next(line for line in compare(new, "--baseline", old).output.splitlines() if "torch" in line)
+    assert row.split() == ["torch", "2.13", "2.14"]
+
+
+def test_two_single_runs_have_intervals_from_their_steps(tmp_path: Path) -> None:
+    new, old = saved(tmp_path / "new", count=1), saved(tmp_path / "old", count=1, seed=1)
+    output = compare(new / "0.json", "--baseline", old / "0.json").output
+    assert "Steps of 1 and 1 runs, pooled" in output
+    assert "1 run against 1." in output
+
+
+def test_each_step_is_shown_when_asked_for(tmp_path: Path) -> None:
+    new, old = saved(tmp_path / "new"), saved(tmp_path / "old")
+    assert "denoising step 20" in compare(new, "--by-step", "--baseline", old).output
+
+
+def test_cases_are_compared_each_with_its_own(tmp_path: Path) -> None:
+    new = saved(saved(tmp_path / "new", work="small"), factor=2.0, work="large")
+    old = saved(saved(tmp_path / "old", work="small"), factor=2.0, work="large")
+    found = json.loads(compare(new, "--json", "--baseline", old).stdout)
+    assert {one["work"]: one["figures"][0]["ratio"] for one in found["comparisons"]} == {
+        "small": 1.0,
+        "large": 1.0,
+    }
+
+
+def test_a_case_of_one_side_alone_is_named(tmp_path: Path) -> None:
+    new = saved(saved(tmp_path / "new", work="small"), work="large")
+    old = saved(tmp_path / "old", work="small")
+    assert "large: not in the baseline" in compare(new, "--baseline", old).output
+
+
+def test_nothing_in_common_is_an_error(tmp_path: Path) -> None:
+    done = compare(saved(tmp_path / "new", work="a"), "--baseline", saved(tmp_path / "old", work="b"))
+    assert isinstance(done.exception, RecordError)
+    assert "nothing in common" in done.exception.message
