@@ -21,6 +21,7 @@ class Circumstances:
         room_bytes: What the device has for this pipeline, with headroom kept free; None: not known.
         denoiser_bytes: Activations of the denoiser, a rough count.
         vae_bytes: Peak of decoding at once; None: could not be told.
+        least_vae_bytes: The same with whatever the VAE offers to need less: image by image, tile by tile.
         dtypes: Planned dtype of each model, by name.
         chosen: Choices so far.
         unavailable: What could not be reckoned, and why.
@@ -33,6 +34,7 @@ class Circumstances:
     room_bytes: int | None = None
     denoiser_bytes: int | None = None
     vae_bytes: int | None = None
+    least_vae_bytes: int | None = None
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     weights: dict[str, int] = field(default_factory=dict)
     chosen: list[Choice] = field(default_factory=list)
@@ -80,8 +82,11 @@ class Circumstances:
 
     @property
     def work_bytes(self) -> int:
-        """What is needed at once beside weights: the denoiser's activations, or decoding, which come in turn."""
-        return max(self.denoiser_bytes or 0, self.vae_bytes or 0)
+        """What is needed at once beside weights: the denoiser's activations, or decoding, which come in turn.
+
+        Decoding that does not fit at once is done in slices and tiles, before weights are moved for it.
+        """
+        return max(self.denoiser_bytes or 0, self.least_vae_bytes or 0)
 
     def as_mb(self, values: Mapping[str, int]) -> dict[str, float]:
         """Bytes by name in MiB."""

@@ -1,5 +1,6 @@
 """What a user says beforehand: what may happen to the image, for which call, and single choices."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -90,11 +91,7 @@ class OptimizationConfig:
     keep_originals: bool = True
 
     def __post_init__(self) -> None:
-        for name, allowed in _ALLOWED.items():
-            value = getattr(self, name)
-            if value not in allowed:
-                known = ", ".join(map(repr, allowed))
-                raise ConfigError(f"OptimizationConfig.{name} is {value!r}.", hint=f"Give one of {known}.")
+        refuse_unknown({name: getattr(self, name) for name in _ALLOWED})
         if not 0 <= self.headroom < 1:
             raise ConfigError(
                 f"OptimizationConfig.headroom is {self.headroom}.", hint="Give a share from 0 to below 1."
@@ -110,3 +107,19 @@ class OptimizationConfig:
         }
         values: dict[str, object] = {**off, "attention_backend": None, **asked}
         return cls(**values)  # type: ignore[arg-type]
+
+
+def refuse_unknown(values: Mapping[str, object]) -> None:
+    """Refuse values that an option does not have.
+
+    Args:
+        values: By the names of `OptimizationConfig`.
+
+    Raises:
+        ConfigError: One of them is not known.
+    """
+    for name, value in values.items():
+        allowed = _ALLOWED[name]
+        if not any(value is one or (isinstance(value, str) and value == one) for one in allowed):
+            known = ", ".join(map(repr, allowed))
+            raise ConfigError(f"OptimizationConfig.{name} is {value!r}.", hint=f"Give one of {known}.")

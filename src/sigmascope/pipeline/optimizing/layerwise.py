@@ -1,5 +1,6 @@
 """The denoiser's weights stored in float8 and widened layer by layer as they are used."""
 
+import re
 from typing import Any, Final
 
 import torch
@@ -15,6 +16,11 @@ from sigmascope.probes.set_up import layerwise_casting
 from sigmascope.records.arithmetic import MIB
 
 NAME: Final = "layerwise_casting"
+_SKIPPED: Final = ("pos_embed", "patch_embed", "norm", "^proj_in$", "^proj_out$")
+"""What diffusers leaves as it is in any model, beside the patterns of each class."""
+_CAST: Final = (
+    nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Linear, nn.Embedding,
+)  # fmt: skip
 
 
 def consider(found: Circumstances) -> Considered:
@@ -43,26 +49,30 @@ def _consider(found: Circumstances, name: str, model: nn.Module) -> Choice | Not
     if found.has("quantisation"):
         return NotTaken(NAME, name, "the weights are quantised")
     if asked == "auto":
-        refusal = found.why_not(NAME, name, "precision") or _not_needed(found, name)
+        refusal = found.why_not(NAME, name, "precision") or _not_needed(found, name, model)
         if refusal is not None:
             return refusal
     return _choice(found, name, model)
 
 
-def _not_needed(found: Circumstances, name: str) -> NotTaken | None:
+def _not_needed(found: Circumstances, name: str, model: nn.Module) -> NotTaken | None:
     nbytes, room = found.weights[name], found.room_bytes
     if room is None:
         return NotTaken(NAME, name, f"how much memory {found.hardware.device} has is not known")
     if nbytes + found.work_bytes <= room:
         words = f"{units.mib(nbytes)} MB of weights and {units.mib(found.work_bytes)} MB at work are in {units.mib(room)} MB"
         return NotTaken(NAME, name, f"it fits by itself: {words}")
+    cast = nbytes - saved_bytes(model, _itemsize(found, name))
+    if cast + found.work_bytes > room:
+        words = f"{units.mib(cast)} MB of weights and {units.mib(found.work_bytes)} MB at work, in {units.mib(room)} MB"
+        return NotTaken(NAME, name, f"it would not fit even so: {words}")
     return None
 
 
 def _choice(found: Circumstances, name: str, model: nn.Module) -> Choice:
     compute = str(found.dtypes.get(name, torch.float32)).removeprefix("torch.")
     before = found.weights[name]
-    found.weights[name] = before - _saved(model, found.dtypes.get(name, torch.float32).itemsize)
+    found.weights[name] = before - saved_bytes(model, _itemsize(found, name))
     return Choice(
         NAME,
         name,
@@ -78,16 +88,32 @@ def _choice(found: Circumstances, name: str, model: nn.Module) -> Choice:
     )
 
 
-def _saved(model: nn.Module, itemsize: int) -> int:
-    """Bytes that the layers lose which diffusers casts: linear and convolution, but norms and embeddings of place."""
-    skipped = tuple(getattr(model, "_skip_layerwise_casting_patterns", None) or ("norm",))
+def _itemsize(found: Circumstances, name: str) -> int:
+    return found.dtypes.get(name, torch.float32).itemsize
+
+
+def saved_bytes(model: nn.Module, itemsize: int) -> int:
+    """Bytes that a model's layers lose by casting; diffusers leaves embeddings of place and norms as they are.
+
+    Args:
+        model: The denoiser.
+        itemsize: Bytes of an element before.
+    """
+    own = getattr(model, "_skip_layerwise_casting_patterns", None) or ()
+    skipped = (*_SKIPPED, *own, *(getattr(model, "_keep_in_fp32_modules", None) or ()))
     layers = [
         layer
         for path, layer in model.named_modules()
-        if isinstance(layer, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.Embedding)
-        and not any(pattern.strip("^$") in path for pattern in skipped)
+        if isinstance(layer, _CAST)
+        and not any(re.search(one, part) for part in _prefixes(path) for one in skipped)
     ]
     return sum(p.numel() * (itemsize - 1) for layer in layers for p in layer.parameters(recurse=False))
+
+
+def _prefixes(path: str) -> list[str]:
+    """A module's path and those of the modules around it."""
+    parts = path.split(".")
+    return [".".join(parts[: count + 1]) for count in range(len(parts))]
 
 
 KIND: Final = Kind(NAME, consider, apply, frozenset({"dtype"}), narrows=True)

@@ -38,7 +38,7 @@ def consider(found: Circumstances) -> Considered:
     yield from _stay(found)
     names = [name for name in found.subject.models if _is_wide(found, name)]
     if not names:
-        yield NotTaken(NAME, PIPELINE, f"nothing in it is wider than {dtype}")
+        yield NotTaken(NAME, PIPELINE, f"nothing in it is wider than {dtype}{_emulated(found)}")
         return
     yield _choice(found, dtype, names)
 
@@ -96,6 +96,13 @@ def _stay(found: Circumstances) -> Iterator[NotTaken]:
     for name, model in found.subject.models.items():
         if type(model).__name__ in _STAYS and main_dtype(model) in _WIDER:
             yield NotTaken(NAME, name, f"{type(model).__name__} is made to run in float32")
+
+
+def _emulated(found: Circumstances) -> str:
+    """What to know of bfloat16 weights on a device that does not multiply them."""
+    if found.hardware.multiplies_bfloat16() or torch.bfloat16 not in found.dtypes.values():
+        return ""
+    return "; bfloat16 is slow on this device, and float16's range may be too small: compare images before loading in it"
 
 
 def _choice(found: Circumstances, dtype: str, names: list[str]) -> Choice:

@@ -9,7 +9,7 @@ from sigmascope import units
 from sigmascope.pipeline.optimizing.circumstances import Circumstances
 from sigmascope.pipeline.optimizing.kind import Considered, Kind
 from sigmascope.pipeline.optimizing.plan import Choice, NotTaken
-from sigmascope.pipeline.optimizing.reckoning import vae_peak
+from sigmascope.pipeline.optimizing.reckoning import tile_side, vae_peak
 from sigmascope.pipeline.optimizing.subject import models_of
 from sigmascope.records.arithmetic import MIB
 
@@ -68,7 +68,7 @@ def _tiling(found: Circumstances, name: str, vae: nn.Module) -> Choice | NotTake
         return refusal
     peak = vae_peak(found, batch_at_once=1).bytes if found.has(SLICING) else found.vae_bytes
     if asked == "auto":
-        tile = _tile_side(vae)
+        tile = tile_side(vae)
         if tile is not None and max(found.call.height, found.call.width) <= tile:
             return NotTaken(TILING, name, f"an image of this size is one tile of {tile} pixels")
         if _decoding_fits(found, name, peak) is not False:
@@ -124,15 +124,6 @@ def _resident(found: Circumstances, name: str) -> int:
 
 def _room(found: Circumstances) -> int | None:
     return found.room_bytes if found.hardware.is_accelerator else found.hardware.ram_available_bytes
-
-
-def _tile_side(vae: nn.Module) -> int | None:
-    """Side of its tiles in pixels, by any of the names that diffusers has for it."""
-    sides = [
-        getattr(vae, name, None)
-        for name in ("tile_sample_min_size", "tile_sample_min_height", "tile_sample_min_width")
-    ]
-    return next((side for side in sides if isinstance(side, int)), None)
 
 
 def _vaes(found: Circumstances) -> Iterator[tuple[str, nn.Module]]:

@@ -1,0 +1,97 @@
+"""Call settings: by architecture, and by what a pipeline and its model say of themselves."""
+
+import inspect
+from typing import Any
+
+import pytest
+from tests.families import FAMILIES, generate, make_pipeline
+from tests.pipeline.optimized import denoiser_of, warm_pipeline
+
+from sigmascope.errors import ConfigError
+from sigmascope.pipeline.optimizer import GenerationSettings, PipelineOptimizer
+
+EVERY_FAMILY = pytest.mark.parametrize("family", FAMILIES)
+
+
+def settings(thing: object) -> GenerationSettings:
+    return PipelineOptimizer().configure_generation_settings(thing)
+
+
+@pytest.mark.parametrize("architecture", ["MMDiT", "DiT", "UNet", "mmdit"])
+def test_each_architecture_has_steps_and_guidance(architecture: str) -> None:
+    assert {"num_inference_steps", "guidance_scale"} <= settings(architecture).keys()
+
+
+def test_joint_transformers_make_a_megapixel() -> None:
+    found = settings("MMDiT")
+    assert (found["height"], found["width"]) == (1024, 1024)
+
+
+def test_an_unknown_architecture_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'GAN'"):
+        settings("GAN")
+
+
+def test_a_vae_alone_is_refused() -> None:
+    with pytest.raises(ConfigError, match="AutoencoderKL"):
+        settings(warm_pipeline("sd15").vae)
+
+
+@EVERY_FAMILY
+def test_every_argument_is_one_of_the_pipelines_call_and_has_a_reason(family: str) -> None:
+    pipeline = warm_pipeline(family)
+    found = settings(pipeline)
+    assert found.keys() <= inspect.signature(type(pipeline).__call__).parameters.keys()
+    assert found.keys() <= found.reasons.keys()
+
+
+@EVERY_FAMILY
+def test_steps_are_the_pipelines_own_default(family: str) -> None:
+    pipeline = warm_pipeline(family)
+    default = inspect.signature(type(pipeline).__call__).parameters["num_inference_steps"].default
+    assert settings(pipeline)["num_inference_steps"] == default
+
+
+@EVERY_FAMILY
+def test_the_pipeline_runs_with_its_settings(family: str) -> None:
+    pipeline = warm_pipeline(family)
+    small = {"num_inference_steps": 1, "height": 32, "width": 32}
+    small |= {"num_frames": 5} if FAMILIES[family].name.startswith("wan") else {}
+    assert generate(pipeline, family, **{**settings(pipeline), **small}).isfinite().all()
+
+
+@pytest.mark.parametrize(("family", "side"), [("sd15", 32), ("flux", 256), ("sd3", 32)])
+def test_size_follows_from_the_models_latent_size(family: str, side: int) -> None:
+    assert settings(warm_pipeline(family))["height"] == side
+
+
+def test_a_denoiser_alone_is_known_by_its_modules() -> None:
+    assert settings(denoiser_of(warm_pipeline("flux"), "flux")) == settings("MMDiT")
+
+
+def test_flux_without_embedded_guidance_is_schnell() -> None:
+    pipeline = _flux_schnell()
+    found = settings(pipeline)
+    assert (found["num_inference_steps"], found["guidance_scale"]) == (4, 0.0)
+    assert "guidance_embeds is False" in found.reasons["num_inference_steps"]
+
+
+def _flux_schnell() -> Any:
+    pipeline = make_pipeline("flux")
+    pipeline.transformer.register_to_config(guidance_embeds=False)
+    return pipeline
+
+
+def test_a_latent_consistency_model_takes_few_steps_and_keeps_its_guidance() -> None:
+    pipeline = make_pipeline("sd15")
+    pipeline.unet.register_to_config(time_cond_proj_dim=256)
+    found = settings(pipeline)
+    assert (found["num_inference_steps"], found["guidance_scale"]) == (4, 7.5)
+
+
+def test_a_solver_of_higher_order_takes_fewer_steps() -> None:
+    from diffusers import DPMSolverMultistepScheduler
+
+    pipeline = make_pipeline("sd15")
+    pipeline.scheduler = DPMSolverMultistepScheduler.from_config(pipeline.scheduler.config)
+    assert settings(pipeline)["num_inference_steps"] == 25
