@@ -9,6 +9,7 @@ from torch import nn
 
 from sigmascope.probes.modules import components_of, unwrap
 from sigmascope.probes.reading import Reading, attempt
+from sigmascope.probes.walking import named_modules_in
 
 ArchitectureKind = Literal["MMDiT", "DiT", "UNet"]
 
@@ -87,7 +88,7 @@ def _architecture_of(model: object) -> Architecture:
 
 
 def _classify(module: nn.Module) -> Architecture | None:
-    names = [name.replace("_orig_mod.", "") for name, _ in module.named_modules()]
+    names = [name.replace("_orig_mod.", "") for name, _ in named_modules_in(module)]
     class_name = type(module).__name__
     joint = _joint_blocks(names)
     blocks = {found[1] for name in names if (found := _BLOCK.fullmatch(name))}

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from sigmascope.probes.reading import attempt
+from sigmascope.probes.walking import modules_in
 from sigmascope.records.pipeline import AttentionFacts
 
 DEFAULT_BACKEND = "default"
@@ -23,7 +24,7 @@ def attention_facts(denoisers: Iterable[nn.Module]) -> AttentionFacts:
 def _count(denoisers: Iterable[nn.Module]) -> AttentionFacts:
     plain, joint, backends = Counter[str](), Counter[str](), Counter[str]()
     for denoiser in denoisers:
-        for module in denoiser.modules():
+        for module in modules_in(denoiser):
             processor = getattr(module, "processor", None)
             if processor is None:
                 continue

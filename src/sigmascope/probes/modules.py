@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from sigmascope.probes.reading import PROBE_ERRORS, describe
+from sigmascope.probes.walking import modules_in, own_buffers, own_parameters
 from sigmascope.records.facts import ModuleFacts
 
 _INNER_NAMES = ("model", "cond_stage_model", "first_stage_model", "patcher")
@@ -104,11 +105,12 @@ class _Count:
 
     def add(self, module: nn.Module) -> None:
         self.training = self.training or module.training
-        for parameter in self._new(module.parameters()):
+        parts = list(modules_in(module))
+        for parameter in self._new(tensor for part in parts for _, tensor in own_parameters(part)):
             self.parameters += parameter.numel()
             self.trainable += parameter.numel() if parameter.requires_grad else 0
             self._add_tensor(parameter)
-        for buffer in self._new(module.buffers()):
+        for buffer in self._new(tensor for part in parts for _, tensor in own_buffers(part)):
             self._add_tensor(buffer)
 
     def _add_tensor(self, tensor: Tensor) -> None:

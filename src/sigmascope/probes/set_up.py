@@ -1,8 +1,9 @@
 """How a model was set up to run: offloading, casting, compiling, memory format."""
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from sigmascope.probes.walking import modules_in, own_parameters
 from sigmascope.records.pipeline import Offload
 
 _CASTING, _GROUP = "layerwise_casting", "group_offloading"
@@ -23,7 +24,7 @@ def offload_of(module: nn.Module) -> Offload | None:
         return "group"
     if type(getattr(module, "_hf_hook", None)).__name__ == _MODEL_OFFLOAD_HOOK:
         return "model"
-    if any(getattr(getattr(part, "_hf_hook", None), "offload", False) is True for part in module.modules()):
+    if any(getattr(getattr(part, "_hf_hook", None), "offload", False) is True for part in modules_in(module)):
         return "sequential"
     return None
 
@@ -39,7 +40,7 @@ def is_compiled(module: object) -> bool:
         return False
     return any(
         type(part).__name__ == "OptimizedModule" or getattr(part, "_compiled_call_impl", None) is not None
-        for part in module.modules()
+        for part in modules_in(module)
     )
 
 
@@ -48,11 +49,15 @@ def channels_last(module: nn.Module) -> bool | None:
 
     Kernels of 1×1 are both at once and do not count; None where no others are.
     """
-    kernels = [p for p in module.parameters() if p.dim() == 4 and p.shape[1] > 1 and max(p.shape[2:]) > 1]
+    kernels = [p for p in _parameters(module) if p.dim() == 4 and p.shape[1] > 1 and max(p.shape[2:]) > 1]
     last = sum(kernel.is_contiguous(memory_format=torch.channels_last) for kernel in kernels)
     return None if not kernels else 2 * last > len(kernels)
 
 
+def _parameters(module: nn.Module) -> list[Tensor]:
+    return [parameter for part in modules_in(module) for _, parameter in own_parameters(part)]
+
+
 def _has_hook(module: nn.Module, name: str) -> bool:
-    registries = (getattr(part, "_diffusers_hook", None) for part in module.modules())
+    registries = (getattr(part, "_diffusers_hook", None) for part in modules_in(module))
     return any(name in key for one in registries for key in (getattr(one, "hooks", None) or ()))

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from sigmascope.probes import module_facts
+from sigmascope.probes.walking import modules_in
 from sigmascope.stages.host_reading import read_host
 from sigmascope.stages.typed import ModelStateDict
 
@@ -107,7 +108,7 @@ def _most_common(counts: Mapping[str, int]) -> str | None:
 def _adapters(model: object) -> list[str]:
     """Names of the PEFT adapters that act on the model, at whatever depth they were injected."""
     found: dict[str, None] = {}
-    modules = model.modules() if isinstance(model, nn.Module) else ()
+    modules = modules_in(model) if isinstance(model, nn.Module) else ()
     for module in modules:
         active = getattr(module, "active_adapters", None) if hasattr(module, "lora_A") else None
         found |= dict.fromkeys(map(str, active)) if isinstance(active, list | tuple) else {}

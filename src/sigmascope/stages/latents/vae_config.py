@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import nn
 
+from sigmascope.probes.walking import modules_in
+
 _VIDEO = frozenset(
     {"temperal_downsample", "temporal_compression_ratio", "temporal_expansions", "scale_factor_temporal"}
 )
@@ -56,7 +58,7 @@ def _is_causal(vae: object, config: Mapping[str, Any]) -> bool:
 
 def _encoder_parts(vae: object) -> Iterator[nn.Module]:
     encoder = getattr(vae, "encoder", vae)
-    return encoder.modules() if isinstance(encoder, nn.Module) else iter(())
+    return modules_in(encoder) if isinstance(encoder, nn.Module) else iter(())
 
 
 def _spatial(vae: object, config: Mapping[str, Any]) -> int | None:

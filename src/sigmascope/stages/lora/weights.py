@@ -6,6 +6,7 @@ from typing import Final, NamedTuple
 
 from torch import Tensor, nn
 
+from sigmascope.probes.walking import children_of, own_buffers, own_parameters
 from sigmascope.stages.lora.parts import module_of, parts_of
 
 _WRAPPED: Final = ("base_layer", "original_module")
@@ -89,8 +90,8 @@ class _Found(NamedTuple):
 
 
 def _tensors(module: nn.Module, place: _Place) -> Iterator[_Found]:
-    children: Mapping[str, nn.Module | None] = module.__dict__.get("_modules") or {}
-    wraps = hasattr(type(module), "adapter_layer_names") and any(children.get(name) for name in _WRAPPED)
+    children = children_of(module)
+    wraps = hasattr(type(module), "adapter_layer_names") and any(name in children for name in _WRAPPED)
     for own, tensor in _own_tensors(module):
         yield _Found(
             place._replace(
@@ -99,19 +100,12 @@ def _tensors(module: nn.Module, place: _Place) -> Iterator[_Found]:
             tensor,
         )
     for name, child in children.items():
-        if child is not None:
-            yield from _tensors(child, place.to(name, wraps=wraps))
+        yield from _tensors(child, place.to(name, wraps=wraps))
 
 
 def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    state = module.__dict__
-    for name, parameter in (state.get("_parameters") or {}).items():
-        if isinstance(parameter, Tensor):
-            yield name, parameter
-    transient = state.get("_non_persistent_buffers_set") or ()
-    for name, buffer in (state.get("_buffers") or {}).items():
-        if isinstance(buffer, Tensor) and name not in transient:
-            yield name, buffer
+    yield from own_parameters(module)
+    yield from own_buffers(module, transient=False)
 
 
 def _plain(name: str, module: nn.Module | None) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from sigmascope.probes.walking import modules_in
 from sigmascope.stages.text.encoders import UNKNOWN_FAMILY, EncoderFacts
 
 _SIZES = {
@@ -178,5 +179,5 @@ def _width(config: object, module: object) -> int | None:
             return width
     if not isinstance(module, nn.Module):
         return None
-    tables = (part for part in module.modules() if isinstance(part, nn.Embedding))
+    tables = (part for part in modules_in(module) if isinstance(part, nn.Embedding))
     return next((table.embedding_dim for table in tables), None)

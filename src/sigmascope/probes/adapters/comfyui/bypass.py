@@ -6,7 +6,8 @@ from typing import Any
 from torch import nn
 
 from sigmascope.probes.adapters.comfyui.found import Found, Standing
-from sigmascope.probes.adapters.comfyui.guarded import attribute, mapping, sequence
+from sigmascope.probes.adapters.guarded import attribute, mapping, sequence
+from sigmascope.probes.walking import named_modules_in
 
 _BESIDE = "beside the layer in each forward pass, its weight unchanged"
 _WAITING = "to be put beside the layer when the model is loaded"
@@ -45,4 +46,4 @@ def _hooks_of(function: Any) -> list[object]:
 def _names(model: object) -> dict[int, str]:
     if not isinstance(model, nn.Module):
         return {}
-    return {id(module): name for name, module in model.named_modules()}
+    return {id(module): name for name, module in named_modules_in(model)}

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sigmascope.probes.adapters.comfyui.guarded import number
+from sigmascope.probes.adapters.guarded import number
 
 
 @dataclass(frozen=True, slots=True, eq=False)

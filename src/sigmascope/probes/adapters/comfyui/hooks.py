@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from sigmascope.probes.adapters.comfyui.found import Found, Standing
-from sigmascope.probes.adapters.comfyui.guarded import attribute, mapping, number, sequence
+from sigmascope.probes.adapters.guarded import attribute, mapping, number, sequence
 
 _IN_FORCE = "a hook that is in force now"
 _WAITING = "a hook that is in force while the conditioning that carries it is sampled"

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from sigmascope.probes.adapters.comfyui.found import Found, Standing
-from sigmascope.probes.adapters.comfyui.guarded import attribute, mapping, sequence
 from sigmascope.probes.adapters.comfyui.standing import owner_of
+from sigmascope.probes.adapters.guarded import attribute, mapping, sequence
 
 
 def replaced(patcher: object) -> Iterator[Found]:

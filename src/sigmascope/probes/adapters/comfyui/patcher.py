@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from sigmascope.probes.adapters.comfyui.guarded import attribute, lookup
+from sigmascope.probes.adapters.guarded import attribute, lookup
 from sigmascope.probes.reading import Reading
 
 _MARKS = ("patches_uuid", "backup", "add_patches", "load_device", "offload_device")

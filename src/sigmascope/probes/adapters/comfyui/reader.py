@@ -9,12 +9,12 @@ from sigmascope.probes.adapters.comfyui.applying import applied
 from sigmascope.probes.adapters.comfyui.bypass import bypassed
 from sigmascope.probes.adapters.comfyui.doubts import settled
 from sigmascope.probes.adapters.comfyui.found import Found
-from sigmascope.probes.adapters.comfyui.guarded import sequence
 from sigmascope.probes.adapters.comfyui.hooks import hooked
 from sigmascope.probes.adapters.comfyui.objects import replaced, wrapped
 from sigmascope.probes.adapters.comfyui.patcher import original_weight, patcher_of, weight_at
 from sigmascope.probes.adapters.comfyui.sources import sources_of
 from sigmascope.probes.adapters.comfyui.standing import Standings
+from sigmascope.probes.adapters.guarded import sequence
 from sigmascope.probes.reading import Reading, describe
 
 

@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sigmascope.probes.adapters.comfyui.guarded import attribute, sequence
 from sigmascope.probes.adapters.comfyui.values import is_list_of_patches
+from sigmascope.probes.adapters.guarded import attribute, sequence
 
 Place = tuple[str, int]
 _Group = tuple[str, int, int]  # what the token is of, the token, and how often it had come before

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterator
 
 from sigmascope.probes.adapters.comfyui.found import Standing
-from sigmascope.probes.adapters.comfyui.guarded import attribute, has, lookup, mapping, sequence
+from sigmascope.probes.adapters.guarded import attribute, has, lookup, mapping, sequence
 
 _MOST_PARENTS = 64
 

@@ -7,7 +7,7 @@ from typing import Any, get_args
 from torch import Tensor
 
 from sigmascope.probes.adapters.applied import AdapterType
-from sigmascope.probes.adapters.comfyui.guarded import attribute, has, number, sequence
+from sigmascope.probes.adapters.guarded import attribute, has, number, sequence
 
 _PARTS: Mapping[str, tuple[str, ...]] = {
     "lora": ("up", "down", "alpha", "mid", "dora_scale", "reshape"),

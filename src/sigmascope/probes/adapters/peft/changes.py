@@ -7,8 +7,9 @@ from typing import Final
 from torch import Tensor, nn
 
 from sigmascope.probes.adapters.applied import AdapterType
-from sigmascope.probes.adapters.comfyui.guarded import attribute
+from sigmascope.probes.adapters.guarded import attribute
 from sigmascope.probes.adapters.peft.layer import by_adapter, tensor_of
+from sigmascope.probes.walking import named_modules_in, own_parameters
 
 _LOHA: Final = ("w1_a", "w1_b", "w2_a", "w2_b", "t1", "t2")
 _LOKR: Final = ("w1", "w2", "w1_a", "w1_b", "w2_a", "w2_b", "t2")
@@ -130,8 +131,9 @@ def _replacement(layer: nn.Module, adapter: str) -> list[Change]:
     """A module that stands in for the original: each of its parameters is set."""
     module = by_adapter(layer, "modules_to_save")[adapter]
     return [
-        Change(name, "set", {"set": parameter.detach()}, has_scale=False)
-        for name, parameter in module.named_parameters()
+        Change(f"{inner}.{name}" if inner else name, "set", {"set": parameter.detach()}, has_scale=False)
+        for inner, part in named_modules_in(module)
+        for name, parameter in own_parameters(part)
     ]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from sigmascope.probes.adapters.applied import AdapterType, PatchState
-from sigmascope.probes.adapters.comfyui.guarded import attribute, number, sequence
+from sigmascope.probes.adapters.guarded import attribute, number, sequence
 
 
 def by_adapter(layer: object, name: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Final
 from torch import nn
 
 from sigmascope.probes.adapters.applied import AppliedPatch, PatchType
-from sigmascope.probes.adapters.comfyui.guarded import attribute
+from sigmascope.probes.adapters.guarded import attribute
 from sigmascope.probes.adapters.peft.changes import Change, adapters_of, changes_of, misfit
 from sigmascope.probes.adapters.peft.layer import Standing, standing_of
 from sigmascope.probes.adapters.peft.scales import scales_of

@@ -5,7 +5,8 @@ from typing import Final
 
 from torch import Tensor, nn
 
-from sigmascope.probes.adapters.comfyui.guarded import attribute
+from sigmascope.probes.adapters.guarded import attribute
+from sigmascope.probes.walking import children_of, own_buffers, own_parameters
 
 _WRAPPED: Final = ("base_layer", "original_module")
 _AROUND_WHOLE_MODELS: Final = {
@@ -146,16 +147,12 @@ def _inside(module: nn.Module) -> nn.Module | None:
 
 
 def _children(module: object) -> dict[str, nn.Module]:
-    held = _registered(module, "_modules")
-    return {name: child for name, child in held.items() if isinstance(child, nn.Module)}
+    return children_of(module) if isinstance(module, nn.Module) else {}
 
 
 def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    left_out = attribute(module, "_non_persistent_buffers_set") or ()
-    for holder in ("_parameters", "_buffers"):
-        for name, tensor in _registered(module, holder).items():
-            if isinstance(tensor, Tensor) and name not in left_out:
-                yield name, tensor
+    yield from own_parameters(module)
+    yield from own_buffers(module, transient=False)
 
 
 def _registered(module: object, holder: str) -> Mapping[str, object]:

@@ -1,0 +1,48 @@
+from typing import Any
+
+import torch
+from torch import nn
+
+from sigmascope.probes.modules import module_facts
+from sigmascope.probes.walking import modules_in, named_modules_in, own_buffers, own_parameters
+from sigmascope.stages.lora.weights import weights_in
+
+
+class Shy(nn.Linear):
+    """Refuses to be walked through."""
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("was called")
+
+    named_modules = named_parameters = state_dict = modules = parameters = buffers = _refuse
+
+
+def model() -> nn.Module:
+    norm = nn.BatchNorm1d(4)
+    return nn.Sequential(nn.Linear(4, 4), nn.Sequential(norm, nn.ReLU()), norm)
+
+
+def test_names_and_order_are_torchs() -> None:
+    made = model()
+    assert list(named_modules_in(made)) == list(made.named_modules())
+
+
+def test_own_tensors_are_those_of_torch() -> None:
+    made = model()
+    parameters = [tensor for part in modules_in(made) for _, tensor in own_parameters(part)]
+    buffers = [tensor for part in modules_in(made) for _, tensor in own_buffers(part)]
+    assert [id(tensor) for tensor in parameters] == [id(tensor) for tensor in made.parameters()]
+    assert [id(tensor) for tensor in buffers] == [id(tensor) for tensor in made.buffers()]
+
+
+def test_nothing_of_the_model_is_called() -> None:
+    made = nn.Sequential(Shy(3, 2), nn.ReLU())
+    assert module_facts(made).parameters == 8
+    assert list(weights_in(made, "UNet").base) == ["0.weight", "0.bias"]
+
+
+def test_buffers_that_a_state_dict_leaves_out_can_be_left_out() -> None:
+    made = nn.Module()
+    made.register_buffer("kept", torch.zeros(1))
+    made.register_buffer("passing", torch.zeros(1), persistent=False)
+    assert [name for name, _ in own_buffers(made, transient=False)] == ["kept"]
