@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         create_mmdit_performance_monitor,
         monitor_generation_performance,
     )
+    from sigmascope.monitor.profiling import profile_steps
     from sigmascope.monitor.workflow import ModelLoadingMonitor, WorkflowMonitor
     from sigmascope.pipeline.decode import decode_latents
     from sigmascope.pipeline.encode import encode_latents
@@ -95,6 +96,7 @@ _HOMES = {
     "print_latent_generation_start": "sigmascope.stages.latent_encoding",
     "print_lora_analysis_summary": "sigmascope.stages.lora_application",
     "print_text_encoding_analysis_summary": "sigmascope.stages.text_encoding",
+    "profile_steps": "sigmascope.monitor.profiling",
     "save_tensors": "sigmascope.checkpoints.tensor_dumps",
     "stage": "sigmascope.monitor.context",
     "step": "sigmascope.monitor.context",
@@ -142,6 +144,7 @@ __all__ = [
     "print_latent_generation_start",
     "print_lora_analysis_summary",
     "print_text_encoding_analysis_summary",
+    "profile_steps",
     "save_tensors",
     "stage",
     "step",

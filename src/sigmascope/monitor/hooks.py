@@ -48,8 +48,8 @@ class HookedSteps:
     def _put_on(self) -> None:
         module, handles = self._module, self._handles
         try:
-            handles.append(module.register_forward_pre_hook(_Hook(self._before), prepend=True))
-            handles.append(module.register_forward_hook(_Hook(self._after), always_call=True))
+            handles.append(module.register_forward_pre_hook(Hook(self._before), prepend=True))
+            handles.append(module.register_forward_hook(Hook(self._after), always_call=True))
         except Exception as failure:  # noqa: BLE001 - a module may refuse hooks; the host goes on without
             self.remove()
             self._unavailable["hook_steps"] = describe(failure)
@@ -81,18 +81,19 @@ class HookedSteps:
             calls.step.__exit__(None, None, None)
 
 
-class _Hook:
+class Hook:
     """A forward hook of either kind. A copy or pickle of the hooked module gets one that does nothing."""
 
     def __init__(self, act: Callable[[], None]) -> None:
         self._act = act
 
     def __call__(self, *_: Any) -> None:
+        """Act, whatever the call was given."""
         if not torch.compiler.is_compiling():
             self._act()
 
     def __reduce__(self) -> tuple[type, tuple[Callable[[], None]]]:
-        return _Hook, (_nothing,)
+        return Hook, (_nothing,)
 
 
 def _nothing() -> None:

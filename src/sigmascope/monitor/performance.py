@@ -213,8 +213,8 @@ class PerformanceMonitor:
 
     def gpu_busy_percent(self) -> dict[str, float]:
         """How busy each NVIDIA device is now, by name (0-100); empty where that is not known or nothing is watched."""
-        running = self._generations.running()
-        return {} if running is None else running.recorder.gpu_busy_percent()
+        recorder = self.recorder
+        return {} if recorder is None else recorder.gpu_busy_percent()
 
     def validate_performance_target(self, generation_time: float) -> bool:
         """Whether that many seconds meet the target; what it means is logged."""
@@ -281,6 +281,12 @@ class PerformanceMonitor:
     def clear_history(self) -> None:
         """Forget all finished generations, their runs and steps."""
         self._generations.clear()
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """The recorder of this thread's or task's running generation; None outside of all."""
+        running = self._generations.running()
+        return None if running is None else running.recorder
 
     @property
     def runs(self) -> tuple[Run, ...]:

@@ -1,0 +1,63 @@
+"""One profiler after another, each on one step."""
+
+import threading
+from typing import Any, Final
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from sigmascope.monitor.profile_blocks import Marks
+
+OTHER_PROFILER: Final = "another profiler was running"
+
+
+class ProfileSession:
+    """Starts and stops torch's profiler, one at a time. Not locked.
+
+    Attributes:
+        taken: Steps, with the profilers that saw them.
+        refused: Why a step was not taken.
+
+    Args:
+        marks: Put on for each step.
+    """
+
+    def __init__(self, marks: Marks) -> None:
+        self.taken: list[tuple[int, Any]] = []
+        self.refused: str | None = None
+        self._marks = marks
+        self._running: tuple[int, int, Any] | None = None  # thread, step, profiler
+
+    def is_running(self, thread: int | None = None) -> bool:
+        """Whether a step is being profiled, of that thread if one is named."""
+        return self._running is not None and thread in (None, self._running[0])
+
+    def start(self, step: int) -> None:
+        """Profile from now on; not where somebody else does: starting a second profiler would end the host's own."""
+        if torch._C._autograd._profiler_enabled():
+            self.refused = OTHER_PROFILER
+            return
+        activities = [ProfilerActivity.CPU]
+        if uses_cuda():
+            activities.append(ProfilerActivity.CUDA)
+        profiler = profile(activities=activities, profile_memory=True)
+        profiler.start()
+        self._running = (threading.get_ident(), step, profiler)
+        self._marks.put_on()
+
+    def stop(self) -> None:
+        """End the step that is being profiled, if any."""
+        if self._running is None:
+            return
+        (_, step, profiler), self._running = self._running, None
+        try:
+            self._marks.take_off()
+        finally:
+            profiler.stop()
+        self.taken.append((step, profiler))
+
+
+def uses_cuda() -> bool:
+    """Whether this process works on a CUDA or HIP device."""
+    initialized: Any = torch.cuda.is_initialized
+    return bool(initialized())
