@@ -68,7 +68,9 @@ def test_strength_by_block_adds_up(tmp_path: Path) -> None:
     norms = [module.norm or 0.0 for module in report.modules]
     assert (down.name, down.modules, mid.name) == ("down_blocks.1", 2, "mid_block")
     assert down.norm == pytest.approx((norms[0] ** 2 + norms[1] ** 2) ** 0.5)
-    assert down.share + mid.share == pytest.approx(1.0)
+    assert [down.share, mid.share] == pytest.approx(
+        [block**2 / (report.norm or 0.0) ** 2 for block in (down.norm or 0.0, mid.norm or 0.0)]
+    )
     assert report.norm == pytest.approx(sum(norm**2 for norm in norms) ** 0.5)
 
 

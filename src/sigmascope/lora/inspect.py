@@ -13,11 +13,11 @@ from sigmascope.lora.adapters import WeightChange
 from sigmascope.lora.extraction.layer_pool import run_layers
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile
-from sigmascope.lora.formats import open_lora
+from sigmascope.lora.formats.unread_kinds import open_any
+from sigmascope.lora.inspection.block_strength import BlockStrength, block_strength, norm_of
 from sigmascope.lora.inspection.module_strength import ModuleStrength, strength_of_delta, strength_of_factors
 from sigmascope.lora.inspection.training_metadata import TrainingFacts, read_training_facts
 from sigmascope.lora.models.block_names import block_position
-from sigmascope.lora.norms import root_sum_square
 from sigmascope.lora.shapes import max_rank
 from sigmascope.progress import Progress, no_progress
 
@@ -26,27 +26,6 @@ __all__ = ["BlockStrength", "LoraInspection", "ModuleStrength", "inspect_lora"]
 _NEAR_ZERO: Final = 1e-3
 """A module whose values are this much smaller than those of the middle module does nothing that shows."""
 _SPECTRUM_UP_TO: Final = 512
-
-
-@dataclass(frozen=True, slots=True)
-class BlockStrength:
-    """The modules of one block together.
-
-    Attributes:
-        name: Such as `up_blocks.1`.
-        modules: How many there are.
-        norm: ‖ΔW‖ of all that could be measured.
-        share: Of the whole LoRA's ‖ΔW‖², 0 to 1.
-        ranks: Lowest and highest rank; None where none has one.
-        effective_rank: Mean over the modules whose spectrum is known; None without any.
-    """
-
-    name: str
-    modules: int
-    norm: float
-    share: float
-    ranks: tuple[int, int] | None
-    effective_rank: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +80,9 @@ class LoraInspection:
         return dict(Counter(m.dtype for m in self.modules if m.dtype is not None).most_common())
 
     @property
-    def norm(self) -> float:
-        """‖ΔW‖ of all modules that could be measured."""
-        return root_sum_square([module.norm or 0.0 for module in self.modules])
+    def norm(self) -> float | None:
+        """‖ΔW‖ of all modules that could be measured; None where none could."""
+        return norm_of(self.modules)
 
     @property
     def not_finite(self) -> tuple[str, ...]:
@@ -133,7 +112,9 @@ class LoraInspection:
         """One summary a block, in the order in which a latent passes them."""
         ordered = sorted(self.modules, key=lambda module: block_position(module.block))
         total = self.norm
-        return tuple(_block(name, list(group), total) for name, group in groupby(ordered, lambda m: m.block))
+        return tuple(
+            block_strength(name, list(group), total) for name, group in groupby(ordered, lambda m: m.block)
+        )
 
     def as_dict(self, *, spectra: bool = False) -> dict[str, Any]:
         """The inspection as JSON values, totals first.
@@ -162,7 +143,8 @@ def inspect_lora(
     """Measure every module of a LoRA file, without its model and without forming plain changes.
 
     Args:
-        path: A LoRA in any known format.
+        path: A LoRA in any known format. Of OFT, BOFT and GLoRA, whose change depends on the model's weights, names,
+            shapes and ranks are told.
         full_spectrum: Also the singular values of modules of a rank above 512, a second or more each.
         progress: Told after each module.
 
@@ -170,7 +152,7 @@ def inspect_lora(
         CheckpointError: The file is missing, damaged, or no file of tensors.
         LoraFormatError: Its keys follow no known format, or its factors do not fit together.
     """
-    with open_lora(Path(path)) as lora:
+    with open_any(Path(path)) as lora:
         sizes = {name: sum(lora.shape_of(name)) for name in lora.names}
         found: dict[str, ModuleStrength] = {}
         for name, module in run_layers(sizes, lambda name: _measured(lora, name, full_spectrum)):
@@ -206,17 +188,3 @@ def _strength(name: str, change: LoraFactors | WeightChange, full_spectrum: bool
         shape = change.weight_shape
         return ModuleStrength(name, change.kind, shape, rank, change.parameters, problem="needs_base")
     return strength_of_delta(name, change.kind, change.delta(), rank, change.parameters)
-
-
-def _block(name: str, modules: list[ModuleStrength], total: float) -> BlockStrength:
-    norm = root_sum_square([module.norm or 0.0 for module in modules])
-    ranks = [module.rank for module in modules if module.rank is not None]
-    effective = [rank for module in modules if (rank := module.effective_rank) is not None]
-    return BlockStrength(
-        name=name,
-        modules=len(modules),
-        norm=norm,
-        share=(norm / total) ** 2 if total > 0.0 else 0.0,
-        ranks=(min(ranks), max(ranks)) if ranks else None,
-        effective_rank=sum(effective) / len(effective) if effective else None,
-    )

@@ -28,7 +28,7 @@ class BlockRow:
 
     Attributes:
         name: Of the block.
-        norm: ‖ΔW‖ at strength 1.
+        norm: ‖ΔW‖ at strength 1; None where it depends on the model's weights.
         share: Of the LoRA's ‖ΔW‖².
         modules: How many there are.
         matched: How many of them match; None without a model.
@@ -36,8 +36,8 @@ class BlockRow:
     """
 
     name: str
-    norm: float
-    share: float
+    norm: float | None
+    share: float | None
     modules: int
     matched: int | None = None
     relative: float | None = None
@@ -45,7 +45,9 @@ class BlockRow:
     @property
     def figures(self) -> str:
         """What stands behind the bar; Pillow's own font has no sign for a norm."""
-        parts = [f"{self.norm:.3g}", f"{100 * self.share:.1f} %"]
+        parts = ["not measured without the model"]
+        if self.norm is not None and self.share is not None:
+            parts = [f"{self.norm:.3g}", f"{100 * self.share:.1f} %"]
         if self.relative is not None:
             parts.append(f"{100 * self.relative:.3g} % of the weights")
         lost = self.modules - (self.modules if self.matched is None else self.matched)
@@ -125,11 +127,11 @@ def _heading(report: "LoraInspection", found: "OnModel | None") -> Iterator[Shap
 
 
 def _bars(rows: Sequence[BlockRow]) -> Iterator[Shape]:
-    largest = max((row.norm for row in rows), default=0.0) or 1.0
+    largest = max((row.norm or 0.0 for row in rows), default=0.0) or 1.0
     yield Line((_LEFT, _TOP - 4), (_LEFT, _TOP + _ROW * len(rows)), _GRID)
     for index, row in enumerate(rows):
         y = _TOP + _ROW * index
-        length = max(1.0, (_RIGHT - _LEFT) * row.norm / largest)
+        length = max(1.0, (_RIGHT - _LEFT) * (row.norm or 0.0) / largest)
         yield Label(_LEFT - 8, y + 13, _shortened(row.name), anchor="end")
         yield Bar(_LEFT, y + 2, length, _ROW - 6, row.colour, f"{row.name}: {row.modules} modules")
         yield Label(_LEFT + length + 6, y + 13, row.figures)

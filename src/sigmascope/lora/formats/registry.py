@@ -40,6 +40,11 @@ def recognised(checkpoint: Checkpoint, found: KeyGroups) -> LoraFormat:
             return lora_format
     known = ", ".join(lora_format.name for lora_format in FORMATS)
     keys = checkpoint.keys()
+    if not keys:
+        raise LoraFormatError(
+            f"{checkpoint.path}: it holds no tensors, so it is no LoRA.",
+            hint="The tool that wrote it saved nothing: make the file again.",
+        )
     raise LoraFormatError(
         f"{checkpoint.path}: its {len(keys)} keys are those of no known LoRA format. "
         f"First keys: {', '.join(keys[:3])}.",

@@ -11,6 +11,7 @@ from sigmascope.errors import NonFiniteError, SigmascopeError
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.formats.keys import ALPHA
+from sigmascope.lora.formats.unread_kinds import open_any
 from sigmascope.lora.models.layout import Shapes
 from sigmascope.lora.verdict.file_family import file_family
 from sigmascope.lora.verdict.lora_verdict import LoraVerdict
@@ -18,7 +19,6 @@ from sigmascope.lora.verdict.model_shapes import Model, shapes_of
 from sigmascope.lora.verdict.module_verdict import ModuleVerdict
 from sigmascope.lora.verdict.placing import Placing, place
 from sigmascope.lora.verdict.reasons import Reasons, part_of
-from sigmascope.lora.verdict.unread_kinds import open_any
 from sigmascope.lora.verdict.verdict_findings import findings_of, unreadable
 from sigmascope.probes.reading import describe
 

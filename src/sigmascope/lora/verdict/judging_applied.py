@@ -8,6 +8,7 @@ from pathlib import Path
 from sigmascope.errors import NonFiniteError, SigmascopeError
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile
+from sigmascope.lora.formats.unread_kinds import open_any
 from sigmascope.lora.models.layer_kinds import WEIGHT
 from sigmascope.lora.models.layout import Shapes
 from sigmascope.lora.verdict.applied_findings import applied_findings
@@ -15,7 +16,6 @@ from sigmascope.lora.verdict.applied_verdict import AppliedModule, AppliedVerdic
 from sigmascope.lora.verdict.model_shapes import Model, shapes_of
 from sigmascope.lora.verdict.placing import Placing, place
 from sigmascope.lora.verdict.same_change import Change, is_same, times_of
-from sigmascope.lora.verdict.unread_kinds import open_any
 from sigmascope.lora.verdict.verdict_findings import unreadable
 from sigmascope.probes.adapters.applied import AppliedPatch
 from sigmascope.probes.reading import describe

@@ -11,7 +11,7 @@ from sigmascope.errors import LoraFormatError, SigmascopeError
 from sigmascope.lora.effect.key_effect import Effect
 from sigmascope.lora.effect.weights import finite, weight_norm
 from sigmascope.lora.file import LoraFile
-from sigmascope.lora.formats import open_lora
+from sigmascope.lora.formats.unread_kinds import open_any
 from sigmascope.lora.norms import root_sum_square
 from sigmascope.lora.verdict.lora_verdict import LoraVerdict
 from sigmascope.lora.verdict.module_verdict import ModuleVerdict
@@ -33,7 +33,7 @@ def relative_strengths(
         The effects by the file's module names. A fused module's weight is all that it changes together.
     """
     found: dict[str, Effect] = {}
-    with open_lora(Path(lora)) as file:
+    with open_any(Path(lora)) as file:
         for module in verdict.matched:
             found[module.name] = _effect(file, module, model)
             progress(len(found), len(verdict.matched), module.name)

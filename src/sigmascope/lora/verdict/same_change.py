@@ -8,8 +8,8 @@ from torch import Tensor
 
 from sigmascope.lora.adapters import Adapter, DoraChange, WeightChange
 from sigmascope.lora.factors import LoraFactors
+from sigmascope.lora.formats.unread_kinds import UnreadChange
 from sigmascope.lora.precision import in_double
-from sigmascope.lora.verdict.unread_kinds import UnreadChange
 from sigmascope.probes.adapters.applied import AppliedPatch
 
 _SAME: Final = 0.999

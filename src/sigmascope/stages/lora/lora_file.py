@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from sigmascope.lora.file import LoraFile
-from sigmascope.lora.formats import open_lora
 from sigmascope.lora.formats.header import family_in
+from sigmascope.lora.formats.unread_kinds import open_any
 from sigmascope.lora.inspection.training_metadata import read_training_facts
 from sigmascope.records.arithmetic import mib
 from sigmascope.stages.host_reading import read_host
@@ -47,7 +47,7 @@ def lora_file_facts(path: object) -> LoraFileFacts:
 
 
 def _read(path: Path, facts: LoraFileFacts) -> None:
-    with open_lora(path, check_finite=False) as lora:
+    with open_any(path, check_finite=False) as lora:
         ranks = Counter(rank for name in lora.names if (rank := lora.rank_of(name)) is not None)
         alphas = Counter(alpha for name in lora.modules if (alpha := _alpha(lora, name)) is not None)
         facts["format"] = lora.format

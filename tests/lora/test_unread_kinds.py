@@ -6,8 +6,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from sigmascope.errors import LoraFormatError
+from sigmascope.lora.inspect import inspect_lora
 from sigmascope.lora.verdict import judge_applied, judge_lora
 from sigmascope.probes.adapters.applied import AppliedPatch
+from sigmascope.stages.lora.lora_file import lora_file_facts
 
 MODEL = {
     "diffusion_model.input_blocks.0.0.weight": (8, 4, 3, 3),
@@ -77,3 +80,32 @@ def test_they_are_found_on_a_model(tmp_path: Path, kind: str) -> None:
     verdict = judge_applied(saved(tmp_path, FILES[kind]), patches, MODEL)
     assert verdict.complete
     assert [module.times for module in verdict.modules] == [1]
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_inspection_shows_what_needs_no_model(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "lora.safetensors"
+    save_file(FILES[kind], path, {"ss_base_model_version": "sdxl_base_v1-0"})
+    report = inspect_lora(path)
+    (module,) = report.modules
+    assert (module.kind, module.problem, module.norm) == (kind, "needs_base", None)
+    assert (report.norm, report.blocks[0].norm, report.blocks[0].share) == (None, None, None)
+    assert module.parameters == sum(t.numel() for key, t in FILES[kind].items() if not key.endswith("alpha"))
+    assert report.metadata == {"ss_base_model_version": "sdxl_base_v1-0"}
+
+
+def test_inspection_tells_their_nan(tmp_path: Path) -> None:
+    state = {key: tensor * torch.nan for key, tensor in FILES["glora"].items()}
+    assert inspect_lora(saved(tmp_path, state)).not_finite == (NAME,)
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_a_baseline_has_the_facts_of_their_file(tmp_path: Path, kind: str) -> None:
+    facts = lora_file_facts(saved(tmp_path, FILES[kind]))
+    assert (facts["format"], facts["modules"], facts["rank"]) == ("kohya", 1, 2 if kind == "glora" else None)
+
+
+def test_an_empty_file_is_said_to_hold_nothing(tmp_path: Path) -> None:
+    with pytest.raises(LoraFormatError, match="it holds no tensors") as raised:
+        inspect_lora(saved(tmp_path, {}))
+    assert raised.value.hint

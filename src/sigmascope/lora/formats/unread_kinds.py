@@ -15,9 +15,9 @@ from sigmascope.checkpoints import Checkpoint, open_checkpoint
 from sigmascope.errors import LoraFormatError, NonFiniteError
 from sigmascope.lora.adapters import WeightChange
 from sigmascope.lora.file import LoraFile, ModuleFacts
-from sigmascope.lora.formats import open_lora
 from sigmascope.lora.formats.kohya import FLAT_PREFIXES
 from sigmascope.lora.formats.lazy import LazyMapping
+from sigmascope.lora.formats.opening import open_lora
 
 _KEY: Final = re.compile(
     r"(?P<name>.+)\.(?P<end>oft_blocks|oft_diag|boft_blocks|[ab][12]\.weight|rescale|alpha|dora_scale)"
@@ -64,13 +64,13 @@ class UnreadChange:
 
 
 @contextmanager
-def open_any(path: Path) -> Iterator[LoraFile]:
+def open_any(path: Path, *, check_finite: bool = True) -> Iterator[LoraFile]:
     """Open a LoRA file, also of kinds that `open_lora` refuses; raises what that does."""
     unread = open_unread(path)
     if unread is not None:
         yield unread
         return
-    with open_lora(path) as lora:
+    with open_lora(path, check_finite=check_finite) as lora:
         yield lora
 
 
@@ -88,11 +88,13 @@ def open_unread(path: Path) -> LoraFile | None:
         if groups is None:
             return None
         facts = {name: _facts(checkpoint, ends) for name, ends in groups.items()}
+        metadata = dict(checkpoint.metadata)
     known = {name: one for name, one in facts.items() if one is not None}
     if len(known) < len(groups):
         return None
     return LoraFile(
         modules={},
+        metadata=metadata,
         path=path,
         format=_format(next(iter(groups))),
         changes=LazyMapping(
