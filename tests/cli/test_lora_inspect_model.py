@@ -122,7 +122,7 @@ def test_relative_strength_is_the_norm_of_the_change_by_that_of_the_weight(
     tensors = load_file(lora)
     delta = 0.5 * tensors[f"{PROJ}.lora_up.weight"].double() @ tensors[f"{PROJ}.lora_down.weight"].double()
     weight = load_file(model)[f"{PROJ}.weight"].double()
-    assert measured["relative_change"] == pytest.approx(float(delta.norm() / weight.norm()), rel=1e-9)
+    assert measured["relative_change"] == pytest.approx(float(delta.norm() / weight.norm()), rel=1e-7)
 
 
 def test_relative_strength_needs_a_model(lora: Path, inspect: Inspect) -> None:

@@ -32,7 +32,7 @@ def quick_norm(tensor: Float[Tensor, "..."]) -> float:
     """‖tensor‖ in one pass in the cache, of at most float32, by `quick_energy`; others as `frobenius_norm`.
 
     Returns:
-        The norm, off by about 10⁻⁸ of it; NaN or Inf when the tensor holds any.
+        The norm, off by less than 10⁻⁷ of it; NaN or Inf when the tensor holds any.
     """
     if tensor.dtype not in _UP_TO_FLOAT32:
         return frobenius_norm(tensor)
