@@ -163,7 +163,7 @@ class PipelineOptimizer:
             seed=seed,
             demands=demands,
         )
-        if keep:
+        if keep and stack:
             self._applied.append((pipeline, stack))
         else:
             _undo(stack)
