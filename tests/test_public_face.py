@@ -30,7 +30,8 @@ def test_help_loads_nothing_heavy() -> None:
 
 
 def test_help_of_every_command_loads_no_torch() -> None:
-    for command in (["lora", "extract"], ["lora", "validate"], ["lbm", "infer"], ["demo"]):
+    commands = ("lora extract", "lora validate", "lbm infer", "demo", "bench", "check", "compare")
+    for command in map(str.split, commands):
         code = (
             f"sys.argv = ['sigmascope', *{command!r}, '--help']\n"
             "from sigmascope.cli import main\n"

@@ -38,7 +38,7 @@ def test_the_pocket_model_is_measured_and_its_runs_are_saved(tmp_path: Path) -> 
 def test_a_saved_pipeline_gives_stages_and_facts(folder: Path, tmp_path: Path) -> None:
     done = quick(folder, tmp_path / "runs")
     assert done.exit_code == 0, done.output
-    for words in ("tiny-sd", "text_encoding", "each step", "RAM MB"):
+    for words in ("tiny-sd", "text_encoding", "each step", "Samples"):
         assert words in done.output
     run = load_run(tmp_path / "runs" / "32x32-b1-s2-001.json")
     assert run.stage("generation").facts["pipeline"]["class_name"] == "StableDiffusionPipeline"

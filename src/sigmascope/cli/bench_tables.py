@@ -78,10 +78,10 @@ def _case_table(measured: "list[CaseResult]") -> Table:
         "p50",
         "p90",
         "p99",
-        "Step p50",
-        "Samples/s",
-        "RAM MB",
-        *(f"{device} MB" for device in devices),
+        "Step\np50",
+        "Samples\n/ s",
+        "RAM\nMB",
+        *(f"{device}\nMB" for device in devices),
     )
     for result in measured:
         summary = result.summary

@@ -57,6 +57,7 @@ def test_open_ended_arguments_are_no_parameters() -> None:
         (BenchCase(frames=5), {}, "--frames"),
         (BenchCase(batch=2), {}, "--batch"),
         (BenchCase(), {"guidance_scale": 1.0}, "--call guidance_scale"),
+        (BenchCase(), {"image": "a picture"}, "--image"),
     ],
 )
 def test_what_the_pipeline_does_not_take_is_named(case: BenchCase, given: dict[str, Any], flag: str) -> None:

@@ -36,7 +36,7 @@ def check_call(pipeline: object, case: BenchCase, given: Mapping[str, Any]) -> N
         "height": ("--resolution", case.height),
         "num_inference_steps": ("--steps", case.steps),
         "num_frames": ("--frames", case.frames),
-        **{name: (f"--call {name}", value) for name, value in given.items()},
+        **{name: (_flag(name), value) for name, value in given.items()},
     }
     for name, (flag, value) in wanted.items():
         if value is not None and name not in takes:
@@ -97,6 +97,11 @@ def what_was_made(output: object) -> Made:
         one = _of_array((1, *sample.shape), channels_first=isinstance(sample, torch.Tensor))
         return Made(len(first), one.width, one.height, one.frames)
     return Made(len(first), *_size(sample))
+
+
+def _flag(name: str) -> str:
+    """What the command line calls an argument that the user gave."""
+    return "--image" if name == "image" else f"--call {name}"
 
 
 def _of_array(shape: tuple[int, ...], *, channels_first: bool) -> Made:
