@@ -1,11 +1,13 @@
 """Everything that a watch could leave on a pipeline, on what it is made of, and on their classes."""
 
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
 
 from sigmascope.integrations.watching import activity, hearing, taps
+from sigmascope.integrations.watching.imports import FINDER
 
 
 def marks(*things: Any) -> dict[str, Any]:
@@ -27,7 +29,8 @@ def marks(*things: Any) -> dict[str, Any]:
 
 def left_behind() -> list[object]:
     """What the watching itself still holds."""
-    return [*taps._TAPS.values(), *hearing.OPEN, *activity.ACTIVITIES.get()]
+    finders = [one for one in sys.meta_path if one is FINDER]
+    return [*taps._TAPS.values(), *hearing.OPEN, *activity.ACTIVITIES.get(), *finders]
 
 
 def _parts(thing: Any) -> Iterator[tuple[str, Any]]:

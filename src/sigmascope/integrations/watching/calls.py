@@ -27,11 +27,15 @@ class Calls(Instrument):
 
     name: ClassVar[str] = "calls"
 
+    def attach_class(self, kind: type) -> None:
+        """Hear the calls of pipelines of a class; a module alone is none."""
+        if not hasattr(kind, "_call_impl"):
+            self.tap_class(kind, "__call__", self._before)
+
     def attach(self, parts: Parts) -> None:
-        """Hear the calls of the pipeline, and of those that it is made of."""
-        for pipeline in (parts.pipeline, *pipelines_in(parts.pipeline)):
-            if not _is_module(pipeline):
-                self.tap(type(pipeline), "__call__", self._before)
+        """Hear the calls of the pipelines that this one is made of."""
+        for pipeline in pipelines_in(parts.pipeline):
+            self.attach_class(type(pipeline))
 
     def _before(self, pipeline: object, args: Arguments, kwargs: Keywords) -> After | None:
         session = self.session
@@ -40,6 +44,9 @@ class Calls(Instrument):
         facts = session.watch(pipeline)
         arguments, _ = session.guard.read("watch.call", lambda: named_arguments(pipeline, args, kwargs))
         call, prompts = self._read(pipeline, arguments or {})
+        outside = activities.current(session)
+        if outside is not None and outside.pipeline_id is None:
+            outside.end_denoising()
         activity = Activity(session, id(pipeline))
         activity.pipeline = pipeline
         stage = activity.enter(GENERATION)
@@ -96,7 +103,3 @@ class Calls(Instrument):
                     for name, one in kept.items()
                 },
             )
-
-
-def _is_module(pipeline: object) -> bool:
-    return hasattr(type(pipeline), "_call_impl")  # nn.Module's

@@ -1,5 +1,6 @@
 """What every instrument of a watch is: put on pipelines, taken off again, and switched off when it fails."""
 
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, ClassVar
@@ -9,6 +10,15 @@ from sigmascope.integrations.watching.taps import After, Arguments, Keywords, Li
 if TYPE_CHECKING:
     from sigmascope.integrations.watching.parts import Parts
     from sigmascope.integrations.watching.session import Session
+
+
+def reference_to(thing: object) -> Callable[[], object]:
+    """What gives the thing for as long as others keep it alive."""
+    try:
+        return weakref.ref(thing)
+    except TypeError:  # it cannot be referred to weakly
+        return lambda: thing
+
 
 Before = Callable[[object, Arguments, Keywords], After | None]
 
@@ -26,9 +36,13 @@ class Instrument:
         self.session = session
         self.works = True
         self._undo: dict[object, Callable[[], None]] = {}
+        self._targets: dict[int, Callable[[], object]] = {}
 
     def start(self) -> None:
         """Put on what belongs to no pipeline."""
+
+    def attach_class(self, kind: type) -> None:
+        """Put on what all pipelines of a class need."""
 
     def attach(self, parts: "Parts") -> None:
         """Put on what this pipeline needs and has not yet."""
@@ -39,6 +53,7 @@ class Instrument:
             _, undo = self._undo.popitem()
             with suppress(Exception):
                 undo()
+        self._targets.clear()
 
     def failed(self, failure: Exception) -> None:
         """Work no more in this session."""
@@ -48,17 +63,31 @@ class Instrument:
             self.detach()
 
     def tap(self, owner: object, attribute: str, before: Before) -> None:
-        """Hear a method's calls from now on; a second time changes nothing."""
+        """Hear the calls of a method that a class defines, or of what lies on an object; again changes nothing."""
         key = (id(owner), attribute)
         if key not in self._undo:
             self._undo[key] = listen(owner, attribute, Listener(before, self.failed))
 
+    def tap_class(self, kind: type, attribute: str, before: Before) -> None:
+        """Hear a method of a class, where it is defined: there all watches of all subclasses listen."""
+        definer = next((base for base in kind.__mro__ if attribute in vars(base)), None)
+        if definer is not None and definer is not object:
+            self.tap(definer, attribute, before)
+
     def tap_method(self, thing: object, attribute: str, before: Before) -> None:
         """Hear an object's method: its class's, and what lies on the object itself under that name."""
-        if callable(getattr(type(thing), attribute, None)):
-            self.tap(type(thing), attribute, before)
+        self._targets[id(thing)] = reference_to(thing)
+
+        def of_target(target: object, args: Arguments, kwargs: Keywords) -> After | None:
+            return before(target, args, kwargs) if self._is_target(target) else None
+
+        self.tap_class(type(thing), attribute, of_target)
         if attribute in getattr(thing, "__dict__", {}):
-            self.tap(thing, attribute, before)
+            self.tap(thing, attribute, of_target)
+
+    def _is_target(self, thing: object) -> bool:
+        known = self._targets.get(id(thing))
+        return known is not None and known() is thing
 
     def keep_undo(self, key: object, undo: Callable[[], None]) -> None:
         """Remember how to take something off."""

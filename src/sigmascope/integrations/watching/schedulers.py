@@ -34,7 +34,7 @@ class Schedulers(Instrument):
         """Hear `set_timesteps` and `step` of every scheduler."""
         for _, scheduler in parts.of_role("scheduler"):
             self.tap_method(scheduler, "set_timesteps", self._before_schedule)
-            self.tap_method(scheduler, "step", self._before_step)
+            self.tap_class(type(scheduler), "step", self._before_step)  # the denoising knows whose it is
 
     def _before_schedule(self, scheduler: object, args: Arguments, kwargs: Keywords) -> After | None:
         activity = self.session.here()

@@ -1,7 +1,6 @@
 """One open watch: its recorder, its instruments, and the pipelines that they are on."""
 
 import threading
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final
@@ -11,8 +10,11 @@ from sigmascope.integrations.watching import activity as activities
 from sigmascope.integrations.watching.activity import ACTIVITIES, Activity
 from sigmascope.integrations.watching.calls import Calls
 from sigmascope.integrations.watching.denoisers import Denoisers
+from sigmascope.integrations.watching.everywhere import Everywhere
 from sigmascope.integrations.watching.hearing import OPEN, hears
-from sigmascope.integrations.watching.instrument import Instrument
+from sigmascope.integrations.watching.instrument import Instrument, reference_to
+from sigmascope.integrations.watching.loading import Loading
+from sigmascope.integrations.watching.loras import Loras
 from sigmascope.integrations.watching.parts import Parts, pipelines_in, set_up_of, take_apart
 from sigmascope.integrations.watching.schedulers import Schedulers
 from sigmascope.integrations.watching.text import TextEncoding
@@ -25,7 +27,16 @@ from sigmascope.records.prompts import PromptPrivacy
 from sigmascope.records.run import Run
 from sigmascope.stages.failures import Redact
 
-INSTRUMENTS: Final[tuple[type[Instrument], ...]] = (Calls, TextEncoding, VaeCalls, Schedulers, Denoisers)
+INSTRUMENTS: Final[tuple[type[Instrument], ...]] = (
+    Calls,
+    Loading,
+    Loras,
+    TextEncoding,
+    VaeCalls,
+    Schedulers,
+    Denoisers,
+    Everywhere,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,14 +124,20 @@ class Session:
         parts, _ = self.guard.read("watch.pipeline", lambda: self._parts(pipeline))
         if parts is None:
             return None
+        self.watch_class(type(pipeline))
         for instrument in self.instruments:
             self._safely(instrument, lambda instrument=instrument: instrument.attach(parts))  # type: ignore[misc]
         return parts.facts
 
+    def watch_class(self, kind: type) -> None:
+        """Put on what all pipelines of a class need. Never raises."""
+        for instrument in self.instruments:
+            self._safely(instrument, lambda instrument=instrument: instrument.attach_class(kind))  # type: ignore[misc]
+
     def _parts(self, pipeline: object) -> Parts:
-        self._watched[id(pipeline)] = _reference(pipeline)
+        self._watched[id(pipeline)] = reference_to(pipeline)
         for inner in pipelines_in(pipeline):
-            self._watched[id(inner)] = _reference(inner)
+            self._watched[id(inner)] = reference_to(inner)
         set_up = set_up_of(pipeline)
         known = self._known.get(id(pipeline))
         parts = take_apart(pipeline, known[1] if known is not None and known[0] == set_up else None)
@@ -142,8 +159,10 @@ class Session:
 
         Outside of pipelines' calls, there is one for each context, which lasts until the session is over.
         """
+        if self.is_over or not self.wants(pipeline):
+            return None
         found = activities.current(self)
-        if found is not None and not self.is_over:
+        if found is not None:
             return found
         if not hears(self, pipeline):
             return None
@@ -156,7 +175,3 @@ class Session:
 
 def _name_of(pipelines: tuple[object, ...]) -> str:
     return type(pipelines[0]).__name__ if pipelines else "watch"
-
-
-def _reference(pipeline: object) -> Callable[[], object]:
-    return weakref.ref(pipeline)

@@ -42,15 +42,15 @@ class Tap:
         name: The attribute.
 
     Raises:
-        TypeError: The attribute is no function or class method.
+        KeyError: It is not the owner's own.
+        TypeError: The attribute is no function.
     """
 
     def __init__(self, owner: object, name: str) -> None:
         self.listeners: tuple[Listener, ...] = ()
         self._owner = weakref.ref(owner)
         self._name = name
-        self._was_own = name in vars(owner)
-        self._before = inspect.getattr_static(owner, name)
+        self._before = vars(owner)[name]
         self._replacement = self._replaced(self._before, isinstance(owner, type))
 
     def put_on(self) -> None:
@@ -66,12 +66,10 @@ class Tap:
         owner = self._owner()
         if owner is None or vars(owner).get(self._name) is not self._replacement:
             return
-        if not isinstance(owner, type):
-            vars(owner)[self._name] = self._before
-        elif self._was_own:
+        if isinstance(owner, type):
             setattr(owner, self._name, self._before)
         else:
-            delattr(owner, self._name)
+            vars(owner)[self._name] = self._before
 
     def _replaced(self, found: object, of_class: bool) -> object:
         if not of_class:
@@ -80,6 +78,8 @@ class Tap:
             return _Attribute(found, self, self._owner)
         if isinstance(found, classmethod):
             return classmethod(_heard(found.__func__, self))
+        if isinstance(found, staticmethod):
+            return staticmethod(_heard(found.__func__, self, is_static=True))
         if inspect.isfunction(found):
             return _heard(found, self)
         raise TypeError(f"{self._name} is a {type(found).__name__} and no function")
@@ -116,14 +116,15 @@ def _itself(thing: Any) -> Any:
     return thing
 
 
-def _heard(original: Callable[..., Any], tap: Tap) -> Callable[..., Any]:
+def _heard(original: Callable[..., Any], tap: Tap, *, is_static: bool = False) -> Callable[..., Any]:
     """The function, with its name, documentation and signature, and the tap's listeners around it."""
+    skipped = 0 if is_static else 1
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or not tap.listeners:
             return original(*args, **kwargs)
-        return _call(original, tap.listeners, args[0], args, kwargs, args[1:])
+        return _call(original, tap.listeners, None if is_static else args[0], args, kwargs, args[skipped:])
 
     call.__dict__["__signature__"] = inspect.signature(original)
     return call
@@ -178,13 +179,13 @@ def listen(owner: object, name: str, listener: Listener) -> Callable[[], None]:
     """Let the listener hear every call of `owner.name` until the function that is returned is called.
 
     Args:
-        owner: A class, whose method is meant on all of its instances, or an object on which a callable lies itself.
+        owner: The class that defines a method, which is meant on all instances, or an object on which a callable lies.
         name: The attribute.
         listener: Who is told.
 
     Raises:
-        AttributeError: There is no such attribute.
-        TypeError: It is no function or class method.
+        KeyError: The owner has no such attribute of its own.
+        TypeError: It is no function.
     """
     key = (id(owner), name)
     with _LOCK:

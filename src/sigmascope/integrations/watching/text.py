@@ -21,9 +21,12 @@ class TextEncoding(Instrument):
 
     name: ClassVar[str] = "text_encoding"
 
+    def attach_class(self, kind: type) -> None:
+        """Hear `encode_prompt`."""
+        self.tap_class(kind, "encode_prompt", self._before_prompt)
+
     def attach(self, parts: Parts) -> None:
-        """Hear `encode_prompt`, and every text encoder."""
-        self.tap_method(parts.pipeline, "encode_prompt", self._before_prompt)
+        """Hear every text encoder and image encoder."""
         for name, encoder in parts.of_role("text_encoder"):
             hook_calls(self, encoder, functools.partial(self._before_encoder, name))
         for name, encoder in parts.of_role("image_encoder"):

@@ -1,0 +1,127 @@
+"""Loading of models and pipelines, and moving them to another device."""
+
+import functools
+from typing import Any, ClassVar, Final
+
+from sigmascope.integrations.watching.activity import Activity
+from sigmascope.integrations.watching.imports import when_loaded
+from sigmascope.integrations.watching.instrument import Instrument
+from sigmascope.integrations.watching.loaded_files import file_facts, key_facts
+from sigmascope.integrations.watching.taps import After, Arguments, Keywords
+
+STAGE: Final = "model_loading"
+_LOADERS: Final = (
+    ("diffusers.pipelines.pipeline_utils", "DiffusionPipeline", "from_pretrained"),
+    ("diffusers.models.modeling_utils", "ModelMixin", "from_pretrained"),
+    ("diffusers.loaders.single_file", "FromSingleFileMixin", "from_single_file"),
+    ("diffusers.loaders.single_file_model", "FromOriginalModelMixin", "from_single_file"),
+    ("diffusers.modular_pipelines.modular_pipeline", "ModularPipeline", "load_components"),
+    ("transformers.modeling_utils", "PreTrainedModel", "from_pretrained"),
+)
+_FILES: Final = (
+    ("diffusers.models.modeling_utils", "ModelMixin"),
+    ("transformers.modeling_utils", "PreTrainedModel"),
+)
+_READS_FILES, _FINISHES = "_load_pretrained_model", "_finalize_model_loading"
+"""What both libraries read weights with, and transformers decides with which keys are missing."""
+
+
+class Loading(Instrument):
+    """A stage for each loading, with those of a pipeline's models inside its own, and for each move."""
+
+    name: ClassVar[str] = "loading"
+
+    def start(self) -> None:
+        """Hear the loaders of diffusers and transformers, now or when they are imported."""
+        for module, kind, method in _LOADERS:
+            self._when_loaded(module, kind, method, self._before_load)
+        for module, kind in _FILES:
+            self._when_loaded(module, kind, _READS_FILES, self._before_files)
+            self._when_loaded(module, kind, _FINISHES, self._before_keys)
+
+    def attach_class(self, kind: type) -> None:
+        """Hear pipelines being moved."""
+        if not hasattr(kind, "_call_impl"):
+            self.tap_class(kind, "to", self._before_move)
+
+    def _when_loaded(self, module: str, name: str, method: str, before: Any) -> None:
+        def put_on(kind: type) -> None:
+            try:
+                if method in vars(kind):
+                    self.tap(kind, method, before)
+            except Exception as failure:  # noqa: BLE001 - this runs in the host's import
+                self.failed(failure)
+
+        self.keep_undo((name, method), when_loaded(module, name, put_on))
+
+    def _before_load(self, kind: object, args: Arguments, kwargs: Keywords) -> After | None:
+        activity = self.session.here()
+        if activity is None:
+            return None
+        stage = activity.enter(STAGE)
+        source = next(
+            iter((*args, *(kwargs[key] for key in ("pretrained_model_link_or_path",) if key in kwargs))), None
+        )
+        name = kind.__name__ if isinstance(kind, type) else type(kind).__name__
+        dtype = kwargs.get("dtype", kwargs.get("torch_dtype"))
+
+        def after(result: object, error: BaseException | None) -> None:
+            activity.leave(stage, error)
+            model = result[0] if isinstance(result, tuple) and result else result
+            facts = {
+                "loads": name,
+                "source": _text(source),
+                "subfolder": kwargs.get("subfolder"),
+                "dtype": _text(dtype),
+            }
+            for key, fact in facts.items():
+                if fact is not None:
+                    stage.fact(key, fact)
+            if model is not None:
+                stage.fact("loads", type(model).__name__)
+                stage.module("model", model)
+
+        return after
+
+    def _before_move(self, pipeline: object, args: Arguments, kwargs: Keywords) -> After | None:
+        activity = self.session.here(pipeline)
+        if activity is None or activity.is_in(STAGE):
+            return None
+        stage = activity.enter(STAGE)
+
+        def after(result: object, error: BaseException | None) -> None:
+            activity.leave(stage, error)
+            stage.fact("moves", type(pipeline).__name__)
+            stage.fact("to", [_text(one) for one in (*args, *kwargs.values())])
+            stage.module("model", pipeline)
+
+        return after
+
+    def _before_files(self, _: object, args: Arguments, kwargs: Keywords) -> After | None:
+        activity = self._loading_here()
+        if activity is None:
+            return None
+        files = (
+            args[2] if len(args) > 2 else kwargs.get("resolved_model_file", kwargs.get("checkpoint_files"))
+        )
+        self._tell(activity, file_facts(files))
+        return functools.partial(self._tell_keys, activity)
+
+    def _before_keys(self, _: object, args: Arguments, kwargs: Keywords) -> After | None:
+        activity = self._loading_here()
+        return None if activity is None else functools.partial(self._tell_keys, activity)
+
+    def _loading_here(self) -> Activity | None:
+        activity = self.session.here()
+        return activity if activity is not None and activity.is_in(STAGE) else None
+
+    def _tell_keys(self, activity: Activity, result: object, _error: BaseException | None) -> None:
+        self._tell(activity, key_facts(result))
+
+    def _tell(self, activity: Activity, facts: dict[str, Any]) -> None:
+        for name, fact in facts.items():
+            activity.open[-1][1].fact(name, fact)
+
+
+def _text(value: object) -> str | None:
+    return None if value is None or isinstance(value, dict) else str(value)
