@@ -5,7 +5,7 @@ import torch
 from tests.families import make_pipeline
 
 from sigmascope.errors import CheckpointError
-from sigmascope.pipeline.benching.loading import load_pipeline
+from sigmascope.pipeline.benching.loading import Offload, load_pipeline
 
 CPU = torch.device("cpu")
 
@@ -75,3 +75,32 @@ def test_a_damaged_pipeline_is_named_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="cannot be loaded as a pipeline") as caught:
         load_pipeline(str(tmp_path), dtype=torch.float32, device=CPU)
     assert str(tmp_path) in caught.value.message
+
+
+class Loaded:
+    """What diffusers would give, as far as placing it goes."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, object]] = []
+
+    def set_progress_bar_config(self, *, disable: bool) -> None:
+        assert disable
+
+    def enable_model_cpu_offload(self, *, device: torch.device) -> None:
+        self.asked.append(("model", device))
+
+    def enable_sequential_cpu_offload(self, *, device: torch.device) -> None:
+        self.asked.append(("sequential", device))
+
+    def to(self, device: torch.device) -> None:
+        self.asked.append(("none", device))
+
+
+@pytest.mark.parametrize("offload", ["none", "model", "sequential"])
+def test_a_pipeline_is_placed_once_and_as_asked(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, offload: Offload
+) -> None:
+    monkeypatch.setattr("diffusers.DiffusionPipeline.from_pretrained", lambda source, **options: Loaded())
+    device = torch.device("cuda:1")
+    loaded = load_pipeline(str(folder), dtype=torch.bfloat16, device=device, offload=offload)
+    assert loaded.asked == [(offload, device)]
