@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from sigmascope.pipeline.decode import decode_latents
     from sigmascope.pipeline.encode import encode_latents
     from sigmascope.pipeline.optimizer import OptimizationConfig, PipelineOptimizer
+    from sigmascope.records.merge import merge_runs
     from sigmascope.records.performance import PerformanceMetrics
     from sigmascope.records.run import Run, Stage
     from sigmascope.records.serialization import load_run
@@ -89,6 +90,7 @@ _HOMES = {
     "encode_latents": "sigmascope.pipeline.encode",
     "load_run": "sigmascope.records.serialization",
     "load_tensors": "sigmascope.checkpoints.tensor_dumps",
+    "merge_runs": "sigmascope.records.merge",
     "monitor_generation_performance": "sigmascope.monitor.performance",
     "print_encoding_event": "sigmascope.stages.latent_encoding",
     "print_latent_decoding_analysis_summary": "sigmascope.stages.latent_decoding",
@@ -137,6 +139,7 @@ __all__ = [
     "encode_latents",
     "load_run",
     "load_tensors",
+    "merge_runs",
     "monitor_generation_performance",
     "print_encoding_event",
     "print_latent_decoding_analysis_summary",

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator
-from typing import Final
+from typing import Final, TypeVar
 
 from sigmascope.analysis.diagnostics import (
     attention_rules,
@@ -10,15 +10,18 @@ from sigmascope.analysis.diagnostics import (
     model_rules,
     placement_rules,
     precision_rules,
+    rank_rules,
     time_rules,
     utilization_rules,
 )
 from sigmascope.analysis.diagnostics.case import Case, cases
 from sigmascope.analysis.leaks import find_leaks
 from sigmascope.records.finding import Finding
+from sigmascope.records.merge import ranks_of
 from sigmascope.records.run import Run
 
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 Rule = Callable[[Case], Iterator[Finding]]
 
 RULES: Final[tuple[Rule, ...]] = (
@@ -41,16 +44,27 @@ def diagnose(run: Run) -> tuple[Finding, ...]:
 
     Args:
         run: With `PipelineFacts` and `CallFacts` among its facts or its stages' (`pipeline`, `call`), for the rules
-            that need them; without, those rules are silent.
+            that need them; without, those rules are silent. Of merged ranks each is looked at by itself, named in the
+            evidence, and then they are compared with each other.
     """
+    findings = _of_ranks(run) or _of_process(run)
+    return tuple(sorted(findings, key=lambda finding: _SEVERITIES.index(finding.severity)))
+
+
+def _of_ranks(run: Run) -> list[Finding]:
+    ranks = _or_nothing(lambda: list(ranks_of(run).items()), "Reading the ranks")
+    findings = [rank_rules.about_rank(finding, name) for name, own in ranks for finding in _of_process(own)]
+    return findings + _or_nothing(lambda: list(rank_rules.slow_ranks(dict(ranks))), "slow_ranks")
+
+
+def _of_process(run: Run) -> list[Finding]:
     found: dict[tuple[str, str | None, str], list[Finding]] = {}
     for case in _readable_cases(run):
         for rule in RULES:
             for finding in _of_rule(rule, case):
                 about = finding.evidence.get("component") or finding.evidence.get("device")
                 found.setdefault((finding.id, finding.stage, str(about)), []).append(finding)
-    findings = [_as_one(same) for same in found.values()] + list(find_leaks(run))
-    return tuple(sorted(findings, key=lambda finding: _SEVERITIES.index(finding.severity)))
+    return [_as_one(same) for same in found.values()] + list(find_leaks(run))
 
 
 def _readable_cases(run: Run) -> Iterator[Case]:
@@ -61,10 +75,14 @@ def _readable_cases(run: Run) -> Iterator[Case]:
 
 
 def _of_rule(rule: Rule, case: Case) -> list[Finding]:
+    return _or_nothing(lambda: list(rule(case)), rule.__name__)
+
+
+def _or_nothing(read: Callable[[], list[T]], what: str) -> list[T]:
     try:
-        return list(rule(case))
+        return read()
     except Exception as failure:  # noqa: BLE001 - a record may come from anywhere; the other rules still say theirs
-        _log.warning("%s failed: %s: %s", rule.__name__, type(failure).__name__, failure)
+        _log.warning("%s failed: %s: %s", what, type(failure).__name__, failure)
         return []
 
 

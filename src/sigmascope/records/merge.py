@@ -1,0 +1,184 @@
+"""The runs of several processes as one, and back: one process a GPU, as torchrun and accelerate start them.
+
+Each process records its own run. Merged, each is a stage named for its rank, on one clock, with all of its own
+stages inside. The clock is the machines' own: ranks on machines whose clocks differ are apart by as much.
+"""
+
+import uuid
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, replace
+from datetime import UTC, datetime
+from typing import Any, Final
+
+from sigmascope.errors import ConfigError
+from sigmascope.records.host import HostFacts
+from sigmascope.records.rank_devices import devices_in_use, on_devices, renamed
+from sigmascope.records.run import Run, Stage
+from sigmascope.records.structure import from_plain, to_plain
+
+RANK: Final = "rank"
+"""The fact of a merged run's stage that says whose it is."""
+DIFFERENT_MACHINES: Final = "the ranks ran on machines that differ; each stage has its own"
+
+
+def merge_runs(runs: Sequence[Run], names: Sequence[str] | None = None) -> Run:
+    """Return the runs of all ranks as one run.
+
+    Devices keep their names where each belongs to one rank. Where two ranks call theirs "cuda:0", as with
+    CUDA_VISIBLE_DEVICES a rank, they become "cuda:0 (rank 0)" and "cuda:0 (rank 1)". A device on which a rank never
+    allocated anything is left out of that rank's stages. Resident memory stays each process's own.
+
+    Args:
+        runs: One of each rank, in any order.
+        names: What to call them; "rank 0", "rank 1", … if None.
+
+    Raises:
+        ConfigError: No runs, a run or a name twice, not as many names as runs, or a run whose beginning is no time.
+
+    Example:
+        >>> parts = [Run(str(n), "FLUX", f"2026-11-21T10:00:0{n}+00:00", 4.0) for n in (0, 1)]
+        >>> merged = merge_runs(parts)
+        >>> [(stage.name, stage.started_seconds) for stage in merged.stages], merged.seconds
+        ([('rank 0', 0.0), ('rank 1', 1.0)], 5.0)
+    """
+    named = _named(runs, names)
+    started = {name: _start_of(run) for name, run in named.items()}
+    first = min(started.values())
+    devices = _device_names(named)
+    stages = [
+        _stage_of(name, run, (started[name] - first).total_seconds(), devices[name])
+        for name, run in named.items()
+    ]
+    host = _common_host(named, devices)
+    return Run(
+        id=uuid.uuid5(uuid.NAMESPACE_OID, " ".join(run.id for run in runs)).hex,
+        name=" + ".join(dict.fromkeys(run.name for run in runs if run.name)),
+        started_at=first.isoformat(),
+        seconds=max(stage.started_seconds + stage.seconds for stage in stages),
+        host=host,
+        stages=tuple(sorted(stages, key=lambda stage: stage.started_seconds)),
+        facts={**_common_facts(runs), "ranks": list(named)},
+        complete=all(run.complete for run in runs),
+        unavailable={} if host is not None else {"host": DIFFERENT_MACHINES},
+    )
+
+
+def ranks_of(run: Run) -> dict[str, Run]:
+    """Return the run of each rank again, by name, with the names and times that it had; empty for a run of one process."""
+    return {stage.name: _run_of(stage) for stage in run.stages if RANK in stage.facts}
+
+
+def _named(runs: Sequence[Run], names: Sequence[str] | None) -> dict[str, Run]:
+    chosen = [f"rank {number}" for number in range(len(runs))] if names is None else list(names)
+    if not runs:
+        raise ConfigError("There are no runs to merge.", hint="Give the run of each rank.")
+    if len(chosen) != len(runs):
+        raise ConfigError(f"There are {len(runs)} runs, but {len(chosen)} names.", hint="Name each run.")
+    for what, given in (("name", chosen), ("run", [run.id for run in runs])):
+        twice = [one for one, count in Counter(given).items() if count > 1]
+        if twice:
+            raise ConfigError(f"The {what} {twice[0]!r} is given twice.", hint="Give each rank once.")
+    return dict(zip(chosen, runs, strict=True))
+
+
+def _start_of(run: Run) -> datetime:
+    try:
+        started = datetime.fromisoformat(run.started_at)
+    except ValueError:
+        message = f"The run {run.id} began at {run.started_at!r}, which is no time."
+        raise ConfigError(message, hint="Merge runs that a Recorder made.") from None
+    return started if started.tzinfo is not None else started.replace(tzinfo=UTC)
+
+
+def _device_names(named: Mapping[str, Run]) -> dict[str, dict[str, str]]:
+    """By rank, what each device that it used is called in the merged run."""
+    in_use = {name: devices_in_use(run) for name, run in named.items()}
+    users = Counter(device for devices in in_use.values() for device in devices)
+    return {
+        name: {device: device if users[device] == 1 else f"{device} ({name})" for device in devices}
+        for name, devices in in_use.items()
+    }
+
+
+def _stage_of(name: str, run: Run, offset_seconds: float, devices: Mapping[str, str]) -> Stage:
+    own = on_devices(run, devices)
+    about = {
+        "run_id": run.id,
+        "name": run.name,
+        "started_at": run.started_at,
+        "complete": run.complete,
+        "devices": dict(devices),
+        "host": None if run.host is None else to_plain(run.host),
+        "facts": dict(run.facts),
+    }
+    return Stage(
+        name=name,
+        started_seconds=offset_seconds,
+        seconds=run.seconds,
+        success=all(stage.success for stage in run.walk()),
+        error=next((f"{stage.name}: {stage.error}" for stage in run.walk() if stage.error), None),
+        peak=own.peak(),
+        children=tuple(_shifted(stage, offset_seconds) for stage in own.stages),
+        facts={RANK: about},
+        findings=run.findings,
+        unavailable={**run.unavailable, "memory": "of the whole rank; its stages have theirs"},
+    )
+
+
+def _shifted(stage: Stage, seconds: float) -> Stage:
+    children = tuple(_shifted(child, seconds) for child in stage.children)
+    return replace(stage, started_seconds=stage.started_seconds + seconds, children=children)
+
+
+def _run_of(stage: Stage) -> Run:
+    about: Mapping[str, Any] = stage.facts[RANK]
+    host = about["host"]
+    run = Run(
+        id=about["run_id"],
+        name=about["name"],
+        started_at=about["started_at"],
+        seconds=stage.seconds,
+        host=None if host is None else from_plain(host, HostFacts, "host"),
+        stages=tuple(_shifted(child, -stage.started_seconds) for child in stage.children),
+        findings=stage.findings,
+        facts=about["facts"],
+        complete=about["complete"],
+        unavailable={name: why for name, why in stage.unavailable.items() if name != "memory"},
+    )
+    return renamed(run, {new: old for old, new in about["devices"].items() if new != old})
+
+
+def _common_facts(runs: Sequence[Run]) -> dict[str, Any]:
+    """What all ranks say alike of the whole run, such as its pipeline."""
+    first, *others = (run.facts for run in runs)
+    return {
+        name: value
+        for name, value in first.items()
+        if all(name in one and one[name] == value for one in others)
+    }
+
+
+def _common_host(named: Mapping[str, Run], devices: Mapping[str, Mapping[str, str]]) -> HostFacts | None:
+    """The machine with the devices of all ranks, if it is the same for all as far as is known."""
+    hosts = [run.host for run in named.values()]
+    first = hosts[0]
+    if first is None or any(host is None or _machine(host) != _machine(first) for host in hosts):
+        return None
+    accelerators = [
+        replace(facts, device=devices[name][facts.device])
+        for name, run in named.items()
+        for facts in (run.host.accelerators if run.host else ())
+        if facts.device in devices[name]
+    ]
+    return replace(first, accelerators=tuple(_each_once(accelerators)))
+
+
+def _each_once(accelerators: Iterable[Any]) -> list[Any]:
+    return list({facts.device: facts for facts in accelerators}.values())
+
+
+def _machine(host: HostFacts) -> list[object]:
+    """What tells machines apart: all but the devices, of which each rank may see others."""
+    apart = ("accelerators", "unavailable")
+    return [getattr(host, one.name) for one in fields(host) if one.name not in apart]

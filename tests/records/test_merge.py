@@ -1,0 +1,214 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sigmascope.analysis.diagnostics import diagnose
+from sigmascope.errors import ConfigError
+from sigmascope.records import (
+    AcceleratorFacts,
+    AcceleratorMemory,
+    AcceleratorPeak,
+    Finding,
+    HostFacts,
+    MemoryImpact,
+    MemorySnapshot,
+    ModuleFacts,
+    PeakMemory,
+    Run,
+    Stage,
+    Steps,
+    load_run,
+    run_from_json,
+    run_to_json,
+)
+from sigmascope.records.merge import DIFFERENT_MACHINES, merge_runs, ranks_of
+from sigmascope.records.structure import to_plain
+from sigmascope.records.utilization import DeviceUtilization, Gauge, utilization_of
+
+
+def snapshot(allocated: dict[str, int]) -> MemorySnapshot:
+    devices = tuple(AcceleratorMemory(device, size, size, 100) for device, size in allocated.items())
+    return MemorySnapshot(1000, 500, 500, 50, devices, {}, next(iter(allocated), None))
+
+
+def run_of(number: int, allocated: dict[str, int], *, step: float = 0.5, **rest: Any) -> Run:
+    """A rank that began `number` seconds after the first, with a stage in a stage."""
+    peaks = tuple(AcceleratorPeak(device, size, 1.0, size, 1.0) for device, size in allocated.items())
+    busy = {device: to_plain(DeviceUtilization(device, 9, Gauge(90.0, 99.0, 1.0))) for device in allocated}
+    denoising = Stage(
+        "denoising", 1.0, 4.0,
+        memory=MemoryImpact(snapshot(dict.fromkeys(allocated, 0)), snapshot(allocated)),
+        peak=PeakMemory(50 + number, 2.0, peaks),
+        steps=Steps((0.0, step, 2 * step, 3 * step), (step,) * 4),
+        modules={"transformer": ModuleFacts("Flux", devices={"cuda:0": 7})},
+        facts={"utilization": busy},
+        children=(Stage("tile", 2.0, 1.0),),
+    )  # fmt: skip
+    host = HostFacts("CPU", 8, accelerators=tuple(AcceleratorFacts(device, "GPU") for device in allocated))
+    values: dict[str, Any] = {
+        "host": host, "stages": (denoising,), "facts": {"world_size": 2, "seed": number}, **rest,
+    }  # fmt: skip
+    return Run(f"id{number}", "FLUX", f"2026-11-21T10:00:0{number}+00:00", 6.0, **values)
+
+
+def test_every_rank_is_a_stage_on_one_clock() -> None:
+    merged = merge_runs([run_of(2, {}), run_of(0, {})], ["second", "first"])
+    assert [(stage.name, stage.started_seconds) for stage in merged.stages] == [
+        ("first", 0.0),
+        ("second", 2.0),
+    ]
+    assert (merged.started_at, merged.seconds) == ("2026-11-21T10:00:00+00:00", 8.0)
+    inner = merged.stages[1].children[0]
+    assert (inner.started_seconds, inner.children[0].started_seconds) == (3.0, 4.0)
+    assert inner.steps.started[1] == 0.5
+
+
+def test_devices_that_belong_to_one_rank_keep_their_names_and_unused_ones_go() -> None:
+    merged = merge_runs([run_of(0, {"cuda:0": 10, "cuda:1": 0}), run_of(1, {"cuda:0": 0, "cuda:1": 20})])
+    assert [peak.device for peak in merged.peak().accelerators] == ["cuda:0", "cuda:1"]
+    second = merged.stages[1].children[0]
+    assert second.memory is not None
+    assert [one.device for one in second.memory.current.accelerators] == ["cuda:1"]
+    assert second.memory.current.device_in_use() == "cuda:1"
+    assert list(utilization_of(second)) == ["cuda:1"]
+    assert merged.host is not None
+    assert [facts.device for facts in merged.host.accelerators] == ["cuda:0", "cuda:1"]
+
+
+def test_devices_of_the_same_name_are_told_apart_everywhere() -> None:
+    merged = merge_runs([run_of(0, {"cuda:0": 10}), run_of(1, {"cuda:0": 20})])
+    first, second = (stage.children[0] for stage in merged.stages)
+    assert {peak.device: peak.allocated_bytes for peak in merged.peak().accelerators} == {
+        "cuda:0 (rank 0)": 10,
+        "cuda:0 (rank 1)": 20,
+    }
+    assert first.modules["transformer"].devices == {"cuda:0 (rank 0)": 7}
+    assert utilization_of(second)["cuda:0 (rank 1)"].device == "cuda:0 (rank 1)"
+    assert merged.host is not None
+    assert len(merged.host.accelerators) == 2
+
+
+def test_a_rank_that_used_no_device_keeps_the_current_one() -> None:
+    merged = merge_runs([run_of(0, {"cuda:0": 0, "cuda:1": 0})])
+    assert [peak.device for peak in merged.peak().accelerators] == ["cuda:0"]
+
+
+def test_the_peak_is_the_highest_of_all_ranks_at_its_time_on_the_common_clock() -> None:
+    peak = merge_runs([run_of(0, {}), run_of(2, {})]).peak()
+    assert (peak.rss_bytes, peak.rss_at_seconds) == (52, 2.0 + 1.0 + 2.0)
+
+
+@pytest.mark.parametrize("allocated", [{}, {"cuda:0": 10}])
+def test_merged_runs_come_apart_as_they_were(allocated: dict[str, int]) -> None:
+    finding = Finding("memory.leak", "warning", "grows")
+    parts = [
+        run_of(0, allocated, findings=(finding,), complete=False, unavailable={"steps": "why"}),
+        run_of(1, allocated),
+    ]
+    merged = run_from_json(run_to_json(merge_runs(parts)))
+    assert ranks_of(merged) == {"rank 0": parts[0], "rank 1": parts[1]}
+    assert ranks_of(parts[0]) == {}
+
+
+def test_facts_that_all_share_are_the_runs() -> None:
+    merged = merge_runs([run_of(0, {}), run_of(1, {})])
+    assert merged.facts == {"world_size": 2, "ranks": ["rank 0", "rank 1"]}
+
+
+def test_it_is_complete_if_all_are_and_an_error_shows() -> None:
+    failed = run_of(1, {}, complete=False, stages=(Stage("denoising", 0.0, 1.0, False, "OOM"),))
+    merged = merge_runs([run_of(0, {}), failed])
+    assert not merged.complete
+    assert [(stage.success, stage.error) for stage in merged.stages] == [
+        (True, None),
+        (False, "denoising: OOM"),
+    ]
+
+
+def test_machines_that_differ_are_told_of_by_rank() -> None:
+    merged = merge_runs([run_of(0, {}), run_of(1, {}, host=HostFacts("another CPU", 64))])
+    assert (merged.host, merged.unavailable) == (None, {"host": DIFFERENT_MACHINES})
+    assert merged.stages[1].facts["rank"]["host"]["cpu_model"] == "another CPU"
+
+
+def test_the_same_runs_give_the_same_id() -> None:
+    parts = [run_of(0, {}), run_of(1, {})]
+    assert merge_runs(parts).id == merge_runs(parts).id != merge_runs(parts[:1]).id
+
+
+@pytest.mark.parametrize(
+    ("runs", "names", "said"),
+    [
+        ([], None, "no runs"),
+        ([run_of(0, {})], ["a", "b"], "1 runs, but 2 names"),
+        ([run_of(0, {}), run_of(1, {})], ["a", "a"], "name 'a' is given twice"),
+        ([run_of(0, {}), run_of(0, {})], None, "run 'id0' is given twice"),
+        ([Run("x", "", "yesterday", 1.0)], None, "'yesterday', which is no time"),
+    ],
+)
+def test_what_cannot_be_merged_is_refused(runs: list[Run], names: list[str] | None, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        merge_runs(runs, names)
+
+
+def test_a_slow_rank_is_found_with_its_factor() -> None:
+    merged = merge_runs([run_of(0, {}), run_of(1, {}, step=0.75), run_of(2, {})])
+    finding = next(one for one in diagnose(merged) if one.id == "ranks.slow_rank")
+    assert finding.evidence == {"rank": "rank 1", "step_seconds": 0.75, "others_seconds": 0.5}
+    assert "1.50 times" in finding.message
+
+
+def test_even_ranks_are_no_finding() -> None:
+    assert not diagnose(merge_runs([run_of(0, {}), run_of(1, {}, step=0.52)]))
+
+
+def test_what_is_wrong_with_one_rank_names_it() -> None:
+    hot = to_plain(DeviceUtilization("cuda:0", 20, heat_percent=50.0))
+    stage = Stage("denoising", 0.0, 5.0, steps=Steps((0.0,), (5.0,)), facts={"utilization": {"cuda:0": hot}})
+    merged = merge_runs([run_of(0, {}), run_of(1, {}, stages=(stage,))])
+    (finding,) = diagnose(merged)
+    assert (finding.id, finding.evidence["rank"]) == ("utilization.slowed_by_heat", "rank 1")
+
+
+RANK_SCRIPT = """
+import sys
+import torch.distributed as dist
+from sigmascope.monitor.performance import PerformanceMonitor
+rank, folder = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+monitor = PerformanceMonitor(sample_hz=None)
+with monitor.monitor_generation("pocket", num_steps=3) as watching:
+    for _ in range(3):
+        watching.start_step_timing()
+        dist.barrier()
+        watching.end_step_timing()
+monitor.runs[0].save(f"{folder}/rank{rank}.json")
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_two_real_processes_become_one_run(tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK_SCRIPT, str(rank), str(tmp_path)],
+            env=environment,
+            stderr=subprocess.PIPE,
+        )
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        _, stderr = rank.communicate(timeout=240)
+        assert rank.returncode == 0, stderr.decode()
+    merged = merge_runs([load_run(tmp_path / f"rank{rank}.json") for rank in range(2)])
+    generations = [stage.children[0] for stage in merged.stages]
+    assert [len(stage.steps) for stage in generations] == [3, 3]
+    # Both wait for each other in every step, so on one clock their last steps overlap.
+    ends = [stage.started_seconds + stage.steps.started[2] + stage.steps.seconds[2] for stage in generations]
+    starts = [stage.started_seconds + stage.steps.started[2] for stage in generations]
+    assert max(starts) < min(ends)
