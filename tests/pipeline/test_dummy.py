@@ -46,3 +46,17 @@ def test_dummies_of_an_unknown_shape_are_refused() -> None:
 def test_a_video_through_a_vae_of_pictures_has_its_frames_again(kl: "Sample") -> None:
     latent, _ = encode_latents(kl.vae, torch.zeros(1, 3, 7, 16, 24), dummy=True, strategies="dummy")
     assert latent.shape == (1, 4, 7, 2, 3)
+
+
+@pytest.mark.parametrize("frames", [8, 9, 16])
+def test_dummies_have_as_many_frames_as_the_real_ones_whatever_the_config_claims(frames: int) -> None:
+    """Cosmos makes 3 latent frames of 16 as of 17, where one in 8 would make 2."""
+    import diffusers
+
+    widths = {"encoder_block_out_channels": (8,) * 4, "decode_block_out_channels": (8,) * 4}
+    options = {"num_layers": 1, "resolution": 64, "attention_resolutions": (8,)}
+    vae = diffusers.AutoencoderKLCosmos(latent_channels=4, **widths, **options).eval()
+    pixels = torch.zeros(2, 3, frames, 32, 32)
+    dummy, _ = encode_latents(vae, pixels, strategies="dummy")
+    real, _ = encode_latents(vae, pixels, strategies="direct", predict=False)
+    assert dummy.shape == real.shape

@@ -198,7 +198,7 @@ def test_a_tensor_of_another_size_is_refused() -> None:
 
 
 def test_a_vae_of_another_factor_is_refused() -> None:
-    with pytest.raises(ModelMismatchError, match=r"gave a tile of 8×8, expected 4×4"):
+    with pytest.raises(ModelMismatchError, match=r"gave a tile of 1×3×8×8, expected 1×3×4×4"):
         tiled_map(
             lambda part: functional.avg_pool2d(part, 4), torch.zeros(1, 3, 64, 64), plan(64, 64, 32, 8, 8)
         )

@@ -96,8 +96,12 @@ def failed(record: StrategyAttempt, error: BaseException) -> StrategyAttempt:
 def _wait_for(device: torch.device) -> None:
     """Let the device finish, so that its time counts and its errors are those of this attempt."""
     synchronize = getattr(getattr(torch, device.type, None), "synchronize", None)
-    if device.type not in ("cpu", "meta") and synchronize is not None:
+    if device.type in ("cpu", "meta") or synchronize is None:
+        return
+    if device.type == "mps":  # it is one device and takes no name of it
         synchronize()
+    else:
+        synchronize(device)
 
 
 def _clean_up(device: torch.device, generator: torch.Generator | None, state: torch.Tensor | None) -> None:

@@ -10,6 +10,7 @@ from sigmascope.pipeline.choices import check_tiles, checked
 from sigmascope.pipeline.engine import Engine, OnEvent
 from sigmascope.pipeline.forecast import forecast_from
 from sigmascope.pipeline.samples import sample_facts
+from sigmascope.pipeline.turns import in_turn
 from sigmascope.pipeline.vaes.adapter import Vae, adapted
 from sigmascope.pipeline.work import Decoding
 from sigmascope.records.latents import EncodingRecord, Layout, SampleFacts
@@ -55,19 +56,20 @@ def decode_latents(
         ModelMismatchError: The VAE's results do not fit each other or are no tensors.
         Exception: Whatever the VAE raises that is not about memory, unchanged.
     """
-    choices = checked(strategies, tile, overlap, dummy=False, decodes=True)
-    adapter = adapted(vae)
-    device = None if output_device is None else torch.device(output_device)
-    work = Decoding(adapter, _with_frames(latents, adapter), device)
-    check_tiles(choices, work)
-    given = sample_facts(latents, _CHANNELS_FIRST.get(latents.ndim))
-    layouts = _CHANNELS_LAST if adapter.values == "unit" else _CHANNELS_FIRST
+    with in_turn(vae):
+        choices = checked(strategies, tile, overlap, dummy=False, decodes=True)
+        adapter = adapted(vae)
+        device = None if output_device is None else torch.device(output_device)
+        work = Decoding(adapter, _with_frames(latents, adapter), device)
+        check_tiles(choices, work)
+        given = sample_facts(latents, _CHANNELS_FIRST.get(latents.ndim))
+        layouts = _CHANNELS_LAST if adapter.values == "unit" else _CHANNELS_FIRST
 
-    def frame_facts(frames: Tensor) -> SampleFacts:
-        return sample_facts(frames, layouts.get(frames.ndim))
+        def frame_facts(frames: Tensor) -> SampleFacts:
+            return sample_facts(frames, layouts.get(frames.ndim))
 
-    forecast = forecast_from(past, enabled=predict)
-    return Engine(work, choices, given, frame_facts, forecast, on_event).run()
+        forecast = forecast_from(past, enabled=predict)
+        return Engine(work, choices, given, frame_facts, forecast, on_event).run()
 
 
 def _with_frames(latents: Tensor, vae: Vae) -> Tensor:

@@ -4,7 +4,9 @@ import torch
 from torch import Tensor
 
 from sigmascope.errors import ConfigError
+from sigmascope.pipeline.prediction_twin import NoTwinError, dry_run
 from sigmascope.pipeline.vaes.adapter import Vae
+from sigmascope.pipeline.vaes.comfyui_vae import ComfyuiVae
 from sigmascope.pipeline.vaes.pictures import Pictures, unfolded
 from sigmascope.records.finding import Finding
 from sigmascope.records.latents import VaeFacts
@@ -35,23 +37,39 @@ def why_no_dummy(facts: VaeFacts) -> str | None:
 def dummy_latents(vae: Vae, pictures: Pictures, device: torch.device) -> Tensor:
     """Zeros shaped as the latents of these pictures would be.
 
+    A run of the VAE without weights tells the shape, where that can be had; else its factors do.
+
     Args:
         vae: That did not encode them.
         pictures: What was to be encoded.
         device: Where the latents would be.
 
     Raises:
-        ConfigError: The VAE does not tell enough for the shape.
+        ConfigError: Neither tells enough for the shape.
     """
-    facts = vae.facts
+    shape = _shape_seen(vae, pictures.tensor) or _shape_told(vae.facts, pictures.tensor)
+    return unfolded(torch.zeros(shape, dtype=vae.latent_dtype, device=device), pictures.frames)
+
+
+def _shape_seen(vae: Vae, pixels: Tensor) -> tuple[int, ...] | None:
+    """Of one picture or video, so that slicing and the size of the batch do not matter."""
+    if isinstance(vae, ComfyuiVae) or not hasattr(vae.vae, "config"):
+        return None
+    try:
+        found = dry_run(vae.vae, (1, *pixels.shape[1:]), "encoding")
+    except NoTwinError:
+        return None
+    return (pixels.shape[0], *found.result_shape[1:])
+
+
+def _shape_told(facts: VaeFacts, pixels: Tensor) -> tuple[int, ...]:
     reason = why_no_dummy(facts)
     if reason is not None or facts.latent_channels is None or facts.spatial_factor is None:
         raise ConfigError(f"dummy: {reason}.", hint="Leave dummy latents out.")
-    batch, _, *frames, height, width = pictures.tensor.shape
+    batch, _, *frames, height, width = pixels.shape
     sides = [_latent_length(length, facts.spatial_factor, facts.class_name) for length in (height, width)]
     times = [facts.latent_frames(count) or 1 for count in frames]
-    latents = torch.zeros(batch, facts.latent_channels, *times, *sides, dtype=vae.latent_dtype, device=device)
-    return unfolded(latents, pictures.frames)
+    return (batch, facts.latent_channels, *times, *sides)
 
 
 def _latent_length(length: int, factor: int, class_name: str) -> int:

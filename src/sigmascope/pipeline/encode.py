@@ -11,6 +11,7 @@ from sigmascope.pipeline.engine import Engine, OnEvent
 from sigmascope.pipeline.forecast import forecast_from
 from sigmascope.pipeline.samples import sample_facts
 from sigmascope.pipeline.strategies import Outcome
+from sigmascope.pipeline.turns import in_turn
 from sigmascope.pipeline.vaes.adapter import adapted
 from sigmascope.pipeline.vaes.pictures import pictures
 from sigmascope.pipeline.vaes.values import Values
@@ -72,26 +73,27 @@ def encode_latents(
         ModelMismatchError: The VAE's results do not fit each other or are no tensors.
         Exception: Whatever the VAE raises that is not about memory, unchanged.
     """
-    choices = checked(strategies, tile, overlap, dummy=dummy, decodes=False)
-    adapter = adapted(vae)
-    given = pictures(
-        frames,
-        adapter.facts,
-        layout=layout,
-        values=values,
-        default_values=adapter.default_values,
-        one_each=adapter.one_each,
-    )
-    device = None if output_device is None else torch.device(output_device)
-    work = Encoding(adapter, given, sample, generator, device)
-    check_tiles(choices, work)
+    with in_turn(vae):
+        choices = checked(strategies, tile, overlap, dummy=dummy, decodes=False)
+        adapter = adapted(vae)
+        given = pictures(
+            frames,
+            adapter.facts,
+            layout=layout,
+            values=values,
+            default_values=adapter.default_values,
+            one_each=adapter.one_each,
+        )
+        device = None if output_device is None else torch.device(output_device)
+        work = Encoding(adapter, given, sample, generator, device)
+        check_tiles(choices, work)
 
-    def stand_in() -> Outcome:
-        return Outcome(dummy_latents(adapter, given, device or adapter.home))
+        def stand_in() -> Outcome:
+            return Outcome(dummy_latents(adapter, given, device or adapter.home))
 
-    forecast = forecast_from(past, enabled=predict)
-    engine = Engine(work, choices, given.facts, _latent_facts, forecast, on_event, stand_in, FINDING)
-    return engine.run()
+        forecast = forecast_from(past, enabled=predict)
+        engine = Engine(work, choices, given.facts, _latent_facts, forecast, on_event, stand_in, FINDING)
+        return engine.run()
 
 
 def _latent_facts(latent: Tensor) -> SampleFacts:

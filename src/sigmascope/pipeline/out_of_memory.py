@@ -29,9 +29,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
     True for `MemoryError`, `torch.OutOfMemoryError` (CUDA, HIP, XPU), a `RuntimeError` whose words say so
     (MPS, the CPU's allocator, drivers and libraries), an `OSError` of that number, and whatever was raised
-    from one of these. NaN and wrong shapes are other errors.
+    from one of these. NaN and wrong shapes are other errors, and an interruption is none.
     """
-    return any(_says_so(one) for one in _causes(error))
+    return isinstance(error, Exception) and any(_says_so(one) for one in _causes(error))
 
 
 def let_go(error: BaseException, outer: BaseException | None = None) -> None:

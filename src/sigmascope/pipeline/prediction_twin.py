@@ -35,12 +35,14 @@ class DryRun:
         peak_bytes: With the workspace of convolutions.
         output_shape: Of the latent, of the parameters of its distribution, or of the pictures.
         output_itemsize: Bytes of one of its elements.
+        result_shape: Of the latent or the pictures, once the distribution's mode is taken.
     """
 
     tensor_bytes: int
     peak_bytes: int
     output_shape: tuple[int, ...]
     output_itemsize: int
+    result_shape: tuple[int, ...]
 
 
 def dry_run(
@@ -103,11 +105,13 @@ def _run(twin: Any, shape: tuple[int, ...], direction: Direction, dtype: torch.d
     source = torch.empty(shape, dtype=dtype, device=_META)
     if direction == "encoding":
         found = counted(lambda: twin.encode(source))
-        made = encoded(found.result).tensor
+        output = encoded(found.result)
+        made, result = output.tensor, output.latent(sample=False, generator=None)
     else:
         found = counted(lambda: twin.decode(source, **_frame_count(twin, shape)))
-        made = decoded(found.result)
-    return DryRun(found.tensor_bytes, found.peak_bytes, tuple(made.shape), made.element_size())
+        made = result = decoded(found.result)
+    sizes = tuple(made.shape), made.element_size(), tuple(result.shape)
+    return DryRun(found.tensor_bytes, found.peak_bytes, *sizes)
 
 
 def _streamed_frames(twin: Any, shape: tuple[int, ...], direction: Direction) -> tuple[int, int] | None:
@@ -125,12 +129,16 @@ def _streamed_frames(twin: Any, shape: tuple[int, ...], direction: Direction) ->
 
 def _continued(few: DryRun, more: DryRun, steps: int) -> DryRun:
     """The straight line through two dry runs, at `steps` times their distance."""
-    shapes = zip(few.output_shape, more.output_shape, strict=True)
+
+    def shape(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(a + steps * (b - a) for a, b in zip(first, second, strict=True))
+
     return DryRun(
         few.tensor_bytes + steps * (more.tensor_bytes - few.tensor_bytes),
         few.peak_bytes + steps * (more.peak_bytes - few.peak_bytes),
-        tuple(a + steps * (b - a) for a, b in shapes),
+        shape(few.output_shape, more.output_shape),
         few.output_itemsize,
+        shape(few.result_shape, more.result_shape),
     )
 
 

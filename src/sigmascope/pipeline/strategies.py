@@ -108,7 +108,13 @@ def _in_tiles(
             return made, cut.facts()
         if output is None:
             output = made.new_empty(made.shape[0] * len(parts), *made.shape[1:])
-        output[index * made.shape[0] : (index + 1) * made.shape[0]] = made
+        place = output[index * made.shape[0] : (index + 1) * made.shape[0]]
+        if place.shape != made.shape:
+            raise ModelMismatchError(
+                f"The VAE gave {tuple(made.shape)} for one picture and {tuple(place.shape)} for another of its size.",
+                hint="Leave tiles out of strategies=.",
+            )
+        place.copy_(made)
     assert output is not None  # there is at least one part
     assert cut is not None
     return output, cut.facts()
@@ -149,14 +155,14 @@ def measured_factor(work: Work, tiles: Tiles, device: torch.device) -> int:
     height, width = (_even(min(side, length)) for length in work.source.shape[-2:])
     corner = work.source[:1, ..., :height, :width]
     made = work.part(corner, device)
-    sides = list(zip(corner.shape[-2:], made.shape[-2:], strict=True))
+    sides = list(zip(corner.shape[-2:], made.shape[-2:], strict=False)) if made.ndim > 2 else []
     ratios = {
         large / small if small else 0.0 for large, small in (sorted(pair, reverse=True) for pair in sides)
     }
     factor = ratios.pop() if len(ratios) == 1 else 0.0
     if factor < 1 or factor != int(factor):
         raise ModelMismatchError(
-            f"The VAE made {made.shape[-2]}×{made.shape[-1]} of {corner.shape[-2]}×{corner.shape[-1]}: "
+            f"The VAE made {tuple(made.shape)} of {tuple(corner.shape)}: "
             "that is no whole factor, so it cannot be cut into tiles.",
             hint="Leave tiles out of strategies=.",
         )

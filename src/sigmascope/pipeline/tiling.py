@@ -5,7 +5,7 @@ picture gives, as far as the network is local: group normalisation and attention
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import EllipsisType
 from typing import Literal
@@ -21,7 +21,6 @@ from sigmascope.records.latents import TileFacts
 
 Sides = int | tuple[int, int]
 """One size for both sides, or (height, width)."""
-
 Where = tuple[EllipsisType, slice, slice]
 
 
@@ -40,8 +39,7 @@ class TilePlan:
     @property
     def tile_pixels(self) -> tuple[int, int]:
         """Height and width of a tile; a picture smaller than that is one tile."""
-        sizes = (min(axis.tile * axis.factor, axis.pixels) for axis in (self.rows, self.columns))
-        height, width = sizes
+        height, width = (min(axis.tile * axis.factor, axis.pixels) for axis in (self.rows, self.columns))
         return height, width
 
     @property
@@ -121,15 +119,16 @@ def tiled_map(
     from_latents = _holds_latents(tensor, plan)
     if plan.count == 1:
         return function(tensor)
-    row_weights = plan.rows.weights(latents=not from_latents)
-    column_weights = plan.columns.weights(latents=not from_latents)
+    row_weights, column_weights = (
+        axis.weights(latents=not from_latents) for axis in (plan.rows, plan.columns)
+    )
     output: Tensor | None = None
     dtype = tensor.dtype
     indices = itertools.product(range(len(row_weights)), range(len(column_weights)))
     for done, (row, column) in enumerate(indices, start=1):
         part = function(tensor[_where(plan, row, column, latents=from_latents)])
         where = _where(plan, row, column, latents=not from_latents)
-        _check(part, where)
+        _check(part, where, output)
         if output is None:
             dtype = part.dtype
             output = _empty(part, plan.size(latents=not from_latents))
@@ -172,26 +171,28 @@ def _where(plan: TilePlan, row: int, column: int, *, latents: bool) -> Where:
 
 def _holds_latents(tensor: Tensor, plan: TilePlan) -> bool:
     size = tuple(tensor.shape[-2:])
-    if size == plan.size(latents=False):
-        return False
-    if size == plan.size(latents=True):
-        return True
     pixels, latents = plan.size(latents=False), plan.size(latents=True)
+    if size in (pixels, latents):
+        return size != pixels
     raise ConfigError(
-        f"tensor: expected {pixels[0]}×{pixels[1]} pixels or {latents[0]}×{latents[1]} latent elements, "
-        f"found {'×'.join(map(str, tensor.shape))}.",
+        f"tensor: expected {_size(pixels)} pixels or {_size(latents)} latent elements, found {_size(tensor.shape)}.",
         hint="Plan the tiles for this tensor's own height and width.",
     )
 
 
-def _check(part: Tensor, where: Where) -> None:
+def _check(part: Tensor, where: Where, output: Tensor | None) -> None:
     _, rows, columns = where
-    expected = (rows.stop - rows.start, columns.stop - columns.start)
-    if tuple(part.shape[-2:]) != expected:
+    others = part if output is None else output
+    expected = (*others.shape[:-2], rows.stop - rows.start, columns.stop - columns.start)
+    if tuple(part.shape) != expected:
         raise ModelMismatchError(
-            f"The VAE gave a tile of {part.shape[-2]}×{part.shape[-1]}, expected {expected[0]}×{expected[1]}.",
+            f"The VAE gave a tile of {_size(part.shape)}, expected {_size(expected)}.",
             hint="Give `plan` the VAE's own spatial factor as downscale, and how it rounds.",
         )
+
+
+def _size(shape: Sequence[int]) -> str:
+    return "×".join(map(str, shape))
 
 
 def _empty(part: Tensor, size: tuple[int, int]) -> Tensor:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from sigmascope.pipeline.restore import tensors_of
+from sigmascope.pipeline.vaes.hooks import offloads_groups
 
 _CPU = torch.device("cpu")
 
@@ -30,10 +31,9 @@ def nbytes_to_copy(modules: Iterable[nn.Module]) -> int:
 
 def why_not_in_ram(modules: Sequence[nn.Module]) -> str | None:
     """Why copies of the weights cannot be had, or None."""
-    parts = [part for module in modules for part in module.modules()]
     if any(one.is_meta for one in tensors_of(modules)):
         return "its weights are offloaded piece by piece and not to be read from here"
-    if any("_diffusers_hook" in vars(part) for part in parts):
+    if offloads_groups(modules):
         return "diffusers' hooks move its weights, and cannot be set aside"
     return None
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from sigmascope.pipeline.vaes.adapter import Vae
 from sigmascope.pipeline.vaes.comfyui_vae import ComfyuiVae
-from sigmascope.pipeline.vaes.outputs import Encoded, check_can_sample
+from sigmascope.pipeline.vaes.outputs import Encoded, check_can_sample, check_count
 from sigmascope.pipeline.vaes.pictures import Pictures, folded, unfolded
 from sigmascope.records.strategies import Direction
 
@@ -63,6 +63,8 @@ class Encoding:
         posterior = None if self._last is None else self._last.posterior
         self._last = None
         latent = Encoded(raw, posterior).latent(sample=self.sample, generator=self.generator)
+        if self.vae.facts.is_video is False:
+            check_count(latent, self.source, "latents", "pictures")
         return unfolded(latent, self.pictures.frames)
 
     def _note(self, encoded: Encoded) -> Tensor:
@@ -110,6 +112,8 @@ class Decoding:
 
     def finish(self, raw: Tensor) -> Tensor:
         """Frames get an axis of their own again."""
+        if self.vae.facts.is_video is False:
+            check_count(raw, self.source, "pictures", "latents")
         return raw if isinstance(self.vae, ComfyuiVae) else unfolded(raw, self._frames)
 
 

@@ -8,12 +8,15 @@ from torch import Tensor, nn
 
 from sigmascope.errors import ConfigError
 from sigmascope.pipeline.restore import modules_in, tensors_of
+from sigmascope.pipeline.vaes.hooks import execution_device, has_diffusers_hooks
 from sigmascope.pipeline.vaes.outputs import Encoded, decoded, encoded
 from sigmascope.pipeline.vaes.values import Values, rescaled
 from sigmascope.records.latents import VaeFacts
 
 _WITH_FRAME_COUNT = ("AutoencoderKLTemporalDecoder",)
 """Decoders that mix the pictures of a batch, and must be told how many belong together."""
+_TILES_ONLY = ("AutoencoderKLAllegro",)
+"""They cannot do without their own tiles."""
 _OF_PICTURES = ("AutoencoderKLQwenImage", "AutoencoderKLQwenImage21")
 """They have an axis for frames and make pictures: several are a batch, and no video."""
 
@@ -45,15 +48,14 @@ class ModuleVae:
         self.facts = facts
         self.modules = modules_in(vae)
         self.kept: tuple[object, ...] = (vae, *(module for module in self.modules if module is not vae))
-        self.switches: dict[str, object] = {"use_tiling": False} if getattr(vae, "use_tiling", False) else {}
+        self.switches: dict[str, object] = _switches(vae)
         self.one_each = type(vae).__name__ in _OF_PICTURES
         self.decodes_batch_together = _takes_frame_count(vae)
 
     @property
     def device(self) -> torch.device:
         """Where it computes: where a hook of accelerate's will move it, or where its weights are."""
-        hook = getattr(self.vae, "_hf_hook", None)
-        place = getattr(hook, "execution_device", None)
+        place = execution_device(self.modules)
         if place is None:
             first = next(tensors_of(self.modules), None)
             place = getattr(self.vae, "device", None) if first is None else first.device
@@ -66,9 +68,12 @@ class ModuleVae:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Of its weights; None if it has none and does not tell."""
+        """Of its weights, or what diffusers' hooks cast them to; None if it has none and does not tell."""
+        told = getattr(self.vae, "dtype", None)
+        if isinstance(told, torch.dtype) and has_diffusers_hooks(self.modules):
+            return told
         floating = (one.dtype for one in tensors_of(self.modules) if one.is_floating_point())
-        dtype = next(floating, getattr(self.vae, "dtype", None))
+        dtype = next(floating, told)
         return dtype if isinstance(dtype, torch.dtype) else None
 
     @property
@@ -102,6 +107,12 @@ class ModuleVae:
                 f"vae: {type(self.vae).__name__} has no {method}().",
                 hint="Give a VAE of diffusers or ComfyUI, or any object with that method.",
             )
+
+
+def _switches(vae: object) -> dict[str, object]:
+    """What keeps it from cutting tiles of its own."""
+    has_tiles = isinstance(getattr(vae, "use_tiling", None), bool) and type(vae).__name__ not in _TILES_ONLY
+    return {"use_tiling": False} if has_tiles else {}
 
 
 def _takes_frame_count(vae: object) -> bool:

@@ -46,9 +46,19 @@ def encoded(output: object) -> Encoded:
     parameters = getattr(found, "parameters", None)
     if isinstance(parameters, Tensor) and hasattr(found, "mode"):
         return Encoded(parameters, type(found))
-    if hasattr(found, "mode") and isinstance(mode := found.mode(), Tensor):
+    mode = _mode_of(found)
+    if isinstance(mode, Tensor):
         return Encoded(mode)
     raise _no_tensor("encode", output)
+
+
+def _mode_of(distribution: Any) -> object:
+    """A method in diffusers, a property in `torch.distributions`, where some have none."""
+    try:
+        mode = distribution.mode
+    except (AttributeError, NotImplementedError):
+        return None
+    return mode() if callable(mode) else mode
 
 
 def decoded(output: object) -> Tensor:
@@ -71,7 +81,21 @@ def check_can_sample(one: Encoded) -> None:
     """
     if one.posterior is None:
         raise ConfigError(
-            "sample: this VAE gives a latent and no distribution to draw from.", hint="Leave sample=False."
+            "sample: this VAE gives no distribution whose parameters could be drawn from.",
+            hint="Leave sample=False.",
+        )
+
+
+def check_count(made: Tensor, given: Tensor, what: str, of: str) -> None:
+    """Refuse more or fewer results than were asked for, of a VAE that takes each picture by itself.
+
+    Raises:
+        ModelMismatchError: The first axes differ.
+    """
+    if made.shape[:1] != given.shape[:1]:
+        raise ModelMismatchError(
+            f"The VAE gave {what} of shape {tuple(made.shape)} for {given.shape[0]} {of}.",
+            hint=f"Its results should have as many on the first axis as there are {of}.",
         )
 
 
