@@ -12,7 +12,6 @@ from typing import Any
 
 from sigmascope.__about__ import __version__
 from sigmascope.records import plain_json
-from sigmascope.records.arithmetic import mib
 from sigmascope.records.atomic import atomic_path
 from sigmascope.records.finding import Finding
 from sigmascope.records.prompts import PromptPrivacy
@@ -55,7 +54,10 @@ def trace_of(runs: Sequence[Run], *, prompts: PromptPrivacy = "hash") -> dict[st
     first = min(beginnings, default=0)
     events: list[Event] = []
     for number, (run, begun) in enumerate(zip(runs, beginnings, strict=True), start=1):
-        events += without_prompts(run, prompts)(_run_events(run, number, (begun - first) * 1000))
+        clean = without_prompts(run, prompts)
+        found = _run_events(run, number, (begun - first) * 1000)
+        # The rest of an event is ours, whatever a prompt says.
+        events += ({**event, "args": clean(event["args"])} for event in found)
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
@@ -149,9 +151,9 @@ def _counters(run: Run, pid: int, offset_ns: int) -> Iterator[Event]:
         yield {
             "ph": "C",
             "name": reading.counter,
-            "cat": "memory",
+            "cat": "reading",
             "ts": reading.at_ns / 1e3,
             "pid": pid,
             "tid": 0,
-            "args": {"MiB": mib(reading.nbytes)},
+            "args": {reading.unit: reading.value},
         }

@@ -1,4 +1,5 @@
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from types import CodeType
@@ -76,4 +77,18 @@ def test_what_is_printed_is_what_python_prints(
     sys.excepthook(type(error), error, error.__traceback__)
     printed = capsys.readouterr().err
     assert printed == "".join(traceback.format_exception(error))
+    assert OURS not in printed
+
+
+def test_what_a_thread_prints_is_without_our_frames_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)
+    hide_own()
+    thread = threading.Thread(target=through(OURS, fail), name="worker")
+    thread.start()
+    thread.join()
+    printed = capsys.readouterr().err
+    assert printed.startswith("Exception in thread worker:\nTraceback")
+    assert "ValueError: NaN" in printed
     assert OURS not in printed

@@ -73,6 +73,21 @@ def test_a_stage_that_failed_says_so(folder: Path, under_watch: dict[str, Ended]
     assert stage.error == "ValueError: NaN"
 
 
+def test_what_was_known_of_a_program_that_is_killed_is_kept(tmp_path: Path) -> None:
+    soon = "from sigmascope.integrations.autostart.keeper import Keeper\nKeeper.__init__.__defaults__ = (0.05,)\n"
+    killed = (
+        "import os, signal, time\nwith sigmascope.stage('latent_decoding'):\n"
+        "    while 'latent_decoding' not in (open('run.json').read() if os.path.exists('run.json') else ''):\n"
+        "        time.sleep(0.05)\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    write(tmp_path, "script.py", soon + STAGES + killed)
+    done = watched(["script.py"], tmp_path, Settings(output="run.json", quiet="1"))
+    run = sigmascope.load_run(tmp_path / "run.json")
+    assert done.code == -9
+    assert [stage.name for stage in run.stages] == ["denoising", "latent_decoding"]
+    assert not run.complete
+
+
 def test_the_run_is_called_as_the_script(folder: Path, under_watch: dict[str, Ended]) -> None:
     assert sigmascope.load_run(folder / "ends.json").name == "ends"
 

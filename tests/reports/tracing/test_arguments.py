@@ -56,3 +56,9 @@ def test_a_long_text_is_cut() -> None:
 def test_what_could_not_be_measured_says_why() -> None:
     arguments = arguments_of(Stage("a", 0.0, 1.0, unavailable={"memory": "no permission"}))
     assert arguments == {"unavailable.memory": "no permission"}
+
+
+def test_of_a_device_s_business_the_mean_is_told() -> None:
+    gauge = {"mean": 42.0, "highest": 90.0, "highest_at_seconds": 0.5}
+    facts = {"utilization": {"cuda:0": {"device": "cuda:0", "busy_percent": gauge}}}
+    assert arguments_of(Stage("a", 0.0, 1.0, facts=facts)) == {"cuda:0_busy_percent": 42.0}

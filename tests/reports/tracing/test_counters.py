@@ -74,3 +74,18 @@ def test_of_two_readings_at_one_moment_the_higher_counts() -> None:
         "outer", 0.0, 2.0, peak=PeakMemory(rss_bytes=5 * MIB, rss_at_seconds=1.0), children=(inner,)
     )
     assert points(run_of(outer), PROCESS) == [(1e6, 7.0)]
+
+
+BUSY = {"device": "cuda:0", "at_seconds": [0.0, 0.5], "busy_series": [10.0, 90.0]}
+
+
+def test_how_busy_a_device_was_is_a_counter_in_per_cent() -> None:
+    run = run_of(Stage("denoising", 1.0, 1.0, facts={"utilization": {"cuda:0": BUSY}}))
+    events = events_of(run, phase="C", name="cuda:0 busy (%)")
+    assert [(event["ts"], event["args"]) for event in events] == [(1e6, {"%": 10.0}), (1.5e6, {"%": 90.0})]
+
+
+def test_how_busy_a_device_was_is_told_once_by_the_outermost_stage() -> None:
+    inner = Stage("inner", 1.25, 0.5, facts={"utilization": {"cuda:0": {**BUSY, "busy_series": [1.0, 2.0]}}})
+    outer = Stage("outer", 1.0, 1.0, facts={"utilization": {"cuda:0": BUSY}}, children=(inner,))
+    assert len(events_of(run_of(outer), phase="C", name="cuda:0 busy (%)")) == 2

@@ -1,7 +1,7 @@
 import json
 
 import pytest
-from tests.reports.tracing_runs import arguments_of, run_of
+from tests.reports.tracing_runs import arguments_of, events_of, only, run_of
 
 from sigmascope.records.prompts import prompt_sha256
 from sigmascope.records.run import Stage
@@ -44,3 +44,18 @@ def test_a_record_that_holds_the_hash_alone_keeps_it() -> None:
     assert arguments_of(Stage("a", 0.0, 1.0, facts={"prompts": {"positive": digest}})) == {
         "prompts.positive": digest
     }
+
+
+def test_a_hash_that_is_on_record_is_left_out_when_asked_so() -> None:
+    digest = prompt_sha256(PROMPT)
+    facts = {"prompts": {"prompt": {"sha256": digest, "text": PROMPT}}}
+    document = json.dumps(trace_of([run_of(Stage("a", 0.0, 1.0, facts=facts))], prompts="none"))
+    assert digest not in document
+    assert PROMPT not in document
+
+
+@pytest.mark.parametrize("prompt", ["X", "stage", "a", "ms", "traceEvents"])
+def test_a_prompt_that_is_a_word_of_the_format_breaks_no_trace(prompt: str) -> None:
+    event = only(events_of(run_of(Stage("a", 0.0, 1.0, facts={"prompt": prompt})), phase="X"))
+    assert (event["name"], event["cat"]) == ("a", "stage")
+    assert event["args"]["prompt"] == f"<prompt sha256:{prompt_sha256(prompt)}>"

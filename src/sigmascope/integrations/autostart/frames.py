@@ -1,6 +1,7 @@
 """Tracebacks as they are without a watch: what listens in between is not part of them."""
 
 import sys
+import threading
 from pathlib import Path
 from types import TracebackType
 
@@ -9,14 +10,24 @@ _OURS = (str(_WATCHING), str(Path(__file__).parent))
 
 
 def hide_own() -> None:
-    """Leave our frames out of the traceback that Python prints at the end, unless the program prints its own."""
+    """Leave our frames out of the traceback that Python prints, unless the program prints its own."""
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = _print
+    if threading.excepthook is threading.__excepthook__:
+        threading.excepthook = _print_of_thread
 
 
 def _print(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     forget_own(error)
     sys.__excepthook__(kind, error, error.__traceback__)
+
+
+def _print_of_thread(args: threading.ExceptHookArgs) -> None:
+    error = args.exc_value
+    if error is not None:
+        forget_own(error)
+        args = threading.ExceptHookArgs((args.exc_type, error, error.__traceback__, args.thread))
+    threading.__excepthook__(args)
 
 
 def forget_own(error: BaseException) -> None:

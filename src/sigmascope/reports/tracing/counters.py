@@ -1,10 +1,13 @@
-"""Memory over time: every reading that a run holds, as points of counters."""
+"""Memory over time, and how busy devices were: every reading that a run holds, as points of counters."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
+from sigmascope.records.arithmetic import mib
 from sigmascope.records.memory import MemorySnapshot
 from sigmascope.records.run import Run, Stage
+from sigmascope.records.utilization import utilization_of
 from sigmascope.reports.tracing.slices import nanoseconds
 
 PROCESS = "Process memory (MiB)"
@@ -15,35 +18,46 @@ SOME_DEVICE = "accelerator"
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One point of a counter."""
+    """One point of a counter, in MiB or per cent."""
 
     counter: str
     at_ns: int
-    nbytes: int
+    value: float
+    unit: Literal["MiB", "%"] = "MiB"
 
 
 def readings_of(run: Run, offset_ns: int = 0) -> list[Reading]:
-    """All readings of memory in a run, in order; of several at one moment the highest.
+    """All readings in a run, in order; of several of one counter at one moment the highest.
 
-    They come from the beginnings and ends of stages, the ends of steps, and the peaks with their times.
+    Memory is read at the beginnings and ends of stages, at the ends of steps, and at the peaks. How busy a device is
+    is known for the outermost stages, which hold the readings of those inside.
 
     Args:
         run: The record.
         offset_ns: Where the trace's clock stands when the run begins.
     """
-    highest: dict[tuple[str, int], int] = {}
-    for stage in run.walk():
-        for reading in _stage_readings(stage, offset_ns + nanoseconds(stage.started_seconds)):
-            key = (reading.counter, reading.at_ns)
-            highest[key] = max(reading.nbytes, highest.get(key, 0))
-    found = [Reading(counter, at_ns, nbytes) for (counter, at_ns), nbytes in highest.items()]
-    return sorted(found, key=lambda reading: (reading.at_ns, reading.counter))
+    found = [reading for stage in run.walk() for reading in _memory(stage, offset_ns)]
+    found += [reading for stage in run.stages for reading in _business(stage, offset_ns)]
+    highest: dict[tuple[str, int], Reading] = {}
+    for reading in found:
+        key = (reading.counter, reading.at_ns)
+        highest[key] = max(reading, highest.get(key, reading), key=lambda one: one.value)
+    return sorted(highest.values(), key=lambda reading: (reading.at_ns, reading.counter))
 
 
-def _stage_readings(stage: Stage, started_ns: int) -> Iterator[Reading]:
+def _memory(stage: Stage, offset_ns: int) -> Iterator[Reading]:
+    started_ns = offset_ns + nanoseconds(stage.started_seconds)
     for counter, at_seconds, nbytes in (*_edges(stage), *_steps(stage), *_peaks(stage)):
-        if nbytes is not None and at_seconds is not None:
-            yield Reading(counter, started_ns + nanoseconds(at_seconds), nbytes)
+        size = mib(nbytes)
+        if size is not None and at_seconds is not None:
+            yield Reading(counter, started_ns + nanoseconds(at_seconds), size)
+
+
+def _business(stage: Stage, offset_ns: int) -> Iterator[Reading]:
+    started_ns = offset_ns + nanoseconds(stage.started_seconds)
+    for device in utilization_of(stage).values():
+        for at_seconds, percent in zip(device.at_seconds, device.busy_series, strict=False):
+            yield Reading(f"{device.device} busy (%)", started_ns + nanoseconds(at_seconds), percent, "%")
 
 
 Point = tuple[str, float | None, int | None]

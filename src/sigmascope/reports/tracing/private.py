@@ -4,12 +4,12 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from sigmascope.records.prompts import PromptPrivacy, redactor
+from sigmascope.records.prompts import PromptPrivacy, prompt_sha256, redactor
 from sigmascope.records.run import Run
 
 _PROMPT_KEY = re.compile(r"(?:positive_|negative_)?prompts?(?:_?\d+)?|text_content")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_NO_PROMPT = ("sha256", "privacy")
+_PRIVACY = "privacy"
 
 
 def without_prompts(run: Run, privacy: PromptPrivacy) -> Callable[[Any], Any]:
@@ -22,8 +22,12 @@ def without_prompts(run: Run, privacy: PromptPrivacy) -> Callable[[Any], Any]:
     Raises:
         ConfigError: There is no such privacy.
     """
-    prompts = [text for facts in _all_facts(run) for text in _prompts(facts)]
-    redact = redactor(prompts, privacy)
+    told = {text for facts in _all_facts(run) for text in _prompts(facts)}
+    hashes = {text for text in told if _SHA256.fullmatch(text)}
+    prompts = told - hashes
+    if privacy == "none":
+        prompts |= hashes | {prompt_sha256(text) for text in prompts}
+    redact = redactor(sorted(prompts), privacy)
 
     def clean(value: Any) -> Any:
         if isinstance(value, str):
@@ -53,11 +57,10 @@ def _prompts(value: Any) -> Iterator[str]:
 
 def _texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
-        if not _SHA256.fullmatch(value):
-            yield value
+        yield value
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            if key not in _NO_PROMPT:
+            if key != _PRIVACY:
                 yield from _texts(item)
     elif isinstance(value, list | tuple):
         for item in value:
