@@ -267,3 +267,29 @@ def test_room_is_what_is_free_and_what_the_pipeline_holds_there() -> None:
     there = Hardware("cpu", total_bytes=10 * GIB, free_bytes=4 * GIB)
     plan = automatic(replace(there, device="cuda:0"), headroom=0.0).plan(warm_pipeline("sd15"))
     assert plan.memory.room_mb == 4096
+
+
+def test_a_denoiser_alone_is_planned_for() -> None:
+    plan = automatic(H100).plan(warm_pipeline("flux").transformer)
+    assert {"precision", "attention", "placement"} <= {choice.kind for choice in plan.choices}
+
+
+def test_a_denoiser_alone_is_applied_to_and_undone() -> None:
+    transformer = make_pipeline("flux").transformer
+    tool = optimizer(dtype="bfloat16", cache="pyramid", fuse_qkv=True)
+    tool.apply(transformer)
+    assert transformer.dtype == torch.bfloat16
+    tool.undo()
+    assert transformer.dtype == torch.float32
+    assert not hasattr(transformer.transformer_blocks[0].attn, "to_qkv")
+
+
+@pytest.mark.parametrize("thing", ["a name", object(), None])
+def test_what_is_no_pipeline_is_refused(thing: object) -> None:
+    with pytest.raises(ConfigError, match="is no diffusers pipeline"):
+        automatic(H100).plan(thing)
+
+
+def test_a_pipeline_without_a_denoiser_is_left_as_it_is() -> None:
+    plan = automatic(CPU).plan(warm_pipeline("sd15").vae)
+    assert plan.choices == ()

@@ -1,20 +1,21 @@
 """Call settings: by architecture, and by what a pipeline and its model say of themselves."""
 
 import inspect
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from tests.families import FAMILIES, generate, make_pipeline
-from tests.pipeline.optimized import denoiser_of, warm_pipeline
+from tests.pipeline.optimized import CPU, H100, denoiser_of, warm_pipeline
 
 from sigmascope.errors import ConfigError
-from sigmascope.pipeline.optimizer import GenerationSettings, PipelineOptimizer
+from sigmascope.pipeline.optimizer import GenerationSettings, OptimizationConfig, PipelineOptimizer
 
 EVERY_FAMILY = pytest.mark.parametrize("family", FAMILIES)
 
 
 def settings(thing: object) -> GenerationSettings:
-    return PipelineOptimizer().configure_generation_settings(thing)
+    return PipelineOptimizer(hardware=CPU).configure_generation_settings(thing)
 
 
 @pytest.mark.parametrize("architecture", ["MMDiT", "DiT", "UNet", "mmdit"])
@@ -95,3 +96,31 @@ def test_a_solver_of_higher_order_takes_fewer_steps() -> None:
     pipeline = make_pipeline("sd15")
     pipeline.scheduler = DPMSolverMultistepScheduler.from_config(pipeline.scheduler.config)
     assert settings(pipeline)["num_inference_steps"] == 25
+
+
+def _where_nothing_is_tiled(mib: int) -> PipelineOptimizer:
+    small = replace(H100, total_bytes=mib * 2**20, free_bytes=mib * 2**20)
+    return PipelineOptimizer(OptimizationConfig(vae_tiling=False), hardware=small)
+
+
+def test_an_image_that_a_device_cannot_hold_the_work_for_is_made_smaller() -> None:
+    found = _where_nothing_is_tiled(100).configure_generation_settings(warm_pipeline("qwen_image"))
+    assert 256 <= found["height"] < 1024
+    assert found["height"] % 64 == 0
+    assert found.reasons["height"].startswith("1024 × 1024 pixels take about")
+
+
+def test_a_video_keeps_its_shape_when_it_is_made_smaller() -> None:
+    found = _where_nothing_is_tiled(300).configure_generation_settings(warm_pipeline("wan"))
+    assert (found["height"], found["width"]) != (480, 832)
+    assert found["width"] / found["height"] == pytest.approx(832 / 480, rel=0.2)
+
+
+def test_where_no_size_fits_it_is_left_at_what_the_model_is_made_for() -> None:
+    found = _where_nothing_is_tiled(1).configure_generation_settings(warm_pipeline("qwen_image"))
+    assert (found["height"], found["width"]) == (1024, 1024)
+
+
+def test_a_device_with_room_gets_the_size_that_the_model_is_made_for() -> None:
+    found = PipelineOptimizer(hardware=H100).configure_generation_settings(warm_pipeline("qwen_image"))
+    assert (found["height"], found["width"]) == (1024, 1024)

@@ -14,6 +14,8 @@ from sigmascope.pipeline.optimizing.measuring import measure_plan
 from sigmascope.pipeline.optimizing.plan import Choice, Plan
 from sigmascope.pipeline.optimizing.planning import make_plan
 from sigmascope.pipeline.optimizing.settings import GenerationSettings, settings_for
+from sigmascope.pipeline.optimizing.settings_fit import shrink_to_fit
+from sigmascope.pipeline.optimizing.subject import look_at
 
 __all__ = ["GenerationSettings", "Hardware", "Measurement", "OptimizationConfig", "PipelineOptimizer", "Plan"]
 
@@ -40,22 +42,29 @@ class PipelineOptimizer:
     def configure_generation_settings(self, architecture: object) -> GenerationSettings:
         """Arguments for a pipeline's call: steps, guidance, size. `.reasons` says why each is what it is.
 
+        For a pipeline or a model, the size is made smaller where the device cannot hold the work on it.
+
         Args:
             architecture: "MMDiT", "DiT" or "UNet"; or a pipeline or a denoiser, whose own facts count for more.
 
         Raises:
             ConfigError: No such architecture, or a thing that is neither pipeline nor denoiser.
         """
-        return settings_for(architecture)
+        settings = settings_for(architecture)
+        if not isinstance(architecture, str):
+            shrink_to_fit(look_at(architecture), settings, self._where(), self.config)
+        return settings
 
     def plan(self, pipeline: Any) -> Plan:
         """Choose for a pipeline, with reasons; nothing is changed. `print(plan)` explains it.
 
         Args:
-            pipeline: A diffusers pipeline.
+            pipeline: A diffusers pipeline, or a model of diffusers alone.
+
+        Raises:
+            ConfigError: Neither of these.
         """
-        hardware = read_hardware(self.config.device) if self._hardware is None else self._hardware
-        return make_plan(pipeline, hardware, self.config)
+        return make_plan(pipeline, self._where(), self.config)
 
     def apply(self, pipeline: Any, plan: Plan | None = None) -> Plan:
         """Do what a plan says. If anything fails, all of it is undone.
@@ -180,6 +189,9 @@ class PipelineOptimizer:
             OptimizationError: It failed. The pipeline is as it was.
         """
         return AppliedChoice(pipeline, choice, keep_originals=self.config.keep_originals)
+
+    def _where(self) -> Hardware:
+        return read_hardware(self.config.device) if self._hardware is None else self._hardware
 
 
 def _undo(done: list[AppliedChoice]) -> list[str]:

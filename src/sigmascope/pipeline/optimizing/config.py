@@ -35,7 +35,8 @@ _ALLOWED: Final[dict[str, tuple[object, ...]]] = {
 class OptimizationConfig:
     """What `PipelineOptimizer` may do. "auto" is decided from model, hardware and call; None and False: left alone.
 
-    What is asked for by name or True is done wherever it is possible, whatever `image` says.
+    What is asked for by name or True is done wherever it is possible, whatever `image` says. So are moving to the
+    device, and tiles where an image does not fit without them.
 
     Attributes:
         image: The most that may happen to the image. "none": bit for bit the same; "rounding": the same arithmetic

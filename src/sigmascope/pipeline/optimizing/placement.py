@@ -29,6 +29,8 @@ def consider(found: Circumstances) -> Considered:
         yield NotTaken(NAME, PIPELINE, found.no_accelerator)
     elif found.room_bytes is None:
         yield NotTaken(NAME, PIPELINE, f"how much memory {found.hardware.device} has is not known")
+    elif not hasattr(found.subject.pipeline, "to"):
+        yield NotTaken(NAME, PIPELINE, "it cannot be moved as a whole: it has no `to`")
     elif _fits(found, found.total_bytes):
         yield _on_device(found)
     elif asked is None:

@@ -2,6 +2,9 @@
 
 from typing import Any
 
+from torch import nn
+
+from sigmascope.errors import ConfigError
 from sigmascope.pipeline.optimizing.config import OptimizationConfig
 from sigmascope.pipeline.optimizing.hardware import Hardware
 from sigmascope.pipeline.optimizing.kinds import KINDS
@@ -9,6 +12,7 @@ from sigmascope.pipeline.optimizing.plan import Choice, NotTaken, Plan
 from sigmascope.pipeline.optimizing.precision import NAME as PRECISION
 from sigmascope.pipeline.optimizing.reckoning import circumstances_of, reckon_work, reckoning_of
 from sigmascope.pipeline.optimizing.subject import look_at
+from sigmascope.probes.modules import components_of
 
 
 def make_plan(pipeline: Any, hardware: Hardware, config: OptimizationConfig) -> Plan:
@@ -18,7 +22,16 @@ def make_plan(pipeline: Any, hardware: Hardware, config: OptimizationConfig) -> 
         pipeline: A diffusers pipeline.
         hardware: Where it shall run.
         config: What may be done to it.
+
+    Raises:
+        ConfigError: It is no pipeline and no module; what places and casts its models by itself, as ComfyUI does,
+            is left alone.
     """
+    if not isinstance(pipeline, nn.Module) and not components_of(pipeline):
+        raise ConfigError(
+            f"{type(pipeline).__name__} is no diffusers pipeline: it has no components.",
+            hint="Give the pipeline, or its denoiser.",
+        )
     found = circumstances_of(look_at(pipeline), hardware, config)
     left: list[NotTaken] = []
     for kind in KINDS:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from sigmascope.monitor.recorder import Recorder
 from sigmascope.pipeline.optimizing.images import compare_images, image_of
 from sigmascope.pipeline.optimizing.measurement import SetUp
+from sigmascope.probes.pipelines import pipeline_facts
 from sigmascope.probes.reading import attempt, describe
 from sigmascope.records.run import Run
 
@@ -72,6 +73,7 @@ class Trials:
 
     def _once(self, name: str) -> tuple[Run, Tensor | None]:
         recorder = Recorder(name)
+        recorder.fact("pipeline", pipeline_facts(self.pipeline))  # for `diagnose`
         with recorder, recorder.stage(STAGE):
             with recorder.hook_steps(self.denoiser):
                 output = self.call(self.pipeline)
