@@ -137,15 +137,18 @@ class Generation:
             return None
         started_ns, ended_ns = step.last
         seconds = (ended_ns - started_ns) / 1e9
+        tally, metrics = self.tally, self.metrics
         with self._lock:
-            self.tally.add(started_ns, ended_ns)
-            if listener is None and (
-                self._warned or self._projected(ended_ns) <= self.metrics.target_generation_time
-            ):
+            tally.add(started_ns, ended_ns)
+            if listener is None and self._warned:
                 return seconds
-            progress = self._progress(seconds, ended_ns)
-            is_first = progress.misses_target and not self._warned
+            projected = tally.projected_seconds(ended_ns - self._started_ns, metrics.num_inference_steps)
+            misses = projected > metrics.target_generation_time
+            if listener is None and not misses:
+                return seconds
+            is_first = misses and not self._warned
             self._warned = self._warned or is_first
+            progress = self._progress(seconds, ended_ns, projected)
         self._tell(progress, listener, warn if is_first else None)
         return seconds
 
@@ -176,17 +179,11 @@ class Generation:
     def _projected(self, now_ns: int) -> float:
         return self.tally.projected_seconds(now_ns - self._started_ns, self.metrics.num_inference_steps)
 
-    def _progress(self, seconds: float, now_ns: int) -> StepProgress:
-        projected, target = self._projected(now_ns), self.metrics.target_generation_time
-        return StepProgress(
-            step=self.tally.count,
-            steps=self.metrics.num_inference_steps,
-            step_seconds=seconds,
-            elapsed_seconds=(now_ns - self._started_ns) / 1e9,
-            projected_seconds=projected,
-            target_seconds=target,
-            misses_target=projected > target,
-        )
+    def _progress(self, seconds: float, now_ns: int, projected: float) -> StepProgress:
+        metrics = self.metrics
+        steps, target = metrics.num_inference_steps, metrics.target_generation_time
+        elapsed = (now_ns - self._started_ns) / 1e9
+        return StepProgress(self.tally.count, steps, seconds, elapsed, projected, target, projected > target)
 
     def _tell(self, progress: StepProgress, listener: Listener | None, warn: Listener | None) -> None:
         if listener is not None:
