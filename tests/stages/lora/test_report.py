@@ -85,3 +85,12 @@ def test_an_error_is_shown_with_the_end_of_its_traceback(apply: Apply) -> None:
     text = printed({**apply(patches()), "error": "ValueError: m", "exception_details": details})
     assert "Error: ValueError: m" in text
     assert "last line" in text
+
+
+def test_families_are_called_as_their_users_call_them(apply: Apply) -> None:
+    analysis = apply(patches()) | {
+        "verdict": {"matched_modules": 1, "total_modules": 1, "file_family": "sd15", "model_family": None}
+    }
+    text = printed(analysis)
+    assert "Made for: Stable Diffusion 1.5" in text
+    assert "The model is: an unknown family" in text

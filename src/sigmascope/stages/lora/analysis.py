@@ -9,30 +9,18 @@ from sigmascope.lora.verdict import LoraVerdict
 from sigmascope.probes import memory_snapshot
 from sigmascope.probes.reading import Reading
 from sigmascope.records.peak import PeakMemory
-from sigmascope.records.snapshot import MemoryImpact, MemorySnapshot
+from sigmascope.records.snapshot import MemoryImpact
 from sigmascope.records.typed import PeakMemoryDict
 from sigmascope.stages.failures import error_text, exception_dict
 from sigmascope.stages.host_reading import read_host
-from sigmascope.stages.lora.applied import Applied, read_applied
-from sigmascope.stages.lora.baseline import NO_BASELINE, captured_of, plain_baseline, references_of
-from sigmascope.stages.lora.captured import CapturedModel
+from sigmascope.stages.lora.baseline import NO_BASELINE, plain_baseline, references_of
 from sigmascope.stages.lora.entries import entry_of
 from sigmascope.stages.lora.findings import FileFindings, findings_of
-from sigmascope.stages.lora.identity import identity_changes, is_same
 from sigmascope.stages.lora.judged import host_of, judged, judged_applied
 from sigmascope.stages.lora.lora_file import lora_file_facts
-from sigmascope.stages.lora.memory import lora_memory_impact, memory_change
-from sigmascope.stages.lora.moments import moments_of
-from sigmascope.stages.lora.placement import placement_changes
-from sigmascope.stages.lora.safely import safe_patch_analysis, safe_weight_changes
+from sigmascope.stages.lora.memory import lora_memory_impact
+from sigmascope.stages.lora.sides import Side, is_effective, side_of, with_fused_explained
 from sigmascope.stages.lora.typed import LoraAnalysis, LoraFileFacts
-from sigmascope.stages.lora.typed_models import (
-    IdentityChanges,
-    MemoryChangeOfModel,
-    PatchAnalysis,
-    PlacementChanges,
-    WeightChanges,
-)
 from sigmascope.stages.memory_now import memory_now
 from sigmascope.stages.text.performance import checked_seconds
 
@@ -49,33 +37,22 @@ class Outcome:
     error: BaseException | str | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Side:
-    """One model's part of the analysis, and the changes that are on it."""
-
-    applied: Applied
-    identity: IdentityChanges
-    weights: WeightChanges
-    patches: PatchAnalysis
-    placement: PlacementChanges
-    memory: MemoryChangeOfModel
-
-
 def analyze(baseline: object, unet: object, clip: object, outcome: Outcome) -> LoraAnalysis:
     """See `sigmascope.stages.lora_application.analyze_lora_application_results`."""
     began = time.perf_counter()
     known = references_of(baseline)
     snapshot = memory_snapshot(None if known is None else known.accelerator)
-    sides = {
-        "unet": _side(baseline, "unet", "UNet", unet, snapshot),
-        "clip": _side(baseline, "clip", "CLIP", clip, snapshot),
+    sides: Mapping[str, Side] = {
+        "unet": side_of(baseline, "unet", "UNet", unet, snapshot),
+        "clip": side_of(baseline, "clip", "CLIP", clip, snapshot),
     }
     path = None if known is None else known.lora_path
     verdict = judged(path, unet, clip) if known is None or known.verdict.value is None else known.verdict
     applied, returned = outcome.lora_result is not None, models_in(outcome.lora_result)
     effective = is_effective(sides)
-    named = [("UNet", sides["unet"]), ("CLIP", sides["clip"])]
     on_model = judged_applied(path, unet, clip, sides["unet"].applied, sides["clip"].applied)
+    on_model, sides = with_fused_explained(path, verdict, on_model, sides, unet, clip)
+    named = [("UNet", sides["unet"]), ("CLIP", sides["clip"])]
     findings = findings_of(
         [(name, side.weights, side.patches) for name, side in named],
         FileFindings(verdict.value, on_model.value, host_of(unet, clip)),
@@ -121,32 +98,6 @@ def models_in(lora_result: object) -> int:
     return 1 if count.value is None else count.value
 
 
-def is_effective(sides: Mapping[str, Side]) -> bool | None:
-    """Whether any weight does something else than before; None if that could not be looked at."""
-    if any(side.weights["keys_value_changed"] for side in sides.values()):
-        return True
-    compared = any(side.weights["keys_compared"] for side in sides.values())
-    read = any(side.patches["total_patched_keys"] is not None for side in sides.values())
-    return False if compared or read else None
-
-
-def _side(baseline: object, name: str, model_type: str, model: object, now: MemorySnapshot) -> Side:
-    part = entry_of(baseline, name)
-    before = captured_of(part) or CapturedModel(
-        model_type, unavailable=dict.fromkeys(("class", "device", "patches_count", "weights"), NO_BASELINE)
-    )
-    applied = read_applied(model, model_type)
-    moments = moments_of(before, model, model_type, applied)
-    return Side(
-        applied,
-        identity_changes(before, moments.after, is_same(before, model)),
-        safe_weight_changes(moments),
-        safe_patch_analysis(applied),
-        placement_changes(before, moments.after),
-        memory_change(part, model, model_type, now),
-    )
-
-
 def _file_of(baseline: object) -> LoraFileFacts:
     facts: LoraFileFacts | None = entry_of(baseline, "lora_file")
     return facts if isinstance(facts, dict) else lora_file_facts(None)
@@ -175,7 +126,7 @@ def _unavailable(
     if verdict.value is None:
         reasons |= dict.fromkeys(("verdict", "applied_verdict"), verdict.reason or "unknown")
     if effective is None:
-        reasons["effective"] = "neither contents nor changes could be looked at"
+        reasons["effective"] = "contents of before and now could not be compared, and no change is registered"
     if why_no_time is not None:
         reasons["elapsed_time"] = why_no_time
     return reasons

@@ -66,7 +66,8 @@ def findings_of(
     for name, weights, patches in sides:
         found += [*on_patches(name, patches), *on_weights(name, weights)]
     known = {finding.id for finding in found}
-    found += [finding for finding in file.all() if finding.id not in known]
+    of_file = {(finding.id, finding.message): finding for finding in file.all() if finding.id not in known}
+    found += of_file.values()
     if not any(finding.id == "lora_not_loaded" for finding in found):
         found += _on_whole(sides, effective, applied)
     return sorted(found, key=lambda finding: _ORDER.index(finding.severity))
@@ -76,6 +77,16 @@ def _on_whole(
     sides: Sequence[tuple[str, WeightChanges, PatchAnalysis]], effective: bool | None, applied: bool
 ) -> Iterator[Finding]:
     patched = sum(patches["total_patched_keys"] or 0 for _, _, patches in sides)
+    read = any(patches["total_patched_keys"] is not None for _, _, patches in sides)
+    if effective is None and read:
+        yield Finding(
+            "lora_not_seen",
+            "warning",
+            "No change is registered on the models, and what their weights held before is not known.",
+            {"patched_keys": 0, "host_says_applied": applied},
+            "Take a baseline before the application, of weights that are in memory.",
+            STAGE,
+        )
     if effective is not False:
         return
     if patched:

@@ -1,14 +1,14 @@
 """The verdicts on the LoRA's file: whether it is for the models, and what of it is on them."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from torch import nn
 
 from sigmascope.lora.verdict import AppliedVerdict, LoraVerdict, judge_applied, judge_lora
 from sigmascope.lora.verdict.model_shapes import shapes_of
-from sigmascope.probes.adapters.applied import AppliedPatch
 from sigmascope.probes.adapters.comfyui import is_comfyui
 from sigmascope.probes.reading import Reading
 from sigmascope.stages.host_reading import read_host
@@ -65,18 +65,26 @@ def _judge_applied(
     path: Path, unet: object, clip: object, on_unet: Applied, on_clip: Applied
 ) -> AppliedVerdict:
     modules = _named_modules(unet, clip)
-    names = shapes_of(modules) if modules else {}
-    starts = [f"{name}." for name in modules]
-    patches = [*_renamed(on_unet, names, starts[:1]), *_renamed(on_clip, names, starts[-1:])]
+    names = names_of_all(unet, clip)
+    patches = [
+        patch if names[side](patch.key) == patch.key else replace(patch, key=names[side](patch.key))
+        for side, applied in enumerate((on_unet, on_clip))
+        for patch in applied.patches
+    ]
     return judge_applied(path, patches, modules or None)
 
 
-def _renamed(applied: Applied, names: Collection[str], starts: list[str]) -> Iterator[AppliedPatch]:
-    """The changes under the names that the weights have among those of all models together."""
-    for patch in applied.patches:
-        candidates = (patch.key, *(start + patch.key for start in (*starts, "text_encoders.")))
-        key = next((name for name in candidates if name in names), patch.key)
-        yield patch if key == patch.key else replace(patch, key=key)
+def names_of_all(unet: object, clip: object) -> tuple[Callable[[str], str], Callable[[str], str]]:
+    """The names that weights of the denoiser, and of the text encoders, have among those of all models together."""
+    modules = _named_modules(unet, clip)
+    names = shapes_of(modules) if modules else {}
+    starts = [f"{name}." for name in modules]
+
+    def named(key: str, own: list[str]) -> str:
+        candidates = (key, *(start + key for start in (*own, "text_encoders.")))
+        return next((name for name in candidates if name in names), key)
+
+    return partial(named, own=starts[:1]), partial(named, own=starts[-1:])
 
 
 def _named_modules(unet: object, clip: object) -> dict[str, nn.Module]:

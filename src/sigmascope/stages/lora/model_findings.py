@@ -93,7 +93,7 @@ def on_weights(name: str, weights: WeightChanges) -> Iterator[Finding]:
         yield Finding(
             "lora_drift",
             "info",
-            f"{name}: {len(drift['keys'])} weights differ from before by rounding{size}, as after fusing and unfusing.",
+            f"{name}: {len(drift['keys'])} weights differ from before by rounding{size}, as after fusing and unfusing or in another dtype.",
             {"keys": len(drift["keys"]), "largest_relative_change": largest},
             "This is no change. Reload the weights if results must be the same bit for bit.",
             STAGE,

@@ -29,6 +29,15 @@ class Moments:
     model: object
     applied: Applied
 
+    def samples_of_changed(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """The elements that were taken of each weight at both moments, where its content is another now."""
+        before, after = self.before, self.after
+        return {
+            key: (sample, after.samples[key])
+            for key, sample in before.samples.items()
+            if key in after.samples and before.fingerprints.get(key) != after.fingerprints.get(key)
+        }
+
 
 def moments_of(before: CapturedModel, model: object, model_type: str, applied: Applied) -> Moments:
     """Look at a model as it is now, at the same weights as before."""

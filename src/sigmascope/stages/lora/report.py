@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from sigmascope.lora.verdict.file_family import title_of
 from sigmascope.stages.figures import mb, mb_change, number, printable, reason_for, seconds, unknown
 from sigmascope.stages.lora.report_models import patch_rows, weight_rows
 from sigmascope.stages.summary import Row, Section, as_it_is, shown
@@ -92,10 +93,8 @@ def _verdict(analysis: Facts) -> Iterator[Row]:
         there, complete = on_model.get("modules_there"), on_model.get("complete")
         text = f"{'✅' if complete else '❌'} {number(there)} of {number(on_model['total_modules'])}"
         yield Row("Modules on the model", text, GOOD if complete else BAD)
-    families = (
-        f"{printable(verdict.get('file_family') or '-')} for {printable(verdict.get('model_family') or '-')}"
-    )
-    yield Row("Made for", families)
+    yield Row("Made for", _family(verdict.get("file_family")))
+    yield Row("The model is", _family(verdict.get("model_family")))
     for reason, count in _dict(verdict, "reasons").items():
         yield Row("Unmatched", f"{number(count)}: {printable(reason).replace('_', ' ')}", BAD)
     unmatched = [module for module in verdict.get("modules", ()) if not module.get("matched")]
@@ -105,6 +104,10 @@ def _verdict(analysis: Facts) -> Iterator[Row]:
         yield Row(f"  ✗ {printable(module.get('name'), 80)}", f"{printable(module.get('detail'))}{hint}")
     if len(unmatched) > 5:
         yield Row("  …", f"{len(unmatched) - 5} more")
+
+
+def _family(family: object) -> str:
+    return title_of(family) if isinstance(family, str) else "an unknown family"
 
 
 def _identity(facts: Facts) -> Iterator[Row]:

@@ -77,8 +77,11 @@ def judge_weight(weight: WeightInQuestion) -> Verdict:
     measured = _measured(weight, acting, contents)
     sampled = sampled_effect(weight.samples, weight.now.numel())
     effect, source = _best(measured, predicted, sampled)
-    content = (contents or sampled or _NOTHING).relative_change
-    within_rounding = content is not None and content <= rounding(weight.now.dtype)
+    seen = contents or sampled or _NOTHING
+    content = seen.relative_change
+    within_rounding = seen.delta_norm == 0.0 or (
+        content is not None and content <= rounding(weight.now.dtype)
+    )
     bare = weight.content_changed is True and not any(patch.state == "merged" for patch in acting)
     return Verdict(
         _change(weight, effect, source, predicted, sampled),

@@ -1,7 +1,6 @@
 """What became of a model's weights between two moments."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from sigmascope.lora.effect import Effect, by_block
 from sigmascope.lora.norms import root_sum_square
@@ -114,8 +113,9 @@ def _total(effects: Mapping[str, Effect]) -> Effect:
 
 
 def _drift(verdicts: Mapping[str, Verdict]) -> Drift:
-    found: dict[str, Any] = {key: v.content_relative for key, v in verdicts.items() if v.is_drift}
-    return {"keys": list(found), "largest_relative_change": max(found.values(), default=None)}
+    found = {key: verdict.content_relative for key, verdict in verdicts.items() if verdict.is_drift}
+    known = [relative for relative in found.values() if relative is not None]
+    return {"keys": list(found), "largest_relative_change": max(known, default=None)}
 
 
 def _reasons(before: CapturedModel, after: CapturedModel) -> dict[str, str]:

@@ -1,0 +1,74 @@
+"""LoRAs that were fused and then unloaded, as diffusers' guide has it: no adapter tells of them any more."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.families import make_pipeline
+from tests.families.loras import lora_state, write
+
+from sigmascope.stages.lora_application import analyze_lora_application_results, capture_lora_baseline
+
+pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
+
+
+def fused(folder: Path, *, scale: float = 1.0, others: int = 0, dtype: torch.dtype = torch.float32) -> Any:
+    """The analysis of a LoRA that was fused, with others beside it, and unloaded."""
+    pipeline = make_pipeline("sd15").to(dtype)
+    parts = ("unet", "text_encoder")
+    paths = [
+        write(
+            lora_state(pipeline, parts, seed=seed, only="to_" if seed else ""), folder / f"{seed}.safetensors"
+        )
+        for seed in range(1 + others)
+    ]
+    baseline = capture_lora_baseline(pipeline.unet, pipeline.text_encoder, paths[0])
+    for number, path in enumerate(paths):
+        pipeline.load_lora_weights(str(path), adapter_name=f"lora{number}")
+    pipeline.set_adapters([f"lora{number}" for number in range(len(paths))])
+    pipeline.fuse_lora(components=list(parts), lora_scale=scale)
+    pipeline.unload_lora_weights()
+    return analyze_lora_application_results(baseline, pipeline.unet, pipeline.text_encoder, pipeline)
+
+
+def test_it_is_found_in_the_weights_whole(tmp_path: Path) -> None:
+    analysis = fused(tmp_path)
+    assert analysis["applied_verdict"]["complete"]
+    assert analysis["applied_verdict"]["states"] == {"merged": analysis["applied_verdict"]["total_modules"]}
+    assert analysis["success"]
+    assert analysis["findings"] == []
+
+
+def test_what_it_explains_is_no_longer_unexplained(tmp_path: Path) -> None:
+    analysis = fused(tmp_path)
+    assert analysis["unet_weight_changes"]["keys_value_changed"]
+    assert analysis["unet_weight_changes"]["unexplained"] == []
+    assert analysis["clip_weight_changes"]["unexplained"] == []
+
+
+def test_its_strength_is_that_of_the_fusing(tmp_path: Path) -> None:
+    assert set(fused(tmp_path, scale=0.5)["applied_verdict"]["strengths"]) == {0.5}
+
+
+def test_it_is_found_beside_others_and_in_bfloat16(tmp_path: Path) -> None:
+    verdict = fused(tmp_path, others=1, dtype=torch.bfloat16)["applied_verdict"]
+    assert (
+        verdict["modules_there"] > 0.95 * verdict["total_modules"]
+    )  # not in the smallest, of 8 × 8 elements
+
+
+def test_another_lora_is_not_found_in_them(tmp_path: Path) -> None:
+    pipeline = make_pipeline("sd15")
+    state = lora_state(pipeline, ("unet",))
+    path = write(state, tmp_path / "own.safetensors")
+    other = write(lora_state(pipeline, ("unet",), seed=5), tmp_path / "other.safetensors")
+    baseline = capture_lora_baseline(pipeline.unet, None, path)
+    pipeline.load_lora_weights(str(other))
+    pipeline.fuse_lora(components=["unet"])
+    pipeline.unload_lora_weights()
+    analysis = analyze_lora_application_results(baseline, pipeline.unet, None, pipeline)
+    verdict = analysis["applied_verdict"] or {}
+    assert verdict["modules_there"] < 0.1 * verdict["total_modules"]
+    assert analysis["unet_weight_changes"]["unexplained"]
+    assert not analysis["success"]
