@@ -28,7 +28,8 @@ def devices_in_use(run: Run) -> list[str]:
                 allocated[memory.device] = allocated.get(memory.device, False) or memory.allocated_bytes != 0
         for peak in () if stage.peak is None else stage.peak.accelerators:
             allocated[peak.device] = allocated.get(peak.device, False) or peak.allocated_bytes != 0
-        sampled |= dict.fromkeys(stage.facts.get(_UTILIZATION) or {}, True)
+        utilization = stage.facts.get(_UTILIZATION)
+        sampled |= dict.fromkeys(utilization if isinstance(utilization, dict) else (), True)
     allocated = {**sampled, **allocated}
     in_use = [device for device, is_used in allocated.items() if is_used]
     return in_use or [device for device in allocated if device == current]

@@ -10,6 +10,7 @@ from rich.text import Text
 from sigmascope.records.facts import TensorFacts
 from sigmascope.records.finding import Finding
 from sigmascope.records.run import Run, Stage
+from sigmascope.reports.devices import device_lines
 from sigmascope.units import UNKNOWN, mib, mib_change, percent, seconds, statistic
 
 NO_ACCELERATOR = "No accelerator was found: GPU time and memory were not measured."
@@ -27,10 +28,11 @@ def print_run(run: Run, console: Console | None = None) -> None:
 
 
 def render_run(run: Run) -> RenderableType:
-    """Return the record as one renderable: header, stages, tensors, errors, findings."""
+    """Return the record as one renderable: header, stages, tensors, devices, errors, findings."""
     parts: list[RenderableType] = [Rule(Text(f"Run: {run.name}")), *_header(run), _stage_table(run)]
     if any(stage.tensors for stage in run.walk()):
         parts.append(_tensor_table(run))
+    parts += device_lines(run)
     parts += _errors(run)
     parts += [_finding(finding) for finding in _all_findings(run)]
     return Group(*parts)
