@@ -90,6 +90,13 @@ def test_a_trend_is_noted_with_its_direction(sign: int, words: str) -> None:
     assert words in notes([1 + sign * 0.02 * (index - 4.5) * 1.05 for index in range(10)])
 
 
+@pytest.mark.parametrize(("share", "is_noted"), [(0.05, False), (0.6, True), (None, False)])
+def test_a_busy_machine_is_noted(share: float | None, is_noted: bool) -> None:
+    noted = {"benchmark": {"others_cpu_share": share}}
+    found = " ".join(summarise([replace(run([1.0]), facts=noted)] * 2).notes)
+    assert ("Other programs used 60 % of the processor" in found) is is_noted
+
+
 def test_the_summary_is_plain_json() -> None:
     summary: BenchSummary = summarise([generation([1.0, 2.0])])
     plain = summary.as_dict()

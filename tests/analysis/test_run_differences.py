@@ -2,6 +2,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from sigmascope.analysis.run_differences import set_up_differences
 from sigmascope.records.facts import ModuleFacts
 from sigmascope.records.host import AcceleratorFacts, HostFacts
@@ -73,6 +75,18 @@ def test_runs_of_one_side_that_do_not_agree_are_all_told() -> None:
 def test_facts_of_another_shape_are_passed_over() -> None:
     odd = replace(run([1.0]), stages=(Stage("generation", 0.0, 1.0, facts={"pipeline": 3}),))
     assert set_up_differences([odd], [odd]) == {}
+
+
+@pytest.mark.parametrize(
+    ("now", "found"), [(0.8, {"processor used by others": ("5 %", "80 %")}), (0.12, {}), (None, {})]
+)
+def test_other_work_on_the_processor_counts_where_it_is_much(
+    now: float | None, found: dict[str, tuple[str, str]]
+) -> None:
+    before, after = (
+        replace(run([1.0]), facts={"benchmark": {"others_cpu_share": share}}) for share in (0.05, now)
+    )
+    assert set_up_differences([after], [before]) == found
 
 
 def test_a_benchmarks_device_and_threads_count() -> None:

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.families import FAMILIES, make_pipeline
 from torch import nn
 
 from sigmascope.analysis.regression import check_regression
@@ -12,7 +11,6 @@ from sigmascope.errors import ConfigError, WriteError
 from sigmascope.monitor import stage
 from sigmascope.monitor.performance import PerformanceMonitor
 from sigmascope.pipeline.bench import BenchOptions, CaseResult, run_benchmark
-from sigmascope.pipeline.benching.diffusers_subject import DiffusersSubject
 from sigmascope.records.benchmark import BenchCase, Made
 from sigmascope.records.serialization import load_run
 
@@ -126,6 +124,14 @@ def test_runs_are_saved_with_what_they_are(tmp_path: Path) -> None:
     assert saved.stage("generation").seconds == 2.0
 
 
+def test_each_run_says_how_busy_others_kept_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sigmascope.pipeline.bench.others_share", lambda before, after: 0.4)
+    (result,) = measured(Subject(lambda case, call: 1.0))
+    assert result.runs[0].facts["benchmark"]["others_cpu_share"] == 0.4
+    assert result.summary is not None
+    assert "Other programs used 40 % of the processor" in result.summary.notes[-1]
+
+
 def test_a_run_that_cannot_be_saved_ends_the_benchmark(tmp_path: Path) -> None:
     def seconds(case: BenchCase, call: int) -> float:
         (tmp_path / "b1-001.json").mkdir(exist_ok=True)
@@ -182,16 +188,3 @@ def test_a_result_is_plain_json() -> None:
     assert plain["case"]["work"] == "b1"
     assert plain["made"] == {"samples": 1, "width": 64, "height": 32, "frames": None}
     assert plain["summary"]["generation"]["p50"] == 1.0
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_real_pipelines_are_measured(family: str) -> None:
-    call = dict(FAMILIES[family].call)
-    case = BenchCase(call.pop("width"), call.pop("height"), 1, call.pop("num_inference_steps"))
-    case = BenchCase(case.width, case.height, 1, case.steps, call.pop("num_frames", None))
-    subject = DiffusersSubject(family, make_pipeline(family), torch.device("cpu"), arguments=call)
-    (result,) = run_benchmark(subject, [case], BenchOptions(2, 0))
-    assert result.failure is None
-    assert result.made == Made(1, case.width, case.height, case.frames)
-    assert result.summary is not None
-    assert result.summary.step is not None

@@ -9,12 +9,14 @@ from sigmascope.analysis.diagnostics.case import step_seconds
 from sigmascope.analysis.leaks import theil_sen
 from sigmascope.analysis.percentiles import percentile
 from sigmascope.analysis.run_figures import figures_of
+from sigmascope.records.benchmark import others_of
 from sigmascope.records.run import Run
 
 GENERATION: Final = "generation"
 _PERCENTILES: Final = (50, 90, 99)
 _NOISY: Final = 0.05
 _DRIFT: Final = 0.05
+_BUSY: Final = 0.1
 _FEWEST_FOR_DRIFT: Final = 6
 
 
@@ -106,7 +108,7 @@ def summarise(runs: Sequence[Run], *, samples: int = 1, warm_up: Sequence[Run] =
             for name, figure in figures.items()
             if figure.unit == "bytes"
         },
-        notes=tuple(_notes(seconds, latency)),
+        notes=(*_notes(seconds, latency), *_note_on_others(runs)),
     )
 
 
@@ -139,6 +141,15 @@ def _notes(seconds: Sequence[float], latency: Latency) -> Iterator[str]:
         way = "slower" if drift > 0 else "faster"
         why = "heat, or memory that fills" if drift > 0 else "more warm-up is needed"
         yield f"They became {_percent(abs(drift))} {way} from the first to the last: {why}."
+
+
+def _note_on_others(runs: Sequence[Run]) -> Iterator[str]:
+    shares = [share for run in runs if (share := others_of(run.facts)) is not None]
+    if shares and fmean(shares) > _BUSY:
+        yield (
+            f"Other programs used {_percent(fmean(shares))} of the processor meanwhile: these are the times of a "
+            "busy machine."
+        )
 
 
 def _drift(seconds: Sequence[float]) -> float | None:

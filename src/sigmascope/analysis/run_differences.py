@@ -1,15 +1,17 @@
 """What differs in the set-up of two sets of runs: the machine, the versions, the pipeline, its call."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean
 
 from sigmascope.analysis.diagnostics.case import cases
-from sigmascope.records.benchmark import BENCHMARK
+from sigmascope.records.benchmark import BENCHMARK, others_of
 from sigmascope.records.host import HostFacts
 from sigmascope.records.pipeline import AttentionFacts, CallFacts, ComponentFacts, PipelineFacts
 from sigmascope.records.run import Run
 
 _SWITCHES = ("offload", "compiled", "layerwise_casting", "channels_last", "tiling", "slicing")
 _CALL = ("num_inference_steps", "guidance_scale", "height", "width", "num_frames", "batch_size", "seed")
+_OTHERS_APART = 0.1
 _OF_BENCHMARK = ("device", "seed", "threads")
 
 
@@ -21,9 +23,19 @@ def set_up_differences(new: Sequence[Run], baseline: Sequence[Run]) -> dict[str,
         baseline: Any number of runs.
     """
     ours, theirs = _set_up(new), _set_up(baseline)
-    return {
+    found = {
         name: (before, ours[name]) for name, before in theirs.items() if name in ours and before != ours[name]
     }
+    before, now = _others(baseline), _others(new)
+    if before is not None and now is not None and abs(now - before) > _OTHERS_APART:
+        found["processor used by others"] = (f"{100 * before:.0f} %", f"{100 * now:.0f} %")
+    return found
+
+
+def _others(runs: Sequence[Run]) -> float | None:
+    """How busy others kept the processor, on average."""
+    shares = [share for run in runs if (share := others_of(run.facts)) is not None]
+    return fmean(shares) if shares else None
 
 
 def _set_up(runs: Sequence[Run]) -> dict[str, str]:

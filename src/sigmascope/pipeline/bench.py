@@ -23,8 +23,9 @@ from sigmascope.pipeline.benching.run_files import RunFiles
 from sigmascope.pipeline.benching.subject import Subject
 from sigmascope.pipeline.out_of_memory import free_memory, is_out_of_memory, let_go
 from sigmascope.probes import Accelerator
+from sigmascope.probes.cpu_load import CpuMoment, cpu_moment, others_share
 from sigmascope.progress import Progress, no_progress
-from sigmascope.records.benchmark import BENCHMARK, BenchCase, Made
+from sigmascope.records.benchmark import BENCHMARK, OTHERS, BenchCase, Made
 from sigmascope.records.run import Run
 
 __all__ = ["DEFAULT_TARGET", "BenchOptions", "CaseResult", "run_benchmark"]
@@ -134,14 +135,18 @@ class _Bench:
             batch_size=case.batch,
             model=subject.model,
         )
+        before = cpu_moment().value
         with block:
             recorder = current_recorder()
-            if recorder is not None:
-                recorder.fact(BENCHMARK, self._noted(case, number, is_warm_up=is_warm_up))
             made = subject.generate(case, self.options.seed, monitor)
+            if recorder is not None:
+                recorder.fact(BENCHMARK, self._noted(case, number, before, is_warm_up=is_warm_up))
         return monitor.runs[-1], made
 
-    def _noted(self, case: BenchCase, number: int, *, is_warm_up: bool) -> dict[str, Any]:
+    def _noted(
+        self, case: BenchCase, number: int, before: CpuMoment | None, *, is_warm_up: bool
+    ) -> dict[str, Any]:
+        after = cpu_moment().value
         return {
             **case.as_dict(),
             "subject": self.subject.name,
@@ -150,6 +155,7 @@ class _Bench:
             "repeat": None if is_warm_up else number - self.options.warm_up,
             "load_seconds": self.load_seconds,
             "threads": torch.get_num_threads(),
+            OTHERS: None if before is None or after is None else others_share(before, after),
         }
 
     def _tell(self, case: BenchCase) -> None:

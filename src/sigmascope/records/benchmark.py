@@ -7,6 +7,9 @@ from typing import Any, Final
 BENCHMARK: Final = "benchmark"
 """The fact of a run under which a benchmark notes what it ran."""
 
+OTHERS: Final = "others_cpu_share"
+"""Of what it notes: the share of all processor threads that other programs used meanwhile, 0 to 1."""
+
 
 @dataclass(frozen=True, slots=True)
 class BenchCase:
@@ -58,6 +61,13 @@ class Made:
     width: int | None = None
     height: int | None = None
     frames: int | None = None
+
+
+def others_of(facts: Mapping[str, Any]) -> float | None:
+    """How busy others kept the processor during a run, of its facts; None: not known."""
+    noted = facts.get(BENCHMARK)
+    found = noted.get(OTHERS) if isinstance(noted, Mapping) else None
+    return float(found) if isinstance(found, int | float) else None
 
 
 def work_of(facts: Mapping[str, Any]) -> str:

@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from tests.families import make_pipeline
+from tests.families import FAMILIES, make_pipeline
 
 from sigmascope.errors import ConfigError
 from sigmascope.pipeline.bench import BenchOptions, run_benchmark
@@ -78,3 +78,16 @@ def test_the_users_own_callback_stays_the_users() -> None:
     (result,) = run_benchmark(subject, [BenchCase(steps=2)], BenchOptions(1, 0))
     assert seen == [0, 1]
     assert len(result.runs[0].stage("denoising").steps) == 4  # each call of the denoiser
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_real_pipelines_are_measured(family: str) -> None:
+    call = dict(FAMILIES[family].call)
+    case = BenchCase(call.pop("width"), call.pop("height"), 1, call.pop("num_inference_steps"))
+    case = BenchCase(case.width, case.height, 1, case.steps, call.pop("num_frames", None))
+    subject = DiffusersSubject(family, make_pipeline(family), CPU, arguments=call)
+    (result,) = run_benchmark(subject, [case], BenchOptions(2, 0))
+    assert result.failure is None
+    assert result.made == Made(1, case.width, case.height, case.frames)
+    assert result.summary is not None
+    assert result.summary.step is not None
