@@ -1,3 +1,4 @@
+import gzip
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -231,6 +232,16 @@ def test_one_step_has_its_trace_in_the_file_and_several_in_one_each(tmp_path: Pa
     for path in tmp_path.iterdir():
         events = json.loads(path.read_text())["traceEvents"]
         assert "sigmascope::blocks.1" in {event.get("name") for event in events}
+
+
+def test_traces_may_be_packed(tmp_path: Path) -> None:
+    denoiser = Denoiser()
+    with profile_steps(None, denoiser, (1, 2), trace=tmp_path / "flux.1.json.gz"):
+        denoiser(X)
+        denoiser(X)
+    assert {path.name for path in tmp_path.iterdir()} == {"flux.1-step1.json.gz", "flux.1-step2.json.gz"}
+    events = json.loads(gzip.decompress((tmp_path / "flux.1-step2.json.gz").read_bytes()))["traceEvents"]
+    assert "sigmascope::blocks.1" in {event.get("name") for event in events}
 
 
 def test_a_trace_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:

@@ -127,8 +127,7 @@ class ProfiledSteps:
 
     def _write_trace(self, step: int, profiler: Any) -> str | None:
         assert self._trace is not None
-        several = len(self._steps) > 1
-        path = self._trace.with_stem(f"{self._trace.stem}-step{step}") if several else self._trace
+        path = _of_step(self._trace, step) if len(self._steps) > 1 else self._trace
 
         def write() -> str:
             with atomic_path(path) as temporary:
@@ -192,3 +191,9 @@ def profile_steps(
     if trace is not None:
         require_writable(trace)
     return ProfiledSteps(watching, denoiser, frozenset(steps), None if trace is None else Path(trace))
+
+
+def _of_step(trace: Path, step: int) -> Path:
+    """`trace-step3.json` for `trace.json`."""
+    ending = ".json.gz" if trace.name.endswith(".json.gz") else trace.suffix
+    return trace.with_name(f"{trace.name.removesuffix(ending)}-step{step}{ending}")
