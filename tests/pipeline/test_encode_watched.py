@@ -6,6 +6,7 @@ import torch
 
 from sigmascope import encode_latents
 from sigmascope.monitor import Recorder, current_recorder
+from sigmascope.monitor.live import LiveStage
 from sigmascope.pipeline.strategies import Outcome
 from sigmascope.records.latents import RECORD_FACT, EncodingEvent
 from sigmascope.records.latents_plain import encoding_record
@@ -107,3 +108,14 @@ def test_predictions_learn_from_past_records(kl: "Sample") -> None:
     _, again = encode_latents(kl.vae, kl.pixels, past=[replace(record, attempts=(seen,))])
     assert again.attempts[0].prediction_basis == "learned"
     assert again.attempts[0].predicted_peak_bytes == 3 * first.predicted_peak_bytes
+
+
+def test_a_monitor_that_fails_loses_no_latent(kl: "Sample", monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("the monitor is broken")
+
+    monkeypatch.setattr(LiveStage, "fact", broken)
+    monkeypatch.setattr(LiveStage, "tensor", broken)
+    latent, record = encode_latents(kl.vae, kl.pixels, strategies="direct", predict=False)
+    assert torch.equal(latent, kl.latent)
+    assert record.success

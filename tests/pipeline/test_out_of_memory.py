@@ -116,3 +116,9 @@ def test_what_the_caller_was_handling_keeps_its_traceback() -> None:
     let_go(inner, outer)
     assert inner.__traceback__ is None
     assert outer.__traceback__ is not None
+
+
+def test_an_interruption_is_none_whatever_it_was_raised_from() -> None:
+    interruption = KeyboardInterrupt()
+    interruption.__cause__ = MemoryError()
+    assert not is_out_of_memory(interruption)

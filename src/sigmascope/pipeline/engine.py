@@ -7,6 +7,7 @@ VAE's or the caller's, and passes unchanged.
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -83,11 +84,16 @@ class Engine:
                     raise _every_strategy_failed(self._record(None, time.perf_counter() - began))
         finally:
             record = self._record(outcome, time.perf_counter() - began)
-            stage.fact(RECORD_FACT, record.as_dict())
-            if outcome is not None:
-                stage.tensor("latent" if self.work.direction == "encoding" else "frames", outcome.tensor)
+            self._put_on(stage, record, outcome)
             self._tell(EncodingEvent("ended", self.work.direction, record=record))
         return outcome.tensor, record
+
+    def _put_on(self, stage: Any, record: EncodingRecord, outcome: Outcome | None) -> None:
+        """What a monitor makes of it is no reason to lose a result."""
+        self._guard.read("stage", lambda: stage.fact(RECORD_FACT, record.as_dict()))
+        if outcome is not None:
+            name = "latent" if self.work.direction == "encoding" else "frames"
+            self._guard.read("stage", lambda: stage.tensor(name, outcome.tensor))
 
     def _first_that_works(self) -> Outcome | None:
         for one in Tries(self.work, self.choices, self.forecast, self.dummy):
