@@ -3,10 +3,11 @@
 import atexit
 import os
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from sigmascope.integrations.autostart.on_import import OnImport
 from sigmascope.integrations.autostart.settings import FOR_ALL, Settings, settings_from
+from sigmascope.integrations.watching.imports import FINDER
 
 if TYPE_CHECKING:
     import sigmascope.integrations.autostart.recording
@@ -30,14 +31,23 @@ class WatchedProcess:
         self._folder = os.getcwd()  # noqa: PTH109 - before the program changes it; pathlib is not loaded yet
         self._process_id = os.getpid()
         self._recording: "sigmascope.integrations.autostart.recording.Recording | None" = None
-        self._hook = OnImport(STARTS_WITH, self._begin)
+        self._end_waiting: list[Callable[[], None]] = []
 
     def start(self) -> None:
         """Wait for the import. Python calls the functions of `atexit` in reverse: ours is the last."""
         atexit.register(self._end)
-        self._hook.put_on()
+        self._end_waiting = [FINDER.wait(name, self._begin) for name in STARTS_WITH]
+        if any(name in sys.modules for name in STARTS_WITH):
+            self._begin()
+
+    def _wait_no_more(self) -> None:
+        while self._end_waiting:
+            self._end_waiting.pop()()
 
     def _begin(self) -> None:
+        if not self._end_waiting:
+            return
+        self._wait_no_more()
         try:
             from sigmascope.integrations.autostart.recording import Recording
 
@@ -48,7 +58,7 @@ class WatchedProcess:
     def _end(self) -> None:
         if os.getpid() != self._process_id:
             return
-        self._hook.take_off()
+        self._wait_no_more()
         if self._recording is None:
             if self.settings.launched:
                 say("nothing was there to watch: neither diffusers nor a stage of sigmascope's was used.")

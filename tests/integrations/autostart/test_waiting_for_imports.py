@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sigmascope.integrations.autostart.on_import import OnImport
+from sigmascope.integrations.watching.imports import Finder
 
 
 @pytest.fixture
@@ -24,25 +24,24 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
 
 
 @pytest.fixture
-def waiting() -> Iterator[tuple[OnImport, list[str]]]:
-    """A hook for the module, put on, and what it has seen of it when it acted."""
+def waiting() -> Iterator[tuple[Finder, list[str]]]:
+    """A finder that waits for the module, and what it has seen of it when it acted."""
     seen: list[str] = []
-    hook = OnImport(
-        frozenset({"module_to_wait_for"}), lambda: seen.append(sys.modules["module_to_wait_for"].VALUE)
-    )
-    hook.put_on()
-    yield hook, seen
-    hook.take_off()
+    finder = Finder()
+    end = finder.wait("module_to_wait_for", lambda: seen.append(sys.modules["module_to_wait_for"].VALUE))
+    yield finder, seen
+    end()
+    assert finder not in sys.meta_path
 
 
 def test_it_acts_when_the_module_has_run(
-    module: Callable[[str], str], waiting: tuple[OnImport, list[str]]
+    module: Callable[[str], str], waiting: tuple[Finder, list[str]]
 ) -> None:
     importlib.import_module(module("VALUE = 'ready'"))
     assert waiting[1] == ["ready"]
 
 
-def test_it_acts_once_and_is_gone(module: Callable[[str], str], waiting: tuple[OnImport, list[str]]) -> None:
+def test_it_acts_once_and_is_gone(module: Callable[[str], str], waiting: tuple[Finder, list[str]]) -> None:
     found = importlib.import_module(module("VALUE = 'ready'"))
     importlib.reload(found)
     assert waiting[1] == ["ready"]
@@ -50,7 +49,7 @@ def test_it_acts_once_and_is_gone(module: Callable[[str], str], waiting: tuple[O
 
 
 def test_a_module_that_is_only_looked_for_is_not_waited_for_less(
-    module: Callable[[str], str], waiting: tuple[OnImport, list[str]]
+    module: Callable[[str], str], waiting: tuple[Finder, list[str]]
 ) -> None:
     assert importlib.util.find_spec(module("VALUE = 'ready'")) is not None
     assert waiting[1] == []
@@ -58,7 +57,7 @@ def test_a_module_that_is_only_looked_for_is_not_waited_for_less(
 
 
 def test_the_module_has_its_own_loader_before_its_code_runs(
-    module: Callable[[str], str], waiting: tuple[OnImport, list[str]]
+    module: Callable[[str], str], waiting: tuple[Finder, list[str]]
 ) -> None:
     found = importlib.import_module(
         module("VALUE = type(__loader__).__name__ + type(__spec__.loader).__name__")
@@ -67,7 +66,7 @@ def test_the_module_has_its_own_loader_before_its_code_runs(
 
 
 def test_a_module_that_raises_raises_the_same(
-    module: Callable[[str], str], waiting: tuple[OnImport, list[str]]
+    module: Callable[[str], str], waiting: tuple[Finder, list[str]]
 ) -> None:
     with pytest.raises(ZeroDivisionError):
         importlib.import_module(module("1 / 0"))
@@ -75,26 +74,17 @@ def test_a_module_that_raises_raises_the_same(
 
 
 def test_a_module_that_replaces_itself_may(
-    module: Callable[[str], str], waiting: tuple[OnImport, list[str]]
+    module: Callable[[str], str], waiting: tuple[Finder, list[str]]
 ) -> None:
     code = "import sys, types\nnew = types.ModuleType(__name__)\nnew.VALUE = 'replaced'\nsys.modules[__name__] = new\n"
     assert importlib.import_module(module(code)).VALUE == "replaced"
     assert waiting[1] == ["replaced"]
 
 
-def test_it_acts_at_once_when_the_module_is_there(
-    module: Callable[[str], str],
-) -> None:
-    importlib.import_module(module("VALUE = 'ready'"))
-    seen: list[str] = []
-    OnImport(frozenset({"module_to_wait_for"}), lambda: seen.append("there")).put_on()
-    assert seen == ["there"]
-
-
-def test_other_modules_are_left_to_others(waiting: tuple[OnImport, list[str]]) -> None:
+def test_other_modules_are_left_to_others(waiting: tuple[Finder, list[str]]) -> None:
     assert waiting[0].find_spec("json") is None
 
 
-def test_a_module_that_nobody_finds_is_not_found(waiting: tuple[OnImport, list[str]]) -> None:
+def test_a_module_that_nobody_finds_is_not_found(waiting: tuple[Finder, list[str]]) -> None:
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("module_to_wait_for")
