@@ -10,6 +10,8 @@ import sigmascope
 from sigmascope.integrations.autostart.recording import program, record_path
 from sigmascope.integrations.autostart.settings import Settings
 
+pytestmark = pytest.mark.slow
+
 STAGES = """
 import sigmascope
 with sigmascope.stage("denoising") as stage:
@@ -94,6 +96,35 @@ def test_the_run_is_called_as_the_script(folder: Path, under_watch: dict[str, En
 
 def test_a_forked_child_tells_nothing(folder: Path, under_watch: dict[str, Ended]) -> None:
     assert under_watch["forks"].told.count("the record is in") == 1
+
+
+FORKS_FIRST = """
+import os
+child = os.fork()
+if child:
+    os.waitpid(child, 0)
+"""
+POOL = """
+import multiprocessing
+def work(number):
+    import sigmascope
+    with sigmascope.stage(f"denoising {number}"):
+        pass
+child = multiprocessing.get_context("fork").Process(target=work, args=(1,))
+child.start()
+child.join()
+"""
+
+
+@pytest.mark.parametrize(("script", "stages"), [(FORKS_FIRST + STAGES, 2), (POOL, 1)])
+def test_children_that_were_forked_before_have_records_of_their_own(
+    script: str, stages: int, tmp_path: Path
+) -> None:
+    write(tmp_path, "script.py", script)
+    done = watched(["script.py"], tmp_path, Settings(output="run.json", quiet="1", launched="1"))
+    runs = [sigmascope.load_run(path) for path in tmp_path.glob("run*.json")]
+    assert (done.code, done.err, len(runs)) == (0, "", stages)
+    assert all(run.complete and run.stages[0].name.startswith("denoising") for run in runs)
 
 
 def test_the_summary_goes_to_stderr_after_what_the_program_wrote(tmp_path: Path) -> None:

@@ -19,8 +19,8 @@ STARTS_WITH: Final = frozenset({"diffusers", "sigmascope.monitor"})
 class WatchedProcess:
     """Begins a watch when there is something to watch, and ends it when Python ends.
 
-    Nothing of it is raised into the program, whose exit code, output and signals stay its own. A forked child is
-    watched no further: the record is its parent's.
+    Nothing of it is raised into the program, whose exit code, output and signals stay its own. A child that is forked
+    in the middle is watched no further: the record is its parent's. One that is forked before has its own.
 
     Args:
         settings: How to watch, and where the result goes.
@@ -30,6 +30,7 @@ class WatchedProcess:
         self.settings = settings
         self._folder = os.getcwd()  # noqa: PTH109 - before the program changes it; pathlib is not loaded yet
         self._process_id = os.getpid()
+        self._has_begun = False
         self._recording: "sigmascope.integrations.autostart.recording.Recording | None" = None
         self._end_waiting: list[Callable[[], None]] = []
 
@@ -48,23 +49,35 @@ class WatchedProcess:
         if not self._end_waiting:
             return
         self._wait_no_more()
+        self._has_begun = True
+        is_child = os.getpid() != self._process_id
         try:
             from sigmascope.integrations.autostart.recording import Recording
 
-            self._recording = Recording(self.settings, self._folder)
+            self._recording = Recording(self.settings, self._folder, is_child=is_child)
+            if is_child:
+                self._process_id = os.getpid()
+                self._end_with_multiprocessing()
         except Exception as failure:  # noqa: BLE001 - the program goes on unwatched
             say(f"nothing is watched: {type(failure).__name__}: {failure}")
+
+    def _end_with_multiprocessing(self) -> None:
+        """Its forked children leave without `atexit`."""
+        util = sys.modules.get("multiprocessing.util")
+        if util is not None:
+            util.Finalize(None, self._end, exitpriority=0)
 
     def _end(self) -> None:
         if os.getpid() != self._process_id:
             return
         self._wait_no_more()
         if self._recording is None:
-            if self.settings.launched:
+            if self.settings.launched and not self._has_begun:
                 say("nothing was there to watch: neither diffusers nor a stage of sigmascope's was used.")
             return
         try:
-            self._recording.end()
+            recording, self._recording = self._recording, None
+            recording.end()
         except Exception as failure:  # noqa: BLE001 - the program's exit code stays its own
             say(f"the record is lost: {type(failure).__name__}: {failure}")
 

@@ -24,14 +24,17 @@ class Recording:
     Args:
         settings: How to watch, and where the result goes.
         folder: Where relative paths begin: that in which the program started.
+        is_child: Whether this is a forked child of the program; its files have the process in their names.
     """
 
-    def __init__(self, settings: Settings, folder: str) -> None:
+    def __init__(self, settings: Settings, folder: str, *, is_child: bool = False) -> None:
         from sigmascope import watch
 
         self._settings = settings
-        self._record_path = record_path(settings.output, folder)
-        self._trace_path = None if settings.trace is None else Path(folder, settings.trace)
+        self._record_path = _own_path(record_path(settings.output, folder), is_child)
+        self._trace_path = (
+            None if settings.trace is None else _own_path(Path(folder, settings.trace), is_child)
+        )
         self._watch: Any = watch(
             prompts=cast(PromptPrivacy, settings.prompts or "full"),
             name=settings.name or program(),
@@ -96,6 +99,12 @@ def record_path(output: str | None, folder: str) -> Path:
         now = datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
         return path / f"sigmascope-{program()}-{now}-{os.getpid()}.json"
     return path
+
+
+def _own_path(path: Path, is_child: bool) -> Path:
+    """A name that the parent and its other children do not use."""
+    own = str(os.getpid())
+    return path.with_stem(f"{path.stem}-{own}") if is_child and own not in path.stem else path
 
 
 def program() -> str:
