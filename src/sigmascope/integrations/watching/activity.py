@@ -38,6 +38,7 @@ class Activity:
     def __init__(self, session: "Session", pipeline_id: int | None = None) -> None:
         self.session = session
         self.pipeline_id = pipeline_id
+        session.activities.append(self)
         self.open: list[tuple[str, LiveStage]] = []
         self.denoising: Denoising | None = None
         self.pipeline: object = None
@@ -104,5 +105,8 @@ def begin(activity: Activity) -> None:
 
 def forget(*gone: Activity) -> None:
     """Take activities out of this context."""
+    for one in gone:
+        if one in one.session.activities:
+            one.session.activities.remove(one)
     kept = tuple(one for one in ACTIVITIES.get() if one not in gone and not one.session.is_over)
     ACTIVITIES.set(kept)

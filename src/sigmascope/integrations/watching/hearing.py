@@ -39,3 +39,15 @@ def _recorders_here() -> list[Recorder]:
             recorders.append(frame.recorder)
         frame = frame.outer
     return recorders
+
+
+def leave(recorder: Recorder) -> None:
+    """Take this context out of all scopes of a recorder, also of those that could not be closed."""
+    frame = CURRENT.get()
+    while frame is not None:
+        frame.is_open = frame.is_open and frame.recorder is not recorder
+        frame = frame.outer
+    frame = CURRENT.get()
+    while frame is not None and not frame.is_open:
+        frame = frame.outer
+    CURRENT.set(frame)

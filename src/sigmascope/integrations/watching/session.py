@@ -1,17 +1,16 @@
 """One open watch: its recorder, its instruments, and the pipelines that they are on."""
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final
 
 from sigmascope.analysis.diagnostics import diagnose
 from sigmascope.integrations.watching import activity as activities
-from sigmascope.integrations.watching.activity import ACTIVITIES, Activity
+from sigmascope.integrations.watching.activity import Activity
 from sigmascope.integrations.watching.calls import Calls
 from sigmascope.integrations.watching.denoisers import Denoisers
 from sigmascope.integrations.watching.everywhere import Everywhere
-from sigmascope.integrations.watching.hearing import OPEN, hears
+from sigmascope.integrations.watching.hearing import OPEN, hears, leave
 from sigmascope.integrations.watching.instrument import Instrument, reference_to
 from sigmascope.integrations.watching.loading import Loading
 from sigmascope.integrations.watching.loras import Loras
@@ -67,8 +66,7 @@ class Session:
         self._given = pipelines
         self._watched: dict[int, Callable[[], object]] = {}
         self._known: dict[int, tuple[tuple[object, ...], PipelineFacts]] = {}
-        self._outside: list[Activity] = []
-        self._lock = threading.RLock()
+        self.activities: list[Activity] = []
 
     # --- from entering to leaving
 
@@ -89,14 +87,14 @@ class Session:
             instrument.detach()
         if self in OPEN:
             OPEN.remove(self)
-        for one in [*reversed(ACTIVITIES.get()), *self._outside]:
-            if one.session is self:
-                self.guard.read("watch.stages", lambda one=one: one.end(error))  # type: ignore[misc]
-        activities.forget()
-        self._outside.clear()
+        for one in reversed(list(self.activities)):
+            self.guard.read("watch.stages", lambda one=one: one.end(error))  # type: ignore[misc]
+        self.activities.clear()
         self._watched.clear()
         self._known.clear()
         self.recorder.__exit__(None if error is None else type(error), error, None)
+        leave(self.recorder)
+        activities.forget()
 
     def record(self) -> Run:
         """The run as it is now, with private prompts taken out of errors; findings once it is over."""
@@ -167,8 +165,6 @@ class Session:
         if not hears(self, pipeline):
             return None
         found = Activity(self)
-        with self._lock:
-            self._outside.append(found)
         activities.begin(found)
         return found
 

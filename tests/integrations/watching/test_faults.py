@@ -1,0 +1,146 @@
+"""Whatever of a watch fails, the pipeline finishes, gives the same, and nothing is left on it."""
+
+import random
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from tests.families import generate, make_pipeline
+from tests.integrations.watching.marks import left_behind, marks
+from torch import Tensor
+
+import sigmascope
+from sigmascope.integrations.watching import (
+    activity,
+    calls,
+    denoisers,
+    denoising,
+    hearing,
+    instrument,
+    loading,
+    loras,
+    module_calls,
+    parts,
+    schedulers,
+    session,
+    text,
+    vae,
+)
+from sigmascope.monitor import live, recorder, scope
+from sigmascope.monitor.live import CURRENT
+
+FAULTS: dict[str, tuple[Any, str]] = {
+    f"{getattr(owner, '__name__', owner)}.{name}": (owner, name)
+    for owner, names in {
+        calls.Calls: ("attach_class", "attach", "_before", "_read", "_tell", "_tell_prompts"),
+        calls: ("named_arguments", "call_facts", "prompts_of", "with_outcome", "seeds_of", "stored_prompts"),
+        denoisers.Denoisers: ("attach", "_before"),
+        denoisers: ("denoisers_of", "hook_calls"),
+        denoising.Denoising: ("__init__", "called", "scheduler_stepped", "finish", "_commit"),
+        loading.Loading: ("start", "attach_class", "_before_load", "_before_move"),
+        loras.Loras: ("attach_class", "attach", "_before"),
+        schedulers.Schedulers: ("attach", "_before_schedule", "_before_step"),
+        schedulers: ("schedule_facts",),
+        text.TextEncoding: ("attach_class", "attach", "_before_prompt", "_before_encoder"),
+        text: ("embeddings", "hook_calls"),
+        vae.VaeCalls: ("attach", "_before"),
+        vae: ("first_tensor", "is_final"),
+        activity.Activity: ("__init__", "is_in", "enter", "leave", "start_denoising", "end_denoising", "end"),
+        hearing: ("_recorders_here",),
+        instrument.Instrument: ("tap", "tap_class", "tap_method"),
+        instrument: ("listen",),
+        module_calls: ("_hooked",),
+        parts: ("pipeline_facts", "components_of"),
+        session.Session: ("watch", "watch_class", "wants", "here", "_parts"),
+        session: ("take_apart", "set_up_of", "pipelines_in", "diagnose", "redacted", "hears"),
+        recorder.Recorder: ("stage", "current_scope", "fact"),
+        live.LiveStage: ("__enter__", "tensor", "fact", "record"),
+        live: ("tensor_facts", "as_json"),
+        scope.Scope: ("open", "add_step", "close", "freeze"),
+    }.items()
+    for name in names
+}
+
+
+def broken(*_args: Any, **_kwargs: Any) -> NoReturn:
+    raise RuntimeError("broken on purpose")
+
+
+@pytest.fixture(scope="module")
+def expected() -> Tensor:
+    return generate(make_pipeline("sd15"), "sd15", num_inference_steps=1)
+
+
+@pytest.fixture(scope="module")
+def shared() -> Any:
+    """One pipeline for all faults: what a fault left on it would show in the next."""
+    pipeline = make_pipeline("sd15")
+    generate(pipeline, "sd15", num_inference_steps=1)
+    return pipeline
+
+
+def watched_image(pipeline: Any, faults: list[str], everywhere: bool) -> Tensor:
+    with pytest.MonkeyPatch.context() as patch:
+        for fault in faults:
+            patch.setattr(*FAULTS[fault], broken)
+        with sigmascope.watch(*(() if everywhere else (pipeline,)), sample_hz=None):
+            return generate(pipeline, "sd15", num_inference_steps=1)
+
+
+def nothing_is_left() -> bool:
+    return left_behind() == [] and CURRENT.get() is None
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_one_fault_reaches_nobody(fault: str, shared: Any, expected: Tensor) -> None:
+    before = marks(shared)
+    assert torch.equal(watched_image(shared, [fault], everywhere=False), expected)
+    assert marks(shared) == before
+    assert nothing_is_left()
+
+
+@pytest.mark.parametrize("part", range(10))
+def test_twenty_random_combinations_of_faults_reach_nobody(part: int, shared: Any, expected: Tensor) -> None:
+    chance = random.Random(part)
+    before = marks(shared)
+    for _ in range(20):
+        faults = chance.sample(list(FAULTS), chance.randint(2, 6))
+        image = watched_image(shared, faults, everywhere=chance.random() < 0.3)
+        assert torch.equal(image, expected), faults
+        assert nothing_is_left(), faults
+    assert marks(shared) == before
+
+
+@pytest.mark.parametrize(
+    ("fault", "instrument_name"),
+    [
+        ("VaeCalls._before", "vae"),
+        ("Schedulers._before_schedule", "scheduler"),
+        ("Denoisers._before", "denoiser"),
+    ],
+)
+def test_what_is_switched_off_is_told_and_the_rest_goes_on(
+    fault: str, instrument_name: str, shared: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(*FAULTS[fault], broken)
+        with sigmascope.watch(shared) as run:
+            generate(shared, "sd15", num_inference_steps=3)
+    assert run.unavailable[f"watch.{instrument_name}"] == "RuntimeError: broken on purpose"
+    assert len([line for line in caplog.messages if f"watch.{instrument_name}" in line]) == 1
+    names = [stage.name for stage in run.stage("generation").children]
+    assert "text_encoding" in names
+    assert len(names) == 3
+
+
+def test_a_host_that_is_shaped_otherwise_is_left_alone() -> None:
+    class Odd:
+        components = "none"
+
+        def __call__(self) -> int:
+            return 7
+
+    odd = Odd()
+    with sigmascope.watch(odd, object(), 3) as run:
+        assert odd() == 7
+    assert run.complete
