@@ -54,7 +54,7 @@ class Mismatch:
     Attributes:
         made_for: The family whose modules are in the file.
         into: The family of the pipeline.
-        finding: What the verdict on file and pipeline must find; None: the file is for it.
+        finding: What the verdict on file and pipeline must find.
         says: Words of it.
         parts: Of the family that it is made for, that the file has modules of; its denoiser if there is none.
         edit: What is done to the tensors.
@@ -67,7 +67,7 @@ class Mismatch:
 
     made_for: str
     into: str
-    finding: str | None
+    finding: str
     says: str = ""
     parts: tuple[str, ...] = ()
     edit: Edit = dict
@@ -96,7 +96,9 @@ MISMATCHES: dict[str, Mismatch] = {
         "sd15", "sd15", "lora_prefix", 'prefix="unet"', load=into_adapter_loader_by_default
     ),
     "no prefix": Mismatch("flux", "flux", "lora_prefix", "prefix=None", edit=renamed("transformer.", "")),
-    "ComfyUI's prefix": Mismatch("sd15", "sd15", None, edit=renamed("unet.", "diffusion_model.")),
+    "ComfyUI's prefix": Mismatch(
+        "sd15", "sd15", "lora_comfyui_names", "diffusion_model.", edit=renamed("unet.", "diffusion_model.")
+    ),
     "a text encoder that the pipeline has not": Mismatch(
         "sd15", "wan", "lora_matches_nothing", "None of the 12", parts=("text_encoder",)
     ),

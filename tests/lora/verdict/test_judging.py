@@ -212,7 +212,7 @@ def test_a_file_that_cannot_be_read_is_a_verdict(tmp_path: Path, content: bytes,
 def test_an_empty_file_is_a_verdict(tmp_path: Path) -> None:
     path = tmp_path / "lora.safetensors"
     save_file({}, path)
-    assert "0 keys" in (judge_lora(path, {"a.weight": (2, 2)}).error or "")
+    assert "holds no tensors" in (judge_lora(path, {"a.weight": (2, 2)}).error or "")
 
 
 def test_a_missing_file_is_a_verdict(tmp_path: Path) -> None:

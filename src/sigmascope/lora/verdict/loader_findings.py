@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from sigmascope.lora.names.layer_paths import UNET_FAMILIES
+from sigmascope.lora.verdict.file_family import title_of
 from sigmascope.lora.verdict.lora_verdict import LoraVerdict
 from sigmascope.records.finding import Finding
 
@@ -20,6 +21,7 @@ def loader_findings(verdict: LoraVerdict, keys: Sequence[str]) -> Iterator[Findi
     """
     yield from _ignored_alphas(verdict, keys)
     yield from _kohya_names(verdict)
+    yield from _comfyui_names(verdict, keys)
     yield from _differences(verdict, keys)
     yield from _half_of_attention(verdict)
     yield from _prefix(verdict)
@@ -51,6 +53,21 @@ def _kohya_names(verdict: LoraVerdict) -> Iterator[Finding]:
             "a model's load_lora_adapter.",
             {"format": verdict.format},
             "Load it with the pipeline, or convert it to PEFT's format (sigmascope lora convert).",
+        )
+
+
+def _comfyui_names(verdict: LoraVerdict, keys: Sequence[str]) -> Iterator[Finding]:
+    """Diffusers renames `diffusion_model.` for most newer families; for these it finds nothing under that name."""
+    as_peft = any(".lora_A." in key for key in keys)
+    lost = verdict.model_family in UNET_FAMILIES | {"sd3"} or (verdict.model_family == "flux" and as_peft)
+    if verdict.format == "comfyui" and verdict.matched and lost:
+        yield Finding(
+            "lora_comfyui_names",
+            "warning",
+            f"diffusers loads nothing of names that begin with diffusion_model. into {title_of(verdict.model_family)}, "
+            "and returns normally.",
+            {"modules": len(verdict.matched), "first": verdict.matched[0].name},
+            "For diffusers, convert the file to PEFT's format (sigmascope lora convert).",
         )
 
 

@@ -12,13 +12,16 @@ from sigmascope.stages.lora.typed_models import PatchAnalysis, WeightChanges
 _HOSTS: Final = {
     "lora_alpha_ignored": "diffusers",
     "lora_kohya_names": "diffusers",
+    "lora_comfyui_names": "diffusers",
     "lora_whole_differences": "diffusers",
     "lora_prefix": "diffusers",
     "lora_some_biases": "diffusers",
     "lora_comfyui_loses_attention": "comfyui",
 }
 """Whose loader a finding about the file's form is about."""
-_NAMES: Final = frozenset({"lora_kohya_names", "lora_prefix", "lora_comfyui_loses_attention"})
+_NAMES: Final = frozenset(
+    {"lora_kohya_names", "lora_comfyui_names", "lora_prefix", "lora_comfyui_loses_attention"}
+)
 """Those that no longer matter where every module was found on the model."""
 _ORDER: Final = ("critical", "error", "warning", "info")
 
