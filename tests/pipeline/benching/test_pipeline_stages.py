@@ -107,6 +107,19 @@ class Denoiser(nn.Linear):
         return torch.relu(super().forward(latent)) + 1
 
 
+def test_the_stage_that_failed_says_so() -> None:
+    monitor = PerformanceMonitor(sample_hz=None)
+    pipeline = TinyPipeline(Failing())
+    with (
+        pytest.raises(ArithmeticError),
+        monitor.monitor_generation(),
+        PipelineStages(pipeline, monitor, nothing),
+    ):
+        pipeline()
+    denoising = monitor.runs[-1].stage("denoising")
+    assert (denoising.success, denoising.error) == (False, "ArithmeticError: no")
+
+
 @pytest.mark.parametrize("pipeline_class", [TinyPipeline, WithoutCallback])
 def test_a_denoiser_compiled_in_place_has_its_steps_and_is_not_compiled_again(
     pipeline_class: type[TinyPipeline],

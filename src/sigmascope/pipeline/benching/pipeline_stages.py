@@ -61,7 +61,7 @@ class PipelineStages:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self._end_denoising(wait=error is None)
+            self._end_denoising(error)
         finally:
             self._undo.close()
 
@@ -133,7 +133,7 @@ class PipelineStages:
             yield
             return
         if name == "latent_decoding":
-            self._end_denoising(wait=True)
+            self._end_denoising()
         self._open.add(name)
         try:
             self._wait()
@@ -160,15 +160,16 @@ class PipelineStages:
             self._monitor.end_step_timing()
             self._in_step = False
 
-    def _end_denoising(self, *, wait: bool) -> None:
+    def _end_denoising(self, error: BaseException | None = None) -> None:
         if not self._is_denoising:
             return
         self._is_denoising = self._in_step = False
+        trace = None if error is None else error.__traceback__
         try:
-            if wait:
+            if error is None:
                 self._wait()
         finally:
-            self._denoising.close()
+            self._denoising.__exit__(None if error is None else type(error), error, trace)
 
 
 def _controlnets(pipeline: object) -> list[nn.Module]:
