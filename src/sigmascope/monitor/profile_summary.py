@@ -72,7 +72,7 @@ class ProfileSums:
         found.cpu_us += event.cpu_time_total
         found.self_cpu_us += event.self_cpu_time_total
         events = _below(event) if is_mark else (event,)
-        found.device_us += sum(kernel.duration for one in events for kernel in one.kernels)
+        found.device_us += sum(_device_us(one) for one in events)
 
     def _add_memory(self, events: list[Any]) -> None:
         kind = DeviceType.CUDA if self.has_device else DeviceType.CPU
@@ -112,6 +112,11 @@ def _below(event: Any) -> Iterator[Any]:
         one = waiting.pop()
         yield one
         waiting += one.cpu_children
+
+
+def _device_us(event: Any) -> float:
+    """Of the kernels that an event started itself. A mark's own shadow on the device is no kernel."""
+    return float(sum(kernel.duration for kernel in event.kernels if not kernel.name.startswith(LABEL)))
 
 
 def _highest_sum(changes: Iterable[int]) -> int:
