@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from sigmascope.pipeline.prediction_live import counted
 from sigmascope.pipeline.vaes.outputs import decoded, encoded
+from sigmascope.pipeline.weights_in_ram import tensors_on
 from sigmascope.records.strategies import Direction
 from sigmascope.stages.latents.vae_facts import inner_vae
 
@@ -161,14 +162,22 @@ def _switches(module: nn.Module) -> tuple[Switch, ...]:
 
 
 def _copied(module: nn.Module) -> nn.Module:
-    """Its layers, without its weights and without anybody's hooks, which are not to be told of this run."""
-    weights = (*module.parameters(), *module.buffers())
-    memo: dict[int, Any] = {id(weight): _without_content(weight) for weight in weights}
+    """Its layers, without its weights and without what anybody has put on them, who is not to be told of this run."""
+    tensors = (one for part in module.modules() for one in tensors_on(part))
+    memo: dict[int, Any] = {id(one): _without_content(one) for one in tensors}
     twin = copy.deepcopy(module, memo)
     for part in twin.modules():
         part._forward_hooks.clear()
         part._forward_pre_hooks.clear()
+        _as_its_class_has_it(part)
     return twin
+
+
+def _as_its_class_has_it(part: nn.Module) -> None:
+    """Without functions in the places of its methods: they may belong to the VAE itself."""
+    own = vars(part)
+    for name in [name for name, value in own.items() if callable(value) and hasattr(type(part), name)]:
+        del own[name]
 
 
 def _without_content(weight: Tensor) -> Tensor:

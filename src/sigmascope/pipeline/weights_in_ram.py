@@ -45,7 +45,7 @@ def put_in_ram(modules: Iterable[nn.Module]) -> None:
     have not moved, so that needs no memory on their device.
     """
     parts = [part for module in modules for part in module.modules()]
-    copies = {id(one): _copy(one) for part in parts for one in _tensors_on(part)}
+    copies = {id(one): _copy(one) for part in parts for one in tensors_on(part)}
     for part in parts:
         for held in (part._parameters, part._buffers, vars(part)):
             _swap(held, copies)
@@ -53,7 +53,7 @@ def put_in_ram(modules: Iterable[nn.Module]) -> None:
             vars(part)["_hf_hook"] = _NoHook()
 
 
-def _tensors_on(part: nn.Module) -> list[Tensor]:
+def tensors_on(part: nn.Module) -> list[Tensor]:
     """Its own parameters, buffers, and attributes that are tensors or lists of them."""
     found: list[Tensor] = []
     for value in (*part._parameters.values(), *part._buffers.values(), *vars(part).values()):
