@@ -41,3 +41,18 @@ def test_a_missing_file_is_said_once() -> None:
     baseline = capture_lora_baseline(made, None, "nowhere.safetensors")
     findings = analyze_lora_application_results(baseline, made, None, made)["findings"]
     assert [finding["id"] for finding in findings].count("lora_unreadable") == 1
+
+
+def test_an_unknown_word_for_keys_means_all() -> None:
+    assert capture_lora_baseline(model(), None, keys="lorra")["unet"]["fingerprinted_keys"] == 4
+
+
+def test_a_weight_with_nan_has_no_norm_of_its_change() -> None:
+    made = model()
+    weight = next(made.parameters()).data
+    weight[0] = torch.nan
+    baseline = capture_lora_baseline(made, None)
+    weight[1:] += 1.0
+    weights = analyze_lora_application_results(baseline, made, None, made)["unet_weight_changes"]
+    assert weights["keys_value_changed"]["0.weight"]["delta_norm"] is None
+    assert weights["keys_value_changed"]["0.weight"]["unavailable"]["delta_norm"]

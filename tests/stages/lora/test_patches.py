@@ -114,3 +114,20 @@ def test_what_would_take_too_long_is_compared_on_some_weights_and_says_so(
     (found,) = sigmascope.analyze_lora_patches(patcher, "UNet")["overlaps"]
     assert (found["shared_keys"], found["compared_keys"]) == (2, 1)
     assert "1 in 2 of 2 weights" in found["unavailable"]["keys"]
+
+
+@pytest.mark.parametrize("strength", [float("nan"), float("inf")])
+def test_a_strength_that_is_no_finite_number_is_an_error(apply: Apply, strength: float) -> None:
+    found = apply(patches(), strength=strength)
+    assert found["unet_lora_patches"]["not_finite"] == [Q]
+    assert (found["success"], found["findings"][0]["id"]) == (False, "lora_not_finite")
+
+
+def test_a_strength_that_cannot_be_read_is_not_called_no_effect(unet: ModelPatcher) -> None:
+    baseline = capture_lora_baseline(unet, None)
+    unet.add_patches({Q: lora_adapter()}, "strong")  # type: ignore[arg-type]
+    change = analyze_lora_application_results(baseline, unet, None, (unet, None))["unet_weight_changes"][
+        "keys_value_changed"
+    ][Q]
+    assert change["delta_norm"] is None
+    assert "strength" in change["unavailable"]["delta_norm"]

@@ -94,7 +94,8 @@ def _wanted(keys: Keys, verdict: LoraVerdict | None, model_type: str) -> Collect
     if keys is None or keys == "none":
         return None
     if keys != "lora":
-        return keys
+        given: Any = keys  # by the host
+        return None if isinstance(given, str) or not isinstance(given, Collection) else given
     touched = touched_keys(verdict)
     if not touched:
         return None

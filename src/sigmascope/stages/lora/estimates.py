@@ -1,7 +1,7 @@
 """What samples and precision say of a weight's change."""
 
 from collections.abc import Mapping
-from math import sqrt
+from math import isfinite, sqrt
 
 import torch
 from torch import Tensor
@@ -21,12 +21,14 @@ def rounding(dtype: torch.dtype) -> float:
 
 
 def sampled_effect(samples: tuple[Tensor, Tensor] | None, elements: int) -> Effect | None:
-    """‖ΔW‖ and ‖W‖ estimated from the same elements before and now; None without them."""
+    """‖ΔW‖ and ‖W‖ estimated from the same elements before and now; None without them, or with NaN."""
     if samples is None or samples[0].shape != samples[1].shape or not samples[0].numel():
         return None
     before, after = (sample.to(torch.float64) for sample in samples)
     share = sqrt(elements / before.numel())
     delta, whole = (float(torch.linalg.vector_norm(values)) * share for values in (after - before, before))
+    if not (isfinite(delta) and isfinite(whole)):
+        return None
     return Effect(delta, delta / whole if whole > 0 else None, whole, False)
 
 

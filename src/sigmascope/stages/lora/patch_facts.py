@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from math import isfinite
 from typing import Final
 
 import torch
@@ -47,8 +48,11 @@ def patch_analysis(applied: Applied) -> PatchAnalysis:
 
 
 def finiteness(patches: Sequence[AppliedPatch]) -> dict[int, bool | None]:
-    """Whether all tensors of each change are finite, by the change's `id()`; None if they cannot be read."""
-    return {id(patch): _all_finite(patch.tensors.values()) for patch in patches}
+    """Whether strength and tensors of each change are finite, by the change's `id()`; None if they cannot be read."""
+    return {
+        id(patch): isfinite(patch.strength or 0.0) and _all_finite(patch.tensors.values())
+        for patch in patches
+    }
 
 
 def _all_finite(tensors: Iterable[Tensor]) -> bool | None:

@@ -76,7 +76,8 @@ def judge_weight(weight: WeightInQuestion) -> Verdict:
     contents = _of_contents(weight)
     measured = _measured(weight, acting, contents)
     sampled = sampled_effect(weight.samples, weight.now.numel())
-    effect, source = _best(measured, predicted, sampled)
+    beside = any(patch.state != "merged" for patch in acting)  # of which contents say nothing
+    effect, source = _best(measured, predicted, None if beside else sampled)
     seen = contents or sampled or _NOTHING
     content = seen.relative_change
     within_rounding = seen.delta_norm == 0.0 or (
