@@ -17,6 +17,8 @@ from sigmascope.probes.adapters.applied import AppliedPatch
 
 _CANCELLED: Final = 1e-6
 """A sum this much shorter than its parts has lost half of float64's digits in squares, and is taken from QR."""
+_ROUNDING: Final = 1e-13
+"""A sum this much shorter than its parts is what float64 leaves of parts that cancel."""
 
 Shape = tuple[int, ...]
 _FACTS: Final = {"loha": ("hada_", LohaChange.facts), "lokr": ("lokr_", LokrChange.facts)}
@@ -108,7 +110,8 @@ def norm_of_sum(parts: Sequence[WeightedFactors]) -> float:
     if norm > _CANCELLED * lengths:
         return norm
     _, core, _ = whole.orthogonal_form()
-    return float(torch.linalg.vector_norm(core))
+    left = float(torch.linalg.vector_norm(core))
+    return left if left > _ROUNDING * lengths else 0.0
 
 
 def concatenated(parts: Sequence[WeightedFactors]) -> LoraFactors:
