@@ -1,13 +1,14 @@
 """A program with stages of its own, under a watch: it ends as it does without, and its record is kept."""
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
 from tests.integrations.autostart.programs import Ended, plain, watched, write
 
 import sigmascope
-from sigmascope.integrations.autostart.recording import program, record_path
+from sigmascope.integrations.autostart.recording import program, record_path, unhandled
 from sigmascope.integrations.autostart.settings import Settings
 
 pytestmark = pytest.mark.slow
@@ -157,6 +158,22 @@ def test_a_setting_that_makes_no_sense_is_told_and_the_program_runs(tmp_path: Pa
     done = watched(["script.py"], tmp_path, Settings(sample_hz="often"))
     assert (done.code, done.out) == (0, "done\n")
     assert "nothing is watched: ValueError" in done.told
+
+
+def test_an_exception_that_a_console_showed_did_not_end_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(KeyboardInterrupt) as shown:
+        raise KeyboardInterrupt
+    monkeypatch.setattr(sys, "last_value", shown.value, raising=False)
+    assert unhandled() is None
+
+
+def test_a_program_that_goes_on_in_a_console_ends_as_it_does_without(tmp_path: Path) -> None:
+    interrupted = "compile('raise KeyboardInterrupt', '<console>', 'exec')"
+    console = f"import code\ncode.InteractiveConsole().runcode({interrupted})\nprint('after')\n"
+    write(tmp_path, "script.py", STAGES + console)
+    done = watched(["script.py"], tmp_path, Settings(output="run.json", quiet="1"))
+    assert (done.code, done.out) == (0, "after\n")
+    assert sigmascope.load_run(tmp_path / "run.json").complete
 
 
 def test_a_folder_gets_a_file_of_its_own_for_each_process(tmp_path: Path) -> None:

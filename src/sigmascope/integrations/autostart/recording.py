@@ -47,10 +47,16 @@ class Recording:
 
     def end(self) -> None:
         """Close the watch, print the summary, write the record."""
-        self._keeper.stop()
         error = unhandled()
-        self._watch.__exit__(None if error is None else type(error), error, None)
-        run = self._watch.record()
+        try:
+            self._keeper.stop()
+            self._watch.__exit__(None if error is None else type(error), error, None)
+            self._tell(self._watch.record())
+        finally:
+            if type(error) is KeyboardInterrupt:
+                _remember_interrupt()
+
+    def _tell(self, run: Run) -> None:
         if run.stages:
             self._show(run)
             _write("record", self._record_path, run.save)
@@ -58,8 +64,6 @@ class Recording:
                 _write("trace", self._trace_path, run.to_trace)
         elif self._settings.launched:
             say("nothing was there to watch: no pipeline was called and no stage was opened.")
-        if type(error) is KeyboardInterrupt:
-            _remember_interrupt()
 
     def _show(self, run: Run) -> None:
         with suppress(OSError, ValueError):  # what the program wrote comes before what we say of it
@@ -117,6 +121,13 @@ def program() -> str:
 
 
 def unhandled() -> BaseException | None:
-    """The exception that ended the program, which Python leaves in `sys`; None if none did."""
+    """The exception that ended the program, which Python leaves in `sys`; None if none did.
+
+    Consoles leave there what they showed. That went no further than to them, so that its traceback does not begin with
+    the first of all calls.
+    """
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-    return error if isinstance(error, BaseException) else None
+    if not isinstance(error, BaseException):
+        return None
+    trace = error.__traceback__
+    return error if trace is None or trace.tb_frame.f_back is None else None
