@@ -89,6 +89,14 @@ def test_garbage_shapes(make_vae: Any, shape: tuple[int, ...]) -> None:
     assert finding["latent_shape_unexpected"]["evidence"]["expected"] == "4x16x16"
 
 
+@pytest.mark.parametrize(("frames", "latent_frames", "wrong"), [(8, 2, False), (8, 3, False), (9, 4, True)])
+def test_a_latent_frame_of_a_chunk_that_is_not_full_is_no_garbage(
+    frames: int, latent_frames: int, wrong: bool
+) -> None:
+    found = findings_for_wan(torch.zeros(frames, 3, 32, 32), torch.rand(1, 16, latent_frames, 4, 4))
+    assert ("latent_shape_unexpected" in found) == wrong
+
+
 @pytest.mark.parametrize("shape", [(1, 4, 16, 17), (1, 16, 8, 8), (1, 4, 1, 16, 16)])
 def test_rounding_up_patches_and_a_frame_of_one_are_no_garbage(make_vae: Any, shape: tuple[int, ...]) -> None:
     assert "latent_shape_unexpected" not in findings(

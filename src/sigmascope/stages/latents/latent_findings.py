@@ -13,7 +13,7 @@ _PATCH = 2
 
 
 def latent_findings(
-    latent: LatentAnalysis, stage: str, vace: Mapping[str, Any] | None = None
+    latent: LatentAnalysis, stage: str, vace: Mapping[str, Any] | None = None, frames_over: int = 0
 ) -> Iterator[Finding]:
     """Findings about a latent by itself.
 
@@ -21,6 +21,7 @@ def latent_findings(
         latent: What is known of it.
         stage: The stage's name.
         vace: WAN-VACE's conditioning beside it, which has its content and may add frames of a reference.
+        frames_over: Frames that fill no chunk; some VAEs (Cosmos) make a latent frame of them, others none.
     """
     if latent["shape"] is None:
         reason = latent["unavailable"]["shape"]
@@ -31,7 +32,7 @@ def latent_findings(
     yield from _not_finite(latent, stage)
     if not vace:
         yield from _constant(latent, stage)
-    yield from _unexpected_shape(latent, stage, (vace or {}).get("trim_latent", 0))
+    yield from _unexpected_shape(latent, stage, (vace or {}).get("trim_latent", 0), frames_over)
 
 
 def _not_finite(latent: LatentAnalysis, stage: str) -> Iterator[Finding]:
@@ -67,11 +68,15 @@ def _constant(latent: LatentAnalysis, stage: str) -> Iterator[Finding]:
     )
 
 
-def _unexpected_shape(latent: LatentAnalysis, stage: str, added_frames: int) -> Iterator[Finding]:
+def _unexpected_shape(
+    latent: LatentAnalysis, stage: str, added_frames: int, frames_over: int
+) -> Iterator[Finding]:
     expected, found = latent["expected_shape"], _own_shape(latent)
     if expected is not None and len(expected) == 4:
         expected = [expected[0], expected[1] + added_frames, *expected[2:]]
     if expected is None or found is None or _agree(found, expected):
+        return
+    if len(expected) == 4 and frames_over and _agree(found, [expected[0], expected[1] + 1, *expected[2:]]):
         return
     yield Finding(
         "latent_shape_unexpected",

@@ -76,6 +76,13 @@ def _out_of_range(pictures: PicturesDict, stage: str, limit: float) -> Iterator[
     )
 
 
+def frames_over(video: Video, vae: VaeFacts | None) -> int:
+    """Frames at the end that fill no chunk of a video VAE's."""
+    if vae is None or not vae.is_video or not video.length:
+        return 0
+    return (video.length - (1 if vae.first_frame_apart else 0)) % (vae.temporal_factor or 1)
+
+
 def cut_findings(video: Video, vae: VaeFacts | None, stage: str) -> Iterator[Finding]:
     """Rows, columns and frames that a VAE leaves out since its factors do not divide them."""
     if vae is None:
@@ -88,9 +95,8 @@ def cut_findings(video: Video, vae: VaeFacts | None, stage: str) -> Iterator[Fin
             f"{sizes} is no multiple of the VAE's factor {factor}: rows or columns are cut or filled up."
         )
         yield Finding("pictures_cut", "info", message, {"factor": factor, **rest}, stage=stage)
-    time = vae.temporal_factor or 1
-    over = 0 if not video.length else (video.length - (1 if vae.first_frame_apart else 0)) % time
-    if vae.is_video and over:
+    time, over = vae.temporal_factor or 1, frames_over(video, vae)
+    if over:
         form = f"{time}·k + 1" if vae.first_frame_apart else f"{time}·k"
         message = f"{video.length} frames are not {form}: the last {over} have no latent frame of their own."
         evidence = {"frames": video.length, "over": over, "factor": time}

@@ -10,7 +10,7 @@ from sigmascope.records.latent_findings import findings_of_attempts, without_kno
 from sigmascope.records.latents import Direction, StrategyAttempt, VaeFacts
 from sigmascope.records.snapshot import MemoryImpact
 from sigmascope.stages.latents.latent_findings import latent_findings, memory_findings, vae_findings
-from sigmascope.stages.latents.picture_findings import cut_findings, picture_findings
+from sigmascope.stages.latents.picture_findings import cut_findings, frames_over, picture_findings
 from sigmascope.stages.latents.seen import Seen
 from sigmascope.stages.latents.strategies import Used
 from sigmascope.stages.latents.typed import LatentValidation, MemoryEfficiency
@@ -47,7 +47,8 @@ def findings_of(parts: Parts, of_record: Iterable[Finding] = ()) -> dict[str, li
     stage = parts.stage
     encodes = parts.direction == "encoding"
     pictures = list(picture_findings(parts.seen.pictures, stage, decoded=not encodes))
-    latent = list(latent_findings(parts.seen.latent, stage, vace=parts.seen.vace))
+    over = frames_over(parts.seen.video, parts.vae)
+    latent = list(latent_findings(parts.seen.latent, stage, parts.seen.vace, over))
     latent += vace_findings(parts.seen.vace, parts.seen.latent, parts.vae, stage)
     if encodes:
         pictures += cut_findings(parts.seen.video, parts.vae, stage)
