@@ -4,7 +4,8 @@
 
 First table: a step of `PerformanceMonitor` (start_step_timing, end_step_timing) beside a bare recorder's step, an
 OpenTelemetry span and `record_function`. Every way runs once a repeat, in turn, so that all see the same machine; the
-table gives medians over the repeats. CPU time of the thread stays meaningful on a busy machine, wall time does not.
+table gives medians over the repeats. CPU time of the thread stays meaningful on a busy machine, wall time does not; of
+short repeats (`--steps 200`) the least wall time is that of a quiet moment.
 Second: entering and leaving `monitor_generation`. Third: a request through `PerformanceMonitoringMiddleware`, beside
 the same application bare, called as a server calls it and without a network in between.
 """
@@ -152,11 +153,11 @@ def run(ways: list[Any], size: int, repeats: int) -> None:
 
 def table(title: str, ways: list[Any], against: int | None = None) -> str:
     """Return medians as text; with `against`, each CPU time as a multiple of that way's."""
-    heading = f"\n{title:46}{'wall µs':>10}{'CPU µs':>10}"
+    heading = f"\n{title:46}{'wall µs':>10}{'least':>8}{'CPU µs':>10}"
     lines = [heading if against is None else f"{heading}{'x ' + ways[against].name:>26}"]
     for way in ways:
         wall, cpu = statistics.median(way.wall_us), statistics.median(way.cpu_us)
-        line = f"{way.name:46}{wall:10.2f}{cpu:10.2f}"
+        line = f"{way.name:46}{wall:10.2f}{min(way.wall_us):8.2f}{cpu:10.2f}"
         if against is not None:
             line += f"{cpu / statistics.median(ways[against].cpu_us):26.2f}"
         lines.append(line)
