@@ -93,7 +93,7 @@ ACTIVITIES: ContextVar[tuple[Activity, ...]] = ContextVar("sigmascope_activities
 def current(session: "Session") -> Activity | None:
     """The session's innermost activity in this context."""
     for activity in reversed(ACTIVITIES.get()):
-        if activity.session is session:
+        if activity.session is session and not session.is_over:
             return activity
     return None
 

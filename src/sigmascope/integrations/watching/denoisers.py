@@ -6,6 +6,7 @@ from typing import ClassVar, Final
 
 from torch import nn
 
+from sigmascope.integrations.watching.activity import current
 from sigmascope.integrations.watching.instrument import Instrument
 from sigmascope.integrations.watching.module_calls import hook_calls
 from sigmascope.integrations.watching.parts import Parts
@@ -28,11 +29,11 @@ class Denoisers(Instrument):
             hook_calls(self, denoiser, before, after=not schedulers)
 
     def _before(self, name: str, has_scheduler: bool, args: Arguments, kwargs: Keywords) -> After | None:
-        activity = self.session.here()
+        activity = current(self.session) or self.session.here()
         if activity is None:
             return None
         denoising = activity.denoising or activity.start_denoising()
-        denoising.called(name, kwargs.get("timestep") if len(args) < 2 else args[1])
+        denoising.called(name, args, kwargs)
         return None if has_scheduler else lambda _result, _error: denoising.returned()
 
 

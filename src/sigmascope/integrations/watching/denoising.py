@@ -1,6 +1,8 @@
 """The steps of one denoising: from the denoiser's first call to the scheduler's step."""
 
 from collections import Counter
+from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor
 
@@ -55,21 +57,22 @@ class Denoising:
         self._first = ""
         self._repeats = 0
 
-    def called(self, name: str, timestep: object) -> None:
+    def called(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Take a call of the denoiser that is about to run: the hot path.
 
         Args:
             name: Of the pipeline's component.
-            timestep: The call's argument, if it was found.
+            args: The call's arguments, of which the second or `timestep` is the timestep.
+            kwargs: Those by name.
         """
         self.calls[name] += 1
         if self._started is not None:
-            if self.stepped or not self._is_another(timestep):
+            if self.stepped or not self._is_another(_timestep(args, kwargs)):
                 self._repeats += name == self._first
                 return
             self._commit(self.last_ns or self._clock())
         elif not self.stepped:
-            self._timestep = _value(timestep)
+            self._timestep = _value(_timestep(args, kwargs))
         self._first, self._repeats = name, 1
         scope = self._scope
         self._mark = None if scope.columns.timings is None else scope.instruments.mark()
@@ -109,6 +112,10 @@ class Denoising:
             return False
         self._timestep = value
         return True
+
+
+def _timestep(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
+    return kwargs.get("timestep") if len(args) < 2 else args[1]
 
 
 def _value(timestep: object) -> float | None:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-import torch
 from torch import nn
+from torch.compiler import is_compiling
 
 from sigmascope.integrations.watching.instrument import Instrument
 from sigmascope.integrations.watching.taps import After, Arguments, Keywords
@@ -22,22 +22,22 @@ class ModuleHook:
     """A forward hook of either kind. A copy or pickle of the hooked module gets one that does nothing.
 
     Args:
-        act: What to do; it may raise.
+        act: What to do with what the hook is given after the module; it may raise.
         failed: Told of what it raised.
     """
 
     __slots__ = ("_act", "_failed")
 
-    def __init__(self, act: Callable[..., None], failed: Callable[[Exception], None]) -> None:
+    def __init__(self, act: Callable[..., object], failed: Callable[[Exception], None]) -> None:
         self._act = act
         self._failed = failed
 
-    def __call__(self, *args: Any) -> None:
+    def __call__(self, _module: object, *seen: Any) -> None:
         """Act on a call, unless it is being traced."""
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return
         try:
-            self._act(*args)
+            self._act(*seen)
         except Exception as failure:  # noqa: BLE001 - what an instrument raises must not reach the host
             self._failed(failure)
 
@@ -73,7 +73,7 @@ def _hooked(
     module: nn.Module, before: Before, after: bool, failed: Callable[[Exception], None]
 ) -> Callable[[], None]:
     if not after:
-        alone = ModuleHook(lambda _, args, kwargs: before(args, kwargs) and None, failed)
+        alone = ModuleHook(before, failed)
         return module.register_forward_pre_hook(alone, prepend=True, with_kwargs=True).remove
     pairs = _Pairs(before)
     first = module.register_forward_pre_hook(ModuleHook(pairs.enter, failed), prepend=True, with_kwargs=True)
@@ -94,14 +94,14 @@ class _Pairs:
         self._before = before
         self._threads = threading.local()
 
-    def enter(self, _: object, args: Arguments, kwargs: Keywords) -> None:
+    def enter(self, args: Arguments, kwargs: Keywords) -> None:
         threads = self._threads
         if not hasattr(threads, "afters"):
             threads.afters = []
         threads.afters.append(None)
         threads.afters[-1] = self._before(args, kwargs)
 
-    def leave(self, _module: object, _args: object, result: object) -> None:
+    def leave(self, _args: object, result: object) -> None:
         afters = getattr(self._threads, "afters", None)
         after = afters.pop() if afters else None
         if after is not None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-import torch
+from torch.compiler import is_compiling
 
 Arguments: TypeAlias = tuple[Any, ...]
 Keywords: TypeAlias = dict[str, Any]
@@ -95,7 +95,7 @@ class _Attribute:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         tap = self._tap
-        if torch.compiler.is_compiling() or not tap.listeners:
+        if is_compiling() or not tap.listeners:
             return self._original(*args, **kwargs)
         return _call(self._original, tap.listeners, self._owner(), args, kwargs, args)
 
@@ -122,7 +122,7 @@ def _heard(original: Callable[..., Any], tap: Tap, *, is_static: bool = False) -
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or not tap.listeners:
+        if is_compiling() or not tap.listeners:
             return original(*args, **kwargs)
         return _call(original, tap.listeners, None if is_static else args[0], args, kwargs, args[skipped:])
 
@@ -138,6 +138,8 @@ def _call(
     kwargs: Keywords,
     seen: Arguments,
 ) -> Any:
+    if len(listeners) == 1:
+        return _call_heard_by_one(original, listeners[0], target, args, kwargs, seen)
     afters = _before(listeners, target, seen, kwargs)
     try:
         result = original(*args, **kwargs)
@@ -145,6 +147,34 @@ def _call(
         _after(afters, None, error)
         raise
     _after(afters, result, None)
+    return result
+
+
+def _call_heard_by_one(
+    original: Callable[..., Any],
+    listener: Listener,
+    target: object,
+    args: Arguments,
+    kwargs: Keywords,
+    seen: Arguments,
+) -> Any:
+    """The same for the usual case, which the scheduler's step is: the hot path."""
+    after = None
+    try:
+        after = listener.before(target, seen, kwargs)
+    except Exception as failure:  # noqa: BLE001 - what an instrument raises must not reach the host
+        listener.failed(failure)
+    if after is None:
+        return original(*args, **kwargs)
+    try:
+        result = original(*args, **kwargs)
+    except BaseException as error:
+        _after([(after, listener)], None, error)
+        raise
+    try:
+        after(result, None)
+    except Exception as failure:  # noqa: BLE001 - as above
+        listener.failed(failure)
     return result
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+from sigmascope.errors import ConfigError
 from sigmascope.integrations.watching.session import Choices, Session
 from sigmascope.monitor.guard import describe
 from sigmascope.records.prompts import PromptPrivacy, check_privacy
@@ -135,10 +136,14 @@ def watch(
         A context manager and decorator that gives the run's attributes.
 
     Raises:
-        ConfigError: `prompts` is none of the three.
+        ConfigError: `prompts` is none of the three, or a function was given.
     """
     check_privacy(prompts)
+    for one in pipelines:
+        if inspect.isfunction(one):
+            raise ConfigError(
+                f"{one.__name__} is a function and no pipeline.",
+                hint="Write @sigmascope.watch() with parentheses.",
+            )
     choices = Choices(prompts, name, sample_hz)
-    if len(pipelines) == 1 and inspect.isfunction(pipelines[0]):
-        return Watch((), choices, on_run)(pipelines[0])  # type: ignore[return-value]  # @watch without parentheses
     return Watch(tuple(one for one in pipelines if one is not None), choices, on_run)

@@ -1,0 +1,130 @@
+import inspect
+from typing import Any
+
+import pytest
+
+from sigmascope.integrations.watching.taps import After, Listener, listen
+
+
+class Host:
+    kept = 3
+
+    def work(self, number: int, *, more: int = 0) -> int:
+        """Add."""
+        if number < 0:
+            raise ValueError(number)
+        return number + more
+
+    @classmethod
+    def make(cls, name: str) -> str:
+        return f"{cls.__name__} {name}"
+
+    @staticmethod
+    def double(number: int) -> int:
+        return 2 * number
+
+
+def listening(heard: list[Any]) -> Listener:
+    def before(target: object, args: Any, kwargs: Any) -> After:
+        heard.append((target, args, kwargs))
+        return lambda result, error: heard.append((result, error))
+
+    return Listener(before, heard.append)
+
+
+def test_arguments_and_result_are_heard_and_unchanged() -> None:
+    heard: list[Any] = []
+    host = Host()
+    forget = listen(Host, "work", listening(heard))
+    assert host.work(1, more=2) == 3
+    forget()
+    assert heard == [(host, (1,), {"more": 2}), (3, None)]
+
+
+def test_an_exception_is_heard_and_passes() -> None:
+    heard: list[Any] = []
+    forget = listen(Host, "work", listening(heard))
+    with pytest.raises(ValueError, match="-1") as caught:
+        Host().work(-1)
+    forget()
+    assert heard[-1] == (None, caught.value)
+
+
+@pytest.mark.parametrize(("name", "argument", "result"), [("make", "x", "Host x"), ("double", 4, 8)])
+def test_class_and_static_methods_are_heard(name: str, argument: Any, result: Any) -> None:
+    heard: list[Any] = []
+    before = vars(Host)[name]
+    forget = listen(Host, name, listening(heard))
+    assert getattr(Host, name)(argument) == result
+    assert getattr(Host(), name)(argument) == result
+    forget()
+    assert [one[1] for one in heard[::2]] == [(argument,)] * 2
+    assert vars(Host)[name] is before
+
+
+def test_the_method_looks_as_before_while_it_is_heard() -> None:
+    signature = inspect.signature(Host.work)
+    forget = listen(Host, "work", listening([]))
+    assert inspect.signature(Host.work) == signature
+    assert inspect.getfullargspec(Host.work).kwonlyargs == ["more"]
+    assert (Host.work.__name__, Host.work.__doc__) == ("work", "Add.")
+    forget()
+
+
+def test_a_listener_that_fails_is_told_and_the_other_goes_on() -> None:
+    def broken(_target: object, _args: Any, _kwargs: Any) -> After:
+        raise RuntimeError("before")
+
+    failures: list[Exception] = []
+    heard: list[Any] = []
+    first = listen(Host, "work", Listener(broken, failures.append))
+    second = listen(Host, "work", listening(heard))
+    assert Host().work(5) == 5
+    first()
+    second()
+    assert [str(one) for one in failures] == ["before"]
+    assert heard[-1] == (5, None)
+
+
+def test_the_last_of_several_listeners_takes_the_tap_off() -> None:
+    before = vars(Host)["work"]
+    first, second = listen(Host, "work", listening([])), listen(Host, "work", listening([]))
+    first()
+    assert vars(Host)["work"] is not before
+    second()
+    assert vars(Host)["work"] is before
+
+
+def test_what_somebody_else_put_in_our_place_stays() -> None:
+    before = vars(Host)["work"]
+    heard: list[Any] = []
+    forget = listen(Host, "work", listening(heard))
+    ours = vars(Host)["work"]
+
+    def theirs(self: Host, number: int) -> int:
+        return int(ours(self, number)) + 1
+
+    Host.work = theirs  # type: ignore[assignment, method-assign]
+    forget()
+    assert vars(Host)["work"] is theirs
+    assert Host().work(1) == 2
+    assert heard == []
+    Host.work = before  # type: ignore[method-assign]
+
+
+def test_an_attribute_of_one_object_is_heard_on_it_alone() -> None:
+    heard: list[Any] = []
+    host, other = Host(), Host()
+    for one in (host, other):
+        one.own = lambda: 7  # type: ignore[attr-defined]
+    before = vars(host)["own"]
+    forget = listen(host, "own", listening(heard))
+    assert host.own() == other.own() == 7  # type: ignore[attr-defined]
+    assert len(heard) == 2
+    forget()
+    assert vars(host)["own"] is before
+
+
+def test_what_is_no_function_is_refused() -> None:
+    with pytest.raises(TypeError, match="kept is a int"):
+        listen(Host, "kept", listening([]))
