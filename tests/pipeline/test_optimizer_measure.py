@@ -11,6 +11,7 @@ from tests.families import generate, make_pipeline
 from tests.pipeline.deep_snapshot import deep_snapshot, differences
 from tests.pipeline.optimized import dtypes_of, optimizer, warm_pipeline
 
+from sigmascope.analysis.diagnostics.case import cases
 from sigmascope.errors import ConfigError
 from sigmascope.monitor.recorder import Recorder
 from sigmascope.pipeline.optimizer import Measurement
@@ -41,14 +42,32 @@ def sd15() -> Any:
     return warm_pipeline("sd15")
 
 
-def timed(clock: Clock, cost_ms: Callable[[Any], int], family: str = "sd15") -> Callable[[Any], object]:
-    """A call that generates, and takes as long as the set-up of the pipeline makes it."""
+IMAGE = torch.full((1, 3, 2, 2), 0.5)
+
+
+def timed(clock: Clock, cost_ms: Callable[[Any], int]) -> Callable[[Any], object]:
+    """A call that takes as long as the set-up of the pipeline makes it, and always gives the same image."""
 
     def call(pipeline: Any) -> object:
         clock.ns += cost_ms(pipeline) * MS
-        return (generate(pipeline, family),)
+        return (IMAGE,)
 
     return call
+
+
+def generated(clock: Clock, cost_ms: Callable[[Any], int]) -> Callable[[Any], object]:
+    """The same with the image that the pipeline makes."""
+
+    def call(pipeline: Any) -> object:
+        clock.ns += cost_ms(pipeline) * MS
+        return (generate(pipeline, "sd15"),)
+
+    return call
+
+
+def half_is_fast(pipeline: Any) -> int:
+    """100 ms; 50 in bfloat16."""
+    return 50 if torch.bfloat16 in dtypes_of(pipeline.unet) else 100
 
 
 def sliced_is_fast(pipeline: Any) -> int:
@@ -104,10 +123,7 @@ def test_what_paid_can_be_kept_and_undone_later(clock: Clock) -> None:
 
 
 def test_how_far_the_image_moved_is_told_against_the_first(clock: Clock, sd15: Any) -> None:
-    def half_is_fast(pipeline: Any) -> int:
-        return 50 if torch.bfloat16 in dtypes_of(pipeline.unet) else 100
-
-    found = measure(sd15, timed(clock, half_is_fast), dtype="bfloat16")
+    found = measure(sd15, generated(clock, half_is_fast), dtype="bfloat16")
     tool = optimizer(dtype="bfloat16")
     first = generate(sd15, "sd15").double()
     with tool.applied(sd15):
@@ -116,10 +132,7 @@ def test_how_far_the_image_moved_is_told_against_the_first(clock: Clock, sd15: A
 
 
 def test_an_image_that_moved_too_far_is_dropped_however_fast(clock: Clock, sd15: Any) -> None:
-    def half_is_fast(pipeline: Any) -> int:
-        return 50 if torch.bfloat16 in dtypes_of(pipeline.unet) else 100
-
-    found = measure(sd15, timed(clock, half_is_fast), dtype="bfloat16", min_psnr=90.0)
+    found = measure(sd15, generated(clock, half_is_fast), dtype="bfloat16", min_psnr=90.0)
     assert found.plan.choices == ()
     assert "90 are asked for" in found.results[0].verdict
 
@@ -139,7 +152,7 @@ def test_a_set_up_that_does_not_run_is_dropped_with_its_error(clock: Clock, sd15
         if pipeline.vae.use_tiling:
             raise MemoryError("tiles are too much")
         clock.ns += MS
-        return (generate(pipeline, "sd15"),)
+        return (IMAGE,)
 
     before = deep_snapshot(sd15)
     found = measure(sd15, call, vae_tiling=True)
@@ -152,7 +165,7 @@ def test_what_lets_the_pipeline_run_at_all_is_kept(clock: Clock, sd15: Any) -> N
         if not pipeline.vae.use_tiling:
             raise MemoryError("the image is too large")
         clock.ns += MS
-        return (generate(pipeline, "sd15"),)
+        return (IMAGE,)
 
     found = measure(sd15, call, vae_tiling=True)
     assert found.first.error == "MemoryError: the image is too large"
@@ -161,7 +174,7 @@ def test_what_lets_the_pipeline_run_at_all_is_kept(clock: Clock, sd15: Any) -> N
 
 def test_a_choice_that_cannot_be_applied_is_dropped_with_the_reason(clock: Clock) -> None:
     pipeline = warm_pipeline("flux")
-    found = measure(pipeline, timed(clock, lambda _: 1, "flux"), attention_backend="flash")
+    found = measure(pipeline, timed(clock, lambda _: 1), attention_backend="flash")
     assert "flash-attn" in found.results[0].verdict
     assert not found.results[0].kept
 
@@ -172,6 +185,20 @@ def test_slow_runs_of_a_busy_machine_do_not_make_a_choice_pay(clock: Clock, sd15
     )  # as found: warm-up, then 90, 10, 100; the choice: 12, 11, 10
     found = measure(sd15, timed(clock, lambda _: next(costs)), vae_slicing=True)
     assert not found.results[0].kept
+
+
+def test_a_machine_that_became_faster_meanwhile_does_not_make_a_choice_pay(clock: Clock, sd15: Any) -> None:
+    costs = iter([100] * 4 + [97] * 4 + [94] * 4 + [97] * 4)  # in turn: as found, with it, as found, with it
+    found = measure(sd15, timed(clock, lambda _: next(costs)), vae_slicing=True)
+    assert not found.results[0].kept
+    assert len(found.results[0].before.seconds) == 6
+
+
+def test_a_small_gain_that_comes_back_is_kept(clock: Clock, sd15: Any) -> None:
+    costs = iter(([100] * 4 + [95] * 4) * 2)
+    found = measure(sd15, timed(clock, lambda _: next(costs)), vae_slicing=True)
+    assert found.results[0].saved_percent == pytest.approx(5.0)
+    assert found.results[0].kept
 
 
 def test_the_first_warm_up_tells_what_compiling_took(clock: Clock, sd15: Any) -> None:
@@ -194,12 +221,19 @@ def test_arguments_of_the_pipelines_call_are_enough(sd15: Any) -> None:
     assert found.first.step_seconds is not None
 
 
+def test_the_runs_can_be_diagnosed(clock: Clock, sd15: Any) -> None:
+    found = measure(sd15, timed(clock, sliced_is_fast), vae_slicing=True)
+    (case,) = cases(found.last.runs[0])
+    assert case.pipeline is not None
+    assert case.pipeline.components["vae"].slicing is True
+
+
 def test_ctrl_c_undoes_everything_and_passes(clock: Clock, sd15: Any) -> None:
     def call(pipeline: Any) -> object:
         if pipeline.vae.use_tiling:
             raise KeyboardInterrupt
         clock.ns += (50 if pipeline.vae.use_slicing else 100) * MS
-        return (generate(pipeline, "sd15"),)
+        return (IMAGE,)
 
     before = deep_snapshot(sd15)
     with pytest.raises(KeyboardInterrupt):

@@ -66,8 +66,8 @@ def test_an_older_device_takes_float16() -> None:
     assert choice.options["dtype"] == "float16"
 
 
-def test_a_cpu_with_matrix_units_takes_bfloat16() -> None:
-    plan = automatic(replace(CPU, cpu_matrix_units=True)).plan(warm_pipeline("sdxl"))
+def test_a_cpu_that_multiplies_bfloat16_takes_it() -> None:
+    plan = automatic(replace(CPU, cpu_bfloat16=True)).plan(warm_pipeline("sdxl"))
     assert [choice.kind for choice in plan.choices] == ["precision"]
 
 

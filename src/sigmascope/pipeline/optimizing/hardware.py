@@ -28,7 +28,7 @@ class Hardware:
         free_bytes: Of that, what nobody uses now; None: not read, and then all of it counts.
         capability: (major, minor) of an NVIDIA device.
         ram_available_bytes: RAM that can be taken now.
-        cpu_matrix_units: Whether the CPU multiplies bfloat16 in matrix units (AMX).
+        cpu_bfloat16: Whether the CPU multiplies bfloat16 (AMX or AVX512-BF16).
         absence: Why there is no accelerator.
     """
 
@@ -38,7 +38,7 @@ class Hardware:
     free_bytes: int | None = None
     capability: tuple[int, int] | None = None
     ram_available_bytes: int | None = None
-    cpu_matrix_units: bool = False
+    cpu_bfloat16: bool = False
     absence: str | None = None
 
     @property
@@ -54,7 +54,7 @@ class Hardware:
     def multiplies_bfloat16(self) -> bool:
         """Whether bfloat16 is fast on it; an NVIDIA device that does not tell counts as a recent one."""
         if not self.is_accelerator:
-            return self.cpu_matrix_units
+            return self.cpu_bfloat16
         return self.capability is None or self.capability >= _BFLOAT16
 
     def multiplies_float8(self) -> bool:
@@ -81,7 +81,9 @@ def read_hardware(device: str | None = None, accelerator: Accelerator | None = N
     found = accelerator.current_device() if device is None else _numbered(device)
     if found is None or found.startswith("cpu"):
         absence = accelerator.absence if device is None else None
-        return Hardware("cpu", ram_available_bytes=ram, cpu_matrix_units=_has_matrix_units(), absence=absence)
+        return Hardware(
+            "cpu", ram_available_bytes=ram, cpu_bfloat16=_cpu_multiplies_bfloat16(), absence=absence
+        )
     facts, memory = accelerator.facts(found), snapshot.accelerator(found)
     return Hardware(
         found,
@@ -107,6 +109,6 @@ def _capability(text: str | None) -> tuple[int, int] | None:
     return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
 
 
-def _has_matrix_units() -> bool:
-    found = attempt(lambda: torch.cpu.get_capabilities())
-    return bool((found.value or {}).get("amx_bf16"))
+def _cpu_multiplies_bfloat16() -> bool:
+    found = attempt(lambda: dict(torch.cpu.get_capabilities()))
+    return any((found.value or {}).get(name) for name in ("amx_bf16", "avx512_bf16"))

@@ -84,7 +84,7 @@ def _dtype_for(found: Circumstances) -> str | NotTaken:
     if hardware.is_accelerator:
         return "float16"
     return NotTaken(
-        NAME, PIPELINE, f"{found.no_accelerator}; and this CPU has no matrix units (AMX) for bfloat16"
+        NAME, PIPELINE, f"{found.no_accelerator}; and this CPU does not multiply bfloat16 (AMX, AVX512-BF16)"
     )
 
 
@@ -131,7 +131,7 @@ def _choice(found: Circumstances, dtype: str, names: list[str]) -> Choice:
 
 def _speed(found: Circumstances) -> str:
     if found.hardware.multiplies_bfloat16():
-        return "products in matrix units instead of float32's"
+        return "products that the device multiplies faster than float32's"
     return (
         "no faster products: this device is not made for it"
         if not found.hardware.is_accelerator

@@ -13,6 +13,7 @@ from sigmascope.pipeline.optimizing.images import compare_images, image_of
 from sigmascope.pipeline.optimizing.measurement import SetUp
 from sigmascope.probes.pipelines import pipeline_facts
 from sigmascope.probes.reading import attempt, describe
+from sigmascope.records.pipeline import PipelineFacts
 from sigmascope.records.run import Run
 
 STAGE: Final = "generation"
@@ -54,9 +55,10 @@ class Trials:
 
     def run(self, name: str) -> Seen:
         """Warm up, then time. What fails is told by its error; Ctrl-C goes through."""
+        facts = pipeline_facts(self.pipeline)
         try:
-            warmed = [seconds_of(self._once(name)[0]) for _ in range(self.warmup)]
-            timed = [self._once(name) for _ in range(self.repeats)]
+            warmed = [seconds_of(self._once(name, facts)[0]) for _ in range(self.warmup)]
+            timed = [self._once(name, facts) for _ in range(self.repeats)]
         except Exception as failure:  # noqa: BLE001 - a set-up that does not run is a result
             return Seen(SetUp(error=describe(failure)))
         image = timed[0][1]
@@ -71,9 +73,9 @@ class Trials:
         merged = _summed_up([*seen.set_up.runs, *again.runs], [])
         return replace(seen, set_up=replace(merged, warmup_seconds=seen.set_up.warmup_seconds))
 
-    def _once(self, name: str) -> tuple[Run, Tensor | None]:
+    def _once(self, name: str, facts: PipelineFacts) -> tuple[Run, Tensor | None]:
         recorder = Recorder(name)
-        recorder.fact("pipeline", pipeline_facts(self.pipeline))  # for `diagnose`
+        recorder.fact("pipeline", facts)  # for `diagnose`
         with recorder, recorder.stage(STAGE):
             with recorder.hook_steps(self.denoiser):
                 output = self.call(self.pipeline)
