@@ -15,6 +15,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from sigmascope.probes.places import place_of
 from sigmascope.probes.reading import PROBE_ERRORS, Reading, describe
 from sigmascope.probes.xxh3 import PIECE_BYTES, block_sums, digests
 
@@ -108,14 +109,7 @@ def _all_on_cpu(tensors: Mapping[str, Tensor], threads: int | None) -> Readings:
 def _same_memory(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """For each name the first name of the same elements in memory."""
     seen: dict[object, str] = {}
-    return {name: seen.setdefault(_place(tensor), name) for name, tensor in tensors.items()}
-
-
-def _place(tensor: Tensor) -> object:
-    address = tensor.data_ptr()
-    if address == 0:
-        return id(tensor)
-    return (address, tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
+    return {name: seen.setdefault(place_of(tensor), name) for name, tensor in tensors.items()}
 
 
 def _read_on_cpu(tensor: Tensor) -> Reading[Fingerprint]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
+from sigmascope.probes.places import place_of
 from sigmascope.probes.reading import PROBE_ERRORS, describe
 from sigmascope.probes.walking import modules_in, own_buffers, own_parameters
 from sigmascope.records.facts import ModuleFacts
@@ -120,7 +121,7 @@ class _Count:
 
     def _new(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
         for tensor in tensors:
-            identity = _identity(tensor)
+            identity = place_of(tensor)
             if identity not in self.seen:
                 self.seen.add(identity)
                 yield tensor
@@ -136,14 +137,3 @@ class _Count:
             self.training,
             wrapper_class_name=wrapper_class_name,
         )
-
-
-def _identity(tensor: Tensor) -> object:
-    """The same for two tensors exactly if they are the same elements in memory."""
-    try:
-        address = tensor.data_ptr()
-    except PROBE_ERRORS:
-        address = 0
-    if address == 0 or tensor.numel() == 0:  # meta, empty or freed: the object itself is all there is
-        return id(tensor)
-    return (str(tensor.device), address, tuple(tensor.shape), tensor.stride(), tensor.dtype)

@@ -114,3 +114,16 @@ def test_other_dtypes_and_shapes_are_told() -> None:
 def test_contents_can_be_limited_to_names(unet: ModelPatcher) -> None:
     assert capture_lora_baseline(unet, None, keys=[Q])["unet"]["fingerprinted_keys"] == 1
     assert capture_lora_baseline(unet, None, keys="none")["unet"]["fingerprinted_keys"] == 0
+
+
+def test_what_is_merged_into_one_of_two_tied_weights_is_in_both() -> None:
+    import peft
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[1].weight = model[0].weight
+    baseline = capture_lora_baseline(model, None)
+    config = peft.LoraConfig(r=2, target_modules=["0"], init_lora_weights=False)
+    peft.get_peft_model(model, config).merge_adapter()
+    weights = analyze_lora_application_results(baseline, model, None, model)["unet_weight_changes"]
+    assert weights["keys_value_changed"].keys() == {"0.weight", "1.weight"}
+    assert weights["unexplained"] == []

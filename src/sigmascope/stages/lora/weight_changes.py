@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from sigmascope.lora.effect import Effect, by_block
 from sigmascope.lora.norms import root_sum_square
 from sigmascope.probes.adapters.applied import AppliedPatch
+from sigmascope.probes.places import place_of
 from sigmascope.stages.host_reading import read_host
 from sigmascope.stages.lora.captured import CapturedModel, mark_of
 from sigmascope.stages.lora.estimates import sample_pair
@@ -60,9 +61,13 @@ def _verdicts(moments: Moments) -> Iterator[tuple[str, Verdict]]:
     patches = moments.applied.by_key()
     now = read_host(lambda: weights_in(moments.model, moments.after.model_type)).value or Weights({}, {})
     originals = Originals(moments, now.base)
+    twins = {place_of(now.base[key]): key for key in patches if key in now.base}
     for key, weight in now.base.items():
         content = _content_changed(key, moments)
         fresh = _fresh(patches.get(key, ()), moments.before, key)
+        twin = twins.get(place_of(weight), key)
+        if key not in patches and twin != key:  # tied: what is merged into the one is in the other
+            fresh = [p for p in _fresh(patches[twin], moments.before, twin) if p.state == "merged"]
         if not content and not _acts(fresh):
             continue
         verdict = judge_weight(

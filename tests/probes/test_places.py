@@ -1,0 +1,24 @@
+import pytest
+import torch
+
+from sigmascope.probes.places import place_of
+
+
+def test_two_views_of_the_same_elements_are_in_one_place() -> None:
+    tensor = torch.zeros(4, 4)
+    assert place_of(tensor[1:]) == place_of(tensor[1:])
+
+
+@pytest.mark.parametrize("other", [torch.zeros(4, 4), torch.zeros(4, 4, device="meta"), torch.zeros(0)])
+def test_other_elements_are_elsewhere(other: torch.Tensor) -> None:
+    assert place_of(torch.zeros(4, 4)) != place_of(other)
+
+
+def test_another_reading_of_the_same_elements_is_another_place() -> None:
+    tensor = torch.zeros(4, 4)
+    assert len({place_of(tensor), place_of(tensor.T), place_of(tensor.view(torch.int32))}) == 3
+
+
+def test_empty_and_meta_tensors_are_known_by_themselves() -> None:
+    for tensor in (torch.zeros(0), torch.zeros(3, device="meta")):
+        assert place_of(tensor) == place_of(tensor) == id(tensor)
