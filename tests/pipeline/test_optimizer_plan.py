@@ -293,3 +293,11 @@ def test_what_is_no_pipeline_is_refused(thing: object) -> None:
 def test_a_pipeline_without_a_denoiser_is_left_as_it_is() -> None:
     plan = automatic(CPU).plan(warm_pipeline("sd15").vae)
     assert plan.choices == ()
+
+
+def test_weights_that_accelerate_holds_elsewhere_are_left_alone() -> None:
+    pipeline = make_pipeline("sd15")
+    pipeline.enable_sequential_cpu_offload(device="cpu")
+    plan = optimizer(dtype="bfloat16", channels_last=True, vae_slicing=True).plan(pipeline)
+    assert [choice.kind for choice in plan.choices] == ["vae_slicing"]
+    assert "sequential offloading" in reason(plan, "precision")

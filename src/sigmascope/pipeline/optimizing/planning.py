@@ -5,10 +5,12 @@ from typing import Any
 from torch import nn
 
 from sigmascope.errors import ConfigError
+from sigmascope.pipeline.optimizing.circumstances import Circumstances
 from sigmascope.pipeline.optimizing.config import OptimizationConfig
 from sigmascope.pipeline.optimizing.hardware import Hardware
+from sigmascope.pipeline.optimizing.kind import Considered, Kind
 from sigmascope.pipeline.optimizing.kinds import KINDS
-from sigmascope.pipeline.optimizing.plan import Choice, NotTaken, Plan
+from sigmascope.pipeline.optimizing.plan import PIPELINE, Choice, NotTaken, Plan
 from sigmascope.pipeline.optimizing.precision import NAME as PRECISION
 from sigmascope.pipeline.optimizing.reckoning import circumstances_of, reckon_work, reckoning_of
 from sigmascope.pipeline.optimizing.subject import look_at
@@ -35,7 +37,7 @@ def make_plan(pipeline: Any, hardware: Hardware, config: OptimizationConfig) -> 
     found = circumstances_of(look_at(pipeline), hardware, config)
     left: list[NotTaken] = []
     for kind in KINDS:
-        for one in kind.consider(found):
+        for one in _considered(kind, found):
             if isinstance(one, Choice):
                 found.chosen.append(one)
             else:
@@ -46,3 +48,14 @@ def make_plan(pipeline: Any, hardware: Hardware, config: OptimizationConfig) -> 
     return Plan(
         facts.class_name, facts.architecture, hardware, tuple(found.chosen), tuple(left), reckoning_of(found)
     )
+
+
+def _considered(kind: Kind, found: Circumstances) -> Considered:
+    """What a kind says, unless it would change weights that are not there: accelerate holds them elsewhere."""
+    components = found.subject.facts.components
+    moving = [name for name, part in components.items() if part.offload == "sequential"]
+    if moving and kind.changes:
+        reason = f"accelerate holds the weights of {', '.join(moving)} elsewhere (sequential offloading)"
+        yield NotTaken(kind.name, PIPELINE, reason)
+    else:
+        yield from kind.consider(found)
