@@ -15,7 +15,7 @@ def performance_score(seconds: float | None, target_seconds: float) -> float | N
     Returns:
         0-100; None when the time is not known. A time of 0 meets every target.
 
-    Example:
+    Examples:
         >>> performance_score(16.0, 5.0), performance_score(2.4, 5.0)
         (31.2, 100.0)
     """

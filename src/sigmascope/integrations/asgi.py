@@ -44,7 +44,7 @@ class PerformanceMonitoringMiddleware:
     Raises:
         ConfigError: `metrics_path` without prometheus-client, or a history below 1.
 
-    Example:
+    Examples:
         >>> async def app(scope, receive, send):
         ...     await send({"type": "http.response.start", "status": 204, "headers": []})
         ...     await send({"type": "http.response.body", "body": b""})

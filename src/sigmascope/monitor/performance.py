@@ -63,7 +63,7 @@ class PerformanceMonitor:
     Raises:
         ConfigError: A target that is no number above 0, or a history below 1.
 
-    Example:
+    Examples:
         >>> monitor = PerformanceMonitor(target_generation_time=5.0)
         >>> with monitor.monitor_generation("Qwen-Image", num_steps=2) as watching:
         ...     for _ in range(2):

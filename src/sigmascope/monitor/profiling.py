@@ -173,7 +173,7 @@ def profile_steps(
         ConfigError: No denoiser is found, or no step is chosen.
         WriteError: The trace could not be written there.
 
-    Example:
+    Examples:
         >>> denoiser = nn.ModuleDict({"blocks": nn.ModuleList([nn.Linear(4, 4)])})
         >>> with profile_steps(None, denoiser, steps=(2,)) as profiling:
         ...     pass

@@ -41,7 +41,7 @@ class Recorder:
         accelerator: Where to read devices; None: what torch would use.
         clock: Monotonic nanoseconds.
 
-    Example:
+    Examples:
         >>> recorder = Recorder(name="portrait")
         >>> with recorder.stage("denoising") as stage:
         ...     for _ in range(2):

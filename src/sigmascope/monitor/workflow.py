@@ -42,7 +42,7 @@ class WorkflowMonitor(LatentMethods, LoraApplicationMethods, TextEncodingMethods
     Raises:
         ConfigError: `prompt_privacy` does not exist.
 
-    Example:
+    Examples:
         >>> monitor = WorkflowMonitor()
         >>> monitor.start_monitoring("text_encoding")
         >>> seconds = monitor.end_monitoring("text_encoding")

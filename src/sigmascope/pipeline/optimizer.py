@@ -27,7 +27,7 @@ class PipelineOptimizer:
         config: What may be done; None: whatever keeps the image but for number formats.
         hardware: What to plan for; None: this machine, read when a plan is made.
 
-    Example:
+    Examples:
         >>> optimizer = PipelineOptimizer()
         >>> settings = optimizer.configure_generation_settings("MMDiT")
         >>> settings["num_inference_steps"]

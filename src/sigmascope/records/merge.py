@@ -36,7 +36,7 @@ def merge_runs(runs: Sequence[Run], names: Sequence[str] | None = None) -> Run:
     Raises:
         ConfigError: No runs, a run or a name twice, not as many names as runs, or a run whose beginning is no time.
 
-    Example:
+    Examples:
         >>> parts = [Run(str(n), "FLUX", f"2026-11-21T10:00:0{n}+00:00", 4.0) for n in (0, 1)]
         >>> merged = merge_runs(parts)
         >>> [(stage.name, stage.started_seconds) for stage in merged.stages], merged.seconds
