@@ -1,8 +1,7 @@
 """Memory that runs out inside a kernel: at any operation of PyTorch's, before or after it has made its result."""
 
-import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,6 +18,8 @@ from sigmascope.records.latents import EncodingEvent
 
 if TYPE_CHECKING:
     from tests.pipeline.conftest import Sample
+
+pytestmark = pytest.mark.usefixtures("little_garbage")
 
 FOLLOWS = {"direct": "tiled", "tiled": "cpu", "cpu": "direct"}
 
@@ -59,14 +60,6 @@ class Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.calls == self.fails_at:
             raise self.error()
         return output
-
-
-@pytest.fixture(scope="module", autouse=True)
-def little_garbage() -> Iterator[None]:
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def _encode(one: "Sample", kernels: Kernels, *ways: str) -> Any:

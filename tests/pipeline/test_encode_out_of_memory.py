@@ -1,8 +1,6 @@
 """Memory that runs out at any point of any strategy, in any order."""
 
-import gc
 import itertools
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,16 +17,9 @@ from sigmascope.records.latents import EncodingEvent
 if TYPE_CHECKING:
     from tests.pipeline.conftest import Sample
 
+pytestmark = pytest.mark.usefixtures("little_garbage")
+
 WAYS = ("direct", "tiled", "cpu")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def little_garbage() -> Iterator[None]:
-    """Leave the imported libraries out of the collections that follow every failure: they take half a second."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")

@@ -2,12 +2,13 @@ import gc
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import count
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from sigmascope.pipeline.restore import as_before, for_inference, modules_in
+from sigmascope.pipeline.restore import _Placed, as_before, for_inference, modules_in
 
 
 class Encoder(nn.Module):
@@ -130,3 +131,25 @@ def test_no_gradients_are_recorded_meanwhile() -> None:
 def test_the_modules_of_a_holder_are_found() -> None:
     holder = Holder()
     assert modules_in(holder) == [holder.first_stage_model]
+
+
+def test_what_has_no_room_to_go_back_keeps_nothing_else_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, calls = _Placed.put_back, count()
+
+    def full_at_first(placed: _Placed) -> None:
+        if next(calls) == 0:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        own(placed)
+
+    monkeypatch.setattr(_Placed, "put_back", full_at_first)
+    layer = nn.Linear(2, 2)
+
+    def half_way() -> None:
+        with as_before(layer):
+            layer.double()
+            raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine") as caught:
+        half_way()
+    assert caught.value.__notes__ == ["The VAE could not be put back as it was: CUDA out of memory."]
+    assert (layer.weight.dtype, layer.bias.dtype) == (torch.float64, torch.float32)

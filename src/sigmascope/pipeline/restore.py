@@ -1,6 +1,6 @@
 """A VAE as it was: what an attempt changes of a model is put back, whatever ended the attempt."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -65,7 +65,8 @@ def as_before(*things: object, also_on_success: bool = False) -> Iterator[None]:
     """Put things back if what is done here fails: placement, dtype, attributes, buffers, caches.
 
     A VAE that fails half way may keep its intermediate results, as those of causal videos do in their
-    caches of features; with the attributes as they were, these are let go.
+    caches of features; with the attributes as they were, these are let go. What cannot be put back is told in a
+    note on the error.
 
     Args:
         *things: Modules, with all their parts; of any other object its own attributes alone.
@@ -74,8 +75,10 @@ def as_before(*things: object, also_on_success: bool = False) -> Iterator[None]:
     state = _State.of(things)
     try:
         yield
-    except BaseException:
-        state.put_back()
+    except BaseException as error:
+        failure = _tried(state.put_back)
+        if failure is not None:
+            error.add_note(f"The VAE could not be put back as it was: {failure}")
         raise
     if also_on_success:
         state.put_back()
@@ -147,10 +150,20 @@ class _State:
         return cls([_Part.of(part) for part in parts], [_Placed.of(one) for one in tensors_of(modules)])
 
     def put_back(self) -> None:
+        """Everything that can be; what cannot, for want of room where it was, is told when the rest is done."""
         for part in self.parts:
             part.put_back()
-        for placed in self.placed:
-            placed.put_back()
+        failures = [error for placed in self.placed if (error := _tried(placed.put_back)) is not None]
+        if failures:
+            raise failures[0]
+
+
+def _tried(put_back: Callable[[], None]) -> Exception | None:
+    try:
+        put_back()
+    except Exception as error:  # noqa: BLE001 - the rest shall be put back all the same
+        return error
+    return None
 
 
 def _attributes_of(thing: object) -> dict[str, Any]:
