@@ -1,6 +1,7 @@
 """A pipeline with the LoRA that is made for it, loaded under the eyes of a monitor."""
 
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -50,15 +51,20 @@ class Styled:
         return (up.flatten(1) @ down.flatten(1)).reshape(up.shape[0], *down.shape[1:])
 
 
+@cache
+def bare_image(family: str) -> Tensor:
+    """What the family's pipeline makes without any LoRA; every one of them makes the same."""
+    return generate(make_pipeline(family), family)
+
+
 def styled(family: str, folder: Path, *, leave_out: tuple[str, ...] = ()) -> Styled:
     """Load a LoRA under the eyes of a monitor; `leave_out` says of which modules it has no factors."""
     pipeline = make_pipeline(family)
     state = lora_state(pipeline, parts_of(family))
     state = {key: value for key, value in state.items() if not any(mark in key for mark in leave_out)}
     path = write(state, folder / f"{family}.safetensors")
-    bare_image = generate(pipeline, family)
     monitor = ModelLoadingMonitor()
-    found = Styled(family, pipeline, state, path, monitor, {}, bare_image)
+    found = Styled(family, pipeline, state, path, monitor, {}, bare_image(family))
     found.baseline.update(monitor.capture_lora_baseline(found.denoiser, found.encoders, path))
     monitor.start_monitoring("lora_application")
     pipeline.load_lora_weights(str(path), adapter_name="style")
