@@ -3,7 +3,8 @@ from typing import Any
 
 import pytest
 
-from sigmascope.integrations.watching.taps import After, Listener, listen
+from sigmascope.integrations.watching.listeners import After, Listener
+from sigmascope.integrations.watching.taps import listen
 
 
 class Host:

@@ -13,8 +13,8 @@ from sigmascope.integrations.watching.call_facts import (
 )
 from sigmascope.integrations.watching.hearing import hears
 from sigmascope.integrations.watching.instrument import Instrument
+from sigmascope.integrations.watching.listeners import After, Arguments, Keywords
 from sigmascope.integrations.watching.parts import Parts, pipelines_in
-from sigmascope.integrations.watching.taps import After, Arguments, Keywords
 from sigmascope.monitor.live import LiveStage
 from sigmascope.records.pipeline import CallFacts, PipelineFacts
 from sigmascope.records.prompts import redactor, stored_prompts

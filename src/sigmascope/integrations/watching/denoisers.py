@@ -1,16 +1,20 @@
 """The denoiser's calls: they open the denoising and its steps."""
 
 import functools
-from collections.abc import Iterator
-from typing import ClassVar, Final
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from torch import nn
+from torch.compiler import is_compiling
 
 from sigmascope.integrations.watching.activity import current
 from sigmascope.integrations.watching.instrument import Instrument
-from sigmascope.integrations.watching.module_calls import hook_calls
+from sigmascope.integrations.watching.listeners import After, Arguments, Keywords
+from sigmascope.integrations.watching.module_calls import COMPILED, ModuleHook, hook_calls
 from sigmascope.integrations.watching.parts import Parts
-from sigmascope.integrations.watching.taps import After, Arguments, Keywords
+
+if TYPE_CHECKING:
+    from sigmascope.integrations.watching.session import Session
 
 _NAMES: Final = ("unet", "transformer", "transformer_2", "denoiser", "prior", "decoder")
 """Where pipelines keep denoisers whose architecture is not known."""
@@ -26,7 +30,10 @@ class Denoisers(Instrument):
         schedulers = [part for _, part in parts.of_role("scheduler") if callable(getattr(part, "step", None))]
         for name, denoiser in denoisers_of(parts):
             before = functools.partial(self._before, name, bool(schedulers))
-            hook_calls(self, denoiser, before, after=not schedulers)
+            if schedulers and getattr(denoiser, COMPILED, None) is None:
+                hook_calls(self, denoiser, StepHook(self.session, name, before, self.failed), after=False)
+            else:
+                hook_calls(self, denoiser, before, after=not schedulers)
 
     def _before(self, name: str, has_scheduler: bool, args: Arguments, kwargs: Keywords) -> After | None:
         activity = current(self.session) or self.session.here()
@@ -35,6 +42,44 @@ class Denoisers(Instrument):
         denoising = activity.denoising or activity.start_denoising()
         denoising.called(name, args, kwargs)
         return None if has_scheduler else lambda _result, _error: denoising.returned()
+
+
+class StepHook(ModuleHook):
+    """The denoiser's hook: the hot path.
+
+    Args:
+        session: Whose.
+        name: The denoiser's.
+        act: What to do with a call for which no denoising is open.
+        failed: Told of what was raised.
+    """
+
+    __slots__ = ("_name", "_session")
+
+    def __init__(
+        self,
+        session: "Session",
+        name: str,
+        act: Callable[..., object],
+        failed: Callable[[Exception], None],
+    ) -> None:
+        super().__init__(act, failed)
+        self._session = session
+        self._name = name
+
+    def __call__(self, _module: object, *seen: Any) -> None:
+        """Take the call, unless it is being traced."""
+        if is_compiling():
+            return
+        try:
+            args, kwargs = seen
+            activity = current(self._session)
+            if activity is None or activity.denoising is None:
+                self.act(args, kwargs)
+            else:
+                activity.denoising.called(self._name, args, kwargs)
+        except Exception as failure:  # noqa: BLE001 - what an instrument raises must not reach the host
+            self.failed(failure)
 
 
 def denoisers_of(parts: Parts) -> Iterator[tuple[str, nn.Module]]:

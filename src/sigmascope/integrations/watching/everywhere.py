@@ -5,7 +5,7 @@ from typing import ClassVar, Final
 
 from sigmascope.integrations.watching.imports import when_loaded
 from sigmascope.integrations.watching.instrument import Instrument
-from sigmascope.integrations.watching.taps import After, Arguments, Keywords
+from sigmascope.integrations.watching.listeners import After, Arguments, Keywords
 
 _BASES: Final = (
     ("diffusers.pipelines.pipeline_utils", "DiffusionPipeline", "register_modules"),

@@ -5,7 +5,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, ClassVar
 
-from sigmascope.integrations.watching.taps import After, Arguments, Keywords, Listener, listen
+from sigmascope.integrations.watching.listeners import After, Arguments, Keywords, Listener
+from sigmascope.integrations.watching.taps import listen
 
 if TYPE_CHECKING:
     from sigmascope.integrations.watching.parts import Parts

@@ -6,8 +6,8 @@ from typing import Any, ClassVar, Final
 from sigmascope.integrations.watching.activity import Activity
 from sigmascope.integrations.watching.imports import when_loaded
 from sigmascope.integrations.watching.instrument import Instrument
+from sigmascope.integrations.watching.listeners import After, Arguments, Keywords
 from sigmascope.integrations.watching.loaded_files import file_facts, key_facts
-from sigmascope.integrations.watching.taps import After, Arguments, Keywords
 
 STAGE: Final = "model_loading"
 _LOADERS: Final = (

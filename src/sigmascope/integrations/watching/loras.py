@@ -10,8 +10,8 @@ from torch import nn
 
 from sigmascope.integrations.watching.denoisers import denoisers_of
 from sigmascope.integrations.watching.instrument import Instrument
+from sigmascope.integrations.watching.listeners import After, Arguments, Keywords
 from sigmascope.integrations.watching.parts import Parts, take_apart
-from sigmascope.integrations.watching.taps import After, Arguments, Keywords
 from sigmascope.monitor.live import LiveStage
 from sigmascope.monitor.workflow_lora import in_short
 from sigmascope.stages.lora_application import analyze_lora_application_results, capture_lora_baseline

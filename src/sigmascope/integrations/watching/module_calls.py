@@ -10,7 +10,7 @@ from torch import nn
 from torch.compiler import is_compiling
 
 from sigmascope.integrations.watching.instrument import Instrument
-from sigmascope.integrations.watching.taps import After, Arguments, Keywords
+from sigmascope.integrations.watching.listeners import After, Arguments, Keywords
 
 COMPILED = "_compiled_call_impl"
 """Where `module.compile()` puts what is called in place of the module, hooks and all."""
@@ -26,20 +26,20 @@ class ModuleHook:
         failed: Told of what it raised.
     """
 
-    __slots__ = ("_act", "_failed")
+    __slots__ = ("act", "failed")
 
     def __init__(self, act: Callable[..., object], failed: Callable[[Exception], None]) -> None:
-        self._act = act
-        self._failed = failed
+        self.act = act
+        self.failed = failed
 
     def __call__(self, _module: object, *seen: Any) -> None:
         """Act on a call, unless it is being traced."""
         if is_compiling():
             return
         try:
-            self._act(*seen)
+            self.act(*seen)
         except Exception as failure:  # noqa: BLE001 - what an instrument raises must not reach the host
-            self._failed(failure)
+            self.failed(failure)
 
     def __reduce__(self) -> Any:
         return ModuleHook, (_nothing, _nothing)
@@ -58,7 +58,7 @@ def hook_calls(instrument: Instrument, module: object, before: Before, *, after:
         instrument: Which keeps how to take the hooks off.
         module: A module; anything else is left alone.
         before: Called before a call with its arguments; gives what is to be called after it.
-        after: False: nothing is to be called after it, which is cheaper.
+        after: False: nothing is to be called after it, which is cheaper. A hook is then put on as it is.
     """
     if not isinstance(module, nn.Module):
         return
@@ -73,7 +73,7 @@ def _hooked(
     module: nn.Module, before: Before, after: bool, failed: Callable[[Exception], None]
 ) -> Callable[[], None]:
     if not after:
-        alone = ModuleHook(before, failed)
+        alone = before if isinstance(before, ModuleHook) else ModuleHook(before, failed)
         return module.register_forward_pre_hook(alone, prepend=True, with_kwargs=True).remove
     pairs = _Pairs(before)
     first = module.register_forward_pre_hook(ModuleHook(pairs.enter, failed), prepend=True, with_kwargs=True)

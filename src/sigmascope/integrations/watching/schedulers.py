@@ -6,8 +6,8 @@ from torch import Tensor
 
 from sigmascope.integrations.watching import activity as activities
 from sigmascope.integrations.watching.instrument import Instrument
+from sigmascope.integrations.watching.listeners import After, Arguments, Keywords
 from sigmascope.integrations.watching.parts import Parts
-from sigmascope.integrations.watching.taps import After, Arguments, Keywords
 
 STAGE = "model_sampling"
 _SETTINGS: Final = (

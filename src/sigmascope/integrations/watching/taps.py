@@ -6,29 +6,11 @@ import inspect
 import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 from torch.compiler import is_compiling
 
-Arguments: TypeAlias = tuple[Any, ...]
-Keywords: TypeAlias = dict[str, Any]
-After: TypeAlias = Callable[[object, BaseException | None], None]
-"""Called once with what a call returned, or with what it raised."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Listener:
-    """Who hears the calls of a method.
-
-    Attributes:
-        before: Called with the object (or class) that is called on, and the call's arguments; gives what is to be
-            called after it, or None.
-        failed: Called with what `before` or its `After` raised, which goes no further.
-    """
-
-    before: Callable[[object, Arguments, Keywords], After | None]
-    failed: Callable[[Exception], None]
+from sigmascope.integrations.watching.listeners import Listener, call_heard
 
 
 class Tap:
@@ -97,7 +79,7 @@ class _Attribute:
         tap = self._tap
         if is_compiling() or not tap.listeners:
             return self._original(*args, **kwargs)
-        return _call(self._original, tap.listeners, self._owner(), args, kwargs, args)
+        return call_heard(self._original, tap.listeners, self._owner(), args, kwargs, args)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(object.__getattribute__(self, "_original"), name)
@@ -124,81 +106,12 @@ def _heard(original: Callable[..., Any], tap: Tap, *, is_static: bool = False) -
     def call(*args: Any, **kwargs: Any) -> Any:
         if is_compiling() or not tap.listeners:
             return original(*args, **kwargs)
-        return _call(original, tap.listeners, None if is_static else args[0], args, kwargs, args[skipped:])
+        return call_heard(
+            original, tap.listeners, None if is_static else args[0], args, kwargs, args[skipped:]
+        )
 
     call.__dict__["__signature__"] = inspect.signature(original)
     return call
-
-
-def _call(
-    original: Callable[..., Any],
-    listeners: tuple[Listener, ...],
-    target: object,
-    args: Arguments,
-    kwargs: Keywords,
-    seen: Arguments,
-) -> Any:
-    if len(listeners) == 1:
-        return _call_heard_by_one(original, listeners[0], target, args, kwargs, seen)
-    afters = _before(listeners, target, seen, kwargs)
-    try:
-        result = original(*args, **kwargs)
-    except BaseException as error:
-        _after(afters, None, error)
-        raise
-    _after(afters, result, None)
-    return result
-
-
-def _call_heard_by_one(
-    original: Callable[..., Any],
-    listener: Listener,
-    target: object,
-    args: Arguments,
-    kwargs: Keywords,
-    seen: Arguments,
-) -> Any:
-    """The same for the usual case, which the scheduler's step is: the hot path."""
-    after = None
-    try:
-        after = listener.before(target, seen, kwargs)
-    except Exception as failure:  # noqa: BLE001 - what an instrument raises must not reach the host
-        listener.failed(failure)
-    if after is None:
-        return original(*args, **kwargs)
-    try:
-        result = original(*args, **kwargs)
-    except BaseException as error:
-        _after([(after, listener)], None, error)
-        raise
-    try:
-        after(result, None)
-    except Exception as failure:  # noqa: BLE001 - as above
-        listener.failed(failure)
-    return result
-
-
-def _before(
-    listeners: tuple[Listener, ...], target: object, args: Arguments, kwargs: Keywords
-) -> list[tuple[After, Listener]]:
-    afters = []
-    for listener in listeners:
-        try:
-            after = listener.before(target, args, kwargs)
-        except Exception as failure:  # noqa: BLE001 - what an instrument raises must not reach the host
-            listener.failed(failure)
-        else:
-            if after is not None:
-                afters.append((after, listener))
-    return afters
-
-
-def _after(afters: list[tuple[After, Listener]], result: object, error: BaseException | None) -> None:
-    for after, listener in reversed(afters):
-        try:
-            after(result, error)
-        except Exception as failure:  # noqa: BLE001 - as above
-            listener.failed(failure)
 
 
 _LOCK = threading.RLock()

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from sigmascope.integrations.watching.activity import Activity
 from sigmascope.integrations.watching.instrument import Instrument
+from sigmascope.integrations.watching.listeners import After, Arguments, Keywords
 from sigmascope.integrations.watching.module_calls import hook_calls
 from sigmascope.integrations.watching.parts import Parts
-from sigmascope.integrations.watching.taps import After, Arguments, Keywords
 
 STAGE = "text_encoding"
 

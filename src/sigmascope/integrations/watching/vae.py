@@ -7,8 +7,8 @@ from torch import Tensor
 
 from sigmascope.integrations.watching.activity import Activity
 from sigmascope.integrations.watching.instrument import Instrument
+from sigmascope.integrations.watching.listeners import After, Arguments, Keywords
 from sigmascope.integrations.watching.parts import Parts
-from sigmascope.integrations.watching.taps import After, Arguments, Keywords
 from sigmascope.probes.modules import unwrap
 
 Way = Literal["encoding", "decoding"]
