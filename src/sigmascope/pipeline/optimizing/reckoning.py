@@ -8,6 +8,7 @@ from torch import nn
 
 from sigmascope.pipeline.optimizing.circumstances import Circumstances
 from sigmascope.pipeline.optimizing.config import OptimizationConfig
+from sigmascope.pipeline.optimizing.decoding import TEMPORAL_FACTOR, least_vae_bytes, vae_peak
 from sigmascope.pipeline.optimizing.hardware import Hardware
 from sigmascope.pipeline.optimizing.plan import Reckoning
 from sigmascope.pipeline.optimizing.subject import (
@@ -17,8 +18,6 @@ from sigmascope.pipeline.optimizing.subject import (
     planned_call,
     spatial_factor,
 )
-from sigmascope.pipeline.prediction import Planned, Prediction, predict_peak
-from sigmascope.probes.reading import attempt
 from sigmascope.records.arithmetic import mib
 
 _TENSORS_IN_A_TRANSFORMER: Final = 14
@@ -26,7 +25,6 @@ _TENSORS_IN_A_TRANSFORMER: Final = 14
 feed-forward's hidden layer, which is four times as wide, before and after its activation. A rough count."""
 _TENSORS_IN_A_UNET: Final = 40
 """The same for a UNet, in maps of its first level: the skips that wait, and a ResNet's or a transformer's in work."""
-_TEMPORAL_FACTOR: Final = 4
 _TEXT_TOKENS: Final = 512
 
 
@@ -69,7 +67,7 @@ def reckon_work(found: Circumstances) -> None:
         found.unavailable["denoiser_mb"] = "the denoiser's configuration does not tell its width"
     predicted = vae_peak(found)
     found.vae_bytes = predicted.bytes
-    found.least_vae_bytes = _least_vae_bytes(found)
+    found.least_vae_bytes = least_vae_bytes(found)
     if predicted.bytes is None:
         found.unavailable["vae_mb"] = predicted.unavailable.get("bytes", "there is no VAE")
 
@@ -97,7 +95,7 @@ def denoiser_bytes(model: nn.Module, call: Call, itemsize: int, subject: Subject
         subject: For the VAE's factors.
     """
     factor = spatial_factor(subject)
-    frames = 1 + (call.num_frames - 1) // _TEMPORAL_FACTOR
+    frames = 1 + (call.num_frames - 1) // TEMPORAL_FACTOR
     elements = frames * math.ceil(call.height / factor) * math.ceil(call.width / factor)
     images = call.batch_size * call.branches
     channels = config_value(model, "block_out_channels")
@@ -110,53 +108,6 @@ def denoiser_bytes(model: nn.Module, call: Call, itemsize: int, subject: Subject
         elements // 4 + _TEXT_TOKENS
     )  # patches of 2 × 2, which all of them have, and the text beside them
     return _TENSORS_IN_A_TRANSFORMER * tokens * width * images * itemsize
-
-
-def vae_peak(
-    found: Circumstances, *, batch_at_once: int | None = None, largest_side: int | None = None
-) -> Prediction:
-    """The peak of decoding the call's latents at once.
-
-    Args:
-        found: What is planned.
-        batch_at_once: Images decoded together; None: all of them.
-        largest_side: Pixels that are decoded together at most, as of a tile; None: the whole image.
-    """
-    name, vae = next(iter(found.subject.of_role("vae").items()), ("", None))
-    if vae is None:
-        return Prediction(unavailable={"bytes": "the pipeline has no VAE"})
-    channels = config_value(vae, "latent_channels") or config_value(vae, "z_dim")
-    if not isinstance(channels, int):
-        return Prediction(unavailable={"bytes": "the VAE's configuration does not tell its latent channels"})
-    is_video = config_value(vae, "z_dim") is not None
-    planned = Planned(
-        _latent_shape(found, channels, largest_side, is_video=is_video),
-        "decoding",
-        dtype=found.dtypes.get(name),
-        device_type=found.hardware.kind,
-        batch_at_once=batch_at_once,
-    )
-    read = attempt(lambda: predict_peak(vae, planned))
-    return read.value or Prediction(unavailable={"bytes": read.reason or "it failed"})
-
-
-def tile_side(vae: nn.Module) -> int | None:
-    """Side of a VAE's tiles in pixels, by any of the names that diffusers has for it; None: it has no tiles.
-
-    Args:
-        vae: The VAE.
-    """
-    names = ("tile_sample_min_size", "tile_sample_min_height", "tile_sample_min_width")
-    sides = [getattr(vae, name, None) for name in names]
-    return next((side for side in sides if isinstance(side, int)), None)
-
-
-def _least_vae_bytes(found: Circumstances) -> int | None:
-    config = found.config
-    vae = next(iter(found.subject.of_role("vae").values()), None)
-    sliced = 1 if config.vae_slicing is not False and hasattr(vae, "use_slicing") else None
-    side = None if vae is None or config.vae_tiling is False else tile_side(vae)
-    return vae_peak(found, batch_at_once=sliced, largest_side=side).bytes
 
 
 def main_dtype(model: nn.Module) -> torch.dtype | None:
@@ -197,15 +148,6 @@ def _width(model: nn.Module) -> int | None:
         return heads * head
     width = config_value(model, "hidden_size") or config_value(model, "inner_dim")
     return width if isinstance(width, int) else None
-
-
-def _latent_shape(
-    found: Circumstances, channels: int, largest_side: int | None, *, is_video: bool
-) -> tuple[int, ...]:
-    factor, call = spatial_factor(found.subject), found.call
-    frames = (1 + (call.num_frames - 1) // _TEMPORAL_FACTOR,) if is_video else ()
-    sides = (min(side, largest_side or side) // factor for side in (call.height, call.width))
-    return (call.batch_size, channels, *frames, *sides)
 
 
 def _itemsize(dtype: torch.dtype | None) -> int:

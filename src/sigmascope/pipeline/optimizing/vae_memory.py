@@ -7,9 +7,9 @@ from torch import nn
 
 from sigmascope import units
 from sigmascope.pipeline.optimizing.circumstances import Circumstances
+from sigmascope.pipeline.optimizing.decoding import tile_side, vae_peak
 from sigmascope.pipeline.optimizing.kind import Considered, Kind
 from sigmascope.pipeline.optimizing.plan import Choice, NotTaken
-from sigmascope.pipeline.optimizing.reckoning import tile_side, vae_peak
 from sigmascope.pipeline.optimizing.subject import models_of
 from sigmascope.records.arithmetic import MIB
 
