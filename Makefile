@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 SOURCES := src tests benchmarks examples scripts
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format bench docs gpu-check pocket clean
+.PHONY: help demo test test-slow check format bench docs gpu-check pocket clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-10s %s\n", $$1, $$2}'
@@ -26,8 +26,11 @@ $(VENV)/installed-%: pyproject.toml constraints.txt | $(BIN)/python
 demo: $(VENV)/installed-lbm ## Make, prove, apply and watch a LoRA on a small trained model
 	$(BIN)/sigmascope demo
 
-test: $(VENV)/installed-test ## Run the tests, a process on each core
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile
+test: $(VENV)/installed-test ## Run the tests but the slow ones, a process on each core
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile -m "not slow"
+
+test-slow: $(VENV)/installed-test ## Run the slow tests: whole processes, many combinations
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile -m slow
 
 check: $(VENV)/installed-dev ## Format, lint, types, layers
 	$(BIN)/ruff format --check $(SOURCES)

@@ -29,6 +29,7 @@ print(tuple(latent.shape), bool(latent.isfinite().all()))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits of address space are Linux's")
 def test_ram_that_is_really_full_is_got_along_with_in_tiles() -> None:
     done = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True, check=False)

@@ -37,6 +37,7 @@ def _there_and_back(family: str, asked: dict[str, Any]) -> tuple[list[str], bool
     return differences(before, deep_snapshot(pipeline)), torch.equal(generate(pipeline, family), first)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "name"), OFFERED)
 def test_one_choice_is_undone_exactly(family: str, name: str) -> None:
     assert _there_and_back(family, ALONE[name]) == ([], True)

@@ -99,6 +99,7 @@ def test_one_fault_reaches_nobody(fault: str, shared: Any, expected: Tensor) -> 
     assert nothing_is_left()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(10))
 def test_twenty_random_combinations_of_faults_reach_nobody(part: int, shared: Any, expected: Tensor) -> None:
     chance = random.Random(part)
