@@ -10,6 +10,8 @@ from tests.integrations.watching.marks import left_behind
 import sigmascope
 from sigmascope.records.run import Run, Stage
 
+pytestmark = pytest.mark.slow
+
 
 def lora_stages(run: Run) -> list[Stage]:
     return [stage for stage in run.walk() if stage.name == "lora_application"]
