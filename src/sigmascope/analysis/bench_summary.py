@@ -5,10 +5,10 @@ from dataclasses import asdict, dataclass
 from statistics import fmean, median, stdev
 from typing import Any, Final
 
-from sigmascope.analysis.diagnostics.case import step_seconds
 from sigmascope.analysis.leaks import theil_sen
 from sigmascope.analysis.percentiles import percentile
 from sigmascope.analysis.run_figures import figures_of
+from sigmascope.analysis.step_times import step_seconds
 from sigmascope.records.benchmark import others_of
 from sigmascope.records.run import Run
 

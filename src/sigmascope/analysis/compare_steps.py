@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from sigmascope.analysis.compare_runs import FigureComparison, compare_values
-from sigmascope.analysis.diagnostics.case import step_seconds
+from sigmascope.analysis.step_times import step_seconds
 from sigmascope.records.run import Run
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Literal
 
-from sigmascope.analysis.diagnostics.case import step_seconds
+from sigmascope.analysis.step_times import step_seconds
 from sigmascope.records.run import Run, Stage
 
 Unit = Literal["seconds", "bytes"]

@@ -71,12 +71,6 @@ def seconds_of(stages: list[Stage]) -> float:
     return sum((stage.seconds for stage in stages), 0.0)
 
 
-def step_seconds(stage: Stage) -> tuple[float, ...]:
-    """Of a stage's steps, by the accelerator's clock where it measured them all, else by the host's."""
-    on_device = [seconds for seconds in stage.steps.gpu_seconds if seconds is not None]
-    return tuple(on_device) if len(on_device) == len(stage.steps) else stage.steps.seconds
-
-
 def _pipeline(facts: Mapping[str, Any]) -> PipelineFacts | None:
     plain = facts.get(PIPELINE)
     return None if plain is None else from_plain(plain, PipelineFacts, PIPELINE)

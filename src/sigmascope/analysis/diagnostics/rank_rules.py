@@ -6,7 +6,7 @@ from statistics import median
 from typing import Final
 
 from sigmascope import units
-from sigmascope.analysis.diagnostics.case import step_seconds
+from sigmascope.analysis.step_times import step_seconds
 from sigmascope.records.finding import Finding
 from sigmascope.records.run import Run, Stage
 

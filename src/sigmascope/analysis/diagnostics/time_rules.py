@@ -5,8 +5,9 @@ from statistics import median
 from typing import Final
 
 from sigmascope import units
-from sigmascope.analysis.diagnostics.case import Case, seconds_of, step_seconds
+from sigmascope.analysis.diagnostics.case import Case, seconds_of
 from sigmascope.analysis.leaks import theil_sen
+from sigmascope.analysis.step_times import step_seconds
 from sigmascope.records.finding import Finding
 from sigmascope.records.run import Stage
 
