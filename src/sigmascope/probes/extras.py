@@ -1,13 +1,12 @@
 """Which of the package's optional dependencies are installed, by its own metadata."""
 
-import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 
+from packaging.requirements import Requirement
+
 from sigmascope.probes.reading import attempt
 
-_REQUIREMENT = re.compile(r"^([A-Za-z0-9._-]+)\s*(?:\[([^\]]+)\])?.*?;.*extra\s*==\s*['\"]([^'\"]+)['\"]")
 _FOR_DEVELOPERS = frozenset({"test", "dev", "docs", "bench", "all"})
 
 
@@ -39,45 +38,45 @@ def extras_facts(distribution: str = "sigmascope") -> list[ExtraFacts]:
 
 
 def _extras(distribution: str) -> list[ExtraFacts]:
-    requirements = list(_requirements(metadata.requires(distribution) or [], distribution))
+    requirements = [Requirement(text) for text in metadata.requires(distribution) or []]
     names = [
         name
         for name in metadata.metadata(distribution).get_all("Provides-Extra") or []
         if name not in _FOR_DEVELOPERS
     ]
     return [
-        ExtraFacts(name, {package: _version(package) for package in _packages(name, requirements, set())})
+        ExtraFacts(
+            name,
+            {
+                package: _version(package)
+                for package in _packages(name, requirements, distribution, frozenset())
+            },
+        )
         for name in names
     ]
 
 
-def _requirements(texts: list[str], distribution: str) -> Iterator[tuple[str, str | None, tuple[str, ...]]]:
-    """(extra, package, extras of this distribution that it contains)."""
-    for text in texts:
-        found = _REQUIREMENT.match(text)
-        if found is None:
-            continue
-        package, contained, extra = found[1], found[2], found[3]
-        if package.lower() == distribution:
-            yield extra, None, tuple(part.strip() for part in (contained or "").split(","))
-        else:
-            yield extra, package, ()
-
-
 def _packages(
-    name: str, requirements: list[tuple[str, str | None, tuple[str, ...]]], seen: set[str]
-) -> list[str]:
-    seen.add(name)
-    found: list[str] = []
-    for extra, package, contained in requirements:
-        if extra != name:
+    extra: str, requirements: list[Requirement], distribution: str, seen: frozenset[str]
+) -> dict[str, None]:
+    """What an extra brings, in order, with what the extras that it contains bring."""
+    found: dict[str, None] = {}
+    for requirement in requirements:
+        if not _belongs_to(requirement, extra):
             continue
-        if package is not None:
-            found.append(package)
-        for inner in contained:
-            if inner not in seen:
-                found += _packages(inner, requirements, seen)
-    return list(dict.fromkeys(found))
+        if requirement.name != distribution:
+            found[requirement.name] = None
+        for contained in (
+            sorted(requirement.extras - seen - {extra}) if requirement.name == distribution else ()
+        ):
+            found |= _packages(contained, requirements, distribution, seen | {extra})
+    return found
+
+
+def _belongs_to(requirement: Requirement, extra: str) -> bool:
+    """Whether it is the extra that asks for it, and this machine is one that it is meant for."""
+    marker = requirement.marker
+    return marker is not None and marker.evaluate({"extra": extra}) and not marker.evaluate({"extra": ""})
 
 
 def _version(package: str) -> str | None:
