@@ -349,7 +349,10 @@ def test_the_summary_shows_steps_and_findings(monitor: WorkflowMonitor, clip: En
 def test_printing_to_a_closed_stream_does_no_harm(monitor: WorkflowMonitor) -> None:
     file = io.StringIO()
     file.close()
+    monitor.start_monitoring("text_encoding")
     monitor.print_summary(Console(file=file, width=80))
+    assert monitor.end_monitoring("text_encoding") is not None
+    assert monitor.run().stage("text_encoding").success
 
 
 def test_a_broken_analysis_does_not_reach_the_host(

@@ -169,7 +169,8 @@ def test_a_finding_of_the_whole_run_belongs_to_the_process() -> None:
 
 def test_what_is_no_json_number_is_still_json(tmp_path: Path) -> None:
     write_trace([run_of(Stage("denoising", 0.0, 1.0, facts={"loss": math.nan}))], tmp_path / "trace.json")
-    json.loads((tmp_path / "trace.json").read_text(), parse_constant=lambda name: pytest.fail(name))
+    written = json.loads((tmp_path / "trace.json").read_text(), parse_constant=lambda name: pytest.fail(name))
+    assert [event["name"] for event in written["traceEvents"] if event["ph"] == "X"] == ["denoising"]
 
 
 def test_a_run_writes_its_trace(tmp_path: Path) -> None:

@@ -140,6 +140,7 @@ def test_no_object_in_any_place_reaches_the_caller(chosen: list[int]) -> None:
         sigmascope.calculate_memory_change(unet, clip)
 
 
-def test_a_foreign_analysis_prints() -> None:
+def test_a_foreign_analysis_prints(capsys: pytest.CaptureFixture[str]) -> None:
     for analysis in ({}, {"lora_application_success": None}, {"unet_changes": 3, "anything": [1]}):
         print_lora_analysis_summary(analysis)
+        assert "LORA APPLICATION ANALYSIS SUMMARY" in capsys.readouterr().out
