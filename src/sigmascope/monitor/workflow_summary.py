@@ -9,8 +9,8 @@ from sigmascope.records.run import Run, Stage
 from sigmascope.stages.figures import mb, mb_change, printable, seconds
 from sigmascope.stages.latents.report import sections as latent_sections
 from sigmascope.stages.lora.report import sections as lora_sections
+from sigmascope.stages.shared_rows import NO_ACCELERATOR
 from sigmascope.stages.summary import Row, Section, as_it_is
-from sigmascope.stages.text.report import NO_ACCELERATOR
 from sigmascope.stages.text.report import sections as text_sections
 from sigmascope.units import percent
 

@@ -18,8 +18,8 @@ from sigmascope.records.peak import PeakMemory
 from sigmascope.stages.figures import printable, shape
 from sigmascope.stages.latents import words
 from sigmascope.stages.latents.words import Facts, part
+from sigmascope.stages.shared_rows import NO_ACCELERATOR
 from sigmascope.stages.summary import print_line
-from sigmascope.stages.text.report import NO_ACCELERATOR
 
 Line = tuple[str, str]
 """A line and rich's style for it."""

@@ -6,8 +6,8 @@ from sigmascope.stages.figures import printable, reason_for, shape, unknown
 from sigmascope.stages.latents import words
 from sigmascope.stages.latents.details import detail_sections
 from sigmascope.stages.latents.words import Facts, part
+from sigmascope.stages.shared_rows import NO_ACCELERATOR
 from sigmascope.stages.summary import Row, Section
-from sigmascope.stages.text.report import NO_ACCELERATOR
 
 ENCODING_TITLE = "LATENT GENERATION ANALYSIS SUMMARY"
 DECODING_TITLE = "LATENT DECODING ANALYSIS SUMMARY"

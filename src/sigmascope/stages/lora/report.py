@@ -1,17 +1,15 @@
 """The sections of a LoRA application's summary (the seed's section 11)."""
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from sigmascope.lora.verdict.file_family import title_of
 from sigmascope.stages.figures import mb, mb_change, number, printable, reason_for, seconds, unknown
 from sigmascope.stages.lora.report_models import patch_rows, weight_rows
+from sigmascope.stages.shared_rows import BAD, NO_ACCELERATOR, Facts, error_rows, part, peak_rows
 from sigmascope.stages.summary import Row, Section, as_it_is, shown
-from sigmascope.stages.text.report import NO_ACCELERATOR
 
 TITLE = "LORA APPLICATION ANALYSIS SUMMARY"
-Facts = Mapping[str, Any]
-GOOD, BAD, NOTABLE = "green", "red", "yellow"
+GOOD, NOTABLE = "green", "yellow"
 _STYLES = {"info": "cyan", "warning": NOTABLE}
 _MARKS = {"info": "🔍", "warning": "⚠️ ", "error": "❌", "critical": "❌"}
 _SIDES = (("unet", "UNET"), ("clip", "CLIP"))
@@ -24,22 +22,17 @@ def sections(analysis: Facts) -> Iterator[Section]:
         return
     icon = "✅" if analysis.get("success") else "❌"
     yield Section(icon, "LORA APPLICATION", list(_basics(analysis)))
-    yield Section("📊", "LORA FILE", list(_file(_dict(analysis, "lora_file"))))
+    yield Section("📊", "LORA FILE", list(_file(part(analysis, "lora_file"))))
     yield Section("🔍", "FILE AGAINST MODEL", list(_verdict(analysis)))
     for side, name in _SIDES:
-        yield Section("🔧", f"{name} MODEL CHANGES", list(_identity(_dict(analysis, f"{side}_changes"))))
-        yield Section("🔧", f"{name} WEIGHTS", list(weight_rows(_dict(analysis, f"{side}_weight_changes"))))
-        yield Section("🔧", f"{name} LORA PATCHES", list(patch_rows(_dict(analysis, f"{side}_lora_patches"))))
-    yield Section("🔧", "PLACEMENT", list(_placement(_dict(analysis, "placement_changes"))))
+        yield Section("🔧", f"{name} MODEL CHANGES", list(_identity(part(analysis, f"{side}_changes"))))
+        yield Section("🔧", f"{name} WEIGHTS", list(weight_rows(part(analysis, f"{side}_weight_changes"))))
+        yield Section("🔧", f"{name} LORA PATCHES", list(patch_rows(part(analysis, f"{side}_lora_patches"))))
+    yield Section("🔧", "PLACEMENT", list(_placement(part(analysis, "placement_changes"))))
     yield Section("💾", "MEMORY IMPACT", list(_memory(analysis)))
-    yield Section("📊", "PEAK MEMORY", list(_peaks(analysis)))
+    yield Section("📊", "PEAK MEMORY", list(peak_rows(analysis)) if "peak_memory" in analysis else [])
     yield Section("⚠️ ", "FINDINGS", list(_findings(analysis)))
-    yield Section("❌", "ERRORS", list(_errors(analysis)))
-
-
-def _dict(facts: Facts, name: str) -> Facts:
-    found = facts.get(name)
-    return found if isinstance(found, Mapping) else {}
+    yield Section("❌", "ERRORS", list(error_rows(analysis)))
 
 
 def _basics(analysis: Facts) -> Iterator[Row]:
@@ -78,7 +71,7 @@ def _file(facts: Facts) -> Iterator[Row]:
 
 
 def _verdict(analysis: Facts) -> Iterator[Row]:
-    verdict = _dict(analysis, "verdict")
+    verdict = part(analysis, "verdict")
     if not verdict:
         return
     if verdict.get("error"):
@@ -88,14 +81,14 @@ def _verdict(analysis: Facts) -> Iterator[Row]:
     whole = matched == total and bool(total)
     mark = "✅" if whole else "⚠️ " if matched else "❌"
     yield Row("Modules matched", f"{mark} {number(matched)} of {number(total)}", GOOD if whole else BAD)
-    on_model = _dict(analysis, "applied_verdict")
+    on_model = part(analysis, "applied_verdict")
     if on_model.get("total_modules"):
         there, complete = on_model.get("modules_there"), on_model.get("complete")
         text = f"{'✅' if complete else '❌'} {number(there)} of {number(on_model['total_modules'])}"
         yield Row("Modules on the model", text, GOOD if complete else BAD)
     yield Row("Made for", _family(verdict.get("file_family")))
     yield Row("The model is", _family(verdict.get("model_family")))
-    for reason, count in _dict(verdict, "reasons").items():
+    for reason, count in part(verdict, "reasons").items():
         yield Row("Unmatched", f"{number(count)}: {printable(reason).replace('_', ' ')}", BAD)
     unmatched = [module for module in verdict.get("modules", ()) if not module.get("matched")]
     for module in unmatched[:5]:
@@ -122,7 +115,7 @@ def _identity(facts: Facts) -> Iterator[Row]:
         "modified_patch_count": "Patches now",
     }
     if all(facts.get(name) is None for name in labels):
-        yield Row("Model", unknown(next(iter(_dict(facts, "unavailable").values()), None)))
+        yield Row("Model", unknown(next(iter(part(facts, "unavailable").values()), None)))
         return
     for name, label in labels.items():
         value = facts.get(name)
@@ -131,7 +124,7 @@ def _identity(facts: Facts) -> Iterator[Row]:
 
 def _placement(both: Facts) -> Iterator[Row]:
     for side, name in _SIDES:
-        facts = _dict(both, side)
+        facts = part(both, side)
         if facts.get("modified_device") is None:
             continue
         before, now = printable(facts.get("original_device") or "-"), printable(facts["modified_device"])
@@ -144,8 +137,8 @@ def _placement(both: Facts) -> Iterator[Row]:
 
 
 def _memory(analysis: Facts) -> Iterator[Row]:
-    impact = _dict(analysis, "memory_impact")
-    ram, process, gpus = _dict(impact, "ram"), _dict(impact, "process"), _dict(impact, "gpus")
+    impact = part(analysis, "memory_impact")
+    ram, process, gpus = part(impact, "ram"), part(impact, "process"), part(impact, "gpus")
     if not impact:
         return
     if ram:
@@ -164,24 +157,9 @@ def _memory(analysis: Facts) -> Iterator[Row]:
             before, after = mb(gpu.get(f"baseline_{what}_mb")), mb(gpu.get(f"current_{what}_mb"))
             yield Row(f"{printable(device)} {what}", f"{before} → {after}, {change}")
     for side, name in _SIDES:
-        size = _dict(impact, f"{side}_memory_change").get("model_size_mb")
+        size = part(impact, f"{side}_memory_change").get("model_size_mb")
         if size is not None:
             yield Row(f"{name} weights", mb(size))
-
-
-def _peaks(analysis: Facts) -> Iterator[Row]:
-    peak = _dict(analysis, "peak_memory")
-    if not peak:
-        if "peak_memory" in analysis:
-            yield Row("Peaks", unknown(reason_for(analysis, "peak_memory")))
-        return
-    process, ram = _dict(peak, "process"), _dict(peak, "ram")
-    yield Row("Process", f"{mb(process.get('peak_rss_mb'))} at {seconds(process.get('peak_rss_at_seconds'))}")
-    yield Row("RAM", f"{mb(ram.get('peak_used_mb'))} at {seconds(ram.get('peak_used_at_seconds'))}")
-    for device, gpu in _dict(peak, "gpus").items():
-        for what in ("allocated", "reserved"):
-            at = seconds(gpu.get(f"peak_{what}_at_seconds"))
-            yield Row(f"{printable(device)} {what}", f"{mb(gpu.get(f'peak_{what}_mb'))} at {at}")
 
 
 def _findings(analysis: Facts) -> Iterator[Row]:
@@ -190,11 +168,3 @@ def _findings(analysis: Facts) -> Iterator[Row]:
         advice = f" {finding['advice']}" if finding.get("advice") else ""
         text = printable(f"{finding.get('message')}{advice}", 600)
         yield Row(f"{_MARKS.get(severity, '🔍')} {severity.capitalize()}", text, _STYLES.get(severity, BAD))
-
-
-def _errors(analysis: Facts) -> Iterator[Row]:
-    if analysis.get("error"):
-        yield Row("Error", printable(analysis["error"]), BAD)
-    details = _dict(analysis, "exception_details")
-    for line in str(details.get("traceback", "")).splitlines()[-6:]:
-        yield Row("  ", printable(line, 160))

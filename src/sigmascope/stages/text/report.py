@@ -1,37 +1,30 @@
 """The sections of a text encoding's summary (the seed's section 8)."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from sigmascope.stages.figures import mb, mb_change, number, printable, reason_for, seconds, shape, unknown
+from sigmascope.stages.shared_rows import BAD, NO_ACCELERATOR, Facts, error_rows, part, peak_rows
 from sigmascope.stages.summary import Row, Section, shown
 
 TITLE = "TEXT ENCODING ANALYSIS SUMMARY"
-NO_ACCELERATOR = "no accelerator was found: GPU memory was not measured"
-Facts = Mapping[str, Any]
-GOOD, BAD = "green", "red"
+GOOD = "green"
 
 
 def sections(analysis: Facts) -> Iterator[Section]:
     """Every section of the summary; an analysis that lacks a part lacks its section."""
     yield Section("📋", "BASIC INFORMATION", list(_basics(analysis)))
-    prompts = _dict(analysis, "text_processing")
+    prompts = part(analysis, "text_processing")
     for which in ("positive", "negative"):
-        yield Section("📝", f"TEXT PROCESSING, {which.upper()}", list(_prompt(_dict(prompts, which))))
+        yield Section("📝", f"TEXT PROCESSING, {which.upper()}", list(_prompt(part(prompts, which))))
     for which in ("positive", "negative"):
-        facts = _dict(analysis, f"{which}_conditioning")
+        facts = part(analysis, f"{which}_conditioning")
         yield Section("📐", f"{which.upper()} CONDITIONING", list(_conditioning(facts)))
     yield Section("⚡", "PERFORMANCE", list(_performance(analysis)))
-    yield Section("🔧", "MODEL STATE", list(_models(_dict(analysis, "model_state"))))
+    yield Section("🔧", "MODEL STATE", list(_models(part(analysis, "model_state"))))
     yield Section("💾", "MEMORY IMPACT", list(_memory(analysis)))
-    yield Section("📊", "PEAK MEMORY", list(_peaks(analysis)))
-    yield Section("🔒", "VALIDATION", list(_validation(_dict(analysis, "validation"))))
-    yield Section("🚨", "ERRORS", list(_errors(analysis)))
-
-
-def _dict(facts: Facts, name: str) -> Facts:
-    found = facts.get(name)
-    return found if isinstance(found, Mapping) else {}
+    yield Section("📊", "PEAK MEMORY", list(peak_rows(analysis)))
+    yield Section("🔒", "VALIDATION", list(_validation(part(analysis, "validation"))))
+    yield Section("🚨", "ERRORS", list(error_rows(analysis)))
 
 
 def _basics(analysis: Facts) -> Iterator[Row]:
@@ -87,9 +80,9 @@ def _conditioning(facts: Facts) -> Iterator[Row]:
     yield Row("Size", mb(facts.get("size_mb")))
     yield Row("Elements", number(facts.get("num_elements")))
     yield Row("CLIP variant", printable(facts.get("clip_variant")))
-    encoder = _dict(facts, "encoder")
+    encoder = part(facts, "encoder")
     yield Row("Encoder", f"{printable(facts.get('encoder_family'))} ({printable(encoder.get('reason', ''))})")
-    pooled = _dict(facts, "pooled")
+    pooled = part(facts, "pooled")
     if pooled:
         yield Row("Pooled", f"{shape(pooled.get('shape'))} {printable(pooled.get('dtype'))}")
     entries = facts.get("entries") or ()
@@ -104,7 +97,7 @@ def _conditioning(facts: Facts) -> Iterator[Row]:
 
 
 def _statistics(facts: Facts) -> Iterator[Row]:
-    numbers = _dict(facts, "statistics")
+    numbers = part(facts, "statistics")
     if numbers.get("mean") is None:
         yield Row("Statistics", unknown(reason_for(facts, "mean")))
     else:
@@ -116,7 +109,7 @@ def _statistics(facts: Facts) -> Iterator[Row]:
 
 
 def _performance(analysis: Facts) -> Iterator[Row]:
-    times, rates = _dict(analysis, "performance"), _dict(analysis, "efficiency")
+    times, rates = part(analysis, "performance"), part(analysis, "efficiency")
     labels = {
         "positive_encoding_time": "Positive prompt",
         "negative_encoding_time": "Negative prompt",
@@ -161,11 +154,11 @@ def _models(states: Facts) -> Iterator[Row]:
 
 
 def _memory(analysis: Facts) -> Iterator[Row]:
-    impact = _dict(analysis, "memory_impact")
+    impact = part(analysis, "memory_impact")
     if not impact:
         yield Row("Memory", unknown(reason_for(analysis, "memory_impact")))
         return
-    ram, process, gpus = _dict(impact, "ram"), _dict(impact, "process"), _dict(impact, "gpus")
+    ram, process, gpus = part(impact, "ram"), part(impact, "process"), part(impact, "gpus")
     before, after = mb(ram.get("baseline_used_mb")), mb(ram.get("current_used_mb"))
     yield Row("RAM used", f"{before} → {after}, {mb_change(ram.get('used_change_mb'))}")
     available = mb(ram.get("current_available_mb"))
@@ -180,23 +173,9 @@ def _memory(analysis: Facts) -> Iterator[Row]:
             yield Row(f"{printable(device)} {what}", f"{mb(gpu.get(f'current_{what}_mb'))}, {change}")
 
 
-def _peaks(analysis: Facts) -> Iterator[Row]:
-    peak = _dict(analysis, "peak_memory")
-    if not peak:
-        yield Row("Peaks", unknown(reason_for(analysis, "peak_memory")))
-        return
-    process, ram = _dict(peak, "process"), _dict(peak, "ram")
-    yield Row("Process", f"{mb(process.get('peak_rss_mb'))} at {seconds(process.get('peak_rss_at_seconds'))}")
-    yield Row("RAM", f"{mb(ram.get('peak_used_mb'))} at {seconds(ram.get('peak_used_at_seconds'))}")
-    for device, gpu in _dict(peak, "gpus").items():
-        for what in ("allocated", "reserved"):
-            at = seconds(gpu.get(f"peak_{what}_at_seconds"))
-            yield Row(f"{printable(device)} {what}", f"{mb(gpu.get(f'peak_{what}_mb'))} at {at}")
-
-
 def _validation(validation: Facts) -> Iterator[Row]:
     checks = {name: validation[name] for name in ("input", "output", "performance") if name in validation}
-    checks |= _dict(validation, "compatibility")
+    checks |= part(validation, "compatibility")
     for name, check in checks.items():
         passed = check.get("passed")
         state, style = {True: ("passed", GOOD), False: ("FAILED", BAD)}.get(passed, ("not checked", ""))
@@ -205,11 +184,3 @@ def _validation(validation: Facts) -> Iterator[Row]:
             yield Row("  ✗", printable(message), BAD)
     for note in validation.get("notes", ()):
         yield Row("Note", printable(note))
-
-
-def _errors(analysis: Facts) -> Iterator[Row]:
-    if analysis.get("error"):
-        yield Row("Error", printable(analysis["error"]), BAD)
-    details = _dict(analysis, "exception_details")
-    for line in str(details.get("traceback", "")).splitlines()[-6:]:
-        yield Row("  ", printable(line, 160))
