@@ -1,7 +1,9 @@
 import threading
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
+import torch
 
 from sigmascope.monitor import Recorder, instruments
 from sigmascope.probes import AcceleratorEvent, AllocatorBytes
@@ -153,3 +155,17 @@ def host(monkeypatch: pytest.MonkeyPatch) -> FakeHost:
 @pytest.fixture
 def make_accelerator() -> type[FakeAccelerator]:
     return FakeAccelerator
+
+
+@pytest.fixture(scope="module")
+def vae() -> Any:
+    """A real AutoencoderKL of factor 2."""
+    from diffusers import AutoencoderKL
+
+    torch.manual_seed(0)
+    return AutoencoderKL(
+        block_out_channels=(8, 8),
+        norm_num_groups=4,
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+    ).eval()

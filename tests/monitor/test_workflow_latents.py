@@ -20,17 +20,6 @@ def monitor() -> WorkflowMonitor:
     return WorkflowMonitor("video", sample_hz=None)
 
 
-@pytest.fixture(scope="module")
-def vae() -> Any:
-    from diffusers import AutoencoderKL
-
-    torch.manual_seed(0)
-    return AutoencoderKL(
-        block_out_channels=(8, 8), norm_num_groups=4, down_block_types=BLOCKS[0], up_block_types=BLOCKS[1]
-    ).eval()
-
-
-BLOCKS = (("DownEncoderBlock2D",) * 2, ("UpDecoderBlock2D",) * 2)
 PICTURES = torch.zeros(2, 3, 32, 48)
 
 
