@@ -5,11 +5,12 @@ import pytest
 from typer.testing import CliRunner
 
 from sigmascope.cli.extras import needs_extra
-from sigmascope.cli.lbm import app, infer
+from sigmascope.cli.lbm import app
+from sigmascope.cli.lbm.infer import infer
 from sigmascope.errors import ConfigError
 
 # Those on the way to each package; they fail to import, so nothing of them stays.
-IMPORTERS = ("cli.lbm_infer", "lbm.watched", "lbm.model", "lbm.config", "lbm.architecture")
+IMPORTERS = ("cli.lbm.infer_run", "lbm.watched", "lbm.model", "lbm.config", "lbm.architecture")
 
 
 @pytest.mark.parametrize("package", ["diffusers", "pydantic", "PIL", "yaml"])
@@ -25,7 +26,7 @@ def test_core_install_is_told_which_extra_to_install(package: str, monkeypatch: 
 
 
 def test_help_needs_no_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "sigmascope.cli.lbm_infer", raising=False)
+    monkeypatch.delitem(sys.modules, "sigmascope.cli.lbm.infer_run", raising=False)
     for package in ("diffusers", "PIL", "yaml"):  # newer versions of typer bring pydantic themselves
         monkeypatch.setitem(sys.modules, package, None)
     assert CliRunner().invoke(app, ["infer", "--help"]).exit_code == 0

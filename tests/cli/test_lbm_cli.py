@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 import sigmascope
-from sigmascope.cli.lbm import infer
+from sigmascope.cli.lbm.infer import infer
 from sigmascope.cli.root import app
 from sigmascope.errors import ConfigError, FileError, ModelMismatchError, NonFiniteError, WriteError
 from sigmascope.lbm.config import parse_config
@@ -255,7 +255,7 @@ def test_write_protected_picture_is_found_before_translating(
         return not (Path(path) == target and mode == os.W_OK) and allowed(path, mode)
 
     monkeypatch.setattr(os, "access", access)
-    monkeypatch.setattr("sigmascope.cli.lbm_infer.load_watched", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr("sigmascope.cli.lbm.infer_run.load_watched", lambda *_, **__: pytest.fail("loaded"))
     with pytest.raises(WriteError, match="is write-protected"):
         run(arguments)
     assert target.read_bytes() == b"old"
@@ -275,7 +275,7 @@ def test_a_record_that_cannot_be_saved_does_not_hide_the_failure(
         path.mkdir()  # so that the record cannot be written
         raise failure
 
-    monkeypatch.setattr("sigmascope.cli.lbm_infer.translate_image", fail)
+    monkeypatch.setattr("sigmascope.cli.lbm.infer_run.translate_image", fail)
     base, source, output = (
         Path(arguments[flag]) for flag in ("--base_model_path", "--source_image", "--output_path")
     )

@@ -5,8 +5,11 @@ from contextlib import contextmanager
 
 from sigmascope.errors import ConfigError
 
+_LBM = ("diffusers", "transformers", "peft", "accelerate", "pydantic", "pydantic_core", "yaml", "PIL")
 PACKAGES = {
-    "lbm": ("diffusers", "transformers", "peft", "accelerate", "pydantic", "pydantic_core", "yaml", "PIL"),
+    "lbm": _LBM,
+    "train": (*_LBM, "webdataset", "tensorboard"),
+    "ui": (*_LBM, "starlette", "uvicorn", "multipart", "python_multipart", "jinja2"),
 }
 """What each extra brings, by the names that are imported."""
 

@@ -1,4 +1,4 @@
-"""`sigmascope lbm`: translate pictures with a Latent Bridge Matching model."""
+"""`sigmascope lbm infer`: translate a picture with a Latent Bridge Matching model."""
 
 from pathlib import Path
 from typing import Annotated
@@ -7,26 +7,14 @@ import typer
 
 from sigmascope.cli.extras import needs_extra
 
-app = typer.Typer(
-    no_args_is_help=True,
-    rich_markup_mode="rich",
-    help="Translate pictures with a Latent Bridge Matching model, with or without a LoRA.",
+EPILOG = (
+    "Example: sigmascope lbm infer --base_model_path base.safetensors --lora_path my_lora.safetensors "
+    "--source_image in.jpg --output_path out.png --lora_scale 1.0 --verbose"
 )
 
 FILES, MODEL, OUTPUT = "Files", "How to run", "What to show"
 
 
-@app.callback()
-def group() -> None:
-    """Translate pictures with a Latent Bridge Matching model, with or without a LoRA."""
-
-
-@app.command(
-    "infer",
-    no_args_is_help=True,
-    epilog="Example: sigmascope lbm infer --base_model_path base.safetensors --lora_path my_lora.safetensors "
-    "--source_image in.jpg --output_path out.png --lora_scale 1.0 --verbose",
-)
 def infer(
     base_model_path: Annotated[
         Path,
@@ -140,7 +128,7 @@ def infer(
     The result has the picture's own size. Without --seed, the seed that was drawn is in the record.
     """
     with needs_extra("lbm"):
-        from sigmascope.cli.lbm_infer import InferOptions, run_infer
+        from sigmascope.cli.lbm.infer_run import InferOptions, run_infer
 
     run_infer(
         InferOptions(

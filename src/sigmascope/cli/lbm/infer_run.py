@@ -1,6 +1,6 @@
 """The work of `sigmascope lbm infer`: check, load, apply, translate, save.
 
-Imports torch through the lbm room, so `cli/lbm.py` imports this module only when the command runs.
+Imports torch through the lbm room, so `cli/lbm/infer.py` imports this module only when the command runs.
 """
 
 import logging
@@ -10,8 +10,8 @@ from typing import Any
 
 from PIL import Image
 
-from sigmascope.cli.lbm_report import report
-from sigmascope.cli.lbm_targets import check_targets, model_files
+from sigmascope.cli.lbm.infer_report import report
+from sigmascope.cli.lbm.infer_targets import check_targets, model_files
 from sigmascope.cli.progress import progress_bar
 from sigmascope.errors import ConfigError, SigmascopeError
 from sigmascope.lbm.bridge import bridge_sigmas

@@ -1,0 +1,19 @@
+"""`sigmascope lbm`: make, train and run Latent Bridge Matching models. One module a command."""
+
+import typer
+
+from sigmascope.cli.lbm import infer
+
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    help="Translate pictures with a Latent Bridge Matching model, and make and train such models.",
+)
+
+
+@app.callback()
+def group() -> None:
+    """Translate pictures with a Latent Bridge Matching model, and make and train such models."""
+
+
+app.command("infer", no_args_is_help=True, epilog=infer.EPILOG)(infer.infer)
