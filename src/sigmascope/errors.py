@@ -8,6 +8,7 @@
     │   └── RecordError           a saved run that cannot be read
     │       └── NewerSchemaError  written by a later version
     ├── ConfigError               a YAML or option that does not make sense
+    ├── DataError                 training data that cannot be used
     ├── ModelMismatchError        base, tuned model and LoRA do not belong together
     ├── LoraFormatError           a LoRA file whose keys or shapes are not understood
     ├── NonFiniteError            NaN or Inf where weights should be
@@ -74,6 +75,10 @@ class ConfigError(SigmascopeError):
     """A configuration value or a combination of options is wrong."""
 
     exit_code = 2
+
+
+class DataError(SigmascopeError):
+    """Training data cannot be used: one sample, or all of them."""
 
 
 class ModelMismatchError(SigmascopeError):
