@@ -1,0 +1,183 @@
+"""Optimizers and learning-rate schedules by name: every one of `torch.optim`, every one of diffusers."""
+
+import difflib
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from sigmascope.errors import ConfigError
+
+SET_ELSEWHERE = {"lr": "learning_rate"}
+"""Arguments of optimizers that have a key of their own."""
+NOT_FOR_THIS_LOOP = frozenset({"Optimizer", "LBFGS", "SparseAdam"})
+"""The base class, the one that calls the model itself, and the one for sparse gradients."""
+SCHEDULES: dict[str, tuple[str, ...]] = {
+    "linear": (),
+    "cosine": (),
+    "cosine_with_restarts": ("num_cycles",),
+    "polynomial": ("power",),
+    "constant": (),
+    "constant_with_warmup": (),
+    "piecewise_constant": ("step_rules",),
+}
+"""diffusers' schedules and the arguments of each."""
+NO_WARMUP = frozenset({"constant", "piecewise_constant"})
+
+
+def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
+    """Find an optimizer of `torch.optim` by its name, in any case.
+
+    Raises:
+        ConfigError: There is none that the training loop can use; lists them.
+    """
+    known = _optimizers()
+    found = known.get(name.lower())
+    if found is None:
+        names = sorted(kind.__name__ for kind in known.values())
+        near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
+        guess = f" (did you mean {known[near[0]].__name__}?)" if near else ""
+        raise ConfigError(f"optimizer: there is no {name!r}{guess}.", hint=f"Use one of {', '.join(names)}.")
+    return found
+
+
+def check_optimizer(name: str, kwargs: Mapping[str, Any]) -> None:
+    """Refuse an optimizer or arguments of it that do not exist, before any model is loaded.
+
+    Raises:
+        ConfigError: Names the optimizer or the argument, and the known ones.
+    """
+    known = _arguments(optimizer_class(name))
+    for key in kwargs:
+        if key in SET_ELSEWHERE:
+            raise ConfigError(
+                f"optimizer_kwargs.{key}: is set by {SET_ELSEWHERE[key]}.", hint="Leave it out here."
+            )
+        _require_known("optimizer_kwargs", key, known, optimizer_class(name).__name__)
+
+
+def make_optimizer(
+    name: str, parameters: Iterable[nn.Parameter], learning_rate: float, kwargs: Mapping[str, Any]
+) -> torch.optim.Optimizer:
+    """Make an optimizer of `torch.optim`.
+
+    Args:
+        name: Of its class, in any case.
+        parameters: What it changes.
+        learning_rate: At the schedule's full height.
+        kwargs: Its other arguments; lists (YAML has no tuples) become tuples.
+
+    Raises:
+        ConfigError: There is no such optimizer, or it refuses an argument or its value.
+    """
+    check_optimizer(name, kwargs)
+    make: Any = optimizer_class(name)  # each class has arguments of its own
+    given = {key: tuple(value) if isinstance(value, list) else value for key, value in kwargs.items()}
+    try:
+        optimizer: torch.optim.Optimizer = make(list(parameters), lr=learning_rate, **given)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"optimizer: {name} refuses {dict(kwargs)} ({error}).", hint="Correct optimizer_kwargs."
+        ) from error
+    return optimizer
+
+
+def check_schedule(name: str, warmup_steps: int, kwargs: Mapping[str, Any]) -> None:
+    """Refuse a schedule or arguments of it that do not exist.
+
+    Raises:
+        ConfigError: Names what is wrong, and the known schedules or arguments.
+    """
+    arguments = SCHEDULES.get(name)
+    if arguments is None:
+        near = difflib.get_close_matches(name, SCHEDULES, n=1, cutoff=0.5)
+        guess = f" (did you mean {near[0]}?)" if near else ""
+        raise ConfigError(
+            f"lr_scheduler: there is no {name!r}{guess}.", hint=f"Use one of {', '.join(SCHEDULES)}."
+        )
+    if warmup_steps and name in NO_WARMUP:
+        raise ConfigError(
+            f"warmup_steps: lr_scheduler {name} has no warm-up.", hint="Use constant_with_warmup, or 0."
+        )
+    for key in kwargs:
+        _require_known("lr_scheduler_kwargs", key, arguments, name)
+    if name == "piecewise_constant" and "step_rules" not in kwargs:
+        raise ConfigError(
+            "lr_scheduler_kwargs: piecewise_constant needs step_rules.",
+            hint='Such as "1:10,0.1:20,0.01": a factor up to each step, and the last one.',
+        )
+
+
+def make_schedule(
+    name: str,
+    optimizer: torch.optim.Optimizer,
+    *,
+    steps: int | None,
+    warmup_steps: int = 0,
+    kwargs: Mapping[str, Any] | None = None,
+) -> LRScheduler:
+    """Make a schedule of diffusers, which multiplies the learning rate once for each optimizer step.
+
+    Args:
+        name: A key of `SCHEDULES`.
+        optimizer: Whose learning rate it sets.
+        steps: Optimizer steps of the whole run; None where it is not known, which schedules that fall refuse.
+        warmup_steps: Over which the rate rises from 0.
+        kwargs: Its other arguments.
+
+    Raises:
+        ConfigError: The schedule, an argument or the number of steps is not right.
+    """
+    from diffusers.optimization import get_scheduler
+
+    kwargs = dict(kwargs or {})
+    check_schedule(name, warmup_steps, kwargs)
+    falls = name not in {*NO_WARMUP, "constant_with_warmup"}
+    if falls and steps is None:
+        raise ConfigError(
+            f"lr_scheduler: {name} needs to know the number of steps.",
+            hint="Set max_steps, or use constant.",
+        )
+    if falls and steps is not None and warmup_steps >= steps:
+        raise ConfigError(
+            f"warmup_steps: {warmup_steps} leave nothing of a run of {steps} steps.", hint="Use fewer."
+        )
+    try:
+        schedule: LRScheduler = get_scheduler(
+            name,
+            optimizer,
+            num_warmup_steps=warmup_steps,
+            num_training_steps=steps,
+            **kwargs,
+        )
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"lr_scheduler: {name} refuses {kwargs} ({error}).", hint="Correct lr_scheduler_kwargs."
+        ) from error
+    return schedule
+
+
+def _optimizers() -> dict[str, type[torch.optim.Optimizer]]:
+    found = (getattr(torch.optim, name) for name in dir(torch.optim) if name not in NOT_FOR_THIS_LOOP)
+    classes = (kind for kind in found if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer))
+    return {kind.__name__.lower(): kind for kind in classes}
+
+
+def _arguments(kind: type[torch.optim.Optimizer]) -> tuple[str, ...]:
+    names = inspect.signature(kind).parameters
+    return tuple(name for name in names if name not in {"self", "params", *SET_ELSEWHERE})
+
+
+def _require_known(where: str, key: str, known: Iterable[str], owner: str) -> None:
+    known = tuple(known)
+    if key in known:
+        return
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    guess = f" (did you mean {near[0]}?)" if near else ""
+    raise ConfigError(
+        f"{where}.{key}: {owner} has no such argument{guess}.",
+        hint=f"Known: {', '.join(known) or 'none'}.",
+    )
