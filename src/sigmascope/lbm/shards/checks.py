@@ -1,0 +1,127 @@
+"""What of the data's options and of an epoch's outcome is refused."""
+
+import logging
+from typing import Protocol
+
+from sigmascope.errors import ConfigError, DataError
+from sigmascope.lbm.buckets import Size, scaled_buckets
+from sigmascope.lbm.config import LbmConfig
+from sigmascope.lbm.shards.position import DataPosition
+from sigmascope.lbm.shards.skipped import SkippedSamples
+
+_log = logging.getLogger(__name__)
+
+FEWEST = {"batch_size": 1, "seed": 0, "shuffle_buffer": 0, "workers": 0, "process": 0, "processes": 1}
+"""Smallest value of each number among the options."""
+
+
+class Numbers(Protocol):
+    """The options that are checked here, as `DataOptions` has them."""
+
+    @property
+    def process(self) -> int:
+        """This process's number."""
+
+    @property
+    def processes(self) -> int:
+        """How many share the stream."""
+
+    @property
+    def size(self) -> Size | None:
+        """(width, height) of all samples."""
+
+    @property
+    def crop(self) -> str:
+        """The part of a picture that is used."""
+
+
+def check_options(options: Numbers, config: LbmConfig) -> None:
+    """Refuse options that make no sense.
+
+    Raises:
+        ConfigError: Names the option.
+    """
+    for name, fewest in FEWEST.items():
+        value = getattr(options, name)
+        if value < fewest:
+            raise ConfigError(f"{name}: expected {fewest} or more, got {value}.", hint="Correct it.")
+    if options.process >= options.processes:
+        raise ConfigError(
+            f"process: expected 0 to {options.processes - 1}, got {options.process}.", hint="Count from 0."
+        )
+    if options.crop not in ("center", "random"):
+        raise ConfigError(f"crop: expected center or random, got {options.crop!r}.", hint="Use center.")
+    _check_size(options.size, config)
+
+
+def check_position(position: DataPosition, epoch: int, options: Numbers) -> None:
+    """Refuse a position that another epoch or another process reached.
+
+    Raises:
+        ConfigError: Says which.
+    """
+    if position.epoch != epoch:
+        raise ConfigError(
+            f"data position: it is of epoch {position.epoch}, not {epoch}.", hint="Continue that epoch first."
+        )
+    if any(number % options.processes != options.process for number in position.pending):
+        raise ConfigError(
+            f"data position: it is not of process {options.process} of {options.processes}.",
+            hint="Continue with as many processes as before, or begin the epoch anew.",
+        )
+
+
+def judge_epoch(
+    good: int, broken: int, passed: int, start: DataPosition, skipped: SkippedSamples, processes: int
+) -> None:
+    """Refuse an epoch without one good sample, and warn of one that is mostly broken.
+
+    Args:
+        good: Samples of this process that could be used since `start`.
+        broken: Those that could not.
+        passed: Samples in the whole stream, of all processes.
+        start: Where this process began; samples before it were judged when they were used.
+        skipped: Names the first of them.
+        processes: How many share the stream.
+
+    Raises:
+        DataError: Says what was wrong with the first sample.
+    """
+    if passed < start.samples:
+        raise DataError(
+            f"the data ends after {passed} samples, before the position of the checkpoint ({start.samples}).",
+            hint="Continue with the shards that the checkpoint was trained on, or begin the epoch anew.",
+        )
+    if passed == 0:
+        raise DataError("the shards hold no samples.", hint="Make some with: sigmascope lbm make-shards.")
+    if good == 0 and start.samples == 0:
+        raise _nothing(broken, passed, skipped, processes)
+    if broken > good and start.samples == 0:
+        _log.warning(
+            "Most of the data cannot be used: %d of %d samples of this epoch were skipped. The first: %s",
+            broken,
+            good + broken,
+            skipped.first[0],
+        )
+
+
+def _nothing(broken: int, passed: int, skipped: SkippedSamples, processes: int) -> DataError:
+    if broken == 0:
+        return DataError(
+            f"there are {passed} samples for {processes} processes, so that one has none.",
+            hint="Use fewer processes or more data.",
+        )
+    return DataError(
+        f"none of {broken} samples can be used. The first: {skipped.first[0]}.",
+        hint="Check the data, and that source_key, target_key and mask_key name its members.",
+    )
+
+
+def _check_size(size: Size | None, config: LbmConfig) -> None:
+    if size is None:
+        scaled_buckets(config.resolution, config.factor)  # refuses a resolution that is too small
+    elif min(size) < 1 or any(side % config.factor for side in size):
+        raise ConfigError(
+            f"image_size: expected multiples of {config.factor}, got {size[0]}x{size[1]}.",
+            hint="Leave it out for the nearest aspect bucket.",
+        )
