@@ -22,8 +22,8 @@ FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
 """What `save_image` writes, by the file's suffix."""
 JPEG_QUALITY = 95
 
-# What Pillow's decoders raise on damaged files, beside OSError.
-_DECODER_ERRORS = (OSError, SyntaxError, ValueError, EOFError, IndexError, struct.error, zlib.error)
+DECODER_ERRORS = (OSError, SyntaxError, ValueError, EOFError, IndexError, struct.error, zlib.error)
+"""What Pillow's decoders raise on damaged files."""
 
 
 def load_image(path: str | Path) -> Image.Image:
@@ -52,7 +52,7 @@ def load_image(path: str | Path) -> Image.Image:
         raise FileError(path, _no_picture(path), hint="Pass a PNG, JPEG, WebP or TIFF file.") from error
     except (IsADirectoryError, PermissionError) as error:
         raise FileError(path, f"cannot be read ({error.strerror}).", hint="Pass a readable file.") from error
-    except _DECODER_ERRORS as error:
+    except DECODER_ERRORS as error:
         raise FileError(
             path,
             f"the picture cannot be decoded ({error}).",

@@ -89,7 +89,7 @@ def translate_image(
     resolution = config.resolution if resolution is None else resolution
     working = working_size(*picture.size, size, resolution=resolution, factor=config.factor)
     frame = _Frame(picture.size, working, pads=size == "keep")
-    _check_tile_size(tile_size, model)
+    check_tile_size(tile_size, model)
     seed = _checked_seed(seed)
     noise_scale = _checked_noise_scale(config.bridge_noise_sigma if noise_scale is None else noise_scale)
     with torch.inference_mode():
@@ -192,7 +192,12 @@ def _strategy(tile_size: int | None, what: str) -> str:
     return f"Direct VAE {what}" if tile_size is None else f"Tiled VAE {what}"
 
 
-def _check_tile_size(tile_size: int | None, model: LbmModel) -> None:
+def check_tile_size(tile_size: int | None, model: LbmModel) -> None:
+    """Refuse tiles that are mostly overlap.
+
+    Raises:
+        ConfigError: `tile_size` is too small for the model's VAE.
+    """
     smallest = MINIMUM_TILE * model.vae.factor
     if tile_size is not None and tile_size < smallest:
         raise ConfigError(
