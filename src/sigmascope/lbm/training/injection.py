@@ -1,0 +1,182 @@
+"""Make a part of an LBM model trainable: LoRA factors put in by PEFT, or the denoiser's own weights."""
+
+import hashlib
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from sigmascope.lbm.model import LbmModel
+from sigmascope.lbm.training.peft_layers import ADAPTER, PeftLayer, inject, take_out
+from sigmascope.lbm.training.settings import TrainSettings
+from sigmascope.lbm.training.targets import (
+    TrainablePlan,
+    choose_modules,
+    continue_modules,
+    plan_full,
+)
+from sigmascope.lora.factors import LoraFactors
+from sigmascope.lora.file import LoraFile
+from sigmascope.lora.formats import load_lora
+
+NamedParameters = list[tuple[str, nn.Parameter]]
+
+
+class Trainable(Protocol):
+    """What the training loop changes, saves and takes away again."""
+
+    plan: TrainablePlan
+
+    def parameters(self) -> NamedParameters:
+        """What the optimizer changes, by stable names, in the model's order."""
+
+    def remove(self) -> None:
+        """Leave the model as it was, but for weights that were themselves trained."""
+
+
+class TrainableLora:
+    """LoRA factors inside a denoiser. Made by `inject_lora`.
+
+    Attributes:
+        plan: Which layers have factors, and which of these are trained.
+    """
+
+    def __init__(self, model: LbmModel, plan: TrainablePlan, layers: Mapping[str, PeftLayer]) -> None:
+        self.plan = plan
+        self._model = model
+        self._layers = dict(layers)
+
+    def parameters(self) -> NamedParameters:
+        """The trained factors, float32: `<layer>.lora_down.weight`, `<layer>.lora_up.weight` for each layer."""
+        named: NamedParameters = []
+        for name in self.plan.trained:
+            down, up = _factors(self._layers[name])
+            named += [(f"{name}.lora_down.weight", down), (f"{name}.lora_up.weight", up)]
+        return named
+
+    def state(self) -> LoraFile:
+        """The LoRA as it is now, by layer: copies of the trained factors, and the frozen ones as their file has them.
+
+        Factors have the ranks and alphas of the plan; whoever writes them moves the strength into `up`.
+        """
+        return LoraFile({name: self._state_of(name) for name in self.plan.modules})
+
+    def remove(self) -> None:
+        """Take the factors out: the model has its own layers and keys again. A second call does nothing."""
+        take_out(self._model.denoiser, self._layers)
+        self._layers = {}
+
+    def _state_of(self, name: str) -> LoraFactors:
+        module = self.plan.modules[name]
+        if not module.trained:
+            return self.plan.factors[name]
+        down, up = (factor.detach().flatten(1).cpu().clone() for factor in _factors(self._layers[name]))
+        return LoraFactors(up, down, module.alpha, module.weight_shape)
+
+
+class TrainableFull:
+    """The denoiser's own weights. Made by `prepare_full`.
+
+    Attributes:
+        plan: Its table says what is trained.
+    """
+
+    def __init__(self, model: LbmModel) -> None:
+        self.plan = plan_full(model)
+        self._model = model
+
+    def parameters(self) -> NamedParameters:
+        """Every parameter of the denoiser by its key in the checkpoint."""
+        return [
+            (f"denoiser.{name}", parameter) for name, parameter in self._model.denoiser.named_parameters()
+        ]
+
+    def state(self) -> dict[str, Tensor]:
+        """The whole model by its keys in the checkpoint. The tensors are the model's own: write them at once."""
+        return dict(self._model.state_dict())
+
+    def remove(self) -> None:
+        """Freeze the denoiser again; its weights stay as they are now."""
+        self._model.denoiser.requires_grad_(False)
+
+
+def inject_lora(model: LbmModel, settings: TrainSettings) -> TrainableLora:
+    """Put a LoRA into the denoiser, fresh or from `lora_weights_path`; everything else is frozen.
+
+    Factors are float32 over a base of any dtype: in bfloat16 a step of the optimizer is often below what the
+    value can hold. A fresh LoRA starts as PEFT's does, down Kaiming-uniform (a = √5) and up zero, so that the first
+    step sees the base itself; each layer's down follows from the seed and the layer's name alone.
+
+    Args:
+        model: Loaded and without adapters. It is changed in place.
+        settings: Which layers, ranks and alphas, or the file to go on with.
+
+    Raises:
+        ConfigError: A partial name means no layer; or PEFT is too old.
+        ModelMismatchError: A module of the file fits no layer of the denoiser.
+        LoraFormatError: The file is not understood, or holds more than up and down factors.
+        CheckpointError: The file is missing or damaged.
+    """
+    plan = planned(model, settings)
+    model.requires_grad_(False)
+    layers = inject(model.denoiser, list(plan.modules.values()))
+    for name, module in plan.modules.items():
+        down, up = _factors(layers[name])
+        stored = plan.factors.get(name)
+        if stored is None:
+            _fill(down, fresh_down(tuple(down.shape), settings.seed, name))
+            _fill(up, torch.zeros(up.shape))
+        else:
+            _fill(down, stored.down.reshape(down.shape))
+            _fill(up, stored.up.reshape(up.shape))
+        down.requires_grad_(module.trained)
+        up.requires_grad_(module.trained)
+    return TrainableLora(model, plan, layers)
+
+
+def prepare_full(model: LbmModel) -> TrainableFull:
+    """Make the denoiser's own weights trainable and freeze everything else.
+
+    Args:
+        model: Loaded in float32, which the optimizer needs.
+    """
+    model.requires_grad_(False)
+    model.denoiser.requires_grad_(True)
+    return TrainableFull(model)
+
+
+def prepare(model: LbmModel, settings: TrainSettings) -> TrainableLora | TrainableFull:
+    """Make trainable what the settings ask for; see `inject_lora` and `prepare_full`."""
+    return prepare_full(model) if settings.full_finetune else inject_lora(model, settings)
+
+
+def planned(model: LbmModel, settings: TrainSettings) -> TrainablePlan:
+    """What the settings train in a model, which is not changed; raises what `inject_lora` does."""
+    if settings.full_finetune:
+        return plan_full(model)
+    patterns = settings.trainable_lora_modules
+    if settings.lora_weights_path is not None:
+        return continue_modules(model, load_lora(Path(settings.lora_weights_path)), patterns)
+    assert settings.rank is not None  # the settings refuse a LoRA without a file or a rank
+    return choose_modules(
+        model, patterns, rank=settings.rank, conv_rank=settings.conv_rank, alpha=settings.alpha
+    )
+
+
+def fresh_down(shape: tuple[int, ...], seed: int, name: str) -> Tensor:
+    """A layer's first down factor: uniform in ±1/√(in·kh·kw), from the seed and the layer's name."""
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+    return nn.init.kaiming_uniform_(torch.empty(shape), a=math.sqrt(5), generator=generator)
+
+
+def _factors(layer: PeftLayer) -> tuple[nn.Parameter, nn.Parameter]:
+    return layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
+
+
+def _fill(parameter: nn.Parameter, values: Tensor) -> None:
+    with torch.no_grad():
+        parameter.copy_(values.to(parameter))
