@@ -2,7 +2,7 @@
 
 import typer
 
-from sigmascope.cli.lbm import infer
+from sigmascope.cli.lbm import infer, make_shards, serve
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -17,3 +17,5 @@ def group() -> None:
 
 
 app.command("infer", no_args_is_help=True, epilog=infer.EPILOG)(infer.infer)
+app.command("make-shards", no_args_is_help=True, epilog=make_shards.EPILOG)(make_shards.make_shards)
+app.command("serve", no_args_is_help=True, epilog=serve.EPILOG)(serve.serve)

@@ -2,8 +2,6 @@
 
 import io
 import random
-import struct
-import zlib
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,15 +11,13 @@ from PIL import Image, UnidentifiedImageError
 
 from sigmascope.errors import DataError
 from sigmascope.lbm.buckets import Size
-from sigmascope.lbm.images import to_rgb
+from sigmascope.lbm.images import DECODER_ERRORS, to_rgb
 
 Pixels = NDArray[np.uint8]
 Crop = Literal["center", "random"]
 
 FORMATS = ("PNG", "JPEG", "WEBP", "TIFF", "BMP", "GIF", "PPM")
 """What is decoded. Pillow knows formats that hand their content to other programs; shards may be anybody's."""
-
-_DECODER_ERRORS = (OSError, SyntaxError, ValueError, EOFError, IndexError, struct.error, zlib.error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +50,7 @@ def decode_picture(data: bytes) -> Image.Image:
         raise DataError(f"is too large a picture ({error})") from error
     except UnidentifiedImageError as error:
         raise DataError(f"is no picture in a format that is read ({', '.join(FORMATS)})") from error
-    except _DECODER_ERRORS as error:
+    except DECODER_ERRORS as error:
         raise DataError(f"cannot be decoded ({error})") from error
 
 
@@ -93,14 +89,11 @@ def apply_cut(image: Image.Image, cut: Cut, resample: Image.Resampling) -> Pixel
     """
     width, height = image.size
     box = (
-        max(cut.left * width, 0.0),
-        max(cut.top * height, 0.0),
-        min(cut.right * width, width),
-        min(cut.bottom * height, height),
+        _edge(cut.left, width),
+        _edge(cut.top, height),
+        _edge(cut.right, width),
+        _edge(cut.bottom, height),
     )
-    rounded = tuple(float(round(edge)) for edge in box)
-    if all(abs(edge - whole) < 1e-6 for edge, whole in zip(box, rounded, strict=True)):
-        box = rounded  # a share of a side, and back, must not shift the picture by a hair
     return np.array(image.resize(cut.size, resample, box=box), dtype=np.uint8)
 
 
@@ -110,6 +103,12 @@ def same_shape(first: Size, second: Size) -> bool:
         if abs(one[0] * other[1] / one[1] - other[0]) <= 1 or abs(one[1] * other[0] / one[0] - other[1]) <= 1:
             return True
     return False
+
+
+def _edge(share: float, side: int) -> float:
+    """A share of a side in pixels, inside the picture; rounding must not shift a whole pixel by a hair."""
+    pixels = min(max(share * side, 0.0), float(side))
+    return float(round(pixels)) if abs(pixels - round(pixels)) < 1e-6 else pixels
 
 
 def _place(slack: float, crop: Crop, draws: random.Random) -> float:
