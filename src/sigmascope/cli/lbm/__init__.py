@@ -2,7 +2,7 @@
 
 import typer
 
-from sigmascope.cli.lbm import infer, make_shards, serve
+from sigmascope.cli.lbm import create_base, infer, make_shards, serve
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -16,6 +16,7 @@ def group() -> None:
     """Translate pictures with a Latent Bridge Matching model, and make and train such models."""
 
 
+app.command("create-base", no_args_is_help=True, epilog=create_base.EPILOG)(create_base.create_base)
 app.command("infer", no_args_is_help=True, epilog=infer.EPILOG)(infer.infer)
 app.command("make-shards", no_args_is_help=True, epilog=make_shards.EPILOG)(make_shards.make_shards)
 app.command("serve", no_args_is_help=True, epilog=serve.EPILOG)(serve.serve)

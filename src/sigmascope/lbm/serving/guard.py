@@ -1,0 +1,114 @@
+"""Who may talk to the page: its own pages in the user's browser, and programs on machines that know its address.
+
+A page that binds to loopback is still within reach of every web site that the user visits: by a form or script
+that posts to it (CSRF), and by a name that resolves to 127.0.0.1 (DNS rebinding). The first carries a foreign
+`Origin`, the second a foreign `Host`.
+"""
+
+import ipaddress
+import socket
+from collections.abc import Iterable
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from sigmascope.lbm.serving.refusals import Refusal
+
+SAFE_METHODS = ("GET", "HEAD")
+
+HEADERS = {
+    # Nothing from elsewhere is loaded, nothing inline is run; pictures are fetched and shown as blobs.
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    # Pictures are private: a browser's cache is a file.
+    "cache-control": "no-store",
+}
+
+
+class Guard:
+    """ASGI middleware: refuses foreign hosts and origins, and adds the headers that keep the page to itself.
+
+    Args:
+        app: What is guarded.
+        host: That the server was told to bind to; its name is allowed beside loopback, this machine's name, and
+            plain addresses, which no one can rebind.
+    """
+
+    def __init__(self, app: ASGIApp, host: str) -> None:
+        self._app = app
+        self._names = known_names(host)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(HEADERS)
+            await send(message)
+
+        try:
+            check_request(scope["method"], Headers(scope=scope), self._names)
+        except Refusal as refusal:
+            await refusal.response(scope, receive, send_guarded)
+        else:
+            await self._app(scope, receive, send_guarded)
+
+
+def check_request(method: str, headers: Headers, names: Iterable[str]) -> None:
+    """Refuse a request that came by a foreign name or from a foreign page.
+
+    Raises:
+        Refusal: 400 without a `Host`, 403 with a foreign one, or a foreign `Origin` or `Sec-Fetch-Site`.
+    """
+    host = headers.get("host", "")
+    name = host_name(host)
+    if not name:
+        raise Refusal(400, "The request names no host.")
+    if name not in names and not _is_address(name):
+        raise Refusal(403, f"{name} is not a name of this server.", "Open the address that it printed.")
+    if method in SAFE_METHODS:
+        return
+    origin = headers.get("origin")
+    if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
+        raise Refusal(403, "The request comes from another page.", "Use the page that this server shows.")
+    if headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
+        raise Refusal(403, "The request comes from another site.", "Use the page that this server shows.")
+
+
+def known_names(host: str) -> frozenset[str]:
+    """Names by which a server bound to `host` is asked for, in lower case."""
+    return frozenset(
+        name.lower() for name in ("localhost", host, socket.gethostname(), socket.getfqdn()) if name
+    )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a server bound to `host`."""
+    return host.lower() == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
+
+
+def host_name(host: str) -> str:
+    """The name in a `Host` header, in lower case and without port and brackets; empty if it is none."""
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
