@@ -13,9 +13,9 @@ from sigmascope.lbm.images import load_image, save_image
 from sigmascope.lbm.infer import translate_image
 from sigmascope.lbm.model import LbmModel, load_lbm
 from sigmascope.lbm.pocket import BASE_PATH, CONFIG_PATH, EXAMPLE_SCENE, TUNED_PATH
-from sigmascope.lbm.pocket.quality import psnr
 from sigmascope.lbm.pocket.scenes import COOL, relighting_pair
-from sigmascope.lbm.pocket.sheet import contact_sheet
+from sigmascope.lbm.psnr import psnr
+from sigmascope.lbm.sheet import contact_sheet
 from sigmascope.lbm.watched import load_watched
 from sigmascope.lora.apply import attach_lora, merge_lora
 from sigmascope.lora.extract import ExtractionReport, ExtractOptions, extract_lora

@@ -1,9 +1,7 @@
-"""How close a picture is to the truth."""
+"""How close the pocket model's pictures are to the rendered truth."""
 
-import math
 from collections.abc import Iterable
 
-import numpy as np
 import torch
 from PIL import Image
 
@@ -11,17 +9,7 @@ from sigmascope.lbm.images import image_to_tensor, tensor_to_image
 from sigmascope.lbm.infer import translate_image
 from sigmascope.lbm.model import LbmModel
 from sigmascope.lbm.pocket.scenes import Light, relighting_pair
-
-
-def psnr(image: Image.Image, truth: Image.Image) -> float:
-    """Peak signal-to-noise ratio in dB: 10 log10(255² / mean squared error), over all pixels and channels.
-
-    Returns:
-        Infinity for equal pictures.
-    """
-    difference = np.asarray(image.convert("RGB"), np.float64) - np.asarray(truth.convert("RGB"), np.float64)
-    error = float(np.mean(difference**2))
-    return math.inf if error == 0 else 10 * math.log10(255**2 / error)
+from sigmascope.lbm.psnr import psnr
 
 
 def vae_psnr(model: LbmModel, light: Light, scenes: Iterable[int]) -> float:
