@@ -1,7 +1,7 @@
 """Which layers are trained, with which rank, and what stays frozen."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
@@ -50,11 +50,13 @@ class TrainablePlan:
         modules: Every layer with a LoRA, in the model's order; none in full fine-tuning.
         rows: The table, by block and kind of layer; its frozen parameters add up to all that stays as it is.
         factors: What a continued file holds, by layer; empty for a fresh LoRA.
+        metadata: The continued file's header.
     """
 
     modules: Mapping[str, PlannedModule]
     rows: tuple[PlanRow, ...]
-    factors: Mapping[str, LoraFactors]
+    factors: Mapping[str, LoraFactors] = field(default_factory=dict)
+    metadata: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def trained(self) -> tuple[str, ...]:
@@ -115,7 +117,7 @@ def choose_modules(
         asked = rank if len(shape) == 2 or conv_rank is None else conv_rank
         own = min(asked, *matrix_shape(shape))
         modules[name] = PlannedModule(name, shape, own, strength * own)
-    return TrainablePlan(modules, plan_rows(model, modules.values()), {})
+    return TrainablePlan(modules, plan_rows(model, modules.values()))
 
 
 def continue_modules(model: LbmModel, lora: LoraFile, patterns: Sequence[str] | None) -> TrainablePlan:
@@ -142,12 +144,12 @@ def continue_modules(model: LbmModel, lora: LoraFile, patterns: Sequence[str] | 
         name: PlannedModule(name, one.weight_shape, one.rank, _alpha(one), trained=name in chosen)
         for name, one in ((name, factors[name]) for name in names)
     }
-    return TrainablePlan(modules, plan_rows(model, modules.values()), factors)
+    return TrainablePlan(modules, plan_rows(model, modules.values()), factors, dict(lora.metadata))
 
 
 def plan_full(model: LbmModel) -> TrainablePlan:
     """Plan to train the denoiser's own weights; the VAE stays as it is."""
-    return TrainablePlan({}, plan_rows(model, (), full=True), {})
+    return TrainablePlan({}, plan_rows(model, (), full=True))
 
 
 def _require_whole(lora: LoraFile) -> None:
