@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
@@ -117,7 +117,7 @@ class TrainSettings(LbmConfig):
         return numbers_are_numbers(data, cls)
 
     @model_validator(mode="after")
-    def _can_be_done(self) -> Self:
+    def _can_be_done(self) -> "TrainSettings":
         if wrong := impossible_combinations(self):
             raise ValueError("; ".join(wrong))
         return self
