@@ -136,14 +136,14 @@ class Objective:
         """
         with vae_alone(model):
             z_source, z_target = (encoded(model, pictures) for pictures in (batch.source, batch.target))
-            conditioning = self._conditioning(model, batch, z_source)
+            conditioning = self.conditioning(model, batch, z_source)
         generators = generators_for(self.settings.seed, batch.epoch, batch.numbers, "bridge")
         sigmas, noise = draw_bridge(generators, z_source.shape[1:], self.config)
         noise_scale = self.config.bridge_noise_sigma
         x_t = bridge_interpolate(z_source, z_target, sigmas, noise.to(z_source.device), noise_scale)
         return BridgePoint(x_t, bridge_velocity_target(z_source, z_target), sigmas, conditioning)
 
-    def _conditioning(self, model: LbmModel, batch: Batch, like: Latents) -> Latents | None:
+    def conditioning(self, model: LbmModel, batch: Batch, like: Latents) -> Latents | None:
         """Latents of the conditioning images, then masks at latent size, as inference gives them."""
         images = _named(batch.conditioning_images, self.config.conditioning_images_keys)
         masks = _named(batch.conditioning_masks, self.config.conditioning_masks_keys)
