@@ -1,0 +1,80 @@
+"""What several processes must agree on before each step, so that none waits for another that has ended."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Generic, TypeVar
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+
+from sigmascope.lbm.batches import Batch
+
+Position = TypeVar("Position")
+
+
+@dataclass(frozen=True)
+class Group(Generic[Position]):
+    """The batches of one optimizer step, in this process.
+
+    Attributes:
+        batches: As many in every process.
+        samples: Of all processes together.
+        position: Where this process's data stands after them.
+    """
+
+    batches: tuple[Batch, ...]
+    samples: int
+    position: Position
+
+
+class Team:
+    """All processes of one training run; a single one is a team too, and talks to nobody."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self.size: int = accelerator.num_processes
+
+    def gather(self, values: list[int]) -> list[list[int]]:
+        """Give everybody's numbers, a row for each process. All call this together."""
+        if self.size == 1:
+            return [values]
+        row = torch.tensor([values], dtype=torch.int64, device=self._accelerator.device)
+        rows: list[list[int]] = self._accelerator.gather(row).tolist()
+        return rows
+
+    def any(self, flag: bool) -> bool:
+        """Whether it is so in any process."""
+        return any(row[0] for row in self.gather([int(flag)]))
+
+    def objects(self, value: Any) -> list[Any]:
+        """Give everybody's object, by process."""
+        found: list[Any] = [value] if self.size == 1 else gather_object([value])
+        return found
+
+    def wait(self) -> None:
+        """Wait until all are here."""
+        self._accelerator.wait_for_everyone()
+
+
+def groups(stream: Iterable[tuple[Batch, Position]], size: int, team: Team) -> Iterator[Group[Position]]:
+    """Join up to `size` batches for each optimizer step, as many in every process.
+
+    The epoch ends for all as soon as any process has no batch left; what the others still had stays unused.
+
+    Args:
+        stream: Batches of an epoch, each with the position after it.
+        size: Batches of an optimizer step; the last one of an epoch may have fewer.
+        team: The processes.
+    """
+    rest = iter(stream)
+    while True:
+        taken = list(islice(rest, size))
+        lengths = [len(batch) for batch, _ in taken]
+        rows = team.gather(lengths + [0] * (size - len(lengths)))
+        count = min(sum(1 for length in row if length) for row in rows)
+        if count == 0:
+            return
+        samples = sum(sum(row[:count]) for row in rows)
+        yield Group(tuple(batch for batch, _ in taken[:count]), samples, taken[count - 1][1])

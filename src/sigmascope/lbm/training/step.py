@@ -1,0 +1,184 @@
+"""One optimizer step: forward and backward for each batch of its group, clipping, the change of the weights."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from sigmascope.errors import NonFiniteError
+from sigmascope.lbm.batches import Batch
+from sigmascope.lbm.model import LbmModel
+from sigmascope.lbm.training.distributed import Group, Team
+from sigmascope.lbm.training.nonfinite import find_culprits, nonfinite_error
+from sigmascope.lbm.training.objective import Objective
+
+SKIPS_ALLOWED = 30
+"""Steps in a row that the gradient scaler may skip while it looks for its scale (2^16 halves to below 2^-13)."""
+
+Losses = tuple[Tensor, Tensor, Tensor]
+
+
+class TrainingStep(nn.Module):
+    """The loss as a module's forward call, so that what wraps the module (DDP, FSDP, autocast) sees all of it.
+
+    Args:
+        model: With what is trained in it.
+        objective: Its loss.
+    """
+
+    def __init__(self, model: LbmModel, objective: Objective) -> None:
+        super().__init__()
+        self.model = model
+        self.objective = objective
+
+    def forward(self, batch: Batch) -> Losses:
+        """Give the loss with its gradient, and its latent and pixel terms (NaN for one that is not computed)."""
+        terms = self.objective.loss(self.model, batch)
+        missing = torch.full_like(terms.total.detach(), math.nan)
+        return (
+            terms.total,
+            missing if terms.latent is None else terms.latent,
+            missing if terms.pixel is None else terms.pixel,
+        )
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step gave, in this process.
+
+    Attributes:
+        loss: Mean over the samples of this process.
+        latent: Its latent term; None where it has no weight.
+        pixel: Its pixel term; None where it has no weight.
+        gradient_norm: Of all processes together, before clipping; None where the backend does not tell.
+        skipped: The gradient scaler met Inf and made no step.
+    """
+
+    loss: float
+    latent: float | None
+    pixel: float | None
+    gradient_norm: float | None
+    skipped: bool
+
+
+class Stepper:
+    """Makes optimizer steps.
+
+    Args:
+        accelerator: Prepared `module` and `optimizer`.
+        module: A `TrainingStep`, as prepared.
+        optimizer: As prepared.
+        schedule: Of the learning rate, not prepared: it counts optimizer steps, whatever the processes.
+        max_grad_norm: None clips nothing.
+        team: The processes.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        module: nn.Module,
+        optimizer: Any,
+        schedule: LRScheduler,
+        max_grad_norm: float | None,
+        team: Team,
+    ) -> None:
+        self.accelerator = accelerator
+        self.module = module
+        self.optimizer = optimizer
+        self.schedule = schedule
+        self._max_norm = math.inf if max_grad_norm is None else max_grad_norm
+        self._team = team
+        self._skips = 0
+
+    def make(self, group: Group[Any], step: int, last_checkpoint: str | None) -> StepResult:
+        """Make one step. The gradient is the mean over all samples of all processes.
+
+        Args:
+            group: The step's batches.
+            step: Its number, for errors.
+            last_checkpoint: Likewise.
+
+        Raises:
+            NonFiniteError: Loss or gradient is NaN or Inf; the weights are as they were before the step.
+        """
+        size = self.accelerator.gradient_accumulation_steps
+        # A short group ends at the same count, so that its last batch is the one that synchronises.
+        self.accelerator.step = size - len(group.batches)
+        losses: list[Losses] = []
+        for batch in group.batches:
+            with self.accelerator.accumulate(self.module):
+                found: Losses = self.module(to_device(batch, self.accelerator.device))
+                # The backend divides by processes and accumulated batches, and samples count alike in all.
+                weight = len(batch) * size * self._team.size / group.samples
+                self.accelerator.backward(found[0] * weight if weight != 1 else found[0])
+                losses.append(tuple(term.detach() for term in found))  # type: ignore[arg-type]
+        return self._finish(group, step, losses, last_checkpoint)
+
+    def _finish(
+        self, group: Group[Any], step: int, losses: Sequence[Losses], last_checkpoint: str | None
+    ) -> StepResult:
+        norm = self.accelerator.clip_grad_norm_(list(self.module.parameters()), self._max_norm)
+        samples = [len(batch) for batch in group.batches]
+        total, latent, pixel = (_mean(samples, [float(terms[i]) for terms in losses]) for i in range(3))
+        gradient_norm = None if norm is None else float(norm)
+        if self._is_lost(total, gradient_norm):
+            raise self._lost(group, step, total, last_checkpoint)
+        self.optimizer.step()
+        skipped = bool(getattr(self.optimizer, "step_was_skipped", False))
+        self._skips = self._skips + 1 if skipped else 0
+        if not skipped:
+            self.schedule.step()
+        self.optimizer.zero_grad()
+        return StepResult(total, _known(latent), _known(pixel), gradient_norm, skipped)
+
+    def _is_lost(self, loss: float, norm: float | None) -> bool:
+        """Whether any process has NaN or Inf where a smaller scale of the gradients would not help."""
+        scales = self.accelerator.scaler is not None and self._skips < SKIPS_ALLOWED
+        bad_gradient = norm is not None and not math.isfinite(norm) and not scales
+        return self._team.any(not math.isfinite(loss) or bad_gradient)
+
+    def _lost(self, group: Group[Any], step: int, loss: float, last_checkpoint: str | None) -> NonFiniteError:
+        keys = [key for batch in group.batches for key in batch.keys]
+        inner = self.accelerator.unwrap_model(self.module)
+        culprits = None
+        for batch in group.batches:
+            self.optimizer.optimizer.zero_grad()
+
+            def backward(batch: Batch = batch) -> float:
+                with self.accelerator.autocast():
+                    again = inner(to_device(batch, self.accelerator.device))[0]
+                again.backward()
+                return float(again.detach())
+
+            found = find_culprits(inner.model, backward)
+            if found:
+                culprits, keys = found, list(batch.keys)
+                break
+        return nonfinite_error(step, loss, keys, culprits, last_checkpoint)
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """The batch with all its pictures on a device."""
+    if device.type == "cpu":
+        return batch
+    return replace(
+        batch,
+        source=batch.source.to(device),
+        target=batch.target.to(device),
+        mask=None if batch.mask is None else batch.mask.to(device),
+        conditioning_images={key: image.to(device) for key, image in batch.conditioning_images.items()},
+        conditioning_masks={key: mask.to(device) for key, mask in batch.conditioning_masks.items()},
+    )
+
+
+def _mean(weights: Sequence[int], values: Sequence[float]) -> float:
+    return sum(weight * value for weight, value in zip(weights, values, strict=True)) / sum(weights)
+
+
+def _known(value: float) -> float | None:
+    return None if math.isnan(value) else value
