@@ -6,17 +6,15 @@ with the last batch; passing it back continues with exactly the batches that fol
 
 from collections.abc import Generator, Iterator
 from contextlib import closing
-from dataclasses import dataclass
 
 from sigmascope.errors import DataError
 from sigmascope.lbm.batches import Batch
-from sigmascope.lbm.buckets import Size
 from sigmascope.lbm.config import LbmConfig
 from sigmascope.lbm.shards.batching import Buckets, collate
-from sigmascope.lbm.shards.checks import check_options, check_position, judge_epoch
+from sigmascope.lbm.shards.checks import check_position, judge_epoch
 from sigmascope.lbm.shards.names import expand_shards
+from sigmascope.lbm.shards.options import DataOptions, check_options
 from sigmascope.lbm.shards.parallel import map_ahead
-from sigmascope.lbm.shards.pictures import Crop
 from sigmascope.lbm.shards.position import DataPosition
 from sigmascope.lbm.shards.reading import RawSample
 from sigmascope.lbm.shards.samples import Sample, SampleDecoder
@@ -24,37 +22,6 @@ from sigmascope.lbm.shards.skipped import SkippedSample, SkippedSamples
 from sigmascope.lbm.shards.stream import Order, Share
 
 __all__ = ["DataOptions", "DataPosition", "SkippedSample", "SkippedSamples", "TrainingData"]
-
-
-@dataclass(frozen=True)
-class DataOptions:
-    """What is read and how it is batched.
-
-    Attributes:
-        shards: Paths with braces, globs or `~`, folders, or `pipe:` commands when `allow_pipe`.
-        batch_size: Samples in a batch of this process.
-        seed: Of the order and of random crops.
-        shuffle: False gives the shards' own order, for validation.
-        shuffle_buffer: Samples that are mixed with each other.
-        allow_pipe: Whether `pipe:` commands may be run.
-        crop: The part of a picture whose shape is not the batch's.
-        size: (width, height) of all samples; None is each one's nearest aspect bucket.
-        process: This process's number. Sample i of the stream belongs to process i modulo `processes`.
-        processes: How many processes share the stream.
-        workers: Threads that decode ahead; 0 decodes when a batch is asked for.
-    """
-
-    shards: tuple[str, ...]
-    batch_size: int
-    seed: int = 0
-    shuffle: bool = True
-    shuffle_buffer: int = 256
-    allow_pipe: bool = False
-    crop: Crop = "center"
-    size: Size | None = None
-    process: int = 0
-    processes: int = 1
-    workers: int = 2
 
 
 class TrainingData:

@@ -1,7 +1,7 @@
 """The pocket model's scenes as shards to train on, so that training can be tried without data of one's own."""
 
 import multiprocessing
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -64,7 +64,7 @@ def write_pocket_shards(
 
 
 def _scenes(
-    render: "partial[EncodedSample]", numbers: Sequence[int], workers: int
+    render: Callable[[int], EncodedSample], numbers: Sequence[int], workers: int
 ) -> Iterator[EncodedSample]:
     if workers == 1:
         yield from map(render, numbers)

@@ -1,60 +1,16 @@
-"""What of the data's options and of an epoch's outcome is refused."""
+"""Which positions and which epochs are refused."""
 
 import logging
-from typing import Protocol
 
 from sigmascope.errors import ConfigError, DataError
-from sigmascope.lbm.buckets import Size, scaled_buckets
-from sigmascope.lbm.config import LbmConfig
+from sigmascope.lbm.shards.options import DataOptions
 from sigmascope.lbm.shards.position import DataPosition
 from sigmascope.lbm.shards.skipped import SkippedSamples
 
 _log = logging.getLogger(__name__)
 
-FEWEST = {"batch_size": 1, "seed": 0, "shuffle_buffer": 0, "workers": 0, "process": 0, "processes": 1}
-"""Smallest value of each number among the options."""
 
-
-class Numbers(Protocol):
-    """The options that are checked here, as `DataOptions` has them."""
-
-    @property
-    def process(self) -> int:
-        """This process's number."""
-
-    @property
-    def processes(self) -> int:
-        """How many share the stream."""
-
-    @property
-    def size(self) -> Size | None:
-        """(width, height) of all samples."""
-
-    @property
-    def crop(self) -> str:
-        """The part of a picture that is used."""
-
-
-def check_options(options: Numbers, config: LbmConfig) -> None:
-    """Refuse options that make no sense.
-
-    Raises:
-        ConfigError: Names the option.
-    """
-    for name, fewest in FEWEST.items():
-        value = getattr(options, name)
-        if value < fewest:
-            raise ConfigError(f"{name}: expected {fewest} or more, got {value}.", hint="Correct it.")
-    if options.process >= options.processes:
-        raise ConfigError(
-            f"process: expected 0 to {options.processes - 1}, got {options.process}.", hint="Count from 0."
-        )
-    if options.crop not in ("center", "random"):
-        raise ConfigError(f"crop: expected center or random, got {options.crop!r}.", hint="Use center.")
-    _check_size(options.size, config)
-
-
-def check_position(position: DataPosition, epoch: int, options: Numbers) -> None:
+def check_position(position: DataPosition, epoch: int, options: DataOptions) -> None:
     """Refuse a position that another epoch or another process reached.
 
     Raises:
@@ -115,13 +71,3 @@ def _nothing(broken: int, passed: int, skipped: SkippedSamples, processes: int) 
         f"none of {broken} samples can be used. The first: {skipped.first[0]}.",
         hint="Check the data, and that source_key, target_key and mask_key name its members.",
     )
-
-
-def _check_size(size: Size | None, config: LbmConfig) -> None:
-    if size is None:
-        scaled_buckets(config.resolution, config.factor)  # refuses a resolution that is too small
-    elif min(size) < 1 or any(side % config.factor for side in size):
-        raise ConfigError(
-            f"image_size: expected multiples of {config.factor}, got {size[0]}x{size[1]}.",
-            hint="Leave it out for the nearest aspect bucket.",
-        )
