@@ -8,6 +8,7 @@ from sigmascope.errors import OptimizationError
 from sigmascope.pipeline.optimizing.applied import AppliedChoice
 from sigmascope.pipeline.optimizing.config import OptimizationConfig
 from sigmascope.pipeline.optimizing.hardware import Hardware, read_hardware
+from sigmascope.pipeline.optimizing.in_force import require_uppermost
 from sigmascope.pipeline.optimizing.judging import Demands
 from sigmascope.pipeline.optimizing.measurement import Measurement
 from sigmascope.pipeline.optimizing.measuring import measure_plan
@@ -109,6 +110,7 @@ class PipelineOptimizer:
                 "There is nothing to undo: no plan was applied to this pipeline by this optimizer.",
                 hint="Undo with the PipelineOptimizer that applied it.",
             )
+        require_uppermost(found[1])
         changed = _undo(found[1])
         self._applied.remove(found)
         return changed

@@ -7,10 +7,11 @@ from torch import nn
 
 from sigmascope import units
 from sigmascope.errors import OptimizationError
+from sigmascope.pipeline.optimizing import in_force
 from sigmascope.pipeline.optimizing.kind import Kind, Undo
 from sigmascope.pipeline.optimizing.kinds import KINDS
 from sigmascope.pipeline.optimizing.placement import GROUP_HOOKS
-from sigmascope.pipeline.optimizing.plan import Choice
+from sigmascope.pipeline.optimizing.plan import PIPELINE, Choice
 from sigmascope.pipeline.optimizing.structure import Structure
 from sigmascope.pipeline.optimizing.subject import models_of
 from sigmascope.pipeline.optimizing.weights import Weights
@@ -42,6 +43,7 @@ class AppliedChoice:
             _require_ram(choice)
         self._is_exact = keep or not self._kind.narrows
         self._models = models_of(pipeline)
+        _require_parts(pipeline, choice, self._models)
         self._weights = (
             Weights(self._touched(), self._kind.changes, keep=keep) if self._kind.changes else None
         )
@@ -64,6 +66,8 @@ class AppliedChoice:
         if self._weights is not None:
             self._weights.settle(self._touched())
         self._hooks = dict(_hook_names(self._models))
+        self.concerned = [model for _, model in self._touched()]
+        in_force.entered(self)
 
     def undo(self) -> list[str]:
         """Put back what the choice changed.
@@ -72,15 +76,18 @@ class AppliedChoice:
             Names of weights that somebody else changed meanwhile; their new values stay, in the old dtype.
 
         Raises:
-            OptimizationError: Originals were not kept, or hooks that others put on since lie over its own.
+            OptimizationError: Originals were not kept, or later choices or hooks of others lie over its own.
         """
         if not self._is_exact:
             raise OptimizationError(
                 f"{self.choice.name} cannot be undone: its original weights were not kept.",
                 hint="Load the pipeline anew, or apply with keep_originals=True.",
             )
+        in_force.require_uppermost([self])
         self._refuse_hooks_of_others()
-        return self._put_back()
+        changed = self._put_back()
+        in_force.left(self)
+        return changed
 
     def _put_back(self) -> list[str]:
         for undo in self._undos:
@@ -92,9 +99,7 @@ class AppliedChoice:
     def _touched(self) -> list[tuple[str, nn.Module]]:
         """Of all models for a choice that concerns the pipeline, else of its own."""
         models = models_of(self._pipeline)
-        return [
-            (name, model) for name, model in models.items() if self.choice.component in (name, "pipeline")
-        ]
+        return [(name, model) for name, model in models.items() if self.choice.component in (name, PIPELINE)]
 
     def _refuse_hooks_of_others(self) -> None:
         moves_layers = self.choice.options.get("how") == "group"  # it puts hooks on at the first call, too
@@ -122,6 +127,17 @@ def kind_of(choice: Choice) -> Kind:
             f"There is no kind of choice called {choice.kind!r}.", hint=f"Known are {', '.join(_BY_NAME)}."
         )
     return kind
+
+
+def _require_parts(pipeline: Any, choice: Choice, models: dict[str, nn.Module]) -> None:
+    """Refuse a choice that was planned for a pipeline of other parts."""
+    meant = str(choice.options.get("components", choice.component)).split(",")
+    absent = [name for name in meant if name not in (*models, PIPELINE)]
+    if absent:
+        raise OptimizationError(
+            f"{choice.name} is planned for {', '.join(absent)}, which {type(pipeline).__name__} does not have.",
+            hint="Plan for this pipeline: optimizer.plan(pipeline).",
+        )
 
 
 def _require_ram(choice: Choice) -> None:

@@ -1,7 +1,6 @@
 """What computes the denoiser's attention."""
 
 import importlib
-from functools import partial
 from typing import Any, Final
 
 from torch import nn
@@ -9,6 +8,7 @@ from torch import nn
 from sigmascope.pipeline.optimizing.circumstances import Circumstances
 from sigmascope.pipeline.optimizing.kind import Considered, Kind, Undo
 from sigmascope.pipeline.optimizing.plan import Choice, NotTaken
+from sigmascope.pipeline.optimizing.process_setting import ProcessSetting
 from sigmascope.pipeline.optimizing.subject import models_of
 
 NAME: Final = "attention"
@@ -33,10 +33,13 @@ def apply(pipeline: Any, choice: Choice) -> Undo | None:
     if choice.options["backend"] == _FUSED:
         _set_fused(model)
         return None
-    registry = _registry()
-    before = registry._active_backend
-    model.set_attention_backend(choice.options["backend"])
-    return partial(registry.set_active_backend, before)
+    undo = _DEFAULT.hold()
+    try:
+        model.set_attention_backend(choice.options["backend"])
+    except BaseException:
+        undo()
+        raise
+    return undo
 
 
 def _fused(found: Circumstances, name: str, count: int) -> Choice | NotTaken:
@@ -107,4 +110,7 @@ def _registry() -> Any:
     return importlib.import_module("diffusers.models.attention_dispatch")._AttentionBackendRegistry
 
 
+_DEFAULT: Final = ProcessSetting(
+    lambda: _registry()._active_backend, lambda backend: _registry().set_active_backend(backend)
+)
 KIND: Final = Kind(NAME, consider, apply)

@@ -1,6 +1,6 @@
 """Faster products of float32, and convolution algorithms that are tried out: flags of the whole process."""
 
-from functools import partial
+from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
@@ -8,6 +8,8 @@ import torch
 from sigmascope.pipeline.optimizing.circumstances import Circumstances
 from sigmascope.pipeline.optimizing.kind import Considered, Kind, Undo
 from sigmascope.pipeline.optimizing.plan import PIPELINE, Choice, NotTaken
+from sigmascope.pipeline.optimizing.process_setting import ProcessSetting
+from sigmascope.probes.reading import attempt
 
 NAME: Final = "fast_matmul"
 _TF32: Final = (8, 0)
@@ -46,17 +48,29 @@ def consider(found: Circumstances) -> Considered:
 
 def apply(pipeline: Any, choice: Choice) -> Undo:
     """Set the flags."""
-    matmul, benchmark = torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
+    undo = _FLAGS.hold()
     if choice.options["matmul"]:
         torch.set_float32_matmul_precision("high")
     if choice.options["benchmark"]:
         torch.backends.cudnn.benchmark = True
-    return partial(_set, matmul, benchmark)
+    return undo
 
 
-def _set(matmul: str, benchmark: bool) -> None:
-    torch.set_float32_matmul_precision(matmul)
-    torch.backends.cudnn.benchmark = benchmark
+def _read() -> Mapping[str, Any]:
+    """The flags. The precision has an old name for all and newer ones by backend, which may say what the old cannot."""
+    return {
+        "precision": attempt(torch.get_float32_matmul_precision).value or "highest",
+        "by_backend": [getattr(backend, "fp32_precision", None) for backend in _BACKENDS],
+        "benchmark": torch.backends.cudnn.benchmark,
+    }
+
+
+def _write(before: Mapping[str, Any]) -> None:
+    torch.set_float32_matmul_precision(before["precision"])
+    for backend, precision in zip(_BACKENDS, before["by_backend"], strict=True):
+        if precision is not None:
+            backend.fp32_precision = precision
+    torch.backends.cudnn.benchmark = before["benchmark"]
 
 
 def _of_no_use(found: Circumstances, wide: bool, is_unet: bool) -> NotTaken | None:
@@ -68,4 +82,6 @@ def _of_no_use(found: Circumstances, wide: bool, is_unet: bool) -> NotTaken | No
     return None
 
 
+_BACKENDS: Final[tuple[Any, ...]] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+_FLAGS: Final = ProcessSetting(_read, _write)
 KIND: Final = Kind(NAME, consider, apply)
