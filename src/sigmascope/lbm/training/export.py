@@ -13,7 +13,7 @@ from sigmascope.__about__ import __version__
 from sigmascope.checkpoints import StreamingWriter, atomic_path, open_checkpoint
 from sigmascope.errors import NonFiniteError, SigmascopeError
 from sigmascope.lbm.loading import is_finite
-from sigmascope.lbm.training.injection import TrainableFull, TrainableLora
+from sigmascope.lbm.training.injection import Trainable, TrainableFull, TrainableLora
 from sigmascope.lbm.training.settings import OutputFormat, TrainSettings
 from sigmascope.lora.extraction.provenance import BASE_FINGERPRINT, denoiser_fingerprint
 from sigmascope.lora.file import LoraFile
@@ -30,7 +30,7 @@ _ITERATIONS: Final = "num_iterations"
 
 
 def write_trained(
-    trainable: TrainableLora | TrainableFull,
+    trainable: Trainable,
     settings: TrainSettings,
     step: int,
     folder: str | Path,

@@ -4,7 +4,6 @@ import hashlib
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,18 +22,6 @@ from sigmascope.lora.file import LoraFile
 from sigmascope.lora.formats import load_lora
 
 NamedParameters = list[tuple[str, nn.Parameter]]
-
-
-class Trainable(Protocol):
-    """What the training loop changes, saves and takes away again."""
-
-    plan: TrainablePlan
-
-    def parameters(self) -> NamedParameters:
-        """What the optimizer changes, by stable names, in the model's order."""
-
-    def remove(self) -> None:
-        """Leave the model as it was, but for weights that were themselves trained."""
 
 
 class TrainableLora:
@@ -103,6 +90,10 @@ class TrainableFull:
         self._model.denoiser.requires_grad_(False)
 
 
+Trainable = TrainableLora | TrainableFull
+"""What the training loop changes, saves and takes away again."""
+
+
 def inject_lora(model: LbmModel, settings: TrainSettings) -> TrainableLora:
     """Put a LoRA into the denoiser, fresh or from `lora_weights_path`; everything else is frozen.
 
@@ -148,7 +139,7 @@ def prepare_full(model: LbmModel) -> TrainableFull:
     return TrainableFull(model)
 
 
-def prepare(model: LbmModel, settings: TrainSettings) -> TrainableLora | TrainableFull:
+def prepare(model: LbmModel, settings: TrainSettings) -> Trainable:
     """Make trainable what the settings ask for; see `inject_lora` and `prepare_full`."""
     return prepare_full(model) if settings.full_finetune else inject_lora(model, settings)
 

@@ -10,7 +10,8 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
 from sigmascope.errors import ConfigError
-from sigmascope.lbm.training.targets import DENOISER, PlannedModule
+from sigmascope.lbm.training.plan_table import PlannedModule
+from sigmascope.lbm.training.targets import DENOISER
 
 ADAPTER = "default"
 PeftLayer = Any

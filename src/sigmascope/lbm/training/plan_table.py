@@ -3,11 +3,11 @@
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from torch import nn
 
 from sigmascope.lora.models.block_names import block_of_module, block_position
+from sigmascope.lora.shapes import matrix_shape
 
 _KINDS = (
     ("attn1", "self-attention"),
@@ -19,24 +19,28 @@ _KINDS = (
 )
 
 
-class Planned(Protocol):
-    """What the table needs of a layer with a LoRA."""
+@dataclass(frozen=True)
+class PlannedModule:
+    """One layer that has a LoRA.
 
-    @property
-    def name(self) -> str:
-        """Of the layer, as the model has it."""
+    Attributes:
+        name: Of the layer, in native naming: `denoiser.conv_in`.
+        weight_shape: (out, in) or (out, in, kh, kw).
+        rank: r.
+        alpha: The strength is alpha / rank.
+        trained: Whether its factors change; otherwise they act as the file has them.
+    """
 
-    @property
-    def rank(self) -> int:
-        """Of its factors."""
-
-    @property
-    def trained(self) -> bool:
-        """Whether they change."""
+    name: str
+    weight_shape: tuple[int, ...]
+    rank: int
+    alpha: float
+    trained: bool = True
 
     @property
     def parameters(self) -> int:
-        """Values of both."""
+        """Values of both factors: r·(out + in·kh·kw)."""
+        return self.rank * sum(matrix_shape(self.weight_shape))
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,9 @@ class _Sums:
     frozen: int = 0
 
 
-def plan_rows(model: nn.Module, planned: Iterable[Planned], *, full: bool = False) -> tuple[PlanRow, ...]:
+def plan_rows(
+    model: nn.Module, planned: Iterable[PlannedModule], *, full: bool = False
+) -> tuple[PlanRow, ...]:
     """Count the parameters of a model and of its planned LoRA, in the order in which a latent passes the blocks.
 
     Args:

@@ -8,7 +8,7 @@ from torch import nn
 from sigmascope.errors import LoraFormatError, ModelMismatchError
 from sigmascope.lbm.model import LbmModel
 from sigmascope.lbm.training.layer_selection import select_layers
-from sigmascope.lbm.training.plan_table import PlanRow, plan_rows
+from sigmascope.lbm.training.plan_table import PlannedModule, PlanRow, plan_rows
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.matching import Layer, match_modules
@@ -16,30 +16,6 @@ from sigmascope.lora.shapes import matrix_shape
 
 DENOISER = "denoiser."
 _NAMED = 5
-
-
-@dataclass(frozen=True)
-class PlannedModule:
-    """One layer that has a LoRA.
-
-    Attributes:
-        name: Of the layer, in native naming: `denoiser.conv_in`.
-        weight_shape: (out, in) or (out, in, kh, kw).
-        rank: r.
-        alpha: The strength is alpha / rank.
-        trained: Whether its factors change; otherwise they act as the file has them.
-    """
-
-    name: str
-    weight_shape: tuple[int, ...]
-    rank: int
-    alpha: float
-    trained: bool = True
-
-    @property
-    def parameters(self) -> int:
-        """Values of both factors: r·(out + in·kh·kw)."""
-        return self.rank * sum(matrix_shape(self.weight_shape))
 
 
 @dataclass(frozen=True)
