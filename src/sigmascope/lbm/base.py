@@ -6,179 +6,216 @@ keys and values of both attentions are brought to the new widths by cutting, or 
 `num_iterations` is 0. Everything else must fit as it is, and nothing else may be left over.
 """
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from sigmascope.checkpoints import Checkpoint, StreamingWriter, open_checkpoint, save_torch
-from sigmascope.errors import ConfigError, ModelMismatchError
-from sigmascope.lbm.config import LbmConfig
+from sigmascope.checkpoints import StreamingTorchWriter, StreamingWriter, TensorSpec
+from sigmascope.errors import NonFiniteError
+from sigmascope.lbm.basing.adaptation import (
+    DROPPED,
+    ITERATIONS,
+    Adaptation,
+    Shape,
+    adapt_weight,
+    find_adaptations,
+)
+from sigmascope.lbm.basing.backbone import Backbone, BackboneWeight, open_backbone
+from sigmascope.lbm.basing.targets import Targets, all_or_none, choose_targets, refuse_inputs, require_space
+from sigmascope.lbm.config import LbmConfig, load_config
+from sigmascope.lbm.loading import is_finite
 from sigmascope.lbm.model import build_lbm
 from sigmascope.progress import Progress, no_progress
+from sigmascope.records.atomic import atomic_path
 
-Change = Literal["cut", "zero-filled", "cut and zero-filled"]
+__all__ = ["BaseReport", "adapt_weight", "create_base"]
 
-DROPPED = "add_embedding."
-"""The UNet's size and crop embedding: an LBM has none."""
-
-_PREFIXES = {"denoiser.": "unet", "vae.vae_model.": "vae"}
+Write = Callable[[str, Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)
 class BaseReport:
-    """What became of the backbone's weights: keys of the base by what was done, and keys left out."""
+    """What became of a backbone's weights.
 
-    path: Path
+    Attributes:
+        paths: The files of weights, of equal content.
+        config_path: The YAML that was written beside them; None when an equal one was there, or none asked for.
+        backbone: The folder or file that the weights are from.
+        dtypes: Number of the base's weights by dtype, without `num_iterations`.
+        adapted: Weights whose shape changed, by the base's key.
+        dropped: Shapes of the backbone's weights that an LBM has no use for, by the name that they would have.
+        outside: Tensors of a single file that are neither UNet nor VAE, counted by the first part of their names.
+        parameters: Of the denoiser.
+        modules: Linear and Conv2d layers of the denoiser: what a LoRA can hold.
+        nbytes: Of all tensors.
+        seconds: That it took.
+    """
+
+    paths: tuple[Path, ...]
+    config_path: Path | None
     backbone: Path
-    adapted: dict[str, Change]
-    dropped: tuple[str, ...]
+    dtypes: Mapping[str, int]
+    adapted: Mapping[str, Adaptation]
+    dropped: Mapping[str, Shape]
+    outside: Mapping[str, int]
+    parameters: int
+    modules: int
+    nbytes: int
+    seconds: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything as JSON has it; shapes as lists, files as texts."""
+        return {
+            "paths": [str(path) for path in self.paths],
+            "config_path": None if self.config_path is None else str(self.config_path),
+            "backbone": str(self.backbone),
+            "dtypes": dict(self.dtypes),
+            "adapted": {
+                key: {"change": each.change, "from": list(each.had), "to": list(each.shape)}
+                for key, each in self.adapted.items()
+            },
+            "dropped": {key: list(shape) for key, shape in self.dropped.items()},
+            "outside": dict(self.outside),
+            "parameters": self.parameters,
+            "modules": self.modules,
+            "bytes": self.nbytes,
+            "seconds": self.seconds,
+        }
 
 
 def create_base(
-    config: LbmConfig,
+    config: LbmConfig | str | Path,
     save_path: Path,
     *,
     backbone: str | Path | None = None,
+    variant: str | None = None,
+    dtype: torch.dtype | None = None,
+    both: bool = True,
     progress: Progress = no_progress,
 ) -> BaseReport:
-    """Write the exact base of an LBM, in the backbone's own dtypes.
+    """Write the exact base of an LBM, a tensor at a time: memory holds one, whatever the model's size.
 
     Args:
-        config: Of the LBM.
-        save_path: `.safetensors`, written a tensor at a time, or `.ckpt`, which holds the model in memory.
-        backbone: A diffusers folder with `unet` and `vae`, or a repository of the Hugging Face hub; None is
-            the config's `backbone_signature`.
+        config: Of the LBM, or its YAML file, which is then copied as it is.
+        save_path: `.safetensors` or `.ckpt`. Replaced when there.
+        backbone: A diffusers folder with `unet` and `vae`, a single-file checkpoint with SDXL's own names, or a
+            repository of the Hugging Face hub; None is the config's `backbone_signature`.
+        variant: Of a folder's files, such as `fp16`; None takes the plain ones, else those that lost least.
+        dtype: Of the base's weights; None keeps the backbone's. `num_iterations` is float32 always.
+        both: Write the other format beside `save_path` too, and the config where later commands find it.
         progress: Told after each tensor.
 
     Raises:
-        ConfigError: The backbone cannot be had, or the target's name says no format.
-        CheckpointError: The backbone cannot be read, or lacks a weight.
-        ModelMismatchError: A weight cannot be adapted (named with both shapes) or has no place in the LBM.
-        WriteError: The target cannot be written; it is as it was.
+        ConfigError: The config or the target's name is not valid, the backbone cannot be had, or a YAML of
+            another model is in the way.
+        CheckpointError: The backbone cannot be read.
+        ModelMismatchError: Names every weight that is missing, cannot be adapted (with both shapes), or has no
+            place in the LBM.
+        NonFiniteError: A weight holds NaN or Inf, or would in `dtype`.
+        WriteError: A target cannot be written. All are as they were, as after every error.
     """
-    if save_path.suffix not in (".safetensors", ".ckpt"):
-        raise ConfigError(
-            f"{save_path}: a base is written as .safetensors or .ckpt.", hint="Choose one of these endings."
-        )
-    folder = _backbone_folder(str(backbone or config.backbone_signature))
-    with ExitStack() as files:
-        parts = {name: files.enter_context(open_checkpoint(folder / name)) for name in ("unet", "vae")}
-        shapes = {
-            key: tuple(value.shape) for key, value in build_lbm(config, device="meta").state_dict().items()
-        }
-        _refuse_leftovers(shapes, parts)
-        adapted = {key: change for key, shape in shapes.items() if (change := _change(key, shape, parts))}
-        if save_path.suffix == ".ckpt":
-            save_torch(save_path, dict(_tensors(shapes, parts, progress)))
-        else:
-            writer = files.enter_context(StreamingWriter(save_path, {"format": "pt"}, expected=shapes))
-            for key, tensor in _tensors(shapes, parts, progress):
-                writer.write(key, tensor)
-        dropped = tuple(key for key in parts["unet"].keys() if key.startswith(DROPPED))  # noqa: SIM118 - no dict
-    return BaseReport(save_path, folder, adapted, dropped)
+    begin = time.perf_counter()
+    text, config = _read(config)
+    targets = choose_targets(save_path, config, both=both)
+    model = build_lbm(config, device="meta")
+    shapes = {key: tuple(value.shape) for key, value in model.state_dict().items()}
+    with open_backbone(backbone or config.backbone_signature, config, variant) as source:
+        refuse_inputs(targets, source.files)
+        adapted = find_adaptations(source, shapes)
+        specs = _specs(shapes, source, dtype)
+        nbytes = sum(spec.nbytes for spec in specs.values())
+        require_space(targets, nbytes)
+        _write(targets, text, specs, _tensors(source, specs, progress))
+        dropped = {key: found.shape for key, found in source.weights.items() if key.startswith(DROPPED)}
+        path, outside = source.path, dict(source.outside)
+    return BaseReport(
+        paths=targets.weights,
+        config_path=targets.config,
+        backbone=path,
+        dtypes=_counted(specs),
+        adapted=adapted,
+        dropped=dropped,
+        outside=outside,
+        parameters=sum(weight.numel() for weight in model.denoiser.parameters()),
+        modules=sum(isinstance(module, nn.Linear | nn.Conv2d) for module in model.denoiser.modules()),
+        nbytes=nbytes,
+        seconds=time.perf_counter() - begin,
+    )
 
 
-def adapt_weight(weight: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Bring a weight to another shape: what is too long is cut at the end, what is too short filled with zeros.
+def _read(config: LbmConfig | str | Path) -> tuple[str, LbmConfig]:
+    if isinstance(config, LbmConfig):
+        return config.to_yaml(), config
+    loaded = load_config(config)
+    return Path(config).read_text(encoding="utf-8"), loaded
 
-    Raises:
-        ModelMismatchError: The number of dimensions differs.
-    """
-    if weight.ndim != len(shape):
-        raise ModelMismatchError(
-            f"A weight of shape {list(weight.shape)} cannot become {list(shape)}.",
-            hint="Use a backbone of the architecture that the config describes.",
-        )
-    common = tuple(slice(0, min(had, wanted)) for had, wanted in zip(weight.shape, shape, strict=True))
-    adapted = torch.zeros(shape, dtype=weight.dtype)
-    adapted[common] = weight[common]
-    return adapted
+
+def _specs(
+    shapes: Mapping[str, Shape], backbone: Backbone, dtype: torch.dtype | None
+) -> dict[str, TensorSpec]:
+    return {
+        key: TensorSpec(torch.float32 if key == ITERATIONS else dtype or backbone.weights[key].dtype, shape)
+        for key, shape in shapes.items()
+    }
+
+
+def _write(
+    targets: Targets, config: str, specs: Mapping[str, TensorSpec], tensors: Iterator[tuple[str, Tensor]]
+) -> None:
+    """Write every target in one pass over the backbone."""
+    with all_or_none(targets.all), ExitStack() as files:
+        writers: list[Write] = []
+        if targets.config is not None:
+            files.enter_context(atomic_path(targets.config)).write_text(config, encoding="utf-8")
+        if targets.ckpt is not None:
+            writers.append(files.enter_context(StreamingTorchWriter(targets.ckpt, specs)).write)
+        if targets.safetensors is not None:
+            metadata = {
+                "format": "pt"
+            }  # with it transformers and diffusers read the file, without it they refuse
+            stream = StreamingWriter(targets.safetensors, metadata, expected=specs)
+            writers.append(files.enter_context(stream).write)
+        for key, tensor in tensors:
+            for write in writers:
+                write(key, tensor)
 
 
 def _tensors(
-    shapes: dict[str, tuple[int, ...]], parts: dict[str, Checkpoint], progress: Progress
+    backbone: Backbone, specs: Mapping[str, TensorSpec], progress: Progress
 ) -> Iterator[tuple[str, Tensor]]:
-    for done, (key, shape) in enumerate(shapes.items(), start=1):
-        if key == "num_iterations":
-            yield key, torch.zeros((), dtype=torch.float32)
+    for done, (key, spec) in enumerate(specs.items(), start=1):
+        if key == ITERATIONS:
+            yield key, torch.zeros(spec.shape, dtype=spec.dtype)
         else:
-            checkpoint, name = _origin(key, parts)
-            tensor = checkpoint.tensor(name)
-            yield key, tensor if tuple(tensor.shape) == shape else adapt_weight(tensor, shape)
-        progress(done, len(shapes), key)
+            yield key, _weight(backbone.weights[key], key, spec)
+        progress(done, len(specs), key)
 
 
-def _change(key: str, shape: tuple[int, ...], parts: dict[str, Checkpoint]) -> Change | None:
-    """How a weight has to change; checked for all before the first is written."""
-    if key == "num_iterations":
-        return None
-    checkpoint, name = _origin(key, parts)
-    had = checkpoint.info(name).shape
-    if tuple(had) == shape:
-        return None
-    if not _may_adapt(key) or len(had) != len(shape):
-        raise ModelMismatchError(
-            f"{checkpoint.path}: {name} is {list(had)}, and the LBM's {key} is {list(shape)}; "
-            "only the first convolution and the attentions' keys and values can be adapted.",
-            hint="Use a backbone of the architecture that the config describes.",
-        )
-    cut = any(h > w for h, w in zip(had, shape, strict=True))
-    filled = any(h < w for h, w in zip(had, shape, strict=True))
-    return "cut and zero-filled" if cut and filled else "cut" if cut else "zero-filled"
-
-
-def _refuse_leftovers(shapes: dict[str, tuple[int, ...]], parts: dict[str, Checkpoint]) -> None:
-    """Refuse a backbone that is larger than the LBM: what is left of it would be lost unseen."""
-    for prefix, part in _PREFIXES.items():
-        left = [key for key in parts[part] if prefix + key not in shapes and not key.startswith(DROPPED)]
-        if left:
-            raise ModelMismatchError(
-                f"{parts[part].path}: the LBM has no place for {len(left)} weights, first {left[0]}.",
-                hint="Use a backbone of the architecture that the config describes.",
+def _weight(origin: BackboneWeight, key: str, spec: TensorSpec) -> Tensor:
+    weight = origin.read()
+    converted = weight.to(spec.dtype)
+    if not is_finite(converted):
+        path, name = origin.checkpoint.path, str(spec.dtype).removeprefix("torch.")
+        if is_finite(weight):
+            raise NonFiniteError(
+                f"{path}: {origin.key} is too large for {name}.", hint="Use --torch_dtype bf16 or float32."
             )
-
-
-def _may_adapt(key: str) -> bool:
-    attention = key.startswith("denoiser.") and (".attn1." in key or ".attn2." in key)
-    return key == "denoiser.conv_in.weight" or (attention and key.endswith((".to_k.weight", ".to_v.weight")))
-
-
-def _origin(key: str, parts: dict[str, Checkpoint]) -> tuple[Checkpoint, str]:
-    prefix = next(prefix for prefix in _PREFIXES if key.startswith(prefix))
-    return parts[_PREFIXES[prefix]], key.removeprefix(prefix)
-
-
-def _backbone_folder(signature: str) -> Path:
-    local = Path(signature)
-    if local.is_dir():
-        return local
-    return _download(signature)
-
-
-def _download(signature: str) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
-    fetch: Callable[..., str] = snapshot_download
-    wanted = [
-        f"{part}/{name}"
-        for part in ("unet", "vae")
-        for name in (
-            "config.json",
-            "diffusion_pytorch_model.safetensors*",
-            "diffusion_pytorch_model-*.safetensors",
+        raise NonFiniteError(
+            f"{path}: {origin.key} holds NaN or Inf.", hint="The backbone is damaged; fetch it again."
         )
-    ]
-    try:
-        return Path(fetch(signature, allow_patterns=wanted))
-    except (OSError, HfHubHTTPError, HFValidationError) as error:
-        raise ConfigError(
-            f"--backbone_signature {signature}: is no folder here, and cannot be fetched from the hub "
-            f"({str(error).splitlines()[0]}).",
-            hint="Give the folder of a diffusers model that holds unet and vae.",
-        ) from error
+    return converted if tuple(converted.shape) == spec.shape else adapt_weight(converted, spec.shape)
+
+
+def _counted(specs: Mapping[str, TensorSpec]) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for key, spec in specs.items():
+        if key != ITERATIONS:
+            name = str(spec.dtype).removeprefix("torch.")
+            counts[name] = counts.get(name, 0) + 1
+    return counts

@@ -196,5 +196,9 @@ def _require_base(base: Path, *, create: bool, backbone: str | None, config: Pat
 
     with progress_bar("Creating base") as progress:
         create_base(
-            load_config(config) if config else LbmConfig(), base, backbone=backbone, progress=progress
+            load_config(config) if config else LbmConfig(),
+            base,
+            backbone=backbone,
+            both=False,
+            progress=progress,
         )
