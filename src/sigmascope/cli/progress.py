@@ -16,7 +16,7 @@ def progress_bar(description: str) -> Iterator[ProgressCallback]:
     """Show a bar on stderr while the block runs, and nothing where stderr is no terminal.
 
     Yields:
-        A callback taking (done, total, what is being worked on).
+        A callback taking (done, total, what is being worked on); a total of 0 is one that nobody knows.
     """
     columns = (
         TextColumn("{task.description}"),
@@ -30,7 +30,9 @@ def progress_bar(description: str) -> Iterator[ProgressCallback]:
         task = progress.add_task(description, total=None, what="")
 
         def report(done: int, total: int, what: str) -> None:
-            progress.update(task, completed=done, total=total, what=_shortened(what).replace("[", "("))
+            progress.update(
+                task, completed=done, total=total or None, what=_shortened(what).replace("[", "(")
+            )
 
         yield report
 

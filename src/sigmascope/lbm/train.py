@@ -8,9 +8,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
-import torch
 from accelerate import Accelerator
 
 from sigmascope.errors import NonFiniteError, SigmascopeError, WriteError
@@ -23,6 +21,7 @@ from sigmascope.lbm.training.export import write_trained
 from sigmascope.lbm.training.identity import require_same
 from sigmascope.lbm.training.injection import TrainableFull
 from sigmascope.lbm.training.loop import TrainingLoop
+from sigmascope.lbm.training.memory_estimate import weight_dtype
 from sigmascope.lbm.training.monitoring import Watch, keep_earlier_record, nonfinite_finding
 from sigmascope.lbm.training.session import Session, make_session
 from sigmascope.lbm.training.settings import TrainSettings
@@ -38,8 +37,6 @@ from sigmascope.records.run import Run
 __all__ = ["Listeners", "StepLog", "TrainReport", "train"]
 
 _log = logging.getLogger(__name__)
-
-_DTYPES: Final = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -166,7 +163,7 @@ def _load(settings: TrainSettings, accelerator: Accelerator, progress: Progress)
     return load_watched(
         settings.base_model_path,
         settings.lbm,
-        dtype=torch.float32 if settings.full_finetune else _DTYPES[settings.mixed_precision],
+        dtype=weight_dtype(settings),
         device=accelerator.device,
         progress=progress,
     )

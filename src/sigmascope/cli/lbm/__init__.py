@@ -2,7 +2,7 @@
 
 import typer
 
-from sigmascope.cli.lbm import create_base, infer, make_shards, serve
+from sigmascope.cli.lbm import create_base, infer, make_shards, serve, train
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -20,3 +20,4 @@ app.command("create-base", no_args_is_help=True, epilog=create_base.EPILOG)(crea
 app.command("infer", no_args_is_help=True, epilog=infer.EPILOG)(infer.infer)
 app.command("make-shards", no_args_is_help=True, epilog=make_shards.EPILOG)(make_shards.make_shards)
 app.command("serve", no_args_is_help=True, epilog=serve.EPILOG)(serve.serve)
+app.command("train", no_args_is_help=True, epilog=train.EPILOG)(train.train)
