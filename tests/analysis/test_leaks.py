@@ -32,6 +32,11 @@ def noisy(calls: int, per_call: float, noise: float, seed: int = 0) -> list[floa
     return [400 * MIB + per_call * call + generator.gauss(0, noise) for call in range(calls)]
 
 
+def test_the_slope_of_a_hundred_thousand_readings_is_had_in_a_moment() -> None:
+    slope = theil_sen([3 * number for number in range(100_000)])
+    assert (slope.value, slope.lower, slope.upper) == (3.0, 3.0, 3.0)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_a_megabyte_a_call_is_found_in_20_calls_under_noise(seed: int) -> None:
     found = growth(noisy(20, MIB, MIB / 2, seed))

@@ -52,9 +52,12 @@ def theil_sen(readings: Sequence[Number], confidence: float = 0.99) -> Slope:
     """The median of all pairwise slopes, and Sen's bounds on it, by one step of the index.
 
     Args:
-        readings: At least 2, in order.
+        readings: At least 2, in order. Of more than 400 only some are looked at, evenly spread: all pairs of a
+            hundred thousand would not fit into memory.
         confidence: Of the two bounds together, between 0 and 1.
     """
+    stride = math.ceil(len(readings) / _MOST_READINGS)
+    readings = readings[::stride]
     n = len(readings)
     slopes = sorted(
         (readings[later] - readings[earlier]) / (later - earlier)
@@ -66,7 +69,7 @@ def theil_sen(readings: Sequence[Number], confidence: float = 0.99) -> Slope:
     width = NormalDist().inv_cdf(0.5 + confidence / 2) * sigma
     low = max(round((len(slopes) - width) / 2) - 1, 0)
     high = min(round((len(slopes) + width) / 2), len(slopes) - 1)
-    return Slope(float(median(slopes)), float(slopes[low]), float(slopes[high]))
+    return Slope(*(slope / stride for slope in (median(slopes), slopes[low], slopes[high])))
 
 
 def growth(
