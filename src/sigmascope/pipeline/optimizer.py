@@ -17,6 +17,7 @@ from sigmascope.pipeline.optimizing.planning import make_plan
 from sigmascope.pipeline.optimizing.settings import GenerationSettings, settings_for
 from sigmascope.pipeline.optimizing.settings_fit import shrink_to_fit
 from sigmascope.pipeline.optimizing.subject import look_at
+from sigmascope.progress import Progress, no_progress
 
 __all__ = ["GenerationSettings", "Hardware", "Measurement", "OptimizationConfig", "PipelineOptimizer", "Plan"]
 
@@ -141,6 +142,7 @@ class PipelineOptimizer:
         least_gain: float = 0.02,
         min_psnr: float | None = None,
         keep: bool = False,
+        progress: Progress = no_progress,
     ) -> Measurement:
         """Run before and after each choice: what it gained, how far the image moved, and whether it stays.
 
@@ -156,14 +158,15 @@ class PipelineOptimizer:
             warmup: Runs before these, where compiling and caching falls.
             seed: Of the generator.
             least_gain: The share of time, or of peak memory, that a choice must save to stay.
-            min_psnr: Drop a choice if the image is farther than this from the first one, in dB.
+            min_psnr: Drop a choice if the image is farther than this from the first one, in dB, or if that is not known.
             keep: Leave what paid applied; `undo` then takes it back.
+            progress: Told of each run.
 
         Raises:
-            ConfigError: No repeats, or a negative number of warm-up runs.
+            ConfigError: A number of runs or a demand that makes no sense.
         """
-        plan = self.plan(pipeline) if plan is None else plan
         demands = Demands(least_gain, min_psnr)
+        plan = self.plan(pipeline) if plan is None else plan
         measurement, stack = measure_plan(
             pipeline,
             call,
@@ -173,6 +176,7 @@ class PipelineOptimizer:
             warmup=warmup,
             seed=seed,
             demands=demands,
+            progress=progress,
         )
         if keep and stack:
             self._applied.append((pipeline, stack))

@@ -82,6 +82,9 @@ def _of_no_use(found: Circumstances, wide: bool, is_unet: bool) -> NotTaken | No
     return None
 
 
-_BACKENDS: Final[tuple[Any, ...]] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+_BACKENDS: Final[tuple[Any, ...]] = (
+    torch.backends.cuda.matmul,
+    getattr(torch.backends.mkldnn, "matmul", None),
+)
 _FLAGS: Final = ProcessSetting(_read, _write)
 KIND: Final = Kind(NAME, consider, apply)

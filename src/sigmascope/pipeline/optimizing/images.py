@@ -23,6 +23,8 @@ class ImageChange:
         largest: Of all differences.
         value_range: What PSNR took for the range: 1 for images from 0 to 1, else the old one's own.
         non_finite: NaN and Inf in the new one that the old one has not.
+        blank: Whether a picture of the new one is a single value throughout, where the old one shows something: what
+            pipelines make of NaN once they turn it into bytes.
     """
 
     identical: bool | None = None
@@ -31,6 +33,7 @@ class ImageChange:
     largest: float | None = None
     value_range: float | None = None
     non_finite: int | None = None
+    blank: bool | None = None
     unavailable: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -39,7 +42,7 @@ class ImageChange:
         if self.non_finite:
             return f"{self.non_finite} values are NaN or Inf"
         if self.psnr_db is None or self.relative_l2 is None:
-            return "-"
+            return f"not compared ({next(iter(self.unavailable.values()), 'nothing ran')})"
         return f"{self.psnr_db:.1f} dB, {100 * self.relative_l2:.2g} %"
 
 
@@ -56,7 +59,7 @@ def compare_images(new: Tensor | None, old: Tensor | None) -> ImageChange:
         return _unavailable(f"shapes differ: {tuple(new.shape)} and {tuple(old.shape)}")
     non_finite = int((~new.isfinite() & old.isfinite()).sum())
     if torch.equal(new, old):
-        return ImageChange(identical=True, relative_l2=0.0, largest=0.0, non_finite=0)
+        return ImageChange(identical=True, relative_l2=0.0, largest=0.0, non_finite=0, blank=False)
     both = new.isfinite() & old.isfinite()
     difference, reference = (new - old)[both], old[both]
     squared = float(difference.square().mean()) if len(difference) else math.nan
@@ -72,6 +75,7 @@ def compare_images(new: Tensor | None, old: Tensor | None) -> ImageChange:
         largest=float(difference.abs().max()) if len(difference) else None,
         value_range=value_range,
         non_finite=non_finite,
+        blank=_became_blank(new, old),
         unavailable=gaps,
     )
 
@@ -80,10 +84,11 @@ def image_of(output: object) -> Tensor | None:
     """The images or frames in a pipeline's output, as float64 in RAM; None if there are none.
 
     Args:
-        output: Of a diffusers pipeline: an object with `images` or `frames`, a tuple, PIL images, arrays or tensors.
+        output: Of a diffusers pipeline: an object or a dict with `images` or `frames`, a tuple, PIL images, arrays or
+            tensors. Bytes become values from 0 to 1.
     """
     for name in ("images", "frames"):
-        held = getattr(output, name, None)
+        held = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
         if held is not None:
             return _as_tensor(held)
     if isinstance(output, tuple) and output:
@@ -93,9 +98,9 @@ def image_of(output: object) -> Tensor | None:
 
 def _as_tensor(held: object) -> Tensor | None:
     if isinstance(held, Tensor):
-        return held.detach().to("cpu", torch.float64)
+        return held.detach().to("cpu", torch.float64) / (_BYTE if held.dtype == torch.uint8 else 1.0)
     if isinstance(held, np.ndarray):
-        return torch.from_numpy(np.ascontiguousarray(held)).to(torch.float64)
+        return _as_tensor(torch.from_numpy(np.ascontiguousarray(held)))
     if isinstance(held, Sequence) and not isinstance(held, str):
         parts = [_as_tensor(one) for one in held]
         found = [part for part in parts if part is not None]
@@ -108,6 +113,15 @@ def _of_pil(held: Any) -> Tensor | None:
     if not hasattr(held, "getbands"):
         return None
     return torch.from_numpy(np.asarray(held).astype(np.float64) / _BYTE)
+
+
+def _became_blank(new: Tensor, old: Tensor) -> bool:
+    """Whether any picture of a batch, or the one there is, lost all that the old one shows."""
+    if not new.numel():
+        return False
+    pictures = (one.reshape(len(one), -1) if one.dim() > 3 else one.reshape(1, -1) for one in (new, old))
+    is_flat, was_flat = (one.amin(1) == one.amax(1) for one in pictures)
+    return bool((is_flat & ~was_flat).any())
 
 
 def _range(reference: Tensor) -> float:

@@ -1,9 +1,11 @@
 """Whether a choice paid."""
 
+import math
 from dataclasses import dataclass
 
 from sigmascope import units
 from sigmascope.analysis.compare_runs import FigureComparison
+from sigmascope.errors import ConfigError
 from sigmascope.pipeline.optimizing.images import ImageChange
 from sigmascope.pipeline.optimizing.measurement import SetUp
 from sigmascope.pipeline.optimizing.plan import Choice
@@ -23,11 +25,20 @@ class Demands:
 
     Attributes:
         least_gain: Share of time, or of the device's peak memory, to be saved.
-        min_psnr: Against the pipeline as it was found, in dB; None: any image will do that is finite.
+        min_psnr: Against the pipeline as it was found, in dB; None: any image will do that is finite and not blank.
+
+    Raises:
+        ConfigError: A gain that is no share, or no number at all.
     """
 
     least_gain: float = 0.02
     min_psnr: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.least_gain < 1:
+            raise ConfigError(f"least_gain is {self.least_gain}.", hint="Give a share from 0 to below 1.")
+        if self.min_psnr is not None and not math.isfinite(self.min_psnr):
+            raise ConfigError(f"min_psnr is {self.min_psnr}.", hint="Give dB, such as 30, or None.")
 
 
 def judge(
@@ -77,7 +88,13 @@ def judge(
 def _why_broken(image: ImageChange, min_psnr: float | None) -> str | None:
     if image.non_finite:
         return f"It breaks the image: {image.non_finite} values are NaN or Inf."
-    if min_psnr is not None and image.psnr_db is not None and image.psnr_db < min_psnr:
+    if image.blank:
+        return "It breaks the image: all of it is one value."
+    if min_psnr is None or image.identical:
+        return None
+    if image.psnr_db is None:
+        return f"Whether the image is {min_psnr:g} dB from the first is not known: it is {image}."
+    if image.psnr_db < min_psnr:
         return f"The image is {image.psnr_db:.1f} dB from the first, and {min_psnr:g} are asked for."
     return None
 

@@ -1,7 +1,7 @@
 """Choices put to the test one after another, each on top of those that paid."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from sigmascope.analysis.compare_runs import FigureComparison, compare_values
@@ -12,7 +12,8 @@ from sigmascope.pipeline.optimizing.judging import Demands, judge
 from sigmascope.pipeline.optimizing.measurement import ChoiceResult, Measurement, SetUp
 from sigmascope.pipeline.optimizing.plan import Choice, NotTaken, Plan
 from sigmascope.pipeline.optimizing.subject import look_at
-from sigmascope.pipeline.optimizing.trial_runs import STAGE, Call, Seen, Trials, as_function
+from sigmascope.pipeline.optimizing.trial_runs import STAGE, Call, Count, Seen, Trials, as_function
+from sigmascope.progress import Progress, no_progress
 
 _SURE: Final = 0.8
 """Ratios above this are measured a second time, in turn, before they count."""
@@ -29,6 +30,7 @@ def measure_plan(
     warmup: int,
     seed: int,
     demands: Demands,
+    progress: Progress = no_progress,
 ) -> tuple[Measurement, list[AppliedChoice]]:
     """Measure a plan; see `PipelineOptimizer.measure`. If it is broken off, everything is undone.
 
@@ -41,6 +43,7 @@ def measure_plan(
         warmup: Runs before these.
         seed: Of the generator.
         demands: What a choice must bring.
+        progress: Told of each run.
 
     Returns:
         The measurement, and the choices that paid, which are in force.
@@ -55,7 +58,8 @@ def measure_plan(
         raise ConfigError(
             f"{type(pipeline).__name__} has no denoiser that is known.", hint="Give a diffusers pipeline."
         )
-    trials = Trials(pipeline, as_function(call, seed), denoiser, repeats, warmup)
+    count = Count(progress, (repeats + warmup) * (1 + len(plan.choices)))
+    trials = Trials(pipeline, as_function(call, seed), denoiser, repeats, warmup, count)
     course = _Course(trials, apply, demands)
     try:
         return course.run(plan), course.stack
@@ -95,11 +99,12 @@ class _Course:
         after = self.trials.run(choice.name)
         compared = compare_times(after.set_up, before.set_up)
         image = compare_images(after.image, first.image)
-        verdict = judge(choice, before.set_up, after.set_up, compared, image, self.demands)
+        demands = self.demands if first.set_up.error is None else replace(self.demands, min_psnr=None)
+        verdict = judge(choice, before.set_up, after.set_up, compared, image, demands)
         if verdict.pays and _is_small(compared):
             before, after = self._there_and_back(choice, before, after)
             compared = compare_times(after.set_up, before.set_up)
-            verdict = judge(choice, before.set_up, after.set_up, compared, image, self.demands)
+            verdict = judge(choice, before.set_up, after.set_up, compared, image, demands)
         if not verdict.pays:
             self.stack[-1].undo()
             self.stack.pop()

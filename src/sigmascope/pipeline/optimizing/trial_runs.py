@@ -13,6 +13,7 @@ from sigmascope.pipeline.optimizing.images import compare_images, image_of
 from sigmascope.pipeline.optimizing.measurement import SetUp
 from sigmascope.probes.pipelines import pipeline_facts
 from sigmascope.probes.reading import attempt, describe
+from sigmascope.progress import Progress
 from sigmascope.records.pipeline import PipelineFacts
 from sigmascope.records.run import Run
 
@@ -35,6 +36,21 @@ class Seen:
     repeatable: bool | None = None
 
 
+@dataclass(slots=True)
+class Count:
+    """How many runs there were, and how many are expected: more, where a set-up is measured a second time."""
+
+    progress: Progress
+    expected: int
+    done: int = 0
+
+    def one_more(self, name: str) -> None:
+        """Tell of a run."""
+        self.done += 1
+        self.expected = max(self.expected, self.done)
+        self.progress(self.done, self.expected, name)
+
+
 @dataclass(frozen=True, slots=True)
 class Trials:
     """How set-ups of one pipeline are run.
@@ -45,6 +61,7 @@ class Trials:
         denoiser: Its calls are the steps.
         repeats: Timed runs.
         warmup: Runs before these.
+        count: Told of each run.
     """
 
     pipeline: Any
@@ -52,6 +69,7 @@ class Trials:
     denoiser: nn.Module
     repeats: int
     warmup: int
+    count: "Count"
 
     def run(self, name: str) -> Seen:
         """Warm up, then time. What fails is told by its error; Ctrl-C goes through."""
@@ -80,6 +98,7 @@ class Trials:
             with recorder.hook_steps(self.denoiser):
                 output = self.call(self.pipeline)
             _finish()
+        self.count.one_more(name)
         return recorder.run(), image_of(output)
 
 

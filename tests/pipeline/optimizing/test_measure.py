@@ -1,83 +1,23 @@
-"""What measuring keeps, drops and says: real pipelines, on a clock that the test turns."""
+"""What measuring keeps, drops and says, and what it leaves behind."""
 
 import json
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
-import torch
 from tests.families import generate, make_pipeline
 from tests.pipeline.deep_snapshot import deep_snapshot, differences
-from tests.pipeline.optimized import dtypes_of, optimizer, warm_pipeline
+from tests.pipeline.optimized import optimizer, warm_pipeline
+from tests.pipeline.optimizing.measured import (
+    IMAGE,
+    MS,
+    Clock,
+    measure,
+    sliced_is_fast,
+    timed,
+)
 
 from sigmascope.analysis.diagnostics.case import cases
 from sigmascope.errors import ConfigError
-from sigmascope.monitor.recorder import Recorder
-from sigmascope.pipeline.optimizer import Measurement
-from sigmascope.pipeline.optimizing import trial_runs
-
-MS = 1_000_000
-
-
-class Clock:
-    """Nanoseconds that pass when the test says so."""
-
-    def __init__(self) -> None:
-        self.ns = 0
-
-    def __call__(self) -> int:
-        return self.ns
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    made = Clock()
-    monkeypatch.setattr(trial_runs, "Recorder", partial(Recorder, sample_hz=None, clock=made))
-    return made
-
-
-@pytest.fixture
-def sd15() -> Any:
-    return warm_pipeline("sd15")
-
-
-IMAGE = torch.full((1, 3, 2, 2), 0.5)
-
-
-def timed(clock: Clock, cost_ms: Callable[[Any], int]) -> Callable[[Any], object]:
-    """A call that takes as long as the set-up of the pipeline makes it, and always gives the same image."""
-
-    def call(pipeline: Any) -> object:
-        clock.ns += cost_ms(pipeline) * MS
-        return (IMAGE,)
-
-    return call
-
-
-def generated(clock: Clock, cost_ms: Callable[[Any], int]) -> Callable[[Any], object]:
-    """The same with the image that the pipeline makes."""
-
-    def call(pipeline: Any) -> object:
-        clock.ns += cost_ms(pipeline) * MS
-        return (generate(pipeline, "sd15"),)
-
-    return call
-
-
-def half_is_fast(pipeline: Any) -> int:
-    """100 ms; 50 in bfloat16."""
-    return 50 if torch.bfloat16 in dtypes_of(pipeline.unet) else 100
-
-
-def sliced_is_fast(pipeline: Any) -> int:
-    """100 ms; 60 with slicing, and 10 more with tiling."""
-    return 100 - 40 * int(pipeline.vae.use_slicing) + 10 * int(pipeline.vae.use_tiling)
-
-
-def measure(pipeline: Any, call: Any, **asked: Any) -> Measurement:
-    options = {name: asked.pop(name) for name in ("keep", "min_psnr", "repeats", "warmup") if name in asked}
-    return optimizer(**asked).measure(pipeline, call, **options)
 
 
 def test_what_saves_time_is_kept_and_what_costs_time_is_dropped(clock: Clock, sd15: Any) -> None:
@@ -122,31 +62,6 @@ def test_what_paid_can_be_kept_and_undone_later(clock: Clock) -> None:
     assert differences(before, deep_snapshot(pipeline)) == []
 
 
-def test_how_far_the_image_moved_is_told_against_the_first(clock: Clock, sd15: Any) -> None:
-    found = measure(sd15, generated(clock, half_is_fast), dtype="bfloat16")
-    tool = optimizer(dtype="bfloat16")
-    first = generate(sd15, "sd15").double()
-    with tool.applied(sd15):
-        error = generate(sd15, "sd15").double() - first
-    assert found.image.relative_l2 == pytest.approx(float(error.norm() / first.norm()))
-
-
-def test_an_image_that_moved_too_far_is_dropped_however_fast(clock: Clock, sd15: Any) -> None:
-    found = measure(sd15, generated(clock, half_is_fast), dtype="bfloat16", min_psnr=90.0)
-    assert found.plan.choices == ()
-    assert "90 are asked for" in found.results[0].verdict
-
-
-def test_an_image_of_nan_is_dropped_however_fast(clock: Clock, sd15: Any) -> None:
-    def call(pipeline: Any) -> object:
-        is_half = torch.bfloat16 in dtypes_of(pipeline.unet)
-        clock.ns += (50 if is_half else 100) * MS
-        return (torch.full((1, 3, 2, 2), float("nan") if is_half else 0.5),)
-
-    found = measure(sd15, call, dtype="bfloat16")
-    assert found.results[0].verdict == "It breaks the image: 12 values are NaN or Inf."
-
-
 def test_a_set_up_that_does_not_run_is_dropped_with_its_error(clock: Clock, sd15: Any) -> None:
     def call(pipeline: Any) -> object:
         if pipeline.vae.use_tiling:
@@ -177,41 +92,6 @@ def test_a_choice_that_cannot_be_applied_is_dropped_with_the_reason(clock: Clock
     found = measure(pipeline, timed(clock, lambda _: 1), attention_backend="flash")
     assert "flash-attn" in found.results[0].verdict
     assert not found.results[0].kept
-
-
-def test_slow_runs_of_a_busy_machine_do_not_make_a_choice_pay(clock: Clock, sd15: Any) -> None:
-    costs = iter(
-        [10, 90, 10, 100, 95, 12, 11, 10, 12, 11]
-    )  # as found: warm-up, then 90, 10, 100; the choice: 12, 11, 10
-    found = measure(sd15, timed(clock, lambda _: next(costs)), vae_slicing=True)
-    assert not found.results[0].kept
-
-
-def test_a_machine_that_became_faster_meanwhile_does_not_make_a_choice_pay(clock: Clock, sd15: Any) -> None:
-    costs = iter([100] * 4 + [97] * 4 + [94] * 4 + [97] * 4)  # in turn: as found, with it, as found, with it
-    found = measure(sd15, timed(clock, lambda _: next(costs)), vae_slicing=True)
-    assert not found.results[0].kept
-    assert len(found.results[0].before.seconds) == 6
-
-
-def test_a_small_gain_that_comes_back_is_kept(clock: Clock, sd15: Any) -> None:
-    costs = iter(([100] * 4 + [95] * 4) * 2)
-    found = measure(sd15, timed(clock, lambda _: next(costs)), vae_slicing=True)
-    assert found.results[0].saved_percent == pytest.approx(5.0)
-    assert found.results[0].kept
-
-
-def test_the_first_warm_up_tells_what_compiling_took(clock: Clock, sd15: Any) -> None:
-    costs = iter([500, 10, 10, 10, 900, 5, 5, 5])
-    found = measure(sd15, timed(clock, lambda _: next(costs)), vae_slicing=True)
-    assert (found.first.warmup_seconds, found.last.warmup_seconds) == (0.5, 0.9)
-
-
-def test_a_call_without_a_seed_is_told_of(clock: Clock, sd15: Any) -> None:
-    seeds = iter(range(100))
-    found = measure(sd15, lambda pipeline: (generate(pipeline, "sd15", seed=next(seeds)),), vae_slicing=True)
-    assert found.repeatable is False
-    assert "did not give the same image twice" in str(found)
 
 
 def test_arguments_of_the_pipelines_call_are_enough(sd15: Any) -> None:

@@ -17,7 +17,8 @@ from sigmascope.pipeline.optimizing.process_setting import ProcessSetting
 @pytest.fixture
 def by_backend() -> Iterator[None]:
     """Both backends' precisions are as they were once the test ends."""
-    backends: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    flags: Any = torch.backends
+    backends = (flags.cuda.matmul, flags.mkldnn.matmul)
     before = [backend.fp32_precision for backend in backends]
     yield
     for backend, precision in zip(backends, before, strict=True):

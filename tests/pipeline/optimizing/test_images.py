@@ -86,3 +86,24 @@ def test_arrays_tensors_and_lists_are_taken(held: Any) -> None:
 @pytest.mark.parametrize("held", ["text", None, 3, [torch.zeros(2), torch.zeros(3)]])
 def test_what_is_no_image_is_none(held: Any) -> None:
     assert image_of(held) is None
+
+
+def test_bytes_become_values_from_0_to_1() -> None:
+    held = image_of(np.full((1, 2, 2, 3), 51, np.uint8))
+    assert held is not None
+    assert held[0, 0, 0].tolist() == pytest.approx([0.2, 0.2, 0.2])
+
+
+def test_a_dict_of_images_is_taken() -> None:
+    held = image_of({"images": torch.ones(1, 2, 2, 3)})
+    assert held is not None
+    assert tuple(held.shape) == (1, 2, 2, 3)
+
+
+def test_one_blank_picture_of_a_batch_is_found() -> None:
+    old = torch.cat([_picture(), _picture(1)])
+    new = old.clone()
+    new[1] = 0
+    assert compare_images(new, old).blank is True
+    assert compare_images(old + 0.1, old).blank is False
+    assert compare_images(new + 0.1, new).blank is False  # it was blank before

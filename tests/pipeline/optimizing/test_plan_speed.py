@@ -1,0 +1,65 @@
+"""Attention, fused projections, compiling and flags: where they are planned."""
+
+import pytest
+from tests.families import FAMILIES, make_pipeline
+from tests.pipeline.optimized import (
+    CPU,
+    H100,
+    T4,
+    automatic,
+    chosen,
+    optimizer,
+    reason,
+    warm_pipeline,
+)
+
+EVERY_FAMILY = pytest.mark.parametrize("family", FAMILIES)
+
+
+def test_cudnn_is_chosen_from_hopper_on() -> None:
+    (choice,) = chosen(automatic(H100).plan(warm_pipeline("flux")), "attention")
+    assert choice.call == 'pipe.transformer.set_attention_backend("_native_cudnn")'
+
+
+def test_older_devices_leave_attention_to_pytorch() -> None:
+    assert "by itself" in reason(automatic(T4).plan(warm_pipeline("flux")), "attention")
+
+
+def test_attention_that_builds_the_matrix_is_replaced_on_any_device() -> None:
+    from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
+
+    pipeline = make_pipeline("sd15")
+    pipeline.unet.set_attn_processor(AttnProcessor())
+    tool = automatic(CPU)
+    plan = tool.apply(pipeline)
+    assert [choice.kind for choice in plan.choices] == ["attention"]
+    assert {type(one) for one in pipeline.unet.attn_processors.values()} == {AttnProcessor2_0}
+    tool.undo()
+    assert {type(one) for one in pipeline.unet.attn_processors.values()} == {AttnProcessor}
+
+
+def test_fusing_waits_to_be_asked_for() -> None:
+    assert "LoRAs that are loaded later" in reason(automatic(H100).plan(warm_pipeline("flux")), "fused_qkv")
+
+
+def test_fusing_is_refused_where_a_lora_is_loaded() -> None:
+    from tests.families.loras import lora_state
+
+    pipeline = make_pipeline("sd15")
+    pipeline.load_lora_weights(lora_state(pipeline, ["unet"], only="attn1.to_q"))
+    assert "LoRA is loaded" in reason(optimizer(fuse_qkv=True).plan(pipeline), "fused_qkv")
+
+
+def test_compiling_is_left_where_few_generations_are_planned() -> None:
+    plan = automatic(H100, generations=2).plan(warm_pipeline("flux"))
+    assert reason(plan, "compile") == "compiling takes longer than 2 generations gain"
+
+
+def test_weights_in_float32_take_tensorfloat_where_they_stay_so() -> None:
+    (choice,) = chosen(automatic(H100, dtype=None).plan(warm_pipeline("flux")), "fast_matmul")
+    assert choice.call == 'torch.set_float32_matmul_precision("high")'
+
+
+def test_unets_let_cudnn_try_its_algorithms() -> None:
+    (choice,) = chosen(automatic(H100).plan(warm_pipeline("sdxl")), "fast_matmul")
+    assert choice.call == "torch.backends.cudnn.benchmark = True"
