@@ -387,10 +387,60 @@ def test_the_short_ways_make_a_monitor_with_that_target() -> None:
     assert monitor.get_performance_summary()["target_configuration"]["target_time"] == 2.0
 
 
-@pytest.mark.parametrize("target", [0.0, -1.0, float("nan")])
-def test_a_target_that_nothing_can_meet_is_refused(target: float) -> None:
-    with pytest.raises(ConfigError, match="target_generation_time"):
-        PerformanceMonitor(target)
+@pytest.mark.parametrize("unknown", [None, float("nan")])
+def test_a_time_that_is_not_known_meets_no_target(
+    monitor: PerformanceMonitor, unknown: float | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert monitor.validate_performance_target(unknown) is False
+    assert "There is no time to hold to the target" in caplog.text
+
+
+def test_a_whole_export_can_be_compared_and_anything_else_is_refused(
+    monitor: PerformanceMonitor, clock: FakeClock, tmp_path: Path
+) -> None:
+    generate(monitor, clock, [16.0])
+    monitor.export_metrics_to_json(tmp_path / "before.json")
+    generate(monitor, clock, [2.4])
+    exported = json.loads((tmp_path / "before.json").read_text())
+    assert monitor.get_before_after_comparison(exported)["before"]["total_time"] == pytest.approx(16.0)
+    bad = exported["current_metrics"] | {"image_resolution": None}
+    for nothing in ({}, {"seconds": 3}, bad):
+        with pytest.raises(ConfigError, match="before_metrics"):
+            monitor.get_before_after_comparison(nothing)
+
+
+def test_a_monitor_that_is_gone_is_not_kept_by_the_thread_that_used_it() -> None:
+    kept: list[weakref.ref[object]] = []
+    for _ in range(6):
+        with monitor_generation_performance("model") as monitor:
+            assert monitor.recorder is not None
+            kept += [weakref.ref(monitor), weakref.ref(monitor.recorder)]
+    del monitor
+    gc.collect()
+    assert (
+        sum(one() is not None for one in kept) <= 2
+    )  # recorders that go when this thread has its next generation
+
+
+def test_one_block_may_be_entered_by_many_threads_at_once(monitor: PerformanceMonitor) -> None:
+    block = monitor.monitor_generation("shared")
+    first_is_in, second_is_in, first_is_over = (threading.Event() for _ in range(3))
+
+    def first() -> None:
+        with block:
+            first_is_in.set()
+            second_is_in.wait(10)
+        first_is_over.set()
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    first_is_in.wait(10)
+    with block:
+        second_is_in.set()
+        first_is_over.wait(10)
+        assert monitor.recorder is not None
+    thread.join()
+    assert monitor.recorder is None
 
 
 def test_validating_a_time_says_whether_it_meets_the_target(

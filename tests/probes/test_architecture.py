@@ -7,6 +7,7 @@ from tests.families import FAMILIES, make_pipeline
 from torch import nn
 
 from sigmascope.probes.architecture import detect_architecture
+from sigmascope.probes.pipelines import pipeline_facts
 
 KINDS = {
     "sd15": "UNet",
@@ -122,3 +123,22 @@ def test_the_evidence_names_a_block_and_counts() -> None:
 @pytest.mark.parametrize("thing", [None, 3, "FluxTransformer2DModel", {}, nn.Linear(2, 2)])
 def test_what_is_no_model_has_a_reason(thing: Any) -> None:
     assert detect_architecture(thing).reason is not None
+
+
+def test_a_module_that_holds_unet_and_vae_is_a_unet() -> None:
+    whole = nn.Module()
+    pipe = make_pipeline("sd15")
+    whole.denoiser, whole.vae = pipe.unet, pipe.vae
+    found = detect_architecture(whole).value
+    assert found is not None
+    assert (found.kind, found.blocks) == ("UNet", 8)
+
+
+def test_a_controlnet_is_half_a_unet_and_no_denoiser() -> None:
+    from diffusers import ControlNetModel
+
+    pipe = make_pipeline("sd15")
+    controlnet = ControlNetModel.from_unet(pipe.unet)
+    assert detect_architecture(controlnet).value is None
+    facts = pipeline_facts({**pipe.components, "controlnet": controlnet})
+    assert list(facts.of_role("denoiser")) == ["unet"]

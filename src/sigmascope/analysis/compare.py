@@ -1,6 +1,7 @@
 """One generation before a change beside one after it (SPEC section 6)."""
 
-from typing import Final
+import math
+from typing import Final, TypeGuard
 
 from sigmascope.records.performance import (
     BeforeAfterDict,
@@ -39,16 +40,21 @@ def compare_metrics(before: PerformanceMetrics, after: PerformanceMetrics) -> Be
 
 def improvement_percent(before: float | None, after: float | None) -> float | None:
     """(before − after) / before in per cent; None when a side is not known or there was nothing before."""
-    if not before or after is None:
+    if not _is_known(before) or after is None or not math.isfinite(after):
         return None
     return (before - after) / before * 100
 
 
 def improvement_factor(before: float | None, after: float | None) -> float | None:
     """Before / after; None when a side is not known or zero."""
-    if not before or not after:
+    if not _is_known(before) or not _is_known(after):
         return None
     return before / after
+
+
+def _is_known(seconds: float | None) -> TypeGuard[float]:
+    """Whether there is a time, and one to reckon with."""
+    return seconds is not None and seconds != 0 and math.isfinite(seconds)
 
 
 def _side(metrics: PerformanceMetrics) -> ComparedGenerationDict:

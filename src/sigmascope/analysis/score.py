@@ -1,5 +1,6 @@
 """A generation against its target, and while it runs, where it will end (SPEC section 6)."""
 
+import math
 from typing import Final
 
 FULL_SCORE: Final = 100.0
@@ -19,7 +20,7 @@ def performance_score(seconds: float | None, target_seconds: float) -> float | N
         >>> performance_score(16.0, 5.0), performance_score(2.4, 5.0)
         (31.2, 100.0)
     """
-    if seconds is None:
+    if seconds is None or math.isnan(seconds):
         return None
     if seconds <= target_seconds:
         return FULL_SCORE
@@ -28,7 +29,7 @@ def performance_score(seconds: float | None, target_seconds: float) -> float | N
 
 def meets_target(seconds: float | None, target_seconds: float) -> bool | None:
     """Whether time ≤ target; None when the time is not known."""
-    return None if seconds is None else seconds <= target_seconds
+    return None if seconds is None or math.isnan(seconds) else seconds <= target_seconds
 
 
 def projected_seconds(elapsed_seconds: float, recent_step_seconds: float, steps_left: int) -> float:

@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 from sigmascope.monitor.generation import Generation
+from sigmascope.monitor.generations import Generations
 
 Monitor = TypeVar("Monitor")
 
@@ -17,18 +18,13 @@ class GenerationBlock(Generic[Monitor]):
     Args:
         monitor: What `with` gives.
         begin: Begins a generation.
-        end: Ends it, with what it raised.
+        generations: Those of the monitor, which end it.
     """
 
-    def __init__(
-        self,
-        monitor: Monitor,
-        begin: Callable[[], Generation],
-        end: Callable[[Generation, BaseException | None], None],
-    ) -> None:
+    def __init__(self, monitor: Monitor, begin: Callable[[], Generation], generations: Generations) -> None:
         self._monitor = monitor
         self._begin = begin
-        self._end = end
+        self._generations = generations
         self._entered: list[Generation] = []
 
     def __enter__(self) -> Monitor:
@@ -38,8 +34,15 @@ class GenerationBlock(Generic[Monitor]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._entered:
-            self._end(self._entered.pop(), error)
+        generation = self._entered_here()
+        if generation is not None:
+            self._entered.remove(generation)
+            self._generations.end(generation, error)
+
+    def _entered_here(self) -> Generation | None:
+        """The generation that this thread or task entered; else, as where a task goes on elsewhere, the last."""
+        running, entered = self._generations.running(), self._entered
+        return running if running in entered else next(reversed(entered), None)
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Watch each call of a function, or of a coroutine function, as a generation of its own."""
@@ -61,4 +64,4 @@ class GenerationBlock(Generic[Monitor]):
 
     def _anew(self) -> "GenerationBlock[Monitor]":
         """A block of its own for each call: calls may overlap."""
-        return GenerationBlock(self._monitor, self._begin, self._end)
+        return GenerationBlock(self._monitor, self._begin, self._generations)

@@ -1,6 +1,9 @@
 """From a generation's record to its row of metrics (SPEC section 6)."""
 
+from statistics import fmean
+
 from sigmascope.analysis.score import meets_target, performance_score
+from sigmascope.monitor.step_tally import StepTally
 from sigmascope.records.host import HostFacts
 from sigmascope.records.memory import MemorySnapshot
 from sigmascope.records.performance import PerformanceMetrics
@@ -15,6 +18,18 @@ def fill_times(metrics: PerformanceMetrics, total: float | None, per_step: float
     metrics.generation_time_per_step = per_step
     metrics.target_met = meets_target(total, metrics.target_generation_time)
     metrics.performance_score = performance_score(total, metrics.target_generation_time)
+
+
+def mean_step_seconds(stage: Stage | None, tally: StepTally) -> float | None:
+    """Mean of the steps: by the accelerator's clock where it timed every one that was counted, else by the host's.
+
+    Args:
+        stage: The generation's record.
+        tally: What was counted while it ran; the host's clock only sees how long a step took to queue.
+    """
+    recorded = () if stage is None else tuple(part.steps.gpu_seconds for part in stage.walk())
+    on_device = [seconds for column in recorded for seconds in column if seconds is not None]
+    return fmean(on_device) if on_device and len(on_device) == tally.count else tally.mean_seconds()
 
 
 def fill_memory(metrics: PerformanceMetrics, stage: Stage | None, host: HostFacts | None) -> None:

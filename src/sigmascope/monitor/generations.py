@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
@@ -9,11 +10,12 @@ from dataclasses import replace
 
 from sigmascope.analysis.diagnostics import diagnose
 from sigmascope.monitor.generation import Generation
-from sigmascope.monitor.generation_metrics import fill_memory, fill_times
+from sigmascope.monitor.generation_metrics import fill_memory, fill_times, mean_step_seconds
 from sigmascope.monitor.guard import Guard
 from sigmascope.monitor.live_line import LiveLine
 from sigmascope.monitor.recorder import Recorder
 from sigmascope.monitor.request import SERVED
+from sigmascope.monitor.step_progress import StepListeners
 from sigmascope.records.finding import Finding
 from sigmascope.records.performance import PerformanceMetrics
 from sigmascope.records.pipeline import PipelineFacts
@@ -27,9 +29,12 @@ _LEVELS = {
     "critical": logging.ERROR,
 }
 
-# By monitor, the generation that this thread or task is in, or was in last. Replaced, never changed.
-_NONE: Mapping[object, Generation] = {}
-_CURRENT: ContextVar[Mapping[object, Generation]] = ContextVar("sigmascope_generations", default=_NONE)
+# By monitor, the generation that this thread or task is in, or was in last. Replaced, never changed. A context lives
+# as long as its thread, so it must not keep monitors alive, nor what belonged to those that are gone.
+_NONE: Mapping["weakref.ref[Generations]", Generation] = {}
+_CURRENT: ContextVar[Mapping["weakref.ref[Generations]", Generation]] = ContextVar(
+    "sigmascope_generations", default=_NONE
+)
 
 
 class Generations:
@@ -56,10 +61,10 @@ class Generations:
         self._guard = guard
         self._live_line = live_line
         self._finished: deque[PerformanceMetrics] = deque(maxlen=history)
-        self._steps: deque[float] = deque(maxlen=step_history)
+        self.listeners = StepListeners(seconds=deque(maxlen=step_history))
         self._last: Generation | None = None
         self._lock = threading.Lock()
-        self._key = object()
+        self._key = weakref.ref(self)
 
     def own(self) -> Generation | None:
         """The generation that this thread or task is in, or was in last."""
@@ -81,7 +86,9 @@ class Generations:
             metrics: What is known beforehand.
             facts: Of the pipeline.
         """
-        generation = Generation(metrics, lambda: self._make_recorder(metrics.model_name), self._guard)
+        generation = Generation(
+            metrics, lambda: self._make_recorder(metrics.model_name), self.listeners, self._guard
+        )
         generation.facts = facts
         generation.outer = self.running()
         self._set_own(generation)
@@ -102,10 +109,6 @@ class Generations:
                 if live_line is not None:
                     self._guard.read("live line", lambda: live_line.remove(generation, error))
 
-    def add_step(self, seconds: float) -> None:
-        """Remember a step's time."""
-        self._steps.append(seconds)
-
     def forget_own(self) -> None:
         """Let this thread or task have had no generation, unless it is in one."""
         if self.running() is None:
@@ -117,18 +120,19 @@ class Generations:
         """Forget what is over."""
         with self._lock:
             self._finished.clear()
-            self._steps.clear()
+            self.listeners.seconds.clear()
             self.runs.clear()
 
     def history(self) -> tuple[list[PerformanceMetrics], list[float]]:
         """Finished generations that went well, and steps' seconds, oldest first."""
         with self._lock:
-            return list(self._finished), list(self._steps)
+            return list(self._finished), list(self.listeners.seconds)
 
     def _finish(self, generation: Generation, stage: Stage | None, *, succeeded: bool) -> None:
         metrics = generation.metrics
-        fill_times(metrics, None if stage is None else stage.seconds, generation.tally.mean_seconds())
-        metrics.pipeline_setup_time = generation.setup_seconds()
+        steps = generation.steps
+        fill_times(metrics, None if stage is None else stage.seconds, mean_step_seconds(stage, steps.tally))
+        metrics.pipeline_setup_time = steps.setup_seconds()
         fill_memory(metrics, stage, generation.host())
         generation.keep()
         served = SERVED.get()
@@ -147,7 +151,8 @@ class Generations:
         generation.outer = None
 
     def _set_own(self, generation: Generation | None) -> None:
-        others = {key: one for key, one in _CURRENT.get().items() if key is not self._key}
+        own = self._key
+        others = {key: one for key, one in _CURRENT.get().items() if key is not own and key() is not None}
         _CURRENT.set(others if generation is None else {**others, self._key: generation})
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sigmascope.monitor.gpu_timing import Mark
 from sigmascope.monitor.json_values import as_json
-from sigmascope.monitor.scope import Scope
+from sigmascope.monitor.scope import Scope, StepListener
 from sigmascope.probes import module_facts, tensor_facts
 from sigmascope.records.run import Stage
 
@@ -29,6 +29,11 @@ class Frame:
         self.scope = scope
         self.outer = outer
         self.is_open = True
+
+    @property
+    def is_stage(self) -> bool:
+        """Whether it is a stage, and not a recorder's own place outside all stages."""
+        return self.scope.was_opened
 
 
 CURRENT: ContextVar[Frame | None] = ContextVar("sigmascope_current", default=None)
@@ -99,6 +104,14 @@ class LiveStage:
     def fact(self, name: str, value: object) -> None:
         """Note anything else that is known; it is turned into a JSON value at once (see `as_json`)."""
         self._note("facts", name, lambda: as_json(value))
+
+    def on_step(self, listener: StepListener) -> None:
+        """Call the listener at the end of each step of this stage, and of stages that are opened in it from now on.
+
+        Args:
+            listener: Fast, and raises nothing.
+        """
+        self._scope.step_listener = listener
 
     def record(self) -> Stage:
         """Return what is known of the stage that was entered last, on a clock that begins with it."""

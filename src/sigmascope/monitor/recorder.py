@@ -16,7 +16,7 @@ from sigmascope.monitor.hooks import HookedSteps
 from sigmascope.monitor.instruments import Clock, Instruments
 from sigmascope.monitor.json_values import as_json
 from sigmascope.monitor.live import CURRENT, Frame, LiveStage, Step, pop, push
-from sigmascope.monitor.scope import Scope
+from sigmascope.monitor.scope import Scope, StepListener
 from sigmascope.probes import Accelerator
 from sigmascope.records.host import HostFacts
 from sigmascope.records.run import Run, Stage
@@ -176,6 +176,7 @@ class Recorder:
         """Open a scope inside the current one."""
         self._begin()
         self.current_scope().children.append(scope)
+        scope.step_listener = self._step_listener()
         try:
             self._instruments.guard.read("stages", scope.open)
         except BaseException as interruption:  # Ctrl-C just now: the stage will not be entered
@@ -185,6 +186,15 @@ class Recorder:
         frame = Frame(self, scope, CURRENT.get())
         push(frame)
         return frame
+
+    def _step_listener(self) -> StepListener | None:
+        """Who listens to the steps of the stage that is open here, be it another recorder's with the same clock."""
+        frame = CURRENT.get()
+        while frame is not None and not (
+            frame.is_open and frame.is_stage and frame.recorder.clock is self.clock
+        ):
+            frame = frame.outer
+        return None if frame is None else frame.scope.step_listener
 
     def close_stage(self, frame: Frame, error: BaseException | None) -> None:
         """Close what `open_stage` opened."""

@@ -1,6 +1,7 @@
 """One stage while it is open, and the record that it becomes."""
 
 import traceback
+from collections.abc import Callable
 from dataclasses import replace
 
 from sigmascope.monitor import peaks
@@ -19,6 +20,9 @@ from sigmascope.records.utilization import UTILIZATION
 STILL_OPEN = "the stage was still open when the run was read"
 OUTSIDE = "these steps ran outside all stages"
 
+StepListener = Callable[[str, int, int], None]
+"""Called with a stage's name, and when its step began and ended in nanoseconds of the recorder's clock."""
+
 
 class Scope:
     """What is known of a stage so far. Baseline → steps and peaks → the memory at its end.
@@ -35,6 +39,7 @@ class Scope:
         self.started_ns = 0
         self.ended_ns: int | None = None
         self.columns = StepColumns(instruments.new_timings())
+        self.step_listener: StepListener | None = None
         self.children: list[Scope] = []
         self.tensors: dict[str, TensorFacts] = {}
         self.modules: dict[str, ModuleFacts] = {}
@@ -79,6 +84,8 @@ class Scope:
             columns.append(started_ns, ended_ns, rss, allocated)
             if timings is not None:
                 instruments.add_timing(timings, start, end)
+        if self.step_listener is not None:
+            self.step_listener(self.name, started_ns, ended_ns)
 
     def close(self, error: BaseException | None) -> None:
         """Stop the clock, then take what there is at the end.
@@ -88,6 +95,7 @@ class Scope:
         """
         instruments = self.instruments
         self.ended_ns = ended_ns = instruments.clock()
+        self.step_listener = None
         memory = HostMemory()
         try:
             self._final = instruments.snapshot()

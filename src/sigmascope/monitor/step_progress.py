@@ -1,7 +1,11 @@
 """Where a running generation is, for displays and warnings."""
 
+import logging
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,3 +29,28 @@ class StepProgress:
 
 
 Listener = Callable[[StepProgress], None]
+
+
+@dataclass(slots=True)
+class StepListeners:
+    """Who is told of a monitor's steps.
+
+    Attributes:
+        on_step: Called after each.
+        on_warning: Called as soon as a generation heads beyond its target; None: that is logged.
+        seconds: Takes the length of each.
+    """
+
+    on_step: Listener | None = None
+    on_warning: Listener | None = None
+    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=1))
+
+    def warn(self, progress: StepProgress) -> None:
+        """Say that a generation heads beyond its target."""
+        if self.on_warning is not None:
+            self.on_warning(progress)
+            return
+        _log.warning(
+            "At step %d of %d the generation heads for %.2f s, above its target of %.2f s.",
+            progress.step, progress.steps, progress.projected_seconds, progress.target_seconds,
+        )  # fmt: skip

@@ -25,12 +25,15 @@ _JOINT_PAIRS: Final = (
     ("to_q", "to_q_t"),
 )
 
-_ROOT = r"(?:(?:diffusion_model|model|module|base_model)\.)*"
+_ROOT = r"(?:(?:diffusion_model|model|module|base_model|denoiser|unet)\.)*"
 _DOWN: Final = re.compile(rf"{_ROOT}(?:down_blocks|input_blocks)\.\d+$")
 _UP: Final = re.compile(rf"{_ROOT}(?:up_blocks|output_blocks)\.\d+$")
 _BLOCK: Final = re.compile(
     r"(.*(?:blocks?|layers)\.\d+)\.(?:attn\w*|self_attn|cross_attn|attention\w*|mixer)$"
 )
+_IN_LEVEL: Final = re.compile(r"(?:^|\.)(?:down_blocks|input_blocks)\.")
+"""Where a UNet, or a ControlNet as half of one, has its transformers."""
+
 _TIME: Final = re.compile(
     r"(?:^|[._])(?:time|timestep|t_embed|t_block|adaln|ada_ln|adaLN|sigma_embed|condition_embed)"
 )
@@ -92,6 +95,7 @@ def _classify(module: nn.Module) -> Architecture | None:
     class_name = type(module).__name__
     joint = _joint_blocks(names)
     blocks = {found[1] for name in names if (found := _BLOCK.fullmatch(name))}
+    is_levelled = any(_IN_LEVEL.search(name) for name in blocks)
     levels = {name for name in names if _DOWN.match(name) or _UP.match(name)}
     has_time = any(_TIME.search(name) for name in names)
     if joint:
@@ -101,7 +105,7 @@ def _classify(module: nn.Module) -> Architecture | None:
         return Architecture("MMDiT", class_name, evidence, max(len(blocks), len(joint)), len(joint))
     if any(_DOWN.match(name) for name in levels) and any(_UP.match(name) for name in levels):
         return Architecture("UNet", class_name, f"{len(levels)} blocks down and up again", len(levels))
-    if blocks and has_time:
+    if blocks and has_time and not is_levelled:
         evidence = (
             f"{len(blocks)} attention blocks without joint projections, and an embedding of the timestep"
         )

@@ -23,6 +23,7 @@ _ROLES: Final[tuple[tuple[str, Role], ...]] = (
     ("vqvae", "vae"),
     ("tokenizer", "tokenizer"),
     ("scheduler", "scheduler"),
+    ("controlnet", "other"),
 )
 
 
