@@ -30,6 +30,7 @@ from sigmascope.lbm.training.settings import TrainSettings
 from sigmascope.lbm.training_terms import latent_mask
 
 Latents = Float[Tensor, "batch channels height width"]
+Conditioning = Float[Tensor, "batch extra height width"]
 Denoise = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """(x_t, sigma, conditioning) -> prediction; a model that Accelerate has wrapped, for one."""
 
@@ -77,7 +78,7 @@ class BridgePoint:
     x_t: Latents
     velocity: Latents
     sigmas: Float[Tensor, " batch"]
-    conditioning: Latents | None
+    conditioning: Conditioning | None
 
 
 class Objective:
@@ -143,7 +144,7 @@ class Objective:
         x_t = bridge_interpolate(z_source, z_target, sigmas, noise.to(z_source.device), noise_scale)
         return BridgePoint(x_t, bridge_velocity_target(z_source, z_target), sigmas, conditioning)
 
-    def conditioning(self, model: LbmModel, batch: Batch, like: Latents) -> Latents | None:
+    def conditioning(self, model: LbmModel, batch: Batch, like: Latents) -> Conditioning | None:
         """Latents of the conditioning images, then masks at latent size, as inference gives them."""
         images = _named(batch.conditioning_images, self.config.conditioning_images_keys)
         masks = _named(batch.conditioning_masks, self.config.conditioning_masks_keys)
@@ -171,7 +172,7 @@ class Objective:
             return self._pixel_loss(model.vae, z_target, batch.target, batch.mask, generators)
 
 
-def encoded(model: LbmModel, pictures: Float[Tensor, "batch 3 height width"]) -> Latents:
+def encoded(model: LbmModel, pictures: Float[Tensor, "batch 3 image_height image_width"]) -> Latents:
     """Latents of pictures, float32, on the model's device."""
     device = next(model.vae.parameters()).device
     return model.vae.encode(pictures.to(device)).float()

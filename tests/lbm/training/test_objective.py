@@ -1,0 +1,241 @@
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+from numpy.typing import NDArray
+from tests.lbm.training.tiny_run import batch_of, new_model, randomised, tiny_settings
+from torch import Tensor
+
+from sigmascope.errors import ConfigError
+from sigmascope.lbm.batches import Batch
+from sigmascope.lbm.model import LbmModel
+from sigmascope.lbm.training.draws import draw_bridge, generators_for
+from sigmascope.lbm.training.injection import inject_lora
+from sigmascope.lbm.training.objective import Objective
+
+Array = NDArray[np.float64]
+SIDE = 32
+FACTOR = 2
+"""Of the tiny VAE."""
+
+
+def valid(count: int) -> Tensor:
+    """Masks that leave more of one sample than of another; the first sample is whole."""
+    mask = torch.ones(count, 1, SIDE, SIDE)
+    for index in range(1, count):
+        mask[index, :, : 4 * index + 3] = 0
+    return mask
+
+
+def double(tensor: Tensor) -> Array:
+    values: Array = tensor.detach().numpy().astype(np.float64)
+    return values
+
+
+def by_hand(model: LbmModel, batch: Batch, **keys: Any) -> tuple[Array, Array, Array]:
+    """x(σ), its point's σ, and the loss of each sample, in float64 from the equations of SPEC section 7."""
+    settings = tiny_settings(**keys)
+    with torch.no_grad():
+        z_source, z_target = (double(model.vae.encode(one)) for one in (batch.source, batch.target))
+    generators = generators_for(settings.seed, batch.epoch, batch.numbers, "bridge")
+    drawn_sigmas, drawn_noise = draw_bridge(generators, z_source.shape[1:], settings.lbm)
+    sigmas, noise = double(drawn_sigmas), double(drawn_noise)
+    x_t, losses = np.empty_like(z_source), []
+    for index, sigma in enumerate(sigmas):
+        s = settings.bridge_noise_sigma
+        x_t[index] = (
+            sigma * z_source[index]
+            + (1 - sigma) * z_target[index]
+            + s * np.sqrt(sigma * (1 - sigma)) * noise[index]
+        )
+        with torch.no_grad():
+            point = torch.from_numpy(x_t[index : index + 1]).float()
+            predicted = double(model(point, drawn_sigmas[index : index + 1]))[0]
+            z_hat = torch.from_numpy(x_t[index] - sigma * predicted)[None].float()
+            decoded = double(model.vae.decode(z_hat))[0]
+        loss = 0.0
+        pixels = np.ones((SIDE, SIDE)) if batch.mask is None else double(batch.mask)[index, 0]
+        latents = pixels.reshape(SIDE // FACTOR, FACTOR, SIDE // FACTOR, FACTOR).min(axis=(1, 3))
+        for weight, difference, mask, kind in (
+            (settings.latent_loss_weight, predicted - (z_source - z_target)[index], latents, settings.latent_loss_type),
+            (settings.pixel_loss_weight, decoded - double(batch.target)[index], pixels, settings.pixel_loss_type),
+        ):  # fmt: skip
+            values = np.abs(difference) if kind == "l1" else difference**2
+            loss += weight * (values * mask).sum() / (mask.sum() * len(values))
+        losses.append(loss)
+    return x_t, sigmas, np.array(losses)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"latent_loss_type": "l2"},
+        {"latent_loss_type": "l1", "timestep_sampling": "uniform", "bridge_noise_sigma": 0.3},
+        {"pixel_loss_type": "l1", "pixel_loss_weight": 2.0, "timestep_sampling": "log_normal"},
+        {"pixel_loss_type": "l2", "pixel_loss_weight": 10.0, "latent_loss_weight": 0.5, "seed": 3},
+        {"pixel_loss_type": "l2", "pixel_loss_weight": 1.0, "latent_loss_weight": 0.0},
+    ],
+)
+@pytest.mark.parametrize("masked", [False, True])
+def test_loss_and_point_are_those_worked_by_hand(
+    keys: dict[str, Any], masked: bool, tiny_model: LbmModel
+) -> None:
+    batch = batch_of(3, SIDE, epoch=2, mask=valid(3) if masked else None)
+    objective = Objective(tiny_settings(**keys))
+    x_t, sigmas, losses = by_hand(tiny_model, batch, **keys)
+    point = objective.bridge_point(tiny_model, batch)
+    terms = objective.loss(tiny_model, batch)
+    np.testing.assert_allclose(double(point.x_t), x_t, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(double(terms.sigmas), sigmas)
+    np.testing.assert_allclose(double(terms.per_sample), losses, rtol=1e-4)
+    assert float(terms.total) == pytest.approx(losses.mean(), rel=1e-4)
+    assert float(terms.sum) == pytest.approx(losses.sum(), rel=1e-4)
+
+
+@pytest.mark.parametrize("timestep", [1, 250, 333, 1000])
+def test_point_and_timestep_are_those_of_diffusers_scheduler(timestep: int, tiny_model: LbmModel) -> None:
+    settings = tiny_settings(selected_timesteps=[timestep], prob=[1.0], bridge_noise_sigma=0.0)
+    batch = batch_of(2, SIDE)
+    scheduler = FlowMatchEulerDiscreteScheduler(num_train_timesteps=1000)
+    position = int((scheduler.timesteps == timestep).nonzero())
+    seen: list[Tensor] = []
+    watch = tiny_model.denoiser.register_forward_pre_hook(lambda module, args: seen.append(args[1]))
+    with torch.no_grad():
+        terms = Objective(settings).loss(tiny_model, batch)
+        z_source, z_target = (tiny_model.vae.encode(one) for one in (batch.source, batch.target))
+    watch.remove()
+    point = Objective(settings).bridge_point(tiny_model, batch)
+    theirs = scheduler.scale_noise(z_target, scheduler.timesteps[position].expand(2), noise=z_source)
+    torch.testing.assert_close(point.x_t, theirs, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(terms.sigmas, scheduler.sigmas[position].expand(2))
+    torch.testing.assert_close(seen[0], scheduler.timesteps[position].expand(2))
+    # One step of theirs from there to σ = 0 lands on our estimate of the target.
+    scheduler.set_timesteps(sigmas=[timestep / 1000])
+    with torch.no_grad():
+        velocity = tiny_model(point.x_t, terms.sigmas)
+    landed = scheduler.step(velocity, scheduler.timesteps[0], point.x_t).prev_sample
+    torch.testing.assert_close(landed, point.x_t - timestep / 1000 * velocity, rtol=1e-5, atol=1e-6)
+
+
+def test_the_first_timestep_is_the_source(tiny_model: LbmModel) -> None:
+    settings = tiny_settings(selected_timesteps=[1000], prob=[1.0], bridge_noise_sigma=5.0)
+    batch = batch_of(2, SIDE)
+    with torch.no_grad():
+        z_source = tiny_model.vae.encode(batch.source)
+    assert torch.equal(Objective(settings).bridge_point(tiny_model, batch).x_t, z_source)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{}, {"latent_loss_weight": 0.0, "pixel_loss_weight": 1.0, "pixel_loss_type": "l1", "pixel_crop": 16}],
+)
+def test_two_halves_give_the_gradient_of_the_whole(keys: dict[str, Any]) -> None:
+    model, settings = new_model(), tiny_settings(trainable_lora_modules=["attn1", "conv_out"], **keys)
+    trainable = inject_lora(model, settings)
+    randomised(trainable.parameters())
+    parameters = [parameter for _, parameter in trainable.parameters()]
+    objective, mask = Objective(settings), valid(4)
+    whole = objective.loss(model, batch_of(4, SIDE, mask=mask))
+    expected = torch.autograd.grad(whole.total, parameters)
+    for sizes in ((2, 2), (3, 1)):
+        parts = [
+            objective.loss(model, batch_of(size, SIDE, first=first, mask=mask[first : first + size]))
+            for first, size in ((0, sizes[0]), (sizes[0], sizes[1]))
+        ]
+        summed = (parts[0].sum + parts[1].sum) / (parts[0].samples + parts[1].samples)
+        for ours, theirs in zip(torch.autograd.grad(summed, parameters), expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-6)
+        torch.testing.assert_close(torch.cat([part.sigmas for part in parts]), whole.sigmas)
+
+
+def test_draws_follow_from_seed_epoch_and_number(tiny_model: LbmModel) -> None:
+    objective = Objective(tiny_settings(timestep_sampling="uniform"))
+    first, second = (objective.bridge_point(tiny_model, batch_of(2, SIDE)) for _ in range(2))
+    assert torch.equal(first.x_t, second.x_t)
+    later = objective.bridge_point(tiny_model, batch_of(2, SIDE, epoch=1))
+    assert not torch.equal(first.sigmas, later.sigmas)
+    reseeded = Objective(tiny_settings(timestep_sampling="uniform", seed=1))
+    assert not torch.equal(first.sigmas, reseeded.bridge_point(tiny_model, batch_of(2, SIDE)).sigmas)
+
+
+def test_what_has_no_weight_is_not_worked_out(tiny_model: LbmModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **kwargs: object) -> Tensor:
+        raise AssertionError("decoded")
+
+    monkeypatch.setattr(tiny_model.vae, "decode", refuse)
+    terms = Objective(tiny_settings()).loss(tiny_model, batch_of(1, SIDE))
+    assert terms.pixel is None
+    assert terms.latent is not None
+    settings = tiny_settings(pixel_loss_weight=1.0, pixel_loss_type="l2")
+    with pytest.raises(AssertionError, match="decoded"):
+        Objective(settings).loss(tiny_model, batch_of(1, SIDE))
+
+
+def test_only_what_is_trained_gets_a_gradient() -> None:
+    model = new_model()
+    settings = tiny_settings(
+        trainable_lora_modules=["conv_out"],
+        latent_loss_weight=0,
+        pixel_loss_weight=1.0,
+        pixel_loss_type="l2",
+    )
+    trainable = inject_lora(model, settings)
+    randomised(trainable.parameters())
+    torch.autograd.backward(Objective(settings).loss(model, batch_of(1, SIDE)).total)
+    with_gradient = {id(p) for p in model.parameters() if p.grad is not None and p.grad.abs().max() > 0}
+    assert with_gradient == {id(p) for _, p in trainable.parameters()}
+
+
+def test_a_sample_without_a_valid_pixel_weighs_nothing(tiny_model: LbmModel) -> None:
+    mask = torch.stack([torch.ones(1, SIDE, SIDE), torch.zeros(1, SIDE, SIDE)])
+    settings = tiny_settings(pixel_loss_weight=1.0, pixel_loss_type="l1")
+    terms = Objective(settings).loss(tiny_model, batch_of(2, SIDE, mask=mask))
+    assert terms.per_sample[1] == 0
+    assert float(terms.total) == pytest.approx(float(terms.per_sample[0]) / 2)
+
+
+def test_the_vae_keeps_its_dtype_under_autocast(tiny_model: LbmModel) -> None:
+    settings = tiny_settings(pixel_loss_weight=1.0, pixel_loss_type="l2")
+    seen: dict[str, torch.dtype] = {}
+    vae, denoiser = tiny_model.vae.vae_model, tiny_model.denoiser
+    layers = {"encoder": vae.encoder.conv_in, "decoder": vae.decoder.conv_in, "denoiser": denoiser.conv_in}
+    handles = [
+        layer.register_forward_hook(lambda module, args, out, name=name: seen.__setitem__(name, out.dtype))
+        for name, layer in layers.items()
+    ]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        terms = Objective(settings).loss(tiny_model, batch_of(1, SIDE))
+    for handle in handles:
+        handle.remove()
+    assert seen == {"encoder": torch.float32, "decoder": torch.float32, "denoiser": torch.bfloat16}
+    assert terms.total.dtype == torch.float32
+
+
+def test_another_callable_can_denoise(tiny_model: LbmModel) -> None:
+    objective, batch = Objective(tiny_settings()), batch_of(2, SIDE)
+    point = objective.bridge_point(tiny_model, batch)
+    terms = objective.loss(tiny_model, batch, lambda x, sigma, extra: point.velocity)
+    assert float(terms.total) == 0
+
+
+def test_conditioning_is_encoded_as_in_inference() -> None:
+    keys: dict[str, Any] = {
+        "unet_input_channels": 9,
+        "conditioning_images_keys": ["depth"],
+        "conditioning_masks_keys": ["region"],
+    }
+    model, objective = new_model(**keys), Objective(tiny_settings(**keys))
+    depth = torch.rand(2, 3, SIDE, SIDE)
+    region = torch.rand(2, 1, SIDE, SIDE)
+    batch = batch_of(2, SIDE, conditioning_images={"depth": depth}, conditioning_masks={"region": region})
+    conditioning = objective.bridge_point(model, batch).conditioning
+    assert conditioning is not None
+    with torch.no_grad():
+        assert torch.equal(conditioning[:, :4], model.vae.encode(depth))
+    blocks = region.reshape(2, 1, SIDE // FACTOR, FACTOR, SIDE // FACTOR, FACTOR)
+    torch.testing.assert_close(conditioning[:, 4:], blocks.mean(dim=(3, 5)))
+    assert objective.loss(model, batch).total.isfinite()
+    with pytest.raises(ConfigError, match="the batch has no depth"):
+        objective.loss(model, batch_of(2, SIDE))
