@@ -13,7 +13,7 @@ from sigmascope.records.run import Run
 pytestmark = pytest.mark.slow
 
 SCRIPT = f"""
-import hashlib, os, sys
+import hashlib, os, sys, traceback
 sys.path.insert(0, {str(Path(__file__).parents[3])!r})
 import torch
 from tests.families import generate, make_pipeline
@@ -24,6 +24,11 @@ child = os.fork()
 if child == 0:
     raise SystemExit(5)
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+print(sys.excepthook is sys.__excepthook__)
+try:
+    pipe(prompt=4)
+except ValueError:
+    traceback.print_exc()
 pipe(prompt=3)
 """
 

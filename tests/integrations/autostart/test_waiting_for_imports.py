@@ -1,6 +1,7 @@
 import importlib
 import importlib.util
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -68,9 +69,10 @@ def test_the_module_has_its_own_loader_before_its_code_runs(
 def test_a_module_that_raises_raises_the_same(
     module: Callable[[str], str], waiting: tuple[Finder, list[str]]
 ) -> None:
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(ZeroDivisionError) as caught:
         importlib.import_module(module("1 / 0"))
     assert waiting[1] == []
+    assert not [frame for frame in traceback.extract_tb(caught.tb) if "watching" in frame.filename]
 
 
 def test_a_module_that_replaces_itself_may(

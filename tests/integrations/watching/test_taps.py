@@ -1,4 +1,5 @@
 import inspect
+import traceback
 from typing import Any
 
 import pytest
@@ -49,6 +50,68 @@ def test_an_exception_is_heard_and_passes() -> None:
         Host().work(-1)
     forget()
     assert heard[-1] == (None, caught.value)
+
+
+def frames_of(error: BaseException) -> list[str]:
+    """Without those of the type checker that the tests run our functions under."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return [
+        frame.name
+        for frame in frames
+        if "jaxtyping" not in frame.filename and "beartype" not in frame.filename
+    ]
+
+
+@pytest.mark.parametrize("listeners", [1, 2])
+def test_a_traceback_has_the_hosts_frames_alone(listeners: int) -> None:
+    forgets = [listen(Host, "work", listening([])) for _ in range(listeners)]
+    with pytest.raises(ValueError, match="-1") as caught:
+        Host().work(-1)
+    for forget in forgets:
+        forget()
+    here = "test_a_traceback_has_the_hosts_frames_alone"
+    assert frames_of(caught.value) == [here, "work"]
+    assert (caught.value.args, caught.value.__context__, caught.value.__cause__) == ((-1,), None, None)
+
+
+def test_wrong_arguments_fail_where_the_host_called() -> None:
+    with pytest.raises(TypeError) as unheard:
+        Host().work()  # type: ignore[call-arg]
+    forget = listen(Host, "work", listening([]))
+    with pytest.raises(TypeError) as heard:
+        Host().work()  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="self"):
+        Host.work()  # type: ignore[call-arg]
+    forget()
+    assert str(heard.value) == str(unheard.value)
+    assert frames_of(heard.value) == ["test_wrong_arguments_fail_where_the_host_called"]
+
+
+def test_a_traceback_through_an_attribute_of_one_object_is_the_hosts() -> None:
+    host = Host()
+    host.own = host.work  # type: ignore[attr-defined]
+    forget = listen(host, "own", listening([]))
+    with pytest.raises(ValueError, match="-1") as caught:
+        host.own(-1)  # type: ignore[attr-defined]
+    forget()
+    assert frames_of(caught.value)[1:] == ["work"]
+
+
+def test_what_was_raised_from_something_stays_so() -> None:
+    cause = KeyError("why")
+
+    def failing(_self: Host, _number: int) -> int:
+        raise ValueError("no") from cause
+
+    before = Host.work
+    Host.work = failing  # type: ignore[assignment, method-assign]
+    forget = listen(Host, "work", listening([]))
+    with pytest.raises(ValueError, match="no") as caught:
+        Host().work(1)
+    forget()
+    Host.work = before  # type: ignore[method-assign]
+    assert caught.value.__cause__ is cause
+    assert frames_of(caught.value)[1:] == ["failing"]
 
 
 @pytest.mark.parametrize(("name", "argument", "result"), [("make", "x", "Host x"), ("double", 4, 8)])

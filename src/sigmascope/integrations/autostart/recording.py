@@ -10,7 +10,6 @@ from typing import Any, cast
 from rich.console import Console
 
 from sigmascope.errors import SigmascopeError
-from sigmascope.integrations.autostart import frames
 from sigmascope.integrations.autostart.keeper import Keeper
 from sigmascope.integrations.autostart.process import say
 from sigmascope.integrations.autostart.settings import Settings
@@ -43,7 +42,6 @@ class Recording:
         self._watch.__enter__()
         self._keeper = Keeper(self._watch.record, self._record_path)
         self._keeper.start()
-        frames.hide_own()
 
     def end(self) -> None:
         """Close the watch, print the summary, write the record."""

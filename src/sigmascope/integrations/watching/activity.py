@@ -90,6 +90,15 @@ ACTIVITIES: ContextVar[tuple[Activity, ...]] = ContextVar("sigmascope_activities
 """What is going on in this context, of all watches, the innermost last."""
 
 
+def denoising_here(session: "Session") -> Denoising | None:
+    """The denoising that the session's innermost activity in this context has open: the hot path."""
+    activities = ACTIVITIES.get()
+    if activities and activities[-1].session is session:  # unless several watches are at work
+        return None if session.is_over else activities[-1].denoising
+    activity = current(session)
+    return None if activity is None else activity.denoising
+
+
 def current(session: "Session") -> Activity | None:
     """The session's innermost activity in this context."""
     for activity in reversed(ACTIVITIES.get()):

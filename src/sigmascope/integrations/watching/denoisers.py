@@ -2,12 +2,12 @@
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, ClassVar, Final
 
 from torch import nn
 from torch.compiler import is_compiling
 
-from sigmascope.integrations.watching.activity import current
+from sigmascope.integrations.watching.activity import current, denoising_here
 from sigmascope.integrations.watching.instrument import Instrument
 from sigmascope.integrations.watching.listeners import After, Arguments, Keywords
 from sigmascope.integrations.watching.module_calls import COMPILED, ModuleHook, hook_calls
@@ -67,17 +67,16 @@ class StepHook(ModuleHook):
         self._session = session
         self._name = name
 
-    def __call__(self, _module: object, *seen: Any) -> None:
+    def __call__(self, _module: object, args: Arguments, kwargs: Keywords) -> None:  # type: ignore[override]
         """Take the call, unless it is being traced."""
         if is_compiling():
             return
         try:
-            args, kwargs = seen
-            activity = current(self._session)
-            if activity is None or activity.denoising is None:
+            denoising = denoising_here(self._session)
+            if denoising is None:
                 self.act(args, kwargs)
             else:
-                activity.denoising.called(self._name, args, kwargs)
+                denoising.called(self._name, args, kwargs)
         except Exception as failure:  # noqa: BLE001 - what an instrument raises must not reach the host
             self.failed(failure)
 

@@ -68,7 +68,8 @@ class Denoising:
         self.calls[name] += 1
         if self._started is not None:
             if self.stepped or not self._is_another(_timestep(args, kwargs)):
-                self._repeats += name == self._first
+                if name == self._first:
+                    self._repeats += 1
                 return
             self._commit(self.last_ns or self._clock())
         elif not self.stepped:
@@ -100,7 +101,8 @@ class Denoising:
     def _commit(self, ended_ns: int) -> None:
         started, self._started = self._started, None
         if started is not None:
-            self.most_calls_a_step = max(self.most_calls_a_step, self._repeats)
+            if self._repeats > self.most_calls_a_step:
+                self.most_calls_a_step = self._repeats
             self._scope.add_step(started, ended_ns, self._mark)
 
     def _is_another(self, timestep: object) -> bool:

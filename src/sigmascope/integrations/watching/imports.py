@@ -8,6 +8,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from sigmascope.integrations.watching.frames import without_this_frame
+
 Act = Callable[[type], None]
 
 
@@ -68,6 +70,9 @@ class Finder:
         self._asking.name = name
         try:
             spec = _found_by_others(self, name, path, target)
+        except BaseException as error:
+            without_this_frame(error)
+            raise
         finally:
             self._asking.name = None
         if spec is not None and hasattr(spec.loader, "exec_module"):
@@ -97,7 +102,11 @@ def _found_by_others(
 ) -> ModuleSpec | None:
     for finder in list(sys.meta_path):
         find = None if finder is own else getattr(finder, "find_spec", None)
-        spec: ModuleSpec | None = None if find is None else find(name, path, target)
+        try:
+            spec: ModuleSpec | None = None if find is None else find(name, path, target)
+        except BaseException as error:
+            without_this_frame(error)
+            raise
         if spec is not None:
             return spec
     return None
@@ -115,7 +124,11 @@ class _Telling:
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         """What the loader creates."""
-        made: ModuleType | None = self._loader.create_module(spec)
+        try:
+            made: ModuleType | None = self._loader.create_module(spec)
+        except BaseException as error:
+            without_this_frame(error)
+            raise
         return made
 
     def exec_module(self, module: ModuleType) -> None:
@@ -123,7 +136,11 @@ class _Telling:
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
-        self._loader.exec_module(module)
+        try:
+            self._loader.exec_module(module)
+        except BaseException as error:
+            without_this_frame(error)
+            raise
         self._done()
 
 

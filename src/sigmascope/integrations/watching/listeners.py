@@ -4,6 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from sigmascope.integrations.watching.frames import without_this_frame
+
 Arguments: TypeAlias = tuple[Any, ...]
 Keywords: TypeAlias = dict[str, Any]
 After: TypeAlias = Callable[[object, BaseException | None], None]
@@ -32,7 +34,7 @@ def call_heard(
     kwargs: Keywords,
     seen: Arguments,
 ) -> Any:
-    """What the original gives, with all listeners told.
+    """What the original gives, with all listeners told: the hot path of the scheduler's step.
 
     Args:
         original: The function.
@@ -42,43 +44,49 @@ def call_heard(
         kwargs: Those by name.
         seen: Those of `args` that the listeners are told.
     """
-    if len(listeners) == 1:
-        return _call_heard_by_one(original, listeners[0], target, args, kwargs, seen)
-    afters = _before(listeners, target, seen, kwargs)
-    try:
-        result = original(*args, **kwargs)
-    except BaseException as error:
-        _after(afters, None, error)
-        raise
-    _after(afters, result, None)
-    return result
-
-
-def _call_heard_by_one(
-    original: Callable[..., Any],
-    listener: Listener,
-    target: object,
-    args: Arguments,
-    kwargs: Keywords,
-    seen: Arguments,
-) -> Any:
-    """The same for the usual case, which the scheduler's step is: the hot path."""
+    if len(listeners) > 1:
+        try:
+            return _call_heard_by_several(original, listeners, target, args, kwargs, seen)
+        except BaseException as error:
+            without_this_frame(error)
+            raise
+    listener = listeners[0]
     after = None
     try:
         after = listener.before(target, seen, kwargs)
     except Exception as failure:  # noqa: BLE001 - what an instrument raises must not reach the host
         listener.failed(failure)
-    if after is None:
-        return original(*args, **kwargs)
     try:
         result = original(*args, **kwargs)
     except BaseException as error:
-        _after([(after, listener)], None, error)
+        without_this_frame(error)
+        if after is not None:
+            _after([(after, listener)], None, error)
         raise
+    if after is not None:
+        try:
+            after(result, None)
+        except Exception as failure:  # noqa: BLE001 - as above
+            listener.failed(failure)
+    return result
+
+
+def _call_heard_by_several(
+    original: Callable[..., Any],
+    listeners: tuple[Listener, ...],
+    target: object,
+    args: Arguments,
+    kwargs: Keywords,
+    seen: Arguments,
+) -> Any:
+    afters = _before(listeners, target, seen, kwargs)
     try:
-        after(result, None)
-    except Exception as failure:  # noqa: BLE001 - as above
-        listener.failed(failure)
+        result = original(*args, **kwargs)
+    except BaseException as error:
+        without_this_frame(error)
+        _after(afters, None, error)
+        raise
+    _after(afters, result, None)
     return result
 
 

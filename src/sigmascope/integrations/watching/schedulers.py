@@ -4,7 +4,7 @@ from typing import Any, ClassVar, Final
 
 from torch import Tensor
 
-from sigmascope.integrations.watching import activity as activities
+from sigmascope.integrations.watching.activity import denoising_here
 from sigmascope.integrations.watching.instrument import Instrument
 from sigmascope.integrations.watching.listeners import After, Arguments, Keywords
 from sigmascope.integrations.watching.parts import Parts
@@ -53,8 +53,7 @@ class Schedulers(Instrument):
         return after
 
     def _before_step(self, scheduler: object, args: Arguments, kwargs: Keywords) -> After | None:
-        activity = activities.current(self.session)
-        denoising = None if activity is None else activity.denoising
+        denoising = denoising_here(self.session)
         return None if denoising is None else denoising.scheduler_stepped
 
 

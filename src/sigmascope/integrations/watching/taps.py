@@ -10,6 +10,7 @@ from typing import Any
 
 from torch.compiler import is_compiling
 
+from sigmascope.integrations.watching.frames import without_this_frame
 from sigmascope.integrations.watching.listeners import Listener, call_heard
 
 
@@ -76,10 +77,16 @@ class _Attribute:
         self._owner = owner
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        tap = self._tap
-        if is_compiling() or not tap.listeners:
+        if is_compiling():
             return self._original(*args, **kwargs)
-        return call_heard(self._original, tap.listeners, self._owner(), args, kwargs, args)
+        try:
+            listeners = self._tap.listeners
+            if not listeners:
+                return self._original(*args, **kwargs)
+            return call_heard(self._original, listeners, self._owner(), args, kwargs, args)
+        except BaseException as error:
+            without_this_frame(error)
+            raise
 
     def __getattr__(self, name: str) -> Any:
         return getattr(object.__getattribute__(self, "_original"), name)
@@ -104,11 +111,17 @@ def _heard(original: Callable[..., Any], tap: Tap, *, is_static: bool = False) -
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if is_compiling() or not tap.listeners:
+        if is_compiling():
             return original(*args, **kwargs)
-        return call_heard(
-            original, tap.listeners, None if is_static else args[0], args, kwargs, args[skipped:]
-        )
+        try:
+            listeners = tap.listeners
+            if not listeners:
+                return original(*args, **kwargs)
+            target = None if is_static or not args else args[0]
+            return call_heard(original, listeners, target, args, kwargs, args[skipped:])
+        except BaseException as error:
+            without_this_frame(error)
+            raise
 
     call.__dict__["__signature__"] = inspect.signature(original)
     return call
