@@ -21,9 +21,9 @@ GPU = AcceleratorFacts("cuda:0", "NVIDIA A100", 40 * GIB, "550", "8.0")
 
 
 def weights(
-    class_name: str = "Model", *, gib: float = 4, dtype: str = "torch.bfloat16", device: str = "cuda:0"
+    class_name: str = "Model", *, gib: float = 4, dtype: str = "bfloat16", device: str = "cuda:0"
 ) -> ModuleFacts:
-    size = 4 if dtype == "torch.float32" else 2
+    size = 4 if dtype == "float32" else 2
     count = int(gib * GIB) // size
     return ModuleFacts(class_name, count, 0, int(gib * GIB), {dtype: count}, {device: count}, False)
 

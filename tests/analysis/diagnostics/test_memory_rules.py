@@ -10,7 +10,7 @@ from .conftest import GIB, device_memory, stage
 Found = Callable[..., dict[str, Finding]]
 
 
-def tensor(*, nans: int = 0, infinities: int = 0, dtype: str = "torch.float16") -> TensorFacts:
+def tensor(*, nans: int = 0, infinities: int = 0, dtype: str = "float16") -> TensorFacts:
     return TensorFacts((1, 4, 8, 8), dtype, "cuda:0", 512, 256, nan_count=nans, inf_count=infinities)
 
 

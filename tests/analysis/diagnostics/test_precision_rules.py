@@ -17,7 +17,7 @@ def test_float32_weights_on_a_gpu_say_what_half_would_save(
     found: Found, capability: str | None, dtype: str
 ) -> None:
     gpu = AcceleratorFacts("cuda:0", "a GPU", 40 * GIB, None, capability)
-    module = weights(gib=4, dtype="torch.float32")
+    module = weights(gib=4, dtype="float32")
     pipe = pipeline(transformer=component("denoiser", module=module))
     finding = found(pipe=pipe, accelerators=(gpu,))["precision.float32_on_accelerator"]
     assert finding.evidence["saved_mb"] == 2048.0
@@ -25,7 +25,7 @@ def test_float32_weights_on_a_gpu_say_what_half_would_save(
 
 
 def test_float32_on_the_cpu_or_half_on_a_gpu_is_no_fault(found: Found) -> None:
-    on_cpu = component("denoiser", module=weights(dtype="torch.float32", device="cpu"))
+    on_cpu = component("denoiser", module=weights(dtype="float32", device="cpu"))
     assert "precision.float32_on_accelerator" not in found(pipe=pipeline(transformer=on_cpu))
     assert "precision.float32_on_accelerator" not in found(pipe=pipeline())
 
@@ -34,13 +34,13 @@ def test_float32_on_the_cpu_or_half_on_a_gpu_is_no_fault(found: Found) -> None:
 def test_a_float32_vae_beside_a_half_denoiser_is_a_slip_unless_it_is_meant(
     found: Found, force_upcast: bool, severity: str
 ) -> None:
-    vae = component("vae", module=weights(dtype="torch.float32"), config={"force_upcast": force_upcast})
+    vae = component("vae", module=weights(dtype="float32"), config={"force_upcast": force_upcast})
     pipe = pipeline(transformer=component("denoiser"), vae=vae)
     assert found(pipe=pipe)["precision.float32_vae"].severity == severity
 
 
 def test_a_float32_vae_in_a_float32_pipeline_is_no_slip(found: Found) -> None:
-    both = weights(dtype="torch.float32")
+    both = weights(dtype="float32")
     pipe = pipeline(transformer=component("denoiser", module=both), vae=component("vae", module=both))
     assert "precision.float32_vae" not in found(pipe=pipe)
 

@@ -106,7 +106,7 @@ def values_not_finite(case: Case) -> Iterator[Finding]:
             nans, infinities = facts.nan_count or 0, facts.inf_count or 0
             if not nans and not infinities:
                 continue
-            half = "float16" in facts.dtype
+            half = facts.dtype.removeprefix("torch.") == "float16"  # bfloat16 has the range of float32
             yield Finding(
                 id="values.not_finite",
                 severity="error",

@@ -12,7 +12,7 @@ from sigmascope.records.pipeline import ComponentFacts
 _BF16_CAPABILITY: Final = (8, 0)
 """NVIDIA's devices from here on multiply bfloat16 on their tensor cores (CUDA C++ Programming Guide, table of features)."""
 
-_FLOAT32, _HALF = "torch.float32", frozenset({"torch.float16", "torch.bfloat16"})
+_FLOAT32, _HALF = "float32", frozenset({"float16", "bfloat16"})
 
 
 def float32_on_an_accelerator(case: Case) -> Iterator[Finding]:
@@ -82,7 +82,8 @@ def _accelerator_of(part: ComponentFacts) -> str | None:
 
 
 def _main(counts: Mapping[str, int]) -> str | None:
-    return max(counts, key=lambda name: counts[name]) if counts else None
+    """What most elements are of; a dtype without "torch.", which records from elsewhere may have."""
+    return max(counts, key=lambda name: counts[name]).removeprefix("torch.") if counts else None
 
 
 def _multiplies_bfloat16(case: Case, device: str) -> bool:
