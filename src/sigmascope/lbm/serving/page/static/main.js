@@ -13,7 +13,7 @@ const compare = makeCompare(titles);
 const client = Array.from(crypto.getRandomValues(new Uint8Array(16)), (byte) => byte.toString(16).padStart(2, "0")).join("");
 const DEBOUNCE_MS = 80;
 
-const page = { picture: null, upload: null, name: "picture", asked: 0, shown: 0, baseId: null, timer: 0 };
+const page = { picture: null, upload: null, name: "picture", taken: 0, asked: 0, shown: 0, baseId: null, timer: 0 };
 
 // --- telling
 
@@ -74,17 +74,18 @@ function askSoon() {
 async function take(upload, name, chosenSize) {
   element("error").hidden = true;
   tell("Reading the picture.", { busy: true });
-  const turn = (page.asked += 1); // whatever is on its way belongs to the picture before
+  const turn = (page.taken += 1);
   try {
     const picture = await upload();
     const blob = await api.sourceBlob(picture.id);
-    if (turn !== page.asked) return;
-    Object.assign(page, { picture, upload, name, baseId: null, shown: turn });
+    if (turn !== page.taken) return; // another picture was chosen meanwhile
+    Object.assign(page, { picture, upload, name, baseId: null });
     element("size").value = chosenSize;
     sizeChanged();
     showSource(blob);
     ask();
   } catch (error) {
+    if (turn !== page.taken) return;
     tell(page.picture ? "The picture before is still here." : "Choose a picture to begin.");
     tellError(error);
   }
@@ -144,6 +145,7 @@ function showSource(blob) {
   element("chosen").hidden = false;
   for (const note of ["base-note", "result-note"]) if (element(note)) setText(note, "");
   element("shown").hidden = false;
+  document.body.classList.add("has-picture");
   compare.refresh();
 }
 

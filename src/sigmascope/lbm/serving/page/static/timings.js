@@ -3,15 +3,19 @@
 import { element, make, setText } from "./elements.js";
 
 const NAMES = {
-  lora_application: "Setting the LoRA’s scale",
+  lora_application: "Setting the scale",
   latent_encoding: "Encoding",
   denoising: "Denoising",
   latent_decoding: "Decoding",
 };
 const STEPS_SHOWN = 12;
 
-export const seconds = (value) =>
-  value === undefined ? "–" : value < 0.0995 ? `${(value * 1000).toFixed(value < 0.00995 ? 1 : 0)} ms` : `${value.toFixed(2)} s`;
+export function seconds(value) {
+  if (value === undefined) return "–";
+  if (value < 0.00005) return "< 0.1 ms";
+  if (value < 0.0995) return `${(value * 1000).toFixed(value < 0.00995 ? 1 : 0)} ms`;
+  return `${value.toFixed(2)} s`;
+}
 const mib = (value) => (value == null ? "–" : Math.round(value).toLocaleString("en"));
 
 function row(name, cells, className = "") {
@@ -23,9 +27,11 @@ function row(name, cells, className = "") {
 function timeCell(value, total) {
   const cell = make("td", seconds(value));
   if (value !== undefined && total > 0) {
+    const track = make("span", undefined, { className: "share-track" });
     const bar = make("span", undefined, { className: "share" });
-    bar.style.width = `${Math.max(1, (100 * value) / total)}%`;
-    cell.append(bar);
+    bar.style.width = `${(100 * value) / total}%`;
+    track.append(bar);
+    cell.append(track);
   }
   return cell;
 }

@@ -1,0 +1,96 @@
+import io
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from sigmascope.lbm.images import load_image
+from sigmascope.lbm.serving.limits import Limits
+from sigmascope.lbm.serving.pictures import Pictures, decode
+from sigmascope.lbm.serving.refusals import Refusal
+
+
+def encoded(image: Image.Image, kind: str, **options: object) -> bytes:
+    written = io.BytesIO()
+    image.save(written, format=kind, **options)
+    return written.getvalue()
+
+
+def png_claiming(width: int, height: int) -> bytes:
+    """A PNG of a few bytes whose header promises that many pixels."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", header)
+        + chunk(b"IDAT", zlib.compress(b""))
+        + chunk(b"IEND", b"")
+    )
+
+
+def turned() -> bytes:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # orientation: the camera was held on its side
+    return encoded(Image.linear_gradient("L").resize((40, 20)).convert("RGB"), "JPEG", exif=exif)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        turned(),
+        encoded(Image.new("RGBA", (6, 4), (255, 0, 0, 128)), "PNG"),
+        encoded(Image.fromarray(np.full((4, 6), 40000, np.uint16)), "TIFF"),
+        encoded(Image.new("P", (6, 4), 3), "GIF"),
+        encoded(Image.new("CMYK", (6, 4), (0, 90, 0, 20)), "JPEG"),
+    ],
+    ids=["turned", "transparent", "16 bit", "palette", "CMYK"],
+)
+def test_an_upload_is_read_as_the_command_line_reads_the_file(data: bytes, tmp_path: Path) -> None:
+    (tmp_path / "picture").write_bytes(data)
+    expected = load_image(tmp_path / "picture")
+    found = decode(data, Limits())
+    assert found.size == expected.size
+    assert np.array_equal(np.asarray(found), np.asarray(expected))
+
+
+@pytest.mark.parametrize(
+    ("data", "status", "message"),
+    [
+        (b"", 415, "empty"),
+        (b"no picture at all", 415, "no picture"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n", 415, "no picture"),
+        (turned()[:200], 415, "damaged"),
+        (png_claiming(60_000, 60_000), 413, "megapixels"),
+        (png_claiming(10_000, 5_001), 413, "10000×5001"),
+    ],
+)
+def test_what_is_no_picture_or_too_much_of_one_is_refused(data: bytes, status: int, message: str) -> None:
+    with pytest.raises(Refusal) as caught:
+        decode(data, Limits())
+    assert caught.value.status == status
+    assert message in caught.value.message
+    assert caught.value.hint
+
+
+def test_the_same_file_has_the_same_id_and_another_another() -> None:
+    pictures = Pictures(Limits())
+    red, blue = (encoded(Image.new("RGB", (3, 2), colour), "PNG") for colour in ("red", "blue"))
+    assert pictures.add(red).id == pictures.add(red).id
+    assert pictures.add(red).id != pictures.add(blue).id
+
+
+def test_the_longest_unused_picture_is_forgotten_and_says_so() -> None:
+    pictures = Pictures(Limits(kept_pictures_bytes=2 * 3 * 2 * 3))  # two pictures of 3×2 in RGB
+    first, second, third = (
+        pictures.add(encoded(Image.new("RGB", (3, 2), colour), "PNG")) for colour in ("red", "blue", "lime")
+    )
+    assert pictures.get(second.id).image.getpixel((0, 0)) == (0, 0, 255)
+    assert pictures.get(third.id) is third
+    with pytest.raises(Refusal, match="not kept any more"):
+        pictures.get(first.id)

@@ -1,0 +1,78 @@
+import os
+import socket
+
+import pytest
+
+from sigmascope.errors import ConfigError
+from sigmascope.lbm.serving import server
+from sigmascope.lbm.serving.jobs import JobLine
+from sigmascope.lbm.serving.server import Address, bind
+
+
+def test_a_port_is_taken_at_once_and_any_free_one_for_0() -> None:
+    with bind("127.0.0.1", 0) as listening:
+        port = listening.getsockname()[1]
+        assert port > 0
+        with pytest.raises(ConfigError, match=f"--port: {port} is taken on 127.0.0.1") as caught:
+            bind("127.0.0.1", port)
+        assert caught.value.exit_code == 2
+        assert caught.value.hint is not None
+
+
+@pytest.mark.parametrize(
+    ("host", "port", "message"),
+    [
+        ("127.0.0.1", 65536, "--port: expected 0 to 65535, got 65536"),
+        ("127.0.0.1", -1, "--port: expected 0 to 65535"),
+        ("192.0.2.1", 0, "--host: cannot bind to 192.0.2.1"),  # reserved for documentation: nobody's
+        ("a" * 64, 0, "--host: cannot bind to"),
+    ],
+)
+def test_an_address_that_cannot_be_had_is_named(host: str, port: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        bind(host, port)
+
+
+def test_a_port_that_only_the_system_may_take_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **options: object) -> socket.socket:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(socket, "create_server", refuse)
+    with pytest.raises(ConfigError, match="--port: 80 is not yours"):
+        bind("127.0.0.1", 80)
+
+
+@pytest.mark.parametrize(
+    ("host", "url", "is_loopback"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:80/", True),
+        ("localhost", "http://localhost:80/", True),
+        ("::1", "http://[::1]:80/", True),
+        ("0.0.0.0", "http://127.0.0.1:80/", False),
+        ("::", "http://[::1]:80/", False),
+        ("192.168.1.7", "http://192.168.1.7:80/", False),
+    ],
+)
+def test_addresses_are_told_for_a_browser(host: str, url: str, is_loopback: bool) -> None:
+    address = Address(host, 80)
+    assert (address.url, address.is_loopback) == (url, is_loopback)
+
+
+def test_the_end_does_not_wait_for_a_step_of_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[int] = []
+
+    def leave(code: int) -> None:
+        left.append(code)
+        line.busy = False  # where the process would be gone
+
+    line = JobLine(1)
+    line.busy = True
+    monkeypatch.setattr(os, "_exit", leave)
+    monkeypatch.setattr(server, "PATIENCE_SECONDS", 0.0)
+    server._leave(line)
+    assert left == [130]
+
+
+def test_the_end_of_an_idle_server_is_an_ordinary_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "_exit", lambda code: pytest.fail("left in a hurry"))
+    server._leave(JobLine(1))
