@@ -61,3 +61,13 @@ def test_the_report_is_plain_json() -> None:
     plain = compare_work("a", noisy_runs(3), noisy_runs(4, seed=1)).as_dict()
     assert plain["runs"] == [4, 3]
     assert {one["name"] for one in plain["figures"]} >= {"total", "denoising", "denoising step"}
+
+
+def test_the_median_counts_every_generation_also_of_the_same_length() -> None:
+    found = before_after([generation(1.0)], [generation(one) for one in (1.0, 1.0, 1.0, 2.0, 3.0)])
+    assert found is not None
+    assert found["before"]["total_time"] == 1.0
+
+
+def test_a_length_that_is_no_number_is_not_taken() -> None:
+    assert before_after([generation(1.0)], [generation(float("nan"))]) is None

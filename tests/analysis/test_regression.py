@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 from scipy.stats import binom
@@ -6,6 +7,7 @@ from scipy.stats import binom
 from sigmascope.analysis import compare_runs
 from sigmascope.analysis.regression import ALPHA, RegressionCheck, check_regression
 from sigmascope.errors import ConfigError
+from sigmascope.records.run import Run, Stage
 
 from .run_sets import noisy_runs, run
 
@@ -91,3 +93,10 @@ def test_limits_out_of_range_are_refused_by_name(wrong: dict[str, float]) -> Non
 def test_no_runs_are_refused() -> None:
     with pytest.raises(ConfigError, match="baseline"):
         check_regression([run([1.0])], [])
+
+
+def test_runs_of_nothing_in_common_are_no_pass() -> None:
+    bare = Run("id", "run", "2026-01-01T00:00:00+00:00", 1.0, stages=(Stage("generation", 0.0, 1.0),))
+    other = replace(bare, stages=(Stage("other", 0.0, math.nan),), seconds=math.nan)
+    with pytest.raises(ConfigError, match="no stage, step or peak in common"):
+        check_regression([bare], [other])

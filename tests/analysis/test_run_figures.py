@@ -1,3 +1,6 @@
+import math
+from dataclasses import replace
+
 from sigmascope.analysis.run_figures import figures_of
 from sigmascope.records.run import Run, Stage
 
@@ -29,3 +32,17 @@ def test_a_stage_counts_each_time_it_runs_but_not_twice_inside_itself() -> None:
     stages = (Stage("encode", 0.0, 2.0, children=(inner,)), Stage("encode", 2.0, 3.0))
     figures = figures_of([Run("id", "run", "2026-01-01T00:00:00+00:00", 5.0, stages=stages)])
     assert figures["encode"].values == (5.0,)
+
+
+def test_a_single_generation_has_no_total_beside_its_own_time() -> None:
+    """What a monitor does before and after it, such as reading the machine, is not the pipeline's time."""
+    made = Run("id", "run", "2026-01-01T00:00:00+00:00", 1.2, stages=(Stage("generation", 0.1, 1.0),))
+    assert set(figures_of([made])) == {"generation"}
+
+
+def test_what_is_no_finite_number_is_no_figure() -> None:
+    made = replace(run([1.0, math.nan, 3.0]), seconds=math.inf)
+    found = figures_of([made, run([1.0, 2.0])])
+    assert found["total"].values == (3.5,)
+    assert found["denoising step"].values == (3.0, 2.0)
+    assert found["denoising"].values == (3.0,)

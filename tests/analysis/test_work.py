@@ -31,3 +31,15 @@ def test_only_the_same_work_is_paired() -> None:
 def test_nothing_in_common_is_an_error_that_says_what_there_is() -> None:
     with pytest.raises(RecordError, match=r"new\.json: has nothing in common .*b: not in the new runs"):
         require_pairs([of("")], [of("b")], named=Path("new.json"))
+
+
+def test_runs_that_broke_off_count_for_nothing() -> None:
+    broken = replace(of("a"), complete=False)
+    pairs, missing = pairs_by_work([of("a"), broken, broken], [of("a")])
+    assert {work: (len(new), len(old)) for work, (new, old) in pairs.items()} == {"a": (1, 1)}
+    assert missing == {"new runs": "2 of 3 broke off, and count for nothing"}
+
+
+def test_where_all_broke_off_nothing_is_compared() -> None:
+    with pytest.raises(RecordError, match="baseline runs: 1 of 1 broke off"):
+        require_pairs([of("a")], [replace(of("a"), complete=False)], named=Path("new.json"))

@@ -113,3 +113,32 @@ def test_runs_of_nothing_in_common_are_an_error_and_no_pass(tmp_path: Path) -> N
     done = CliRunner().invoke(app, ["check", str(new), "--baseline", str(old)])
     assert isinstance(done.exception, RecordError)
     assert done.exception.exit_code == 2
+
+
+def test_copies_of_one_run_are_no_evidence(tmp_path: Path) -> None:
+    new, old = saved(tmp_path / "new", count=1), saved(tmp_path / "old", seed=1)
+    copy = tmp_path / "copy.json"
+    copy.write_text(Path(new[0]).read_text())
+    done = CliRunner().invoke(app, ["check", *new, str(copy), "--baseline", *old])
+    assert isinstance(done.exception, RecordError)
+    assert done.exception.exit_code == 2
+    assert f"copy.json: is the same run as {new[0]}" in done.exception.message
+
+
+def test_a_file_of_a_folder_that_is_given_too_counts_once(tmp_path: Path) -> None:
+    new, old = saved(tmp_path / "new"), saved(tmp_path / "old", seed=1)
+    done = CliRunner().invoke(app, ["check", str(tmp_path / "new"), new[0], "--baseline", *old])
+    assert "(8 runs against 8)" in done.output
+
+
+def test_runs_that_broke_off_hide_no_regression(tmp_path: Path) -> None:
+    new, old = saved(tmp_path / "new", factor=1.1), saved(tmp_path / "old", seed=1)
+    for index, short in enumerate(noisy_runs(8, factor=0.1, seed=5)):
+        replace(short, complete=False).save(tmp_path / "new" / f"short{index}.json")
+    done = CliRunner().invoke(app, ["check", str(tmp_path / "new"), "--baseline", *old])
+    assert done.exit_code == 1
+    assert "(8 runs against 8)" in done.output
+    assert "new runs: 8 of 16 broke off" in done.output
+    plain = CliRunner().invoke(app, ["check", str(tmp_path / "new"), "--json", "--baseline", *old])
+    assert json.loads(plain.stdout)["missing"] == {"new runs": "8 of 16 broke off, and count for nothing"}
+    assert len(new) == 8

@@ -1,5 +1,6 @@
 """Two sets of runs in one answer: the median generation of each, before beside after (SPEC section 6)."""
 
+import math
 from collections.abc import Sequence
 from statistics import median_low
 from typing import Any
@@ -23,15 +24,17 @@ def before_after(new: Sequence[Run], baseline: Sequence[Run]) -> BeforeAfterDict
 def _median_generation(runs: Sequence[Run]) -> PerformanceMetrics | None:
     """The metrics of the generation whose total is the median, or the lower of the two in the middle."""
     found = [metrics for run in runs for metrics in _generations(run)]
-    by_total = {one["total_generation_time"]: one for one in found}
-    return PerformanceMetrics.from_dict(by_total[median_low(by_total)]) if by_total else None
+    if not found:
+        return None
+    middle = median_low(one["total_generation_time"] for one in found)
+    return PerformanceMetrics.from_dict(next(one for one in found if one["total_generation_time"] == middle))
 
 
 def _generations(run: Run) -> list[dict[str, Any]]:
     """What a monitor noted of each generation that went to its end."""
     noted = [stage.facts.get("performance") for stage in run.walk() if stage.success]
-    return [
-        one
-        for one in noted
-        if isinstance(one, dict) and isinstance(one.get("total_generation_time"), int | float)
-    ]
+    return [one for one in noted if isinstance(one, dict) and _is_time(one.get("total_generation_time"))]
+
+
+def _is_time(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)

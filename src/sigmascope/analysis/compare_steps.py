@@ -1,5 +1,6 @@
 """Steps of two sets of runs beside each other: all of a stage together, or each by its number."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 from sigmascope.analysis.compare_runs import FigureComparison, compare_values
@@ -51,8 +52,9 @@ def _pooled(runs: Sequence[Run]) -> Mapping[str, list[float]]:
     for run in runs:
         for stage in run.walk():
             seconds = step_seconds(stage)
-            if seconds:
-                found.setdefault(stage.name, []).extend(seconds[1:] or seconds)
+            warm = [one for one in seconds[1:] or seconds if math.isfinite(one)]
+            if warm:
+                found.setdefault(stage.name, []).extend(warm)
     return found
 
 
@@ -64,5 +66,6 @@ def _numbered(runs: Sequence[Run]) -> Mapping[tuple[str, int], list[float]]:
         for stage in run.walk():
             for seconds in step_seconds(stage):
                 number = passed[stage.name] = passed.get(stage.name, 0) + 1
-                found.setdefault((stage.name, number), []).append(seconds)
+                if math.isfinite(seconds):
+                    found.setdefault((stage.name, number), []).append(seconds)
     return found

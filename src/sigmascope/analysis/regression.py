@@ -85,10 +85,15 @@ def check_regression(
         alpha: How likely a difference by chance may be, of one figure.
 
     Raises:
-        ConfigError: No runs on one side, or a limit out of range.
+        ConfigError: No runs on one side, nothing in them that could be compared, or a limit out of range.
     """
     _require(new, baseline, max_slowdown, max_growth, alpha)
     compared, missing = compare_run_sets(new, baseline)
+    if not compared:
+        raise ConfigError(
+            "The runs and the baseline have no stage, step or peak in common.",
+            hint="Check runs of the same pipeline.",
+        )
     allowed = {"seconds": max_slowdown, "bytes": max_growth}
     figures = tuple(_judge(comparison, allowed[comparison.unit], alpha) for comparison in compared)
     return RegressionCheck(figures, missing)

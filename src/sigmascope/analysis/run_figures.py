@@ -1,5 +1,6 @@
 """What of a run can be compared with other runs: seconds, steps and peaks, each by name."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -11,6 +12,8 @@ from sigmascope.records.run import Run, Stage
 Unit = Literal["seconds", "bytes"]
 _WARM_UP_STEPS = 1
 """Compilation, autotuning and lazy loading fall into the first step; it is in the stage's time all the same."""
+_ONLY_STAGE = "generation"
+"""Of a run that a `PerformanceMonitor` made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +35,9 @@ def figures_of(runs: Sequence[Run]) -> dict[str, Figure]:
     """The figures of several runs of the same work, by name.
 
     One value a run: a run's steps are summarised by their median, since they are not independent of each other; the
-    first step of several is left out. A stage that a run passes repeatedly counts with the sum of its times.
+    first step of several is left out. A stage that a run passes repeatedly counts with the sum of its times. A total is
+    that of runs with several stages: of a single generation it would add no more than what the monitor itself took.
+    What is no finite number is left out.
 
     Args:
         runs: Any number, in order.
@@ -40,12 +45,14 @@ def figures_of(runs: Sequence[Run]) -> dict[str, Figure]:
     values: dict[tuple[str, Unit], list[float]] = {}
     for run in runs:
         for name, unit, value in _of_run(run):
-            values.setdefault((name, unit), []).append(value)
+            if math.isfinite(value):
+                values.setdefault((name, unit), []).append(value)
     return {name: Figure(name, unit, tuple(found)) for (name, unit), found in values.items()}
 
 
 def _of_run(run: Run) -> Iterable[tuple[str, Unit, float]]:
-    yield "total", "seconds", run.seconds
+    if [stage.name for stage in run.stages] != [_ONLY_STAGE]:
+        yield "total", "seconds", run.seconds
     for name, stages in _by_name(run).items():
         yield name, "seconds", sum((stage.seconds for stage in stages), 0.0)
         steps = [seconds for stage in stages for seconds in _warm(step_seconds(stage))]
@@ -75,4 +82,5 @@ def _by_name(run: Run) -> Mapping[str, list[Stage]]:
 
 
 def _warm(seconds: Sequence[float]) -> Sequence[float]:
-    return seconds[_WARM_UP_STEPS:] if len(seconds) > _WARM_UP_STEPS else seconds
+    warm = seconds[_WARM_UP_STEPS:] if len(seconds) > _WARM_UP_STEPS else seconds
+    return [one for one in warm if math.isfinite(one)]

@@ -25,18 +25,21 @@ def pairs_by_work(
 ) -> tuple[dict[str, tuple[list[Run], list[Run]]], dict[str, str]]:
     """New runs beside the baseline's runs of the same work.
 
+    Runs that broke off are left out: what they did not do would count as time saved.
+
     Args:
         new: In order.
         baseline: In order.
 
     Returns:
-        By work, the runs of both sides (new first); and by name the work that one side lacks, with the reason.
+        By work, the runs of both sides (new first); and by name the work that one side lacks, with the reason, and how
+        many runs were left out.
     """
-    ours, theirs = by_work(new), by_work(baseline)
+    ours, theirs = by_work(_whole(new)), by_work(_whole(baseline))
     pairs = {work: (ours[work], runs) for work, runs in theirs.items() if work in ours}
     missing = {work: "not in the new runs" for work in theirs if work not in ours}
     missing |= {work: "not in the baseline" for work in ours if work not in theirs}
-    return pairs, missing
+    return pairs, missing | _left_out("new runs", new) | _left_out("baseline runs", baseline)
 
 
 def require_pairs(
@@ -58,6 +61,15 @@ def require_pairs(
         raise RecordError(
             named,
             f"has nothing in common with the baseline ({reasons}).",
-            hint="Compare runs of the same cases.",
+            hint="Compare whole runs of the same cases.",
         )
     return pairs, missing
+
+
+def _whole(runs: Sequence[Run]) -> list[Run]:
+    return [run for run in runs if run.complete]
+
+
+def _left_out(name: str, runs: Sequence[Run]) -> dict[str, str]:
+    count = len(runs) - len(_whole(runs))
+    return {name: f"{count} of {len(runs)} broke off, and count for nothing"} if count else {}

@@ -105,7 +105,7 @@ def _plain(found: "dict[str, _Checked]", missing: dict[str, str]) -> dict[str, A
         work: {**one.check.as_dict(), "set_up_differences": one.differences} for work, one in found.items()
     }
     if list(found) == [""]:
-        return plainly[""]
+        return {**plainly[""], "missing": {**plainly[""]["missing"], **missing}}
     return {
         "regressed": [f"{work}: {name}" for work, one in plainly.items() for name in one["regressed"]],
         "cases": plainly,

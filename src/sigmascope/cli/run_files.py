@@ -17,11 +17,13 @@ def load_runs(paths: Sequence[Path]) -> "list[Run]":
     """The runs in these files, and in the .json files of these folders, by name.
 
     Raises:
-        RecordError: A path does not exist, a folder holds no .json, or a file is no run.
+        RecordError: A path does not exist, a folder holds no .json, a file is no run, or two files are the same run.
     """
     from sigmascope.records.serialization import load_run
 
-    return [load_run(path) for given in paths for path in _files(given)]
+    found = {path: load_run(path) for given in paths for path in _files(given)}  # each file once
+    _refuse_copies(found)
+    return list(found.values())
 
 
 def _files(path: Path) -> list[Path]:
@@ -33,6 +35,17 @@ def _files(path: Path) -> list[Path]:
             path, "holds no saved run.", hint="Name a folder of .json files written by Run.save."
         )
     return found
+
+
+def _refuse_copies(runs: "dict[Path, Run]") -> None:
+    """A run that counted twice would be taken for two that agree."""
+    seen: dict[str, list[Path]] = {}
+    for path, run in runs.items():
+        known = seen.setdefault(run.id, [])
+        twin = next((one for one in known if runs[one] == run), None)
+        if twin is not None:
+            raise RecordError(path, f"is the same run as {twin}.", hint="Give each run once.")
+        known.append(path)
 
 
 class ManyBaselines(TyperCommand):
