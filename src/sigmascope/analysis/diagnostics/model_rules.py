@@ -4,12 +4,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from sigmascope.analysis.diagnostics.case import Case, seconds_of
+from sigmascope.analysis.few_steps import few_step_evidence
 from sigmascope.records.finding import Finding
 
 _EDIT: Final = ("Edit", "Kontext", "Inpaint", "Img2Img")
 _MUST_HAVE_IMAGE: Final = ("Edit", "Inpaint", "Img2Img")
 _FEW_STEP_SCHEDULERS: Final = frozenset({"LCMScheduler", "TCDScheduler", "FlowMatchLCMScheduler"})
-_FEW_STEP_NAMES: Final = ("turbo", "lightning", "schnell", "lcm", "hyper-sd", "hyper_sd", "distill", "dmd")
 _FEW_STEPS: Final = 12
 _ENOUGH_STEPS: Final = 8
 
@@ -39,7 +39,7 @@ def steps_of_a_distilled_model(case: Case) -> Iterator[Finding]:
     steps = case.call.num_inference_steps
     if case.pipeline is None or steps is None:
         return
-    why = _few_step_evidence(case)
+    why = few_step_evidence(case.pipeline)
     scheduler = next((part.class_name for part in case.components("scheduler").values()), None)
     if why is not None and steps > _FEW_STEPS:
         spent = seconds_of(case.named("denoising"))
@@ -67,7 +67,7 @@ def guidance_doubles_the_work(case: Case) -> Iterator[Finding]:
     if call.guidance_batches is None or call.guidance_batches < 2 or case.pipeline is None:
         return
     spent = seconds_of(case.named("denoising"))
-    why = _few_step_evidence(case)
+    why = few_step_evidence(case.pipeline)
     half = spent / 2 if spent else None
     yield Finding(
         id="model.guidance_doubles_the_work",
@@ -101,25 +101,6 @@ def lora_modules_unmatched(case: Case) -> Iterator[Finding]:
             advice="sigmascope lora inspect FILE --model MODEL names each module and the likely reason.",
             stage=stage.name,
         )
-
-
-def _few_step_evidence(case: Case) -> str | None:
-    """Why the denoiser is taken for one distilled to few steps; None: nothing says so."""
-    for name, part in case.components("denoiser").items():
-        if part.config.get("time_cond_proj_dim") is not None:
-            return f"{name}.config.time_cond_proj_dim: it was distilled to take guidance as an input"
-        if part.class_name.startswith("Flux") and part.config.get("guidance_embeds") is False:
-            return f"{name}.config.guidance_embeds is False: FLUX.1 schnell"
-        source = part.config.get("_name_or_path")
-        word = _few_step_word(source if isinstance(source, str) else "")
-        if word is not None:
-            return f'"{word}" in {name}\'s source'
-    word = _few_step_word(case.pipeline.source if case.pipeline and case.pipeline.source else "")
-    return None if word is None else f'"{word}" in the pipeline\'s source'
-
-
-def _few_step_word(text: str) -> str | None:
-    return next((word for word in _FEW_STEP_NAMES if word in text.lower()), None)
 
 
 def _mapping(value: object) -> Mapping[str, Any]:

@@ -3,11 +3,9 @@
 from collections.abc import Mapping
 from typing import Any, Final
 
-from sigmascope.analysis.diagnostics.case import Case
-from sigmascope.analysis.diagnostics.model_rules import steps_of_a_distilled_model
+from sigmascope.analysis.few_steps import few_step_evidence
 from sigmascope.errors import ConfigError
 from sigmascope.pipeline.optimizing.subject import Subject, default_side, look_at, spatial_factor
-from sigmascope.records.pipeline import CallFacts
 
 ARCHITECTURES: Final = ("MMDiT", "DiT", "UNet")
 FEW_STEPS: Final = 4
@@ -20,7 +18,6 @@ _FAST_SOLVERS: Final = frozenset(
     }
 )
 _FAST_SOLVER_STEPS: Final = 25
-_MANY_STEPS: Final = 50
 
 _BY_ARCHITECTURE: Final[Mapping[str, Mapping[str, tuple[Any, str]]]] = {
     "MMDiT": {
@@ -134,9 +131,7 @@ def _of_model(subject: Subject) -> GenerationSettings:
 def _shorten(subject: Subject, settings: GenerationSettings) -> None:
     """Fewer steps where the model is distilled to few, or the solver does with fewer."""
     steps = int(settings["num_inference_steps"])
-    asked = CallFacts(num_inference_steps=max(steps, _MANY_STEPS))
-    findings = steps_of_a_distilled_model(Case((), 0.0, subject.facts, asked))
-    why = next((one.evidence["why"] for one in findings if one.id == "model.too_many_steps"), None)
+    why = few_step_evidence(subject.facts)
     solver = next((part.class_name for part in subject.facts.of_role("scheduler").values()), None)
     if why is not None:
         settings.put("num_inference_steps", FEW_STEPS, f"It is distilled to few steps: {why}.")
