@@ -5,10 +5,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 from tests.lbm.shards.making import encoded, noise, pair, plain, write_tar
 
 from sigmascope.errors import ConfigError, DataError, FileError
@@ -16,6 +18,7 @@ from sigmascope.lbm.batches import Batch
 from sigmascope.lbm.config import LbmConfig
 from sigmascope.lbm.data import DataOptions, DataPosition, TrainingData
 from sigmascope.lbm.shards import samples as samples_module
+from sigmascope.lbm.shards.pictures import decode_picture
 
 SAMPLES = 23
 BROKEN = (4, 11)
@@ -166,8 +169,12 @@ def test_what_lies_before_the_position_is_not_decoded(shards: Path, monkeypatch:
     stream = data(shards, size=(32, 32))
     whole = list(stream.batches(0))
     decoded: list[bytes] = []
-    decode = samples_module.decode_picture
-    monkeypatch.setattr(samples_module, "decode_picture", lambda raw: decoded.append(raw) or decode(raw))
+
+    def counting(raw: bytes) -> Image.Image:
+        decoded.append(raw)
+        return decode_picture(raw)
+
+    monkeypatch.setattr(samples_module, "decode_picture", counting)
     rest = list(stream.batches(0, whole[2][1]))
     good = sum(len(batch) for batch, _ in rest)
     assert 2 * good <= len(decoded) <= 2 * (good + len(BROKEN))
@@ -325,3 +332,18 @@ def test_stopping_early_leaves_no_thread_behind(shards: Path) -> None:
     assert decoding_threads()
     stream.close()  # type: ignore[attr-defined]
     assert not decoding_threads()
+
+
+def test_masks_are_one_where_valid_and_conditioning_masks_are_shares(tmp_path: Path) -> None:
+    levels = np.linspace(0, 255, 32, dtype=np.uint8)
+    grey = encoded(Image.fromarray(np.repeat(levels[None], 32, axis=0)))
+    names = ("source", "target", "mask", "soft", "depth")
+    write_tar(tmp_path / "0.tar", [(f"a.{name}.png", grey) for name in names])
+    keys = {"mask_key": "mask", "conditioning_masks_keys": ("soft",), "conditioning_images_keys": ("depth",)}
+    stream = TrainingData(tiny().model_copy(update=keys), DataOptions((str(tmp_path),), 1))
+    batch, _ = next(stream.batches(0))
+    assert batch.mask is not None
+    assert batch.mask[0, 0, 0].tolist() == [0.0] * 16 + [1.0] * 16
+    shares = torch.from_numpy(levels).float() / 255
+    assert torch.allclose(batch.conditioning_masks["soft"][0, 0, 5], shares)
+    assert torch.allclose(batch.conditioning_images["depth"][0, 2, 5], shares * 2 - 1, atol=1e-6)

@@ -40,3 +40,8 @@ def pair(key: str, level: int, **members: bytes) -> list[tuple[str, bytes]]:
     """A source and a target whose grey levels say which sample it is, and further members by name."""
     named: Mapping[str, bytes] = {"source.png": plain(level), "target.png": plain(255 - level), **members}
     return [(f"{key}.{name}", data) for name, data in named.items()]
+
+
+def read_tar(path: Path) -> list[tuple[str, bytes]]:
+    with tarfile.open(path) as tar:
+        return [(info.name, file.read()) for info in tar if (file := tar.extractfile(info))]

@@ -60,17 +60,14 @@ def test_all_pictures_of_a_sample_are_cut_alike() -> None:
     image = noise(0, 64, 48)
     grey = image.convert("L").point([0] * 128 + [255] * 128)
     data = encoded(image)
-    keys = {
-        "mask_key": "mask",
-        "conditioning_images_keys": ("depth",),
-        "unet_input_channels": 8,
-    }
     sample = decode(
         raw(source__png=data, target__png=data, depth__png=data, mask__png=encoded(grey)),
         number=7,
         crop="random",
         size=(32, 48),
-        **keys,
+        mask_key="mask",
+        conditioning_images_keys=("depth",),
+        unet_input_channels=8,
     )
     assert np.array_equal(sample.pictures["source"], sample.pictures["target"])
     assert np.array_equal(sample.pictures["source"], sample.pictures["depth"])
@@ -83,8 +80,8 @@ def test_random_parts_follow_from_seed_epoch_and_number() -> None:
     sample = raw(source__png=data, target__png=data)
     first, again = (decode(sample, 3, 1, crop="random", size=(64, 64)) for _ in range(2))
     assert np.array_equal(first.pictures["source"], again.pictures["source"])
-    for other in ({"number": 4, "epoch": 1}, {"number": 3, "epoch": 2}, {"number": 3, "epoch": 1, "seed": 1}):
-        moved = decode(sample, crop="random", size=(64, 64), **other)
+    for number, epoch, seed in ((4, 1, 0), (3, 2, 0), (3, 1, 1)):
+        moved = decode(sample, number, epoch, crop="random", size=(64, 64), seed=seed)
         assert not np.array_equal(first.pictures["source"], moved.pictures["source"])
 
 

@@ -121,7 +121,7 @@ def _by_subfolder(place: Path, keys: Sequence[str]) -> tuple[str, str] | None:
 
 def _by_ending(place: Path, keys: Sequence[str]) -> tuple[str, str] | None:
     endings = "|".join(re.escape(key) for key in sorted(keys, key=len, reverse=True))
-    match = re.fullmatch(rf"(?:(.*)[_.-])?({endings})", place.stem, re.IGNORECASE | re.DOTALL)
+    match = re.fullmatch(rf"(?:(.*?)[_.-])?({endings})", place.stem, re.IGNORECASE | re.DOTALL)
     if match is None:
         return None
     key = next(key for key in keys if key.lower() == match[2].lower())

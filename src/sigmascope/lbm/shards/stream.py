@@ -38,7 +38,7 @@ class Order:
         shards = list(self.shards)
         random.Random(f"{self.seed} {epoch} shards").shuffle(shards)
         draws = random.Random(f"{self.seed} {epoch} samples")
-        yield from _mixed(_read(shards, self.keys), draws, self.buffer, self.buffer_bytes)
+        yield from mixed(_read(shards, self.keys), draws, self.buffer, self.buffer_bytes)
 
 
 @dataclass
@@ -74,16 +74,23 @@ def _read(shards: Sequence[str], keys: Collection[str]) -> Iterator[RawSample]:
         yield from read_shard(shard, keys)
 
 
-def _mixed(
+def mixed(
     samples: Iterator[RawSample], draws: random.Random, size: int, most_bytes: int
 ) -> Iterator[RawSample]:
-    """Give each sample from a random place of a buffer that is refilled from the stream."""
+    """Give each sample from a random place of a buffer that is refilled from the stream.
+
+    Args:
+        samples: In the order that they are read.
+        draws: Gives the places.
+        size: Samples in the buffer; with 0 or 1 the order stays.
+        most_bytes: Memory that they may take; at least one is held.
+    """
     held: list[RawSample] = []
     nbytes = 0
     for sample in samples:
         held.append(sample)
         nbytes += sample.nbytes
-        while len(held) > max(size, 1) or (len(held) > 1 and nbytes > most_bytes):
+        while held and (len(held) >= size or nbytes > most_bytes):
             drawn = _drawn(held, draws)
             nbytes -= drawn.nbytes
             yield drawn

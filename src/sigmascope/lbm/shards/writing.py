@@ -131,12 +131,13 @@ def _up_to(count: int, first: EncodedSample, stream: Iterator[EncodedSample]) ->
 
 def _write_shard(path: Path, samples: Iterator[EncodedSample]) -> int:
     count = 0
-    with path.open("wb") as stream:
-        writer = TarWriter(stream, user="", group="", mtime=0, encoder=False)
+    with (
+        path.open("wb") as stream,
+        TarWriter(stream, user="", group="", mtime=0, encoder=False) as writer,
+    ):
         for name, members in samples:
             writer.write({"__key__": name, **members})
             count += 1
-        writer.close()
     return count
 
 
