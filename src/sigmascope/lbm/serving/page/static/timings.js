@@ -68,10 +68,10 @@ export function showTimings(runs, device) {
   element("timings-body").replaceChildren(...rows);
   const totals = runs.map((run) => make("td", seconds(run.timings.seconds)));
   element("timings-foot").replaceChildren(row("In all", [...totals, ...peaks(newest)]));
-  const kept = runs.filter((run) => run.kept).map((run) => run.title.toLowerCase());
+  const kept = runs.filter((run) => run.kept).map((run) => run.title);
   setText(
     "timings-note",
-    `${hasGpu ? "" : "No accelerator: memory is this process’s. "}${kept.length ? `Kept from before, not made again: ${kept.join(" and ")}.` : ""}`,
+    `${hasGpu ? "" : "No accelerator: memory is this process’s. "}${kept.length ? `Kept from before, not made again: ${kept.join(", ")}.` : ""}`,
   );
   element("timings").hidden = false;
 }
