@@ -1,9 +1,11 @@
 import asyncio
+import contextvars
 import gc
 import sys
 import weakref
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,11 +30,14 @@ class Clock:
 
 
 def scope(
-    path: str = "/generate", headers: list[tuple[bytes, bytes]] | None = None, kind: str = "http"
+    path: str = "/generate",
+    headers: list[tuple[bytes, bytes]] | None = None,
+    kind: str = "http",
+    method: str = "POST",
 ) -> Message:
     return {
         "type": kind,
-        "method": "POST",
+        "method": method,
         "path": path,
         "headers": headers or [],
         "query_string": b"prompt=secret",
@@ -326,12 +331,94 @@ def test_metrics_are_served_where_asked_for() -> None:
 
     watched = PerformanceMonitoringMiddleware(app, metrics_path="/metrics")
     call(watched)
-    sent = call(watched, scope("/metrics"))
+    sent = call(watched, scope("/metrics", method="GET"))
     text = sent[1]["body"].decode()
     assert 'sigmascope_requests_total{method="POST",status="200"} 1.0' in text
     assert "sigmascope_response_bytes_total 5.0" in text
     assert 'sigmascope_generation_targets_missed_total{model="pocket"} 1.0' in text
     assert len(watched.requests()) == 1  # not the request for the metrics
+
+
+def test_only_get_and_head_ask_for_metrics() -> None:
+    async def app(scope: Message, receive: Receive, send: Send) -> None:
+        await answer(send, b"the application's own", status=201)
+
+    watched = PerformanceMonitoringMiddleware(app, metrics_path="/metrics")
+    assert call(watched, scope("/metrics", method="HEAD"))[0]["status"] == 200
+    assert call(watched, scope("/metrics", method="POST"))[0]["status"] == 201
+
+
+def test_methods_that_clients_invent_are_one_label() -> None:
+    async def app(scope: Message, receive: Receive, send: Send) -> None:
+        await answer(send, b"")
+
+    watched = PerformanceMonitoringMiddleware(app, metrics_path="/metrics")
+    for number in range(20):
+        call(watched, scope(method=f"M{number}"))
+    text = call(watched, scope("/metrics", method="GET"))[1]["body"].decode()
+    assert text.count("sigmascope_requests_total{") == 1
+    assert 'sigmascope_requests_total{method="other",status="200"} 20.0' in text
+
+
+def test_work_after_the_response_is_none_of_its_seconds() -> None:
+    clock = Clock()
+
+    async def app(scope: Message, receive: Receive, send: Send) -> None:
+        clock.ns += 1_000_000_000
+        await answer(send, b"x")
+        clock.ns += 60_000_000_000  # a background task
+
+    watched = PerformanceMonitoringMiddleware(app, clock=clock)
+    call(watched)
+    assert watched.requests()[0].seconds == 1.0
+
+
+def test_a_file_that_the_server_sends_is_a_complete_response(tmp_path: Path) -> None:
+    (tmp_path / "image.png").write_bytes(b"12345")
+
+    async def app(scope: Message, receive: Receive, send: Send) -> None:
+        await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.pathsend", "path": str(tmp_path / "image.png")})
+        assert (await receive())["type"] == "http.disconnect"
+
+    watched = PerformanceMonitoringMiddleware(app)
+    call(watched)
+    (record,) = watched.requests()
+    assert (record.response_bytes, record.disconnected) == (5, False)
+
+
+@pytest.mark.parametrize(
+    "options", [{"header": ""}, {"header": "x id"}, {"header": "x\r\nset-cookie: a"}, {"header": "ä"},
+                {"metrics_path": "metrics"}, {"history": 0}],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_when_it_is_made(options: dict[str, Any]) -> None:
+    async def app(scope: Message, receive: Receive, send: Send) -> None:
+        await answer(send, b"")
+
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        PerformanceMonitoringMiddleware(app, **options)
+
+
+def test_a_request_that_another_context_ends_is_over_all_the_same() -> None:
+    async def app(scope: Message, receive: Receive, send: Send) -> None:
+        await asyncio.sleep(3600)
+
+    async def nothing() -> Message:
+        return {"type": "http.request"}
+
+    async def take(message: Message) -> None:
+        pass
+
+    async def begun() -> object:
+        return contextvars.copy_context().run(request.send, None)
+
+    watched = PerformanceMonitoringMiddleware(app)
+    request = watched(scope(), nothing, take)
+    asyncio.run(begun())
+    assert watched.in_flight == 1
+    request.close()
+    assert watched.in_flight == 0
 
 
 def test_metrics_without_their_package_are_refused_with_what_to_install(

@@ -3,9 +3,11 @@
 Pure ASGI 3, so for Starlette, FastAPI, Litestar, Quart and bare applications alike; it imports none of them.
 """
 
+import re
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from threading import Lock
 from typing import Any
@@ -14,6 +16,7 @@ from sigmascope.errors import ConfigError
 from sigmascope.integrations.asgi_metrics import METRICS_TYPE, RequestMetrics
 from sigmascope.integrations.asgi_request import Exchange, request_id_of
 from sigmascope.integrations.request_summary import request_summary
+from sigmascope.monitor.generation_plan import whole_number
 from sigmascope.monitor.guard import Guard
 from sigmascope.monitor.request import SERVED, ServedRequest
 from sigmascope.records.requests import RequestRecord
@@ -42,7 +45,8 @@ class PerformanceMonitoringMiddleware:
         clock: Monotonic nanoseconds.
 
     Raises:
-        ConfigError: `metrics_path` without prometheus-client, or a history below 1.
+        ConfigError: `metrics_path` without prometheus-client or without its "/", a header that can be none, or a
+            history below 1.
 
     Examples:
         >>> async def app(scope, receive, send):
@@ -63,15 +67,15 @@ class PerformanceMonitoringMiddleware:
         on_request: Callable[[RequestRecord], None] | None = None,
         clock: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
-        if history < 1:
-            raise ConfigError(f"history is {history}.", hint="Give 1 or more.")
         self.app = app
-        self._header = header.lower().encode("latin-1")
+        self._header = _header_name(header)
+        if metrics_path is not None and not metrics_path.startswith("/"):
+            raise ConfigError(f"metrics_path is {metrics_path!r}.", hint='Begin it with "/".')
         self._metrics_path = metrics_path
         self._metrics = RequestMetrics() if metrics_path is not None else None
         self._on_request = on_request
         self._clock = clock
-        self._records: deque[RequestRecord] = deque(maxlen=history)
+        self._records: deque[RequestRecord] = deque(maxlen=whole_number("history", history, least=1))
         self._guard = Guard()
         self._lock = Lock()
         self._in_flight = 0
@@ -79,16 +83,13 @@ class PerformanceMonitoringMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection, as ASGI has it."""
         if scope["type"] == "http":
-            if self._metrics is not None and scope.get("path") == self._metrics_path:
+            if self._is_for_metrics(scope):
                 await self._send_metrics(send)
             else:
                 await self._watch(scope, receive, send)
         elif scope["type"] == "websocket":
-            token = SERVED.set(ServedRequest(request_id_of(scope, self._header)))
-            try:
+            with _serving(ServedRequest(request_id_of(scope, self._header))):
                 await self.app(scope, receive, send)
-            finally:
-                SERVED.reset(token)
         else:
             await self.app(scope, receive, send)
 
@@ -113,15 +114,14 @@ class PerformanceMonitoringMiddleware:
             in_flight = self._in_flight
         exchange = Exchange(receive, send, (self._header, served.request_id), self._clock)
         started_at = datetime.now(UTC).isoformat()
-        token = SERVED.set(served)
         error: BaseException | None = None
         try:
-            await self.app(scope, exchange.receive, exchange.send)
+            with _serving(served):
+                await self.app(scope, exchange.receive, exchange.send)
         except BaseException as raised:
             error = raised
             raise
         finally:
-            SERVED.reset(token)
             with self._lock:
                 self._in_flight -= 1
             record = self._guard.read(
@@ -140,9 +140,31 @@ class PerformanceMonitoringMiddleware:
         if on_request is not None:
             self._guard.call("request listener", lambda: on_request(record))
 
+    def _is_for_metrics(self, scope: Scope) -> bool:
+        asked = scope.get("path") == self._metrics_path and scope.get("method", "GET") in ("GET", "HEAD")
+        return self._metrics is not None and asked
+
     async def _send_metrics(self, send: Send) -> None:
         assert self._metrics is not None
         body = self._metrics.text(self.in_flight)
         headers = [(b"content-type", METRICS_TYPE.encode()), (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
+
+
+def _header_name(header: str) -> bytes:
+    """As ASGI writes it."""
+    if not re.fullmatch(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+", header):
+        raise ConfigError(f"header is {header!r}.", hint="Give a header's name, such as x-request-id.")
+    return header.lower().encode("ascii")
+
+
+@contextmanager
+def _serving(served: ServedRequest) -> Iterator[None]:
+    """Let what runs in this context be for that request."""
+    token = SERVED.set(served)
+    try:
+        yield
+    finally:
+        with suppress(ValueError):  # a server that shuts down may close its coroutines from another context
+            SERVED.reset(token)

@@ -6,6 +6,8 @@ from sigmascope.errors import ConfigError
 from sigmascope.records.requests import RequestRecord
 
 METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+_METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "CONNECT", "TRACE"})
+"""Clients may invent methods, and every label's value is kept for good."""
 _SECONDS: Final = (0.005, 0.025, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0)
 
 
@@ -51,7 +53,8 @@ class RequestMetrics:
     def add(self, record: RequestRecord) -> None:
         """Count a request and its generations."""
         status = "none" if record.status is None else str(record.status)
-        self._requests.labels(record.method, status).inc()
+        method = record.method if record.method in _METHODS else "other"
+        self._requests.labels(method, status).inc()
         self._seconds.observe(record.seconds)
         self._bytes.inc(record.response_bytes)
         if record.disconnected:

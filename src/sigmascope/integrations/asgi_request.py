@@ -3,6 +3,7 @@
 import re
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from pathlib import Path
 from typing import Any, Final
 
 from sigmascope.monitor.guard import describe
@@ -54,7 +55,7 @@ class Exchange:
         self._status: int | None = None
         self._request_bytes = 0
         self._response_bytes = 0
-        self._is_complete = False
+        self._completed_ns: int | None = None
         self._disconnected = False
 
     async def receive(self) -> Message:
@@ -63,7 +64,7 @@ class Exchange:
         kind = message.get("type")
         if kind == "http.request":
             self._request_bytes += len(message.get("body") or b"")
-        elif kind == "http.disconnect" and not self._is_complete:
+        elif kind == "http.disconnect" and self._completed_ns is None:
             self._disconnected = True
         return message
 
@@ -81,7 +82,12 @@ class Exchange:
             raise
         if kind == "http.response.body":
             self._response_bytes += len(message.get("body") or b"")
-            self._is_complete = not message.get("more_body", False)
+        elif kind == "http.response.pathsend":  # the server sends that file by itself
+            self._response_bytes += _size_of(message.get("path"))
+        else:
+            return
+        if not message.get("more_body", False):
+            self._completed_ns = self._clock()
 
     def record(
         self,
@@ -101,12 +107,13 @@ class Exchange:
             error: What the application raised.
         """
         first = self._first_byte_ns
+        ended_ns = self._clock() if self._completed_ns is None else self._completed_ns
         return RequestRecord(
             request_id=served.request_id,
             method=str(scope.get("method", "")),
             path=str(scope.get("path", ""))[:_LONGEST_PATH],
             started_at=started_at,
-            seconds=(self._clock() - self._started_ns) / 1e9,
+            seconds=(ended_ns - self._started_ns) / 1e9,
             first_byte_seconds=None if first is None else (first - self._started_ns) / 1e9,
             status=self._status,
             request_bytes=self._request_bytes,
@@ -122,6 +129,13 @@ class Exchange:
         name, value = self._header
         kept = [(bytes(key), bytes(text)) for key, text in headers]
         return kept if _header(kept, name) is not None else [*kept, (name, value.encode("ascii"))]
+
+
+def _size_of(path: object) -> int:
+    try:
+        return Path(str(path)).stat().st_size
+    except (OSError, ValueError):
+        return 0
 
 
 def _header(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> bytes | None:
