@@ -10,14 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from sigmascope.cli.progress import progress_bar
 from sigmascope.lbm.base import BaseReport, create_base
-from sigmascope.lbm.basing.adaptation import DROPPED
 from sigmascope.lbm.basing.baseline import BaselineReport, run_baseline
 from sigmascope.lbm.config import LbmConfig, load_config
 from sigmascope.lbm.devices import resolve_device, resolve_dtype
@@ -28,6 +26,9 @@ if TYPE_CHECKING:
 
 KEEP = "backbone"
 """--torch_dtype: the backbone's own."""
+
+PART = "denoiser."
+"""What is dropped never had this before its name."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def _print(console: Console, report: BaseReport, baseline: BaselineReport | None
     console.print(Text.assemble(("Exact base: ", "bold"), report.paths[0].stem))
     console.print(_facts(report))
     if verbose:
-        console.print(_weights(report))
+        console.print(_weights(report), soft_wrap=True)
     for path in (*report.paths, *filter(None, [report.config_path])):
         console.print(Text(f"Written: {path}", overflow="fold"))
     if baseline is not None:
@@ -101,7 +102,7 @@ def _facts(report: BaseReport) -> Table:
         "Denoiser": f"{report.parameters:,} parameters, {report.modules} Linear and Conv2d layers",
         "Weights": f"{dtypes}; {mebibytes(report.nbytes / MIB)} MiB a file",
         "Adapted": ", ".join(f"{count} {change}" for change, count in changes.items()) or "none",
-        "Dropped": ", ".join(name.removeprefix("denoiser.") for name in report.dropped) or "none",
+        "Dropped": ", ".join(name.removeprefix(PART) for name in report.dropped) or "none",
         "Time": seconds(report.seconds),
     }
     if report.outside:
@@ -114,19 +115,20 @@ def _facts(report: BaseReport) -> Table:
     return table
 
 
-def _weights(report: BaseReport) -> Table:
-    """Every weight that is not as it was."""
-    table = Table("Weight", "Backbone", "LBM", "Change", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.columns[0].overflow = "fold"
-    for key, each in report.adapted.items():
-        table.add_row(Text(key), _shape(each.had), _shape(each.shape), each.change)
-    for key, shape in report.dropped.items():
-        table.add_row(Text(key.removeprefix(DROPPED.partition(".")[0] + ".")), _shape(shape), "-", "dropped")
-    return table
+def _weights(report: BaseReport) -> Text:
+    """Every weight that is not as it was: a line each, since names are longer than a table's columns."""
+    lines = [
+        f"  {key}: {_shape(each.had)} -> {_shape(each.shape)}, {each.change}"
+        for key, each in report.adapted.items()
+    ]
+    lines += [
+        f"  {name.removeprefix(PART)}: {_shape(shape)}, dropped" for name, shape in report.dropped.items()
+    ]
+    return Text("\n".join(lines), overflow="fold")
 
 
-def _shape(shape: tuple[int, ...]) -> Text:
-    return Text("×".join(map(str, shape)), no_wrap=True)
+def _shape(shape: tuple[int, ...]) -> str:
+    return "×".join(map(str, shape))
 
 
 def _tried(baseline: BaselineReport) -> str:

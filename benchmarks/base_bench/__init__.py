@@ -1,0 +1,1 @@
+"""The parts of `benchmarks/lbm_base.py`."""
