@@ -6,7 +6,7 @@ from tests.families import make_pipeline
 from typer.testing import CliRunner, Result
 
 from sigmascope.cli.root import app
-from sigmascope.errors import CheckpointError, ConfigError
+from sigmascope.errors import CheckpointError, ConfigError, WriteError
 from sigmascope.records.serialization import load_run
 
 
@@ -94,3 +94,15 @@ def test_what_is_no_pipeline_is_named(tmp_path: Path) -> None:
     done = bench(tmp_path, "--output", tmp_path / "new")
     assert isinstance(done.exception, CheckpointError)
     assert not (tmp_path / "new").exists()
+
+
+def test_a_folder_that_will_not_do_is_told_before_the_pipeline_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("")
+    done = bench(tmp_path / "no-pipeline", "--output", tmp_path / "runs")
+    assert isinstance(done.exception, WriteError)
+
+
+def test_where_nothing_could_be_measured_no_folder_stays(tmp_path: Path) -> None:
+    done = bench("pocket", "--output", tmp_path / "new" / "runs", "--resolution", 99999999999, "--repeat", 1)
+    assert done.exit_code == 1
+    assert list(tmp_path.iterdir()) == []

@@ -25,6 +25,7 @@ from sigmascope.lbm.pocket.bench import PocketSubject
 from sigmascope.pipeline.bench import DEFAULT_TARGET, BenchOptions, CaseResult, run_benchmark
 from sigmascope.pipeline.benching.diffusers_subject import PROMPT, DiffusersSubject
 from sigmascope.pipeline.benching.loading import load_pipeline
+from sigmascope.pipeline.benching.run_files import RunFiles
 from sigmascope.pipeline.benching.subject import Subject
 from sigmascope.pipeline.benching.waiting import waiter
 
@@ -70,8 +71,9 @@ def run_bench(request: BenchRequest) -> bool:
     target = DEFAULT_TARGET if request.target is None else request.target
     options = BenchOptions(request.repeat, request.warmup, request.seed, target)
     cases = cases_of(request.steps, request.resolution, request.batch, request.frames)
-    subject, load_seconds = _timed(lambda: _load(request))
     output = request.output or _FOLDER / datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    RunFiles(output).tidy()  # refused now rather than after loading
+    subject, load_seconds = _timed(lambda: _load(request))
     # What a monitor logs of each generation, the tables say of all of them.
     logging.getLogger("sigmascope.monitor").addHandler(logging.NullHandler())
     with progress_bar("Measuring") as progress:

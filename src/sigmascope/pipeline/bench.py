@@ -65,7 +65,11 @@ def run_benchmark(
     _check(subject, cases)
     files = None if output is None else RunFiles(output)
     bench = _Bench(subject, options, files, load_seconds, accelerator, clock, progress, len(cases))
-    return tuple(bench.measure(case) for case in cases)
+    try:
+        return tuple(bench.measure(case) for case in cases)
+    finally:
+        if files is not None:
+            files.tidy()
 
 
 def _check(subject: Subject, cases: Sequence[BenchCase]) -> None:

@@ -28,3 +28,17 @@ def test_a_file_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("")
     with pytest.raises(WriteError, match="cannot be made a folder"):
         RunFiles(tmp_path / "taken")
+
+
+def test_folders_that_were_made_for_nothing_go(tmp_path: Path) -> None:
+    RunFiles(tmp_path / "a" / "b").tidy()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_with_runs_stays_and_so_does_one_that_was_there(tmp_path: Path) -> None:
+    files = RunFiles(tmp_path / "a")
+    files.save(run([1.0]), BenchCase())
+    files.tidy()
+    (tmp_path / "empty").mkdir()
+    RunFiles(tmp_path / "empty").tidy()
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["a", "empty"]

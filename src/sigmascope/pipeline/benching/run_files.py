@@ -1,5 +1,6 @@
 """Where the runs of a benchmark lie: one file each, named for its case."""
 
+from contextlib import suppress
 from pathlib import Path
 
 from sigmascope.errors import ConfigError, WriteError
@@ -22,7 +23,9 @@ class RunFiles:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._saved: dict[str, int] = {}
+        self._made: list[Path] = []
         try:
+            self._made = [one for one in (folder, *folder.parents) if not one.exists()]
             folder.mkdir(parents=True, exist_ok=True)
             has_runs = any(folder.glob("*.json"))
         except OSError as error:
@@ -38,7 +41,16 @@ class RunFiles:
         Raises:
             WriteError: It cannot be written.
         """
-        number = self._saved[case.label] = self._saved.get(case.label, 0) + 1
+        number = self._saved.get(case.label, 0) + 1
         path = self.folder / f"{case.label}-{number:03d}.json"
         run.save(path)
+        self._saved[case.label] = number
         return path
+
+    def tidy(self) -> None:
+        """Take away the folders that were made for nothing: no run was saved."""
+        if self._saved:
+            return
+        with suppress(OSError):  # somebody else put something there, or took it away
+            for made in self._made:
+                made.rmdir()
