@@ -2,8 +2,7 @@
 
 from dataclasses import replace
 
-import pytest
-from tests.families import FAMILIES, make_pipeline
+from tests.families import make_pipeline
 from tests.pipeline.optimized import (
     GIB,
     H100,
@@ -15,8 +14,6 @@ from tests.pipeline.optimized import (
 )
 
 from sigmascope.pipeline.optimizer import Hardware
-
-EVERY_FAMILY = pytest.mark.parametrize("family", FAMILIES)
 
 
 def test_a_device_of_unknown_size_is_said_to_be_unknown() -> None:

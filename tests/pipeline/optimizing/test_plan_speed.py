@@ -1,7 +1,7 @@
 """Attention, fused projections, compiling and flags: where they are planned."""
 
-import pytest
-from tests.families import FAMILIES, make_pipeline
+import torch
+from tests.families import make_pipeline
 from tests.pipeline.optimized import (
     CPU,
     H100,
@@ -12,8 +12,6 @@ from tests.pipeline.optimized import (
     reason,
     warm_pipeline,
 )
-
-EVERY_FAMILY = pytest.mark.parametrize("family", FAMILIES)
 
 
 def test_cudnn_is_chosen_from_hopper_on() -> None:
@@ -63,3 +61,17 @@ def test_weights_in_float32_take_tensorfloat_where_they_stay_so() -> None:
 def test_unets_let_cudnn_try_its_algorithms() -> None:
     (choice,) = chosen(automatic(H100).plan(warm_pipeline("sdxl")), "fast_matmul")
     assert choice.call == "torch.backends.cudnn.benchmark = True"
+
+
+def test_what_is_cast_layer_by_layer_is_neither_fused_nor_compiled() -> None:
+    """Whoever cast it, and whenever."""
+    transformer = make_pipeline("flux").transformer
+    transformer.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32)
+    assert "not of one kind" in reason(optimizer(fuse_qkv=True).plan(transformer), "fused_qkv")
+    assert "hooks that widen each layer" in reason(automatic(H100).plan(transformer), "compile")
+
+
+def test_what_moves_layer_by_layer_is_not_compiled() -> None:
+    pipeline = make_pipeline("flux")
+    pipeline.enable_group_offload(onload_device=torch.device("cpu"), offload_type="leaf_level")
+    assert "layers move in and out" in reason(automatic(H100).plan(pipeline), "compile")

@@ -170,3 +170,21 @@ def test_the_context_undoes_also_when_its_block_fails(flux: Any) -> None:
     with pytest.raises(ZeroDivisionError), optimizer(dtype="bfloat16").applied(flux):
         _ = 1 / 0
     assert differences(before, deep_snapshot(flux)) == []
+
+
+def test_processors_that_the_user_set_meanwhile_stay() -> None:
+    from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
+
+    class Own(AttnProcessor2_0):  # type: ignore[misc]
+        """One of the user's."""
+
+    pipeline = make_pipeline("sd15")
+    pipeline.unet.set_attn_processor(AttnProcessor())
+    tool = PipelineOptimizer(hardware=CPU)
+    tool.apply(pipeline)
+    (first, *_) = pipeline.unet.attn_processors
+    pipeline.unet.get_submodule(first.removesuffix(".processor")).set_processor(Own())
+    tool.undo()
+    kinds = {name: type(one) for name, one in pipeline.unet.attn_processors.items()}
+    assert kinds.pop(first) is Own
+    assert set(kinds.values()) == {AttnProcessor}

@@ -10,7 +10,7 @@ from sigmascope.pipeline.optimizing.circumstances import Circumstances
 from sigmascope.pipeline.optimizing.kind import Considered, Kind
 from sigmascope.pipeline.optimizing.plan import Choice, NotTaken
 from sigmascope.pipeline.optimizing.subject import models_of
-from sigmascope.probes.set_up import is_compiled
+from sigmascope.probes.set_up import is_compiled, layerwise_casting
 
 NAME: Final = "compile"
 _FEWEST_GENERATIONS: Final = 5
@@ -43,7 +43,7 @@ def _consider(found: Circumstances, name: str, model: nn.Module) -> Choice | Not
         refusal = found.why_not(NAME, name, "rounding")
         if refusal is not None:
             return refusal
-        reason = _of_no_use(found, backend)
+        reason = _of_no_use(found, name, model, backend)
     if reason is not None:
         return NotTaken(NAME, name, reason)
     classes = ", ".join(sorted({type(block).__name__ for block in blocks}))
@@ -65,12 +65,14 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
     return [part for part in model.modules() if type(part).__name__ in repeated]
 
 
-def _of_no_use(found: Circumstances, backend: str) -> str | None:
+def _of_no_use(found: Circumstances, name: str, model: nn.Module, backend: str) -> str | None:
     if found.config.generations < _FEWEST_GENERATIONS:
         return f"compiling takes longer than {found.config.generations} generations gain"
-    if any(one.options.get("how") == "group" for one in found.chosen):
+    part = found.subject.facts.components.get(name)
+    is_moved = part is not None and part.offload in ("group", "sequential")
+    if is_moved or any(one.options.get("how") == "group" for one in found.chosen):
         return "layers move in and out, and waiting for them is what takes the time"
-    if found.has("layerwise_casting"):
+    if found.has("layerwise_casting") or layerwise_casting(model):
         return "the hooks that widen each layer make torch.compile compile again and again, up to its limit"
     if backend == "inductor" and torch.version.cuda is not None and find_spec("triton") is None:
         return "Inductor needs Triton, which is not installed"

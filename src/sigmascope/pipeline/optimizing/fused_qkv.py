@@ -7,7 +7,9 @@ from torch import nn
 from sigmascope.pipeline.optimizing.circumstances import Circumstances
 from sigmascope.pipeline.optimizing.kind import Considered, Kind
 from sigmascope.pipeline.optimizing.plan import Choice, NotTaken
+from sigmascope.pipeline.optimizing.quantisation import is_quantised
 from sigmascope.pipeline.optimizing.subject import models_of
+from sigmascope.probes.set_up import layerwise_casting
 
 NAME: Final = "fused_qkv"
 
@@ -33,7 +35,7 @@ def _consider(found: Circumstances, name: str, model: nn.Module) -> Choice | Not
         return NotTaken(NAME, name, "they are fused already")
     if any(hasattr(part, "lora_A") for part in model.modules()):
         return NotTaken(NAME, name, "a LoRA is loaded, which fused layers would leave out")
-    if found.has("quantisation", "layerwise_casting"):
+    if found.has("quantisation", "layerwise_casting") or layerwise_casting(model) or is_quantised(model):
         return NotTaken(NAME, name, "the weights are not of one kind that could be put together")
     if found.config.fuse_qkv == "auto":
         reason = "it gains little, and LoRAs that are loaded later would change layers that no longer work"

@@ -30,13 +30,18 @@ def apply(pipeline: Any, choice: Choice) -> None:
     quantisation.quantize_(models_of(pipeline)[choice.component], config)
 
 
+def is_quantised(model: nn.Module) -> bool:
+    """Whether torchao or bitsandbytes hold some of a model's weights."""
+    return any(type(p).__module__.startswith(("torchao", "bitsandbytes")) for p in model.parameters())
+
+
 def _consider(found: Circumstances, name: str, model: nn.Module) -> Choice | NotTaken:
     asked = found.config.quantisation
     if asked is None:
         return NotTaken(NAME, name, "switched off")
     if find_spec("torchao") is None:
         return NotTaken(NAME, name, "torchao is not installed (pip install torchao)")
-    if any(type(p).__module__.startswith(("torchao", "bitsandbytes")) for p in model.parameters()):
+    if is_quantised(model):
         return NotTaken(NAME, name, "it is quantised already")
     if asked == "auto":
         refusal = found.why_not(NAME, name, "precision") or _not_needed(found, name)

@@ -14,6 +14,9 @@ _ABSENT: Final = object()
 _HOOKED: Final = ("_diffusers_hook", "_hf_hook", "processor")
 """Attributes of modules that hold objects with a state of their own."""
 
+_SET_BY_USERS: Final = ("processor",)
+"""What a user may have set anew meanwhile: then it stays. Hooks are not among these: libraries renew theirs."""
+
 _PLAIN: Final = (str, int, float, bool, type(None), tuple)
 Undo = Callable[[], None]
 
@@ -77,7 +80,7 @@ def _differences(noted: _Noted) -> Iterator[Undo]:
     for name in {**noted.attributes, **now}:
         before, after = noted.attributes.get(name, _ABSENT), now.get(name, _ABSENT)
         if before is not after:
-            yield _attribute_undo(noted.thing, name, before)
+            yield _attribute_undo(noted.thing, name, before, after)
         if name in noted.contents:
             copy = noted.contents[name]
             if isinstance(before, dict):
@@ -86,9 +89,11 @@ def _differences(noted: _Noted) -> Iterator[Undo]:
                 yield _list_undo(before, copy)
 
 
-def _attribute_undo(thing: object, name: str, before: object) -> Undo:
+def _attribute_undo(thing: object, name: str, before: object, after: object) -> Undo:
     def undo() -> None:
         own = _attributes(thing)
+        if name in _SET_BY_USERS and own.get(name, _ABSENT) is not after:
+            return
         if before is _ABSENT:
             own.pop(name, None)
         else:
