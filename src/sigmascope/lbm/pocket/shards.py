@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from sigmascope.errors import ConfigError
-from sigmascope.lbm.pocket.rendering import leave_ctrl_c_to_the_parent, render_pair
+from sigmascope.lbm.pocket.rendering import begin_worker, render_pair
 from sigmascope.lbm.pocket.scenes import COOL, WARM, Light
 from sigmascope.lbm.shards.writing import EncodedSample, ShardTarget, WrittenShard, write_shards
 from sigmascope.progress import Progress, no_progress
@@ -71,7 +71,7 @@ def _scenes(
         return
     # Spawned, not forked: the parent may have torch's threads running.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, context, leave_ctrl_c_to_the_parent) as pool:
+    with ProcessPoolExecutor(workers, context, begin_worker) as pool:
         try:
             yield from pool.map(render, numbers, chunksize=_CHUNK)
         finally:
