@@ -48,7 +48,6 @@ def accelerated(settings: TrainSettings) -> Iterator[Accelerator]:
     try:
         yield accelerator
     finally:
-        accelerator.free_memory()
         if is_ours and accelerator.num_processes == 1:
             AcceleratorState._reset_state(reset_partial_state=True)
             GradientState._reset_state()

@@ -3,10 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import set_seed
 from torch import Tensor, nn
 
 from sigmascope.errors import CheckpointError
@@ -23,6 +24,8 @@ from sigmascope.lbm.training.plan_length import follows_length, planned_steps
 from sigmascope.lbm.training.random_state import random_state, restore_random_state
 from sigmascope.lbm.training.settings import TrainSettings
 from sigmascope.lbm.training.step import Stepper, TrainingStep
+
+_NUMPY_SEEDS: Final = 2**32
 
 
 @dataclass
@@ -144,7 +147,9 @@ def make_session(settings: TrainSettings, accelerator: Accelerator, model: LbmMo
     """
     team = Team(accelerator)
     data = open_data(settings, accelerator.process_index, team.size)
-    torch.manual_seed(settings.seed)
+    set_seed(
+        settings.seed % _NUMPY_SEEDS
+    )  # for libraries that draw; training's own draws have their generators
     trainable = prepare(model, settings)
     model.denoiser.train()
     if settings.gradient_checkpointing:
