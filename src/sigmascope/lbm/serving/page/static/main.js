@@ -3,6 +3,7 @@
 import * as api from "./api.js";
 import { makeCompare } from "./compare.js";
 import { element, setBlob, setText } from "./elements.js";
+import { tell, tellError, tellProgress } from "./status.js";
 import { seconds, showTimings } from "./timings.js";
 import { onPicture } from "./upload.js";
 
@@ -14,37 +15,6 @@ const client = Array.from(crypto.getRandomValues(new Uint8Array(16)), (byte) => 
 const DEBOUNCE_MS = 80;
 
 const page = { picture: null, upload: null, name: "picture", taken: 0, asked: 0, shown: 0, baseId: null, timer: 0 };
-
-// --- telling
-
-function tell(text, { value, max, busy = false } = {}) {
-  setText("status-text", text);
-  const bar = element("progress");
-  bar.hidden = !busy;
-  if (max) Object.assign(bar, { max, value });
-  else bar.removeAttribute("value");
-}
-
-function tellError(error) {
-  element("error").hidden = false;
-  setText("error-message", error.message);
-  setText("error-hint", error.hint ?? "");
-}
-
-function ordinal(number) {
-  const ending = { one: "st", two: "nd", few: "rd", other: "th" };
-  return `${number}${ending[new Intl.PluralRules("en", { type: "ordinal" }).select(number)]}`;
-}
-
-function tellProgress(job) {
-  if (job.state === "waiting") {
-    tell(`Waiting, ${ordinal(job.position)} in line.`, { busy: true });
-  } else if (job.state === "running") {
-    const what = job.making === "result" ? "the picture with the LoRA" : "the base’s picture";
-    const step = job.step ? `: step ${job.step} of ${job.steps} done` : "";
-    tell(job.making ? `Making ${what}${step}.` : "Starting.", { busy: true, value: job.step, max: job.step ? job.steps : 0 });
-  }
-}
 
 // --- the controls
 
