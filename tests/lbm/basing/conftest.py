@@ -15,12 +15,12 @@ from sigmascope.lbm.config import LbmConfig, parse_config
 from sigmascope.lora.names.unet_names import blocks_of, to_sgm
 
 DENOISER: dict[str, Any] = {
-    "block_out_channels": [16, 32, 32],
-    "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],
-    "up_block_types": ["CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"],
+    "block_out_channels": [16, 32],
+    "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D"],
+    "up_block_types": ["CrossAttnUpBlock2D", "UpBlock2D"],
     "layers_per_block": 1,
-    "transformer_layers_per_block": [1, 1, 2],
-    "attention_head_dim": [2, 4, 4],
+    "transformer_layers_per_block": [1, 2],
+    "attention_head_dim": [2, 4],
     "norm_num_groups": 8,
 }
 VAE: dict[str, Any] = {"block_out_channels": [16, 16], "layers_per_block": 1, "norm_num_groups": 8}

@@ -122,7 +122,7 @@ def test_a_single_file_without_a_part_says_which(
 
 
 def test_a_single_file_cannot_have_blocks_of_different_depths(make_form: Callable[[Form], Path]) -> None:
-    config = parse_config({"denoiser": DENOISER | {"layers_per_block": [1, 2, 2]}, "vae": VAE})
+    config = parse_config({"denoiser": DENOISER | {"layers_per_block": [1, 2]}, "vae": VAE})
     with (
         pytest.raises(ConfigError, match=r"layers_per_block.*single-file"),
         open_backbone(make_form("safetensors"), config),

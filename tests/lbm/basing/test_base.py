@@ -113,7 +113,7 @@ def test_every_change_is_reported_with_both_shapes(
     first = report.adapted["denoiser.conv_in.weight"]
     assert (first.change, first.had, first.shape) == ("zero-filled", (16, 4, 3, 3), (16, 5, 3, 3))
     others = {key: each for key, each in report.adapted.items() if key != "denoiser.conv_in.weight"}
-    transformers = 1 * 1 + 1 * 2 + 2 * 2 + 2 * 1 + 2  # down, up, middle
+    transformers = 1 * 2 + 2 * 2 + 2  # down, up, middle
     assert len(others) == 2 * transformers
     assert {(each.change, each.had[1], each.shape[1]) for each in others.values()} == {("cut", 40, 32)}
     assert all(key.endswith(("attn2.to_k.weight", "attn2.to_v.weight")) for key in others)

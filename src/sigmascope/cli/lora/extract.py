@@ -112,7 +112,7 @@ def extract(
         str | None,
         typer.Option(
             "--backbone_signature",
-            help="With --create_base_model: diffusers folder or hub name to start from.",
+            help="With --create_base_model: diffusers folder, single-file checkpoint or hub name to start from.",
         ),
     ] = None,
     config_path: Annotated[
