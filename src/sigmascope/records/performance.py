@@ -19,7 +19,8 @@ class PerformanceMetrics:
     """Time, memory and target of one generation. Times are seconds, percentages 0-100.
 
     Attributes:
-        generation_time_per_step: Mean of the steps that were timed.
+        generation_time_per_step: Mean of the steps that were timed; when it is over, by the accelerator's clock if that
+            timed every one.
         pipeline_setup_time: From the beginning of the generation to its first step.
         gpu_memory_used_gb: The peak of what PyTorch allocated during the generation, on the device in use.
         system_memory_used_gb: In use on the whole machine at the end.
