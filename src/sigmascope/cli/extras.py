@@ -9,7 +9,7 @@ _LBM = ("diffusers", "transformers", "peft", "accelerate", "pydantic", "pydantic
 PACKAGES = {
     "lbm": _LBM,
     "train": (*_LBM, "webdataset", "tensorboard"),
-    "ui": (*_LBM, "starlette", "uvicorn", "multipart", "python_multipart", "jinja2"),
+    "ui": (*_LBM, "starlette", "uvicorn", "jinja2"),
 }
 """What each extra brings, by the names that are imported."""
 
