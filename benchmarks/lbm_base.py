@@ -44,9 +44,10 @@ def main() -> None:
             f"backbone: {count:,} parameters in the UNet, made in {time.perf_counter() - begin:.0f} s",
             flush=True,
         )
-        show("libraries alone", run_measured([_JOBS, "imports"], folder / "log"))
+        libraries = run_measured([_JOBS, "imports"], folder / "log")
+        show("libraries alone", libraries)
         make_bases(folder, options)
-        load_bases(folder, options)
+        load_bases(folder, options, libraries.anonymous_bytes)
 
 
 def make_bases(folder: Path, options: argparse.Namespace) -> None:
@@ -87,21 +88,21 @@ def create_base(folder: Path, backbone: Path, options: argparse.Namespace) -> li
     ]
 
 
-def load_bases(folder: Path, options: argparse.Namespace) -> None:
+def load_bases(folder: Path, options: argparse.Namespace, libraries: int) -> None:
     """Load the base from every layout of SPEC section 7."""
     ckpt = str(folder / "exact.ckpt")
     whole = run_measured([_JOBS, "whole", ckpt], folder / "log")
     print(f"torch.load, not mapped, and the archive's sums: {whole.output.strip()}", flush=True)
-    load_one("safetensors", folder / "exact.safetensors", folder, options)
-    load_one("ckpt, bare", folder / "exact.ckpt", folder, options)
+    load_one("safetensors", folder / "exact.safetensors", folder, options, libraries)
+    load_one("ckpt, bare", folder / "exact.ckpt", folder, options, libraries)
     (folder / "exact.safetensors").unlink()
     for layout in ("model_state_dict", "lightning"):
         run_measured([_JOBS, "wrap", ckpt, str(folder / f"{layout}.ckpt"), layout], folder / "log")
-        load_one(f"ckpt, {layout}", folder / f"{layout}.ckpt", folder, options)
+        load_one(f"ckpt, {layout}", folder / f"{layout}.ckpt", folder, options, libraries)
         (folder / f"{layout}.ckpt").unlink()
 
 
-def load_one(name: str, path: Path, folder: Path, options: argparse.Namespace) -> None:
+def load_one(name: str, path: Path, folder: Path, options: argparse.Namespace, libraries: int) -> None:
     """Load one file and show what it took, beside the model's own size."""
     arguments = (str(path), str(folder / "config.yaml"), options.torch_dtype)
     taken = run_measured([_JOBS, "load", *arguments], folder / "log")
@@ -109,7 +110,8 @@ def load_one(name: str, path: Path, folder: Path, options: argparse.Namespace) -
     show(f"load {name}", taken)
     print(
         f"  {found['modules']} modules, {found['tensors']} tensors, {found['bytes'] / _MIB:,.0f} MiB, "
-        f"in {found['seconds']:.1f} s; anonymous memory {taken.anonymous_bytes / found['bytes']:.2f} of the model",
+        f"in {found['seconds']:.1f} s; anonymous memory above the libraries' "
+        f"{(taken.anonymous_bytes - libraries) / found['bytes']:.2f} of the model",
         flush=True,
     )
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from diffusers import AutoencoderKL, UNet2DConditionModel
-from torch import Tensor, nn
+from torch import Tensor
 
 from sigmascope.checkpoints import StreamingWriter, open_checkpoint
 from sigmascope.lbm.config import LbmConfig
@@ -31,7 +31,7 @@ def make_folder(folder: Path, config: LbmConfig, dtype: torch.dtype, seed: int =
     count = 0
     for part, model in models(config).items():
         (folder / part).mkdir(parents=True)
-        model.save_config(folder / part)
+        model.save_config(str(folder / part))
         count = count or sum(weight.numel() for weight in model.parameters())
         path = folder / part / "diffusion_pytorch_model.safetensors"
         with StreamingWriter(path, {"format": "pt"}) as writer:
@@ -41,7 +41,7 @@ def make_folder(folder: Path, config: LbmConfig, dtype: torch.dtype, seed: int =
     return count
 
 
-def models(config: LbmConfig) -> dict[str, nn.Module]:
+def models(config: LbmConfig) -> dict[str, UNet2DConditionModel | AutoencoderKL]:
     """The UNet and the VAE that an LBM of this config begins as, without memory."""
     unet, vae = config.denoiser, config.vae
     with torch.device("meta"):
@@ -53,8 +53,8 @@ def models(config: LbmConfig) -> dict[str, nn.Module]:
                 down_block_types=unet.down_block_types,
                 up_block_types=unet.up_block_types,
                 layers_per_block=unet.layers_per_block,
-                transformer_layers_per_block=list(unet.transformer_layers_per_block),
-                attention_head_dim=list(unet.attention_head_dim),
+                transformer_layers_per_block=unet.transformer_layers_per_block,
+                attention_head_dim=unet.attention_head_dim,
                 use_linear_projection=True,
                 **_TEXT,
             ),

@@ -10,6 +10,7 @@ import json
 import sys
 import time
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -79,7 +80,13 @@ def imports() -> None:
     """Do nothing."""
 
 
-JOBS = {"plain": plain, "wrap": wrap, "load": load, "whole": whole, "imports": imports}
+JOBS: dict[str, Callable[..., None]] = {
+    "plain": plain,
+    "wrap": wrap,
+    "load": load,
+    "whole": whole,
+    "imports": imports,
+}
 
 if __name__ == "__main__":
     JOBS[sys.argv[1]](*sys.argv[2:])
