@@ -16,8 +16,10 @@ from typing import Any
 import pytest
 import uvicorn
 from PIL import Image
+from websockets.sync.client import connect
 
 from sigmascope.integrations.asgi import PerformanceMonitoringMiddleware
+from sigmascope.monitor.performance import PerformanceMonitor
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "serve_pocket_model.py"
 
@@ -166,3 +168,28 @@ def test_an_application_that_raises_answers_500_and_is_recorded() -> None:
         assert server.request("GET", "/")[0] == 500
         wait_for(lambda: watched.requests())
     assert watched.requests()[0].error == "RuntimeError: out of ideas"
+
+
+def test_a_websocket_speaks_through_the_middleware_and_its_generations_carry_its_id() -> None:
+    monitor = PerformanceMonitor()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "websocket":
+            return
+        assert (await receive())["type"] == "websocket.connect"
+        await send({"type": "websocket.accept"})
+        while (message := await receive())["type"] == "websocket.receive":
+            with monitor.monitor_generation("MMDiT", num_steps=1):
+                await send({"type": "websocket.send", "text": message["text"].upper()})
+
+    watched = PerformanceMonitoringMiddleware(app)
+    with Server(watched) as server:
+        url = f"ws://127.0.0.1:{server.port}/"
+        with connect(url, additional_headers={"x-request-id": "talk-1"}) as client:
+            client.send("first")
+            assert client.recv(timeout=10) == "FIRST"
+            client.send("second")
+            assert client.recv(timeout=10) == "SECOND"
+        wait_for(lambda: len(monitor.runs) == 2)
+    assert [run.stages[0].facts["request_id"] for run in monitor.runs] == ["talk-1", "talk-1"]
+    assert watched.requests() == []
