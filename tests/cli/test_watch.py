@@ -53,6 +53,11 @@ def test_a_module_is_run_as_python_does() -> None:
     assert launched("-m", "package.tool", "-q").program == ["-m", "package.tool", "-q"]
 
 
+def test_code_and_stdin_are_run_as_python_does() -> None:
+    assert launched("-c", "print(1)", "-c", "x").program == ["-c", "print(1)", "-c", "x"]
+    assert launched("-", "--steps", "4").program == ["-", "--steps", "4"]
+
+
 def test_places_are_whole_paths(tmp_path: Path) -> None:
     settings = launched("--output", "run.json", "--trace", "trace.json", "script.py").settings
     assert (settings.output, settings.trace) == (str(tmp_path / "run.json"), str(tmp_path / "trace.json"))
@@ -73,6 +78,8 @@ def test_options_reach_the_process() -> None:
         (["--prompts", "some", "script.py"], "'some' does not exist"),
         (["--sample_hz", "0", "script.py"], "--sample_hz 0 is not above 0"),
         (["--sample_hz", "nan", "script.py"], "--sample_hz nan is not above 0"),
+        (["--sample_hz", "inf", "script.py"], "--sample_hz inf is not above 0 and finite"),
+        (["-m", "-c", "script"], "-m and -c exclude each other"),
         (["--install", "--uninstall"], "stand alone"),
         (["--install", "script.py"], "stand alone"),
     ],

@@ -19,12 +19,17 @@ CONTEXT = {"allow_interspersed_args": False}
 def watch(
     script: Annotated[
         str | None,
-        typer.Argument(metavar="SCRIPT", help="The script, or with -m the module.", show_default=False),
+        typer.Argument(
+            metavar="SCRIPT",
+            help="The script, - for stdin, or with -m the module and with -c the code.",
+            show_default=False,
+        ),
     ] = None,
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="ARGUMENTS", help="Its arguments.", show_default=False)
     ] = None,
     module: Annotated[bool, typer.Option("-m", help="Run a module, as python -m does.")] = False,
+    code: Annotated[bool, typer.Option("-c", help="Run code, as python -c does.")] = False,
     output: Annotated[
         str | None,
         typer.Option(
@@ -61,7 +66,7 @@ def watch(
     if install or uninstall:
         _startup_file(install=install, uninstall=uninstall, script=script)
         return
-    _check(script, module=module, sample_hz=sample_hz)
+    _check(script, module=module, code=code, sample_hz=sample_hz)
     from sigmascope.integrations.autostart.launch import launch
     from sigmascope.integrations.autostart.settings import Settings
 
@@ -75,18 +80,23 @@ def watch(
         quiet="1" if quiet else None,
         launched="1",
     )
-    launch([*(["-m"] if module else []), script or "", *(arguments or [])], settings)
+    how = ["-m"] if module else ["-c"] if code else []
+    launch([*how, script or "", *(arguments or [])], settings)
 
 
-def _check(script: str | None, *, module: bool, sample_hz: float) -> None:
+def _check(script: str | None, *, module: bool, code: bool, sample_hz: float) -> None:
     if not script:
         raise ConfigError("No script is named.", hint="Write: sigmascope watch SCRIPT [ARGUMENTS]")
-    if not module and not Path(script).exists():
+    if module and code:
+        raise ConfigError("-m and -c exclude each other.", hint="Give one of them.")
+    if not (module or code or script == "-") and not Path(script).exists():
         raise ConfigError(
             f"The script {script} does not exist.", hint="Check the path; a module is run with -m."
         )
-    if not sample_hz > 0:
-        raise ConfigError(f"--sample_hz {sample_hz:g} is not above 0.", hint="Choose one from 0.1 to 10.")
+    if not 0 < sample_hz < float("inf"):
+        raise ConfigError(
+            f"--sample_hz {sample_hz:g} is not above 0 and finite.", hint="Choose one from 0.1 to 10."
+        )
 
 
 def _writable(path: str | None, *, may_be_folder: bool = False) -> str | None:

@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 from tests.integrations.autostart.programs import ended, environment, write
 
+from sigmascope.errors import ConfigError
 from sigmascope.integrations.autostart.launch import BOOTSTRAP, environment_for, interpreter_options
+from sigmascope.integrations.autostart.recording import privacy_of, sample_hz_of
 from sigmascope.integrations.autostart.settings import (
     FOR_ALL,
     FOR_ONE,
@@ -65,3 +67,15 @@ def test_a_script_sees_the_options_that_python_was_given(options: list[str], tmp
         return ended(done).out
 
     assert run("-m", "sigmascope", "watch", "script.py") == run("script.py")
+
+
+@pytest.mark.parametrize("told", ["fast", "-3", "0", "nan", "inf"])
+def test_a_rate_that_is_none_is_refused_by_the_variable_s_name(told: str) -> None:
+    with pytest.raises(ConfigError, match=f"SIGMASCOPE_SAMPLE_HZ={told} is no number above 0"):
+        sample_hz_of(Settings(sample_hz=told))
+
+
+def test_a_privacy_that_does_not_exist_is_refused_by_the_variable_s_name() -> None:
+    with pytest.raises(ConfigError, match="SIGMASCOPE_PROMPTS=loud"):
+        privacy_of(Settings(prompts="loud"))
+    assert (privacy_of(Settings()), sample_hz_of(Settings())) == ("full", 10.0)

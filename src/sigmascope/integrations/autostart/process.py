@@ -59,7 +59,8 @@ class WatchedProcess:
                 self._process_id = os.getpid()
                 self._end_with_multiprocessing()
         except Exception as failure:  # noqa: BLE001 - the program goes on unwatched
-            say(f"nothing is watched: {type(failure).__name__}: {failure}")
+            is_ours = type(failure).__module__ == "sigmascope.errors"  # these say all in words
+            say(f"nothing is watched: {'' if is_ours else type(failure).__name__ + ': '}{failure}")
 
     def _end_with_multiprocessing(self) -> None:
         """Its forked children leave without `atexit`."""

@@ -5,11 +5,11 @@ import sys
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 from rich.console import Console
 
-from sigmascope.errors import SigmascopeError
+from sigmascope.errors import ConfigError, SigmascopeError
 from sigmascope.integrations.autostart.keeper import Keeper
 from sigmascope.integrations.autostart.process import say
 from sigmascope.integrations.autostart.settings import Settings
@@ -35,9 +35,9 @@ class Recording:
             None if settings.trace is None else _own_path(Path(folder, settings.trace), is_child)
         )
         self._watch: Any = watch(
-            prompts=cast(PromptPrivacy, settings.prompts or "full"),
+            prompts=privacy_of(settings),
             name=settings.name or program(),
-            sample_hz=float(settings.sample_hz or 10.0),
+            sample_hz=sample_hz_of(settings),
         )
         self._watch.__enter__()
         self._keeper = Keeper(self._watch.record, self._record_path)
@@ -69,6 +69,31 @@ class Recording:
         if not self._settings.quiet and sys.__stderr__ is not None:
             with suppress(OSError, ValueError):
                 run.print(Console(file=sys.__stderr__))
+
+
+def privacy_of(settings: Settings) -> PromptPrivacy:
+    """What is kept of prompts.
+
+    Raises:
+        ConfigError: The environment says something else than the three.
+    """
+    told = settings.prompts or "full"
+    if told not in get_args(PromptPrivacy):
+        raise ConfigError(f"SIGMASCOPE_PROMPTS={told} does not exist.", hint="Choose full, hash or none.")
+    return cast(PromptPrivacy, told)
+
+
+def sample_hz_of(settings: Settings) -> float:
+    """How often memory is looked at.
+
+    Raises:
+        ConfigError: The environment gives no number above 0.
+    """
+    told = settings.sample_hz or "10"
+    with suppress(ValueError):
+        if 0 < float(told) < float("inf"):
+            return float(told)
+    raise ConfigError(f"SIGMASCOPE_SAMPLE_HZ={told} is no number above 0.", hint="Choose one from 0.1 to 10.")
 
 
 def _remember_interrupt() -> None:
