@@ -11,6 +11,7 @@ from sigmascope.records.facts import TensorFacts
 from sigmascope.records.finding import Finding
 from sigmascope.records.run import Run, Stage
 from sigmascope.reports.devices import device_lines
+from sigmascope.reports.owners import owner_lines
 from sigmascope.units import UNKNOWN, mib, mib_change, percent, seconds, statistic
 
 NO_ACCELERATOR = "No accelerator was found: GPU time and memory were not measured."
@@ -32,6 +33,7 @@ def render_run(run: Run) -> RenderableType:
     parts: list[RenderableType] = [Rule(Text(f"Run: {run.name}")), *_header(run), _stage_table(run)]
     if any(stage.tensors for stage in run.walk()):
         parts.append(_tensor_table(run))
+    parts += owner_lines(run)
     parts += device_lines(run)
     parts += _errors(run)
     parts += [_finding(finding) for finding in _all_findings(run)]

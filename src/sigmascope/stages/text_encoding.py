@@ -19,7 +19,7 @@ from sigmascope.records.peak import PeakMemory
 from sigmascope.records.prompts import PromptPrivacy
 from sigmascope.records.typed import PeakMemoryDict
 from sigmascope.stages.summary import print_summary
-from sigmascope.stages.text.analysis import Choices, Outcome, Side, analyze
+from sigmascope.stages.text.analysis import Choices, Outcome, Side, TokensSeen, analyze
 from sigmascope.stages.text.baseline import capture
 from sigmascope.stages.text.dumping import DumpFolder
 from sigmascope.stages.text.report import TITLE, sections
@@ -72,6 +72,7 @@ def analyze_text_encoding_results(
     statistics: bool | None = None,
     prompt_privacy: PromptPrivacy = "full",
     dumps: DumpFolder | None = None,
+    tokens_seen: TokensSeen | None = None,
 ) -> TextEncodingAnalysis:
     """Everything that SPEC section 4 names, from the baseline and what was encoded.
 
@@ -93,6 +94,7 @@ def analyze_text_encoding_results(
             CPU tensors; False none.
         prompt_privacy: Whether the analysis holds the prompts, their SHA-256 or neither.
         dumps: Where to save the conditionings: a `sigmascope.TensorDumps`, whose own privacy holds for them.
+        tokens_seen: Gives what the tokenizers made of the texts when they were watched; None: they are asked now.
 
     Raises:
         ConfigError: `prompt_privacy` does not exist. Nothing that is looked at can raise.
@@ -102,7 +104,14 @@ def analyze_text_encoding_results(
         Side("positive", positive_prompt, positive_cond, positive_seconds),
         Side("negative", negative_prompt, negative_cond, negative_seconds),
         Outcome(elapsed_time, peak_memory, error),
-        Choices(thresholds or TextEncodingThresholds(), token_limit, statistics, prompt_privacy, dumps),
+        Choices(
+            thresholds or TextEncodingThresholds(),
+            token_limit,
+            statistics,
+            prompt_privacy,
+            dumps,
+            tokens_seen,
+        ),
     )
 
 

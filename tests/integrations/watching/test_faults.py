@@ -5,6 +5,7 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from tests.families import generate, make_pipeline
 from tests.integrations.watching.marks import left_behind, marks
 from torch import Tensor
@@ -15,8 +16,10 @@ from sigmascope.integrations.watching import (
     calls,
     denoisers,
     denoising,
+    encoding_analysis,
     hearing,
     instrument,
+    latent_analysis,
     loading,
     loras,
     module_calls,
@@ -24,6 +27,7 @@ from sigmascope.integrations.watching import (
     schedulers,
     session,
     text,
+    transfers,
     vae,
 )
 from sigmascope.monitor import live, recorder, scope
@@ -35,24 +39,50 @@ FAULTS: dict[str, tuple[Any, str]] = {
         calls.Calls: ("attach_class", "attach", "_before", "_read", "_tell", "_tell_prompts"),
         calls: ("named_arguments", "call_facts", "prompts_of", "with_outcome", "seeds_of", "stored_prompts"),
         denoisers.Denoisers: ("attach", "_before"),
-        denoisers: ("denoisers_of", "hook_calls"),
-        denoising.Denoising: ("__init__", "called", "scheduler_stepped", "finish", "_commit"),
+        denoisers: ("denoisers_of", "hook_calls", "denoising_here"),
+        denoising.Denoising: (
+            "__init__",
+            "called",
+            "scheduler_stepped",
+            "finish",
+            "_commit",
+            "weights_moved",
+        ),
         loading.Loading: ("start", "attach_class", "_before_load", "_before_move"),
         loras.Loras: ("attach_class", "attach", "_before"),
         schedulers.Schedulers: ("attach", "_before_schedule", "_before_step"),
-        schedulers: ("schedule_facts",),
-        text.TextEncoding: ("attach_class", "attach", "_before_prompt", "_before_encoder"),
-        text: ("embeddings", "hook_calls"),
-        vae.VaeCalls: ("attach", "_before"),
-        vae: ("first_tensor", "is_final"),
-        activity.Activity: ("__init__", "is_in", "enter", "leave", "start_denoising", "end_denoising", "end"),
+        schedulers: ("schedule_facts", "denoising_here"),
+        text.TextEncoding: (
+            "attach_class",
+            "attach",
+            "_before_prompt",
+            "_before_encoder",
+            "_before_tokenizer",
+            "_begun",
+        ),
+        text: ("embeddings", "hook_calls", "readings_of", "tell"),
+        encoding_analysis: ("capture_text_encoding_baseline", "analyze_text_encoding_results", "counts_seen"),
+        transfers.Transfers: ("attach", "_put_on", "_before_move"),
+        vae.VaeCalls: ("attach", "_before", "_before_tiles"),
+        vae: ("first_tensor", "is_final", "known_before", "tell"),
+        latent_analysis: ("capture_latent_decoding_baseline", "analyze_latent_decoding_results"),
+        activity.Activity: (
+            "__init__",
+            "is_in",
+            "enter",
+            "leave",
+            "start_denoising",
+            "end_denoising",
+            "end",
+            "weights_moved",
+        ),
         hearing: ("_recorders_here",),
         instrument.Instrument: ("tap", "tap_class", "tap_method"),
         instrument: ("listen",),
         module_calls: ("_hooked",),
         parts: ("pipeline_facts", "components_of"),
         session.Session: ("watch", "watch_class", "wants", "here", "_parts"),
-        session: ("take_apart", "set_up_of", "pipelines_in", "diagnose", "redacted", "hears"),
+        session: ("take_apart", "set_up_of", "pipelines_in", "diagnose", "redacted", "hears", "with_owners"),
         recorder.Recorder: ("stage", "current_scope", "fact"),
         live.LiveStage: ("__enter__", "tensor", "fact", "record"),
         live: ("tensor_facts", "as_json"),
@@ -75,6 +105,8 @@ def expected() -> Tensor:
 def shared() -> Any:
     """One pipeline for all faults: what a fault left on it would show in the next."""
     pipeline = make_pipeline("sd15")
+    cpu_offload(pipeline.vae, torch.device("cpu"))
+    pipeline.vae.enable_tiling()
     generate(pipeline, "sd15", num_inference_steps=1)
     return pipeline
 

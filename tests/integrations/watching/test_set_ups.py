@@ -1,5 +1,6 @@
 """Pipelines that are compiled, offloaded, modular, guided in other ways, or not diffusers' own."""
 
+import gc
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from tests.integrations.watching.marks import left_behind, marks
 from torch import Tensor, nn
 
 import sigmascope
-from sigmascope.integrations.watching import module_calls
+from sigmascope.integrations.watching import hearing, module_calls
 
 CPU = torch.device("cpu")
 CALLS: list[str] = []
@@ -111,6 +112,20 @@ def test_without_a_scheduler_calls_at_one_timestep_are_one_step(calls_a_step: in
         pipe(4, calls_a_step=calls_a_step)
     assert len(run.stage("denoising").steps) == 4
     assert run.stage("denoising").facts["denoiser_calls"] == {"unet": 4 * calls_a_step}
+
+
+def test_pipelines_that_come_and_go_are_all_heard() -> None:
+    with sigmascope.watch() as run:
+        session = hearing.OPEN[-1]
+        for _ in range(30):  # a new denoiser is often where one lay that is gone
+            pipe = OwnPipeline(TinyDenoiser())
+            session.watch(pipe)
+            pipe(2)
+            del pipe
+            gc.collect()
+    denoised = [len(stage.steps) for stage in run.walk() if stage.name == "denoising"]
+    assert sum(denoised) == 60
+    assert left_behind() == []
 
 
 def test_a_denoiser_alone_is_watched_in_anybodys_loop() -> None:

@@ -1,9 +1,11 @@
 """What one watch has open in one thread or task: a generation, or work outside of any."""
 
+from collections import Counter
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
 from sigmascope.integrations.watching.denoising import Denoising
+from sigmascope.integrations.watching.encoding_analysis import Encoding
 from sigmascope.monitor.live import LiveStage
 
 if TYPE_CHECKING:
@@ -22,15 +24,25 @@ class Activity:
         planned_steps: Of the scheduler's last schedule.
         most_calls_a_step: How often one denoiser was called for one step.
         size: Height and width of what was decoded.
+        encoding: What is seen of a call of `encode_prompt` that is going on.
+        runs: How many calls of each encoder have stages.
+        is_moving: Whether weights are being moved.
+        is_tiled: Whether the VAE was seen to work in tiles.
+        moved: Nanoseconds that weights were moved for, and how often, by the stage that was open.
     """
 
     __slots__ = (
         "denoising",
+        "encoding",
+        "is_moving",
+        "is_tiled",
         "most_calls_a_step",
+        "moved",
         "open",
         "pipeline",
         "pipeline_id",
         "planned_steps",
+        "runs",
         "session",
         "size",
     )
@@ -45,6 +57,11 @@ class Activity:
         self.planned_steps: int | None = None
         self.most_calls_a_step = 0
         self.size: tuple[int, int] | None = None
+        self.encoding: Encoding | None = None
+        self.runs: Counter[str] = Counter()
+        self.is_moving = False
+        self.is_tiled = False
+        self.moved: dict[LiveStage, tuple[int, int]] = {}
 
     def is_in(self, *names: str) -> bool:
         """Whether a stage of one of these names is open here."""
@@ -66,6 +83,22 @@ class Activity:
                 self.most_calls_a_step = max(self.most_calls_a_step, self.denoising.most_calls_a_step)
                 self.denoising = None
             innermost.__exit__(None if error is None else type(error), error, None)
+            nanoseconds, times = self.moved.pop(innermost, (0, 0))
+            if times:
+                innermost.fact("weights_moved", {"seconds": nanoseconds / 1e9, "times": times})
+
+    def weights_moved(self, nanoseconds: int) -> None:
+        """Take a move of weights to or from a device, which has just ended.
+
+        Args:
+            nanoseconds: How long it took.
+        """
+        if self.open:
+            stage = self.open[-1][1]
+            before, times = self.moved.get(stage, (0, 0))
+            self.moved[stage] = (before + nanoseconds, times + 1)
+        if self.denoising is not None:
+            self.denoising.weights_moved(nanoseconds)
 
     def start_denoising(self) -> Denoising:
         """The denoising that is going on here; it begins now if none is."""

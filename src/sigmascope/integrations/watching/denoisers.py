@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from torch import nn
 from torch.compiler import is_compiling
@@ -31,7 +31,8 @@ class Denoisers(Instrument):
         for name, denoiser in denoisers_of(parts):
             before = functools.partial(self._before, name, bool(schedulers))
             if schedulers and getattr(denoiser, COMPILED, None) is None:
-                hook_calls(self, denoiser, StepHook(self.session, name, before, self.failed), after=False)
+                hook: Any = StepHook(self.session, name, before, self.failed)
+                hook_calls(self, denoiser, hook, after=False)
             else:
                 hook_calls(self, denoiser, before, after=not schedulers)
 
@@ -67,7 +68,7 @@ class StepHook(ModuleHook):
         self._session = session
         self._name = name
 
-    def __call__(self, _module: object, args: Arguments, kwargs: Keywords) -> None:  # type: ignore[override]
+    def __call__(self, _module: object, args: Arguments, kwargs: Keywords) -> None:
         """Take the call, unless it is being traced."""
         if is_compiling():
             return

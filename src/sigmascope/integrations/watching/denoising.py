@@ -32,10 +32,13 @@ class Denoising:
         "_clock",
         "_first",
         "_mark",
+        "_moved_ns",
+        "_moves",
         "_repeats",
         "_scope",
         "_started",
         "_timestep",
+        "_turns",
         "calls",
         "last_ns",
         "most_calls_a_step",
@@ -56,6 +59,9 @@ class Denoising:
         self._timestep: float | None = None
         self._first = ""
         self._repeats = 0
+        self._turns: list[tuple[str, int]] = []
+        self._moved_ns = 0
+        self._moves: dict[int, int] = {}
 
     def called(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Take a call of the denoiser that is about to run: the hot path.
@@ -89,12 +95,23 @@ class Denoising:
         if self._started is not None:
             self._commit(self._clock())
 
+    def weights_moved(self, nanoseconds: int) -> None:
+        """Take the time of a move of weights, which is part of the step that is open."""
+        if self._started is not None:
+            self._moved_ns += nanoseconds
+
     def finish(self) -> None:
         """Take the last step if it is open, and tell what is known of all."""
         if self._started is not None:
             self._commit(self.last_ns or self._clock())
         self.stage.fact("denoiser_calls", dict(self.calls))
         self.stage.fact("scheduler_steps", self.stepped)
+        self.stage.fact("component", self._turns[0][0] if self._turns else None)
+        if len(self._turns) > 1:
+            self.stage.fact("component_turns", [list(turn) for turn in self._turns])
+        if self._moves:
+            moved = [self._moves.get(step, 0) / 1e9 for step in range(len(self._scope.columns))]
+            self.stage.fact("weights_moved_in_steps", moved)
         if not self.stepped:
             self.stage.fact("step_grouping", NO_SCHEDULER)
 
@@ -103,6 +120,11 @@ class Denoising:
         if started is not None:
             if self._repeats > self.most_calls_a_step:
                 self.most_calls_a_step = self._repeats
+            if not self._turns or self._first != self._turns[-1][0]:
+                self._turns.append((self._first, len(self._scope.columns)))
+            if self._moved_ns:
+                self._moves[len(self._scope.columns)] = self._moved_ns
+                self._moved_ns = 0
             self._scope.add_step(started, ended_ns, self._mark)
 
     def _is_another(self, timestep: object) -> bool:

@@ -36,7 +36,7 @@ class Instrument:
     def __init__(self, session: "Session") -> None:
         self.session = session
         self.works = True
-        self._undo: dict[object, Callable[[], None]] = {}
+        self._undo: dict[object, tuple[Callable[[], object], Callable[[], None]]] = {}
         self._targets: dict[int, Callable[[], object]] = {}
 
     def start(self) -> None:
@@ -51,7 +51,7 @@ class Instrument:
     def detach(self) -> None:
         """Take off everything, whatever fails."""
         while self._undo:
-            _, undo = self._undo.popitem()
+            _, (_, undo) = self._undo.popitem()
             with suppress(Exception):
                 undo()
         self._targets.clear()
@@ -66,8 +66,8 @@ class Instrument:
     def tap(self, owner: object, attribute: str, before: Before) -> None:
         """Hear the calls of a method that a class defines, or of what lies on an object; again changes nothing."""
         key = (id(owner), attribute)
-        if key not in self._undo:
-            self._undo[key] = listen(owner, attribute, Listener(before, self.failed))
+        if not self.has(key, owner):
+            self.keep_undo(key, listen(owner, attribute, Listener(before, self.failed)), owner)
 
     def tap_class(self, kind: type, attribute: str, before: Before) -> None:
         """Hear a method of a class, where it is defined: there all watches of all subclasses listen."""
@@ -90,16 +90,25 @@ class Instrument:
         known = self._targets.get(id(thing))
         return known is not None and known() is thing
 
-    def keep_undo(self, key: object, undo: Callable[[], None]) -> None:
-        """Remember how to take something off."""
-        self._undo[key] = undo
+    def keep_undo(self, key: object, undo: Callable[[], None], thing: object = None) -> None:
+        """Remember how to take something off.
+
+        Args:
+            key: Under which to find it.
+            undo: What takes it off.
+            thing: On which it is, where the key is made of its `id`: another may get that when this one is gone.
+        """
+        self.forget(key)
+        self._undo[key] = (reference_to(thing), undo)
 
     def forget(self, key: object) -> None:
         """Take one thing off, if it is on."""
-        undo = self._undo.pop(key, None)
+        _, undo = self._undo.pop(key, (None, None))
         if undo is not None:
-            undo()
+            with suppress(Exception):
+                undo()
 
-    def has(self, key: object) -> bool:
-        """Whether something of that key is on."""
-        return key in self._undo
+    def has(self, key: object, thing: object = None) -> bool:
+        """Whether something of that key is on that thing."""
+        kept = self._undo.get(key)
+        return kept is not None and kept[0]() is thing

@@ -65,8 +65,8 @@ def hook_calls(instrument: Instrument, module: object, before: Before, *, after:
     if getattr(module, COMPILED, None) is not None:
         instrument.forget(id(module))
         instrument.tap(module, COMPILED, lambda _, args, kwargs: before(args, kwargs))
-    elif not instrument.has(id(module)):
-        instrument.keep_undo(id(module), _hooked(module, before, after, instrument.failed))
+    elif not instrument.has(id(module), module):
+        instrument.keep_undo(id(module), _hooked(module, before, after, instrument.failed), module)
 
 
 def _hooked(

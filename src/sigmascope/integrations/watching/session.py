@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from sigmascope.analysis.diagnostics import diagnose
+from sigmascope.analysis.peak_owners import with_owners
 from sigmascope.integrations.watching import activity as activities
 from sigmascope.integrations.watching.activity import Activity
 from sigmascope.integrations.watching.calls import Calls
@@ -17,6 +18,7 @@ from sigmascope.integrations.watching.loras import Loras
 from sigmascope.integrations.watching.parts import Parts, pipelines_in, set_up_of, take_apart
 from sigmascope.integrations.watching.schedulers import Schedulers
 from sigmascope.integrations.watching.text import TextEncoding
+from sigmascope.integrations.watching.transfers import Transfers
 from sigmascope.integrations.watching.vae import VaeCalls
 from sigmascope.monitor.guard import Guard
 from sigmascope.monitor.recorder import Recorder
@@ -34,6 +36,7 @@ INSTRUMENTS: Final[tuple[type[Instrument], ...]] = (
     VaeCalls,
     Schedulers,
     Denoisers,
+    Transfers,
     Everywhere,
 )
 
@@ -103,6 +106,8 @@ class Session:
         run = replace(run, unavailable=reasons)
         if not self.is_over:
             return run
+        told, _ = self.guard.read("watch.peaks", lambda: with_owners(run))
+        run = told or run
         findings, reason = self.guard.read("watch.findings", lambda: diagnose(run))
         if findings is None:
             return replace(run, unavailable={**reasons, "findings": reason or "unknown"})
@@ -133,6 +138,9 @@ class Session:
             self._safely(instrument, lambda instrument=instrument: instrument.attach_class(kind))  # type: ignore[misc]
 
     def _parts(self, pipeline: object) -> Parts:
+        was = self._watched.get(id(pipeline))
+        if was is None or was() is not pipeline:
+            self._known.pop(id(pipeline), None)
         self._watched[id(pipeline)] = reference_to(pipeline)
         for inner in pipelines_in(pipeline):
             self._watched[id(inner)] = reference_to(inner)

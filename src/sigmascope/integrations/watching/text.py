@@ -3,17 +3,24 @@
 import functools
 import inspect
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from torch import Tensor
 
-from sigmascope.integrations.watching.activity import Activity
+from sigmascope.integrations.watching.activity import Activity, current
+from sigmascope.integrations.watching.encoding_analysis import STAGE, Encoding, begun, tell
 from sigmascope.integrations.watching.instrument import Instrument
 from sigmascope.integrations.watching.listeners import After, Arguments, Keywords
 from sigmascope.integrations.watching.module_calls import hook_calls
 from sigmascope.integrations.watching.parts import Parts
+from sigmascope.integrations.watching.token_counts import readings_of
+from sigmascope.probes.modules import components_of
 
-STAGE = "text_encoding"
+if TYPE_CHECKING:
+    from sigmascope.integrations.watching.session import Session
+
+MOST_RUNS: Final = 32
+"""An encoder that writes a text token by token is called hundreds of times; so many of its calls have a stage."""
 
 
 class TextEncoding(Instrument):
@@ -21,13 +28,23 @@ class TextEncoding(Instrument):
 
     name: ClassVar[str] = "text_encoding"
 
+    def __init__(self, session: "Session") -> None:
+        super().__init__(session)
+        self._encoders: dict[int, tuple[str, ...]] = {}
+        self._tokenizers: dict[int, str] = {}
+
     def attach_class(self, kind: type) -> None:
         """Hear `encode_prompt`."""
         self.tap_class(kind, "encode_prompt", self._before_prompt)
 
     def attach(self, parts: Parts) -> None:
-        """Hear every text encoder and image encoder."""
-        for name, encoder in parts.of_role("text_encoder"):
+        """Hear every text encoder, tokenizer and image encoder."""
+        for name, tokenizer in parts.of_role("tokenizer"):
+            self._tokenizers[id(tokenizer)] = name
+            self.tap_method(tokenizer, "__call__", self._before_tokenizer)
+        encoders = list(parts.of_role("text_encoder"))
+        self._encoders[id(parts.pipeline)] = tuple(name for name, _ in encoders)
+        for name, encoder in encoders:
             hook_calls(self, encoder, functools.partial(self._before_encoder, name))
         for name, encoder in parts.of_role("image_encoder"):
             hook_calls(self, encoder, functools.partial(self._before_image, name))
@@ -36,13 +53,43 @@ class TextEncoding(Instrument):
         activity = self.session.here(pipeline)
         if activity is None or activity.is_in(STAGE):
             return None
-        accepts_negative = "negative_prompt" in inspect.signature(type(pipeline).encode_prompt).parameters  # type: ignore[attr-defined]
+        signature = inspect.signature(type(pipeline).encode_prompt)  # type: ignore[attr-defined]
+        accepts_negative = "negative_prompt" in signature.parameters
+        guard, privacy = self.session.guard, self.session.choices.prompts
+        encoding, _ = guard.read("watch.text", lambda: self._begun(pipeline, signature, args, kwargs))
         stage = activity.enter(STAGE)
+        activity.encoding = encoding
 
         def after(result: object, error: BaseException | None) -> None:
+            activity.encoding = None
             activity.leave(stage, error)
-            for name, tensor in embeddings(result, accepts_negative).items():
+            named = embeddings(result, accepts_negative)
+            for name, tensor in named.items():
                 stage.tensor(name, tensor)
+            if encoding is not None:
+                guard.read("watch.text", lambda: tell(stage, encoding, named, privacy, error))
+
+        return after
+
+    def _begun(
+        self, pipeline: object, signature: inspect.Signature, args: Arguments, kwargs: Keywords
+    ) -> Encoding:
+        components = components_of(pipeline)
+        names = self._encoders.get(id(pipeline), ())
+        encoders = {name: components[name] for name in names if name in components}
+        return begun(signature.bind_partial(pipeline, *args, **kwargs).arguments, encoders)
+
+    def _before_tokenizer(self, tokenizer: object, args: Arguments, kwargs: Keywords) -> After | None:
+        activity = current(self.session)
+        encoding = None if activity is None else activity.encoding
+        if encoding is None:
+            return None
+        name = self._tokenizers[id(tokenizer)]
+
+        def after(result: object, error: BaseException | None) -> None:
+            if error is None:
+                read = lambda: readings_of(name, tokenizer, args, kwargs, result)  # noqa: E731
+                encoding.readings.extend(self.session.guard.read("watch.tokens", read)[0] or ())
 
         return after
 
@@ -58,14 +105,18 @@ class TextEncoding(Instrument):
 
 
 def _within(activity: Activity, name: str, encoder: str) -> After | None:
-    """A stage of its own for an encoder's call that lies in no such stage yet."""
-    if activity.is_in(name):
+    """A stage for an encoder's call: of this name, or of the encoder's inside such a stage."""
+    if activity.is_in(encoder):
         return None
-    stage = activity.enter(name)
+    is_inside = activity.is_in(name)
+    if is_inside and activity.runs[encoder] >= MOST_RUNS:
+        return None
+    activity.runs[encoder] += 1
+    stage = activity.enter(encoder if is_inside else name)
 
     def after(result: object, error: BaseException | None) -> None:
         activity.leave(stage, error)
-        stage.fact("encoder", encoder)
+        stage.fact("component", encoder)
 
     return after
 

@@ -1,18 +1,20 @@
 """The VAE's encoding and decoding."""
 
 import functools
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
 
-from sigmascope.integrations.watching.activity import Activity
+from sigmascope.integrations.watching.activity import Activity, current
 from sigmascope.integrations.watching.instrument import Instrument
+from sigmascope.integrations.watching.latent_analysis import STAGES, known_before, tell
 from sigmascope.integrations.watching.listeners import After, Arguments, Keywords
 from sigmascope.integrations.watching.parts import Parts
 from sigmascope.probes.modules import unwrap
+from sigmascope.records.latents import Direction
 
-Way = Literal["encoding", "decoding"]
-STAGES: dict[Way, str] = {"encoding": "latent_encoding", "decoding": "latent_decoding"}
+if TYPE_CHECKING:
+    from sigmascope.integrations.watching.session import Session
 
 
 class VaeCalls(Instrument):
@@ -20,25 +22,39 @@ class VaeCalls(Instrument):
 
     name: ClassVar[str] = "vae"
 
+    def __init__(self, session: "Session") -> None:
+        super().__init__(session)
+        self._names: dict[int, str] = {}
+
     def attach(self, parts: Parts) -> None:
         """Hear both of every VAE, also of one that is wrapped."""
-        for _, vae in parts.of_role("vae"):
+        for name, vae in parts.of_role("vae"):
             for thing in {id(one): one for one in (vae, unwrap(vae)) if one is not None}.values():
                 self.tap_method(thing, "encode", functools.partial(self._before, "encoding"))
                 self.tap_method(thing, "decode", functools.partial(self._before, "decoding"))
+                for method in ("tiled_encode", "tiled_decode"):
+                    self.tap_method(thing, method, self._before_tiles)
+            self._names[id(unwrap(vae) or vae)] = name
 
-    def _before(self, way: Way, vae: object, args: Arguments, kwargs: Keywords) -> After | None:
+    def _before(self, way: Direction, vae: object, args: Arguments, kwargs: Keywords) -> After | None:
         activity = self.session.here()
         if activity is None or activity.is_in(*STAGES.values()):
             return None
         if way == "decoding" and is_final(activity):
             activity.end_denoising()
         given = next((one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)), None)
+        guard = self.session.guard
+        baseline, _ = guard.read("watch.latents", lambda: known_before(way, vae, given))
+        component = self._names.get(id(unwrap(vae) or vae))
+        activity.is_tiled = False
         stage = activity.enter(STAGES[way])
 
         def after(result: object, error: BaseException | None) -> None:
+            strategy = "Tiled" if activity.is_tiled else "Direct"
             activity.leave(stage, error)
+            stage.fact("component", component)
             made = first_tensor(result)
+            guard.read("watch.latents", lambda: tell(stage, way, baseline, made, strategy, error))
             latent, picture = (made, given) if way == "encoding" else (given, made)
             for name, tensor in (("latent", latent), ("picture", picture)):
                 if tensor is not None:
@@ -47,6 +63,12 @@ class VaeCalls(Instrument):
                 activity.size = (int(picture.shape[-2]), int(picture.shape[-1]))
 
         return after
+
+    def _before_tiles(self, _vae: object, _args: Arguments, _kwargs: Keywords) -> After | None:
+        activity = current(self.session)
+        if activity is not None:
+            activity.is_tiled = True
+        return None
 
 
 def is_final(activity: Activity) -> bool:

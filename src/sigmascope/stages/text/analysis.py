@@ -1,6 +1,6 @@
 """Put together the analysis of a text encoding from its parts."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from sigmascope.stages.text.dumping import DumpFolder, dump_conditioning
 from sigmascope.stages.text.performance import checked_seconds, efficiency, performance
 from sigmascope.stages.text.prompt_facts import as_text, prompt_facts, texts_of
 from sigmascope.stages.text.thresholds import TextEncodingThresholds
-from sigmascope.stages.text.tokens import count_tokens
+from sigmascope.stages.text.tokens import TokenCount, count_tokens
 from sigmascope.stages.text.typed import (
     ConditioningDict,
     PromptFacts,
@@ -28,6 +28,10 @@ from sigmascope.stages.text.typed import (
 from sigmascope.stages.text.validation import validate
 
 NO_PEAKS = "peaks are seen while something watches: use WorkflowMonitor, or hand over a stage's peak"
+
+
+TokensSeen = Callable[[Sequence[str]], tuple[list[TokenCount], str | None]]
+"""Given the texts of a batch, what each tokenizer made of them when it was watched, and why there is nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,7 @@ class Choices:
     statistics: bool | None = None
     prompt_privacy: PromptPrivacy = "full"
     dumps: DumpFolder | None = None
+    tokens_seen: TokensSeen | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +119,9 @@ def private_texts(*prompts: object) -> list[str]:
 
 def _prompt(side: Side, known: References | None, redact: Redact, choices: Choices) -> PromptFacts:
     texts = texts_of(side.prompt)
+    if texts and choices.tokens_seen is not None:
+        counts, reason = choices.tokens_seen(texts)
+        return prompt_facts(side.prompt, counts, reason, choices.prompt_privacy)
     tokenizers = {} if known is None else known.tokenizers
     counts, reason = count_tokens(texts, tokenizers, choices.token_limit) if texts else ([], None)
     return prompt_facts(side.prompt, counts, reason and redact(reason), choices.prompt_privacy)

@@ -1,0 +1,148 @@
+"""Whose the highest memory of a stage and of a run is: at what moment, in which stage, which component was at work.
+
+A stage's peak belongs to the innermost stage that was open at its moment and saw as much. The component is the one that
+this stage, or the step at that moment, ran; memory that others hold besides it is part of the peak.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final
+
+from sigmascope.records.run import Run, Stage
+
+PROCESS: Final = "process"
+FACT: Final = "peak_owner"
+_SLACK_SECONDS: Final = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class PeakOwner:
+    """One peak and whose it is.
+
+    Attributes:
+        where: "process" (its resident memory) or a device (what is allocated there).
+        bytes: How much it was.
+        at_seconds: When, since the run began.
+        stage: The stage that was at work, with those around it: "generation/latent_decoding".
+        component: The pipeline's component that was at work; None: the stage ran none.
+        component_bytes: Of its weights; None: not known.
+        grown_bytes: By how much the peak is above what was in use when that stage began.
+    """
+
+    where: str
+    bytes: int
+    at_seconds: float | None
+    stage: str
+    component: str | None = None
+    component_bytes: int | None = None
+    grown_bytes: int | None = None
+
+
+def peak_owners(run: Run) -> tuple[PeakOwner, ...]:
+    """The owners of the run's highest memory: of the process's and of each device's."""
+    highest: dict[str, PeakOwner] = {}
+    for stage in run.stages:
+        for owner in owners_of(stage):
+            if owner.where not in highest or owner.bytes > highest[owner.where].bytes:
+                highest[owner.where] = owner
+    return tuple(highest.values())
+
+
+def owners_of(stage: Stage, around: tuple[Stage, ...] = ()) -> Iterator[PeakOwner]:
+    """The owners of one stage's peaks.
+
+    Args:
+        stage: Which.
+        around: The stages that it lies in, the outermost first.
+    """
+    for where, nbytes, at_seconds in _peaks(stage):
+        path = [*around, stage]
+        while (inner := _inside(path[-1], where, nbytes, at_seconds)) is not None:
+            path.append(inner)
+        name = component_at(path[-1], at_seconds) or next(
+            (one.facts["component"] for one in reversed(path) if one.facts.get("component")), None
+        )
+        baseline = _baseline(path[-1], where)
+        yield PeakOwner(
+            where,
+            nbytes,
+            at_seconds,
+            "/".join(one.name for one in path),
+            name,
+            _weights(path, name),
+            None if baseline is None else nbytes - baseline,
+        )
+
+
+def with_owners(run: Run) -> Run:
+    """The same run, in which it and each of its stages say under `peak_owner` whose their peaks are."""
+    owners = peak_owners(run)
+    stages = tuple(_told(stage, ()) for stage in run.stages)
+    return replace(run, stages=stages, facts={**run.facts, FACT: _plain(owners)} if owners else run.facts)
+
+
+def _told(stage: Stage, around: tuple[Stage, ...]) -> Stage:
+    owners = _plain(tuple(owners_of(stage, around)))
+    inner = tuple(_told(child, (*around, stage)) for child in stage.children)
+    return replace(stage, children=inner, facts={**stage.facts, FACT: owners} if owners else stage.facts)
+
+
+def _plain(owners: tuple[PeakOwner, ...]) -> dict[str, Any]:
+    return {
+        owner.where: {name: value for name, value in asdict(owner).items() if name != "where"}
+        for owner in owners
+    }
+
+
+def component_at(stage: Stage, at_seconds: float | None) -> str | None:
+    """The component that a stage ran at a moment of the run; of several that took turns the one of that step."""
+    only = stage.facts.get("component")
+    turns = stage.facts.get("component_turns")
+    if not turns or at_seconds is None:
+        return only
+    since = at_seconds - stage.started_seconds + _SLACK_SECONDS
+    step = sum(started <= since for started in stage.steps.started) - 1
+    names = [name for name, first in turns if first <= max(step, 0)]
+    return names[-1] if names else only
+
+
+def _inside(stage: Stage, where: str, nbytes: int, at_seconds: float | None) -> Stage | None:
+    """The stage inside that saw as much at that moment."""
+    if at_seconds is None:
+        return None
+    for child in stage.children:
+        begun = child.started_seconds - _SLACK_SECONDS
+        is_open = begun <= at_seconds <= child.started_seconds + child.seconds + _SLACK_SECONDS
+        if is_open and any(name == where and seen >= nbytes for name, seen, _ in _peaks(child)):
+            return child
+    return None
+
+
+def _peaks(stage: Stage) -> Iterator[tuple[str, int, float | None]]:
+    """Where, how much, and when since the run began."""
+    peak = stage.peak
+    if peak is None:
+        return
+    found = [(PROCESS, peak.rss_bytes, peak.rss_at_seconds)]
+    found += [(one.device, one.allocated_bytes, one.allocated_at_seconds) for one in peak.accelerators]
+    for where, nbytes, at_seconds in found:
+        if nbytes is not None:
+            yield where, nbytes, None if at_seconds is None else stage.started_seconds + at_seconds
+
+
+def _baseline(stage: Stage, where: str) -> int | None:
+    if stage.memory is None:
+        return None
+    before = stage.memory.baseline
+    return before.process_rss_bytes if where == PROCESS else before.accelerator(where).allocated_bytes
+
+
+def _weights(path: list[Stage], name: str | None) -> int | None:
+    """The bytes of a component's weights, as the pipeline's facts around it say."""
+    for stage in reversed(path):
+        found: Any = stage.facts
+        for key in ("pipeline", "components", name, "module", "nbytes"):
+            found = found.get(key) if isinstance(found, Mapping) else None
+        if isinstance(found, int):
+            return found
+    return None
