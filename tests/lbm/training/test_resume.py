@@ -43,7 +43,15 @@ def states_are_equal(first: Path, second: Path) -> bool:
     )
 
 
-@pytest.mark.parametrize(("keys", "stop_at"), [(PLAIN, 2), (PLAIN, 5), (ELABORATE, 3), (ELABORATE, 6)])
+@pytest.mark.parametrize(
+    ("keys", "stop_at"),
+    [
+        (PLAIN, 2),
+        pytest.param(PLAIN, 5, marks=pytest.mark.slow),
+        pytest.param(ELABORATE, 3, marks=pytest.mark.slow),
+        pytest.param(ELABORATE, 6, marks=pytest.mark.slow),
+    ],
+)
 def test_a_training_in_two_sessions_is_that_of_one_bit_for_bit(
     small_run: SmallRun, keys: dict[str, Any], stop_at: int
 ) -> None:
@@ -56,6 +64,7 @@ def test_a_training_in_two_sessions_is_that_of_one_bit_for_bit(
     assert same(load_file(whole / "lora.safetensors"), load_file(small_run.out / "lora.safetensors"))
 
 
+@pytest.mark.slow
 def test_full_fine_tuning_resumes_to_the_same_weights(small_run: SmallRun) -> None:
     keys = {"rank": ..., "trainable_lora_modules": ..., "full_finetune": True, "learning_rate": 1e-4}
     whole = small_run.folder / "whole"
@@ -95,6 +104,7 @@ def test_a_second_ctrl_c_interrupts_at_once(small_run: SmallRun) -> None:
     assert not list(small_run.out.glob("*checkpoint*"))
 
 
+@pytest.mark.slow
 def test_a_finished_training_is_not_trained_further(small_run: SmallRun) -> None:
     train(small_run.settings(max_steps=2))
     before = weights_at(small_run.out, 2)
@@ -110,12 +120,14 @@ def test_resuming_under_other_settings_names_every_key_that_differs(small_run: S
         train(small_run.settings(max_steps=2, learning_rate=0.02, seed=5))
 
 
+@pytest.mark.slow
 def test_a_falling_schedule_cannot_be_made_longer_midway(small_run: SmallRun) -> None:
     train(small_run.settings(max_steps=2, lr_scheduler="linear"))
     with pytest.raises(ConfigError, match="schedule_steps: 2 then, 3 now"):
         train(small_run.settings(max_steps=3, lr_scheduler="linear"))
 
 
+@pytest.mark.slow
 def test_another_base_of_the_same_name_is_noticed(small_run: SmallRun) -> None:
     train(small_run.settings(max_steps=1))
     content = bytearray(small_run.base.read_bytes())
@@ -125,12 +137,14 @@ def test_another_base_of_the_same_name_is_noticed(small_run: SmallRun) -> None:
         train(small_run.settings(max_steps=2))
 
 
+@pytest.mark.slow
 def test_what_does_not_matter_may_change(small_run: SmallRun) -> None:
     train(small_run.settings(max_steps=1))
     free = {"log_interval": 7, "save_interval": 9, "num_steps": [1, 3], "keep_checkpoints": 5}
     assert train(small_run.settings(max_steps=2, **free)).resumed_from == 1
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
     small_run: SmallRun, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -146,6 +160,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
     assert same(weights_at(small_run.out, 4), expected)
 
 
+@pytest.mark.slow
 def test_when_all_checkpoints_are_damaged_that_is_an_error(small_run: SmallRun) -> None:
     train(small_run.settings(max_steps=2))
     (small_run.out / "checkpoint-000002" / "state.safetensors").unlink()
@@ -153,6 +168,7 @@ def test_when_all_checkpoints_are_damaged_that_is_an_error(small_run: SmallRun) 
         train(small_run.settings(max_steps=4))
 
 
+@pytest.mark.slow
 def test_beginning_anew_moves_old_checkpoints_aside(small_run: SmallRun) -> None:
     train(small_run.settings(max_steps=2))
     report = train(small_run.settings(max_steps=1, seed=1), resume=False)
@@ -162,6 +178,7 @@ def test_beginning_anew_moves_old_checkpoints_aside(small_run: SmallRun) -> None
     assert train(small_run.settings(max_steps=3, seed=1)).resumed_from == 1
 
 
+@pytest.mark.slow
 def test_validation_leaves_training_as_it_is_bit_for_bit(small_run: SmallRun) -> None:
     keys = {"max_steps": 4, "ema_decay": 0.5}
     train(small_run.settings(**keys))

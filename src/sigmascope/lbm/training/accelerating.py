@@ -8,7 +8,6 @@ from typing import Final
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from accelerate.utils import DistributedDataParallelKwargs
 
 from sigmascope.errors import ConfigError
 from sigmascope.lbm.devices import resolve_device
@@ -16,8 +15,6 @@ from sigmascope.lbm.training.settings import TrainSettings
 from sigmascope.lbm.training.trackers import project_folder
 
 _DEVICE_VARIABLE: Final = "ACCELERATE_TORCH_DEVICE"
-SHARDED: Final = ("FSDP", "DEEPSPEED")
-"""Ways of Accelerate's that spread the weights or the optimizer over processes."""
 
 
 @contextmanager
@@ -25,7 +22,8 @@ def accelerated(settings: TrainSettings) -> Iterator[Accelerator]:
     """Make the accelerator of one training; under `accelerate launch` it joins the other processes.
 
     Raises:
-        ConfigError: The device is not there, or cannot compute in the precision asked for.
+        ConfigError: The device is not there, or cannot compute in the precision asked for; or the launcher's
+            configuration spreads the model over processes.
     """
     is_ours = not PartialState._shared_state
     with _device(settings.device):
@@ -35,7 +33,6 @@ def accelerated(settings: TrainSettings) -> Iterator[Accelerator]:
                 mixed_precision=settings.mixed_precision,
                 log_with=settings.tracker,
                 project_dir=project_folder(settings),
-                kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
             )
         except ValueError as error:
             raise ConfigError(
@@ -43,6 +40,11 @@ def accelerated(settings: TrainSettings) -> Iterator[Accelerator]:
                 f"({error}).",
                 hint="Use bf16 or no, or run on an accelerator.",
             ) from error
+    if str(accelerator.distributed_type).rpartition(".")[2] in ("FSDP", "DEEPSPEED"):
+        raise ConfigError(
+            "accelerate: checkpoints of a model that FSDP or DeepSpeed spreads over processes are not written yet.",
+            hint="Launch with --multi_gpu: each process then holds the base, and a LoRA's gradients are small.",
+        )
     # Set here: the launcher's environment would win over an argument.
     accelerator.gradient_accumulation_steps = settings.gradient_accumulation_steps
     try:
@@ -51,11 +53,6 @@ def accelerated(settings: TrainSettings) -> Iterator[Accelerator]:
         if is_ours and accelerator.num_processes == 1:
             AcceleratorState._reset_state(reset_partial_state=True)
             GradientState._reset_state()
-
-
-def is_sharded(accelerator: Accelerator) -> bool:
-    """Whether no process holds all that is trained."""
-    return str(accelerator.distributed_type).rpartition(".")[2].upper() in SHARDED
 
 
 @contextmanager
