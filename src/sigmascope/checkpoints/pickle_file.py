@@ -1,13 +1,14 @@
 """PyTorch's own files (`.ckpt`, `.pt`, `.pth`, `.bin`), which are pickles and could run code.
 
 They are read with `weights_only=True`; what that refuses is refused here, with the names of what the
-file asks for. Storages stay on the disk (mapped) until a tensor is read, except in files older than
-PyTorch 1.6, which can only be read whole.
+file asks for. Storages stay on the disk (mapped) until a tensor is read, and are read beside the mapping
+where the system tells where they lie; files older than PyTorch 1.6 can only be read whole.
 """
 
 import pickle
 import re
 import struct
+import sys
 import warnings
 import zipfile
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from sigmascope.checkpoints.behind_map import FileBehindMap
 from sigmascope.checkpoints.checkpoint import Checkpoint, TensorInfo
 from sigmascope.checkpoints.header import shortened
 from sigmascope.checkpoints.paths import reading
@@ -35,8 +37,15 @@ class PickleCheckpoint(Checkpoint):
 
     def __init__(self, path: Path) -> None:
         with reading(path):
-            state = unwrap_state(_load(path), path)
-            _check_sizes(state.tensors, path)
+            self._file = FileBehindMap(path)
+            try:
+                state = unwrap_state(_load(path), path)
+                _check_sizes(state.tensors, path)
+                if _is_in_own_byte_order(path):
+                    self._file.look()
+            except BaseException:
+                self._file.close()
+                raise
         self._tensors: Mapping[str, Tensor] | None = state.tensors
         infos = {
             name: TensorInfo(name, tuple(tensor.shape), tensor.dtype, tensor.numel() * tensor.element_size())
@@ -45,21 +54,25 @@ class PickleCheckpoint(Checkpoint):
         super().__init__(path, infos, {}, state.skipped)
 
     def _read(self, info: TensorInfo) -> Tensor:
-        if self._tensors is None:
-            raise self._closed()
-        # A copy: the caller may change it, and the mapped pages stay clean and can be dropped.
-        return self._tensors[info.name].detach().clone(memory_format=torch.contiguous_format)
+        return self._read_into(info, torch.empty(info.nbytes, dtype=torch.uint8))
 
     def _read_into(self, info: TensorInfo, buffer: Tensor) -> Tensor:
         if self._tensors is None:
             raise self._closed()
-        if info.dtype.itemsize > 8:  # complex128: the buffer need not be aligned for it
-            return self._read(info)
-        return buffer.view(info.dtype).reshape(info.shape).copy_(self._tensors[info.name].detach())
+        tensor = self._tensors[info.name].detach()
+        if buffer.data_ptr() % info.dtype.itemsize:  # complex128 in a buffer that is aligned for less
+            buffer = torch.empty(info.nbytes, dtype=torch.uint8)
+        into = buffer.view(info.dtype).reshape(info.shape)
+        offset = self._file.offset_of(tensor)
+        if offset is None:
+            return into.copy_(tensor)
+        self._file.read(info.name, offset, buffer)
+        return into
 
     def close(self) -> None:
         """Let go of the storages, and so of the mapped file."""
         self._tensors = None
+        self._file.close()
 
 
 def _check_sizes(tensors: Mapping[str, Tensor], path: Path) -> None:
@@ -124,6 +137,26 @@ def _is_sound_zip(path: Path) -> bool:
             hint="Load it and save it again with torch.save, or unpack it if a checkpoint is inside.",
         )
     return True
+
+
+def _is_in_own_byte_order(path: Path) -> bool:
+    """Whether PyTorch gives the bytes of an archive as they lie there, and does not turn them round.
+
+    Raises:
+        CheckpointError: It lost its end since it was loaded.
+    """
+    if not _is_sound_zip(path):
+        return False
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = [name for name in archive.namelist() if name.endswith("/byteorder")]
+            told = {archive.read(name).decode(errors="replace") for name in names}
+    except zipfile.BadZipFile:  # PyTorch checks no sums
+        return False
+    if told:
+        return told == {sys.byteorder}
+    # Without a record the user's own setting decides.
+    return sys.byteorder == "little" and torch.serialization.get_default_load_endianness() is None
 
 
 def _refused(path: Path, error: pickle.UnpicklingError) -> CheckpointError:
