@@ -46,6 +46,7 @@ def test_the_folder_holds_the_lora_its_description_the_pictures_and_no_debris(re
     ]
 
 
+@pytest.mark.slow  # a picture of a user's is worked on at 512 pixels
 def test_a_picture_of_the_user_s_comes_back_at_its_own_size(tmp_path: Path) -> None:
     source = tmp_path / "mine.png"
     Image.effect_noise((150, 101), 40).convert("RGB").save(source)
