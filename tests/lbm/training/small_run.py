@@ -104,7 +104,10 @@ def write_tar(path: Path, numbers: range) -> None:
 
 def weights_at(folder: Path, step: int) -> dict[str, Tensor]:
     """What a checkpoint says was trained."""
-    return load((folder / f"checkpoint-{step:06d}" / "weights.safetensors").read_bytes())
+    weights: dict[str, Tensor] = load(
+        (folder / f"checkpoint-{step:06d}" / "weights.safetensors").read_bytes()
+    )
+    return weights
 
 
 def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:

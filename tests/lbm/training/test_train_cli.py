@@ -1,0 +1,70 @@
+"""`sigmascope lbm train`, in this process."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tests.lbm.training.small_run import SmallRun
+from typer.testing import CliRunner
+
+from sigmascope.cli.root import app
+from sigmascope.errors import ConfigError, FileError, ModelMismatchError
+
+
+def invoke(run: SmallRun, *arguments: str, **keys: Any) -> Any:
+    path = run.folder / "train.yaml"
+    path.write_text(yaml.safe_dump(run.keys(**keys)), encoding="utf-8")
+    return CliRunner().invoke(app, ["lbm", "train", "--path_config", str(path), *arguments])
+
+
+def test_a_dry_run_shows_what_would_be_trained_and_writes_nothing(small_run: SmallRun) -> None:
+    found = invoke(small_run, "--dry_run", "--json", trainable_lora_modules=["conv_out"])
+    facts = json.loads(found.stdout)
+    # conv_out is 16 → 4 with a 3×3 kernel: r·(16·9) + 4·r at rank 2
+    assert facts["trained_parameters"] == 2 * (16 * 9 + 4)
+    trained = [row for row in facts["rows"] if row["trained_parameters"]]
+    assert [(row["block"], row["ranks"]) for row in trained] == [("conv_out", [2])]
+    assert (facts["samples"], facts["total_steps"], facts["picture_size"]) == (10, 5, [32, 32])
+    memory = facts["memory"]
+    assert memory["gradients"] == 4 * facts["trained_parameters"]
+    assert memory["optimizer"] == pytest.approx(2 * memory["gradients"], rel=0.01)  # AdamW's two averages
+    assert memory["weights"] >= 4 * facts["frozen_parameters"]
+    assert not small_run.out.exists()
+    assert "conv_out" in invoke(small_run, "--dry_run").stdout
+
+
+def test_training_prints_json_and_the_next_call_resumes(small_run: SmallRun) -> None:
+    first = json.loads(invoke(small_run, "--max_steps", "1", "--json").stdout)
+    assert (first["step"], first["files"]) == (1, [str(small_run.out / "lora.safetensors")])
+    again = invoke(small_run, "--max-steps", "2")
+    assert "step 2/2  loss" in again.stderr
+    assert f"Wrote {small_run.out / 'lora.safetensors'}" in again.stdout
+    anew = json.loads(invoke(small_run, "--max_steps", "1", "--no-resume", "--json").stdout)
+    assert (anew["resumed_from"], Path(anew["set_aside"]).name) == (None, "before-1")
+
+
+@pytest.mark.parametrize(
+    ("keys", "kind", "message"),
+    [
+        ({"train_shards": "nothing-*.tar"}, ConfigError, "nothing-"),
+        ({"train_shards": "gone.tar"}, FileError, "gone.tar"),
+        ({"base_model_path": "gone.safetensors"}, FileError, "gone.safetensors"),
+        ({"trainable_lora_modules": ["attn9"]}, ConfigError, "attn9"),
+        ({"learning_rat": 1.0}, ConfigError, "learning_rate"),
+        ({"vae_num_channels": 8, "unet_input_channels": 8}, ModelMismatchError, "should be"),
+    ],
+)
+def test_what_cannot_be_trained_is_said_before_it_begins(
+    small_run: SmallRun, keys: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    error = invoke(small_run, "--dry_run", **keys).exception
+    assert isinstance(error, kind)
+    assert message in str(error)
+
+
+def test_commands_in_place_of_shards_run_only_when_allowed(small_run: SmallRun) -> None:
+    pipe = {"train_shards": f"pipe:cat {small_run.folder / 'train-0.tar'}", "max_steps": 1}
+    assert isinstance(invoke(small_run, "--dry_run", **pipe).exception, ConfigError)
+    assert json.loads(invoke(small_run, "--allow_pipe", "--json", **pipe).stdout)["step"] == 1
