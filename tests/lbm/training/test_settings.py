@@ -106,6 +106,12 @@ def test_without_a_config_beside_the_base_the_model_is_the_full_size_one() -> No
         ({"rank": 8, "mixed_precision": "fp8"}, "mixed_precision: input should be 'no', 'fp16' or 'bf16'"),
         ({"rank": 8, "report_to": "paper"}, "report_to: input should be"),
         ({"rank": 8, "train_shards": []}, "train_shards: tuple should have at least 1 item"),
+        ({"rank": 8, "train_shards": ""}, "train_shards: input should be a valid tuple, got None"),
+        (
+            {"rank": 8, "train_shards": ["a.tar", ""]},
+            "train_shards.1: string should have at least 1 character",
+        ),
+        ({"rank": 8, "save_ckpt_path": " "}, "save_ckpt_path: input is not a valid path"),
         ({"rank": 8, "learning_rate": float("nan")}, "learning_rate: input should be"),
     ],
 )
@@ -139,6 +145,7 @@ def test_a_key_that_is_not_right_is_named(keys: dict[str, Any], said: str) -> No
         ({"rank": 8, "wandb_project": "p", "report_to": "tensorboard"}, "wandb_project: is for report_to: wandb"),
         ({"rank": 8, "num_steps": [1, 0]}, "num_steps: expected 1 or more, got 0"),
         ({"rank": 8, "validation_interval": 5}, "there are no validation_shards"),
+        ({"rank": 8, "source_key": "jpg", "target_key": "JPG"}, "target_key: it and source_key are both JPG"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_together_is_refused(keys: dict[str, Any], said: str) -> None:
@@ -188,6 +195,14 @@ def test_short_forms() -> None:
     assert settings.num_steps == (4,)
     assert settings.save_precision == "float32"
     assert settings.output_formats == ("peft",)
+
+
+def test_empty_values_of_a_template_mean_none() -> None:
+    empty = {"validation_shards": [], "lora_weights_path": "", "wandb_project": None}
+    settings = parse_train_settings({**RUN, "rank": 8, **empty})
+    assert settings.validation_shards is None
+    assert settings.lora_weights_path is None
+    assert parse_train_settings({**RUN, "rank": 8, "validation_shards": ""}).validation_shards is None
 
 
 @pytest.mark.parametrize(

@@ -147,6 +147,15 @@ def test_whole_changes_stored_under_rank_9999_have_a_strength_of_one(tiny_model:
     assert module.alpha / module.rank == 1.0
 
 
+def test_a_module_that_could_not_learn_is_refused_unless_it_stays_frozen(tiny_model: LbmModel) -> None:
+    lora = lora_of((ATTN1, (64, 64)), ("denoiser.conv_in", (32, 4, 3, 3)), rank=3, alpha=3.0)
+    still = lora_of(("denoiser.conv_in", (32, 4, 3, 3)), rank=3, alpha=0.0)
+    both = LoraFile({**lora.modules, **still.modules})
+    with pytest.raises(LoraFormatError, match=r"1 modules have alpha 0.*: denoiser\.conv_in\."):
+        continue_modules(tiny_model, both, None)
+    assert continue_modules(tiny_model, both, ["attn1"]).frozen == ("denoiser.conv_in",)
+
+
 def test_modules_that_fit_nothing_are_named(tiny_model: LbmModel) -> None:
     with pytest.raises(ModelMismatchError, match=r"1 of 2 modules.*denoiser\.conv_inn.*nearest: denoiser"):
         continue_modules(

@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, StringConstraints, ValidationError, field_validator, model_validator
 
 from sigmascope.errors import ConfigError
 from sigmascope.lbm.config import LbmConfig, load_config
@@ -19,6 +19,8 @@ OutputFormat = Literal["native", "kohya", "peft"]
 SavePrecision = Literal["float32", "fp16", "bf16"]
 Tracker = Literal["tensorboard", "wandb", "mlflow", "comet_ml", "aim", "clearml", "none"]
 
+Pattern = Annotated[str, StringConstraints(min_length=1)]
+
 EXAMPLE_HINT = "Start from the example in docs/lbm-train-config.md."
 
 
@@ -29,8 +31,8 @@ class TrainSettings(LbmConfig):
     the directory that training is started in, as for every path on a command line.
     """
 
-    train_shards: tuple[str, ...] = Field(min_length=1)
-    validation_shards: tuple[str, ...] | None = None
+    train_shards: tuple[Pattern, ...] = Field(min_length=1)
+    validation_shards: tuple[Pattern, ...] | None = None
     base_model_path: Path
     save_ckpt_path: Path
     lora_weights_path: Path | None = None
@@ -92,7 +94,7 @@ class TrainSettings(LbmConfig):
     @field_validator("train_shards", "validation_shards", mode="after")
     @classmethod
     def _shards_of_a_user(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
-        return None if value is None else tuple(str(user_path(shard)) for shard in value)
+        return tuple(str(user_path(shard)) for shard in value) if value else None  # [] is none too
 
     @field_validator("image_size", mode="before")
     @classmethod

@@ -69,6 +69,8 @@ def _full_finetune(settings: "TrainSettings", ranks: list[str]) -> list[str]:
 
 
 def _what_is_minimised(settings: "TrainSettings") -> list[str]:
+    if settings.source_key.lower() == settings.target_key.lower():
+        return [f"target_key: it and source_key are both {settings.target_key}, so there is nothing to learn"]
     if settings.latent_loss_weight == 0 and settings.pixel_loss_weight == 0:
         return ["latent_loss_weight: it and pixel_loss_weight are both 0, so there is nothing to minimise"]
     return []

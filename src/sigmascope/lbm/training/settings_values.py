@@ -9,12 +9,19 @@ from pydantic import BaseModel
 
 
 def as_list(value: Any) -> Any:
-    """One value in place of a list of one, as users write it."""
+    """One value in place of a list of one, as users write it; an empty one is none."""
+    if isinstance(value, str) and not value.strip():
+        return None
     return [value] if isinstance(value, str | int) and not isinstance(value, bool) else value
 
 
 def user_path(value: Any) -> Any:
-    """A path with `~` resolved; anything else as it is."""
+    """A path with `~` resolved, None for an empty one; anything else as it is.
+
+    Templates of configs leave `""` where nothing is meant, and to `Path` that is the current folder.
+    """
+    if isinstance(value, str) and not value.strip():
+        return None
     if isinstance(value, str | Path) and str(value).startswith("~"):
         return Path(value).expanduser()
     return value

@@ -107,7 +107,8 @@ def continue_modules(model: LbmModel, lora: LoraFile, patterns: Sequence[str] | 
     Raises:
         ModelMismatchError: A module of the file is no layer of the denoiser, or of another shape; each is counted,
             the first few named.
-        LoraFormatError: The file holds changes that are more than up and down factors, or keys of no module.
+        LoraFormatError: The file holds changes that are more than up and down factors, or keys of no module; or a
+            module to train has alpha 0, whose factors get no gradient.
         ConfigError: Names each partial name that means none of the file's modules.
     """
     _require_whole(lora)
@@ -120,6 +121,7 @@ def continue_modules(model: LbmModel, lora: LoraFile, patterns: Sequence[str] | 
         name: PlannedModule(name, one.weight_shape, one.rank, _alpha(one), trained=name in chosen)
         for name, one in ((name, factors[name]) for name in names)
     }
+    _require_strength(lora, [module for module in modules.values() if module.trained])
     return TrainablePlan(modules, plan_rows(model, modules.values()), factors, dict(lora.metadata))
 
 
@@ -135,6 +137,16 @@ def _require_whole(lora: LoraFile) -> None:
         raise LoraFormatError(
             f"{lora}: {len(lora.unused_keys)} keys belong to no module: {named}.",
             hint="Make the file again with sigmascope lora convert, which leaves them out.",
+        )
+
+
+def _require_strength(lora: LoraFile, trained: Sequence[PlannedModule]) -> None:
+    """Refuse to train what could not change, without a word and for as long as it runs."""
+    still = [module.name for module in trained if module.alpha == 0]
+    if still:
+        raise LoraFormatError(
+            f"{lora}: {len(still)} modules have alpha 0, so they could not learn: {', '.join(still[:_NAMED])}.",
+            hint="Name the others in trainable_lora_modules, or start a fresh LoRA with rank.",
         )
 
 
