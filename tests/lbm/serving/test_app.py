@@ -145,6 +145,8 @@ def test_every_file_that_the_page_names_is_served(client: TestClient) -> None:
         ("POST", "/api/jobs", {"json": {"picture": "gone", "client": "c"}}, 404, "not kept any more"),
         ("POST", "/api/jobs", {"content": b"x" * 9000}, 413, "longer than"),
         ("POST", "/api/scenes/4", {}, 404, "no scene 4"),
+        ("POST", f"/api/scenes/{'9' * 5000}", {}, 404, "no scene 9999"),
+        ("POST", "/api/jobs", {"headers": {"content-length": "9" * 5000}}, 413, "longer than"),
         ("GET", "/api/jobs/none", {}, 404, "no such request"),
         ("GET", "/api/results/none/picture.png", {}, 404, "not kept any more"),
         ("GET", "/api/results/none/run.json", {}, 404, "not kept any more"),

@@ -15,6 +15,9 @@ NAMES = frozenset({"localhost", "127.0.0.1", "studio"})
         ("GET", {"host": "[::1]:7860"}),
         ("GET", {"host": "192.168.1.7:7860"}),  # nobody can rebind an address
         ("GET", {"host": "studio"}),
+        ("GET", {"host": "Studio.:7860"}),  # with the root's dot
+        ("GET", {"host": "[::ffff:127.0.0.1]"}),
+        ("GET", {"host": "127.0.0.1:"}),
         ("POST", {"host": "127.0.0.1:7860"}),  # a program, not a browser
         ("POST", {"host": "127.0.0.1:7860", "origin": "http://127.0.0.1:7860"}),
         ("POST", {"host": "127.0.0.1:7860", "sec-fetch-site": "same-origin"}),
@@ -32,7 +35,13 @@ def test_the_page_itself_and_programs_pass(method: str, headers: dict[str, str])
         ("GET", {"host": "[::1"}, 400),
         ("GET", {"host": "evil.example:7860"}, 403),
         ("GET", {"host": "127.0.0.1.evil.example"}, 403),
-        ("GET", {"host": "127.0.0.1@evil.example"}, 403),
+        ("GET", {"host": "127.0.0.1@evil.example"}, 400),
+        ("GET", {"host": "evil.example\\@127.0.0.1"}, 400),
+        ("GET", {"host": "127.0.0.1/evil"}, 400),
+        ("GET", {"host": "127.0.0.1#evil.example"}, 400),
+        ("GET", {"host": "127.0.0.1:port"}, 400),
+        ("GET", {"host": "localhost, evil.example"}, 400),
+        ("GET", {"host": "2130706433"}, 403),  # the same address to some resolvers
         ("POST", {"host": "127.0.0.1:7860", "origin": "http://evil.example"}, 403),
         ("POST", {"host": "127.0.0.1:7860", "origin": "http://127.0.0.1:9999"}, 403),
         ("POST", {"host": "127.0.0.1:7860", "origin": "null"}, 403),
@@ -64,4 +73,4 @@ def test_loopback_is_known(host: str, expected: bool) -> None:
 
 
 def test_the_name_that_was_bound_is_allowed() -> None:
-    assert {"localhost", "studio.lan"} <= known_names("Studio.LAN")
+    assert {"localhost", "studio.lan"} <= known_names("Studio.LAN.")

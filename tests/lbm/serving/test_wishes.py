@@ -27,6 +27,8 @@ def test_the_defaults_are_those_of_infer() -> None:
         (json.dumps({**GOOD, "steps": 101}).encode(), 422, "steps: expected 1 to 100, got 101"),
         (json.dumps({**GOOD, "steps": 1.5}).encode(), 422, "steps:"),
         (json.dumps({**GOOD, "seed": 2**63}).encode(), 422, "seed:"),
+        (json.dumps({**GOOD, "scale": True}).encode(), 422, "scale:"),
+        (json.dumps({**GOOD, "scale": "1"}).encode(), 422, "scale:"),
         (json.dumps({**GOOD, "size": "huge"}).encode(), 422, "size: expected bucket, keep"),
         (json.dumps({**GOOD, "size": "0x8"}).encode(), 422, "size: expected bucket, keep"),
         (json.dumps({**GOOD, "sacle": 1}).encode(), 422, "sacle:"),

@@ -17,6 +17,7 @@ from sigmascope.lbm.serving.limits import Limits
 from sigmascope.lbm.serving.models import ServedModel
 from sigmascope.lbm.serving.refusals import (
     Refusal,
+    answer_fault,
     answer_http_error,
     answer_refusal,
     answer_sigmascope_error,
@@ -56,7 +57,7 @@ def make_app(
             Mount("/static", StaticFiles(directory=ASSETS / "static")),
             Route("/api/about", page.about),
             Route("/api/pictures", page.add_picture, methods=["POST"]),
-            Route("/api/scenes/{number:int}", page.add_scene, methods=["POST"]),
+            Route("/api/scenes/{number}", page.add_scene, methods=["POST"]),
             Route("/api/pictures/{picture}.png", page.picture),
             Route("/api/jobs", page.add_job, methods=["POST"]),
             Route("/api/jobs/{job}", page.job),
@@ -67,6 +68,7 @@ def make_app(
             Refusal: answer_refusal,
             HTTPException: answer_http_error,
             SigmascopeError: answer_sigmascope_error,
+            Exception: answer_fault,
         },
         lifespan=lifespan,
     )

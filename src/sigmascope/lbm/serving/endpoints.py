@@ -9,7 +9,7 @@ from typing import Final
 from jinja2 import Environment, PackageLoader
 from PIL import Image
 from starlette.concurrency import run_in_threadpool
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from sigmascope.__about__ import __version__
@@ -27,8 +27,8 @@ ASSETS: Final = Path(__file__).parent / "page"
 POLL_SECONDS: Final = 20.0
 """How long a question about a job waits for news."""
 WISH_BYTES: Final = 8192
-SCENES: Final = 1000
-"""The pocket model's held-out scenes have numbers below this."""
+SCENES: Final = frozenset(map(str, range(1000)))
+"""The pocket model's held-out scenes, as an address names them."""
 
 
 class Page:
@@ -46,6 +46,7 @@ class Page:
         self.results = Recent[Made](limits.kept_results_bytes)
         self.line = JobLine(limits.waiting)
         self._translator = Translator(served, self.results)
+        self._uploads = 0
         self._decoding = asyncio.Semaphore(2)  # a picture of a few kilobytes may need 150 MB for a moment
         templates = Environment(loader=PackageLoader("sigmascope.lbm.serving", "page"), autoescape=True)
         self._template = templates.get_template("index.html")
@@ -60,17 +61,17 @@ class Page:
 
     async def add_picture(self, request: Request) -> Response:
         """Keep the picture that is the request's body."""
-        data = await _body(request, self.limits.upload_bytes, lambda: too_many_bytes(self.limits))
+        data = await self._upload(request)
         async with self._decoding:
             picture = await run_in_threadpool(self.pictures.add, data)
         return _picture_answer(picture)
 
     async def add_scene(self, request: Request) -> Response:
         """Keep one of the rendered scenes that the pocket model knows."""
-        number = int(request.path_params["number"])
-        if not self.served.pocket or number >= SCENES:
-            raise Refusal(404, f"There is no scene {number} here.", "Upload a picture.")
-        source, _ = await run_in_threadpool(relighting_pair, number, COOL)
+        number = str(request.path_params["number"])
+        if not self.served.pocket or number not in SCENES:
+            raise Refusal(404, f"There is no scene {number[:20]} here.", "Upload a picture.")
+        source, _ = await run_in_threadpool(relighting_pair, int(number), COOL)
         return _picture_answer(self.pictures.add_image(Image.fromarray(source)))
 
     async def picture(self, request: Request) -> Response:
@@ -80,7 +81,7 @@ class Page:
 
     async def add_job(self, request: Request) -> Response:
         """Ask for base and result."""
-        wish = read_wish(await _body(request, WISH_BYTES, _too_long), self.limits)
+        wish = read_wish(await self._body(request, WISH_BYTES, _too_long), self.limits)
         picture = self.pictures.get(wish.picture)
         check_working_size(
             wish,
@@ -108,6 +109,30 @@ class Page:
         """The record of making it, as `sigmascope.load_run` reads it."""
         return Response(self._made(request).run_json, media_type="application/json")
 
+    async def _upload(self, request: Request) -> bytes:
+        """Read a picture as it was sent, if not too many are being sent already."""
+        if self._uploads >= self.limits.uploads:
+            raise Refusal(429, f"{self._uploads} pictures are being sent already.", "Try again in a while.")
+        self._uploads += 1
+        try:
+            return await self._body(request, self.limits.upload_bytes, lambda: too_many_bytes(self.limits))
+        finally:
+            self._uploads -= 1
+
+    async def _body(self, request: Request, limit: int, refusal: Callable[[], Refusal]) -> bytes:
+        """Read a body of at most `limit` bytes, whatever its headers promise and however slowly it comes."""
+        promised = request.headers.get("content-length", "")
+        if promised.isdecimal() and (len(promised) > 18 or int(promised) > limit):
+            raise refusal()
+        try:
+            async with asyncio.timeout(self.limits.body_seconds):
+                return await _read(request, limit, refusal)
+        except TimeoutError:
+            seconds = f"{self.limits.body_seconds:g} s"
+            raise Refusal(408, f"The request did not end within {seconds}.", "Send it again.") from None
+        except ClientDisconnect:  # nobody is there to be told
+            raise Refusal(400, "The request ended before its body did.") from None
+
     def _made(self, request: Request) -> Made:
         made = self.results.get(request.path_params["result"])
         if made is None:
@@ -125,11 +150,7 @@ class Page:
         }
 
 
-async def _body(request: Request, limit: int, refusal: Callable[[], Refusal]) -> bytes:
-    """Read a body of at most `limit` bytes, whatever its headers promise."""
-    promised = request.headers.get("content-length", "")
-    if promised.isdecimal() and int(promised) > limit:
-        raise refusal()
+async def _read(request: Request, limit: int, refusal: Callable[[], Refusal]) -> bytes:
     read = bytearray()
     async for chunk in request.stream():
         read += chunk

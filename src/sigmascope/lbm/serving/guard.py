@@ -6,6 +6,7 @@ that posts to it (CSRF), and by a name that resolves to 127.0.0.1 (DNS rebinding
 """
 
 import ipaddress
+import re
 import socket
 from collections.abc import Iterable
 from urllib.parse import urlsplit
@@ -16,6 +17,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from sigmascope.lbm.serving.refusals import Refusal
 
 SAFE_METHODS = ("GET", "HEAD")
+
+# Nothing but a name and a port: what is before an @ or behind a slash is none, and must not be taken for one.
+_HOST = re.compile(r"(?:\[(?P<address>[^\[\]@/\\\s]+)\]|(?P<name>[^:\[\]@/?#\\\s]+))(?::\d{0,5})?")
 
 HEADERS = {
     # Nothing from elsewhere is loaded, nothing inline is run; pictures are fetched and shown as blobs.
@@ -89,7 +93,9 @@ def check_request(method: str, headers: Headers, names: Iterable[str]) -> None:
 def known_names(host: str) -> frozenset[str]:
     """Names by which a server bound to `host` is asked for, in lower case."""
     return frozenset(
-        name.lower() for name in ("localhost", host, socket.gethostname(), socket.getfqdn()) if name
+        name.lower().removesuffix(".")
+        for name in ("localhost", host, socket.gethostname(), socket.getfqdn())
+        if name
     )
 
 
@@ -99,11 +105,9 @@ def is_loopback(host: str) -> bool:
 
 
 def host_name(host: str) -> str:
-    """The name in a `Host` header, in lower case and without port and brackets; empty if it is none."""
-    try:
-        return urlsplit(f"//{host}").hostname or ""
-    except ValueError:
-        return ""
+    """The name in a `Host` header, in lower case, without port, brackets and the root's dot; empty if it is none."""
+    match = _HOST.fullmatch(host)
+    return "" if match is None else (match["address"] or match["name"]).lower().removesuffix(".")
 
 
 def _is_address(name: str) -> bool:

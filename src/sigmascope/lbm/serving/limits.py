@@ -15,6 +15,8 @@ class Limits:
 
     Attributes:
         upload_bytes: Of one picture as sent.
+        uploads: Pictures that are being sent at once, each held in memory until it is whole.
+        body_seconds: In which a request's body must be here.
         picture_pixels: Of one picture when decoded: a few kilobytes may hold gigabytes.
         working_pixels: At which the model works; its memory grows with this.
         steps: Of the bridge.
@@ -24,6 +26,8 @@ class Limits:
     """
 
     upload_bytes: int = 50 * MIB
+    uploads: int = 16
+    body_seconds: float = 120.0
     picture_pixels: int = 50_000_000
     working_pixels: int = 2048 * 2048
     steps: int = 100

@@ -6,6 +6,9 @@ from starlette.responses import JSONResponse, Response
 
 from sigmascope.errors import SigmascopeError
 
+_UNREAD = (408, 413)
+"""Statuses that leave some of the request's body unread, so that no other request can follow."""
+
 
 class Refusal(Exception):
     """A request that is refused; answered as `{"error": {"message": …, "hint": …}}`.
@@ -28,7 +31,7 @@ class Refusal(Exception):
         return JSONResponse(
             {"error": as_error(self.message, self.hint)},
             self.status,
-            {"connection": "close"} if self.status == 413 else None,
+            {"connection": "close"} if self.status in _UNREAD else None,
         )
 
 
@@ -56,3 +59,9 @@ async def answer_sigmascope_error(request: Request, error: Exception) -> Respons
     """Starlette's handler of what the library refuses while a request is read."""
     assert isinstance(error, SigmascopeError)
     return Refusal(422, error.message, error.hint).response
+
+
+async def answer_fault(request: Request, error: Exception) -> Response:
+    """Starlette's handler of everything else, which it then raises again for the server's own output."""
+    told = f"The server failed ({type(error).__name__})."
+    return Refusal(500, told, "The server's own output says more.").response

@@ -25,7 +25,7 @@ class Wish(BaseModel):
         size: "bucket", "keep" or WIDTHxHEIGHT.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     picture: str = Field(max_length=64)
     client: str = Field(min_length=1, max_length=64)
