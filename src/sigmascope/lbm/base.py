@@ -125,7 +125,8 @@ def create_base(
     targets = choose_targets(save_path, config, both=both)
     model = build_lbm(config, device="meta")
     shapes = {key: tuple(value.shape) for key, value in model.state_dict().items()}
-    with open_backbone(backbone or config.backbone_signature, config, variant) as source:
+    signature = config.backbone_signature if backbone is None else backbone
+    with open_backbone(signature, config, variant) as source:
         refuse_inputs(targets, source.files)
         adapted = find_adaptations(source, shapes)
         specs = _specs(shapes, source, dtype)

@@ -129,6 +129,24 @@ def test_a_config_that_later_commands_would_take_for_ours_is_an_error(
         choose_targets(tmp_path / "base.ckpt", sdxl_config, both=True)
 
 
+def test_two_links_to_one_file_are_refused(sdxl_config: LbmConfig, tmp_path: Path) -> None:
+    (tmp_path / "one").write_bytes(b"mine")
+    for name in ("base.ckpt", "base.safetensors"):
+        (tmp_path / name).symlink_to(tmp_path / "one")
+    with pytest.raises(ConfigError, match=r"base\.safetensors and .*base\.ckpt are links to the same file"):
+        choose_targets(tmp_path / "base.ckpt", sdxl_config, both=True)
+
+
+def test_a_link_stays_one_and_its_file_is_replaced(
+    sdxl_config: LbmConfig, sdxl_folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "base.ckpt").symlink_to(tmp_path / "elsewhere" / "real.ckpt")
+    create_base(sdxl_config, tmp_path / "base.ckpt", backbone=sdxl_folder)
+    assert (tmp_path / "base.ckpt").is_symlink()
+    assert [path.name for path in (tmp_path / "elsewhere").iterdir()] == ["real.ckpt"]
+
+
 def test_a_backbone_is_never_replaced_by_its_base(
     sdxl_config: LbmConfig, sdxl_folder: Path, tmp_path: Path
 ) -> None:

@@ -97,6 +97,10 @@ def open_backbone(signature: str | Path, config: LbmConfig, variant: str | None 
 
 
 def _place(signature: str, variant: str | None) -> Path:
+    if not signature.strip():
+        raise ConfigError(
+            "--backbone_signature: is empty.", hint="Leave it out to take the config's, or name a backbone."
+        )
     local = Path(signature)
     if is_existing(local):
         return local

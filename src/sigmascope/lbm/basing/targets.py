@@ -55,7 +55,7 @@ def choose_targets(save_path: Path, config: LbmConfig, *, both: bool) -> Targets
 
     Raises:
         ConfigError: The ending is neither, or a YAML that describes another model stands where later commands
-            would find it.
+            would find it; or links lead two of the files to one place.
         WriteError: A target cannot be written.
     """
     suffix = save_path.suffix.lower()
@@ -71,7 +71,20 @@ def choose_targets(save_path: Path, config: LbmConfig, *, both: bool) -> Targets
     )
     for path in targets.all:
         require_writable(path)
+    _refuse_one_for_two(targets)
     return targets
+
+
+def _refuse_one_for_two(targets: Targets) -> None:
+    """Refuse links by which the second file would replace the first."""
+    by_place: dict[Path, Path] = {}
+    for path in targets.all:
+        other = by_place.setdefault(path.resolve(), path)
+        if other is not path:
+            raise ConfigError(
+                f"--save_path: {other} and {path} are links to the same file, {path.resolve()}.",
+                hint="Remove one of the links, or write the base under another name.",
+            )
 
 
 def refuse_inputs(targets: Targets, inputs: Iterable[Path]) -> None:
