@@ -334,6 +334,18 @@ def test_stopping_early_leaves_no_thread_behind(shards: Path) -> None:
     assert not decoding_threads()
 
 
+def test_members_that_lie_apart_are_told_of_with_the_rule(tmp_path: Path) -> None:
+    members = [(f"{key}.{name}.png", plain(3)) for name in ("source", "target") for key in "ab"]
+    with pytest.raises(DataError, match=r"no member for the key 'target'.*members follow one another"):
+        list(one_shard(tmp_path, members).batches(0))
+
+
+def test_an_empty_mask_key_is_no_mask(tmp_path: Path) -> None:
+    write_tar(tmp_path / "0.tar", pair("a", 3))
+    stream = TrainingData(tiny().model_copy(update={"mask_key": ""}), DataOptions((str(tmp_path),), 1))
+    assert next(stream.batches(0))[0].mask is None
+
+
 def test_masks_are_one_where_valid_and_conditioning_masks_are_shares(tmp_path: Path) -> None:
     levels = np.linspace(0, 255, 32, dtype=np.uint8)
     grey = encoded(Image.fromarray(np.repeat(levels[None], 32, axis=0)))

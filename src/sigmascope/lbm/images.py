@@ -72,6 +72,11 @@ def to_rgb(image: Image.Image) -> Image.Image:
     return upright.convert("RGB")
 
 
+def mask_levels(grey: Image.Image) -> Image.Image:
+    """Give an 8-bit grey mask its full range: values of 0 and 1 alone, as NumPy saves booleans, are 0 and 255."""
+    return grey.point([0] + [255] * 255) if grey.getextrema() in ((0, 1), (1, 1)) else grey
+
+
 def save_image(image: Image.Image, path: str | Path) -> None:
     """Write a picture whole or not at all; the suffix (.png, .jpg, .jpeg, .webp) chooses the format.
 

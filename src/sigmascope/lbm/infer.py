@@ -17,7 +17,7 @@ from torch.nn import functional
 from sigmascope.errors import ConfigError, NonFiniteError
 from sigmascope.lbm.bridge import sample_bridge
 from sigmascope.lbm.buckets import Size, check_resolution, working_size
-from sigmascope.lbm.images import image_to_tensor, pad_to, resize, tensor_to_image, to_rgb
+from sigmascope.lbm.images import image_to_tensor, mask_levels, pad_to, resize, tensor_to_image, to_rgb
 from sigmascope.lbm.loading import is_finite
 from sigmascope.lbm.model import LbmModel
 from sigmascope.monitor import stage, step
@@ -143,9 +143,9 @@ def _conditioning(
         pixels = frame.enter(pixels).to(like.device)
         parts.append(model.vae.encode(pixels, tile_size=tile_size).float())
     for key in config.conditioning_masks_keys:
-        grey = image_to_tensor(_rgb(given[key], key).convert("L"))[:, :1]
-        mask = (resize(grey.expand(-1, 3, -1, -1), frame.original) + 1.0) / 2.0
-        mask = frame.enter(mask)[:, :1].to(like.device)
+        grey = image_to_tensor(mask_levels(_rgb(given[key], key).convert("L")))[:, :1]
+        grey = frame.enter(resize(grey.expand(-1, 3, -1, -1), frame.original))[:, :1]
+        mask = ((grey + 1.0) / 2.0).to(like.device)  # last: bicubic overshoot is cut at -1 and 1
         parts.append(functional.interpolate(mask, like.shape[-2:], mode="area"))
     return torch.cat(parts, dim=1) if parts else None
 

@@ -26,6 +26,11 @@ def test_a_glob_gives_its_files_sorted(folder: Path) -> None:
     assert names([f"{folder}/train-*"]) == ["train-000.tar", "train-001.tar", "train-002.tar.gz"]
 
 
+def test_a_glob_passes_over_folders(folder: Path) -> None:
+    (folder / "train-old").mkdir()
+    assert names([f"{folder}/train-*"]) == ["train-000.tar", "train-001.tar", "train-002.tar.gz"]
+
+
 def test_a_folder_gives_its_tar_files(folder: Path) -> None:
     assert names([str(folder)]) == ["train-000.tar", "train-001.tar", "train-002.tar.gz"]
 

@@ -47,7 +47,7 @@ def collate(samples: list[Sample], config: LbmConfig, epoch: int) -> Batch:
         numbers=tuple(sample.number for sample in samples),
         keys=tuple(sample.key for sample in samples),
         epoch=epoch,
-        mask=None if config.mask_key is None else _validity(samples, config.mask_key),
+        mask=_validity(samples, config.mask_key) if config.mask_key else None,
         conditioning_images={key: _pictures(samples, key) for key in config.conditioning_images_keys},
         conditioning_masks={key: _masks(samples, key) / 255.0 for key in config.conditioning_masks_keys},
     )

@@ -69,5 +69,6 @@ def _nothing(broken: int, passed: int, skipped: SkippedSamples, processes: int) 
         )
     return DataError(
         f"none of {broken} samples can be used. The first: {skipped.first[0]}.",
-        hint="Check the data, and that source_key, target_key and mask_key name its members.",
+        hint="Check the data, and that source_key, target_key and mask_key name its members. A sample's name ends "
+        "at its first dot, and its members follow one another in the tar file.",
     )

@@ -63,7 +63,8 @@ def _resolve(name: str, pattern: str, allow_pipe: bool) -> list[str]:
     if path.is_dir():
         return _in_folder(path, pattern)
     if glob.has_magic(name):
-        if found := sorted(glob.glob(str(path), recursive=True)):  # noqa: PTH207 - absolute patterns too
+        matches = sorted(glob.glob(str(path), recursive=True))  # noqa: PTH207 - absolute patterns too
+        if found := [match for match in matches if not Path(match).is_dir()]:
             return found
         raise ConfigError(f"shards {pattern!r}: no file matches {name}.", hint="Check the path and the glob.")
     raise FileError(path, f"no such shard (named by {pattern!r}).", hint="Check the path and the braces.")

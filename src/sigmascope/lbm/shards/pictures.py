@@ -11,7 +11,7 @@ from PIL import Image, UnidentifiedImageError
 
 from sigmascope.errors import DataError
 from sigmascope.lbm.buckets import Size
-from sigmascope.lbm.images import DECODER_ERRORS, to_rgb
+from sigmascope.lbm.images import DECODER_ERRORS, mask_levels, to_rgb
 
 Pixels = NDArray[np.uint8]
 Crop = Literal["center", "random"]
@@ -60,9 +60,7 @@ def decode_mask(data: bytes) -> Image.Image:
     Raises:
         DataError: As `decode_picture`.
     """
-    grey = decode_picture(data).convert("L")
-    low, high = grey.getextrema()
-    return grey.point([0] + [255] * 255) if (low, high) in ((0, 1), (1, 1)) else grey
+    return mask_levels(decode_picture(data).convert("L"))
 
 
 def choose_cut(image_size: Size, size: Size, crop: Crop, draws: random.Random) -> Cut:

@@ -100,8 +100,13 @@ class SampleDecoder:
             raw.key,
             cut.size,
             {key: apply_cut(image, cut, Image.Resampling.BICUBIC) for key, image in pictures.items()},
-            {key: apply_cut(image, cut, Image.Resampling.NEAREST) for key, image in masks.items()},
+            {key: apply_cut(image, cut, self._mask_resampling(key)) for key, image in masks.items()},
         )
+
+    def _mask_resampling(self, key: str) -> Image.Resampling:
+        """Whether a pixel is valid is yes or no; conditioning is resized as inference does."""
+        validity = key == self.config.mask_key
+        return Image.Resampling.NEAREST if validity else Image.Resampling.BICUBIC
 
     def _size(self, shape: Size) -> Size:
         if self.size is not None:
