@@ -3,15 +3,18 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
+from sigmascope.errors import DataError, SigmascopeError
 from sigmascope.lbm.batches import Batch
 
 Position = TypeVar("Position")
+_FAILED: Final = -1
+"""Stands for a batch's length where there is none because of an error."""
 
 
 @dataclass(frozen=True)
@@ -61,20 +64,48 @@ class Team:
 def groups(stream: Iterable[tuple[Batch, Position]], size: int, team: Team) -> Iterator[Group[Position]]:
     """Join up to `size` batches for each optimizer step, as many in every process.
 
-    The epoch ends for all as soon as any process has no batch left; what the others still had stays unused.
+    The epoch ends for all as soon as any process has no batch left; what the others still had stays unused. Where
+    one's data fails, all stop, so that none waits for ever for one that has ended.
 
     Args:
         stream: Batches of an epoch, each with the position after it.
         size: Batches of an optimizer step; the last one of an epoch may have fewer.
         team: The processes.
+
+    Raises:
+        DataError: Another process's data failed; says what it said.
+        SigmascopeError: Whatever is wrong with the data of this one.
     """
     rest = iter(stream)
     while True:
-        taken = list(islice(rest, size))
+        taken, failure = _taken(rest, size)
         lengths = [len(batch) for batch, _ in taken]
-        rows = team.gather(lengths + [0] * (size - len(lengths)))
+        rows = team.gather([_FAILED] * size if failure else lengths + [0] * (size - len(lengths)))
+        if any(_FAILED in row for row in rows):
+            raise _agreed_failure(failure, team)
         count = min(sum(1 for length in row if length) for row in rows)
         if count == 0:
             return
         samples = sum(sum(row[:count]) for row in rows)
         yield Group(tuple(batch for batch, _ in taken[:count]), samples, taken[count - 1][1])
+
+
+def _taken(
+    rest: Iterator[tuple[Batch, Position]], size: int
+) -> tuple[list[tuple[Batch, Position]], SigmascopeError | None]:
+    """The next batches, or why there are none."""
+    try:
+        return list(islice(rest, size)), None
+    except SigmascopeError as error:
+        return [], error
+
+
+def _agreed_failure(own: SigmascopeError | None, team: Team) -> SigmascopeError:
+    """What this process raises. All call this together."""
+    said = team.objects(None if own is None else str(own))
+    if own is not None:
+        return own
+    number, words = next((number, words) for number, words in enumerate(said) if words)
+    return DataError(
+        f"the data of process {number} of {team.size} failed: {words}", hint="See what that process says."
+    )
