@@ -198,7 +198,7 @@ def test_short_forms() -> None:
 
 
 def test_empty_values_of_a_template_mean_none() -> None:
-    empty = {"validation_shards": [], "lora_weights_path": "", "wandb_project": None}
+    empty: dict[str, Any] = {"validation_shards": [], "lora_weights_path": "", "wandb_project": None}
     settings = parse_train_settings({**RUN, "rank": 8, **empty})
     assert settings.validation_shards is None
     assert settings.lora_weights_path is None
