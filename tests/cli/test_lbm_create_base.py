@@ -44,16 +44,18 @@ def test_both_files_and_the_config_are_written_and_named(files: Path) -> None:
     assert "add_embedding.linear_1.weight" in outcome.stdout.replace("\n", "")
 
 
-def test_the_weights_are_bf16_unless_told_otherwise(files: Path) -> None:
-    for flags, dtype in (
-        ([], torch.bfloat16),
+@pytest.mark.parametrize(
+    ("flags", "dtype"),
+    [
         (["--torch-dtype", "fp16"], torch.float16),  # dashes work as well
         (["--torch_dtype", "backbone"], torch.float32),
-    ):
-        assert create(files, *flags).exit_code == 0
-        state = load_file(files / "out" / "exact_base.safetensors")
-        assert state.pop("num_iterations").dtype == torch.float32
-        assert {tensor.dtype for tensor in state.values()} == {dtype}
+    ],
+)
+def test_the_weights_are_of_the_type_asked_for(files: Path, flags: list[str], dtype: torch.dtype) -> None:
+    assert create(files, *flags).exit_code == 0
+    state = load_file(files / "out" / "exact_base.safetensors")
+    assert state.pop("num_iterations").dtype == torch.float32
+    assert {tensor.dtype for tensor in state.values()} == {dtype}
 
 
 def test_json_lists_every_change_and_what_the_test_saw(files: Path) -> None:
@@ -80,10 +82,17 @@ def test_verbose_shows_every_weight_that_changed(files: Path) -> None:
     outcome = create(files, "--verbose", "--test_baseline")
     assert outcome.exit_code == 0, outcome.output
     shown = outcome.stdout.splitlines()
-    changes = json.loads(create(files, "--json").stdout)["adapted"]
-    for key, each in changes.items():
-        had, shape = ("×".join(map(str, each[side])) for side in ("from", "to"))
-        assert f"  {key}: {had} -> {shape}, zero-filled" in shown
+    made = load_file(files / "out" / "exact_base.safetensors")
+    backbone = load_file(files / "backbone" / "unet" / "diffusion_pytorch_model.safetensors")
+    changed = 0
+    for key, weight in backbone.items():
+        had, shape = (
+            "×".join(map(str, each.shape)) for each in (weight, made.get(f"denoiser.{key}", weight))
+        )
+        if had != shape:
+            changed += 1
+            assert f"  denoiser.{key}: {had} -> {shape}, zero-filled" in shown
+    assert changed == 9
     assert "  add_embedding.linear_1.bias: 64, dropped" in shown
     assert "dB from its source" in " ".join(outcome.stdout.split())
 

@@ -96,7 +96,7 @@ def test_a_narrow_text_is_filled_with_zeros(
     backbone_config: dict[str, object], backbone: Path, tmp_path: Path
 ) -> None:
     config = parse_config(backbone_config)
-    report = create_base(config, tmp_path / "base.ckpt", backbone=backbone)
+    report = create_base(config, tmp_path / "base.safetensors", backbone=backbone, both=False)
     assert {each.change for each in report.adapted.values()} == {"zero-filled"}
     assert_same_bits(load_file(tmp_path / "base.safetensors"), rule_by_hand(backbone, config, torch.float32))
 
@@ -109,7 +109,7 @@ def test_adapting_cuts_and_fills_with_zeros() -> None:
 def test_every_change_is_reported_with_both_shapes(
     sdxl_config: LbmConfig, sdxl_folder: Path, tmp_path: Path
 ) -> None:
-    report = create_base(sdxl_config, tmp_path / "base.ckpt", backbone=sdxl_folder)
+    report = create_base(sdxl_config, tmp_path / "base.safetensors", backbone=sdxl_folder, both=False)
     first = report.adapted["denoiser.conv_in.weight"]
     assert (first.change, first.had, first.shape) == ("zero-filled", (16, 4, 3, 3), (16, 5, 3, 3))
     others = {key: each for key, each in report.adapted.items() if key != "denoiser.conv_in.weight"}
@@ -131,7 +131,8 @@ def test_every_change_is_reported_with_both_shapes(
 def test_what_a_single_file_holds_besides_is_counted(
     sdxl_config: LbmConfig, make_form: Callable[[Form], Path], tmp_path: Path
 ) -> None:
-    report = create_base(sdxl_config, tmp_path / "base.ckpt", backbone=make_form("safetensors"))
+    path = tmp_path / "base.safetensors"
+    report = create_base(sdxl_config, path, backbone=make_form("safetensors"), both=False)
     assert report.outside == {"conditioner": 1}
 
 

@@ -110,15 +110,19 @@ def test_an_equal_config_is_left_alone(sdxl_config: LbmConfig, tmp_path: Path) -
     assert config_target(tmp_path / "base.ckpt", sdxl_config) is None
 
 
-@pytest.mark.parametrize("text", ["bridge_noise_sigma: 0.5", "not: an LBM"])
 def test_another_model_s_config_is_kept_and_ours_goes_beside_it(
-    sdxl_config: LbmConfig, sdxl_folder: Path, tmp_path: Path, text: str
+    sdxl_config: LbmConfig, sdxl_folder: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "config.yaml").write_text(text)
+    (tmp_path / "config.yaml").write_text("bridge_noise_sigma: 0.5")
     report = create_base(sdxl_config, tmp_path / "base.ckpt", backbone=sdxl_folder)
     assert report.config_path == tmp_path / "base.yaml"
     assert load_config(report.config_path) == sdxl_config
-    assert (tmp_path / "config.yaml").read_text() == text
+    assert (tmp_path / "config.yaml").read_text() == "bridge_noise_sigma: 0.5"
+
+
+def test_a_yaml_of_something_else_is_kept_too(sdxl_config: LbmConfig, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("not: an LBM")
+    assert config_target(tmp_path / "base.ckpt", sdxl_config) == tmp_path / "base.yaml"
 
 
 def test_a_config_that_later_commands_would_take_for_ours_is_an_error(
