@@ -8,7 +8,7 @@ from tests.lbm.training.tiny_run import tiny_settings
 
 from sigmascope.lbm.training.draws import draw_bridge, draw_offset, generator_for, generators_for
 
-SAMPLES = 4000
+SAMPLES = 2000
 SIGNIFICANCE = 0.01
 
 

@@ -89,7 +89,9 @@ def test_diffusers_loads_the_files_with_equal_effect(
     torch.testing.assert_close(output(model), trained, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(
+    "format", ["native", *(pytest.param(name, marks=pytest.mark.slow) for name in ("kohya", "peft"))]
+)
 def test_a_file_of_any_format_can_be_validated(
     format: str, written: tuple[Tensor, dict[str, Path], int]
 ) -> None:

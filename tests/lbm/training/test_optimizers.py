@@ -8,6 +8,7 @@ from torch import nn
 from sigmascope.errors import ConfigError
 from sigmascope.lbm.training.optimizers import (
     SCHEDULES,
+    check_optimizer,
     check_schedule,
     make_optimizer,
     make_schedule,
@@ -55,6 +56,16 @@ def test_every_argument_reaches_the_optimizer() -> None:
 def test_an_unknown_optimizer_is_refused_with_the_list(name: str) -> None:
     with pytest.raises(ConfigError, match=r"optimizer: there is no .*Use one of .*AdamW.*SGD"):
         optimizer_class(name)
+
+
+@pytest.mark.parametrize("kwargs", [{"betas": 5}, {"betas": [0.9]}, {"eps": "small"}, {"weight_decay": -1}])
+def test_a_value_is_refused_before_there_are_parameters(kwargs: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="optimizer: AdamW refuses"):
+        check_optimizer("AdamW", kwargs)
+
+
+def test_whether_a_fused_kernel_can_be_had_is_not_judged_without_parameters() -> None:
+    check_optimizer("AdamW", {"fused": True, "betas": [0.9, 0.99]})
 
 
 def test_a_value_that_the_optimizer_refuses_is_named() -> None:

@@ -25,6 +25,7 @@ SCHEDULES: dict[str, tuple[str, ...]] = {
     "piecewise_constant": ("step_rules",),
 }
 """diffusers' schedules and the arguments of each."""
+_ANY_RATE = 1e-3
 NO_WARMUP = frozenset({"constant", "piecewise_constant"})
 
 
@@ -45,10 +46,10 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
 
 
 def check_optimizer(name: str, kwargs: Mapping[str, Any]) -> None:
-    """Refuse an optimizer or arguments of it that do not exist, before any model is loaded.
+    """Refuse an optimizer or arguments of it that do not exist or have no such value, before any model is loaded.
 
     Raises:
-        ConfigError: Names the optimizer or the argument, and the known ones.
+        ConfigError: Names the optimizer or the argument, and the known ones or what is wrong with the value.
     """
     known = _arguments(optimizer_class(name))
     for key in kwargs:
@@ -57,6 +58,9 @@ def check_optimizer(name: str, kwargs: Mapping[str, Any]) -> None:
                 f"optimizer_kwargs.{key}: is set by {SET_ELSEWHERE[key]}.", hint="Leave it out here."
             )
         _require_known("optimizer_kwargs", key, known, optimizer_class(name).__name__)
+    # Whether a fused kernel can be had depends on where the parameters will be.
+    anywhere = {key: value for key, value in kwargs.items() if key != "fused"}
+    _made(name, [nn.Parameter(torch.zeros(1, 1))], _ANY_RATE, anywhere)
 
 
 def make_optimizer(
@@ -74,15 +78,7 @@ def make_optimizer(
         ConfigError: There is no such optimizer, or it refuses an argument or its value.
     """
     check_optimizer(name, kwargs)
-    make: Any = optimizer_class(name)  # each class has arguments of its own
-    given = {key: tuple(value) if isinstance(value, list) else value for key, value in kwargs.items()}
-    try:
-        optimizer: torch.optim.Optimizer = make(list(parameters), lr=learning_rate, **given)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(
-            f"optimizer: {name} refuses {dict(kwargs)} ({error}).", hint="Correct optimizer_kwargs."
-        ) from error
-    return optimizer
+    return _made(name, parameters, learning_rate, kwargs)
 
 
 def check_schedule(name: str, warmup_steps: int, kwargs: Mapping[str, Any]) -> None:
@@ -158,6 +154,21 @@ def make_schedule(
             f"lr_scheduler: {name} refuses {kwargs} ({error}).", hint="Correct lr_scheduler_kwargs."
         ) from error
     return schedule
+
+
+def _made(
+    name: str, parameters: Iterable[nn.Parameter], learning_rate: float, kwargs: Mapping[str, Any]
+) -> torch.optim.Optimizer:
+    make: Any = optimizer_class(name)  # each class has arguments of its own
+    given = {key: tuple(value) if isinstance(value, list) else value for key, value in kwargs.items()}
+    try:
+        optimizer: torch.optim.Optimizer = make(list(parameters), lr=learning_rate, **given)
+    except (TypeError, ValueError, IndexError, RuntimeError) as error:
+        raise ConfigError(
+            f"optimizer: {name} refuses {dict(kwargs)} ({error}).",
+            hint="Correct optimizer_kwargs, or choose another optimizer.",
+        ) from error
+    return optimizer
 
 
 def _optimizers() -> dict[str, type[torch.optim.Optimizer]]:
