@@ -76,6 +76,8 @@ class StepHook(ModuleHook):
             denoising = denoising_here(self._session)
             if denoising is None:
                 self.act(args, kwargs)
+            elif denoising.repeating is self._name:
+                denoising.repeats += 1
             else:
                 denoising.called(self._name, args, kwargs)
         except Exception as failure:  # noqa: BLE001 - what an instrument raises must not reach the host

@@ -26,6 +26,12 @@ class Denoising:
     Args:
         stage: The denoising, open and innermost.
         recorder: Its recorder.
+
+    Attributes:
+        calls: By component, of the steps that are over.
+        repeating: The component whose next call belongs to the open step whatever its arguments, so that the hot path
+            needs no more than to count it in `repeats`; None where `called` has to look.
+        repeats: Calls in the open step of the component that began it.
     """
 
     __slots__ = (
@@ -34,7 +40,6 @@ class Denoising:
         "_mark",
         "_moved_ns",
         "_moves",
-        "_repeats",
         "_scope",
         "_started",
         "_timestep",
@@ -42,6 +47,8 @@ class Denoising:
         "calls",
         "last_ns",
         "most_calls_a_step",
+        "repeating",
+        "repeats",
         "stage",
         "stepped",
     )
@@ -58,7 +65,8 @@ class Denoising:
         self._mark: Mark | None = None
         self._timestep: float | None = None
         self._first = ""
-        self._repeats = 0
+        self.repeating: str | None = None
+        self.repeats = 0
         self._turns: list[tuple[str, int]] = []
         self._moved_ns = 0
         self._moves: dict[int, int] = {}
@@ -71,16 +79,19 @@ class Denoising:
             args: The call's arguments, of which the second or `timestep` is the timestep.
             kwargs: Those by name.
         """
-        self.calls[name] += 1
         if self._started is not None:
             if self.stepped or not self._is_another(_timestep(args, kwargs)):
                 if name == self._first:
-                    self._repeats += 1
+                    self.repeats += 1
+                else:
+                    self.calls[name] += 1
                 return
             self._commit(self.last_ns or self._clock())
         elif not self.stepped:
             self._timestep = _value(_timestep(args, kwargs))
-        self._first, self._repeats = name, 1
+        self._first, self.repeats = name, 1
+        if self.stepped:
+            self.repeating = name
         scope = self._scope
         self._mark = None if scope.columns.timings is None else scope.instruments.mark()
         self._started = self._clock()
@@ -117,9 +128,12 @@ class Denoising:
 
     def _commit(self, ended_ns: int) -> None:
         started, self._started = self._started, None
+        self.repeating = None
         if started is not None:
-            if self._repeats > self.most_calls_a_step:
-                self.most_calls_a_step = self._repeats
+            repeats = self.repeats
+            self.calls[self._first] += repeats
+            if repeats > self.most_calls_a_step:
+                self.most_calls_a_step = repeats
             if not self._turns or self._first != self._turns[-1][0]:
                 self._turns.append((self._first, len(self._scope.columns)))
             if self._moved_ns:
