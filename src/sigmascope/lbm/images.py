@@ -142,8 +142,8 @@ def _wide_grey(image: Image.Image) -> Image.Image:
     """
     values = np.asarray(image, dtype=np.float64)
     values = np.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)
-    if image.mode.startswith("I;16") or (image.mode == "I" and values.max(initial=0) > 255):
-        values = values / 257.0
+    if values.max(initial=0) > (255 if image.mode == "I" else 1) and image.mode != "F":
+        values = values / 257.0  # 0 and 1 alone are a mask's, which stays one for `mask_levels`
     elif image.mode == "F" and values.max(initial=0) <= 1.0:
         values = values * 255.0
     return Image.fromarray(values.round().clip(0, 255).astype(np.uint8))

@@ -62,6 +62,8 @@ def test_decompression_bombs_are_refused_before_they_are_decoded(
 def test_masks_are_grey_and_ones_count_as_white() -> None:
     ones = Image.fromarray(np.array([[0, 1], [1, 0]], np.uint8))
     assert np.asarray(decode_mask(encoded(ones))).tolist() == [[0, 255], [255, 0]]
+    wide = Image.fromarray(np.array([[0, 1], [1, 0]], np.uint16))
+    assert np.asarray(decode_mask(encoded(wide))).tolist() == [[0, 255], [255, 0]]
     grey = Image.fromarray(np.array([[0, 1], [100, 255]], np.uint8))
     assert np.asarray(decode_mask(encoded(grey))).tolist() == [[0, 1], [100, 255]]
     assert np.asarray(decode_mask(encoded(Image.new("1", (1, 1), 1)))).tolist() == [[255]]
