@@ -22,7 +22,7 @@ from sigmascope.lbm.training.identity import require_same
 from sigmascope.lbm.training.injection import TrainableFull
 from sigmascope.lbm.training.loop import TrainingLoop
 from sigmascope.lbm.training.memory_estimate import weight_dtype
-from sigmascope.lbm.training.monitoring import Watch, keep_earlier_record, nonfinite_finding
+from sigmascope.lbm.training.monitoring import Watch, nonfinite_finding
 from sigmascope.lbm.training.session import Session, make_session
 from sigmascope.lbm.training.settings import TrainSettings
 from sigmascope.lbm.training.stopping import StopReason, StopSignals
@@ -140,7 +140,7 @@ def _train(
     )
     resumed = _resume(loop) if aside is None else None
     if session.accelerator.is_main_process:
-        keep_earlier_record(folder.path, session.step)
+        watch.begin(folder.path, session.step, aside)
     start_trackers(session.accelerator, session.settings, session.step)
     reason = loop.run()
     files = [] if reason else _write_result(session, folder.path)
@@ -208,7 +208,7 @@ def _write_weights(session: Session, folder: Path) -> list[Path]:
 def _save_run(watch: Watch, folder: Path) -> None:
     """Keep the record, also of a failure; when that fails too, the failure itself is what the user must see."""
     try:
-        watch.save(folder)
+        watch.save_last(folder)
     except SigmascopeError as error:
         _log.warning("The record was not saved: %s", error)
 

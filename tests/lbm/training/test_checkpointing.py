@@ -106,6 +106,20 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     assert [path.name for path in folder.all()] == ["checkpoint-000010", "checkpoint-000003"]
 
 
+def test_damaged_ones_of_later_steps_do_not_count_among_those_to_keep(tmp_path: Path) -> None:
+    """Training went on from step 2, since 4 and 6 are damaged; what it writes must outlive its own sweep."""
+    folder = CheckpointFolder(tmp_path, keep=1)
+    for step in (6, 4, 2):
+        write_state(tmp_path / f"checkpoint-{step:06d}", state_of(step))
+    for step in (6, 4):
+        (tmp_path / f"checkpoint-{step:06d}" / "state.json").unlink()
+    folder.save(state_of(3))
+    newest = folder.newest()
+    assert newest is not None
+    assert newest[1].step == 3
+    assert not (tmp_path / "checkpoint-000002").exists()
+
+
 def test_a_folder_of_the_same_name_is_replaced(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path)
     folder.save(state_of(1, value=1.0))

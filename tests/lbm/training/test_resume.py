@@ -13,6 +13,7 @@ from tests.lbm.training.small_run import SmallRun, same, weights_at
 from sigmascope.errors import CheckpointError, ConfigError
 from sigmascope.lbm.train import Listeners, StepLog, train
 from sigmascope.lbm.training.checkpoint_files import read_state
+from sigmascope.lbm.training.monitoring import Watch
 
 PLAIN: dict[str, Any] = {}
 ELABORATE: dict[str, Any] = {
@@ -116,8 +117,27 @@ def test_a_finished_training_is_not_trained_further(small_run: SmallRun) -> None
 
 def test_resuming_under_other_settings_names_every_key_that_differs(small_run: SmallRun) -> None:
     train(small_run.settings(max_steps=1))
+    record = (small_run.out / "run.json").read_bytes()
     with pytest.raises(ConfigError, match=r"learning_rate: 0\.01 then, 0\.02 now; seed: 0 then, 5 now"):
         train(small_run.settings(max_steps=2, learning_rate=0.02, seed=5))
+    assert (small_run.out / "run.json").read_bytes() == record
+
+
+def test_no_record_of_an_earlier_session_is_lost(tmp_path: Path) -> None:
+    def session(words: str, aside: Path | None = None) -> None:
+        watch = Watch()
+        watch.begin(tmp_path, 2, aside)
+        watch.save_last(tmp_path)
+        (tmp_path / "run.json").write_text(words, encoding="utf-8")
+
+    for number in (1, 2, 3):
+        session(str(number))
+    aside = tmp_path / "before-1"
+    aside.mkdir()
+    session("4", aside)
+    Watch().save_last(tmp_path)  # one that failed before it began
+    names = ("run-until-000002.json", "run-until-000002-2.json", "before-1/run.json", "run.json")
+    assert [(tmp_path / name).read_text(encoding="utf-8") for name in names] == ["1", "2", "3", "4"]
 
 
 @pytest.mark.slow

@@ -61,14 +61,15 @@ def print_report(report: "TrainReport", settings: "TrainSettings", *, as_json: b
     for finding in report.run.findings:
         err.print(Text(f"{finding.message} {finding.advice or ''}".rstrip(), style="yellow"), soft_wrap=True)
     if report.skipped.count:
-        text = f"{report.skipped.count} samples were left out, first {report.skipped.first[0]}"
+        what = "1 sample was" if report.skipped.count == 1 else f"{report.skipped.count} samples were"
+        text = f"{what} left out, first {report.skipped.first[0]}"
         err.print(Text(text, style="yellow"), soft_wrap=True)
     if report.stopped_by is not None:
         where = report.checkpoint or "no checkpoint yet"
         typer.echo(f"Stopped by {report.stopped_by} after step {report.step}: {where}")
         typer.echo("Next: the same command goes on from there.")
         return
-    typer.echo(f"Trained {report.step} steps in {_clock(report.run.seconds)}{_gained(report)}")
+    typer.echo(f"Trained {_steps(report.step)} in {_clock(report.run.seconds)}{_gained(report)}")
     for file in report.files:
         typer.echo(f"Wrote {file}")
 
@@ -134,6 +135,8 @@ def _gained(report: "TrainReport") -> str:
         return ""
     first, last = report.validations[0], report.validations[-1]
     count = next(iter(last.psnr))
+    if first is last:
+        return f": {last.psnr[count]:.2f} dB at step {last.step}"
     return f": {first.psnr[count]:.2f} dB at step {first.step}, {last.psnr[count]:.2f} dB at step {last.step}"
 
 

@@ -111,4 +111,4 @@ class _ConsoleHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print one line."""
-        self._console.print(f"Note: {record.getMessage()}", style="yellow", markup=False)
+        self._console.print(f"Note: {record.getMessage()}", style="yellow", markup=False, soft_wrap=True)

@@ -72,12 +72,15 @@ class CheckpointFolder:
     def save(self, state: TrainingState, add_files: Callable[[Path], object] | None = None) -> Path:
         """Write a checkpoint, then remove those beyond the number to keep.
 
+        Those of later steps neither count nor go: training went on from an earlier one because they are damaged.
+
         Raises:
             WriteError: The disk is full or refuses. All earlier checkpoints are as they were.
         """
         target = self.path / checkpoint_name(state.step)
         write_state(target, state, add_files)
-        for old in self.all()[self._keep :]:
+        found = self.all()
+        for old in found[found.index(target) + self._keep :]:
             self._remove(old)
         return target
 

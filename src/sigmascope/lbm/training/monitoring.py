@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, Final
 
@@ -56,16 +57,39 @@ class Spent:
 
 @dataclass
 class Watch:
-    """The record of one training: a `Recorder`, the time spent, and findings."""
+    """The record of one training: a `Recorder`, the time spent, and findings.
+
+    `began` says that the record in the folder, where there is one, is this session's.
+    """
 
     recorder: Recorder = field(default_factory=lambda: Recorder(name="lbm train", sample_hz=2.0))
     spent: Spent = field(default_factory=Spent)
     findings: list[Finding] = field(default_factory=list)
+    began: bool = False
 
     def run(self) -> Run:
         """All that is known now, with the findings that follow from it."""
         findings = (*time_findings(self.spent), *self.findings)
         return replace(self.recorder.run(), findings=findings)
+
+    def begin(self, folder: Path, step: int, aside: Path | None) -> None:
+        """From now on the record in the folder is this session's.
+
+        That of the session before goes along with its checkpoints, or gets a name that says where this one began; none
+        is overwritten.
+
+        Args:
+            folder: Of the checkpoints.
+            step: That this session begins at.
+            aside: Where the earlier checkpoints went, when it begins anew.
+        """
+        _keep_earlier_record(folder, step, aside)
+        self.began = True
+
+    def save_last(self, folder: Path) -> None:
+        """Write the record at the end; one that failed to begin leaves that of an earlier session in its place."""
+        if self.began or not (folder / RUN_FILE).exists():
+            self.save(folder)
 
     def save(self, folder: Path) -> Path:
         """Write the record beside the checkpoints."""
@@ -74,11 +98,16 @@ class Watch:
         return path
 
 
-def keep_earlier_record(folder: Path, step: int) -> None:
-    """Give the record of the session before another name, which says where this one resumed."""
+def _keep_earlier_record(folder: Path, step: int, aside: Path | None) -> None:
     path = folder / RUN_FILE
-    if path.is_file():
-        path.replace(folder / f"run-until-{step:06d}.json")
+    if not path.is_file():
+        return
+    if aside is not None:
+        path.replace(aside / RUN_FILE)
+        return
+    stem = f"run-until-{step:06d}"
+    names = chain([f"{stem}.json"], (f"{stem}-{number}.json" for number in count(2)))
+    path.replace(next(place for name in names if not (place := folder / name).exists()))
 
 
 def time_findings(spent: Spent) -> Sequence[Finding]:
