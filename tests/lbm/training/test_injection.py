@@ -167,6 +167,7 @@ def test_alphas_of_a_file_stay_as_they_are(tmp_path: Path) -> None:
         torch.testing.assert_close(with_peft, output(model), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_part_of_a_file_is_trained_and_the_rest_acts_and_stays(tmp_path: Path) -> None:
     lora = trained(new_model(), trainable_lora_modules=SOME).state()
     path = saved(tmp_path, lora)

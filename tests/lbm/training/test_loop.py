@@ -49,7 +49,10 @@ def first_step(run: SmallRun, **keys: Any) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("keys", "samples"),
-    [({"batch_size": 4}, 4), ({"batch_size": 2, "gradient_accumulation_steps": 2}, 4)],
+    [
+        pytest.param({"batch_size": 4}, 4, marks=pytest.mark.slow),
+        ({"batch_size": 2, "gradient_accumulation_steps": 2}, 4),
+    ],
 )
 def test_a_step_is_along_the_gradient_of_the_mean_over_all_its_samples(
     small_run: SmallRun, keys: dict[str, Any], samples: int
@@ -99,6 +102,7 @@ def test_only_what_is_trained_changes(small_run: SmallRun, monkeypatch: pytest.M
     assert all(factors.up.abs().max() > 0 for factors in lora.modules.values())
 
 
+@pytest.mark.slow
 def test_the_rate_warms_up_and_falls_as_the_schedule_says(small_run: SmallRun) -> None:
     settings = small_run.settings(lr_scheduler="linear", warmup_steps=2, max_steps=6, learning_rate=0.08)
     rates = [log.learning_rate for log in train(settings).logs]

@@ -80,7 +80,7 @@ def test_full_fine_tuning_resumes_to_the_same_weights(small_run: SmallRun) -> No
     assert {key for key in base if key.startswith("denoiser.") and base[key].ndim > 1} <= changed
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.slow)])
 def test_a_signal_ends_training_after_the_step_with_a_checkpoint(small_run: SmallRun, name: str) -> None:
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
 

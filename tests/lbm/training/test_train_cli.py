@@ -41,6 +41,11 @@ def test_training_prints_json_and_the_next_call_resumes(small_run: SmallRun) -> 
     again = invoke(small_run, "--max-steps", "2")
     assert "step 2/2  loss" in again.stderr
     assert f"Wrote {small_run.out / 'lora.safetensors'}" in again.stdout
+
+
+@pytest.mark.slow
+def test_no_resume_begins_anew(small_run: SmallRun) -> None:
+    assert invoke(small_run, "--max_steps", "1").exit_code == 0
     anew = json.loads(invoke(small_run, "--max_steps", "1", "--no-resume", "--json").stdout)
     assert (anew["resumed_from"], Path(anew["set_aside"]).name) == (None, "before-1")
 
