@@ -64,6 +64,7 @@ def few_resamples(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("few_resamples")
+@pytest.mark.slow
 def test_alike_runs_raise_an_alarm_no_more_often_than_alpha() -> None:
     checks = [
         check_regression(noisy_runs(10, seed=seed), noisy_runs(10, seed=500 + seed)) for seed in range(100)

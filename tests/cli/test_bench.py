@@ -52,6 +52,7 @@ def test_json_holds_every_case(folder: Path, tmp_path: Path) -> None:
     assert all(case["summary"]["generation"]["count"] == 2 for case in found["cases"])
 
 
+@pytest.mark.slow
 def test_other_arguments_reach_the_call(folder: Path, tmp_path: Path) -> None:
     done = quick(folder, tmp_path / "runs", "--call", "output_type=latent", "--json")
     made = json.loads(done.stdout)["cases"][0]["made"]
@@ -65,6 +66,7 @@ def test_a_case_that_the_pipeline_refuses_ends_with_1_and_its_reason(folder: Pat
     assert len(list((tmp_path / "x").iterdir())) == 1
 
 
+@pytest.mark.slow
 def test_the_target_is_held_against_every_repeat(tmp_path: Path) -> None:
     assert "2 of 2 within 1,000 s" in quick("pocket", tmp_path / "a", "--target", 1000).output
     assert "0 of 2 within" in quick("pocket", tmp_path / "b", "--target", 0.000001).output

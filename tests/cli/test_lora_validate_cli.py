@@ -125,6 +125,7 @@ def pocket(pocket_lora: Path, tmp_path: Path) -> list[object]:
     return [*models, "--lora_path", pocket_lora, "--images", folder, "--device", "cpu"]
 
 
+@pytest.mark.slow
 def test_images_show_how_much_nearer_the_lora_comes(pocket: list[object], call: Validate) -> None:
     outcome = call(*pocket)
     assert outcome.code == 0

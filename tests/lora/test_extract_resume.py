@@ -193,6 +193,7 @@ JOBS = {
 
 @posix
 @pytest.mark.parametrize("kind", JOBS)
+@pytest.mark.slow
 def test_killed_at_any_moment_the_next_run_gives_the_same_bytes(server: Server, kind: str) -> None:
     options, moments = JOBS[kind], random.Random(kind)
     begun = time.perf_counter()

@@ -33,6 +33,7 @@ def test_the_record_says_in_plain_words_that_they_are_none(kl: "Sample") -> None
     assert "no picture was encoded" in record.findings[0].message
 
 
+@pytest.mark.slow
 def test_they_are_not_given_unless_asked_for() -> None:
     with pytest.raises(EveryStrategyFailedError):
         encode_latents(Full(), torch.zeros(1, 3, 16, 16))

@@ -42,6 +42,7 @@ def _number_of_calls(calls: dict[tuple[str, str], int], one: "Sample", way: str)
 @pytest.mark.parametrize("name", ["kl", "wan"])
 @given(data=st.data())
 @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@pytest.mark.slow
 def test_whatever_runs_out_the_next_strategy_gives_the_latent(
     name: str, data: st.DataObject, request: pytest.FixtureRequest, calls: dict[tuple[str, str], int]
 ) -> None:

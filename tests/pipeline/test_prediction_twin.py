@@ -89,6 +89,7 @@ def test_the_output_has_the_shape_of_the_real_one(
 @pytest.mark.parametrize(
     ("direction", "shape"), [("encoding", (1, 3, 21, 16, 16)), ("decoding", (1, 16, 6, 2, 2))]
 )
+@pytest.mark.slow
 def test_many_frames_of_a_streaming_vae_take_what_running_them_all_takes(
     direction: Direction, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -98,6 +98,7 @@ def test_lora_that_is_loaded_twice_is_named_and_overlaps_itself(own: Styled) -> 
     )
 
 
+@pytest.mark.slow
 def test_two_loras_in_orthogonal_directions_are_both_seen_and_do_not_overlap(
     own: Styled, tmp_path: Path
 ) -> None:

@@ -124,6 +124,7 @@ def sequential(pipeline: Any) -> None:
         cpu_offload(getattr(pipeline, name), torch.device("cpu"), offload_buffers=True)
 
 
+@pytest.mark.slow
 def test_sequential_offload_is_watched_and_its_moves_are_timed(unwatched: Tensor) -> None:
     pipeline = make_pipeline("sd15")
     sequential(pipeline)

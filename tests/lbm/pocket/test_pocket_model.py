@@ -44,6 +44,7 @@ def test_tuned_is_at_least_8_db_better_than_base_on_its_light(cool_psnr: tuple[f
     assert cool_psnr[1] - cool_psnr[0] >= 8
 
 
+@pytest.mark.slow
 def test_base_relights_to_its_own_light(base: LbmModel, tuned: LbmModel) -> None:
     assert relighting_psnr(base, WARM, HELD_OUT) > relighting_psnr(tuned, WARM, HELD_OUT) + 8
 
@@ -65,6 +66,7 @@ def test_full_rank_is_within_half_a_percent_in_bf16(tmp_path: Path) -> None:
     assert max(module.relative_error or 0 for module in report.modules) <= 0.005
 
 
+@pytest.mark.slow
 def test_full_rank_is_exact_in_float32(tmp_path: Path) -> None:
     path = tmp_path / "full.safetensors"
     extract_lora(BASE_PATH, TUNED_PATH, path, ExtractOptions(9999, 9999, save_precision="float"))

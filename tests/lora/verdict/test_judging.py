@@ -43,6 +43,7 @@ def test_all_modules_of_a_right_lora_match(
 
 
 @pytest.mark.parametrize("family", ["sd15", "sdxl", "sd3", "flux"])
+@pytest.mark.slow
 def test_text_encoders_match_too(pipelines: Pipelines, save: Save, family: str) -> None:
     pipeline = pipelines(family)
     parts = (FAMILIES[family].denoiser, *FAMILIES[family].lora_encoders)

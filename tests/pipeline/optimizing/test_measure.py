@@ -101,6 +101,7 @@ def test_arguments_of_the_pipelines_call_are_enough(sd15: Any) -> None:
     assert found.first.step_seconds is not None
 
 
+@pytest.mark.slow
 def test_the_runs_can_be_diagnosed(clock: Clock, sd15: Any) -> None:
     found = measure(sd15, timed(clock, sliced_is_fast), vae_slicing=True)
     (case,) = cases(found.last.runs[0])

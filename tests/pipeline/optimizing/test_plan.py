@@ -27,6 +27,7 @@ EVERY_FAMILY = pytest.mark.parametrize("family", FAMILIES)
 
 
 @EVERY_FAMILY
+@pytest.mark.slow
 def test_on_a_cpu_nothing_is_done_by_itself(family: str) -> None:
     assert automatic(CPU).plan(warm_pipeline(family)).choices == ()
 

@@ -45,6 +45,7 @@ def test_planned_weights_are_what_applying_makes_of_them(family: str) -> None:
         assert planned * 2**20 == nbytes, name
 
 
+@pytest.mark.slow
 def test_wans_vae_stays_in_float32() -> None:
     plan = automatic(H100).plan(warm_pipeline("wan"))
     assert reason(plan, "precision", "vae") == "AutoencoderKLWan is made to run in float32"

@@ -39,6 +39,7 @@ def test_a_vae_alone_is_refused() -> None:
 
 
 @EVERY_FAMILY
+@pytest.mark.slow
 def test_every_argument_is_one_of_the_pipelines_call_and_has_a_reason(family: str) -> None:
     pipeline = warm_pipeline(family)
     found = settings(pipeline)
@@ -110,6 +111,7 @@ def test_an_image_that_a_device_cannot_hold_the_work_for_is_made_smaller() -> No
     assert found.reasons["height"].startswith("1024 × 1024 pixels take about")
 
 
+@pytest.mark.slow
 def test_a_video_keeps_its_shape_when_it_is_made_smaller() -> None:
     found = _where_nothing_is_tiled(300).configure_generation_settings(warm_pipeline("wan"))
     assert (found["height"], found["width"]) != (480, 832)

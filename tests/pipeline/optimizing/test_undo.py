@@ -49,6 +49,7 @@ def test_all_choices_together_are_undone_exactly(family: str) -> None:
 
 
 @EVERY_FAMILY
+@pytest.mark.slow
 def test_a_pipeline_that_never_ran_is_as_it_was_after_undo(family: str) -> None:
     pipeline = make_pipeline(family)
     before = deep_snapshot(pipeline)

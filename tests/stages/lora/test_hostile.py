@@ -126,6 +126,7 @@ THINGS: list[Callable[[], Any]] = [
 
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.sampled_from(range(len(THINGS))), min_size=5, max_size=5))
+@pytest.mark.slow
 def test_no_object_in_any_place_reaches_the_caller(chosen: list[int]) -> None:
     unet, clip, path, result, other = (THINGS[index]() for index in chosen)
     baseline = capture_lora_baseline(unet, clip, path)
