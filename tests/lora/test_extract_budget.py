@@ -385,7 +385,7 @@ def by_definition(name: str, parameter: float, sigma: "np.ndarray[Any, Any]") ->
 
 
 PARAMETERS = {
-    "sv_ratio": (3.0, 8.0),
+    "sv_ratio": (3.1, 8.1),  # at 3 and 8 the power laws have a singular value on the threshold itself
     "threshold": (0.05, 0.2),
     "error": (0.5, 0.3),
     "ratio": (0.3, 0.15),
