@@ -143,11 +143,19 @@ def load_config(path: str | Path) -> LbmConfig:
     Raises:
         ConfigError: The file cannot be read, is not YAML, or does not describe an LBM model.
     """
-    path = Path(path)
+    return parse_config(read_yaml(Path(path)), where=str(path))
+
+
+def read_yaml(path: Path, *, hint: str = "Check the path.") -> Any:
+    """Give what a YAML file holds; an empty file is an empty mapping.
+
+    Raises:
+        ConfigError: The file cannot be read (then with the hint), or is not YAML.
+    """
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read ({error}).", hint="Check the path.") from error
+        raise ConfigError(f"{path}: cannot be read ({error}).", hint=hint) from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: is not valid YAML ({error}).", hint="Correct that line.") from error
-    return parse_config(data if data is not None else {}, where=str(path))
+    return data if data is not None else {}

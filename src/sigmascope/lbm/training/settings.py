@@ -4,11 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import Field, StringConstraints, ValidationError, field_validator, model_validator
 
 from sigmascope.errors import ConfigError
-from sigmascope.lbm.config import LbmConfig, load_config
+from sigmascope.lbm.config import LbmConfig, load_config, read_yaml
 from sigmascope.lbm.config_errors import config_error
 from sigmascope.lbm.loading import find_config
 from sigmascope.lbm.training.settings_errors import impossible_combinations, partial_pairs
@@ -179,13 +178,7 @@ def load_train_settings(path: str | Path) -> TrainSettings:
         ConfigError: The file cannot be read, is not YAML, or does not describe a run.
     """
     path = Path(path)
-    try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read ({error}).", hint="Check --path_config.") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: is not valid YAML ({error}).", hint="Correct that line.") from error
-    return parse_train_settings(data if data is not None else {}, where=str(path))
+    return parse_train_settings(read_yaml(path, hint="Check --path_config."), where=str(path))
 
 
 def _beside_the_base(data: Mapping[str, Any]) -> dict[str, Any]:
