@@ -172,6 +172,22 @@ def test_the_record_says_where_the_time_went(small_run: SmallRun) -> None:
     assert report.run.stage("model_loading").facts["file"] == str(small_run.base)
 
 
+def test_the_last_step_is_validated_once(small_run: SmallRun) -> None:
+    """Ten samples in batches of 4, 4 and 2, so that only the end of the data tells which step is the last."""
+    shards = {"validation_shards": str(small_run.folder / "val-0.tar"), "validation_samples": 1}
+    settings = small_run.settings(**shards, batch_size=4, max_epochs=1, validation_interval=2)
+    report = train(settings)
+    assert [found.step for found in report.validations] == [0, 2, 3]
+    pictures = small_run.out / "validation"
+    assert sorted(path.name for path in pictures.iterdir()) == [
+        "step-000000.png",
+        "step-000002.png",
+        "step-000003.png",
+    ]
+    names = [child.name for child in report.run.stage("training").children]
+    assert names[-2:] == ["checkpoint_saving", "validation"]
+
+
 @pytest.mark.slow
 def test_tensorboard_shows_what_was_logged(small_run: SmallRun) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")

@@ -48,9 +48,10 @@ class TrainingLoop:
     checkpoint: Path | None = None
     validations: list[Validation] = field(default_factory=list)
     _saved_step: int | None = None
+    _validated_step: int | None = None
 
     def run(self) -> StopReason | None:
-        """Train; afterwards the last step is in a checkpoint.
+        """Train; afterwards the last step is in a checkpoint, and validated unless training was stopped early.
 
         Returns:
             What stopped it early; None when it came to its end.
@@ -68,6 +69,8 @@ class TrainingLoop:
                 reason = self._epochs()
                 if reason is None or session.step > 0:
                     self._save()
+                if reason is None and self._validated_step != session.step:
+                    self._validate()  # after the checkpoint, which must not be lost where this fails
                 return reason
             finally:
                 for name, value in self.watch.spent.facts().items():
@@ -136,6 +139,7 @@ class TrainingLoop:
         session = self.session
         if not self.samples:
             return
+        self._validated_step = session.step
         with self.teller.pause():
             if session.accelerator.is_main_process:
                 with self.watch.spent.on("validation"), self.watch.recorder.stage("validation"):
