@@ -100,8 +100,11 @@ def kept_after_a_stage(case: Case) -> Iterator[Finding]:
 
 
 def values_not_finite(case: Case) -> Iterator[Finding]:
-    """The first tensor that holds NaN or infinity: what comes after it is lost."""
-    for stage in sorted(case.stages, key=lambda one: one.started_seconds):
+    """The first tensor that holds NaN or infinity: what comes after it is lost.
+
+    A stage's tensors are mostly what it made, so that those of the stages inside it come before its own.
+    """
+    for stage in sorted(case.stages, key=lambda one: one.started_seconds + one.seconds):
         for name, facts in stage.tensors.items():
             nans, infinities = facts.nan_count or 0, facts.inf_count or 0
             if not nans and not infinities:

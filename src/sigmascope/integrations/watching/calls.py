@@ -14,6 +14,7 @@ from sigmascope.integrations.watching.call_facts import (
 from sigmascope.integrations.watching.hearing import hears
 from sigmascope.integrations.watching.instrument import Instrument
 from sigmascope.integrations.watching.listeners import After, Arguments, Keywords
+from sigmascope.integrations.watching.outcome import outcome_of
 from sigmascope.integrations.watching.parts import Parts, pipelines_in
 from sigmascope.monitor.live import LiveStage
 from sigmascope.records.pipeline import CallFacts, PipelineFacts
@@ -53,11 +54,14 @@ class Calls(Instrument):
         activities.begin(activity)
 
         def after(result: object, error: BaseException | None) -> None:
+            denoising = activity.denoising  # a decoding would have ended it
             try:
                 activity.end(error)
             finally:
                 activities.forget(activity)
                 activity.pipeline = None
+            if denoising is not None and error is None:
+                session.guard.read("watch.outcome", lambda: _tell_outcome(denoising.stage, result))
             self._tell(stage, activity, pipeline, call, facts)
             self._tell_prompts(stage, prompts)
             seeds = seeds_of(arguments or {})
@@ -103,3 +107,10 @@ class Calls(Instrument):
                     for name, one in kept.items()
                 },
             )
+
+
+def _tell_outcome(denoising: LiveStage, result: object) -> None:
+    """Put on the denoising what it made, which nobody decoded. Values on an accelerator are not waited for."""
+    made = outcome_of(result)
+    if made is not None:
+        denoising.tensor("output", made)
