@@ -1,6 +1,9 @@
 """`sigmascope lbm create-base` as a user meets it."""
 
 import json
+import os
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from typer.testing import CliRunner
 from sigmascope.cli.root import app
 from sigmascope.errors import ConfigError, ModelMismatchError, NonFiniteError
 from sigmascope.lbm.basing.baseline import compare_files
+from sigmascope.lbm.loading import is_finite
 from sigmascope.lbm.model import load_lbm
 
 
@@ -129,6 +133,35 @@ def test_options_that_cannot_work_are_refused_before_anything_is_written(
     outcome = create(files, *flags)
     assert outcome.exit_code != 0
     assert not list((files / "out").iterdir())
+
+
+@pytest.mark.parametrize("name", ["", "  "])
+def test_an_empty_name_of_a_backbone_is_refused(files: Path, name: str) -> None:
+    outcome = create(files, "--backbone_signature", name)  # the later one counts
+    assert isinstance(outcome.exception, ConfigError)
+    assert "--backbone_signature: is empty" in outcome.exception.message
+    assert not list((files / "out").iterdir())
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows ends a process without asking it")
+def test_sigterm_leaves_everything_as_it_was(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = files / "out"
+    (out / "exact_base.ckpt").write_bytes(b"earlier")
+    before, seen = signal.getsignal(signal.SIGTERM), []
+
+    def looked_at(weight: torch.Tensor) -> bool:
+        if len(seen) == 20:
+            assert [path for path in out.iterdir() if path.name.startswith(".")]  # half of the base
+            os.kill(os.getpid(), signal.SIGTERM)
+        seen.append(weight.shape)
+        return is_finite(weight)
+
+    monkeypatch.setattr("sigmascope.lbm.base.is_finite", looked_at)
+    outcome = create(files)
+    assert outcome.exit_code == 143, outcome.output
+    assert len(seen) <= 21
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == {"exact_base.ckpt": b"earlier"}
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_another_model_s_yaml_in_the_way_is_an_error(files: Path) -> None:

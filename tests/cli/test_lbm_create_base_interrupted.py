@@ -37,8 +37,11 @@ def backbone(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGINT for one process")
-def test_ctrl_c_in_the_middle_leaves_everything_as_it_was(backbone: Path, tmp_path: Path) -> None:
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such signals for one process")
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_in_the_middle_leaves_everything_as_it_was(
+    backbone: Path, tmp_path: Path, number: int, code: int
+) -> None:
     out = tmp_path / "out"
     out.mkdir()
     before = {"exact.ckpt": b"earlier", "exact.safetensors": b"earlier too", "notes.txt": b"mine"}
@@ -57,12 +60,12 @@ def test_ctrl_c_in_the_middle_leaves_everything_as_it_was(backbone: Path, tmp_pa
             assert process.poll() is None, process.communicate()
             assert time.monotonic() < deadline
             time.sleep(0.001)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         _, errors = process.communicate(timeout=120)
     finally:
         process.kill()
         process.wait()
-    assert process.returncode == 130, errors
+    assert process.returncode == code, errors
     assert "Traceback" not in errors
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
 

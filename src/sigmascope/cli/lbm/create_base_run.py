@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from sigmascope.cli.lbm.termination import leaving_on_sigterm
 from sigmascope.cli.progress import progress_bar
 from sigmascope.lbm.base import BaseReport, create_base
 from sigmascope.lbm.basing.baseline import BaselineReport, run_baseline
@@ -51,11 +52,12 @@ def run_create_base(options: CreateBaseOptions) -> None:
 
     Raises:
         SigmascopeError: Whatever was wrong with the options, the backbone or the targets.
+        SystemExit: With 143 on SIGTERM; every target is as it was.
     """
     dtype = None if options.torch_dtype == KEEP else resolve_dtype(options.torch_dtype)
     device = resolve_device(options.device)
     config = load_config(options.config_path)
-    with progress_bar("Creating base") as progress:
+    with leaving_on_sigterm(), progress_bar("Creating base") as progress:
         report = create_base(
             options.config_path,
             options.save_path,
