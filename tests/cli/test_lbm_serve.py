@@ -41,7 +41,7 @@ def test_help_names_every_flag_and_gives_an_example() -> None:
         "--host",
         "--port",
         "--open",
-        "--no-open",
+        "--no_open",
         "--json",
         "sigmascope lbm serve --pocket",
     ):

@@ -184,7 +184,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
 def test_when_all_checkpoints_are_damaged_that_is_an_error(small_run: SmallRun) -> None:
     train(small_run.settings(max_steps=2))
     (small_run.out / "checkpoint-000002" / "state.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"state\.safetensors.*--no-resume"):
+    with pytest.raises(CheckpointError, match=r"state\.safetensors.*--no_resume"):
         train(small_run.settings(max_steps=4))
 
 

@@ -46,7 +46,7 @@ def test_training_prints_json_and_the_next_call_resumes(small_run: SmallRun) -> 
 @pytest.mark.slow
 def test_no_resume_begins_anew(small_run: SmallRun) -> None:
     assert invoke(small_run, "--max_steps", "1").exit_code == 0
-    anew = json.loads(invoke(small_run, "--max_steps", "1", "--no-resume", "--json").stdout)
+    anew = json.loads(invoke(small_run, "--max_steps", "1", "--no_resume", "--json").stdout)
     assert (anew["resumed_from"], Path(anew["set_aside"]).name) == (None, "before-1")
 
 

@@ -81,7 +81,7 @@ def serve(
     open_browser: Annotated[
         bool,
         typer.Option(
-            "--open/--no-open", help="Open the page in the browser when it is ready.", rich_help_panel=OUTPUT
+            "--open/--no_open", help="Open the page in the browser when it is ready.", rich_help_panel=OUTPUT
         ),
     ] = False,
     as_json: Annotated[

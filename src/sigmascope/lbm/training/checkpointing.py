@@ -101,7 +101,7 @@ class CheckpointFolder:
             raise CheckpointError(
                 self.path,
                 f"no checkpoint is whole; the newest: {failures[0].message}",
-                hint="Start anew with --no-resume.",
+                hint="Start anew with --no_resume.",
             )
         return None
 

@@ -73,7 +73,7 @@ def require_same(before: Mapping[str, Any], now: Mapping[str, Any], checkpoint: 
         )
         raise ConfigError(
             f"{checkpoint}: was trained with other settings ({listed}).",
-            hint="Set them back, choose another save_ckpt_path, or start anew with --no-resume.",
+            hint="Set them back, choose another save_ckpt_path, or start anew with --no_resume.",
         )
 
 

@@ -197,7 +197,7 @@ def _copy_weights(
         raise CheckpointError(
             checkpoint,
             f"holds other weights than are trained here, first {min(different)}.",
-            hint="Start anew with --no-resume.",
+            hint="Start anew with --no_resume.",
         )
     with torch.no_grad():
         for name, parameter in parameters.items():
