@@ -125,25 +125,9 @@ def backbone_config() -> dict[str, Any]:
 @pytest.fixture
 def backbone(tmp_path: Path) -> Path:
     """A text-to-image model as diffusers saves it: text of width 24, and SDXL's added embedding."""
-    from diffusers import AutoencoderKL, UNet2DConditionModel
+    from tests.sdxl_in_small import sdxl_models  # here, since diffusers takes seconds to import
 
-    torch.manual_seed(0)
-    unet = UNet2DConditionModel(
-        in_channels=4,
-        out_channels=4,
-        cross_attention_dim=24,
-        use_linear_projection=True,
-        addition_embed_type="text_time",
-        addition_time_embed_dim=8,
-        projection_class_embeddings_input_dim=64,
-        **BACKBONE_DENOISER,
-    )
-    vae = AutoencoderKL(
-        latent_channels=4,
-        down_block_types=["DownEncoderBlock2D"] * 2,
-        up_block_types=["UpDecoderBlock2D"] * 2,
-        **BACKBONE_VAE,
-    )
+    unet, vae = sdxl_models(BACKBONE_DENOISER, BACKBONE_VAE, text_width=24)
     unet.save_pretrained(tmp_path / "backbone" / "unet")
     vae.save_pretrained(tmp_path / "backbone" / "vae")
     return tmp_path / "backbone"

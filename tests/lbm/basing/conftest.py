@@ -9,6 +9,7 @@ import pytest
 import torch
 from diffusers import AutoencoderKL, UNet2DConditionModel
 from safetensors.torch import save_file
+from tests.sdxl_in_small import sdxl_models
 from torch import Tensor
 
 from sigmascope.lbm.config import LbmConfig, parse_config
@@ -46,24 +47,7 @@ def sdxl_config() -> LbmConfig:
 @pytest.fixture(scope="session")
 def sdxl() -> tuple[UNet2DConditionModel, AutoencoderKL]:
     """The models that every form of the backbone holds. Never to be changed."""
-    torch.manual_seed(0)
-    unet = UNet2DConditionModel(
-        in_channels=4,
-        out_channels=4,
-        cross_attention_dim=TEXT_WIDTH,
-        use_linear_projection=True,
-        addition_embed_type="text_time",
-        addition_time_embed_dim=8,
-        projection_class_embeddings_input_dim=64,
-        **DENOISER,
-    )
-    vae = AutoencoderKL(
-        latent_channels=4,
-        down_block_types=["DownEncoderBlock2D"] * 2,
-        up_block_types=["UpDecoderBlock2D"] * 2,
-        **VAE,
-    )
-    return unet, vae
+    return sdxl_models(DENOISER, VAE, text_width=TEXT_WIDTH)
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,6 @@
 import os
 import socket
+import time
 
 import pytest
 
@@ -74,5 +75,9 @@ def test_the_end_does_not_wait_for_a_step_of_minutes(monkeypatch: pytest.MonkeyP
 
 
 def test_the_end_of_an_idle_server_is_an_ordinary_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "_exit", lambda code: pytest.fail("left in a hurry"))
+    left: list[int] = []
+    slept: list[float] = []
+    monkeypatch.setattr(os, "_exit", left.append)
+    monkeypatch.setattr(time, "sleep", slept.append)
     server._leave(JobLine(1))
+    assert (left, slept) == ([], [])
