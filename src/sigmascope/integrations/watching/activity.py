@@ -104,6 +104,7 @@ class Activity:
         """The denoising that is going on here; it begins now if none is."""
         denoising = self.denoising
         if denoising is None:
+            self.session.open_calls.close_broken(self)
             stage = self.enter("denoising")
             denoising = self.denoising = Denoising(stage, self.session.recorder)
         return denoising

@@ -47,6 +47,7 @@ class Calls(Instrument):
         call, prompts = self._read(pipeline, arguments or {})
         outside = activities.current(session)
         if outside is not None and outside.pipeline_id is None:
+            session.open_calls.close_broken(outside)
             outside.end_denoising()
         activity = Activity(session, id(pipeline))
         activity.pipeline = pipeline

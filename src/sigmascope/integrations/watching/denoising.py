@@ -43,6 +43,7 @@ class Denoising:
         "_scope",
         "_started",
         "_timestep",
+        "_turn",
         "_turns",
         "calls",
         "last_ns",
@@ -67,6 +68,7 @@ class Denoising:
         self._first = ""
         self.repeating: str | None = None
         self.repeats = 0
+        self._turn: str | None = None
         self._turns: list[tuple[str, int]] = []
         self._moved_ns = 0
         self._moves: dict[int, int] = {}
@@ -86,7 +88,7 @@ class Denoising:
                 else:
                     self.calls[name] += 1
                 return
-            self._commit(self.last_ns or self._clock())
+            self._commit(self._seen_ended())
         elif not self.stepped:
             self._timestep = _value(_timestep(args, kwargs))
         self._first, self.repeats = name, 1
@@ -114,7 +116,7 @@ class Denoising:
     def finish(self) -> None:
         """Take the last step if it is open, and tell what is known of all."""
         if self._started is not None:
-            self._commit(self.last_ns or self._clock())
+            self._commit(self._seen_ended())
         self.stage.fact("denoiser_calls", dict(self.calls))
         self.stage.fact("scheduler_steps", self.stepped)
         self.stage.fact("component", self._turns[0][0] if self._turns else None)
@@ -126,16 +128,22 @@ class Denoising:
         if not self.stepped:
             self.stage.fact("step_grouping", NO_SCHEDULER)
 
+    def _seen_ended(self) -> int:
+        """When the open step's last call was seen to end; now, if it was not, as Ctrl-C does to it."""
+        last_ns, started_ns = self.last_ns, self._started
+        return self._clock() if last_ns is None or last_ns < (started_ns or 0) else last_ns
+
     def _commit(self, ended_ns: int) -> None:
         started, self._started = self._started, None
         self.repeating = None
         if started is not None:
-            repeats = self.repeats
-            self.calls[self._first] += repeats
+            repeats, first = self.repeats, self._first
+            self.calls[first] += repeats
             if repeats > self.most_calls_a_step:
                 self.most_calls_a_step = repeats
-            if not self._turns or self._first != self._turns[-1][0]:
-                self._turns.append((self._first, len(self._scope.columns)))
+            if first is not self._turn:
+                self._turn = first
+                self._turns.append((first, len(self._scope.columns)))
             if self._moved_ns:
                 self._moves[len(self._scope.columns)] = self._moved_ns
                 self._moved_ns = 0

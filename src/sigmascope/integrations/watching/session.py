@@ -8,6 +8,7 @@ from sigmascope.analysis.diagnostics import diagnose
 from sigmascope.analysis.peak_owners import with_owners
 from sigmascope.integrations.watching import activity as activities
 from sigmascope.integrations.watching.activity import Activity
+from sigmascope.integrations.watching.broken_calls import OpenCalls
 from sigmascope.integrations.watching.calls import Calls
 from sigmascope.integrations.watching.denoisers import Denoisers
 from sigmascope.integrations.watching.everywhere import Everywhere
@@ -70,6 +71,7 @@ class Session:
         self._watched: dict[int, Callable[[], object]] = {}
         self._known: dict[int, tuple[tuple[object, ...], PipelineFacts]] = {}
         self.activities: list[Activity] = []
+        self.open_calls = OpenCalls()
 
     # --- from entering to leaving
 
@@ -91,6 +93,7 @@ class Session:
         if self in OPEN:
             OPEN.remove(self)
         for one in reversed(list(self.activities)):
+            self.guard.read("watch.stages", lambda one=one: self.open_calls.close_broken(one))  # type: ignore[misc]
             self.guard.read("watch.stages", lambda one=one: one.end(error))  # type: ignore[misc]
         self.activities.clear()
         self._watched.clear()
@@ -169,6 +172,7 @@ class Session:
             return None
         found = activities.current(self)
         if found is not None:
+            self.open_calls.close_broken(found)
             return found
         if not hears(self, pipeline):
             return None

@@ -2,14 +2,14 @@
 
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from torch import Tensor
 
 from sigmascope.integrations.watching.activity import Activity, current
 from sigmascope.integrations.watching.encoding_analysis import STAGE, Encoding, begun, tell
-from sigmascope.integrations.watching.instrument import Instrument
+from sigmascope.integrations.watching.instrument import Instrument, reference_to
 from sigmascope.integrations.watching.listeners import After, Arguments, Keywords
 from sigmascope.integrations.watching.module_calls import hook_calls
 from sigmascope.integrations.watching.parts import Parts
@@ -45,9 +45,12 @@ class TextEncoding(Instrument):
         encoders = list(parts.of_role("text_encoder"))
         self._encoders[id(parts.pipeline)] = tuple(name for name, _ in encoders)
         for name, encoder in encoders:
-            hook_calls(self, encoder, functools.partial(self._before_encoder, name))
+            self._hook(STAGE, name, encoder)
         for name, encoder in parts.of_role("image_encoder"):
-            hook_calls(self, encoder, functools.partial(self._before_image, name))
+            self._hook("image_encoding", name, encoder)
+
+    def _hook(self, stage: str, name: str, encoder: object) -> None:
+        hook_calls(self, encoder, functools.partial(self._before_encoder, stage, name, reference_to(encoder)))
 
     def _before_prompt(self, pipeline: object, args: Arguments, kwargs: Keywords) -> After | None:
         activity = self.session.here(pipeline)
@@ -93,19 +96,17 @@ class TextEncoding(Instrument):
 
         return after
 
-    def _before_encoder(self, name: str, *_: object) -> After | None:
+    def _before_encoder(
+        self, stage: str, name: str, encoder: Callable[[], object], *_: object
+    ) -> After | None:
         activity = self.session.here()
-        if activity is None:
-            return None
-        return _within(activity, STAGE, name)
-
-    def _before_image(self, name: str, *_: object) -> After | None:
-        activity = self.session.here()
-        return None if activity is None else _within(activity, "image_encoding", name)
+        return None if activity is None else _within(activity, stage, name, encoder())
 
 
-def _within(activity: Activity, name: str, encoder: str) -> After | None:
+def _within(activity: Activity, name: str, encoder: str, module: object) -> After | None:
     """A stage for an encoder's call: of this name, or of the encoder's inside such a stage."""
+    open_calls = activity.session.open_calls
+    open_calls.close_broken(activity, entering=module)
     if activity.is_in(encoder):
         return None
     is_inside = activity.is_in(name)
@@ -113,8 +114,10 @@ def _within(activity: Activity, name: str, encoder: str) -> After | None:
         return None
     activity.runs[encoder] += 1
     stage = activity.enter(encoder if is_inside else name)
+    call = open_calls.begin(activity, stage, module)
 
     def after(result: object, error: BaseException | None) -> None:
+        open_calls.end(call)
         activity.leave(stage, error)
         stage.fact("component", encoder)
 
