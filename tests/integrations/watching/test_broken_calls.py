@@ -1,5 +1,6 @@
 """Ctrl-C inside a module that is called outside of any pipeline, of which PyTorch tells no hook."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -24,10 +25,8 @@ def interrupted(pipeline: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[], 
 
         with monkeypatch.context() as patch:
             patch.setattr(pipeline.text_encoder, "forward", forward)
-            try:
+            with contextlib.suppress(KeyboardInterrupt):
                 pipeline.text_encoder(TOKENS)
-            except KeyboardInterrupt:
-                pass
 
     return call
 
@@ -117,10 +116,8 @@ def test_a_step_that_broke_off_in_a_loop_without_a_scheduler_ends_after_it_began
     denoiser = Fickle(broken)
     with sigmascope.watch(denoiser) as run:
         for step in range(3):
-            try:
+            with contextlib.suppress(KeyboardInterrupt):
                 denoiser(torch.zeros(1), torch.tensor(float(step)))
-            except KeyboardInterrupt:
-                pass
     steps = run.stage("denoising").steps
     assert len(steps) == 3
     assert all(seconds >= 0 for seconds in steps.seconds)
