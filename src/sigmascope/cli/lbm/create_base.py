@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from sigmascope.cli.extras import needs_extra
+from sigmascope.cli.lbm import options
 
 EPILOG = """Examples:
 
@@ -59,12 +60,7 @@ def create_base(
         ),
     ] = "bf16",
     device: Annotated[
-        str,
-        typer.Option(
-            "--device",
-            help="Where --test_baseline runs: auto, cpu, cuda, cuda:1, mps or xpu.",
-            rich_help_panel=MODEL,
-        ),
+        str, options.device(MODEL, "Where --test_baseline runs: auto, cpu, cuda, cuda:1, mps or xpu.")
     ] = "auto",
     test_baseline: Annotated[
         bool,

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from sigmascope.cli.extras import needs_extra
+from sigmascope.cli.lbm import options
 
 EPILOG = (
     "Example: sigmascope lbm infer --base_model_path base.safetensors --lora_path my_lora.safetensors "
@@ -16,15 +17,7 @@ FILES, MODEL, OUTPUT = "Files", "How to run", "What to show"
 
 
 def infer(
-    base_model_path: Annotated[
-        Path,
-        typer.Option(
-            "--base_model_path",
-            help="LBM checkpoint: .safetensors, .ckpt, or a folder.",
-            show_default=False,
-            rich_help_panel=FILES,
-        ),
-    ],
+    base_model_path: Annotated[Path, options.base_model_path(FILES)],
     source_image: Annotated[
         Path,
         typer.Option(
@@ -43,14 +36,7 @@ def infer(
     lora_path: Annotated[
         Path | None, typer.Option("--lora_path", help="A LoRA to apply.", rich_help_panel=FILES)
     ] = None,
-    config_path: Annotated[
-        Path | None,
-        typer.Option(
-            "--config_path",
-            help="The model's YAML; by default the one beside the checkpoint, else the full-size model.",
-            rich_help_panel=FILES,
-        ),
-    ] = None,
+    config_path: Annotated[Path | None, options.config_path(FILES)] = None,
     conditioning: Annotated[
         list[str] | None,
         typer.Option(
@@ -73,12 +59,8 @@ def infer(
     num_inference_steps: Annotated[
         int, typer.Option("--num_inference_steps", help="Steps along the bridge.", rich_help_panel=MODEL)
     ] = 1,
-    torch_dtype: Annotated[
-        str, typer.Option("--torch_dtype", help="float32, bf16 or fp16.", rich_help_panel=MODEL)
-    ] = "float32",
-    device: Annotated[
-        str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, mps or xpu.", rich_help_panel=MODEL)
-    ] = "auto",
+    torch_dtype: Annotated[str, options.torch_dtype(MODEL)] = "float32",
+    device: Annotated[str, options.device(MODEL)] = "auto",
     size: Annotated[
         str,
         typer.Option(
@@ -95,14 +77,7 @@ def infer(
             rich_help_panel=MODEL,
         ),
     ] = None,
-    tile_size: Annotated[
-        int | None,
-        typer.Option(
-            "--tile_size",
-            help="Run the VAE in tiles of this many pixels: large pictures in little memory.",
-            rich_help_panel=MODEL,
-        ),
-    ] = None,
+    tile_size: Annotated[int | None, options.tile_size(MODEL)] = None,
     seed: Annotated[
         int | None,
         typer.Option(
@@ -115,9 +90,7 @@ def infer(
         Path | None,
         typer.Option("--run_path", help="Save what was recorded, as JSON.", rich_help_panel=OUTPUT),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the outcome as JSON on stdout.", rich_help_panel=OUTPUT)
-    ] = False,
+    as_json: Annotated[bool, options.as_json(OUTPUT)] = False,
     verbose: Annotated[
         bool,
         typer.Option("--verbose", "-v", help="Show time and memory of every stage.", rich_help_panel=OUTPUT),

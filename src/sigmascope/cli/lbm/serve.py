@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from sigmascope.cli.extras import needs_extra
+from sigmascope.cli.lbm import options
 
 EPILOG = (
     "Examples: sigmascope lbm serve --pocket\n\n"
@@ -16,27 +17,12 @@ MODEL, ADDRESS, OUTPUT = "Model", "Address", "What to show"
 
 
 def serve(
-    base_model_path: Annotated[
-        Path | None,
-        typer.Option(
-            "--base_model_path",
-            help="LBM checkpoint: .safetensors, .ckpt, or a folder.",
-            show_default=False,
-            rich_help_panel=MODEL,
-        ),
-    ] = None,
+    base_model_path: Annotated[Path | None, options.base_model_path(MODEL)] = None,
     lora_path: Annotated[
         Path | None,
         typer.Option("--lora_path", help="A LoRA to compare with the base.", rich_help_panel=MODEL),
     ] = None,
-    config_path: Annotated[
-        Path | None,
-        typer.Option(
-            "--config_path",
-            help="The model's YAML; by default the one beside the checkpoint, else the full-size model.",
-            rich_help_panel=MODEL,
-        ),
-    ] = None,
+    config_path: Annotated[Path | None, options.config_path(MODEL)] = None,
     pocket: Annotated[
         bool,
         typer.Option(
@@ -45,20 +31,9 @@ def serve(
             rich_help_panel=MODEL,
         ),
     ] = False,
-    torch_dtype: Annotated[
-        str, typer.Option("--torch_dtype", help="float32, bf16 or fp16.", rich_help_panel=MODEL)
-    ] = "float32",
-    device: Annotated[
-        str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, mps or xpu.", rich_help_panel=MODEL)
-    ] = "auto",
-    tile_size: Annotated[
-        int | None,
-        typer.Option(
-            "--tile_size",
-            help="Run the VAE in tiles of this many pixels: large pictures in little memory.",
-            rich_help_panel=MODEL,
-        ),
-    ] = None,
+    torch_dtype: Annotated[str, options.torch_dtype(MODEL)] = "float32",
+    device: Annotated[str, options.device(MODEL)] = "auto",
+    tile_size: Annotated[int | None, options.tile_size(MODEL)] = None,
     resolution: Annotated[
         int | None,
         typer.Option(

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from sigmascope.cli.extras import needs_extra
+from sigmascope.cli.lbm import options
 
 EPILOG = (
     "Example: sigmascope lbm train --path_config lora_relight.yaml --dry_run, then without --dry_run. "
@@ -38,10 +39,7 @@ def train(
         ),
     ] = None,
     device: Annotated[
-        str | None,
-        typer.Option(
-            "--device", help="auto, cpu, cuda, cuda:1, mps or xpu; else the YAML's.", rich_help_panel=RUNNING
-        ),
+        str | None, options.device(RUNNING, "auto, cpu, cuda, cuda:1, mps or xpu; else the YAML's.")
     ] = None,
     allow_pipe: Annotated[
         bool,
@@ -65,9 +63,7 @@ def train(
             rich_help_panel=OUTPUT,
         ),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the outcome as JSON on stdout.", rich_help_panel=OUTPUT)
-    ] = False,
+    as_json: Annotated[bool, options.as_json(OUTPUT)] = False,
 ) -> None:
     """Train on pairs of pictures in WebDataset shards, and write LoRA files.
 
