@@ -1,5 +1,6 @@
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc i
 
 def kept_descriptor() -> int:
     process_rss_bytes()
-    return process_memory._descriptors[os.getpid()]
+    return process_memory._descriptor[0]
 
 
 def known_rss() -> int:
@@ -78,6 +79,17 @@ def grown_beyond(nbytes: int) -> str:
 def test_a_descriptor_closed_by_others_is_opened_again() -> None:
     os.close(kept_descriptor())
     assert process_rss_bytes() == pytest.approx(known_rss(), rel=0.02)
+
+
+@linux
+def test_threads_that_open_it_at_once_keep_one() -> None:
+    os.close(kept_descriptor())
+    process_memory._descriptor.clear()
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with ThreadPoolExecutor(8) as threads:
+        assert all(threads.map(lambda _: (process_rss_bytes() or 0) > MIB, range(800)))
+    assert len(process_memory._descriptor) == 1
+    assert len(list(Path("/proc/self/fd").iterdir())) == before + 1
 
 
 @linux

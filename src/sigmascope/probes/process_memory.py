@@ -6,6 +6,8 @@ The resident set is read with one `pread` on a descriptor of `/proc/self/statm` 
 
 import os
 import sys
+import threading
+from contextlib import suppress
 from dataclasses import replace
 
 import psutil
@@ -17,7 +19,18 @@ from sigmascope.records.memory import MemorySnapshot
 _STATM = "/proc/self/statm"
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
 _HAS_STATM = sys.platform.startswith("linux")
-_descriptors: dict[int, int] = {}  # process id -> descriptor: after a fork the parent's shows the parent
+_descriptor: list[int] = []  # the one that is kept; empty: none is open in this process
+_opening = threading.Lock()
+
+
+def _forget_the_parents() -> None:
+    global _opening
+    _descriptor.clear()  # it goes on showing the parent
+    _opening = threading.Lock()  # another thread may have held it when this process was forked off
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_the_parents)
 
 
 def process_rss_bytes() -> int | None:
@@ -27,8 +40,8 @@ def process_rss_bytes() -> int | None:
     """
     if _HAS_STATM:
         try:  # written out here: a call more would cost a twentieth of it all
-            return int(os.pread(_descriptors[os.getpid()], 128, 0).split()[1]) * _PAGE_BYTES
-        except (KeyError, OSError, ValueError, IndexError):
+            return int(os.pread(_descriptor[0], 128, 0).split()[1]) * _PAGE_BYTES
+        except (OSError, ValueError, IndexError):
             pass  # not opened yet in this process, or somebody closed all descriptors
     return process_rss().value
 
@@ -38,23 +51,22 @@ def process_rss() -> Reading[int]:
     for read in (_rss_from_kept_descriptor, _rss_from_new_descriptor) if _HAS_STATM else ():
         try:
             return Reading(read())
-        except (KeyError, OSError, ValueError, IndexError):
+        except (OSError, ValueError, IndexError):
             pass  # not opened yet, or closed by somebody, or a system without /proc: psutil says more
     return attempt(lambda: int(psutil.Process().memory_info().rss), psutil.Error)
 
 
 def _rss_from_kept_descriptor() -> int:
-    return int(os.pread(_descriptors[os.getpid()], 128, 0).split()[1]) * _PAGE_BYTES
+    return int(os.pread(_descriptor[0], 128, 0).split()[1]) * _PAGE_BYTES
 
 
 def _rss_from_new_descriptor() -> int:
-    process_id = os.getpid()
-    _descriptors.clear()  # the numbers may belong to others by now, so they are not closed
-    descriptor = os.open(_STATM, os.O_RDONLY | os.O_CLOEXEC)
-    kept = _descriptors.setdefault(process_id, descriptor)
-    if kept != descriptor:
-        os.close(descriptor)
-    return int(os.pread(kept, 128, 0).split()[1]) * _PAGE_BYTES
+    with _opening:
+        with suppress(OSError, ValueError, IndexError):
+            return _rss_from_kept_descriptor()  # another thread was first
+        _descriptor.clear()  # the number may belong to others by now, so it is not closed
+        _descriptor.append(os.open(_STATM, os.O_RDONLY | os.O_CLOEXEC))
+        return _rss_from_kept_descriptor()
 
 
 def system_memory() -> MemorySnapshot:

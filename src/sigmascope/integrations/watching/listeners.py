@@ -34,59 +34,24 @@ def call_heard(
     kwargs: Keywords,
     seen: Arguments,
 ) -> Any:
-    """What the original gives, with all listeners told: the hot path of the scheduler's step.
+    """What the original gives, with all listeners told.
 
     Args:
         original: The function.
-        listeners: Some.
+        listeners: Any number.
         target: What they are told it is called on.
         args: Its arguments.
         kwargs: Those by name.
         seen: Those of `args` that the listeners are told.
     """
-    if len(listeners) > 1:
-        try:
-            return _call_heard_by_several(original, listeners, target, args, kwargs, seen)
-        except BaseException as error:
-            without_this_frame(error)
-            raise
-    listener = listeners[0]
-    after = None
-    try:
-        after = listener.before(target, seen, kwargs)
-    except Exception as failure:  # noqa: BLE001 - what an instrument raises must not reach the host
-        listener.failed(failure)
-    try:
-        result = original(*args, **kwargs)
-    except BaseException as error:
-        without_this_frame(error)
-        if after is not None:
-            _after([(after, listener)], None, error)
-        raise
-    if after is not None:
-        try:
-            after(result, None)
-        except Exception as failure:  # noqa: BLE001 - as above
-            listener.failed(failure)
-    return result
-
-
-def _call_heard_by_several(
-    original: Callable[..., Any],
-    listeners: tuple[Listener, ...],
-    target: object,
-    args: Arguments,
-    kwargs: Keywords,
-    seen: Arguments,
-) -> Any:
     afters = _before(listeners, target, seen, kwargs)
     try:
         result = original(*args, **kwargs)
     except BaseException as error:
         without_this_frame(error)
-        _after(afters, None, error)
+        tell_after(afters, None, error)
         raise
-    _after(afters, result, None)
+    tell_after(afters, result, None)
     return result
 
 
@@ -105,7 +70,14 @@ def _before(
     return afters
 
 
-def _after(afters: list[tuple[After, Listener]], result: object, error: BaseException | None) -> None:
+def tell_after(afters: list[tuple[After, Listener]], result: object, error: BaseException | None) -> None:
+    """Tell listeners of a call's end, the last first.
+
+    Args:
+        afters: What their `before` gave, and whose it is.
+        result: What the call returned; None if it raised.
+        error: What it raised.
+    """
     for after, listener in reversed(afters):
         try:
             after(result, error)

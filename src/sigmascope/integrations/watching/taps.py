@@ -11,7 +11,7 @@ from typing import Any
 from torch.compiler import is_compiling
 
 from sigmascope.integrations.watching.frames import without_this_frame
-from sigmascope.integrations.watching.listeners import Listener, call_heard
+from sigmascope.integrations.watching.listeners import Listener, call_heard, tell_after
 
 
 class Tap:
@@ -80,10 +80,7 @@ class _Attribute:
         if is_compiling():
             return self._original(*args, **kwargs)
         try:
-            listeners = self._tap.listeners
-            if not listeners:
-                return self._original(*args, **kwargs)
-            return call_heard(self._original, listeners, self._owner(), args, kwargs, args)
+            return call_heard(self._original, self._tap.listeners, self._owner(), args, kwargs, args)
         except BaseException as error:
             without_this_frame(error)
             raise
@@ -113,15 +110,33 @@ def _heard(original: Callable[..., Any], tap: Tap, *, is_static: bool = False) -
     def call(*args: Any, **kwargs: Any) -> Any:
         if is_compiling():
             return original(*args, **kwargs)
+        listeners = tap.listeners
+        target = None if is_static or not args else args[0]
+        if len(listeners) != 1:
+            try:
+                return call_heard(original, listeners, target, args, kwargs, args[skipped:])
+            except BaseException as error:
+                without_this_frame(error)
+                raise
+        listener = listeners[0]  # the hot path of the scheduler's step: written out here
+        after = None
         try:
-            listeners = tap.listeners
-            if not listeners:
-                return original(*args, **kwargs)
-            target = None if is_static or not args else args[0]
-            return call_heard(original, listeners, target, args, kwargs, args[skipped:])
+            after = listener.before(target, args[skipped:], kwargs)
+        except Exception as failure:  # noqa: BLE001 - what an instrument raises must not reach the host
+            listener.failed(failure)
+        try:
+            result = original(*args, **kwargs)
         except BaseException as error:
             without_this_frame(error)
+            if after is not None:
+                tell_after([(after, listener)], None, error)
             raise
+        if after is not None:
+            try:
+                after(result, None)
+            except Exception as failure:  # noqa: BLE001 - as above
+                listener.failed(failure)
+        return result
 
     call.__dict__["__signature__"] = inspect.signature(original)
     return call
