@@ -1,5 +1,6 @@
 """What was read to load a model: its files, and which keys did not fit."""
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ def file_facts(files: object) -> dict[str, Any]:
     Args:
         files: One path or several.
     """
-    paths = [Path(one) for one in _several(files) if isinstance(one, str | Path)]
+    paths = [Path(one) for one in _several(files) if isinstance(one, str | os.PathLike)]
     sizes = [path.stat().st_size for path in paths if path.is_file()]
     if not sizes:
         return {}
@@ -48,6 +49,6 @@ def key_facts(result: object) -> dict[str, Any]:
 
 
 def _several(files: object) -> list[object]:
-    if isinstance(files, str | Path):
+    if isinstance(files, str | os.PathLike):
         return [files]
     return list(files) if isinstance(files, list | tuple) else []

@@ -1,6 +1,7 @@
 """Loading of models and pipelines, and moving them to another device."""
 
 import functools
+import os
 from typing import Any, ClassVar, Final
 
 from sigmascope.integrations.watching.activity import Activity
@@ -22,6 +23,12 @@ _FILES: Final = (
     ("diffusers.models.modeling_utils", "ModelMixin"),
     ("transformers.modeling_utils", "PreTrainedModel"),
 )
+_SOURCES: Final = (
+    "pretrained_model_name_or_path",
+    "pretrained_model_link_or_path",
+    "pretrained_model_link_or_path_or_dict",
+)
+"""What the loaders call their first argument."""
 _READS_FILES, _FINISHES = "_load_pretrained_model", "_finalize_model_loading"
 """What both libraries read weights with, and transformers decides with which keys are missing."""
 
@@ -34,7 +41,8 @@ class Loading(Instrument):
     def start(self) -> None:
         """Hear the loaders of diffusers and transformers, now or when they are imported."""
         for module, kind, method in _LOADERS:
-            self._when_loaded(module, kind, method, self._before_load)
+            before = self._before_components if method == "load_components" else self._before_load
+            self._when_loaded(module, kind, method, before)
         for module, kind in _FILES:
             self._when_loaded(module, kind, _READS_FILES, self._before_files)
             self._when_loaded(module, kind, _FINISHES, self._before_keys)
@@ -55,30 +63,37 @@ class Loading(Instrument):
         self.keep_undo((name, method), when_loaded(module, name, put_on))
 
     def _before_load(self, kind: object, args: Arguments, kwargs: Keywords) -> After | None:
+        source = next(iter((*args, *(kwargs[key] for key in _SOURCES if key in kwargs))), None)
+        file = source if isinstance(source, str | os.PathLike) else None
+        facts = {"source": _text(source), "subfolder": kwargs.get("subfolder")}
+        return self._stage(kind, facts, kwargs, file)
+
+    def _before_components(self, pipeline: object, args: Arguments, kwargs: Keywords) -> After | None:
+        return self._stage(pipeline, {"components": args[0] if args else kwargs.get("names")}, kwargs)
+
+    def _stage(
+        self,
+        kind: object,
+        facts: dict[str, Any],
+        kwargs: Keywords,
+        file: str | os.PathLike[str] | None = None,
+    ) -> After | None:
         activity = self.session.here()
         if activity is None:
             return None
         stage = activity.enter(STAGE)
-        source = next(
-            iter((*args, *(kwargs[key] for key in ("pretrained_model_link_or_path",) if key in kwargs))), None
-        )
-        name = kind.__name__ if isinstance(kind, type) else type(kind).__name__
-        dtype = kwargs.get("dtype", kwargs.get("torch_dtype"))
+        facts["dtype"] = _text(kwargs.get("dtype", kwargs.get("torch_dtype")))
 
         def after(result: object, error: BaseException | None) -> None:
             activity.leave(stage, error)
             model = result[0] if isinstance(result, tuple) and result else result
-            facts = {
-                "loads": name,
-                "source": _text(source),
-                "subfolder": kwargs.get("subfolder"),
-                "dtype": _text(dtype),
-            }
-            for key, fact in facts.items():
+            loaded = kind if model is None else type(model)
+            stage.fact("loads", loaded.__name__ if isinstance(loaded, type) else type(loaded).__name__)
+            read, _ = self.session.guard.read("watch.files", lambda: file_facts(file))
+            for key, fact in {**facts, **(read or {})}.items():
                 if fact is not None:
                     stage.fact(key, fact)
             if model is not None:
-                stage.fact("loads", type(model).__name__)
                 stage.module("model", model)
 
         return after
