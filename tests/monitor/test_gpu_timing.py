@@ -3,6 +3,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from sigmascope.monitor import Recorder
+from sigmascope.probes import NullAccelerator
 
 if TYPE_CHECKING:
     from tests.monitor.conftest import FakeAccelerator, FakeHost
@@ -57,7 +58,7 @@ def test_events_are_used_again(timed: Recorder, accelerator: "FakeAccelerator") 
         for _ in range(200):
             launch(accelerator, timed, 0.001)
             accelerator.done_seconds = accelerator.queued_seconds
-    assert accelerator.events_made <= 2 * 64
+    assert accelerator.events_made <= 2 * 64 + 2  # the last are those of the stage itself
     assert timed.run().stages[0].steps.gpu_seconds == pytest.approx((0.001,) * 200)
 
 
@@ -71,3 +72,35 @@ def test_a_device_that_cannot_be_timed_yet_leaves_single_gaps(
         launch(accelerator, timed, 0.25)
         accelerator.done_seconds = accelerator.queued_seconds
     assert timed.run().stages[0].steps.gpu_seconds == (None, 0.25)
+
+
+def test_a_stage_has_the_time_between_its_own_edges_on_the_accelerator(
+    timed: Recorder, accelerator: "FakeAccelerator"
+) -> None:
+    with timed.stage("generation"):
+        accelerator.queued_seconds += 0.5
+        with timed.stage("latent_decoding"):
+            accelerator.queued_seconds += 2.0
+    early = timed.run().stages[0]
+    assert "device_seconds" not in early.facts
+    assert early.unavailable["device_seconds"].startswith("the accelerator had not been seen")
+    accelerator.done_seconds = accelerator.queued_seconds
+    found = {stage.name: stage.facts["device_seconds"] for stage in timed.run().walk()}
+    assert found == {"generation": 2.5, "latent_decoding": 2.0}
+
+
+def test_a_stage_that_began_before_the_accelerator_was_in_use_says_so(
+    timed: Recorder, accelerator: "FakeAccelerator", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accelerator, "current_device", lambda: None)
+    with timed.stage("model_loading"):
+        monkeypatch.undo()
+    assert timed.run().stages[0].unavailable["device_seconds"].startswith("the accelerator was not in use")
+
+
+def test_without_an_accelerator_a_stage_has_no_time_of_it() -> None:
+    recorder = Recorder(sample_hz=None, accelerator=NullAccelerator("none"))
+    with recorder.stage("denoising"):
+        pass
+    stage = recorder.run().stages[0]
+    assert "device_seconds" not in {**stage.facts, **stage.unavailable}

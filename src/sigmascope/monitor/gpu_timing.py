@@ -11,6 +11,7 @@ from typing import NamedTuple
 from sigmascope.probes.accelerators import AcceleratorEvent
 
 NOT_FINISHED = "the accelerator had not been seen to finish when the run was read"
+NOT_IN_USE = "the accelerator was not in use when the stage began"
 _RESOLVE_FROM = 64
 
 
@@ -82,3 +83,16 @@ class StepTimings:
     def unfinished(self) -> int:
         """How many steps the accelerator has not been seen to finish."""
         return len(self._pending)
+
+
+def of_stage(timings: StepTimings | None) -> tuple[float | None, str | None]:
+    """What a stage as a whole took on the accelerator, from the timings of its two edges, or why that is not known.
+
+    Args:
+        timings: With one entry once the stage is over; None without an accelerator.
+    """
+    if timings is None or not timings.seconds:
+        return None, None
+    if timings.unfinished:
+        return None, NOT_FINISHED
+    return timings.seconds[0], NOT_IN_USE if timings.seconds[0] is None else None

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from sigmascope.monitor import peaks
-from sigmascope.monitor.gpu_timing import Mark
+from sigmascope.monitor.gpu_timing import Mark, of_stage
 from sigmascope.monitor.guard import describe
 from sigmascope.monitor.instruments import Instruments
 from sigmascope.monitor.peaks import HostMemory, Peaks
@@ -14,6 +14,7 @@ from sigmascope.monitor.utilization import ScopeUtilization
 from sigmascope.records.facts import ExceptionDetails, ModuleFacts, TensorFacts
 from sigmascope.records.memory import MemoryImpact, MemorySnapshot, PeakMemory
 from sigmascope.records.run import Stage
+from sigmascope.records.stage_seconds import DEVICE_SECONDS
 from sigmascope.records.steps import Steps
 from sigmascope.records.utilization import UTILIZATION
 
@@ -51,6 +52,8 @@ class Scope:
         self._final: MemorySnapshot | None = None
         self._peaks: Peaks | None = None
         self._utilization: ScopeUtilization | None = None
+        self._edges = instruments.new_timings()
+        self._began: Mark | None = None
 
     def open(self) -> None:
         """Take the baseline, then start the clock."""
@@ -62,6 +65,8 @@ class Scope:
         memory = instruments.host_memory(self._baseline)
         self._peaks = instruments.tracker.open(memory, instruments.clock())
         self._utilization = instruments.meter.open(instruments.clock())
+        if self._edges is not None:
+            self._began = instruments.mark()
         self.started_ns = instruments.clock()
 
     def add_step(self, started_ns: int, ended_ns: int, start: Mark | None) -> None:
@@ -96,6 +101,10 @@ class Scope:
         instruments = self.instruments
         self.ended_ns = ended_ns = instruments.clock()
         self.step_listener = None
+        if self._edges is not None:
+            end = None if self._began is None else instruments.mark(self._began.device)
+            with peaks.LOCK:
+                instruments.add_timing(self._edges, self._began, end)
         memory = HostMemory()
         try:
             self._final = instruments.snapshot()
@@ -129,6 +138,12 @@ class Scope:
             facts[UTILIZATION] = utilization
         else:
             unavailable[UTILIZATION] = why_not
+        instruments.resolve(self._edges)
+        on_device, why_not = of_stage(self._edges)
+        if on_device is not None:
+            facts[DEVICE_SECONDS] = on_device
+        elif why_not is not None:
+            unavailable[DEVICE_SECONDS] = why_not
         return Stage(
             name=self.name,
             started_seconds=(self.started_ns - run_started_ns) / 1e9,
