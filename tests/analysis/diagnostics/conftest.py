@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.families import make_pipeline
 
 from sigmascope.analysis.diagnostics import diagnose
 from sigmascope.records.facts import ModuleFacts
@@ -68,6 +69,12 @@ def device_memory(
             accelerators=(AcceleratorPeak("cuda:0", highest, 0.5, max(highest, reserved or 0), 0.5),)
         ),
     }
+
+
+@pytest.fixture(scope="session")
+def pipe() -> Any:
+    """SD1.5, shared by all tests that leave it as it is."""
+    return make_pipeline("sd15")
 
 
 @pytest.fixture

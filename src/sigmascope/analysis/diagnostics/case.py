@@ -1,12 +1,13 @@
 """What the rules look at: a run, or one generation in it, with what is known of its pipeline and its call."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from sigmascope.records.host import AcceleratorFacts, HostFacts
 from sigmascope.records.pipeline import CallFacts, ComponentFacts, PipelineFacts, Role
 from sigmascope.records.run import Run, Stage
+from sigmascope.records.stage_seconds import stage_seconds
 from sigmascope.records.structure import from_plain
 
 PIPELINE, CALL = "pipeline", "call"
@@ -23,7 +24,8 @@ class Case:
         pipeline: What ran; None: not recorded.
         call: What it was called with.
         host: The machine.
-        name: The stage that it is; None: the whole run.
+        name: The stage that it is; None: the whole run, or what in it is part of no generation.
+        number: Which generation of the run; one inside another has its number. None: no generation.
     """
 
     stages: tuple[Stage, ...]
@@ -32,6 +34,7 @@ class Case:
     call: CallFacts = field(default_factory=CallFacts)
     host: HostFacts | None = None
     name: str | None = None
+    number: int | None = None
 
     def named(self, *names: str) -> list[Stage]:
         """Stages of these names, none of them inside another one of them."""
@@ -53,22 +56,52 @@ class Case:
 
 
 def cases(run: Run) -> Iterator[Case]:
-    """The generations of a run that say what was called, each by itself; else the run as one.
+    """The generations of a run that say what was called, each by itself, then what was part of none; else the run as one.
 
-    A pipeline that is noted on the run holds for all of its generations.
+    A pipeline that is noted on the run holds for all of its generations. Models that are loaded, prompts that are encoded
+    and LoRAs that are put on between the calls are the part of none; its seconds are those of the run.
     """
     pipeline = _pipeline(run.facts)
-    apart = [stage for stage in run.walk() if PIPELINE in stage.facts or CALL in stage.facts]
-    for stage in apart:
-        own = _pipeline(stage.facts) or pipeline
-        yield Case(tuple(stage.walk()), stage.seconds, own, _call(stage.facts), run.host, stage.name)
-    if not apart:
-        yield Case(tuple(run.walk()), run.seconds, pipeline, _call(run.facts), run.host)
+    for number, outermost in enumerate(_outermost(run.stages)):
+        for stage in filter(_is_generation, outermost.walk()):
+            own = _pipeline(stage.facts) or pipeline
+            call = _call(stage.facts)
+            yield Case(tuple(stage.walk()), stage.seconds, own, call, run.host, stage.name, number)
+    between = tuple(_between(run.stages))
+    if between or not run.stages:
+        yield Case(between, run.seconds, pipeline, _call(run.facts), run.host)
+
+
+def whole(run: Run) -> Case:
+    """All of a run, for rules on what happens from one generation to the next."""
+    return Case(tuple(run.walk()), run.seconds, _pipeline(run.facts), _call(run.facts), run.host)
+
+
+def _is_generation(stage: Stage) -> bool:
+    return PIPELINE in stage.facts or CALL in stage.facts
+
+
+def _outermost(stages: Iterable[Stage]) -> Iterator[Stage]:
+    """Generations that lie in no other."""
+    for stage in stages:
+        if _is_generation(stage):
+            yield stage
+        else:
+            yield from _outermost(stage.children)
+
+
+def _between(stages: Iterable[Stage]) -> Iterator[Stage]:
+    """Stages that neither are part of a generation nor hold one."""
+    for stage in stages:
+        if not any(map(_is_generation, stage.walk())):
+            yield from stage.walk()
+        elif not _is_generation(stage):
+            yield from _between(stage.children)
 
 
 def seconds_of(stages: list[Stage]) -> float:
-    """Of several stages together."""
-    return sum((stage.seconds for stage in stages), 0.0)
+    """Of several stages together, by the accelerator's clock where it measured them."""
+    return sum(map(stage_seconds, stages), 0.0)
 
 
 def _pipeline(facts: Mapping[str, Any]) -> PipelineFacts | None:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Final, TypeVar
 
 from sigmascope.analysis.diagnostics import (
@@ -11,10 +12,11 @@ from sigmascope.analysis.diagnostics import (
     placement_rules,
     precision_rules,
     rank_rules,
+    step_rules,
     time_rules,
     utilization_rules,
 )
-from sigmascope.analysis.diagnostics.case import Case, cases
+from sigmascope.analysis.diagnostics.case import Case, cases, whole
 from sigmascope.analysis.leaks import find_leaks
 from sigmascope.records.finding import Finding
 from sigmascope.records.merge import ranks_of
@@ -31,8 +33,13 @@ RULES: Final[tuple[Rule, ...]] = (
     *placement_rules.RULES,
     *precision_rules.RULES,
     *time_rules.RULES,
+    *step_rules.RULES,
     *utilization_rules.RULES,
 )
+RUN_RULES: Final[tuple[Rule, ...]] = (*memory_rules.RUN_RULES, *placement_rules.RUN_RULES)
+"""Rules on the whole run: what they look for may lie between its generations."""
+_ABOUT: Final = ("component", "device", "class")
+"""Evidence that tells findings of one rule apart."""
 _SEVERITIES: Final = ("critical", "error", "warning", "info")
 
 
@@ -58,18 +65,22 @@ def _of_ranks(run: Run) -> list[Finding]:
 
 
 def _of_process(run: Run) -> list[Finding]:
-    found: dict[tuple[str, str | None, str], list[Finding]] = {}
-    for case in _readable_cases(run):
-        for rule in RULES:
+    found: dict[tuple[str, str | None, str], list[tuple[Finding, int | None]]] = {}
+    for case, rules in _readable_cases(run):
+        for rule in rules:
             for finding in _of_rule(rule, case):
-                about = finding.evidence.get("component") or finding.evidence.get("device")
-                found.setdefault((finding.id, finding.stage, str(about)), []).append(finding)
+                about = next((finding.evidence[name] for name in _ABOUT if name in finding.evidence), None)
+                same = found.setdefault((finding.id, finding.stage, str(about)), [])
+                same.append((finding, case.number))
     return [_as_one(same) for same in found.values()] + list(find_leaks(run))
 
 
-def _readable_cases(run: Run) -> Iterator[Case]:
+def _readable_cases(run: Run) -> Iterator[tuple[Case, tuple[Rule, ...]]]:
+    """What there is to look at, and by which rules."""
     try:
-        yield from cases(run)
+        for case in cases(run):
+            yield case, RULES
+        yield whole(run), RUN_RULES
     except ValueError as failure:
         _log.warning("The facts of run %s about its pipeline cannot be read: %s", run.id, failure)
 
@@ -86,10 +97,10 @@ def _or_nothing(read: Callable[[], list[T]], what: str) -> list[T]:
         return []
 
 
-def _as_one(same: list[Finding]) -> Finding:
+def _as_one(same: list[tuple[Finding, int | None]]) -> Finding:
     """The first, which says how many generations it is true of."""
-    first = same[0]
-    if len(same) == 1:
+    first = same[0][0]
+    generations = {number for _, number in same if number is not None}
+    if len(generations) < 2:
         return first
-    evidence = {**first.evidence, "generations": len(same)}
-    return Finding(first.id, first.severity, first.message, evidence, first.advice, first.stage)
+    return replace(first, evidence={**first.evidence, "generations": len(generations)})

@@ -20,44 +20,38 @@ _LOADS: Final = frozenset({"model_loading", "lora_application"})
 
 
 def fragmented(case: Case) -> Iterator[Finding]:
-    """Memory that the allocator holds and nobody uses."""
-    worst: tuple[int, str, str, float] | None = None
-    for stage in case.stages:
-        for memory in stage.memory.current.accelerators if stage.memory else ():
-            share = memory.fragmentation()
-            if share is None or memory.reserved_bytes is None or memory.allocated_bytes is None:
-                continue
-            idle = memory.reserved_bytes - memory.allocated_bytes
-            if share > _FRAGMENTED_SHARE and idle > _FRAGMENTED_BYTES and (worst is None or idle > worst[0]):
-                worst = (idle, stage.name, memory.device, share)
-    if worst is None:
-        return
-    idle, name, device, share = worst
-    yield Finding(
-        id="memory.fragmented",
-        severity="warning",
-        message=f"At the end of {name}, {units.mib(idle)} MB of what PyTorch holds on {device} were in no tensor "
-        f"({100 * share:.0f} %).",
-        evidence={"device": device, "idle_mb": mib(idle), "fragmentation": share},
-        advice="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True lets it use such gaps; torch.cuda.empty_cache() between "
-        "stages gives them back to others.",
-        stage=name,
-    )
+    """Memory that the allocator had to take from the device though what its tensors needed would have fitted.
+
+    What it keeps of one stage for the next is no fragmentation, however little is in use at a stage's end: so the most
+    that it ever held is set beside the most that was ever in tensors.
+    """
+    for device in _devices(case):
+        reserved, name = _most_reserved(case, device)
+        allocated = max(
+            (stage.peak.accelerator(device).allocated_bytes or 0 for stage in case.stages if stage.peak),
+            default=0,
+        )
+        idle = reserved - max(allocated, _held_before(case, device))
+        if not allocated or idle <= max(_FRAGMENTED_BYTES, _FRAGMENTED_SHARE * reserved):
+            continue
+        yield Finding(
+            id="memory.fragmented",
+            severity="warning",
+            message=f"PyTorch came to hold {units.mib(reserved)} MB on {device} in {name}, {units.mib(idle)} MB "
+            f"({100 * idle / reserved:.0f} %) more than was ever in tensors: its free blocks were too small for what "
+            "was asked.",
+            evidence={"device": device, "idle_mb": mib(idle), "fragmentation": idle / reserved},
+            advice="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True lets it use such gaps; so does making the largest "
+            "images first. torch.cuda.empty_cache() gives them back to others.",
+            stage=name,
+        )  # fmt: skip
 
 
 def near_the_limit(case: Case) -> Iterator[Finding]:
     """A peak so near the device's size that a slightly larger image will not fit."""
     for device in case.accelerators():
-        peaks = [
-            (peak.reserved_bytes, stage.name)
-            for stage in case.stages
-            for peak in (stage.peak.accelerators if stage.peak else ())
-            if peak.device == device.device and peak.reserved_bytes is not None
-        ]
-        if not peaks or not device.total_bytes:
-            continue
-        highest, name = max(peaks)
-        if highest > _NEAR_LIMIT * device.total_bytes:
+        highest, name = _most_reserved(case, device.device)
+        if device.total_bytes and highest > _NEAR_LIMIT * device.total_bytes:
             yield Finding(
                 id="memory.near_the_limit",
                 severity="warning",
@@ -123,6 +117,33 @@ def values_not_finite(case: Case) -> Iterator[Finding]:
             return
 
 
+def _devices(case: Case) -> list[str]:
+    found = (peak.device for stage in case.stages for peak in (stage.peak.accelerators if stage.peak else ()))
+    return list(dict.fromkeys(found))
+
+
+def _most_reserved(case: Case, device: str) -> tuple[int, str | None]:
+    """The most that the allocator held, and the first stage that saw it, the innermost of those around it."""
+    highest, at = 0, None
+    for stage in case.stages:  # outer ones before those in them
+        held = None if stage.peak is None else stage.peak.accelerator(device).reserved_bytes
+        if held and (held > highest or (held == highest and at is not None and _is_in(stage, at))):
+            highest, at = held, stage
+    return highest, None if at is None else at.name
+
+
+def _is_in(stage: Stage, outer: Stage) -> bool:
+    return any(one is stage for one in outer.walk())
+
+
+def _held_before(case: Case, device: str) -> int:
+    """What the allocator held when the first stage began; 0 where that is not known."""
+    for stage in sorted(case.stages, key=lambda one: one.started_seconds):
+        if stage.memory is not None:
+            return stage.memory.baseline.accelerator(device).reserved_bytes or 0
+    return 0
+
+
 def _leaves(case: Case) -> Iterator[Stage]:
     """Stages without others inside: what an inner one keeps is said there."""
     return (stage for stage in case.stages if not stage.children)
@@ -133,4 +154,5 @@ def _what(nans: int, infinities: int) -> str:
     return " and ".join(parts)
 
 
-RULES = (fragmented, near_the_limit, kept_after_a_stage, values_not_finite)
+RULES = (near_the_limit, kept_after_a_stage, values_not_finite)
+RUN_RULES = (fragmented,)

@@ -1,6 +1,5 @@
 """Rules on where weights are, and how often they move."""
 
-from collections import Counter
 from collections.abc import Iterator
 from typing import Final
 
@@ -71,24 +70,25 @@ def offloaded_though_it_fits(case: Case) -> Iterator[Finding]:
 
 def loaded_again(case: Case) -> Iterator[Finding]:
     """The same model loaded more than once in a run, as where a text encoder is made anew for each image."""
-    loads: Counter[tuple[str, int | None]] = Counter()
-    seconds: dict[tuple[str, int | None], list[float]] = {}
+    seconds: dict[tuple[object, ...], list[float]] = {}
     for stage in case.named("model_loading"):
+        if "moves" in stage.facts:
+            continue  # to another device: nothing is read
+        source = tuple(str(stage.facts.get(name)) for name in ("source", "subfolder", "dtype"))
         for facts in stage.modules.values():
-            key = (facts.class_name, facts.parameters)
-            loads[key] += 1
-            seconds.setdefault(key, []).append(stage.seconds)
-    for key, count in loads.items():
-        if count > 1:
-            again = sum(seconds[key][1:])
-            yield Finding(
-                id="placement.loaded_again",
-                severity="warning",
-                message=f"{key[0]} was loaded {count} times; the loads after the first took {again:.1f} s.",
-                evidence={"class": key[0], "times": count, "gain_seconds": again},
-                advice="Load it once and keep it; free memory by moving it to the CPU instead of deleting it.",
-                stage="model_loading",
-            )
+            seconds.setdefault((facts.class_name, facts.parameters, *source), []).append(stage.seconds)
+    for (class_name, *_), loads in seconds.items():
+        if len(loads) < 2:
+            continue
+        again = sum(loads[1:])
+        yield Finding(
+            id="placement.loaded_again",
+            severity="warning",
+            message=f"{class_name} was loaded {len(loads)} times; the loads after the first took {units.seconds(again)}.",
+            evidence={"class": str(class_name), "times": len(loads), "gain_seconds": again},
+            advice="Load it once and keep it; free memory by moving it to the CPU instead of deleting it.",
+            stage="model_loading",
+        )
 
 
 def _room(case: Case, parts: list[ComponentFacts]) -> bool:
@@ -101,4 +101,5 @@ def _largest(case: Case) -> int | None:
     return max((one.total_bytes for one in case.accelerators() if one.total_bytes is not None), default=None)
 
 
-RULES = (cpu_while_an_accelerator_is_free, weights_moved_every_step, offloaded_though_it_fits, loaded_again)
+RULES = (cpu_while_an_accelerator_is_free, weights_moved_every_step, offloaded_though_it_fits)
+RUN_RULES = (loaded_again,)

@@ -1,0 +1,7 @@
+"""A GPU without a GPU: real pipelines run on the CPU, on a clock and an allocator of their own."""
+
+from .gpu import SimulatedGpu
+from .nvml import Nvml, asked_through
+from .watching import on_this_gpu, watched
+
+__all__ = ["Nvml", "SimulatedGpu", "asked_through", "on_this_gpu", "watched"]
