@@ -10,6 +10,7 @@ from rich.text import Text
 
 from sigmascope import units
 from sigmascope.cli.lora.op_tables import facts, plain, table
+from sigmascope.printable import printable
 
 if TYPE_CHECKING:
     from sigmascope.analysis.bench_summary import BenchSummary, Latency
@@ -156,13 +157,13 @@ def _remarks(result: "CaseResult", target: float | None) -> list[Text]:
         met = sum(seconds <= target for seconds in _seconds(result))
         style = "green" if met == len(result.runs) else "yellow"
         found.append(Text(f"{met} of {len(result.runs)} within {units.seconds(target)}.", style=style))
-    found += [Text(note, style="dim") for note in result.summary.notes]
+    found += [plain(note, style="dim") for note in result.summary.notes]
     return found + [_finding(finding) for finding in result.findings()]
 
 
 def _finding(finding: "Finding") -> Text:
-    text = Text(finding.message)
-    return text if finding.advice is None else text.append(f" {finding.advice}", style="cyan")
+    text = Text(printable(finding.message))
+    return text if finding.advice is None else text.append(f" {printable(finding.advice)}", style="cyan")
 
 
 def _seconds(result: "CaseResult") -> list[float]:

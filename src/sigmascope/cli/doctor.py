@@ -9,6 +9,7 @@ from rich.text import Text
 
 from sigmascope import units
 from sigmascope.cli.lora.op_tables import facts, plain
+from sigmascope.printable import printable
 
 if TYPE_CHECKING:
     from sigmascope.probes.doctor import DoctorReport
@@ -58,19 +59,19 @@ def _print(console: Console, report: "DoctorReport") -> None:
     console.print(_heading("Measured"))
     for one in report.measurements:
         mark = Text("yes  ", style="green") if one.works else Text("no   ", style="yellow")
-        console.print(mark.append(one.name).append(f": {one.reason}", style="dim"))
+        console.print(mark.append(one.name).append(printable(f": {one.reason}"), style="dim"))
     console.print(_heading("Extras"))
     console.print(facts([(extra.name, _extra_line(extra)) for extra in report.extras]))
     if report.settings:
         console.print(_heading("Environment"))
         console.print(facts([(name, plain(value)) for name, value in report.settings.items()]))
     for line in report.advice:
-        console.print(Text("Advice: ", style="bold yellow").append(line))
+        console.print(Text("Advice: ", style="bold yellow").append(printable(line)))
 
 
 def _print_devices(console: Console, report: "DoctorReport") -> None:
     if not report.host.accelerators:
-        console.print(Text(report.host.unavailable.get("accelerators", "none"), style="yellow"))
+        console.print(plain(report.host.unavailable.get("accelerators", "none"), style="yellow"))
     for device, memory in zip(report.host.accelerators, report.memory, strict=False):
         parts = [device.name or "unnamed", f"{units.mib(device.total_bytes)} MB"]
         if memory.free_bytes is not None:

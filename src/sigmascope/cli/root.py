@@ -11,6 +11,7 @@ from sigmascope.__about__ import __version__
 from sigmascope.cli import bench, check, compare, compare_tensors, demo, doctor, lbm, lora, watch
 from sigmascope.cli.run_files import ManyBaselines
 from sigmascope.errors import SigmascopeError
+from sigmascope.printable import printable
 
 STOPPED_BY_USER = 130
 """128 + SIGINT, as shells report it."""
@@ -71,13 +72,6 @@ def run() -> None:
 def _print_error(error: SigmascopeError) -> None:
     # Text, not markup: a file name may hold square brackets.
     console = Console(stderr=True, soft_wrap=True, highlight=False)
-    console.print(Text.assemble(("Error: ", "bold red"), _printable(error.message)))
+    console.print(Text.assemble(("Error: ", "bold red"), printable(error.message)))
     if error.hint:
-        console.print(Text.assemble(("Next:  ", "bold"), _printable(error.hint)))
-
-
-def _printable(message: str) -> str:
-    """Names in a message are anybody's: their control characters must not reach the terminal."""
-    return "".join(
-        char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in message
-    )
+        console.print(Text.assemble(("Next:  ", "bold"), printable(error.hint)))

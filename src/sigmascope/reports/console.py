@@ -11,6 +11,7 @@ from sigmascope.records.facts import TensorFacts
 from sigmascope.records.finding import Finding
 from sigmascope.records.run import Run, Stage
 from sigmascope.reports.devices import device_lines
+from sigmascope.reports.harmless import Harmless
 from sigmascope.reports.owners import owner_lines
 from sigmascope.units import UNKNOWN, mib, mib_change, percent, seconds, statistic
 
@@ -37,7 +38,7 @@ def render_run(run: Run) -> RenderableType:
     parts += device_lines(run)
     parts += _errors(run)
     parts += [_finding(finding) for finding in _all_findings(run)]
-    return Group(*parts)
+    return Harmless(Group(*parts))
 
 
 def _header(run: Run) -> Iterator[RenderableType]:
@@ -162,7 +163,7 @@ def _tensor_row(name: str, facts: TensorFacts) -> tuple[RenderableType, ...]:
     return (
         Text(f"  {name}"),
         "×".join(map(str, facts.shape)) or "scalar",
-        facts.dtype.removeprefix("torch."),
+        Text(facts.dtype.removeprefix("torch.")),
         mib(facts.nbytes),
         *(statistic(value) for value in (facts.min, facts.max, facts.mean, facts.std)),
         Text(broken, style="red" if broken not in ("0", UNKNOWN) else ""),

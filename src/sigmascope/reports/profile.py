@@ -5,6 +5,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sigmascope.records.profile import BlockProfile, StepsProfile
+from sigmascope.reports.harmless import Harmless
 from sigmascope.units import UNKNOWN, mib, percent, seconds
 
 _MOST_OPERATORS = 10
@@ -29,7 +30,7 @@ def render_profile(profile: StepsProfile) -> RenderableType:
         parts.append(_operator_table(profile))
     parts += [Text(f"Not seen: {name}: {reason}", style="dim") for name, reason in _gaps(profile)]
     parts += [Text(f"Trace: {path}") for path in profile.traces]
-    return Group(*parts)
+    return Harmless(Group(*parts))
 
 
 def _block_table(title: str, profile: StepsProfile) -> Table:
@@ -64,7 +65,12 @@ def _operator_table(profile: StepsProfile) -> Table:
 
 def _table(title: str) -> Table:
     return Table(
-        title=title, title_justify="left", box=None, padding=(0, 1), pad_edge=False, collapse_padding=True
+        title=Text(title),
+        title_justify="left",
+        box=None,
+        padding=(0, 1),
+        pad_edge=False,
+        collapse_padding=True,
     )
 
 

@@ -18,6 +18,7 @@ from sigmascope.analysis.diagnostics import (
 )
 from sigmascope.analysis.diagnostics.case import Case, cases, whole
 from sigmascope.analysis.leaks import find_leaks
+from sigmascope.printable import printable
 from sigmascope.records.finding import Finding
 from sigmascope.records.merge import ranks_of
 from sigmascope.records.run import Run
@@ -82,7 +83,9 @@ def _readable_cases(run: Run) -> Iterator[tuple[Case, tuple[Rule, ...]]]:
             yield case, RULES
         yield whole(run), RUN_RULES
     except ValueError as failure:
-        _log.warning("The facts of run %s about its pipeline cannot be read: %s", run.id, failure)
+        _log.warning(
+            "The facts of run %s about its pipeline cannot be read: %s", printable(run.id), printable(failure)
+        )
 
 
 def _of_rule(rule: Rule, case: Case) -> list[Finding]:
@@ -93,7 +96,7 @@ def _or_nothing(read: Callable[[], list[T]], what: str) -> list[T]:
     try:
         return read()
     except Exception as failure:  # noqa: BLE001 - a record may come from anywhere; the other rules still say theirs
-        _log.warning("%s failed: %s: %s", what, type(failure).__name__, failure)
+        _log.warning("%s failed: %s: %s", what, type(failure).__name__, printable(failure))
         return []
 
 

@@ -12,6 +12,8 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from sigmascope.printable import printable
+
 _PADDING = (0, 1, 0, 0)
 _LONGEST = 300  # characters of one value that are shown
 
@@ -19,7 +21,7 @@ _LONGEST = 300  # characters of one value that are shown
 def plain(value: object, *, limit: int = _LONGEST, style: str = "") -> Text:
     """Text of a file, on one line: control characters as U+FFFD, cut where a file makes it endless."""
     text = " ".join(str(value).split())
-    clean = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
+    clean = printable(text)
     shown = clean if len(clean) <= limit else f"{clean[: limit - 1]}…"
     return Text(shown, style=style, overflow="fold")
 
