@@ -5,7 +5,8 @@ import pytest
 
 from sigmascope.monitor import Recorder
 from sigmascope.monitor.guard import Guard
-from sigmascope.monitor.peaks import HostMemory, Peaks, PeakTracker, reader_for
+from sigmascope.monitor.peak_tracking import PeakTracker, reader_for
+from sigmascope.monitor.peaks import HostMemory, Peaks
 from sigmascope.probes import AllocatorBytes
 from sigmascope.records.memory import AcceleratorPeak
 from sigmascope.records.run import Stage

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NoReturn
 import pytest
 
 from sigmascope.monitor import Recorder, instruments
-from sigmascope.monitor.peaks import reader_for
+from sigmascope.monitor.peak_tracking import reader_for
 from sigmascope.monitor.sampler import MAX_HZ, SAMPLER, Wish
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def test_ctrl_c_while_a_stage_closes_leaves_nothing_of_ours_running(
     monkeypatch.undo()
     assert sampler_threads() == []
     assert (tracker._open, reader.listeners) == ([], [])
-    assert recorder._open_frames == 0
+    assert recorder._extent.open_frames == 0
     assert not recorder.run().complete
 
 

@@ -8,7 +8,8 @@ from sigmascope.monitor import peaks
 from sigmascope.monitor.gpu_timing import EventPool, Mark, StepTimings
 from sigmascope.monitor.guard import Guard
 from sigmascope.monitor.json_values import as_json
-from sigmascope.monitor.peaks import ACCELERATOR_PEAK, UNKNOWN, HostMemory, PeakTracker, reader_for
+from sigmascope.monitor.peak_tracking import ACCELERATOR_PEAK, PeakTracker, reader_for
+from sigmascope.monitor.peaks import UNKNOWN, HostMemory
 from sigmascope.monitor.sampler import SAMPLER, Wish
 from sigmascope.monitor.utilization import ScopeUtilization, UtilizationMeter
 from sigmascope.probes import (

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from torch import Tensor
 
 from sigmascope.monitor.gpu_timing import Mark
+from sigmascope.monitor.instruments import Clock
 from sigmascope.monitor.json_values import as_json
 from sigmascope.monitor.scope import Scope, StepListener
 from sigmascope.probes import module_facts, tensor_facts
@@ -55,6 +56,14 @@ def pop(frame: Frame) -> None:
     while current is not None and not current.is_open:
         current = current.outer
     CURRENT.set(current)
+
+
+def step_listener_here(clock: Clock) -> StepListener | None:
+    """Return who listens to the steps of the stage that is open here, be it another recorder's with the same clock."""
+    frame = CURRENT.get()
+    while frame is not None and not (frame.is_open and frame.is_stage and frame.recorder.clock is clock):
+        frame = frame.outer
+    return None if frame is None else frame.scope.step_listener
 
 
 class LiveStage:

@@ -6,17 +6,16 @@ raises passes unchanged; it keeps no tensor, model or exception alive; it never 
 
 import time
 import uuid
-from datetime import UTC, datetime, timedelta
 from types import TracebackType
 
 from torch import nn
 
-from sigmascope.monitor import peaks
 from sigmascope.monitor.hooks import HookedSteps
 from sigmascope.monitor.instruments import Clock, Instruments
 from sigmascope.monitor.json_values import as_json
-from sigmascope.monitor.live import CURRENT, Frame, LiveStage, Step, pop, push
-from sigmascope.monitor.scope import Scope, StepListener
+from sigmascope.monitor.live import CURRENT, Frame, LiveStage, Step, pop, push, step_listener_here
+from sigmascope.monitor.run_extent import RunExtent
+from sigmascope.monitor.scope import Scope
 from sigmascope.probes import Accelerator
 from sigmascope.records.host import HostFacts
 from sigmascope.records.run import Run, Stage
@@ -66,12 +65,8 @@ class Recorder:
         self._outside = Scope(UNSTAGED, self._instruments)
         self._facts: dict[str, object] = {}
         self._unavailable: dict[str, str] = {}
-        self._made_at = (datetime.now(UTC), clock())
-        self._started_ns: int | None = None
-        self._ended_ns = 0
-        self._open_frames = 0
+        self._extent = RunExtent(clock)
         self._entered: list[Frame] = []
-        self._broke_off = False
 
     # --- what a watched program calls
 
@@ -119,22 +114,22 @@ class Recorder:
         """
         instruments = self._instruments
         instruments.look()
-        is_open = self._open_frames > 0
-        started_ns, ended_ns = self._extent(is_open)
+        extent = self._extent
+        started_ns, ended_ns = extent.edges(self._outside.columns)
         return Run(
             id=self.id,
             name=self.name,
-            started_at=self._wall_clock(started_ns),
+            started_at=extent.wall_clock(started_ns),
             seconds=(ended_ns - started_ns) / 1e9,
             host=self.host(),
             stages=self._stages(started_ns),
             facts=dict(self._facts),
-            complete=not (is_open or self._broke_off),
+            complete=not (extent.open_frames or extent.broke_off),
             unavailable={**self._unavailable, **instruments.guard.reasons},
         )
 
     def __enter__(self) -> "Recorder":
-        self._begin()
+        self._extent.begin()
         self._instruments.start_sampling()
         frame = Frame(self, self._outside, CURRENT.get())
         self._entered.append(frame)
@@ -155,7 +150,7 @@ class Recorder:
             try:
                 self._instruments.stop_sampling()
             finally:  # also when Ctrl-C comes just now
-                self._end(error)
+                self._extent.end(error)
 
     # --- what stages and steps call
 
@@ -174,27 +169,18 @@ class Recorder:
 
     def open_stage(self, scope: Scope) -> Frame:
         """Open a scope inside the current one."""
-        self._begin()
+        self._extent.begin()
         self.current_scope().children.append(scope)
-        scope.step_listener = self._step_listener()
+        scope.step_listener = step_listener_here(self.clock)
         try:
             self._instruments.guard.read("stages", scope.open)
         except BaseException as interruption:  # Ctrl-C just now: the stage will not be entered
             scope.close(interruption)
-            self._end(interruption)
+            self._extent.end(interruption)
             raise
         frame = Frame(self, scope, CURRENT.get())
         push(frame)
         return frame
-
-    def _step_listener(self) -> StepListener | None:
-        """Who listens to the steps of the stage that is open here, be it another recorder's with the same clock."""
-        frame = CURRENT.get()
-        while frame is not None and not (
-            frame.is_open and frame.is_stage and frame.recorder.clock is self.clock
-        ):
-            frame = frame.outer
-        return None if frame is None else frame.scope.step_listener
 
     def close_stage(self, frame: Frame, error: BaseException | None) -> None:
         """Close what `open_stage` opened."""
@@ -205,34 +191,7 @@ class Recorder:
             raise
         finally:
             pop(frame)
-            self._end(error)
-
-    def _begin(self) -> None:
-        with peaks.LOCK:
-            if self._started_ns is None:
-                self._started_ns = self.clock()
-            self._open_frames += 1
-
-    def _end(self, error: BaseException | None) -> None:
-        with peaks.LOCK:
-            self._open_frames -= 1
-            self._ended_ns = self.clock()
-            self._broke_off = error is not None
-
-    # --- the record
-
-    def _extent(self, is_open: bool) -> tuple[int, int]:
-        """Beginning and end of all that was recorded, in nanoseconds of the clock."""
-        now_ns = self.clock()
-        steps = self._outside.columns
-        first_ns = now_ns if self._started_ns is None else self._started_ns
-        started_ns = min(min(steps.started_ns, default=now_ns), first_ns)
-        ended_ns = now_ns if is_open else max(steps.ended_ns, default=self._ended_ns)
-        return started_ns, max(ended_ns, self._ended_ns, started_ns)
-
-    def _wall_clock(self, at_ns: int) -> str:
-        made_at, made_ns = self._made_at
-        return (made_at + timedelta(microseconds=(at_ns - made_ns) / 1e3)).isoformat()
+            self._extent.end(error)
 
     def _stages(self, started_ns: int) -> tuple[Stage, ...]:
         stages = [scope.freeze(started_ns) for scope in list(self._outside.children)]

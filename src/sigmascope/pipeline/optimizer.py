@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from sigmascope.errors import OptimizationError
-from sigmascope.pipeline.optimizing.applied import AppliedChoice
+from sigmascope.pipeline.optimizing.applied import AppliedChoice, undo_all
 from sigmascope.pipeline.optimizing.config import OptimizationConfig
 from sigmascope.pipeline.optimizing.hardware import Hardware, read_hardware
 from sigmascope.pipeline.optimizing.in_force import require_uppermost
@@ -88,7 +88,7 @@ class PipelineOptimizer:
                 applied = self.apply_choice(pipeline, choice)
                 done.append(applied)
         except BaseException:
-            _undo(done)
+            undo_all(done)
             raise
         self._applied.append((pipeline, done))
         return plan
@@ -112,7 +112,7 @@ class PipelineOptimizer:
                 hint="Undo with the PipelineOptimizer that applied it.",
             )
         require_uppermost(found[1])
-        changed = _undo(found[1])
+        changed = undo_all(found[1])
         self._applied.remove(found)
         return changed
 
@@ -181,7 +181,7 @@ class PipelineOptimizer:
         if keep and stack:
             self._applied.append((pipeline, stack))
         else:
-            _undo(stack)
+            undo_all(stack)
         return measurement
 
     def apply_choice(self, pipeline: Any, choice: Choice) -> AppliedChoice:
@@ -198,12 +198,3 @@ class PipelineOptimizer:
 
     def _where(self) -> Hardware:
         return read_hardware(self.config.device) if self._hardware is None else self._hardware
-
-
-def _undo(done: list[AppliedChoice]) -> list[str]:
-    """The last applied first; each is off the list once it is undone."""
-    changed: list[str] = []
-    while done:
-        changed += done[-1].undo()
-        done.pop()
-    return changed

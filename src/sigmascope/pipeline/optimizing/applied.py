@@ -169,3 +169,19 @@ def _forget_registries(models: dict[str, nn.Module]) -> None:
             listed = getattr(registry, "_child_registries_cache", None) or ()
             if any(id(one) not in present for one in listed):
                 registry._child_registries_cache = None
+
+
+def undo_all(done: list[AppliedChoice]) -> list[str]:
+    """Undo choices, the last applied first; each is off the list once it is undone.
+
+    Args:
+        done: In the order in which they were applied.
+
+    Returns:
+        Names of weights that somebody else changed meanwhile.
+    """
+    changed: list[str] = []
+    while done:
+        changed += done[-1].undo()
+        done.pop()
+    return changed
