@@ -72,12 +72,22 @@ def test_an_accelerator_has_its_own_columns() -> None:
         1.0,
         memory=MemoryImpact(MemorySnapshot(accelerators=(before,)), MemorySnapshot(accelerators=(after,))),
         peak=PeakMemory(accelerators=(AcceleratorPeak("cuda:0", 4096 * MIB, 1.23),)),
+        facts={"device_seconds": 2.5},
     )
     host = HostFacts(accelerators=(AcceleratorFacts("cuda:0", "NVIDIA H200"),))
-    text = printed(run_of(stage, host=host), width=120)
+    text = printed(run_of(stage, host=host))
     assert "NVIDIA H200" in text
-    assert "+1,024.0" in line_with(text, "latent_encoding")
-    assert "4,096.0 1.23 s" in line_with(text, "latent_encoding")
+    line = line_with(text.partition("Accelerator")[2], "latent_encoding")
+    for part in ("2.50 s", "+1,024.0", "4,096.0 1.23 s"):
+        assert part in line
+
+
+def test_names_of_stages_are_whole_beside_the_figures_of_an_accelerator() -> None:
+    memory = PeakMemory(10**10, 12.34, accelerators=(AcceleratorPeak("cuda:0", 10**11, 12.34),))
+    inner = Stage("latent_decoding", 0.0, 12.34, peak=memory, steps=Steps((0.0,), (12.34,)))
+    text = printed(run_of(Stage("generation", 0.0, 123.4, peak=memory, children=(inner,))))
+    assert text.count("latent_decoding") == 2
+    assert max(map(len, text.splitlines())) <= 80
 
 
 def test_inner_stages_are_indented_below_their_outer_stage() -> None:

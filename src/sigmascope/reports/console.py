@@ -10,9 +10,12 @@ from rich.text import Text
 from sigmascope.records.facts import TensorFacts
 from sigmascope.records.finding import Finding
 from sigmascope.records.run import Run, Stage
+from sigmascope.reports.accelerators import accelerator_table
 from sigmascope.reports.devices import device_lines
 from sigmascope.reports.harmless import Harmless
 from sigmascope.reports.owners import owner_lines
+from sigmascope.reports.stage_rows import stage_name, with_depth
+from sigmascope.reports.stage_rows import table as new_table
 from sigmascope.units import UNKNOWN, mib, mib_change, percent, seconds, statistic
 
 NO_ACCELERATOR = "No accelerator was found: GPU time and memory were not measured."
@@ -32,6 +35,9 @@ def print_run(run: Run, console: Console | None = None) -> None:
 def render_run(run: Run) -> RenderableType:
     """Return the record as one renderable: header, stages, tensors, devices, errors, findings."""
     parts: list[RenderableType] = [Rule(Text(f"Run: {run.name}")), *_header(run), _stage_table(run)]
+    devices = accelerator_table(run)
+    if devices is not None:
+        parts.append(devices)
     if any(stage.tensors for stage in run.walk()):
         parts.append(_tensor_table(run))
     parts += owner_lines(run)
@@ -57,48 +63,20 @@ def _header(run: Run) -> Iterator[RenderableType]:
 
 
 def _stage_table(run: Run) -> Table:
-    table = _table("Stages (memory in MiB)")
+    table = new_table("Stages (memory in MiB)")
     table.add_column("Stage", overflow="fold")
     for name in ("Time", "Share", "Steps", "RAM +/-", "RAM peak", "at"):
         table.add_column(name, justify="right", no_wrap=True)
-    on_accelerator = any(stage.peak and stage.peak.accelerators for stage in run.walk())
-    if on_accelerator:
-        for name in ("GPU +/-", "GPU peak", "at"):
-            table.add_column(name, justify="right", no_wrap=True)
-    for depth, stage in _with_depth(run):
+    for depth, stage in with_depth(run):
         row: list[RenderableType] = [
-            _stage_name(depth, stage),
+            stage_name(depth, stage),
             seconds(stage.seconds),
             _share(stage, run),
             _steps(stage),
         ]
         row += [_rss_change(stage), *_rss_peak(stage)]
-        if on_accelerator:
-            row += [_gpu_change(stage), *_gpu_peak(stage)]
         table.add_row(*row)
     return table
-
-
-def _table(title: str) -> Table:
-    # One space between columns, so that a row of a stage or a tensor fits 80 columns.
-    return Table(
-        title=title, title_justify="left", box=None, padding=(0, 1), pad_edge=False, collapse_padding=True
-    )
-
-
-def _with_depth(run: Run) -> Iterator[tuple[int, Stage]]:
-    def below(stage: Stage, depth: int) -> Iterator[tuple[int, Stage]]:
-        yield depth, stage
-        for child in stage.children:
-            yield from below(child, depth + 1)
-
-    for stage in run.stages:
-        yield from below(stage, 0)
-
-
-def _stage_name(depth: int, stage: Stage) -> Text:
-    mark, style = ("✓", "green") if stage.success else ("✗", "red")
-    return Text("  " * depth).append(mark, style).append(f" {stage.name}")
 
 
 def _share(stage: Stage, run: Run) -> str:
@@ -122,27 +100,8 @@ def _rss_peak(stage: Stage) -> tuple[str, str]:
     return mib(stage.peak.rss_bytes), seconds(stage.peak.rss_at_seconds)
 
 
-def _gpu_change(stage: Stage) -> str:
-    if stage.memory is None:
-        return UNKNOWN
-    before = {m.device: m.allocated_bytes for m in stage.memory.baseline.accelerators}
-    return "\n".join(
-        mib_change(before.get(m.device), m.allocated_bytes) for m in stage.memory.current.accelerators
-    )
-
-
-def _gpu_peak(stage: Stage) -> tuple[str, str]:
-    if stage.peak is None:
-        return UNKNOWN, UNKNOWN
-    devices = stage.peak.accelerators
-    return (
-        "\n".join(mib(device.allocated_bytes) for device in devices),
-        "\n".join(seconds(device.allocated_at_seconds) for device in devices),
-    )
-
-
 def _tensor_table(run: Run) -> Table:
-    table = _table("\nTensors by stage")
+    table = new_table("\nTensors by stage")
     table.add_column("Tensor", overflow="fold")
     table.add_column("Shape", overflow="fold")
     table.add_column("Type")
