@@ -1,5 +1,6 @@
 """Calls of pipelines: each is a stage `generation`, with what it was called with and what was called."""
 
+import inspect
 from typing import Any, ClassVar
 
 from sigmascope.integrations.watching import activity as activities
@@ -21,6 +22,9 @@ from sigmascope.records.pipeline import CallFacts, PipelineFacts
 from sigmascope.records.prompts import redactor, stored_prompts
 
 GENERATION = "generation"
+RUNS_LATER = (
+    "the call gave a generator or coroutine and was over at once: the stages of its work lie beside this one"
+)
 
 
 class Calls(Instrument):
@@ -63,6 +67,8 @@ class Calls(Instrument):
                 activity.pipeline = None
             if denoising is not None and error is None:
                 session.guard.read("watch.outcome", lambda: _tell_outcome(denoising.stage, result))
+            if inspect.isgenerator(result) or inspect.isasyncgen(result) or inspect.iscoroutine(result):
+                stage.fact("runs_later", RUNS_LATER)
             self._tell(stage, activity, pipeline, call, facts)
             self._tell_prompts(stage, prompts)
             seeds = seeds_of(arguments or {})
