@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 STARTS_WITH: Final = frozenset({"diffusers", "sigmascope.monitor"})
 """Pipelines come from the first; code that names its own stages imports the second."""
 
+_SPAWNED: Final = "--multiprocessing-fork"
+"""The last word of the command line with which multiprocessing starts a child that it does not fork."""
+
 
 class WatchedProcess:
     """Begins a watch when there is something to watch, and ends it when Python ends.
@@ -50,12 +53,13 @@ class WatchedProcess:
             return
         self._wait_no_more()
         self._has_begun = True
-        is_child = os.getpid() != self._process_id
+        is_forked = os.getpid() != self._process_id
+        is_child = is_forked or _SPAWNED in sys.orig_argv[-1:]
         try:
             from sigmascope.integrations.autostart.recording import Recording
 
             self._recording = Recording(self.settings, self._folder, is_child=is_child)
-            if is_child:
+            if is_forked:
                 self._process_id = os.getpid()
                 self._end_with_multiprocessing()
         except Exception as failure:  # noqa: BLE001 - the program goes on unwatched

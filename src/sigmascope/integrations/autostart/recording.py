@@ -23,7 +23,8 @@ class Recording:
     Args:
         settings: How to watch, and where the result goes.
         folder: Where relative paths begin: that in which the program started.
-        is_child: Whether this is a forked child of the program; its files have the process in their names.
+        is_child: Whether this is a child that the program forked, or multiprocessing started for it; its files have
+            the process in their names.
     """
 
     def __init__(self, settings: Settings, folder: str, *, is_child: bool = False) -> None:

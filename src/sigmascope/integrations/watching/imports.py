@@ -1,6 +1,7 @@
 """Classes of other libraries, now if they are loaded, else as soon as they are. Nothing is imported for them."""
 
 import functools
+import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -50,8 +51,12 @@ class Finder:
 
     def __init__(self) -> None:
         self._waiting: dict[str, list[Callable[[], object]]] = {}
-        self._lock = threading.RLock()
         self._asking = threading.local()
+        self.new_lock()
+
+    def new_lock(self) -> None:
+        """Take another lock: for a forked child, in which nobody frees one that another thread held."""
+        self._lock = threading.RLock()
 
     def wait(self, module: str, act: Callable[[], object]) -> Callable[[], None]:
         """Call `act` once, after the module's import; what is returned ends the waiting."""
@@ -146,3 +151,6 @@ class _Telling:
 
 FINDER = Finder()
 """The process's only one, however many watches wait."""
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=FINDER.new_lock)

@@ -3,6 +3,7 @@
 import copy
 import functools
 import inspect
+import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -144,6 +145,15 @@ def _heard(original: Callable[..., Any], tap: Tap, *, is_static: bool = False) -
 
 _LOCK = threading.RLock()
 _TAPS: dict[tuple[int, str], Tap] = {}
+
+
+def _new_lock() -> None:
+    global _LOCK
+    _LOCK = threading.RLock()  # another thread may have held the old one when this process was forked off
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_new_lock)
 
 
 def listen(owner: object, name: str, listener: Listener) -> Callable[[], None]:
