@@ -13,7 +13,7 @@ import pytest
 import torch
 from diffusers import LCMScheduler, UNet2DConditionModel
 from diffusers.hooks import apply_group_offloading
-from tests.families import FAMILIES, generate, make_pipeline
+from tests.families import FAMILIES, make_pipeline
 
 import sigmascope
 from sigmascope.analysis.diagnostics import diagnose
@@ -184,9 +184,3 @@ def test_steps_that_compile_stand_out_or_grow(pipe: Any, seconds: list[float], s
     with recorder, recorder.stage("denoising"), torch.no_grad(), recorder.hook_steps(pipe.unet):
         pipe("a fox", num_inference_steps=14, height=32, width=32, guidance_scale=1.0, output_type="latent")
     assert {one for one in ids(recorder.run()) if one.startswith("time.")} == ({said} if said else set())
-
-
-def test_what_is_watched_of_a_healthy_pipeline_warns_of_nothing(pipe: Any) -> None:
-    with sigmascope.watch(pipe, sample_hz=None) as run:
-        generate(pipe, "sd15")
-    assert [one.id for one in diagnose(run.record()) if one.severity != "info"] == []

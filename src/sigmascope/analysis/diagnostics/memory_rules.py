@@ -12,6 +12,7 @@ from sigmascope.records.run import Stage
 _MIB: Final = 2**20
 _FRAGMENTED_SHARE: Final = 0.25
 _FRAGMENTED_BYTES: Final = 1024 * _MIB
+_SHORT: Final = 0.8
 _NEAR_LIMIT: Final = 0.95
 _KEPT_BYTES: Final = 256 * _MIB
 _KEPT_SHARE: Final = 0.5
@@ -23,8 +24,9 @@ def fragmented(case: Case) -> Iterator[Finding]:
     """Memory that the allocator had to take from the device though what its tensors needed would have fitted.
 
     What it keeps of one stage for the next is no fragmentation, however little is in use at a stage's end: so the most
-    that it ever held is set beside the most that was ever in tensors.
+    that it ever held is set beside the most that was ever in tensors. Some is usual; it matters where memory is short.
     """
+    sizes = {one.device: one.total_bytes for one in case.accelerators()}
     for device in _devices(case):
         reserved, name = _most_reserved(case, device)
         allocated = max(
@@ -36,7 +38,7 @@ def fragmented(case: Case) -> Iterator[Finding]:
             continue
         yield Finding(
             id="memory.fragmented",
-            severity="warning",
+            severity="warning" if reserved > _SHORT * (sizes.get(device) or 0) > 0 else "info",
             message=f"PyTorch came to hold {units.mib(reserved)} MB on {device} in {name}, {units.mib(idle)} MB "
             f"({100 * idle / reserved:.0f} %) more than was ever in tensors: its free blocks were too small for what "
             "was asked.",
@@ -67,7 +69,10 @@ def near_the_limit(case: Case) -> Iterator[Finding]:
 
 
 def kept_after_a_stage(case: Case) -> Iterator[Finding]:
-    """Most of what a stage took on its way is still in use at its end, though it loads nothing."""
+    """Most of what a stage took on its way is still in use at its end, and at that of those around it, though it loads nothing.
+
+    What a stage gives to the next, or weights that are offloaded again after the generation, are kept by none.
+    """
     for stage in _leaves(case):
         if stage.name in _LOADS or stage.memory is None or stage.peak is None or not stage.success:
             continue
@@ -77,7 +82,8 @@ def kept_after_a_stage(case: Case) -> Iterator[Finding]:
             if baseline is None or peak is None or memory.allocated_bytes is None or peak <= baseline:
                 continue
             kept = memory.allocated_bytes - baseline
-            if kept > _KEPT_BYTES and kept > _KEPT_SHARE * (peak - baseline):
+            is_much = kept > max(_KEPT_BYTES, _KEPT_SHARE * (peak - baseline))
+            if is_much and _is_kept_around(case, stage, memory.device, kept):
                 yield Finding(
                     id="memory.kept_after_stage",
                     severity="warning",
@@ -115,6 +121,18 @@ def values_not_finite(case: Case) -> Iterator[Finding]:
                 stage=stage.name,
             )  # fmt: skip
             return
+
+
+def _is_kept_around(case: Case, stage: Stage, device: str, kept: int) -> bool:
+    """Whether all stages that hold this one leave at least half as much, as far as that is known."""
+    for outer in case.stages:
+        if outer is stage or outer.memory is None or not _is_in(stage, outer):
+            continue
+        before = outer.memory.baseline.accelerator(device).allocated_bytes
+        after = outer.memory.current.accelerator(device).allocated_bytes
+        if before is not None and after is not None and after - before < kept / 2:
+            return False
+    return True
 
 
 def _devices(case: Case) -> list[str]:
