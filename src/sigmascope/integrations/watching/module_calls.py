@@ -3,7 +3,7 @@
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 from torch import nn
@@ -19,7 +19,10 @@ Before = Callable[[Arguments, Keywords], After | None]
 
 
 class ModuleHook:
-    """A forward hook of either kind. A copy or pickle of the hooked module gets one that does nothing.
+    """A forward hook of either kind.
+
+    A copy or pickle of the hooked module gets one of the standard library's in its place, which does nothing, so that
+    it can be loaded where there is no Sigmascope.
 
     Args:
         act: What to do with what the hook is given after the module; it may raise.
@@ -42,11 +45,7 @@ class ModuleHook:
             self.failed(failure)
 
     def __reduce__(self) -> Any:
-        return ModuleHook, (_nothing, _nothing)
-
-
-def _nothing(*_: Any) -> None:
-    pass
+        return getattr, (nullcontext(), "__exit__")
 
 
 def hook_calls(instrument: Instrument, module: object, before: Before, *, after: bool = True) -> None:
