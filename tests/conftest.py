@@ -8,7 +8,10 @@ from typing import Any, Protocol
 import pytest
 import torch
 from safetensors.torch import save_file
+from tests.runtime_types import check_annotations
 from torch import Tensor
+
+check_annotations()
 
 State = dict[str, Tensor]
 

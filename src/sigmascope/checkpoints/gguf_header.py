@@ -7,7 +7,7 @@ Layout: the format's description in the ggml project, versions 2 and 3, little-e
 import math
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final, NoReturn
@@ -15,7 +15,8 @@ from typing import BinaryIO, Final, NoReturn
 from sigmascope.checkpoints.header import shortened
 from sigmascope.errors import CheckpointError
 
-Value = str | int | float | bool | list["Value"]
+Value = str | int | float | bool | Sequence[object]
+"""Of a field; the objects are values again."""
 
 _MAGIC: Final = b"GGUF"
 _VERSIONS: Final = (2, 3)

@@ -1,7 +1,7 @@
 """The steps of a live stage, one growing array a column."""
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from sigmascope.monitor import peaks
 from sigmascope.monitor.gpu_timing import NOT_FINISHED, StepTimings
@@ -68,7 +68,7 @@ def _gpu_seconds(timings: StepTimings | None) -> tuple[tuple[float | None, ...],
     return (seconds if any(value is not None for value in seconds) else ()), timings.unfinished
 
 
-def _known(column: "array[int]") -> tuple[int | None, ...]:
+def _known(column: Sequence[int]) -> tuple[int | None, ...]:
     """The column with None for what is not known; empty when nothing is."""
     if all(value == UNKNOWN for value in column):
         return ()

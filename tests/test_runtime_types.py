@@ -1,0 +1,28 @@
+"""What the tests check by themselves: that the package is called as its annotations say."""
+
+from typing import Any, cast
+
+import pytest
+import torch
+from beartype.roar import BeartypeCallHintViolation
+from jaxtyping import TypeCheckError
+from tests.runtime_types import modules_for_jaxtyping
+
+from sigmascope.analysis.score import projected_seconds
+from sigmascope.lora.numerics.exact_svd import exact_right_subspace
+
+
+def test_a_wrong_type_is_refused() -> None:
+    with pytest.raises(BeartypeCallHintViolation):
+        projected_seconds(cast(Any, "soon"), 1.0, 1)
+
+
+def test_a_wrong_number_of_axes_is_refused() -> None:
+    with pytest.raises(TypeCheckError):
+        exact_right_subspace(torch.zeros(3), 1)
+
+
+def test_only_modules_that_need_it_pay_for_jaxtyping() -> None:
+    names = modules_for_jaxtyping()
+    assert "sigmascope.lora.numerics.exact_svd" in names
+    assert "sigmascope.monitor.recorder" not in names
