@@ -98,6 +98,15 @@ def test_a_stage_that_began_before_the_accelerator_was_in_use_says_so(
     assert timed.run().stages[0].unavailable["device_seconds"].startswith("the accelerator was not in use")
 
 
+def test_stages_of_a_long_run_use_their_events_again(timed: Recorder, accelerator: "FakeAccelerator") -> None:
+    for _ in range(200):
+        with timed.stage("generation"):
+            accelerator.queued_seconds += 0.25
+        accelerator.done_seconds = accelerator.queued_seconds
+    assert accelerator.events_made <= 4
+    assert [stage.facts["device_seconds"] for stage in timed.run().stages] == [0.25] * 200
+
+
 def test_without_an_accelerator_a_stage_has_no_time_of_it() -> None:
     recorder = Recorder(sample_hz=None, accelerator=NullAccelerator("none"))
     with recorder.stage("denoising"):

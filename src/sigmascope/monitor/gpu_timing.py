@@ -85,6 +85,28 @@ class StepTimings:
         return len(self._pending)
 
 
+class StageEdges:
+    """The edges of stages that are over, those that ended first before the others. With `peaks.LOCK` held.
+
+    Each stage that ends reads those before it, so that a long run holds no more events than the device has ahead of it.
+    """
+
+    __slots__ = ("_waiting",)
+
+    def __init__(self) -> None:
+        self._waiting: deque[StepTimings] = deque()
+
+    def add(self, timings: StepTimings, start: Mark | None, end: Mark | None) -> None:
+        """Take the marks at a stage's edges, as the only entry of its timings."""
+        timings.add(start, end)
+        self._waiting.append(timings)
+        while self._waiting:
+            self._waiting[0].resolve()
+            if self._waiting[0].unfinished:
+                return
+            self._waiting.popleft()
+
+
 def of_stage(timings: StepTimings | None) -> tuple[float | None, str | None]:
     """What a stage as a whole took on the accelerator, from the timings of its two edges, or why that is not known.
 

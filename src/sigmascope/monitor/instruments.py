@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 
 from sigmascope.monitor import peaks
-from sigmascope.monitor.gpu_timing import EventPool, Mark, StepTimings
+from sigmascope.monitor.gpu_timing import EventPool, Mark, StageEdges, StepTimings
 from sigmascope.monitor.guard import Guard
 from sigmascope.monitor.json_values import as_json
 from sigmascope.monitor.peak_tracking import ACCELERATOR_PEAK, PeakTracker, reader_for
@@ -51,6 +51,7 @@ class Instruments:
         reader = self.guard.call(ACCELERATOR_PEAK, lambda: reader_for(self.accelerator))
         self.tracker = PeakTracker(reader, self.guard)
         self._events = None if reader is None else EventPool(self.accelerator.new_event)
+        self.stage_edges = StageEdges()
         self._wish = Wish(self._sample, sample_hz) if sample_hz and sample_hz > 0 else None
         self.meter = UtilizationMeter(self.accelerator, is_sampled=self._wish is not None)
         self._rss_works = True

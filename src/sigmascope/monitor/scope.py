@@ -101,12 +101,9 @@ class Scope:
         instruments = self.instruments
         self.ended_ns = ended_ns = instruments.clock()
         self.step_listener = None
-        if self._edges is not None:
-            end = None if self._began is None else instruments.mark(self._began.device)
-            with peaks.LOCK:
-                instruments.add_timing(self._edges, self._began, end)
         memory = HostMemory()
         try:
+            self._end_on_device()
             self._final = instruments.snapshot()
             memory = instruments.host_memory(self._final)
         finally:  # also when Ctrl-C comes just now: nothing of ours may go on
@@ -120,6 +117,13 @@ class Scope:
         if error is not None:
             self.error = describe(error)
             self.exception_details = instruments.guard.call("exception_details", lambda: details(error))
+
+    def _end_on_device(self) -> None:
+        instruments, edges, began = self.instruments, self._edges, self._began
+        if edges is not None:
+            end = None if began is None else instruments.mark(began.device)
+            with peaks.LOCK:
+                instruments.guard.call("gpu_timing", lambda: instruments.stage_edges.add(edges, began, end))
 
     def freeze(self, run_started_ns: int) -> Stage:
         """Return the record as it is now. An open stage ends now, and says so."""
