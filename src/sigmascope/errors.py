@@ -9,6 +9,7 @@
     │       └── NewerSchemaError  written by a later version
     ├── ConfigError               a YAML or option that does not make sense
     ├── DataError                 training data that cannot be used
+    ├── OtherProcessError         another process of the same training failed or ended
     ├── ModelMismatchError        base, tuned model and LoRA do not belong together
     ├── LoraFormatError           a LoRA file whose keys or shapes are not understood
     ├── NonFiniteError            NaN or Inf where weights should be
@@ -79,6 +80,10 @@ class ConfigError(SigmascopeError):
 
 class DataError(SigmascopeError):
     """Training data cannot be used: one sample, or all of them."""
+
+
+class OtherProcessError(SigmascopeError):
+    """Another process of the same training failed or ended, so this one cannot go on."""
 
 
 class ModelMismatchError(SigmascopeError):

@@ -147,7 +147,8 @@ def test_an_empty_name_of_a_backbone_is_refused(files: Path, name: str) -> None:
 def test_sigterm_leaves_everything_as_it_was(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = files / "out"
     (out / "exact_base.ckpt").write_bytes(b"earlier")
-    before, seen = signal.getsignal(signal.SIGTERM), []
+    before = signal.getsignal(signal.SIGTERM)
+    seen: list[torch.Size] = []
 
     def looked_at(weight: torch.Tensor) -> bool:
         if len(seen) == 20:

@@ -15,7 +15,7 @@ from sigmascope.cli.root import app
 SOURCE = Path(sigmascope.__file__).parent
 PAGES = Path(__file__).parents[2] / "docs"
 NAMED = re.compile(r"(?<![\w-])--[a-z][\w-]*")
-OTHERS = {"--multi_gpu", "--nproc_per_node", "--num_processes"}
+OTHERS = {"--multi_gpu", "--use_fsdp", "--fsdp_version"}
 """Of `accelerate launch` and `torchrun`."""
 PAGE = {"make-shards": "data"}
 """The page that tells of a command, where it has another name."""

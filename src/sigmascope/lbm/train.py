@@ -5,31 +5,27 @@ The parts are in `sigmascope.lbm.training`; this is how they follow each other.
 
 import logging
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-
-from accelerate import Accelerator
 
 from sigmascope.errors import NonFiniteError, SigmascopeError, WriteError
 from sigmascope.lbm.batches import Batch
 from sigmascope.lbm.data import SkippedSamples
-from sigmascope.lbm.model import LbmModel
 from sigmascope.lbm.training.accelerating import accelerated
 from sigmascope.lbm.training.checkpointing import CheckpointFolder
-from sigmascope.lbm.training.export import write_trained
-from sigmascope.lbm.training.identity import require_same
-from sigmascope.lbm.training.injection import TrainableFull
+from sigmascope.lbm.training.distributed import Team, naming_lost_processes
 from sigmascope.lbm.training.loop import TrainingLoop
-from sigmascope.lbm.training.memory_estimate import weight_dtype
 from sigmascope.lbm.training.monitoring import Watch, nonfinite_finding
+from sigmascope.lbm.training.results import add_lora, write_result
 from sigmascope.lbm.training.session import Session, make_session
 from sigmascope.lbm.training.settings import TrainSettings
+from sigmascope.lbm.training.starting import go_on, load_base, require_same_start
 from sigmascope.lbm.training.stopping import StopReason, StopSignals
 from sigmascope.lbm.training.telling import Listeners, StepLog, Teller
 from sigmascope.lbm.training.trackers import check_tracker, start_trackers
 from sigmascope.lbm.training.validation import Validation, read_samples
-from sigmascope.lbm.watched import load_watched
 from sigmascope.progress import Progress, no_progress
 from sigmascope.records.os_errors import DISK_FULL, reason_of, writing_hint
 from sigmascope.records.run import Run
@@ -92,20 +88,24 @@ def train(
         ConfigError: The settings, the data or the checkpoint do not fit; a package is missing.
         NonFiniteError: Loss or gradient became NaN or Inf; names the step, the samples and the layers.
         WriteError: The disk is full or refuses. The last checkpoint is intact.
+        OtherProcessError: Another process failed or ended. The last checkpoint is intact.
         SigmascopeError: Whatever else is wrong with the files named by the settings.
     """
     check_tracker(settings.tracker)
-    samples = read_samples(settings)
     folder = CheckpointFolder(settings.save_ckpt_path, settings.keep_checkpoints)
     watch = Watch()
-    with StopSignals() as stop, accelerated(settings) as accelerator:
-        main = accelerator.is_main_process
-        with folder.locked() if main else nullcontext():
-            aside = folder.set_aside() if main and not resume else None
-            accelerator.wait_for_everyone()
+    with StopSignals() as stop, accelerated(settings) as accelerator, ExitStack() as held:
+        main, team = accelerator.is_main_process, Team(accelerator)
+        with naming_lost_processes(team):
+            with team.together():
+                samples = read_samples(settings)
+                if main:
+                    held.enter_context(folder.locked())
+                aside = folder.set_aside() if main and not resume else None
             try:
                 with watch.recorder:
-                    model = _load(settings, accelerator, progress)
+                    with team.together():
+                        model = load_base(settings, accelerator, progress)
                     session = make_session(settings, accelerator, model)
                     report = _train(session, folder, samples, watch, stop, listeners or Listeners(), aside)
             except OSError as error:
@@ -136,14 +136,17 @@ def _train(
         watch=watch,
         stop=stop,
         teller=Teller(session, listeners),
-        add_files=lambda place: _add_lora(session, place),
+        add_files=partial(add_lora, session),
     )
-    resumed = _resume(loop) if aside is None else None
-    if session.accelerator.is_main_process:
-        watch.begin(folder.path, session.step, aside)
-    start_trackers(session.accelerator, session.settings, session.step)
+    with session.team.together():
+        resumed = go_on(loop) if aside is None else None
+    require_same_start(session)
+    with session.team.together():
+        if session.accelerator.is_main_process:
+            watch.begin(folder.path, session.step, aside)
+        start_trackers(session.accelerator, session.settings, session.step)
     reason = loop.run()
-    files = [] if reason else _write_result(session, folder.path)
+    files = [] if reason else write_result(session, folder.path)
     return TrainReport(
         step=session.step,
         resumed_from=resumed,
@@ -156,53 +159,6 @@ def _train(
         run=watch.run(),
         set_aside=aside,
     )
-
-
-def _load(settings: TrainSettings, accelerator: Accelerator, progress: Progress) -> LbmModel:
-    """The base, in the precision of training: what is trained itself stays float32."""
-    return load_watched(
-        settings.base_model_path,
-        settings.lbm,
-        dtype=weight_dtype(settings),
-        device=accelerator.device,
-        progress=progress,
-    )
-
-
-def _resume(loop: TrainingLoop) -> int | None:
-    """Bring the session to where the newest good checkpoint left off."""
-    found = loop.folder.newest()
-    if found is None:
-        return None
-    checkpoint, state = found
-    require_same(state.identity, loop.session.identity, checkpoint)
-    loop.session.restore(state, checkpoint)
-    loop.checkpoint = checkpoint
-    return state.step
-
-
-def _add_lora(session: Session, folder: Path) -> None:
-    """Put the LoRA as it is into a checkpoint's folder, so that it can be tried before the end."""
-    if isinstance(session.trainable, TrainableFull):
-        return  # the checkpoint holds these weights already, and a whole model more would fill disks
-    try:
-        _write_weights(session, folder)
-    except NonFiniteError as error:
-        _log.warning("The checkpoint has no LoRA file: %s", error)
-
-
-def _write_result(session: Session, folder: Path) -> list[Path]:
-    files = []
-    if session.accelerator.is_main_process:
-        files = _write_weights(session, folder)
-    session.team.wait()
-    return files
-
-
-def _write_weights(session: Session, folder: Path) -> list[Path]:
-    name = "model" if isinstance(session.trainable, TrainableFull) else "lora"
-    with session.average.in_place() if session.average is not None else nullcontext():
-        return write_trained(session.trainable, session.settings, session.step, folder, name=name)
 
 
 def _save_run(watch: Watch, folder: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tests.lbm.training.tiny_run import batch_of
 
-from sigmascope.errors import DataError
+from sigmascope.errors import DataError, OtherProcessError, SigmascopeError, WriteError
 from sigmascope.lbm.batches import Batch
 from sigmascope.lbm.training.distributed import Group, Team, groups
 
@@ -74,3 +74,45 @@ def test_where_ones_data_fails_all_stop_and_say_why(good: int) -> None:
 def test_a_team_of_one_raises_its_own_error() -> None:
     (found,) = together(stream(1, failing=True))
     assert str(found) == "the shards hold no samples. Make some."
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_what_fails_in_one_process_ends_all(failing: int) -> None:
+    barrier = threading.Barrier(2)
+    table: dict[int, Any] = {}
+
+    def member(number: int) -> Exception | None:
+        try:
+            with Meeting(number, barrier, table).together():
+                if number == failing:
+                    raise WriteError("checkpoint", "the disk is full.", hint="Free some space.")
+        except (SigmascopeError, threading.BrokenBarrierError) as error:
+            return error
+        return None
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(member, range(2)))
+    assert isinstance(found[failing], WriteError)
+    other = found[1 - failing]
+    assert isinstance(other, OtherProcessError)
+    assert other.message == f"process {failing} of 2 failed: checkpoint: the disk is full. Free some space."
+
+
+def test_a_mistake_in_one_process_ends_all_too() -> None:
+    barrier = threading.Barrier(2)
+    table: dict[int, Any] = {}
+
+    def member(number: int) -> Exception | None:
+        try:
+            with Meeting(number, barrier, table).together():
+                if number == 1:
+                    raise IndexError("list index out of range")
+        except (IndexError, OtherProcessError) as error:
+            return error
+        return None
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(member, range(2))
+    assert isinstance(second, IndexError)
+    assert isinstance(first, OtherProcessError)
+    assert first.message == "process 1 of 2 failed: IndexError: list index out of range."

@@ -94,7 +94,7 @@ def test_only_what_is_trained_changes(small_run: SmallRun, monkeypatch: pytest.M
         seen.append(dict(model.state_dict()))  # the very tensors that training works with
         return model
 
-    monkeypatch.setattr("sigmascope.lbm.train.load_watched", loaded)
+    monkeypatch.setattr("sigmascope.lbm.training.starting.load_watched", loaded)
     train(small_run.settings(max_steps=3))
     assert all(torch.equal(seen[0][key], before[key]) for key in before)
     lora = load_lora(small_run.out / "lora.safetensors")

@@ -1,6 +1,6 @@
 """Where an epoch's stream stands, as plain numbers that a checkpoint can keep."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +42,24 @@ class DataPosition:
         if any(number >= samples for number in pending):
             raise _no_position(data)
         return cls(epoch, samples, tuple(pending))
+
+
+def dealt_anew(positions: Sequence[DataPosition], process: int, processes: int) -> DataPosition:
+    """Where one process begins when an epoch that some processes have begun goes on with another number of them.
+
+    Every sample that none of them has used comes to one process, and none that has been used comes again.
+
+    Args:
+        positions: Of the processes before, in order, at the same step.
+        process: The one that asks, from 0.
+        processes: How many share the rest.
+    """
+    shared, reached = len(positions), max(position.samples for position in positions)
+    behind = range(min(position.samples for position in positions), reached)
+    left = {number for number in behind if number >= positions[number % shared].samples}
+    left.update(number for position in positions for number in position.pending)
+    mine = sorted(number for number in left if number % processes == process)
+    return DataPosition(positions[0].epoch, reached, tuple(mine))
 
 
 def _no_position(data: object) -> ConfigError:

@@ -8,6 +8,7 @@ from typing import Final
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DistributedType
 
 from sigmascope.errors import ConfigError
 from sigmascope.lbm.devices import resolve_device
@@ -15,6 +16,8 @@ from sigmascope.lbm.training.settings import TrainSettings
 from sigmascope.lbm.training.trackers import project_folder
 
 _DEVICE_VARIABLE: Final = "ACCELERATE_TORCH_DEVICE"
+_NOT_IN_PARTS: Final = ("adafactor", "rprop")
+"""Optimizers whose operations in place PyTorch 2.13 refuses on a DTensor; all others were tried."""
 
 
 @contextmanager
@@ -22,8 +25,8 @@ def accelerated(settings: TrainSettings) -> Iterator[Accelerator]:
     """Make the accelerator of one training; under `accelerate launch` it joins the other processes.
 
     Raises:
-        ConfigError: The device is not there, or cannot compute in the precision asked for; or the launcher's
-            configuration spreads the model over processes.
+        ConfigError: The device is not there, or cannot compute in the precision asked for; or the launcher asks for
+            a way to spread the model over processes that training has not.
     """
     is_ours = not PartialState._shared_state
     with _device(settings.device):
@@ -40,11 +43,7 @@ def accelerated(settings: TrainSettings) -> Iterator[Accelerator]:
                 f"({error}).",
                 hint="Use bf16 or no, or run on an accelerator.",
             ) from error
-    if str(accelerator.distributed_type).rpartition(".")[2] in ("FSDP", "DEEPSPEED"):
-        raise ConfigError(
-            "accelerate: checkpoints of a model that FSDP or DeepSpeed spreads over processes are not written yet.",
-            hint="Launch with --multi_gpu: each process then holds the base, and a LoRA's gradients are small.",
-        )
+    check_spreading(accelerator.distributed_type, settings, fsdp2=is_sharded(accelerator))
     # Set here: the launcher's environment would win over an argument.
     accelerator.gradient_accumulation_steps = settings.gradient_accumulation_steps
     try:
@@ -53,6 +52,47 @@ def accelerated(settings: TrainSettings) -> Iterator[Accelerator]:
         if is_ours and accelerator.num_processes == 1:
             AcceleratorState._reset_state(reset_partial_state=True)
             GradientState._reset_state()
+
+
+def is_sharded(accelerator: Accelerator) -> bool:
+    """Whether FSDP spreads the denoiser over the processes."""
+    return bool(getattr(accelerator, "is_fsdp2", False))  # Accelerate before 1.6 has no such FSDP
+
+
+def check_spreading(kind: DistributedType, settings: TrainSettings, *, fsdp2: bool) -> None:
+    """Refuse ways to spread the model over processes that training has not.
+
+    Args:
+        kind: What the launcher's configuration asks for.
+        settings: Of the run.
+        fsdp2: Whether that is FSDP of version 2, PyTorch's `fully_shard`.
+
+    Raises:
+        ConfigError: It is DeepSpeed, FSDP of version 1, or FSDP in float16 or with an optimizer that cannot do it.
+    """
+    if kind == DistributedType.DEEPSPEED:
+        raise ConfigError(
+            "accelerate: training does not run under DeepSpeed, whose engine makes the steps itself and keeps the "
+            "weights in files of its own.",
+            hint="Launch with --use_fsdp --fsdp_version 2, which spreads the model likewise, or with --multi_gpu.",
+        )
+    if kind != DistributedType.FSDP:
+        return
+    if not fsdp2:
+        raise ConfigError(
+            "accelerate: FSDP of version 1 keeps weights in flat buffers, from which no checkpoints are written here.",
+            hint="Set fsdp_version: 2 in Accelerate's configuration, or launch with --fsdp_version 2.",
+        )
+    if settings.optimizer.lower() in _NOT_IN_PARTS:
+        raise ConfigError(
+            f"optimizer: PyTorch's {settings.optimizer} does not work on weights that FSDP spreads over processes.",
+            hint="Use AdamW, or any other than Adafactor and Rprop.",
+        )
+    if settings.mixed_precision == "fp16":
+        raise ConfigError(
+            "mixed_precision: fp16 does not go with FSDP: all processes would have to skip the same steps.",
+            hint="Use bf16 or no.",
+        )
 
 
 @contextmanager

@@ -10,10 +10,7 @@ It is written under a hidden name, flushed to the disk and renamed.
 """
 
 import json
-import os
-import shutil
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -21,12 +18,10 @@ from typing import Any, Final
 import xxhash
 from torch import Tensor
 
-from sigmascope.checkpoints import open_checkpoint, save_safetensors
-from sigmascope.errors import CheckpointError, WriteError
-from sigmascope.lbm.training.state_packing import pack, unpack
-from sigmascope.records.atomic import atomic_path
-from sigmascope.records.leftovers import temporary_name
-from sigmascope.records.os_errors import reason_of, writing_hint
+from sigmascope.checkpoints import open_checkpoint
+from sigmascope.errors import CheckpointError
+from sigmascope.lbm.training.state_packing import unpack
+from sigmascope.records.os_errors import reason_of
 
 FORMAT: Final = 1
 WEIGHTS, AVERAGE, STATE, FACTS = (
@@ -59,39 +54,6 @@ class TrainingState:
     average: Mapping[str, Tensor] | None
     progress: Mapping[str, Any]
     processes: tuple[Any, ...]
-
-
-def write_state(
-    target: Path, state: TrainingState, add_files: Callable[[Path], object] | None = None
-) -> None:
-    """Write a checkpoint's folder, whole or not at all.
-
-    Args:
-        target: Its final name, in a folder that is there. A folder of that name is replaced.
-        state: What to write.
-        add_files: Given the hidden folder, to put files of its own there; they are not checked on reading.
-
-    Raises:
-        WriteError: The disk is full or refuses; nothing of the new folder stays.
-        TypeError: The state holds what a checkpoint cannot.
-    """
-    hidden = target.with_name(temporary_name(target))
-    try:
-        hidden.mkdir()
-        _write_files(hidden, state)
-        if add_files is not None:
-            add_files(hidden)
-        _flush(hidden)
-        _replace(hidden, target)
-    except OSError as error:
-        message = f"the checkpoint cannot be written ({reason_of(error)})."
-        raise WriteError(target, message, hint=writing_hint(error)) from error
-    except WriteError as error:
-        message = f"the checkpoint cannot be written: {error.message.removeprefix(f'{error.path}: ')}"
-        raise WriteError(target, message, hint=error.hint) from error
-    finally:
-        shutil.rmtree(hidden, ignore_errors=True)
-    _flush(target.parent)
 
 
 def read_state(folder: Path) -> TrainingState:
@@ -137,41 +99,9 @@ def read_facts(folder: Path) -> dict[str, Any]:
     return facts
 
 
-def _write_files(folder: Path, state: TrainingState) -> None:
-    tensors: dict[str, Tensor] = {}
-    facts: dict[str, Any] = {
-        "format": FORMAT,
-        "step": state.step,
-        "epoch": state.epoch,
-        "identity": dict(state.identity),
-        "parameters": list(state.weights),
-        "progress": pack(state.progress, tensors, "progress"),
-        "processes": pack(list(state.processes), tensors, "processes"),
-    }
-    files = {WEIGHTS: state.weights, STATE: tensors}
-    if state.average is not None:
-        files[AVERAGE] = state.average
-    for name, content in files.items():
-        save_safetensors(folder / name, content)
-    facts["files"] = {name: _facts_of(folder / name) for name in files}
-    with atomic_path(folder / FACTS) as temporary:
-        temporary.write_text(json.dumps(facts, indent=1), encoding="utf-8")
-
-
-def _replace(hidden: Path, target: Path) -> None:
-    """Give the hidden folder its name; one that is there moves aside first and then goes."""
-    aside = None
-    if target.exists():
-        aside = target.with_name(temporary_name(target))
-        target.rename(aside)
-    hidden.rename(target)
-    if aside is not None:
-        shutil.rmtree(aside, ignore_errors=True)
-
-
 def _check_file(path: Path, expected: Mapping[str, Any]) -> None:
     try:
-        found = _facts_of(path)
+        found = file_facts(path)
     except OSError as error:
         raise CheckpointError(
             path, f"cannot be read ({reason_of(error)}).", hint="Remove the damaged checkpoint."
@@ -184,7 +114,8 @@ def _check_file(path: Path, expected: Mapping[str, Any]) -> None:
         )
 
 
-def _facts_of(path: Path) -> dict[str, Any]:
+def file_facts(path: Path) -> dict[str, Any]:
+    """Size and checksum of a file, as `state.json` keeps them."""
     digest = xxhash.xxh3_128()
     with path.open("rb") as stream:
         while piece := stream.read(_READ_BYTES):
@@ -201,13 +132,3 @@ def _in_order(tensors: dict[str, Tensor], names: list[str], path: Path) -> dict[
     if missing := [name for name in names if name not in tensors]:
         raise CheckpointError(path, f"lacks {missing[0]}.", hint="Remove the damaged checkpoint.")
     return {name: tensors[name] for name in names}
-
-
-def _flush(folder: Path) -> None:
-    """Make names durable; where folders cannot be flushed, the files are in place nevertheless."""
-    with suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

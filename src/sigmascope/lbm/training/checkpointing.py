@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Final
 
 from sigmascope.errors import CheckpointError, ConfigError, WriteError
-from sigmascope.lbm.training.checkpoint_files import TrainingState, read_state, write_state
+from sigmascope.lbm.training.checkpoint_files import TrainingState, read_state
+from sigmascope.lbm.training.checkpoint_writing import write_state
 from sigmascope.lora.extraction.own_file import open_own
 from sigmascope.records.leftovers import temporary_name
 from sigmascope.records.os_errors import reason_of, writing_hint

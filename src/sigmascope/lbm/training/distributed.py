@@ -1,6 +1,7 @@
 """What several processes must agree on before each step, so that none waits for another that has ended."""
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Final, Generic, TypeVar
@@ -8,13 +9,16 @@ from typing import Any, Final, Generic, TypeVar
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+from torch.distributed import DistError
 
-from sigmascope.errors import DataError, SigmascopeError
+from sigmascope.errors import DataError, OtherProcessError, SigmascopeError
 from sigmascope.lbm.batches import Batch
 
 Position = TypeVar("Position")
 _FAILED: Final = -1
 """Stands for a batch's length where there is none because of an error."""
+_LOST: Final = ("gloo", "nccl", "connection", "socket")
+"""What messages of a broken connection hold: gloo raises a bare RuntimeError."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +60,62 @@ class Team:
         found: list[Any] = [value] if self.size == 1 else gather_object([value])
         return found
 
-    def wait(self) -> None:
-        """Wait until all are here."""
-        self._accelerator.wait_for_everyone()
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What fails in any process within the block ends all of them, and says the same everywhere.
+
+        All enter the block and leave it together; within it none waits for another, so that none can wait in vain.
+
+        Raises:
+            OtherProcessError: It failed in another process; says what that one said.
+        """
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            if self.size == 1:
+                raise
+            failure = error
+        if self.size > 1:
+            self._end_together(failure)
+
+    def _end_together(self, failure: Exception | None) -> None:
+        """Raise in every process where there is a failure in any. All call this together."""
+        try:
+            said = self.objects(None if failure is None else _words(failure))
+        except Exception:
+            if failure is not None:
+                raise failure from None  # the others are gone, so this is the news
+            raise
+        if failure is not None:
+            raise failure
+        if told := next(((number, words) for number, words in enumerate(said) if words), None):
+            raise OtherProcessError(
+                f"process {told[0]} of {self.size} failed: {told[1]}",
+                hint="The checkpoints written before are intact; see what that process says.",
+            )
+
+
+@contextmanager
+def naming_lost_processes(team: Team) -> Iterator[None]:
+    """Say it plainly when a process is gone in whose place the system reports a broken connection.
+
+    Raises:
+        OtherProcessError: In place of what PyTorch says of it.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if team.size == 1 or not _is_of_connection(error):
+            raise
+        raise OtherProcessError(
+            f"another of the {team.size} processes of this training has ended ({str(error).splitlines()[0]:.200}).",
+            hint="See what that process says; the checkpoints written before are intact, and the same command goes on.",
+        ) from error
+
+
+def _is_of_connection(error: RuntimeError) -> bool:
+    return isinstance(error, DistError) or any(word in str(error).lower() for word in _LOST)
 
 
 def groups(stream: Iterable[tuple[Batch, Position]], size: int, team: Team) -> Iterator[Group[Position]]:
@@ -88,6 +145,10 @@ def groups(stream: Iterable[tuple[Batch, Position]], size: int, team: Team) -> I
             return
         samples = sum(sum(row[:count]) for row in rows)
         yield Group(tuple(batch for batch, _ in taken[:count]), samples, taken[count - 1][1])
+
+
+def _words(failure: Exception) -> str:
+    return str(failure) if isinstance(failure, SigmascopeError) else f"{type(failure).__name__}: {failure}."
 
 
 def _taken(

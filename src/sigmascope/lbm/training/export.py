@@ -36,6 +36,7 @@ def write_trained(
     folder: str | Path,
     *,
     name: str | None = None,
+    weights: Mapping[str, Tensor] | None = None,
 ) -> list[Path]:
     """Write the result of a run; each file appears whole or not at all.
 
@@ -50,6 +51,7 @@ def write_trained(
         step: Optimizer steps done.
         folder: Made if it is not there.
         name: Of the files; `lora-step000500` or `model-step000500` when left out.
+        weights: By the names of `trainable.parameters`, in place of what the model holds now.
 
     Returns:
         The files of weights, in the order of `output_formats`.
@@ -63,9 +65,9 @@ def write_trained(
     metadata = training_metadata(settings, step)
     if isinstance(trainable, TrainableFull):
         path = folder / f"{name or f'model-step{step:06d}'}.safetensors"
-        _write_checkpoint(trainable.state(), settings, step, path, metadata)
+        _write_checkpoint(trainable.state(weights), settings, step, path, metadata)
         return [path]
-    lora = stored_lora(trainable, DTYPES[settings.save_precision])
+    lora = stored_lora(trainable, DTYPES[settings.save_precision], weights)
     stem = name or f"lora-step{step:06d}"
     paths = []
     for output_format in settings.output_formats:
@@ -75,12 +77,14 @@ def write_trained(
     return paths
 
 
-def stored_lora(trainable: TrainableLora, dtype: torch.dtype) -> LoraFile:
+def stored_lora(
+    trainable: TrainableLora, dtype: torch.dtype, weights: Mapping[str, Tensor] | None = None
+) -> LoraFile:
     """The LoRA as it is stored: trained factors with alpha = rank in `dtype`, frozen ones as they came.
 
     The header of a continued file goes along, as far as it is still true.
     """
-    lora, frozen = trainable.state(), set(trainable.plan.frozen)
+    lora, frozen = trainable.state(weights), set(trainable.plan.frozen)
     modules = {
         layer: factors if layer in frozen else stored_factors(factors, dtype)
         for layer, factors in lora.modules.items()

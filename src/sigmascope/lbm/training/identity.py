@@ -1,6 +1,7 @@
 """Which settings a training's result follows from: resuming under other ones would mix two trainings."""
 
 import hashlib
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -34,6 +35,8 @@ FREE: Final = frozenset(
 )
 """Settings that may change between a checkpoint and the run that resumes it; all others must agree."""
 _NAMES_OF_FILES: Final = frozenset({"train_shards", "base_model_path", "lora_weights_path"})
+_OF_A_STEP: Final = ("batch_size", "gradient_accumulation_steps", "processes")
+"""Their product is the number of samples in an optimizer step."""
 _SAMPLED_BYTES: Final = 2**20
 
 
@@ -63,10 +66,14 @@ def identity(
 def require_same(before: Mapping[str, Any], now: Mapping[str, Any], checkpoint: Path) -> None:
     """Refuse to resume a training that was another one.
 
+    The number of processes may change where a step has as many samples as before.
+
     Raises:
         ConfigError: Names every key that differs, with both values.
     """
     different = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
+    if "processes" in different and _step_samples(before) == _step_samples(now):
+        different = [key for key in different if key not in _OF_A_STEP]
     if different:
         listed = "; ".join(
             f"{key}: {_short(before.get(key))} then, {_short(now.get(key))} now" for key in different
@@ -75,6 +82,10 @@ def require_same(before: Mapping[str, Any], now: Mapping[str, Any], checkpoint: 
             f"{checkpoint}: was trained with other settings ({listed}).",
             hint="Set them back, choose another save_ckpt_path, or start anew with --no_resume.",
         )
+
+
+def _step_samples(values: Mapping[str, Any]) -> int:
+    return math.prod(values[key] for key in _OF_A_STEP)
 
 
 def _shard(shard: str) -> list[Any]:

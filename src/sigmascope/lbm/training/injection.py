@@ -44,23 +44,28 @@ class TrainableLora:
             named += [(f"{name}.lora_down.weight", down), (f"{name}.lora_up.weight", up)]
         return named
 
-    def state(self) -> LoraFile:
-        """The LoRA as it is now, by layer: copies of the trained factors, and the frozen ones as their file has them.
+    def state(self, weights: Mapping[str, Tensor] | None = None) -> LoraFile:
+        """The LoRA by layer: copies of the trained factors, and the frozen ones as their file has them.
 
         Factors have the ranks and alphas of the plan; whoever writes them moves the strength into `up`.
+
+        Args:
+            weights: By the names of `parameters`, in place of what the model holds now.
         """
-        return LoraFile({name: self._state_of(name) for name in self.plan.modules})
+        trained = dict(self.parameters()) if weights is None else weights
+        return LoraFile({name: self._state_of(name, trained) for name in self.plan.modules})
 
     def remove(self) -> None:
         """Take the factors out: the model has its own layers and keys again. A second call does nothing."""
         take_out(self._model.denoiser, self._layers)
         self._layers = {}
 
-    def _state_of(self, name: str) -> LoraFactors:
+    def _state_of(self, name: str, trained: Mapping[str, Tensor]) -> LoraFactors:
         module = self.plan.modules[name]
         if not module.trained:
             return self.plan.factors[name]
-        down, up = (factor.detach().flatten(1).cpu().clone() for factor in _factors(self._layers[name]))
+        factors = (trained[f"{name}.lora_{kind}.weight"] for kind in ("down", "up"))
+        down, up = (factor.detach().flatten(1).cpu().clone() for factor in factors)
         return LoraFactors(up, down, module.alpha, module.weight_shape)
 
 
@@ -81,9 +86,13 @@ class TrainableFull:
             (f"denoiser.{name}", parameter) for name, parameter in self._model.denoiser.named_parameters()
         ]
 
-    def state(self) -> dict[str, Tensor]:
-        """The whole model by its keys in the checkpoint. The tensors are the model's own: write them at once."""
-        return dict(self._model.state_dict())
+    def state(self, weights: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """The whole model by its keys in the checkpoint. The tensors are the model's own: write them at once.
+
+        Args:
+            weights: By the names of `parameters`, in place of what the model holds now.
+        """
+        return {**self._model.state_dict(), **(weights or {})}
 
     def remove(self) -> None:
         """Freeze the denoiser again; its weights stay as they are now."""

@@ -8,11 +8,14 @@ from typing import Final
 
 from sigmascope.lbm.batches import Batch
 from sigmascope.lbm.data import DataPosition
+from sigmascope.lbm.training.checkpoint_files import TrainingState
 from sigmascope.lbm.training.checkpointing import CheckpointFolder, checkpoint_name
 from sigmascope.lbm.training.distributed import Group, groups
 from sigmascope.lbm.training.monitoring import TRAINING, Watch
 from sigmascope.lbm.training.plan_length import epoch_limit
 from sigmascope.lbm.training.session import Session
+from sigmascope.lbm.training.session_state import state_of
+from sigmascope.lbm.training.sharding import reshard
 from sigmascope.lbm.training.stopping import StopReason, StopSignals, agreed_reason
 from sigmascope.lbm.training.telling import Teller
 from sigmascope.lbm.training.trackers import log_pictures
@@ -33,7 +36,7 @@ class TrainingLoop:
         watch: The record.
         stop: Asks for an early end.
         teller: Is told of every step.
-        add_files: Puts more into each checkpoint's folder.
+        add_files: Puts more into the folder of each checkpoint, given what it holds.
         checkpoint: The last one of this training.
         validations: All that were made in this session.
     """
@@ -44,7 +47,7 @@ class TrainingLoop:
     watch: Watch
     stop: StopSignals
     teller: Teller
-    add_files: Callable[[Path], object] | None = None
+    add_files: Callable[[TrainingState, Path], object] = lambda state, folder: None
     checkpoint: Path | None = None
     validations: list[Validation] = field(default_factory=list)
     _saved_step: int | None = None
@@ -135,34 +138,43 @@ class TrainingLoop:
         return steps is not None and self.session.step >= steps
 
     def _validate(self) -> None:
-        """The main process makes the pictures; the others wait. Nobody's training is touched by it."""
+        """The main process makes the pictures, with the others where they hold a part of the model.
+
+        Nobody's training is touched by it.
+        """
         session = self.session
         if not self.samples:
             return
         self._validated_step = session.step
-        with self.teller.pause():
-            if session.accelerator.is_main_process:
+        main, sharded = session.accelerator.is_main_process, session.stepper.prepared.sharded
+        with self.teller.pause(), session.team.together():
+            if main or sharded:
                 with self.watch.spent.on("validation"), self.watch.recorder.stage("validation"):
-                    self._make_pictures()
-            session.team.wait()
+                    found = self._translated()
+                    if main:
+                        self._show(found)
 
-    def _make_pictures(self) -> None:
+    def _translated(self) -> Validation:
         session = self.session
-        accelerator, settings = session.accelerator, session.settings
         with session.average.in_place() if session.average is not None else nullcontext():
             found = validate(
                 session.model,
                 self.samples,
                 session.step,
-                settings.num_steps,
+                session.settings.num_steps,
                 conditioning=session.objective.conditioning,
-                autocast=accelerator.autocast(),
+                autocast=session.accelerator.autocast(),
             )
+            reshard(session.model)
+        return found
+
+    def _show(self, found: Validation) -> None:
+        accelerator, step = self.session.accelerator, self.session.step
         self.validations.append(found)
         sheet = save_sheet(found, self.folder.path)
         values = {f"validation/psnr_{count}": value for count, value in found.psnr.items()}
-        accelerator.log(values, step=session.step)
-        log_pictures(accelerator, "validation/pictures", found.sheet, session.step)
+        accelerator.log(values, step=step)
+        log_pictures(accelerator, "validation/pictures", found.sheet, step)
         self.teller.listeners.on_validation(found, sheet)
 
     def _save(self) -> None:
@@ -170,13 +182,15 @@ class TrainingLoop:
         session = self.session
         if self._saved_step == session.step:
             return
+        main = session.accelerator.is_main_process
         with self.teller.pause():
             with self.watch.spent.on("saving"), self.watch.recorder.stage("checkpoint_saving"):
-                state = session.state()
-                if session.accelerator.is_main_process:
-                    self.folder.save(state, self.add_files)
-                session.team.wait()
+                state = state_of(session)
+                with session.team.together():
+                    if main:
+                        self.folder.save(state, lambda folder: self.add_files(state, folder))
             self.checkpoint = self.folder.path / checkpoint_name(session.step)
             self._saved_step = session.step
-            if session.accelerator.is_main_process:
-                self.watch.save(self.folder.path)
+            with session.team.together():
+                if main:
+                    self.watch.save(self.folder.path)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from sigmascope.errors import NonFiniteError
 from sigmascope.lbm.loading import is_finite
+from sigmascope.lbm.training.sharding import here
 
 NAMED: Final = 3
 """How many modules or samples a message names."""
@@ -50,13 +51,13 @@ def find_culprits(model: nn.Module, backward: Callable[[], float]) -> Culprits:
     """
     culprits = Culprits()
     for name, module in model.named_modules():
-        if any(not is_finite(weight) for weight in module.parameters(recurse=False)):
+        if any(not is_finite(here(weight)) for weight in module.parameters(recurse=False)):
             culprits.weights.append(name)
     with _hooks(model, culprits):
         loss = backward()
     if math.isfinite(loss) and not culprits.gradients:
         for name, parameter in model.named_parameters():
-            if parameter.grad is not None and not is_finite(parameter.grad):
+            if parameter.grad is not None and not is_finite(here(parameter.grad)):
                 culprits.gradients.append(name)
     return culprits
 

@@ -7,44 +7,17 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from sigmascope.errors import NonFiniteError
 from sigmascope.lbm.batches import Batch
-from sigmascope.lbm.model import LbmModel
 from sigmascope.lbm.training.distributed import Group, Team
-from sigmascope.lbm.training.nonfinite import find_culprits, nonfinite_error
-from sigmascope.lbm.training.objective import Objective
+from sigmascope.lbm.training.nonfinite import Culprits, find_culprits, nonfinite_error
+from sigmascope.lbm.training.preparing import Losses, Prepared
+from sigmascope.lbm.training.sharding import whole
 
 SKIPS_ALLOWED = 30
 """Steps in a row that the gradient scaler may skip while it looks for its scale (2^16 halves to below 2^-13)."""
-
-Losses = tuple[Tensor, Tensor, Tensor]
-
-
-class TrainingStep(nn.Module):
-    """The loss as a module's forward call, so that what wraps the module (DDP, FSDP, autocast) sees all of it.
-
-    Args:
-        model: With what is trained in it.
-        objective: Its loss.
-    """
-
-    def __init__(self, model: LbmModel, objective: Objective) -> None:
-        super().__init__()
-        self.model = model
-        self.objective = objective
-
-    def forward(self, batch: Batch) -> Losses:
-        """Give the loss with its gradient, and its latent and pixel terms (NaN for one that is not computed)."""
-        terms = self.objective.loss(self.model, batch)
-        missing = torch.full_like(terms.total.detach(), math.nan)
-        return (
-            terms.total,
-            missing if terms.latent is None else terms.latent,
-            missing if terms.pixel is None else terms.pixel,
-        )
 
 
 @dataclass(frozen=True)
@@ -70,9 +43,8 @@ class Stepper:
     """Makes optimizer steps.
 
     Args:
-        accelerator: Prepared `module` and `optimizer`.
-        module: A `TrainingStep`, as prepared.
-        optimizer: As prepared.
+        accelerator: Of the run.
+        prepared: By it.
         schedule: Of the learning rate, not prepared: it counts optimizer steps, whatever the processes.
         max_grad_norm: None clips nothing.
         team: The processes.
@@ -81,15 +53,14 @@ class Stepper:
     def __init__(
         self,
         accelerator: Accelerator,
-        module: nn.Module,
-        optimizer: Any,
+        prepared: Prepared,
         schedule: LRScheduler,
         max_grad_norm: float | None,
         team: Team,
     ) -> None:
         self.accelerator = accelerator
-        self.module = module
-        self.optimizer = optimizer
+        self.prepared = prepared
+        self.optimizer = prepared.optimizer
         self.schedule = schedule
         self._max_norm = math.inf if max_grad_norm is None else max_grad_norm
         self._team = team
@@ -111,8 +82,10 @@ class Stepper:
         self.accelerator.step = size - len(group.batches)
         losses: list[Losses] = []
         for batch in group.batches:
-            with self.accelerator.accumulate(self.module):
-                found: Losses = self.module(to_device(batch, self.accelerator.device))
+            with self.accelerator.accumulate(self.prepared.synchronised):
+                # Accelerate puts autocast into a module that it wraps, but not where FSDP spreads it.
+                with self.accelerator.autocast():
+                    found: Losses = self.prepared.module(to_device(batch, self.accelerator.device))
                 # The backend divides by processes and accumulated batches, and samples count alike in all.
                 weight = len(batch) * size * self._team.size / group.samples
                 self.accelerator.backward(found[0] * weight if weight != 1 else found[0])
@@ -122,10 +95,11 @@ class Stepper:
     def _finish(
         self, group: Group[Any], step: int, losses: Sequence[Losses], last_checkpoint: str | None
     ) -> StepResult:
-        norm = self.accelerator.clip_grad_norm_(list(self.module.parameters()), self._max_norm)
+        parameters = list(self.prepared.synchronised.parameters())
+        norm = self.accelerator.clip_grad_norm_(parameters, self._max_norm)
         samples = [len(batch) for batch in group.batches]
         total, latent, pixel = (_mean(samples, [float(terms[i]) for terms in losses]) for i in range(3))
-        gradient_norm = None if norm is None else float(norm)
+        gradient_norm = None if norm is None else float(whole(norm))
         if self._is_lost(total, gradient_norm):
             raise self._lost(group, step, total, last_checkpoint)
         self.optimizer.step()
@@ -144,22 +118,26 @@ class Stepper:
 
     def _lost(self, group: Group[Any], step: int, loss: float, last_checkpoint: str | None) -> NonFiniteError:
         keys = [key for batch in group.batches for key in batch.keys]
-        inner = self.accelerator.unwrap_model(self.module)
         culprits = None
         for batch in group.batches:
-            self.optimizer.optimizer.zero_grad()
-
-            def backward(batch: Batch = batch) -> float:
-                with self.accelerator.autocast():
-                    again = inner(to_device(batch, self.accelerator.device))[0]
-                again.backward()
-                return float(again.detach())
-
-            found = find_culprits(inner.model, backward)
-            if found:
+            found = self._culprits(batch)
+            if found and culprits is None:
                 culprits, keys = found, list(batch.keys)
+            if found and not self.prepared.sharded:  # where it is, all processes run all of their batches
                 break
         return nonfinite_error(step, loss, keys, culprits, last_checkpoint)
+
+    def _culprits(self, batch: Batch) -> Culprits:
+        inner = self.accelerator.unwrap_model(self.prepared.module)
+        self.optimizer.optimizer.zero_grad()
+
+        def backward() -> float:
+            with self.accelerator.autocast():
+                again = inner(to_device(batch, self.accelerator.device))[0]
+            again.backward()
+            return float(again.detach())
+
+        return find_culprits(inner.model, backward)
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:

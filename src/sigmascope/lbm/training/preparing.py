@@ -1,0 +1,95 @@
+"""The training step as Accelerate prepares it: alone, copied to every process (DDP), or spread over them (FSDP)."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+
+from sigmascope.lbm.batches import Batch
+from sigmascope.lbm.model import LbmModel
+from sigmascope.lbm.training.accelerating import is_sharded
+from sigmascope.lbm.training.objective import Objective
+
+Losses = tuple[Tensor, Tensor, Tensor]
+
+
+class TrainingStep(nn.Module):
+    """The loss as a module's forward call, so that what wraps the module (DDP, autocast) sees all of it.
+
+    Args:
+        model: With what is trained in it.
+        objective: Its loss.
+    """
+
+    def __init__(self, model: LbmModel, objective: Objective) -> None:
+        super().__init__()
+        self.model = model
+        self.objective = objective
+
+    def forward(self, batch: Batch) -> Losses:
+        """Give the loss with its gradient, and its latent and pixel terms (NaN for one that is not computed)."""
+        terms = self.objective.loss(self.model, batch)
+        missing = torch.full_like(terms.total.detach(), math.nan)
+        return (
+            terms.total,
+            missing if terms.latent is None else terms.latent,
+            missing if terms.pixel is None else terms.pixel,
+        )
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What training works with.
+
+    Attributes:
+        module: A `TrainingStep`; calling it gives the loss.
+        synchronised: The module whose gradients Accelerate brings together: `module`, or the denoiser alone.
+        optimizer: Of the trained weights, as Accelerate wraps it.
+        sharded: Whether each process holds a part of the denoiser.
+    """
+
+    module: nn.Module
+    synchronised: nn.Module
+    optimizer: Any
+    sharded: bool
+
+
+def prepare_step(
+    accelerator: Accelerator, model: LbmModel, objective: Objective, optimizer: torch.optim.Optimizer
+) -> Prepared:
+    """Let Accelerate take over model and optimizer. All processes call this together.
+
+    Under FSDP the denoiser's parameters are other objects afterwards.
+
+    Args:
+        accelerator: Of `accelerated`.
+        model: On the accelerator's device; where FSDP spreads the denoiser, that is moved piece by piece.
+        objective: The loss.
+        optimizer: Of what is trained.
+    """
+    step = TrainingStep(model, objective)
+    if not is_sharded(accelerator):
+        module, prepared = accelerator.prepare(step, optimizer)
+        return Prepared(module, module, prepared, sharded=False)
+    _fit_plugin(accelerator.state.fsdp_plugin, model.denoiser)
+    # The VAE is no part of it: pictures of several sizes are decoded in several numbers of tiles, so that processes
+    # would wait for each other's layers at different places.
+    denoiser, prepared = accelerator.prepare(model.denoiser, optimizer)
+    return Prepared(step, denoiser, prepared, sharded=True)
+
+
+def _fit_plugin(plugin: Any, denoiser: nn.Module) -> None:
+    """What follows from this loop in the launcher's configuration of FSDP; the rest stays as it says."""
+    # Every process has read the base already.
+    plugin.cpu_ram_efficient_loading = False
+    # Autocast chooses the precision, as in one process: factors are added up and reduced in float32 over any base.
+    plugin.mixed_precision_policy = MixedPrecisionPolicy()
+    if plugin.auto_wrap_policy is transformer_auto_wrap_policy and not plugin.transformer_cls_names_to_wrap:
+        present = {type(module).__name__ for module in denoiser.modules()}
+        wished = getattr(denoiser, "_no_split_modules", None) or ()
+        plugin.transformer_cls_names_to_wrap = [name for name in wished if name in present]

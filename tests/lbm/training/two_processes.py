@@ -1,0 +1,87 @@
+"""Two processes that train together over gloo: forks of the test's own, which has imported everything already.
+
+Nobody watches over them as torchrun would, so that what they do when one fails is theirs.
+"""
+
+import multiprocessing
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed
+
+SECONDS = 120
+
+
+class Ended(NamedTuple):
+    """How a process ended: its exit code (negative for a signal) and what it wrote on stderr."""
+
+    code: int | None
+    errors: str
+
+
+def run_two(
+    work: Callable[[int], object], folder: Path, environment: dict[str, str] | None = None
+) -> list[Ended]:
+    """Call `work` with 0 and with 1, each in a process of its own that finds the other; wait for both.
+
+    A process that still runs after `SECONDS` is killed, and its code is None.
+    """
+    fork = multiprocessing.get_context("fork")
+    both = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "OMP_NUM_THREADS": "1",
+        **(environment or {}),
+    }
+    processes, files = [], []
+    for number in range(2):
+        files.append(folder / f"errors-{number}.txt")
+        own = {**both, "RANK": str(number), "LOCAL_RANK": str(number)}
+        processes.append(fork.Process(target=_run, args=(work, number, own, files[-1])))
+        processes[-1].start()
+    for process in processes:
+        process.join(SECONDS)
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+        process.join()
+    return [Ended(code, file.read_text(encoding="utf-8")) for code, file in zip(codes, files, strict=True)]
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+    return port
+
+
+def _run(work: Callable[[int], object], number: int, environment: dict[str, str], errors: Path) -> None:
+    os.environ.update(environment)
+    torch.set_num_threads(1)  # the threads that the test's process has were not forked with it
+    with errors.open("wb", buffering=0) as stream:
+        os.dup2(stream.fileno(), sys.__stderr__.fileno() if sys.__stderr__ else 2)
+    os.dup2(2, 1)
+    code = 1
+    try:
+        work(number)
+        code = 0
+    except BaseException as error:  # noqa: BLE001 - whatever ends it is told, Ctrl-C and exits too
+        _tell(error)
+    finally:
+        with suppress(Exception):
+            torch.distributed.destroy_process_group()
+        os._exit(code)  # nothing of the test's own is to end twice
+
+
+def _tell(error: BaseException) -> None:
+    """What it is first: a test may leave room for no more."""
+    for text in ("".join(traceback.format_exception_only(error)), "".join(traceback.format_exception(error))):
+        os.write(2, text.encode())
