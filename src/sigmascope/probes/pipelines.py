@@ -21,9 +21,12 @@ _ROLES: Final[tuple[tuple[str, Role], ...]] = (
     ("image_encoder", "image_encoder"),
     ("vae", "vae"),
     ("vqvae", "vae"),
+    ("vqgan", "vae"),
+    ("movq", "vae"),
     ("tokenizer", "tokenizer"),
     ("scheduler", "scheduler"),
     ("controlnet", "other"),
+    ("motion_adapter", "other"),  # its blocks are put into the U-Net
 )
 
 

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 _NAMES: Final = ("unet", "transformer", "transformer_2", "denoiser", "prior", "decoder")
 """Where pipelines keep denoisers whose architecture is not known."""
 
+_HELPER: Final = "controlnet"
+"""Where they keep what is called before the denoiser, for each of its calls or steps."""
+
 
 class Denoisers(Instrument):
     """A step for all calls of denoisers up to the scheduler's step."""
@@ -35,6 +38,14 @@ class Denoisers(Instrument):
                 hook_calls(self, denoiser, hook, after=False)
             else:
                 hook_calls(self, denoiser, before, after=not schedulers)
+        for name, part in parts.components.items():
+            if name.startswith(_HELPER):
+                hook_calls(self, part, self._before_helper, after=False)
+
+    def _before_helper(self, *_: object) -> None:
+        activity = current(self.session) or self.session.here()
+        if activity is not None:
+            (activity.denoising or activity.start_denoising()).prepared()
 
     def _before(self, name: str, has_scheduler: bool, args: Arguments, kwargs: Keywords) -> After | None:
         activity = current(self.session) or self.session.here()

@@ -82,6 +82,9 @@ class Denoising:
             kwargs: Those by name.
         """
         if self._started is not None:
+            if not self._first:  # what works for the denoiser was called before it
+                self._begun_by(name, args, kwargs)
+                return
             if self.stepped or not self._is_another(_timestep(args, kwargs)):
                 if name == self._first:
                     self.repeats += 1
@@ -97,6 +100,21 @@ class Denoising:
         scope = self._scope
         self._mark = None if scope.columns.timings is None else scope.instruments.mark()
         self._started = self._clock()
+
+    def prepared(self) -> None:
+        """Take a call of what works for the denoiser, such as a ControlNet: a step begins with it, if none is open."""
+        if self._started is None:
+            scope = self._scope
+            self._first, self.repeats = "", 0
+            self._mark = None if scope.columns.timings is None else scope.instruments.mark()
+            self._started = self._clock()
+
+    def _begun_by(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self._first, self.repeats = name, 1
+        if self.stepped:
+            self.repeating = name
+        else:
+            self._timestep = _value(_timestep(args, kwargs))
 
     def returned(self) -> None:
         """Take the end of a denoiser's call, where no scheduler tells of steps."""
@@ -138,10 +156,11 @@ class Denoising:
         self.repeating = None
         if started is not None:
             repeats, first = self.repeats, self._first
-            self.calls[first] += repeats
+            if first:
+                self.calls[first] += repeats
             if repeats > self.most_calls_a_step:
                 self.most_calls_a_step = repeats
-            if first is not self._turn:
+            if first and first is not self._turn:
                 self._turn = first
                 self._turns.append((first, len(self._scope.columns)))
             if self._moved_ns:

@@ -128,35 +128,40 @@ def embeddings(result: object, accepts_negative: bool) -> dict[str, Tensor]:
     """The tensors that `encode_prompt` gives, by the names under which pipelines take them.
 
     Args:
-        result: What it gave: the prompt's first, then the negative prompt's where it takes one, and the pooled ones
-            in the same order.
+        result: What it gave: the prompt's first; of each kind the negative prompt's comes after the prompt's.
         accepts_negative: Whether it takes a negative prompt.
     """
     if isinstance(result, Mapping):
         return {str(name): one for name, one in result.items() if isinstance(one, Tensor)}
     given: tuple[Any, ...] = result if isinstance(result, tuple) else (result,)
-    positive, *rest = given
-    named: dict[str, object] = {"prompt_embeds": positive}
-    if accepts_negative and rest:
-        named["negative_prompt_embeds"], *rest = rest
+    prompt, *rest = given
+    named: dict[str, object] = {"prompt_embeds": prompt}
     for other in rest:
-        named |= _further(other, named)
+        kind = _kind(other, prompt, accepts_negative=accepts_negative)
+        if kind is not None:
+            named[kind if kind not in named else f"negative_{kind}"] = other
     return {name: one for name, one in named.items() if isinstance(one, Tensor)}
 
 
-def _further(other: object, named: Mapping[str, object]) -> dict[str, object]:
-    """A pooled output is (batch, width); a mask is not floating; the rest are positions and the like."""
+def _kind(other: object, prompt: object, *, accepts_negative: bool) -> str | None:
+    """What a tensor beside the prompt's embeddings is, by its shape: pipelines order them in several ways.
+
+    Embeddings of the negative prompt are as wide; a mask has a number for each token, and a pooled output one row for
+    each prompt; the rest are positions and the like.
+    """
     if not isinstance(other, Tensor):
-        return {}
-    prompt = named.get("prompt_embeds")
-    if other.is_floating_point() and other.dim() == 2 and _same_batch(other, prompt):
-        name = "pooled_prompt_embeds"
-    elif other.dim() == 2 and not other.is_floating_point():
-        name = "prompt_embeds_mask"
-    else:
-        name = "text_ids"
-    return {name if name not in named else f"negative_{name}": other}
+        return None
+    if not isinstance(prompt, Tensor):
+        return "text_ids"
+    is_floating = other.is_floating_point()
+    if accepts_negative and is_floating and other.dim() == prompt.dim() and _width(other) == _width(prompt):
+        return "prompt_embeds"
+    if other.dim() != 2:
+        return "text_ids"
+    if not is_floating or (prompt.dim() == 3 and other.shape == prompt.shape[:2]):
+        return "prompt_embeds_mask"
+    return "pooled_prompt_embeds" if other.shape[0] == prompt.shape[0] else "text_ids"
 
 
-def _same_batch(other: Tensor, prompt: object) -> bool:
-    return isinstance(prompt, Tensor) and prompt.dim() > 0 and other.shape[0] == prompt.shape[0]
+def _width(embeddings: Tensor) -> int:
+    return embeddings.shape[-1] if embeddings.dim() else 0
