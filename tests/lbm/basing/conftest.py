@@ -25,6 +25,16 @@ DENOISER: dict[str, Any] = {
     "norm_num_groups": 8,
 }
 VAE: dict[str, Any] = {"block_out_channels": [16, 16], "layers_per_block": 1, "norm_num_groups": 8}
+REFINER: dict[str, Any] = {
+    "block_out_channels": [8, 16, 24, 24],
+    "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"],
+    "up_block_types": ["UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"],
+    "layers_per_block": 2,
+    "transformer_layers_per_block": 2,
+    "attention_head_dim": [2, 2, 4, 4],
+    "norm_num_groups": 4,
+}
+"""The SDXL refiner's kinds of blocks; its own widths are 384, 768, 1536 and 1536."""
 TEXT_WIDTH = 40  # wider than the hidden states, as SDXL's: keys and values are cut
 
 Form = Literal["folder", "sharded", "variant", "safetensors", "ckpt"]
@@ -87,6 +97,21 @@ def make_form(
         return path
 
     return make
+
+
+@pytest.fixture
+def refiner(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with an SDXL refiner in small: diffusers' folder `unets`, and `refiner.safetensors`."""
+    folder = tmp_path_factory.mktemp("refiner")
+    unet, vae = sdxl_models(REFINER, VAE, text_width=TEXT_WIDTH)
+    unet.save_pretrained(folder / "unets" / "unet")
+    vae.save_pretrained(folder / "unets" / "vae")
+    state = single_file_state(unet.state_dict(), vae.state_dict())
+    state = {key: tensor for key, tensor in state.items() if not key.startswith("conditioner.")}
+    for name in ("ln_final.weight", "transformer.resblocks.0.attn.in_proj_weight"):
+        state[f"conditioner.embedders.0.model.{name}"] = torch.ones(8)
+    save_file(state, folder / "refiner.safetensors")
+    return folder
 
 
 def single_file_state(unet: dict[str, Tensor], vae: dict[str, Tensor]) -> dict[str, Tensor]:

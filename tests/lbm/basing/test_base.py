@@ -15,7 +15,7 @@ from sigmascope.lbm.base import adapt_weight, create_base
 from sigmascope.lbm.config import LbmConfig, parse_config
 from sigmascope.lbm.model import build_lbm, load_lbm
 
-from .conftest import DENOISER, VAE, Form
+from .conftest import DENOISER, REFINER, VAE, Form
 
 
 def rule_by_hand(folder: Path, config: LbmConfig, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -90,6 +90,35 @@ def test_every_form_of_a_backbone_gives_the_same_base(
 ) -> None:
     create_base(sdxl_config, tmp_path / "base.safetensors", backbone=make_form(form), both=False)
     assert_same_bits(load_file(tmp_path / "base.safetensors"), expected)
+
+
+def test_an_sdxl_refiner_gives_the_same_base_as_a_file_and_as_a_folder(refiner: Path, tmp_path: Path) -> None:
+    """Four levels of which the outer ones have no attention, and one text encoder, OpenCLIP's, under its own names."""
+    config = parse_config({"denoiser": REFINER, "vae": VAE, "resolution": 64})
+    unet = load_file(refiner / "unets" / "unet" / "diffusion_pytorch_model.safetensors")
+    text = {f"denoiser.{key}" for key in unet if key.endswith(("attn2.to_k.weight", "attn2.to_v.weight"))}
+    made = {}
+    for name in ("unets", "refiner.safetensors"):
+        report = create_base(
+            config, tmp_path / f"{name}-base.safetensors", backbone=refiner / name, both=False
+        )
+        made[name] = load_file(report.paths[0])
+        assert set(report.adapted) == text
+    assert report.outside == {"conditioner": 2}
+    assert_same_bits(made["refiner.safetensors"], made["unets"])
+    assert all(torch.isfinite(weight).all() for weight in made["unets"].values())
+
+
+def test_a_refiner_in_place_of_the_base_model_is_told_by_its_levels(
+    refiner: Path, sdxl_config: LbmConfig, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelMismatchError) as caught:
+        create_base(sdxl_config, tmp_path / "base.ckpt", backbone=refiner / "refiner.safetensors")
+    second = caught.value.message.splitlines()[1]
+    assert second == (
+        "Its levels have 8, 16, 24, 24 channels, the config's have 16, 32 (denoiser.block_out_channels)."
+    )
+    assert not list(tmp_path.glob("base*"))
 
 
 def test_a_narrow_text_is_filled_with_zeros(

@@ -4,6 +4,7 @@ LBM has no text: its cross attention attends to the hidden states, so that keys 
 where the backbone's are as wide as its text encoders. Conditioning pictures and masks widen the first convolution.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -22,6 +23,8 @@ ITERATIONS = "num_iterations"
 
 DROPPED = "denoiser.add_embedding."
 """The UNet's embedding of sizes and pooled text: an LBM has none."""
+
+_FIRST_OF_LEVEL = re.compile(r"denoiser\.down_blocks\.(\d+)\.resnets\.0\.conv1\.weight")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,7 @@ def find_adaptations(backbone: Backbone, shapes: Mapping[str, Shape]) -> dict[st
     }
     _refuse(
         backbone,
+        wanted,
         missing={key: shape for key, shape in wanted.items() if key not in backbone.weights},
         homeless=[key for key in backbone.weights if key not in wanted and not key.startswith(DROPPED)],
         misfits={key: pair for key, pair in differing.items() if not _may_change(key, *pair)},
@@ -78,6 +82,7 @@ def find_adaptations(backbone: Backbone, shapes: Mapping[str, Shape]) -> dict[st
 
 def _refuse(
     backbone: Backbone,
+    wanted: Mapping[str, Shape],
     missing: Mapping[str, Shape],
     homeless: list[str],
     misfits: Mapping[str, tuple[Shape, Shape]],
@@ -98,9 +103,24 @@ def _refuse(
             if names
         ]
         raise ModelMismatchError(
-            "\n".join([f"{backbone.path}: does not fit the LBM.", *lists]),
+            "\n".join([f"{backbone.path}: does not fit the LBM.", *_other_levels(backbone, wanted), *lists]),
             hint="Use a backbone of the architecture that the config describes (--config_path).",
         )
+
+
+def _other_levels(backbone: Backbone, wanted: Mapping[str, Shape]) -> list[str]:
+    """What a thousand misfits come from when the backbone is of another size: an SDXL refiner, say."""
+    had = _widths({key: weight.shape for key, weight in backbone.weights.items()})
+    asked = _widths(wanted)
+    if had == asked:
+        return []
+    return [f"Its levels have {had} channels, the config's have {asked} (denoiser.block_out_channels)."]
+
+
+def _widths(shapes: Mapping[str, Shape]) -> str:
+    matches = ((_FIRST_OF_LEVEL.fullmatch(key), shape) for key, shape in shapes.items())
+    widths = sorted((int(match[1]), shape[0]) for match, shape in matches if match)
+    return ", ".join(str(width) for _, width in widths)
 
 
 def _may_change(key: str, had: Shape, shape: Shape) -> bool:
