@@ -363,7 +363,7 @@ def test_a_broken_analysis_does_not_reach_the_host(
 
     monkeypatch.setattr("sigmascope.stages.text_encoding.analyze", broken)
     monkeypatch.setattr("sigmascope.stages.text_encoding.capture", broken)
-    monkeypatch.setattr("sigmascope.monitor.workflow_steps.find_leaks", broken)
+    monkeypatch.setattr("sigmascope.monitor.workflow_steps.diagnose", broken)
     found = watch(monitor, clip)
     assert found["unavailable"]["encoding_success"] == "OSError: it is broken"
     assert monitor.run().complete
@@ -391,3 +391,18 @@ def test_neither_model_nor_tensor_is_kept_alive(monitor: WorkflowMonitor) -> Non
     del clip, output
     gc.collect()
     assert not any(reference() is not None for reference in references)
+
+
+def test_the_rules_look_at_a_workflow_too(monitor: WorkflowMonitor) -> None:
+    with monitor.recorder.stage("denoising") as stage:
+        stage.tensor("latents", torch.full((4,), torch.nan))
+    (finding,) = monitor.run().findings
+    assert (finding.id, finding.evidence["nan"]) == ("values.not_finite", 4)
+
+
+def test_what_an_analysis_tells_is_not_told_by_a_rule_again(monitor: WorkflowMonitor) -> None:
+    told = {"id": "latent_not_finite", "severity": "error", "message": "4 NaN"}
+    with monitor.recorder.stage("latent_encoding") as stage:
+        stage.tensor("latent", torch.full((4,), torch.nan))
+        stage.fact("latent_encoding", {"findings": [told]})
+    assert [finding.id for finding in monitor.run().findings] == ["latent_not_finite"]

@@ -3,10 +3,11 @@
 import logging
 import re
 import threading
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from sigmascope.analysis.leaks import find_leaks
+from sigmascope.analysis.diagnostics import diagnose
 from sigmascope.analysis.model_consistency import MODEL_STATE, find_model_changes
 from sigmascope.analysis.stage_findings import find_stage_findings
 from sigmascope.analysis.stage_memory import HEAP
@@ -23,6 +24,12 @@ from sigmascope.stages.model_state import model_state
 
 _log = logging.getLogger(__name__)
 _NUMBER = re.compile(r"^step_?\d+_+|_+step_?\d+$")
+_SAID_BY_ANALYSES: Mapping[str, tuple[str, ...]] = {
+    "values.not_finite": ("latent_not_finite", "pictures_not_finite", "vace_not_finite"),
+    "memory.kept_after_stage": ("memory_kept",),
+    "lora.modules_unmatched": ("lora_",),
+}
+"""By rule, how the findings of analyses begin that tell the same."""
 _OTHER_NAMES = {"latent_generation": "latent_encoding"}
 
 
@@ -133,7 +140,7 @@ class WorkflowSteps:
         return None if stage is None else self.guard.read("steps", stage.record)[0]
 
     def run(self) -> Run:
-        """Return everything that is known now, with the findings of memory leaks and changed models.
+        """Return everything that is known now, with what the rules and the analyses of its stages find in it.
 
         Where prompts are private, errors quote none that an analysis was given.
         """
@@ -144,7 +151,7 @@ def with_findings(run: Run, guard: Guard) -> Run:
     """The run with what the analyses find in it."""
     found: list[Finding] = list(run.findings)
     analyses = (
-        ("leaks", find_leaks),
+        ("rules", diagnose),
         ("model_changes", find_model_changes),
         ("stages", find_stage_findings),
         ("vae", find_vae_findings),
@@ -152,4 +159,10 @@ def with_findings(run: Run, guard: Guard) -> Run:
     for name, analysis in analyses:
         findings, _ = guard.read(name, lambda analysis=analysis: analysis(run))  # type: ignore[misc]
         found += findings or ()
-    return replace(run, findings=tuple(found))
+    return replace(run, findings=tuple(one for one in found if not _is_said_better(one, found)))
+
+
+def _is_said_better(rule: Finding, found: list[Finding]) -> bool:
+    """Whether a stage's own analysis, which has seen more than the record, says the same as the rule."""
+    known = _SAID_BY_ANALYSES.get(rule.id, ())
+    return any(one.stage == rule.stage and one.id.startswith(known) for one in found) if known else False

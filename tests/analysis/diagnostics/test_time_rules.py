@@ -93,3 +93,7 @@ def test_a_device_that_waits_for_the_host_is_told(found: Found) -> None:
     finding = found(stage("denoising", 10.0, steps=steps([1.0] * 10, gpu=[0.3] * 10)))["time.device_waits"]
     assert finding.evidence["busy_seconds"] == pytest.approx(3.0)
     assert not found(stage("denoising", 10.0, steps=steps([1.0] * 10, gpu=[0.95] * 10)))
+
+
+def test_where_nothing_is_generated_encoding_is_no_large_share_but_the_work(found: Found) -> None:
+    assert not found(stage("text_encoding", 5.0), stage("latent_encoding", 5.0))

@@ -26,6 +26,7 @@ class Case:
         host: The machine.
         name: The stage that it is; None: the whole run, or what in it is part of no generation.
         number: Which generation of the run; one inside another has its number. None: no generation.
+        denoises: Whether anything is generated: without, what is done is all that was to be done.
     """
 
     stages: tuple[Stage, ...]
@@ -35,6 +36,7 @@ class Case:
     host: HostFacts | None = None
     name: str | None = None
     number: int | None = None
+    denoises: bool = True
 
     def named(self, *names: str) -> list[Stage]:
         """Stages of these names, none of them inside another one of them."""
@@ -66,10 +68,12 @@ def cases(run: Run) -> Iterator[Case]:
         for stage in filter(_is_generation, outermost.walk()):
             own = _pipeline(stage.facts) or pipeline
             call = _call(stage.facts)
-            yield Case(tuple(stage.walk()), stage.seconds, own, call, run.host, stage.name, number)
+            stages = tuple(stage.walk())
+            yield Case(stages, stage.seconds, own, call, run.host, stage.name, number, _denoises(stages))
     between = tuple(_between(run.stages))
     if between or not run.stages:
-        yield Case(between, run.seconds, pipeline, _call(run.facts), run.host)
+        denoises = _denoises(run.walk())
+        yield Case(between, run.seconds, pipeline, _call(run.facts), run.host, denoises=denoises)
 
 
 def whole(run: Run) -> Case:
@@ -79,6 +83,10 @@ def whole(run: Run) -> Case:
 
 def _is_generation(stage: Stage) -> bool:
     return PIPELINE in stage.facts or CALL in stage.facts
+
+
+def _denoises(stages: Iterable[Stage]) -> bool:
+    return any(stage.name == "denoising" or len(stage.steps) for stage in stages)
 
 
 def _outermost(stages: Iterable[Stage]) -> Iterator[Stage]:

@@ -73,7 +73,8 @@ def _of_process(run: Run) -> list[Finding]:
                 about = next((finding.evidence[name] for name in _ABOUT if name in finding.evidence), None)
                 same = found.setdefault((finding.id, finding.stage, str(about)), [])
                 same.append((finding, case.number))
-    return [_as_one(same) for same in found.values()] + list(find_leaks(run))
+    leaks = _or_nothing(lambda: list(find_leaks(run)), "find_leaks")
+    return [_as_one(same) for same in found.values()] + leaks
 
 
 def _readable_cases(run: Run) -> Iterator[tuple[Case, tuple[Rule, ...]]]:

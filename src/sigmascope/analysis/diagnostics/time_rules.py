@@ -62,7 +62,7 @@ def _stages_in(stage: Stage) -> Iterator[Stage]:
 def vae_takes_long(case: Case) -> Iterator[Finding]:
     """Encoding and decoding that take a large share of the whole."""
     spent = seconds_of(case.named("latent_encoding", "latent_decoding"))
-    if case.seconds <= 0 or spent < _VAE_SHARE * case.seconds:
+    if case.seconds <= 0 or not case.denoises or spent < _VAE_SHARE * case.seconds:
         return
     tiled = any(part.tiling for part in case.components("vae").values())
     yield Finding(
@@ -82,7 +82,7 @@ def text_encoding_takes_long(case: Case) -> Iterator[Finding]:
     """Text encoding that takes a large share, as where a T5 runs on the CPU or prompts are encoded again."""
     stages = case.named("text_encoding")
     spent = seconds_of(stages)
-    if case.seconds <= 0 or spent < _TEXT_SHARE * case.seconds:
+    if case.seconds <= 0 or not case.denoises or spent < _TEXT_SHARE * case.seconds:
         return
     on_cpu = [
         name
