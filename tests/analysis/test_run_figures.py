@@ -1,7 +1,7 @@
 import math
 from dataclasses import replace
 
-from sigmascope.analysis.run_figures import figures_of
+from sigmascope.analysis.run_figures import figures_of, timed_on_device
 from sigmascope.records.run import Run, Stage
 
 from .run_sets import run
@@ -46,3 +46,22 @@ def test_what_is_no_finite_number_is_no_figure() -> None:
     assert found["total"].values == (3.5,)
     assert found["denoising step"].values == (3.0, 2.0)
     assert found["denoising"].values == (3.0,)
+
+
+def decoded(host: float, device: float | None) -> Run:
+    facts = {} if device is None else {"device_seconds": device}
+    decoding = Stage("latent_decoding", 0.0, host, facts=facts)
+    around = Stage("generation", 0.0, 5.0, facts={"device_seconds": 4.0}, children=(decoding,))
+    return Run("id", "run", "2026-01-01T00:00:00+00:00", 5.0, stages=(around,))
+
+
+def test_a_stage_goes_by_the_device_s_clock_where_all_runs_have_it() -> None:
+    runs = [decoded(0.001, 2.0), decoded(0.002, 3.0)]
+    figures = figures_of(runs, timed_on_device(runs))
+    assert figures["latent_decoding"].values == (2.0, 3.0)
+    assert figures["generation"].values == (5.0, 5.0)  # what is waited for
+
+
+def test_a_run_without_the_device_s_clock_makes_the_host_s_that_of_all() -> None:
+    runs = [decoded(0.001, 2.0), decoded(2.5, None)]
+    assert figures_of(runs, timed_on_device(runs))["latent_decoding"].values == (0.001, 2.5)

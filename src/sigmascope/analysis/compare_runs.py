@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from sigmascope.analysis.run_figures import Unit, figures_of
+from sigmascope.analysis.run_figures import Unit, figures_of, timed_on_device
 from sigmascope.records.run import Run
 
 CONFIDENCE: Final = 0.95
@@ -70,7 +70,8 @@ def compare_run_sets(
         The comparisons, in the order of the baseline's figures; and by name the figures that one side lacks, with the
         reason.
     """
-    ours, theirs = figures_of(new), figures_of(baseline)
+    on_device = timed_on_device([*new, *baseline])
+    ours, theirs = figures_of(new, on_device), figures_of(baseline, on_device)
     compared = tuple(
         compare_values(name, figure.unit, ours[name].values, figure.values, seed=seed)
         for name, figure in theirs.items()

@@ -1,13 +1,14 @@
 """What of a run can be compared with other runs: seconds, steps and peaks, each by name."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Literal
 
 from sigmascope.analysis.step_times import step_seconds
 from sigmascope.records.run import Run, Stage
+from sigmascope.records.stage_seconds import DEVICE_SECONDS, stage_seconds
 
 Unit = Literal["seconds", "bytes"]
 _WARM_UP_STEPS = 1
@@ -31,7 +32,24 @@ class Figure:
     values: tuple[float, ...]
 
 
-def figures_of(runs: Sequence[Run]) -> dict[str, Figure]:
+def timed_on_device(runs: Sequence[Run]) -> frozenset[str]:
+    """Names of the stages whose time on the accelerator is known wherever they appear in these runs.
+
+    A host that only queues work is done with a stage long before the device is. So the device's clock is the one to
+    compare by, if all have it: two clocks are not comparable. A generation's own time is what somebody waits for.
+
+    Args:
+        runs: Of both sides.
+    """
+    known: set[str] = set()
+    unknown = {_ONLY_STAGE}
+    for run in runs:
+        for stage in run.walk():
+            (known if isinstance(stage.facts.get(DEVICE_SECONDS), float) else unknown).add(stage.name)
+    return frozenset(known - unknown)
+
+
+def figures_of(runs: Sequence[Run], on_device: Collection[str] = ()) -> dict[str, Figure]:
     """The figures of several runs of the same work, by name.
 
     One value a run: a run's steps are summarised by their median, since they are not independent of each other; the
@@ -41,20 +59,22 @@ def figures_of(runs: Sequence[Run]) -> dict[str, Figure]:
 
     Args:
         runs: Any number, in order.
+        on_device: Stages whose time is that of the accelerator's clock (see `timed_on_device`); others the host's.
     """
     values: dict[tuple[str, Unit], list[float]] = {}
     for run in runs:
-        for name, unit, value in _of_run(run):
+        for name, unit, value in _of_run(run, on_device):
             if math.isfinite(value):
                 values.setdefault((name, unit), []).append(value)
     return {name: Figure(name, unit, tuple(found)) for (name, unit), found in values.items()}
 
 
-def _of_run(run: Run) -> Iterable[tuple[str, Unit, float]]:
+def _of_run(run: Run, on_device: Collection[str]) -> Iterable[tuple[str, Unit, float]]:
     if [stage.name for stage in run.stages] != [_ONLY_STAGE]:
         yield "total", "seconds", run.seconds
     for name, stages in _by_name(run).items():
-        yield name, "seconds", sum((stage.seconds for stage in stages), 0.0)
+        clock = stage_seconds if name in on_device else _host_seconds
+        yield name, "seconds", sum(map(clock, stages), 0.0)
         steps = [seconds for stage in stages for seconds in _warm(step_seconds(stage))]
         if steps:
             yield f"{name} step", "seconds", median(steps)
@@ -64,6 +84,10 @@ def _of_run(run: Run) -> Iterable[tuple[str, Unit, float]]:
     for device in peak.accelerators:
         if device.allocated_bytes is not None:
             yield f"{device.device} peak", "bytes", float(device.allocated_bytes)
+
+
+def _host_seconds(stage: Stage) -> float:
+    return stage.seconds
 
 
 def _by_name(run: Run) -> Mapping[str, list[Stage]]:
