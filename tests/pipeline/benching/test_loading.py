@@ -53,7 +53,7 @@ def test_a_name_on_the_hub_is_loaded_from_the_cache(
     assert type(pipeline).__name__ == "StableDiffusionPipeline"
 
 
-@pytest.mark.parametrize("source", ["nowhere", "a/b/c", "/no/such/folder"])
+@pytest.mark.parametrize("source", ["nowhere", "a/b/c", "/no/such/folder", "./nowhere", "../nowhere"])
 def test_what_is_neither_folder_nor_name_is_refused(source: str) -> None:
     with pytest.raises(CheckpointError, match="neither a folder nor a name on the hub"):
         load_pipeline(source, dtype=torch.float32, device=CPU)

@@ -93,7 +93,7 @@ def text_encoding_takes_long(case: Case) -> Iterator[Finding]:
         id="time.text_encoding_share",
         severity="info",
         message=f"Text encoding took {units.percent(spent, case.seconds)} of the time: {units.seconds(spent)} in "
-        f"{len(stages)} calls.",
+        f"{len(stages)} call{'s' * (len(stages) > 1)}.",
         evidence={"seconds": spent, "calls": len(stages), "on_cpu": ", ".join(on_cpu) or None},
         advice="Encode a prompt once (pipe.encode_prompt) and pass prompt_embeds for each image"
         + (f"; {', '.join(on_cpu)} ran on the CPU." if on_cpu else "."),

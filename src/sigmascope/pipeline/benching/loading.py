@@ -12,7 +12,7 @@ import torch
 from sigmascope.errors import CheckpointError
 
 Offload = Literal["none", "model", "sequential"]
-_HUB_NAME: Final = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_NAME: Final = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 def load_pipeline(source: str, *, dtype: torch.dtype, device: torch.device, offload: Offload = "none") -> Any:
