@@ -21,9 +21,12 @@ from tests.lbm.training.two_processes import run_two
 
 from sigmascope.errors import ConfigError
 from sigmascope.lbm.train import StepLog, train
+from sigmascope.lbm.training import session
 from sigmascope.lbm.training.accelerating import check_spreading
 from sigmascope.lbm.training.checkpoint_files import read_state
 from sigmascope.lbm.training.checkpointing import find_checkpoints
+from sigmascope.lbm.training.preparing import Prepared, prepare_step
+from sigmascope.lbm.training.sharding import here
 from sigmascope.lbm.training.validation import Validation
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are forked, over gloo")
@@ -39,10 +42,12 @@ FULL: dict[str, Any] = {
 
 
 class Told(NamedTuple):
-    """What one process's report says."""
+    """What one process's report says, and how many of the denoiser's values it held."""
 
     logs: list[StepLog]
     validations: list[Validation]
+    held: int
+    all: int
 
 
 def spread(run: SmallRun, name: str, **keys: Any) -> list[Told]:
@@ -51,14 +56,28 @@ def spread(run: SmallRun, name: str, **keys: Any) -> list[Told]:
 
     def work(number: int) -> None:
         fsdp_on_cpus.allow_fsdp_on_cpus()
+        counts = counting_what_is_held()
         report = train(settings)
-        (run.folder / f"{name}-{number}.pickle").write_bytes(
-            pickle.dumps((list(report.logs), list(report.validations)))
-        )
+        told = (list(report.logs), list(report.validations), *counts)
+        (run.folder / f"{name}-{number}.pickle").write_bytes(pickle.dumps(told))
 
     for ended in run_two(work, run.folder, fsdp_on_cpus.ENVIRONMENT):
         assert ended.code == 0, ended.errors
     return [Told(*pickle.loads((run.folder / f"{name}-{number}.pickle").read_bytes())) for number in range(2)]
+
+
+def counting_what_is_held() -> list[int]:
+    """Filled when this process's denoiser has been prepared: its values here, and in all processes."""
+    counts: list[int] = []
+
+    def prepare(*arguments: Any) -> Prepared:
+        prepared = prepare_step(*arguments)
+        parameters = list(prepared.synchronised.parameters())
+        counts.extend([sum(here(each).numel() for each in parameters), sum(map(torch.numel, parameters))])
+        return prepared
+
+    pytest.MonkeyPatch().setattr(session, "prepare_step", prepare)  # in a fork, which ends with it
+    return counts
 
 
 def launch(run: SmallRun, name: str, **keys: Any) -> list[str]:
@@ -110,6 +129,8 @@ def test_two_processes_with_parts_of_the_model_train_as_one_with_all_of_it(small
         [found.psnr[2] for found in alone.validations], abs=0.01
     )
     assert other.validations == []
+    assert main.held + other.held == main.all == other.all
+    assert max(main.held, other.held) < 0.6 * main.all
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """What several processes must agree on before each step, so that none waits for another that has ended."""
 
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -109,9 +110,14 @@ def naming_lost_processes(team: Team) -> Iterator[None]:
         if team.size == 1 or not _is_of_connection(error):
             raise
         raise OtherProcessError(
-            f"another of the {team.size} processes of this training has ended ({str(error).splitlines()[0]:.200}).",
+            f"another of the {team.size} processes of this training has ended ({_reason(error)}).",
             hint="See what that process says; the checkpoints written before are intact, and the same command goes on.",
         ) from error
+
+
+def _reason(error: RuntimeError) -> str:
+    """The first sentence, without the place in gloo's source."""
+    return re.sub(r"^\[\S+\]\s*", "", str(error)).splitlines()[0].partition(". ")[0]
 
 
 def _is_of_connection(error: RuntimeError) -> bool:
