@@ -62,3 +62,11 @@ def utilization_of(stage: Stage) -> dict[str, DeviceUtilization]:
     """
     plain = stage.facts.get(UTILIZATION) or {}
     return {device: from_plain(one, DeviceUtilization, UTILIZATION) for device, one in plain.items()}
+
+
+def readable_utilization(stage: Stage) -> list[DeviceUtilization]:
+    """The same for what shows a record: nothing where the fact of that name is a caller's own, or damaged."""
+    try:
+        return list(utilization_of(stage).values())
+    except (AttributeError, TypeError, ValueError):
+        return []

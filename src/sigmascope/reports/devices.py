@@ -6,8 +6,8 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from sigmascope.records.profile import profiles_of
-from sigmascope.records.run import Run, Stage
-from sigmascope.records.utilization import DeviceUtilization, utilization_of
+from sigmascope.records.run import Run
+from sigmascope.records.utilization import DeviceUtilization, readable_utilization
 from sigmascope.reports.profile import render_profile
 
 
@@ -17,20 +17,13 @@ def device_lines(run: Run) -> Iterator[RenderableType]:
     What a caller's own facts of these names hold is left to whoever put it there.
     """
     for stage in run.walk():
-        for device in _utilization(stage):
+        for device in readable_utilization(stage):
             yield Text(f"{stage.name}, {device.device}: {_words(device)}")
     for stage in run.walk():
         try:
             yield from map(render_profile, profiles_of(stage))
         except (TypeError, ValueError):
             continue
-
-
-def _utilization(stage: Stage) -> list[DeviceUtilization]:
-    try:
-        return list(utilization_of(stage).values())
-    except (AttributeError, TypeError, ValueError):
-        return []
 
 
 def _words(device: DeviceUtilization) -> str:

@@ -8,7 +8,7 @@ from sigmascope.records.facts import ModuleFacts, TensorFacts
 from sigmascope.records.finding import Finding
 from sigmascope.records.run import Stage
 from sigmascope.records.steps import Steps
-from sigmascope.records.utilization import UTILIZATION, utilization_of
+from sigmascope.records.utilization import UTILIZATION, readable_utilization
 
 LONGEST_TEXT = 300
 MOST_FACTS = 100
@@ -17,13 +17,17 @@ _DEEPEST = 3
 
 def stage_arguments(stage: Stage) -> dict[str, Any]:
     """What is known of a stage beside its time. What is unknown is left out; memory is in MiB."""
+    devices = readable_utilization(stage)
+    drawn = (
+        {UTILIZATION} if devices else set()
+    )  # as counters; a caller's own fact of that name is told as it is
     known = {
         "error": stage.error,
         **_memory(stage),
-        **_business(stage),
+        **{f"{one.device}_busy_percent": one.busy_percent.mean for one in devices if one.busy_percent},
         **{f"module.{name}": _module(facts) for name, facts in stage.modules.items()},
         **{f"tensor.{name}": _tensor(facts) for name, facts in stage.tensors.items()},
-        **flat_facts({name: fact for name, fact in stage.facts.items() if name != UTILIZATION}),
+        **flat_facts({name: fact for name, fact in stage.facts.items() if name not in drawn}),
         **{f"unavailable.{name}": reason for name, reason in stage.unavailable.items()},
     }
     return {name: _cut(value) for name, value in known.items() if value is not None}
@@ -77,11 +81,6 @@ def _memory(stage: Stage) -> dict[str, float | None]:
             figures[f"{device.device}_peak_allocated_mib"] = mib(device.allocated_bytes)
             figures[f"{device.device}_peak_reserved_mib"] = mib(device.reserved_bytes)
     return figures
-
-
-def _business(stage: Stage) -> dict[str, float]:
-    devices = utilization_of(stage).values()
-    return {f"{one.device}_busy_percent": one.busy_percent.mean for one in devices if one.busy_percent}
 
 
 def _tensor(facts: TensorFacts) -> str:

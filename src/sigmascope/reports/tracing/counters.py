@@ -1,5 +1,6 @@
 """Memory over time, and how busy devices were: every reading that a run holds, as points of counters."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -7,7 +8,7 @@ from typing import Literal
 from sigmascope.records.arithmetic import mib
 from sigmascope.records.memory import MemorySnapshot
 from sigmascope.records.run import Run, Stage
-from sigmascope.records.utilization import utilization_of
+from sigmascope.records.utilization import readable_utilization
 from sigmascope.reports.tracing.slices import nanoseconds
 
 PROCESS = "Process memory (MiB)"
@@ -55,9 +56,10 @@ def _memory(stage: Stage, offset_ns: int) -> Iterator[Reading]:
 
 def _business(stage: Stage, offset_ns: int) -> Iterator[Reading]:
     started_ns = offset_ns + nanoseconds(stage.started_seconds)
-    for device in utilization_of(stage).values():
+    for device in readable_utilization(stage):
         for at_seconds, percent in zip(device.at_seconds, device.busy_series, strict=False):
-            yield Reading(f"{device.device} busy (%)", started_ns + nanoseconds(at_seconds), percent, "%")
+            if math.isfinite(at_seconds) and math.isfinite(percent):
+                yield Reading(f"{device.device} busy (%)", started_ns + nanoseconds(at_seconds), percent, "%")
 
 
 Point = tuple[str, float | None, int | None]
