@@ -11,10 +11,9 @@ from torch import nn
 
 import sigmascope
 from sigmascope.analysis.diagnostics import diagnose
-from sigmascope.records.finding import Finding
 from sigmascope.records.run import Run
 
-from .simulated import SimulatedGpu, watched
+from .simulated import SimulatedGpu, found, number, watched
 
 SCALE = 2**14
 """With it the small pipeline peaks at about 14 GB."""
@@ -25,16 +24,6 @@ IMAGE = {"num_inference_steps": 1}
 def healthy(pipe: Any) -> Run:
     """Ten images, one after another."""
     return watched(pipe, SimulatedGpu(scale=SCALE), *[IMAGE] * 10)
-
-
-def found(run: Run) -> dict[str, Finding]:
-    return {finding.id: finding for finding in diagnose(run)}
-
-
-def number(finding: Finding, name: str) -> float:
-    value = finding.evidence[name]
-    assert isinstance(value, float)
-    return value
 
 
 def test_a_healthy_pipeline_says_nothing_of_memory(healthy: Run) -> None:

@@ -11,10 +11,8 @@ from tests.families.encoders import clip
 import sigmascope
 from sigmascope.analysis.diagnostics import diagnose
 from sigmascope.records.finding import Finding
-from sigmascope.records.merge import merge_runs
-from sigmascope.records.run import Run
 
-from .simulated import Nvml, SimulatedGpu, asked_through, on_this_gpu, watched
+from .simulated import SimulatedGpu, found, number, on_this_gpu, watched
 
 STEPS = 8
 Callback = Callable[[Any, int, Any, dict[str, Any]], dict[str, Any]]
@@ -23,16 +21,6 @@ Callback = Callable[[Any, int, Any, dict[str, Any]], dict[str, Any]]
 @pytest.fixture(scope="module")
 def healthy(pipe: Any) -> dict[str, Finding]:
     return found(watched(pipe, SimulatedGpu(), {"num_inference_steps": STEPS}))
-
-
-def found(run: Run) -> dict[str, Finding]:
-    return {finding.id: finding for finding in diagnose(run)}
-
-
-def number(finding: Finding, name: str) -> float:
-    value = finding.evidence[name]
-    assert isinstance(value, float)
-    return value
 
 
 def test_a_healthy_pipeline_says_nothing_of_time(healthy: dict[str, Finding]) -> None:
@@ -82,22 +70,6 @@ def test_prompts_that_are_encoded_before_the_call_count_too() -> None:
     assert finding.evidence["calls"] == 8
 
 
-def test_a_preview_between_the_steps_keeps_the_device_waiting(pipe: Any, healthy: dict[str, Finding]) -> None:
-    gpu = SimulatedGpu()
-
-    def preview(pipe: Any, step: int, timestep: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-        kwargs["latents"].sum().item()  # waits for the step
-        gpu.host_works(0.05)
-        return kwargs
-
-    finding = found(watched(pipe, gpu, {"num_inference_steps": STEPS, "callback_on_step_end": preview}))
-    waits = finding["time.device_waits"]
-    assert number(waits, "seconds") - number(waits, "busy_seconds") == pytest.approx(
-        0.05 * (STEPS - 1), rel=0.05
-    )
-    assert "time.device_waits" not in healthy
-
-
 def test_a_target_that_is_missed_names_what_took_longest(pipe: Any) -> None:
     gpu = SimulatedGpu()
     monitor = sigmascope.PerformanceMonitor(1.0, accelerator=gpu, clock=gpu, sample_hz=None)
@@ -134,34 +106,3 @@ def test_a_generation_in_another_is_counted_once(pipe: Any) -> None:
     with on_this_gpu(gpu), watch, torch.no_grad(), gpu, monitor.monitor_generation(model=pipe):
         pipe("a fox", num_inference_steps=1, height=32, width=32)
     assert "generations" not in found(watch.record())["model.guidance_doubles_the_work"].evidence
-
-
-def test_small_kernels_that_wait_for_python_leave_the_device_idle(pipe: Any) -> None:
-    gpu = SimulatedGpu(gflops=1e6, launch_us=100.0)
-    with asked_through(Nvml(gpu), gpu):
-        findings = found(watched(pipe, gpu, {"num_inference_steps": 25}, sample_hz=10.0))
-    assert 10 < number(findings["utilization.device_idle"], "busy_percent") < 30
-    assert "time.device_waits" not in findings  # what is idle is so within the steps
-
-
-@pytest.mark.parametrize(
-    ("nvml", "rule"),
-    [
-        ({"celsius": lambda ns: 70.0 + ns / 5e7}, "utilization.slowed_by_heat"),
-        ({"watts": 900.0}, "utilization.held_by_power_cap"),
-        ({}, None),
-    ],
-)
-def test_a_device_that_holds_itself_back(pipe: Any, nvml: dict[str, Any], rule: str | None) -> None:
-    gpu = SimulatedGpu(gflops=0.03, launch_us=100.0)
-    with asked_through(Nvml(gpu, **nvml), gpu):
-        findings = found(watched(pipe, gpu, {"num_inference_steps": 8}, sample_hz=10.0))
-    assert {name for name in findings if name.startswith("utilization.")} == ({rule} if rule else set())
-
-
-def test_a_rank_on_a_slower_device(pipe: Any) -> None:
-    ranks = [watched(pipe, SimulatedGpu(gflops=gflops)) for gflops in (1.0, 1.0, 0.5)]
-    finding = found(merge_runs(ranks))["ranks.slow_rank"]
-    assert finding.evidence["rank"] == "rank 2"
-    assert number(finding, "step_seconds") > 1.3 * number(finding, "others_seconds")
-    assert "ranks.slow_rank" not in found(merge_runs(ranks[:2]))

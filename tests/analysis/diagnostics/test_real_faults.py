@@ -152,35 +152,3 @@ def test_nan_in_bfloat16_is_not_called_an_overflow_of_float16() -> None:
         denoising.tensor("latents", torch.full((4,), torch.nan, dtype=torch.bfloat16))
     (finding,) = diagnose(recorder.run())
     assert "65,504" not in (finding.advice or "")
-
-
-class Slow:
-    """A clock that the denoiser's calls push on, so that a real pipeline has the step times of a fault."""
-
-    def __init__(self, pipe: Any, seconds: list[float]) -> None:
-        self.ns = 0
-        self._seconds = iter(seconds)
-        self._handle = pipe.unet.register_forward_pre_hook(self._pass)
-
-    def _pass(self, *_: object) -> None:
-        self.ns += round(next(self._seconds) * 1e9)
-
-    def __call__(self) -> int:
-        return self.ns
-
-
-@pytest.mark.parametrize(
-    ("seconds", "said"),
-    [
-        ([5.0] + [0.5] * 13, "time.first_step_compiles"),
-        ([0.5] * 7 + [5.0] + [0.5] * 6, "time.steps_stand_out"),
-        ([0.5 + 0.05 * step for step in range(14)], "time.steps_slow_down"),
-        ([0.5] * 14, None),
-    ],
-)
-def test_steps_that_compile_stand_out_or_grow(pipe: Any, seconds: list[float], said: str | None) -> None:
-    clock = Slow(pipe, seconds)
-    recorder = Recorder(sample_hz=None, clock=clock)
-    with recorder, recorder.stage("denoising"), torch.no_grad(), recorder.hook_steps(pipe.unet):
-        pipe("a fox", num_inference_steps=14, height=32, width=32, guidance_scale=1.0, output_type="latent")
-    assert {one for one in ids(recorder.run()) if one.startswith("time.")} == ({said} if said else set())

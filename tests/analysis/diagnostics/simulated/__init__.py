@@ -2,6 +2,6 @@
 
 from .gpu import SimulatedGpu
 from .nvml import Nvml, asked_through
-from .watching import on_this_gpu, watched
+from .watching import found, number, on_this_gpu, watched
 
-__all__ = ["Nvml", "SimulatedGpu", "asked_through", "on_this_gpu", "watched"]
+__all__ = ["Nvml", "SimulatedGpu", "asked_through", "found", "number", "on_this_gpu", "watched"]

@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 import sigmascope
+from sigmascope.analysis.diagnostics import diagnose
 from sigmascope.integrations.watching import session
 from sigmascope.monitor import Recorder
+from sigmascope.records.finding import Finding
 from sigmascope.records.run import Run
 
 from .gpu import SimulatedGpu
@@ -45,3 +47,15 @@ def watched(pipe: Any, gpu: SimulatedGpu, *calls: dict[str, Any], sample_hz: flo
             pipe(**{"prompt": "a fox", **CALL, **call})
             gpu.synchronize()
     return run.record()
+
+
+def found(run: Run) -> dict[str, Finding]:
+    """What the rules say of a run, by their names."""
+    return {finding.id: finding for finding in diagnose(run)}
+
+
+def number(finding: Finding, name: str) -> float:
+    """A number of a finding's evidence."""
+    value = finding.evidence[name]
+    assert isinstance(value, float)
+    return value
