@@ -1,6 +1,5 @@
 """`sigmascope watch`: a script watched from outside."""
 
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -103,8 +102,10 @@ def _writable(path: str | None, *, may_be_folder: bool = False) -> str | None:
     """The whole path, refused now rather than when the script is done."""
     if path is None:
         return None
+    from sigmascope.integrations.autostart.settings import SEPARATORS
+
     if not (may_be_folder and Path(path).is_dir()):
-        if path.endswith(os.sep):
+        if path.endswith(SEPARATORS):
             raise WriteError(path, "is no folder.", hint="Create it, or name a file.")
         require_writable(path)
     return str(Path(path).absolute())

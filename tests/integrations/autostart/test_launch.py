@@ -1,4 +1,5 @@
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -6,7 +7,12 @@ import pytest
 from tests.integrations.autostart.programs import ended, environment, write
 
 from sigmascope.errors import ConfigError
-from sigmascope.integrations.autostart.launch import BOOTSTRAP, environment_for, interpreter_options
+from sigmascope.integrations.autostart.launch import (
+    BOOTSTRAP,
+    environment_for,
+    exit_code_of,
+    interpreter_options,
+)
 from sigmascope.integrations.autostart.recording import privacy_of, sample_hz_of
 from sigmascope.integrations.autostart.settings import (
     FOR_ALL,
@@ -79,3 +85,19 @@ def test_a_privacy_that_does_not_exist_is_refused_by_the_variable_s_name() -> No
     with pytest.raises(ConfigError, match="SIGMASCOPE_PROMPTS=loud"):
         privacy_of(Settings(prompts="loud"))
     assert (privacy_of(Settings()), sample_hz_of(Settings())) == ("full", 10.0)
+
+
+def test_where_a_process_cannot_be_replaced_the_program_s_exit_code_is_given_on() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    program = [sys.executable, "-c", "import os; os._exit(int(os.environ['CODE']))"]
+    assert exit_code_of(program, {**os.environ, "CODE": "7"}) == 7
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.skipif(os.name == "nt", reason="processes send each other no Ctrl-C there")
+def test_ctrl_c_is_left_to_the_program_that_is_waited_for() -> None:
+    interrupts = (
+        "import os, signal, sys\nsignal.signal(signal.SIGINT, lambda *_: sys.exit(3))\n"
+        "os.kill(os.getppid(), signal.SIGINT)\nos.kill(os.getpid(), signal.SIGINT)\n"
+    )
+    assert exit_code_of([sys.executable, "-c", interrupts], os.environ) == 3

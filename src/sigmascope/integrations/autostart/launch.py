@@ -1,6 +1,7 @@
 """Starting Python on a user's script in place of this process, with the watch in it."""
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -31,11 +32,25 @@ def launch(program: Sequence[str], settings: Settings) -> NoReturn:
         )
     command = [sys.executable, *interpreter_options(sys.orig_argv, len(sys.argv)), *program]
     environment = environment_for(os.environ, settings)
-    if os.name == "nt":  # there exec starts another process and ends this one with 0
-        sys.exit(subprocess.call(command, env=environment))
     sys.stdout.flush()
     sys.stderr.flush()
+    if os.name == "nt":  # there exec starts another process and ends this one with 0
+        sys.exit(exit_code_of(command, environment))
     os.execve(sys.executable, command, environment)
+
+
+def exit_code_of(command: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Run a program to its end and give its exit code. Ctrl-C is for the program, which the console tells too.
+
+    Args:
+        command: The program and its arguments.
+        environment: Its own.
+    """
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        return subprocess.call(command, env=dict(environment))
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def interpreter_options(original: Sequence[str], own: int) -> list[str]:

@@ -12,7 +12,7 @@ from rich.console import Console
 from sigmascope.errors import ConfigError, SigmascopeError
 from sigmascope.integrations.autostart.keeper import Keeper
 from sigmascope.integrations.autostart.process import say
-from sigmascope.integrations.autostart.settings import Settings
+from sigmascope.integrations.autostart.settings import SEPARATORS, Settings
 from sigmascope.records.prompts import PromptPrivacy
 from sigmascope.records.run import Run
 
@@ -123,7 +123,7 @@ def record_path(output: str | None, folder: str) -> Path:
         folder: Where relative paths begin.
     """
     path = Path(folder, output or "")
-    if path.is_dir() or (output or "").endswith(os.sep):
+    if path.is_dir() or (output or "").endswith(SEPARATORS):
         now = datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
         return path / f"sigmascope-{program()}-{now}-{os.getpid()}.json"
     return path
