@@ -54,6 +54,21 @@ def test_a_step_does_not_wait_for_the_device() -> None:
     assert steps.gpu_seconds[0] > steps.seconds[0]
 
 
+def test_a_stage_that_the_host_only_queued_has_the_time_of_the_device() -> None:
+    matrix = torch.randn(8192, 8192, device="cuda")
+    torch.mm(matrix, matrix)
+    torch.cuda.synchronize()
+    recorder = Recorder(sample_hz=None)
+    began = time.perf_counter()
+    with recorder.stage("latent_decoding"):
+        for _ in range(50):
+            torch.mm(matrix, matrix)
+    torch.cuda.synchronize()
+    wall = time.perf_counter() - began
+    stage = recorder.run().stages[0]
+    assert stage.seconds < stage.facts["device_seconds"] <= wall
+
+
 def test_nested_peaks_of_the_real_allocator_are_true() -> None:
     torch.cuda.empty_cache()
     recorder = Recorder(sample_hz=None)
