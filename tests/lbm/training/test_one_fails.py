@@ -52,6 +52,7 @@ def test_a_full_disk_of_the_main_process_ends_both_and_keeps_the_last_checkpoint
     assert (resumed.resumed_from, resumed.step) == (2, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("killed", [0, 1])
 def test_one_that_is_killed_ends_the_other(small_run: SmallRun, killed: int) -> None:
     settings = small_run.settings(max_steps=5000, save_interval=2)

@@ -6,7 +6,9 @@ import pickle
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import psutil
@@ -50,7 +52,9 @@ class Told(NamedTuple):
     all: int
 
 
-def spread(run: SmallRun, name: str, **keys: Any) -> list[Told]:
+def spread(
+    run: SmallRun, name: str, environment: Mapping[str, str] = MappingProxyType({}), **keys: Any
+) -> list[Told]:
     """Train in two processes, each with a part of the denoiser; what both tell."""
     settings = run.settings(save_ckpt_path=str(run.folder / name), **keys)
 
@@ -61,7 +65,7 @@ def spread(run: SmallRun, name: str, **keys: Any) -> list[Told]:
         told = (list(report.logs), list(report.validations), *counts)
         (run.folder / f"{name}-{number}.pickle").write_bytes(pickle.dumps(told))
 
-    for ended in run_two(work, run.folder, fsdp_on_cpus.ENVIRONMENT):
+    for ended in run_two(work, run.folder, {**fsdp_on_cpus.ENVIRONMENT, **environment}):
         assert ended.code == 0, ended.errors
     return [Told(*pickle.loads((run.folder / f"{name}-{number}.pickle").read_bytes())) for number in range(2)]
 
@@ -209,6 +213,33 @@ def test_bf16_over_a_base_in_parts(small_run: SmallRun) -> None:
         if name.endswith("lora_up.weight"):  # zero at the start, so that all of it is gradient
             assert (two[name] - one[name]).norm() < 0.02 * one[name].norm()
             assert one[name].norm() > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"FSDP_AUTO_WRAP_POLICY": "NO_WRAP"},
+        {"FSDP_TRANSFORMER_CLS_TO_WRAP": "BasicTransformerBlock"},
+        {"FSDP_ACTIVATION_CHECKPOINTING": "true"},
+        {"FSDP_RESHARD_AFTER_FORWARD": "false"},
+    ],
+    ids=lambda environment: "".join(environment),
+)
+def test_other_configurations_of_the_launcher_train_the_same(
+    small_run: SmallRun, environment: dict[str, str]
+) -> None:
+    shards = {"validation_shards": str(small_run.folder / "val-0.tar"), "validation_interval": 1}
+    keys = {"max_steps": 3, "ema_decay": 0.3, "max_grad_norm": None, **shards}
+    train(small_run.settings(**keys, batch_size=4, save_ckpt_path=str(small_run.folder / "one")))
+    spread(small_run, "two", environment, **keys, batch_size=2)
+    equal(small_run.folder / "one" / "lora.safetensors", small_run.folder / "two" / "lora.safetensors")
+
+
+@pytest.mark.slow
+def test_a_configuration_that_does_not_fit_the_denoiser_is_an_error(small_run: SmallRun) -> None:
+    with pytest.raises(AssertionError, match=r"ConfigError: accelerate: FSDP does not take .*Nothing"):
+        spread(small_run, "two", {"FSDP_TRANSFORMER_CLS_TO_WRAP": "Nothing"}, max_steps=1)
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
+from sigmascope.errors import ConfigError
 from sigmascope.lbm.batches import Batch
 from sigmascope.lbm.model import LbmModel
 from sigmascope.lbm.training.accelerating import is_sharded
@@ -71,6 +72,9 @@ def prepare_step(
         model: On the accelerator's device; where FSDP spreads the denoiser, that is moved piece by piece.
         objective: The loss.
         optimizer: Of what is trained.
+
+    Raises:
+        ConfigError: The launcher's configuration of FSDP does not fit the denoiser.
     """
     step = TrainingStep(model, objective)
     if not is_sharded(accelerator):
@@ -79,7 +83,13 @@ def prepare_step(
     _fit_plugin(accelerator.state.fsdp_plugin, model.denoiser)
     # The VAE is no part of it: pictures of several sizes are decoded in several numbers of tiles, so that processes
     # would wait for each other's layers at different places.
-    denoiser, prepared = accelerator.prepare(model.denoiser, optimizer)
+    try:
+        denoiser, prepared = accelerator.prepare(model.denoiser, optimizer)
+    except ValueError as error:
+        raise ConfigError(
+            f"accelerate: FSDP does not take the denoiser as the launcher's configuration says ({error}).",
+            hint="Set fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP, without fsdp_transformer_layer_cls_to_wrap.",
+        ) from error
     return Prepared(step, denoiser, prepared, sharded=True)
 
 
