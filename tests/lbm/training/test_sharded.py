@@ -139,7 +139,7 @@ def test_two_processes_with_parts_of_the_model_train_as_one_with_all_of_it(small
 
 @pytest.mark.slow
 def test_kill_9_of_both_and_resuming_equals_the_uninterrupted_run(small_run: SmallRun) -> None:
-    keys = {"max_steps": 30, "save_interval": 3, "ema_decay": 0.9, "batch_size": 1}
+    keys: dict[str, Any] = {"max_steps": 30, "save_interval": 3, "ema_decay": 0.9, "batch_size": 1}
     spread(small_run, "whole", **keys)
     process = subprocess.Popen(
         launch(small_run, "out", **keys),
@@ -204,7 +204,7 @@ def test_what_two_processes_began_one_goes_on_with_and_the_other_way_round(
 @pytest.mark.slow
 def test_bf16_over_a_base_in_parts(small_run: SmallRun) -> None:
     sgd = {"optimizer": "SGD", "learning_rate": 1.0, "max_grad_norm": None}
-    keys = {"mixed_precision": "bf16", "max_steps": 2, **sgd}
+    keys: dict[str, Any] = {"mixed_precision": "bf16", "max_steps": 2, **sgd}
     train(small_run.settings(**keys, batch_size=4, save_ckpt_path=str(small_run.folder / "one")))
     spread(small_run, "two", **keys, batch_size=2)
     one, two = (weights_at(small_run.folder / name, 2) for name in ("one", "two"))
@@ -230,7 +230,7 @@ def test_other_configurations_of_the_launcher_train_the_same(
     small_run: SmallRun, environment: dict[str, str]
 ) -> None:
     shards = {"validation_shards": str(small_run.folder / "val-0.tar"), "validation_interval": 1}
-    keys = {"max_steps": 3, "ema_decay": 0.3, "max_grad_norm": None, **shards}
+    keys: dict[str, Any] = {"max_steps": 3, "ema_decay": 0.3, "max_grad_norm": None, **shards}
     train(small_run.settings(**keys, batch_size=4, save_ckpt_path=str(small_run.folder / "one")))
     spread(small_run, "two", environment, **keys, batch_size=2)
     equal(small_run.folder / "one" / "lora.safetensors", small_run.folder / "two" / "lora.safetensors")
