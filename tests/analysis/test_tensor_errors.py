@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from sigmascope.analysis import pieces
-from sigmascope.analysis.tensor_errors import TensorErrors, tensor_errors
+from sigmascope.analysis.tensor_errors import TensorErrors
+from sigmascope.analysis.tensor_measuring import tensor_errors
 from sigmascope.analysis.tolerances import tolerance_for
 
 NAN, INF = math.nan, math.inf

@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from sigmascope.analysis.tensor_errors import Place, TensorErrors, TokenErrors, tensor_errors
+from sigmascope.analysis.tensor_errors import Place, TensorErrors, TokenErrors
 from sigmascope.analysis.tensor_layouts import Layout, find_layout, find_order
+from sigmascope.analysis.tensor_measuring import tensor_errors
 from sigmascope.analysis.tensor_values import TensorLike, as_comparable, as_tensor, outline
 from sigmascope.analysis.tolerances import Tolerance, tolerance_for
 from sigmascope.analysis.verdicts import Verdict, first_diverging_token, judge

@@ -3,14 +3,8 @@
 from collections.abc import Mapping
 from typing import overload
 
-from sigmascope.analysis.dumps import (
-    DumpComparison,
-    NamedComparison,
-    RunComparison,
-    TensorsByName,
-    compare_dumps,
-    compare_runs,
-)
+from sigmascope.analysis.dump_results import DumpComparison, NamedComparison, RunComparison
+from sigmascope.analysis.dumps import TensorsByName, compare_dumps, compare_runs
 from sigmascope.analysis.tensor_comparison import Options, TensorComparison, compare_pair
 from sigmascope.analysis.tensor_values import TensorLike
 from sigmascope.errors import ConfigError

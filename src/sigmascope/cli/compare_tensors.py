@@ -13,7 +13,7 @@ from sigmascope.cli.progress import progress_bar
 from sigmascope.errors import CheckpointError, ConfigError, SigmascopeError, WriteError
 
 if TYPE_CHECKING:
-    from sigmascope.analysis.dumps import DumpComparison, RunComparison
+    from sigmascope.analysis.dump_results import DumpComparison, RunComparison
 
 EPILOG = """Examples:
 

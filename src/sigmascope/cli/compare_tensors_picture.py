@@ -11,7 +11,7 @@ from sigmascope.cli.compare_tensors_tables import named_comparisons
 from sigmascope.cli.drawing import Bar, Label, Line, Shape, save_picture
 
 if TYPE_CHECKING:
-    from sigmascope.analysis.dumps import DumpComparison, RunComparison
+    from sigmascope.analysis.dump_results import DumpComparison, RunComparison
     from sigmascope.analysis.tensor_comparison import TensorComparison
     from sigmascope.analysis.tensor_errors import TokenErrors
 

@@ -10,7 +10,7 @@ from rich.text import Text
 from sigmascope.cli.lora.op_tables import facts, listed, number, percent, plain, table
 
 if TYPE_CHECKING:
-    from sigmascope.analysis.dumps import DumpComparison, RunComparison
+    from sigmascope.analysis.dump_results import DumpComparison, RunComparison
     from sigmascope.analysis.tensor_comparison import TensorComparison
     from sigmascope.analysis.tensor_errors import Place, TensorErrors, TokenErrors
 
@@ -66,7 +66,7 @@ def named_comparisons(
 
 
 def _dumps(comparison: "DumpComparison | RunComparison") -> "Iterator[tuple[str, DumpComparison]]":
-    from sigmascope.analysis.dumps import RunComparison
+    from sigmascope.analysis.dump_results import RunComparison
 
     if isinstance(comparison, RunComparison):
         yield from comparison.dumps.items()
