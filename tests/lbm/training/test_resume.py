@@ -13,6 +13,7 @@ from tests.lbm.training.small_run import SmallRun, same, weights_at
 from sigmascope.errors import CheckpointError, ConfigError
 from sigmascope.lbm.train import Listeners, StepLog, train
 from sigmascope.lbm.training.checkpoint_files import read_state
+from sigmascope.lbm.training.identity import require_same
 from sigmascope.lbm.training.monitoring import Watch
 
 PLAIN: dict[str, Any] = {}
@@ -121,6 +122,29 @@ def test_resuming_under_other_settings_names_every_key_that_differs(small_run: S
     with pytest.raises(ConfigError, match=r"learning_rate: 0\.01 then, 0\.02 now; seed: 0 then, 5 now"):
         train(small_run.settings(max_steps=2, learning_rate=0.02, seed=5))
     assert (small_run.out / "run.json").read_bytes() == record
+
+
+@pytest.mark.parametrize(
+    ("now", "different"),
+    [
+        ({"batch_size": 4, "gradient_accumulation_steps": 1, "processes": 1}, None),
+        ({"batch_size": 1, "gradient_accumulation_steps": 1, "processes": 4}, None),
+        ({"batch_size": 2, "gradient_accumulation_steps": 1, "processes": 1}, "processes: 2 then, 1 now"),
+        ({"batch_size": 1, "gradient_accumulation_steps": 2, "processes": 2}, "batch_size: 2 then, 1 now"),
+    ],
+)
+def test_the_number_of_processes_may_change_where_a_step_has_as_many_samples(
+    now: dict[str, int], different: str | None
+) -> None:
+    before = {"batch_size": 2, "gradient_accumulation_steps": 1, "processes": 2, "seed": 0}
+    checkpoint = Path("checkpoint-000001")
+    if different is None:
+        require_same(before, {**now, "seed": 0}, checkpoint)
+        with pytest.raises(ConfigError, match=r"\(seed: 0 then, 1 now\)"):
+            require_same(before, {**now, "seed": 1}, checkpoint)
+    else:
+        with pytest.raises(ConfigError, match=different):
+            require_same(before, {**now, "seed": 0}, checkpoint)
 
 
 def test_no_record_of_an_earlier_session_is_lost(tmp_path: Path) -> None:

@@ -14,7 +14,9 @@ import torch
 import yaml
 from safetensors.torch import load_file
 from tests.lbm.training.small_run import SmallRun, same, weights_at
+from tests.lbm.training.two_processes import run_two
 
+from sigmascope.lbm.train import train
 from sigmascope.lbm.training.checkpoint_files import read_state
 from sigmascope.lbm.training.checkpointing import find_checkpoints
 
@@ -104,20 +106,20 @@ def test_a_limit_on_file_size_stands_for_a_full_disk(small_run: SmallRun) -> Non
 def test_two_processes_give_the_gradient_of_the_doubled_batch(small_run: SmallRun) -> None:
     """Plain SGD at rate 1 subtracts the gradient, so that equal weights after it are equal gradients."""
     plain = {"optimizer": "SGD", "learning_rate": 1.0, "max_grad_norm": None, "max_steps": 3}
-    alone = finished([*SIGMASCOPE, *command(small_run, "one", batch_size=4, **plain)])
-    assert alone.returncode == 0, alone.stderr
+    one, two = (small_run.folder / name for name in ("one", "two"))
+    train(small_run.settings(**plain, batch_size=4, save_ckpt_path=str(one)))
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     launch += ["-m", "sigmascope"]
     both = finished([*launch, *command(small_run, "two", batch_size=2, **plain)])
     assert both.returncode == 0, both.stderr
-    one, two = (small_run.folder / name for name in ("one", "two"))
     for name, expected in weights_at(one, 3).items():
         torch.testing.assert_close(weights_at(two, 3)[name], expected, rtol=1e-4, atol=1e-6)
     assert len(read_state(two / "checkpoint-000003").processes) == 2
     # 10 samples: the third group has 1 sample in each process, and the epoch ends for both
-    resumed = finished([*launch, *command(small_run, "two", batch_size=2, **{**plain, "max_steps": 5})])
-    assert resumed.returncode == 0, resumed.stderr
-    longer = finished([*SIGMASCOPE, *command(small_run, "one", batch_size=4, **{**plain, "max_steps": 5})])
-    assert longer.returncode == 0, longer.stderr
+    longer = {**plain, "max_steps": 5}
+    train(small_run.settings(**longer, batch_size=4, save_ckpt_path=str(one)))
+    settings = small_run.settings(**longer, batch_size=2, save_ckpt_path=str(two))
+    for ended in run_two(lambda number: train(settings), small_run.folder):
+        assert ended.code == 0, ended.errors
     for name, expected in weights_at(one, 5).items():
         torch.testing.assert_close(weights_at(two, 5)[name], expected, rtol=1e-4, atol=1e-6)
