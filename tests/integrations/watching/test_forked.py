@@ -4,16 +4,18 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.families import generate
-from torch import Tensor
+from torch import Tensor, nn
 
 import sigmascope
 from sigmascope.integrations.watching import taps
 from sigmascope.integrations.watching.imports import FINDER
+from sigmascope.records.run import Run
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork"),
@@ -69,3 +71,21 @@ def test_a_child_that_is_forked_while_another_thread_puts_a_watch_on_does_not_wa
     finally:
         free.set()
         thread.join()
+
+
+def test_a_child_that_leaves_the_block_tells_nobody_of_its_parent_s_run(tmp_path: Path) -> None:
+    told = tmp_path / "told"
+
+    def tell(run: Run) -> None:
+        with told.open("a") as file:
+            file.write(f"{run.id} {os.getpid()}\n")
+
+    child = -1
+    try:
+        with sigmascope.watch(nn.Linear(1, 1), on_run=tell) as run:
+            child = os.fork()
+    finally:
+        if child == 0:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert told.read_text() == f"{run.id} {os.getpid()}\n"

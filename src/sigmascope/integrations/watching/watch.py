@@ -3,6 +3,7 @@
 import functools
 import inspect
 import logging
+import os
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -36,6 +37,7 @@ class Watch:
         self._on_run = on_run
         self._sessions: list[Session] = []
         self._record: Run | None = None
+        self._process_id = os.getpid()
 
     def record(self) -> Run:
         """The run of the block that is open, as it is now, or of the one that was left last.
@@ -50,6 +52,7 @@ class Watch:
         return self._record
 
     def __enter__(self) -> "Watch":
+        self._process_id = os.getpid()
         try:
             session = Session(self._pipelines, self._choices)
             self._sessions.append(session)
@@ -67,7 +70,8 @@ class Watch:
         try:
             session.close(error)
             self._record = session.record()
-            if self._on_run is not None:
+            # A child that was forked in the block leaves it too, and must not write what its parent writes.
+            if self._on_run is not None and os.getpid() == self._process_id:
                 self._on_run(self._record)
         except Exception as failure:  # noqa: BLE001 - as above
             _log.warning("The watch could not end as it should: %s", describe(failure))
@@ -130,7 +134,7 @@ def watch(
         prompts: What is kept of prompts: "full" their text, "hash" their SHA-256, "none" nothing.
         name: What the run is called; None: the class of the pipeline.
         sample_hz: How often a thread looks at memory, at most 10 a second; None: never.
-        on_run: Called with the run when the block is left.
+        on_run: Called with the run when the block is left; not in a child that was forked inside of it.
 
     Returns:
         A context manager and decorator that gives the run's attributes.
