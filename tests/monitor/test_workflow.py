@@ -363,7 +363,7 @@ def test_a_broken_analysis_does_not_reach_the_host(
 
     monkeypatch.setattr("sigmascope.stages.text_encoding.analyze", broken)
     monkeypatch.setattr("sigmascope.stages.text_encoding.capture", broken)
-    monkeypatch.setattr("sigmascope.monitor.workflow_steps.diagnose", broken)
+    monkeypatch.setattr("sigmascope.monitor.run_findings.diagnose", broken)
     found = watch(monitor, clip)
     assert found["unavailable"]["encoding_success"] == "OSError: it is broken"
     assert monitor.run().complete

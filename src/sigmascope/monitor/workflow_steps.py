@@ -3,33 +3,22 @@
 import logging
 import re
 import threading
-from collections.abc import Mapping
-from dataclasses import replace
 from typing import NamedTuple
 
-from sigmascope.analysis.diagnostics import diagnose
-from sigmascope.analysis.model_consistency import MODEL_STATE, find_model_changes
-from sigmascope.analysis.stage_findings import find_stage_findings
+from sigmascope.analysis.model_consistency import MODEL_STATE
 from sigmascope.analysis.stage_memory import HEAP
-from sigmascope.analysis.vae_findings import find_vae_findings
 from sigmascope.monitor.guard import Guard
 from sigmascope.monitor.live import LiveStage
 from sigmascope.monitor.recorder import Recorder
+from sigmascope.monitor.run_findings import with_findings
 from sigmascope.monitor.workflow_privacy import redacted
 from sigmascope.probes import heap_in_use
-from sigmascope.records.finding import Finding
 from sigmascope.records.run import Run, Stage
 from sigmascope.stages.failures import Redact
 from sigmascope.stages.model_state import model_state
 
 _log = logging.getLogger(__name__)
 _NUMBER = re.compile(r"^step_?\d+_+|_+step_?\d+$")
-_SAID_BY_ANALYSES: Mapping[str, tuple[str, ...]] = {
-    "values.not_finite": ("latent_not_finite", "pictures_not_finite", "vace_not_finite"),
-    "memory.kept_after_stage": ("memory_kept",),
-    "lora.modules_unmatched": ("lora_",),
-}
-"""By rule, how the findings of analyses begin that tell the same."""
 _OTHER_NAMES = {"latent_generation": "latent_encoding"}
 
 
@@ -145,24 +134,3 @@ class WorkflowSteps:
         Where prompts are private, errors quote none that an analysis was given.
         """
         return with_findings(redacted(self.recorder.run(), self.redactions), self.guard)
-
-
-def with_findings(run: Run, guard: Guard) -> Run:
-    """The run with what the analyses find in it."""
-    found: list[Finding] = list(run.findings)
-    analyses = (
-        ("rules", diagnose),
-        ("model_changes", find_model_changes),
-        ("stages", find_stage_findings),
-        ("vae", find_vae_findings),
-    )
-    for name, analysis in analyses:
-        findings, _ = guard.read(name, lambda analysis=analysis: analysis(run))  # type: ignore[misc]
-        found += findings or ()
-    return replace(run, findings=tuple(one for one in found if not _is_said_better(one, found)))
-
-
-def _is_said_better(rule: Finding, found: list[Finding]) -> bool:
-    """Whether a stage's own analysis, which has seen more than the record, says the same as the rule."""
-    known = _SAID_BY_ANALYSES.get(rule.id, ())
-    return any(one.stage == rule.stage and one.id.startswith(known) for one in found) if known else False

@@ -28,6 +28,7 @@ def test_tokens_are_counted_as_the_tokenizer_does(pipeline: Any) -> None:
         generate(pipeline, "sd15", num_inference_steps=1)
     found = text_of(run, "positive")
     assert (found["token_count"], found["truncated_tokens"], found["token_limit"]) == (expected, 0, 75)
+    assert "text.prompt_is_cut" not in {one.id for one in run.findings}
     assert found["text_sha256"] == prompt_sha256(PROMPT)
 
 
@@ -38,6 +39,13 @@ def test_a_prompt_that_is_cut_is_told_with_how_much(pipeline: Any) -> None:
     found = text_of(run, "positive")
     assert (found["token_count"], found["truncated_tokens"]) == (total, total - 75)
     assert found["unavailable"]["truncated_words"].startswith("the tokenizer was watched")
+    (finding,) = (one for one in run.findings if one.id == "text.prompt_is_cut")
+    assert finding.evidence == {
+        "prompt": "positive",
+        "truncated_tokens": total - 75,
+        "token_count": total,
+        "token_limit": 75,
+    }
 
 
 def test_the_tokenizer_is_asked_no_more_often_than_without_a_watch(

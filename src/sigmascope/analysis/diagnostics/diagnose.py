@@ -13,6 +13,7 @@ from sigmascope.analysis.diagnostics import (
     precision_rules,
     rank_rules,
     step_rules,
+    text_rules,
     time_rules,
     utilization_rules,
 )
@@ -33,13 +34,14 @@ RULES: Final[tuple[Rule, ...]] = (
     *model_rules.RULES,
     *placement_rules.RULES,
     *precision_rules.RULES,
+    *text_rules.RULES,
     *time_rules.RULES,
     *step_rules.RULES,
     *utilization_rules.RULES,
 )
 RUN_RULES: Final[tuple[Rule, ...]] = (*memory_rules.RUN_RULES, *placement_rules.RUN_RULES)
 """Rules on the whole run: what they look for may lie between its generations."""
-_ABOUT: Final = ("component", "device", "class")
+_ABOUT: Final = ("component", "device", "class", "prompt")
 """Evidence that tells findings of one rule apart."""
 _SEVERITIES: Final = ("critical", "error", "warning", "info")
 

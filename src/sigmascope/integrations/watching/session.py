@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final
 
-from sigmascope.analysis.diagnostics import diagnose
 from sigmascope.analysis.peak_owners import with_owners
 from sigmascope.integrations.watching import activity as activities
 from sigmascope.integrations.watching.activity import Activity
@@ -23,6 +22,7 @@ from sigmascope.integrations.watching.transfers import Transfers
 from sigmascope.integrations.watching.vae import VaeCalls
 from sigmascope.monitor.guard import Guard
 from sigmascope.monitor.recorder import Recorder
+from sigmascope.monitor.run_findings import with_findings
 from sigmascope.monitor.workflow_privacy import redacted
 from sigmascope.records.pipeline import PipelineFacts
 from sigmascope.records.prompts import PromptPrivacy
@@ -111,10 +111,8 @@ class Session:
             return run
         told, _ = self.guard.read("watch.peaks", lambda: with_owners(run))
         run = told or run
-        findings, reason = self.guard.read("watch.findings", lambda: diagnose(run))
-        if findings is None:
-            return replace(run, unavailable={**reasons, "findings": reason or "unknown"})
-        return replace(run, findings=findings)
+        found, reason = self.guard.read("watch.findings", lambda: with_findings(run, self.guard))
+        return found or replace(run, unavailable={**reasons, "findings": reason or "unknown"})
 
     # --- pipelines
 
