@@ -41,6 +41,7 @@ def test_every_stage_is_on_record_and_the_picture_is_the_same(example: ModuleTyp
     assert np.array_equal(np.asarray(watched), np.asarray(example.relight(picture, 3, 5)))
 
 
+@pytest.mark.slow
 def test_it_runs_under_a_watch_from_outside(tmp_path: Path) -> None:
     done = subprocess.run(
         [

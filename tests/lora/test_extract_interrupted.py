@@ -50,6 +50,7 @@ def test_a_killed_extraction_leaves_the_earlier_lora_as_it_was(make_model_pair: 
     assert (target.read_bytes(), report.sidecar.read_bytes()) == before
 
 
+@pytest.mark.slow
 def test_after_a_killed_extraction_the_next_one_works(make_model_pair: "MakePair") -> None:
     files = make_model_pair()
     target = files.base.with_name("lora.safetensors")

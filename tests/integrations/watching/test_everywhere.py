@@ -2,6 +2,7 @@ import subprocess
 import sys
 from typing import Any
 
+import pytest
 import torch
 from tests.families import generate, make_pipeline
 from tests.integrations.watching.marks import left_behind, marks
@@ -44,6 +45,7 @@ def test_all_pipelines_of_a_block_are_in_one_run(pipeline: Any) -> None:
     assert classes == ["StableDiffusionPipeline", "FluxPipeline", "StableDiffusionPipeline"]
 
 
+@pytest.mark.slow
 def test_diffusers_may_be_imported_inside() -> None:
     done = subprocess.run(
         [sys.executable, "-c", BEFORE_DIFFUSERS], capture_output=True, text=True, check=False
