@@ -50,7 +50,7 @@ FAULTS: dict[str, tuple[Any, str]] = {
         ),
         loading.Loading: ("start", "attach_class", "_before_load", "_before_move"),
         loras.Loras: ("attach_class", "attach", "_before"),
-        schedulers.Schedulers: ("attach", "_before_schedule", "_before_step"),
+        schedulers.Schedulers: ("attach", "_before_schedule", "_after_step"),
         schedulers: ("schedule_facts", "denoising_here"),
         text.TextEncoding: (
             "attach_class",
@@ -77,7 +77,7 @@ FAULTS: dict[str, tuple[Any, str]] = {
             "weights_moved",
         ),
         hearing: ("_recorders_here",),
-        instrument.Instrument: ("tap", "tap_class", "tap_method"),
+        instrument.Instrument: ("tap", "tap_class", "tap_ends", "tap_method"),
         instrument: ("listen",),
         module_calls: ("_hooked",),
         parts: ("pipeline_facts", "components_of"),

@@ -19,6 +19,10 @@ from sigmascope.records.run import Run
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork"),
+    pytest.mark.skipif(
+        torch.get_num_threads() > 1,
+        reason="OpenMP's threads are not forked along, and PyTorch waits for them: set OMP_NUM_THREADS=1",
+    ),
     pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
 ]
 

@@ -120,7 +120,7 @@ class Denoising:
         """Take the end of a denoiser's call, where no scheduler tells of steps."""
         self.last_ns = self._clock()
 
-    def scheduler_stepped(self, _result: object, _error: BaseException | None) -> None:
+    def scheduler_stepped(self) -> None:
         """Take the end of the scheduler's step: the hot path."""
         self.stepped += 1
         if self._started is not None:

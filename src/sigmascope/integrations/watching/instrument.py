@@ -65,15 +65,24 @@ class Instrument:
 
     def tap(self, owner: object, attribute: str, before: Before) -> None:
         """Hear the calls of a method that a class defines, or of what lies on an object; again changes nothing."""
+        self._listen(owner, attribute, Listener(before, self.failed))
+
+    def _listen(self, owner: object, attribute: str, listener: Listener) -> None:
         key = (id(owner), attribute)
         if not self.has(key, owner):
-            self.keep_undo(key, listen(owner, attribute, Listener(before, self.failed)), owner)
+            self.keep_undo(key, listen(owner, attribute, listener), owner)
 
     def tap_class(self, kind: type, attribute: str, before: Before) -> None:
         """Hear a method of a class, where it is defined: there all watches of all subclasses listen."""
-        definer = next((base for base in kind.__mro__ if attribute in vars(base)), None)
-        if definer is not None and definer is not object:
+        definer = _definer(kind, attribute)
+        if definer is not None:
             self.tap(definer, attribute, before)
+
+    def tap_ends(self, kind: type, attribute: str, after: After) -> None:
+        """Hear where the calls of a method end, and nothing else of them: cheaper than `tap_class`."""
+        definer = _definer(kind, attribute)
+        if definer is not None:
+            self._listen(definer, attribute, Listener(_nothing, self.failed, after))
 
     def tap_method(self, thing: object, attribute: str, before: Before) -> None:
         """Hear an object's method: its class's, and what lies on the object itself under that name."""
@@ -112,3 +121,13 @@ class Instrument:
         """Whether something of that key is on that thing."""
         kept = self._undo.get(key)
         return kept is not None and kept[0]() is thing
+
+
+def _definer(kind: type, attribute: str) -> type | None:
+    """The class of its bases that defines the attribute."""
+    definer = next((base for base in kind.__mro__ if attribute in vars(base)), None)
+    return None if definer is object else definer
+
+
+def _nothing(_target: object, _args: Arguments, _kwargs: Keywords) -> None:
+    pass

@@ -20,10 +20,12 @@ class Listener:
         before: Called with the object (or class) that is called on, and the call's arguments; gives what is to be
             called after it, or None.
         failed: Called with what `before` or its `After` raised, which goes no further.
+        after: Called after each call, in place of `before`, by who needs to hear no more.
     """
 
     before: Callable[[object, Arguments, Keywords], After | None]
     failed: Callable[[Exception], None]
+    after: After | None = None
 
 
 def call_heard(
@@ -61,7 +63,7 @@ def _before(
     afters = []
     for listener in listeners:
         try:
-            after = listener.before(target, args, kwargs)
+            after = listener.after or listener.before(target, args, kwargs)
         except Exception as failure:  # noqa: BLE001 - what an instrument raises must not reach the host
             listener.failed(failure)
         else:

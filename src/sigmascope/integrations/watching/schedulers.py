@@ -34,7 +34,7 @@ class Schedulers(Instrument):
         """Hear `set_timesteps` and `step` of every scheduler."""
         for _, scheduler in parts.of_role("scheduler"):
             self.tap_method(scheduler, "set_timesteps", self._before_schedule)
-            self.tap_class(type(scheduler), "step", self._before_step)  # the denoising knows whose it is
+            self.tap_ends(type(scheduler), "step", self._after_step)  # the denoising knows whose it is
 
     def _before_schedule(self, scheduler: object, args: Arguments, kwargs: Keywords) -> After | None:
         activity = self.session.here()
@@ -52,9 +52,10 @@ class Schedulers(Instrument):
 
         return after
 
-    def _before_step(self, scheduler: object, args: Arguments, kwargs: Keywords) -> After | None:
+    def _after_step(self, _result: object, _error: BaseException | None) -> None:
         denoising = denoising_here(self.session)
-        return None if denoising is None else denoising.scheduler_stepped
+        if denoising is not None:
+            denoising.scheduler_stepped()
 
 
 def schedule_facts(scheduler: object) -> dict[str, Any]:

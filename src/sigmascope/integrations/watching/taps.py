@@ -112,19 +112,20 @@ def _heard(original: Callable[..., Any], tap: Tap, *, is_static: bool = False) -
         if is_compiling():
             return original(*args, **kwargs)
         listeners = tap.listeners
-        target = None if is_static or not args else args[0]
         if len(listeners) != 1:
+            target = None if is_static or not args else args[0]
             try:
                 return call_heard(original, listeners, target, args, kwargs, args[skipped:])
             except BaseException as error:
                 without_this_frame(error)
                 raise
         listener = listeners[0]  # the hot path of the scheduler's step: written out here
-        after = None
-        try:
-            after = listener.before(target, args[skipped:], kwargs)
-        except Exception as failure:  # noqa: BLE001 - what an instrument raises must not reach the host
-            listener.failed(failure)
+        after = listener.after
+        if after is None:
+            try:
+                after = listener.before(None if is_static or not args else args[0], args[skipped:], kwargs)
+            except Exception as failure:  # noqa: BLE001 - what an instrument raises must not reach the host
+                listener.failed(failure)
         try:
             result = original(*args, **kwargs)
         except BaseException as error:
