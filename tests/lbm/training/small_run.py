@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from safetensors.torch import load, save_file
+from safetensors.torch import load, load_file, save_file
 from torch import Tensor
 
 from sigmascope.lbm.config import parse_config
@@ -113,3 +113,11 @@ def weights_at(folder: Path, step: int) -> dict[str, Tensor]:
 def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
     """Whether two sets of tensors are equal, bit for bit."""
     return first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
+
+
+def near(first: Path, second: Path) -> None:
+    """Check that two files hold the same weights, but for the order of additions."""
+    one, two = load_file(first), load_file(second)
+    assert one.keys() == two.keys()
+    for name, expected in one.items():
+        torch.testing.assert_close(two[name], expected, rtol=1e-4, atol=1e-5)

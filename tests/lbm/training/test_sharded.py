@@ -18,7 +18,7 @@ import yaml
 from accelerate.utils import DistributedType
 from safetensors.torch import load_file
 from tests.lbm.training import fsdp_on_cpus
-from tests.lbm.training.small_run import SmallRun, same, weights_at
+from tests.lbm.training.small_run import SmallRun, near, same, weights_at
 from tests.lbm.training.two_processes import run_two
 
 from sigmascope.errors import ConfigError
@@ -92,14 +92,6 @@ def launch(run: SmallRun, name: str, **keys: Any) -> list[str]:
     return [*runner, str(SCRIPT), "lbm", "train", "--path_config", str(path)]
 
 
-def equal(first: Path, second: Path) -> None:
-    """Whether two files hold the same weights, but for the order of additions."""
-    one, two = load_file(first), load_file(second)
-    assert one.keys() == two.keys()
-    for name, expected in one.items():
-        torch.testing.assert_close(two[name], expected, rtol=1e-4, atol=1e-5)
-
-
 def test_two_processes_with_parts_of_the_model_train_as_one_with_all_of_it(small_run: SmallRun) -> None:
     """AdamW, a schedule, clipping, an average, and pictures of it after each step, which must not disturb the next."""
     keys: dict[str, Any] = {
@@ -116,8 +108,8 @@ def test_two_processes_with_parts_of_the_model_train_as_one_with_all_of_it(small
     alone = train(small_run.settings(**keys, batch_size=4, save_ckpt_path=str(one)))
     main, other = spread(small_run, "two", **keys, batch_size=2)
     for name in ("weights", "average", "lora"):
-        equal(one / f"checkpoint-000004/{name}.safetensors", two / f"checkpoint-000004/{name}.safetensors")
-    equal(one / "lora.safetensors", two / "lora.safetensors")
+        near(one / f"checkpoint-000004/{name}.safetensors", two / f"checkpoint-000004/{name}.safetensors")
+    near(one / "lora.safetensors", two / "lora.safetensors")
     moments = [
         read_state(folder / "checkpoint-000004").progress["optimizer"]["state"] for folder in (one, two)
     ]
@@ -198,7 +190,7 @@ def test_what_two_processes_began_one_goes_on_with_and_the_other_way_round(
     train(small_run.settings(**keys, batch_size=alone, max_steps=1, save_ckpt_path=str(back)))
     spread(small_run, "back", **keys, batch_size=pair, max_steps=2)
     for folder in (there, back):
-        equal(whole / f"{name}.safetensors", folder / f"{name}.safetensors")
+        near(whole / f"{name}.safetensors", folder / f"{name}.safetensors")
 
 
 @pytest.mark.slow
@@ -233,7 +225,7 @@ def test_other_configurations_of_the_launcher_train_the_same(
     keys: dict[str, Any] = {"max_steps": 3, "ema_decay": 0.3, "max_grad_norm": None, **shards}
     train(small_run.settings(**keys, batch_size=4, save_ckpt_path=str(small_run.folder / "one")))
     spread(small_run, "two", environment, **keys, batch_size=2)
-    equal(small_run.folder / "one" / "lora.safetensors", small_run.folder / "two" / "lora.safetensors")
+    near(small_run.folder / "one" / "lora.safetensors", small_run.folder / "two" / "lora.safetensors")
 
 
 @pytest.mark.slow
@@ -270,8 +262,3 @@ def test_what_cannot_be_spread_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         check_spreading(DistributedType.FSDP, small_run.settings(**keys), fsdp2=version == 2)
-
-
-def test_deepspeed_is_refused(small_run: SmallRun) -> None:
-    with pytest.raises(ConfigError, match=r"DeepSpeed.*--use_fsdp --fsdp_version 2"):
-        check_spreading(DistributedType.DEEPSPEED, small_run.settings(), fsdp2=False)

@@ -12,6 +12,7 @@ from accelerate.utils import DistributedType
 
 from sigmascope.errors import ConfigError
 from sigmascope.lbm.devices import resolve_device
+from sigmascope.lbm.training.deepspeed_config import deepspeed_plugin
 from sigmascope.lbm.training.settings import TrainSettings
 from sigmascope.lbm.training.trackers import project_folder
 
@@ -26,30 +27,50 @@ def accelerated(settings: TrainSettings) -> Iterator[Accelerator]:
 
     Raises:
         ConfigError: The device is not there, or cannot compute in the precision asked for; or the launcher asks for
-            a way to spread the model over processes that training has not.
+            a way to spread the model over processes that training has not, or contradicts the settings.
     """
     is_ours = not PartialState._shared_state
+    plugin = deepspeed_plugin(settings)
     with _device(settings.device):
         try:
             accelerator = Accelerator(
                 cpu=settings.device == "cpu",
-                mixed_precision=settings.mixed_precision,
+                # Under DeepSpeed it would turn the model itself into bfloat16.
+                mixed_precision=settings.mixed_precision if plugin is None else "no",
                 log_with=settings.tracker,
                 project_dir=project_folder(settings),
+                deepspeed_plugin=plugin,
             )
+        except NotImplementedError as error:
+            raise ConfigError(
+                f"accelerate: this process has trained under DeepSpeed before ({error}).",
+                hint="Train in a new process.",
+            ) from error
+        except ImportError as error:
+            raise ConfigError(
+                f"accelerate: what the launcher asks for is not installed ({error}).",
+                hint="Install it, or launch without it.",
+            ) from error
         except ValueError as error:
             raise ConfigError(
                 f"mixed_precision, device: Accelerate refuses {settings.mixed_precision} on {settings.device} "
                 f"({error}).",
                 hint="Use bf16 or no, or run on an accelerator.",
             ) from error
-    check_spreading(accelerator.distributed_type, settings, fsdp2=is_sharded(accelerator))
-    # Set here: the launcher's environment would win over an argument.
-    accelerator.gradient_accumulation_steps = settings.gradient_accumulation_steps
+    kind = accelerator.distributed_type
     try:
+        if plugin is not None and kind != DistributedType.DEEPSPEED:
+            raise ConfigError(
+                f"device: Accelerate has no DeepSpeed on {settings.device}.",
+                hint="Use device auto on a machine with GPUs, or launch without --use_deepspeed.",
+            )
+        check_spreading(kind, settings, fsdp2=is_sharded(accelerator))
+        # Set here: the launcher's environment would win over an argument.
+        accelerator.gradient_accumulation_steps = settings.gradient_accumulation_steps
         yield accelerator
     finally:
-        if is_ours and accelerator.num_processes == 1:
+        # DeepSpeed keeps a state of its own, which nothing undoes: a second training is refused above.
+        if is_ours and accelerator.num_processes == 1 and kind != DistributedType.DEEPSPEED:
             AcceleratorState._reset_state(reset_partial_state=True)
             GradientState._reset_state()
 
@@ -68,14 +89,8 @@ def check_spreading(kind: DistributedType, settings: TrainSettings, *, fsdp2: bo
         fsdp2: Whether that is FSDP of version 2, PyTorch's `fully_shard`.
 
     Raises:
-        ConfigError: It is DeepSpeed, FSDP of version 1, or FSDP in float16 or with an optimizer that cannot do it.
+        ConfigError: It is FSDP of version 1, or FSDP in float16 or with an optimizer that cannot do it.
     """
-    if kind == DistributedType.DEEPSPEED:
-        raise ConfigError(
-            "accelerate: training does not run under DeepSpeed, whose engine makes the steps itself and keeps the "
-            "weights in files of its own.",
-            hint="Launch with --use_fsdp --fsdp_version 2, which spreads the model likewise, or with --multi_gpu.",
-        )
     if kind != DistributedType.FSDP:
         return
     if not fsdp2:

@@ -163,7 +163,7 @@ class TrainingLoop:
                 session.step,
                 session.settings.num_steps,
                 conditioning=session.objective.conditioning,
-                autocast=session.accelerator.autocast(),
+                autocast=session.stepper.prepared.backend.autocast(),
             )
             reshard(session.model)
         return found

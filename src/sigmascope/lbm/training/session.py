@@ -110,7 +110,7 @@ def make_session(settings: TrainSettings, accelerator: Accelerator, model: LbmMo
         optimizer, schedule = _optimizer(settings, trainable, length)
         objective = Objective(settings)
         known = identity(settings, data.shards, team.size, length if follows_length(settings) else None)
-    prepared = prepare_step(accelerator, model, objective, optimizer)
+    prepared = prepare_step(accelerator, model, objective, optimizer, settings.mixed_precision)
     named = dict(trainable.parameters())
     average = None if settings.ema_decay is None else MovingAverage(list(named.values()), settings.ema_decay)
     return Session(

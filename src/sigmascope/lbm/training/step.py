@@ -84,19 +84,18 @@ class Stepper:
         for batch in group.batches:
             with self.accelerator.accumulate(self.prepared.synchronised):
                 # Accelerate puts autocast into a module that it wraps, but not where FSDP spreads it.
-                with self.accelerator.autocast():
+                with self.prepared.backend.autocast():
                     found: Losses = self.prepared.module(to_device(batch, self.accelerator.device))
                 # The backend divides by processes and accumulated batches, and samples count alike in all.
                 weight = len(batch) * size * self._team.size / group.samples
-                self.accelerator.backward(found[0] * weight if weight != 1 else found[0])
+                self.prepared.backend.backward(found[0] * weight if weight != 1 else found[0])
                 losses.append(tuple(term.detach() for term in found))  # type: ignore[arg-type]
         return self._finish(group, step, losses, last_checkpoint)
 
     def _finish(
         self, group: Group[Any], step: int, losses: Sequence[Losses], last_checkpoint: str | None
     ) -> StepResult:
-        parameters = list(self.prepared.synchronised.parameters())
-        norm = self.accelerator.clip_grad_norm_(parameters, self._max_norm)
+        norm = self.prepared.backend.clip(self._max_norm)
         samples = [len(batch) for batch in group.batches]
         total, latent, pixel = (_mean(samples, [float(terms[i]) for terms in losses]) for i in range(3))
         gradient_norm = None if norm is None else float(whole(norm))
@@ -119,6 +118,7 @@ class Stepper:
     def _lost(self, group: Group[Any], step: int, loss: float, last_checkpoint: str | None) -> NonFiniteError:
         keys = [key for batch in group.batches for key in batch.keys]
         culprits = None
+        self.prepared.backend.release()
         for batch in group.batches:
             found = self._culprits(batch)
             if found and culprits is None:
@@ -129,10 +129,10 @@ class Stepper:
 
     def _culprits(self, batch: Batch) -> Culprits:
         inner = self.accelerator.unwrap_model(self.prepared.module)
-        self.optimizer.optimizer.zero_grad()
+        inner.zero_grad()
 
         def backward() -> float:
-            with self.accelerator.autocast():
+            with self.prepared.backend.autocast():
                 again = inner(to_device(batch, self.accelerator.device))[0]
             again.backward()
             return float(again.detach())

@@ -1,0 +1,141 @@
+"""What DeepSpeed is told: the launcher's configuration, in which the YAML has the last word on training itself."""
+
+import os
+from collections.abc import Mapping
+from typing import Any, Final
+
+from accelerate.utils import DeepSpeedPlugin
+from accelerate.utils.deepspeed import HfDeepSpeedConfig
+
+from sigmascope.errors import ConfigError
+from sigmascope.lbm.training.settings import TrainSettings
+
+WEIGHTS_STAGE: Final = 3
+"""The stage of ZeRO that spreads the weights too."""
+NOT_IN_PIECES: Final = ("adafactor", "adagrad", "muon")
+"""Optimizers that ZeRO cannot give flat pieces of all weights: two need the shapes of the weights, and in place of
+the Adagrad it is given DeepSpeed makes one of its own, which no schedule reaches. All others were tried."""
+_OF_THE_YAML: Final = ("optimizer", "scheduler")
+_SIZED_BY_MODEL: Final = (
+    "reduce_bucket_size",
+    "stage3_prefetch_bucket_size",
+    "stage3_param_persistence_threshold",
+)
+"""Which Accelerate works out of a language model's hidden size when they are `auto`."""
+
+
+def deepspeed_plugin(settings: TrainSettings) -> DeepSpeedPlugin | None:
+    """Accelerate's plugin for DeepSpeed, as the launcher's environment and the settings say.
+
+    Returns:
+        None where the launcher does not ask for DeepSpeed.
+
+    Raises:
+        ConfigError: DeepSpeed's configuration cannot be read, contradicts the settings or wants what training has not.
+    """
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() != "true":
+        return None
+    file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+    try:
+        asked = {} if file == "none" else HfDeepSpeedConfig(file).config
+        plugin = DeepSpeedPlugin()
+    except (ValueError, OSError) as error:
+        raise ConfigError(
+            f"accelerate: DeepSpeed's configuration is refused ({error}).",
+            hint="Correct the file that --deepspeed_config_file names, or use --zero_stage in its place.",
+        ) from error
+    config = plugin.deepspeed_config
+    plugin.zero_stage = config["zero_optimization"].setdefault("stage", 0)
+    check_deepspeed(asked, plugin.zero_stage, settings, processes=int(os.environ.get("WORLD_SIZE", "1")))
+    fit(config, settings)
+    return plugin
+
+
+def check_deepspeed(asked: Mapping[str, Any], stage: int, settings: TrainSettings, *, processes: int) -> None:
+    """Refuse what training has not, and what contradicts the settings.
+
+    Args:
+        asked: The user's file, as it is; empty where flags of the launcher stand for it.
+        stage: Of ZeRO.
+        settings: Of the run.
+        processes: Of the run.
+
+    Raises:
+        ConfigError: Names the key of the file, or of the YAML.
+    """
+    if stage >= WEIGHTS_STAGE:
+        raise ConfigError(
+            f"accelerate: zero_optimization.stage {stage} spreads the weights too, which training leaves to FSDP.",
+            hint="Use stage 2, or launch with --use_fsdp --fsdp_version 2.",
+        )
+    if settings.mixed_precision == "fp16":
+        raise ConfigError(
+            "mixed_precision: fp16 does not go with DeepSpeed, which would scale the loss by rules of its own.",
+            hint="Use bf16 or no.",
+        )
+    if stage > 0 and settings.optimizer.lower() in NOT_IN_PIECES:
+        raise ConfigError(
+            f"optimizer: {settings.optimizer} does not work on the flat pieces of weights that ZeRO makes.",
+            hint=f"Use AdamW, or any other than {', '.join(NOT_IN_PIECES)}; or stage 0.",
+        )
+    for key in _OF_THE_YAML:
+        if key in asked:
+            raise ConfigError(
+                f"accelerate: DeepSpeed's configuration has {key}, which the YAML chooses.",
+                hint=f"Take {key} out of DeepSpeed's configuration.",
+            )
+    for key, wanted in _agreed(settings, processes).items():
+        _require(asked, key, wanted)
+
+
+def fit(config: dict[str, Any], settings: TrainSettings) -> None:
+    """Put the settings into DeepSpeed's configuration; what does not follow from them stays as it is.
+
+    Weights stay as they are in one process and autocast chooses the precision: DeepSpeed's own bf16 would train
+    rounded weights, and the VAE would compute in them too.
+    """
+    bf16 = settings.mixed_precision == "bf16"
+    config |= {
+        "gradient_accumulation_steps": settings.gradient_accumulation_steps,
+        "gradient_clipping": settings.max_grad_norm or 0.0,
+        "train_micro_batch_size_per_gpu": settings.batch_size,
+        "train_batch_size": "auto",  # Accelerate multiplies
+        "bf16": {"enabled": False},
+        "fp16": {"enabled": False},
+        # Without safe modules: their gradients would be added up over the processes in bfloat16.
+        "torch_autocast": {"enabled": bf16, "dtype": "bfloat16", "lower_precision_safe_modules": []},
+        # Accelerate would otherwise take DeepSpeed's Adam in place of the YAML's optimizer.
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    zero = config["zero_optimization"]
+    for key in _SIZED_BY_MODEL:
+        if zero.get(key) == "auto":
+            del zero[key]
+
+
+def _agreed(settings: TrainSettings, processes: int) -> dict[str, Any]:
+    """Keys of DeepSpeed that say what the settings say."""
+    steps, batch = settings.gradient_accumulation_steps, settings.batch_size
+    bf16 = settings.mixed_precision == "bf16"
+    return {
+        "gradient_accumulation_steps": steps,
+        "gradient_clipping": settings.max_grad_norm or 0.0,
+        "train_micro_batch_size_per_gpu": batch,
+        "train_batch_size": batch * steps * processes,
+        "bf16.enabled": bf16,
+        "torch_autocast.enabled": bf16,
+        "fp16.enabled": False,
+        "amp.enabled": False,
+        "zero_force_ds_cpu_optimizer": False,
+        "managed_gradient_accumulation": True,
+    }
+
+
+def _require(asked: Mapping[str, Any], key: str, wanted: Any) -> None:
+    section, _, name = key.rpartition(".")
+    found = (asked.get(section) or {} if section else asked).get(name, "auto")
+    if found not in ("auto", wanted):
+        raise ConfigError(
+            f"accelerate: {key} is {found} in DeepSpeed's configuration, and {wanted} by the YAML.",
+            hint=f'Leave {key} out of DeepSpeed\'s configuration, or set it to "auto".',
+        )
