@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Mapping
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -20,11 +21,13 @@ from safetensors.torch import load_file
 from tests.lbm.training import deepspeed_on_cpus
 from tests.lbm.training.small_run import SmallRun, near, same, weights_at
 from tests.lbm.training.two_processes import free_port, run_two
+from torch import Tensor, nn
 
 from sigmascope.lbm.train import StepLog, train
 from sigmascope.lbm.training import session
 from sigmascope.lbm.training.checkpoint_files import read_state
 from sigmascope.lbm.training.checkpointing import find_checkpoints
+from sigmascope.lbm.training.deepspeed_engine import EngineOptimizer
 from sigmascope.lbm.training.preparing import Prepared, prepare_step
 from sigmascope.lbm.training.validation import Validation
 
@@ -254,3 +257,44 @@ def test_the_engine_of_a_single_process_trains_the_same_and_once(small_run: Smal
         assert "ConfigError: accelerate: this process has trained under DeepSpeed before" in ended.errors
         result = small_run.folder / f"with-{number}" / "lora.safetensors"
         near(small_run.folder / "without" / "lora.safetensors", result)
+
+
+def test_an_infinite_gradient_of_one_process_stops_both_before_the_weights_take_it_up(
+    small_run: SmallRun,
+) -> None:
+    settings = small_run.settings(max_steps=4, save_interval=1)
+
+    def work(number: int) -> None:
+        deepspeed_on_cpus.allow_deepspeed_on_cpus()
+        trained: list[nn.Parameter] = []
+        before: list[Tensor] = []
+
+        def prepare(*arguments: Any) -> Prepared:
+            prepared = prepare_step(*arguments)
+            trained.extend(each for each in prepared.synchronised.parameters() if each.requires_grad)
+            calls = count()
+            if number == 1:  # from its second batch on
+                trained[-1].register_hook(  # type: ignore[no-untyped-call]
+                    lambda gradient: gradient / (0.0 if next(calls) else 1.0)
+                )
+            return prepared
+
+        def step(optimizer: EngineOptimizer) -> None:
+            make(optimizer)
+            before.extend(each.detach().clone() for each in trained if len(before) < len(trained))
+
+        make = EngineOptimizer.step
+        patch = pytest.MonkeyPatch()  # in a fork, which ends with it
+        patch.setattr(session, "prepare_step", prepare)
+        patch.setattr(EngineOptimizer, "step", step)
+        try:
+            train(settings)
+        finally:
+            assert all(map(torch.equal, before, trained))
+            assert len(before) == len(trained) > 0
+
+    for ended in run_two(work, small_run.folder, dict(deepspeed_on_cpus.ENVIRONMENT)):
+        assert ended.code == 1
+        assert "NonFiniteError: step 2: the gradient is not finite" in ended.errors
+        assert "AssertionError" not in ended.errors
+    assert [path.name for path in find_checkpoints(small_run.out)] == ["checkpoint-000001"]

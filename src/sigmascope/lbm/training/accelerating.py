@@ -12,7 +12,7 @@ from accelerate.utils import DistributedType
 
 from sigmascope.errors import ConfigError
 from sigmascope.lbm.devices import resolve_device
-from sigmascope.lbm.training.deepspeed_config import deepspeed_plugin
+from sigmascope.lbm.training.deepspeed_config import deepspeed_plugin, launched_processes
 from sigmascope.lbm.training.settings import TrainSettings
 from sigmascope.lbm.training.trackers import project_folder
 
@@ -59,9 +59,11 @@ def accelerated(settings: TrainSettings) -> Iterator[Accelerator]:
             ) from error
     kind = accelerator.distributed_type
     try:
-        if plugin is not None and kind != DistributedType.DEEPSPEED:
+        # On the CPU it trains without, or leaves each process alone.
+        alone = accelerator.num_processes != launched_processes()
+        if plugin is not None and (kind != DistributedType.DEEPSPEED or alone):
             raise ConfigError(
-                f"device: Accelerate has no DeepSpeed on {settings.device}.",
+                f"device: Accelerate has no DeepSpeed on {accelerator.device.type}.",
                 hint="Use device auto on a machine with GPUs, or launch without --use_deepspeed.",
             )
         check_spreading(kind, settings, fsdp2=is_sharded(accelerator))

@@ -46,9 +46,14 @@ def deepspeed_plugin(settings: TrainSettings) -> DeepSpeedPlugin | None:
         ) from error
     config = plugin.deepspeed_config
     plugin.zero_stage = config["zero_optimization"].setdefault("stage", 0)
-    check_deepspeed(asked, plugin.zero_stage, settings, processes=int(os.environ.get("WORLD_SIZE", "1")))
+    check_deepspeed(asked, plugin.zero_stage, settings, processes=launched_processes())
     fit(config, settings)
     return plugin
+
+
+def launched_processes() -> int:
+    """How many processes the launcher has started; 1 without one."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def check_deepspeed(asked: Mapping[str, Any], stage: int, settings: TrainSettings, *, processes: int) -> None:
