@@ -18,6 +18,8 @@ from .simulated import SimulatedGpu, found, number, watched
 SCALE = 2**14
 """With it the small pipeline peaks at about 14 GB."""
 IMAGE = {"num_inference_steps": 1}
+KEPT_MB = 36
+"""More than glibc ever takes from memory that was freed before: what is kept then shows in the process."""
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +68,7 @@ def test_a_pipeline_that_keeps_what_it_made() -> None:
 
     class Keeping(type(pipe)):  # type: ignore[misc]
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            kept.append((super().__call__(*args, **kwargs), torch.ones(2**20)))
+            kept.append((super().__call__(*args, **kwargs), torch.ones(KEPT_MB * 2**18)))
             return kept[-1][0]
 
     pipe.__class__ = Keeping
@@ -77,8 +79,8 @@ def test_a_pipeline_that_keeps_what_it_made() -> None:
     }
     assert {finding.stage for finding in leaks.values()} == {"generation"}
     image_mb = 3 * 32 * 32 * 4 / 2**20
-    assert number(leaks["cuda:0"], "mb_per_call") == pytest.approx(4 + image_mb, rel=0.01)
-    assert number(leaks["process"], "mb_per_call") == pytest.approx(4, rel=0.5)
+    assert number(leaks["cuda:0"], "mb_per_call") == pytest.approx(KEPT_MB + image_mb, rel=0.01)
+    assert number(leaks["process"], "mb_per_call") == pytest.approx(KEPT_MB, rel=0.1)
 
 
 def test_latents_that_a_callback_keeps(pipe: Any) -> None:
