@@ -28,11 +28,12 @@ def in_threads(*work: Any) -> None:
 def test_two_threads_with_a_watch_each_have_a_record_each(unwatched: Tensor) -> None:
     runs: dict[int, Run] = {}
     images: dict[int, Tensor] = {}
+    # Not made in the threads, which share PyTorch's random numbers.
+    pipelines = {steps: make_pipeline("sd15") for steps in (2, 5)}
 
     def work(steps: int) -> None:
-        pipeline = make_pipeline("sd15")
-        with sigmascope.watch(pipeline) as run:
-            images[steps] = generate(pipeline, "sd15", num_inference_steps=steps)
+        with sigmascope.watch(pipelines[steps]) as run:
+            images[steps] = generate(pipelines[steps], "sd15", num_inference_steps=steps)
         runs[steps] = run.record()
 
     in_threads(lambda: work(2), lambda: work(5))
