@@ -44,9 +44,17 @@ def run_layers(
     """
     gate = _Gate(_LARGEST_AT_ONCE * max(sizes.values(), default=0))
 
+    failures: list[BaseException] = []
+
     def guarded(layer: str) -> Result:
         with gate.room_for(sizes[layer]):
-            return work(layer)
+            if failures:  # the caller hears of it later than the threads do
+                raise failures[0]
+            try:
+                return work(layer)
+            except BaseException as failure:
+                failures.append(failure)
+                raise
 
     with _single_threaded_pool(workers or worker_count()) as pool:
         futures: dict[Future[Result], str] = {pool.submit(guarded, layer): layer for layer in sizes}
