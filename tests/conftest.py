@@ -1,5 +1,6 @@
 """Fixtures that several rooms use."""
 
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,11 @@ from tests.runtime_types import check_annotations
 from torch import Tensor
 
 check_annotations()
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's way with what it runs in the background
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # the programs that tests interrupt would inherit it
 
 State = dict[str, Tensor]
 

@@ -1,8 +1,10 @@
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
 
 from sigmascope.monitor import Recorder
+from sigmascope.monitor.steps import StepColumns
 
 if TYPE_CHECKING:
     from tests.monitor.conftest import FakeAccelerator, FakeClock, FakeHost
@@ -124,3 +126,43 @@ def test_a_step_has_the_allocated_bytes_at_its_end(accelerator: "FakeAccelerator
             with recorder.step():
                 accelerator.allocate(nbytes)
     assert recorder.run().stages[0].steps.allocated_bytes == (4, 10)
+
+
+def test_of_thousands_of_steps_each_keeps_its_row_whenever_they_are_read(
+    timed: Recorder, clock: "FakeClock", host: "FakeHost"
+) -> None:
+    lengths = [number / 8 for number in range(1, 2001)]
+    with timed.stage("denoising"):
+        for number, length in enumerate(lengths):
+            with timed.step():
+                clock.pass_seconds(length)
+                host.rss = 5000 + number
+            if number in {0, 255, 256, 300, 1023}:
+                assert timed.run().stages[0].steps.seconds == tuple(lengths[: number + 1])
+    steps = timed.run().stages[0].steps
+    assert steps.seconds == tuple(lengths)
+    assert steps.rss_bytes == tuple(range(5000, 7000))
+
+
+def test_reading_a_run_while_threads_add_steps_sees_whole_rows_and_loses_none() -> None:
+    columns = StepColumns(None)
+
+    def add(thread: int) -> None:
+        for number in range(5000):
+            at = thread * 10_000 + number
+            columns.append(at, at + 7, at + 1, at + 2)
+
+    with ThreadPoolExecutor(4) as pool:
+        adding = [pool.submit(add, thread) for thread in range(4)]
+        read = [columns.freeze(0, {})]
+        while not all(future.done() for future in adding):
+            read.append(columns.freeze(0, {}))
+        for future in adding:
+            future.result()
+    for steps in [*read, columns.freeze(0, {})]:
+        for started, seconds, rss, allocated in zip(
+            steps.started, steps.seconds, steps.rss_bytes, steps.allocated_bytes, strict=True
+        ):
+            at = round(started * 1e9)
+            assert (round(seconds * 1e9), rss, allocated) == (7, at + 1, at + 2)
+    assert len(columns) == len({*columns.freeze(0, {}).started}) == 20_000

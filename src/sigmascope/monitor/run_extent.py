@@ -52,8 +52,9 @@ class RunExtent:
         """
         now_ns = self._clock()
         first_ns = now_ns if self._started_ns is None else self._started_ns
-        started_ns = min(min(outside.started_ns, default=now_ns), first_ns)
-        ended_ns = now_ns if self.open_frames > 0 else max(outside.ended_ns, default=self._ended_ns)
+        steps_began_ns, steps_ended_ns = outside.edges() or (now_ns, self._ended_ns)
+        started_ns = min(steps_began_ns, first_ns)
+        ended_ns = now_ns if self.open_frames > 0 else steps_ended_ns
         return started_ns, max(ended_ns, self._ended_ns, started_ns)
 
     def wall_clock(self, at_ns: int) -> str:

@@ -5,10 +5,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from sigmascope.monitor import peaks
-from sigmascope.monitor.gpu_timing import Mark, of_stage
+from sigmascope.monitor.gpu_timing import Mark, StepTimings, of_stage
 from sigmascope.monitor.guard import describe
 from sigmascope.monitor.instruments import Instruments
-from sigmascope.monitor.peaks import HostMemory, Peaks
+from sigmascope.monitor.peaks import UNKNOWN, HostMemory, Peaks
 from sigmascope.monitor.steps import StepColumns
 from sigmascope.monitor.utilization import ScopeUtilization
 from sigmascope.records.facts import ExceptionDetails, ModuleFacts, TensorFacts
@@ -77,20 +77,30 @@ class Scope:
             ended_ns: When it ended, just now.
             start: The mark at its beginning, where there is an accelerator.
         """
-        columns, instruments = self.columns, self.instruments
-        timings = columns.timings
-        device = end = None
-        if timings is not None:
-            end = None if start is None else instruments.mark(start.device)
-            device = instruments.device_in_use() if start is None else start.device
+        columns = self.columns
+        if columns.timings is None:
+            instruments = self.instruments
+            tracker, rss = instruments.tracker, instruments.rss()
+            if rss > tracker.pending.rss.value:
+                with peaks.LOCK:
+                    tracker.step(rss, ended_ns, None)
+            columns.append(started_ns, ended_ns, rss, UNKNOWN)
+        else:
+            self._add_step_of_device(columns.timings, started_ns, ended_ns, start)
+        if self.step_listener is not None:
+            self.step_listener(self.name, started_ns, ended_ns)
+
+    def _add_step_of_device(
+        self, timings: StepTimings, started_ns: int, ended_ns: int, start: Mark | None
+    ) -> None:
+        instruments = self.instruments
+        end = None if start is None else instruments.mark(start.device)
+        device = instruments.device_in_use() if start is None else start.device
         rss = instruments.rss()
         with peaks.LOCK:
             allocated = instruments.tracker.step(rss, ended_ns, device)
-            columns.append(started_ns, ended_ns, rss, allocated)
-            if timings is not None:
-                instruments.add_timing(timings, start, end)
-        if self.step_listener is not None:
-            self.step_listener(self.name, started_ns, ended_ns)
+            self.columns.append(started_ns, ended_ns, rss, allocated)
+            instruments.add_timing(timings, start, end)
 
     def close(self, error: BaseException | None) -> None:
         """Stop the clock, then take what there is at the end.
@@ -167,7 +177,7 @@ class Scope:
 
     def freeze_steps(self, run_started_ns: int) -> Stage:
         """Return a stage of what a scope that was never opened has: steps, from the first to the last."""
-        started_ns, ended_ns = min(self.columns.started_ns), max(self.columns.ended_ns)
+        started_ns, ended_ns = self.columns.edges() or (run_started_ns, run_started_ns)
         return Stage(
             name=self.name,
             started_seconds=(started_ns - run_started_ns) / 1e9,

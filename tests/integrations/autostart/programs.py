@@ -10,6 +10,8 @@ from pathlib import Path
 from sigmascope.integrations.autostart.launch import environment_for
 from sigmascope.integrations.autostart.settings import Settings
 
+_MOST_SECONDS = 300
+
 
 @dataclass(frozen=True)
 class Ended:
@@ -41,6 +43,7 @@ def plain(program: Sequence[str], folder: Path, **more: str) -> Ended:
         capture_output=True,
         text=True,
         check=False,
+        timeout=_MOST_SECONDS,
     )
     return ended(done)
 
@@ -49,7 +52,13 @@ def watched(program: Sequence[str], folder: Path, settings: Settings | None = No
     """The program as `sigmascope watch` launches it."""
     told = environment_for(environment(**more), settings or Settings(quiet="1", launched="1"))
     done = subprocess.run(
-        [sys.executable, *program], cwd=folder, env=told, capture_output=True, text=True, check=False
+        [sys.executable, *program],
+        cwd=folder,
+        env=told,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=_MOST_SECONDS,
     )
     return ended(done)
 

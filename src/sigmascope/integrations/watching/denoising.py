@@ -37,6 +37,7 @@ class Denoising:
     __slots__ = (
         "_clock",
         "_first",
+        "_has_device",
         "_mark",
         "_moved_ns",
         "_moves",
@@ -62,6 +63,7 @@ class Denoising:
         self.last_ns: int | None = None
         self._clock = recorder.clock
         self._scope = recorder.current_scope()
+        self._has_device = self._scope.columns.timings is not None
         self._started: int | None = None
         self._mark: Mark | None = None
         self._timestep: float | None = None
@@ -97,16 +99,16 @@ class Denoising:
         self._first, self.repeats = name, 1
         if self.stepped:
             self.repeating = name
-        scope = self._scope
-        self._mark = None if scope.columns.timings is None else scope.instruments.mark()
+        if self._has_device:
+            self._mark = self._scope.instruments.mark()
         self._started = self._clock()
 
     def prepared(self) -> None:
         """Take a call of what works for the denoiser, such as a ControlNet: a step begins with it, if none is open."""
         if self._started is None:
-            scope = self._scope
             self._first, self.repeats = "", 0
-            self._mark = None if scope.columns.timings is None else scope.instruments.mark()
+            if self._has_device:
+                self._mark = self._scope.instruments.mark()
             self._started = self._clock()
 
     def _begun_by(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
