@@ -4,6 +4,8 @@
 
 A denoiser and a scheduler that do nothing are called in turn, so that the difference is the watch's own. CPU time of
 the thread, the least of all repeats: the others lost time to other programs. Nothing is subtracted but the loop itself.
+Beside it stands what no watch with hooks can go below: PyTorch's own time for a module with one hook that does nothing,
+and the kernel's for the process's resident bytes, which are read once a step.
 """
 
 import argparse
@@ -15,6 +17,7 @@ from torch import nn
 
 import sigmascope
 from sigmascope.monitor import Recorder
+from sigmascope.probes import process_rss_bytes
 
 
 class Denoiser(nn.Module):
@@ -62,6 +65,27 @@ def recorded_steps(steps: int) -> float:
         return (time.thread_time_ns() - started) / steps / 1e3
 
 
+def hooked(pipeline: Pipeline, steps: int, calls: int) -> float:
+    """CPU microseconds of a step while the denoiser has a hook that does nothing."""
+    handle = pipeline.components["unet"].register_forward_pre_hook(_nothing, with_kwargs=True)
+    try:
+        return pipeline(steps, calls)
+    finally:
+        handle.remove()
+
+
+def _nothing(_module: nn.Module, _args: object, _kwargs: object) -> None:
+    pass
+
+
+def resident_readings(steps: int) -> float:
+    """CPU microseconds of reading the process's resident bytes."""
+    started = time.thread_time_ns()
+    for _ in range(steps):
+        process_rss_bytes()
+    return (time.thread_time_ns() - started) / steps / 1e3
+
+
 def watched(pipeline: Pipeline, steps: int, calls: int) -> float:
     """The same as the pipeline gives, while it is watched."""
     with sigmascope.watch(pipeline, sample_hz=None):
@@ -81,11 +105,14 @@ def main() -> None:
     def least(measure: Callable[[], float]) -> float:
         return min(measure() for _ in range(given.repeats))
 
+    reading = least(lambda: resident_readings(given.steps))
     for calls in (1, 2):
         bare = least(lambda calls=calls: pipeline(given.steps, calls))  # type: ignore[misc]
-        seen = least(lambda calls=calls: watched(pipeline, given.steps, calls))  # type: ignore[misc]
+        hook = least(lambda calls=calls: hooked(pipeline, given.steps, calls)) - bare  # type: ignore[misc]
+        seen = least(lambda calls=calls: watched(pipeline, given.steps, calls)) - bare  # type: ignore[misc]
         print(
-            f"{calls} call(s) a step: {bare:.2f} µs alone, {seen:.2f} µs watched, {seen - bare:.2f} µs for the watch"
+            f"{calls} call(s) a step: {bare:.2f} µs alone, {seen:.2f} µs for the watch: {seen / (hook + reading):.2f} × "
+            f"a hook that does nothing ({hook:.2f} µs) and a reading of resident bytes ({reading:.2f} µs)"
         )
     print(f"recorder.step() by itself: {least(lambda: recorded_steps(given.steps)):.2f} µs")
 

@@ -1,6 +1,5 @@
 """The steps of one denoising: from the denoiser's first call to the scheduler's step."""
 
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -57,7 +56,7 @@ class Denoising:
 
     def __init__(self, stage: LiveStage, recorder: Recorder) -> None:
         self.stage = stage
-        self.calls: Counter[str] = Counter()
+        self.calls: dict[str, int] = {}
         self.most_calls_a_step = 0
         self.stepped = 0
         self.last_ns: int | None = None
@@ -91,7 +90,7 @@ class Denoising:
                 if name == self._first:
                     self.repeats += 1
                 else:
-                    self.calls[name] += 1
+                    self.calls[name] = self.calls.get(name, 0) + 1
                 return
             self._commit(self._seen_ended())
         elif not self.stepped:
@@ -159,12 +158,13 @@ class Denoising:
         if started is not None:
             repeats, first = self.repeats, self._first
             if first:
+                if first is not self._turn:
+                    self._turn = first
+                    self._turns.append((first, len(self._scope.columns)))
+                    self.calls.setdefault(first, 0)
                 self.calls[first] += repeats
             if repeats > self.most_calls_a_step:
                 self.most_calls_a_step = repeats
-            if first and first is not self._turn:
-                self._turn = first
-                self._turns.append((first, len(self._scope.columns)))
             if self._moved_ns:
                 self._moves[len(self._scope.columns)] = self._moved_ns
                 self._moved_ns = 0

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 
 from sigmascope.integrations.watching.frames import without_this_frame
 from sigmascope.integrations.watching.listeners import Listener, call_heard, tell_after
@@ -109,35 +109,30 @@ def _heard(original: Callable[..., Any], tap: Tap, *, is_static: bool = False) -
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if is_compiling():
+        if is_dynamo_compiling():
             return original(*args, **kwargs)
         listeners = tap.listeners
-        if len(listeners) != 1:
+        listener = listeners[0] if len(listeners) == 1 else None
+        after = None if listener is None else listener.after
+        if listener is None or after is None:
+            if is_compiling():  # dearer: it also tells of an export
+                return original(*args, **kwargs)
             target = None if is_static or not args else args[0]
             try:
                 return call_heard(original, listeners, target, args, kwargs, args[skipped:])
             except BaseException as error:
                 without_this_frame(error)
                 raise
-        listener = listeners[0]  # the hot path of the scheduler's step: written out here
-        after = listener.after
-        if after is None:
-            try:
-                after = listener.before(None if is_static or not args else args[0], args[skipped:], kwargs)
-            except Exception as failure:  # noqa: BLE001 - what an instrument raises must not reach the host
-                listener.failed(failure)
-        try:
+        try:  # the hot path of the scheduler's step: written out here
             result = original(*args, **kwargs)
         except BaseException as error:
             without_this_frame(error)
-            if after is not None:
-                tell_after([(after, listener)], None, error)
+            tell_after([(after, listener)], None, error)
             raise
-        if after is not None:
-            try:
-                after(result, None)
-            except Exception as failure:  # noqa: BLE001 - as above
-                listener.failed(failure)
+        try:
+            after(result, None)
+        except Exception as failure:  # noqa: BLE001 - what an instrument raises must not reach the host
+            listener.failed(failure)
         return result
 
     call.__dict__["__signature__"] = inspect.signature(original)
