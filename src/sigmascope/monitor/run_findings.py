@@ -19,6 +19,9 @@ _SAID_BY_ANALYSES: Final[Mapping[str, tuple[str, ...]]] = {
 }
 """By rule, how the findings of analyses begin that tell the same."""
 
+_LEFT_TO_RULES: Final = frozenset({"memory_fragmented"})
+"""What an analysis says of its stage alone, and a rule judges by the whole run: a cache that all of it needs is healthy."""
+
 
 def with_findings(run: Run, guard: Guard) -> Run:
     """The run with what the analyses find in it, or why one of them could not look."""
@@ -35,7 +38,7 @@ def with_findings(run: Run, guard: Guard) -> Run:
         found += findings or ()
         if reason is not None:
             unavailable[f"findings.{name}"] = reason
-    told = tuple(one for one in found if not _is_said_better(one, found))
+    told = tuple(one for one in found if one.id not in _LEFT_TO_RULES and not _is_said_better(one, found))
     return replace(run, findings=told, unavailable=unavailable)
 
 
