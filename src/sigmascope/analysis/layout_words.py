@@ -34,5 +34,11 @@ def range_words(size_a: int, size_b: int, offset: int, axis: int, dims: int) -> 
     return f"{small} set against {where} in {large}'s {name}{windows}"
 
 
+def order_words(order: tuple[int, ...]) -> str:
+    """How the axes are reordered."""
+    moved = [place for place, axis in enumerate(order) if place != axis]
+    return f"axes {moved[0]} and {moved[1]} swapped" if len(moved) == 2 else f"axes in the order {order}"
+
+
 def _the(name: str) -> str:
     return name if name.startswith("axis") else f"the {name}"

@@ -4,9 +4,10 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
+from sigmascope.analysis.layout_candidates import Layout
 from sigmascope.analysis.tensor_comparison import TensorComparison
 from sigmascope.analysis.tensor_errors import TensorErrors
-from sigmascope.analysis.tensor_layouts import Layout, find_layout, find_order
+from sigmascope.analysis.tensor_layouts import find_layout, find_order
 from sigmascope.analysis.tensor_measuring import tensor_errors
 from sigmascope.analysis.tensor_values import TensorLike, as_comparable, as_tensor, outline
 from sigmascope.analysis.tolerances import Tolerance, tolerance_for
