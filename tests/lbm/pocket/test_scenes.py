@@ -5,7 +5,6 @@ import pytest
 
 from sigmascope.lbm.pocket.scenes import (
     COOL,
-    SOLIDS,
     WARM,
     Light,
     Surfaces,
@@ -13,6 +12,7 @@ from sigmascope.lbm.pocket.scenes import (
     relighting_pair,
     shade,
 )
+from sigmascope.lbm.pocket.solids import SOLIDS
 
 BLACK, WHITE = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
 

@@ -9,15 +9,13 @@ Everything follows from the scene's number: the same number gives the same pixel
 the same NumPy.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-Array = NDArray[np.floating[Any]]
-"""Computed in float32 where NumPy keeps to it and in float64 where a parameter is one; stored as float32."""
+from sigmascope.lbm.pocket.solids import SOLIDS, Array, normals_from_slopes, turned, unit
+
 Vector = tuple[float, float, float]
 
 
@@ -72,8 +70,8 @@ def shade(surfaces: Surfaces, light: Light) -> NDArray[np.uint8]:
     Returns:
         (height, width, 3) sRGB-like picture, 8 bits a channel.
     """
-    to_light = _unit(np.asarray(light.direction, np.float32))
-    half = _unit(to_light + np.array([0, 0, 1], np.float32))
+    to_light = unit(np.asarray(light.direction, np.float32))
+    half = unit(to_light + np.array([0, 0, 1], np.float32))
     lambert = np.clip(surfaces.normals @ to_light, 0, None)[..., None]
     upward = (0.5 + 0.5 * surfaces.normals[..., 1])[..., None]
     highlight = np.clip(surfaces.normals @ half, 0, None) ** 24 * surfaces.gloss * (lambert[..., 0] > 0)
@@ -129,21 +127,6 @@ def make_scene(number: int, size: int = 128) -> Surfaces:
     return Surfaces(normals.astype(np.float32), albedo.astype(np.float32), gloss.astype(np.float32))
 
 
-def _unit(vectors: Array) -> Array:
-    length = np.linalg.norm(vectors, axis=-1, keepdims=True)
-    return np.asarray(vectors / np.maximum(length, 1e-9), np.float32)
-
-
-def _from_slopes(slope_x: Array, slope_y: Array) -> Array:
-    return _unit(np.stack([-slope_x, -slope_y, np.ones_like(slope_x)], axis=-1))
-
-
-def _turn(rng: np.random.Generator, x: Array, y: Array) -> tuple[Array, Array, float, float]:
-    angle = float(rng.uniform(0, 2 * np.pi))
-    c, s = float(np.cos(angle)), float(np.sin(angle))
-    return c * x + s * y, c * y - s * x, c, s
-
-
 def _wall_normals(rng: np.random.Generator, x: Array, y: Array) -> Array:
     """Return normals of a sum of four plane waves: h = sum a_i sin(k_i . p + phase_i)."""
     slope_x, slope_y = np.zeros_like(x), np.zeros_like(y)
@@ -152,7 +135,7 @@ def _wall_normals(rng: np.random.Generator, x: Array, y: Array) -> Array:
         kx, ky = frequency * np.cos(angle), frequency * np.sin(angle)
         wave = rng.uniform(0.10, 0.30) * np.cos(kx * x + ky * y + rng.uniform(0, 2 * np.pi))
         slope_x, slope_y = slope_x + wave * np.cos(angle), slope_y + wave * np.sin(angle)
-    return _from_slopes(slope_x.astype(np.float32), slope_y.astype(np.float32))
+    return normals_from_slopes(slope_x.astype(np.float32), slope_y.astype(np.float32))
 
 
 def _colour(rng: np.random.Generator) -> Array:
@@ -166,7 +149,7 @@ def _colour(rng: np.random.Generator) -> Array:
 def _texture(rng: np.random.Generator, x: Array, y: Array) -> Array:
     """Return (height, width, 3) albedo: plain (half of all), stripes, checks or soft spots of two colours."""
     first, second = _colour(rng), _colour(rng)
-    u, v, _, _ = _turn(rng, x, y)
+    u, v, _, _ = turned(rng, x, y)
     frequency = rng.uniform(4, 9)
     kind = int(rng.integers(6))
     if kind == 0:
@@ -179,75 +162,3 @@ def _texture(rng: np.random.Generator, x: Array, y: Array) -> Array:
         share = np.zeros_like(x)
     share = np.asarray(share, np.float32)[..., None] * np.float32(rng.uniform(0.4, 1))
     return first * (1 - share) + second * share
-
-
-Solid = Callable[[np.random.Generator, Array, Array], tuple[Array, Array]]
-"""Takes a generator and x, y around the solid's centre; gives height (-inf outside) and normals."""
-
-
-def _ellipsoid(rng: np.random.Generator, x: Array, y: Array) -> tuple[Array, Array]:
-    a, b = rng.uniform(0.25, 0.55, 2)
-    depth = rng.uniform(0.25, 0.55)
-    u, v, c, s = _turn(rng, x, y)
-    inside = 1 - (u / a) ** 2 - (v / b) ** 2
-    w = np.sqrt(np.clip(inside, 0, None))
-    nu, nv, nz = u / a**2, v / b**2, w / depth
-    normal = _unit(np.stack([c * nu - s * nv, s * nu + c * nv, nz], axis=-1))
-    return np.where(inside > 0, depth * w, -np.inf), normal
-
-
-def _sphere(rng: np.random.Generator, x: Array, y: Array) -> tuple[Array, Array]:
-    radius = rng.uniform(0.22, 0.5)
-    inside = radius**2 - x**2 - y**2
-    z = np.sqrt(np.clip(inside, 0, None))
-    return np.where(inside > 0, z, -np.inf), _unit(np.stack([x, y, z], axis=-1))
-
-
-def _cylinder(rng: np.random.Generator, x: Array, y: Array) -> tuple[Array, Array]:
-    radius, half_length = rng.uniform(0.15, 0.32), rng.uniform(0.3, 0.65)
-    u, v, c, s = _turn(rng, x, y)
-    inside = radius**2 - v**2
-    z = np.sqrt(np.clip(inside, 0, None))
-    normal = _unit(np.stack([-s * v, c * v, z], axis=-1))
-    return np.where((inside > 0) & (np.abs(u) < half_length), z, -np.inf), normal
-
-
-def _torus(rng: np.random.Generator, x: Array, y: Array) -> tuple[Array, Array]:
-    ring, tube = rng.uniform(0.28, 0.42), rng.uniform(0.1, 0.17)
-    distance = np.hypot(x, y)
-    t = distance - ring
-    inside = tube**2 - t**2
-    z = np.sqrt(np.clip(inside, 0, None))
-    outward = t / np.maximum(distance, 1e-6)
-    return np.where(inside > 0, z, -np.inf), _unit(np.stack([outward * x, outward * y, z], axis=-1))
-
-
-def _cone(rng: np.random.Generator, x: Array, y: Array) -> tuple[Array, Array]:
-    radius, height = rng.uniform(0.3, 0.55), rng.uniform(0.3, 0.6)
-    distance = np.hypot(x, y)
-    slope = -height / radius / np.maximum(distance, 1e-6)
-    z = height * (1 - distance / radius)
-    return np.where(distance < radius, z, -np.inf), _from_slopes(slope * x, slope * y)
-
-
-def _box(rng: np.random.Generator, x: Array, y: Array) -> tuple[Array, Array]:
-    """A box turned in space: the nearest of the planes that face the camera bounds it from the front."""
-    axes = np.linalg.qr(rng.normal(size=(3, 3)))[0]
-    half = rng.uniform(0.2, 0.4, 3)
-    planes = np.concatenate([axes, -axes]).astype(np.float32)
-    offsets = np.concatenate([half, half]).astype(np.float32)
-    front, back = np.full_like(x, np.inf), np.full_like(x, -np.inf)
-    normal = np.zeros((*x.shape, 3), np.float32)
-    for plane, offset in zip(planes, offsets, strict=True):
-        if abs(plane[2]) < 1e-6:
-            continue
-        z = (offset - plane[0] * x - plane[1] * y) / plane[2]
-        if plane[2] > 0:
-            normal = np.where((z < front)[..., None], plane, normal)
-            front = np.minimum(front, z)
-        else:
-            back = np.maximum(back, z)
-    return np.where(front > back, front, -np.inf), normal
-
-
-SOLIDS: tuple[Solid, ...] = (_sphere, _ellipsoid, _cylinder, _torus, _cone, _box)
