@@ -17,6 +17,7 @@ from sigmascope.integrations.watching.instrument import Instrument
 from sigmascope.integrations.watching.listeners import After, Arguments, Keywords
 from sigmascope.integrations.watching.outcome import outcome_of
 from sigmascope.integrations.watching.parts import Parts, pipelines_in
+from sigmascope.integrations.watching.pictures import FACT, pictures_of
 from sigmascope.monitor.live import LiveStage
 from sigmascope.records.pipeline import CallFacts, PipelineFacts
 from sigmascope.records.prompts import redactor, stored_prompts
@@ -67,6 +68,8 @@ class Calls(Instrument):
                 activity.pipeline = None
             if denoising is not None and error is None:
                 session.guard.read("watch.outcome", lambda: _tell_outcome(denoising.stage, result))
+            if error is None:
+                self._tell_pictures(stage, result)
             if inspect.isgenerator(result) or inspect.isasyncgen(result) or inspect.iscoroutine(result):
                 stage.fact("runs_later", RUNS_LATER)
             self._tell(stage, activity, pipeline, call, facts)
@@ -76,6 +79,11 @@ class Calls(Instrument):
                 stage.fact("seeds", seeds)
 
         return after
+
+    def _tell_pictures(self, stage: LiveStage, result: object) -> None:
+        seen, _ = self.session.guard.read("watch.pictures", lambda: pictures_of(result))
+        if seen is not None:
+            stage.fact(FACT, seen)
 
     def _is_inside(self, pipeline: object) -> bool:
         """Whether the call is made by this pipeline's own call, such as a subclass's of its base's."""
