@@ -17,6 +17,11 @@ from sigmascope.lbm.training.settings import TrainSettings
 from sigmascope.lbm.training.trackers import project_folder
 
 _DEVICE_VARIABLE: Final = "ACCELERATE_TORCH_DEVICE"
+_ASKED_FOR: Final = {
+    DistributedType.DEEPSPEED: ("DeepSpeed", "use_deepspeed"),
+    DistributedType.FSDP: ("FSDP", "use_fsdp"),
+}
+"""What the launcher's flags ask for, which Accelerate has not on every device."""
 _NOT_IN_PARTS: Final = ("adafactor", "rprop")
 """Optimizers whose operations in place PyTorch 2.13 refuses on a DTensor; all others were tried."""
 
@@ -34,7 +39,8 @@ def accelerated(settings: TrainSettings) -> Iterator[Accelerator]:
     with _device(settings.device):
         try:
             accelerator = Accelerator(
-                cpu=settings.device == "cpu",
+                # Without a GPU, auto is the CPU too: not told so, it would leave each process alone.
+                cpu=resolve_device(settings.device).type == "cpu",
                 # Under DeepSpeed it would turn the model itself into bfloat16.
                 mixed_precision=settings.mixed_precision if plugin is None else "no",
                 log_with=settings.tracker,
@@ -59,13 +65,7 @@ def accelerated(settings: TrainSettings) -> Iterator[Accelerator]:
             ) from error
     kind = accelerator.distributed_type
     try:
-        # On the CPU it trains without, or leaves each process alone.
-        alone = accelerator.num_processes != launched_processes()
-        if plugin is not None and (kind != DistributedType.DEEPSPEED or alone):
-            raise ConfigError(
-                f"device: Accelerate has no DeepSpeed on {accelerator.device.type}.",
-                hint="Use device auto on a machine with GPUs, or launch without --use_deepspeed.",
-            )
+        _check_kind(accelerator)
         check_spreading(kind, settings, fsdp2=is_sharded(accelerator))
         # Set here: the launcher's environment would win over an argument.
         accelerator.gradient_accumulation_steps = settings.gradient_accumulation_steps
@@ -82,6 +82,28 @@ def is_sharded(accelerator: Accelerator) -> bool:
     return bool(getattr(accelerator, "is_fsdp2", False))  # Accelerate before 1.6 has no such FSDP
 
 
+def _check_kind(accelerator: Accelerator) -> None:
+    """Refuse to train otherwise than the launcher asks: Accelerate does so without a word, on the CPU for one.
+
+    Raises:
+        ConfigError: It has not what was asked for on this device, or leaves each process alone.
+    """
+    kind, device = accelerator.distributed_type, accelerator.device.type
+    for asked, (name, flag) in _ASKED_FOR.items():
+        variable = f"ACCELERATE_{flag.upper()}"
+        if os.environ.get(variable, "false").lower() == "true" and kind != asked:
+            raise ConfigError(
+                f"device: Accelerate has no {name} on {device} here, and would train without it.",
+                hint=f"Use device auto on a machine with GPUs, or launch without --{flag}.",
+            )
+    count = launched_processes()
+    if accelerator.num_processes != count:
+        raise ConfigError(
+            f"device: Accelerate leaves each of the {count} processes alone on {device}.",
+            hint="Start them by torchrun or accelerate launch, on GPUs or with device cpu.",
+        )
+
+
 def check_spreading(kind: DistributedType, settings: TrainSettings, *, fsdp2: bool) -> None:
     """Refuse ways to spread the model over processes that training has not.
 
@@ -91,8 +113,13 @@ def check_spreading(kind: DistributedType, settings: TrainSettings, *, fsdp2: bo
         fsdp2: Whether that is FSDP of version 2, PyTorch's `fully_shard`.
 
     Raises:
-        ConfigError: It is FSDP of version 1, or FSDP in float16 or with an optimizer that cannot do it.
+        ConfigError: It is Megatron-LM, FSDP of version 1, or FSDP in float16 or with an optimizer that cannot do it.
     """
+    if kind == DistributedType.MEGATRON_LM:
+        raise ConfigError(
+            "accelerate: Megatron-LM trains language models of its own making, not this one.",
+            hint="Launch with --use_fsdp --fsdp_version 2, or without --use_megatron_lm.",
+        )
     if kind != DistributedType.FSDP:
         return
     if not fsdp2:

@@ -1,0 +1,57 @@
+"""What the launcher asks for is what trains, or it is an error: never another way, and never each process alone."""
+
+import sys
+
+import pytest
+import torch
+from accelerate.utils import DistributedType
+from tests.lbm.training import fsdp_on_cpus
+from tests.lbm.training.small_run import SmallRun
+from tests.lbm.training.two_processes import run_two
+
+from sigmascope.errors import ConfigError
+from sigmascope.lbm.train import train
+from sigmascope.lbm.training import accelerating
+from sigmascope.lbm.training.accelerating import accelerated, check_spreading
+from sigmascope.lbm.training.checkpoint_files import read_state
+
+FORKED = pytest.mark.skipif(sys.platform != "linux", reason="processes are forked, over gloo")
+NO_GPU = pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a GPU")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("auto", marks=NO_GPU)])
+@FORKED
+def test_two_processes_that_fsdp_cannot_spread_over_are_refused(small_run: SmallRun, device: str) -> None:
+    settings = small_run.settings(device=device, max_steps=1)
+    for ended in run_two(lambda number: train(settings), small_run.folder, fsdp_on_cpus.ENVIRONMENT):
+        assert ended.code == 1
+        assert "ConfigError: device: Accelerate has no FSDP on cpu" in ended.errors
+        assert "launch without --use_fsdp" in ended.errors
+    assert not list(small_run.folder.glob("out/checkpoint-*"))
+
+
+@NO_GPU
+@FORKED
+def test_auto_without_a_gpu_is_the_cpu_of_all_processes(small_run: SmallRun) -> None:
+    settings = small_run.settings(device="auto", max_steps=1)
+    for ended in run_two(lambda number: train(settings), small_run.folder):
+        assert ended.code == 0, ended.errors
+    assert len(read_state(small_run.out / "checkpoint-000001").processes) == 2
+
+
+def test_processes_that_would_train_alone_are_refused(
+    small_run: SmallRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Accelerate leaves them on Apple's GPU, over which it has no connection: each is the only one it knows."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(accelerating, "resolve_device", lambda name: torch.device("mps"))
+    with (
+        pytest.raises(ConfigError, match=r"device: .* leaves each of the 2 processes alone .*torchrun"),
+        accelerated(small_run.settings(device="auto")),
+    ):
+        pass
+
+
+def test_megatron_is_refused(small_run: SmallRun) -> None:
+    with pytest.raises(ConfigError, match=r"Megatron-LM .* --use_fsdp --fsdp_version 2"):
+        check_spreading(DistributedType.MEGATRON_LM, small_run.settings(), fsdp2=False)
