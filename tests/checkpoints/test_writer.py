@@ -13,7 +13,15 @@ from hypothesis import given, settings
 from safetensors.torch import load_file
 from torch import Tensor
 
-from sigmascope.checkpoints import StreamingWriter, open_checkpoint, read_header, save_safetensors, writer
+from sigmascope.checkpoints import (
+    StreamingWriter,
+    disk_writes,
+    open_checkpoint,
+    read_header,
+    save_safetensors,
+    writer,
+)
+from sigmascope.checkpoints.disk_writes import write_all
 from sigmascope.checkpoints.dtypes import TORCH_DTYPES
 from sigmascope.errors import WriteError
 
@@ -106,7 +114,7 @@ def test_moving_the_data_in_pieces_keeps_it(
     tmp_path: Path, weights: dict[str, Tensor], piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = write(tmp_path / "x.safetensors", weights)
-    monkeypatch.setattr(writer, "_COPY_BYTES", piece)
+    monkeypatch.setattr(disk_writes, "_COPY_BYTES", piece)
     assert write(tmp_path / "y.safetensors", weights, header_bytes=0) == whole
     assert write(tmp_path / "z.safetensors", weights, header_bytes=2000) == whole
 
@@ -217,16 +225,15 @@ def test_a_disk_that_fills_up_leaves_the_old_file(
     path = tmp_path / "x.safetensors"
     path.write_bytes(b"old")
     calls = 0
-    real = writer._write_all
 
     def failing(stream: object, data: memoryview) -> None:
         nonlocal calls
         calls += 1
         if calls == fails_at:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        real(stream, data)  # type: ignore[arg-type]  # the writer's own file
+        write_all(stream, data)  # type: ignore[arg-type]  # the writer's own file
 
-    monkeypatch.setattr(writer, "_write_all", failing)
+    monkeypatch.setattr(writer, "write_all", failing)
     tensors = {"a": torch.zeros(2), "b": torch.zeros(4)}
     with pytest.raises(WriteError, match=r"x\.safetensors: the disk is full.*Free some space"):
         save_safetensors(path, tensors)
@@ -239,7 +246,7 @@ def test_a_write_that_takes_only_a_part_goes_on(tmp_path: Path) -> None:
             return super().write(memoryview(data)[:3])
 
     with Slow(tmp_path / "x", "w") as stream:
-        writer._write_all(stream, memoryview(b"0123456789"))
+        write_all(stream, memoryview(b"0123456789"))
     assert (tmp_path / "x").read_bytes() == b"0123456789"
 
 

@@ -79,7 +79,7 @@ def test_ctrl_c_while_writing_leaves_nothing(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
-@pytest.mark.parametrize("where", ["encoded_header", "aligned_order", "_move"])
+@pytest.mark.parametrize("where", ["encoded_header", "aligned_order", "move_bytes"])
 def test_ctrl_c_while_finishing_leaves_the_old_file(
     tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

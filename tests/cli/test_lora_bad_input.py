@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, BinaryIO
 import pytest
 import torch
 
-from sigmascope.checkpoints import writer
+from sigmascope.checkpoints import disk_writes, writer
 from sigmascope.cli.root import run
 from sigmascope.lora.extract import extract_lora
 
@@ -107,8 +107,9 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             room[0] -= 1
         write_all(stream, data)
 
-    write_all = writer._write_all
-    monkeypatch.setattr(writer, "_write_all", write)
+    write_all = disk_writes.write_all
+    for module in (writer, disk_writes):
+        monkeypatch.setattr(module, "write_all", write)
     return room
 
 

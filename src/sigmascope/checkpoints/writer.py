@@ -9,19 +9,24 @@ an odd bias) waits and comes last, by falling element size.
 """
 
 import os
-import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, BinaryIO
 
-import torch
 from torch import Tensor
 
 from sigmascope.checkpoints.bytes import iter_tensor_bytes
+from sigmascope.checkpoints.disk_writes import (
+    copy_bytes,
+    move_bytes,
+    require_space,
+    telling_full_disk,
+    write_all,
+)
 from sigmascope.checkpoints.dtypes import to_file
+from sigmascope.checkpoints.format_limits import check_encodable, checked_metadata, storable_entry
 from sigmascope.checkpoints.header import shortened
 from sigmascope.checkpoints.layout import (
     LENGTH_BYTES,
@@ -33,11 +38,9 @@ from sigmascope.checkpoints.layout import (
 )
 from sigmascope.errors import WriteError
 from sigmascope.records.atomic import atomic_path
-from sigmascope.records.os_errors import DISK_FULL
 
 _DEFAULT_HEADER_BYTES = 256 * 1024
 _WAITING_IN_MEMORY = 16 * 2**20
-_COPY_BYTES = 8 * 2**20
 PADDING_SHARE = 64
 """Room in the header above 1/64 of the data is not left standing."""
 
@@ -74,7 +77,7 @@ class StreamingWriter:
         data_bytes: int | None = None,
     ) -> None:
         self.path = Path(path)
-        self._metadata = _checked_metadata(self.path, metadata or {})
+        self._metadata = checked_metadata(self.path, metadata or {})
         if header_bytes is None:
             header_bytes = _DEFAULT_HEADER_BYTES
             if expected is not None:
@@ -90,7 +93,7 @@ class StreamingWriter:
     def __enter__(self) -> "StreamingWriter":
         with ExitStack() as stack:
             temporary = stack.enter_context(atomic_path(self.path))
-            self._check_space(temporary.parent)
+            require_space(self.path, temporary.parent, self._room + (self._data_bytes or 0))
             self._file = stack.enter_context(temporary.open("r+b", buffering=0))
             self._spool = stack.enter_context(
                 tempfile.SpooledTemporaryFile(max_size=_WAITING_IN_MEMORY, dir=str(temporary.parent))
@@ -108,13 +111,15 @@ class StreamingWriter:
         Raises:
             WriteError: The name was used already or is not valid text, the format has no such type, or the disk is full.
         """
-        entry = self._entry_for(name, tensor)
+        if name in self._names:
+            raise WriteError(self.path, f"the tensor {shortened(name)} is written twice.")
+        entry = storable_entry(self.path, name, tensor)
         if entry.keeps_alignment:
             self._append(tensor, entry.nbytes)
             self._placed.append(entry)
             self._placed_bytes += entry.nbytes
         else:
-            with self._disk_errors(entry.nbytes):
+            with telling_full_disk(self.path, entry.nbytes):
                 self._spool.seek(self._waiting_bytes)
                 for piece in iter_tensor_bytes(tensor):
                     self._spool.write(piece)
@@ -128,7 +133,7 @@ class StreamingWriter:
         Raises:
             WriteError: The metadata is not valid text to text.
         """
-        self._metadata |= _checked_metadata(self.path, metadata)
+        self._metadata |= checked_metadata(self.path, metadata)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -141,17 +146,17 @@ class StreamingWriter:
             self._write_header()
 
     def _append(self, tensor: Tensor, nbytes: int) -> None:
-        with self._disk_errors(nbytes):
+        with telling_full_disk(self.path, nbytes):
             self._file.seek(self._room + self._placed_bytes)
             for piece in iter_tensor_bytes(tensor):
-                _write_all(self._file, piece)
+                write_all(self._file, piece)
 
     def _place_waiting(self) -> None:
         for entry in aligned_order(self._waiting):
-            with self._disk_errors(entry.nbytes):
+            with telling_full_disk(self.path, entry.nbytes):
                 self._spool.seek(self._waiting[entry])
                 self._file.seek(self._room + self._placed_bytes)
-                _copy(self._spool, self._file, entry.nbytes)
+                copy_bytes(self._spool, self._file, entry.nbytes)
             self._placed.append(entry)
             self._placed_bytes += entry.nbytes
 
@@ -160,48 +165,12 @@ class StreamingWriter:
         needed = padded(LENGTH_BYTES + len(header))
         fits = needed <= self._room and self._room - needed <= self._placed_bytes // PADDING_SHARE
         start = self._room if fits else needed
-        with self._disk_errors(max(0, start - self._room)):
-            _move(self._file, self._room, start, self._placed_bytes)
+        with telling_full_disk(self.path, max(0, start - self._room)):
+            move_bytes(self._file, self._room, start, self._placed_bytes)
             self._file.truncate(start + self._placed_bytes)
             self._file.seek(0)
             length = start - LENGTH_BYTES
-            _write_all(self._file, memoryview(length.to_bytes(LENGTH_BYTES, "little") + header.ljust(length)))
-
-    def _entry_for(self, name: str, tensor: Tensor) -> FileEntry:
-        if name in self._names:
-            raise WriteError(self.path, f"the tensor {shortened(name)} is written twice.")
-        if name == "__metadata__":
-            raise WriteError(self.path, "no tensor can be named __metadata__: the format keeps the name.")
-        _check_encodable(self.path, "the tensor", name)
-        known = to_file(tensor.dtype, tuple(tensor.shape))
-        if known is None or tensor.layout != torch.strided or tensor.device.type == "meta":
-            kind = f"{tensor.dtype}, {tensor.layout}, {tensor.device}"
-            message = f"safetensors cannot hold the tensor {shortened(name)} ({kind})."
-            raise WriteError(self.path, message, hint="Convert it to a dense tensor of a common type.")
-        return FileEntry(name, *known)
-
-    def _check_space(self, folder: Path) -> None:
-        needed = self._room + (self._data_bytes or 0)
-        free = shutil.disk_usage(folder).free
-        if needed > free:
-            raise self._disk_full(needed, free)
-
-    @contextmanager
-    def _disk_errors(self, nbytes: int) -> Iterator[None]:
-        """Turn a full disk into an error that says how much is missing."""
-        try:
-            yield
-        except OSError as error:
-            if error.errno not in DISK_FULL:
-                raise
-            raise self._disk_full(nbytes, shutil.disk_usage(self.path.resolve().parent).free) from error
-
-    def _disk_full(self, needed: int, free: int) -> WriteError:
-        return WriteError(
-            self.path,
-            f"the disk is full: {needed} more bytes are needed, {free} are free.",
-            hint="Free some space or choose another disk.",
-        )
+            write_all(self._file, memoryview(length.to_bytes(LENGTH_BYTES, "little") + header.ljust(length)))
 
 
 def save_safetensors(
@@ -218,9 +187,9 @@ def save_safetensors(
         WriteError: The target cannot be written, the disk is too small, or a tensor has no type that
             the format knows.
     """
-    texts = _checked_metadata(Path(path), metadata or {})
+    texts = checked_metadata(Path(path), metadata or {})
     for name in tensors:
-        _check_encodable(Path(path), "the tensor", name)
+        check_encodable(Path(path), "the tensor", name)
     named = [(name, to_file(tensor.dtype, tuple(tensor.shape))) for name, tensor in tensors.items()]
     entries = aligned_order(FileEntry(name, *known) for name, known in named if known is not None)
     header_bytes = len(encoded_header(entries, texts))
@@ -228,47 +197,3 @@ def save_safetensors(
     with StreamingWriter(path, texts, header_bytes=header_bytes, data_bytes=data_bytes) as writer:
         for name, tensor in tensors.items():
             writer.write(name, tensor)
-
-
-def _checked_metadata(path: Path, metadata: Mapping[Any, Any]) -> dict[str, str]:
-    for key, value in metadata.items():
-        if not isinstance(key, str) or not isinstance(value, str):
-            message = f"the metadata {key!r}: {value!r} is not text to text."
-            raise WriteError(path, message, hint="Give metadata as str; put other values through json.dumps.")
-        for text in (key, value):
-            _check_encodable(path, "the metadata", text)
-    return dict(metadata)
-
-
-def _check_encodable(path: Path, what: str, text: str) -> None:
-    """Refuse what UTF-8 cannot hold, such as a file name that the system could not decode."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        message = f"{what} {shortened(text)} cannot be written as UTF-8."
-        raise WriteError(path, message, hint="Rename it; header texts must be valid Unicode.") from error
-
-
-def _write_all(stream: BinaryIO, data: memoryview) -> None:
-    """Write all of `data`: an unbuffered write may take only a part."""
-    while data:
-        data = data[stream.write(data) :]
-
-
-def _copy(source: IO[bytes], target: BinaryIO, nbytes: int) -> None:
-    while nbytes > 0:
-        piece = source.read(min(nbytes, _COPY_BYTES))
-        _write_all(target, memoryview(piece))
-        nbytes -= len(piece)
-
-
-def _move(stream: BinaryIO, begin: int, to: int, nbytes: int) -> None:
-    """Move `nbytes` inside a file; the piece that would be overwritten next goes first."""
-    if begin == to:
-        return
-    offsets = range(0, nbytes, _COPY_BYTES)
-    for offset in reversed(offsets) if to > begin else offsets:
-        stream.seek(begin + offset)
-        piece = stream.read(min(_COPY_BYTES, nbytes - offset))
-        stream.seek(to + offset)
-        _write_all(stream, memoryview(piece))
