@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from sigmascope import TensorDumps
-from sigmascope.checkpoints.dump_folder import INDEX_NAME
+from sigmascope.checkpoints.dump_index import INDEX_NAME
 from sigmascope.errors import CheckpointError, ConfigError, WriteError
 
 

@@ -6,22 +6,20 @@ then read from its own header. Names are taken by creating the file, which one p
 appended in one write; several processes and threads may save into one local folder at a time.
 """
 
-import json
-import logging
 import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from sigmascope.checkpoints.dump_index import DUMP_SUFFIX, NAME_KEY, DumpEntry, append_entry, read_index
 from sigmascope.checkpoints.dump_metadata import DumpMetadata, from_header
 from sigmascope.checkpoints.header import read_header
-from sigmascope.checkpoints.paths import is_existing, is_folder, names_in, reading
+from sigmascope.checkpoints.paths import is_existing
 from sigmascope.checkpoints.tensor_dumps import TensorDump, dump_contents, load_tensors
 from sigmascope.checkpoints.writer import save_safetensors
 from sigmascope.errors import CheckpointError, WriteError
@@ -29,23 +27,8 @@ from sigmascope.records.leftovers import remove_leftovers
 from sigmascope.records.os_errors import reason_of, writing_hint
 from sigmascope.records.prompts import PromptPrivacy, Prompts
 
-_log = logging.getLogger(__name__)
-
-INDEX_NAME = "index.jsonl"
-NAME_KEY = "dump_name"
-_SUFFIX = ".safetensors"
 _LONGEST_STEM = 80
 _MOST_OF_A_NAME = 100_000
-
-
-@dataclass(frozen=True, slots=True)
-class DumpEntry:
-    """One dump of a folder. `saved_at` is the time in ISO 8601 and UTC, None if only the file itself is left to ask."""
-
-    name: str
-    file: str
-    saved_at: str | None = None
-    tensors: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 class TensorDumps(Mapping[str, TensorDump[Tensor]]):
@@ -119,8 +102,9 @@ class TensorDumps(Mapping[str, TensorDump[Tensor]]):
                 path.unlink()
             raise
         shapes = {key: tuple(tensor.shape) for key, tensor in flat.items()}
-        self._append(
-            DumpEntry(unique, path.name, datetime.now(UTC).isoformat(timespec="milliseconds"), shapes)
+        append_entry(
+            self.folder,
+            DumpEntry(unique, path.name, datetime.now(UTC).isoformat(timespec="milliseconds"), shapes),
         )
         return path
 
@@ -131,14 +115,7 @@ class TensorDumps(Mapping[str, TensorDump[Tensor]]):
         Raises:
             CheckpointError: The folder cannot be read, or a file in it that the index lacks is damaged.
         """
-        if not is_folder(self.folder):
-            if is_existing(self.folder):
-                raise CheckpointError(self.folder, "is no folder.", hint="Name the folder of a run's dumps.")
-            return ()
-        files = [file for file in names_in(self.folder) if self._is_whole(file)]
-        listed = {entry.file: entry for entry in self._lines() if entry.file in files}
-        rest = [self._asked(file) for file in files if file not in listed]
-        return (*listed.values(), *rest)
+        return read_index(self.folder)
 
     def load(self, name: str) -> TensorDump[Tensor]:
         """Read one dump into memory.
@@ -192,7 +169,7 @@ class TensorDumps(Mapping[str, TensorDump[Tensor]]):
             self._sweep()
             for number in range(1, _MOST_OF_A_NAME):
                 ending = "" if number == 1 else f"-{number}"
-                path = self.folder / f"{stem}{ending}{_SUFFIX}"
+                path = self.folder / f"{stem}{ending}{DUMP_SUFFIX}"
                 try:
                     path.open("xb").close()
                 except FileExistsError:
@@ -209,51 +186,10 @@ class TensorDumps(Mapping[str, TensorDump[Tensor]]):
         if self._is_swept:
             return
         self._is_swept = True
-        for file in self.folder.glob(f"*{_SUFFIX}"):
+        for file in self.folder.glob(f"*{DUMP_SUFFIX}"):
             with suppress(OSError):  # another process has just taken its name back
                 if file.stat().st_size == 0:
                     remove_leftovers(file)
 
-    def _append(self, entry: DumpEntry) -> None:
-        """Add a line; the dump is safe without it, so a refusal is logged only."""
-        shapes = {key: list(shape) for key, shape in entry.tensors.items()}
-        line = {"name": entry.name, "file": entry.file, "saved_at": entry.saved_at, "tensors": shapes}
-        try:
-            # A line break first: what a killed process may have left of a line must not swallow this one.
-            data = b"\n" + json.dumps(line).encode("ascii")
-            descriptor = os.open(self.folder / INDEX_NAME, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-            try:
-                os.write(descriptor, data)
-            finally:
-                os.close(descriptor)
-        except OSError as error:
-            _log.warning("The index of %s cannot be written: %s", self.folder, error)
-
-    def _lines(self) -> Iterator[DumpEntry]:
-        path = self.folder / INDEX_NAME
-        if not is_existing(path):
-            return
-        with reading(path):
-            lines = path.read_bytes().split(b"\n")
-        for line in filter(None, lines):
-            try:
-                content = json.loads(line)
-                shapes = {key: tuple(map(int, shape)) for key, shape in content["tensors"].items()}
-                yield DumpEntry(str(content["name"]), str(content["file"]), content["saved_at"], shapes)
-            except (ValueError, TypeError, KeyError, AttributeError):
-                _log.debug("A line of %s is damaged; the dump is read from its own header.", path)
-
     def _is_there(self, file: str | None) -> bool:
         return file is not None and is_existing(self.folder / file)
-
-    def _is_whole(self, file: str) -> bool:
-        """Whether it is a dump and not one that is being written, whose name is reserved by an empty file."""
-        if not file.endswith(_SUFFIX) or file.startswith("."):
-            return False
-        with reading(self.folder / file):
-            return (self.folder / file).stat().st_size > 0
-
-    def _asked(self, file: str) -> DumpEntry:
-        header = read_header(self.folder / file)
-        name = header.metadata.get(NAME_KEY, file.removesuffix(_SUFFIX))
-        return DumpEntry(name, file, None, {key: entry.shape for key, entry in header.tensors.items()})
