@@ -9,7 +9,8 @@ from torch import Tensor
 from sigmascope.errors import NonFiniteError
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.inspection.factor_differences import difference_norm
-from sigmascope.lora.merging.reducible import FactoredChange, FormedChange
+from sigmascope.lora.merging.factored_change import FactoredChange
+from sigmascope.lora.merging.reducible import FormedChange
 
 MakeFactors = Callable[..., LoraFactors]
 

@@ -11,7 +11,8 @@ from sigmascope.errors import LoraFormatError, ModelMismatchError
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.merging.base_weights import BaseWeights
 from sigmascope.lora.merging.merge_methods import MergeMethod
-from sigmascope.lora.merging.reducible import FormedChange, ReducibleChange, reducible
+from sigmascope.lora.merging.reducible import FormedChange, reducible
+from sigmascope.lora.merging.reducible_change import ReducibleChange
 from sigmascope.lora.names.united import UnitedLoras
 from sigmascope.lora.shapes import same_matrix
 

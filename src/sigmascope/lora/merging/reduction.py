@@ -12,7 +12,7 @@ import torch
 from sigmascope.errors import ConfigError, NonFiniteError
 from sigmascope.lora.extraction.layer_pool import run_layers
 from sigmascope.lora.factors import LoraFactors
-from sigmascope.lora.merging.reducible import CutChange, ReducibleChange
+from sigmascope.lora.merging.reducible_change import CutChange, ReducibleChange
 from sigmascope.lora.models.block_names import block_of_module
 from sigmascope.lora.ranking.budget import Budget
 from sigmascope.lora.ranking.rank_rules import RankRules
