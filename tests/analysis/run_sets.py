@@ -8,8 +8,16 @@ from sigmascope.records.run import Run, Stage
 from sigmascope.records.steps import Steps
 
 
-def steps(seconds: Sequence[float]) -> Steps:
-    return Steps(tuple(sum(seconds[:index], 0.0) for index in range(len(seconds))), tuple(seconds))
+def steps(seconds: Sequence[float], gpu: Sequence[float | None] = ()) -> Steps:
+    started = tuple(sum(seconds[:index], 0.0) for index in range(len(seconds)))
+    return Steps(started, tuple(seconds), tuple(gpu))
+
+
+def queued(*gpu: float | None) -> Run:
+    """A run whose steps the host was done with in a millisecond; None: the accelerator was not seen to finish one."""
+    host = [0.001] * len(gpu)
+    denoising = Stage("denoising", 0.0, sum(host), steps=steps(host, gpu))
+    return Run("id", "run", "2026-01-01T00:00:00+00:00", 1.0, stages=(denoising,))
 
 
 def run(

@@ -8,7 +8,7 @@ import pytest
 from sigmascope.analysis.bench_summary import BenchSummary, Latency, summarise
 from sigmascope.records.run import Run, Stage
 
-from .run_sets import run
+from .run_sets import queued, run
 
 
 def generation(seconds: Sequence[float], *, rss: int = 10**9, device_bytes: int | None = None) -> Run:
@@ -102,3 +102,10 @@ def test_the_summary_is_plain_json() -> None:
     plain = summary.as_dict()
     assert plain["stages"]["denoising"]["p50"] == 3.0
     assert plain["step"]["count"] == 1
+
+
+def test_steps_that_the_device_was_not_seen_to_finish_are_counted_in_a_note() -> None:
+    found = summarise([queued(9.0, 0.4, 0.4), queued(9.0, 0.4, None)])
+    assert found.step is not None
+    assert (found.step.count, found.step.mean) == (3, pytest.approx(0.4))
+    assert found.notes[-1].startswith("1 of 6 steps are not among those of the table")

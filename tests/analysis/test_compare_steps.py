@@ -4,7 +4,7 @@ import pytest
 
 from sigmascope.analysis.compare_steps import compare_by_step, compare_pooled_steps
 
-from .run_sets import noisy_runs, run
+from .run_sets import noisy_runs, queued, run
 
 
 def test_pooled_steps_are_all_but_each_runs_first() -> None:
@@ -32,3 +32,18 @@ def test_a_run_without_steps_has_none_to_compare() -> None:
     without = replace(run([1.0]), stages=())
     assert compare_by_step([without], [run([1.0])]) == ()
     assert compare_pooled_steps([without], [run([1.0])]) == ()
+
+
+def test_steps_that_were_not_seen_to_finish_are_left_out_under_their_own_number() -> None:
+    new, old = [queued(9.0, None, 0.6)], [queued(9.0, 0.2, 0.3)]
+    assert {one.name: one.ratio for one in compare_by_step(new, old)} == {
+        "denoising step 1": 1.0,
+        "denoising step 3": 2.0,
+    }
+    (pooled,) = compare_pooled_steps(new, old)
+    assert (pooled.new, pooled.baseline, pooled.runs) == (0.6, 0.25, (2, 1))
+
+
+def test_two_clocks_are_never_set_beside_each_other() -> None:
+    (pooled,) = compare_pooled_steps([queued(None, None)], [queued(9.0, 0.2)])
+    assert (pooled.new, pooled.baseline) == (0.001, 0.001)

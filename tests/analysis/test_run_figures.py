@@ -4,7 +4,7 @@ from dataclasses import replace
 from sigmascope.analysis.run_figures import figures_of, timed_on_device
 from sigmascope.records.run import Run, Stage
 
-from .run_sets import run
+from .run_sets import queued, run
 
 
 def test_a_run_gives_its_total_its_stages_its_steps_and_its_peaks() -> None:
@@ -65,3 +65,13 @@ def test_a_stage_goes_by_the_device_s_clock_where_all_runs_have_it() -> None:
 def test_a_run_without_the_device_s_clock_makes_the_host_s_that_of_all() -> None:
     runs = [decoded(0.001, 2.0), decoded(2.5, None)]
     assert figures_of(runs, timed_on_device(runs))["latent_decoding"].values == (0.001, 2.5)
+
+
+def test_a_step_that_was_not_seen_to_finish_leaves_the_others_their_clock() -> None:
+    runs = [queued(9.0, 0.5, 0.5, None), queued(9.0, 0.4, 0.6, 0.8)]
+    assert figures_of(runs, timed_on_device(runs))["denoising step"].values == (0.5, 0.6)
+
+
+def test_a_run_of_which_no_step_was_seen_to_finish_makes_the_host_s_clock_that_of_all() -> None:
+    runs = [queued(9.0, 0.5, 0.5), queued(None, None, None)]
+    assert figures_of(runs, timed_on_device(runs))["denoising step"].values == (0.001, 0.001)

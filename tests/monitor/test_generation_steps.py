@@ -13,7 +13,7 @@ import sigmascope
 from sigmascope.lbm.infer import translate_image
 from sigmascope.lbm.model import load_lbm
 from sigmascope.lbm.pocket import TUNED_PATH
-from sigmascope.monitor import Recorder
+from sigmascope.monitor import Recorder, context
 from sigmascope.monitor.performance import PerformanceMonitor
 from sigmascope.monitor.step_progress import StepProgress
 
@@ -142,6 +142,34 @@ def test_on_an_accelerator_a_step_lasts_as_long_as_the_device_worked(clock: Fake
             monitor.end_step_timing()
         accelerator.done_seconds = accelerator.queued_seconds
         clock.pass_seconds(1.6)
+    assert monitor.current_metrics.generation_time_per_step == pytest.approx(0.4)
+
+
+def test_a_step_that_the_device_was_not_seen_to_finish_does_not_bring_back_what_queueing_took(
+    clock: FakeClock,
+) -> None:
+    accelerator = FakeAccelerator()
+    monitor = PerformanceMonitor(accelerator=accelerator, clock=clock, sample_hz=None)
+    with monitor.monitor_generation(num_steps=4):
+        for _ in range(4):
+            monitor.start_step_timing()
+            clock.pass_seconds(0.002)
+            accelerator.queued_seconds += 0.4
+            monitor.end_step_timing()
+        accelerator.done_seconds = 1.3  # the fourth is on its way
+        clock.pass_seconds(1.3)
+    assert monitor.current_metrics.generation_time_per_step == pytest.approx(0.4)
+
+
+def test_tiles_of_the_vae_are_none_of_the_steps_that_the_device_timed(clock: FakeClock) -> None:
+    accelerator = FakeAccelerator()
+    monitor = PerformanceMonitor(accelerator=accelerator, clock=clock, sample_hz=None)
+    with monitor.monitor_generation(num_steps=1):
+        for name, seconds in (("denoising", 0.4), ("latent_decoding", 3.0)):
+            with context.stage(name), context.step():
+                clock.pass_seconds(0.002)
+                accelerator.queued_seconds += seconds
+                accelerator.done_seconds = accelerator.queued_seconds
     assert monitor.current_metrics.generation_time_per_step == pytest.approx(0.4)
 
 

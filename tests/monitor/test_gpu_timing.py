@@ -71,7 +71,9 @@ def test_a_device_that_cannot_be_timed_yet_leaves_single_gaps(
             launch(accelerator, timed, 0.5)
         launch(accelerator, timed, 0.25)
         accelerator.done_seconds = accelerator.queued_seconds
-    assert timed.run().stages[0].steps.gpu_seconds == (None, 0.25)
+    steps = timed.run().stages[0].steps
+    assert steps.gpu_seconds == (None, 0.25)
+    assert steps.unavailable["gpu_seconds"].startswith("1 steps: no event was taken")
 
 
 def test_a_stage_has_the_time_between_its_own_edges_on_the_accelerator(

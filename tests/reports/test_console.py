@@ -90,6 +90,12 @@ def test_names_of_stages_are_whole_beside_the_figures_of_an_accelerator() -> Non
     assert max(map(len, text.splitlines())) <= 80
 
 
+def test_steps_that_the_accelerator_was_not_seen_to_finish_are_counted_with_the_reason() -> None:
+    steps = Steps((0.0, 1.0), (1.0, 1.0), (0.9, None), unavailable={"gpu_seconds": "1 steps: read too early"})
+    text = printed(run_of(Stage("denoising", 0.0, 2.0, steps=steps)))
+    assert "GPU time of 1 of 2 steps is not known (1 steps: read too early)." in " ".join(text.split())
+
+
 def test_inner_stages_are_indented_below_their_outer_stage() -> None:
     text = printed(run_of(Stage("outer", 0.0, 2.0, children=(Stage("inner", 0.5, 1.0),))))
     assert line_with(text, "inner").index("inner") == line_with(text, "outer").index("outer") + 2

@@ -7,8 +7,8 @@ from typing import Any, Final
 
 from sigmascope.analysis.leaks import theil_sen
 from sigmascope.analysis.percentiles import percentile
-from sigmascope.analysis.run_figures import figures_of
-from sigmascope.analysis.step_times import step_seconds
+from sigmascope.analysis.run_figures import figures_of, step_name, timed_on_device
+from sigmascope.analysis.step_times import step_seconds, warm
 from sigmascope.records.benchmark import others_of
 from sigmascope.records.run import Run
 
@@ -108,7 +108,7 @@ def summarise(runs: Sequence[Run], *, samples: int = 1, warm_up: Sequence[Run] =
             for name, figure in figures.items()
             if figure.unit == "bytes"
         },
-        notes=(*_notes(seconds, latency), *_note_on_others(runs)),
+        notes=(*_notes(seconds, latency), *_note_on_others(runs), *_note_on_steps(runs)),
     )
 
 
@@ -119,10 +119,10 @@ def _generation_seconds(run: Run) -> float:
 
 
 def _warm_steps(runs: Sequence[Run]) -> Iterator[float]:
+    on_device = timed_on_device(runs)
     for run in runs:
         for stage in run.walk():
-            seconds = step_seconds(stage)
-            yield from seconds[1:] if len(seconds) > 1 else seconds
+            yield from warm(step_seconds(stage, on_device=step_name(stage) in on_device))
 
 
 def _notes(seconds: Sequence[float], latency: Latency) -> Iterator[str]:
@@ -149,6 +149,19 @@ def _note_on_others(runs: Sequence[Run]) -> Iterator[str]:
         yield (
             f"Other programs used {_percent(fmean(shares))} of the processor meanwhile: these are the times of a "
             "busy machine."
+        )
+
+
+def _note_on_steps(runs: Sequence[Run]) -> Iterator[str]:
+    on_device = timed_on_device(runs)
+    columns = [
+        stage.steps.gpu_seconds for run in runs for stage in run.walk() if step_name(stage) in on_device
+    ]
+    missing = sum(column.count(None) for column in columns)
+    if missing:
+        yield (
+            f"{missing} of {sum(map(len, columns))} steps are not among those of the table: the accelerator was not "
+            "seen to finish them."
         )
 
 

@@ -1,10 +1,10 @@
 """Steps of two sets of runs beside each other: all of a stage together, or each by its number."""
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from sigmascope.analysis.compare_runs import FigureComparison, compare_values
-from sigmascope.analysis.step_times import step_seconds
+from sigmascope.analysis.run_figures import step_name, timed_on_device
+from sigmascope.analysis.step_times import step_seconds, warm
 from sigmascope.records.run import Run
 
 
@@ -21,7 +21,8 @@ def compare_pooled_steps(
         baseline: At least one run.
         seed: Of the resampling.
     """
-    ours, theirs = _pooled(new), _pooled(baseline)
+    on_device = timed_on_device([*new, *baseline])
+    ours, theirs = _pooled(new, on_device), _pooled(baseline, on_device)
     return tuple(
         compare_values(f"{name} step", "seconds", ours[name], values, seed=seed)
         for name, values in theirs.items()
@@ -39,7 +40,8 @@ def compare_by_step(
         baseline: At least one run.
         seed: Of the resampling.
     """
-    ours, theirs = _numbered(new), _numbered(baseline)
+    on_device = timed_on_device([*new, *baseline])
+    ours, theirs = _numbered(new, on_device), _numbered(baseline, on_device)
     return tuple(
         compare_values(f"{name} step {number}", "seconds", ours[name, number], values, seed=seed)
         for (name, number), values in theirs.items()
@@ -47,25 +49,24 @@ def compare_by_step(
     )
 
 
-def _pooled(runs: Sequence[Run]) -> Mapping[str, list[float]]:
+def _pooled(runs: Sequence[Run], on_device: Collection[str]) -> Mapping[str, list[float]]:
     found: dict[str, list[float]] = {}
     for run in runs:
         for stage in run.walk():
-            seconds = step_seconds(stage)
-            warm = [one for one in seconds[1:] or seconds if math.isfinite(one)]
-            if warm:
-                found.setdefault(stage.name, []).extend(warm)
+            seconds = warm(step_seconds(stage, on_device=step_name(stage) in on_device))
+            if seconds:
+                found.setdefault(stage.name, []).extend(seconds)
     return found
 
 
-def _numbered(runs: Sequence[Run]) -> Mapping[tuple[str, int], list[float]]:
+def _numbered(runs: Sequence[Run], on_device: Collection[str]) -> Mapping[tuple[str, int], list[float]]:
     """By stage and number from 1 on, each run's seconds; a stage passed twice counts on."""
     found: dict[tuple[str, int], list[float]] = {}
     for run in runs:
         passed: dict[str, int] = {}
         for stage in run.walk():
-            for seconds in step_seconds(stage):
+            for seconds in step_seconds(stage, on_device=step_name(stage) in on_device):
                 number = passed[stage.name] = passed.get(stage.name, 0) + 1
-                if math.isfinite(seconds):
+                if seconds is not None:
                     found.setdefault((stage.name, number), []).append(seconds)
     return found

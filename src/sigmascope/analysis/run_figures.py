@@ -6,13 +6,11 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Literal
 
-from sigmascope.analysis.step_times import step_seconds
+from sigmascope.analysis.step_times import is_timed_on_device, step_seconds, warm
 from sigmascope.records.run import Run, Stage
 from sigmascope.records.stage_seconds import DEVICE_SECONDS, stage_seconds
 
 Unit = Literal["seconds", "bytes"]
-_WARM_UP_STEPS = 1
-"""Compilation, autotuning and lazy loading fall into the first step; it is in the stage's time all the same."""
 _ONLY_STAGE = "generation"
 """Of a run that a `PerformanceMonitor` made."""
 
@@ -33,7 +31,7 @@ class Figure:
 
 
 def timed_on_device(runs: Sequence[Run]) -> frozenset[str]:
-    """Names of the stages whose time on the accelerator is known wherever they appear in these runs.
+    """Names of the stages, and of their steps, whose time on the accelerator is known wherever they appear in these runs.
 
     A host that only queues work is done with a stage long before the device is. So the device's clock is the one to
     compare by, if all have it: two clocks are not comparable. A generation's own time is what somebody waits for.
@@ -46,7 +44,14 @@ def timed_on_device(runs: Sequence[Run]) -> frozenset[str]:
     for run in runs:
         for stage in run.walk():
             (known if isinstance(stage.facts.get(DEVICE_SECONDS), float) else unknown).add(stage.name)
+            if len(stage.steps):
+                (known if is_timed_on_device(stage) else unknown).add(step_name(stage))
     return frozenset(known - unknown)
+
+
+def step_name(stage: Stage) -> str:
+    """What the figure of a stage's steps is called."""
+    return f"{stage.name} step"
 
 
 def figures_of(runs: Sequence[Run], on_device: Collection[str] = ()) -> dict[str, Figure]:
@@ -59,7 +64,7 @@ def figures_of(runs: Sequence[Run], on_device: Collection[str] = ()) -> dict[str
 
     Args:
         runs: Any number, in order.
-        on_device: Stages whose time is that of the accelerator's clock (see `timed_on_device`); others the host's.
+        on_device: Stages and steps whose time is that of the accelerator's clock (see `timed_on_device`); others the host's.
     """
     values: dict[tuple[str, Unit], list[float]] = {}
     for run in runs:
@@ -75,7 +80,12 @@ def _of_run(run: Run, on_device: Collection[str]) -> Iterable[tuple[str, Unit, f
     for name, stages in _by_name(run).items():
         clock = stage_seconds if name in on_device else _host_seconds
         yield name, "seconds", sum(map(clock, stages), 0.0)
-        steps = [seconds for stage in stages for seconds in _warm(step_seconds(stage))]
+        steps = [
+            seconds
+            for stage in stages
+            # compiling, autotuning and lazy loading fall into the first; it is in the stage's time all the same
+            for seconds in warm(step_seconds(stage, on_device=step_name(stage) in on_device))
+        ]
         if steps:
             yield f"{name} step", "seconds", median(steps)
     peak = run.peak()
@@ -103,8 +113,3 @@ def _by_name(run: Run) -> Mapping[str, list[Stage]]:
     for stage in run.stages:
         visit(stage, frozenset())
     return found
-
-
-def _warm(seconds: Sequence[float]) -> Sequence[float]:
-    warm = seconds[_WARM_UP_STEPS:] if len(seconds) > _WARM_UP_STEPS else seconds
-    return [one for one in warm if math.isfinite(one)]

@@ -3,6 +3,8 @@
 from statistics import fmean
 
 from sigmascope.analysis.score import meets_target, performance_score
+from sigmascope.analysis.step_times import is_timed_on_device, known, step_seconds
+from sigmascope.monitor.generation_steps import STEPS_OF_OTHERS
 from sigmascope.monitor.step_tally import StepTally
 from sigmascope.records.host import HostFacts
 from sigmascope.records.memory import MemorySnapshot
@@ -21,15 +23,19 @@ def fill_times(metrics: PerformanceMetrics, total: float | None, per_step: float
 
 
 def mean_step_seconds(stage: Stage | None, tally: StepTally) -> float | None:
-    """Mean of the steps: by the accelerator's clock where it timed every one that was counted, else by the host's.
+    """Mean of the steps: by the accelerator's clock of those it was seen to finish, else by the host's.
+
+    A step that is still on the device when the generation ends is none of them; the record says how many there were.
 
     Args:
         stage: The generation's record.
         tally: What was counted while it ran; the host's clock only sees how long a step took to queue.
     """
-    recorded = () if stage is None else tuple(part.steps.gpu_seconds for part in stage.walk())
-    on_device = [seconds for column in recorded for seconds in column if seconds is not None]
-    return fmean(on_device) if on_device and len(on_device) == tally.count else tally.mean_seconds()
+    parts = () if stage is None else tuple(stage.walk())
+    own = [part for part in parts if part.name not in STEPS_OF_OTHERS and is_timed_on_device(part)]
+    seconds = [one for part in own for one in step_seconds(part)]
+    on_device = known(seconds)
+    return fmean(on_device) if on_device and len(seconds) == tally.count else tally.mean_seconds()
 
 
 def fill_memory(metrics: PerformanceMetrics, stage: Stage | None, host: HostFacts | None) -> None:

@@ -11,7 +11,7 @@ from sigmascope.monitor.step_tally import StepTally
 from sigmascope.records.performance import PerformanceMetrics
 from sigmascope.records.run import STAGES
 
-_STEPS_OF_OTHERS: Final = frozenset(STAGES) - {"denoising"}
+STEPS_OF_OTHERS: Final = frozenset(STAGES) - {"denoising"}
 """Stages whose steps (tiles, files, prompts) are not the generation's."""
 
 
@@ -82,7 +82,7 @@ class GenerationSteps:
             started_ns: On the recorder's clock.
             ended_ns: Just now.
         """
-        if not (self._is_called or self._is_over or stage in _STEPS_OF_OTHERS):
+        if not (self._is_called or self._is_over or stage in STEPS_OF_OTHERS):
             self._count(started_ns, ended_ns)
 
     def _count(self, started_ns: int, ended_ns: int) -> float:

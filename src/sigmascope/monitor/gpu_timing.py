@@ -11,6 +11,7 @@ from typing import NamedTuple
 from sigmascope.probes.accelerators import AcceleratorEvent
 
 NOT_FINISHED = "the accelerator had not been seen to finish when the run was read"
+NOT_MARKED = "no event was taken at both edges, as where the accelerator was not in use yet"
 NOT_IN_USE = "the accelerator was not in use when the stage began"
 _RESOLVE_FROM = 64
 
@@ -51,7 +52,7 @@ class EventPool:
 
 
 class StepTimings:
-    """Accelerator seconds of one stage's steps, one entry a step; None until the events have passed."""
+    """Accelerator seconds of one stage's steps, by their numbers; None until the events have passed."""
 
     __slots__ = ("_pending", "_pool", "seconds")
 
@@ -60,13 +61,25 @@ class StepTimings:
         self.seconds: list[float | None] = []
         self._pending: deque[tuple[int, Mark, Mark]] = deque()
 
-    def add(self, start: Mark | None, end: Mark | None) -> None:
-        """Append a step with the marks at its edges; without both it stays None."""
+    def add(self, row: int, start: Mark | None, end: Mark | None) -> None:
+        """Take the marks at a step's edges; without both it stays None.
+
+        Args:
+            row: The step's number, from 0. A step that was not told of, as timing had failed or Ctrl-C came just then,
+                is None and no other's time.
+            start: At its beginning.
+            end: At its end.
+        """
         if start is not None and end is not None:
-            self._pending.append((len(self.seconds), start, end))
-        self.seconds.append(None)
+            self._pending.append((row, start, end))
+        self.seconds.extend([None] * (row + 1 - len(self.seconds)))
         if len(self._pending) >= _RESOLVE_FROM:
             self.resolve()
+
+    def of_first(self, steps: int) -> tuple[float | None, ...]:
+        """The seconds of so many steps."""
+        known = self.seconds[:steps]
+        return (*known, *[None] * (steps - len(known)))
 
     def resolve(self) -> None:
         """Read every step that the accelerator has finished; return at once at the first unfinished one."""
@@ -98,7 +111,7 @@ class StageEdges:
 
     def add(self, timings: StepTimings, start: Mark | None, end: Mark | None) -> None:
         """Take the marks at a stage's edges, as the only entry of its timings."""
-        timings.add(start, end)
+        timings.add(0, start, end)
         self._waiting.append(timings)
         while self._waiting:
             self._waiting[0].resolve()

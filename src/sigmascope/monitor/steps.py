@@ -2,61 +2,49 @@
 
 from array import array
 from collections.abc import Mapping, Sequence
+from struct import Struct
 from typing import Final
 
 from sigmascope.monitor import peaks
-from sigmascope.monitor.gpu_timing import NOT_FINISHED, StepTimings
+from sigmascope.monitor.gpu_timing import NOT_FINISHED, NOT_MARKED, StepTimings
 from sigmascope.monitor.peaks import UNKNOWN
 from sigmascope.records.steps import Steps
 
-_FIGURES_AT_ONCE: Final = 1024
+_ROW: Final = Struct("4q")
+"""When a step began and ended, and the bytes at its end."""
 
 
 class StepColumns:
-    """Appended to by every step, about 0.15 µs each; a step that was read takes 32 bytes.
+    """Appended to by every step: 32 bytes and about 0.15 µs each.
 
-    Steps come in as rows, for which no lock is needed, and are laid into the columns some hundreds at a time.
+    A row goes in whole, in one call that no other thread, handler of a signal or Ctrl-C can come between. It needs no
+    lock.
 
     Args:
         timings: Takes the accelerator's part; None without an accelerator.
     """
 
-    __slots__ = ("_allocated", "_ended_ns", "_late", "_rss", "_started_ns", "timings")
+    __slots__ = ("_rows", "timings")
 
     def __init__(self, timings: StepTimings | None) -> None:
-        self._started_ns = array("q")
-        self._ended_ns = array("q")
-        self._rss = array("q")
-        self._allocated = array("q")
-        self._late: list[int] = []  # row after row: tuples would be the garbage collector's work
+        self._rows = bytearray()
         self.timings = timings
 
     def __len__(self) -> int:
-        with peaks.LOCK:
-            return len(self._started_ns) + len(self._late) // 4
+        return len(self._rows) // _ROW.size
 
     def append(self, started_ns: int, ended_ns: int, rss: int, allocated: int) -> None:
         """Add a step: the hot path. Bytes may be UNKNOWN."""
-        late = self._late
-        late += (started_ns, ended_ns, rss, allocated)
-        if len(late) >= _FIGURES_AT_ONCE:
-            self._settle()
+        self._rows.extend(_ROW.pack(started_ns, ended_ns, rss, allocated))
 
     def edges(self) -> tuple[int, int] | None:
         """When the first step began and the last one ended; None without any."""
-        with peaks.LOCK:
-            self._settle()
-            return (min(self._started_ns), max(self._ended_ns)) if self._started_ns else None
+        figures = self._figures()
+        return (min(figures[0::4]), max(figures[1::4])) if figures else None
 
-    def _settle(self) -> None:
-        with peaks.LOCK:
-            late = self._late
-            rows = late[:]
-            del late[: len(rows)]  # not those that other threads have added since
-            self._started_ns.extend(rows[0::4])
-            self._ended_ns.extend(rows[1::4])
-            self._rss.extend(rows[2::4])
-            self._allocated.extend(rows[3::4])
+    def _figures(self) -> Sequence[int]:
+        """Row after row, as they are now."""
+        return array("q", bytes(self._rows))
 
     def freeze(self, stage_started_ns: int, reasons: Mapping[str, str]) -> Steps:
         """Return the record, with `started` in seconds since the stage began.
@@ -65,13 +53,15 @@ class StepColumns:
             stage_started_ns: When that was.
             reasons: For each column of `Steps` that may be missing altogether, why it is.
         """
-        with peaks.LOCK:  # whole rows, each with its timing; the host's steps wait for no more than a copy
-            self._settle()
-            started_ns, ended_ns = self._started_ns[:], self._ended_ns[:]
-            rss, allocated = self._rss[:], self._allocated[:]
-            gpu_seconds, unfinished = _gpu_seconds(self.timings)
+        with peaks.LOCK:  # each row with its timing; the host's steps wait for no more than a copy
+            figures = self._figures()
+            gpu_seconds, unfinished = _gpu_seconds(self.timings, len(figures) // 4)
+        started_ns, ended_ns, rss, allocated = (figures[column::4] for column in range(4))
         bytes_columns = {"rss_bytes": _known(rss), "allocated_bytes": _known(allocated)}
-        unavailable = {"gpu_seconds": f"{unfinished} steps: {NOT_FINISHED}"} if unfinished else {}
+        why = _why_not(gpu_seconds, unfinished)
+        unavailable = {"gpu_seconds": why} if why else {}
+        if gpu_seconds and None in gpu_seconds and "gpu_seconds" in reasons:
+            unavailable["gpu_seconds"] = reasons["gpu_seconds"]
         for name, column in {"gpu_seconds": gpu_seconds, **bytes_columns}.items():
             if not column and started_ns:
                 unavailable.setdefault(name, reasons.get(name, "every reading failed"))
@@ -84,12 +74,19 @@ class StepColumns:
         )
 
 
-def _gpu_seconds(timings: StepTimings | None) -> tuple[tuple[float | None, ...], int]:
+def _gpu_seconds(timings: StepTimings | None, steps: int) -> tuple[tuple[float | None, ...], int]:
     """The column (empty when nothing is known) and how many steps are not finished."""
     if timings is None:
         return (), 0
-    seconds = tuple(timings.seconds)
+    seconds = timings.of_first(steps)
     return (seconds if any(value is not None for value in seconds) else ()), timings.unfinished
+
+
+def _why_not(gpu_seconds: tuple[float | None, ...], unfinished: int) -> str:
+    """Why steps are without a time on the accelerator, where some have one or may still get it; else nothing."""
+    unmarked = max(0, gpu_seconds.count(None) - unfinished)
+    reasons = ((unfinished, NOT_FINISHED), (unmarked, NOT_MARKED))
+    return "; ".join(f"{count} steps: {reason}" for count, reason in reasons if count)
 
 
 def _known(column: Sequence[int]) -> tuple[int | None, ...]:

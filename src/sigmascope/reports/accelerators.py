@@ -1,7 +1,10 @@
 """What each stage took of the accelerators: their time, and their memory."""
 
+from collections.abc import Iterator
+
 from rich.console import RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from sigmascope.records.run import Run, Stage
 from sigmascope.records.stage_seconds import DEVICE_SECONDS
@@ -26,6 +29,16 @@ def accelerator_table(run: Run) -> Table | None:
         ]
         made.add_row(*row)
     return made
+
+
+def untimed_lines(run: Run) -> Iterator[RenderableType]:
+    """A line for each stage of which the accelerator timed some steps and not all."""
+    for stage in run.walk():
+        column = stage.steps.gpu_seconds
+        missing = column.count(None)
+        if 0 < missing < len(column):
+            why = stage.steps.unavailable.get("gpu_seconds", "no reason is on record")
+            yield Text(f"{stage.name}: GPU time of {missing} of {len(column)} steps is not known ({why}).")
 
 
 def _time(stage: Stage) -> str:

@@ -10,7 +10,7 @@ from rich.text import Text
 from sigmascope.records.facts import TensorFacts
 from sigmascope.records.finding import Finding
 from sigmascope.records.run import Run, Stage
-from sigmascope.reports.accelerators import accelerator_table
+from sigmascope.reports.accelerators import accelerator_table, untimed_lines
 from sigmascope.reports.devices import device_lines
 from sigmascope.reports.harmless import Harmless
 from sigmascope.reports.owners import owner_lines
@@ -38,6 +38,7 @@ def render_run(run: Run) -> RenderableType:
     devices = accelerator_table(run)
     if devices is not None:
         parts.append(devices)
+    parts += untimed_lines(run)
     if any(stage.tensors for stage in run.walk()):
         parts.append(_tensor_table(run))
     parts += owner_lines(run)

@@ -1,6 +1,6 @@
 """Records built by hand, around the one fault that a test is about."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -44,7 +44,7 @@ def pipeline(
     )
 
 
-def steps(seconds: list[float], gpu: list[float] | None = None) -> Steps:
+def steps(seconds: list[float], gpu: Sequence[float | None] | None = None) -> Steps:
     started = [sum(seconds[:index], 0.0) for index in range(len(seconds))]
     return Steps(tuple(started), tuple(seconds), tuple(gpu or ()))
 

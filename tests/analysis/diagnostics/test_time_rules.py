@@ -97,3 +97,31 @@ def test_a_device_that_waits_for_the_host_is_told(found: Found) -> None:
 
 def test_where_nothing_is_generated_encoding_is_no_large_share_but_the_work(found: Found) -> None:
     assert not found(stage("text_encoding", 5.0), stage("latent_encoding", 5.0))
+
+
+def test_steps_that_the_device_was_not_seen_to_finish_are_counted_and_the_others_keep_their_clock(
+    found: Found,
+) -> None:
+    gpu = [0.1, 0.1, 0.1, None, 0.1, 0.5, 0.1, 0.1, 0.1]
+    finding = found(stage("denoising", steps=steps([0.001] * 9, gpu)))["time.steps_stand_out"]
+    assert finding.message.startswith("1 of 8 steps took more than twice as long as the rest: 6.")
+    assert finding.evidence["steps_not_timed"] == 1
+
+
+def test_a_device_that_was_read_too_early_waits_for_nobody(found: Found) -> None:
+    assert "time.device_waits" not in found(
+        stage("denoising", 9.0, steps=steps([1.0] * 20, [1.0] * 7 + [None] * 13))
+    )
+    assert "time.device_waits" not in found(
+        stage("denoising", 9.0, steps=steps([1.0] * 9, [1.0, None] * 4 + [1.0]))
+    )
+    waits = found(stage("denoising", 20.0, steps=steps([1.0] * 20, [0.2] * 19 + [None])))["time.device_waits"]
+    assert (waits.evidence["seconds"], waits.evidence["steps_not_timed"]) == (19.0, 1)
+
+
+def test_steps_in_part_without_a_time_are_summed_by_the_clock_that_has_them_all(found: Found) -> None:
+    performance = {"target_met": False, "total_generation_time": 10.0, "target_generation_time": 5.0}
+    parts = stage(
+        "generation", 10.0, facts={"performance": performance}, steps=steps([3.0] * 3, [2.9, None, None])
+    )
+    assert "its steps took 90 % of it" in found(parts)["time.target_missed"].message

@@ -6,9 +6,10 @@ from statistics import median
 from typing import Final
 
 from sigmascope import units
-from sigmascope.analysis.step_times import step_seconds
+from sigmascope.analysis.run_figures import step_name, timed_on_device
+from sigmascope.analysis.step_times import known, step_seconds
 from sigmascope.records.finding import Finding
-from sigmascope.records.run import Run, Stage
+from sigmascope.records.run import Run
 
 _SLOWER_BY: Final = 1.1
 _FEWEST_STEPS: Final = 3
@@ -20,15 +21,18 @@ def slow_ranks(ranks: Mapping[str, Run]) -> Iterator[Finding]:
     Args:
         ranks: The run of each rank, by name.
     """
+    on_device = timed_on_device(list(ranks.values()))
     of_stage: dict[str, dict[str, list[float]]] = {}
     for rank, run in ranks.items():
         for stage in run.walk():
-            if len(stage.steps) >= _FEWEST_STEPS:
-                of_stage.setdefault(stage.name, {}).setdefault(rank, []).extend(_warm(stage))
+            timed = step_seconds(stage, on_device=step_name(stage) in on_device)
+            seconds = known(timed[1:])  # it compiles in the first
+            if len(stage.steps) >= _FEWEST_STEPS and seconds:
+                of_stage.setdefault(stage.name, {}).setdefault(rank, []).extend(seconds)
     for stage_name, of_rank in of_stage.items():
-        steps = {rank: median(seconds) for rank, seconds in of_rank.items()}
+        steps = {rank: median(all_of_it) for rank, all_of_it in of_rank.items()}
         slowest = max(steps, key=lambda rank: steps[rank])
-        others = [seconds for rank, seconds in steps.items() if rank != slowest]
+        others = [one for rank, one in steps.items() if rank != slowest]
         if not others or steps[slowest] < _SLOWER_BY * median(others):
             continue
         factor = steps[slowest] / median(others)
@@ -47,8 +51,3 @@ def slow_ranks(ranks: Mapping[str, Run]) -> Iterator[Finding]:
 def about_rank(finding: Finding, rank: str) -> Finding:
     """The finding, with the rank that it is about."""
     return replace(finding, evidence={**finding.evidence, "rank": rank})
-
-
-def _warm(stage: Stage) -> tuple[float, ...]:
-    """Without the first, into which compiling and warming up fall."""
-    return step_seconds(stage)[1:]
