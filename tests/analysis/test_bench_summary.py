@@ -107,5 +107,6 @@ def test_the_summary_is_plain_json() -> None:
 def test_steps_that_the_device_was_not_seen_to_finish_are_counted_in_a_note() -> None:
     found = summarise([queued(9.0, 0.4, 0.4), queued(9.0, 0.4, None)])
     assert found.step is not None
-    assert (found.step.count, found.step.mean) == (3, pytest.approx(0.4))
+    assert found.step.count == 3
+    assert found.step.mean == pytest.approx(0.4)
     assert found.notes[-1].startswith("1 of 6 steps are not among those of the table")
