@@ -23,7 +23,8 @@ from sigmascope.lora.merging.merge_findings import merge_findings
 from sigmascope.lora.merging.merge_inputs import InputLora, merged_from, refuse_files
 from sigmascope.lora.merging.merge_methods import MergeMethod, require_weights
 from sigmascope.lora.merging.merged_changes import MergedChanges
-from sigmascope.lora.merging.reduction import RankPlan, ReducedModule, Reduction, require_modules
+from sigmascope.lora.merging.reduced_module import ReducedModule
+from sigmascope.lora.merging.reduction import RankPlan, Reduction, require_modules
 from sigmascope.lora.merging.reduction_report import ReductionReport
 from sigmascope.lora.names.lora_dtype import dtype_name, storage_dtype
 from sigmascope.lora.names.united import unite

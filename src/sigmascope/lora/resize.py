@@ -21,9 +21,10 @@ from sigmascope.lora.formats import open_lora
 from sigmascope.lora.merging.lora_output import LoraOutput
 from sigmascope.lora.merging.merge_findings import unused_keys
 from sigmascope.lora.merging.merge_inputs import InputLora
+from sigmascope.lora.merging.reduced_module import ReducedModule
 from sigmascope.lora.merging.reducible import FormedChange, reducible
 from sigmascope.lora.merging.reducible_change import ReducibleChange
-from sigmascope.lora.merging.reduction import RankPlan, ReducedModule, Reduction, require_modules
+from sigmascope.lora.merging.reduction import RankPlan, Reduction, require_modules
 from sigmascope.lora.merging.reduction_report import ReductionReport
 from sigmascope.lora.names.lora_dtype import dtype_name, storage_dtype
 from sigmascope.lora.names.united import unite

@@ -5,8 +5,9 @@ import torch
 
 from sigmascope.errors import ConfigError
 from sigmascope.lora.factors import LoraFactors
+from sigmascope.lora.merging.reduced_module import ReducedModule
 from sigmascope.lora.merging.reducible import FormedChange, reducible
-from sigmascope.lora.merging.reduction import RankPlan, ReducedModule, Reduction
+from sigmascope.lora.merging.reduction import RankPlan, Reduction
 from sigmascope.lora.ranking.budget import Budget
 from sigmascope.lora.ranking.rank_methods import MethodRank
 from sigmascope.lora.ranking.rank_rules import RankRules

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from sigmascope.lora.merging.bake_report import BakeReport
     from sigmascope.lora.merging.baking import BakedTensor
     from sigmascope.lora.merging.merge_inputs import InputLora
-    from sigmascope.lora.merging.reduction import ReducedModule
+    from sigmascope.lora.merging.reduced_module import ReducedModule
     from sigmascope.lora.merging.reduction_report import ReductionReport
     from sigmascope.records.finding import Finding
 

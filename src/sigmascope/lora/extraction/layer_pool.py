@@ -62,6 +62,28 @@ def run_layers(
             yield futures.pop(future), future.result()
 
 
+def run_layers_in_order(
+    sizes: Mapping[str, int], work: Callable[[str], Result]
+) -> Iterator[tuple[str, Result]]:
+    """As `run_layers`, but results that are there early wait for those of the layers before them.
+
+    Args:
+        sizes: As there.
+        work: As there.
+
+    Yields:
+        (layer, result), in the order of `sizes`.
+    """
+    waiting: dict[str, Result] = {}
+    upcoming = iter(sizes)
+    following = next(upcoming, None)
+    for layer, result in run_layers(sizes, work):
+        waiting[layer] = result
+        while following is not None and following in waiting:
+            yield following, waiting.pop(following)
+            following = next(upcoming, None)
+
+
 @contextmanager
 def _single_threaded_pool(workers: int) -> Iterator[ThreadPoolExecutor]:
     """Threads that compute with one core each, in full float32; the caller's settings are as before afterwards."""

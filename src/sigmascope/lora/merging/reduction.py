@@ -5,15 +5,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from sigmascope.errors import ConfigError, NonFiniteError
-from sigmascope.lora.extraction.layer_pool import run_layers
+from sigmascope.lora.extraction.layer_pool import Result, run_layers_in_order
 from sigmascope.lora.factors import LoraFactors
+from sigmascope.lora.merging.reduced_module import LeftOut, ReducedModule
 from sigmascope.lora.merging.reducible_change import CutChange, ReducibleChange
-from sigmascope.lora.models.block_names import block_of_module
 from sigmascope.lora.ranking.budget import Budget
 from sigmascope.lora.ranking.rank_rules import RankRules
 from sigmascope.lora.ranking.spectrum import Spectrum
@@ -22,7 +22,6 @@ from sigmascope.lora.ranks import FixedRank, RankPolicy
 from sigmascope.lora.shapes import max_rank
 from sigmascope.progress import Progress
 
-LeftOut = Literal["excluded", "rank_0", "no_change"]
 Load = Callable[[str, int], ReducibleChange]
 """Read a module; told how many of its singular values are likely to be asked for."""
 
@@ -44,46 +43,6 @@ class RankPlan(NamedTuple):
             return self.rules.describe()
         asked = json.loads(self.budget.describe()) | self.rules.describe_patterns()
         return json.dumps(asked, ensure_ascii=False)
-
-
-@dataclass(frozen=True, slots=True)
-class ReducedModule:
-    """What became of one module.
-
-    Attributes:
-        name: In the file that is written.
-        shape: Of the weight that it changes.
-        old_rank: Before, of all LoRAs together where several are combined; None where it had none.
-        rank: As stored; 0 where it is left out.
-        norm: ‖ΔW‖ before.
-        error_norm: ‖ΔW − up·down‖ of the stored factors; ‖ΔW‖ where it is left out.
-        kept_energy: Share of ‖ΔW‖² in the singular values that were kept, 0 to 1.
-        left_out: Why it is, if it is. `no_change`: ΔW is zero.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    old_rank: int | None
-    rank: int
-    norm: float
-    error_norm: float
-    kept_energy: float
-    left_out: LeftOut | None = None
-
-    @property
-    def block(self) -> str:
-        """The block that the module is in."""
-        return block_of_module(self.name)
-
-    @property
-    def relative_error(self) -> float | None:
-        """`error_norm` / `norm`; None for a change that is zero."""
-        return self.error_norm / self.norm if self.norm > 0.0 else None
-
-    def as_dict(self) -> dict[str, Any]:
-        """The module as JSON values."""
-        names = ("name", "shape", "old_rank", "rank", "norm", "error_norm", "kept_energy", "left_out")
-        return {name: getattr(self, name) for name in names} | {"relative_error": self.relative_error}
 
 
 @dataclass(frozen=True)
@@ -184,16 +143,8 @@ class Reduction:
             name, self.shapes[name], self.old_ranks[name], 0, change.norm, change.norm, 0.0, why
         )
 
-    def _run_over(self, names: list[str], work: Callable[[str], Any]) -> Iterator[tuple[str, Any]]:
-        """Call `work` in threads and give the results in the order of the names."""
-        waiting: dict[str, Any] = {}
-        upcoming = iter(names)
-        following = next(upcoming, None)
-        for name, result in run_layers({name: self._size(name) for name in names}, work):
-            waiting[name] = result
-            while following is not None and following in waiting:
-                yield following, waiting.pop(following)
-                following = next(upcoming, None)
+    def _run_over(self, names: list[str], work: Callable[[str], Result]) -> Iterator[tuple[str, Result]]:
+        return run_layers_in_order({name: self._size(name) for name in names}, work)
 
     def _size(self, name: str) -> int:
         out, *inner = self.shapes[name]

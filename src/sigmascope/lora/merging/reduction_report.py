@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sigmascope.lora.merging.merge_inputs import InputLora
-from sigmascope.lora.merging.reduction import ReducedModule
+from sigmascope.lora.merging.reduced_module import ReducedModule
 from sigmascope.lora.models.block_names import block_position
 from sigmascope.lora.norms import root_sum_square
 from sigmascope.records.finding import Finding
