@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from sigmascope.cli.stdout import stdout_for_results
 from sigmascope.errors import ConfigError
 
 _LBM = ("diffusers", "transformers", "peft", "accelerate", "pydantic", "pydantic_core", "yaml", "PIL")
@@ -16,7 +17,9 @@ PACKAGES = {
 
 @contextmanager
 def needs_extra(extra: str) -> Iterator[None]:
-    """Say which extra to install when an import of the block fails for want of it.
+    """Say which extra to install when an import of the block fails for want of it; the block holds imports only.
+
+    What packages print when they are imported goes to stderr.
 
     Args:
         extra: A key of `PACKAGES`.
@@ -25,7 +28,8 @@ def needs_extra(extra: str) -> Iterator[None]:
         ConfigError: A package of the extra is not installed. Any other missing module raises as it is.
     """
     try:
-        yield
+        with stdout_for_results():
+            yield
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in PACKAGES[extra]:

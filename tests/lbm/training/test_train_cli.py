@@ -1,6 +1,7 @@
 """`sigmascope lbm train`, in this process."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import yaml
 from tests.lbm.training.small_run import SmallRun
 from typer.testing import CliRunner
 
+from sigmascope.cli.lbm import train_run
 from sigmascope.cli.root import app
 from sigmascope.errors import ConfigError, FileError, ModelMismatchError
 
@@ -41,6 +43,28 @@ def test_training_prints_json_and_the_next_call_resumes(small_run: SmallRun) -> 
     again = invoke(small_run, "--max-steps", "2")
     assert "step 2/2  loss" in again.stderr
     assert f"Wrote {small_run.out / 'lora.safetensors'}" in again.stdout
+
+
+@pytest.mark.parametrize("name", ["train", "dry_run"])
+def test_what_libraries_print_is_not_among_the_json(
+    small_run: SmallRun, name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As DeepSpeed does, which is imported only as training begins."""
+    work = getattr(train_run, name)
+
+    def noisy(*arguments: Any, **keys: Any) -> Any:
+        print("an operator was compiled")  # noqa: T201
+        os.write(1, b"by a compiler\n")
+        return work(*arguments, **keys)
+
+    monkeypatch.setattr(train_run, name, noisy)
+    flags = ["--dry_run"] if name == "dry_run" else ["--max_steps", "1"]
+    found = invoke(small_run, "--json", *flags)
+    assert json.loads(found.stdout)
+    assert "an operator was compiled" in found.stderr
+    captured = capfd.readouterr()
+    assert "by a compiler" not in captured.out
+    assert "by a compiler" in captured.err
 
 
 @pytest.mark.slow

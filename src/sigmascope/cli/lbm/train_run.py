@@ -12,6 +12,7 @@ from rich.console import Console
 
 from sigmascope.cli.lbm.train_report import print_dry_run, print_report, say_log, say_validation
 from sigmascope.cli.progress import progress_bar
+from sigmascope.cli.stdout import stdout_for_results
 from sigmascope.lbm.train import Listeners, train
 from sigmascope.lbm.training.dry_run import dry_run
 from sigmascope.lbm.training.settings import TrainSettings, load_train_settings
@@ -43,9 +44,12 @@ def run_train(options: TrainOptions) -> None:
     settings = _settings(options)
     console = Console(stderr=True, highlight=False)
     if options.dry_run:
-        print_dry_run(dry_run(settings, resume=options.resume), as_json=options.as_json)
+        with stdout_for_results():
+            found = dry_run(settings, resume=options.resume)
+        print_dry_run(found, as_json=options.as_json)
         return
-    with _listening(options, console) as listeners, _warnings(console):
+    # DeepSpeed is imported, and may compile, while training begins.
+    with stdout_for_results(), _listening(options, console) as listeners, _warnings(console):
         report = train(settings, resume=options.resume, progress=listeners.progress, listeners=listeners)
     if _is_main_process():
         print_report(report, settings, as_json=options.as_json)
