@@ -100,9 +100,9 @@ class Instruments:
             with peaks.LOCK:
                 self.guard.call("gpu_timing", timings.resolve)
 
-    def add_timing(self, timings: StepTimings, start: Mark | None, end: Mark | None) -> None:
-        """Append a step's marks, with LOCK held."""
-        self.guard.call("gpu_timing", lambda: timings.add(start, end))
+    def add_timing(self, timings: StepTimings, row: int, start: Mark | None, end: Mark | None) -> None:
+        """Take the marks of the step of this number, with LOCK held."""
+        self.guard.call("gpu_timing", lambda: timings.add(row, start, end))
 
     def snapshot(self) -> MemorySnapshot | None:
         """All memory now."""

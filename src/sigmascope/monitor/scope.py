@@ -99,8 +99,8 @@ class Scope:
         rss = instruments.rss()
         with peaks.LOCK:
             allocated = instruments.tracker.step(rss, ended_ns, device)
+            instruments.add_timing(timings, len(self.columns), start, end)
             self.columns.append(started_ns, ended_ns, rss, allocated)
-            instruments.add_timing(timings, start, end)
 
     def close(self, error: BaseException | None) -> None:
         """Stop the clock, then take what there is at the end.

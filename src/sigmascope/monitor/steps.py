@@ -1,4 +1,4 @@
-"""The steps of a live stage, one growing array a column."""
+"""The steps of a live stage, row after row."""
 
 from array import array
 from collections.abc import Mapping, Sequence
