@@ -6,22 +6,24 @@ CPU: as many bytes as the changed weights have.
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from types import TracebackType
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from sigmascope.errors import ModelMismatchError, NonFiniteError
+from sigmascope.lora.applying.changed_weight import (
+    ChangedWeight,
+    checksum_of,
+    require_restorable,
+    write_values,
+)
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.matching import LoraTarget, holds_weight, match_modules
 from sigmascope.lora.precision import at_least_float32
 from sigmascope.lora.scale import finite_scale
 
 logger = logging.getLogger(__name__)
-
-_WORDS_IN_A_ROW = 1024
 
 
 def merge_lora(
@@ -70,15 +72,15 @@ class MergedLora:
     def __init__(self, targets: Sequence[LoraTarget], scale: float, compute_dtype: torch.dtype) -> None:
         self.applied: tuple[str, ...] = tuple(name for target in targets for name in target.names)
         self.scale = scale
-        self._changed: list[_ChangedWeight] = []
+        self._changed: list[ChangedWeight] = []
         if scale == 0.0:
             return  # W + 0·ΔW would still turn -0.0 into 0.0
         try:
             for target in targets:
                 merged = _merged_weight(target, scale, compute_dtype)
                 original = target.weight.detach().to("cpu", copy=True)
-                self._changed.append(_ChangedWeight(target, original, _checksum(merged)))
-                _write(target.weight, merged)
+                self._changed.append(ChangedWeight(target, original, checksum_of(merged)))
+                write_values(target.weight, merged)
         except BaseException:
             self._restore()
             raise
@@ -103,7 +105,7 @@ class MergedLora:
             ModelMismatchError: Some weight is not what the merge left, or (by force too) has another shape or
                 no values any more. Nothing is restored then.
         """
-        _require_restorable(self._changed)
+        require_restorable(self._changed)
         touched = (
             [] if force else [changed.target.name for changed in self._changed if not changed.is_intact()]
         )
@@ -132,37 +134,6 @@ class MergedLora:
         self.unmerge()
 
 
-@dataclass(frozen=True, eq=False)
-class _ChangedWeight:
-    """What is needed to undo one merge safely."""
-
-    target: LoraTarget
-    original: Tensor
-    checksum: Tensor
-
-    def is_intact(self) -> bool:
-        return all(
-            weight.dtype == self.original.dtype
-            and weight.shape == self.original.shape
-            and torch.equal(_checksum(weight), self.checksum)
-            for weight in self._weights()
-        )
-
-    def can_be_restored(self) -> bool:
-        return all(
-            weight.shape == self.original.shape and not weight.is_meta and _is_writable(weight)
-            for weight in self._weights()
-        )
-
-    def restore(self) -> None:
-        for weight in self._weights():
-            _write(weight, self.original)
-
-    def _weights(self) -> list[Tensor]:
-        """One parameter, unless somebody has untied the layers since."""
-        return list({id(layer.weight): layer.weight for layer in self.target.layers}.values())
-
-
 def _merged_weight(target: LoraTarget, scale: float, compute_dtype: torch.dtype) -> Tensor:
     weight = target.weight.detach()
     compute_dtype = at_least_float32(compute_dtype, weight.dtype)
@@ -174,38 +145,6 @@ def _merged_weight(target: LoraTarget, scale: float, compute_dtype: torch.dtype)
             hint="Check the weights, or merge at a smaller scale.",
         )
     return merged
-
-
-def _checksum(tensor: Tensor) -> Tensor:
-    """Column and row sums of the tensor's bytes as 64-bit words, modulo 2⁶⁴, on the CPU.
-
-    It guards against accidents, not against intent, and so can run on the weight's device at the speed of its
-    memory: a cryptographic hash would take longer than the merge.
-    """
-    data = tensor.detach().contiguous().view(torch.uint8).flatten()
-    words = functional.pad(data, (0, -data.numel() % (8 * _WORDS_IN_A_ROW))).view(torch.int64)
-    table = words.view(-1, _WORDS_IN_A_ROW)
-    return torch.cat([table.sum(dim=0), table.sum(dim=1)]).cpu()
-
-
-def _write(weight: Tensor, values: Tensor) -> None:
-    with torch.no_grad():
-        weight.copy_(values)
-
-
-def _is_writable(weight: Tensor) -> bool:
-    """PyTorch refuses to change a tensor made under torch.inference_mode outside of it."""
-    return not weight.is_inference() or torch.is_inference_mode_enabled()
-
-
-def _require_restorable(changes: "Sequence[_ChangedWeight]") -> None:
-    lost = [changed.target.name for changed in changes if not changed.can_be_restored()]
-    if lost:
-        raise ModelMismatchError(
-            f"{len(lost)} of {len(changes)} merged weights cannot take their originals back: they have another "
-            f"shape, lie on the meta device or are inference tensors; the first is {lost[0]}.",
-            hint="Give the layers a weight of the first shape with memory of its own, and unmerge then.",
-        )
 
 
 def _require_mergeable(targets: Sequence[LoraTarget]) -> None:
