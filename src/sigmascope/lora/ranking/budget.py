@@ -13,15 +13,12 @@ from dataclasses import dataclass
 from typing import Final
 
 import torch
-from jaxtyping import Int
-from torch import Tensor
 
 from sigmascope.errors import ConfigError
-from sigmascope.lora.ranking.budget_refusals import refuse_error, refuse_rounding, refuse_size
+from sigmascope.lora.ranking.allocation import Allocation, allocate
 from sigmascope.lora.ranking.layer_patterns import require_matches
 from sigmascope.lora.ranking.layer_weights import WEIGHT_FOR, require_weights, weight_of
 from sigmascope.lora.ranking.rank_contest import Contest, Contestant
-from sigmascope.lora.ranking.rank_search import density_for, least_for, most_within, wanted
 from sigmascope.lora.ranking.spectrum import Spectrum
 from sigmascope.lora.ranking.storage_cost import StorageCost
 from sigmascope.lora.ranks import require_limits
@@ -31,25 +28,6 @@ __all__ = ["Allocation", "Budget", "StorageCost"]
 
 _FIRST_GUESS: Final = 64
 _LEAST_GUESS: Final = 16
-
-
-@dataclass(frozen=True)
-class Allocation:
-    """Ranks under a budget.
-
-    Attributes:
-        ranks: By layer; 0 is left out of the file.
-        wanted: Layers of which more singular values could change the outcome, with how many to compute next.
-            Empty: the ranks are final. Otherwise they are the best of what is known.
-        error: √(Σw‖ΔW − A‖² / Σw‖ΔW‖²) over all layers, storage rounding included: what `max_error` limits.
-            Without weights this is the overall relative error.
-        bytes: The most that the file takes.
-    """
-
-    ranks: dict[str, int]
-    wanted: dict[str, int]
-    error: float
-    bytes: int
 
 
 @dataclass(frozen=True)
@@ -113,24 +91,7 @@ class Budget:
         pinned = pinned or {}
         storage = storage if self.max_bytes is None else storage.within(self.max_bytes)
         contestants = [self._contestant(*item, storage, pinned) for item in spectra.items()]
-        contest = Contest.of(contestants)
-        if self.max_bytes is not None:
-            room = self.max_bytes - storage.empty_bytes
-            if (least := contest.bytes_at(contest.floor)) > room:
-                refuse_size(self.max_bytes, storage.empty_bytes + least)
-            ranks, threshold = most_within(contest, room)
-        else:
-            ranks, threshold = self._within_error(contest, storage)
-        asked = wanted(contest, threshold)
-        error = _error(contest, ranks, storage)
-        if not asked:
-            self._require_met(contest, ranks, error, storage)
-        return Allocation(
-            ranks=dict(zip(contest.layers, ranks.tolist(), strict=True)),
-            wanted=asked,
-            error=error,
-            bytes=storage.empty_bytes + contest.bytes_at(ranks),
-        )
+        return allocate(Contest.of(contestants), storage, max_bytes=self.max_bytes, max_error=self.max_error)
 
     def first_guess(self, shapes: Mapping[str, Sequence[int]], storage: StorageCost) -> dict[str, int]:
         """How many singular values of each layer to compute first.
@@ -195,29 +156,6 @@ class Budget:
             module_bytes=storage.module_bytes(layer, shape),
         )
 
-    def _within_error(self, contest: Contest, storage: StorageCost) -> tuple[Int[Tensor, " layers"], float]:
-        """The fewest bytes at which discarded energy and rounding together stay below max_error².
-
-        Rounding adds ρ²·(T − d) to the d discarded of T in all: d ≤ (e² − ρ²)·T / (1 − ρ²).
-        """
-        error, rounding = self.max_error or 0.0, storage.rounding
-        if error <= rounding:
-            refuse_rounding(error, rounding)
-        total = float(contest.energy.sum())
-        allowed = (error**2 - rounding**2) / (1.0 - rounding**2) * total
-        needed = total - allowed - float(contest.kept_at(contest.floor).sum())
-        ranks, threshold = least_for(contest, needed)
-        return ranks, max(threshold, density_for(contest, allowed))
-
-    def _require_met(
-        self, contest: Contest, ranks: Int[Tensor, " layers"], error: float, storage: StorageCost
-    ) -> None:
-        if self.max_error is not None and error > self.max_error * (1.0 + 1e-9):
-            refuse_error(self.max_error, error)
-        if self.max_bytes is not None and not bool(ranks.any()) and float(contest.energy.sum()) > 0.0:
-            first = contest.cost_at(torch.zeros_like(ranks)) + torch.where(contest.known > 0, 0, 2**62)
-            refuse_size(self.max_bytes, storage.empty_bytes + int(first.min()))
-
 
 def _known_to_the_end(spectrum: Spectrum) -> Spectrum:
     """Some spectrum of the same energy: all of it is kept, so it does not matter which."""
@@ -226,10 +164,3 @@ def _known_to_the_end(spectrum: Spectrum) -> Spectrum:
     return Spectrum(
         torch.full((rank,), value, dtype=torch.float64), spectrum.total_energy, spectrum.weight_shape
     )
-
-
-def _error(contest: Contest, ranks: Int[Tensor, " layers"], storage: StorageCost) -> float:
-    total = float(contest.energy.sum())
-    kept = contest.kept_at(ranks)
-    lost = float((contest.energy - kept).clamp(min=0.0).sum()) + storage.rounding**2 * float(kept.sum())
-    return math.sqrt(lost / total) if total > 0.0 else 0.0
