@@ -7,17 +7,16 @@ denoiser, `latent_decoding`); without a recorder the stages cost nothing. The re
 import math
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.nn import functional
 
 from sigmascope.errors import ConfigError, NonFiniteError
 from sigmascope.lbm.bridge import sample_bridge
 from sigmascope.lbm.buckets import Size, check_resolution, working_size
-from sigmascope.lbm.images import image_to_tensor, mask_levels, pad_to, resize, tensor_to_image, to_rgb
+from sigmascope.lbm.framing import Frame, checked_rgb, conditioning_latents
+from sigmascope.lbm.images import image_to_tensor, tensor_to_image
 from sigmascope.lbm.loading import is_finite
 from sigmascope.lbm.model import LbmModel
 from sigmascope.monitor import stage, step
@@ -28,23 +27,6 @@ MINIMUM_TILE = 4
 
 SEEDS = 2**63
 """Seeds are below this: what fits a signed 64-bit column of the run store."""
-
-
-@dataclass(frozen=True)
-class _Frame:
-    """How a picture of `original` size is brought to the model's `working` size, and back."""
-
-    original: Size
-    working: Size
-    pads: bool
-
-    def enter(self, pixels: Tensor) -> Tensor:
-        return pad_to(pixels, self.working) if self.pads else resize(pixels, self.working)
-
-    def leave(self, pixels: Tensor) -> Tensor:
-        if self.pads:
-            return pixels[..., : self.original[1], : self.original[0]]
-        return resize(pixels, self.original)
 
 
 def translate_image(
@@ -84,11 +66,11 @@ def translate_image(
         NonFiniteError: The latents or the picture hold NaN or Inf; says where they first appear.
     """
     config = model.config
-    picture = _rgb(image, "picture")
+    picture = checked_rgb(image, "picture")
     check_resolution(resolution, size)
     resolution = config.resolution if resolution is None else resolution
     working = working_size(*picture.size, size, resolution=resolution, factor=config.factor)
-    frame = _Frame(picture.size, working, pads=size == "keep")
+    frame = Frame(picture.size, working, pads=size == "keep")
     check_tile_size(tile_size, model)
     seed = _checked_seed(seed)
     noise_scale = _checked_noise_scale(config.bridge_noise_sigma if noise_scale is None else noise_scale)
@@ -103,7 +85,7 @@ def translate_image(
 def _encode(
     model: LbmModel,
     picture: Image.Image,
-    frame: _Frame,
+    frame: Frame,
     tile_size: int | None,
     given: Mapping[str, Image.Image],
 ) -> tuple[Tensor, Tensor | None]:
@@ -117,37 +99,8 @@ def _encode(
         z_source = model.vae.encode(pixels, tile_size=tile_size).float()
         recorded.tensor("source_latent", z_source, statistics=True)
         _require_finite(z_source, "the source latent", model)
-        extra = _conditioning(model, frame, given, z_source, tile_size)
+        extra = conditioning_latents(model, frame, given, z_source, tile_size)
         return z_source, extra
-
-
-def _conditioning(
-    model: LbmModel, frame: _Frame, given: Mapping[str, Image.Image], like: Tensor, tile_size: int | None
-) -> Tensor | None:
-    """Latents of the conditioning images, then masks at latent size, joined on channels."""
-    config = model.config
-    keys = [*config.conditioning_images_keys, *config.conditioning_masks_keys]
-    if missing := [key for key in keys if key not in given]:
-        raise ConfigError(
-            f"conditioning: the model needs {', '.join(missing)}.",
-            hint="Pass a picture for each, with --conditioning key=picture.png.",
-        )
-    if unknown := [key for key in given if key not in keys]:
-        raise ConfigError(
-            f"conditioning: the model takes {', '.join(keys) or 'none'}, got {', '.join(unknown)}.",
-            hint="Leave these out.",
-        )
-    parts = []
-    for key in config.conditioning_images_keys:
-        pixels = resize(image_to_tensor(_rgb(given[key], key)), frame.original)
-        pixels = frame.enter(pixels).to(like.device)
-        parts.append(model.vae.encode(pixels, tile_size=tile_size).float())
-    for key in config.conditioning_masks_keys:
-        grey = image_to_tensor(mask_levels(_rgb(given[key], key).convert("L")))[:, :1]
-        grey = frame.enter(resize(grey.expand(-1, 3, -1, -1), frame.original))[:, :1]
-        mask = ((grey + 1.0) / 2.0).to(like.device)  # last: bicubic overshoot is cut at -1 and 1
-        parts.append(functional.interpolate(mask, like.shape[-2:], mode="area"))
-    return torch.cat(parts, dim=1) if parts else None
 
 
 def _denoise(
@@ -179,7 +132,7 @@ def _denoise(
         return z_target
 
 
-def _decode(model: LbmModel, z_target: Tensor, frame: _Frame, tile_size: int | None) -> Image.Image:
+def _decode(model: LbmModel, z_target: Tensor, frame: Frame, tile_size: int | None) -> Image.Image:
     with stage("latent_decoding") as recorded:
         recorded.fact("strategy", _strategy(tile_size, "Decoding"))
         pixels = model.vae.decode(z_target, tile_size=tile_size).float().cpu()
@@ -222,15 +175,6 @@ def _checked_noise_scale(noise_scale: float) -> float:
             f"noise_scale: expected 0 or more, got {noise_scale}.", hint="Leave it out for the config's."
         )
     return noise_scale
-
-
-def _rgb(image: Image.Image, what: str) -> Image.Image:
-    if 0 in image.size:
-        raise ConfigError(
-            f"{what}: the image is empty ({image.width}×{image.height} pixels).",
-            hint="Pass one with at least one pixel.",
-        )
-    return to_rgb(image)
 
 
 def _require_finite(tensor: Tensor, what: str, model: LbmModel) -> None:
