@@ -1,5 +1,7 @@
 """Numbers as people read them, for every room: MiB, seconds, counts, shares. What is unknown is a dash."""
 
+import math
+
 MIB = 1024**2
 UNKNOWN = "-"
 
@@ -28,8 +30,8 @@ def mebibytes_change(amount: int | float) -> str:
 
 
 def seconds(value: int | float | None) -> str:
-    """A duration with three digits and the unit that suits it: µs, ms or s."""
-    if value is None:
+    """A duration with three digits and the unit that suits it: µs, ms or s; a dash for what is no finite number."""
+    if value is None or not math.isfinite(value):
         return UNKNOWN
     for factor, unit in ((1e6, "µs"), (1e3, "ms")):
         if value > 0 and value * factor < 999.5:

@@ -11,6 +11,7 @@ import pytest
 from tests.reports.test_trace import check_format
 from tests.reports.tracing_runs import arguments_of, events_of, run_of
 
+from sigmascope.errors import ConfigError
 from sigmascope.monitor import Recorder
 from sigmascope.records.finding import Finding
 from sigmascope.records.run import Run, Stage
@@ -62,10 +63,11 @@ def test_a_caller_s_own_fact_about_utilization_is_told_as_it_is(tmp_path: Path) 
     assert arguments_of(Stage("denoising", 0.0, 1.0, facts={UTILIZATION: 0.5}))[UTILIZATION] == 0.5
 
 
-def test_nothing_ends_before_it_begins() -> None:
+def test_what_ends_before_it_begins_is_refused_with_its_place() -> None:
     steps = Steps(started=(0.5,), seconds=(-0.1,))
-    run = run_of(Stage("denoising", 1.0, 1.0, steps=steps), Stage("latent_decoding", 2.0, -0.5))
-    check_format(trace_of([run]))
+    run = run_of(Stage("denoising", 1.0, 1.0, steps=steps), Stage("latent_decoding", 2.0, 0.5))
+    with pytest.raises(ConfigError, match=r"run\.stages\[0\]\.steps\.seconds\[0\] is -0\.1"):
+        trace_of([run])
 
 
 def test_stages_and_steps_of_no_length_are_drawn() -> None:

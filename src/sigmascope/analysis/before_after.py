@@ -1,6 +1,5 @@
 """Two sets of runs in one answer: the median generation of each, before beside after (SPEC section 6)."""
 
-import math
 from collections.abc import Sequence
 from statistics import median_low
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 from sigmascope.analysis.compare import compare_metrics
 from sigmascope.records.performance import BeforeAfterDict, PerformanceMetrics
 from sigmascope.records.run import Run
+from sigmascope.records.stage_seconds import is_duration
 
 
 def before_after(new: Sequence[Run], baseline: Sequence[Run]) -> BeforeAfterDict | None:
@@ -33,8 +33,4 @@ def _median_generation(runs: Sequence[Run]) -> PerformanceMetrics | None:
 def _generations(run: Run) -> list[dict[str, Any]]:
     """What a monitor noted of each generation that went to its end."""
     noted = [stage.facts.get("performance") for stage in run.walk() if stage.success]
-    return [one for one in noted if isinstance(one, dict) and _is_time(one.get("total_generation_time"))]
-
-
-def _is_time(value: object) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+    return [one for one in noted if isinstance(one, dict) and is_duration(one.get("total_generation_time"))]

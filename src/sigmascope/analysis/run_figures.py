@@ -8,7 +8,7 @@ from typing import Literal
 
 from sigmascope.analysis.step_times import is_timed_on_device, step_seconds, warm
 from sigmascope.records.run import Run, Stage
-from sigmascope.records.stage_seconds import DEVICE_SECONDS, stage_seconds
+from sigmascope.records.stage_seconds import device_seconds, is_duration, stage_seconds
 
 Unit = Literal["seconds", "bytes"]
 _ONLY_STAGE = "generation"
@@ -43,7 +43,7 @@ def timed_on_device(runs: Sequence[Run]) -> frozenset[str]:
     unknown = {_ONLY_STAGE}
     for run in runs:
         for stage in run.walk():
-            (known if isinstance(stage.facts.get(DEVICE_SECONDS), float) else unknown).add(stage.name)
+            (unknown if device_seconds(stage) is None else known).add(stage.name)
             if len(stage.steps):
                 (known if is_timed_on_device(stage) else unknown).add(step_name(stage))
     return frozenset(known - unknown)
@@ -60,7 +60,7 @@ def figures_of(runs: Sequence[Run], on_device: Collection[str] = ()) -> dict[str
     One value a run: a run's steps are summarised by their median, since they are not independent of each other; the
     first step of several is left out. A stage that a run passes repeatedly counts with the sum of its times. A total is
     that of runs with several stages: of a single generation it would add no more than what the monitor itself took.
-    What is no finite number is left out.
+    What cannot be a time is left out, and a stage with such a time in it: see `impossible_times`.
 
     Args:
         runs: Any number, in order.
@@ -69,7 +69,7 @@ def figures_of(runs: Sequence[Run], on_device: Collection[str] = ()) -> dict[str
     values: dict[tuple[str, Unit], list[float]] = {}
     for run in runs:
         for name, unit, value in _of_run(run, on_device):
-            if math.isfinite(value):
+            if unit == "bytes" or is_duration(value):
                 values.setdefault((name, unit), []).append(value)
     return {name: Figure(name, unit, tuple(found)) for (name, unit), found in values.items()}
 
@@ -79,7 +79,8 @@ def _of_run(run: Run, on_device: Collection[str]) -> Iterable[tuple[str, Unit, f
         yield "total", "seconds", run.seconds
     for name, stages in _by_name(run).items():
         clock = stage_seconds if name in on_device else _host_seconds
-        yield name, "seconds", sum(map(clock, stages), 0.0)
+        times = [clock(stage) for stage in stages]
+        yield name, "seconds", sum(times) if all(map(is_duration, times)) else math.nan
         steps = [
             seconds
             for stage in stages

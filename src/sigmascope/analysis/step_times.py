@@ -1,9 +1,9 @@
 """The clock that a stage's steps are judged by."""
 
-import math
 from collections.abc import Iterable
 
 from sigmascope.records.run import Stage
+from sigmascope.records.stage_seconds import is_duration
 
 
 def step_seconds(stage: Stage, *, on_device: bool = True) -> tuple[float | None, ...]:
@@ -17,12 +17,12 @@ def step_seconds(stage: Stage, *, on_device: bool = True) -> tuple[float | None,
         on_device: Whether the accelerator's clock may be taken.
     """
     column = stage.steps.gpu_seconds if on_device and is_timed_on_device(stage) else stage.steps.seconds
-    return tuple(one if _is_time(one) else None for one in column)
+    return tuple(one if is_duration(one) else None for one in column)
 
 
 def is_timed_on_device(stage: Stage) -> bool:
     """Whether the accelerator's clock timed any of a stage's steps."""
-    return any(map(_is_time, stage.steps.gpu_seconds))
+    return any(map(is_duration, stage.steps.gpu_seconds))
 
 
 def known(seconds: Iterable[float | None]) -> list[float]:
@@ -33,7 +33,3 @@ def known(seconds: Iterable[float | None]) -> list[float]:
 def warm(seconds: tuple[float | None, ...]) -> list[float]:
     """Those that were measured of all but the first, into which compiling falls; of a single step that one."""
     return known(seconds[1:] if len(seconds) > 1 else seconds)
-
-
-def _is_time(seconds: float | None) -> bool:
-    return seconds is not None and math.isfinite(seconds) and seconds >= 0

@@ -17,11 +17,16 @@ def load_runs(paths: Sequence[Path]) -> "list[Run]":
     """The runs in these files, and in the .json files of these folders, by name.
 
     Raises:
-        RecordError: A path does not exist, a folder holds no .json, a file is no run, or two files are the same run.
+        RecordError: A path does not exist, a folder holds no .json, a file is no run or holds times that cannot be, or two
+            files are the same run.
     """
     from sigmascope.records.serialization import load_run
+    from sigmascope.records.times import impossible_times
 
     found = {path: load_run(path) for given in paths for path in _files(given)}  # each file once
+    for path, run in found.items():
+        for wrong in impossible_times(run):
+            raise RecordError(path, f"is damaged: {wrong}.", hint="Leave it out, or record the run again.")
     _refuse_copies(found)
     return list(found.values())
 

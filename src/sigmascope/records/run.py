@@ -125,6 +125,7 @@ class Run:
             prompts: What the trace says of prompts that the run holds as text.
 
         Raises:
+            ConfigError: It holds what cannot be a time, as a file changed by hand may; the message says where.
             WriteError: The file cannot be written. What was there before stays.
             TypeError: A fact is of a type that JSON lacks.
         """

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from cattrs import Converter, transform_error
 from cattrs.errors import BaseValidationError
@@ -12,6 +12,9 @@ from sigmascope.records.finding import JsonScalar
 from sigmascope.records.run import Run
 
 Record = TypeVar("Record")
+
+_MOST: Final = 2**64
+"""No counter is larger, and nothing can be reckoned with what no float holds."""
 
 
 def run_to_plain(run: Run) -> dict[str, Any]:
@@ -64,7 +67,7 @@ def _in_words(error: BaseException, kind: Any) -> str:
 def _converter() -> Converter:
     converter = Converter(forbid_extra_keys=True, unstruct_collection_overrides={tuple: list})
     converter.register_structure_hook(bool, _exactly(bool))
-    converter.register_structure_hook(int, _exactly(int))
+    converter.register_structure_hook(int, _count)
     converter.register_structure_hook(str, _exactly(str))
     converter.register_structure_hook(float, _float)
     converter.register_structure_hook(JsonScalar, _scalar)
@@ -78,6 +81,14 @@ def _exactly(kind: type) -> Any:
         return value
 
     return check
+
+
+def _count(value: object, _: object) -> object:
+    if type(value) is not int:
+        raise TypeError(f"{_shown(value)} is not of type int")
+    if abs(value) > _MOST:
+        raise TypeError(f"{_shown(value)} is beyond 64 bits")
+    return value
 
 
 def _float(value: object, _: object) -> float:

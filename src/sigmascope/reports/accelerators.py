@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sigmascope.records.run import Run, Stage
-from sigmascope.records.stage_seconds import DEVICE_SECONDS
+from sigmascope.records.stage_seconds import device_seconds
 from sigmascope.reports.stage_rows import stage_name, table, with_depth
 from sigmascope.units import UNKNOWN, mib, mib_change, seconds
 
@@ -42,8 +42,7 @@ def untimed_lines(run: Run) -> Iterator[RenderableType]:
 
 
 def _time(stage: Stage) -> str:
-    on_device = stage.facts.get(DEVICE_SECONDS)
-    return seconds(on_device) if isinstance(on_device, float) else UNKNOWN
+    return seconds(device_seconds(stage))
 
 
 def _gpu_change(stage: Stage) -> str:

@@ -1,6 +1,8 @@
 """The record of a run in the terminal: stages, memory, tensors, findings. Fits 80 columns."""
 
 from collections.abc import Iterator
+from itertools import islice
+from typing import Final
 
 from rich.console import Console, Group, RenderableType
 from rich.rule import Rule
@@ -10,6 +12,7 @@ from rich.text import Text
 from sigmascope.records.facts import TensorFacts
 from sigmascope.records.finding import Finding
 from sigmascope.records.run import Run, Stage
+from sigmascope.records.times import impossible_times
 from sigmascope.reports.accelerators import accelerator_table, untimed_lines
 from sigmascope.reports.devices import device_lines
 from sigmascope.reports.harmless import Harmless
@@ -19,6 +22,7 @@ from sigmascope.reports.stage_rows import table as new_table
 from sigmascope.units import UNKNOWN, mib, mib_change, percent, seconds, statistic
 
 NO_ACCELERATOR = "No accelerator was found: GPU time and memory were not measured."
+_MOST_DAMAGE: Final = 5
 SEVERITY_STYLE = {"info": "cyan", "warning": "yellow", "error": "red", "critical": "bold red"}
 
 
@@ -43,6 +47,9 @@ def render_run(run: Run) -> RenderableType:
         parts.append(_tensor_table(run))
     parts += owner_lines(run)
     parts += device_lines(run)
+    parts += [
+        Text(f"Damaged: {wrong}.", style="yellow") for wrong in islice(impossible_times(run), _MOST_DAMAGE)
+    ]
     parts += _errors(run)
     parts += [_finding(finding) for finding in _all_findings(run)]
     return Harmless(Group(*parts))

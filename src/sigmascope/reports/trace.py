@@ -11,11 +11,14 @@ from datetime import UTC, datetime
 from typing import Any
 
 from sigmascope.__about__ import __version__
+from sigmascope.errors import ConfigError
+from sigmascope.printable import printable
 from sigmascope.records import plain_json
 from sigmascope.records.atomic import atomic_path
 from sigmascope.records.finding import Finding
 from sigmascope.records.prompts import PromptPrivacy
 from sigmascope.records.run import Run
+from sigmascope.records.times import impossible_times
 from sigmascope.reports.tracing.arguments import finding_arguments, flat_facts
 from sigmascope.reports.tracing.counters import readings_of
 from sigmascope.reports.tracing.private import without_prompts
@@ -37,6 +40,7 @@ def write_trace(
         prompts: What the trace says of prompts that the runs hold as text.
 
     Raises:
+        ConfigError: A run holds what cannot be a time; the message says where.
         WriteError: The file cannot be written. What was there before stays.
         TypeError: A fact is of a type that JSON lacks.
     """
@@ -51,7 +55,11 @@ def trace_of(runs: Sequence[Run], *, prompts: PromptPrivacy = "hash") -> dict[st
     Args:
         runs: Each becomes a process, at the time at which it began.
         prompts: What the trace says of prompts that the runs hold as text.
+
+    Raises:
+        ConfigError: A run holds what cannot be a time; the message says where.
     """
+    _require_times(runs)
     beginnings = [_microseconds(run) for run in runs]
     first = min(beginnings, default=0)
     events: list[Event] = []
@@ -65,6 +73,15 @@ def trace_of(runs: Sequence[Run], *, prompts: PromptPrivacy = "hash") -> dict[st
         "displayTimeUnit": "ms",
         "otherData": {"producer": f"Sigmascope {__version__}", "runs": [run.id for run in runs]},
     }
+
+
+def _require_times(runs: Sequence[Run]) -> None:
+    for run in runs:
+        for wrong in impossible_times(run):
+            raise ConfigError(
+                f"The run {printable(run.id)} has no place on an axis of time: {wrong}.",
+                hint="Mend the file that it was loaded from, or record the run again.",
+            )
 
 
 def _readable(event: Event) -> Event:

@@ -52,16 +52,14 @@ def slices_of(run: Run, offset_ns: int = 0) -> list[Slice]:
 
 def _below(stage: Stage, parent: Slice | None, offset_ns: int) -> Iterator[Slice]:
     started_ns = offset_ns + nanoseconds(stage.started_seconds)
-    ended_ns = started_ns + max(
-        0, nanoseconds(stage.seconds)
-    )  # a viewer takes none that ends before it begins
+    ended_ns = started_ns + nanoseconds(stage.seconds)
     own = Slice(stage.name, "stage", started_ns, ended_ns, parent, stage, stage_arguments(stage))
     yield own
     for index, (started, seconds) in enumerate(zip(stage.steps.started, stage.steps.seconds, strict=True)):
         step_ns = started_ns + nanoseconds(started)
         arguments = step_arguments(stage.steps, index)
         yield Slice(
-            f"step {index + 1}", "step", step_ns, step_ns + max(0, nanoseconds(seconds)), own, None, arguments
+            f"step {index + 1}", "step", step_ns, step_ns + nanoseconds(seconds), own, None, arguments
         )
     for child in stage.children:
         yield from _below(child, own, offset_ns)
