@@ -4,7 +4,7 @@ import time
 import pytest
 import torch
 
-from sigmascope.lora.extraction.layer_pool import run_layers, worker_count
+from sigmascope.lora.extraction.layer_pool import run_layers, run_layers_in_order, worker_count
 
 
 def test_every_layer_is_worked_on_once() -> None:
@@ -15,6 +15,21 @@ def test_every_layer_is_worked_on_once() -> None:
 
 def test_nothing_to_do_gives_nothing() -> None:
     assert list(run_layers({}, len)) == []
+
+
+def test_what_is_done_early_waits_for_the_layers_before_it() -> None:
+    third_is_done = threading.Event()
+
+    def work(name: str) -> str:
+        if name == "first":
+            assert third_is_done.wait(60)
+        if name == "third":
+            third_is_done.set()
+        return name.upper()
+
+    sizes = {"first": 1, "second": 1, "third": 1}
+    in_order = [("first", "FIRST"), ("second", "SECOND"), ("third", "THIRD")]
+    assert list(run_layers_in_order(sizes, work, workers=2)) == in_order
 
 
 def test_work_runs_on_one_thread_of_torch_and_the_callers_setting_stays() -> None:

@@ -63,13 +63,14 @@ def run_layers(
 
 
 def run_layers_in_order(
-    sizes: Mapping[str, int], work: Callable[[str], Result]
+    sizes: Mapping[str, int], work: Callable[[str], Result], *, workers: int | None = None
 ) -> Iterator[tuple[str, Result]]:
     """As `run_layers`, but results that are there early wait for those of the layers before them.
 
     Args:
         sizes: As there.
         work: As there.
+        workers: As there.
 
     Yields:
         (layer, result), in the order of `sizes`.
@@ -77,7 +78,7 @@ def run_layers_in_order(
     waiting: dict[str, Result] = {}
     upcoming = iter(sizes)
     following = next(upcoming, None)
-    for layer, result in run_layers(sizes, work):
+    for layer, result in run_layers(sizes, work, workers=workers):
         waiting[layer] = result
         while following is not None and following in waiting:
             yield following, waiting.pop(following)
