@@ -1,0 +1,165 @@
+"""One training in two processes, in a way that Accelerate keeps for accelerators, and what both tell of it."""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
+
+import psutil
+import pytest
+import yaml
+from safetensors.torch import load_file
+from tests.lbm.training.small_run import SmallRun, same
+from tests.lbm.training.two_processes import Ended, run_two
+
+from sigmascope.lbm.train import StepLog, train
+from sigmascope.lbm.training import session
+from sigmascope.lbm.training.checkpointing import find_checkpoints
+from sigmascope.lbm.training.preparing import Prepared, prepare_step
+from sigmascope.lbm.training.settings import TrainSettings
+from sigmascope.lbm.training.validation import Validation
+
+TIMEOUT = 240
+FULL: Final[dict[str, Any]] = {
+    "rank": ...,
+    "trainable_lora_modules": ...,
+    "full_finetune": True,
+    "learning_rate": 1e-3,
+}
+"""Keys of a training of every weight."""
+WATCHED: Final[dict[str, Any]] = {
+    "ema_decay": 0.5,
+    "lr_scheduler": "linear",
+    "warmup_steps": 1,
+    "max_steps": 4,
+    "max_grad_norm": 0.01,
+    "validation_interval": 1,
+    "num_steps": [2],
+}
+"""A schedule, clipping, an average, and pictures of it after each step, which must not disturb the next."""
+
+
+class Told(NamedTuple):
+    """What one process's report says, and how many values it held of how many."""
+
+    logs: list[StepLog]
+    validations: list[Validation]
+    held: int
+    all: int
+
+
+@dataclass(frozen=True)
+class Spreading:
+    """A way to spread a training over processes.
+
+    Attributes:
+        script: The command line, in which it is allowed on CPUs.
+        environment: As the launcher sets it.
+        allow: Allows it on CPUs in the process that calls.
+        count: The values of what is spread that a prepared training holds here, and in all processes.
+    """
+
+    script: Path
+    environment: Mapping[str, str]
+    allow: Callable[[], None]
+    count: Callable[[Prepared], tuple[int, int]]
+
+    def run(
+        self,
+        work: Callable[[int], object],
+        folder: Path,
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ) -> list[Ended]:
+        """Call `work` in two processes that are allowed it; how they ended."""
+
+        def allowed(number: int) -> None:
+            self.allow()
+            work(number)
+
+        return run_two(allowed, folder, {**self.environment, **environment})
+
+    def train(
+        self, run: SmallRun, name: str, environment: Mapping[str, str] = MappingProxyType({}), **keys: Any
+    ) -> list[Told]:
+        """Train into the folder `name`; what both processes tell."""
+        settings = run.settings(save_ckpt_path=str(run.folder / name), **keys)
+
+        def work(number: int) -> None:
+            (run.folder / f"{name}-{number}.pickle").write_bytes(pickle.dumps(self._told(settings)))
+
+        for ended in self.run(work, run.folder, environment):
+            assert ended.code == 0, ended.errors
+        return [
+            Told(*pickle.loads((run.folder / f"{name}-{number}.pickle").read_bytes())) for number in range(2)
+        ]
+
+    def check_kill_9(self, run: SmallRun) -> None:
+        """Train without a stop, and anew with both processes killed in the middle; the files must be equal."""
+        keys: dict[str, Any] = {"max_steps": 30, "save_interval": 3, "ema_decay": 0.9, "batch_size": 1}
+        self.train(run, "whole", **keys)
+        launch = self._launch(run, "out", **keys)
+        environment = {**os.environ, **self.environment}
+        _kill_after(6, run.out, launch, environment)
+        done = subprocess.run(
+            [*launch, "--json"],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        assert 6 <= json.loads(done.stdout)["resumed_from"] < 30
+        for name in ("weights", "average", "lora"):
+            file = f"checkpoint-000030/{name}.safetensors"
+            assert same(load_file(run.folder / "whole" / file), load_file(run.out / file))
+
+    def _told(self, settings: TrainSettings) -> tuple[object, ...]:
+        counts: list[int] = []
+
+        def prepare(*arguments: Any) -> Prepared:
+            prepared = prepare_step(*arguments)
+            counts.extend(self.count(prepared))
+            return prepared
+
+        pytest.MonkeyPatch().setattr(session, "prepare_step", prepare)  # in a fork, which ends with it
+        report = train(settings)
+        return (list(report.logs), list(report.validations), *counts)
+
+    def _launch(self, run: SmallRun, name: str, **keys: Any) -> list[str]:
+        """The command line of such a training, by torchrun."""
+        path = run.folder / f"{name}.yaml"
+        text = yaml.safe_dump(run.keys(save_ckpt_path=str(run.folder / name), **keys))
+        path.write_text(text, encoding="utf-8")
+        runner = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+        return [*runner, str(self.script), "lbm", "train", "--path_config", str(path)]
+
+
+def check_logs(main: Told, other: Told, alone: list[StepLog]) -> None:
+    """Check that both processes saw the losses and gradients of a training alone, which clipped some of them."""
+    for logs in (main.logs, other.logs):
+        assert [log.loss for log in logs] == pytest.approx([log.loss for log in alone], rel=1e-4)
+        norms = [log.gradient_norm for log in logs]
+        assert norms == pytest.approx([log.gradient_norm for log in alone], rel=1e-3)
+        assert [log.learning_rate for log in logs] == [log.learning_rate for log in alone]
+    assert max(log.gradient_norm or 0 for log in alone) > WATCHED["max_grad_norm"]
+
+
+def _kill_after(step: int, out: Path, launch: list[str], environment: Mapping[str, str]) -> None:
+    """Start a training, and kill all of its processes once it has a checkpoint of that step or a later one."""
+    process = subprocess.Popen(launch, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    until = time.monotonic() + TIMEOUT
+    while not any(int(path.name[-6:]) >= step for path in find_checkpoints(out)):
+        assert process.poll() is None
+        assert time.monotonic() < until
+        time.sleep(0.005)
+    for each in (psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)):
+        each.kill()
+    process.wait()
