@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from sigmascope.analysis.tensor_comparison import TensorComparison
+from sigmascope.analysis.tensor_results import TensorComparison
 from sigmascope.analysis.verdicts import ORDER, Verdict
 
 

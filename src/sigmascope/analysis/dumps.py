@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sigmascope.analysis.dump_results import DumpComparison, NamedComparison, RunComparison
-from sigmascope.analysis.pair_comparison import Options, compare_pair
+from sigmascope.analysis.tensor_comparison import Options, compare_pair
 from sigmascope.analysis.tensor_values import TensorLike
 from sigmascope.errors import ConfigError
 from sigmascope.progress import Progress, no_progress

@@ -5,8 +5,8 @@ from typing import overload
 
 from sigmascope.analysis.dump_results import DumpComparison, NamedComparison, RunComparison
 from sigmascope.analysis.dumps import TensorsByName, compare_dumps, compare_runs
-from sigmascope.analysis.pair_comparison import Options, compare_pair
-from sigmascope.analysis.tensor_comparison import TensorComparison
+from sigmascope.analysis.tensor_comparison import Options, compare_pair
+from sigmascope.analysis.tensor_results import TensorComparison
 from sigmascope.analysis.tensor_values import TensorLike
 from sigmascope.errors import ConfigError
 from sigmascope.progress import Progress, no_progress

@@ -12,8 +12,8 @@ from sigmascope.cli.drawing import Bar, Label, Line, Shape, save_picture
 
 if TYPE_CHECKING:
     from sigmascope.analysis.dump_results import DumpComparison, RunComparison
-    from sigmascope.analysis.tensor_comparison import TensorComparison
     from sigmascope.analysis.tensor_errors import TokenErrors
+    from sigmascope.analysis.tensor_results import TensorComparison
 
 _WIDTH: Final = 960
 _LEFT: Final = 90

@@ -11,8 +11,8 @@ from sigmascope.cli.lora.op_tables import facts, listed, number, percent, plain,
 
 if TYPE_CHECKING:
     from sigmascope.analysis.dump_results import DumpComparison, RunComparison
-    from sigmascope.analysis.tensor_comparison import TensorComparison
     from sigmascope.analysis.tensor_errors import Place, TensorErrors, TokenErrors
+    from sigmascope.analysis.tensor_results import TensorComparison
 
 _STYLE = {"identical": "green", "rounding": "green", "close": "cyan", "different": "bold red"}
 _MOST_DETAILS = 10
