@@ -6,7 +6,6 @@ Every one is a pair of views of the same shape, so nothing is copied, but for th
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice, permutations, product
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,7 +13,6 @@ from torch import Tensor
 from sigmascope.analysis.layout_search import best_offset
 from sigmascope.analysis.layout_words import axis_name, order_words, range_words, repeat_words
 
-LayoutKind = Literal["axes_of_size_1", "permuted", "repeated", "part", "reshaped", "parts_swapped"]
 _MOST_PERMUTATIONS = 120
 _MOST_PART_AXES = 3
 _MOST_REPEATS = 16
