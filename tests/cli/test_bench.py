@@ -78,7 +78,7 @@ def test_the_target_is_held_against_every_repeat(tmp_path: Path) -> None:
         (("pocket", "--prompt", "a fox"), "--prompt: the pocket model relights its own scene"),
         (("pocket", "--batch", "2"), "one picture at a time"),
         (("pocket", "--device", "tpu9"), "--device"),
-        (("pocket", "--dtype", "int3"), "--torch_dtype"),
+        (("pocket", "--dtype", "int3"), "--dtype"),
         (("pocket", "--target", "-1"), "target"),
         (("pocket", "--repeat", "0"), "--repeat"),
     ],

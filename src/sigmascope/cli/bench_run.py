@@ -138,7 +138,7 @@ def _dtype(name: str, device: "torch.device") -> "torch.dtype":
 
     if name == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
-    return resolve_dtype(name)
+    return resolve_dtype(name, "--dtype")
 
 
 def _timed(load: Callable[[], Subject]) -> tuple[Subject, float]:

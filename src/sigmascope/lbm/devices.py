@@ -39,8 +39,12 @@ def resolve_device(name: str = "auto") -> torch.device:
     return device
 
 
-def resolve_dtype(name: str) -> torch.dtype:
+def resolve_dtype(name: str, flag: str = "--torch_dtype") -> torch.dtype:
     """Turn "float32", "bf16", "fp16" (and their long forms) into a dtype.
+
+    Args:
+        name: What the user typed.
+        flag: Where, for the error.
 
     Raises:
         ConfigError: It is none of these.
@@ -48,7 +52,7 @@ def resolve_dtype(name: str) -> torch.dtype:
     dtype = DTYPES.get(name.removeprefix("torch.").lower())
     if dtype is None:
         raise ConfigError(
-            f"--torch_dtype: expected one of {', '.join(DTYPES)}, got {name!r}.", hint="Use float32 or bf16."
+            f"{flag}: expected one of {', '.join(DTYPES)}, got {name!r}.", hint="Use float32 or bf16."
         )
     return dtype
 
