@@ -1,4 +1,6 @@
+import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -71,3 +73,16 @@ def test_the_median_counts_every_generation_also_of_the_same_length() -> None:
 
 def test_a_length_that_is_no_number_is_not_taken() -> None:
     assert before_after([generation(1.0)], [generation(float("nan"))]) is None
+
+
+@pytest.mark.parametrize(
+    "noted", [{"performance_score": "high"}, {"total_generation_time": math.nan}, {"image_resolution": 5}]
+)
+def test_a_generation_whose_metrics_were_changed_by_hand_counts_for_nothing(noted: dict[str, Any]) -> None:
+    odd = generation(1.0)
+    facts = {"performance": {**odd.stages[0].facts["performance"], **noted}}
+    odd = replace(odd, stages=(replace(odd.stages[0], facts=facts),))
+    assert before_after([odd], [generation(9.0)]) is None
+    found = before_after([odd, generation(3.0)], [generation(9.0)])
+    assert found is not None
+    assert found["after"]["total_time"] == 3.0

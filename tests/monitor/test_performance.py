@@ -4,6 +4,7 @@ import json
 import logging
 import threading
 import weakref
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib import resources
 from pathlib import Path
@@ -381,6 +382,44 @@ def test_it_decorates_functions_and_coroutine_functions(monitor: PerformanceMoni
     assert [run.name for run in monitor.runs] == ["plain", "task"]
 
 
+def test_a_generator_is_watched_while_it_is_run_through(
+    monitor: PerformanceMonitor, clock: FakeClock
+) -> None:
+    @monitor.monitor_generation("values", num_steps=2)
+    def values() -> Iterator[int]:
+        for number in range(2):
+            clock.pass_seconds(1.0)
+            yield number
+
+    assert list(values()) == [0, 1]
+    assert monitor.current_metrics.total_generation_time == pytest.approx(2.0)
+    for first in values():
+        clock.pass_seconds(0.5)
+        assert first == 0
+        break
+    gc.collect()  # one that is given up ends where it stood
+    assert monitor.current_metrics.total_generation_time == pytest.approx(1.5)
+    assert monitor.recorder is None
+
+
+def test_an_asynchronous_generator_is_watched_while_it_is_run_through(
+    monitor: PerformanceMonitor, clock: FakeClock
+) -> None:
+    @monitor.monitor_generation("stream", num_steps=2)
+    async def stream() -> AsyncIterator[int]:
+        for number in range(2):
+            clock.pass_seconds(1.0)
+            yield number
+
+    async def all_of_it() -> list[int]:
+        return [number async for number in stream()]
+
+    assert asyncio.run(all_of_it()) == [0, 1]
+    (run,) = monitor.runs
+    assert run.name == "stream"
+    assert run.stages[0].seconds == pytest.approx(2.0)
+
+
 def test_the_short_ways_make_a_monitor_with_that_target() -> None:
     assert create_mmdit_performance_monitor(target_time=3.0).target_generation_time == 3.0
     with monitor_generation_performance("Qwen-Image", target_time=2.0) as monitor:
@@ -404,10 +443,18 @@ def test_a_whole_export_can_be_compared_and_anything_else_is_refused(
     generate(monitor, clock, [2.4])
     exported = json.loads((tmp_path / "before.json").read_text())
     assert monitor.get_before_after_comparison(exported)["before"]["total_time"] == pytest.approx(16.0)
-    bad = exported["current_metrics"] | {"image_resolution": None}
-    for nothing in ({}, {"seconds": 3}, bad):
+    for nothing in ({}, {"seconds": 3}):
         with pytest.raises(ConfigError, match="before_metrics"):
             monitor.get_before_after_comparison(nothing)
+    for name, value in (
+        ("image_resolution", None),
+        ("total_generation_time", "16 s"),
+        ("performance_score", [31.2]),
+    ):
+        with pytest.raises(ConfigError, match=rf"before_metrics cannot be read.*current_metrics\.{name}"):
+            monitor.get_before_after_comparison(exported["current_metrics"] | {name: value})
+    impossible = exported["current_metrics"] | {"total_generation_time": -16.0}
+    assert monitor.get_before_after_comparison(impossible)["improvement"]["total_time_percent"] is None
 
 
 def test_a_monitor_that_is_gone_is_not_kept_by_the_thread_that_used_it() -> None:

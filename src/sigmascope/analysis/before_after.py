@@ -1,8 +1,7 @@
 """Two sets of runs in one answer: the median generation of each, before beside after (SPEC section 6)."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from statistics import median_low
-from typing import Any
 
 from sigmascope.analysis.compare import compare_metrics
 from sigmascope.records.performance import BeforeAfterDict, PerformanceMetrics
@@ -23,14 +22,23 @@ def before_after(new: Sequence[Run], baseline: Sequence[Run]) -> BeforeAfterDict
 
 def _median_generation(runs: Sequence[Run]) -> PerformanceMetrics | None:
     """The metrics of the generation whose total is the median, or the lower of the two in the middle."""
-    found = [metrics for run in runs for metrics in _generations(run)]
+    found = [(seconds, metrics) for run in runs for seconds, metrics in _generations(run)]
     if not found:
         return None
-    middle = median_low(one["total_generation_time"] for one in found)
-    return PerformanceMetrics.from_dict(next(one for one in found if one["total_generation_time"] == middle))
+    middle = median_low(seconds for seconds, _ in found)
+    return next(metrics for seconds, metrics in found if seconds == middle)
 
 
-def _generations(run: Run) -> list[dict[str, Any]]:
-    """What a monitor noted of each generation that went to its end."""
-    noted = [stage.facts.get("performance") for stage in run.walk() if stage.success]
-    return [one for one in noted if isinstance(one, dict) and is_duration(one.get("total_generation_time"))]
+def _generations(run: Run) -> Iterator[tuple[float, PerformanceMetrics]]:
+    """What a monitor noted of each generation that went to its end, with its total; what nobody noted so is left out."""
+    for stage in run.walk():
+        noted = stage.facts.get("performance")
+        if not stage.success or not isinstance(noted, dict):
+            continue
+        try:
+            metrics = PerformanceMetrics.from_dict(noted)
+        except ValueError:
+            continue
+        total = metrics.total_generation_time
+        if "total_generation_time" in noted and total is not None and is_duration(total):
+            yield total, metrics

@@ -1,6 +1,5 @@
 """One generation before a change beside one after it (SPEC section 6)."""
 
-import math
 from typing import Final, TypeGuard
 
 from sigmascope.records.performance import (
@@ -10,6 +9,7 @@ from sigmascope.records.performance import (
     ImprovementDict,
     PerformanceMetrics,
 )
+from sigmascope.records.stage_seconds import is_duration
 
 SIGNIFICANT_PERCENT: Final = 50.0
 """An improvement of the total time above this is called significant."""
@@ -40,7 +40,7 @@ def compare_metrics(before: PerformanceMetrics, after: PerformanceMetrics) -> Be
 
 def improvement_percent(before: float | None, after: float | None) -> float | None:
     """(before − after) / before in per cent; None when a side is not known or there was nothing before."""
-    if not _is_known(before) or after is None or not math.isfinite(after):
+    if not _is_known(before) or after is None or not is_duration(after):
         return None
     return (before - after) / before * 100
 
@@ -54,7 +54,7 @@ def improvement_factor(before: float | None, after: float | None) -> float | Non
 
 def _is_known(seconds: float | None) -> TypeGuard[float]:
     """Whether there is a time, and one to reckon with."""
-    return seconds is not None and seconds != 0 and math.isfinite(seconds)
+    return seconds is not None and seconds != 0 and is_duration(seconds)
 
 
 def _side(metrics: PerformanceMetrics) -> ComparedGenerationDict:

@@ -1,7 +1,8 @@
 """`with monitor.monitor_generation(...) as monitor:`, and the same as a decorator."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable, Generator
+from contextlib import aclosing
 from functools import wraps
 from types import TracebackType
 from typing import Any, Generic, TypeVar
@@ -45,7 +46,30 @@ class GenerationBlock(Generic[Monitor]):
         return running if running in entered else next(reversed(entered), None)
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Watch each call of a function, or of a coroutine function, as a generation of its own."""
+        """Watch each call of a function as a generation of its own; of a coroutine function or a generator, its course.
+
+        What a generator's caller does between two of its values is part of it.
+        """
+        if inspect.isgeneratorfunction(function):
+
+            @wraps(function)
+            def watched_values(*args: object, **kwargs: object) -> Generator[Any, Any, Any]:
+                with self._anew():
+                    return (yield from function(*args, **kwargs))
+
+            return watched_values
+
+        if inspect.isasyncgenfunction(function):
+
+            @wraps(function)
+            async def watched_stream(*args: object, **kwargs: object) -> AsyncGenerator[Any, None]:
+                with self._anew():
+                    async with aclosing(function(*args, **kwargs)) as values:
+                        async for value in values:
+                            yield value
+
+            return watched_stream
+
         if inspect.iscoroutinefunction(function):
 
             @wraps(function)

@@ -181,7 +181,7 @@ def _exported_metrics(exported: object) -> PerformanceMetrics:
         )
     try:
         return PerformanceMetrics.from_dict(values)
-    except (TypeError, ValueError) as failure:
+    except ValueError as failure:
         raise ConfigError(
             f"before_metrics cannot be read: {failure}.", hint="Give what export_metrics_to_json wrote."
         ) from None

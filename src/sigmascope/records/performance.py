@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from typing import Any, TypedDict
 
+from sigmascope.records.structure import from_plain
+
 
 def _now() -> str:
     return datetime.now(UTC).isoformat()
@@ -19,8 +21,8 @@ class PerformanceMetrics:
     """Time, memory and target of one generation. Times are seconds, percentages 0-100.
 
     Attributes:
-        generation_time_per_step: Mean of the steps that were timed; when it is over, by the accelerator's clock if that
-            timed every one.
+        generation_time_per_step: Mean of the steps that were timed; when it is over, of those that the accelerator was seen
+            to finish, by its clock, if there are such.
         pipeline_setup_time: From the beginning of the generation to its first step.
         gpu_memory_used_gb: The peak of what PyTorch allocated during the generation, on the device in use.
         system_memory_used_gb: In use on the whole machine at the end.
@@ -58,13 +60,15 @@ class PerformanceMetrics:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "PerformanceMetrics":
-        """Metrics from `as_dict`, or from the `current_metrics` of an exported file; unknown names are left out."""
+        """Metrics from `as_dict`, or from the `current_metrics` of an exported file; unknown names are left out.
+
+        Raises:
+            ValueError: A value is of another type than its field; the message says which.
+        """
         known = {one.name for one in fields(cls)}
-        taken = {name: value for name, value in values.items() if name in known}
-        if "image_resolution" in taken:
-            width, height = taken["image_resolution"]
-            taken["image_resolution"] = (width, height)
-        return cls(**taken)
+        return from_plain(
+            {name: value for name, value in values.items() if name in known}, cls, "current_metrics"
+        )
 
 
 class CurrentGenerationDict(TypedDict):
