@@ -14,6 +14,7 @@ from pydantic import Field, ValidationError, model_validator
 from sigmascope.errors import ConfigError
 from sigmascope.lbm.architecture import ConfigBlock, DenoiserConfig, VaeConfig
 from sigmascope.lbm.config_errors import config_error
+from sigmascope.lbm.yaml_file import read_yaml
 
 TimestepSampling = Literal["uniform", "log_normal", "custom_timesteps"]
 LatentLoss = Literal["l1", "l2"]
@@ -144,18 +145,3 @@ def load_config(path: str | Path) -> LbmConfig:
         ConfigError: The file cannot be read, is not YAML, or does not describe an LBM model.
     """
     return parse_config(read_yaml(Path(path)), where=str(path))
-
-
-def read_yaml(path: Path, *, hint: str = "Check the path.") -> Any:
-    """Give what a YAML file holds; an empty file is an empty mapping.
-
-    Raises:
-        ConfigError: The file cannot be read (then with the hint), or is not YAML.
-    """
-    try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read ({error}).", hint=hint) from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: is not valid YAML ({error}).", hint="Correct that line.") from error
-    return data if data is not None else {}

@@ -69,6 +69,7 @@ def test_a_member_twice_spoils_its_sample_alone(tmp_path: Path) -> None:
     shard = write_tar(tmp_path / "a.tar", [*pair("1", 1), ("1.source.png", b"again"), *pair("2", 2)])
     first, second = read(shard)
     assert "twice" in (first.fault or "")
+    assert (first.fault or "").endswith("source.png)")  # without what the reading code adds for itself
     assert second.fault is None
 
 

@@ -105,13 +105,16 @@ def test_without_a_config_beside_the_base_the_model_is_the_full_size_one() -> No
         ({"rank": 8, "ema_decay": 1.0}, "ema_decay: input should be less than 1"),
         ({"rank": 8, "mixed_precision": "fp8"}, "mixed_precision: input should be 'no', 'fp16' or 'bf16'"),
         ({"rank": 8, "report_to": "paper"}, "report_to: input should be"),
-        ({"rank": 8, "train_shards": []}, "train_shards: tuple should have at least 1 item"),
-        ({"rank": 8, "train_shards": ""}, "train_shards: input should be a valid tuple, got None"),
+        ({"rank": 8, "train_shards": []}, "train_shards: expected at least 1 value, got []"),
+        ({"rank": 8, "train_shards": ""}, "train_shards: expected a list of values, got nothing"),
+        ({"rank": 8, "train_shards": 3}, "train_shards.0: input should be a valid string, got 3."),
+        ({"rank": 8, "image_size": [8, 8, 8]}, "image_size: expected at most 2 values, got [8, 8, 8]"),
+        ({"rank": 8, "base_model_path": ""}, "base_model_path: expected a path, got nothing"),
         (
             {"rank": 8, "train_shards": ["a.tar", ""]},
             "train_shards.1: string should have at least 1 character",
         ),
-        ({"rank": 8, "save_ckpt_path": " "}, "save_ckpt_path: input is not a valid path"),
+        ({"rank": 8, "save_ckpt_path": " "}, "save_ckpt_path: expected a path, got nothing"),
         ({"rank": 8, "learning_rate": float("nan")}, "learning_rate: input should be"),
     ],
 )
@@ -173,7 +176,9 @@ def test_files_that_are_no_settings(tmp_path: Path) -> None:
 def test_missing_keys_are_named_with_the_file(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("rank: 8")
-    with pytest.raises(ConfigError, match=r"run\.yaml: train_shards: field required.*base_model_path"):
+    with pytest.raises(
+        ConfigError, match=r"run\.yaml: train_shards is required; base_model_path is required"
+    ):
         load_train_settings(path)
 
 

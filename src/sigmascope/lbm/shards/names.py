@@ -44,7 +44,8 @@ def _expand(pattern: str, allow_pipe: bool) -> list[str]:
         names = expand_urls(pattern)
     except (AssertionError, ValueError) as error:  # ${NAME} that is not set, or braces that do not close
         raise ConfigError(
-            f"shards {pattern!r}: cannot be expanded ({error}).", hint="Check the braces and variables."
+            f"shards {pattern!r}: cannot be expanded ({error}).",
+            hint="Check the braces; ${NAME} stands for the environment variable WDS_NAME.",
         ) from error
     return [shard for name in names for shard in _resolve(name, pattern, allow_pipe)]
 

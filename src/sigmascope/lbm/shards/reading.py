@@ -5,6 +5,7 @@ No member is decoded here, and none is ever unpickled: WebDataset's own decoders
 
 import contextlib
 import lzma
+import re
 import tarfile
 import zlib
 from collections.abc import Collection, Iterator
@@ -96,7 +97,7 @@ def _first_words(error: Exception) -> str:
     """What happened; the reading code appends streams and addresses to the arguments."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    words = str(error.args[0]).split(" @ ")[0] if error.args else ""
+    words = re.split(r" @ | dict_keys\(", str(error.args[0]))[0] if error.args else ""
     return words or type(error).__name__
 
 

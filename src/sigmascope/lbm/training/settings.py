@@ -7,11 +7,12 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StringConstraints, ValidationError, field_validator, model_validator
 
 from sigmascope.errors import ConfigError
-from sigmascope.lbm.config import LbmConfig, load_config, read_yaml
+from sigmascope.lbm.config import LbmConfig, load_config
 from sigmascope.lbm.config_errors import config_error
 from sigmascope.lbm.loading import find_config
 from sigmascope.lbm.training.settings_errors import impossible_combinations, partial_pairs
 from sigmascope.lbm.training.settings_values import as_list, numbers_are_numbers, user_path
+from sigmascope.lbm.yaml_file import read_yaml
 
 MixedPrecision = Literal["no", "fp16", "bf16"]
 OutputFormat = Literal["native", "kohya", "peft"]
@@ -183,10 +184,10 @@ def load_train_settings(path: str | Path) -> TrainSettings:
 
 def _beside_the_base(data: Mapping[str, Any]) -> dict[str, Any]:
     """The model's keys that the config beside the base gives."""
-    base = data.get("base_model_path")
+    base = user_path(data.get("base_model_path"))
     if not isinstance(base, str | Path):
         return {}
-    found = find_config(user_path(base))
+    found = find_config(base)
     if found is None:
         return {}
     return load_config(found).model_dump()
