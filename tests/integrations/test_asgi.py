@@ -388,9 +388,43 @@ def test_a_file_that_the_server_sends_is_a_complete_response(tmp_path: Path) -> 
     assert (record.response_bytes, record.disconnected) == (5, False)
 
 
+@pytest.mark.parametrize(("told", "nbytes"), [({}, 5), ({"offset": 2}, 3), ({"offset": 1, "count": 2}, 2)])
+def test_an_open_file_that_the_server_sends_is_a_complete_response(
+    tmp_path: Path, told: Message, nbytes: int
+) -> None:
+    (tmp_path / "image.png").write_bytes(b"12345")
+
+    async def app(scope: Message, receive: Receive, send: Send) -> None:
+        await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        with (tmp_path / "image.png").open("rb") as file:
+            await send({"type": "http.response.zerocopysend", "file": file, **told})
+        assert (await receive())["type"] == "http.disconnect"
+
+    watched = PerformanceMonitoringMiddleware(app)
+    call(watched)
+    (record,) = watched.requests()
+    assert (record.response_bytes, record.disconnected) == (nbytes, False)
+
+
+def test_headers_in_text_which_some_servers_take_reach_them_as_they_are() -> None:
+    pairs = [("content-type", "text/plain"), ["x-own", b"1"]]
+
+    async def app(scope: Message, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": iter(pairs)})
+        await send({"type": "http.response.body", "body": b""})
+
+    sent = call(PerformanceMonitoringMiddleware(app), {**scope(), "headers": [("X-Request-Id", "from-text")]})
+    assert sent[0]["headers"] == [*pairs, (b"x-request-id", b"from-text")]
+
+
+async def waited_for(record: object) -> None:
+    """A listener that somebody would have to await."""
+
+
 @pytest.mark.parametrize(
     "options", [{"header": ""}, {"header": "x id"}, {"header": "x\r\nset-cookie: a"}, {"header": "ä"},
-                {"metrics_path": "metrics"}, {"history": 0}],
+                {"metrics_path": "metrics"}, {"history": 0}, {"on_request": waited_for}],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_when_it_is_made(options: dict[str, Any]) -> None:
     async def app(scope: Message, receive: Receive, send: Send) -> None:

@@ -3,6 +3,7 @@
 Pure ASGI 3, so for Starlette, FastAPI, Litestar, Quart and bare applications alike; it imports none of them.
 """
 
+import inspect
 import re
 import time
 from collections import deque
@@ -45,8 +46,8 @@ class PerformanceMonitoringMiddleware:
         clock: Monotonic nanoseconds.
 
     Raises:
-        ConfigError: `metrics_path` without prometheus-client or without its "/", a header that can be none, or a
-            history below 1.
+        ConfigError: `metrics_path` without prometheus-client or without its "/", a header that can be none, a history
+            below 1, or an `on_request` that would have to be awaited.
 
     Examples:
         >>> async def app(scope, receive, send):
@@ -73,6 +74,11 @@ class PerformanceMonitoringMiddleware:
             raise ConfigError(f"metrics_path is {metrics_path!r}.", hint='Begin it with "/".')
         self._metrics_path = metrics_path
         self._metrics = RequestMetrics() if metrics_path is not None else None
+        if inspect.iscoroutinefunction(on_request):
+            raise ConfigError(
+                "on_request is a coroutine function, and nobody waits for it.",
+                hint="Give a plain function; it may start a task.",
+            )
         self._on_request = on_request
         self._clock = clock
         self._records: deque[RequestRecord] = deque(maxlen=whole_number("history", history, least=1))

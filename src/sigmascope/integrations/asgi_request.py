@@ -1,5 +1,6 @@
 """One request and its response, as they pass through the middleware."""
 
+import os
 import re
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
@@ -84,6 +85,8 @@ class Exchange:
             self._response_bytes += len(message.get("body") or b"")
         elif kind == "http.response.pathsend":  # the server sends that file by itself
             self._response_bytes += _size_of(message.get("path"))
+        elif kind == "http.response.zerocopysend":  # and that one: as much as it is told, or up to its end
+            self._response_bytes += _sent_of(message)
         else:
             return
         if not message.get("more_body", False):
@@ -124,10 +127,10 @@ class Exchange:
             generations=tuple(served.generations),
         )
 
-    def _with_id(self, headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-        """The response's headers with the id; one that the application set itself stays."""
+    def _with_id(self, headers: Iterable[Any]) -> list[Any]:
+        """The response's headers, as they are, with the id; one that the application set itself stays."""
         name, value = self._header
-        kept = [(bytes(key), bytes(text)) for key, text in headers]
+        kept = list(headers)
         return kept if _header(kept, name) is not None else [*kept, (name, value.encode("ascii"))]
 
 
@@ -138,5 +141,22 @@ def _size_of(path: object) -> int:
         return 0
 
 
-def _header(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> bytes | None:
-    return next((bytes(value) for key, value in headers if bytes(key).lower() == name), None)
+def _sent_of(message: Message) -> int:
+    """Of a part of an open file, as far as the message tells."""
+    count, file = message.get("count"), message.get("file")
+    if isinstance(count, int):
+        return count
+    try:
+        size = os.fstat(file if isinstance(file, int) else file.fileno()).st_size  # type: ignore[union-attr]
+        return max(0, size - (message.get("offset") or 0))
+    except (AttributeError, OSError, TypeError, ValueError):
+        return 0
+
+
+def _header(headers: Iterable[Any], name: bytes) -> bytes | None:
+    """Its value. Text, which ASGI has not and some servers take, is no reason to fail."""
+    return next((_as_bytes(value) for key, value in headers if _as_bytes(key).lower() == name), None)
+
+
+def _as_bytes(text: Any) -> bytes:
+    return text.encode("latin-1", "replace") if isinstance(text, str) else bytes(text)
