@@ -14,6 +14,8 @@ from torch.profiler import ProfilerActivity, profile
 from sigmascope.errors import ConfigError, WriteError
 from sigmascope.monitor import Recorder
 from sigmascope.monitor.performance import PerformanceMonitor
+from sigmascope.monitor.profile_blocks import Marks
+from sigmascope.monitor.profile_session import CAPTURED, ProfileSession
 from sigmascope.monitor.profiling import profile_steps
 from sigmascope.monitor.workflow import WorkflowMonitor
 from sigmascope.records.profile import BlockProfile, StepsProfile, profiles_of
@@ -178,6 +180,15 @@ def test_the_hosts_own_profiler_goes_on() -> None:
         found = profiled(denoiser)
     assert found.unavailable["steps"] == "steps 1: another profiler was running"
     assert {one.key: one.count for one in theirs.key_averages()}["aten::addmm"] == 5
+
+
+def test_a_step_that_is_captured_into_a_graph_is_not_profiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    session = ProfileSession(Marks({}))
+    session.start(1)
+    session.stop()
+    assert (session.refused, session.taken) == (CAPTURED, [])
 
 
 def test_a_step_that_never_came_has_a_reason() -> None:

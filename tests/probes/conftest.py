@@ -37,6 +37,7 @@ class FakeGpu:
     initialized: bool = True
     count: int = 2
     nvml_count: int = 2
+    nvml_loads: int = 0
     current: int = 0
     contexts: set[int] = field(default_factory=lambda: {0})
     capturing: bool = False
@@ -61,6 +62,14 @@ class FakeGpu:
         assert device in self.contexts, "this would create a context"
         return self.free_and_total
 
+    def stream(self, device: int) -> str:
+        assert device in self.contexts, "recording there would create a context"
+        return f"stream of {device}"
+
+    def count_by_nvml(self) -> int:
+        self.nvml_loads += 1
+        return self.nvml_count
+
     def needs_initialized(self, answer: Any) -> Any:
         assert self.initialized, "this would initialise CUDA"
         return answer
@@ -82,9 +91,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
         "get_device_properties": lambda _device: fake.needs_initialized(properties),
         "is_current_stream_capturing": lambda: fake.capturing,
         "get_allocator_backend": lambda: fake.backend,
-        "current_stream": lambda device: fake.needs_initialized(f"stream of {device}"),
+        "current_stream": lambda device: fake.needs_initialized(fake.stream(device)),
         "Event": lambda enable_timing: FakeEvent(fake) if enable_timing else None,
-        "_device_count_nvml": lambda: fake.nvml_count,
+        "_device_count_nvml": fake.count_by_nvml,
     }
     for name, function in cuda.items():
         monkeypatch.setattr(torch.cuda, name, function, raising=False)

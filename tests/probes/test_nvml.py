@@ -19,12 +19,14 @@ class FakeNvml(ModuleType):
     """Three devices in PCI order; the handle of each is its number."""
 
     NVMLError = FakeError
+    PART = "MIG-99990000"
     NVML_TEMPERATURE_GPU = 0
 
     def __init__(self) -> None:
         super().__init__("pynvml")
         self.names = ["NVIDIA L4"] * 3
         self.starts = 0
+        self.parted: set[int] = set()
 
     def nvmlInit(self) -> None:
         self.starts += 1
@@ -36,13 +38,21 @@ class FakeNvml(ModuleType):
         return number
 
     def nvmlDeviceGetHandleByUUID(self, uuid: bytes) -> int:
-        return UUIDS.index(uuid.decode())
+        known = [*UUIDS, self.PART]
+        if uuid.decode() not in known:
+            raise FakeError("Not Found")
+        return known.index(uuid.decode())
+
+    def nvmlDeviceGetMigMode(self, handle: int) -> list[int]:
+        if not self.parted:
+            raise FakeError("Not Supported")
+        return [int(handle in self.parted)] * 2
 
     def nvmlDeviceGetUUID(self, handle: int) -> str:
-        return UUIDS[handle]
+        return [*UUIDS, self.PART][handle]
 
     def nvmlDeviceGetName(self, handle: int) -> bytes:
-        return self.names[handle].encode()
+        return [*self.names, "NVIDIA L4 MIG 1g"][handle].encode()
 
     def nvmlSystemGetDriverVersion(self) -> str:
         return "550.54.15"
@@ -134,6 +144,27 @@ def test_once_cuda_is_initialised_its_uuid_decides(
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _index: SimpleNamespace(uuid="1111bbbb"))
     assert read_nvml("cuda:0").name == "NVIDIA H200"
+
+
+def test_a_part_of_a_device_is_found_by_its_uuid(library: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", library.PART)
+    assert read_nvml("cuda:0").uuid == library.PART
+
+
+def test_once_cuda_is_initialised_the_uuid_may_be_that_of_a_part(
+    library: FakeNvml, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _index: SimpleNamespace(uuid="99990000"))
+    assert read_nvml("cuda:0").uuid == library.PART
+
+
+def test_the_number_of_a_device_in_parts_says_nothing(library: FakeNvml) -> None:
+    library.parted = {0}
+    facts = read_nvml("cuda:0")
+    assert facts.total_bytes is None
+    assert "MIG" in facts.unavailable["total_bytes"]
+    assert read_nvml("cuda:1").total_bytes == 100
 
 
 def test_the_library_is_started_once_per_process(library: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -213,3 +213,22 @@ def test_the_random_state_stays() -> None:
     before = torch.get_rng_state()
     tensor_facts(values(10))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+class OnDevice(Tensor):
+    """A tensor that says it is on a device that is not here."""
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda:0")
+
+
+@pytest.mark.parametrize("is_capturing", [False, True])
+def test_values_are_not_read_while_a_graph_is_captured(
+    monkeypatch: pytest.MonkeyPatch, is_capturing: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing)
+    facts = tensor_facts(torch.ones(3).as_subclass(OnDevice), statistics=True)
+    assert facts.mean == (None if is_capturing else 1.0)
+    assert ("graph" in facts.unavailable.get("mean", "")) == is_capturing

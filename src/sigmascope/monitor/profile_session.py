@@ -7,8 +7,12 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from sigmascope.monitor.profile_blocks import Marks
+from sigmascope.probes.accelerators.capturing import is_capturing
 
 OTHER_PROFILER: Final = "another profiler was running"
+CAPTURED: Final = (
+    "a graph was being captured, which the profiler's waiting for the device would end with an error"
+)
 
 
 class ProfileSession:
@@ -36,6 +40,9 @@ class ProfileSession:
         """Profile from now on; not where somebody else does: starting a second profiler would end the host's own."""
         if torch._C._autograd._profiler_enabled():
             self.refused = OTHER_PROFILER
+            return
+        if is_capturing("cuda"):
+            self.refused = CAPTURED
             return
         activities = [ProfilerActivity.CPU]
         if uses_cuda():

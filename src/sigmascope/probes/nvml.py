@@ -120,7 +120,7 @@ def handle_of(nvml: Any, device: str) -> Any:
     if initialized():
         uuid = attempt(lambda: str(torch.cuda.get_device_properties(index).uuid)).value
         if uuid is not None:
-            return nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid.removeprefix('GPU-')}".encode())
+            return _handle_by_whole_uuid(nvml, uuid.removeprefix("GPU-").removeprefix("MIG-"))
     return _handle_from_environment(nvml, index)
 
 
@@ -133,7 +133,17 @@ def _handle_from_environment(nvml: Any, index: int) -> Any:
     if index >= len(entries) or not entries[index]:
         raise LookupError(f"CUDA_VISIBLE_DEVICES={visible} shows no device {index}")
     entry = entries[index]
+    if entry.startswith("MIG-"):  # such a part of a device is in no list of devices
+        return nvml.nvmlDeviceGetHandleByUUID(entry.encode())
     return _handle_by_number(nvml, int(entry)) if entry.isdigit() else _handle_by_uuid(nvml, entry)
+
+
+def _handle_by_whole_uuid(nvml: Any, bare: str) -> Any:
+    """CUDA does not tell whether a UUID is that of a device or of a MIG part of one."""
+    try:
+        return nvml.nvmlDeviceGetHandleByUUID(f"GPU-{bare}".encode())
+    except nvml.NVMLError:
+        return nvml.nvmlDeviceGetHandleByUUID(f"MIG-{bare}".encode())
 
 
 def _handle_by_uuid(nvml: Any, start: str) -> Any:
@@ -149,7 +159,13 @@ def _handle_by_number(nvml: Any, number: int) -> Any:
     by_pci = os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
     if not by_pci and len({_text(nvml.nvmlDeviceGetName(handle)) for handle in handles}) > 1:
         raise LookupError("with devices of several models CUDA's order is unknown until it is initialised")
-    return handles[number]
+    handle = handles[number]
+    mode = _attempt(nvml, lambda: nvml.nvmlDeviceGetMigMode(handle)).value  # most devices have no such mode
+    if mode is not None and mode[0]:
+        raise LookupError(
+            f"device {number} is in MIG parts; which one CUDA takes is unknown until it is initialised"
+        )
+    return handle
 
 
 def _all_handles(nvml: Any) -> list[Any]:

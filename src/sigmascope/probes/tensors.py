@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from sigmascope.probes.accelerators.capturing import is_capturing
 from sigmascope.probes.reading import PROBE_ERRORS, describe
 from sigmascope.records.facts import TensorFacts
 
@@ -77,6 +78,8 @@ def _why_no_statistics(tensor: Tensor, wanted: bool | None) -> str | None:
         return "complex numbers have no order"
     if wanted is None and tensor.device.type != "cpu":
         return f"reading values from {tensor.device} would wait for it; ask with statistics=True"
+    if tensor.device.type != "cpu" and is_capturing(tensor.device.type):
+        return "a graph is being captured, which waiting for values would end with an error"
     return None
 
 

@@ -1,3 +1,4 @@
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,38 @@ def test_before_the_process_uses_cuda_nothing_is_allocated_and_cuda_stays_asleep
     assert accelerator.new_event() is None
     assert accelerator.reset_peak("cuda:0") is None
     assert gpu.calls == []
+
+
+def test_a_device_that_the_process_does_not_use_is_not_timed(gpu: Any) -> None:
+    gpu.contexts.clear()
+    gpu.contexts.add(1)  # the fake fails when recording would create a context on the other one
+    accelerator = CudaAccelerator()
+    assert accelerator.current_device() == "cuda:0"
+    assert (accelerator.new_event(), accelerator.new_event("cuda:0")) == (None, None)
+    event = accelerator.new_event("cuda:1")
+    assert event is not None
+    assert event.record()
+
+
+def test_before_the_process_uses_cuda_the_devices_are_counted_once(
+    gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu.initialized = False
+    accelerator = CudaAccelerator()
+    for _ in range(100):
+        assert accelerator.current_device() == "cuda:0"
+    assert gpu.nvml_loads == 1
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    gpu.nvml_count = 1
+    assert accelerator.devices() == ["cuda:0"]
+
+
+def test_a_warning_of_the_count_that_the_host_made_an_error_stays_inside(
+    gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu.initialized = False
+    monkeypatch.setattr(torch.cuda, "_device_count_nvml", lambda: warnings.warn("no NVML", stacklevel=1))
+    assert CudaAccelerator().devices() == []  # warnings are errors in these tests
 
 
 def test_devices_that_only_cuda_could_count_are_not_counted(gpu: Any) -> None:
@@ -121,6 +154,7 @@ def test_what_torch_raises_becomes_a_reason(
 
 
 def test_events_give_device_seconds_once_the_device_passed_them(gpu: Any) -> None:
+    gpu.contexts.add(1)
     accelerator = CudaAccelerator()
     start, end = accelerator.new_event("cuda:1"), accelerator.new_event("cuda:1")
     assert start is not None
@@ -137,6 +171,7 @@ def test_events_give_device_seconds_once_the_device_passed_them(gpu: Any) -> Non
 
 
 def test_an_event_is_recorded_on_the_stream_of_its_device(gpu: Any) -> None:
+    gpu.contexts.add(1)
     event: Any = CudaAccelerator().new_event("cuda:1")
     event.record()
     assert event._event.stream == "stream of 1"

@@ -106,6 +106,18 @@ def test_xpu_mirrors_cuda(xpu: SimpleNamespace) -> None:
     assert xpu.reset == [0]
 
 
+def test_a_graph_capture_on_xpu_is_left_alone(xpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded: list[object] = []
+    event = SimpleNamespace(record=recorded.append, query=lambda: True)
+    monkeypatch.setattr(torch.xpu, "Event", lambda enable_timing: event)
+    monkeypatch.setattr(torch.xpu, "current_stream", lambda _device: "stream")
+    monkeypatch.setattr(torch.xpu, "is_current_stream_capturing", lambda: True, raising=False)
+    mark = XpuAccelerator().new_event()
+    assert mark is not None
+    assert not mark.record()
+    assert recorded == []
+
+
 def test_xpu_facts(xpu: SimpleNamespace) -> None:
     facts = XpuAccelerator().facts("xpu:0")
     assert (facts.name, facts.total_bytes, facts.driver_version) == ("Intel Arc B580", 12 * MIB, "1.6.3")

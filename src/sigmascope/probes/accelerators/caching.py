@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from sigmascope.probes.accelerators.capturing import is_capturing
 from sigmascope.probes.accelerators.events import TimingEvent
 from sigmascope.probes.accelerators.protocol import AcceleratorEvent, AllocatorBytes
 from sigmascope.probes.reading import PROBE_ERRORS, Reading, attempt, describe
@@ -102,9 +103,10 @@ class CachingAccelerator:
 
     def new_event(self, device: str | None = None) -> AcceleratorEvent | None:
         """A timing mark on the stream that the host works on; None before the host used the device."""
-        if not self.is_initialized():
+        device = self.current_device() if device is None else device
+        if device is None or not self._is_used(device):  # recording would create a context
             return None
-        index = None if device is None else device_index(device)
+        index = device_index(device)
         event = attempt(lambda: self._backend.Event(enable_timing=True)).value
         if event is None:
             return None
@@ -120,17 +122,20 @@ class CachingAccelerator:
     def _count(self) -> int | None:
         """Number of devices; negative or None when that is not known yet."""
         count = self._backend.device_count if self.is_initialized() else self._count_without_initialising
-        return attempt(lambda: int(count())).value
+        return attempt(lambda: int(count()), Warning).value  # which a host may have made errors
 
     def _count_without_initialising(self) -> int:
         return int(self._backend.device_count())
+
+    def _is_used(self, device: str) -> bool:
+        return self.is_initialized() and bool(attempt(lambda: self._has_context(device_index(device))).value)
 
     def _has_context(self, index: int) -> bool:
         """Whether asking the driver about this device would not create a context on it."""
         return True
 
     def _capturing(self) -> bool:
-        return False
+        return is_capturing(self.kind)
 
     def _why_no_statistics(self, device: str) -> str:
         reading = attempt(lambda: _bytes_of(self._statistics(device_index(device))))
