@@ -3,7 +3,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from sigmascope.monitor import Recorder
-from sigmascope.probes import NullAccelerator
+from sigmascope.probes import AcceleratorEvent, NullAccelerator
 
 if TYPE_CHECKING:
     from tests.monitor.conftest import FakeAccelerator, FakeHost
@@ -74,6 +74,34 @@ def test_a_device_that_cannot_be_timed_yet_leaves_single_gaps(
     steps = timed.run().stages[0].steps
     assert steps.gpu_seconds == (None, 0.25)
     assert steps.unavailable["gpu_seconds"].startswith("1 steps: no event was taken")
+
+
+@pytest.mark.parametrize(("also_on_the_current_one", "marked"), [(False, "cuda:1"), (True, "cuda:0")])
+def test_work_that_is_on_another_device_than_the_current_one_is_timed_there(
+    make_accelerator: "type[FakeAccelerator]",
+    monkeypatch: pytest.MonkeyPatch,
+    also_on_the_current_one: bool,
+    marked: str,
+) -> None:
+    accelerator = make_accelerator(2)
+    accelerator.allocate(7, "cuda:1")
+    if also_on_the_current_one:
+        accelerator.allocate(5, "cuda:0")
+    devices, new_event = set(), accelerator.new_event
+
+    def noted(device: str) -> AcceleratorEvent | None:
+        devices.add(device)
+        return new_event(device)
+
+    monkeypatch.setattr(accelerator, "new_event", noted)
+    recorder = Recorder(sample_hz=None, accelerator=accelerator)
+    with recorder.stage("denoising"):
+        launch(accelerator, recorder, 0.5)
+        accelerator.done_seconds = accelerator.queued_seconds
+    steps = recorder.run().stages[0].steps
+    assert devices == {marked}
+    assert steps.gpu_seconds == (0.5,)
+    assert steps.allocated_bytes == (accelerator.allocated[marked],)
 
 
 def test_a_stage_has_the_time_between_its_own_edges_on_the_accelerator(

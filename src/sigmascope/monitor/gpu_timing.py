@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from sigmascope.probes.accelerators import AcceleratorEvent
+from sigmascope.records.memory import MemorySnapshot
 
 NOT_FINISHED = "the accelerator had not been seen to finish when the run was read"
 NOT_MARKED = "no event was taken at both edges, as where the accelerator was not in use yet"
@@ -21,6 +22,16 @@ class Mark(NamedTuple):
 
     device: str
     event: AcceleratorEvent
+
+
+def elsewhere(snapshot: MemorySnapshot) -> str | None:
+    """The device that holds the work, where the current one holds none of it; None: marks go to the current one.
+
+    A pipeline put on "cuda:1" leaves "cuda:0" current, and the marks of its idle stream would tell the host's time.
+    """
+    device = snapshot.device_in_use()
+    is_other = device is not None and device != snapshot.current_device
+    return device if is_other and snapshot.accelerator(str(device)).allocated_bytes else None
 
 
 class EventPool:

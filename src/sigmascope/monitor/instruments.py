@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 
 from sigmascope.monitor import peaks
-from sigmascope.monitor.gpu_timing import EventPool, Mark, StageEdges, StepTimings
+from sigmascope.monitor.gpu_timing import EventPool, Mark, StageEdges, StepTimings, elsewhere
 from sigmascope.monitor.guard import Guard
 from sigmascope.monitor.json_values import as_json
 from sigmascope.monitor.peak_tracking import ACCELERATOR_PEAK, PeakTracker, reader_for
@@ -51,6 +51,7 @@ class Instruments:
         reader = self.guard.call(ACCELERATOR_PEAK, lambda: reader_for(self.accelerator))
         self.tracker = PeakTracker(reader, self.guard)
         self._events = None if reader is None else EventPool(self.accelerator.new_event)
+        self._elsewhere: str | None = None
         self.stage_edges = StageEdges()
         self._wish = Wish(self._sample, sample_hz) if sample_hz and sample_hz > 0 else None
         self.meter = UtilizationMeter(self.accelerator, is_sampled=self._wish is not None)
@@ -76,7 +77,7 @@ class Instruments:
         if events is None or not self.guard.works("gpu_timing"):
             return None
         try:
-            device = device or self.accelerator.current_device()
+            device = device or self._elsewhere or self.accelerator.current_device()
             return None if device is None else events.mark(device)
         except Exception as failure:  # noqa: BLE001 - as above
             self.guard.switch_off("gpu_timing", failure)
@@ -84,8 +85,8 @@ class Instruments:
 
     def device_in_use(self) -> str | None:
         """The device that the calling thread works on; None without an accelerator."""
-        if self._events is None:
-            return None
+        if self._events is None or self._elsewhere is not None:
+            return self._elsewhere
         return self.guard.call(ACCELERATOR_PEAK, self.accelerator.current_device)
 
     # --- stages
@@ -106,7 +107,9 @@ class Instruments:
 
     def snapshot(self) -> MemorySnapshot | None:
         """All memory now."""
-        return self.guard.call("memory_snapshot", lambda: memory_snapshot(self.accelerator))
+        found = self.guard.call("memory_snapshot", lambda: memory_snapshot(self.accelerator))
+        self._elsewhere = None if found is None else elsewhere(found)
+        return found
 
     def host_memory(self, snapshot: MemorySnapshot | None = None) -> HostMemory:
         """The host's part of a snapshot; what is not in one is read now."""
@@ -150,8 +153,6 @@ class Instruments:
     def _sample(self) -> None:
         self.look()
         self.guard.call("utilization", lambda: self.meter.sample(self.clock()))
-
-    # --- reasons
 
     def step_reasons(self) -> dict[str, str]:
         """For each column of `Steps` that may be missing, why it is."""
