@@ -1,11 +1,14 @@
 """Runs as a pipeline of a certain speed gives them."""
 
+import itertools
 import random
 from collections.abc import Sequence
 
 from sigmascope.records.peak import AcceleratorPeak, PeakMemory
 from sigmascope.records.run import Run, Stage
 from sigmascope.records.steps import Steps
+
+_NUMBERS = itertools.count()
 
 
 def steps(seconds: Sequence[float], gpu: Sequence[float | None] = ()) -> Steps:
@@ -28,7 +31,9 @@ def run(
     denoising = Stage("denoising", 0.0, sum(seconds), steps=steps(seconds), peak=peak)
     decoding = Stage("latent_decoding", sum(seconds), other)
     total = sum(seconds) + other
-    return Run("id", "run", "2026-01-01T00:00:00+00:00", total, stages=(denoising, decoding))
+    return Run(
+        f"id {next(_NUMBERS)}", "run", "2026-01-01T00:00:00+00:00", total, stages=(denoising, decoding)
+    )
 
 
 def noisy_runs(count: int, *, factor: float = 1.0, noise: float = 0.02, seed: int = 0) -> list[Run]:

@@ -61,3 +61,14 @@ def test_figures_of_one_side_alone_are_named() -> None:
 def test_the_same_seed_gives_the_same_interval() -> None:
     sides = noisy_runs(8, seed=1), noisy_runs(8, seed=2)
     assert compare_run_sets(*sides, seed=3) == compare_run_sets(*sides, seed=3)
+
+
+@pytest.mark.parametrize("baseline", [[0.0, 0.0, 1.0, 1.0, 1.0], [5e-324, 1.0, 1.0]])
+def test_values_of_0_in_the_baseline_leave_the_ratio_without_an_interval(baseline: list[float]) -> None:
+    found = compare_values("stage", "seconds", [1.0, 2.0, 3.0, 2.0, 2.0], baseline)
+    assert (found.ratio, found.lower, found.upper) == (2.0, None, None)
+    assert found.unavailable["interval"] == "some of the baseline's values are 0"
+
+
+def test_a_ratio_is_never_infinite() -> None:
+    assert compare_values("stage", "seconds", [1.0] * 3, [5e-324] * 3).ratio is None

@@ -142,3 +142,12 @@ def test_runs_that_broke_off_hide_no_regression(tmp_path: Path) -> None:
     plain = CliRunner().invoke(app, ["check", str(tmp_path / "new"), "--json", "--baseline", *old])
     assert json.loads(plain.stdout)["missing"] == {"new runs": "8 of 16 broke off, and count for nothing"}
     assert len(new) == 8
+
+
+@pytest.mark.parametrize("command", ["check", "compare"])
+def test_runs_are_not_held_against_themselves(tmp_path: Path, command: str) -> None:
+    old = saved(tmp_path / "old", seed=1)
+    new = saved(tmp_path / "new")
+    done = CliRunner().invoke(app, [command, *new, old[3], "--baseline", *old])
+    assert isinstance(done.exception, RecordError)
+    assert "is in the baseline too" in done.exception.message

@@ -19,6 +19,8 @@ from sigmascope.records.run import Run
 CONFIDENCE: Final = 0.95
 _RESAMPLES: Final = 4_999
 _FEWEST_FOR_AN_INTERVAL: Final = 3
+_NOTHING: Final = 1e-12
+"""Nobody's clock tells so few seconds from 0, and what is divided by less may be infinite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +97,15 @@ def compare_values(
         seed: Of the resampling.
     """
     old_median, new_median = median(baseline), median(new)
-    ratio = new_median / old_median if old_median else None
+    ratio = new_median / old_median if old_median > _NOTHING else None
     unavailable: dict[str, str] = {}
     interval: tuple[float, float] | None = None
     if ratio is None:
         unavailable["ratio"] = "the baseline's median is 0"
     elif min(len(new), len(baseline)) < _FEWEST_FOR_AN_INTERVAL:
         unavailable["interval"] = f"it takes {_FEWEST_FOR_AN_INTERVAL} runs on each side"
+    elif min(baseline) <= _NOTHING:
+        unavailable["interval"] = "some of the baseline's values are 0"
     else:
         interval = _interval(new, baseline, seed)
     return FigureComparison(
@@ -137,8 +141,7 @@ def _interval(new: Sequence[float], baseline: Sequence[float], seed: int) -> tup
     from scipy.stats import bootstrap
 
     def ratio(ours: NDArray[np.float64], theirs: NDArray[np.float64], axis: int = -1) -> NDArray[np.float64]:
-        below = np.median(theirs, axis=axis)
-        return np.asarray(np.median(ours, axis=axis) / np.where(below == 0, np.nan, below))
+        return np.asarray(np.median(ours, axis=axis) / np.median(theirs, axis=axis))
 
     found = bootstrap(
         (np.asarray(new, dtype=np.float64), np.asarray(baseline, dtype=np.float64)),

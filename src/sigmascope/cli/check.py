@@ -10,7 +10,7 @@ from rich.text import Text
 
 from sigmascope.cli.compare_tables import amount, interval
 from sigmascope.cli.lora.op_tables import plain, table
-from sigmascope.cli.run_files import load_runs, path_argument
+from sigmascope.cli.run_files import load_sides, path_argument
 from sigmascope.errors import SigmascopeError
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def _checked(
     from sigmascope.analysis.run_differences import set_up_differences
     from sigmascope.analysis.work import require_pairs
 
-    pairs, missing = require_pairs(load_runs(runs), load_runs(baseline), named=runs[0])
+    pairs, missing = require_pairs(*load_sides(runs, baseline), named=runs[0])
     found = {}
     for work, (new, old) in pairs.items():
         check = check_regression(new, old, max_slowdown=max_slowdown, max_growth=max_growth, alpha=alpha)

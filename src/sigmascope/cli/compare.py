@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from sigmascope.cli.run_files import load_runs, path_argument
+from sigmascope.cli.run_files import load_sides, path_argument
 
 if TYPE_CHECKING:
     from sigmascope.analysis.compare_report import WorkComparison
@@ -41,7 +41,7 @@ def compare(
     from sigmascope.analysis.compare_report import compare_work
     from sigmascope.analysis.work import require_pairs
 
-    pairs, missing = require_pairs(load_runs(runs), load_runs(baseline), named=runs[0])
+    pairs, missing = require_pairs(*load_sides(runs, baseline), named=runs[0])
     found = tuple(compare_work(work, *sides, by_step=by_step) for work, sides in pairs.items())
     if as_json:
         typer.echo(json.dumps(_plain(found, missing), indent=2))

@@ -8,6 +8,7 @@ import typer
 from typer.core import TyperCommand
 
 from sigmascope.errors import RecordError
+from sigmascope.printable import printable
 
 if TYPE_CHECKING:
     from sigmascope.records.run import Run
@@ -29,6 +30,21 @@ def load_runs(paths: Sequence[Path]) -> "list[Run]":
             raise RecordError(path, f"is damaged: {wrong}.", hint="Leave it out, or record the run again.")
     _refuse_copies(found)
     return list(found.values())
+
+
+def load_sides(new: Sequence[Path], baseline: Sequence[Path]) -> "tuple[list[Run], list[Run]]":
+    """The runs of both sides of a comparison.
+
+    Raises:
+        RecordError: As `load_runs`; and for a run that both sides have, which would be found the same as itself.
+    """
+    ours, theirs = load_runs(new), load_runs(baseline)
+    ids = {run.id for run in theirs}
+    twin = next((run for run in ours if run.id in ids and run in theirs), None)
+    if twin is not None:
+        message = f"the run {printable(twin.id)} is in the baseline too."
+        raise RecordError(new[0], message, hint="Compare runs with earlier ones, not with themselves.")
+    return ours, theirs
 
 
 def _files(path: Path) -> list[Path]:
