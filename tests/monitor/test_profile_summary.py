@@ -16,7 +16,7 @@ class Event(SimpleNamespace):
 def event(name: str, cpu: float, self_cpu: float, kernels: dict[str, float], *children: Event) -> Event:
     return Event(
         name=name, device_type=DeviceType.CPU, cpu_time_total=cpu, self_cpu_time_total=self_cpu,
-        kernels=[SimpleNamespace(name=kernel, duration=us) for kernel, us in kernels.items()],
+        kernels=[SimpleNamespace(name=kernel, device=1, duration=us) for kernel, us in kernels.items()],
         cpu_children=list(children),
     )  # fmt: skip
 
@@ -83,6 +83,11 @@ def test_a_block_has_the_kernels_of_all_that_it_called_and_not_its_own_shadow(su
     assert block.calls == 2
     assert block.cpu_seconds == pytest.approx(200e-6)
     assert block.self_cpu_seconds == pytest.approx(120e-6)
+
+
+def test_the_device_is_that_of_the_kernels(sums: ProfileSums) -> None:
+    assert sums.device() == "cuda:1"
+    assert ProfileSums(has_device=True).device() is None
 
 
 def test_the_whole_has_the_kernels_of_its_blocks(sums: ProfileSums) -> None:

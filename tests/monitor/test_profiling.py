@@ -131,7 +131,7 @@ def test_without_an_accelerator_its_times_are_none_with_the_reason() -> None:
     assert found.whole is not None
     assert (found.device, found.whole.device_seconds) == (None, None)
     assert found.operators[0].self_device_seconds is None
-    assert found.unavailable == {"device_seconds": "no accelerator was in use"}
+    assert found.unavailable == {"device_seconds": "no CUDA or HIP device was in use"}
 
 
 def test_a_block_on_another_thread_is_not_taken_for_this_steps() -> None:
@@ -180,6 +180,21 @@ def test_the_hosts_own_profiler_goes_on() -> None:
         found = profiled(denoiser)
     assert found.unavailable["steps"] == "steps 1: another profiler was running"
     assert {one.key: one.count for one in theirs.key_averages()}["aten::addmm"] == 5
+
+
+def test_a_device_that_was_first_used_after_the_steps_did_not_take_no_time_in_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    denoiser = Denoiser()
+    profiling = profile_steps(None, denoiser, (1,))
+    with profiling:
+        denoiser(X)
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert profiling.profile is not None
+    assert profiling.profile.whole is not None
+    assert profiling.profile.whole.device_seconds is None
+    assert profiling.profile.whole.allocated_bytes
+    assert (profiling.profile.device, "device_seconds" in profiling.profile.unavailable) == (None, True)
 
 
 def test_a_step_that_is_captured_into_a_graph_is_not_profiled(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,8 @@ class ProfileSession:
     Attributes:
         taken: Steps, with the profilers that saw them.
         refused: Why a step was not taken.
+        saw_device: Whether kernels were seen in all steps that were taken; None before the first one. A process may
+            begin to use its device after them.
 
     Args:
         marks: Put on for each step.
@@ -29,6 +31,7 @@ class ProfileSession:
     def __init__(self, marks: Marks) -> None:
         self.taken: list[tuple[int, Any]] = []
         self.refused: str | None = None
+        self.saw_device: bool | None = None
         self._marks = marks
         self._running: tuple[int, int, Any] | None = None  # thread, step, profiler
 
@@ -44,9 +47,10 @@ class ProfileSession:
         if is_capturing("cuda"):
             self.refused = CAPTURED
             return
-        activities = [ProfilerActivity.CPU]
-        if uses_cuda():
+        activities, sees_device = [ProfilerActivity.CPU], uses_cuda()
+        if sees_device:
             activities.append(ProfilerActivity.CUDA)
+        self.saw_device = sees_device and self.saw_device is not False
         profiler = profile(activities=activities, profile_memory=True)
         profiler.start()
         self._running = (threading.get_ident(), step, profiler)

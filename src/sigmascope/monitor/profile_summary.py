@@ -35,6 +35,7 @@ class ProfileSums:
     operators: dict[str, _Sum] = field(default_factory=lambda: defaultdict(_Sum))
     allocated: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     growth: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    kernel_us: dict[int, float] = field(default_factory=lambda: defaultdict(float))
 
     def add(self, profiler: Any) -> None:
         """Take a `torch.profiler.profile` that has stopped."""
@@ -42,6 +43,10 @@ class ProfileSums:
             if event.device_type == DeviceType.CPU:
                 self._add_event(event)
         self._add_memory(list(profiler.profiler.kineto_results.events()))
+
+    def device(self) -> str | None:
+        """The device on which kernels ran longest, which need not be the current one; None if none ran."""
+        return f"cuda:{max(self.kernel_us, key=self.kernel_us.__getitem__)}" if self.kernel_us else None
 
     def whole(self, class_name: str) -> BlockProfile | None:
         """The denoiser itself; None if it was never seen."""
@@ -71,6 +76,9 @@ class ProfileSums:
         found.calls += 1
         found.cpu_us += event.cpu_time_total
         found.self_cpu_us += event.self_cpu_time_total
+        if not is_mark:
+            for kernel in event.kernels:
+                self.kernel_us[kernel.device] += kernel.duration
         events = _below(event) if is_mark else (event,)
         found.device_us += sum(_device_us(one) for one in events)
 

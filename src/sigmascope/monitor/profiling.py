@@ -7,7 +7,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -17,7 +16,7 @@ from sigmascope.monitor.guard import Guard
 from sigmascope.monitor.hooks import COMPILED_IN_PLACE, Hook
 from sigmascope.monitor.json_values import as_json
 from sigmascope.monitor.profile_blocks import Marks, blocks_of, denoiser_of, why_no_blocks
-from sigmascope.monitor.profile_session import ProfileSession, uses_cuda
+from sigmascope.monitor.profile_session import ProfileSession
 from sigmascope.monitor.profile_summary import ProfileSums
 from sigmascope.monitor.recorder import Recorder
 from sigmascope.monitor.scope import Scope
@@ -96,8 +95,8 @@ class ProfiledSteps:
         return recorder.current_scope() if isinstance(recorder, Recorder) else None
 
     def _summary(self) -> StepsProfile:
-        has_device, taken = uses_cuda(), self._session.taken
-        sums = ProfileSums(has_device)
+        taken = self._session.taken
+        sums = ProfileSums(bool(self._session.saw_device))
         for _, profiler in taken:
             sums.add(profiler)
         traces = [self._write_trace(step, profiler) for step, profiler in taken if self._trace]
@@ -107,7 +106,7 @@ class ProfiledSteps:
             whole=sums.whole(type(self._denoiser).__name__),
             blocks=sums.all_blocks({path: type(block).__name__ for path, block in self._blocks.items()}),
             operators=sums.top_operators(),
-            device=f"cuda:{torch.cuda.current_device()}" if has_device else None,
+            device=sums.device(),
             traces=tuple(trace for trace in traces if trace is not None),
             unavailable=self._gaps(),
         )
@@ -121,8 +120,8 @@ class ProfiledSteps:
         if missed:
             reason = self._session.refused or self._guard.reasons.get("profile") or called
             gaps["steps"] = f"steps {', '.join(map(str, missed))}: {reason}"
-        if not uses_cuda():
-            gaps["device_seconds"] = "no accelerator was in use"
+        if not self._session.saw_device:
+            gaps["device_seconds"] = "no CUDA or HIP device was in use"
         return gaps
 
     def _write_trace(self, step: int, profiler: Any) -> str | None:
