@@ -1,8 +1,10 @@
 """How long runs take on machines that do other things as well."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from tests.pipeline.optimized import optimizer
 from tests.pipeline.optimizing.measured import (
     Clock,
@@ -10,6 +12,9 @@ from tests.pipeline.optimizing.measured import (
     sliced_is_fast,
     timed,
 )
+from torch import nn
+
+from sigmascope.pipeline.optimizing.trial_runs import Count, Trials
 
 
 def test_slow_runs_of_a_busy_machine_do_not_make_a_choice_pay(clock: Clock, sd15: Any) -> None:
@@ -58,3 +63,13 @@ def test_runs_that_are_measured_again_are_counted_too(clock: Clock, sd15: Any) -
     )
     assert told[-1] == (16, 16)
     assert all(done <= total for done, total in told)
+
+
+def test_the_device_that_the_pipeline_runs_on_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited_for: list[torch.device] = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", waited_for.append)
+    device = torch.device("cuda:1")  # while cuda:0 may be the current one, and the weights are in RAM
+    pipeline = SimpleNamespace(_execution_device=device, components={})
+    count = Count(lambda *_: None, 1)
+    Trials(pipeline, lambda _: waited_for.clear(), nn.Linear(1, 1), repeats=1, warmup=0, count=count).run("")
+    assert waited_for == [device]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from typing import Any, Final
 
@@ -97,7 +98,7 @@ class Trials:
         with recorder, recorder.stage(STAGE):
             with recorder.hook_steps(self.denoiser):
                 output = self.call(self.pipeline)
-            _finish()
+            _finish(self.pipeline, self.denoiser)
         self.count.one_more(name)
         return recorder.run(), image_of(output)
 
@@ -156,7 +157,14 @@ def _peaks(runs: list[Run]) -> tuple[str | None, list[int]]:
     return where, found.get(where or "", [])
 
 
-def _finish() -> None:
+def _finish(pipeline: object, denoiser: nn.Module) -> None:
     """Wait for the device, so that the time is that of the work; here nobody else's work is held up."""
-    if torch.accelerator.is_available():
-        attempt(torch.accelerator.synchronize)
+    for device in _devices_of(pipeline, denoiser):
+        attempt(partial(torch.accelerator.synchronize, device))
+
+
+def _devices_of(pipeline: Any, denoiser: nn.Module) -> set[torch.device]:
+    """Where it runs, which need not be the current device; weights may be in RAM between two runs."""
+    runs_on: torch.device | None = attempt(lambda: pipeline._execution_device).value
+    found = {weight.device for weight in denoiser.parameters()} | ({runs_on} if runs_on else set())
+    return {device for device in found if device.type not in ("cpu", "meta")}
