@@ -112,12 +112,14 @@ def test_steps_may_surround_the_capture_and_the_replay_of_a_graph() -> None:
     torch.relu(latent)
     recorder = Recorder(sample_hz=10.0)
     graph = torch.cuda.CUDAGraph()
-    with recorder.stage("denoising"):
+    with recorder.stage("denoising") as stage:
         with torch.cuda.graph(graph), recorder.step():
             output = torch.relu(latent)
+            stage.tensor("output", output, statistics=True)
         for _ in range(3):
             with recorder.step():
                 graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(output, torch.relu(latent))
     assert len(recorder.run().stages[0].steps) == 4
+    assert "graph" in recorder.run().stages[0].tensors["output"].unavailable["mean"]

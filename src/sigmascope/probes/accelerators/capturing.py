@@ -15,8 +15,8 @@ def is_capturing(kind: str) -> bool:
         kind: As torch calls it, such as "cuda"; types without graphs capture nothing.
     """
     backend: Any = getattr(torch, kind, None)
-    return isinstance(backend, ModuleType) and bool(attempt(lambda: _asked(backend)).value)
+    return isinstance(backend, ModuleType) and attempt(lambda: _asked(backend)).value is True
 
 
 def _asked(backend: Any) -> bool:
-    return backend.is_initialized() and backend.is_current_stream_capturing()
+    return bool(backend.is_initialized() and backend.is_current_stream_capturing())
