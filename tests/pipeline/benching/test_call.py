@@ -42,8 +42,25 @@ def test_a_batch_is_asked_for_as_the_pipeline_has_it() -> None:
     assert arguments(TinyPipeline(), BenchCase(batch=3))["prompt"] == ["a fox"] * 3
 
 
-def test_what_the_user_gives_wins() -> None:
-    assert arguments(TinyPipeline(), BenchCase(steps=4), num_inference_steps=9)["num_inference_steps"] == 9
+def test_what_the_user_gives_wins_over_what_the_case_leaves_open() -> None:
+    assert arguments(TinyPipeline(), BenchCase(), num_inference_steps=9)["num_inference_steps"] == 9
+    check_call(TinyPipeline(), BenchCase(), {"num_inference_steps": 9})
+
+
+@pytest.mark.parametrize(
+    ("case", "name", "flag"),
+    [
+        (BenchCase(steps=4), "num_inference_steps", "--steps"),
+        (BenchCase(64, 32), "height", "--resolution"),
+        (BenchCase(frames=5), "num_frames", "--frames"),
+        (BenchCase(), "num_images_per_prompt", "--batch"),
+    ],
+)
+def test_runs_are_not_named_for_a_case_that_they_are_not_of(case: BenchCase, name: str, flag: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"^--call {name}: the case {case.label} has .*Say it with {flag} alone"
+    ):
+        check_call(OfImages(), case, {name: 9})
 
 
 def test_open_ended_arguments_are_no_parameters() -> None:

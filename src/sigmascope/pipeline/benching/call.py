@@ -21,7 +21,7 @@ def parameters_of(pipeline: object) -> frozenset[str]:
 
 
 def check_call(pipeline: object, case: BenchCase, given: Mapping[str, Any]) -> None:
-    """Refuse what the pipeline's call does not take.
+    """Refuse what the pipeline's call does not take, and what would be other work than the case says.
 
     Args:
         pipeline: Whose call it is.
@@ -32,6 +32,7 @@ def check_call(pipeline: object, case: BenchCase, given: Mapping[str, Any]) -> N
         ConfigError: Names the first of them, and what the pipeline takes.
     """
     takes = parameters_of(pipeline)
+    _refuse_other_work(case, given)
     wanted = {
         "height": ("--resolution", case.height),
         "num_inference_steps": ("--steps", case.steps),
@@ -50,6 +51,23 @@ def check_call(pipeline: object, case: BenchCase, given: Mapping[str, Any]) -> N
         )
 
 
+def _refuse_other_work(case: BenchCase, given: Mapping[str, Any]) -> None:
+    said = {
+        "width": ("--resolution", case.width),
+        "height": ("--resolution", case.height),
+        "num_inference_steps": ("--steps", case.steps),
+        "num_frames": ("--frames", case.frames),
+        **dict.fromkeys(_PER_PROMPT, ("--batch", case.batch)),
+    }
+    for name in given:
+        flag, value = said.get(name, ("", None))
+        if value is not None:
+            raise ConfigError(
+                f"--call {name}: the case {case.label} has {value} of it already.",
+                hint=f"Say it with {flag} alone.",
+            )
+
+
 def call_arguments(
     pipeline: object, case: BenchCase, prompt: str, seed: int, given: Mapping[str, Any]
 ) -> dict[str, Any]:
@@ -60,7 +78,7 @@ def call_arguments(
         case: Size, batch and steps; what is None is left to the pipeline.
         prompt: For pipelines that take one.
         seed: Of the noise, which is drawn on the CPU.
-        given: Other arguments of the user's, which win.
+        given: Other arguments of the user's, which `check_call` has looked at.
     """
     takes = parameters_of(pipeline)
     arguments: dict[str, Any] = {

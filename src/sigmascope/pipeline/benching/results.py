@@ -38,7 +38,7 @@ class BenchOptions:
             if value < least:
                 raise ConfigError(f"--{name} is {value}.", hint=f"Give {least} or more.")
         if not 0 <= self.seed < 2**63:
-            raise ConfigError(f"--seed is {self.seed}.", hint="Give a number from 0 on.")
+            raise ConfigError(f"--seed is {self.seed}.", hint="Give a number from 0 to 2**63 - 1.")
         if not self.target > 0:
             raise ConfigError(f"--target is {self.target}.", hint="Give seconds above 0.")
 
