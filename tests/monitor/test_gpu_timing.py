@@ -137,6 +137,21 @@ def test_stages_of_a_long_run_use_their_events_again(timed: Recorder, accelerato
     assert [stage.facts["device_seconds"] for stage in timed.run().stages] == [0.25] * 200
 
 
+def test_an_accelerator_without_events_says_why_and_its_memory_is_read(
+    accelerator: "FakeAccelerator", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accelerator, "untimed", "its events wait", raising=False)
+    monkeypatch.setattr(accelerator, "new_event", lambda _device: None)
+    accelerator.allocate(7)
+    recorder = Recorder(sample_hz=None, accelerator=accelerator)
+    with recorder.stage("denoising"):
+        launch(accelerator, recorder, 0.5)
+    stage = recorder.run().stages[0]
+    assert stage.unavailable["device_seconds"] == "its events wait"
+    assert stage.steps.unavailable["gpu_seconds"] == "its events wait"
+    assert stage.steps.allocated_bytes == (7,)
+
+
 def test_without_an_accelerator_a_stage_has_no_time_of_it() -> None:
     recorder = Recorder(sample_hz=None, accelerator=NullAccelerator("none"))
     with recorder.stage("denoising"):

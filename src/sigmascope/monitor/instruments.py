@@ -161,7 +161,7 @@ class Instruments:
         known = {
             "rss_bytes": reasons.get("process_rss"),
             "allocated_bytes": reasons.get(ACCELERATOR_PEAK) or absence,
-            "gpu_seconds": reasons.get("gpu_timing") or absence,
+            "gpu_seconds": reasons.get("gpu_timing") or absence or getattr(self.accelerator, "untimed", None),
         }
         return {name: reason for name, reason in known.items() if reason is not None}
 

@@ -157,7 +157,7 @@ class Scope:
         if on_device is not None:
             facts[DEVICE_SECONDS] = on_device
         elif why_not is not None:
-            unavailable[DEVICE_SECONDS] = why_not
+            unavailable[DEVICE_SECONDS] = instruments.step_reasons().get("gpu_seconds") or why_not
         return Stage(
             name=self.name,
             started_seconds=(self.started_ns - run_started_ns) / 1e9,

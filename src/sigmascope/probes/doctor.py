@@ -118,7 +118,8 @@ def _measurements(accelerator: Accelerator) -> Iterator[Measurement]:
     yield _read("memory of the machine", ram.unavailable.get("ram_used_bytes"), "by psutil")
     yield _read("tensors on the CPU", heap.reason, "what malloc has given out, for leaks")
     yield _read("memory of devices", absent, "PyTorch's allocator, peaks kept apart for nested stages")
-    yield _read("time on the device", absent, "events at the edges of steps, read without waiting")
+    untimed = absent or getattr(accelerator, "untimed", None)
+    yield _read("time on the device", untimed, "events at the edges of steps, read without waiting")
     yield _read(
         "utilisation of the device", absent or _no_nvml(accelerator), "NVML, at most 5 times a second"
     )

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 
 import torch
 
-from sigmascope.probes.accelerators.events import TimingEvent
 from sigmascope.probes.accelerators.protocol import AcceleratorEvent, AllocatorBytes
 from sigmascope.probes.reading import Reading, attempt, reasons
 from sigmascope.records.host import AcceleratorFacts
@@ -15,10 +14,15 @@ _UNIFIED = "MPS shares the machine's RAM and has no figure of its own"
 
 
 class MpsAccelerator:
-    """The one device of a Mac. `reserved` is what the Metal driver holds for this process, caches included."""
+    """The one device of a Mac. `reserved` is what the Metal driver holds for this process, caches included.
+
+    Attributes:
+        untimed: Why there are no events.
+    """
 
     kind = "mps"
     absence: str | None = None
+    untimed = "torch waits for all queued work of MPS to tell the time between two events"
 
     def device_count(self) -> int:
         """One."""
@@ -59,9 +63,8 @@ class MpsAccelerator:
         return _NO_PEAK
 
     def new_event(self, device: str | None = None) -> AcceleratorEvent | None:
-        """A timing mark on the default stream."""
-        event = attempt(lambda: torch.mps.Event(enable_timing=True)).value
-        return None if event is None else TimingEvent(event, lambda e: e.record(), lambda: False)
+        """None: see `untimed`."""
+        return None
 
     def facts(self, device: str) -> AcceleratorFacts:
         """Name (from torch where it has one) and memory; the driver is part of macOS."""

@@ -37,7 +37,8 @@ class AcceleratorEvent(Protocol):
 class Accelerator(Protocol):
     """One kind of accelerator and all its devices, named as torch names them ("cuda:0").
 
-    No method raises, waits for the device, or initialises it: a monitor is a guest.
+    No method raises, waits for the device, or initialises it: a monitor is a guest. One that has no events may have an
+    attribute `untimed` that says why.
     """
 
     @property
