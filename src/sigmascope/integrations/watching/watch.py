@@ -1,6 +1,5 @@
 """`watch`: one line that makes a record of what any pipeline does, and changes nothing of it."""
 
-import functools
 import inspect
 import logging
 import os
@@ -9,6 +8,7 @@ from types import TracebackType
 from typing import Any
 
 from sigmascope.errors import ConfigError
+from sigmascope.integrations.watching.decorated import decorated
 from sigmascope.integrations.watching.session import Choices, Session
 from sigmascope.monitor.guard import describe
 from sigmascope.records.prompts import PromptPrivacy, check_privacy
@@ -78,21 +78,7 @@ class Watch:
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function with a watch of its own around each call."""
-        if inspect.iscoroutinefunction(function):
-
-            @functools.wraps(function)
-            async def awaited(*args: Any, **kwargs: Any) -> Any:
-                with self._another():
-                    return await function(*args, **kwargs)
-
-            return awaited
-
-        @functools.wraps(function)
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            with self._another():
-                return function(*args, **kwargs)
-
-        return watched
+        return decorated(function, self._another)
 
     def _another(self) -> "Watch":
         """A watch for one call, whose run this one keeps when it is over."""
