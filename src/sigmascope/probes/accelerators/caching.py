@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from sigmascope.probes.accelerators.capturing import is_capturing
 from sigmascope.probes.accelerators.events import TimingEvent
 from sigmascope.probes.accelerators.protocol import AcceleratorEvent, AllocatorBytes
 from sigmascope.probes.reading import PROBE_ERRORS, Reading, attempt, describe
@@ -38,6 +37,8 @@ class CachingAccelerator:
         self._statistics: Callable[[int], Mapping[str, Any]] = getattr(
             torch._C, raw_statistics, backend.memory_stats_as_nested_dict
         )
+        # Asked at each event, so without a detour; an older torch has no graphs on XPU.
+        self._capturing: Callable[[], bool] = getattr(backend, "is_current_stream_capturing", lambda: False)
 
     def is_initialized(self) -> bool:
         """Whether the host has used the device in this process."""
@@ -133,9 +134,6 @@ class CachingAccelerator:
     def _has_context(self, index: int) -> bool:
         """Whether asking the driver about this device would not create a context on it."""
         return True
-
-    def _capturing(self) -> bool:
-        return is_capturing(self.kind)
 
     def _why_no_statistics(self, device: str) -> str:
         reading = attempt(lambda: _bytes_of(self._statistics(device_index(device))))
