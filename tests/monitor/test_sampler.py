@@ -90,6 +90,16 @@ def test_without_a_rate_there_is_no_thread() -> None:
             assert sampler_threads() == []
 
 
+@pytest.mark.parametrize("rate", [1e-12, 5e-324])
+def test_a_rate_of_once_in_centuries_waits_no_longer_than_a_thread_can(rate: float) -> None:
+    wish = Wish(lambda: None, rate)
+    assert wish.period_seconds <= threading.TIMEOUT_MAX
+    with Recorder(sample_hz=rate).stage("quiet"):
+        assert sampler_threads() == ["sigmascope-sampler"]
+        time.sleep(0.02)
+        assert sampler_threads() == ["sigmascope-sampler"]
+
+
 def test_it_never_samples_more_than_ten_times_a_second() -> None:
     assert Wish(lambda: None, 1000.0).period_seconds == 1.0 / MAX_HZ == 0.1
 

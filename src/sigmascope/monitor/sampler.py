@@ -8,6 +8,8 @@ MAX_HZ = 10.0
 """On one core a 100 Hz sampler costs 2 per cent of the host's time, a 10 Hz one cannot be measured."""
 
 _JOIN_SECONDS = 1.0
+_LONGEST_SECONDS = 3600.0
+"""No thread can wait for centuries."""
 
 
 class Wish:
@@ -22,7 +24,7 @@ class Wish:
 
     def __init__(self, sample: Callable[[], None], hz: float) -> None:
         self.sample = sample
-        self.period_seconds = 1.0 / min(hz, MAX_HZ)
+        self.period_seconds = min(1.0 / min(hz, MAX_HZ), _LONGEST_SECONDS)
         self.open_scopes = 0
 
 

@@ -75,6 +75,14 @@ def test_a_set_up_that_does_not_run_is_dropped_with_its_error(clock: Clock, sd15
     assert differences(before, deep_snapshot(sd15)) == []
 
 
+def test_a_call_that_does_not_run_at_all_is_not_the_choice_s_fault(clock: Clock, sd15: Any) -> None:
+    def call(pipeline: Any) -> object:
+        raise ValueError("There is no prompt.")
+
+    found = measure(sd15, call, vae_tiling=True)
+    assert found.results[0].verdict == "It does not run, nor without it: ValueError: There is no prompt."
+
+
 def test_what_lets_the_pipeline_run_at_all_is_kept(clock: Clock, sd15: Any) -> None:
     def call(pipeline: Any) -> object:
         if not pipeline.vae.use_tiling:

@@ -65,7 +65,8 @@ def judge(
     """
     least_gain = demands.least_gain
     if after.error is not None:
-        return Verdict(False, f"It does not run: {after.error}.")
+        without = "" if before.error is None else ", nor without it"
+        return Verdict(False, f"It does not run{without}: {after.error.removesuffix('.')}.")
     broken = _why_broken(image, demands.min_psnr)
     if broken is not None:
         return Verdict(False, broken)
