@@ -87,6 +87,11 @@ def test_writes_what_the_library_gives(arguments: dict[str, str], folder: Path) 
     assert np.array_equal(pixels(arguments["--output_path"]), np.asarray(expected))
 
 
+def test_a_size_that_no_memory_holds_is_an_error_with_a_next_step(arguments: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=r"does not fit into memory .*--tile_size 512"):
+        run(arguments, "--size", "10000000x10000000")
+
+
 def test_hyphens_are_the_same_flags(arguments: dict[str, str], tmp_path: Path) -> None:
     run(arguments)
     first = pixels(arguments["--output_path"])

@@ -13,6 +13,7 @@ from pathlib import Path
 from sigmascope.errors import NonFiniteError, SigmascopeError, WriteError
 from sigmascope.lbm.batches import Batch
 from sigmascope.lbm.data import SkippedSamples
+from sigmascope.lbm.memory_errors import LESS_FOR_TRAINING, within_memory
 from sigmascope.lbm.training.accelerating import accelerated
 from sigmascope.lbm.training.checkpointing import CheckpointFolder
 from sigmascope.lbm.training.distributed import Team, naming_lost_processes
@@ -85,7 +86,7 @@ def train(
         listeners: Told of steps, logs and validations.
 
     Raises:
-        ConfigError: The settings, the data or the checkpoint do not fit; a package is missing.
+        ConfigError: The settings, the data or the checkpoint do not fit, or memory runs out; a package is missing.
         NonFiniteError: Loss or gradient became NaN or Inf; names the step, the samples and the layers.
         WriteError: The disk is full or refuses. The last checkpoint is intact.
         OtherProcessError: Another process failed or ended. The last checkpoint is intact.
@@ -103,7 +104,7 @@ def train(
                     held.enter_context(folder.locked())
                 aside = folder.set_aside() if main and not resume else None
             try:
-                with watch.recorder:
+                with within_memory("training", LESS_FOR_TRAINING), watch.recorder:
                     with team.together():
                         model = load_base(settings, accelerator, progress)
                     session = make_session(settings, accelerator, model)

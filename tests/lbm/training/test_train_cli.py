@@ -2,17 +2,19 @@
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from PIL import Image
 from tests.lbm.training.small_run import SmallRun
 from typer.testing import CliRunner
 
 from sigmascope.cli.lbm import train_run
 from sigmascope.cli.root import app
-from sigmascope.errors import ConfigError, FileError, ModelMismatchError
+from sigmascope.errors import ConfigError, FileError, ModelMismatchError, WriteError
 
 
 def invoke(run: SmallRun, *arguments: str, **keys: Any) -> Any:
@@ -83,14 +85,49 @@ def test_no_resume_begins_anew(small_run: SmallRun) -> None:
         ({"trainable_lora_modules": ["attn9"]}, ConfigError, "attn9"),
         ({"learning_rat": 1.0}, ConfigError, "learning_rate"),
         ({"vae_num_channels": 8, "unet_input_channels": 8}, ModelMismatchError, "should be"),
+        ({"lr_scheduler": "linear", "warmup_steps": 5}, ConfigError, "warmup_steps: 5 leave nothing"),
+        (
+            {"lr_scheduler": "piecewise_constant", "lr_scheduler_kwargs": {"step_rules": "x"}},
+            ConfigError,
+            "piecewise_constant refuses",
+        ),
+        ({"pixel_loss_weight": 1.0, "pixel_loss_type": "lpips"}, ConfigError, "pip install lpips"),
     ],
 )
 def test_what_cannot_be_trained_is_said_before_it_begins(
-    small_run: SmallRun, keys: dict[str, Any], kind: type[Exception], message: str
+    small_run: SmallRun,
+    keys: dict[str, Any],
+    kind: type[Exception],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setitem(sys.modules, "lpips", None)  # so that it is not installed
     error = invoke(small_run, "--dry_run", **keys).exception
     assert isinstance(error, kind)
     assert message in str(error)
+
+
+def test_a_folder_that_cannot_be_made_is_said_before_it_begins(small_run: SmallRun) -> None:
+    below_a_file = small_run.base / "out"
+    error = invoke(small_run, "--dry_run", save_ckpt_path=str(below_a_file)).exception
+    assert isinstance(error, WriteError)
+    assert f"{small_run.base} is no folder" in str(error)
+
+
+@pytest.mark.parametrize("flags", [["--dry_run"], []])
+def test_pictures_that_no_memory_holds_are_an_error_with_a_next_step(
+    small_run: SmallRun, flags: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pillow raises it for the picture that image_size asks for; here for one that a test can afford."""
+
+    def refuse(image: Image.Image, *arguments: Any, **keys: Any) -> Image.Image:
+        raise MemoryError
+
+    monkeypatch.setattr(Image.Image, "resize", refuse)
+    error = invoke(small_run, *flags, image_size=16).exception
+    assert isinstance(error, ConfigError)
+    assert "does not fit into memory." in error.message
+    assert "Lower batch_size or image_size" in str(error.hint)
 
 
 def test_commands_in_place_of_shards_run_only_when_allowed(small_run: SmallRun) -> None:

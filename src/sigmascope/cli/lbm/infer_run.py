@@ -20,6 +20,7 @@ from sigmascope.lbm.devices import resolve_device, resolve_dtype
 from sigmascope.lbm.images import image_format, load_image, save_image
 from sigmascope.lbm.infer import translate_image
 from sigmascope.lbm.loading import find_config
+from sigmascope.lbm.memory_errors import LESS_FOR_INFERENCE, within_memory
 from sigmascope.lbm.model import LbmModel
 from sigmascope.lbm.watched import load_watched
 from sigmascope.lora.apply import AttachedLora, MergedLora, attach_lora, merge_lora
@@ -70,7 +71,7 @@ def run_infer(options: InferOptions) -> None:
     conditioning = {key: load_image(path) for key, path in conditioning_paths.items()}
     recorder = Recorder(name="lbm infer", sample_hz=10.0)
     try:
-        with recorder:
+        with within_memory("the model with this picture", LESS_FOR_INFERENCE), recorder:
             model = _load_model(options)
             applied = _apply_lora(options, model, recorder)
             result = _translate(options, model, picture, conditioning)

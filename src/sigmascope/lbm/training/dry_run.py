@@ -1,18 +1,25 @@
 """What a training would do, found out without loading weights: the table, the data, the memory, what it resumes."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+from torch import nn
+
 from sigmascope.checkpoints import open_checkpoint
-from sigmascope.errors import DataError, ModelMismatchError
+from sigmascope.errors import DataError, ModelMismatchError, WriteError
 from sigmascope.lbm.loading import compare_keys
+from sigmascope.lbm.memory_errors import LESS_FOR_TRAINING, within_memory
 from sigmascope.lbm.model import LbmModel, build_lbm
 from sigmascope.lbm.training.checkpoint_files import read_facts
 from sigmascope.lbm.training.checkpointing import find_checkpoints
 from sigmascope.lbm.training.identity import identity, require_same
 from sigmascope.lbm.training.injection import planned
 from sigmascope.lbm.training.memory_estimate import MemoryEstimate, estimate_memory
+from sigmascope.lbm.training.optimizers import make_optimizer, make_schedule
+from sigmascope.lbm.training.pixel_loss import lpips_package
 from sigmascope.lbm.training.plan_length import count_samples, follows_length, planned_steps
 from sigmascope.lbm.training.plan_table import PlanRow
 from sigmascope.lbm.training.session import open_data
@@ -67,12 +74,17 @@ def dry_run(settings: TrainSettings, *, resume: bool = True) -> DryRun:
     _check_base(settings.base_model_path, model)
     plan = planned(model, settings)
     data = open_data(settings)
-    first = next(iter(data.batches(0)), None)
+    with within_memory("the first batch", LESS_FOR_TRAINING):
+        first = next(iter(data.batches(0)), None)
     if first is None:
         raise DataError("train_shards hold no sample that can be used.", hint="Check the keys in the YAML.")
     batch = first[0]
     height, width = batch.source.shape[-2:]
     steps = planned_steps(settings, data.shards, 1)
+    _check_schedule(settings, steps)
+    if settings.pixel_loss_weight > 0 and settings.pixel_loss_type == "lpips":
+        lpips_package()
+    _check_folder(settings.save_ckpt_path)
     return DryRun(
         rows=plan.rows,
         trained_parameters=plan.trained_parameters,
@@ -103,6 +115,31 @@ def _check_base(path: Path, model: LbmModel) -> None:
         raise ModelMismatchError(
             f"{path}: is no such model as the YAML describes: {'; '.join(problems[:_NAMED])}{more}.",
             hint="Correct base_model_path, or the model's keys in the YAML.",
+        )
+
+
+def _check_schedule(settings: TrainSettings, steps: int | None) -> None:
+    """Make it, for an optimizer that changes nothing."""
+    nothing = make_optimizer("SGD", [nn.Parameter(torch.zeros(1))], settings.learning_rate, {})
+    make_schedule(
+        settings.lr_scheduler,
+        nothing,
+        steps=steps,
+        warmup_steps=settings.warmup_steps,
+        kwargs=settings.lr_scheduler_kwargs,
+    )
+
+
+def _check_folder(path: Path) -> None:
+    """Look whether checkpoints can be written there, without making it."""
+    there = next(each for each in (path, *path.absolute().parents) if each.exists())
+    if not there.is_dir():
+        raise WriteError(
+            path, f"cannot be made: {there} is no folder.", hint="Choose another save_ckpt_path."
+        )
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise WriteError(
+            path, f"cannot be written to: {there} is read-only.", hint="Choose another save_ckpt_path."
         )
 
 

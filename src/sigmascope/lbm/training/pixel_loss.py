@@ -38,7 +38,7 @@ class PixelLoss:
         self.kind = kind
         self.crop = crop
         self.tile_size = tile_size
-        self._lpips: nn.Module | None = _perceptual(_lpips_package()) if kind == "lpips" else None
+        self._lpips: nn.Module | None = _perceptual(lpips_package()) if kind == "lpips" else None
 
     def __call__(
         self,
@@ -79,6 +79,21 @@ class PixelLoss:
         return distances
 
 
+def lpips_package() -> ModuleType:
+    """Import the package of LPIPS, without its weights.
+
+    Raises:
+        ConfigError: It is not installed.
+    """
+    try:
+        return importlib.import_module("lpips")
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "pixel_loss_type: lpips needs the package of that name, which is not installed.",
+            hint="Run pip install lpips, set pixel_loss_type to l1 or l2, or pixel_loss_weight to 0.",
+        ) from error
+
+
 def cropped(
     latents: Tensor,
     target: Tensor,
@@ -111,16 +126,6 @@ def cropped(
         return torch.stack(parts)
 
     return cut(latents, 1), cut(target, factor), None if mask is None else cut(mask, factor)
-
-
-def _lpips_package() -> ModuleType:
-    try:
-        return importlib.import_module("lpips")
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            "pixel_loss_type: lpips needs the package of that name, which is not installed.",
-            hint="Run pip install lpips, set pixel_loss_type to l1 or l2, or pixel_loss_weight to 0.",
-        ) from error
 
 
 def _perceptual(package: Any) -> nn.Module:
