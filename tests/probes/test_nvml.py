@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from sigmascope.probes import nvml, read_nvml
+from sigmascope.probes.nvml import nvml_memory
 
 UUIDS = ["GPU-0000aaaa", "GPU-1111bbbb", "GPU-2222cccc"]
 
@@ -84,6 +85,29 @@ def test_every_fact_is_read(library: FakeNvml) -> None:
     assert (facts.total_bytes, facts.used_bytes, facts.free_bytes) == (100, 40, 60)
     assert (facts.utilization_percent, facts.temperature_celsius) == (37.0, 61.0)
     assert facts.unavailable == {}
+
+
+def test_memory_alone_is_read_without_the_slower_facts(
+    library: FakeNvml, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(*_arguments: object) -> None:
+        raise AssertionError("a snapshot of memory would wait for this")
+
+    for name in ("nvmlDeviceGetUtilizationRates", "nvmlDeviceGetTemperature", "nvmlSystemGetDriverVersion"):
+        monkeypatch.setattr(library, name, slow)
+    assert nvml_memory("cuda:1").value == (60, 100)
+
+
+def test_memory_that_nvml_does_not_tell_has_its_reason(
+    library: FakeNvml, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        library, "nvmlDeviceGetMemoryInfo", lambda _handle: (_ for _ in ()).throw(FakeError("lost"))
+    )
+    assert nvml_memory("cuda:0").reason == "FakeError: lost"
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setattr(nvml, "_sessions", {})
+    assert "not installed" in str(nvml_memory("cuda:0").reason)
 
 
 def test_a_fact_that_fails_has_its_reason_and_the_others_stay(

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from sigmascope.probes import Accelerator, AllocatorBytes, NvmlFacts
+from sigmascope.probes import Accelerator, AllocatorBytes, NvmlFacts, Reading
 from sigmascope.probes.accelerators import CudaAccelerator, cuda
 from sigmascope.probes.accelerators.caching import consistent
 
@@ -102,8 +102,7 @@ def test_a_device_that_the_process_does_not_use_gets_no_context(gpu: Any) -> Non
 
 
 def test_nvml_tells_the_memory_of_a_device_without_context(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    facts = NvmlFacts("cuda:1", total_bytes=80 * MIB, used_bytes=30 * MIB, free_bytes=50 * MIB)
-    monkeypatch.setattr(cuda, "read_nvml", lambda _device: facts)
+    monkeypatch.setattr(cuda, "nvml_memory", lambda _device: Reading((50 * MIB, 80 * MIB)))
     memory = CudaAccelerator().memory("cuda:1")
     assert (memory.total_bytes, memory.driver_used_bytes) == (80 * MIB, 30 * MIB)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from sigmascope.probes.accelerators.caching import CachingAccelerator, device_index
-from sigmascope.probes.nvml import read_nvml
+from sigmascope.probes.nvml import nvml_memory, read_nvml
 from sigmascope.probes.reading import Reading, attempt
 from sigmascope.records.host import AcceleratorFacts
 
@@ -55,10 +55,8 @@ class CudaAccelerator(CachingAccelerator):
         own = super()._free_and_total(device)
         if own.value is not None:
             return own
-        nvml = read_nvml(device)
-        if nvml.free_bytes is None or nvml.total_bytes is None:
-            return Reading(None, f"{own.reason}; NVML: {nvml.unavailable.get('free_bytes')}")
-        return Reading((nvml.free_bytes, nvml.total_bytes))
+        nvml = nvml_memory(device)
+        return nvml if nvml.value is not None else Reading(None, f"{own.reason}; NVML: {nvml.reason}")
 
     def _count_without_initialising(self) -> int:
         """What NVML or AMD SMI count; -1 if neither can. `torch.cuda.device_count` would ask CUDA then.
