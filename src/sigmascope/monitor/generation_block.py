@@ -1,12 +1,10 @@
 """`with monitor.monitor_generation(...) as monitor:`, and the same as a decorator."""
 
-import inspect
-from collections.abc import AsyncGenerator, Callable, Generator
-from contextlib import aclosing
-from functools import wraps
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
+from sigmascope.monitor.decorated import decorated
 from sigmascope.monitor.generation import Generation
 from sigmascope.monitor.generations import Generations
 
@@ -50,41 +48,7 @@ class GenerationBlock(Generic[Monitor]):
 
         What a generator's caller does between two of its values is part of it.
         """
-        if inspect.isgeneratorfunction(function):
-
-            @wraps(function)
-            def watched_values(*args: object, **kwargs: object) -> Generator[Any, Any, Any]:
-                with self._anew():
-                    return (yield from function(*args, **kwargs))
-
-            return watched_values
-
-        if inspect.isasyncgenfunction(function):
-
-            @wraps(function)
-            async def watched_stream(*args: object, **kwargs: object) -> AsyncGenerator[Any, None]:
-                with self._anew():
-                    async with aclosing(function(*args, **kwargs)) as values:
-                        async for value in values:
-                            yield value
-
-            return watched_stream
-
-        if inspect.iscoroutinefunction(function):
-
-            @wraps(function)
-            async def watched_task(*args: object, **kwargs: object) -> object:
-                with self._anew():
-                    return await function(*args, **kwargs)
-
-            return watched_task
-
-        @wraps(function)
-        def watched(*args: object, **kwargs: object) -> object:
-            with self._anew():
-                return function(*args, **kwargs)
-
-        return watched
+        return decorated(function, self._anew)
 
     def _anew(self) -> "GenerationBlock[Monitor]":
         """A block of its own for each call: calls may overlap."""

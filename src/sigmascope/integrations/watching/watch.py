@@ -8,8 +8,8 @@ from types import TracebackType
 from typing import Any
 
 from sigmascope.errors import ConfigError
-from sigmascope.integrations.watching.decorated import decorated
 from sigmascope.integrations.watching.session import Choices, Session
+from sigmascope.monitor.decorated import decorated
 from sigmascope.monitor.guard import describe
 from sigmascope.records.prompts import PromptPrivacy, check_privacy
 from sigmascope.records.run import Run
