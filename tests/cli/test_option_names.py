@@ -15,7 +15,9 @@ from sigmascope.cli.root import app
 SOURCE = Path(sigmascope.__file__).parent
 PAGES = Path(__file__).parents[2] / "docs"
 NAMED = re.compile(r"(?<![\w-])--[a-z][\w-]*")
-OTHERS = {"--use_fsdp", "--fsdp_version", "--use_deepspeed", "--zero_stage", "--deepspeed_config_file"}
+OTHERS = {
+    "--use_fsdp", "--fsdp_version", "--use_deepspeed", "--zero_stage", "--deepspeed_config_file", "--use_megatron_lm",
+}  # fmt: skip
 """Of `accelerate launch` and `torchrun`."""
 PAGE = {"make-shards": "data"}
 """The page that tells of a command, where it has another name."""
