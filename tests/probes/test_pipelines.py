@@ -113,3 +113,16 @@ def test_what_cannot_be_read_has_a_reason_and_hides_nothing_else() -> None:
 @pytest.mark.parametrize("thing", [None, 3, "pipeline", object()])
 def test_what_is_no_pipeline_says_so(thing: object) -> None:
     assert "architecture" in pipeline_facts(thing).unavailable
+
+
+def test_the_parts_of_a_prior_in_the_same_pipeline_have_the_roles_of_the_others() -> None:
+    names = (
+        "prior_text_encoder",
+        "prior_tokenizer",
+        "prior_image_encoder",
+        "prior_scheduler",
+        "low_res_scheduler",
+    )
+    facts = pipeline_facts(dict.fromkeys(names, nn.Identity()))
+    roles = ["text_encoder", "tokenizer", "image_encoder", "scheduler", "scheduler"]
+    assert [facts.components[name].role for name in names] == roles

@@ -29,6 +29,9 @@ _ROLES: Final[tuple[tuple[str, Role], ...]] = (
     ("motion_adapter", "other"),  # its blocks are put into the U-Net
 )
 
+_FIRST_PART: Final = "prior_"
+"""Begins the names of what makes the image's embedding from the text, in pipelines that then decode it."""
+
 
 def pipeline_facts(pipeline: object) -> PipelineFacts:
     """Components, architecture, attention and set-up of a pipeline. Never raises.
@@ -97,8 +100,10 @@ def _component(name: str, part: object) -> ComponentFacts:
 
 
 def _role(name: str, part: object) -> Role:
+    if name.endswith("_scheduler"):
+        return "scheduler"
     for beginning, role in _ROLES:
-        if name.startswith(beginning):
+        if name.removeprefix(_FIRST_PART).startswith(beginning):
             return role
     return "denoiser" if detect_architecture(part).value is not None else "other"
 
