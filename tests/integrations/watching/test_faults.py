@@ -39,6 +39,7 @@ FAULTS: dict[str, tuple[Any, str]] = {
         calls.Calls: ("attach_class", "attach", "_before", "_read", "_tell", "_tell_prompts"),
         calls: ("named_arguments", "call_facts", "prompts_of", "with_outcome", "seeds_of", "stored_prompts"),
         denoisers.Denoisers: ("attach", "_before"),
+        denoising: ("number_of",),
         denoisers: ("denoisers_of", "hook_calls", "denoising_here"),
         denoising.Denoising: (
             "__init__",
@@ -51,7 +52,7 @@ FAULTS: dict[str, tuple[Any, str]] = {
         loading.Loading: ("start", "attach_class", "_before_load", "_before_move"),
         loras.Loras: ("attach_class", "attach", "_before"),
         schedulers.Schedulers: ("attach", "_before_schedule", "_after_step"),
-        schedulers: ("schedule_facts", "denoising_here"),
+        schedulers: ("schedule_facts", "denoising_here", "end_finished", "holder_of"),
         text.TextEncoding: (
             "attach_class",
             "attach",
@@ -60,12 +61,13 @@ FAULTS: dict[str, tuple[Any, str]] = {
             "_before_tokenizer",
             "_begun",
         ),
-        text: ("embeddings", "hook_calls", "readings_of", "tell"),
+        text: ("embeddings", "end_finished", "hook_calls", "readings_of", "tell"),
         encoding_analysis: ("capture_text_encoding_baseline", "analyze_text_encoding_results", "counts_seen"),
         transfers.Transfers: ("attach", "_put_on", "_before_move"),
         vae.VaeCalls: ("attach", "_before", "_before_tiles"),
-        vae: ("first_tensor", "is_final", "known_before", "tell"),
+        vae: ("first_tensor", "holder_of", "is_final", "known_before", "tell"),
         latent_analysis: ("capture_latent_decoding_baseline", "analyze_latent_decoding_results"),
+        activity: ("guides",),
         activity.Activity: (
             "__init__",
             "is_in",

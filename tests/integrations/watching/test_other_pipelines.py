@@ -62,7 +62,7 @@ def test_a_pipeline_of_two_has_a_generation_for_each() -> None:
     (whole,) = run.stages
     assert [stage.name for stage in whole.children] == ["generation", "generation"]
     prior, decoder = whole.children
-    assert outline(prior) == [TEXT, TEXT, SCHEDULE, "denoising 3"]
+    assert outline(prior) == [TEXT, TEXT, SCHEDULE, "denoising 3", "image_encoding"]
     assert outline(decoder) == [SCHEDULE, "denoising 4", DECODE]
     assert decoder.children[-1].facts["component"] == "movq"
 

@@ -26,6 +26,7 @@ class Activity:
         size: Height and width of what was decoded.
         encoding: What is seen of a call of `encode_prompt` that is going on.
         runs: How many calls of each encoder have stages.
+        is_guided: Whether the pipeline said, as the denoising began, that it guides without a classifier.
         is_moving: Whether weights are being moved.
         is_tiled: Whether the VAE was seen to work in tiles.
         moved: Nanoseconds that weights were moved for, and how often, by the stage that was open.
@@ -34,6 +35,7 @@ class Activity:
     __slots__ = (
         "denoising",
         "encoding",
+        "is_guided",
         "is_moving",
         "is_tiled",
         "most_calls_a_step",
@@ -59,6 +61,7 @@ class Activity:
         self.size: tuple[int, int] | None = None
         self.encoding: Encoding | None = None
         self.runs: Counter[str] = Counter()
+        self.is_guided: object = None
         self.is_moving = False
         self.is_tiled = False
         self.moved: dict[LiveStage, tuple[int, int]] = {}
@@ -105,6 +108,7 @@ class Activity:
         denoising = self.denoising
         if denoising is None:
             self.session.open_calls.close_broken(self)
+            self.is_guided, _ = self.session.guard.read("watch.call", lambda: guides(self.pipeline))
             stage = self.enter("denoising")
             denoising = self.denoising = Denoising(stage, self.session.recorder)
         return denoising
@@ -118,6 +122,11 @@ class Activity:
         """Close all that is open."""
         while self.open:
             self.leave(self.open[0][1], error)
+
+
+def guides(pipeline: object) -> object:
+    """What a pipeline says now of guiding without a classifier; callbacks may change it. None: nothing."""
+    return getattr(pipeline, "do_classifier_free_guidance", None)
 
 
 ACTIVITIES: ContextVar[tuple[Activity, ...]] = ContextVar("sigmascope_activities", default=())

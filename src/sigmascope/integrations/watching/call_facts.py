@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
+from sigmascope.integrations.watching.activity import guides
 from sigmascope.records.pipeline import CallFacts
 
 if TYPE_CHECKING:
@@ -137,8 +138,8 @@ def _guidance_batches(pipeline: object, activity: "Activity") -> int | None:
     """From the calls that a step needed, or from what the pipeline says of one batched call."""
     if activity.most_calls_a_step != 1:
         return activity.most_calls_a_step or None
-    guided = getattr(pipeline, "do_classifier_free_guidance", None)
-    if isinstance(guided, bool):
-        return 1 + guided
+    told = [one for one in (activity.is_guided, guides(pipeline)) if isinstance(one, bool)]
+    if told:
+        return 1 + max(told)
     config = getattr(getattr(pipeline, "transformer", None), "config", None) or {}
     return 1 if config.get("guidance_embeds") is True else None

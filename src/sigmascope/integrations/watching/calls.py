@@ -12,6 +12,7 @@ from sigmascope.integrations.watching.call_facts import (
     seeds_of,
     with_outcome,
 )
+from sigmascope.integrations.watching.endings import end_finished
 from sigmascope.integrations.watching.hearing import hears
 from sigmascope.integrations.watching.instrument import Instrument
 from sigmascope.integrations.watching.listeners import After, Arguments, Keywords
@@ -45,8 +46,15 @@ class Calls(Instrument):
 
     def _before(self, pipeline: object, args: Arguments, kwargs: Keywords) -> After | None:
         session = self.session
-        if not hears(session, pipeline) or self._is_inside(pipeline):
+        if not hears(session, pipeline):
             return None
+        own = self._own(pipeline)
+        if own is not None:
+            end_finished(own)
+            if (
+                own.denoising is None
+            ):  # a subclass calls its base; between steps it is a callback's own generation
+                return None
         facts = session.watch(pipeline)
         arguments, _ = session.guard.read("watch.call", lambda: named_arguments(pipeline, args, kwargs))
         call, prompts = self._read(pipeline, arguments or {})
@@ -85,11 +93,10 @@ class Calls(Instrument):
         if seen is not None:
             stage.fact(FACT, seen)
 
-    def _is_inside(self, pipeline: object) -> bool:
-        """Whether the call is made by this pipeline's own call, such as a subclass's of its base's."""
-        return any(
-            one.session is self.session and one.pipeline_id == id(pipeline) for one in ACTIVITIES.get()
-        )
+    def _own(self, pipeline: object) -> Activity | None:
+        """The call of this pipeline that is going on here."""
+        found = (one for one in reversed(ACTIVITIES.get()) if one.session is self.session)
+        return next((one for one in found if one.pipeline_id == id(pipeline)), None)
 
     def _read(self, pipeline: object, arguments: dict[str, Any]) -> tuple[CallFacts, dict[str, str]]:
         guard, privacy = self.session.guard, self.session.choices.prompts

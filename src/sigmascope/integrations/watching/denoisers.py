@@ -1,11 +1,12 @@
 """The denoiser's calls: they open the denoising and its steps."""
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from torch import nn
-from torch.compiler import is_compiling, is_dynamo_compiling
+from torch.compiler import is_compiling
 
 from sigmascope.integrations.watching.activity import current, denoising_here
 from sigmascope.integrations.watching.instrument import Instrument
@@ -38,9 +39,22 @@ class Denoisers(Instrument):
                 hook_calls(self, denoiser, hook, after=False)
             else:
                 hook_calls(self, denoiser, before, after=not schedulers)
+        for name in _NAMES:
+            engine = parts.components.get(name)
+            call = inspect.getattr_static(type(engine), "__call__", None)
+            if inspect.isfunction(call) and not isinstance(engine, nn.Module):
+                self._hear_engine(name, bool(schedulers), engine)
         for name, part in parts.components.items():
             if name.startswith(_HELPER):
                 hook_calls(self, part, self._before_helper, after=False)
+
+    def _hear_engine(self, name: str, has_scheduler: bool, engine: object) -> None:
+        """Hear what stands for a denoiser and is no module, such as the engine of another runtime."""
+
+        def before(_target: object, args: Arguments, kwargs: Keywords) -> After | None:
+            return self._before(name, has_scheduler, args, kwargs)
+
+        self.tap_method(engine, "__call__", before)
 
     def _before_helper(self, *_: object) -> None:
         activity = current(self.session) or self.session.here()
@@ -81,16 +95,15 @@ class StepHook(ModuleHook):
 
     def __call__(self, _module: object, args: Arguments, kwargs: Keywords) -> None:
         """Take the call, unless it is being traced."""
-        if is_dynamo_compiling():  # a third of what is_compiling takes, which also tells of an export
+        if is_compiling():
             return
         try:
             denoising = denoising_here(self._session)
             if denoising is None:
-                if not is_compiling():
-                    self.act(args, kwargs)
+                self.act(args, kwargs)
             elif denoising.repeating is self._name:
                 denoising.repeats += 1
-            elif denoising.stepped or not is_compiling():
+            else:
                 denoising.called(self._name, args, kwargs)
         except Exception as failure:  # noqa: BLE001 - what an instrument raises must not reach the host
             self.failed(failure)

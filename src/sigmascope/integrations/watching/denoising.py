@@ -3,15 +3,14 @@
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
-
+from sigmascope.integrations.watching.timesteps import number_of, timestep_in
 from sigmascope.monitor.gpu_timing import Mark
 from sigmascope.monitor.live import LiveStage
 from sigmascope.monitor.recorder import Recorder
 
 NO_SCHEDULER = (
     "no scheduler's step was seen: a step ends with the denoiser's last call at its timestep, and calls whose "
-    "timesteps lie on an accelerator are taken one by one"
+    "timesteps lie on an accelerator are taken one by one, or all as one where the pipeline has a scheduler"
 )
 
 
@@ -86,7 +85,7 @@ class Denoising:
             if not self._first:  # what works for the denoiser was called before it
                 self._begun_by(name, args, kwargs)
                 return
-            if self.stepped or not self._is_another(_timestep(args, kwargs)):
+            if self.stepped or not self._is_another(timestep_in(args, kwargs)):
                 if name == self._first:
                     self.repeats += 1
                 else:
@@ -94,7 +93,7 @@ class Denoising:
                 return
             self._commit(self._seen_ended())
         elif not self.stepped:
-            self._timestep = _value(_timestep(args, kwargs))
+            self._timestep = number_of(timestep_in(args, kwargs))
         self._first, self.repeats = name, 1
         if self.stepped:
             self.repeating = name
@@ -115,7 +114,7 @@ class Denoising:
         if self.stepped:
             self.repeating = name
         else:
-            self._timestep = _value(_timestep(args, kwargs))
+            self._timestep = number_of(timestep_in(args, kwargs))
 
     def returned(self) -> None:
         """Take the end of a denoiser's call, where no scheduler tells of steps."""
@@ -172,23 +171,10 @@ class Denoising:
 
     def _is_another(self, timestep: object) -> bool:
         """Whether a call is for another step than the one that is open; keeps its timestep if so."""
-        value = _value(timestep)
+        value = number_of(timestep)
         if value is None:
             return self.last_ns is not None
         if value == self._timestep:
             return False
         self._timestep = value
         return True
-
-
-def _timestep(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
-    return kwargs.get("timestep") if len(args) < 2 else args[1]
-
-
-def _value(timestep: object) -> float | None:
-    """A timestep's number; None where asking would wait for an accelerator."""
-    if isinstance(timestep, int | float):
-        return float(timestep)
-    if isinstance(timestep, Tensor) and timestep.device.type == "cpu" and timestep.numel():
-        return float(timestep.detach().reshape(-1)[0])
-    return None

@@ -78,11 +78,18 @@ class Instrument:
         if definer is not None:
             self.tap(definer, attribute, before)
 
-    def tap_ends(self, kind: type, attribute: str, after: After) -> None:
-        """Hear where the calls of a method end, and nothing else of them: cheaper than `tap_class`."""
-        definer = _definer(kind, attribute)
-        if definer is not None:
-            self._listen(definer, attribute, Listener(_nothing, self.failed, after))
+    def tap_ends(self, thing: object, attribute: str, after: After) -> None:
+        """Hear where the calls of a method end, and nothing else of them: cheaper than `tap_method`.
+
+        It is heard for all objects of the class, unless the thing has an attribute of its own in the method's place.
+        """
+        definer = _definer(type(thing), attribute)
+        is_own = attribute in getattr(thing, "__dict__", {})
+        if is_own and definer is not None:
+            self.forget((id(definer), attribute))  # what was put in its place may call it
+        owner = thing if is_own else definer
+        if owner is not None:
+            self._listen(owner, attribute, Listener(_nothing, self.failed, after))
 
     def tap_method(self, thing: object, attribute: str, before: Before) -> None:
         """Hear an object's method: its class's, and what lies on the object itself under that name."""
@@ -121,6 +128,14 @@ class Instrument:
         """Whether something of that key is on that thing."""
         kept = self._undo.get(key)
         return kept is not None and kept[0]() is thing
+
+
+def holder_of(thing: object, attribute: str) -> object:
+    """The object whose method this is: another one, where a wrapper hands on what it has not itself."""
+    if attribute in getattr(thing, "__dict__", {}):
+        return thing
+    holder = getattr(getattr(thing, attribute, None), "__self__", None)
+    return thing if holder is None or isinstance(holder, type) else holder
 
 
 def _definer(kind: type, attribute: str) -> type | None:

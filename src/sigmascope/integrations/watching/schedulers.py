@@ -5,7 +5,8 @@ from typing import Any, ClassVar, Final
 from torch import Tensor
 
 from sigmascope.integrations.watching.activity import denoising_here
-from sigmascope.integrations.watching.instrument import Instrument
+from sigmascope.integrations.watching.endings import end_finished
+from sigmascope.integrations.watching.instrument import Instrument, holder_of
 from sigmascope.integrations.watching.listeners import After, Arguments, Keywords
 from sigmascope.integrations.watching.parts import Parts
 
@@ -33,13 +34,16 @@ class Schedulers(Instrument):
     def attach(self, parts: Parts) -> None:
         """Hear `set_timesteps` and `step` of every scheduler."""
         for _, scheduler in parts.of_role("scheduler"):
-            self.tap_method(scheduler, "set_timesteps", self._before_schedule)
-            self.tap_ends(type(scheduler), "step", self._after_step)  # the denoising knows whose it is
+            self.tap_method(holder_of(scheduler, "set_timesteps"), "set_timesteps", self._before_schedule)
+            self.tap_ends(
+                holder_of(scheduler, "step"), "step", self._after_step
+            )  # the denoising knows whose it is
 
     def _before_schedule(self, scheduler: object, args: Arguments, kwargs: Keywords) -> After | None:
         activity = self.session.here()
         if activity is None or activity.is_in(STAGE):
             return None
+        end_finished(activity)
         stage = activity.enter(STAGE)
 
         def after(result: object, error: BaseException | None) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sigmascope.integrations.watching.activity import Activity, current
 from sigmascope.integrations.watching.encoding_analysis import STAGE, Encoding, begun, tell
+from sigmascope.integrations.watching.endings import end_finished
 from sigmascope.integrations.watching.instrument import Instrument, reference_to
 from sigmascope.integrations.watching.listeners import After, Arguments, Keywords
 from sigmascope.integrations.watching.module_calls import hook_calls
@@ -56,6 +57,7 @@ class TextEncoding(Instrument):
         activity = self.session.here(pipeline)
         if activity is None or activity.is_in(STAGE):
             return None
+        end_finished(activity)
         signature = inspect.signature(type(pipeline).encode_prompt)  # type: ignore[attr-defined]
         accepts_negative = "negative_prompt" in signature.parameters
         guard, privacy = self.session.guard, self.session.choices.prompts
@@ -113,6 +115,8 @@ def _within(activity: Activity, name: str, encoder: str, module: object) -> Afte
     if is_inside and activity.runs[encoder] >= MOST_RUNS:
         return None
     activity.runs[encoder] += 1
+    if not is_inside:
+        end_finished(activity)
     stage = activity.enter(encoder if is_inside else name)
     call = open_calls.begin(activity, stage, module)
 

@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
 
-from sigmascope.integrations.watching.activity import Activity, current
-from sigmascope.integrations.watching.instrument import Instrument
+from sigmascope.integrations.watching.activity import current
+from sigmascope.integrations.watching.endings import end_finished, is_final
+from sigmascope.integrations.watching.instrument import Instrument, holder_of
 from sigmascope.integrations.watching.latent_analysis import STAGES, known_before, tell
 from sigmascope.integrations.watching.listeners import After, Arguments, Keywords
 from sigmascope.integrations.watching.parts import Parts
@@ -29,12 +30,13 @@ class VaeCalls(Instrument):
     def attach(self, parts: Parts) -> None:
         """Hear both of every VAE, also of one that is wrapped."""
         for name, vae in parts.of_role("vae"):
-            for thing in {id(one): one for one in (vae, unwrap(vae)) if one is not None}.values():
+            holders = (holder_of(vae, way) for way in ("encode", "decode"))
+            for thing in {id(one): one for one in (vae, unwrap(vae), *holders) if one is not None}.values():
                 self.tap_method(thing, "encode", functools.partial(self._before, "encoding"))
                 self.tap_method(thing, "decode", functools.partial(self._before, "decoding"))
                 for method in ("tiled_encode", "tiled_decode"):
                     self.tap_method(thing, method, self._before_tiles)
-            self._names[id(unwrap(vae) or vae)] = name
+                self._names[id(unwrap(thing) or thing)] = name
 
     def _before(self, way: Direction, vae: object, args: Arguments, kwargs: Keywords) -> After | None:
         activity = self.session.here()
@@ -42,6 +44,8 @@ class VaeCalls(Instrument):
             return None
         if way == "decoding" and is_final(activity):
             activity.end_denoising()
+        elif way == "encoding":
+            end_finished(activity)
         given = next((one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)), None)
         guard = self.session.guard
         baseline, _ = guard.read("watch.latents", lambda: known_before(way, vae, given))
@@ -69,18 +73,6 @@ class VaeCalls(Instrument):
         if activity is not None:
             activity.is_tiled = True
         return None
-
-
-def is_final(activity: Activity) -> bool:
-    """Whether a decoding follows the denoising, and is no preview inside of it.
-
-    Pipelines that say how many steps they make are believed; of others every decoding is taken as the end.
-    """
-    denoising, pipeline = activity.denoising, activity.pipeline
-    steps = getattr(pipeline, "num_timesteps", None)
-    if denoising is None or not isinstance(steps, int) or getattr(pipeline, "interrupt", False):
-        return True
-    return denoising.stepped == 0 or denoising.stepped >= steps
 
 
 def first_tensor(result: object) -> Tensor | None:
