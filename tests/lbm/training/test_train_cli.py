@@ -114,6 +114,15 @@ def test_a_folder_that_cannot_be_made_is_said_before_it_begins(small_run: SmallR
     assert f"{small_run.base} is no folder" in str(error)
 
 
+def test_a_folder_that_cannot_be_written_to_is_said_before_it_begins(
+    small_run: SmallRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != small_run.folder)
+    error = invoke(small_run, "--dry_run").exception
+    assert isinstance(error, WriteError)
+    assert f"{small_run.folder} is read-only" in str(error)
+
+
 @pytest.mark.parametrize("flags", [["--dry_run"], []])
 def test_pictures_that_no_memory_holds_are_an_error_with_a_next_step(
     small_run: SmallRun, flags: list[str], monkeypatch: pytest.MonkeyPatch
