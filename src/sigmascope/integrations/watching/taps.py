@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 
 from sigmascope.integrations.watching.frames import without_this_frame
 from sigmascope.integrations.watching.listeners import Listener, call_heard, tell_after
@@ -109,12 +109,14 @@ def _heard(original: Callable[..., Any], tap: Tap, *, is_static: bool = False) -
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if is_compiling():
+        if is_dynamo_compiling():
             return original(*args, **kwargs)
         listeners = tap.listeners
         listener = listeners[0] if len(listeners) == 1 else None
         after = None if listener is None else listener.after
         if listener is None or after is None:
+            if is_compiling():  # dearer: it tells of an export too
+                return original(*args, **kwargs)
             target = None if is_static or not args else args[0]
             try:
                 return call_heard(original, listeners, target, args, kwargs, args[skipped:])
