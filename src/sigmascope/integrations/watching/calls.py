@@ -51,9 +51,7 @@ class Calls(Instrument):
         own = self._own(pipeline)
         if own is not None:
             end_finished(own)
-            if (
-                own.denoising is None
-            ):  # a subclass calls its base; between steps it is a callback's own generation
+            if own.denoising is None:  # a subclass calls its base; a callback's call comes between steps
                 return None
         facts = session.watch(pipeline)
         arguments, _ = session.guard.read("watch.call", lambda: named_arguments(pipeline, args, kwargs))

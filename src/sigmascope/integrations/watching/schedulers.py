@@ -35,9 +35,8 @@ class Schedulers(Instrument):
         """Hear `set_timesteps` and `step` of every scheduler."""
         for _, scheduler in parts.of_role("scheduler"):
             self.tap_method(holder_of(scheduler, "set_timesteps"), "set_timesteps", self._before_schedule)
-            self.tap_ends(
-                holder_of(scheduler, "step"), "step", self._after_step
-            )  # the denoising knows whose it is
+            # Not asked whose step it is: the denoising that is open here knows.
+            self.tap_ends(holder_of(scheduler, "step"), "step", self._after_step)
 
     def _before_schedule(self, scheduler: object, args: Arguments, kwargs: Keywords) -> After | None:
         activity = self.session.here()
