@@ -287,6 +287,7 @@ print(counts["refused"], counts["read"])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is limited as Linux does")
 def test_no_damaged_file_makes_a_process_take_more_memory_than_files_of_that_size_need(
     tmp_path: Path,

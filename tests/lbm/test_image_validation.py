@@ -138,6 +138,7 @@ def test_a_lora_of_zeros_changes_nothing(files: Files) -> None:
         assert errors.with_lora == errors.base
 
 
+@pytest.mark.slow
 def test_kohya_s_names_and_whole_differences_are_applied(files: Files) -> None:
     expected = files.validate()
 
@@ -214,6 +215,7 @@ def test_models_are_in_memory_one_at_a_time(files: Files, monkeypatch: pytest.Mo
     assert len(loaded) == 2
 
 
+@pytest.mark.slow
 def test_a_seed_gives_the_same_numbers_again(files: Files) -> None:
     (files.pictures / "b.png").unlink()
     options = ImageOptions(num_inference_steps=2, seed=5)

@@ -124,6 +124,7 @@ def true_error(models: Models, report: ExtractionReport) -> float:
 # Sizes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rank", "conv_rank", "share"), [(4, 4, 0.91), (32, 16, 0.43)])
 def test_at_equal_bytes_the_pocket_model_loses_less_than_with_fixed_ranks(
     tmp_path: Path, rank: int, conv_rank: int, share: float
