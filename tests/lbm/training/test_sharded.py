@@ -8,8 +8,8 @@ import pytest
 import torch
 from accelerate.utils import DistributedType
 from tests.lbm.training import fsdp_on_cpus
-from tests.lbm.training.small_run import SmallRun, near, weights_at
-from tests.lbm.training.two_trainings import FULL, WATCHED, Spreading, check_logs
+from tests.lbm.training.small_run import SmallRun, near
+from tests.lbm.training.two_trainings import FULL, WATCHED, Spreading, check_bf16, check_logs
 
 from sigmascope.errors import ConfigError
 from sigmascope.lbm.train import train
@@ -91,16 +91,7 @@ def test_what_two_processes_began_one_goes_on_with_and_the_other_way_round(
 
 @pytest.mark.slow
 def test_bf16_over_a_base_in_parts(small_run: SmallRun) -> None:
-    sgd = {"optimizer": "SGD", "learning_rate": 1.0, "max_grad_norm": None}
-    keys: dict[str, Any] = {"mixed_precision": "bf16", "max_steps": 2, **sgd}
-    train(small_run.settings(**keys, batch_size=4, save_ckpt_path=str(small_run.folder / "one")))
-    FSDP.train(small_run, "two", **keys, batch_size=2)
-    one, two = (weights_at(small_run.folder / name, 2) for name in ("one", "two"))
-    assert {weight.dtype for weight in two.values()} == {torch.float32}
-    for name in one:
-        if name.endswith("lora_up.weight"):  # zero at the start, so that all of it is gradient
-            assert (two[name] - one[name]).norm() < 0.02 * one[name].norm()
-            assert one[name].norm() > 0
+    check_bf16(FSDP, small_run)
 
 
 @pytest.mark.slow

@@ -14,9 +14,10 @@ from typing import Any, Final, NamedTuple
 
 import psutil
 import pytest
+import torch
 import yaml
 from safetensors.torch import load_file
-from tests.lbm.training.small_run import SmallRun, same
+from tests.lbm.training.small_run import SmallRun, same, weights_at
 from tests.lbm.training.two_processes import Ended, run_two
 
 from sigmascope.lbm.train import StepLog, train
@@ -163,3 +164,20 @@ def _kill_after(step: int, out: Path, launch: list[str], environment: Mapping[st
     for each in (psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)):
         each.kill()
     process.wait()
+
+
+def check_bf16(spreading: Spreading, run: SmallRun) -> None:
+    """In bfloat16 two processes train float32 weights as one does, but for rounding."""
+    sgd = {"optimizer": "SGD", "learning_rate": 1.0, "max_grad_norm": None}
+    keys: dict[str, Any] = {"mixed_precision": "bf16", "max_steps": 2, **sgd}
+    train(run.settings(**keys, batch_size=4, save_ckpt_path=str(run.folder / "one")))
+    spreading.train(run, "two", **keys, batch_size=2)
+    one, two = (weights_at(run.folder / name, 2) for name in ("one", "two"))
+    assert {weight.dtype for weight in two.values()} == {torch.float32}
+    ups = [
+        name for name in one if name.endswith("lora_up.weight")
+    ]  # zero at the start: all of it is gradient
+    assert ups
+    for name in ups:
+        assert (two[name] - one[name]).norm() < 0.02 * one[name].norm()
+        assert one[name].norm() > 0
