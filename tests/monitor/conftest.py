@@ -133,6 +133,7 @@ class FakeHost:
     """What the machine's memory is said to be."""
 
     rss = 100 * MIB
+    largest_rss: int | None = None
     ram_used = 1000 * MIB
 
     def __init__(self) -> None:
@@ -147,6 +148,7 @@ class FakeHost:
 def host(monkeypatch: pytest.MonkeyPatch) -> FakeHost:
     fake = FakeHost()
     monkeypatch.setattr(instruments, "process_rss_bytes", lambda: fake.rss)
+    monkeypatch.setattr(instruments, "process_peak_rss_bytes", lambda: fake.largest_rss)
     monkeypatch.setattr(instruments, "system_memory", fake.snapshot)
     monkeypatch.setattr(instruments, "memory_snapshot", fake.snapshot)
     return fake

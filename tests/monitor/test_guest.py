@@ -13,11 +13,12 @@ if TYPE_CHECKING:
     from tests.monitor.conftest import FakeAccelerator
 
 FUNCTIONS = {
-    "instruments._accelerator_of_this_process": "accelerator",
+    "instruments.accelerator_of_this_process": "accelerator",
     "instruments.process_rss_bytes": "process_rss",
+    "instruments.process_peak_rss_bytes": "process_peak_rss",
     "instruments.system_memory": "system_memory",
     "instruments.memory_snapshot": "memory_snapshot",
-    "instruments.host_facts": "host_facts",
+    "process_facts.host_facts": "host_facts",
     "instruments.SAMPLER.open": "sampler",
     "instruments.reader_for": "accelerator_peak",
     "live.tensor_facts": "tensors.latent",
@@ -76,7 +77,7 @@ def test_a_probe_that_raises_costs_its_own_facts_and_one_log_line(
     def broken(*_: object, **__: object) -> NoReturn:
         raise OSError("it is broken")
 
-    monkeypatch.setattr("sigmascope.monitor.instruments._host_facts_of", {})
+    monkeypatch.setattr("sigmascope.monitor.process_facts._known", {})
     monkeypatch.setattr(f"sigmascope.monitor.{function}", broken)
     with caplog.at_level(logging.WARNING):
         recorder = Recorder(sample_hz=10.0)

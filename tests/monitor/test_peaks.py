@@ -7,7 +7,7 @@ from sigmascope.monitor import Recorder
 from sigmascope.monitor.guard import Guard
 from sigmascope.monitor.peak_tracking import PeakTracker, reader_for
 from sigmascope.monitor.peaks import HostMemory, Peaks
-from sigmascope.probes import AllocatorBytes
+from sigmascope.probes import AllocatorBytes, process_peak_rss_bytes, process_rss_bytes
 from sigmascope.records.memory import AcceleratorPeak
 from sigmascope.records.run import Stage
 
@@ -261,3 +261,60 @@ def test_an_accelerator_without_running_peaks_gives_its_own_reason(
 def device_peak(stage: Stage) -> AcceleratorPeak:
     assert stage.peak is not None
     return stage.peak.accelerators[0]
+
+
+def test_a_running_peak_of_the_system_that_rose_was_reached_since_the_last_boundary(
+    clock: "FakeClock", host: "FakeHost"
+) -> None:
+    host.largest_rss = 400 * MIB  # long before
+    recorder = Recorder(sample_hz=None, clock=clock)
+    with recorder.stage("before"):
+        clock.pass_seconds(1)
+    with recorder.stage("outer"):
+        clock.pass_seconds(1)
+        with recorder.stage("inner"):
+            clock.pass_seconds(1)
+            host.largest_rss = 900 * MIB
+        with recorder.stage("later"):
+            clock.pass_seconds(1)
+    before, outer = recorder.run().stages
+    inner, later = outer.children
+    seen = [
+        (stage.peak.rss_bytes, stage.peak.rss_at_seconds)
+        for stage in (before, outer, inner, later)
+        if stage.peak
+    ]
+    assert seen == [(100 * MIB, 0.0), (900 * MIB, 2.0), (900 * MIB, 1.0), (100 * MIB, 0.0)]
+
+
+def test_what_the_process_reached_between_two_stages_belongs_to_neither(host: "FakeHost") -> None:
+    host.largest_rss = 400 * MIB
+    recorder = Recorder(sample_hz=None)
+    with recorder:
+        for name in ("first", "second"):
+            with recorder.stage(name):
+                pass
+            host.largest_rss = 900 * MIB
+    assert [stage.peak.rss_bytes for stage in recorder.run().stages if stage.peak] == [100 * MIB] * 2
+
+
+def test_a_real_peak_that_no_reading_sees_is_in_the_record() -> None:
+    resident, largest = process_rss_bytes(), process_peak_rss_bytes()
+    assert resident is not None
+    if largest is None:
+        pytest.skip("this system keeps no running peak of a process")
+    recorder = Recorder(sample_hz=None)
+    with recorder.stage("outer"):
+        with recorder.stage("spike"):
+            held = b"\1" * (max(0, largest - resident) + 128 * MIB)
+            del held
+        with recorder.stage("after"):
+            pass
+    (outer,) = recorder.run().stages
+    spike, after = (child.peak for child in outer.children)
+    assert outer.peak is not None
+    assert spike is not None
+    assert after is not None
+    assert spike.rss_bytes == outer.peak.rss_bytes
+    assert (spike.rss_bytes or 0) > max(largest, resident) + 100 * MIB
+    assert (after.rss_bytes or 0) < (spike.rss_bytes or 0) - 100 * MIB

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from sigmascope.monitor import Recorder
+from sigmascope.monitor.instruments import NOT_AT_STEPS
 from sigmascope.monitor.steps import StepColumns
 
 if TYPE_CHECKING:
@@ -166,3 +167,29 @@ def test_reading_a_run_while_threads_add_steps_sees_whole_rows_and_loses_none() 
             at = round(started * 1e9)
             assert (round(seconds * 1e9), rss, allocated) == (7, at + 1, at + 2)
     assert len(columns) == len({*columns.freeze(0, {}).started}) == 20_000
+
+
+def test_steps_without_memory_have_all_else_and_say_why(clock: "FakeClock", host: "FakeHost") -> None:
+    recorder = Recorder("light", None, clock=clock, step_memory=False)
+    with recorder.stage("denoising"):
+        for _ in range(3):
+            with recorder.step():
+                clock.pass_seconds(1)
+                host.rss *= 2
+            host.rss //= 2
+    stage = recorder.run().stages[0]
+    assert (stage.steps.seconds, stage.steps.rss_bytes) == ((1.0, 1.0, 1.0), ())
+    assert stage.steps.unavailable["rss_bytes"] == NOT_AT_STEPS
+    assert stage.peak is not None
+    assert stage.peak.rss_bytes == host.rss
+    assert "rss_bytes" not in stage.peak.unavailable
+
+
+def test_steps_without_the_process_s_memory_have_the_device_s(
+    accelerator: "FakeAccelerator", host: "FakeHost"
+) -> None:
+    recorder = Recorder("light", None, accelerator, step_memory=False)
+    with recorder.stage("denoising"), recorder.step():
+        accelerator.allocate(9)
+    steps = recorder.run().stages[0].steps
+    assert (steps.rss_bytes, steps.allocated_bytes) == ((), (9,))

@@ -12,7 +12,6 @@ import torch
 from sigmascope.monitor import Recorder
 from sigmascope.monitor.performance import PerformanceMonitor
 from sigmascope.monitor.utilization import ONLY_NVIDIA, TOO_SHORT, UtilizationMeter
-from sigmascope.monitor.utilization_tracks import LONGEST_SERIES, Series
 from sigmascope.probes import NullAccelerator, Reading, nvml
 from sigmascope.probes.gpu_activity import GPU_ACTIVITY, ActivityReading, GpuActivity
 from sigmascope.records.serialization import run_from_json, run_to_json
@@ -140,18 +139,6 @@ def test_other_makers_have_no_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accelerator, "kind", "xpu")
     meter = UtilizationMeter(accelerator, is_sampled=True)
     assert (meter.reason, meter.now()) == (ONLY_NVIDIA, {})
-
-
-def test_a_series_is_bounded_and_keeps_its_mean() -> None:
-    series = Series()
-    for second in range(10_000):
-        series.add(ns(second), float(second % 100))
-    at_seconds, values = series.freeze(0)
-    assert len(values) == len(at_seconds) <= LONGEST_SERIES
-    assert at_seconds[0] == 0.0
-    assert at_seconds[-1] < 10_000
-    assert sum(values) / len(values) == pytest.approx(49.5, abs=0.5)
-    assert all(b > a for a, b in itertools.pairwise(at_seconds))
 
 
 class BusyNvml(ModuleType):

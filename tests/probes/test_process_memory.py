@@ -11,6 +11,7 @@ from sigmascope.probes import (
     NullAccelerator,
     memory_snapshot,
     process_memory,
+    process_peak_rss_bytes,
     process_rss,
     process_rss_bytes,
     system_memory,
@@ -153,3 +154,15 @@ def test_devices_that_cannot_be_counted_yet_are_explained(gpu: Any) -> None:
     gpu.initialized, gpu.nvml_count = False, -1
     reason = memory_snapshot(CudaAccelerator()).unavailable["accelerators"]
     assert "cannot be counted before this process uses one" in reason
+
+
+def test_the_largest_so_far_is_never_below_what_is_resident_and_keeps_what_was_freed() -> None:
+    before, largest = known_rss(), process_peak_rss_bytes()
+    assert largest is not None
+    assert largest >= before - MIB
+    held = b"\1" * (largest - before + 64 * MIB)
+    del held
+    after = process_peak_rss_bytes()
+    assert after is not None
+    assert 60 * MIB < after - largest < 80 * MIB
+    assert known_rss() < after - 60 * MIB

@@ -50,6 +50,9 @@ def watch(
     sample_hz: Annotated[
         float, typer.Option("--sample_hz", help="How often memory is looked at, at most 10 a second.")
     ] = 10.0,
+    step_memory: Annotated[
+        bool, typer.Option("--step_memory", help="Look at memory at the end of each step too.")
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no summary.")] = False,
     install: Annotated[
         bool, typer.Option("--install", help="Let SIGMASCOPE=1 do the same for any Python process here.")
@@ -76,6 +79,7 @@ def watch(
         prompts=prompts,
         name=name,
         sample_hz=str(sample_hz),
+        step_memory="1" if step_memory else None,
         quiet="1" if quiet else None,
         launched="1",
     )

@@ -2,29 +2,28 @@
 
 import time
 from collections.abc import Callable, Mapping
-from functools import cache
 
 from sigmascope.monitor import peaks
 from sigmascope.monitor.gpu_timing import EventPool, Mark, StageEdges, StepTimings, elsewhere
 from sigmascope.monitor.guard import Guard
-from sigmascope.monitor.json_values import as_json
 from sigmascope.monitor.peak_tracking import ACCELERATOR_PEAK, PeakTracker, reader_for
 from sigmascope.monitor.peaks import UNKNOWN, HostMemory
+from sigmascope.monitor.process_facts import accelerator_of_this_process, facts_of_host
+from sigmascope.monitor.sampled_facts import FAILED, SampledFacts
 from sigmascope.monitor.sampler import SAMPLER, Wish
-from sigmascope.monitor.utilization import ScopeUtilization, UtilizationMeter
 from sigmascope.probes import (
     Accelerator,
+    AllocatorBytes,
     NullAccelerator,
-    detect_accelerator,
-    host_facts,
     memory_snapshot,
+    process_peak_rss_bytes,
     process_rss_bytes,
     system_memory,
 )
 from sigmascope.records.host import HostFacts
 from sigmascope.records.memory import MemorySnapshot, PeakMemory
 
-FAILED = "every reading failed"
+NOT_AT_STEPS = "it was not asked for at the ends of steps (step_memory)"
 Clock = Callable[[], int]
 
 
@@ -35,6 +34,7 @@ class Instruments:
         accelerator: What to ask about devices; None finds out, once a process.
         sample_hz: Samples a second between the boundaries; None or 0: none.
         clock: Monotonic nanoseconds.
+        step_memory: Whether `rss` is to be read at the end of each step.
     """
 
     def __init__(
@@ -42,11 +42,14 @@ class Instruments:
         accelerator: Accelerator | None,
         sample_hz: float | None,
         clock: Clock = time.perf_counter_ns,
+        *,
+        step_memory: bool = True,
     ) -> None:
         self.guard = Guard()
+        self.step_memory = step_memory
         self.clock = clock
         if accelerator is None:
-            accelerator = self.guard.call("accelerator", _accelerator_of_this_process)
+            accelerator = self.guard.call("accelerator", accelerator_of_this_process)
         self.accelerator = accelerator or NullAccelerator("it could not be detected")
         reader = self.guard.call(ACCELERATOR_PEAK, lambda: reader_for(self.accelerator))
         self.tracker = PeakTracker(reader, self.guard)
@@ -54,7 +57,7 @@ class Instruments:
         self._elsewhere: str | None = None
         self.stage_edges = StageEdges()
         self._wish = Wish(self._sample, sample_hz) if sample_hz and sample_hz > 0 else None
-        self.meter = UtilizationMeter(self.accelerator, is_sampled=self._wish is not None)
+        self.sampled = SampledFacts(self.accelerator, self.guard, is_sampled=self._wish is not None)
         self._rss_works = True
 
     # --- steps: the hot path
@@ -116,11 +119,16 @@ class Instruments:
         if snapshot is None:
             snapshot = self.guard.call("system_memory", system_memory) or MemorySnapshot()
         rss, ram_used = snapshot.process_rss_bytes, snapshot.ram_used_bytes
-        return HostMemory(self.rss() if rss is None else rss, UNKNOWN if ram_used is None else ram_used)
+        largest_rss = self.guard.call("process_peak_rss", process_peak_rss_bytes)
+        return HostMemory(
+            self.rss() if rss is None else rss,
+            UNKNOWN if ram_used is None else ram_used,
+            UNKNOWN if largest_rss is None else largest_rss,
+        )
 
     def host(self) -> HostFacts | None:
         """Facts about this machine, read once a process."""
-        return self.guard.call("host_facts", lambda: _host_facts(self.accelerator))
+        return self.guard.call("host_facts", lambda: facts_of_host(self.accelerator))
 
     def start_sampling(self) -> None:
         """Sample from now on, on behalf of one more scope."""
@@ -139,27 +147,21 @@ class Instruments:
 
     def look(self) -> None:
         """Bring the peaks of all open scopes up to date."""
-        self.guard.call("peaks", lambda: self.tracker.look(self.host_memory(), self.clock()))
+        self._look(self.host_memory(), self.clock())
 
-    def utilization(
-        self, scope: ScopeUtilization | None, started_ns: int
-    ) -> tuple[dict[str, object], str | None]:
-        """How busy the devices were in a scope, as JSON values by device; or nothing and why."""
-        read = self.guard.call("utilization", lambda: self.meter.freeze(scope, started_ns))
-        found, reason = ({}, FAILED) if read is None else read
-        plain = {device: as_json(one) for device, one in found.items()}
-        return plain, None if plain else self.guard.reasons.get("utilization") or reason
+    def _look(self, memory: HostMemory, at_ns: int) -> Mapping[str, AllocatorBytes]:
+        return self.guard.call("peaks", lambda: self.tracker.look(memory, at_ns)) or {}
 
     def _sample(self) -> None:
-        self.look()
-        self.guard.call("utilization", lambda: self.meter.sample(self.clock()))
+        memory, at_ns = self.host_memory(), self.clock()
+        self.sampled.sample(at_ns, memory, self._look(memory, at_ns))
 
     def step_reasons(self) -> dict[str, str]:
         """For each column of `Steps` that may be missing, why it is."""
         reasons = self.guard.reasons
         absence = reasons.get("accelerator") or self.accelerator.absence
         known = {
-            "rss_bytes": reasons.get("process_rss"),
+            "rss_bytes": reasons.get("process_rss") or (None if self.step_memory else NOT_AT_STEPS),
             "allocated_bytes": reasons.get(ACCELERATOR_PEAK) or absence,
             "gpu_seconds": reasons.get("gpu_timing") or absence or getattr(self.accelerator, "untimed", None),
         }
@@ -169,7 +171,7 @@ class Instruments:
         """For each field of `peak` that is missing, why it is."""
         reasons = {**self.step_reasons(), "ram_used_bytes": self.guard.reasons.get("system_memory")}
         known = {
-            "rss_bytes": (peak.rss_bytes, reasons.get("rss_bytes")),
+            "rss_bytes": (peak.rss_bytes, self.guard.reasons.get("process_rss")),
             "ram_used_bytes": (peak.ram_used_bytes, reasons["ram_used_bytes"]),
             "accelerators": (peak.accelerators or None, reasons.get("allocated_bytes")),
         }
@@ -178,23 +180,3 @@ class Instruments:
     def device_reasons(self, device: str) -> Mapping[str, str]:
         """Why figures of a device's allocator are missing, by the names of `AllocatorBytes`."""
         return self.guard.call("accelerator_reasons", lambda: self.accelerator.unavailable(device)) or {}
-
-
-@cache
-def _accelerator_of_this_process() -> Accelerator:
-    return detect_accelerator()
-
-
-_host_facts_of: dict[int, tuple[Accelerator, HostFacts]] = {}
-
-
-def _host_facts(accelerator: Accelerator) -> HostFacts:
-    known = _host_facts_of.get(id(accelerator))
-    if known is not None:
-        return known[1]
-    facts = host_facts(accelerator)
-    # A device's facts may be hidden until the host initialises it; such an answer is asked for again.
-    if all(device.name is not None for device in facts.accelerators):
-        _host_facts_of.clear()
-        _host_facts_of[id(accelerator)] = (accelerator, facts)
-    return facts

@@ -78,6 +78,7 @@ class PeakTracker:
         self._reader = reader
         self._guard = guard
         self._open: list[Peaks] = []
+        self._largest_rss = UNKNOWN
         self.pending = Peaks()
 
     def open(self, memory: HostMemory, at_ns: int) -> Peaks:
@@ -112,19 +113,27 @@ class PeakTracker:
         reading = self._read_devices(at_ns, (device,)).get(device)
         return UNKNOWN if reading is None or reading.allocated is None else reading.allocated
 
-    def look(self, memory: HostMemory, at_ns: int) -> None:
-        """Bring all open scopes up to date, between their boundaries."""
+    def look(self, memory: HostMemory, at_ns: int) -> dict[str, AllocatorBytes]:
+        """Bring all open scopes up to date, between their boundaries; return what devices said."""
         with peaks.LOCK:
-            if self._open:
-                self._boundary(memory, at_ns)
+            return self._boundary(memory, at_ns) if self._open else {}
 
     def _boundary(self, memory: HostMemory, at_ns: int) -> dict[str, AllocatorBytes]:
         readings = self._read_devices(at_ns, None)
         self.pending.see_host(memory, at_ns)
+        self._see_largest(memory.largest_rss, at_ns)
         for scope in self._open:
             scope.fold(self.pending)
         self.pending = Peaks()
         return readings
+
+    def _see_largest(self, nbytes: int, at_ns: int) -> None:
+        """Take the system's own running peak: where it has risen, it was reached since the last boundary."""
+        before = self._largest_rss
+        if nbytes > before:
+            self._largest_rss = nbytes
+            if before != UNKNOWN:
+                self.pending.rss.see(nbytes, at_ns)
 
     def _read_devices(self, at_ns: int, devices: Sequence[str] | None) -> dict[str, AllocatorBytes]:
         """Read these devices, or all (None); nothing once the accelerator has failed."""

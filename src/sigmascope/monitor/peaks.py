@@ -38,10 +38,15 @@ if hasattr(os, "register_at_fork"):
 
 
 class HostMemory(NamedTuple):
-    """Bytes that this process has resident and that the whole machine uses; UNKNOWN where not read."""
+    """Bytes that this process has resident and that the whole machine uses; UNKNOWN where not read.
+
+    Attributes:
+        largest_rss: The most that this process has had resident so far, as the system counts it.
+    """
 
     rss: int = UNKNOWN
     ram_used: int = UNKNOWN
+    largest_rss: int = UNKNOWN
 
 
 class Highest:

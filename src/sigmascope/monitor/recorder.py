@@ -39,6 +39,8 @@ class Recorder:
         sample_hz: How often a thread looks at memory between the steps, at most 10 a second; None: never.
         accelerator: Where to read devices; None: what torch would use.
         clock: Monotonic nanoseconds.
+        step_memory: Whether the process's resident bytes are read at the end of each step, which is half of what a
+            step costs. Without it they are read at the edges of stages and by the thread.
 
     Examples:
         >>> recorder = Recorder(name="portrait")
@@ -57,11 +59,13 @@ class Recorder:
         sample_hz: float | None = 10.0,
         accelerator: Accelerator | None = None,
         clock: Clock = time.perf_counter_ns,
+        *,
+        step_memory: bool = True,
     ) -> None:
         self.id = uuid.uuid4().hex
         self.name = name
         self.clock = clock
-        self._instruments = Instruments(accelerator, sample_hz, clock)
+        self._instruments = Instruments(accelerator, sample_hz, clock, step_memory=step_memory)
         self._outside = Scope(UNSTAGED, self._instruments)
         self._facts: dict[str, object] = {}
         self._unavailable: dict[str, str] = {}
@@ -100,7 +104,7 @@ class Recorder:
         Read at most five times a second, whoever asks in this process. What stages record of it is
         `sigmascope.records.utilization.utilization_of(stage)`.
         """
-        return self._instruments.guard.call("utilization", self._instruments.meter.now) or {}
+        return self._instruments.guard.call("utilization", self._instruments.sampled.meter.now) or {}
 
     def host(self) -> HostFacts | None:
         """Return facts about this machine, read once a process; None if they cannot be read."""
@@ -170,7 +174,9 @@ class Recorder:
     def open_stage(self, scope: Scope) -> Frame:
         """Open a scope inside the current one."""
         self._extent.begin()
-        self.current_scope().children.append(scope)
+        around = self.current_scope()
+        around.children.append(scope)
+        scope.is_outermost = around is self._outside
         scope.step_listener = step_listener_here(self.clock)
         try:
             self._instruments.guard.read("stages", scope.open)

@@ -1,16 +1,16 @@
 """One stage while it is open, and the record that it becomes."""
 
-import traceback
 from collections.abc import Callable
 from dataclasses import replace
 
 from sigmascope.monitor import peaks
+from sigmascope.monitor.exception_text import details
 from sigmascope.monitor.gpu_timing import Mark, StepTimings, of_stage
 from sigmascope.monitor.guard import describe
 from sigmascope.monitor.instruments import Instruments
 from sigmascope.monitor.peaks import UNKNOWN, HostMemory, Peaks
+from sigmascope.monitor.sampled_facts import ScopeSamples
 from sigmascope.monitor.steps import StepColumns
-from sigmascope.monitor.utilization import ScopeUtilization
 from sigmascope.records.facts import ExceptionDetails, ModuleFacts, TensorFacts
 from sigmascope.records.memory import MemoryImpact, MemorySnapshot, PeakMemory
 from sigmascope.records.run import Stage
@@ -36,6 +36,7 @@ class Scope:
     def __init__(self, name: str, instruments: Instruments) -> None:
         self.name = name
         self.instruments = instruments
+        self.is_outermost = False
         self.was_opened = False
         self.started_ns = 0
         self.ended_ns: int | None = None
@@ -48,10 +49,11 @@ class Scope:
         self.unavailable: dict[str, str] = {}
         self.error: str | None = None
         self.exception_details: ExceptionDetails | None = None
+        self._step_memory = instruments.step_memory
         self._baseline: MemorySnapshot | None = None
         self._final: MemorySnapshot | None = None
         self._peaks: Peaks | None = None
-        self._utilization: ScopeUtilization | None = None
+        self._samples: ScopeSamples | None = None
         self._edges = instruments.new_timings()
         self._began: Mark | None = None
 
@@ -64,7 +66,7 @@ class Scope:
         instruments.start_sampling()
         memory = instruments.host_memory(self._baseline)
         self._peaks = instruments.tracker.open(memory, instruments.clock())
-        self._utilization = instruments.meter.open(instruments.clock())
+        self._samples = instruments.sampled.open(instruments.clock(), is_outermost=self.is_outermost)
         if self._edges is not None:
             self._began = instruments.mark()
         self.started_ns = instruments.clock()
@@ -79,16 +81,20 @@ class Scope:
         """
         columns = self.columns
         if columns.timings is None:
-            instruments = self.instruments
-            tracker, rss = instruments.tracker, instruments.rss()
-            if rss > tracker.pending.rss.value:
-                with peaks.LOCK:
-                    tracker.step(rss, ended_ns, None)
+            rss = self._rss_after_step(ended_ns) if self._step_memory else UNKNOWN
             columns.append(started_ns, ended_ns, rss, UNKNOWN)
         else:
             self._add_step_of_device(columns.timings, started_ns, ended_ns, start)
         if self.step_listener is not None:
             self.step_listener(self.name, started_ns, ended_ns)
+
+    def _rss_after_step(self, ended_ns: int) -> int:
+        instruments = self.instruments
+        tracker, rss = instruments.tracker, instruments.rss()
+        if rss > tracker.pending.rss.value:
+            with peaks.LOCK:
+                tracker.step(rss, ended_ns, None)
+        return rss
 
     def _add_step_of_device(
         self, timings: StepTimings, started_ns: int, ended_ns: int, start: Mark | None
@@ -96,7 +102,7 @@ class Scope:
         instruments = self.instruments
         end = None if start is None else instruments.mark(start.device)
         device = instruments.device_in_use() if start is None else start.device
-        rss = instruments.rss()
+        rss = instruments.rss() if self._step_memory else UNKNOWN
         with peaks.LOCK:
             allocated = instruments.tracker.step(rss, ended_ns, device)
             instruments.add_timing(timings, len(self.columns), start, end)
@@ -122,7 +128,7 @@ class Scope:
                     instruments.tracker.close(self._peaks, memory, ended_ns)
             finally:
                 instruments.stop_sampling()
-        instruments.meter.close(self._utilization)
+        instruments.sampled.close(self._samples)
         instruments.resolve(self.columns.timings)
         if error is not None:
             self.error = describe(error)
@@ -146,12 +152,11 @@ class Scope:
         memory = self._memory()
         if memory is None:
             unavailable["memory"] = instruments.guard.reasons.get("memory_snapshot", "nothing was read")
-        facts = dict(self.facts)
-        utilization, why_not = instruments.utilization(self._utilization, self.started_ns)
-        if why_not is None:
-            facts[UTILIZATION] = utilization
-        else:
-            unavailable[UTILIZATION] = why_not
+        sampled, why_not_sampled = instruments.sampled.freeze(
+            self._samples, self.started_ns, is_outermost=self.is_outermost
+        )
+        facts = self.facts | sampled
+        unavailable |= why_not_sampled
         instruments.resolve(self._edges)
         on_device, why_not = of_stage(self._edges)
         if on_device is not None:
@@ -201,10 +206,3 @@ class Scope:
             return None
         peak = self._peaks.freeze(self.started_ns, self.instruments.device_reasons)
         return replace(peak, unavailable=self.instruments.peak_reasons(peak))
-
-
-def details(error: BaseException) -> ExceptionDetails:
-    """Return an exception as text, its causes included; nothing of it stays alive."""
-    kind = type(error)
-    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-    return ExceptionDetails(name, str(error), "".join(traceback.format_exception(error)))

@@ -1,49 +1,13 @@
 """What is kept of an accelerator's business: sums that never grow, and a curve of bounded length."""
 
 from collections.abc import Mapping
-from statistics import fmean
 from typing import Final
 
+from sigmascope.monitor.series import Series, mean_of
 from sigmascope.probes.gpu_activity import GpuActivity
 from sigmascope.records.utilization import DeviceUtilization, Gauge
 
-LONGEST_SERIES: Final = 256
 _FIGURES: Final = ("busy_percent", "memory_busy_percent", "temperature_celsius", "power_watts")
-
-
-class Series:
-    """Values over time in a bounded number of entries: when they are full, neighbours become one."""
-
-    __slots__ = ("_at_ns", "_each", "_pending", "_values")
-
-    def __init__(self) -> None:
-        self._at_ns: list[int] = []
-        self._values: list[float] = []
-        self._pending: list[tuple[int, float]] = []
-        self._each = 1
-
-    def add(self, at_ns: int, value: float) -> None:
-        """Append a value."""
-        self._pending.append((at_ns, value))
-        if len(self._pending) == self._each:
-            self._take_pending()
-        if len(self._values) == LONGEST_SERIES:
-            self._at_ns = self._at_ns[::2]
-            self._values = [fmean(pair) for pair in zip(self._values[::2], self._values[1::2], strict=True)]
-            self._each *= 2
-
-    def freeze(self, start_ns: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Return seconds since `start_ns`, and the values. The last entry may be of fewer samples than the others."""
-        at_ns, values = list(self._at_ns), list(self._values)
-        if self._pending:
-            at_ns.append(self._pending[0][0])
-            values.append(fmean(value for _, value in self._pending))
-        return tuple((at - start_ns) / 1e9 for at in at_ns), tuple(values)
-
-    def _take_pending(self) -> None:
-        self._at_ns.append(self._pending[0][0])
-        self._values.append(fmean(value for _, value in self._pending))
-        self._pending.clear()
 
 
 class Track:
@@ -87,7 +51,7 @@ class DeviceTrack:
         self._samples = 0
         self._gauges = {name: Track() for name in _FIGURES}
         self._heat, self._capped = Track(), Track()
-        self._series = Series()
+        self._series = Series(mean_of)
         self._unavailable: Mapping[str, str] = {}
 
     def add(self, at_ns: int, activity: GpuActivity) -> None:

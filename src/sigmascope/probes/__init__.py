@@ -11,7 +11,13 @@ from sigmascope.probes.heap import heap_in_use
 from sigmascope.probes.host import host_facts
 from sigmascope.probes.modules import module_facts
 from sigmascope.probes.nvml import NvmlFacts, read_nvml
-from sigmascope.probes.process_memory import memory_snapshot, process_rss, process_rss_bytes, system_memory
+from sigmascope.probes.process_memory import (
+    memory_snapshot,
+    process_peak_rss_bytes,
+    process_rss,
+    process_rss_bytes,
+    system_memory,
+)
 from sigmascope.probes.reading import Reading
 from sigmascope.probes.tensors import tensor_facts
 
@@ -27,6 +33,7 @@ __all__ = [
     "host_facts",
     "memory_snapshot",
     "module_facts",
+    "process_peak_rss_bytes",
     "process_rss",
     "process_rss_bytes",
     "read_nvml",

@@ -12,6 +12,9 @@ from dataclasses import replace
 
 import psutil
 
+if sys.platform != "win32":
+    import resource
+
 from sigmascope.probes.accelerators import Accelerator, detect_accelerator, why_no_devices
 from sigmascope.probes.reading import Reading, attempt
 from sigmascope.records.memory import MemorySnapshot
@@ -67,6 +70,19 @@ def _rss_from_new_descriptor() -> int:
         _descriptor.clear()  # the number may belong to others by now, so it is not closed
         _descriptor.append(os.open(_STATM, os.O_RDONLY | os.O_CLOEXEC))
         return _rss_from_kept_descriptor()
+
+
+def process_peak_rss_bytes() -> int | None:
+    """The largest resident set that this process has had so far, in bytes; None where the system does not tell.
+
+    At first it may be too large, since Linux counts what the process was before it executed this program. What it
+    grows by is true: then the process has just been as large as that.
+    """
+    if sys.platform == "win32":
+        peak = getattr(psutil.Process().memory_info(), "peak_wset", None)
+        return None if peak is None else int(peak)
+    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return largest * (1 if sys.platform == "darwin" else 1024) or None
 
 
 def system_memory() -> MemorySnapshot:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from sigmascope.records.memory_over_time import MEMORY_OVER_TIME, PROCESS, SYSTEM
 from sigmascope.records.run import Run, Stage
 from sigmascope.records.snapshot import MemorySnapshot
 from sigmascope.records.structure import run_from_plain, run_to_plain
@@ -69,8 +70,9 @@ def _without_others(stage: Stage, devices: Mapping[str, str]) -> Stage:
     if peak is not None:
         peak = replace(peak, accelerators=tuple(one for one in peak.accelerators if one.device in devices))
     facts = dict(stage.facts)
-    if isinstance(facts.get(_UTILIZATION), dict):
-        facts[_UTILIZATION] = {name: one for name, one in facts[_UTILIZATION].items() if name in devices}
+    for fact, others in ((_UTILIZATION, ()), (MEMORY_OVER_TIME, (PROCESS, SYSTEM))):
+        if isinstance(facts.get(fact), dict):
+            facts[fact] = {name: one for name, one in facts[fact].items() if name in (*devices, *others)}
     children = tuple(_without_others(child, devices) for child in stage.children)
     return replace(stage, memory=memory, peak=peak, facts=facts, children=children)
 

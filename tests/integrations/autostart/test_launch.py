@@ -101,3 +101,9 @@ def test_ctrl_c_is_left_to_the_program_that_is_waited_for() -> None:
         "os.kill(os.getppid(), signal.SIGINT)\nos.kill(os.getpid(), signal.SIGINT)\n"
     )
     assert exit_code_of([sys.executable, "-c", interrupts], os.environ) == 3
+
+
+@pytest.mark.parametrize(("told", "is_so"), [(None, False), ("0", False), ("1", True), ("yes", True)])
+def test_zero_is_no(told: str | None, is_so: bool) -> None:
+    assert Settings(step_memory=told).says("step_memory") is is_so
+    assert Settings(quiet=told).says("quiet") is is_so

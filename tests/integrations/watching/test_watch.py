@@ -1,5 +1,6 @@
 import asyncio
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 import sigmascope
 from sigmascope.errors import ConfigError
+from sigmascope.records.memory_over_time import memory_over_time
 from sigmascope.records.prompts import prompt_sha256
 from sigmascope.records.run import Run
 
@@ -133,3 +135,28 @@ def test_the_record_of_a_call_is_plain_json(pipeline: Any) -> None:
     with sigmascope.watch(pipeline) as run:
         generate(pipeline, "sd15")
     assert json.loads(json.dumps(dict(run.stage("generation").facts)))
+
+
+def test_the_process_s_memory_at_the_ends_of_steps_is_there_when_it_is_asked_for(pipeline: Any) -> None:
+    with sigmascope.watch(pipeline, step_memory=True) as run:
+        generate(pipeline, "sd15", num_inference_steps=4)
+    steps = run.stage("denoising").steps
+    assert len(steps.rss_bytes) == 4
+    assert all(nbytes is not None and 2**20 < nbytes <= run.peak().rss_bytes for nbytes in steps.rss_bytes)
+
+
+def linger(*_: Any) -> dict[str, Any]:
+    time.sleep(0.15)
+    return {}
+
+
+def test_without_it_the_steps_say_so_and_the_thread_gives_memory_over_time(pipeline: Any) -> None:
+    with sigmascope.watch(pipeline) as run:
+        generate(pipeline, "sd15", num_inference_steps=2, callback_on_step_end=linger)
+    steps = run.stage("denoising").steps
+    assert (len(steps), steps.rss_bytes) == (2, ())
+    assert "step_memory" in steps.unavailable["rss_bytes"]
+    (generation,) = run.stages
+    curve = memory_over_time(generation)["process"]
+    assert len(curve.nbytes) > 0
+    assert max(curve.nbytes) <= run.peak().rss_bytes

@@ -62,3 +62,11 @@ def test_of_a_device_s_business_the_mean_is_told() -> None:
     gauge = {"mean": 42.0, "highest": 90.0, "highest_at_seconds": 0.5}
     facts = {"utilization": {"cuda:0": {"device": "cuda:0", "busy_percent": gauge}}}
     assert arguments_of(Stage("a", 0.0, 1.0, facts=facts)) == {"cuda:0_busy_percent": 42.0}
+
+
+def test_memory_over_time_is_drawn_and_not_told_in_numbers() -> None:
+    curve = {"at_seconds": [0.5], "nbytes": [7]}
+    assert arguments_of(Stage("a", 0.0, 1.0, facts={"memory_over_time": {"process": curve}})) == {}
+    assert arguments_of(Stage("a", 0.0, 1.0, facts={"memory_over_time": "mine"})) == {
+        "memory_over_time": "mine"
+    }

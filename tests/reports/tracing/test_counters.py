@@ -89,3 +89,23 @@ def test_how_busy_a_device_was_is_told_once_by_the_outermost_stage() -> None:
     inner = Stage("inner", 1.25, 0.5, facts={"utilization": {"cuda:0": {**BUSY, "busy_series": [1.0, 2.0]}}})
     outer = Stage("outer", 1.0, 1.0, facts={"utilization": {"cuda:0": BUSY}}, children=(inner,))
     assert len(events_of(run_of(outer), phase="C", name="cuda:0 busy (%)")) == 2
+
+
+CURVES = {
+    "process": {"at_seconds": [0.1, 0.2], "nbytes": [3 * MIB, 5 * MIB]},
+    "system": {"at_seconds": [0.1], "nbytes": [9 * MIB]},
+    "cuda:0": {"at_seconds": [0.2], "nbytes": [2 * MIB]},
+}
+
+
+def test_what_the_sampler_saw_is_in_the_counters_wherever_its_stage_lies() -> None:
+    stage = Stage("generation", 1.0, 1.0, facts={"memory_over_time": CURVES})
+    for run in (run_of(stage), run_of(Stage("rank 0", 1.0, 1.0, children=(stage,)))):
+        assert points(run, PROCESS) == [(1.1e6, 3.0), (1.2e6, 5.0)]
+        assert points(run, SYSTEM) == [(1.1e6, 9.0)]
+        assert points(run, "cuda:0 allocated (MiB)") == [(1.2e6, 2.0)]
+
+
+def test_a_curve_that_is_damaged_is_not_drawn() -> None:
+    curves = {"process": {"at_seconds": [0.1], "nbytes": []}}
+    assert points(run_of(Stage("generation", 1.0, 1.0, facts={"memory_over_time": curves})), PROCESS) == []

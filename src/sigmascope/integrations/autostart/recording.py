@@ -39,6 +39,7 @@ class Recording:
             prompts=privacy_of(settings),
             name=settings.name or program(),
             sample_hz=sample_hz_of(settings),
+            step_memory=settings.says("step_memory"),
         )
         self._watch.__enter__()
         self._keeper = Keeper(self._watch.record, self._record_path)
@@ -67,7 +68,7 @@ class Recording:
     def _show(self, run: Run) -> None:
         with suppress(OSError, ValueError):  # what the program wrote comes before what we say of it
             sys.stdout.flush()
-        if not self._settings.quiet and sys.__stderr__ is not None:
+        if not self._settings.says("quiet") and sys.__stderr__ is not None:
             with suppress(OSError, ValueError):
                 run.print(Console(file=sys.__stderr__))
 

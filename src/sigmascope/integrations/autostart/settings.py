@@ -23,7 +23,8 @@ class Settings(NamedTuple):
         prompts: What is kept of prompts: full, hash or none.
         name: What the run is called.
         sample_hz: How often memory is looked at, as text.
-        quiet: "1": print no summary.
+        step_memory: "1": look at it at the end of each step too; "0" is no.
+        quiet: "1": print no summary; "0" is no.
         launched: "1": somebody asked for this one process, and is told when there was nothing to see.
     """
 
@@ -32,8 +33,13 @@ class Settings(NamedTuple):
     prompts: str | None = None
     name: str | None = None
     sample_hz: str | None = None
+    step_memory: str | None = None
     quiet: str | None = None
     launched: str | None = None
+
+    def says(self, name: str) -> bool:
+        """Whether one of those that are yes or no is yes."""
+        return getattr(self, name) not in (None, "0")
 
     def as_environment(self, prefix: str) -> dict[str, str]:
         """The variables that say this."""

@@ -49,6 +49,7 @@ class Choices:
     prompts: PromptPrivacy = "full"
     name: str | None = None
     sample_hz: float | None = 10.0
+    step_memory: bool = False
 
 
 class Session:
@@ -62,7 +63,9 @@ class Session:
     def __init__(self, pipelines: tuple[object, ...], choices: Choices) -> None:
         self.choices = choices
         self.guard = Guard()
-        self.recorder = Recorder(choices.name or _name_of(pipelines), choices.sample_hz)
+        self.recorder = Recorder(
+            choices.name or _name_of(pipelines), choices.sample_hz, step_memory=choices.step_memory
+        )
         self.is_over = False
         self.is_everywhere = not pipelines
         self.redactions: list[Redact] = []

@@ -104,6 +104,7 @@ def watch(
     prompts: PromptPrivacy = "full",
     name: str | None = None,
     sample_hz: float | None = 10.0,
+    step_memory: bool = False,
     on_run: Callable[[Run], object] | None = None,
 ) -> Watch:
     """Watch pipelines while a block or a function runs, without changing them or what they give.
@@ -120,6 +121,8 @@ def watch(
         prompts: What is kept of prompts: "full" their text, "hash" their SHA-256, "none" nothing.
         name: What the run is called; None: the class of the pipeline.
         sample_hz: How often a thread looks at memory, at most 10 a second; None: never.
+        step_memory: Whether the process's resident bytes are read at the end of each step too, to find what grows from
+            step to step. That takes half as long again as all else.
         on_run: Called with the run when the block is left; not in a child that was forked inside of it.
 
     Returns:
@@ -135,5 +138,5 @@ def watch(
                 f"{one.__name__} is a function and no pipeline.",
                 hint="Write @sigmascope.watch() with parentheses.",
             )
-    choices = Choices(prompts, name, sample_hz)
+    choices = Choices(prompts, name, sample_hz, step_memory)
     return Watch(tuple(one for one in pipelines if one is not None), choices, on_run)

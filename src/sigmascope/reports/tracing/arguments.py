@@ -6,6 +6,7 @@ from typing import Any
 from sigmascope.records.arithmetic import mib
 from sigmascope.records.facts import ModuleFacts, TensorFacts
 from sigmascope.records.finding import Finding
+from sigmascope.records.memory_over_time import MEMORY_OVER_TIME, readable_curves
 from sigmascope.records.run import Stage
 from sigmascope.records.steps import Steps
 from sigmascope.records.utilization import UTILIZATION, readable_utilization
@@ -17,10 +18,9 @@ _DEEPEST = 3
 
 def stage_arguments(stage: Stage) -> dict[str, Any]:
     """What is known of a stage beside its time. What is unknown is left out; memory is in MiB."""
-    devices = readable_utilization(stage)
-    drawn = (
-        {UTILIZATION} if devices else set()
-    )  # as counters; a caller's own fact of that name is told as it is
+    devices, curves = readable_utilization(stage), readable_curves(stage)
+    # As counters; a caller's own fact of such a name is told as it is.
+    drawn = {name for name, is_drawn in ((UTILIZATION, devices), (MEMORY_OVER_TIME, curves)) if is_drawn}
     known = {
         "error": stage.error,
         **_memory(stage),

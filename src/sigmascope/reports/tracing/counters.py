@@ -3,16 +3,19 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
+from sigmascope.records import memory_over_time
 from sigmascope.records.arithmetic import mib
 from sigmascope.records.memory import MemorySnapshot
+from sigmascope.records.memory_over_time import readable_curves
 from sigmascope.records.run import Run, Stage
 from sigmascope.records.utilization import readable_utilization
 from sigmascope.reports.tracing.slices import nanoseconds
 
 PROCESS = "Process memory (MiB)"
 SYSTEM = "System memory used (MiB)"
+_COUNTERS: Final = {memory_over_time.PROCESS: PROCESS, memory_over_time.SYSTEM: SYSTEM}
 SOME_DEVICE = "accelerator"
 """Steps say how much was allocated on the device in use; where no snapshot names it, this does."""
 
@@ -30,14 +33,15 @@ class Reading:
 def readings_of(run: Run, offset_ns: int = 0) -> list[Reading]:
     """All readings in a run, in order; of several of one counter at one moment the highest.
 
-    Memory is read at the beginnings and ends of stages, at the ends of steps, and at the peaks. How busy a device is
-    is known for the outermost stages, which hold the readings of those inside.
+    Memory is read at the beginnings and ends of stages, at the peaks, where it was asked for at the ends of steps, and
+    by the sampler. What the sampler read lies in the outermost stages: memory over time and how busy a device was.
 
     Args:
         run: The record.
         offset_ns: Where the trace's clock stands when the run begins.
     """
     found = [reading for stage in run.walk() for reading in _memory(stage, offset_ns)]
+    found += [reading for stage in run.walk() for reading in _curves(stage, offset_ns)]
     found += [reading for stage in run.stages for reading in _business(stage, offset_ns)]
     highest: dict[tuple[str, int], Reading] = {}
     for reading in found:
@@ -52,6 +56,16 @@ def _memory(stage: Stage, offset_ns: int) -> Iterator[Reading]:
         size = mib(nbytes)
         if size is not None and at_seconds is not None:
             yield Reading(counter, started_ns + nanoseconds(at_seconds), size)
+
+
+def _curves(stage: Stage, offset_ns: int) -> Iterator[Reading]:
+    started_ns = offset_ns + nanoseconds(stage.started_seconds)
+    for name, curve in readable_curves(stage).items():
+        counter = _COUNTERS.get(name) or _allocated(name)
+        for at_seconds, nbytes in zip(curve.at_seconds, curve.nbytes, strict=True):
+            size = mib(nbytes)
+            if size is not None and math.isfinite(at_seconds):
+                yield Reading(counter, started_ns + nanoseconds(at_seconds), size)
 
 
 def _business(stage: Stage, offset_ns: int) -> Iterator[Reading]:
