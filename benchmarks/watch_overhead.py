@@ -1,75 +1,35 @@
 """What `sigmascope.watch` costs a step of a pipeline: its hook on the denoiser and its tap on the scheduler.
 
-    python benchmarks/watch_overhead.py [--steps 2000] [--repeats 15]
+    python benchmarks/watch_overhead.py [--steps 1000] [--repeats 25]
 
-A denoiser and a scheduler that do nothing are called in turn, so that the difference is the watch's own. CPU time of
-the thread, the least of all repeats: the others lost time to other programs. Nothing is subtracted but the loop itself.
-Beside it stands what no watch with hooks can go below: PyTorch's own time for a module with one hook that does nothing,
-and the kernel's for the process's resident bytes, which are read once a step.
+Seven small real pipelines each make one image or video, whose first step is then made again and again with the same
+arguments while its denoiser and scheduler do nothing, so that the difference is the watch's own. CPU time of the
+thread; bare, watched and hooked steps in turn, the least of all repeats of each: the others lost time to other
+programs. Nothing is subtracted but the bare step. Beside it stands what no watch with hooks can go below: PyTorch's own
+time for a module with one hook that does nothing. `step_memory` reads the process's resident bytes at the end of each
+step as well.
 """
 
 import argparse
-import time
+import sys
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
 
+import torch
 from torch import nn
 
 import sigmascope
-from sigmascope.monitor import Recorder
-from sigmascope.probes import process_rss_bytes
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.watch_bench.families import FAMILIES, FamilyStep
 
 
-class Denoiser(nn.Module):
-    """Gives back what it is given."""
-
-    def forward(self, sample: float, timestep: float) -> float:
-        """The sample."""
-        return sample
-
-
-class Scheduler:
-    """Steps to nowhere."""
-
-    def step(self, output: float, timestep: float, sample: float) -> float:
-        """The sample."""
-        return sample
-
-
-class Pipeline:
-    """The two, and a loop."""
-
-    def __init__(self) -> None:
-        self.components: dict[str, Any] = {"unet": Denoiser(), "scheduler": Scheduler()}
-
-    def __call__(self, steps: int, calls: int = 1) -> float:
-        """CPU microseconds of a step with so many calls of the denoiser."""
-        denoiser, scheduler = self.components["unet"], self.components["scheduler"]
-        started = time.thread_time_ns()
-        for step in range(steps):
-            for _ in range(calls):
-                denoiser(0.0, step)
-            scheduler.step(0.0, step, 0.0)
-        return (time.thread_time_ns() - started) / steps / 1e3
-
-
-def recorded_steps(steps: int) -> float:
-    """CPU microseconds of a step that a recorder is told of directly."""
-    recorder = Recorder(sample_hz=None)
-    step = recorder.step()
-    with recorder.stage("denoising"):
-        started = time.thread_time_ns()
-        for _ in range(steps):
-            with step:
-                pass
-        return (time.thread_time_ns() - started) / steps / 1e3
-
-
-def hooked(pipeline: Pipeline, steps: int, calls: int) -> float:
+def hooked(step: FamilyStep, steps: int) -> float:
     """CPU microseconds of a step while the denoiser has a hook that does nothing."""
-    handle = pipeline.components["unet"].register_forward_pre_hook(_nothing, with_kwargs=True)
+    handle = step.denoiser.register_forward_pre_hook(_nothing, with_kwargs=True)
     try:
-        return pipeline(steps, calls)
+        return step.made(steps)
     finally:
         handle.remove()
 
@@ -78,18 +38,32 @@ def _nothing(_module: nn.Module, _args: object, _kwargs: object) -> None:
     pass
 
 
-def resident_readings(steps: int) -> float:
-    """CPU microseconds of reading the process's resident bytes."""
-    started = time.thread_time_ns()
-    for _ in range(steps):
-        process_rss_bytes()
-    return (time.thread_time_ns() - started) / steps / 1e3
+def watched(step: FamilyStep, steps: int, *, step_memory: bool = False) -> float:
+    """The same while the pipeline is watched.
+
+    Raises:
+        RuntimeError: The watch has not seen each step.
+    """
+    with sigmascope.watch(step.pipeline, step_memory=step_memory) as run:
+        step.made(1)  # opens the stage, which is done once
+        cost = step.made(steps)
+    seen, made = run.stage("denoising"), steps + 1
+    if len(seen.steps) != made or sum(seen.facts["denoiser_calls"].values()) != made * step.calls:
+        raise RuntimeError(f"{made} steps were made, and {len(seen.steps)} seen")
+    return cost
 
 
-def watched(pipeline: Pipeline, steps: int, calls: int) -> float:
-    """The same as the pipeline gives, while it is watched."""
-    with sigmascope.watch(pipeline, sample_hz=None):
-        return pipeline(steps, calls)
+def measured(step: FamilyStep, steps: int, repeats: int) -> list[float]:
+    """CPU microseconds of a step that is bare, hooked, watched, and watched with its memory: the least of each."""
+    ways: list[Callable[[], float]] = [
+        lambda: step.made(steps),
+        lambda: hooked(step, steps),
+        lambda: watched(step, steps),
+        lambda: watched(step, steps, step_memory=True),
+    ]
+    with step.without_work():
+        rounds = [[way() for way in ways] for _ in range(repeats)]
+    return [min(of_way) for of_way in zip(*rounds, strict=True)]
 
 
 def main() -> None:
@@ -97,24 +71,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--repeats", type=int, default=25)
+    parser.add_argument("--families", nargs="+", choices=list(FAMILIES), default=list(FAMILIES))
     given = parser.parse_args()
-    pipeline = Pipeline()
-
-    def least(measure: Callable[[], float]) -> float:
-        return min(measure() for _ in range(given.repeats))
-
-    reading = least(lambda: resident_readings(given.steps))
-    for calls in (1, 2):
-        bare = least(lambda calls=calls: pipeline(given.steps, calls))  # type: ignore[misc]
-        hook = least(lambda calls=calls: hooked(pipeline, given.steps, calls)) - bare  # type: ignore[misc]
-        seen = least(lambda calls=calls: watched(pipeline, given.steps, calls)) - bare  # type: ignore[misc]
+    torch.set_num_threads(1)
+    print(f"{'µs of a step':12} calls   bare  empty hook  watch  × empty hook  with step_memory")
+    for family in given.families:
+        step = FamilyStep(family)
+        bare, hook, watch, with_memory = measured(step, given.steps, given.repeats)
         print(
-            f"{calls} call(s) a step: {bare:.2f} µs alone, {seen:.2f} µs for the watch: {seen / (hook + reading):.2f} × "
-            f"a hook that does nothing ({hook:.2f} µs) and a reading of resident bytes ({reading:.2f} µs)"
+            f"{family:12} {step.calls:5} {bare:6.2f} {hook - bare:11.2f} {watch - bare:6.2f} "
+            f"{(watch - bare) / (hook - bare):13.2f} {with_memory - bare:17.2f}"
         )
-    print(f"recorder.step() by itself: {least(lambda: recorded_steps(given.steps)):.2f} µs")
 
 
 if __name__ == "__main__":

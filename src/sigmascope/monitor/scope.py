@@ -10,7 +10,7 @@ from sigmascope.monitor.guard import describe
 from sigmascope.monitor.instruments import Instruments
 from sigmascope.monitor.peaks import UNKNOWN, HostMemory, Peaks
 from sigmascope.monitor.sampled_facts import ScopeSamples
-from sigmascope.monitor.steps import StepColumns
+from sigmascope.monitor.steps import StepColumns, row
 from sigmascope.records.facts import ExceptionDetails, ModuleFacts, TensorFacts
 from sigmascope.records.memory import MemoryImpact, MemorySnapshot, PeakMemory
 from sigmascope.records.run import Stage
@@ -71,6 +71,11 @@ class Scope:
             self._began = instruments.mark()
         self.started_ns = instruments.clock()
 
+    @property
+    def has_bare_steps(self) -> bool:
+        """Whether nothing is read at a step's end but the time, so that `columns.add` alone takes it."""
+        return self.columns.timings is None and not self._step_memory
+
     def add_step(self, started_ns: int, ended_ns: int, start: Mark | None) -> None:
         """Take what there is at a step's end: the hot path.
 
@@ -82,7 +87,7 @@ class Scope:
         columns = self.columns
         if columns.timings is None:
             rss = self._rss_after_step(ended_ns) if self._step_memory else UNKNOWN
-            columns.append(started_ns, ended_ns, rss, UNKNOWN)
+            columns.add(row(started_ns, ended_ns, rss, UNKNOWN))
         else:
             self._add_step_of_device(columns.timings, started_ns, ended_ns, start)
         if self.step_listener is not None:
@@ -106,7 +111,7 @@ class Scope:
         with peaks.LOCK:
             allocated = instruments.tracker.step(rss, ended_ns, device)
             instruments.add_timing(timings, len(self.columns), start, end)
-            self.columns.append(started_ns, ended_ns, rss, allocated)
+            self.columns.add(row(started_ns, ended_ns, rss, allocated))
 
     def close(self, error: BaseException | None) -> None:
         """Stop the clock, then take what there is at the end.

@@ -13,6 +13,10 @@ from sigmascope.records.steps import Steps
 _ROW: Final = Struct("4q")
 """When a step began and ended, and the bytes at its end."""
 
+row: Final = _ROW.pack
+"""Packs a step for `StepColumns.add`: when it began and ended, in nanoseconds; what this process had resident and what
+was allocated on the device at its end, in bytes, or UNKNOWN."""
+
 
 class StepColumns:
     """Appended to by every step: 32 bytes and about 0.15 µs each.
@@ -20,22 +24,22 @@ class StepColumns:
     A row goes in whole, in one call that no other thread, handler of a signal or Ctrl-C can come between. It needs no
     lock.
 
+    Attributes:
+        add: Appends a `row`: the hot path.
+
     Args:
         timings: Takes the accelerator's part; None without an accelerator.
     """
 
-    __slots__ = ("_rows", "timings")
+    __slots__ = ("_rows", "add", "timings")
 
     def __init__(self, timings: StepTimings | None) -> None:
         self._rows = bytearray()
+        self.add = self._rows.extend
         self.timings = timings
 
     def __len__(self) -> int:
         return len(self._rows) // _ROW.size
-
-    def append(self, started_ns: int, ended_ns: int, rss: int, allocated: int) -> None:
-        """Add a step: the hot path. Bytes may be UNKNOWN."""
-        self._rows.extend(_ROW.pack(started_ns, ended_ns, rss, allocated))
 
     def edges(self) -> tuple[int, int] | None:
         """When the first step began and the last one ended; None without any."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from torch import nn
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 
 from sigmascope.integrations.watching.activity import current, denoising_here
 from sigmascope.integrations.watching.instrument import Instrument
@@ -95,14 +95,16 @@ class StepHook(ModuleHook):
 
     def __call__(self, _module: object, args: Arguments, kwargs: Keywords) -> None:
         """Take the call, unless it is being traced."""
-        if is_compiling():
+        if is_dynamo_compiling():
             return
         try:
             denoising = denoising_here(self._session)
-            if denoising is None:
+            if denoising is not None and denoising.repeating is self._name:
+                denoising.repeats += 1  # no export comes between a step's calls
+            elif is_compiling():  # dearer: it tells of an export too
+                return
+            elif denoising is None:
                 self.act(args, kwargs)
-            elif denoising.repeating is self._name:
-                denoising.repeats += 1
             else:
                 denoising.called(self._name, args, kwargs)
         except Exception as failure:  # noqa: BLE001 - what an instrument raises must not reach the host

@@ -6,7 +6,9 @@ from typing import Any
 from sigmascope.integrations.watching.timesteps import number_of, timestep_in
 from sigmascope.monitor.gpu_timing import Mark
 from sigmascope.monitor.live import LiveStage
+from sigmascope.monitor.peaks import UNKNOWN
 from sigmascope.monitor.recorder import Recorder
+from sigmascope.monitor.steps import row
 
 NO_SCHEDULER = (
     "no scheduler's step was seen: a step ends with the denoiser's last call at its timestep, and calls whose "
@@ -33,6 +35,8 @@ class Denoising:
     """
 
     __slots__ = (
+        "_add",
+        "_alike",
         "_clock",
         "_first",
         "_has_device",
@@ -44,6 +48,7 @@ class Denoising:
         "_timestep",
         "_turn",
         "_turns",
+        "_usual",
         "calls",
         "last_ns",
         "most_calls_a_step",
@@ -60,15 +65,17 @@ class Denoising:
         self.stepped = 0
         self.last_ns: int | None = None
         self._clock = recorder.clock
-        self._scope = recorder.current_scope()
-        self._has_device = self._scope.columns.timings is not None
+        self._scope = scope = recorder.current_scope()
+        self._has_device = scope.columns.timings is not None
+        self._add = scope.columns.add if scope.has_bare_steps else None
         self._started: int | None = None
         self._mark: Mark | None = None
         self._timestep: float | None = None
         self._first = ""
         self.repeating: str | None = None
         self.repeats = 0
-        self._turn: str | None = None
+        self._turn = ""
+        self._usual = self._alike = 0
         self._turns: list[tuple[str, int]] = []
         self._moved_ns = 0
         self._moves: dict[int, int] = {}
@@ -135,6 +142,7 @@ class Denoising:
         """Take the last step if it is open, and tell what is known of all."""
         if self._started is not None:
             self._commit(self._seen_ended())
+        self._count_alike()
         self.stage.fact("denoiser_calls", dict(self.calls))
         self.stage.fact("scheduler_steps", self.stepped)
         self.stage.fact("component", self._turns[0][0] if self._turns else None)
@@ -152,22 +160,40 @@ class Denoising:
         return self._clock() if last_ns is None or last_ns < (started_ns or 0) else last_ns
 
     def _commit(self, ended_ns: int) -> None:
+        """Take the step that is open: the hot path."""
         started, self._started = self._started, None
         self.repeating = None
-        if started is not None:
-            repeats, first = self.repeats, self._first
-            if first:
-                if first is not self._turn:
-                    self._turn = first
-                    self._turns.append((first, len(self._scope.columns)))
-                    self.calls.setdefault(first, 0)
-                self.calls[first] += repeats
-            if repeats > self.most_calls_a_step:
-                self.most_calls_a_step = repeats
-            if self._moved_ns:
-                self._moves[len(self._scope.columns)] = self._moved_ns
-                self._moved_ns = 0
+        if started is None:  # a handler of a signal was faster
+            return
+        if self._first is self._turn and self.repeats == self._usual:
+            self._alike += 1
+        else:
+            self._take_other_calls()
+        if self._moved_ns:
+            self._moves[len(self._scope.columns)] = self._moved_ns
+            self._moved_ns = 0
+        if self._add is not None and self._scope.step_listener is None:
+            self._add(row(started, ended_ns, UNKNOWN, UNKNOWN))
+        else:
             self._scope.add_step(started, ended_ns, self._mark)
+
+    def _take_other_calls(self) -> None:
+        """Take the calls of a step that are not those of the step before."""
+        first = self._first
+        if not first:
+            return
+        self._count_alike()
+        if first is not self._turn:
+            self._turn = first
+            self._turns.append((first, len(self._scope.columns)))
+        self._usual, self._alike = self.repeats, 1
+        self.most_calls_a_step = max(self.most_calls_a_step, self.repeats)
+
+    def _count_alike(self) -> None:
+        """Count the calls of the last steps, which were alike."""
+        if self._turn:
+            self.calls[self._turn] = self.calls.get(self._turn, 0) + self._usual * self._alike
+        self._alike = 0
 
     def _is_another(self, timestep: object) -> bool:
         """Whether a call is for another step than the one that is open; keeps its timestep if so."""

@@ -32,10 +32,16 @@ class Tap:
 
     def __init__(self, owner: object, name: str) -> None:
         self.listeners: tuple[Listener, ...] = ()
+        self.only_after: Listener | None = None
         self._owner = weakref.ref(owner)
         self._name = name
         self._before = vars(owner)[name]
         self._replacement = self._replaced(self._before, isinstance(owner, type))
+
+    def tell(self, listeners: tuple[Listener, ...]) -> None:
+        """Let these listen from now on, and no others."""
+        self.only_after = listeners[0] if len(listeners) == 1 and listeners[0].after is not None else None
+        self.listeners = listeners
 
     def put_on(self) -> None:
         """Replace the attribute."""
@@ -111,15 +117,13 @@ def _heard(original: Callable[..., Any], tap: Tap, *, is_static: bool = False) -
     def call(*args: Any, **kwargs: Any) -> Any:
         if is_dynamo_compiling():
             return original(*args, **kwargs)
-        listeners = tap.listeners
-        listener = listeners[0] if len(listeners) == 1 else None
-        after = None if listener is None else listener.after
-        if listener is None or after is None:
+        listener = tap.only_after
+        if listener is None or listener.after is None:
             if is_compiling():  # dearer: it tells of an export too
                 return original(*args, **kwargs)
             target = None if is_static or not args else args[0]
             try:
-                return call_heard(original, listeners, target, args, kwargs, args[skipped:])
+                return call_heard(original, tap.listeners, target, args, kwargs, args[skipped:])
             except BaseException as error:
                 without_this_frame(error)
                 raise
@@ -127,10 +131,10 @@ def _heard(original: Callable[..., Any], tap: Tap, *, is_static: bool = False) -
             result = original(*args, **kwargs)
         except BaseException as error:
             without_this_frame(error)
-            tell_after([(after, listener)], None, error)
+            tell_after([(listener.after, listener)], None, error)
             raise
         try:
-            after(result, None)
+            listener.after(result, None)
         except Exception as failure:  # noqa: BLE001 - what an instrument raises must not reach the host
             listener.failed(failure)
         return result
@@ -170,13 +174,13 @@ def listen(owner: object, name: str, listener: Listener) -> Callable[[], None]:
         if tap is None or tap._owner() is not owner:
             tap = _TAPS[key] = Tap(owner, name)
             tap.put_on()
-        tap.listeners = (*tap.listeners, listener)
+        tap.tell((*tap.listeners, listener))
     return functools.partial(_forget, key, tap, listener)
 
 
 def _forget(key: tuple[int, str], tap: Tap, listener: Listener) -> None:
     with _LOCK:
-        tap.listeners = tuple(one for one in tap.listeners if one is not listener)
+        tap.tell(tuple(one for one in tap.listeners if one is not listener))
         if not tap.listeners and _TAPS.get(key) is tap:
             del _TAPS[key]
             tap.take_off()
