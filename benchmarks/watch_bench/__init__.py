@@ -1,0 +1,1 @@
+"""What `watch_overhead.py` measures with."""
