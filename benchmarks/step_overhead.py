@@ -55,9 +55,9 @@ class Way:
         self.cpu_us.append(cpu / steps / 1e3)
 
 
-def recorded(name: str, sample_hz: float | None, *, reuse: bool = False) -> Way:
+def recorded(name: str, sample_hz: float | None, *, reuse: bool = False, step_memory: bool = True) -> Way:
     """Steps of a recorder, a stage a repeat."""
-    recorder = Recorder(name, sample_hz=sample_hz)
+    recorder = Recorder(name, sample_hz=sample_hz, step_memory=step_memory)
     step = recorder.step()
     return Way(name, (lambda: step) if reuse else recorder.step, lambda: recorder.stage("denoising"))
 
@@ -83,6 +83,7 @@ def ways() -> list[Way]:
         recorded(OURS, None),
         recorded("sigmascope: with the 10 Hz sampler", 10.0),
         recorded("sigmascope: one step object for the loop", None, reuse=True),
+        recorded("sigmascope: without memory (step_memory=False)", None, step_memory=False),
         Way("sigmascope: step() where nobody records", module_level_step),
         opentelemetry("OpenTelemetry SDK span, no exporter", None),
         opentelemetry("OpenTelemetry SDK span, into memory", InMemorySpanExporter()),

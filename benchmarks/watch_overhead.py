@@ -22,7 +22,9 @@ import sigmascope
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.watch_bench.families import FAMILIES, FamilyStep
+from tests.families import FAMILIES
+
+from watch_bench.families import FamilyStep
 
 
 def hooked(step: FamilyStep, steps: int) -> float:

@@ -39,8 +39,8 @@ class Recorder:
         sample_hz: How often a thread looks at memory between the steps, at most 10 a second; None: never.
         accelerator: Where to read devices; None: what torch would use.
         clock: Monotonic nanoseconds.
-        step_memory: Whether the process's resident bytes are read at the end of each step, which is half of what a
-            step costs. Without it they are read at the edges of stages and by the thread.
+        step_memory: Whether the process's resident bytes are read at the end of each step, which is two thirds of what
+            a step costs. Without it they are read at the edges of stages and by the thread.
 
     Examples:
         >>> recorder = Recorder(name="portrait")
