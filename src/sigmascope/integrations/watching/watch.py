@@ -122,7 +122,7 @@ def watch(
         name: What the run is called; None: the class of the pipeline.
         sample_hz: How often a thread looks at memory, at most 10 a second; None: never.
         step_memory: Whether the process's resident bytes are read at the end of each step too, to find what grows from
-            step to step. That takes half as long as all else or more.
+            step to step. A step then costs half as much again, or more.
         on_run: Called with the run when the block is left; not in a child that was forked inside of it.
 
     Returns:
