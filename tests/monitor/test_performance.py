@@ -184,6 +184,18 @@ def test_a_step_that_was_never_begun_has_no_time(monitor: PerformanceMonitor) ->
         assert monitor.end_step_timing() is None
 
 
+def test_a_step_begun_again_is_one_step_from_then_on(monitor: PerformanceMonitor, clock: FakeClock) -> None:
+    with monitor.monitor_generation():
+        monitor.start_step_timing()
+        clock.pass_seconds(1.0)
+        monitor.start_step_timing()
+        clock.pass_seconds(0.5)
+        assert monitor.end_step_timing() == pytest.approx(0.5)
+        assert monitor.end_step_timing() is None
+    assert monitor.get_performance_summary()["step_performance"]["total_steps"] == 1
+    assert monitor.runs[0].stages[0].steps.seconds == pytest.approx((0.5,))
+
+
 def test_loading_is_measured_and_its_result_given(monitor: PerformanceMonitor, clock: FakeClock) -> None:
     def load(name: str, *, fast: bool) -> str:
         clock.pass_seconds(3.0)

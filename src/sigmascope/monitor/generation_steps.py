@@ -58,12 +58,14 @@ class GenerationSteps:
     # --- the hot path
 
     def start(self) -> None:
-        """Begin a step of this thread."""
+        """Begin a step of this thread; one that it began and did not end is dropped."""
         thread = get_ident()
         step = self._open.get(thread)
         if step is None:
             self._is_called = True
             step = self._open[thread] = self._recorder.step()
+        else:
+            step.drop()
         step.__enter__()
 
     def end(self) -> float | None:

@@ -163,6 +163,10 @@ class Step:
             scope.instruments.guard.switch_off("steps", failure)
         return self
 
+    def drop(self) -> None:
+        """Let no step have been entered: what is open is counted nowhere."""
+        self._entered = None
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
