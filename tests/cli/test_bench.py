@@ -79,7 +79,8 @@ def test_the_target_is_held_against_every_repeat(tmp_path: Path) -> None:
         (("pocket", "--batch", "2"), "one picture at a time"),
         (("pocket", "--device", "tpu9"), "--device"),
         (("pocket", "--dtype", "int3"), "--dtype"),
-        (("pocket", "--target", "-1"), "target"),
+        (("pocket", "--target", "-1"), "--target is -1"),
+        (("pocket", "--target", "inf"), "--target is inf"),
         (("pocket", "--repeat", "0"), "--repeat"),
     ],
 )

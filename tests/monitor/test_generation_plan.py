@@ -66,7 +66,7 @@ def test_a_monitor_refuses_to_remember_nothing() -> None:
     [
         ("num_steps", "20"), ("num_steps", -1), ("num_steps", 2.5), ("num_steps", math.nan),
         ("resolution", 512), ("resolution", (512, 512, 3)), ("resolution", "512x512"), ("resolution", (512, "x")),
-        ("batch_size", -1),
+        ("batch_size", -1), ("batch_size", 0),
     ],
 )  # fmt: skip
 def test_an_argument_that_is_none_of_its_kind_is_refused(argument: str, value: object) -> None:

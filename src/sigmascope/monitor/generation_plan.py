@@ -45,7 +45,7 @@ def planned_metrics(plan: Plan, target_seconds: float, facts: PipelineFacts | No
         architecture_type=(None if facts is None else facts.architecture) or architecture,
         num_inference_steps=whole_number("num_steps", plan.num_steps),
         image_resolution=_resolution(plan.resolution),
-        batch_size=whole_number("batch_size", plan.batch_size, none_is=1),
+        batch_size=whole_number("batch_size", plan.batch_size, least=1, none_is=1),
         torch_dtype=dtype or (None if facts is None else _dtype_of(facts)),
         target_generation_time=target_seconds,
     )
@@ -62,7 +62,7 @@ def seconds_above_zero(name: str, value: object) -> float:
     except (TypeError, ValueError, OverflowError):
         seconds = math.nan
     if not 0 < seconds < math.inf:
-        raise ConfigError(f"{name} is {value!r:.60}.", hint="Give seconds above 0.")
+        raise ConfigError(f"{name} is {value!r:.60}.", hint="Give seconds: a finite number above 0.")
     return seconds
 
 

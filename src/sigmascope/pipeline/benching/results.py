@@ -7,6 +7,7 @@ from typing import Any, Final
 from sigmascope.analysis.bench_summary import BenchSummary
 from sigmascope.analysis.diagnostics import diagnose
 from sigmascope.errors import ConfigError
+from sigmascope.monitor.generation_plan import seconds_above_zero
 from sigmascope.records.benchmark import BenchCase, Made
 from sigmascope.records.finding import Finding
 from sigmascope.records.run import Run
@@ -39,8 +40,7 @@ class BenchOptions:
                 raise ConfigError(f"--{name} is {value}.", hint=f"Give {least} or more.")
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"--seed is {self.seed}.", hint="Give a number from 0 to 2**63 - 1.")
-        if not self.target > 0:
-            raise ConfigError(f"--target is {self.target}.", hint="Give seconds above 0.")
+        seconds_above_zero("--target", self.target)
 
 
 @dataclass(frozen=True, slots=True)
