@@ -6,6 +6,7 @@ from typing import Any
 
 from sigmascope.errors import OptimizationError
 from sigmascope.pipeline.optimizing.applied import AppliedChoice, undo_all
+from sigmascope.pipeline.optimizing.applied_plans import AppliedPlan, AppliedPlans
 from sigmascope.pipeline.optimizing.config import OptimizationConfig
 from sigmascope.pipeline.optimizing.hardware import Hardware, read_hardware
 from sigmascope.pipeline.optimizing.in_force import require_uppermost
@@ -39,7 +40,7 @@ class PipelineOptimizer:
     def __init__(self, config: OptimizationConfig | None = None, *, hardware: Hardware | None = None) -> None:
         self.config = OptimizationConfig() if config is None else config
         self._hardware = hardware
-        self._applied: list[tuple[Any, list[AppliedChoice]]] = []
+        self._applied = AppliedPlans()
 
     def configure_generation_settings(self, architecture: object) -> GenerationSettings:
         """Arguments for a pipeline's call: steps, guidance, size. `.reasons` says why each is what it is.
@@ -71,6 +72,9 @@ class PipelineOptimizer:
     def apply(self, pipeline: Any, plan: Plan | None = None) -> Plan:
         """Do what a plan says. If anything fails, all of it is undone.
 
+        Choices that this optimizer applied to the pipeline and did not undo are in force, and are left out: to apply a
+        plan again changes nothing, and one `undo` takes it back.
+
         Args:
             pipeline: A diffusers pipeline.
             plan: None: what `plan` gives.
@@ -81,16 +85,9 @@ class PipelineOptimizer:
         Raises:
             OptimizationError: A choice failed. The pipeline is as it was.
         """
-        plan = self.plan(pipeline) if plan is None else plan
-        done: list[AppliedChoice] = []
-        try:
-            for choice in plan.choices:
-                applied = self.apply_choice(pipeline, choice)
-                done.append(applied)
-        except BaseException:
-            undo_all(done)
-            raise
-        self._applied.append((pipeline, done))
+        config = self.config if plan is None else None
+        plan = plan or self._applied.planned(pipeline, self.config) or self.plan(pipeline)
+        self._applied.apply(pipeline, plan, self.apply_choice, config)
         return plan
 
     def undo(self, pipeline: Any = None) -> list[str]:
@@ -105,30 +102,33 @@ class PipelineOptimizer:
         Raises:
             OptimizationError: Nothing was applied, or a choice cannot be undone; see the message.
         """
-        found = next((one for one in reversed(self._applied) if pipeline is None or one[0] is pipeline), None)
+        found = self._applied.last(pipeline)
         if found is None:
             raise OptimizationError(
                 "There is nothing to undo: no plan was applied to this pipeline by this optimizer.",
                 hint="Undo with the PipelineOptimizer that applied it.",
             )
-        require_uppermost(found[1])
-        changed = undo_all(found[1])
+        require_uppermost(found.done)
+        changed = undo_all(found.done)
         self._applied.remove(found)
         return changed
 
     @contextmanager
     def applied(self, pipeline: Any, plan: Plan | None = None) -> Iterator[Plan]:
-        """`apply` on entering, `undo` on leaving, whatever ended it.
+        """`apply` on entering, `undo` on leaving, whatever ended it; what was in force before stays so.
 
         Args:
             pipeline: A diffusers pipeline.
             plan: None: what `plan` gives.
         """
+        before = self._applied.last(pipeline)
         made = self.apply(pipeline, plan)
+        changes = self._applied.last(pipeline) is not before
         try:
             yield made
         finally:
-            self.undo(pipeline)
+            if changes:
+                self.undo(pipeline)
 
     def measure(
         self,
@@ -179,7 +179,7 @@ class PipelineOptimizer:
             progress=progress,
         )
         if keep and stack:
-            self._applied.append((pipeline, stack))
+            self._applied.add(AppliedPlan(pipeline, measurement.plan, stack))
         else:
             undo_all(stack)
         return measurement

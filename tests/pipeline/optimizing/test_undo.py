@@ -11,6 +11,8 @@ from tests.families import FAMILIES, generate, make_pipeline
 from tests.pipeline.deep_snapshot import deep_snapshot, differences
 from tests.pipeline.optimized import ALONE, OFFERED, TOGETHER, first_image, optimizer, warm_pipeline
 
+from sigmascope.errors import OptimizationError
+
 EVERY_FAMILY = pytest.mark.parametrize("family", FAMILIES)
 
 
@@ -65,6 +67,47 @@ def test_a_choice_does_change_the_pipeline(family: str) -> None:
     before = deep_snapshot(pipeline)
     with optimizer(dtype="bfloat16").applied(pipeline):
         assert differences(before, deep_snapshot(pipeline))
+
+
+@pytest.mark.parametrize(
+    "name", ["bfloat16", "layerwise_casting", "model_offload", "first_block_cache", "compile"]
+)
+def test_a_second_apply_changes_nothing_and_one_undo_gives_the_original_back(name: str) -> None:
+    pipeline = warm_pipeline("flux")
+    before = deep_snapshot(pipeline)
+    tool = optimizer(**ALONE[name])
+    plan = tool.apply(pipeline)
+    applied = deep_snapshot(pipeline)
+    assert tool.apply(pipeline) == tool.apply(pipeline, plan) == plan
+    with tool.applied(pipeline):
+        assert differences(applied, deep_snapshot(pipeline)) == []
+    assert differences(applied, deep_snapshot(pipeline)) == []
+    tool.undo()
+    assert differences(before, deep_snapshot(pipeline)) == []
+    with pytest.raises(OptimizationError, match="nothing to undo"):
+        tool.undo()
+
+
+def test_a_plan_of_which_a_part_is_in_force_adds_the_rest() -> None:
+    pipeline = warm_pipeline("sd15")
+    before = deep_snapshot(pipeline)
+    tool = optimizer(vae_slicing=True, vae_tiling=True)
+    plan = tool.plan(pipeline)
+    tool.apply(pipeline, plan.without(["vae_tiling"]))
+    tool.apply(pipeline, plan)
+    tool.undo()
+    assert (pipeline.vae.use_slicing, pipeline.vae.use_tiling) == (True, False)
+    tool.undo()
+    assert differences(before, deep_snapshot(pipeline)) == []
+
+
+def test_a_part_that_was_replaced_is_done_too() -> None:
+    pipeline, other = make_pipeline("sd15"), make_pipeline("sd15")
+    tool = optimizer(vae_slicing=True)
+    tool.apply(pipeline)
+    pipeline.vae = other.vae
+    tool.apply(pipeline)
+    assert pipeline.vae.use_slicing
 
 
 def test_undo_takes_the_last_plan_first() -> None:

@@ -20,6 +20,7 @@ from sigmascope.records.arithmetic import MIB
 
 _BY_NAME = {kind.name: kind for kind in KINDS}
 _REGISTRY = "_diffusers_hook"
+_WHAT = ("kind", "component", "options")
 
 
 class AppliedChoice:
@@ -68,6 +69,11 @@ class AppliedChoice:
         self._hooks = dict(_hook_names(self._models))
         self.concerned = [model for _, model in self._touched()]
         in_force.entered(self)
+
+    def is_of(self, choice: Choice) -> bool:
+        """Whether this is that choice, on the models that the pipeline has now."""
+        is_alike = all(getattr(self.choice, name) == getattr(choice, name) for name in _WHAT)
+        return is_alike and [id(model) for _, model in self._touched()] == [id(one) for one in self.concerned]
 
     def undo(self) -> list[str]:
         """Put back what the choice changed.
