@@ -136,6 +136,14 @@ def test_broken_file_is_named(tmp_path: Path, content: bytes, message: str) -> N
     assert str(path) in caught.value.message
 
 
+def test_a_training_s_configuration_is_told_with_its_command(tmp_path: Path) -> None:
+    path = tmp_path / "train.yaml"
+    path.write_text("train_shards: a.tar\nbase_model_path: base.ckpt\nsave_ckpt_path: out\nrank: 8\n")
+    with pytest.raises(ConfigError, match=r"train\.yaml: is a configuration for training") as caught:
+        load_config(path)
+    assert "sigmascope lbm train --path_config" in str(caught.value.hint)
+
+
 def test_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nothing\.yaml: cannot be read"):
         load_config(tmp_path / "nothing.yaml")

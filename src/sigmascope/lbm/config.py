@@ -14,6 +14,7 @@ from pydantic import Field, ValidationError, model_validator
 from sigmascope.errors import ConfigError
 from sigmascope.lbm.architecture import ConfigBlock, DenoiserConfig, VaeConfig
 from sigmascope.lbm.config_errors import config_error
+from sigmascope.lbm.config_kinds import refuse_training
 from sigmascope.lbm.yaml_file import read_yaml
 
 TimestepSampling = Literal["uniform", "log_normal", "custom_timesteps"]
@@ -125,13 +126,14 @@ def parse_config(data: Any, *, where: str = "config") -> LbmConfig:
         where: Named in errors: the file, or what the mapping is.
 
     Raises:
-        ConfigError: Names the key, what was expected, and the nearest known key.
+        ConfigError: Names the key, what was expected, and the nearest known key; or it describes a training.
     """
     if not isinstance(data, Mapping):
         raise ConfigError(
             f"{where}: expected a mapping of keys to values, got {type(data).__name__}.",
             hint="Start from the example in docs/lbm.md.",
         )
+    refuse_training(data, where)
     try:
         return LbmConfig.model_validate(dict(data))
     except ValidationError as error:

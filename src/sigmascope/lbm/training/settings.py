@@ -9,6 +9,7 @@ from pydantic import Field, StringConstraints, ValidationError, field_validator,
 from sigmascope.errors import ConfigError
 from sigmascope.lbm.config import LbmConfig, load_config
 from sigmascope.lbm.config_errors import config_error
+from sigmascope.lbm.config_kinds import refuse_model
 from sigmascope.lbm.loading import find_config
 from sigmascope.lbm.training.settings_errors import impossible_combinations, partial_pairs
 from sigmascope.lbm.training.settings_values import as_list, numbers_are_numbers, user_path
@@ -158,12 +159,13 @@ def parse_train_settings(data: Any, *, where: str = "settings") -> TrainSettings
 
     Raises:
         ConfigError: Names each key that is unknown (with the nearest known one), of a wrong type, or in a
-            combination that cannot be; or the config beside the base is not valid.
+            combination that cannot be; or it describes a model alone, or the config beside the base is not valid.
     """
     if not isinstance(data, Mapping):
         raise ConfigError(
             f"{where}: expected a mapping of keys to values, got {type(data).__name__}.", hint=EXAMPLE_HINT
         )
+    refuse_model(data, LbmConfig.model_fields, where)
     if wrong := partial_pairs(data):
         raise ConfigError(f"{where}: {'; '.join(wrong)}.", hint="Give both, or neither.")
     try:
