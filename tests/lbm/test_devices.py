@@ -52,8 +52,15 @@ def test_index_beyond_the_last_device_is_an_error(monkeypatch: pytest.MonkeyPatc
 
 
 def test_unknown_device_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="'toaster' is not a device"):
+    with pytest.raises(ConfigError, match=r"^--device: 'toaster' is not a device"):
         resolve_device("toaster")
+
+
+def test_the_key_of_a_file_is_named_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "accelerator", FakeAccelerators(None))
+    with pytest.raises(ConfigError, match=r"^device: there is no cuda on this machine") as caught:
+        resolve_device("cuda", "device")
+    assert caught.value.hint == "Use device: auto."
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,12 @@ DTYPES = {
 """Names of dtypes that the command line takes."""
 
 
-def resolve_device(name: str = "auto") -> torch.device:
+def resolve_device(name: str = "auto", flag: str = "--device") -> torch.device:
     """Turn a device name into a device that is there.
 
     Args:
         name: "auto" takes the accelerator that PyTorch sees, else the CPU; or "cpu", "cuda", "cuda:1", ...
+        flag: Where it was typed, for the error: a flag, or a key of a YAML file.
 
     Raises:
         ConfigError: The name is not a device, or there is no such device on this machine.
@@ -32,10 +33,11 @@ def resolve_device(name: str = "auto") -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise ConfigError(
-            f"--device: {name!r} is not a device.", hint="Use auto, cpu, cuda, cuda:1, mps or xpu."
+            f"{flag}: {name!r} is not a device.", hint="Use auto, cpu, cuda, cuda:1, mps or xpu."
         ) from error
     if not _is_there(device):
-        raise ConfigError(f"--device: there is no {name} on this machine.", hint="Use --device auto.")
+        auto = f"{flag} auto" if flag.startswith("-") else f"{flag}: auto"
+        raise ConfigError(f"{flag}: there is no {name} on this machine.", hint=f"Use {auto}.")
     return device
 
 

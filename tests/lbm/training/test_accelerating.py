@@ -44,7 +44,7 @@ def test_processes_that_would_train_alone_are_refused(
 ) -> None:
     """As Accelerate leaves them on Apple's GPU, over which it has no connection: each is the only one it knows."""
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(accelerating, "resolve_device", lambda name: torch.device("mps"))
+    monkeypatch.setattr(accelerating, "resolve_device", lambda name, flag: torch.device("mps"))
     with (
         pytest.raises(ConfigError, match=r"device: .* leaves each of the 2 processes alone .*torchrun"),
         accelerated(small_run.settings(device="auto")),

@@ -238,7 +238,8 @@ def test_progress_tells_loss_rate_and_speed(small_run: SmallRun) -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "message"), [({"device": "cuda:7"}, "cuda:7"), ({"mixed_precision": "fp16"}, "fp16")]
+    ("keys", "message"),
+    [({"device": "cuda:7"}, "^device: there is no cuda:7"), ({"mixed_precision": "fp16"}, "fp16")],
 )
 def test_a_device_that_cannot_do_it_is_an_error(
     small_run: SmallRun, keys: dict[str, Any], message: str

@@ -7,6 +7,7 @@ from tests.lbm.training.tiny_run import RUN
 
 from sigmascope.errors import ConfigError
 from sigmascope.lbm.config import LbmConfig, parse_config
+from sigmascope.lbm.config_kinds import TRAINING_NEEDS
 from sigmascope.lbm.pocket import BASE_PATH, CONFIG_PATH
 from sigmascope.lbm.training.settings import TrainSettings, load_train_settings, parse_train_settings
 
@@ -149,6 +150,9 @@ def test_a_key_that_is_not_right_is_named(keys: dict[str, Any], said: str) -> No
         ({"rank": 8, "num_steps": [1, 0]}, "num_steps: expected 1 or more, got 0"),
         ({"rank": 8, "validation_interval": 5}, "there are no validation_shards"),
         ({"rank": 8, "source_key": "jpg", "target_key": "JPG"}, "target_key: it and source_key are both JPG"),
+        ({"rank": 8, "mask_key": "SOURCE"}, "mask_key: it and source_key are both SOURCE"),
+        ({"rank": 8, "mask_key": "target"}, "mask_key: it and target_key are both target"),
+        ({"rank": 8, "output_formats": ["native", "kohya", "native"]}, "output_formats: names native more than once"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_together_is_refused(keys: dict[str, Any], said: str) -> None:
@@ -180,6 +184,19 @@ def test_missing_keys_are_named_with_the_file(tmp_path: Path) -> None:
         ConfigError, match=r"run\.yaml: train_shards is required; base_model_path is required"
     ):
         load_train_settings(path)
+
+
+def test_a_model_s_configuration_is_no_training() -> None:
+    with pytest.raises(
+        ConfigError, match=r"describes a model alone.*train_shards, base_model_path"
+    ) as caught:
+        load_train_settings(CONFIG_PATH)
+    assert "lbm infer --config_path" in str(caught.value.hint)
+
+
+def test_what_tells_a_training_is_what_every_training_needs() -> None:
+    needed = [name for name, field in TrainSettings.model_fields.items() if field.is_required()]
+    assert list(TRAINING_NEEDS) == needed
 
 
 def test_a_home_is_resolved_and_other_paths_stay(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,6 +107,13 @@ def test_what_cannot_be_trained_is_said_before_it_begins(
     assert message in str(error)
 
 
+def test_a_device_is_named_by_the_flag_or_by_the_key_that_gave_it(small_run: SmallRun) -> None:
+    by_flag = invoke(small_run, "--device", "toaster", device="cpu").exception
+    by_key = invoke(small_run, device="toaster").exception
+    assert str(by_flag).startswith("--device: 'toaster'")
+    assert str(by_key).startswith("device: 'toaster'")
+
+
 def test_a_folder_that_cannot_be_made_is_said_before_it_begins(small_run: SmallRun) -> None:
     below_a_file = small_run.base / "out"
     error = invoke(small_run, "--dry_run", save_ckpt_path=str(below_a_file)).exception

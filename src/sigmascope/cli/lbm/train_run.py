@@ -13,6 +13,7 @@ from rich.console import Console
 from sigmascope.cli.lbm.train_report import print_dry_run, print_report, say_log, say_validation
 from sigmascope.cli.progress import progress_bar
 from sigmascope.cli.stdout import stdout_for_results
+from sigmascope.lbm.devices import resolve_device
 from sigmascope.lbm.train import Listeners, train
 from sigmascope.lbm.training.dry_run import dry_run
 from sigmascope.lbm.training.settings import TrainSettings, load_train_settings
@@ -48,6 +49,8 @@ def run_train(options: TrainOptions) -> None:
             found = dry_run(settings, resume=options.resume)
         print_dry_run(found, as_json=options.as_json)
         return
+    if options.device is not None:
+        resolve_device(options.device)  # else training would name the YAML's key
     # DeepSpeed is imported, and may compile, while training begins.
     with stdout_for_results(), _listening(options, console) as listeners, _warnings(console):
         report = train(settings, resume=options.resume, progress=listeners.progress, listeners=listeners)

@@ -36,11 +36,11 @@ def accelerated(settings: TrainSettings) -> Iterator[Accelerator]:
     """
     is_ours = not PartialState._shared_state
     plugin = deepspeed_plugin(settings)
-    with _device(settings.device):
+    with _device(settings.device) as device:
         try:
             accelerator = Accelerator(
                 # Without a GPU, auto is the CPU too: not told so, it would leave each process alone.
-                cpu=resolve_device(settings.device).type == "cpu",
+                cpu=device.type == "cpu",
                 # Under DeepSpeed it would turn the model itself into bfloat16.
                 mixed_precision=settings.mixed_precision if plugin is None else "no",
                 log_with=settings.tracker,
@@ -140,16 +140,16 @@ def check_spreading(kind: DistributedType, settings: TrainSettings, *, fsdp2: bo
 
 
 @contextmanager
-def _device(name: str) -> Iterator[None]:
+def _device(name: str) -> Iterator[torch.device]:
     """Tell Accelerate the device: it takes one only from its environment."""
-    device: torch.device = resolve_device(name)
+    device = resolve_device(name, "device")
     if name in ("auto", "cpu") or "LOCAL_RANK" in os.environ:
-        yield
+        yield device
         return
     before = os.environ.get(_DEVICE_VARIABLE)
     os.environ[_DEVICE_VARIABLE] = str(device)
     try:
-        yield
+        yield device
     finally:
         if before is None:
             del os.environ[_DEVICE_VARIABLE]

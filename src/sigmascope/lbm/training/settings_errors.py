@@ -18,6 +18,7 @@ def impossible_combinations(settings: "TrainSettings") -> list[str]:
         *_how_it_is_optimised(settings),
         *_sizes(settings),
         *_where_it_runs(settings),
+        *_what_is_written(settings),
     ]
 
 
@@ -71,6 +72,12 @@ def _full_finetune(settings: "TrainSettings", ranks: list[str]) -> list[str]:
 def _what_is_minimised(settings: "TrainSettings") -> list[str]:
     if settings.source_key.lower() == settings.target_key.lower():
         return [f"target_key: it and source_key are both {settings.target_key}, so there is nothing to learn"]
+    if settings.mask_key is not None:
+        for key in ("source_key", "target_key"):
+            if getattr(settings, key).lower() == settings.mask_key.lower():
+                return [
+                    f"mask_key: it and {key} are both {settings.mask_key}; name the mask's file, or leave it out"
+                ]
     if settings.latent_loss_weight == 0 and settings.pixel_loss_weight == 0:
         return ["latent_loss_weight: it and pixel_loss_weight are both 0, so there is nothing to minimise"]
     return []
@@ -119,3 +126,9 @@ def _where_it_runs(settings: "TrainSettings") -> list[str]:
     if settings.validation_interval is not None and settings.validation_shards is None:
         wrong.append("validation_interval: there are no validation_shards to validate on")
     return wrong
+
+
+def _what_is_written(settings: "TrainSettings") -> list[str]:
+    formats = settings.output_formats
+    twice = [name for name in dict.fromkeys(formats) if formats.count(name) > 1]
+    return [f"output_formats: names {', '.join(twice)} more than once; name each once"] if twice else []
