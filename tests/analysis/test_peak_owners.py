@@ -90,3 +90,47 @@ def test_without_readings_there_is_no_owner() -> None:
     bare = replace(run_of(), stages=(Stage("denoising", 0.0, 1.0),))
     assert peak_owners(bare) == ()
     assert with_owners(bare) == bare
+
+
+def taking_turns(peak: PeakMemory, rss_bytes: tuple[int, ...] = (), **facts: Any) -> Stage:
+    """A denoising from 1.0 to 5.0 s of four steps, of which the last two are another component's."""
+    turns = {"component": "transformer", "component_turns": [["transformer", 0], ["transformer_2", 2]]}
+    steps = Steps((0.0, 1.0, 2.0, 3.0), (0.75,) * 4, rss_bytes=rss_bytes)
+    return Stage("denoising", 1.0, 4.0, peak=peak, steps=steps, facts={**turns, **facts})
+
+
+def samples(*readings: tuple[float, int]) -> dict[str, Any]:
+    at_seconds, nbytes = zip(*readings, strict=True)
+    return {"memory_over_time": {"process": {"at_seconds": list(at_seconds), "nbytes": list(nbytes)}}}
+
+
+@pytest.mark.parametrize(
+    ("at_seconds", "sampled", "name"),
+    [
+        (4.0, (), None),  # at the stage's end the system told of all of it
+        (0.0, (), "transformer"),
+        (1.5, ((0.5, 600),), "transformer"),
+        (2.5, ((1.5, 600), (2.5, 700)), None),
+        (2.5, ((1.5, 600), (2.5, 900)), "transformer_2"),  # the sampler read as much itself
+        (2.5, ((2.125, 600), (2.5, 700)), "transformer_2"),
+        (4.0, ((1.5, 600), (3.5, 600)), "transformer_2"),
+    ],
+)
+def test_a_peak_of_the_process_that_was_seen_later_belongs_to_one_of_two_only_if_it_alone_ran_since_the_look_before(
+    at_seconds: float, sampled: tuple[tuple[float, int], ...], name: str | None
+) -> None:
+    curve = samples(*sampled) if sampled else {}
+    (owner,) = owners_of(taking_turns(PeakMemory(900, at_seconds), **curve))
+    assert (owner.where, owner.component) == ("process", name)
+
+
+def test_the_samples_of_the_stage_around_it_count_from_its_own_beginning() -> None:
+    outer = Stage("generation", 0.5, 5.0, facts=samples((2.875, 600), (3.0, 700)))
+    (owner,) = owners_of(taking_turns(PeakMemory(900, 2.5)), (outer,))
+    assert owner.component == "transformer_2"
+
+
+@pytest.mark.parametrize(("at_seconds", "name"), [(1.75, "transformer"), (2.75, "transformer_2")])
+def test_a_peak_that_was_read_at_the_end_of_a_step_belongs_to_that_step(at_seconds: float, name: str) -> None:
+    (owner,) = owners_of(taking_turns(PeakMemory(900, at_seconds), rss_bytes=(500, 900, 900, 600)))
+    assert owner.component == name

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
+from sigmascope.analysis.component_turns import SLACK_SECONDS, component_of_peak
+from sigmascope.records.memory_over_time import PROCESS
 from sigmascope.records.run import Run, Stage
 
-PROCESS: Final = "process"
 FACT: Final = "peak_owner"
-_SLACK_SECONDS: Final = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,8 @@ class PeakOwner:
         bytes: How much it was.
         at_seconds: When, since the run began.
         stage: The stage that was at work, with those around it: "generation/latent_decoding".
-        component: The pipeline's component that was at work; None: the stage ran none.
+        component: The pipeline's component that was at work; None: the stage ran none, or several took turns in it and
+            it is not known which of them it was.
         component_bytes: Of its weights; None: not known.
         grown_bytes: By how much the peak is above what was in use when that stage began.
     """
@@ -59,9 +60,7 @@ def owners_of(stage: Stage, around: tuple[Stage, ...] = ()) -> Iterator[PeakOwne
         path = [*around, stage]
         while (inner := _inside(path[-1], where, nbytes, at_seconds)) is not None:
             path.append(inner)
-        name = component_at(path[-1], at_seconds) or next(
-            (one.facts["component"] for one in reversed(path) if one.facts.get("component")), None
-        )
+        name = component_of_peak(path, where, nbytes, at_seconds)
         baseline = _baseline(path[-1], where)
         yield PeakOwner(
             where,
@@ -94,25 +93,13 @@ def _plain(owners: tuple[PeakOwner, ...]) -> dict[str, Any]:
     }
 
 
-def component_at(stage: Stage, at_seconds: float | None) -> str | None:
-    """The component that a stage ran at a moment of the run; of several that took turns the one of that step."""
-    only = stage.facts.get("component")
-    turns = stage.facts.get("component_turns")
-    if not turns or at_seconds is None:
-        return only
-    since = at_seconds - stage.started_seconds + _SLACK_SECONDS
-    step = sum(started <= since for started in stage.steps.started) - 1
-    names = [name for name, first in turns if first <= max(step, 0)]
-    return names[-1] if names else only
-
-
 def _inside(stage: Stage, where: str, nbytes: int, at_seconds: float | None) -> Stage | None:
     """The stage inside that saw as much at that moment."""
     if at_seconds is None:
         return None
     for child in stage.children:
-        begun = child.started_seconds - _SLACK_SECONDS
-        is_open = begun <= at_seconds <= child.started_seconds + child.seconds + _SLACK_SECONDS
+        begun = child.started_seconds - SLACK_SECONDS
+        is_open = begun <= at_seconds <= child.started_seconds + child.seconds + SLACK_SECONDS
         if is_open and any(name == where and seen >= nbytes for name, seen, _ in _peaks(child)):
             return child
     return None

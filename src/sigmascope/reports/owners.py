@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 from rich.text import Text
 
-from sigmascope.analysis.peak_owners import PROCESS, PeakOwner, peak_owners
+from sigmascope.analysis.peak_owners import PeakOwner, peak_owners
+from sigmascope.records.memory_over_time import PROCESS
 from sigmascope.records.run import Run
 from sigmascope.units import mib, seconds
 
