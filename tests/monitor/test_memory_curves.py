@@ -1,9 +1,13 @@
+import tracemalloc
 from typing import TYPE_CHECKING
 
 import pytest
 
+from sigmascope.analysis.leaks import TOLERANCE_BYTES
 from sigmascope.monitor import Recorder, instruments
-from sigmascope.monitor.memory_curves import TOO_SHORT
+from sigmascope.monitor.memory_curves import NO_READING
+from sigmascope.monitor.peaks import HostMemory
+from sigmascope.monitor.scope import OWN_FACT
 from sigmascope.monitor.utilization import NOT_SAMPLED
 from sigmascope.records.memory import MemorySnapshot
 from sigmascope.records.memory_over_time import MemoryCurve, memory_over_time
@@ -84,7 +88,44 @@ def test_a_stage_has_nothing_of_before_and_after_it(sampled: Recorder, clock: "F
 def test_a_stage_that_no_sample_fell_into_says_so(sampled: Recorder) -> None:
     with sampled.stage("short"):
         pass
-    assert only(sampled).unavailable["memory_over_time"] == TOO_SHORT
+    assert only(sampled).unavailable["memory_over_time"] == NO_READING
+
+
+def test_a_reading_from_before_a_stage_is_none_of_its_own(sampled: Recorder, clock: "FakeClock") -> None:
+    clock.pass_seconds(1)
+    before = clock.ns - 1
+    with sampled.stage("generation"):
+        sampled._instruments.sampled.sample(before, HostMemory(700, 8000), {})
+        sample(sampled)
+    assert memory_over_time(only(sampled))["process"].at_seconds == (0.0,)
+
+
+def test_a_fact_of_the_caller_s_own_stands_in_the_curves_place_and_the_stage_says_so(
+    sampled: Recorder,
+) -> None:
+    with sampled.stage("generation") as stage:
+        stage.fact("memory_over_time", "mine")
+        sample(sampled)
+    assert only(sampled).facts["memory_over_time"] == "mine"
+    assert only(sampled).unavailable["memory_over_time"] == OWN_FACT
+
+
+def test_a_long_stage_s_curves_leave_room_below_what_is_taken_for_a_leak(
+    sampled: Recorder, clock: "FakeClock"
+) -> None:
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        for _ in range(10):
+            with sampled.stage("generation"):
+                for nbytes in range(2**40, 2**40 + 255):
+                    clock.pass_seconds(0.1)
+                    sampled._instruments.sampled.sample(clock.ns, HostMemory(nbytes, nbytes), {})
+        kept = (tracemalloc.get_traced_memory()[0] - before) / 10
+    finally:
+        tracemalloc.stop()
+    assert len(memory_over_time(sampled.run().stages[-1])["process"].nbytes) == 255
+    assert kept < TOLERANCE_BYTES / 4
 
 
 def test_without_a_sampler_the_stage_says_so(recorder: Recorder) -> None:

@@ -54,3 +54,12 @@ def test_of_ranks_each_keeps_its_process_and_its_devices() -> None:
             f"cuda:0 (rank {rank})",
             "cuda:0",
         }
+
+
+@pytest.mark.parametrize("name", ["memory_over_time", "utilization"])
+def test_a_fact_of_the_caller_s_own_is_merged_as_it_is(name: str) -> None:
+    runs = [
+        Run(f"id{number}", "test", f"2026-11-21T10:00:0{number}+00:00", 1.0, stages=(stage,))
+        for number, stage in enumerate([Stage("generation", 0.0, 1.0, facts={name: {"mine": 1}})] * 2)
+    ]
+    assert [stage.children[0].facts for stage in merge_runs(runs).stages] == [{name: {"mine": 1}}] * 2

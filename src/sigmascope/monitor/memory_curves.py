@@ -11,24 +11,27 @@ from sigmascope.monitor.series import Series, highest_of
 from sigmascope.probes import AllocatorBytes
 from sigmascope.records.memory_over_time import PROCESS, SYSTEM, MemoryCurve
 
-TOO_SHORT: Final = (
-    f"the stage was over before memory was looked at; that is done {MAX_HZ:.0f} times a second at most"
-)
+NO_READING: Final = f"no reading fell into the stage; memory is read {MAX_HZ:.0f} times a second at most"
 
 
 class ScopeCurves:
-    """All curves of one scope."""
+    """All curves of one scope.
 
-    __slots__ = ("_series",)
+    Args:
+        started_ns: When it began.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_series", "_started_ns")
+
+    def __init__(self, started_ns: int) -> None:
+        self._started_ns = started_ns
         self._series: dict[str, Series[int]] = {}
 
     def add(self, name: str, at_ns: int, nbytes: int | None) -> None:
-        """Take a reading; one that failed is none."""
-        if nbytes is not None and nbytes != UNKNOWN:
+        """Take a reading; one that failed, or that was made before the scope began, is none."""
+        if nbytes is not None and nbytes != UNKNOWN and at_ns >= self._started_ns:
             if name not in self._series:
-                self._series[name] = Series(highest_of)
+                self._series[name] = Series(highest_of, "q")
             self._series[name].add(at_ns, nbytes)
 
     def freeze(self, start_ns: int) -> dict[str, object]:
@@ -42,9 +45,9 @@ class MemoryCurves:
     def __init__(self) -> None:
         self._open: list[ScopeCurves] = []
 
-    def open(self) -> ScopeCurves:
+    def open(self, started_ns: int) -> ScopeCurves:
         """Begin a scope."""
-        scope = ScopeCurves()
+        scope = ScopeCurves(started_ns)
         with peaks.LOCK:
             self._open.append(scope)
         return scope

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from sigmascope.monitor.guard import Guard
 from sigmascope.monitor.json_values import as_json
-from sigmascope.monitor.memory_curves import TOO_SHORT, MemoryCurves, ScopeCurves
+from sigmascope.monitor.memory_curves import NO_READING, MemoryCurves, ScopeCurves
 from sigmascope.monitor.peaks import HostMemory
 from sigmascope.monitor.utilization import NOT_SAMPLED, ScopeUtilization, UtilizationMeter
 from sigmascope.probes import Accelerator, AllocatorBytes
@@ -40,7 +40,9 @@ class SampledFacts:
     def open(self, started_ns: int, *, is_outermost: bool) -> ScopeSamples:
         """Begin a scope."""
         has_curves = is_outermost and self._is_sampled
-        return ScopeSamples(self.meter.open(started_ns), self._curves.open() if has_curves else None)
+        return ScopeSamples(
+            self.meter.open(started_ns), self._curves.open(started_ns) if has_curves else None
+        )
 
     def close(self, samples: ScopeSamples | None) -> None:
         """End a scope; afterwards it changes no more."""
@@ -77,4 +79,4 @@ class SampledFacts:
     def _memory(self, samples: ScopeSamples | None, started_ns: int) -> tuple[object, str | None]:
         scope = None if samples is None else samples.curves
         found = self._guard.call(MEMORY_OVER_TIME, lambda: self._curves.freeze(scope, started_ns))
-        return found, TOO_SHORT if self._is_sampled else NOT_SAMPLED
+        return found, NO_READING if self._is_sampled else NOT_SAMPLED

@@ -19,6 +19,7 @@ from sigmascope.records.steps import Steps
 from sigmascope.records.utilization import UTILIZATION
 
 STILL_OPEN = "the stage was still open when the run was read"
+OWN_FACT = "the stage was given a fact of this name, which stands in its place"
 OUTSIDE = "these steps ran outside all stages"
 
 StepListener = Callable[[str, int, int], None]
@@ -132,8 +133,8 @@ class Scope:
                 if self._peaks is not None:
                     instruments.tracker.close(self._peaks, memory, ended_ns)
             finally:
+                instruments.sampled.close(self._samples)
                 instruments.stop_sampling()
-        instruments.sampled.close(self._samples)
         instruments.resolve(self.columns.timings)
         if error is not None:
             self.error = describe(error)
@@ -160,8 +161,8 @@ class Scope:
         sampled, why_not_sampled = instruments.sampled.freeze(
             self._samples, self.started_ns, is_outermost=self.is_outermost
         )
-        facts = self.facts | sampled
-        unavailable |= why_not_sampled
+        facts = sampled | self.facts
+        unavailable |= {**why_not_sampled, **dict.fromkeys(sampled.keys() & self.facts.keys(), OWN_FACT)}
         instruments.resolve(self._edges)
         on_device, why_not = of_stage(self._edges)
         if on_device is not None:

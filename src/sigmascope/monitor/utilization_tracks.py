@@ -51,7 +51,7 @@ class DeviceTrack:
         self._samples = 0
         self._gauges = {name: Track() for name in _FIGURES}
         self._heat, self._capped = Track(), Track()
-        self._series = Series(mean_of)
+        self._series = Series(mean_of, "d")
         self._unavailable: Mapping[str, str] = {}
 
     def add(self, at_ns: int, activity: GpuActivity) -> None:

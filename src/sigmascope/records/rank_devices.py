@@ -1,15 +1,14 @@
 """Which accelerators a run used, and a run without the others or with other names for them."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from sigmascope.records.memory_over_time import MEMORY_OVER_TIME, PROCESS, SYSTEM
+from sigmascope.records.memory_over_time import MEMORY_OVER_TIME, PROCESS, SYSTEM, readable_curves
 from sigmascope.records.run import Run, Stage
 from sigmascope.records.snapshot import MemorySnapshot
 from sigmascope.records.structure import run_from_plain, run_to_plain
-
-_UTILIZATION = "utilization"
+from sigmascope.records.utilization import UTILIZATION, readable_utilization
 
 
 def devices_in_use(run: Run) -> list[str]:
@@ -29,8 +28,7 @@ def devices_in_use(run: Run) -> list[str]:
                 allocated[memory.device] = allocated.get(memory.device, False) or memory.allocated_bytes != 0
         for peak in () if stage.peak is None else stage.peak.accelerators:
             allocated[peak.device] = allocated.get(peak.device, False) or peak.allocated_bytes != 0
-        utilization = stage.facts.get(_UTILIZATION)
-        sampled |= dict.fromkeys(utilization if isinstance(utilization, dict) else (), True)
+        sampled |= dict.fromkeys((one.device for one in readable_utilization(stage)), True)
     allocated = {**sampled, **allocated}
     in_use = [device for device, is_used in allocated.items() if is_used]
     return in_use or [device for device in allocated if device == current]
@@ -70,11 +68,16 @@ def _without_others(stage: Stage, devices: Mapping[str, str]) -> Stage:
     if peak is not None:
         peak = replace(peak, accelerators=tuple(one for one in peak.accelerators if one.device in devices))
     facts = dict(stage.facts)
-    for fact, others in ((_UTILIZATION, ()), (MEMORY_OVER_TIME, (PROCESS, SYSTEM))):
-        if isinstance(facts.get(fact), dict):
-            facts[fact] = {name: one for name, one in facts[fact].items() if name in (*devices, *others)}
+    if readable_utilization(stage):  # and no caller's own fact of that name
+        facts[UTILIZATION] = _only_of(facts[UTILIZATION], devices)
+    if readable_curves(stage):
+        facts[MEMORY_OVER_TIME] = _only_of(facts[MEMORY_OVER_TIME], (PROCESS, SYSTEM, *devices))
     children = tuple(_without_others(child, devices) for child in stage.children)
     return replace(stage, memory=memory, peak=peak, facts=facts, children=children)
+
+
+def _only_of(fact: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    return {name: one for name, one in fact.items() if name in names}
 
 
 def _only(snapshot: MemorySnapshot, devices: Mapping[str, str]) -> MemorySnapshot:
