@@ -211,6 +211,25 @@ def test_what_is_exported_or_traced_is_no_step() -> None:
     assert run.stage("denoising").facts["denoiser_calls"] == {"unet": 2}
 
 
+class WholeStep(nn.Module):
+    """A step of a loop, scheduler and all."""
+
+    def __init__(self, pipe: Loop) -> None:
+        super().__init__()
+        self.pipe, self.unet = pipe, pipe.unet
+
+    def forward(self, sample: Tensor, timestep: Tensor) -> Any:
+        return self.pipe.scheduler.step(self.unet(sample, timestep), 500, sample).prev_sample
+
+
+def test_a_scheduler_s_step_that_is_exported_is_none() -> None:
+    pipe = Loop()
+    with sigmascope.watch(pipe) as run:
+        by_hand(pipe, 2)
+        torch.export.export(WholeStep(pipe), (torch.ones(1, 4), torch.tensor(1.0)), strict=False)
+    assert run.stage("denoising").facts["scheduler_steps"] == len(run.stage("denoising").steps) == 2
+
+
 def test_a_timestep_without_a_number_switches_nothing_off() -> None:
     pipe = Loop()
     with sigmascope.watch(pipe) as run:
