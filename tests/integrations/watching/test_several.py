@@ -2,11 +2,13 @@
 
 import asyncio
 import threading
+from functools import partialmethod
 from typing import Any
 
 import torch
 from tests.families import generate, make_pipeline
 from tests.integrations.watching.marks import left_behind, marks
+from tests.integrations.watching.test_own_ways import Loop
 from torch import Tensor
 
 import sigmascope
@@ -132,3 +134,22 @@ def test_tasks_have_a_record_each() -> None:
         return list(await asyncio.gather(work(1), work(3)))
 
     assert asyncio.run(both()) == [1, 3]
+
+
+class FewSteps(Loop):
+    """A pipeline whose call is no function."""
+
+    __call__ = partialmethod(Loop.__call__, steps=2)  # type: ignore[assignment]
+
+
+def test_a_class_whose_call_is_no_function_is_left_alone_and_the_others_are_heard() -> None:
+    odd, usual = FewSteps(), Loop()
+    with sigmascope.watch(odd, usual) as run:
+        assert torch.equal(odd(), usual(2))
+    assert names(run) == ["model_sampling", "denoising", "generation"]
+    assert [len(stage.steps) for stage in (run.stages[1], run.stage("generation").children[-1])] == [2, 2]
+    assert run.unavailable == {
+        "watch.calls of FewSteps": "TypeError: __call__ is a partialmethod and no function"
+    }
+    assert isinstance(vars(FewSteps)["__call__"], partialmethod)
+    assert left_behind() == []

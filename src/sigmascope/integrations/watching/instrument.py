@@ -64,13 +64,23 @@ class Instrument:
             self.detach()
 
     def tap(self, owner: object, attribute: str, before: Before) -> None:
-        """Hear the calls of a method that a class defines, or of what lies on an object; again changes nothing."""
+        """Hear the calls of a method that a class defines, or of what lies on an object; again changes nothing.
+
+        What is there but is no function is left alone, with the reason in the record.
+        """
         self._listen(owner, attribute, Listener(before, self.failed))
 
     def _listen(self, owner: object, attribute: str, listener: Listener) -> None:
         key = (id(owner), attribute)
-        if not self.has(key, owner):
-            self.keep_undo(key, listen(owner, attribute, listener), owner)
+        if self.has(key, owner):
+            return
+        try:
+            undo = listen(owner, attribute, listener)
+        except TypeError as failure:  # no function, as a partialmethod: it says nothing of others
+            kind = owner if isinstance(owner, type) else type(owner)
+            self.session.guard.switch_off(f"watch.{self.name} of {kind.__name__}", failure)
+        else:
+            self.keep_undo(key, undo, owner)
 
     def tap_class(self, kind: type, attribute: str, before: Before) -> None:
         """Hear a method of a class, where it is defined: there all watches of all subclasses listen."""
