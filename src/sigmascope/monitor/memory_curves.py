@@ -4,12 +4,11 @@ from collections.abc import Mapping
 from typing import Final
 
 from sigmascope.monitor import peaks
-from sigmascope.monitor.json_values import as_json
 from sigmascope.monitor.peaks import UNKNOWN, HostMemory
 from sigmascope.monitor.sampler import MAX_HZ
 from sigmascope.monitor.series import Series, highest_of
 from sigmascope.probes import AllocatorBytes
-from sigmascope.records.memory_over_time import PROCESS, SYSTEM, MemoryCurve
+from sigmascope.records.memory_over_time import PROCESS, SYSTEM
 
 NO_READING: Final = f"no reading fell into the stage; memory is read {MAX_HZ:.0f} times a second at most"
 
@@ -35,8 +34,11 @@ class ScopeCurves:
             self._series[name].add(at_ns, nbytes)
 
     def freeze(self, start_ns: int) -> dict[str, object]:
-        """Return the records as JSON values."""
-        return {name: as_json(MemoryCurve(*series.freeze(start_ns))) for name, series in self._series.items()}
+        """Return each `MemoryCurve` as JSON values, which they are already: a run is read with all of its stages."""
+        frozen = {name: series.freeze(start_ns) for name, series in self._series.items()}
+        return {
+            name: {"at_seconds": list(at), "nbytes": list(nbytes)} for name, (at, nbytes) in frozen.items()
+        }
 
 
 class MemoryCurves:

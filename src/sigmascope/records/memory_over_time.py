@@ -15,7 +15,7 @@ SYSTEM: Final = "system"
 
 @dataclass(frozen=True, slots=True)
 class MemoryCurve:
-    """Readings ten times a second; of a long stage each entry is the highest of several, at most 256 in all.
+    """Readings, at most ten a second; of a long stage each entry is the highest of several, at most 256 in all.
 
     Attributes:
         at_seconds: When each was read, since the stage began.
