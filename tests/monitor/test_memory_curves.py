@@ -7,7 +7,7 @@ from sigmascope.analysis.leaks import TOLERANCE_BYTES
 from sigmascope.monitor import Recorder, instruments
 from sigmascope.monitor.memory_curves import NO_READING
 from sigmascope.monitor.peaks import HostMemory
-from sigmascope.monitor.scope import OWN_FACT
+from sigmascope.monitor.scope import OUTSIDE, OWN_FACT
 from sigmascope.monitor.utilization import NOT_SAMPLED
 from sigmascope.records.memory import MemorySnapshot
 from sigmascope.records.memory_over_time import MemoryCurve, memory_over_time
@@ -126,6 +126,12 @@ def test_a_long_stage_s_curves_leave_room_below_what_is_taken_for_a_leak(
         tracemalloc.stop()
     assert len(memory_over_time(sampled.run().stages[-1])["process"].nbytes) == 255
     assert kept < TOLERANCE_BYTES / 4
+
+
+def test_steps_outside_all_stages_have_no_curve_and_say_so(sampled: Recorder) -> None:
+    with sampled, sampled.step():
+        sample(sampled)
+    assert only(sampled).unavailable["memory_over_time"] == OUTSIDE
 
 
 def test_without_a_sampler_the_stage_says_so(recorder: Recorder) -> None:

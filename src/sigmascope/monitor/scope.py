@@ -13,6 +13,7 @@ from sigmascope.monitor.sampled_facts import ScopeSamples
 from sigmascope.monitor.steps import StepColumns, row
 from sigmascope.records.facts import ExceptionDetails, ModuleFacts, TensorFacts
 from sigmascope.records.memory import MemoryImpact, MemorySnapshot, PeakMemory
+from sigmascope.records.memory_over_time import MEMORY_OVER_TIME
 from sigmascope.records.run import Stage
 from sigmascope.records.stage_seconds import DEVICE_SECONDS
 from sigmascope.records.steps import Steps
@@ -194,7 +195,7 @@ class Scope:
             started_seconds=(started_ns - run_started_ns) / 1e9,
             seconds=(ended_ns - started_ns) / 1e9,
             steps=self._steps(started_ns),
-            unavailable=dict.fromkeys(("memory", "peak", UTILIZATION), OUTSIDE),
+            unavailable=dict.fromkeys(("memory", "peak", UTILIZATION, MEMORY_OVER_TIME), OUTSIDE),
         )
 
     def _steps(self, started_ns: int) -> Steps:
