@@ -9,7 +9,7 @@ from sigmascope.analysis.regression import ALPHA, RegressionCheck, check_regress
 from sigmascope.errors import ConfigError
 from sigmascope.records.run import Run, Stage
 
-from .run_sets import noisy_runs, run
+from .run_sets import noisy_runs, queued, run
 
 
 def verdicts(check: RegressionCheck) -> dict[str, str]:
@@ -81,6 +81,17 @@ def test_a_planted_slowdown_of_5_percent_is_found() -> None:
     ]
     found = sum(verdicts(check)["denoising step"] == "regressed" for check in checks)
     assert found >= 17  # of 20, where each run's speed varies by 1 % and each step by 2 %
+
+
+@pytest.mark.parametrize("lacking", [0, 1])
+def test_a_slowdown_of_the_device_is_found_also_where_a_run_lacks_its_clock(lacking: int) -> None:
+    baseline = [queued(9.0, 1.0 + number / 1e4) for number in range(6)]
+    new = [queued(9.0, 1.2 + number / 1e4) for number in range(6 - lacking)] + [queued(None, None)] * lacking
+    found = check_regression(new, baseline)
+    (step,) = (one for one in found.figures if one.comparison.name == "denoising step")
+    assert step.verdict == "regressed"
+    said = "1 of 6 new runs left out: the accelerator's clock did not time it there" if lacking else None
+    assert step.comparison.unavailable.get("runs") == said
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 import math
 from dataclasses import replace
 
+import pytest
+
 from sigmascope.analysis.run_figures import figures_of, timed_on_device
 from sigmascope.records.run import Run, Stage
 
@@ -75,3 +77,26 @@ def test_a_step_that_was_not_seen_to_finish_leaves_the_others_their_clock() -> N
 def test_a_run_of_which_no_step_was_seen_to_finish_makes_the_host_s_clock_that_of_all() -> None:
     runs = [queued(9.0, 0.5, 0.5), queued(None, None, None)]
     assert figures_of(runs, timed_on_device(runs))["denoising step"].values == (0.001, 0.001)
+
+
+def test_a_run_of_many_that_lacks_the_device_s_clock_is_left_out_and_counted() -> None:
+    baseline = [decoded(0.001, 2.0)] * 5 + [decoded(9.0, None)]
+    new = [decoded(0.001, 3.0)] * 6
+    on_device = timed_on_device(new, baseline)
+    figure = figures_of(baseline, on_device)["latent_decoding"]
+    assert (figure.values, figure.untimed) == ((2.0,) * 5, 1)
+    assert figures_of(new, on_device)["latent_decoding"].untimed == 0
+
+
+@pytest.mark.parametrize(("timed", "untimed"), [(4, 1), (5, 2), (0, 6)])
+def test_where_too_few_would_be_left_all_go_by_the_host_s_clock(timed: int, untimed: int) -> None:
+    baseline = [decoded(0.001, 2.0)] * timed + [decoded(0.002, None)] * untimed
+    new = [decoded(0.001, 2.0)] * 6
+    figure = figures_of(baseline, timed_on_device(new, baseline))["latent_decoding"]
+    assert figure.values == (0.001,) * timed + (0.002,) * untimed
+
+
+def test_a_run_whose_steps_lack_the_device_s_clock_is_left_out_of_them_too() -> None:
+    runs = [queued(9.0, 0.5, 0.5)] * 5 + [queued(None, None, None)]
+    figure = figures_of(runs, timed_on_device(runs))["denoising step"]
+    assert (figure.values, figure.untimed) == ((0.5,) * 5, 1)

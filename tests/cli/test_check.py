@@ -3,7 +3,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.analysis.run_sets import noisy_runs
+from tests.analysis.run_sets import noisy_runs, queued
 from typer.testing import CliRunner
 
 from sigmascope.cli.root import app
@@ -26,6 +26,17 @@ def test_a_regression_ends_with_1_and_is_named(tmp_path: Path) -> None:
     assert done.exit_code == 1
     assert "regressed denoising step" in done.output
     assert "(8 runs against 8)" in done.output
+
+
+def test_runs_that_are_left_out_of_a_figure_are_told(tmp_path: Path) -> None:
+    for side, seconds in (("new", (0.5,) * 6), ("old", (0.5,) * 5 + (None,))):
+        (tmp_path / side).mkdir()
+        for index, one in enumerate(seconds):
+            made = replace(queued(9.0, one), id=f"{side} {index}")
+            made.save(tmp_path / side / f"{index}.json")
+    done = CliRunner().invoke(app, ["check", str(tmp_path / "new"), "--baseline", str(tmp_path / "old")])
+    assert "denoising step: 1 of 6 baseline runs left out" in done.output
+    assert "(6 runs against 6)" in done.output
 
 
 def test_folders_and_options_in_any_order(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from typing import Any, Final
 
 from sigmascope.analysis.leaks import theil_sen
 from sigmascope.analysis.percentiles import percentile
-from sigmascope.analysis.run_figures import figures_of, step_name, timed_on_device
-from sigmascope.analysis.step_times import step_seconds, warm
+from sigmascope.analysis.run_figures import figures_of, step_name, timed_on_device, timed_steps
+from sigmascope.analysis.step_times import warm
 from sigmascope.records.benchmark import others_of
 from sigmascope.records.run import Run
 
@@ -122,7 +122,7 @@ def _warm_steps(runs: Sequence[Run]) -> Iterator[float]:
     on_device = timed_on_device(runs)
     for run in runs:
         for stage in run.walk():
-            yield from warm(step_seconds(stage, on_device=step_name(stage) in on_device))
+            yield from warm(timed_steps(stage, on_device))
 
 
 def _notes(seconds: Sequence[float], latency: Latency) -> Iterator[str]:
@@ -155,7 +155,7 @@ def _note_on_others(runs: Sequence[Run]) -> Iterator[str]:
 def _note_on_steps(runs: Sequence[Run]) -> Iterator[str]:
     on_device = timed_on_device(runs)
     columns = [
-        stage.steps.gpu_seconds for run in runs for stage in run.walk() if step_name(stage) in on_device
+        timed_steps(stage, on_device) for run in runs for stage in run.walk() if step_name(stage) in on_device
     ]
     missing = sum(column.count(None) for column in columns)
     if missing:

@@ -6,14 +6,14 @@ test that of Mann and Whitney (Annals of Mathematical Statistics 18, 1947), one-
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sigmascope.analysis.run_figures import Unit, figures_of, timed_on_device
+from sigmascope.analysis.run_figures import Figure, Unit, figures_of, timed_on_device
 from sigmascope.records.run import Run
 
 CONFIDENCE: Final = 0.95
@@ -38,7 +38,7 @@ class FigureComparison:
         p_slower: How likely values this much higher are if nothing changed.
         least_p: The smallest p that so few runs can give.
         runs: How many values each side has, baseline first.
-        unavailable: What could not be reckoned, and why.
+        unavailable: What could not be reckoned, and why; "runs": how many are left out.
     """
 
     name: str
@@ -72,16 +72,25 @@ def compare_run_sets(
         The comparisons, in the order of the baseline's figures; and by name the figures that one side lacks, with the
         reason.
     """
-    on_device = timed_on_device([*new, *baseline])
+    on_device = timed_on_device(new, baseline)
     ours, theirs = figures_of(new, on_device), figures_of(baseline, on_device)
-    compared = tuple(
-        compare_values(name, figure.unit, ours[name].values, figure.values, seed=seed)
-        for name, figure in theirs.items()
-        if name in ours
-    )
+    compared = tuple(_compare(ours[name], figure, seed) for name, figure in theirs.items() if name in ours)
     missing = {name: "not in the new runs" for name in theirs if name not in ours}
     missing |= {name: "not in the baseline" for name in ours if name not in theirs}
     return compared, missing
+
+
+def _compare(new: Figure, baseline: Figure, seed: int) -> FigureComparison:
+    found = compare_values(baseline.name, baseline.unit, new.values, baseline.values, seed=seed)
+    sides = [
+        f"{side.untimed} of {side.untimed + len(side.values)} {name} runs"
+        for side, name in ((baseline, "baseline"), (new, "new"))
+        if side.untimed
+    ]
+    if not sides:
+        return found
+    reason = f"{' and '.join(sides)} left out: the accelerator's clock did not time it there"
+    return replace(found, unavailable={**found.unavailable, "runs": reason})
 
 
 def compare_values(

@@ -3,8 +3,8 @@
 from collections.abc import Collection, Mapping, Sequence
 
 from sigmascope.analysis.compare_runs import FigureComparison, compare_values
-from sigmascope.analysis.run_figures import step_name, timed_on_device
-from sigmascope.analysis.step_times import step_seconds, warm
+from sigmascope.analysis.run_figures import timed_on_device, timed_steps
+from sigmascope.analysis.step_times import warm
 from sigmascope.records.run import Run
 
 
@@ -21,7 +21,7 @@ def compare_pooled_steps(
         baseline: At least one run.
         seed: Of the resampling.
     """
-    on_device = timed_on_device([*new, *baseline])
+    on_device = timed_on_device(new, baseline)
     ours, theirs = _pooled(new, on_device), _pooled(baseline, on_device)
     return tuple(
         compare_values(f"{name} step", "seconds", ours[name], values, seed=seed)
@@ -40,7 +40,7 @@ def compare_by_step(
         baseline: At least one run.
         seed: Of the resampling.
     """
-    on_device = timed_on_device([*new, *baseline])
+    on_device = timed_on_device(new, baseline)
     ours, theirs = _numbered(new, on_device), _numbered(baseline, on_device)
     return tuple(
         compare_values(f"{name} step {number}", "seconds", ours[name, number], values, seed=seed)
@@ -53,7 +53,7 @@ def _pooled(runs: Sequence[Run], on_device: Collection[str]) -> Mapping[str, lis
     found: dict[str, list[float]] = {}
     for run in runs:
         for stage in run.walk():
-            seconds = warm(step_seconds(stage, on_device=step_name(stage) in on_device))
+            seconds = warm(timed_steps(stage, on_device))
             if seconds:
                 found.setdefault(stage.name, []).extend(seconds)
     return found
@@ -65,7 +65,7 @@ def _numbered(runs: Sequence[Run], on_device: Collection[str]) -> Mapping[tuple[
     for run in runs:
         passed: dict[str, int] = {}
         for stage in run.walk():
-            for seconds in step_seconds(stage, on_device=step_name(stage) in on_device):
+            for seconds in timed_steps(stage, on_device):
                 number = passed[stage.name] = passed.get(stage.name, 0) + 1
                 if seconds is not None:
                     found.setdefault((stage.name, number), []).append(seconds)

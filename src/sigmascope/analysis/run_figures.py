@@ -1,18 +1,22 @@
 """What of a run can be compared with other runs: seconds, steps and peaks, each by name."""
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Literal
+from typing import Final, Literal
 
-from sigmascope.analysis.step_times import is_timed_on_device, step_seconds, warm
+from sigmascope.analysis.step_times import is_timed_on_device, known, step_seconds, warm
 from sigmascope.records.run import Run, Stage
-from sigmascope.records.stage_seconds import device_seconds, is_duration, stage_seconds
+from sigmascope.records.stage_seconds import device_seconds, is_duration
 
 Unit = Literal["seconds", "bytes"]
 _ONLY_STAGE = "generation"
 """Of a run that a `PerformanceMonitor` made."""
+_FEWEST_LEFT: Final = 5
+"""Fewer on each side cannot give p < 0.01 by Mann and Whitney's test."""
+_SHARE_LEFT: Final = 0.8
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,35 +27,69 @@ class Figure:
         name: Such as "denoising", "denoising step", "cuda:0 peak".
         unit: Of the values.
         values: One a run, in the order of the runs; fewer where a run has none.
+        untimed: How many runs are left out since the accelerator's clock, which the others go by, did not time them.
     """
 
     name: str
     unit: Unit
     values: tuple[float, ...]
+    untimed: int = 0
 
 
-def timed_on_device(runs: Sequence[Run]) -> frozenset[str]:
-    """Names of the stages, and of their steps, whose time on the accelerator is known wherever they appear in these runs.
+def timed_on_device(*sides: Sequence[Run]) -> frozenset[str]:
+    """Names of the stages, and of their steps, to be compared by the accelerator's clock.
 
     A host that only queues work is done with a stage long before the device is. So the device's clock is the one to
-    compare by, if all have it: two clocks are not comparable. A generation's own time is what somebody waits for.
+    compare by, where enough runs have it: two clocks are not comparable, so that the others are left out. Enough is all
+    of a side that passed the stage; or most, if as many are left as a check takes to tell a change from chance. What is
+    missing may be missing because it took long, so that it must be few. A generation's own time is what somebody waits for.
 
     Args:
-        runs: Of both sides.
+        sides: Runs of the same work, such as a baseline's and the new ones; each has to have enough.
     """
-    known: set[str] = set()
-    unknown = {_ONLY_STAGE}
+    counted = [_timed_of(side) for side in sides]
+    names = {name for found in counted for name in found} - {_ONLY_STAGE}
+    return frozenset(
+        name for name in names if all(_are_enough(*found[name]) for found in counted if name in found)
+    )
+
+
+def _are_enough(timed: int, runs: int) -> bool:
+    return timed == runs or (timed >= _FEWEST_LEFT and timed >= _SHARE_LEFT * runs)
+
+
+def _timed_of(runs: Sequence[Run]) -> Mapping[str, tuple[int, int]]:
+    """By name of stages and of their steps: how many runs are timed on the device wherever these appear, of how many."""
+    found: dict[str, tuple[int, int]] = {}
     for run in runs:
+        of_run: dict[str, bool] = {}
         for stage in run.walk():
-            (unknown if device_seconds(stage) is None else known).add(stage.name)
+            of_run[stage.name] = of_run.get(stage.name, True) and device_seconds(stage) is not None
             if len(stage.steps):
-                (known if is_timed_on_device(stage) else unknown).add(step_name(stage))
-    return frozenset(known - unknown)
+                name = step_name(stage)
+                of_run[name] = of_run.get(name, True) and is_timed_on_device(stage)
+        for name, is_timed in of_run.items():
+            timed, count = found.get(name, (0, 0))
+            found[name] = (timed + is_timed, count + 1)
+    return found
 
 
 def step_name(stage: Stage) -> str:
     """What the figure of a stage's steps is called."""
     return f"{stage.name} step"
+
+
+def timed_steps(stage: Stage, on_device: Collection[str]) -> tuple[float | None, ...]:
+    """Of a stage's steps, one entry each, by one clock: None for what that one did not time.
+
+    Args:
+        stage: With steps or without.
+        on_device: Stages and steps that go by the accelerator's clock (see `timed_on_device`).
+    """
+    by_device = step_name(stage) in on_device
+    if by_device and not is_timed_on_device(stage):
+        return (None,) * len(stage.steps)
+    return step_seconds(stage, on_device=by_device)
 
 
 def figures_of(runs: Sequence[Run], on_device: Collection[str] = ()) -> dict[str, Figure]:
@@ -64,41 +102,42 @@ def figures_of(runs: Sequence[Run], on_device: Collection[str] = ()) -> dict[str
 
     Args:
         runs: Any number, in order.
-        on_device: Stages and steps whose time is that of the accelerator's clock (see `timed_on_device`); others the host's.
+        on_device: Stages and steps whose time is that of the accelerator's clock (see `timed_on_device`), without the runs
+            that it did not time; others the host's.
     """
     values: dict[tuple[str, Unit], list[float]] = {}
+    untimed: Counter[str] = Counter()
     for run in runs:
         for name, unit, value in _of_run(run, on_device):
             if unit == "bytes" or is_duration(value):
                 values.setdefault((name, unit), []).append(value)
-    return {name: Figure(name, unit, tuple(found)) for (name, unit), found in values.items()}
+            elif name in on_device:
+                untimed[name] += 1
+    return {name: Figure(name, unit, tuple(found), untimed[name]) for (name, unit), found in values.items()}
 
 
 def _of_run(run: Run, on_device: Collection[str]) -> Iterable[tuple[str, Unit, float]]:
     if [stage.name for stage in run.stages] != [_ONLY_STAGE]:
         yield "total", "seconds", run.seconds
     for name, stages in _by_name(run).items():
-        clock = stage_seconds if name in on_device else _host_seconds
-        times = [clock(stage) for stage in stages]
-        yield name, "seconds", sum(times) if all(map(is_duration, times)) else math.nan
-        steps = [
-            seconds
-            for stage in stages
-            # compiling, autotuning and lazy loading fall into the first; it is in the stage's time all the same
-            for seconds in warm(step_seconds(stage, on_device=step_name(stage) in on_device))
-        ]
-        if steps:
-            yield f"{name} step", "seconds", median(steps)
+        times = [device_seconds(stage) if name in on_device else stage.seconds for stage in stages]
+        seconds = [one for one in times if one is not None and is_duration(one)]
+        yield name, "seconds", sum(seconds) if len(seconds) == len(times) else math.nan
+        columns = [timed_steps(stage, on_device) for stage in stages if len(stage.steps)]
+        # compiling, autotuning and lazy loading fall into the first; it is in the stage's time all the same
+        steps = [one for column in columns for one in warm(column)]
+        if columns:
+            yield (
+                step_name(stages[0]),
+                "seconds",
+                median(steps) if steps and all(map(known, columns)) else math.nan,
+            )
     peak = run.peak()
     if peak.rss_bytes is not None:
         yield "process peak", "bytes", float(peak.rss_bytes)
     for device in peak.accelerators:
         if device.allocated_bytes is not None:
             yield f"{device.device} peak", "bytes", float(device.allocated_bytes)
-
-
-def _host_seconds(stage: Stage) -> float:
-    return stage.seconds
 
 
 def _by_name(run: Run) -> Mapping[str, list[Stage]]:

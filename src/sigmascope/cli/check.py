@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from sigmascope.cli.compare_tables import amount, interval
+from sigmascope.cli.compare_tables import amount, interval, print_left_out
 from sigmascope.cli.lora.op_tables import plain, table
 from sigmascope.cli.run_files import load_sides, path_argument
 from sigmascope.errors import SigmascopeError
@@ -140,13 +140,15 @@ def _print(console: Console, found: "RegressionCheck") -> None:
     console.print(made)
     for name, reason in found.missing.items():
         console.print(Text.assemble(plain(name), f": {reason}", style="yellow"))
+    print_left_out(console, [figure.comparison for figure in found.figures])
     for figure in found.figures:
         if figure.verdict in ("regressed", "undecided"):
             style = _STYLE[figure.verdict]
             console.print(
                 Text.assemble((figure.verdict, style), " ", plain(figure.comparison.name), f": {figure.why}")
             )
-    before, after = found.figures[0].comparison.runs if found.figures else (0, 0)
+    sides = [figure.comparison.runs for figure in found.figures]  # some figures are without some of them
+    before, after = (max(counts) for counts in zip(*sides, strict=True)) if sides else (0, 0)
     count = len(found.regressed)
     outcome = f"{count} figures regressed" if count != 1 else "1 figure regressed"
     console.print(

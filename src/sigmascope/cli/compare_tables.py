@@ -36,6 +36,13 @@ def interval(one: "FigureComparison") -> str:
     return units.UNKNOWN if one.lower is None or one.upper is None else f"{one.lower:.3f}-{one.upper:.3f}"
 
 
+def print_left_out(console: Console, figures: "Iterable[FigureComparison]") -> None:
+    """Say of which figures some runs are left out, and why."""
+    for one in figures:
+        if "runs" in one.unavailable:
+            console.print(Text.assemble(plain(one.name), f": {one.unavailable['runs']}", style="yellow"))
+
+
 def _print_comparison(console: Console, one: "WorkComparison") -> None:
     if one.work:
         console.print(plain(one.work, style="bold underline"))
@@ -49,6 +56,7 @@ def _print_comparison(console: Console, one: "WorkComparison") -> None:
         console.print(_figures("Step by step", one.steps))
     for name, reason in one.missing.items():
         console.print(Text.assemble(plain(name), f": {reason}", style="yellow"))
+    print_left_out(console, one.figures)
     if one.before_after is not None:
         console.print(_in_words(one.before_after))
     before, now = one.runs
