@@ -139,7 +139,7 @@ def test_tasks_have_a_record_each() -> None:
 class FewSteps(Loop):
     """A pipeline whose call is no function."""
 
-    __call__ = partialmethod(Loop.__call__, steps=2)  # type: ignore[assignment]
+    __call__ = partialmethod(Loop.__call__, steps=2)
 
 
 def test_a_class_whose_call_is_no_function_is_left_alone_and_the_others_are_heard() -> None:
