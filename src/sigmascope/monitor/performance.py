@@ -142,9 +142,7 @@ class PerformanceMonitor(PerformanceResults):
     def start_step_timing(self) -> None:
         """Begin a denoising step; outside all generations it is of no effect.
 
-        Called again before `end_step_timing`, as after an exception in the middle of a step, it begins the step anew:
-        what went before is no step.
-
+        Called again before `end_step_timing`, as after an exception in a step, it begins the step anew.
         Steps of the recorder (`sigmascope.step`, `hook_steps`, `sigmascope.watch`) count without it, unless it is called.
         """
         running = self._generations.running()
