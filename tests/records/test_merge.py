@@ -212,3 +212,10 @@ def test_two_real_processes_become_one_run(tmp_path: Path) -> None:
     ends = [stage.started_seconds + stage.steps.started[2] + stage.steps.seconds[2] for stage in generations]
     starts = [stage.started_seconds + stage.steps.started[2] for stage in generations]
     assert max(starts) < min(ends)
+
+
+def test_the_rank_of_a_lora_makes_no_process_of_a_stage() -> None:
+    run = Run(
+        "1", "FLUX", "2026-11-21T10:00:00+00:00", 1.0, stages=(Stage("lora", 0.0, 1.0, facts={"rank": 16}),)
+    )
+    assert ranks_of(run) == {}

@@ -66,7 +66,12 @@ def merge_runs(runs: Sequence[Run], names: Sequence[str] | None = None) -> Run:
 
 def ranks_of(run: Run) -> dict[str, Run]:
     """Return the run of each rank again, by name, with the names and times that it had; empty for a run of one process."""
-    return {stage.name: _run_of(stage) for stage in run.stages if RANK in stage.facts}
+    return {stage.name: _run_of(stage) for stage in run.stages if is_rank(stage)}
+
+
+def is_rank(stage: Stage) -> bool:
+    """Whether a stage is one process of a merged run; a fact of that name alone may be a LoRA's rank."""
+    return isinstance(stage.facts.get(RANK), Mapping)
 
 
 def _named(runs: Sequence[Run], names: Sequence[str] | None) -> dict[str, Run]:

@@ -1,5 +1,6 @@
 from tests.reports.tracing_runs import MIB, events_of, run_of
 
+from sigmascope.records.host import HostFacts
 from sigmascope.records.memory import (
     AcceleratorMemory,
     AcceleratorPeak,
@@ -7,6 +8,7 @@ from sigmascope.records.memory import (
     MemorySnapshot,
     PeakMemory,
 )
+from sigmascope.records.merge import merge_runs
 from sigmascope.records.run import Run, Stage
 from sigmascope.records.steps import Steps
 from sigmascope.reports.tracing.counters import PROCESS, SYSTEM
@@ -98,14 +100,48 @@ CURVES = {
 }
 
 
-def test_what_the_sampler_saw_is_in_the_counters_wherever_its_stage_lies() -> None:
-    stage = Stage("generation", 1.0, 1.0, facts={"memory_over_time": CURVES})
-    for run in (run_of(stage), run_of(Stage("rank 0", 1.0, 1.0, children=(stage,)))):
-        assert points(run, PROCESS) == [(1.1e6, 3.0), (1.2e6, 5.0)]
-        assert points(run, SYSTEM) == [(1.1e6, 9.0)]
-        assert points(run, "cuda:0 allocated (MiB)") == [(1.2e6, 2.0)]
+def test_what_the_sampler_saw_is_in_the_counters() -> None:
+    run = run_of(Stage("generation", 1.0, 1.0, facts={"memory_over_time": CURVES}))
+    assert points(run, PROCESS) == [(1.1e6, 3.0), (1.2e6, 5.0)]
+    assert points(run, SYSTEM) == [(1.1e6, 9.0)]
+    assert points(run, "cuda:0 allocated (MiB)") == [(1.2e6, 2.0)]
+
+
+def ranks(*hosts: HostFacts | None) -> Run:
+    """Two processes that each used 3 and 5 MiB, and their own device "cuda:0" to 10 and 90 per cent."""
+    peak = PeakMemory(3 * MIB, 0.5, (AcceleratorPeak("cuda:0", 2 * MIB, 0.5, 2 * MIB, 0.5),))
+    facts = {"memory_over_time": CURVES, "utilization": {"cuda:0": BUSY}}
+    stage = Stage("generation", 1.0, 1.0, peak=peak, facts=facts)
+    return merge_runs(
+        [
+            Run(f"id{rank}", "FLUX", "2026-11-21T10:00:00+00:00", 2.0, stages=(stage,), host=host)
+            for rank, host in enumerate(hosts)
+        ]
+    )
+
+
+def test_ranks_have_a_counter_each_for_their_processes_and_their_devices() -> None:
+    run = ranks(HostFacts("CPU", 8), HostFacts("CPU", 8))
+    assert points(run, PROCESS) == []
+    assert points(run, SYSTEM) == [(1.1e6, 9.0)]
+    for rank in ("rank 0", "rank 1"):
+        assert points(run, f"{rank}: {PROCESS}") == [(1.1e6, 3.0), (1.2e6, 5.0), (1.5e6, 3.0)]
+        assert (1.2e6, 2.0) in points(run, f"cuda:0 ({rank}) allocated (MiB)")
+        busy = events_of(run, phase="C", name=f"cuda:0 ({rank}) busy (%)")
+        assert [(event["ts"], event["args"]) for event in busy] == [(1e6, {"%": 10.0}), (1.5e6, {"%": 90.0})]
+
+
+def test_ranks_on_several_machines_have_a_counter_each_of_their_machine_s_memory() -> None:
+    run = ranks(HostFacts("CPU", 8), HostFacts("another CPU", 8))
+    assert points(run, SYSTEM) == []
+    assert points(run, f"rank 1: {SYSTEM}") == [(1.1e6, 9.0)]
 
 
 def test_a_curve_that_is_damaged_is_not_drawn() -> None:
     curves = {"process": {"at_seconds": [0.1], "nbytes": []}}
     assert points(run_of(Stage("generation", 1.0, 1.0, facts={"memory_over_time": curves})), PROCESS) == []
+
+
+def test_the_rank_of_a_lora_makes_no_process_of_a_stage() -> None:
+    stage = Stage("lora_application", 1.0, 1.0, peak=PeakMemory(3 * MIB, 0.5), facts={"rank": 16})
+    assert points(run_of(stage), PROCESS) == [(1.5e6, 3.0)]

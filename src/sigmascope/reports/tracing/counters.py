@@ -1,14 +1,15 @@
 """Memory over time, and how busy devices were: every reading that a run holds, as points of counters."""
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from sigmascope.records import memory_over_time
 from sigmascope.records.arithmetic import mib
 from sigmascope.records.memory import MemorySnapshot
 from sigmascope.records.memory_over_time import readable_curves
+from sigmascope.records.merge import is_rank
 from sigmascope.records.run import Run, Stage
 from sigmascope.records.utilization import readable_utilization
 from sigmascope.reports.tracing.slices import nanoseconds
@@ -36,18 +37,35 @@ def readings_of(run: Run, offset_ns: int = 0) -> list[Reading]:
     Memory is read at the beginnings and ends of stages, at the peaks, where it was asked for at the ends of steps, and
     by the sampler. What the sampler read lies in the outermost stages: memory over time and how busy a device was.
 
+    Of a merged run each rank is a process of its own, and a system of its own where the ranks ran on several.
+
     Args:
         run: The record.
         offset_ns: Where the trace's clock stands when the run begins.
     """
-    found = [reading for stage in run.walk() for reading in _memory(stage, offset_ns)]
-    found += [reading for stage in run.walk() for reading in _curves(stage, offset_ns)]
-    found += [reading for stage in run.stages for reading in _business(stage, offset_ns)]
+    of_each_rank = (PROCESS,) if run.host is not None else (PROCESS, SYSTEM)
+    found: list[Reading] = []
+    for stage in run.stages:
+        if not is_rank(stage):
+            found += _all_in((stage,), offset_ns)
+            continue
+        for reading in (*_memory(stage, offset_ns), *_all_in(stage.children, offset_ns)):
+            own = f"{stage.name}: {reading.counter}" if reading.counter in of_each_rank else reading.counter
+            found.append(replace(reading, counter=own))
     highest: dict[tuple[str, int], Reading] = {}
     for reading in found:
         key = (reading.counter, reading.at_ns)
         highest[key] = max(reading, highest.get(key, reading), key=lambda one: one.value)
     return sorted(highest.values(), key=lambda reading: (reading.at_ns, reading.counter))
+
+
+def _all_in(outermost: Sequence[Stage], offset_ns: int) -> Iterator[Reading]:
+    """All readings of one process, by its outermost stages."""
+    for stage in outermost:
+        for one in stage.walk():
+            yield from _memory(one, offset_ns)
+        yield from _curves(stage, offset_ns)
+        yield from _business(stage, offset_ns)
 
 
 def _memory(stage: Stage, offset_ns: int) -> Iterator[Reading]:
