@@ -2,6 +2,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from sigmascope.cli.lora.rank_choice import RankChoice, rank_choice
 from sigmascope.cli.lora.rank_options import (
     ConvRank,
     DynamicMethod,
@@ -13,12 +14,10 @@ from sigmascope.cli.lora.rank_options import (
     MaxSize,
     MinRank,
     Rank,
-    RankChoice,
     RankFlags,
     RankFor,
     RankMethod,
     WeightFor,
-    rank_choice,
 )
 from sigmascope.errors import ConfigError
 from sigmascope.lora.ranking.budget import Budget

@@ -19,6 +19,7 @@ from sigmascope.cli.lora.options import (
     TunedPath,
     Verbose,
 )
+from sigmascope.cli.lora.rank_choice import rank_choice
 from sigmascope.cli.lora.tables import print_extraction
 from sigmascope.cli.progress import progress_bar
 from sigmascope.errors import CheckpointError, ConfigError
@@ -144,7 +145,7 @@ def extract(
         rank_for=rank_for,
         exclude=exclude,
     )
-    choice = ranks.rank_choice(flags)
+    choice = rank_choice(flags)
     _require_base(base_model_path, create=create_base_model, backbone=backbone_signature, config=config_path)
     from sigmascope.lora.extract import ExtractOptions, extract_lora
 

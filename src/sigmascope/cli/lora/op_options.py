@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sigmascope.cli.lora.options import Precision
-from sigmascope.cli.lora.rank_options import RankFlags, rank_choice
+from sigmascope.cli.lora.rank_choice import rank_choice
+from sigmascope.cli.lora.rank_options import RankFlags
 from sigmascope.errors import ConfigError
 
 if TYPE_CHECKING:
