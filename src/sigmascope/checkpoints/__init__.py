@@ -5,7 +5,8 @@ from sigmascope.checkpoints.fingerprint import checkpoint_fingerprint, file_sha2
 from sigmascope.checkpoints.header import SafetensorsHeader, TensorEntry, read_header
 from sigmascope.checkpoints.reader import open_checkpoint
 from sigmascope.checkpoints.state import save_torch
-from sigmascope.checkpoints.torch_archive import StreamingTorchWriter, TensorSpec
+from sigmascope.checkpoints.torch_archive import StreamingTorchWriter
+from sigmascope.checkpoints.torch_description import TensorSpec
 from sigmascope.checkpoints.writer import StreamingWriter, save_safetensors
 from sigmascope.records.atomic import atomic_path
 

@@ -6,63 +6,28 @@ types and shapes known beforehand the description can be written first and the b
 """
 
 import os
-import pickle
 import sys
 import zipfile
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
-from io import BytesIO
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final
+from typing import Final
 
-import torch
 from torch import Tensor
 
 from sigmascope.checkpoints.bytes import iter_tensor_bytes
 from sigmascope.checkpoints.header import shortened
+from sigmascope.checkpoints.torch_description import STORAGES, TensorSpec, description
 from sigmascope.errors import WriteError
 from sigmascope.records.atomic import atomic_path
 from sigmascope.records.os_errors import reason_of, writing_hint
 
-_STORAGES: Final = {
-    torch.float32: torch.FloatStorage,
-    torch.float16: torch.HalfStorage,
-    torch.bfloat16: torch.BFloat16Storage,
-    torch.float64: torch.DoubleStorage,
-    torch.int64: torch.LongStorage,
-    torch.int32: torch.IntStorage,
-    torch.int16: torch.ShortStorage,
-    torch.int8: torch.CharStorage,
-    torch.uint8: torch.ByteStorage,
-    torch.bool: torch.BoolStorage,
-}
-_PROTOCOL: Final = 2  # the one that `weights_only=True` reads
 _ALIGNMENT: Final = 64  # torch.save's own: a mapped file can then be computed with as it lies
 _LOCAL_HEADER_BYTES: Final = 30
 _ZIP64_BYTES: Final = 20
 _FIELD_HEADER_BYTES: Final = 4
 _PADDING_ID: Final = b"FB"
-
-
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """Type and shape of a tensor that is still to come."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        """Elements in all."""
-        return torch.Size(self.shape).numel()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all elements."""
-        return self.numel * self.dtype.itemsize
 
 
 class StreamingTorchWriter:
@@ -91,7 +56,7 @@ class StreamingTorchWriter:
         self._numbers = {name: number for number, name in enumerate(specs)}
         self._specs = dict(specs)
         for name, spec in specs.items():
-            if spec.dtype not in _STORAGES:
+            if spec.dtype not in STORAGES:
                 raise WriteError(
                     self.path,
                     f"the tensor {shortened(name)} is of {spec.dtype}, which is not written here.",
@@ -104,7 +69,7 @@ class StreamingTorchWriter:
             self._file = stack.enter_context(temporary.open("r+b"))
             self._archive = zipfile.ZipFile(self._file, "w", zipfile.ZIP_STORED, allowZip64=True)
             stack.push(_abandon(self._archive))
-            self._put("data.pkl", _description(self._specs))
+            self._put("data.pkl", description(self._specs))
             self._put("byteorder", sys.byteorder.encode())
             self._stack = stack.pop_all()
         self._left = set(self._specs)
@@ -167,50 +132,6 @@ class StreamingTorchWriter:
         padding = -(begin + (_ZIP64_BYTES if is_large else 0)) % _ALIGNMENT
         member.extra = _PADDING_ID + padding.to_bytes(2, "little") + b"Z" * padding
         return member
-
-
-@dataclass(frozen=True)
-class _StorageToCome:
-    key: str
-    spec: TensorSpec
-
-
-@dataclass(frozen=True)
-class _TensorToCome:
-    storage: _StorageToCome
-
-
-class _Describer(pickle.Pickler):
-    """Pickle tensors that are still to come exactly as PyTorch pickles tensors that are there."""
-
-    def persistent_id(self, value: Any) -> Any:
-        if not isinstance(value, _StorageToCome):
-            return None
-        return ("storage", _STORAGES[value.spec.dtype], value.key, "cpu", value.spec.numel)
-
-    def reducer_override(self, value: Any) -> Any:
-        if not isinstance(value, _TensorToCome):
-            return NotImplemented
-        shape = value.storage.spec.shape
-        rebuild: Callable[..., Tensor] = torch._utils._rebuild_tensor_v2
-        return rebuild, (value.storage, 0, shape, _contiguous_strides(shape), False, OrderedDict())
-
-
-def _description(specs: Mapping[str, TensorSpec]) -> bytes:
-    stream = BytesIO()
-    state = {
-        name: _TensorToCome(_StorageToCome(str(number), spec))
-        for number, (name, spec) in enumerate(specs.items())
-    }
-    _Describer(stream, protocol=_PROTOCOL).dump(state)
-    return stream.getvalue()
-
-
-def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.append(strides[-1] * max(size, 1))
-    return tuple(reversed(strides)) if shape else ()
 
 
 def _abandon(archive: zipfile.ZipFile) -> Callable[..., None]:
