@@ -18,7 +18,8 @@ from torch.utils.hooks import RemovableHandle
 from sigmascope.errors import ModelMismatchError
 from sigmascope.lora.applying.placed_factors import PlacedFactors
 from sigmascope.lora.file import LoraFile
-from sigmascope.lora.matching import Layer, LoraTarget, match_modules
+from sigmascope.lora.matching import LoraTarget, match_modules
+from sigmascope.lora.model_layers import Layer
 from sigmascope.lora.scale import finite_scale
 
 logger = logging.getLogger(__name__)

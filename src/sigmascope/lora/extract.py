@@ -13,13 +13,14 @@ from pathlib import Path
 
 from sigmascope.checkpoints import atomic_path
 from sigmascope.errors import ConfigError, ModelMismatchError
+from sigmascope.lora.extraction.decomposed import DecomposedLayer
 from sigmascope.lora.extraction.extraction_output import resolve_format, storage_cost, write_extracted
 from sigmascope.lora.extraction.extraction_report import (
     ExtractedModule,
     ExtractionReport,
     LeftOutLayer,
 )
-from sigmascope.lora.extraction.extraction_rounds import DecomposedLayer, Rounds
+from sigmascope.lora.extraction.extraction_rounds import Rounds
 from sigmascope.lora.extraction.job_identity import job_identity
 from sigmascope.lora.extraction.journal import Journal
 from sigmascope.lora.extraction.options import ExtractOptions, check_target, refuse_inputs, resolve_device

@@ -1,6 +1,6 @@
 """Which layers of a model a LoRA changes."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
@@ -10,15 +10,12 @@ from torch import Tensor, nn
 from sigmascope.errors import LoraFormatError, ModelMismatchError
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile
+from sigmascope.lora.model_layers import Layer, checkpoint_path, layers_of, weight_identity, weight_shape_of
 from sigmascope.lora.models.layout import layout_of
 from sigmascope.lora.names.alignment import align
 from sigmascope.lora.shapes import same_matrix
 
-Layer = nn.Linear | nn.Conv2d
-
 _NAMED_IN_A_MESSAGE = 5
-# Wrappers put these into a layer's path; the checkpoint knows nothing of them.
-_WRAPPER_PARTS = frozenset({"_orig_mod", "base_layer"})
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +64,7 @@ def match_modules(model: nn.Module, lora: LoraFile) -> list[LoraTarget]:
         LoraFormatError: The LoRA holds LoHa, LoKr, DoRA, Tucker cores or whole differences.
     """
     _require_plain(lora)
-    layers = dict(_layers(model))
+    layers = dict(layers_of(model))
     cut = _prefix_to_cut(lora.modules, layers)
     if any(name.removeprefix(cut) not in layers for name in lora.modules):
         lora = _renamed(lora, layers)
@@ -91,23 +88,9 @@ def _require_plain(lora: LoraFile) -> None:
 
 def _renamed(lora: LoraFile, layers: Mapping[str, Layer]) -> LoraFile:
     """The LoRA under the layers' own names, where it is of another format; else as it is."""
-    shapes = {f"{path}.weight": _weight_shape(layer) for path, layer in layers.items()}
+    shapes = {f"{path}.weight": weight_shape_of(layer) for path, layer in layers.items()}
     aligned = align(lora, list(layers), layout_of(shapes))
     return lora if aligned.unmatched else aligned.lora
-
-
-def _layers(model: nn.Module) -> Iterator[tuple[str, Layer]]:
-    """Every Linear and Conv2d by its path in the checkpoint."""
-    inner = (
-        model.module if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel) else model
-    )
-    for path, module in inner.named_modules(remove_duplicate=False):
-        if isinstance(module, nn.Linear | nn.Conv2d):
-            yield _checkpoint_path(path), module
-
-
-def _checkpoint_path(path: str) -> str:
-    return ".".join(part for part in path.split(".") if part not in _WRAPPER_PARTS)
 
 
 def _prefix_to_cut(names: Iterable[str], layers: Mapping[str, Layer]) -> str:
@@ -125,7 +108,7 @@ def _require_present(model: nn.Module, lora: LoraFile, layers: Mapping[str, Laye
     missing = [name for name in lora.modules if name.removeprefix(cut) not in layers]
     if not missing:
         return
-    others = {_checkpoint_path(path): type(module).__name__ for path, module in model.named_modules()}
+    others = {checkpoint_path(path): type(module).__name__ for path, module in model.named_modules()}
     named = [_describe_missing(name, layers, others) for name in missing[:_NAMED_IN_A_MESSAGE]]
     raise ModelMismatchError(
         f"{len(missing)} of {len(lora)} modules of {lora} are no Linear or Conv2d of this "
@@ -145,7 +128,7 @@ def _require_fitting(lora: LoraFile, layers: Mapping[str, Layer], cut: str) -> N
     wrong: list[str] = []
     for name, factors in lora.modules.items():
         layer = layers[name.removeprefix(cut)]
-        shape = _weight_shape(layer)
+        shape = weight_shape_of(layer)
         if isinstance(layer, nn.Conv2d) and layer.groups > 1:
             wrong.append(f"{name} is a convolution in {layer.groups} groups, which has no low-rank form here")
         elif not same_matrix(shape, factors.weight_shape):
@@ -158,36 +141,19 @@ def _require_fitting(lora: LoraFile, layers: Mapping[str, Layer], cut: str) -> N
         )
 
 
-def _weight_shape(layer: Layer) -> tuple[int, ...]:
-    """The shape from the layer's settings: a quantised layer stores its weight packed in another."""
-    if isinstance(layer, nn.Linear):
-        return (layer.out_features, layer.in_features)
-    return (layer.out_channels, layer.in_channels // layer.groups, *layer.kernel_size)
-
-
 def _targets(lora: LoraFile, layers: Mapping[str, Layer], cut: str) -> list[LoraTarget]:
     sharing: dict[int, list[Layer]] = {}
     for layer in layers.values():
-        sharing.setdefault(_identity(layer), []).append(layer)
+        sharing.setdefault(weight_identity(layer), []).append(layer)
     asked: dict[int, list[str]] = {}
     for name in lora.modules:
-        asked.setdefault(_identity(layers[name.removeprefix(cut)]), []).append(name)
+        asked.setdefault(weight_identity(layers[name.removeprefix(cut)]), []).append(name)
     return [
         LoraTarget(
             tuple(names), _one_change(lora, names, sharing[weight][0]), tuple(dict.fromkeys(sharing[weight]))
         )
         for weight, names in asked.items()
     ]
-
-
-def _identity(layer: Layer) -> int:
-    """The same for layers of one weight. A parametrized layer computes its own anew at each access."""
-    return id(layer.weight if holds_weight(layer) else layer)
-
-
-def holds_weight(layer: Layer) -> bool:
-    """Whether the weight is a parameter of the layer, not computed from others (weight_norm, parametrize)."""
-    return layer._parameters.get("weight") is not None
 
 
 def _one_change(lora: LoraFile, names: list[str], layer: Layer) -> LoraFactors:
@@ -198,7 +164,7 @@ def _one_change(lora: LoraFile, names: list[str], layer: Layer) -> LoraFactors:
             f"{', '.join(names)} share one weight in the model, and {lora} changes them differently.",
             hint="Untie the weights before applying this LoRA.",
         )
-    return replace(first, weight_shape=_weight_shape(layer))
+    return replace(first, weight_shape=weight_shape_of(layer))
 
 
 def _and_more(count: int) -> str:

@@ -19,7 +19,8 @@ from sigmascope.lora.applying.changed_weight import (
     write_values,
 )
 from sigmascope.lora.file import LoraFile
-from sigmascope.lora.matching import LoraTarget, holds_weight, match_modules
+from sigmascope.lora.matching import LoraTarget, match_modules
+from sigmascope.lora.model_layers import holds_weight
 from sigmascope.lora.precision import at_least_float32
 from sigmascope.lora.scale import finite_scale
 

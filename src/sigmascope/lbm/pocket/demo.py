@@ -4,20 +4,20 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 from PIL import Image
 
 from sigmascope.errors import WriteError
 from sigmascope.lbm.bridge import bridge_sigmas
 from sigmascope.lbm.images import load_image, save_image
 from sigmascope.lbm.infer import translate_image
-from sigmascope.lbm.model import LbmModel, load_lbm
+from sigmascope.lbm.model import LbmModel
 from sigmascope.lbm.pocket import BASE_PATH, CONFIG_PATH, EXAMPLE_SCENE, TUNED_PATH
+from sigmascope.lbm.pocket.demo_checks import Check, check_promises
 from sigmascope.lbm.pocket.scenes import COOL, relighting_pair
 from sigmascope.lbm.psnr import psnr
 from sigmascope.lbm.sheet import contact_sheet
 from sigmascope.lbm.watched import load_watched
-from sigmascope.lora.apply import attach_lora, merge_lora
+from sigmascope.lora.apply import attach_lora
 from sigmascope.lora.extract import ExtractionReport, ExtractOptions, extract_lora
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.formats import load_lora
@@ -28,20 +28,9 @@ from sigmascope.progress import Progress, no_progress
 from sigmascope.records.run import Run
 
 SCALES = (0.0, 0.5, 1.0)
-FULL_RANK_ERROR = 0.005
-"""Of the worst layer: storage in 16 bits leaves less than this."""
 PHOTO_RESOLUTION = 512
 """Working size of a user's picture. The model knows 128, where a photograph has no detail left."""
 PARTS = ("extract", "validate", "infer", "check", "save")
-
-
-@dataclass(frozen=True)
-class Check:
-    """One thing that was proved, with what was measured."""
-
-    claim: str
-    measured: str
-    passed: bool
 
 
 @dataclass(frozen=True)
@@ -121,7 +110,7 @@ def run_demo(
         lora = load_lora(extraction.lora)
         _relight_all(demo, lora)
     progress(3, len(PARTS), "checking")
-    checks = _checks(demo, lora, full_rank)
+    checks = check_promises(demo.relight, demo.pictures, lora, full_rank)
     progress(4, len(PARTS), "saving")
     run = demo.recorder.run()
     files = _save(demo, run, extraction)
@@ -176,37 +165,6 @@ def _relight_all(demo: _Demo, lora: LoraFile) -> None:
         with attached:
             demo.picture(f"base + LoRA at {scale:g}", base)
     demo.picture("tuned", load_watched(TUNED_PATH, CONFIG_PATH))
-
-
-def _checks(demo: _Demo, lora: LoraFile, full_rank: ValidationReport) -> tuple[Check, ...]:
-    """Prove what the documentation promises, on the very pictures that were made."""
-    base = load_lbm(BASE_PATH, CONFIG_PATH)
-    unwatched = demo.relight(base)
-    with merge_lora(base, lora):
-        merged = demo.relight(base)
-    restored = demo.relight(base)
-    worst = max((module.relative_error or 0.0 for module in full_rank.modules), default=1.0)
-    exact = full_rank.success_rate == 100 and worst <= FULL_RANK_ERROR
-    difference = _largest_difference(merged, demo.pictures["base + LoRA at 1"])
-    zero = _largest_difference(demo.pictures["base"], demo.pictures["base + LoRA at 0"])
-    watched = _largest_difference(unwatched, demo.pictures["base"])
-    back = _largest_difference(restored, unwatched)
-    return (
-        Check("At full rank the LoRA is the fine-tuning", f"worst layer {100 * worst:.2f} % off", exact),
-        Check("A LoRA at scale 0 changes nothing", _levels(zero), zero == 0),
-        Check("Merged and hot-applied pictures agree", _levels(difference), difference <= 1),
-        Check("Unmerging gives the base back", _levels(back), back == 0),
-        Check("Watching does not change the picture", _levels(watched), watched == 0),
-    )
-
-
-def _largest_difference(first: Image.Image, second: Image.Image) -> int:
-    a, b = (np.asarray(image.convert("RGB"), np.int16) for image in (first, second))
-    return int(np.abs(a - b).max())
-
-
-def _levels(difference: int) -> str:
-    return "identical pixels" if difference == 0 else f"at most {difference} of 255 levels apart"
 
 
 def _save(demo: _Demo, run: Run, extraction: ExtractionReport) -> dict[str, Path]:

@@ -11,7 +11,8 @@ from sigmascope.lbm.training.layer_selection import select_layers
 from sigmascope.lbm.training.plan_table import PlannedModule, PlanRow, plan_rows
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile
-from sigmascope.lora.matching import Layer, match_modules
+from sigmascope.lora.matching import match_modules
+from sigmascope.lora.model_layers import Layer
 from sigmascope.lora.shapes import matrix_shape
 
 DENOISER = "denoiser."

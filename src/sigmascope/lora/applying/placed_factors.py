@@ -7,7 +7,7 @@ from torch import Tensor
 
 from sigmascope.errors import NonFiniteError
 from sigmascope.lora.factors import LoraFactors
-from sigmascope.lora.matching import Layer
+from sigmascope.lora.model_layers import Layer
 from sigmascope.lora.precision import at_least_float32
 
 

@@ -9,7 +9,7 @@ import torch
 
 from sigmascope.checkpoints.writer import PADDING_SHARE
 from sigmascope.errors import ConfigError, LoraFormatError
-from sigmascope.lora.extraction.extraction_rounds import DecomposedLayer
+from sigmascope.lora.extraction.decomposed import DecomposedLayer
 from sigmascope.lora.extraction.journal import Journal
 from sigmascope.lora.extraction.layer_extraction import read_factors
 from sigmascope.lora.extraction.layer_stream import LayerReader

@@ -6,12 +6,17 @@ may ask for more singular values of some of them once it has seen those of all.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Final
 
 import torch
 
 from sigmascope.errors import ConfigError
+from sigmascope.lora.extraction.decomposed import (
+    DecomposedLayer,
+    ErrorSoFar,
+    lost_outside,
+    tighter,
+    true_error,
+)
 from sigmascope.lora.extraction.journal import Journal
 from sigmascope.lora.extraction.layer_extraction import (
     LayerRecord,
@@ -27,35 +32,10 @@ from sigmascope.lora.models.layer_names import in_coverage
 from sigmascope.lora.models.pairs import CheckpointPair
 from sigmascope.lora.ranking.budget import Budget
 from sigmascope.lora.ranking.budget_refusals import refuse_storage
-from sigmascope.lora.ranking.layer_weights import weight_of
 from sigmascope.lora.ranking.rank_rules import RankRules
-from sigmascope.lora.ranking.spectrum import Spectrum
 from sigmascope.lora.ranking.storage_cost import StorageCost
 from sigmascope.lora.ranks import RankPolicy
 from sigmascope.progress import Progress
-
-_TIGHTENED: Final = 0.999
-_LEAST_TIGHTENED: Final = 0.5
-
-
-@dataclass(frozen=True, slots=True)
-class DecomposedLayer:
-    """A layer with the place of its factors and the rank it gets.
-
-    Attributes:
-        name: Of its record in the journal.
-        record: What was found.
-        rank: 0: it is not in the LoRA.
-    """
-
-    name: str
-    record: LayerRecord
-    rank: int
-
-    @property
-    def reason(self) -> LeftOutReason | None:
-        """Why it is not in the LoRA; None where it is."""
-        return self.record.reason if self.rank > 0 or self.record.reason else "rank_0"
 
 
 class Rounds:
@@ -113,7 +93,7 @@ class Rounds:
         records = self._round(0, first)
         names = {layer: f"0:{layer}" for layer in records}
         pinned = {layer: records[layer].rank for layer in records if rules.override_for(layer)}
-        lost = _lost(budget, records)
+        lost = lost_outside(budget, records)
         number, allowed, error = 0, budget, 0.0
         while True:
             spectra = {layer: one.spectrum for layer, one in records.items() if one.reason is None} | lost
@@ -133,10 +113,10 @@ class Rounds:
                 layer: DecomposedLayer(names[layer], one, min(allocation.ranks.get(layer, 0), one.rank))
                 for layer, one in records.items()
             }
-            error = _true_error(chosen, budget)
+            error = true_error(chosen, budget)
             if budget.max_error is None or error <= budget.max_error:
                 return chosen
-            allowed = _tighter(allowed, budget.max_error, error)
+            allowed = tighter(allowed, budget.max_error, error)
 
     def _round(self, number: int, wanted: Mapping[str, RankPolicy | int | None]) -> dict[str, LayerRecord]:
         """Work through some layers; None as policy: the layer is excluded."""
@@ -162,7 +142,7 @@ class Rounds:
             return record
 
         sizes = {layer: math.prod(self._pair.shape(layer)) for layer in wanted if layer not in found}
-        so_far = _ErrorSoFar()
+        so_far = ErrorSoFar()
         for record in found.values():
             so_far.add(record)
         for layer, record in run_layers(sizes, work, workers=self._options.workers):
@@ -176,50 +156,3 @@ class Rounds:
         if policy is None:
             return "excluded"
         return None if in_coverage(layer, self._options.target_coverage) else "outside_coverage"
-
-
-def _lost(budget: Budget, records: Mapping[str, LayerRecord]) -> dict[str, Spectrum]:
-    """What layers that are left out add to the error of all, which is what a budget may limit."""
-    if budget.max_error is None or all(record.reason is not None for record in records.values()):
-        return {}
-    reasons = {None, "unchanged"}
-    return {layer: one.spectrum for layer, one in records.items() if one.reason not in reasons}
-
-
-def _true_error(layers: Mapping[str, DecomposedLayer], budget: Budget) -> float:
-    """The error that `max_error` limits, of the factors as they are stored."""
-    change = lost = 0.0
-    for layer, one in layers.items():
-        weight = weight_of(layer, budget.weights)
-        change += weight * one.record.delta_norm**2
-        lost += weight * one.record.error_at(one.rank) ** 2
-    return math.sqrt(lost / change) if change > 0 else 0.0
-
-
-def _tighter(allowed: Budget, asked: float, error: float) -> Budget:
-    """A budget that makes up for what rounding added beyond what was reckoned with.
-
-    Raises:
-        ConfigError: That is most of the error: the change is too small for the storage precision.
-    """
-    assert allowed.max_error is not None
-    tightened = _TIGHTENED * allowed.max_error * asked / error
-    if tightened < _LEAST_TIGHTENED * asked:
-        refuse_storage(asked, error)
-    return replace(allowed, max_error=tightened)
-
-
-class _ErrorSoFar:
-    """The relative error of the layers that are done, for the progress bar."""
-
-    def __init__(self) -> None:
-        self._change = 0.0
-        self._error = 0.0
-
-    def add(self, record: LayerRecord) -> None:
-        self._change += record.delta_norm**2
-        self._error += record.error_at(record.rank) ** 2
-
-    def __str__(self) -> str:
-        share = math.sqrt(self._error / self._change) if self._change > 0 else 0.0
-        return f"error {100 * share:.1f} %"
