@@ -298,6 +298,23 @@ def test_what_the_process_reached_between_two_stages_belongs_to_neither(host: "F
     assert [stage.peak.rss_bytes for stage in recorder.run().stages if stage.peak] == [100 * MIB] * 2
 
 
+def test_a_forked_child_s_running_peak_is_compared_with_its_own(
+    clock: "FakeClock", host: "FakeHost", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host.largest_rss = 900 * MIB
+    recorder = Recorder(sample_hz=None, clock=clock)
+    with recorder.stage("parent"):
+        pass
+    monkeypatch.setattr("os.getpid", lambda: -1)
+    host.largest_rss = 200 * MIB
+    with recorder.stage("child"):
+        host.largest_rss = 300 * MIB
+    with recorder.stage("later"):
+        pass
+    peaks = [stage.peak.rss_bytes for stage in recorder.run().stages if stage.peak]
+    assert peaks == [100 * MIB, 300 * MIB, 100 * MIB]
+
+
 def test_a_real_peak_that_no_reading_sees_is_in_the_record() -> None:
     resident, largest = process_rss_bytes(), process_peak_rss_bytes()
     assert resident is not None

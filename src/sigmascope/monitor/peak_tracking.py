@@ -4,6 +4,7 @@ All recorders of a process that watch one accelerator share a `DeviceReader`: wh
 resets is told to the others.
 """
 
+import os
 from collections.abc import Sequence
 from weakref import WeakValueDictionary
 
@@ -79,6 +80,7 @@ class PeakTracker:
         self._guard = guard
         self._open: list[Peaks] = []
         self._largest_rss = UNKNOWN
+        self._largest_is_of = os.getpid()
         self.pending = Peaks()
 
     def open(self, memory: HostMemory, at_ns: int) -> Peaks:
@@ -129,6 +131,8 @@ class PeakTracker:
 
     def _see_largest(self, nbytes: int, at_ns: int) -> None:
         """Take the system's own running peak: where it has risen, it was reached since the last boundary."""
+        if self._largest_is_of != os.getpid():  # a forked child's begins anew, below its parent's
+            self._largest_is_of, self._largest_rss = os.getpid(), UNKNOWN
         before = self._largest_rss
         if nbytes > before:
             self._largest_rss = nbytes
