@@ -7,7 +7,8 @@ from torch import Tensor
 from sigmascope.probes import tensor_facts
 from sigmascope.records.arithmetic import MIB
 from sigmascope.stages.host_reading import read_host
-from sigmascope.stages.text.conditioning import Entry, Found, find_conditioning
+from sigmascope.stages.text.conditioning import Found, find_conditioning
+from sigmascope.stages.text.conditioning_entry import Entry
 from sigmascope.stages.text.encoders import EncoderFacts, identify
 from sigmascope.stages.text.typed import ConditioningDict, EntryDict, TensorDict
 

@@ -11,7 +11,8 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 
 from sigmascope.stages.host_reading import read_host
-from sigmascope.stages.text.conditioning import Entry, Found
+from sigmascope.stages.text.conditioning import Found
+from sigmascope.stages.text.conditioning_entry import Entry
 from sigmascope.stages.text.prompt_facts import as_text
 from sigmascope.stages.text.typed import ConditioningDict
 
