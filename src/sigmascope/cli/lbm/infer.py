@@ -101,7 +101,8 @@ def infer(
     The result has the picture's own size. Without --seed, the seed that was drawn is in the record.
     """
     with needs_extra("lbm"):
-        from sigmascope.cli.lbm.infer_run import InferOptions, run_infer
+        from sigmascope.cli.lbm.infer_options import InferOptions
+        from sigmascope.cli.lbm.infer_run import run_infer
 
     run_infer(
         InferOptions(

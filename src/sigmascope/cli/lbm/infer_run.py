@@ -4,22 +4,19 @@ Imports torch through the lbm room, so `cli/lbm/infer.py` imports this module on
 """
 
 import logging
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
+from sigmascope.cli.lbm.infer_options import InferOptions, check_files, check_options, conditioning_paths_of
 from sigmascope.cli.lbm.infer_report import report
-from sigmascope.cli.lbm.infer_targets import check_targets, model_files
 from sigmascope.cli.progress import progress_bar
-from sigmascope.errors import ConfigError, SigmascopeError
-from sigmascope.lbm.bridge import bridge_sigmas
-from sigmascope.lbm.buckets import check_resolution, parse_size
+from sigmascope.errors import SigmascopeError
+from sigmascope.lbm.buckets import parse_size
 from sigmascope.lbm.devices import resolve_device, resolve_dtype
-from sigmascope.lbm.images import image_format, load_image, save_image
+from sigmascope.lbm.images import load_image, save_image
 from sigmascope.lbm.infer import translate_image
-from sigmascope.lbm.loading import find_config
 from sigmascope.lbm.memory_errors import LESS_FOR_INFERENCE, within_memory
 from sigmascope.lbm.model import LbmModel
 from sigmascope.lbm.watched import load_watched
@@ -29,33 +26,6 @@ from sigmascope.monitor.recorder import Recorder
 
 _log = logging.getLogger(__name__)
 
-LORA_SCALES = (0.0, 2.0)
-"""Range of --lora_scale (SPEC section 7)."""
-
-
-@dataclass(frozen=True)
-class InferOptions:
-    """The command's options, one field each."""
-
-    base_model_path: Path
-    source_image: Path
-    output_path: Path
-    lora_path: Path | None = None
-    config_path: Path | None = None
-    conditioning: tuple[str, ...] = ()
-    lora_scale: float = 1.0
-    merge: bool = False
-    num_inference_steps: int = 1
-    torch_dtype: str = "float32"
-    device: str = "auto"
-    size: str = "bucket"
-    resolution: int | None = None
-    tile_size: int | None = None
-    seed: int | None = None
-    run_path: Path | None = None
-    as_json: bool = False
-    verbose: bool = False
-
 
 def run_infer(options: InferOptions) -> None:
     """Translate one picture as the options say.
@@ -64,9 +34,9 @@ def run_infer(options: InferOptions) -> None:
         SigmascopeError: Whatever was wrong with the options, the files or the model. The run is saved even
             then, when `run_path` is given.
     """
-    conditioning_paths = _conditioning_paths(options.conditioning)
-    _check_options(options)
-    _check_targets(options, conditioning_paths)
+    conditioning_paths = conditioning_paths_of(options.conditioning)
+    check_options(options)
+    check_files(options, conditioning_paths)
     picture = load_image(options.source_image)
     conditioning = {key: load_image(path) for key, path in conditioning_paths.items()}
     recorder = Recorder(name="lbm infer", sample_hz=10.0)
@@ -93,51 +63,6 @@ def _save_failed_run(recorder: Recorder, path: Path | None) -> None:
         recorder.run().save(path)
     except (SigmascopeError, OSError) as error:
         _log.warning("The record of the failed run was not saved: %s", error)
-
-
-def _check_options(options: InferOptions) -> None:
-    """Refuse what cannot work before minutes are spent on it."""
-    low, high = LORA_SCALES
-    if not low <= options.lora_scale <= high:
-        raise ConfigError(
-            f"--lora_scale: expected {low} to {high}, got {options.lora_scale}.",
-            hint="1.0 applies the LoRA as it was made.",
-        )
-    bridge_sigmas(options.num_inference_steps)
-    check_resolution(options.resolution, parse_size(options.size))
-    resolve_dtype(options.torch_dtype)
-    resolve_device(options.device)
-    image_format(options.output_path)
-
-
-def _check_targets(options: InferOptions, conditioning: dict[str, Path]) -> None:
-    """Refuse to write over anything that is read, before anything is read."""
-    inputs = {
-        "--base_model_path": model_files(options.base_model_path),
-        "--source_image": [options.source_image],
-        **{f"--conditioning {key}": [path] for key, path in conditioning.items()},
-    }
-    if options.lora_path is not None:
-        inputs["--lora_path"] = [options.lora_path]
-    config = options.config_path or find_config(options.base_model_path)
-    if config is not None:
-        inputs["--config_path" if options.config_path else "the model's config"] = [config]
-    targets = {"--output_path": options.output_path}
-    if options.run_path is not None:
-        targets["--run_path"] = options.run_path
-    check_targets(inputs, targets)
-
-
-def _conditioning_paths(entries: tuple[str, ...]) -> dict[str, Path]:
-    paths = {}
-    for entry in entries:
-        key, _, path = entry.partition("=")
-        if not key or not path:
-            raise ConfigError(
-                f"--conditioning: expected KEY=PICTURE, got {entry!r}.", hint="For example depth=depth.png."
-            )
-        paths[key] = Path(path)
-    return paths
 
 
 def _load_model(options: InferOptions) -> LbmModel:
