@@ -100,6 +100,20 @@ def test_a_reading_from_before_a_stage_is_none_of_its_own(sampled: Recorder, clo
     assert memory_over_time(only(sampled))["process"].at_seconds == (0.0,)
 
 
+def test_a_reading_while_a_stage_is_being_closed_is_none_of_its_own(
+    sampled: Recorder, clock: "FakeClock", host: "FakeHost", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(_: object) -> MemorySnapshot:
+        clock.pass_seconds(1)
+        sample(sampled)
+        return host.snapshot()
+
+    with sampled.stage("generation"):
+        sample(sampled)
+        monkeypatch.setattr(instruments, "memory_snapshot", slow)
+    assert memory_over_time(only(sampled))["process"].at_seconds == (0.0,)
+
+
 def test_a_fact_of_the_caller_s_own_stands_in_the_curves_place_and_the_stage_says_so(
     sampled: Recorder,
 ) -> None:

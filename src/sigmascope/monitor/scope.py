@@ -126,6 +126,7 @@ class Scope:
         self.step_listener = None
         memory = HostMemory()
         try:
+            instruments.sampled.close(self._samples)
             self._end_on_device()
             self._final = instruments.snapshot()
             memory = instruments.host_memory(self._final)
