@@ -59,7 +59,7 @@ def _not_before(path: Sequence[Stage], nbytes: int, at_seconds: float) -> float:
     ):
         return at_seconds
     before = [when for when, _ in sampled if when < at_seconds - SLACK_SECONDS]
-    return min(at_seconds, max((path[-1].started_seconds, *before[-1:])))
+    return min(at_seconds, max((path[-1].started_seconds, *before)))
 
 
 def _samples(path: Sequence[Stage]) -> Iterator[tuple[float, int]]:
