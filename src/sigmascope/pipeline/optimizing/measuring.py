@@ -1,12 +1,12 @@
 """Choices put to the test one after another, each on top of those that paid."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from sigmascope.analysis.compare_runs import FigureComparison, compare_values
 from sigmascope.errors import ConfigError, OptimizationError
 from sigmascope.pipeline.optimizing.applied import AppliedChoice
+from sigmascope.pipeline.optimizing.applied_plans import ApplyChoice
 from sigmascope.pipeline.optimizing.images import compare_images
 from sigmascope.pipeline.optimizing.judging import Demands, judge
 from sigmascope.pipeline.optimizing.measurement import ChoiceResult, Measurement, SetUp
@@ -17,14 +17,13 @@ from sigmascope.progress import Progress, no_progress
 
 _SURE: Final = 0.8
 """Ratios above this are measured a second time, in turn, before they count."""
-Apply = Callable[[Any, Choice], AppliedChoice]
 
 
 def measure_plan(
     pipeline: Any,
     call: Call,
     plan: Plan,
-    apply: Apply,
+    apply: ApplyChoice,
     *,
     repeats: int,
     warmup: int,
@@ -73,7 +72,7 @@ class _Course:
     """One measurement as it goes. `stack` holds what paid so far, in force."""
 
     trials: Trials
-    apply: Apply
+    apply: ApplyChoice
     demands: Demands
     stack: list[AppliedChoice] = field(default_factory=list)
 
