@@ -11,6 +11,7 @@ import torch
 from tests.integrations.watching.test_set_ups import TinyDenoiser
 
 import sigmascope
+from sigmascope.records.run import Run
 
 Plan = list[list[str]]
 """For each step, the components that it calls, one after the other."""
@@ -75,11 +76,12 @@ def test_a_step_that_is_broken_off_has_the_calls_that_were_made() -> None:
 
 
 def test_a_step_s_calls_are_not_counted_twice_when_the_run_is_read_inside_it() -> None:
-    pipeline = Planned()
+    pipeline, runs = Planned(), list[Run]()
     with sigmascope.watch(pipeline) as run:
         read = pipeline.components["transformer_2"].register_forward_pre_hook(
-            lambda *_: run.record() and None
+            lambda *_: runs.append(run.record())
         )
         pipeline([["transformer"] * 2, ["transformer", "transformer_2", "transformer"], ["transformer"]])
         read.remove()
     assert run.stage("denoising").facts["denoiser_calls"] == {"transformer": 5, "transformer_2": 1}
+    assert [len(one.stage("denoising").steps) for one in runs] == [1]
