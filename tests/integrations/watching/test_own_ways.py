@@ -1,5 +1,6 @@
 """What users do to pipelines that no pipeline of diffusers does by itself."""
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -209,6 +210,27 @@ def test_what_is_exported_or_traced_is_no_step() -> None:
         torch.export.export(pipe.unet, (sample, timestep), strict=False)
     assert len(run.stage("denoising").steps) == 2
     assert run.stage("denoising").facts["denoiser_calls"] == {"unet": 2}
+
+
+def test_steps_of_a_second_scheduler_do_not_end_a_denoising_at_its_preview(pipeline: Any) -> None:
+    audio = copy.deepcopy(pipeline.scheduler)
+
+    def preview(pipeline: Any, step: int, timestep: Tensor, tensors: dict[str, Any]) -> dict[str, Any]:
+        audio.set_timesteps(4)
+        audio.step(tensors["latents"], timestep, tensors["latents"])
+        if step == 1:
+            pipeline.vae.decode(tensors["latents"])
+        return {}
+
+    with sigmascope.watch(pipeline) as run:
+        generate(pipeline, "sd15", num_inference_steps=4, callback_on_step_end=preview)
+    assert outline(run.stage("generation")) == [
+        "text_encoding",
+        "model_sampling",
+        "denoising 4",
+        "latent_decoding",
+    ]
+    assert run.stage("denoising").facts["scheduler_steps"] == 4
 
 
 class WholeStep(nn.Module):

@@ -3,8 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-from torch.compiler import is_compiling
-
 from sigmascope.integrations.watching.timesteps import number_of, timestep_in
 from sigmascope.monitor.gpu_timing import Mark
 from sigmascope.monitor.live import LiveStage
@@ -130,12 +128,14 @@ class Denoising:
         self.last_ns = self._clock()
 
     def scheduler_stepped(self) -> None:
-        """Take the end of the scheduler's step: the hot path."""
+        """Take the end of the scheduler's step: the hot path.
+
+        Without a call before it, it is none of ours: of a second scheduler (of audio beside video), of another pipeline,
+        or of an export.
+        """
         if self._started is not None:
             self.stepped += 1
             self._commit(self._clock())
-        elif not is_compiling():  # an export may trace a step that nobody makes
-            self.stepped += 1
 
     def weights_moved(self, nanoseconds: int) -> None:
         """Take the time of a move of weights, which is part of the step that is open."""
