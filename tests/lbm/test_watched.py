@@ -20,7 +20,7 @@ def state(tiny_model: LbmModel) -> dict[str, torch.Tensor]:
 
 
 def watched(path: Path, config: LbmConfig, **options: Any) -> tuple[LbmModel, Stage]:
-    with Recorder(name="loading") as recorder:
+    with Recorder(name="loading", sample_hz=None) as recorder:
         model = load_watched(path, config, **options)
     (stage,) = recorder.run().stages
     return model, stage
