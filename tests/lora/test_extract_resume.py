@@ -216,6 +216,7 @@ def test_killed_at_any_moment_the_next_run_gives_the_same_bytes(server: Server, 
 
 
 @posix
+@pytest.mark.slow
 def test_a_run_that_is_killed_again_and_again_comes_to_the_same_end(server: Server) -> None:
     options = JOBS["a budget of several rounds"]
     whole = server.run(options)

@@ -96,7 +96,9 @@ def random_stage(source: random.Random, begins: float, ends: float, depth: int =
     )
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=[pytest.mark.slow] * (seed > 4)) for seed in range(20)]
+)
 def test_slices_nest_on_every_track_however_stages_and_steps_overlap(seed: int) -> None:
     source = random.Random(seed)
     run = run_of(*(random_stage(source, 0.0, 3.0) for _ in range(4)))

@@ -33,6 +33,7 @@ FSDP = Spreading(
 )
 
 
+@pytest.mark.slow
 def test_two_processes_with_parts_of_the_model_train_as_one_with_all_of_it(small_run: SmallRun) -> None:
     keys = {**WATCHED, "validation_shards": str(small_run.folder / "val-0.tar")}
     one, two = (small_run.folder / name for name in ("one", "two"))

@@ -80,7 +80,10 @@ def test_the_users_own_callback_stays_the_users() -> None:
     assert len(result.runs[0].stage("denoising").steps) == 4  # each call of the denoiser
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name not in ("sd15", "wan"))) for name in FAMILIES],
+)
 def test_real_pipelines_are_measured(family: str) -> None:
     call = dict(FAMILIES[family].call)
     case = BenchCase(call.pop("width"), call.pop("height"), 1, call.pop("num_inference_steps"))

@@ -40,6 +40,7 @@ def test_it_is_found_in_the_weights_whole(tmp_path: Path) -> None:
     assert analysis["findings"] == []
 
 
+@pytest.mark.slow
 def test_what_it_explains_is_no_longer_unexplained(tmp_path: Path) -> None:
     analysis = fused(tmp_path)
     assert analysis["unet_weight_changes"]["keys_value_changed"]
@@ -51,6 +52,7 @@ def test_its_strength_is_that_of_the_fusing(tmp_path: Path) -> None:
     assert set(fused(tmp_path, scale=0.5)["applied_verdict"]["strengths"]) == {0.5}
 
 
+@pytest.mark.slow
 def test_it_is_found_beside_others_and_in_bfloat16(tmp_path: Path) -> None:
     verdict = fused(tmp_path, others=1, dtype=torch.bfloat16)["applied_verdict"]
     assert (
