@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# A test that crashes its process, as one that hangs does in the end, is not begun again without end.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile --max-worker-restart 2
 SOURCES := src tests benchmarks examples scripts
 
 .DEFAULT_GOAL := help
@@ -27,10 +29,10 @@ demo: $(VENV)/installed-lbm ## Make, prove, apply and watch a LoRA on a small tr
 	$(BIN)/sigmascope demo
 
 test: $(VENV)/installed-test ## Run the tests but the slow ones, a process on each core
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile -m "not slow"
+	$(PYTEST) -m "not slow"
 
 test-slow: $(VENV)/installed-test ## Run the slow tests: whole processes, many combinations
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile -m slow
+	$(PYTEST) -m slow
 
 check: $(VENV)/installed-dev ## Format, lint, types, layers
 	$(BIN)/ruff format --check $(SOURCES)

@@ -134,11 +134,14 @@ def test_ctrl_c_leaves_no_shard_and_says_nothing_more(tmp_path: Path) -> None:
         stderr=subprocess.PIPE,
         start_new_session=True,
     ) as process:
-        while not (out.is_dir() and len(list(out.iterdir())) > 2):
-            assert process.poll() is None
-            time.sleep(0.05)
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the workers too
-        _, stderr = process.communicate(timeout=60)
+        try:
+            while not (out.is_dir() and len(list(out.iterdir())) > 2):
+                assert process.poll() is None
+                time.sleep(0.05)
+            os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the workers too
+            _, stderr = process.communicate(timeout=60)
+        finally:
+            process.kill()  # leaving the block waits for it without end
     assert process.returncode == 130
     assert list(out.iterdir()) == []
     assert b"Traceback" not in stderr
