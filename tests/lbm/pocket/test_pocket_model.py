@@ -32,14 +32,17 @@ def test_a_checkpoint_is_at_most_8_mb(path: Path) -> None:
     assert path.stat().st_size <= 8_000_000
 
 
+@pytest.mark.slow
 def test_the_vae_reconstructs_at_26_db_or_more(base: LbmModel) -> None:
     assert vae_psnr(base, COOL, HELD_OUT) >= 26
 
 
+@pytest.mark.slow
 def test_tuned_relights_at_23_db_or_more(cool_psnr: tuple[float, float]) -> None:
     assert cool_psnr[1] >= 23
 
 
+@pytest.mark.slow
 def test_tuned_is_at_least_8_db_better_than_base_on_its_light(cool_psnr: tuple[float, float]) -> None:
     assert cool_psnr[1] - cool_psnr[0] >= 8
 
@@ -49,6 +52,7 @@ def test_base_relights_to_its_own_light(base: LbmModel, tuned: LbmModel) -> None
     assert relighting_psnr(base, WARM, HELD_OUT) > relighting_psnr(tuned, WARM, HELD_OUT) + 8
 
 
+@pytest.mark.slow
 def test_rank_8_recovers_90_percent_of_the_gap(
     base: LbmModel, rank8: Path, cool_psnr: tuple[float, float]
 ) -> None:
