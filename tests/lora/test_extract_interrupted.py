@@ -41,7 +41,7 @@ def stop_half_way(files: "ModelPair", target: Path, number: signal.Signals) -> i
         try:
             assert process.stdout.readline() == "four layers\n"
             process.send_signal(number)
-            return process.wait(timeout=60)
+            return process.wait(timeout=30)
         finally:
             process.kill()  # leaving the block waits for it without end
 
