@@ -15,7 +15,7 @@ from sigmascope.lbm.pocket.quality import relighting_psnr, vae_psnr
 from sigmascope.lbm.pocket.scenes import COOL, WARM
 from sigmascope.lora.apply import attach_lora
 from sigmascope.lora.extract import ExtractOptions, extract_lora
-from sigmascope.lora.formats import load_lora
+from sigmascope.lora.formats.opening import load_lora
 from sigmascope.lora.shapes import FULL_RANK
 
 RANKS = (2, 4, 8, 16, 32, FULL_RANK)

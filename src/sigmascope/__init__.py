@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from sigmascope.records.merge import merge_runs
     from sigmascope.records.performance import PerformanceMetrics
     from sigmascope.records.run import Run, Stage
-    from sigmascope.records.serialization import load_run
+    from sigmascope.records.serialization import load_run, save_run
+    from sigmascope.reports.console import print_run
+    from sigmascope.reports.trace import write_trace
     from sigmascope.stages.latent_decoding import (
         analyze_latent_decoding_results,
         capture_latent_decoding_baseline,
@@ -97,8 +99,10 @@ _HOMES = {
     "print_latent_generation_analysis_summary": "sigmascope.stages.latent_encoding",
     "print_latent_generation_start": "sigmascope.stages.latent_encoding",
     "print_lora_analysis_summary": "sigmascope.stages.lora_application",
+    "print_run": "sigmascope.reports.console",
     "print_text_encoding_analysis_summary": "sigmascope.stages.text_encoding",
     "profile_steps": "sigmascope.monitor.profiling",
+    "save_run": "sigmascope.records.serialization",
     "save_tensors": "sigmascope.checkpoints.tensor_dumps",
     "stage": "sigmascope.monitor.context",
     "step": "sigmascope.monitor.context",
@@ -106,6 +110,7 @@ _HOMES = {
     "track_model_placement_changes": "sigmascope.stages.lora_application",
     "track_weight_modifications": "sigmascope.stages.lora_application",
     "watch": "sigmascope.integrations.watching.watch",
+    "write_trace": "sigmascope.reports.trace",
 }
 
 __all__ = [
@@ -146,8 +151,10 @@ __all__ = [
     "print_latent_generation_analysis_summary",
     "print_latent_generation_start",
     "print_lora_analysis_summary",
+    "print_run",
     "print_text_encoding_analysis_summary",
     "profile_steps",
+    "save_run",
     "save_tensors",
     "stage",
     "step",
@@ -155,6 +162,7 @@ __all__ = [
     "track_model_placement_changes",
     "track_weight_modifications",
     "watch",
+    "write_trace",
 ]
 
 

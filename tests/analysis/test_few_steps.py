@@ -3,7 +3,7 @@
 import pytest
 
 from sigmascope.analysis.few_steps import few_step_evidence
-from sigmascope.records.finding import JsonScalar
+from sigmascope.records.facts import JsonScalar
 from sigmascope.records.pipeline import ComponentFacts, PipelineFacts
 
 

@@ -19,6 +19,7 @@ from sigmascope.errors import ConfigError
 from sigmascope.lbm.config import load_config
 from sigmascope.lbm.model import build_lbm
 from sigmascope.lbm.pocket import CONFIG_PATH
+from sigmascope.lbm.serving import models, server
 from sigmascope.lbm.serving.models import ModelOptions, ServedModel
 from sigmascope.lbm.serving.server import Address
 
@@ -63,7 +64,7 @@ def test_bad_options_are_named(arguments: list[str], message: str) -> None:
 
 
 def test_a_taken_port_is_found_before_the_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serve_run, "load_served", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr(models, "load_served", lambda *_, **__: pytest.fail("loaded"))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         with pytest.raises(ConfigError, match=f"--port: {port} is taken"):
@@ -87,8 +88,8 @@ def announced(
     """What is printed when a server that is none says that it is ready."""
 
     def announce(host: str, **flags: bool) -> tuple[str, str]:
-        monkeypatch.setattr(serve_run, "load_served", lambda *_, **__: served)
-        monkeypatch.setattr(serve_run, "serve", lambda _, listening, host, ready: ready(Address(host, 7860)))
+        monkeypatch.setattr(models, "load_served", lambda *_, **__: served)
+        monkeypatch.setattr(server, "serve", lambda _, listening, host, ready: ready(Address(host, 7860)))
         options = {"open_browser": False, "as_json": False, **flags}
         serve_run.run_serve(ModelOptions(pocket=True, device="cpu"), host=host, port=0, **options)
         told = capsys.readouterr()

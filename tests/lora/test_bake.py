@@ -9,11 +9,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from sigmascope.errors import CheckpointError, ConfigError, ModelMismatchError, NonFiniteError
+from sigmascope.lora.applying.merged_lora import merge_lora
 from sigmascope.lora.bake import bake_loras
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile
-from sigmascope.lora.formats import save_lora
-from sigmascope.lora.merge import merge_lora
+from sigmascope.lora.formats.saving import save_lora
 from sigmascope.lora.merging.merge_methods import MergeMethod
 from sigmascope.lora.models.layout import ModelLayout
 from sigmascope.lora.ranking.rank_rules import RankRules

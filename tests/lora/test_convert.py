@@ -18,7 +18,8 @@ from sigmascope.lora.adapters import DiffChange, LohaChange
 from sigmascope.lora.convert import convert_lora
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile
-from sigmascope.lora.formats import load_lora, save_lora
+from sigmascope.lora.formats.opening import load_lora
+from sigmascope.lora.formats.saving import save_lora
 from sigmascope.lora.models.layout import ModelLayout
 from sigmascope.lora.names.own_names import understand_names
 

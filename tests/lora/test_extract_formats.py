@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sigmascope.errors import CheckpointError, LoraFormatError, ModelMismatchError, NonFiniteError
 from sigmascope.lora.extract import ExtractionReport, ExtractOptions, extract_lora
-from sigmascope.lora.formats import load_lora
+from sigmascope.lora.formats.opening import load_lora
 from sigmascope.lora.models.pair_options import PairOptions
 from sigmascope.lora.ranking.budget import Budget
 from sigmascope.lora.ranking.rank_rules import RankRules

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from sigmascope.errors import ConfigError
 from sigmascope.lora.bake import bake_loras
 from sigmascope.lora.extract import ExtractionReport, ExtractOptions, extract_lora
-from sigmascope.lora.formats import load_lora
+from sigmascope.lora.formats.opening import load_lora
 from sigmascope.lora.models.pair_options import PairOptions
 
 diffusers: Any = pytest.importorskip("diffusers")

@@ -18,7 +18,7 @@ from sigmascope.errors import (
 )
 from sigmascope.lora.extract import ExtractionReport, ExtractOptions, extract_lora
 from sigmascope.lora.extraction import layer_extraction
-from sigmascope.lora.formats import load_lora
+from sigmascope.lora.formats.opening import load_lora
 
 if TYPE_CHECKING:
     from tests.conftest import MakePair, ModelPair, State

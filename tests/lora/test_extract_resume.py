@@ -20,7 +20,7 @@ from torch import Tensor
 from sigmascope.errors import ConfigError, SigmascopeError
 from sigmascope.lora.extract import ExtractOptions, extract_lora
 from sigmascope.lora.extraction import layer_extraction
-from sigmascope.lora.formats import LoraWriter
+from sigmascope.lora.formats.writer import LoraWriter
 from sigmascope.lora.numerics.decompose import decompose
 from sigmascope.lora.ranking.budget import Budget
 from sigmascope.lora.ranking.rank_methods import MethodRank

@@ -12,7 +12,8 @@ from sigmascope.errors import SigmascopeError
 from sigmascope.lora.adapters import DiffChange, DoraChange, LohaChange, LokrChange
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile
-from sigmascope.lora.formats import load_lora, open_lora, save_lora
+from sigmascope.lora.formats.opening import load_lora, open_lora
+from sigmascope.lora.formats.saving import save_lora
 from sigmascope.lora.names.own_names import understand_names
 
 ENDS = [

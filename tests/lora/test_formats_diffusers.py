@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from sigmascope.lora.adapters import DoraChange
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile
-from sigmascope.lora.formats import save_lora
+from sigmascope.lora.formats.saving import save_lora
 from sigmascope.lora.models.layout import ModelLayout
 
 diffusers: Any = pytest.importorskip("diffusers")

@@ -27,8 +27,10 @@ from sigmascope.lora.adapters import (
 )
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile
-from sigmascope.lora.formats import LoraWriter, load_lora, save_lora
+from sigmascope.lora.formats.opening import load_lora
+from sigmascope.lora.formats.saving import save_lora
 from sigmascope.lora.formats.unit_scale import stored_factors
+from sigmascope.lora.formats.writer import LoraWriter
 from sigmascope.lora.models.layout import ModelLayout
 from sigmascope.lora.names.naming import resolve_names
 

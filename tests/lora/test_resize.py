@@ -7,7 +7,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from sigmascope.errors import ConfigError, NonFiniteError
-from sigmascope.lora.formats import load_lora
+from sigmascope.lora.formats.opening import load_lora
 from sigmascope.lora.ranking.budget import Budget
 from sigmascope.lora.ranking.rank_methods import MethodRank
 from sigmascope.lora.ranking.rank_rules import RankRules

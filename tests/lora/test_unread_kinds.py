@@ -8,7 +8,8 @@ from torch import Tensor
 
 from sigmascope.errors import LoraFormatError
 from sigmascope.lora.inspect import inspect_lora
-from sigmascope.lora.verdict import judge_applied, judge_lora
+from sigmascope.lora.verdict.judging import judge_lora
+from sigmascope.lora.verdict.judging_applied import judge_applied
 from sigmascope.probes.adapters.applied import AppliedPatch
 from sigmascope.stages.lora.lora_file import lora_file_facts
 

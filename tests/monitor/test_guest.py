@@ -77,7 +77,7 @@ def test_a_probe_that_raises_costs_its_own_facts_and_one_log_line(
     def broken(*_: object, **__: object) -> NoReturn:
         raise OSError("it is broken")
 
-    monkeypatch.setattr("sigmascope.monitor.process_facts._known", {})
+    monkeypatch.setattr("sigmascope.monitor.process_facts._host_facts", {})
     monkeypatch.setattr(f"sigmascope.monitor.{function}", broken)
     with caplog.at_level(logging.WARNING):
         recorder = Recorder(sample_hz=10.0)

@@ -10,7 +10,7 @@ import pytest
 
 from sigmascope.monitor import Recorder, instruments
 from sigmascope.monitor.peak_tracking import reader_for
-from sigmascope.monitor.sampler import MAX_HZ, SAMPLER, Wish
+from sigmascope.monitor.sampler import MAX_SAMPLE_HZ, SAMPLER, Wish
 
 if TYPE_CHECKING:
     from tests.monitor.conftest import FakeAccelerator, FakeHost
@@ -102,7 +102,7 @@ def test_a_rate_of_once_in_centuries_waits_no_longer_than_a_thread_can(rate: flo
 
 
 def test_it_never_samples_more_than_ten_times_a_second() -> None:
-    assert Wish(lambda: None, 1000.0).period_seconds == 1.0 / MAX_HZ == 0.1
+    assert Wish(lambda: None, 1000.0).period_seconds == 1.0 / MAX_SAMPLE_HZ == 0.1
 
 
 def test_it_sees_a_peak_between_the_boundaries(host: "FakeHost") -> None:

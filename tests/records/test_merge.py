@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sigmascope.analysis.diagnostics import diagnose
+from sigmascope.analysis.diagnostics.diagnose import diagnose
 from sigmascope.errors import ConfigError
 from sigmascope.records import (
     AcceleratorFacts,

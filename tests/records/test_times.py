@@ -13,7 +13,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from sigmascope.analysis.compare_runs import compare_run_sets
-from sigmascope.analysis.diagnostics import diagnose
+from sigmascope.analysis.diagnostics.diagnose import diagnose
 from sigmascope.cli.root import app
 from sigmascope.errors import ConfigError, RecordError
 from sigmascope.records import Run, Stage, Steps, load_run, run_to_json

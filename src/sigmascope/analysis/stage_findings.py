@@ -13,10 +13,10 @@ def find_stage_findings(run: Run) -> list[Finding]:
     Args:
         run: Whose stages have an analysis among their facts, under their own names, with a list `findings`.
     """
-    return [finding for stage in run.walk() for finding in _of_stage(stage)]
+    return [finding for stage in run.walk() for finding in _of_analysis(stage)]
 
 
-def _of_stage(stage: Stage) -> Iterator[Finding]:
+def _of_analysis(stage: Stage) -> Iterator[Finding]:
     analysis = stage.facts.get(stage.name)
     found = analysis.get("findings") if isinstance(analysis, Mapping) else None
     for entry in found if isinstance(found, list) else ():

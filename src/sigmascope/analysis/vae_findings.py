@@ -14,14 +14,14 @@ def find_vae_findings(run: Run) -> list[Finding]:
 
     Where a stage holds an analysis, that has them already: see `find_stage_findings`.
     """
-    return [finding for stage in run.stages for finding in _of_stage(stage)]
+    return [finding for stage in run.stages for finding in _of_record(stage)]
 
 
-def _of_stage(stage: Stage) -> Iterator[Finding]:
+def _of_record(stage: Stage) -> Iterator[Finding]:
     if stage.name in stage.facts:
         return
     plain = stage.facts.get(RECORD_FACT)
     if isinstance(plain, Mapping):
         yield from findings_of_record(encoding_record(plain))
     for child in stage.children:
-        yield from _of_stage(child)
+        yield from _of_record(child)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from sigmascope.checkpoints.dtypes import to_file
-from sigmascope.checkpoints.header import shortened
 from sigmascope.checkpoints.layout import FileEntry
+from sigmascope.checkpoints.paths import shortened
 from sigmascope.errors import WriteError
 
 

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from sigmascope.checkpoints.checkpoint import Checkpoint, TensorInfo
 from sigmascope.checkpoints.gguf_header import GgufEntry, GgufHeader, read_gguf_header
-from sigmascope.checkpoints.header import shortened
-from sigmascope.checkpoints.paths import reading
+from sigmascope.checkpoints.paths import reading, shortened
 from sigmascope.checkpoints.pread import read_exactly
 from sigmascope.errors import CheckpointError
 

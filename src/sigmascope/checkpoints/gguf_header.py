@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final, NoReturn
 
-from sigmascope.checkpoints.header import shortened
+from sigmascope.checkpoints.paths import shortened
 from sigmascope.errors import CheckpointError
 
 Value = str | int | float | bool | Sequence[object]

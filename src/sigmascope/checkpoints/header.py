@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 from sigmascope.checkpoints.dtypes import BITS
-from sigmascope.checkpoints.paths import reading
+from sigmascope.checkpoints.paths import reading, shortened
 from sigmascope.checkpoints.sniff import HEAD_BYTES, foreign_file_error, sniff
 from sigmascope.errors import CheckpointError
 
@@ -91,12 +91,6 @@ def read_header_from(stream: BinaryIO, path: Path) -> SafetensorsHeader:
     data_start = _LENGTH_BYTES + length
     _check_cover(entries, path, file_bytes - data_start)
     return SafetensorsHeader(path, {entry.name: entry for entry in entries}, metadata, data_start, file_bytes)
-
-
-def shortened(text: object, limit: int = 120) -> str:
-    """`text` for a message: quoted, and cut when a damaged file makes it endless."""
-    quoted = repr(text)
-    return quoted if len(quoted) <= limit else f"{quoted[:limit]}…"
 
 
 def _fail(path: Path, message: str, hint: str = _DAMAGED) -> NoReturn:

@@ -67,6 +67,12 @@ def unreadable(path: Path, error: OSError | ValueError) -> CheckpointError:
     return CheckpointError(path, f"cannot be read ({reason_of(error)}).", hint=reading_hint(error))
 
 
+def shortened(text: object, limit: int = 120) -> str:
+    """`text` for a message: quoted, and cut when a damaged file makes it endless."""
+    quoted = repr(text)
+    return quoted if len(quoted) <= limit else f"{quoted[:limit]}…"
+
+
 def _mode(path: Path) -> int | None:
     """Type and permission bits; None when nothing is there."""
     try:

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from sigmascope.checkpoints.behind_map import FileBehindMap
 from sigmascope.checkpoints.checkpoint import Checkpoint, TensorInfo
-from sigmascope.checkpoints.header import shortened
-from sigmascope.checkpoints.paths import reading
+from sigmascope.checkpoints.paths import reading, shortened
 from sigmascope.checkpoints.pickle_globals import foreign_globals
 from sigmascope.checkpoints.unwrap import unwrap_state
 from sigmascope.errors import CheckpointError, UnsafeCheckpointError

@@ -18,7 +18,7 @@ from sigmascope.checkpoints.weight_files import PICKLE_SUFFIXES, only_file, weig
 from sigmascope.errors import CheckpointError
 
 MODEL_INDEX: Final = "model_index.json"
-_MAX_INDEX_BYTES = 10_000_000
+_MAX_MODEL_INDEX_BYTES = 10_000_000
 _AGAIN = "Download the folder again, all of it."
 
 OpenFile = Callable[[Path], Checkpoint]
@@ -131,7 +131,7 @@ def _weights_of(component: Path, variant: str | None, variants: set[str]) -> Pat
 
 def _component_names(folder: Path) -> list[str]:
     """The index's components: entries of a library and a class."""
-    index = _read_index(folder / MODEL_INDEX)
+    index = _read_model_index(folder / MODEL_INDEX)
     names = [
         name for name, value in index.items() if isinstance(value, list) and len(value) == 2 and all(value)
     ]
@@ -145,10 +145,10 @@ def _component_names(folder: Path) -> list[str]:
     return names
 
 
-def _read_index(path: Path) -> dict[str, Any]:
+def _read_model_index(path: Path) -> dict[str, Any]:
     with reading(path):
         size = path.stat().st_size
-        content = path.read_bytes() if size <= _MAX_INDEX_BYTES else b""
+        content = path.read_bytes() if size <= _MAX_MODEL_INDEX_BYTES else b""
     try:
         index = json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as error:

@@ -6,7 +6,7 @@ from typing import BinaryIO
 
 from torch import Tensor
 
-from sigmascope.checkpoints.header import shortened
+from sigmascope.checkpoints.paths import shortened
 from sigmascope.errors import CheckpointError
 
 _MOST_AT_ONCE = 2**30  # Linux reads less than 2 GiB per call

@@ -12,7 +12,7 @@ from typing import Final
 import torch
 
 from sigmascope.checkpoints.checkpoint import Checkpoint, TensorInfo
-from sigmascope.checkpoints.header import shortened
+from sigmascope.checkpoints.paths import shortened
 from sigmascope.errors import CheckpointError
 
 FP8: Final = frozenset(

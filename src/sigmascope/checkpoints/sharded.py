@@ -8,12 +8,11 @@ from typing import Any
 from torch import Tensor
 
 from sigmascope.checkpoints.checkpoint import Checkpoint, TensorInfo
-from sigmascope.checkpoints.header import shortened
-from sigmascope.checkpoints.paths import is_regular_file, reading
+from sigmascope.checkpoints.paths import is_regular_file, reading, shortened
 from sigmascope.checkpoints.safetensors_file import SafetensorsCheckpoint
 from sigmascope.errors import CheckpointError
 
-_MAX_INDEX_BYTES = 100_000_000
+_MAX_SHARD_INDEX_BYTES = 100_000_000
 _INCOMPLETE = "Download the folder again, all of it."
 
 
@@ -23,7 +22,7 @@ class ShardedCheckpoint(Checkpoint):
     format = "safetensors"
 
     def __init__(self, path: Path) -> None:
-        index = _read_index(path)
+        index = _read_shard_index(path)
         weight_map = _checked_weight_map(index, path)
         self._shards: dict[str, SafetensorsCheckpoint] = {}
         try:
@@ -76,10 +75,10 @@ class ShardedCheckpoint(Checkpoint):
             shard.close()
 
 
-def _read_index(path: Path) -> dict[str, Any]:
+def _read_shard_index(path: Path) -> dict[str, Any]:
     with reading(path):
         size = path.stat().st_size
-        if size > _MAX_INDEX_BYTES:
+        if size > _MAX_SHARD_INDEX_BYTES:
             message = f"is too large for an index ({size} bytes)."
             raise CheckpointError(path, message, hint="Download it again.")
         content = path.read_bytes()

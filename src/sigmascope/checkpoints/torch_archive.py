@@ -17,7 +17,7 @@ from typing import Final
 from torch import Tensor
 
 from sigmascope.checkpoints.bytes import iter_tensor_bytes
-from sigmascope.checkpoints.header import shortened
+from sigmascope.checkpoints.paths import shortened
 from sigmascope.checkpoints.torch_description import STORAGES, TensorSpec, description
 from sigmascope.errors import WriteError
 from sigmascope.records.atomic import atomic_path

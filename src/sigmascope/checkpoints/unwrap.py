@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sigmascope.checkpoints.checkpoint import LEFT_OUT_REASON, is_left_out
-from sigmascope.checkpoints.header import shortened
+from sigmascope.checkpoints.paths import shortened
 from sigmascope.errors import CheckpointError
 
 _WRAPPERS = ("model_state_dict", "state_dict")

@@ -27,7 +27,6 @@ from sigmascope.checkpoints.disk_writes import (
 )
 from sigmascope.checkpoints.dtypes import to_file
 from sigmascope.checkpoints.format_limits import check_encodable, checked_metadata, storable_entry
-from sigmascope.checkpoints.header import shortened
 from sigmascope.checkpoints.layout import (
     LENGTH_BYTES,
     FileEntry,
@@ -36,6 +35,7 @@ from sigmascope.checkpoints.layout import (
     estimated_header_bytes,
     padded,
 )
+from sigmascope.checkpoints.paths import shortened
 from sigmascope.errors import WriteError
 from sigmascope.records.atomic import atomic_path
 

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from sigmascope.cli.extras import needs_extra
+from sigmascope.cli.bench_run import BenchRequest, run_bench
 
 EPILOG = """Examples:
 
@@ -73,9 +73,6 @@ def bench(
     saved as a run, which sigmascope check and sigmascope compare read. The exit
     code is 1 when a case could not be measured.
     """
-    with needs_extra("lbm"):
-        from sigmascope.cli.bench_run import BenchRequest, run_bench
-
     request = BenchRequest(
         pipeline=pipeline,
         steps=steps,

@@ -1,12 +1,8 @@
-"""The work of `sigmascope bench`: check, load, measure, show.
-
-Imports torch, so `cli/bench.py` imports this module only when the command runs.
-"""
+"""The work of `sigmascope bench`: check, load, measure, show. torch is loaded only when it runs."""
 
 import json
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,20 +13,15 @@ from rich.console import Console
 
 from sigmascope.cli.bench_options import call_values, cases_of, checked_offload
 from sigmascope.cli.bench_tables import print_bench
+from sigmascope.cli.extras import needs_extra
 from sigmascope.cli.progress import progress_bar
 from sigmascope.errors import ConfigError
-from sigmascope.lbm.devices import resolve_device, resolve_dtype
-from sigmascope.lbm.images import load_image
-from sigmascope.lbm.pocket.bench import PocketSubject
-from sigmascope.pipeline.bench import DEFAULT_TARGET, BenchOptions, CaseResult, run_benchmark
-from sigmascope.pipeline.benching.diffusers_subject import PROMPT, DiffusersSubject
-from sigmascope.pipeline.benching.loading import load_pipeline
-from sigmascope.pipeline.benching.run_files import RunFiles
-from sigmascope.pipeline.benching.subject import Subject
-from sigmascope.pipeline.benching.waiting import waiter
 
 if TYPE_CHECKING:
     import torch
+
+    from sigmascope.pipeline.bench import CaseResult
+    from sigmascope.pipeline.benching.subject import Subject
 
 POCKET = "pocket"
 _FOLDER = Path("sigmascope-bench")
@@ -68,12 +59,16 @@ def run_bench(request: BenchRequest) -> bool:
     Raises:
         SigmascopeError: Whatever is wrong with the options, the pipeline or the folder.
     """
+    with needs_extra("lbm"):
+        from sigmascope.pipeline.bench import DEFAULT_TARGET, BenchOptions, run_benchmark
+        from sigmascope.pipeline.benching.run_files import RunFiles
+
     target = DEFAULT_TARGET if request.target is None else request.target
     options = BenchOptions(request.repeat, request.warmup, request.seed, target)
     cases = cases_of(request.steps, request.resolution, request.batch, request.frames)
     output = request.output or _FOLDER / datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
     RunFiles(output).tidy()  # refused now rather than after loading
-    subject, load_seconds = _timed(lambda: _load(request))
+    subject, load_seconds = _load(request)
     # What a monitor logs of each generation, the tables say of all of them.
     logging.getLogger("sigmascope.monitor").addHandler(logging.NullHandler())
     with progress_bar("Measuring") as progress:
@@ -89,9 +84,9 @@ def run_bench(request: BenchRequest) -> bool:
 
 def _print_json(
     request: BenchRequest,
-    subject: Subject,
+    subject: "Subject",
     load_seconds: float,
-    results: tuple[CaseResult, ...],
+    results: "tuple[CaseResult, ...]",
     output: Path,
 ) -> None:
     """Print everything as JSON."""
@@ -108,12 +103,23 @@ def _print_json(
     typer.echo(json.dumps(found, indent=2))
 
 
-def _load(request: BenchRequest) -> Subject:
+def _load(request: BenchRequest) -> "tuple[Subject, float]":
+    """The pipeline, and the seconds that it took to load."""
+    with needs_extra("lbm"):
+        from sigmascope.lbm.devices import resolve_device
+        from sigmascope.lbm.images import load_image
+        from sigmascope.lbm.pocket.bench import PocketSubject
+        from sigmascope.pipeline.benching.diffusers_subject import PROMPT, DiffusersSubject
+        from sigmascope.pipeline.benching.loading import load_pipeline
+        from sigmascope.pipeline.benching.waiting import waiter
+
+    started = time.perf_counter()
     device = resolve_device(request.device)
     dtype = _dtype(request.dtype, device)
     if request.pipeline == POCKET:
         _refuse_for_pocket(request)
-        return PocketSubject.load(dtype=dtype, device=device)
+        pocket = PocketSubject.load(dtype=dtype, device=device)
+        return pocket, time.perf_counter() - started
     arguments = call_values(request.call)
     if request.image is not None:
         arguments["image"] = load_image(request.image)
@@ -121,7 +127,8 @@ def _load(request: BenchRequest) -> Subject:
     pipeline = load_pipeline(request.pipeline, dtype=dtype, device=device, offload=offload)
     waiter(device)()
     name = Path(request.pipeline).name if Path(request.pipeline).is_dir() else request.pipeline
-    return DiffusersSubject(name, pipeline, device, request.prompt or PROMPT, arguments)
+    subject = DiffusersSubject(name, pipeline, device, request.prompt or PROMPT, arguments)
+    return subject, time.perf_counter() - started
 
 
 def _refuse_for_pocket(request: BenchRequest) -> None:
@@ -136,12 +143,8 @@ def _refuse_for_pocket(request: BenchRequest) -> None:
 def _dtype(name: str, device: "torch.device") -> "torch.dtype":
     import torch
 
+    from sigmascope.lbm.devices import resolve_dtype
+
     if name == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     return resolve_dtype(name, "--dtype")
-
-
-def _timed(load: Callable[[], Subject]) -> tuple[Subject, float]:
-    started = time.perf_counter()
-    subject = load()
-    return subject, time.perf_counter() - started

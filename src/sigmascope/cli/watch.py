@@ -106,7 +106,7 @@ def _writable(path: str | None, *, may_be_folder: bool = False) -> str | None:
     """The whole path, refused now rather than when the script is done."""
     if path is None:
         return None
-    from sigmascope.integrations.autostart.settings import SEPARATORS
+    from sigmascope.integrations.autostart.recording import SEPARATORS
 
     if not (may_be_folder and Path(path).is_dir()):
         if path.endswith(SEPARATORS):

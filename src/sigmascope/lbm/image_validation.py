@@ -22,7 +22,7 @@ from sigmascope.lbm.infer import translate_image
 from sigmascope.lbm.model import LbmModel, load_lbm, resolve_config
 from sigmascope.lbm.picture_folder import find_pictures
 from sigmascope.lora.file import LoraFile
-from sigmascope.lora.formats import open_lora
+from sigmascope.lora.formats.opening import open_lora
 from sigmascope.lora.models.layout import layout_of
 from sigmascope.lora.names.changed_keys import changed_keys, formed
 from sigmascope.progress import Progress, no_progress

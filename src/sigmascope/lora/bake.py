@@ -14,16 +14,15 @@ from sigmascope.__about__ import __version__
 from sigmascope.checkpoints import Checkpoint, StreamingWriter, open_checkpoint
 from sigmascope.errors import CheckpointError, ConfigError
 from sigmascope.lora.adapters import WeightChange
-from sigmascope.lora.extraction.options import check_target, refuse_inputs
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.merging.bake_report import BakeReport
 from sigmascope.lora.merging.baking import BakedTensor, WeightedChange, bake
-from sigmascope.lora.merging.merge_inputs import InputLora, merged_from, refuse_files
+from sigmascope.lora.merging.merge_inputs import InputLora, merged_from
 from sigmascope.lora.merging.merge_methods import MergeMethod, require_weights
 from sigmascope.lora.merging.slots import Slot, map_in_order
 from sigmascope.lora.names.alignment import AlignedLora
 from sigmascope.lora.names.landing import Landing, landings, open_aligned, require_matched
-from sigmascope.lora.paths import as_text
+from sigmascope.lora.paths import as_text, check_target, refuse_files, refuse_inputs
 from sigmascope.progress import Progress, no_progress
 
 __all__ = ["BakeReport", "BakedTensor", "bake_loras"]

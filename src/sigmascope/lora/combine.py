@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from math import prod
 from os import PathLike
 from pathlib import Path
+from typing import Final
 
 import torch
 
@@ -14,27 +15,27 @@ from sigmascope.__about__ import __version__
 from sigmascope.checkpoints import open_checkpoint
 from sigmascope.errors import ConfigError
 from sigmascope.lora.adapters import DiffChange
-from sigmascope.lora.extraction.options import STORAGE_DTYPES, SavePrecision, check_target, refuse_inputs
 from sigmascope.lora.file import LoraFile
-from sigmascope.lora.formats import open_lora
+from sigmascope.lora.formats.opening import open_lora
 from sigmascope.lora.merging.base_weights import BaseWeights
 from sigmascope.lora.merging.lora_output import LoraOutput
 from sigmascope.lora.merging.merge_findings import merge_findings
-from sigmascope.lora.merging.merge_inputs import InputLora, merged_from, refuse_files
+from sigmascope.lora.merging.merge_inputs import InputLora, merged_from
 from sigmascope.lora.merging.merge_methods import MergeMethod, require_weights
 from sigmascope.lora.merging.merged_changes import MergedChanges
 from sigmascope.lora.merging.reduced_module import ReducedModule
 from sigmascope.lora.merging.reduction import RankPlan, Reduction, require_modules
 from sigmascope.lora.merging.reduction_report import ReductionReport
-from sigmascope.lora.names.lora_dtype import dtype_name, storage_dtype
+from sigmascope.lora.names.lora_dtype import STORAGE_DTYPES, SavePrecision, dtype_name, storage_dtype
 from sigmascope.lora.names.united import unite
+from sigmascope.lora.paths import check_target, refuse_files, refuse_inputs
 from sigmascope.lora.ranking.rank_rules import RankRules
 from sigmascope.lora.ranks import FULL_RANK, FixedRank
 from sigmascope.progress import Progress, no_progress
 
 __all__ = ["CombineOptions", "MergeMethod", "RankPlan", "ReductionReport", "combine_loras"]
 
-_NAMED = 5
+_NAMED: Final = 5
 
 
 @dataclass(frozen=True, slots=True)

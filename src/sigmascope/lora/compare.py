@@ -11,7 +11,7 @@ from sigmascope.lora.adapters import WeightChange
 from sigmascope.lora.extraction.layer_pool import run_layers
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile
-from sigmascope.lora.formats import open_lora
+from sigmascope.lora.formats.opening import open_lora
 from sigmascope.lora.inspection.lora_comparison import LoraComparison, LoraSummary, MetadataDifference
 from sigmascope.lora.inspection.module_difference import (
     ModuleDifference,

@@ -9,12 +9,13 @@ import torch
 
 from sigmascope.checkpoints import open_checkpoint
 from sigmascope.errors import ConfigError, LoraFormatError
-from sigmascope.lora.extraction.options import refuse_inputs
 from sigmascope.lora.file import LoraFile
-from sigmascope.lora.formats import LoraWriter, format_named, open_lora
 from sigmascope.lora.formats.header import kept_metadata
+from sigmascope.lora.formats.opening import open_lora
+from sigmascope.lora.formats.registry import format_named
+from sigmascope.lora.formats.writer import LoraWriter
 from sigmascope.lora.names.conversion_names import LeftOut, NamedLora, named_by_itself, named_by_model
-from sigmascope.lora.paths import exists
+from sigmascope.lora.paths import exists, refuse_inputs
 from sigmascope.progress import Progress, no_progress
 
 __all__ = ["ConversionReport", "LeftOut", "convert_lora"]

@@ -21,14 +21,14 @@ from sigmascope.lora.extraction.extraction_report import (
     LeftOutLayer,
 )
 from sigmascope.lora.extraction.extraction_rounds import Rounds
-from sigmascope.lora.extraction.job_identity import job_identity
+from sigmascope.lora.extraction.job_identity import extraction_metadata, job_identity
 from sigmascope.lora.extraction.journal import Journal
-from sigmascope.lora.extraction.options import ExtractOptions, check_target, refuse_inputs, resolve_device
-from sigmascope.lora.extraction.provenance import extraction_metadata
+from sigmascope.lora.extraction.options import ExtractOptions, resolve_device
 from sigmascope.lora.extraction.sidecar import refuse_other_yaml, require_yaml, sidecar_path, sidecar_text
 from sigmascope.lora.formats.base import FormatName
 from sigmascope.lora.models.layer_names import layer_order
 from sigmascope.lora.models.pairs import CheckpointPair, open_pair
+from sigmascope.lora.paths import check_target, refuse_inputs
 from sigmascope.lora.validation.change_findings import pair_findings, uncovered_changes
 from sigmascope.progress import Progress, no_progress
 

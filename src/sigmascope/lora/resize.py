@@ -15,20 +15,18 @@ import torch
 
 from sigmascope.__about__ import __version__
 from sigmascope.checkpoints import open_checkpoint
-from sigmascope.lora.extraction.options import STORAGE_DTYPES, SavePrecision, check_target, refuse_inputs
 from sigmascope.lora.file import LoraFile
-from sigmascope.lora.formats import open_lora
+from sigmascope.lora.formats.opening import open_lora
 from sigmascope.lora.merging.lora_output import LoraOutput
-from sigmascope.lora.merging.merge_findings import unused_keys
 from sigmascope.lora.merging.merge_inputs import InputLora
 from sigmascope.lora.merging.reduced_module import ReducedModule
 from sigmascope.lora.merging.reducible import FormedChange, reducible
 from sigmascope.lora.merging.reducible_change import ReducibleChange
 from sigmascope.lora.merging.reduction import RankPlan, Reduction, require_modules
-from sigmascope.lora.merging.reduction_report import ReductionReport
-from sigmascope.lora.names.lora_dtype import dtype_name, storage_dtype
+from sigmascope.lora.merging.reduction_report import ReductionReport, unused_keys
+from sigmascope.lora.names.lora_dtype import STORAGE_DTYPES, SavePrecision, dtype_name, storage_dtype
 from sigmascope.lora.names.united import unite
-from sigmascope.lora.paths import as_text
+from sigmascope.lora.paths import as_text, check_target, refuse_inputs
 from sigmascope.progress import Progress, no_progress
 
 __all__ = ["RankPlan", "ReducedModule", "ReductionReport", "resize_lora"]

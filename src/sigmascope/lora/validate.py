@@ -13,7 +13,7 @@ from pathlib import Path
 from sigmascope.errors import ModelMismatchError
 from sigmascope.lora.extraction.provenance import BASE_FINGERPRINT, denoiser_fingerprint
 from sigmascope.lora.file import LoraFile
-from sigmascope.lora.formats import open_lora
+from sigmascope.lora.formats.opening import open_lora
 from sigmascope.lora.models.layer_kinds import WEIGHT
 from sigmascope.lora.models.layer_names import write_layer_names
 from sigmascope.lora.models.pair_options import PARTS

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import replace
 
-from sigmascope.analysis.diagnostics import diagnose
+from sigmascope.analysis.diagnostics.diagnose import diagnose
 from sigmascope.monitor.generation import Generation
 from sigmascope.monitor.generation_metrics import fill_memory, fill_times, mean_step_seconds
 from sigmascope.monitor.guard import Guard

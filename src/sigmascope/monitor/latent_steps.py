@@ -6,7 +6,7 @@ from typing import Any
 from sigmascope.monitor.live import LiveStage
 from sigmascope.monitor.workflow_steps import WorkflowSteps
 from sigmascope.probes import Accelerator
-from sigmascope.records.latent_findings import STAGES
+from sigmascope.records.latent_findings import VAE_STAGES
 from sigmascope.records.latents import Direction, Strategy, attempt_stage
 from sigmascope.records.run import Stage
 from sigmascope.stages.latents.finding_latent import find_latent
@@ -34,7 +34,7 @@ class LatentSteps(WorkflowSteps):
         return {what: None, "unavailable": {what: reason}} if found is None else dict(found)
 
     def _step(self, direction: Direction) -> tuple[LiveStage | None, Stage | None]:
-        stage = self.last_stage(STAGES[direction])
+        stage = self.last_stage(VAE_STAGES[direction])
         return stage, self.record_of(stage)
 
     def _analysed(
@@ -48,10 +48,10 @@ class LatentSteps(WorkflowSteps):
         found = self._latents("encoding_success", read)
         if "latent_analysis" not in found:
             return found
-        self.analyses[STAGES[direction]] = found
+        self.analyses[VAE_STAGES[direction]] = found
         if stage is not None:
             kept = {name: value for name, value in found.items() if name not in _ON_THE_STAGE}
-            stage.fact(STAGES[direction], kept)
+            stage.fact(VAE_STAGES[direction], kept)
             tensor = find_latent(output).tensor
             if tensor is not None:
                 name = "latent" if direction == "encoding" else "frames"

@@ -15,7 +15,7 @@ from sigmascope.probes import module_facts, tensor_facts
 from sigmascope.records.run import Stage
 
 if TYPE_CHECKING:
-    import sigmascope.monitor.recorder
+    from sigmascope.monitor.recorder import Recorder
 
 
 class Frame:
@@ -23,9 +23,7 @@ class Frame:
 
     __slots__ = ("is_open", "outer", "recorder", "scope")
 
-    def __init__(
-        self, recorder: "sigmascope.monitor.recorder.Recorder", scope: Scope, outer: "Frame | None"
-    ) -> None:
+    def __init__(self, recorder: "Recorder", scope: Scope, outer: "Frame | None") -> None:
         self.recorder = recorder
         self.scope = scope
         self.outer = outer
@@ -75,7 +73,7 @@ class LiveStage:
 
     __slots__ = ("_entered", "_recorder", "_scope")
 
-    def __init__(self, recorder: "sigmascope.monitor.recorder.Recorder", name: str) -> None:
+    def __init__(self, recorder: "Recorder", name: str) -> None:
         self._recorder = recorder
         self._scope = recorder.new_scope(name)
         self._entered: list[Frame] = []
@@ -147,7 +145,7 @@ class Step:
 
     __slots__ = ("_entered", "_recorder", "last")
 
-    def __init__(self, recorder: "sigmascope.monitor.recorder.Recorder") -> None:
+    def __init__(self, recorder: "Recorder") -> None:
         self._recorder = recorder
         # started, scope, mark at the start, and what was entered before: a chain, for re-entry
         self._entered: Entered | None = None

@@ -5,12 +5,14 @@ from typing import Final
 
 from sigmascope.monitor import peaks
 from sigmascope.monitor.peaks import UNKNOWN, HostMemory
-from sigmascope.monitor.sampler import MAX_HZ
+from sigmascope.monitor.sampler import MAX_SAMPLE_HZ
 from sigmascope.monitor.series import Series, highest_of
 from sigmascope.probes import AllocatorBytes
 from sigmascope.records.memory_over_time import PROCESS, SYSTEM
 
-NO_READING: Final = f"no reading fell into the stage; memory is read {MAX_HZ:.0f} times a second at most"
+NO_READING: Final = (
+    f"no reading fell into the stage; memory is read {MAX_SAMPLE_HZ:.0f} times a second at most"
+)
 
 
 class ScopeCurves:

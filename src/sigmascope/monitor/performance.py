@@ -11,7 +11,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import ParamSpec, TypeVar
 
-from sigmascope.monitor import context
+from sigmascope.monitor.context import stage
 from sigmascope.monitor.generation import Generation
 from sigmascope.monitor.generation_block import GenerationBlock
 from sigmascope.monitor.generation_plan import Plan, planned_metrics, whole_number
@@ -163,7 +163,7 @@ class PerformanceMonitor(PerformanceResults):
             What it gave, and seconds; they become `model_load_time` of the generations that follow.
         """
         started_ns = self._clock()
-        with context.stage("model_loading"):
+        with stage("model_loading"):
             result = load_function(*args, **kwargs)
         self._model_load_seconds = seconds = (self._clock() - started_ns) / 1e9
         return result, seconds

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from sigmascope.analysis.compare import compare_metrics
-from sigmascope.analysis.diagnostics import diagnose
+from sigmascope.analysis.diagnostics.diagnose import diagnose
 from sigmascope.analysis.score import meets_target, performance_score
 from sigmascope.errors import ConfigError
 from sigmascope.monitor.generation_metrics import fill_times

@@ -12,17 +12,17 @@ def accelerator_of_this_process() -> Accelerator:
     return detect_accelerator()
 
 
-_known: dict[int, tuple[Accelerator, HostFacts]] = {}
+_host_facts: dict[int, tuple[Accelerator, HostFacts]] = {}
 
 
 def facts_of_host(accelerator: Accelerator) -> HostFacts:
     """Facts about this machine, read once for each accelerator object."""
-    known = _known.get(id(accelerator))
+    known = _host_facts.get(id(accelerator))
     if known is not None:
         return known[1]
     facts = host_facts(accelerator)
     # A device's facts may be hidden until the host initialises it; such an answer is asked for again.
     if all(device.name is not None for device in facts.accelerators):
-        _known.clear()
-        _known[id(accelerator)] = (accelerator, facts)
+        _host_facts.clear()
+        _host_facts[id(accelerator)] = (accelerator, facts)
     return facts

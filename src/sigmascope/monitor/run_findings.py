@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
-from sigmascope.analysis.diagnostics import diagnose
+from sigmascope.analysis.diagnostics.diagnose import diagnose
 from sigmascope.analysis.model_consistency import find_model_changes
 from sigmascope.analysis.stage_findings import find_stage_findings
 from sigmascope.analysis.vae_findings import find_vae_findings

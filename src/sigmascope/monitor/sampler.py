@@ -4,7 +4,7 @@ import os
 import threading
 from collections.abc import Callable
 
-MAX_HZ = 10.0
+MAX_SAMPLE_HZ = 10.0
 """On one core a 100 Hz sampler costs 2 per cent of the host's time, a 10 Hz one cannot be measured."""
 
 _JOIN_SECONDS = 1.0
@@ -24,7 +24,7 @@ class Wish:
 
     def __init__(self, sample: Callable[[], None], hz: float) -> None:
         self.sample = sample
-        self.period_seconds = min(1.0 / min(hz, MAX_HZ), _LONGEST_SECONDS)
+        self.period_seconds = min(1.0 / min(hz, MAX_SAMPLE_HZ), _LONGEST_SECONDS)
         self.open_scopes = 0
 
 
@@ -85,7 +85,7 @@ class Sampler:
                 wish.sample()
 
     def _period_seconds(self) -> float:
-        return min((wish.period_seconds for wish in list(self._wishes)), default=1.0 / MAX_HZ)
+        return min((wish.period_seconds for wish in list(self._wishes)), default=1.0 / MAX_SAMPLE_HZ)
 
 
 SAMPLER = Sampler()

@@ -8,11 +8,11 @@ from rich.console import Console
 from sigmascope.monitor.workflow_steps import WorkflowSteps
 from sigmascope.probes import Accelerator
 from sigmascope.records.run import Stage
-from sigmascope.stages import lora_application as stage_functions
+from sigmascope.stages import lora_application
 from sigmascope.stages.lora.baseline import Keys
 
-STAGE = "lora_application"
-_ON_THE_STAGE = frozenset({"baseline", "current_memory", "peak_memory"})
+LORA_APPLICATION = "lora_application"
+_LORA_ON_THE_STAGE = frozenset({"baseline", "current_memory", "peak_memory"})
 _IN_DETAIL = frozenset(
     {"weight_changes", "keys_modified", "keys_added", "keys_removed", "patch_details", "modules"}
 )
@@ -30,7 +30,7 @@ class LoraApplicationMethods(WorkflowSteps):
         """See `sigmascope.capture_lora_baseline`."""
         return self._lora(
             "baseline",
-            lambda: stage_functions.capture_lora_baseline(
+            lambda: lora_application.capture_lora_baseline(
                 unet_model, clip_model, lora_path, keys=keys, accelerator=self.accelerator
             ),
         )
@@ -41,7 +41,7 @@ class LoraApplicationMethods(WorkflowSteps):
         """See `sigmascope.track_model_identity_changes`."""
         return self._lora(
             "changes",
-            lambda: stage_functions.track_model_identity_changes(original_model, modified_model, model_type),
+            lambda: lora_application.track_model_identity_changes(original_model, modified_model, model_type),
         )
 
     def track_weight_modifications(
@@ -50,12 +50,14 @@ class LoraApplicationMethods(WorkflowSteps):
         """See `sigmascope.track_weight_modifications`."""
         return self._lora(
             "changes",
-            lambda: stage_functions.track_weight_modifications(original_model, modified_model, model_type),
+            lambda: lora_application.track_weight_modifications(original_model, modified_model, model_type),
         )
 
     def analyze_lora_patches(self, modified_model: object, model_type: str) -> dict[str, Any]:
         """See `sigmascope.analyze_lora_patches`."""
-        return self._lora("patches", lambda: stage_functions.analyze_lora_patches(modified_model, model_type))
+        return self._lora(
+            "patches", lambda: lora_application.analyze_lora_patches(modified_model, model_type)
+        )
 
     def track_model_placement_changes(
         self, original_model: object, modified_model: object, model_type: str
@@ -63,13 +65,15 @@ class LoraApplicationMethods(WorkflowSteps):
         """See `sigmascope.track_model_placement_changes`."""
         return self._lora(
             "changes",
-            lambda: stage_functions.track_model_placement_changes(original_model, modified_model, model_type),
+            lambda: lora_application.track_model_placement_changes(
+                original_model, modified_model, model_type
+            ),
         )
 
     def calculate_memory_change(self, baseline_info: object, current_model: object) -> dict[str, Any]:
         """See `sigmascope.calculate_memory_change`."""
         return self._lora(
-            "memory", lambda: stage_functions.calculate_memory_change(baseline_info, current_model)
+            "memory", lambda: lora_application.calculate_memory_change(baseline_info, current_model)
         )
 
     def analyze_lora_application_results(
@@ -87,11 +91,11 @@ class LoraApplicationMethods(WorkflowSteps):
         The time, the peaks and what was raised come from the step, if it was one of this monitor; the analysis
         goes to it, without what it has for single weights.
         """
-        stage = self.last_stage(STAGE)
+        stage = self.last_stage(LORA_APPLICATION)
         record = self.record_of(stage)
         found = self._lora(
             "lora_application_success",
-            lambda: stage_functions.analyze_lora_application_results(
+            lambda: lora_application.analyze_lora_application_results(
                 baseline,
                 modified_unet,
                 modified_clip,
@@ -104,25 +108,25 @@ class LoraApplicationMethods(WorkflowSteps):
         if "unet_changes" in found:
             if found["exception_details"] is None and record is not None:
                 found["exception_details"] = _details(record)
-            self.analyses[STAGE] = found
+            self.analyses[LORA_APPLICATION] = found
             if stage is not None:
-                stage.fact(STAGE, in_short(found))
+                stage.fact(LORA_APPLICATION, in_short(found))
         return found
 
     def print_lora_analysis_summary(
         self, analysis: Mapping[str, Any], console: Console | None = None
     ) -> None:
         """See `sigmascope.print_lora_analysis_summary`."""
-        self.guard.read("summaries", lambda: stage_functions.print_lora_analysis_summary(analysis, console))
+        self.guard.read("summaries", lambda: lora_application.print_lora_analysis_summary(analysis, console))
 
     def _lora(self, what: str, read: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
-        found, reason = self.guard.read(STAGE, read)
+        found, reason = self.guard.read(LORA_APPLICATION, read)
         return {what: None, "unavailable": {what: reason}} if found is None else dict(found)
 
 
 def in_short(analysis: Mapping[str, Any]) -> dict[str, Any]:
     """An analysis for the record: of single weights only how much each changed, of other lists how long they are."""
-    return {name: _short(name, value) for name, value in analysis.items() if name not in _ON_THE_STAGE}
+    return {name: _short(name, value) for name, value in analysis.items() if name not in _LORA_ON_THE_STAGE}
 
 
 def _short(name: str, value: Any) -> Any:

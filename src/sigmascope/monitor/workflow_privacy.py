@@ -1,10 +1,11 @@
 """Private prompts in what stages raised: hosts like to quote them in their errors."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from sigmascope.records.run import Run, Stage
-from sigmascope.stages.failures import Redact
+
+Redact = Callable[[str], str]
 
 
 def redacted(run: Run, redactions: Sequence[Redact]) -> Run:

@@ -10,13 +10,13 @@ from sigmascope.monitor.workflow_steps import WorkflowSteps
 from sigmascope.probes import Accelerator
 from sigmascope.records.prompts import PromptPrivacy, redactor
 from sigmascope.records.run import Stage
-from sigmascope.stages import text_encoding as stage_functions
+from sigmascope.stages import text_encoding
 from sigmascope.stages.text.analysis import private_texts
 from sigmascope.stages.text.conditioning_facts import read_conditioning
 from sigmascope.stages.text.dumping import DumpFolder
 from sigmascope.stages.text_encoding import TextEncodingThresholds
 
-STAGE = "text_encoding"
+TEXT_ENCODING = "text_encoding"
 _ON_THE_STAGE = frozenset({"baseline", "current_memory", "memory_impact", "peak_memory"})
 
 
@@ -35,8 +35,8 @@ class TextEncodingMethods(WorkflowSteps):
     ) -> dict[str, Any]:
         """See `sigmascope.capture_text_encoding_baseline`."""
         baseline, reason = self.guard.read(
-            STAGE,
-            lambda: stage_functions.capture_text_encoding_baseline(
+            TEXT_ENCODING,
+            lambda: text_encoding.capture_text_encoding_baseline(
                 unet_model, clip_model, tokenizer=tokenizer, accelerator=self.accelerator
             ),
         )
@@ -63,11 +63,11 @@ class TextEncodingMethods(WorkflowSteps):
         Peaks and the prompts' own times come from the step; the analysis and the tensors' facts go to it.
         """
         self._keep_private(positive_prompt, negative_prompt)
-        stage = self.last_stage(STAGE)
+        stage = self.last_stage(TEXT_ENCODING)
         record = self.record_of(stage)
         analysis, reason = self.guard.read(
-            STAGE,
-            lambda: stage_functions.analyze_text_encoding_results(
+            TEXT_ENCODING,
+            lambda: text_encoding.analyze_text_encoding_results(
                 baseline,
                 positive_cond,
                 negative_cond,
@@ -88,7 +88,7 @@ class TextEncodingMethods(WorkflowSteps):
         if analysis is None:
             return {"encoding_success": None, "unavailable": {"encoding_success": reason}}
         found = dict(analysis)
-        self.analyses[STAGE] = found
+        self.analyses[TEXT_ENCODING] = found
         if stage is not None:
             self._note_text(stage, found, {"positive": positive_cond, "negative": negative_cond})
         return found
@@ -98,7 +98,7 @@ class TextEncodingMethods(WorkflowSteps):
     ) -> None:
         """See `sigmascope.print_text_encoding_analysis_summary`."""
         self.guard.read(
-            "summaries", lambda: stage_functions.print_text_encoding_analysis_summary(analysis, console)
+            "summaries", lambda: text_encoding.print_text_encoding_analysis_summary(analysis, console)
         )
 
     def _keep_private(self, *prompts: object) -> None:
@@ -110,7 +110,7 @@ class TextEncodingMethods(WorkflowSteps):
         self, stage: LiveStage, analysis: Mapping[str, Any], conditionings: Mapping[str, object]
     ) -> None:
         kept = {name: value for name, value in analysis.items() if name not in _ON_THE_STAGE}
-        stage.fact(STAGE, kept)
+        stage.fact(TEXT_ENCODING, kept)
         for which, conditioning in conditionings.items():
             first = read_conditioning(conditioning)[0].first
             for name, tensor in (("conditioning", first.tensor), ("pooled", first.pooled)):

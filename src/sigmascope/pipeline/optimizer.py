@@ -9,7 +9,7 @@ from sigmascope.pipeline.optimizing.applied import AppliedChoice, undo_all
 from sigmascope.pipeline.optimizing.applied_plans import AppliedPlan, AppliedPlans
 from sigmascope.pipeline.optimizing.config import OptimizationConfig
 from sigmascope.pipeline.optimizing.hardware import Hardware, read_hardware
-from sigmascope.pipeline.optimizing.in_force import require_uppermost
+from sigmascope.pipeline.optimizing.in_force import require_last_applied
 from sigmascope.pipeline.optimizing.judging import Demands
 from sigmascope.pipeline.optimizing.measurement import Measurement
 from sigmascope.pipeline.optimizing.measuring import measure_plan
@@ -108,7 +108,7 @@ class PipelineOptimizer:
                 "There is nothing to undo: no plan was applied to this pipeline by this optimizer.",
                 hint="Undo with the PipelineOptimizer that applied it.",
             )
-        require_uppermost(found.done)
+        require_last_applied(found.done)
         changed = undo_all(found.done)
         self._applied.remove(found)
         return changed

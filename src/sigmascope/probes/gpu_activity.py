@@ -23,7 +23,7 @@ _HEAT: Final = 0x20 | 0x40
 _POWER_CAP: Final = 0x04
 _WITH: Final = {"busy_percent": ("memory_busy_percent",), "slowed_by_heat": ("held_by_power_cap",)}
 """Figures that come in one reading with another."""
-_FIELDS: Final = (
+_ACTIVITY_FIELDS: Final = (
     "busy_percent", "memory_busy_percent", "temperature_celsius", "power_watts",
     "slowed_by_heat", "held_by_power_cap",
 )  # fmt: skip
@@ -75,7 +75,9 @@ class GpuGauge:
         if self._handle is None:  # asked for again: before CUDA is initialised it may be ambiguous
             found = attempt(lambda: handle_of(nvml, self.device), nvml.NVMLError)
             if found.value is None:
-                return GpuActivity(self.device, unavailable=dict.fromkeys(_FIELDS, found.reason or "unknown"))
+                return GpuActivity(
+                    self.device, unavailable=dict.fromkeys(_ACTIVITY_FIELDS, found.reason or "unknown")
+                )
             self._handle = found.value
         readings = {name: self._get(name, read) for name, read in self._reads().items()}
         rates, reasons = readings["busy_percent"].value, readings["slowed_by_heat"].value

@@ -10,7 +10,7 @@ from sigmascope.probes.attention import attention_facts
 from sigmascope.probes.modules import components_of, module_facts, unwrap
 from sigmascope.probes.reading import PROBE_ERRORS, attempt
 from sigmascope.probes.set_up import channels_last, is_compiled, layerwise_casting, offload_of
-from sigmascope.records.finding import JsonScalar
+from sigmascope.records.facts import JsonScalar
 from sigmascope.records.pipeline import ComponentFacts, PipelineFacts, Role
 
 _MOST_CONFIG = 60

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+JsonScalar = str | int | float | bool | None
+
 
 @dataclass(frozen=True, slots=True)
 class TensorFacts:

@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from sigmascope.records.facts import JsonScalar
+
 Severity = Literal["info", "warning", "error", "critical"]
-JsonScalar = str | int | float | bool | None
 
 
 @dataclass(frozen=True, slots=True)

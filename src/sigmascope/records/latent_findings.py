@@ -13,7 +13,7 @@ from sigmascope.records.latents import (
     strategy_number,
 )
 
-STAGES: dict[Direction, str] = {"encoding": "latent_encoding", "decoding": "latent_decoding"}
+VAE_STAGES: dict[Direction, str] = {"encoding": "latent_encoding", "decoding": "latent_decoding"}
 """The stage of a workflow that each direction belongs to."""
 
 _STAND_IN: dict[Direction, str] = {
@@ -62,7 +62,7 @@ def _stand_in(strategy: Strategy | None, direction: Direction, *, dummy: bool) -
             _STAND_IN[direction],
             {"strategy": strategy_label("dummy", direction)},
             "Do not use what is made from it. Free memory, choose smaller tiles or fewer frames, and run it again.",
-            STAGES[direction],
+            VAE_STAGES[direction],
         )
 
 
@@ -79,7 +79,7 @@ def _failed(
         f"No strategy got through the {direction}. {reasons}",
         _evidence(failed),
         "Choose smaller tiles, fewer frames at a time or a smaller picture.",
-        STAGES[direction],
+        VAE_STAGES[direction],
     )
 
 
@@ -98,7 +98,7 @@ def _fallback(
         f"{names}: the output is that of {strategy_label(strategy, direction)}.",
         {"strategy_number": strategy_number(strategy), "seconds_lost": lost, **_evidence(before)},
         f"Begin with {strategy!r} to spare the failed attempts." if lost else None,
-        STAGES[direction],
+        VAE_STAGES[direction],
     )
 
 
@@ -129,5 +129,5 @@ def _mispredicted(attempt: StrategyAttempt, direction: Direction) -> Iterator[Fi
         f"{predicted:,.0f} MB.",
         {"predicted_mb": predicted, "measured_mb": measured, "factor": factor},
         "Predictions learn from runs that are kept.",
-        STAGES[direction],
+        VAE_STAGES[direction],
     )

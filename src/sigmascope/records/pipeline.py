@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from sigmascope.records.facts import ModuleFacts
-from sigmascope.records.finding import JsonScalar
+from sigmascope.records.facts import JsonScalar, ModuleFacts
 
 Role = Literal["denoiser", "text_encoder", "image_encoder", "vae", "tokenizer", "scheduler", "other"]
 Offload = Literal["model", "sequential", "group"]

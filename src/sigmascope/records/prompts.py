@@ -98,8 +98,8 @@ def redactor(prompts: Prompts, privacy: PromptPrivacy) -> Callable[[str], str]:
     replacements = [_replacement(text, _placeholder(text, privacy)) for text in longest_first]
 
     def redact(text: str) -> str:
-        for replace in replacements:
-            text = replace(text)
+        for replacement in replacements:
+            text = replacement(text)
         return text
 
     return redact

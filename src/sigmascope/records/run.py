@@ -11,11 +11,12 @@ from sigmascope.records.finding import Finding
 from sigmascope.records.host import HostFacts
 from sigmascope.records.memory import MemoryImpact, PeakMemory
 from sigmascope.records.peak import highest
-from sigmascope.records.prompts import PromptPrivacy
 from sigmascope.records.steps import Steps
 
 if TYPE_CHECKING:
     import rich.console
+
+    from sigmascope.records.prompts import PromptPrivacy
 
 STAGES = (
     "model_loading",
@@ -103,7 +104,7 @@ class Run:
             WriteError: The file cannot be written. What was there before stays.
             TypeError: A fact is of a type that JSON lacks.
         """
-        from sigmascope.records.serialization import save_run
+        from sigmascope import save_run
 
         save_run(self, path)
 
@@ -113,11 +114,11 @@ class Run:
         Args:
             console: Where to; standard output by default.
         """
-        from sigmascope.reports import print_run
+        from sigmascope import print_run
 
         print_run(self, console)
 
-    def to_trace(self, path: str | os.PathLike[str], *, prompts: PromptPrivacy = "hash") -> None:
+    def to_trace(self, path: str | os.PathLike[str], *, prompts: "PromptPrivacy" = "hash") -> None:
         """Write the run as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
         Args:
@@ -129,6 +130,6 @@ class Run:
             WriteError: The file cannot be written. What was there before stays.
             TypeError: A fact is of a type that JSON lacks.
         """
-        from sigmascope.reports.trace import write_trace
+        from sigmascope import write_trace
 
         write_trace([self], path, prompts=prompts)

@@ -8,7 +8,7 @@ from cattrs import Converter, transform_error
 from cattrs.errors import BaseValidationError
 from cattrs.v import format_exception
 
-from sigmascope.records.finding import JsonScalar
+from sigmascope.records.facts import JsonScalar
 from sigmascope.records.run import Run
 
 Record = TypeVar("Record")

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from sigmascope.records.run import Run, Stage
 from sigmascope.records.stage_seconds import device_seconds
-from sigmascope.reports.stage_rows import stage_name, table, with_depth
+from sigmascope.reports.stage_rows import new_table, stage_name, with_depth
 from sigmascope.units import UNKNOWN, mib, mib_change, seconds
 
 
@@ -16,7 +16,7 @@ def accelerator_table(run: Run) -> Table | None:
     """A row for each stage; None where no device was watched. A host that only queues work is done before the device."""
     if not any(stage.peak and stage.peak.accelerators for stage in run.walk()):
         return None
-    made = table("\nAccelerator (memory in MiB)")
+    made = new_table("\nAccelerator (memory in MiB)")
     made.add_column("Stage", overflow="fold")
     for name in ("GPU time", "GPU +/-", "GPU peak", "at"):
         made.add_column(name, justify="right", no_wrap=True)

@@ -17,8 +17,7 @@ from sigmascope.reports.accelerators import accelerator_table, untimed_lines
 from sigmascope.reports.devices import device_lines
 from sigmascope.reports.harmless import Harmless
 from sigmascope.reports.owners import owner_lines
-from sigmascope.reports.stage_rows import stage_name, with_depth
-from sigmascope.reports.stage_rows import table as new_table
+from sigmascope.reports.stage_rows import new_table, stage_name, with_depth
 from sigmascope.units import UNKNOWN, mib, mib_change, percent, seconds, statistic
 
 NO_ACCELERATOR = "No accelerator was found: GPU time and memory were not measured."

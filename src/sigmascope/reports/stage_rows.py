@@ -8,7 +8,7 @@ from rich.text import Text
 from sigmascope.records.run import Run, Stage
 
 
-def table(title: str) -> Table:
+def new_table(title: str) -> Table:
     """An empty table whose rows fit 80 columns."""
     # One space between columns
     return Table(

@@ -1,4 +1,6 @@
-"""A snapshot of memory as the dict that baselines and analyses hold."""
+"""A snapshot of memory as the dict that baselines and analyses hold; and a duration that can be trusted."""
+
+import math
 
 from sigmascope.records.arithmetic import mib
 from sigmascope.records.peak import PeakMemory
@@ -41,6 +43,15 @@ def cleanup_effectiveness(peak: object, impact: MemoryImpact | None) -> tuple[fl
         else peak.cleanup_effectiveness(impact, device)
     )
     return share, "memory did not grow" if share is None else None
+
+
+def checked_seconds(seconds: object) -> tuple[float | None, str | None]:
+    """A duration, or None and what is wrong with it."""
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float):
+        return None, "no time was given" if seconds is None else f"{type(seconds).__name__} is no time"
+    if not math.isfinite(seconds) or seconds < 0:
+        return None, f"{seconds} s is no duration"
+    return float(seconds), None
 
 
 def _gpu(memory: AcceleratorMemory) -> GpuNow:

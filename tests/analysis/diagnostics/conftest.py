@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from tests.families import make_pipeline
 
-from sigmascope.analysis.diagnostics import diagnose
+from sigmascope.analysis.diagnostics.diagnose import diagnose
 from sigmascope.records.facts import ModuleFacts
 from sigmascope.records.finding import Finding
 from sigmascope.records.host import AcceleratorFacts, HostFacts

@@ -6,8 +6,8 @@ from torch import nn
 
 import sigmascope
 from sigmascope.analysis import diagnostics
-from sigmascope.analysis.diagnostics import diagnose
 from sigmascope.analysis.diagnostics.case import Case
+from sigmascope.analysis.diagnostics.diagnose import diagnose
 from sigmascope.records.pipeline import CallFacts
 from sigmascope.records.run import Run, Stage
 from sigmascope.records.structure import to_plain

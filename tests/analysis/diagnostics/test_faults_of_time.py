@@ -9,7 +9,7 @@ from tests.families import make_pipeline
 from tests.families.encoders import clip
 
 import sigmascope
-from sigmascope.analysis.diagnostics import diagnose
+from sigmascope.analysis.diagnostics.diagnose import diagnose
 from sigmascope.records.finding import Finding
 
 from .simulated import SimulatedGpu, found, number, on_this_gpu, watched

@@ -16,7 +16,7 @@ from diffusers.hooks import apply_group_offloading
 from tests.families import FAMILIES, make_pipeline
 
 import sigmascope
-from sigmascope.analysis.diagnostics import diagnose
+from sigmascope.analysis.diagnostics.diagnose import diagnose
 from sigmascope.monitor import Recorder
 from sigmascope.probes.pipelines import pipeline_facts
 from sigmascope.records.finding import Finding

@@ -14,7 +14,7 @@ from sigmascope.lbm.pocket.quality import relighting_psnr, vae_psnr
 from sigmascope.lbm.pocket.scenes import COOL, WARM, relighting_pair
 from sigmascope.lora.apply import attach_lora, merge_lora
 from sigmascope.lora.extract import ExtractOptions, extract_lora
-from sigmascope.lora.formats import load_lora
+from sigmascope.lora.formats.opening import load_lora
 from sigmascope.lora.validate import validate_lora
 from sigmascope.monitor import Recorder
 

@@ -11,7 +11,7 @@ from sigmascope.lbm.model import LbmModel, build_lbm
 from sigmascope.lbm.serving.models import ModelOptions, load_served
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile
-from sigmascope.lora.formats import save_lora
+from sigmascope.lora.formats.saving import save_lora
 
 
 @pytest.fixture

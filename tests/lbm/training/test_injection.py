@@ -22,7 +22,8 @@ from sigmascope.lbm.training.injection import (
 )
 from sigmascope.lora.apply import attach_lora
 from sigmascope.lora.file import LoraFile
-from sigmascope.lora.formats import load_lora, save_lora
+from sigmascope.lora.formats.opening import load_lora
+from sigmascope.lora.formats.saving import save_lora
 
 X = torch.randn(2, 4, 16, 16, generator=torch.Generator().manual_seed(3))
 SIGMA = torch.tensor([0.25, 1.0])

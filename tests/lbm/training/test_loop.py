@@ -18,7 +18,7 @@ from sigmascope.lbm.training.monitoring import Spent, time_findings
 from sigmascope.lbm.training.objective import Objective
 from sigmascope.lbm.training.session import open_data
 from sigmascope.lbm.watched import load_watched
-from sigmascope.lora.formats import load_lora
+from sigmascope.lora.formats.opening import load_lora
 
 SGD: dict[str, Any] = {"optimizer": "SGD", "learning_rate": 1.0, "max_grad_norm": None, "shuffle_buffer": 1}
 

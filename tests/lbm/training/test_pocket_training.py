@@ -12,7 +12,7 @@ from sigmascope.lbm.pocket.shards import write_pocket_shards
 from sigmascope.lbm.train import train
 from sigmascope.lbm.training.settings import load_train_settings
 from sigmascope.lora.apply import attach_lora
-from sigmascope.lora.formats import load_lora
+from sigmascope.lora.formats.opening import load_lora
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "train_pocket_lora"
 HELD_OUT = range(8)

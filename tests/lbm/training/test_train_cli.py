@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from PIL import Image
 from tests.lbm.training.small_run import SmallRun
 from typer.testing import CliRunner
 
-from sigmascope.cli.lbm import train_run
 from sigmascope.cli.root import app
 from sigmascope.errors import ConfigError, FileError, ModelMismatchError, WriteError
 
@@ -52,14 +52,17 @@ def test_what_libraries_print_is_not_among_the_json(
     small_run: SmallRun, name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """As DeepSpeed does, which is imported only as training begins."""
-    work = getattr(train_run, name)
+    module = import_module(
+        {"train": "sigmascope.lbm.train", "dry_run": "sigmascope.lbm.training.dry_run"}[name]
+    )
+    work = getattr(module, name)
 
     def noisy(*arguments: Any, **keys: Any) -> Any:
         print("an operator was compiled")  # noqa: T201
         os.write(1, b"by a compiler\n")
         return work(*arguments, **keys)
 
-    monkeypatch.setattr(train_run, name, noisy)
+    monkeypatch.setattr(module, name, noisy)
     flags = ["--dry_run"] if name == "dry_run" else ["--max_steps", "1"]
     found = invoke(small_run, "--json", *flags)
     assert json.loads(found.stdout)

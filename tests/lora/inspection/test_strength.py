@@ -5,7 +5,7 @@ import torch
 
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.inspection.strength import effective_rank, stable_rank
-from sigmascope.lora.inspection.subspaces import bases_of, overlap
+from sigmascope.lora.inspection.subspaces import bases_of, subspace_overlap
 
 
 def test_equal_values_use_all_their_directions() -> None:
@@ -55,19 +55,19 @@ def test_directions_that_are_only_rounding_are_left_out() -> None:
 
 def test_overlap_of_shared_and_orthogonal_spaces() -> None:
     one, other = bases_of(planted([0, 3], [1, 7])), bases_of(planted([3, 5], [0, 2]))
-    assert overlap(one.columns, one.columns) == pytest.approx(1.0)
-    assert overlap(one.columns, other.columns) == pytest.approx(0.5)
-    assert overlap(one.rows, other.rows) == pytest.approx(0.0)
+    assert subspace_overlap(one.columns, one.columns) == pytest.approx(1.0)
+    assert subspace_overlap(one.columns, other.columns) == pytest.approx(0.5)
+    assert subspace_overlap(one.rows, other.rows) == pytest.approx(0.0)
 
 
 def test_overlap_is_the_mean_squared_cosine_of_the_principal_angles() -> None:
     angle = 0.3
     one = torch.eye(3, dtype=torch.float64)[:, :1]
     other = torch.tensor([[math.cos(angle)], [math.sin(angle)], [0.0]], dtype=torch.float64)
-    assert overlap(one, other) == pytest.approx(math.cos(angle) ** 2)
+    assert subspace_overlap(one, other) == pytest.approx(math.cos(angle) ** 2)
 
 
 def test_a_space_inside_a_larger_one_overlaps_fully() -> None:
     basis = torch.eye(5, dtype=torch.float64)
-    assert overlap(basis[:, :2], basis[:, :4]) == pytest.approx(1.0)
-    assert overlap(basis[:, :0], basis) == 0.0
+    assert subspace_overlap(basis[:, :2], basis[:, :4]) == pytest.approx(1.0)
+    assert subspace_overlap(basis[:, :0], basis) == 0.0

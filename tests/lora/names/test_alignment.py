@@ -13,7 +13,7 @@ from sigmascope.errors import LoraFormatError
 from sigmascope.lora.adapters import DiffChange
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile
-from sigmascope.lora.formats import open_lora
+from sigmascope.lora.formats.opening import open_lora
 from sigmascope.lora.models.layout import ModelLayout
 from sigmascope.lora.names.alignment import align
 from sigmascope.lora.names.transformer_names import row_of_diffusers

@@ -11,7 +11,7 @@ import torch
 from sigmascope.errors import LoraFormatError
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile
-from sigmascope.lora.formats import format_named
+from sigmascope.lora.formats.registry import format_named
 from sigmascope.lora.models.layout import ModelLayout
 from sigmascope.lora.names.flat_names import flat, unflattened_denoiser, unflattened_text_encoder
 from sigmascope.lora.names.naming import resolve_names

@@ -13,7 +13,7 @@ from torch import nn
 from sigmascope.lora.convert import convert_lora
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile
-from sigmascope.lora.formats import save_lora
+from sigmascope.lora.formats.saving import save_lora
 from sigmascope.lora.models.layout import layout_of
 
 SaveLora = Callable[..., Path]

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.families import FAMILIES, make_pipeline
 
-from sigmascope.lora.verdict import judge_applied
+from sigmascope.lora.verdict.judging_applied import judge_applied
 from sigmascope.probes.adapters.applied import AppliedPatch
 from sigmascope.probes.adapters.peft import read_adapters
 

@@ -7,7 +7,7 @@ from torch import nn
 from sigmascope.errors import ModelMismatchError
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile
-from sigmascope.lora.verdict import judge_lora
+from sigmascope.lora.verdict.judging import judge_lora
 from sigmascope.lora.verdict.model_shapes import layout_for, shapes_of
 
 

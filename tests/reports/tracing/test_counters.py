@@ -11,7 +11,7 @@ from sigmascope.records.memory import (
 from sigmascope.records.merge import merge_runs
 from sigmascope.records.run import Run, Stage
 from sigmascope.records.steps import Steps
-from sigmascope.reports.tracing.counters import PROCESS, SYSTEM
+from sigmascope.reports.tracing.counters import PROCESS_COUNTER, SYSTEM_COUNTER
 
 
 def points(run: Run, counter: str) -> list[tuple[float, float]]:
@@ -28,28 +28,31 @@ def test_memory_is_read_at_both_edges_of_a_stage() -> None:
         MemorySnapshot(process_rss_bytes=3 * MIB, ram_used_bytes=8 * MIB),
         MemorySnapshot(process_rss_bytes=5 * MIB, ram_used_bytes=9 * MIB),
     )
-    assert points(run_of(stage), PROCESS) == [(1e6, 3.0), (3e6, 5.0)]
-    assert points(run_of(stage), SYSTEM) == [(1e6, 8.0), (3e6, 9.0)]
+    assert points(run_of(stage), PROCESS_COUNTER) == [(1e6, 3.0), (3e6, 5.0)]
+    assert points(run_of(stage), SYSTEM_COUNTER) == [(1e6, 8.0), (3e6, 9.0)]
 
 
 def test_memory_is_read_at_the_end_of_a_step() -> None:
     steps = Steps((0.0, 0.5), (0.5, 0.5), rss_bytes=(2 * MIB, 4 * MIB))
-    assert points(run_of(Stage("denoising", 1.0, 1.0, steps=steps)), PROCESS) == [(1.5e6, 2.0), (2e6, 4.0)]
+    assert points(run_of(Stage("denoising", 1.0, 1.0, steps=steps)), PROCESS_COUNTER) == [
+        (1.5e6, 2.0),
+        (2e6, 4.0),
+    ]
 
 
 def test_a_peak_is_at_its_own_time() -> None:
     stage = Stage("denoising", 1.0, 1.0, peak=PeakMemory(rss_bytes=7 * MIB, rss_at_seconds=0.25))
-    assert points(run_of(stage), PROCESS) == [(1.25e6, 7.0)]
+    assert points(run_of(stage), PROCESS_COUNTER) == [(1.25e6, 7.0)]
 
 
 def test_a_peak_without_a_time_is_no_point() -> None:
     stage = Stage("denoising", 1.0, 1.0, peak=PeakMemory(rss_bytes=7 * MIB))
-    assert points(run_of(stage), PROCESS) == []
+    assert points(run_of(stage), PROCESS_COUNTER) == []
 
 
 def test_what_was_not_read_is_no_point_and_not_a_zero() -> None:
     steps = Steps((0.0, 0.5), (0.5, 0.5), rss_bytes=(None, 4 * MIB))
-    assert points(run_of(Stage("denoising", 0.0, 1.0, steps=steps)), PROCESS) == [(1e6, 4.0)]
+    assert points(run_of(Stage("denoising", 0.0, 1.0, steps=steps)), PROCESS_COUNTER) == [(1e6, 4.0)]
 
 
 def test_a_device_has_a_counter_of_what_is_allocated_and_one_of_what_is_reserved() -> None:
@@ -75,7 +78,7 @@ def test_of_two_readings_at_one_moment_the_higher_counts() -> None:
     outer = Stage(
         "outer", 0.0, 2.0, peak=PeakMemory(rss_bytes=5 * MIB, rss_at_seconds=1.0), children=(inner,)
     )
-    assert points(run_of(outer), PROCESS) == [(1e6, 7.0)]
+    assert points(run_of(outer), PROCESS_COUNTER) == [(1e6, 7.0)]
 
 
 BUSY = {"device": "cuda:0", "at_seconds": [0.0, 0.5], "busy_series": [10.0, 90.0]}
@@ -102,8 +105,8 @@ CURVES = {
 
 def test_what_the_sampler_saw_is_in_the_counters() -> None:
     run = run_of(Stage("generation", 1.0, 1.0, facts={"memory_over_time": CURVES}))
-    assert points(run, PROCESS) == [(1.1e6, 3.0), (1.2e6, 5.0)]
-    assert points(run, SYSTEM) == [(1.1e6, 9.0)]
+    assert points(run, PROCESS_COUNTER) == [(1.1e6, 3.0), (1.2e6, 5.0)]
+    assert points(run, SYSTEM_COUNTER) == [(1.1e6, 9.0)]
     assert points(run, "cuda:0 allocated (MiB)") == [(1.2e6, 2.0)]
 
 
@@ -122,10 +125,10 @@ def ranks(*hosts: HostFacts | None) -> Run:
 
 def test_ranks_have_a_counter_each_for_their_processes_and_their_devices() -> None:
     run = ranks(HostFacts("CPU", 8), HostFacts("CPU", 8))
-    assert points(run, PROCESS) == []
-    assert points(run, SYSTEM) == [(1.1e6, 9.0)]
+    assert points(run, PROCESS_COUNTER) == []
+    assert points(run, SYSTEM_COUNTER) == [(1.1e6, 9.0)]
     for rank in ("rank 0", "rank 1"):
-        assert points(run, f"{rank}: {PROCESS}") == [(1.1e6, 3.0), (1.2e6, 5.0), (1.5e6, 3.0)]
+        assert points(run, f"{rank}: {PROCESS_COUNTER}") == [(1.1e6, 3.0), (1.2e6, 5.0), (1.5e6, 3.0)]
         assert (1.2e6, 2.0) in points(run, f"cuda:0 ({rank}) allocated (MiB)")
         busy = events_of(run, phase="C", name=f"cuda:0 ({rank}) busy (%)")
         assert [(event["ts"], event["args"]) for event in busy] == [(1e6, {"%": 10.0}), (1.5e6, {"%": 90.0})]
@@ -133,15 +136,18 @@ def test_ranks_have_a_counter_each_for_their_processes_and_their_devices() -> No
 
 def test_ranks_on_several_machines_have_a_counter_each_of_their_machine_s_memory() -> None:
     run = ranks(HostFacts("CPU", 8), HostFacts("another CPU", 8))
-    assert points(run, SYSTEM) == []
-    assert points(run, f"rank 1: {SYSTEM}") == [(1.1e6, 9.0)]
+    assert points(run, SYSTEM_COUNTER) == []
+    assert points(run, f"rank 1: {SYSTEM_COUNTER}") == [(1.1e6, 9.0)]
 
 
 def test_a_curve_that_is_damaged_is_not_drawn() -> None:
     curves = {"process": {"at_seconds": [0.1], "nbytes": []}}
-    assert points(run_of(Stage("generation", 1.0, 1.0, facts={"memory_over_time": curves})), PROCESS) == []
+    assert (
+        points(run_of(Stage("generation", 1.0, 1.0, facts={"memory_over_time": curves})), PROCESS_COUNTER)
+        == []
+    )
 
 
 def test_the_rank_of_a_lora_makes_no_process_of_a_stage() -> None:
     stage = Stage("lora_application", 1.0, 1.0, peak=PeakMemory(3 * MIB, 0.5), facts={"rank": 16})
-    assert points(run_of(stage), PROCESS) == [(1.5e6, 3.0)]
+    assert points(run_of(stage), PROCESS_COUNTER) == [(1.5e6, 3.0)]

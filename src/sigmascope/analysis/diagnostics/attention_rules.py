@@ -65,4 +65,4 @@ def eager_attention(case: Case) -> Iterator[Finding]:
     )
 
 
-RULES = (plain_processor_in_joint_blocks, eager_attention)
+ATTENTION_RULES = (plain_processor_in_joint_blocks, eager_attention)

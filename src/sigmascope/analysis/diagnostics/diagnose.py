@@ -5,20 +5,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Final, TypeVar
 
-from sigmascope.analysis.diagnostics import (
-    attention_rules,
-    memory_rules,
-    model_rules,
-    picture_rules,
-    placement_rules,
-    precision_rules,
-    rank_rules,
-    step_rules,
-    text_rules,
-    time_rules,
-    utilization_rules,
-)
+from sigmascope.analysis.diagnostics.attention_rules import ATTENTION_RULES
 from sigmascope.analysis.diagnostics.case import Case, cases, whole
+from sigmascope.analysis.diagnostics.memory_rules import MEMORY_RULES, MEMORY_RUN_RULES
+from sigmascope.analysis.diagnostics.model_rules import MODEL_RULES
+from sigmascope.analysis.diagnostics.picture_rules import PICTURE_RULES
+from sigmascope.analysis.diagnostics.placement_rules import PLACEMENT_RULES, PLACEMENT_RUN_RULES
+from sigmascope.analysis.diagnostics.precision_rules import PRECISION_RULES
+from sigmascope.analysis.diagnostics.rank_rules import about_rank, slow_ranks
+from sigmascope.analysis.diagnostics.step_rules import STEP_RULES
+from sigmascope.analysis.diagnostics.text_rules import TEXT_RULES
+from sigmascope.analysis.diagnostics.time_rules import TIME_RULES
+from sigmascope.analysis.diagnostics.utilization_rules import UTILIZATION_RULES
 from sigmascope.analysis.leaks import find_leaks
 from sigmascope.printable import printable
 from sigmascope.records.finding import Finding
@@ -30,18 +28,18 @@ T = TypeVar("T")
 Rule = Callable[[Case], Iterator[Finding]]
 
 RULES: Final[tuple[Rule, ...]] = (
-    *memory_rules.RULES,
-    *attention_rules.RULES,
-    *model_rules.RULES,
-    *placement_rules.RULES,
-    *precision_rules.RULES,
-    *text_rules.RULES,
-    *picture_rules.RULES,
-    *time_rules.RULES,
-    *step_rules.RULES,
-    *utilization_rules.RULES,
+    *MEMORY_RULES,
+    *ATTENTION_RULES,
+    *MODEL_RULES,
+    *PLACEMENT_RULES,
+    *PRECISION_RULES,
+    *TEXT_RULES,
+    *PICTURE_RULES,
+    *TIME_RULES,
+    *STEP_RULES,
+    *UTILIZATION_RULES,
 )
-RUN_RULES: Final[tuple[Rule, ...]] = (*memory_rules.RUN_RULES, *placement_rules.RUN_RULES)
+RUN_RULES: Final[tuple[Rule, ...]] = (*MEMORY_RUN_RULES, *PLACEMENT_RUN_RULES)
 """Rules on the whole run: what they look for may lie between its generations."""
 _ABOUT: Final = ("component", "device", "class", "prompt")
 """Evidence that tells findings of one rule apart."""
@@ -65,8 +63,8 @@ def diagnose(run: Run) -> tuple[Finding, ...]:
 
 def _of_ranks(run: Run) -> list[Finding]:
     ranks = _or_nothing(lambda: list(ranks_of(run).items()), "Reading the ranks")
-    findings = [rank_rules.about_rank(finding, name) for name, own in ranks for finding in _of_process(own)]
-    return findings + _or_nothing(lambda: list(rank_rules.slow_ranks(dict(ranks))), "slow_ranks")
+    findings = [about_rank(finding, name) for name, own in ranks for finding in _of_process(own)]
+    return findings + _or_nothing(lambda: list(slow_ranks(dict(ranks))), "slow_ranks")
 
 
 def _of_process(run: Run) -> list[Finding]:

@@ -172,5 +172,5 @@ def _what(nans: int, infinities: int) -> str:
     return " and ".join(parts)
 
 
-RULES = (near_the_limit, kept_after_a_stage, values_not_finite)
-RUN_RULES = (fragmented,)
+MEMORY_RULES = (near_the_limit, kept_after_a_stage, values_not_finite)
+MEMORY_RUN_RULES = (fragmented,)

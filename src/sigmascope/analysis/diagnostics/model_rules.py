@@ -107,7 +107,7 @@ def _mapping(value: object) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-RULES = (
+MODEL_RULES = (
     edit_model_for_text_to_image,
     steps_of_a_distilled_model,
     guidance_doubles_the_work,

@@ -62,4 +62,4 @@ def _count(seen: Mapping[str, Any], name: str) -> int:
     return value if isinstance(value, int) else 0
 
 
-RULES = (pictures_without_content,)
+PICTURE_RULES = (pictures_without_content,)

@@ -101,5 +101,5 @@ def _largest(case: Case) -> int | None:
     return max((one.total_bytes for one in case.accelerators() if one.total_bytes is not None), default=None)
 
 
-RULES = (cpu_while_an_accelerator_is_free, weights_moved_every_step, offloaded_though_it_fits)
-RUN_RULES = (loaded_again,)
+PLACEMENT_RULES = (cpu_while_an_accelerator_is_free, weights_moved_every_step, offloaded_though_it_fits)
+PLACEMENT_RUN_RULES = (loaded_again,)

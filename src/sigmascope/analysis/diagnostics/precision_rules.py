@@ -95,4 +95,4 @@ def _multiplies_bfloat16(case: Case, device: str) -> bool:
     return not all(part.isdigit() for part in parts) or tuple(map(int, parts)) >= _BF16_CAPABILITY
 
 
-RULES = (float32_on_an_accelerator, float32_vae, convolutions_not_channels_last)
+PRECISION_RULES = (float32_on_an_accelerator, float32_vae, convolutions_not_channels_last)

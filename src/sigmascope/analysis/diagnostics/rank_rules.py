@@ -12,7 +12,7 @@ from sigmascope.records.finding import Finding
 from sigmascope.records.run import Run
 
 _SLOWER_BY: Final = 1.1
-_FEWEST_STEPS: Final = 3
+_FEWEST_STEPS_OF_A_RANK: Final = 3
 
 
 def slow_ranks(ranks: Mapping[str, Run]) -> Iterator[Finding]:
@@ -27,7 +27,7 @@ def slow_ranks(ranks: Mapping[str, Run]) -> Iterator[Finding]:
         for stage in run.walk():
             timed = step_seconds(stage, on_device=step_name(stage) in on_device)
             seconds = known(timed[1:])  # it compiles in the first
-            if len(stage.steps) >= _FEWEST_STEPS and seconds:
+            if len(stage.steps) >= _FEWEST_STEPS_OF_A_RANK and seconds:
                 of_stage.setdefault(stage.name, {}).setdefault(rank, []).extend(seconds)
     for stage_name, of_rank in of_stage.items():
         steps = {rank: median(all_of_it) for rank, all_of_it in of_rank.items()}

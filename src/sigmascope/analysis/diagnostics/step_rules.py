@@ -152,4 +152,4 @@ def _listed(numbers: list[int], most: int = 8) -> str:
     return shown if len(numbers) <= most else f"{shown}, …"
 
 
-RULES = (first_step_compiles, steps_stand_out, steps_slow_down, device_waits)
+STEP_RULES = (first_step_compiles, steps_stand_out, steps_slow_down, device_waits)

@@ -43,4 +43,4 @@ def _prompts(analysis: object) -> Iterator[tuple[str, Mapping[str, Any]]]:
             yield side, prompt
 
 
-RULES = (prompt_is_cut,)
+TEXT_RULES = (prompt_is_cut,)

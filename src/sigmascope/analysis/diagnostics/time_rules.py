@@ -106,4 +106,4 @@ def text_encoding_takes_long(case: Case) -> Iterator[Finding]:
     )
 
 
-RULES = (target_missed, vae_takes_long, text_encoding_takes_long)
+TIME_RULES = (target_missed, vae_takes_long, text_encoding_takes_long)

@@ -87,4 +87,4 @@ def _sampled(case: Case) -> Iterator[tuple[Stage, DeviceUtilization]]:
                 yield stage, device
 
 
-RULES = (device_idle, slowed_by_heat, held_by_power_cap)
+UTILIZATION_RULES = (device_idle, slowed_by_heat, held_by_power_cap)

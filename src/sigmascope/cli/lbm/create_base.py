@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from sigmascope.cli.extras import needs_extra
 from sigmascope.cli.lbm import options
+from sigmascope.cli.lbm.create_base_run import CreateBaseOptions, run_create_base
 
 EPILOG = """Examples:
 
@@ -88,9 +88,6 @@ def create_base(
     weights are taken over. A fine-tuned LBM minus this base is what its LoRA
     holds. The config is put beside the base, where later commands find it.
     """
-    with needs_extra("lbm"):
-        from sigmascope.cli.lbm.create_base_run import CreateBaseOptions, run_create_base
-
     run_create_base(
         CreateBaseOptions(
             config_path=config_path,

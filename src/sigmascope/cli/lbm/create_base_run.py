@@ -1,7 +1,4 @@
-"""The work of `sigmascope lbm create-base`: make the base, try it, say what was done.
-
-Imports torch through the lbm room, so `cli/lbm/create_base.py` imports this module only when the command runs.
-"""
+"""The work of `sigmascope lbm create-base`: make the base, try it, say what was done."""
 
 import json
 from collections import Counter
@@ -14,16 +11,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from sigmascope.cli.extras import needs_extra
 from sigmascope.cli.lbm.termination import leaving_on_sigterm
 from sigmascope.cli.progress import progress_bar
-from sigmascope.lbm.base import BaseReport, create_base
-from sigmascope.lbm.basing.baseline import BaselineReport, run_baseline
-from sigmascope.lbm.config import LbmConfig, load_config
-from sigmascope.lbm.devices import resolve_device, resolve_dtype
 from sigmascope.units import MIB, mebibytes, seconds
 
 if TYPE_CHECKING:
     import torch
+
+    from sigmascope.lbm.base import BaseReport
+    from sigmascope.lbm.basing.baseline import BaselineReport
+    from sigmascope.lbm.config import LbmConfig
 
 KEEP = "backbone"
 """--torch_dtype: the backbone's own."""
@@ -54,11 +52,16 @@ def run_create_base(options: CreateBaseOptions) -> None:
         SigmascopeError: Whatever was wrong with the options, the backbone or the targets.
         SystemExit: With 143 on SIGTERM; every target is as it was.
     """
+    with needs_extra("lbm"):
+        from sigmascope.lbm.base import create_base as make_base
+        from sigmascope.lbm.config import load_config
+        from sigmascope.lbm.devices import resolve_device, resolve_dtype
+
     dtype = None if options.torch_dtype == KEEP else resolve_dtype(options.torch_dtype)
     device = resolve_device(options.device)
     config = load_config(options.config_path)
     with leaving_on_sigterm(), progress_bar("Creating base") as progress:
-        report = create_base(
+        report = make_base(
             options.config_path,
             options.save_path,
             backbone=options.backbone_signature,
@@ -75,15 +78,20 @@ def run_create_base(options: CreateBaseOptions) -> None:
 
 
 def _try_out(
-    report: BaseReport, config: LbmConfig, dtype: "torch.dtype | None", device: "torch.device"
-) -> BaselineReport:
+    report: "BaseReport", config: "LbmConfig", dtype: "torch.dtype | None", device: "torch.device"
+) -> "BaselineReport":
+    from sigmascope.lbm.basing.baseline import run_baseline
+    from sigmascope.lbm.devices import resolve_dtype
+
     with progress_bar("Testing base") as progress:
         return run_baseline(
             report.paths, config, dtype=dtype or resolve_dtype("float32"), device=device, progress=progress
         )
 
 
-def _print(console: Console, report: BaseReport, baseline: BaselineReport | None, *, verbose: bool) -> None:
+def _print(
+    console: Console, report: "BaseReport", baseline: "BaselineReport | None", *, verbose: bool
+) -> None:
     console.print(Text.assemble(("Exact base: ", "bold"), report.paths[0].stem))
     console.print(_facts(report))
     if verbose:
@@ -96,7 +104,7 @@ def _print(console: Console, report: BaseReport, baseline: BaselineReport | None
     console.print(Text(f"Next: {following} {report.paths[0]} --tuned_model_path ...", overflow="fold"))
 
 
-def _facts(report: BaseReport) -> Table:
+def _facts(report: "BaseReport") -> Table:
     changes = Counter(each.change for each in report.adapted.values())
     dtypes = ", ".join(f"{count:,} in {name}" for name, count in report.dtypes.items())
     facts = {
@@ -117,7 +125,7 @@ def _facts(report: BaseReport) -> Table:
     return table
 
 
-def _weights(report: BaseReport) -> Text:
+def _weights(report: "BaseReport") -> Text:
     """Every weight that is not as it was: a line each, since names are longer than a table's columns."""
     lines = [
         f"  {key}: {_shape(each.had)} -> {_shape(each.shape)}, {each.change}"
@@ -133,7 +141,7 @@ def _shape(shape: tuple[int, ...]) -> str:
     return "×".join(map(str, shape))
 
 
-def _tried(baseline: BaselineReport) -> str:
+def _tried(baseline: "BaselineReport") -> str:
     width, height = baseline.size
     return (
         f"Tested: {baseline.compared:,} tensors equal in every file; loaded in {seconds(baseline.load_seconds)}; "

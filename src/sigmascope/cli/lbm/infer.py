@@ -5,8 +5,9 @@ from typing import Annotated
 
 import typer
 
-from sigmascope.cli.extras import needs_extra
 from sigmascope.cli.lbm import options
+from sigmascope.cli.lbm.infer_options import InferOptions
+from sigmascope.cli.lbm.infer_run import run_infer
 
 EPILOG = (
     "Example: sigmascope lbm infer --base_model_path base.safetensors --lora_path my_lora.safetensors "
@@ -100,10 +101,6 @@ def infer(
 
     The result has the picture's own size. Without --seed, the seed that was drawn is in the record.
     """
-    with needs_extra("lbm"):
-        from sigmascope.cli.lbm.infer_options import InferOptions
-        from sigmascope.cli.lbm.infer_run import run_infer
-
     run_infer(
         InferOptions(
             base_model_path=base_model_path,

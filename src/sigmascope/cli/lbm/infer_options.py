@@ -1,18 +1,10 @@
-"""The options of `sigmascope lbm infer`, and the refusal of those that cannot work.
-
-Imports torch through the lbm room, so `cli/lbm/infer.py` imports this module only when the command runs.
-"""
+"""The options of `sigmascope lbm infer`, and the refusal of those that cannot work."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
 from sigmascope.cli.lbm.infer_targets import check_targets, model_files
 from sigmascope.errors import ConfigError
-from sigmascope.lbm.bridge import bridge_sigmas
-from sigmascope.lbm.buckets import check_resolution, parse_size
-from sigmascope.lbm.devices import resolve_device, resolve_dtype
-from sigmascope.lbm.images import image_format
-from sigmascope.lbm.loading import find_config
 
 LORA_SCALES = (0.0, 2.0)
 """Range of --lora_scale (SPEC section 7)."""
@@ -44,6 +36,11 @@ class InferOptions:
 
 def check_options(options: InferOptions) -> None:
     """Refuse what cannot work before minutes are spent on it."""
+    from sigmascope.lbm.bridge import bridge_sigmas
+    from sigmascope.lbm.buckets import check_resolution, parse_size
+    from sigmascope.lbm.devices import resolve_device, resolve_dtype
+    from sigmascope.lbm.images import image_format
+
     low, high = LORA_SCALES
     if not low <= options.lora_scale <= high:
         raise ConfigError(
@@ -59,6 +56,8 @@ def check_options(options: InferOptions) -> None:
 
 def check_files(options: InferOptions, conditioning: dict[str, Path]) -> None:
     """Refuse to write over anything that is read, before anything is read."""
+    from sigmascope.lbm.loading import find_config
+
     inputs = {
         "--base_model_path": model_files(options.base_model_path),
         "--source_image": [options.source_image],

@@ -1,28 +1,21 @@
-"""The work of `sigmascope lbm infer`: check, load, apply, translate, save.
-
-Imports torch through the lbm room, so `cli/lbm/infer.py` imports this module only when the command runs.
-"""
+"""The work of `sigmascope lbm infer`: check, load, apply, translate, save."""
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from PIL import Image
-
+from sigmascope.cli.extras import needs_extra
 from sigmascope.cli.lbm.infer_options import InferOptions, check_files, check_options, conditioning_paths_of
 from sigmascope.cli.lbm.infer_report import report
 from sigmascope.cli.progress import progress_bar
 from sigmascope.errors import SigmascopeError
-from sigmascope.lbm.buckets import parse_size
-from sigmascope.lbm.devices import resolve_device, resolve_dtype
-from sigmascope.lbm.images import load_image, save_image
-from sigmascope.lbm.infer import translate_image
-from sigmascope.lbm.memory_errors import LESS_FOR_INFERENCE, within_memory
-from sigmascope.lbm.model import LbmModel
-from sigmascope.lbm.watched import load_watched
-from sigmascope.lora.apply import AttachedLora, MergedLora, attach_lora, merge_lora
-from sigmascope.lora.formats import load_lora
-from sigmascope.monitor.recorder import Recorder
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+    from sigmascope.lbm.model import LbmModel
+    from sigmascope.lora.apply import AttachedLora, MergedLora
+    from sigmascope.monitor.recorder import Recorder
 
 _log = logging.getLogger(__name__)
 
@@ -34,6 +27,12 @@ def run_infer(options: InferOptions) -> None:
         SigmascopeError: Whatever was wrong with the options, the files or the model. The run is saved even
             then, when `run_path` is given.
     """
+    with needs_extra("lbm"):
+        from sigmascope.lbm.images import load_image, save_image
+        from sigmascope.lbm.memory_errors import LESS_FOR_INFERENCE, within_memory
+        from sigmascope.lbm.watched import load_watched  # noqa: F401 - refused now if a package is missing
+        from sigmascope.monitor.recorder import Recorder
+
     conditioning_paths = conditioning_paths_of(options.conditioning)
     check_options(options)
     check_files(options, conditioning_paths)
@@ -55,7 +54,7 @@ def run_infer(options: InferOptions) -> None:
     report(run, _summary(options, result, applied), as_json=options.as_json, verbose=options.verbose)
 
 
-def _save_failed_run(recorder: Recorder, path: Path | None) -> None:
+def _save_failed_run(recorder: "Recorder", path: Path | None) -> None:
     """Keep the record of a failure; when that fails too, the failure itself is what the user must see."""
     if path is None:
         return
@@ -65,7 +64,10 @@ def _save_failed_run(recorder: Recorder, path: Path | None) -> None:
         _log.warning("The record of the failed run was not saved: %s", error)
 
 
-def _load_model(options: InferOptions) -> LbmModel:
+def _load_model(options: InferOptions) -> "LbmModel":
+    from sigmascope.lbm.devices import resolve_device, resolve_dtype
+    from sigmascope.lbm.watched import load_watched
+
     with progress_bar("Loading") as progress:
         return load_watched(
             options.base_model_path,
@@ -77,10 +79,13 @@ def _load_model(options: InferOptions) -> LbmModel:
 
 
 def _apply_lora(
-    options: InferOptions, model: LbmModel, recorder: Recorder
-) -> AttachedLora | MergedLora | None:
+    options: InferOptions, model: "LbmModel", recorder: "Recorder"
+) -> "AttachedLora | MergedLora | None":
     if options.lora_path is None:
         return None
+    from sigmascope.lora.apply import attach_lora, merge_lora
+    from sigmascope.lora.formats.opening import load_lora
+
     with recorder.stage("lora_application") as stage:
         lora = load_lora(options.lora_path)
         stage.fact("file", str(options.lora_path))
@@ -95,8 +100,11 @@ def _apply_lora(
 
 
 def _translate(
-    options: InferOptions, model: LbmModel, picture: Image.Image, conditioning: dict[str, Image.Image]
-) -> Image.Image:
+    options: InferOptions, model: "LbmModel", picture: "Image.Image", conditioning: "dict[str, Image.Image]"
+) -> "Image.Image":
+    from sigmascope.lbm.buckets import parse_size
+    from sigmascope.lbm.infer import translate_image
+
     with progress_bar("Translating") as progress:
         return translate_image(
             model,
@@ -112,8 +120,10 @@ def _translate(
 
 
 def _summary(
-    options: InferOptions, result: Image.Image, applied: AttachedLora | MergedLora | None
+    options: InferOptions, result: "Image.Image", applied: "AttachedLora | MergedLora | None"
 ) -> dict[str, Any]:
+    from sigmascope.lora.apply import AttachedLora
+
     summary: dict[str, Any] = {
         "output_path": str(options.output_path),
         "width": result.width,

@@ -4,11 +4,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from sigmascope.checkpoints.weight_files import INDEX_SUFFIX, PICKLE_SUFFIXES
 from sigmascope.errors import ConfigError, WriteError
 from sigmascope.records.os_errors import reason_of, writing_hint
-
-WEIGHTS = (INDEX_SUFFIX, ".safetensors", *PICKLE_SUFFIXES)
 
 
 def check_targets(inputs: Mapping[str, list[Path]], targets: Mapping[str, Path]) -> None:
@@ -33,6 +30,9 @@ def check_targets(inputs: Mapping[str, list[Path]], targets: Mapping[str, Path])
 
 def model_files(checkpoint: Path) -> list[Path]:
     """Every file that may be read for a checkpoint: itself, or the weights in its folder."""
+    from sigmascope.checkpoints.weight_files import INDEX_SUFFIX, PICKLE_SUFFIXES
+
+    weights = (INDEX_SUFFIX, ".safetensors", *PICKLE_SUFFIXES)
     try:
         if checkpoint.is_dir():
             folder = checkpoint
@@ -40,7 +40,7 @@ def model_files(checkpoint: Path) -> list[Path]:
             folder = checkpoint.parent
         else:
             return [checkpoint]
-        return [checkpoint, *(path for path in folder.iterdir() if path.name.endswith(WEIGHTS))]
+        return [checkpoint, *(path for path in folder.iterdir() if path.name.endswith(weights))]
     except (OSError, ValueError):  # opening it says so, and better
         return [checkpoint]
 

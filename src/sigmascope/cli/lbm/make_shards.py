@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from sigmascope.cli.extras import needs_extra
+from sigmascope.cli.lbm.make_shards_run import MakeShardsOptions, run_make_shards
 
 EPILOG = """Examples:
 
@@ -74,9 +74,6 @@ def make_shards(
     [bold]source/a.png[/bold] and [bold]target/a.png[/bold]. Pictures go in as
     they are, after each was decoded once. Files that belong to no pair are named.
     """
-    with needs_extra("train"):
-        from sigmascope.cli.lbm.make_shards_run import MakeShardsOptions, run_make_shards
-
     run_make_shards(
         MakeShardsOptions(
             paths=tuple(paths),

@@ -1,31 +1,23 @@
-"""The work of `sigmascope lbm make-shards`: find or render pairs, write, and say what was made.
-
-Imports WebDataset, and torch with it, so `cli/lbm/make_shards.py` imports this module only when the command runs.
-"""
+"""The work of `sigmascope lbm make-shards`: find or render pairs, write, and say what was made."""
 
 import json
 import os
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
+from sigmascope.cli.extras import needs_extra
 from sigmascope.cli.progress import progress_bar
 from sigmascope.errors import ConfigError
-from sigmascope.lbm.pocket.shards import LIGHTS, POCKET_SHARD_SIZE, write_pocket_shards
-from sigmascope.lbm.shards.encoding import PairEncoder
-from sigmascope.lbm.shards.pairs import LeftOut, find_pairs
-from sigmascope.lbm.shards.writing import (
-    SHARD_SIZE,
-    ShardTarget,
-    WrittenShard,
-    check_target,
-    shard_pattern,
-    write_shards,
-)
+
+if TYPE_CHECKING:
+    from sigmascope.lbm.shards.pairs import LeftOut
+    from sigmascope.lbm.shards.writing import WrittenShard
 
 SHOWN = 10
 """Files left out that are named on the console; --json names all."""
@@ -50,11 +42,13 @@ class MakeShardsOptions:
 class Made:
     """The shards, and what went into none."""
 
-    shards: list[WrittenShard]
-    left_out: list[LeftOut]
+    shards: "list[WrittenShard]"
+    left_out: "list[LeftOut]"
 
     def as_dict(self) -> dict[str, object]:
         """As JSON values."""
+        from sigmascope.lbm.shards.writing import shard_pattern
+
         return {
             "train_shards": shard_pattern(self.shards),
             "samples": sum(shard.samples for shard in self.shards),
@@ -80,6 +74,11 @@ def run_make_shards(options: MakeShardsOptions) -> None:
 
 
 def _of_folder(options: MakeShardsOptions) -> Made:
+    with needs_extra("train"):
+        from sigmascope.lbm.shards.encoding import PairEncoder
+        from sigmascope.lbm.shards.pairs import find_pairs
+        from sigmascope.lbm.shards.writing import SHARD_SIZE, ShardTarget, check_target, write_shards
+
     if len(options.paths) != 2:
         raise ConfigError(
             f"make-shards: expected FOLDER and OUT, got {len(options.paths)} paths.",
@@ -110,6 +109,9 @@ def _of_folder(options: MakeShardsOptions) -> Made:
 
 
 def _of_scenes(options: MakeShardsOptions) -> Made:
+    with needs_extra("train"):
+        from sigmascope.lbm.pocket.shards import LIGHTS, POCKET_SHARD_SIZE, write_pocket_shards
+
     if len(options.paths) != 1:
         raise ConfigError(
             f"--pocket_scenes: expected OUT alone, got {len(options.paths)} paths.",
@@ -165,6 +167,8 @@ def _workers(scenes: int) -> int:
 
 
 def _report(made: Made) -> None:
+    from sigmascope.lbm.shards.writing import shard_pattern
+
     warnings = Console(stderr=True, highlight=False, soft_wrap=True)
     for item in made.left_out[:SHOWN]:
         warnings.print(f"[yellow]Left out:[/yellow] {escape(item.name)} {escape(item.reason)}")

@@ -7,6 +7,7 @@ import typer
 
 from sigmascope.cli.extras import needs_extra
 from sigmascope.cli.lbm import options
+from sigmascope.cli.lbm.serve_run import run_serve
 
 EPILOG = (
     "Examples: sigmascope lbm serve --pocket\n\n"
@@ -72,7 +73,6 @@ def serve(
     results stay in memory; nothing is written to disk. Ctrl-C ends it.
     """
     with needs_extra("ui"):
-        from sigmascope.cli.lbm.serve_run import run_serve
         from sigmascope.lbm.serving.models import ModelOptions
 
     run_serve(

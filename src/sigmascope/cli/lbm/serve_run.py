@@ -1,23 +1,24 @@
-"""The work of `sigmascope lbm serve`: take the port, load, serve, tell the address.
-
-Imports torch through the lbm room, so `cli/lbm/serve.py` imports this module only when the command runs.
-"""
+"""The work of `sigmascope lbm serve`: take the port, load, serve, tell the address."""
 
 import json
 import threading
 import webbrowser
 from contextlib import closing
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
+from sigmascope.cli.extras import needs_extra
 from sigmascope.cli.progress import progress_bar
-from sigmascope.lbm.serving.models import ModelOptions, ServedModel, load_served
-from sigmascope.lbm.serving.server import Address, bind, serve
+
+if TYPE_CHECKING:
+    from sigmascope.lbm.serving.models import ModelOptions, ServedModel
+    from sigmascope.lbm.serving.server import Address
 
 
-def run_serve(options: ModelOptions, *, host: str, port: int, open_browser: bool, as_json: bool) -> None:
+def run_serve(options: "ModelOptions", *, host: str, port: int, open_browser: bool, as_json: bool) -> None:
     """Serve until Ctrl-C.
 
     Raises:
@@ -25,21 +26,26 @@ def run_serve(options: ModelOptions, *, host: str, port: int, open_browser: bool
         SigmascopeError: The model or the LoRA cannot be loaded.
         KeyboardInterrupt: Ctrl-C.
     """
+    with needs_extra("ui"):
+        from sigmascope.lbm.serving.models import load_served
+        from sigmascope.lbm.serving.server import bind
+        from sigmascope.lbm.serving.server import serve as serve_model
+
     options.check()
     with closing(bind(host, port)) as listening:
         with progress_bar("Loading") as progress:
             served = load_served(options, progress=progress)
 
-        def on_ready(address: Address) -> None:
+        def on_ready(address: "Address") -> None:
             _announce(address, served, as_json=as_json)
             if open_browser:
                 # Its own thread: some browsers return only when they are closed.
                 threading.Thread(target=_open, args=[address.url], daemon=True).start()
 
-        serve(served, listening, host, on_ready)
+        serve_model(served, listening, host, on_ready)
 
 
-def _announce(address: Address, served: ServedModel, *, as_json: bool) -> None:
+def _announce(address: "Address", served: "ServedModel", *, as_json: bool) -> None:
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     if not address.is_loopback:
         console.print(

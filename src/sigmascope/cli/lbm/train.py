@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from sigmascope.cli.extras import needs_extra
 from sigmascope.cli.lbm import options
+from sigmascope.cli.lbm.train_run import TrainOptions, run_train
 
 EPILOG = (
     "Example: sigmascope lbm train --path_config lora_relight.yaml --dry_run, then without --dry_run. "
@@ -70,9 +70,6 @@ def train(
     Ctrl-C and SIGTERM save a checkpoint and end; the same command goes on from
     it. After a kill it goes on from the last checkpoint that was saved.
     """
-    with needs_extra("train"):
-        from sigmascope.cli.lbm.train_run import TrainOptions, run_train
-
     run_train(
         TrainOptions(
             path_config=path_config,

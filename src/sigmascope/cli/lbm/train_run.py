@@ -6,19 +6,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
 
+from sigmascope.cli.extras import needs_extra
 from sigmascope.cli.lbm.train_report import print_dry_run, print_report, say_log, say_validation
 from sigmascope.cli.progress import progress_bar
 from sigmascope.cli.stdout import stdout_for_results
-from sigmascope.lbm.devices import resolve_device
-from sigmascope.lbm.train import Listeners, train
-from sigmascope.lbm.training.dry_run import dry_run
-from sigmascope.lbm.training.settings import TrainSettings, load_train_settings
-from sigmascope.lbm.training.stopping import EXIT_CODES
-from sigmascope.lbm.training.validation import Validation
+
+if TYPE_CHECKING:
+    from sigmascope.lbm.train import Listeners
+    from sigmascope.lbm.training.settings import TrainSettings
+    from sigmascope.lbm.training.validation import Validation
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,12 @@ def run_train(options: TrainOptions) -> None:
         SigmascopeError: Whatever was wrong with the settings, the files or the training.
         typer.Exit: With 143 or 130 when a signal stopped it.
     """
+    with needs_extra("train"):
+        from sigmascope.lbm.devices import resolve_device
+        from sigmascope.lbm.train import train as train_lbm
+        from sigmascope.lbm.training.dry_run import dry_run
+        from sigmascope.lbm.training.stopping import EXIT_CODES
+
     settings = _settings(options)
     console = Console(stderr=True, highlight=False)
     if options.dry_run:
@@ -53,15 +60,17 @@ def run_train(options: TrainOptions) -> None:
         resolve_device(options.device)  # else training would name the YAML's key
     # DeepSpeed is imported, and may compile, while training begins.
     with stdout_for_results(), _listening(options, console) as listeners, _warnings(console):
-        report = train(settings, resume=options.resume, progress=listeners.progress, listeners=listeners)
+        report = train_lbm(settings, resume=options.resume, progress=listeners.progress, listeners=listeners)
     if _is_main_process():
         print_report(report, settings, as_json=options.as_json)
     if report.stopped_by is not None:
         raise typer.Exit(EXIT_CODES[report.stopped_by])
 
 
-def _settings(options: TrainOptions) -> TrainSettings:
+def _settings(options: TrainOptions) -> "TrainSettings":
     """The YAML's, with what the command line says instead."""
+    from sigmascope.lbm.training.settings import load_train_settings
+
     settings = load_train_settings(options.path_config)
     said = {
         "max_steps": options.max_steps,
@@ -73,11 +82,13 @@ def _settings(options: TrainOptions) -> TrainSettings:
 
 
 @contextmanager
-def _listening(options: TrainOptions, console: Console) -> Iterator[Listeners]:
+def _listening(options: TrainOptions, console: Console) -> "Iterator[Listeners]":
     """A bar on a terminal; elsewhere, in a log file say, a line now and then."""
+    from sigmascope.lbm.train import Listeners
+
     live = console.is_terminal if options.live is None else options.live
 
-    def on_validation(found: Validation, sheet: Path) -> None:
+    def on_validation(found: "Validation", sheet: Path) -> None:
         say_validation(console, found, sheet)
 
     if not _is_main_process():

@@ -83,7 +83,7 @@ def convert(
     scale multiplied into the up factor, and the header keeps what is still true.
     """
     from sigmascope.lora.convert import convert_lora
-    from sigmascope.lora.extraction.options import STORAGE_DTYPES
+    from sigmascope.lora.names.lora_dtype import STORAGE_DTYPES
 
     with progress_bar("Converting") as progress:
         report = convert_lora(

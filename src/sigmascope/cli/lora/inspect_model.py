@@ -15,7 +15,7 @@ from sigmascope.cli.progress import progress_bar
 
 if TYPE_CHECKING:
     from sigmascope.lora.effect import BlockEffect, Effect
-    from sigmascope.lora.verdict import LoraVerdict
+    from sigmascope.lora.verdict.lora_verdict import LoraVerdict
     from sigmascope.records.finding import Finding
 
 _SEVERITY_STYLE = {"info": "cyan", "warning": "yellow", "error": "red", "critical": "bold red"}
@@ -57,7 +57,7 @@ class OnModel:
 def judge(lora: Path, model: Path, *, relative: bool) -> OnModel:
     """Judge a LoRA by a checkpoint; its weights are read only for relative strength."""
     from sigmascope.checkpoints import open_checkpoint
-    from sigmascope.lora.verdict import judge_lora
+    from sigmascope.lora.verdict.judging import judge_lora
     from sigmascope.lora.verdict.relative_strength import relative_strengths
 
     with ExitStack() as stack:
@@ -73,7 +73,7 @@ def print_on_model(console: Console, found: OnModel, *, verbose: bool) -> None:
     """Show what matches, what does not and why, and what to know before loading."""
     verdict = found.verdict
     console.print(title("On the model", found.model.name))
-    console.print(facts(_totals(verdict)))
+    console.print(facts(_verdict_facts(verdict)))
     if found.effects is not None:
         _print_relative(console, found.blocks)
     _print_unmatched(console, verdict, verbose=verbose)
@@ -81,7 +81,7 @@ def print_on_model(console: Console, found: OnModel, *, verbose: bool) -> None:
     _print_findings(console, [finding for finding in verdict.findings if finding.id not in told])
 
 
-def _totals(verdict: "LoraVerdict") -> "list[tuple[str, RenderableType | None]]":
+def _verdict_facts(verdict: "LoraVerdict") -> "list[tuple[str, RenderableType | None]]":
     from sigmascope.lora.verdict.file_family import title_of
 
     family = title_of(verdict.file_family)

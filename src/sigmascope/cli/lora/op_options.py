@@ -35,7 +35,7 @@ class Method(StrEnum):
 
 _PANEL = "Ranks"
 
-Rank = Annotated[
+ReducedRank = Annotated[
     int | None,
     typer.Option(
         "--rank",
@@ -45,7 +45,7 @@ Rank = Annotated[
         rich_help_panel=_PANEL,
     ),
 ]
-ConvRank = Annotated[
+ReducedConvRank = Annotated[
     int | None,
     typer.Option(
         "--conv_rank",

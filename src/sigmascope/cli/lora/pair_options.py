@@ -8,7 +8,7 @@ import typer
 if TYPE_CHECKING:
     from sigmascope.lora.models.pair_options import PairOptions
 
-_PANEL = "Models that do not fit each other"
+_PAIR_PANEL = "Models that do not fit each other"
 
 
 class Unfit(StrEnum):
@@ -40,19 +40,21 @@ OnMissing = Annotated[
     typer.Option(
         "--on_missing",
         help="Tensors that one model lacks: refuse, or leave them out and name them.",
-        rich_help_panel=_PANEL,
+        rich_help_panel=_PAIR_PANEL,
     ),
 ]
 OnShapeChange = Annotated[
     Unfit,
     typer.Option(
-        "--on_shape_change", help="Tensors whose shapes differ: refuse, or leave out.", rich_help_panel=_PANEL
+        "--on_shape_change",
+        help="Tensors whose shapes differ: refuse, or leave out.",
+        rich_help_panel=_PAIR_PANEL,
     ),
 ]
 OnInteger = Annotated[
     Unfit,
     typer.Option(
-        "--on_integer", help="Integer tensors that differ: refuse, or leave out.", rich_help_panel=_PANEL
+        "--on_integer", help="Integer tensors that differ: refuse, or leave out.", rich_help_panel=_PAIR_PANEL
     ),
 ]
 OnMixedDtypes = Annotated[
@@ -60,7 +62,7 @@ OnMixedDtypes = Annotated[
     typer.Option(
         "--on_mixed_dtypes",
         help="Tensors stored in two dtypes: compare, refuse, or leave out.",
-        rich_help_panel=_PANEL,
+        rich_help_panel=_PAIR_PANEL,
     ),
 ]
 Variant = Annotated[
@@ -70,7 +72,7 @@ Variant = Annotated[
         metavar="<name>",
         help="Files of diffusers folders to read where there are several: fp16, bf16.",
         show_default="the plain files",
-        rich_help_panel=_PANEL,
+        rich_help_panel=_PAIR_PANEL,
     ),
 ]
 

@@ -1,12 +1,9 @@
 """Options that say how much rank a LoRA gets, shared by the commands that make one."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
-
-if TYPE_CHECKING:
-    pass
 
 _PANEL = "Ranks"
 

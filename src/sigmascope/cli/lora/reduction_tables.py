@@ -44,7 +44,7 @@ def print_reduction(console: Console, what: str, report: "ReductionReport", *, v
     listed(console, "Written as they are", report.carried, style="cyan")
     if report.method == "linear":
         listed(console, "Formed and decomposed, being more than up and down", report.formed, style="cyan")
-    console.print(_findings(report.findings))
+    console.print(_plain_findings(report.findings))
     _print_written(console, report.lora, report.file_bytes)
 
 
@@ -138,7 +138,7 @@ def _tensors(heading: str, tensors: Sequence["BakedTensor"]) -> Table:
     return made
 
 
-def _findings(findings: Sequence["Finding"]) -> Group:
+def _plain_findings(findings: Sequence["Finding"]) -> Group:
     return Group(
         *(
             Text.assemble(

@@ -27,8 +27,8 @@ def resize(
     save_to: Annotated[
         Path, typer.Argument(metavar="OUT", help="LoRA to write, .safetensors.", show_default=False)
     ],
-    rank: ops.Rank = None,
-    conv_rank: ops.ConvRank = None,
+    rank: ops.ReducedRank = None,
+    conv_rank: ops.ReducedConvRank = None,
     max_size: ranks.MaxSize = None,
     max_error: ranks.MaxError = None,
     weight_for: ranks.WeightFor = None,

@@ -10,7 +10,7 @@ from sigmascope.integrations.autostart.settings import FOR_ALL, Settings, settin
 from sigmascope.integrations.watching.imports import FINDER
 
 if TYPE_CHECKING:
-    import sigmascope.integrations.autostart.recording
+    from sigmascope.integrations.autostart.recording import Recording
 
 STARTS_WITH: Final = frozenset({"diffusers", "sigmascope.monitor"})
 """Pipelines come from the first; code that names its own stages imports the second."""
@@ -34,7 +34,7 @@ class WatchedProcess:
         self._folder = os.getcwd()  # noqa: PTH109 - before the program changes it; pathlib is not loaded yet
         self._process_id = os.getpid()
         self._has_begun = False
-        self._recording: "sigmascope.integrations.autostart.recording.Recording | None" = None
+        self._recording: "Recording | None" = None
         self._end_waiting: list[Callable[[], None]] = []
 
     def start(self) -> None:
@@ -58,7 +58,7 @@ class WatchedProcess:
         try:
             from sigmascope.integrations.autostart.recording import Recording
 
-            self._recording = Recording(self.settings, self._folder, is_child=is_child)
+            self._recording = Recording(self.settings, self._folder, say, is_child=is_child)
             if is_forked:
                 self._process_id = os.getpid()
                 self._end_with_multiprocessing()

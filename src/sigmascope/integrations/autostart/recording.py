@@ -2,19 +2,24 @@
 
 import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import TYPE_CHECKING, Any, Final, cast, get_args
 
 from rich.console import Console
 
 from sigmascope.errors import ConfigError, SigmascopeError
 from sigmascope.integrations.autostart.keeper import Keeper
-from sigmascope.integrations.autostart.process import say
-from sigmascope.integrations.autostart.settings import SEPARATORS, Settings
 from sigmascope.records.prompts import PromptPrivacy
 from sigmascope.records.run import Run
+
+if TYPE_CHECKING:
+    from sigmascope.integrations.autostart.settings import Settings
+
+SEPARATORS: Final = tuple(filter(None, (os.sep, os.altsep)))
+"""What the name of a folder may end with: on Windows there are two."""
 
 
 class Recording:
@@ -23,14 +28,18 @@ class Recording:
     Args:
         settings: How to watch, and where the result goes.
         folder: Where relative paths begin: that in which the program started.
+        say: Tells the user a line.
         is_child: Whether this is a child that the program forked, or multiprocessing started for it; its files have
             the process in their names.
     """
 
-    def __init__(self, settings: Settings, folder: str, *, is_child: bool = False) -> None:
+    def __init__(
+        self, settings: "Settings", folder: str, say: Callable[[str], None], *, is_child: bool = False
+    ) -> None:
         from sigmascope import watch
 
         self._settings = settings
+        self._say = say
         self._record_path = _own_path(record_path(settings.output, folder), is_child)
         self._trace_path = (
             None if settings.trace is None else _own_path(Path(folder, settings.trace), is_child)
@@ -59,11 +68,19 @@ class Recording:
     def _tell(self, run: Run) -> None:
         if run.stages:
             self._show(run)
-            _write("record", self._record_path, run.save)
+            self._write("record", self._record_path, run.save)
             if self._trace_path is not None:
-                _write("trace", self._trace_path, run.to_trace)
+                self._write("trace", self._trace_path, run.to_trace)
         elif self._settings.launched:
-            say("nothing was there to watch: no pipeline was called and no stage was opened.")
+            self._say("nothing was there to watch: no pipeline was called and no stage was opened.")
+
+    def _write(self, what: str, path: Path, write: Callable[[Path], object]) -> None:
+        try:
+            write(path)
+        except SigmascopeError as error:
+            self._say(f"the {what} is not written: {error}")
+        else:
+            self._say(f"the {what} is in {path}")
 
     def _show(self, run: Run) -> None:
         with suppress(OSError, ValueError):  # what the program wrote comes before what we say of it
@@ -73,7 +90,7 @@ class Recording:
                 run.print(Console(file=sys.__stderr__))
 
 
-def privacy_of(settings: Settings) -> PromptPrivacy:
+def privacy_of(settings: "Settings") -> PromptPrivacy:
     """What is kept of prompts.
 
     Raises:
@@ -85,7 +102,7 @@ def privacy_of(settings: Settings) -> PromptPrivacy:
     return cast(PromptPrivacy, told)
 
 
-def sample_hz_of(settings: Settings) -> float:
+def sample_hz_of(settings: "Settings") -> float:
     """How often memory is looked at.
 
     Raises:
@@ -105,15 +122,6 @@ def _remember_interrupt() -> None:
     """
     with suppress(KeyboardInterrupt):
         exec("raise KeyboardInterrupt")
-
-
-def _write(what: str, path: Path, write: Any) -> None:
-    try:
-        write(path)
-    except SigmascopeError as error:
-        say(f"the {what} is not written: {error}")
-    else:
-        say(f"the {what} is in {path}")
 
 
 def record_path(output: str | None, folder: str) -> Path:

@@ -1,6 +1,5 @@
 """What a watched process is told through its environment."""
 
-import os
 from collections.abc import Mapping, MutableMapping
 from typing import Final, NamedTuple
 
@@ -9,9 +8,6 @@ FOR_ALL: Final = "SIGMASCOPE_"
 
 FOR_ONE: Final = "SIGMASCOPE_WATCH_"
 """Begins the variables of one launch, which the launched process takes out of its environment."""
-
-SEPARATORS: Final = tuple(filter(None, (os.sep, os.altsep)))
-"""What the name of a folder may end with: on Windows there are two."""
 
 
 class Settings(NamedTuple):

@@ -4,11 +4,11 @@ from collections import Counter
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
-from sigmascope.integrations.watching.denoising import Denoising
-from sigmascope.integrations.watching.encoding_analysis import Encoding
 from sigmascope.monitor.live import LiveStage
 
 if TYPE_CHECKING:
+    from sigmascope.integrations.watching.denoising import Denoising
+    from sigmascope.integrations.watching.encoding_analysis import Encoding
     from sigmascope.integrations.watching.session import Session
 
 
@@ -54,12 +54,12 @@ class Activity:
         self.pipeline_id = pipeline_id
         session.activities.append(self)
         self.open: list[tuple[str, LiveStage]] = []
-        self.denoising: Denoising | None = None
+        self.denoising: "Denoising | None" = None
         self.pipeline: object = None
         self.planned_steps: int | None = None
         self.most_calls_a_step = 0
         self.size: tuple[int, int] | None = None
-        self.encoding: Encoding | None = None
+        self.encoding: "Encoding | None" = None
         self.runs: Counter[str] = Counter()
         self.is_guided: object = None
         self.is_moving = False
@@ -103,16 +103,6 @@ class Activity:
         if self.denoising is not None:
             self.denoising.weights_moved(nanoseconds)
 
-    def start_denoising(self) -> Denoising:
-        """The denoising that is going on here; it begins now if none is."""
-        denoising = self.denoising
-        if denoising is None:
-            self.session.open_calls.close_broken(self)
-            self.is_guided, _ = self.session.guard.read("watch.call", lambda: guides(self.pipeline))
-            stage = self.enter("denoising")
-            denoising = self.denoising = Denoising(stage, self.session.recorder)
-        return denoising
-
     def end_denoising(self, error: BaseException | None = None) -> None:
         """Close the denoising, if any is open."""
         if self.denoising is not None:
@@ -133,16 +123,16 @@ ACTIVITIES: ContextVar[tuple[Activity, ...]] = ContextVar("sigmascope_activities
 """What is going on in this context, of all watches, the innermost last."""
 
 
-def denoising_here(session: "Session") -> Denoising | None:
+def denoising_here(session: "Session") -> "Denoising | None":
     """The denoising that the session's innermost activity in this context has open: the hot path."""
     activities = ACTIVITIES.get()
     if activities and activities[-1].session is session:  # unless several watches are at work
         return None if session.is_over else activities[-1].denoising
-    activity = current(session)
+    activity = current_activity(session)
     return None if activity is None else activity.denoising
 
 
-def current(session: "Session") -> Activity | None:
+def current_activity(session: "Session") -> Activity | None:
     """The session's innermost activity in this context."""
     for activity in reversed(ACTIVITIES.get()):
         if activity.session is session and not session.is_over:
@@ -150,12 +140,12 @@ def current(session: "Session") -> Activity | None:
     return None
 
 
-def begin(activity: Activity) -> None:
+def enter_activity(activity: Activity) -> None:
     """Make it the innermost of this context."""
     ACTIVITIES.set((*ACTIVITIES.get(), activity))
 
 
-def forget(*gone: Activity) -> None:
+def leave_activities(*gone: Activity) -> None:
     """Take activities out of this context."""
     for one in gone:
         if one in one.session.activities:

@@ -3,8 +3,13 @@
 import inspect
 from typing import Any, ClassVar
 
-from sigmascope.integrations.watching import activity as activities
-from sigmascope.integrations.watching.activity import ACTIVITIES, Activity
+from sigmascope.integrations.watching.activity import (
+    ACTIVITIES,
+    Activity,
+    current_activity,
+    enter_activity,
+    leave_activities,
+)
 from sigmascope.integrations.watching.call_facts import (
     call_facts,
     named_arguments,
@@ -56,21 +61,21 @@ class Calls(Instrument):
         facts = session.watch(pipeline)
         arguments, _ = session.guard.read("watch.call", lambda: named_arguments(pipeline, args, kwargs))
         call, prompts = self._read(pipeline, arguments or {})
-        outside = activities.current(session)
+        outside = current_activity(session)
         if outside is not None and outside.pipeline_id is None:
             session.open_calls.close_broken(outside)
             outside.end_denoising()
         activity = Activity(session, id(pipeline))
         activity.pipeline = pipeline
         stage = activity.enter(GENERATION)
-        activities.begin(activity)
+        enter_activity(activity)
 
         def after(result: object, error: BaseException | None) -> None:
             denoising = activity.denoising  # a decoding would have ended it
             try:
                 activity.end(error)
             finally:
-                activities.forget(activity)
+                leave_activities(activity)
                 activity.pipeline = None
             if denoising is not None and error is None:
                 session.guard.read("watch.outcome", lambda: _tell_outcome(denoising.stage, result))

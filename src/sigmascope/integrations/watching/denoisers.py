@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 from torch import nn
 from torch.compiler import is_compiling, is_dynamo_compiling
 
-from sigmascope.integrations.watching.activity import current, denoising_here
+from sigmascope.integrations.watching.activity import Activity, current_activity, denoising_here, guides
+from sigmascope.integrations.watching.denoising import Denoising
 from sigmascope.integrations.watching.instrument import Instrument
 from sigmascope.integrations.watching.listeners import After, Arguments, Keywords
 from sigmascope.integrations.watching.module_calls import COMPILED, ModuleHook, hook_calls
@@ -57,15 +58,15 @@ class Denoisers(Instrument):
         self.tap_method(engine, "__call__", before)
 
     def _before_helper(self, *_: object) -> None:
-        activity = current(self.session) or self.session.here()
+        activity = current_activity(self.session) or self.session.here()
         if activity is not None:
-            (activity.denoising or activity.start_denoising()).prepared()
+            start_denoising(activity).prepared()
 
     def _before(self, name: str, has_scheduler: bool, args: Arguments, kwargs: Keywords) -> After | None:
-        activity = current(self.session) or self.session.here()
+        activity = current_activity(self.session) or self.session.here()
         if activity is None:
             return None
-        denoising = activity.denoising or activity.start_denoising()
+        denoising = start_denoising(activity)
         denoising.called(name, args, kwargs)
         return None if has_scheduler else lambda _result, _error: denoising.returned()
 
@@ -109,6 +110,17 @@ class StepHook(ModuleHook):
                 denoising.called(self._name, args, kwargs)
         except Exception as failure:  # noqa: BLE001 - what an instrument raises must not reach the host
             self.failed(failure)
+
+
+def start_denoising(activity: Activity) -> Denoising:
+    """The denoising that is going on in an activity; it begins now if none is."""
+    denoising = activity.denoising
+    if denoising is None:
+        session = activity.session
+        session.open_calls.close_broken(activity)
+        activity.is_guided, _ = session.guard.read("watch.call", lambda: guides(activity.pipeline))
+        denoising = activity.denoising = Denoising(activity.enter("denoising"), session.recorder)
+    return denoising
 
 
 def denoisers_of(parts: Parts) -> Iterator[tuple[str, nn.Module]]:

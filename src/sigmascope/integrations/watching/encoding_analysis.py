@@ -10,7 +10,7 @@ from sigmascope.monitor.live import LiveStage
 from sigmascope.records.prompts import PromptPrivacy
 from sigmascope.stages.text_encoding import analyze_text_encoding_results, capture_text_encoding_baseline
 
-STAGE: Final = "text_encoding"
+ENCODING_STAGE: Final = "text_encoding"
 _ON_THE_STAGE: Final = frozenset({"baseline", "current_memory", "memory_impact", "peak_memory"})
 
 
@@ -71,7 +71,7 @@ def tell(
         prompt_privacy=privacy,
         tokens_seen=partial(counts_seen, encoding.readings),
     )
-    stage.fact(STAGE, {name: value for name, value in analysis.items() if name not in _ON_THE_STAGE})
+    stage.fact(ENCODING_STAGE, {name: value for name, value in analysis.items() if name not in _ON_THE_STAGE})
 
 
 def _conditioning(named: Mapping[str, object], which: str) -> object:

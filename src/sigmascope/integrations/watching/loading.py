@@ -10,7 +10,7 @@ from sigmascope.integrations.watching.instrument import Instrument
 from sigmascope.integrations.watching.listeners import After, Arguments, Keywords
 from sigmascope.integrations.watching.loaded_files import file_facts, key_facts
 
-STAGE: Final = "model_loading"
+LOADING_STAGE: Final = "model_loading"
 _LOADERS: Final = (
     ("diffusers.pipelines.pipeline_utils", "DiffusionPipeline", "from_pretrained"),
     ("diffusers.models.modeling_utils", "ModelMixin", "from_pretrained"),
@@ -81,7 +81,7 @@ class Loading(Instrument):
         activity = self.session.here()
         if activity is None:
             return None
-        stage = activity.enter(STAGE)
+        stage = activity.enter(LOADING_STAGE)
         facts["dtype"] = _text(kwargs.get("dtype", kwargs.get("torch_dtype")))
 
         def after(result: object, error: BaseException | None) -> None:
@@ -100,9 +100,9 @@ class Loading(Instrument):
 
     def _before_move(self, pipeline: object, args: Arguments, kwargs: Keywords) -> After | None:
         activity = self.session.here(pipeline)
-        if activity is None or activity.is_in(STAGE):
+        if activity is None or activity.is_in(LOADING_STAGE):
             return None
-        stage = activity.enter(STAGE)
+        stage = activity.enter(LOADING_STAGE)
 
         def after(result: object, error: BaseException | None) -> None:
             activity.leave(stage, error)
@@ -128,7 +128,7 @@ class Loading(Instrument):
 
     def _loading_here(self) -> Activity | None:
         activity = self.session.here()
-        return activity if activity is not None and activity.is_in(STAGE) else None
+        return activity if activity is not None and activity.is_in(LOADING_STAGE) else None
 
     def _tell_keys(self, activity: Activity, result: object, _error: BaseException | None) -> None:
         self._tell(activity, key_facts(result))

@@ -15,7 +15,7 @@ from sigmascope.integrations.watching.listeners import After, Arguments, Keyword
 COMPILED = "_compiled_call_impl"
 """Where `module.compile()` puts what is called in place of the module, hooks and all."""
 
-Before = Callable[[Arguments, Keywords], After | None]
+BeforeCall = Callable[[Arguments, Keywords], After | None]
 
 
 class ModuleHook:
@@ -48,7 +48,7 @@ class ModuleHook:
         return getattr, (nullcontext(), "__exit__")
 
 
-def hook_calls(instrument: Instrument, module: object, before: Before, *, after: bool = True) -> None:
+def hook_calls(instrument: Instrument, module: object, before: BeforeCall, *, after: bool = True) -> None:
     """Let an instrument hear every call of a module; a second time changes nothing.
 
     A module that is compiled in place is heard around its compiled call, where hooks would never run.
@@ -69,7 +69,7 @@ def hook_calls(instrument: Instrument, module: object, before: Before, *, after:
 
 
 def _hooked(
-    module: nn.Module, before: Before, after: bool, failed: Callable[[Exception], None]
+    module: nn.Module, before: BeforeCall, after: bool, failed: Callable[[Exception], None]
 ) -> Callable[[], None]:
     if not after:
         alone = before if isinstance(before, ModuleHook) else ModuleHook(before, failed)
@@ -89,7 +89,7 @@ def _hooked(
 class _Pairs:
     """Brings what is to be called after a call from its first hook to its last, in each thread by itself."""
 
-    def __init__(self, before: Before) -> None:
+    def __init__(self, before: BeforeCall) -> None:
         self._before = before
         self._threads = threading.local()
 

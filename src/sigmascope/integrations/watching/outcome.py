@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_NAMES: Final = ("images", "frames", "videos", "latents")
+_OUTCOME_NAMES: Final = ("images", "frames", "videos", "latents")
 """Under which the state of a modular pipeline holds its outcome."""
 
 
@@ -19,7 +19,9 @@ def outcome_of(result: object) -> Tensor | None:
     """
     values = getattr(result, "values", None)
     if isinstance(values, Mapping):  # a modular pipeline's state
-        return next((found for name in _NAMES if (found := outcome_of(values.get(name))) is not None), None)
+        return next(
+            (found for name in _OUTCOME_NAMES if (found := outcome_of(values.get(name))) is not None), None
+        )
     if isinstance(result, Mapping):
         result = tuple(result.values())
     while isinstance(result, tuple | list) and result:

@@ -10,7 +10,7 @@ FACT: Final = "pictures"
 MOST: Final = 8
 """Of more pictures so many are looked at, spread evenly: about 3 ms for each megapixel."""
 
-_NAMES: Final = ("images", "frames", "videos")
+_PICTURE_NAMES: Final = ("images", "frames", "videos")
 """Under which the state of a modular pipeline holds its pictures."""
 
 
@@ -49,7 +49,7 @@ def pictures_of(result: object) -> dict[str, Any] | None:
 def _made(result: object) -> object:
     values = getattr(result, "values", None)
     if isinstance(values, Mapping):  # a modular pipeline's state
-        return next((values[name] for name in _NAMES if values.get(name) is not None), None)
+        return next((values[name] for name in _PICTURE_NAMES if values.get(name) is not None), None)
     if isinstance(result, Mapping):
         result = tuple(result.values())
     return result[0] if isinstance(result, tuple) and result else result

@@ -10,7 +10,7 @@ from sigmascope.integrations.watching.instrument import Instrument, holder_of
 from sigmascope.integrations.watching.listeners import After, Arguments, Keywords
 from sigmascope.integrations.watching.parts import Parts
 
-STAGE = "model_sampling"
+SCHEDULE_STAGE = "model_sampling"
 _SETTINGS: Final = (
     "prediction_type",
     "beta_schedule",
@@ -40,10 +40,10 @@ class Schedulers(Instrument):
 
     def _before_schedule(self, scheduler: object, args: Arguments, kwargs: Keywords) -> After | None:
         activity = self.session.here()
-        if activity is None or activity.is_in(STAGE):
+        if activity is None or activity.is_in(SCHEDULE_STAGE):
             return None
         end_finished(activity)
-        stage = activity.enter(STAGE)
+        stage = activity.enter(SCHEDULE_STAGE)
 
         def after(result: object, error: BaseException | None) -> None:
             activity.leave(stage, error)

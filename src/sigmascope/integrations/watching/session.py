@@ -1,25 +1,19 @@
 """One open watch: its recorder, its instruments, and the pipelines that they are on."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Final
 
 from sigmascope.analysis.peak_owners import with_owners
-from sigmascope.integrations.watching import activity as activities
-from sigmascope.integrations.watching.activity import Activity
+from sigmascope.integrations.watching.activity import (
+    Activity,
+    current_activity,
+    enter_activity,
+    leave_activities,
+)
 from sigmascope.integrations.watching.broken_calls import OpenCalls
-from sigmascope.integrations.watching.calls import Calls
-from sigmascope.integrations.watching.denoisers import Denoisers
-from sigmascope.integrations.watching.everywhere import Everywhere
 from sigmascope.integrations.watching.hearing import OPEN, hears, leave
 from sigmascope.integrations.watching.instrument import Instrument, reference_to
-from sigmascope.integrations.watching.loading import Loading
-from sigmascope.integrations.watching.loras import Loras
 from sigmascope.integrations.watching.parts import Parts, pipelines_in, set_up_of, take_apart
-from sigmascope.integrations.watching.schedulers import Schedulers
-from sigmascope.integrations.watching.text import TextEncoding
-from sigmascope.integrations.watching.transfers import Transfers
-from sigmascope.integrations.watching.vae import VaeCalls
 from sigmascope.monitor.guard import Guard
 from sigmascope.monitor.recorder import Recorder
 from sigmascope.monitor.run_findings import with_findings
@@ -28,18 +22,6 @@ from sigmascope.records.pipeline import PipelineFacts
 from sigmascope.records.prompts import PromptPrivacy
 from sigmascope.records.run import Run
 from sigmascope.stages.failures import Redact
-
-INSTRUMENTS: Final[tuple[type[Instrument], ...]] = (
-    Calls,
-    Loading,
-    Loras,
-    TextEncoding,
-    VaeCalls,
-    Schedulers,
-    Denoisers,
-    Transfers,
-    Everywhere,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +40,12 @@ class Session:
     Args:
         pipelines: Those to watch; none: every pipeline of the process.
         choices: The caller's.
+        instruments: What is put on pipelines, in this order.
     """
 
-    def __init__(self, pipelines: tuple[object, ...], choices: Choices) -> None:
+    def __init__(
+        self, pipelines: tuple[object, ...], choices: Choices, instruments: Iterable[type[Instrument]]
+    ) -> None:
         self.choices = choices
         self.guard = Guard()
         self.recorder = Recorder(
@@ -69,7 +54,7 @@ class Session:
         self.is_over = False
         self.is_everywhere = not pipelines
         self.redactions: list[Redact] = []
-        self.instruments = [kind(self) for kind in INSTRUMENTS]
+        self.instruments = [kind(self) for kind in instruments]
         self._given = pipelines
         self._watched: dict[int, Callable[[], object]] = {}
         self._known: dict[int, tuple[tuple[object, ...], PipelineFacts]] = {}
@@ -103,7 +88,7 @@ class Session:
         self._known.clear()
         self.recorder.__exit__(None if error is None else type(error), error, None)
         leave(self.recorder)
-        activities.forget()
+        leave_activities()
 
     def record(self) -> Run:
         """The run as it is now, with private prompts taken out of errors; findings once it is over."""
@@ -171,14 +156,14 @@ class Session:
         """
         if self.is_over or not self.wants(pipeline):
             return None
-        found = activities.current(self)
+        found = current_activity(self)
         if found is not None:
             self.open_calls.close_broken(found)
             return found
         if not hears(self, pipeline):
             return None
         found = Activity(self)
-        activities.begin(found)
+        enter_activity(found)
         return found
 
 

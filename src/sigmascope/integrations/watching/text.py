@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from torch import Tensor
 
-from sigmascope.integrations.watching.activity import Activity, current
-from sigmascope.integrations.watching.encoding_analysis import STAGE, Encoding, begun, tell
+from sigmascope.integrations.watching.activity import Activity, current_activity
+from sigmascope.integrations.watching.encoding_analysis import ENCODING_STAGE, Encoding, begun, tell
 from sigmascope.integrations.watching.endings import end_finished
 from sigmascope.integrations.watching.instrument import Instrument, reference_to
 from sigmascope.integrations.watching.listeners import After, Arguments, Keywords
@@ -46,7 +46,7 @@ class TextEncoding(Instrument):
         encoders = list(parts.of_role("text_encoder"))
         self._encoders[id(parts.pipeline)] = tuple(name for name, _ in encoders)
         for name, encoder in encoders:
-            self._hook(STAGE, name, encoder)
+            self._hook(ENCODING_STAGE, name, encoder)
         for name, encoder in parts.of_role("image_encoder"):
             self._hook("image_encoding", name, encoder)
 
@@ -55,14 +55,14 @@ class TextEncoding(Instrument):
 
     def _before_prompt(self, pipeline: object, args: Arguments, kwargs: Keywords) -> After | None:
         activity = self.session.here(pipeline)
-        if activity is None or activity.is_in(STAGE):
+        if activity is None or activity.is_in(ENCODING_STAGE):
             return None
         end_finished(activity)
         signature = inspect.signature(type(pipeline).encode_prompt)  # type: ignore[attr-defined]
         accepts_negative = "negative_prompt" in signature.parameters
         guard, privacy = self.session.guard, self.session.choices.prompts
         encoding, _ = guard.read("watch.text", lambda: self._begun(pipeline, signature, args, kwargs))
-        stage = activity.enter(STAGE)
+        stage = activity.enter(ENCODING_STAGE)
         activity.encoding = encoding
 
         def after(result: object, error: BaseException | None) -> None:
@@ -85,7 +85,7 @@ class TextEncoding(Instrument):
         return begun(signature.bind_partial(pipeline, *args, **kwargs).arguments, encoders)
 
     def _before_tokenizer(self, tokenizer: object, args: Arguments, kwargs: Keywords) -> After | None:
-        activity = current(self.session)
+        activity = current_activity(self.session)
         encoding = None if activity is None else activity.encoding
         if encoding is None:
             return None

@@ -3,7 +3,7 @@
 import functools
 from typing import ClassVar, Final
 
-from sigmascope.integrations.watching.activity import current
+from sigmascope.integrations.watching.activity import current_activity
 from sigmascope.integrations.watching.imports import when_loaded
 from sigmascope.integrations.watching.instrument import Instrument
 from sigmascope.integrations.watching.listeners import After, Arguments, Keywords
@@ -42,7 +42,7 @@ class Transfers(Instrument):
             self.failed(failure)
 
     def _before_move(self, mover: object, args: Arguments, kwargs: Keywords) -> After | None:
-        activity = current(self.session)
+        activity = current_activity(self.session)
         if activity is None or activity.is_moving or getattr(mover, "offload", True) is False:
             return None  # a mover calls others, and some move inputs alone
         clock = self.session.recorder.clock

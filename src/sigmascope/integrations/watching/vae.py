@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
 
-from sigmascope.integrations.watching.activity import current
+from sigmascope.integrations.watching.activity import current_activity
 from sigmascope.integrations.watching.endings import end_finished, is_final
 from sigmascope.integrations.watching.instrument import Instrument, holder_of
 from sigmascope.integrations.watching.latent_analysis import STAGES, known_before, tell
@@ -69,7 +69,7 @@ class VaeCalls(Instrument):
         return after
 
     def _before_tiles(self, _vae: object, _args: Arguments, _kwargs: Keywords) -> After | None:
-        activity = current(self.session)
+        activity = current_activity(self.session)
         if activity is not None:
             activity.is_tiled = True
         return None

@@ -5,16 +5,38 @@ import logging
 import os
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any
+from typing import Any, Final
 
 from sigmascope.errors import ConfigError
+from sigmascope.integrations.watching.calls import Calls
+from sigmascope.integrations.watching.denoisers import Denoisers
+from sigmascope.integrations.watching.everywhere import Everywhere
+from sigmascope.integrations.watching.instrument import Instrument
+from sigmascope.integrations.watching.loading import Loading
+from sigmascope.integrations.watching.loras import Loras
+from sigmascope.integrations.watching.schedulers import Schedulers
 from sigmascope.integrations.watching.session import Choices, Session
+from sigmascope.integrations.watching.text import TextEncoding
+from sigmascope.integrations.watching.transfers import Transfers
+from sigmascope.integrations.watching.vae import VaeCalls
 from sigmascope.monitor.decorated import decorated
 from sigmascope.monitor.guard import describe
 from sigmascope.records.prompts import PromptPrivacy, check_privacy
 from sigmascope.records.run import Run
 
 _log = logging.getLogger(__name__)
+
+INSTRUMENTS: Final[tuple[type[Instrument], ...]] = (
+    Calls,
+    Loading,
+    Loras,
+    TextEncoding,
+    VaeCalls,
+    Schedulers,
+    Denoisers,
+    Transfers,
+    Everywhere,
+)
 
 
 class Watch:
@@ -54,7 +76,7 @@ class Watch:
     def __enter__(self) -> "Watch":
         self._process_id = os.getpid()
         try:
-            session = Session(self._pipelines, self._choices)
+            session = Session(self._pipelines, self._choices, INSTRUMENTS)
             self._sessions.append(session)
             session.open()
         except Exception as failure:  # noqa: BLE001 - the host goes on without a record

@@ -20,7 +20,7 @@ from sigmascope.lbm.watched import load_watched
 from sigmascope.lora.apply import attach_lora
 from sigmascope.lora.extract import ExtractionReport, ExtractOptions, extract_lora
 from sigmascope.lora.file import LoraFile
-from sigmascope.lora.formats import load_lora
+from sigmascope.lora.formats.opening import load_lora
 from sigmascope.lora.shapes import FULL_RANK
 from sigmascope.lora.validate import ValidationReport, validate_lora, write_layer_names
 from sigmascope.monitor import Recorder

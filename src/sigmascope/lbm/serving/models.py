@@ -15,7 +15,7 @@ from sigmascope.lbm.pocket import BASE_PATH, CONFIG_PATH, TUNED_PATH
 from sigmascope.lora.apply import AttachedLora, attach_lora
 from sigmascope.lora.extract import ExtractOptions, extract_lora
 from sigmascope.lora.file import LoraFile
-from sigmascope.lora.formats import load_lora
+from sigmascope.lora.formats.opening import load_lora
 from sigmascope.progress import Progress, no_progress
 
 POCKET_RANK: Final = 8

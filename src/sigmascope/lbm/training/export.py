@@ -17,8 +17,8 @@ from sigmascope.lbm.training.injection import Trainable, TrainableFull, Trainabl
 from sigmascope.lbm.training.settings import OutputFormat, TrainSettings
 from sigmascope.lora.extraction.provenance import BASE_FINGERPRINT, denoiser_fingerprint
 from sigmascope.lora.file import LoraFile
-from sigmascope.lora.formats import save_lora
 from sigmascope.lora.formats.header import kept_metadata
+from sigmascope.lora.formats.saving import save_lora
 from sigmascope.lora.formats.unit_scale import stored_factors
 from sigmascope.lora.paths import as_text
 

@@ -19,7 +19,7 @@ from sigmascope.lbm.training.targets import (
 )
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile
-from sigmascope.lora.formats import load_lora
+from sigmascope.lora.formats.opening import load_lora
 
 NamedParameters = list[tuple[str, nn.Parameter]]
 

@@ -59,7 +59,7 @@ def _factors(patch: AppliedPatch, shape: Shape) -> WeightedFactors:
         raise LoraFormatError("the weight itself is scaled, which is no low-rank change.")
     if is_product(patch):
         return factors_of(patch, shape)
-    form = {"loha": _loha, "lokr": _lokr}.get(patch.adapter_type)
+    form = {"loha": _loha_factors, "lokr": _lokr_factors}.get(patch.adapter_type)
     if form is None or "dora_scale" in patch.tensors:
         kind = patch.adapter_type if form is None else f"{patch.adapter_type} with magnitudes"
         raise LoraFormatError(f"a {kind} change has no factors whose spaces could be compared.")
@@ -68,7 +68,7 @@ def _factors(patch: AppliedPatch, shape: Shape) -> WeightedFactors:
     return WeightedFactors(up, down, strength_of(patch) * scale_of_patch(patch))
 
 
-def _loha(parts: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+def _loha_factors(parts: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """(A₁B₁) ⊙ (A₂B₂) = (A₁ ∗ A₂)(B₁ ∗ B₂) for the row-wise and column-wise Kronecker products."""
     if "t1" in parts:
         raise LoraFormatError("a loha change with cores has no factors whose spaces could be compared.")
@@ -78,7 +78,7 @@ def _loha(parts: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     return up, down
 
 
-def _lokr(parts: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+def _lokr_factors(parts: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """(A₁B₁) ⊗ (A₂B₂) = (A₁ ⊗ A₂)(B₁ ⊗ B₂)."""
     if "t2" in parts or ("w2" in parts and parts["w2"].ndim > 2):
         raise LoraFormatError("a lokr change of a kernel has no factors whose spaces could be compared.")

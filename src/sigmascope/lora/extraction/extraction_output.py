@@ -15,8 +15,9 @@ from sigmascope.lora.extraction.layer_extraction import read_factors
 from sigmascope.lora.extraction.layer_stream import LayerReader
 from sigmascope.lora.extraction.options import ExtractOptions
 from sigmascope.lora.factors import LoraFactors
-from sigmascope.lora.formats import FormatName, LoraWriter, format_named
-from sigmascope.lora.formats.base import LoraFormat
+from sigmascope.lora.formats.base import FormatName, LoraFormat
+from sigmascope.lora.formats.registry import format_named
+from sigmascope.lora.formats.writer import LoraWriter
 from sigmascope.lora.models.layout import ModelLayout
 from sigmascope.lora.models.pairs import CheckpointPair
 from sigmascope.lora.names.unet_names import UnetBlocks, blocks_of

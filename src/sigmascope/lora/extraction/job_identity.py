@@ -8,9 +8,11 @@ import torch
 from sigmascope.__about__ import __version__
 from sigmascope.checkpoints import Checkpoint
 from sigmascope.lora.extraction.options import ExtractOptions
+from sigmascope.lora.extraction.provenance import BASE_FINGERPRINT, denoiser_fingerprint
 from sigmascope.lora.formats.base import FormatName
 from sigmascope.lora.models.pairs import CheckpointPair
 from sigmascope.lora.numerics.krylov import fast_dtype
+from sigmascope.lora.paths import as_text
 
 
 def job_identity(
@@ -48,3 +50,20 @@ def _file(path: Path) -> tuple[str, int, int]:
 def _processor() -> str:
     """The instructions that decide how it rounds."""
     return f"cpu {torch.backends.cpu.get_cpu_capability()} {fast_dtype(torch.device('cpu'))}"
+
+
+def extraction_metadata(pair: CheckpointPair, options: ExtractOptions) -> dict[str, str]:
+    """Where an extracted LoRA comes from, for its header.
+
+    No time of day is in it, so that the same inputs give the same file, byte for byte.
+    """
+    return {
+        "sigmascope_version": __version__,
+        "sigmascope_base": as_text(pair.base.path.name),
+        "sigmascope_tuned": as_text(pair.tuned.path.name),
+        BASE_FINGERPRINT: denoiser_fingerprint(pair.base),
+        "sigmascope_tuned_fingerprint": denoiser_fingerprint(pair.tuned),
+        "sigmascope_rank": options.asked_rank,
+        "sigmascope_target_coverage": options.target_coverage,
+        "sigmascope_min_diff": repr(options.min_diff),
+    }

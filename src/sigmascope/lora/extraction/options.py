@@ -3,28 +3,17 @@
 import json
 import math
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
-from typing import Any, Final, Literal, get_args
+from typing import Any, get_args
 
 import torch
 
-from sigmascope.checkpoints import Checkpoint
-from sigmascope.errors import CheckpointError, ConfigError, WriteError
+from sigmascope.errors import ConfigError
 from sigmascope.lora.models.layer_names import Coverage
 from sigmascope.lora.models.pair_options import PairOptions
-from sigmascope.lora.paths import exists
+from sigmascope.lora.names.lora_dtype import STORAGE_DTYPES, SavePrecision
 from sigmascope.lora.ranking.budget import Budget
 from sigmascope.lora.ranking.rank_rules import RankRules
 from sigmascope.lora.ranks import FixedRank, require_rank
-from sigmascope.records.atomic import require_writable
-
-SavePrecision = Literal["float", "fp16", "bf16"]
-
-STORAGE_DTYPES: Final[dict[str, torch.dtype]] = {
-    "float": torch.float32,
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,44 +129,3 @@ def resolve_device(name: str) -> torch.device:
     if device.type == "meta":
         raise ConfigError("--device meta holds no values.", hint="Use --device cpu or auto.")
     return device
-
-
-def check_target(save_to: Path, flag: str = "--save_to") -> None:
-    """Refuse a target that is a folder, is not named as safetensors, or cannot be reached.
-
-    Raises:
-        ConfigError: With the flag and the file.
-        WriteError: The folder does not exist or cannot be entered, or what is there is no file that can be replaced.
-    """
-    try:
-        exists(save_to)
-        is_folder, has_parent = save_to.is_dir(), save_to.parent.is_dir()
-    except (CheckpointError, OSError) as error:
-        raise WriteError(
-            save_to, "cannot be reached.", hint="Choose a folder that you may enter and a shorter name."
-        ) from error
-    if is_folder:
-        raise ConfigError(
-            f"{flag} {save_to} is a folder.", hint=f"Name a file in it: {save_to / 'lora.safetensors'}."
-        )
-    if save_to.suffix != ".safetensors":
-        raise ConfigError(
-            f"{flag} {save_to}: a LoRA is written as safetensors.",
-            hint=f"Name it {save_to.stem}.safetensors.",
-        )
-    if not has_parent:
-        raise WriteError(save_to, "its folder does not exist.", hint=f"Create {save_to.parent}.")
-    require_writable(save_to)
-
-
-def refuse_inputs(target: Path, *models: Checkpoint, flag: str = "--save_to") -> None:
-    """Refuse a target that is one of the files that an open model is read from.
-
-    Raises:
-        ConfigError: With the flag and the model.
-    """
-    for model in models:
-        if any(exists(target) and exists(file) and target.samefile(file) for file in model.files):
-            raise ConfigError(
-                f"{flag} {target} is part of the input {model.path}.", hint="Choose another name."
-            )

@@ -7,12 +7,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from sigmascope.__about__ import __version__
 from sigmascope.checkpoints import Checkpoint, tensor_fingerprint
-from sigmascope.lora.extraction.options import ExtractOptions
 from sigmascope.lora.models.layout import layout_of
-from sigmascope.lora.models.pairs import CheckpointPair
-from sigmascope.lora.paths import as_text
 from sigmascope.lora.precision import at_least_float32
 
 BASE_FINGERPRINT: Final = "sigmascope_base_fingerprint"
@@ -62,20 +58,3 @@ def _hashed_keys(checkpoint: Checkpoint) -> list[str]:
             chosen.append(key)
             room -= sizes[key]
     return sorted(chosen)
-
-
-def extraction_metadata(pair: CheckpointPair, options: ExtractOptions) -> dict[str, str]:
-    """Where an extracted LoRA comes from, for its header.
-
-    No time of day is in it, so that the same inputs give the same file, byte for byte.
-    """
-    return {
-        "sigmascope_version": __version__,
-        "sigmascope_base": as_text(pair.base.path.name),
-        "sigmascope_tuned": as_text(pair.tuned.path.name),
-        BASE_FINGERPRINT: denoiser_fingerprint(pair.base),
-        "sigmascope_tuned_fingerprint": denoiser_fingerprint(pair.tuned),
-        "sigmascope_rank": options.asked_rank,
-        "sigmascope_target_coverage": options.target_coverage,
-        "sigmascope_min_diff": repr(options.min_diff),
-    }

@@ -23,15 +23,15 @@ _ENCODERS: Final[dict[tuple[str, Part], str]] = {
 _USUAL: Final[dict[Part, str]] = {"text_encoder": "clip_l", "text_encoder_2": "clip_g", "text_encoder_3": _T5}
 
 
-def _recognises(found: KeyGroups) -> bool:
+def _is_comfyui(found: KeyGroups) -> bool:
     return any(name.startswith(_STARTS) for name in found.groups)
 
 
-def _naming(family: str) -> Naming | None:
+def _comfyui_naming(family: str) -> Naming | None:
     return None if family == "unknown" else "original"
 
 
-def _module_name(part: Part, path: str, layout: ModelLayout, prefix: str | None) -> str:
+def _comfyui_module_name(part: Part, path: str, layout: ModelLayout, prefix: str | None) -> str:
     if part == "denoiser":
         return f"diffusion_model.{path}"
     encoder = _ENCODERS.get((layout.family, part)) or _USUAL.get(part)
@@ -43,4 +43,6 @@ def _module_name(part: Part, path: str, layout: ModelLayout, prefix: str | None)
     return f"text_encoders.{encoder}.transformer.{path}"
 
 
-FORMAT = LoraFormat(name="comfyui", recognises=_recognises, naming=_naming, module_name=_module_name)
+COMFYUI = LoraFormat(
+    name="comfyui", recognises=_is_comfyui, naming=_comfyui_naming, module_name=_comfyui_module_name
+)

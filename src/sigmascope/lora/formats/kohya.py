@@ -20,17 +20,17 @@ _ONE_TEXT_ENCODER: Final = frozenset({"sd15", "sd2"})
 _PROJECTIONS: Final = ("_to_q", "_to_k", "_to_v", "_to_out_0", "_q_proj", "_k_proj", "_v_proj", "_out_proj")
 
 
-def _recognises(found: KeyGroups) -> bool:
+def _is_kohya(found: KeyGroups) -> bool:
     return any(name.startswith(FLAT_PREFIXES) and "." not in name for name in found.groups)
 
 
-def _naming(family: str) -> Naming | None:
+def _kohya_naming(family: str) -> Naming | None:
     if family == "unknown":
         return None
     return "diffusers" if family in _BY_DIFFUSERS else "original"
 
 
-def _module_name(part: Part, path: str, layout: ModelLayout, prefix: str | None) -> str:
+def _kohya_module_name(part: Part, path: str, layout: ModelLayout, prefix: str | None) -> str:
     flat = path.replace(".", "_")
     if part == "denoiser":
         return f"lora_unet_{flat}"
@@ -58,10 +58,10 @@ def _alphas_mislead(ranks: Mapping[str, int], layout: ModelLayout) -> bool:
     return layout.family in UNET_FAMILIES and any(rank != common[0][0] for rank in attention)
 
 
-FORMAT = LoraFormat(
+KOHYA = LoraFormat(
     name="kohya",
-    recognises=_recognises,
-    naming=_naming,
-    module_name=_module_name,
+    recognises=_is_kohya,
+    naming=_kohya_naming,
+    module_name=_kohya_module_name,
     alphas_mislead=_alphas_mislead,
 )

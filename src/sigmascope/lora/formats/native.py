@@ -11,17 +11,19 @@ from sigmascope.lora.models.layout import ModelLayout, Part
 from sigmascope.lora.names.layer_paths import Naming
 
 
-def _recognises(found: KeyGroups) -> bool:
+def _is_native(found: KeyGroups) -> bool:
     """Every file of dotted paths that no other format claims."""
     return bool(found.groups)
 
 
-def _naming(family: str) -> Naming | None:
+def _native_naming(family: str) -> Naming | None:
     return None
 
 
-def _module_name(part: Part, path: str, layout: ModelLayout, prefix: str | None) -> str:
+def _native_module_name(part: Part, path: str, layout: ModelLayout, prefix: str | None) -> str:
     return layout.prefixes.get(part, "") + path
 
 
-FORMAT = LoraFormat(name="native", recognises=_recognises, naming=_naming, module_name=_module_name)
+NATIVE = LoraFormat(
+    name="native", recognises=_is_native, naming=_native_naming, module_name=_native_module_name
+)

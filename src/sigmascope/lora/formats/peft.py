@@ -22,15 +22,15 @@ _KEYS: Final = FactorKeys(
 _UNET_STARTS: Final = ("down_blocks.", "mid_block.", "up_blocks.", "conv_in", "conv_out")
 
 
-def _recognises(found: KeyGroups) -> bool:
+def _is_peft(found: KeyGroups) -> bool:
     return found.by_peft
 
 
-def _naming(family: str) -> Naming | None:
+def _peft_naming(family: str) -> Naming | None:
     return None if family == "unknown" else "diffusers"
 
 
-def _module_name(part: Part, path: str, layout: ModelLayout, prefix: str | None) -> str:
+def _peft_module_name(part: Part, path: str, layout: ModelLayout, prefix: str | None) -> str:
     if part == "denoiser":
         if prefix is None:
             is_unet = layout.family in UNET_FAMILIES or path.startswith(_UNET_STARTS)
@@ -41,4 +41,6 @@ def _module_name(part: Part, path: str, layout: ModelLayout, prefix: str | None)
     return path if part == "other" else f"{part}.{path}"
 
 
-FORMAT = LoraFormat(name="peft", recognises=_recognises, naming=_naming, module_name=_module_name, keys=_KEYS)
+PEFT = LoraFormat(
+    name="peft", recognises=_is_peft, naming=_peft_naming, module_name=_peft_module_name, keys=_KEYS
+)

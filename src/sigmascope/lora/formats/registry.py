@@ -4,11 +4,14 @@ from typing import Final
 
 from sigmascope.checkpoints import Checkpoint
 from sigmascope.errors import LoraFormatError
-from sigmascope.lora.formats import comfyui, kohya, native, peft
 from sigmascope.lora.formats.base import LoraFormat
+from sigmascope.lora.formats.comfyui import COMFYUI
 from sigmascope.lora.formats.keys import KeyGroups
+from sigmascope.lora.formats.kohya import KOHYA
+from sigmascope.lora.formats.native import NATIVE
+from sigmascope.lora.formats.peft import PEFT
 
-FORMATS: Final[tuple[LoraFormat, ...]] = (kohya.FORMAT, comfyui.FORMAT, peft.FORMAT, native.FORMAT)
+FORMATS: Final[tuple[LoraFormat, ...]] = (KOHYA, COMFYUI, PEFT, NATIVE)
 """In the order in which they are tried."""
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from sigmascope.lora.adapters import Adapter, DoraChange, WeightChange
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.inspection.factor_differences import difference_norm
-from sigmascope.lora.inspection.subspaces import bases_of, overlap
+from sigmascope.lora.inspection.subspaces import bases_of, subspace_overlap
 from sigmascope.lora.norms import frobenius_norm
 from sigmascope.lora.shapes import matrix_shape, same_matrix
 
@@ -52,7 +52,7 @@ class ModuleDifference:
         b: B's side.
         inner: <ΔA, ΔB>; 0 where one is missing, None where not measured.
         difference_norm: ‖ΔA − ΔB‖; the other's norm where one is missing, None where not measured.
-        column_overlap: Of the spaces written to, 0 to 1 (`subspaces.overlap`); None unless both are factors.
+        column_overlap: Of the spaces written to, 0 to 1 (`subspace_overlap`); None unless both are factors.
         row_overlap: Of the spaces read from.
     """
 
@@ -125,8 +125,8 @@ def compare_factors(
         b,
         inner=first.inner(second),
         difference_norm=difference_norm(first, second),
-        column_overlap=overlap(spaces[0].columns, spaces[1].columns),
-        row_overlap=overlap(spaces[0].rows, spaces[1].rows),
+        column_overlap=subspace_overlap(spaces[0].columns, spaces[1].columns),
+        row_overlap=subspace_overlap(spaces[0].rows, spaces[1].rows),
     )
 
 

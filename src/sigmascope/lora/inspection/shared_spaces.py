@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sigmascope.lora.factors import LoraFactors
-from sigmascope.lora.inspection.subspaces import bases_of, kept_values, overlap
+from sigmascope.lora.inspection.subspaces import bases_of, kept_values, subspace_overlap
 from sigmascope.lora.precision import in_double
 
 _WORST_CONDITION: Final = 1e3
@@ -25,7 +25,7 @@ class SharedSpaces:
     """Two changes A and B of one weight.
 
     Attributes:
-        columns: `subspaces.overlap` of the spaces that they write to, 0 to 1.
+        columns: `subspace_overlap` of the spaces that they write to, 0 to 1.
         rows: The same of those that they read from.
         ranks: How many directions each has.
         norms: ‖ΔA‖ and ‖ΔB‖.
@@ -102,6 +102,8 @@ def _triangle(gram: Tensor) -> tuple[Tensor, Tensor] | None:
 
 def _by_bases(a: LoraFactors, b: LoraFactors, inner: float) -> SharedSpaces:
     one, two = bases_of(a), bases_of(b)
-    columns, rows = (min(1.0, overlap(*pair)) for pair in ((one.columns, two.columns), (one.rows, two.rows)))
+    columns, rows = (
+        min(1.0, subspace_overlap(*pair)) for pair in ((one.columns, two.columns), (one.rows, two.rows))
+    )
     norms = float(one.values.norm()), float(two.values.norm())
     return SharedSpaces(columns, rows, (len(one.values), len(two.values)), norms, inner)

@@ -46,7 +46,7 @@ def kept_values(sigma: Float[Tensor, " k"]) -> int:
     return int((sigma > _NOISE * sigma[0]).sum()) if float(sigma[0]) > 0.0 else 0
 
 
-def overlap(one: Float[Tensor, "n r"], other: Float[Tensor, "n s"]) -> float:
+def subspace_overlap(one: Float[Tensor, "n r"], other: Float[Tensor, "n s"]) -> float:
     """‖U₁ᵀU₂‖² / min(r, s), the mean squared cosine of the principal angles.
 
     1 where one space holds the other, 0 where they are orthogonal (the measure of section 7.2 of Hu et al.,

@@ -12,8 +12,9 @@ from sigmascope.errors import LoraFormatError
 from sigmascope.lora.adapters import WeightChange
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile
-from sigmascope.lora.formats import LoraWriter, format_named
 from sigmascope.lora.formats.header import kept_metadata
+from sigmascope.lora.formats.registry import format_named
+from sigmascope.lora.formats.writer import LoraWriter
 from sigmascope.lora.names.same_names import SameNamesWriter
 from sigmascope.lora.names.united import UnitedLoras
 from sigmascope.lora.ranking.storage_cost import StorageCost

@@ -5,11 +5,11 @@ from collections.abc import Iterator, Sequence
 from sigmascope.lora.extraction.provenance import BASE_FINGERPRINT
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.formats.header import family_in
+from sigmascope.lora.merging.reduction_report import unused_keys
 from sigmascope.lora.names.united import UnitedLoras
 from sigmascope.records.finding import Finding
 
 _BASES = (BASE_FINGERPRINT, "ss_new_sd_model_hash", "ss_sd_model_hash")
-_NAMED = 3
 
 
 def merge_findings(loras: Sequence[LoraFile], united: UnitedLoras) -> Iterator[Finding]:
@@ -44,17 +44,3 @@ def merge_findings(loras: Sequence[LoraFile], united: UnitedLoras) -> Iterator[F
             advice="Check that they are for the same model, and that their names are understood: lora inspect.",
         )
     yield from unused_keys(loras)
-
-
-def unused_keys(loras: Sequence[LoraFile]) -> Iterator[Finding]:
-    """Say which LoRAs have keys that are not in the result."""
-    for lora in loras:
-        if lora.unused_keys:
-            yield Finding(
-                "lora.unused_keys",
-                "warning",
-                f"{lora}: {len(lora.unused_keys)} keys belong to no module and are left out: "
-                f"{', '.join(lora.unused_keys[:_NAMED])}.",
-                {"keys": len(lora.unused_keys)},
-                advice="lora inspect --json lists them.",
-            )

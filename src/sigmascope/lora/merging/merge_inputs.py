@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sigmascope.checkpoints import file_sha256
-from sigmascope.errors import ConfigError
 from sigmascope.lora.file import LoraFile
-from sigmascope.lora.paths import as_text, exists
+from sigmascope.lora.paths import as_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,17 +32,6 @@ class InputLora:
     def of(cls, lora: LoraFile, path: Path, weight: float = 1.0) -> "InputLora":
         """Describe an open LoRA; `path` is the one given, which may be a folder."""
         return cls(path, weight, lora.format, len(lora.names), (lora.path or path).stat().st_size)
-
-
-def refuse_files(target: Path, files: Sequence[Path], flag: str = "--save_to") -> None:
-    """Refuse a target that is one of the files that are read.
-
-    Raises:
-        ConfigError: With the flag and the file.
-    """
-    for file in files:
-        if exists(target) and exists(file) and target.samefile(file):
-            raise ConfigError(f"{flag} {target} is the input {file}.", hint="Choose another name.")
 
 
 def merged_from(files: Sequence[Path], weights: Sequence[float]) -> str:

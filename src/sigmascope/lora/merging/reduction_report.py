@@ -1,13 +1,14 @@
 """What became of the modules of a LoRA that was resized, or of several that were merged."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from math import fsum
 from pathlib import Path
 from typing import Any
 
+from sigmascope.lora.file import LoraFile
 from sigmascope.lora.merging.merge_inputs import InputLora
 from sigmascope.lora.merging.reduced_module import ReducedModule
 from sigmascope.lora.models.block_names import block_position
@@ -152,3 +153,20 @@ def _kept_energy(modules: Sequence[ReducedModule]) -> float | None:
     energy = fsum(module.norm**2 for module in modules)
     kept = fsum(module.kept_energy * module.norm**2 for module in modules)
     return kept / energy if energy > 0.0 else None
+
+
+_NAMED = 3
+
+
+def unused_keys(loras: Sequence[LoraFile]) -> Iterator[Finding]:
+    """Say which LoRAs have keys that are not in the result."""
+    for lora in loras:
+        if lora.unused_keys:
+            yield Finding(
+                "lora.unused_keys",
+                "warning",
+                f"{lora}: {len(lora.unused_keys)} keys belong to no module and are left out: "
+                f"{', '.join(lora.unused_keys[:_NAMED])}.",
+                {"keys": len(lora.unused_keys)},
+                advice="lora inspect --json lists them.",
+            )

@@ -17,7 +17,7 @@ from sigmascope.lora.extraction.layer_pool import worker_count
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-_MOST_WORKERS: Final = 3  # more would wait for the disk
+_MOST_DISK_WORKERS: Final = 3  # more would wait for the disk
 
 
 class Slot:
@@ -54,7 +54,7 @@ def map_in_order(
     Yields:
         (item, result). Leaving the loop early, or an error in it, begins no more.
     """
-    workers = min(worker_count(), _MOST_WORKERS)
+    workers = min(worker_count(), _MOST_DISK_WORKERS)
     slots: SimpleQueue[Slot] = SimpleQueue()
     for _ in range(workers + 1):
         slots.put(Slot())

@@ -24,7 +24,7 @@ def _dotted(*paths: str) -> dict[str, str]:
 
 
 _ATTENTION: Final = _dotted("proj_in", "proj_out", "norm")
-_TRANSFORMER: Final = _dotted(
+_TRANSFORMER_LAYERS: Final = _dotted(
     *(f"attn{number}.to_{name}" for number in (1, 2) for name in ("q", "k", "v", "out.0")),
     *("ff.net.0.proj", "ff.net.2"),
     *(f"norm{number}" for number in (1, 2, 3)),
@@ -79,7 +79,7 @@ def unflattened_text_encoder(name: str) -> str | None:
 def _inside_block(rest: str) -> str | None:
     transformer = _TRANSFORMER_BLOCK.fullmatch(rest)
     if transformer is not None:
-        inner = _TRANSFORMER.get(transformer[2])
+        inner = _TRANSFORMER_LAYERS.get(transformer[2])
         return None if inner is None else f"transformer_blocks.{transformer[1]}.{inner}"
     if rest in {"conv", "op"}:
         return rest

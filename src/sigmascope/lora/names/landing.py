@@ -9,7 +9,7 @@ from typing import Final
 from sigmascope.checkpoints import Checkpoint
 from sigmascope.errors import ModelMismatchError
 from sigmascope.lora.file import LoraFile
-from sigmascope.lora.formats import open_lora
+from sigmascope.lora.formats.opening import open_lora
 from sigmascope.lora.models.layout import layout_of
 from sigmascope.lora.names.alignment import AlignedLora, align
 from sigmascope.lora.shapes import same_matrix

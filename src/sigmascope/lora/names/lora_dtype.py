@@ -1,5 +1,7 @@
 """In which dtype a LoRA's factors are stored, told from the header of its file."""
 
+from typing import Final, Literal
+
 import torch
 
 from sigmascope.checkpoints import Checkpoint
@@ -28,3 +30,12 @@ def storage_dtype(*files: Checkpoint) -> torch.dtype:
 def dtype_name(dtype: torch.dtype) -> str:
     """Such as `bfloat16`."""
     return str(dtype).removeprefix("torch.")
+
+
+SavePrecision = Literal["float", "fp16", "bf16"]
+
+STORAGE_DTYPES: Final[dict[str, torch.dtype]] = {
+    "float": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+}

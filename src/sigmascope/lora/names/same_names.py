@@ -12,9 +12,9 @@ from sigmascope.errors import LoraFormatError
 from sigmascope.lora.adapters import Adapter, DoraChange, WeightChange
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile
-from sigmascope.lora.formats import format_named
 from sigmascope.lora.formats.change_tensors import change_tensors
 from sigmascope.lora.formats.header import family_in, kept_metadata
+from sigmascope.lora.formats.registry import format_named
 from sigmascope.lora.formats.storable import holds
 from sigmascope.lora.formats.tally import Tally
 from sigmascope.lora.formats.unit_scale import stored_factors

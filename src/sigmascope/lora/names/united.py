@@ -158,7 +158,7 @@ def _named(lora: LoraFile, sources: Mapping[str, _Source]) -> LoraFile:
         lora,
         modules=LazyMapping(plain, lambda source: _factors(lora, source)),
         changes=LazyMapping(others, lora.changes.__getitem__),
-        facts={layer: _facts(lora, source) for layer, source in sources.items()},
+        facts={layer: _part_facts(lora, source) for layer, source in sources.items()},
     )
 
 
@@ -167,7 +167,7 @@ def _factors(lora: LoraFile, source: _Source) -> LoraFactors:
     return factors if source.row is None else divided(factors, source.row)[source.part]
 
 
-def _facts(lora: LoraFile, source: _Source) -> ModuleFacts:
+def _part_facts(lora: LoraFile, source: _Source) -> ModuleFacts:
     whole = lora.facts_of(source.name)
     if source.row is None:
         return whole

@@ -5,7 +5,8 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from sigmascope.lora.verdict.applied_verdict import AppliedModule
-from sigmascope.records.finding import Finding, JsonScalar
+from sigmascope.records.facts import JsonScalar
+from sigmascope.records.finding import Finding
 
 _NAMED: Final = 3
 

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
+from typing import Final
 
 from sigmascope.checkpoints import open_checkpoint
 from sigmascope.errors import NonFiniteError, SigmascopeError
@@ -22,7 +23,7 @@ from sigmascope.lora.verdict.reasons import Reasons, part_of
 from sigmascope.lora.verdict.verdict_findings import findings_of, unreadable
 from sigmascope.probes.reading import describe
 
-_BIAS = ".bias"
+_BIAS: Final = ".bias"
 
 
 def judge_lora(lora: str | PathLike[str] | LoraFile, model: Model, *, values: bool = True) -> LoraVerdict:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from sigmascope.analysis.bench_summary import BenchSummary
-from sigmascope.analysis.diagnostics import diagnose
+from sigmascope.analysis.diagnostics.diagnose import diagnose
 from sigmascope.errors import ConfigError
 from sigmascope.monitor.generation_plan import seconds_above_zero
 from sigmascope.records.benchmark import BenchCase, Made

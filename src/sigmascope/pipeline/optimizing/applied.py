@@ -7,7 +7,7 @@ from torch import nn
 
 from sigmascope import units
 from sigmascope.errors import OptimizationError
-from sigmascope.pipeline.optimizing import in_force
+from sigmascope.pipeline.optimizing.in_force import note_applied, note_undone, require_last_applied
 from sigmascope.pipeline.optimizing.kind import Kind, Undo
 from sigmascope.pipeline.optimizing.kinds import KINDS
 from sigmascope.pipeline.optimizing.placement import GROUP_HOOKS
@@ -68,7 +68,7 @@ class AppliedChoice:
             self._weights.settle(self._touched())
         self._hooks = dict(_hook_names(self._models))
         self.concerned = [model for _, model in self._touched()]
-        in_force.entered(self)
+        note_applied(self)
 
     def is_of(self, choice: Choice) -> bool:
         """Whether this is that choice, on the models that the pipeline has now."""
@@ -89,10 +89,10 @@ class AppliedChoice:
                 f"{self.choice.name} cannot be undone: its original weights were not kept.",
                 hint="Load the pipeline anew, or apply with keep_originals=True.",
             )
-        in_force.require_uppermost([self])
+        require_last_applied([self])
         self._refuse_hooks_of_others()
         changed = self._put_back()
-        in_force.left(self)
+        note_undone(self)
         return changed
 
     def _put_back(self) -> list[str]:

@@ -11,14 +11,14 @@ from sigmascope.pipeline.optimizing.plan import Choice, NotTaken
 from sigmascope.pipeline.optimizing.process_setting import ProcessSetting
 from sigmascope.pipeline.optimizing.subject import models_of
 
-NAME: Final = "attention"
+ATTENTION: Final = "attention"
 _EAGER: Final = ("AttnProcessor", "SlicedAttnProcessor")
 _FUSED: Final = "AttnProcessor2_0"
 _CUDNN_IS_BEST: Final = (9, 0)
 """From Hopper on cuDNN's attention is ahead of FlashAttention 2, which PyTorch takes by itself; both allow masks."""
 
 
-def consider(found: Circumstances) -> Considered:
+def consider_attention(found: Circumstances) -> Considered:
     """Fused attention instead of the whole matrix; and a backend that suits the device."""
     for name, model in found.subject.of_role("denoiser").items():
         eager = _eager_modules(model)
@@ -27,7 +27,7 @@ def consider(found: Circumstances) -> Considered:
         yield _backend(found, name, model)
 
 
-def apply(pipeline: Any, choice: Choice) -> Undo | None:
+def apply_attention(pipeline: Any, choice: Choice) -> Undo | None:
     """Set processors, or their backend; diffusers makes a backend the default of the whole process too."""
     model: Any = models_of(pipeline)[choice.component]
     if choice.options["backend"] == _FUSED:
@@ -43,9 +43,9 @@ def apply(pipeline: Any, choice: Choice) -> Undo | None:
 
 
 def _fused(found: Circumstances, name: str, count: int) -> Choice | NotTaken:
-    refusal = found.too_much(NAME, name, "rounding")
+    refusal = found.too_much(ATTENTION, name, "rounding")
     return refusal or Choice(
-        NAME,
+        ATTENTION,
         name,
         f"pipe.{name}.set_attn_processor({_FUSED}())",
         f"{count} attention modules build the whole matrix of tokens by tokens.",
@@ -59,18 +59,18 @@ def _fused(found: Circumstances, name: str, count: int) -> Choice | NotTaken:
 def _backend(found: Circumstances, name: str, model: nn.Module) -> Choice | NotTaken:
     asked = found.config.attention_backend
     if asked is None:
-        return NotTaken(NAME, name, "switched off")
+        return NotTaken(ATTENTION, name, "switched off")
     if not hasattr(model, "set_attention_backend") or not _switchable(model):
         return NotTaken(
-            NAME, name, "its processors call PyTorch's scaled_dot_product_attention, and have no switch"
+            ATTENTION, name, "its processors call PyTorch's scaled_dot_product_attention, and have no switch"
         )
     backend = asked if asked != "auto" else "_native_cudnn"
     if asked == "auto":
-        refusal = found.why_not(NAME, name, "rounding") or _own_choice_is_best(found, name)
+        refusal = found.why_not(ATTENTION, name, "rounding") or _own_choice_is_best(found, name)
         if refusal is not None:
             return refusal
     return Choice(
-        NAME,
+        ATTENTION,
         name,
         f'pipe.{name}.set_attention_backend("{backend}")',
         "Asked for."
@@ -87,7 +87,7 @@ def _own_choice_is_best(found: Circumstances, name: str) -> NotTaken | None:
     capability = found.hardware.capability
     if found.hardware.kind == "cuda" and capability is not None and capability >= _CUDNN_IS_BEST:
         return None
-    return NotTaken(NAME, name, "PyTorch chooses the fastest of its kernels by itself on this device")
+    return NotTaken(ATTENTION, name, "PyTorch chooses the fastest of its kernels by itself on this device")
 
 
 def _switchable(model: nn.Module) -> bool:
@@ -113,4 +113,4 @@ def _registry() -> Any:
 _DEFAULT: Final = ProcessSetting(
     lambda: _registry()._active_backend, lambda backend: _registry().set_active_backend(backend)
 )
-KIND: Final = Kind(NAME, consider, apply)
+ATTENTION_KIND: Final = Kind(ATTENTION, consider_attention, apply_attention)

@@ -13,7 +13,7 @@ from sigmascope.pipeline.optimizing.plan import Choice, NotTaken
 from sigmascope.pipeline.optimizing.subject import Subject, models_of
 from sigmascope.probes.reading import attempt
 
-NAME: Final = "cache"
+CACHE: Final = "cache"
 _THRESHOLD: Final = 0.05
 _ATTENTION: Final = r".*(?:blocks|layers)\.\d+\.(?:attn\d?|self_attn|cross_attn)"
 _BLOCK_LISTS: Final = ("blocks", "transformer_blocks", "single_transformer_blocks", "layers")
@@ -36,13 +36,13 @@ _CALLS: Final = {
 }
 
 
-def consider(found: Circumstances) -> Considered:
+def consider_cache(found: Circumstances) -> Considered:
     """Where the image may be an approximation."""
     for name, model in found.subject.of_role("denoiser").items():
         yield _consider(found, name, model)
 
 
-def apply(pipeline: Any, choice: Choice) -> None:
+def apply_cache(pipeline: Any, choice: Choice) -> None:
     """Put the hooks on."""
     model: Any = models_of(pipeline)[choice.component]
     model.enable_cache(_config(str(choice.options["cache"]), pipeline))
@@ -51,14 +51,14 @@ def apply(pipeline: Any, choice: Choice) -> None:
 def _consider(found: Circumstances, name: str, model: nn.Module) -> Choice | NotTaken:
     asked = found.config.cache
     if asked is None:
-        return NotTaken(NAME, name, "switched off")
+        return NotTaken(CACHE, name, "switched off")
     cache = "first_block" if asked == "auto" else asked
     reason = _why_unsupported(found.subject, model, cache)
     if reason is not None:
-        return NotTaken(NAME, name, reason)
-    refusal = found.too_much(NAME, name, "approximation") if asked == "auto" else None
+        return NotTaken(CACHE, name, reason)
+    refusal = found.too_much(CACHE, name, "approximation") if asked == "auto" else None
     return refusal or Choice(
-        NAME,
+        CACHE,
         name,
         f"pipe.{name}.enable_cache({_CALLS[cache]})",
         _WORDS[cache],
@@ -140,4 +140,4 @@ def _config(cache: str, pipeline: Any) -> Any:
     )
 
 
-KIND: Final = Kind(NAME, consider, apply)
+CACHE_KIND: Final = Kind(CACHE, consider_cache, apply_cache)

@@ -12,27 +12,27 @@ from sigmascope.pipeline.optimizing.plan import Choice, NotTaken
 from sigmascope.pipeline.optimizing.subject import models_of
 from sigmascope.probes.set_up import is_compiled, layerwise_casting
 
-NAME: Final = "compile"
+COMPILE: Final = "compile"
 _FEWEST_GENERATIONS: Final = 5
 """Compiling blocks takes some ten to sixty seconds; what a generation gains is seconds."""
 
 
-def consider(found: Circumstances) -> Considered:
+def consider_compile(found: Circumstances) -> Considered:
     """On an accelerator, where enough is generated for it to pay."""
     for name, model in found.subject.of_role("denoiser").items():
-        yield _consider(found, name, model)
+        yield _compile_model(found, name, model)
 
 
-def apply(pipeline: Any, choice: Choice) -> None:
+def apply_compile(pipeline: Any, choice: Choice) -> None:
     """Set each block to be compiled at its first call. Undone, blocks run as written; Dynamo keeps its cache."""
     model: Any = models_of(pipeline)[choice.component]
     model.compile_repeated_blocks(backend=choice.options["backend"])
 
 
-def _consider(found: Circumstances, name: str, model: nn.Module) -> Choice | NotTaken:
+def _compile_model(found: Circumstances, name: str, model: nn.Module) -> Choice | NotTaken:
     asked, backend = found.config.compile, found.config.compile_backend
     if asked is False:
-        return NotTaken(NAME, name, "switched off")
+        return NotTaken(COMPILE, name, "switched off")
     blocks = _blocks(model)
     reason = None
     if not blocks:
@@ -40,15 +40,15 @@ def _consider(found: Circumstances, name: str, model: nn.Module) -> Choice | Not
     elif is_compiled(model):
         reason = "it is compiled already"
     elif asked == "auto":
-        refusal = found.why_not(NAME, name, "rounding")
+        refusal = found.why_not(COMPILE, name, "rounding")
         if refusal is not None:
             return refusal
-        reason = _of_no_use(found, name, model, backend)
+        reason = _compiling_gains_nothing(found, name, model, backend)
     if reason is not None:
-        return NotTaken(NAME, name, reason)
+        return NotTaken(COMPILE, name, reason)
     classes = ", ".join(sorted({type(block).__name__ for block in blocks}))
     return Choice(
-        NAME,
+        COMPILE,
         name,
         f'pipe.{name}.compile_repeated_blocks(backend="{backend}")',
         f"{len(blocks)} blocks of {classes} are compiled once for each class.",
@@ -65,7 +65,7 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
     return [part for part in model.modules() if type(part).__name__ in repeated]
 
 
-def _of_no_use(found: Circumstances, name: str, model: nn.Module, backend: str) -> str | None:
+def _compiling_gains_nothing(found: Circumstances, name: str, model: nn.Module, backend: str) -> str | None:
     if found.config.generations < _FEWEST_GENERATIONS:
         return f"compiling takes longer than {found.config.generations} generations gain"
     part = found.subject.facts.components.get(name)
@@ -79,4 +79,4 @@ def _of_no_use(found: Circumstances, name: str, model: nn.Module, backend: str) 
     return None
 
 
-KIND: Final = Kind(NAME, consider, apply)
+COMPILE_KIND: Final = Kind(COMPILE, consider_compile, apply_compile)

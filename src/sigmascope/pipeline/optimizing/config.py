@@ -6,7 +6,7 @@ from typing import Final, Literal
 
 from sigmascope.errors import ConfigError
 from sigmascope.pipeline.optimizing.plan import IMAGE_EFFECTS, ImageEffect
-from sigmascope.records.finding import JsonScalar
+from sigmascope.records.facts import JsonScalar
 
 Auto = Literal["auto"]
 Switch = bool | Auto

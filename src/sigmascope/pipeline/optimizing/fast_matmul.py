@@ -11,27 +11,27 @@ from sigmascope.pipeline.optimizing.plan import PIPELINE, Choice, NotTaken
 from sigmascope.pipeline.optimizing.process_setting import ProcessSetting
 from sigmascope.probes.reading import attempt
 
-NAME: Final = "fast_matmul"
+FAST_MATMUL: Final = "fast_matmul"
 _TF32: Final = (8, 0)
 
 
-def consider(found: Circumstances) -> Considered:
+def consider_fast_matmul(found: Circumstances) -> Considered:
     """TensorFloat-32 where weights stay in float32; cuDNN's trying where there are convolutions."""
     asked = found.config.fast_matmul
     if asked is False:
-        yield NotTaken(NAME, PIPELINE, "switched off")
+        yield NotTaken(FAST_MATMUL, PIPELINE, "switched off")
         return
     is_unet = found.subject.facts.architecture == "UNet"
     wide = torch.float32 in found.dtypes.values()
     if asked == "auto":
-        refusal = found.why_not(NAME, PIPELINE, "precision" if wide else "rounding") or _of_no_use(
-            found, wide, is_unet
-        )
+        refusal = found.why_not(
+            FAST_MATMUL, PIPELINE, "precision" if wide else "rounding"
+        ) or _tf32_gains_nothing(found, wide, is_unet)
         if refusal is not None:
             yield refusal
             return
     yield Choice(
-        NAME,
+        FAST_MATMUL,
         PIPELINE,
         'torch.set_float32_matmul_precision("high")' * wide
         + "; " * (wide and is_unet)
@@ -46,7 +46,7 @@ def consider(found: Circumstances) -> Considered:
     )
 
 
-def apply(pipeline: Any, choice: Choice) -> Undo:
+def apply_fast_matmul(pipeline: Any, choice: Choice) -> Undo:
     """Set the flags."""
     undo = _FLAGS.hold()
     if choice.options["matmul"]:
@@ -73,12 +73,14 @@ def _write(before: Mapping[str, Any]) -> None:
     torch.backends.cudnn.benchmark = before["benchmark"]
 
 
-def _of_no_use(found: Circumstances, wide: bool, is_unet: bool) -> NotTaken | None:
+def _tf32_gains_nothing(found: Circumstances, wide: bool, is_unet: bool) -> NotTaken | None:
     capability = found.hardware.capability
     if found.hardware.kind != "cuda" or (capability is not None and capability < _TF32):
-        return NotTaken(NAME, PIPELINE, "this device has no TensorFloat-32")
+        return NotTaken(FAST_MATMUL, PIPELINE, "this device has no TensorFloat-32")
     if not wide and not is_unet:
-        return NotTaken(NAME, PIPELINE, "nothing in it computes in float32, and it has few convolutions")
+        return NotTaken(
+            FAST_MATMUL, PIPELINE, "nothing in it computes in float32, and it has few convolutions"
+        )
     return None
 
 
@@ -87,4 +89,4 @@ _BACKENDS: Final[tuple[Any, ...]] = (
     getattr(torch.backends.mkldnn, "matmul", None),
 )
 _FLAGS: Final = ProcessSetting(_read, _write)
-KIND: Final = Kind(NAME, consider, apply)
+FAST_MATMUL_KIND: Final = Kind(FAST_MATMUL, consider_fast_matmul, apply_fast_matmul)

@@ -11,37 +11,37 @@ from sigmascope.pipeline.optimizing.quantisation import is_quantised
 from sigmascope.pipeline.optimizing.subject import models_of
 from sigmascope.probes.set_up import layerwise_casting
 
-NAME: Final = "fused_qkv"
+FUSED_QKV: Final = "fused_qkv"
 
 
-def consider(found: Circumstances) -> Considered:
+def consider_fused_qkv(found: Circumstances) -> Considered:
     """On request only: LoRAs loaded afterwards would change layers that no longer work."""
     for name, model in found.subject.of_role("denoiser").items():
-        yield _consider(found, name, model)
+        yield _fused_qkv_of(found, name, model)
 
 
-def apply(pipeline: Any, choice: Choice) -> None:
+def apply_fused_qkv(pipeline: Any, choice: Choice) -> None:
     """Fuse. The layers of their own stay, so that undoing it takes the fused ones away."""
     model: Any = models_of(pipeline)[choice.component]
     model.fuse_qkv_projections()
 
 
-def _consider(found: Circumstances, name: str, model: nn.Module) -> Choice | NotTaken:
+def _fused_qkv_of(found: Circumstances, name: str, model: nn.Module) -> Choice | NotTaken:
     if found.config.fuse_qkv is False:
-        return NotTaken(NAME, name, "switched off")
+        return NotTaken(FUSED_QKV, name, "switched off")
     if not can_fuse(model):
-        return NotTaken(NAME, name, f"{type(model).__name__} does not offer it")
+        return NotTaken(FUSED_QKV, name, f"{type(model).__name__} does not offer it")
     if any(getattr(part, "fused_projections", False) is True for part in model.modules()):
-        return NotTaken(NAME, name, "they are fused already")
+        return NotTaken(FUSED_QKV, name, "they are fused already")
     if any(hasattr(part, "lora_A") for part in model.modules()):
-        return NotTaken(NAME, name, "a LoRA is loaded, which fused layers would leave out")
+        return NotTaken(FUSED_QKV, name, "a LoRA is loaded, which fused layers would leave out")
     if found.has("quantisation", "layerwise_casting") or layerwise_casting(model) or is_quantised(model):
-        return NotTaken(NAME, name, "the weights are not of one kind that could be put together")
+        return NotTaken(FUSED_QKV, name, "the weights are not of one kind that could be put together")
     if found.config.fuse_qkv == "auto":
         reason = "it gains little, and LoRAs that are loaded later would change layers that no longer work"
-        return NotTaken(NAME, name, f"{reason}; ask for it by fuse_qkv=True")
+        return NotTaken(FUSED_QKV, name, f"{reason}; ask for it by fuse_qkv=True")
     return Choice(
-        NAME,
+        FUSED_QKV,
         name,
         f"pipe.{name}.fuse_qkv_projections()",
         "Asked for. Load no LoRA afterwards: it would change layers that no longer work.",
@@ -61,4 +61,4 @@ def can_fuse(model: nn.Module) -> bool:
     return overridden or own
 
 
-KIND: Final = Kind(NAME, consider, apply)
+FUSED_QKV_KIND: Final = Kind(FUSED_QKV, consider_fused_qkv, apply_fused_qkv)

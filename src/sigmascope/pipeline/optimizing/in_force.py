@@ -33,18 +33,18 @@ _ORDER: list[weakref.ref[InForce]] = []
 """Weak: of an optimizer that is gone nothing can be undone, and its models shall go too."""
 
 
-def entered(one: InForce) -> None:
+def note_applied(one: InForce) -> None:
     """Note that a choice is in force from now on."""
     _ORDER[:] = [known for known in _ORDER if known() is not None]
     _ORDER.append(weakref.ref(one))
 
 
-def left(one: InForce) -> None:
+def note_undone(one: InForce) -> None:
     """Note that a choice was undone."""
     _ORDER[:] = [known for known in _ORDER if known() not in (None, one)]
 
 
-def require_uppermost(ones: Sequence[InForce]) -> None:
+def require_last_applied(ones: Sequence[InForce]) -> None:
     """Refuse to undo choices that others were applied over.
 
     Args:

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from sigmascope.pipeline.optimizing.circumstances import Circumstances
 from sigmascope.pipeline.optimizing.plan import Choice, NotTaken
-from sigmascope.pipeline.optimizing.weights import Change
 
+Change = Literal["dtype", "device", "layout"]
+"""What a choice does to weights, and so what has to be put back."""
 Undo = Callable[[], None]
 Considered = Iterator[Choice | NotTaken]
 

@@ -15,7 +15,7 @@ from sigmascope.pipeline.optimizing.subject import models_of
 from sigmascope.probes.set_up import layerwise_casting
 from sigmascope.records.arithmetic import MIB
 
-NAME: Final = "layerwise_casting"
+LAYERWISE_CASTING: Final = "layerwise_casting"
 _SKIPPED: Final = ("pos_embed", "patch_embed", "norm", "^proj_in$", "^proj_out$")
 """What diffusers leaves as it is in any model, beside the patterns of each class."""
 _CAST: Final = (
@@ -23,13 +23,13 @@ _CAST: Final = (
 )  # fmt: skip
 
 
-def consider(found: Circumstances) -> Considered:
+def consider_layerwise_casting(found: Circumstances) -> Considered:
     """Where a denoiser does not fit on the device by itself."""
     for name, model in found.subject.of_role("denoiser").items():
-        yield _consider(found, name, model)
+        yield _casting_of(found, name, model)
 
 
-def apply(pipeline: Any, choice: Choice) -> None:
+def apply_layerwise_casting(pipeline: Any, choice: Choice) -> None:
     """Cast, and hook each layer to widen and narrow its weights around its call."""
     model: Any = models_of(pipeline)[choice.component]
     compute = main_dtype(
@@ -38,43 +38,45 @@ def apply(pipeline: Any, choice: Choice) -> None:
     model.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=compute)
 
 
-def _consider(found: Circumstances, name: str, model: nn.Module) -> Choice | NotTaken:
+def _casting_of(found: Circumstances, name: str, model: nn.Module) -> Choice | NotTaken:
     asked = found.config.layerwise_casting
     if asked is False:
-        return NotTaken(NAME, name, "switched off")
+        return NotTaken(LAYERWISE_CASTING, name, "switched off")
     if not hasattr(model, "enable_layerwise_casting"):
-        return NotTaken(NAME, name, f"{type(model).__name__} does not offer it")
+        return NotTaken(LAYERWISE_CASTING, name, f"{type(model).__name__} does not offer it")
     if layerwise_casting(model):
-        return NotTaken(NAME, name, "it is on already")
+        return NotTaken(LAYERWISE_CASTING, name, "it is on already")
     if found.has("quantisation"):
-        return NotTaken(NAME, name, "the weights are quantised")
+        return NotTaken(LAYERWISE_CASTING, name, "the weights are quantised")
     if asked == "auto":
-        refusal = found.why_not(NAME, name, "precision") or _not_needed(found, name, model)
+        refusal = found.why_not(LAYERWISE_CASTING, name, "precision") or _casting_not_needed(
+            found, name, model
+        )
         if refusal is not None:
             return refusal
-    return _choice(found, name, model)
+    return _casting_choice(found, name, model)
 
 
-def _not_needed(found: Circumstances, name: str, model: nn.Module) -> NotTaken | None:
+def _casting_not_needed(found: Circumstances, name: str, model: nn.Module) -> NotTaken | None:
     nbytes, room = found.weights[name], found.room_bytes
     if room is None:
-        return NotTaken(NAME, name, f"how much memory {found.hardware.device} has is not known")
+        return NotTaken(LAYERWISE_CASTING, name, f"how much memory {found.hardware.device} has is not known")
     if nbytes + found.work_bytes <= room:
         words = f"{units.mib(nbytes)} MB of weights and {units.mib(found.work_bytes)} MB at work are in {units.mib(room)} MB"
-        return NotTaken(NAME, name, f"it fits by itself: {words}")
+        return NotTaken(LAYERWISE_CASTING, name, f"it fits by itself: {words}")
     cast = nbytes - saved_bytes(model, _itemsize(found, name))
     if cast + found.work_bytes > room:
         words = f"{units.mib(cast)} MB of weights and {units.mib(found.work_bytes)} MB at work, in {units.mib(room)} MB"
-        return NotTaken(NAME, name, f"it would not fit even so: {words}")
+        return NotTaken(LAYERWISE_CASTING, name, f"it would not fit even so: {words}")
     return None
 
 
-def _choice(found: Circumstances, name: str, model: nn.Module) -> Choice:
+def _casting_choice(found: Circumstances, name: str, model: nn.Module) -> Choice:
     compute = str(found.dtypes.get(name, torch.float32)).removeprefix("torch.")
     before = found.weights[name]
     found.weights[name] = before - saved_bytes(model, _itemsize(found, name))
     return Choice(
-        NAME,
+        LAYERWISE_CASTING,
         name,
         f"pipe.{name}.enable_layerwise_casting(torch.float8_e4m3fn, torch.{compute})",
         f"{units.mib(before)} MB of weights become about {units.mib(found.weights[name])} MB.",
@@ -116,4 +118,6 @@ def _prefixes(path: str) -> list[str]:
     return [".".join(parts[: count + 1]) for count in range(len(parts))]
 
 
-KIND: Final = Kind(NAME, consider, apply, frozenset({"dtype"}), narrows=True)
+LAYERWISE_CASTING_KIND: Final = Kind(
+    LAYERWISE_CASTING, consider_layerwise_casting, apply_layerwise_casting, frozenset({"dtype"}), narrows=True
+)

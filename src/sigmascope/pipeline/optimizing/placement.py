@@ -11,35 +11,35 @@ from sigmascope.pipeline.optimizing.kind import Considered, Kind, Undo
 from sigmascope.pipeline.optimizing.plan import PIPELINE, Choice, NotTaken
 from sigmascope.pipeline.optimizing.subject import models_of
 from sigmascope.records.arithmetic import MIB
-from sigmascope.records.finding import JsonScalar
+from sigmascope.records.facts import JsonScalar
 
-NAME: Final = "placement"
+PLACEMENT: Final = "placement"
 GROUP_HOOKS: Final = ("group_offloading", "layer_execution_tracker", "lazy_prefetch_group_offloading")
 
 
-def consider(found: Circumstances) -> Considered:
+def consider_placement(found: Circumstances) -> Considered:
     """On the device if all of it fits; else model by model; else layer by layer."""
     asked = found.config.offload
     already = [n for n, part in found.subject.facts.components.items() if part.offload is not None]
     if already:
-        yield NotTaken(NAME, PIPELINE, f"{', '.join(already)}: weights are offloaded already")
+        yield NotTaken(PLACEMENT, PIPELINE, f"{', '.join(already)}: weights are offloaded already")
     elif asked in ("model", "group"):
         yield from _asked(found, asked)
     elif not found.hardware.is_accelerator:
-        yield NotTaken(NAME, PIPELINE, found.no_accelerator)
+        yield NotTaken(PLACEMENT, PIPELINE, found.no_accelerator)
     elif found.room_bytes is None:
-        yield NotTaken(NAME, PIPELINE, f"how much memory {found.hardware.device} has is not known")
+        yield NotTaken(PLACEMENT, PIPELINE, f"how much memory {found.hardware.device} has is not known")
     elif not hasattr(found.subject.pipeline, "to"):
-        yield NotTaken(NAME, PIPELINE, "it cannot be moved as a whole: it has no `to`")
+        yield NotTaken(PLACEMENT, PIPELINE, "it cannot be moved as a whole: it has no `to`")
     elif _fits(found, found.total_bytes):
         yield _on_device(found)
     elif asked is None:
-        yield NotTaken(NAME, PIPELINE, f"offloading is switched off. {_sum(found, found.total_bytes)}")
+        yield NotTaken(PLACEMENT, PIPELINE, f"offloading is switched off. {_sum(found, found.total_bytes)}")
     else:
         yield from _offloaded(found)
 
 
-def apply(pipeline: Any, choice: Choice) -> Undo | None:
+def apply_placement(pipeline: Any, choice: Choice) -> Undo | None:
     """Move the pipeline, or let diffusers and accelerate move its weights while it runs."""
     device, how = str(choice.options["device"]), choice.options["how"]
     if how == "device":
@@ -65,7 +65,7 @@ def _offloaded(found: Circumstances) -> Considered:
     if hasattr(found.subject.pipeline, "enable_group_offload"):
         yield _group_offload(found, reason, necessary=True)
     else:
-        yield NotTaken(NAME, PIPELINE, f"{reason} This pipeline has no group offloading.")
+        yield NotTaken(PLACEMENT, PIPELINE, f"{reason} This pipeline has no group offloading.")
 
 
 def _asked(found: Circumstances, how: str) -> Considered:
@@ -74,7 +74,7 @@ def _asked(found: Circumstances, how: str) -> Considered:
     elif how == "group" and hasattr(found.subject.pipeline, "enable_group_offload"):
         yield _group_offload(found, "Asked for.", necessary=False)
     else:
-        yield NotTaken(NAME, PIPELINE, f"this pipeline has no {how} offloading")
+        yield NotTaken(PLACEMENT, PIPELINE, f"this pipeline has no {how} offloading")
 
 
 def _can_model_offload(found: Circumstances) -> bool:
@@ -85,10 +85,10 @@ def _on_device(found: Circumstances) -> Choice | NotTaken:
     device = found.hardware.device
     if all(str(p.device) == device for model in found.subject.models.values() for p in model.parameters()):
         return NotTaken(
-            NAME, PIPELINE, f"it is on {device} already, and fits. {_sum(found, found.total_bytes)}"
+            PLACEMENT, PIPELINE, f"it is on {device} already, and fits. {_sum(found, found.total_bytes)}"
         )
     return Choice(
-        NAME,
+        PLACEMENT,
         PIPELINE,
         f'pipe.to("{device}")',
         f"All of it fits. {_sum(found, found.total_bytes)}",
@@ -103,7 +103,7 @@ def _on_device(found: Circumstances) -> Choice | NotTaken:
 def _model_offload(found: Circumstances, reason: str, *, necessary: bool) -> Choice:
     device = found.hardware.device
     return Choice(
-        NAME,
+        PLACEMENT,
         PIPELINE,
         f'pipe.enable_model_cpu_offload(device="{device}")',
         reason,
@@ -126,7 +126,7 @@ def _group_offload(found: Circumstances, reason: str, *, necessary: bool) -> Cho
         options["low_cpu_mem_usage"] = _ram_is_short(found)
     arguments = "".join(f", {name}={value!r}" for name, value in options.items())
     return Choice(
-        NAME,
+        PLACEMENT,
         PIPELINE,
         f'pipe.enable_group_offload(onload_device=torch.device("{device}"){arguments})',
         reason,
@@ -180,4 +180,4 @@ def _remove_group_hooks(models: dict[str, nn.Module]) -> None:
                 registry.remove_hook(name, recurse=False)
 
 
-KIND: Final = Kind(NAME, consider, apply, frozenset({"device"}))
+PLACEMENT_KIND: Final = Kind(PLACEMENT, consider_placement, apply_placement, frozenset({"device"}))

@@ -6,7 +6,7 @@ from typing import Any, Final, Literal
 
 from sigmascope import units
 from sigmascope.pipeline.optimizing.hardware import Hardware
-from sigmascope.records.finding import JsonScalar
+from sigmascope.records.facts import JsonScalar
 
 ImageEffect = Literal["none", "rounding", "precision", "approximation"]
 IMAGE_EFFECTS: Final[tuple[ImageEffect, ...]] = ("none", "rounding", "precision", "approximation")

@@ -11,7 +11,7 @@ from sigmascope.pipeline.optimizing.hardware import Hardware
 from sigmascope.pipeline.optimizing.kind import Considered, Kind
 from sigmascope.pipeline.optimizing.kinds import KINDS
 from sigmascope.pipeline.optimizing.plan import PIPELINE, Choice, NotTaken, Plan
-from sigmascope.pipeline.optimizing.precision import NAME as PRECISION
+from sigmascope.pipeline.optimizing.precision import PRECISION
 from sigmascope.pipeline.optimizing.reckoning import circumstances_of, reckon_work, reckoning_of
 from sigmascope.pipeline.optimizing.subject import look_at
 from sigmascope.probes.modules import components_of

@@ -14,36 +14,36 @@ from sigmascope.pipeline.optimizing.reckoning import main_dtype, nbytes_of
 from sigmascope.pipeline.optimizing.subject import models_of
 from sigmascope.records.arithmetic import MIB
 
-NAME: Final = "precision"
+PRECISION: Final = "precision"
 DTYPES: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _WIDER: Final = (torch.float32, torch.float64)
 _STAYS: Final = ("AutoencoderKLWan",)
 """VAEs that their makers run in float32; WAN's pipelines convert latents for them."""
 
 
-def consider(found: Circumstances) -> Considered:
+def consider_precision(found: Circumstances) -> Considered:
     """All models together: pipelines hand one's results to the next without converting them."""
     if found.config.dtype is None:
-        yield NotTaken(NAME, PIPELINE, "switched off")
+        yield NotTaken(PRECISION, PIPELINE, "switched off")
         return
     dtype = _dtype_for(found)
     if isinstance(dtype, NotTaken):
         yield dtype
         return
     asked = found.config.dtype != "auto"
-    refusal = None if asked else found.too_much(NAME, PIPELINE, "precision")
+    refusal = None if asked else found.too_much(PRECISION, PIPELINE, "precision")
     if refusal is not None:
         yield refusal
         return
     yield from _stay(found)
     names = [name for name in found.subject.models if _is_wide(found, name)]
     if not names:
-        yield NotTaken(NAME, PIPELINE, f"nothing in it is wider than {dtype}{_emulated(found)}")
+        yield NotTaken(PRECISION, PIPELINE, f"nothing in it is wider than {dtype}{_emulated(found)}")
         return
-    yield _choice(found, dtype, names)
+    yield _half_precision(found, dtype, names)
 
 
-def apply(pipeline: Any, choice: Choice) -> None:
+def apply_precision(pipeline: Any, choice: Choice) -> None:
     """Narrow weights as loading in that dtype would: some layers stay, and so do tables that are not saved."""
     dtype = DTYPES[str(choice.options["dtype"])]
     models = models_of(pipeline)
@@ -84,7 +84,9 @@ def _dtype_for(found: Circumstances) -> str | NotTaken:
     if hardware.is_accelerator:
         return "float16"
     return NotTaken(
-        NAME, PIPELINE, f"{found.no_accelerator}; and this CPU does not multiply bfloat16 (AMX, AVX512-BF16)"
+        PRECISION,
+        PIPELINE,
+        f"{found.no_accelerator}; and this CPU does not multiply bfloat16 (AMX, AVX512-BF16)",
     )
 
 
@@ -95,7 +97,7 @@ def _is_wide(found: Circumstances, name: str) -> bool:
 def _stay(found: Circumstances) -> Iterator[NotTaken]:
     for name, model in found.subject.models.items():
         if type(model).__name__ in _STAYS and main_dtype(model) in _WIDER:
-            yield NotTaken(NAME, name, f"{type(model).__name__} is made to run in float32")
+            yield NotTaken(PRECISION, name, f"{type(model).__name__} is made to run in float32")
 
 
 def _emulated(found: Circumstances) -> str:
@@ -105,7 +107,7 @@ def _emulated(found: Circumstances) -> str:
     return "; bfloat16 is slow on this device, and float16's range may be too small: compare images before loading in it"
 
 
-def _choice(found: Circumstances, dtype: str, names: list[str]) -> Choice:
+def _half_precision(found: Circumstances, dtype: str, names: list[str]) -> Choice:
     before = found.total_bytes
     target = DTYPES[dtype]
     for name in names:
@@ -116,7 +118,7 @@ def _choice(found: Circumstances, dtype: str, names: list[str]) -> Choice:
     kept = sum(nbytes_of(found.subject.models[name]) for name in names)
     saved = before - found.total_bytes
     return Choice(
-        NAME,
+        PRECISION,
         PIPELINE,
         f"from_pretrained(…, torch_dtype=torch.{dtype}) for {', '.join(names)}",
         f"{units.mib(before)} MB of weights become {units.mib(found.total_bytes)} MB.",
@@ -147,4 +149,6 @@ def _kept_wide(model: nn.Module, dtype: torch.dtype) -> set[str]:
     return {*kept, *(getattr(model, "_keep_in_fp32_modules_strict", None) or ())}
 
 
-KIND: Final = Kind(NAME, consider, apply, frozenset({"dtype"}), narrows=True)
+PRECISION_KIND: Final = Kind(
+    PRECISION, consider_precision, apply_precision, frozenset({"dtype"}), narrows=True
+)

@@ -14,16 +14,16 @@ from sigmascope.pipeline.optimizing.reckoning import nbytes_of
 from sigmascope.pipeline.optimizing.subject import models_of
 from sigmascope.records.arithmetic import MIB
 
-NAME: Final = "quantisation"
+QUANTISATION: Final = "quantisation"
 
 
-def consider(found: Circumstances) -> Considered:
+def consider_quantisation(found: Circumstances) -> Considered:
     """On request, or ("auto") where a denoiser does not fit by itself."""
     for name, model in found.subject.of_role("denoiser").items():
-        yield _consider(found, name, model)
+        yield _quantisation_of(found, name, model)
 
 
-def apply(pipeline: Any, choice: Choice) -> None:
+def apply_quantisation(pipeline: Any, choice: Choice) -> None:
     """Replace the weights of linear layers."""
     quantisation = importlib.import_module("torchao.quantization")
     config = getattr(quantisation, str(choice.options["config"]))()
@@ -35,35 +35,35 @@ def is_quantised(model: nn.Module) -> bool:
     return any(type(p).__module__.startswith(("torchao", "bitsandbytes")) for p in model.parameters())
 
 
-def _consider(found: Circumstances, name: str, model: nn.Module) -> Choice | NotTaken:
+def _quantisation_of(found: Circumstances, name: str, model: nn.Module) -> Choice | NotTaken:
     asked = found.config.quantisation
     if asked is None:
-        return NotTaken(NAME, name, "switched off")
+        return NotTaken(QUANTISATION, name, "switched off")
     if find_spec("torchao") is None:
-        return NotTaken(NAME, name, "torchao is not installed (pip install torchao)")
+        return NotTaken(QUANTISATION, name, "torchao is not installed (pip install torchao)")
     if is_quantised(model):
-        return NotTaken(NAME, name, "it is quantised already")
+        return NotTaken(QUANTISATION, name, "it is quantised already")
     if asked == "auto":
-        refusal = found.why_not(NAME, name, "precision") or _not_needed(found, name)
+        refusal = found.why_not(QUANTISATION, name, "precision") or _fits_unquantised(found, name)
         if refusal is not None:
             return refusal
-    return _choice(found, name, model, "int8" if asked == "auto" else asked)
+    return _quantisation_choice(found, name, model, "int8" if asked == "auto" else asked)
 
 
-def _not_needed(found: Circumstances, name: str) -> NotTaken | None:
+def _fits_unquantised(found: Circumstances, name: str) -> NotTaken | None:
     room = found.room_bytes
     if room is None or found.weights[name] + found.work_bytes <= room:
-        return NotTaken(NAME, name, "it fits by itself, as far as is known")
+        return NotTaken(QUANTISATION, name, "it fits by itself, as far as is known")
     return None
 
 
-def _choice(found: Circumstances, name: str, model: nn.Module, to: str) -> Choice:
+def _quantisation_choice(found: Circumstances, name: str, model: nn.Module, to: str) -> Choice:
     before, itemsize = found.weights[name], found.dtypes[name].itemsize
     linear = sum(part.weight.numel() for part in model.modules() if isinstance(part, nn.Linear))
     found.weights[name] = before - linear * (itemsize - 1)
-    config = _config(found, to)
+    config = _torchao_config(found, to)
     return Choice(
-        NAME,
+        QUANTISATION,
         name,
         f"torchao.quantization.quantize_(pipe.{name}, {config}())",
         f"{units.mib(before)} MB of weights become about {units.mib(found.weights[name])} MB.",
@@ -78,7 +78,7 @@ def _choice(found: Circumstances, name: str, model: nn.Module, to: str) -> Choic
     )
 
 
-def _config(found: Circumstances, to: str) -> str:
+def _torchao_config(found: Circumstances, to: str) -> str:
     if to == "int8":
         return "Int8WeightOnlyConfig"
     return (
@@ -88,4 +88,6 @@ def _config(found: Circumstances, to: str) -> str:
     )
 
 
-KIND: Final = Kind(NAME, consider, apply, frozenset({"dtype", "device"}), narrows=True)
+QUANTISATION_KIND: Final = Kind(
+    QUANTISATION, consider_quantisation, apply_quantisation, frozenset({"dtype", "device"}), narrows=True
+)

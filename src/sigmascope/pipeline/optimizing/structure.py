@@ -4,11 +4,13 @@ What is noted are references: attributes of the pipeline, of every module, atten
 their dicts and lists hold. Values of tensors are another matter (`weights`).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 from torch import nn
+
+from sigmascope.pipeline.optimizing.kind import Undo
 
 _ABSENT: Final = object()
 _HOOKED: Final = ("_diffusers_hook", "_hf_hook", "processor")
@@ -18,7 +20,6 @@ _SET_BY_USERS: Final = ("processor",)
 """What a user may have set anew meanwhile: then it stays. Hooks are not among these: libraries renew theirs."""
 
 _PLAIN: Final = (str, int, float, bool, type(None), tuple)
-Undo = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,13 +5,12 @@ Moving weights and laying them out anew loses nothing. Narrowing them does: then
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-Change = Literal["dtype", "device", "layout"]
-"""What a choice does to weights, and so what has to be put back."""
+from sigmascope.pipeline.optimizing.kind import Change
+
 Models = Iterable[tuple[str, nn.Module]]
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}

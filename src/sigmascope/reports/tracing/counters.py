@@ -5,18 +5,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
-from sigmascope.records import memory_over_time
 from sigmascope.records.arithmetic import mib
 from sigmascope.records.memory import MemorySnapshot
-from sigmascope.records.memory_over_time import readable_curves
+from sigmascope.records.memory_over_time import PROCESS, SYSTEM, readable_curves
 from sigmascope.records.merge import is_rank
 from sigmascope.records.run import Run, Stage
 from sigmascope.records.utilization import readable_utilization
 from sigmascope.reports.tracing.slices import nanoseconds
 
-PROCESS = "Process memory (MiB)"
-SYSTEM = "System memory used (MiB)"
-_COUNTERS: Final = {memory_over_time.PROCESS: PROCESS, memory_over_time.SYSTEM: SYSTEM}
+PROCESS_COUNTER = "Process memory (MiB)"
+SYSTEM_COUNTER = "System memory used (MiB)"
+_COUNTERS: Final = {PROCESS: PROCESS_COUNTER, SYSTEM: SYSTEM_COUNTER}
 SOME_DEVICE = "accelerator"
 """Steps say how much was allocated on the device in use; where no snapshot names it, this does."""
 
@@ -43,13 +42,13 @@ def readings_of(run: Run, offset_ns: int = 0) -> list[Reading]:
         run: The record.
         offset_ns: Where the trace's clock stands when the run begins.
     """
-    of_each_rank = (PROCESS,) if run.host is not None else (PROCESS, SYSTEM)
+    of_each_rank = (PROCESS_COUNTER,) if run.host is not None else (PROCESS_COUNTER, SYSTEM_COUNTER)
     found: list[Reading] = []
     for stage in run.stages:
         if not is_rank(stage):
             found += _all_in((stage,), offset_ns)
             continue
-        for reading in (*_memory(stage, offset_ns), *_all_in(stage.children, offset_ns)):
+        for reading in (*_memory_counters(stage, offset_ns), *_all_in(stage.children, offset_ns)):
             own = f"{stage.name}: {reading.counter}" if reading.counter in of_each_rank else reading.counter
             found.append(replace(reading, counter=own))
     highest: dict[tuple[str, int], Reading] = {}
@@ -63,12 +62,12 @@ def _all_in(outermost: Sequence[Stage], offset_ns: int) -> Iterator[Reading]:
     """All readings of one process, by its outermost stages."""
     for stage in outermost:
         for one in stage.walk():
-            yield from _memory(one, offset_ns)
+            yield from _memory_counters(one, offset_ns)
         yield from _curves(stage, offset_ns)
         yield from _business(stage, offset_ns)
 
 
-def _memory(stage: Stage, offset_ns: int) -> Iterator[Reading]:
+def _memory_counters(stage: Stage, offset_ns: int) -> Iterator[Reading]:
     started_ns = offset_ns + nanoseconds(stage.started_seconds)
     for counter, at_seconds, nbytes in (*_edges(stage), *_steps(stage), *_peaks(stage)):
         size = mib(nbytes)
@@ -104,8 +103,8 @@ def _edges(stage: Stage) -> Iterator[Point]:
 
 
 def _snapshot(memory: MemorySnapshot, at_seconds: float) -> Iterator[Point]:
-    yield PROCESS, at_seconds, memory.process_rss_bytes
-    yield SYSTEM, at_seconds, memory.ram_used_bytes
+    yield PROCESS_COUNTER, at_seconds, memory.process_rss_bytes
+    yield SYSTEM_COUNTER, at_seconds, memory.ram_used_bytes
     for device in memory.accelerators:
         yield _allocated(device.device), at_seconds, device.allocated_bytes
         yield _reserved(device.device), at_seconds, device.reserved_bytes
@@ -117,7 +116,7 @@ def _steps(stage: Stage) -> Iterator[Point]:
     ends = [started + seconds for started, seconds in zip(steps.started, steps.seconds, strict=True)]
     # A column that could not be measured is empty.
     for at_seconds, nbytes in zip(ends, steps.rss_bytes, strict=False):
-        yield PROCESS, at_seconds, nbytes
+        yield PROCESS_COUNTER, at_seconds, nbytes
     for at_seconds, nbytes in zip(ends, steps.allocated_bytes, strict=False):
         yield _allocated(device or SOME_DEVICE), at_seconds, nbytes
 
@@ -126,8 +125,8 @@ def _peaks(stage: Stage) -> Iterator[Point]:
     peak = stage.peak
     if peak is None:
         return
-    yield PROCESS, peak.rss_at_seconds, peak.rss_bytes
-    yield SYSTEM, peak.ram_used_at_seconds, peak.ram_used_bytes
+    yield PROCESS_COUNTER, peak.rss_at_seconds, peak.rss_bytes
+    yield SYSTEM_COUNTER, peak.ram_used_at_seconds, peak.ram_used_bytes
     for device in peak.accelerators:
         yield _allocated(device.device), device.allocated_at_seconds, device.allocated_bytes
         yield _reserved(device.device), device.reserved_at_seconds, device.reserved_bytes

@@ -6,7 +6,7 @@ from typing import Any
 
 from sigmascope.probes import memory_snapshot
 from sigmascope.records.finding import Finding
-from sigmascope.records.latent_findings import STAGES
+from sigmascope.records.latent_findings import VAE_STAGES
 from sigmascope.records.latents import StrategyAttempt, VaeFacts
 from sigmascope.records.peak import PeakMemory, highest
 from sigmascope.records.snapshot import MemoryImpact
@@ -26,8 +26,7 @@ from sigmascope.stages.latents.seen import Given, decoded, encoded
 from sigmascope.stages.latents.strategies import Used, attempts_of, strategy_dicts, used_strategy
 from sigmascope.stages.latents.typed import LatentEncodingAnalysis
 from sigmascope.stages.latents.validation import Parts, failures_of, findings_of, validation_of
-from sigmascope.stages.memory_now import memory_now
-from sigmascope.stages.text.performance import checked_seconds
+from sigmascope.stages.memory_now import checked_seconds, memory_now
 
 NO_PEAKS = "peaks are seen while something watches: use WorkflowMonitor, or hand over a stage's peak"
 
@@ -96,7 +95,7 @@ def _parts(
     if dummy and given.direction == "encoding" and seen.latent["status"] == "success":
         seen.latent["status"] = "dummy"
     return Parts(
-        STAGES[given.direction],
+        VAE_STAGES[given.direction],
         given.direction,
         seen,
         vae,

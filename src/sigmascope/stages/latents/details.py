@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 from sigmascope.stages.figures import mb, number, printable, reason_for, shape, unknown
 from sigmascope.stages.latents import words
-from sigmascope.stages.latents.words import Facts, is_number, part
+from sigmascope.stages.latents.words import is_number
+from sigmascope.stages.shared_rows import Facts, part
 from sigmascope.stages.summary import Row, Section
 
 _STYLES = {"info": "cyan", "warning": "yellow"}
@@ -17,7 +18,7 @@ def detail_sections(analysis: Facts) -> Iterator[Section]:
         "🔁", "STRATEGIES", [row for one in _dicts(analysis, "strategies") for row in _strategy(one)]
     )
     yield Section("🖼️ ", "PICTURES", list(_pictures(part(analysis, "pictures"))))
-    yield Section("🔬", "LATENT DETAILS", list(_latent(analysis)))
+    yield Section("🔬", "LATENT DETAILS", list(_latent_detail_rows(analysis)))
     yield Section("♻️ ", "MEMORY EFFICIENCY", list(_efficiency(analysis)))
     yield Section("🔒", "VALIDATION", list(_validation(part(analysis, "validation"))))
     yield Section("🚨", "FINDINGS", [_finding(finding) for finding in _dicts(analysis, "findings")])
@@ -36,7 +37,7 @@ def _strategy(attempt: Facts) -> Iterator[Row]:
     parts = [
         outcome,
         f"{took:.2f} s" if is_number(took) else "",
-        _peak(attempt),
+        _peak_words(attempt),
         _tile(part(attempt, "tile")),
     ]
     label = f"{mark} {words.strategy(printable(attempt.get('name')), attempt.get('number'))}"
@@ -45,7 +46,7 @@ def _strategy(attempt: Facts) -> Iterator[Row]:
         yield Row("   Reason", printable(attempt["reason"]))
 
 
-def _peak(attempt: Facts) -> str:
+def _peak_words(attempt: Facts) -> str:
     measured, predicted = attempt.get("measured_peak_mb"), attempt.get("predicted_peak_mb")
     shown = f"peak +{mb(measured)}" if is_number(measured) else ""
     if not is_number(predicted):
@@ -79,7 +80,7 @@ def _pictures(pictures: Facts) -> Iterator[Row]:
         yield Row("Values", f"{number(low)} to {number(high)}")
 
 
-def _latent(analysis: Facts) -> Iterator[Row]:
+def _latent_detail_rows(analysis: Facts) -> Iterator[Row]:
     latent, rates = part(analysis, "latent_analysis"), part(analysis, "performance_analysis")
     if rates.get("pixels_per_second") is not None:
         yield Row("Pixel Throughput", f"{words.count(rates, 'pixels_per_second')} pixels/second")

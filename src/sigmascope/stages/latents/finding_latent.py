@@ -13,7 +13,7 @@ from torch import Tensor
 from sigmascope.stages.host_reading import read_host
 from sigmascope.stages.text.nesting import as_tensor, leaves_of
 
-_NAMES = ("samples", "latents", "latent", "init_latent", "latent_samples", "encodings", "z", "sample")
+_LATENT_NAMES = ("samples", "latents", "latent", "init_latent", "latent_samples", "encodings", "z", "sample")
 
 
 class FoundLatent(NamedTuple):
@@ -80,7 +80,7 @@ def _named(output: Any) -> Any:
     distribution = _value(output, "latent_dist") or output
     if callable(getattr(distribution, "mode", None)):
         return getattr(distribution, "mean", None)
-    held = (_value(output, name) for name in _NAMES)
+    held = (_value(output, name) for name in _LATENT_NAMES)
     return next((one for one in held if one is not None and not callable(one)), None)
 
 

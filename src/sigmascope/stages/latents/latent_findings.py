@@ -29,13 +29,13 @@ def latent_findings(
         return
     if latent["num_elements"] == 0:
         yield Finding("latent_empty", "error", f"The latent {latent['shape']} has no elements.", stage=stage)
-    yield from _not_finite(latent, stage)
+    yield from _latent_not_finite(latent, stage)
     if not vace:
         yield from _constant(latent, stage)
     yield from _unexpected_shape(latent, stage, (vace or {}).get("trim_latent", 0), frames_over)
 
 
-def _not_finite(latent: LatentAnalysis, stage: str) -> Iterator[Finding]:
+def _latent_not_finite(latent: LatentAnalysis, stage: str) -> Iterator[Finding]:
     values = latent["statistics"]
     counts = {} if values is None else {"NaN": values["nan_count"], "Inf": values["inf_count"]}
     found = {name: count for name, count in counts.items() if count}

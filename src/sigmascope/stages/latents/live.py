@@ -17,8 +17,7 @@ from sigmascope.records.latents import (
 from sigmascope.records.peak import PeakMemory
 from sigmascope.stages.figures import printable, shape
 from sigmascope.stages.latents import words
-from sigmascope.stages.latents.words import Facts, part
-from sigmascope.stages.shared_rows import NO_ACCELERATOR
+from sigmascope.stages.shared_rows import NO_ACCELERATOR, Facts, part
 from sigmascope.stages.summary import print_line
 
 Line = tuple[str, str]
@@ -111,10 +110,10 @@ def _ended(record: EncodingRecord) -> Iterator[Line]:
         yield f"   ⏱️  Processing Time: {record.seconds:.2f} seconds", ""
     used = next((one for one in reversed(record.attempts) if one.outcome == "succeeded"), None)
     if used is not None and used.peak is not None:
-        yield from _peak(used.peak)
+        yield from _peak_lines(used.peak)
 
 
-def _peak(peak: PeakMemory) -> Iterator[Line]:
+def _peak_lines(peak: PeakMemory) -> Iterator[Line]:
     device = peak.busiest_device()
     if device is not None:
         allocated = mib(peak.accelerator(device).allocated_bytes)

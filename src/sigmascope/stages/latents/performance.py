@@ -3,7 +3,7 @@
 from sigmascope.records.arithmetic import MIB
 from sigmascope.stages.latents.expected import Video
 from sigmascope.stages.latents.typed import PerformanceAnalysis
-from sigmascope.stages.text.performance import checked_seconds
+from sigmascope.stages.memory_now import checked_seconds
 
 COLOURS = 3
 _RATES = ("pixels_per_second", "mb_per_second", "frames_per_second")

@@ -27,7 +27,7 @@ def picture_findings(pictures: PicturesDict, stage: str, *, decoded: bool = Fals
     if pictures["length"] == 0:
         yield Finding("pictures_empty", "error", "The video has no frames.", {"frames": 0}, stage=stage)
     yield from _mixed(pictures, stage)
-    yield from _not_finite(pictures, stage)
+    yield from _pictures_not_finite(pictures, stage)
     yield from _out_of_range(pictures, stage, _DECODED_LIMIT if decoded else _GIVEN_LIMIT)
     if pictures["shape"] is not None and pictures["length"] is None:
         reason = pictures["unavailable"].get("layout", "")
@@ -48,7 +48,7 @@ def _mixed(pictures: PicturesDict, stage: str) -> Iterator[Finding]:
         )
 
 
-def _not_finite(pictures: PicturesDict, stage: str) -> Iterator[Finding]:
+def _pictures_not_finite(pictures: PicturesDict, stage: str) -> Iterator[Finding]:
     counts = {"NaN": pictures["nan_count"], "Inf": pictures["inf_count"]}
     found = {name: count for name, count in counts.items() if count}
     if found:

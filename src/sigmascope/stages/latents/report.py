@@ -5,8 +5,7 @@ from collections.abc import Iterator
 from sigmascope.stages.figures import printable, reason_for, shape, unknown
 from sigmascope.stages.latents import words
 from sigmascope.stages.latents.details import detail_sections
-from sigmascope.stages.latents.words import Facts, part
-from sigmascope.stages.shared_rows import NO_ACCELERATOR
+from sigmascope.stages.shared_rows import NO_ACCELERATOR, Facts, part
 from sigmascope.stages.summary import Row, Section
 
 ENCODING_TITLE = "LATENT GENERATION ANALYSIS SUMMARY"
@@ -18,7 +17,7 @@ def sections(analysis: Facts) -> Iterator[Section]:
     """Every section; an analysis that lacks a part lacks its section."""
     yield Section("", "", list(_overview(analysis)))
     which = "INPUT" if is_decoding(analysis) else "OUTPUT"
-    yield Section("📐", f"LATENT {which} ANALYSIS", list(_latent(part(analysis, "latent_analysis"))))
+    yield Section("📐", f"LATENT {which} ANALYSIS", list(_latent_rows(part(analysis, "latent_analysis"))))
     yield Section("⚡", "PERFORMANCE ANALYSIS", list(_performance(part(analysis, "performance_analysis"))))
     yield Section("💾", "MEMORY IMPACT", list(_memory(analysis)))
     what = "DECODING" if is_decoding(analysis) else "GENERATION"
@@ -44,7 +43,7 @@ def _overview(analysis: Facts) -> Iterator[Row]:
     yield Row("🎯 Strategy Used", used if name else unknown(reason_for(analysis, "strategy_used")))
 
 
-def _latent(latent: Facts) -> Iterator[Row]:
+def _latent_rows(latent: Facts) -> Iterator[Row]:
     if not latent:
         return
     status = str(latent.get("status", ""))

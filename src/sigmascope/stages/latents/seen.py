@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from sigmascope.records.latents import Direction, EncodingRecord, Layout, StrategyAttempt, VaeFacts
 from sigmascope.records.peak import PeakMemory
@@ -16,6 +16,7 @@ from sigmascope.stages.latents.pictures import Pictures, read_pictures
 from sigmascope.stages.latents.plain import pictures_dict
 from sigmascope.stages.latents.typed import LatentAnalysis, PicturesDict
 from sigmascope.stages.latents.vace import vace_analysis
+from sigmascope.stages.latents.validation import Seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +35,6 @@ class Given:
     error: BaseException | str | None = None
     latent_layout: Layout | None = None
     statistics: bool | None = None
-
-
-class Seen(NamedTuple):
-    """The pictures and the latent, whichever of them is the output, and WAN-VACE's conditioning."""
-
-    pictures: PicturesDict
-    latent: LatentAnalysis
-    video: Video
-    vace: dict[str, Any]
 
 
 def encoded(baseline: Mapping[str, Any] | None, given: Given, vae: VaeFacts | None) -> Seen:

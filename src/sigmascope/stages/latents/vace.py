@@ -19,7 +19,7 @@ from sigmascope.stages.latents.latent_facts import statistics_of
 from sigmascope.stages.latents.typed import LatentAnalysis
 from sigmascope.stages.text.nesting import leaves_of
 
-_NAMES = ("vace_frames", "vace_mask")
+_VACE_NAMES = ("vace_frames", "vace_mask")
 _HALVES = 2
 
 
@@ -28,7 +28,7 @@ def find_vace(output: object) -> dict[str, Tensor]:
     if not isinstance(output, list | tuple):
         return {}
     named = read_host(lambda: {leaf.name: leaf.tensor for leaf in leaves_of(output)}).value or {}
-    return {name: named[name] for name in _NAMES if name in named}
+    return {name: named[name] for name in _VACE_NAMES if name in named}
 
 
 def vace_analysis(output: object, statistics: bool | None) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def vace_findings(
         "vace_mask": side * side,
     }
     grid = [latent["frames"], latent["height"], latent["width"]]
-    for name in _NAMES:
+    for name in _VACE_NAMES:
         facts = vace.get(name)
         if facts is None:
             continue

@@ -2,22 +2,31 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from sigmascope.records.arithmetic import change, mib
 from sigmascope.records.finding import Finding
 from sigmascope.records.latent_findings import findings_of_attempts, without_known
 from sigmascope.records.latents import Direction, StrategyAttempt, VaeFacts
 from sigmascope.records.snapshot import MemoryImpact
+from sigmascope.stages.latents.expected import Video
 from sigmascope.stages.latents.latent_findings import latent_findings, memory_findings, vae_findings
 from sigmascope.stages.latents.picture_findings import cut_findings, frames_over, picture_findings
-from sigmascope.stages.latents.seen import Seen
 from sigmascope.stages.latents.strategies import Used
-from sigmascope.stages.latents.typed import LatentValidation, MemoryEfficiency
+from sigmascope.stages.latents.typed import LatentAnalysis, LatentValidation, MemoryEfficiency, PicturesDict
 from sigmascope.stages.latents.vace import vace_findings
 from sigmascope.stages.typed import Check, ModelStateDict
 
 _FAILURES = ("error", "critical")
+
+
+class Seen(NamedTuple):
+    """The pictures and the latent, whichever of them is the output, and WAN-VACE's conditioning."""
+
+    pictures: PicturesDict
+    latent: LatentAnalysis
+    video: Video
+    vace: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from sigmascope.probes import tensor_facts
+from sigmascope.probes.tensors import tensor_facts
 from sigmascope.records.facts import TensorFacts
 from sigmascope.stages.host_reading import read_host
 

@@ -1,18 +1,11 @@
 """Figures as the seed's summary of a latent encoding writes them. What is unknown is a dash with its reason."""
 
-from collections.abc import Mapping
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 from sigmascope.stages.figures import mb, reason_for, unknown
+from sigmascope.stages.shared_rows import Facts
 
-Facts = Mapping[str, Any]
 _MB_IN_GB = 1024
-
-
-def part(facts: Facts, name: str) -> Facts:
-    """A dict in a dict; an empty one if there is none."""
-    found = facts.get(name)
-    return found if isinstance(found, Mapping) else {}
 
 
 def is_number(amount: object) -> TypeGuard[int | float]:

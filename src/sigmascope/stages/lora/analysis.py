@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from sigmascope.lora.verdict import LoraVerdict
+from sigmascope.lora.verdict.lora_verdict import LoraVerdict
 from sigmascope.probes import memory_snapshot
 from sigmascope.probes.reading import Reading
 from sigmascope.records.peak import PeakMemory
@@ -21,8 +21,7 @@ from sigmascope.stages.lora.lora_file import lora_file_facts
 from sigmascope.stages.lora.memory import lora_memory_impact
 from sigmascope.stages.lora.sides import Side, is_effective, side_of, with_fused_explained
 from sigmascope.stages.lora.typed import LoraAnalysis, LoraFileFacts
-from sigmascope.stages.memory_now import memory_now
-from sigmascope.stages.text.performance import checked_seconds
+from sigmascope.stages.memory_now import checked_seconds, memory_now
 
 NO_PEAKS = "peaks are seen while something watches: use WorkflowMonitor, or hand over a stage's peak"
 

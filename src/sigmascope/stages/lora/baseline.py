@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sigmascope.lora.verdict import LoraVerdict
+from sigmascope.lora.verdict.lora_verdict import LoraVerdict
 from sigmascope.probes import Accelerator, memory_snapshot
 from sigmascope.probes.reading import Reading
 from sigmascope.records.snapshot import MemorySnapshot
@@ -123,7 +123,7 @@ def _unet(captured: CapturedModel, snapshot: MemorySnapshot) -> UnetBaseline:
         "fingerprint_seconds": captured.fingerprint_seconds,
         "fingerprint_gb_per_second": _speed(captured),
         "captured": captured,
-        "unavailable": _reasons(captured, device.allocated_bytes, device.reserved_bytes),
+        "unavailable": _capture_reasons(captured, device.allocated_bytes, device.reserved_bytes),
     }
 
 
@@ -137,7 +137,7 @@ def _clip(captured: CapturedModel, snapshot: MemorySnapshot) -> ClipBaseline:
     return {**found, **renamed}  # type: ignore[typeddict-item]
 
 
-def _reasons(captured: CapturedModel, allocated: int | None, reserved: int | None) -> dict[str, str]:
+def _capture_reasons(captured: CapturedModel, allocated: int | None, reserved: int | None) -> dict[str, str]:
     reasons = dict(captured.unavailable)
     for name, value in (("memory_allocated", allocated), ("memory_reserved", reserved)):
         if value is None:

@@ -4,7 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from sigmascope.lora.verdict import AppliedVerdict, LoraVerdict
+from sigmascope.lora.verdict.applied_verdict import AppliedVerdict
+from sigmascope.lora.verdict.lora_verdict import LoraVerdict
 from sigmascope.records.finding import Finding
 from sigmascope.stages.lora.model_findings import STAGE, on_patches, on_weights
 from sigmascope.stages.lora.typed_models import PatchAnalysis, WeightChanges

@@ -14,7 +14,7 @@ def identity_changes(before: CapturedModel, after: CapturedModel, same: bool | N
         after: What came of it.
         same: Whether it is one object; None if nobody knows, as where there is no model.
     """
-    unavailable = {**_reasons(before, "original"), **_reasons(after, "modified")}
+    unavailable = {**_identity_reasons(before, "original"), **_identity_reasons(after, "modified")}
     counts = before.patch_count, after.patch_count
     known = before.kind is not None and after.kind is not None
     if not known:
@@ -56,6 +56,6 @@ def is_same(before: CapturedModel, modified: object) -> bool | None:
     return all(held is not None and held() is now[name] for name, held in before.parts.items())
 
 
-def _reasons(captured: CapturedModel, which: str) -> dict[str, str]:
+def _identity_reasons(captured: CapturedModel, which: str) -> dict[str, str]:
     names = {"class": f"{which}_class", "patches_count": f"{which}_patch_count"}
     return {new: captured.unavailable[old] for old, new in names.items() if old in captured.unavailable}

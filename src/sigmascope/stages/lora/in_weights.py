@@ -16,9 +16,9 @@ from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.formats.unread_kinds import open_any
 from sigmascope.lora.precision import in_double
-from sigmascope.lora.verdict import AppliedVerdict, LoraVerdict
 from sigmascope.lora.verdict.applied_findings import applied_findings
-from sigmascope.lora.verdict.applied_verdict import AppliedModule
+from sigmascope.lora.verdict.applied_verdict import AppliedModule, AppliedVerdict
+from sigmascope.lora.verdict.lora_verdict import LoraVerdict
 from sigmascope.probes.samples import positions
 from sigmascope.stages.host_reading import read_host
 

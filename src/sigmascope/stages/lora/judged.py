@@ -7,7 +7,10 @@ from pathlib import Path
 
 from torch import nn
 
-from sigmascope.lora.verdict import AppliedVerdict, LoraVerdict, judge_applied, judge_lora
+from sigmascope.lora.verdict.applied_verdict import AppliedVerdict
+from sigmascope.lora.verdict.judging import judge_lora
+from sigmascope.lora.verdict.judging_applied import judge_applied
+from sigmascope.lora.verdict.lora_verdict import LoraVerdict
 from sigmascope.lora.verdict.model_shapes import shapes_of
 from sigmascope.probes.adapters.comfyui import is_comfyui
 from sigmascope.probes.reading import Reading

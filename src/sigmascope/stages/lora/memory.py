@@ -42,7 +42,7 @@ def memory_change(
         "current_reserved_mb": mib(current[1]),
         "model_size_mb": mib(size),
         "error": error,
-        "unavailable": _reasons(device, before, current, size),
+        "unavailable": _memory_reasons(device, before, current, size),
     }
 
 
@@ -66,7 +66,7 @@ def _bytes_in(baseline: object, name: str) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def _reasons(
+def _memory_reasons(
     device: AcceleratorMemory, before: list[int | None], current: list[int | None], size: int | None
 ) -> dict[str, str]:
     reasons: dict[str, str] = {}

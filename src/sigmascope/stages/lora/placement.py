@@ -30,7 +30,7 @@ def placement_changes(before: CapturedModel, after: CapturedModel) -> PlacementC
         found["clip_model_device"] = _named(new.device)
         found["clip_patcher_load_device"] = _named(new.load_device)
         found["clip_patcher_offload_device"] = _named(new.offload_device)
-    found["unavailable"] = _reasons(found, before, after)
+    found["unavailable"] = _placement_reasons(found, before, after)
     return found
 
 
@@ -42,7 +42,9 @@ def _named(device: torch.device | None) -> str | None:
     return None if device is None else str(device)
 
 
-def _reasons(found: PlacementChanges, before: CapturedModel, after: CapturedModel) -> dict[str, str]:
+def _placement_reasons(
+    found: PlacementChanges, before: CapturedModel, after: CapturedModel
+) -> dict[str, str]:
     reasons = {**before.unavailable, **after.unavailable}
     unknown = "nothing is known of where it is"
     return {

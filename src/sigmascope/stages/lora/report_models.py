@@ -4,9 +4,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from sigmascope.stages.figures import number, printable, reason_for, unknown
+from sigmascope.stages.shared_rows import Facts
 from sigmascope.stages.summary import Row, shown
 
-Facts = Mapping[str, Any]
 _BAR, _MOST_BLOCKS, _MOST_FAILED = 16, 24, 3
 
 

@@ -3,7 +3,8 @@
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-from sigmascope.lora.verdict import AppliedVerdict, LoraVerdict
+from sigmascope.lora.verdict.applied_verdict import AppliedVerdict
+from sigmascope.lora.verdict.lora_verdict import LoraVerdict
 from sigmascope.probes.reading import Reading
 from sigmascope.records.snapshot import MemorySnapshot
 from sigmascope.stages.host_reading import read_host

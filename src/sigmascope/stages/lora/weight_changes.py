@@ -41,7 +41,7 @@ def weight_changes(moments: Moments) -> WeightChanges:
         "drift": _drift(verdicts),
         "unexplained": [key for key, verdict in changed.items() if verdict.is_unexplained],
         "not_as_predicted": [key for key, v in changed.items() if v.is_as_predicted is False],
-        "unavailable": {**_reasons(before, after), **whole.unavailable},
+        "unavailable": {**_why_not_whole(before, after), **whole.unavailable},
     }
 
 
@@ -123,7 +123,7 @@ def _drift(verdicts: Mapping[str, Verdict]) -> Drift:
     return {"keys": list(found), "largest_relative_change": max(known, default=None)}
 
 
-def _reasons(before: CapturedModel, after: CapturedModel) -> dict[str, str]:
+def _why_not_whole(before: CapturedModel, after: CapturedModel) -> dict[str, str]:
     """Why the comparison is not whole."""
     reasons = {f"original_{name}": before.unavailable[name] for name in _NAMES if name in before.unavailable}
     return reasons | {

@@ -10,11 +10,11 @@ from sigmascope.records.prompts import PromptPrivacy, redactor
 from sigmascope.records.snapshot import MemoryImpact
 from sigmascope.records.typed import PeakMemoryDict
 from sigmascope.stages.failures import Redact, error_text, exception_dict
-from sigmascope.stages.memory_now import cleanup_effectiveness, memory_now
+from sigmascope.stages.memory_now import checked_seconds, cleanup_effectiveness, memory_now
 from sigmascope.stages.text.baseline import NO_BASELINE, References, references_of, state_now
 from sigmascope.stages.text.conditioning_facts import conditioning_facts, read_conditioning
 from sigmascope.stages.text.dumping import DumpFolder, dump_conditioning
-from sigmascope.stages.text.performance import checked_seconds, efficiency, performance
+from sigmascope.stages.text.performance import efficiency, performance
 from sigmascope.stages.text.prompt_facts import as_text, prompt_facts, texts_of
 from sigmascope.stages.text.thresholds import TextEncodingThresholds
 from sigmascope.stages.text.tokens import TokenCount, count_tokens

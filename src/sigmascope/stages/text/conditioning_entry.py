@@ -75,7 +75,7 @@ def entry_of(leaves: list[Leaf], metadata: Mapping[str, Any], *, named_only: boo
             pooled = pooled or _take(rest, lambda leaf: _is_pooled(leaf, main.tensor))
             mask = mask or _take(rest, lambda leaf: _is_mask(leaf, main.tensor))
     others = {_unique(".".join(leaf.path), index): leaf.tensor for index, leaf in enumerate(rest)}
-    return Entry(_tensor(main), _tensor(pooled), _tensor(mask), others, metadata)
+    return Entry(_tensor_of(main), _tensor_of(pooled), _tensor_of(mask), others, metadata)
 
 
 def _take_named(rest: list[Leaf], names: tuple[str, ...]) -> Leaf | None:
@@ -122,7 +122,7 @@ def _is_mask(leaf: Leaf, main: Tensor) -> bool:
     return not leaf.tensor.is_floating_point() or (len(shape) == 2 and shape[-1] != main.shape[-1])
 
 
-def _tensor(leaf: Leaf | None) -> Tensor | None:
+def _tensor_of(leaf: Leaf | None) -> Tensor | None:
     return None if leaf is None else leaf.tensor
 
 

@@ -32,7 +32,7 @@ def conditioning_facts(
         statistics: As in `probes.tensor_facts`: None reads values of CPU tensors only.
         reason: Why it could not be read, if it could not.
     """
-    entries = [_entry(entry, statistics) for entry in found.entries]
+    entries = [_entry_dict(entry, statistics) for entry in found.entries]
     index = next((i for i, entry in enumerate(entries) if entry["tensor"] is not None), None)
     if index is None:
         return _nothing(found, entries, reason)
@@ -69,21 +69,21 @@ def tensors_of(entry: EntryDict) -> list[TensorDict]:
     return [part for part in parts if part is not None]
 
 
-def _entry(entry: Entry, statistics: bool | None) -> EntryDict:
+def _entry_dict(entry: Entry, statistics: bool | None) -> EntryDict:
     return {
-        "tensor": _tensor(entry.tensor, statistics),
-        "pooled": _tensor(entry.pooled, statistics),
-        "attention_mask": _tensor(entry.attention_mask, statistics),
-        "others": {name: _facts(tensor, statistics) for name, tensor in entry.others.items()},
+        "tensor": _tensor_or_none(entry.tensor, statistics),
+        "pooled": _tensor_or_none(entry.pooled, statistics),
+        "attention_mask": _tensor_or_none(entry.attention_mask, statistics),
+        "others": {name: _tensor_dict(tensor, statistics) for name, tensor in entry.others.items()},
         "metadata": dict(entry.metadata),
     }
 
 
-def _tensor(tensor: Tensor | None, statistics: bool | None) -> TensorDict | None:
-    return None if tensor is None else _facts(tensor, statistics)
+def _tensor_or_none(tensor: Tensor | None, statistics: bool | None) -> TensorDict | None:
+    return None if tensor is None else _tensor_dict(tensor, statistics)
 
 
-def _facts(tensor: Tensor, statistics: bool | None) -> TensorDict:
+def _tensor_dict(tensor: Tensor, statistics: bool | None) -> TensorDict:
     facts = tensor_facts(tensor, statistics=statistics)
     return {
         "shape": list(facts.shape),

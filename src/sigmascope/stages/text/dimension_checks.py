@@ -39,7 +39,7 @@ def check_dimensions(
 ) -> Check:
     """Width, tokens and dtype of every embedding."""
     known = {which: facts for which, facts in conditionings.items() if facts["shape"]}
-    return check_of(_problems(known, encoders, limits), known=bool(known))
+    return check_of(_dimension_problems(known, encoders, limits), known=bool(known))
 
 
 def width_notes(conditionings: Conditionings, encoders: Sequence[EncoderFacts]) -> Iterator[str]:
@@ -50,7 +50,7 @@ def width_notes(conditionings: Conditionings, encoders: Sequence[EncoderFacts]) 
             yield f"{which}: {words}"
 
 
-def _problems(
+def _dimension_problems(
     known: Conditionings, encoders: Sequence[EncoderFacts], limits: TextEncodingThresholds
 ) -> Iterator[str]:
     for which, facts in known.items():

@@ -12,12 +12,12 @@ def check_memory(memory: MemoryImpact | None, limits: TextEncodingThresholds) ->
     """Use of RAM and device now, and growth since the baseline, against the limits."""
     if memory is None:
         return {"passed": None, "messages": []}
-    messages = list(_problems(memory, limits))
+    messages = list(_memory_problems(memory, limits))
     known = memory.current.ram_percent_used() is not None
     return {"passed": False if messages else True if known else None, "messages": messages}
 
 
-def _problems(memory: MemoryImpact, limits: TextEncodingThresholds) -> Iterator[str]:
+def _memory_problems(memory: MemoryImpact, limits: TextEncodingThresholds) -> Iterator[str]:
     before, after = memory.baseline, memory.current
     device = after.device_in_use()
     gpu_before, gpu_after = before.accelerator(device or ""), after.accelerator(device or "")

@@ -1,20 +1,10 @@
 """Times and rates of a text encoding. What needs an unknown, or a division by nothing, is None with the reason."""
 
-import math
-
 from sigmascope.probes import read_nvml
+from sigmascope.stages.memory_now import checked_seconds
 from sigmascope.stages.text.typed import ConditioningDict, Efficiency, Performance, TextProcessing
 
 _NOT_APART = "the prompts' times were not measured apart"
-
-
-def checked_seconds(seconds: object) -> tuple[float | None, str | None]:
-    """A duration, or None and what is wrong with it."""
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float):
-        return None, "no time was given" if seconds is None else f"{type(seconds).__name__} is no time"
-    if not math.isfinite(seconds) or seconds < 0:
-        return None, f"{seconds} s is no duration"
-    return float(seconds), None
 
 
 def performance(

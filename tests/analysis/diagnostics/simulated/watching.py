@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import sigmascope
-from sigmascope.analysis.diagnostics import diagnose
+from sigmascope.analysis.diagnostics.diagnose import diagnose
 from sigmascope.integrations.watching import session
 from sigmascope.monitor import Recorder
 from sigmascope.records.finding import Finding

@@ -10,7 +10,7 @@ from sigmascope.probes.adapters.guarded import attribute, mapping, sequence
 from sigmascope.probes.walking import named_modules_in
 
 _BESIDE = "beside the layer in each forward pass, its weight unchanged"
-_WAITING = "to be put beside the layer when the model is loaded"
+_WAITING_FOR_LOADING = "to be put beside the layer when the model is loaded"
 
 
 def bypassed(patcher: object) -> Iterator[Found]:
@@ -26,12 +26,12 @@ def bypassed(patcher: object) -> Iterator[Found]:
         for hook in _hooks_of(attribute(injection, "inject"))
     ]
     names = _names(attribute(patcher, "model")) if hooks else {}
-    for number, hook in hooks:
+    for position, hook in hooks:
         key = names.get(id(attribute(hook, "module")), "")
         in_place = attribute(hook, "original_forward") is not None
-        standing = Standing("lazy", _BESIDE) if in_place else Standing("registered", _WAITING)
+        standing = Standing("lazy", _BESIDE) if in_place else Standing("registered", _WAITING_FOR_LOADING)
         entry = (attribute(hook, "multiplier"), attribute(hook, "adapter"), 1.0, None, None)
-        yield Found(f"{key}.weight", entry, standing, f"bypass {number}", bypass=True)
+        yield Found(f"{key}.weight", entry, standing, f"bypass {position}", bypass=True)
 
 
 def _hooks_of(function: Any) -> list[object]:

@@ -8,7 +8,7 @@ from sigmascope.probes.adapters.comfyui.found import Found, Standing
 from sigmascope.probes.adapters.guarded import attribute, mapping, number, sequence
 
 _IN_FORCE = "a hook that is in force now"
-_WAITING = "a hook that is in force while the conditioning that carries it is sampled"
+_WAITING_FOR_SAMPLING = "a hook that is in force while the conditioning that carries it is sampled"
 
 
 def hooked(patcher: object) -> Iterator[Found]:
@@ -19,7 +19,7 @@ def hooked(patcher: object) -> Iterator[Found]:
         hook = next((hook for hook in hooks if attribute(hook, "hook_ref") is ref), None)
         for key, entries in patches.items():
             merged = hook is not None and key in kept
-            standing = Standing("merged", _IN_FORCE) if merged else Standing("registered", _WAITING)
+            standing = Standing("merged", _IN_FORCE) if merged else Standing("registered", _WAITING_FOR_SAMPLING)
             for entry in entries:
                 yield Found(key, _times(entry, hook), standing, f"hook {place + 1}")
 
