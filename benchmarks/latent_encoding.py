@@ -5,7 +5,7 @@
 An AutoencoderKL of Stable Diffusion's layers with random weights, its channels times `--width` (1 is the real
 thing: a minute and 4 GB on a few cores). Every measurement is a process of its own. The peak is that of its
 resident memory beyond what it held before, with the VAE loaded and once used on a small picture; beside it is
-what `sigmascope.pipeline.prediction` expected. Tiles of half a side are meant to stay below 0.45 of the memory
+what `sigmascope.pipeline.peak_prediction` expected. Tiles of half a side are meant to stay below 0.45 of the memory
 of doing it at once.
 """
 
@@ -23,7 +23,7 @@ import torch
 from diffusers import AutoencoderKL
 from torch import Tensor
 
-from sigmascope.pipeline.prediction import Planned, predict_peak
+from sigmascope.pipeline.peak_prediction import Planned, predict_peak
 from sigmascope.pipeline.tiling import plan, tiled_map
 
 FACTOR = 8

@@ -23,7 +23,7 @@ import torch
 
 from base_bench.backbones import SMALL, make_folder, make_single_file
 from base_bench.processes import Measured, run_measured
-from sigmascope.lbm.basing.baseline import compare_files
+from sigmascope.lbm.base import compare_files
 from sigmascope.lbm.config import LbmConfig, parse_config
 
 _JOBS = str(Path(__file__).parent / "base_bench" / "jobs.py")

@@ -26,9 +26,8 @@ import torch
 from torch.profiler import record_function
 
 from sigmascope.integrations.asgi import PerformanceMonitoringMiddleware
-from sigmascope.monitor.live_line import LiveLine
+from sigmascope.monitor.live_line import LiveLine, StepProgress
 from sigmascope.monitor.performance import PerformanceMonitor
-from sigmascope.monitor.step_progress import StepProgress
 from step_overhead import Way, opentelemetry, recorded
 
 GOAL_US = 5.0

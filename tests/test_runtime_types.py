@@ -8,8 +8,8 @@ from beartype.roar import BeartypeCallHintViolation
 from jaxtyping import TypeCheckError
 from tests.runtime_types import modules_for_jaxtyping
 
-from sigmascope.analysis.score import projected_seconds
-from sigmascope.lora.numerics.exact_svd import exact_right_subspace
+from sigmascope.analysis.generations import projected_seconds
+from sigmascope.lora.decompose import exact_right_subspace
 
 
 def test_a_wrong_type_is_refused() -> None:
@@ -24,5 +24,5 @@ def test_a_wrong_number_of_axes_is_refused() -> None:
 
 def test_only_modules_that_need_it_pay_for_jaxtyping() -> None:
     names = modules_for_jaxtyping()
-    assert "sigmascope.lora.numerics.exact_svd" in names
+    assert "sigmascope.lora.decompose" in names
     assert "sigmascope.monitor.recorder" not in names

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sigmascope.checkpoints import StreamingWriter, open_checkpoint
 from sigmascope.lbm.config import LbmConfig
-from sigmascope.lora.names.unet_names import SDXL_BLOCKS, to_sgm
+from sigmascope.lora.layer_names import SDXL_BLOCKS, to_sgm
 
 SMALL: dict[str, Any] = {"block_out_channels": [64, 128, 256], "attention_head_dim": [2, 4, 8]}
 _TEXT = {

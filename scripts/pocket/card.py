@@ -11,12 +11,12 @@ from pathlib import Path
 
 from sigmascope.lbm.model import load_lbm
 from sigmascope.lbm.pocket import BASE_PATH, CONFIG_PATH, TUNED_PATH
-from sigmascope.lbm.pocket.quality import relighting_psnr, vae_psnr
+from sigmascope.lbm.pocket.benchmark import relighting_psnr, vae_psnr
 from sigmascope.lbm.pocket.scenes import COOL, WARM
 from sigmascope.lora.apply import attach_lora
 from sigmascope.lora.extract import ExtractOptions, extract_lora
-from sigmascope.lora.formats.opening import load_lora
-from sigmascope.lora.shapes import FULL_RANK
+from sigmascope.lora.linalg import FULL_RANK
+from sigmascope.lora.reader import load_lora
 
 RANKS = (2, 4, 8, 16, 32, FULL_RANK)
 

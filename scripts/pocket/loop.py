@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from sigmascope.records.atomic import atomic_path
+from sigmascope.files import atomic_path
 
 LossAt = Callable[[int, torch.Generator], Tensor]
 """Takes the step number and its generator; gives the loss to minimise."""

@@ -8,12 +8,11 @@ from pathlib import Path
 
 from PIL import Image
 
-from sigmascope.lbm.images import save_image
+from sigmascope.lbm.images import contact_sheet, save_image
 from sigmascope.lbm.infer import translate_image
 from sigmascope.lbm.model import load_lbm
 from sigmascope.lbm.pocket import BASE_PATH, CONFIG_PATH, TUNED_PATH
 from sigmascope.lbm.pocket.scenes import COOL, WARM, relighting_pair
-from sigmascope.lbm.sheet import contact_sheet
 
 SCENES = (0, 4, 5, 12)
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from sigmascope.files import atomic_path
 from sigmascope.lbm.pocket.scenes import COOL, WARM, make_scene, scene_source_light, shade
-from sigmascope.records.atomic import atomic_path
 
 FIRST_TRAINING_SCENE = 1000
 SOURCE, WARM_TARGET, COOL_TARGET = 0, 1, 2

@@ -22,11 +22,11 @@ from render import COOL_TARGET, SOURCE, WARM_TARGET, render_scenes, training_sce
 from torch import Tensor
 
 from sigmascope.checkpoints import save_safetensors, tensor_fingerprint
+from sigmascope.files import atomic_path
 from sigmascope.lbm.bridge import bridge_interpolate, bridge_velocity_target
 from sigmascope.lbm.config import LbmConfig, parse_config
 from sigmascope.lbm.model import LbmModel, build_lbm
-from sigmascope.lbm.training_terms import latent_loss, sample_sigmas
-from sigmascope.records.atomic import atomic_path
+from sigmascope.lbm.training.objective import latent_loss, sample_sigmas
 
 SCENES = 4000
 CROP = 64  # pixels; most steps see a quarter of a picture, which costs a quarter

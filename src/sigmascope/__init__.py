@@ -9,20 +9,19 @@ from typing import TYPE_CHECKING, Any
 from sigmascope.__about__ import __version__
 
 if TYPE_CHECKING:
-    from sigmascope.analysis.tensors import compare_tensors
+    from sigmascope.analysis.dump_comparison import compare_tensors
     from sigmascope.checkpoints.dump_folder import TensorDumps
     from sigmascope.checkpoints.tensor_dumps import load_tensors, save_tensors
-    from sigmascope.integrations.watching.watch import watch
-    from sigmascope.monitor.context import stage, step
+    from sigmascope.integrations.diffusers.watch import watch
     from sigmascope.monitor.performance import (
         PerformanceMonitor,
         create_mmdit_performance_monitor,
         monitor_generation_performance,
     )
-    from sigmascope.monitor.profiling import profile_steps
+    from sigmascope.monitor.profile import profile_steps
+    from sigmascope.monitor.recorder import stage, step
     from sigmascope.monitor.workflow import ModelLoadingMonitor, WorkflowMonitor
-    from sigmascope.pipeline.decode import decode_latents
-    from sigmascope.pipeline.encode import encode_latents
+    from sigmascope.pipeline.encode_decode import decode_latents, encode_latents
     from sigmascope.pipeline.optimizer import OptimizationConfig, PipelineOptimizer
     from sigmascope.records.merge import merge_runs
     from sigmascope.records.performance import PerformanceMetrics
@@ -30,18 +29,16 @@ if TYPE_CHECKING:
     from sigmascope.records.serialization import load_run, save_run
     from sigmascope.reports.console import print_run
     from sigmascope.reports.trace import write_trace
-    from sigmascope.stages.latent_decoding import (
-        analyze_latent_decoding_results,
-        capture_latent_decoding_baseline,
-        print_latent_decoding_analysis_summary,
-    )
     from sigmascope.stages.latent_encoding import (
         _analyze_latent_output,
         _analyze_vae_encoding_performance,
         _calculate_latent_generation_memory_change,
+        analyze_latent_decoding_results,
         analyze_latent_generation_results,
+        capture_latent_decoding_baseline,
         capture_latent_generation_baseline,
         print_encoding_event,
+        print_latent_decoding_analysis_summary,
         print_latent_generation_analysis_summary,
         print_latent_generation_start,
     )
@@ -76,40 +73,40 @@ _HOMES = {
     "_analyze_latent_output": "sigmascope.stages.latent_encoding",
     "_analyze_vae_encoding_performance": "sigmascope.stages.latent_encoding",
     "_calculate_latent_generation_memory_change": "sigmascope.stages.latent_encoding",
-    "analyze_latent_decoding_results": "sigmascope.stages.latent_decoding",
+    "analyze_latent_decoding_results": "sigmascope.stages.latent_encoding",
     "analyze_latent_generation_results": "sigmascope.stages.latent_encoding",
     "analyze_lora_application_results": "sigmascope.stages.lora_application",
     "analyze_lora_patches": "sigmascope.stages.lora_application",
     "analyze_text_encoding_results": "sigmascope.stages.text_encoding",
     "calculate_memory_change": "sigmascope.stages.lora_application",
-    "capture_latent_decoding_baseline": "sigmascope.stages.latent_decoding",
+    "capture_latent_decoding_baseline": "sigmascope.stages.latent_encoding",
     "capture_latent_generation_baseline": "sigmascope.stages.latent_encoding",
     "capture_lora_baseline": "sigmascope.stages.lora_application",
     "capture_text_encoding_baseline": "sigmascope.stages.text_encoding",
-    "compare_tensors": "sigmascope.analysis.tensors",
+    "compare_tensors": "sigmascope.analysis.dump_comparison",
     "create_mmdit_performance_monitor": "sigmascope.monitor.performance",
-    "decode_latents": "sigmascope.pipeline.decode",
-    "encode_latents": "sigmascope.pipeline.encode",
+    "decode_latents": "sigmascope.pipeline.encode_decode",
+    "encode_latents": "sigmascope.pipeline.encode_decode",
     "load_run": "sigmascope.records.serialization",
     "load_tensors": "sigmascope.checkpoints.tensor_dumps",
     "merge_runs": "sigmascope.records.merge",
     "monitor_generation_performance": "sigmascope.monitor.performance",
     "print_encoding_event": "sigmascope.stages.latent_encoding",
-    "print_latent_decoding_analysis_summary": "sigmascope.stages.latent_decoding",
+    "print_latent_decoding_analysis_summary": "sigmascope.stages.latent_encoding",
     "print_latent_generation_analysis_summary": "sigmascope.stages.latent_encoding",
     "print_latent_generation_start": "sigmascope.stages.latent_encoding",
     "print_lora_analysis_summary": "sigmascope.stages.lora_application",
     "print_run": "sigmascope.reports.console",
     "print_text_encoding_analysis_summary": "sigmascope.stages.text_encoding",
-    "profile_steps": "sigmascope.monitor.profiling",
+    "profile_steps": "sigmascope.monitor.profile",
     "save_run": "sigmascope.records.serialization",
     "save_tensors": "sigmascope.checkpoints.tensor_dumps",
-    "stage": "sigmascope.monitor.context",
-    "step": "sigmascope.monitor.context",
+    "stage": "sigmascope.monitor.recorder",
+    "step": "sigmascope.monitor.recorder",
     "track_model_identity_changes": "sigmascope.stages.lora_application",
     "track_model_placement_changes": "sigmascope.stages.lora_application",
     "track_weight_modifications": "sigmascope.stages.lora_application",
-    "watch": "sigmascope.integrations.watching.watch",
+    "watch": "sigmascope.integrations.diffusers.watch",
     "write_trace": "sigmascope.reports.trace",
 }
 

@@ -1,6 +1,6 @@
 """Every exception that Sigmascope raises on purpose.
 
-    SigmascopeError
+SigmascopeError
     ├── FileError                 names the file
     │   ├── CheckpointError       a weights file that cannot be read as it claims to be
     │   │   └── UnsafeCheckpointError   a pickle that would run code

@@ -4,9 +4,8 @@ import itertools
 import random
 from collections.abc import Sequence
 
-from sigmascope.records.peak import AcceleratorPeak, PeakMemory
-from sigmascope.records.run import Run, Stage
-from sigmascope.records.steps import Steps
+from sigmascope.records.memory import AcceleratorPeak, PeakMemory
+from sigmascope.records.run import Run, Stage, Steps
 
 _NUMBERS = itertools.count()
 

@@ -1,6 +1,6 @@
 import pytest
 
-from sigmascope.analysis.compare import compare_metrics, improvement_factor, improvement_percent
+from sigmascope.analysis.generations import compare_metrics, improvement_factor, improvement_percent
 from sigmascope.records.performance import PerformanceMetrics
 
 

@@ -4,9 +4,8 @@ from typing import Any
 
 import pytest
 
-from sigmascope.analysis.before_after import before_after
-from sigmascope.analysis.compare_report import compare_work
-from sigmascope.analysis.score import meets_target, performance_score
+from sigmascope.analysis.generations import before_after, meets_target, performance_score
+from sigmascope.analysis.run_comparison import compare_work
 from sigmascope.records.performance import PerformanceMetrics
 from sigmascope.records.run import Run, Stage
 

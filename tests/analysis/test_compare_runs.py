@@ -3,8 +3,8 @@ import math
 import pytest
 from scipy.stats import norm
 
-from sigmascope.analysis import compare_runs
-from sigmascope.analysis.compare_runs import compare_run_sets, compare_values
+from sigmascope.analysis import run_comparison as compare_runs
+from sigmascope.analysis.run_comparison import compare_run_sets, compare_values
 from sigmascope.analysis.run_figures import figures_of
 
 from .run_sets import noisy_runs, run

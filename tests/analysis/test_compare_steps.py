@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from sigmascope.analysis.compare_steps import compare_by_step, compare_pooled_steps
+from sigmascope.analysis.run_comparison import compare_by_step, compare_pooled_steps
 
 from .run_sets import noisy_runs, queued, run
 

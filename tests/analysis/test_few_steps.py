@@ -2,9 +2,8 @@
 
 import pytest
 
-from sigmascope.analysis.few_steps import few_step_evidence
-from sigmascope.records.facts import JsonScalar
-from sigmascope.records.pipeline import ComponentFacts, PipelineFacts
+from sigmascope.analysis.rules_model import few_step_evidence
+from sigmascope.records.facts import ComponentFacts, JsonScalar, PipelineFacts
 
 
 def pipeline(class_name: str, source: str | None = None, **config: JsonScalar) -> PipelineFacts:

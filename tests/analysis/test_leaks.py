@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from sigmascope.analysis.leaks import find_leaks, growth, theil_sen
 from sigmascope.records.memory import AcceleratorMemory, MemoryImpact, MemorySnapshot
-from sigmascope.records.run import Run, Stage
-from sigmascope.records.steps import Steps
+from sigmascope.records.run import Run, Stage, Steps
 
 MIB = 2**20
 

@@ -2,9 +2,8 @@ from typing import Any
 
 import pytest
 
-from sigmascope.analysis.model_consistency import find_model_changes
-from sigmascope.records.finding import Finding
-from sigmascope.records.run import Run, Stage
+from sigmascope.analysis.diagnostics import find_model_changes
+from sigmascope.records.run import Finding, Run, Stage
 
 STATE = {"model_id": 1, "class_type": "UNet", "device": "cpu", "patches_count": 0, "changed": None}
 

@@ -13,8 +13,7 @@ from sigmascope.records.memory import (
     MemorySnapshot,
     PeakMemory,
 )
-from sigmascope.records.run import Run, Stage
-from sigmascope.records.steps import Steps
+from sigmascope.records.run import Run, Stage, Steps
 
 
 def stage(name: str, start: float, seconds: float, peak: tuple[int, float], **more: Any) -> Stage:

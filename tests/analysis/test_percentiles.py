@@ -1,6 +1,6 @@
 import pytest
 
-from sigmascope.analysis.percentiles import percentile
+from sigmascope.analysis.bench_summary import percentile
 
 
 @pytest.mark.parametrize(

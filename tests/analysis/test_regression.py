@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 from scipy.stats import binom
 
-from sigmascope.analysis import compare_runs
+from sigmascope.analysis import run_comparison as compare_runs
 from sigmascope.analysis.regression import ALPHA, RegressionCheck, check_regression
 from sigmascope.errors import ConfigError
 from sigmascope.records.run import Run, Stage

@@ -4,12 +4,18 @@ from typing import Any
 
 import pytest
 
-from sigmascope.analysis.run_differences import set_up_differences
-from sigmascope.records.facts import ModuleFacts
-from sigmascope.records.host import AcceleratorFacts, HostFacts
-from sigmascope.records.pipeline import AttentionFacts, CallFacts, ComponentFacts, PipelineFacts
+from sigmascope.analysis.run_comparison import set_up_differences
+from sigmascope.records.facts import (
+    AcceleratorFacts,
+    AttentionFacts,
+    CallFacts,
+    ComponentFacts,
+    HostFacts,
+    ModuleFacts,
+    PipelineFacts,
+)
 from sigmascope.records.run import Run, Stage
-from sigmascope.records.structure import to_plain
+from sigmascope.records.serialization import to_plain
 
 from .run_sets import run
 

@@ -1,6 +1,6 @@
 import pytest
 
-from sigmascope.analysis.score import meets_target, performance_score, projected_seconds
+from sigmascope.analysis.generations import meets_target, performance_score, projected_seconds
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from sigmascope.analysis.stage_findings import find_stage_findings
+from sigmascope.analysis.diagnostics import find_stage_findings
 from sigmascope.monitor import Recorder
 from sigmascope.records.run import Run
 

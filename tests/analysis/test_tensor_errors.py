@@ -8,10 +8,8 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from sigmascope.analysis import pieces
-from sigmascope.analysis.tensor_errors import TensorErrors
-from sigmascope.analysis.tensor_measuring import tensor_errors
-from sigmascope.analysis.tolerances import tolerance_for
+from sigmascope.analysis import tensor_errors as pieces
+from sigmascope.analysis.tensor_errors import TensorErrors, tensor_errors, tolerance_for
 
 NAN, INF = math.nan, math.inf
 

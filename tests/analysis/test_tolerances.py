@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from sigmascope.analysis.tolerances import tolerance_for, unit_roundoff
+from sigmascope.analysis.tensor_errors import tolerance_for, unit_roundoff
 from sigmascope.errors import ConfigError
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from sigmascope.analysis.vae_findings import find_vae_findings
+from sigmascope.analysis.diagnostics import find_vae_findings
 from sigmascope.records.latents import RECORD_FACT, EncodingRecord, StrategyAttempt
 from sigmascope.records.run import Run, Stage
 

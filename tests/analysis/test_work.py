@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from sigmascope.analysis.work import by_work, pairs_by_work, require_pairs
+from sigmascope.analysis.run_comparison import by_work, pairs_by_work, require_pairs
 from sigmascope.errors import RecordError
 from sigmascope.records.run import Run
 

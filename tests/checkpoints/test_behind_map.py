@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from sigmascope.checkpoints import open_checkpoint
-from sigmascope.checkpoints.behind_map import Area, areas_of
-from sigmascope.checkpoints.pickle_file import PickleCheckpoint
+from sigmascope.checkpoints.torch_files import Area, PickleCheckpoint, areas_of
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 

@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import save_file
 
 from sigmascope.checkpoints import read_header
-from sigmascope.checkpoints.dtypes import BITS, TORCH_DTYPES, to_file, to_torch
+from sigmascope.checkpoints.safetensors import BITS, TORCH_DTYPES, to_file, to_torch
 
 
 @pytest.mark.parametrize("code", sorted(TORCH_DTYPES))

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from sigmascope import TensorDumps
-from sigmascope.checkpoints.dump_index import INDEX_NAME
+from sigmascope.checkpoints.dump_folder import INDEX_NAME
 from sigmascope.errors import CheckpointError, ConfigError, WriteError
 
 
@@ -167,7 +167,7 @@ from sigmascope import TensorDumps
 from sigmascope.checkpoints import dump_folder
 
 def killed(path, tensors, header):
-    from sigmascope.records.leftovers import temporary_name
+    from sigmascope.files import temporary_name
     path.with_name(temporary_name(path)).write_bytes(b"half")
     os._exit(9)
 

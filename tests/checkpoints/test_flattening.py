@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sigmascope.checkpoints.flattening import flatten, plain_metadata
+from sigmascope.checkpoints.tensor_dumps import flatten, plain_metadata
 from sigmascope.errors import ConfigError
 
 

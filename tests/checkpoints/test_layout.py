@@ -1,4 +1,4 @@
-from sigmascope.checkpoints.layout import (
+from sigmascope.checkpoints.safetensors import (
     FileEntry,
     aligned_order,
     encoded_header,

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sigmascope.checkpoints.pickle_globals import foreign_globals
+from sigmascope.checkpoints.torch_files import foreign_globals
 
 
 @pytest.mark.parametrize("protocol", [0, 1, 2, 3, 4, 5])

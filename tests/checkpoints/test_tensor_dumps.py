@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from safetensors.torch import load_file, save_file
 
 from sigmascope import load_tensors, save_tensors
-from sigmascope.checkpoints.dtypes import TORCH_DTYPES
-from sigmascope.checkpoints.numpy_arrays import to_numpy
-from sigmascope.checkpoints.tensor_dumps import open_tensors
+from sigmascope.checkpoints.safetensors import TORCH_DTYPES
+from sigmascope.checkpoints.tensor_dumps import open_tensors, to_numpy
 from sigmascope.errors import CheckpointError, ConfigError, WriteError
 from sigmascope.records.prompts import prompt_sha256
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from sigmascope.checkpoints.unwrap import unwrap_state
+from sigmascope.checkpoints.torch_files import unwrap_state
 from sigmascope.errors import CheckpointError
 
 PATH = Path("x.ckpt")

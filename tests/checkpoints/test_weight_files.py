@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from sigmascope.checkpoints.weight_files import weight_files
+from sigmascope.checkpoints.reader import weight_files
 
 PLAIN = "diffusion_pytorch_model.safetensors"
 SHARDS = [

@@ -13,16 +13,10 @@ from hypothesis import given, settings
 from safetensors.torch import load_file
 from torch import Tensor
 
-from sigmascope.checkpoints import (
-    StreamingWriter,
-    disk_writes,
-    open_checkpoint,
-    read_header,
-    save_safetensors,
-    writer,
-)
-from sigmascope.checkpoints.disk_writes import write_all
-from sigmascope.checkpoints.dtypes import TORCH_DTYPES
+from sigmascope.checkpoints import StreamingWriter, open_checkpoint, read_header, save_safetensors
+from sigmascope.checkpoints import safetensors as disk_writes
+from sigmascope.checkpoints import safetensors as writer
+from sigmascope.checkpoints.safetensors import TORCH_DTYPES, write_all
 from sigmascope.errors import WriteError
 
 SameBytes = Callable[[Tensor, Tensor], bool]

@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from sigmascope.checkpoints import StreamingWriter, save_safetensors, writer
+from sigmascope.checkpoints import StreamingWriter, save_safetensors
+from sigmascope.checkpoints import safetensors as writer
 
 WRITES_AND_WAITS = """
     import sys, time, torch

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from sigmascope.cli.bench_options import call_values, cases_of, checked_offload
+from sigmascope.cli.bench import call_values, cases_of, checked_offload
 from sigmascope.errors import ConfigError
 
 

@@ -6,10 +6,10 @@ from rich.console import Console
 from tests.analysis.run_sets import run
 
 from sigmascope.analysis.bench_summary import summarise
-from sigmascope.cli.bench_tables import print_bench
+from sigmascope.cli.bench import print_bench
 from sigmascope.pipeline.bench import CaseResult
-from sigmascope.records.benchmark import BenchCase, Made
-from sigmascope.records.host import AcceleratorFacts, HostFacts
+from sigmascope.records.facts import AcceleratorFacts, HostFacts
+from sigmascope.records.performance import BenchCase, Made
 
 H100 = HostFacts(accelerators=(AcceleratorFacts("cuda:0", "NVIDIA H100", total_bytes=80 * 2**30),))
 

@@ -6,10 +6,10 @@ import pytest
 from tests.analysis.run_sets import noisy_runs, queued
 from typer.testing import CliRunner
 
+from sigmascope.cli.compare import repeated
 from sigmascope.cli.root import app
-from sigmascope.cli.run_files import repeated
 from sigmascope.errors import RecordError
-from sigmascope.records.host import HostFacts
+from sigmascope.records.facts import HostFacts
 
 
 def saved(folder: Path, *, factor: float = 1.0, seed: int = 0, count: int = 8) -> list[str]:

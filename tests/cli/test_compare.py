@@ -7,7 +7,7 @@ from typer.testing import CliRunner, Result
 
 from sigmascope.cli.root import app
 from sigmascope.errors import RecordError
-from sigmascope.records.host import HostFacts
+from sigmascope.records.facts import HostFacts
 
 
 def saved(

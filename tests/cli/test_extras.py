@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from sigmascope.cli.extras import needs_extra
+from sigmascope.cli.console import needs_extra
 from sigmascope.cli.lbm import app
 from sigmascope.cli.lbm.infer import infer
 from sigmascope.errors import ConfigError

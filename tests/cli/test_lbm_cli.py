@@ -19,7 +19,7 @@ from sigmascope.lbm.infer import translate_image
 from sigmascope.lbm.model import build_lbm, load_lbm
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile
-from sigmascope.lora.formats.saving import save_lora
+from sigmascope.lora.writer import save_lora
 
 LAYER = "denoiser.mid_block.attentions.0.transformer_blocks.0.attn1.to_q"
 CONFIG = {
@@ -260,7 +260,7 @@ def test_write_protected_picture_is_found_before_translating(
         return not (Path(path) == target and mode == os.W_OK) and allowed(path, mode)
 
     monkeypatch.setattr(os, "access", access)
-    monkeypatch.setattr("sigmascope.lbm.watched.load_watched", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr("sigmascope.lbm.model.load_watched", lambda *_, **__: pytest.fail("loaded"))
     with pytest.raises(WriteError, match="is write-protected"):
         run(arguments)
     assert target.read_bytes() == b"old"

@@ -15,9 +15,8 @@ from typer.testing import CliRunner
 
 from sigmascope.cli.root import app
 from sigmascope.errors import ConfigError, ModelMismatchError, NonFiniteError
-from sigmascope.lbm.basing.baseline import compare_files
-from sigmascope.lbm.loading import is_finite
-from sigmascope.lbm.model import load_lbm
+from sigmascope.lbm.base import compare_files
+from sigmascope.lbm.model import is_finite, load_lbm
 
 
 @pytest.fixture

@@ -13,15 +13,16 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from sigmascope.cli.lbm import serve_run
+from sigmascope.cli.lbm import serve as serve_run
 from sigmascope.cli.root import app
 from sigmascope.errors import ConfigError
 from sigmascope.lbm.config import load_config
 from sigmascope.lbm.model import build_lbm
 from sigmascope.lbm.pocket import CONFIG_PATH
-from sigmascope.lbm.serving import models, server
-from sigmascope.lbm.serving.models import ModelOptions, ServedModel
-from sigmascope.lbm.serving.server import Address
+from sigmascope.ui import app as server
+from sigmascope.ui import lbm_model as models
+from sigmascope.ui.app import Address
+from sigmascope.ui.lbm_model import ModelOptions, ServedModel
 
 
 def run(*arguments: str) -> Any:

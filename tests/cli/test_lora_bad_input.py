@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, BinaryIO
 import pytest
 import torch
 
-from sigmascope.checkpoints import disk_writes, writer
+from sigmascope.checkpoints import safetensors as disk_writes
+from sigmascope.checkpoints import safetensors as writer
 from sigmascope.cli.root import run
 from sigmascope.lora.extract import extract_lora
 

@@ -14,8 +14,8 @@ from sigmascope.cli.root import run
 from sigmascope.lora.adapters import DiffChange
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile
-from sigmascope.lora.formats.opening import load_lora
-from sigmascope.lora.formats.saving import save_lora
+from sigmascope.lora.reader import load_lora
+from sigmascope.lora.writer import save_lora
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 import pytest
 
-from sigmascope.cli.lora.pair_options import MixedDtypes, Unfit, pair_options
+from sigmascope.cli.options import MixedDtypes, Unfit, pair_options
 from sigmascope.errors import ConfigError
-from sigmascope.lora.models.pair_options import PairOptions
+from sigmascope.lora.pairs import PairOptions
 
 
 def test_the_defaults_of_the_command_line_are_those_of_the_library() -> None:

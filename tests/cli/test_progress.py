@@ -1,4 +1,4 @@
-from sigmascope.cli.progress import _shortened
+from sigmascope.cli.console import _shortened
 
 
 def test_a_long_path_loses_its_beginning_and_what_stands_before_it_stays() -> None:

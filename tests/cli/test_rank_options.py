@@ -2,8 +2,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from sigmascope.cli.lora.rank_choice import RankChoice, rank_choice
-from sigmascope.cli.lora.rank_options import (
+from sigmascope.cli.options import (
     ConvRank,
     DynamicMethod,
     DynamicParam,
@@ -14,16 +13,16 @@ from sigmascope.cli.lora.rank_options import (
     MaxSize,
     MinRank,
     Rank,
+    RankChoice,
     RankFlags,
     RankFor,
     RankMethod,
     WeightFor,
+    rank_choice,
 )
 from sigmascope.errors import ConfigError
-from sigmascope.lora.ranking.budget import Budget
-from sigmascope.lora.ranking.rank_methods import MethodRank
-from sigmascope.lora.ranking.rank_rules import RankRules
-from sigmascope.lora.ranks import FULL_RANK, FixedRank
+from sigmascope.lora.budget import Budget
+from sigmascope.lora.ranks import FULL_RANK, FixedRank, MethodRank, RankRules
 
 
 def test_nothing_asked_for_is_the_command_s_own_rank() -> None:

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sigmascope.cli.extras import needs_extra
-from sigmascope.cli.stdout import stdout_for_results
+from sigmascope.cli.console import needs_extra, stdout_for_results
 
 NOISY = "import os; print('I am here'); os.write(1, b'compiled\\n'); os.system('echo linked')"
 
@@ -46,7 +45,7 @@ def test_an_error_in_the_block_gives_stdout_back(capfd: pytest.CaptureFixture[st
 def test_closed_streams_are_no_error(closed: str) -> None:
     """As a service may be started, without them."""
     code = (
-        "from sigmascope.cli.stdout import stdout_for_results\n"
+        "from sigmascope.cli.console import stdout_for_results\n"
         "with stdout_for_results(): pass\n"
         "raise SystemExit(7)"
     )

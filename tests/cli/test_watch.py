@@ -9,8 +9,9 @@ from typer.testing import CliRunner
 
 from sigmascope.cli import root
 from sigmascope.errors import ConfigError, SigmascopeError, WriteError
-from sigmascope.integrations.autostart import launch, startup_file
-from sigmascope.integrations.autostart.settings import Settings
+from sigmascope.integrations import launch
+from sigmascope.integrations import launch as startup_file
+from sigmascope.integrations.autostart import Settings
 
 
 class Launched(Exception):

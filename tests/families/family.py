@@ -14,7 +14,7 @@ class Family:
     """One family of models.
 
     Attributes:
-        name: As `sigmascope.lora.models.layout` calls it, and `wan_vace`.
+        name: As `sigmascope.lora.families` calls it, and `wan_vace`.
         pipeline_class: Its name in diffusers.
         denoiser: The pipeline's component: `unet` or `transformer`.
         components: Make the parts.

@@ -4,7 +4,7 @@ import pytest
 import torch
 from tests.families import FAMILIES, generate, make_pipeline
 
-from sigmascope.lora.models.layout import layout_of
+from sigmascope.lora.families import layout_of
 
 EVERY_FAMILY = pytest.mark.parametrize("family", FAMILIES)
 

@@ -12,9 +12,9 @@ import pytest
 
 from sigmascope.errors import ConfigError
 from sigmascope.integrations.asgi import PerformanceMonitoringMiddleware
+from sigmascope.monitor.generation import current_request_id
 from sigmascope.monitor.performance import PerformanceMonitor
-from sigmascope.monitor.request import current_request_id
-from sigmascope.records.requests import RequestRecord
+from sigmascope.records.performance import RequestRecord
 
 Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]

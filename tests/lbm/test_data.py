@@ -14,11 +14,10 @@ from PIL import Image
 from tests.lbm.shards.making import encoded, noise, pair, plain, write_tar
 
 from sigmascope.errors import ConfigError, DataError, FileError
-from sigmascope.lbm.batches import Batch
+from sigmascope.lbm import samples as samples_module
 from sigmascope.lbm.config import LbmConfig
-from sigmascope.lbm.data import DataOptions, DataPosition, TrainingData
-from sigmascope.lbm.shards import samples as samples_module
-from sigmascope.lbm.shards.pictures import decode_picture
+from sigmascope.lbm.data import Batch, DataOptions, DataPosition, TrainingData
+from sigmascope.lbm.samples import decode_picture
 
 SAMPLES = 23
 BROKEN = (4, 11)

@@ -4,8 +4,8 @@ import math
 import numpy as np
 import pytest
 
-from sigmascope.lbm.image_errors import ImageReport, Output, OutputError, PictureErrors, output_error
-from sigmascope.lbm.picture_folder import UnreadablePicture
+from sigmascope.lbm.image_validation import ImageReport, Output, OutputError, PictureErrors, output_error
+from sigmascope.lbm.images import UnreadablePicture
 
 
 def output(value: int, latent: float) -> Output:

@@ -16,8 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from sigmascope.errors import ConfigError, NonFiniteError
 from sigmascope.lbm import image_validation
-from sigmascope.lbm.image_errors import ImageReport
-from sigmascope.lbm.image_validation import ImageOptions, validate_images
+from sigmascope.lbm.image_validation import ImageOptions, ImageReport, validate_images
 from sigmascope.lbm.images import image_to_tensor
 from sigmascope.lbm.infer import translate_image
 from sigmascope.lbm.model import LbmModel, build_lbm, load_lbm

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from sigmascope.errors import CheckpointError, ConfigError, ModelMismatchError, NonFiniteError
 from sigmascope.lbm.config import LbmConfig
-from sigmascope.lbm.loading import find_config
-from sigmascope.lbm.model import LbmModel, build_lbm, load_lbm
+from sigmascope.lbm.model import LbmModel, build_lbm, find_config, load_lbm
 
 State = dict[str, Tensor]
 

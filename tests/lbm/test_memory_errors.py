@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sigmascope.errors import ConfigError, DataError
-from sigmascope.lbm.memory_errors import within_memory
+from sigmascope.lbm.devices import within_memory
 
 CUDA = "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 15.77 GiB of which 1 MiB is free."
 

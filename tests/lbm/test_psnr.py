@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sigmascope.lbm.psnr import psnr
+from sigmascope.lbm.images import psnr
 
 
 def test_psnr_is_that_of_scikit_image() -> None:

@@ -1,7 +1,7 @@
 import pytest
 from PIL import Image
 
-from sigmascope.lbm.sheet import CAPTION_HEIGHT, LARGEST_SIDE, MARGIN, SMALLEST_SIDE, contact_sheet
+from sigmascope.lbm.images import CAPTION_HEIGHT, LARGEST_SIDE, MARGIN, SMALLEST_SIDE, contact_sheet
 
 RED, BLUE = (255, 0, 0), (0, 0, 255)
 

@@ -7,7 +7,7 @@ import torch
 from scipy import stats
 
 from sigmascope.lbm.config import LbmConfig, parse_config
-from sigmascope.lbm.training_terms import latent_loss, latent_mask, sample_sigmas
+from sigmascope.lbm.training.objective import latent_loss, latent_mask, sample_sigmas
 
 DRAWS = 20_000
 

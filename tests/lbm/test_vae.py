@@ -6,10 +6,9 @@ import torch
 from diffusers import AutoencoderKL
 from torch import nn
 
-from sigmascope.lbm.architecture import VaeConfig
-from sigmascope.lbm.model import LbmModel
-from sigmascope.lbm.vae import LbmVae
-from sigmascope.pipeline.tiling_axis import tile_starts
+from sigmascope.lbm.config import VaeConfig
+from sigmascope.lbm.model import LbmModel, LbmVae
+from sigmascope.pipeline.tiling import tile_starts
 
 SEAM = 12
 """Latent elements beside a tile's inner edge that the tiny VAE's convolutions see across it."""

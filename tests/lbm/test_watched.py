@@ -8,8 +8,7 @@ from safetensors.torch import save_file
 
 from sigmascope.errors import ModelMismatchError
 from sigmascope.lbm.config import LbmConfig
-from sigmascope.lbm.model import LbmModel, load_lbm
-from sigmascope.lbm.watched import load_watched
+from sigmascope.lbm.model import LbmModel, load_lbm, load_watched
 from sigmascope.monitor import Recorder
 from sigmascope.records.run import Stage
 

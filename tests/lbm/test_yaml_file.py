@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from sigmascope.errors import ConfigError
-from sigmascope.lbm.yaml_file import read_yaml
+from sigmascope.lbm.config import read_yaml
 
 
 def written(folder: Path, text: str) -> Path:

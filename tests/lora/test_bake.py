@@ -9,16 +9,15 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from sigmascope.errors import CheckpointError, ConfigError, ModelMismatchError, NonFiniteError
-from sigmascope.lora.applying.merged_lora import merge_lora
+from sigmascope.lora.apply import merge_lora
 from sigmascope.lora.bake import bake_loras
 from sigmascope.lora.factors import LoraFactors
+from sigmascope.lora.families import ModelLayout
 from sigmascope.lora.file import LoraFile
-from sigmascope.lora.formats.saving import save_lora
-from sigmascope.lora.merging.merge_methods import MergeMethod
-from sigmascope.lora.models.layout import ModelLayout
-from sigmascope.lora.ranking.rank_rules import RankRules
-from sigmascope.lora.ranks import FixedRank
+from sigmascope.lora.merge_methods import MergeMethod
+from sigmascope.lora.ranks import FixedRank, RankRules
 from sigmascope.lora.resize import RankPlan, resize_lora
+from sigmascope.lora.writer import save_lora
 
 MakeLora = Callable[..., LoraFile]
 Tensors = dict[str, torch.Tensor]

@@ -10,11 +10,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from sigmascope.errors import ConfigError, LoraFormatError, ModelMismatchError, NonFiniteError
-from sigmascope.lora.combine import CombineOptions, MergeMethod, RankPlan, combine_loras
+from sigmascope.lora.budget import Budget
 from sigmascope.lora.convert import convert_lora
-from sigmascope.lora.ranking.budget import Budget
-from sigmascope.lora.ranking.rank_rules import RankRules
-from sigmascope.lora.ranks import FixedRank
+from sigmascope.lora.merge import CombineOptions, MergeMethod, RankPlan, combine_loras
+from sigmascope.lora.ranks import FixedRank, RankRules
 
 Tensors = dict[str, torch.Tensor]
 IN, CONV, MID = (

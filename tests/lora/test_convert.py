@@ -17,11 +17,11 @@ from sigmascope.errors import ConfigError, LoraFormatError
 from sigmascope.lora.adapters import DiffChange, LohaChange
 from sigmascope.lora.convert import convert_lora
 from sigmascope.lora.factors import LoraFactors
+from sigmascope.lora.families import ModelLayout
 from sigmascope.lora.file import LoraFile
-from sigmascope.lora.formats.opening import load_lora
-from sigmascope.lora.formats.saving import save_lora
-from sigmascope.lora.models.layout import ModelLayout
-from sigmascope.lora.names.own_names import understand_names
+from sigmascope.lora.module_names import understand_names
+from sigmascope.lora.reader import load_lora
+from sigmascope.lora.writer import save_lora
 
 MakeFactors = Callable[..., LoraFactors]
 
@@ -360,7 +360,7 @@ def test_a_small_unet_counts_its_blocks_by_its_own_modules(make_factors: MakeFac
 def test_a_sgm_name_is_what_diffusers_reads_from_original_files() -> None:
     from diffusers.loaders.single_file_utils import convert_ldm_unet_checkpoint
 
-    from sigmascope.lora.names.unet_names import to_sgm
+    from sigmascope.lora.layer_names import to_sgm
 
     paths = [
         *(f"down_blocks.{block}.resnets.{layer}.conv1" for block in range(3) for layer in range(2)),

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from sigmascope.errors import CheckpointError, ModelMismatchError, NonFiniteError, SigmascopeError
 from sigmascope.lora.extract import extract_lora
-from sigmascope.lora.models.pairs import CheckpointPair, open_pair
+from sigmascope.lora.pairs import CheckpointPair, open_pair
 
 if TYPE_CHECKING:
     from tests.conftest import MakePair, ModelPair

@@ -15,15 +15,13 @@ from torch import Tensor
 
 from sigmascope.errors import ConfigError
 from sigmascope.lbm import pocket
+from sigmascope.lora import budget as budget_module
+from sigmascope.lora import file_size as storage_cost
+from sigmascope.lora import layer_extraction
+from sigmascope.lora.budget import Budget
+from sigmascope.lora.decompose import decompose
 from sigmascope.lora.extract import ExtractionReport, ExtractOptions, extract_lora
-from sigmascope.lora.extraction import layer_extraction
-from sigmascope.lora.numerics.decompose import decompose
-from sigmascope.lora.ranking import budget as budget_module
-from sigmascope.lora.ranking import storage_cost
-from sigmascope.lora.ranking.budget import Budget
-from sigmascope.lora.ranking.rank_methods import METHODS, MethodRank
-from sigmascope.lora.ranking.rank_rules import RankRules
-from sigmascope.lora.ranks import FixedRank
+from sigmascope.lora.ranks import METHODS, FixedRank, MethodRank, RankRules
 
 POCKET = Path(pocket.__file__).parent / "weights"
 

@@ -12,12 +12,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sigmascope.errors import CheckpointError, LoraFormatError, ModelMismatchError, NonFiniteError
+from sigmascope.lora.budget import Budget
 from sigmascope.lora.extract import ExtractionReport, ExtractOptions, extract_lora
-from sigmascope.lora.formats.opening import load_lora
-from sigmascope.lora.models.pair_options import PairOptions
-from sigmascope.lora.ranking.budget import Budget
-from sigmascope.lora.ranking.rank_rules import RankRules
-from sigmascope.lora.ranks import FixedRank
+from sigmascope.lora.pairs import PairOptions
+from sigmascope.lora.ranks import FixedRank, RankRules
+from sigmascope.lora.reader import load_lora
 from sigmascope.lora.validate import validate_lora
 
 if TYPE_CHECKING:
@@ -200,7 +199,7 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     def work(*rest: Any, **more: Any) -> None:
         raise AssertionError("a layer was read")
 
-    monkeypatch.setattr("sigmascope.lora.extraction.extraction_rounds.extract_layer", work)
+    monkeypatch.setattr("sigmascope.lora.extract.extract_layer", work)
 
 
 @pytest.mark.parametrize("format", ["kohya", "comfyui"])

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from sigmascope.errors import ConfigError
 from sigmascope.lora.bake import bake_loras
 from sigmascope.lora.extract import ExtractionReport, ExtractOptions, extract_lora
-from sigmascope.lora.formats.opening import load_lora
-from sigmascope.lora.models.pair_options import PairOptions
+from sigmascope.lora.pairs import PairOptions
+from sigmascope.lora.reader import load_lora
 
 diffusers: Any = pytest.importorskip("diffusers")
 pytest.importorskip("peft")
@@ -290,7 +290,7 @@ def test_every_form_of_a_model_gives_every_layers_change(tmp_path: Path, name: s
 
 
 def test_ranks_that_differ_load_too(tmp_path: Path) -> None:
-    from sigmascope.lora.ranking.budget import Budget
+    from sigmascope.lora.budget import Budget
 
     report = extracted(tmp_path, "sd15", options=ExtractOptions(budget=Budget(max_error=0.02)))
     assert len({module.rank for module in report.modules}) > 4
@@ -361,7 +361,7 @@ def test_a_format_that_cannot_hold_them_is_refused(tmp_path: Path) -> None:
 def test_a_format_without_a_name_for_one_is_refused_before_any_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str
 ) -> None:
-    monkeypatch.setattr("sigmascope.lora.extraction.extraction_rounds.extract_layer", None)
+    monkeypatch.setattr("sigmascope.lora.extract.extract_layer", None)
     options = ExtractOptions(biases_and_norms=True, format=format)
     with pytest.raises(ConfigError, match=r"--biases_and_norms: .* is not one layer in") as caught:
         extracted(tmp_path, "flux", options=options, others=True)

@@ -16,9 +16,9 @@ from sigmascope.errors import (
     SigmascopeError,
     WriteError,
 )
+from sigmascope.lora import layer_extraction
 from sigmascope.lora.extract import ExtractionReport, ExtractOptions, extract_lora
-from sigmascope.lora.extraction import layer_extraction
-from sigmascope.lora.formats.opening import load_lora
+from sigmascope.lora.reader import load_lora
 
 if TYPE_CHECKING:
     from tests.conftest import MakePair, ModelPair, State

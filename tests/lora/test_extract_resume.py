@@ -18,14 +18,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sigmascope.errors import ConfigError, SigmascopeError
+from sigmascope.lora import layer_extraction
+from sigmascope.lora.budget import Budget
+from sigmascope.lora.decompose import decompose
 from sigmascope.lora.extract import ExtractOptions, extract_lora
-from sigmascope.lora.extraction import layer_extraction
-from sigmascope.lora.formats.writer import LoraWriter
-from sigmascope.lora.numerics.decompose import decompose
-from sigmascope.lora.ranking.budget import Budget
-from sigmascope.lora.ranking.rank_methods import MethodRank
-from sigmascope.lora.ranking.rank_rules import RankRules
-from sigmascope.lora.ranks import FixedRank
+from sigmascope.lora.ranks import FixedRank, MethodRank, RankRules
+from sigmascope.lora.writer import LoraWriter
 
 posix = pytest.mark.skipif(os.name == "nt", reason="fork and POSIX signals")
 
@@ -73,11 +71,11 @@ def write_models(folder: Path, layers: int) -> Models:
 # Layers take a little longer there than they need, so that there are moments to be killed at.
 SERVER = """
 import json, os, sys, time
-from sigmascope.lora.extraction import extraction_output, layer_extraction
-from sigmascope.lora.ranking.budget import Budget
+from sigmascope.lora.extract import extraction_output, layer_extraction
+from sigmascope.lora.budget import Budget
 from sigmascope.lora.extract import ExtractOptions, extract_lora
-from sigmascope.lora.ranking.rank_methods import MethodRank
-from sigmascope.lora.ranking.rank_rules import RankRules
+from sigmascope.lora.ranks import MethodRank
+from sigmascope.lora.ranks import RankRules
 from sigmascope.lora.ranks import FixedRank
 
 decompose, write = layer_extraction.decompose, extraction_output.LoraWriter.write

@@ -12,9 +12,9 @@ from sigmascope.errors import SigmascopeError
 from sigmascope.lora.adapters import DiffChange, DoraChange, LohaChange, LokrChange
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile
-from sigmascope.lora.formats.opening import load_lora, open_lora
-from sigmascope.lora.formats.saving import save_lora
-from sigmascope.lora.names.own_names import understand_names
+from sigmascope.lora.module_names import understand_names
+from sigmascope.lora.reader import load_lora, open_lora
+from sigmascope.lora.writer import save_lora
 
 ENDS = [
     "lora_up.weight", "lora_down.weight", "lora_mid.weight", "alpha", "dora_scale", "lora_A.weight", "lora_B.weight",

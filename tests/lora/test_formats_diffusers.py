@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from sigmascope.lora.adapters import DoraChange
 from sigmascope.lora.factors import LoraFactors
+from sigmascope.lora.families import ModelLayout
 from sigmascope.lora.file import LoraFile
-from sigmascope.lora.formats.saving import save_lora
-from sigmascope.lora.models.layout import ModelLayout
+from sigmascope.lora.writer import save_lora
 
 diffusers: Any = pytest.importorskip("diffusers")
 peft: Any = pytest.importorskip("peft")

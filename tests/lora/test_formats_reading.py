@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from sigmascope.checkpoints import Checkpoint
 from sigmascope.errors import LoraFormatError, NonFiniteError
 from sigmascope.lora.adapters import DoraChange
-from sigmascope.lora.formats.opening import load_lora, open_lora
+from sigmascope.lora.reader import load_lora, open_lora
 
 peft: Any = pytest.importorskip("peft")
 

@@ -26,13 +26,11 @@ from sigmascope.lora.adapters import (
     WeightChange,
 )
 from sigmascope.lora.factors import LoraFactors
+from sigmascope.lora.families import ModelLayout
 from sigmascope.lora.file import LoraFile
-from sigmascope.lora.formats.opening import load_lora
-from sigmascope.lora.formats.saving import save_lora
-from sigmascope.lora.formats.unit_scale import stored_factors
-from sigmascope.lora.formats.writer import LoraWriter
-from sigmascope.lora.models.layout import ModelLayout
-from sigmascope.lora.names.naming import resolve_names
+from sigmascope.lora.module_names import resolve_names
+from sigmascope.lora.reader import load_lora
+from sigmascope.lora.writer import LoraWriter, save_lora, stored_factors
 
 MakeFactors = Callable[..., LoraFactors]
 

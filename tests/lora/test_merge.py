@@ -363,7 +363,7 @@ def test_an_interrupted_unmerge_can_be_finished(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("sigmascope.lora.applying.changed_weight.write_values", interrupted)
+        patched.setattr("sigmascope.lora.apply.write_values", interrupted)
         with pytest.raises(KeyboardInterrupt):
             merged.unmerge()
     merged.unmerge()

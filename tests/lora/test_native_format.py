@@ -11,12 +11,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sigmascope.errors import CheckpointError, LoraFormatError, NonFiniteError
+from sigmascope.lora import formats as native
+from sigmascope.lora.decompose import factors_full_rank
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile
-from sigmascope.lora.formats import native
-from sigmascope.lora.formats.opening import load_lora
-from sigmascope.lora.formats.saving import save_lora
-from sigmascope.lora.numerics.full_rank import factors_full_rank
+from sigmascope.lora.reader import load_lora
+from sigmascope.lora.writer import save_lora
 
 MakeFactors = Callable[..., LoraFactors]
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sigmascope.lora.norms import frobenius_norm, quick_energy, quick_norm
+from sigmascope.lora.linalg import frobenius_norm, quick_energy, quick_norm
 
 
 def exact(values: torch.Tensor) -> float:

@@ -5,9 +5,8 @@ import pytest
 import torch
 from scipy.linalg import subspace_angles
 
-from sigmascope.lora.inspection.principal_angles import principal_angles
-from sigmascope.lora.overlap import overlap
-from sigmascope.probes.adapters.applied import AdapterType, AppliedPatch
+from sigmascope.lora.overlap import overlap, principal_angles
+from sigmascope.probes.applied_patch import AdapterType, AppliedPatch
 
 
 def patch(

@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from sigmascope.errors import ConfigError, LoraFormatError
-from sigmascope.lora.ranking.spectrum import Spectrum
 from sigmascope.lora.ranks import FULL_RANK, FixedRank, RankPolicy, most_common_rank, require_limits
+from sigmascope.lora.spectrum import Spectrum
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from sigmascope.errors import ConfigError, NonFiniteError
-from sigmascope.lora.formats.opening import load_lora
-from sigmascope.lora.ranking.budget import Budget
-from sigmascope.lora.ranking.rank_methods import MethodRank
-from sigmascope.lora.ranking.rank_rules import RankRules
-from sigmascope.lora.ranks import FixedRank
+from sigmascope.lora.budget import Budget
+from sigmascope.lora.ranks import FixedRank, MethodRank, RankRules
+from sigmascope.lora.reader import load_lora
 from sigmascope.lora.resize import RankPlan, ReductionReport, resize_lora
 
 Tensors = dict[str, torch.Tensor]

@@ -8,10 +8,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sigmascope.errors import ConfigError, LoraFormatError, NonFiniteError, SigmascopeError
+from sigmascope.lora import decompose as exact_svd
+from sigmascope.lora.decompose import factors_full_rank, truncated_svd
 from sigmascope.lora.factors import LoraFactors
-from sigmascope.lora.numerics import exact_svd
-from sigmascope.lora.numerics.full_rank import factors_full_rank
-from sigmascope.lora.svd import truncated_svd
 
 MakeFactors = Callable[..., LoraFactors]
 

@@ -11,10 +11,8 @@ from torch import Tensor
 
 from sigmascope.errors import LoraFormatError, ModelMismatchError, NonFiniteError
 from sigmascope.lora.extract import ExtractOptions, extract_lora
-from sigmascope.lora.names.changed_keys import ChangedKeys
-from sigmascope.lora.validate import ValidationReport, validate_lora
-from sigmascope.lora.validation.module_errors import ModuleError, band_of
-from sigmascope.lora.validation.reconstruction import Residual, ResidualMeter
+from sigmascope.lora.validate import ChangedKeys, Residual, ResidualMeter, ValidationReport, validate_lora
+from sigmascope.lora.validation_report import ModuleError, band_of
 
 if TYPE_CHECKING:
     from tests.conftest import MakePair, ModelPair, State

@@ -10,7 +10,7 @@ from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 
 from sigmascope.errors import ModelMismatchError
-from sigmascope.lora.models.pairs import PairOptions
+from sigmascope.lora.pairs import PairOptions
 from sigmascope.lora.validate import validate_lora
 
 

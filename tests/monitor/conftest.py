@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from sigmascope.monitor import Recorder, instruments
+from sigmascope.monitor import Recorder
+from sigmascope.monitor import scope as instruments
 from sigmascope.probes import AcceleratorEvent, AllocatorBytes
-from sigmascope.records.host import AcceleratorFacts
+from sigmascope.records.facts import AcceleratorFacts
 from sigmascope.records.memory import AcceleratorMemory, MemorySnapshot
 
 MIB = 2**20

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from sigmascope.monitor import Recorder, gpu_timing, instruments, scope, steps
+from sigmascope.monitor import Recorder, gpu_timing, scope
+from sigmascope.monitor import scope as instruments
+from sigmascope.monitor import scope as steps
 from sigmascope.probes import NullAccelerator
 
 if TYPE_CHECKING:

@@ -9,8 +9,13 @@ import pytest
 import torch
 
 from sigmascope.errors import ConfigError
-from sigmascope.monitor.generation_plan import Plan, planned_metrics, seconds_above_zero, whole_number
-from sigmascope.monitor.performance import PerformanceMonitor
+from sigmascope.monitor.performance import (
+    PerformanceMonitor,
+    Plan,
+    planned_metrics,
+    seconds_above_zero,
+    whole_number,
+)
 from sigmascope.records.performance import PerformanceMetrics
 
 USUAL = Plan("FLUX", "MMDiT", 20, (1024, 1024), 1, None)

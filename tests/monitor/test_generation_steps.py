@@ -13,9 +13,10 @@ import sigmascope
 from sigmascope.lbm.infer import translate_image
 from sigmascope.lbm.model import load_lbm
 from sigmascope.lbm.pocket import TUNED_PATH
-from sigmascope.monitor import Recorder, context
+from sigmascope.monitor import Recorder
+from sigmascope.monitor import recorder as context
+from sigmascope.monitor.live_line import StepProgress
 from sigmascope.monitor.performance import PerformanceMonitor
-from sigmascope.monitor.step_progress import StepProgress
 
 from .conftest import FakeAccelerator, FakeClock
 

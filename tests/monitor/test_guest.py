@@ -77,7 +77,7 @@ def test_a_probe_that_raises_costs_its_own_facts_and_one_log_line(
     def broken(*_: object, **__: object) -> NoReturn:
         raise OSError("it is broken")
 
-    monkeypatch.setattr("sigmascope.monitor.process_facts._host_facts", {})
+    monkeypatch.setattr("sigmascope.monitor.scope._host_facts", {})
     monkeypatch.setattr(f"sigmascope.monitor.{function}", broken)
     with caplog.at_level(logging.WARNING):
         recorder = Recorder(sample_hz=10.0)
@@ -118,7 +118,7 @@ def test_an_accelerator_that_fails_in_the_middle_leaves_the_other_columns_whole(
 
 
 def test_a_column_that_was_never_read_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sigmascope.monitor.instruments.process_rss_bytes", lambda: 1 / 0)
+    monkeypatch.setattr("sigmascope.monitor.scope.process_rss_bytes", lambda: 1 / 0)
     recorder = Recorder(sample_hz=None)
     with recorder.stage("denoising"), recorder.step():
         pass
@@ -159,7 +159,7 @@ def test_a_log_handler_that_raises_does_not_reach_the_host(monkeypatch: pytest.M
         def emit(self, record: logging.LogRecord) -> None:
             raise OSError("no log")
 
-    monkeypatch.setattr("sigmascope.monitor.instruments.memory_snapshot", lambda _: 1 / 0)
+    monkeypatch.setattr("sigmascope.monitor.scope.memory_snapshot", lambda _: 1 / 0)
     handler = Broken()
     logging.getLogger("sigmascope").addHandler(handler)
     try:

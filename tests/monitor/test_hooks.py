@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from sigmascope.monitor import Recorder
-from sigmascope.monitor.hooks import HookedSteps
+from sigmascope.monitor.recorder import HookedSteps
 
 HOOK_TABLES = (
     "_forward_pre_hooks",

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from sigmascope.monitor.json_values import as_json
+from sigmascope.monitor.guard import as_json
 
 
 class Colour(Enum):

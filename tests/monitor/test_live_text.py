@@ -1,8 +1,7 @@
 import pytest
 from rich.cells import cell_len
 
-from sigmascope.monitor.live_text import fitted, over_text, running_text, together
-from sigmascope.monitor.step_progress import StepProgress
+from sigmascope.monitor.live_line import StepProgress, fitted, over_text, running_text, together
 from sigmascope.records.performance import PerformanceMetrics
 
 METRICS = PerformanceMetrics(

@@ -4,14 +4,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 from sigmascope.analysis.leaks import TOLERANCE_BYTES
-from sigmascope.monitor import Recorder, instruments
-from sigmascope.monitor.memory_curves import NO_READING
+from sigmascope.monitor import Recorder
+from sigmascope.monitor import scope as instruments
 from sigmascope.monitor.peaks import HostMemory
 from sigmascope.monitor.scope import OUTSIDE, OWN_FACT
-from sigmascope.monitor.utilization import NOT_SAMPLED
+from sigmascope.monitor.utilization import NO_READING, NOT_SAMPLED
 from sigmascope.records.memory import MemorySnapshot
-from sigmascope.records.memory_over_time import MemoryCurve, memory_over_time
 from sigmascope.records.run import Stage
+from sigmascope.records.utilization import MemoryCurve, memory_over_time
 
 if TYPE_CHECKING:
     from tests.monitor.conftest import FakeAccelerator, FakeClock, FakeHost
@@ -167,7 +167,7 @@ def test_a_reading_that_failed_is_no_point(
 def test_curves_that_fail_are_switched_off_and_all_else_stays(
     sampled: Recorder, host: "FakeHost", monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sigmascope.monitor.memory_curves.ScopeCurves.add", lambda *_: 1 / 0)
+    monkeypatch.setattr("sigmascope.monitor.utilization.ScopeCurves.add", lambda *_: 1 / 0)
     with sampled.stage("generation"):
         host.rss *= 3
         sample(sampled)

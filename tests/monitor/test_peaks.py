@@ -5,8 +5,7 @@ import pytest
 
 from sigmascope.monitor import Recorder
 from sigmascope.monitor.guard import Guard
-from sigmascope.monitor.peak_tracking import PeakTracker, reader_for
-from sigmascope.monitor.peaks import HostMemory, Peaks
+from sigmascope.monitor.peaks import HostMemory, Peaks, PeakTracker, reader_for
 from sigmascope.probes import AllocatorBytes, process_peak_rss_bytes, process_rss_bytes
 from sigmascope.records.memory import AcceleratorPeak
 from sigmascope.records.run import Stage

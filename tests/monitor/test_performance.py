@@ -15,12 +15,12 @@ from tests.families import make_pipeline
 
 from sigmascope.errors import ConfigError, WriteError
 from sigmascope.monitor import Recorder
+from sigmascope.monitor.live_line import StepProgress
 from sigmascope.monitor.performance import (
     PerformanceMonitor,
     create_mmdit_performance_monitor,
     monitor_generation_performance,
 )
-from sigmascope.monitor.step_progress import StepProgress
 from sigmascope.records.performance import PerformanceMetrics
 
 from .conftest import FakeAccelerator, FakeClock

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from torch._C._autograd import DeviceType
 
-from sigmascope.monitor.profile_summary import ProfileSums
+from sigmascope.monitor.profile import ProfileSums
 
 
 class Event(SimpleNamespace):

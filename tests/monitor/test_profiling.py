@@ -14,11 +14,9 @@ from torch.profiler import ProfilerActivity, profile
 from sigmascope.errors import ConfigError, WriteError
 from sigmascope.monitor import Recorder
 from sigmascope.monitor.performance import PerformanceMonitor
-from sigmascope.monitor.profile_blocks import Marks
-from sigmascope.monitor.profile_session import CAPTURED, ProfileSession
-from sigmascope.monitor.profiling import profile_steps
+from sigmascope.monitor.profile import CAPTURED, Marks, ProfileSession, profile_steps
 from sigmascope.monitor.workflow import WorkflowMonitor
-from sigmascope.records.profile import BlockProfile, StepsProfile, profiles_of
+from sigmascope.records.performance import BlockProfile, StepsProfile, profiles_of
 from sigmascope.records.serialization import run_from_json, run_to_json
 
 
@@ -239,7 +237,7 @@ def test_blocks_that_were_compiled_in_place_cannot_be_told_apart() -> None:
 
 
 def test_a_summary_that_fails_hurts_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sigmascope.monitor.profiling.ProfileSums.add", lambda *_: 1 / 0)
+    monkeypatch.setattr("sigmascope.monitor.profile.ProfileSums.add", lambda *_: 1 / 0)
     denoiser = Denoiser()
     with profile_steps(None, denoiser, (1,)) as profiling:
         denoiser(X)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from sigmascope.monitor import Recorder
-from sigmascope.monitor.profiling import profile_steps
+from sigmascope.monitor.profile import profile_steps
 from sigmascope.records.utilization import utilization_of
 
 pytestmark = [

@@ -2,14 +2,19 @@
 
 from typing import Any
 
+from sigmascope.monitor.findings import with_findings
 from sigmascope.monitor.guard import Guard
-from sigmascope.monitor.run_findings import with_findings
-from sigmascope.records.host import AcceleratorFacts, HostFacts
-from sigmascope.records.memory import AcceleratorMemory, MemoryImpact, MemorySnapshot
-from sigmascope.records.peak import AcceleratorPeak, PeakMemory
+from sigmascope.records.facts import AcceleratorFacts, HostFacts
+from sigmascope.records.memory import (
+    AcceleratorMemory,
+    AcceleratorPeak,
+    MemoryImpact,
+    MemorySnapshot,
+    PeakMemory,
+)
 from sigmascope.records.run import Run, Stage
-from sigmascope.records.structure import to_plain
-from sigmascope.stages.latents.latent_findings import memory_findings
+from sigmascope.records.serialization import to_plain
+from sigmascope.stages.latent_validation import memory_findings
 
 GIB = 2**30
 DEVICE = "cuda:0"

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, NoReturn
 
 import pytest
 
-from sigmascope.monitor import Recorder, instruments
-from sigmascope.monitor.peak_tracking import reader_for
-from sigmascope.monitor.sampler import MAX_SAMPLE_HZ, SAMPLER, Wish
+from sigmascope.monitor import Recorder
+from sigmascope.monitor import scope as instruments
+from sigmascope.monitor.peaks import reader_for
+from sigmascope.monitor.utilization import MAX_SAMPLE_HZ, SAMPLER, Wish
 
 if TYPE_CHECKING:
     from tests.monitor.conftest import FakeAccelerator, FakeHost

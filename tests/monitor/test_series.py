@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 
-from sigmascope.monitor.series import LONGEST_SERIES, Series, highest_of, mean_of
+from sigmascope.monitor.utilization import LONGEST_SERIES, Series, highest_of, mean_of
 
 
 def ns(seconds: float) -> int:

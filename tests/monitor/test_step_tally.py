@@ -1,6 +1,6 @@
 import pytest
 
-from sigmascope.monitor.step_tally import RECENT_STEPS, StepTally
+from sigmascope.monitor.generation import RECENT_STEPS, StepTally
 
 
 def tally_of(*seconds: float) -> StepTally:

@@ -4,8 +4,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from sigmascope.monitor import Recorder
-from sigmascope.monitor.instruments import NOT_AT_STEPS
-from sigmascope.monitor.steps import StepColumns, row
+from sigmascope.monitor.scope import NOT_AT_STEPS, StepColumns, row
 
 if TYPE_CHECKING:
     from tests.monitor.conftest import FakeAccelerator, FakeClock, FakeHost

@@ -16,8 +16,7 @@ from torch import nn
 
 import sigmascope
 from sigmascope.monitor import current_recorder
-from sigmascope.monitor.workflow import ModelLoadingMonitor, WorkflowMonitor
-from sigmascope.monitor.workflow_steps import stage_name
+from sigmascope.monitor.workflow import ModelLoadingMonitor, WorkflowMonitor, stage_name
 from sigmascope.stages.text_encoding import TextEncodingThresholds
 
 if TYPE_CHECKING:
@@ -363,7 +362,7 @@ def test_a_broken_analysis_does_not_reach_the_host(
 
     monkeypatch.setattr("sigmascope.stages.text_encoding.analyze", broken)
     monkeypatch.setattr("sigmascope.stages.text_encoding.capture", broken)
-    monkeypatch.setattr("sigmascope.monitor.run_findings.diagnose", broken)
+    monkeypatch.setattr("sigmascope.monitor.findings.diagnose", broken)
     found = watch(monitor, clip)
     assert found["unavailable"]["encoding_success"] == "OSError: it is broken"
     assert monitor.run().complete

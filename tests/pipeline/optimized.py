@@ -8,7 +8,7 @@ from tests.families import FAMILIES, generate, make_pipeline
 from torch import Tensor
 
 from sigmascope.pipeline.optimizer import Hardware, OptimizationConfig, PipelineOptimizer
-from sigmascope.pipeline.optimizing.plan import Choice, Plan
+from sigmascope.pipeline.plan import Choice, Plan
 
 GIB = 2**30
 H100 = Hardware("cuda:0", "NVIDIA H100", 80 * GIB, 79 * GIB, (9, 0), 128 * GIB)

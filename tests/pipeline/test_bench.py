@@ -11,7 +11,7 @@ from sigmascope.errors import ConfigError, WriteError
 from sigmascope.monitor import stage
 from sigmascope.monitor.performance import PerformanceMonitor
 from sigmascope.pipeline.bench import BenchOptions, CaseResult, run_benchmark
-from sigmascope.records.benchmark import BenchCase, Made
+from sigmascope.records.performance import BenchCase, Made
 from sigmascope.records.serialization import load_run
 
 

@@ -6,10 +6,9 @@ import torch
 
 from sigmascope import encode_latents
 from sigmascope.monitor import Recorder, current_recorder
-from sigmascope.monitor.live import LiveStage
+from sigmascope.monitor.recorder import LiveStage
 from sigmascope.pipeline.strategies import Outcome
-from sigmascope.records.latents import RECORD_FACT, EncodingEvent
-from sigmascope.records.latents_plain import encoding_record
+from sigmascope.records.latents import RECORD_FACT, EncodingEvent, encoding_record
 
 if TYPE_CHECKING:
     from tests.pipeline.conftest import Sample

@@ -6,12 +6,18 @@ import pytest
 import torch
 from diffusers import AutoencoderKL
 
-from sigmascope.pipeline.prediction import Planned, Prediction, fits, predict_peak
-from sigmascope.pipeline.prediction_learning import Experience, Kind
-from sigmascope.pipeline.prediction_twin import dry_run
+from sigmascope.pipeline.peak_prediction import (
+    Experience,
+    Kind,
+    Planned,
+    Prediction,
+    dry_run,
+    fits,
+    predict_peak,
+)
 from sigmascope.pipeline.tiling import plan
-from sigmascope.records.snapshot import AcceleratorMemory, MemorySnapshot
-from sigmascope.records.strategies import Direction
+from sigmascope.records.latents import Direction
+from sigmascope.records.memory import AcceleratorMemory, MemorySnapshot
 
 MIB = 1024 * 1024
 PICTURE = Planned((1, 3, 256, 256))

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from sigmascope.pipeline.prediction_twin import dry_run
+from sigmascope.pipeline.peak_prediction import dry_run
 
 
 class Own(nn.Module):

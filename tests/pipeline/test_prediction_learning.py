@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from sigmascope.pipeline.prediction_learning import Experience, Kind, learn
+from sigmascope.pipeline.peak_prediction import Experience, Kind, learn
 from sigmascope.records.facts import TensorFacts
 from sigmascope.records.latents import (
     RECORD_FACT,

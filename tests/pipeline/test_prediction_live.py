@@ -3,7 +3,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
-from sigmascope.pipeline.prediction_live import counted
+from sigmascope.pipeline.peak_prediction import counted
 
 ROW = 1000 * 4
 """Bytes of a thousand float32 elements."""

@@ -13,9 +13,9 @@ from diffusers import (
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from sigmascope.pipeline import prediction_twin
-from sigmascope.pipeline.prediction_twin import NoTwinError, dry_run
-from sigmascope.records.strategies import Direction
+from sigmascope.pipeline import peak_prediction as prediction_twin
+from sigmascope.pipeline.peak_prediction import NoTwinError, dry_run
+from sigmascope.records.latents import Direction
 
 
 def small_kl(**config: Any) -> AutoencoderKL:

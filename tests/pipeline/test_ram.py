@@ -5,8 +5,10 @@ import pytest
 
 from sigmascope import encode_latents
 from sigmascope.errors import EveryStrategyFailedError
-from sigmascope.pipeline import forecast, ram, tries
-from sigmascope.pipeline.ram import Ram, free_ram, why_not_enough
+from sigmascope.pipeline import attempts as forecast
+from sigmascope.pipeline import attempts as tries
+from sigmascope.pipeline import out_of_memory as ram
+from sigmascope.pipeline.out_of_memory import Ram, free_ram, why_not_enough
 
 if TYPE_CHECKING:
     from tests.pipeline.conftest import Sample

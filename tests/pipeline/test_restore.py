@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sigmascope.pipeline.restore import _Placed, as_before, for_inference, modules_in
+from sigmascope.pipeline.model_state import _Placed, as_before, for_inference, modules_in
 
 
 class Encoder(nn.Module):

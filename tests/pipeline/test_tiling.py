@@ -9,9 +9,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from sigmascope.errors import ConfigError, ModelMismatchError
-from sigmascope.pipeline.prediction_live import counted
-from sigmascope.pipeline.tiling import TilePlan, plan, tiled_map
-from sigmascope.pipeline.tiling_axis import tile_starts
+from sigmascope.pipeline.peak_prediction import counted
+from sigmascope.pipeline.tiling import TilePlan, plan, tile_starts, tiled_map
 
 FACTOR = 8
 

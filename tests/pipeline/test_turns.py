@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from sigmascope import decode_latents, encode_latents
-from sigmascope.pipeline import turns
-from sigmascope.pipeline.turns import in_turn
+from sigmascope.pipeline import model_state as turns
+from sigmascope.pipeline.model_state import in_turn
 
 if TYPE_CHECKING:
     from tests.pipeline.conftest import Sample

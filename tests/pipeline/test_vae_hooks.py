@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sigmascope import decode_latents, encode_latents
 from sigmascope.errors import EveryStrategyFailedError
-from sigmascope.pipeline.vaes.hooks import execution_device, offloads_groups
+from sigmascope.pipeline.model_state import execution_device, offloads_groups
 
 PIXELS = torch.rand(1, 3, 32, 64, generator=torch.Generator().manual_seed(2)) * 2 - 1
 

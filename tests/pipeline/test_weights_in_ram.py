@@ -6,9 +6,8 @@ from torch import Tensor, nn
 
 from sigmascope import encode_latents
 from sigmascope.errors import EveryStrategyFailedError
-from sigmascope.pipeline import weights_in_ram
-from sigmascope.pipeline.restore import as_before
-from sigmascope.pipeline.weights_in_ram import nbytes_to_copy, put_in_ram, why_not_in_ram
+from sigmascope.pipeline import model_state as weights_in_ram
+from sigmascope.pipeline.model_state import as_before, nbytes_to_copy, put_in_ram, why_not_in_ram
 
 if TYPE_CHECKING:
     from tests.pipeline.conftest import Sample

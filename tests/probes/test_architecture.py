@@ -6,7 +6,7 @@ import torch
 from tests.families import FAMILIES, make_pipeline
 from torch import nn
 
-from sigmascope.probes.architecture import detect_architecture
+from sigmascope.probes.models import detect_architecture
 from sigmascope.probes.pipelines import pipeline_facts
 
 KINDS = {

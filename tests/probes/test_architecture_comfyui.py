@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests.comfy_shapes.checkout import VARIABLE, Checkout, why_not
 
-from sigmascope.probes.architecture import detect_architecture
+from sigmascope.probes.models import detect_architecture
 
 _FLUX = {
     "in_channels": 16, "out_channels": 16, "vec_in_dim": 32, "context_in_dim": 32, "hidden_size": 64, "mlp_ratio": 2.0,

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from sigmascope.probes.cpu_load import CpuMoment, cpu_moment, others_share
+from sigmascope.probes.host import CpuMoment, cpu_moment, others_share
 
 
 def test_what_others_used_is_all_but_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:

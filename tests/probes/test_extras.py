@@ -2,7 +2,7 @@ from importlib import metadata
 
 import pytest
 
-from sigmascope.probes.extras import extras_facts
+from sigmascope.probes.doctor import extras_facts
 
 
 @pytest.fixture

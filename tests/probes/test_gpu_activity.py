@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sigmascope.probes import nvml
-from sigmascope.probes.gpu_activity import GpuActivity, GpuActivitySource
+from sigmascope.probes.nvml import GpuActivity, GpuActivitySource
 
 
 class FakeError(Exception):

@@ -6,8 +6,8 @@ import sys
 import pytest
 import torch
 
-from sigmascope.probes import heap as heap_module
 from sigmascope.probes import heap_in_use
+from sigmascope.probes import memory as heap_module
 
 MIB = 2**20
 pytestmark = pytest.mark.skipif(

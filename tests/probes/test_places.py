@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from sigmascope.probes.places import place_of
+from sigmascope.probes.tensors import place_of
 
 
 def test_two_views_of_the_same_elements_are_in_one_place() -> None:

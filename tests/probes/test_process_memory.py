@@ -10,12 +10,12 @@ import pytest
 from sigmascope.probes import (
     NullAccelerator,
     memory_snapshot,
-    process_memory,
     process_peak_rss_bytes,
     process_rss,
     process_rss_bytes,
     system_memory,
 )
+from sigmascope.probes import memory as process_memory
 from sigmascope.probes.accelerators import CudaAccelerator
 
 MIB = 2**20

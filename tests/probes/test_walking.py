@@ -3,9 +3,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from sigmascope.probes.modules import module_facts
-from sigmascope.probes.walking import modules_in, named_modules_in, own_buffers, own_parameters
-from sigmascope.stages.lora.weights import weights_in
+from sigmascope.probes.models import module_facts, modules_in, named_modules_in, own_buffers, own_parameters
+from sigmascope.stages.model_snapshot import weights_in
 
 
 class Shy(nn.Linear):

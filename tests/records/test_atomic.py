@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from sigmascope.errors import WriteError
-from sigmascope.records.atomic import atomic_path
+from sigmascope.files import atomic_path
 
 
 def names(folder: Path) -> list[str]:

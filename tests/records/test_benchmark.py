@@ -1,6 +1,6 @@
 import pytest
 
-from sigmascope.records.benchmark import BENCHMARK, BenchCase, work_of
+from sigmascope.records.performance import BENCHMARK, BenchCase, work_of
 
 
 @pytest.mark.parametrize(

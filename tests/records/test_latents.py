@@ -5,18 +5,18 @@ import json
 import pytest
 
 from sigmascope.records.facts import TensorFacts
-from sigmascope.records.finding import Finding
 from sigmascope.records.latents import (
     EncodingRecord,
     SampleFacts,
     StrategyAttempt,
     TileFacts,
     VaeFacts,
+    encoding_record,
     strategy_label,
     strategy_number,
 )
-from sigmascope.records.latents_plain import encoding_record
-from sigmascope.records.peak import AcceleratorPeak, PeakMemory
+from sigmascope.records.memory import AcceleratorPeak, PeakMemory
+from sigmascope.records.run import Finding
 
 PEAK = PeakMemory(
     rss_bytes=8_912_896_123,

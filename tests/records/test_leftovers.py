@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from sigmascope.records.leftovers import remove_leftovers, temporary_name
+from sigmascope.files import remove_leftovers, temporary_name
 
 
 def dead_pid() -> int:

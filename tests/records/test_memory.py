@@ -9,7 +9,7 @@ from sigmascope.records import (
     MemorySnapshot,
     PeakMemory,
 )
-from sigmascope.records.typed import GpuImpact, MemoryImpactDict, ProcessImpact, RamImpact
+from sigmascope.records.memory import GpuImpact, MemoryImpactDict, ProcessImpact, RamImpact
 
 MIB = 2**20
 

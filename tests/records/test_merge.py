@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sigmascope.analysis.diagnostics.diagnose import diagnose
+from sigmascope.analysis.diagnostics import diagnose
 from sigmascope.errors import ConfigError
 from sigmascope.records import (
     AcceleratorFacts,
@@ -26,7 +26,7 @@ from sigmascope.records import (
     run_to_json,
 )
 from sigmascope.records.merge import DIFFERENT_MACHINES, merge_runs, ranks_of
-from sigmascope.records.structure import to_plain
+from sigmascope.records.serialization import to_plain
 from sigmascope.records.utilization import DeviceUtilization, Gauge, utilization_of
 
 

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from sigmascope.errors import RecordError
-from sigmascope.records import Run, load_run, plain_json
-from sigmascope.records.migrations import CURRENT_SCHEMA, MIGRATIONS, migrate
+from sigmascope.records import Run, load_run
+from sigmascope.records import serialization as plain_json
+from sigmascope.records.serialization import CURRENT_SCHEMA, MIGRATIONS, migrate
 
 SCHEMA_1 = Path(__file__).parent / "data" / "run_schema_1.json"
 

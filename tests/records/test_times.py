@@ -12,13 +12,13 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from sigmascope.analysis.compare_runs import compare_run_sets
-from sigmascope.analysis.diagnostics.diagnose import diagnose
+from sigmascope.analysis.diagnostics import diagnose
+from sigmascope.analysis.run_comparison import compare_run_sets
 from sigmascope.cli.root import app
 from sigmascope.errors import ConfigError, RecordError
 from sigmascope.records import Run, Stage, Steps, load_run, run_to_json
-from sigmascope.records.peak import AcceleratorPeak, PeakMemory
-from sigmascope.records.times import impossible_times
+from sigmascope.records.memory import AcceleratorPeak, PeakMemory
+from sigmascope.records.run import impossible_times
 
 NAN, INF = {"$float": "nan"}, {"$float": "inf"}
 RUN = Run(

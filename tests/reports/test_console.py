@@ -1,8 +1,6 @@
 from rich.console import Console
 
-from sigmascope.records.facts import TensorFacts
-from sigmascope.records.finding import Finding
-from sigmascope.records.host import AcceleratorFacts, HostFacts
+from sigmascope.records.facts import AcceleratorFacts, HostFacts, TensorFacts
 from sigmascope.records.memory import (
     AcceleratorMemory,
     AcceleratorPeak,
@@ -10,8 +8,7 @@ from sigmascope.records.memory import (
     MemorySnapshot,
     PeakMemory,
 )
-from sigmascope.records.run import Run, Stage
-from sigmascope.records.steps import Steps
+from sigmascope.records.run import Finding, Run, Stage, Steps
 from sigmascope.reports.console import NO_ACCELERATOR, print_run
 
 MIB = 1024**2

@@ -11,13 +11,10 @@ from tests.reports.test_profile import PROFILE
 from typer.testing import CliRunner
 
 from sigmascope.cli import root
-from sigmascope.records.facts import TensorFacts
-from sigmascope.records.finding import Finding
-from sigmascope.records.host import AcceleratorFacts, HostFacts
-from sigmascope.records.peak import AcceleratorPeak, PeakMemory
-from sigmascope.records.run import Run, Stage
-from sigmascope.records.serialization import run_from_json, run_to_json
-from sigmascope.records.structure import to_plain
+from sigmascope.records.facts import AcceleratorFacts, HostFacts, TensorFacts
+from sigmascope.records.memory import AcceleratorPeak, PeakMemory
+from sigmascope.records.run import Finding, Run, Stage
+from sigmascope.records.serialization import run_from_json, run_to_json, to_plain
 from sigmascope.records.utilization import DeviceUtilization, Gauge
 from sigmascope.reports.console import print_run
 

@@ -2,12 +2,12 @@ import io
 
 from rich.console import Console
 
-from sigmascope.records.profile import BlockProfile, OperatorProfile, StepsProfile
+from sigmascope.records.performance import BlockProfile, OperatorProfile, StepsProfile
 from sigmascope.records.run import Run, Stage
-from sigmascope.records.structure import to_plain
+from sigmascope.records.serialization import to_plain
 from sigmascope.records.utilization import DeviceUtilization, Gauge
 from sigmascope.reports import print_run
-from sigmascope.reports.profile import print_profile
+from sigmascope.reports.console import print_profile
 
 MIB = 2**20
 

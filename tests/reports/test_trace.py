@@ -10,9 +10,7 @@ from tests.reports.tracing_runs import Event, events_of, only, run_of
 
 from sigmascope.errors import WriteError
 from sigmascope.monitor import Recorder
-from sigmascope.records.finding import Finding
-from sigmascope.records.run import Run, Stage
-from sigmascope.records.steps import Steps
+from sigmascope.records.run import Finding, Run, Stage, Steps
 from sigmascope.reports.trace import trace_of, write_trace
 
 # The rules of Chrome's trace event format: what each phase must and may have.

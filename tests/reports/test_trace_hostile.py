@@ -13,9 +13,7 @@ from tests.reports.tracing_runs import arguments_of, events_of, run_of
 
 from sigmascope.errors import ConfigError
 from sigmascope.monitor import Recorder
-from sigmascope.records.finding import Finding
-from sigmascope.records.run import Run, Stage
-from sigmascope.records.steps import Steps
+from sigmascope.records.run import Finding, Run, Stage, Steps
 from sigmascope.records.utilization import UTILIZATION
 from sigmascope.reports.trace import trace_of, write_trace
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sigmascope.stages.text.conditioning import find_conditioning
+from sigmascope.stages.conditioning import find_conditioning
 
 EMBEDS = torch.randn(1, 77, 8)
 POOLED = torch.randn(1, 12)

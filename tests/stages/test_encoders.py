@@ -7,8 +7,13 @@ import pytest
 import torch
 from torch import nn
 
-from sigmascope.stages.text.encoders import EncoderFacts, identify, variant_by_width
-from sigmascope.stages.text.live_encoders import find_encoders, find_tokenizers
+from sigmascope.stages.text_encoders import (
+    EncoderFacts,
+    find_encoders,
+    find_tokenizers,
+    identify,
+    variant_by_width,
+)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from tests.families import FAMILIES, generate
 from tests.families.loras import half, modules_of, parts_of, write
 from tests.families.styled import Styled, styled
 
-from sigmascope.lora.verdict.judging_applied import judge_applied
-from sigmascope.probes.adapters.peft import read_adapters
+from sigmascope.lora.load_check import judge_applied
+from sigmascope.probes.peft import read_adapters
 
 pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
 CHANGED = ("flux", "wan")

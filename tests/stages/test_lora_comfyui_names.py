@@ -7,8 +7,8 @@ from tests.families import FAMILIES, make_pipeline
 from tests.families.loras import lora_state, write
 from tests.families.mismatches import renamed
 
-from sigmascope.lora.verdict.judging import judge_lora
-from sigmascope.probes.adapters.peft import read_adapters
+from sigmascope.lora.compatibility import judge_lora
+from sigmascope.probes.peft import read_adapters
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ from tests.families.loras import as_kohya, lora_state, modules_of, parts_of, wri
 from tests.families.styled import Styled, styled
 from torch import nn
 
-from sigmascope.lora.verdict.judging import judge_lora
-from sigmascope.lora.verdict.judging_applied import judge_applied
-from sigmascope.probes.adapters.peft import read_adapters
+from sigmascope.lora.compatibility import judge_lora
+from sigmascope.lora.load_check import judge_applied
+from sigmascope.probes.peft import read_adapters
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -10,15 +10,11 @@ from tests.families import FAMILIES, make_pipeline
 from tests.families.loras import lora_state, write
 from tests.families.mismatches import MISMATCHES, Edit, Mismatch, into_pipeline, wider
 
-from sigmascope.lora.verdict.applied_verdict import AppliedVerdict
-from sigmascope.lora.verdict.judging import judge_lora
-from sigmascope.lora.verdict.judging_applied import judge_applied
-from sigmascope.lora.verdict.lora_verdict import LoraVerdict
-from sigmascope.probes.adapters.peft import read_adapters
-from sigmascope.stages.lora_application import (
-    analyze_lora_application_results,
-    capture_lora_baseline,
-)
+from sigmascope.lora.compatibility import judge_lora
+from sigmascope.lora.load_check import AppliedVerdict, judge_applied
+from sigmascope.lora.verdict import LoraVerdict
+from sigmascope.probes.peft import read_adapters
+from sigmascope.stages.lora_application import analyze_lora_application_results, capture_lora_baseline
 
 pytestmark = pytest.mark.filterwarnings("ignore:While injecting the PEFT adapters")
 

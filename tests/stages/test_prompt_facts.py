@@ -4,9 +4,9 @@ import hashlib
 
 import pytest
 
-from sigmascope.stages.text.prompt_facts import prompt_facts
-from sigmascope.stages.text.tokens import TokenCount
-from sigmascope.stages.text.typed import PromptFacts
+from sigmascope.stages.prompt_facts import prompt_facts
+from sigmascope.stages.schema import PromptFacts
+from sigmascope.stages.tokens import TokenCount
 
 
 def facts(prompt: object) -> PromptFacts:

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sigmascope.stages.text.prompt_weights import emphasised, weighted_pieces
+from sigmascope.stages.prompt_facts import emphasised, weighted_pieces
 
 
 @pytest.mark.parametrize(

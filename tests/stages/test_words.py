@@ -3,7 +3,7 @@
 import pytest
 import regex  # type: ignore[import-untyped]
 
-from sigmascope.stages.text.words import word_spans
+from sigmascope.stages.tokens import word_spans
 
 TEXTS = [
     "a red fox, 4k!",

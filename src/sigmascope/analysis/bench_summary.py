@@ -6,10 +6,8 @@ from statistics import fmean, median, stdev
 from typing import Any, Final
 
 from sigmascope.analysis.leaks import theil_sen
-from sigmascope.analysis.percentiles import percentile
-from sigmascope.analysis.run_figures import figures_of, step_name, timed_on_device, timed_steps
-from sigmascope.analysis.step_times import warm
-from sigmascope.records.benchmark import others_of
+from sigmascope.analysis.run_figures import figures_of, step_name, timed_on_device, timed_steps, warm
+from sigmascope.records.performance import others_of
 from sigmascope.records.run import Run
 
 GENERATION: Final = "generation"
@@ -177,3 +175,20 @@ def _drift(seconds: Sequence[float]) -> float | None:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.0f} %"
+
+
+def percentile(values: Sequence[float], share: int | float) -> float:
+    """sorted[int(n · share / 100)], the value that MLPerf's SDXL benchmark reports; the largest for 100.
+
+    It is one of the values, never between two of them.
+
+    Args:
+        values: At least one, in any order.
+        share: 0 to 100.
+
+    Raises:
+        ValueError: No values, or a share out of range.
+    """
+    if not values or not 0 <= share <= 100:
+        raise ValueError(f"no percentile {share} of {len(values)} values")
+    return sorted(values)[min(int(len(values) * share / 100), len(values) - 1)]

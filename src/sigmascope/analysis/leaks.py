@@ -7,20 +7,19 @@ Sen, "Estimates of the regression coefficient based on Kendall's tau", JASA 63 (
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import NormalDist, median
 
-from sigmascope.analysis.stage_memory import HEAP_OF_PROCESS, PROCESS, after_each
-from sigmascope.records.arithmetic import mib
-from sigmascope.records.finding import Finding
-from sigmascope.records.run import Run, Stage
+from sigmascope.records.memory import mib
+from sigmascope.records.run import Finding, Run, Stage
 
 Number = int | float
 FEWEST_CALLS = 8
 TOLERANCE_BYTES: Number = 64 * 1024
 """What a process may grow by in each call: records, logs and allocators take some. Device counters are exact."""
+
 
 _RISING = 0.5
 _MOST_READINGS = 400  # 80,000 pairs
@@ -181,3 +180,41 @@ def _finding(
         advice="Look for tensors, outputs or graphs that are kept between calls (missing no_grad, growing lists).",
         stage=stage,
     )
+
+
+HEAP = "heap_in_use_bytes"
+"""The fact of a stage that holds what malloc had given out, `{"before": …, "after": …}`."""
+
+
+PROCESS, HEAP_OF_PROCESS = "process", "the process's heap"
+
+
+Measure = tuple[str, list[int], list[int]]
+
+
+def after_each(stages: Sequence[Stage]) -> Iterator[list[Measure]]:
+    """Of the process, then of every device: where, bytes in use at the end of each stage, and how much each added.
+
+    The process has two measures, the better one first.
+    """
+    impacts = [stage.memory for stage in stages if stage.memory is not None]
+    heap = [_heap(stage) for stage in stages]
+    process = [(i.baseline.process_rss_bytes, i.current.process_rss_bytes) for i in impacts]
+    yield [(HEAP_OF_PROCESS, *_ends_and_changes(heap)), (PROCESS, *_ends_and_changes(process))]
+    for device in dict.fromkeys(memory.device for i in impacts for memory in i.current.accelerators):
+        pairs = [
+            (i.baseline.accelerator(device).allocated_bytes, i.current.accelerator(device).allocated_bytes)
+            for i in impacts
+        ]
+        yield [(device, *_ends_and_changes(pairs))]
+
+
+def _heap(stage: Stage) -> tuple[int | None, int | None]:
+    noted = stage.facts.get(HEAP)
+    before, after = (noted.get(name) if isinstance(noted, Mapping) else None for name in ("before", "after"))
+    return before if isinstance(before, int) else None, after if isinstance(after, int) else None
+
+
+def _ends_and_changes(pairs: Sequence[tuple[int | None, int | None]]) -> tuple[list[int], list[int]]:
+    known = [(before, after) for before, after in pairs if before is not None and after is not None]
+    return [after for _, after in known], [after - before for before, after in known]

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from sigmascope.analysis.compare_runs import FigureComparison, compare_run_sets
+from sigmascope.analysis.run_comparison import FigureComparison, compare_run_sets
 from sigmascope.errors import ConfigError
 from sigmascope.records.run import Run
 
 Verdict = Literal["regressed", "higher", "same", "lower", "undecided"]
+
 
 MAX_SLOWDOWN: Final = 0.03
 MAX_GROWTH: Final = 0.03

@@ -1,9 +1,11 @@
 """What every opened file of weights offers, whatever its format."""
 
 import difflib
+import hashlib
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Literal
@@ -11,12 +13,16 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from sigmascope.checkpoints.files import iter_tensor_bytes, reading
 from sigmascope.errors import CheckpointError, ConfigError
+from sigmascope.progress import Progress, no_progress
 
 CheckpointFormat = Literal["safetensors", "pickle", "gguf"]
 
+
 LEFT_OUT_PREFIX = "lpips_loss."
 """Training checkpoints carry a loss network that is no part of the model (SPEC section 7)."""
+
 
 _SMALLEST_PIECE = 8
 _BUFFER_ALIGNMENT = 8  # of the widest element types but complex128, which no file format here has
@@ -208,3 +214,107 @@ def is_left_out(key: str) -> bool:
 
 
 LEFT_OUT_REASON = "belongs to the training loss and not to the model"
+
+
+class RenamedCheckpoint(Checkpoint):
+    """An open checkpoint some of whose keys go by another name. It owns the other: closing closes both.
+
+    Args:
+        source: The opened checkpoint.
+        names: The new name of each key that gets one. No two keys may end up with the same one.
+    """
+
+    def __init__(self, source: Checkpoint, names: Mapping[str, str]) -> None:
+        self.format = source.format
+        self._source = source
+        self._original = {names.get(key, key): key for key in source}
+        if len(self._original) != len(source):
+            raise ValueError("two keys would have one name")
+        infos = {name: replace(source.info(key), name=name) for name, key in self._original.items()}
+        dequantised = {names.get(key, key): how for key, how in source.dequantised.items()}
+        super().__init__(source.path, infos, source.metadata, source.skipped, dequantised)
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """Every file that the weights are read from."""
+        return self._source.files
+
+    def _read(self, info: TensorInfo) -> Tensor:
+        return self._source.tensor(self._original[info.name])
+
+    def _read_into(self, info: TensorInfo, buffer: Tensor) -> Tensor:
+        return self._source.tensor_into(self._original[info.name], buffer)
+
+    def _read_pieces(self, info: TensorInfo, buffer: Tensor) -> Iterator[Tensor]:
+        return self._source.pieces(self._original[info.name], buffer)
+
+    def close(self) -> None:
+        """Close the checkpoint behind it."""
+        self._source.close()
+
+
+_DIGEST_BYTES = 16
+_READ_BYTES = 4 * 2**20
+
+
+def tensor_fingerprint(tensor: Tensor) -> str:
+    """Fingerprint of a tensor's element type, shape and bytes.
+
+    Equal for equal content, whatever the device and the strides. Bytes decide: 0.0 and -0.0 differ, and
+    two NaN are equal when their bits are.
+
+    Args:
+        tensor: Any dense tensor; strided and GPU tensors are read in pieces of a few MB.
+
+    Returns:
+        32 hexadecimal digits (BLAKE2b, 128 bits).
+    """
+    digest = hashlib.blake2b(f"{tensor.dtype}{tuple(tensor.shape)}".encode(), digest_size=_DIGEST_BYTES)
+    for piece in iter_tensor_bytes(tensor):
+        digest.update(piece)
+    return digest.hexdigest()
+
+
+def checkpoint_fingerprint(checkpoint: Checkpoint, progress: Progress = no_progress) -> str:
+    """Fingerprint of all tensors of a checkpoint with their keys.
+
+    Equal for the same weights in another format, order or number of shards.
+
+    Args:
+        checkpoint: An open checkpoint.
+        progress: Called with (tensors done, tensors in all, key).
+
+    Returns:
+        32 hexadecimal digits.
+    """
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    keys = sorted(checkpoint.keys())
+    for done, key in enumerate(keys):
+        progress(done, len(keys), key)
+        digest.update(f"{key!r}:{tensor_fingerprint(checkpoint.tensor(key))}\n".encode())
+    progress(len(keys), len(keys), "")
+    return digest.hexdigest()
+
+
+def file_sha256(path: str | os.PathLike[str], progress: Progress = no_progress) -> str:
+    """SHA-256 of a file's bytes, as download pages give it.
+
+    Args:
+        path: The file.
+        progress: Called with (bytes done, bytes in all, file name).
+
+    Returns:
+        64 hexadecimal digits.
+
+    Raises:
+        CheckpointError: The file cannot be read.
+    """
+    file = Path(path)
+    digest = hashlib.sha256()
+    with reading(file), file.open("rb", buffering=0) as stream:
+        total, done = os.fstat(stream.fileno()).st_size, 0
+        while piece := stream.read(_READ_BYTES):
+            digest.update(piece)
+            done += len(piece)
+            progress(done, total, file.name)
+    return digest.hexdigest()

@@ -4,31 +4,49 @@ Each dump is a file of its own, which says all about itself; the index, `index.j
 once its file is in place. So a killed process leaves whole dumps, of which the last may be missing in the index: it is
 then read from its own header. Names are taken by creating the file, which one process alone can do, and lines are
 appended in one write; several processes and threads may save into one local folder at a time.
+
+The index, `index.jsonl`, holds one line a dump. Lines are appended in one write, so that several processes and threads
+may add theirs at a time; one that a killed process left unfinished or unwritten is made up for by the dump's own header.
 """
 
+import json
+import logging
 import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from sigmascope.checkpoints.dump_index import DUMP_SUFFIX, NAME_KEY, DumpEntry, append_entry, read_index
-from sigmascope.checkpoints.dump_metadata import DumpMetadata, from_header
-from sigmascope.checkpoints.header import read_header
-from sigmascope.checkpoints.paths import is_existing
-from sigmascope.checkpoints.tensor_dumps import TensorDump, dump_contents, load_tensors
-from sigmascope.checkpoints.writer import save_safetensors
+from sigmascope.checkpoints.files import is_existing, is_folder, names_in, reading
+from sigmascope.checkpoints.safetensors import read_header, save_safetensors
+from sigmascope.checkpoints.tensor_dumps import (
+    DumpMetadata,
+    TensorDump,
+    dump_contents,
+    from_header,
+    load_tensors,
+)
 from sigmascope.errors import CheckpointError, WriteError
-from sigmascope.records.leftovers import remove_leftovers
-from sigmascope.records.os_errors import reason_of, writing_hint
+from sigmascope.files import reason_of, remove_leftovers, writing_hint
 from sigmascope.records.prompts import PromptPrivacy, Prompts
 
 _LONGEST_STEM = 80
 _MOST_OF_A_NAME = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class DumpEntry:
+    """One dump of a folder. `saved_at` is the time in ISO 8601 and UTC, None if only the file itself is left to ask."""
+
+    name: str
+    file: str
+    saved_at: str | None = None
+    tensors: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 class TensorDumps(Mapping[str, TensorDump[Tensor]]):
@@ -193,3 +211,71 @@ class TensorDumps(Mapping[str, TensorDump[Tensor]]):
 
     def _is_there(self, file: str | None) -> bool:
         return file is not None and is_existing(self.folder / file)
+
+
+_log = logging.getLogger(__name__)
+
+
+INDEX_NAME = "index.jsonl"
+NAME_KEY = "dump_name"
+DUMP_SUFFIX = ".safetensors"
+
+
+def read_index(folder: Path) -> tuple[DumpEntry, ...]:
+    """All whole dumps of a folder: those of the index as they were saved, then files that it lacks, by name.
+
+    Raises:
+        CheckpointError: The folder cannot be read, or a file in it that the index lacks is damaged.
+    """
+    if not is_folder(folder):
+        if is_existing(folder):
+            raise CheckpointError(folder, "is no folder.", hint="Name the folder of a run's dumps.")
+        return ()
+    files = [file for file in names_in(folder) if _is_whole(folder / file)]
+    listed = {entry.file: entry for entry in _lines(folder / INDEX_NAME) if entry.file in files}
+    rest = [_of_header(folder / file) for file in files if file not in listed]
+    return (*listed.values(), *rest)
+
+
+def append_entry(folder: Path, entry: DumpEntry) -> None:
+    """Add a line; the dump is safe without it, so a refusal is logged only."""
+    shapes = {key: list(shape) for key, shape in entry.tensors.items()}
+    line = {"name": entry.name, "file": entry.file, "saved_at": entry.saved_at, "tensors": shapes}
+    try:
+        # A line break first: what a killed process may have left of a line must not swallow this one.
+        data = b"\n" + json.dumps(line).encode("ascii")
+        descriptor = os.open(folder / INDEX_NAME, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        try:
+            os.write(descriptor, data)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        _log.warning("The index of %s cannot be written: %s", folder, error)
+
+
+def _lines(path: Path) -> Iterator[DumpEntry]:
+    if not is_existing(path):
+        return
+    with reading(path):
+        lines = path.read_bytes().split(b"\n")
+    for line in filter(None, lines):
+        try:
+            content = json.loads(line)
+            shapes = {key: tuple(map(int, shape)) for key, shape in content["tensors"].items()}
+            yield DumpEntry(str(content["name"]), str(content["file"]), content["saved_at"], shapes)
+        except (ValueError, TypeError, KeyError, AttributeError):
+            _log.debug("A line of %s is damaged; the dump is read from its own header.", path)
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether it is a dump and not one that is being written, whose name is reserved by an empty file."""
+    if not path.name.endswith(DUMP_SUFFIX) or path.name.startswith("."):
+        return False
+    with reading(path):
+        return path.stat().st_size > 0
+
+
+def _of_header(path: Path) -> DumpEntry:
+    header = read_header(path)
+    name = header.metadata.get(NAME_KEY, path.name.removesuffix(DUMP_SUFFIX))
+    return DumpEntry(name, path.name, None, {key: entry.shape for key, entry in header.tensors.items()})

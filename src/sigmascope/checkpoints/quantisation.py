@@ -5,14 +5,16 @@ Dequantised are 8-bit floats with scales beside them: ComfyUI's `scale_weight` (
 of 128×128 of `weight_scale_inv`. An 8-bit float without a scale is its own value. All else is refused by name.
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Final
 
 import torch
+from torch import Tensor
 
 from sigmascope.checkpoints.checkpoint import Checkpoint, TensorInfo
-from sigmascope.checkpoints.paths import shortened
+from sigmascope.checkpoints.files import shortened
 from sigmascope.errors import CheckpointError
 
 FP8: Final = frozenset(
@@ -26,6 +28,7 @@ BLOCK: Final = 128
 _OF_ACTIVATIONS: Final = (".scale_input", ".input_scale")
 _MARKS: Final = ("scaled_fp8", ".comfy_quant")
 _SCALE_DTYPES: Final = frozenset({torch.float32, torch.float16, torch.bfloat16})
+
 
 _REFUSED: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
     ("bitsandbytes NF4 or FP4", (".absmax", ".quant_map", "bitsandbytes__nf4", "bitsandbytes__fp4")),
@@ -127,3 +130,77 @@ def scale_kind(weight: tuple[int, ...], scale: tuple[int, ...]) -> str | None:
         return "per channel"
     blocks = tuple(-(-size // BLOCK) for size in weight)
     return f"in blocks of {BLOCK}" if len(weight) == 2 and scale == blocks else None
+
+
+class DequantisedCheckpoint(Checkpoint):
+    """Weights of 8-bit floats times their scales, in float32. It owns the file: closing closes both.
+
+    Args:
+        source: The opened file.
+        scales: Key of the scale, by key of the weight.
+        hidden: Keys that serve the quantisation only, with what they are.
+    """
+
+    def __init__(self, source: Checkpoint, scales: dict[str, str], hidden: dict[str, str]) -> None:
+        self.format = source.format
+        self._source = source
+        self._scales = scales
+        infos = {key: source.info(key) for key in source if key not in hidden}
+        how = dict(source.dequantised)
+        for key, scale in scales.items():
+            shape = infos[key].shape
+            kind = str(infos[key].dtype).removeprefix("torch.")
+            how[key] = f"{kind} scaled {scale_kind(shape, source.info(scale).shape)}"
+            infos[key] = replace(
+                infos[key], dtype=torch.float32, nbytes=4 * source.info(key).nbytes
+            )  # a byte a number before
+        super().__init__(source.path, infos, source.metadata, {**source.skipped, **hidden}, how)
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """Every file that the weights are read from."""
+        return self._source.files
+
+    def _read(self, info: TensorInfo) -> Tensor:
+        if info.name not in self._scales:
+            return self._source.tensor(info.name)
+        return self._read_into(info, torch.empty(info.nbytes, dtype=torch.uint8))
+
+    def _read_into(self, info: TensorInfo, buffer: Tensor) -> Tensor:
+        if info.name not in self._scales:
+            return self._source.tensor_into(info.name, buffer)
+        scale = self._source.tensor(self._scales[info.name]).to(torch.float32)
+        numbers = buffer.view(torch.float32).reshape(info.shape)
+        numbers.copy_(self._source.tensor(info.name))
+        return numbers.mul_(_spread(scale, info.shape))
+
+    def _read_pieces(self, info: TensorInfo, buffer: Tensor) -> Iterator[Tensor]:
+        plain = info.name not in self._scales
+        return self._source.pieces(info.name, buffer) if plain else super()._read_pieces(info, buffer)
+
+    def close(self) -> None:
+        """Close the file behind it."""
+        self._source.close()
+
+
+def dequantised(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint itself, or one that undoes its quantisation.
+
+    Raises:
+        CheckpointError: It is quantised in a way that is not undone here; the message names it.
+    """
+    found = quantisation_of(checkpoint)
+    if not found.scales:
+        return checkpoint
+    return DequantisedCheckpoint(checkpoint, dict(found.scales), dict(found.hidden))
+
+
+def _spread(scale: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The scale in a shape that multiplies the weight."""
+    kind = scale_kind(shape, tuple(scale.shape))
+    if kind == "per tensor":
+        return scale.reshape(())
+    if kind == "per channel":
+        return scale.reshape(-1, *(1 for _ in shape[1:]))
+    rows, columns = shape
+    return scale.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]

@@ -1,22 +1,81 @@
-"""Dumps: tensors of one moment of a pipeline, with what is known of them, as a safetensors file."""
+"""Dumps: tensors of one moment of a pipeline, with what is known of them, as a safetensors file.
+
+Each field is one text of the safetensors header; those that are more than a text are JSON.
+
+A tensor is named by the way to it, joined by dots: the key in a mapping (a diffusers or transformers output is one),
+the field of a dataclass or named tuple, the number in a list or tuple. An entry `[tensor, {…}]` of a ComfyUI
+conditioning names its tensor `cond`: `[[tensor, {"pooled_output": …}]]` under `positive` becomes `positive.0.cond` and
+`positive.0.pooled_output`. None is passed over. A name that is taken already gets `~2`, `~3`, ….
+"""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, is_dataclass
+from enum import Enum
+from importlib import import_module
+from pathlib import Path, PurePath
 from typing import Any, Generic, Literal, TypeVar, overload
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from sigmascope.checkpoints.checkpoint import Checkpoint
-from sigmascope.checkpoints.dump_metadata import DumpMetadata, from_header, saved_tensor, to_header
-from sigmascope.checkpoints.flattening import flatten, plain_metadata
-from sigmascope.checkpoints.numpy_arrays import Array, ArrayKind, to_numpy
 from sigmascope.checkpoints.reader import open_checkpoint
-from sigmascope.checkpoints.writer import save_safetensors
-from sigmascope.errors import ConfigError
-from sigmascope.records.prompts import PromptPrivacy, Prompts, redactor, stored_prompts
+from sigmascope.checkpoints.safetensors import save_safetensors
+from sigmascope.errors import CheckpointError, ConfigError
+from sigmascope.records import serialization as plain_json
+from sigmascope.records.prompts import (
+    PromptPrivacy,
+    Prompts,
+    StoredPrompt,
+    check_privacy,
+    redactor,
+    stored_prompts,
+)
+
+__all__ = ["TensorDump", "load_tensors", "open_tensors", "save_tensors"]
+
 
 T_co = TypeVar("T_co", covariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTensor:
+    """A tensor as it was when it was saved; `device` is where it lay then."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    device: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DumpMetadata:
+    """The header of a dump. Of a safetensors file that is no dump, `header` alone is filled.
+
+    Attributes:
+        tensors: Shape, dtype and device by name, as saved.
+        run_id: The run that the tensors belong to.
+        encoder: What made them, such as `CLIP-L`.
+        prompts: What is kept of the prompts, by name; a single one is called `prompt`.
+        prompt_privacy: What was to be kept of them.
+        conditioning: What was around the tensors of nested conditionings, by name; `{"$tensor": name}` stands where a
+            tensor was.
+        metadata: The caller's own values.
+        header: The texts of the header that are not a dump's.
+    """
+
+    tensors: Mapping[str, SavedTensor] = field(default_factory=dict)
+    run_id: str | None = None
+    encoder: str | None = None
+    prompts: Mapping[str, StoredPrompt] = field(default_factory=dict)
+    prompt_privacy: PromptPrivacy | None = None
+    conditioning: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    header: Mapping[str, str] = field(default_factory=dict)
 
 
 class TensorDump(Mapping[str, T_co], Generic[T_co]):
@@ -52,7 +111,7 @@ def save_tensors(
     """Write tensors with what is known of them as a safetensors file, whole or not at all.
 
     Conditionings of any nesting (ComfyUI's `[[tensor, {…}]]`, tuples, dicts and outputs of diffusers and transformers)
-    are taken apart into named tensors by the rule of `sigmascope.checkpoints.flattening`; the other values in them are
+    are taken apart into named tensors by the rule of `sigmascope.checkpoints.tensor_dumps`; the other values in them are
     kept in the header. Nothing is copied but a strided or accelerator tensor, in pieces of 8 MB.
 
     Args:
@@ -108,6 +167,13 @@ def dump_contents(
         header=dict(header or {}),
     )
     return to_header(described), found.tensors
+
+
+ArrayKind = Literal["values", "ml_dtypes", "bits"]
+"""How an element type that NumPy lacks is given: as float32 numbers, as a type of `ml_dtypes`, or as raw bits."""
+
+
+Array = NDArray[Any]
 
 
 @overload
@@ -175,4 +241,346 @@ class _Lazy(Mapping[str, Tensor]):
         return len(self._checkpoint)
 
 
-__all__ = ["TensorDump", "load_tensors", "open_tensors", "save_tensors"]
+SCHEMA_KEY = "sigmascope_dump"
+SCHEMA = "1"
+_JSON_FIELDS = ("prompt", "tensors", "conditioning", "metadata")
+
+
+def saved_tensor(tensor: Tensor) -> SavedTensor:
+    """Shape, dtype and device of a tensor."""
+    return SavedTensor(
+        tuple(int(size) for size in tensor.shape),
+        str(tensor.dtype).removeprefix("torch."),
+        str(tensor.device),
+    )
+
+
+def to_header(metadata: DumpMetadata) -> dict[str, str]:
+    """The header's texts.
+
+    Raises:
+        TypeError: A value is no JSON value.
+    """
+    texts = {"format": "pt", SCHEMA_KEY: SCHEMA, **metadata.header}
+    if metadata.run_id is not None:
+        texts["run_id"] = metadata.run_id
+    if metadata.encoder is not None:
+        texts["encoder"] = metadata.encoder
+    if metadata.prompt_privacy is not None:
+        texts["prompt"] = plain_json.dumps(
+            {
+                "privacy": metadata.prompt_privacy,
+                "prompts": {name: _plain_prompt(prompt) for name, prompt in metadata.prompts.items()},
+            }
+        )
+    texts["tensors"] = plain_json.dumps(
+        {
+            name: {"shape": list(saved.shape), "dtype": saved.dtype, "device": saved.device}
+            for name, saved in metadata.tensors.items()
+        }
+    )
+    for name, value in (("conditioning", metadata.conditioning), ("metadata", metadata.metadata)):
+        if value:
+            texts[name] = plain_json.dumps(value)
+    return texts
+
+
+def from_header(path: Path, texts: Mapping[str, str]) -> DumpMetadata:
+    """What the header of a file says; a file without our mark keeps its own texts in `header`.
+
+    Raises:
+        CheckpointError: A dump's header is damaged, or of a later version.
+    """
+    schema = texts.get(SCHEMA_KEY)
+    if schema is None:
+        return DumpMetadata(header=dict(texts))
+    if schema != SCHEMA:
+        raise CheckpointError(
+            path,
+            f"is a dump of version {schema[:20]!r}; this version knows {SCHEMA}.",
+            hint="Update Sigmascope.",
+        )
+    try:
+        fields = {name: plain_json.loads(texts.get(name, "{}")) for name in _JSON_FIELDS}
+        return _parsed(texts, fields)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise CheckpointError(
+            path, f"the dump's header is damaged ({type(error).__name__}: {error}).", hint="Save it anew."
+        ) from error
+
+
+def _parsed(texts: Mapping[str, str], fields: Mapping[str, Any]) -> DumpMetadata:
+    privacy = fields["prompt"].get("privacy")
+    if privacy is not None:
+        check_privacy(privacy)
+    known = {"format", SCHEMA_KEY, "run_id", "encoder", *_JSON_FIELDS}
+    return DumpMetadata(
+        tensors={
+            name: SavedTensor(tuple(map(int, saved["shape"])), str(saved["dtype"]), saved.get("device"))
+            for name, saved in fields["tensors"].items()
+        },
+        run_id=texts.get("run_id"),
+        encoder=texts.get("encoder"),
+        prompts={
+            name: StoredPrompt(str(prompt["sha256"]), prompt.get("text"))
+            for name, prompt in fields["prompt"].get("prompts", {}).items()
+        },
+        prompt_privacy=privacy,
+        conditioning=dict(fields["conditioning"].items()),
+        metadata=dict(fields["metadata"].items()),
+        header={name: text for name, text in texts.items() if name not in known},
+    )
+
+
+def _plain_prompt(prompt: StoredPrompt) -> dict[str, str]:
+    plain = {"sha256": prompt.sha256}
+    return plain if prompt.text is None else plain | {"text": prompt.text}
+
+
+TENSOR_KEY = "$tensor"
+"""In a skeleton, `{"$tensor": name}` stands where the tensor of that name was."""
+
+
+_DEEPEST = 32
+_PROMPT_WORDS = ("prompt", "caption")
+_NOT_THE_TEXT = ("embed", "hash", "privacy", "mask", "length", "count")
+
+
+@dataclass(slots=True)
+class Flattened:
+    """Tensors by name, and what was around them: the nesting with its other values, as JSON has them."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    skeleton: dict[str, Any] = field(default_factory=dict)
+
+
+def flatten(nested: Any, redact: Callable[[str], str], *, private: bool) -> Flattened:
+    """Find all tensors in a nesting and name them.
+
+    Args:
+        nested: A mapping of names to tensors, arrays or conditionings; anything else is named `tensor`.
+        redact: Takes what must not be kept out of a text.
+        private: Replace texts that are called prompt or caption by `<text>`.
+
+    Returns:
+        The tensors (arrays as tensors that share their memory), and for each name that was no bare tensor the
+        nesting around them. Objects of no JSON kind are the name of their type.
+
+    Raises:
+        ConfigError: There is no tensor in it, or it is nested more than 32 deep.
+    """
+    walk = _Walk(redact, private)
+    top = nested if isinstance(nested, Mapping) else {"tensor": nested}
+    for key, value in top.items():
+        name = redact(str(key))
+        around = walk.visit(name, str(key), value, ())
+        if around is not None and not _is_tensor(value):
+            walk.found.skeleton[name] = around
+    if not walk.found.tensors:
+        raise ConfigError(
+            "There is no tensor in what should be saved.", hint="Give a mapping of names to tensors."
+        )
+    return walk.found
+
+
+def plain_metadata(
+    metadata: Mapping[str, Any], redact: Callable[[str], str], *, private: bool
+) -> dict[str, Any]:
+    """Metadata as JSON has it, by the rules of `flatten`; of a tensor in it remain shape and type.
+
+    Raises:
+        ConfigError: It is nested more than 32 deep.
+    """
+    walk = _Described(redact, private)
+    return {redact(key): walk.visit(key, key, value, ()) for key, value in metadata.items()}
+
+
+class _Walk:
+    def __init__(self, redact: Callable[[str], str], private: bool) -> None:
+        self.found = Flattened()
+        self._redact = redact
+        self._private = private
+
+    def visit(self, name: str, key: str, value: Any, above: tuple[int, ...]) -> Any:
+        """Keep the tensors at and below `value`; give what is left of it as JSON."""
+        if _is_tensor(value):
+            return {TENSOR_KEY: self._keep(name, value)}
+        children = _children(value)
+        if children is None:
+            return self._plain(key, value)
+        if id(value) in above:
+            return f"<{type(value).__name__} in itself>"
+        if len(above) >= _DEEPEST:
+            raise ConfigError(
+                f"{name} is nested more than {_DEEPEST} deep.", hint="Save the tensors in it by name."
+            )
+        inside = (*above, id(value))
+        if _is_comfyui_entry(value):
+            return [
+                self.visit(f"{name}.cond", "cond", value[0], inside),
+                self.visit(name, key, value[1], inside),
+            ]
+        named = _is_named(value)
+        visited = []
+        for child, item in children:
+            label = self._redact(child)
+            # A text in a list called `prompts` is a prompt as well.
+            visited.append((label, self.visit(f"{name}.{label}", child if named else key, item, inside)))
+        return dict(visited) if named else [item for _, item in visited]
+
+    def _keep(self, name: str, value: Tensor | NDArray[Any]) -> str:
+        """Take a tensor in under a free name."""
+        unique, number = name, 1
+        while unique in self.found.tensors:
+            number += 1
+            unique = f"{name}~{number}"
+        self.found.tensors[unique] = value if isinstance(value, Tensor) else _as_tensor(value)
+        return unique
+
+    def _plain(self, key: str, value: Any) -> Any:
+        if isinstance(value, Enum):
+            value = value.value
+        if isinstance(value, np.generic):
+            value = value.item()
+        if value is None or isinstance(value, bool):
+            return value
+        if isinstance(value, int):
+            return int(value)
+        if isinstance(value, float):
+            return float(value)
+        if isinstance(value, str | PurePath):
+            return "<text>" if self._private and _names_a_prompt(key) else self._redact(str(value))
+        if isinstance(value, torch.dtype | torch.device):
+            return str(value)
+        return f"<{type(value).__name__}>"
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, Tensor) or (isinstance(value, np.ndarray) and value.dtype != object)
+
+
+def _as_tensor(array: NDArray[Any]) -> Tensor:
+    try:
+        return torch.from_numpy(array if array.flags.writeable else array.copy())
+    except (TypeError, ValueError):  # text, dates, negative strides, the other byte order
+        native = array.astype(array.dtype.newbyteorder("="), order="C", copy=True)
+        try:
+            return torch.from_numpy(native)
+        except TypeError as error:
+            raise ConfigError(
+                f"An array of {array.dtype} cannot be saved.", hint="Convert it to numbers."
+            ) from error
+
+
+def _children(value: Any) -> list[tuple[str, Any]] | None:
+    """What is inside, by key; None for what has no inside."""
+    if isinstance(value, Mapping):
+        return [(str(key), item) for key, item in value.items()]
+    if is_dataclass(value) and not isinstance(value, type):
+        return [(each.name, getattr(value, each.name)) for each in fields(value)]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return list(zip(map(str, value._fields), value, strict=True))
+    if isinstance(value, list | tuple):
+        return [(str(index), item) for index, item in enumerate(value)]
+    if isinstance(value, np.ndarray):
+        return [(str(index), item) for index, item in enumerate(value.ravel().tolist())]
+    if isinstance(value, AbstractSet):
+        return [(str(index), item) for index, item in enumerate(sorted(value, key=repr))]
+    return None
+
+
+def _is_named(value: Any) -> bool:
+    return isinstance(value, Mapping) or is_dataclass(value) or hasattr(value, "_fields")
+
+
+def _is_comfyui_entry(value: Any) -> bool:
+    return (
+        isinstance(value, list | tuple)
+        and not hasattr(value, "_fields")
+        and len(value) == 2
+        and _is_tensor(value[0])
+        and isinstance(value[1], Mapping)
+    )
+
+
+def _names_a_prompt(key: str) -> bool:
+    lowered = key.lower()
+    return any(word in lowered for word in _PROMPT_WORDS) and not any(
+        word in lowered for word in _NOT_THE_TEXT
+    )
+
+
+class _Described(_Walk):
+    """The same walk where tensors are described and not kept."""
+
+    def visit(self, name: str, key: str, value: Any, above: tuple[int, ...]) -> Any:
+        if _is_tensor(value):
+            return f"<{str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}>"
+        return super().visit(name, key, value, above)
+
+
+_ML_DTYPES = {
+    "bfloat16": "bfloat16",
+    "float8_e4m3fn": "float8_e4m3fn",
+    "float8_e4m3fnuz": "float8_e4m3fnuz",
+    "float8_e5m2": "float8_e5m2",
+    "float8_e5m2fnuz": "float8_e5m2fnuz",
+    "float8_e8m0fnu": "float8_e8m0fnu",
+}
+_FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""The magnitudes of E2M1 by their code (OCP Microscaling Formats 1.0, section 5.3.3); bit 3 is the sign."""
+
+
+def to_numpy(tensor: Tensor, kind: ArrayKind = "values") -> Array:
+    """A tensor as an array of its own memory or sharing the tensor's.
+
+    Args:
+        tensor: Any dense tensor.
+        kind: For element types that NumPy lacks (bf16, fp8, fp4); all others are given as they are.
+            `values`: float32, which holds each of their numbers exactly. Two fp4 numbers in a byte are unpacked:
+            the last axis is twice as long. `ml_dtypes`: the type of that package. `bits`: uint8 or uint16.
+
+    Raises:
+        ConfigError: `ml_dtypes` is asked for and not installed, or has no such type.
+    """
+    tensor = tensor.detach().resolve_conj().resolve_neg().cpu()
+    name = str(tensor.dtype).removeprefix("torch.")
+    if name not in _ML_DTYPES and name != "float4_e2m1fn_x2":
+        return np.asarray(tensor.numpy())
+    bits = _bits(tensor)
+    if kind == "bits":
+        return bits
+    if kind == "ml_dtypes":
+        return bits.view(_ml_dtype(name))
+    if name == "float4_e2m1fn_x2":
+        return _unpacked(bits)
+    return np.asarray(tensor.to(torch.float32).numpy())
+
+
+def _bits(tensor: Tensor) -> Array:
+    # A view as another type wants elements that lie one after the other.
+    flat = tensor.contiguous().view(-1) if tensor.numel() else tensor.new_empty(0)
+    unsigned = torch.uint16 if tensor.dtype.itemsize == 2 else torch.uint8
+    return np.asarray(flat.view(unsigned).numpy()).reshape(tuple(tensor.shape))
+
+
+def _unpacked(codes: Array) -> Array:
+    """Both numbers of each byte; the lower four bits come first, as PyTorch packs them."""
+    magnitudes = np.array(_FLOAT4, dtype=np.float32)
+    table = np.concatenate([magnitudes, -magnitudes])
+    pairs = np.stack([table[codes & 0xF], table[codes >> 4]], axis=-1)
+    return pairs.reshape(*codes.shape[:-1], -1) if codes.ndim else pairs
+
+
+def _ml_dtype(name: str) -> "np.dtype[Any]":
+    try:
+        found = getattr(import_module("ml_dtypes"), _ML_DTYPES.get(name, name), None)
+    except ImportError as error:
+        raise ConfigError(
+            "as_numpy='ml_dtypes' needs the package ml_dtypes, which is not installed.",
+            hint="Install it with pip install ml_dtypes, or use as_numpy=True for float32 values.",
+        ) from error
+    if found is None:
+        raise ConfigError(f"ml_dtypes has no type for {name}.", hint="Use as_numpy='values' or 'bits'.")
+    made: np.dtype[Any] = np.dtype(found)
+    return made

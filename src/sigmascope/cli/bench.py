@@ -1,11 +1,35 @@
 """`sigmascope bench`: how fast a pipeline is, and how much memory it takes, repeatably."""
 
+import json
+import logging
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import product
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-from sigmascope.cli.bench_run import BenchRequest, run_bench
+from sigmascope import units
+from sigmascope.cli.console import facts, needs_extra, plain, progress_bar, table
+from sigmascope.errors import ConfigError
+from sigmascope.records.performance import BenchCase
+from sigmascope.units import printable
+
+if TYPE_CHECKING:
+    import torch
+
+    from sigmascope.analysis.bench_summary import BenchSummary, Latency
+    from sigmascope.pipeline.bench import CaseResult, Subject
+    from sigmascope.pipeline.bench_diffusers import Offload
+    from sigmascope.records.run import Finding, Run
+
 
 EPILOG = """Examples:
 
@@ -94,3 +118,365 @@ def bench(
     )
     if not run_bench(request):
         raise typer.Exit(1)
+
+
+_SIZE = re.compile(r"(\d+)(?:[x×](\d+))?")
+
+
+def cases_of(
+    steps: str | None, resolution: str | None, batch: str, frames: int | None
+) -> tuple[BenchCase, ...]:
+    """Every combination of what the options list.
+
+    Args:
+        steps: Numbers by comma; None: the pipeline's own.
+        resolution: Sizes by comma, each WIDTHxHEIGHT or the side of a square; None: the pipeline's own.
+        batch: Numbers by comma.
+        frames: Of a video.
+
+    Raises:
+        ConfigError: Something is no number above 0, or no size.
+    """
+    if frames is not None and frames < 1:
+        raise ConfigError(f"--frames is {frames}.", hint="Give 1 or more.")
+    sizes = [None] if resolution is None else [_size(one) for one in _listed(resolution)]
+    counts = [None] if steps is None else [_number(one, "--steps") for one in _listed(steps)]
+    batches = [_number(one, "--batch") for one in _listed(batch)]
+    return tuple(
+        BenchCase(None if size is None else size[0], None if size is None else size[1], many, count, frames)
+        for size, many, count in product(sizes, batches, counts)
+    )
+
+
+def call_values(entries: Sequence[str]) -> dict[str, Any]:
+    """`guidance_scale=1.0` as a name and a value: of JSON, or the text itself.
+
+    Raises:
+        ConfigError: An entry is not NAME=VALUE.
+    """
+    values: dict[str, Any] = {}
+    for entry in entries:
+        name, equals, text = entry.partition("=")
+        if not name.isidentifier() or not equals:
+            raise ConfigError(
+                f"--call: expected NAME=VALUE, got {entry!r}.", hint="For example guidance_scale=1.0."
+            )
+        values[name] = _value(text)
+    return values
+
+
+def checked_offload(text: str, device: "torch.device") -> "Offload":
+    """The offloading of that name.
+
+    Raises:
+        ConfigError: There is none, or nothing to offload from.
+    """
+    if text not in ("none", "model", "sequential"):
+        raise ConfigError(f"--offload is {text!r}.", hint="Use none, model or sequential.")
+    if text != "none" and device.type == "cpu":
+        raise ConfigError(f"--offload {text}: the pipeline runs in RAM as it is.", hint="Leave it out.")
+    return text  # type: ignore[return-value]  # one of the three
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _listed(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",")]
+
+
+def _number(text: str, flag: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(
+            f"{flag}: expected numbers from 1 on, got {text!r}.", hint="Write several as 1,4,8."
+        )
+    return int(text)
+
+
+def _size(text: str) -> tuple[int, int]:
+    found = _SIZE.fullmatch(text.lower())
+    if found is None or int(found[1]) * int(found[2] or 1) == 0:
+        raise ConfigError(
+            f"--resolution: expected WIDTHxHEIGHT or one side, got {text!r}.",
+            hint="Write several as 512,1024x768.",
+        )
+    return int(found[1]), int(found[2] or found[1])
+
+
+POCKET = "pocket"
+_FOLDER = Path("sigmascope-bench")
+
+
+@dataclass(frozen=True)
+class BenchRequest:
+    """The command's options, one field each."""
+
+    pipeline: str
+    steps: str | None = None
+    resolution: str | None = None
+    batch: str = "1"
+    repeat: int = 10
+    warmup: int = 1
+    frames: int | None = None
+    prompt: str | None = None
+    image: Path | None = None
+    call: tuple[str, ...] = ()
+    seed: int = 0
+    device: str = "auto"
+    dtype: str = "auto"
+    offload: str = "none"
+    target: float | None = None
+    output: Path | None = None
+    as_json: bool = False
+
+
+def run_bench(request: BenchRequest) -> bool:
+    """Measure what was asked for, and print it.
+
+    Returns:
+        Whether every case could be measured.
+
+    Raises:
+        SigmascopeError: Whatever is wrong with the options, the pipeline or the folder.
+    """
+    with needs_extra("lbm"):
+        from sigmascope.pipeline.bench import DEFAULT_TARGET, BenchOptions, RunFiles, run_benchmark
+
+    target = DEFAULT_TARGET if request.target is None else request.target
+    options = BenchOptions(request.repeat, request.warmup, request.seed, target)
+    cases = cases_of(request.steps, request.resolution, request.batch, request.frames)
+    output = request.output or _FOLDER / datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    RunFiles(output).tidy()  # refused now rather than after loading
+    subject, load_seconds = _load(request)
+    # What a monitor logs of each generation, the tables say of all of them.
+    logging.getLogger("sigmascope.monitor").addHandler(logging.NullHandler())
+    with progress_bar("Measuring") as progress:
+        results = run_benchmark(
+            subject, cases, options, output=output, load_seconds=load_seconds, progress=progress
+        )
+    if request.as_json:
+        _print_json(request, subject, load_seconds, results, output)
+    else:
+        print_bench(Console(), subject.name, load_seconds, results, output, target=request.target)
+    return all(result.failure is None for result in results)
+
+
+def _print_json(
+    request: BenchRequest,
+    subject: "Subject",
+    load_seconds: float,
+    results: "tuple[CaseResult, ...]",
+    output: Path,
+) -> None:
+    """Print everything as JSON."""
+    found: dict[str, Any] = {
+        "pipeline": request.pipeline,
+        "name": subject.name,
+        "device": str(subject.device),
+        "load_seconds": load_seconds,
+        "repeat": request.repeat,
+        "warm_up": request.warmup,
+        "output": str(output),
+        "cases": [result.as_dict() for result in results],
+    }
+    typer.echo(json.dumps(found, indent=2))
+
+
+def _load(request: BenchRequest) -> "tuple[Subject, float]":
+    """The pipeline, and the seconds that it took to load."""
+    with needs_extra("lbm"):
+        from sigmascope.lbm.devices import resolve_device
+        from sigmascope.lbm.images import load_image
+        from sigmascope.lbm.pocket.benchmark import PocketSubject
+        from sigmascope.pipeline.bench_diffusers import PROMPT, DiffusersSubject, load_pipeline, waiter
+
+    started = time.perf_counter()
+    device = resolve_device(request.device)
+    dtype = _dtype(request.dtype, device)
+    if request.pipeline == POCKET:
+        _refuse_for_pocket(request)
+        pocket = PocketSubject.load(dtype=dtype, device=device)
+        return pocket, time.perf_counter() - started
+    arguments = call_values(request.call)
+    if request.image is not None:
+        arguments["image"] = load_image(request.image)
+    offload = checked_offload(request.offload, device)
+    pipeline = load_pipeline(request.pipeline, dtype=dtype, device=device, offload=offload)
+    waiter(device)()
+    name = Path(request.pipeline).name if Path(request.pipeline).is_dir() else request.pipeline
+    subject = DiffusersSubject(name, pipeline, device, request.prompt or PROMPT, arguments)
+    return subject, time.perf_counter() - started
+
+
+def _refuse_for_pocket(request: BenchRequest) -> None:
+    given = {"--prompt": request.prompt, "--image": request.image, "--call": request.call}
+    for flag, value in given.items():
+        if value:
+            raise ConfigError(f"{flag}: the pocket model relights its own scene.", hint="Leave it out.")
+    if request.offload != "none":
+        raise ConfigError("--offload: the pocket model fits anywhere.", hint="Leave it out.")
+
+
+def _dtype(name: str, device: "torch.device") -> "torch.dtype":
+    import torch
+
+    from sigmascope.lbm.devices import resolve_dtype
+
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    return resolve_dtype(name, "--dtype")
+
+
+def print_bench(
+    console: Console,
+    name: str,
+    load_seconds: float,
+    results: "Sequence[CaseResult]",
+    output: Path,
+    *,
+    target: float | None,
+) -> None:
+    """Print all results.
+
+    Args:
+        console: Where to.
+        name: Of the pipeline.
+        load_seconds: What loading took.
+        results: Of every case.
+        output: Where the runs lie.
+        target: Seconds that a generation may take; None: none was given.
+    """
+    measured = [result for result in results if result.summary is not None]
+    console.print(facts(_header(name, load_seconds, measured)))
+    if measured:
+        console.print(_case_table(measured))
+    if len(results) == 1 and results[0].summary is not None:
+        console.print(_stage_table(results[0].summary))
+    _print_remarks(console, [(_case_name(result), _remarks(result, target)) for result in results])
+    if any(result.files for result in results):
+        console.print(Text(f"Runs: {output}"), soft_wrap=True)
+
+
+def _header(name: str, load_seconds: float, measured: "list[CaseResult]") -> list[tuple[str, Text | None]]:
+    run = measured[0].runs[0] if measured else None
+    first = measured[0].summary.first_seconds if measured and measured[0].summary else None
+    return [
+        ("Pipeline", plain(name)),
+        ("On", None if run is None else plain(_where(run))),
+        ("Loaded in", Text(units.seconds(load_seconds))),
+        ("First generation", None if first is None else Text(f"{units.seconds(first)} (not counted)")),
+    ]
+
+
+def _where(run: "Run") -> str:
+    noted = run.facts.get("benchmark", {})
+    device, threads = noted.get("device"), noted.get("threads")
+    host = run.host
+    if host is None:
+        return str(device)
+    found = next((one for one in host.accelerators if one.device.startswith(str(device))), None)
+    if found is not None:
+        return f"{device}: {found.name or 'unnamed'}, {units.mib(found.total_bytes)} MB"
+    return f"{device}: {host.cpu_model or 'unknown'}, {threads} of {host.cpu_count_logical or '-'} threads"
+
+
+def _case_table(measured: "list[CaseResult]") -> Table:
+    devices = sorted({name for result in measured for name in _peaks(result) if name != "process"})
+    made = table(
+        "Case",
+        "p50",
+        "p90",
+        "p99",
+        "Step\np50",
+        "Samples\n/ s",
+        "RAM\nMB",
+        *(f"{device}\nMB" for device in devices),
+    )
+    for result in measured:
+        summary = result.summary
+        if summary is None:
+            continue
+        latency, step, peaks = summary.generation, summary.step, summary.peak_bytes
+        made.add_row(
+            plain(_case_name(result)),
+            *(units.seconds(value) for value in (latency.p50, latency.p90, latency.p99)),
+            units.seconds(None if step is None else step.p50),
+            f"{summary.samples_per_second:.3g}",
+            *(units.mib(peaks.get(name)) for name in ("process", *devices)),
+        )
+    return made
+
+
+def _peaks(result: "CaseResult") -> list[str]:
+    return [] if result.summary is None else list(result.summary.peak_bytes)
+
+
+def _case_name(result: "CaseResult") -> str:
+    """The label, with the size that came out where none was asked for."""
+    made, label = result.made, result.case.label
+    if result.case.width is None and made is not None and made.width is not None:
+        return f"{made.width}x{made.height}-{label}"
+    return label
+
+
+def _stage_table(summary: "BenchSummary") -> Table:
+    made = table("Stage", "p50", "p90", "p99", "Share", "Varies by")
+    rows = dict(summary.stages)
+    if summary.step is not None:
+        rows["each step"] = summary.step
+    for name, latency in rows.items():
+        share = units.percent(latency.mean, summary.generation.mean) if name != "each step" else ""
+        made.add_row(
+            plain(name),
+            *(units.seconds(value) for value in (latency.p50, latency.p90, latency.p99)),
+            share,
+            _spread(latency),
+        )
+    return made
+
+
+def _spread(latency: "Latency") -> str:
+    return units.UNKNOWN if latency.spread is None else f"{100 * latency.spread:.1f} %"
+
+
+def _print_remarks(console: Console, remarks: "list[tuple[str, list[Text]]]") -> None:
+    """A line each, after the case's name; once and without a name what is true of all of several cases."""
+    common = [one for one in remarks[0][1] if all(one in others for _, others in remarks)] if remarks else []
+    for name, lines in remarks:
+        for line in lines:
+            if line not in common or len(remarks) == 1:
+                console.print(plain(name, style="bold").append(": ").append_text(line))
+    if len(remarks) > 1:
+        for line in common:
+            console.print(line)
+
+
+def _remarks(result: "CaseResult", target: float | None) -> list[Text]:
+    """What went wrong, whether the target was met, and what to know."""
+    found = []
+    if result.failure is not None:
+        found.append(Text("✗ ", style="bold red").append_text(plain(result.failure, style="red")))
+    if result.summary is None:
+        return found
+    case, made = result.case, result.made
+    if case.width is not None and made is not None and made.width not in (None, case.width):
+        found.append(Text(f"what was made is {made.width}x{made.height}.", style="yellow"))
+    if target is not None:
+        met = sum(seconds <= target for seconds in _seconds(result))
+        style = "green" if met == len(result.runs) else "yellow"
+        found.append(Text(f"{met} of {len(result.runs)} within {units.seconds(target)}.", style=style))
+    found += [plain(note, style="dim") for note in result.summary.notes]
+    return found + [_finding(finding) for finding in result.findings()]
+
+
+def _finding(finding: "Finding") -> Text:
+    text = Text(printable(finding.message))
+    return text if finding.advice is None else text.append(f" {printable(finding.advice)}", style="cyan")
+
+
+def _seconds(result: "CaseResult") -> list[float]:
+    return [stage.seconds for run in result.runs for stage in run.stages if stage.name == "generation"]

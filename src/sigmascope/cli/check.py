@@ -8,13 +8,13 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from sigmascope.cli.compare_tables import amount, interval, print_left_out
-from sigmascope.cli.lora.op_tables import plain, table
-from sigmascope.cli.run_files import load_sides, path_argument
+from sigmascope.cli.compare import amount, interval, load_sides, path_argument, print_left_out
+from sigmascope.cli.console import plain, table
 from sigmascope.errors import SigmascopeError
 
 if TYPE_CHECKING:
     from sigmascope.analysis.regression import RegressionCheck
+
 
 EPILOG = """Examples:
 
@@ -25,6 +25,7 @@ sigmascope check today --baseline yesterday --max-slowdown 5% --json
 REGRESSED = 1
 TROUBLE = 2
 """Exit code of every error, so that a script can tell it from a regression."""
+
 
 _STYLE = {"regressed": "bold red", "higher": "yellow", "undecided": "yellow", "lower": "green"}
 
@@ -62,7 +63,7 @@ def check(
     exit code is 0 without a regression, 1 with one, 2 for an error. Runs of a
     benchmark are checked case by case.
     """
-    from sigmascope.lora.ranking.sizes import parse_share
+    from sigmascope.units import parse_share
 
     try:
         found, missing = _checked(
@@ -88,8 +89,7 @@ def _checked(
 ) -> "tuple[dict[str, _Checked], dict[str, str]]":
     """Checks by the work that was done, and the work that one side lacks."""
     from sigmascope.analysis.regression import check_regression
-    from sigmascope.analysis.run_differences import set_up_differences
-    from sigmascope.analysis.work import require_pairs
+    from sigmascope.analysis.run_comparison import require_pairs, set_up_differences
 
     pairs, missing = require_pairs(*load_sides(runs, baseline), named=runs[0])
     found = {}

@@ -1,19 +1,27 @@
 """`sigmascope compare-tensors`: do two files or folders of tensors agree, and if not, where and why."""
 
 import json
+import math
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.text import Text
 
-from sigmascope.cli.compare_tensors_tables import print_comparison
-from sigmascope.cli.progress import progress_bar
+from sigmascope.cli.console import facts, listed, number, percent, plain, progress_bar, table
+from sigmascope.cli.drawing import Bar, Label, Line, Shape, save_picture
 from sigmascope.errors import CheckpointError, ConfigError, SigmascopeError, WriteError
 
 if TYPE_CHECKING:
-    from sigmascope.analysis.dump_results import DumpComparison, RunComparison
+    from sigmascope.analysis.dump_comparison import DumpComparison, RunComparison
+    from sigmascope.analysis.tensor_comparison import TensorComparison
+    from sigmascope.analysis.tensor_errors import Place, TensorErrors, TokenErrors
+
 
 EPILOG = """Examples:
 
@@ -23,9 +31,11 @@ sigmascope compare-tensors comfyui.safetensors diffusers.safetensors
 sigmascope compare-tensors runs/before_lora runs/after_lora --json
 """
 
+
 BEYOND_TOLERANCE = 1
 TROUBLE = 2
 """Exit code of every error, so that a script can tell it from a difference, as with `diff`."""
+
 
 _PICTURES = (".svg", ".png")
 
@@ -75,8 +85,6 @@ def compare_tensors(
         _check_picture(picture, (a, b))
         comparison = _compare(a, b, _names(name), (rtol, atol, token_axis))
         if picture is not None:
-            from sigmascope.cli.compare_tensors_picture import save_token_picture
-
             save_token_picture(picture, comparison, f"{a.name} against {b.name}")
     except SigmascopeError as error:
         error.exit_code = TROUBLE
@@ -94,9 +102,9 @@ def compare_tensors(
 def _compare(
     a: Path, b: Path, names: dict[str, str], asked: tuple[float | None, float | None, int | None]
 ) -> "DumpComparison | RunComparison":
-    from sigmascope.analysis.tensors import Options, compare_dumps, compare_runs
+    from sigmascope.analysis.dump_comparison import Options, compare_dumps, compare_runs
     from sigmascope.checkpoints.dump_folder import TensorDumps
-    from sigmascope.checkpoints.paths import is_folder
+    from sigmascope.checkpoints.files import is_folder
     from sigmascope.checkpoints.tensor_dumps import open_tensors
 
     options = Options(*asked)
@@ -149,7 +157,7 @@ def _check_picture(path: Path | None, inputs: tuple[Path, Path]) -> None:
     """
     if path is None:
         return
-    from sigmascope.checkpoints.paths import is_existing
+    from sigmascope.checkpoints.files import is_existing
 
     if path.suffix.lower() not in _PICTURES:
         raise ConfigError(
@@ -159,3 +167,258 @@ def _check_picture(path: Path | None, inputs: tuple[Path, Path]) -> None:
         raise WriteError(path, "its folder does not exist.", hint=f"Create {path.parent}.")
     if is_existing(path) and any(is_existing(other) and path.samefile(other) for other in inputs):
         raise ConfigError(f"--picture {path} is an input.", hint="Give the name of a new file.")
+
+
+_STYLE = {"identical": "green", "rounding": "green", "close": "cyan", "different": "bold red"}
+_MOST_DETAILS = 10
+_MOST_TOKENS = 5
+
+
+def print_comparison(
+    console: Console,
+    comparison: "DumpComparison | RunComparison",
+    paths: tuple[Path, Path],
+    *,
+    verbose: bool,
+) -> None:
+    """Show every tensor in a line, the reasons for those that differ, and what it comes to."""
+    console.print(
+        Text.assemble(("Tensors: ", "bold"), plain(paths[0].name), " against ", plain(paths[1].name))
+    )
+    rows = list(named_comparisons(comparison))
+    if rows:
+        console.print(_overview(rows))
+    shown = [
+        (name, each) for name, each in rows if verbose or each.verdict != "identical" or each.differences
+    ]
+    for name, each in shown if verbose else shown[:_MOST_DETAILS]:
+        _print_details(console, name, each)
+    if not verbose and len(shown) > _MOST_DETAILS:
+        console.print(Text(f"and {len(shown) - _MOST_DETAILS} more; --verbose shows all"))
+    for dump_name, dump in _dumps(comparison):
+        where = f" in {plain(dump_name).plain}" if dump_name else ""
+        listed(console, f"Only in A{where}", dump.only_a)
+        listed(console, f"Only in B{where}", dump.only_b)
+        for what, (a, b) in dump.context.items():
+            console.print(
+                Text.assemble(f"The {plain(what).plain} differs{where}: ", plain(a), " against ", plain(b))
+            )
+    if dict(_dumps(comparison)).keys() != {""}:
+        listed(console, "Dumps only in A", comparison.only_a)
+        listed(console, "Dumps only in B", comparison.only_b)
+    console.print(_conclusion(comparison))
+
+
+def named_comparisons(
+    comparison: "DumpComparison | RunComparison",
+) -> "Iterator[tuple[str, TensorComparison]]":
+    """Every pair of tensors with the name to show: of a run `dump: tensor`."""
+    for dump_name, dump in _dumps(comparison):
+        for pair in dump.pairs:
+            same = pair.name_a == pair.name_b
+            name = pair.name_a if same else f"{pair.name_a}={pair.name_b}"
+            yield (f"{dump_name}: {name}" if dump_name else name), pair.comparison
+
+
+def _dumps(comparison: "DumpComparison | RunComparison") -> "Iterator[tuple[str, DumpComparison]]":
+    from sigmascope.analysis.dump_comparison import RunComparison
+
+    if isinstance(comparison, RunComparison):
+        yield from comparison.dumps.items()
+    else:
+        yield "", comparison
+
+
+def _overview(rows: "list[tuple[str, TensorComparison]]") -> RenderableType:
+    made = table("Tensor", "Verdict", "Error", "Cosine", "Max diff", "Outside", "Token", left=("Verdict",))
+    for name, each in rows:
+        verdict = Text(each.verdict, style=_STYLE[each.verdict])
+        errors = each.errors
+        if errors is None:
+            made.add_row(plain(name), verdict, "-", "-", "-", "-", "-")
+            continue
+        made.add_row(
+            plain(name),
+            verdict,
+            percent(errors.relative_l2),
+            _cosine(errors.cosine),
+            number(errors.max_abs),
+            percent(errors.share_outside),
+            "-" if each.first_token is None else str(each.first_token),
+        )
+    return made
+
+
+def _print_details(console: Console, name: str, each: "TensorComparison") -> None:
+    console.print(plain(name, style="bold"))
+    rows: list[tuple[str, RenderableType | None]] = [("  Verdict", plain(each.reason))]
+    rows += [
+        (f"  {what.capitalize()}", plain(f"{a} against {b}")) for what, (a, b) in each.differences.items()
+    ]
+    if each.errors is not None and each.errors.unequal:
+        rows += _error_rows(each.errors)
+        if each.errors.tokens is not None and len(each.errors.tokens) > 1:
+            rows.append(("  Worst tokens", plain(_worst_tokens(each.errors.tokens))))
+    console.print(facts(rows))
+
+
+def _error_rows(errors: "TensorErrors") -> list[tuple[str, RenderableType | None]]:
+    counts = [
+        f"{count:,} {kind} in {side}"
+        for kind, side, count in (
+            ("NaN", "A", errors.nan_a),
+            ("NaN", "B", errors.nan_b),
+            ("Inf", "A", errors.inf_a),
+            ("Inf", "B", errors.inf_b),
+        )
+        if count
+    ]
+    return [
+        ("  Differ", plain(f"{errors.unequal:,} of {errors.elements:,} elements")),
+        ("  First", _place(errors.first_difference)),
+        ("  Outside", plain(f"{errors.outside:,} beyond rtol {errors.rtol:.3g}, atol {errors.atol:.3g}")),
+        ("  First outside", _place(errors.first_outside)),
+        ("  Largest", _place(errors.max_abs_at)),
+        ("  Not finite", plain(", ".join(counts)) if counts else None),
+    ]
+
+
+def _place(place: "Place | None") -> Text | None:
+    return None if place is None else plain(f"{place.a:.6g} against {place.b:.6g} at {place.index}")
+
+
+def _worst_tokens(tokens: "TokenErrors") -> str:
+    order = sorted(range(len(tokens)), key=lambda token: tokens.relative_l2[token], reverse=True)
+    shown = [
+        f"{token} ({percent(tokens.relative_l2[token])})"
+        for token in order[:_MOST_TOKENS]
+        if tokens.unequal[token]
+    ]
+    return ", ".join(shown) or "-"
+
+
+def _conclusion(comparison: "DumpComparison | RunComparison") -> Text:
+    words = Text.assemble(("Verdict: ", "bold"), (comparison.verdict, _STYLE[comparison.verdict]))
+    if comparison.agrees and not comparison.same_layout:
+        words.append(", but in another layout; --any_layout lets that pass")
+    return words
+
+
+def _cosine(value: float | None) -> str:
+    """Six digits; 1 only where it is that."""
+    if value is None:
+        return "-"
+    return "1" if value == 1.0 else f"{value:.6f}" if value < 0.9999995 else f"1-{1 - value:.0e}"
+
+
+_WIDTH: Final = 960
+_LEFT: Final = 90
+_RIGHT: Final = 930
+_TOP: Final = 60  # of the first panel
+_PANEL: Final = 230
+_BARS: Final = 150.0  # height of the bars' field in a panel
+_MOST_PANELS: Final = 12
+_LONGEST: Final = 150  # characters of a line of text
+_GRID: Final = "#e0e0e0"
+_WITHIN: Final = "#0277bd"
+_BEYOND: Final = "#c62828"
+_LIMIT: Final = "#e68a00"
+_DECADES: Final = 8  # shown below the largest error
+
+
+def save_token_picture(path: Path, comparison: "DumpComparison | RunComparison", heading: str) -> None:
+    """Draw the relative error of each token, on a logarithmic axis, for the first 12 tensors that
+    have tokens and differ.
+
+    Args:
+        path: An `.svg` or `.png` file, replaced if it is there.
+        comparison: What to draw.
+        heading: The first line.
+
+    Raises:
+        WriteError: The file cannot be written.
+        ConfigError: A PNG is wanted and Pillow is not installed.
+    """
+    panels = [
+        (name, each, each.errors.tokens)
+        for name, each in named_comparisons(comparison)
+        if each.errors is not None and each.errors.tokens is not None and each.errors.unequal
+    ]
+    shapes: list[Shape] = [Label(16, 30, _cut(f"Error by token: {heading}")[:100], size=18)]
+    if not panels:
+        shapes.append(Label(16, _TOP, "No tensor with tokens differs."))
+    for index, (name, each, tokens) in enumerate(panels[:_MOST_PANELS]):
+        shapes += _panel(_TOP + _PANEL * index, name, each, tokens)
+    height = _TOP + _PANEL * max(1, min(len(panels), _MOST_PANELS))
+    if len(panels) > _MOST_PANELS:
+        shapes.append(Label(16, height + 10, f"and {len(panels) - _MOST_PANELS} tensors more"))
+        height += 24
+    save_picture(path, (_WIDTH, height), shapes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Axis:
+    """The logarithmic axis of relative errors, from 10^lowest to 10^highest."""
+
+    foot: float
+    lowest: int
+    highest: int
+
+    @classmethod
+    def of(cls, foot: float, errors: Iterable[float], limit: float) -> "_Axis":
+        shown = [error for error in (*errors, limit) if 0 < error < math.inf] or [1.0]
+        highest = math.ceil(math.log10(max(shown)))
+        lowest = max(math.floor(math.log10(min(shown))), highest - _DECADES)
+        return cls(foot, min(lowest, highest - 1), highest)
+
+    def height(self, error: float) -> float:
+        """Pixels above the foot."""
+        if not math.isfinite(error):
+            return _BARS
+        share = (math.log10(error) - self.lowest) / (self.highest - self.lowest) if error > 0 else 0.0
+        return _BARS * min(1.0, max(0.0, share))
+
+    def lines(self) -> Iterator[Shape]:
+        for power in range(self.lowest, self.highest + 1):
+            y = self.foot - self.height(10.0**power)
+            yield Line((_LEFT, y), (_RIGHT, y), _GRID)
+            yield Label(_LEFT - 8, y + 4, f"{100 * 10.0**power:g} %", size=10, anchor="end")
+
+
+def _panel(top: int, name: str, each: "TensorComparison", tokens: "TokenErrors") -> Iterator[Shape]:
+    limit = each.tolerance.computed
+    axis = _Axis.of(top + 42 + _BARS, tokens.relative_l2, limit)
+    yield Label(16, top + 14, _cut(f"{name}: {each.verdict}"), size=14)
+    yield Label(16, top + 32, _cut(each.reason), size=11)
+    yield from axis.lines()
+    step = (_RIGHT - _LEFT) / len(tokens)
+    for token, error in enumerate(tokens.relative_l2):
+        if not tokens.unequal[token]:
+            continue
+        beyond = error > limit or each.first_token == token
+        tall = max(axis.height(error), 2.0)
+        tip = f"token {token}: {100 * error:.3g} %, largest difference {tokens.max_abs[token]:.3g}"
+        width = step * 0.8 if step > 3 else step
+        colour = _BEYOND if beyond else _WITHIN
+        yield Bar(_LEFT + step * token, axis.foot - tall, width, tall, colour, tip)
+    if limit:
+        y = axis.foot - axis.height(limit)
+        yield Line((_LEFT, y), (_RIGHT, y), _LIMIT)
+        yield Label(_RIGHT, y - 4, "rounding explains up to here", size=10, anchor="end")
+    yield from _ticks(axis.foot, len(tokens), step)
+
+
+def _ticks(foot: float, tokens: int, step: float) -> Iterator[Shape]:
+    """Numbers of some tokens under the bars."""
+    apart = next((each for each in _round_steps() if each * step >= 36), tokens)
+    for token in range(0, tokens, max(1, apart)):
+        yield Label(_LEFT + step * (token + 0.5), foot + 14, str(token), size=10, anchor="middle")
+
+
+def _round_steps() -> Iterator[int]:
+    yield from islice((factor * 10**power for power in range(8) for factor in (1, 2, 5)), 24)
+
+
+def _cut(text: str) -> str:
+    clean = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
+    return clean if len(clean) <= _LONGEST else f"{clean[: _LONGEST - 1]}…"

@@ -8,9 +8,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from sigmascope.cli.extras import needs_extra
+from sigmascope.cli.console import needs_extra, progress_bar
 from sigmascope.cli.lora.tables import print_validation
-from sigmascope.cli.progress import progress_bar
 
 if TYPE_CHECKING:
     from sigmascope.lbm.pocket.demo import DemoResult

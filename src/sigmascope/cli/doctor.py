@@ -8,12 +8,12 @@ from rich.console import Console
 from rich.text import Text
 
 from sigmascope import units
-from sigmascope.cli.lora.op_tables import facts, plain
-from sigmascope.printable import printable
+from sigmascope.cli.console import facts, plain
+from sigmascope.units import printable
 
 if TYPE_CHECKING:
-    from sigmascope.probes.doctor import DoctorReport
-    from sigmascope.probes.extras import ExtraFacts
+    from sigmascope.probes.doctor import DoctorReport, ExtraFacts
+
 
 EPILOG = "Example: sigmascope doctor --json > machine.json"
 

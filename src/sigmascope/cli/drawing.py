@@ -5,14 +5,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from sigmascope.cli.extras import needs_extra
-from sigmascope.lora.validation import svg
-from sigmascope.records.atomic import atomic_path
+from sigmascope import svg
+from sigmascope.cli.console import needs_extra
+from sigmascope.files import atomic_path
 
 if TYPE_CHECKING:
     from PIL.ImageDraw import ImageDraw
 
+
 Number = int | float
+
 
 _SHARPNESS = 2  # pixels of a PNG for one of the SVG
 

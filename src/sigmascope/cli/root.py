@@ -9,12 +9,13 @@ from rich.text import Text
 
 from sigmascope.__about__ import __version__
 from sigmascope.cli import bench, check, compare, compare_tensors, demo, doctor, lbm, lora, watch
-from sigmascope.cli.run_files import ManyBaselines
+from sigmascope.cli.compare import ManyBaselines
 from sigmascope.errors import SigmascopeError
-from sigmascope.printable import printable
+from sigmascope.units import printable
 
 STOPPED_BY_USER = 130
 """128 + SIGINT, as shells report it."""
+
 
 app = typer.Typer(
     name="sigmascope",

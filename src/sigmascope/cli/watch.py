@@ -6,10 +6,11 @@ from typing import Annotated
 import typer
 
 from sigmascope.errors import ConfigError, WriteError
-from sigmascope.records.atomic import require_writable
+from sigmascope.files import require_writable
 from sigmascope.records.prompts import check_privacy
 
 EPILOG = "Example: sigmascope watch --output run.json generate.py --steps 4"
+
 
 CONTEXT = {"allow_interspersed_args": False}
 """All that follows the script's name is the script's own."""
@@ -69,8 +70,8 @@ def watch(
         _startup_file(install=install, uninstall=uninstall, script=script)
         return
     _check(script, module=module, code=code, sample_hz=sample_hz)
-    from sigmascope.integrations.autostart.launch import launch
-    from sigmascope.integrations.autostart.settings import Settings
+    from sigmascope.integrations.autostart import Settings
+    from sigmascope.integrations.launch import launch
 
     check_privacy(prompts)
     settings = Settings(
@@ -106,7 +107,7 @@ def _writable(path: str | None, *, may_be_folder: bool = False) -> str | None:
     """The whole path, refused now rather than when the script is done."""
     if path is None:
         return None
-    from sigmascope.integrations.autostart.recording import SEPARATORS
+    from sigmascope.integrations.process_recording import SEPARATORS
 
     if not (may_be_folder and Path(path).is_dir()):
         if path.endswith(SEPARATORS):
@@ -116,7 +117,7 @@ def _writable(path: str | None, *, may_be_folder: bool = False) -> str | None:
 
 
 def _startup_file(*, install: bool, uninstall: bool, script: str | None) -> None:
-    from sigmascope.integrations.autostart import startup_file
+    from sigmascope.integrations import launch as startup_file
 
     if script is not None or (install and uninstall):
         raise ConfigError("--install and --uninstall stand alone.", hint="Give one of them, and no script.")

@@ -1,26 +1,28 @@
-"""`PerformanceMonitoringMiddleware`: what requests to a server took, and which generations they were for (SPEC section 6).
+"""PerformanceMonitoringMiddleware: requests, bytes, errors, Prometheus metrics.
 
 Pure ASGI 3, so for Starlette, FastAPI, Litestar, Quart and bare applications alike; it imports none of them.
 """
 
 import inspect
+import os
 import re
 import time
+import uuid
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
+from pathlib import Path
+from statistics import fmean
 from threading import Lock
-from typing import Any
+from typing import Any, Final
 
+from sigmascope.analysis.bench_summary import percentile
 from sigmascope.errors import ConfigError
-from sigmascope.integrations.asgi_metrics import METRICS_TYPE, RequestMetrics
-from sigmascope.integrations.asgi_request import Exchange, request_id_of
-from sigmascope.integrations.request_summary import request_summary
-from sigmascope.monitor.generation_plan import whole_number
-from sigmascope.monitor.guard import Guard
-from sigmascope.monitor.request import SERVED, ServedRequest
-from sigmascope.records.requests import RequestRecord
+from sigmascope.monitor.generation import SERVED, ServedRequest
+from sigmascope.monitor.guard import Guard, describe
+from sigmascope.monitor.performance import whole_number
+from sigmascope.records.performance import RequestRecord
 
 Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
@@ -174,3 +176,249 @@ def _serving(served: ServedRequest) -> Iterator[None]:
     finally:
         with suppress(ValueError):  # a server that shuts down may close its coroutines from another context
             SERVED.reset(token)
+
+
+_ID: Final = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
+_LONGEST_PATH: Final = 500
+
+
+def request_id_of(scope: MutableMapping[str, Any], header: bytes) -> str:
+    """The id that came in, if it is a harmless one; else a new one.
+
+    Args:
+        scope: Of the connection.
+        header: Its name in lower case.
+    """
+    found = _header(scope.get("headers") or (), header)
+    if found is not None and _ID.fullmatch(found):
+        return found.decode("ascii")
+    return uuid.uuid4().hex
+
+
+class Exchange:
+    """`receive` and `send` that note what passes through them and hand it on unchanged, but for the id's header.
+
+    Args:
+        receive: The server's.
+        send: The server's.
+        header: Name and value of the id, for the response.
+        clock: Monotonic nanoseconds.
+    """
+
+    def __init__(
+        self,
+        receive: Callable[[], Awaitable[Message]],
+        send: Callable[[Message], Awaitable[None]],
+        header: tuple[bytes, str],
+        clock: Callable[[], int],
+    ) -> None:
+        self._receive = receive
+        self._send = send
+        self._header = header
+        self._clock = clock
+        self._started_ns = clock()
+        self._first_byte_ns: int | None = None
+        self._status: int | None = None
+        self._request_bytes = 0
+        self._response_bytes = 0
+        self._completed_ns: int | None = None
+        self._disconnected = False
+
+    async def receive(self) -> Message:
+        """Hand on what the client sent."""
+        message = await self._receive()
+        kind = message.get("type")
+        if kind == "http.request":
+            self._request_bytes += len(message.get("body") or b"")
+        elif kind == "http.disconnect" and self._completed_ns is None:
+            self._disconnected = True
+        return message
+
+    async def send(self, message: Message) -> None:
+        """Hand on what the application answers; a client that is gone shows by the server's OSError."""
+        kind = message.get("type")
+        if kind == "http.response.start":
+            self._first_byte_ns = self._clock()
+            self._status = message.get("status")
+            message = {**message, "headers": self._with_id(message.get("headers") or ())}
+        try:
+            await self._send(message)
+        except OSError:
+            self._disconnected = True
+            raise
+        if kind == "http.response.body":
+            self._response_bytes += len(message.get("body") or b"")
+        elif kind == "http.response.pathsend":  # the server sends that file by itself
+            self._response_bytes += _size_of(message.get("path"))
+        elif kind == "http.response.zerocopysend":  # and that one: as much as it is told, or up to its end
+            self._response_bytes += _sent_of(message)
+        else:
+            return
+        if not message.get("more_body", False):
+            self._completed_ns = self._clock()
+
+    def record(
+        self,
+        scope: MutableMapping[str, Any],
+        served: ServedRequest,
+        started_at: str,
+        in_flight: int,
+        error: BaseException | None,
+    ) -> RequestRecord:
+        """What passed.
+
+        Args:
+            scope: Of the connection.
+            served: With the id and the generations.
+            started_at: ISO 8601.
+            in_flight: Requests being served when this one began.
+            error: What the application raised.
+        """
+        first = self._first_byte_ns
+        ended_ns = self._clock() if self._completed_ns is None else self._completed_ns
+        return RequestRecord(
+            request_id=served.request_id,
+            method=str(scope.get("method", "")),
+            path=str(scope.get("path", ""))[:_LONGEST_PATH],
+            started_at=started_at,
+            seconds=(ended_ns - self._started_ns) / 1e9,
+            first_byte_seconds=None if first is None else (first - self._started_ns) / 1e9,
+            status=self._status,
+            request_bytes=self._request_bytes,
+            response_bytes=self._response_bytes,
+            in_flight=in_flight,
+            error=None if error is None else describe(error),
+            disconnected=self._disconnected,
+            generations=tuple(served.generations),
+        )
+
+    def _with_id(self, headers: Iterable[Any]) -> list[Any]:
+        """The response's headers, as they are, with the id; one that the application set itself stays."""
+        name, value = self._header
+        kept = list(headers)
+        return kept if _header(kept, name) is not None else [*kept, (name, value.encode("ascii"))]
+
+
+def _size_of(path: object) -> int:
+    try:
+        return Path(str(path)).stat().st_size
+    except (OSError, ValueError):
+        return 0
+
+
+def _sent_of(message: Message) -> int:
+    """Of a part of an open file, as far as the message tells."""
+    count, file = message.get("count"), message.get("file")
+    if isinstance(count, int):
+        return count
+    try:
+        size = os.fstat(file if isinstance(file, int) else file.fileno()).st_size  # type: ignore[union-attr]
+        return max(0, size - (message.get("offset") or 0))
+    except (AttributeError, OSError, TypeError, ValueError):
+        return 0
+
+
+def _header(headers: Iterable[Any], name: bytes) -> bytes | None:
+    """Its value. Text, which ASGI has not and some servers take, is no reason to fail."""
+    return next((_as_bytes(value) for key, value in headers if _as_bytes(key).lower() == name), None)
+
+
+def _as_bytes(text: Any) -> bytes:
+    return text.encode("latin-1", "replace") if isinstance(text, str) else bytes(text)
+
+
+METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+_METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "CONNECT", "TRACE"})
+"""Clients may invent methods, and every label's value is kept for good."""
+_SECONDS: Final = (0.005, 0.025, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0)
+
+
+class RequestMetrics:
+    """Counters of one middleware, in a registry of its own. Paths are no labels: there may be any number of them.
+
+    Raises:
+        ConfigError: prometheus-client is not installed.
+    """
+
+    def __init__(self) -> None:
+        try:
+            from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+        except ImportError:
+            raise ConfigError(
+                "Metrics need the package prometheus-client.", hint="pip install 'sigmascope[prometheus]'"
+            ) from None
+        self._registry = CollectorRegistry()
+        self._requests = Counter(
+            "sigmascope_requests", "Requests answered.", ["method", "status"], registry=self._registry
+        )
+        self._seconds = Histogram(
+            "sigmascope_request_seconds", "Seconds a request took.", buckets=_SECONDS, registry=self._registry
+        )
+        self._bytes = Counter(
+            "sigmascope_response_bytes", "Bytes of response bodies.", registry=self._registry
+        )
+        self._disconnected = Counter(
+            "sigmascope_disconnects", "Clients that went away before their response was complete.", registry=self._registry
+        )  # fmt: skip
+        self._in_flight = Gauge(
+            "sigmascope_requests_in_flight", "Requests being served.", registry=self._registry
+        )
+        self._generations = Histogram(
+            "sigmascope_generation_seconds", "Seconds a generation took.", ["model"], buckets=_SECONDS,
+            registry=self._registry,
+        )  # fmt: skip
+        self._missed = Counter(
+            "sigmascope_generation_targets_missed", "Generations that missed their target.", ["model"],
+            registry=self._registry,
+        )  # fmt: skip
+
+    def add(self, record: RequestRecord) -> None:
+        """Count a request and its generations."""
+        status = "none" if record.status is None else str(record.status)
+        method = record.method if record.method in _METHODS else "other"
+        self._requests.labels(method, status).inc()
+        self._seconds.observe(record.seconds)
+        self._bytes.inc(record.response_bytes)
+        if record.disconnected:
+            self._disconnected.inc()
+        for generation in record.generations:
+            seconds = generation.get("total_generation_time")
+            model = str(generation.get("model_name") or "unnamed")
+            if isinstance(seconds, float):
+                self._generations.labels(model).observe(seconds)
+            if generation.get("target_met") is False:
+                self._missed.labels(model).inc()
+
+    def text(self, in_flight: int) -> bytes:
+        """The exposition, as Prometheus reads it."""
+        from prometheus_client import generate_latest
+
+        self._in_flight.set(in_flight)
+        return bytes(generate_latest(self._registry))
+
+
+def request_summary(records: Sequence[RequestRecord], in_flight: int) -> dict[str, Any]:
+    """Counts, errors, bytes and percentiles of seconds; None where there was no request.
+
+    Args:
+        records: Requests that are over.
+        in_flight: Requests being served now.
+    """
+    seconds = [record.seconds for record in records]
+    statuses = [record.status for record in records]
+    return {
+        "total_requests": len(records),
+        "in_flight": in_flight,
+        "errors": sum(record.failed for record in records),
+        "disconnected": sum(record.disconnected for record in records),
+        "status_counts": {
+            str(status or "none"): statuses.count(status) for status in dict.fromkeys(statuses)
+        },
+        "request_bytes": sum(record.request_bytes for record in records),
+        "response_bytes": sum(record.response_bytes for record in records),
+        "generations": sum(len(record.generations) for record in records),
+        "seconds": {
+            "mean": fmean(seconds) if seconds else None,
+            **{f"p{share}": percentile(seconds, share) if seconds else None for share in (50, 90, 99)},
+        },
+    }

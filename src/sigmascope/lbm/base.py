@@ -4,39 +4,64 @@ A fine-tuned LBM minus this base is what training changed, so a LoRA is extracte
 (SPEC section 7): UNet and VAE weights of the backbone, without `add_embedding`; the first convolution and the
 keys and values of both attentions are brought to the new widths by cutting, or by filling with zeros;
 `num_iterations` is 0. Everything else must fit as it is, and nothing else may be left over.
+
+LBM has no text: its cross attention attends to the hidden states, so that keys and values are as wide as those,
+where the backbone's are as wide as its text encoders. Conditioning pictures and masks widen the first convolution.
 """
 
+import logging
+import os
+import re
+import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
-from sigmascope.checkpoints import StreamingTorchWriter, StreamingWriter, TensorSpec
-from sigmascope.errors import NonFiniteError
-from sigmascope.lbm.basing.adaptation import (
-    DROPPED,
-    ITERATIONS,
-    Adaptation,
-    Shape,
-    adapt_weight,
-    find_adaptations,
+from sigmascope.checkpoints import StreamingTorchWriter, StreamingWriter, TensorSpec, open_checkpoint
+from sigmascope.errors import (
+    CheckpointError,
+    ConfigError,
+    ModelMismatchError,
+    NonFiniteError,
+    SigmascopeError,
+    WriteError,
 )
-from sigmascope.lbm.basing.backbone import Backbone, BackboneWeight, open_backbone
-from sigmascope.lbm.basing.targets import Targets, all_or_none, choose_targets, refuse_inputs, require_space
+from sigmascope.files import atomic_path, require_writable, temporary_name
+from sigmascope.lbm.backbone import Backbone, BackboneWeight, open_backbone
+from sigmascope.lbm.buckets import Size
 from sigmascope.lbm.config import LbmConfig, load_config
-from sigmascope.lbm.loading import is_finite
-from sigmascope.lbm.model import build_lbm
+from sigmascope.lbm.images import image_to_tensor, psnr, tensor_to_image
+from sigmascope.lbm.infer import translate_image
+from sigmascope.lbm.model import LbmModel, build_lbm, is_finite, load_lbm
+from sigmascope.lbm.pocket.scenes import make_scene, scene_source_light, shade
 from sigmascope.progress import Progress, no_progress
-from sigmascope.records.atomic import atomic_path
 
 __all__ = ["BaseReport", "adapt_weight", "create_base"]
 
+
 Write = Callable[[str, Tensor], None]
+
+
+Shape = tuple[int, ...]
+
+
+Change = Literal["cut", "zero-filled", "cut and zero-filled"]
+
+
+@dataclass(frozen=True, slots=True)
+class Adaptation:
+    """A weight whose shape changed, from `had` in the backbone to `shape` in the LBM."""
+
+    change: Change
+    had: Shape
+    shape: Shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +191,31 @@ def _specs(
     }
 
 
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """Where a base goes.
+
+    Attributes:
+        safetensors: None when only a `.ckpt` was asked for.
+        ckpt: None when only a `.safetensors` was asked for.
+        config: The YAML to write; None when one that says the same is there, or none was asked for.
+    """
+
+    safetensors: Path | None
+    ckpt: Path | None
+    config: Path | None
+
+    @property
+    def weights(self) -> tuple[Path, ...]:
+        """The files of weights."""
+        return tuple(path for path in (self.safetensors, self.ckpt) if path is not None)
+
+    @property
+    def all(self) -> tuple[Path, ...]:
+        """Every file that will be written."""
+        return self.weights if self.config is None else (*self.weights, self.config)
+
+
 def _write(
     targets: Targets, config: str, specs: Mapping[str, TensorSpec], tensors: Iterator[tuple[str, Tensor]]
 ) -> None:
@@ -220,3 +270,392 @@ def _counted(specs: Mapping[str, TensorSpec]) -> dict[str, int]:
             name = str(spec.dtype).removeprefix("torch.")
             counts[name] = counts.get(name, 0) + 1
     return counts
+
+
+ITERATIONS = "num_iterations"
+"""The LBM's only tensor that no backbone has: how many steps it was trained."""
+
+
+DROPPED = "denoiser.add_embedding."
+"""The UNet's embedding of sizes and pooled text: an LBM has none."""
+
+
+_FIRST_OF_LEVEL = re.compile(r"denoiser\.down_blocks\.(\d+)\.resnets\.0\.conv1\.weight")
+
+
+def adapt_weight(weight: Tensor, shape: Shape) -> Tensor:
+    """Bring a weight to another shape: what is too long is cut at the end, what is too short filled with zeros.
+
+    Raises:
+        ModelMismatchError: The number of dimensions differs.
+    """
+    if weight.ndim != len(shape):
+        raise ModelMismatchError(
+            f"A weight of shape {list(weight.shape)} cannot become {list(shape)}.",
+            hint="Use a backbone of the architecture that the config describes.",
+        )
+    common = tuple(slice(0, min(had, wanted)) for had, wanted in zip(weight.shape, shape, strict=True))
+    adapted = torch.zeros(shape, dtype=weight.dtype)
+    adapted[common] = weight[common]
+    return adapted
+
+
+def find_adaptations(backbone: Backbone, shapes: Mapping[str, Shape]) -> dict[str, Adaptation]:
+    """Say for each weight of the LBM whose shape is not the backbone's how it changes.
+
+    Args:
+        backbone: Open.
+        shapes: Of every tensor of the LBM, by key.
+
+    Raises:
+        ModelMismatchError: Names every weight that the backbone lacks, that has no place in the LBM, or whose
+            shape cannot be adapted, with both shapes.
+    """
+    wanted = {key: shape for key, shape in shapes.items() if key != ITERATIONS}
+    differing = {
+        key: (backbone.weights[key].shape, shape)
+        for key, shape in wanted.items()
+        if key in backbone.weights and backbone.weights[key].shape != shape
+    }
+    _refuse(
+        backbone,
+        wanted,
+        missing={key: shape for key, shape in wanted.items() if key not in backbone.weights},
+        homeless=[key for key in backbone.weights if key not in wanted and not key.startswith(DROPPED)],
+        misfits={key: pair for key, pair in differing.items() if not _may_change(key, *pair)},
+    )
+    return {key: Adaptation(_change(had, shape), had, shape) for key, (had, shape) in differing.items()}
+
+
+def _refuse(
+    backbone: Backbone,
+    wanted: Mapping[str, Shape],
+    missing: Mapping[str, Shape],
+    homeless: list[str],
+    misfits: Mapping[str, tuple[Shape, Shape]],
+) -> None:
+    """Raise if anything does not fit: a base made of the rest would be wrong unseen."""
+    wrong = {
+        "the LBM needs and the backbone lacks": [f"{key} {list(shape)}" for key, shape in missing.items()],
+        "the LBM has no place for": [backbone.weights[key].key for key in homeless],
+        "cannot be adapted, only the first convolution and the attentions' keys and values can be": [
+            f"{key}: {list(had)} in the backbone, {list(shape)} in the LBM"
+            for key, (had, shape) in misfits.items()
+        ],
+    }
+    if any(wrong.values()):
+        lists = [
+            f"Weights that {what} ({len(names)}):\n  " + "\n  ".join(names)
+            for what, names in wrong.items()
+            if names
+        ]
+        raise ModelMismatchError(
+            "\n".join([f"{backbone.path}: does not fit the LBM.", *_other_levels(backbone, wanted), *lists]),
+            hint="Use a backbone of the architecture that the config describes (--config_path).",
+        )
+
+
+def _other_levels(backbone: Backbone, wanted: Mapping[str, Shape]) -> list[str]:
+    """What a thousand misfits come from when the backbone is of another size: an SDXL refiner, say."""
+    had = _widths({key: weight.shape for key, weight in backbone.weights.items()})
+    asked = _widths(wanted)
+    if had == asked:
+        return []
+    return [f"Its levels have {had} channels, the config's have {asked} (denoiser.block_out_channels)."]
+
+
+def _widths(shapes: Mapping[str, Shape]) -> str:
+    matches = ((_FIRST_OF_LEVEL.fullmatch(key), shape) for key, shape in shapes.items())
+    widths = sorted((int(match[1]), shape[0]) for match, shape in matches if match)
+    return ", ".join(str(width) for _, width in widths)
+
+
+def _may_change(key: str, had: Shape, shape: Shape) -> bool:
+    attention = key.startswith("denoiser.") and (".attn1." in key or ".attn2." in key)
+    adaptable = key == "denoiser.conv_in.weight" or (
+        attention and key.endswith((".to_k.weight", ".to_v.weight"))
+    )
+    return adaptable and len(had) == len(shape)
+
+
+def _change(had: Shape, shape: Shape) -> Change:
+    cut = any(before > after for before, after in zip(had, shape, strict=True))
+    filled = any(before < after for before, after in zip(had, shape, strict=True))
+    return "cut and zero-filled" if cut and filled else "cut" if cut else "zero-filled"
+
+
+_log = logging.getLogger(__name__)
+
+
+SUFFIXES = (".safetensors", ".ckpt")
+_BESIDES = 2 * 2**20
+"""Room for headers and names, in bytes a file."""
+
+
+def choose_targets(save_path: Path, config: LbmConfig, *, both: bool) -> Targets:
+    """Choose the files and refuse those that cannot be written, before any work is done.
+
+    Args:
+        save_path: One of the files, by its ending.
+        config: Of the LBM.
+        both: Write the other format beside it too, and the config where no equal one is.
+
+    Raises:
+        ConfigError: The ending is neither, or a YAML that describes another model stands where later commands
+            would find it; or links lead two of the files to one place.
+        WriteError: A target cannot be written.
+    """
+    suffix = save_path.suffix.lower()
+    if suffix not in SUFFIXES:
+        raise ConfigError(
+            f"{save_path}: a base is written as .safetensors or .ckpt.", hint="Choose one of these endings."
+        )
+    paths = {each: save_path.with_suffix(each) if each != suffix else save_path for each in SUFFIXES}
+    targets = Targets(
+        paths[".safetensors"] if both or suffix == ".safetensors" else None,
+        paths[".ckpt"] if both or suffix == ".ckpt" else None,
+        config_target(save_path, config) if both else None,
+    )
+    for path in targets.all:
+        require_writable(path)
+    _refuse_one_for_two(targets)
+    return targets
+
+
+def _refuse_one_for_two(targets: Targets) -> None:
+    """Refuse links by which the second file would replace the first."""
+    by_place: dict[Path, Path] = {}
+    for path in targets.all:
+        other = by_place.setdefault(path.resolve(), path)
+        if other is not path:
+            raise ConfigError(
+                f"--save_path: {other} and {path} are links to the same file, {path.resolve()}.",
+                hint="Remove one of the links, or write the base under another name.",
+            )
+
+
+def refuse_inputs(targets: Targets, inputs: Iterable[Path]) -> None:
+    """Refuse to replace a file of the backbone by the base that is made from it.
+
+    Raises:
+        ConfigError: Names the file.
+    """
+    read = {path.resolve() for path in inputs}
+    for path in targets.weights:
+        if path.resolve() in read:
+            raise ConfigError(
+                f"--save_path: {path} would be replaced, and it belongs to the backbone.",
+                hint="Write the base under another name.",
+            )
+
+
+def config_target(save_path: Path, config: LbmConfig) -> Path | None:
+    """Where the config goes so that later commands find it, and no other model's is lost.
+
+    Returns:
+        `config.yaml` in the same folder; `<name>.yaml`, which goes before it, when that describes another model;
+        None when an equal one is found there already.
+
+    Raises:
+        ConfigError: `<name>.yaml` is there and describes another model.
+    """
+    own, shared = save_path.with_suffix(".yaml"), save_path.parent / "config.yaml"
+    if own.exists():
+        if _says(own, config):
+            return None
+        raise ConfigError(
+            f"{own}: describes another model than the one to be made, and later commands would read it.",
+            hint="Choose another --save_path, or move that file away.",
+        )
+    if not shared.exists():
+        return shared
+    return None if _says(shared, config) else own
+
+
+def require_space(targets: Targets, nbytes: int) -> None:
+    """Refuse to begin what would fill the disk; files that are replaced stay until the new ones are whole.
+
+    Args:
+        targets: Where the base goes.
+        nbytes: Bytes of all its tensors.
+
+    Raises:
+        WriteError: Says how much is needed and how much is free.
+    """
+    needed = len(targets.weights) * (nbytes + _BESIDES)
+    free = shutil.disk_usage(targets.weights[0].resolve().parent).free
+    if needed > free:
+        raise WriteError(
+            targets.weights[0],
+            f"the disk is too full: {needed / 1e9:.2f} GB are needed, {free / 1e9:.2f} GB are free.",
+            hint="Free some space or choose another disk.",
+        )
+
+
+@contextmanager
+def all_or_none(targets: Iterable[Path]) -> Iterator[None]:
+    """Put every target back as it was when the block fails, even if some were replaced already.
+
+    Each file appears whole or not at all by itself; this is for what goes wrong between the first and the last
+    of them. What stood there is kept by a second link until then, so it costs no room.
+    """
+    before = {path.resolve(): _linked(path.resolve()) for path in targets}
+    try:
+        yield
+    except BaseException:
+        for path, link in before.items():
+            _put_back(path, link)
+        raise
+    finally:
+        for link in before.values():
+            if isinstance(link, Path):
+                link.unlink(missing_ok=True)
+
+
+def _linked(path: Path) -> Path | bool:
+    """A second link to what is at `path`; whether there is something if it cannot be linked."""
+    if not path.exists():
+        return False
+    link = path.with_name(temporary_name(path))
+    try:
+        os.link(path, link)
+    except OSError as error:  # a file system without hard links
+        _log.debug("%s cannot be kept by a second link: %s", path, error)
+        return True
+    return link
+
+
+def _put_back(path: Path, link: Path | bool) -> None:
+    with suppress(OSError):  # the failure that led here is what the user must see
+        if isinstance(link, Path):
+            link.replace(path)
+        elif not link:
+            path.unlink(missing_ok=True)
+
+
+def _says(path: Path, config: LbmConfig) -> bool:
+    try:
+        return load_config(path) == config
+    except SigmascopeError:
+        return False
+
+
+SCENE = 4
+LATENT_SIDE = 32
+"""Latent elements along a side of the picture: a quarter of what LBM works at, so that a CPU takes seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class BaselineReport:
+    """What one run of a base showed. A base is untrained: its picture need not resemble the source.
+
+    Attributes:
+        path: The file that was loaded.
+        compared: Tensors that were found equal, bit for bit, in every file written.
+        size: Of the picture, (width, height).
+        dtype: That the weights were loaded in.
+        device: That it ran on.
+        vae_psnr: Of the source against itself encoded and decoded, in dB: whether the VAE is sound.
+        source_psnr: Of the source against the base's picture, in dB.
+        load_seconds: To load the model.
+        inference_seconds: To translate the picture in one step.
+    """
+
+    path: Path
+    compared: int
+    size: Size
+    dtype: str
+    device: str
+    vae_psnr: float
+    source_psnr: float
+    load_seconds: float
+    inference_seconds: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything as JSON has it."""
+        return {**asdict(self), "path": str(self.path), "size": list(self.size)}
+
+
+def run_baseline(
+    paths: tuple[Path, ...],
+    config: LbmConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress = no_progress,
+) -> BaselineReport:
+    """Load a base, translate one generated picture in one step, and compare the files that were written.
+
+    Args:
+        paths: Every file of the base; the first is loaded.
+        config: Of the LBM.
+        dtype: To run in.
+        device: To run on.
+        progress: Told after each tensor that is compared, then after each that is loaded.
+
+    Raises:
+        CheckpointError: The files differ.
+        NonFiniteError: The weights, the latents or the picture hold NaN or Inf.
+        ModelMismatchError: The file is not the config's model.
+    """
+    compared = compare_files(paths, progress)
+    begin = time.perf_counter()
+    model = load_lbm(paths[0], config, dtype=dtype, device=device, progress=progress)
+    loaded = time.perf_counter()
+    side = max(LATENT_SIDE // config.denoiser.factor, 1) * config.factor
+    picture = _picture(side)
+    keys = config.conditioning_images_keys
+    conditioning = dict.fromkeys(keys, picture) | dict.fromkeys(
+        config.conditioning_masks_keys, Image.new("L", picture.size, 255)
+    )
+    result = translate_image(model, picture, seed=0, size=picture.size, conditioning=conditioning)
+    done = time.perf_counter()
+    return BaselineReport(
+        path=paths[0],
+        compared=compared,
+        size=picture.size,
+        dtype=str(dtype).removeprefix("torch."),
+        device=str(device),
+        vae_psnr=psnr(_through_vae(model, picture), picture),
+        source_psnr=psnr(result, picture),
+        load_seconds=loaded - begin,
+        inference_seconds=done - loaded,
+    )
+
+
+def compare_files(paths: tuple[Path, ...], progress: Progress = no_progress) -> int:
+    """Compare the tensors of all files with those of the first, bit for bit.
+
+    Returns:
+        How many tensors each file holds.
+
+    Raises:
+        CheckpointError: Names the first file and tensor that differ.
+    """
+    with open_checkpoint(paths[0]) as first:
+        for path in paths[1:]:
+            with open_checkpoint(path) as second:
+                if set(first) != set(second):
+                    raise CheckpointError(path, f"has other tensors than {paths[0]}.", hint="Make it anew.")
+                for done, key in enumerate(first, start=1):
+                    if not _same_bits(first.tensor(key), second.tensor(key)):
+                        raise CheckpointError(path, f"{key} differs from {paths[0]}.", hint="Make it anew.")
+                    progress(done, len(first), key)
+        return len(first)
+
+
+def _same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
+    if (first.dtype, first.shape) != (second.dtype, second.shape):
+        return False
+    return torch.equal(first.reshape(-1).view(torch.uint8), second.reshape(-1).view(torch.uint8))
+
+
+def _picture(side: int) -> Image.Image:
+    return Image.fromarray(shade(make_scene(SCENE, side), scene_source_light(SCENE)))
+
+
+def _through_vae(model: LbmModel, picture: Image.Image) -> Image.Image:
+    with torch.inference_mode():
+        pixels = image_to_tensor(picture).to(next(model.parameters()).device)
+        decoded = model.vae.decode(model.vae.encode(pixels))
+    return tensor_to_image(decoded.float().cpu().clamp(-1, 1))

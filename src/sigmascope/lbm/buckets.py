@@ -8,8 +8,10 @@ from sigmascope.errors import ConfigError
 Size = tuple[int, int]
 """(width, height) in pixels."""
 
+
 BASE_RESOLUTION = 1024
 """Side of the square bucket of the full-size model."""
+
 
 _PORTRAIT = ((512, 2048), (512, 1920), (640, 1536), (768, 1280), (896, 1152), (1024, 1024))
 BUCKETS: tuple[Size, ...] = _PORTRAIT + tuple((height, width) for width, height in reversed(_PORTRAIT[:-1]))

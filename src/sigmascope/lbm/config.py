@@ -4,25 +4,149 @@ The top-level keys are those of LBM's own configs. The optional `denoiser:` and 
 override the architecture, so that the same code builds a model of a few megabytes.
 """
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import yaml
-from pydantic import Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
+from yaml.nodes import MappingNode, ScalarNode
 
 from sigmascope.errors import ConfigError
-from sigmascope.lbm.architecture import ConfigBlock, DenoiserConfig, VaeConfig
-from sigmascope.lbm.config_errors import config_error
-from sigmascope.lbm.config_kinds import refuse_training
-from sigmascope.lbm.yaml_file import read_yaml
 
 TimestepSampling = Literal["uniform", "log_normal", "custom_timesteps"]
 LatentLoss = Literal["l1", "l2"]
 PixelLoss = Literal["l1", "l2", "lpips"]
 
+
 PROBABILITY_TOLERANCE = 1e-3
 """How far `prob` may be from a sum of 1: users write 0.333 three times."""
+
+
+class ConfigBlock(BaseModel):
+    """Base of every part of a config: unknown keys, NaN and Inf are errors, values do not change."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
+
+
+DownBlock = Literal["DownBlock2D", "CrossAttnDownBlock2D"]
+UpBlock = Literal["UpBlock2D", "CrossAttnUpBlock2D"]
+MidBlock = Literal["UNetMidBlock2DCrossAttn", "UNetMidBlock2D"]
+
+
+def _check_depths(key: str, depths: int | tuple[int, ...]) -> None:
+    each = depths if isinstance(depths, tuple) else (depths,)
+    if min(each) < 1:
+        raise ValueError(f"{key}: expected 1 or more, got {list(each)}")
+
+
+def _check_widths(widths: tuple[int, ...], groups: int) -> None:
+    for width in widths:
+        if width < 1 or width % groups:
+            raise ValueError(
+                f"block_out_channels: expected multiples of norm_num_groups ({groups}), got {list(widths)}"
+            )
+
+
+def _check_heads(widths: tuple[int, ...], heads: int | tuple[int, ...]) -> None:
+    each = heads if isinstance(heads, tuple) else (heads,) * len(widths)
+    for width, count in zip(widths, each, strict=True):
+        if count < 1 or width % count:
+            raise ValueError(
+                f"attention_head_dim: expected numbers of heads that divide the widths {list(widths)}, "
+                f"got {list(each)}"
+            )
+
+
+class DenoiserConfig(ConfigBlock):
+    """Architecture of the denoiser, with the names of diffusers' `UNet2DConditionModel`.
+
+    As in diffusers, `attention_head_dim` holds the number of heads of each block. `cross_attention_dim` must
+    equal the widths, because cross attention attends to the hidden states themselves.
+    """
+
+    block_out_channels: tuple[int, ...] = (320, 640, 1280)
+    layers_per_block: int | tuple[int, ...] = 2
+    down_block_types: tuple[DownBlock, ...] = ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D")
+    up_block_types: tuple[UpBlock, ...] = ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D")
+    mid_block_type: MidBlock | None = "UNetMidBlock2DCrossAttn"
+    transformer_layers_per_block: int | tuple[int, ...] = (1, 2, 10)
+    attention_head_dim: int | tuple[int, ...] = (5, 10, 20)
+    cross_attention_dim: tuple[int, ...] = ()
+    norm_num_groups: int = Field(default=32, ge=1)
+    use_linear_projection: bool = True
+
+    @model_validator(mode="before")
+    @classmethod
+    def _widths_are_attended(cls, data: Any) -> Any:
+        """Fill `cross_attention_dim` with the widths unless it is given."""
+        if isinstance(data, Mapping) and not data.get("cross_attention_dim"):
+            widths = data.get("block_out_channels", cls.model_fields["block_out_channels"].default)
+            return {**data, "cross_attention_dim": widths}
+        return data
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "DenoiserConfig":
+        count = len(self.block_out_channels)
+        if count == 0:
+            raise ValueError("block_out_channels: expected at least one width")
+        for key in (
+            "down_block_types",
+            "up_block_types",
+            "cross_attention_dim",
+            "layers_per_block",
+            "transformer_layers_per_block",
+            "attention_head_dim",
+        ):
+            value = getattr(self, key)
+            if isinstance(value, tuple) and len(value) != count:
+                raise ValueError(
+                    f"{key}: expected {count} entries, one for each of block_out_channels, got {len(value)}"
+                )
+        for key in ("layers_per_block", "transformer_layers_per_block"):
+            _check_depths(key, getattr(self, key))
+        _check_widths(self.block_out_channels, self.norm_num_groups)
+        _check_heads(self.block_out_channels, self.attention_head_dim)
+        if self.cross_attention_dim != self.block_out_channels:
+            raise ValueError(
+                f"cross_attention_dim: expected the widths {list(self.block_out_channels)} "
+                f"(cross attention attends to the hidden states), got {list(self.cross_attention_dim)}"
+            )
+        return self
+
+    @property
+    def factor(self) -> int:
+        """Latent height and width must be multiples of this for skip connections to meet."""
+        return int(2 ** (len(self.block_out_channels) - 1))
+
+
+class VaeConfig(ConfigBlock):
+    """Architecture of the VAE, with the names of diffusers' `AutoencoderKL`; the default is SDXL's."""
+
+    block_out_channels: tuple[int, ...] = (128, 256, 512, 512)
+    latent_channels: int = Field(default=4, ge=1)
+    layers_per_block: int = Field(default=2, ge=1)
+    norm_num_groups: int = Field(default=32, ge=1)
+    mid_block_add_attention: bool = True
+    use_quant_conv: bool = True
+    use_post_quant_conv: bool = True
+    scaling_factor: float = Field(default=0.13025, gt=0)
+    shift_factor: float = 0.0
+    force_upcast: bool = True
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "VaeConfig":
+        if not self.block_out_channels:
+            raise ValueError("block_out_channels: expected at least one width")
+        _check_widths(self.block_out_channels, self.norm_num_groups)
+        return self
+
+    @property
+    def factor(self) -> int:
+        """Image pixels along one side of a latent element."""
+        return int(2 ** (len(self.block_out_channels) - 1))
 
 
 class LbmConfig(ConfigBlock):
@@ -147,3 +271,159 @@ def load_config(path: str | Path) -> LbmConfig:
         ConfigError: The file cannot be read, is not YAML, or does not describe an LBM model.
     """
     return parse_config(read_yaml(Path(path)), where=str(path))
+
+
+def config_error(error: ValidationError, model: type[BaseModel], where: str) -> ConfigError:
+    """Name every wrong key, what was expected of it, and the nearest known key.
+
+    Args:
+        error: What pydantic found.
+        model: The model that was being filled; its fields are the known keys.
+        where: The file, or what was being read.
+    """
+    details = _causes(error.errors())
+    lines = [_describe(detail, model) for detail in details]
+    unknown = any(detail["type"] == "extra_forbidden" for detail in details)
+    hint = "Remove or rename the unknown keys." if unknown else "Correct these values."
+    return ConfigError(f"{where}: {'; '.join(lines)}.", hint=hint)
+
+
+def _describe(detail: ErrorDetails, model: type[BaseModel]) -> str:
+    key = ".".join(str(part) for part in detail["loc"])
+    if detail["type"] == "extra_forbidden":
+        return _unknown_key(detail["loc"], model)
+    if detail["type"] == "value_error":
+        text = str(detail["ctx"]["error"])
+        return f"{key}.{text}" if key else text
+    if detail["type"] == "missing":
+        return f"{key} is required"
+    return f"{key}: {_expected(detail)}, got {_shortened(detail['input'])}"
+
+
+def _causes(details: list[ErrorDetails]) -> list[ErrorDetails]:
+    """Leave out that a list is too short where its values were refused: pydantic counts those that remain."""
+    inside = {detail["loc"][:-1] for detail in details}
+    return [detail for detail in details if detail["type"] != "too_short" or detail["loc"] not in inside]
+
+
+def _expected(detail: ErrorDetails) -> str:
+    """What was expected, without the names of Python's types."""
+    match detail["type"]:
+        case "too_short":
+            return f"expected at least {_values(detail['ctx']['min_length'])}"
+        case "too_long":
+            return f"expected at most {_values(detail['ctx']['max_length'])}"
+        case "tuple_type":
+            return "expected a list of values"
+        case "path_type":
+            return "expected a path"
+        case _:
+            return detail["msg"][:1].lower() + detail["msg"][1:]
+
+
+def _values(count: int) -> str:
+    return "1 value" if count == 1 else f"{count} values"
+
+
+def _unknown_key(location: tuple[int | str, ...], model: type[BaseModel]) -> str:
+    name = str(location[-1])
+    known = _known_keys(model, location[:-1])
+    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    key = ".".join(str(part) for part in location)
+    if nearest:
+        return f"unknown key {key} (did you mean {nearest[0]}?)"
+    return f"unknown key {key} (known: {', '.join(sorted(known))})"
+
+
+def _known_keys(model: type[BaseModel], parents: tuple[int | str, ...]) -> list[str]:
+    for part in parents:
+        annotation = model.model_fields[str(part)].annotation
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            return []
+        model = annotation
+    return list(model.model_fields)
+
+
+def _shortened(value: Any) -> str:
+    text = "nothing" if value is None else repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+TRAINING_NEEDS: Final = ("train_shards", "base_model_path", "save_ckpt_path")
+"""Keys that every training's YAML has; no model's has one of them."""
+
+
+def refuse_training(data: Mapping[str, Any], where: str) -> None:
+    """Refuse the YAML of a training where a model's is wanted.
+
+    Args:
+        data: What was given; two of the keys that every training needs tell it apart from a slip.
+        where: The file, or what the mapping is.
+
+    Raises:
+        ConfigError: It is one; names the command that it is for.
+    """
+    found = [key for key in TRAINING_NEEDS if key in data]
+    if len(found) > 1:
+        raise ConfigError(
+            f"{where}: is a configuration for training ({', '.join(found)}), and a model's is wanted here.",
+            hint="Train with it: sigmascope lbm train --path_config FILE. For a model, give a file with the model's "
+            "own keys alone, or leave it out where one lies beside the model.",
+        )
+
+
+def refuse_model(data: Mapping[str, Any], model_keys: Collection[str], where: str) -> None:
+    """Refuse the YAML of a model where a training's is wanted.
+
+    Args:
+        data: What was given.
+        model_keys: Keys that a model's YAML may have.
+        where: The file, or what the mapping is.
+
+    Raises:
+        ConfigError: It holds keys of a model and nothing else.
+    """
+    if data and all(key in model_keys for key in data):
+        raise ConfigError(
+            f"{where}: describes a model alone, and a training is wanted here: "
+            f"{', '.join(TRAINING_NEEDS)} are required.",
+            hint="Add these keys (docs/lbm-train-config.md), or give the file to sigmascope lbm infer --config_path.",
+        )
+
+
+def read_yaml(path: Path, *, hint: str = "Check the path.") -> Any:
+    """Give what a YAML file holds; an empty file is an empty mapping.
+
+    Raises:
+        ConfigError: The file cannot be read (then with the hint), is not UTF-8 or not YAML, or gives a key twice.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: cannot be read ({error}).", hint="Save it as UTF-8.") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error}).", hint=hint) from error
+    try:
+        data = yaml.load(text, Loader=_OnceLoader)  # a SafeLoader
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: is not valid YAML ({error}).", hint="Correct that line.") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path}: is nested too deeply.", hint="Correct its brackets.") from error
+    return data if data is not None else {}
+
+
+class _OnceLoader(yaml.SafeLoader):
+    """A SafeLoader that takes each key of a mapping once; `<<` may repeat keys, which it is there to change."""
+
+    def compose_mapping_node(self, anchor: Any) -> MappingNode:
+        """Look at the keys as they are written."""
+        node: MappingNode = super().compose_mapping_node(anchor)
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, ScalarNode):
+                if key.value in seen:
+                    raise yaml.composer.ComposerError(
+                        None, None, f"{key.value} is given twice", key.start_mark
+                    )
+                seen.add(key.value)
+        return node

@@ -1,14 +1,18 @@
 """Pictures in and out: any file Pillow reads becomes upright RGB; results are written whole or not at all."""
 
+import math
 import struct
 import warnings
 import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 import torch
 from jaxtyping import Float
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageDraw, ImageFont, ImageOps, UnidentifiedImageError
 from torch import Tensor
 from torch.nn import functional
 
@@ -18,9 +22,11 @@ from sigmascope.errors import ConfigError, FileError
 Images = Float[Tensor, "batch 3 height width"]
 Resized = Float[Tensor, "batch 3 new_height new_width"]
 
+
 FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
 """What `save_image` writes, by the file's suffix."""
 JPEG_QUALITY = 95
+
 
 DECODER_ERRORS = (OSError, SyntaxError, ValueError, EOFError, IndexError, struct.error, zlib.error)
 """What Pillow's decoders raise on damaged files."""
@@ -151,3 +157,101 @@ def _wide_grey(image: Image.Image) -> Image.Image:
 
 def _no_picture(path: Path) -> str:
     return "the file is empty." if path.stat().st_size == 0 else "is no picture that Pillow can read."
+
+
+PICTURES: Final = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
+"""Suffixes of the files that are taken for pictures."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnreadablePicture:
+    """A file that is no picture though it is named like one, and why."""
+
+    file: str
+    reason: str
+
+
+def find_pictures(folder: str | Path) -> tuple[list[Path], list[UnreadablePicture]]:
+    """The pictures of a folder that can be read, by name, and those that cannot. Each is decoded once.
+
+    Args:
+        folder: Only its own files count, not those of folders in it.
+
+    Raises:
+        ConfigError: It is no folder, or holds no picture that can be read.
+    """
+    place = Path(folder)
+    try:
+        files = sorted(path for path in place.iterdir() if path.suffix.lower() in PICTURES)
+    except OSError as error:
+        raise ConfigError(
+            f"--images {place} cannot be looked into ({error.strerror}).", hint="Name a folder of pictures."
+        ) from error
+    pictures: list[Path] = []
+    unreadable: list[UnreadablePicture] = []
+    for path in files:
+        try:
+            load_image(path)
+        except FileError as error:
+            unreadable.append(UnreadablePicture(path.name, error.message.removeprefix(f"{path}: ")))
+        else:
+            pictures.append(path)
+    if not pictures:
+        found = (
+            f"{len(files)} damaged, first {files[0].name}: {unreadable[0].reason}" if files else "none at all"
+        )
+        raise ConfigError(
+            f"--images {place} holds no picture that can be read ({found}).",
+            hint=f"Put pictures into it ({', '.join(PICTURES)}).",
+        )
+    return pictures, unreadable
+
+
+def psnr(image: Image.Image, truth: Image.Image) -> float:
+    """Peak signal-to-noise ratio in dB: 10 log10(255² / mean squared error), over all pixels and channels.
+
+    Returns:
+        Infinity for equal pictures.
+    """
+    difference = np.asarray(image.convert("RGB"), np.float64) - np.asarray(truth.convert("RGB"), np.float64)
+    error = float(np.mean(difference**2))
+    return math.inf if error == 0 else 10 * math.log10(255**2 / error)
+
+
+MARGIN, CAPTION_HEIGHT = 8, 22
+PAPER, INK = (250, 250, 248), (30, 30, 34)
+SMALLEST_SIDE, LARGEST_SIDE = 192, 384
+"""Pictures are shown with their longer side between these, in pixels."""
+
+
+def contact_sheet(pictures: Sequence[tuple[str, Image.Image]], *, columns: int | None = None) -> Image.Image:
+    """Return one picture that shows all, in rows, each with its caption above it.
+
+    Args:
+        pictures: Captions and pictures; all are shown at the size of the first.
+        columns: Pictures in a row; all in one row by default.
+
+    Raises:
+        ValueError: There is nothing to show.
+    """
+    if not pictures:
+        raise ValueError("a contact sheet needs at least one picture")
+    columns = columns or len(pictures)
+    width, height = _shown_size(pictures[0][1])
+    rows = -(-len(pictures) // columns)
+    cell_width, cell_height = width + MARGIN, height + CAPTION_HEIGHT + MARGIN
+    sheet = Image.new("RGB", (columns * cell_width + MARGIN, rows * cell_height + MARGIN), PAPER)
+    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(size=14)
+    for index, (caption, picture) in enumerate(pictures):
+        left = MARGIN + index % columns * cell_width
+        top = MARGIN + index // columns * cell_height
+        draw.text((left, top), caption, fill=INK, font=font)
+        shown = picture.convert("RGB").resize((width, height), Image.Resampling.LANCZOS)
+        sheet.paste(shown, (left, top + CAPTION_HEIGHT))
+    return sheet
+
+
+def _shown_size(picture: Image.Image) -> tuple[int, int]:
+    longer = max(picture.size)
+    scale = min(max(longer, SMALLEST_SIDE), LARGEST_SIDE) / longer
+    return max(1, round(picture.width * scale)), max(1, round(picture.height * scale))

@@ -7,23 +7,24 @@ denoiser, `latent_decoding`); without a recorder the stages cost nothing. The re
 import math
 import secrets
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from PIL import Image
 from torch import Tensor
+from torch.nn import functional
 
 from sigmascope.errors import ConfigError, NonFiniteError
 from sigmascope.lbm.bridge import sample_bridge
 from sigmascope.lbm.buckets import Size, check_resolution, working_size
-from sigmascope.lbm.framing import Frame, checked_rgb, conditioning_latents
-from sigmascope.lbm.images import image_to_tensor, tensor_to_image
-from sigmascope.lbm.loading import is_finite
-from sigmascope.lbm.model import LbmModel
+from sigmascope.lbm.images import image_to_tensor, mask_levels, pad_to, resize, tensor_to_image, to_rgb
+from sigmascope.lbm.model import LbmModel, is_finite
 from sigmascope.monitor import stage, step
 from sigmascope.progress import Progress, no_progress
 
 MINIMUM_TILE = 4
 """Latent elements along a tile's side, below which tiles are mostly overlap."""
+
 
 SEEDS = 2**63
 """Seeds are below this: what fits a signed 64-bit column of the run store."""
@@ -80,6 +81,25 @@ def translate_image(
         if on_latent is not None:
             on_latent(z_target)
         return _decode(model, z_target, frame, tile_size)
+
+
+@dataclass(frozen=True)
+class Frame:
+    """How a picture of `original` size is brought to the model's `working` size, and back."""
+
+    original: Size
+    working: Size
+    pads: bool
+
+    def enter(self, pixels: Tensor) -> Tensor:
+        """Pixels (batch, 3, height, width) of the original size, padded or resized to the working size."""
+        return pad_to(pixels, self.working) if self.pads else resize(pixels, self.working)
+
+    def leave(self, pixels: Tensor) -> Tensor:
+        """Pixels of the working size, cropped or resized to the original size."""
+        if self.pads:
+            return pixels[..., : self.original[1], : self.original[0]]
+        return resize(pixels, self.original)
 
 
 def _encode(
@@ -184,3 +204,64 @@ def _require_finite(tensor: Tensor, what: str, model: LbmModel) -> None:
             f"NaN or Inf in {what} (denoiser {dtype}, VAE {str(model.vae.dtype).removeprefix('torch.')}).",
             hint="Run in bf16 or float32 (--torch_dtype).",
         )
+
+
+def conditioning_latents(
+    model: LbmModel, frame: Frame, given: Mapping[str, Image.Image], like: Tensor, tile_size: int | None
+) -> Tensor | None:
+    """Latents of the conditioning images, then masks at latent size, joined on channels.
+
+    Args:
+        model: Its config says which pictures there must be.
+        frame: That of the picture which they condition; they are resized to its original size first.
+        given: A picture for each of the config's conditioning image and mask keys.
+        like: Latent (1, channels, height, width), whose size and device they get.
+        tile_size: In pixels; None encodes at once.
+
+    Returns:
+        (1, channels, height, width), float32; None where the model takes none.
+
+    Raises:
+        ConfigError: A picture is missing, not asked for, or empty.
+    """
+    config = model.config
+    keys = [*config.conditioning_images_keys, *config.conditioning_masks_keys]
+    if missing := [key for key in keys if key not in given]:
+        raise ConfigError(
+            f"conditioning: the model needs {', '.join(missing)}.",
+            hint="Pass a picture for each, with --conditioning key=picture.png.",
+        )
+    if unknown := [key for key in given if key not in keys]:
+        raise ConfigError(
+            f"conditioning: the model takes {', '.join(keys) or 'none'}, got {', '.join(unknown)}.",
+            hint="Leave these out.",
+        )
+    parts = []
+    for key in config.conditioning_images_keys:
+        pixels = resize(image_to_tensor(checked_rgb(given[key], key)), frame.original)
+        pixels = frame.enter(pixels).to(like.device)
+        parts.append(model.vae.encode(pixels, tile_size=tile_size).float())
+    for key in config.conditioning_masks_keys:
+        grey = image_to_tensor(mask_levels(checked_rgb(given[key], key).convert("L")))[:, :1]
+        grey = frame.enter(resize(grey.expand(-1, 3, -1, -1), frame.original))[:, :1]
+        mask = ((grey + 1.0) / 2.0).to(like.device)  # last: bicubic overshoot is cut at -1 and 1
+        parts.append(functional.interpolate(mask, like.shape[-2:], mode="area"))
+    return torch.cat(parts, dim=1) if parts else None
+
+
+def checked_rgb(image: Image.Image, what: str) -> Image.Image:
+    """An image as RGB.
+
+    Args:
+        image: Any Pillow image; see `images.to_rgb`.
+        what: What it is, for the message.
+
+    Raises:
+        ConfigError: It has no pixels.
+    """
+    if 0 in image.size:
+        raise ConfigError(
+            f"{what}: the image is empty ({image.width}×{image.height} pixels).",
+            hint="Pass one with at least one pixel.",
+        )
+    return to_rgb(image)

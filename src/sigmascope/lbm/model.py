@@ -4,18 +4,21 @@ Keys (SPEC section 7): `denoiser.*` are those of diffusers' `UNet2DConditionMode
 `AutoencoderKL`, `num_iterations` is a float32 scalar.
 """
 
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from diffusers import UNet2DConditionModel
+from diffusers import AutoencoderKL, UNet2DConditionModel
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from sigmascope.checkpoints import Checkpoint, open_checkpoint
-from sigmascope.errors import ModelMismatchError
-from sigmascope.lbm.config import LbmConfig, load_config
-from sigmascope.lbm.loading import assign_weights, config_for
-from sigmascope.lbm.vae import LbmVae
+from sigmascope.checkpoints.files import is_folder, is_regular_file, names_in
+from sigmascope.checkpoints.reader import INDEX_SUFFIX, PICKLE_SUFFIXES
+from sigmascope.errors import CheckpointError, ModelMismatchError, NonFiniteError
+from sigmascope.lbm.config import LbmConfig, VaeConfig, load_config
+from sigmascope.monitor import stage
+from sigmascope.pipeline.tiling import TilePlan, plan, tiled_map
 from sigmascope.progress import Progress, no_progress
 
 
@@ -172,3 +175,287 @@ def _build_denoiser(config: LbmConfig) -> UNet2DConditionModel:
         norm_num_groups=block.norm_num_groups,
         use_linear_projection=block.use_linear_projection,
     )
+
+
+Images = Float[Tensor, "batch 3 height width"]
+Latents = Float[Tensor, "batch channels latent_height latent_width"]
+
+
+class LbmVae(nn.Module):
+    """Wraps diffusers' `AutoencoderKL` as `vae_model`, so that keys are `vae.vae_model.*`."""
+
+    def __init__(self, config: VaeConfig) -> None:
+        super().__init__()
+        self.config = config
+        blocks = len(config.block_out_channels)
+        self.vae_model = AutoencoderKL(
+            down_block_types=("DownEncoderBlock2D",) * blocks,
+            up_block_types=("UpDecoderBlock2D",) * blocks,
+            block_out_channels=config.block_out_channels,
+            latent_channels=config.latent_channels,
+            layers_per_block=config.layers_per_block,
+            norm_num_groups=config.norm_num_groups,
+            mid_block_add_attention=config.mid_block_add_attention,
+            use_quant_conv=config.use_quant_conv,
+            use_post_quant_conv=config.use_post_quant_conv,
+            scaling_factor=config.scaling_factor,
+            shift_factor=config.shift_factor,
+            force_upcast=config.force_upcast,
+        )
+
+    @property
+    def factor(self) -> int:
+        """Image pixels along one side of a latent element."""
+        return self.config.factor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        dtype: torch.dtype = next(self.vae_model.parameters()).dtype
+        return dtype
+
+    def encode(
+        self,
+        images: Images,
+        *,
+        sample: bool = False,
+        generator: torch.Generator | None = None,
+        tile_size: int | None = None,
+    ) -> Latents:
+        """Encode images to latents, (z − shift)·scaling.
+
+        Args:
+            images: In [-1, 1], height and width multiples of `factor`.
+            sample: Draw z from the posterior; otherwise take its mode, so that the result is the same each time.
+            generator: Of that draw; on the CPU or on the images' device.
+            tile_size: Encode in overlapping tiles of this many pixels; None encodes at once.
+        """
+        images = images.to(self.dtype)
+        if tile_size is None:
+            moments = self._moments(images)
+        else:
+            moments = tiled_map(self._moments, images, self._tiles(images.shape[-2:], tile_size))
+        mean, log_variance = moments.chunk(2, dim=1)
+        latents = mean
+        if sample:
+            std = torch.exp(0.5 * log_variance.clamp(-30.0, 20.0))
+            device = generator.device if generator is not None else mean.device
+            noise = torch.randn(mean.shape, generator=generator, device=device)
+            latents = mean + std * noise.to(mean)
+        return (latents - self.config.shift_factor) * self.config.scaling_factor
+
+    def decode(self, latents: Latents, *, tile_size: int | None = None) -> Images:
+        """Decode latents to images: the inverse of `encode`'s shift and scaling, then the decoder.
+
+        Args:
+            latents: As `encode` gives them.
+            tile_size: Decode in overlapping tiles of this many image pixels; None decodes at once.
+        """
+        latents = latents.to(self.dtype) / self.config.scaling_factor + self.config.shift_factor
+        if tile_size is None:
+            return self._pixels(latents)
+        height, width = (side * self.factor for side in latents.shape[-2:])
+        return tiled_map(self._pixels, latents, self._tiles((height, width), tile_size))
+
+    def _tiles(self, size: Sequence[int], tile_size: int) -> TilePlan:
+        tile = max(tile_size // self.factor, 2) * self.factor
+        return plan(size[0], size[1], tile, None, self.factor)
+
+    def _moments(self, images: Tensor) -> Tensor:
+        encoded: Tensor = self.vae_model.encoder(images)
+        quant_conv = self.vae_model.quant_conv
+        return encoded if quant_conv is None else quant_conv(encoded)
+
+    def _pixels(self, latents: Tensor) -> Tensor:
+        decoded: Tensor = self.vae_model.decode(latents, return_dict=False)[0]
+        return decoded
+
+
+NAMED = 5
+"""How many keys of a kind an error names before it counts the rest."""
+
+
+def find_config(checkpoint: str | Path) -> Path | None:
+    """Look for the YAML that describes a checkpoint.
+
+    Beside a file that is `<its name without suffix>.yaml`, then `config.yaml`; the name of a sharded one is
+    what comes before `.safetensors.index.json`. In a folder it is `<folder's name>.yaml`, then that of the
+    weights in it, then `config.yaml`.
+
+    Raises:
+        CheckpointError: The system refuses to look at the path.
+    """
+    checkpoint = Path(checkpoint)
+    if is_folder(checkpoint):
+        folder, weights = checkpoint, [name for name in names_in(checkpoint) if _is_weights(name)]
+        stems = [checkpoint.absolute().name, *map(_stem, weights)]
+    else:
+        folder, stems = checkpoint.parent, [_stem(checkpoint.name)]
+    for name in (*(f"{stem}.yaml" for stem in stems), "config.yaml"):
+        if is_regular_file(folder / name):
+            return folder / name
+    return None
+
+
+def _is_weights(name: str) -> bool:
+    return name.endswith((INDEX_SUFFIX, ".safetensors", *PICKLE_SUFFIXES))
+
+
+def _stem(name: str) -> str:
+    return name.removesuffix(INDEX_SUFFIX) if name.endswith(INDEX_SUFFIX) else Path(name).stem
+
+
+def config_for(checkpoint: str | Path) -> LbmConfig:
+    """Read the config that lies beside a checkpoint; without one, the full-size default.
+
+    Raises:
+        ConfigError: The file found there does not describe an LBM model.
+        CheckpointError: The system refuses to look at the path.
+    """
+    path = find_config(checkpoint)
+    return LbmConfig() if path is None else load_config(path)
+
+
+def assign_weights(
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    dtypes: Mapping[str, torch.dtype],
+    device: str | torch.device,
+    *,
+    progress: Progress = no_progress,
+) -> None:
+    """Give every parameter and buffer of a model on the meta device its tensor from a checkpoint.
+
+    Args:
+        model: Its keys and shapes must be the checkpoint's.
+        checkpoint: Open; tensors are read one at a time.
+        dtypes: For each first part of a key ("denoiser", "vae", ...), the dtype that its tensors get.
+        device: Where the tensors go.
+        progress: Told after each tensor.
+
+    Raises:
+        ModelMismatchError: Keys are missing or unexpected, or shapes differ. Nothing was assigned.
+        CheckpointError: A tensor cannot be read, or is not of a floating-point dtype.
+        NonFiniteError: A tensor holds NaN or Inf.
+    """
+    expected = model.state_dict(keep_vars=True)
+    _check_keys_and_shapes(expected, checkpoint)
+    for done, (key, placeholder) in enumerate(expected.items(), start=1):
+        tensor = checkpoint.tensor(key)
+        _check_values(tensor, key, checkpoint.path)
+        tensor = tensor.to(device=device, dtype=dtypes[key.partition(".")[0]])
+        _set(model, key, tensor, is_parameter=isinstance(placeholder, nn.Parameter))
+        progress(done, len(expected), key)
+
+
+def compare_keys(model: nn.Module, checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
+    """Give the keys that a model has and a checkpoint lacks (missing), and the other way (unexpected)."""
+    return _compare(model.state_dict(keep_vars=True), checkpoint)
+
+
+def _compare(expected: Mapping[str, Tensor], checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
+    missing = [key for key in expected if key not in checkpoint]
+    return missing, sorted(key for key in checkpoint if key not in expected)
+
+
+def _check_keys_and_shapes(expected: Mapping[str, Tensor], checkpoint: Checkpoint) -> None:
+    wrong = []
+    missing, unexpected = _compare(expected, checkpoint)
+    if missing:
+        wrong.append(f"{len(missing)} missing: {_listed(missing)}")
+    if unexpected:
+        wrong.append(f"{len(unexpected)} unexpected: {_listed(unexpected)}")
+    misshaped = [
+        f"{key} (expected {list(tensor.shape)}, found {list(checkpoint.info(key).shape)})"
+        for key, tensor in expected.items()
+        if key in checkpoint and tuple(checkpoint.info(key).shape) != tuple(tensor.shape)
+    ]
+    if misshaped:
+        wrong.append(f"{len(misshaped)} of another shape: {_listed(misshaped)}")
+    if wrong:
+        raise ModelMismatchError(
+            f"{checkpoint.path}: the weights do not fit the model that the config describes; {'; '.join(wrong)}.",
+            hint="Pass the config that this checkpoint was made with (--config_path).",
+        )
+
+
+def _check_values(tensor: Tensor, key: str, path: Path) -> None:
+    if not tensor.is_floating_point():
+        raise CheckpointError(
+            path,
+            f"{key} holds {tensor.dtype}, expected a floating-point dtype.",
+            hint="Convert quantised weights to bf16 first.",
+        )
+    if not is_finite(tensor):
+        raise NonFiniteError(
+            f"{path}: {key} holds NaN or Inf.", hint="The checkpoint is damaged; fetch or save it again."
+        )
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether no element is NaN or Inf, from one pass over its smallest and largest (`aminmax` keeps NaN)."""
+    if tensor.numel() == 0:
+        return True
+    lowest, highest = torch.aminmax(tensor if tensor.element_size() > 1 else tensor.float())
+    return bool(torch.isfinite(lowest) & torch.isfinite(highest))
+
+
+def _set(model: nn.Module, key: str, tensor: Tensor, *, is_parameter: bool) -> None:
+    owner, _, name = key.rpartition(".")
+    module = model.get_submodule(owner)
+    setattr(module, name, nn.Parameter(tensor) if is_parameter else tensor)
+
+
+def _listed(names: Iterable[str]) -> str:
+    names = list(names)
+    shown = ", ".join(names[:NAMED])
+    return shown if len(names) <= NAMED else f"{shown} and {len(names) - NAMED} more"
+
+
+def load_watched(
+    path: str | Path,
+    config: LbmConfig | str | Path | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    progress: Progress = no_progress,
+) -> LbmModel:
+    """Load a checkpoint as `load_lbm` does, as a stage of the current recorder (SPEC section 2).
+
+    The stage holds file, format ("safetensors" or "pickle"), bytes of all files, parameters, dtype, device,
+    and missing and unexpected keys, these even when loading fails over them. Its duration is the load time.
+    Without a recorder nothing is kept.
+
+    Args:
+        path: Any layout that `open_checkpoint` reads.
+        config: Of the model, or its YAML file; None looks beside the checkpoint.
+        dtype: Of the weights.
+        device: Where the weights go.
+        progress: Told after each tensor.
+
+    Returns:
+        The model in evaluation mode.
+
+    Raises:
+        ConfigError: The config is not valid.
+        CheckpointError: The file is missing, damaged, or refused.
+        ModelMismatchError: Names keys that are missing, unexpected or of another shape.
+        NonFiniteError: Names the first tensor with NaN or Inf.
+    """
+    with stage("model_loading") as recorded:
+        recorded.fact("file", str(path))
+        recorded.fact("dtype", str(dtype).removeprefix("torch."))
+        recorded.fact("device", str(device))
+        config = resolve_config(path, config)
+        with open_checkpoint(path) as checkpoint:
+            recorded.fact("format", checkpoint.format)
+            recorded.fact("file_bytes", sum(file.stat().st_size for file in checkpoint.files))
+            model = build_lbm(config, device="meta")
+            missing, unexpected = compare_keys(model, checkpoint)
+            recorded.fact("missing_keys", missing)
+            recorded.fact("unexpected_keys", unexpected)
+            fill_lbm(model, checkpoint, dtype=dtype, device=device, progress=progress)
+        recorded.fact("parameters", sum(parameter.numel() for parameter in model.parameters()))
+        recorded.module("denoiser", model.denoiser)
+        recorded.module("vae", model.vae)
+    return model

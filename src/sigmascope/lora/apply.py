@@ -1,7 +1,685 @@
-"""Ways to apply a LoRA to a model: hot (`attach_lora`) or merged (`merge_lora`)."""
+"""A LoRA on a live nn.Module: hot (attach_lora) or merged into its weights (merge_lora), and back.
 
-from sigmascope.lora.applying.merged_lora import MergedLora, merge_lora
-from sigmascope.lora.attach import AttachedLora, attach_lora
-from sigmascope.lora.matching import LoraTarget, match_modules
+y = W·x + scale · s · up(down(x)). For a convolution, `down` runs with the layer's own stride, padding and
+dilation, and `up` is 1×1: together they are the convolution by ΔW.
+
+Adding and subtracting again does not give W back in floating point, so the original values are kept, on the
+CPU: as many bytes as the changed weights have.
+"""
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from math import frexp, isfinite
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.utils.hooks import RemovableHandle
+
+from sigmascope.errors import ConfigError, LoraFormatError, ModelMismatchError, NonFiniteError
+from sigmascope.lora.alignment import align
+from sigmascope.lora.factors import LoraFactors
+from sigmascope.lora.families import layout_of
+from sigmascope.lora.file import LoraFile
+from sigmascope.lora.linalg import at_least_float32, same_matrix
 
 __all__ = ["AttachedLora", "LoraTarget", "MergedLora", "attach_lora", "match_modules", "merge_lora"]
+
+
+logger = logging.getLogger(__name__)
+
+
+def attach_lora(model: nn.Module, lora: LoraFile, scale: float = 1.0) -> "AttachedLora":
+    """Apply a LoRA while the model runs, through forward hooks; the weights stay as they are.
+
+    Several LoRAs may be attached to one model; their changes add up. Layers that share a weight all get it.
+    A model may be compiled after this: the scale and `detach` still act.
+
+    Args:
+        model: Holds a Linear or Conv2d for every module of the LoRA.
+        lora: The changes.
+        scale: Strength, settable later. At 0 the outputs are those of the bare model, bit for bit.
+
+    Returns:
+        A handle that is also a context manager; leaving it detaches.
+
+    Raises:
+        ModelMismatchError: A module does not fit the model, or sits where hooks do not run: in a model that
+            is already compiled, or in nn.MultiheadAttention's output projection.
+        NonFiniteError: Factors that hold NaN or Inf, or do so in the layer's dtype however they share the change.
+        ConfigError: `scale` is NaN or infinite.
+    """
+    targets = match_modules(model, lora)
+    _require_hooks_run(model, targets)
+    if lora.unused_keys:
+        logger.warning("%s: %d keys are not applied: %s", lora, len(lora.unused_keys), lora.unused_keys[:3])
+    return AttachedLora(targets, scale)
+
+
+Layer = nn.Linear | nn.Conv2d
+
+
+@dataclass(frozen=True, eq=False)
+class LoraTarget:
+    """One weight of the model and the change that the LoRA makes to it.
+
+    Attributes:
+        names: The LoRA modules that name this weight: more than one where layers share it.
+        factors: The change.
+        layers: Every layer that holds the weight, each once.
+    """
+
+    names: tuple[str, ...]
+    factors: LoraFactors
+    layers: tuple[Layer, ...]
+
+    @property
+    def name(self) -> str:
+        """The first of the names."""
+        return self.names[0]
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight itself, as the first layer holds it now."""
+        return self.layers[0].weight
+
+
+class AttachedLora:
+    """A LoRA attached to a running model. Made by `attach_lora`.
+
+    Attributes:
+        applied: The LoRA's modules that act, in the LoRA's order.
+    """
+
+    def __init__(self, targets: list[LoraTarget], scale: float) -> None:
+        self.applied: tuple[str, ...] = tuple(name for target in targets for name in target.names)
+        self._strength = _Strength(finite_scale(scale))
+        self._branches = [
+            _Branch(target.name, PlacedFactors(target.name, target.factors, layer), self._strength)
+            for target in targets
+            for layer in target.layers
+        ]
+        layers = [layer for target in targets for layer in target.layers]
+        self._handles: list[RemovableHandle] = [
+            layer.register_forward_hook(branch, with_kwargs=True)
+            for layer, branch in zip(layers, self._branches, strict=True)
+        ]
+
+    @property
+    def scale(self) -> float:
+        """The strength now; setting it acts from the next call of each layer."""
+        return self._strength.value
+
+    @scale.setter
+    def scale(self, value: float) -> None:
+        self._strength.value = finite_scale(value)
+
+    @property
+    def attached(self) -> bool:
+        """Whether the hooks are still in place."""
+        return bool(self._handles)
+
+    @property
+    def dormant(self) -> tuple[str, ...]:
+        """Modules whose layer has not run since the LoRA was attached, so that it had no effect there."""
+        return tuple(dict.fromkeys(branch.name for branch in self._branches if not branch.has_run))
+
+    def detach(self) -> None:
+        """Remove this LoRA's hooks and nothing else; the scale is then 0. A second call does nothing."""
+        self._strength.value = 0.0  # code compiled with the hooks in it looks at this
+        while self._handles:
+            self._handles.pop().remove()
+
+    def __enter__(self) -> "AttachedLora":
+        return self
+
+    def __exit__(
+        self,
+        exception_type: type[BaseException] | None,
+        exception: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.detach()
+
+
+@dataclass
+class _Strength:
+    """The scale that all hooks of one LoRA read."""
+
+    value: float
+
+
+class PlacedFactors:
+    """Factors as weights of the two small layers, wherever and in whatever dtype the layer has run.
+
+    Several threads may ask at once, as those of nn.DataParallel do for one hook.
+
+    Args:
+        name: The layer, for messages.
+        factors: The change, (out, in) or (out, in, kh, kw).
+        layer: The Linear or Conv2d that they are for; they are placed where its weight is at once.
+
+    Raises:
+        NonFiniteError: Here and in `near`: they hold NaN or Inf, or do so in the dtype however they share the change.
+    """
+
+    def __init__(self, name: str, factors: LoraFactors, layer: Layer) -> None:
+        kernel = factors.weight_shape[2:]
+        out_features, rank = factors.up.shape
+        self.scale = factors.scale
+        self._name = name
+        self._up = factors.up.reshape(out_features, rank, *(1 for _ in kernel))
+        self._down = factors.down.reshape(rank, *factors.weight_shape[1:])
+        self._largest = _largest(factors.up), _largest(factors.down)
+        self._placed: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
+        if layer.weight.is_floating_point() and not layer.weight.is_meta:
+            self.near(layer.weight)
+
+    def near(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
+        """Up and down on the tensor's device and in its dtype; made once for each."""
+        place = tensor.device, tensor.dtype
+        placed = self._placed.get(place)
+        if placed is None:
+            placed = self._place(*place)
+            self._placed[place] = placed
+        return placed
+
+    def _place(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        shift = _balancing_shift(self._name, *self._largest, dtype)
+        # An inference tensor kept from here would fail in a later call that records gradients.
+        with torch.inference_mode(mode=False), torch.no_grad():
+            if shift == 0:
+                return self._up.to(device, dtype), self._down.to(device, dtype)
+            # By powers of two, before narrowing: the product stays what it was, to the bit.
+            wide = at_least_float32(self._up.dtype, self._down.dtype)
+            up, down = self._up.to(wide) * 2.0**-shift, self._down.to(wide) * 2.0**shift
+            return up.to(device, dtype), down.to(device, dtype)
+
+
+class _Branch:
+    """The forward hook of one layer: adds the low-rank branch to the layer's output."""
+
+    def __init__(self, name: str, factors: PlacedFactors, strength: _Strength) -> None:
+        self.name = name
+        self.has_run = False
+        self._factors = factors
+        self._strength = strength
+
+    def __call__(
+        self, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
+    ) -> Tensor | None:
+        self.has_run = True
+        strength = self._strength.value
+        if strength == 0.0:
+            return None  # the output itself, not a copy plus zero
+        x = args[0] if args else kwargs["input"]
+        up, down = self._factors.near(x)
+        if isinstance(layer, nn.Conv2d):
+            # The layer's own convolution, because it alone knows padding modes such as "reflect".
+            branch = functional.conv2d(layer._conv_forward(x, down, None), up)
+        else:
+            branch = functional.linear(functional.linear(x, down), up)
+        return torch.add(output, branch.to(output.dtype), alpha=strength * self._factors.scale)
+
+
+def _require_hooks_run(model: nn.Module, targets: list[LoraTarget]) -> None:
+    """Refuse layers whose hooks would never run, because the LoRA would silently do nothing there."""
+    names = {layer: target.name for target in targets for layer in target.layers}
+    for path, module in model.named_modules():
+        if _is_compiled(module) and any(inner in names for inner in module.modules()):
+            raise ModelMismatchError(
+                f"{path or 'the model'} is already compiled, and a LoRA attached to it now would not run.",
+                hint="Attach it before torch.compile, or use merge_lora, which changes the weights.",
+            )
+    bypassed = [name for layer, name in names.items() if isinstance(layer, NonDynamicallyQuantizableLinear)]
+    if bypassed:
+        raise ModelMismatchError(
+            f"{', '.join(bypassed)}: nn.MultiheadAttention reads this weight without calling the layer.",
+            hint="Use merge_lora, which changes the weight.",
+        )
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """By torch.compile(module), which wraps it, or by module.compile()."""
+    return "_orig_mod" in module._modules or module._compiled_call_impl is not None
+
+
+def merge_lora(
+    model: nn.Module,
+    lora: LoraFile,
+    scale: float = 1.0,
+    *,
+    compute_dtype: torch.dtype = torch.float32,
+) -> "MergedLora":
+    """Add a LoRA to the model's weights, in place: parameters stay the same objects.
+
+    Each sum is formed in `compute_dtype`, or in float64 for a float64 weight, on the weight's device and
+    rounded once to the weight's dtype. A weight that several layers share changes once. If anything fails, the model is as it was.
+
+    Args:
+        model: Holds a Linear or Conv2d for every module of the LoRA.
+        lora: The changes.
+        scale: Strength. At 0 no weight is touched.
+        compute_dtype: float32 or float64.
+
+    Returns:
+        A handle that is also a context manager; leaving it unmerges.
+
+    Raises:
+        ModelMismatchError: A module does not fit the model, or its weight is quantised, on the meta device, or
+            an inference tensor.
+        NonFiniteError: A merged weight would hold NaN or Inf.
+        ConfigError: `scale` is NaN or infinite.
+    """
+    finite_scale(scale)
+    targets = match_modules(model, lora)
+    _require_mergeable(targets)
+    if lora.unused_keys:
+        logger.warning("%s: %d keys are not merged: %s", lora, len(lora.unused_keys), lora.unused_keys[:3])
+    return MergedLora(targets, scale, compute_dtype)
+
+
+class MergedLora:
+    """A LoRA that is part of a model's weights. Made by `merge_lora`.
+
+    Attributes:
+        applied: The LoRA's modules that were merged, in the LoRA's order.
+        scale: The strength with which they were.
+    """
+
+    def __init__(self, targets: Sequence[LoraTarget], scale: float, compute_dtype: torch.dtype) -> None:
+        self.applied: tuple[str, ...] = tuple(name for target in targets for name in target.names)
+        self.scale = scale
+        self._changed: list[ChangedWeight] = []
+        if scale == 0.0:
+            return  # W + 0·ΔW would still turn -0.0 into 0.0
+        try:
+            for target in targets:
+                merged = _merged_weight(target, scale, compute_dtype)
+                original = target.weight.detach().to("cpu", copy=True)
+                self._changed.append(ChangedWeight(target, original, checksum_of(merged)))
+                write_values(target.weight, merged)
+        except BaseException:
+            self._restore()
+            raise
+
+    @property
+    def merged(self) -> bool:
+        """Whether there are weights to restore."""
+        return bool(self._changed)
+
+    @property
+    def kept_bytes(self) -> int:
+        """CPU memory that the original values take until `unmerge`, in bytes."""
+        return sum(changed.original.nbytes for changed in self._changed)
+
+    def unmerge(self, *, force: bool = False) -> None:
+        """Put the original weights back, bit for bit. A second call does nothing.
+
+        Args:
+            force: Restore also weights that something else has changed since the merge; that change is lost.
+
+        Raises:
+            ModelMismatchError: Some weight is not what the merge left, or (by force too) has another shape or
+                no values any more. Nothing is restored then.
+        """
+        require_restorable(self._changed)
+        touched = (
+            [] if force else [changed.target.name for changed in self._changed if not changed.is_intact()]
+        )
+        if touched:
+            raise ModelMismatchError(
+                f"{len(touched)} of {len(self._changed)} merged weights were changed since, "
+                f"the first is {touched[0]}; restoring would lose that.",
+                hint="Undo later merges first, or call unmerge(force=True).",
+            )
+        self._restore()
+
+    def _restore(self) -> None:
+        while self._changed:
+            self._changed[-1].restore()
+            self._changed.pop()  # only now: an original that is not back in place must not be lost
+
+    def __enter__(self) -> "MergedLora":
+        return self
+
+    def __exit__(
+        self,
+        exception_type: type[BaseException] | None,
+        exception: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.unmerge()
+
+
+def _merged_weight(target: LoraTarget, scale: float, compute_dtype: torch.dtype) -> Tensor:
+    weight = target.weight.detach()
+    compute_dtype = at_least_float32(compute_dtype, weight.dtype)
+    delta = target.factors.to(device=weight.device).delta(compute_dtype)
+    merged = torch.add(weight.to(compute_dtype), delta, alpha=scale).to(weight.dtype)
+    if not bool(torch.isfinite(merged.to(compute_dtype)).all()):
+        raise NonFiniteError(
+            f"{target.name}: the merged weight would hold NaN or Inf in {weight.dtype}.",
+            hint="Check the weights, or merge at a smaller scale.",
+        )
+    return merged
+
+
+def _require_mergeable(targets: Sequence[LoraTarget]) -> None:
+    for target in targets:
+        if not all(holds_weight(layer) for layer in target.layers):
+            raise ModelMismatchError(
+                f"{target.name} computes its weight from other parameters (weight_norm or parametrize).",
+                hint="Use attach_lora, which leaves the weights as they are.",
+            )
+        weight = target.weight
+        if weight.is_meta:
+            raise ModelMismatchError(
+                f"{target.name} is on the meta device and holds no values.",
+                hint="Load the model's weights before merging.",
+            )
+        if weight.is_inference():
+            raise ModelMismatchError(
+                f"{target.name} was made under torch.inference_mode, so it cannot be changed outside of it.",
+                hint="Use attach_lora, which leaves the weights as they are, or load under torch.no_grad.",
+            )
+        if not weight.is_floating_point() or tuple(weight.shape) != target.factors.weight_shape:
+            raise ModelMismatchError(
+                f"{target.name} is stored as {weight.dtype} {tuple(weight.shape)}: a quantised weight.",
+                hint="Use attach_lora, which leaves the weights as they are.",
+            )
+
+
+_NAMED_IN_A_MESSAGE = 5
+
+
+def match_modules(model: nn.Module, lora: LoraFile) -> list[LoraTarget]:
+    """Find the layer of each LoRA module, all or none.
+
+    Names are those of the model's checkpoint, or of any other format that `align` understands. The parts that
+    torch.compile, DataParallel and PEFT put into a path are looked through, and where the model is one part of
+    the checkpoint (a UNet for keys that begin with "denoiser."), the leading parts that all the LoRA's names
+    share may be absent.
+
+    Args:
+        model: Holds the layers.
+        lora: At least one module, and no changes of other kinds.
+
+    Returns:
+        A target for each weight, in the LoRA's order. Layers that share one weight are one target.
+
+    Raises:
+        ModelMismatchError: A module has no layer, or one of another kind or shape, or two modules ask for
+            different changes of one shared weight. All are counted, the first few named.
+        LoraFormatError: The LoRA holds LoHa, LoKr, DoRA, Tucker cores or whole differences.
+    """
+    _require_plain(lora)
+    layers = dict(layers_of(model))
+    cut = _prefix_to_cut(lora.modules, layers)
+    if any(name.removeprefix(cut) not in layers for name in lora.modules):
+        lora = _renamed(lora, layers)
+    _require_present(model, lora, layers, cut)
+    _require_fitting(lora, layers, cut)
+    return _targets(lora, layers, cut)
+
+
+def _require_plain(lora: LoraFile) -> None:
+    """Refuse changes that a low-rank branch cannot make, because leaving them out gives another LoRA."""
+    if lora.changes:
+        named = [f"{name} ({lora.kind_of(name)})" for name in list(lora.changes)[:_NAMED_IN_A_MESSAGE]]
+        raise LoraFormatError(
+            f"{len(lora.changes)} modules of {lora} are more than up and down factors: "
+            f"{', '.join(named)}{_and_more(len(lora.changes))}.",
+            hint="Merge the LoRA into the model's checkpoint (sigmascope lora merge), and load that.",
+        )
+    if not lora.modules:
+        raise ModelMismatchError(f"{lora} changes no module.", hint="Check what it was made from.")
+
+
+def _renamed(lora: LoraFile, layers: Mapping[str, Layer]) -> LoraFile:
+    """The LoRA under the layers' own names, where it is of another format; else as it is."""
+    shapes = {f"{path}.weight": weight_shape_of(layer) for path, layer in layers.items()}
+    aligned = align(lora, list(layers), layout_of(shapes))
+    return lora if aligned.unmatched else aligned.lora
+
+
+def _prefix_to_cut(names: Iterable[str], layers: Mapping[str, Layer]) -> str:
+    """The shortest run of leading parts, shared by all names, without which every name is a layer's."""
+    wanted = list(names)
+    parts = wanted[0].split(".")[:-1]
+    for depth in range(len(parts) + 1):
+        prefix = "".join(f"{part}." for part in parts[:depth])
+        if all(name.startswith(prefix) and name.removeprefix(prefix) in layers for name in wanted):
+            return prefix
+    return ""
+
+
+def _require_present(model: nn.Module, lora: LoraFile, layers: Mapping[str, Layer], cut: str) -> None:
+    missing = [name for name in lora.modules if name.removeprefix(cut) not in layers]
+    if not missing:
+        return
+    others = {checkpoint_path(path): type(module).__name__ for path, module in model.named_modules()}
+    named = [_describe_missing(name, layers, others) for name in missing[:_NAMED_IN_A_MESSAGE]]
+    raise ModelMismatchError(
+        f"{len(missing)} of {len(lora)} modules of {lora} are no Linear or Conv2d of this "
+        f"{type(model).__name__}: {'; '.join(named)}{_and_more(len(missing))}.",
+        hint="Apply the LoRA to the model it was made for.",
+    )
+
+
+def _describe_missing(name: str, layers: Mapping[str, Layer], others: Mapping[str, str]) -> str:
+    if name in others:
+        return f"{name} (there is a {others[name]} of that name)"
+    near = get_close_matches(name, layers, n=1)
+    return f"{name} (nearest: {near[0]})" if near else name
+
+
+def _require_fitting(lora: LoraFile, layers: Mapping[str, Layer], cut: str) -> None:
+    wrong: list[str] = []
+    for name, factors in lora.modules.items():
+        layer = layers[name.removeprefix(cut)]
+        shape = weight_shape_of(layer)
+        if isinstance(layer, nn.Conv2d) and layer.groups > 1:
+            wrong.append(f"{name} is a convolution in {layer.groups} groups, which has no low-rank form here")
+        elif not same_matrix(shape, factors.weight_shape):
+            wrong.append(f"{name} is {factors.weight_shape} in the LoRA and {shape} in the model")
+    if wrong:
+        raise ModelMismatchError(
+            f"{len(wrong)} of {len(lora)} modules of {lora} do not fit: "
+            f"{'; '.join(wrong[:_NAMED_IN_A_MESSAGE])}{_and_more(len(wrong))}.",
+            hint="Apply the LoRA to the model it was made for.",
+        )
+
+
+def _targets(lora: LoraFile, layers: Mapping[str, Layer], cut: str) -> list[LoraTarget]:
+    sharing: dict[int, list[Layer]] = {}
+    for layer in layers.values():
+        sharing.setdefault(weight_identity(layer), []).append(layer)
+    asked: dict[int, list[str]] = {}
+    for name in lora.modules:
+        asked.setdefault(weight_identity(layers[name.removeprefix(cut)]), []).append(name)
+    return [
+        LoraTarget(
+            tuple(names), _one_change(lora, names, sharing[weight][0]), tuple(dict.fromkeys(sharing[weight]))
+        )
+        for weight, names in asked.items()
+    ]
+
+
+def _one_change(lora: LoraFile, names: list[str], layer: Layer) -> LoraFactors:
+    """The change that all names ask for, in the layer's own shape."""
+    first, *others = (lora.modules[name] for name in names)
+    if any(not torch.allclose(first.delta(), other.delta()) for other in others):
+        raise ModelMismatchError(
+            f"{', '.join(names)} share one weight in the model, and {lora} changes them differently.",
+            hint="Untie the weights before applying this LoRA.",
+        )
+    return replace(first, weight_shape=weight_shape_of(layer))
+
+
+def _and_more(count: int) -> str:
+    return f"; and {count - _NAMED_IN_A_MESSAGE} more" if count > _NAMED_IN_A_MESSAGE else ""
+
+
+_WORDS_IN_A_ROW = 1024
+
+
+@dataclass(frozen=True, eq=False)
+class ChangedWeight:
+    """What is needed to undo one merge safely.
+
+    Attributes:
+        target: Where the change went.
+        original: The values before, on the CPU.
+        checksum: Of the values that the merge left; see `checksum_of`.
+    """
+
+    target: LoraTarget
+    original: Tensor
+    checksum: Tensor
+
+    def is_intact(self) -> bool:
+        """Whether the weight is still what the merge left."""
+        return all(
+            weight.dtype == self.original.dtype
+            and weight.shape == self.original.shape
+            and torch.equal(checksum_of(weight), self.checksum)
+            for weight in self._weights()
+        )
+
+    def can_be_restored(self) -> bool:
+        """Whether the weight can take the original's values."""
+        return all(
+            weight.shape == self.original.shape and not weight.is_meta and _is_writable(weight)
+            for weight in self._weights()
+        )
+
+    def restore(self) -> None:
+        """Put the original values back."""
+        for weight in self._weights():
+            write_values(weight, self.original)
+
+    def _weights(self) -> list[Tensor]:
+        """One parameter, unless somebody has untied the layers since."""
+        return list({id(layer.weight): layer.weight for layer in self.target.layers}.values())
+
+
+def checksum_of(tensor: Tensor) -> Tensor:
+    """Column and row sums of the tensor's bytes as 64-bit words, modulo 2⁶⁴, on the CPU.
+
+    It guards against accidents, not against intent, and so can run on the weight's device at the speed of its
+    memory: a cryptographic hash would take longer than the merge.
+    """
+    data = tensor.detach().contiguous().view(torch.uint8).flatten()
+    words = functional.pad(data, (0, -data.numel() % (8 * _WORDS_IN_A_ROW))).view(torch.int64)
+    table = words.view(-1, _WORDS_IN_A_ROW)
+    return torch.cat([table.sum(dim=0), table.sum(dim=1)]).cpu()
+
+
+def write_values(weight: Tensor, values: Tensor) -> None:
+    """Change a weight in place, unseen by autograd."""
+    with torch.no_grad():
+        weight.copy_(values)
+
+
+def _is_writable(weight: Tensor) -> bool:
+    """PyTorch refuses to change a tensor made under torch.inference_mode outside of it."""
+    return not weight.is_inference() or torch.is_inference_mode_enabled()
+
+
+def require_restorable(changes: Sequence[ChangedWeight]) -> None:
+    """Refuse to restore some weights where others cannot be.
+
+    Raises:
+        ModelMismatchError: With the first of those that cannot.
+    """
+    lost = [changed.target.name for changed in changes if not changed.can_be_restored()]
+    if lost:
+        raise ModelMismatchError(
+            f"{len(lost)} of {len(changes)} merged weights cannot take their originals back: they have another "
+            f"shape, lie on the meta device or are inference tensors; the first is {lost[0]}.",
+            hint="Give the layers a weight of the first shape with memory of its own, and unmerge then.",
+        )
+
+
+def _largest(factor: Tensor) -> float:
+    return float(factor.detach().to(at_least_float32(factor.dtype)).abs().max())
+
+
+def _balancing_shift(name: str, up: float, down: float, dtype: torch.dtype) -> int:
+    """The n for which up·2⁻ⁿ and down·2ⁿ fit a dtype; 0 where they do as they are.
+
+    Args:
+        name: The layer, for the message.
+        up: Largest magnitude in that factor.
+        down: Likewise.
+        dtype: Where they must fit. Factors that it can hold as subnormal numbers only do not fit either.
+    """
+    if not dtype.is_floating_point:
+        return 0
+    limits = torch.finfo(dtype)
+    if all(value == 0.0 or limits.smallest_normal <= value <= limits.max for value in (up, down)):
+        return 0
+    shift = 0
+    if isfinite(up) and isfinite(down):
+        apart = frexp(up)[1] - frexp(down)[1]
+        shift = apart // 2 if up and down else apart  # a factor of zeros takes any shift
+        up, down = up * 2.0**-shift, down * 2.0**shift
+    if not (up <= limits.max and down <= limits.max):
+        raise NonFiniteError(
+            f"{name}: the LoRA's factors hold NaN or Inf in {dtype}.",
+            hint="Run the model in bfloat16 or float32, which hold larger values than float16.",
+        )
+    return shift
+
+
+# Wrappers put these into a layer's path; the checkpoint knows nothing of them.
+_WRAPPER_PARTS = frozenset({"_orig_mod", "base_layer"})
+
+
+def layers_of(model: nn.Module) -> Iterator[tuple[str, Layer]]:
+    """Every Linear and Conv2d by its path in the checkpoint."""
+    inner = (
+        model.module if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel) else model
+    )
+    for path, module in inner.named_modules(remove_duplicate=False):
+        if isinstance(module, nn.Linear | nn.Conv2d):
+            yield checkpoint_path(path), module
+
+
+def checkpoint_path(path: str) -> str:
+    """The path without the parts that wrappers put into it."""
+    return ".".join(part for part in path.split(".") if part not in _WRAPPER_PARTS)
+
+
+def weight_shape_of(layer: Layer) -> tuple[int, ...]:
+    """The shape from the layer's settings: a quantised layer stores its weight packed in another."""
+    if isinstance(layer, nn.Linear):
+        return (layer.out_features, layer.in_features)
+    return (layer.out_channels, layer.in_channels // layer.groups, *layer.kernel_size)
+
+
+def weight_identity(layer: Layer) -> int:
+    """The same for layers of one weight. A parametrized layer computes its own anew at each access."""
+    return id(layer.weight if holds_weight(layer) else layer)
+
+
+def holds_weight(layer: Layer) -> bool:
+    """Whether the weight is a parameter of the layer, not computed from others (weight_norm, parametrize)."""
+    return layer._parameters.get("weight") is not None
+
+
+def finite_scale(scale: float) -> float:
+    """Give the scale back.
+
+    Raises:
+        ConfigError: It is NaN or infinite.
+    """
+    if not isfinite(scale):
+        raise ConfigError(f"a LoRA scale of {scale} is no number.", hint="Give a scale such as 1.0.")
+    return scale

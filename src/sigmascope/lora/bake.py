@@ -1,33 +1,130 @@
-"""LoRAs merged into a checkpoint file, one tensor at a time: whatever the model's size, memory holds a few layers."""
+"""LoRAs merged into a checkpoint file, one tensor at a time."""
 
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from math import fsum, isfinite, sqrt
 from os import PathLike
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from sigmascope.__about__ import __version__
 from sigmascope.checkpoints import Checkpoint, StreamingWriter, open_checkpoint
-from sigmascope.errors import CheckpointError, ConfigError
+from sigmascope.errors import CheckpointError, ConfigError, ModelMismatchError, NonFiniteError
 from sigmascope.lora.adapters import WeightChange
+from sigmascope.lora.alignment import AlignedLora, align
 from sigmascope.lora.factors import LoraFactors
-from sigmascope.lora.merging.bake_report import BakeReport
-from sigmascope.lora.merging.baking import BakedTensor, WeightedChange, bake
-from sigmascope.lora.merging.merge_inputs import InputLora, merged_from
-from sigmascope.lora.merging.merge_methods import MergeMethod, require_weights
-from sigmascope.lora.merging.slots import Slot, map_in_order
-from sigmascope.lora.names.alignment import AlignedLora
-from sigmascope.lora.names.landing import Landing, landings, open_aligned, require_matched
-from sigmascope.lora.paths import as_text, check_target, refuse_files, refuse_inputs
+from sigmascope.lora.families import layout_of
+from sigmascope.lora.file import LoraFile, as_text, check_target, refuse_files, refuse_inputs
+from sigmascope.lora.linalg import at_least_float32, is_real, quick_energy, root_sum_square, same_matrix
+from sigmascope.lora.merge_methods import InputLora, MergeMethod, merged_from, require_weights
+from sigmascope.lora.parallel import Slot, map_in_order
+from sigmascope.lora.reader import open_lora
 from sigmascope.progress import Progress, no_progress
 
 __all__ = ["BakeReport", "BakedTensor", "bake_loras"]
 
+
 _STALE: Final = frozenset({"modelspec.hash_sha256", "sshs_model_hash", "sshs_legacy_hash"})
+
+
+@dataclass(frozen=True, slots=True)
+class BakedTensor:
+    """One tensor of the checkpoint that was changed.
+
+    Attributes:
+        name: Its key.
+        loras: Positions of the LoRAs that change it.
+        weight_norm: ‖W‖ before.
+        change_norm: ‖ΔW‖ that was to be added.
+        lost_norm: ‖W + ΔW − stored‖: what rounding to the stored dtype took away.
+    """
+
+    name: str
+    loras: tuple[int, ...]
+    weight_norm: float
+    change_norm: float
+    lost_norm: float
+
+    @property
+    def lost_share(self) -> float | None:
+        """`lost_norm` / `change_norm`: above 1 rounding is larger than the change."""
+        return self.lost_norm / self.change_norm if self.change_norm > 0.0 else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The tensor as JSON values."""
+        return asdict(self) | {"lost_share": self.lost_share}
+
+
+@dataclass(frozen=True, slots=True)
+class BakeReport:
+    """The result of a merge into a checkpoint.
+
+    Attributes:
+        into: The checkpoint that the LoRAs were merged into.
+        checkpoint: The file that was written.
+        inputs: The LoRAs, in the order given.
+        method: How their changes became one.
+        tensors: What was changed, in the checkpoint's order.
+        copied: How many tensors were copied bit for bit.
+        unmatched: Modules that are of no tensor of the checkpoint, by LoRA's position.
+        unused_keys: Keys that belong to no module of their LoRA, by its position.
+        skipped: What the checkpoint held beside its weights and the new file does not, with the reason.
+        file_bytes: Size of the file that was written.
+        seconds: Time of the whole work.
+    """
+
+    into: Path
+    checkpoint: Path
+    inputs: tuple[InputLora, ...]
+    method: str
+    tensors: tuple[BakedTensor, ...]
+    copied: int
+    unmatched: dict[int, tuple[str, ...]]
+    unused_keys: dict[int, tuple[str, ...]]
+    skipped: dict[str, str]
+    file_bytes: int
+    seconds: float
+
+    @property
+    def change_norm(self) -> float:
+        """‖ΔW‖ of all changes that were to be added."""
+        return root_sum_square([tensor.change_norm for tensor in self.tensors])
+
+    @property
+    def lost_share(self) -> float | None:
+        """Share of the changes that rounding to the checkpoint's dtype took away; None without changes."""
+        lost = root_sum_square([tensor.lost_norm for tensor in self.tensors])
+        return lost / self.change_norm if self.change_norm > 0.0 else None
+
+    @property
+    def most_lost(self) -> tuple[BakedTensor, ...]:
+        """The ten tensors whose change suffered most from rounding."""
+        measured = [tensor for tensor in self.tensors if tensor.lost_share is not None]
+        return tuple(sorted(measured, key=lambda tensor: -(tensor.lost_share or 0.0))[:10])
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as JSON values, totals first."""
+        return {
+            "into": str(self.into),
+            "checkpoint": str(self.checkpoint),
+            "inputs": [asdict(one) | {"path": str(one.path)} for one in self.inputs],
+            "method": self.method,
+            "changed": len(self.tensors),
+            "copied": self.copied,
+            "change_norm": self.change_norm,
+            "lost_share": self.lost_share,
+            "file_bytes": self.file_bytes,
+            "seconds": self.seconds,
+            "unmatched": {str(position): list(names) for position, names in self.unmatched.items()},
+            "unused_keys": {str(position): list(keys) for position, keys in self.unused_keys.items()},
+            "skipped": self.skipped,
+            "tensors": [tensor.as_dict() for tensor in self.tensors],
+        }
 
 
 def bake_loras(
@@ -119,6 +216,15 @@ def _require_writable(base: Checkpoint, into: Path) -> None:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Landing:
+    """One LoRA's change of one tensor, still in its file."""
+
+    position: int
+    weight: float
+    layer: str
+
+
 def _write(
     target: Path,
     base: Checkpoint,
@@ -166,3 +272,227 @@ def _provenance(
         "sigmascope_merged_loras": merged_from(paths, weights),
         "sigmascope_merge_method": method.describe(),
     }
+
+
+_PIECE: Final = 1 << 17  # elements: half a MiB in float32
+
+
+class WeightedChange(NamedTuple):
+    """One LoRA's change of a weight.
+
+    Attributes:
+        position: Of the LoRA among all.
+        weight: What its change is multiplied with.
+        change: The change.
+    """
+
+    position: int
+    weight: float
+    change: LoraFactors | WeightChange
+
+
+def bake(
+    name: str, weight: Tensor, changes: Sequence[WeightedChange], method: MergeMethod, slot: Slot
+) -> BakedTensor:
+    """Change a weight in place to W + Σ weight·ΔW, added in float32 (float64 for float64) and rounded once.
+
+    With one LoRA and method `linear` the result is that of `merge_lora` on a live model, bit for bit.
+
+    Args:
+        name: The tensor's key.
+        weight: As stored in the checkpoint, contiguous.
+        changes: At least one, of this weight.
+        method: How several changes become one. `linear` adds one after the other.
+        slot: Memory to calculate in.
+
+    Returns:
+        What is to be known of it.
+
+    Raises:
+        ModelMismatchError: The weight holds no numbers that can be added to (a quantised weight), or a change
+            is for a weight of another shape.
+        NonFiniteError: The new weight would hold NaN or Inf. It does so then.
+    """
+    if not is_real(weight.dtype):
+        raise ModelMismatchError(
+            f"{name} is stored as {weight.dtype}, to which no change can be added.",
+            hint="Merge into the checkpoint in float, fp16 or bf16.",
+        )
+    energies = _add(weight.view(-1), _addends(name, weight, changes, method, slot), slot)
+    if not isfinite(energies[2]):
+        raise NonFiniteError(
+            f"{name}: the merged weight would hold NaN or Inf in {weight.dtype}.",
+            hint="Check the weights, or merge with smaller --weights.",
+        )
+    positions = tuple(one.position for one in changes)
+    return BakedTensor(name, positions, *map(sqrt, energies))
+
+
+class _Addend(NamedTuple):
+    """strength · (product · scale), with the product as one row."""
+
+    product: Tensor
+    scale: float
+    strength: float
+
+
+def _addends(
+    name: str, weight: Tensor, changes: Sequence[WeightedChange], method: MergeMethod, slot: Slot
+) -> list[_Addend]:
+    compute = at_least_float32(weight.dtype)
+    found = [_addend(name, weight, one, compute, slot) for one in changes]
+    if method.is_linear:
+        return found
+    deltas = {
+        one.position: addend.product.mul(addend.scale).mul_(addend.strength).view(weight.shape)
+        for one, addend in zip(changes, found, strict=True)
+    }
+    return [_Addend(method.combine(name, deltas).reshape(-1), 1.0, 1.0)]
+
+
+def _addend(name: str, weight: Tensor, one: WeightedChange, compute: torch.dtype, slot: Slot) -> _Addend:
+    change, shape = one.change, tuple(weight.shape)
+    if isinstance(change, LoraFactors):
+        if not same_matrix(change.weight_shape, shape):
+            raise ModelMismatchError(
+                f"{name} is {shape} in the checkpoint, and the LoRA is for {change.weight_shape}.",
+                hint="Merge the LoRA into the model that it was made for.",
+            )
+        out, inner = change.up.shape[0], change.down.shape[1]
+        product = slot.scratch(f"product {one.position}", out * inner, compute)
+        torch.mm(change.up.to(compute), change.down.to(compute), out=product.view(out, inner))
+        return _Addend(product, change.scale, one.weight)
+    try:
+        return _Addend(change.delta(weight.to(compute), compute).reshape(-1), 1.0, one.weight)
+    except ModelMismatchError as error:
+        raise ModelMismatchError(f"{name}: {error.message}", hint=error.hint) from error
+
+
+def _add(weight: Tensor, addends: Sequence[_Addend], slot: Slot) -> tuple[float, float, float]:
+    """Add in pieces that stay in the processor's cache; give ‖W‖², ‖ΔW‖² and what rounding lost, squared."""
+    compute = addends[0].product.dtype
+    wide = slot.scratch("wide", _PIECE, compute)
+    total = slot.scratch("total", _PIECE, compute)
+    sums = []
+    for start in range(0, weight.numel(), _PIECE):
+        piece = weight[start : start + _PIECE]
+        before, after = wide[: piece.numel()], total[: piece.numel()]
+        after.copy_(piece)
+        before.copy_(after)
+        for product, scale, strength in addends:
+            part = product[start : start + _PIECE]
+            after.add_(part if scale == 1.0 else part.mul_(scale), alpha=strength)
+        piece.copy_(after)
+        own = _energy(before)
+        before.sub_(after)
+        added = _energy(before)
+        before.copy_(piece)
+        sums.append((own, added, _energy(after.sub_(before))))
+    own, added, lost = (fsum(values) for values in zip(*sums, strict=True))
+    return own, added, lost
+
+
+def _energy(piece: Tensor) -> float:
+    return float(quick_energy(piece)) if piece.dtype == torch.float32 else float(torch.dot(piece, piece))
+
+
+_WEIGHT: Final = ".weight"
+_NAMED: Final = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Landings:
+    """Where the changes of several LoRAs land.
+
+    Attributes:
+        by_key: The changes of each tensor, in the LoRAs' order. Those of weight 0 are none.
+        unmatched: Modules that are of no tensor of the checkpoint, by LoRA's position.
+    """
+
+    by_key: dict[str, list[Landing]]
+    unmatched: dict[int, tuple[str, ...]]
+
+
+def open_aligned(files: ExitStack, path: Path, base: Checkpoint) -> AlignedLora:
+    """Open a LoRA, with its modules under the names of a checkpoint's layers.
+
+    Args:
+        files: Closes it.
+        path: In any format.
+        base: The open checkpoint.
+
+    Raises:
+        SigmascopeError: From `open_lora` and `align`.
+    """
+    return aligned_with(base, files.enter_context(open_lora(path)))
+
+
+def aligned_with(base: Checkpoint, lora: LoraFile) -> AlignedLora:
+    """Name an open LoRA's modules by a checkpoint's layers.
+
+    Raises:
+        LoraFormatError: Two modules of the LoRA are for one layer.
+    """
+    layers = [key.removesuffix(_WEIGHT) for key in base]
+    return align(lora, layers, layout_of({key: base.info(key).shape for key in base}))
+
+
+def landings(base: Checkpoint, aligned: Sequence[AlignedLora], weights: Sequence[float]) -> Landings:
+    """Find the tensor of every change.
+
+    Raises:
+        ModelMismatchError: A module is for a weight of another shape.
+    """
+    by_key: dict[str, list[Landing]] = {}
+    unmatched: dict[int, tuple[str, ...]] = {}
+    wrong: list[str] = []
+    for position, (one, weight) in enumerate(zip(aligned, weights, strict=True)):
+        without_tensor: list[str] = []
+        for layer in one.lora.names:
+            key = f"{layer}{_WEIGHT}" if f"{layer}{_WEIGHT}" in base else layer
+            if key not in base:  # the bias of a layer that has none
+                without_tensor += one.sources[layer]
+                continue
+            shape, own = base.info(key).shape, one.lora.shape_of(layer)
+            if layer in one.lora.modules and not same_matrix(own, shape):
+                wrong.append(f"{layer} is {shape} in the checkpoint and {own} in {one.lora}")
+            if weight != 0.0:
+                by_key.setdefault(key, []).append(Landing(position, weight, layer))
+        if one.unmatched or without_tensor:
+            unmatched[position] = (*one.unmatched, *without_tensor)
+    if wrong:
+        raise ModelMismatchError(
+            f"{len(wrong)} modules do not fit {base.path}: {'; '.join(wrong[:_NAMED])}{_and_more(len(wrong))}.",
+            hint="Merge the LoRA into the model that it was made for.",
+        )
+    return Landings(by_key, unmatched)
+
+
+def require_matched(
+    base: Checkpoint,
+    aligned: Sequence[AlignedLora],
+    unmatched: Mapping[int, tuple[str, ...]],
+    *,
+    allow_unmatched: bool,
+) -> None:
+    """Refuse modules that are of no tensor, unless that is allowed; a LoRA of which nothing lands always.
+
+    Raises:
+        ModelMismatchError: Naming the first few.
+    """
+    nothing = [one.lora for one in aligned if not one.lora.names]
+    if not nothing and (allow_unmatched or not unmatched):
+        return
+    parts = [
+        f"{len(names)} modules of {aligned[position].lora}: {', '.join(names[:_NAMED])}{_and_more(len(names))}"
+        for position, names in unmatched.items()
+    ]
+    other = "" if nothing else ", or go on without them: --allow_unmatched"
+    raise ModelMismatchError(
+        f"{base.path} has no tensors for {'; '.join(parts)}.",
+        hint=f"Merge into the model that the LoRA was made for{other}.",
+    )
+
+
+def _and_more(count: int) -> str:
+    return f" and {count - _NAMED} more" if count > _NAMED else ""

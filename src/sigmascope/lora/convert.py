@@ -1,27 +1,44 @@
 """Carry a LoRA file from one format to another, module by module and without loss."""
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
-from sigmascope.checkpoints import open_checkpoint
+from sigmascope.checkpoints import Checkpoint, open_checkpoint
 from sigmascope.errors import ConfigError, LoraFormatError
-from sigmascope.lora.file import LoraFile
-from sigmascope.lora.formats.header import kept_metadata
-from sigmascope.lora.formats.opening import open_lora
-from sigmascope.lora.formats.registry import format_named
-from sigmascope.lora.formats.writer import LoraWriter
-from sigmascope.lora.names.conversion_names import LeftOut, NamedLora, named_by_itself, named_by_model
-from sigmascope.lora.paths import exists, refuse_inputs
+from sigmascope.lora.alignment import align
+from sigmascope.lora.families import ModelLayout, Part, layout_of
+from sigmascope.lora.file import LoraFile, exists, refuse_inputs
+from sigmascope.lora.formats import format_named
+from sigmascope.lora.layer_names import UNET_FAMILIES, UnetBlocks, blocks_of, renamed
+from sigmascope.lora.metadata import kept_metadata
+from sigmascope.lora.module_names import OwnNames, understand_names
+from sigmascope.lora.reader import open_lora
+from sigmascope.lora.writer import LoraWriter
 from sigmascope.progress import Progress, no_progress
 
 __all__ = ["ConversionReport", "LeftOut", "convert_lora"]
 
+
 _NAMED_IN_A_MESSAGE: Final = 5
 _TARGET: Final = "OUT"
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """A module that is not in the new file.
+
+    Attributes:
+        name: As in the old file.
+        reason: Why.
+    """
+
+    name: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +164,25 @@ def _write(writer: LoraWriter, lora: LoraFile, name: str, layer: str) -> None:
         writer.write_change(layer, lora.changes[name])
 
 
+@dataclass(frozen=True, slots=True)
+class NamedLora:
+    """A LoRA whose names are understood.
+
+    Attributes:
+        lora: Under its own names, or the model's.
+        layers: The layer of each name; for a change of a bias, `<layer>.bias`.
+        layout: Of the checkpoint that has these layers.
+        left_out: Names in the file that are of no layer.
+        blocks: Of the U-Net, if it is one.
+    """
+
+    lora: LoraFile
+    layers: Mapping[str, str]
+    layout: ModelLayout
+    left_out: tuple[LeftOut, ...]
+    blocks: UnetBlocks | None = None
+
+
 def _named(
     lora: LoraFile, format: str, model: str | PathLike[str] | None, family: str | None, prefix: str | None
 ) -> NamedLora:
@@ -192,3 +228,81 @@ def _refuse_without_effect(
     ):
         whose = "the model's own" if format == "native" else f"those of {format} files"
         raise ConfigError(f"--prefix has no effect: the names are {whose}.", hint="Leave it out.")
+
+
+_BIAS: Final = ".bias"
+_WEIGHT: Final = ".weight"
+# Namings of a model whose family is not known that a format can be written from: its own names are all there is.
+_WRITABLE: Final = {
+    "native": {"diffusers", "original", "unknown"},
+    "kohya": {"original", "unknown"},
+    "comfyui": {"original"},
+    "peft": {"diffusers"},
+}
+
+
+def named_by_model(lora: LoraFile, checkpoint: Checkpoint) -> NamedLora:
+    """Understand a LoRA by the model that it is for.
+
+    Raises:
+        LoraFormatError: Two modules of the LoRA are for one layer.
+    """
+    shapes = {key: checkpoint.info(key).shape for key in checkpoint.keys()}  # noqa: SIM118 - not a dict
+    layers = tuple(key.removesuffix(_WEIGHT) for key in shapes)
+    layout = layout_of(shapes)
+    aligned = align(lora, layers, layout)
+    left_out = tuple(LeftOut(name, f"{checkpoint.path.name} has no such layer") for name in aligned.unmatched)
+    own = {name: name for name in aligned.lora.names}
+    blocks = blocks_of(path for part, path in map(layout.split, layers) if part == "denoiser")
+    return NamedLora(aligned.lora, own, layout, left_out, blocks)
+
+
+def named_by_itself(
+    lora: LoraFile, format: str, *, family: str | None = None, prefix: str | None = None
+) -> NamedLora:
+    """Understand a LoRA by its own names and header.
+
+    Args:
+        lora: In any format.
+        format: That it is to be written in.
+        family: Of the model, where nothing else tells.
+        prefix: Before the denoiser's layers in native format.
+
+    Raises:
+        LoraFormatError: The names contradict each other.
+        ConfigError: The format names layers by their family, and that cannot be told.
+    """
+    names = understand_names(lora, family)
+    layout = names.layout
+    denoisers = any(layout.split(layer)[0] == "denoiser" for layer in names.layers.values())
+    if denoisers and layout.family == "unknown" and layout.naming not in _WRITABLE[format]:
+        raise ConfigError(
+            f"{lora}: the family of its model cannot be told, and {format} files name layers by it.",
+            hint="Give the model (--model), or its family (--family).",
+        )
+    left_out = tuple(LeftOut(name, "could be several paths") for name in names.unknown)
+    if format != "native":
+        return NamedLora(lora, names.layers, layout, left_out, names.blocks)
+    native = _native_layout(layout, prefix)
+    layers = {name: _native_layer(layer, names, native) for name, layer in names.layers.items()}
+    return NamedLora(lora, layers, native, left_out, names.blocks)
+
+
+def _native_layout(layout: ModelLayout, prefix: str | None) -> ModelLayout:
+    """Where a checkpoint of that family has its layers: an LBM's denoiser, or a component of a diffusers folder."""
+    is_unet = layout.family in UNET_FAMILIES
+    if prefix is None:
+        prefix = (
+            "denoiser" if is_unet else "transformer" if layout.naming == "diffusers" else "diffusion_model"
+        )
+    start = f"{prefix}." if prefix else ""
+    prefixes: dict[Part, str] = {**layout.prefixes, "denoiser": start}
+    return replace(layout, naming="diffusers" if is_unet else layout.naming, prefixes=prefixes)
+
+
+def _native_layer(layer: str, names: OwnNames, native: ModelLayout) -> str:
+    module = layer.removesuffix(_BIAS)
+    part, path = names.layout.split(module)
+    if part == "denoiser" and native.family in UNET_FAMILIES:
+        path = str(renamed(path, part, names.layout, "diffusers", names.blocks))
+    return native.prefixes.get(part, "") + path + layer[len(module) :]

@@ -2,34 +2,64 @@
 
 Both files are read a layer at a time. Finished layers are kept beside the target until all are there, so memory
 holds a few of the largest layers whatever the model's size, and a run that was killed goes on where it was.
+
+With ranks or policies for single layers there is one round. A budget for the whole file compares layers, so it
+may ask for more singular values of some of them once it has seen those of all.
 """
 
+import json
+import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from math import prod
 from os import PathLike
 from pathlib import Path
+from typing import Final
 
-from sigmascope.checkpoints import atomic_path
-from sigmascope.errors import ConfigError, ModelMismatchError
-from sigmascope.lora.extraction.decomposed import DecomposedLayer
-from sigmascope.lora.extraction.extraction_output import resolve_format, storage_cost, write_extracted
-from sigmascope.lora.extraction.extraction_report import (
+import torch
+
+from sigmascope.__about__ import __version__
+from sigmascope.checkpoints import Checkpoint, atomic_path
+from sigmascope.checkpoints.safetensors import PADDING_SHARE
+from sigmascope.errors import ConfigError, LoraFormatError, ModelMismatchError
+from sigmascope.lora.budget import Budget, refuse_storage, weight_of
+from sigmascope.lora.decompose import at_full_rank
+from sigmascope.lora.extraction_report import (
     ExtractedModule,
     ExtractionReport,
+    ExtractOptions,
     LeftOutLayer,
+    refuse_other_yaml,
+    require_yaml,
+    resolve_device,
+    sidecar_path,
+    sidecar_text,
 )
-from sigmascope.lora.extraction.extraction_rounds import Rounds
-from sigmascope.lora.extraction.job_identity import extraction_metadata, job_identity
-from sigmascope.lora.extraction.journal import Journal
-from sigmascope.lora.extraction.options import ExtractOptions, resolve_device
-from sigmascope.lora.extraction.sidecar import refuse_other_yaml, require_yaml, sidecar_path, sidecar_text
-from sigmascope.lora.formats.base import FormatName
-from sigmascope.lora.models.layer_names import layer_order
-from sigmascope.lora.models.pairs import CheckpointPair, open_pair
-from sigmascope.lora.paths import check_target, refuse_inputs
-from sigmascope.lora.validation.change_findings import pair_findings, uncovered_changes
+from sigmascope.lora.factors import LoraFactors
+from sigmascope.lora.families import BASE_FINGERPRINT, ModelLayout, denoiser_fingerprint
+from sigmascope.lora.file import as_text, check_target, refuse_inputs
+from sigmascope.lora.file_size import StorageCost, names_in, numbers_in, parts_in
+from sigmascope.lora.formats import FormatName, LoraFormat, format_named
+from sigmascope.lora.journal import Journal
+from sigmascope.lora.krylov import fast_dtype
+from sigmascope.lora.layer_extraction import (
+    LayerReader,
+    LayerRecord,
+    LeftOutReason,
+    extract_layer,
+    read_factors,
+    read_record,
+    write_record,
+)
+from sigmascope.lora.layer_names import UnetBlocks, blocks_of
+from sigmascope.lora.layers import in_coverage, layer_order
+from sigmascope.lora.pairs import CheckpointPair, open_pair, pair_findings, uncovered_changes
+from sigmascope.lora.parallel import run_layers
+from sigmascope.lora.ranks import RankPolicy, RankRules
+from sigmascope.lora.spectrum import Spectrum
+from sigmascope.lora.writer import LoraWriter
 from sigmascope.progress import Progress, no_progress
 
 __all__ = ["ExtractOptions", "ExtractionReport", "extract_lora"]
@@ -98,6 +128,26 @@ def extract_lora(
         write_extracted(target, lora_format, pair, layers, journal, options, metadata, diffs)
     seconds = time.perf_counter() - started
     return replace(report, seconds=seconds, file_bytes=target.stat().st_size)
+
+
+@dataclass(frozen=True, slots=True)
+class DecomposedLayer:
+    """A layer with the place of its factors and the rank it gets.
+
+    Attributes:
+        name: Of its record in the journal.
+        record: What was found.
+        rank: 0: it is not in the LoRA.
+    """
+
+    name: str
+    record: LayerRecord
+    rank: int
+
+    @property
+    def reason(self) -> LeftOutReason | None:
+        """Why it is not in the LoRA; None where it is."""
+        return self.record.reason if self.rank > 0 or self.record.reason else "rank_0"
 
 
 def _report(
@@ -172,3 +222,373 @@ def _refuse_nothing(
         f"leave out all {len(changed)} changed layers ({reasons}); the largest change is {largest:.3g}.",
         hint="Lower --min_diff, use --target_coverage full, or allow more rank.",
     )
+
+
+class Rounds:
+    """Decomposes the layers of a pair into a journal; what the journal holds already is not done again.
+
+    Args:
+        pair: The checkpoints.
+        options: What to keep.
+        journal: Open.
+        device: Where to compute.
+        progress: Told after each layer, with the error so far.
+    """
+
+    def __init__(
+        self,
+        pair: CheckpointPair,
+        options: ExtractOptions,
+        journal: Journal,
+        device: torch.device,
+        progress: Progress,
+    ) -> None:
+        self._pair = pair
+        self._options = options
+        self._journal = journal
+        self._reader = LayerReader(pair, device)
+        self._progress = progress
+        self._done = 0
+        self._total = 0
+
+    def run(self, storage: StorageCost) -> dict[str, DecomposedLayer]:
+        """Decompose every layer and choose its rank, in the order of the pair's layers.
+
+        Args:
+            storage: What factors take in the file, for a budget.
+
+        Raises:
+            SigmascopeError: From reading, decomposing or storing a layer, or a budget that cannot be met.
+        """
+        if self._options.budget is None:
+            rules = self._options.rank_rules
+            wanted = {layer: rules.policy_for(layer, self._pair.shape(layer)) for layer in self._pair.layers}
+            found = self._round(0, wanted)
+            return {layer: DecomposedLayer(f"0:{layer}", one, one.rank) for layer, one in found.items()}
+        return self._under_budget(self._options.budget, self._options.rank_rules, storage)
+
+    def _under_budget(
+        self, budget: Budget, rules: RankRules, storage: StorageCost
+    ) -> dict[str, DecomposedLayer]:
+        shapes = {layer: self._pair.shape(layer) for layer in self._pair.layers}
+        guesses = budget.first_guess(shapes, storage)
+        first: dict[str, RankPolicy | int | None] = {
+            layer: None if rules.is_excluded(layer) else rules.override_for(layer) or guesses[layer]
+            for layer in shapes
+        }
+        records = self._round(0, first)
+        names = {layer: f"0:{layer}" for layer in records}
+        pinned = {layer: records[layer].rank for layer in records if rules.override_for(layer)}
+        lost = lost_outside(budget, records)
+        number, allowed, error = 0, budget, 0.0
+        while True:
+            spectra = {layer: one.spectrum for layer, one in records.items() if one.reason is None} | lost
+            fixed = {layer: rank for layer, rank in pinned.items() if layer in spectra}
+            try:
+                allocation = allowed.allocate(spectra, storage, fixed | dict.fromkeys(lost, 0))
+            except ConfigError:
+                if budget.max_error is None or allowed is budget:
+                    raise
+                refuse_storage(budget.max_error, error)
+            if allocation.wanted:
+                number += 1
+                records |= self._round(number, allocation.wanted)
+                names |= {layer: f"{number}:{layer}" for layer in allocation.wanted}
+                continue
+            chosen = {
+                layer: DecomposedLayer(names[layer], one, min(allocation.ranks.get(layer, 0), one.rank))
+                for layer, one in records.items()
+            }
+            error = true_error(chosen, budget)
+            if budget.max_error is None or error <= budget.max_error:
+                return chosen
+            allowed = tighter(allowed, budget.max_error, error)
+
+    def _round(self, number: int, wanted: Mapping[str, RankPolicy | int | None]) -> dict[str, LayerRecord]:
+        """Work through some layers; None as policy: the layer is excluded."""
+        found = {
+            layer: read_record(self._journal, f"{number}:{layer}")
+            for layer in wanted
+            if f"{number}:{layer}" in self._journal
+        }
+        self._total += len(wanted)
+        self._done += len(found)
+
+        def work(layer: str) -> LayerRecord:
+            policy = wanted[layer]
+            record, factors = extract_layer(
+                self._reader,
+                layer,
+                policy if policy is not None else 1,
+                self._options.storage_dtype,
+                left_out=self._left_out(layer, policy),
+                min_diff=self._options.min_diff,
+            )
+            write_record(self._journal, f"{number}:{layer}", record, factors)
+            return record
+
+        sizes = {layer: math.prod(self._pair.shape(layer)) for layer in wanted if layer not in found}
+        so_far = ErrorSoFar()
+        for record in found.values():
+            so_far.add(record)
+        for layer, record in run_layers(sizes, work, workers=self._options.workers):
+            found[layer] = record
+            so_far.add(record)
+            self._done += 1
+            self._progress(self._done, self._total, f"{so_far} {layer}")
+        return {layer: found[layer] for layer in wanted}
+
+    def _left_out(self, layer: str, policy: RankPolicy | int | None) -> LeftOutReason | None:
+        if policy is None:
+            return "excluded"
+        return None if in_coverage(layer, self._options.target_coverage) else "outside_coverage"
+
+
+_TIGHTENED: Final = 0.999
+_LEAST_TIGHTENED: Final = 0.5
+
+
+def lost_outside(budget: Budget, records: Mapping[str, LayerRecord]) -> dict[str, Spectrum]:
+    """What layers that are left out add to the error of all, which is what a budget may limit."""
+    if budget.max_error is None or all(record.reason is not None for record in records.values()):
+        return {}
+    reasons = {None, "unchanged"}
+    return {layer: one.spectrum for layer, one in records.items() if one.reason not in reasons}
+
+
+def true_error(layers: Mapping[str, DecomposedLayer], budget: Budget) -> float:
+    """The error that `max_error` limits, of the factors as they are stored."""
+    change = lost = 0.0
+    for layer, one in layers.items():
+        weight = weight_of(layer, budget.weights)
+        change += weight * one.record.delta_norm**2
+        lost += weight * one.record.error_at(one.rank) ** 2
+    return math.sqrt(lost / change) if change > 0 else 0.0
+
+
+def tighter(allowed: Budget, asked: float, error: float) -> Budget:
+    """A budget that makes up for what rounding added beyond what was reckoned with.
+
+    Raises:
+        ConfigError: That is most of the error: the change is too small for the storage precision.
+    """
+    assert allowed.max_error is not None
+    tightened = _TIGHTENED * allowed.max_error * asked / error
+    if tightened < _LEAST_TIGHTENED * asked:
+        refuse_storage(asked, error)
+    return replace(allowed, max_error=tightened)
+
+
+class ErrorSoFar:
+    """The relative error of the layers that are done, for the progress bar."""
+
+    def __init__(self) -> None:
+        self._change = 0.0
+        self._error = 0.0
+
+    def add(self, record: LayerRecord) -> None:
+        """Take in one more layer, at the rank of its record."""
+        self._change += record.delta_norm**2
+        self._error += record.error_at(record.rank) ** 2
+
+    def __str__(self) -> str:
+        share = math.sqrt(self._error / self._change) if self._change > 0 else 0.0
+        return f"error {100 * share:.1f} %"
+
+
+_CPU: Final = torch.device("cpu")
+_FIELDS_BYTES: Final = 2048  # that the format adds to the header
+_SPARE_BYTES: Final = 100  # that the writer reserves for each name's header entry and may leave empty
+_ENTRY_BYTES: Final = 200  # that a header entry takes beside the tensor's name in the checkpoint
+
+
+def resolve_format(options: ExtractOptions, pair: CheckpointPair, diffs: Iterable[str] = ()) -> FormatName:
+    """The format asked for, or the one that tools for such a checkpoint read.
+
+    Args:
+        options: With the format, or `auto`.
+        pair: The checkpoints.
+        diffs: Keys of biases, norms and embeddings that it has to hold.
+
+    Raises:
+        ConfigError: It cannot hold what was asked for.
+        LoraFormatError: There is no such format, or it has no name for a layer.
+    """
+    chosen = _usual_format(pair.layout) if options.format == "auto" else options.format
+    found = format_named(chosen)
+    if options.biases_and_norms and not found.keys.holds_changes:
+        raise ConfigError(
+            f"--biases_and_norms: {found.name} files hold up and down factors only.",
+            hint="Use --format native, kohya or comfyui.",
+        )
+    blocks = _blocks(pair)
+    for layer in pair.layers:
+        placed = found.placement(layer, pair.layout, blocks=blocks)
+        found.named(layer, placed if isinstance(placed, str) else placed.original, pair.layout)
+    for key in diffs:
+        _require_name(found, key, pair.layout, blocks)
+    return found.name
+
+
+def storage_cost(
+    format: FormatName,
+    pair: CheckpointPair,
+    options: ExtractOptions,
+    metadata: Mapping[str, str],
+    diffs: Iterable[str] = (),
+) -> StorageCost:
+    """What factors take in the file, never too little.
+
+    Args:
+        format: Of the file.
+        pair: The checkpoints.
+        options: Precision.
+        metadata: Texts for the header.
+        diffs: Keys of tensors whose change is stored whole.
+    """
+    found, layout, blocks = format_named(format), pair.layout, _blocks(pair)
+    shapes = {layer: pair.shape(layer) for layer in pair.layers}
+    spare = 3 * _SPARE_BYTES * len(shapes)
+    if options.budget is not None and options.budget.max_bytes is not None:
+        spare = min(spare, options.budget.max_bytes // PADDING_SHARE)
+    other = _FIELDS_BYTES + spare
+    for layer in shapes:
+        other += 3 * (len(layer.encode()) + _ENTRY_BYTES) * (parts_in(found, layout, layer, blocks) - 1)
+    for key in diffs:
+        values = prod(pair.base.info(key).shape) * options.storage_dtype.itemsize
+        other += values + len(key.encode()) + _ENTRY_BYTES
+    return StorageCost.of(
+        options.storage_dtype,
+        metadata,
+        other_bytes=other,
+        names=names_in(found, layout, blocks),
+        numbers=numbers_in(found, layout, shapes, blocks),
+    )
+
+
+def write_extracted(
+    target: Path,
+    format: FormatName,
+    pair: CheckpointPair,
+    layers: Mapping[str, DecomposedLayer],
+    journal: Journal,
+    options: ExtractOptions,
+    metadata: Mapping[str, str],
+    diffs: Iterable[str],
+) -> None:
+    """Write the LoRA, whole or not at all.
+
+    Args:
+        target: The file.
+        format: Its format.
+        pair: The checkpoints, for layers kept whole and for `diffs`.
+        layers: What was decided, in the model's order.
+        journal: Where the factors are.
+        options: Precision.
+        metadata: Texts for the header beside those of the format.
+        diffs: Keys of biases, norms and embeddings whose change is stored as it is.
+
+    Raises:
+        WriteError: The target cannot be written.
+        NonFiniteError: A change does not fit the storage precision.
+    """
+    reader = LayerReader(pair, _CPU)
+    writer = LoraWriter(
+        target,
+        format=format,
+        layout=pair.layout,
+        metadata=metadata,
+        expected=[layer for layer, one in layers.items() if one.rank > 0],
+        model_layers=pair.layers,
+        dtype=options.storage_dtype,
+    )
+    with writer:
+        for layer, one in layers.items():
+            if one.rank > 0:
+                writer.write(layer, _factors(reader, layer, one, journal, options.storage_dtype))
+        for key in diffs:
+            writer.write_diff(key, pair.change(key, _CPU).delta)
+
+
+def _usual_format(layout: ModelLayout) -> FormatName:
+    if layout.naming == "diffusers":
+        return "peft"
+    return "comfyui" if layout.naming in ("sgm", "original") else "native"
+
+
+def _blocks(pair: CheckpointPair) -> UnetBlocks:
+    placed = map(pair.layout.split, pair.layers)
+    return blocks_of(path for part, path in placed if part == "denoiser")
+
+
+def _require_name(found: LoraFormat, key: str, layout: ModelLayout, blocks: UnetBlocks) -> None:
+    """Refuse a bias or norm that the format cannot name before hours of work and not after."""
+    try:
+        found.name_for(key.removesuffix(".weight").removesuffix(".bias"), layout, blocks=blocks)
+    except LoraFormatError as error:
+        raise ConfigError(
+            f"--biases_and_norms: {error.message}",
+            hint="Use --format native, which keeps the model's own names.",
+        ) from error
+
+
+def _factors(
+    reader: LayerReader, layer: str, one: DecomposedLayer, journal: Journal, dtype: torch.dtype
+) -> LoraFactors:
+    if one.record.whole:
+        return at_full_rank(reader.read(layer).delta, dtype).factors
+    return read_factors(journal, one.name, one.rank)
+
+
+def job_identity(
+    pair: CheckpointPair, options: ExtractOptions, device: torch.device, lora_format: FormatName
+) -> str:
+    """Text that is equal for equal inputs, options, software and kind of device.
+
+    Files are told by place, size and time of change: reading them whole would take as long as the job. What else
+    the file holds matters under a budget only: how much is left for a layer depends on it.
+    """
+    facts = {
+        "version": __version__,
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
+        "inputs": [_files(side) for side in (pair.base, pair.tuned)],
+        "layers": pair.layers,
+        "ranks": options.asked_rank,
+        "precision": options.save_precision,
+        "min_diff": options.min_diff,
+        "coverage": options.target_coverage,
+        "beside": [lora_format, options.biases_and_norms] if options.budget is not None else None,
+    }
+    return json.dumps(facts)
+
+
+def _files(checkpoint: Checkpoint) -> list[tuple[str, int, int]]:
+    return [_file(file) for file in checkpoint.files]
+
+
+def _file(path: Path) -> tuple[str, int, int]:
+    facts = path.stat()
+    return str(path.resolve()), facts.st_size, facts.st_mtime_ns
+
+
+def _processor() -> str:
+    """The instructions that decide how it rounds."""
+    return f"cpu {torch.backends.cpu.get_cpu_capability()} {fast_dtype(torch.device('cpu'))}"
+
+
+def extraction_metadata(pair: CheckpointPair, options: ExtractOptions) -> dict[str, str]:
+    """Where an extracted LoRA comes from, for its header.
+
+    No time of day is in it, so that the same inputs give the same file, byte for byte.
+    """
+    return {
+        "sigmascope_version": __version__,
+        "sigmascope_base": as_text(pair.base.path.name),
+        "sigmascope_tuned": as_text(pair.tuned.path.name),
+        BASE_FINGERPRINT: denoiser_fingerprint(pair.base),
+        "sigmascope_tuned_fingerprint": denoiser_fingerprint(pair.tuned),
+        "sigmascope_rank": options.asked_rank,
+        "sigmascope_target_coverage": options.target_coverage,
+        "sigmascope_min_diff": repr(options.min_diff),
+    }

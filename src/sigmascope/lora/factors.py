@@ -1,4 +1,4 @@
-"""The two factors of a low-rank weight change, and their algebra.
+"""The two factors of a low-rank weight change, and their algebra (Hu et al., arXiv 2106.09685).
 
 LoRA (Hu et al., arXiv 2106.09685) writes the change of a weight W (out, in) as
 
@@ -12,14 +12,14 @@ float32 dot over millions of values is low by about 0.1 %, which makes errors lo
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import isfinite, sqrt
+from typing import Final
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from sigmascope.errors import LoraFormatError, ModelMismatchError, NonFiniteError
-from sigmascope.lora.precision import at_least_float32, in_double
-from sigmascope.lora.shapes import matrix_shape
+from sigmascope.lora.linalg import at_least_float32, frobenius_norm, in_double, matrix_shape
 
 # 9999 stored in bfloat16 reads back as 9984, in float16 as 10000.
 _SMALLEST_STORED_FULL_RANK = 9984.0
@@ -227,3 +227,30 @@ def _require_same_weight(parts: Sequence[LoraFactors]) -> None:
             f"the LoRAs change weights of different shapes: {', '.join(map(str, shapes))}.",
             hint="Combine LoRAs of the same base model, module by module.",
         )
+
+
+CANCELLED: Final = 1e-10
+"""Share of ‖ΔW‖² below which ‖a‖² − 2<a,b> + ‖b‖² is mostly rounding, though it is summed in float64."""
+
+
+def difference_norm(one: LoraFactors, other: LoraFactors) -> float:
+    """‖ΔW₁ − ΔW₂‖ of two changes of one weight, without forming either.
+
+    ‖a‖² − 2<a,b> + ‖b‖² from Gram matrices loses what is below 10⁻⁸ of the norms; there the difference is
+    written as one pair of factors, whose QR does not cancel.
+
+    Raises:
+        ModelMismatchError: They change weights of different shape.
+    """
+    energies = one.inner(one), other.inner(other)
+    squared = energies[0] - 2.0 * one.inner(other) + energies[1]
+    if squared > CANCELLED * max(energies):
+        return sqrt(squared)
+    wide = [pair.to(dtype=torch.float64) for pair in (one, other)]
+    _, core, _ = LoraFactors.concatenate(wide, [1.0, -1.0]).orthogonal_form()
+    return float(torch.linalg.matrix_norm(core))
+
+
+def norm_bound(factors: LoraFactors) -> float:
+    """What ‖ΔW‖ cannot exceed: the scale times ‖up‖·‖down‖."""
+    return abs(factors.scale) * frobenius_norm(factors.up) * frobenius_norm(factors.down)

@@ -1,16 +1,20 @@
-"""A LoRA, in memory or still in its file: what every format is read into and written from."""
+"""A LoRA, in memory or still in its file, and the checks of the paths that users give."""
 
+import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
-from sigmascope.errors import LoraFormatError
-from sigmascope.lora.adapters.change import WeightChange
+from sigmascope.checkpoints import Checkpoint
+from sigmascope.errors import CheckpointError, ConfigError, LoraFormatError, WriteError
+from sigmascope.files import require_writable
+from sigmascope.lora.adapters import WeightChange
 from sigmascope.lora.factors import LoraFactors
 
 __all__ = ["LoraFile", "ModuleFacts", "WeightChange"]
+
 
 if TYPE_CHECKING:
     Modules = Mapping[str, LoraFactors]
@@ -123,3 +127,105 @@ class LoraFile:
             rank = getattr(change, "rank", None)
             return ModuleFacts(change.kind, change.weight_shape, rank, change.parameters)
         raise LoraFormatError(f"{self} has no module {name}.", hint="Choose one of its names.")
+
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
+
+class LazyMapping(Mapping[str, Value], Generic[Key, Value]):
+    """Values made anew at each access; iterating, counting and asking for a name make none.
+
+    Args:
+        sources: What each value is made from.
+        read: Makes it.
+    """
+
+    def __init__(self, sources: Mapping[str, Key], read: Callable[[Key], Value]) -> None:
+        self._sources = sources
+        self._read = read
+
+    def __getitem__(self, name: str) -> Value:
+        return self._read(self._sources[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._sources)
+
+    def __len__(self) -> int:
+        return len(self._sources)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._sources
+
+
+def exists(path: Path) -> bool:
+    """Whether there is something at `path`.
+
+    Raises:
+        CheckpointError: The system will not say: no permission, a name too long, links in a ring.
+    """
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        reason = getattr(error, "strerror", None) or error
+        raise CheckpointError(path, f"cannot be reached ({reason}).", hint="Check the path.") from error
+    return True
+
+
+def as_text(name: str | os.PathLike[str]) -> str:
+    """A file name for texts in UTF-8: bytes of it that are no UTF-8 become U+FFFD."""
+    return os.fsencode(name).decode("utf-8", "replace")
+
+
+def check_target(save_to: Path, flag: str = "--save_to") -> None:
+    """Refuse a target that is a folder, is not named as safetensors, or cannot be reached.
+
+    Raises:
+        ConfigError: With the flag and the file.
+        WriteError: The folder does not exist or cannot be entered, or what is there is no file that can be replaced.
+    """
+    try:
+        exists(save_to)
+        is_folder, has_parent = save_to.is_dir(), save_to.parent.is_dir()
+    except (CheckpointError, OSError) as error:
+        raise WriteError(
+            save_to, "cannot be reached.", hint="Choose a folder that you may enter and a shorter name."
+        ) from error
+    if is_folder:
+        raise ConfigError(
+            f"{flag} {save_to} is a folder.", hint=f"Name a file in it: {save_to / 'lora.safetensors'}."
+        )
+    if save_to.suffix != ".safetensors":
+        raise ConfigError(
+            f"{flag} {save_to}: a LoRA is written as safetensors.",
+            hint=f"Name it {save_to.stem}.safetensors.",
+        )
+    if not has_parent:
+        raise WriteError(save_to, "its folder does not exist.", hint=f"Create {save_to.parent}.")
+    require_writable(save_to)
+
+
+def refuse_inputs(target: Path, *models: Checkpoint, flag: str = "--save_to") -> None:
+    """Refuse a target that is one of the files that an open model is read from.
+
+    Raises:
+        ConfigError: With the flag and the model.
+    """
+    for model in models:
+        if any(exists(target) and exists(file) and target.samefile(file) for file in model.files):
+            raise ConfigError(
+                f"{flag} {target} is part of the input {model.path}.", hint="Choose another name."
+            )
+
+
+def refuse_files(target: Path, files: Sequence[Path], flag: str = "--save_to") -> None:
+    """Refuse a target that is one of the files that are read.
+
+    Raises:
+        ConfigError: With the flag and the file.
+    """
+    for file in files:
+        if exists(target) and exists(file) and target.samefile(file):
+            raise ConfigError(f"{flag} {target} is the input {file}.", hint="Choose another name.")

@@ -1,31 +1,136 @@
 """What is in a LoRA file: ranks, strength, spectra, damage, and what its header says."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
+from math import prod, sqrt
 from os import PathLike
 from pathlib import Path
 from statistics import median
-from typing import Any, Final
+from typing import Any, Final, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from sigmascope.errors import NonFiniteError
 from sigmascope.lora.adapters import WeightChange
-from sigmascope.lora.extraction.layer_pool import run_layers
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile
-from sigmascope.lora.formats.unread_kinds import open_any
-from sigmascope.lora.inspection.block_strength import BlockStrength, block_strength, norm_of
-from sigmascope.lora.inspection.module_strength import ModuleStrength, strength_of_delta, strength_of_factors
-from sigmascope.lora.inspection.training_metadata import TrainingFacts, read_training_facts
-from sigmascope.lora.models.block_names import block_position
-from sigmascope.lora.shapes import max_rank
+from sigmascope.lora.layers import block_of_module, block_position
+from sigmascope.lora.linalg import frobenius_norm, in_double, max_rank, root_sum_square
+from sigmascope.lora.metadata import TrainingFacts, read_training_facts
+from sigmascope.lora.parallel import run_layers
+from sigmascope.lora.reader import open_any
+from sigmascope.lora.spectrum import effective_rank, stable_rank
 from sigmascope.progress import Progress, no_progress
 
 __all__ = ["BlockStrength", "LoraInspection", "ModuleStrength", "inspect_lora"]
 
+
 _NEAR_ZERO: Final = 1e-3
 """A module whose values are this much smaller than those of the middle module does nothing that shows."""
 _SPECTRUM_UP_TO: Final = 512
+
+
+Problem = Literal["not_finite", "needs_base"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleStrength:
+    """One module.
+
+    Attributes:
+        name: As the file names it.
+        kind: `lora` for plain factors, else `loha`, `lokr`, `tucker`, `dora`, `diff` or `set`.
+        shape: Of the weight that it changes.
+        rank: Of its factors; None where it has none.
+        parameters: Number of stored values.
+        alpha: As stored; None unless the factors are plain.
+        scale: What up·down is multiplied with, alpha / rank; None unless the factors are plain.
+        dtype: Of plain factors, such as `float16`.
+        norm: ‖ΔW‖ at strength 1; None where there is a problem.
+        singular_values: All min(rank, out, in) of ΔW, falling; empty unless the factors are plain, and where
+            they were not asked for.
+        dead_columns: Columns of up (with their rows of down) that change nothing, since one of the two is zero.
+        problem: `not_finite`: it holds NaN or Inf. `needs_base`: what it changes depends on the base weight.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    rank: int | None
+    parameters: int
+    alpha: float | None = None
+    scale: float | None = None
+    dtype: str | None = None
+    norm: float | None = None
+    singular_values: tuple[float, ...] = ()
+    dead_columns: int = 0
+    problem: Problem | None = None
+
+    @property
+    def block(self) -> str:
+        """The block that the module is in, the same in every format."""
+        return block_of_module(self.name)
+
+    @property
+    def size(self) -> float | None:
+        """The root mean square of ΔW's values, ‖ΔW‖ / √(out·in): comparable between layers of any shape."""
+        return None if self.norm is None else self.norm / sqrt(max(prod(self.shape), 1))
+
+    @property
+    def largest(self) -> float | None:
+        """σ₁, the most that the change can add to an input of length 1."""
+        return self.singular_values[0] if self.singular_values else None
+
+    @property
+    def stable_rank(self) -> float | None:
+        """See `strength.stable_rank`."""
+        return stable_rank(self._values) if self.singular_values else None
+
+    @property
+    def effective_rank(self) -> float | None:
+        """See `strength.effective_rank`."""
+        return effective_rank(self._values) if self.singular_values else None
+
+    def as_dict(self, *, spectrum: bool = False) -> dict[str, Any]:
+        """The module as JSON values.
+
+        Args:
+            spectrum: Also all singular values.
+        """
+        fields = asdict(self)
+        values = fields.pop("singular_values")
+        derived = ("block", "size", "largest", "stable_rank", "effective_rank")
+        fields |= {name: getattr(self, name) for name in derived}
+        return fields | {"singular_values": list(values)} if spectrum else fields
+
+    @property
+    def _values(self) -> Float[Tensor, " k"]:
+        return torch.tensor(self.singular_values, dtype=torch.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockStrength:
+    """The modules of one block together.
+
+    Attributes:
+        name: Such as `up_blocks.1`.
+        modules: How many there are.
+        norm: ‖ΔW‖ of all that could be measured; None where none could.
+        share: Of the whole LoRA's ‖ΔW‖², 0 to 1; None where the norm is.
+        ranks: Lowest and highest rank; None where none has one.
+        effective_rank: Mean over the modules whose spectrum is known; None without any.
+    """
+
+    name: str
+    modules: int
+    norm: float | None
+    share: float | None
+    ranks: tuple[int, int] | None
+    effective_rank: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,3 +293,61 @@ def _strength(name: str, change: LoraFactors | WeightChange, full_spectrum: bool
         shape = change.weight_shape
         return ModuleStrength(name, change.kind, shape, rank, change.parameters, problem="needs_base")
     return strength_of_delta(name, change.kind, change.delta(), rank, change.parameters)
+
+
+def strength_of_factors(name: str, factors: LoraFactors, *, spectrum: bool = True) -> ModuleStrength:
+    """Measure plain factors from r×r matrices, without forming ΔW.
+
+    Args:
+        name: Of the module.
+        factors: Its factors.
+        spectrum: Also the singular values, which at a rank above a thousand take a second.
+    """
+    values = factors.singular_values().tolist() if spectrum else []
+    return ModuleStrength(
+        name=name,
+        kind="lora",
+        shape=factors.weight_shape,
+        rank=factors.rank,
+        parameters=factors.parameters,
+        alpha=factors.alpha,
+        scale=factors.scale,
+        dtype=str(factors.up.dtype).removeprefix("torch."),
+        norm=root_sum_square(values) if spectrum else factors.frobenius_norm(),
+        singular_values=tuple(values),
+        dead_columns=_dead_columns(factors),
+    )
+
+
+def strength_of_delta(
+    name: str, kind: str, delta: Tensor, rank: int | None, parameters: int
+) -> ModuleStrength:
+    """Measure a change that is more than up and down, by forming it."""
+    return ModuleStrength(name, kind, tuple(delta.shape), rank, parameters, norm=frobenius_norm(delta))
+
+
+def _dead_columns(factors: LoraFactors) -> int:
+    columns = in_double(factors.up).abs().amax(dim=0)
+    rows = in_double(factors.down).abs().amax(dim=1)
+    return int(((columns == 0.0) | (rows == 0.0)).sum())
+
+
+def norm_of(modules: Sequence[ModuleStrength]) -> float | None:
+    """‖ΔW‖ of all modules that could be measured; None where none could, 0 without any."""
+    measured = [module.norm for module in modules if module.norm is not None]
+    return root_sum_square(measured) if measured or not modules else None
+
+
+def block_strength(name: str, modules: list[ModuleStrength], total: float | None) -> BlockStrength:
+    """Put the modules of one block together; `total` is the whole LoRA's norm."""
+    norm = norm_of(modules)
+    ranks = [module.rank for module in modules if module.rank is not None]
+    effective = [rank for module in modules if (rank := module.effective_rank) is not None]
+    return BlockStrength(
+        name=name,
+        modules=len(modules),
+        norm=norm,
+        share=None if norm is None else (norm / total) ** 2 if total else 0.0,
+        ranks=(min(ranks), max(ranks)) if ranks else None,
+        effective_rank=sum(effective) / len(effective) if effective else None,
+    )

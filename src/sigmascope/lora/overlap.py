@@ -1,29 +1,109 @@
-"""Whether two LoRAs on one model act in the same directions of the same weights.
+"""Whether two LoRAs act in the same directions of the same weights: principal angles and overlap.
 
 For each weight that both change, the principal angles between the spaces that the changes write to (their columns)
 and read from (their rows), from their factors alone. A sum of low-rank changes, LoHa's product of two and LoKr's
 Kronecker product are pairs of factors too, as long as their rank is small.
+
+With up = Q·R and downᵀ = P·S, the spaces that ΔW = up·down acts in are those of Q·U and P·V for R·Sᵀ = U·Σ·Vᵀ. R and
+S come from the Cholesky factors of upᵀup and down·downᵀ, and the cosines of two changes from upₐᵀup_b and
+downₐ·down_bᵀ: no basis as long as the weight is formed (CholeskyQR; Yamamoto et al., ETNA 44, 2015). Squares cost
+digits, so factors that are nearly dependent are compared by `subspaces.bases_of`.
+
+The columns of ΔW (its left singular vectors) are what the change can write, its rows (the right ones) what it
+reads. For orthonormal bases U₁ (m, r₁) and U₂ (m, r₂) the singular values of U₁ᵀU₂ are the cosines of the
+principal angles between the spaces (Björck and Golub, Math. Comp. 27, 1973).
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from math import fsum, prod
+from typing import Any, Final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from sigmascope.errors import LoraFormatError, ModelMismatchError
-from sigmascope.lora.effect.acting import sort_patches
-from sigmascope.lora.effect.key_effect import effect_of
-from sigmascope.lora.effect.patch_factors import weight_shape_of
-from sigmascope.lora.effect.small_factors import as_factors
+from sigmascope.lora.effect import effect_of
 from sigmascope.lora.factors import LoraFactors
-from sigmascope.lora.inspection.overlap_facts import KeyOverlap, LoraOverlap
-from sigmascope.lora.inspection.principal_angles import principal_angles
-from sigmascope.lora.inspection.shared_spaces import shared_spaces
-from sigmascope.lora.inspection.subspaces import bases_of
-from sigmascope.lora.norms import root_sum_square
-from sigmascope.probes.adapters.applied import AppliedPatch
+from sigmascope.lora.linalg import in_double, root_sum_square
+from sigmascope.lora.patches import as_factors, sort_patches, weight_shape_of
+from sigmascope.probes.applied_patch import AppliedPatch
 from sigmascope.probes.reading import attempt
 
 __all__ = ["KeyOverlap", "LoraOverlap", "angles_of", "overlap"]
+
+
+@dataclass(frozen=True, slots=True)
+class KeyOverlap:
+    """Two changes of one weight.
+
+    Attributes:
+        key: The weight.
+        columns: Mean squared cosine of the principal angles between the spaces that they write to: 1 where one
+            holds the other, 0 where they are orthogonal.
+        rows: The same of the spaces that they read from.
+        overall: The mean of both.
+        chance: What `overall` would be for two random changes of these ranks.
+        cosine: <ΔA, ΔB> / (‖ΔA‖·‖ΔB‖): 1 the same change, −1 its opposite.
+        column_angles: In degrees, rising, as `row_angles` are; none where angles were not asked for.
+        ranks: How many directions each has.
+        norms: ‖ΔA‖ and ‖ΔB‖.
+    """
+
+    key: str
+    columns: float
+    rows: float
+    overall: float
+    chance: float
+    cosine: float
+    column_angles: tuple[float, ...]
+    row_angles: tuple[float, ...]
+    ranks: tuple[int, int]
+    norms: tuple[float, float]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The overlap as JSON values."""
+        listed = ("column_angles", "row_angles", "ranks", "norms")
+        return asdict(self) | {name: list(getattr(self, name)) for name in listed}
+
+
+@dataclass(frozen=True, slots=True)
+class LoraOverlap:
+    """Two LoRAs on one model.
+
+    Attributes:
+        overall: 0 to 1: each shared weight's overlap, weighted by how much of both LoRAs is in it. 1 for a LoRA
+            and itself or a scaled copy, 0 without a shared direction or weight. None where it cannot be had.
+        columns: The same of the spaces that they write to.
+        rows: The same of the spaces that they read from.
+        chance: What `overall` would be for random changes of the same ranks and sizes.
+        cosine: <ΔA, ΔB> / (‖ΔA‖·‖ΔB‖) over all weights.
+        keys: Each shared weight that could be compared.
+        only_a: Weights that the first alone changes.
+        only_b: Weights that the second alone changes.
+        unavailable: Why a weight, or a figure, could not be compared.
+    """
+
+    overall: float | None
+    columns: float | None
+    rows: float | None
+    chance: float | None
+    cosine: float | None
+    keys: tuple[KeyOverlap, ...]
+    only_a: tuple[str, ...]
+    only_b: tuple[str, ...]
+    unavailable: Mapping[str, str] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The overlap as JSON values."""
+        return asdict(self) | {
+            "keys": [key.as_dict() for key in self.keys],
+            "only_a": list(self.only_a),
+            "only_b": list(self.only_b),
+            "unavailable": dict(self.unavailable),
+        }
 
 
 def overlap(a: Sequence[AppliedPatch], b: Sequence[AppliedPatch], *, angles: bool = True) -> LoraOverlap:
@@ -153,3 +233,164 @@ def _weighted(found: Sequence[KeyOverlap], figure: str, total: float) -> float |
         return None
     value = fsum(prod(one.norms) * float(getattr(one, figure)) for one in found) / total
     return max(-1.0, min(1.0, value))
+
+
+_WORST_CONDITION: Final = 1e3
+"""The bases are off by its square times float64's precision: 10⁻¹⁰ here."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedSpaces:
+    """Two changes A and B of one weight.
+
+    Attributes:
+        columns: `subspace_overlap` of the spaces that they write to, 0 to 1.
+        rows: The same of those that they read from.
+        ranks: How many directions each has.
+        norms: ‖ΔA‖ and ‖ΔB‖.
+        inner: <ΔA, ΔB>.
+    """
+
+    columns: float
+    rows: float
+    ranks: tuple[int, int]
+    norms: tuple[float, float]
+    inner: float
+
+
+def shared_spaces(a: LoraFactors, b: LoraFactors) -> SharedSpaces:
+    """Compare two changes of one weight, on the device of the first.
+
+    Raises:
+        ModelMismatchError: They change weights of different shape.
+    """
+    one, two = _Spaces.of(a), _Spaces.of(b)
+    inner = a.inner(b)
+    if one is None or two is None:
+        return _by_bases(a, b, inner)
+    columns = one.columns.mT @ (in_double(a.up).mT @ in_double(b.up)) @ two.columns
+    rows = one.rows.mT @ (in_double(a.down) @ in_double(b.down).mT) @ two.rows
+    ranks = len(one.values), len(two.values)
+    return SharedSpaces(_share(columns), _share(rows), ranks, (one.norm, two.norm), inner)
+
+
+def _share(cosines: Tensor) -> float:
+    return min(1.0, float(cosines.square().sum()) / min(cosines.shape))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Spaces:
+    """up·columns and downᵀ·rows are orthonormal bases, of as many directions as there are values."""
+
+    columns: Tensor
+    rows: Tensor
+    values: Tensor
+
+    @property
+    def norm(self) -> float:
+        return float(self.values.norm())
+
+    @classmethod
+    def of(cls, factors: LoraFactors) -> "_Spaces | None":
+        """None if the factors are too nearly dependent, or zero."""
+        up, down = in_double(factors.up), in_double(factors.down)
+        left, right = _triangle(up.mT @ up), _triangle(down @ down.mT)
+        if left is None or right is None:
+            return None
+        u, values, vh = torch.linalg.svd((left[0] @ right[0].mT).mul(factors.scale))
+        kept = kept_values(values)
+        if kept == 0:
+            return None
+        return cls(left[1] @ u[:, :kept], right[1] @ vh[:kept].mT, values[:kept])
+
+
+def _triangle(gram: Tensor) -> tuple[Tensor, Tensor] | None:
+    """R and R⁻¹ for Gram = RᵀR, with the lengths of the vectors taken out before the condition is looked at."""
+    lengths = gram.diagonal().sqrt()
+    if not bool((lengths > 0.0).all()):
+        return None
+    lower, failed = torch.linalg.cholesky_ex(gram / torch.outer(lengths, lengths))
+    if int(failed):
+        return None
+    identity = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+    inverse: Tensor = torch.linalg.solve_triangular(lower.mT, identity, upper=True)
+    if not float(lower.norm() * inverse.norm()) < _WORST_CONDITION * len(gram):
+        return None
+    return lower.mT * lengths, inverse / lengths[:, None]
+
+
+def _by_bases(a: LoraFactors, b: LoraFactors, inner: float) -> SharedSpaces:
+    one, two = bases_of(a), bases_of(b)
+    columns, rows = (
+        min(1.0, subspace_overlap(*pair)) for pair in ((one.columns, two.columns), (one.rows, two.rows))
+    )
+    norms = float(one.values.norm()), float(two.values.norm())
+    return SharedSpaces(columns, rows, (len(one.values), len(two.values)), norms, inner)
+
+
+_NOISE: Final = 1e-6
+"""Singular values below this share of the largest are rounding of the stored factors, not directions."""
+
+
+@dataclass(frozen=True, eq=False)
+class ChangeBases:
+    """Orthonormal bases of the space a change writes to and of the one it reads from.
+
+    Attributes:
+        columns: (out, r), left singular vectors.
+        rows: (in·kh·kw, r), right singular vectors.
+        values: (r,), the singular values, falling and above rounding.
+    """
+
+    columns: Float[Tensor, "out r"]
+    rows: Float[Tensor, "inner r"]
+    values: Float[Tensor, " r"]
+
+
+def bases_of(factors: LoraFactors) -> ChangeBases:
+    """Give the singular vectors of ΔW that are more than rounding, in float64."""
+    left, core, right = factors.orthogonal_form()
+    u, sigma, vh = torch.linalg.svd(core, full_matrices=False)
+    kept = kept_values(sigma)
+    return ChangeBases(left @ u[:, :kept], right @ vh[:kept].mT, sigma[:kept])
+
+
+def kept_values(sigma: Float[Tensor, " k"]) -> int:
+    """How many of falling singular values are more than rounding."""
+    return int((sigma > _NOISE * sigma[0]).sum()) if float(sigma[0]) > 0.0 else 0
+
+
+def subspace_overlap(one: Float[Tensor, "n r"], other: Float[Tensor, "n s"]) -> float:
+    """‖U₁ᵀU₂‖² / min(r, s), the mean squared cosine of the principal angles.
+
+    1 where one space holds the other, 0 where they are orthogonal (the measure of section 7.2 of Hu et al.,
+    arXiv 2106.09685); 0 too when either is empty. Two random spaces have max(r, s) / n.
+
+    Args:
+        one: Orthonormal columns.
+        other: The same, of the same length.
+    """
+    smaller = min(one.shape[1], other.shape[1])
+    return float((one.mT @ other).square().sum()) / smaller if smaller else 0.0
+
+
+_NEAR_ONE: Final = 1.0 - 1e-7
+"""Above, a cosine has lost half of the digits of its angle."""
+
+
+def principal_angles(one: Float[Tensor, "n r"], other: Float[Tensor, "n s"]) -> Float[Tensor, " k"]:
+    """The min(r, s) angles between two spaces in degrees, rising; small ones from their sines.
+
+    Args:
+        one: Orthonormal columns.
+        other: The same, of the same length.
+    """
+    large, small = (one, other) if one.shape[1] >= other.shape[1] else (other, one)
+    core = large.mT @ small
+    cosines = torch.linalg.svdvals(core).clamp(max=1.0)
+    near = cosines > _NEAR_ONE
+    if not bool(near.any()):
+        return torch.rad2deg(cosines.acos())
+    _, beside = torch.linalg.qr(small - large @ core, mode="r")
+    sines = torch.linalg.svdvals(beside).clamp(max=1.0).flip(0)
+    return torch.rad2deg(torch.where(near, sines.asin(), cosines.acos()))

@@ -4,35 +4,219 @@ QR of both factors and the SVD of their small core give all singular values of �
 budget that an extraction knows works on a finished LoRA too, and the error of the result is known.
 """
 
+import json
 import time
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import groupby
+from math import fsum
 from os import PathLike
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 
 from sigmascope.__about__ import __version__
 from sigmascope.checkpoints import open_checkpoint
-from sigmascope.lora.file import LoraFile
-from sigmascope.lora.formats.opening import open_lora
-from sigmascope.lora.merging.lora_output import LoraOutput
-from sigmascope.lora.merging.merge_inputs import InputLora
-from sigmascope.lora.merging.reduced_module import ReducedModule
-from sigmascope.lora.merging.reducible import FormedChange, reducible
-from sigmascope.lora.merging.reducible_change import ReducibleChange
-from sigmascope.lora.merging.reduction import RankPlan, Reduction, require_modules
-from sigmascope.lora.merging.reduction_report import ReductionReport, unused_keys
-from sigmascope.lora.names.lora_dtype import STORAGE_DTYPES, SavePrecision, dtype_name, storage_dtype
-from sigmascope.lora.names.united import unite
-from sigmascope.lora.paths import as_text, check_target, refuse_inputs
+from sigmascope.errors import ConfigError, NonFiniteError
+from sigmascope.lora.alignment import unite
+from sigmascope.lora.budget import Budget
+from sigmascope.lora.factors import LoraFactors
+from sigmascope.lora.file import LoraFile, as_text, check_target, refuse_inputs
+from sigmascope.lora.file_size import StorageCost
+from sigmascope.lora.layers import block_of_module, block_position
+from sigmascope.lora.linalg import max_rank, root_sum_square
+from sigmascope.lora.merge_methods import InputLora
+from sigmascope.lora.parallel import Result, run_layers_in_order
+from sigmascope.lora.ranks import FixedRank, RankPolicy, RankRules
+from sigmascope.lora.reader import open_lora
+from sigmascope.lora.spectrum import Spectrum
+from sigmascope.lora.truncation import CutChange, FormedChange, ReducibleChange, reducible
+from sigmascope.lora.writer import STORAGE_DTYPES, LoraOutput, SavePrecision, dtype_name, storage_dtype
 from sigmascope.progress import Progress, no_progress
+from sigmascope.records.run import Finding
 
 __all__ = ["RankPlan", "ReducedModule", "ReductionReport", "resize_lora"]
 
+
 _NEEDS_BASE: Final = frozenset({"dora", "set"})
 _TARGET: Final = "OUT"
+
+
+class RankPlan(NamedTuple):
+    """How much rank there is.
+
+    Attributes:
+        rules: The policy of every module. With a budget, only its overrides and exclusions count.
+        budget: What all modules share, if any.
+    """
+
+    rules: RankRules
+    budget: Budget | None = None
+
+    def describe(self) -> str:
+        """Canonical text, for reports and headers."""
+        if self.budget is None:
+            return self.rules.describe()
+        asked = json.loads(self.budget.describe()) | self.rules.describe_patterns()
+        return json.dumps(asked, ensure_ascii=False)
+
+
+LeftOut = Literal["excluded", "rank_0", "no_change"]
+
+
+@dataclass(frozen=True, slots=True)
+class ReducedModule:
+    """What became of one module.
+
+    Attributes:
+        name: In the file that is written.
+        shape: Of the weight that it changes.
+        old_rank: Before, of all LoRAs together where several are combined; None where it had none.
+        rank: As stored; 0 where it is left out.
+        norm: ‖ΔW‖ before.
+        error_norm: ‖ΔW − up·down‖ of the stored factors; ‖ΔW‖ where it is left out.
+        kept_energy: Share of ‖ΔW‖² in the singular values that were kept, 0 to 1.
+        left_out: Why it is, if it is. `no_change`: ΔW is zero.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    old_rank: int | None
+    rank: int
+    norm: float
+    error_norm: float
+    kept_energy: float
+    left_out: LeftOut | None = None
+
+    @property
+    def block(self) -> str:
+        """The block that the module is in."""
+        return block_of_module(self.name)
+
+    @property
+    def relative_error(self) -> float | None:
+        """`error_norm` / `norm`; None for a change that is zero."""
+        return self.error_norm / self.norm if self.norm > 0.0 else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The module as JSON values."""
+        names = ("name", "shape", "old_rank", "rank", "norm", "error_norm", "kept_energy", "left_out")
+        return {name: getattr(self, name) for name in names} | {"relative_error": self.relative_error}
+
+
+@dataclass(frozen=True, slots=True)
+class BlockReduction:
+    """The modules of one block together.
+
+    Attributes:
+        name: Such as `up_blocks.1`.
+        modules: How many there were.
+        kept: How many are in the file that was written.
+        old_ranks: Lowest and highest rank before; None where none had one.
+        ranks: Lowest and highest rank of those kept; None without any.
+        relative_error: ‖ΔW − ΔW'‖ / ‖ΔW‖ of all together; None where nothing was changed.
+        kept_energy: Share of ‖ΔW‖² in the singular values that were kept; None as above.
+    """
+
+    name: str
+    modules: int
+    kept: int
+    old_ranks: tuple[int, int] | None
+    ranks: tuple[int, int] | None
+    relative_error: float | None
+    kept_energy: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class ReductionReport:
+    """The result of a resize or merge.
+
+    Attributes:
+        inputs: The LoRAs, in the order given.
+        lora: The file that was written.
+        format: Its format.
+        dtype: In which its factors are stored.
+        method: How the changes became one; `linear` for a single LoRA.
+        plan: How much rank there was to be.
+        modules: What became of every module, in the order of the files.
+        carried: Changes that have no rank (biases, norms) or depend on the base, written as they are.
+        formed: Modules whose change was more than up and down, so that it was formed and decomposed.
+        findings: What to know before using the LoRA.
+        file_bytes: Size of the file that was written.
+        seconds: Time of the whole work.
+    """
+
+    inputs: tuple[InputLora, ...]
+    lora: Path
+    format: str
+    dtype: str
+    method: str
+    plan: str
+    modules: tuple[ReducedModule, ...]
+    carried: tuple[str, ...]
+    formed: tuple[str, ...]
+    findings: tuple[Finding, ...]
+    file_bytes: int
+    seconds: float
+
+    @property
+    def bytes_before(self) -> int:
+        """Size of all files that went in."""
+        return sum(one.file_bytes for one in self.inputs)
+
+    @property
+    def left_out(self) -> tuple[ReducedModule, ...]:
+        """Modules that are not in the file, each with its reason."""
+        return tuple(module for module in self.modules if module.left_out is not None)
+
+    @property
+    def ranks(self) -> dict[int, int]:
+        """How many modules of the file have each rank, by rising rank."""
+        return dict(sorted(Counter(module.rank for module in self.modules if module.rank).items()))
+
+    @property
+    def relative_error(self) -> float | None:
+        """‖ΔW − ΔW'‖ / ‖ΔW‖ over all modules; one that is left out counts as lost."""
+        return _error(self.modules)
+
+    @property
+    def kept_energy(self) -> float | None:
+        """Share of ‖ΔW‖² in the singular values that were kept."""
+        return _kept_energy(self.modules)
+
+    @property
+    def blocks(self) -> tuple[BlockReduction, ...]:
+        """One summary a block, in the order in which a latent passes them."""
+        ordered = sorted(self.modules, key=lambda module: block_position(module.block))
+        return tuple(_block(name, list(group)) for name, group in groupby(ordered, lambda m: m.block))
+
+    @property
+    def worst(self) -> tuple[ReducedModule, ...]:
+        """The ten modules that lost the largest part of themselves, largest first."""
+        measured = [module for module in self.modules if module.relative_error is not None]
+        return tuple(sorted(measured, key=lambda module: -(module.relative_error or 0.0))[:10])
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as JSON values, totals first."""
+        totals = ("format", "dtype", "method", "plan", "relative_error", "kept_energy", "bytes_before")
+        return {
+            "lora": str(self.lora),
+            "inputs": [asdict(one) | {"path": str(one.path)} for one in self.inputs],
+            **{name: getattr(self, name) for name in totals},
+            "file_bytes": self.file_bytes,
+            "seconds": self.seconds,
+            "total_modules": len(self.modules),
+            "left_out": [module.name for module in self.left_out],
+            "carried": list(self.carried),
+            "formed": list(self.formed),
+            "findings": [asdict(finding) for finding in self.findings],
+            "blocks": [asdict(block) for block in self.blocks],
+            "modules": [module.as_dict() for module in self.modules],
+        }
 
 
 def resize_lora(
@@ -163,3 +347,205 @@ def _write(
         output.write_change(name, lora.changes[name])
     require_modules(modules, plan)
     return tuple(modules)
+
+
+Load = Callable[[str, int], ReducibleChange]
+"""Read a module; told how many of its singular values are likely to be asked for."""
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """A set of changes and how they are to be reduced.
+
+    Attributes:
+        shapes: Of the changed weights, by module, in the order of the file.
+        old_ranks: By module; None where it has none.
+        load: Reads one module; safe to call from threads.
+        plan: How much rank there is.
+        storage: What a module takes in the file that is written.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    old_ranks: Mapping[str, int | None]
+    load: Load
+    plan: RankPlan
+    storage: StorageCost
+
+    def run(self, progress: Progress) -> Iterator[tuple[ReducedModule, LoraFactors | None]]:
+        """Reduce every module, in order, on all cores.
+
+        Yields:
+            What became of it, and its factors, None where it is left out.
+
+        Raises:
+            ConfigError: A pattern of the rules matches no module, or the budget cannot be met.
+            NonFiniteError: Factors do not fit the storage dtype.
+        """
+        names = list(self.shapes)
+        self.plan.rules.check(names)
+        with _one_thread_here():
+            yield from self._run(names, progress)
+
+    def _run(
+        self, names: list[str], progress: Progress
+    ) -> Iterator[tuple[ReducedModule, LoraFactors | None]]:
+        ranks = None if self.plan.budget is None else self._within(self.plan.budget, progress)
+        work = self._run_over(names, lambda name: self._reduce(name, ranks))
+        for done, (name, result) in enumerate(work, start=1):
+            progress(done, len(names), name)
+            yield result
+
+    def _within(self, budget: Budget, progress: Progress) -> dict[str, int]:
+        """The rank of every module that is not excluded, under a budget."""
+        rules = self.plan.rules
+        shapes = {name: shape for name, shape in self.shapes.items() if not rules.is_excluded(name)}
+        budget.check(list(shapes))
+        wanted = budget.first_guess(shapes, self.storage)
+        spectra: dict[str, Spectrum] = {}
+        pinned: dict[str, int] = {}
+        while wanted:
+            work = partial(self._spectrum, wanted)
+            for name, (spectrum, rank) in self._run_over(list(wanted), work):
+                spectra[name] = spectrum
+                if rank is not None:
+                    pinned[name] = rank
+                progress(len(spectra), len(shapes), name)
+            allocation = budget.allocate(spectra, self.storage, pinned)
+            wanted = allocation.wanted
+        return allocation.ranks
+
+    def _spectrum(self, wanted: Mapping[str, int], name: str) -> tuple[Spectrum, int | None]:
+        change = self.load(name, wanted[name])
+        policy = self.plan.rules.override_for(name)
+        rank = None if policy is None else _rank_by(policy, change)
+        return change.spectrum(max(wanted[name], rank or 1)), rank
+
+    def _reduce(self, name: str, ranks: Mapping[str, int] | None) -> tuple[ReducedModule, LoraFactors | None]:
+        shape = self.shapes[name]
+        policy = self.plan.rules.policy_for(name, shape)
+        guess = policy.first_guess(shape) if policy is not None and ranks is None else 1
+        change = self.load(name, guess if ranks is None else ranks.get(name, 1))
+        if policy is None:
+            return self._left_out(name, change, "excluded"), None
+        rank = _rank_by(policy, change) if ranks is None else ranks[name]
+        cut = _cut(name, change, rank) if rank > 0 else None  # before the norm, which then costs nothing
+        if change.norm == 0.0:
+            return self._left_out(name, change, "no_change"), None
+        if cut is None:
+            return self._left_out(name, change, "rank_0"), None
+        return self._kept(name, change, cut), cut.factors
+
+    def _kept(self, name: str, change: ReducibleChange, cut: CutChange) -> ReducedModule:
+        return ReducedModule(
+            name=name,
+            shape=self.shapes[name],
+            old_rank=self.old_ranks[name],
+            rank=cut.factors.rank,
+            norm=change.norm,
+            error_norm=cut.error_norm,
+            kept_energy=cut.kept_energy,
+        )
+
+    def _left_out(self, name: str, change: ReducibleChange, why: LeftOut) -> ReducedModule:
+        return ReducedModule(
+            name, self.shapes[name], self.old_ranks[name], 0, change.norm, change.norm, 0.0, why
+        )
+
+    def _run_over(self, names: list[str], work: Callable[[str], Result]) -> Iterator[tuple[str, Result]]:
+        return run_layers_in_order({name: self._size(name) for name in names}, work)
+
+    def _size(self, name: str) -> int:
+        out, *inner = self.shapes[name]
+        rank = self.old_ranks[name]
+        columns = 1
+        for size in inner:
+            columns *= size
+        return out * columns if rank is None else rank * (out + columns)
+
+
+@contextmanager
+def _one_thread_here() -> Iterator[None]:
+    """Let what the caller does with each result (checks, conversions) not wait for cores that are at work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _cut(name: str, change: ReducibleChange, rank: int) -> CutChange:
+    try:
+        return change.cut(rank)
+    except NonFiniteError as error:
+        raise NonFiniteError(f"{name}: {error.message}", hint=error.hint) from error
+
+
+def _rank_by(policy: RankPolicy, change: ReducibleChange) -> int:
+    """Ask a policy, with more singular values until it knows."""
+    if isinstance(policy, FixedRank):
+        return policy.rank_for(change.weight_shape)  # needs none
+    largest = max_rank(change.weight_shape)
+    wanted = policy.first_guess(change.weight_shape)
+    while (rank := policy.choose(change.spectrum(wanted))) is None:
+        wanted = min(2 * wanted, largest)
+    return rank
+
+
+def require_modules(modules: Sequence[ReducedModule], plan: RankPlan) -> None:
+    """Refuse, by a ConfigError, to write a LoRA of which nothing is left."""
+    reasons = {module.left_out for module in modules}
+    if reasons == {"no_change"}:
+        raise ConfigError(
+            f"all {len(modules)} changes are zero.", hint="Check the LoRAs and their --weights."
+        )
+    if modules and None not in reasons:
+        raise ConfigError(
+            f"{plan.describe()} leaves out all {len(modules)} modules.",
+            hint="Allow more rank, or exclude less.",
+        )
+
+
+def _block(name: str, modules: Sequence[ReducedModule]) -> BlockReduction:
+    return BlockReduction(
+        name=name,
+        modules=len(modules),
+        kept=sum(module.left_out is None for module in modules),
+        old_ranks=_span([module.old_rank for module in modules]),
+        ranks=_span([module.rank or None for module in modules]),
+        relative_error=_error(modules),
+        kept_energy=_kept_energy(modules),
+    )
+
+
+def _span(ranks: Sequence[int | None]) -> tuple[int, int] | None:
+    known = [rank for rank in ranks if rank is not None]
+    return (min(known), max(known)) if known else None
+
+
+def _error(modules: Sequence[ReducedModule]) -> float | None:
+    change = root_sum_square([module.norm for module in modules])
+    return root_sum_square([module.error_norm for module in modules]) / change if change > 0.0 else None
+
+
+def _kept_energy(modules: Sequence[ReducedModule]) -> float | None:
+    energy = fsum(module.norm**2 for module in modules)
+    kept = fsum(module.kept_energy * module.norm**2 for module in modules)
+    return kept / energy if energy > 0.0 else None
+
+
+_NAMED = 3
+
+
+def unused_keys(loras: Sequence[LoraFile]) -> Iterator[Finding]:
+    """Say which LoRAs have keys that are not in the result."""
+    for lora in loras:
+        if lora.unused_keys:
+            yield Finding(
+                "lora.unused_keys",
+                "warning",
+                f"{lora}: {len(lora.unused_keys)} keys belong to no module and are left out: "
+                f"{', '.join(lora.unused_keys[:_NAMED])}.",
+                {"keys": len(lora.unused_keys)},
+                advice="lora inspect --json lists them.",
+            )

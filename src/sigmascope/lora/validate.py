@@ -1,30 +1,44 @@
-"""Prove a LoRA: measure how far base + LoRA is from the tuned model, on the factors as stored.
+"""Prove a LoRA: how far base + LoRA is from the tuned model, on the factors as stored.
 
 Models and LoRA are read a layer at a time, several layers at once, and nothing is kept of any of them.
+
+‖ΔW‖ and ‖ΔW − s·B·A‖ are summed over blocks of rows that stay in a core's cache: a block is read from both
+files' tensors, subtracted, summed, reduced by its rows of s·B·A and summed again. That costs the products of
+the trace formula ‖ΔW‖² − 2·tr(Bᵀ(ΔW·Aᵀ)) + tr((BᵀB)(A·Aᵀ)), and nothing cancels: the square of a small error is
+not the difference of two large numbers.
+
+Products run in float32, and sums in float64 across short runs. Rounding of the products can be mistaken for an error of the LoRA
+only where little error is left: there, by a stated bound, the tensor is measured again in float64.
 """
 
+import math
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from math import prod
 from os import PathLike
 from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor
 
 from sigmascope.errors import ModelMismatchError
-from sigmascope.lora.extraction.provenance import BASE_FINGERPRINT, denoiser_fingerprint
+from sigmascope.lora.adapters import WeightChange
+from sigmascope.lora.alignment import align
+from sigmascope.lora.factors import LoraFactors
+from sigmascope.lora.families import BASE_FINGERPRINT, ModelLayout, denoiser_fingerprint
 from sigmascope.lora.file import LoraFile
-from sigmascope.lora.formats.opening import open_lora
-from sigmascope.lora.models.layer_kinds import WEIGHT
-from sigmascope.lora.models.layer_names import write_layer_names
-from sigmascope.lora.models.pair_options import PARTS
-from sigmascope.lora.models.pairs import CheckpointPair, PairOptions, open_pair
-from sigmascope.lora.names.changed_keys import ChangedKeys, changed_keys
-from sigmascope.lora.validation.change_findings import counted, pair_findings
-from sigmascope.lora.validation.module_errors import ModuleError
-from sigmascope.lora.validation.validate_layers import measure_layers
-from sigmascope.lora.validation.validation_report import ValidationReport
+from sigmascope.lora.layers import WEIGHT, write_layer_names
+from sigmascope.lora.linalg import quick_energy
+from sigmascope.lora.pairs import PARTS, CheckpointPair, PairOptions, counted, open_pair, pair_findings
+from sigmascope.lora.parallel import run_layers
+from sigmascope.lora.reader import open_lora
+from sigmascope.lora.validation_report import ModuleError, ValidationReport
 from sigmascope.progress import Progress, no_progress
-from sigmascope.records.finding import Finding
+from sigmascope.records.run import Finding
 
 __all__ = ["ModuleError", "ValidationReport", "validate_lora", "write_layer_names"]
 
@@ -106,6 +120,34 @@ def _no_change(pair: CheckpointPair) -> ModelMismatchError:
     )
 
 
+Change = LoraFactors | WeightChange
+
+
+@dataclass(frozen=True, slots=True)
+class ChangedKeys:
+    """A LoRA sorted by what it changes in a model.
+
+    Attributes:
+        lora: The LoRA under the names of the model's layers, with fused matrices divided or put together.
+        names: The name in `lora` by key of the tensor that it changes.
+        unmatched: Names in the LoRA as it was given that no tensor of the model fits.
+    """
+
+    lora: LoraFile
+    names: Mapping[str, str]
+    unmatched: tuple[str, ...]
+
+    def change(self, key: str) -> Change:
+        """Read what is added to a tensor of the model.
+
+        Raises:
+            LoraFormatError: Its tensors do not fit together.
+            NonFiniteError: They hold NaN or Inf.
+        """
+        name = self.names[key]
+        return self.lora.modules[name] if name in self.lora.modules else self.lora.changes[name]
+
+
 def _unmatched(pair: CheckpointPair, lora: LoraFile, targets: ChangedKeys) -> list[ModuleError]:
     """The LoRA's modules for which there is no layer to compare. They reach nothing, so their error is 0."""
     lost = [_lost(lora, name, "the model has no such layer") for name in targets.unmatched]
@@ -154,3 +196,306 @@ def _unused_keys(lora: LoraFile) -> list[Finding]:
             evidence={"tensors": len(lora.unused_keys), "key": first},
         )
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """All that was measured.
+
+    Attributes:
+        modules: The layers that changed, and whatever else the LoRA changes.
+        unchanged_layers: How many layers did not change and have no module.
+        uncovered: ‖Δ‖ by key of other tensors (biases, norms) that changed and are not in the LoRA.
+    """
+
+    modules: tuple[ModuleError, ...]
+    unchanged_layers: int
+    uncovered: Mapping[str, float]
+
+
+def measure_layers(
+    pair: CheckpointPair,
+    targets: ChangedKeys,
+    *,
+    workers: int | None,
+    progress: Progress,
+) -> Measured:
+    """Measure all compared tensors of a pair, several at a time.
+
+    Args:
+        pair: The two models.
+        targets: The LoRA, whose modules are read one at a time.
+        workers: Threads; as many as cores when None.
+        progress: Told after each tensor.
+    """
+    layers = [layer + WEIGHT for layer in pair.layers]
+    sizes = {key: prod(pair.base.info(key).shape) for key in (*layers, *pair.others)}
+    meter = ResidualMeter(pair)
+    found: dict[str, ModuleError] = {}
+    for key, module in run_layers(sizes, lambda key: _measure(meter, pair, targets, key), workers=workers):
+        found[key] = module
+        progress(len(found), len(sizes), module.name)
+    changed = [found[key] for key in layers if key in targets.names or found[key].delta_norm > 0]
+    covered = [found[key] for key in pair.others if key in targets.names]
+    uncovered = {key: found[key].delta_norm for key in pair.others if key not in targets.names}
+    return Measured(
+        (*changed, *covered),
+        len(layers) - len(changed),
+        {key: norm for key, norm in uncovered.items() if norm > 0},
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Residual:
+    """The change of one tensor, and what a LoRA leaves of it.
+
+    Attributes:
+        delta_norm: ‖ΔW‖.
+        error_norm: ‖ΔW − s·B·A‖; ‖ΔW‖ where there is nothing to subtract.
+    """
+
+    delta_norm: float
+    error_norm: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Subtraction:
+    """How ΔW becomes ΔW − s·B·A.
+
+    Attributes:
+        take_off: Changes a block of rows in place; called with which rows they are, and the block.
+        rows: The least number of rows at which the product is efficient.
+        magnitude: m of `rounding_bound`.
+        roundings: k of `rounding_bound`.
+    """
+
+    take_off: Callable[[slice, Tensor], object]
+    rows: int
+    magnitude: float
+    roundings: float
+
+    def rounding_bound(self, delta_norm: float) -> float:
+        """Norm that the rounding of float32 products may reach: k·u·(‖ΔW‖ + m), with u = 2⁻²⁴.
+
+        For factors of rank r, m = |s|·Σᵢ‖bᵢ‖‖aᵢ‖ and k = √(r + 1): rounding errors of r summands behave as a
+        random walk (Higham and Mary, "A new approach to probabilistic rounding error analysis", SIAM J. Sci.
+        Comput. 41, 2019), and the sum bounds ‖|B||A|‖.
+        """
+        return self.roundings * _UNIT_ROUNDOFF * (delta_norm + self.magnitude)
+
+
+class ResidualMeter:
+    """Measures the tensors of a pair, from any thread, in memory that each thread uses again.
+
+    Args:
+        pair: The two checkpoints, open.
+    """
+
+    def __init__(self, pair: CheckpointPair) -> None:
+        self._pair = pair
+        self._memory = _Memory()
+
+    def measure(self, key: str, change: Change | None = None) -> Residual:
+        """Read one tensor from both files and measure it.
+
+        Args:
+            key: The tensor's name.
+            change: What the LoRA adds to it, of the tensor's shape.
+
+        Raises:
+            NonFiniteError: Either file holds NaN or Inf there.
+            CheckpointError: The tensor cannot be read.
+            ModelMismatchError: The change is none of such a tensor.
+            LoraFormatError: The change cannot be formed.
+        """
+        if 0 in self._pair.base.info(key).shape:
+            return Residual(0.0, 0.0)
+        base, tuned = (
+            side.tensor_into(key, self._scratch(name, side.info(key).nbytes, torch.uint8))
+            for name, side in (("base", self._pair.base), ("tuned", self._pair.tuned))
+        )
+        dtype = self._pair.precision_of(key)
+        found, rounding = self._in(dtype, base, tuned, change)
+        if dtype == torch.float32 and not found.error_norm >= _WORTH_TRUSTING * rounding:
+            found, _ = self._in(torch.float64, base, tuned, change)
+        if not math.isfinite(found.delta_norm):
+            self._pair.change(key, torch.device("cpu"))  # says which file holds what
+        return found
+
+    def _in(
+        self, dtype: torch.dtype, base: Tensor, tuned: Tensor, change: Change | None
+    ) -> tuple[Residual, float]:
+        """The residual in a dtype, and the bound of that dtype's rounding for float32."""
+        taken = None if change is None else subtraction(change, base, dtype)
+        rows = base.shape[0] if base.ndim > 1 else 1
+        before, after = (tensor.reshape(rows, -1) for tensor in (base, tuned))
+        delta_energy, error_energy = self._sum(before, after, taken, dtype)
+        found = Residual(math.sqrt(delta_energy), math.sqrt(error_energy))
+        return found, 0.0 if taken is None else taken.rounding_bound(found.delta_norm)
+
+    def _sum(
+        self, before: Tensor, after: Tensor, taken: Subtraction | None, dtype: torch.dtype
+    ) -> tuple[float, float]:
+        height, width = before.shape
+        step = max(_BLOCK // max(width, 1), 1 if taken is None else taken.rows)
+        delta_energy, error_energy = [], []
+        for start in range(0, height, step):
+            rows = slice(start, min(start + step, height))
+            count = (rows.stop - start) * width
+            block, other = (
+                self._scratch(name, count, dtype).view(-1, max(width, 1)) for name in ("delta", "other")
+            )
+            block.copy_(after[rows])
+            other.copy_(before[rows])
+            block.sub_(other)
+            delta_energy.append(_energy(block))
+            if taken is not None:
+                taken.take_off(rows, block)
+                error_energy.append(_energy(block))
+        total = math.fsum(delta_energy)
+        return total, total if taken is None else math.fsum(error_energy)
+
+    def _scratch(self, name: str, elements: int, dtype: torch.dtype) -> Tensor:
+        """This thread's memory of that name, as large as anything so far."""
+        held = self._memory.held.get((name, dtype))
+        if held is None or held.numel() < elements:
+            held = self._memory.held[name, dtype] = torch.empty(elements, dtype=dtype)
+        return held[:elements]
+
+
+def _measure(meter: ResidualMeter, pair: CheckpointPair, targets: ChangedKeys, key: str) -> ModuleError:
+    layer, shape = key.removesuffix(WEIGHT), pair.base.info(key).shape
+    name = targets.names.get(key)
+    if name is None:
+        norm = meter.measure(key).delta_norm
+        return ModuleError(layer, shape, "missing", None, norm, norm)
+    kind, rank = targets.lora.kind_of(name), targets.lora.rank_of(name)
+    try:
+        change = targets.change(key)
+        require_shape(change, shape)
+        residual = meter.measure(key, change)
+    except ModelMismatchError as error:
+        norm = meter.measure(key).delta_norm
+        return ModuleError(layer, shape, "wrong_shape", rank, norm, norm, error.message, kind)
+    return ModuleError(layer, shape, "applied", rank, residual.delta_norm, residual.error_norm, None, kind)
+
+
+_BLOCK: Final = 1 << 18  # elements of ΔW at a time: 1 MiB in float32
+_WORTH_TRUSTING: Final = 1e3
+"""How many times the bound of its rounding an error must be to count as measured in float32."""
+
+
+class _Memory(threading.local):
+    """Tensors of one thread, by name and dtype."""
+
+    def __init__(self) -> None:
+        self.held: dict[tuple[str, torch.dtype], Tensor] = {}
+
+
+def _energy(block: Tensor) -> float:
+    """‖block‖², summed in float64 across short runs."""
+    values = block.view(-1)
+    return float(torch.dot(values, values) if values.dtype == torch.float64 else quick_energy(values))
+
+
+_MOST_ROWS: Final = 256
+_UNIT_ROUNDOFF: Final = 2.0**-24  # of float32
+_ROUNDINGS_OF_OTHER_KINDS: Final = (
+    100.0  # unit roundoffs of its size that such a change may be off by, and more
+)
+
+
+def subtraction(change: Change, base: Tensor, dtype: torch.dtype) -> Subtraction:
+    """Prepare a change for a calculation in `dtype`.
+
+    Args:
+        change: Factors, or any other kind, which is formed as a whole here.
+        base: The weight that is changed, in any floating-point dtype; only some kinds look at its values.
+        dtype: float32 or float64.
+
+    Raises:
+        ModelMismatchError: The change is none of such a weight.
+        LoraFormatError: The change cannot be formed.
+    """
+    if isinstance(change, LoraFactors):
+        return _of_factors(change, dtype)
+    formed = change.delta(base, dtype)
+    whole = formed.reshape(formed.shape[0] if formed.ndim > 1 else 1, -1)
+    magnitude = float(torch.linalg.vector_norm(whole))
+    return Subtraction(lambda rows, block: block.sub_(whole[rows]), 1, magnitude, _ROUNDINGS_OF_OTHER_KINDS)
+
+
+def _of_factors(factors: LoraFactors, dtype: torch.dtype) -> Subtraction:
+    up, down, scale = factors.up.to(dtype), factors.down.to(dtype), factors.scale
+    for one, other in ((up, down), (down, up)):
+        gain = _scaled_identity(one)
+        if gain is not None:
+            return _of_one_matrix(other, gain * scale)
+
+    def take_off(rows: slice, block: Tensor) -> None:
+        block.addmm_(up[rows], down, alpha=-scale)
+
+    sizes = torch.linalg.vector_norm(up, dim=0) * torch.linalg.vector_norm(down, dim=1)
+    magnitude = abs(scale) * float(sizes.sum())
+    return Subtraction(take_off, min(factors.rank, _MOST_ROWS), magnitude, math.sqrt(factors.rank + 1))
+
+
+def _of_one_matrix(matrix: Tensor, gain: float) -> Subtraction:
+    """A LoRA of full rank is often ΔW itself beside a scaled identity: no product is needed, and none rounds."""
+    magnitude = abs(gain) * float(torch.linalg.vector_norm(matrix))
+    return Subtraction(lambda rows, block: block.sub_(matrix[rows], alpha=gain), 1, magnitude, 2.0)
+
+
+def _scaled_identity(matrix: Tensor) -> float | None:
+    """The number c of a matrix that is c times the identity."""
+    size = matrix.shape[0]
+    if matrix.shape[1] != size:
+        return None
+    diagonal = matrix.diagonal()
+    gain = diagonal[0]
+    is_one = bool((diagonal == gain).all()) and int(matrix.count_nonzero()) == size
+    return float(gain) if is_one else None
+
+
+def changed_keys(lora: LoraFile, keys: Iterable[str], layout: ModelLayout) -> ChangedKeys:
+    """Find the tensor of each change by name alone; nothing is read.
+
+    Args:
+        lora: Of any format.
+        keys: Of all the model's tensors, such as `denoiser.conv_in.weight` and `denoiser.conv_in.bias`.
+        layout: How the model names them.
+
+    Raises:
+        LoraFormatError: Two modules of the LoRA are for one tensor.
+    """
+    paths = {key.removesuffix(WEIGHT): key for key in keys}
+    aligned = align(lora, tuple(paths), layout)
+    names = {paths[path]: path for path in aligned.lora.names if path in paths}
+    # A change of the bias of a layer that has none is aligned all the same.
+    lost = [name for path in aligned.lora.names if path not in paths for name in aligned.sources[path]]
+    return ChangedKeys(aligned.lora, names, (*aligned.unmatched, *lost))
+
+
+def formed(change: Change, weight: Tensor) -> Tensor:
+    """ΔW in the shape of the weight that it changes, float32.
+
+    Raises:
+        ModelMismatchError: The change is none of such a weight.
+    """
+    if not isinstance(change, LoraFactors):
+        return change.delta(weight)
+    require_shape(change, tuple(weight.shape))
+    return change.delta()
+
+
+def require_shape(change: Change, shape: tuple[int, ...]) -> None:
+    """Refuse factors of another weight; other kinds know what they fit only when they are formed.
+
+    Raises:
+        ModelMismatchError: With both shapes.
+    """
+    if isinstance(change, LoraFactors) and change.weight_shape != shape:
+        raise ModelMismatchError(
+            f"the weight is {shape}, the LoRA's module is for {change.weight_shape}",
+            hint="Use the LoRA with the model it was made for.",
+        )

@@ -1,6 +1,5 @@
 """The live side: recorders, the stages and steps they watch, and what is current in this context."""
 
-from sigmascope.monitor.context import current_recorder, stage, step
-from sigmascope.monitor.recorder import Recorder
+from sigmascope.monitor.recorder import Recorder, current_recorder, stage, step
 
 __all__ = ["Recorder", "current_recorder", "stage", "step"]

@@ -1,20 +1,247 @@
 """One generation while it runs: its clock, its steps, and where it will end."""
 
-from collections.abc import Callable
-from typing import Final
+import logging
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from statistics import fmean
+from threading import Lock, get_ident
+from typing import Any, Final
 
-from sigmascope.monitor.context import current_recorder
-from sigmascope.monitor.generation_steps import GenerationSteps
+from sigmascope.analysis.diagnostics import diagnose
+from sigmascope.analysis.generations import meets_target, performance_score, projected_seconds
+from sigmascope.analysis.run_figures import is_timed_on_device, known, step_seconds
 from sigmascope.monitor.guard import Guard
-from sigmascope.monitor.recorder import Recorder
-from sigmascope.monitor.request import current_request_id
-from sigmascope.monitor.step_progress import StepListeners, StepProgress
-from sigmascope.records.host import HostFacts
+from sigmascope.monitor.live_line import Listener, LiveLine, StepListeners, StepProgress
+from sigmascope.monitor.recorder import Recorder, Step, current_recorder
+from sigmascope.records.facts import CallFacts, HostFacts, PipelineFacts
+from sigmascope.records.memory import MemorySnapshot
 from sigmascope.records.performance import PerformanceMetrics
-from sigmascope.records.pipeline import CallFacts, PipelineFacts
-from sigmascope.records.run import Run, Stage
+from sigmascope.records.run import STAGES, Finding, Run, Stage
+
+_log = logging.getLogger(__name__)
+_LEVELS = {
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+    "critical": logging.ERROR,
+}
+
 
 STAGE: Final = "generation"
+
+
+STEPS_OF_OTHERS: Final = frozenset(STAGES) - {"denoising"}
+"""Stages whose steps (tiles, files, prompts) are not the generation's."""
+
+
+RECENT_STEPS: Final = 5
+"""How many of the last steps the projection takes the mean of."""
+
+
+class StepTally:
+    """Sums in whole nanoseconds, so that adding and taking away never drifts. Not locked.
+
+    Attributes:
+        count: Steps so far.
+        first_ns: When the first began, on the recorder's clock; None: none has ended yet.
+        ended_ns: When the last ended.
+    """
+
+    __slots__ = ("_recent", "_recent_ns", "_total_ns", "count", "ended_ns", "first_ns")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.first_ns: int | None = None
+        self.ended_ns: int | None = None
+        self._total_ns = 0
+        self._recent: deque[int] = deque()
+        self._recent_ns = 0
+
+    def add(self, started_ns: int, ended_ns: int) -> None:
+        """Count a step: the hot path."""
+        step_ns = ended_ns - started_ns
+        recent = self._recent
+        if self.count >= RECENT_STEPS:
+            self._recent_ns -= recent.popleft()
+        elif self.first_ns is None:
+            self.first_ns = started_ns
+        recent.append(step_ns)
+        self._recent_ns += step_ns
+        self._total_ns += step_ns
+        self.ended_ns = ended_ns
+        self.count += 1
+
+    def mean_seconds(self) -> float | None:
+        """Of all steps; None without any."""
+        return self._total_ns / self.count / 1e9 if self.count else None
+
+    def recent_seconds(self) -> float | None:
+        """Mean of the last few; None without any."""
+        return self._recent_ns / len(self._recent) / 1e9 if self._recent else None
+
+    def projected_seconds(self, elapsed_ns: int, planned: int) -> float:
+        """Where the generation will end: what has elapsed, and the last steps' mean for each that is left.
+
+        Args:
+            elapsed_ns: Since it began.
+            planned: Steps in all; what has elapsed is the answer when none is left, or none was done.
+        """
+        recent_ns = self._recent_ns / (len(self._recent) or 1)
+        return projected_seconds(elapsed_ns / 1e9, recent_ns / 1e9, planned - self.count)
+
+
+class GenerationSteps:
+    """Takes steps in one of two ways: by the calls `start` and `end`, or as its stage's recorder takes them.
+
+    Where there are calls they alone count, so that a pipeline that is watched in both ways has no step twice.
+
+    Attributes:
+        tally: How many, and how long.
+
+    Args:
+        recorder: Of the generation.
+        metrics: Its plan and its target.
+        listeners: The monitor's.
+        guard: The monitor's.
+    """
+
+    def __init__(
+        self, recorder: Recorder, metrics: PerformanceMetrics, listeners: StepListeners, guard: Guard
+    ) -> None:
+        self.tally = StepTally()
+        self._recorder = recorder
+        self._metrics = metrics
+        self._listeners = listeners
+        self._guard = guard
+        self._started_ns = 0
+        self._open: dict[int, Step] = {}
+        self._is_called = False
+        self._is_over = False
+        self._warned = False
+        self._lock = Lock()
+
+    def begin(self, started_ns: int) -> None:
+        """Count time from here, on the recorder's clock."""
+        self._started_ns = started_ns
+
+    def finish(self) -> None:
+        """Take no more, and let go of everyone."""
+        self._is_over = True
+        self._open.clear()
+        self._listeners = StepListeners()
+
+    # --- the hot path
+
+    def start(self) -> None:
+        """Begin a step of this thread; one that it began and did not end is dropped."""
+        thread = get_ident()
+        step = self._open.get(thread)
+        if step is None:
+            self._is_called = True
+            step = self._open[thread] = self._recorder.step()
+        else:
+            step.drop()
+        step.__enter__()
+
+    def end(self) -> float | None:
+        """End this thread's step; its seconds, or None if none was begun."""
+        step = self._open.get(get_ident())
+        if step is None:
+            return None
+        step.__exit__(None, None, None)
+        return None if step.last is None else self._count(*step.last)
+
+    def take(self, stage: str, started_ns: int, ended_ns: int) -> None:
+        """Take a step that the recorder took in the generation's stage, or in one inside it.
+
+        Args:
+            stage: Its name.
+            started_ns: On the recorder's clock.
+            ended_ns: Just now.
+        """
+        if not (self._is_called or self._is_over or stage in STEPS_OF_OTHERS):
+            self._count(started_ns, ended_ns)
+
+    def _count(self, started_ns: int, ended_ns: int) -> float:
+        seconds = (ended_ns - started_ns) / 1e9
+        listeners, tally, metrics = self._listeners, self.tally, self._metrics
+        listeners.seconds.append(seconds)
+        listener = listeners.on_step
+        with self._lock:
+            tally.add(started_ns, ended_ns)
+            if listener is None and self._warned:
+                return seconds
+            projected = tally.projected_seconds(ended_ns - self._started_ns, metrics.num_inference_steps)
+            misses = projected > metrics.target_generation_time
+            if listener is None and not misses:
+                return seconds
+            is_first = misses and not self._warned
+            self._warned = self._warned or is_first
+            progress = self._progress(seconds, ended_ns, projected)
+        self._tell(progress, listener, listeners.warn if is_first else None)
+        return seconds
+
+    def _progress(self, seconds: float, now_ns: int, projected: float) -> StepProgress:
+        metrics = self._metrics
+        steps, target = metrics.num_inference_steps, metrics.target_generation_time
+        elapsed = (now_ns - self._started_ns) / 1e9
+        return StepProgress(self.tally.count, steps, seconds, elapsed, projected, target, projected > target)
+
+    def _tell(self, progress: StepProgress, listener: Listener | None, warn: Listener | None) -> None:
+        if listener is not None:
+            self._guard.call("step listener", lambda: listener(progress))
+        if warn is not None:
+            self._guard.call("early warning", lambda: warn(progress))
+
+    # --- between the steps
+
+    def setup_seconds(self) -> float | None:
+        """From the beginning to the first step; None without steps."""
+        first_ns = self.tally.first_ns
+        return None if first_ns is None else (first_ns - self._started_ns) / 1e9
+
+    def elapsed_seconds(self) -> float:
+        """Since the beginning."""
+        return (self._recorder.clock() - self._started_ns) / 1e9
+
+    def progress(self) -> StepProgress:
+        """Where it is now, also between steps: what the last steps led to, and never less than what has elapsed."""
+        with self._lock:
+            tally, planned = self.tally, self._metrics.num_inference_steps
+            count, recent = tally.count, tally.recent_seconds() or 0.0
+            projected = tally.projected_seconds(
+                (tally.ended_ns or self._started_ns) - self._started_ns, planned
+            )
+        elapsed, target = self.elapsed_seconds(), self._metrics.target_generation_time
+        projected = max(projected, elapsed)
+        return StepProgress(count, planned, recent, elapsed, projected, target, projected > target)
+
+
+@dataclass(slots=True)
+class ServedRequest:
+    """A request while it is served.
+
+    Attributes:
+        request_id: What generations are marked with.
+        generations: The metrics of those that are over.
+    """
+
+    request_id: str
+    generations: list[dict[str, Any]] = field(default_factory=list)
+
+
+SERVED: ContextVar[ServedRequest | None] = ContextVar("sigmascope_request", default=None)
+"""The request of this thread or task. A task starts with its creator's, and so does a server's worker thread."""
+
+
+def current_request_id() -> str | None:
+    """The id of the request that this context serves; None outside of all requests."""
+    served = SERVED.get()
+    return None if served is None else served.request_id
 
 
 class Generation:
@@ -118,3 +345,189 @@ class Generation:
     def gpu_busy_percent(self) -> dict[str, float]:
         """How busy each NVIDIA device is now; empty: not known."""
         return self.recorder.gpu_busy_percent()
+
+
+# By monitor, the generation that this thread or task is in, or was in last. Replaced, never changed. A context lives
+# as long as its thread, so it must not keep monitors alive, nor what belonged to those that are gone.
+_NONE: Mapping["weakref.ref[Generations]", Generation] = {}
+_CURRENT: ContextVar[Mapping["weakref.ref[Generations]", Generation]] = ContextVar(
+    "sigmascope_generations", default=_NONE
+)
+
+
+class Generations:
+    """The generations of one monitor. Safe to use from any thread or task.
+
+    Args:
+        make_recorder: Makes a recorder of a name.
+        history: How many finished generations to remember.
+        step_history: How many steps' times to remember.
+        guard: The monitor's.
+        live_line: Where to show them while they run; None: nowhere.
+    """
+
+    def __init__(
+        self,
+        make_recorder: Callable[[str], Recorder],
+        history: int,
+        step_history: int,
+        guard: Guard,
+        live_line: LiveLine | None = None,
+    ) -> None:
+        self.runs: deque[Run] = deque(maxlen=history)
+        self._make_recorder = make_recorder
+        self._guard = guard
+        self._live_line = live_line
+        self._finished: deque[PerformanceMetrics] = deque(maxlen=history)
+        self.listeners = StepListeners(seconds=deque(maxlen=step_history))
+        self._last: Generation | None = None
+        self._lock = threading.Lock()
+        self._key = weakref.ref(self)
+
+    def own(self) -> Generation | None:
+        """The generation that this thread or task is in, or was in last."""
+        return _CURRENT.get().get(self._key)
+
+    def running(self) -> Generation | None:
+        """The generation that this thread or task is in."""
+        own = _CURRENT.get().get(self._key)
+        return own if own is not None and own.is_open else None
+
+    def latest(self) -> Generation | None:
+        """This thread's or task's own; else the one that finished last anywhere."""
+        return self.own() or self._last
+
+    def begin(self, metrics: PerformanceMetrics, facts: PipelineFacts | None = None) -> Generation:
+        """Begin one, inside the one that is running here, if any.
+
+        Args:
+            metrics: What is known beforehand.
+            facts: Of the pipeline.
+        """
+        generation = Generation(
+            metrics, lambda: self._make_recorder(metrics.model_name), self.listeners, self._guard
+        )
+        generation.facts = facts
+        generation.outer = self.running()
+        self._set_own(generation)
+        generation.begin()
+        live_line = self._live_line
+        if live_line is not None:
+            self._guard.read("live line", lambda: live_line.add(generation))
+        return generation
+
+    def end(self, generation: Generation, error: BaseException | None) -> None:
+        """End it, and remember it if it went well."""
+        if generation.is_open:
+            try:
+                stage = generation.end(error)
+                self._guard.read("metrics", lambda: self._finish(generation, stage, succeeded=error is None))
+            finally:  # also when Ctrl-C comes just now
+                live_line = self._live_line
+                if live_line is not None:
+                    self._guard.read("live line", lambda: live_line.remove(generation, error))
+
+    def forget_own(self) -> None:
+        """Let this thread or task have had no generation, unless it is in one."""
+        if self.running() is None:
+            self._set_own(None)
+            with self._lock:
+                self._last = None
+
+    def clear(self) -> None:
+        """Forget what is over."""
+        with self._lock:
+            self._finished.clear()
+            self.listeners.seconds.clear()
+            self.runs.clear()
+
+    def history(self) -> tuple[list[PerformanceMetrics], list[float]]:
+        """Finished generations that went well, and steps' seconds, oldest first."""
+        with self._lock:
+            return list(self._finished), list(self.listeners.seconds)
+
+    def _finish(self, generation: Generation, stage: Stage | None, *, succeeded: bool) -> None:
+        metrics = generation.metrics
+        steps = generation.steps
+        fill_times(metrics, None if stage is None else stage.seconds, mean_step_seconds(stage, steps.tally))
+        metrics.pipeline_setup_time = steps.setup_seconds()
+        fill_memory(metrics, stage, generation.host())
+        generation.keep()
+        served = SERVED.get()
+        if served is not None:
+            served.generations.append(generation.metrics.as_dict() | {"run_id": generation.recorder.id})
+        with self._lock:
+            self._last = generation
+            if succeeded and stage is not None:
+                self._finished.append(replace(metrics))
+            if generation.run is not None:
+                self.runs.append(generation.run)
+        if metrics.target_met is False and generation.run is not None:
+            _log_findings(diagnose(generation.run))
+        if generation.outer is not None and generation.outer.is_open and self.own() is generation:
+            self._set_own(generation.outer)
+        generation.outer = None
+
+    def _set_own(self, generation: Generation | None) -> None:
+        own = self._key
+        others = {key: one for key, one in _CURRENT.get().items() if key is not own and key() is not None}
+        _CURRENT.set(others if generation is None else {**others, self._key: generation})
+
+
+def _log_findings(findings: tuple[Finding, ...]) -> None:
+    """Why a target was missed, as far as the rules know."""
+    for finding in findings:
+        _log.log(_LEVELS[finding.severity], "%s %s", finding.message, finding.advice or "")
+
+
+_GB = 1e9
+
+
+def fill_times(metrics: PerformanceMetrics, total: float | None, per_step: float | None) -> None:
+    """Total, step time, and what follows from them for the target."""
+    metrics.total_generation_time = total
+    metrics.generation_time_per_step = per_step
+    metrics.target_met = meets_target(total, metrics.target_generation_time)
+    metrics.performance_score = performance_score(total, metrics.target_generation_time)
+
+
+def mean_step_seconds(stage: Stage | None, tally: StepTally) -> float | None:
+    """Mean of the steps: by the accelerator's clock of those it was seen to finish, else by the host's.
+
+    A step that is still on the device when the generation ends is none of them; the record says how many there were.
+
+    Args:
+        stage: The generation's record.
+        tally: What was counted while it ran; the host's clock only sees how long a step took to queue.
+    """
+    parts = () if stage is None else tuple(stage.walk())
+    own = [part for part in parts if part.name not in STEPS_OF_OTHERS and is_timed_on_device(part)]
+    seconds = [one for part in own for one in step_seconds(part)]
+    on_device = known(seconds)
+    return fmean(on_device) if on_device and len(seconds) == tally.count else tally.mean_seconds()
+
+
+def fill_memory(metrics: PerformanceMetrics, stage: Stage | None, host: HostFacts | None) -> None:
+    """Memory and hardware, from the stage's end and its peak; None for what was not measured."""
+    snapshot = MemorySnapshot() if stage is None or stage.memory is None else stage.memory.current
+    device = snapshot.device_in_use()
+    memory = snapshot.accelerator(device or "")
+    peak = None if stage is None or stage.peak is None or device is None else stage.peak.accelerator(device)
+    used = memory.allocated_bytes if peak is None else peak.allocated_bytes
+    metrics.device = device or "cpu"
+    metrics.gpu_memory_used_gb = _gb(used)
+    metrics.gpu_memory_total_gb = _gb(memory.total_bytes)
+    metrics.gpu_memory_utilization_percent = _percent(used, memory.total_bytes)
+    metrics.system_memory_used_gb = _gb(snapshot.ram_used_bytes)
+    metrics.system_memory_utilization_percent = snapshot.ram_percent_used()
+    facts = next((one for one in (host.accelerators if host else ()) if one.device == device), None)
+    metrics.gpu_name = None if facts is None else facts.name
+    metrics.driver_version = None if facts is None else facts.driver_version
+
+
+def _gb(nbytes: int | None) -> float | None:
+    return None if nbytes is None else nbytes / _GB
+
+
+def _percent(part: int | None, whole: int | None) -> float | None:
+    return None if part is None or not whole else part / whole * 100

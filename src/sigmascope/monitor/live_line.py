@@ -8,11 +8,15 @@ import logging
 import os
 import sys
 import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final, Protocol, runtime_checkable
 
+from rich.cells import cell_len, set_cell_size
+
+from sigmascope import units
 from sigmascope.monitor.guard import describe
-from sigmascope.monitor.live_text import fitted, over_text, running_text, together
-from sigmascope.monitor.step_progress import StepProgress
 from sigmascope.records.performance import PerformanceMetrics
 
 _log = logging.getLogger(__name__)
@@ -40,6 +44,26 @@ class Stream(Protocol):
     def fileno(self) -> int:
         """Its descriptor."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepProgress:
+    """Where a running generation is at the end of a step. Times are seconds.
+
+    Attributes:
+        step: Steps done.
+        steps: Steps that are planned; 0: not known, and then `projected_seconds` is the time elapsed.
+        projected_seconds: Elapsed + mean of the last steps · steps left.
+        misses_target: Whether that is above the target.
+    """
+
+    step: int
+    steps: int
+    step_seconds: float
+    elapsed_seconds: float
+    projected_seconds: float
+    target_seconds: float
+    misses_target: bool
 
 
 @runtime_checkable
@@ -186,8 +210,74 @@ def _width_of(stream: Stream) -> int:
         return _USUAL_WIDTH
 
 
+def _times(progress: StepProgress) -> str:
+    elapsed, target = units.seconds(progress.elapsed_seconds), units.seconds(progress.target_seconds)
+    ahead = progress.step and progress.steps > progress.step
+    whole = f"{elapsed} of {units.seconds(progress.projected_seconds)}" if ahead else elapsed
+    return f"{whole}, target {target}" + (" missed" if progress.misses_target else "")
+
+
+_NAME_CELLS = 24
+
+
+def printable(text: str) -> str:
+    """The text in one line, without characters that would move a terminal's cursor."""
+    return "".join(character if character.isprintable() else "?" for character in text)
+
+
+def _name(metrics: PerformanceMetrics) -> str:
+    name = printable(metrics.model_name) or "generation"
+    return name if cell_len(name) <= _NAME_CELLS else set_cell_size(name, _NAME_CELLS - 1) + "…"
+
+
+def running_text(
+    metrics: PerformanceMetrics, progress: StepProgress, busy_percent: Mapping[str, float]
+) -> str:
+    """How a running generation is doing: `FLUX 12/20 · 412 ms a step · 4.90 s of 8.20 s, target 5.00 s missed · GPU 97 %`.
+
+    Args:
+        metrics: Its name.
+        progress: Where it is.
+        busy_percent: Of each device.
+    """
+    parts = [_name(metrics)]
+    if progress.step:
+        planned = f"/{progress.steps}" if progress.steps else ""
+        parts = [
+            f"{_name(metrics)} {progress.step}{planned}",
+            f"{units.seconds(progress.step_seconds)} a step",
+        ]
+    parts.append(_times(progress))
+    if busy_percent:
+        parts.append("GPU " + ", ".join(f"{percent:.0f} %" for percent in busy_percent.values()))
+    return " · ".join(parts)
+
+
+def over_text(metrics: PerformanceMetrics, error: BaseException | None) -> str:
+    """How a generation ended: `FLUX: 4.83 s, meets the target of 5.00 s (score 100.0)`."""
+    took = units.seconds(metrics.total_generation_time)
+    if error is not None:
+        return printable(f"{_name(metrics)}: ended after {took} by {describe(error)}")
+    relation = "meets" if metrics.target_met else "misses"
+    target = units.seconds(metrics.target_generation_time)
+    return f"{_name(metrics)}: {took}, {relation} the target of {target} (score {metrics.performance_score})"
+
+
+def together(texts: Sequence[str]) -> str:
+    """Several generations in one line, with their number in front: the line may be too narrow for all."""
+    return " | ".join(texts) if len(texts) < 2 else f"{len(texts)} running: " + " | ".join(texts)
+
+
+def fitted(text: str, width: int) -> str:
+    """The text in exactly that many cells of a terminal: cut with "…", or filled with spaces."""
+    if cell_len(text) > width:
+        text = set_cell_size(text, max(0, width - 1)) + "…"
+    return set_cell_size(text, max(0, width))
+
+
 LIVE_LINE: Final = LiveLine()
 """The one of this process: two lines on one terminal would draw over each other."""
+
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=LIVE_LINE.forget)
@@ -198,3 +288,31 @@ def choose(live: "bool | LiveLine") -> LiveLine | None:
     if isinstance(live, LiveLine):
         return live
     return LIVE_LINE if live else None
+
+
+Listener = Callable[[StepProgress], None]
+
+
+@dataclass(slots=True)
+class StepListeners:
+    """Who is told of a monitor's steps.
+
+    Attributes:
+        on_step: Called after each.
+        on_warning: Called as soon as a generation heads beyond its target; None: that is logged.
+        seconds: Takes the length of each.
+    """
+
+    on_step: Listener | None = None
+    on_warning: Listener | None = None
+    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=1))
+
+    def warn(self, progress: StepProgress) -> None:
+        """Say that a generation heads beyond its target."""
+        if self.on_warning is not None:
+            self.on_warning(progress)
+            return
+        _log.warning(
+            "At step %d of %d the generation heads for %.2f s, above its target of %.2f s.",
+            progress.step, progress.steps, progress.projected_seconds, progress.target_seconds,
+        )  # fmt: skip

@@ -4,32 +4,288 @@ It measures with a `Recorder`: each generation is a stage `generation` of the re
 of its own, whose `Run` is then among `runs`.
 """
 
+import functools
+import inspect
+import json
 import logging
+import math
+import os
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import ParamSpec, TypeVar
+from statistics import fmean
+from types import TracebackType
+from typing import Any, Final, Generic, ParamSpec, SupportsFloat, SupportsInt, TypeVar, cast
 
-from sigmascope.monitor.context import stage
-from sigmascope.monitor.generation import Generation
-from sigmascope.monitor.generation_block import GenerationBlock
-from sigmascope.monitor.generation_plan import Plan, planned_metrics, whole_number
-from sigmascope.monitor.generations import Generations
+from sigmascope.analysis.diagnostics import diagnose
+from sigmascope.analysis.generations import compare_metrics, meets_target, performance_score
+from sigmascope.errors import ConfigError
+from sigmascope.files import atomic_path
+from sigmascope.monitor.generation import Generation, Generations, fill_times
 from sigmascope.monitor.guard import Guard
-from sigmascope.monitor.instruments import Clock
-from sigmascope.monitor.live_line import LiveLine, choose
-from sigmascope.monitor.performance_results import PerformanceResults
-from sigmascope.monitor.recorder import Recorder
-from sigmascope.monitor.step_progress import Listener
+from sigmascope.monitor.live_line import Listener, LiveLine, choose
+from sigmascope.monitor.recorder import Recorder, stage
+from sigmascope.monitor.scope import Clock
 from sigmascope.probes import Accelerator
 from sigmascope.probes.pipelines import pipeline_facts
-from sigmascope.records.performance import PerformanceMetrics
-from sigmascope.records.pipeline import PipelineFacts
+from sigmascope.records.facts import PipelineFacts
+from sigmascope.records.performance import (
+    BeforeAfterDict,
+    HistoricalPerformanceDict,
+    PerformanceMetrics,
+    PerformanceSummaryDict,
+    StepPerformanceDict,
+)
+from sigmascope.records.run import Finding, Run
 
 _log = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def _exported_metrics(exported: object) -> PerformanceMetrics:
+    values = exported.get("current_metrics", exported) if isinstance(exported, Mapping) else None
+    if not isinstance(values, Mapping) or "total_generation_time" not in values:
+        raise ConfigError(
+            f"before_metrics: a {type(exported).__name__} without total_generation_time.",
+            hint="Give what get_current_metrics returned, or what export_metrics_to_json wrote.",
+        )
+    try:
+        return PerformanceMetrics.from_dict(values)
+    except ValueError as failure:
+        raise ConfigError(
+            f"before_metrics cannot be read: {failure}.", hint="Give what export_metrics_to_json wrote."
+        ) from None
+
+
+def _historical(history: Sequence[PerformanceMetrics]) -> HistoricalPerformanceDict:
+    times = [one.total_generation_time or 0.0 for one in history]
+    return {
+        "total_generations": len(history),
+        "avg_generation_time": fmean(times),
+        "min_generation_time": min(times),
+        "max_generation_time": max(times),
+        "avg_performance_score": fmean(one.performance_score or 0.0 for one in history),
+        "success_rate": fmean(bool(one.target_met) for one in history) * 100,
+    }
+
+
+def _steps(seconds: Sequence[float]) -> StepPerformanceDict:
+    return {
+        "total_steps": len(seconds),
+        "avg_step_time": fmean(seconds),
+        "min_step_time": min(seconds),
+        "max_step_time": max(seconds),
+    }
+
+
+def performance_summary(
+    metrics: PerformanceMetrics, history: Sequence[PerformanceMetrics], step_seconds: Sequence[float]
+) -> PerformanceSummaryDict:
+    """One generation, its hardware and target, and what the history says.
+
+    Args:
+        metrics: The generation that is asked for.
+        history: Finished generations.
+        step_seconds: Of the steps that are kept.
+    """
+    width, height = metrics.image_resolution
+    summary: PerformanceSummaryDict = {
+        "current_generation": {
+            "total_time": metrics.total_generation_time,
+            "per_step_time": metrics.generation_time_per_step,
+            "target_met": metrics.target_met,
+            "performance_score": metrics.performance_score,
+            "model_name": metrics.model_name,
+            "architecture": metrics.architecture_type,
+            "steps": metrics.num_inference_steps,
+            "resolution": f"{width}x{height}",
+        },
+        "memory_usage": {
+            "gpu_memory_gb": metrics.gpu_memory_used_gb,
+            "gpu_utilization_percent": metrics.gpu_memory_utilization_percent,
+            "system_memory_gb": metrics.system_memory_used_gb,
+            "system_utilization_percent": metrics.system_memory_utilization_percent,
+        },
+        "hardware_info": {
+            "gpu_name": metrics.gpu_name,
+            "gpu_total_memory_gb": metrics.gpu_memory_total_gb,
+            "device": metrics.device,
+            "driver_version": metrics.driver_version,
+        },
+        "target_configuration": {
+            "target_time": metrics.target_generation_time,
+            "torch_dtype": metrics.torch_dtype,
+        },
+    }
+    if history:
+        summary["historical_performance"] = _historical(history)
+    if step_seconds:
+        summary["step_performance"] = _steps(step_seconds)
+    return summary
+
+
+def seconds_above_zero(name: str, value: object) -> float:
+    """A target as a float.
+
+    Raises:
+        ConfigError: It is no finite number above 0.
+    """
+    try:
+        seconds = math.nan if isinstance(value, str) else float(cast(SupportsFloat, value))
+    except (TypeError, ValueError, OverflowError):
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise ConfigError(f"{name} is {value!r:.60}.", hint="Give seconds: a finite number above 0.")
+    return seconds
+
+
+class PerformanceResults:
+    """The part of `PerformanceMonitor` that begins and ends no generation.
+
+    Args:
+        generations: The monitor's.
+        target_seconds: What a generation may take, above 0.
+    """
+
+    def __init__(self, generations: Generations, target_seconds: float) -> None:
+        self._generations = generations
+        self.target_generation_time = target_seconds
+
+    @property
+    def target_generation_time(self) -> float:
+        """Seconds that a generation may take; one that is running keeps the target that it began with."""
+        return self._target_seconds
+
+    @target_generation_time.setter
+    def target_generation_time(self, seconds: float) -> None:
+        self._target_seconds = seconds_above_zero("target_generation_time", seconds)
+
+    @property
+    def on_step(self) -> Listener | None:
+        """Called with a `StepProgress` after each step."""
+        return self._generations.listeners.on_step
+
+    @on_step.setter
+    def on_step(self, listener: Listener | None) -> None:
+        self._generations.listeners.on_step = listener
+
+    @property
+    def on_warning(self) -> Listener | None:
+        """Called with one as soon as a generation heads beyond its target; None: that is logged."""
+        return self._generations.listeners.on_warning
+
+    @on_warning.setter
+    def on_warning(self, listener: Listener | None) -> None:
+        self._generations.listeners.on_warning = listener
+
+    @property
+    def current_metrics(self) -> PerformanceMetrics:
+        """Of this thread's or task's generation, running or last; else of the last that finished anywhere."""
+        found = self._generations.latest()
+        if found is None:
+            return PerformanceMetrics(target_generation_time=self.target_generation_time)
+        if found.is_open:
+            fill_times(found.metrics, found.steps.elapsed_seconds(), found.steps.tally.mean_seconds())
+        return found.metrics
+
+    def get_current_metrics(self) -> PerformanceMetrics:
+        """Return a copy of `current_metrics`, which later generations do not touch."""
+        return replace(self.current_metrics)
+
+    def gpu_busy_percent(self) -> dict[str, float]:
+        """How busy each NVIDIA device is now, by name (0-100); empty where that is not known or nothing is watched."""
+        recorder = self.recorder
+        return {} if recorder is None else recorder.gpu_busy_percent()
+
+    def validate_performance_target(self, generation_time: float | None) -> bool:
+        """Whether that many seconds meet the target; what it means is logged. A time that is not known does not."""
+        met = meets_target(generation_time, self.target_generation_time)
+        score = performance_score(generation_time, self.target_generation_time)
+        if met is None:
+            _log.warning("There is no time to hold to the target: %s.", generation_time)
+            return False
+        relation = "meets" if met else "misses"
+        _log.log(
+            logging.INFO if met else logging.WARNING,
+            "%.2f s %s the target of %.2f s: score %.1f of 100.",
+            generation_time, relation, self.target_generation_time, score,
+        )  # fmt: skip
+        return bool(met)
+
+    def get_performance_summary(self) -> PerformanceSummaryDict:
+        """Return the current generation, its hardware and target, and what the history says."""
+        return performance_summary(self.current_metrics, *self._generations.history())
+
+    def diagnose(self) -> tuple[Finding, ...]:
+        """Return what is wrong or slow in the current generation, what to do, and what that would gain.
+
+        Empty when there is no generation, and for one that lay in a recorder of the caller's: diagnose its run.
+        """
+        found = self._generations.latest()
+        if found is None or found.run is None:
+            return ()
+        return diagnose(found.run)
+
+    def get_before_after_comparison(
+        self, before_metrics: PerformanceMetrics | Mapping[str, Any]
+    ) -> BeforeAfterDict:
+        """Compare an earlier generation with the current one.
+
+        Args:
+            before_metrics: Its metrics, as they are or as an export holds them, or the whole export.
+
+        Raises:
+            ConfigError: They are neither.
+        """
+        if not isinstance(before_metrics, PerformanceMetrics):
+            before_metrics = _exported_metrics(before_metrics)
+        return compare_metrics(before_metrics, self.current_metrics)
+
+    def log_performance_metrics(self, metrics: PerformanceMetrics) -> None:
+        """Log one generation in one line, as a warning if it missed its target."""
+        _log.log(
+            logging.INFO if metrics.target_met else logging.WARNING,
+            "%s (%s): %s s for %d steps, target %s s %s, score %s",
+            metrics.model_name or "generation", metrics.architecture_type, metrics.total_generation_time,
+            metrics.num_inference_steps, metrics.target_generation_time,
+            "met" if metrics.target_met else "missed", metrics.performance_score,
+        )  # fmt: skip
+
+    def export_metrics_to_json(self, filepath: str | os.PathLike[str]) -> None:
+        """Write metrics and summary as JSON, whole or not at all.
+
+        Raises:
+            WriteError: The file cannot be written. What was there before stays.
+        """
+        exported = {
+            "current_metrics": self.current_metrics.as_dict(),
+            "performance_summary": self.get_performance_summary(),
+            "export_timestamp": datetime.now(UTC).isoformat(),
+        }
+        with atomic_path(filepath) as temporary:
+            temporary.write_text(json.dumps(exported, indent=2) + "\n", encoding="utf-8")
+
+    def reset_metrics(self) -> None:
+        """Let `current_metrics` of this thread or task begin anew; a generation that is running is not touched."""
+        self._generations.forget_own()
+
+    def clear_history(self) -> None:
+        """Forget all finished generations, their runs and steps."""
+        self._generations.clear()
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """The recorder of this thread's or task's running generation; None outside of all."""
+        running = self._generations.running()
+        return None if running is None else running.recorder
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """The records of the finished generations that lay in no recorder of the caller's, oldest first."""
+        return tuple(self._generations.runs)
 
 
 class PerformanceMonitor(PerformanceResults):
@@ -179,6 +435,53 @@ def create_mmdit_performance_monitor(target_time: float = 5.0) -> PerformanceMon
     return PerformanceMonitor(target_generation_time=target_time)
 
 
+Monitor = TypeVar("Monitor")
+
+
+class GenerationBlock(Generic[Monitor]):
+    """A context that watches one generation each time it is entered. Exceptions pass through it unchanged.
+
+    Args:
+        monitor: What `with` gives.
+        begin: Begins a generation.
+        generations: Those of the monitor, which end it.
+    """
+
+    def __init__(self, monitor: Monitor, begin: Callable[[], Generation], generations: Generations) -> None:
+        self._monitor = monitor
+        self._begin = begin
+        self._generations = generations
+        self._entered: list[Generation] = []
+
+    def __enter__(self) -> Monitor:
+        self._entered.append(self._begin())
+        return self._monitor
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        generation = self._entered_here()
+        if generation is not None:
+            self._entered.remove(generation)
+            self._generations.end(generation, error)
+
+    def _entered_here(self) -> Generation | None:
+        """The generation that this thread or task entered; else, as where a task goes on elsewhere, the last."""
+        running, entered = self._generations.running(), self._entered
+        return running if running in entered else next(reversed(entered), None)
+
+    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Watch each call of a function as a generation of its own; of a coroutine function or a generator, its course.
+
+        What a generator's caller does between two of its values is part of it.
+        """
+        return decorated(function, self._anew)
+
+    def _anew(self) -> "GenerationBlock[Monitor]":
+        """A block of its own for each call: calls may overlap."""
+        return GenerationBlock(self._monitor, self._begin, self._generations)
+
+
 def monitor_generation_performance(
     model_name: str = "",
     target_time: float = 5.0,
@@ -197,3 +500,144 @@ def monitor_generation_performance(
     """
     monitor = PerformanceMonitor(target_generation_time=target_time)
     return monitor.monitor_generation(model_name, architecture_type, num_steps, resolution)
+
+
+_ARCHITECTURES: Final = {"mmdit": "MMDiT", "dit": "DiT", "unet": "UNet"}
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The arguments of `PerformanceMonitor.monitor_generation`, as they came."""
+
+    model_name: object
+    architecture_type: object
+    num_steps: object
+    resolution: object
+    batch_size: object
+    torch_dtype: object
+
+
+def planned_metrics(plan: Plan, target_seconds: float, facts: PipelineFacts | None) -> PerformanceMetrics:
+    """The plan as a row of metrics, completed by what was read off the model.
+
+    Numbers may be NumPy's, a dtype torch's, a name a path: an export holds plain values.
+
+    Args:
+        plan: What the host passed.
+        target_seconds: What the generation may take.
+        facts: Of the model; None: not given, or not readable.
+
+    Raises:
+        ConfigError: Names the argument that is none of its kind.
+    """
+    given = "" if plan.architecture_type is None else str(plan.architecture_type)
+    architecture = _ARCHITECTURES.get(given.lower(), given)
+    dtype = None if plan.torch_dtype is None else str(plan.torch_dtype).removeprefix("torch.")
+    return PerformanceMetrics(
+        model_name=str(plan.model_name or "") or ("" if facts is None else facts.class_name),
+        architecture_type=(None if facts is None else facts.architecture) or architecture,
+        num_inference_steps=whole_number("num_steps", plan.num_steps),
+        image_resolution=_resolution(plan.resolution),
+        batch_size=whole_number("batch_size", plan.batch_size, least=1, none_is=1),
+        torch_dtype=dtype or (None if facts is None else _dtype_of(facts)),
+        target_generation_time=target_seconds,
+    )
+
+
+def whole_number(name: str, value: object, *, least: int = 0, none_is: int = 0) -> int:
+    """A count as an int.
+
+    Args:
+        name: What to call it in the error.
+        value: Any kind of number.
+        least: The smallest that makes sense.
+        none_is: What None stands for, unless that is too small.
+
+    Raises:
+        ConfigError: It is no whole number, or too small.
+    """
+    if value is None and none_is >= least:
+        return none_is
+    try:
+        number = None if isinstance(value, str) else int(cast(SupportsInt, value))
+    except (TypeError, ValueError, OverflowError):
+        number = None
+    if number is None or number != value or number < least:
+        raise ConfigError(f"{name} is {value!r:.60}.", hint=f"Give a whole number, {least} or more.")
+    return number
+
+
+def _resolution(value: object) -> tuple[int, int]:
+    """(width, height); None: not known."""
+    if value is None:
+        return (0, 0)
+    sides = list(value) if isinstance(value, Iterable) and not isinstance(value, str) else []
+    if len(sides) != 2:
+        raise ConfigError(f"resolution is {value!r:.60}.", hint="Give (width, height) in pixels.")
+    return whole_number("resolution", sides[0]), whole_number("resolution", sides[1])
+
+
+def _dtype_of(facts: PipelineFacts) -> str | None:
+    """The dtype of most of the denoiser's weights, without "torch."."""
+    for part in facts.of_role("denoiser").values():
+        if part.module is not None and part.module.dtypes:
+            dtypes = part.module.dtypes
+            return max(dtypes, key=lambda name: dtypes[name]).removeprefix("torch.")
+    return None
+
+
+def decorated(
+    function: Callable[..., Any], around: Callable[[], AbstractContextManager[object]]
+) -> Callable[..., Any]:
+    """A function that does what another does, with a context around each call, or around each generator's life.
+
+    Args:
+        function: Of any kind; programs that ask for the kind are told the same of what is returned.
+        around: Makes the context.
+    """
+    if inspect.isasyncgenfunction(function):
+
+        @functools.wraps(function)
+        async def streamed(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
+            with around():
+                inner = function(*args, **kwargs)
+                try:
+                    given = await anext(inner)
+                    while True:
+                        try:
+                            sent = yield given
+                        except GeneratorExit:
+                            raise
+                        except BaseException as error:  # noqa: BLE001 - thrown in for the function to handle
+                            given = await inner.athrow(error)
+                        else:
+                            given = await inner.asend(sent)
+                except StopAsyncIteration:
+                    return
+                finally:
+                    await inner.aclose()
+
+        return streamed
+    if inspect.isgeneratorfunction(function):
+
+        @functools.wraps(function)
+        def generated(*args: Any, **kwargs: Any) -> Any:  # a generator
+            with around():
+                return (yield from function(*args, **kwargs))
+
+        return generated
+    if inspect.iscoroutinefunction(function):
+
+        @functools.wraps(function)
+        async def awaited(*args: Any, **kwargs: Any) -> Any:
+            with around():
+                return await function(*args, **kwargs)
+
+        return awaited
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with around():
+            return function(*args, **kwargs)
+
+    return called

@@ -4,24 +4,222 @@ A recorder is a guest in the program that it watches. It raises nothing into it,
 raises passes unchanged; it keeps no tensor, model or exception alive; it never waits for an accelerator.
 """
 
+import threading
 import time
 import uuid
+from collections.abc import Callable
+from contextvars import ContextVar
+from datetime import UTC, datetime, timedelta
 from types import TracebackType
+from typing import Any, Literal, TypeAlias
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from sigmascope.monitor.hooks import HookedSteps
-from sigmascope.monitor.instruments import Clock, Instruments
-from sigmascope.monitor.json_values import as_json
-from sigmascope.monitor.live import CURRENT, Frame, LiveStage, Step, pop, push, step_listener_here
-from sigmascope.monitor.run_extent import RunExtent
-from sigmascope.monitor.scope import Scope
-from sigmascope.probes import Accelerator
-from sigmascope.records.host import HostFacts
+from sigmascope.monitor import peaks
+from sigmascope.monitor.gpu_timing import Mark
+from sigmascope.monitor.guard import as_json, describe
+from sigmascope.monitor.scope import Clock, Instruments, Scope, StepColumns, StepListener
+from sigmascope.probes import Accelerator, module_facts, tensor_facts
+from sigmascope.records.facts import HostFacts
 from sigmascope.records.run import Run, Stage
 
 UNSTAGED = "unstaged"
 """The stage under which steps appear that ran outside all stages."""
+
+
+class Frame:
+    """A place in a context's chain of open scopes. `scope` is the recorder's own outside all stages."""
+
+    __slots__ = ("is_open", "outer", "recorder", "scope")
+
+    def __init__(self, recorder: "Recorder", scope: Scope, outer: "Frame | None") -> None:
+        self.recorder = recorder
+        self.scope = scope
+        self.outer = outer
+        self.is_open = True
+
+    @property
+    def is_stage(self) -> bool:
+        """Whether it is a stage, and not a recorder's own place outside all stages."""
+        return self.scope.was_opened
+
+
+class LiveStage:
+    """A stage to be entered with `with`. Entered again, it is a new stage of the same name.
+
+    What it is told goes to the stage that was entered last, also after its end: facts that take time to
+    read are best told then, when the stage's clock has stopped. Threads need an object each.
+    """
+
+    __slots__ = ("_entered", "_recorder", "_scope")
+
+    def __init__(self, recorder: "Recorder", name: str) -> None:
+        self._recorder = recorder
+        self._scope = recorder.new_scope(name)
+        self._entered: list[Frame] = []
+
+    def __enter__(self) -> "LiveStage":
+        recorder = self._recorder
+        if self._scope.was_opened:
+            self._scope = recorder.new_scope(self._scope.name)
+        self._entered.append(recorder.open_stage(self._scope))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._entered:
+            self._recorder.close_stage(self._entered.pop(), error)
+        if self._entered:
+            self._scope = self._entered[-1].scope
+
+    def tensor(self, name: str, tensor: Tensor, *, statistics: bool | None = None) -> None:
+        """Note facts about a tensor. The tensor is not kept.
+
+        Args:
+            name: What to call it in `Stage.tensors`.
+            tensor: Any tensor, of any shape.
+            statistics: True also for an accelerator's tensor, which waits for it; None: for CPU tensors
+                only; False: none.
+        """
+        self._note("tensors", name, lambda: tensor_facts(tensor, statistics=statistics))
+
+    def module(self, name: str, module: object) -> None:
+        """Note facts about a model: an `nn.Module` or what wraps one. The model is not kept."""
+        self._note("modules", name, lambda: module_facts(module))
+
+    def fact(self, name: str, value: object) -> None:
+        """Note anything else that is known; it is turned into a JSON value at once (see `as_json`)."""
+        self._note("facts", name, lambda: as_json(value))
+
+    def on_step(self, listener: StepListener) -> None:
+        """Call the listener at the end of each step of this stage, and of stages that are opened in it from now on.
+
+        Args:
+            listener: Fast, and raises nothing.
+        """
+        self._scope.step_listener = listener
+
+    def record(self) -> Stage:
+        """Return what is known of the stage that was entered last, on a clock that begins with it."""
+        return self._scope.freeze(self._scope.started_ns)
+
+    def _note(self, what: Literal["tensors", "modules", "facts"], name: str, read: Callable[[], Any]) -> None:
+        scope = self._scope
+        facts, reason = scope.instruments.guard.read(what, read)
+        if reason is None:
+            getattr(scope, what)[name] = facts
+        else:
+            scope.unavailable[f"{what}.{name}"] = reason
+
+
+class Step:
+    """A step of the innermost open stage, to be entered with `with`, as often as one likes.
+
+    Every entry is one step, also one inside another. Threads need an object each. `last` is when the
+    step that was left last began and ended, in nanoseconds of the recorder's clock; None: none was open.
+    """
+
+    __slots__ = ("_entered", "_recorder", "last")
+
+    def __init__(self, recorder: "Recorder") -> None:
+        self._recorder = recorder
+        # started, scope, mark at the start, and what was entered before: a chain, for re-entry
+        self._entered: Entered | None = None
+        self.last: tuple[int, int] | None = None
+
+    def __enter__(self) -> "Step":
+        recorder = self._recorder
+        scope = recorder.current_scope()
+        try:
+            mark = None if scope.columns.timings is None else scope.instruments.mark()
+            self._entered = (recorder.clock(), scope, mark, self._entered)
+        except Exception as failure:  # noqa: BLE001 - a monitor's failure must not reach the host
+            scope.instruments.guard.switch_off("steps", failure)
+        return self
+
+    def drop(self) -> None:
+        """Let no step have been entered: what is open is counted nowhere."""
+        self._entered = None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        ended_ns = self._recorder.clock()
+        if self._entered is None:
+            self.last = None
+            return
+        started_ns, scope, mark, self._entered = self._entered
+        self.last = (started_ns, ended_ns)
+        try:
+            scope.add_step(started_ns, ended_ns, mark)
+        except Exception as failure:  # noqa: BLE001 - as above
+            scope.instruments.guard.switch_off("steps", failure)
+
+
+class HookedSteps:
+    """While entered, every forward call of a module is a step. The hooks change neither input nor output.
+
+    The steps begin before the module's other pre-hooks and end after its other hooks, and a call that
+    raises is a step too. Inside a function that torch.compile traces the hooks do nothing, so that they
+    break no graph; hook the compiled wrapper that `torch.compile(module)` returns.
+
+    Args:
+        new_step: Makes a step; one is made for each thread.
+        module: Whose calls to count.
+        unavailable: Takes the reason when calls cannot be counted.
+    """
+
+    def __init__(self, new_step: Callable[[], Step], module: nn.Module, unavailable: dict[str, str]) -> None:
+        self._new_step = new_step
+        self._module = module
+        self._unavailable = unavailable
+        self._handles: list[RemovableHandle] = []
+        self._calls = threading.local()
+
+    def __enter__(self) -> "HookedSteps":
+        if getattr(self._module, "_compiled_call_impl", None) is not None:
+            self._unavailable["hook_steps"] = COMPILED_IN_PLACE
+        elif not self._handles:
+            self._put_on()
+        return self
+
+    def _put_on(self) -> None:
+        module, handles = self._module, self._handles
+        try:
+            handles.append(module.register_forward_pre_hook(Hook(self._before), prepend=True))
+            handles.append(module.register_forward_hook(Hook(self._after), always_call=True))
+        except Exception as failure:  # noqa: BLE001 - a module may refuse hooks; the host goes on without
+            self.remove()
+            self._unavailable["hook_steps"] = describe(failure)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+    def remove(self) -> None:
+        """Take the hooks off. A call that Ctrl-C broke off in this thread is a step that ends now."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        while getattr(self._calls, "open", 0) > 0:
+            self._after()
+
+    def _before(self) -> None:
+        calls = self._calls
+        if not hasattr(calls, "step"):
+            calls.step, calls.open = self._new_step(), 0
+        calls.step.__enter__()
+        calls.open += 1
+
+    def _after(self) -> None:
+        calls = self._calls
+        if getattr(calls, "open", 0) > 0:  # the hooks may have been put on in the middle of a call
+            calls.open -= 1
+            calls.step.__exit__(None, None, None)
 
 
 class Recorder:
@@ -204,3 +402,177 @@ class Recorder:
         if len(self._outside.columns):
             stages.append(self._outside.freeze_steps(started_ns))
         return tuple(sorted(stages, key=lambda stage: stage.started_seconds))
+
+
+class NullStage:
+    """What `stage` gives when nobody watches: takes everything and keeps nothing."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> "NullStage":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+    def tensor(self, name: str, tensor: Tensor, *, statistics: bool | None = None) -> None:
+        """Do nothing."""
+
+    def module(self, name: str, module: object) -> None:
+        """Do nothing."""
+
+    def fact(self, name: str, value: object) -> None:
+        """Do nothing."""
+
+
+class NullStep:
+    """What `step` gives when nobody watches."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> "NullStep":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+
+_NULL_STAGE = NullStage()
+_NULL_STEP = NullStep()
+
+
+def current_recorder() -> Recorder | None:
+    """Return the recorder whose `with` block, or whose stage, this context is in; None outside of all."""
+    frame = CURRENT.get()
+    while frame is not None and not frame.is_open:
+        frame = frame.outer
+    return None if frame is None else frame.recorder
+
+
+def stage(name: str) -> LiveStage | NullStage:
+    """Return a stage of the current recorder, or one that does nothing without a recorder (0.2 µs)."""
+    recorder = current_recorder()
+    return _NULL_STAGE if recorder is None else recorder.stage(name)
+
+
+def step() -> Step | NullStep:
+    """Return a step of the current recorder, or one that does nothing without a recorder (0.2 µs)."""
+    recorder = current_recorder()
+    return _NULL_STEP if recorder is None else recorder.step()
+
+
+CURRENT: ContextVar[Frame | None] = ContextVar("sigmascope_current", default=None)
+"""The innermost scope of this thread's or task's context. A task starts with its creator's."""
+
+
+def push(frame: Frame) -> None:
+    """Make the frame current in this context."""
+    CURRENT.set(frame)
+
+
+def pop(frame: Frame) -> None:
+    """Close the frame, and leave all closed frames of this context.
+
+    Scopes need not close in the reverse order of their opening, nor in the context that opened them.
+    """
+    frame.is_open = False
+    current = CURRENT.get()
+    while current is not None and not current.is_open:
+        current = current.outer
+    CURRENT.set(current)
+
+
+def step_listener_here(clock: Clock) -> StepListener | None:
+    """Return who listens to the steps of the stage that is open here, be it another recorder's with the same clock."""
+    frame = CURRENT.get()
+    while frame is not None and not (frame.is_open and frame.is_stage and frame.recorder.clock is clock):
+        frame = frame.outer
+    return None if frame is None else frame.scope.step_listener
+
+
+Entered: TypeAlias = "tuple[int, Scope, Mark | None, Entered | None]"
+
+
+COMPILED_IN_PLACE = (
+    "the module was compiled in place (module.compile()), where hooks never run; "
+    "put recorder.step() around its call"
+)
+
+
+class Hook:
+    """A forward hook of either kind. A copy or pickle of the hooked module gets one that does nothing."""
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        self._act = act
+
+    def __call__(self, *_: Any) -> None:
+        """Act, whatever the call was given."""
+        if not torch.compiler.is_compiling():
+            self._act()
+
+    def __reduce__(self) -> tuple[type, tuple[Callable[[], None]]]:
+        return Hook, (_nothing,)
+
+
+def _nothing() -> None:
+    pass
+
+
+class RunExtent:
+    """From the first thing that is opened to the end of the last.
+
+    Args:
+        clock: Monotonic nanoseconds.
+
+    Attributes:
+        open_frames: How much is open now.
+        broke_off: Whether an exception ended what was closed last.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self.open_frames = 0
+        self.broke_off = False
+        self._clock = clock
+        self._made_at = (datetime.now(UTC), clock())
+        self._started_ns: int | None = None
+        self._ended_ns = 0
+
+    def begin(self) -> None:
+        """Count one more that is open."""
+        with peaks.LOCK:
+            if self._started_ns is None:
+                self._started_ns = self._clock()
+            self.open_frames += 1
+
+    def end(self, error: BaseException | None) -> None:
+        """Count one less.
+
+        Args:
+            error: What ended it early.
+        """
+        with peaks.LOCK:
+            self.open_frames -= 1
+            self._ended_ns = self._clock()
+            self.broke_off = error is not None
+
+    def edges(self, outside: StepColumns) -> tuple[int, int]:
+        """Beginning and end of all that was recorded, in nanoseconds of the clock.
+
+        Args:
+            outside: Steps that ran outside all stages.
+        """
+        now_ns = self._clock()
+        first_ns = now_ns if self._started_ns is None else self._started_ns
+        steps_began_ns, steps_ended_ns = outside.edges() or (now_ns, self._ended_ns)
+        started_ns = min(steps_began_ns, first_ns)
+        ended_ns = now_ns if self.open_frames > 0 else steps_ended_ns
+        return started_ns, max(ended_ns, self._ended_ns, started_ns)
+
+    def wall_clock(self, at_ns: int) -> str:
+        """A moment of the clock as a date, in ISO 8601."""
+        made_at, made_ns = self._made_at
+        return (made_at + timedelta(microseconds=(at_ns - made_ns) / 1e3)).isoformat()

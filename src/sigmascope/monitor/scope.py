@@ -1,30 +1,208 @@
 """One stage while it is open, and the record that it becomes."""
 
-from collections.abc import Callable
+import time
+from array import array
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
+from struct import Struct
+from typing import Final
 
 from sigmascope.monitor import peaks
-from sigmascope.monitor.exception_text import details
-from sigmascope.monitor.gpu_timing import Mark, StepTimings, of_stage
-from sigmascope.monitor.guard import describe
-from sigmascope.monitor.instruments import Instruments
-from sigmascope.monitor.peaks import UNKNOWN, HostMemory, Peaks
-from sigmascope.monitor.sampled_facts import ScopeSamples
-from sigmascope.monitor.steps import StepColumns, row
-from sigmascope.records.facts import ExceptionDetails, ModuleFacts, TensorFacts
+from sigmascope.monitor.gpu_timing import (
+    NOT_FINISHED,
+    NOT_MARKED,
+    EventPool,
+    Mark,
+    StageEdges,
+    StepTimings,
+    elsewhere,
+    of_stage,
+)
+from sigmascope.monitor.guard import Guard, describe, details
+from sigmascope.monitor.peaks import ACCELERATOR_PEAK, UNKNOWN, HostMemory, Peaks, PeakTracker, reader_for
+from sigmascope.monitor.utilization import FAILED, SAMPLER, SampledFacts, ScopeSamples, Wish
+from sigmascope.probes import (
+    Accelerator,
+    AllocatorBytes,
+    NullAccelerator,
+    detect_accelerator,
+    host_facts,
+    memory_snapshot,
+    process_peak_rss_bytes,
+    process_rss_bytes,
+    system_memory,
+)
+from sigmascope.records.facts import ExceptionDetails, HostFacts, ModuleFacts, TensorFacts
 from sigmascope.records.memory import MemoryImpact, MemorySnapshot, PeakMemory
-from sigmascope.records.memory_over_time import MEMORY_OVER_TIME
-from sigmascope.records.run import Stage
-from sigmascope.records.stage_seconds import DEVICE_SECONDS
-from sigmascope.records.steps import Steps
-from sigmascope.records.utilization import UTILIZATION
+from sigmascope.records.run import DEVICE_SECONDS, Stage, Steps
+from sigmascope.records.utilization import MEMORY_OVER_TIME, UTILIZATION
 
 STILL_OPEN = "the stage was still open when the run was read"
 OWN_FACT = "the stage was given a fact of this name, which stands in its place"
 OUTSIDE = "these steps ran outside all stages"
 
+
 StepListener = Callable[[str, int, int], None]
 """Called with a stage's name, and when its step began and ended in nanoseconds of the recorder's clock."""
+
+
+Clock = Callable[[], int]
+
+
+class Instruments:
+    """What a recorder measures with. Nothing here raises.
+
+    Args:
+        accelerator: What to ask about devices; None finds out, once a process.
+        sample_hz: Samples a second between the boundaries; None or 0: none.
+        clock: Monotonic nanoseconds.
+        step_memory: Whether `rss` is to be read at the end of each step.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None,
+        sample_hz: float | None,
+        clock: Clock = time.perf_counter_ns,
+        *,
+        step_memory: bool = True,
+    ) -> None:
+        self.guard = Guard()
+        self.step_memory = step_memory
+        self.clock = clock
+        if accelerator is None:
+            accelerator = self.guard.call("accelerator", accelerator_of_this_process)
+        self.accelerator = accelerator or NullAccelerator("it could not be detected")
+        reader = self.guard.call(ACCELERATOR_PEAK, lambda: reader_for(self.accelerator))
+        self.tracker = PeakTracker(reader, self.guard)
+        self._events = None if reader is None else EventPool(self.accelerator.new_event)
+        self._elsewhere: str | None = None
+        self.stage_edges = StageEdges()
+        self._wish = Wish(self._sample, sample_hz) if sample_hz and sample_hz > 0 else None
+        self.sampled = SampledFacts(self.accelerator, self.guard, is_sampled=self._wish is not None)
+        self._rss_works = True
+
+    # --- steps: the hot path
+
+    def rss(self) -> int:
+        """Resident bytes of this process, or UNKNOWN."""
+        if not self._rss_works:
+            return UNKNOWN
+        try:
+            rss = process_rss_bytes()
+        except Exception as failure:  # noqa: BLE001 - a probe's failure must not reach the host
+            self._rss_works = False
+            self.guard.switch_off("process_rss", failure)
+            return UNKNOWN
+        return UNKNOWN if rss is None else rss
+
+    def mark(self, device: str | None = None) -> Mark | None:
+        """Record an event on a device (None: the one in use); None when there is no such thing."""
+        events = self._events
+        if events is None or not self.guard.works("gpu_timing"):
+            return None
+        try:
+            device = device or self._elsewhere or self.accelerator.current_device()
+            return None if device is None else events.mark(device)
+        except Exception as failure:  # noqa: BLE001 - as above
+            self.guard.switch_off("gpu_timing", failure)
+            return None
+
+    def device_in_use(self) -> str | None:
+        """The device that the calling thread works on; None without an accelerator."""
+        if self._events is None or self._elsewhere is not None:
+            return self._elsewhere
+        return self.guard.call(ACCELERATOR_PEAK, self.accelerator.current_device)
+
+    # --- stages
+
+    def new_timings(self) -> StepTimings | None:
+        """A column for the accelerator's time; None without an accelerator."""
+        return None if self._events is None else StepTimings(self._events)
+
+    def resolve(self, timings: StepTimings | None) -> None:
+        """Read what the accelerator has finished by now."""
+        if timings is not None:
+            with peaks.LOCK:
+                self.guard.call("gpu_timing", timings.resolve)
+
+    def add_timing(self, timings: StepTimings, row: int, start: Mark | None, end: Mark | None) -> None:
+        """Take the marks of the step of this number, with LOCK held."""
+        self.guard.call("gpu_timing", lambda: timings.add(row, start, end))
+
+    def snapshot(self) -> MemorySnapshot | None:
+        """All memory now."""
+        found = self.guard.call("memory_snapshot", lambda: memory_snapshot(self.accelerator))
+        self._elsewhere = None if found is None else elsewhere(found)
+        return found
+
+    def host_memory(self, snapshot: MemorySnapshot | None = None) -> HostMemory:
+        """The host's part of a snapshot; what is not in one is read now."""
+        if snapshot is None:
+            snapshot = self.guard.call("system_memory", system_memory) or MemorySnapshot()
+        rss, ram_used = snapshot.process_rss_bytes, snapshot.ram_used_bytes
+        largest_rss = self.guard.call("process_peak_rss", process_peak_rss_bytes)
+        return HostMemory(
+            self.rss() if rss is None else rss,
+            UNKNOWN if ram_used is None else ram_used,
+            UNKNOWN if largest_rss is None else largest_rss,
+        )
+
+    def host(self) -> HostFacts | None:
+        """Facts about this machine, read once a process."""
+        return self.guard.call("host_facts", lambda: facts_of_host(self.accelerator))
+
+    def start_sampling(self) -> None:
+        """Sample from now on, on behalf of one more scope."""
+        wish = self._wish
+        if wish is not None:
+            self.guard.call("sampler", lambda: SAMPLER.open(wish))
+
+    def stop_sampling(self) -> None:
+        """End what one `start_sampling` began."""
+        if self._wish is None:
+            return
+        try:  # even when sampling has been switched off: the thread must end
+            SAMPLER.close(self._wish)
+        except Exception as failure:  # noqa: BLE001 - as above
+            self.guard.switch_off("sampler", failure)
+
+    def look(self) -> None:
+        """Bring the peaks of all open scopes up to date."""
+        self._look(self.host_memory(), self.clock())
+
+    def _look(self, memory: HostMemory, at_ns: int) -> Mapping[str, AllocatorBytes]:
+        return self.guard.call("peaks", lambda: self.tracker.look(memory, at_ns)) or {}
+
+    def _sample(self) -> None:
+        memory, at_ns = self.host_memory(), self.clock()
+        self.sampled.sample(at_ns, memory, self._look(memory, at_ns))
+
+    def step_reasons(self) -> dict[str, str]:
+        """For each column of `Steps` that may be missing, why it is."""
+        reasons = self.guard.reasons
+        absence = reasons.get("accelerator") or self.accelerator.absence
+        known = {
+            "rss_bytes": reasons.get("process_rss") or (None if self.step_memory else NOT_AT_STEPS),
+            "allocated_bytes": reasons.get(ACCELERATOR_PEAK) or absence,
+            "gpu_seconds": reasons.get("gpu_timing") or absence or getattr(self.accelerator, "untimed", None),
+        }
+        return {name: reason for name, reason in known.items() if reason is not None}
+
+    def peak_reasons(self, peak: PeakMemory) -> dict[str, str]:
+        """For each field of `peak` that is missing, why it is."""
+        reasons = {**self.step_reasons(), "ram_used_bytes": self.guard.reasons.get("system_memory")}
+        known = {
+            "rss_bytes": (peak.rss_bytes, self.guard.reasons.get("process_rss")),
+            "ram_used_bytes": (peak.ram_used_bytes, reasons["ram_used_bytes"]),
+            "accelerators": (peak.accelerators or None, reasons.get("allocated_bytes")),
+        }
+        return {name: reason or FAILED for name, (value, reason) in known.items() if value is None}
+
+    def device_reasons(self, device: str) -> Mapping[str, str]:
+        """Why figures of a device's allocator are missing, by the names of `AllocatorBytes`."""
+        return self.guard.call("accelerator_reasons", lambda: self.accelerator.unavailable(device)) or {}
 
 
 class Scope:
@@ -214,3 +392,119 @@ class Scope:
             return None
         peak = self._peaks.freeze(self.started_ns, self.instruments.device_reasons)
         return replace(peak, unavailable=self.instruments.peak_reasons(peak))
+
+
+_ROW: Final = Struct("4q")
+"""When a step began and ended, and the bytes at its end."""
+
+
+row: Final = _ROW.pack
+"""Packs a step for `StepColumns.add`: when it began and ended, in nanoseconds; what this process had resident and what
+was allocated on the device at its end, in bytes, or UNKNOWN."""
+
+
+class StepColumns:
+    """Appended to by every step: 32 bytes and about 0.15 µs each.
+
+    A row goes in whole, in one call that no other thread, handler of a signal or Ctrl-C can come between. It needs no
+    lock.
+
+    Attributes:
+        add: Appends a `row`: the hot path.
+
+    Args:
+        timings: Takes the accelerator's part; None without an accelerator.
+    """
+
+    __slots__ = ("_rows", "add", "timings")
+
+    def __init__(self, timings: StepTimings | None) -> None:
+        self._rows = bytearray()
+        self.add = self._rows.extend
+        self.timings = timings
+
+    def __len__(self) -> int:
+        return len(self._rows) // _ROW.size
+
+    def edges(self) -> tuple[int, int] | None:
+        """When the first step began and the last one ended; None without any."""
+        figures = self._figures()
+        return (min(figures[0::4]), max(figures[1::4])) if figures else None
+
+    def _figures(self) -> Sequence[int]:
+        """Row after row, as they are now."""
+        return array("q", bytes(self._rows))
+
+    def freeze(self, stage_started_ns: int, reasons: Mapping[str, str]) -> Steps:
+        """Return the record, with `started` in seconds since the stage began.
+
+        Args:
+            stage_started_ns: When that was.
+            reasons: For each column of `Steps` that may be missing altogether, why it is.
+        """
+        with peaks.LOCK:  # each row with its timing; the host's steps wait for no more than a copy
+            figures = self._figures()
+            gpu_seconds, unfinished = _gpu_seconds(self.timings, len(figures) // 4)
+        started_ns, ended_ns, rss, allocated = (figures[column::4] for column in range(4))
+        bytes_columns = {"rss_bytes": _known(rss), "allocated_bytes": _known(allocated)}
+        why = _why_not(gpu_seconds, unfinished)
+        unavailable = {"gpu_seconds": why} if why else {}
+        if gpu_seconds and None in gpu_seconds and "gpu_seconds" in reasons:
+            unavailable["gpu_seconds"] = reasons["gpu_seconds"]
+        for name, column in {"gpu_seconds": gpu_seconds, **bytes_columns}.items():
+            if not column and started_ns:
+                unavailable.setdefault(name, reasons.get(name, "every reading failed"))
+        return Steps(
+            started=tuple((start - stage_started_ns) / 1e9 for start in started_ns),
+            seconds=tuple((end - start) / 1e9 for start, end in zip(started_ns, ended_ns, strict=True)),
+            gpu_seconds=gpu_seconds,
+            unavailable=unavailable,
+            **bytes_columns,
+        )
+
+
+def _gpu_seconds(timings: StepTimings | None, steps: int) -> tuple[tuple[float | None, ...], int]:
+    """The column (empty when nothing is known) and how many steps are not finished."""
+    if timings is None:
+        return (), 0
+    seconds = timings.of_first(steps)
+    return (seconds if any(value is not None for value in seconds) else ()), timings.unfinished
+
+
+def _why_not(gpu_seconds: tuple[float | None, ...], unfinished: int) -> str:
+    """Why steps are without a time on the accelerator, where some have one or may still get it; else nothing."""
+    unmarked = max(0, gpu_seconds.count(None) - unfinished)
+    reasons = ((unfinished, NOT_FINISHED), (unmarked, NOT_MARKED))
+    return "; ".join(f"{count} steps: {reason}" for count, reason in reasons if count)
+
+
+def _known(column: Sequence[int]) -> tuple[int | None, ...]:
+    """The column with None for what is not known; empty when nothing is."""
+    if all(value == UNKNOWN for value in column):
+        return ()
+    return tuple(None if value == UNKNOWN else value for value in column)
+
+
+NOT_AT_STEPS = "it was not asked for at the ends of steps (step_memory)"
+
+
+@cache
+def accelerator_of_this_process() -> Accelerator:
+    """What torch would use, found out once."""
+    return detect_accelerator()
+
+
+_host_facts: dict[int, tuple[Accelerator, HostFacts]] = {}
+
+
+def facts_of_host(accelerator: Accelerator) -> HostFacts:
+    """Facts about this machine, read once for each accelerator object."""
+    known = _host_facts.get(id(accelerator))
+    if known is not None:
+        return known[1]
+    facts = host_facts(accelerator)
+    # A device's facts may be hidden until the host initialises it; such an answer is asked for again.
+    if all(device.name is not None for device in facts.accelerators):
+        _host_facts.clear()
+        _host_facts[id(accelerator)] = (accelerator, facts)
+    return facts

@@ -7,21 +7,635 @@ name. Add the class to the bases of `WorkflowMonitor`, and the sections of its s
 `workflow_summary.py`. Steps, memory, peaks, findings and the comprehensive summary need nothing more.
 """
 
-from collections.abc import Mapping
-from typing import Any
+import logging
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, NamedTuple
 
 from rich.console import Console
 
-from sigmascope.monitor.recorder import Recorder
-from sigmascope.monitor.workflow_latents import LatentMethods
-from sigmascope.monitor.workflow_lora import LoraApplicationMethods
-from sigmascope.monitor.workflow_summary import analysis_sections, workflow_sections
-from sigmascope.monitor.workflow_text import TextEncodingMethods
-from sigmascope.probes import Accelerator
-from sigmascope.records.prompts import PromptPrivacy, check_privacy
-from sigmascope.stages.summary import print_summary
-from sigmascope.stages.text.dumping import DumpFolder
-from sigmascope.stages.text_encoding import TextEncodingThresholds
+from sigmascope.analysis.diagnostics import MODEL_STATE
+from sigmascope.analysis.leaks import HEAP
+from sigmascope.monitor.findings import with_findings
+from sigmascope.monitor.guard import Guard
+from sigmascope.monitor.recorder import LiveStage, Recorder
+from sigmascope.probes import Accelerator, heap_in_use
+from sigmascope.records.latents import (
+    VAE_STAGES,
+    Direction,
+    EncodingRecord,
+    Layout,
+    Strategy,
+    attempt_stage,
+    attempts_in,
+    record_in,
+)
+from sigmascope.records.memory import change, mib
+from sigmascope.records.prompts import PromptPrivacy, check_privacy, redacted, redactor
+from sigmascope.records.run import Finding, Run, Stage
+from sigmascope.stages import latent_encoding, lora_application, text_encoding
+from sigmascope.stages import latent_encoding as latent_decoding
+from sigmascope.stages.baseline import Redact, model_state
+from sigmascope.stages.conditioning import DumpFolder, read_conditioning
+from sigmascope.stages.latent_facts import find_latent
+from sigmascope.stages.latent_summary import sections as latent_sections
+from sigmascope.stages.lora_application import Keys
+from sigmascope.stages.lora_summary import sections as lora_sections
+from sigmascope.stages.summary import (
+    NO_ACCELERATOR,
+    Row,
+    Section,
+    as_it_is,
+    mb,
+    mb_change,
+    print_summary,
+    printable,
+    seconds,
+)
+from sigmascope.stages.text_encoding import TextEncodingThresholds, private_texts
+from sigmascope.stages.text_summary import sections as text_sections
+from sigmascope.units import percent
+
+_log = logging.getLogger(__name__)
+_NUMBER = re.compile(r"^step_?\d+_+|_+step_?\d+$")
+_OTHER_NAMES = {"latent_generation": "latent_encoding"}
+
+
+def stage_name(step: str) -> str:
+    """The name of the stage that a step is: "LATENT_GENERATION_STEP5" is `latent_encoding`."""
+    name = _NUMBER.sub("", re.sub(r"[\s-]+", "_", step.strip().lower()))
+    return _OTHER_NAMES.get(name, name) or "step"
+
+
+class _OpenStep(NamedTuple):
+    name: str
+    thread: int
+    stage: LiveStage
+    heap_bytes: int | None
+
+
+class WorkflowSteps:
+    """Begins and ends stages by name; see `WorkflowMonitor`.
+
+    Args:
+        recorder: What measures. Its stages and steps can be used beside the calls here.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.guard = Guard()
+        self._lock = threading.Lock()
+        self._open: list[_OpenStep] = []
+        self._ended: dict[str, LiveStage] = {}
+        self.redactions: list[Redact] = []
+
+    def start_monitoring(self, step: str) -> None:
+        """Begin a step: baseline, then clock and peaks. Steps may nest and repeat.
+
+        Args:
+            step: Such as "text_encoding"; `sigmascope.records.run.STAGES` has the usual names.
+        """
+        name = stage_name(step)
+        stage = self.recorder.stage(name)
+        heap = self._heap_bytes()
+        self.guard.read("steps", stage.__enter__)
+        with self._lock:
+            self._open.append(_OpenStep(name, threading.get_ident(), stage, heap))
+
+    def update_peak_memory(self) -> None:
+        """Bring the peaks of the open steps up to date, at a moment when memory may be high."""
+        self.recorder.look()
+
+    def end_monitoring(
+        self,
+        step: str,
+        model: object = None,
+        model_type: str | None = None,
+        error: BaseException | None = None,
+    ) -> float | None:
+        """End the innermost open step of that name.
+
+        Args:
+            step: As it was begun.
+            model: The model that the step loaded or used; facts and state of it are kept, not the model.
+            model_type: What to call it, such as "UNet" or "CLIP"; its class by default.
+            error: What the step raised, if it did.
+
+        Returns:
+            Elapsed seconds; None, with a line in the log, when no such step was begun.
+        """
+        name = stage_name(step)
+        with self._lock:
+            begun = self._innermost(name)
+            if begun is not None:
+                self._open.remove(begun)
+        if begun is None:
+            _log.warning("The step %r ended but was never begun.", step)
+            return None
+        stage = begun.stage
+        kind, trace = (None, None) if error is None else (type(error), error.__traceback__)
+        self.guard.read("steps", lambda: stage.__exit__(kind, error, trace))
+        stage.fact(HEAP, {"before": begun.heap_bytes, "after": self._heap_bytes()})
+        self._ended[name] = stage
+        if model is not None:
+            self.note_model(stage, model_type or type(model).__name__, model)
+        record = self.guard.read("steps", stage.record)[0]
+        return None if record is None else record.seconds
+
+    def _heap_bytes(self) -> int | None:
+        reading = self.guard.read(HEAP, heap_in_use)[0]
+        return None if reading is None else reading.value
+
+    def note_model(self, stage: LiveStage, model_type: str, model: object) -> None:
+        """Keep facts and state of a model on a stage, for the comparison from stage to stage."""
+        stage.module(model_type, model)
+        stage.fact(f"{MODEL_STATE}{model_type}", model_state(model))
+
+    def last_stage(self, name: str) -> LiveStage | None:
+        """The stage of that name that is open now, else the one that ended last."""
+        with self._lock:
+            begun = self._innermost(name)
+        return self._ended.get(name) if begun is None else begun.stage
+
+    def _innermost(self, name: str) -> "_OpenStep | None":
+        """The open step of that name begun last in this thread, else in any; with the lock held."""
+        begun = [one for one in reversed(self._open) if one.name == name]
+        own = (one for one in begun if one.thread == threading.get_ident())
+        return next(own, begun[0] if begun else None)
+
+    def record_of(self, stage: LiveStage | None) -> Stage | None:
+        """What is known of a stage now."""
+        return None if stage is None else self.guard.read("steps", stage.record)[0]
+
+    def run(self) -> Run:
+        """Return everything that is known now, with what the rules and the analyses of its stages find in it.
+
+        Where prompts are private, errors quote none that an analysis was given.
+        """
+        return with_findings(redacted(self.recorder.run(), self.redactions), self.guard)
+
+
+TEXT_ENCODING = "text_encoding"
+_ON_THE_STAGE = frozenset({"baseline", "current_memory", "memory_impact", "peak_memory"})
+
+
+def _seconds_of(record: Stage | None, name: str) -> float | None:
+    """Seconds of the stages of that name inside a stage; None if there are none."""
+    inner = [] if record is None else [stage.seconds for stage in record.walk() if stage.name == name]
+    return sum(inner) if inner else None
+
+
+class TextEncodingMethods(WorkflowSteps):
+    """The functions of `sigmascope.stages.text_encoding` as methods. None of them raises."""
+
+    accelerator: Accelerator | None
+    thresholds: TextEncodingThresholds | None
+    prompt_privacy: PromptPrivacy
+    statistics: bool | None
+    dumps: DumpFolder | None
+    analyses: dict[str, Mapping[str, Any]]
+
+    def capture_text_encoding_baseline(
+        self, unet_model: object, clip_model: object, *, tokenizer: object = None
+    ) -> dict[str, Any]:
+        """See `sigmascope.capture_text_encoding_baseline`."""
+        baseline, reason = self.guard.read(
+            TEXT_ENCODING,
+            lambda: text_encoding.capture_text_encoding_baseline(
+                unet_model, clip_model, tokenizer=tokenizer, accelerator=self.accelerator
+            ),
+        )
+        return {"unavailable": {"baseline": reason}} if baseline is None else dict(baseline)
+
+    def encoding(self, which: Literal["positive", "negative"]) -> LiveStage:
+        """Return a stage for `with`, inside the step, that times the encoding of one prompt apart."""
+        return self.recorder.stage(f"{which}_prompt")
+
+    def analyze_text_encoding_results(
+        self,
+        baseline: Mapping[str, Any] | None,
+        positive_cond: object,
+        negative_cond: object,
+        positive_prompt: object,
+        negative_prompt: object,
+        elapsed_time: object,
+        *,
+        error: BaseException | str | None = None,
+        token_limit: int | None = None,
+    ) -> dict[str, Any]:
+        """See `sigmascope.analyze_text_encoding_results`.
+
+        Peaks and the prompts' own times come from the step; the analysis and the tensors' facts go to it.
+        """
+        self._keep_private(positive_prompt, negative_prompt)
+        stage = self.last_stage(TEXT_ENCODING)
+        record = self.record_of(stage)
+        analysis, reason = self.guard.read(
+            TEXT_ENCODING,
+            lambda: text_encoding.analyze_text_encoding_results(
+                baseline,
+                positive_cond,
+                negative_cond,
+                positive_prompt,
+                negative_prompt,
+                elapsed_time if elapsed_time is not None or record is None else record.seconds,
+                positive_seconds=_seconds_of(record, "positive_prompt"),
+                negative_seconds=_seconds_of(record, "negative_prompt"),
+                peak_memory=None if record is None else record.peak,
+                error=error,
+                thresholds=self.thresholds,
+                token_limit=token_limit,
+                statistics=self.statistics,
+                prompt_privacy=self.prompt_privacy,
+                dumps=self.dumps,
+            ),
+        )
+        if analysis is None:
+            return {"encoding_success": None, "unavailable": {"encoding_success": reason}}
+        found = dict(analysis)
+        self.analyses[TEXT_ENCODING] = found
+        if stage is not None:
+            self._note_text(stage, found, {"positive": positive_cond, "negative": negative_cond})
+        return found
+
+    def print_text_encoding_analysis_summary(
+        self, analysis: Mapping[str, Any], console: Console | None = None
+    ) -> None:
+        """See `sigmascope.print_text_encoding_analysis_summary`."""
+        self.guard.read(
+            "summaries", lambda: text_encoding.print_text_encoding_analysis_summary(analysis, console)
+        )
+
+    def _keep_private(self, *prompts: object) -> None:
+        """Take these prompts out of the errors on record."""
+        if self.prompt_privacy != "full":
+            self.redactions.append(redactor(private_texts(*prompts), self.prompt_privacy))
+
+    def _note_text(
+        self, stage: LiveStage, analysis: Mapping[str, Any], conditionings: Mapping[str, object]
+    ) -> None:
+        kept = {name: value for name, value in analysis.items() if name not in _ON_THE_STAGE}
+        stage.fact(TEXT_ENCODING, kept)
+        for which, conditioning in conditionings.items():
+            first = read_conditioning(conditioning)[0].first
+            for name, tensor in (("conditioning", first.tensor), ("pooled", first.pooled)):
+                if tensor is not None:
+                    stage.tensor(f"{which}_{name}", tensor, statistics=self.statistics)
+
+
+LORA_APPLICATION = "lora_application"
+_LORA_ON_THE_STAGE = frozenset({"baseline", "current_memory", "peak_memory"})
+_IN_DETAIL = frozenset(
+    {"weight_changes", "keys_modified", "keys_added", "keys_removed", "patch_details", "modules"}
+)
+
+
+def _short(name: str, value: Any) -> Any:
+    if name == "keys_value_changed" and isinstance(value, Mapping):
+        return {key: change.get("relative_change") for key, change in value.items()}
+    if name in _IN_DETAIL and isinstance(value, Mapping | list):
+        return len(value)
+    if isinstance(value, Mapping):
+        return {key: _short(str(key), inner) for key, inner in value.items()}
+    return value
+
+
+def in_short(analysis: Mapping[str, Any]) -> dict[str, Any]:
+    """An analysis for the record: of single weights only how much each changed, of other lists how long they are."""
+    return {name: _short(name, value) for name, value in analysis.items() if name not in _LORA_ON_THE_STAGE}
+
+
+def _details(record: Stage) -> dict[str, str] | None:
+    """What the step raised, as `exception_details` of SPEC section 2."""
+    details = record.exception_details
+    if details is None:
+        return None
+    return {"type": details.type, "message": details.message, "traceback": details.traceback}
+
+
+class LoraApplicationMethods(WorkflowSteps):
+    """The functions of `sigmascope.stages.lora_application` as methods. None of them raises."""
+
+    accelerator: Accelerator | None
+    analyses: dict[str, Mapping[str, Any]]
+
+    def capture_lora_baseline(
+        self, unet_model: object, clip_model: object, lora_path: object = None, *, keys: Keys = None
+    ) -> dict[str, Any]:
+        """See `sigmascope.capture_lora_baseline`."""
+        return self._lora(
+            "baseline",
+            lambda: lora_application.capture_lora_baseline(
+                unet_model, clip_model, lora_path, keys=keys, accelerator=self.accelerator
+            ),
+        )
+
+    def track_model_identity_changes(
+        self, original_model: object, modified_model: object, model_type: str
+    ) -> dict[str, Any]:
+        """See `sigmascope.track_model_identity_changes`."""
+        return self._lora(
+            "changes",
+            lambda: lora_application.track_model_identity_changes(original_model, modified_model, model_type),
+        )
+
+    def track_weight_modifications(
+        self, original_model: object, modified_model: object, model_type: str
+    ) -> dict[str, Any]:
+        """See `sigmascope.track_weight_modifications`."""
+        return self._lora(
+            "changes",
+            lambda: lora_application.track_weight_modifications(original_model, modified_model, model_type),
+        )
+
+    def analyze_lora_patches(self, modified_model: object, model_type: str) -> dict[str, Any]:
+        """See `sigmascope.analyze_lora_patches`."""
+        return self._lora(
+            "patches", lambda: lora_application.analyze_lora_patches(modified_model, model_type)
+        )
+
+    def track_model_placement_changes(
+        self, original_model: object, modified_model: object, model_type: str
+    ) -> dict[str, Any]:
+        """See `sigmascope.track_model_placement_changes`."""
+        return self._lora(
+            "changes",
+            lambda: lora_application.track_model_placement_changes(
+                original_model, modified_model, model_type
+            ),
+        )
+
+    def calculate_memory_change(self, baseline_info: object, current_model: object) -> dict[str, Any]:
+        """See `sigmascope.calculate_memory_change`."""
+        return self._lora(
+            "memory", lambda: lora_application.calculate_memory_change(baseline_info, current_model)
+        )
+
+    def analyze_lora_application_results(
+        self,
+        baseline: object,
+        modified_unet: object,
+        modified_clip: object,
+        lora_result: object,
+        *,
+        elapsed_time: object = None,
+        error: BaseException | str | None = None,
+    ) -> dict[str, Any]:
+        """See `sigmascope.analyze_lora_application_results`.
+
+        The time, the peaks and what was raised come from the step, if it was one of this monitor; the analysis
+        goes to it, without what it has for single weights.
+        """
+        stage = self.last_stage(LORA_APPLICATION)
+        record = self.record_of(stage)
+        found = self._lora(
+            "lora_application_success",
+            lambda: lora_application.analyze_lora_application_results(
+                baseline,
+                modified_unet,
+                modified_clip,
+                lora_result,
+                elapsed_time=record.seconds if elapsed_time is None and record is not None else elapsed_time,
+                peak_memory=None if record is None else record.peak,
+                error=error if error is not None or record is None else record.error,
+            ),
+        )
+        if "unet_changes" in found:
+            if found["exception_details"] is None and record is not None:
+                found["exception_details"] = _details(record)
+            self.analyses[LORA_APPLICATION] = found
+            if stage is not None:
+                stage.fact(LORA_APPLICATION, in_short(found))
+        return found
+
+    def print_lora_analysis_summary(
+        self, analysis: Mapping[str, Any], console: Console | None = None
+    ) -> None:
+        """See `sigmascope.print_lora_analysis_summary`."""
+        self.guard.read("summaries", lambda: lora_application.print_lora_analysis_summary(analysis, console))
+
+    def _lora(self, what: str, read: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+        found, reason = self.guard.read(LORA_APPLICATION, read)
+        return {what: None, "unavailable": {what: reason}} if found is None else dict(found)
+
+
+class LatentSteps(WorkflowSteps):
+    """What the methods for encoding and decoding share."""
+
+    accelerator: Accelerator | None
+    statistics: bool | None
+    analyses: dict[str, Mapping[str, Any]]
+
+    def trying(self, strategy: Strategy, direction: Direction = "encoding") -> LiveStage:
+        """Return a stage for `with`, inside the step, that watches one strategy of your own engine apart.
+
+        What it raises passes through and is kept as the reason why the strategy failed. `encode_latents` and
+        `decode_latents` do this by themselves.
+        """
+        return self.recorder.stage(attempt_stage(strategy, direction))
+
+    def _latents(self, what: str, read: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+        found, reason = self.guard.read("latents", read)
+        return {what: None, "unavailable": {what: reason}} if found is None else dict(found)
+
+    def _step(self, direction: Direction) -> tuple[LiveStage | None, Stage | None]:
+        stage = self.last_stage(VAE_STAGES[direction])
+        return stage, self.record_of(stage)
+
+    def _analysed(
+        self,
+        stage: LiveStage | None,
+        direction: Direction,
+        output: object,
+        read: Callable[[], Mapping[str, Any]],
+    ) -> dict[str, Any]:
+        """The analysis, kept for the summary and on its step, with the facts of the latent or the pictures."""
+        found = self._latents("encoding_success", read)
+        if "latent_analysis" not in found:
+            return found
+        self.analyses[VAE_STAGES[direction]] = found
+        if stage is not None:
+            kept = {name: value for name, value in found.items() if name not in _ON_THE_STAGE}
+            stage.fact(VAE_STAGES[direction], kept)
+            tensor = find_latent(output).tensor
+            if tensor is not None:
+                name = "latent" if direction == "encoding" else "frames"
+                stage.tensor(name, tensor, statistics=self.statistics)
+        return found
+
+
+def or_seconds(elapsed: object, seen: Stage | None) -> object:
+    """The seconds that were given, else the step's."""
+    return elapsed if elapsed is not None or seen is None else seen.seconds
+
+
+def or_memory(changes: object, seen: Stage | None) -> object:
+    """The changes of memory that were given, else memory before and after the step."""
+    return changes if changes is not None or seen is None else seen.memory
+
+
+def or_error(error: BaseException | str | None, seen: Stage | None) -> BaseException | str | None:
+    """The error that was given, else the one that ended the step."""
+    return error if error is not None or seen is None else seen.error
+
+
+class LatentMethods(LatentSteps):
+    """The functions of `sigmascope.stages.latent_encoding` and `latent_decoding` as methods. None of them raises."""
+
+    def capture_latent_generation_baseline(self, vae_model: object, video_data: object) -> dict[str, Any]:
+        """See `sigmascope.capture_latent_generation_baseline`."""
+        return self._latents(
+            "baseline",
+            lambda: latent_encoding.capture_latent_generation_baseline(
+                vae_model, video_data, statistics=self.statistics, accelerator=self.accelerator
+            ),
+        )
+
+    def capture_latent_decoding_baseline(
+        self,
+        vae_model: object,
+        latent: object,
+        *,
+        video_length: object = None,
+        video_height: object = None,
+        video_width: object = None,
+    ) -> dict[str, Any]:
+        """See `sigmascope.capture_latent_decoding_baseline`."""
+        return self._latents(
+            "baseline",
+            lambda: latent_decoding.capture_latent_decoding_baseline(
+                vae_model,
+                latent,
+                video_length=video_length,
+                video_height=video_height,
+                video_width=video_width,
+                statistics=self.statistics,
+                accelerator=self.accelerator,
+            ),
+        )
+
+    def analyze_latent_generation_results(
+        self,
+        baseline: Mapping[str, Any] | None,
+        init_latent: object,
+        elapsed_time: object = None,
+        strategy_used: object = None,
+        immediate_gpu_changes: object = None,
+        video_length: object = None,
+        video_height: object = None,
+        video_width: object = None,
+        *,
+        record: EncodingRecord | None = None,
+        error: BaseException | str | None = None,
+        latent_layout: Layout | None = None,
+    ) -> dict[str, Any]:
+        """See `sigmascope.analyze_latent_generation_results`.
+
+        Time, peaks, strategies and the memory right after come from the step; the analysis goes to it.
+        """
+        stage, seen = self._step("encoding")
+        return self._analysed(
+            stage,
+            "encoding",
+            init_latent,
+            lambda: latent_encoding.analyze_latent_generation_results(
+                baseline,
+                init_latent,
+                or_seconds(elapsed_time, seen),
+                strategy_used,
+                or_memory(immediate_gpu_changes, seen),
+                video_length,
+                video_height,
+                video_width,
+                record=record or record_in(seen),
+                attempts=attempts_in(seen, "encoding"),
+                peak_memory=None if seen is None else seen.peak,
+                error=or_error(error, seen),
+                latent_layout=latent_layout,
+                statistics=self.statistics,
+            ),
+        )
+
+    def analyze_latent_decoding_results(
+        self,
+        baseline: Mapping[str, Any] | None,
+        decoded: object,
+        elapsed_time: object = None,
+        strategy_used: object = None,
+        immediate_gpu_changes: object = None,
+        *,
+        record: EncodingRecord | None = None,
+        error: BaseException | str | None = None,
+    ) -> dict[str, Any]:
+        """See `sigmascope.analyze_latent_decoding_results`; the step adds what it does to an encoding."""
+        stage, seen = self._step("decoding")
+        return self._analysed(
+            stage,
+            "decoding",
+            decoded,
+            lambda: latent_decoding.analyze_latent_decoding_results(
+                baseline,
+                decoded,
+                or_seconds(elapsed_time, seen),
+                strategy_used,
+                or_memory(immediate_gpu_changes, seen),
+                record=record or record_in(seen),
+                attempts=attempts_in(seen, "decoding"),
+                peak_memory=None if seen is None else seen.peak,
+                error=or_error(error, seen),
+                statistics=self.statistics,
+            ),
+        )
+
+    def _analyze_latent_output(
+        self, init_latent: object, video_length: object, video_height: object, video_width: object
+    ) -> dict[str, Any]:
+        return self._latents(
+            "status",
+            lambda: latent_encoding._analyze_latent_output(
+                init_latent, video_length, video_height, video_width, statistics=self.statistics
+            ),
+        )
+
+    def _analyze_vae_encoding_performance(
+        self,
+        elapsed_time: object,
+        strategy_used: object,
+        video_length: object,
+        video_height: object,
+        video_width: object,
+    ) -> dict[str, Any]:
+        return self._latents(
+            "performance",
+            lambda: latent_encoding._analyze_vae_encoding_performance(
+                elapsed_time, strategy_used, video_length, video_height, video_width
+            ),
+        )
+
+    def _calculate_latent_generation_memory_change(
+        self, baseline: Mapping[str, Any] | None, current_ram: object, current_gpu: object
+    ) -> dict[str, Any]:
+        return self._latents(
+            "memory",
+            lambda: latent_encoding._calculate_latent_generation_memory_change(
+                baseline, current_ram, current_gpu
+            ),
+        )
+
+    def print_latent_generation_analysis_summary(
+        self, analysis: Mapping[str, Any], console: Console | None = None
+    ) -> None:
+        """See `sigmascope.print_latent_generation_analysis_summary`."""
+        show = latent_encoding.print_latent_generation_analysis_summary
+        self.guard.read("summaries", lambda: show(analysis, console))
+
+    def print_latent_decoding_analysis_summary(
+        self, analysis: Mapping[str, Any], console: Console | None = None
+    ) -> None:
+        """See `sigmascope.print_latent_decoding_analysis_summary`."""
+        show = latent_decoding.print_latent_decoding_analysis_summary
+        self.guard.read("summaries", lambda: show(analysis, console))
 
 
 class WorkflowMonitor(LatentMethods, LoraApplicationMethods, TextEncodingMethods):
@@ -128,6 +742,82 @@ class WorkflowMonitor(LatentMethods, LoraApplicationMethods, TextEncodingMethods
 def _print_analysis(stage: str, analysis: Mapping[str, Any], console: Console | None) -> None:
     title, sections = analysis_sections(stage, analysis)
     print_summary(f"{title} ANALYSIS SUMMARY", sections, console)
+
+
+SUMMARIES = {
+    "lora_application": ("LORA APPLICATION", lora_sections),
+    "text_encoding": ("TEXT ENCODING", text_sections),
+    "latent_encoding": ("LATENT GENERATION", latent_sections),
+    "latent_decoding": ("LATENT DECODING", latent_sections),
+}
+"""By stage: title and sections of its analysis. A stage that is not here has its analysis shown as it is."""
+
+
+def analysis_sections(stage: str, analysis: Mapping[str, Any]) -> tuple[str, Iterator[Section]]:
+    """Title and sections of one stage's analysis."""
+    known = SUMMARIES.get(stage)
+    if known is None:
+        return f"{stage.replace('_', ' ').upper()}", as_it_is(analysis)
+    return known[0], known[1](analysis)
+
+
+def _overview(run: Run) -> Iterator[Row]:
+    yield Row("Name", printable(run.name) or "-")
+    yield Row("Started", run.started_at)
+    yield Row("Total time", seconds(run.seconds))
+    if not run.complete:
+        yield Row("Complete", "no, a step is still open or broke off", "yellow")
+    if not any(stage.peak and stage.peak.accelerators for stage in run.walk()):
+        yield Row("GPU", NO_ACCELERATOR)
+
+
+def _peak_bytes(stage: Stage) -> Iterator[tuple[str, int | None]]:
+    assert stage.peak is not None
+    for peak in stage.peak.accelerators:
+        yield peak.device, peak.allocated_bytes
+
+
+def _stage(stage: Stage, run: Run, depth: int) -> Iterator[Row]:
+    mark, style = ("✓", "") if stage.success else ("✗", "red")
+    parts = [f"{seconds(stage.seconds)} ({percent(stage.seconds, run.seconds)})"]
+    if stage.memory is not None:
+        before, after = stage.memory.baseline, stage.memory.current
+        parts.append(f"process {mb_change(mib(change(before.process_rss_bytes, after.process_rss_bytes)))}")
+        for memory in after.accelerators:
+            was = before.accelerator(memory.device).allocated_bytes
+            parts.append(f"{memory.device} {mb_change(mib(change(was, memory.allocated_bytes)))}")
+    if stage.peak is not None:
+        parts += [f"{device} peak {mb(mib(nbytes))}" for device, nbytes in _peak_bytes(stage)]
+    yield Row(f"{'  ' * depth}{mark} {printable(stage.name, 60)}", ", ".join(parts), style)
+    if stage.error is not None:
+        yield Row(f"{'  ' * depth}  error", printable(stage.error), "red")
+    for child in stage.children:
+        yield from _stage(child, run, depth + 1)
+
+
+def _peaks(run: Run) -> Iterator[Row]:
+    peak = run.peak()
+    yield Row("Process", f"{mb(mib(peak.rss_bytes))} at {seconds(peak.rss_at_seconds)}")
+    yield Row("RAM", f"{mb(mib(peak.ram_used_bytes))} at {seconds(peak.ram_used_at_seconds)}")
+    for device in peak.accelerators:
+        allocated = f"{mb(mib(device.allocated_bytes))} at {seconds(device.allocated_at_seconds)}"
+        reserved = f"{mb(mib(device.reserved_bytes))} at {seconds(device.reserved_at_seconds)}"
+        yield Row(device.device, f"allocated {allocated}, reserved {reserved}")
+
+
+def _finding(finding: Finding) -> Row:
+    advice = f" {finding.advice}" if finding.advice else ""
+    where = f"{finding.stage}: " if finding.stage else ""
+    style = {"info": "cyan", "warning": "yellow"}.get(finding.severity, "red")
+    return Row(finding.severity.capitalize(), printable(f"{where}{finding.message}{advice}"), style)
+
+
+def workflow_sections(run: Run) -> Iterator[Section]:
+    """Overview, stages, peaks and findings of a run."""
+    yield Section("📋", "WORKFLOW", list(_overview(run)))
+    yield Section("⏱️ ", "STEPS", [row for stage in run.stages for row in _stage(stage, run, 0)])
+    yield Section("📊", "PEAK MEMORY", list(_peaks(run)))
+    yield Section("🚨", "FINDINGS", [_finding(finding) for finding in run.findings])
 
 
 ModelLoadingMonitor = WorkflowMonitor

@@ -1,4 +1,4 @@
-"""A benchmark: each case warmed up, repeated, and every repeat kept as a run (SPEC section 6).
+"""Run_benchmark: warm-up, repeats, run files, results; what can be a subject.
 
 It measures with a `PerformanceMonitor`, as everything here does, so that what `sigmascope check` and `sigmascope compare` read
 of a benchmark is what they read of any other run.
@@ -6,29 +6,143 @@ of a benchmark is what they read of any other run.
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Protocol, runtime_checkable
 
 import torch
 
-from sigmascope.analysis.bench_summary import summarise
+from sigmascope.analysis.bench_summary import BenchSummary, summarise
+from sigmascope.analysis.diagnostics import diagnose
 from sigmascope.errors import ConfigError, WriteError
-from sigmascope.monitor.context import current_recorder
+from sigmascope.files import reason_of
 from sigmascope.monitor.guard import describe
-from sigmascope.monitor.instruments import Clock
-from sigmascope.monitor.performance import PerformanceMonitor
-from sigmascope.pipeline.benching.results import DEFAULT_TARGET, BenchOptions, CaseResult
-from sigmascope.pipeline.benching.run_files import RunFiles
-from sigmascope.pipeline.benching.subject import Subject
+from sigmascope.monitor.performance import PerformanceMonitor, seconds_above_zero
+from sigmascope.monitor.recorder import current_recorder
+from sigmascope.monitor.scope import Clock
 from sigmascope.pipeline.out_of_memory import free_memory, is_out_of_memory, let_go
 from sigmascope.probes import Accelerator
-from sigmascope.probes.cpu_load import CpuMoment, cpu_moment, others_share
+from sigmascope.probes.host import CpuMoment, cpu_moment, others_share
 from sigmascope.progress import Progress, no_progress
-from sigmascope.records.benchmark import BENCHMARK, OTHERS, BenchCase, Made
-from sigmascope.records.run import Run
+from sigmascope.records.performance import BENCHMARK, OTHERS, BenchCase, Made
+from sigmascope.records.run import Finding, Run
 
 __all__ = ["DEFAULT_TARGET", "BenchOptions", "CaseResult", "run_benchmark"]
+
+
+DEFAULT_TARGET: Final = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class BenchOptions:
+    """How a benchmark measures.
+
+    Attributes:
+        repeat: Generations of each case that count.
+        warm_up: Generations of each case before them that do not.
+        seed: The same for all of them, so that each is the same work.
+        target: Seconds that a generation may take, above 0.
+
+    Raises:
+        ConfigError: A number below what makes sense.
+    """
+
+    repeat: int = 10
+    warm_up: int = 1
+    seed: int = 0
+    target: float = DEFAULT_TARGET
+
+    def __post_init__(self) -> None:
+        for name, value, least in (("repeat", self.repeat, 1), ("warmup", self.warm_up, 0)):
+            if value < least:
+                raise ConfigError(f"--{name} is {value}.", hint=f"Give {least} or more.")
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError(f"--seed is {self.seed}.", hint="Give a number from 0 to 2**63 - 1.")
+        seconds_above_zero("--target", self.target)
+
+
+@dataclass(frozen=True, slots=True)
+class CaseResult:
+    """What became of one case.
+
+    Attributes:
+        case: As it was asked for.
+        made: By one generation.
+        runs: Those that count, in order.
+        warm_up: Those before them.
+        files: Where the runs lie.
+        failure: Why it ended early, or did not run at all.
+        summary: Of the runs; None without any.
+    """
+
+    case: BenchCase
+    made: Made | None = None
+    runs: tuple[Run, ...] = ()
+    warm_up: tuple[Run, ...] = ()
+    files: tuple[Path, ...] = ()
+    failure: str | None = None
+    summary: BenchSummary | None = None
+
+    def findings(self) -> tuple[Finding, ...]:
+        """What the rules say of the last run."""
+        return diagnose(self.runs[-1]) if self.runs else ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it but the runs themselves, as JSON values."""
+        return {
+            "case": self.case.as_dict(),
+            "made": None if self.made is None else asdict(self.made),
+            "failure": self.failure,
+            "summary": None if self.summary is None else self.summary.as_dict(),
+            "findings": [
+                {"id": one.id, "message": one.message, "advice": one.advice} for one in self.findings()
+            ],
+            "files": [str(path) for path in self.files],
+        }
+
+
+@runtime_checkable
+class Subject(Protocol):
+    """A loaded pipeline.
+
+    Its generations must be the same work each time: the same case and seed, the same steps on the same shapes. Stages
+    are those of the current recorder (`sigmascope.monitor.stage`); steps are timed by the monitor, or by
+    `sigmascope.monitor.step`.
+    """
+
+    @property
+    def name(self) -> str:
+        """What it is called in records and tables."""
+        ...
+
+    @property
+    def model(self) -> object:
+        """The pipeline or denoiser, to read facts from."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+        ...
+
+    def check(self, case: BenchCase) -> None:
+        """Refuse a case that it cannot run, before anything is run.
+
+        Raises:
+            ConfigError: Says which setting, and what it takes.
+        """
+        ...
+
+    def generate(self, case: BenchCase, seed: int, monitor: PerformanceMonitor) -> Made:
+        """Make one generation, and wait until it is there.
+
+        Args:
+            case: Size, batch and steps.
+            seed: Of its noise.
+            monitor: In whose generation this is called.
+        """
+        ...
 
 
 def run_benchmark(
@@ -81,6 +195,53 @@ def _check(subject: Subject, cases: Sequence[BenchCase]) -> None:
             raise ConfigError(f"The case {label} is there twice.", hint="Name each once.")
     for case in cases:
         subject.check(case)
+
+
+class RunFiles:
+    """A folder that holds one benchmark's runs, and no other's: two of them in one would be taken for the same.
+
+    Args:
+        folder: Made when it is not there, with the folders above it.
+
+    Raises:
+        ConfigError: There are runs in it already.
+        WriteError: It cannot be made.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._saved: dict[str, int] = {}
+        self._made: list[Path] = []
+        try:
+            self._made = [one for one in (folder, *folder.parents) if not one.exists()]
+            folder.mkdir(parents=True, exist_ok=True)
+            has_runs = any(folder.glob("*.json"))
+        except OSError as error:
+            raise WriteError(
+                folder, f"cannot be made a folder ({reason_of(error)}).", hint="Choose another --output."
+            ) from error
+        if has_runs:
+            raise ConfigError(f"--output: {folder} holds .json files already.", hint="Choose another folder.")
+
+    def save(self, run: Run, case: BenchCase) -> Path:
+        """Save a run as the next of its case.
+
+        Raises:
+            WriteError: It cannot be written.
+        """
+        number = self._saved.get(case.label, 0) + 1
+        path = self.folder / f"{case.label}-{number:03d}.json"
+        run.save(path)
+        self._saved[case.label] = number
+        return path
+
+    def tidy(self) -> None:
+        """Take away the folders that were made for nothing: no run was saved."""
+        if self._saved:
+            return
+        with suppress(OSError):  # somebody else put something there, or took it away
+            for made in self._made:
+                made.rmdir()
 
 
 @dataclass(slots=True)

@@ -1,23 +1,36 @@
-"""`PipelineOptimizer`: what would make a pipeline faster or let it fit, done, undone and measured (SPEC section 6)."""
+"""PipelineOptimizer, and make_plan, which asks every kind of optimization."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from sigmascope.errors import OptimizationError
-from sigmascope.pipeline.optimizing.applied import AppliedChoice, undo_all
-from sigmascope.pipeline.optimizing.applied_plans import AppliedPlan, AppliedPlans
-from sigmascope.pipeline.optimizing.config import OptimizationConfig
-from sigmascope.pipeline.optimizing.hardware import Hardware, read_hardware
-from sigmascope.pipeline.optimizing.in_force import require_last_applied
-from sigmascope.pipeline.optimizing.judging import Demands
-from sigmascope.pipeline.optimizing.measurement import Measurement
-from sigmascope.pipeline.optimizing.measuring import measure_plan
-from sigmascope.pipeline.optimizing.plan import Choice, Plan
-from sigmascope.pipeline.optimizing.planning import make_plan
-from sigmascope.pipeline.optimizing.settings import GenerationSettings, settings_for
-from sigmascope.pipeline.optimizing.settings_fit import shrink_to_fit
-from sigmascope.pipeline.optimizing.subject import look_at
+from torch import nn
+
+from sigmascope.errors import ConfigError, OptimizationError
+from sigmascope.pipeline.apply_undo import (
+    AppliedChoice,
+    AppliedPlan,
+    AppliedPlans,
+    require_last_applied,
+    undo_all,
+)
+from sigmascope.pipeline.generation_settings import GenerationSettings, settings_for, shrink_to_fit
+from sigmascope.pipeline.measure import Demands, Measurement, measure_plan
+from sigmascope.pipeline.optimizations import KINDS
+from sigmascope.pipeline.optimizations.interface import Circumstances, Considered, Kind
+from sigmascope.pipeline.optimizations.memory_budget import circumstances_of, reckon_work, reckoning_of
+from sigmascope.pipeline.optimizations.precision import PRECISION
+from sigmascope.pipeline.pipeline_parts import look_at
+from sigmascope.pipeline.plan import (
+    PIPELINE,
+    Choice,
+    Hardware,
+    NotTaken,
+    OptimizationConfig,
+    Plan,
+    read_hardware,
+)
+from sigmascope.probes.models import components_of
 from sigmascope.progress import Progress, no_progress
 
 __all__ = ["GenerationSettings", "Hardware", "Measurement", "OptimizationConfig", "PipelineOptimizer", "Plan"]
@@ -198,3 +211,47 @@ class PipelineOptimizer:
 
     def _where(self) -> Hardware:
         return read_hardware(self.config.device) if self._hardware is None else self._hardware
+
+
+def make_plan(pipeline: Any, hardware: Hardware, config: OptimizationConfig) -> Plan:
+    """Consider every kind of choice for a pipeline. Nothing is changed, and nothing runs.
+
+    Args:
+        pipeline: A diffusers pipeline.
+        hardware: Where it shall run.
+        config: What may be done to it.
+
+    Raises:
+        ConfigError: It is no pipeline and no module; what places and casts its models by itself, as ComfyUI does,
+            is left alone.
+    """
+    if not isinstance(pipeline, nn.Module) and not components_of(pipeline):
+        raise ConfigError(
+            f"{type(pipeline).__name__} is no diffusers pipeline: it has no components.",
+            hint="Give the pipeline, or its denoiser.",
+        )
+    found = circumstances_of(look_at(pipeline), hardware, config)
+    left: list[NotTaken] = []
+    for kind in KINDS:
+        for one in _considered(kind, found):
+            if isinstance(one, Choice):
+                found.chosen.append(one)
+            else:
+                left.append(one)
+        if kind.name == PRECISION:
+            reckon_work(found)
+    facts = found.subject.facts
+    return Plan(
+        facts.class_name, facts.architecture, hardware, tuple(found.chosen), tuple(left), reckoning_of(found)
+    )
+
+
+def _considered(kind: Kind, found: Circumstances) -> Considered:
+    """What a kind says, unless it would change weights that are not there: accelerate holds them elsewhere."""
+    components = found.subject.facts.components
+    moving = [name for name, part in components.items() if part.offload == "sequential"]
+    if moving and kind.changes:
+        reason = f"accelerate holds the weights of {', '.join(moving)} elsewhere (sequential offloading)"
+        yield NotTaken(kind.name, PIPELINE, reason)
+    else:
+        yield from kind.consider(found)

@@ -1,21 +1,22 @@
-"""The ways of encoding and decoding (SPEC section 5): at once, in tiles, on the CPU.
+"""What there is to do, what the caller chose, and the ways: direct, tiled, on the CPU.
 
 Each leaves the VAE as it found it, whatever ends it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from sigmascope.errors import ModelMismatchError
-from sigmascope.pipeline.restore import as_before, for_inference
+from sigmascope.errors import ConfigError, ModelMismatchError
+from sigmascope.pipeline.image_preprocessing import Pictures, folded, unfolded
+from sigmascope.pipeline.model_state import as_before, for_inference, put_in_ram
 from sigmascope.pipeline.tiling import TilePlan, plan, tiled_map
-from sigmascope.pipeline.weights_in_ram import put_in_ram
-from sigmascope.pipeline.work import Work
-from sigmascope.records.latents import TileFacts
+from sigmascope.pipeline.vae_adapters import ComfyuiVae, Encoded, Vae, check_can_sample, check_count
+from sigmascope.records.latents import STRATEGIES, Direction, Strategy, TileFacts
 
 _CPU = torch.device("cpu")
 _USUAL_FACTOR = 8
@@ -35,6 +36,114 @@ class Outcome:
 
     tensor: Tensor
     tile: TileFacts | None = None
+
+
+@dataclass(slots=True)
+class Encoding:
+    """Pictures to latents.
+
+    Attributes:
+        vae: The VAE's adapter.
+        pictures: What goes in.
+        sample: Whether to draw from the distribution.
+        generator: Of that draw.
+        output_device: Where the result shall be; None: where the VAE leaves it.
+        source: What goes in: batch first, height and width last.
+    """
+
+    vae: Vae
+    pictures: Pictures
+    sample: bool = False
+    generator: torch.Generator | None = None
+    output_device: torch.device | None = None
+    direction: Direction = "encoding"
+    source: Tensor = field(init=False)
+    _last: Encoded | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.source = self.pictures.tensor
+
+    @property
+    def pixels(self) -> tuple[int, int]:
+        """Height and width."""
+        height, width = self.source.shape[-2:]
+        return height, width
+
+    def one_by_one(self) -> Sequence[Tensor]:
+        """Each picture or video."""
+        return torch.split(self.source, 1)
+
+    def part(self, part: Tensor, device: torch.device) -> Tensor:
+        """Latents, or the parameters of their distribution."""
+        return self._note(self.vae.encode(part, self.pictures.values, device))
+
+    def vae_tiles(self, part: Tensor, tile: int, overlap: int) -> Tensor | None:
+        """ComfyUI cuts its own."""
+        if not isinstance(self.vae, ComfyuiVae):
+            return None
+        return self._note(self.vae.encode_tiled(part, self.pictures.values, tile, overlap))
+
+    def finish(self, raw: Tensor) -> Tensor:
+        """Draw from the distribution, or take its mode; frames get an axis of their own again."""
+        posterior = None if self._last is None else self._last.posterior
+        self._last = None
+        latent = Encoded(raw, posterior).latent(sample=self.sample, generator=self.generator)
+        if self.vae.facts.is_video is False:
+            check_count(latent, self.source, "latents", "pictures")
+        return unfolded(latent, self.pictures.frames)
+
+    def _note(self, encoded: Encoded) -> Tensor:
+        if self.sample:
+            check_can_sample(encoded)
+        self._last = Encoded(encoded.tensor.new_empty(0), encoded.posterior)
+        return encoded.tensor
+
+
+@dataclass(slots=True)
+class Decoding:
+    """Latents to pictures. Attributes as of `Encoding`."""
+
+    vae: Vae
+    latents: Tensor
+    output_device: torch.device | None = None
+    direction: Direction = "decoding"
+    generator: torch.Generator | None = None
+    source: Tensor = field(init=False)
+    _frames: int | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.source = self.latents
+        if self.vae.facts.is_video is False:
+            self.source, self._frames = folded(self.latents)
+
+    @property
+    def pixels(self) -> tuple[int, int]:
+        """Height and width of the pictures to come."""
+        factor = self.vae.facts.spatial_factor or 1
+        height, width = self.source.shape[-2:]
+        return height * factor, width * factor
+
+    def one_by_one(self) -> Sequence[Tensor]:
+        """Each picture or video, unless the VAE mixes them."""
+        return (self.source,) if self.vae.decodes_batch_together else torch.split(self.source, 1)
+
+    def part(self, part: Tensor, device: torch.device) -> Tensor:
+        """The pictures of some latents."""
+        return self.vae.decode(part, device, self._frames or self.source.shape[0])
+
+    def vae_tiles(self, part: Tensor, tile: int, overlap: int) -> Tensor | None:
+        """ComfyUI cuts its own."""
+        return self.vae.decode_tiled(part, tile, overlap) if isinstance(self.vae, ComfyuiVae) else None
+
+    def finish(self, raw: Tensor) -> Tensor:
+        """Frames get an axis of their own again."""
+        if self.vae.facts.is_video is False:
+            check_count(raw, self.source, "pictures", "latents")
+        return raw if isinstance(self.vae, ComfyuiVae) else unfolded(raw, self._frames)
+
+
+Work = Encoding | Decoding
+"""What there is to do, by whichever strategy."""
 
 
 def direct(work: Work) -> Outcome:
@@ -167,3 +276,100 @@ def measured_factor(work: Work, tiles: Tiles, device: torch.device) -> int:
             hint="Leave tiles out of strategies=.",
         )
     return int(factor)
+
+
+_LARGEST_TILE = 512
+_SMALLEST_LATENT_TILE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """Which strategies, in which order, and with which tiles.
+
+    Attributes:
+        strategies: In order.
+        only_what_fits: Whether to pass over what is not expected to fit ("auto").
+        tile: Side of a tile in pixels; None: several, one after the other, each half the one before.
+        overlap: What neighbours share, in pixels; None is a quarter of a tile.
+    """
+
+    strategies: tuple[Strategy, ...]
+    only_what_fits: bool = False
+    tile: int | None = None
+    overlap: int | None = None
+
+    def ladder(self, work: Work) -> list[Tiles]:
+        """The tiles to try, largest first."""
+        if self.tile is not None:
+            return [Tiles(self.tile, self.overlap)]
+        step = (work.vae.facts.spatial_factor or _USUAL_FACTOR) * work.vae.halvings
+        least = 0 if self.overlap is None else self.overlap * work.vae.halvings + step
+        smallest = max(_SMALLEST_LATENT_TILE * step // work.vae.halvings, _multiple(least + step - 1, step))
+        half = max(work.pixels) // 2
+        sides = [max(_multiple(min(_LARGEST_TILE, half), step), smallest)]
+        while sides[-1] > smallest:
+            sides.append(max(_multiple(sides[-1] // 2, step), smallest))
+        return [Tiles(side, self.overlap) for side in sides]
+
+
+def checked(
+    strategies: str | Iterable[str], tile: int | None, overlap: int | None, *, dummy: bool, decodes: bool
+) -> Choices:
+    """The choices, or why they make no sense.
+
+    Raises:
+        ConfigError: A strategy that does not exist, one twice, or none.
+    """
+    auto = strategies == "auto"
+    if isinstance(strategies, str) and not auto:
+        strategies = (strategies,)
+    known = STRATEGIES[:-1] if decodes else STRATEGIES
+    wanted: list[Any] = list(STRATEGIES[:-1]) if auto else list(strategies)
+    if dummy and "dummy" not in wanted:
+        wanted.append("dummy")
+    unknown = [name for name in wanted if name not in known]
+    if unknown or not wanted or len(set(wanted)) < len(wanted):
+        raise ConfigError(
+            f"strategies: {wanted!r} "
+            + (f"holds {unknown[0]!r}" if unknown else "is empty or repeats itself")
+            + ".",
+            hint=f"Take some of {', '.join(known)}, each once, or 'auto'.",
+        )
+    return Choices(tuple(wanted), auto, tile, overlap)
+
+
+def check_tiles(choices: Choices, work: Work) -> None:
+    """Refuse sizes that cannot work before anything is tried, whichever strategy comes first.
+
+    Raises:
+        ConfigError: The hint names sizes that can.
+    """
+    factor = work.vae.facts.spatial_factor
+    uses_tiles = "tiled" in choices.strategies or choices.tile is not None
+    if not uses_tiles or factor is None or (choices.tile is None and choices.overlap is None):
+        return
+    height, width = work.pixels
+    for tiles in choices.ladder(work):
+        plan(height, width, tiles.side, tiles.overlap, factor)
+        _check_halves(tiles, work.vae.halvings, factor)
+
+
+def _check_halves(tiles: Tiles, halvings: int, factor: int) -> None:
+    """ComfyUI goes over a picture with tiles of half the height or half the width too."""
+    if halvings == 1:
+        return
+    half = tiles.side // halvings
+    if tiles.side % (halvings * factor):
+        raise ConfigError(
+            f"tile: ComfyUI halves tiles, and half of {tiles.side} is no multiple of the VAE's factor {factor}.",
+            hint=f"Take a multiple of {halvings * factor}.",
+        )
+    if tiles.overlap is not None and tiles.overlap >= half:
+        raise ConfigError(
+            f"overlap: ComfyUI halves tiles, and {tiles.overlap} pixels are all of a half of {tiles.side}.",
+            hint=f"Take {half - factor} at most.",
+        )
+
+
+def _multiple(length: int, factor: int) -> int:
+    return length // factor * factor

@@ -1,10 +1,11 @@
-"""Run a VAE over a large picture tile by tile, and blend where tiles overlap.
+"""Cut a picture into overlapping tiles, run them, blend them.
 
 What is needed at once is the memory of one tile, and of the output. Away from seams a tile gives what the whole
 picture gives, as far as the network is local: group normalisation and attention see the tile only.
 """
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import EllipsisType
@@ -14,14 +15,66 @@ import torch
 from torch import Tensor
 
 from sigmascope.errors import ConfigError, ModelMismatchError
-from sigmascope.pipeline.tiling_axis import TileAxis, tile_starts
-from sigmascope.pipeline.tiling_sizes import checked_overlap, checked_tile
 from sigmascope.progress import Progress, no_progress
 from sigmascope.records.latents import TileFacts
 
 Sides = int | tuple[int, int]
 """One size for both sides, or (height, width)."""
 Where = tuple[EllipsisType, slice, slice]
+
+
+@dataclass(frozen=True, slots=True)
+class TileAxis:
+    """One side of a picture, cut into tiles. All but `pixels` and `factor` count latent elements.
+
+    Attributes:
+        pixels: Length in pixels; need not be a multiple of `factor`.
+        length: Length in latent elements.
+        factor: Pixels along one latent element.
+        tile: Length of a tile.
+        overlap: What neighbours have in common, at least.
+        starts: First positions.
+    """
+
+    pixels: int
+    length: int
+    factor: int
+    tile: int
+    overlap: int
+    starts: tuple[int, ...]
+
+    def latent_span(self, index: int) -> slice:
+        """The latent elements of a tile."""
+        start = self.starts[index]
+        return slice(start, min(start + self.tile, self.length))
+
+    def pixel_span(self, index: int) -> slice:
+        """The pixels of a tile. The last one's go to the end of the picture, whatever the factor."""
+        span = self.latent_span(index)
+        end = self.pixels if span.stop == self.length else span.stop * self.factor
+        return slice(span.start * self.factor, end)
+
+    def span(self, index: int, *, latents: bool) -> slice:
+        """The latent elements or the pixels of a tile."""
+        return self.latent_span(index) if latents else self.pixel_span(index)
+
+    def size(self, *, latents: bool) -> int:
+        """Length in latent elements or in pixels."""
+        return self.length if latents else self.pixels
+
+    def weights(self, *, latents: bool) -> list[Tensor]:
+        """The share of each tile in each of its places: at every place the shares add up to 1.
+
+        Where tiles overlap the shares rise and fall linearly; elsewhere, the picture's borders included, a
+        tile's share is exactly 1.
+        """
+        ramp = self.overlap * (1 if latents else self.factor)
+        spans = [self.span(index, latents=latents) for index in range(len(self.starts))]
+        rises = [_rise(span.stop - span.start, ramp) for span in spans]
+        total = torch.zeros(self.size(latents=latents), dtype=torch.float64)
+        for span, rise in zip(spans, rises, strict=True):
+            total[span] += rise
+        return [(rise / total[span]).float() for span, rise in zip(spans, rises, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,3 +251,79 @@ def _size(shape: Sequence[int]) -> str:
 def _empty(part: Tensor, size: tuple[int, int]) -> Tensor:
     dtype = torch.promote_types(part.dtype, torch.float32)
     return torch.zeros(*part.shape[:-2], *size, dtype=dtype, device=part.device)
+
+
+def tile_starts(length: int, tile: int, overlap: int) -> tuple[int, ...]:
+    """First positions of tiles that cover `length`, evenly apart, the last one flush with the end.
+
+    Neighbours have at least `overlap` in common.
+    """
+    if length <= tile:
+        return (0,)
+    count = math.ceil((length - overlap) / (tile - overlap))
+    return tuple(round(index * (length - tile) / (count - 1)) for index in range(count))
+
+
+def _rise(length: int, ramp: int) -> Tensor:
+    """Rises from each end over `ramp` places, then stays at 1."""
+    position = torch.arange(1, length + 1, dtype=torch.float64)
+    from_end = torch.minimum(position, length + 1 - position)
+    return (from_end / (ramp + 1)).clamp(max=1.0)
+
+
+def quarter(tile: int) -> int:
+    """The overlap of tiles that is taken if none is asked for: a quarter, at least 1; 0 of tiles of 1.
+
+    In latent elements, as is `tile`.
+    """
+    return min(max(tile // 4, 1), tile - 1)
+
+
+def checked_tile(tile: int | None, factor: int) -> int:
+    """A tile's side in latent elements.
+
+    Raises:
+        ConfigError: `factor` is below 1, or `tile` is not a positive multiple of it.
+    """
+    if factor < 1:
+        raise ConfigError(
+            f"downscale: {factor} is no factor.", hint="Give the VAE's spatial factor, such as 8."
+        )
+    if tile is None or tile < factor or tile % factor:
+        raise ConfigError(
+            f"tile: {tile} pixels are not a positive multiple of the VAE's factor {factor}.",
+            hint=f"Take {_nearest(tile or 0, factor, factor, None)}.",
+        )
+    return tile // factor
+
+
+def checked_overlap(overlap: int | None, tile: int, factor: int) -> int:
+    """What neighbours share, in latent elements; a quarter of the tile if None.
+
+    Args:
+        overlap: In pixels.
+        tile: In latent elements.
+        factor: Pixels along a latent element.
+
+    Raises:
+        ConfigError: It is not a multiple of `factor`, or tiles would not advance.
+    """
+    if overlap is None:
+        return quarter(tile)
+    highest = (tile - 1) * factor
+    if overlap < 0 or overlap % factor or overlap > highest:
+        raise ConfigError(
+            f"overlap: {overlap} pixels do not work with tiles of {tile * factor}: it takes a multiple of the "
+            f"VAE's factor {factor} from 0 to {highest}.",
+            hint=f"Take {_nearest(overlap, factor, 0, highest)}.",
+        )
+    return overlap // factor
+
+
+def _nearest(size: int, factor: int, lowest: int, highest: int | None) -> str:
+    """The multiples of `factor` on both sides of `size` that are allowed, as words."""
+    below = max(size // factor * factor, lowest)
+    above = max(-(-size // factor) * factor, lowest)
+    if highest is not None:
+        below, above = min(below, highest), min(above, highest)
+    return str(below) if below == above else f"{below} or {above}"

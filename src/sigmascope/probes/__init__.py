@@ -7,17 +7,17 @@ from sigmascope.probes.accelerators import (
     NullAccelerator,
     detect_accelerator,
 )
-from sigmascope.probes.heap import heap_in_use
 from sigmascope.probes.host import host_facts
-from sigmascope.probes.modules import module_facts
-from sigmascope.probes.nvml import NvmlFacts, read_nvml
-from sigmascope.probes.process_memory import (
+from sigmascope.probes.memory import (
+    heap_in_use,
     memory_snapshot,
     process_peak_rss_bytes,
     process_rss,
     process_rss_bytes,
     system_memory,
 )
+from sigmascope.probes.models import module_facts
+from sigmascope.probes.nvml import NvmlFacts, read_nvml
 from sigmascope.probes.reading import Reading
 from sigmascope.probes.tensors import tensor_facts
 

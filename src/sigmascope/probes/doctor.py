@@ -4,19 +4,19 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
 import torch
+from packaging.requirements import Requirement
 
 from sigmascope.probes.accelerators import Accelerator, detect_accelerator, why_no_devices
-from sigmascope.probes.extras import ExtraFacts, extras_facts
-from sigmascope.probes.heap import heap_in_use
 from sigmascope.probes.host import host_facts
+from sigmascope.probes.memory import heap_in_use, process_rss, system_memory
 from sigmascope.probes.nvml import read_nvml
-from sigmascope.probes.process_memory import process_rss, system_memory
 from sigmascope.probes.reading import attempt
-from sigmascope.records.host import HostFacts
+from sigmascope.records.facts import HostFacts
 from sigmascope.records.memory import AcceleratorMemory
 
 _SETTINGS: Final = (
@@ -40,6 +40,24 @@ class Measurement:
     name: str
     works: bool
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ExtraFacts:
+    """One extra.
+
+    Attributes:
+        name: As in `pip install 'sigmascope[name]'`.
+        versions: Of its packages; None: not installed. Those of the extras that it contains are among them.
+    """
+
+    name: str
+    versions: dict[str, str | None]
+
+    @property
+    def missing(self) -> list[str]:
+        """Packages that are not installed."""
+        return [package for package, version in self.versions.items() if version is None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,3 +163,61 @@ def _advice(accelerator: Accelerator, settings: dict[str, str]) -> Iterator[str]
         yield "CUDA_LAUNCH_BLOCKING=1 makes every kernel wait: times will be far from those without it."
     if settings.get("PYTORCH_NO_CUDA_MEMORY_CACHING"):
         yield "PYTORCH_NO_CUDA_MEMORY_CACHING switches the caching allocator off: no peaks, and slow allocations."
+
+
+_FOR_DEVELOPERS = frozenset({"test", "dev", "docs", "bench", "all"})
+
+
+def extras_facts(distribution: str = "sigmascope") -> list[ExtraFacts]:
+    """The extras that users install, in the order of the metadata. Never raises; empty without metadata.
+
+    Args:
+        distribution: Whose extras.
+    """
+    return attempt(lambda: _extras(distribution), metadata.PackageNotFoundError).value or []
+
+
+def _extras(distribution: str) -> list[ExtraFacts]:
+    requirements = [Requirement(text) for text in metadata.requires(distribution) or []]
+    names = [
+        name
+        for name in metadata.metadata(distribution).get_all("Provides-Extra") or []
+        if name not in _FOR_DEVELOPERS
+    ]
+    return [
+        ExtraFacts(
+            name,
+            {
+                package: _version(package)
+                for package in _packages(name, requirements, distribution, frozenset())
+            },
+        )
+        for name in names
+    ]
+
+
+def _packages(
+    extra: str, requirements: list[Requirement], distribution: str, seen: frozenset[str]
+) -> dict[str, None]:
+    """What an extra brings, in order, with what the extras that it contains bring."""
+    found: dict[str, None] = {}
+    for requirement in requirements:
+        if not _belongs_to(requirement, extra):
+            continue
+        if requirement.name != distribution:
+            found[requirement.name] = None
+        for contained in (
+            sorted(requirement.extras - seen - {extra}) if requirement.name == distribution else ()
+        ):
+            found |= _packages(contained, requirements, distribution, seen | {extra})
+    return found
+
+
+def _belongs_to(requirement: Requirement, extra: str) -> bool:
+    """Whether it is the extra that asks for it, and this machine is one that it is meant for."""
+    marker = requirement.marker
+    return marker is not None and marker.evaluate({"extra": extra}) and not marker.evaluate({"extra": ""})
+
+
+def _version(package: str) -> str | None:
+    return attempt(lambda: metadata.version(package), metadata.PackageNotFoundError).value

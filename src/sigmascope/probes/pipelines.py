@@ -1,20 +1,27 @@
 """What a pipeline is made of, read off its components without changing them or importing their library."""
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from sigmascope.probes.architecture import denoisers_of, detect_architecture
-from sigmascope.probes.attention import attention_facts
-from sigmascope.probes.modules import components_of, module_facts, unwrap
+from sigmascope.probes.models import (
+    components_of,
+    denoisers_of,
+    detect_architecture,
+    module_facts,
+    modules_in,
+    own_parameters,
+    unwrap,
+)
 from sigmascope.probes.reading import PROBE_ERRORS, attempt
-from sigmascope.probes.set_up import channels_last, is_compiled, layerwise_casting, offload_of
-from sigmascope.records.facts import JsonScalar
-from sigmascope.records.pipeline import ComponentFacts, PipelineFacts, Role
+from sigmascope.records.facts import AttentionFacts, ComponentFacts, JsonScalar, Offload, PipelineFacts, Role
 
 _MOST_CONFIG = 60
 _LONGEST_TEXT: Final = 200
+
 
 _ROLES: Final[tuple[tuple[str, Role], ...]] = (
     ("text_encoder", "text_encoder"),
@@ -28,6 +35,7 @@ _ROLES: Final[tuple[tuple[str, Role], ...]] = (
     ("controlnet", "other"),
     ("motion_adapter", "other"),  # its blocks are put into the U-Net
 )
+
 
 _FIRST_PART: Final = "prior_"
 """Begins the names of what makes the image's embedding from the text, in pipelines that then decode it."""
@@ -134,3 +142,89 @@ def _source(pipeline: object) -> str | None:
     except PROBE_ERRORS:
         return None
     return found if isinstance(found, str) and found else None
+
+
+DEFAULT_BACKEND = "default"
+
+
+def attention_facts(denoisers: Iterable[nn.Module]) -> AttentionFacts:
+    """Processors of the attention modules that have one, as diffusers' do. Never raises.
+
+    Args:
+        denoisers: The models to look through.
+    """
+    return attempt(lambda: _count(denoisers)).value or AttentionFacts()
+
+
+def _count(denoisers: Iterable[nn.Module]) -> AttentionFacts:
+    plain, joint, backends = Counter[str](), Counter[str](), Counter[str]()
+    for denoiser in denoisers:
+        for module in modules_in(denoiser):
+            processor = getattr(module, "processor", None)
+            if processor is None:
+                continue
+            name = type(processor).__name__
+            plain[name] += 1
+            joint[name] += isinstance(getattr(module, "add_q_proj", None), nn.Module)
+            chosen = getattr(processor, "_attention_backend", None)
+            backends[DEFAULT_BACKEND if chosen is None else str(getattr(chosen, "value", chosen))] += 1
+    return AttentionFacts(
+        dict(plain), {name: count for name, count in joint.items() if count}, dict(backends)
+    )
+
+
+_CASTING, _GROUP = "layerwise_casting", "group_offloading"
+_MODEL_OFFLOAD_HOOK = "CpuOffload"
+
+
+def offload_of(module: nn.Module) -> Offload | None:
+    """Which offloading moves a model's weights, by the hooks of accelerate and diffusers on it.
+
+    Args:
+        module: The model.
+
+    Returns:
+        "model": the whole model moves when it is called; "sequential": each leaf does; "group": groups of
+        layers do; None: nothing moves.
+    """
+    if _has_hook(module, _GROUP):
+        return "group"
+    if type(getattr(module, "_hf_hook", None)).__name__ == _MODEL_OFFLOAD_HOOK:
+        return "model"
+    if any(getattr(getattr(part, "_hf_hook", None), "offload", False) is True for part in modules_in(module)):
+        return "sequential"
+    return None
+
+
+def layerwise_casting(module: nn.Module) -> bool:
+    """Whether diffusers stores the weights in a narrower type than it computes in."""
+    return _has_hook(module, _CASTING)
+
+
+def is_compiled(module: object) -> bool:
+    """Whether torch.compile has been applied to a module, or to a part of it."""
+    if not isinstance(module, nn.Module):
+        return False
+    return any(
+        type(part).__name__ == "OptimizedModule" or getattr(part, "_compiled_call_impl", None) is not None
+        for part in modules_in(module)
+    )
+
+
+def channels_last(module: nn.Module) -> bool | None:
+    """Whether most of its convolution weights lie channels-last.
+
+    Kernels of 1×1 are both at once and do not count; None where no others are.
+    """
+    kernels = [p for p in _parameters(module) if p.dim() == 4 and p.shape[1] > 1 and max(p.shape[2:]) > 1]
+    last = sum(kernel.is_contiguous(memory_format=torch.channels_last) for kernel in kernels)
+    return None if not kernels else 2 * last > len(kernels)
+
+
+def _parameters(module: nn.Module) -> list[Tensor]:
+    return [parameter for part in modules_in(module) for _, parameter in own_parameters(part)]
+
+
+def _has_hook(module: nn.Module, name: str) -> bool:
+    registries = (getattr(part, "_diffusers_hook", None) for part in modules_in(module))
+    return any(name in key for one in registries for key in (getattr(one, "hooks", None) or ()))

@@ -1,14 +1,17 @@
 """Facts about one tensor, without touching it."""
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from sigmascope.probes.accelerators.capturing import is_capturing
-from sigmascope.probes.reading import PROBE_ERRORS, describe
+from sigmascope.probes.accelerators import is_capturing
+from sigmascope.probes.reading import PROBE_ERRORS, describe, read_host
 from sigmascope.records.facts import TensorFacts
 
 _STATISTICS = ("min", "max", "mean", "std")
@@ -179,3 +182,125 @@ def _with_moments(facts: TensorFacts, moments: _Moments) -> TensorFacts:
     if moments.count == 1:
         return replace(known, unavailable={"std": "one element has no spread"})
     return replace(known, std=math.sqrt(moments.squares / (moments.count - 1)))
+
+
+def place_of(tensor: Tensor) -> object:
+    """Equal for two tensors exactly if they are the same elements in memory, read in the same way."""
+    try:
+        address = tensor.data_ptr()
+        turned = tensor.is_conj(), tensor.is_neg()
+    except PROBE_ERRORS:
+        return id(tensor)
+    if address == 0 or tensor.numel() == 0:  # meta, empty or freed: the object itself is all there is
+        return id(tensor)
+    return (str(tensor.device), address, tuple(tensor.shape), tensor.stride(), tensor.dtype, *turned)
+
+
+MOST_ELEMENTS = 1 << 24
+"""Up to here all statistics are read, which takes about 0.1 s."""
+
+
+_TOO_MANY = "not computed: they are too many for it to go unnoticed; ask with statistics=True"
+
+
+def quick_facts(tensor: Tensor, statistics: bool | None) -> TensorFacts:
+    """As `probes.tensor_facts`, but of a large CPU tensor only the range unless all is asked for.
+
+    The range tells of NaN and Inf too: with either of them in it, everything is read.
+
+    Args:
+        tensor: Pictures or latents.
+        statistics: As in `probes.tensor_facts`.
+    """
+    large = read_host(lambda: tensor.device.type == "cpu" and tensor.numel() > MOST_ELEMENTS).value
+    if statistics is not None or not large:
+        return tensor_facts(tensor, statistics=statistics)
+    read = read_host(lambda: _range(tensor)).value
+    if read is None:
+        return tensor_facts(tensor, statistics=statistics)
+    facts = tensor_facts(tensor, statistics=False)
+    reasons = dict.fromkeys(("mean", "std"), _TOO_MANY)
+    return replace(facts, min=read[0], max=read[1], nan_count=0, inf_count=0, unavailable=reasons)
+
+
+def _range(tensor: Tensor) -> tuple[float, float] | None:
+    """Minimum and maximum; None if a NaN or an infinity is among the elements."""
+    with torch.no_grad():
+        low, high = torch.aminmax(tensor.detach())
+    if not (torch.isfinite(low) and torch.isfinite(high)):
+        return None
+    return float(low), float(high)
+
+
+_DEEPEST, _MOST_TENSORS = 12, 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A tensor and the names and indices on the way to it."""
+
+    path: tuple[str, ...]
+    tensor: Tensor
+
+    @property
+    def name(self) -> str:
+        """The innermost name on the way to it; indices are no names."""
+        return next((part for part in reversed(self.path) if not part.isdigit()), "")
+
+
+def as_tensor(thing: object) -> Tensor | None:
+    """The tensor that a thing is; an array becomes one. None for anything else."""
+    if isinstance(thing, np.ndarray):
+        return _of_array(thing)
+    return thing if isinstance(thing, Tensor) else None
+
+
+def _of_array(array: NDArray[Any]) -> Tensor | None:
+    """The same memory, or a copy where PyTorch does not take it over as it lies; None for other things than numbers."""
+    try:
+        if array.flags.writeable and array.dtype.isnative and min(array.strides, default=0) >= 0:
+            return torch.from_numpy(array)
+        return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), order="C", copy=True))
+    except TypeError:
+        return None
+
+
+def leaves_of(thing: object) -> Iterator[Leaf]:
+    """Every tensor in a nesting with the names on the way to it; each object is entered once."""
+    todo: list[tuple[tuple[str, ...], object]] = [((), thing)]
+    seen: set[int] = set()
+    given = 0
+    while todo and given < _MOST_TENSORS:
+        path, item = todo.pop()
+        tensor = as_tensor(item)
+        if tensor is not None:
+            given += 1
+            yield Leaf(path, tensor)
+        elif len(path) < _DEEPEST and id(item) not in seen:
+            seen.add(id(item))
+            todo += [((*path, name), inner) for name, inner in reversed(_items(item))]
+
+
+def _items(thing: object) -> list[tuple[str, object]]:
+    if isinstance(thing, Mapping):
+        return [(str(key), value) for key, value in thing.items()]
+    if isinstance(thing, tuple) and hasattr(thing, "_fields"):
+        return list(zip(thing._fields, thing, strict=False))
+    if isinstance(thing, list | tuple):
+        return [(str(index), value) for index, value in enumerate(thing)]
+    if is_dataclass(thing) and not isinstance(thing, type):
+        return [(one.name, getattr(thing, one.name)) for one in fields(thing)]
+    return []
+
+
+def plain_values(thing: object) -> dict[str, Any]:
+    """The named scalars of a conditioning: strength, area, start and end of its schedule, guidance and so on."""
+    if not isinstance(thing, Mapping):
+        return {}
+    return {str(name): value for name, value in thing.items() if _is_plain(value)}
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, list | tuple):
+        return len(value) <= 64 and all(_is_plain(item) for item in value)
+    return value is None or isinstance(value, str | bool | int | float)

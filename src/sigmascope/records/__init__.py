@@ -1,8 +1,6 @@
 """What is known of a run, as frozen values that outlive it. No torch here."""
 
-from sigmascope.records.facts import ExceptionDetails, ModuleFacts, TensorFacts
-from sigmascope.records.finding import Finding
-from sigmascope.records.host import AcceleratorFacts, HostFacts
+from sigmascope.records.facts import AcceleratorFacts, ExceptionDetails, HostFacts, ModuleFacts, TensorFacts
 from sigmascope.records.memory import (
     AcceleratorMemory,
     AcceleratorPeak,
@@ -10,9 +8,8 @@ from sigmascope.records.memory import (
     MemorySnapshot,
     PeakMemory,
 )
-from sigmascope.records.run import STAGES, Run, Stage
+from sigmascope.records.run import STAGES, Finding, Run, Stage, Steps
 from sigmascope.records.serialization import load_run, run_from_json, run_to_json, save_run
-from sigmascope.records.steps import Steps
 
 __all__ = [
     "STAGES",

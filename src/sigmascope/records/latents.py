@@ -1,21 +1,17 @@
-"""What became of a VAE's encoding or decoding: what went in, every strategy that was tried, what came out."""
+"""What became of a VAE's encoding or decoding: what went in, every strategy that was tried, what came out.
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+Sizes are in MiB at this border: a whole number of bytes over 2²⁰ is exact in a float, so that bytes come back
+as they were.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal
 
 from sigmascope.records.facts import TensorFacts
-from sigmascope.records.finding import Finding
-from sigmascope.records.peak import PeakMemory
-from sigmascope.records.strategies import (
-    STRATEGIES,
-    Direction,
-    Outcome,
-    Strategy,
-    attempt_stage,
-    strategy_label,
-    strategy_number,
-)
+from sigmascope.records.memory import MIB, PeakMemory, mib
+from sigmascope.records.run import Finding, Stage
+from sigmascope.records.serialization import from_plain
 
 __all__ = [
     "RECORD_FACT",
@@ -36,10 +32,13 @@ __all__ = [
     "strategy_number",
 ]
 
+
 Layout = Literal["BCHW", "BHWC", "BCFHW", "BFCHW", "BFHWC", "CFHW", "FCHW", "FHWC", "CHW", "HWC", "packed"]
 """What each axis is: batch, channels, frames, height, width. Packed is (batch, patches, channels of a patch)."""
 
+
 Basis = Literal["config", "learned"]
+
 
 RECORD_FACT = "vae_record"
 """Under which name a stage of a run keeps `EncodingRecord.as_dict()`."""
@@ -58,6 +57,10 @@ class TileFacts:
     overlap_width: int
     count: int | None = None
     by: Literal["sigmascope", "vae"] = "sigmascope"
+
+
+Strategy = Literal["direct", "tiled", "cpu", "dummy"]
+Outcome = Literal["succeeded", "failed", "skipped"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +148,9 @@ class VaeFacts:
         return max(1, frames // self.temporal_factor)
 
 
+Direction = Literal["encoding", "decoding"]
+
+
 @dataclass(frozen=True, slots=True)
 class EncodingRecord:
     """One encoding (or decoding) from first to last. `strategy` is the one that gave `output`.
@@ -171,8 +177,6 @@ class EncodingRecord:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON values: sizes in MiB, seconds. `latents_plain.encoding_record` reads it back whole."""
-        from sigmascope.records.latents_plain import as_plain
-
         return as_plain(self)
 
 
@@ -189,3 +193,266 @@ class EncodingEvent:
     strategy: Strategy | None = None
     attempt: StrategyAttempt | None = None
     record: EncodingRecord | None = None
+
+
+STRATEGIES: tuple[Strategy, ...] = ("direct", "tiled", "cpu", "dummy")
+
+
+_LABELS: Mapping[Direction, Mapping[Strategy, str]] = {
+    "encoding": {
+        "direct": "Direct VAE Encoding",
+        "tiled": "Tiled VAE Encoding",
+        "cpu": "CPU Fallback Encoding",
+        "dummy": "Emergency Dummy Latents",
+    },
+    "decoding": {
+        "direct": "Direct VAE Decoding",
+        "tiled": "Tiled VAE Decoding",
+        "cpu": "CPU Fallback Decoding",
+        "dummy": "Emergency Dummy Frames",
+    },
+}
+
+
+def strategy_label(strategy: Strategy, direction: Direction = "encoding") -> str:
+    """The name that SPEC section 5 gives a strategy, such as "Direct VAE Encoding"."""
+    return _LABELS[direction][strategy]
+
+
+def strategy_number(strategy: Strategy) -> int:
+    """1 to 4, as the summary counts them."""
+    return STRATEGIES.index(strategy) + 1
+
+
+def attempt_stage(strategy: Strategy, direction: Direction = "encoding") -> str:
+    """The name of the stage, inside `latent_encoding` or `latent_decoding`, in which a strategy is tried."""
+    return f"{strategy}_{direction}"
+
+
+_BYTES = {"nbytes": "size_mb"}
+_ENDING, _MB_ENDING = "_bytes", "_mb"
+
+
+def as_plain(record: EncodingRecord) -> dict[str, Any]:
+    """Dicts, lists and scalars; what was called `…_bytes` is `…_mb`."""
+    plain: dict[str, Any] = _plain(record)
+    return plain
+
+
+def encoding_record(plain: Mapping[str, Any]) -> EncodingRecord:
+    """The record that `as_plain` took apart.
+
+    Raises:
+        ValueError: The values do not describe one; the message says where.
+    """
+    return from_plain(_in_bytes(plain), EncodingRecord, "record")
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        named = ((field.name, getattr(value, field.name)) for field in fields(value))
+        return dict(_shown(name, part) for name, part in named)
+    if isinstance(value, Mapping):
+        return {name: _plain(part) for name, part in value.items()}
+    return [_plain(part) for part in value] if isinstance(value, tuple) else value
+
+
+def _shown(name: str, value: Any) -> tuple[str, Any]:
+    shown = _mb_name(name)
+    return (name, _plain(value)) if shown is None else (shown, None if value is None else value / MIB)
+
+
+def _mb_name(name: str) -> str | None:
+    if name in _BYTES:
+        return _BYTES[name]
+    return name.removesuffix(_ENDING) + _MB_ENDING if name.endswith(_ENDING) else None
+
+
+def _in_bytes(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return dict(_read(name, part) for name, part in value.items())
+    return [_in_bytes(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+def _read(name: str, value: Any) -> tuple[str, Any]:
+    if name == "size_mb" and _is_size(value):
+        return "nbytes", None if value is None else round(value * MIB)
+    if name.endswith(_MB_ENDING) and _is_size(value):
+        return name.removesuffix(_MB_ENDING) + _ENDING, None if value is None else round(value * MIB)
+    return name, value if name in ("unavailable", "evidence") else _in_bytes(value)
+
+
+def _is_size(value: object) -> bool:
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+
+
+def record_in(stage: Stage | None) -> EncodingRecord | None:
+    """The record that `encode_latents` or `decode_latents` left last on a stage or one inside it.
+
+    Raises:
+        ValueError: What is there is no such record.
+    """
+    found = (
+        [] if stage is None else [one.facts[RECORD_FACT] for one in stage.walk() if RECORD_FACT in one.facts]
+    )
+    return encoding_record(found[-1]) if found else None
+
+
+def attempts_in(stage: Stage | None, direction: Direction) -> tuple[StrategyAttempt, ...]:
+    """The strategies that were watched apart inside a stage, in order."""
+    strategies = {attempt_stage(strategy, direction): strategy for strategy in STRATEGIES}
+    inner = [] if stage is None else [one for one in stage.walk() if one.name in strategies]
+    return tuple(_attempt(one, strategies[one.name]) for one in inner)
+
+
+def _attempt(stage: Stage, strategy: Strategy) -> StrategyAttempt:
+    details = stage.exception_details
+    device = None if stage.peak is None or strategy == "cpu" else stage.peak.busiest_device()
+    measured = _growth(stage, device)
+    reasons = {"predicted_peak_bytes": "nothing was predicted"}
+    if measured is None:
+        reasons["measured_peak_bytes"] = "its memory could not be read"
+    return StrategyAttempt(
+        strategy,
+        "succeeded" if stage.success else "failed",
+        stage.seconds,
+        stage.error,
+        None if details is None else details.type,
+        device or "cpu",
+        stage.peak,
+        measured_peak_bytes=measured,
+        unavailable=reasons,
+    )
+
+
+def _growth(stage: Stage, device: str | None) -> int | None:
+    """Bytes beyond those in use when the stage began: on the device, or of the process where there is none."""
+    if stage.peak is None or stage.memory is None:
+        return None
+    before = stage.memory.baseline
+    highest, start = stage.peak.rss_bytes, before.process_rss_bytes
+    if device is not None:
+        highest = stage.peak.accelerator(device).allocated_bytes
+        start = before.accelerator(device).allocated_bytes
+    return None if highest is None or start is None else max(0, highest - start)
+
+
+VAE_STAGES: dict[Direction, str] = {"encoding": "latent_encoding", "decoding": "latent_decoding"}
+"""The stage of a workflow that each direction belongs to."""
+
+
+_STAND_IN: dict[Direction, str] = {
+    "encoding": "The latents are not an encoding: they only stand in for one, in shape, type and device.",
+    "decoding": "The pictures are not a decoding: they only stand in for one, in shape, type and device.",
+}
+_OFF_BY = 2.0
+_WORTH_TELLING_MB = 512.0
+"""Below this, what a library loads when it is first used is as much."""
+
+
+def findings_of_attempts(
+    attempts: Sequence[StrategyAttempt], strategy: Strategy | None, direction: Direction, *, dummy: bool
+) -> tuple[Finding, ...]:
+    """Findings from what was tried.
+
+    Args:
+        attempts: In the order in which they were made.
+        strategy: The one that gave the output.
+        direction: Whether it encoded or decoded.
+        dummy: Whether the output is a stand-in.
+    """
+    found = [*_stand_in(strategy, direction, dummy=dummy), *_failed(attempts, strategy, direction)]
+    if not dummy:
+        found += _fallback(attempts, strategy, direction)
+    return (*found, *(finding for one in attempts for finding in _mispredicted(one, direction)))
+
+
+def findings_of_record(record: EncodingRecord) -> tuple[Finding, ...]:
+    """All that a record shows, and what the engine found itself."""
+    found = findings_of_attempts(record.attempts, record.strategy, record.direction, dummy=record.dummy)
+    return (*found, *without_known(record.findings, found))
+
+
+def without_known(findings: Iterable[Finding], known: Iterable[Finding]) -> list[Finding]:
+    """Those whose id is not among the known ones; hyphens in ids are underscores."""
+    ids = {finding.id.replace("-", "_") for finding in known}
+    return [finding for finding in findings if finding.id.replace("-", "_") not in ids]
+
+
+def _stand_in(strategy: Strategy | None, direction: Direction, *, dummy: bool) -> Iterator[Finding]:
+    if dummy or strategy == "dummy":
+        yield Finding(
+            "dummy_latents",
+            "critical",
+            _STAND_IN[direction],
+            {"strategy": strategy_label("dummy", direction)},
+            "Do not use what is made from it. Free memory, choose smaller tiles or fewer frames, and run it again.",
+            VAE_STAGES[direction],
+        )
+
+
+def _failed(
+    attempts: Sequence[StrategyAttempt], strategy: Strategy | None, direction: Direction
+) -> Iterator[Finding]:
+    failed = [one for one in attempts if one.outcome == "failed"]
+    if strategy is not None or not failed:
+        return
+    reasons = "; ".join(f"{strategy_label(one.name, direction)}: {one.reason or 'unknown'}" for one in failed)
+    yield Finding(
+        "vae_failed",
+        "error",
+        f"No strategy got through the {direction}. {reasons}",
+        _evidence(failed),
+        "Choose smaller tiles, fewer frames at a time or a smaller picture.",
+        VAE_STAGES[direction],
+    )
+
+
+def _fallback(
+    attempts: Sequence[StrategyAttempt], strategy: Strategy | None, direction: Direction
+) -> Iterator[Finding]:
+    """A strategy that gave way to another without the user's choice: what users ask to be told."""
+    before = [one for one in attempts if one.outcome != "succeeded"]
+    if strategy is None or not before:
+        return
+    names = " and ".join(f"{strategy_label(one.name, direction)} {_what_happened(one)}" for one in before)
+    lost = sum(one.seconds or 0.0 for one in before)
+    yield Finding(
+        "vae_fallback",
+        "warning",
+        f"{names}: the output is that of {strategy_label(strategy, direction)}.",
+        {"strategy_number": strategy_number(strategy), "seconds_lost": lost, **_evidence(before)},
+        f"Begin with {strategy!r} to spare the failed attempts." if lost else None,
+        VAE_STAGES[direction],
+    )
+
+
+def _what_happened(attempt: StrategyAttempt) -> str:
+    if attempt.outcome == "skipped":
+        return "was skipped"
+    told = f"{attempt.error_type} {attempt.reason}".lower()
+    return "ran out of memory" if "memory" in told else "failed"
+
+
+def _evidence(attempts: Sequence[StrategyAttempt]) -> dict[str, str | float | None]:
+    reasons = {f"{one.name}_reason": one.reason for one in attempts}
+    peaks = {f"{one.name}_measured_peak_mb": mib(one.measured_peak_bytes) for one in attempts}
+    return {**reasons, **peaks}
+
+
+def _mispredicted(attempt: StrategyAttempt, direction: Direction) -> Iterator[Finding]:
+    predicted, measured = mib(attempt.predicted_peak_bytes), mib(attempt.measured_peak_bytes)
+    if attempt.outcome != "succeeded" or not predicted or not measured:
+        return
+    factor = measured / predicted
+    if max(factor, 1 / factor) < _OFF_BY or abs(measured - predicted) < _WORTH_TELLING_MB:
+        return
+    yield Finding(
+        "vae_peak_mispredicted",
+        "info",
+        f"{strategy_label(attempt.name, direction)} took {measured:,.0f} MB at its peak, predicted were "
+        f"{predicted:,.0f} MB.",
+        {"predicted_mb": predicted, "measured_mb": measured, "factor": factor},
+        "Predictions learn from runs that are kept.",
+        VAE_STAGES[direction],
+    )

@@ -6,16 +6,24 @@ stages inside. The clock is the machines' own: ranks on machines whose clocks di
 
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from datetime import UTC, datetime
 from typing import Any, Final
 
 from sigmascope.errors import ConfigError
-from sigmascope.records.host import HostFacts
-from sigmascope.records.rank_devices import devices_in_use, on_devices, renamed
+from sigmascope.records.facts import HostFacts
+from sigmascope.records.memory import MemorySnapshot
 from sigmascope.records.run import Run, Stage
-from sigmascope.records.structure import from_plain, to_plain
+from sigmascope.records.serialization import from_plain, run_from_plain, run_to_plain, to_plain
+from sigmascope.records.utilization import (
+    MEMORY_OVER_TIME,
+    PROCESS,
+    SYSTEM,
+    UTILIZATION,
+    readable_curves,
+    readable_utilization,
+)
 
 RANK: Final = "rank"
 """The fact of a merged run's stage that says whose it is."""
@@ -187,3 +195,82 @@ def _machine(host: HostFacts) -> list[object]:
     """What tells machines apart: all but the devices, of which each rank may see others."""
     apart = ("accelerators", "unavailable")
     return [getattr(host, one.name) for one in fields(host) if one.name not in apart]
+
+
+def devices_in_use(run: Run) -> list[str]:
+    """The devices on which something was allocated, or may have been; without any, the current one.
+
+    Args:
+        run: Of one process. PyTorch's allocator counts for the process alone, so that a device that others use has
+            0 bytes here.
+    """
+    allocated: dict[str, bool] = {}
+    sampled: dict[str, bool] = {}
+    current: str | None = None
+    for stage in run.walk():
+        for snapshot in _snapshots(stage):
+            current = snapshot.current_device or current
+            for memory in snapshot.accelerators:
+                allocated[memory.device] = allocated.get(memory.device, False) or memory.allocated_bytes != 0
+        for peak in () if stage.peak is None else stage.peak.accelerators:
+            allocated[peak.device] = allocated.get(peak.device, False) or peak.allocated_bytes != 0
+        sampled |= dict.fromkeys((one.device for one in readable_utilization(stage)), True)
+    allocated = {**sampled, **allocated}
+    in_use = [device for device, is_used in allocated.items() if is_used]
+    return in_use or [device for device in allocated if device == current]
+
+
+def on_devices(run: Run, devices: Mapping[str, str]) -> Run:
+    """The run with these devices alone.
+
+    Args:
+        run: Of one process.
+        devices: New names by old ones; what is not among them is left out of memory, peaks and utilization.
+    """
+    kept = replace(run, stages=tuple(_without_others(stage, devices) for stage in run.stages))
+    return renamed(kept, {old: new for old, new in devices.items() if old != new})
+
+
+def renamed(run: Run, devices: Mapping[str, str]) -> Run:
+    """The run with other names for devices wherever they stand alone, as keys or values, also in facts."""
+    return run_from_plain(_renamed(run_to_plain(run), devices)) if devices else run
+
+
+def _renamed(plain: Any, devices: Mapping[str, str]) -> Any:
+    if isinstance(plain, str):
+        return devices.get(plain, plain)
+    if isinstance(plain, dict):
+        return {devices.get(key, key): _renamed(value, devices) for key, value in plain.items()}
+    if isinstance(plain, list):
+        return [_renamed(value, devices) for value in plain]
+    return plain
+
+
+def _without_others(stage: Stage, devices: Mapping[str, str]) -> Stage:
+    memory, peak = stage.memory, stage.peak
+    if memory is not None:
+        baseline, current = (_only(one, devices) for one in (memory.baseline, memory.current))
+        memory = replace(memory, baseline=baseline, current=current)
+    if peak is not None:
+        peak = replace(peak, accelerators=tuple(one for one in peak.accelerators if one.device in devices))
+    facts = dict(stage.facts)
+    if readable_utilization(stage):  # and no caller's own fact of that name
+        facts[UTILIZATION] = _only_of(facts[UTILIZATION], devices)
+    if readable_curves(stage):
+        facts[MEMORY_OVER_TIME] = _only_of(facts[MEMORY_OVER_TIME], (PROCESS, SYSTEM, *devices))
+    children = tuple(_without_others(child, devices) for child in stage.children)
+    return replace(stage, memory=memory, peak=peak, facts=facts, children=children)
+
+
+def _only_of(fact: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    return {name: one for name, one in fact.items() if name in names}
+
+
+def _only(snapshot: MemorySnapshot, devices: Mapping[str, str]) -> MemorySnapshot:
+    kept = tuple(one for one in snapshot.accelerators if one.device in devices)
+    current = snapshot.current_device if snapshot.current_device in devices else None
+    return replace(snapshot, accelerators=kept, current_device=current)
+
+
+def _snapshots(stage: Stage) -> tuple[MemorySnapshot, ...]:
+    return () if stage.memory is None else (stage.memory.baseline, stage.memory.current)

@@ -7,9 +7,10 @@ measure is None, with the reason in its `Run`.
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
-from typing import Any, TypedDict
+from typing import Any, Final, TypedDict
 
-from sigmascope.records.structure import from_plain
+from sigmascope.records.run import Stage
+from sigmascope.records.serialization import from_plain
 
 
 def _now() -> str:
@@ -26,7 +27,7 @@ class PerformanceMetrics:
         pipeline_setup_time: From the beginning of the generation to its first step.
         gpu_memory_used_gb: The peak of what PyTorch allocated during the generation, on the device in use.
         system_memory_used_gb: In use on the whole machine at the end.
-        performance_score: See `sigmascope.analysis.score.performance_score`.
+        performance_score: See `sigmascope.analysis.generations.performance_score`.
         image_resolution: (width, height).
         timestamp: When the generation began, ISO 8601 in UTC.
     """
@@ -178,3 +179,202 @@ class BeforeAfterDict(TypedDict):
     after: ComparedGenerationDict
     improvement: ImprovementDict
     summary: ComparisonSummaryDict
+
+
+BENCHMARK: Final = "benchmark"
+"""The fact of a run under which a benchmark notes what it ran."""
+
+
+OTHERS: Final = "others_cpu_share"
+"""Of what it notes: the share of all processor threads that other programs used meanwhile, 0 to 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class BenchCase:
+    """One setting that is measured by itself. None: the pipeline's own.
+
+    Attributes:
+        width: Of the picture, in pixels.
+        height: Of the picture, in pixels.
+        batch: Pictures, or videos, that one generation makes.
+        steps: Denoising steps.
+        frames: Of a video.
+    """
+
+    width: int | None = None
+    height: int | None = None
+    batch: int = 1
+    steps: int | None = None
+    frames: int | None = None
+
+    @property
+    def label(self) -> str:
+        """Such as "1024x1024-b1-s20": the beginning of its files' names, and what `compare` sorts runs by."""
+        size = None if self.width is None or self.height is None else f"{self.width}x{self.height}"
+        parts = (
+            size,
+            f"b{self.batch}",
+            None if self.frames is None else f"f{self.frames}",
+            None if self.steps is None else f"s{self.steps}",
+        )
+        return "-".join(part for part in parts if part is not None)
+
+    def as_dict(self) -> dict[str, Any]:
+        """All fields as JSON values, with the label as `work`."""
+        return {"work": self.label, **asdict(self)}
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What one generation gave. None: it cannot be told from what was given.
+
+    Attributes:
+        samples: Pictures, or videos.
+        width: In pixels.
+        height: In pixels.
+        frames: Of each video.
+    """
+
+    samples: int
+    width: int | None = None
+    height: int | None = None
+    frames: int | None = None
+
+
+def others_of(facts: Mapping[str, Any]) -> float | None:
+    """How busy others kept the processor during a run, of its facts; None: not known."""
+    noted = facts.get(BENCHMARK)
+    found = noted.get(OTHERS) if isinstance(noted, Mapping) else None
+    return float(found) if isinstance(found, int | float) else None
+
+
+def work_of(facts: Mapping[str, Any]) -> str:
+    """What work a run did, of its facts: the label of its case; empty for a run that no benchmark made."""
+    noted = facts.get(BENCHMARK)
+    found = noted.get("work") if isinstance(noted, Mapping) else None
+    return found if isinstance(found, str) else ""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRecord:
+    """What one HTTP request took. No query, header or body is kept.
+
+    Attributes:
+        request_id: Of the incoming header, or made.
+        method: Such as "POST".
+        path: Without the query.
+        started_at: ISO 8601 in UTC.
+        seconds: From the first line to the end of the response.
+        first_byte_seconds: Until the response began; None: it never did.
+        status: Of the response; None: the application sent none.
+        request_bytes: Of the body, as far as the application read it.
+        response_bytes: Of the body, before the server compresses or frames it.
+        in_flight: How many requests were being served when this one began, itself included.
+        error: What the application raised.
+        disconnected: Whether the client went away before the response was complete.
+        generations: The metrics of each generation made while it was served, with `run_id`.
+    """
+
+    request_id: str
+    method: str
+    path: str
+    started_at: str
+    seconds: float
+    first_byte_seconds: float | None
+    status: int | None
+    request_bytes: int
+    response_bytes: int
+    in_flight: int
+    error: str | None = None
+    disconnected: bool = False
+    generations: tuple[Mapping[str, Any], ...] = field(default_factory=tuple)
+
+    @property
+    def failed(self) -> bool:
+        """Whether the application raised, answered with a status of 500 or above, or with nothing."""
+        return self.error is not None or self.status is None or self.status >= 500
+
+    def as_dict(self) -> dict[str, Any]:
+        """All fields as JSON values."""
+        return asdict(self) | {"generations": [dict(one) for one in self.generations]}
+
+
+PROFILES: Final = "profiles"
+"""The fact of a stage in which its `StepsProfile`s lie."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockProfile:
+    """One block of the denoiser in all steps that were profiled.
+
+    Attributes:
+        name: Its path in the denoiser; "" is the denoiser as a whole.
+        class_name: Of the module.
+        calls: How often it ran.
+        cpu_seconds: From its beginning to its end on the host, all inside included. On an accelerator that is the
+            time to send the work, not to do it.
+        self_cpu_seconds: The part of it outside of all operators: Python, hooks and dispatch.
+        device_seconds: Of the kernels that it started; None without an accelerator.
+        allocated_bytes: All that it allocated, also what was freed again at once.
+        peak_growth_bytes: How far the memory in use grew above that at the beginning of a call, at most.
+    """
+
+    name: str
+    class_name: str
+    calls: int
+    cpu_seconds: float
+    self_cpu_seconds: float
+    device_seconds: float | None = None
+    allocated_bytes: int | None = None
+    peak_growth_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorProfile:
+    """One operator in all steps that were profiled, without those that it called itself.
+
+    Attributes:
+        name: As torch has it, such as "aten::addmm".
+        calls: How often it ran.
+        self_cpu_seconds: On the host.
+        self_device_seconds: Of its own kernels; None without an accelerator.
+    """
+
+    name: str
+    calls: int
+    self_cpu_seconds: float
+    self_device_seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepsProfile:
+    """Sums over the steps that were profiled. Profiled steps are slower than others.
+
+    Attributes:
+        class_name: Of the denoiser.
+        steps: Which of its forward calls, counted from 1.
+        whole: All of the denoiser.
+        blocks: Its parts in the order in which they first ran, none inside another.
+        operators: The most expensive ones first.
+        device: Whose kernels and memory these are; None: the host's.
+        traces: Files with the whole trace, one a step, for ui.perfetto.dev.
+        unavailable: What could not be seen, with the reason.
+    """
+
+    class_name: str
+    steps: tuple[int, ...] = ()
+    whole: BlockProfile | None = None
+    blocks: tuple[BlockProfile, ...] = ()
+    operators: tuple[OperatorProfile, ...] = ()
+    device: str | None = None
+    traces: tuple[str, ...] = ()
+    unavailable: Mapping[str, str] = field(default_factory=dict)
+
+
+def profiles_of(stage: Stage) -> tuple[StepsProfile, ...]:
+    """The profiles that were taken during a stage.
+
+    Raises:
+        ValueError: The record is damaged; the message says where.
+    """
+    return tuple(from_plain(one, StepsProfile, PROFILES) for one in stage.facts.get(PROFILES) or ())

@@ -3,17 +3,20 @@
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from sigmascope.errors import ConfigError
+from sigmascope.records.run import Run, Stage
 
 PromptPrivacy = Literal["full", "hash", "none"]
 """What is kept of a prompt: its text, its SHA-256, or nothing."""
 
+
 Prompts = str | Sequence[str] | Mapping[str, str] | None
 """One prompt, one for each item of a batch, or some by name (`positive`, `negative`)."""
+
 
 _WHOLE_WORDS_BELOW = 8  # characters; "cat" must not be found in "category"
 
@@ -121,3 +124,91 @@ def _replacement(prompt: str, placeholder: str) -> Callable[[str], str]:
 
 def _placeholder(prompt: str, privacy: PromptPrivacy) -> str:
     return f"<prompt sha256:{prompt_sha256(prompt)}>" if privacy == "hash" else "<prompt>"
+
+
+Redact = Callable[[str], str]
+
+
+def redacted(run: Run, redactions: Sequence[Redact]) -> Run:
+    """The run whose errors have passed through every function of `redactions`."""
+    if not redactions:
+        return run
+
+    def redact(text: str) -> str:
+        for one in redactions:
+            text = one(text)
+        return text
+
+    return replace(run, stages=tuple(_redacted(stage, redact) for stage in run.stages))
+
+
+def _redacted(stage: Stage, redact: Redact) -> Stage:
+    details = stage.exception_details
+    return replace(
+        stage,
+        error=None if stage.error is None else redact(stage.error),
+        exception_details=None
+        if details is None
+        else replace(details, message=redact(details.message), traceback=redact(details.traceback)),
+        children=tuple(_redacted(child, redact) for child in stage.children),
+    )
+
+
+_PROMPT_KEY = re.compile(r"(?:positive_|negative_)?prompts?(?:_?\d+)?|text_content")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_PRIVACY = "privacy"
+
+
+def without_prompts(run: Run, privacy: PromptPrivacy) -> Callable[[Any], Any]:
+    """A function that takes the prompts of a run out of plain values, wherever they are repeated.
+
+    Args:
+        run: Its facts say what the prompts were.
+        privacy: What stays in their place.
+
+    Raises:
+        ConfigError: There is no such privacy.
+    """
+    told = {text for facts in _all_facts(run) for text in _prompts(facts)}
+    hashes = {text for text in told if _SHA256.fullmatch(text)}
+    prompts = told - hashes
+    if privacy == "none":
+        prompts |= hashes | {prompt_sha256(text) for text in prompts}
+    redact = redactor(sorted(prompts), privacy)
+
+    def clean(value: Any) -> Any:
+        if isinstance(value, str):
+            return redact(value)
+        if isinstance(value, Mapping):
+            return {key: clean(item) for key, item in value.items()}
+        return [clean(item) for item in value] if isinstance(value, list) else value
+
+    return clean
+
+
+def _all_facts(run: Run) -> Iterator[Mapping[str, Any]]:
+    yield run.facts
+    for stage in run.walk():
+        yield stage.facts
+
+
+def _prompts(value: Any) -> Iterator[str]:
+    """What lies under the name of a prompt, at any depth."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _texts(item) if _PROMPT_KEY.fullmatch(str(key)) else _prompts(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _prompts(item)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            if key != _PRIVACY:
+                yield from _texts(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _texts(item)

@@ -1,22 +1,20 @@
 """`Run`: everything that is known of one watched workflow."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from sigmascope.errors import UnknownStageError
-from sigmascope.records.facts import ExceptionDetails, ModuleFacts, TensorFacts
-from sigmascope.records.finding import Finding
-from sigmascope.records.host import HostFacts
-from sigmascope.records.memory import MemoryImpact, PeakMemory
-from sigmascope.records.peak import highest
-from sigmascope.records.steps import Steps
+from sigmascope.records.facts import ExceptionDetails, HostFacts, JsonScalar, ModuleFacts, TensorFacts
+from sigmascope.records.memory import MemoryImpact, PeakMemory, highest
 
 if TYPE_CHECKING:
     import rich.console
 
     from sigmascope.records.prompts import PromptPrivacy
+
 
 STAGES = (
     "model_loading",
@@ -28,6 +26,55 @@ STAGES = (
     "latent_decoding",
 )
 """The stages of a workflow, in order (SPEC section 2). Others may be named freely."""
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """Columns of equal length, one entry a step.
+
+    `started` counts from the beginning of the stage. A whole column that could not be measured is
+    empty, with the reason in `unavailable`; a single reading that failed is `None`. `started` and
+    `seconds` are always there.
+
+    Raises:
+        ValueError: A column is longer or shorter than `seconds`.
+    """
+
+    started: tuple[float, ...] = ()
+    seconds: tuple[float, ...] = ()
+    gpu_seconds: tuple[float | None, ...] = ()
+    rss_bytes: tuple[int | None, ...] = ()
+    allocated_bytes: tuple[int | None, ...] = ()
+    unavailable: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        columns = {
+            "started": len(self.started),
+            "gpu_seconds": len(self.gpu_seconds) or len(self),
+            "rss_bytes": len(self.rss_bytes) or len(self),
+            "allocated_bytes": len(self.allocated_bytes) or len(self),
+        }
+        for name, length in columns.items():
+            if length != len(self):
+                raise ValueError(f"the column {name} has {length} entries, seconds has {len(self)}")
+
+    def __len__(self) -> int:
+        return len(self.seconds)
+
+
+Severity = Literal["info", "warning", "error", "critical"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One finding; `evidence` holds the numbers it rests on."""
+
+    id: str
+    severity: Severity
+    message: str
+    evidence: Mapping[str, JsonScalar] = field(default_factory=dict)
+    advice: str | None = None
+    stage: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,3 +180,102 @@ class Run:
         from sigmascope import write_trace
 
         write_trace([self], path, prompts=prompts)
+
+
+DEVICE_SECONDS: Final = "device_seconds"
+"""The fact of a stage that holds what it took on the accelerator."""
+LONGEST_SECONDS: Final = 1e11
+"""Some three thousand years."""
+
+
+def stage_seconds(stage: Stage) -> float:
+    """What a stage took: on the accelerator where that was measured, else on the host.
+
+    A host that only queues work is done long before the device is, and waits for it in some later stage.
+    """
+    on_device = device_seconds(stage)
+    return stage.seconds if on_device is None else on_device
+
+
+def device_seconds(stage: Stage) -> float | None:
+    """What a stage took on the accelerator; None where that was not measured, or is no time."""
+    on_device = stage.facts.get(DEVICE_SECONDS)
+    return on_device if isinstance(on_device, float) and is_duration(on_device) else None
+
+
+def is_duration(value: object) -> bool:
+    """Whether something is a number of seconds that can have passed: not NaN, not infinite, not less than 0."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < LONGEST_SECONDS
+
+
+NO_TIME: Final = "which is no time"
+
+
+def impossible_times(run: Run) -> Iterator[str]:
+    """Each field of a run that holds what cannot be a time, by its place in the file, such as "run.seconds is nan, …".
+
+    A duration is finite and not negative; a beginning may be before that of what it counts from.
+    """
+    if not _is_moment(run.started_at):
+        yield f"run.started_at is {_shown(run.started_at)}, {NO_TIME}"
+    if not is_duration(run.seconds):
+        yield f"run.seconds is {run.seconds}, {NO_TIME}"
+    for index, stage in enumerate(run.stages):
+        yield from _of_stage(stage, f"run.stages[{index}]")
+
+
+def _of_stage(stage: Stage, place: str) -> Iterator[str]:
+    fields: list[tuple[str, object, bool]] = [
+        ("started_seconds", stage.started_seconds, _is_beginning(stage.started_seconds)),
+        ("seconds", stage.seconds, is_duration(stage.seconds)),
+        *_of_steps(stage.steps),
+        *(() if stage.peak is None else _of_peak(stage.peak)),
+    ]
+    if DEVICE_SECONDS in stage.facts:
+        on_device = stage.facts[DEVICE_SECONDS]
+        fields.append((f"facts.{DEVICE_SECONDS}", on_device, is_duration(on_device)))
+    yield from (
+        f"{place}.{name} is {_shown(value)}, {NO_TIME}" for name, value, is_time in fields if not is_time
+    )
+    for index, child in enumerate(stage.children):
+        yield from _of_stage(child, f"{place}.children[{index}]")
+
+
+def _of_steps(steps: Steps) -> Iterator[tuple[str, object, bool]]:
+    for row, started in enumerate(steps.started):
+        yield f"steps.started[{row}]", started, _is_beginning(started)
+    for name, column in (("seconds", steps.seconds), ("gpu_seconds", steps.gpu_seconds)):
+        yield from _known(f"steps.{name}", column)
+
+
+def _known(name: str, column: Iterable[float | None]) -> Iterator[tuple[str, object, bool]]:
+    for row, value in enumerate(column):
+        if value is not None:
+            yield f"{name}[{row}]", value, is_duration(value)
+
+
+def _of_peak(peak: PeakMemory) -> Iterator[tuple[str, object, bool]]:
+    moments = {"rss_at_seconds": peak.rss_at_seconds, "ram_used_at_seconds": peak.ram_used_at_seconds}
+    for index, device in enumerate(peak.accelerators):
+        moments[f"accelerators[{index}].allocated_at_seconds"] = device.allocated_at_seconds
+        moments[f"accelerators[{index}].reserved_at_seconds"] = device.reserved_at_seconds
+    for name, value in moments.items():
+        if value is not None:
+            yield f"peak.{name}", value, _is_beginning(value)
+
+
+def _is_beginning(value: float) -> bool:
+    return -LONGEST_SECONDS < value < LONGEST_SECONDS
+
+
+def _is_moment(text: str) -> bool:
+    try:
+        datetime.fromisoformat(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."

@@ -2,20 +2,36 @@
 
 The schema number is that of `migrations`. A file of a later schema is refused rather than half
 understood, one of an earlier schema is migrated.
+
+A schema is the shape of the `run` object in the file. Each step is a pure function on plain dicts from
+one version to the next, so that a run of any age passes through all of them. Whoever changes a type in
+`records` in a way that shows in the file raises `CURRENT_SCHEMA` and adds the step.
+
+* Schema 1: the columns of `steps` were `started_ms`, `step_ms` and `gpu_ms`, in milliseconds.
+* Schema 2: they are `started`, `seconds` and `gpu_seconds`, in seconds, as all other times are.
+
+JSON has no NaN and no infinity. They are written as an object with the one key `$float`, whose value is
+"nan", "inf" or "-inf". An object of the caller's that looks so is marked with one more `$`.
 """
 
 import json
+import math
 import os
+import re
+from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Final, NoReturn, TypeVar
+
+from cattrs import Converter, transform_error
+from cattrs.errors import BaseValidationError
+from cattrs.v import format_exception
 
 from sigmascope.errors import NewerSchemaError, RecordError
-from sigmascope.records import plain_json
-from sigmascope.records.atomic import atomic_path
-from sigmascope.records.migrations import CURRENT_SCHEMA, migrate
-from sigmascope.records.os_errors import reading_hint, reason_of
+from sigmascope.files import atomic_path, reading_hint, reason_of
+from sigmascope.records.facts import JsonScalar
 from sigmascope.records.run import Run
-from sigmascope.records.structure import run_from_plain, run_to_plain
 
 _IN_MEMORY = "<run in memory>"
 _HINT = "Choose a file written by `Run.save`."
@@ -56,7 +72,7 @@ def run_to_json(run: Run) -> str:
     Raises:
         TypeError: A fact is of a type that JSON lacks; the message says which.
     """
-    return plain_json.dumps(run_to_dict(run))
+    return dumps(run_to_dict(run))
 
 
 def run_from_json(text: str | bytes, *, source: str | os.PathLike[str] = _IN_MEMORY) -> Run:
@@ -73,7 +89,7 @@ def run_from_json(text: str | bytes, *, source: str | os.PathLike[str] = _IN_MEM
     if not text.strip():
         raise RecordError(Path(source), "is empty.", hint=_HINT)
     try:
-        document = plain_json.loads(text)
+        document = loads(text)
     except json.JSONDecodeError as error:
         place = f"line {error.lineno}, column {error.colno} (character {error.pos})"
         raise RecordError(Path(source), f"is not whole JSON: {error.msg} at {place}.", hint=_HINT) from error
@@ -118,3 +134,232 @@ def _parts(document: object, source: Path) -> tuple[int, dict[str, Any]]:
     if not isinstance(plain, dict):
         raise RecordError(source, "is damaged: its run is not an object.", hint=_HINT)
     return schema, plain
+
+
+CURRENT_SCHEMA = 2
+
+
+Plain = dict[str, Any]
+
+
+def migrate(run: Plain, schema: int) -> Plain:
+    """The run in the current schema.
+
+    Args:
+        run: The `run` object of a file; stays as it is.
+        schema: The version that the file says.
+
+    Raises:
+        KeyError: There is no way from that version.
+        TypeError, ValueError, AttributeError: The run is not of the shape its version says.
+    """
+    for version in range(schema, CURRENT_SCHEMA):
+        run = MIGRATIONS[version](run)
+    return run
+
+
+def seconds_for_milliseconds(run: Plain) -> Plain:
+    """From schema 1 to 2: step columns in seconds, under the names they have since."""
+    return {**run, "stages": [_stage_in_seconds(stage) for stage in _objects(run, "stages")]}
+
+
+def _stage_in_seconds(stage: Plain) -> Plain:
+    children = [_stage_in_seconds(child) for child in _objects(stage, "children")]
+    return {**stage, "children": children, "steps": _steps_in_seconds(stage.get("steps", {}))}
+
+
+def _objects(parent: Plain, name: str) -> list[Plain]:
+    """The objects in a list of the file, which may be damaged."""
+    found = parent.get(name, [])
+    if not isinstance(found, list) or not all(isinstance(item, dict) for item in found):
+        raise TypeError(f"{name} is not a list of objects")
+    return found
+
+
+_COLUMNS = {"started_ms": "started", "step_ms": "seconds", "gpu_ms": "gpu_seconds"}
+
+
+def _steps_in_seconds(steps: object) -> Plain:
+    if not isinstance(steps, dict):
+        raise TypeError("steps is not an object")
+    others = {name: column for name, column in steps.items() if name not in _COLUMNS}
+    renamed = {
+        new: [None if value is None else value / 1e3 for value in steps[old]]
+        for old, new in _COLUMNS.items()
+        if old in steps
+    }
+    reasons = {_COLUMNS.get(name, name): reason for name, reason in steps.get("unavailable", {}).items()}
+    return {**others, **renamed, "unavailable": reasons}
+
+
+MIGRATIONS: Mapping[int, Callable[[Plain], Plain]] = MappingProxyType({1: seconds_for_milliseconds})
+"""The step from each older schema to the next."""
+
+
+Record = TypeVar("Record")
+
+
+_MOST: Final = 2**64
+"""No counter is larger, and nothing can be reckoned with what no float holds."""
+
+
+def run_to_plain(run: Run) -> dict[str, Any]:
+    """The run as dicts, lists and scalars."""
+    return to_plain(run)
+
+
+def to_plain(record: object) -> dict[str, Any]:
+    """Any dataclass of `records` as dicts, lists and scalars."""
+    plain: dict[str, Any] = _converter().unstructure(record)
+    return plain
+
+
+def run_from_plain(plain: object) -> Run:
+    """The run that plain values describe.
+
+    Raises:
+        ValueError: They do not describe a run; the message says where.
+    """
+    return from_plain(plain, Run, "run")
+
+
+def from_plain(plain: object, kind: type[Record], name: str) -> Record:
+    """The record of that type that plain values describe.
+
+    Args:
+        plain: Dicts, lists and scalars.
+        kind: A dataclass of `records`.
+        name: What messages call it.
+
+    Raises:
+        ValueError: They do not describe one; the message says where.
+    """
+    if not isinstance(plain, Mapping):
+        raise ValueError(f"expected an object, found {type(plain).__name__} @ {name}")
+    try:
+        return _converter().structure(plain, kind)
+    except BaseValidationError as error:
+        raise ValueError("; ".join(transform_error(error, name, _in_words)[:3])) from error
+
+
+def _in_words(error: BaseException, kind: Any) -> str:
+    """What is wrong with one value; a record that refuses its own values says so itself."""
+    if kind is None and isinstance(error, ValueError):
+        return str(error)
+    return format_exception(error, kind)
+
+
+@cache
+def _converter() -> Converter:
+    converter = Converter(forbid_extra_keys=True, unstruct_collection_overrides={tuple: list})
+    converter.register_structure_hook(bool, _exactly(bool))
+    converter.register_structure_hook(int, _count)
+    converter.register_structure_hook(str, _exactly(str))
+    converter.register_structure_hook(float, _float)
+    converter.register_structure_hook(JsonScalar, _scalar)
+    return converter
+
+
+def _exactly(kind: type) -> Any:
+    def check(value: object, _: object) -> object:
+        if type(value) is not kind:  # a bool is an int to isinstance
+            raise TypeError(f"{_shown(value)} is not of type {kind.__name__}")
+        return value
+
+    return check
+
+
+def _count(value: object, _: object) -> object:
+    if type(value) is not int:
+        raise TypeError(f"{_shown(value)} is not of type int")
+    if abs(value) > _MOST:
+        raise TypeError(f"{_shown(value)} is beyond 64 bits")
+    return value
+
+
+def _float(value: object, _: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{_shown(value)} is not a number")
+    return float(value)
+
+
+def _scalar(value: object, _: object) -> object:
+    if value is not None and not isinstance(value, (bool, int, float, str)):
+        raise TypeError(f"{_shown(value)} is not a single value")
+    return value
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+_TAG = "$float"
+_TAG_OR_ESCAPED = re.compile(r"\$+float")
+_BY_NAME = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+def dumps(value: object) -> str:
+    """JSON text of plain values: mappings with string keys, sequences, strings, numbers, bools, None.
+
+    Raises:
+        TypeError: A value of another kind, with the place where it is.
+    """
+    return json.dumps(_encode(value, "$"), allow_nan=False, separators=(",", ":"))
+
+
+def loads(text: str | bytes) -> Any:
+    """The plain values in JSON text that `dumps` wrote.
+
+    Raises:
+        ValueError: It is not JSON (`json.JSONDecodeError`), not UTF-8, or holds a bare NaN.
+        RecursionError: It is nested deeper than any run.
+    """
+    return _decode(json.loads(text, parse_constant=_refuse_constant))
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _encode(value: object, place: str) -> Any:
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {_TAG: _name_of(value)}
+    if isinstance(value, Mapping):
+        encoded = {_key(key, place): _encode(item, f"{place}.{key}") for key, item in value.items()}
+        return {f"${key}": item for key, item in encoded.items()} if _looks_tagged(encoded) else encoded
+    if isinstance(value, (list, tuple)):
+        return [_encode(item, f"{place}[{index}]") for index, item in enumerate(value)]
+    raise TypeError(f"{place} is of type {type(value).__name__}, which JSON lacks")
+
+
+def _decode(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_decode(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    decoded = {key: _decode(item) for key, item in value.items()}
+    if not _looks_tagged(decoded):
+        return decoded
+    [(key, item)] = decoded.items()
+    if key != _TAG:
+        return {key.removeprefix("$"): item}
+    if item not in _BY_NAME:
+        raise ValueError(f"{item!r} is not the name of a float")
+    return _BY_NAME[item]
+
+
+def _looks_tagged(mapping: Mapping[str, Any]) -> bool:
+    return len(mapping) == 1 and _TAG_OR_ESCAPED.fullmatch(next(iter(mapping))) is not None
+
+
+def _key(key: object, place: str) -> str:
+    if not isinstance(key, str):
+        raise TypeError(f"{place} has a key of type {type(key).__name__}, which JSON lacks")
+    return key
+
+
+def _name_of(value: float) -> str:
+    return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"

@@ -4,21 +4,19 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Final
 
-from rich.console import Console, Group, RenderableType
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.rule import Rule
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from sigmascope.analysis.peak_owners import PeakOwner, peak_owners
 from sigmascope.records.facts import TensorFacts
-from sigmascope.records.finding import Finding
-from sigmascope.records.run import Run, Stage
-from sigmascope.records.times import impossible_times
-from sigmascope.reports.accelerators import accelerator_table, untimed_lines
-from sigmascope.reports.devices import device_lines
-from sigmascope.reports.harmless import Harmless
-from sigmascope.reports.owners import owner_lines
-from sigmascope.reports.stage_rows import new_table, stage_name, with_depth
-from sigmascope.units import UNKNOWN, mib, mib_change, percent, seconds, statistic
+from sigmascope.records.performance import BlockProfile, StepsProfile, profiles_of
+from sigmascope.records.run import Finding, Run, Stage, device_seconds, impossible_times
+from sigmascope.records.utilization import PROCESS, DeviceUtilization, readable_utilization
+from sigmascope.units import UNKNOWN, mib, mib_change, percent, printable, seconds, statistic
 
 NO_ACCELERATOR = "No accelerator was found: GPU time and memory were not measured."
 _MOST_DAMAGE: Final = 5
@@ -158,3 +156,230 @@ def _finding(finding: Finding) -> RenderableType:
     if finding.advice:
         text.append(f"\n  What to do: {finding.advice}")
     return text
+
+
+def new_table(title: str) -> Table:
+    """An empty table whose rows fit 80 columns."""
+    # One space between columns
+    return Table(
+        title=title, title_justify="left", box=None, padding=(0, 1), pad_edge=False, collapse_padding=True
+    )
+
+
+def with_depth(run: Run) -> Iterator[tuple[int, Stage]]:
+    """Each stage, outer ones before those in them, with the number of stages around it."""
+
+    def below(stage: Stage, depth: int) -> Iterator[tuple[int, Stage]]:
+        yield depth, stage
+        for child in stage.children:
+            yield from below(child, depth + 1)
+
+    for stage in run.stages:
+        yield from below(stage, 0)
+
+
+def stage_name(depth: int, stage: Stage) -> Text:
+    """Whether it went well, and its name, further in the deeper it lies."""
+    mark, style = ("✓", "green") if stage.success else ("✗", "red")
+    return Text("  " * depth).append(mark, style).append(f" {stage.name}")
+
+
+def accelerator_table(run: Run) -> Table | None:
+    """A row for each stage; None where no device was watched. A host that only queues work is done before the device."""
+    if not any(stage.peak and stage.peak.accelerators for stage in run.walk()):
+        return None
+    made = new_table("\nAccelerator (memory in MiB)")
+    made.add_column("Stage", overflow="fold")
+    for name in ("GPU time", "GPU +/-", "GPU peak", "at"):
+        made.add_column(name, justify="right", no_wrap=True)
+    for depth, stage in with_depth(run):
+        row: list[RenderableType] = [
+            stage_name(depth, stage),
+            _time(stage),
+            _gpu_change(stage),
+            *_gpu_peak(stage),
+        ]
+        made.add_row(*row)
+    return made
+
+
+def untimed_lines(run: Run) -> Iterator[RenderableType]:
+    """A line for each stage of which the accelerator timed some steps and not all."""
+    for stage in run.walk():
+        column = stage.steps.gpu_seconds
+        missing = column.count(None)
+        if 0 < missing < len(column):
+            why = stage.steps.unavailable.get("gpu_seconds", "no reason is on record")
+            yield Text(f"{stage.name}: GPU time of {missing} of {len(column)} steps is not known ({why}).")
+
+
+def _time(stage: Stage) -> str:
+    return seconds(device_seconds(stage))
+
+
+def _gpu_change(stage: Stage) -> str:
+    if stage.memory is None:
+        return UNKNOWN
+    before = {m.device: m.allocated_bytes for m in stage.memory.baseline.accelerators}
+    return "\n".join(
+        mib_change(before.get(m.device), m.allocated_bytes) for m in stage.memory.current.accelerators
+    )
+
+
+def _gpu_peak(stage: Stage) -> tuple[str, str]:
+    if stage.peak is None:
+        return UNKNOWN, UNKNOWN
+    devices = stage.peak.accelerators
+    return (
+        "\n".join(mib(device.allocated_bytes) for device in devices),
+        "\n".join(seconds(device.allocated_at_seconds) for device in devices),
+    )
+
+
+def owner_lines(run: Run) -> Iterator[Text]:
+    """A line for the process and for each device, where the peak lies in a component's work."""
+    for owner in peak_owners(run):
+        if owner.component is not None:
+            yield Text(_line(owner))
+
+
+def _line(owner: PeakOwner) -> str:
+    what = "Peak of the process" if owner.where == PROCESS else f"Peak on {owner.where}"
+    stage = owner.stage.rsplit("/", 1)[-1]
+    by = owner.component if stage == owner.component else f"{owner.component} in {stage}"
+    at = "" if owner.at_seconds is None else f" at {seconds(owner.at_seconds)}"
+    return f"{what}: {mib(owner.bytes)} MiB{at}, {by}{_shares(owner)}"
+
+
+def _shares(owner: PeakOwner) -> str:
+    grown = None if owner.grown_bytes is None else f"{mib(owner.grown_bytes)} MiB more than before"
+    weights = None if owner.component_bytes is None else f"its weights {mib(owner.component_bytes)} MiB"
+    told = ", ".join(one for one in (grown, weights) if one is not None)
+    return f" ({told})" if told else ""
+
+
+def device_lines(run: Run) -> Iterator[RenderableType]:
+    """A line for each stage and device that was sampled, then the tables of each profile.
+
+    What a caller's own facts of these names hold is left to whoever put it there.
+    """
+    for stage in run.walk():
+        for device in readable_utilization(stage):
+            yield Text(f"{stage.name}, {device.device}: {_words(device)}")
+    for stage in run.walk():
+        try:
+            yield from map(render_profile, profiles_of(stage))
+        except (TypeError, ValueError):
+            continue
+
+
+def _words(device: DeviceUtilization) -> str:
+    busy, warmth, power = device.busy_percent, device.temperature_celsius, device.power_watts
+    parts = [f"busy {busy.mean:.0f} % (highest {busy.highest:.0f} %)"] if busy else ["business unknown"]
+    parts += [f"up to {warmth.highest:.0f} °C"] if warmth else []
+    parts += [f"{power.mean:.0f} W"] if power else []
+    parts += [f"slowed by heat {device.heat_percent:.0f} %"] if device.heat_percent else []
+    parts += [f"at its power limit {device.power_cap_percent:.0f} %"] if device.power_cap_percent else []
+    return ", ".join(parts)
+
+
+_MOST_OPERATORS = 10
+
+
+def print_profile(profile: StepsProfile, console: Console | None = None) -> None:
+    """Print the blocks and the most expensive operators.
+
+    Args:
+        profile: What `profile_steps` saw.
+        console: Where to; standard output by default, plain when that is no terminal.
+    """
+    (console or Console()).print(render_profile(profile))
+
+
+def render_profile(profile: StepsProfile) -> RenderableType:
+    """Return both tables, or why there are none. Times are a call's mean, of the device where there is one."""
+    numbers = ", ".join(map(str, profile.steps)) or "none"
+    title = f"\nProfile of {profile.class_name}, steps: {numbers}"
+    parts: list[RenderableType] = [_block_table(title, profile) if profile.whole else Text(title)]
+    if profile.operators:
+        parts.append(_operator_table(profile))
+    parts += [Text(f"Not seen: {name}: {reason}", style="dim") for name, reason in _gaps(profile)]
+    parts += [Text(f"Trace: {path}") for path in profile.traces]
+    return Harmless(Group(*parts))
+
+
+def _block_table(title: str, profile: StepsProfile) -> Table:
+    table = _table(title)
+    table.add_column("Block", overflow="fold")
+    for name in ("Calls", "Device" if profile.device else "CPU", "Share", "Python", "MiB", "growth"):
+        table.add_column(name, justify="right", no_wrap=True)
+    whole = profile.whole or BlockProfile("", profile.class_name, 0, 0.0, 0.0)
+    for block in (*profile.blocks, whole):
+        table.add_row(
+            Text(block.name or "all", style="" if block.name else "bold"),
+            str(block.calls),
+            seconds(_cost(block) / max(1, block.calls)),
+            percent(_cost(block), _cost(whole)),
+            percent(block.self_cpu_seconds, block.cpu_seconds),
+            mib(block.allocated_bytes),
+            mib(block.peak_growth_bytes),
+        )
+    return table
+
+
+def _operator_table(profile: StepsProfile) -> Table:
+    table = _table("\nOperators by their own time")
+    table.add_column("Operator", overflow="fold")
+    for name in ("Calls", "CPU", "Device"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for one in profile.operators[:_MOST_OPERATORS]:
+        device = UNKNOWN if one.self_device_seconds is None else seconds(one.self_device_seconds)
+        table.add_row(Text(one.name), str(one.calls), seconds(one.self_cpu_seconds), device)
+    return table
+
+
+def _table(title: str) -> Table:
+    return Table(
+        title=Text(title),
+        title_justify="left",
+        box=None,
+        padding=(0, 1),
+        pad_edge=False,
+        collapse_padding=True,
+    )
+
+
+def _cost(block: BlockProfile) -> float:
+    return block.cpu_seconds if block.device_seconds is None else block.device_seconds
+
+
+def _gaps(profile: StepsProfile) -> list[tuple[str, str]]:
+    """What is worth a line: that there is no accelerator shows in the heading already."""
+    return [(name, why) for name, why in profile.unavailable.items() if name != "device_seconds"]
+
+
+class Harmless:
+    """Anything that rich renders, without the characters that a terminal obeys; colours stay.
+
+    Lines are divided before that. So what has no width is left out, where `printable` would show a mark for it and push
+    the end of a line out of sight.
+
+    Args:
+        renderable: What to render.
+    """
+
+    def __init__(self, renderable: RenderableType) -> None:
+        self._renderable = renderable
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
+        """Render it, and take out what must not reach the terminal."""
+        for segment in console.render(self._renderable, options):
+            yield segment if segment.control else Segment(_seen(segment.text), segment.style)
+
+
+def _seen(text: str) -> str:
+    return (
+        text
+        if text.isprintable()
+        else printable("".join(char for char in text if char == "\n" or cell_len(char)))
+    )

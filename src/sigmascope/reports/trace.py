@@ -3,28 +3,39 @@
 The format is Chrome's trace event format in its JSON object form: a run is a process, its stages and steps are
 nested slices, memory is counters, findings and errors are instants. Times are microseconds since the first run
 began.
+
+A viewer draws what lies inside what on one track by time alone. So a track may hold only slices that nest, and
+those of other threads, which overlap, get tracks of their own.
 """
 
+import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Final, Literal
 
 from sigmascope.__about__ import __version__
 from sigmascope.errors import ConfigError
-from sigmascope.printable import printable
-from sigmascope.records import plain_json
-from sigmascope.records.atomic import atomic_path
-from sigmascope.records.finding import Finding
-from sigmascope.records.prompts import PromptPrivacy
-from sigmascope.records.run import Run
-from sigmascope.records.times import impossible_times
-from sigmascope.reports.tracing.arguments import finding_arguments, flat_facts
-from sigmascope.reports.tracing.counters import readings_of
-from sigmascope.reports.tracing.private import without_prompts
-from sigmascope.reports.tracing.slices import Slice, nanoseconds, slices_of, tracks_of
+from sigmascope.files import atomic_path
+from sigmascope.records import serialization as plain_json
+from sigmascope.records.facts import ModuleFacts, TensorFacts
+from sigmascope.records.memory import MemorySnapshot, mib
+from sigmascope.records.merge import is_rank
+from sigmascope.records.prompts import PromptPrivacy, without_prompts
+from sigmascope.records.run import Finding, Run, Stage, Steps, impossible_times
+from sigmascope.records.utilization import (
+    MEMORY_OVER_TIME,
+    PROCESS,
+    SYSTEM,
+    UTILIZATION,
+    readable_curves,
+    readable_utilization,
+)
+from sigmascope.units import printable
 
 Event = dict[str, Any]
+
 
 UNNAMED = "unnamed"
 
@@ -138,6 +149,28 @@ def _metadata(name: str, pid: int, tid: int, arguments: Event) -> Event:
     return {"ph": "M", "name": name, "pid": pid, "tid": tid, "args": arguments}
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Slice:
+    """A stretch of time with a name. `parent` is the stage in which it was recorded."""
+
+    name: str
+    kind: Literal["stage", "step"]
+    started_ns: int
+    ended_ns: int
+    parent: "Slice | None" = None
+    stage: Stage | None = None
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    def lies_in(self, other: "Slice") -> bool:
+        """Whether `other` is a stage around this one, or a step of such a stage."""
+        around = self.parent
+        while around is not None:
+            if other is around or other.parent is around:
+                return True
+            around = around.parent
+        return False
+
+
 def _slice(part: Slice, pid: int, track: int) -> Event:
     return {
         "ph": "X",
@@ -191,3 +224,281 @@ def _counters(run: Run, pid: int, offset_ns: int) -> Iterator[Event]:
             "tid": 0,
             "args": {reading.unit: reading.value},
         }
+
+
+def nanoseconds(seconds: float) -> int:
+    """Seconds as the nanoseconds that they were computed from, so that edges which met still meet."""
+    return round(seconds * 1e9)
+
+
+def slices_of(run: Run, offset_ns: int = 0) -> list[Slice]:
+    """Every stage and step of a run, by their beginning, outer ones first.
+
+    Args:
+        run: The record.
+        offset_ns: Where the trace's clock stands when the run begins.
+    """
+    found = [part for stage in run.stages for part in _below(stage, None, offset_ns)]
+    return sorted(found, key=lambda part: (part.started_ns, -part.ended_ns))
+
+
+def _below(stage: Stage, parent: Slice | None, offset_ns: int) -> Iterator[Slice]:
+    started_ns = offset_ns + nanoseconds(stage.started_seconds)
+    ended_ns = started_ns + nanoseconds(stage.seconds)
+    own = Slice(stage.name, "stage", started_ns, ended_ns, parent, stage, stage_arguments(stage))
+    yield own
+    for index, (started, seconds) in enumerate(zip(stage.steps.started, stage.steps.seconds, strict=True)):
+        step_ns = started_ns + nanoseconds(started)
+        arguments = step_arguments(stage.steps, index)
+        yield Slice(
+            f"step {index + 1}", "step", step_ns, step_ns + nanoseconds(seconds), own, None, arguments
+        )
+    for child in stage.children:
+        yield from _below(child, own, offset_ns)
+
+
+def tracks_of(slices: Sequence[Slice]) -> dict[Slice, int]:
+    """A track for each slice: that of its stage where it nests there, else the first where it does, from 0.
+
+    Args:
+        slices: Sorted as `slices_of` does.
+    """
+    chosen: dict[Slice, int] = {}
+    open_on: list[list[Slice]] = []
+    for part in slices:
+        for track in open_on:
+            while track and track[-1].ended_ns <= part.started_ns:
+                track.pop()
+        first = chosen.get(part.parent, 0) if part.parent is not None else 0
+        order = sorted(range(len(open_on)), key=lambda index: (index != first, index))
+        place = next((index for index in order if _fits(part, open_on[index])), len(open_on))
+        if place == len(open_on):
+            open_on.append([])
+        open_on[place].append(part)
+        chosen[part] = place
+    return chosen
+
+
+def _fits(part: Slice, open_slices: Sequence[Slice]) -> bool:
+    if not open_slices:
+        return True
+    innermost = open_slices[-1]
+    return part.ended_ns <= innermost.ended_ns and part.lies_in(innermost)
+
+
+LONGEST_TEXT = 300
+MOST_FACTS = 100
+_DEEPEST = 3
+
+
+def stage_arguments(stage: Stage) -> dict[str, Any]:
+    """What is known of a stage beside its time. What is unknown is left out; memory is in MiB."""
+    devices, curves = readable_utilization(stage), readable_curves(stage)
+    # As counters; a caller's own fact of such a name is told as it is.
+    drawn = {name for name, is_drawn in ((UTILIZATION, devices), (MEMORY_OVER_TIME, curves)) if is_drawn}
+    known = {
+        "error": stage.error,
+        **_memory(stage),
+        **{f"{one.device}_busy_percent": one.busy_percent.mean for one in devices if one.busy_percent},
+        **{f"module.{name}": _module(facts) for name, facts in stage.modules.items()},
+        **{f"tensor.{name}": _tensor(facts) for name, facts in stage.tensors.items()},
+        **flat_facts({name: fact for name, fact in stage.facts.items() if name not in drawn}),
+        **{f"unavailable.{name}": reason for name, reason in stage.unavailable.items()},
+    }
+    return {name: _cut(value) for name, value in known.items() if value is not None}
+
+
+def step_arguments(steps: Steps, index: int) -> dict[str, Any]:
+    """One row of the columns. A reading that failed is left out."""
+    row = {
+        "gpu_ms": None if (seconds := _at(steps.gpu_seconds, index)) is None else seconds * 1e3,
+        "process_mib": mib(_at(steps.rss_bytes, index)),
+        "allocated_mib": mib(_at(steps.allocated_bytes, index)),
+    }
+    return {name: value for name, value in row.items() if value is not None}
+
+
+def finding_arguments(finding: Finding) -> dict[str, Any]:
+    """A finding's words and its evidence."""
+    told = {"severity": finding.severity, "message": finding.message, "what_to_do": finding.advice}
+    evidence = {f"evidence.{name}": value for name, value in finding.evidence.items()}
+    return {name: value for name, value in {**told, **evidence}.items() if value is not None}
+
+
+def flat_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Scalars and their lists, nested names joined by dots; how many there are more, beyond the first 100."""
+    flat = dict(_flat(facts, "", 1))
+    shown = dict(list(flat.items())[:MOST_FACTS])
+    if len(flat) > len(shown):
+        shown["facts_left_out"] = len(flat) - len(shown)
+    return shown
+
+
+def _flat(facts: Mapping[str, Any], prefix: str, depth: int) -> Iterator[tuple[str, Any]]:
+    for key, value in facts.items():
+        if isinstance(value, Mapping):
+            if depth < _DEEPEST:
+                yield from _flat(value, f"{prefix}{key}.", depth + 1)
+        elif isinstance(value, Sequence) and not isinstance(value, str):
+            if not any(isinstance(item, Mapping) for item in value):
+                yield f"{prefix}{key}", ", ".join(map(str, value))
+        elif value is not None:
+            yield f"{prefix}{key}", value
+
+
+def _memory(stage: Stage) -> dict[str, float | None]:
+    figures: dict[str, float | None] = {}
+    if stage.memory is not None:
+        figures["process_change_mib"] = stage.memory.as_dict()["process"]["rss_change_mb"]
+    if stage.peak is not None:
+        figures["process_peak_mib"] = mib(stage.peak.rss_bytes)
+        for device in stage.peak.accelerators:
+            figures[f"{device.device}_peak_allocated_mib"] = mib(device.allocated_bytes)
+            figures[f"{device.device}_peak_reserved_mib"] = mib(device.reserved_bytes)
+    return figures
+
+
+def _tensor(facts: TensorFacts) -> str:
+    shape = "×".join(map(str, facts.shape)) or "scalar"
+    return f"{shape} {facts.dtype.removeprefix('torch.')} on {facts.device}"
+
+
+def _module(facts: ModuleFacts) -> str:
+    count = "" if facts.parameters is None else f", {facts.parameters:,} parameters"
+    return f"{facts.class_name}{count}"
+
+
+def _at(column: Sequence[Any], index: int) -> Any:
+    return column[index] if column else None
+
+
+def _cut(value: Any) -> Any:
+    is_long = isinstance(value, str) and len(value) > LONGEST_TEXT
+    return f"{value[:LONGEST_TEXT]}…" if is_long else value
+
+
+PROCESS_COUNTER = "Process memory (MiB)"
+SYSTEM_COUNTER = "System memory used (MiB)"
+_COUNTERS: Final = {PROCESS: PROCESS_COUNTER, SYSTEM: SYSTEM_COUNTER}
+SOME_DEVICE = "accelerator"
+"""Steps say how much was allocated on the device in use; where no snapshot names it, this does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One point of a counter, in MiB or per cent."""
+
+    counter: str
+    at_ns: int
+    value: float
+    unit: Literal["MiB", "%"] = "MiB"
+
+
+def readings_of(run: Run, offset_ns: int = 0) -> list[Reading]:
+    """All readings in a run, in order; of several of one counter at one moment the highest.
+
+    Memory is read at the beginnings and ends of stages, at the peaks, where it was asked for at the ends of steps, and
+    by the sampler. What the sampler read lies in the outermost stages: memory over time and how busy a device was.
+
+    Of a merged run each rank is a process of its own, and a system of its own where the ranks ran on several.
+
+    Args:
+        run: The record.
+        offset_ns: Where the trace's clock stands when the run begins.
+    """
+    of_each_rank = (PROCESS_COUNTER,) if run.host is not None else (PROCESS_COUNTER, SYSTEM_COUNTER)
+    found: list[Reading] = []
+    for stage in run.stages:
+        if not is_rank(stage):
+            found += _all_in((stage,), offset_ns)
+            continue
+        for reading in (*_memory_counters(stage, offset_ns), *_all_in(stage.children, offset_ns)):
+            own = f"{stage.name}: {reading.counter}" if reading.counter in of_each_rank else reading.counter
+            found.append(replace(reading, counter=own))
+    highest: dict[tuple[str, int], Reading] = {}
+    for reading in found:
+        key = (reading.counter, reading.at_ns)
+        highest[key] = max(reading, highest.get(key, reading), key=lambda one: one.value)
+    return sorted(highest.values(), key=lambda reading: (reading.at_ns, reading.counter))
+
+
+def _all_in(outermost: Sequence[Stage], offset_ns: int) -> Iterator[Reading]:
+    """All readings of one process, by its outermost stages."""
+    for stage in outermost:
+        for one in stage.walk():
+            yield from _memory_counters(one, offset_ns)
+        yield from _curves(stage, offset_ns)
+        yield from _business(stage, offset_ns)
+
+
+def _memory_counters(stage: Stage, offset_ns: int) -> Iterator[Reading]:
+    started_ns = offset_ns + nanoseconds(stage.started_seconds)
+    for counter, at_seconds, nbytes in (*_edges(stage), *_steps(stage), *_peaks(stage)):
+        size = mib(nbytes)
+        if size is not None and at_seconds is not None:
+            yield Reading(counter, started_ns + nanoseconds(at_seconds), size)
+
+
+def _curves(stage: Stage, offset_ns: int) -> Iterator[Reading]:
+    started_ns = offset_ns + nanoseconds(stage.started_seconds)
+    for name, curve in readable_curves(stage).items():
+        counter = _COUNTERS.get(name) or _allocated(name)
+        for at_seconds, nbytes in zip(curve.at_seconds, curve.nbytes, strict=True):
+            size = mib(nbytes)
+            if size is not None and math.isfinite(at_seconds):
+                yield Reading(counter, started_ns + nanoseconds(at_seconds), size)
+
+
+def _business(stage: Stage, offset_ns: int) -> Iterator[Reading]:
+    started_ns = offset_ns + nanoseconds(stage.started_seconds)
+    for device in readable_utilization(stage):
+        for at_seconds, percent in zip(device.at_seconds, device.busy_series, strict=False):
+            if math.isfinite(at_seconds) and math.isfinite(percent):
+                yield Reading(f"{device.device} busy (%)", started_ns + nanoseconds(at_seconds), percent, "%")
+
+
+Point = tuple[str, float | None, int | None]
+
+
+def _edges(stage: Stage) -> Iterator[Point]:
+    if stage.memory is not None:
+        yield from _snapshot(stage.memory.baseline, 0.0)
+        yield from _snapshot(stage.memory.current, stage.seconds)
+
+
+def _snapshot(memory: MemorySnapshot, at_seconds: float) -> Iterator[Point]:
+    yield PROCESS_COUNTER, at_seconds, memory.process_rss_bytes
+    yield SYSTEM_COUNTER, at_seconds, memory.ram_used_bytes
+    for device in memory.accelerators:
+        yield _allocated(device.device), at_seconds, device.allocated_bytes
+        yield _reserved(device.device), at_seconds, device.reserved_bytes
+
+
+def _steps(stage: Stage) -> Iterator[Point]:
+    steps = stage.steps
+    device = None if stage.memory is None else stage.memory.current.device_in_use()
+    ends = [started + seconds for started, seconds in zip(steps.started, steps.seconds, strict=True)]
+    # A column that could not be measured is empty.
+    for at_seconds, nbytes in zip(ends, steps.rss_bytes, strict=False):
+        yield PROCESS_COUNTER, at_seconds, nbytes
+    for at_seconds, nbytes in zip(ends, steps.allocated_bytes, strict=False):
+        yield _allocated(device or SOME_DEVICE), at_seconds, nbytes
+
+
+def _peaks(stage: Stage) -> Iterator[Point]:
+    peak = stage.peak
+    if peak is None:
+        return
+    yield PROCESS_COUNTER, peak.rss_at_seconds, peak.rss_bytes
+    yield SYSTEM_COUNTER, peak.ram_used_at_seconds, peak.ram_used_bytes
+    for device in peak.accelerators:
+        yield _allocated(device.device), device.allocated_at_seconds, device.allocated_bytes
+        yield _reserved(device.device), device.reserved_at_seconds, device.reserved_bytes
+
+
+def _allocated(device: str) -> str:
+    return f"{device} allocated (MiB)"
+
+
+def _reserved(device: str) -> str:
+    return f"{device} reserved (MiB)"

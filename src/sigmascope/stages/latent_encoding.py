@@ -1,36 +1,100 @@
 """Latent encoding (SPEC sections 1, 2 and 5): what the VAE made of a video, by which strategy, at what cost.
 
-    baseline = capture_latent_generation_baseline(vae, frames)
+baseline = capture_latent_generation_baseline(vae, frames)
     latent, record = encode_latents(vae, frames)
     analysis = analyze_latent_generation_results(baseline, latent, None, None, record=record)
     print_latent_generation_analysis_summary(analysis)
 
 The functions change nothing, move nothing, and keep no model and no tensor alive. What cannot be read is
 None, with the reason in the `unavailable` beside it.
+
+baseline = capture_latent_decoding_baseline(vae, latent)
+    frames, record = decode_latents(vae, latent)
+    analysis = analyze_latent_decoding_results(baseline, frames, record=record)
+    print_latent_decoding_analysis_summary(analysis)
+
+The analysis is that of `latent_encoding` the other way round: `latent_analysis` is about what went in,
+`pictures` about what came out.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from datetime import UTC, datetime
 from typing import Any
 
 from rich.console import Console
 
-from sigmascope.probes import Accelerator
-from sigmascope.records.latents import EncodingEvent, EncodingRecord, Layout, StrategyAttempt
-from sigmascope.records.peak import PeakMemory
-from sigmascope.records.typed import PeakMemoryDict
-from sigmascope.stages.latents.analysis import analyze
-from sigmascope.stages.latents.baseline import capture_pictures
-from sigmascope.stages.latents.expected import video_of
-from sigmascope.stages.latents.live import print_event, print_start
-from sigmascope.stages.latents.parts import (
-    _analyze_latent_output,
-    _analyze_vae_encoding_performance,
-    _calculate_latent_generation_memory_change,
+from sigmascope.probes import Accelerator, memory_snapshot
+from sigmascope.probes.reading import read_host
+from sigmascope.records.latents import (
+    VAE_STAGES,
+    Direction,
+    EncodingEvent,
+    EncodingRecord,
+    Layout,
+    StrategyAttempt,
+    VaeFacts,
 )
-from sigmascope.stages.latents.report import ENCODING_TITLE, sections
-from sigmascope.stages.latents.seen import Given
-from sigmascope.stages.latents.typed import LatentAnalysis, LatentBaseline, LatentEncodingAnalysis
+from sigmascope.records.memory import (
+    GpuPeak,
+    MemoryImpact,
+    MemoryImpactDict,
+    MemorySnapshot,
+    PeakMemory,
+    PeakMemoryDict,
+    highest,
+)
+from sigmascope.records.run import Finding
+from sigmascope.stages.baseline import (
+    changes,
+    checked_seconds,
+    error_text,
+    exception_dict,
+    memory_now,
+    model_state,
+    reference_to,
+)
+from sigmascope.stages.image_facts import Pictures, pictures_dict, read_pictures, vae_dict
+from sigmascope.stages.latent_facts import (
+    FoundLatent,
+    Judged,
+    find_latent,
+    judge,
+    latent_analysis,
+    no_latent,
+    vace_analysis,
+)
+from sigmascope.stages.latent_layout import Video, video_of
+from sigmascope.stages.latent_performance import (
+    Used,
+    attempts_of,
+    figure_of,
+    gpu_changes,
+    memory_change,
+    memory_efficiency,
+    performance_analysis,
+    snapshot_of,
+    strategy_dicts,
+    used_strategy,
+)
+from sigmascope.stages.latent_summary import (
+    DECODING_TITLE,
+    ENCODING_TITLE,
+    print_event,
+    print_start,
+    sections,
+)
+from sigmascope.stages.latent_validation import Parts, Seen, failures_of, findings_of, validation_of
+from sigmascope.stages.schema import (
+    LatentAnalysis,
+    LatentBaseline,
+    LatentEncodingAnalysis,
+    ModelStateDict,
+    PerformanceAnalysis,
+    PicturesDict,
+)
 from sigmascope.stages.summary import print_summary
+from sigmascope.stages.vae_facts import inner_vae, vae_facts
 
 __all__ = [
     "LatentAnalysis",
@@ -39,9 +103,12 @@ __all__ = [
     "_analyze_latent_output",
     "_analyze_vae_encoding_performance",
     "_calculate_latent_generation_memory_change",
+    "analyze_latent_decoding_results",
     "analyze_latent_generation_results",
+    "capture_latent_decoding_baseline",
     "capture_latent_generation_baseline",
     "print_encoding_event",
+    "print_latent_decoding_analysis_summary",
     "print_latent_generation_analysis_summary",
     "print_latent_generation_start",
 ]
@@ -155,3 +222,457 @@ def print_encoding_event(event: EncodingEvent, console: Console | None = None) -
         console: Where to; standard output by default.
     """
     print_event(event, console)
+
+
+def capture_latent_decoding_baseline(
+    vae_model: object,
+    latent: object,
+    *,
+    video_length: object = None,
+    video_height: object = None,
+    video_width: object = None,
+    latent_layout: Layout | None = None,
+    statistics: bool | None = None,
+    accelerator: Accelerator | None = None,
+) -> LatentBaseline:
+    """Memory, VAE and latent as they are before the decoding. Never raises.
+
+    Args:
+        vae_model: A diffusers VAE, ComfyUI's VAE, a pipeline that has one, or any object.
+        latent: What will be decoded: a tensor or array, ComfyUI's `{"samples": …}`, a pipeline's output.
+        video_length: Frames that are expected, which packed latents of videos cannot be read without.
+        video_height: Pixels; likewise for all packed latents.
+        video_width: Pixels; likewise.
+        latent_layout: Such as "BFCHW", where VAE and shape do not tell.
+        statistics: True reads the values of an accelerator's tensors too, which waits for it; None those of
+            CPU tensors; False none.
+        accelerator: What to ask about devices; None finds out.
+    """
+    video = video_of(video_length, video_height, video_width)
+    return capture_latent(vae_model, latent, video, latent_layout, statistics, accelerator)
+
+
+def analyze_latent_decoding_results(
+    baseline: Mapping[str, Any] | None,
+    decoded: object,
+    elapsed_time: object = None,
+    strategy_used: object = None,
+    immediate_gpu_changes: object = None,
+    *,
+    record: EncodingRecord | None = None,
+    attempts: Sequence[StrategyAttempt] = (),
+    peak_memory: PeakMemory | PeakMemoryDict | None = None,
+    error: BaseException | str | None = None,
+    statistics: bool | None = None,
+) -> LatentEncodingAnalysis:
+    """Everything that SPEC section 5 names, of a decoding. Never raises.
+
+    Args:
+        baseline: What `capture_latent_decoding_baseline` gave; None: no comparison with before.
+        decoded: The pictures, in any form that `capture_latent_generation_baseline` takes.
+        elapsed_time: Seconds that the decoding took; None: the record's.
+        strategy_used: "Direct VAE Decoding", "Tiled VAE Decoding", "CPU Fallback Decoding", "Emergency Dummy
+            Frames", their number, or words of your own; None: the record's.
+        immediate_gpu_changes: `{"allocated_change": MB, "reserved_change": MB}` measured right after; None: what
+            is read now.
+        record: What `decode_latents` gave beside the pictures.
+        attempts: Without a record: what became of each strategy.
+        peak_memory: The peak of the stage that watched the decoding.
+        error: What the VAE raised, if it did.
+        statistics: As for the baseline.
+    """
+    given = Given(
+        "decoding",
+        decoded,
+        elapsed_time,
+        strategy_used,
+        immediate_gpu_changes,
+        None,
+        record,
+        tuple(attempts),
+        peak_memory,
+        error,
+        None,
+        statistics,
+    )
+    return analyze(baseline, given)
+
+
+def print_latent_decoding_analysis_summary(
+    analysis: Mapping[str, Any], console: Console | None = None
+) -> None:
+    """Print the analysis as that of an encoding is printed, at most 80 columns wide.
+
+    Args:
+        analysis: What `analyze_latent_decoding_results` gave, or the same read from a file.
+        console: Where to; standard output by default, plain when that is no terminal.
+    """
+    print_summary(DECODING_TITLE, sections(analysis), console)
+
+
+NO_BASELINE = "there is no baseline"
+_VAE_FIELDS = tuple(field.name for field in fields(VaeFacts) if field.name != "nbytes")
+
+
+@dataclass(frozen=True, slots=True)
+class References:
+    """What a baseline keeps for the analysis: the VAE weakly, of tensors only facts."""
+
+    snapshot: MemorySnapshot
+    vae: Any
+    accelerator: Accelerator | None
+    latent: Judged | None = None
+
+    def __repr__(self) -> str:
+        return "References(…)"
+
+
+def capture_pictures(
+    vae: object, pictures: object, statistics: bool | None, accelerator: Accelerator | None
+) -> LatentBaseline:
+    """See `sigmascope.stages.latent_encoding.capture_latent_generation_baseline`. Never raises."""
+    facts = vae_facts(vae)
+    read = pictures_dict(read_pictures(pictures, facts, statistics))
+    return _baseline(vae, facts, "encoding", accelerator, pictures=read)
+
+
+def capture_latent(
+    vae: object,
+    latent: object,
+    video: Video,
+    layout: Layout | None,
+    statistics: bool | None,
+    accelerator: Accelerator | None,
+) -> LatentBaseline:
+    """See `sigmascope.stages.latent_encoding.capture_latent_decoding_baseline`. Never raises."""
+    facts, found = vae_facts(vae), find_latent(latent)
+    judged = None if found.tensor is None else judge(found.tensor, facts, video, layout, statistics)
+    analysis = no_latent(found) if judged is None else latent_analysis(judged, found.structure, facts, video)
+    return _baseline(vae, facts, "decoding", accelerator, latent=analysis, judged=judged)
+
+
+def _baseline(
+    vae: object,
+    facts: VaeFacts,
+    direction: Direction,
+    accelerator: Accelerator | None,
+    *,
+    pictures: PicturesDict | None = None,
+    latent: LatentAnalysis | None = None,
+    judged: Judged | None = None,
+) -> LatentBaseline:
+    inner = read_host(lambda: inner_vae(vae)).value or vae
+    state = model_state(inner)
+    snapshot = memory_snapshot(accelerator)
+    return {
+        "timestamp": datetime.now(UTC).isoformat(),
+        "direction": direction,
+        "memory": memory_now(snapshot),
+        "vae": vae_dict(facts),
+        "model_state": state,
+        "pictures": pictures,
+        "latent": latent,
+        "references": References(snapshot, reference_to(inner), accelerator, judged),
+    }
+
+
+def snapshot_before(baseline: Mapping[str, Any] | None) -> MemorySnapshot | None:
+    """Memory before, also from a baseline that was read from a file."""
+    known = references_of(baseline)
+    if known is not None:
+        return known.snapshot
+    memory = None if baseline is None else baseline.get("memory")
+    return snapshot_of(memory) if isinstance(memory, Mapping) else None
+
+
+def vae_before(baseline: Mapping[str, Any] | None) -> VaeFacts | None:
+    """The facts of the VAE that a baseline holds."""
+    told = None if baseline is None else baseline.get("vae")
+    if not isinstance(told, Mapping):
+        return None
+    nbytes = figure_of(told, "size")
+    return VaeFacts(**{name: told[name] for name in _VAE_FIELDS if name in told}, nbytes=nbytes)
+
+
+def references_of(baseline: Mapping[str, Any] | None) -> References | None:
+    """What `capture` kept; None for a baseline that is not ours or was read from a file."""
+    references = None if baseline is None else baseline.get("references")
+    return references if isinstance(references, References) else None
+
+
+def state_now(baseline: Mapping[str, Any] | None, known: References | None) -> ModelStateDict:
+    """The VAE's state now, with what changed since the baseline."""
+    live = None if known is None or known.vae is None else known.vae()
+    state = model_state(live)
+    before = None if baseline is None else baseline.get("model_state")
+    if live is None and isinstance(before, Mapping) and before.get("class_type"):
+        state["unavailable"] = dict.fromkeys(state["unavailable"], "the VAE is gone")
+    if live is not None and isinstance(before, Mapping):
+        state["changed"] = changes(before, state)  # type: ignore[arg-type]
+    return state
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What a caller hands over beside the baseline; see `analyze_latent_generation_results`."""
+
+    direction: Direction
+    output: object
+    elapsed_time: object = None
+    strategy_used: object = None
+    immediate_gpu_changes: object = None
+    video: Video | None = None
+    record: EncodingRecord | None = None
+    attempts: tuple[StrategyAttempt, ...] = ()
+    peak_memory: PeakMemory | PeakMemoryDict | None = None
+    error: BaseException | str | None = None
+    latent_layout: Layout | None = None
+    statistics: bool | None = None
+
+
+def encoded(baseline: Mapping[str, Any] | None, given: Given, vae: VaeFacts | None) -> Seen:
+    """Pictures from the baseline, the latent from the output. Frames of a reference are none of the video's."""
+    pictures = None if baseline is None else baseline.get("pictures")
+    if pictures is None:
+        pictures = pictures_dict(Pictures(None, reason=NO_BASELINE))
+    video = (given.video or Video()).or_else(_video(pictures))
+    found = find_latent(given.output)
+    vace, latent = vace_analysis(given.output, given.statistics), _latent(found, given, vae, video)
+    frames, added = latent["frames"], vace.get("trim_latent", 0)
+    if frames is not None and video.length is not None and 0 < added < frames:
+        latent["temporal_compression"] = video.length / (frames - added)
+    return Seen(pictures, latent, video, vace)
+
+
+def _latent(found: FoundLatent, given: Given, vae: VaeFacts | None, video: Video) -> LatentAnalysis:
+    if found.tensor is None:
+        return no_latent(found)
+    judged = judge(found.tensor, vae, video, given.latent_layout, given.statistics)
+    return latent_analysis(judged, found.structure, vae, video)
+
+
+def decoded(baseline: Mapping[str, Any] | None, given: Given, vae: VaeFacts | None) -> Seen:
+    """The latent from the baseline, pictures from the output."""
+    pictures = pictures_dict(read_pictures(given.output, vae, given.statistics))
+    video = (given.video or Video()).or_else(_video(pictures))
+    known = references_of(baseline)
+    latent = None if baseline is None else baseline.get("latent")
+    if known is not None and known.latent is not None and latent is not None:
+        latent = latent_analysis(known.latent, latent["structure"], vae, video)
+    return Seen(pictures, latent or no_latent(FoundLatent(None, "none", NO_BASELINE)), video, {})
+
+
+def _video(pictures: PicturesDict) -> Video:
+    return video_of(pictures["length"], pictures["height"], pictures["width"])
+
+
+NO_PEAKS = "peaks are seen while something watches: use WorkflowMonitor, or hand over a stage's peak"
+
+
+def analyze(baseline: Mapping[str, Any] | None, given: Given) -> LatentEncodingAnalysis:
+    """See `sigmascope.stages.latent_encoding.analyze_latent_generation_results`."""
+    known = references_of(baseline)
+    snapshot = memory_snapshot(None if known is None else known.accelerator)  # before we take any ourselves
+    before = snapshot_before(baseline)
+    impact = None if before is None else MemoryImpact(before, snapshot)
+    elapsed, why_no_time = checked_seconds(_elapsed(given))
+    used = used_strategy(given.strategy_used, given.record, given.direction, given.attempts)
+    attempts = attempts_of(given.record, given.attempts, used, elapsed)
+    peak = _peak(given, attempts)
+    parts = _parts(baseline, given, impact, used, attempts, peak)
+    findings = findings_of(parts, () if given.record is None else given.record.findings)
+    failures = failures_of([*findings["output"], *(findings["strategies"] if parts.dummy else ())])
+    success = given.error is None and not failures
+    seen = parts.seen
+    return {
+        "encoding_success": success,
+        "success": success,
+        **_failure(given.error, failures),  # type: ignore[typeddict-item]
+        "direction": given.direction,
+        "elapsed_time": elapsed,
+        "strategy_used": used.name,
+        "strategy_number": used.number,
+        "strategies": strategy_dicts(attempts, given.direction),
+        "dummy": parts.dummy,
+        "vae": vae_dict(parts.vae or VaeFacts("", unavailable={"class_name": NO_BASELINE})),
+        "pictures": seen.pictures,
+        "latent_analysis": seen.latent,
+        "vace_conditioning": seen.vace,
+        "performance_analysis": performance_analysis(
+            _elapsed(given),
+            used.name,
+            seen.video,
+            colours=seen.pictures["channels"],
+            input_mb=seen.pictures["size_mb"],
+        ),
+        "memory_impact": None if impact is None else impact.as_dict(),
+        "immediate_gpu_changes": gpu_changes(given.immediate_gpu_changes, impact),
+        "efficiency": parts.efficiency,
+        "peak_memory": peak.as_dict() if isinstance(peak, PeakMemory) else peak,
+        "model_state": {"vae": parts.vae_now},
+        "baseline": _plain_baseline(baseline),
+        "current_memory": memory_now(snapshot),
+        "validation": validation_of(parts, findings),
+        "findings": [asdict(finding) for part in findings.values() for finding in part],
+        "unavailable": _unavailable(impact, peak, why_no_time, used),
+    }
+
+
+def _parts(
+    baseline: Mapping[str, Any] | None,
+    given: Given,
+    impact: MemoryImpact | None,
+    used: Used,
+    attempts: tuple[StrategyAttempt, ...],
+    peak: PeakMemory | PeakMemoryDict | None,
+) -> Parts:
+    """What findings are drawn from; a stand-in's latent gets its own status."""
+    vae = vae_before(baseline) or (None if given.record is None else given.record.vae)
+    seen = (encoded if given.direction == "encoding" else decoded)(baseline, given, vae)
+    dummy = used.strategy == "dummy" or (given.record is not None and given.record.dummy)
+    if dummy and given.direction == "encoding" and seen.latent["status"] == "success":
+        seen.latent["status"] = "dummy"
+    return Parts(
+        VAE_STAGES[given.direction],
+        given.direction,
+        seen,
+        vae,
+        None if baseline is None else baseline.get("model_state"),
+        state_now(baseline, references_of(baseline)),
+        attempts,
+        used,
+        memory_efficiency(impact, peak),
+        impact,
+        dummy,
+    )
+
+
+def _elapsed(given: Given) -> object:
+    if given.elapsed_time is not None or given.record is None:
+        return given.elapsed_time
+    return given.record.seconds
+
+
+def _peak(given: Given, attempts: tuple[StrategyAttempt, ...]) -> PeakMemory | PeakMemoryDict | None:
+    """The stage's peak; without one the highest of its attempts, one after the other."""
+    if isinstance(given.peak_memory, Mapping):
+        return with_true_reserved(given.peak_memory)
+    if given.peak_memory is not None:
+        return given.peak_memory
+    began, peaks = 0.0, []
+    for attempt in attempts:
+        if attempt.peak is not None:
+            peaks.append((began, attempt.peak))
+        began += attempt.seconds or 0.0
+    return highest(peaks) if peaks else None
+
+
+def with_true_reserved(peak: PeakMemoryDict) -> PeakMemoryDict:
+    """The peaks with no reserved one below the allocated one, which was read at another moment (SPEC section 2)."""
+    gpus = {device: _true(gpu) for device, gpu in peak.get("gpus", {}).items()}
+    return {**peak, "gpu": _true(peak["gpu"]), "gpus": gpus}
+
+
+def _true(gpu: GpuPeak) -> GpuPeak:
+    allocated, reserved = gpu["peak_allocated_mb"], gpu["peak_reserved_mb"]
+    if allocated is None or reserved is None or reserved >= allocated:
+        return gpu
+    return {
+        **gpu,
+        "peak_reserved_mb": allocated,
+        "peak_reserved_at_seconds": gpu["peak_allocated_at_seconds"],
+    }
+
+
+def _failure(error: BaseException | str | None, failures: list[Finding]) -> dict[str, object]:
+    if error is None:
+        problems = " ".join(finding.message for finding in failures)
+        return {"error": problems or None, "exception_details": None}
+    details = exception_dict(error, str) if isinstance(error, BaseException) else None
+    return {"error": error_text(error, str), "exception_details": details}
+
+
+def _plain_baseline(baseline: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    if baseline is None:
+        return None
+    return {name: value for name, value in baseline.items() if name != "references"}
+
+
+def _unavailable(
+    impact: MemoryImpact | None, peak: object, why_no_time: str | None, used: Used
+) -> dict[str, str]:
+    reasons = {} if impact is not None else {"memory_impact": NO_BASELINE}
+    if peak is None:
+        reasons["peak_memory"] = NO_PEAKS
+    if why_no_time is not None:
+        reasons["elapsed_time"] = why_no_time
+    if used.name is None:
+        reasons["strategy_used"] = "no strategy was named"
+    if used.number is None:
+        reasons["strategy_number"] = "it is none of the four" if used.name else "no strategy was named"
+    return reasons
+
+
+def _analyze_latent_output(
+    init_latent: object,
+    video_length: object,
+    video_height: object,
+    video_width: object,
+    *,
+    vae: VaeFacts | None = None,
+    latent_layout: Layout | None = None,
+    statistics: bool | None = None,
+) -> LatentAnalysis:
+    """`latent_analysis` alone: shape, type, size, axes and compression of a latent.
+
+    Args:
+        init_latent: As for `analyze_latent_generation_results`.
+        video_length: Frames.
+        video_height: Pixels.
+        video_width: Pixels.
+        vae: What is known of the VAE.
+        latent_layout: Such as "BFCHW".
+        statistics: Whether to read the values.
+    """
+    found, video = find_latent(init_latent), video_of(video_length, video_height, video_width)
+    if found.tensor is None:
+        return no_latent(found)
+    return latent_analysis(
+        judge(found.tensor, vae, video, latent_layout, statistics), found.structure, vae, video
+    )
+
+
+def _analyze_vae_encoding_performance(
+    elapsed_time: object,
+    strategy_used: object,
+    video_length: object,
+    video_height: object,
+    video_width: object,
+) -> PerformanceAnalysis:
+    """`performance_analysis` alone: pixels, bytes and frames a second.
+
+    Args:
+        elapsed_time: Seconds.
+        strategy_used: As for `analyze_latent_generation_results`.
+        video_length: Frames.
+        video_height: Pixels.
+        video_width: Pixels.
+    """
+    used = used_strategy(strategy_used, None, "encoding")
+    return performance_analysis(elapsed_time, used.name, video_of(video_length, video_height, video_width))
+
+
+def _calculate_latent_generation_memory_change(
+    baseline: Mapping[str, Any] | None, current_ram: object, current_gpu: object
+) -> MemoryImpactDict:
+    """`memory_impact` of SPEC section 2, from a baseline and the memory now.
+
+    Args:
+        baseline: What `capture_latent_generation_baseline` gave.
+        current_ram: Its `used`, `available` and `total`: in MB in a mapping, in bytes as psutil's
+            `virtual_memory()`; None: read now.
+        current_gpu: Its `allocated`, `reserved` and `total` in MB in a mapping; None: read now.
+    """
+    known = references_of(baseline)
+    now = memory_snapshot(None if known is None else known.accelerator)
+    return memory_change(snapshot_before(baseline) or MemorySnapshot(), current_ram, current_gpu, now)

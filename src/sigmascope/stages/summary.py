@@ -2,16 +2,19 @@
 
 Every stage's summary is made of these; an analysis that has no summary of its own is shown as it is.
 Foreign text is never interpreted: no markup, no control character.
+
+A dict read from a file may hold anything where a figure should be. The figures are those of `sigmascope.units`.
 """
 
+import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from sigmascope.stages.figures import number, printable
+from sigmascope import units
 from sigmascope.units import UNKNOWN
 
 WIDTH = 80
@@ -123,3 +126,108 @@ def _rows(facts: Mapping[Any, Any], prefix: str = "", depth: int = 0) -> Iterato
                 yield from _rows(value, f"{label} › ", depth + 1)
         else:
             yield Row(label, f"{len(value)} entries" if isinstance(value, Mapping) else shown(value))
+
+
+_LONGEST_TEXT = 400
+_HARMLESS_FORMAT = frozenset("\u200c\u200d\ufe0e\ufe0f")
+
+
+def unknown(reason: str | None = None) -> str:
+    """A dash, with the reason in parentheses."""
+    return f"{UNKNOWN} ({printable(reason)})" if reason else UNKNOWN
+
+
+def reason_for(facts: Mapping[str, object], name: str) -> str | None:
+    """Why a figure is not there, from the `unavailable` of its dict."""
+    reasons = facts.get("unavailable")
+    reason = reasons.get(name) if isinstance(reasons, Mapping) else None
+    return reason if isinstance(reason, str) else None
+
+
+def mb(amount: object, reason: str | None = None) -> str:
+    """MiB, as the seeds call MB."""
+    return f"{units.mebibytes(amount)} MB" if _is_number(amount) else unknown(reason)
+
+
+def mb_change(amount: object, percent: object = None) -> str:
+    """A signed change in MiB, with its percentage if that is known."""
+    if not _is_number(amount):
+        return UNKNOWN
+    share = f" ({percent:+.1f} %)" if _is_number(percent) else ""
+    return f"{units.mebibytes_change(amount)} MB{share}"
+
+
+def seconds(amount: object, reason: str | None = None) -> str:
+    """A duration with the unit that suits it."""
+    return units.seconds(amount) if _is_number(amount) else unknown(reason)
+
+
+def number(amount: object, reason: str | None = None) -> str:
+    """A count in full, another number with four significant digits."""
+    return units.number(amount) if _is_number(amount) else unknown(reason)
+
+
+def shape(sizes: object, reason: str | None = None) -> str:
+    """A shape as torch writes it."""
+    if not isinstance(sizes, list | tuple):
+        return unknown(reason)
+    return "(" + ", ".join(map(str, sizes)) + ("," if len(sizes) == 1 else "") + ")"
+
+
+def printable(text: object, longest: int = _LONGEST_TEXT) -> str:
+    r"""Foreign text for a terminal: on one line, cut, and whatever could act on the terminal as `\x1b`."""
+    shown = str(text)
+    rest = f"… ({len(shown):,} characters)" if len(shown) > longest else ""
+    return "".join(map(_printable, shown[:longest])) + rest
+
+
+def _printable(character: str) -> str:
+    if character in _HARMLESS_FORMAT:
+        return character
+    if unicodedata.category(character) in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"):
+        return character.encode("unicode_escape").decode("ascii")
+    return character
+
+
+def _is_number(amount: object) -> TypeGuard[int | float]:
+    return isinstance(amount, int | float) and not isinstance(amount, bool)
+
+
+NO_ACCELERATOR = "no accelerator was found: GPU memory was not measured"
+BAD = "red"
+
+
+_LAST_LINES = 6  # of a traceback
+
+
+Facts = Mapping[str, Any]
+
+
+def part(facts: Facts, name: str) -> Facts:
+    """A dict inside a dict; empty where something else, or nothing, stands there."""
+    found = facts.get(name)
+    return found if isinstance(found, Mapping) else {}
+
+
+def peak_rows(analysis: Facts) -> Iterator[Row]:
+    """The peaks of an analysis (SPEC section 2), of the process, the machine and each device, or why there are none."""
+    peak = part(analysis, "peak_memory")
+    if not peak:
+        yield Row("Peaks", unknown(reason_for(analysis, "peak_memory")))
+        return
+    process, ram = part(peak, "process"), part(peak, "ram")
+    yield Row("Process", f"{mb(process.get('peak_rss_mb'))} at {seconds(process.get('peak_rss_at_seconds'))}")
+    yield Row("RAM", f"{mb(ram.get('peak_used_mb'))} at {seconds(ram.get('peak_used_at_seconds'))}")
+    for device, gpu in part(peak, "gpus").items():
+        for what in ("allocated", "reserved"):
+            at = seconds(gpu.get(f"peak_{what}_at_seconds"))
+            yield Row(f"{printable(device)} {what}", f"{mb(gpu.get(f'peak_{what}_mb'))} at {at}")
+
+
+def error_rows(analysis: Facts) -> Iterator[Row]:
+    """What the watched code raised, with the last lines of its traceback."""
+    if analysis.get("error"):
+        yield Row("Error", printable(analysis["error"]), BAD)
+    details = part(analysis, "exception_details")
+    for line in str(details.get("traceback", "")).splitlines()[-_LAST_LINES:]:
+        yield Row("  ", printable(line, 160))

@@ -6,16 +6,25 @@ from typing import Any
 import pytest
 from tests.families import make_pipeline
 
-from sigmascope.analysis.diagnostics.diagnose import diagnose
-from sigmascope.records.facts import ModuleFacts
-from sigmascope.records.finding import Finding
-from sigmascope.records.host import AcceleratorFacts, HostFacts
-from sigmascope.records.memory import AcceleratorMemory, MemoryImpact, MemorySnapshot
-from sigmascope.records.peak import AcceleratorPeak, PeakMemory
-from sigmascope.records.pipeline import AttentionFacts, CallFacts, ComponentFacts, PipelineFacts
-from sigmascope.records.run import Run, Stage
-from sigmascope.records.steps import Steps
-from sigmascope.records.structure import to_plain
+from sigmascope.analysis.diagnostics import diagnose
+from sigmascope.records.facts import (
+    AcceleratorFacts,
+    AttentionFacts,
+    CallFacts,
+    ComponentFacts,
+    HostFacts,
+    ModuleFacts,
+    PipelineFacts,
+)
+from sigmascope.records.memory import (
+    AcceleratorMemory,
+    AcceleratorPeak,
+    MemoryImpact,
+    MemorySnapshot,
+    PeakMemory,
+)
+from sigmascope.records.run import Finding, Run, Stage, Steps
+from sigmascope.records.serialization import to_plain
 
 GIB = 2**30
 GPU = AcceleratorFacts("cuda:0", "NVIDIA A100", 40 * GIB, "550", "8.0")

@@ -4,8 +4,8 @@ import pytest
 from tests.families import make_pipeline
 
 from sigmascope.probes.pipelines import pipeline_facts
-from sigmascope.records.finding import Finding
-from sigmascope.records.pipeline import AttentionFacts
+from sigmascope.records.facts import AttentionFacts
+from sigmascope.records.run import Finding
 
 from .conftest import pipeline
 

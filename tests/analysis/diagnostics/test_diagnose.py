@@ -6,11 +6,11 @@ from torch import nn
 
 import sigmascope
 from sigmascope.analysis import diagnostics
-from sigmascope.analysis.diagnostics.case import Case
-from sigmascope.analysis.diagnostics.diagnose import diagnose
-from sigmascope.records.pipeline import CallFacts
+from sigmascope.analysis.diagnostics import diagnose
+from sigmascope.analysis.generations import Case
+from sigmascope.records.facts import CallFacts
 from sigmascope.records.run import Run, Stage
-from sigmascope.records.structure import to_plain
+from sigmascope.records.serialization import to_plain
 
 from .conftest import GIB, component, device_memory, pipeline, stage, weights
 from .simulated import SimulatedGpu, on_this_gpu
@@ -56,7 +56,7 @@ def test_a_rule_that_fails_costs_no_other_its_finding(
     def broken(case: Case) -> object:
         raise KeyError("odd record")
 
-    module = sys.modules["sigmascope.analysis.diagnostics.diagnose"]
+    module = sys.modules["sigmascope.analysis.diagnostics"]
     monkeypatch.setattr(module, "RULES", (broken, *diagnostics.RULES))
     kept = stage("denoising", **device_memory(10 * GIB, 14 * GIB, 15 * GIB))
     assert [finding.id for finding in diagnose(run_of(kept))] == ["memory.kept_after_stage"]

@@ -8,7 +8,7 @@ import torch
 from tests.families import generate, make_pipeline
 
 import sigmascope
-from sigmascope.records.finding import Finding
+from sigmascope.records.run import Finding
 
 RULE = "time.first_step_compiles"
 

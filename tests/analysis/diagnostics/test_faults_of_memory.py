@@ -10,7 +10,7 @@ from tests.families import make_pipeline
 from torch import nn
 
 import sigmascope
-from sigmascope.analysis.diagnostics.diagnose import diagnose
+from sigmascope.analysis.diagnostics import diagnose
 from sigmascope.records.run import Run
 
 from .simulated import SimulatedGpu, found, number, watched

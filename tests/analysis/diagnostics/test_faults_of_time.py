@@ -9,8 +9,8 @@ from tests.families import make_pipeline
 from tests.families.encoders import clip
 
 import sigmascope
-from sigmascope.analysis.diagnostics.diagnose import diagnose
-from sigmascope.records.finding import Finding
+from sigmascope.analysis.diagnostics import diagnose
+from sigmascope.records.run import Finding
 
 from .simulated import SimulatedGpu, found, number, on_this_gpu, watched
 

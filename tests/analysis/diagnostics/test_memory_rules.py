@@ -3,7 +3,7 @@ from collections.abc import Callable
 import pytest
 
 from sigmascope.records.facts import TensorFacts
-from sigmascope.records.finding import Finding
+from sigmascope.records.run import Finding
 
 from .conftest import GIB, device_memory, stage
 

@@ -8,9 +8,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 import sigmascope
-from sigmascope.monitor.json_values import as_json
-from sigmascope.records.finding import Finding
-from sigmascope.records.pipeline import CallFacts, ComponentFacts
+from sigmascope.monitor.guard import as_json
+from sigmascope.records.facts import CallFacts, ComponentFacts
+from sigmascope.records.run import Finding
 
 from .conftest import component, pipeline, stage
 

@@ -2,7 +2,7 @@ from collections.abc import Callable
 
 import pytest
 
-from sigmascope.records.finding import Finding
+from sigmascope.records.run import Finding
 
 from .conftest import component, pipeline, stage, steps, weights
 

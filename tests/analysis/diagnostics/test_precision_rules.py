@@ -2,8 +2,8 @@ from collections.abc import Callable
 
 import pytest
 
-from sigmascope.records.finding import Finding
-from sigmascope.records.host import AcceleratorFacts
+from sigmascope.records.facts import AcceleratorFacts
+from sigmascope.records.run import Finding
 
 from .conftest import GIB, component, pipeline, weights
 

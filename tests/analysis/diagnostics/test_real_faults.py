@@ -16,13 +16,12 @@ from diffusers.hooks import apply_group_offloading
 from tests.families import FAMILIES, make_pipeline
 
 import sigmascope
-from sigmascope.analysis.diagnostics.diagnose import diagnose
+from sigmascope.analysis.diagnostics import diagnose
 from sigmascope.monitor import Recorder
 from sigmascope.probes.pipelines import pipeline_facts
-from sigmascope.records.finding import Finding
-from sigmascope.records.pipeline import PipelineFacts
-from sigmascope.records.run import Run
-from sigmascope.records.structure import from_plain, to_plain
+from sigmascope.records.facts import PipelineFacts
+from sigmascope.records.run import Finding, Run
+from sigmascope.records.serialization import from_plain, to_plain
 
 Found = Callable[..., dict[str, Finding]]
 

@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from sigmascope.records.finding import Finding
+from sigmascope.records.run import Finding
 
 from .conftest import stage
 

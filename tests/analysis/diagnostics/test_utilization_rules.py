@@ -3,9 +3,8 @@ from typing import Any
 
 import pytest
 
-from sigmascope.records.finding import Finding
-from sigmascope.records.run import Stage
-from sigmascope.records.structure import to_plain
+from sigmascope.records.run import Finding, Stage
+from sigmascope.records.serialization import to_plain
 from sigmascope.records.utilization import DeviceUtilization, Gauge
 
 from .conftest import stage, steps

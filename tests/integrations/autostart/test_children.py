@@ -7,7 +7,7 @@ import pytest
 from tests.integrations.autostart.programs import plain, write
 
 import sigmascope
-from sigmascope.integrations.autostart.startup_file import LINE
+from sigmascope.integrations.launch import LINE
 
 pytestmark = pytest.mark.slow
 

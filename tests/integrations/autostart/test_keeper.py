@@ -2,7 +2,7 @@ import threading
 from pathlib import Path
 
 from sigmascope import load_run
-from sigmascope.integrations.autostart.keeper import Keeper
+from sigmascope.integrations.process_recording import Keeper
 from sigmascope.monitor import Recorder
 from sigmascope.records.run import Run
 

@@ -7,20 +7,9 @@ import pytest
 from tests.integrations.autostart.programs import ended, environment, write
 
 from sigmascope.errors import ConfigError
-from sigmascope.integrations.autostart.launch import (
-    BOOTSTRAP,
-    environment_for,
-    exit_code_of,
-    interpreter_options,
-)
-from sigmascope.integrations.autostart.recording import privacy_of, sample_hz_of
-from sigmascope.integrations.autostart.settings import (
-    FOR_ALL,
-    FOR_ONE,
-    Settings,
-    settings_from,
-    take_settings,
-)
+from sigmascope.integrations.autostart import FOR_ALL, FOR_ONE, Settings, settings_from, take_settings
+from sigmascope.integrations.launch import BOOTSTRAP, environment_for, exit_code_of, interpreter_options
+from sigmascope.integrations.process_recording import privacy_of, sample_hz_of
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 from tests.integrations.autostart.programs import Ended, ended, environment
 
 from sigmascope.errors import WriteError
-from sigmascope.integrations.autostart.startup_file import NAME, install, startup_file, uninstall
+from sigmascope.integrations.launch import NAME, install, startup_file, uninstall
 
 STAGED = "import sigmascope\nwith sigmascope.stage('denoising'):\n    pass\nprint('done')"
 

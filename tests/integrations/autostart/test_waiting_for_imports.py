@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sigmascope.integrations.watching.imports import Finder
+from sigmascope.integrations.import_hook import Finder
 
 
 @pytest.fixture
@@ -72,7 +72,9 @@ def test_a_module_that_raises_raises_the_same(
         importlib.import_module(module("1 / 0"))
     assert waiting[1] == []
     assert not [
-        frame for frame in traceback.extract_tb(caught.tb) if frame.filename.endswith("watching/imports.py")
+        frame
+        for frame in traceback.extract_tb(caught.tb)
+        if frame.filename.endswith("integrations/import_hook.py")
     ]
 
 

@@ -6,8 +6,10 @@ from typing import Any
 
 from torch import nn
 
-from sigmascope.integrations.watching import activity, hearing, taps
-from sigmascope.integrations.watching.imports import FINDER
+from sigmascope.integrations.diffusers import hooks as taps
+from sigmascope.integrations.diffusers import watch_session as activity
+from sigmascope.integrations.diffusers import watch_session as hearing
+from sigmascope.integrations.import_hook import FINDER
 
 
 def marks(*things: Any) -> dict[str, Any]:

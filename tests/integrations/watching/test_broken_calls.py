@@ -10,7 +10,7 @@ from tests.integrations.watching.marks import left_behind, marks
 from torch import Tensor, nn
 
 import sigmascope
-from sigmascope.integrations.watching.broken_calls import BrokenOff
+from sigmascope.integrations.diffusers.watch_session import BrokenOff
 
 TOKENS = torch.zeros(1, 4, dtype=torch.long)
 

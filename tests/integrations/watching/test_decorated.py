@@ -9,7 +9,7 @@ import pytest
 from tests.integrations.watching.marks import left_behind
 
 import sigmascope
-from sigmascope.integrations.watching.watch import Watch
+from sigmascope.integrations.diffusers.watch import Watch
 from sigmascope.records.run import Run
 
 

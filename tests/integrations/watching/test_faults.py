@@ -11,27 +11,24 @@ from tests.integrations.watching.marks import left_behind, marks
 from torch import Tensor
 
 import sigmascope
-from sigmascope.integrations.watching import (
-    activity,
-    calls,
-    denoisers,
-    denoising,
-    encoding_analysis,
-    hearing,
-    instrument,
-    latent_analysis,
-    loading,
-    loras,
-    module_calls,
-    parts,
-    schedulers,
-    session,
-    text,
-    transfers,
-    vae,
-)
-from sigmascope.monitor import live, recorder, scope
-from sigmascope.monitor.live import CURRENT
+from sigmascope.integrations.diffusers import denoising, loading, vae
+from sigmascope.integrations.diffusers import denoising as denoisers
+from sigmascope.integrations.diffusers import denoising as schedulers
+from sigmascope.integrations.diffusers import hooks as instrument
+from sigmascope.integrations.diffusers import hooks as module_calls
+from sigmascope.integrations.diffusers import hooks as parts
+from sigmascope.integrations.diffusers import loading as transfers
+from sigmascope.integrations.diffusers import lora_application as loras
+from sigmascope.integrations.diffusers import pipeline_call as calls
+from sigmascope.integrations.diffusers import text_encoding as encoding_analysis
+from sigmascope.integrations.diffusers import text_encoding as text
+from sigmascope.integrations.diffusers import vae as latent_analysis
+from sigmascope.integrations.diffusers import watch_session as activity
+from sigmascope.integrations.diffusers import watch_session as hearing
+from sigmascope.integrations.diffusers import watch_session as session
+from sigmascope.monitor import recorder, scope
+from sigmascope.monitor import recorder as live
+from sigmascope.monitor.recorder import CURRENT
 
 FAULTS: dict[str, tuple[Any, str]] = {
     f"{getattr(owner, '__name__', owner)}.{name}": (owner, name)

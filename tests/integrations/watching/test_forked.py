@@ -13,8 +13,8 @@ from tests.families import generate
 from torch import Tensor, nn
 
 import sigmascope
-from sigmascope.integrations.watching import taps
-from sigmascope.integrations.watching.imports import FINDER
+from sigmascope.integrations.diffusers import hooks as taps
+from sigmascope.integrations.import_hook import FINDER
 from sigmascope.records.run import Run
 
 pytestmark = [

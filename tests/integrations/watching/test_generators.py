@@ -12,8 +12,8 @@ from tests.integrations.watching.marks import left_behind, marks
 from torch import Tensor, nn
 
 import sigmascope
-from sigmascope.integrations.watching.calls import RUNS_LATER
-from sigmascope.monitor.context import current_recorder
+from sigmascope.integrations.diffusers.pipeline_call import RUNS_LATER
+from sigmascope.monitor.recorder import current_recorder
 
 
 class Denoiser(nn.Module):

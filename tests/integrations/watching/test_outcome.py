@@ -11,8 +11,8 @@ from tests.integrations.watching.marks import left_behind
 from torch import Tensor
 
 import sigmascope
-from sigmascope.integrations.watching.outcome import outcome_of
-from sigmascope.records.finding import Finding
+from sigmascope.integrations.diffusers.pipeline_call import outcome_of
+from sigmascope.records.run import Finding
 
 NAN = float("nan")
 

@@ -10,7 +10,8 @@ from tests.integrations.watching.marks import left_behind, marks
 from torch import Tensor, nn
 
 import sigmascope
-from sigmascope.integrations.watching import hearing, module_calls
+from sigmascope.integrations.diffusers import hooks as module_calls
+from sigmascope.integrations.diffusers import watch_session as hearing
 
 CPU = torch.device("cpu")
 CALLS: list[str] = []

@@ -12,7 +12,7 @@ from tests.integrations.watching.marks import left_behind
 from torch import Tensor
 
 import sigmascope
-from sigmascope.lora.names.unet_names import blocks_of, to_sgm
+from sigmascope.lora.layer_names import blocks_of, to_sgm
 from sigmascope.records.run import Run
 
 _VAE = (

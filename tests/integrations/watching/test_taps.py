@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from sigmascope.integrations.watching.listeners import After, Listener
-from sigmascope.integrations.watching.taps import listen
+from sigmascope.integrations.diffusers.hooks import After, Listener, listen
 
 
 class Host:

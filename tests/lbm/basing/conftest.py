@@ -13,7 +13,7 @@ from tests.sdxl_in_small import sdxl_models
 from torch import Tensor
 
 from sigmascope.lbm.config import LbmConfig, parse_config
-from sigmascope.lora.names.unet_names import blocks_of, to_sgm
+from sigmascope.lora.layer_names import blocks_of, to_sgm
 
 DENOISER: dict[str, Any] = {
     "block_out_channels": [16, 32],

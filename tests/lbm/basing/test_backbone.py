@@ -9,9 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from sigmascope.checkpoints import Checkpoint, TensorInfo
 from sigmascope.errors import CheckpointError, ConfigError
-from sigmascope.lbm.basing.backbone import open_backbone
-from sigmascope.lbm.basing.hub import wanted_files
-from sigmascope.lbm.basing.single_file import read_names
+from sigmascope.lbm.backbone import open_backbone, read_names, wanted_files
 from sigmascope.lbm.config import LbmConfig, parse_config
 from sigmascope.lbm.model import build_lbm
 

@@ -5,10 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sigmascope.checkpoints.torch_archive import StreamingTorchWriter
+from sigmascope.checkpoints.torch_files import StreamingTorchWriter
 from sigmascope.errors import ConfigError, WriteError
-from sigmascope.lbm.base import create_base
-from sigmascope.lbm.basing.targets import all_or_none, choose_targets, config_target
+from sigmascope.lbm.base import all_or_none, choose_targets, config_target, create_base
 from sigmascope.lbm.config import LbmConfig, load_config
 
 

@@ -2,9 +2,9 @@ import pytest
 import torch
 
 from sigmascope.errors import ConfigError
-from sigmascope.lbm.pocket.bench import PocketSubject
+from sigmascope.lbm.pocket.benchmark import PocketSubject
 from sigmascope.pipeline.bench import BenchOptions, run_benchmark
-from sigmascope.records.benchmark import BenchCase, Made
+from sigmascope.records.performance import BenchCase, Made
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ from PIL import Image
 from tests.lbm.shards.making import read_tar
 
 from sigmascope.errors import ConfigError
+from sigmascope.lbm.make_shards import write_pocket_shards
 from sigmascope.lbm.pocket.scenes import COOL, WARM, relighting_pair
-from sigmascope.lbm.pocket.shards import write_pocket_shards
 
 
 def pixels(data: bytes) -> NDArray[np.uint8]:

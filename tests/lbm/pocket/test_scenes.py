@@ -5,6 +5,7 @@ import pytest
 
 from sigmascope.lbm.pocket.scenes import (
     COOL,
+    SOLIDS,
     WARM,
     Light,
     Surfaces,
@@ -12,7 +13,6 @@ from sigmascope.lbm.pocket.scenes import (
     relighting_pair,
     shade,
 )
-from sigmascope.lbm.pocket.solids import SOLIDS
 
 BLACK, WHITE = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
 

@@ -11,12 +11,12 @@ from starlette.testclient import TestClient
 
 from sigmascope.lbm.config import LbmConfig
 from sigmascope.lbm.model import LbmModel, build_lbm
-from sigmascope.lbm.serving.app import make_app
-from sigmascope.lbm.serving.limits import Limits
-from sigmascope.lbm.serving.models import ServedModel
 from sigmascope.lora.apply import attach_lora
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile
+from sigmascope.ui.app import make_app
+from sigmascope.ui.lbm_model import ServedModel
+from sigmascope.ui.security import Limits
 
 LAYER = "denoiser.conv_in"
 HOST = "http://127.0.0.1:7860"

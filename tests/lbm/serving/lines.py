@@ -5,7 +5,7 @@ import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from sigmascope.lbm.serving.jobs import Job, JobLine, Report, Work
+from sigmascope.ui.jobs import Job, JobLine, Report, Work
 
 
 def with_line(scenario: Callable[[JobLine], Awaitable[None]], limit: int = 8) -> None:

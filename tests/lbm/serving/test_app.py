@@ -13,12 +13,12 @@ from starlette.testclient import TestClient
 from tests.lbm.serving.conftest import HOST, Upload, encoded, outcome
 
 from sigmascope.lbm.infer import translate_image
-from sigmascope.lbm.serving import translator
-from sigmascope.lbm.serving.app import make_app
-from sigmascope.lbm.serving.endpoints import ASSETS
-from sigmascope.lbm.serving.limits import Limits
-from sigmascope.lbm.serving.models import ServedModel
 from sigmascope.records.serialization import run_from_json
+from sigmascope.ui import lbm_model as translator
+from sigmascope.ui.app import make_app
+from sigmascope.ui.lbm_model import ServedModel
+from sigmascope.ui.lbm_page import ASSETS
+from sigmascope.ui.security import Limits
 
 
 def pixels(data: bytes) -> Any:

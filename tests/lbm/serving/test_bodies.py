@@ -11,10 +11,10 @@ from starlette.testclient import TestClient
 from starlette.types import ASGIApp, Message
 from tests.lbm.serving.conftest import HOST, encoded
 
-from sigmascope.lbm.serving import endpoints
-from sigmascope.lbm.serving.app import make_app
-from sigmascope.lbm.serving.limits import Limits
-from sigmascope.lbm.serving.models import ServedModel
+from sigmascope.ui import lbm_page as endpoints
+from sigmascope.ui.app import make_app
+from sigmascope.ui.lbm_model import ServedModel
+from sigmascope.ui.security import Limits
 
 Receive = Callable[[], Awaitable[Message]]
 

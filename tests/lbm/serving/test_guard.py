@@ -1,8 +1,7 @@
 import pytest
 from starlette.datastructures import Headers
 
-from sigmascope.lbm.serving.guard import check_request, is_loopback, known_names
-from sigmascope.lbm.serving.refusals import Refusal
+from sigmascope.ui.security import Refusal, check_request, is_loopback, known_names
 
 NAMES = frozenset({"localhost", "127.0.0.1", "studio"})
 

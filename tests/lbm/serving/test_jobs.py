@@ -6,9 +6,9 @@ import pytest
 from tests.lbm.serving.lines import Gate, ended, with_line
 
 from sigmascope.errors import NonFiniteError
-from sigmascope.lbm.serving import jobs
-from sigmascope.lbm.serving.jobs import JobLine, Report
-from sigmascope.lbm.serving.refusals import Refusal
+from sigmascope.ui import jobs
+from sigmascope.ui.jobs import JobLine, Report
+from sigmascope.ui.security import Refusal
 
 
 def test_jobs_run_one_after_another_in_the_order_they_came() -> None:

@@ -8,10 +8,10 @@ from tests.lbm.serving.conftest import LAYER, lora_for
 from sigmascope.errors import ConfigError, ModelMismatchError
 from sigmascope.lbm.config import LbmConfig, parse_config
 from sigmascope.lbm.model import LbmModel, build_lbm
-from sigmascope.lbm.serving.models import ModelOptions, load_served
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile
-from sigmascope.lora.formats.saving import save_lora
+from sigmascope.lora.writer import save_lora
+from sigmascope.ui.lbm_model import ModelOptions, load_served
 
 
 @pytest.fixture

@@ -8,9 +8,8 @@ import pytest
 from PIL import Image
 
 from sigmascope.lbm.images import load_image
-from sigmascope.lbm.serving.limits import Limits
-from sigmascope.lbm.serving.pictures import Pictures, decode
-from sigmascope.lbm.serving.refusals import Refusal
+from sigmascope.ui.requests import Pictures, decode
+from sigmascope.ui.security import Limits, Refusal
 
 
 def encoded(image: Image.Image, kind: str, **options: object) -> bytes:

@@ -5,9 +5,9 @@ import time
 import pytest
 
 from sigmascope.errors import ConfigError
-from sigmascope.lbm.serving import server
-from sigmascope.lbm.serving.jobs import JobLine
-from sigmascope.lbm.serving.server import Address, bind
+from sigmascope.ui import app as server
+from sigmascope.ui.app import Address, bind
+from sigmascope.ui.jobs import JobLine
 
 
 def test_a_port_is_taken_at_once_and_any_free_one_for_0() -> None:

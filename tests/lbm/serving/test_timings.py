@@ -1,7 +1,6 @@
-from sigmascope.lbm.serving.timings import timings
 from sigmascope.records.memory import AcceleratorPeak, PeakMemory
-from sigmascope.records.run import Run, Stage
-from sigmascope.records.steps import Steps
+from sigmascope.records.run import Run, Stage, Steps
+from sigmascope.ui.lbm_model import timings
 
 MIB = 1024**2
 

@@ -10,12 +10,9 @@ from PIL import Image
 from sigmascope.errors import SigmascopeError
 from sigmascope.lbm.infer import translate_image
 from sigmascope.lbm.model import LbmModel
-from sigmascope.lbm.serving.models import ServedModel
-from sigmascope.lbm.serving.pictures import Picture
-from sigmascope.lbm.serving.recent import Recent
-from sigmascope.lbm.serving.translator import Made, Translator
-from sigmascope.lbm.serving.wishes import Wish
 from sigmascope.records.serialization import run_from_json
+from sigmascope.ui.lbm_model import Made, ServedModel, Translator
+from sigmascope.ui.requests import Picture, Recent, Wish
 
 Told = list[tuple[str, int, int]]
 
@@ -157,7 +154,7 @@ def test_out_of_memory_says_what_to_do(
     def fail(*args: object, **options: object) -> None:
         raise error
 
-    monkeypatch.setattr("sigmascope.lbm.serving.translator.translate_image", fail)
+    monkeypatch.setattr("sigmascope.ui.lbm_model.translate_image", fail)
     with pytest.raises(SigmascopeError, match="does not fit") as caught:
         translator.translate(picture, wish(), silent)
     assert caught.value.hint is not None

@@ -2,9 +2,8 @@ import json
 
 import pytest
 
-from sigmascope.lbm.serving.limits import Limits
-from sigmascope.lbm.serving.refusals import Refusal
-from sigmascope.lbm.serving.wishes import check_working_size, read_wish, wished_size
+from sigmascope.ui.requests import check_working_size, read_wish, wished_size
+from sigmascope.ui.security import Limits, Refusal
 
 GOOD = {"picture": "p", "client": "c"}
 

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from sigmascope.errors import ConfigError, FileError
-from sigmascope.lbm.shards.names import expand_shards
+from sigmascope.lbm.shards import expand_shards
 
 
 @pytest.fixture

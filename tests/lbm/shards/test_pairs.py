@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from sigmascope.errors import ConfigError, FileError
-from sigmascope.lbm.shards.pairs import find_pairs
+from sigmascope.lbm.make_shards import find_pairs
 
 KEYS = ("source", "target")
 

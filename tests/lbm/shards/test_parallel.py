@@ -3,7 +3,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from sigmascope.lbm.shards.parallel import map_ahead
+from sigmascope.lbm.samples import map_ahead
 
 
 @pytest.mark.parametrize("workers", [0, 1, 4])

@@ -6,14 +6,7 @@ from PIL import Image
 from tests.lbm.shards.making import encoded, noise
 
 from sigmascope.errors import DataError
-from sigmascope.lbm.shards.pictures import (
-    Cut,
-    apply_cut,
-    choose_cut,
-    decode_mask,
-    decode_picture,
-    same_shape,
-)
+from sigmascope.lbm.samples import Cut, apply_cut, choose_cut, decode_mask, decode_picture, same_shape
 
 BICUBIC = Image.Resampling.BICUBIC
 

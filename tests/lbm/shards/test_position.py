@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sigmascope.lbm.shards.position import DataPosition, dealt_anew
+from sigmascope.lbm.data import DataPosition, dealt_anew
 
 
 def numbers(position: DataPosition, process: int, processes: int, samples: int) -> list[int]:

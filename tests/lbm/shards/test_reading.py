@@ -9,7 +9,7 @@ from tests.lbm.shards.making import encoded as png
 from tests.lbm.shards.making import noise, pair, write_tar
 
 from sigmascope.errors import FileError
-from sigmascope.lbm.shards.reading import RawSample, read_shard
+from sigmascope.lbm.shards import RawSample, read_shard
 
 KEYS = ("source", "target")
 

@@ -7,8 +7,8 @@ from tests.lbm.shards.making import encoded, noise
 
 from sigmascope.errors import DataError
 from sigmascope.lbm.config import LbmConfig
-from sigmascope.lbm.shards.reading import RawSample
-from sigmascope.lbm.shards.samples import Sample, SampleDecoder
+from sigmascope.lbm.samples import Sample, SampleDecoder
+from sigmascope.lbm.shards import RawSample
 
 
 def config(**changes: Any) -> LbmConfig:

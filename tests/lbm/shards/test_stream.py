@@ -5,8 +5,7 @@ import pytest
 from tests.lbm.shards.making import encoded as png
 from tests.lbm.shards.making import noise, pair, write_tar
 
-from sigmascope.lbm.shards.reading import RawSample
-from sigmascope.lbm.shards.stream import Order, Share, mixed
+from sigmascope.lbm.shards import Order, RawSample, Share, mixed
 
 KEYS = ("source", "target")
 

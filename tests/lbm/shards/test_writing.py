@@ -6,8 +6,8 @@ import pytest
 from tests.lbm.shards.making import read_tar
 
 from sigmascope.errors import ConfigError, WriteError
-from sigmascope.lbm.shards import writing
-from sigmascope.lbm.shards.writing import EncodedSample, ShardTarget, shard_pattern, write_shards
+from sigmascope.lbm import make_shards as writing
+from sigmascope.lbm.make_shards import EncodedSample, ShardTarget, shard_pattern, write_shards
 
 
 def samples(count: int) -> list[EncodedSample]:

@@ -10,10 +10,10 @@ from tests.lbm.training.small_run import SmallRun
 from tests.lbm.training.two_processes import run_two
 
 from sigmascope.errors import ConfigError
-from sigmascope.lbm.train import train
-from sigmascope.lbm.training import accelerating
-from sigmascope.lbm.training.accelerating import accelerated, check_spreading
-from sigmascope.lbm.training.checkpoint_files import read_state
+from sigmascope.lbm.training import accelerate as accelerating
+from sigmascope.lbm.training.accelerate import accelerated, check_spreading
+from sigmascope.lbm.training.checkpoints import read_state
+from sigmascope.lbm.training.train import train
 
 FORKED = pytest.mark.skipif(sys.platform != "linux", reason="processes are forked, over gloo")
 NO_GPU = pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a GPU")

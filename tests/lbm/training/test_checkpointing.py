@@ -15,11 +15,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sigmascope.errors import CheckpointError, ConfigError, WriteError
-from sigmascope.lbm.training.checkpoint_files import TrainingState, read_state
-from sigmascope.lbm.training.checkpoint_writing import write_state
-from sigmascope.lbm.training.checkpointing import CheckpointFolder
-from sigmascope.lbm.training.random_state import random_state, restore_random_state
-from sigmascope.lbm.training.state_packing import pack, unpack
+from sigmascope.lbm.training.checkpoints import (
+    CheckpointFolder,
+    TrainingState,
+    pack,
+    random_state,
+    read_state,
+    restore_random_state,
+    unpack,
+    write_state,
+)
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
 NESTS = st.recursive(

@@ -15,12 +15,11 @@ from tests.lbm.training.two_processes import free_port
 from tests.lbm.training.two_trainings import FULL, WATCHED, Spreading, check_bf16, check_logs
 from torch import Tensor, nn
 
-from sigmascope.lbm.train import train
 from sigmascope.lbm.training import session
-from sigmascope.lbm.training.checkpoint_files import read_state
-from sigmascope.lbm.training.checkpointing import find_checkpoints
-from sigmascope.lbm.training.deepspeed_engine import EngineOptimizer
-from sigmascope.lbm.training.preparing import Prepared, prepare_step
+from sigmascope.lbm.training.accelerate import Prepared, prepare_step
+from sigmascope.lbm.training.checkpoints import find_checkpoints, read_state
+from sigmascope.lbm.training.deepspeed import EngineOptimizer
+from sigmascope.lbm.training.train import train
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="processes are forked, over gloo"),

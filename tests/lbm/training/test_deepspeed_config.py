@@ -12,10 +12,8 @@ from tests.lbm.training.small_run import SmallRun
 from torch import Tensor, nn
 
 from sigmascope.errors import ConfigError
-from sigmascope.lbm.training.accelerating import accelerated
-from sigmascope.lbm.training.backends import EngineBackend
-from sigmascope.lbm.training.deepspeed_config import check_deepspeed, deepspeed_plugin
-from sigmascope.lbm.training.deepspeed_engine import EngineOptimizer
+from sigmascope.lbm.training.accelerate import EngineBackend, accelerated
+from sigmascope.lbm.training.deepspeed import EngineOptimizer, check_deepspeed, deepspeed_plugin
 
 ZERO = {"stage": 2, "reduce_bucket_size": "auto", "overlap_comm": True}
 

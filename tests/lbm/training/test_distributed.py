@@ -9,7 +9,7 @@ import pytest
 from tests.lbm.training.tiny_run import batch_of
 
 from sigmascope.errors import DataError, OtherProcessError, SigmascopeError, WriteError
-from sigmascope.lbm.batches import Batch
+from sigmascope.lbm.data import Batch
 from sigmascope.lbm.training.distributed import Group, Team, groups
 
 SECONDS = 5

@@ -6,7 +6,7 @@ import torch
 from scipy import stats
 from tests.lbm.training.tiny_run import tiny_settings
 
-from sigmascope.lbm.training.draws import draw_bridge, draw_offset, generator_for, generators_for
+from sigmascope.lbm.training.objective import draw_bridge, draw_offset, generator_for, generators_for
 
 SAMPLES = 2000
 SIGNIFICANCE = 0.01

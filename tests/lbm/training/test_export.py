@@ -11,11 +11,11 @@ from sigmascope.errors import NonFiniteError
 from sigmascope.lbm.model import LbmModel, load_lbm
 from sigmascope.lbm.pocket import BASE_PATH, TUNED_PATH
 from sigmascope.lbm.training.export import stored_lora, training_metadata, write_trained
-from sigmascope.lbm.training.injection import TrainableLora, inject_lora, prepare_full
+from sigmascope.lbm.training.lora_layers import TrainableLora, inject_lora, prepare_full
 from sigmascope.lbm.training.settings import TrainSettings, parse_train_settings
 from sigmascope.lora.apply import attach_lora
-from sigmascope.lora.formats.opening import load_lora
-from sigmascope.lora.inspection.training_metadata import read_training_facts
+from sigmascope.lora.metadata import read_training_facts
+from sigmascope.lora.reader import load_lora
 from sigmascope.lora.validate import validate_lora
 
 FORMATS = ("native", "kohya", "peft")

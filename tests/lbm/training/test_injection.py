@@ -12,7 +12,7 @@ from torch import Tensor
 from sigmascope.errors import ConfigError
 from sigmascope.lbm.config import parse_config
 from sigmascope.lbm.model import LbmModel, build_lbm
-from sigmascope.lbm.training.injection import (
+from sigmascope.lbm.training.lora_layers import (
     TrainableLora,
     fresh_down,
     inject_lora,
@@ -22,8 +22,8 @@ from sigmascope.lbm.training.injection import (
 )
 from sigmascope.lora.apply import attach_lora
 from sigmascope.lora.file import LoraFile
-from sigmascope.lora.formats.opening import load_lora
-from sigmascope.lora.formats.saving import save_lora
+from sigmascope.lora.reader import load_lora
+from sigmascope.lora.writer import save_lora
 
 X = torch.randn(2, 4, 16, 16, generator=torch.Generator().manual_seed(3))
 SIGMA = torch.tensor([0.25, 1.0])
@@ -242,6 +242,6 @@ def test_a_peft_that_takes_patterns_otherwise_is_refused(monkeypatch: pytest.Mon
         config.rank_pattern = {}
         return peft.inject_adapter_in_model(config, *args, **kwargs)
 
-    monkeypatch.setattr("sigmascope.lbm.training.peft_layers.inject_adapter_in_model", without_patterns)
+    monkeypatch.setattr("sigmascope.lbm.training.lora_layers.inject_adapter_in_model", without_patterns)
     with pytest.raises(ConfigError, match="PEFT gave it rank"):
         inject_lora(new_model(), tiny_settings(rank=6, conv_rank=3, trainable_lora_modules=SOME))

@@ -11,14 +11,13 @@ from tests.lbm.training.small_run import SmallRun, weights_at, write_tar
 
 from sigmascope import load_run
 from sigmascope.errors import ConfigError, DataError, NonFiniteError
-from sigmascope.lbm.model import LbmModel, load_lbm
-from sigmascope.lbm.train import Listeners, train
-from sigmascope.lbm.training.injection import inject_lora
-from sigmascope.lbm.training.monitoring import Spent, time_findings
+from sigmascope.lbm.model import LbmModel, load_lbm, load_watched
+from sigmascope.lbm.training.lora_layers import inject_lora
+from sigmascope.lbm.training.metrics import Spent, time_findings
 from sigmascope.lbm.training.objective import Objective
 from sigmascope.lbm.training.session import open_data
-from sigmascope.lbm.watched import load_watched
-from sigmascope.lora.formats.opening import load_lora
+from sigmascope.lbm.training.train import Listeners, train
+from sigmascope.lora.reader import load_lora
 
 SGD: dict[str, Any] = {"optimizer": "SGD", "learning_rate": 1.0, "max_grad_norm": None, "shuffle_buffer": 1}
 
@@ -94,7 +93,7 @@ def test_only_what_is_trained_changes(small_run: SmallRun, monkeypatch: pytest.M
         seen.append(dict(model.state_dict()))  # the very tensors that training works with
         return model
 
-    monkeypatch.setattr("sigmascope.lbm.training.starting.load_watched", loaded)
+    monkeypatch.setattr("sigmascope.lbm.training.train.load_watched", loaded)
     train(small_run.settings(max_steps=3))
     assert all(torch.equal(seen[0][key], before[key]) for key in before)
     lora = load_lora(small_run.out / "lora.safetensors")

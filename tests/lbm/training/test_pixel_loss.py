@@ -9,9 +9,7 @@ from torch import Tensor, nn
 
 from sigmascope.errors import ConfigError
 from sigmascope.lbm.model import LbmModel
-from sigmascope.lbm.training.draws import generators_for
-from sigmascope.lbm.training.objective import Objective
-from sigmascope.lbm.training.pixel_loss import PixelLoss, cropped
+from sigmascope.lbm.training.objective import Objective, PixelLoss, cropped, generators_for
 
 FACTOR = 2
 

@@ -4,15 +4,15 @@ from pathlib import Path
 
 import pytest
 
+from sigmascope.lbm.make_shards import write_pocket_shards
 from sigmascope.lbm.model import load_lbm
 from sigmascope.lbm.pocket import BASE_PATH
-from sigmascope.lbm.pocket.quality import relighting_psnr
+from sigmascope.lbm.pocket.benchmark import relighting_psnr
 from sigmascope.lbm.pocket.scenes import COOL
-from sigmascope.lbm.pocket.shards import write_pocket_shards
-from sigmascope.lbm.train import train
 from sigmascope.lbm.training.settings import load_train_settings
+from sigmascope.lbm.training.train import train
 from sigmascope.lora.apply import attach_lora
-from sigmascope.lora.formats.opening import load_lora
+from sigmascope.lora.reader import load_lora
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "train_pocket_lora"
 HELD_OUT = range(8)

@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 from tests.lbm.training.small_run import SmallRun, same, weights_at
 
 from sigmascope.errors import CheckpointError, ConfigError
-from sigmascope.lbm.train import Listeners, StepLog, train
-from sigmascope.lbm.training.checkpoint_files import read_state
-from sigmascope.lbm.training.identity import require_same
-from sigmascope.lbm.training.monitoring import Watch
+from sigmascope.lbm.training.checkpoints import read_state
+from sigmascope.lbm.training.metrics import Watch
+from sigmascope.lbm.training.session import require_same
+from sigmascope.lbm.training.train import Listeners, StepLog, train
 
 PLAIN: dict[str, Any] = {}
 ELABORATE: dict[str, Any] = {

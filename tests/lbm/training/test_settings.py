@@ -6,8 +6,7 @@ import yaml
 from tests.lbm.training.tiny_run import RUN
 
 from sigmascope.errors import ConfigError
-from sigmascope.lbm.config import LbmConfig, parse_config
-from sigmascope.lbm.config_kinds import TRAINING_NEEDS
+from sigmascope.lbm.config import TRAINING_NEEDS, LbmConfig, parse_config
 from sigmascope.lbm.pocket import BASE_PATH, CONFIG_PATH
 from sigmascope.lbm.training.settings import TrainSettings, load_train_settings, parse_train_settings
 

@@ -12,12 +12,10 @@ from tests.lbm.training.small_run import SmallRun, near
 from tests.lbm.training.two_trainings import FULL, WATCHED, Spreading, check_bf16, check_logs
 
 from sigmascope.errors import ConfigError
-from sigmascope.lbm.train import train
-from sigmascope.lbm.training.accelerating import check_spreading
-from sigmascope.lbm.training.checkpoint_files import read_state
-from sigmascope.lbm.training.checkpointing import find_checkpoints
-from sigmascope.lbm.training.preparing import Prepared
-from sigmascope.lbm.training.sharding import here
+from sigmascope.lbm.training.accelerate import Prepared, check_spreading
+from sigmascope.lbm.training.checkpoints import find_checkpoints, read_state
+from sigmascope.lbm.training.distributed import here
+from sigmascope.lbm.training.train import train
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are forked, over gloo")
 

@@ -4,12 +4,14 @@ from tests.lbm.training.tiny_run import new_model
 
 from sigmascope.errors import ConfigError, LoraFormatError, ModelMismatchError
 from sigmascope.lbm.model import LbmModel, build_lbm
-from sigmascope.lbm.training.layer_selection import matched_counts, matches, select_layers
-from sigmascope.lbm.training.targets import (
+from sigmascope.lbm.training.target_modules import (
     choose_modules,
     continue_modules,
     denoiser_layers,
+    matched_counts,
+    matches,
     plan_full,
+    select_layers,
 )
 from sigmascope.lora.adapters import DiffChange
 from sigmascope.lora.factors import LoraFactors

@@ -53,7 +53,7 @@ def test_what_libraries_print_is_not_among_the_json(
 ) -> None:
     """As DeepSpeed does, which is imported only as training begins."""
     module = import_module(
-        {"train": "sigmascope.lbm.train", "dry_run": "sigmascope.lbm.training.dry_run"}[name]
+        {"train": "sigmascope.lbm.training.train", "dry_run": "sigmascope.lbm.training.dry_run"}[name]
     )
     work = getattr(module, name)
 

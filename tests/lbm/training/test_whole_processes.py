@@ -16,9 +16,8 @@ from safetensors.torch import load_file
 from tests.lbm.training.small_run import SmallRun, same, weights_at
 from tests.lbm.training.two_processes import run_two
 
-from sigmascope.lbm.train import train
-from sigmascope.lbm.training.checkpoint_files import read_state
-from sigmascope.lbm.training.checkpointing import find_checkpoints
+from sigmascope.lbm.training.checkpoints import find_checkpoints, read_state
+from sigmascope.lbm.training.train import train
 
 pytestmark = pytest.mark.slow
 

@@ -6,8 +6,8 @@ import torch
 from tests.lbm.conftest import TINY
 from torch import nn
 
-from sigmascope.lbm.batches import Batch
 from sigmascope.lbm.config import parse_config
+from sigmascope.lbm.data import Batch
 from sigmascope.lbm.model import LbmModel, build_lbm
 from sigmascope.lbm.training.settings import TrainSettings, parse_train_settings
 

@@ -20,11 +20,11 @@ from safetensors.torch import load_file
 from tests.lbm.training.small_run import SmallRun, same, weights_at
 from tests.lbm.training.two_processes import Ended, run_two
 
-from sigmascope.lbm.train import StepLog, train
 from sigmascope.lbm.training import session
-from sigmascope.lbm.training.checkpointing import find_checkpoints
-from sigmascope.lbm.training.preparing import Prepared, prepare_step
+from sigmascope.lbm.training.accelerate import Prepared, prepare_step
+from sigmascope.lbm.training.checkpoints import find_checkpoints
 from sigmascope.lbm.training.settings import TrainSettings
+from sigmascope.lbm.training.train import StepLog, train
 from sigmascope.lbm.training.validation import Validation
 
 TIMEOUT = 240

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from sigmascope.probes.adapters.applied import AppliedPatch
+from sigmascope.probes.applied_patch import AppliedPatch
 
 MakePatch = Callable[..., AppliedPatch]
 

@@ -13,7 +13,7 @@ from tests.comfy_shapes.files import FILES
 from torch import Tensor, nn
 
 from sigmascope.lora.effect import effect_of, measured_effect
-from sigmascope.probes.adapters.comfyui import read_patches
+from sigmascope.probes.comfyui_patcher import read_patches
 
 pytestmark = pytest.mark.comfyui
 

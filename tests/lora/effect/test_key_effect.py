@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sigmascope.lora.effect import effect_of, measured_effect
-from sigmascope.probes.adapters.applied import AppliedPatch
+from sigmascope.probes.applied_patch import AppliedPatch
 
 Randn = Callable[..., torch.Tensor]
 MakePatch = Callable[..., AppliedPatch]

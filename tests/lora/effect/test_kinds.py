@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sigmascope.lora.effect import effect_of
-from sigmascope.probes.adapters.applied import AppliedPatch
+from sigmascope.probes.applied_patch import AppliedPatch
 
 Randn = Callable[..., Tensor]
 MakePatch = Callable[..., AppliedPatch]
@@ -125,7 +125,7 @@ def test_boft_of_one_stage_turns_pairs_of_halves(randn: Randn, make_patch: MakeP
 
 
 def test_rotations_leave_the_length_of_a_weight(randn: Randn, make_patch: MakePatch) -> None:
-    from sigmascope.lora.effect.rotations import boft_change
+    from sigmascope.lora.patches import boft_change
 
     weight = randn(16, 6).double()
     turned = weight + boft_change(weight, randn(2, 4, 4, 4).double(), None, 0.0, 1.0)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from sigmascope.lora.effect import effect_of, measured_effect
-from sigmascope.probes.adapters.peft import base_weight, read_adapters
+from sigmascope.probes.peft import base_weight, read_adapters
 
 peft: Any = pytest.importorskip("peft")
 

@@ -3,10 +3,9 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from sigmascope.lora.extract import ExtractOptions
-from sigmascope.lora.extraction import job_identity as module
-from sigmascope.lora.extraction.job_identity import job_identity
-from sigmascope.lora.models.pairs import open_pair
+from sigmascope.lora import extract as module
+from sigmascope.lora.extract import ExtractOptions, job_identity
+from sigmascope.lora.pairs import open_pair
 
 if TYPE_CHECKING:
     from tests.conftest import MakePair

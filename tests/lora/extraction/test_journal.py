@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sigmascope.errors import CheckpointError, ConfigError, WriteError
-from sigmascope.lora.extraction.journal import Journal
+from sigmascope.lora.journal import Journal
 
 
 def fill(journal: Journal, *names: str) -> None:
@@ -112,7 +112,7 @@ def test_a_file_that_is_no_journal_is_begun_anew(target: Path, content: bytes) -
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no flock")
 def test_two_processes_at_one_target_are_refused(target: Path) -> None:
     code = (
-        "import sys, pathlib; from sigmascope.lora.extraction.journal import Journal\n"
+        "import sys, pathlib; from sigmascope.lora.journal import Journal\n"
         "with Journal(pathlib.Path(sys.argv[1]), 'job'): print('in', flush=True); sys.stdin.read()"
     )
     other = subprocess.Popen(

@@ -4,7 +4,7 @@ import time
 import pytest
 import torch
 
-from sigmascope.lora.extraction.layer_pool import run_layers, run_layers_in_order, worker_count
+from sigmascope.lora.parallel import run_layers, run_layers_in_order, worker_count
 
 
 def test_every_layer_is_worked_on_once() -> None:

@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sigmascope.errors import NonFiniteError
-from sigmascope.lora.extraction import layer_stream
-from sigmascope.lora.extraction.layer_stream import LayerReader, StreamedChange
-from sigmascope.lora.models.pairs import open_pair
+from sigmascope.lora import layer_extraction as layer_stream
+from sigmascope.lora.layer_extraction import LayerReader, StreamedChange
+from sigmascope.lora.pairs import open_pair
 
 State = dict[str, Tensor]
 Write = Callable[[Path, State], Path]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from sigmascope.errors import ConfigError
-from sigmascope.lora.extraction.own_file import open_own
+from sigmascope.lora.journal import open_own
 
 fcntl = pytest.importorskip("fcntl", reason="Windows has neither flock nor such links")
 

@@ -4,13 +4,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from sigmascope.lora.compare import ModuleDifference, ModuleSide, compare_deltas, compare_factors
 from sigmascope.lora.factors import LoraFactors
-from sigmascope.lora.inspection.module_difference import (
-    ModuleDifference,
-    ModuleSide,
-    compare_deltas,
-    compare_factors,
-)
 
 MakeFactors = Callable[..., LoraFactors]
 

@@ -5,7 +5,7 @@ import torch
 from scipy.linalg import subspace_angles
 
 from sigmascope.lora.factors import LoraFactors
-from sigmascope.lora.inspection.shared_spaces import shared_spaces
+from sigmascope.lora.overlap import shared_spaces
 
 Randn = Callable[..., torch.Tensor]
 

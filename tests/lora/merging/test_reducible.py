@@ -7,10 +7,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sigmascope.errors import NonFiniteError
-from sigmascope.lora.factors import LoraFactors
-from sigmascope.lora.inspection.factor_differences import difference_norm
-from sigmascope.lora.merging.factored_change import FactoredChange
-from sigmascope.lora.merging.reducible import FormedChange
+from sigmascope.lora.factors import LoraFactors, difference_norm
+from sigmascope.lora.truncation import FactoredChange, FormedChange
 
 MakeFactors = Callable[..., LoraFactors]
 

@@ -4,15 +4,12 @@ import pytest
 import torch
 
 from sigmascope.errors import ConfigError
+from sigmascope.lora.budget import Budget
 from sigmascope.lora.factors import LoraFactors
-from sigmascope.lora.merging.reduced_module import ReducedModule
-from sigmascope.lora.merging.reducible import FormedChange, reducible
-from sigmascope.lora.merging.reduction import RankPlan, Reduction
-from sigmascope.lora.ranking.budget import Budget
-from sigmascope.lora.ranking.rank_methods import MethodRank
-from sigmascope.lora.ranking.rank_rules import RankRules
-from sigmascope.lora.ranking.storage_cost import StorageCost
-from sigmascope.lora.ranks import FixedRank
+from sigmascope.lora.file_size import StorageCost
+from sigmascope.lora.ranks import FixedRank, MethodRank, RankRules
+from sigmascope.lora.resize import RankPlan, ReducedModule, Reduction
+from sigmascope.lora.truncation import FormedChange, reducible
 from sigmascope.progress import no_progress
 
 MakeFactors = Callable[..., LoraFactors]

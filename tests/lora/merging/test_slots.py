@@ -4,7 +4,7 @@ import time
 import pytest
 import torch
 
-from sigmascope.lora.merging.slots import Slot, map_in_order
+from sigmascope.lora.parallel import Slot, map_in_order
 
 
 def test_results_come_in_order_whatever_takes_longest() -> None:

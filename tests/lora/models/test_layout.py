@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from sigmascope.lora.models.layout import ModelLayout, Part, layout_of
+from sigmascope.lora.families import ModelLayout, Part, layout_of
 
 if TYPE_CHECKING:
     from torch import nn

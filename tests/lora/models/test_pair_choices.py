@@ -8,12 +8,12 @@ import torch
 from safetensors.torch import save_file
 
 from sigmascope.errors import CheckpointError, ConfigError, ModelMismatchError
-from sigmascope.lora.models.pairs import CheckpointPair, PairOptions, open_pair
+from sigmascope.lora.pairs import CheckpointPair, PairOptions, open_pair
 
 if TYPE_CHECKING:
     from tests.conftest import MakePair, State
 
-    from sigmascope.records.finding import Finding
+    from sigmascope.records.run import Finding
 
 CONV_IN = "denoiser.conv_in.weight"
 CONV_OUT = "denoiser.conv_out.weight"

@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from sigmascope.errors import ModelMismatchError
-from sigmascope.lora.models.layout import Part
-from sigmascope.lora.models.pairs import PairOptions, open_pair
+from sigmascope.lora.families import Part
+from sigmascope.lora.pairs import PairOptions, open_pair
 
 State = dict[str, Tensor]
 CPU = torch.device("cpu")

@@ -7,14 +7,14 @@ import torch
 from safetensors.torch import save_file
 
 from sigmascope.errors import CheckpointError, ModelMismatchError, NonFiniteError
-from sigmascope.lora.models.pairs import open_pair
+from sigmascope.lora.pairs import open_pair
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from tests.conftest import MakePair, ModelPair, State
 
-    from sigmascope.lora.models.pairs import CheckpointPair
+    from sigmascope.lora.pairs import CheckpointPair
 
 CPU = torch.device("cpu")
 CONV_IN = "denoiser.conv_in.weight"

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from sigmascope.errors import LoraFormatError
 from sigmascope.lora.adapters import DiffChange
+from sigmascope.lora.alignment import align
 from sigmascope.lora.factors import LoraFactors
+from sigmascope.lora.families import ModelLayout
 from sigmascope.lora.file import LoraFile
-from sigmascope.lora.formats.opening import open_lora
-from sigmascope.lora.models.layout import ModelLayout
-from sigmascope.lora.names.alignment import align
-from sigmascope.lora.names.transformer_names import row_of_diffusers
+from sigmascope.lora.layer_names import row_of_diffusers
+from sigmascope.lora.reader import open_lora
 
 diffusers: Any = pytest.importorskip("diffusers")
 
@@ -210,7 +210,7 @@ def test_a_fused_matrix_of_another_width_is_refused_by_name() -> None:
 
 
 def test_a_lora_of_another_format_is_attached_to_a_live_model() -> None:
-    from sigmascope.lora.attach import attach_lora
+    from sigmascope.lora.apply import attach_lora
 
     model = diffusers.UNet2DConditionModel(
         block_out_channels=(4, 8),
@@ -231,7 +231,7 @@ def test_a_lora_of_another_format_is_attached_to_a_live_model() -> None:
 
 
 def test_a_lora_of_more_than_factors_is_not_attached() -> None:
-    from sigmascope.lora.attach import attach_lora
+    from sigmascope.lora.apply import attach_lora
 
     lora = LoraFile(
         {"0": random_factors((4, 3), 1, 0)}, changes={"0.bias": DiffChange({"diff_b": torch.ones(4)})}

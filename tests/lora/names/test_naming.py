@@ -10,20 +10,21 @@ import torch
 
 from sigmascope.errors import LoraFormatError
 from sigmascope.lora.factors import LoraFactors
+from sigmascope.lora.families import ModelLayout
 from sigmascope.lora.file import LoraFile
-from sigmascope.lora.formats.registry import format_named
-from sigmascope.lora.models.layout import ModelLayout
-from sigmascope.lora.names.flat_names import flat, unflattened_denoiser, unflattened_text_encoder
-from sigmascope.lora.names.naming import resolve_names
-from sigmascope.lora.names.transformer_names import row_of_diffusers, row_of_original, rows
-from sigmascope.lora.names.unet_names import (
+from sigmascope.lora.formats import format_named
+from sigmascope.lora.layer_names import (
     SD_BLOCKS,
     SDXL_BLOCKS,
     UnetBlocks,
     blocks_of,
+    row_of_diffusers,
+    row_of_original,
+    rows,
     to_diffusers,
     to_sgm,
 )
+from sigmascope.lora.module_names import flat, resolve_names, unflattened_denoiser, unflattened_text_encoder
 
 if TYPE_CHECKING:
     from torch import nn

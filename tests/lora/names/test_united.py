@@ -5,9 +5,9 @@ import torch
 
 from sigmascope.errors import LoraFormatError
 from sigmascope.lora.adapters import DiffChange
+from sigmascope.lora.alignment import unite
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile
-from sigmascope.lora.names.united import unite
 
 MakeFactors = Callable[..., LoraFactors]
 

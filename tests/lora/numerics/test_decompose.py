@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sigmascope.errors import NonFiniteError
-from sigmascope.lora.numerics.decompose import StoredChange, at_full_rank, decompose
+from sigmascope.lora.decompose import StoredChange, at_full_rank, decompose
 
 SHAPES = {
     "wide Linear": (150, 260),

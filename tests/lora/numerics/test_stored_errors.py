@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sigmascope.lora.numerics import stored_errors as module
-from sigmascope.lora.numerics.projection import project
-from sigmascope.lora.numerics.stored_errors import StoredFactors, stored_errors
+from sigmascope.lora import decompose as module
+from sigmascope.lora.decompose import StoredFactors, project, stored_errors
 
 PRECISION = 1e-4  # of each squared error, however little is left
 

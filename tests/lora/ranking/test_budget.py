@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sigmascope.lora.ranking.budget import Allocation, Budget, StorageCost
-from sigmascope.lora.ranking.spectrum import Spectrum
+from sigmascope.lora.budget import Allocation, Budget, StorageCost
+from sigmascope.lora.spectrum import Spectrum
 
 FREE = StorageCost(2)
 LAYERS: dict[str, tuple[int, ...]] = {

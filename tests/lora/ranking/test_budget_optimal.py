@@ -11,8 +11,8 @@ import pytest
 import torch
 from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 
-from sigmascope.lora.ranking.budget import Budget, StorageCost
-from sigmascope.lora.ranking.spectrum import Spectrum
+from sigmascope.lora.budget import Budget, StorageCost
+from sigmascope.lora.spectrum import Spectrum
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,9 +5,8 @@ import pytest
 import torch
 
 from sigmascope.errors import ConfigError
-from sigmascope.lora.ranking.budget import Budget, StorageCost
-from sigmascope.lora.ranking.layer_weights import parse_weights
-from sigmascope.lora.ranking.spectrum import Spectrum
+from sigmascope.lora.budget import Budget, StorageCost, parse_weights
+from sigmascope.lora.spectrum import Spectrum
 
 FREE = StorageCost(2)
 SHAPES: dict[str, tuple[int, ...]] = {"mid.conv": (16, 8, 3, 3), "up.attn": (40, 24)}

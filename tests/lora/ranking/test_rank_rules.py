@@ -1,10 +1,8 @@
 import pytest
 
 from sigmascope.errors import ConfigError
-from sigmascope.lora.ranking.layer_patterns import nearest_layers
-from sigmascope.lora.ranking.rank_methods import MethodRank
-from sigmascope.lora.ranking.rank_rules import RankRules, parse_overrides, split_patterns
-from sigmascope.lora.ranks import FixedRank
+from sigmascope.lora.layers import nearest_layers
+from sigmascope.lora.ranks import FixedRank, MethodRank, RankRules, parse_overrides, split_patterns
 
 LAYERS = [
     "denoiser.conv_in",

@@ -3,9 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sigmascope.errors import ConfigError
-from sigmascope.lora.ranking.rank_methods import METHODS, MethodRank
-from sigmascope.lora.ranking.rank_spec import parse_policy
-from sigmascope.lora.ranks import FULL_RANK, FixedRank, RankPolicy
+from sigmascope.lora.ranks import FULL_RANK, METHODS, FixedRank, MethodRank, RankPolicy, parse_policy
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sigmascope.errors import ConfigError
-from sigmascope.lora.ranking.sizes import format_size, parse_share, parse_size
+from sigmascope.units import format_size, parse_share, parse_size
 
 
 @pytest.mark.parametrize(

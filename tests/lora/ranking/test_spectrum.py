@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from sigmascope.errors import NonFiniteError
-from sigmascope.lora.ranking.spectrum import Spectrum
+from sigmascope.lora.spectrum import Spectrum
 
 
 def leading(matrix: Tensor, count: int) -> Spectrum:

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from sigmascope.checkpoints.writer import save_safetensors
-from sigmascope.lora.ranking.storage_cost import StorageCost
+from sigmascope.checkpoints.safetensors import save_safetensors
+from sigmascope.lora.file_size import StorageCost
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "denoiser.mid_block.attentions.0.proj_in": (96, 64),

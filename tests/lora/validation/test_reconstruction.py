@@ -11,12 +11,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sigmascope.errors import ModelMismatchError, NonFiniteError
+from sigmascope.lora import validate as reconstruction
 from sigmascope.lora.adapters import DiffChange, DoraChange, LohaChange, SetChange
 from sigmascope.lora.factors import LoraFactors
-from sigmascope.lora.models.pairs import open_pair
-from sigmascope.lora.validation import reconstruction
-from sigmascope.lora.validation.reconstruction import Residual, ResidualMeter
-from sigmascope.lora.validation.subtraction import Change, subtraction
+from sigmascope.lora.pairs import open_pair
+from sigmascope.lora.validate import Change, Residual, ResidualMeter, subtraction
 
 KEY = "denoiser.layer.weight"
 BIAS = "denoiser.layer.bias"

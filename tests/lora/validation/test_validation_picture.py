@@ -4,9 +4,13 @@ from xml.etree import ElementTree
 
 import pytest
 
-from sigmascope.lora.validation.module_errors import ModuleError, Status
-from sigmascope.lora.validation.validation_picture import save_validation_picture, validation_svg
-from sigmascope.lora.validation.validation_report import ValidationReport
+from sigmascope.lora.validation_report import (
+    ModuleError,
+    Status,
+    ValidationReport,
+    save_validation_picture,
+    validation_svg,
+)
 
 SVG = "{http://www.w3.org/2000/svg}"
 

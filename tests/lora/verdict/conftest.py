@@ -12,9 +12,9 @@ from torch import nn
 
 from sigmascope.lora.convert import convert_lora
 from sigmascope.lora.factors import LoraFactors
+from sigmascope.lora.families import layout_of
 from sigmascope.lora.file import LoraFile
-from sigmascope.lora.formats.saving import save_lora
-from sigmascope.lora.models.layout import layout_of
+from sigmascope.lora.writer import save_lora
 
 SaveLora = Callable[..., Path]
 

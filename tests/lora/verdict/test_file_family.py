@@ -1,10 +1,10 @@
 import pytest
 import torch
 
+from sigmascope.lora.compatibility import NearestNames
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile
-from sigmascope.lora.verdict.file_family import file_family
-from sigmascope.lora.verdict.nearest import NearestNames
+from sigmascope.lora.module_names import file_family
 
 
 def lora_of(*names: str, width: int = 4, header: dict[str, str] | None = None) -> LoraFile:

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.families import FAMILIES
 
-from sigmascope.lora.verdict.judging import judge_lora
-from sigmascope.lora.verdict.lora_verdict import LoraVerdict
+from sigmascope.lora.compatibility import judge_lora
+from sigmascope.lora.verdict import LoraVerdict
 
 Pipelines = Callable[[str], Any]
 Save = Callable[..., Path]

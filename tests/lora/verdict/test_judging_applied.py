@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.families import FAMILIES, make_pipeline
 
-from sigmascope.lora.verdict.judging_applied import judge_applied
-from sigmascope.probes.adapters.applied import AppliedPatch
-from sigmascope.probes.adapters.peft import read_adapters
+from sigmascope.lora.load_check import judge_applied
+from sigmascope.probes.applied_patch import AppliedPatch
+from sigmascope.probes.peft import read_adapters
 
 Pipelines = Callable[[str], Any]
 Save = Callable[..., Path]

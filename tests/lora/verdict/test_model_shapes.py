@@ -5,10 +5,9 @@ import torch
 from torch import nn
 
 from sigmascope.errors import ModelMismatchError
+from sigmascope.lora.compatibility import judge_lora, layout_for, shapes_of
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile
-from sigmascope.lora.verdict.judging import judge_lora
-from sigmascope.lora.verdict.model_shapes import layout_for, shapes_of
 
 
 def tree(**weights: tuple[int, ...]) -> nn.Module:

@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from sigmascope.lora.factors import LoraFactors
-from sigmascope.lora.verdict.same_change import is_same
-from sigmascope.probes.adapters.applied import AppliedPatch
+from sigmascope.lora.load_check import is_same
+from sigmascope.probes.applied_patch import AppliedPatch
 
 _UP, _DOWN = (torch.randn(*shape, generator=torch.Generator().manual_seed(1)) for shape in ((40, 3), (3, 30)))
 CHANGE = LoraFactors(_UP, _DOWN, 3.0, (40, 30))

@@ -6,8 +6,8 @@ import torch
 from PIL import Image
 
 from sigmascope.errors import ConfigError
-from sigmascope.pipeline.benching.call import call_arguments, check_call, parameters_of, what_was_made
-from sigmascope.records.benchmark import BenchCase, Made
+from sigmascope.pipeline.bench_diffusers import call_arguments, check_call, parameters_of, what_was_made
+from sigmascope.records.performance import BenchCase, Made
 
 from .pipelines import TinyPipeline
 

@@ -7,8 +7,8 @@ from tests.families import FAMILIES, make_pipeline
 
 from sigmascope.errors import ConfigError
 from sigmascope.pipeline.bench import BenchOptions, run_benchmark
-from sigmascope.pipeline.benching.diffusers_subject import DiffusersSubject
-from sigmascope.records.benchmark import BenchCase, Made
+from sigmascope.pipeline.bench_diffusers import DiffusersSubject
+from sigmascope.records.performance import BenchCase, Made
 
 from .pipelines import TinyPipeline, WithoutCallback
 

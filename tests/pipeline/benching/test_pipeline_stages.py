@@ -7,7 +7,7 @@ from tests.families import FAMILIES, generate, make_pipeline
 from torch import nn
 
 from sigmascope.monitor.performance import PerformanceMonitor
-from sigmascope.pipeline.benching.pipeline_stages import PipelineStages
+from sigmascope.pipeline.bench_diffusers import PipelineStages
 from sigmascope.records.run import Run, Stage
 
 from .pipelines import TinyPipeline, WithoutCallback

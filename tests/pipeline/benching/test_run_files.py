@@ -4,8 +4,8 @@ import pytest
 from tests.analysis.run_sets import run
 
 from sigmascope.errors import ConfigError, WriteError
-from sigmascope.pipeline.benching.run_files import RunFiles
-from sigmascope.records.benchmark import BenchCase
+from sigmascope.pipeline.bench import RunFiles
+from sigmascope.records.performance import BenchCase
 
 
 def test_runs_are_numbered_by_case(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from sigmascope.pipeline.benching.waiting import waiter
+from sigmascope.pipeline.bench_diffusers import waiter
 
 
 def test_the_cpu_is_never_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from tests.pipeline.optimized import warm_pipeline
 from tests.pipeline.optimizing.measured import Clock
 
 from sigmascope.monitor.recorder import Recorder
-from sigmascope.pipeline.optimizing import trial_runs
+from sigmascope.pipeline import measure as trial_runs
 
 
 @pytest.fixture

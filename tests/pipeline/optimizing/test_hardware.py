@@ -5,9 +5,9 @@ from collections.abc import Mapping
 import pytest
 from tests.pipeline.optimized import CPU, H100, T4
 
-from sigmascope.pipeline.optimizing.hardware import Hardware, read_hardware
+from sigmascope.pipeline.plan import Hardware, read_hardware
 from sigmascope.probes.accelerators import NullAccelerator
-from sigmascope.records.host import AcceleratorFacts
+from sigmascope.records.facts import AcceleratorFacts
 from sigmascope.records.memory import AcceleratorMemory
 
 

@@ -16,7 +16,7 @@ from tests.pipeline.optimizing.measured import (
     timed,
 )
 
-from sigmascope.analysis.diagnostics.case import cases
+from sigmascope.analysis.generations import cases
 from sigmascope.errors import ConfigError
 
 

@@ -14,7 +14,7 @@ from tests.pipeline.optimizing.measured import (
 )
 from torch import nn
 
-from sigmascope.pipeline.optimizing.trial_runs import Count, Trials
+from sigmascope.pipeline.measure import Count, Trials
 
 
 def test_slow_runs_of_a_busy_machine_do_not_make_a_choice_pay(clock: Clock, sd15: Any) -> None:

@@ -21,7 +21,7 @@ from tests.pipeline.optimized import (
 
 from sigmascope.errors import ConfigError
 from sigmascope.pipeline.optimizer import OptimizationConfig, PipelineOptimizer
-from sigmascope.pipeline.optimizing.config import refuse_unknown
+from sigmascope.pipeline.plan import refuse_unknown
 
 EVERY_FAMILY = pytest.mark.parametrize("family", FAMILIES)
 

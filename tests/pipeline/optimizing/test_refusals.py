@@ -10,9 +10,9 @@ from tests.pipeline.deep_snapshot import deep_snapshot, differences
 from tests.pipeline.optimized import CPU, optimizer
 
 from sigmascope.errors import OptimizationError
+from sigmascope.pipeline import apply_undo as applied
 from sigmascope.pipeline.optimizer import OptimizationConfig, PipelineOptimizer
-from sigmascope.pipeline.optimizing import applied
-from sigmascope.pipeline.optimizing.plan import Choice
+from sigmascope.pipeline.plan import Choice
 from sigmascope.records.memory import MemorySnapshot
 
 

@@ -5,8 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sigmascope.pipeline.optimizing.structure import Structure
-from sigmascope.pipeline.optimizing.weights import Weights
+from sigmascope.pipeline.apply_undo import Structure, Weights
 
 
 class Holder:

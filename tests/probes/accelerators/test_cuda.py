@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from sigmascope.probes import Accelerator, AllocatorBytes, NvmlFacts, Reading
-from sigmascope.probes.accelerators import CudaAccelerator, cuda
-from sigmascope.probes.accelerators.caching import consistent
+from sigmascope.probes import accelerators as cuda
+from sigmascope.probes.accelerators import CudaAccelerator, consistent
 
 MIB = 2**20
 

@@ -2,8 +2,7 @@ from tests.reports.tracing_runs import MIB, arguments_of, events_of, run_of
 
 from sigmascope.records.facts import ModuleFacts, TensorFacts
 from sigmascope.records.memory import AcceleratorPeak, MemoryImpact, MemorySnapshot, PeakMemory
-from sigmascope.records.run import Stage
-from sigmascope.records.steps import Steps
+from sigmascope.records.run import Stage, Steps
 
 
 def test_memory_is_in_mib() -> None:

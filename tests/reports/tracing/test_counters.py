@@ -1,6 +1,6 @@
 from tests.reports.tracing_runs import MIB, events_of, run_of
 
-from sigmascope.records.host import HostFacts
+from sigmascope.records.facts import HostFacts
 from sigmascope.records.memory import (
     AcceleratorMemory,
     AcceleratorPeak,
@@ -9,9 +9,8 @@ from sigmascope.records.memory import (
     PeakMemory,
 )
 from sigmascope.records.merge import merge_runs
-from sigmascope.records.run import Run, Stage
-from sigmascope.records.steps import Steps
-from sigmascope.reports.tracing.counters import PROCESS_COUNTER, SYSTEM_COUNTER
+from sigmascope.records.run import Run, Stage, Steps
+from sigmascope.reports.trace import PROCESS_COUNTER, SYSTEM_COUNTER
 
 
 def points(run: Run, counter: str) -> list[tuple[float, float]]:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from sigmascope.stages.latents.finding_latent import find_latent
+from sigmascope.stages.latent_facts import find_latent
 
 LATENT = torch.arange(2 * 4 * 8 * 8.0).reshape(2, 4, 8, 8)
 CONDITIONING = [[torch.zeros(1, 512, 4096), {"vace_frames": [torch.ones(1, 32, 2, 8, 8)]}]]

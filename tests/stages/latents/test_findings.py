@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from sigmascope.records.finding import Finding
-from sigmascope.records.latent_findings import findings_of_record
-from sigmascope.records.latents import EncodingRecord, StrategyAttempt, VaeFacts
+from sigmascope.records.latents import EncodingRecord, StrategyAttempt, VaeFacts, findings_of_record
+from sigmascope.records.run import Finding
 from sigmascope.stages.latent_encoding import (
     analyze_latent_generation_results,
     capture_latent_generation_baseline,
@@ -186,7 +185,7 @@ def test_a_decoding_has_its_own_words() -> None:
 
 
 def test_the_facts_of_wan_here_are_those_of_the_vae(make_vae: Any) -> None:
-    from sigmascope.stages.latents.vae_facts import vae_facts
+    from sigmascope.stages.vae_facts import vae_facts
 
     real = vae_facts(make_vae("wan"))
     assert all(getattr(real, name) == value for name, value in WAN.items())

@@ -11,11 +11,10 @@ from rich.console import Console
 
 from sigmascope.records.facts import TensorFacts
 from sigmascope.records.latents import EncodingEvent, EncodingRecord, SampleFacts, StrategyAttempt
-from sigmascope.records.peak import AcceleratorPeak, PeakMemory
-from sigmascope.records.snapshot import AcceleratorMemory, MemorySnapshot
+from sigmascope.records.memory import AcceleratorMemory, AcceleratorPeak, MemorySnapshot, PeakMemory
 from sigmascope.stages import latent_encoding
-from sigmascope.stages.latents import analysis as analysis_module
-from sigmascope.stages.latents import baseline as baseline_module
+from sigmascope.stages import latent_encoding as analysis_module
+from sigmascope.stages import latent_encoding as baseline_module
 
 MIB, GIB = 2**20, 2**30
 BEFORE = MemorySnapshot(

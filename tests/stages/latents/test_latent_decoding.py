@@ -8,7 +8,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from sigmascope.stages.latent_decoding import (
+from sigmascope.stages.latent_encoding import (
     analyze_latent_decoding_results,
     capture_latent_decoding_baseline,
     print_latent_decoding_analysis_summary,

@@ -11,7 +11,7 @@ from rich.console import Console
 
 import sigmascope
 from sigmascope.records.latents import EncodingRecord, StrategyAttempt
-from sigmascope.records.peak import PeakMemory
+from sigmascope.records.memory import PeakMemory
 from sigmascope.stages.latent_encoding import (
     analyze_latent_generation_results,
     capture_latent_generation_baseline,

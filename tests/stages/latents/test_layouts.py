@@ -2,7 +2,7 @@
 
 import pytest
 
-from sigmascope.stages.latents.layouts import Sizes, latent_layout, picture_layout, sizes_of
+from sigmascope.stages.latent_layout import Sizes, latent_layout, picture_layout, sizes_of
 
 
 @pytest.mark.parametrize(

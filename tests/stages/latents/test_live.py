@@ -4,8 +4,8 @@ import pytest
 
 from sigmascope.records.facts import TensorFacts
 from sigmascope.records.latents import EncodingEvent, EncodingRecord, SampleFacts, StrategyAttempt
-from sigmascope.records.peak import PeakMemory
-from sigmascope.stages.latents.live import event_lines, start_lines
+from sigmascope.records.memory import PeakMemory
+from sigmascope.stages.latent_summary import event_lines, start_lines
 
 
 def lines(event: EncodingEvent) -> list[str]:

@@ -6,16 +6,20 @@ from typing import Any
 import psutil
 import pytest
 
-from sigmascope.records.peak import AcceleratorPeak, PeakMemory
-from sigmascope.records.snapshot import AcceleratorMemory, MemoryImpact, MemorySnapshot
+from sigmascope.records.memory import (
+    AcceleratorMemory,
+    AcceleratorPeak,
+    MemoryImpact,
+    MemorySnapshot,
+    PeakMemory,
+)
+from sigmascope.stages.baseline import memory_now
 from sigmascope.stages.latent_encoding import (
     _calculate_latent_generation_memory_change,
     capture_latent_generation_baseline,
 )
-from sigmascope.stages.latents.efficiency import gpu_changes, memory_efficiency
-from sigmascope.stages.latents.latent_findings import memory_findings
-from sigmascope.stages.latents.memory import memory_change, snapshot_of
-from sigmascope.stages.memory_now import memory_now
+from sigmascope.stages.latent_performance import gpu_changes, memory_change, memory_efficiency, snapshot_of
+from sigmascope.stages.latent_validation import memory_findings
 
 MIB = 2**20
 DEVICE = AcceleratorMemory("cuda:0", 2048 * MIB, 3072 * MIB, 8192 * MIB, 5120 * MIB)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sigmascope.records.latents import VaeFacts
-from sigmascope.stages.latents.packed import unpack, unpacked
+from sigmascope.stages.latent_layout import unpack, unpacked
 
 FLUX = VaeFacts("AutoencoderKL", 16, 3, 8, 1, is_video=False)
 QWEN = VaeFacts("AutoencoderKLQwenImage", 16, 3, 8, 4, first_frame_apart=True, is_video=True)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sigmascope.records.latents import VaeFacts
-from sigmascope.stages.latents.pictures import Pictures, read_pictures
+from sigmascope.stages.image_facts import Pictures, read_pictures
 
 WAN = VaeFacts("AutoencoderKLWan", 16, 3, 8, 4, first_frame_apart=True, is_video=True)
 

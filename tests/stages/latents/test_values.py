@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from sigmascope.probes import tensor_facts
-from sigmascope.stages.latents import values
-from sigmascope.stages.latents.values import quick_facts
+from sigmascope.probes import tensors as values
+from sigmascope.probes.tensors import quick_facts
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from tests.comfy_shapes.patchers import ModelPatcher
 from tests.comfy_shapes.versions import CLIP
 from tests.stages.lora.conftest import Apply, patches
 
-from sigmascope.records.peak import PeakMemory
+from sigmascope.records.memory import PeakMemory
 from sigmascope.stages.lora_application import analyze_lora_application_results, capture_lora_baseline
 
 UNET_BASELINE = {

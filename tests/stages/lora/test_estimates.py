@@ -5,10 +5,9 @@ import torch
 from torch import Tensor
 
 from sigmascope.lora.effect import effect_of
-from sigmascope.probes.adapters.applied import AppliedPatch
-from sigmascope.probes.samples import samples
-from sigmascope.stages.lora.estimates import rounding, sampled_effect
-from sigmascope.stages.lora.merged_base import beside_unmerged
+from sigmascope.probes.applied_patch import AppliedPatch
+from sigmascope.probes.fingerprints import samples
+from sigmascope.stages.weight_changes import beside_unmerged, rounding, sampled_effect
 
 
 def random(*shape: int, seed: int) -> Tensor:

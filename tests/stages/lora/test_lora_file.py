@@ -9,10 +9,10 @@ from tests.comfy_shapes.adapters import lora_adapter, lora_parts
 from tests.comfy_shapes.modules import Q
 from tests.comfy_shapes.patchers import ModelPatcher
 
-from sigmascope.lora.verdict.lora_verdict import LoraVerdict
-from sigmascope.records.finding import Finding
-from sigmascope.stages.lora.findings import FileFindings
+from sigmascope.lora.verdict import LoraVerdict
+from sigmascope.records.run import Finding
 from sigmascope.stages.lora_application import analyze_lora_application_results, capture_lora_baseline
+from sigmascope.stages.lora_findings import FileFindings
 
 
 @pytest.fixture

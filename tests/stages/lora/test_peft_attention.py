@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from sigmascope.probes.modules import module_facts
+from sigmascope.probes.models import module_facts
 from sigmascope.stages.lora_application import analyze_lora_application_results, capture_lora_baseline
 
 pytestmark = pytest.mark.filterwarnings("ignore:All adapters are already merged", "ignore:Already unmerged")

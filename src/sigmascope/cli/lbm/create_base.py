@@ -1,12 +1,26 @@
 """`sigmascope lbm create-base`: make the model that LBM training starts from."""
 
+import json
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-from sigmascope.cli.lbm import options
-from sigmascope.cli.lbm.create_base_run import CreateBaseOptions, run_create_base
+from sigmascope.cli import options
+from sigmascope.cli.console import leaving_on_sigterm, needs_extra, progress_bar
+from sigmascope.units import MIB, mebibytes, seconds
+
+if TYPE_CHECKING:
+    import torch
+
+    from sigmascope.lbm.base import BaselineReport, BaseReport
+    from sigmascope.lbm.config import LbmConfig
+
 
 EPILOG = """Examples:
 
@@ -15,6 +29,7 @@ sigmascope lbm create-base --config_path config.yaml --save_path exact_base.ckpt
 sigmascope lbm create-base --config_path config.yaml --save_path exact_base.safetensors
 --backbone_signature sd_xl_base_1.0.safetensors --test_baseline
 """
+
 
 FILES, MODEL, OUTPUT = "Files", "How to make it", "What to show"
 
@@ -100,4 +115,132 @@ def create_base(
             as_json=as_json,
             verbose=verbose,
         )
+    )
+
+
+KEEP = "backbone"
+"""--torch_dtype: the backbone's own."""
+
+
+PART = "denoiser."
+"""What is dropped never had this before its name."""
+
+
+@dataclass(frozen=True)
+class CreateBaseOptions:
+    """The command's options, one field each."""
+
+    config_path: Path
+    save_path: Path
+    backbone_signature: str | None = None
+    variant: str | None = None
+    torch_dtype: str = "bf16"
+    device: str = "auto"
+    test_baseline: bool = False
+    as_json: bool = False
+    verbose: bool = False
+
+
+def run_create_base(options: CreateBaseOptions) -> None:
+    """Make a base as the options say, and report.
+
+    Raises:
+        SigmascopeError: Whatever was wrong with the options, the backbone or the targets.
+        SystemExit: With 143 on SIGTERM; every target is as it was.
+    """
+    with needs_extra("lbm"):
+        from sigmascope.lbm.base import create_base as make_base
+        from sigmascope.lbm.config import load_config
+        from sigmascope.lbm.devices import resolve_device, resolve_dtype
+
+    dtype = None if options.torch_dtype == KEEP else resolve_dtype(options.torch_dtype)
+    device = resolve_device(options.device)
+    config = load_config(options.config_path)
+    with leaving_on_sigterm(), progress_bar("Creating base") as progress:
+        report = make_base(
+            options.config_path,
+            options.save_path,
+            backbone=options.backbone_signature,
+            variant=options.variant,
+            dtype=dtype,
+            progress=progress,
+        )
+    baseline = _try_out(report, config, dtype, device) if options.test_baseline else None
+    if options.as_json:
+        tried = {"baseline": None if baseline is None else baseline.as_dict()}
+        typer.echo(json.dumps(report.as_dict() | tried, indent=2))
+    else:
+        _print(Console(), report, baseline, verbose=options.verbose)
+
+
+def _try_out(
+    report: "BaseReport", config: "LbmConfig", dtype: "torch.dtype | None", device: "torch.device"
+) -> "BaselineReport":
+    from sigmascope.lbm.base import run_baseline
+    from sigmascope.lbm.devices import resolve_dtype
+
+    with progress_bar("Testing base") as progress:
+        return run_baseline(
+            report.paths, config, dtype=dtype or resolve_dtype("float32"), device=device, progress=progress
+        )
+
+
+def _print(
+    console: Console, report: "BaseReport", baseline: "BaselineReport | None", *, verbose: bool
+) -> None:
+    console.print(Text.assemble(("Exact base: ", "bold"), report.paths[0].stem))
+    console.print(_facts(report))
+    if verbose:
+        console.print(_weights(report), soft_wrap=True)
+    for path in (*report.paths, *filter(None, [report.config_path])):
+        console.print(Text(f"Written: {path}", overflow="fold"))
+    if baseline is not None:
+        console.print(Text(_tried(baseline), overflow="fold"))
+    following = "sigmascope lora extract --base_model_path"
+    console.print(Text(f"Next: {following} {report.paths[0]} --tuned_model_path ...", overflow="fold"))
+
+
+def _facts(report: "BaseReport") -> Table:
+    changes = Counter(each.change for each in report.adapted.values())
+    dtypes = ", ".join(f"{count:,} in {name}" for name, count in report.dtypes.items())
+    facts = {
+        "Backbone": str(report.backbone),
+        "Denoiser": f"{report.parameters:,} parameters, {report.modules} Linear and Conv2d layers",
+        "Weights": f"{dtypes}; {mebibytes(report.nbytes / MIB)} MiB a file",
+        "Adapted": ", ".join(f"{count} {change}" for change, count in changes.items()) or "none",
+        "Dropped": ", ".join(name.removeprefix(PART) for name in report.dropped) or "none",
+        "Time": seconds(report.seconds),
+    }
+    if report.outside:
+        facts["Not read"] = ", ".join(f"{name} ({count} tensors)" for name, count in report.outside.items())
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="dim")
+    table.add_column(overflow="fold")
+    for name, value in facts.items():
+        table.add_row(name, Text(value))
+    return table
+
+
+def _weights(report: "BaseReport") -> Text:
+    """Every weight that is not as it was: a line each, since names are longer than a table's columns."""
+    lines = [
+        f"  {key}: {_shape(each.had)} -> {_shape(each.shape)}, {each.change}"
+        for key, each in report.adapted.items()
+    ]
+    lines += [
+        f"  {name.removeprefix(PART)}: {_shape(shape)}, dropped" for name, shape in report.dropped.items()
+    ]
+    return Text("\n".join(lines), overflow="fold")
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return "×".join(map(str, shape))
+
+
+def _tried(baseline: "BaselineReport") -> str:
+    width, height = baseline.size
+    return (
+        f"Tested: {baseline.compared:,} tensors equal in every file; loaded in {seconds(baseline.load_seconds)}; "
+        f"a {width}×{height} picture in {seconds(baseline.inference_seconds)} ({baseline.dtype}, {baseline.device}), "
+        f"finite, {baseline.source_psnr:.1f} dB from its source. The VAE alone: {baseline.vae_psnr:.1f} dB."
     )

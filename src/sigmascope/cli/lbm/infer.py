@@ -1,18 +1,36 @@
 """`sigmascope lbm infer`: translate a picture with a Latent Bridge Matching model."""
 
+import json
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.text import Text
 
-from sigmascope.cli.lbm import options
-from sigmascope.cli.lbm.infer_options import InferOptions
-from sigmascope.cli.lbm.infer_run import run_infer
+from sigmascope.cli import options
+from sigmascope.cli.console import needs_extra, progress_bar
+from sigmascope.errors import ConfigError, SigmascopeError, WriteError
+from sigmascope.files import reason_of, writing_hint
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+    from sigmascope.lbm.model import LbmModel
+    from sigmascope.lora.apply import AttachedLora, MergedLora
+    from sigmascope.monitor.recorder import Recorder
+    from sigmascope.records.run import Run, Stage
+
 
 EPILOG = (
     "Example: sigmascope lbm infer --base_model_path base.safetensors --lora_path my_lora.safetensors "
     "--source_image in.jpg --output_path out.png --lora_scale 1.0 --verbose"
 )
+
 
 FILES, MODEL, OUTPUT = "Files", "How to run", "What to show"
 
@@ -123,3 +141,317 @@ def infer(
             verbose=verbose,
         )
     )
+
+
+LORA_SCALES = (0.0, 2.0)
+"""Range of --lora_scale (SPEC section 7)."""
+
+
+@dataclass(frozen=True)
+class InferOptions:
+    """The command's options, one field each."""
+
+    base_model_path: Path
+    source_image: Path
+    output_path: Path
+    lora_path: Path | None = None
+    config_path: Path | None = None
+    conditioning: tuple[str, ...] = ()
+    lora_scale: float = 1.0
+    merge: bool = False
+    num_inference_steps: int = 1
+    torch_dtype: str = "float32"
+    device: str = "auto"
+    size: str = "bucket"
+    resolution: int | None = None
+    tile_size: int | None = None
+    seed: int | None = None
+    run_path: Path | None = None
+    as_json: bool = False
+    verbose: bool = False
+
+
+def check_options(options: InferOptions) -> None:
+    """Refuse what cannot work before minutes are spent on it."""
+    from sigmascope.lbm.bridge import bridge_sigmas
+    from sigmascope.lbm.buckets import check_resolution, parse_size
+    from sigmascope.lbm.devices import resolve_device, resolve_dtype
+    from sigmascope.lbm.images import image_format
+
+    low, high = LORA_SCALES
+    if not low <= options.lora_scale <= high:
+        raise ConfigError(
+            f"--lora_scale: expected {low} to {high}, got {options.lora_scale}.",
+            hint="1.0 applies the LoRA as it was made.",
+        )
+    bridge_sigmas(options.num_inference_steps)
+    check_resolution(options.resolution, parse_size(options.size))
+    resolve_dtype(options.torch_dtype)
+    resolve_device(options.device)
+    image_format(options.output_path)
+
+
+def check_files(options: InferOptions, conditioning: dict[str, Path]) -> None:
+    """Refuse to write over anything that is read, before anything is read."""
+    from sigmascope.lbm.model import find_config
+
+    inputs = {
+        "--base_model_path": model_files(options.base_model_path),
+        "--source_image": [options.source_image],
+        **{f"--conditioning {key}": [path] for key, path in conditioning.items()},
+    }
+    if options.lora_path is not None:
+        inputs["--lora_path"] = [options.lora_path]
+    config = options.config_path or find_config(options.base_model_path)
+    if config is not None:
+        inputs["--config_path" if options.config_path else "the model's config"] = [config]
+    targets = {"--output_path": options.output_path}
+    if options.run_path is not None:
+        targets["--run_path"] = options.run_path
+    check_targets(inputs, targets)
+
+
+def conditioning_paths_of(entries: tuple[str, ...]) -> dict[str, Path]:
+    """The pictures of `--conditioning KEY=PICTURE` by key.
+
+    Raises:
+        ConfigError: An entry is not of that form.
+    """
+    paths = {}
+    for entry in entries:
+        key, _, path = entry.partition("=")
+        if not key or not path:
+            raise ConfigError(
+                f"--conditioning: expected KEY=PICTURE, got {entry!r}.", hint="For example depth=depth.png."
+            )
+        paths[key] = Path(path)
+    return paths
+
+
+def check_targets(inputs: Mapping[str, list[Path]], targets: Mapping[str, Path]) -> None:
+    """Refuse targets that are inputs or each other, and those that cannot be written.
+
+    Args:
+        inputs: The files that are read, by what the user called them.
+        targets: The files to write, by flag.
+
+    Raises:
+        ConfigError: Names both flags.
+        WriteError: The target is no regular file, or it or its folder is write-protected or not there.
+    """
+    taken = {name: list(paths) for name, paths in inputs.items()}
+    for flag, target in targets.items():
+        for name, paths in taken.items():
+            if any(_same_file(target, path) for path in paths):
+                raise ConfigError(f"{flag}: {target} is {name} too.", hint="Write to another file.")
+        _check_writable(target)
+        taken[flag] = [target]
+
+
+def model_files(checkpoint: Path) -> list[Path]:
+    """Every file that may be read for a checkpoint: itself, or the weights in its folder."""
+    from sigmascope.checkpoints.reader import INDEX_SUFFIX, PICKLE_SUFFIXES
+
+    weights = (INDEX_SUFFIX, ".safetensors", *PICKLE_SUFFIXES)
+    try:
+        if checkpoint.is_dir():
+            folder = checkpoint
+        elif checkpoint.name.endswith(".json"):  # an index names files beside it
+            folder = checkpoint.parent
+        else:
+            return [checkpoint]
+        return [checkpoint, *(path for path in folder.iterdir() if path.name.endswith(weights))]
+    except (OSError, ValueError):  # opening it says so, and better
+        return [checkpoint]
+
+
+def _same_file(first: Path, second: Path) -> bool:
+    try:
+        return first.resolve() == second.resolve() or first.samefile(second)
+    except (OSError, ValueError, RuntimeError):  # one of them is not there, or cannot be reached
+        return False
+
+
+def _check_writable(target: Path) -> None:
+    try:
+        file = target.resolve()
+        if not file.parent.is_dir():
+            raise WriteError(target, f"there is no folder {file.parent}.", hint="Create it first.")
+        exists, is_file = file.exists(), file.is_file()
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = str(error) if isinstance(error, RuntimeError) else reason_of(error)
+        hint = "Check the path." if isinstance(error, RuntimeError) else writing_hint(error)
+        raise WriteError(target, f"cannot be reached ({reason}).", hint=hint) from error
+    if exists and not is_file:
+        raise WriteError(target, "is not a regular file.", hint="Name a file.")
+    if exists and not os.access(file, os.W_OK):
+        raise WriteError(target, "is write-protected.", hint="Choose another name or change its permissions.")
+    if not os.access(file.parent, os.W_OK):
+        raise WriteError(target, "its folder is write-protected.", hint="Choose another folder.")
+
+
+_log = logging.getLogger(__name__)
+
+
+def run_infer(options: InferOptions) -> None:
+    """Translate one picture as the options say.
+
+    Raises:
+        SigmascopeError: Whatever was wrong with the options, the files or the model. The run is saved even
+            then, when `run_path` is given.
+    """
+    with needs_extra("lbm"):
+        from sigmascope.lbm.devices import LESS_FOR_INFERENCE, within_memory
+        from sigmascope.lbm.images import load_image, save_image
+        from sigmascope.lbm.model import load_watched  # noqa: F401 - refused now if a package is missing
+        from sigmascope.monitor.recorder import Recorder
+
+    conditioning_paths = conditioning_paths_of(options.conditioning)
+    check_options(options)
+    check_files(options, conditioning_paths)
+    picture = load_image(options.source_image)
+    conditioning = {key: load_image(path) for key, path in conditioning_paths.items()}
+    recorder = Recorder(name="lbm infer", sample_hz=10.0)
+    try:
+        with within_memory("the model with this picture", LESS_FOR_INFERENCE), recorder:
+            model = _load_model(options)
+            applied = _apply_lora(options, model, recorder)
+            result = _translate(options, model, picture, conditioning)
+            save_image(result, options.output_path)
+    except BaseException:
+        _save_failed_run(recorder, options.run_path)
+        raise
+    run = recorder.run()
+    if options.run_path is not None:
+        run.save(options.run_path)
+    report(run, _summary(options, result, applied), as_json=options.as_json, verbose=options.verbose)
+
+
+def _save_failed_run(recorder: "Recorder", path: Path | None) -> None:
+    """Keep the record of a failure; when that fails too, the failure itself is what the user must see."""
+    if path is None:
+        return
+    try:
+        recorder.run().save(path)
+    except (SigmascopeError, OSError) as error:
+        _log.warning("The record of the failed run was not saved: %s", error)
+
+
+def _load_model(options: InferOptions) -> "LbmModel":
+    from sigmascope.lbm.devices import resolve_device, resolve_dtype
+    from sigmascope.lbm.model import load_watched
+
+    with progress_bar("Loading") as progress:
+        return load_watched(
+            options.base_model_path,
+            options.config_path,
+            dtype=resolve_dtype(options.torch_dtype),
+            device=resolve_device(options.device),
+            progress=progress,
+        )
+
+
+def _apply_lora(
+    options: InferOptions, model: "LbmModel", recorder: "Recorder"
+) -> "AttachedLora | MergedLora | None":
+    if options.lora_path is None:
+        return None
+    from sigmascope.lora.apply import attach_lora, merge_lora
+    from sigmascope.lora.reader import load_lora
+
+    with recorder.stage("lora_application") as stage:
+        lora = load_lora(options.lora_path)
+        stage.fact("file", str(options.lora_path))
+        stage.fact("modules", len(lora))
+        stage.fact("ranks", {str(rank): count for rank, count in lora.ranks.items()})
+        stage.fact("scale", options.lora_scale)
+        stage.fact("mode", "merged" if options.merge else "hot")
+        apply = merge_lora if options.merge else attach_lora
+        applied = apply(model, lora, options.lora_scale)
+        stage.fact("applied_modules", len(applied.applied))
+    return applied
+
+
+def _translate(
+    options: InferOptions, model: "LbmModel", picture: "Image.Image", conditioning: "dict[str, Image.Image]"
+) -> "Image.Image":
+    from sigmascope.lbm.buckets import parse_size
+    from sigmascope.lbm.infer import translate_image
+
+    with progress_bar("Translating") as progress:
+        return translate_image(
+            model,
+            picture,
+            num_inference_steps=options.num_inference_steps,
+            seed=options.seed,
+            size=parse_size(options.size),
+            resolution=options.resolution,
+            tile_size=options.tile_size,
+            conditioning=conditioning,
+            progress=progress,
+        )
+
+
+def _summary(
+    options: InferOptions, result: "Image.Image", applied: "AttachedLora | MergedLora | None"
+) -> dict[str, Any]:
+    from sigmascope.lora.apply import AttachedLora
+
+    summary: dict[str, Any] = {
+        "output_path": str(options.output_path),
+        "width": result.width,
+        "height": result.height,
+        "run_path": None if options.run_path is None else str(options.run_path),
+        "lora": None,
+    }
+    if applied is not None:
+        summary["lora"] = {
+            "path": str(options.lora_path),
+            "mode": "merged" if options.merge else "hot",
+            "scale": options.lora_scale,
+            "applied_modules": len(applied.applied),
+            # A layer that never ran had no effect: the user should know.
+            "dormant_modules": list(applied.dormant) if isinstance(applied, AttachedLora) else [],
+        }
+    return summary
+
+
+MIB = 1024**2
+NAMED = 3
+"""How many modules a warning names."""
+
+
+def report(run: "Run", summary: Mapping[str, Any], *, as_json: bool, verbose: bool) -> None:
+    """Print the outcome: JSON on stdout, or a line on stdout and, if verbose, the stages on stderr."""
+    if as_json:
+        typer.echo(json.dumps({**summary, **_measured(run)}, indent=2))
+        return
+    console = Console(stderr=True)
+    if verbose:
+        from sigmascope.reports import print_run
+
+        print_run(run, console)
+    dormant = summary["lora"]["dormant_modules"] if summary["lora"] else []
+    if dormant:
+        names = ", ".join(dormant[:NAMED])
+        console.print(
+            Text(f"{len(dormant)} LoRA modules never ran and had no effect: {names}", style="yellow")
+        )
+    size = f"{summary['width']}×{summary['height']}"
+    typer.echo(f"Wrote {summary['output_path']} ({size}) in {run.seconds:.1f} s")
+
+
+def _measured(run: "Run") -> dict[str, Any]:
+    """Seconds of the run and of every stage, with peaks in MiB, steps, and each stage's own facts."""
+    return {"seconds": run.seconds, "stages": [_stage(stage) for stage in run.walk()]}
+
+
+def _stage(stage: "Stage") -> dict[str, Any]:
+    peak = None if stage.peak is None else stage.peak.rss_bytes
+    return {
+        "name": stage.name,
+        "seconds": stage.seconds,
+        "step_seconds": list(stage.steps.seconds),
+        "peak_rss_mb": None if peak is None else peak / MIB,
+        "facts": dict(stage.facts),
+    }

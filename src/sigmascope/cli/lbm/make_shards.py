@@ -1,11 +1,22 @@
 """`sigmascope lbm make-shards`: pairs of pictures as WebDataset shards to train on."""
 
+import json
+import os
+import re
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
+from rich.markup import escape
 
-from sigmascope.cli.lbm.make_shards_run import MakeShardsOptions, run_make_shards
+from sigmascope.cli.console import needs_extra, progress_bar
+from sigmascope.errors import ConfigError
+
+if TYPE_CHECKING:
+    from sigmascope.lbm.make_shards import LeftOut, WrittenShard
+
 
 EPILOG = """Examples:
 
@@ -15,6 +26,7 @@ sigmascope lbm make-shards my_pairs shards --keys source,target,mask --shard_siz
 
 sigmascope lbm make-shards shards --pocket_scenes 1000-1255 --light cool
 """
+
 
 WHAT, WHERE = "What goes in", "Where it goes"
 
@@ -86,3 +98,170 @@ def make_shards(
             as_json=as_json,
         )
     )
+
+
+SHOWN = 10
+"""Files left out that are named on the console; --json names all."""
+MOST_WORKERS = 8
+
+
+@dataclass(frozen=True)
+class MakeShardsOptions:
+    """The command's options, one field each."""
+
+    paths: tuple[Path, ...]
+    keys: str | None = None
+    pocket_scenes: str | None = None
+    light: str | None = None
+    shard_size: int | None = None
+    prefix: str = "train"
+    overwrite: bool = False
+    as_json: bool = False
+
+
+@dataclass(frozen=True)
+class Made:
+    """The shards, and what went into none."""
+
+    shards: "list[WrittenShard]"
+    left_out: "list[LeftOut]"
+
+    def as_dict(self) -> dict[str, object]:
+        """As JSON values."""
+        from sigmascope.lbm.make_shards import shard_pattern
+
+        return {
+            "train_shards": shard_pattern(self.shards),
+            "samples": sum(shard.samples for shard in self.shards),
+            "shards": [
+                {"path": str(shard.path), "samples": shard.samples, "bytes": shard.nbytes}
+                for shard in self.shards
+            ],
+            "left_out": [asdict(item) for item in self.left_out],
+        }
+
+
+def run_make_shards(options: MakeShardsOptions) -> None:
+    """Make shards as the options say.
+
+    Raises:
+        SigmascopeError: An option, the folder or the target is wrong.
+    """
+    made = _of_folder(options) if options.pocket_scenes is None else _of_scenes(options)
+    if options.as_json:
+        typer.echo(json.dumps(made.as_dict(), indent=2))
+    else:
+        _report(made)
+
+
+def _of_folder(options: MakeShardsOptions) -> Made:
+    with needs_extra("train"):
+        from sigmascope.lbm.make_shards import (
+            SHARD_SIZE,
+            PairEncoder,
+            ShardTarget,
+            check_target,
+            find_pairs,
+            write_shards,
+        )
+
+    if len(options.paths) != 2:
+        raise ConfigError(
+            f"make-shards: expected FOLDER and OUT, got {len(options.paths)} paths.",
+            hint="For example: sigmascope lbm make-shards my_pairs shards",
+        )
+    if options.light is not None:
+        raise ConfigError("--light has no effect without --pocket_scenes.", hint="Leave it out.")
+    folder, out = options.paths
+    target = ShardTarget(
+        out,
+        options.prefix,
+        SHARD_SIZE if options.shard_size is None else options.shard_size,
+        options.overwrite,
+    )
+    check_target(target)
+    keys, optional = _keys(options.keys)
+    found = find_pairs(folder, keys, optional)
+    encoder = PairEncoder()
+    with progress_bar("Reading pairs") as progress:
+        written = write_shards(encoder.samples(found.pairs, progress), target)
+    if not written:
+        first = encoder.left_out[0]
+        raise ConfigError(
+            f"{folder}: none of {len(found.pairs)} pairs can be used (first {first.name}: {first.reason}).",
+            hint="Check the pictures.",
+        )
+    return Made(written, [*found.left_out, *encoder.left_out])
+
+
+def _of_scenes(options: MakeShardsOptions) -> Made:
+    with needs_extra("train"):
+        from sigmascope.lbm.make_shards import LIGHTS, POCKET_SHARD_SIZE, write_pocket_shards
+
+    if len(options.paths) != 1:
+        raise ConfigError(
+            f"--pocket_scenes: expected OUT alone, got {len(options.paths)} paths.",
+            hint="For example: sigmascope lbm make-shards shards --pocket_scenes 1000-1255",
+        )
+    if options.keys is not None:
+        raise ConfigError(
+            "--keys has no effect with --pocket_scenes.", hint="Leave it out: they have source and target."
+        )
+    light = options.light or "cool"
+    if light not in LIGHTS:
+        raise ConfigError(f"--light: expected {' or '.join(LIGHTS)}, got {light!r}.", hint="Use cool.")
+    numbers = _scene_numbers(options.pocket_scenes or "")
+    with progress_bar("Rendering") as progress:
+        written = write_pocket_shards(
+            options.paths[0],
+            numbers,
+            LIGHTS[light],
+            shard_size=POCKET_SHARD_SIZE if options.shard_size is None else options.shard_size,
+            prefix=options.prefix,
+            overwrite=options.overwrite,
+            workers=_workers(len(numbers)),
+            progress=progress,
+        )
+    return Made(written, [])
+
+
+def _keys(text: str | None) -> tuple[list[str], list[str]]:
+    if text is None:
+        return ["source", "target"], ["mask"]
+    keys = [key.strip() for key in text.split(",")]
+    if len(keys) < 2:
+        raise ConfigError(
+            f"--keys: expected at least two, joined by commas, got {text!r}.",
+            hint="For example --keys source,target,mask.",
+        )
+    return keys, []
+
+
+def _scene_numbers(text: str) -> range:
+    match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", text.strip())
+    first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, -1)
+    if last < first:
+        raise ConfigError(
+            f"--pocket_scenes: expected FIRST-LAST, got {text!r}.", hint="For example 1000-1255."
+        )
+    return range(first, last + 1)
+
+
+def _workers(scenes: int) -> int:
+    """Starting workers takes about as long as rendering a few dozen scenes."""
+    return 1 if scenes < 64 else min(os.cpu_count() or 1, MOST_WORKERS)
+
+
+def _report(made: Made) -> None:
+    from sigmascope.lbm.make_shards import shard_pattern
+
+    warnings = Console(stderr=True, highlight=False, soft_wrap=True)
+    for item in made.left_out[:SHOWN]:
+        warnings.print(f"[yellow]Left out:[/yellow] {escape(item.name)} {escape(item.reason)}")
+    if len(made.left_out) > SHOWN:
+        warnings.print(f"[yellow]and {len(made.left_out) - SHOWN} more[/yellow] (--json names all)")
+    samples = sum(shard.samples for shard in made.shards)
+    mb = sum(shard.nbytes for shard in made.shards) / 1024**2
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"{samples} pairs in {len(made.shards)} shards, {mb:.1f} MB")
+    console.print(f"train_shards: {escape(shard_pattern(made.shards))}")

@@ -1,17 +1,35 @@
 """`sigmascope lbm train`: train a LoRA, or every weight, of a Latent Bridge Matching model."""
 
+import json
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-from sigmascope.cli.lbm import options
-from sigmascope.cli.lbm.train_run import TrainOptions, run_train
+from sigmascope.cli import options
+from sigmascope.cli.console import needs_extra, progress_bar, stdout_for_results
+
+if TYPE_CHECKING:
+    from sigmascope.lbm.training.dry_run import DryRun
+    from sigmascope.lbm.training.settings import TrainSettings
+    from sigmascope.lbm.training.train import Listeners, StepLog, TrainReport
+    from sigmascope.lbm.training.validation import Validation
+
 
 EPILOG = (
     "Example: sigmascope lbm train --path_config lora_relight.yaml --dry_run, then without --dry_run. "
     "Several GPUs: accelerate launch -m sigmascope lbm train --path_config lora_relight.yaml"
 )
+
 
 RUNNING, OUTPUT = "How to run", "What to show"
 
@@ -82,3 +100,245 @@ def train(
             as_json=as_json,
         )
     )
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """The command's options, one field each."""
+
+    path_config: Path
+    resume: bool = True
+    max_steps: int | None = None
+    device: str | None = None
+    allow_pipe: bool = False
+    dry_run: bool = False
+    live: bool | None = None
+    as_json: bool = False
+
+
+def run_train(options: TrainOptions) -> None:
+    """Train as the options say, or show what would be trained.
+
+    Raises:
+        SigmascopeError: Whatever was wrong with the settings, the files or the training.
+        typer.Exit: With 143 or 130 when a signal stopped it.
+    """
+    with needs_extra("train"):
+        from sigmascope.lbm.devices import resolve_device
+        from sigmascope.lbm.training.dry_run import dry_run
+        from sigmascope.lbm.training.train import EXIT_CODES
+        from sigmascope.lbm.training.train import train as train_lbm
+
+    settings = _settings(options)
+    console = Console(stderr=True, highlight=False)
+    if options.dry_run:
+        with stdout_for_results():
+            found = dry_run(settings, resume=options.resume)
+        print_dry_run(found, as_json=options.as_json)
+        return
+    if options.device is not None:
+        resolve_device(options.device)  # else training would name the YAML's key
+    # DeepSpeed is imported, and may compile, while training begins.
+    with stdout_for_results(), _listening(options, console) as listeners, _warnings(console):
+        report = train_lbm(settings, resume=options.resume, progress=listeners.progress, listeners=listeners)
+    if _is_main_process():
+        print_report(report, settings, as_json=options.as_json)
+    if report.stopped_by is not None:
+        raise typer.Exit(EXIT_CODES[report.stopped_by])
+
+
+def _settings(options: TrainOptions) -> "TrainSettings":
+    """The YAML's, with what the command line says instead."""
+    from sigmascope.lbm.training.settings import load_train_settings
+
+    settings = load_train_settings(options.path_config)
+    said = {
+        "max_steps": options.max_steps,
+        "device": options.device,
+        "allow_pipe": options.allow_pipe or None,
+    }
+    changed = {key: value for key, value in said.items() if value is not None}
+    return settings.model_copy(update=changed)
+
+
+@contextmanager
+def _listening(options: TrainOptions, console: Console) -> "Iterator[Listeners]":
+    """A bar on a terminal; elsewhere, in a log file say, a line now and then."""
+    from sigmascope.lbm.training.train import Listeners
+
+    live = console.is_terminal if options.live is None else options.live
+
+    def on_validation(found: "Validation", sheet: Path) -> None:
+        say_validation(console, found, sheet)
+
+    if not _is_main_process():
+        yield Listeners()
+    elif live:
+        with progress_bar("Training") as progress:
+            yield Listeners(progress=progress, on_validation=on_validation)
+    else:
+        totals: list[int] = []
+        yield Listeners(
+            progress=lambda done, total, what: totals.append(total),
+            on_log=lambda log: say_log(console, log, totals[-1] if totals else None),
+            on_validation=on_validation,
+        )
+
+
+@contextmanager
+def _warnings(console: Console) -> Iterator[None]:
+    """Show what training warns of (a damaged checkpoint passed over, samples left out) while it runs."""
+    handler = _ConsoleHandler(console)
+    logger = logging.getLogger("sigmascope")
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+
+
+def _is_main_process() -> bool:
+    """Whether this is the process that speaks, among those that a launcher started."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+class _ConsoleHandler(logging.Handler):
+    def __init__(self, console: Console) -> None:
+        super().__init__(logging.WARNING)
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print one line."""
+        self._console.print(f"Note: {record.getMessage()}", style="yellow", markup=False, soft_wrap=True)
+
+
+_MIB = 1024**2
+
+
+def say_log(console: Console, log: "StepLog", total_steps: int | None) -> None:
+    """One line for a log file."""
+    left = "" if not total_steps else f", {_clock(log.step_seconds * (total_steps - log.step))} left"
+    total = f"/{total_steps}" if total_steps else ""
+    console.print(
+        Text(
+            f"step {log.step}{total}  loss {log.loss:.4g}  lr {log.learning_rate:.3g}  "
+            f"{log.step_seconds:.3g} s/step{left}"
+        )
+    )
+
+
+def say_validation(console: Console, found: "Validation", sheet: Path) -> None:
+    """One line on a validation."""
+    values = ", ".join(f"{_steps(count)} {value:.2f} dB" for count, value in found.psnr.items())
+    console.print(Text(f"step {found.step}  validation: {values}  ({sheet})"), soft_wrap=True)
+
+
+def print_dry_run(found: "DryRun", *, as_json: bool) -> None:
+    """Show what would be trained: a table, the data and the memory; or all of it as JSON."""
+    if as_json:
+        facts = {**asdict(found), "resumes": None if found.resumes is None else str(found.resumes)}
+        facts["memory"]["total"] = found.memory.total
+        typer.echo(json.dumps(facts, indent=2))
+        return
+    console = Console(highlight=False)
+    console.print(_table(found))
+    for name, text in _facts(found).items():
+        console.print(Text(f"{name:<18}{text}"), soft_wrap=True)
+
+
+def print_report(report: "TrainReport", settings: "TrainSettings", *, as_json: bool) -> None:
+    """Show how a training ended: JSON on stdout, or a few lines."""
+    if as_json:
+        typer.echo(json.dumps(_outcome(report, settings), indent=2))
+        return
+    err = Console(stderr=True, highlight=False)
+    for finding in report.run.findings:
+        err.print(Text(f"{finding.message} {finding.advice or ''}".rstrip(), style="yellow"), soft_wrap=True)
+    if report.skipped.count:
+        what = "1 sample was" if report.skipped.count == 1 else f"{report.skipped.count} samples were"
+        text = f"{what} left out, first {report.skipped.first[0]}"
+        err.print(Text(text, style="yellow"), soft_wrap=True)
+    if report.stopped_by is not None:
+        where = report.checkpoint or "no checkpoint yet"
+        typer.echo(f"Stopped by {report.stopped_by} after step {report.step}: {where}")
+        typer.echo("Next: the same command goes on from there.")
+        return
+    typer.echo(f"Trained {_steps(report.step)} in {_clock(report.run.seconds)}{_gained(report)}")
+    for file in report.files:
+        typer.echo(f"Wrote {file}")
+
+
+def _table(found: "DryRun") -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("Block and kind", overflow="fold")
+    for name in ("Layers", "Trained", "Rank", "Values trained", "Values frozen"):
+        table.add_column(name, justify="right")
+    for row in found.rows:
+        table.add_row(
+            f"{row.block} {row.kind}",
+            str(row.modules),
+            str(row.trained_modules),
+            row.rank_text,
+            f"{row.trained_parameters:,}",
+            f"{row.frozen_parameters:,}",
+            style=None if row.trained_parameters else "dim",
+        )
+    return table
+
+
+def _facts(found: "DryRun") -> dict[str, str]:
+    memory = found.memory
+    share = found.trained_parameters / max(1, found.trained_parameters + found.frozen_parameters)
+    width, height = found.picture_size
+    count = "unknown" if found.samples is None else str(found.samples)
+    parts = ", ".join(
+        f"{name} {getattr(memory, name) / _MIB:,.1f}"
+        for name in ("weights", "gradients", "optimizer", "average", "activations")
+        if getattr(memory, name)
+    )
+    return {
+        "Trained": f"{found.trained_parameters:,} values ({share:.2%} of all)",
+        "Data": f"{count} samples in {len(found.shards)} shards, first batch {width}×{height}",
+        "Validation": f"{found.validation_samples} samples" if found.validation_samples else "none",
+        "Steps": "unknown" if found.total_steps is None else str(found.total_steps),
+        "Memory, about": f"{memory.total / _MIB:,.1f} MiB a process ({parts})",
+        "Begins": "anew" if found.resumes is None else f"from {found.resumes}",
+    }
+
+
+def _outcome(report: "TrainReport", settings: "TrainSettings") -> Mapping[str, Any]:
+    return {
+        "step": report.step,
+        "resumed_from": report.resumed_from,
+        "stopped_by": report.stopped_by,
+        "seconds": report.run.seconds,
+        "logs": [asdict(log) for log in report.logs],
+        "validations": [{"step": found.step, "psnr": dict(found.psnr)} for found in report.validations],
+        "checkpoint": None if report.checkpoint is None else str(report.checkpoint),
+        "files": [str(file) for file in report.files],
+        "set_aside": None if report.set_aside is None else str(report.set_aside),
+        "skipped_samples": report.skipped.count,
+        "findings": [asdict(finding) for finding in report.run.findings],
+        "run_path": str(settings.save_ckpt_path / "run.json"),
+    }
+
+
+def _gained(report: "TrainReport") -> str:
+    """What validation says of the whole session."""
+    if not report.validations:
+        return ""
+    first, last = report.validations[0], report.validations[-1]
+    count = next(iter(last.psnr))
+    if first is last:
+        return f": {last.psnr[count]:.2f} dB at step {last.step}"
+    return f": {first.psnr[count]:.2f} dB at step {first.step}, {last.psnr[count]:.2f} dB at step {last.step}"
+
+
+def _steps(count: int) -> str:
+    return "1 step" if count == 1 else f"{count} steps"
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(max(0.0, seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -8,13 +8,12 @@ import typer
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from sigmascope.cli.lora.op_options import LoraFormatName
-from sigmascope.cli.lora.op_tables import facts, listed, plain, title
-from sigmascope.cli.lora.options import Precision
-from sigmascope.cli.progress import progress_bar
+from sigmascope.cli.console import facts, listed, plain, progress_bar, title
+from sigmascope.cli.options import LoraFormatName, Precision
 
 if TYPE_CHECKING:
     from sigmascope.lora.convert import ConversionReport
+
 
 EPILOG = """Examples:
 
@@ -22,6 +21,7 @@ sigmascope lora convert my_lora.safetensors my_lora_kohya.safetensors --format k
 
 sigmascope lora convert civitai.safetensors for_diffusers.safetensors --format peft
 """
+
 
 _NEXT = {
     "peft": "pipeline.load_lora_weights(...) in diffusers; on a model alone load_lora_adapter(..., prefix=...)",
@@ -83,7 +83,7 @@ def convert(
     scale multiplied into the up factor, and the header keeps what is still true.
     """
     from sigmascope.lora.convert import convert_lora
-    from sigmascope.lora.names.lora_dtype import STORAGE_DTYPES
+    from sigmascope.lora.writer import STORAGE_DTYPES
 
     with progress_bar("Converting") as progress:
         report = convert_lora(
@@ -104,7 +104,7 @@ def convert(
 
 
 def _print(console: Console, report: "ConversionReport") -> None:
-    from sigmascope.lora.ranking.sizes import format_size
+    from sigmascope.units import format_size
 
     console.print(title("LoRA conversion", report.source.name))
     console.print(facts(_facts(report)))

@@ -9,15 +9,26 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from sigmascope.cli.lora.op_tables import counts, facts, layer, listed, number, percent, plain, table, title
-from sigmascope.cli.lora.options import AsJson
-from sigmascope.cli.progress import progress_bar
+from sigmascope.cli.console import (
+    counts,
+    facts,
+    layer,
+    listed,
+    number,
+    percent,
+    plain,
+    progress_bar,
+    table,
+    title,
+)
+from sigmascope.cli.options import AsJson
 from sigmascope.errors import SigmascopeError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from sigmascope.lora.compare import LoraComparison, LoraSummary, ModuleDifference
+
 
 EPILOG = "Example: sigmascope lora diff trained.safetensors converted.safetensors"
 _TROUBLE = 2

@@ -7,10 +7,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from sigmascope.cli.lora import pair_options as pairs
-from sigmascope.cli.lora import rank_options as ranks
-from sigmascope.cli.lora.extract_base import require_base
-from sigmascope.cli.lora.options import (
+from sigmascope.cli import options as pairs
+from sigmascope.cli import options as ranks
+from sigmascope.cli.console import needs_extra, progress_bar
+from sigmascope.cli.lora.tables import print_extraction
+from sigmascope.cli.options import (
     AsJson,
     BasePath,
     ExtractFormat,
@@ -18,10 +19,9 @@ from sigmascope.cli.lora.options import (
     TargetCoverage,
     TunedPath,
     Verbose,
+    rank_choice,
 )
-from sigmascope.cli.lora.rank_choice import rank_choice
-from sigmascope.cli.lora.tables import print_extraction
-from sigmascope.cli.progress import progress_bar
+from sigmascope.errors import CheckpointError, ConfigError
 
 EPILOG = """Examples:
 
@@ -166,3 +166,39 @@ def extract(
         typer.echo(json.dumps(report.as_dict(), indent=2))
     else:
         print_extraction(Console(), report, verbose=verbose)
+
+
+def require_base(base: Path, *, create: bool, backbone: str | None, config: Path | None) -> None:
+    """Make the base model when it is missing and that was asked for; otherwise refuse to start without one.
+
+    Raises:
+        ConfigError: An option of base creation that has no effect, or a backbone that cannot be had.
+        CheckpointError: The base does not exist.
+    """
+    for flag, value in (("--backbone_signature", backbone), ("--config_path", config)):
+        if value is not None and not create:
+            raise ConfigError(
+                f"{flag} {value} is for --create_base_model only.", hint="Add it, or leave both out."
+            )
+    from sigmascope.lora.file import exists
+
+    if exists(base):
+        return
+    if not create:
+        raise CheckpointError(
+            base,
+            "there is no base model.",
+            hint="Give the checkpoint that the fine-tuning started from, or add --create_base_model.",
+        )
+    with needs_extra("lbm"):
+        from sigmascope.lbm.base import create_base
+        from sigmascope.lbm.config import LbmConfig, load_config
+
+    with progress_bar("Creating base") as progress:
+        create_base(
+            load_config(config) if config else LbmConfig(),
+            base,
+            backbone=backbone,
+            both=False,
+            progress=progress,
+        )

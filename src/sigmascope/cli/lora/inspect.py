@@ -1,16 +1,19 @@
 """`sigmascope lora inspect`: what is in a LoRA file."""
 
 import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 from rich.console import Console, RenderableType
+from rich.padding import Padding
 from rich.table import Table
+from rich.text import Text
 
-from sigmascope.cli.lora.inspect_model import OnModel, judge, print_on_model
-from sigmascope.cli.lora.inspect_picture import check_picture, save_inspection_picture
-from sigmascope.cli.lora.op_tables import (
+from sigmascope.cli.console import (
     counts,
     facts,
     layer,
@@ -18,18 +21,23 @@ from sigmascope.cli.lora.op_tables import (
     number,
     percent,
     plain,
+    progress_bar,
     span,
     table,
     title,
 )
-from sigmascope.cli.lora.options import AsJson
-from sigmascope.cli.progress import progress_bar
-from sigmascope.errors import ConfigError
+from sigmascope.cli.drawing import Bar, Label, Line, Shape, save_picture
+from sigmascope.cli.options import AsJson
+from sigmascope.errors import ConfigError, WriteError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from sigmascope.lora.effect import BlockEffect, Effect
     from sigmascope.lora.inspect import LoraInspection, ModuleStrength
+    from sigmascope.lora.verdict import LoraVerdict
+    from sigmascope.records.run import Finding
+
 
 EPILOG = "Example: sigmascope lora inspect my_lora.safetensors --model sdxl.safetensors --picture blocks.svg"
 
@@ -92,6 +100,38 @@ def inspect(
         raise typer.Exit(1)
 
 
+@dataclass(frozen=True)
+class OnModel:
+    """A LoRA beside a model.
+
+    Attributes:
+        model: The checkpoint.
+        verdict: Of both.
+        effects: By module, where relative strength was asked for.
+    """
+
+    model: Path
+    verdict: "LoraVerdict"
+    effects: "Mapping[str, Effect] | None" = None
+
+    @property
+    def blocks(self) -> "Sequence[BlockEffect]":
+        """Relative strength by block; none where it was not asked for."""
+        from sigmascope.lora.effect import by_block
+
+        return () if self.effects is None else by_block(self.effects)
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it as JSON values."""
+        found: dict[str, Any] = {"path": str(self.model), "verdict": self.verdict.as_dict()}
+        if self.effects is not None:
+            found["relative_strength"] = {
+                "blocks": [block.as_dict() for block in self.blocks],
+                "modules": {name: effect.as_dict() for name, effect in self.effects.items()},
+            }
+        return found
+
+
 def _print(report: "LoraInspection", found: OnModel | None, picture: Path | None, *, verbose: bool) -> None:
     console = Console()
     print_inspection(console, report, verbose=verbose)
@@ -119,7 +159,7 @@ def print_inspection(console: Console, report: "LoraInspection", *, verbose: boo
 
 
 def _totals(report: "LoraInspection") -> "list[tuple[str, RenderableType | None]]":
-    from sigmascope.lora.ranking.sizes import format_size
+    from sigmascope.units import format_size
 
     kinds = dict(report.kinds)
     return [
@@ -176,3 +216,238 @@ def _header(report: "LoraInspection") -> "list[tuple[str, RenderableType | None]
     if training.others:
         rows.append(("Other fields", plain(", ".join(training.others))))
     return rows
+
+
+_SEVERITY_STYLE = {"info": "cyan", "warning": "yellow", "error": "red", "critical": "bold red"}
+_MOST = 5
+
+
+def judge(lora: Path, model: Path, *, relative: bool) -> OnModel:
+    """Judge a LoRA by a checkpoint; its weights are read only for relative strength."""
+    from sigmascope.checkpoints import open_checkpoint
+    from sigmascope.lora.compatibility import judge_lora, relative_strengths
+
+    with ExitStack() as stack:
+        checkpoint = stack.enter_context(open_checkpoint(model))
+        verdict = judge_lora(lora, checkpoint)
+        if not relative:
+            return OnModel(model, verdict)
+        progress = stack.enter_context(progress_bar("Reading the model"))
+        return OnModel(model, verdict, relative_strengths(lora, verdict, checkpoint, progress=progress))
+
+
+def print_on_model(console: Console, found: OnModel, *, verbose: bool) -> None:
+    """Show what matches, what does not and why, and what to know before loading."""
+    verdict = found.verdict
+    console.print(title("On the model", found.model.name))
+    console.print(facts(_verdict_facts(verdict)))
+    if found.effects is not None:
+        _print_relative(console, found.blocks)
+    _print_unmatched(console, verdict, verbose=verbose)
+    told = {f"lora_{reason}" for reason in verdict.reasons}
+    _print_findings(console, [finding for finding in verdict.findings if finding.id not in told])
+
+
+def _verdict_facts(verdict: "LoraVerdict") -> "list[tuple[str, RenderableType | None]]":
+    from sigmascope.lora.module_names import title_of
+
+    family = title_of(verdict.file_family)
+    if verdict.file_family is not None:
+        family += f" (by {verdict.family_evidence})"
+    matched, count = len(verdict.matched), len(verdict.modules)
+    parts = [
+        f"{part.replace('_', ' ')} {counts['matched']} of {counts['modules']}"
+        for part, counts in verdict.parts.items()
+    ]
+    style = "green" if verdict.fits else "yellow" if matched else "bold red"
+    return [
+        ("Made for", plain(family)),
+        ("The model is", f"{title_of(verdict.model_family)}, in {verdict.model_naming} naming"),
+        ("Modules that match", Text(f"{matched} of {count}", style=style)),
+        ("By part", ", ".join(parts) if len(parts) > 1 else None),
+        ("Error", plain(verdict.error, style="bold red") if verdict.error else None),
+    ]
+
+
+def _print_relative(console: Console, blocks: "Sequence[BlockEffect]") -> None:
+    made = table("Block", "Modules", "Strength", "‖W‖", "Relative")
+    for block in blocks:
+        made.add_row(
+            plain(block.name),
+            str(block.keys),
+            number(block.delta_norm),
+            number(block.weight_norm),
+            percent(block.relative_change),
+        )
+    console.print(made)
+
+
+def _print_unmatched(console: Console, verdict: "LoraVerdict", *, verbose: bool) -> None:
+    from sigmascope.lora.verdict import REASON_ADVICE, REASON_WORDS
+
+    for reason, count in verdict.reasons.items():
+        modules = [module for module in verdict.unmatched if module.reason == reason]
+        console.print(
+            Text(f"{count} modules {REASON_WORDS[reason]}.", style="bold red").append(
+                f" {REASON_ADVICE[reason]}", style="not bold default"
+            )
+        )
+        shown = modules if verbose else modules[:_MOST]
+        details = {module.detail for module in modules}
+        if len(details) == 1:
+            console.print(_indented(2, details.pop() or "", "yellow"))
+        for module in shown:
+            console.print(_indented(2, module.name, ""))
+            if len({one.detail for one in modules}) > 1:
+                console.print(_indented(4, module.detail or "", "yellow"))
+            if module.nearest and reason != "other_architecture":
+                console.print(_indented(4, f"nearest: {', '.join(module.nearest)}", "cyan"))
+        if len(modules) > len(shown):
+            console.print(f"  and {len(modules) - len(shown)} more; --verbose or --json lists all")
+
+
+def _indented(width: int, text: str, style: str) -> Padding:
+    return Padding(plain(text, style=style), (0, 0, 0, width))
+
+
+def _print_findings(console: Console, findings: "Sequence[Finding]") -> None:
+    for finding in findings:
+        style = _SEVERITY_STYLE[finding.severity]
+        line = Text(f"{finding.severity}: ", style=style).append_text(plain(finding.message, limit=600))
+        line.stylize("default", len(finding.severity) + 2)
+        if finding.advice:
+            line.append(f" {finding.advice}", style="default")
+        console.print(line)
+
+
+_PICTURES: Final = (".svg", ".png")
+_WIDTH: Final = 960
+_LEFT: Final = 230
+_RIGHT: Final = 690  # of the longest bar; the figures come behind it
+_TOP: Final = 92
+_ROW: Final = 20
+_LONGEST: Final = 32
+_ACTS, _PARTLY, _NOTHING, _GRID = "#0277bd", "#e68a00", "#c62828", "#e0e0e0"
+
+
+@dataclass(frozen=True)
+class BlockRow:
+    """One bar.
+
+    Attributes:
+        name: Of the block.
+        norm: ‖ΔW‖ at strength 1; None where it depends on the model's weights.
+        share: Of the LoRA's ‖ΔW‖².
+        modules: How many there are.
+        matched: How many of them match; None without a model.
+        relative: ‖ΔW‖ / ‖W‖; None where it was not measured.
+    """
+
+    name: str
+    norm: float | None
+    share: float | None
+    modules: int
+    matched: int | None = None
+    relative: float | None = None
+
+    @property
+    def figures(self) -> str:
+        """What stands behind the bar; Pillow's own font has no sign for a norm."""
+        parts = ["not measured without the model"]
+        if self.norm is not None and self.share is not None:
+            parts = [f"{self.norm:.3g}", f"{100 * self.share:.1f} %"]
+        if self.relative is not None:
+            parts.append(f"{100 * self.relative:.3g} % of the weights")
+        lost = self.modules - (self.modules if self.matched is None else self.matched)
+        if lost:
+            parts.append(f"{lost} of {self.modules} do not match")
+        return "  ".join(parts)
+
+    @property
+    def colour(self) -> str:
+        """Blue for what acts, red for what matches nothing in the model, amber between."""
+        if self.matched is None or self.matched == self.modules:
+            return _ACTS
+        return _PARTLY if self.matched else _NOTHING
+
+
+def rows_of(report: "LoraInspection", found: "OnModel | None") -> list[BlockRow]:
+    """The bars, in the order in which a latent passes the blocks."""
+    relative = {} if found is None else {block.name: block.relative_change for block in found.blocks}
+    matched = None if found is None else {module.name for module in found.verdict.matched}
+    return [
+        BlockRow(
+            block.name,
+            block.norm,
+            block.share,
+            block.modules,
+            None if matched is None else _count(report, block.name, matched),
+            relative.get(block.name),
+        )
+        for block in report.blocks
+    ]
+
+
+def check_picture(path: Path, *inputs: Path | None) -> None:
+    """Refuse a place that a picture cannot go to, before the work.
+
+    Raises:
+        ConfigError: It is named neither `.svg` nor `.png`, or is an input.
+        WriteError: Its folder does not exist.
+    """
+    from sigmascope.lora.file import exists
+
+    if path.suffix.lower() not in _PICTURES:
+        raise ConfigError(
+            f"--picture {path} is no SVG or PNG.", hint="Give a name that ends in .svg or .png."
+        )
+    if not exists(path.parent):
+        raise WriteError(path, "its folder does not exist.", hint=f"Create {path.parent}.")
+    given = [other for other in inputs if other is not None and exists(other)]
+    if exists(path) and any(path.samefile(other) for other in given):
+        raise ConfigError(f"--picture {path} is an input.", hint="Give the name of a new file.")
+
+
+def save_inspection_picture(path: Path, report: "LoraInspection", found: "OnModel | None") -> None:
+    """Draw strength by block as SVG, or PNG where the file is named so.
+
+    Raises:
+        WriteError: The file cannot be written.
+        ConfigError: A PNG is wanted and Pillow is not installed.
+    """
+    rows = rows_of(report, found)
+    size = (_WIDTH, _TOP + _ROW * len(rows) + 24)
+    save_picture(path, size, [*_heading(report, found), *_bars(rows)])
+
+
+def _heading(report: "LoraInspection", found: "OnModel | None") -> Iterator[Shape]:
+    yield Label(16, 30, f"LoRA: {report.path.name}", size=18)
+    if found is None:
+        yield Label(16, 54, f"{len(report.modules)} modules in {report.format} format.")
+    else:
+        verdict = found.verdict
+        yield Label(
+            16,
+            54,
+            f"{len(verdict.matched)} of {len(verdict.modules)} modules match {found.model.name}.",
+        )
+    yield Label(16, _TOP - 14, "Strength (norm of the change) by block, and its share of the LoRA's squared")
+
+
+def _bars(rows: Sequence[BlockRow]) -> Iterator[Shape]:
+    largest = max((row.norm or 0.0 for row in rows), default=0.0) or 1.0
+    yield Line((_LEFT, _TOP - 4), (_LEFT, _TOP + _ROW * len(rows)), _GRID)
+    for index, row in enumerate(rows):
+        y = _TOP + _ROW * index
+        length = max(1.0, (_RIGHT - _LEFT) * (row.norm or 0.0) / largest)
+        yield Label(_LEFT - 8, y + 13, _shortened(row.name), anchor="end")
+        yield Bar(_LEFT, y + 2, length, _ROW - 6, row.colour, f"{row.name}: {row.modules} modules")
+        yield Label(_LEFT + length + 6, y + 13, row.figures)
+
+
+def _count(report: "LoraInspection", block: str, matched: set[str]) -> int:
+    return sum(module.block == block and module.name in matched for module in report.modules)
+
+
+def _shortened(name: str) -> str:
+    return name if len(name) <= _LONGEST else f"{name[: _LONGEST - 1]}…"

@@ -7,15 +7,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from sigmascope.cli.lora import op_options as ops
-from sigmascope.cli.lora import rank_options as ranks
-from sigmascope.cli.lora.options import AsJson, Verbose
-from sigmascope.cli.lora.reduction_tables import print_bake, print_reduction
-from sigmascope.cli.progress import progress_bar
+from sigmascope.cli import options as ops
+from sigmascope.cli import options as ranks
+from sigmascope.cli.console import progress_bar
+from sigmascope.cli.lora.tables import print_bake, print_reduction
+from sigmascope.cli.options import AsJson, Verbose
 from sigmascope.errors import ConfigError
 
 if TYPE_CHECKING:
-    from sigmascope.lora.merging.merge_methods import MergeMethod
+    from sigmascope.lora.merge_methods import MergeMethod
+
 
 EPILOG = """Examples:
 
@@ -113,7 +114,7 @@ def merge(
         _into(loras, into, save_to, strengths, how, allow_unmatched, verbose=verbose, as_json=as_json)
         return
     _refuse(["--allow_unmatched"] if allow_unmatched else [], "--into")
-    from sigmascope.lora.combine import CombineOptions, combine_loras
+    from sigmascope.lora.merge import CombineOptions, combine_loras
 
     options = CombineOptions(
         weights=strengths,
@@ -161,7 +162,7 @@ def _into(
 
 
 def _method(method: ops.Method, density: float | None, seed: int | None) -> "MergeMethod":
-    from sigmascope.lora.merging.merge_methods import MergeMethod
+    from sigmascope.lora.merge_methods import MergeMethod
 
     if density is not None and method is ops.Method.LINEAR:
         raise ConfigError("--density has no effect on a weighted sum.", hint="Add --method ties or dare.")

@@ -7,11 +7,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from sigmascope.cli.lora import op_options as ops
-from sigmascope.cli.lora import rank_options as ranks
-from sigmascope.cli.lora.options import AsJson, Verbose
-from sigmascope.cli.lora.reduction_tables import print_reduction
-from sigmascope.cli.progress import progress_bar
+from sigmascope.cli import options as ops
+from sigmascope.cli import options as ranks
+from sigmascope.cli.console import progress_bar
+from sigmascope.cli.lora.tables import print_reduction
+from sigmascope.cli.options import AsJson, Verbose
 from sigmascope.errors import ConfigError
 
 EPILOG = """Examples:

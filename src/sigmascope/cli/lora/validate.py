@@ -1,23 +1,28 @@
 """`sigmascope lora validate`: prove a LoRA against the models that it was made from."""
 
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich import box
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-from sigmascope.cli.lora import image_options as pictures
-from sigmascope.cli.lora import pair_options as pairs
-from sigmascope.cli.lora.image_tables import print_images
-from sigmascope.cli.lora.options import AsJson, BasePath, TunedPath, Verbose
+from sigmascope.cli import options as pairs
+from sigmascope.cli.console import needs_extra, progress_bar
 from sigmascope.cli.lora.tables import print_validation
-from sigmascope.cli.progress import progress_bar
+from sigmascope.cli.options import AsJson, BasePath, TunedPath, Verbose
 from sigmascope.errors import ConfigError, WriteError
 
 if TYPE_CHECKING:
+    from sigmascope.lbm.image_validation import ImageReport, OutputError, PictureErrors
     from sigmascope.lora.validate import ValidationReport
+
 
 EPILOG = """Examples:
 
@@ -27,6 +32,63 @@ sigmascope lora validate --base_model_path base.safetensors --tuned_model_path t
 sigmascope lora validate --base_model_path base.safetensors --tuned_model_path tuned.safetensors
 --lora_path my_lora.safetensors --images photos/
 """
+
+
+_PANEL = "On pictures (LBM only)"
+
+
+Images = Annotated[
+    Path | None,
+    typer.Option(
+        "--images",
+        metavar="<folder>",
+        help="Also translate its pictures with base, base + LoRA and tuned model, and compare the results.",
+        rich_help_panel=_PANEL,
+    ),
+]
+ConfigPath = Annotated[
+    Path | None,
+    typer.Option(
+        "--config_path",
+        help="YAML of the models.",
+        show_default="beside each model",
+        rich_help_panel=_PANEL,
+    ),
+]
+Steps = Annotated[
+    int | None,
+    typer.Option(
+        "--num_inference_steps", help="Steps along the bridge.", show_default="1", rich_help_panel=_PANEL
+    ),
+]
+Seed = Annotated[
+    int | None,
+    typer.Option("--seed", help="Of the noise, the same for all.", show_default="0", rich_help_panel=_PANEL),
+]
+Resolution = Annotated[
+    int | None,
+    typer.Option(
+        "--resolution",
+        help="Side of the square working size.",
+        show_default="the config's",
+        rich_help_panel=_PANEL,
+    ),
+]
+TorchDtype = Annotated[
+    str | None,
+    typer.Option(
+        "--torch_dtype",
+        help="Of the models: float32, bf16, fp16.",
+        show_default="float32",
+        rich_help_panel=_PANEL,
+    ),
+]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        "--device", help="Where the models run: auto, cpu, cuda.", show_default="auto", rich_help_panel=_PANEL
+    ),
+]
 
 
 def validate(
@@ -57,13 +119,13 @@ def validate(
             "--workers", help="Threads, a core each.", show_default="one for each core, up to 8", min=1
         ),
     ] = None,
-    images: pictures.Images = None,
-    config_path: pictures.ConfigPath = None,
-    num_inference_steps: pictures.Steps = None,
-    seed: pictures.Seed = None,
-    resolution: pictures.Resolution = None,
-    torch_dtype: pictures.TorchDtype = None,
-    device: pictures.Device = None,
+    images: Images = None,
+    config_path: ConfigPath = None,
+    num_inference_steps: Steps = None,
+    seed: Seed = None,
+    resolution: Resolution = None,
+    torch_dtype: TorchDtype = None,
+    device: Device = None,
     parts: pairs.Parts = "denoiser",
     on_missing: pairs.OnMissing = pairs.Unfit.ERROR,
     on_shape_change: pairs.OnShapeChange = pairs.Unfit.ERROR,
@@ -86,14 +148,12 @@ def validate(
     names_path = _names_path(layer_names, lora_path, inputs)
     _check_picture(picture, (*inputs, names_path))
     models = {"base": base_model_path, "tuned": tuned_model_path}
-    flags = pictures.ImageFlags(
-        images, config_path, num_inference_steps, seed, resolution, torch_dtype, device
-    )
-    pictures.check_image_flags(flags, models)
+    flags = ImageFlags(images, config_path, num_inference_steps, seed, resolution, torch_dtype, device)
+    check_image_flags(flags, models)
     options = pairs.pair_options(parts, on_missing, on_shape_change, on_integer, on_mixed_dtypes, variant)
     with progress_bar("Validating") as progress:
         report = validate_lora(*inputs, options, workers=workers, progress=progress)
-    seen = pictures.run_images(flags, models, lora_path)
+    seen = run_images(flags, models, lora_path)
     if as_json:
         extra = {"layer_names": str(names_path), "images": None if seen is None else seen.as_dict()}
         typer.echo(json.dumps(report.as_dict() | extra, indent=2))
@@ -116,7 +176,7 @@ def _check_picture(path: Path | None, others: Sequence[Path]) -> None:
     """
     if path is None:
         return
-    from sigmascope.lora.paths import exists
+    from sigmascope.lora.file import exists
 
     if path.suffix.lower() != ".svg":
         raise ConfigError(f"--picture {path} is not named as SVG.", hint="Give a name that ends in .svg.")
@@ -129,7 +189,7 @@ def _check_picture(path: Path | None, others: Sequence[Path]) -> None:
 def _draw(path: Path | None, report: "ValidationReport", *, quiet: bool) -> None:
     if path is None:
         return
-    from sigmascope.lora.validation.validation_picture import save_validation_picture
+    from sigmascope.lora.validation_report import save_validation_picture
 
     save_validation_picture(path, report)
     if not quiet:
@@ -142,7 +202,7 @@ def _names_path(asked: Path | None, lora: Path, inputs: Sequence[Path]) -> Path:
     Raises:
         ConfigError: The LoRA is a folder, or the list would replace an input or is not named `.txt`.
     """
-    from sigmascope.lora.paths import exists
+    from sigmascope.lora.file import exists
 
     if exists(lora) and lora.is_dir():
         raise ConfigError(f"--lora_path {lora} is a folder.", hint="Name the LoRA's file in it.")
@@ -176,3 +236,127 @@ def _write_names(path: Path, names: Sequence[str], *, required: bool, quiet: boo
         return
     if not quiet:
         Console().print(f"Layer names: {path}", markup=False, highlight=False)
+
+
+@dataclass(frozen=True, slots=True)
+class ImageFlags:
+    """The flags as given; None where they were not."""
+
+    images: Path | None = None
+    config_path: Path | None = None
+    num_inference_steps: int | None = None
+    seed: int | None = None
+    resolution: int | None = None
+    torch_dtype: str | None = None
+    device: str | None = None
+
+
+def check_image_flags(flags: ImageFlags, models: Mapping[str, Path]) -> None:
+    """Refuse what cannot work before the weights are measured.
+
+    Args:
+        flags: As given.
+        models: The base and the tuned model.
+
+    Raises:
+        ConfigError: Flags without --images, values that make no sense, no picture in the folder, a model that
+            needs more than pictures, or the extra is not installed.
+    """
+    if flags.images is None:
+        lonely = [name for name, value in asdict(flags).items() if value is not None]
+        if lonely:
+            raise ConfigError(f"--{lonely[0]} is for --images only.", hint="Add a folder, or leave it out.")
+        return
+    with needs_extra("lbm"):
+        from sigmascope.lbm.bridge import bridge_sigmas
+        from sigmascope.lbm.buckets import check_resolution
+        from sigmascope.lbm.devices import resolve_device, resolve_dtype
+        from sigmascope.lbm.image_validation import require_source_only
+        from sigmascope.lbm.images import find_pictures
+        from sigmascope.lbm.infer import SEEDS
+    bridge_sigmas(1 if flags.num_inference_steps is None else flags.num_inference_steps)
+    check_resolution(flags.resolution, "bucket")
+    if flags.seed is not None and not 0 <= flags.seed < SEEDS:
+        raise ConfigError(f"--seed: expected 0 to {SEEDS - 1}, got {flags.seed}.", hint="Leave it out for 0.")
+    resolve_dtype(flags.torch_dtype or "float32")
+    resolve_device(flags.device or "auto")
+    require_source_only(tuple(models.values()), flags.config_path)
+    find_pictures(flags.images)
+
+
+def run_images(flags: ImageFlags, models: Mapping[str, Path], lora: Path) -> "ImageReport | None":
+    """Compare the models on the folder's pictures, if there is one.
+
+    Args:
+        flags: As given.
+        models: `base` and `tuned`.
+        lora: The LoRA.
+    """
+    if flags.images is None:
+        return None
+    with needs_extra("lbm"):
+        from sigmascope.lbm.devices import resolve_device, resolve_dtype
+        from sigmascope.lbm.image_validation import ImageOptions, validate_images
+    options = ImageOptions(
+        num_inference_steps=1 if flags.num_inference_steps is None else flags.num_inference_steps,
+        seed=0 if flags.seed is None else flags.seed,
+        resolution=flags.resolution,
+        dtype=resolve_dtype(flags.torch_dtype or "float32"),
+        device=resolve_device(flags.device or "auto"),
+    )
+    with progress_bar("Translating") as progress:
+        return validate_images(
+            models["base"],
+            models["tuned"],
+            lora,
+            flags.images,
+            options,
+            config=flags.config_path,
+            progress=progress,
+        )
+
+
+_SHOWN = 5
+"""Pictures listed one by one unless all are asked for; those that the LoRA leaves farthest off come first."""
+
+
+def print_images(console: Console, report: "ImageReport", *, verbose: bool) -> None:
+    """Show how far base and base + LoRA are from the tuned model's pictures."""
+    farthest = sorted(report.pictures, key=lambda picture: picture.with_lora.psnr)
+    shown = report.pictures if verbose else farthest[:_SHOWN]
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.title, table.title_justify = "Against the tuned model's pictures", "left"
+    table.add_column("Picture", overflow="fold")
+    table.add_column("Model", no_wrap=True)
+    for heading in ("PSNR", "Image", "Latent"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for picture in shown:
+        _add(table, picture.picture, picture)
+    if len(report.pictures) > 1:
+        _add(table, f"all {len(report.pictures)}", report.overall)
+    console.print(table)
+    left = report.overall.remaining
+    if left is not None:
+        console.print(Text(f"The LoRA leaves {_percent(left)} of the way from base to tuned latents."))
+    if len(shown) < len(report.pictures):
+        console.print(Text(f"{len(report.pictures) - _SHOWN} more pictures: --verbose or --json lists all"))
+    for file in report.unreadable:
+        console.print(Text(f"unreadable: {file.file} ({file.reason})", overflow="fold"))
+    if report.not_applied:
+        console.print(
+            Text(f"{len(report.not_applied)} modules of the LoRA fit nothing and did nothing here.")
+        )
+
+
+def _add(table: Table, name: str, picture: "PictureErrors") -> None:
+    table.add_row(Text(name), "base", *_cells(picture.base))
+    table.add_row("", "base + LoRA", *_cells(picture.with_lora))
+
+
+def _cells(error: "OutputError") -> tuple[str, str, str]:
+    psnr = f"{error.psnr:.1f} dB" if math.isfinite(error.psnr) else "identical"
+    return psnr, _percent(error.image_error), _percent(error.latent_error)
+
+
+def _percent(fraction: float | None) -> str:
+    return "-" if fraction is None else f"{100 * fraction:.3g} %"

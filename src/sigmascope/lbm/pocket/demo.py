@@ -1,27 +1,25 @@
 """The main job on the pocket model: a LoRA extracted, proved, applied, and the inference watched."""
 
 import tempfile
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 from PIL import Image
 
 from sigmascope.errors import WriteError
 from sigmascope.lbm.bridge import bridge_sigmas
-from sigmascope.lbm.images import load_image, save_image
+from sigmascope.lbm.images import contact_sheet, load_image, psnr, save_image
 from sigmascope.lbm.infer import translate_image
-from sigmascope.lbm.model import LbmModel
+from sigmascope.lbm.model import LbmModel, load_lbm, load_watched
 from sigmascope.lbm.pocket import BASE_PATH, CONFIG_PATH, EXAMPLE_SCENE, TUNED_PATH
-from sigmascope.lbm.pocket.demo_checks import Check, check_promises
 from sigmascope.lbm.pocket.scenes import COOL, relighting_pair
-from sigmascope.lbm.psnr import psnr
-from sigmascope.lbm.sheet import contact_sheet
-from sigmascope.lbm.watched import load_watched
-from sigmascope.lora.apply import attach_lora
+from sigmascope.lora.apply import attach_lora, merge_lora
 from sigmascope.lora.extract import ExtractionReport, ExtractOptions, extract_lora
 from sigmascope.lora.file import LoraFile
-from sigmascope.lora.formats.opening import load_lora
-from sigmascope.lora.shapes import FULL_RANK
+from sigmascope.lora.linalg import FULL_RANK
+from sigmascope.lora.reader import load_lora
 from sigmascope.lora.validate import ValidationReport, validate_lora, write_layer_names
 from sigmascope.monitor import Recorder
 from sigmascope.progress import Progress, no_progress
@@ -31,6 +29,15 @@ SCALES = (0.0, 0.5, 1.0)
 PHOTO_RESOLUTION = 512
 """Working size of a user's picture. The model knows 128, where a photograph has no detail left."""
 PARTS = ("extract", "validate", "infer", "check", "save")
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was proved, with what was measured."""
+
+    claim: str
+    measured: str
+    passed: bool
 
 
 @dataclass(frozen=True)
@@ -181,3 +188,50 @@ def _save(demo: _Demo, run: Run, extraction: ExtractionReport) -> dict[str, Path
     save_image(demo.pictures["base + LoRA at 1"], files["result"])
     run.save(files["run"])
     return files
+
+
+FULL_RANK_ERROR = 0.005
+"""Of the worst layer: storage in 16 bits leaves less than this."""
+
+
+def check_promises(
+    relight: Callable[[LbmModel], Image.Image],
+    pictures: Mapping[str, Image.Image],
+    lora: LoraFile,
+    full_rank: ValidationReport,
+) -> tuple[Check, ...]:
+    """Prove what the documentation promises.
+
+    Args:
+        relight: Makes the demo's picture with a model.
+        pictures: What was made, by name.
+        lora: What was applied.
+        full_rank: Of the LoRA of full rank.
+    """
+    base = load_lbm(BASE_PATH, CONFIG_PATH)
+    unwatched = relight(base)
+    with merge_lora(base, lora):
+        merged = relight(base)
+    restored = relight(base)
+    worst = max((module.relative_error or 0.0 for module in full_rank.modules), default=1.0)
+    exact = full_rank.success_rate == 100 and worst <= FULL_RANK_ERROR
+    difference = _largest_difference(merged, pictures["base + LoRA at 1"])
+    zero = _largest_difference(pictures["base"], pictures["base + LoRA at 0"])
+    watched = _largest_difference(unwatched, pictures["base"])
+    back = _largest_difference(restored, unwatched)
+    return (
+        Check("At full rank the LoRA is the fine-tuning", f"worst layer {100 * worst:.2f} % off", exact),
+        Check("A LoRA at scale 0 changes nothing", _levels(zero), zero == 0),
+        Check("Merged and hot-applied pictures agree", _levels(difference), difference <= 1),
+        Check("Unmerging gives the base back", _levels(back), back == 0),
+        Check("Watching does not change the picture", _levels(watched), watched == 0),
+    )
+
+
+def _largest_difference(first: Image.Image, second: Image.Image) -> int:
+    a, b = (np.asarray(image.convert("RGB"), np.int16) for image in (first, second))
+    return int(np.abs(a - b).max())
+
+
+def _levels(difference: int) -> str:
+    return "identical pixels" if difference == 0 else f"at most {difference} of 255 levels apart"

@@ -9,12 +9,18 @@ Everything follows from the scene's number: the same number gives the same pixel
 the same NumPy.
 """
 
+import io
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-from sigmascope.lbm.pocket.solids import SOLIDS, Array, normals_from_slopes, turned, unit
+from PIL import Image
 
 Vector = tuple[float, float, float]
 
@@ -36,8 +42,13 @@ class Light:
 WARM = Light(direction=(-0.65, 0.40, 0.65), colour=(1.10, 0.76, 0.42), ambient=(0.12, 0.08, 0.09))
 """The light of the pocket model `base`: low evening sun from the left."""
 
+
 COOL = Light(direction=(0.70, 0.15, 0.65), colour=(0.32, 0.60, 1.10), ambient=(0.04, 0.07, 0.14))
 """The light of the pocket model `tuned`: a blue lamp from the right."""
+
+
+Array = NDArray[np.floating[Any]]
+"""Computed in float32 where NumPy keeps to it and in float64 where a parameter is one; stored as float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,3 +173,129 @@ def _texture(rng: np.random.Generator, x: Array, y: Array) -> Array:
         share = np.zeros_like(x)
     share = np.asarray(share, np.float32)[..., None] * np.float32(rng.uniform(0.4, 1))
     return first * (1 - share) + second * share
+
+
+def unit(vectors: Array) -> Array:
+    """Vectors of the last axis at length 1; zeros stay zeros."""
+    length = np.linalg.norm(vectors, axis=-1, keepdims=True)
+    return np.asarray(vectors / np.maximum(length, 1e-9), np.float32)
+
+
+def normals_from_slopes(slope_x: Array, slope_y: Array) -> Array:
+    """(height, width, 3) unit normals of a height field with these slopes along x and y."""
+    return unit(np.stack([-slope_x, -slope_y, np.ones_like(slope_x)], axis=-1))
+
+
+def turned(rng: np.random.Generator, x: Array, y: Array) -> tuple[Array, Array, float, float]:
+    """Coordinates in axes turned by a random angle, with the angle's cosine and sine."""
+    angle = float(rng.uniform(0, 2 * np.pi))
+    c, s = float(np.cos(angle)), float(np.sin(angle))
+    return c * x + s * y, c * y - s * x, c, s
+
+
+Solid = Callable[[np.random.Generator, Array, Array], tuple[Array, Array]]
+"""Takes a generator and x, y around the solid's centre; gives height (-inf outside) and normals."""
+
+
+def _ellipsoid(rng: np.random.Generator, x: Array, y: Array) -> tuple[Array, Array]:
+    a, b = rng.uniform(0.25, 0.55, 2)
+    depth = rng.uniform(0.25, 0.55)
+    u, v, c, s = turned(rng, x, y)
+    inside = 1 - (u / a) ** 2 - (v / b) ** 2
+    w = np.sqrt(np.clip(inside, 0, None))
+    nu, nv, nz = u / a**2, v / b**2, w / depth
+    normal = unit(np.stack([c * nu - s * nv, s * nu + c * nv, nz], axis=-1))
+    return np.where(inside > 0, depth * w, -np.inf), normal
+
+
+def _sphere(rng: np.random.Generator, x: Array, y: Array) -> tuple[Array, Array]:
+    radius = rng.uniform(0.22, 0.5)
+    inside = radius**2 - x**2 - y**2
+    z = np.sqrt(np.clip(inside, 0, None))
+    return np.where(inside > 0, z, -np.inf), unit(np.stack([x, y, z], axis=-1))
+
+
+def _cylinder(rng: np.random.Generator, x: Array, y: Array) -> tuple[Array, Array]:
+    radius, half_length = rng.uniform(0.15, 0.32), rng.uniform(0.3, 0.65)
+    u, v, c, s = turned(rng, x, y)
+    inside = radius**2 - v**2
+    z = np.sqrt(np.clip(inside, 0, None))
+    normal = unit(np.stack([-s * v, c * v, z], axis=-1))
+    return np.where((inside > 0) & (np.abs(u) < half_length), z, -np.inf), normal
+
+
+def _torus(rng: np.random.Generator, x: Array, y: Array) -> tuple[Array, Array]:
+    ring, tube = rng.uniform(0.28, 0.42), rng.uniform(0.1, 0.17)
+    distance = np.hypot(x, y)
+    t = distance - ring
+    inside = tube**2 - t**2
+    z = np.sqrt(np.clip(inside, 0, None))
+    outward = t / np.maximum(distance, 1e-6)
+    return np.where(inside > 0, z, -np.inf), unit(np.stack([outward * x, outward * y, z], axis=-1))
+
+
+def _cone(rng: np.random.Generator, x: Array, y: Array) -> tuple[Array, Array]:
+    radius, height = rng.uniform(0.3, 0.55), rng.uniform(0.3, 0.6)
+    distance = np.hypot(x, y)
+    slope = -height / radius / np.maximum(distance, 1e-6)
+    z = height * (1 - distance / radius)
+    return np.where(distance < radius, z, -np.inf), normals_from_slopes(slope * x, slope * y)
+
+
+def _box(rng: np.random.Generator, x: Array, y: Array) -> tuple[Array, Array]:
+    """A box turned in space: the nearest of the planes that face the camera bounds it from the front."""
+    axes = np.linalg.qr(rng.normal(size=(3, 3)))[0]
+    half = rng.uniform(0.2, 0.4, 3)
+    planes = np.concatenate([axes, -axes]).astype(np.float32)
+    offsets = np.concatenate([half, half]).astype(np.float32)
+    front, back = np.full_like(x, np.inf), np.full_like(x, -np.inf)
+    normal = np.zeros((*x.shape, 3), np.float32)
+    for plane, offset in zip(planes, offsets, strict=True):
+        if abs(plane[2]) < 1e-6:
+            continue
+        z = (offset - plane[0] * x - plane[1] * y) / plane[2]
+        if plane[2] > 0:
+            normal = np.where((z < front)[..., None], plane, normal)
+            front = np.minimum(front, z)
+        else:
+            back = np.maximum(back, z)
+    return np.where(front > back, front, -np.inf), normal
+
+
+SOLIDS: tuple[Solid, ...] = (_sphere, _ellipsoid, _cylinder, _torus, _cone, _box)
+
+
+def render_pair(number: int, light: Light, size: int) -> tuple[str, dict[str, bytes]]:
+    """Render a scene.
+
+    Args:
+        number: Of the scene.
+        light: Of the target.
+        size: Height and width in pixels.
+
+    Returns:
+        The scene's name, and PNG files as `source.png` (soft light) and `target.png`.
+    """
+    source, target = relighting_pair(number, light, size)
+    members = {"source.png": source, "target.png": target}
+    return f"scene-{number:06d}", {name: _png(Image.fromarray(pixels)) for name, pixels in members.items()}
+
+
+def begin_worker() -> None:
+    """Leave Ctrl-C, which reaches every process of a terminal, to the parent, and do not outlive it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_the_parent, daemon=True).start()
+
+
+def _end_with_the_parent() -> None:
+    """A parent that was killed cannot end its workers, and they would wait for work for ever."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _png(image: Image.Image) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, format="PNG")
+    return buffer.getvalue()

@@ -12,17 +12,18 @@ from torch import Tensor
 from sigmascope.__about__ import __version__
 from sigmascope.checkpoints import StreamingWriter, atomic_path, open_checkpoint
 from sigmascope.errors import NonFiniteError, SigmascopeError
-from sigmascope.lbm.loading import is_finite
-from sigmascope.lbm.training.injection import Trainable, TrainableFull, TrainableLora
+from sigmascope.lbm.model import is_finite
+from sigmascope.lbm.training.checkpoints import TrainingState
+from sigmascope.lbm.training.lora_layers import Trainable, TrainableFull, TrainableLora
+from sigmascope.lbm.training.session import Session, result_of
 from sigmascope.lbm.training.settings import OutputFormat, TrainSettings
-from sigmascope.lora.extraction.provenance import BASE_FINGERPRINT, denoiser_fingerprint
-from sigmascope.lora.file import LoraFile
-from sigmascope.lora.formats.header import kept_metadata
-from sigmascope.lora.formats.saving import save_lora
-from sigmascope.lora.formats.unit_scale import stored_factors
-from sigmascope.lora.paths import as_text
+from sigmascope.lora.families import BASE_FINGERPRINT, denoiser_fingerprint
+from sigmascope.lora.file import LoraFile, as_text
+from sigmascope.lora.metadata import kept_metadata
+from sigmascope.lora.writer import save_lora, stored_factors
 
 logger = logging.getLogger(__name__)
+
 
 DTYPES: Final = {"float32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _OF_AN_EXTRACTION: Final = "sigmascope_"
@@ -152,3 +153,48 @@ def _write_checkpoint(
             writer.write(key, stored)
     with atomic_path(path.with_suffix(".yaml")) as temporary:
         temporary.write_text(settings.lbm.to_yaml(), encoding="utf-8")
+
+
+_log = logging.getLogger(__name__)
+
+
+def add_lora(session: Session, state: TrainingState, folder: Path) -> None:
+    """Put the LoRA of a checkpoint into its folder, so that it can be tried before the end.
+
+    Args:
+        session: Of the run.
+        state: That the checkpoint holds.
+        folder: Its folder, while it is being written.
+    """
+    if isinstance(session.trainable, TrainableFull):
+        return  # the checkpoint holds these weights already, and a whole model more would fill disks
+    try:
+        _write(session, folder, state.weights if state.average is None else state.average)
+    except NonFiniteError as error:
+        _log.warning("The checkpoint has no LoRA file: %s", error)
+
+
+def write_result(session: Session, folder: Path) -> list[Path]:
+    """Write what was trained. Every process calls this; the main one writes.
+
+    Returns:
+        The files of weights; none in other processes.
+
+    Raises:
+        NonFiniteError: A trained value is NaN or Inf.
+        WriteError: A file cannot be written.
+        OtherProcessError: Either was so in the main process.
+    """
+    weights = result_of(session)
+    files: list[Path] = []
+    with session.team.together():
+        if session.accelerator.is_main_process:
+            files = _write(session, folder, weights)
+    return files
+
+
+def _write(session: Session, folder: Path, weights: Mapping[str, Tensor]) -> list[Path]:
+    name = "model" if isinstance(session.trainable, TrainableFull) else "lora"
+    return write_trained(
+        session.trainable, session.settings, session.step, folder, name=name, weights=weights
+    )

@@ -8,26 +8,32 @@ For each sample (Chadebec et al., arXiv 2503.07535, section 3):
     L = w_latent·|v − (z_source − z_target)| under the mask  +  w_pixel·|VAE⁻¹(x(σ) − σ·v) − target| under the mask
 
 The loss of a batch is the mean over its samples, so it is the same however the samples are cut into batches.
+
+A sample's draws follow from the run's seed, the epoch and the sample's number in the epoch's stream. Two processes
+of batch b then see exactly what one process of batch 2b sees, and a resumed run what an uninterrupted one sees.
 """
 
+import hashlib
+import importlib
+import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from sigmascope.errors import ConfigError
-from sigmascope.lbm.batches import Batch
 from sigmascope.lbm.bridge import bridge_interpolate, bridge_velocity_target, predict_target
-from sigmascope.lbm.model import LbmModel
-from sigmascope.lbm.training.draws import draw_bridge, generators_for
-from sigmascope.lbm.training.pixel_loss import PixelLoss
-from sigmascope.lbm.training.sample_means import differences, sample_means
+from sigmascope.lbm.config import LatentLoss, LbmConfig
+from sigmascope.lbm.config import PixelLoss as PixelLossKind
+from sigmascope.lbm.data import Batch
+from sigmascope.lbm.model import LbmModel, LbmVae
 from sigmascope.lbm.training.settings import TrainSettings
-from sigmascope.lbm.training_terms import latent_mask
 
 Latents = Float[Tensor, "batch channels height width"]
 Conditioning = Float[Tensor, "batch extra height width"]
@@ -196,3 +202,248 @@ def _named(given: Mapping[str, Tensor], keys: Sequence[str]) -> list[Tensor]:
             hint="Put these into the shards, or take them out of conditioning_images_keys and _masks_keys.",
         )
     return [given[key] for key in keys]
+
+
+Pixels = Float[Tensor, "batch 3 height width"]
+PixelMask = Float[Tensor, "batch 1 height width"]
+
+
+class PixelLoss:
+    """Compares pictures at pixel resolution, whole, in tiles, or a crop of each.
+
+    A crop is decoded on its own, so the VAE sees nothing around it: near its edges, and through group
+    normalisation and attention everywhere, it differs slightly from the same place of the whole picture.
+
+    Args:
+        kind: "l1", "l2" or "lpips" (Zhang et al., arXiv 1801.03924, with VGG).
+        crop: Side in pixels, a multiple of the VAE's factor; a picture that is smaller is taken as far as it goes.
+        tile_size: Decode the whole picture in tiles of this many pixels.
+
+    Raises:
+        ConfigError: "lpips" and the package of that name is not installed.
+    """
+
+    def __init__(self, kind: PixelLossKind, *, crop: int | None = None, tile_size: int | None = None) -> None:
+        self.kind = kind
+        self.crop = crop
+        self.tile_size = tile_size
+        self._lpips: nn.Module | None = _perceptual(lpips_package()) if kind == "lpips" else None
+
+    def __call__(
+        self,
+        vae: LbmVae,
+        latents: Float[Tensor, "batch channels latent_height latent_width"],
+        target: Pixels,
+        mask: PixelMask | None,
+        generators: Sequence[torch.Generator],
+    ) -> Float[Tensor, " batch"]:
+        """The loss of each sample.
+
+        Args:
+            vae: Its decoder passes the gradient on to the latents.
+            latents: x̂_target.
+            target: The picture that it should be, in [-1, 1].
+            mask: 1 where a pixel is valid.
+            generators: One for each sample, of its crop.
+        """
+        if self.crop is not None:
+            latents, target, mask = cropped(latents, target, mask, self.crop, vae.factor, generators)
+        decoded = vae.decode(latents, tile_size=self.tile_size).float()
+        return self.compare(decoded, target.to(decoded), None if mask is None else mask.to(decoded))
+
+    def compare(self, decoded: Pixels, target: Pixels, mask: PixelMask | None) -> Float[Tensor, " batch"]:
+        """The mean difference of each sample's valid pixels."""
+        if self._lpips is not None:
+            return sample_means(self._distances(self._lpips, decoded, target, mask), mask)
+        assert self.kind != "lpips"
+        return sample_means(differences(decoded, target, self.kind), mask)
+
+    def _distances(
+        self, network: nn.Module, decoded: Pixels, target: Pixels, mask: PixelMask | None
+    ) -> Float[Tensor, "batch 1 height width"]:
+        if mask is not None:
+            # The network looks around each pixel: what is not valid must not be seen from one that is.
+            decoded = decoded * mask + target * (1.0 - mask)
+        distances: Tensor = network.to(decoded.device)(decoded, target)
+        return distances
+
+
+def lpips_package() -> ModuleType:
+    """Import the package of LPIPS, without its weights.
+
+    Raises:
+        ConfigError: It is not installed.
+    """
+    try:
+        return importlib.import_module("lpips")
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "pixel_loss_type: lpips needs the package of that name, which is not installed.",
+            hint="Run pip install lpips, set pixel_loss_type to l1 or l2, or pixel_loss_weight to 0.",
+        ) from error
+
+
+def cropped(
+    latents: Tensor,
+    target: Tensor,
+    mask: Tensor | None,
+    side: int,
+    factor: int,
+    generators: Sequence[torch.Generator],
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Cut the same place out of each sample's latent, picture and mask, on the VAE's grid.
+
+    Args:
+        latents: (batch, channels, h, w).
+        target: (batch, 3, h·factor, w·factor).
+        mask: (batch, 1, h·factor, w·factor).
+        side: Of the crop, in pixels.
+        factor: Pixels along one side of a latent element.
+        generators: One for each sample.
+    """
+    height, width = (min(side // factor, length) for length in latents.shape[-2:])
+    corners = [
+        (draw_offset(one, latents.shape[-2], height), draw_offset(one, latents.shape[-1], width))
+        for one in generators
+    ]
+
+    def cut(tensor: Tensor, scale: int) -> Tensor:
+        parts = [
+            one[:, top * scale : (top + height) * scale, left * scale : (left + width) * scale]
+            for one, (top, left) in zip(tensor, corners, strict=True)
+        ]
+        return torch.stack(parts)
+
+    return cut(latents, 1), cut(target, factor), None if mask is None else cut(mask, factor)
+
+
+def _perceptual(package: Any) -> nn.Module:
+    """LPIPS with a distance for each pixel, so that a mask can be applied; its weights stay as they are."""
+    network: nn.Module = package.LPIPS(net="vgg", spatial=True, verbose=False)
+    return network.eval().requires_grad_(False)
+
+
+Purpose = Literal["bridge", "crop"]
+"""Each has a stream of its own: that a crop is drawn or not leaves the noise as it is."""
+
+
+def generator_for(seed: int, epoch: int, number: int, purpose: Purpose) -> torch.Generator:
+    """A CPU generator for one sample and purpose.
+
+    The numbers are hashed (BLAKE2b), because PyTorch's Mersenne Twister gives related streams for related seeds and
+    uses 32 bits of them.
+    """
+    message = struct.pack("<QQQ", seed, epoch, number) + purpose.encode()
+    digest = hashlib.blake2b(message, digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+
+
+def generators_for(seed: int, epoch: int, numbers: Sequence[int], purpose: Purpose) -> list[torch.Generator]:
+    """One for each sample; see `generator_for`."""
+    return [generator_for(seed, epoch, number, purpose) for number in numbers]
+
+
+def draw_bridge(
+    generators: Sequence[torch.Generator], latent_shape: Sequence[int], config: LbmConfig
+) -> tuple[Float[Tensor, " batch"], Float[Tensor, "batch channels height width"]]:
+    """Draw σ by the config's `timestep_sampling`, then ε ~ N(0, I), for each sample (float32, CPU).
+
+    Args:
+        generators: One for each sample.
+        latent_shape: (channels, height, width) of one latent.
+        config: Of the model.
+    """
+    sigmas, noises = [], []
+    for generator in generators:
+        sigmas.append(sample_sigmas(1, config, generator))
+        noises.append(torch.randn(tuple(latent_shape), generator=generator))
+    return torch.cat(sigmas), torch.stack(noises)
+
+
+def draw_offset(generator: torch.Generator, length: int, part: int) -> int:
+    """Where a part of a length begins, every place alike."""
+    return int(torch.randint(0, length - part + 1, (), generator=generator))
+
+
+def differences(
+    prediction: Float[Tensor, "batch channels height width"],
+    target: Float[Tensor, "batch channels height width"],
+    kind: Literal["l1", "l2"],
+) -> Float[Tensor, "batch channels height width"]:
+    """|d| (l1) or d² (l2) of d = prediction − target."""
+    difference = prediction - target
+    return difference.abs() if kind == "l1" else difference.square()
+
+
+def sample_means(
+    values: Float[Tensor, "batch channels height width"],
+    mask: Float[Tensor, "batch 1 height width"] | None = None,
+) -> Float[Tensor, " batch"]:
+    """The mean over each sample's valid elements; 0 for a sample that has none.
+
+    Each sample counts once, however much of it is valid. A mean over the valid elements of the whole batch would
+    depend on which samples share a batch, so that two processes would not give the gradient of the doubled batch.
+    """
+    if mask is None:
+        return values.flatten(1).mean(dim=1)
+    weights = mask.to(values.dtype).expand_as(values)
+    valid = weights.flatten(1).sum(dim=1)
+    return (values * weights).flatten(1).sum(dim=1) / valid.clamp_min(1.0)
+
+
+def sample_sigmas(
+    batch: int, config: LbmConfig, generator: torch.Generator | None = None
+) -> Float[Tensor, " batch"]:
+    """Draw one σ in (0, 1] for each sample, as the config's `timestep_sampling` says (float32, CPU).
+
+    - `uniform`: every one of the schedule's T timesteps alike.
+    - `log_normal`: σ = sigmoid(n), n ~ N(logit_mean, logit_std²), put on the schedule's grid of 1/T
+      (Esser et al. 2024, arXiv 2403.03206, section 3.1: a positive mean favours the source end).
+    - `custom_timesteps`: `selected_timesteps` with probabilities `prob`.
+
+    Args:
+        batch: How many.
+        config: Of the model.
+        generator: On the CPU.
+    """
+    total = config.num_train_timesteps
+    if config.timestep_sampling == "uniform":
+        timesteps = torch.randint(1, total + 1, (batch,), generator=generator).float()
+    elif config.timestep_sampling == "log_normal":
+        normal = torch.randn(batch, generator=generator) * config.logit_std + config.logit_mean
+        timesteps = torch.ceil(torch.sigmoid(normal) * total).clamp(1, total)
+    else:
+        weights = torch.tensor(config.prob)
+        chosen = torch.multinomial(weights, batch, replacement=True, generator=generator)
+        timesteps = torch.tensor(config.selected_timesteps)[chosen]
+    return timesteps / total
+
+
+def latent_loss(
+    prediction: Float[Tensor, "batch channels height width"],
+    target: Float[Tensor, "batch channels height width"],
+    kind: LatentLoss,
+    mask: Float[Tensor, "batch 1 height width"] | None = None,
+) -> Float[Tensor, ""]:
+    """Mean |d| (l1) or d² (l2) of d = prediction − target, over the elements that are valid.
+
+    Args:
+        prediction: Of the denoiser.
+        target: z_source − z_target.
+        kind: "l1" or "l2".
+        mask: 1 where the latent is valid, 0 elsewhere. A batch with no valid element has loss 0.
+    """
+    difference = prediction - target
+    values = difference.abs() if kind == "l1" else difference.square()
+    if mask is None:
+        return values.mean()
+    weights = mask.expand_as(values)
+    return (values * weights).sum() / weights.sum().clamp_min(1.0)
+
+
+def latent_mask(
+    mask: Float[Tensor, "batch 1 image_height image_width"], height: int, width: int
+) -> Float[Tensor, "batch 1 {height} {width}"]:
+    """Bring an image-resolution validity mask to the latent's: an element is valid if all its pixels are."""
+    invalid = functional.adaptive_max_pool2d(1.0 - mask, (height, width))
+    return (invalid <= 0.0).to(mask.dtype)

@@ -1,25 +1,34 @@
 """All that one training run works with, made from its settings and brought to where a checkpoint left off."""
 
-from collections.abc import Mapping
+import hashlib
+import math
+import os
+import tarfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
 from typing import Any, Final
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from webdataset.tariterators import base_plus_ext
 
-from sigmascope.lbm.data import DataOptions, DataPosition, TrainingData
+from sigmascope.checkpoints import open_checkpoint
+from sigmascope.errors import CheckpointError, ConfigError
+from sigmascope.lbm.data import DataOptions, DataPosition, TrainingData, dealt_anew
 from sigmascope.lbm.model import LbmModel
-from sigmascope.lbm.training.distributed import Team
-from sigmascope.lbm.training.ema import MovingAverage
-from sigmascope.lbm.training.identity import identity
-from sigmascope.lbm.training.injection import Trainable, prepare
+from sigmascope.lbm.shards import PIPE
+from sigmascope.lbm.training.accelerate import prepare_step
+from sigmascope.lbm.training.checkpoints import TrainingState, random_state, restore_random_state
+from sigmascope.lbm.training.distributed import Team, collected, spread, spread_optimizer_state
+from sigmascope.lbm.training.lora_layers import Trainable, prepare
 from sigmascope.lbm.training.objective import Objective
-from sigmascope.lbm.training.optimizers import make_optimizer, make_schedule
-from sigmascope.lbm.training.plan_length import follows_length, planned_steps
-from sigmascope.lbm.training.preparing import prepare_step
+from sigmascope.lbm.training.optimizers import MovingAverage, make_optimizer, make_schedule
 from sigmascope.lbm.training.settings import TrainSettings
 from sigmascope.lbm.training.step import Stepper
 
@@ -152,3 +161,262 @@ def _optimizer(
         kwargs=settings.lr_scheduler_kwargs,
     )
     return optimizer, schedule
+
+
+def state_of(session: Session) -> TrainingState:
+    """All that is needed to go on from here. Every process calls this; each knows its own part.
+
+    Where FSDP spreads the weights, the main process's state has them whole, and the others' hold nothing in their
+    place: the files are those of a training in one process.
+    """
+    scaler, average = session.accelerator.scaler, session.average
+    keep = session.accelerator.is_main_process
+    here = {
+        "position": None if session.position is None else session.position.to_dict(),
+        "random": random_state(session.accelerator.device),
+    }
+    progress = {
+        "optimizer": collected(session.stepper.optimizer.state_dict(), keep=keep),
+        "schedule": session.stepper.schedule.state_dict(),
+        "scaler": None if scaler is None else scaler.state_dict(),
+        "average": None if average is None else average.numbers(),
+    }
+    return TrainingState(
+        step=session.step,
+        epoch=session.epoch,
+        identity=session.identity,
+        weights=collected(session.parameters, keep=keep),
+        average=None if average is None else collected(average.weights(list(session.parameters)), keep=keep),
+        progress=progress,
+        processes=tuple(session.team.objects(here)),
+    )
+
+
+def result_of(session: Session) -> dict[str, Tensor]:
+    """The trained weights as they are given away, by name: their average where one is kept.
+
+    Every process calls this; the main one's are whole.
+    """
+    weights: Mapping[str, Tensor] = session.parameters
+    if session.average is not None:
+        weights = session.average.weights(list(session.parameters))
+    return collected(weights, keep=session.accelerator.is_main_process)
+
+
+def restore(session: Session, state: TrainingState, checkpoint: Path) -> None:
+    """Go on from a checkpoint of this same training.
+
+    Raises:
+        CheckpointError: It does not hold what this training needs.
+    """
+    _copy_weights(session.parameters, state.weights, checkpoint)
+    progress, scaler = state.progress, session.accelerator.scaler
+    parameters = list(session.parameters.values())
+    session.stepper.optimizer.load_state_dict(spread_optimizer_state(progress["optimizer"], parameters))
+    session.stepper.schedule.load_state_dict(progress["schedule"])
+    if scaler is not None and progress["scaler"] is not None:
+        scaler.load_state_dict(progress["scaler"])
+    if session.average is not None and state.average is not None:
+        shadows = [spread(state.average[name], like) for name, like in session.parameters.items()]
+        session.average.restore(progress["average"], shadows)
+    session.step, session.epoch = state.step, state.epoch
+    session.position = _position(session, [process["position"] for process in state.processes])
+    index = session.accelerator.process_index
+    if index < len(state.processes):
+        restore_random_state(state.processes[index]["random"], session.accelerator.device)
+
+
+def _position(session: Session, stored: list[Any]) -> DataPosition | None:
+    """Where this process's data goes on; those of an epoch's beginning are None, in all processes."""
+    index, size = session.accelerator.process_index, session.team.size
+    known = [DataPosition.from_dict(position) for position in stored if position is not None]
+    if not known:
+        return None
+    return known[index] if len(known) == size else dealt_anew(known, index, size)
+
+
+def _copy_weights(
+    parameters: Mapping[str, nn.Parameter], weights: Mapping[str, Tensor], checkpoint: Path
+) -> None:
+    different = [
+        name
+        for name in parameters.keys() | weights.keys()
+        if name not in parameters or name not in weights or parameters[name].shape != weights[name].shape
+    ]
+    if different:
+        raise CheckpointError(
+            checkpoint,
+            f"holds other weights than are trained here, first {min(different)}.",
+            hint="Start anew with --no_resume.",
+        )
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(spread(weights[name], parameter))
+
+
+FREE: Final = frozenset(
+    {
+        "backbone_signature",
+        "save_ckpt_path",
+        "device",
+        "gradient_checkpointing",
+        "allow_pipe",
+        "log_interval",
+        "save_interval",
+        "keep_checkpoints",
+        "validation_shards",
+        "validation_interval",
+        "validation_samples",
+        "num_steps",
+        "wandb_project",
+        "report_to",
+        "output_formats",
+        "save_precision",
+        "max_epochs",
+        "max_steps",
+    }
+)
+"""Settings that may change between a checkpoint and the run that resumes it; all others must agree."""
+_NAMES_OF_FILES: Final = frozenset({"train_shards", "base_model_path", "lora_weights_path"})
+_OF_A_STEP: Final = ("batch_size", "gradient_accumulation_steps", "processes")
+"""Their product is the number of samples in an optimizer step."""
+_SAMPLED_BYTES: Final = 2**20
+
+
+def identity(
+    settings: TrainSettings, shards: Sequence[str], processes: int, schedule_steps: int | None
+) -> dict[str, Any]:
+    """Describe a training by what its result follows from, as JSON values.
+
+    Files are told by name, size and a part of their content, so that a folder may be moved.
+
+    Args:
+        settings: Of the run.
+        shards: What `train_shards` stands for, in order.
+        processes: How many share the data.
+        schedule_steps: Length of the learning-rate schedule, where it has one.
+    """
+    values = settings.model_dump(mode="json", exclude=set(FREE | _NAMES_OF_FILES))
+    values["train_shards"] = [_shard(shard) for shard in shards]
+    values["base_model_path"] = _weights(settings.base_model_path)
+    start = settings.lora_weights_path
+    values["lora_weights_path"] = None if start is None else _weights(start)
+    values["processes"] = processes
+    values["schedule_steps"] = schedule_steps
+    return values
+
+
+def require_same(before: Mapping[str, Any], now: Mapping[str, Any], checkpoint: Path) -> None:
+    """Refuse to resume a training that was another one.
+
+    The number of processes may change where a step has as many samples as before.
+
+    Raises:
+        ConfigError: Names every key that differs, with both values.
+    """
+    different = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
+    if "processes" in different and _step_samples(before) == _step_samples(now):
+        different = [key for key in different if key not in _OF_A_STEP]
+    if different:
+        listed = "; ".join(
+            f"{key}: {_short(before.get(key))} then, {_short(now.get(key))} now" for key in different
+        )
+        raise ConfigError(
+            f"{checkpoint}: was trained with other settings ({listed}).",
+            hint="Set them back, choose another save_ckpt_path, or start anew with --no_resume.",
+        )
+
+
+def _step_samples(values: Mapping[str, Any]) -> int:
+    return math.prod(values[key] for key in _OF_A_STEP)
+
+
+def _shard(shard: str) -> list[Any]:
+    path = Path(shard)
+    return [path.name, path.stat().st_size] if path.is_file() else [shard, None]
+
+
+def _weights(path: Path) -> list[Any]:
+    """Name, bytes and the first tensors' fingerprint: reading all of a large base would take minutes."""
+    digest = hashlib.blake2b(digest_size=8)
+    with open_checkpoint(path) as checkpoint:
+        files = list(checkpoint.files)
+        for file in files:
+            digest.update(_head_and_tail(file))
+    return [Path(path).name, sum(file.stat().st_size for file in files), digest.hexdigest()]
+
+
+def _head_and_tail(file: Path) -> bytes:
+    with file.open("rb") as stream:
+        head = stream.read(_SAMPLED_BYTES)
+        stream.seek(0, os.SEEK_END)
+        stream.seek(max(0, stream.tell() - _SAMPLED_BYTES))
+        return head + stream.read(_SAMPLED_BYTES)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+COUNTED_BYTES: Final = 64 * 2**30
+"""Shards of more bytes together are not counted unless a schedule needs it: it would hold up the start."""
+_STEADY: Final = ("constant", "constant_with_warmup", "piecewise_constant")
+
+
+def follows_length(settings: TrainSettings) -> bool:
+    """Whether the learning rate of a step depends on how many there will be."""
+    return settings.lr_scheduler not in _STEADY
+
+
+def epoch_limit(settings: TrainSettings) -> int | None:
+    """Epochs to train at most; None where `max_steps` alone was given, which then decides."""
+    if settings.max_steps is not None and "max_epochs" not in settings.model_fields_set:
+        return None
+    return settings.max_epochs
+
+
+def planned_steps(settings: TrainSettings, shards: Sequence[str], processes: int) -> int | None:
+    """Optimizer steps of the whole run, or None where they cannot be known beforehand.
+
+    From the samples in the shards it is an upper bound: some may turn out to be unusable. Pictures of several
+    shapes make a few more small batches than are counted.
+
+    Args:
+        settings: Of the run.
+        shards: What `train_shards` stands for.
+        processes: That share the samples.
+    """
+    epochs = epoch_limit(settings)
+    if epochs is None:
+        return settings.max_steps
+    samples = _samples(shards, at_any_cost=follows_length(settings) and settings.max_steps is None)
+    if samples is None:
+        return settings.max_steps
+    batches = -(-(samples // processes) // settings.batch_size)
+    steps = epochs * -(-batches // settings.gradient_accumulation_steps)
+    return steps if settings.max_steps is None else min(steps, settings.max_steps)
+
+
+def count_samples(shards: Sequence[str]) -> int | None:
+    """Count the samples of local shards by the names in them; None where one cannot be looked into.
+
+    Only the members' headers are read.
+    """
+    total = 0
+    for shard in shards:
+        try:
+            with tarfile.open(shard, "r:") as tar:
+                keys = (base_plus_ext(member.name)[0] for member in tar if member.isfile())
+                total += sum(1 for key, _ in groupby(keys) if key is not None)
+        except (OSError, tarfile.TarError):
+            return None
+    return total
+
+
+def _samples(shards: Sequence[str], *, at_any_cost: bool) -> int | None:
+    if any(shard.startswith(PIPE) for shard in shards):
+        return None
+    if not at_any_cost and sum(Path(shard).stat().st_size for shard in shards) > COUNTED_BYTES:
+        return None
+    return count_samples(shards)

@@ -11,18 +11,16 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from sigmascope.lbm.batches import Batch
 from sigmascope.lbm.bridge import sample_bridge
-from sigmascope.lbm.data import DataOptions, TrainingData
-from sigmascope.lbm.images import save_image, tensor_to_image
+from sigmascope.lbm.data import Batch, DataOptions, TrainingData
+from sigmascope.lbm.images import contact_sheet, psnr, save_image, tensor_to_image
 from sigmascope.lbm.model import LbmModel
-from sigmascope.lbm.psnr import psnr
-from sigmascope.lbm.sheet import contact_sheet
+from sigmascope.lbm.training.checkpoints import untouched_random_state
 from sigmascope.lbm.training.objective import encoded, vae_alone
-from sigmascope.lbm.training.random_state import untouched_random_state
 from sigmascope.lbm.training.settings import TrainSettings
 
 Conditioning = Callable[[LbmModel, Batch, Tensor], Tensor | None]
+
 
 FOLDER: Final = "validation"
 _SEED: Final = 0

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from sigmascope.probes import AcceleratorEvent, AllocatorBytes
-from sigmascope.records.host import AcceleratorFacts
+from sigmascope.records.facts import AcceleratorFacts
 from sigmascope.records.memory import AcceleratorMemory
 
 from .allocator import CachingAllocator

@@ -8,10 +8,10 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from sigmascope.monitor import instruments
-from sigmascope.monitor.sampler import Wish
+from sigmascope.monitor import scope as instruments
+from sigmascope.monitor.utilization import Wish
 from sigmascope.probes import nvml
-from sigmascope.probes.gpu_activity import GPU_ACTIVITY
+from sigmascope.probes.nvml import GPU_ACTIVITY
 
 from .gpu import SimulatedGpu
 

@@ -9,11 +9,10 @@ import torch
 from torch import nn
 
 import sigmascope
-from sigmascope.analysis.diagnostics.diagnose import diagnose
-from sigmascope.integrations.watching import session
+from sigmascope.analysis.diagnostics import diagnose
+from sigmascope.integrations.diffusers import watch_session as session
 from sigmascope.monitor import Recorder
-from sigmascope.records.finding import Finding
-from sigmascope.records.run import Run
+from sigmascope.records.run import Finding, Run
 
 from .gpu import SimulatedGpu
 

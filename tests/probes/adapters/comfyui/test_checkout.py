@@ -10,8 +10,8 @@ from tests.comfy_shapes.checkout import Checkout, load_in_part
 from tests.comfy_shapes.files import FILES, LORA
 from torch import Tensor
 
-from sigmascope.probes.adapters.applied import AppliedPatch
-from sigmascope.probes.adapters.comfyui import is_comfyui, original_weight, read_patches, weights_of
+from sigmascope.probes.applied_patch import AppliedPatch
+from sigmascope.probes.comfyui_patcher import is_comfyui, original_weight, read_patches, weights_of
 
 pytestmark = pytest.mark.comfyui
 

@@ -11,8 +11,8 @@ from tests.comfy_shapes.files import LORA
 from tests.comfy_shapes.real import real_clip
 from torch import Tensor
 
-from sigmascope.probes.adapters.applied import AppliedPatch
-from sigmascope.probes.adapters.comfyui import is_comfyui, original_weight, read_patches, weights_of
+from sigmascope.probes.applied_patch import AppliedPatch
+from sigmascope.probes.comfyui_patcher import is_comfyui, original_weight, read_patches, weights_of
 
 pytestmark = pytest.mark.comfyui
 

@@ -9,7 +9,7 @@ from tests.comfy_shapes.adapters import random
 from tests.comfy_shapes.checkout import Checkout
 from torch import nn
 
-from sigmascope.probes.adapters.comfyui import original_weight, read_patches
+from sigmascope.probes.comfyui_patcher import original_weight, read_patches
 
 pytestmark = pytest.mark.comfyui
 

@@ -10,8 +10,8 @@ from tests.comfy_shapes.checkout import Checkout, load_in_part
 from torch import Tensor, nn
 
 from sigmascope.lora.effect import effect_of
-from sigmascope.probes.adapters.applied import AppliedPatch
-from sigmascope.probes.adapters.comfyui import original_weight, read_patches
+from sigmascope.probes.applied_patch import AppliedPatch
+from sigmascope.probes.comfyui_patcher import original_weight, read_patches
 
 pytestmark = pytest.mark.comfyui
 

@@ -12,8 +12,8 @@ from tests.comfy_shapes.checkout import Checkout, load_in_part
 from tests.comfy_shapes.real import CPU, kohya_file, real_clip, unet_patcher
 from torch import Tensor
 
-from sigmascope.lora.verdict.judging import judge_lora
-from sigmascope.probes.adapters.comfyui import read_patches, weights_of
+from sigmascope.lora.compatibility import judge_lora
+from sigmascope.probes.comfyui_patcher import read_patches, weights_of
 from sigmascope.stages.lora_application import analyze_lora_application_results, capture_lora_baseline
 
 pytestmark = pytest.mark.comfyui

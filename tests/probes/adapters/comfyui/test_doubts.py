@@ -4,8 +4,8 @@ from tests.comfy_shapes.modules import CONV, BaseModel, Q
 from tests.comfy_shapes.patchers import Dimension, ModelPatcher
 from torch import Tensor
 
-from sigmascope.probes.adapters.applied import AppliedPatch
-from sigmascope.probes.adapters.comfyui import read_patches
+from sigmascope.probes.applied_patch import AppliedPatch
+from sigmascope.probes.comfyui_patcher import read_patches
 
 BOFT = BOFTAdapter(set(), (random(2, 2, 4, 4), None, None, None))
 LOKR = LoKrAdapter(

@@ -1,7 +1,7 @@
 import pytest
 from tests.comfy_shapes.versions import PatchTuple
 
-from sigmascope.probes.adapters.comfyui.entries import read_entry
+from sigmascope.probes.comfyui_weight_adapter import read_entry
 
 
 def test_an_entry_of_five_is_read() -> None:

@@ -1,8 +1,7 @@
 import pytest
 from tests.comfy_shapes.adapters import lora_parts, random
 
-from sigmascope.probes.adapters.comfyui.fit import misfit
-from sigmascope.probes.adapters.comfyui.values import Change, read_value
+from sigmascope.probes.comfyui_weight_adapter import Change, misfit, read_value
 
 
 def change(kind: str, *shapes: tuple[int, ...] | None) -> Change:

@@ -11,7 +11,7 @@ from tests.comfy_shapes.beside import Hook, HookGroup
 from tests.comfy_shapes.modules import BaseModel, Q
 from tests.comfy_shapes.patchers import ModelPatcher
 
-from sigmascope.probes.adapters.comfyui import is_comfyui, original_weight, read_patches, weights_of
+from sigmascope.probes.comfyui_patcher import is_comfyui, original_weight, read_patches, weights_of
 
 
 class Raising:

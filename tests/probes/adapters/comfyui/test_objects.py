@@ -5,8 +5,8 @@ from tests.comfy_shapes.modules import BaseModel, Q
 from tests.comfy_shapes.patchers import ModelPatcher
 from torch import Tensor
 
-from sigmascope.probes.adapters.applied import AppliedPatch
-from sigmascope.probes.adapters.comfyui import read_patches
+from sigmascope.probes.applied_patch import AppliedPatch
+from sigmascope.probes.comfyui_patcher import read_patches
 
 
 @pytest.fixture

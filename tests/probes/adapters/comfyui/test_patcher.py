@@ -9,7 +9,7 @@ from tests.comfy_shapes.patchers import ModelPatcher
 from tests.comfy_shapes.versions import CLIP, PATCHERS
 from torch import nn
 
-from sigmascope.probes.adapters.comfyui import is_comfyui, original_weight, weights_of
+from sigmascope.probes.comfyui_patcher import is_comfyui, original_weight, weights_of
 
 
 @pytest.mark.parametrize("version", PATCHERS)

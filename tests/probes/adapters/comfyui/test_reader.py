@@ -10,8 +10,8 @@ from tests.comfy_shapes.modules import CLIP_Q, CONV, OUT, BaseModel, Q, SDClipMo
 from tests.comfy_shapes.patchers import ModelPatcher
 from tests.comfy_shapes.versions import CLIP, PATCHERS, load_lora_for_models
 
-from sigmascope.probes.adapters.applied import AppliedPatch
-from sigmascope.probes.adapters.comfyui import is_comfyui, original_weight, read_patches, weights_of
+from sigmascope.probes.applied_patch import AppliedPatch
+from sigmascope.probes.comfyui_patcher import is_comfyui, original_weight, read_patches, weights_of
 
 
 def only(model: object) -> AppliedPatch:

@@ -6,7 +6,7 @@ from tests.comfy_shapes.modules import CONV, NORM, OUT, BaseModel, Q
 from tests.comfy_shapes.patchers import ModelPatcher
 from tests.comfy_shapes.versions import PATCHERS
 
-from sigmascope.probes.adapters.comfyui import read_patches
+from sigmascope.probes.comfyui_patcher import read_patches
 
 
 def file_of(*keys: Any) -> dict[Any, LoRAAdapter]:

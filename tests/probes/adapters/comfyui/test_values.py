@@ -5,7 +5,7 @@ import torch
 from tests.comfy_shapes import adapters
 from tests.comfy_shapes.adapters import lora_adapter, lora_parts, lora_tuple, random
 
-from sigmascope.probes.adapters.comfyui.values import read_value
+from sigmascope.probes.comfyui_weight_adapter import read_value
 
 FOUR = tuple(random(*shape) for shape in ((8, 2), (2, 8), (6, 2), (2, 8)))
 LOHA = adapters.loha_parts()

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sigmascope.probes.adapters.applied import AppliedPatch
-from sigmascope.probes.adapters.peft import read_adapters
+from sigmascope.probes.applied_patch import AppliedPatch
+from sigmascope.probes.peft import read_adapters
 
 Inject = Callable[..., nn.Module]
 

@@ -8,7 +8,7 @@ from tests.probes.adapters.peft.conftest import Inject
 from torch import nn
 
 from sigmascope.lora.effect import effect_of
-from sigmascope.probes.adapters.peft import base_weight, read_adapters
+from sigmascope.probes.peft import base_weight, read_adapters
 
 DORA = {"use_dora": True, "lora_alpha": 6}
 

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from tests.probes.adapters.peft.conftest import Inject
 from torch import nn
 
-from sigmascope.probes.adapters.applied import AppliedPatch
-from sigmascope.probes.adapters.peft import read_adapters
+from sigmascope.probes.applied_patch import AppliedPatch
+from sigmascope.probes.peft import read_adapters
 
 KEY = "blocks.0.linear.weight"
 Read = Callable[[], dict[str, AppliedPatch]]

@@ -7,7 +7,7 @@ from tests.families import FAMILIES, make_pipeline
 from tests.probes.adapters.peft.conftest import Inject
 from torch import nn
 
-from sigmascope.probes.adapters.peft import base_weights, is_peft, read_adapters
+from sigmascope.probes.peft import base_weights, is_peft, read_adapters
 
 
 def test_model_without_adapters_has_none(model: nn.Module) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from tests.probes.adapters.peft.conftest import Inject
 
-from sigmascope.probes.adapters.applied import AppliedPatch
+from sigmascope.probes.applied_patch import AppliedPatch
 
 KEY = "blocks.0.linear.weight"
 Read = Callable[[], dict[str, AppliedPatch]]

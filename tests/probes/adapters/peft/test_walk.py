@@ -8,8 +8,8 @@ import torch
 from tests.probes.adapters.peft.conftest import Inject
 from torch import nn
 
-from sigmascope.probes.adapters.applied import AppliedPatch
-from sigmascope.probes.adapters.peft import base_weight, base_weights, read_adapters
+from sigmascope.probes.applied_patch import AppliedPatch
+from sigmascope.probes.peft import base_weight, base_weights, read_adapters
 
 Read = Callable[[], dict[str, AppliedPatch]]
 

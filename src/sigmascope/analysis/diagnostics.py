@@ -1,0 +1,220 @@
+"""Findings from rules on a record: what was seen, why it matters, what to do."""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, Final, TypeVar, get_args
+
+from sigmascope.analysis.generations import Case, cases, whole
+from sigmascope.analysis.leaks import find_leaks
+from sigmascope.analysis.rules_memory import (
+    MEMORY_RULES,
+    MEMORY_RUN_RULES,
+    PLACEMENT_RULES,
+    PLACEMENT_RUN_RULES,
+)
+from sigmascope.analysis.rules_model import (
+    ATTENTION_RULES,
+    MODEL_RULES,
+    PICTURE_RULES,
+    PRECISION_RULES,
+    TEXT_RULES,
+)
+from sigmascope.analysis.rules_time import STEP_RULES, TIME_RULES, UTILIZATION_RULES, about_rank, slow_ranks
+from sigmascope.records.latents import RECORD_FACT, encoding_record, findings_of_record
+from sigmascope.records.merge import ranks_of
+from sigmascope.records.run import Finding, Run, Severity, Stage
+from sigmascope.units import printable
+
+__all__ = ["RULES", "diagnose"]
+
+
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+Rule = Callable[[Case], Iterator[Finding]]
+
+
+RULES: Final[tuple[Rule, ...]] = (
+    *MEMORY_RULES,
+    *ATTENTION_RULES,
+    *MODEL_RULES,
+    *PLACEMENT_RULES,
+    *PRECISION_RULES,
+    *TEXT_RULES,
+    *PICTURE_RULES,
+    *TIME_RULES,
+    *STEP_RULES,
+    *UTILIZATION_RULES,
+)
+RUN_RULES: Final[tuple[Rule, ...]] = (*MEMORY_RUN_RULES, *PLACEMENT_RUN_RULES)
+"""Rules on the whole run: what they look for may lie between its generations."""
+_ABOUT: Final = ("component", "device", "class", "prompt")
+"""Evidence that tells findings of one rule apart."""
+_SEVERITIES: Final = ("critical", "error", "warning", "info")
+
+
+def diagnose(run: Run) -> tuple[Finding, ...]:
+    """What the record says is wrong or slow, what to do, and what that would gain. The gravest come first.
+
+    Where a run holds several generations, the same finding of several of them is given once, with `generations` in
+    its evidence. A rule that fails on an odd record is left out, with a line in the log.
+
+    Args:
+        run: With `PipelineFacts` and `CallFacts` among its facts or its stages' (`pipeline`, `call`), for the rules
+            that need them; without, those rules are silent. Of merged ranks each is looked at by itself, named in the
+            evidence, and then they are compared with each other.
+    """
+    findings = _of_ranks(run) or _of_process(run)
+    return tuple(sorted(findings, key=lambda finding: _SEVERITIES.index(finding.severity)))
+
+
+def _of_ranks(run: Run) -> list[Finding]:
+    ranks = _or_nothing(lambda: list(ranks_of(run).items()), "Reading the ranks")
+    findings = [about_rank(finding, name) for name, own in ranks for finding in _of_process(own)]
+    return findings + _or_nothing(lambda: list(slow_ranks(dict(ranks))), "slow_ranks")
+
+
+def _of_process(run: Run) -> list[Finding]:
+    found: dict[tuple[str, str | None, str], list[tuple[Finding, int | None]]] = {}
+    for case, rules in _readable_cases(run):
+        for rule in rules:
+            for finding in _of_rule(rule, case):
+                about = next((finding.evidence[name] for name in _ABOUT if name in finding.evidence), None)
+                same = found.setdefault((finding.id, finding.stage, str(about)), [])
+                same.append((finding, case.number))
+    leaks = _or_nothing(lambda: list(find_leaks(run)), "find_leaks")
+    return [_as_one(same) for same in found.values()] + leaks
+
+
+def _readable_cases(run: Run) -> Iterator[tuple[Case, tuple[Rule, ...]]]:
+    """What there is to look at, and by which rules."""
+    try:
+        for case in cases(run):
+            yield case, RULES
+        yield whole(run), RUN_RULES
+    except ValueError as failure:
+        _log.warning(
+            "The facts of run %s about its pipeline cannot be read: %s", printable(run.id), printable(failure)
+        )
+
+
+def _of_rule(rule: Rule, case: Case) -> list[Finding]:
+    return _or_nothing(lambda: list(rule(case)), rule.__name__)
+
+
+def _or_nothing(read: Callable[[], list[T]], what: str) -> list[T]:
+    try:
+        return read()
+    except Exception as failure:  # noqa: BLE001 - a record may come from anywhere; the other rules still say theirs
+        _log.warning("%s failed: %s: %s", what, type(failure).__name__, printable(failure))
+        return []
+
+
+def _as_one(same: list[tuple[Finding, int | None]]) -> Finding:
+    """The first, which says how many generations it is true of."""
+    first = same[0][0]
+    generations = {number for _, number in same if number is not None}
+    if len(generations) < 2:
+        return first
+    return replace(first, evidence={**first.evidence, "generations": len(generations)})
+
+
+def find_stage_findings(run: Run) -> list[Finding]:
+    """The findings that analyses put on their stages, in the order of the stages.
+
+    Args:
+        run: Whose stages have an analysis among their facts, under their own names, with a list `findings`.
+    """
+    return [finding for stage in run.walk() for finding in _of_analysis(stage)]
+
+
+def _of_analysis(stage: Stage) -> Iterator[Finding]:
+    analysis = stage.facts.get(stage.name)
+    found = analysis.get("findings") if isinstance(analysis, Mapping) else None
+    for entry in found if isinstance(found, list) else ():
+        if isinstance(entry, Mapping) and entry.get("severity") in get_args(Severity):
+            yield Finding(
+                str(entry.get("id")),
+                entry["severity"],
+                str(entry.get("message")),
+                dict(entry.get("evidence") or {}),
+                entry.get("advice"),
+                stage.name,
+            )
+
+
+def find_vae_findings(run: Run) -> list[Finding]:
+    """Stand-ins, fallbacks and failures of `encode_latents` and `decode_latents`.
+
+    Where a stage holds an analysis, that has them already: see `find_stage_findings`.
+    """
+    return [finding for stage in run.stages for finding in _of_record(stage)]
+
+
+def _of_record(stage: Stage) -> Iterator[Finding]:
+    if stage.name in stage.facts:
+        return
+    plain = stage.facts.get(RECORD_FACT)
+    if isinstance(plain, Mapping):
+        yield from findings_of_record(encoding_record(plain))
+    for child in stage.children:
+        yield from _of_record(child)
+
+
+MODEL_STATE = "model_state."
+"""Before the model's type: the fact of a stage that holds the state of that model at its end."""
+
+
+EXPECTED_IN = frozenset({"model_loading", "lora_application", "model_sampling"})
+"""Stages whose work is to change a model."""
+
+
+_HARMLESS = frozenset({"device"})
+_NOT_COMPARED = frozenset({"changed", "unavailable", "wrapper_class"})
+
+
+def find_model_changes(run: Run) -> tuple[Finding, ...]:
+    """A finding for each model that another stage than those meant for it has changed.
+
+    Args:
+        run: The record, with the states that `WorkflowMonitor.end_monitoring` notes.
+    """
+    findings: list[Finding] = []
+    last: dict[str, tuple[str, Mapping[str, Any]]] = {}
+    for stage in run.walk():
+        for model_type, state in _states(stage):
+            if model_type in last and stage.name not in EXPECTED_IN:
+                findings += _finding(model_type, stage.name, *last[model_type], state)
+            last[model_type] = (stage.name, state)
+    return tuple(findings)
+
+
+def _states(stage: Stage) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    for name, state in stage.facts.items():
+        if name.startswith(MODEL_STATE) and isinstance(state, Mapping):
+            yield name.removeprefix(MODEL_STATE), state
+
+
+def _finding(
+    model_type: str, stage: str, earlier: str, before: Mapping[str, Any], after: Mapping[str, Any]
+) -> Iterator[Finding]:
+    changed = [
+        name
+        for name, value in after.items()
+        if name not in _NOT_COMPARED
+        and value is not None
+        and before.get(name) is not None
+        and before[name] != value
+    ]
+    if not changed:
+        return
+    severity: Severity = "info" if set(changed) <= _HARMLESS else "warning"
+    evidence = {name: f"{before[name]} → {after[name]}" for name in changed}
+    yield Finding(
+        id="model_state_changed",
+        severity=severity,
+        message=f"{model_type} is not as {earlier} left it: {', '.join(changed)}.",
+        evidence=evidence,
+        advice=None if severity == "info" else "Check which node or call replaced or patched the model.",
+        stage=stage,
+    )

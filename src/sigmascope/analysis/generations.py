@@ -1,0 +1,282 @@
+"""What the rules look at: a run, or one generation in it, with what is known of its pipeline and its call."""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median_low
+from typing import Any, Final, TypeGuard
+
+from sigmascope.records.facts import (
+    AcceleratorFacts,
+    CallFacts,
+    ComponentFacts,
+    HostFacts,
+    PipelineFacts,
+    Role,
+)
+from sigmascope.records.performance import (
+    BeforeAfterDict,
+    ComparedGenerationDict,
+    ComparisonSummaryDict,
+    ImprovementDict,
+    PerformanceMetrics,
+)
+from sigmascope.records.run import Run, Stage, is_duration, stage_seconds
+from sigmascope.records.serialization import from_plain
+
+PIPELINE, CALL = "pipeline", "call"
+"""The facts of a run or a stage in which `PipelineFacts` and `CallFacts` lie."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One generation.
+
+    Attributes:
+        stages: Its stages, outermost first, those inside others included.
+        seconds: What it took in all.
+        pipeline: What ran; None: not recorded.
+        call: What it was called with.
+        host: The machine.
+        name: The stage that it is; None: the whole run, or what in it is part of no generation.
+        number: Which generation of the run; one inside another has its number. None: no generation.
+        denoises: Whether anything is generated: without, what is done is all that was to be done.
+    """
+
+    stages: tuple[Stage, ...]
+    seconds: float
+    pipeline: PipelineFacts | None = None
+    call: CallFacts = field(default_factory=CallFacts)
+    host: HostFacts | None = None
+    name: str | None = None
+    number: int | None = None
+    denoises: bool = True
+
+    def named(self, *names: str) -> list[Stage]:
+        """Stages of these names, none of them inside another one of them."""
+        found = [stage for stage in self.stages if stage.name in names]
+        inner = {id(part) for stage in found for part in stage.walk() if part is not stage}
+        return [stage for stage in found if id(stage) not in inner]
+
+    def with_steps(self) -> list[Stage]:
+        """Stages that have steps of their own."""
+        return [stage for stage in self.stages if len(stage.steps)]
+
+    def components(self, role: Role) -> Mapping[str, ComponentFacts]:
+        """The pipeline's components that do this, by name."""
+        return {} if self.pipeline is None else self.pipeline.of_role(role)
+
+    def accelerators(self) -> tuple[AcceleratorFacts, ...]:
+        """Of the machine."""
+        return () if self.host is None else self.host.accelerators
+
+
+def cases(run: Run) -> Iterator[Case]:
+    """The generations of a run that say what was called, each by itself, then what was part of none; else the run as one.
+
+    A pipeline that is noted on the run holds for all of its generations. Models that are loaded, prompts that are encoded
+    and LoRAs that are put on between the calls are the part of none; its seconds are those of the run.
+    """
+    pipeline = _pipeline(run.facts)
+    for number, outermost in enumerate(_outermost(run.stages)):
+        for stage in filter(_is_generation, outermost.walk()):
+            own = _pipeline(stage.facts) or pipeline
+            call = _call(stage.facts)
+            stages = tuple(stage.walk())
+            yield Case(stages, stage.seconds, own, call, run.host, stage.name, number, _denoises(stages))
+    between = tuple(_between(run.stages))
+    if between or not run.stages:
+        denoises = _denoises(run.walk())
+        yield Case(between, run.seconds, pipeline, _call(run.facts), run.host, denoises=denoises)
+
+
+def whole(run: Run) -> Case:
+    """All of a run, for rules on what happens from one generation to the next."""
+    return Case(tuple(run.walk()), run.seconds, _pipeline(run.facts), _call(run.facts), run.host)
+
+
+def _is_generation(stage: Stage) -> bool:
+    return PIPELINE in stage.facts or CALL in stage.facts
+
+
+def _denoises(stages: Iterable[Stage]) -> bool:
+    return any(stage.name == "denoising" or len(stage.steps) for stage in stages)
+
+
+def _outermost(stages: Iterable[Stage]) -> Iterator[Stage]:
+    """Generations that lie in no other."""
+    for stage in stages:
+        if _is_generation(stage):
+            yield stage
+        else:
+            yield from _outermost(stage.children)
+
+
+def _between(stages: Iterable[Stage]) -> Iterator[Stage]:
+    """Stages that neither are part of a generation nor hold one."""
+    for stage in stages:
+        if not any(map(_is_generation, stage.walk())):
+            yield from stage.walk()
+        elif not _is_generation(stage):
+            yield from _between(stage.children)
+
+
+def seconds_of(stages: list[Stage]) -> float:
+    """Of several stages together, by the accelerator's clock where it measured them."""
+    return sum(map(stage_seconds, stages), 0.0)
+
+
+def _pipeline(facts: Mapping[str, Any]) -> PipelineFacts | None:
+    plain = facts.get(PIPELINE)
+    return None if plain is None else from_plain(plain, PipelineFacts, PIPELINE)
+
+
+def _call(facts: Mapping[str, Any]) -> CallFacts:
+    plain = facts.get(CALL)
+    return CallFacts() if plain is None else from_plain(plain, CallFacts, CALL)
+
+
+FULL_SCORE: Final = 100.0
+
+
+def performance_score(seconds: float | None, target_seconds: float) -> float | None:
+    """min(100, 100 · target / time), to one decimal.
+
+    Args:
+        seconds: What the generation took; None: not known.
+        target_seconds: What it may take.
+
+    Returns:
+        0-100; None when the time is not known. A time of 0 meets every target.
+
+    Examples:
+        >>> performance_score(16.0, 5.0), performance_score(2.4, 5.0)
+        (31.2, 100.0)
+    """
+    if seconds is None or math.isnan(seconds):
+        return None
+    if seconds <= target_seconds:
+        return FULL_SCORE
+    return round(FULL_SCORE * target_seconds / seconds, 1)
+
+
+def meets_target(seconds: float | None, target_seconds: float) -> bool | None:
+    """Whether time ≤ target; None when the time is not known."""
+    return None if seconds is None or math.isnan(seconds) else seconds <= target_seconds
+
+
+def projected_seconds(elapsed_seconds: float, recent_step_seconds: float, steps_left: int) -> float:
+    """Where a running generation will end: elapsed + mean of recent steps · steps left.
+
+    Args:
+        elapsed_seconds: Since the generation began.
+        recent_step_seconds: Mean of the last few steps.
+        steps_left: Not begun yet; fewer than 0 counts as 0.
+    """
+    return elapsed_seconds + recent_step_seconds * max(steps_left, 0)
+
+
+SIGNIFICANT_PERCENT: Final = 50.0
+"""An improvement of the total time above this is called significant."""
+
+
+def compare_metrics(before: PerformanceMetrics, after: PerformanceMetrics) -> BeforeAfterDict:
+    """What changed from one generation to another, positive where it became faster.
+
+    Args:
+        before: The generation before the change.
+        after: The one after it.
+    """
+    improvement: ImprovementDict = {
+        "total_time_percent": improvement_percent(before.total_generation_time, after.total_generation_time),
+        "per_step_time_percent": improvement_percent(
+            before.generation_time_per_step, after.generation_time_per_step
+        ),
+        "performance_score_change": _difference(before.performance_score, after.performance_score),
+        "target_status_change": f"{before.target_met} → {after.target_met}",
+    }
+    return {
+        "before": _side(before),
+        "after": _side(after),
+        "improvement": improvement,
+        "summary": _summary(improvement["total_time_percent"], before, after),
+    }
+
+
+def improvement_percent(before: float | None, after: float | None) -> float | None:
+    """(before − after) / before in per cent; None when a side is not known or there was nothing before."""
+    if not _is_known(before) or after is None or not is_duration(after):
+        return None
+    return (before - after) / before * 100
+
+
+def improvement_factor(before: float | None, after: float | None) -> float | None:
+    """Before / after; None when a side is not known or zero."""
+    if not _is_known(before) or not _is_known(after):
+        return None
+    return before / after
+
+
+def _is_known(seconds: float | None) -> TypeGuard[float]:
+    """Whether there is a time, and one to reckon with."""
+    return seconds is not None and seconds != 0 and is_duration(seconds)
+
+
+def _side(metrics: PerformanceMetrics) -> ComparedGenerationDict:
+    return {
+        "total_time": metrics.total_generation_time,
+        "per_step_time": metrics.generation_time_per_step,
+        "target_met": metrics.target_met,
+        "performance_score": metrics.performance_score,
+        "model": metrics.model_name,
+    }
+
+
+def _summary(
+    percent: float | None, before: PerformanceMetrics, after: PerformanceMetrics
+) -> ComparisonSummaryDict:
+    return {
+        "faster": None if percent is None else percent > 0,
+        "improvement_factor": improvement_factor(before.total_generation_time, after.total_generation_time),
+        "meets_target_now": after.target_met,
+        "significant_improvement": None if percent is None else percent > SIGNIFICANT_PERCENT,
+    }
+
+
+def _difference(before: float | None, after: float | None) -> float | None:
+    return None if before is None or after is None else after - before
+
+
+def before_after(new: Sequence[Run], baseline: Sequence[Run]) -> BeforeAfterDict | None:
+    """The generation of median length on each side; None where one side holds no generation of a monitor's.
+
+    Args:
+        new: Any number of runs.
+        baseline: Any number of runs.
+    """
+    before, after = _median_generation(baseline), _median_generation(new)
+    return None if before is None or after is None else compare_metrics(before, after)
+
+
+def _median_generation(runs: Sequence[Run]) -> PerformanceMetrics | None:
+    """The metrics of the generation whose total is the median, or the lower of the two in the middle."""
+    found = [(seconds, metrics) for run in runs for seconds, metrics in _generations(run)]
+    if not found:
+        return None
+    middle = median_low(seconds for seconds, _ in found)
+    return next(metrics for seconds, metrics in found if seconds == middle)
+
+
+def _generations(run: Run) -> Iterator[tuple[float, PerformanceMetrics]]:
+    """What a monitor noted of each generation that went to its end, with its total; what nobody noted so is left out."""
+    for stage in run.walk():
+        noted = stage.facts.get("performance")
+        if not stage.success or not isinstance(noted, dict):
+            continue
+        try:
+            metrics = PerformanceMetrics.from_dict(noted)
+        except ValueError:
+            continue
+        total = metrics.total_generation_time
+        if "total_generation_time" in noted and total is not None and is_duration(total):
+            yield total, metrics

@@ -1,0 +1,395 @@
+"""Rules on whether model, scheduler, guidance and LoRA go together."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from sigmascope import units
+from sigmascope.analysis.generations import Case, seconds_of
+from sigmascope.records.facts import ComponentFacts, PipelineFacts
+from sigmascope.records.memory import mib
+from sigmascope.records.run import Finding
+
+_EDIT: Final = ("Edit", "Kontext", "Inpaint", "Img2Img")
+_MUST_HAVE_IMAGE: Final = ("Edit", "Inpaint", "Img2Img")
+_FEW_STEP_SCHEDULERS: Final = frozenset({"LCMScheduler", "TCDScheduler", "FlowMatchLCMScheduler"})
+_FEW_STEPS: Final = 12
+_ENOUGH_STEPS: Final = 8
+
+
+def edit_model_for_text_to_image(case: Case) -> Iterator[Finding]:
+    """An editing model that gets no image does work for one all the same, and makes worse images."""
+    if case.pipeline is None or case.call.has_image is not False:
+        return
+    names = (case.pipeline.class_name, case.pipeline.source or "")
+    if not any(word in name for name in names for word in _EDIT):
+        return
+    is_qwen = any("Qwen" in name for name in names)
+    instead = "Qwen/Qwen-Image with QwenImagePipeline" if is_qwen else "the family's text-to-image model"
+    must = any(word in case.pipeline.class_name for word in _MUST_HAVE_IMAGE)
+    yield Finding(
+        id="model.edit_model_for_text_to_image",
+        severity="warning",
+        message=f"{case.pipeline.source or case.pipeline.class_name} is made to change an image, and was called without "
+        "one.",
+        evidence={"pipeline": case.pipeline.class_name, "source": case.pipeline.source, "needs_image": must},
+        advice=f"For text to image take {instead}.",
+    )
+
+
+def steps_of_a_distilled_model(case: Case) -> Iterator[Finding]:
+    """Few-step models gain nothing from many steps, and others need more than a few."""
+    steps = case.call.num_inference_steps
+    if case.pipeline is None or steps is None:
+        return
+    why = few_step_evidence(case.pipeline)
+    scheduler = next((part.class_name for part in case.components("scheduler").values()), None)
+    if why is not None and steps > _FEW_STEPS:
+        spent = seconds_of(case.named("denoising"))
+        gain = spent * (1 - _ENOUGH_STEPS / steps) if spent else None
+        yield Finding(
+            id="model.too_many_steps",
+            severity="warning",
+            message=f"{steps} steps of a model that is made for 1 to {_ENOUGH_STEPS} ({why}).",
+            evidence={"steps": steps, "why": why, "gain_seconds": gain},
+            advice=f"num_inference_steps={_ENOUGH_STEPS} or fewer.",
+        )
+    elif why is None and scheduler in _FEW_STEP_SCHEDULERS:
+        yield Finding(
+            id="model.scheduler_for_distilled_models",
+            severity="warning",
+            message=f"{scheduler} is made for models distilled to few steps, and nothing says that this one is.",
+            evidence={"scheduler": scheduler, "steps": steps},
+            advice="Load the LCM or TCD weights or LoRA that belongs to it, or take the scheduler that the model came with.",
+        )
+
+
+def guidance_doubles_the_work(case: Case) -> Iterator[Finding]:
+    """Classifier-free guidance runs the denoiser for the negative prompt as well."""
+    call = case.call
+    if call.guidance_batches is None or call.guidance_batches < 2 or case.pipeline is None:
+        return
+    spent = seconds_of(case.named("denoising"))
+    why = few_step_evidence(case.pipeline)
+    half = spent / 2 if spent else None
+    yield Finding(
+        id="model.guidance_doubles_the_work",
+        severity="info" if why is None else "warning",
+        message=f"Guidance at {call.guidance_scale:g} runs the denoiser {call.guidance_batches} times for each step's sample"
+        + (f", though the model is distilled to do without ({why})." if why else ".")
+        if call.guidance_scale is not None
+        else f"Guidance runs the denoiser {call.guidance_batches} times for each step's sample.",
+        evidence={"guidance_scale": call.guidance_scale, "gain_seconds": half},
+        advice="guidance_scale=1 (0 for SD-Turbo's pipelines)." if why else "Where quality allows, a guidance-distilled "
+        "model, or guidance in part of the steps only (PAG, guidance interval), takes up to half of the time.",
+    )  # fmt: skip
+
+
+def lora_modules_unmatched(case: Case) -> Iterator[Finding]:
+    """A LoRA that was loaded, and of which modules are not on the model."""
+    for stage in case.named("lora_application"):
+        analysis = _mapping(stage.facts.get("lora_application"))
+        applied, verdict = _mapping(analysis.get("applied_verdict")), _mapping(analysis.get("verdict"))
+        total = applied.get("total_modules", verdict.get("total_modules"))
+        matched = applied.get("modules_there", verdict.get("matched_modules"))
+        if not isinstance(total, int) or not isinstance(matched, int) or matched >= total:
+            continue
+        none = matched == 0
+        yield Finding(
+            id="lora.modules_unmatched",
+            severity="error" if none else "warning",
+            message=("None" if none else f"Only {matched}")
+            + f" of the LoRA's {total} modules are on the model.",
+            evidence={"modules": total, "matched": matched},
+            advice="sigmascope lora inspect FILE --model MODEL names each module and the likely reason.",
+            stage=stage.name,
+        )
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+_NAMES: Final = ("turbo", "lightning", "schnell", "lcm", "hyper-sd", "hyper_sd", "distill", "dmd")
+
+
+def _word_in(text: str) -> str | None:
+    return next((word for word in _NAMES if word in text.lower()), None)
+
+
+def few_step_evidence(pipeline: PipelineFacts) -> str | None:
+    """Why the denoiser is taken for one distilled to few steps; None: nothing says so.
+
+    Args:
+        pipeline: What was read off the pipeline.
+    """
+    for name, part in pipeline.of_role("denoiser").items():
+        if part.config.get("time_cond_proj_dim") is not None:
+            return f"{name}.config.time_cond_proj_dim: it was distilled to take guidance as an input"
+        if part.class_name.startswith("Flux") and part.config.get("guidance_embeds") is False:
+            return f"{name}.config.guidance_embeds is False: FLUX.1 schnell"
+        source = part.config.get("_name_or_path")
+        word = _word_in(source if isinstance(source, str) else "")
+        if word is not None:
+            return f'"{word}" in {name}\'s source'
+    word = _word_in(pipeline.source or "")
+    return None if word is None else f'"{word}" in the pipeline\'s source'
+
+
+MODEL_RULES = (
+    edit_model_for_text_to_image,
+    steps_of_a_distilled_model,
+    guidance_doubles_the_work,
+    lora_modules_unmatched,
+)
+
+
+_BF16_CAPABILITY: Final = (8, 0)
+"""NVIDIA's devices from here on multiply bfloat16 on their tensor cores (CUDA C++ Programming Guide, table of features)."""
+
+
+_FLOAT32, _HALF = "float32", frozenset({"float16", "bfloat16"})
+
+
+def float32_on_an_accelerator(case: Case) -> Iterator[Finding]:
+    """Denoisers and text encoders in float32 take twice the memory of bfloat16, and more time."""
+    for role in ("denoiser", "text_encoder"):
+        for name, part in case.components(role).items():
+            device = _accelerator_of(part)
+            if device is None or part.module is None or _main(part.module.dtypes) != _FLOAT32:
+                continue
+            dtype = "bfloat16" if _multiplies_bfloat16(case, device) else "float16"
+            nbytes = part.module.nbytes
+            half = None if nbytes is None else nbytes // 2
+            yield Finding(
+                id="precision.float32_on_accelerator",
+                severity="warning",
+                message=f"{name} ({part.class_name}) is in float32 on {device}: {units.mib(nbytes)} MB of weights that would "
+                f"be {units.mib(half)} MB in {dtype}, which the device also multiplies faster.",
+                evidence={"component": name, "device": device, "mb": mib(nbytes), "saved_mb": mib(half)},
+                advice=f"Load it with torch_dtype=torch.{dtype}.",
+            )
+
+
+def float32_vae(case: Case) -> Iterator[Finding]:
+    """A VAE in float32 beside a denoiser in half precision: on purpose for some, a slip for others."""
+    denoisers = [part.module for part in case.components("denoiser").values() if part.module is not None]
+    if not any(_main(module.dtypes) in _HALF for module in denoisers):
+        return
+    for name, part in case.components("vae").items():
+        device = _accelerator_of(part)
+        if part.module is None or device is None or _main(part.module.dtypes) != _FLOAT32:
+            continue
+        meant = part.config.get("force_upcast") is True
+        yield Finding(
+            id="precision.float32_vae",
+            severity="info" if meant else "warning",
+            message=f"{name} ({part.class_name}) runs in float32 beside a denoiser in half precision"
+            + (": its configuration asks for that, since it overflows in float16." if meant else "."),
+            evidence={"component": name, "force_upcast": meant, "mb": mib(part.module.nbytes)},
+            advice="bfloat16 has float32's range and takes half of its memory: try vae.to(torch.bfloat16), or a VAE that "
+            "was mended for float16 (madebyollin/sdxl-vae-fp16-fix for SDXL), and compare the images.",
+        )
+
+
+def convolutions_not_channels_last(case: Case) -> Iterator[Finding]:
+    """Half-precision convolutions on tensor cores are faster with channels last."""
+    for name, part in case.components("denoiser").items():
+        module, device = part.module, _accelerator_of(part)
+        if part.channels_last is not False or module is None or case.pipeline is None:
+            continue
+        if case.pipeline.architecture != "UNet" or device is None or not device.startswith("cuda"):
+            continue
+        if _main(module.dtypes) in _HALF:
+            yield Finding(
+                id="precision.not_channels_last",
+                severity="info",
+                message=f"{name} ({part.class_name}) computes its convolutions in half precision, and its weights do not "
+                "lie channels-last.",
+                evidence={"component": name, "device": device},
+                advice=f"Try pipe.{name}.to(memory_format=torch.channels_last) and compare the step times.",
+            )
+
+
+def _accelerator_of(part: ComponentFacts) -> str | None:
+    """The device of most of its weights, unless that is the CPU."""
+    device = None if part.module is None else _main(part.module.devices)
+    return None if device in (None, "cpu", "meta") else device
+
+
+def _main(counts: Mapping[str, int]) -> str | None:
+    """What most elements are of; a dtype without "torch.", which records from elsewhere may have."""
+    return max(counts, key=lambda name: counts[name]).removeprefix("torch.") if counts else None
+
+
+def _multiplies_bfloat16(case: Case, device: str) -> bool:
+    """Whether its tensor cores know bfloat16; unknown counts as yes."""
+    capability = next((one.compute_capability for one in case.accelerators() if one.device == device), None)
+    if capability is None:
+        return True
+    parts = capability.split(".")
+    return not all(part.isdigit() for part in parts) or tuple(map(int, parts)) >= _BF16_CAPABILITY
+
+
+PRECISION_RULES = (float32_on_an_accelerator, float32_vae, convolutions_not_channels_last)
+
+
+_ONE_TENSOR: Final = frozenset(
+    {
+        "AttnProcessor",
+        "AttnProcessor2_0",
+        "AttnProcessorNPU",
+        "XFormersAttnProcessor",
+        "SlicedAttnProcessor",
+        "XLAFlashAttnProcessor2_0",
+        "FusedAttnProcessor2_0",
+        "IPAdapterAttnProcessor",
+        "IPAdapterAttnProcessor2_0",
+    }
+)
+"""diffusers' processors that return the image's tensor alone."""
+
+
+_EAGER: Final = frozenset({"AttnProcessor", "SlicedAttnProcessor", "IPAdapterAttnProcessor"})
+"""Those that build the whole attention matrix instead of calling scaled_dot_product_attention."""
+
+
+def plain_processor_in_joint_blocks(case: Case) -> Iterator[Finding]:
+    """AttnProcessor2_0 and its like return one tensor where an MMDiT's block unpacks two."""
+    if case.pipeline is None:
+        return
+    wrong = {
+        name: count for name, count in case.pipeline.attention.joint_processors.items() if name in _ONE_TENSOR
+    }
+    if not wrong:
+        return
+    names = ", ".join(sorted(wrong))
+    yield Finding(
+        id="attention.plain_processor_in_joint_blocks",
+        severity="error",
+        message=f"{sum(wrong.values())} joint attention blocks have {names}, which returns one tensor where the block "
+        "unpacks two (image and text): the call fails, or the text is lost.",
+        evidence={"blocks": sum(wrong.values()), "processors": names},
+        advice="Put the model's own processor back: reload the transformer, or set_attn_processor(FluxAttnProcessor(), "
+        "JointAttnProcessor2_0() or QwenDoubleStreamAttnProcessor2_0()). They use PyTorch's fast attention already.",
+    )
+
+
+def eager_attention(case: Case) -> Iterator[Finding]:
+    """Attention that builds the whole matrix costs memory and time that fused attention does not."""
+    if case.pipeline is None:
+        return
+    eager = {name: count for name, count in case.pipeline.attention.processors.items() if name in _EAGER}
+    if not eager:
+        return
+    count, names = sum(eager.values()), ", ".join(sorted(eager))
+    yield Finding(
+        id="attention.eager",
+        severity="warning",
+        message=f"{count} attention modules run {names}, which builds the whole attention matrix: memory grows with the "
+        "square of the number of tokens.",
+        evidence={"modules": count, "processors": names},
+        advice="pipe.unet.set_attn_processor(AttnProcessor2_0()), or disable_attention_slicing(): PyTorch's "
+        "scaled_dot_product_attention gives the same result.",
+    )
+
+
+ATTENTION_RULES = (plain_processor_in_joint_blocks, eager_attention)
+
+
+_STAGE = "text_encoding"
+
+
+def prompt_is_cut(case: Case) -> Iterator[Finding]:
+    """A prompt of which some tokens reach no text encoder, not even the one that reads most of it."""
+    for stage in case.named(_STAGE):
+        for side, prompt in _prompts(stage.facts.get(_STAGE)):
+            cut, total, limit = (
+                prompt.get(name) for name in ("truncated_tokens", "token_count", "token_limit")
+            )
+            if not isinstance(cut, int) or not cut:
+                continue
+            yield Finding(
+                id="text.prompt_is_cut",
+                severity="warning",
+                message=f"The {side} prompt is cut: {cut} of its {total} tokens reach no text encoder; the longest "
+                f"reads {limit}.",
+                evidence={
+                    "prompt": side,
+                    "truncated_tokens": cut,
+                    "token_count": total,
+                    "token_limit": limit,
+                },
+                advice="Shorten it, or move what matters to where it is kept; or encode it in parts and pass "
+                "prompt_embeds.",
+                stage=_STAGE,
+            )
+
+
+def _prompts(analysis: object) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    sides = analysis.get("text_processing") if isinstance(analysis, Mapping) else None
+    for side in ("positive", "negative"):
+        prompt = sides.get(side) if isinstance(sides, Mapping) else None
+        if isinstance(prompt, Mapping):
+            yield side, prompt
+
+
+TEXT_RULES = (prompt_is_cut,)
+
+
+_FACT = "pictures"
+
+
+def pictures_without_content(case: Case) -> Iterator[Finding]:
+    """Pictures that are one colour all over, or hold what is no number; of a video, if all frames looked at are so."""
+    for stage in case.stages:
+        seen = stage.facts.get(_FACT)
+        if not isinstance(seen, Mapping):
+            continue
+        looked_at, flat, broken, replaced = (
+            _count(seen, name) for name in ("looked_at", "one_colour", "not_finite", "replaced")
+        )
+        evidence = {"pictures": _count(seen, "pictures"), "looked_at": looked_at}
+        if broken:
+            yield Finding(
+                id="picture.not_finite",
+                severity="error",
+                message=f"{broken} of {looked_at} pictures hold NaN or infinity.",
+                evidence={**evidence, "not_finite": broken},
+                advice=_ADVICE,
+                stage=stage.name,
+            )
+        if replaced:
+            yield Finding(
+                id="picture.replaced_by_safety_checker",
+                severity="warning",
+                message=f"The pipeline's safety checker has put black in place of {replaced} of "
+                f"{evidence['pictures']} pictures.",
+                evidence={**evidence, "replaced": replaced},
+                advice="Take another seed or prompt; nothing is wrong with model or VAE.",
+                stage=stage.name,
+            )
+        elif flat and (flat == looked_at or not seen.get("is_video")):
+            colour = ", ".join(f"{band:g}" for band in seen.get("colour") or ())
+            yield Finding(
+                id="picture.is_one_colour",
+                severity="warning",
+                message=f"{flat} of {looked_at} pictures are one colour all over ({colour}).",
+                evidence={**evidence, "one_colour": flat, "colour": colour},
+                advice=_ADVICE,
+                stage=stage.name,
+            )
+
+
+_ADVICE = (
+    'NaN becomes black. Ask once for output_type="latent": if those latents are finite it is the VAE, to be run in '
+    "float32 or bfloat16 (SDXL's overflows in float16: pipe.vae.to(torch.float32), or a mended one); if not, it is the "
+    "denoiser, a LoRA or an embedding before it."
+)
+
+
+def _count(seen: Mapping[str, Any], name: str) -> int:
+    value = seen.get(name)
+    return value if isinstance(value, int) else 0
+
+
+PICTURE_RULES = (pictures_without_content,)

@@ -1,0 +1,384 @@
+"""Rules on where the time goes."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from statistics import median
+from typing import Final
+
+from sigmascope import units
+from sigmascope.analysis.generations import Case, seconds_of
+from sigmascope.analysis.leaks import theil_sen
+from sigmascope.analysis.run_figures import (
+    is_timed_on_device,
+    known,
+    step_name,
+    step_seconds,
+    timed_on_device,
+)
+from sigmascope.records.run import Finding, Run, Stage, stage_seconds
+from sigmascope.records.utilization import DeviceUtilization, utilization_of
+
+_GENERATION: Final = "generation"
+_VAE_SHARE: Final = 0.3
+_TEXT_SHARE: Final = 0.2
+
+
+def target_missed(case: Case) -> Iterator[Finding]:
+    """A generation that took longer than its target, and where its time went."""
+    for stage in case.named(_GENERATION):
+        performance = stage.facts.get("performance")
+        if not isinstance(performance, dict) or performance.get("target_met") is not False:
+            continue
+        total, target = performance.get("total_generation_time"), performance.get("target_generation_time")
+        if not isinstance(total, int | float) or not isinstance(target, int | float):
+            continue
+        longest, spent = _longest_part(stage, total)
+        where = "" if longest is None else f" {longest} took {units.percent(spent, total)} of it."
+        yield Finding(
+            id="time.target_missed",
+            severity="warning",
+            message=f"{units.seconds(total)}, {total / target:.1f} times the target of {units.seconds(target)}.{where}",
+            evidence={"seconds": total, "target_seconds": target, "longest_stage": longest},
+            advice="See the other findings; each says what it would gain.",
+            stage=stage.name,
+        )
+
+
+def _longest_part(stage: Stage, total: float) -> tuple[str | None, float]:
+    """What took most of a generation, and its seconds: a stage in it, its own steps, or what is in neither."""
+    parts: dict[str, float] = {}
+    for one in _stages_in(stage):
+        parts[one.name] = parts.get(one.name, 0.0) + stage_seconds(one)
+    if len(stage.steps):
+        parts["its steps"] = _in_steps(stage)
+    if not parts:
+        return None, 0.0
+    parts["what is in no stage"] = total - sum(parts.values())
+    longest = max(parts, key=lambda name: parts[name])
+    return longest, parts[longest]
+
+
+def _in_steps(stage: Stage) -> float:
+    """By the accelerator's clock where it timed them all: a sum of some would be too small."""
+    seconds = step_seconds(stage)
+    return sum(known(seconds if None not in seconds else step_seconds(stage, on_device=False)), 0.0)
+
+
+def _stages_in(stage: Stage) -> Iterator[Stage]:
+    """The stages of a generation; a pipeline that is watched has its own generation in the monitor's."""
+    for child in stage.children:
+        if child.name == _GENERATION:
+            yield from _stages_in(child)
+        else:
+            yield child
+
+
+def vae_takes_long(case: Case) -> Iterator[Finding]:
+    """Encoding and decoding that take a large share of the whole."""
+    spent = seconds_of(case.named("latent_encoding", "latent_decoding"))
+    if case.seconds <= 0 or not case.denoises or spent < _VAE_SHARE * case.seconds:
+        return
+    tiled = any(part.tiling for part in case.components("vae").values())
+    yield Finding(
+        id="time.vae_share",
+        severity="info",
+        message=f"The VAE took {units.percent(spent, case.seconds)} of the time: {units.seconds(spent)} of "
+        f"{units.seconds(case.seconds)}.",
+        evidence={"vae_seconds": spent, "seconds": case.seconds, "share": spent / case.seconds, "tiling": tiled},
+        advice="Tiling is on and costs time: switch it off if the whole image fits (vae.disable_tiling())."
+        if tiled
+        else "Run the VAE in half precision, compile it, decode only the images that are kept, or preview with a tiny "
+        "autoencoder (AutoencoderTiny).",
+    )  # fmt: skip
+
+
+def text_encoding_takes_long(case: Case) -> Iterator[Finding]:
+    """Text encoding that takes a large share, as where a T5 runs on the CPU or prompts are encoded again."""
+    stages = case.named("text_encoding")
+    spent = seconds_of(stages)
+    if case.seconds <= 0 or not case.denoises or spent < _TEXT_SHARE * case.seconds:
+        return
+    on_cpu = [
+        name
+        for name, part in case.components("text_encoder").items()
+        if part.module is not None and set(part.module.devices) == {"cpu"}
+    ]
+    yield Finding(
+        id="time.text_encoding_share",
+        severity="info",
+        message=f"Text encoding took {units.percent(spent, case.seconds)} of the time: {units.seconds(spent)} in "
+        f"{len(stages)} call{'s' * (len(stages) > 1)}.",
+        evidence={"seconds": spent, "calls": len(stages), "on_cpu": ", ".join(on_cpu) or None},
+        advice="Encode a prompt once (pipe.encode_prompt) and pass prompt_embeds for each image"
+        + (f"; {', '.join(on_cpu)} ran on the CPU." if on_cpu else "."),
+    )
+
+
+TIME_RULES = (target_missed, vae_takes_long, text_encoding_takes_long)
+
+
+_FEWEST_STEPS: Final = 6
+_COMPILE_FACTOR: Final = 3.0
+_COMPILE_SECONDS: Final = 0.5
+_OUTLIER_FACTOR: Final = 2.0
+_OUTLIER_DEVIATIONS: Final = 6.0  # of the median absolute deviation: 4 standard deviations of a normal one
+_DRIFT_SHARE: Final = 0.05
+_BUSY_SHARE: Final = 0.6
+
+
+def first_step_compiles(case: Case) -> Iterator[Finding]:
+    """A first step much longer than the rest: compilation, autotuning, lazy loading."""
+    for stage in case.with_steps():
+        first, others = step_seconds(stage)[0], known(step_seconds(stage)[1:])
+        if first is None or len(others) < 2:
+            continue
+        usual = median(others)
+        excess = first - usual
+        if first < _COMPILE_FACTOR * usual or excess < _COMPILE_SECONDS:
+            continue
+        compiled = any(part.compiled for part in case.components("denoiser").values())
+        yield Finding(
+            id="time.first_step_compiles",
+            severity="info",
+            message=f"The first step took {units.seconds(first)}, the others {units.seconds(usual)}"
+            + (": torch.compile compiles in it." if compiled else "."),
+            evidence={"first_seconds": first, "median_seconds": usual, "gain_seconds": excess, "compiled": compiled, **_untimed(stage)},
+            advice="Warm up once before timing. Compiling the repeated blocks alone (compile_repeated_blocks()) and a kept "
+            "cache (TORCHINDUCTOR_CACHE_DIR) shorten it."
+            if compiled
+            else "Warm up once before timing; if it comes back in each generation, look for what is loaded or moved then.",
+            stage=stage.name,
+        )  # fmt: skip
+
+
+def steps_stand_out(case: Case) -> Iterator[Finding]:
+    """Single steps far longer than their neighbours: recompiling, or somebody else's load."""
+    for stage in case.with_steps():
+        timed = {number: one for number, one in enumerate(step_seconds(stage), start=1) if one is not None}
+        first = timed.pop(1, None)
+        seconds = list(timed.values())
+        if len(seconds) < _FEWEST_STEPS:
+            continue
+        usual = median(seconds)
+        deviation = median(abs(one - usual) for one in seconds)
+        limit = max(_OUTLIER_FACTOR * usual, usual + _OUTLIER_DEVIATIONS * deviation)
+        slow = [number for number, one in timed.items() if one > limit]
+        if not slow or len(slow) > len(seconds) // 3:
+            continue
+        gain = sum(timed[number] - usual for number in slow)
+        compiled = any(part.compiled for part in case.components("denoiser").values())
+        yield Finding(
+            id="time.steps_stand_out",
+            severity="warning" if gain > 0.1 * sum(seconds) else "info",
+            message=f"{len(slow)} of {len(seconds) + (first is not None)} steps took more than twice as long as the rest: "
+            f"{_listed(slow)}.",
+            evidence={"steps": _listed(slow), "median_seconds": usual, "gain_seconds": gain, "compiled": compiled, **_untimed(stage)},
+            advice="Steps like these recompile when shapes or flags change: run with TORCH_LOGS=recompiles, and compile "
+            "with dynamic=True."
+            if compiled
+            else "Look for what else runs on the machine, garbage collection, previews or callbacks in those steps.",
+            stage=stage.name,
+        )  # fmt: skip
+
+
+def steps_slow_down(case: Case) -> Iterator[Finding]:
+    """Steps that grow longer and longer: heat, or something that accumulates."""
+    for stage in case.with_steps():
+        seconds = known(step_seconds(stage)[1:])
+        if len(seconds) < 2 * _FEWEST_STEPS:
+            continue
+        slope = theil_sen(seconds)
+        usual = median(seconds)
+        grown = slope.lower * (len(seconds) - 1)
+        if grown < _DRIFT_SHARE * usual:
+            continue
+        total = slope.value * (len(seconds) - 1)
+        yield Finding(
+            id="time.steps_slow_down",
+            severity="warning",
+            message=f"Steps grew longer by {units.percent(total, usual)} over {len(seconds)} of them, steadily.",
+            evidence={
+                "growth_seconds": total,
+                "median_seconds": usual,
+                "steps": len(seconds),
+                **_untimed(stage),
+            },
+            advice="Heat: watch the clock and temperature of the device (nvidia-smi -q -d CLOCK,PERFORMANCE). If it is "
+            "cool, look for lists that grow in callbacks, or memory near its limit.",
+            stage=stage.name,
+        )
+
+
+def device_waits(case: Case) -> Iterator[Finding]:
+    """An accelerator that has nothing to do between the steps: the host is busy with something else.
+
+    A step's time on the device is that between two marks in its queue, gaps between small kernels included: those are seen
+    by how busy the device was (`utilization.device_idle`).
+    """
+    for stage in case.with_steps():
+        rows = _timed_rows(stage)
+        busy = [stage.steps.gpu_seconds[row] or 0.0 for row in rows]
+        wall = _span(stage, rows)
+        if len(busy) < _FEWEST_STEPS or wall <= 0 or sum(busy) >= _BUSY_SHARE * wall:
+            continue
+        yield Finding(
+            id="time.device_waits",
+            severity="info",
+            message=f"The steps kept the device for {units.percent(sum(busy), wall)} of the {units.seconds(wall)} from "
+            "the first to the last; between them it waited for the host.",
+            evidence={"busy_seconds": sum(busy), "seconds": wall, **_untimed(stage)},
+            advice="Look at what runs between the steps: callbacks, previews, .item() and .cpu(), a scheduler on the CPU.",
+            stage=stage.name,
+        )
+
+
+def _timed_rows(stage: Stage) -> range:
+    """The steps that the accelerator timed, if they are neighbours: beside a gap, idle time cannot be told from work."""
+    timed = [row for row, seconds in enumerate(step_seconds(stage)) if seconds is not None]
+    whole = is_timed_on_device(stage) and timed[-1] - timed[0] + 1 == len(timed)
+    return range(timed[0], timed[-1] + 1) if whole else range(0)
+
+
+def _span(stage: Stage, rows: range) -> float:
+    """From the beginning of the first of these steps to the end of the last."""
+    if not rows:
+        return 0.0
+    steps = stage.steps
+    return steps.started[rows[-1]] + steps.seconds[rows[-1]] - steps.started[rows[0]]
+
+
+def _untimed(stage: Stage) -> dict[str, int]:
+    """How many steps' times are not known, where there are such."""
+    count = step_seconds(stage).count(None)
+    return {"steps_not_timed": count} if count else {}
+
+
+def _listed(numbers: list[int], most: int = 8) -> str:
+    shown = ", ".join(map(str, numbers[:most]))
+    return shown if len(numbers) <= most else f"{shown}, …"
+
+
+STEP_RULES = (first_step_compiles, steps_stand_out, steps_slow_down, device_waits)
+
+
+_FEWEST_SAMPLES: Final = 5
+_IDLE_BELOW: Final = 70.0
+_IN_USE_FROM: Final = 5.0
+"""Below this nothing of the pipeline runs on a device; it is another one's, or nobody's."""
+_HEAT_FROM: Final = 5.0
+_POWER_CAP_FROM: Final = 50.0
+
+
+def device_idle(case: Case) -> Iterator[Finding]:
+    """A device on which no kernel ran for a good part of the denoising: the host, or copying, keeps it waiting."""
+    for stage, device in _sampled(case):
+        busy = device.busy_percent
+        if busy is None or not _IN_USE_FROM <= busy.mean < _IDLE_BELOW:
+            continue
+        idle = stage.seconds * (1 - busy.mean / 100)
+        yield Finding(
+            id="utilization.device_idle",
+            severity="warning" if busy.mean < _IDLE_BELOW / 2 else "info",
+            message=f"{device.device} was busy for {busy.mean:.0f} % of {stage.name}; it waited for about "
+            f"{units.seconds(idle)} of {units.seconds(stage.seconds)}.",
+            evidence={
+                "device": device.device,
+                "busy_percent": busy.mean,
+                "samples": device.samples,
+                "idle_seconds": idle,
+            },
+            advice="That is the most there is to gain. Compile the denoiser (pipe.transformer."
+            "compile_repeated_blocks(fullgraph=True), or torch.compile with mode='reduce-overhead'), make several "
+            "images at once, take .item() and .cpu() out of callbacks, and keep offloaded weights on the device.",
+            stage=stage.name,
+        )  # fmt: skip
+
+
+def slowed_by_heat(case: Case) -> Iterator[Finding]:
+    """A device that lowered its clocks because it was too hot: its times are not those of a cool one."""
+    for stage, device in _sampled(case):
+        share, warmth = device.heat_percent, device.temperature_celsius
+        if share is None or share < _HEAT_FROM:
+            continue
+        highest = None if warmth is None else warmth.highest
+        how_hot = "" if highest is None else f" It reached {highest:.0f} °C."
+        yield Finding(
+            id="utilization.slowed_by_heat",
+            severity="warning",
+            message=f"Heat lowered the clocks of {device.device} for {share:.0f} % of {stage.name}.{how_hot}",
+            evidence={"device": device.device, "share_percent": share, "highest_celsius": highest},
+            advice="Improve the cooling or lower the limit on power (nvidia-smi -pl); compare runs only at the same "
+            "temperature.",
+            stage=stage.name,
+        )
+
+
+def held_by_power_cap(case: Case) -> Iterator[Finding]:
+    """A device at its limit on power most of the time, as is usual for large models on full load."""
+    for stage, device in _sampled(case):
+        share, power = device.power_cap_percent, device.power_watts
+        if share is None or share < _POWER_CAP_FROM:
+            continue
+        mean = None if power is None else power.mean
+        yield Finding(
+            id="utilization.held_by_power_cap",
+            severity="info",
+            message=f"The limit on power lowered the clocks of {device.device} for {share:.0f} % of {stage.name}"
+            + ("." if mean is None else f", at {mean:.0f} W."),
+            evidence={"device": device.device, "share_percent": share, "mean_watts": mean},
+            advice="It does what it may: narrower types (bf16, fp8) do the same work for less power.",
+            stage=stage.name,
+        )
+
+
+def _sampled(case: Case) -> Iterator[tuple[Stage, DeviceUtilization]]:
+    """Stages with steps, and their devices, with enough samples to tell."""
+    for stage in case.with_steps():
+        for device in utilization_of(stage).values():
+            if device.samples >= _FEWEST_SAMPLES:
+                yield stage, device
+
+
+UTILIZATION_RULES = (device_idle, slowed_by_heat, held_by_power_cap)
+
+
+_SLOWER_BY: Final = 1.1
+_FEWEST_STEPS_OF_A_RANK: Final = 3
+
+
+def slow_ranks(ranks: Mapping[str, Run]) -> Iterator[Finding]:
+    """A rank whose steps take longer than those of the others: where they wait for each other, it sets the pace.
+
+    Args:
+        ranks: The run of each rank, by name.
+    """
+    on_device = timed_on_device(*([run] for run in ranks.values()))  # all of them, or none
+    of_stage: dict[str, dict[str, list[float]]] = {}
+    for rank, run in ranks.items():
+        for stage in run.walk():
+            timed = step_seconds(stage, on_device=step_name(stage) in on_device)
+            seconds = known(timed[1:])  # it compiles in the first
+            if len(stage.steps) >= _FEWEST_STEPS_OF_A_RANK and seconds:
+                of_stage.setdefault(stage.name, {}).setdefault(rank, []).extend(seconds)
+    for stage_name, of_rank in of_stage.items():
+        steps = {rank: median(all_of_it) for rank, all_of_it in of_rank.items()}
+        slowest = max(steps, key=lambda rank: steps[rank])
+        others = [one for rank, one in steps.items() if rank != slowest]
+        if not others or steps[slowest] < _SLOWER_BY * median(others):
+            continue
+        factor = steps[slowest] / median(others)
+        yield Finding(
+            id="ranks.slow_rank",
+            severity="warning",
+            message=f"A step of {slowest} takes {units.seconds(steps[slowest])}, {factor:.2f} times that of the other "
+            f"ranks ({units.seconds(median(others))}).",
+            evidence={"rank": slowest, "step_seconds": steps[slowest], "others_seconds": median(others)},
+            advice="Compare the device's clocks, heat and link with the others' (nvidia-smi -q -d PERFORMANCE, nvidia-smi "
+            "topo -m), and whether it was given more work.",
+            stage=stage_name,
+        )  # fmt: skip
+
+
+def about_rank(finding: Finding, rank: str) -> Finding:
+    """The finding, with the rank that it is about."""
+    return replace(finding, evidence={**finding.evidence, "rank": rank})

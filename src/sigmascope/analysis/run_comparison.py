@@ -1,0 +1,464 @@
+"""All that is to be said of two sets of runs, work by work.
+
+The interval is the percentile bootstrap's (Efron and Tibshirani, "An Introduction to the Bootstrap", 1993, ch. 13), the
+test that of Mann and Whitney (Annals of Mathematical Statistics 18, 1947), one-sided; both are SciPy's.
+"""
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sigmascope.analysis.generations import before_after, cases
+from sigmascope.analysis.run_figures import Figure, Unit, figures_of, timed_on_device, timed_steps, warm
+from sigmascope.errors import RecordError
+from sigmascope.records.facts import AttentionFacts, CallFacts, ComponentFacts, HostFacts, PipelineFacts
+from sigmascope.records.performance import BENCHMARK, BeforeAfterDict, others_of, work_of
+from sigmascope.records.run import Run
+
+_FEWEST_RUNS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class FigureComparison:
+    """One figure of the new runs beside that of the baseline.
+
+    Attributes:
+        name: Of the figure.
+        unit: Of the medians.
+        baseline: Median.
+        new: Median.
+        ratio: new / baseline; None: the baseline's is 0.
+        lower: Lower bound of the ratio's confidence interval.
+        upper: Upper bound.
+        p_slower: How likely values this much higher are if nothing changed.
+        least_p: The smallest p that so few runs can give.
+        runs: How many values each side has, baseline first.
+        unavailable: What could not be reckoned, and why; "runs": how many are left out.
+    """
+
+    name: str
+    unit: Unit
+    baseline: float
+    new: float
+    ratio: float | None
+    lower: float | None
+    upper: float | None
+    p_slower: float
+    least_p: float
+    runs: tuple[int, int]
+    unavailable: dict[str, str] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """All fields as JSON values."""
+        return asdict(self) | {"runs": list(self.runs)}
+
+
+@dataclass(frozen=True, slots=True)
+class WorkComparison:
+    """Runs of the same work before and after a change.
+
+    Attributes:
+        work: The benchmark's case; empty for other runs.
+        runs: How many there are on each side, baseline first.
+        differences: What differs in the set-up, as (before, now).
+        figures: Stages, steps and peaks, one value a run.
+        pooled_steps: Steps taken together, where a side has too few runs for an interval.
+        steps: Each step by its number, if that was asked for.
+        missing: Figures that one side lacks, with the reason.
+        before_after: The median generations; None without them.
+    """
+
+    work: str
+    runs: tuple[int, int]
+    differences: dict[str, tuple[str, str]]
+    figures: tuple[FigureComparison, ...]
+    pooled_steps: tuple[FigureComparison, ...]
+    steps: tuple[FigureComparison, ...]
+    missing: dict[str, str]
+    before_after: BeforeAfterDict | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """All fields as JSON values."""
+        return {
+            "work": self.work,
+            "runs": list(self.runs),
+            "differences": {name: list(sides) for name, sides in self.differences.items()},
+            "figures": [one.as_dict() for one in self.figures],
+            "pooled_steps": [one.as_dict() for one in self.pooled_steps],
+            "steps": [one.as_dict() for one in self.steps],
+            "missing": dict(self.missing),
+            "before_after": self.before_after,
+        }
+
+
+def compare_work(
+    work: str, new: Sequence[Run], baseline: Sequence[Run], *, by_step: bool = False, seed: int = 0
+) -> WorkComparison:
+    """Compare runs with the baseline's runs of the same work.
+
+    Args:
+        work: Its name.
+        new: At least one run.
+        baseline: At least one run.
+        by_step: Also each step by its number.
+        seed: Of the resampling.
+    """
+    figures, missing = compare_run_sets(new, baseline, seed=seed)
+    too_few = min(len(new), len(baseline)) < _FEWEST_RUNS
+    return WorkComparison(
+        work,
+        (len(baseline), len(new)),
+        set_up_differences(new, baseline),
+        figures,
+        compare_pooled_steps(new, baseline, seed=seed) if too_few else (),
+        compare_by_step(new, baseline, seed=seed) if by_step else (),
+        missing,
+        before_after(new, baseline),
+    )
+
+
+CONFIDENCE: Final = 0.95
+_RESAMPLES: Final = 4_999
+_FEWEST_FOR_AN_INTERVAL: Final = 3
+_NOTHING: Final = 1e-12
+"""Nobody's clock tells so few seconds from 0, and what is divided by less may be infinite."""
+
+
+def compare_run_sets(
+    new: Sequence[Run], baseline: Sequence[Run], *, seed: int = 0
+) -> tuple[tuple[FigureComparison, ...], dict[str, str]]:
+    """Compare every figure that both sides have.
+
+    Args:
+        new: At least one run.
+        baseline: At least one run of the same work before the change.
+        seed: Of the resampling.
+
+    Returns:
+        The comparisons, in the order of the baseline's figures; and by name the figures that one side lacks, with the
+        reason.
+    """
+    on_device = timed_on_device(new, baseline)
+    ours, theirs = figures_of(new, on_device), figures_of(baseline, on_device)
+    compared = tuple(_compare(ours[name], figure, seed) for name, figure in theirs.items() if name in ours)
+    missing = {name: "not in the new runs" for name in theirs if name not in ours}
+    missing |= {name: "not in the baseline" for name in ours if name not in theirs}
+    return compared, missing
+
+
+def _compare(new: Figure, baseline: Figure, seed: int) -> FigureComparison:
+    found = compare_values(baseline.name, baseline.unit, new.values, baseline.values, seed=seed)
+    sides = [
+        f"{side.untimed} of {side.untimed + len(side.values)} {name} runs"
+        for side, name in ((baseline, "baseline"), (new, "new"))
+        if side.untimed
+    ]
+    if not sides:
+        return found
+    reason = f"{' and '.join(sides)} left out: the accelerator's clock did not time it there"
+    return replace(found, unavailable={**found.unavailable, "runs": reason})
+
+
+def compare_values(
+    name: str, unit: Unit, new: Sequence[float], baseline: Sequence[float], *, seed: int = 0
+) -> FigureComparison:
+    """Compare two samples of one figure.
+
+    Args:
+        name: Of the figure.
+        unit: Of the values.
+        new: One value a run, at least one.
+        baseline: The same before the change.
+        seed: Of the resampling.
+    """
+    old_median, new_median = median(baseline), median(new)
+    ratio = new_median / old_median if old_median > _NOTHING else None
+    unavailable: dict[str, str] = {}
+    interval: tuple[float, float] | None = None
+    if ratio is None:
+        unavailable["ratio"] = "the baseline's median is 0"
+    elif min(len(new), len(baseline)) < _FEWEST_FOR_AN_INTERVAL:
+        unavailable["interval"] = f"it takes {_FEWEST_FOR_AN_INTERVAL} runs on each side"
+    elif min(baseline) <= _NOTHING:
+        unavailable["interval"] = "some of the baseline's values are 0"
+    else:
+        interval = _interval(new, baseline, seed)
+    return FigureComparison(
+        name,
+        unit,
+        old_median,
+        new_median,
+        ratio,
+        None if interval is None else interval[0],
+        None if interval is None else interval[1],
+        p_of_higher(new, baseline),
+        1 / math.comb(len(new) + len(baseline), len(new)),
+        (len(baseline), len(new)),
+        unavailable,
+    )
+
+
+def p_of_higher(new: Sequence[float], baseline: Sequence[float]) -> float:
+    """The p of Mann and Whitney's test that the new values are not higher; exact for small samples without ties.
+
+    Args:
+        new: At least one value.
+        baseline: At least one value.
+    """
+    from scipy.stats import mannwhitneyu
+
+    if len({*new, *baseline}) == 1:
+        return 1.0
+    return float(mannwhitneyu(new, baseline, alternative="greater").pvalue)
+
+
+def _interval(new: Sequence[float], baseline: Sequence[float], seed: int) -> tuple[float, float]:
+    from scipy.stats import bootstrap
+
+    def ratio(ours: NDArray[np.float64], theirs: NDArray[np.float64], axis: int = -1) -> NDArray[np.float64]:
+        return np.asarray(np.median(ours, axis=axis) / np.median(theirs, axis=axis))
+
+    found = bootstrap(
+        (np.asarray(new, dtype=np.float64), np.asarray(baseline, dtype=np.float64)),
+        ratio,
+        confidence_level=CONFIDENCE,
+        n_resamples=_RESAMPLES,
+        method="percentile",
+        vectorized=True,
+        rng=np.random.default_rng(seed),
+    ).confidence_interval
+    return float(found.low), float(found.high)
+
+
+def compare_pooled_steps(
+    new: Sequence[Run], baseline: Sequence[Run], *, seed: int = 0
+) -> tuple[FigureComparison, ...]:
+    """All steps of each stage but every run's first, as one sample a side.
+
+    For where there are too few runs to compare run by run. The intervals then say how sure the difference is of these
+    very runs: steps of one run share its circumstances, so that another run may lie outside.
+
+    Args:
+        new: At least one run.
+        baseline: At least one run.
+        seed: Of the resampling.
+    """
+    on_device = timed_on_device(new, baseline)
+    ours, theirs = _pooled(new, on_device), _pooled(baseline, on_device)
+    return tuple(
+        compare_values(f"{name} step", "seconds", ours[name], values, seed=seed)
+        for name, values in theirs.items()
+        if name in ours
+    )
+
+
+def compare_by_step(
+    new: Sequence[Run], baseline: Sequence[Run], *, seed: int = 0
+) -> tuple[FigureComparison, ...]:
+    """Each step of each stage by its number, one value a run; steps that one side lacks are left out.
+
+    Args:
+        new: At least one run.
+        baseline: At least one run.
+        seed: Of the resampling.
+    """
+    on_device = timed_on_device(new, baseline)
+    ours, theirs = _numbered(new, on_device), _numbered(baseline, on_device)
+    return tuple(
+        compare_values(f"{name} step {number}", "seconds", ours[name, number], values, seed=seed)
+        for (name, number), values in theirs.items()
+        if (name, number) in ours
+    )
+
+
+def _pooled(runs: Sequence[Run], on_device: Collection[str]) -> Mapping[str, list[float]]:
+    found: dict[str, list[float]] = {}
+    for run in runs:
+        for stage in run.walk():
+            seconds = warm(timed_steps(stage, on_device))
+            if seconds:
+                found.setdefault(stage.name, []).extend(seconds)
+    return found
+
+
+def _numbered(runs: Sequence[Run], on_device: Collection[str]) -> Mapping[tuple[str, int], list[float]]:
+    """By stage and number from 1 on, each run's seconds; a stage passed twice counts on."""
+    found: dict[tuple[str, int], list[float]] = {}
+    for run in runs:
+        passed: dict[str, int] = {}
+        for stage in run.walk():
+            for seconds in timed_steps(stage, on_device):
+                number = passed[stage.name] = passed.get(stage.name, 0) + 1
+                if seconds is not None:
+                    found.setdefault((stage.name, number), []).append(seconds)
+    return found
+
+
+def by_work(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    """The runs by the case of the benchmark that made them, in the order of the first of each; "" for all others.
+
+    Args:
+        runs: Any number, in order.
+    """
+    found: dict[str, list[Run]] = {}
+    for run in runs:
+        found.setdefault(work_of(run.facts), []).append(run)
+    return found
+
+
+def pairs_by_work(
+    new: Sequence[Run], baseline: Sequence[Run]
+) -> tuple[dict[str, tuple[list[Run], list[Run]]], dict[str, str]]:
+    """New runs beside the baseline's runs of the same work.
+
+    Runs that broke off are left out: what they did not do would count as time saved.
+
+    Args:
+        new: In order.
+        baseline: In order.
+
+    Returns:
+        By work, the runs of both sides (new first); and by name the work that one side lacks, with the reason, and how
+        many runs were left out.
+    """
+    ours, theirs = by_work(_whole(new)), by_work(_whole(baseline))
+    pairs = {work: (ours[work], runs) for work, runs in theirs.items() if work in ours}
+    missing = {work: "not in the new runs" for work in theirs if work not in ours}
+    missing |= {work: "not in the baseline" for work in ours if work not in theirs}
+    return pairs, missing | _left_out("new runs", new) | _left_out("baseline runs", baseline)
+
+
+def require_pairs(
+    new: Sequence[Run], baseline: Sequence[Run], *, named: Path
+) -> tuple[dict[str, tuple[list[Run], list[Run]]], dict[str, str]]:
+    """`pairs_by_work` where there must be something to compare.
+
+    Args:
+        new: In order.
+        baseline: In order.
+        named: What the user called the new runs, for the error.
+
+    Raises:
+        RecordError: The two sides have no work in common.
+    """
+    pairs, missing = pairs_by_work(new, baseline)
+    if not pairs:
+        reasons = "; ".join(f"{work or 'runs of no benchmark'}: {why}" for work, why in missing.items())
+        raise RecordError(
+            named,
+            f"has nothing in common with the baseline ({reasons}).",
+            hint="Compare whole runs of the same cases.",
+        )
+    return pairs, missing
+
+
+def _whole(runs: Sequence[Run]) -> list[Run]:
+    return [run for run in runs if run.complete]
+
+
+def _left_out(name: str, runs: Sequence[Run]) -> dict[str, str]:
+    count = len(runs) - len(_whole(runs))
+    return {name: f"{count} of {len(runs)} broke off, and count for nothing"} if count else {}
+
+
+_SWITCHES = ("offload", "compiled", "layerwise_casting", "channels_last", "tiling", "slicing")
+_CALL = ("num_inference_steps", "guidance_scale", "height", "width", "num_frames", "batch_size", "seed")
+_OTHERS_APART = 0.1
+_OF_BENCHMARK = ("device", "seed", "threads")
+
+
+def set_up_differences(new: Sequence[Run], baseline: Sequence[Run]) -> dict[str, tuple[str, str]]:
+    """What is known of both sides and not the same, as (before, now). What one side does not tell is left out.
+
+    Args:
+        new: Any number of runs.
+        baseline: Any number of runs.
+    """
+    ours, theirs = _set_up(new), _set_up(baseline)
+    found = {
+        name: (before, ours[name]) for name, before in theirs.items() if name in ours and before != ours[name]
+    }
+    before, now = _others(baseline), _others(new)
+    if before is not None and now is not None and abs(now - before) > _OTHERS_APART:
+        found["processor used by others"] = (f"{100 * before:.0f} %", f"{100 * now:.0f} %")
+    return found
+
+
+def _others(runs: Sequence[Run]) -> float | None:
+    """How busy others kept the processor, on average."""
+    shares = [share for run in runs if (share := others_of(run.facts)) is not None]
+    return fmean(shares) if shares else None
+
+
+def _set_up(runs: Sequence[Run]) -> dict[str, str]:
+    """Every fact of the runs' set-up; where they do not agree, all values."""
+    found: dict[str, set[str]] = {}
+    for run in runs:
+        for name, value in _of_run(run):
+            if value is not None:
+                found.setdefault(name, set()).add(str(value))
+    return {name: ", ".join(sorted(values)) for name, values in found.items()}
+
+
+def _of_run(run: Run) -> Iterator[tuple[str, object]]:
+    if run.host is not None:
+        yield from _of_host(run.host)
+    noted = run.facts.get(BENCHMARK)
+    if isinstance(noted, Mapping):
+        yield from ((name, noted.get(name)) for name in _OF_BENCHMARK)
+    try:
+        found = list(cases(run))
+    except ValueError:  # facts of a shape that is not ours: there is nothing to say of them
+        return
+    for case in found:
+        yield from _of_call(case.call)
+        if case.pipeline is not None:
+            yield from _of_pipeline(case.pipeline)
+
+
+def _of_host(host: HostFacts) -> Iterator[tuple[str, object]]:
+    yield "processor", host.cpu_model
+    yield "processor threads", host.cpu_count_logical
+    yield "system", host.os
+    yield "Python", host.python_version
+    yield from host.libraries.items()
+    for device in host.accelerators:
+        yield device.device, device.name
+        yield f"{device.device} driver", device.driver_version
+
+
+def _of_call(call: CallFacts) -> Iterator[tuple[str, object]]:
+    yield from ((name, getattr(call, name)) for name in _CALL)
+
+
+def _of_pipeline(pipeline: PipelineFacts) -> Iterator[tuple[str, object]]:
+    yield "pipeline", pipeline.class_name
+    yield "architecture", pipeline.architecture
+    yield from _of_attention(pipeline.attention)
+    for name, part in pipeline.components.items():
+        yield from _of_component(name, part)
+
+
+def _of_attention(attention: AttentionFacts) -> Iterator[tuple[str, object]]:
+    for name, counts in (("processors", attention.processors), ("backends", attention.backends)):
+        if counts:
+            yield f"attention {name}", " + ".join(sorted(counts))
+
+
+def _of_component(name: str, part: ComponentFacts) -> Iterator[tuple[str, object]]:
+    yield f"{name} class", part.class_name
+    if part.module is None:
+        return
+    yield f"{name} parameters", part.module.parameters
+    for what, counts in (("dtype", part.module.dtypes), ("device", part.module.devices)):
+        if counts:
+            yield f"{name} {what}", max(counts, key=lambda key: counts[key])
+    for switch in _SWITCHES:
+        value = getattr(part, switch)
+        yield f"{name} {switch}", "none" if value is None and switch == "offload" else value

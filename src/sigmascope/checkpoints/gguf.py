@@ -1,0 +1,320 @@
+"""One GGUF file: its tensors under their own names, dequantised with the gguf package.
+
+Read here and not by the gguf package, which follows the counts of a damaged file for as long as they say.
+Layout: the format's description in the ggml project, versions 2 and 3, little-endian.
+"""
+
+import math
+import os
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, BinaryIO, Final, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sigmascope.checkpoints.checkpoint import Checkpoint, TensorInfo
+from sigmascope.checkpoints.files import read_exactly, reading, shortened
+from sigmascope.errors import CheckpointError
+
+_ORIGINAL_SHAPE: Final = "comfy.gguf.orig_shape."
+_PLAIN: Final = {
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F64": torch.float64,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
+_BLOCKS_AT_ONCE: Final = 1 << 15  # of 32 to 256 numbers: a few tens of MiB of the package's working memory
+_OTHER_FILE: Final = "Get a file in one of the common types (Q8_0, Q4_K, …) or in safetensors."
+
+
+@dataclass(frozen=True, slots=True)
+class GgufEntry:
+    """What a header says of one tensor.
+
+    Attributes:
+        name: Its key.
+        shape: Sizes in PyTorch's order; the file has them reversed.
+        kind: The number of its element type.
+        offset: First byte, counted from the start of the data.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    kind: int
+    offset: int
+
+    @property
+    def elements(self) -> int:
+        """How many numbers it holds."""
+        return math.prod(self.shape)
+
+
+Value = str | int | float | bool | Sequence[object]
+"""Of a field; the objects are values again."""
+
+
+@dataclass(frozen=True, slots=True)
+class GgufHeader:
+    """A header as read; places are checked once the types' sizes are known."""
+
+    fields: Mapping[str, Value]
+    tensors: tuple[GgufEntry, ...]
+    data_start: int
+    file_bytes: int
+
+
+class GgufCheckpoint(Checkpoint):
+    """A `.gguf` file. Quantised tensors are given in float32, the others in their own type.
+
+    Shapes are in PyTorch's order; a tensor that was stored in another shape for the quantisation's sake has its
+    own back, as ComfyUI-GGUF's files note it (`comfy.gguf.orig_shape.<key>`).
+    """
+
+    format = "gguf"
+
+    def __init__(self, path: Path) -> None:
+        self._gguf = _package(path)
+        with reading(path):
+            stream = path.open("rb")
+            try:
+                header = read_gguf_header(stream, path)
+                self._kinds = {entry.name: _kind(self._gguf, path, entry) for entry in header.tensors}
+                self._places = self._checked_places(header, path)
+                infos = {entry.name: self._info(header, entry, path) for entry in header.tensors}
+            except BaseException:
+                stream.close()
+                raise
+        self._stream = stream
+        metadata = {name: str(value) for name, value in header.fields.items() if not isinstance(value, list)}
+        quantised = {
+            name: f"GGUF {kind.name}" for name, kind in self._kinds.items() if kind.name not in _PLAIN
+        }
+        super().__init__(path, infos, metadata, {}, quantised)
+
+    def _checked_places(self, header: GgufHeader, path: Path) -> dict[str, tuple[int, int]]:
+        """First byte in the file and number of bytes of each tensor."""
+        places: dict[str, tuple[int, int]] = {}
+        position, previous = header.data_start, "the header"
+        for entry in sorted(header.tensors, key=lambda entry: entry.offset):
+            begin, name = header.data_start + entry.offset, shortened(entry.name)
+            if begin < position:
+                raise _damaged(path, f"tensor {name} overlaps {previous}.")
+            block, block_bytes = self._gguf.GGML_QUANT_SIZES[self._kinds[entry.name]]
+            if entry.elements % block or (entry.shape and entry.shape[-1] % block):
+                raise _damaged(path, f"tensor {name} of shape {entry.shape} is not whole blocks of {block}.")
+            size = entry.elements // block * block_bytes
+            if begin + size > header.file_bytes:
+                message = (
+                    f"is truncated: {name} ends at byte {begin + size}, the file has {header.file_bytes}."
+                )
+                raise _damaged(path, message)
+            places[entry.name] = begin, size
+            position, previous = begin + size, name
+        return places
+
+    def _info(self, header: GgufHeader, entry: GgufEntry, path: Path) -> TensorInfo:
+        shape = header.fields.get(_ORIGINAL_SHAPE + entry.name, list(entry.shape))
+        sizes = tuple(shape) if isinstance(shape, list) else ()
+        integers = [size for size in sizes if isinstance(size, int)]
+        if (
+            len(integers) != len(sizes)
+            or min(integers, default=0) < 0
+            or math.prod(integers) != entry.elements
+        ):
+            raise _damaged(
+                path, f"{shortened(entry.name)} of shape {entry.shape} cannot be of shape {shortened(shape)}."
+            )
+        dtype = _PLAIN.get(self._kinds[entry.name].name, torch.float32)
+        return TensorInfo(entry.name, tuple(integers), dtype, entry.elements * dtype.itemsize)
+
+    def _read(self, info: TensorInfo) -> Tensor:
+        return self._read_into(info, torch.empty(info.nbytes, dtype=torch.uint8))
+
+    def _read_into(self, info: TensorInfo, buffer: Tensor) -> Tensor:
+        if self._stream.closed:
+            raise self._closed()
+        begin, size = self._places[info.name]
+        tensor = buffer.view(info.dtype).reshape(info.shape)
+        if info.name not in self.dequantised:
+            read_exactly(self._stream, self.path, info.name, begin, buffer)
+            return tensor
+        raw = torch.empty(size, dtype=torch.uint8)
+        read_exactly(self._stream, self.path, info.name, begin, raw)
+        kind = self._kinds[info.name]
+        _, block_bytes = self._gguf.GGML_QUANT_SIZES[kind]
+        numbers, blocks = tensor.view(-1), raw.numpy().reshape(-1, block_bytes)
+        done = 0
+        for start in range(0, len(blocks), _BLOCKS_AT_ONCE):
+            # One row, as long as all blocks together: the package works on rows, few are faster than many.
+            row = blocks[start : start + _BLOCKS_AT_ONCE].reshape(1, -1)
+            part = torch.from_numpy(_dequantised(self._gguf, row, kind)).view(-1)
+            numbers[done : done + part.numel()] = part
+            done += part.numel()
+        return tensor
+
+    def close(self) -> None:
+        """Close the file."""
+        self._stream.close()
+
+
+def _package(path: Path) -> ModuleType:
+    try:
+        import gguf
+    except ModuleNotFoundError as error:
+        message = "is a GGUF file, and the gguf package is not installed."
+        raise CheckpointError(
+            path, message, hint='Install it with: pip install "sigmascope[gguf]"'
+        ) from error
+    return gguf
+
+
+def _kind(gguf: ModuleType, path: Path, entry: GgufEntry) -> Any:
+    """The element type as the package knows it, if it can turn it into numbers."""
+    try:
+        kind = gguf.GGMLQuantizationType(entry.kind)
+        _, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+        if kind.name not in _PLAIN:
+            _dequantised(gguf, np.zeros((1, block_bytes), dtype=np.uint8), kind)
+    except (ValueError, KeyError, NotImplementedError) as error:
+        message = (
+            f"tensor {shortened(entry.name)} is of the type {_name(gguf, entry.kind)}, which is not read."
+        )
+        raise CheckpointError(path, message, hint=_OTHER_FILE) from error
+    return kind
+
+
+def _name(gguf: ModuleType, kind: int) -> str:
+    known: dict[int, str] = {member.value: member.name for member in gguf.GGMLQuantizationType}
+    return known.get(kind, f"number {kind}")
+
+
+def _dequantised(gguf: ModuleType, blocks: np.ndarray, kind: Any) -> np.ndarray:
+    with np.errstate(all="ignore"):  # scales that are NaN or overflow: the numbers tell
+        numbers: np.ndarray = gguf.quants.dequantize(blocks, kind)
+    return numbers
+
+
+def _damaged(path: Path, message: str) -> CheckpointError:
+    return CheckpointError(path, message, hint="Download it again, or get another conversion.")
+
+
+_MAGIC: Final = b"GGUF"
+_VERSIONS: Final = (2, 3)
+_SCALARS: Final = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING: Final = 8
+_ARRAY: Final = 9
+_ALIGNMENT_KEY: Final = "general.alignment"
+_DEFAULT_ALIGNMENT: Final = 32
+_MOST_DIMENSIONS: Final = 8
+_MOST_NESTED: Final = 4
+_MOST_ELEMENTS: Final = 2**63 - 1
+
+
+def read_gguf_header(stream: BinaryIO, path: Path) -> GgufHeader:
+    """Read the header of an open GGUF file, in time and memory bounded by the file's size.
+
+    Raises:
+        CheckpointError: It is no GGUF file, of another version or byte order, cut short, or contradicts itself.
+    """
+    file_bytes = os.fstat(stream.fileno()).st_size
+    reader = _Reader(path, stream, file_bytes)
+    if reader.take(4, "its mark") != _MAGIC:
+        reader.fail("is not a GGUF file: it does not begin with GGUF.")
+    version = reader.number("I", "version")
+    if version not in _VERSIONS:
+        order = " (big-endian)" if version & 0xFFFF == 0 else ""
+        reader.fail(f"is GGUF of version {version}{order}; known are 2 and 3, little-endian.")
+    tensor_count, field_count = reader.number("Q", "count"), reader.number("Q", "count")
+    fields = reader.fields(field_count)
+    tensors = reader.tensors(tensor_count)
+    alignment = fields.get(_ALIGNMENT_KEY, _DEFAULT_ALIGNMENT)
+    if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+        reader.fail(f"has the alignment {shortened(alignment)}, which is no power of two.")
+    return GgufHeader(fields, tensors, -(-reader.position // alignment) * alignment, file_bytes)
+
+
+@dataclass
+class _Reader:
+    """Takes values from the stream one after the other; never more than the file has."""
+
+    path: Path
+    stream: BinaryIO
+    file_bytes: int
+    position: int = 0
+
+    def fail(self, message: str) -> NoReturn:
+        raise CheckpointError(self.path, message, hint="Download it again, or get another conversion.")
+
+    def take(self, size: int, what: str) -> bytes:
+        if size > self.file_bytes - self.position:
+            self.fail(
+                f"is truncated or damaged: {what} takes {size} bytes, {self.file_bytes - self.position} are left."
+            )
+        self.position += size
+        taken = self.stream.read(size)
+        if len(taken) != size:
+            self.fail(f"ends inside {what}: it was cut short while it was read.")
+        return taken
+
+    def number(self, code: str, what: str) -> int:
+        return int(self._scalar(code, what))
+
+    def text(self, what: str) -> str:
+        raw = self.take(self.number("Q", f"the length of {what}"), what)
+        try:
+            return raw.decode("utf-8")
+        except UnicodeDecodeError as error:
+            self.fail(f"is damaged: {what} is no text ({error.reason}).")
+
+    def fields(self, count: int) -> dict[str, Value]:
+        found: dict[str, Value] = {}
+        for _ in range(count):
+            name = self.text("the name of a field")
+            if name in found:
+                self.fail(f"has the field {shortened(name)} twice.")
+            found[name] = self._value(self.number("I", "a field's type"), f"the field {shortened(name)}", 0)
+        return found
+
+    def tensors(self, count: int) -> tuple[GgufEntry, ...]:
+        found: dict[str, GgufEntry] = {}
+        for _ in range(count):
+            name = self.text("the name of a tensor")
+            if name in found:
+                self.fail(f"has the tensor {shortened(name)} twice.")
+            dimensions = self.number("I", "a tensor's number of sizes")
+            if dimensions > _MOST_DIMENSIONS:
+                self.fail(f"tensor {shortened(name)}: {dimensions} sizes are too many.")
+            sizes = [self.number("Q", "a tensor's sizes") for _ in range(dimensions)]
+            if math.prod(size for size in sizes if size) > _MOST_ELEMENTS:
+                self.fail(f"tensor {shortened(name)}: the sizes {shortened(sizes)} are too large.")
+            kind, offset = self.number("I", "a tensor's type"), self.number("Q", "a tensor's place")
+            found[name] = GgufEntry(name, tuple(reversed(sizes)), kind, offset)
+        return tuple(found.values())
+
+    def _scalar(self, code: str, what: str) -> int | float | bool:
+        value: int | float | bool = struct.unpack(f"<{code}", self.take(struct.calcsize(f"<{code}"), what))[0]
+        return value
+
+    def _value(self, kind: int, what: str, depth: int) -> Value:
+        if kind in _SCALARS:
+            return self._scalar(_SCALARS[kind], what)
+        if kind == _STRING:
+            return self.text(what)
+        if kind != _ARRAY or depth == _MOST_NESTED:
+            self.fail(f"is damaged or too new: {what} is of the unknown type {kind}.")
+        inner, count = self.number("I", what), self.number("Q", what)
+        if inner in _SCALARS:
+            code = _SCALARS[inner]
+            return list(
+                struct.unpack(f"<{count}{code}", self.take(count * struct.calcsize(f"<{code}"), what))
+            )
+        return [self._value(inner, what, depth + 1) for _ in range(count)]

@@ -1,0 +1,688 @@
+"""The header of a safetensors file, read and checked before anything else is believed.
+
+A file is: 8 bytes little-endian header length, that many bytes of JSON (which may end in spaces), then
+the tensors' bytes. The JSON gives each tensor's element type, shape and byte range; the ranges must
+cover the data exactly, without overlap or hole (format description of the safetensors project).
+
+Codes are those of the safetensors format. A type that the installed PyTorch does not have yet is known
+by its size, so that a header can still be checked and listed.
+
+The bytes are read with `pread` into memory of the tensor's own, and not mapped: a file that is cut short
+or replaced while it is open then gives an error where a mapping would kill the process, memory holds one
+tensor, threads may read at once, and the tensor is aligned whatever the offset.
+
+The header comes first in the file but is known last, so room is left for it and what stays of it is
+filled with spaces, which the format allows. A header that does not fit, or that would leave much room,
+makes the data move once.
+
+Every tensor lies at a multiple of its element size: one whose size is no multiple of 8 bytes (a scalar,
+an odd bias) waits and comes last, by falling element size.
+"""
+
+import json
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, BinaryIO, NoReturn
+
+import torch
+from torch import Tensor
+
+from sigmascope.checkpoints.checkpoint import LEFT_OUT_REASON, Checkpoint, TensorInfo, is_left_out
+from sigmascope.checkpoints.files import (
+    HEAD_BYTES,
+    foreign_file_error,
+    iter_tensor_bytes,
+    read_exactly,
+    reading,
+    shortened,
+    sniff,
+)
+from sigmascope.errors import CheckpointError, WriteError
+from sigmascope.files import DISK_FULL, atomic_path
+
+MAX_HEADER_BYTES = 100_000_000
+"""The safetensors library's own limit."""
+_LENGTH_BYTES = 8
+_MAX_DIMENSIONS = 64
+_MAX_SIZE = 2**63 - 1
+_DAMAGED = "The file is damaged: download it again or make it anew."
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """What a header says of one tensor. `begin` and `end` count bytes from the start of the data."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor in the file."""
+        return self.end - self.begin
+
+
+@dataclass(frozen=True, slots=True)
+class SafetensorsHeader:
+    """A checked header; `tensors` are in the order of their bytes in the file."""
+
+    path: Path
+    tensors: Mapping[str, TensorEntry]
+    metadata: Mapping[str, str]
+    data_start: int
+    file_bytes: int
+
+    @property
+    def parameters(self) -> int:
+        """Elements of all tensors together."""
+        return sum(math.prod(entry.shape) for entry in self.tensors.values())
+
+
+def read_header(path: str | os.PathLike[str]) -> SafetensorsHeader:
+    """Read and check the header of a safetensors file, without its tensors.
+
+    Never allocates more than the file's own size, whatever the header claims.
+
+    Args:
+        path: One `.safetensors` file.
+
+    Returns:
+        Names, element types, shapes, byte ranges and metadata.
+
+    Raises:
+        CheckpointError: The file cannot be read, is something else, is truncated or contradicts itself.
+    """
+    file = Path(path)
+    with reading(file), file.open("rb") as stream:
+        return read_header_from(stream, file)
+
+
+def read_header_from(stream: BinaryIO, path: Path) -> SafetensorsHeader:
+    """Read and check the header of an open file; see `read_header`."""
+    file_bytes = os.fstat(stream.fileno()).st_size
+    length = _header_length(stream, path, file_bytes)
+    raw = stream.read(length)
+    if len(raw) != length:
+        _fail(path, f"the header has {length} bytes, only {len(raw)} could be read.")
+    content = _parse(raw, path)
+    metadata = _checked_metadata(content.pop("__metadata__", {}), path)
+    entries = [_checked_entry(name, value, path) for name, value in content.items()]
+    entries.sort(key=lambda entry: (entry.begin, entry.end))
+    data_start = _LENGTH_BYTES + length
+    _check_cover(entries, path, file_bytes - data_start)
+    return SafetensorsHeader(path, {entry.name: entry for entry in entries}, metadata, data_start, file_bytes)
+
+
+def _fail(path: Path, message: str, hint: str = _DAMAGED) -> NoReturn:
+    raise CheckpointError(path, message, hint=hint)
+
+
+def _header_length(stream: BinaryIO, path: Path, file_bytes: int) -> int:
+    head = stream.read(HEAD_BYTES)
+    if not head:
+        _fail(path, "is empty.", "Download it again or make it anew.")
+    error = foreign_file_error(path, sniff(head), "a safetensors file")
+    if error is not None:
+        raise error
+    if len(head) < _LENGTH_BYTES + 2:
+        _fail(path, f"is not a safetensors file: it has only {len(head)} bytes.")
+    length = int.from_bytes(head[:_LENGTH_BYTES], "little")
+    if head[_LENGTH_BYTES : _LENGTH_BYTES + 1] != b"{":
+        _fail(path, "is not a safetensors file: no JSON header where one must begin.")
+    if length > MAX_HEADER_BYTES:
+        _fail(path, f"claims a header of {length} bytes; {MAX_HEADER_BYTES} is the limit.")
+    if _LENGTH_BYTES + length > file_bytes:
+        _fail(
+            path,
+            f"is truncated: the header alone takes {_LENGTH_BYTES + length} bytes, the file has {file_bytes}.",
+            "Download it again.",
+        )
+    stream.seek(_LENGTH_BYTES)
+    return length
+
+
+def _parse(raw: bytes, path: Path) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name, value in pairs:
+            if name in found:
+                _fail(path, f"the header names {shortened(name)} twice.")
+            found[name] = value
+        return found
+
+    def no_constant(name: str) -> NoReturn:
+        raise ValueError(f"{name} is not JSON")
+
+    try:
+        content = json.loads(raw.decode("utf-8"), object_pairs_hook=unique, parse_constant=no_constant)
+    except (ValueError, RecursionError) as error:
+        _fail(path, f"the header is not valid JSON ({error}).")
+    if not isinstance(content, dict):
+        _fail(path, "the header is not a JSON object.")
+    return content
+
+
+def _checked_metadata(value: object, path: Path) -> dict[str, str]:
+    if not isinstance(value, dict):
+        _fail(path, "the header's __metadata__ is not an object.")
+    for key, text in value.items():
+        if not isinstance(text, str):
+            _fail(path, f"the metadata {shortened(key)} is not a text but {shortened(text)}.")
+    return value
+
+
+def _checked_entry(name: str, value: object, path: Path) -> TensorEntry:
+    where = f"tensor {shortened(name)}:"
+    if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
+        _fail(path, f"{where} the header must give exactly dtype, shape and data_offsets.")
+    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in BITS:
+        _fail(
+            path,
+            f"{where} unknown dtype {shortened(dtype)}.",
+            f"Known are {', '.join(BITS)}. Convert the file, or update Sigmascope.",
+        )
+    if not _are_sizes(shape) or len(shape) > _MAX_DIMENSIONS or _overflows(shape):
+        _fail(path, f"{where} the shape {shortened(shape)} is not a list of sizes.")
+    if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        _fail(path, f"{where} data_offsets {shortened(offsets)} are not a begin and an end.")
+    begin, end = offsets
+    bits = math.prod(shape) * BITS[dtype]
+    if bits != (end - begin) * 8:
+        takes = shortened(-(-bits // 8))
+        _fail(
+            path,
+            f"{where} {dtype} of shape {shortened(shape)} takes {takes} bytes, its range has {end - begin}.",
+        )
+    return TensorEntry(name, dtype, tuple(shape), begin, end)
+
+
+def _are_sizes(value: object) -> bool:
+    return isinstance(value, list) and all(type(item) is int and 0 <= item <= _MAX_SIZE for item in value)
+
+
+def _overflows(shape: list[int]) -> bool:
+    """Whether sizes are too large for PyTorch, which multiplies them beside a 0 too."""
+    return 0 in shape and math.prod(size for size in shape if size) > _MAX_SIZE
+
+
+def _check_cover(entries: Iterable[TensorEntry], path: Path, data_bytes: int) -> None:
+    """The ranges, sorted, must follow each other from 0 to the end of the file."""
+    position, previous = 0, "the header"
+    for entry in entries:
+        name = shortened(entry.name)
+        if entry.begin < position:
+            _fail(path, f"tensor {name} overlaps {previous}: it begins at {entry.begin}, before {position}.")
+        if entry.begin > position:
+            _fail(path, f"{entry.begin - position} bytes between {previous} and {name} belong to no tensor.")
+        position, previous = entry.end, name
+    if position > data_bytes:
+        _fail(
+            path,
+            f"is truncated: the header promises {position} bytes of tensors, the file has {data_bytes}.",
+            "Download it again.",
+        )
+    if position < data_bytes:
+        _fail(path, f"has {data_bytes - position} bytes after the last tensor that the header does not name.")
+
+
+_BITS_AND_TORCH_NAME = {
+    "BOOL": (8, "bool"),
+    "U8": (8, "uint8"),
+    "I8": (8, "int8"),
+    "U16": (16, "uint16"),
+    "I16": (16, "int16"),
+    "U32": (32, "uint32"),
+    "I32": (32, "int32"),
+    "U64": (64, "uint64"),
+    "I64": (64, "int64"),
+    "F16": (16, "float16"),
+    "BF16": (16, "bfloat16"),
+    "F32": (32, "float32"),
+    "F64": (64, "float64"),
+    "C64": (64, "complex64"),
+    "F8_E4M3": (8, "float8_e4m3fn"),
+    "F8_E4M3FNUZ": (8, "float8_e4m3fnuz"),
+    "F8_E5M2": (8, "float8_e5m2"),
+    "F8_E5M2FNUZ": (8, "float8_e5m2fnuz"),
+    "F8_E8M0": (8, "float8_e8m0fnu"),
+    "F6_E2M3": (6, None),
+    "F6_E3M2": (6, None),
+    "F4": (4, "float4_e2m1fn_x2"),
+}
+
+
+BITS: dict[str, int] = {code: bits for code, (bits, _) in _BITS_AND_TORCH_NAME.items()}
+"""Bits of one element, by safetensors code."""
+
+
+TORCH_DTYPES: dict[str, torch.dtype] = {
+    code: getattr(torch, name)
+    for code, (_, name) in _BITS_AND_TORCH_NAME.items()
+    if name is not None and hasattr(torch, name)
+}
+"""PyTorch's type, by safetensors code, as far as the installed version has it."""
+
+
+CODES: dict[torch.dtype, str] = {dtype: code for code, dtype in TORCH_DTYPES.items()}
+"""Safetensors code, by PyTorch's type."""
+
+
+_PACKED = {"F4": 2}  # elements that PyTorch keeps in one of its own
+
+
+def to_torch(code: str, shape: tuple[int, ...]) -> tuple[torch.dtype, tuple[int, ...]] | None:
+    """PyTorch's type and shape of a tensor in a file; None when this PyTorch has no such type."""
+    dtype = TORCH_DTYPES.get(code)
+    packed = _PACKED.get(code, 1)
+    if dtype is None or packed == 1:
+        return None if dtype is None else (dtype, shape)
+    if not shape or shape[-1] % packed:
+        return None
+    return dtype, (*shape[:-1], shape[-1] // packed)
+
+
+def to_file(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]] | None:
+    """Code and shape with which a file names a tensor; None when the format has no such type."""
+    code = CODES.get(dtype)
+    packed = 1 if code is None else _PACKED.get(code, 1)
+    if code is None or (packed > 1 and not shape):
+        return None
+    return code, shape if packed == 1 else (*shape[:-1], shape[-1] * packed)
+
+
+class SafetensorsCheckpoint(Checkpoint):
+    """One `.safetensors` file; `header` is what its header says."""
+
+    format = "safetensors"
+
+    def __init__(self, path: Path) -> None:
+        with reading(path):
+            stream = path.open("rb", buffering=0)
+            try:
+                self.header = read_header_from(stream, path)
+                infos, skipped = _torch_view(self.header)
+            except BaseException:
+                stream.close()
+                raise
+        self._stream = stream
+        super().__init__(path, infos, self.header.metadata, skipped)
+
+    def _read(self, info: TensorInfo) -> Tensor:
+        return self._read_into(info, torch.empty(info.nbytes, dtype=torch.uint8))
+
+    def _read_into(self, info: TensorInfo, buffer: Tensor) -> Tensor:
+        if self._stream.closed:
+            raise self._closed()
+        begin = self.header.data_start + self.header.tensors[info.name].begin
+        read_exactly(self._stream, self.path, info.name, begin, buffer)
+        return buffer.view(info.dtype).reshape(info.shape)
+
+    def _read_pieces(self, info: TensorInfo, buffer: Tensor) -> Iterator[Tensor]:
+        if self._stream.closed:
+            raise self._closed()
+        begin = self.header.data_start + self.header.tensors[info.name].begin
+        most = buffer.numel() // info.dtype.itemsize * info.dtype.itemsize
+        for done in range(0, info.nbytes, most):
+            part = buffer[: min(most, info.nbytes - done)]
+            read_exactly(self._stream, self.path, info.name, begin + done, part)
+            yield part.view(info.dtype)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._stream.close()
+
+
+def _torch_view(header: SafetensorsHeader) -> tuple[dict[str, TensorInfo], dict[str, str]]:
+    infos: dict[str, TensorInfo] = {}
+    skipped: dict[str, str] = {}
+    for name, entry in header.tensors.items():
+        if is_left_out(name):
+            skipped[name] = LEFT_OUT_REASON
+            continue
+        known = to_torch(entry.dtype, entry.shape)
+        if known is None:
+            skipped[name] = f"is of type {entry.dtype}, which PyTorch {torch.__version__} cannot hold"
+            continue
+        infos[name] = TensorInfo(name, known[1], known[0], entry.nbytes)
+    return infos, skipped
+
+
+_DEFAULT_HEADER_BYTES = 256 * 1024
+_WAITING_IN_MEMORY = 16 * 2**20
+PADDING_SHARE = 64
+"""Room in the header above 1/64 of the data is not left standing."""
+
+
+class StreamingWriter:
+    """Write a safetensors file with one tensor in memory at a time.
+
+        with StreamingWriter("out.safetensors", metadata={"format": "pt"}) as writer:
+            for name in names:
+                writer.write(name, compute(name))
+
+    Leaving the block without an exception flushes the file to the disk and renames it over the target.
+    With one (Ctrl-C too) the temporary file goes and the target stays as it was. The same tensors in
+    the same order give the same bytes.
+
+    Args:
+        path: The target.
+        metadata: Texts for the header.
+        expected: Names of the tensors to come, if known: their header room is reserved.
+        header_bytes: Header room to reserve, in place of an estimate.
+        data_bytes: Bytes of all tensors together, if known: the disk is checked for them first.
+
+    Raises:
+        WriteError: The metadata is not valid text to text; on entering, the target cannot be written.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        metadata: Mapping[str, str] | None = None,
+        expected: Iterable[str] | None = None,
+        header_bytes: int | None = None,
+        *,
+        data_bytes: int | None = None,
+    ) -> None:
+        self.path = Path(path)
+        self._metadata = checked_metadata(self.path, metadata or {})
+        if header_bytes is None:
+            header_bytes = _DEFAULT_HEADER_BYTES
+            if expected is not None:
+                header_bytes = estimated_header_bytes(expected, self._metadata)
+        self._room = padded(LENGTH_BYTES + header_bytes)
+        self._data_bytes = data_bytes
+        self._names: set[str] = set()
+        self._placed: list[FileEntry] = []
+        self._placed_bytes = 0
+        self._waiting: dict[FileEntry, int] = {}
+        self._waiting_bytes = 0
+
+    def __enter__(self) -> "StreamingWriter":
+        with ExitStack() as stack:
+            temporary = stack.enter_context(atomic_path(self.path))
+            require_space(self.path, temporary.parent, self._room + (self._data_bytes or 0))
+            self._file = stack.enter_context(temporary.open("r+b", buffering=0))
+            self._spool = stack.enter_context(
+                tempfile.SpooledTemporaryFile(max_size=_WAITING_IN_MEMORY, dir=str(temporary.parent))
+            )
+            self._stack = stack.pop_all()
+        return self
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Append one tensor; its memory may be freed afterwards.
+
+        Args:
+            name: Its key, not used before.
+            tensor: Any strides and device.
+
+        Raises:
+            WriteError: The name was used already or is not valid text, the format has no such type, or the disk is full.
+        """
+        if name in self._names:
+            raise WriteError(self.path, f"the tensor {shortened(name)} is written twice.")
+        entry = storable_entry(self.path, name, tensor)
+        if entry.keeps_alignment:
+            self._append(tensor, entry.nbytes)
+            self._placed.append(entry)
+            self._placed_bytes += entry.nbytes
+        else:
+            with telling_full_disk(self.path, entry.nbytes):
+                self._spool.seek(self._waiting_bytes)
+                for piece in iter_tensor_bytes(tensor):
+                    self._spool.write(piece)
+            self._waiting[entry] = self._waiting_bytes
+            self._waiting_bytes += entry.nbytes
+        self._names.add(name)
+
+    def update_metadata(self, metadata: Mapping[str, str]) -> None:
+        """Set texts of the header that were not known at the start, such as sums over all tensors.
+
+        Raises:
+            WriteError: The metadata is not valid text to text.
+        """
+        self._metadata |= checked_metadata(self.path, metadata)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._stack.__exit__(kind, error, trace)
+            return
+        with self._stack:
+            self._place_waiting()
+            self._write_header()
+
+    def _append(self, tensor: Tensor, nbytes: int) -> None:
+        with telling_full_disk(self.path, nbytes):
+            self._file.seek(self._room + self._placed_bytes)
+            for piece in iter_tensor_bytes(tensor):
+                write_all(self._file, piece)
+
+    def _place_waiting(self) -> None:
+        for entry in aligned_order(self._waiting):
+            with telling_full_disk(self.path, entry.nbytes):
+                self._spool.seek(self._waiting[entry])
+                self._file.seek(self._room + self._placed_bytes)
+                copy_bytes(self._spool, self._file, entry.nbytes)
+            self._placed.append(entry)
+            self._placed_bytes += entry.nbytes
+
+    def _write_header(self) -> None:
+        header = encoded_header(self._placed, self._metadata)
+        needed = padded(LENGTH_BYTES + len(header))
+        fits = needed <= self._room and self._room - needed <= self._placed_bytes // PADDING_SHARE
+        start = self._room if fits else needed
+        with telling_full_disk(self.path, max(0, start - self._room)):
+            move_bytes(self._file, self._room, start, self._placed_bytes)
+            self._file.truncate(start + self._placed_bytes)
+            self._file.seek(0)
+            length = start - LENGTH_BYTES
+            write_all(self._file, memoryview(length.to_bytes(LENGTH_BYTES, "little") + header.ljust(length)))
+
+
+def save_safetensors(
+    path: str | os.PathLike[str], tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write tensors that are in memory as a safetensors file, whole or not at all.
+
+    Args:
+        path: The target.
+        tensors: By key; any strides and devices; tensors that share memory are written each.
+        metadata: Texts for the header.
+
+    Raises:
+        WriteError: The target cannot be written, the disk is too small, or a tensor has no type that
+            the format knows.
+    """
+    texts = checked_metadata(Path(path), metadata or {})
+    for name in tensors:
+        check_encodable(Path(path), "the tensor", name)
+    named = [(name, to_file(tensor.dtype, tuple(tensor.shape))) for name, tensor in tensors.items()]
+    entries = aligned_order(FileEntry(name, *known) for name, known in named if known is not None)
+    header_bytes = len(encoded_header(entries, texts))
+    data_bytes = sum(entry.nbytes for entry in entries)
+    with StreamingWriter(path, texts, header_bytes=header_bytes, data_bytes=data_bytes) as writer:
+        for name, tensor in tensors.items():
+            writer.write(name, tensor)
+
+
+ALIGNMENT = 8
+LENGTH_BYTES = 8
+_ENTRY_BYTES = 160  # dtype, up to six sizes of seven digits, two offsets of fifteen
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """One tensor as the header names it; where it lies follows from the order."""
+
+    name: str
+    code: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor in the file."""
+        return math.prod(self.shape) * BITS[self.code] // 8
+
+    @property
+    def keeps_alignment(self) -> bool:
+        """Whether what follows this tensor is aligned for every element type."""
+        return self.nbytes % ALIGNMENT == 0
+
+
+def aligned_order(entries: Iterable[FileEntry]) -> list[FileEntry]:
+    """Put tensors of odd sizes last, by falling element size, so that all are aligned; else as given."""
+    return sorted(entries, key=lambda entry: (0, 0) if entry.keeps_alignment else (1, -BITS[entry.code]))
+
+
+def encoded_header(entries: Iterable[FileEntry], metadata: Mapping[str, str]) -> bytes:
+    """The header's JSON for tensors that follow each other in the order given, not yet padded."""
+    content: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    position = 0
+    for entry in entries:
+        end = position + entry.nbytes
+        content[entry.name] = {
+            "dtype": entry.code,
+            "shape": list(entry.shape),
+            "data_offsets": [position, end],
+        }
+        position = end
+    return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
+
+
+def estimated_header_bytes(names: Iterable[str], metadata: Mapping[str, str]) -> int:
+    """Room that a header of these names will fit in, whatever the shapes are likely to be."""
+    return len(encoded_header([], metadata)) + sum(len(json.dumps(name)) + _ENTRY_BYTES for name in names)
+
+
+def padded(size: int) -> int:
+    """`size` rounded up to the alignment."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def storable_entry(path: Path, name: str, tensor: Tensor) -> FileEntry:
+    """What the header will say of a tensor.
+
+    Raises:
+        WriteError: The format keeps the name or cannot hold it, or it has no such type of tensor.
+    """
+    if name == "__metadata__":
+        raise WriteError(path, "no tensor can be named __metadata__: the format keeps the name.")
+    check_encodable(path, "the tensor", name)
+    known = to_file(tensor.dtype, tuple(tensor.shape))
+    if known is None or tensor.layout != torch.strided or tensor.device.type == "meta":
+        kind = f"{tensor.dtype}, {tensor.layout}, {tensor.device}"
+        message = f"safetensors cannot hold the tensor {shortened(name)} ({kind})."
+        raise WriteError(path, message, hint="Convert it to a dense tensor of a common type.")
+    return FileEntry(name, *known)
+
+
+def checked_metadata(path: Path, metadata: Mapping[Any, Any]) -> dict[str, str]:
+    """A copy of header metadata that is text to text.
+
+    Raises:
+        WriteError: It is not, or UTF-8 cannot hold it.
+    """
+    for key, value in metadata.items():
+        if not isinstance(key, str) or not isinstance(value, str):
+            message = f"the metadata {key!r}: {value!r} is not text to text."
+            raise WriteError(path, message, hint="Give metadata as str; put other values through json.dumps.")
+        for text in (key, value):
+            check_encodable(path, "the metadata", text)
+    return dict(metadata)
+
+
+def check_encodable(path: Path, what: str, text: str) -> None:
+    """Refuse what UTF-8 cannot hold, such as a file name that the system could not decode.
+
+    Raises:
+        WriteError: With `what` and the text.
+    """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        message = f"{what} {shortened(text)} cannot be written as UTF-8."
+        raise WriteError(path, message, hint="Rename it; header texts must be valid Unicode.") from error
+
+
+_COPY_BYTES = 8 * 2**20
+
+
+def write_all(stream: BinaryIO, data: memoryview) -> None:
+    """Write all of `data`: an unbuffered write may take only a part."""
+    while data:
+        data = data[stream.write(data) :]
+
+
+def copy_bytes(source: IO[bytes], target: BinaryIO, nbytes: int) -> None:
+    """Write the next `nbytes` of one file into another."""
+    while nbytes > 0:
+        piece = source.read(min(nbytes, _COPY_BYTES))
+        write_all(target, memoryview(piece))
+        nbytes -= len(piece)
+
+
+def move_bytes(stream: BinaryIO, begin: int, to: int, nbytes: int) -> None:
+    """Move `nbytes` inside a file; the piece that would be overwritten next goes first."""
+    if begin == to:
+        return
+    offsets = range(0, nbytes, _COPY_BYTES)
+    for offset in reversed(offsets) if to > begin else offsets:
+        stream.seek(begin + offset)
+        piece = stream.read(min(_COPY_BYTES, nbytes - offset))
+        stream.seek(to + offset)
+        write_all(stream, memoryview(piece))
+
+
+def require_space(path: Path, folder: Path, needed: int) -> None:
+    """Refuse what the disk has no room for.
+
+    Args:
+        path: The target, for the message.
+        folder: Where the bytes will lie.
+        needed: How many.
+
+    Raises:
+        WriteError: Fewer bytes are free.
+    """
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise _disk_full(path, needed, free)
+
+
+@contextmanager
+def telling_full_disk(path: Path, nbytes: int) -> Iterator[None]:
+    """Turn a full disk into an error that says how much is missing.
+
+    Args:
+        path: The target.
+        nbytes: What is written in the block.
+
+    Raises:
+        WriteError: The disk was full.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in DISK_FULL:
+            raise
+        raise _disk_full(path, nbytes, shutil.disk_usage(path.resolve().parent).free) from error
+
+
+def _disk_full(path: Path, needed: int, free: int) -> WriteError:
+    return WriteError(
+        path,
+        f"the disk is full: {needed} more bytes are needed, {free} are free.",
+        hint="Free some space or choose another disk.",
+    )

@@ -1,0 +1,615 @@
+"""PyTorch's own files (`.ckpt`, `.pt`, `.pth`, `.bin`), which are pickles and could run code.
+
+They are read with `weights_only=True`; what that refuses is refused here, with the names of what the
+file asks for. Storages stay on the disk (mapped) until a tensor is read, and are read beside the mapping
+where the system tells where they lie; files older than PyTorch 1.6 can only be read whole.
+
+Bare, under `model_state_dict`, or (Lightning) under `state_dict` with a `model.` prefix: all three give
+the same bare keys.
+
+Pages that are touched through a mapping count as the process's memory until the system takes them back, so
+that copying a model out of a mapped file seems to take it twice, and a file that is cut short meanwhile kills
+the process. Where the system tells which file an address belongs to (Linux), the bytes are read with `pread`
+instead; elsewhere nothing is found, and the caller copies from the mapping.
+
+`torch.save` wants the whole state dict in memory. Its file is a zip, not compressed, with a pickle that
+describes the tensors (`data.pkl`) and a member for the bytes of each (`data/0`, `data/1`, ...); so with names,
+types and shapes known beforehand the description can be written first and the bytes as they come.
+"""
+
+import io
+import os
+import pickle
+import pickletools
+import re
+import struct
+import sys
+import warnings
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Final
+
+import torch
+from torch import Tensor
+
+from sigmascope.checkpoints.checkpoint import LEFT_OUT_REASON, Checkpoint, TensorInfo, is_left_out
+from sigmascope.checkpoints.files import iter_tensor_bytes, read_exactly, reading, shortened
+from sigmascope.errors import CheckpointError, UnsafeCheckpointError, WriteError
+from sigmascope.files import atomic_path, reason_of, writing_hint
+
+_AGAIN = "Download it again or make it anew."
+_NAMES_SHOWN = 5
+_REASON_LENGTH = 160
+
+
+class PickleCheckpoint(Checkpoint):
+    """One file that `torch.save` wrote."""
+
+    format = "pickle"
+
+    def __init__(self, path: Path) -> None:
+        with reading(path):
+            self._file = FileBehindMap(path)
+            try:
+                state = unwrap_state(_load(path), path)
+                _check_sizes(state.tensors, path)
+                if _is_in_own_byte_order(path):
+                    self._file.look()
+            except BaseException:
+                self._file.close()
+                raise
+        self._tensors: Mapping[str, Tensor] | None = state.tensors
+        infos = {
+            name: TensorInfo(name, tuple(tensor.shape), tensor.dtype, tensor.numel() * tensor.element_size())
+            for name, tensor in state.tensors.items()
+        }
+        super().__init__(path, infos, {}, state.skipped)
+
+    def _read(self, info: TensorInfo) -> Tensor:
+        return self._read_into(info, torch.empty(info.nbytes, dtype=torch.uint8))
+
+    def _read_into(self, info: TensorInfo, buffer: Tensor) -> Tensor:
+        if self._tensors is None:
+            raise self._closed()
+        tensor = self._tensors[info.name].detach()
+        if buffer.data_ptr() % info.dtype.itemsize:  # complex128 in a buffer that is aligned for less
+            buffer = torch.empty(info.nbytes, dtype=torch.uint8)
+        into = buffer.view(info.dtype).reshape(info.shape)
+        offset = self._file.offset_of(tensor)
+        if offset is None:
+            return into.copy_(tensor)
+        self._file.read(info.name, offset, buffer)
+        return into
+
+    def close(self) -> None:
+        """Let go of the storages, and so of the mapped file."""
+        self._tensors = None
+        self._file.close()
+
+
+def _check_sizes(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Refuse a tensor larger than the file: strides of 0 can make one of any size out of a number."""
+    file_bytes = path.stat().st_size
+    for name, tensor in tensors.items():
+        nbytes = tensor.numel() * tensor.element_size()
+        if nbytes > file_bytes:
+            message = f"{shortened(name)} claims {nbytes} bytes in a file of {file_bytes}."
+            raise CheckpointError(path, message, hint="Do not use this file unless you know its maker.")
+
+
+def _load(path: Path) -> object:
+    is_zip = _is_sound_zip(path)
+    try:
+        with warnings.catch_warnings():
+            # An advice for the maker of the file; what cannot be read is refused below.
+            warnings.filterwarnings("ignore", "Detected pickle protocol", UserWarning)
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+    except pickle.UnpicklingError as error:
+        raise _refused(path, error) from error
+    except UnicodeEncodeError as error:
+        message = "cannot be read: PyTorch cannot open a path that is not valid Unicode."
+        raise CheckpointError(path, message, hint="Rename the file or the folder.") from error
+    except (
+        RuntimeError,
+        EOFError,
+        ValueError,
+        LookupError,
+        AttributeError,
+        TypeError,
+        AssertionError,
+        OverflowError,
+        struct.error,
+    ) as error:
+        # Whatever a damaged archive makes PyTorch stumble over.
+        raise _damaged(path, error) from error
+    except MemoryError as error:
+        message = "asks for more memory than there is: it is damaged, or too large for this machine."
+        raise CheckpointError(path, message, hint=_AGAIN) from error
+
+
+def _is_sound_zip(path: Path) -> bool:
+    """Whether the file is a zip as `torch.save` writes; False for the older format.
+
+    Raises:
+        CheckpointError: A zip that lacks its end, or a compressed one, which cannot be mapped.
+    """
+    with path.open("rb") as stream:
+        if stream.read(4) != b"PK\x03\x04":
+            return False
+    try:
+        with zipfile.ZipFile(path) as archive:
+            compressed = any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist())
+    except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
+        message = f"is truncated or damaged: the list at the archive's end is missing ({error})."
+        raise CheckpointError(path, message, hint=_AGAIN) from error
+    if compressed:
+        raise CheckpointError(
+            path,
+            "is a compressed archive, which torch.save never writes.",
+            hint="Load it and save it again with torch.save, or unpack it if a checkpoint is inside.",
+        )
+    return True
+
+
+def _is_in_own_byte_order(path: Path) -> bool:
+    """Whether PyTorch gives the bytes of an archive as they lie there, and does not turn them round.
+
+    Raises:
+        CheckpointError: It lost its end since it was loaded.
+    """
+    if not _is_sound_zip(path):
+        return False
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = [name for name in archive.namelist() if name.endswith("/byteorder")]
+            told = {archive.read(name).decode(errors="replace") for name in names}
+    except zipfile.BadZipFile:  # PyTorch checks no sums
+        return False
+    if told:
+        return told == {sys.byteorder}
+    # Without a record the user's own setting decides.
+    return sys.byteorder == "little" and torch.serialization.get_default_load_endianness() is None
+
+
+def _refused(path: Path, error: pickle.UnpicklingError) -> CheckpointError:
+    """The error for what `weights_only=True` refused: code, or only damage."""
+    named = re.findall(r"GLOBAL ([\w.]+)", str(error))
+    wanted = list(dict.fromkeys([*named, *foreign_globals(path)]))
+    if not wanted:
+        return _damaged(path, error)
+    more = f" and {len(wanted) - _NAMES_SHOWN} more" if len(wanted) > _NAMES_SHOWN else ""
+    return UnsafeCheckpointError(
+        path,
+        f"asks to run code that is no part of tensors: {', '.join(wanted[:_NAMES_SHOWN])}{more}. Nothing was run.",
+        hint="Ask its maker for a .safetensors file, or for a checkpoint with the state dict alone.",
+    )
+
+
+def _damaged(path: Path, error: Exception) -> CheckpointError:
+    text = str(error) or type(error).__name__
+    inner = re.search(r"WeightsUnpickler error: (.*)", text)
+    said = inner[1].strip() if inner else text.splitlines()[0]
+    reason = said[:_REASON_LENGTH] or "it is no pickle"
+    return CheckpointError(path, f"is damaged or no PyTorch checkpoint ({reason}).", hint=_AGAIN)
+
+
+_WRAPPERS = ("model_state_dict", "state_dict")
+_LIGHTNING_PREFIX = "model."
+_COMPVIS_PREFIX = "model.diffusion_model."  # there `model.` is part of the weights' own names
+
+
+@dataclass(frozen=True, slots=True)
+class UnwrappedState:
+    """The tensors by bare key, and what was left out with the reason."""
+
+    tensors: Mapping[str, Tensor]
+    skipped: Mapping[str, str]
+
+
+def unwrap_state(loaded: object, path: Path) -> UnwrappedState:
+    """Find the tensors in what a checkpoint file holds.
+
+    Args:
+        loaded: The object that was saved.
+        path: The file, for messages.
+
+    Returns:
+        Tensors by bare key; entries that are no tensors are listed as skipped.
+
+    Raises:
+        CheckpointError: There is no tensor, or two keys become the same one.
+    """
+    if not isinstance(loaded, Mapping):
+        raise CheckpointError(
+            path,
+            f"holds a {type(loaded).__name__} and no dictionary of tensors.",
+            hint="Save the model's state_dict() instead.",
+        )
+    wrapper = next((name for name in _WRAPPERS if isinstance(loaded.get(name), Mapping)), None)
+    state: Mapping[Any, Any] = loaded if wrapper is None else loaded[wrapper]
+    skipped = {} if wrapper is None else {str(key): "is not a weight" for key in loaded if key != wrapper}
+    names = [key for key in state if isinstance(key, str)]
+    strip = wrapper == "state_dict" and not any(name.startswith(_COMPVIS_PREFIX) for name in names)
+    tensors: dict[str, Tensor] = {}
+    for key, value in state.items():
+        name = str(key).removeprefix(_LIGHTNING_PREFIX) if strip else str(key)
+        reason = _why_not(key, name, value)
+        if reason is not None:
+            skipped[name] = reason
+        elif name in tensors:
+            message = f"has {shortened(name)} twice, with and without `model.` before it."
+            raise CheckpointError(path, message, hint="Save the model's state_dict() alone.")
+        else:
+            tensors[name] = value.detach()
+    if not tensors:
+        _raise_no_tensors(path, loaded)
+    return UnwrappedState(tensors, skipped)
+
+
+def _why_not(key: object, name: str, value: object) -> str | None:
+    if not isinstance(key, str):
+        return f"has a {type(key).__name__} for a name"
+    if not isinstance(value, Tensor):
+        return f"is a {type(value).__name__} and not a tensor"
+    if value.layout != torch.strided or value.device.type != "cpu" or value.is_quantized:
+        return f"is a tensor of a kind that is not read ({value.layout}, {value.device}, {value.dtype})"
+    return LEFT_OUT_REASON if is_left_out(name) else None
+
+
+def _raise_no_tensors(path: Path, loaded: Mapping[Any, Any]) -> None:
+    top = ", ".join(str(key)[:40] for key in list(loaded)[:8])
+    raise CheckpointError(
+        path,
+        f"holds no tensors where they are looked for; at its top are: {top or 'nothing'}.",
+        hint="Save the model's state_dict() itself, or under `model_state_dict` or `state_dict`.",
+    )
+
+
+_TEXT_OPCODES = {"SHORT_BINUNICODE", "BINUNICODE", "UNICODE", "BINUNICODE8", "STRING", "SHORT_BINSTRING"}
+_MEMO_OPCODES = {"MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT"}
+_PICKLES_BEFORE_STORAGES = 4  # of the older format: magic number, protocol, system, the object itself
+_HARMLESS = ("torch._utils.", "torch._tensor.", "collections.OrderedDict", "torch.storage.")
+
+
+def foreign_globals(path: Path) -> list[str]:
+    """Names of what a checkpoint's pickle asks for beyond tensors, in order of appearance.
+
+    Args:
+        path: A zip that `torch.save` wrote, or a bare pickle.
+
+    Returns:
+        Dotted names; as many as are found before the pickle turns out to be damaged.
+    """
+    found: dict[str, None] = {}
+    try:
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as archive:
+                for name in archive.namelist():
+                    if name.endswith(".pkl"):
+                        _collect(io.BytesIO(archive.read(name)), found)
+        else:
+            with path.open("rb") as stream:
+                for _ in range(_PICKLES_BEFORE_STORAGES):
+                    _collect(stream, found)
+    except (OSError, ValueError, zipfile.BadZipFile, RuntimeError, MemoryError):
+        pass  # what was found so far is the answer
+    return [name for name in found if not name.startswith(_HARMLESS) and not _is_torch_type(name)]
+
+
+def _collect(stream: BinaryIO | io.BytesIO, found: dict[str, None]) -> None:
+    texts: list[str] = []
+    try:
+        for opcode, argument, _ in pickletools.genops(stream):
+            if opcode.name in _TEXT_OPCODES:
+                texts = [*texts[-1:], str(argument)]
+            elif opcode.name in {"GLOBAL", "INST"}:
+                found[str(argument).replace(" ", ".")] = None
+            elif opcode.name == "STACK_GLOBAL" and len(texts) == 2:
+                found[".".join(texts)] = None
+            elif opcode.name not in _MEMO_OPCODES:
+                texts = []
+    except (ValueError, IndexError, OverflowError, MemoryError):
+        return
+
+
+def _is_torch_type(name: str) -> bool:
+    """`torch.float32`, `torch.FloatStorage`, `torch.Size`: plain names of torch's top level."""
+    module, _, last = name.rpartition(".")
+    return module == "torch" and (last.islower() or last.endswith("Storage") or last in {"Size", "Tensor"})
+
+
+_MAPS: Final = Path("/proc/self/maps")
+
+
+@dataclass(frozen=True, slots=True)
+class Area:
+    """Addresses `begin` to `end` hold a file's bytes from `offset` on."""
+
+    begin: int
+    end: int
+    offset: int
+
+
+class FileBehindMap:
+    """An open file, some of whose bytes are mapped into memory.
+
+    Args:
+        path: The file; it is opened at once, and mapped by the caller afterwards.
+
+    Raises:
+        OSError: It cannot be opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._stream = path.open("rb", buffering=0)
+        self._areas: tuple[Area, ...] = ()
+
+    def look(self) -> None:
+        """Find where the file is mapped now. Only for as long as the caller keeps it so."""
+        with suppress(OSError):
+            # A file put in its place since it was opened is another one, whose bytes are not these.
+            if os.path.samestat(os.fstat(self._stream.fileno()), self.path.stat()):
+                with _MAPS.open("rb") as maps:
+                    self._areas = tuple(areas_of(self.path, maps))
+
+    def offset_of(self, tensor: Tensor) -> int | None:
+        """Where in the file a tensor's bytes begin; None if they do not lie there as the tensor has them."""
+        if tensor.numel() == 0 or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+            return None
+        begin = tensor.data_ptr()
+        end = begin + tensor.numel() * tensor.element_size()
+        area = next((each for each in self._areas if each.begin <= begin and end <= each.end), None)
+        return None if area is None else area.offset + begin - area.begin
+
+    def read(self, name: str, offset: int, buffer: Tensor) -> None:
+        """Fill a buffer of uint8 from a place in the file.
+
+        Raises:
+            CheckpointError: It ends before, or cannot be read.
+        """
+        read_exactly(self._stream, self.path, name, offset, buffer)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._stream.close()
+
+
+def areas_of(path: Path, maps: Iterable[bytes]) -> Iterator[Area]:
+    """Find a file in the lines of `/proc/self/maps`; one that was deleted or replaced is not found."""
+    name = os.fsencode(path.resolve()).replace(b"\n", rb"\012")
+    for line in maps:
+        fields = line.rstrip(b"\n").split(maxsplit=5)
+        if len(fields) == 6 and fields[5] == name:
+            begin, end = (int(address, 16) for address in fields[0].split(b"-"))
+            yield Area(begin, end, int(fields[2], 16))
+
+
+def save_torch(path: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
+    """Write `state` with `torch.save`: to a temporary file, flushed, renamed over the target.
+
+    Args:
+        path: The target (`.ckpt`, `.pt`).
+        state: Tensors, numbers, texts and containers of them, so that `weights_only=True` reads it.
+
+    Raises:
+        WriteError: The target cannot be written; it is as it was before.
+    """
+    with atomic_path(path) as temporary, temporary.open("r+b") as stream:
+        try:
+            torch.save(dict(state), stream)
+        except RuntimeError as error:
+            # After a refused write PyTorch finds its archive unfinished, and hides the reason behind that.
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from error
+            raise
+
+
+_ALIGNMENT: Final = 64  # torch.save's own: a mapped file can then be computed with as it lies
+_LOCAL_HEADER_BYTES: Final = 30
+_ZIP64_BYTES: Final = 20
+_FIELD_HEADER_BYTES: Final = 4
+_PADDING_ID: Final = b"FB"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Type and shape of a tensor that is still to come."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements in all."""
+        return torch.Size(self.shape).numel()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return self.numel * self.dtype.itemsize
+
+
+class StreamingTorchWriter:
+    """Write a state dict as `torch.save` would, with one tensor in memory at a time.
+
+        with StreamingTorchWriter("out.ckpt", specs) as writer:
+            for name in specs:
+                writer.write(name, compute(name))
+
+    The file is a bare dictionary of contiguous tensors; `torch.load` reads it with `weights_only=True` and with
+    `mmap=True`. Leaving the block without an exception flushes it to the disk and renames it over the target;
+    with one (Ctrl-C too) the temporary file goes and the target stays as it was. The same tensors give the same
+    bytes.
+
+    Args:
+        path: The target.
+        specs: What will be written, in the order that the dictionary shall have.
+
+    Raises:
+        WriteError: A type that such a file cannot hold; on entering, the target cannot be written; on leaving,
+            tensors are missing.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], specs: Mapping[str, TensorSpec]) -> None:
+        self.path = Path(path)
+        self._numbers = {name: number for number, name in enumerate(specs)}
+        self._specs = dict(specs)
+        for name, spec in specs.items():
+            if spec.dtype not in STORAGES:
+                raise WriteError(
+                    self.path,
+                    f"the tensor {shortened(name)} is of {spec.dtype}, which is not written here.",
+                    hint="Convert it to a common type, or write .safetensors.",
+                )
+
+    def __enter__(self) -> "StreamingTorchWriter":
+        with ExitStack() as stack:
+            temporary = stack.enter_context(atomic_path(self.path))
+            self._file = stack.enter_context(temporary.open("r+b"))
+            self._archive = zipfile.ZipFile(self._file, "w", zipfile.ZIP_STORED, allowZip64=True)
+            stack.push(_abandon(self._archive))
+            self._put("data.pkl", description(self._specs))
+            self._put("byteorder", sys.byteorder.encode())
+            self._stack = stack.pop_all()
+        self._left = set(self._specs)
+        return self
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Append the bytes of one tensor; its memory may be freed afterwards.
+
+        Args:
+            name: One of the specs', not written before; in any order.
+            tensor: Of the type and shape announced; any strides and device.
+
+        Raises:
+            WriteError: The tensor is not as announced, or the disk refused it.
+        """
+        if name not in self._left:
+            raise WriteError(
+                self.path, f"the tensor {shortened(name)} was not announced, or is written twice."
+            )
+        spec = self._specs[name]
+        if (tensor.dtype, tuple(tensor.shape)) != (spec.dtype, spec.shape):
+            message = (
+                f"the tensor {shortened(name)} is {tensor.dtype} {list(tensor.shape)}, "
+                f"announced was {spec.dtype} {list(spec.shape)}."
+            )
+            raise WriteError(self.path, message)
+        try:
+            with self._archive.open(self._member(f"data/{self._numbers[name]}", spec.nbytes), "w") as stream:
+                for piece in iter_tensor_bytes(tensor):
+                    stream.write(piece)
+        except OSError as error:
+            message = f"cannot be written ({reason_of(error)})."
+            raise WriteError(self.path, message, hint=writing_hint(error)) from error
+        self._left.remove(name)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._stack.__exit__(kind, error, trace)
+            return
+        with self._stack:
+            if self._left:
+                message = f"{len(self._left)} tensors were not written, first {shortened(min(self._left))}."
+                raise WriteError(self.path, message)
+            self._put("version", b"3\n")
+            self._archive.close()
+            self._file.flush()
+
+    def _put(self, name: str, content: bytes) -> None:
+        with self._archive.open(self._member(name, len(content)), "w") as stream:
+            stream.write(content)
+
+    def _member(self, name: str, nbytes: int) -> zipfile.ZipInfo:
+        """The next member, padded such that its bytes begin aligned; without a date, so that files are equal."""
+        member = zipfile.ZipInfo(f"archive/{name}")
+        member.file_size = nbytes
+        is_large = nbytes * 1.05 > zipfile.ZIP64_LIMIT  # zipfile's own rule for the long header
+        begin = self._file.tell() + _LOCAL_HEADER_BYTES + len(member.filename) + _FIELD_HEADER_BYTES
+        padding = -(begin + (_ZIP64_BYTES if is_large else 0)) % _ALIGNMENT
+        member.extra = _PADDING_ID + padding.to_bytes(2, "little") + b"Z" * padding
+        return member
+
+
+def _abandon(archive: zipfile.ZipFile) -> Callable[..., None]:
+    """Close an archive that will not be finished: what that says is about a file that goes anyway."""
+
+    def close(*_: object) -> None:
+        with suppress(OSError, ValueError):
+            archive.close()
+
+    return close
+
+
+STORAGES: Final = {
+    torch.float32: torch.FloatStorage,
+    torch.float16: torch.HalfStorage,
+    torch.bfloat16: torch.BFloat16Storage,
+    torch.float64: torch.DoubleStorage,
+    torch.int64: torch.LongStorage,
+    torch.int32: torch.IntStorage,
+    torch.int16: torch.ShortStorage,
+    torch.int8: torch.CharStorage,
+    torch.uint8: torch.ByteStorage,
+    torch.bool: torch.BoolStorage,
+}
+"""The types that such a file can hold."""
+_PROTOCOL: Final = 2  # the one that `weights_only=True` reads
+
+
+@dataclass(frozen=True)
+class _StorageToCome:
+    key: str
+    spec: TensorSpec
+
+
+@dataclass(frozen=True)
+class _TensorToCome:
+    storage: _StorageToCome
+
+
+class _Describer(pickle.Pickler):
+    """Pickle tensors that are still to come exactly as PyTorch pickles tensors that are there."""
+
+    def persistent_id(self, value: Any) -> Any:
+        if not isinstance(value, _StorageToCome):
+            return None
+        return ("storage", STORAGES[value.spec.dtype], value.key, "cpu", value.spec.numel)
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, _TensorToCome):
+            return NotImplemented
+        shape = value.storage.spec.shape
+        rebuild: Callable[..., Tensor] = torch._utils._rebuild_tensor_v2
+        return rebuild, (value.storage, 0, shape, _contiguous_strides(shape), False, OrderedDict())
+
+
+def description(specs: Mapping[str, TensorSpec]) -> bytes:
+    """The content of `data.pkl`: a dictionary of contiguous tensors on the CPU, the bytes of the n-th in `data/n`.
+
+    Args:
+        specs: By name, in the order that the dictionary shall have; of the types in `STORAGES`.
+    """
+    stream = BytesIO()
+    state = {
+        name: _TensorToCome(_StorageToCome(str(number), spec))
+        for number, (name, spec) in enumerate(specs.items())
+    }
+    _Describer(stream, protocol=_PROTOCOL).dump(state)
+    return stream.getvalue()
+
+
+def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * max(size, 1))
+    return tuple(reversed(strides)) if shape else ()

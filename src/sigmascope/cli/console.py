@@ -1,0 +1,252 @@
+"""Parts of the tables that `resize`, `merge`, `inspect` and `diff` print: 80 columns, no markup from files.
+
+What a file says is shown as plain text: a name or header field with brackets in it must not become markup, and
+control characters must not reach the terminal.
+"""
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout, suppress
+from types import FrameType
+from typing import Any, NoReturn
+
+from rich import box
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from sigmascope.errors import ConfigError
+from sigmascope.progress import Progress as ProgressCallback
+from sigmascope.units import printable
+
+_PADDING = (0, 1, 0, 0)
+_LONGEST = 300  # characters of one value that are shown
+
+
+def plain(value: object, *, limit: int = _LONGEST, style: str = "") -> Text:
+    """Text of a file, on one line: control characters as U+FFFD, cut where a file makes it endless."""
+    text = " ".join(str(value).split())
+    clean = printable(text)
+    shown = clean if len(clean) <= limit else f"{clean[: limit - 1]}…"
+    return Text(shown, style=style, overflow="fold")
+
+
+def title(what: str, name: object) -> Text:
+    """The first line of a report."""
+    return Text.assemble((f"{what}: ", "bold"), plain(name))
+
+
+def layer(name: str) -> Text:
+    """A module's name without what every name of a file begins with."""
+    return plain(name.removeprefix("denoiser.").removeprefix("lora_unet_"))
+
+
+def table(*headings: str, left: Sequence[str] = ()) -> Table:
+    """A table whose columns are numbers, but for those named in `left`; the first folds."""
+    made = Table(box=box.SIMPLE_HEAD, padding=_PADDING, pad_edge=False)
+    for index, heading in enumerate(headings):
+        if index == 0:
+            made.add_column(heading, overflow="fold")
+        else:
+            made.add_column(heading, justify="left" if heading in left else "right", no_wrap=True)
+    return made
+
+
+def facts(rows: Iterable[tuple[str, RenderableType | None]]) -> Table:
+    """Labels and values; rows without a value are left out."""
+    made = Table(box=None, show_header=False, pad_edge=False)
+    made.add_column(style="bold", no_wrap=True)
+    made.add_column(overflow="fold")
+    for label, value in rows:
+        if value is not None:
+            made.add_row(Text(label), Text(value) if isinstance(value, str) else value)
+    return made
+
+
+def listed(
+    console: Console, heading: str, names: Sequence[str], *, style: str = "yellow", most: int = 10
+) -> None:
+    """Print a few names under a heading; nothing without any."""
+    if not names:
+        return
+    console.print(Text(f"{heading}: {len(names)}", style=style))
+    for name in names[:most]:
+        console.print(Text("  ").append_text(plain(name)))
+    if len(names) > most:
+        console.print(Text(f"  and {len(names) - most} more; --json lists all"))
+
+
+def counts(found: Mapping[Any, int], *, most: int = 6) -> str:
+    """`64 (700), 32 (92)`: values with how often each comes, the most frequent where not all are shown."""
+    items = list(found.items())
+    if len(items) > most:
+        items = sorted(items, key=lambda item: -item[1])[:most]
+    shown = [f"{_short(value)} ({count})" for value, count in items]
+    if len(found) > most:
+        shown.append(f"{len(found) - most} more")
+    return ", ".join(shown) or "-"
+
+
+def number(value: float | None) -> str:
+    """Three digits, `-` for none."""
+    return "-" if value is None else f"{value:.3g}"
+
+
+def percent(fraction: float | None) -> str:
+    """A fraction in per cent; a small one as 4e-05 %, not as a nought that it is not."""
+    if fraction is None:
+        return "-"
+    value = 100.0 * fraction
+    if 0 < abs(value) < 0.001:
+        return f"{value:.0e} %"
+    return f"{value:.3f} %" if 0 < abs(value) < 1 else f"{value:.3g} %"
+
+
+def span(ranks: tuple[int, int] | None) -> str:
+    """`16` or `4-64`."""
+    if ranks is None:
+        return "-"
+    return str(ranks[0]) if ranks[0] == ranks[1] else f"{ranks[0]}-{ranks[1]}"
+
+
+def _short(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+_WIDTH = 40
+
+
+@contextmanager
+def progress_bar(description: str) -> Iterator[ProgressCallback]:
+    """Show a bar on stderr while the block runs, and nothing where stderr is no terminal.
+
+    Yields:
+        A callback taking (done, total, what is being worked on); a total of 0 is one that nobody knows.
+    """
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(compact=True),
+        TextColumn("[dim]{task.fields[what]}", markup=True),
+    )
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(description, total=None, what="")
+
+        def report(done: int, total: int, what: str) -> None:
+            progress.update(
+                task, completed=done, total=total or None, what=_shortened(what).replace("[", "(")
+            )
+
+        yield report
+
+
+def _shortened(what: str) -> str:
+    """The last word loses its beginning first: a layer's path says most at its end."""
+    head, space, name = what.rpartition(" ")
+    return head + space + name[-max(_WIDTH - len(head), 10) :]
+
+
+_STDOUT, _STDERR = 1, 2
+
+
+@contextmanager
+def stdout_for_results() -> Iterator[None]:
+    """Send to stderr what anybody writes on stdout in the block, Python or not.
+
+    Also the file descriptor is turned, since compilers and communication libraries print past `sys.stdout`.
+    Nothing of our own that belongs on stdout may be printed in the block.
+    """
+    with suppress(AttributeError, OSError, ValueError):  # there is none, it is broken, or closed
+        sys.stdout.flush()
+    kept = _turned()
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        if kept is not None:
+            os.dup2(kept, _STDOUT)
+            os.close(kept)
+
+
+def _turned() -> int | None:
+    """Turn the descriptor.
+
+    Returns:
+        Where stdout went before; None where stdout or stderr is closed, so that there is nothing to turn.
+    """
+    try:
+        kept = os.dup(_STDOUT)
+    except OSError:
+        return None
+    try:
+        os.dup2(_STDERR, _STDOUT)
+    except OSError:
+        os.close(kept)
+        return None
+    return kept
+
+
+_LBM = ("diffusers", "transformers", "peft", "accelerate", "pydantic", "pydantic_core", "yaml", "PIL")
+PACKAGES = {
+    "lbm": _LBM,
+    "train": (*_LBM, "webdataset", "tensorboard"),
+    "ui": (*_LBM, "starlette", "uvicorn", "jinja2"),
+}
+"""What each extra brings, by the names that are imported."""
+
+
+@contextmanager
+def needs_extra(extra: str) -> Iterator[None]:
+    """Say which extra to install when an import of the block fails for want of it; the block holds imports only.
+
+    What packages print when they are imported goes to stderr.
+
+    Args:
+        extra: A key of `PACKAGES`.
+
+    Raises:
+        ConfigError: A package of the extra is not installed. Any other missing module raises as it is.
+    """
+    try:
+        with stdout_for_results():
+            yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in PACKAGES[extra]:
+            raise
+        raise ConfigError(
+            f"This command needs {package}, which is not installed.",
+            hint=f'Install it with: pip install "sigmascope[{extra}]"',
+        ) from error
+
+
+TERMINATED = 128 + signal.SIGTERM
+"""As shells report a process that SIGTERM ended."""
+
+
+@contextmanager
+def leaving_on_sigterm() -> Iterator[None]:
+    """Within the block SIGTERM raises `SystemExit` with 143, so that every `finally` runs.
+
+    Those that follow are ignored until the block is left: a service manager may send several, and cleaning up must not be
+    cut short by them. Signals reach the main thread alone; in another one the block changes nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, _leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+
+
+def _leave(number: int, frame: FrameType | None) -> NoReturn:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise SystemExit(TERMINATED)

@@ -1,0 +1,238 @@
+"""Models loaded from files, moved, and moved in and out by offloading."""
+
+import functools
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, ClassVar, Final
+
+from sigmascope.integrations.diffusers.hooks import After, Arguments, Instrument, Keywords, Parts
+from sigmascope.integrations.diffusers.watch_session import Activity, current_activity
+from sigmascope.integrations.import_hook import when_loaded
+
+LOADING_STAGE: Final = "model_loading"
+_LOADERS: Final = (
+    ("diffusers.pipelines.pipeline_utils", "DiffusionPipeline", "from_pretrained"),
+    ("diffusers.models.modeling_utils", "ModelMixin", "from_pretrained"),
+    ("diffusers.loaders.single_file", "FromSingleFileMixin", "from_single_file"),
+    ("diffusers.loaders.single_file_model", "FromOriginalModelMixin", "from_single_file"),
+    ("diffusers.modular_pipelines.modular_pipeline", "ModularPipeline", "load_components"),
+    ("transformers.modeling_utils", "PreTrainedModel", "from_pretrained"),
+)
+_FILES: Final = (
+    ("diffusers.models.modeling_utils", "ModelMixin"),
+    ("transformers.modeling_utils", "PreTrainedModel"),
+)
+_SOURCES: Final = (
+    "pretrained_model_name_or_path",
+    "pretrained_model_link_or_path",
+    "pretrained_model_link_or_path_or_dict",
+)
+"""What the loaders call their first argument."""
+_READS_FILES, _FINISHES = "_load_pretrained_model", "_finalize_model_loading"
+"""What both libraries read weights with, and transformers decides with which keys are missing."""
+
+
+class Loading(Instrument):
+    """A stage for each loading, with those of a pipeline's models inside its own, and for each move."""
+
+    name: ClassVar[str] = "loading"
+
+    def start(self) -> None:
+        """Hear the loaders of diffusers and transformers, now or when they are imported."""
+        for module, kind, method in _LOADERS:
+            before = self._before_components if method == "load_components" else self._before_load
+            self._when_loaded(module, kind, method, before)
+        for module, kind in _FILES:
+            self._when_loaded(module, kind, _READS_FILES, self._before_files)
+            self._when_loaded(module, kind, _FINISHES, self._before_keys)
+
+    def attach_class(self, kind: type) -> None:
+        """Hear pipelines being moved."""
+        if not hasattr(kind, "_call_impl"):
+            self.tap_class(kind, "to", self._before_move)
+
+    def _when_loaded(self, module: str, name: str, method: str, before: Any) -> None:
+        def put_on(kind: type) -> None:
+            try:
+                if method in vars(kind):
+                    self.tap(kind, method, before)
+            except Exception as failure:  # noqa: BLE001 - this runs in the host's import
+                self.failed(failure)
+
+        self.keep_undo((name, method), when_loaded(module, name, put_on))
+
+    def _before_load(self, kind: object, args: Arguments, kwargs: Keywords) -> After | None:
+        source = next(iter((*args, *(kwargs[key] for key in _SOURCES if key in kwargs))), None)
+        file = source if isinstance(source, str | os.PathLike) else None
+        facts = {"source": _text(source), "subfolder": kwargs.get("subfolder")}
+        return self._stage(kind, facts, kwargs, file)
+
+    def _before_components(self, pipeline: object, args: Arguments, kwargs: Keywords) -> After | None:
+        return self._stage(pipeline, {"components": args[0] if args else kwargs.get("names")}, kwargs)
+
+    def _stage(
+        self,
+        kind: object,
+        facts: dict[str, Any],
+        kwargs: Keywords,
+        file: str | os.PathLike[str] | None = None,
+    ) -> After | None:
+        activity = self.session.here()
+        if activity is None:
+            return None
+        stage = activity.enter(LOADING_STAGE)
+        facts["dtype"] = _text(kwargs.get("dtype", kwargs.get("torch_dtype")))
+
+        def after(result: object, error: BaseException | None) -> None:
+            activity.leave(stage, error)
+            model = result[0] if isinstance(result, tuple) and result else result
+            loaded = kind if model is None else type(model)
+            stage.fact("loads", loaded.__name__ if isinstance(loaded, type) else type(loaded).__name__)
+            read, _ = self.session.guard.read("watch.files", lambda: file_facts(file))
+            for key, fact in {**facts, **(read or {})}.items():
+                if fact is not None:
+                    stage.fact(key, fact)
+            if model is not None:
+                stage.module("model", model)
+
+        return after
+
+    def _before_move(self, pipeline: object, args: Arguments, kwargs: Keywords) -> After | None:
+        activity = self.session.here(pipeline)
+        if activity is None or activity.is_in(LOADING_STAGE):
+            return None
+        stage = activity.enter(LOADING_STAGE)
+
+        def after(result: object, error: BaseException | None) -> None:
+            activity.leave(stage, error)
+            stage.fact("moves", type(pipeline).__name__)
+            stage.fact("to", [_text(one) for one in (*args, *kwargs.values())])
+            stage.module("model", pipeline)
+
+        return after
+
+    def _before_files(self, _: object, args: Arguments, kwargs: Keywords) -> After | None:
+        activity = self._loading_here()
+        if activity is None:
+            return None
+        files = (
+            args[2] if len(args) > 2 else kwargs.get("resolved_model_file", kwargs.get("checkpoint_files"))
+        )
+        self._tell(activity, file_facts(files))
+        return functools.partial(self._tell_keys, activity)
+
+    def _before_keys(self, _: object, args: Arguments, kwargs: Keywords) -> After | None:
+        activity = self._loading_here()
+        return None if activity is None else functools.partial(self._tell_keys, activity)
+
+    def _loading_here(self) -> Activity | None:
+        activity = self.session.here()
+        return activity if activity is not None and activity.is_in(LOADING_STAGE) else None
+
+    def _tell_keys(self, activity: Activity, result: object, _error: BaseException | None) -> None:
+        self._tell(activity, key_facts(result))
+
+    def _tell(self, activity: Activity, facts: dict[str, Any]) -> None:
+        for name, fact in facts.items():
+            activity.open[-1][1].fact(name, fact)
+
+
+def _text(value: object) -> str | None:
+    return None if value is None or isinstance(value, dict) else str(value)
+
+
+_MIB = 2**20
+_MOST_KEYS = 50
+_KEYS = ("missing_keys", "unexpected_keys", "mismatched_keys")
+
+
+def file_facts(files: object) -> dict[str, Any]:
+    """Names, format and size of the files of a model's weights; nothing where there are none.
+
+    Args:
+        files: One path or several.
+    """
+    paths = [Path(one) for one in _several(files) if isinstance(one, str | os.PathLike)]
+    sizes = [path.stat().st_size for path in paths if path.is_file()]
+    if not sizes:
+        return {}
+    formats = sorted({path.suffix.removeprefix(".") for path in paths})
+    return {
+        "files": [path.name for path in paths],
+        "folder": str(paths[0].parent),
+        "format": "+".join(formats),
+        "size_mb": sum(sizes) / _MIB,
+    }
+
+
+def key_facts(result: object) -> dict[str, Any]:
+    """Keys that the model lacks in the file, the file has too many, or that are of another shape.
+
+    Args:
+        result: What the library's loader gives: an object or a tuple (model, missing, unexpected, mismatched, …).
+    """
+    told = result[0] if isinstance(result, tuple) and result and hasattr(result[0], _KEYS[0]) else result
+    if isinstance(told, tuple) and len(told) >= 4:
+        groups: dict[str, Any] = dict(zip(_KEYS, told[1:4], strict=True))
+    else:
+        groups = {name: getattr(told, name, None) for name in _KEYS}
+    facts: dict[str, Any] = {}
+    for name, keys in groups.items():
+        if isinstance(keys, Iterable):
+            named = sorted(str(key[0]) if isinstance(key, tuple) else str(key) for key in keys)
+            facts |= {name: named[:_MOST_KEYS], f"num_{name}": len(named)}
+    return facts
+
+
+def _several(files: object) -> list[object]:
+    if isinstance(files, str | os.PathLike):
+        return [files]
+    return list(files) if isinstance(files, list | tuple) else []
+
+
+_MOVERS: Final = (
+    ("accelerate.hooks", "CpuOffload", ("pre_forward",)),
+    ("accelerate.hooks", "UserCpuOffloadHook", ("offload",)),
+    ("accelerate.hooks", "AlignDevicesHook", ("pre_forward", "post_forward")),
+    ("diffusers.hooks.group_offloading", "ModuleGroup", ("onload_", "offload_")),
+)
+"""What moves weights, for whole models, for single modules, and for groups of them."""
+
+
+class Transfers(Instrument):
+    """The time for which the host waits for weights to be moved. A copy that goes on meanwhile is not in it.
+
+    Nothing is put on before a pipeline is offloaded.
+    """
+
+    name: ClassVar[str] = "transfers"
+
+    def attach(self, parts: Parts) -> None:
+        """Hear the movers, if any component is offloaded."""
+        if self.has("CpuOffload") or not any(one.offload for one in parts.facts.components.values()):
+            return
+        for module, kind, methods in _MOVERS:
+            self.keep_undo(kind, when_loaded(module, kind, functools.partial(self._put_on, methods)))
+
+    def _put_on(self, methods: tuple[str, ...], kind: type) -> None:
+        try:
+            for method in methods:
+                if method in vars(kind):
+                    self.tap(kind, method, self._before_move)
+        except Exception as failure:  # noqa: BLE001 - this may run in the host's import
+            self.failed(failure)
+
+    def _before_move(self, mover: object, args: Arguments, kwargs: Keywords) -> After | None:
+        activity = current_activity(self.session)
+        if activity is None or activity.is_moving or getattr(mover, "offload", True) is False:
+            return None  # a mover calls others, and some move inputs alone
+        clock = self.session.recorder.clock
+        activity.is_moving = True
+        started = clock()
+
+        def after(result: object, error: BaseException | None) -> None:
+            activity.is_moving = False
+            activity.weights_moved(clock() - started)
+
+        return after

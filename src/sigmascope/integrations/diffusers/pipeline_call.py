@@ -1,0 +1,401 @@
+"""A pipeline's __call__: arguments, prompts, seeds, pictures, latents that came out."""
+
+import inspect
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sigmascope.integrations.diffusers.denoising import end_finished
+from sigmascope.integrations.diffusers.hooks import (
+    After,
+    Arguments,
+    Instrument,
+    Keywords,
+    Parts,
+    pipelines_in,
+)
+from sigmascope.integrations.diffusers.watch_session import (
+    ACTIVITIES,
+    Activity,
+    current_activity,
+    enter_activity,
+    guides,
+    hears,
+    leave_activities,
+)
+from sigmascope.monitor.recorder import LiveStage
+from sigmascope.records.facts import CallFacts, PipelineFacts
+from sigmascope.records.prompts import redactor, stored_prompts
+
+if TYPE_CHECKING:
+    from sigmascope.integrations.diffusers.watch_session import Activity
+
+
+GENERATION = "generation"
+RUNS_LATER = (
+    "the call gave a generator or coroutine and was over at once: the stages of its work lie beside this one"
+)
+
+
+class Calls(Instrument):
+    """Opens and closes a generation around every call of a pipeline."""
+
+    name: ClassVar[str] = "calls"
+
+    def attach_class(self, kind: type) -> None:
+        """Hear the calls of pipelines of a class; a module alone is none."""
+        if not hasattr(kind, "_call_impl"):
+            self.tap_class(kind, "__call__", self._before)
+
+    def attach(self, parts: Parts) -> None:
+        """Hear the calls of the pipelines that this one is made of."""
+        for pipeline in pipelines_in(parts.pipeline):
+            self.attach_class(type(pipeline))
+
+    def _before(self, pipeline: object, args: Arguments, kwargs: Keywords) -> After | None:
+        session = self.session
+        if not hears(session, pipeline):
+            return None
+        own = self._own(pipeline)
+        if own is not None:
+            end_finished(own)
+            if own.denoising is None:  # a subclass calls its base; a callback's call comes between steps
+                return None
+        facts = session.watch(pipeline)
+        arguments, _ = session.guard.read("watch.call", lambda: named_arguments(pipeline, args, kwargs))
+        call, prompts = self._read(pipeline, arguments or {})
+        outside = current_activity(session)
+        if outside is not None and outside.pipeline_id is None:
+            session.open_calls.close_broken(outside)
+            outside.end_denoising()
+        activity = Activity(session, id(pipeline))
+        activity.pipeline = pipeline
+        stage = activity.enter(GENERATION)
+        enter_activity(activity)
+
+        def after(result: object, error: BaseException | None) -> None:
+            denoising = activity.denoising  # a decoding would have ended it
+            try:
+                activity.end(error)
+            finally:
+                leave_activities(activity)
+                activity.pipeline = None
+            if denoising is not None and error is None:
+                session.guard.read("watch.outcome", lambda: _tell_outcome(denoising.stage, result))
+            if error is None:
+                self._tell_pictures(stage, result)
+            if inspect.isgenerator(result) or inspect.isasyncgen(result) or inspect.iscoroutine(result):
+                stage.fact("runs_later", RUNS_LATER)
+            self._tell(stage, activity, pipeline, call, facts)
+            self._tell_prompts(stage, prompts)
+            seeds = seeds_of(arguments or {})
+            if seeds:
+                stage.fact("seeds", seeds)
+
+        return after
+
+    def _tell_pictures(self, stage: LiveStage, result: object) -> None:
+        seen, _ = self.session.guard.read("watch.pictures", lambda: pictures_of(result))
+        if seen is not None:
+            stage.fact(FACT, seen)
+
+    def _own(self, pipeline: object) -> Activity | None:
+        """The call of this pipeline that is going on here."""
+        found = (one for one in reversed(ACTIVITIES.get()) if one.session is self.session)
+        return next((one for one in found if one.pipeline_id == id(pipeline)), None)
+
+    def _read(self, pipeline: object, arguments: dict[str, Any]) -> tuple[CallFacts, dict[str, str]]:
+        guard, privacy = self.session.guard, self.session.choices.prompts
+        call, _ = guard.read("watch.call", lambda: call_facts(arguments))
+        prompts, _ = guard.read("watch.prompts", lambda: prompts_of(arguments))
+        if prompts and privacy != "full":
+            self.session.redactions.append(redactor(prompts, privacy))
+        return call or CallFacts(), prompts or {}
+
+    def _tell(
+        self,
+        stage: LiveStage,
+        activity: Activity,
+        pipeline: object,
+        call: CallFacts,
+        facts: PipelineFacts | None,
+    ) -> None:
+        told, _ = self.session.guard.read("watch.call", lambda: with_outcome(call, pipeline, activity))
+        stage.fact("call", told or call)
+        if facts is not None:
+            stage.fact("pipeline", facts)
+
+    def _tell_prompts(self, stage: LiveStage, prompts: dict[str, str]) -> None:
+        kept = stored_prompts(prompts, self.session.choices.prompts)
+        if kept:
+            stage.fact(
+                "prompts",
+                {
+                    name: {"sha256": one.sha256} | ({} if one.text is None else {"text": one.text})
+                    for name, one in kept.items()
+                },
+            )
+
+
+def _tell_outcome(denoising: LiveStage, result: object) -> None:
+    """Put on the denoising what it made, which nobody decoded. Values on an accelerator are not waited for."""
+    made = outcome_of(result)
+    if made is not None:
+        denoising.tensor("output", made)
+
+
+_GUIDANCE: Final = ("true_cfg_scale", "guidance_scale", "prior_guidance_scale")
+_IMAGES: Final = ("image", "images", "init_image", "input_image", "source_image", "reference_image", "video")
+_PER_PROMPT: Final = ("num_images_per_prompt", "num_videos_per_prompt", "num_waveforms_per_prompt")
+_EMBEDS: Final = ("prompt_embeds", "prompt_embeds_1", "image_embeds", "negative_prompt_embeds")
+
+
+def named_arguments(pipeline: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The call's arguments by name, with the defaults of those that were not given.
+
+    A modular pipeline names its inputs in its blocks.
+    """
+    bound = inspect.signature(type(pipeline).__call__).bind_partial(pipeline, *args, **kwargs)
+    bound.apply_defaults()
+    arguments = dict(bound.arguments)
+    extra = {
+        name
+        for name, parameter in bound.signature.parameters.items()
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD
+    }
+    for name in extra:
+        arguments |= arguments.pop(name, {})
+    blocks = getattr(pipeline, "blocks", None)
+    for given in getattr(blocks, "inputs", None) or ():
+        known = getattr(given, "name", None)
+        if isinstance(known, str):
+            arguments.setdefault(known, getattr(given, "default", None))
+    return arguments
+
+
+def call_facts(arguments: Mapping[str, Any]) -> CallFacts:
+    """Steps, guidance, size, batch and seed as they were given."""
+    seeds = seeds_of(arguments)
+    return CallFacts(
+        num_inference_steps=_steps(arguments),
+        guidance_scale=_guidance(arguments),
+        height=_whole(arguments.get("height")),
+        width=_whole(arguments.get("width")),
+        num_frames=_whole(arguments.get("num_frames")),
+        batch_size=_batch(arguments),
+        has_image=any(arguments.get(name) is not None for name in _IMAGES),
+        seed=seeds[0] if len(seeds) == 1 else None,
+    )
+
+
+def with_outcome(call: CallFacts, pipeline: object, activity: "Activity") -> CallFacts:
+    """The facts with what only the finished call shows: the size of what was decoded, and guidance at work."""
+    height, width = activity.size or (None, None)
+    return replace(
+        call,
+        num_inference_steps=call.num_inference_steps or activity.planned_steps,
+        height=call.height or height,
+        width=call.width or width,
+        guidance_batches=_guidance_batches(pipeline, activity),
+    )
+
+
+def prompts_of(arguments: Mapping[str, Any]) -> dict[str, str]:
+    """All texts among the arguments that are called prompts; those of a batch as `prompt.0`, `prompt.1`, …."""
+    found: dict[str, str] = {}
+    for name, value in arguments.items():
+        if "prompt" not in name:
+            continue
+        if isinstance(value, str):
+            found[name] = value
+        elif isinstance(value, list | tuple) and all(isinstance(text, str) for text in value):
+            found |= {f"{name}.{index}": text for index, text in enumerate(value)}
+    return found
+
+
+def seeds_of(arguments: Mapping[str, Any]) -> list[int]:
+    """The seeds of the call's generators, one for each."""
+    given = arguments.get("generator")
+    generators = given if isinstance(given, list | tuple) else [given]
+    return [one.initial_seed() for one in generators if isinstance(one, torch.Generator)]
+
+
+def _steps(arguments: Mapping[str, Any]) -> int | None:
+    for name in ("timesteps", "sigmas"):
+        given = arguments.get(name)
+        if isinstance(given, list | tuple) and given:
+            return len(given)
+    return _whole(arguments.get("num_inference_steps"))
+
+
+def _guidance(arguments: Mapping[str, Any]) -> float | None:
+    """The scale that guides: that of true classifier-free guidance where it is on beside a distilled one."""
+    for name in _GUIDANCE:
+        scale = arguments.get(name)
+        if (
+            isinstance(scale, int | float)
+            and not isinstance(scale, bool)
+            and (name != _GUIDANCE[0] or scale > 1)
+        ):
+            return float(scale)
+    return None
+
+
+def _batch(arguments: Mapping[str, Any]) -> int | None:
+    """Prompts, times what is made of each."""
+    prompts = _count(arguments.get("prompt"), arguments)
+    if prompts is None:
+        return None
+    for name in _PER_PROMPT:
+        prompts *= _whole(arguments.get(name)) or 1
+    return prompts
+
+
+def _count(prompt: object, arguments: Mapping[str, Any]) -> int | None:
+    if isinstance(prompt, str):
+        return 1
+    if isinstance(prompt, list | tuple) and prompt:
+        return len(prompt)
+    embeds: Iterable[Any] = (arguments.get(name) for name in _EMBEDS)
+    return next((one.shape[0] for one in embeds if isinstance(one, Tensor) and one.dim()), None)
+
+
+def _whole(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _guidance_batches(pipeline: object, activity: "Activity") -> int | None:
+    """From the calls that a step needed, or from what the pipeline says of one batched call."""
+    if activity.most_calls_a_step != 1:
+        return activity.most_calls_a_step or None
+    told = [one for one in (activity.is_guided, guides(pipeline)) if isinstance(one, bool)]
+    if told:
+        return 1 + max(told)
+    config = getattr(getattr(pipeline, "transformer", None), "config", None) or {}
+    return 1 if config.get("guidance_embeds") is True else None
+
+
+FACT: Final = "pictures"
+MOST: Final = 8
+"""Of more pictures so many are looked at, spread evenly: about 3 ms for each megapixel."""
+
+
+_PICTURE_NAMES: Final = ("images", "frames", "videos")
+"""Under which the state of a modular pipeline holds its pictures."""
+
+
+def pictures_of(result: object) -> dict[str, Any] | None:
+    """What is seen of the pictures in a pipeline's result; None without any on the host.
+
+    Tensors are left to the stages that made them. A NaN becomes black where floats become a picture of 8 bits, so that
+    black pictures tell of NaN also where the values lay on an accelerator and nobody waited for them.
+
+    Args:
+        result: A pipeline's output, tuple, list, or state of a modular pipeline.
+
+    Returns:
+        `pictures` (how many, frames of videos each), `is_video`, `looked_at`; of those `one_colour`, with the `colour` of
+        the first, and `not_finite`; and `replaced`: how many the pipeline's safety checker made black, None: it says
+        nothing.
+    """
+    made = _made(result)
+    pictures = list(_pictures(made))
+    if not pictures:
+        return None
+    chosen = [pictures[index * len(pictures) // MOST] for index in range(MOST)]
+    seen = [_look(picture) for picture in (chosen if len(pictures) > MOST else pictures)]
+    colours = [colour for colour, is_finite in seen if is_finite and colour is not None]
+    return {
+        "pictures": len(pictures),
+        "is_video": _is_video(made),
+        "looked_at": len(seen),
+        "one_colour": len(colours),
+        "colour": colours[0] if colours else None,
+        "not_finite": sum(not is_finite for _, is_finite in seen),
+        "replaced": _replaced(result),
+    }
+
+
+def _made(result: object) -> object:
+    values = getattr(result, "values", None)
+    if isinstance(values, Mapping):  # a modular pipeline's state
+        return next((values[name] for name in _PICTURE_NAMES if values.get(name) is not None), None)
+    if isinstance(result, Mapping):
+        result = tuple(result.values())
+    return result[0] if isinstance(result, tuple) and result else result
+
+
+def _pictures(made: Any) -> Iterator[Any]:
+    if _is_image(made) or (_is_array(made) and made.ndim == 3):
+        yield made
+    elif isinstance(made, list | tuple) or (_is_array(made) and made.ndim > 3):
+        for part in made:
+            yield from _pictures(part)
+
+
+def _is_image(made: object) -> bool:
+    pillow = sys.modules.get("PIL.Image")  # who has a picture of it has imported it
+    return pillow is not None and isinstance(made, pillow.Image)
+
+
+def _is_array(made: Any) -> bool:
+    return isinstance(made, np.ndarray) and made.dtype.kind in "fu" and made.size > 0
+
+
+def _is_video(made: Any) -> bool:
+    if isinstance(made, list | tuple):
+        return bool(made) and (isinstance(made[0], list | tuple) or (_is_array(made[0]) and made[0].ndim > 3))
+    return _is_array(made) and made.ndim > 4
+
+
+def _look(picture: Any) -> tuple[list[float] | None, bool]:
+    """The colour of all of its pixels, None where there are several; and whether all are finite."""
+    if isinstance(picture, np.ndarray):
+        lowest, highest = picture.min(), picture.max()  # NaN if there is one
+        colour = picture[0, 0]
+        is_one = bool(picture[-1, -1].tolist() == colour.tolist()) and bool((picture == colour).all())
+        return ([float(band) for band in colour] if is_one else None), bool(
+            np.isfinite(lowest) and np.isfinite(highest)
+        )
+    extrema = picture.getextrema()
+    bands = extrema if isinstance(extrema[0], Sequence) else (extrema,)
+    is_one = all(lowest == highest for lowest, highest in bands)
+    return ([float(lowest) for lowest, _ in bands] if is_one else None), True
+
+
+def _replaced(result: object) -> int | None:
+    flags = getattr(result, "nsfw_content_detected", None)
+    if flags is None and isinstance(result, tuple) and len(result) > 1:
+        flags = result[1]
+    if not isinstance(flags, list) or not all(isinstance(one, bool | np.bool_) for one in flags):
+        return None
+    return sum(map(bool, flags))
+
+
+_OUTCOME_NAMES: Final = ("images", "frames", "videos", "latents")
+"""Under which the state of a modular pipeline holds its outcome."""
+
+
+def outcome_of(result: object) -> Tensor | None:
+    """The first tensor in what a pipeline gives; an array is seen as a tensor, without a copy. None: neither.
+
+    Args:
+        result: A pipeline's output, tuple, list, state of a modular pipeline, or bare tensor.
+    """
+    values = getattr(result, "values", None)
+    if isinstance(values, Mapping):  # a modular pipeline's state
+        return next(
+            (found for name in _OUTCOME_NAMES if (found := outcome_of(values.get(name))) is not None), None
+        )
+    if isinstance(result, Mapping):
+        result = tuple(result.values())
+    while isinstance(result, tuple | list) and result:
+        result = result[0]
+    if isinstance(result, np.ndarray) and result.dtype.kind == "f" and result.flags.writeable:
+        return torch.from_numpy(result)
+    return result if isinstance(result, Tensor) else None

@@ -1,0 +1,143 @@
+"""The VAE's encode and decode."""
+
+import functools
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+from torch import Tensor
+
+from sigmascope.integrations.diffusers.denoising import end_finished, is_final
+from sigmascope.integrations.diffusers.hooks import After, Arguments, Instrument, Keywords, Parts, holder_of
+from sigmascope.integrations.diffusers.watch_session import current_activity
+from sigmascope.monitor.recorder import LiveStage
+from sigmascope.probes.models import unwrap
+from sigmascope.records.latents import Direction
+from sigmascope.stages.latent_encoding import (
+    analyze_latent_decoding_results,
+    analyze_latent_generation_results,
+    capture_latent_decoding_baseline,
+    capture_latent_generation_baseline,
+)
+
+if TYPE_CHECKING:
+    from sigmascope.integrations.diffusers.watch_session import Session
+
+
+class VaeCalls(Instrument):
+    """A stage for each `encode` and `decode`; one that is called by another is part of it."""
+
+    name: ClassVar[str] = "vae"
+
+    def __init__(self, session: "Session") -> None:
+        super().__init__(session)
+        self._names: dict[int, str] = {}
+
+    def attach(self, parts: Parts) -> None:
+        """Hear both of every VAE, also of one that is wrapped."""
+        for name, vae in parts.of_role("vae"):
+            holders = (holder_of(vae, way) for way in ("encode", "decode"))
+            for thing in {id(one): one for one in (vae, unwrap(vae), *holders) if one is not None}.values():
+                self.tap_method(thing, "encode", functools.partial(self._before, "encoding"))
+                self.tap_method(thing, "decode", functools.partial(self._before, "decoding"))
+                for method in ("tiled_encode", "tiled_decode"):
+                    self.tap_method(thing, method, self._before_tiles)
+                self._names[id(unwrap(thing) or thing)] = name
+
+    def _before(self, way: Direction, vae: object, args: Arguments, kwargs: Keywords) -> After | None:
+        activity = self.session.here()
+        if activity is None or activity.is_in(*STAGES.values()):
+            return None
+        if way == "decoding" and is_final(activity):
+            activity.end_denoising()
+        elif way == "encoding":
+            end_finished(activity)
+        given = next((one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)), None)
+        guard = self.session.guard
+        baseline, _ = guard.read("watch.latents", lambda: known_before(way, vae, given))
+        component = self._names.get(id(unwrap(vae) or vae))
+        activity.is_tiled = False
+        stage = activity.enter(STAGES[way])
+
+        def after(result: object, error: BaseException | None) -> None:
+            strategy = "Tiled" if activity.is_tiled else "Direct"
+            activity.leave(stage, error)
+            stage.fact("component", component)
+            made = first_tensor(result)
+            guard.read("watch.latents", lambda: tell(stage, way, baseline, made, strategy, error))
+            latent, picture = (made, given) if way == "encoding" else (given, made)
+            for name, tensor in (("latent", latent), ("picture", picture)):
+                if tensor is not None:
+                    stage.tensor(name, tensor)
+            if way == "decoding" and picture is not None and picture.dim() >= 4:
+                activity.size = (int(picture.shape[-2]), int(picture.shape[-1]))
+
+        return after
+
+    def _before_tiles(self, _vae: object, _args: Arguments, _kwargs: Keywords) -> After | None:
+        activity = current_activity(self.session)
+        if activity is not None:
+            activity.is_tiled = True
+        return None
+
+
+def first_tensor(result: object) -> Tensor | None:
+    """The tensor in what a VAE gives: bare, in a tuple, an output's `sample`, or the mean of its distribution."""
+    if isinstance(result, Tensor):
+        return result
+    for name in ("sample", "latent_dist", "latents", "latent", "mean"):
+        held = getattr(result, name, None)
+        if isinstance(held, Tensor):
+            return held
+        if name == "latent_dist" and held is not None:
+            return first_tensor(getattr(held, "mean", None))
+    if isinstance(result, tuple | list) and result:
+        return first_tensor(result[0])
+    return None
+
+
+STAGES: Final[Mapping[Direction, str]] = {"encoding": "latent_encoding", "decoding": "latent_decoding"}
+_ON_THE_STAGE: Final = frozenset({"baseline", "current_memory", "memory_impact", "peak_memory"})
+
+
+def known_before(direction: Direction, vae: object, given: Tensor | None) -> Mapping[str, Any]:
+    """The VAE, memory and shapes before it works. Values of tensors are not read here: the stage has those.
+
+    Args:
+        direction: What the VAE does.
+        vae: Itself.
+        given: What goes in.
+    """
+    capture = (
+        capture_latent_generation_baseline if direction == "encoding" else capture_latent_decoding_baseline
+    )
+    return capture(vae, given, statistics=False)
+
+
+def tell(
+    stage: LiveStage,
+    direction: Direction,
+    baseline: Mapping[str, Any] | None,
+    made: Tensor | None,
+    strategy: str,
+    error: BaseException | None,
+) -> None:
+    """Put the analysis on the stage, which is over.
+
+    Args:
+        stage: The encoding's or decoding's.
+        direction: Which of them.
+        baseline: What `known_before` gave.
+        made: What came out; None if nothing did.
+        strategy: "Direct" or "Tiled", as the VAE was seen to work.
+        error: What it raised.
+    """
+    record = stage.record()
+    seen: dict[str, Any] = {"peak_memory": record.peak, "error": error, "statistics": False}
+    analyze = (
+        analyze_latent_generation_results if direction == "encoding" else analyze_latent_decoding_results
+    )
+    analysis = analyze(
+        baseline, made, record.seconds, f"{strategy} VAE {direction.title()}", record.memory, **seen
+    )
+    kept = {name: value for name, value in analysis.items() if name not in _ON_THE_STAGE}
+    stage.fact(STAGES[direction], kept)

@@ -1,0 +1,203 @@
+"""Watch(): the context manager and decorator, its instruments, and every pipeline of the process."""
+
+import inspect
+import logging
+import os
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any, ClassVar, Final
+
+from sigmascope.errors import ConfigError
+from sigmascope.integrations.diffusers.denoising import Denoisers, Schedulers
+from sigmascope.integrations.diffusers.hooks import After, Arguments, Instrument, Keywords
+from sigmascope.integrations.diffusers.loading import Loading, Transfers
+from sigmascope.integrations.diffusers.lora_application import Loras
+from sigmascope.integrations.diffusers.pipeline_call import Calls
+from sigmascope.integrations.diffusers.text_encoding import TextEncoding
+from sigmascope.integrations.diffusers.vae import VaeCalls
+from sigmascope.integrations.diffusers.watch_session import Choices, Session
+from sigmascope.integrations.import_hook import when_loaded
+from sigmascope.monitor.guard import describe
+from sigmascope.monitor.performance import decorated
+from sigmascope.records.prompts import PromptPrivacy, check_privacy
+from sigmascope.records.run import Run
+
+_log = logging.getLogger(__name__)
+
+
+_BASES: Final = (
+    ("diffusers.pipelines.pipeline_utils", "DiffusionPipeline", "register_modules"),
+    ("diffusers.modular_pipelines.modular_pipeline", "ModularPipeline", "register_components"),
+)
+"""The bases of all pipelines, and what each calls when a pipeline is made."""
+
+
+def _subclasses(kind: type) -> Iterator[type]:
+    below: list[type] = kind.__subclasses__()
+    for one in below:
+        yield one
+        yield from _subclasses(one)
+
+
+class Everywhere(Instrument):
+    """Lets the other instruments know the classes of pipelines, where no pipeline was named."""
+
+    name: ClassVar[str] = "everywhere"
+
+    def start(self) -> None:
+        """Know all classes that there are, and hear when a pipeline of another is made."""
+        if not self.session.is_everywhere:
+            return
+        for module, base, made in _BASES:
+            self.keep_undo(base, when_loaded(module, base, lambda kind, made=made: self._know(kind, made)))  # type: ignore[misc]
+
+    def _know(self, base: type, made: str) -> None:
+        try:
+            for kind in (base, *_subclasses(base)):
+                if "__call__" in vars(kind):
+                    self.session.watch_class(kind)
+            self.tap_class(base, made, self._before)
+        except Exception as failure:  # noqa: BLE001 - this runs in the host's import
+            self.failed(failure)
+
+    def _before(self, pipeline: object, args: Arguments, kwargs: Keywords) -> After | None:
+        self.session.watch_class(type(pipeline))
+        return None
+
+
+INSTRUMENTS: Final[tuple[type[Instrument], ...]] = (
+    Calls,
+    Loading,
+    Loras,
+    TextEncoding,
+    VaeCalls,
+    Schedulers,
+    Denoisers,
+    Transfers,
+    Everywhere,
+)
+
+
+class Watch:
+    """A watch, entered with `with` or put over a function as a decorator.
+
+    Once its block is left it has the attributes of the `Run` that was recorded: `stages`, `findings`, `save(path)`, ….
+    Before that, those of the run as it is now. Entered again, it records another run.
+
+    Args:
+        pipelines: Those to watch; none: every pipeline of the process.
+        choices: The caller's.
+        on_run: Called with each run when it is over.
+    """
+
+    def __init__(
+        self, pipelines: tuple[object, ...], choices: Choices, on_run: Callable[[Run], object] | None = None
+    ) -> None:
+        self._pipelines = pipelines
+        self._choices = choices
+        self._on_run = on_run
+        self._sessions: list[Session] = []
+        self._record: Run | None = None
+        self._process_id = os.getpid()
+
+    def record(self) -> Run:
+        """The run of the block that is open, as it is now, or of the one that was left last.
+
+        Raises:
+            AttributeError: The watch was never entered, or could not begin.
+        """
+        if self._sessions:
+            return self._sessions[-1].record()
+        if self._record is None:
+            raise AttributeError("nothing has been recorded: enter the watch with `with`")
+        return self._record
+
+    def __enter__(self) -> "Watch":
+        self._process_id = os.getpid()
+        try:
+            session = Session(self._pipelines, self._choices, INSTRUMENTS)
+            self._sessions.append(session)
+            session.open()
+        except Exception as failure:  # noqa: BLE001 - the host goes on without a record
+            _log.warning("The watch could not begin: %s", describe(failure))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._sessions:
+            return
+        session = self._sessions.pop()
+        try:
+            session.close(error)
+            self._record = session.record()
+            # A child that was forked in the block leaves it too, and must not write what its parent writes.
+            if self._on_run is not None and os.getpid() == self._process_id:
+                self._on_run(self._record)
+        except Exception as failure:  # noqa: BLE001 - as above
+            _log.warning("The watch could not end as it should: %s", describe(failure))
+
+    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function with a watch of its own around each call."""
+        return decorated(function, self._another)
+
+    def _another(self) -> "Watch":
+        """A watch for one call, whose run this one keeps when it is over."""
+        return Watch(self._pipelines, self._choices, self._keep)
+
+    def _keep(self, run: Run) -> None:
+        self._record = run
+        if self._on_run is not None:
+            self._on_run(run)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.record(), name)
+
+    def __dir__(self) -> list[str]:
+        known = set(super().__dir__())
+        return sorted(known | set(dir(Run)))
+
+
+def watch(
+    *pipelines: Any,
+    prompts: PromptPrivacy = "full",
+    name: str | None = None,
+    sample_hz: float | None = 10.0,
+    step_memory: bool = False,
+    on_run: Callable[[Run], object] | None = None,
+) -> Watch:
+    """Watch pipelines while a block or a function runs, without changing them or what they give.
+
+        with sigmascope.watch(pipe) as run:
+            image = pipe("a red fox").images[0]
+        run.save("fox.json")
+
+    Every call of a pipeline becomes a stage `generation`, and what happens in it the stages of SPEC section 2. Whatever
+    of the watching fails is switched off, with a line in the log and the reason under `unavailable`.
+
+    Args:
+        *pipelines: Diffusers pipelines, modular pipelines, or denoisers alone; none: every pipeline of the process.
+        prompts: What is kept of prompts: "full" their text, "hash" their SHA-256, "none" nothing.
+        name: What the run is called; None: the class of the pipeline.
+        sample_hz: How often a thread looks at memory, at most 10 a second; None: never.
+        step_memory: Whether the process's resident bytes are read at the end of each step too, to find what grows from
+            step to step. A step then costs half as much again, or more.
+        on_run: Called with the run when the block is left; not in a child that was forked inside of it.
+
+    Returns:
+        A context manager and decorator that gives the run's attributes.
+
+    Raises:
+        ConfigError: `prompts` is none of the three, or a function was given.
+    """
+    check_privacy(prompts)
+    for one in pipelines:
+        if inspect.isfunction(one):
+            raise ConfigError(
+                f"{one.__name__} is a function and no pipeline.",
+                hint="Write @sigmascope.watch() with parentheses.",
+            )
+    choices = Choices(prompts, name, sample_hz, step_memory)
+    return Watch(tuple(one for one in pipelines if one is not None), choices, on_run)

@@ -1,1 +1,0 @@
-"""What the exact base is made of: backbones, the rule by which they are adapted, the files, the proof."""

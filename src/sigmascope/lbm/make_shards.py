@@ -1,0 +1,449 @@
+"""Shards that appear whole or not at all, with the same bytes for the same samples."""
+
+import multiprocessing
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from webdataset import TarWriter
+
+from sigmascope.errors import ConfigError, DataError, FileError, WriteError
+from sigmascope.files import atomic_path, reading_hint, reason_of, writing_hint
+from sigmascope.lbm.images import PICTURES
+from sigmascope.lbm.pocket.scenes import COOL, WARM, Light, begin_worker, render_pair
+from sigmascope.lbm.samples import decode_picture, map_ahead, same_shape
+from sigmascope.progress import Progress, no_progress
+
+SHARD_SIZE = 1000
+"""Samples in a shard unless the caller says."""
+
+
+EncodedSample = tuple[str, Mapping[str, bytes]]
+"""A sample's name, and its members by the rest of the name (`source.jpg`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardTarget:
+    """Where shards go.
+
+    Attributes:
+        folder: Created if it is not there.
+        prefix: The files are `<prefix>-000000.tar` and on.
+        shard_size: Samples in a shard.
+        overwrite: Replace shards of that name, and remove those beyond the new ones.
+    """
+
+    folder: Path
+    prefix: str = "train"
+    shard_size: int = SHARD_SIZE
+    overwrite: bool = False
+
+    def path(self, number: int) -> Path:
+        """The file of a shard, counted from 0."""
+        return self.folder / f"{self.prefix}-{number:06d}.tar"
+
+    def existing(self) -> list[Path]:
+        """Shards of this name that are there."""
+        pattern = re.compile(rf"{re.escape(self.prefix)}-\d{{6,}}\.tar")
+        try:
+            return sorted(path for path in self.folder.iterdir() if pattern.fullmatch(path.name))
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise _unusable(self.folder, error) from error
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenShard:
+    """A finished shard."""
+
+    path: Path
+    samples: int
+    nbytes: int
+
+
+def check_target(target: ShardTarget) -> None:
+    """Refuse a target that cannot be written, before work is spent on what would go there.
+
+    Raises:
+        ConfigError: An option makes no sense, or there are shards that may not be replaced.
+        WriteError: The folder cannot be read.
+    """
+    if target.shard_size < 1:
+        raise ConfigError(f"--shard_size: expected 1 or more, got {target.shard_size}.", hint="Use 1000.")
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", target.prefix):
+        raise ConfigError(
+            f"--prefix: expected letters, digits, -, _ and dots, got {target.prefix!r}.", hint="Use train."
+        )
+    existing = target.existing()
+    if existing and not target.overwrite:
+        raise ConfigError(
+            f"{target.folder}: holds {len(existing)} shards of that name already ({existing[0].name}).",
+            hint="Choose another folder or --prefix, or replace them with --overwrite.",
+        )
+
+
+def write_shards(samples: Iterable[EncodedSample], target: ShardTarget) -> list[WrittenShard]:
+    """Write samples into shards; all of them appear together at the end, or none does.
+
+    The bytes depend on the samples alone: members are sorted, and times and owners are fixed.
+
+    Args:
+        samples: Consumed once, each held only while it is written.
+        target: Where to.
+
+    Raises:
+        ConfigError: As `check_target`.
+        WriteError: The folder or a shard cannot be written; what was there before is unchanged.
+    """
+    check_target(target)
+    try:
+        target.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unusable(target.folder, error) from error
+    written: list[WrittenShard] = []
+    stream = iter(samples)
+    with ExitStack() as unfinished:
+        while (first := next(stream, None)) is not None:
+            path = target.path(len(written))
+            temporary = unfinished.enter_context(atomic_path(path))
+            count = _write_shard(temporary, _up_to(target.shard_size, first, stream))
+            written.append(WrittenShard(path, count, temporary.stat().st_size))
+    if written:  # without new ones the old ones stay
+        _remove(set(target.existing()) - {shard.path for shard in written})
+    return written
+
+
+def shard_pattern(written: list[WrittenShard]) -> str:
+    """The pattern with braces that stands for shards, as a config names them."""
+    first, last = written[0].path, written[-1].path
+    if first == last:
+        return str(first)
+    stem, _, low = first.stem.rpartition("-")
+    return str(first.with_name(f"{stem}-{{{low}..{last.stem.rpartition('-')[2]}}}.tar"))
+
+
+def _up_to(count: int, first: EncodedSample, stream: Iterator[EncodedSample]) -> Iterator[EncodedSample]:
+    yield first
+    for _ in range(count - 1):
+        following = next(stream, None)
+        if following is None:
+            return
+        yield following
+
+
+def _write_shard(path: Path, samples: Iterator[EncodedSample]) -> int:
+    count = 0
+    with (
+        path.open("wb") as stream,
+        TarWriter(stream, user="", group="", mtime=0, encoder=False) as writer,
+    ):
+        for name, members in samples:
+            writer.write({"__key__": name, **members})
+            count += 1
+    return count
+
+
+def _remove(stale: Iterable[Path]) -> None:
+    for path in stale:
+        try:
+            path.unlink()
+        except OSError as error:
+            message = f"is of older shards and cannot be removed ({reason_of(error)})."
+            raise WriteError(path, message, hint="Remove it, or training would read it too.") from error
+
+
+def _unusable(folder: Path, error: OSError) -> WriteError:
+    return WriteError(folder, f"cannot be used ({reason_of(error)}).", hint=writing_hint(error))
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Files that make one sample, by key; `name` is unique and is what the shard calls it."""
+
+    name: str
+    files: Mapping[str, Path]
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """A file or a pair that goes into no shard, and why."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class FoundPairs:
+    """What a folder holds, by name.
+
+    Attributes:
+        pairs: Complete ones.
+        left_out: Every other file.
+    """
+
+    pairs: tuple[Pair, ...]
+    left_out: tuple[LeftOut, ...]
+
+
+def find_pairs(folder: str | Path, keys: Sequence[str], optional: Sequence[str] = ()) -> FoundPairs:
+    """Find the pairs of a folder and of the folders in it.
+
+    Two layouts: a subfolder for each key with files of equal names (`source/a.png`, `target/a.jpg`), or names
+    that end in the key (`a_source.png`, `a_target.png`; `-` and `.` work too, and so does `a/source.png`).
+
+    Args:
+        folder: Hidden files are passed over.
+        keys: Every sample needs a picture for each.
+        optional: Pictures that are taken where they are.
+
+    Raises:
+        ConfigError: A key is given twice or makes no file name, or there is not one pair.
+        FileError: The folder cannot be read.
+    """
+    _check_keys([*keys, *optional])
+    root = Path(folder)
+    files = _files(root)
+    in_subfolders = all((root / key).is_dir() for key in keys)
+    left_out: list[LeftOut] = []
+    groups: dict[str, dict[str, Path]] = {}
+    for file in files:
+        place = file.relative_to(root)
+        if file.suffix.lower() not in PICTURES:
+            left_out.append(LeftOut(str(place), f"is not named like a picture ({', '.join(PICTURES)})"))
+            continue
+        found = (_by_subfolder if in_subfolders else _by_ending)(place, [*keys, *optional])
+        if found is None:
+            left_out.append(LeftOut(str(place), _no_place([*keys, *optional], in_subfolders)))
+            continue
+        key, name = found
+        group = groups.setdefault(name, {})
+        if key in group:
+            left_out.append(LeftOut(str(place), f"{group[key].relative_to(root)} is its {key} already"))
+        else:
+            group[key] = file
+    pairs = _complete(groups, keys, root, left_out)
+    if not pairs:
+        raise _no_pairs(root, keys, left_out)
+    return FoundPairs(tuple(pairs), tuple(left_out))
+
+
+def _complete(
+    groups: Mapping[str, Mapping[str, Path]], keys: Sequence[str], root: Path, left_out: list[LeftOut]
+) -> list[Pair]:
+    """Keep the groups that have every key, and note the files of the others."""
+    pairs: list[Pair] = []
+    names: set[str] = set()
+    for name, group in sorted(groups.items()):
+        missing = [key for key in keys if key not in group]
+        if missing:
+            left_out += [
+                LeftOut(str(file.relative_to(root)), f"has no {' and no '.join(missing)} beside it")
+                for file in group.values()
+            ]
+            continue
+        pairs.append(Pair(_shard_name(name or root.resolve().name or "sample", names), dict(group)))
+    return pairs
+
+
+def _files(root: Path) -> list[Path]:
+    try:
+        if not root.is_dir():
+            raise FileError(root, "is no folder.", hint="Name a folder with pairs of pictures.")
+        found = [path for path in root.rglob("*") if path.is_file()]
+    except OSError as error:
+        raise FileError(root, f"cannot be read ({reason_of(error)}).", hint=reading_hint(error)) from error
+    return sorted(path for path in found if not _hidden(path.relative_to(root)))
+
+
+def _hidden(place: Path) -> bool:
+    return any(part.startswith(".") for part in place.parts)
+
+
+def _by_subfolder(place: Path, keys: Sequence[str]) -> tuple[str, str] | None:
+    if len(place.parts) < 2 or place.parts[0] not in keys:
+        return None
+    return place.parts[0], Path(*place.parts[1:]).with_suffix("").as_posix()
+
+
+def _by_ending(place: Path, keys: Sequence[str]) -> tuple[str, str] | None:
+    endings = "|".join(re.escape(key) for key in sorted(keys, key=len, reverse=True))
+    match = re.fullmatch(rf"(?:(.*?)[_.-])?({endings})", place.stem, re.IGNORECASE | re.DOTALL)
+    if match is None:
+        return None
+    key = next(key for key in keys if key.lower() == match[2].lower())
+    folder = "" if place.parent == Path() else place.parent.as_posix()
+    return key, "/".join(part for part in (folder, match[1]) if part)
+
+
+def _shard_name(name: str, taken: set[str]) -> str:
+    """A name without dots, where WebDataset ends a sample's name, and not the one of another sample."""
+    plain = name.replace(".", "_")
+    plain = plain.lstrip("_") if plain.startswith("__") else plain  # those are passed over as metadata
+    for unique in _numbered(plain or "sample"):
+        if unique not in taken:
+            break
+    taken.add(unique)
+    return unique
+
+
+def _numbered(name: str) -> Iterator[str]:
+    yield name
+    number = 2
+    while True:
+        yield f"{name}-{number}"
+        number += 1
+
+
+def _check_keys(keys: Sequence[str]) -> None:
+    for key in keys:
+        if not re.fullmatch(r"[A-Za-z0-9_-]+", key):
+            raise ConfigError(
+                f"--keys: expected letters, digits, - and _ in each key, got {key!r}.",
+                hint="For example --keys source,target,mask.",
+            )
+    lowered = [key.lower() for key in keys]
+    if doubled := [key for key in keys if lowered.count(key.lower()) > 1]:
+        raise ConfigError(f"--keys: {doubled[0]} is named twice.", hint="Name each key once.")
+
+
+def _no_place(keys: Sequence[str], in_subfolders: bool) -> str:
+    if in_subfolders:
+        return f"lies in none of the folders {', '.join(keys)}"
+    return f"its name ends in none of {', '.join(f'_{key}' for key in keys)}"
+
+
+def _no_pairs(root: Path, keys: Sequence[str], left_out: Sequence[LeftOut]) -> ConfigError:
+    found = f"{len(left_out)} files, first {left_out[0].name}: {left_out[0].reason}" if left_out else "empty"
+    first, second = keys[0], keys[-1]
+    return ConfigError(
+        f"{root}: holds no pairs of pictures ({found}).",
+        hint=f"Name files a_{first}.png and a_{second}.png, or put them in folders {first}/ and {second}/.",
+    )
+
+
+WORKERS = 4
+AHEAD = 16
+
+
+@dataclass
+class PairEncoder:
+    """Reads pairs, and leaves out those that training could not use.
+
+    Attributes:
+        left_out: Filled while the pairs are read.
+    """
+
+    left_out: list[LeftOut] = field(default_factory=list)
+
+    def samples(self, pairs: Sequence[Pair], progress: Progress = no_progress) -> Iterator[EncodedSample]:
+        """Give the pairs' files as they are, in their order; each picture is decoded once, as a check."""
+        outcomes = map_ahead(_encode, iter(pairs), workers=WORKERS, ahead=AHEAD)
+        for done, (pair, outcome) in enumerate(zip(pairs, outcomes, strict=True), start=1):
+            if isinstance(outcome, str):
+                self.left_out.append(LeftOut(pair.name, outcome))
+            else:
+                yield pair.name, outcome
+            progress(done, len(pairs), pair.name)
+
+
+def _encode(pair: Pair) -> dict[str, bytes] | str:
+    """The members, or why they cannot be used."""
+    members: dict[str, bytes] = {}
+    shape: tuple[int, int] | None = None
+    for key, file in pair.files.items():
+        try:
+            data = file.read_bytes()
+            size = decode_picture(data).size
+        except (OSError, DataError) as error:
+            return f"{file.name} {_reason(error)}"
+        shape = shape or size
+        if not same_shape(shape, size):
+            first = next(iter(pair.files.values()))
+            return (
+                f"{file.name} has another shape ({size[0]}×{size[1]}) than {first.name} "
+                f"({shape[0]}×{shape[1]})"
+            )
+        members[f"{key.lower()}{file.suffix.lower()}"] = data
+    return members
+
+
+def _reason(error: OSError | DataError) -> str:
+    return f"cannot be read ({reason_of(error)})" if isinstance(error, OSError) else error.message
+
+
+LIGHTS = {"cool": COOL, "warm": WARM}
+"""By the name that the command line gives them."""
+HELD_OUT = range(1000)
+"""Scenes that the pocket models never saw; judge by these, train on others."""
+
+
+POCKET_SHARD_SIZE = 128
+"""Samples in a shard unless the caller says: so few that a run of a few hundred scenes has several."""
+_CHUNK = 8
+"""Scenes that a worker renders for one message."""
+
+
+def write_pocket_shards(
+    folder: str | Path,
+    numbers: Sequence[int],
+    light: Light = COOL,
+    *,
+    shard_size: int = POCKET_SHARD_SIZE,
+    prefix: str = "train",
+    overwrite: bool = False,
+    size: int = 128,
+    workers: int = 1,
+    progress: Progress = no_progress,
+) -> list[WrittenShard]:
+    """Render relighting pairs into shards of `source.png` and `target.png`.
+
+    Args:
+        folder: Created if it is not there.
+        numbers: Of the scenes, from 0; those below 1000 are held out.
+        light: Of the targets. Sources have the scenes' own soft light.
+        shard_size: Samples in a shard.
+        prefix: Of the shards' names.
+        overwrite: Replace shards of that name.
+        size: Height and width in pixels.
+        workers: Processes that render. More than 1 starts new interpreters, so a script that asks for more
+            must do so under `if __name__ == "__main__":`.
+        progress: Told after each scene.
+
+    Returns:
+        The shards, whose bytes depend on the other arguments alone.
+
+    Raises:
+        ConfigError: There are no numbers, one is negative, or `write_shards` refuses the target.
+        WriteError: A shard cannot be written.
+    """
+    if not numbers or min(numbers) < 0 or size < 1:
+        raise ConfigError("pocket scenes: expected numbers from 0 on.", hint="For example 1000-1255.")
+    target = ShardTarget(Path(folder), prefix, shard_size, overwrite)
+    render = partial(render_pair, light=light, size=size)
+    return write_shards(_reported(_scenes(render, numbers, workers), len(numbers), progress), target)
+
+
+def _scenes(
+    render: Callable[[int], EncodedSample], numbers: Sequence[int], workers: int
+) -> Iterator[EncodedSample]:
+    if workers == 1:
+        yield from map(render, numbers)
+        return
+    # Spawned, not forked: the parent may have torch's threads running.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, context, begin_worker) as pool:
+        try:
+            yield from pool.map(render, numbers, chunksize=_CHUNK)
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _reported(samples: Iterator[EncodedSample], total: int, progress: Progress) -> Iterator[EncodedSample]:
+    for done, sample in enumerate(samples, start=1):
+        yield sample
+        progress(done, total, sample[0])

@@ -1,0 +1,340 @@
+"""WebDataset shards: which there are, what is read from them and in which order, and how they are written.
+
+No member is decoded here, and none is ever unpickled: WebDataset's own decoders are not used.
+"""
+
+import contextlib
+import glob
+import lzma
+import random
+import re
+import tarfile
+import zlib
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+from urllib.parse import unquote, urlsplit
+
+from webdataset.gopen import Pipe, gopen_pipe
+from webdataset.shardlists import expand_urls
+from webdataset.tariterators import group_by_keys, tar_file_expander
+
+from sigmascope.errors import ConfigError, DataError, FileError
+from sigmascope.files import reading_hint, reason_of
+
+PIPE = "pipe:"
+SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.xz", ".tar.bz2")
+"""Of the files that are taken from a folder."""
+_SCHEME = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:(?=//)")
+
+
+def expand_shards(patterns: Iterable[str], *, allow_pipe: bool = False) -> tuple[str, ...]:
+    """List the shards that patterns stand for, in their order.
+
+    A pattern may hold braces (`train-{000..099}.tar`), a glob (`train-*.tar`), `~`, several of these joined by
+    `::`, or be a folder, which stands for the tar files in it. `pipe:` runs a command and reads what it writes.
+
+    Args:
+        patterns: At least one.
+        allow_pipe: Whether commands may be run.
+
+    Returns:
+        Paths of files that exist, and `pipe:` commands.
+
+    Raises:
+        ConfigError: A pattern matches nothing, or is a command or an address that may not be read.
+        FileError: A shard does not exist.
+    """
+    shards = [shard for pattern in patterns for shard in _expand(pattern, allow_pipe)]
+    if not shards:
+        raise ConfigError("no shards are named.", hint="Name at least one, for example train-{000..099}.tar.")
+    return tuple(shards)
+
+
+def _expand(pattern: str, allow_pipe: bool) -> list[str]:
+    try:
+        names = expand_urls(pattern)
+    except (AssertionError, ValueError) as error:  # ${NAME} that is not set, or braces that do not close
+        raise ConfigError(
+            f"shards {pattern!r}: cannot be expanded ({error}).",
+            hint="Check the braces; ${NAME} stands for the environment variable WDS_NAME.",
+        ) from error
+    return [shard for name in names for shard in _resolve(name, pattern, allow_pipe)]
+
+
+def _resolve(name: str, pattern: str, allow_pipe: bool) -> list[str]:
+    if name.startswith(PIPE):
+        return [_checked_pipe(name, allow_pipe)]
+    if (scheme := _SCHEME.match(name)) and scheme[0].lower() != "file:":
+        raise ConfigError(
+            f"shards {pattern!r}: {name} is no local file.",
+            hint=f"Download it, or stream it with allow_pipe and 'pipe:curl -s -f -L {name}'.",
+        )
+    path = Path(unquote(urlsplit(name).path) if scheme else name).expanduser()
+    if path.is_file() or path.is_fifo():
+        return [str(path)]
+    if path.is_dir():
+        return _in_folder(path, pattern)
+    if glob.has_magic(name):
+        matches = sorted(glob.glob(str(path), recursive=True))  # noqa: PTH207 - absolute patterns too
+        if found := [match for match in matches if not Path(match).is_dir()]:
+            return found
+        raise ConfigError(f"shards {pattern!r}: no file matches {name}.", hint="Check the path and the glob.")
+    raise FileError(path, f"no such shard (named by {pattern!r}).", hint="Check the path and the braces.")
+
+
+def _checked_pipe(name: str, allow_pipe: bool) -> str:
+    if not allow_pipe:
+        raise ConfigError(
+            f"shards {name!r}: commands are run only when that is allowed.",
+            hint="Set allow_pipe: true in the config if you trust it; the command runs in a shell.",
+        )
+    if not name.removeprefix(PIPE).strip():
+        raise ConfigError(f"shards {name!r}: no command follows.", hint="Write pipe:cat shard.tar.")
+    return name
+
+
+def _in_folder(folder: Path, pattern: str) -> list[str]:
+    shards = sorted(str(path) for path in folder.iterdir() if path.name.lower().endswith(SUFFIXES))
+    if not shards:
+        raise ConfigError(
+            f"shards {pattern!r}: the folder {folder} holds no {SUFFIXES[0]} file.",
+            hint="Make shards of pictures with: sigmascope lbm make-shards.",
+        )
+    return shards
+
+
+_READ_ERRORS = (tarfile.TarError, OSError, EOFError, zlib.error, lzma.LZMAError, ValueError)
+
+
+@dataclass(frozen=True, slots=True)
+class RawSample:
+    """One sample before it is decoded.
+
+    Attributes:
+        shard: The file or command that it comes from.
+        key: What its members' names begin with; None stands for the rest of a shard that cannot be read.
+        members: The bytes of those that the config asks for, by the rest of the name, in lower case.
+        names: Of all its members, for messages.
+        fault: Why it cannot be used, where reading showed that.
+    """
+
+    shard: str
+    key: str | None
+    members: dict[str, bytes] = field(default_factory=dict)
+    names: tuple[str, ...] = ()
+    fault: str | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that its members take."""
+        return sum(len(data) for data in self.members.values())
+
+
+def read_shard(shard: str, keys: Collection[str]) -> Iterator[RawSample]:
+    """Read a shard from its beginning, holding one sample at a time.
+
+    Args:
+        shard: A path, or a command behind `pipe:`.
+        keys: The config's; other members are passed over.
+
+    Yields:
+        Its samples in their order. Where it breaks off, a last one with `fault` says so.
+
+    Raises:
+        FileError: The file cannot be opened.
+    """
+    with _opened(shard) as stream:
+        good = 0
+        doubled: list[Exception] = []
+
+        def note(error: Exception) -> bool:
+            doubled.append(error)
+            return True
+
+        files = tar_file_expander([{"url": shard, "stream": stream}])
+        try:
+            for sample in group_by_keys(files, handler=note):
+                yield _raw(shard, sample, keys, doubled)
+                doubled.clear()
+                good += 1
+        except _READ_ERRORS as error:
+            what = f"breaks off after {good} samples" if good else "cannot be read as a tar file"
+            yield RawSample(shard, None, fault=f"{what} ({_first_words(error)})")
+
+
+def _raw(shard: str, sample: dict[str, Any], keys: Collection[str], doubled: list[Exception]) -> RawSample:
+    names = tuple(name for name in sample if not name.startswith("__"))
+    wanted = {name for key in keys for name in wanted_members(key, names)}
+    return RawSample(
+        shard,
+        sample["__key__"],
+        {name: sample[name] for name in names if name in wanted},
+        names,
+        f"holds a member twice ({_first_words(doubled[0])})" if doubled else None,
+    )
+
+
+def _first_words(error: Exception) -> str:
+    """What happened; the reading code appends streams and addresses to the arguments."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    words = re.split(r" @ | dict_keys\(", str(error.args[0]))[0] if error.args else ""
+    return words or type(error).__name__
+
+
+@contextlib.contextmanager
+def _opened(shard: str) -> Iterator[IO[bytes] | Pipe]:
+    if shard.startswith(PIPE):
+        pipe = gopen_pipe(shard)
+        try:
+            yield pipe
+        finally:
+            _end(pipe)
+        return
+    try:
+        stream = Path(shard).open("rb")  # noqa: SIM115 - closed below
+    except OSError as error:
+        raise FileError(shard, f"cannot be read ({reason_of(error)}).", hint=reading_hint(error)) from error
+    with closing(stream):
+        yield stream
+
+
+def _end(pipe: Pipe) -> None:
+    """Stop a command that still runs because its reader has seen enough, and leave no process behind."""
+    if pipe.proc.poll() is None:
+        pipe.proc.terminate()
+    with contextlib.suppress(OSError):  # its exit status was looked at while it was read
+        pipe.close()
+
+
+EXTENSIONS = ("jpg", "jpeg", "png", "webp", "bmp", "tif", "tiff")
+"""Of members that are taken for pictures."""
+
+
+def wanted_members(key: str, names: Sequence[str]) -> list[str]:
+    """Members that a key may mean.
+
+    Args:
+        key: `source` means `source.jpg`, `source.png` and so on; a key that is or has an extension (`jpg`,
+            `normal.png`) means itself. Case does not count.
+        names: The sample's members, without the sample's own name, in lower case.
+    """
+    key = key.lower()
+    if key in names:
+        return [key]
+    return [name for extension in EXTENSIONS if (name := f"{key}.{extension}") in names]
+
+
+def find_member(key: str, names: Sequence[str]) -> str:
+    """The one member that a key means.
+
+    Raises:
+        DataError: There is none, or more than one.
+    """
+    found = wanted_members(key, names)
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise DataError(f"has no member for the key {key!r} (it has {', '.join(names) or 'none'})")
+    raise DataError(f"has {' and '.join(found)} for the key {key!r}")
+
+
+BUFFER_BYTES = 1 << 30
+"""Most that the shuffle buffer holds, whatever the number of samples: 256 large ones may not fit in memory."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """How an epoch's samples are ordered.
+
+    Attributes:
+        shards: Read one after the other.
+        keys: The config's; members that no key means are dropped.
+        seed: Of the order.
+        shuffle: Permute the shards, and mix samples in a buffer; otherwise they come as they lie.
+        buffer: Samples in the buffer.
+        buffer_bytes: Memory that they may take.
+    """
+
+    shards: Sequence[str]
+    keys: Collection[str]
+    seed: int = 0
+    shuffle: bool = True
+    buffer: int = 256
+    buffer_bytes: int = BUFFER_BYTES
+
+    def samples(self, epoch: int) -> Iterator[RawSample]:
+        """Read an epoch's samples in its order, from the first."""
+        if not self.shuffle:
+            yield from _read(self.shards, self.keys)
+            return
+        shards = list(self.shards)
+        random.Random(f"{self.seed} {epoch} shards").shuffle(shards)
+        draws = random.Random(f"{self.seed} {epoch} samples")
+        yield from mixed(_read(shards, self.keys), draws, self.buffer, self.buffer_bytes)
+
+
+@dataclass
+class Share:
+    """One process's samples of an epoch; sample i of the stream belongs to process i modulo `processes`.
+
+    Attributes:
+        order: Of all samples.
+        process: This one, from 0.
+        processes: How many share the stream.
+        passed: Samples of the stream, of all processes, that have gone by.
+    """
+
+    order: Order
+    process: int = 0
+    processes: int = 1
+    passed: int = field(default=0, init=False)
+
+    def samples(
+        self, epoch: int, start: int = 0, pending: Collection[int] = ()
+    ) -> Iterator[tuple[int, RawSample]]:
+        """Give this process's samples with their numbers: the pending ones, then those from `start` on."""
+        waiting = frozenset(pending)
+        for number, raw in enumerate(self.order.samples(epoch)):
+            self.passed = number + 1
+            mine = number % self.processes == self.process
+            if (mine and number >= start) or number in waiting:
+                yield number, raw
+
+
+def _read(shards: Sequence[str], keys: Collection[str]) -> Iterator[RawSample]:
+    for shard in shards:
+        yield from read_shard(shard, keys)
+
+
+def mixed(
+    samples: Iterator[RawSample], draws: random.Random, size: int, most_bytes: int
+) -> Iterator[RawSample]:
+    """Give each sample from a random place of a buffer that is refilled from the stream.
+
+    Args:
+        samples: In the order that they are read.
+        draws: Gives the places.
+        size: Samples in the buffer; with 0 or 1 the order stays.
+        most_bytes: Memory that they may take; at least one is held.
+    """
+    held: list[RawSample] = []
+    nbytes = 0
+    for sample in samples:
+        held.append(sample)
+        nbytes += sample.nbytes
+        while held and (len(held) >= size or nbytes > most_bytes):
+            drawn = _drawn(held, draws)
+            nbytes -= drawn.nbytes
+            yield drawn
+    while held:
+        yield _drawn(held, draws)
+
+
+def _drawn(held: list[RawSample], draws: random.Random) -> RawSample:
+    place = draws.randrange(len(held))
+    held[place], held[-1] = held[-1], held[place]
+    return held.pop()

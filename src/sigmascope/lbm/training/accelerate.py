@@ -1,0 +1,433 @@
+"""Accelerate, made as the settings say and undone afterwards, so that one process can train twice."""
+
+import importlib.util
+import math
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DistributedType
+from PIL import Image
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+
+from sigmascope.errors import ConfigError
+from sigmascope.lbm.data import Batch
+from sigmascope.lbm.devices import resolve_device
+from sigmascope.lbm.model import LbmModel
+from sigmascope.lbm.training.deepspeed import (
+    EngineOptimizer,
+    deepspeed_plugin,
+    launched_processes,
+    log_to_stderr,
+)
+from sigmascope.lbm.training.objective import Objective
+from sigmascope.lbm.training.settings import TrainSettings
+
+_DEVICE_VARIABLE: Final = "ACCELERATE_TORCH_DEVICE"
+_ASKED_FOR: Final = {
+    DistributedType.DEEPSPEED: ("DeepSpeed", "use_deepspeed"),
+    DistributedType.FSDP: ("FSDP", "use_fsdp"),
+}
+"""What the launcher's flags ask for, which Accelerate has not on every device."""
+_NOT_IN_PARTS: Final = ("adafactor", "rprop")
+"""Optimizers whose operations in place PyTorch 2.13 refuses on a DTensor; all others were tried."""
+
+
+@contextmanager
+def accelerated(settings: TrainSettings) -> Iterator[Accelerator]:
+    """Make the accelerator of one training; under `accelerate launch` it joins the other processes.
+
+    Raises:
+        ConfigError: The device is not there, or cannot compute in the precision asked for; or the launcher asks for
+            a way to spread the model over processes that training has not, or contradicts the settings.
+    """
+    is_ours = not PartialState._shared_state
+    plugin = deepspeed_plugin(settings)
+    with _device(settings.device) as device:
+        try:
+            accelerator = Accelerator(
+                # Without a GPU, auto is the CPU too: not told so, it would leave each process alone.
+                cpu=device.type == "cpu",
+                # Under DeepSpeed it would turn the model itself into bfloat16.
+                mixed_precision=settings.mixed_precision if plugin is None else "no",
+                log_with=settings.tracker,
+                project_dir=project_folder(settings),
+                deepspeed_plugin=plugin,
+            )
+        except NotImplementedError as error:
+            raise ConfigError(
+                f"accelerate: this process has trained under DeepSpeed before ({error}).",
+                hint="Train in a new process.",
+            ) from error
+        except ImportError as error:
+            raise ConfigError(
+                f"accelerate: what the launcher asks for is not installed ({error}).",
+                hint="Install it, or launch without it.",
+            ) from error
+        except ValueError as error:
+            raise ConfigError(
+                f"mixed_precision, device: Accelerate refuses {settings.mixed_precision} on {settings.device} "
+                f"({error}).",
+                hint="Use bf16 or no, or run on an accelerator.",
+            ) from error
+    kind = accelerator.distributed_type
+    try:
+        _check_kind(accelerator)
+        check_spreading(kind, settings, fsdp2=is_sharded(accelerator))
+        # Set here: the launcher's environment would win over an argument.
+        accelerator.gradient_accumulation_steps = settings.gradient_accumulation_steps
+        yield accelerator
+    finally:
+        # DeepSpeed keeps a state of its own, which nothing undoes: a second training is refused above.
+        if is_ours and accelerator.num_processes == 1 and kind != DistributedType.DEEPSPEED:
+            AcceleratorState._reset_state(reset_partial_state=True)
+            GradientState._reset_state()
+
+
+def is_sharded(accelerator: Accelerator) -> bool:
+    """Whether FSDP spreads the denoiser over the processes."""
+    return bool(getattr(accelerator, "is_fsdp2", False))  # Accelerate before 1.6 has no such FSDP
+
+
+def _check_kind(accelerator: Accelerator) -> None:
+    """Refuse to train otherwise than the launcher asks: Accelerate does so without a word, on the CPU for one.
+
+    Raises:
+        ConfigError: It has not what was asked for on this device, or leaves each process alone.
+    """
+    kind, device = accelerator.distributed_type, accelerator.device.type
+    for asked, (name, flag) in _ASKED_FOR.items():
+        variable = f"ACCELERATE_{flag.upper()}"
+        if os.environ.get(variable, "false").lower() == "true" and kind != asked:
+            raise ConfigError(
+                f"device: Accelerate has no {name} on {device} here, and would train without it.",
+                hint=f"Use device auto on a machine with GPUs, or launch without --{flag}.",
+            )
+    count = launched_processes()
+    if accelerator.num_processes != count:
+        raise ConfigError(
+            f"device: Accelerate leaves each of the {count} processes alone on {device}.",
+            hint="Start them by torchrun or accelerate launch, on GPUs or with device cpu.",
+        )
+
+
+def check_spreading(kind: DistributedType, settings: TrainSettings, *, fsdp2: bool) -> None:
+    """Refuse ways to spread the model over processes that training has not.
+
+    Args:
+        kind: What the launcher's configuration asks for.
+        settings: Of the run.
+        fsdp2: Whether that is FSDP of version 2, PyTorch's `fully_shard`.
+
+    Raises:
+        ConfigError: It is Megatron-LM, FSDP of version 1, or FSDP in float16 or with an optimizer that cannot do it.
+    """
+    if kind == DistributedType.MEGATRON_LM:
+        raise ConfigError(
+            "accelerate: Megatron-LM trains language models of its own making, not this one.",
+            hint="Launch with --use_fsdp --fsdp_version 2, or without --use_megatron_lm.",
+        )
+    if kind != DistributedType.FSDP:
+        return
+    if not fsdp2:
+        raise ConfigError(
+            "accelerate: FSDP of version 1 keeps weights in flat buffers, from which no checkpoints are written here.",
+            hint="Set fsdp_version: 2 in Accelerate's configuration, or launch with --fsdp_version 2.",
+        )
+    if settings.optimizer.lower() in _NOT_IN_PARTS:
+        raise ConfigError(
+            f"optimizer: PyTorch's {settings.optimizer} does not work on weights that FSDP spreads over processes.",
+            hint="Use AdamW, or any other than Adafactor and Rprop.",
+        )
+    if settings.mixed_precision == "fp16":
+        raise ConfigError(
+            "mixed_precision: fp16 does not go with FSDP: all processes would have to skip the same steps.",
+            hint="Use bf16 or no.",
+        )
+
+
+@contextmanager
+def _device(name: str) -> Iterator[torch.device]:
+    """Tell Accelerate the device: it takes one only from its environment."""
+    device = resolve_device(name, "device")
+    if name in ("auto", "cpu") or "LOCAL_RANK" in os.environ:
+        yield device
+        return
+    before = os.environ.get(_DEVICE_VARIABLE)
+    os.environ[_DEVICE_VARIABLE] = str(device)
+    try:
+        yield device
+    finally:
+        if before is None:
+            del os.environ[_DEVICE_VARIABLE]
+        else:
+            os.environ[_DEVICE_VARIABLE] = before
+
+
+Losses = tuple[Tensor, Tensor, Tensor]
+
+
+class TrainingStep(nn.Module):
+    """The loss as a module's forward call, so that what wraps the module (DDP, autocast) sees all of it.
+
+    Args:
+        model: With what is trained in it.
+        objective: Its loss.
+    """
+
+    def __init__(self, model: LbmModel, objective: Objective) -> None:
+        super().__init__()
+        self.model = model
+        self.objective = objective
+
+    def forward(self, batch: Batch) -> Losses:
+        """Give the loss with its gradient, and its latent and pixel terms (NaN for one that is not computed)."""
+        terms = self.objective.loss(self.model, batch)
+        missing = torch.full_like(terms.total.detach(), math.nan)
+        return (
+            terms.total,
+            missing if terms.latent is None else terms.latent,
+            missing if terms.pixel is None else terms.pixel,
+        )
+
+
+class AcceleratedBackend:
+    """Gradients by Accelerate: of one process, or of DDP or FSDP.
+
+    Args:
+        accelerator: Of `accelerated`.
+        synchronised: The module whose gradients it brings together.
+    """
+
+    def __init__(self, accelerator: Accelerator, synchronised: nn.Module) -> None:
+        self._accelerator = accelerator
+        self._synchronised = synchronised
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """The precision of training."""
+        context: AbstractContextManager[object] = self._accelerator.autocast()
+        return context
+
+    def backward(self, loss: Tensor) -> None:
+        """Add a batch's gradients; after a step's last batch they are brought together."""
+        self._accelerator.backward(loss)
+
+    def clip(self, max_norm: float) -> Tensor | None:
+        """Clip the gradients.
+
+        Returns:
+            Their norm before; None where the backend does not tell.
+        """
+        norm: Tensor | None = self._accelerator.clip_grad_norm_(
+            list(self._synchronised.parameters()), max_norm
+        )
+        return norm
+
+    def release(self) -> None:
+        """Nothing: what wraps the model does its part in calls of its own."""
+
+
+class EngineBackend:
+    """Gradients by DeepSpeed's engine.
+
+    Args:
+        accelerator: Of `accelerated`; knows which batch is a step's last.
+        engine: `DeepSpeedEngine`.
+        precision: `bf16` or `no`.
+    """
+
+    def __init__(self, accelerator: Accelerator, engine: Any, precision: str) -> None:
+        self._accelerator = accelerator
+        self._engine = engine
+        self._precision = precision
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """The precision of training; Accelerate has none under DeepSpeed."""
+        return torch.autocast(
+            self._accelerator.device.type, torch.bfloat16, enabled=self._precision == "bf16"
+        )
+
+    def backward(self, loss: Tensor) -> None:
+        """Add a batch's gradients; after a step's last batch they are brought together."""
+        # Not Accelerate's, which makes the step at once, before anybody has seen whether the gradient is finite.
+        self._engine.set_gradient_accumulation_boundary(is_boundary=self._accelerator.sync_gradients)
+        self._engine.backward(loss)
+
+    def clip(self, max_norm: float) -> Tensor:
+        """The gradient's norm; the engine itself clips to `max_norm`, which it knows, in its step."""
+        if self._engine.zero_optimization_stage() == 0:
+            return torch.nn.utils.get_total_norm(
+                [each.grad for each in self._engine.module.parameters() if each.grad is not None]
+            )
+        norm = torch.as_tensor(self._engine.optimizer.scaled_global_norm())
+        return torch.where(norm < 0, math.nan, norm)  # DeepSpeed says -1 where it is not finite
+
+    def release(self) -> None:
+        """Take the engine's hooks out of the model, which is not trained further: a backward pass is its own again."""
+        self._engine.destroy()
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What training works with.
+
+    Attributes:
+        module: A `TrainingStep`; calling it gives the loss.
+        synchronised: The module whose gradients Accelerate brings together: `module`, or the denoiser alone.
+        optimizer: Of the trained weights, as Accelerate wraps it.
+        backend: Computes the gradients.
+        sharded: Whether each process holds a part of the denoiser.
+    """
+
+    module: nn.Module
+    synchronised: nn.Module
+    optimizer: Any
+    backend: AcceleratedBackend | EngineBackend
+    sharded: bool
+
+
+def prepare_step(
+    accelerator: Accelerator,
+    model: LbmModel,
+    objective: Objective,
+    optimizer: torch.optim.Optimizer,
+    precision: str = "no",
+) -> Prepared:
+    """Let Accelerate take over model and optimizer. All processes call this together.
+
+    Under FSDP the denoiser's parameters are other objects afterwards.
+
+    Args:
+        accelerator: Of `accelerated`.
+        model: On the accelerator's device; where FSDP spreads the denoiser, that is moved piece by piece.
+        objective: The loss.
+        optimizer: Of what is trained.
+        precision: `mixed_precision`, for DeepSpeed, under which Accelerate does not know it.
+
+    Raises:
+        ConfigError: The launcher's configuration of FSDP or DeepSpeed does not fit.
+    """
+    step = TrainingStep(model, objective)
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        return _by_engine(accelerator, step, optimizer, precision)
+    if not is_sharded(accelerator):
+        module, prepared = accelerator.prepare(step, optimizer)
+        return Prepared(module, module, prepared, AcceleratedBackend(accelerator, module), sharded=False)
+    _fit_plugin(accelerator.state.fsdp_plugin, model.denoiser)
+    # The VAE is no part of it: pictures of several sizes are decoded in several numbers of tiles, so that processes
+    # would wait for each other's layers at different places.
+    try:
+        denoiser, prepared = accelerator.prepare(model.denoiser, optimizer)
+    except ValueError as error:
+        raise ConfigError(
+            f"accelerate: FSDP does not take the denoiser as the launcher's configuration says ({error}).",
+            hint="Set fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP, without fsdp_transformer_layer_cls_to_wrap.",
+        ) from error
+    return Prepared(step, denoiser, prepared, AcceleratedBackend(accelerator, denoiser), sharded=True)
+
+
+def _by_engine(
+    accelerator: Accelerator, step: TrainingStep, optimizer: torch.optim.Optimizer, precision: str
+) -> Prepared:
+    trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    log_to_stderr()
+    try:
+        engine, _ = accelerator.prepare(step, optimizer)
+    except (ValueError, AssertionError) as error:  # DeepSpeed asserts what it checks
+        raise ConfigError(
+            f"accelerate: DeepSpeed does not take its configuration ({error}).",
+            hint="Correct the file that --deepspeed_config_file names.",
+        ) from error
+    own = EngineOptimizer(engine, optimizer, trained, keep=accelerator.is_main_process)
+    return Prepared(engine, engine, own, EngineBackend(accelerator, engine, precision), sharded=False)
+
+
+def _fit_plugin(plugin: Any, denoiser: nn.Module) -> None:
+    """What follows from this loop in the launcher's configuration of FSDP; the rest stays as it says."""
+    # Every process has read the base already.
+    plugin.cpu_ram_efficient_loading = False
+    # Autocast chooses the precision, as in one process: factors are added up and reduced in float32 over any base.
+    plugin.mixed_precision_policy = MixedPrecisionPolicy()
+    if plugin.auto_wrap_policy is transformer_auto_wrap_policy and not plugin.transformer_cls_names_to_wrap:
+        present = {type(module).__name__ for module in denoiser.modules()}
+        wished = getattr(denoiser, "_no_split_modules", None) or ()
+        plugin.transformer_cls_names_to_wrap = [name for name in wished if name in present]
+
+
+_PACKAGES: Final[Mapping[str, tuple[str, ...]]] = {
+    "tensorboard": ("tensorboard", "tensorboardX"),
+    "wandb": ("wandb",),
+    "mlflow": ("mlflow",),
+    "comet_ml": ("comet_ml",),
+    "aim": ("aim",),
+    "clearml": ("clearml",),
+}
+LOGS: Final = "logs"
+"""The folder of trackers that write files, in `save_ckpt_path`."""
+RUN: Final = "lbm"
+_TAKES_PICTURES: Final = ("tensorboard", "wandb")
+
+
+def check_tracker(name: str | None) -> None:
+    """Refuse a tracker whose package is not installed: Accelerate leaves it out without a word.
+
+    Raises:
+        ConfigError: Names the package and how to install it.
+    """
+    if name is None:
+        return
+    packages = _PACKAGES.get(name, (name,))
+    if not any(importlib.util.find_spec(package) for package in packages):
+        raise ConfigError(
+            f"report_to: {name} needs the package {packages[0]}, which is not installed.",
+            hint=f"Install it with: pip install {packages[0]}, or set report_to: none and wandb_project: null.",
+        )
+
+
+def start_trackers(accelerator: Accelerator, settings: TrainSettings, step: int) -> None:
+    """Begin the run in the tracker that the accelerator was made with.
+
+    Args:
+        accelerator: Made with `log_with` and `project_dir`.
+        settings: Shown as the run's hyperparameters.
+        step: That training begins or resumes at; what TensorBoard holds of later ones is dropped.
+    """
+    if settings.tracker is None:
+        return
+    options: dict[str, dict[str, Any]] = {}
+    if settings.tracker == "tensorboard":
+        options["tensorboard"] = {"purge_step": step + 1 if step else None}
+    name = settings.wandb_project or RUN
+    accelerator.init_trackers(name, config=_hyperparameters(settings), init_kwargs=options)
+
+
+def log_pictures(accelerator: Accelerator, name: str, picture: Image.Image, step: int) -> None:
+    """Show a picture in those trackers that take any."""
+    pixels = np.asarray(picture.convert("RGB"))[None]
+    for tracker in accelerator.trackers:
+        if tracker.name in _TAKES_PICTURES:
+            shape = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
+            tracker.log_images({name: pixels}, step=step, **shape)
+
+
+def project_folder(settings: TrainSettings) -> Path:
+    """Where trackers that write files do so."""
+    return settings.save_ckpt_path / LOGS
+
+
+def _hyperparameters(settings: TrainSettings) -> dict[str, bool | int | float | str]:
+    """The settings as what every tracker takes: flat, and texts for lists and blocks."""
+    values = settings.model_dump(mode="json")
+    return {
+        key: value if isinstance(value, bool | int | float | str) else str(value)
+        for key, value in values.items()
+    }

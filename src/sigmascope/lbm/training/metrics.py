@@ -1,0 +1,263 @@
+"""What training tells while it runs: progress after each step, and means over some steps to the trackers."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import chain, count
+from pathlib import Path
+from typing import Any, Final
+
+from sigmascope.lbm.training.session import Session
+from sigmascope.lbm.training.step import StepResult
+from sigmascope.lbm.training.validation import Validation
+from sigmascope.monitor import Recorder
+from sigmascope.progress import Progress, no_progress
+from sigmascope.records.run import Finding, Run
+
+
+@dataclass(frozen=True)
+class StepLog:
+    """What is told every `log_interval` steps: means over them.
+
+    Attributes:
+        step: Optimizer steps done.
+        epoch: From 0.
+        loss: Mean over all processes.
+        latent: Its latent term, unweighted; None where it has no weight.
+        pixel: Its pixel term, likewise.
+        gradient_norm: Of the last step, before clipping.
+        learning_rate: Of the last step.
+        step_seconds: From one step to the next, with waiting for data and without validation and saving.
+    """
+
+    step: int
+    epoch: int
+    loss: float
+    latent: float | None
+    pixel: float | None
+    gradient_norm: float | None
+    learning_rate: float
+    step_seconds: float
+
+    def scalars(self) -> dict[str, float]:
+        """By the names that trackers show."""
+        values = {
+            "train/loss": self.loss,
+            "train/latent_loss": self.latent,
+            "train/pixel_loss": self.pixel,
+            "train/gradient_norm": self.gradient_norm,
+            "train/learning_rate": self.learning_rate,
+            "train/step_seconds": self.step_seconds,
+            "train/epoch": float(self.epoch),
+        }
+        return {name: value for name, value in values.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class Listeners:
+    """Who is told what while training; only in the main process."""
+
+    progress: Progress = no_progress
+    on_log: Callable[[StepLog], object] = lambda log: None
+    on_validation: Callable[[Validation, Path], object] = lambda validation, sheet: None
+
+
+@dataclass
+class Teller:
+    """Collects the steps' results and tells them on.
+
+    Attributes:
+        session: Of the run.
+        listeners: Are told.
+        logs: All that was told in this session.
+    """
+
+    session: Session
+    listeners: Listeners
+    logs: list[StepLog] = field(default_factory=list)
+    _results: list[StepResult] = field(default_factory=list)
+    _since: float = field(default_factory=time.perf_counter)
+
+    def step(self, result: StepResult) -> None:
+        """Take the result of a step that was just made."""
+        session = self.session
+        self._results.append(result)
+        rate = session.stepper.optimizer.param_groups[0]["lr"]
+        seconds = (time.perf_counter() - self._since) / len(self._results)
+        if session.accelerator.is_main_process:
+            what = f"loss {result.loss:.4g} lr {rate:.2g} {seconds:.2g} s/step"
+            self.listeners.progress(session.step, session.total_steps or 0, what)
+        if session.step % session.settings.log_interval == 0 or session.step == session.total_steps:
+            self._log(rate, seconds)
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """The block's time belongs to no step."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._since += time.perf_counter() - started
+
+    def _log(self, rate: float, seconds: float) -> None:
+        session, results = self.session, self._results
+        loss, latent, pixel = (
+            _mean(session.team.objects(_mean([getattr(result, name) for result in results])))
+            for name in ("loss", "latent", "pixel")
+        )
+        assert loss is not None  # every step has one
+        norm = results[-1].gradient_norm
+        log = StepLog(session.step, session.epoch, loss, latent, pixel, norm, rate, seconds)
+        self.logs.append(log)
+        self._results, self._since = [], time.perf_counter()
+        session.accelerator.log(log.scalars(), step=log.step)
+        if session.accelerator.is_main_process:
+            self.listeners.on_log(log)
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+TRAINING: Final = "training"
+RUN_FILE: Final = "run.json"
+WAITING_SHARE: Final = 0.20
+"""Of the training's time, above which waiting on data is a finding."""
+SAVING_SHARE: Final = 0.20
+MEASURED_STEPS: Final = 5
+"""Fewer steps say nothing about shares: the first ones fill buffers and compile kernels."""
+
+
+@dataclass
+class Spent:
+    """Seconds of training by what they went to; `step` is the computation of optimizer steps."""
+
+    data: float = 0.0
+    step: float = 0.0
+    validation: float = 0.0
+    saving: float = 0.0
+    steps: int = 0
+
+    @property
+    def total(self) -> float:
+        """All that was measured."""
+        return self.data + self.step + self.validation + self.saving
+
+    @contextmanager
+    def on(self, what: str) -> Iterator[None]:
+        """Add the block's seconds to a field."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            setattr(self, what, getattr(self, what) + time.perf_counter() - started)
+
+    def facts(self) -> dict[str, Any]:
+        """As facts of the stage `training`."""
+        return {
+            "data_wait_seconds": self.data,
+            "compute_seconds": self.step,
+            "validation_seconds": self.validation,
+            "saving_seconds": self.saving,
+        }
+
+
+@dataclass
+class Watch:
+    """The record of one training: a `Recorder`, the time spent, and findings.
+
+    `began` says that the record in the folder, where there is one, is this session's.
+    """
+
+    recorder: Recorder = field(default_factory=lambda: Recorder(name="lbm train", sample_hz=2.0))
+    spent: Spent = field(default_factory=Spent)
+    findings: list[Finding] = field(default_factory=list)
+    began: bool = False
+
+    def run(self) -> Run:
+        """All that is known now, with the findings that follow from it."""
+        findings = (*time_findings(self.spent), *self.findings)
+        return replace(self.recorder.run(), findings=findings)
+
+    def begin(self, folder: Path, step: int, aside: Path | None) -> None:
+        """From now on the record in the folder is this session's.
+
+        That of the session before goes along with its checkpoints, or gets a name that says where this one began; none
+        is overwritten.
+
+        Args:
+            folder: Of the checkpoints.
+            step: That this session begins at.
+            aside: Where the earlier checkpoints went, when it begins anew.
+        """
+        _keep_earlier_record(folder, step, aside)
+        self.began = True
+
+    def save_last(self, folder: Path) -> None:
+        """Write the record at the end; one that failed to begin leaves that of an earlier session in its place."""
+        if self.began or not (folder / RUN_FILE).exists():
+            self.save(folder)
+
+    def save(self, folder: Path) -> Path:
+        """Write the record beside the checkpoints."""
+        path = folder / RUN_FILE
+        self.run().save(path)
+        return path
+
+
+def _keep_earlier_record(folder: Path, step: int, aside: Path | None) -> None:
+    path = folder / RUN_FILE
+    if not path.is_file():
+        return
+    if aside is not None:
+        path.replace(aside / RUN_FILE)
+        return
+    stem = f"run-until-{step:06d}"
+    names = chain([f"{stem}.json"], (f"{stem}-{number}.json" for number in count(2)))
+    path.replace(next(place for name in names if not (place := folder / name).exists()))
+
+
+def time_findings(spent: Spent) -> Sequence[Finding]:
+    """What the shares of the time say."""
+    if spent.steps < MEASURED_STEPS or spent.total == 0:
+        return ()
+    found = []
+    data = spent.data / spent.total
+    if data > WAITING_SHARE:
+        found.append(
+            Finding(
+                "training.waiting_on_data",
+                "warning",
+                f"{data:.0%} of the training's time went to waiting for samples.",
+                {"data_wait_seconds": spent.data, "seconds": spent.total, "share": data},
+                "Put the shards on a local disk, store pictures at the size that is trained, or free CPU cores.",
+                TRAINING,
+            )
+        )
+    saving = spent.saving / spent.total
+    if saving > SAVING_SHARE:
+        found.append(
+            Finding(
+                "training.saving",
+                "info",
+                f"{saving:.0%} of the training's time went to writing checkpoints.",
+                {"saving_seconds": spent.saving, "seconds": spent.total, "share": saving},
+                "Raise save_interval.",
+                TRAINING,
+            )
+        )
+    return found
+
+
+def nonfinite_finding(message: str) -> Finding:
+    """Training stopped on NaN or Inf."""
+    return Finding(
+        "training.nonfinite",
+        "critical",
+        message,
+        {},
+        "Lower learning_rate, or train in bf16 or float32.",
+        TRAINING,
+    )

@@ -1,0 +1,455 @@
+"""Train a Latent Bridge Matching model: LoRA or every weight, in one process or many, stopped and resumed at will.
+
+The parts are in `sigmascope.lbm.training`; this is how they follow each other.
+"""
+
+import logging
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Final, Literal
+
+from accelerate import Accelerator
+
+from sigmascope.errors import ConfigError, NonFiniteError, SigmascopeError, WriteError
+from sigmascope.files import DISK_FULL, reason_of, writing_hint
+from sigmascope.lbm.data import Batch, DataPosition, SkippedSamples
+from sigmascope.lbm.devices import LESS_FOR_TRAINING, within_memory
+from sigmascope.lbm.model import LbmModel, load_watched
+from sigmascope.lbm.training.accelerate import (
+    accelerated,
+    check_tracker,
+    is_sharded,
+    log_pictures,
+    start_trackers,
+)
+from sigmascope.lbm.training.checkpoints import CheckpointFolder, TrainingState, checkpoint_name
+from sigmascope.lbm.training.distributed import Group, Team, groups, naming_lost_processes, reshard
+from sigmascope.lbm.training.dry_run import weight_dtype
+from sigmascope.lbm.training.export import add_lora, write_result
+from sigmascope.lbm.training.metrics import TRAINING, Listeners, StepLog, Teller, Watch, nonfinite_finding
+from sigmascope.lbm.training.session import (
+    Session,
+    epoch_limit,
+    make_session,
+    require_same,
+    restore,
+    state_of,
+)
+from sigmascope.lbm.training.settings import TrainSettings
+from sigmascope.lbm.training.validation import Validation, read_samples, save_sheet, validate
+from sigmascope.progress import Progress, no_progress
+from sigmascope.records.run import Run
+
+__all__ = ["Listeners", "StepLog", "TrainReport", "train"]
+
+
+_log = logging.getLogger(__name__)
+
+
+StopReason = Literal["SIGTERM", "SIGINT"]
+
+
+@dataclass(frozen=True)
+class TrainReport:
+    """What a training came to.
+
+    Attributes:
+        step: Optimizer steps done, those of earlier sessions included.
+        resumed_from: Step that this session began at; None when it began anew.
+        stopped_by: The signal that ended it early; None when it came to its end.
+        logs: What was logged in this session, oldest first.
+        validations: Made in this session, oldest first.
+        checkpoint: The last one; None when there is none yet.
+        files: Weights that were written at the end: LoRA files, or the whole model. None when stopped early.
+        skipped: Samples that could not be used.
+        run: The record, saved beside the checkpoints as `run.json`.
+        set_aside: Where checkpoints of an earlier training went when this one was to begin anew.
+    """
+
+    step: int
+    resumed_from: int | None
+    stopped_by: StopReason | None
+    logs: Sequence[StepLog]
+    validations: Sequence[Validation]
+    checkpoint: Path | None
+    files: Sequence[Path]
+    skipped: SkippedSamples
+    run: Run
+    set_aside: Path | None
+
+
+def train(
+    settings: TrainSettings,
+    *,
+    progress: Progress = no_progress,
+    resume: bool = True,
+    listeners: Listeners | None = None,
+) -> TrainReport:
+    """Train as the settings say, and write what was trained.
+
+    SIGTERM and Ctrl-C end it after the step at hand, with a checkpoint. Called again with the same settings it
+    goes on from there; on one CPU process the weights are then those of a training that was never stopped, bit
+    for bit.
+
+    Args:
+        settings: Of the run.
+        progress: Told of loading.
+        resume: Go on from the newest good checkpoint in `save_ckpt_path`; False begins anew and moves the
+            checkpoints there aside.
+        listeners: Told of steps, logs and validations.
+
+    Raises:
+        ConfigError: The settings, the data or the checkpoint do not fit, or memory runs out; a package is missing.
+        NonFiniteError: Loss or gradient became NaN or Inf; names the step, the samples and the layers.
+        WriteError: The disk is full or refuses. The last checkpoint is intact.
+        OtherProcessError: Another process failed or ended. The last checkpoint is intact.
+        SigmascopeError: Whatever else is wrong with the files named by the settings.
+    """
+    check_tracker(settings.tracker)
+    folder = CheckpointFolder(settings.save_ckpt_path, settings.keep_checkpoints)
+    watch = Watch()
+    with StopSignals() as stop, accelerated(settings) as accelerator, ExitStack() as held:
+        main, team = accelerator.is_main_process, Team(accelerator)
+        with naming_lost_processes(team):
+            with team.together():
+                samples = read_samples(settings)
+                if main:
+                    held.enter_context(folder.locked())
+                aside = folder.set_aside() if main and not resume else None
+            try:
+                with within_memory("training", LESS_FOR_TRAINING), watch.recorder:
+                    with team.together():
+                        model = load_base(settings, accelerator, progress)
+                    session = make_session(settings, accelerator, model)
+                    report = _train(session, folder, samples, watch, stop, listeners or Listeners(), aside)
+            except OSError as error:
+                raise _full_disk(error, folder.path) from error
+            except NonFiniteError as error:
+                watch.findings.append(nonfinite_finding(error.message))
+                raise
+            finally:
+                if main:
+                    _save_run(watch, folder.path)
+            accelerator.end_training()
+    return report
+
+
+class StopSignals:
+    """Within its `with` block the first SIGTERM or Ctrl-C only sets `reason`; a second Ctrl-C interrupts at once.
+
+    Signals reach the main thread alone: in another one the block changes nothing, and `request` remains.
+    """
+
+    def __init__(self) -> None:
+        self.reason: StopReason | None = None
+        self._before: dict[int, Any] = {}
+
+    def request(self, reason: StopReason) -> None:
+        """Ask for the end, as a signal does."""
+        self.reason = self.reason or reason
+
+    def __enter__(self) -> "StopSignals":
+        if threading.current_thread() is threading.main_thread():
+            for number in _SIGNALS:
+                self._before[number] = signal.signal(number, self._heard)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._before = {}
+
+    def _heard(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self.reason is not None:
+            raise KeyboardInterrupt
+        self.request(_SIGNALS[number])
+
+
+def _train(
+    session: Session,
+    folder: CheckpointFolder,
+    samples: Sequence[Batch],
+    watch: Watch,
+    stop: StopSignals,
+    listeners: Listeners,
+    aside: Path | None,
+) -> TrainReport:
+    loop = TrainingLoop(
+        session=session,
+        folder=folder,
+        samples=samples,
+        watch=watch,
+        stop=stop,
+        teller=Teller(session, listeners),
+        add_files=partial(add_lora, session),
+    )
+    with session.team.together():
+        resumed = go_on(loop) if aside is None else None
+    require_same_start(session)
+    with session.team.together():
+        if session.accelerator.is_main_process:
+            watch.begin(folder.path, session.step, aside)
+        start_trackers(session.accelerator, session.settings, session.step)
+    reason = loop.run()
+    files = [] if reason else write_result(session, folder.path)
+    return TrainReport(
+        step=session.step,
+        resumed_from=resumed,
+        stopped_by=reason,
+        logs=loop.teller.logs,
+        validations=loop.validations,
+        checkpoint=loop.checkpoint,
+        files=files,
+        skipped=session.data.skipped,
+        run=watch.run(),
+        set_aside=aside,
+    )
+
+
+def _save_run(watch: Watch, folder: Path) -> None:
+    """Keep the record, also of a failure; when that fails too, the failure itself is what the user must see."""
+    try:
+        watch.save_last(folder)
+    except SigmascopeError as error:
+        _log.warning("The record was not saved: %s", error)
+
+
+def _full_disk(error: OSError, folder: Path) -> Exception:
+    if error.errno not in DISK_FULL:
+        return error
+    return WriteError(folder, f"cannot be written to ({reason_of(error)}).", hint=writing_hint(error))
+
+
+SAVED_EARLY: Final = 10
+"""An epoch's end is saved unless fewer than 1/10 of `save_interval` steps were made since the last checkpoint."""
+
+
+@dataclass
+class TrainingLoop:
+    """Trains a session to its end, or to where it is stopped.
+
+    Attributes:
+        session: What is trained, and how far it is.
+        folder: Of the checkpoints.
+        samples: To validate with.
+        watch: The record.
+        stop: Asks for an early end.
+        teller: Is told of every step.
+        add_files: Puts more into the folder of each checkpoint, given what it holds.
+        checkpoint: The last one of this training.
+        validations: All that were made in this session.
+    """
+
+    session: Session
+    folder: CheckpointFolder
+    samples: Sequence[Batch]
+    watch: Watch
+    stop: StopSignals
+    teller: Teller
+    add_files: Callable[[TrainingState, Path], object] = lambda state, folder: None
+    checkpoint: Path | None = None
+    validations: list[Validation] = field(default_factory=list)
+    _saved_step: int | None = None
+    _validated_step: int | None = None
+
+    def run(self) -> StopReason | None:
+        """Train; afterwards the last step is in a checkpoint, and validated unless training was stopped early.
+
+        Returns:
+            What stopped it early; None when it came to its end.
+
+        Raises:
+            NonFiniteError: Loss or gradient is NaN or Inf.
+            WriteError: A checkpoint cannot be written; those before are intact.
+            DataError: The shards hold nothing to train on.
+        """
+        session = self.session
+        self._saved_step = None if self.checkpoint is None else session.step
+        with self.watch.recorder.stage(TRAINING) as stage:
+            stage.module("denoiser", session.model.denoiser)
+            try:
+                reason = self._epochs()
+                if reason is None or session.step > 0:
+                    self._save()
+                if reason is None and self._validated_step != session.step:
+                    self._validate()  # after the checkpoint, which must not be lost where this fails
+                return reason
+            finally:
+                for name, value in self.watch.spent.facts().items():
+                    stage.fact(name, value)
+                stage.fact("optimizer_steps", session.step)
+                stage.fact("skipped_samples", session.data.skipped.count)
+
+    def _epochs(self) -> StopReason | None:
+        session = self.session
+        last = epoch_limit(session.settings)
+        if session.step == 0:
+            self._validate()
+        while not self._is_done() and (last is None or session.epoch < last):
+            if reason := agreed_reason(self.stop, session.team) or self._epoch():
+                return reason
+            if self._is_done():
+                return None
+            session.epoch, session.position = session.epoch + 1, None
+            made = session.step - (self._saved_step or 0)
+            if made * SAVED_EARLY >= session.settings.save_interval:
+                self._save()
+        return None
+
+    def _epoch(self) -> StopReason | None:
+        """Train to the end of the data, of the steps, or until someone stops it."""
+        session, settings = self.session, self.session.settings
+        for group in self._groups():
+            self._step(group)
+            if session.step % settings.validate_every == 0:
+                self._validate()
+            reason = agreed_reason(self.stop, session.team)
+            if reason or self._is_done():
+                return reason
+            if session.step % settings.save_interval == 0:
+                self._save()
+        return None
+
+    def _groups(self) -> Iterator[Group[DataPosition]]:
+        session = self.session
+        stream = session.data.batches(session.epoch, session.position)
+        rest = groups(stream, session.settings.gradient_accumulation_steps, session.team)
+        while True:
+            with self.watch.spent.on("data"):
+                group = next(rest, None)
+            if group is None:
+                return
+            yield group
+
+    def _step(self, group: Group[DataPosition]) -> None:
+        session = self.session
+        last = None if self.checkpoint is None else self.checkpoint.name
+        with self.watch.spent.on("step"), self.watch.recorder.step():
+            result = session.stepper.make(group, session.step + 1, last)
+            if session.average is not None and not result.skipped:
+                session.average.update()
+        session.step, session.position = session.step + 1, group.position
+        self.watch.spent.steps += 1
+        self.teller.step(result)
+
+    def _is_done(self) -> bool:
+        steps = self.session.settings.max_steps
+        return steps is not None and self.session.step >= steps
+
+    def _validate(self) -> None:
+        """The main process makes the pictures, with the others where they hold a part of the model.
+
+        Nobody's training is touched by it.
+        """
+        session = self.session
+        if not self.samples:
+            return
+        self._validated_step = session.step
+        main, sharded = session.accelerator.is_main_process, session.stepper.prepared.sharded
+        with self.teller.pause(), session.team.together():
+            if main or sharded:
+                with self.watch.spent.on("validation"), self.watch.recorder.stage("validation"):
+                    found = self._translated()
+                    if main:
+                        self._show(found)
+
+    def _translated(self) -> Validation:
+        session = self.session
+        with session.average.in_place() if session.average is not None else nullcontext():
+            found = validate(
+                session.model,
+                self.samples,
+                session.step,
+                session.settings.num_steps,
+                conditioning=session.objective.conditioning,
+                autocast=session.stepper.prepared.backend.autocast(),
+            )
+            reshard(session.model)
+        return found
+
+    def _show(self, found: Validation) -> None:
+        accelerator, step = self.session.accelerator, self.session.step
+        self.validations.append(found)
+        sheet = save_sheet(found, self.folder.path)
+        values = {f"validation/psnr_{count}": value for count, value in found.psnr.items()}
+        accelerator.log(values, step=step)
+        log_pictures(accelerator, "validation/pictures", found.sheet, step)
+        self.teller.listeners.on_validation(found, sheet)
+
+    def _save(self) -> None:
+        """Write a checkpoint, unless this step is in one already."""
+        session = self.session
+        if self._saved_step == session.step:
+            return
+        main = session.accelerator.is_main_process
+        with self.teller.pause():
+            with self.watch.spent.on("saving"), self.watch.recorder.stage("checkpoint_saving"):
+                state = state_of(session)
+                with session.team.together():
+                    if main:
+                        self.folder.save(state, lambda folder: self.add_files(state, folder))
+            self.checkpoint = self.folder.path / checkpoint_name(session.step)
+            self._saved_step = session.step
+            with session.team.together():
+                if main:
+                    self.watch.save(self.folder.path)
+
+
+def load_base(settings: TrainSettings, accelerator: Accelerator, progress: Progress) -> LbmModel:
+    """The base, in the precision of training: what is trained itself stays float32.
+
+    Where FSDP spreads the denoiser, no device need have room for all of it.
+    """
+    sharded = is_sharded(accelerator)
+    model = load_watched(
+        settings.base_model_path,
+        settings.lbm,
+        dtype=weight_dtype(settings),
+        device="cpu" if sharded else accelerator.device,
+        progress=progress,
+    )
+    if sharded:
+        model.vae.to(accelerator.device)
+    return model
+
+
+def go_on(loop: TrainingLoop) -> int | None:
+    """Bring the session to where the newest good checkpoint left off."""
+    found = loop.folder.newest()
+    if found is None:
+        return None
+    checkpoint, state = found
+    require_same(state.identity, loop.session.identity, checkpoint)
+    restore(loop.session, state, checkpoint)
+    loop.checkpoint = checkpoint
+    return state.step
+
+
+def require_same_start(session: Session) -> None:
+    """Refuse a start at different steps: processes on another machine do not see the same checkpoints."""
+    steps = [row[0] for row in session.team.gather([session.step])]
+    if len(set(steps)) > 1:
+        raise ConfigError(
+            f"save_ckpt_path: processes found checkpoints of different steps ({', '.join(map(str, steps))}).",
+            hint="Choose a folder that all processes share.",
+        )
+
+
+_SIGNALS: dict[int, StopReason] = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "SIGINT"}
+EXIT_CODES: dict[StopReason, int] = {reason: 128 + number for number, reason in _SIGNALS.items()}
+"""As shells report a process that a signal ended."""
+
+
+def agreed_reason(stop: StopSignals, team: Team) -> StopReason | None:
+    """What any process was told to stop for: all call this together and stop together."""
+    told = -1 if stop.reason is None else list(EXIT_CODES).index(stop.reason)
+    most = max(row[0] for row in team.gather([told]))
+    return None if most < 0 else list(EXIT_CODES)[most]

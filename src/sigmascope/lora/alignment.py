@@ -1,0 +1,435 @@
+"""LoRAs under the names of a model's layers or under common names, fused matrices divided or joined.
+
+The rows of a fused matrix W = [W₁; W₂; …] are those of its parts. ΔW = up·down divides by the rows of `up`, all
+parts sharing `down`. Joined, the parts' factors stand on a block diagonal: the rank is the sum of their ranks.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Final
+
+import torch
+
+from sigmascope.errors import LoraFormatError
+from sigmascope.lora.adapters import WeightChange
+from sigmascope.lora.factors import LoraFactors
+from sigmascope.lora.families import ModelLayout, Part
+from sigmascope.lora.file import LazyMapping, LoraFile, ModuleFacts
+from sigmascope.lora.layer_names import (
+    SDXL_BLOCKS,
+    Row,
+    UnetBlocks,
+    renamed,
+    row_of_diffusers,
+    row_of_original,
+)
+from sigmascope.lora.linalg import at_least_float32
+from sigmascope.lora.module_names import (
+    LayerIndex,
+    OwnNames,
+    flat,
+    parse_name,
+    understand_names,
+    unflattened_denoiser,
+    unflattened_text_encoder,
+)
+
+_TEXT_MODEL: Final = "text_model."
+
+
+@dataclass(frozen=True, slots=True)
+class AlignedLora:
+    """A LoRA whose modules are named as a model's layers are.
+
+    Attributes:
+        lora: The modules and changes by layer. Read from the same file, one at a time, as the LoRA it came from.
+        sources: The names in that LoRA which a layer's module is made of.
+        unmatched: The names there that are of no layer of the model.
+    """
+
+    lora: LoraFile
+    sources: dict[str, tuple[str, ...]]
+    unmatched: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Recipe:
+    """How a layer's factors are made of a LoRA's modules.
+
+    Attributes:
+        names: The modules.
+        row: The fused matrix; None for a module that is taken as it is.
+        parts: With several modules, or one that is to be joined: which part each is. Else the part wanted.
+        joins: Whether the modules are the parts, and the layer the whole.
+    """
+
+    names: tuple[str, ...]
+    row: Row | None = None
+    parts: tuple[str, ...] = ()
+    joins: bool = False
+
+
+def align(lora: LoraFile, layers: Sequence[str], layout: ModelLayout) -> AlignedLora:
+    """Name a LoRA's modules by the model's layers.
+
+    Where the LoRA has one matrix for a block's query, key and value and the model three, or the other way round,
+    its factors are divided or joined, exactly. Nothing is read here.
+
+    Args:
+        lora: In any format.
+        layers: Paths of the model's layers, without `.weight`; see `resolve_names`.
+        layout: How the model names its weights.
+
+    Raises:
+        LoraFormatError: Two modules of the LoRA are for one layer.
+    """
+    index = LayerIndex.of(layers, layout)
+    match = index.match(lora)
+    recipes = {layer: _Recipe((name,)) for name, layer in match.matched.items()}
+    fused = _fused(lora, match.unmatched, index, layout)
+    for layer, recipe in fused.items():
+        if layer in recipes:
+            raise LoraFormatError(
+                f"{lora}: {', '.join((*recipes[layer].names, *recipe.names))} are all for {layer}.",
+                hint="The file holds one layer under two names: remove one of them.",
+            )
+    recipes |= fused
+    plain = {layer: recipe for layer, recipe in recipes.items() if recipe.names[0] in lora.modules}
+    others = {layer: recipe.names[0] for layer, recipe in recipes.items() if layer not in plain}
+    used = {name for recipe in recipes.values() for name in recipe.names}
+    named = replace(
+        lora,
+        modules=LazyMapping(plain, lambda recipe: _made(lora, recipe)),
+        changes=LazyMapping(others, lora.changes.__getitem__),
+        facts={layer: _facts(lora, recipe) for layer, recipe in recipes.items()},
+    )
+    unmatched = tuple(name for name in lora.names if name not in used)
+    return AlignedLora(named, {layer: recipe.names for layer, recipe in recipes.items()}, unmatched)
+
+
+def _made(lora: LoraFile, recipe: _Recipe) -> LoraFactors:
+    if recipe.row is None:
+        return lora.modules[recipe.names[0]]
+    if recipe.joins:
+        parts = {part: lora.modules[name] for part, name in zip(recipe.parts, recipe.names, strict=True)}
+        return joined(parts, recipe.row)
+    return divided(lora.modules[recipe.names[0]], recipe.row)[recipe.parts[0]]
+
+
+def _facts(lora: LoraFile, recipe: _Recipe) -> ModuleFacts:
+    first = lora.facts_of(recipe.names[0])
+    if recipe.row is None:
+        return first
+    width, ranks = first.weight_shape[1:], [lora.rank_of(name) or 0 for name in recipe.names]
+    if recipe.joins:
+        sizes = {part: lora.shape_of(name)[0] for part, name in zip(recipe.parts, recipe.names, strict=True)}
+        out = sum(joined_sizes(sizes, recipe.row, prod(width)))
+    else:
+        out = dict(zip(recipe.row.parts, part_sizes(first.weight_shape, recipe.row), strict=True))[
+            recipe.parts[0]
+        ]
+    rank = sum(ranks)
+    return ModuleFacts("lora", (out, *width), rank, rank * (out + prod(width)))
+
+
+def _fused(
+    lora: LoraFile, names: Sequence[str], index: LayerIndex, layout: ModelLayout
+) -> dict[str, _Recipe]:
+    """Recipes for the layers that modules without a layer of their own are parts of, or have as parts."""
+    recipes: dict[str, _Recipe] = {}
+    joins: defaultdict[str, list[tuple[str, str, Row]]] = defaultdict(list)
+    for name in names:
+        if name not in lora.modules:
+            continue
+        for part, path, family in _candidates(name, layout):
+            whole, one = row_of_original(family, path), row_of_diffusers(family, path)
+            layers = [index.find(part, inner) for inner in whole.parts] if whole is not None else []
+            target = None if one is None else index.find(part, one.original)
+            if whole is not None and None not in layers:
+                recipes |= {
+                    str(layer): _Recipe((name,), whole, (inner,))
+                    for layer, inner in zip(layers, whole.parts, strict=True)
+                }
+            elif one is not None and target is not None:
+                joins[target].append((name, path, one))
+            else:
+                continue
+            break
+    for layer, found in joins.items():
+        sources, parts, lines = zip(*found, strict=True)
+        recipes[layer] = _Recipe(sources, lines[0], parts, joins=True)
+    return recipes
+
+
+def _candidates(name: str, layout: ModelLayout) -> Iterator[tuple[Part, str, str]]:
+    """The parts that a module may be of, its dotted path there, and the table to look it up in."""
+    parsed = parse_name(name)
+    for part in parsed.parts or ("denoiser",):
+        is_text = part.startswith("text_encoder")
+        undo = unflattened_text_encoder if is_text else unflattened_denoiser
+        path = undo(parsed.path) if parsed.is_flat else parsed.path
+        if path is not None:
+            yield part, path.removeprefix(_TEXT_MODEL), "open_clip" if is_text else layout.family
+
+
+_BIAS: Final = ".bias"
+
+
+@dataclass(frozen=True, slots=True)
+class UnitedLoras:
+    """LoRAs whose modules have the same names where they are for the same layer.
+
+    Attributes:
+        loras: Each with its modules by layer, still in its file. A matrix that is fused in one LoRA and in parts
+            in another is in parts here.
+        sources: The name in its file that each layer's module is made of, by LoRA.
+        layout: Of a checkpoint that would have these layers.
+        names: Every layer of any LoRA, in the first's order, then what only later ones have.
+        blocks: Of the U-Net, as far as the names tell.
+    """
+
+    loras: tuple[LoraFile, ...]
+    sources: tuple[dict[str, str], ...]
+    layout: ModelLayout
+    names: tuple[str, ...]
+    blocks: UnetBlocks = SDXL_BLOCKS
+
+    def positions(self, name: str) -> tuple[int, ...]:
+        """Which LoRAs change a layer."""
+        return tuple(index for index, sources in enumerate(self.sources) if name in sources)
+
+    def change(self, position: int, name: str) -> LoraFactors | WeightChange:
+        """Read one LoRA's change of a layer."""
+        lora = self.loras[position]
+        return lora.modules[name] if name in lora.modules else lora.changes[name]
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """What a layer's change is made of: a module, or one part of a fused one."""
+
+    name: str
+    row: Row | None = None
+    part: str = ""
+
+
+def unite(loras: Sequence[LoraFile]) -> UnitedLoras:
+    """Find common names for the modules of several LoRAs; nothing is read.
+
+    The names are diffusers' where any of the LoRAs has those, and the first's own otherwise.
+
+    Args:
+        loras: At least one, in any formats.
+
+    Raises:
+        LoraFormatError: Two modules of one LoRA are for one layer.
+    """
+    understood = _understood(loras)
+    chosen = next((one for one in understood if one.layout.naming == "diffusers"), understood[0])
+    layout = chosen.layout
+    known = {
+        _comparable(layer): layer
+        for lora, one in zip(loras, understood, strict=True)
+        for layer, _ in _layers(lora, one, layout)
+    }
+    found = [_sources(lora, one, layout, known) for lora, one in zip(loras, understood, strict=True)]
+    return UnitedLoras(
+        loras=tuple(_named(lora, sources) for lora, sources in zip(loras, found, strict=True)),
+        sources=tuple({layer: one.name for layer, one in sources.items()} for sources in found),
+        layout=layout,
+        names=tuple(dict.fromkeys(layer for sources in found for layer in sources)),
+        blocks=chosen.blocks,
+    )
+
+
+def _understood(loras: Sequence[LoraFile]) -> list[OwnNames]:
+    """Each LoRA's names; one whose family cannot be told is taken to be of the others'."""
+    found = [understand_names(lora) for lora in loras]
+    family = next((one.layout.family for one in found if one.layout.family != "unknown"), None)
+    return [
+        understand_names(lora, family) if one.layout.family == "unknown" and family is not None else one
+        for lora, one in zip(loras, found, strict=True)
+    ]
+
+
+def _sources(
+    lora: LoraFile, names: OwnNames, layout: ModelLayout, known: Mapping[str, str]
+) -> dict[str, _Source]:
+    sources: dict[str, _Source] = {}
+    flat_ones = [(known.get(_comparable(name), name), _Source(name)) for name in names.unknown]
+    for layer, source in (*_layers(lora, names, layout), *flat_ones):
+        if layer in sources:
+            raise LoraFormatError(
+                f"{lora}: {sources[layer].name} and {source.name} are both for {layer}.",
+                hint="The file holds one layer under two names: remove one of them.",
+            )
+        sources[layer] = source
+    order = {name: index for index, name in enumerate(lora.names)}
+    return dict(sorted(sources.items(), key=lambda item: order[item[1].name]))
+
+
+def _layers(lora: LoraFile, names: OwnNames, layout: ModelLayout) -> Iterator[tuple[str, _Source]]:
+    """Each of a LoRA's layers by its path in the naming of a layout, and what it is made of."""
+    same_naming = layout.naming != "diffusers" or names.layout.naming == "diffusers"
+    for name, layer in names.layers.items():
+        path = layer.removesuffix(_BIAS)
+        found = path if same_naming else _in_diffusers(path, names)
+        if isinstance(found, str):
+            yield found + layer[len(path) :], _Source(name)
+        elif name in lora.modules:
+            for part in found.parts:
+                yield _beside(path, names.layout, part), _Source(name, found, part)
+        else:  # what is not up and down cannot be divided
+            yield layer, _Source(name)
+
+
+def _in_diffusers(layer: str, names: OwnNames) -> str | Row:
+    layout = names.layout
+    part, path = layout.split(layer)
+    try:
+        found = renamed(path, part, layout, "diffusers", names.blocks)
+    except LoraFormatError:  # a layer that has no other name keeps its own
+        return layer
+    return found if isinstance(found, Row) else _beside(layer, layout, found)
+
+
+def _beside(layer: str, layout: ModelLayout, path: str) -> str:
+    """Another path in the same part of the model."""
+    _, own = layout.split(layer)
+    return layer.removesuffix(own) + path
+
+
+def _comparable(name: str) -> str:
+    return flat(parse_name(name).path)
+
+
+def _named(lora: LoraFile, sources: Mapping[str, _Source]) -> LoraFile:
+    """The LoRA under the layers' names, each change read when it is asked for."""
+    plain = {layer: source for layer, source in sources.items() if source.name in lora.modules}
+    others = {layer: source.name for layer, source in sources.items() if source.name not in lora.modules}
+    return replace(
+        lora,
+        modules=LazyMapping(plain, lambda source: _factors(lora, source)),
+        changes=LazyMapping(others, lora.changes.__getitem__),
+        facts={layer: _part_facts(lora, source) for layer, source in sources.items()},
+    )
+
+
+def _factors(lora: LoraFile, source: _Source) -> LoraFactors:
+    factors = lora.modules[source.name]
+    return factors if source.row is None else divided(factors, source.row)[source.part]
+
+
+def _part_facts(lora: LoraFile, source: _Source) -> ModuleFacts:
+    whole = lora.facts_of(source.name)
+    if source.row is None:
+        return whole
+    sizes = part_sizes(whole.weight_shape, source.row)
+    out, width = dict(zip(source.row.parts, sizes, strict=True))[source.part], whole.weight_shape[1:]
+    return ModuleFacts("lora", (out, *width), whole.rank, (whole.rank or 0) * (out + prod(width)))
+
+
+_WIDENING = 4  # of the feed-forward part of FLUX' single blocks
+
+
+def part_sizes(weight_shape: Sequence[int], row: Row) -> list[int]:
+    """How many rows of a fused weight belong to each of its parts.
+
+    Three parts share the rows equally. Of four, as in FLUX' single blocks, three have as many rows as the layer
+    has inputs, and the last has the others.
+
+    Raises:
+        LoraFormatError: The rows cannot be divided so.
+    """
+    out, inner, count = weight_shape[0], prod(weight_shape[1:]), len(row.parts)
+    if count == 1:
+        return [out]
+    sizes = [out // count] * count if count == 3 else [inner] * (count - 1) + [out - (count - 1) * inner]
+    if min(sizes) < 1 or sum(sizes) != out:
+        raise LoraFormatError(
+            f"{row.original} of shape {tuple(weight_shape)} cannot be divided into {', '.join(row.parts)}.",
+            hint="The LoRA is for another architecture.",
+        )
+    return sizes
+
+
+def divided(factors: LoraFactors, row: Row) -> dict[str, LoraFactors]:
+    """The change of each part of a fused layer, by the part's name.
+
+    Raises:
+        LoraFormatError: The layer's rows cannot be those of its parts.
+    """
+    if row.swapped:
+        return {row.parts[0]: _swapped(factors)}
+    ups = torch.split(factors.up, part_sizes(factors.weight_shape, row))
+    return {
+        part: LoraFactors(up, factors.down, factors.alpha, (len(up), *factors.weight_shape[1:]))
+        for part, up in zip(row.parts, ups, strict=True)
+    }
+
+
+def joined(parts: Mapping[str, LoraFactors], row: Row) -> LoraFactors:
+    """The change of a fused layer from those of its parts; a part that is not there does not change.
+
+    Args:
+        parts: At least one, by the part's name.
+        row: The fused layer.
+
+    Raises:
+        LoraFormatError: The parts are of different width.
+    """
+    if row.swapped:
+        return _swapped(parts[row.parts[0]])
+    widths = {factors.weight_shape[1:] for factors in parts.values()}
+    if len(widths) > 1:
+        raise LoraFormatError(
+            f"the parts of {row.original} have inputs of different shape: {sorted(widths)}."
+        )
+    (width,) = widths
+    sizes = joined_sizes({name: factors.weight_shape[0] for name, factors in parts.items()}, row, prod(width))
+    dtype = _common_dtype(list(parts.values()))
+    rank, row_begin, column = sum(factors.rank for factors in parts.values()), 0, 0
+    device = next(iter(parts.values())).up.device
+    up = torch.zeros(sum(sizes), rank, dtype=dtype, device=device)
+    downs = []
+    for name, size in zip(row.parts, sizes, strict=True):
+        factors = parts.get(name)
+        if factors is not None:
+            scaled = factors.up.to(at_least_float32(dtype)).mul(factors.scale)
+            up[row_begin : row_begin + size, column : column + factors.rank] = scaled.to(dtype)
+            downs.append(factors.down.to(dtype))
+            column += factors.rank
+        row_begin += size
+    return LoraFactors(up, torch.cat(downs), float(rank), (sum(sizes), *width))
+
+
+def joined_sizes(sizes: Mapping[str, int], row: Row, inner: int) -> list[int]:
+    """How many rows each part of a fused layer has.
+
+    Args:
+        sizes: Of the parts that are there. Those of the others follow from the width, as in all these models.
+        row: The fused layer.
+        inner: Its number of inputs.
+    """
+    if len(row.parts) == 1:
+        return [sizes[row.parts[0]]]
+    usual = [inner] * 3 + [_WIDENING * inner] * (len(row.parts) - 3)
+    return [sizes.get(name, size) for name, size in zip(row.parts, usual, strict=True)]
+
+
+def _common_dtype(parts: Sequence[LoraFactors]) -> torch.dtype:
+    """The parts' own dtype where they share one and no scale would round it; else float32 or wider."""
+    dtypes = {tensor.dtype for factors in parts for tensor in (factors.up, factors.down)}
+    unscaled = all(factors.scale == 1.0 for factors in parts)
+    return next(iter(dtypes)) if len(dtypes) == 1 and unscaled else at_least_float32(*dtypes)
+
+
+def _swapped(factors: LoraFactors) -> LoraFactors:
+    """The halves of the rows exchanged, in a layer of twice as many outputs as inputs; any other as it is."""
+    out, inner = factors.up.shape[0], factors.down.shape[1]
+    if out != 2 * inner:
+        return factors
+    up = factors.up.roll(out // 2, dims=0)
+    return LoraFactors(up, factors.down, factors.alpha, factors.weight_shape)

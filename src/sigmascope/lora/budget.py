@@ -1,0 +1,678 @@
+"""One budget for the whole LoRA: the singular values of all layers compete for its bytes or its error.
+
+A fixed rank spends as many values on a layer that hardly changed as on one that changed much. Here each value
+stands for what it saves, its weighted σ², and what it costs, its bytes; `rank_search` says why the choice is
+optimal. No layer is decomposed further than the outcome needs: the search says which unknown values could still
+matter (`Allocation.wanted`), and once none can, the choice is that of complete spectra.
+
+The order solves the fractional relaxation of the knapsack problem (Dantzig, 1957), so it is the best choice but for
+the last value, which may not fit. What room or error is left is then used by single values out of order.
+
+Keeping one more singular value of layer i costs cᵢ bytes and lowers the weighted squared error by wᵢσ². A module
+costs its header entries once. So that the first value of a layer does not look dearer than it is, the first few
+count with the benefit per byte of the best group of them, entries included: the upper concave hull of benefit over
+bytes. By this density the values of each layer come in their own order.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final, NoReturn
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from sigmascope.errors import ConfigError
+from sigmascope.lora.file_size import StorageCost
+from sigmascope.lora.layers import matches, require_matches, require_pattern
+from sigmascope.lora.linalg import is_convolution, max_rank
+from sigmascope.lora.ranks import require_limits, split_patterns
+from sigmascope.lora.spectrum import Spectrum
+from sigmascope.units import format_size
+
+__all__ = ["Allocation", "Budget", "StorageCost"]
+
+
+_FIRST_GUESS: Final = 64
+_LEAST_GUESS: Final = 16
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """Ranks under a budget.
+
+    Attributes:
+        ranks: By layer; 0 is left out of the file.
+        wanted: Layers of which more singular values could change the outcome, with how many to compute next.
+            Empty: the ranks are final. Otherwise they are the best of what is known.
+        error: √(Σw‖ΔW − A‖² / Σw‖ΔW‖²) over all layers, storage rounding included: what `max_error` limits.
+            Without weights this is the overall relative error.
+        bytes: The most that the file takes.
+    """
+
+    ranks: dict[str, int]
+    wanted: dict[str, int]
+    error: float
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One layer in the contest.
+
+    Attributes:
+        layer: Its path.
+        spectrum: What is known of its change.
+        weight: How much its squared error counts.
+        floor: Values that must be taken.
+        cap: Values that may be taken.
+        rank_bytes: Bytes of one value.
+        module_bytes: Bytes of the module beside its values.
+    """
+
+    layer: str
+    spectrum: Spectrum
+    weight: float
+    floor: int
+    cap: int
+    rank_bytes: int
+    module_bytes: int
+
+    @cached_property
+    def known(self) -> int:
+        """Values that may be taken now."""
+        return min(self.spectrum.significant, self.cap)
+
+    @cached_property
+    def open(self) -> bool:
+        """Whether unknown values might be taken if they were known."""
+        return self.cap > self.spectrum.known and not self.spectrum.complete
+
+    @property
+    def unknown_energy(self) -> float:
+        """Weighted energy of the unknown values, with room for rounding; 0 when none might be taken."""
+        if not self.open:
+            return 0.0
+        return self.weight * (self.spectrum.tail_energy + self.spectrum.energy_rounding)
+
+    @property
+    def energy(self) -> float:
+        """Weighted energy of the whole change."""
+        return self.weight * (self.spectrum.known_energy + self.spectrum.tail_energy)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What the ranks of all layers together may cost: bytes, or error. One of the two.
+
+    Attributes:
+        max_bytes: The file's size, header included, is at most this, and its error as small as it can be.
+        max_error: The overall relative error is at most this fraction, and the file as small as it can be.
+        weights: (pattern, weight): the squared error of layers whose path matches counts `weight` times; of
+            several that match, the last wins. Layers without count once.
+        max_rank: No layer gets more.
+        max_conv_rank: The same for convolutions; `max_rank` when left out.
+        min_rank: No layer that changed gets less; 0 lets layers go that bring too little for their bytes.
+
+    Raises:
+        ConfigError: Neither or both limits, or a value that makes no sense.
+    """
+
+    max_bytes: int | None = None
+    max_error: float | None = None
+    weights: tuple[tuple[str, float], ...] = ()
+    max_rank: int | None = None
+    max_conv_rank: int | None = None
+    min_rank: int = 0
+
+    def __post_init__(self) -> None:
+        if (self.max_bytes is None) == (self.max_error is None):
+            raise ConfigError(
+                "a budget is either a size or an error.", hint="Give one of --max_size and --max_error."
+            )
+        if self.max_bytes is not None and self.max_bytes < 1:
+            raise ConfigError(f"--max_size {self.max_bytes} holds nothing.", hint="Write it as 100MB.")
+        if self.max_error is not None and not 0.0 < self.max_error < 1.0:
+            raise ConfigError(
+                f"--max_error {self.max_error:g} is no share of the change.", hint="Write it as 5% or 0.05."
+            )
+        if self.max_conv_rank is None:  # left out and spelt out are the same budget
+            object.__setattr__(self, "max_conv_rank", self.max_rank)
+        require_limits(self.min_rank, {"--max_rank": self.max_rank, "--max_conv_rank": self.max_conv_rank})
+        require_weights(self.weights)
+
+    def allocate(
+        self,
+        spectra: Mapping[str, Spectrum],
+        storage: StorageCost,
+        pinned: Mapping[str, int] | None = None,
+    ) -> Allocation:
+        """Choose the rank of every layer.
+
+        Args:
+            spectra: By layer, with any number of leading singular values; those of layers that did not change
+                need not be here.
+            storage: What the values and modules take.
+            pinned: Ranks that are set already. They count towards size and error; of a layer at full rank no
+                singular value needs to be known.
+
+        Raises:
+            ConfigError: The budget cannot be met; the message says what can.
+        """
+        pinned = pinned or {}
+        storage = storage if self.max_bytes is None else storage.within(self.max_bytes)
+        contestants = [self._contestant(*item, storage, pinned) for item in spectra.items()]
+        return allocate(Contest.of(contestants), storage, max_bytes=self.max_bytes, max_error=self.max_error)
+
+    def first_guess(self, shapes: Mapping[str, Sequence[int]], storage: StorageCost) -> dict[str, int]:
+        """How many singular values of each layer to compute first.
+
+        For a size: twice the one rank for all layers that would fill the file.
+
+        Args:
+            shapes: Weight shapes by layer.
+            storage: What the values and modules take.
+        """
+        guess = _FIRST_GUESS
+        if self.max_bytes is not None:
+            modules = sum(storage.module_bytes(layer, shape) for layer, shape in shapes.items())
+            one_rank = sum(storage.rank_bytes(layer, shape) for layer, shape in shapes.items())
+            room = max(self.max_bytes - storage.empty_bytes - modules, 0)
+            guess = max(2 * room // max(one_rank, 1), _LEAST_GUESS)
+        return {layer: min(guess, self._cap(shape)) for layer, shape in shapes.items()}
+
+    def check(self, layers: Sequence[str]) -> None:
+        """Refuse a weight whose pattern matches no layer.
+
+        Args:
+            layers: Paths of all layers of the model.
+
+        Raises:
+            ConfigError: With the pattern and the nearest layers.
+        """
+        for pattern, _ in self.weights:
+            require_matches(pattern, layers, WEIGHT_FOR)
+
+    def describe(self) -> str:
+        """Canonical text, as JSON of what is set."""
+        limits = {
+            "max_size": self.max_bytes,
+            "max_error": self.max_error,
+            "weight_for": [list(pair) for pair in self.weights] or None,
+            "max_rank": self.max_rank,
+            "max_conv_rank": self.max_conv_rank,
+            "min_rank": self.min_rank or None,
+        }
+        return json.dumps({name: value for name, value in limits.items() if value is not None})
+
+    def _cap(self, weight_shape: Sequence[int]) -> int:
+        cap = self.max_conv_rank if is_convolution(weight_shape) else self.max_rank
+        return max_rank(weight_shape) if cap is None else min(cap, max_rank(weight_shape))
+
+    def _contestant(
+        self, layer: str, spectrum: Spectrum, storage: StorageCost, pinned: Mapping[str, int]
+    ) -> Contestant:
+        shape = spectrum.weight_shape
+        if pinned.get(layer, 0) >= spectrum.largest_rank:
+            spectrum = _known_to_the_end(spectrum)
+        most = spectrum.significant if spectrum.complete else spectrum.largest_rank
+        cap = min(pinned.get(layer, self._cap(shape)), most)
+        return Contestant(
+            layer=layer,
+            spectrum=spectrum,
+            weight=weight_of(layer, self.weights),
+            floor=cap if layer in pinned else min(self.min_rank, cap),
+            cap=cap,
+            rank_bytes=storage.rank_bytes(layer, shape),
+            module_bytes=storage.module_bytes(layer, shape),
+        )
+
+
+def _known_to_the_end(spectrum: Spectrum) -> Spectrum:
+    """Some spectrum of the same energy: all of it is kept, so it does not matter which."""
+    rank = spectrum.largest_rank
+    value = math.sqrt(max(spectrum.total_energy, 0.0) / rank)
+    return Spectrum(
+        torch.full((rank,), value, dtype=torch.float64), spectrum.total_energy, spectrum.weight_shape
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Contest:
+    """Layers as arrays: a row a layer, a column a singular value, largest first.
+
+    Attributes:
+        layers: Their paths.
+        benefits: wσ²; 0 where a value is unknown or above the cap.
+        densities: Benefit per byte as it counts for the order; falls along each row.
+        energy: w·‖ΔW‖².
+        known: Values that may be taken now.
+        floor: Values that must be taken.
+        cap: Values that may be taken.
+        rank_bytes: Bytes of one value.
+        module_bytes: Bytes of the module beside its values.
+        next_benefit: The most that the first unknown value can bring; 0 when none might be taken.
+        unknown_energy: The most that all unknown values bring together; 0 when none might be taken.
+        unknown_values: How many they are.
+    """
+
+    layers: tuple[str, ...]
+    benefits: Float[Tensor, "layers values"]
+    densities: Float[Tensor, "layers values"]
+    energy: Float[Tensor, " layers"]
+    known: Int[Tensor, " layers"]
+    floor: Int[Tensor, " layers"]
+    cap: Int[Tensor, " layers"]
+    rank_bytes: Int[Tensor, " layers"]
+    module_bytes: Int[Tensor, " layers"]
+    next_benefit: Float[Tensor, " layers"]
+    unknown_energy: Float[Tensor, " layers"]
+    unknown_values: Int[Tensor, " layers"]
+
+    @classmethod
+    def of(cls, contestants: Sequence[Contestant]) -> "Contest":
+        """Bring layers together."""
+        benefits = torch.zeros(
+            len(contestants), max((one.known for one in contestants), default=0) + 1, dtype=torch.float64
+        )
+        for row, one in enumerate(contestants):
+            benefits[row, : one.known] = one.weight * one.spectrum.values[: one.known].square()
+        floor, rank_bytes = (
+            _ints(one.floor for one in contestants),
+            _ints(one.rank_bytes for one in contestants),
+        )
+        module_bytes = _ints(one.module_bytes for one in contestants)
+        return cls(
+            layers=tuple(one.layer for one in contestants),
+            benefits=benefits,
+            densities=_densities(benefits, rank_bytes, torch.where(floor > 0, 0, module_bytes)),
+            energy=_floats(one.energy for one in contestants),
+            known=_ints(one.known for one in contestants),
+            floor=floor,
+            cap=_ints(one.cap for one in contestants),
+            rank_bytes=rank_bytes,
+            module_bytes=module_bytes,
+            next_benefit=_floats(
+                one.weight * one.spectrum.next_value_bound**2 if one.open else 0.0 for one in contestants
+            ),
+            unknown_energy=_floats(one.unknown_energy for one in contestants),
+            unknown_values=_ints(
+                one.spectrum.largest_rank - one.spectrum.known if one.open else 0 for one in contestants
+            ),
+        )
+
+    def best_first(self) -> tuple[Int[Tensor, " items"], Int[Tensor, " items"]]:
+        """(row, column) of every value above the floors that brings something, by falling density."""
+        column = torch.arange(self.benefits.shape[1])
+        row, column = ((column >= self.floor[:, None]) & (self.benefits > 0)).nonzero(as_tuple=True)
+        order = self.densities[row, column].argsort(descending=True, stable=True)
+        return row[order], column[order]
+
+    def benefit_at(self, column: Int[Tensor, " layers"]) -> Float[Tensor, " layers"]:
+        """Each layer's benefit in its own column; 0 outside."""
+        return _pick(self.benefits, column)
+
+    def density_at(self, column: Int[Tensor, " layers"]) -> Float[Tensor, " layers"]:
+        """Each layer's density in its own column; 0 outside."""
+        return _pick(self.densities, column)
+
+    def cost_at(
+        self, column: Int[Tensor, "..."], row: Int[Tensor, "..."] | None = None
+    ) -> Int[Tensor, "..."]:
+        """Bytes of the values in these columns; the first of a module brings its header entries.
+
+        Args:
+            column: One for each layer, or for each of `row`.
+            row: Layers; each once when left out.
+        """
+        rank_bytes = self.rank_bytes if row is None else self.rank_bytes[row]
+        module_bytes = self.module_bytes if row is None else self.module_bytes[row]
+        return rank_bytes + torch.where(column == 0, module_bytes, 0)
+
+    def bytes_at(self, ranks: Int[Tensor, " layers"]) -> int:
+        """Bytes of all modules at these ranks."""
+        return int((ranks * self.rank_bytes + torch.where(ranks > 0, self.module_bytes, 0)).sum())
+
+    def kept_at(self, ranks: Int[Tensor, " layers"]) -> Float[Tensor, " layers"]:
+        """Weighted energy that each layer keeps at these ranks."""
+        column = torch.arange(self.benefits.shape[1])
+        return torch.where(column < ranks[:, None], self.benefits, 0.0).sum(dim=1)
+
+
+def allocate(
+    contest: Contest, storage: StorageCost, *, max_bytes: int | None, max_error: float | None
+) -> Allocation:
+    """Choose the rank of every layer under one of two limits.
+
+    Args:
+        contest: The layers.
+        storage: What the values and modules take.
+        max_bytes: The file's size, header included; as small an error as it allows.
+        max_error: The overall relative error; as small a file as it allows.
+
+    Raises:
+        ConfigError: The limit cannot be met; the message says what can.
+    """
+    if max_bytes is not None:
+        room = max_bytes - storage.empty_bytes
+        if (least := contest.bytes_at(contest.floor)) > room:
+            refuse_size(max_bytes, storage.empty_bytes + least)
+        ranks, threshold = most_within(contest, room)
+    else:
+        ranks, threshold = _within_error(contest, storage, max_error or 0.0)
+    asked = wanted(contest, threshold)
+    error = _error(contest, ranks, storage)
+    if not asked:
+        if max_error is not None and error > max_error * (1.0 + 1e-9):
+            refuse_error(max_error, error)
+        if max_bytes is not None:
+            _require_something(contest, ranks, storage, max_bytes)
+    return Allocation(
+        ranks=dict(zip(contest.layers, ranks.tolist(), strict=True)),
+        wanted=asked,
+        error=error,
+        bytes=storage.empty_bytes + contest.bytes_at(ranks),
+    )
+
+
+def _within_error(
+    contest: Contest, storage: StorageCost, error: float
+) -> tuple[Int[Tensor, " layers"], float]:
+    """The fewest bytes at which discarded energy and rounding together stay below error².
+
+    Rounding adds ρ²·(T − d) to the d discarded of T in all: d ≤ (e² − ρ²)·T / (1 − ρ²).
+    """
+    rounding = storage.rounding
+    if error <= rounding:
+        refuse_rounding(error, rounding)
+    total = float(contest.energy.sum())
+    allowed = (error**2 - rounding**2) / (1.0 - rounding**2) * total
+    needed = total - allowed - float(contest.kept_at(contest.floor).sum())
+    ranks, threshold = least_for(contest, needed)
+    return ranks, max(threshold, density_for(contest, allowed))
+
+
+def _require_something(
+    contest: Contest, ranks: Int[Tensor, " layers"], storage: StorageCost, max_bytes: int
+) -> None:
+    """Refuse a size that leaves out every layer although some changed."""
+    if not bool(ranks.any()) and float(contest.energy.sum()) > 0.0:
+        first = contest.cost_at(torch.zeros_like(ranks)) + torch.where(contest.known > 0, 0, 2**62)
+        refuse_size(max_bytes, storage.empty_bytes + int(first.min()))
+
+
+def _error(contest: Contest, ranks: Int[Tensor, " layers"], storage: StorageCost) -> float:
+    total = float(contest.energy.sum())
+    kept = contest.kept_at(ranks)
+    lost = float((contest.energy - kept).clamp(min=0.0).sum()) + storage.rounding**2 * float(kept.sum())
+    return math.sqrt(lost / total) if total > 0.0 else 0.0
+
+
+_BISECTIONS: Final = 60
+_FEW: Final = 8
+_SUM_ROUNDING: Final = 1e-13  # of sums of many float64 squares; without it a sum met exactly could be missed
+
+
+def most_within(contest: Contest, limit: int) -> tuple[Int[Tensor, " layers"], float]:
+    """Take values above the floors while they fit.
+
+    Args:
+        contest: The layers.
+        limit: Bytes for all modules, the floors' included.
+
+    Returns:
+        Ranks by layer, and the density below which values were not taken in order; 0 when all were.
+    """
+    room = limit - contest.bytes_at(contest.floor)
+    row, column = contest.best_first()
+    cost = contest.cost_at(column, row).cumsum(0)
+    fit = int(torch.searchsorted(cost, room, right=True))
+    ranks = contest.floor + torch.bincount(row[:fit], minlength=len(contest.layers))
+    if fit == len(row):
+        return ranks, 0.0
+    threshold = float(contest.densities[row[fit], column[fit]])
+    _fill(contest, ranks, room - (int(cost[fit - 1]) if fit else 0))
+    return ranks, threshold
+
+
+def _fill(contest: Contest, ranks: Int[Tensor, " layers"], room: int) -> None:
+    """Take what still fits, best first; changes `ranks`."""
+    if not contest.layers:
+        return
+    while True:
+        cost = contest.cost_at(ranks)
+        possible = (cost <= room) & (contest.benefit_at(ranks) > 0)
+        density = torch.where(possible, contest.density_at(ranks), 0.0)
+        best = int(density.argmax())
+        if float(density[best]) <= 0.0:
+            return
+        ranks[best] += 1
+        room -= int(cost[best])
+
+
+def least_for(contest: Contest, needed: float) -> tuple[Int[Tensor, " layers"], float]:
+    """Take values above the floors until they bring what is needed.
+
+    Args:
+        contest: The layers.
+        needed: Weighted energy to keep above that of the floors.
+
+    Returns:
+        Ranks by layer, and the density of the last value that was taken in order; 0 when all known values do not
+        suffice.
+    """
+    if needed <= 0.0:
+        return contest.floor.clone(), torch.inf
+    row, column = contest.best_first()
+    gain = contest.benefits[row, column].cumsum(0)
+    last = int(torch.searchsorted(gain, needed * (1.0 - _SUM_ROUNDING)))
+    ranks = contest.floor + torch.bincount(row[:last], minlength=len(contest.layers))
+    if last == len(row):
+        return ranks, 0.0
+    missing = needed - (float(gain[last - 1]) if last else 0.0)
+    cheapest = _cheapest(contest, ranks, missing)
+    ranks[cheapest] += 1
+    _prune(contest, ranks, float(contest.benefit_at(ranks - 1)[cheapest]) - missing)
+    return ranks, float(contest.densities[row[last], column[last]])
+
+
+def _cheapest(contest: Contest, ranks: Int[Tensor, " layers"], missing: float) -> int:
+    """The layer whose next value suffices at the least bytes; there is one, the next in order."""
+    enough = contest.benefit_at(ranks) >= missing * (1.0 - _SUM_ROUNDING)
+    cost = torch.where(enough, contest.cost_at(ranks), torch.iinfo(torch.int64).max)
+    return int(cost.argmin())
+
+
+def _prune(contest: Contest, ranks: Int[Tensor, " layers"], spare: float) -> None:
+    """Give back values that are not needed after all, those of most bytes first; changes `ranks`."""
+    while True:
+        last = ranks - 1
+        benefit = contest.benefit_at(last)
+        needless = (benefit <= spare) & (ranks > contest.floor)
+        cost = torch.where(needless, contest.cost_at(last), 0)
+        most = int(cost.argmax())
+        if int(cost[most]) <= 0:
+            return
+        ranks[most] -= 1
+        spare -= float(benefit[most])
+
+
+def wanted(contest: Contest, threshold: float) -> dict[str, int]:
+    """Layers with unknown values that may beat a density: how many values to compute next.
+
+    So many as would reach the density if the values went on to fall as the last half of those known does, between
+    1¼ and 3 times those known, and no more than the unknown energy suffices for.
+    """
+    price = threshold * contest.rank_bytes
+    known = contest.known.double()
+    end, half = contest.benefit_at(contest.known - 1), contest.benefit_at(contest.known // 2 - 1)
+    power = (half / end).log2().clamp(min=1e-3).nan_to_num(1.0, posinf=1e3)
+    crossing = (known * (end / price) ** (1.0 / power)).nan_to_num(torch.inf, posinf=torch.inf)
+    target = crossing.clamp(min=_FEW).maximum(1.25 * known).minimum((3.0 * known).clamp(min=_FEW))
+    suffices = torch.where(price > 0, contest.unknown_energy / price, torch.inf).ceil().clamp(min=1.0)
+    target = (
+        target.ceil().minimum(known + suffices).minimum(contest.cap.double()).maximum(contest.floor.double())
+    )
+    asked = (contest.next_benefit > price) | (contest.floor > contest.known)
+    return {contest.layers[i]: int(target[i]) for i in asked.nonzero()[:, 0].tolist()}
+
+
+def density_for(contest: Contest, allowed: float) -> float:
+    """A density that the last value taken has at least, whatever the unknown values are.
+
+    Args:
+        contest: The layers.
+        allowed: Weighted energy that may be discarded.
+    """
+    low, high = 0.0, float(contest.densities.max()) if contest.densities.numel() else 0.0
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _discarded_at_most(contest, middle) <= allowed else (low, middle)
+    return low
+
+
+def _discarded_at_most(contest: Contest, density: float) -> float:
+    """The most that is discarded when every value of at least this density is kept, known or not."""
+    column = torch.arange(contest.benefits.shape[1])
+    kept = (contest.densities >= density) | (column < contest.floor[:, None])
+    known_energy = torch.where(contest.unknown_values > 0, contest.benefits.sum(dim=1), contest.energy)
+    below = (known_energy - torch.where(kept, contest.benefits, 0.0).sum(dim=1)).clamp(min=0.0)
+    # Where the last known value is kept, no unknown one that is discarded has more than the density.
+    small = contest.unknown_values * (density * contest.rank_bytes)
+    runs_on = contest.density_at(contest.known - 1) >= density
+    limited = contest.cap < contest.known + contest.unknown_values
+    unknown = torch.where(runs_on & ~limited, contest.unknown_energy.minimum(small), contest.unknown_energy)
+    return float((below + unknown).sum())
+
+
+def _densities(
+    benefits: Float[Tensor, "layers values"],
+    rank_bytes: Int[Tensor, " layers"],
+    module_bytes: Int[Tensor, " layers"],
+) -> Float[Tensor, "layers values"]:
+    count = torch.arange(1, benefits.shape[1] + 1)
+    group = benefits.cumsum(dim=1) / (count * rank_bytes[:, None] + module_bytes[:, None])
+    best, last = group.max(dim=1)
+    alone = benefits / rank_bytes[:, None]
+    densities = torch.where(count - 1 <= last[:, None], best[:, None], alone)
+    return densities.cummin(dim=1).values  # rounding must not bring a layer's values out of order
+
+
+def _pick(table: Float[Tensor, "layers values"], column: Int[Tensor, " layers"]) -> Float[Tensor, " layers"]:
+    inside = (column >= 0) & (column < table.shape[1])
+    picked = table.gather(1, column.clamp(0, table.shape[1] - 1)[:, None])[:, 0]
+    return torch.where(inside, picked, 0.0)
+
+
+def _ints(values: Iterable[int]) -> Int[Tensor, " layers"]:
+    return torch.tensor(list(values), dtype=torch.int64)
+
+
+def _floats(values: Iterable[float]) -> Float[Tensor, " layers"]:
+    return torch.tensor(list(values), dtype=torch.float64)
+
+
+WEIGHT_FOR: Final = "--weight_for"
+Weights = tuple[tuple[str, float], ...]
+"""(pattern, weight); of several patterns that match a layer, the last wins."""
+
+
+def parse_weights(texts: Iterable[str]) -> Weights:
+    """Read weights such as `mid_block=2`.
+
+    Raises:
+        ConfigError: One is not of that form.
+    """
+    weights = []
+    for pattern, value in split_patterns(texts, WEIGHT_FOR):
+        try:
+            weights.append((pattern, float(value)))
+        except ValueError as error:
+            raise ConfigError(
+                f"{WEIGHT_FOR} {pattern}={value} is no weight.", hint="Use 0 or more, such as 2."
+            ) from error
+    require_weights(tuple(weights))
+    return tuple(weights)
+
+
+def require_weights(weights: Weights) -> None:
+    """Refuse patterns that are no regular expressions, and weights below 0 or without end.
+
+    Raises:
+        ConfigError: With the pattern.
+    """
+    for pattern, weight in weights:
+        require_pattern(pattern, WEIGHT_FOR)
+        if not (math.isfinite(weight) and weight >= 0.0):
+            raise ConfigError(
+                f"{WEIGHT_FOR} {pattern}={weight:g} is no weight.", hint="Use 0 or more, such as 2."
+            )
+
+
+def weight_of(layer: str, weights: Weights) -> float:
+    """How often the squared error of a layer counts: once where no pattern matches."""
+    return next((weight for pattern, weight in reversed(weights) if matches(pattern, layer)), 1.0)
+
+
+def refuse_size(max_bytes: int, needed: int) -> NoReturn:
+    """Refuse a file size that not even the least content fits in.
+
+    Raises:
+        ConfigError: With the least size.
+    """
+    raise ConfigError(
+        f"--max_size {format_size(max_bytes)} is too small: what must be in the file takes {needed} bytes.",
+        hint=f"Give at least {needed}, or lower the ranks that are set.",
+    )
+
+
+def refuse_rounding(max_error: float, rounding: float) -> NoReturn:
+    """Refuse an error that storage precision alone exceeds.
+
+    Raises:
+        ConfigError: With the least error.
+    """
+    raise ConfigError(
+        f"--max_error {_percent(max_error)} is below what rounding to storage precision costs, "
+        f"{_percent(rounding)}.",
+        hint=f"Ask for {_above(rounding)}, or store with --save_precision float.",
+    )
+
+
+def refuse_storage(max_error: float, left: float) -> NoReturn:
+    """Refuse an error that factors in storage precision exceed whatever their ranks.
+
+    Raises:
+        ConfigError: With the error that they leave.
+    """
+    raise ConfigError(
+        f"--max_error {_percent(max_error)} cannot be met: factors in storage precision leave {_percent(left)}.",
+        hint="Store with --save_precision float, or ask for a larger error.",
+    )
+
+
+def refuse_error(max_error: float, least: float) -> NoReturn:
+    """Refuse an error that the ranks which are set or limited exceed.
+
+    Raises:
+        ConfigError: With the least error.
+    """
+    raise ConfigError(
+        f"--max_error {_percent(max_error)} cannot be met: the ranks that are set or limited leave "
+        f"{_percent(least)}.",
+        hint=f"Ask for {_above(least)}, or allow higher ranks.",
+    )
+
+
+def _percent(share: float) -> str:
+    return f"{share * 100:.3g}%"
+
+
+def _above(share: float) -> str:
+    """The percentage of three digits just above a share, which works when it is typed in."""
+    digits = max(2 - math.floor(math.log10(share * 100)), 0)
+    scaled = math.floor(share * 100 * 10**digits) + 1
+    return f"{scaled / 10**digits:.{digits}f}%"

@@ -1,0 +1,334 @@
+"""LoRA file formats: how kohya, PEFT, ComfyUI and LBM name a module and its tensors.
+
+As sd-scripts and its kin write it: SD 1 and SD 2 by diffusers' names, SDXL, SD 3, FLUX and WAN by the names of
+their original files. ComfyUI reads both; diffusers reads it through a pipeline's `load_lora_weights`.
+
+There is no alpha: diffusers ignores one beside `lora_A` and `lora_B`, so the scale is always in the up factor.
+The prefix must be that of the pipeline's component, or be given to `load_lora_adapter`. DoRA's magnitudes per
+output can be written, which PEFT takes for all modules of a LoRA or for none.
+
+ComfyUI finds every weight of every model by it, whatever the family.
+
+`<module>.lora_up.weight` (out, r[, 1, 1]), `<module>.lora_down.weight` (r, in[, kh, kw]) and the scalar
+`<module>.alpha`; the header says `lbm_native_naming: "true"`. We always write alpha = r, so that a reader
+which ignores alpha gets the same ΔW. A model of any other family has its own paths in the same way.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+import torch
+from torch import Tensor
+
+from sigmascope.checkpoints import Checkpoint
+from sigmascope.errors import LoraFormatError
+from sigmascope.lora.factors import LoraFactors
+from sigmascope.lora.families import ModelLayout, Part
+from sigmascope.lora.keys import KeyGroups
+from sigmascope.lora.layer_names import UNET_FAMILIES, Naming, Row, UnetBlocks, renamed
+from sigmascope.lora.linalg import is_convolution
+
+FormatName = Literal["native", "kohya", "peft", "comfyui"]
+
+
+@dataclass(frozen=True, slots=True)
+class FactorKeys:
+    """The ends of a module's keys.
+
+    Attributes:
+        up: Of the up factor.
+        down: Of the down factor.
+        alpha: Of the alpha; None where the format has none.
+        holds_changes: Whether LoHa, LoKr, DoRA and differences are written too, as kohya's tools name them.
+        magnitude: Of DoRA's magnitudes per output, where the format writes those but no other changes.
+    """
+
+    up: str = "lora_up.weight"
+    down: str = "lora_down.weight"
+    alpha: str | None = "alpha"
+    holds_changes: bool = True
+    magnitude: str | None = None
+
+    def tensors(self, module: str, factors: LoraFactors) -> dict[str, Tensor]:
+        """The tensors of plain factors by key, with alpha = rank (float32), contiguous."""
+        pair = factors.with_unit_scale()
+        up, down = pair.up.detach(), pair.down.detach()
+        if is_convolution(pair.weight_shape):
+            kernel = pair.weight_shape[2:]
+            up = up.reshape(*up.shape, *(1 for _ in kernel))
+            down = down.reshape(pair.rank, *pair.weight_shape[1:])
+        tensors = {f"{module}.{self.up}": up.contiguous(), f"{module}.{self.down}": down.contiguous()}
+        if self.alpha is not None:
+            tensors[f"{module}.{self.alpha}"] = torch.tensor(float(pair.rank))
+        return tensors
+
+
+def _never(ranks: Mapping[str, int], layout: ModelLayout) -> bool:
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class LoraFormat:
+    """One way to name a LoRA's tensors in a file.
+
+    Attributes:
+        name: As in `LoraFile.format`.
+        recognises: Whether a file with these keys is of this format.
+        naming: In which naming of a family's layers its names are; None: the checkpoint's own.
+        module_name: The name of a module by the part of the model, the layer's path there in that naming, the
+            checkpoint's layout, and the prefix that the user asked for.
+        keys: How a module's tensors are named.
+        alphas_mislead: Whether some reader scales modules of these ranks wrongly if it is told their alphas.
+    """
+
+    name: FormatName
+    recognises: Callable[[KeyGroups], bool]
+    naming: Callable[[str], Naming | None]
+    module_name: Callable[[Part, str, ModelLayout, str | None], str]
+    keys: FactorKeys = field(default_factory=FactorKeys)
+    alphas_mislead: Callable[[Mapping[str, int], ModelLayout], bool] = _never
+
+    def name_for(
+        self,
+        layer: str,
+        layout: ModelLayout,
+        *,
+        prefix: str | None = None,
+        blocks: UnetBlocks | None = None,
+    ) -> str:
+        """The name of a layer's module.
+
+        Args:
+            layer: The layer's path in the checkpoint, without `.weight`.
+            layout: The checkpoint's.
+            prefix: What to write before the denoiser's names where the format leaves it open; "" for nothing.
+            blocks: The U-Net's; the family's own when left out.
+
+        Raises:
+            LoraFormatError: The format has no name for such a layer.
+        """
+        placed = self.placement(layer, layout, blocks=blocks)
+        if isinstance(placed, Row):
+            raise LoraFormatError(
+                f"{layer} is not one layer in {self.name} format: it belongs with "
+                f"{', '.join(placed.parts)} in {placed.original}.",
+                hint="Convert the whole LoRA, which joins and divides such layers.",
+            )
+        return self.named(layer, placed, layout, prefix)
+
+    def placement(self, layer: str, layout: ModelLayout, *, blocks: UnetBlocks | None = None) -> str | Row:
+        """The layer's path in the format's naming; a line of the table where it is no layer of its own there.
+
+        Raises:
+            LoraFormatError: The layer has no name there that is known.
+        """
+        wanted = self.naming(layout.family)
+        part, path = layout.split(layer)
+        return path if wanted is None else renamed(path, part, layout, wanted, blocks)
+
+    def named(self, layer: str, path: str, layout: ModelLayout, prefix: str | None = None) -> str:
+        """The name of a module by its path in the format's naming; `layer` says which part it is of."""
+        part, _ = layout.split(layer)
+        return self.module_name(part, path, layout, prefix)
+
+    def module_tensors(self, name: str, factors: LoraFactors) -> dict[str, Tensor]:
+        """The tensors of one module by key; see `FactorKeys.tensors`."""
+        return self.keys.tensors(name, factors)
+
+
+FLAT_PREFIXES: Final = ("lora_", "lycoris_")
+
+
+def _is_kohya(found: KeyGroups) -> bool:
+    return any(name.startswith(FLAT_PREFIXES) and "." not in name for name in found.groups)
+
+
+_BY_DIFFUSERS: Final = frozenset({"lbm", "sd15", "sd2", "qwen_image"})
+
+
+def _kohya_naming(family: str) -> Naming | None:
+    if family == "unknown":
+        return None
+    return "diffusers" if family in _BY_DIFFUSERS else "original"
+
+
+_ONE_TEXT_ENCODER: Final = frozenset({"sd15", "sd2"})
+
+
+def _kohya_module_name(part: Part, path: str, layout: ModelLayout, prefix: str | None) -> str:
+    flat = path.replace(".", "_")
+    if part == "denoiser":
+        return f"lora_unet_{flat}"
+    if part == "text_encoder":
+        return f"lora_te_{flat}" if layout.family in _ONE_TEXT_ENCODER else f"lora_te1_{flat}"
+    if part == "text_encoder_2":
+        return f"lora_te3_{flat}" if layout.family == "flux" else f"lora_te2_{flat}"
+    if part == "text_encoder_3":
+        return f"lora_te3_{flat}"
+    raise LoraFormatError(
+        f"kohya's format has no names for {path} of the part {part}.",
+        hint="Leave that part out, or write the format native.",
+    )
+
+
+_PROJECTIONS: Final = ("_to_q", "_to_k", "_to_v", "_to_out_0", "_q_proj", "_k_proj", "_v_proj", "_out_proj")
+
+
+def _alphas_mislead(ranks: Mapping[str, int], layout: ModelLayout) -> bool:
+    """Whether diffusers would scale a U-Net's attention by other modules' alphas.
+
+    It files the alphas of attention projections under names that no layer has (as of 0.42), and so gives those
+    the alpha that most modules have. Without alphas every reader takes the scale 1, which is the same where
+    alpha = rank.
+    """
+    common = Counter(ranks.values()).most_common(1)
+    attention = [rank for name, rank in ranks.items() if name.endswith(_PROJECTIONS)]
+    return layout.family in UNET_FAMILIES and any(rank != common[0][0] for rank in attention)
+
+
+KOHYA = LoraFormat(
+    name="kohya",
+    recognises=_is_kohya,
+    naming=_kohya_naming,
+    module_name=_kohya_module_name,
+    alphas_mislead=_alphas_mislead,
+)
+
+
+_KEYS: Final = FactorKeys(
+    up="lora_B.weight",
+    down="lora_A.weight",
+    alpha=None,
+    holds_changes=False,
+    magnitude="lora_magnitude_vector",
+)
+
+
+def _is_peft(found: KeyGroups) -> bool:
+    return found.by_peft
+
+
+def _peft_naming(family: str) -> Naming | None:
+    return None if family == "unknown" else "diffusers"
+
+
+_UNET_STARTS: Final = ("down_blocks.", "mid_block.", "up_blocks.", "conv_in", "conv_out")
+
+
+def _peft_module_name(part: Part, path: str, layout: ModelLayout, prefix: str | None) -> str:
+    if part == "denoiser":
+        if prefix is None:
+            is_unet = layout.family in UNET_FAMILIES or path.startswith(_UNET_STARTS)
+            prefix = "unet" if is_unet else "transformer"
+        return f"{prefix}.{path}" if prefix else path
+    if part == "denoiser_2":
+        return f"transformer_2.{path}"
+    return path if part == "other" else f"{part}.{path}"
+
+
+PEFT = LoraFormat(
+    name="peft", recognises=_is_peft, naming=_peft_naming, module_name=_peft_module_name, keys=_KEYS
+)
+
+
+_STARTS: Final = ("diffusion_model.", "text_encoders.")
+
+
+def _is_comfyui(found: KeyGroups) -> bool:
+    return any(name.startswith(_STARTS) for name in found.groups)
+
+
+def _comfyui_naming(family: str) -> Naming | None:
+    return None if family == "unknown" else "original"
+
+
+_T5: Final = "t5xxl"
+_ENCODERS: Final[dict[tuple[str, Part], str]] = {
+    ("sd2", "text_encoder"): "clip_h",
+    ("wan", "text_encoder"): "umt5xxl",
+    ("qwen_image", "text_encoder"): "qwen25_7b",
+    ("flux", "text_encoder_2"): _T5,
+    ("sd3", "text_encoder_3"): _T5,
+}
+_USUAL: Final[dict[Part, str]] = {"text_encoder": "clip_l", "text_encoder_2": "clip_g", "text_encoder_3": _T5}
+
+
+def _comfyui_module_name(part: Part, path: str, layout: ModelLayout, prefix: str | None) -> str:
+    if part == "denoiser":
+        return f"diffusion_model.{path}"
+    encoder = _ENCODERS.get((layout.family, part)) or _USUAL.get(part)
+    if encoder is None:
+        raise LoraFormatError(
+            f"ComfyUI's format has no names for {path} of the part {part}.",
+            hint="Leave that part out, or write the format native.",
+        )
+    return f"text_encoders.{encoder}.transformer.{path}"
+
+
+COMFYUI = LoraFormat(
+    name="comfyui", recognises=_is_comfyui, naming=_comfyui_naming, module_name=_comfyui_module_name
+)
+
+
+def _is_native(found: KeyGroups) -> bool:
+    """Every file of dotted paths that no other format claims."""
+    return bool(found.groups)
+
+
+def _native_naming(family: str) -> Naming | None:
+    return None
+
+
+def _native_module_name(part: Part, path: str, layout: ModelLayout, prefix: str | None) -> str:
+    return layout.prefixes.get(part, "") + path
+
+
+NATIVE = LoraFormat(
+    name="native", recognises=_is_native, naming=_native_naming, module_name=_native_module_name
+)
+
+
+FORMATS: Final[tuple[LoraFormat, ...]] = (KOHYA, COMFYUI, PEFT, NATIVE)
+"""In the order in which they are tried."""
+
+
+def format_named(name: str) -> LoraFormat:
+    """The format of that name.
+
+    Raises:
+        LoraFormatError: There is none.
+    """
+    for lora_format in FORMATS:
+        if lora_format.name == name:
+            return lora_format
+    known = ", ".join(lora_format.name for lora_format in FORMATS)
+    raise LoraFormatError(f"there is no LoRA format {name!r}.", hint=f"Use one of: {known}.")
+
+
+def recognised(checkpoint: Checkpoint, found: KeyGroups) -> LoraFormat:
+    """The format of an open file.
+
+    Args:
+        checkpoint: The file, for the message.
+        found: Its keys.
+
+    Raises:
+        LoraFormatError: Its keys follow none.
+    """
+    for lora_format in FORMATS:
+        if lora_format.recognises(found):
+            return lora_format
+    known = ", ".join(lora_format.name for lora_format in FORMATS)
+    keys = checkpoint.keys()
+    if not keys:
+        raise LoraFormatError(
+            f"{checkpoint.path}: it holds no tensors, so it is no LoRA.",
+            hint="The tool that wrote it saved nothing: make the file again.",
+        )
+    raise LoraFormatError(
+        f"{checkpoint.path}: its {len(keys)} keys are those of no known LoRA format. "
+        f"First keys: {', '.join(keys[:3])}.",
+        hint=f"Known formats: {known} (<module>.lora_up.weight and <module>.lora_down.weight, or lora_B and lora_A).",
+    )

@@ -1,1 +1,0 @@
-"""The parts of inspecting and comparing: strength, directions, differences, and what headers say."""

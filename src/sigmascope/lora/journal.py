@@ -1,0 +1,265 @@
+"""Finished layers of a long job, kept beside its target so that a killed run can go on.
+
+A journal is one append-only file of records, each with a checksum. A record that was being written when the
+process died has none that fits, and is cut off when the journal is opened again. The first record says what the
+job was; a journal of any other job, or of inputs that have changed since, is begun anew.
+"""
+
+import errno
+import hashlib
+import json
+import logging
+import os
+import stat
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from threading import Lock
+from types import TracebackType
+from typing import Any, BinaryIO, Final
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+
+from sigmascope.errors import CheckpointError, ConfigError, WriteError
+from sigmascope.files import reason_of, writing_hint
+
+_log = logging.getLogger(__name__)
+
+
+_LENGTH: Final = 8
+_DIGEST: Final = 16
+_FACTS: Final = "facts"
+
+
+Record = tuple[dict[str, torch.Tensor], dict[str, Any]]
+"""Tensors and JSON facts."""
+
+
+class Journal:
+    """A context manager; leaving it on any exception or in peace removes the file, a kill does not.
+
+    Records may be appended from several threads.
+
+    Args:
+        target: The file that the job will write; the journal lies beside it, hidden.
+        job: What identifies the job and its inputs. Only a journal of the same text is resumed.
+
+    Raises:
+        ConfigError: Another process is at the same target; on entering.
+        WriteError: The journal cannot be written; on entering and appending.
+    """
+
+    def __init__(self, target: Path, job: str) -> None:
+        self.path = target.with_name(f".{target.name}.part")
+        self._job = hashlib.blake2b(job.encode("utf-8", "surrogateescape"), digest_size=32).hexdigest()
+        self._places: dict[str, int] = {}
+        self._lock = Lock()
+        self._end = 0
+
+    def __enter__(self) -> "Journal":
+        try:
+            self._file: BinaryIO = open_own(self.path)
+        except OSError as error:
+            raise self._write_error(error) from error
+        try:
+            self._resume()
+        except OSError as error:
+            self._file.close()
+            raise self._write_error(error) from error
+        except BaseException:
+            self._file.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if os.name == "nt":  # which removes no open file; elsewhere closing first would give up the lock
+            self._file.close()
+        try:
+            self.path.unlink(missing_ok=True)
+        except OSError as problem:  # the LoRA is in place by now, or another error is on its way
+            _log.warning("%s cannot be removed: %s", self.path, problem)
+        finally:
+            self._file.close()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._places
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def append(self, name: str, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> None:
+        """Keep the result of one part of the job.
+
+        Args:
+            name: A later record of the same name replaces the earlier one.
+            tensors: On any device.
+            facts: JSON values.
+
+        Raises:
+            WriteError: The disk is full or refuses.
+        """
+        content = _encode(name, tensors, facts)
+        record = len(content).to_bytes(_LENGTH, "little") + _digest(content) + content
+        with self._lock:
+            place = self._end
+            try:
+                self._file.seek(place)
+                view = memoryview(record)
+                while view:
+                    view = view[self._file.write(view) :]
+            except OSError as error:
+                raise self._write_error(error) from error
+            self._end += len(record)
+            self._places[name] = place
+
+    def read(self, name: str) -> Record:
+        """The tensors (on the CPU) and facts of a record.
+
+        Raises:
+            KeyError: There is none of that name.
+            CheckpointError: It was whole and is not any more.
+        """
+        with self._lock:
+            content = self._content_at(self._places[name])
+        if content is None:
+            raise CheckpointError(
+                self.path,
+                f"has lost {name}: something else has written to it.",
+                hint="Start again, with nothing else at work in its folder.",
+            )
+        return _decode(content)[1:]
+
+    def _resume(self) -> None:
+        """Find the records of an earlier run of the same job, and cut off what is torn."""
+        begin = self._content_at(0)
+        if begin is None or _decode(begin)[0] != self._job:
+            self._file.truncate(0)
+            self._places.clear()
+            self._end = 0
+            self.append(self._job, {}, {})
+        else:
+            place = 0
+            while (content := self._content_at(place)) is not None:
+                self._places[_decode(content)[0]] = place
+                place += _LENGTH + _DIGEST + len(content)
+            self._end = place
+            self._file.truncate(place)
+        del self._places[self._job]
+        if self._places:
+            _log.info("Resuming: %d finished parts in %s.", len(self._places), self.path)
+
+    def _content_at(self, place: int) -> bytes | None:
+        """The content of the record there; None where there is no whole one."""
+        size = os.fstat(self._file.fileno()).st_size
+        self._file.seek(place)
+        head = self._file.read(_LENGTH + _DIGEST)
+        length = int.from_bytes(head[:_LENGTH], "little")
+        if len(head) < _LENGTH + _DIGEST or length > size - place - len(head):
+            return None
+        content = self._file.read(length)
+        return content if len(content) == length and _digest(content) == head[_LENGTH:] else None
+
+    def _write_error(self, error: OSError) -> WriteError:
+        return WriteError(self.path, f"cannot be written ({reason_of(error)}).", hint=writing_hint(error))
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=_DIGEST).digest()
+
+
+def _encode(name: str, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> bytes:
+    ready = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
+    content: bytes = save(ready, {_FACTS: json.dumps([name, dict(facts)])})
+    return content
+
+
+def _decode(content: bytes) -> tuple[str, dict[str, torch.Tensor], dict[str, Any]]:
+    try:
+        length = int.from_bytes(content[:8], "little")
+        header = json.loads(content[8 : 8 + length])
+        name, facts = json.loads(header["__metadata__"][_FACTS])
+        return name, load(content), facts
+    except (SafetensorError, ValueError, KeyError, TypeError):
+        return "", {}, {}
+
+
+_LOCKED_BY_ANOTHER: Final = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
+
+
+def open_own(path: Path) -> BinaryIO:
+    """Open a file of this user for this process alone, or begin it, empty.
+
+    Where others may write to the folder too, anyone can put something in its place: a link would have another file
+    overwritten, and what a file of theirs says would be believed. Such a thing is removed.
+
+    Args:
+        path: The file.
+
+    Returns:
+        It, unbuffered, for reading and writing. The lock goes when it is closed: remove it before.
+
+    Raises:
+        ConfigError: Another process has it open.
+        OSError: It cannot be opened, or what is in its place cannot be removed.
+    """
+    while True:
+        with suppress(FileExistsError):
+            return _locked(path, os.O_CREAT | os.O_EXCL)
+        with suppress(FileNotFoundError):  # another run has ended and removed it
+            if not path.is_symlink():
+                file = _locked(path)
+                in_place = _is_at(file, path)
+                if in_place and _is_own(file):
+                    return file
+                file.close()
+                if not in_place:
+                    continue
+            _log.warning("%s is no file of this user, and is removed.", path)
+            path.unlink()
+
+
+def _locked(path: Path, flags: int = 0) -> BinaryIO:
+    descriptor = os.open(path, os.O_RDWR | getattr(os, "O_NOFOLLOW", 0) | flags, 0o600)
+    file = os.fdopen(descriptor, "r+b", buffering=0)
+    try:
+        _lock(file, path)
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def _is_at(file: BinaryIO, path: Path) -> bool:
+    """Whether the open file is still the one of that name: a run that ends removes it before its lock is gone."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.lstat())
+    except FileNotFoundError:
+        return False
+
+
+def _is_own(file: BinaryIO) -> bool:
+    facts = os.fstat(file.fileno())
+    is_mine = not hasattr(os, "geteuid") or facts.st_uid == os.geteuid()
+    return is_mine and stat.S_ISREG(facts.st_mode) and facts.st_nlink == 1
+
+
+def _lock(file: BinaryIO, path: Path) -> None:
+    """Keep a second process off the same journal, where the system and the disk have such locks."""
+    try:
+        import fcntl
+    except ModuleNotFoundError:  # Windows
+        return
+    try:
+        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in _LOCKED_BY_ANOTHER:
+            _log.debug("%s cannot be locked: %s", path, error)
+            return
+        raise ConfigError(
+            f"{path.name} is in use: another run is writing the same target in {path.parent}.",
+            hint="Wait for it, or choose another name for --save_to.",
+        ) from error

@@ -1,0 +1,507 @@
+"""The two names of every layer, diffusers' and the original's, and the way from one to the other.
+
+down_blocks.1.resnets.0.conv1          input_blocks.4.0.in_layers.2
+    mid_block.attentions.0.proj_in         middle_block.1.proj_in
+    up_blocks.2.upsamplers.0.conv          output_blocks.8.2.conv
+
+Both name the same layers of SD 1, SD 2, SDXL and LBM; sgm counts the blocks through, so a translation needs to
+know how many layers a block has, and which of the upper blocks have attention.
+
+transformer_blocks.3.attn.to_out.0     double_blocks.3.img_attn.proj         FLUX
+    blocks.3.attn1.to_q                    blocks.3.self_attn.q                  WAN
+
+Original files keep the query, key and value matrices of a block as one fused matrix where diffusers has one for
+each: then several of diffusers' layers are rows of one original layer. See `layer_tables`.
+
+# is the number of a block. Several names on the right are rows of one fused matrix on the left, in that order.
+`swapped`: the two halves of the rows lie the other way round, where the layer gives (shift, scale) only.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from typing import Final, Literal
+
+from sigmascope.errors import LoraFormatError
+from sigmascope.lora.families import ModelLayout, Part
+
+Naming = Literal["diffusers", "original"]
+
+
+UNET_FAMILIES: Final = frozenset({"lbm", "sd15", "sd2", "sdxl"})
+_CLIP_STARTS: Final = ("encoder.layers.", "embeddings.", "final_layer_norm")
+_DIFFUSERS: Final = frozenset({"diffusers", "lbm"})
+_UNET_STARTS: Final = (
+    *("down_blocks.", "mid_block.", "up_blocks.", "conv_in", "conv_norm_out", "conv_out"),
+    *("time_embedding.", "add_embedding.", "input_blocks.", "middle_block.", "output_blocks."),
+    *("time_embed.", "label_emb.", "out.0", "out.2"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class UnetBlocks:
+    """What a translation needs to know of a U-Net.
+
+    Attributes:
+        layers_per_block: Residual layers of a lower block; an upper block has one more.
+        attention: The upper blocks that have attention.
+    """
+
+    layers_per_block: int = 2
+    attention: frozenset[int] = frozenset({0, 1})
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of a table.
+
+    Attributes:
+        original: The layer's name in the original model.
+        parts: Diffusers' layers that are its rows, in order; one where nothing is fused.
+        swapped: Whether the halves of the rows lie the other way round, in a layer of twice as many outputs as
+            inputs.
+    """
+
+    original: str
+    parts: tuple[str, ...]
+    swapped: bool = False
+
+    @property
+    def is_rename(self) -> bool:
+        """Whether the two layers hold the same matrix under two names."""
+        return len(self.parts) == 1 and not self.swapped
+
+    def numbered(self, number: str) -> "Row":
+        """The line for one block."""
+        return Row(
+            self.original.replace("#", number),
+            tuple(part.replace("#", number) for part in self.parts),
+            self.swapped,
+        )
+
+
+def renamed(
+    path: str, part: Part, layout: ModelLayout, wanted: Naming, blocks: UnetBlocks | None = None
+) -> str | Row:
+    """A layer's path in the naming that a format wants.
+
+    Args:
+        path: Inside its part of the model, in the layout's naming.
+        part: That part.
+        layout: Of the checkpoint that the path is of.
+        wanted: `original` is the naming of the family's single files, sgm's for U-Nets.
+        blocks: The U-Net's; the family's own when left out.
+
+    Returns:
+        The path, or the line of the table where the layer is a part of another one or its rows lie otherwise.
+
+    Raises:
+        LoraFormatError: The layer has no name there that is known.
+    """
+    if part not in {"denoiser", "denoiser_2"}:
+        return _in_other_part(path, part)
+    if layout.naming == "unknown" or wanted == ("diffusers" if layout.naming in _DIFFUSERS else "original"):
+        return path
+    if is_unet_layer(path, layout):
+        found = (to_diffusers if wanted == "diffusers" else to_sgm)(
+            path, blocks or usual_blocks(layout.family)
+        )
+    else:
+        look_up = row_of_original if wanted == "diffusers" else row_of_diffusers
+        row = look_up(layout.family, path)
+        if row is not None and not row.is_rename:
+            return row
+        found = None if row is None else row.parts[0] if wanted == "diffusers" else row.original
+    if found is None:
+        raise LoraFormatError(
+            f"{path} of a model of family {layout.family} has no {wanted} name that is known.",
+            hint="Write the format that keeps the model's own names: native.",
+        )
+    return found
+
+
+def is_unet_layer(path: str, layout: ModelLayout) -> bool:
+    """Whether a denoiser's layer is one of a Stable Diffusion U-Net, in either naming."""
+    unknown = layout.family == "unknown"
+    return layout.family in UNET_FAMILIES or (unknown and path.startswith(_UNET_STARTS))
+
+
+def usual_blocks(family: str) -> UnetBlocks:
+    """The blocks of a family's published U-Net."""
+    return SD_BLOCKS if family in {"sd15", "sd2"} else SDXL_BLOCKS
+
+
+def _in_other_part(path: str, part: Part) -> str | Row:
+    """Text encoders are named as in transformers in every LoRA format; other parts keep their paths."""
+    if not part.startswith("text_encoder"):
+        return path
+    if path.startswith(_CLIP_STARTS):  # as of version 5, CLIPTextModel's own keys begin here
+        return f"text_model.{path}"
+    row = row_of_original("open_clip", path)
+    if row is None:
+        return path
+    parts = tuple(f"text_model.{part}" for part in row.parts)
+    return parts[0] if row.is_rename else Row(row.original, parts, row.swapped)
+
+
+TOP: Final = {
+    "conv_in": "input_blocks.0.0",
+    "conv_norm_out": "out.0",
+    "conv_out": "out.2",
+    "time_embedding.linear_1": "time_embed.0",
+    "time_embedding.linear_2": "time_embed.2",
+    "add_embedding.linear_1": "label_emb.0.0",
+    "add_embedding.linear_2": "label_emb.0.2",
+}
+RESNET: Final = {
+    "norm1": "in_layers.0",
+    "conv1": "in_layers.2",
+    "time_emb_proj": "emb_layers.1",
+    "norm2": "out_layers.0",
+    "conv2": "out_layers.3",
+    "conv_shortcut": "skip_connection",
+}
+_MIDDLE: Final = {"resnets.0": "0", "attentions.0": "1", "resnets.1": "2"}
+_CHILDREN: Final = {"resnets": "0", "attentions": "1"}
+
+
+TOP_OF_SGM: Final = {sgm: name for name, sgm in TOP.items()}
+RESNET_OF_SGM: Final = {sgm: name for name, sgm in RESNET.items()}
+_MIDDLE_OF_SGM: Final = {sgm: name for name, sgm in _MIDDLE.items()}
+
+
+_SIDE: Final = re.compile(
+    r"(down|up)_blocks\.(\d+)\.(resnets|attentions|downsamplers|upsamplers)\.(\d+)\.(.+)"
+)
+_MID: Final = re.compile(r"mid_block\.((?:resnets|attentions)\.\d+)\.(.+)")
+_SGM_SIDE: Final = re.compile(r"(input|output)_blocks\.(\d+)\.(\d+)\.(.+)")
+_SGM_MID: Final = re.compile(r"middle_block\.(\d)\.(.+)")
+
+
+SDXL_BLOCKS: Final = UnetBlocks()
+"""SDXL and LBM."""
+SD_BLOCKS: Final = UnetBlocks(attention=frozenset({1, 2, 3}))
+"""SD 1 and SD 2."""
+
+
+def blocks_of(paths: Iterable[str]) -> UnetBlocks:
+    """Read a U-Net's blocks off the paths of all its layers, in either naming.
+
+    Args:
+        paths: Inside the U-Net, without `.weight`.
+
+    Returns:
+        The blocks; SDXL's where the paths are no U-Net's.
+    """
+    known = list(paths)
+    sides = [match for match in map(_SIDE.fullmatch, known) if match is not None]
+    lower = [int(match[4]) for match in sides if (match[1], match[3]) == ("down", "resnets")]
+    if lower:
+        attention = {int(match[2]) for match in sides if (match[1], match[3]) == ("up", "attentions")}
+        return UnetBlocks(1 + max(lower), frozenset(attention))
+    sgm_sides = [match for match in map(_SGM_SIDE.fullmatch, known) if match is not None]
+    ends = [int(match[2]) for match in sgm_sides if match[4] == "op"]
+    if not ends:
+        return SDXL_BLOCKS
+    layers = min(ends) - 1  # the first block's downsampler comes after its layers and the input convolution
+    upper = {int(match[2]) for match in sgm_sides if match[1] == "output" and "attn1" in match[4]}
+    return UnetBlocks(layers, frozenset(number // (layers + 1) for number in upper))
+
+
+def likely_blocks(paths: Iterable[str], usual: UnetBlocks = SDXL_BLOCKS) -> UnetBlocks:
+    """Guess a U-Net's blocks from the paths of some of its layers, as a LoRA has them.
+
+    Args:
+        paths: In either naming.
+        usual: What to take where the paths prove nothing else.
+    """
+    known = list(paths)
+    sides = [match for match in map(_SIDE.fullmatch, known) if match is not None]
+    lower, upper = (
+        [int(match[4]) for match in sides if match[1] == side and match[3] == "resnets"]
+        for side in ("down", "up")
+    )
+    sgm_sides = [match for match in map(_SGM_SIDE.fullmatch, known) if match is not None]
+    ends = sorted(int(match[2]) for match in sgm_sides if match[4] == "op")
+    layers = usual.layers_per_block
+    if lower and upper and max(upper) == max(lower) + 1:  # an upper block has one layer more than a lower one
+        layers = max(upper)
+    elif len(ends) > 1:
+        layers = ends[1] - ends[0] - 1
+    attention = {int(match[2]) for match in sides if match[1] == "up" and match[3] == "attentions"} | {
+        int(match[2]) // (layers + 1) for match in sgm_sides if match[1] == "output" and "attn1" in match[4]
+    }
+    return UnetBlocks(layers, frozenset(attention) or usual.attention)
+
+
+def to_sgm(path: str, blocks: UnetBlocks = SDXL_BLOCKS) -> str | None:
+    """The sgm name of a layer, by diffusers' path inside the U-Net.
+
+    Returns:
+        Its path; None for one that is not of such a U-Net.
+    """
+    if path in TOP:
+        return TOP[path]
+    middle = _MID.fullmatch(path)
+    if middle is not None:
+        kind = middle[1].partition(".")[0]
+        return _joined("middle_block", _MIDDLE.get(middle[1]), _renamed(middle[2], kind, RESNET))
+    side = _SIDE.fullmatch(path)
+    if side is None:
+        return None
+    kind, rest, upper = side[3], side[5], side[1] == "up"
+    number = int(side[2]) * (blocks.layers_per_block + 1) + int(side[4]) + (0 if upper else 1)
+    start = f"output_blocks.{number}" if upper else f"input_blocks.{number}"
+    if kind in _CHILDREN:
+        return _joined(start, _CHILDREN[kind], _renamed(rest, kind, RESNET))
+    last = number + blocks.layers_per_block  # samplers count as layer 0 in diffusers, and come last in sgm
+    if rest != "conv":
+        return None
+    if not upper:
+        return f"input_blocks.{last}.0.op"
+    return f"output_blocks.{last}.{2 if int(side[2]) in blocks.attention else 1}.conv"
+
+
+def to_diffusers(path: str, blocks: UnetBlocks = SDXL_BLOCKS) -> str | None:
+    """Diffusers' name of a layer, by its sgm path inside the U-Net.
+
+    Returns:
+        Its path; None for one that is not of such a U-Net.
+    """
+    if path in TOP_OF_SGM:
+        return TOP_OF_SGM[path]
+    middle = _SGM_MID.fullmatch(path)
+    if middle is not None:
+        inner = _MIDDLE_OF_SGM.get(middle[1], "")
+        kind = inner.partition(".")[0]
+        return _joined("mid_block", inner, _renamed(middle[2], kind, RESNET_OF_SGM))
+    side = _SGM_SIDE.fullmatch(path)
+    if side is None:
+        return None
+    upper, child, rest = side[1] == "output", side[3], side[4]
+    block, layer = divmod(int(side[2]) - (0 if upper else 1), blocks.layers_per_block + 1)
+    start = f"up_blocks.{block}" if upper else f"down_blocks.{block}"
+    if rest in {"op", "conv"}:
+        return f"{start}.{'upsamplers' if rest == 'conv' else 'downsamplers'}.0.conv"
+    kind = {number: name for name, number in _CHILDREN.items()}.get(child, "")
+    return _joined(start, kind and f"{kind}.{layer}", _renamed(rest, kind, RESNET_OF_SGM))
+
+
+def _renamed(rest: str, kind: str, resnet: dict[str, str]) -> str | None:
+    """The name inside a residual or attention layer; an attention's own names are the same in both."""
+    return resnet.get(rest) if kind == "resnets" else rest
+
+
+def _joined(*pieces: str | None) -> str | None:
+    return ".".join(map(str, pieces)) if all(pieces) else None
+
+
+_BLOCK: Final = re.compile(
+    r"((?:\w+_)?(?:blocks|resblocks)|encoder\.layers|encoder\.block|transformer\.resblocks)\.(\d+)\.(.+)"
+)
+
+
+def rows(family: str) -> tuple[Row, ...]:
+    """The table of a family; empty for one that has none."""
+    return _parsed(TABLES.get(family, ""))
+
+
+def row_of_original(family: str, path: str) -> Row | None:
+    """The line of a layer by its original name, with the block's number in it."""
+    return _looked_up(_by_original(family), path)
+
+
+def row_of_diffusers(family: str, path: str) -> Row | None:
+    """The line of a layer by its name in diffusers, with the block's number in it."""
+    return _looked_up(_by_part(family), path)
+
+
+def unflattened(flat: str, families: Iterable[str]) -> str | None:
+    """The dotted path of a layer whose dots became underscores, in the naming that it is of.
+
+    Args:
+        flat: Such as `double_blocks_3_img_attn_proj`.
+        families: Those whose tables to look in, in order.
+
+    Returns:
+        The path; None for one that is in no table.
+    """
+    for family in families:
+        numbers = re.findall(r"_(\d+)_", flat)
+        for template in (flat, *(flat.replace(f"_{number}_", "_#_", 1) for number in numbers[:1])):
+            path = _flat_names(family).get(template)
+            if path is not None:
+                return path.replace("#", numbers[0]) if "#" in path else path
+    return None
+
+
+def families_with(paths: Iterable[str]) -> list[str]:
+    """The families whose table has every one of these dotted paths, in either naming."""
+    wanted = list(paths)
+    return [
+        family
+        for family in TABLES
+        if wanted and all(row_of_original(family, path) or row_of_diffusers(family, path) for path in wanted)
+    ]
+
+
+@cache
+def _parsed(text: str) -> tuple[Row, ...]:
+    found = []
+    for line in filter(None, map(str.strip, text.splitlines())):
+        original, _, names = line.partition(" = ")
+        swapped = names.endswith(" swapped")
+        parts = tuple(name.strip() for name in names.removesuffix(" swapped").split(","))
+        found.append(Row(original, parts, swapped))
+    return tuple(found)
+
+
+@cache
+def _by_original(family: str) -> dict[str, Row]:
+    return {row.original: row for row in rows(family)}
+
+
+@cache
+def _by_part(family: str) -> dict[str, Row]:
+    return {part: row for row in rows(family) for part in row.parts}
+
+
+@cache
+def _flat_names(family: str) -> dict[str, str]:
+    names = [name for row in rows(family) for name in (row.original, *row.parts)]
+    return {name.replace(".", "_"): name for name in names}
+
+
+def _looked_up(table: dict[str, Row], path: str) -> Row | None:
+    block = _BLOCK.fullmatch(path)
+    if block is None:
+        return table.get(path)
+    row = table.get(f"{block[1]}.#.{block[3]}")
+    return None if row is None else row.numbered(block[2])
+
+
+TABLES: Final[dict[str, str]] = {
+    "flux": """
+        double_blocks.#.img_attn.qkv = transformer_blocks.#.attn.to_q, transformer_blocks.#.attn.to_k, transformer_blocks.#.attn.to_v
+        double_blocks.#.txt_attn.qkv = transformer_blocks.#.attn.add_q_proj, transformer_blocks.#.attn.add_k_proj, transformer_blocks.#.attn.add_v_proj
+        double_blocks.#.img_attn.proj = transformer_blocks.#.attn.to_out.0
+        double_blocks.#.txt_attn.proj = transformer_blocks.#.attn.to_add_out
+        double_blocks.#.img_mlp.0 = transformer_blocks.#.ff.net.0.proj
+        double_blocks.#.img_mlp.2 = transformer_blocks.#.ff.net.2
+        double_blocks.#.txt_mlp.0 = transformer_blocks.#.ff_context.net.0.proj
+        double_blocks.#.txt_mlp.2 = transformer_blocks.#.ff_context.net.2
+        double_blocks.#.img_mod.lin = transformer_blocks.#.norm1.linear
+        double_blocks.#.txt_mod.lin = transformer_blocks.#.norm1_context.linear
+        single_blocks.#.linear1 = single_transformer_blocks.#.attn.to_q, single_transformer_blocks.#.attn.to_k, single_transformer_blocks.#.attn.to_v, single_transformer_blocks.#.proj_mlp
+        single_blocks.#.linear2 = single_transformer_blocks.#.proj_out
+        single_blocks.#.modulation.lin = single_transformer_blocks.#.norm.linear
+        img_in = x_embedder
+        txt_in = context_embedder
+        time_in.in_layer = time_text_embed.timestep_embedder.linear_1
+        time_in.out_layer = time_text_embed.timestep_embedder.linear_2
+        vector_in.in_layer = time_text_embed.text_embedder.linear_1
+        vector_in.out_layer = time_text_embed.text_embedder.linear_2
+        guidance_in.in_layer = time_text_embed.guidance_embedder.linear_1
+        guidance_in.out_layer = time_text_embed.guidance_embedder.linear_2
+        final_layer.adaLN_modulation.1 = norm_out.linear swapped
+        final_layer.linear = proj_out
+    """,
+    "sd3": """
+        joint_blocks.#.x_block.attn.qkv = transformer_blocks.#.attn.to_q, transformer_blocks.#.attn.to_k, transformer_blocks.#.attn.to_v
+        joint_blocks.#.x_block.attn2.qkv = transformer_blocks.#.attn2.to_q, transformer_blocks.#.attn2.to_k, transformer_blocks.#.attn2.to_v
+        joint_blocks.#.context_block.attn.qkv = transformer_blocks.#.attn.add_q_proj, transformer_blocks.#.attn.add_k_proj, transformer_blocks.#.attn.add_v_proj
+        joint_blocks.#.x_block.attn.proj = transformer_blocks.#.attn.to_out.0
+        joint_blocks.#.x_block.attn2.proj = transformer_blocks.#.attn2.to_out.0
+        joint_blocks.#.context_block.attn.proj = transformer_blocks.#.attn.to_add_out
+        joint_blocks.#.x_block.mlp.fc1 = transformer_blocks.#.ff.net.0.proj
+        joint_blocks.#.x_block.mlp.fc2 = transformer_blocks.#.ff.net.2
+        joint_blocks.#.context_block.mlp.fc1 = transformer_blocks.#.ff_context.net.0.proj
+        joint_blocks.#.context_block.mlp.fc2 = transformer_blocks.#.ff_context.net.2
+        joint_blocks.#.x_block.adaLN_modulation.1 = transformer_blocks.#.norm1.linear
+        joint_blocks.#.context_block.adaLN_modulation.1 = transformer_blocks.#.norm1_context.linear swapped
+        context_embedder = context_embedder
+        x_embedder.proj = pos_embed.proj
+        t_embedder.mlp.0 = time_text_embed.timestep_embedder.linear_1
+        t_embedder.mlp.2 = time_text_embed.timestep_embedder.linear_2
+        y_embedder.mlp.0 = time_text_embed.text_embedder.linear_1
+        y_embedder.mlp.2 = time_text_embed.text_embedder.linear_2
+        final_layer.adaLN_modulation.1 = norm_out.linear swapped
+        final_layer.linear = proj_out
+    """,
+    "wan": """
+        blocks.#.self_attn.q = blocks.#.attn1.to_q
+        blocks.#.self_attn.k = blocks.#.attn1.to_k
+        blocks.#.self_attn.v = blocks.#.attn1.to_v
+        blocks.#.self_attn.o = blocks.#.attn1.to_out.0
+        blocks.#.self_attn.norm_q = blocks.#.attn1.norm_q
+        blocks.#.self_attn.norm_k = blocks.#.attn1.norm_k
+        blocks.#.cross_attn.q = blocks.#.attn2.to_q
+        blocks.#.cross_attn.k = blocks.#.attn2.to_k
+        blocks.#.cross_attn.v = blocks.#.attn2.to_v
+        blocks.#.cross_attn.o = blocks.#.attn2.to_out.0
+        blocks.#.cross_attn.k_img = blocks.#.attn2.add_k_proj
+        blocks.#.cross_attn.v_img = blocks.#.attn2.add_v_proj
+        blocks.#.cross_attn.norm_q = blocks.#.attn2.norm_q
+        blocks.#.cross_attn.norm_k = blocks.#.attn2.norm_k
+        blocks.#.cross_attn.norm_k_img = blocks.#.attn2.norm_added_k
+        blocks.#.norm3 = blocks.#.norm2
+        blocks.#.ffn.0 = blocks.#.ffn.net.0.proj
+        blocks.#.ffn.2 = blocks.#.ffn.net.2
+        blocks.#.modulation = blocks.#.scale_shift_table
+        patch_embedding = patch_embedding
+        text_embedding.0 = condition_embedder.text_embedder.linear_1
+        text_embedding.2 = condition_embedder.text_embedder.linear_2
+        time_embedding.0 = condition_embedder.time_embedder.linear_1
+        time_embedding.2 = condition_embedder.time_embedder.linear_2
+        time_projection.1 = condition_embedder.time_proj
+        img_emb.proj.0 = condition_embedder.image_embedder.norm1
+        img_emb.proj.1 = condition_embedder.image_embedder.ff.net.0.proj
+        img_emb.proj.3 = condition_embedder.image_embedder.ff.net.2
+        img_emb.proj.4 = condition_embedder.image_embedder.norm2
+        head.head = proj_out
+        head.modulation = scale_shift_table
+    """,
+    "qwen_image": """
+        transformer_blocks.#.attn.to_q = transformer_blocks.#.attn.to_q
+        transformer_blocks.#.attn.to_k = transformer_blocks.#.attn.to_k
+        transformer_blocks.#.attn.to_v = transformer_blocks.#.attn.to_v
+        transformer_blocks.#.attn.add_q_proj = transformer_blocks.#.attn.add_q_proj
+        transformer_blocks.#.attn.add_k_proj = transformer_blocks.#.attn.add_k_proj
+        transformer_blocks.#.attn.add_v_proj = transformer_blocks.#.attn.add_v_proj
+        transformer_blocks.#.attn.to_out.0 = transformer_blocks.#.attn.to_out.0
+        transformer_blocks.#.attn.to_add_out = transformer_blocks.#.attn.to_add_out
+        transformer_blocks.#.img_mlp.net.0.proj = transformer_blocks.#.img_mlp.net.0.proj
+        transformer_blocks.#.img_mlp.net.2 = transformer_blocks.#.img_mlp.net.2
+        transformer_blocks.#.txt_mlp.net.0.proj = transformer_blocks.#.txt_mlp.net.0.proj
+        transformer_blocks.#.txt_mlp.net.2 = transformer_blocks.#.txt_mlp.net.2
+        transformer_blocks.#.img_mod.1 = transformer_blocks.#.img_mod.1
+        transformer_blocks.#.txt_mod.1 = transformer_blocks.#.txt_mod.1
+        img_in = img_in
+        txt_in = txt_in
+        time_text_embed.timestep_embedder.linear_1 = time_text_embed.timestep_embedder.linear_1
+        time_text_embed.timestep_embedder.linear_2 = time_text_embed.timestep_embedder.linear_2
+        norm_out.linear = norm_out.linear
+        proj_out = proj_out
+    """,
+    "open_clip": """
+        transformer.resblocks.#.attn.in_proj_weight = encoder.layers.#.self_attn.q_proj, encoder.layers.#.self_attn.k_proj, encoder.layers.#.self_attn.v_proj
+        transformer.resblocks.#.attn.out_proj = encoder.layers.#.self_attn.out_proj
+        transformer.resblocks.#.mlp.c_fc = encoder.layers.#.mlp.fc1
+        transformer.resblocks.#.mlp.c_proj = encoder.layers.#.mlp.fc2
+        transformer.resblocks.#.ln_1 = encoder.layers.#.layer_norm1
+        transformer.resblocks.#.ln_2 = encoder.layers.#.layer_norm2
+        token_embedding = embeddings.token_embedding
+        ln_final = final_layer_norm
+    """,
+    "t5": """
+        encoder.block.#.layer.0.SelfAttention.q = encoder.block.#.layer.0.SelfAttention.q
+        encoder.block.#.layer.0.SelfAttention.k = encoder.block.#.layer.0.SelfAttention.k
+        encoder.block.#.layer.0.SelfAttention.v = encoder.block.#.layer.0.SelfAttention.v
+        encoder.block.#.layer.0.SelfAttention.o = encoder.block.#.layer.0.SelfAttention.o
+        encoder.block.#.layer.1.DenseReluDense.wi = encoder.block.#.layer.1.DenseReluDense.wi
+        encoder.block.#.layer.1.DenseReluDense.wi_0 = encoder.block.#.layer.1.DenseReluDense.wi_0
+        encoder.block.#.layer.1.DenseReluDense.wi_1 = encoder.block.#.layer.1.DenseReluDense.wi_1
+        encoder.block.#.layer.1.DenseReluDense.wo = encoder.block.#.layer.1.DenseReluDense.wo
+    """,
+}

@@ -1,0 +1,409 @@
+"""Several LoRAs into one: the exact weighted sum, or TIES and DARE, at any rank."""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from math import prod
+from os import PathLike
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from sigmascope.__about__ import __version__
+from sigmascope.checkpoints import Checkpoint, open_checkpoint
+from sigmascope.errors import ConfigError, LoraFormatError, ModelMismatchError
+from sigmascope.lora.adapters import DiffChange
+from sigmascope.lora.alignment import UnitedLoras, unite
+from sigmascope.lora.bake import aligned_with
+from sigmascope.lora.factors import LoraFactors
+from sigmascope.lora.families import BASE_FINGERPRINT
+from sigmascope.lora.file import LoraFile, check_target, refuse_files, refuse_inputs
+from sigmascope.lora.linalg import at_least_float32, same_matrix
+from sigmascope.lora.merge_methods import InputLora, MergeMethod, merged_from, require_weights
+from sigmascope.lora.metadata import family_in
+from sigmascope.lora.ranks import FULL_RANK, FixedRank, RankRules
+from sigmascope.lora.reader import open_lora
+from sigmascope.lora.resize import (
+    RankPlan,
+    ReducedModule,
+    Reduction,
+    ReductionReport,
+    require_modules,
+    unused_keys,
+)
+from sigmascope.lora.truncation import FormedChange, ReducibleChange, reducible
+from sigmascope.lora.writer import STORAGE_DTYPES, LoraOutput, SavePrecision, dtype_name, storage_dtype
+from sigmascope.progress import Progress, no_progress
+from sigmascope.records.run import Finding
+
+__all__ = ["CombineOptions", "MergeMethod", "RankPlan", "ReductionReport", "combine_loras"]
+
+
+_NAMED: Final = 5
+
+
+@dataclass(frozen=True, slots=True)
+class CombineOptions:
+    """The choices of one merge.
+
+    Attributes:
+        weights: What each LoRA's change is multiplied with; 1 when left out.
+        method: How the changes of one layer become one.
+        plan: How much rank each layer gets, or all together. When left out, a plain sum keeps all its rank;
+            what is no plain sum of factors needs a plan.
+        save_precision: Storage of the factors; that of the inputs when left out, the widest of several.
+        format: `native`, `kohya`, `peft` or `comfyui`; the first LoRA's when left out.
+        base: The model, for DoRA and whole weights, whose change depends on it.
+    """
+
+    weights: tuple[float, ...] | None = None
+    method: MergeMethod = field(default_factory=MergeMethod)
+    plan: RankPlan | None = None
+    save_precision: SavePrecision | None = None
+    format: str | None = None
+    base: Path | None = None
+
+
+def combine_loras(
+    loras: Sequence[str | PathLike[str]],
+    save_to: str | PathLike[str],
+    options: CombineOptions | None = None,
+    *,
+    progress: Progress = no_progress,
+) -> ReductionReport:
+    """Write one LoRA whose change is that of several together.
+
+    Formats may differ, and modules may be in some of the LoRAs only. A plain sum is exact: its factors are the
+    LoRAs' factors side by side, reduced by QR and SVD to the rank that is asked for. One layer is in memory at a
+    time.
+
+    Args:
+        loras: LoRA files, at least one.
+        save_to: The `.safetensors` file to write.
+        options: Weights, method and ranks.
+        progress: Told after each layer.
+
+    Returns:
+        Every layer's rank and the true error of what is stored, against the change that the method gives.
+
+    Raises:
+        ConfigError: The target is an input or a folder, the weights are not one for each LoRA, or ranks are
+            needed and not given.
+        CheckpointError: A file is missing, damaged, or no file of tensors.
+        LoraFormatError: A file is not understood, or holds changes that depend on a base that is not given.
+        ModelMismatchError: The LoRAs change layers of different shape.
+        NonFiniteError: NaN or Inf in a LoRA, or factors too large for the storage precision.
+        WriteError: The target cannot be written; it is as it was.
+    """
+    started = time.perf_counter()
+    options = options or CombineOptions()
+    paths, target = [Path(path) for path in loras], Path(save_to)
+    weights = require_weights(options.weights, len(paths))
+    check_target(target)
+    with ExitStack() as files:
+        originals = [files.enter_context(open_lora(path)) for path in paths]
+        lora_files = [lora.path or path for lora, path in zip(originals, paths, strict=True)]
+        refuse_files(target, lora_files)
+        bases = _bases(files, originals, target, options.base)
+        dtype = _dtype(lora_files, options)
+        changes = MergedChanges(unite(originals), weights, options.method, dtype, bases)
+        plan = _plan(changes, options)
+        output = LoraOutput(
+            target,
+            changes.united,
+            originals,
+            options.format,
+            _provenance(lora_files, weights, options.method, plan),
+            compact=plan.budget is not None and plan.budget.max_bytes is not None,
+        )
+        with output:
+            modules = _write(output, changes, plan, progress)
+        return ReductionReport(
+            inputs=tuple(map(InputLora.of, originals, paths, weights)),
+            lora=target,
+            format=output.format.name,
+            dtype=dtype_name(changes.dtype),
+            method=options.method.describe(),
+            plan=plan.describe(),
+            modules=modules,
+            carried=changes.vectors,
+            formed=changes.formed,
+            findings=tuple(merge_findings(originals, changes.united)),
+            file_bytes=target.stat().st_size,
+            seconds=time.perf_counter() - started,
+        )
+
+
+class BaseWeights:
+    """Reads the weight that a LoRA's module changes.
+
+    Args:
+        base: An open checkpoint.
+        loras: The LoRAs under their own names.
+
+    Raises:
+        LoraFormatError: Two modules of a LoRA are for one layer.
+    """
+
+    def __init__(self, base: Checkpoint, loras: Sequence[LoraFile]) -> None:
+        self._base = base
+        self._layers = [
+            {name: layer for layer, names in aligned_with(base, lora).sources.items() for name in names}
+            for lora in loras
+        ]
+
+    def weight(self, position: int, name: str) -> Tensor:
+        """The base weight of one module, in float32 or wider.
+
+        Args:
+            position: Of the LoRA.
+            name: Of the module in its file.
+
+        Raises:
+            ModelMismatchError: The checkpoint has no such weight.
+        """
+        layer = self._layers[position].get(name)
+        key = layer if layer is None or f"{layer}{_WEIGHT}" not in self._base else f"{layer}{_WEIGHT}"
+        if key is None or key not in self._base:
+            raise ModelMismatchError(
+                f"{self._base.path} has no weight for {name}.",
+                hint="Give the model that the LoRA was made for as --base_model_path.",
+            )
+        weight = self._base.tensor(key)
+        return weight.to(at_least_float32(weight.dtype))
+
+
+def _bases(
+    files: ExitStack, originals: Sequence[LoraFile], target: Path, base: Path | None
+) -> BaseWeights | None:
+    if base is None:
+        return None
+    checkpoint = files.enter_context(open_checkpoint(base))
+    refuse_inputs(target, checkpoint)
+    return BaseWeights(checkpoint, originals)
+
+
+def _dtype(lora_files: Sequence[Path], options: CombineOptions) -> torch.dtype:
+    if options.save_precision is not None:
+        return STORAGE_DTYPES[options.save_precision]
+    with ExitStack() as files:
+        return storage_dtype(*(files.enter_context(open_checkpoint(file)) for file in lora_files))
+
+
+@dataclass(frozen=True)
+class MergedChanges:
+    """What a merge makes of each layer.
+
+    Attributes:
+        united: The LoRAs under common names.
+        weights: What each LoRA's change is multiplied with.
+        method: How the changes of one layer become one.
+        dtype: In which factors are stored.
+        bases: Weights of the base model, for changes that depend on them.
+
+    Raises:
+        ModelMismatchError: Two LoRAs change a layer of different shape.
+        LoraFormatError: A change depends on the base model, and none is given.
+    """
+
+    united: UnitedLoras
+    weights: Sequence[float]
+    method: MergeMethod
+    dtype: torch.dtype
+    bases: BaseWeights | None = None
+
+    def __post_init__(self) -> None:
+        self._require_same_shapes()
+        waiting = [name for name in self.united.names if self._needs_base(name)] if self.bases is None else []
+        if waiting:
+            raise LoraFormatError(
+                f"{len(waiting)} modules depend on the base model (DoRA or whole weights): "
+                f"{', '.join(waiting[:_NAMED])}.",
+                hint="Give --base_model_path, or merge into a checkpoint with --into.",
+            )
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """Layers whose change is a matrix, and so has a rank."""
+        return tuple(name for name in self.united.names if len(self.shape(name)) > 1)
+
+    @property
+    def vectors(self) -> tuple[str, ...]:
+        """Biases, norms and single numbers."""
+        return tuple(name for name in self.united.names if len(self.shape(name)) <= 1)
+
+    @property
+    def formed(self) -> tuple[str, ...]:
+        """Layers whose change has to be formed: by the method, or since a LoRA has more there than up and down."""
+        return tuple(name for name in self.layers if not self._is_plain(name))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of the changed weight; of several forms the one with a kernel."""
+        shapes = [self.united.loras[position].shape_of(name) for position in self.united.positions(name)]
+        return max(shapes, key=len)
+
+    def old_rank(self, name: str) -> int | None:
+        """The sum of the LoRAs' ranks there; None where the change is formed."""
+        if not self._is_plain(name):
+            return None
+        return sum(self.united.loras[position].rank_of(name) or 0 for position in self._acting(name))
+
+    def load(self, name: str, wanted: int) -> ReducibleChange:
+        """Read and combine one layer's changes; safe to call from threads."""
+        if not self._is_plain(name):
+            return FormedChange(self._combined(name), self.dtype)
+        shape = self.shape(name)
+        parts, weights = [], []
+        for position in self._acting(name):
+            change = self.united.change(position, name)
+            assert isinstance(change, LoraFactors)
+            parts.append(replace(change, weight_shape=shape))
+            weights.append(self.weights[position])
+        return reducible(LoraFactors.concatenate(parts, weights), wanted, self.dtype)
+
+    def vector(self, name: str) -> Tensor:
+        """Read and combine one bias's or norm's changes, in float32."""
+        return self._combined(name)
+
+    def _combined(self, name: str) -> Tensor:
+        shape = self.shape(name)
+        deltas = {
+            position: self._delta(position, name).reshape(shape).mul_(self.weights[position])
+            for position in self.united.positions(name)
+            if self.weights[position] != 0.0
+        }
+        return self.method.combine(name, deltas) if deltas else torch.zeros(shape)
+
+    def _delta(self, position: int, name: str) -> Tensor:
+        change = self.united.change(position, name)
+        if isinstance(change, LoraFactors) or change.kind not in _NEEDS_BASE:
+            return change.delta()
+        assert self.bases is not None  # or the constructor has refused it
+        return change.delta(self.bases.weight(position, self.united.sources[position][name]))
+
+    def _is_plain(self, name: str) -> bool:
+        return self.method.is_linear and all(
+            name in self.united.loras[position].modules for position in self._acting(name)
+        )
+
+    def _needs_base(self, name: str) -> bool:
+        return any(
+            self.united.loras[position].kind_of(name) in _NEEDS_BASE for position in self._acting(name)
+        )
+
+    def _acting(self, name: str) -> tuple[int, ...]:
+        """The LoRAs of a layer without those of weight 0; all of them where none is left."""
+        positions = self.united.positions(name)
+        return tuple(one for one in positions if self.weights[one] != 0.0) or positions
+
+    def _require_same_shapes(self) -> None:
+        for name in self.united.names:
+            positions = self.united.positions(name)
+            shapes = {position: self.united.loras[position].shape_of(name) for position in positions}
+            first = shapes[positions[0]]
+            for position, shape in shapes.items():
+                if not same_matrix(first, shape):
+                    raise ModelMismatchError(
+                        f"{name} is {first} in {self.united.loras[positions[0]]} and {shape} in "
+                        f"{self.united.loras[position]}.",
+                        hint="Merge LoRAs of the same base model.",
+                    )
+
+
+def _plan(changes: MergedChanges, options: CombineOptions) -> RankPlan:
+    """The plan asked for; without one everything is kept, where that is less than the whole weight."""
+    if options.plan is not None:
+        return options.plan
+    if changes.formed:
+        what = (
+            f"--method {options.method.name} gives changes of full rank"
+            if not options.method.is_linear
+            else f"{len(changes.formed)} modules are more than up and down: {', '.join(changes.formed[:_NAMED])}"
+        )
+        raise ConfigError(
+            f"{what}, so a rank has to be chosen.",
+            hint=f"Give --rank, --max_size or another rank option; --rank {FULL_RANK} keeps everything.",
+        )
+    return RankPlan(RankRules(FixedRank(FULL_RANK, FULL_RANK)))
+
+
+def _write(
+    output: LoraOutput, changes: MergedChanges, plan: RankPlan, progress: Progress
+) -> tuple[ReducedModule, ...]:
+    reduction = Reduction(
+        shapes={name: changes.shape(name) for name in changes.layers},
+        old_ranks={name: changes.old_rank(name) for name in changes.layers},
+        load=changes.load,
+        plan=plan,
+        storage=output.storage(
+            changes.dtype,
+            len(changes.layers),
+            {name: 4 * prod(changes.shape(name)) for name in changes.vectors},
+        ),
+    )
+    modules = []
+    for module, factors in reduction.run(progress):
+        modules.append(module)
+        if factors is not None:
+            output.write(module.name, factors)
+    for name in changes.vectors:
+        output.write_change(name, DiffChange({"diff": changes.vector(name)}))
+    require_modules(modules, plan)
+    return tuple(modules)
+
+
+def _provenance(
+    lora_files: Sequence[Path], weights: Sequence[float], method: MergeMethod, plan: RankPlan
+) -> dict[str, str]:
+    return {
+        "sigmascope_version": __version__,
+        "sigmascope_merged_loras": merged_from(lora_files, weights),
+        "sigmascope_merge_method": method.describe(),
+        "sigmascope_rank": plan.describe(),
+    }
+
+
+_NEEDS_BASE: Final = frozenset({"dora", "set"})
+
+
+_WEIGHT = ".weight"
+
+
+_BASES = (BASE_FINGERPRINT, "ss_new_sd_model_hash", "ss_sd_model_hash")
+
+
+def merge_findings(loras: Sequence[LoraFile], united: UnitedLoras) -> Iterator[Finding]:
+    """Give reasons to doubt that the LoRAs belong together.
+
+    Args:
+        loras: Under their own names.
+        united: The same under common names.
+    """
+    families = {family for lora in loras if (family := family_in(lora.metadata)) is not None}
+    if len(families) > 1:
+        yield Finding(
+            "lora.merge.families",
+            "warning",
+            f"The LoRAs say that they are for different models: {', '.join(sorted(families))}.",
+            advice="Merge LoRAs of one base model.",
+        )
+    elif any(len({lora.metadata[name] for lora in loras if name in lora.metadata}) > 1 for name in _BASES):
+        yield Finding(
+            "lora.merge.bases",
+            "info",
+            "The LoRAs were made from different checkpoints of a model, by what their headers say.",
+            advice="Look at the result: each change was made for its own base.",
+        )
+    shared = sum(len(united.positions(name)) > 1 for name in united.names)
+    if len(loras) > 1 and shared == 0:
+        yield Finding(
+            "lora.merge.apart",
+            "warning",
+            "No layer is changed by more than one of the LoRAs.",
+            {"layers": len(united.names)},
+            advice="Check that they are for the same model, and that their names are understood: lora inspect.",
+        )
+    yield from unused_keys(loras)

@@ -1,1 +1,0 @@
-"""The models that LoRAs are for: families, parts, layers, and pairs of checkpoints."""

@@ -1,0 +1,573 @@
+"""What the names of a LoRA's modules mean: part, path, family, with the model's layers or without them.
+
+kohya's names have underscores for dots, prefixes differ from tool to tool, and a U-Net or transformer has one name
+for each layer in diffusers and another in its original file. All of that is undone here: names are compared
+without dots and prefixes, part of the model by part, in both namings of the model's family.
+
+A name with all its dots turned into underscores could be many paths. Here it is matched against the grammar of
+the architectures that are known; a name outside of it stays flat, and only a model's own layers can tell it.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from sigmascope.errors import ConfigError, LoraFormatError, SigmascopeError
+from sigmascope.lora.families import ModelLayout, Part
+from sigmascope.lora.file import LoraFile
+from sigmascope.lora.layer_names import (
+    RESNET,
+    RESNET_OF_SGM,
+    TOP,
+    TOP_OF_SGM,
+    UNET_FAMILIES,
+    UnetBlocks,
+    blocks_of,
+    families_with,
+    is_unet_layer,
+    likely_blocks,
+    row_of_diffusers,
+    row_of_original,
+    to_diffusers,
+    to_sgm,
+    unflattened,
+    usual_blocks,
+)
+from sigmascope.lora.metadata import FAMILIES, family_in
+
+_BIAS: Final = ".bias"
+_TEXT_MODEL: Final = "text_model_"
+_PARTS: Final[tuple[Part, ...]] = (
+    "denoiser",
+    "denoiser_2",
+    "text_encoder",
+    "text_encoder_2",
+    "text_encoder_3",
+    "vae",
+    "other",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class NameMatch:
+    """Which layer each module of a LoRA is for.
+
+    Attributes:
+        matched: Layer path by module name, in the LoRA's order. For a change of a bias, `<layer>.bias`.
+        unmatched: Modules for which the model has no layer, or none of their own: a matrix that is fused on one
+            side and in parts on the other is put together by `align`.
+    """
+
+    matched: dict[str, str]
+    unmatched: tuple[str, ...]
+
+
+def resolve_names(lora: LoraFile, layers: Sequence[str], layout: ModelLayout) -> NameMatch:
+    """Find the layer of each module and change of a LoRA.
+
+    Args:
+        lora: In any format; its tensors are not read.
+        layers: Paths of the model's layers, without `.weight`; all of them, so that a U-Net of unusual size is
+            counted right. Other tensors that a LoRA may change are named in the same way: a norm by its path,
+            any other parameter by its key.
+        layout: How the model names its weights.
+
+    Returns:
+        The matches. A name that could be two layers is unmatched.
+
+    Raises:
+        LoraFormatError: Two modules of the LoRA are for one layer.
+    """
+    return LayerIndex.of(layers, layout).match(lora)
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleName:
+    """A module's name, taken apart.
+
+    Attributes:
+        parts: The parts of the model that it may be of, the likeliest first; none where the name does not say.
+        path: The layer's path inside the part.
+        is_flat: Whether the path has underscores where it had dots.
+    """
+
+    parts: tuple[Part, ...]
+    path: str
+    is_flat: bool = False
+
+
+@dataclass(slots=True)
+class LayerIndex:
+    """The layers of a model by every name that they may have in a LoRA.
+
+    Attributes:
+        layers: The paths.
+        by_name: The layers of each flat name, in each part of the model.
+        swapped: Those whose rows lie otherwise under that name, if they have twice as many outputs as inputs.
+    """
+
+    layers: frozenset[str] = frozenset()
+    by_name: defaultdict[tuple[Part, str], set[str]] = field(default_factory=lambda: defaultdict(set))
+    swapped: set[tuple[Part, str]] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, layers: Iterable[str], layout: ModelLayout) -> "LayerIndex":
+        """Index the layers of a model."""
+        placed = [(layer, *layout.split(layer)) for layer in layers]
+        index = cls(frozenset(layer for layer, _, _ in placed))
+        blocks = blocks_of(path for _, part, path in placed if part == "denoiser")
+        for layer, part, path in placed:
+            for name, swapped in _names(part, path, layout, blocks):
+                key = part, _comparable(part, name)
+                index.by_name[key].add(layer)
+                if swapped:
+                    index.swapped.add(key)
+        return index
+
+    def match(self, lora: LoraFile) -> NameMatch:
+        """Match a LoRA's names; see `resolve_names`."""
+        matched: dict[str, str] = {}
+        taken: dict[str, str] = {}
+        for name in lora.names:
+            layer = self.layer_of(name, lora.shape_of(name))
+            if layer is None:
+                continue
+            if layer in taken:
+                raise LoraFormatError(
+                    f"{lora}: {taken[layer]} and {name} are both for {layer}.",
+                    hint="The file holds one layer under two names: remove one of them.",
+                )
+            taken[layer], matched[name] = name, layer
+        return NameMatch(matched, tuple(name for name in lora.names if name not in matched))
+
+    def find(self, part: Part, path: str) -> str | None:
+        """The layer of a path inside a part of the model, whatever stands before it."""
+        found = self.by_name.get((part, _comparable(part, path)), set())
+        return next(iter(found)) if len(found) == 1 else None
+
+    def layer_of(self, name: str, shape: tuple[int, ...]) -> str | None:
+        """The layer that a module is for; None where there is none, or more than one.
+
+        Args:
+            name: The module's, in any format.
+            shape: Of the weight that it changes.
+        """
+        if name in self.layers:
+            return name
+        module = name.removesuffix(_BIAS)
+        layer = module if module in self.layers else self._look_up(parse_name(module), module, shape)
+        return None if layer is None else layer + name[len(module) :]
+
+    def _look_up(self, parsed: ModuleName, module: str, shape: tuple[int, ...]) -> str | None:
+        whole = ModuleName((), module)
+        for candidate in (parsed, whole):
+            for part in candidate.parts or _PARTS:
+                key = part, _comparable(part, candidate.path)
+                found = self.by_name.get(key, set())
+                is_swapped = key in self.swapped and len(shape) > 1 and shape[0] == 2 * shape[1]
+                if len(found) == 1 and not is_swapped:
+                    return next(iter(found))
+        return None
+
+
+def _comparable(part: Part, path: str) -> str:
+    """A path without what formats and versions write differently."""
+    name = flat(path)
+    return name.removeprefix(_TEXT_MODEL) if part.startswith("text_encoder") else name
+
+
+def _names(part: Part, path: str, layout: ModelLayout, blocks: UnetBlocks) -> Iterator[tuple[str, bool]]:
+    """A layer's own path and its name in the other naming; and whether its rows are swapped there."""
+    yield path, False
+    if part.startswith("text_encoder"):
+        row = row_of_original("open_clip", path)
+        if row is not None and row.is_rename:
+            yield row.parts[0], False
+    elif part in {"denoiser", "denoiser_2"} and is_unet_layer(path, layout):
+        other = to_diffusers(path, blocks) or to_sgm(path, blocks)
+        if other is not None:
+            yield other, False
+    elif part in {"denoiser", "denoiser_2"}:
+        yield from _transformer_names(path, layout)
+
+
+def _transformer_names(path: str, layout: ModelLayout) -> Iterator[tuple[str, bool]]:
+    by_original, by_part = row_of_original(layout.family, path), row_of_diffusers(layout.family, path)
+    if layout.naming == "original" and by_original is not None and len(by_original.parts) == 1:
+        yield by_original.parts[0], by_original.swapped
+    elif layout.naming == "diffusers" and by_part is not None and len(by_part.parts) == 1:
+        yield by_part.original, by_part.swapped
+
+
+_PREFIXES: Final[dict[Part, str]] = {
+    "denoiser": "denoiser.",
+    "denoiser_2": "transformer_2.",
+    "text_encoder": "text_encoder.",
+    "text_encoder_2": "text_encoder_2.",
+    "text_encoder_3": "text_encoder_3.",
+    "vae": "vae.",
+}
+_BY_CONTEXT_WIDTH: Final = {768: "sd15", 1024: "sd2", 2048: "sdxl", 1280: "sdxl"}
+
+
+@dataclass(frozen=True, slots=True)
+class OwnNames:
+    """A LoRA's names, understood.
+
+    Attributes:
+        layout: Of a checkpoint that would have the layers under these paths.
+        layers: Path by name in the LoRA; for a change of a bias, `<layer>.bias`.
+        unknown: Flat names whose dots cannot be told.
+        blocks: Of the U-Net, as far as the names tell.
+    """
+
+    layout: ModelLayout
+    layers: Mapping[str, str]
+    unknown: tuple[str, ...]
+    blocks: UnetBlocks
+
+
+def understand_names(lora: LoraFile, family: str | None = None) -> OwnNames:
+    """Understand a LoRA's names by themselves.
+
+    Args:
+        lora: In any format; its tensors are not read.
+        family: Of the model that it is for; from its header, names and shapes when left out.
+
+    Returns:
+        The layers' paths, all of one naming.
+
+    Raises:
+        LoraFormatError: The names are of two namings that do not go together.
+        ConfigError: There is no such family.
+    """
+    if family is not None and family not in FAMILIES:
+        raise ConfigError(f"--family {family} is not known.", hint=f"Use one of: {', '.join(FAMILIES)}.")
+    placed: dict[str, tuple[Part, str]] = {}
+    unknown = []
+    for name in lora.names:
+        found = _placed(name)
+        if found is None:
+            unknown.append(name)
+        else:
+            placed[name] = found
+    paths = [path for part, path in placed.values() if part == "denoiser"]
+    family = family or _family(lora, placed, paths)
+    naming, blocks = _naming(lora, family, paths), likely_blocks(paths, usual_blocks(family))
+    layers = {
+        name: _PREFIXES.get(part, "")
+        + (_in(naming, family, path, lora, blocks) if part == "denoiser" else path)
+        for name, (part, path) in placed.items()
+    }
+    own = {name: layer + _BIAS if name.endswith(_BIAS) else layer for name, layer in layers.items()}
+    return OwnNames(ModelLayout(family, naming, _PREFIXES), own, tuple(unknown), blocks)
+
+
+def _placed(name: str) -> tuple[Part, str] | None:
+    """The part and dotted path of a module; None for a flat name of no known architecture."""
+    parsed = parse_name(name.removesuffix(_BIAS))
+    part: Part = parsed.parts[0] if parsed.parts else "denoiser"
+    if not parsed.is_flat:
+        return part, parsed.path
+    undo = unflattened_text_encoder if part.startswith("text_encoder") else unflattened_denoiser
+    path = undo(parsed.path)
+    return None if path is None else (part, path)
+
+
+def _family(lora: LoraFile, placed: Mapping[str, tuple[Part, str]], paths: list[str]) -> str:
+    named = family_in(lora.metadata)
+    if named is not None:
+        return named
+    if any(name.startswith("denoiser.") for name in placed):
+        return "lbm"
+    if any(_is_unet(path) for path in paths):
+        return _unet_family(lora, placed)
+    candidates = [family for family in families_with(paths) if family not in {"open_clip", "t5"}]
+    return candidates[0] if len(candidates) == 1 else "unknown"
+
+
+def _unet_family(lora: LoraFile, placed: Mapping[str, tuple[Part, str]]) -> str:
+    """By the width of what cross attention attends to; else by the number of blocks."""
+    for name, (part, path) in placed.items():
+        shape = lora.shape_of(name)
+        if part == "denoiser" and path.endswith(("attn2.to_k", "attn2.to_v")) and len(shape) == 2:
+            return "lbm" if shape[0] == shape[1] else _BY_CONTEXT_WIDTH.get(shape[1], "sdxl")
+    numbered = ("down_blocks.3.", "up_blocks.3.", *(f"input_blocks.{number}." for number in (9, 10, 11)))
+    deep = any(part == "denoiser" and path.startswith(numbered) for part, path in placed.values())
+    return "sd15" if deep else "sdxl"
+
+
+def _naming(lora: LoraFile, family: str, paths: Iterable[str]) -> str:
+    """`diffusers` where any path is of diffusers alone; else the other one."""
+    if family == "unknown":
+        return {"peft": "diffusers", "comfyui": "original"}.get(lora.format, "unknown")
+    if family in UNET_FAMILIES:
+        return "diffusers" if any(to_sgm(path) is not None for path in paths) else "sgm"
+    own = [row_of_diffusers(family, path) for path in paths]
+    is_diffusers = (
+        any(row is not None and row.original not in row.parts for row in own) or family == "qwen_image"
+    )
+    return "diffusers" if is_diffusers else "original"
+
+
+def _in(naming: str, family: str, path: str, lora: LoraFile, blocks: UnetBlocks) -> str:
+    """A path in the naming that the others are of, where it is of the other."""
+    if family in UNET_FAMILIES:
+        found = to_diffusers(path, blocks) if naming == "diffusers" else None
+        return found or path
+    row = row_of_original(family, path) if naming == "diffusers" else None
+    if row is None or path in row.parts:
+        return path
+    if not row.is_rename:
+        raise LoraFormatError(
+            f"{lora}: {path} is a name of the original model, and other names are diffusers'.",
+            hint="Make the file again in one naming.",
+        )
+    return row.parts[0]
+
+
+def _is_unet(path: str) -> bool:
+    return to_sgm(path) is not None or to_diffusers(path) is not None
+
+
+_TEXT_3: Final[tuple[Part, ...]] = (
+    "text_encoder_3",
+    "text_encoder_2",
+)  # T5 is FLUX' second encoder, SD 3's third
+
+
+_FLAT: Final[tuple[tuple[str, tuple[Part, ...]], ...]] = (
+    ("lora_unet_", ("denoiser",)),
+    ("lora_transformer_", ("denoiser",)),
+    ("lycoris_", ("denoiser",)),
+    ("lora_te1_", ("text_encoder",)),
+    ("lora_te2_", ("text_encoder_2", "text_encoder")),
+    ("lora_te3_", _TEXT_3),
+    ("lora_te_", ("text_encoder", "text_encoder_2")),
+)
+_DOTTED: Final[tuple[tuple[str, tuple[Part, ...]], ...]] = (
+    ("model.diffusion_model.", ("denoiser",)),
+    ("diffusion_model.", ("denoiser",)),
+    ("denoiser.", ("denoiser",)),
+    ("unet.", ("denoiser",)),
+    ("transformer_2.", ("denoiser_2",)),
+    ("text_encoder.", ("text_encoder",)),
+    ("text_encoder_2.", ("text_encoder_2",)),
+    ("text_encoder_3.", ("text_encoder_3",)),
+    ("text_encoders.clip_l.transformer.", ("text_encoder",)),
+    ("text_encoders.clip_h.transformer.", ("text_encoder",)),
+    ("text_encoders.clip_g.transformer.", ("text_encoder_2", "text_encoder")),
+    ("text_encoders.t5xxl.transformer.", _TEXT_3),
+    ("text_encoders.umt5xxl.transformer.", ("text_encoder",)),
+    ("text_encoders.qwen25_7b.transformer.", ("text_encoder",)),
+    ("cond_stage_model.transformer.", ("text_encoder",)),
+    ("cond_stage_model.model.", ("text_encoder",)),
+    ("conditioner.embedders.0.transformer.", ("text_encoder",)),
+    ("conditioner.embedders.0.model.", ("text_encoder_2",)),
+    ("conditioner.embedders.1.model.", ("text_encoder_2",)),
+    ("vae.vae_model.", ("vae",)),
+    ("vae.", ("vae",)),
+    ("first_stage_model.", ("vae",)),
+)
+_TRANSFORMER: Final = "transformer."  # also the start of a path in some text encoders
+
+
+def parse_name(name: str) -> ModuleName:
+    """Take the name of a LoRA's module apart, in any format."""
+    if "." not in name:
+        for prefix, parts in _FLAT:
+            if name.startswith(prefix):
+                return ModuleName(parts, name.removeprefix(prefix), is_flat=True)
+    for prefix, parts in _DOTTED:
+        if name.startswith(prefix):
+            return ModuleName(parts, name.removeprefix(prefix))
+    if name.startswith(_TRANSFORMER) and not name.startswith(f"{_TRANSFORMER}resblocks."):
+        return ModuleName(("denoiser",), name.removeprefix(_TRANSFORMER))
+    return ModuleName((), name)
+
+
+_DENOISERS: Final = ("flux", "sd3", "wan", "qwen_image")
+
+
+def flat(path: str) -> str:
+    """A path with underscores for dots."""
+    return path.replace(".", "_")
+
+
+def _dotted(*paths: str) -> dict[str, str]:
+    return {flat(path): path for path in paths}
+
+
+_ATTENTION: Final = _dotted("proj_in", "proj_out", "norm")
+_TRANSFORMER_LAYERS: Final = _dotted(
+    *(f"attn{number}.to_{name}" for number in (1, 2) for name in ("q", "k", "v", "out.0")),
+    *("ff.net.0.proj", "ff.net.2"),
+    *(f"norm{number}" for number in (1, 2, 3)),
+)
+_RESNETS: Final = _dotted(*RESNET, *RESNET_OF_SGM)
+_TOP_NAMES: Final = _dotted(*TOP, *TOP_OF_SGM)
+_BLOCKS: Final = re.compile(
+    r"(?:(down_blocks|up_blocks)_(\d+)_(resnets|attentions|downsamplers|upsamplers)_(\d+)"
+    r"|(mid_block)_(resnets|attentions)_(\d+)"
+    r"|(input_blocks|output_blocks)_(\d+)_(\d+)"
+    r"|(middle_block)_(\d+))_(\w+)"
+)
+_TRANSFORMER_BLOCK: Final = re.compile(r"transformer_blocks_(\d+)_(\w+)")
+
+
+def unflattened_denoiser(name: str) -> str | None:
+    """The path of a denoiser's layer, in the naming that the flat name is of.
+
+    Args:
+        name: Without `lora_unet_` or the like.
+
+    Returns:
+        The path; None for a name of no known architecture.
+    """
+    if name in _TOP_NAMES:
+        return _TOP_NAMES[name]
+    block = _BLOCKS.fullmatch(name)
+    if block is None:
+        return unflattened(name, _DENOISERS)
+    *start, rest = (piece for piece in block.groups() if piece is not None)
+    inner = _inside_block(rest)
+    return None if inner is None else ".".join([*start, inner])
+
+
+def unflattened_text_encoder(name: str) -> str | None:
+    """The path of a text encoder's layer, as transformers names it.
+
+    Args:
+        name: Without `lora_te_` or the like.
+
+    Returns:
+        The path; None for a name of no known architecture.
+    """
+    if name == "text_projection":
+        return name
+    inner = unflattened(name.removeprefix(_TEXT_MODEL), ("open_clip", "t5"))
+    if inner is None:
+        return None
+    return f"text_model.{inner}" if name.startswith(_TEXT_MODEL) else inner
+
+
+def _inside_block(rest: str) -> str | None:
+    transformer = _TRANSFORMER_BLOCK.fullmatch(rest)
+    if transformer is not None:
+        inner = _TRANSFORMER_LAYERS.get(transformer[2])
+        return None if inner is None else f"transformer_blocks.{transformer[1]}.{inner}"
+    if rest in {"conv", "op"}:
+        return rest
+    return _ATTENTION.get(rest) or _RESNETS.get(rest)
+
+
+FAMILY_TITLES: Final = {
+    "lbm": "LBM",
+    "sd15": "Stable Diffusion 1.5",
+    "sd2": "Stable Diffusion 2",
+    "sdxl": "SDXL",
+    "sd3": "Stable Diffusion 3",
+    "flux": "FLUX",
+    "wan": "WAN",
+    "qwen_image": "Qwen-Image",
+}
+"""Families by what their users call them."""
+
+
+_CONTEXT_WIDTHS: Final = {768: "sd15", 1024: "sd2", 2048: "sdxl"}
+_OF_SDXL: Final = {
+    "transformer_blocks_9_": "ten transformer blocks in a row",
+    "add_embedding_linear": "its embedding of image sizes",
+    "label_emb_0": "its embedding of image sizes",
+}
+_TRANSFORMERS: Final = ("flux", "sd3", "wan", "qwen_image")
+_VACE: Final = "vace_"  # WAN's variant that also reads a video has its blocks twice
+_CONTEXT_LAYERS: Final = ("attn2.to_k", "attn2.to_v", "attn2_to_k", "attn2_to_v")
+
+
+@dataclass(frozen=True, slots=True)
+class FileFamily:
+    """What a file is for.
+
+    Attributes:
+        family: As in `ModelLayout.family`; None where nothing tells.
+        is_unet: Whether its names are those of a U-Net, of whatever family.
+        evidence: What it was told from.
+    """
+
+    family: str | None
+    is_unet: bool
+    evidence: str
+
+
+def title_of(family: str | None) -> str:
+    """The family as its users call it."""
+    return FAMILY_TITLES.get(family or "", "an unknown family")
+
+
+def file_family(lora: LoraFile) -> FileFamily:
+    """Tell by names and shapes; by the header where these leave it open.
+
+    Args:
+        lora: In any format; its tensors are not read.
+    """
+    by_names = _by_names(lora)
+    stated = family_in(lora.metadata)
+    if by_names in UNET_FAMILIES:
+        return _of_unet(lora, by_names, stated)
+    if by_names is not None:
+        return FileFamily(by_names, False, "its names")
+    return FileFamily(stated, False, "its header" if stated else "neither names nor header tell")
+
+
+def _by_names(lora: LoraFile) -> str | None:
+    try:
+        family = understand_names(replace(lora, metadata={})).layout.family
+    except SigmascopeError:
+        family = "unknown"
+    return _by_most_names(lora) if family == "unknown" else family
+
+
+def _by_most_names(lora: LoraFile) -> str | None:
+    """The family whose tables have most of the denoiser's names: some may be renamed, or of a variant."""
+    paths = [path for name in lora.names if (path := _denoiser_path(name)) is not None]
+    counts = {family: sum(_is_in_table(family, path) for path in paths) for family in _TRANSFORMERS}
+    first, second = sorted(counts, key=lambda family: -counts[family])[:2]
+    return first if counts[first] > counts[second] and 2 * counts[first] >= len(paths) else None
+
+
+def _denoiser_path(name: str) -> str | None:
+    parsed = parse_name(name)
+    if parsed.parts and not parsed.parts[0].startswith("denoiser"):
+        return None
+    path = unflattened_denoiser(parsed.path) if parsed.is_flat else parsed.path
+    return (path or parsed.path).removeprefix(_VACE)
+
+
+def _is_in_table(family: str, path: str) -> bool:
+    return row_of_original(family, path) is not None or row_of_diffusers(family, path) is not None
+
+
+def _of_unet(lora: LoraFile, by_names: str, stated: str | None) -> FileFamily:
+    """The names of all U-Nets are alike: the width of what cross attention reads tells them apart."""
+    if by_names == "lbm":
+        return FileFamily("lbm", True, "its names")
+    width = _context_width(lora)
+    if width in _CONTEXT_WIDTHS:
+        return FileFamily(_CONTEXT_WIDTHS[width], True, f"cross attention that reads {width} features")
+    if stated in UNET_FAMILIES:
+        return FileFamily(stated, True, "its header")
+    for mark, words in _OF_SDXL.items():
+        if any(mark in flat(name) for name in lora.names):
+            return FileFamily("sdxl", True, words)
+    return FileFamily(None, True, "the names of a U-Net, of no known width")
+
+
+def _context_width(lora: LoraFile) -> int | None:
+    for name in lora.names:
+        shape = lora.shape_of(name)
+        if name.endswith(_CONTEXT_LAYERS) and len(shape) == 2:
+            return shape[1]
+    return None

@@ -1,0 +1,549 @@
+"""What each patch on a model does to its weight, as its host applies it: as factors, or formed whole.
+
+Hosts differ: DoRA's magnitudes per output are divided by the norm of the unchanged weight in ComfyUI and by that of
+the changed one in PEFT (and in the paper, Liu et al., arXiv 2402.09353), and PEFT's strength acts inside the norm.
+Here is what each host does, not what it should do.
+
+A block's rotation is the Cayley transform of a skew matrix, R = (I + Q)(I − Q)⁻¹ with Q = B − Bᵀ, whose length is
+limited by the stored alpha. ComfyUI's way of applying them is followed, strengths included.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod, sqrt
+from typing import Final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from sigmascope.errors import LoraFormatError, ModelMismatchError
+from sigmascope.lora.adapters import DiffChange, LohaChange, LokrChange
+from sigmascope.lora.factors import LoraFactors
+from sigmascope.lora.linalg import in_double
+from sigmascope.probes.applied_patch import AppliedPatch
+
+_PEFT: Final = "peft."
+_WHATEVER_THE_STRENGTH: Final = frozenset({"set", "dora"})
+
+
+@dataclass(frozen=True, slots=True)
+class Sorted:
+    """The changes of one weight, sorted.
+
+    Attributes:
+        acting: Those that change it, in the order in which the host applies them.
+        left_out: Of the others, why not, each once.
+    """
+
+    acting: tuple[AppliedPatch, ...]
+    left_out: tuple[str, ...]
+
+
+def sort_patches(patches: Sequence[AppliedPatch]) -> Sorted:
+    """Tell the changes that act on a weight from those that are only there.
+
+    A change of strength 0 acts where its host still multiplies the weight itself, or sets it whatever the strength.
+    """
+    acting: list[AppliedPatch] = []
+    left_out: dict[str, None] = {}
+    for patch in sorted(patches, key=lambda patch: patch.index):
+        reason = _idle(patch)
+        if reason is None:
+            acting.append(patch)
+        else:
+            left_out[reason] = None
+    return Sorted(tuple(acting), tuple(left_out))
+
+
+def strength_of(patch: AppliedPatch) -> float:
+    """The strength of a change without its scale; 0 for one that is switched off.
+
+    Raises:
+        LoraFormatError: It could not be read.
+    """
+    return 0.0 if patch.state == "inactive" else _known(patch, "strength", patch.strength)
+
+
+def scale_of_patch(patch: AppliedPatch) -> float:
+    """Alpha over rank, as the host has it.
+
+    Raises:
+        LoraFormatError: It could not be read.
+    """
+    return _known(patch, "scale", patch.scale)
+
+
+def kept_of_weight(patch: AppliedPatch) -> float:
+    """What the weight itself is multiplied with before the change.
+
+    Raises:
+        LoraFormatError: It could not be read.
+    """
+    return _known(patch, "strength_model", patch.strength_model)
+
+
+def is_by_peft(patch: AppliedPatch) -> bool:
+    """Whether PEFT applies it, which does some kinds in another way than ComfyUI."""
+    return _PEFT in patch.data_type
+
+
+def _idle(patch: AppliedPatch) -> str | None:
+    if patch.state == "failed":
+        return f"it cannot be applied: {patch.state_reason}" if patch.state_reason else "it cannot be applied"
+    if patch.strength_model not in (1.0, None):
+        return None
+    if patch.state == "inactive":
+        return f"inactive: {patch.state_reason}" if patch.state_reason else "inactive"
+    if patch.strength == 0.0 and patch.adapter_type not in _WHATEVER_THE_STRENGTH:
+        return "its strength is 0"
+    return None
+
+
+def _known(patch: AppliedPatch, name: str, value: float | None) -> float:
+    if value is None:
+        reason = patch.unavailable.get(name, "the host does not say")
+        raise LoraFormatError(f"the {name} of a change of {patch.key} could not be read: {reason}.")
+    return value
+
+
+_NEEDS_WEIGHT: Final = frozenset({"glora", "oft", "boft", "set", "dora"})
+_EPSILON: Final = torch.finfo(torch.float32).eps  # what ComfyUI adds to norms of weights in float32
+
+
+def needs_weight(patch: AppliedPatch) -> bool:
+    """Whether what a patch changes depends on the weight that is there."""
+    by_type = patch.adapter_type in _NEEDS_WEIGHT or "dora_scale" in patch.tensors
+    return by_type or patch.strength_model != 1.0
+
+
+def change_by(patch: AppliedPatch, weight: Tensor, held: Tensor) -> Tensor:
+    """ΔW of one patch with its strength, in the weight's shape, float64; `strength_model` is not in it.
+
+    Args:
+        patch: One that acts.
+        weight: What acts before the patch, in float64; the part that the patch is for. Zeros where it does not
+            matter.
+        held: What the weight's own tensor holds then: without the branches that PEFT runs beside it.
+
+    Raises:
+        SigmascopeError: A kind that is not known, or tensors that do not fit the weight.
+    """
+    strength = strength_of(patch)
+    if patch.adapter_type == "set":
+        return _tensor(patch, "set", weight).reshape(weight.shape) - weight
+    if "dora_scale" in patch.tensors and is_by_peft(patch):
+        return _magnified_by_peft(patch, weight, held, strength * _direction(patch, weight))
+    change = _direction(patch, weight)
+    if "dora_scale" in patch.tensors:
+        if patch.adapter_type in {"oft", "boft"}:  # ComfyUI takes the limit for a scale here
+            change = change * (patch.alpha or 0.0)
+        change = _magnified(patch, weight, change)
+    return change * strength
+
+
+def _direction(patch: AppliedPatch, weight: Tensor) -> Tensor:
+    """The change at strength 1, before magnitudes; rotations have a strength of their own inside."""
+    form = _FORMS.get(patch.adapter_type)
+    if form is None:
+        why = f": {'; '.join(patch.unavailable.values())}" if patch.unavailable else ""
+        raise LoraFormatError(f"{patch.key}: a change of kind {patch.adapter_type} is not calculated{why}.")
+    change = form(patch, weight)
+    if change.numel() != weight.numel():
+        raise ModelMismatchError(
+            f"{patch.key}: a change of {tuple(change.shape)} is none of a weight {tuple(weight.shape)}."
+        )
+    return change.reshape(weight.shape)
+
+
+def _product(patch: AppliedPatch, weight: Tensor) -> Tensor:
+    whole = replace(patch, offset=None, adapter_type="lora")
+    found = factors_of(whole, own_shape(whole))
+    return (found.up @ found.down).to(weight.device) * scale_of_patch(patch)
+
+
+def _loha(patch: AppliedPatch, weight: Tensor) -> Tensor:
+    parts = _parts(patch, weight, "hada_", {"w1_a", "w1_b", "w2_a", "w2_b", "t1", "t2"})
+    return LohaChange(parts, scale_of_patch(patch)).delta(dtype=torch.float64)
+
+
+def _lokr(patch: AppliedPatch, weight: Tensor) -> Tensor:
+    parts = _parts(patch, weight, "lokr_", {"w1", "w2", "w1_a", "w1_b", "w2_a", "w2_b", "t2"})
+    return LokrChange(parts, scale_of_patch(patch)).delta(dtype=torch.float64)
+
+
+def _diff(patch: AppliedPatch, weight: Tensor) -> Tensor:
+    return DiffChange({"diff": _tensor(patch, "diff", weight)}, weight_shape=tuple(weight.shape)).delta(
+        dtype=torch.float64
+    )
+
+
+def _glora(patch: AppliedPatch, weight: Tensor) -> Tensor:
+    """W·a1·a2 + b1·b2 (Chavan et al., arXiv 2306.07967), or as LyCORIS wrote it at first, W·a2·a1 + b2·b1."""
+    a1, a2, b1, b2 = (_tensor(patch, name, weight).flatten(1) for name in ("a1", "a2", "b1", "b2"))
+    if _is_old_glora(patch, weight):
+        return (b2 @ b1 + weight.flatten(1) @ a2 @ a1).mul(scale_of_patch(patch))
+    rows = weight.flatten(2) if weight.ndim > 2 else weight.unsqueeze(-1)
+    turned: Tensor = torch.einsum("oix,ij->ojx", rows, a1 @ a2).reshape(weight.shape)
+    whole: Tensor = turned.add((b1 @ b2).reshape(weight.shape)).mul(scale_of_patch(patch))
+    return whole
+
+
+def _is_old_glora(patch: AppliedPatch, weight: Tensor) -> bool:
+    a1, a2, b1, b2 = (tuple(patch.tensors[name].shape) for name in ("a1", "a2", "b1", "b2"))
+    old = b2[1] == b1[0] == a1[0] == a2[1]
+    new = b2[0] == b1[1] == a1[1] == a2[0]
+    return old and (not new or a2[0] == weight.shape[0] == weight.shape[1])
+
+
+def _oft(patch: AppliedPatch, weight: Tensor) -> Tensor:
+    _refuse_by_peft(patch)
+    return oft_change(weight, _tensor(patch, "blocks", weight), patch.alpha or 0.0, strength_of(patch))
+
+
+def _boft(patch: AppliedPatch, weight: Tensor) -> Tensor:
+    _refuse_by_peft(patch)
+    rescale = _tensor(patch, "rescale", weight) if "rescale" in patch.tensors else None
+    return boft_change(
+        weight, _tensor(patch, "blocks", weight), rescale, patch.alpha or 0.0, strength_of(patch)
+    )
+
+
+Shape = tuple[int, ...]
+_FACTS: Final = {"loha": ("hada_", LohaChange.facts), "lokr": ("lokr_", LokrChange.facts)}
+
+
+def is_product(patch: AppliedPatch) -> bool:
+    """Whether a change is up · down and nothing else."""
+    return patch.adapter_type == "lora" and {"up", "down"} <= patch.tensors.keys()
+
+
+def own_shape(patch: AppliedPatch) -> Shape:
+    """The shape that a change has by itself, without looking at the weight.
+
+    Raises:
+        LoraFormatError: Its parts do not fit together, or tell no shape.
+    """
+    if patch.adapter_type == "diff" and "diff" in patch.tensors:
+        return tuple(patch.tensors["diff"].shape)
+    if patch.adapter_type in _FACTS:
+        start, facts = _FACTS[patch.adapter_type]
+        return facts({start + name: tuple(part.shape) for name, part in patch.tensors.items()}).weight_shape
+    if not is_product(patch):
+        raise LoraFormatError(f"{patch.key}: a {patch.adapter_type} change does not show its shape.")
+    down = patch.tensors["down"]
+    kernel = patch.tensors["mid"].shape[2:] if "mid" in patch.tensors else down.shape[2:]
+    return (patch.tensors["up"].shape[0], down.shape[1], *kernel)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WeightedFactors:
+    """weight · up · down, up (out, r) and down (r, in·kh·kw) of the whole weight that is changed."""
+
+    up: Tensor
+    down: Tensor
+    weight: float
+
+
+def _padded(tensor: Tensor, axis: int, start: int, size: int) -> Tensor:
+    whole = tensor.new_zeros([size if number == axis else n for number, n in enumerate(tensor.shape)])
+    whole.narrow(axis, start, tensor.shape[axis]).copy_(tensor)
+    return whole
+
+
+def _misfit(patch: AppliedPatch, up: Tensor, down: Tensor, shape: Shape) -> ModelMismatchError:
+    part = "" if patch.offset is None else f" at {patch.offset}"
+    return ModelMismatchError(
+        f"{patch.key}: up {tuple(up.shape)} and down {tuple(down.shape)} are no change of a weight {shape}{part}."
+    )
+
+
+def placed(patch: AppliedPatch, up: Tensor, down: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
+    """Factors of a part of a weight, with zeros where it is not changed.
+
+    Raises:
+        ModelMismatchError: They do not fit the weight, or the part.
+    """
+    if patch.offset is None:
+        if (up.shape[0], down[0].numel()) != (shape[0], prod(shape[1:])):
+            raise _misfit(patch, up, down, shape)
+        return up, down.flatten(1)
+    axis, start, length = patch.offset
+    if axis == 0:
+        if (up.shape[0], down[0].numel()) != (length, prod(shape[1:])) or start + length > shape[0]:
+            raise _misfit(patch, up, down, shape)
+        return _padded(up, 0, start, shape[0]), down.flatten(1)
+    part = (*shape[1:axis], length, *shape[axis + 1 :])
+    if (up.shape[0], down[0].numel()) != (shape[0], prod(part)) or start + length > shape[axis]:
+        raise _misfit(patch, up, down, shape)
+    return up, _padded(down.reshape(len(down), *part), axis, start, shape[axis]).flatten(1)
+
+
+def factors_of(patch: AppliedPatch, shape: Shape) -> WeightedFactors:
+    """Give a plain change as factors of the whole weight, in float64.
+
+    Args:
+        patch: One for which `is_product` holds.
+        shape: Of the whole weight. A change of a part of it gets rows or columns of zeros.
+
+    Raises:
+        ModelMismatchError: The factors do not fit the weight.
+        LoraFormatError: Strength or scale could not be read.
+    """
+    up, down = in_double(patch.tensors["up"]).flatten(1), in_double(patch.tensors["down"])
+    if "mid" in patch.tensors:
+        core = in_double(patch.tensors["mid"]).to(down.device)
+        down = torch.tensordot(core, down.flatten(1), dims=([1], [0])).movedim(-1, 1)
+    up, down = placed(patch, up, down.to(up.device), shape)
+    return WeightedFactors(up, down, strength_of(patch) * scale_of_patch(patch))
+
+
+def _tensor(patch: AppliedPatch, name: str, weight: Tensor) -> Tensor:
+    if name not in patch.tensors:
+        raise LoraFormatError(f"{patch.key}: a change of kind {patch.adapter_type} without its {name}.")
+    return patch.tensors[name].detach().to(weight.device, torch.float64)
+
+
+def _parts(patch: AppliedPatch, weight: Tensor, start: str, names: set[str]) -> dict[str, Tensor]:
+    return {start + name: _tensor(patch, name, weight) for name in names & patch.tensors.keys()}
+
+
+def _refuse_by_peft(patch: AppliedPatch) -> None:
+    if is_by_peft(patch):
+        raise LoraFormatError(f"{patch.key}: PEFT's way of rotating weights is not calculated here.")
+
+
+_LEAST = 1e-8  # ComfyUI's guard against a division by zero
+
+
+def cayley(blocks: Float[Tensor, "... b b"], limit: float) -> Float[Tensor, "... b b"]:
+    """The rotation of each block.
+
+    Args:
+        blocks: Any matrices B; only their skew part counts.
+        limit: Of ‖Q‖ over all blocks; none if it is not above 0.
+    """
+    skew = blocks - blocks.mT
+    length = float(torch.linalg.vector_norm(skew)) + _LEAST
+    if 0.0 < limit < length:
+        skew = skew * (limit / length)
+    identity = torch.eye(blocks.shape[-1], dtype=blocks.dtype, device=blocks.device)
+    rotation: Tensor = torch.linalg.solve(identity - skew, identity + skew, left=False)
+    return rotation
+
+
+def oft_change(
+    weight: Float[Tensor, "out ..."], blocks: Float[Tensor, "k b b"], limit: float, strength: float
+) -> Float[Tensor, "out ..."]:
+    """s·(Rᵀ − I)·W, block by block of b rows, before the strength that all kinds are multiplied with.
+
+    ComfyUI lets the strength into the rotation and multiplies the change with it again; a stored rescale is not
+    looked at there.
+    """
+    count, size = blocks.shape[:2]
+    rotation = cayley(blocks, limit)
+    identity = torch.eye(size, dtype=blocks.dtype, device=blocks.device)
+    rows = weight.reshape(count, size, -1)
+    turned: Tensor = (strength * (rotation - identity)).mT @ rows
+    return turned.reshape(weight.shape)
+
+
+def boft_change(
+    weight: Float[Tensor, "out ..."],
+    blocks: Float[Tensor, "m k b b"],
+    rescale: Tensor | None,
+    limit: float,
+    strength: float,
+) -> Float[Tensor, "out ..."]:
+    """(Π Rᵢ)·W − W over m butterfly stages, in which rows are regrouped, before the strength of all kinds.
+
+    Each stage's rotation is s·R + (1 − s)·I.
+    """
+    stages, _, size, _ = blocks.shape
+    rotations = cayley(blocks, limit)
+    identity = torch.eye(size, dtype=blocks.dtype, device=blocks.device)
+    rows = weight.reshape(weight.shape[0], -1)
+    for stage in range(stages):
+        apart = 2**stage * (size // 2)
+        grouped = rows.reshape(-1, 2, apart, rows.shape[1]).transpose(1, 2).reshape(-1, size, rows.shape[1])
+        turned = (strength * rotations[stage] + (1.0 - strength) * identity) @ grouped
+        rows = turned.reshape(-1, apart, 2, rows.shape[1]).transpose(1, 2).reshape(rows.shape)
+    changed = rows.reshape(weight.shape)
+    return (changed if rescale is None else changed * rescale) - weight
+
+
+_FORMS: Final[Mapping[str, Callable[[AppliedPatch, Tensor], Tensor]]] = {
+    "lora": _product,
+    "dora": _product,
+    "loha": _loha,
+    "lokr": _lokr,
+    "glora": _glora,
+    "oft": _oft,
+    "boft": _boft,
+    "diff": _diff,
+}
+
+
+def _magnified(patch: AppliedPatch, weight: Tensor, change: Tensor) -> Tensor:
+    """m·(W + δ)/norm − W."""
+    magnitude = _tensor(patch, "dora_scale", weight)
+    changed = weight + change
+    # Until April 2025 ComfyUI kept changes as tuples, and took all magnitudes for those of inputs.
+    by_output = magnitude.shape[:1] == weight.shape[:1] and "tuple" not in patch.data_type
+    norm = _norms_along(weight, 0) if by_output else _norms_along(changed, 1)
+    result: Tensor = changed * (magnitude / (norm + _EPSILON)) - weight
+    return result
+
+
+def _magnified_by_peft(patch: AppliedPatch, weight: Tensor, held: Tensor, change: Tensor) -> Tensor:
+    """m·(W + δ)/‖W₀ + δ‖ − W: a second DoRA acts on the output of the first, and takes its norm of W₀ alone."""
+    magnitude = _tensor(patch, "dora_scale", weight).flatten()
+    axis = 0 if len(magnitude) == weight.shape[0] else 1
+    shape = [size if number == axis else 1 for number, size in enumerate(weight.shape)]
+    norm = _norms_along(held + change, axis).clamp_min(torch.finfo(torch.float64).tiny)
+    result: Tensor = (weight + change) * (magnitude.reshape(shape) / norm) - weight
+    return result
+
+
+def _norms_along(weight: Tensor, axis: int) -> Tensor:
+    others = [number for number in range(weight.ndim) if number != axis]
+    norms: Tensor = torch.linalg.vector_norm(weight, dim=others, keepdim=True)
+    return norms
+
+
+_CANCELLED: Final = 1e-6
+"""A sum this much shorter than its parts has lost half of float64's digits in squares, and is taken from QR."""
+_ROUNDING: Final = 1e-13
+"""A sum this much shorter than its parts is what float64 leaves of parts that cancel."""
+
+
+def weight_shape_of(patches: Sequence[AppliedPatch], weight: Tensor | None) -> Shape | None:
+    """The shape that a weight has after its changes: its own, or as far as they say; None where nobody does.
+
+    ComfyUI enlarges a weight by zeros for a change that says so.
+    """
+    own = [own_shape(patch) for patch in patches if patch.offset is None and _shows(patch)]
+    said = [patch.weight_shape for patch in patches if patch.weight_shape is not None]
+    if weight is None and not said and not own:
+        return None
+    given = tuple(weight.shape) if weight is not None else (said or own)[0]
+    larger = [shape for shape in own if len(shape) == len(given) and prod(shape) > prod(given)]
+    return tuple(map(max, given, *larger)) if larger else given
+
+
+def fits(patch: AppliedPatch, shape: Shape) -> bool:
+    """Whether a plain change is the matrix of a weight, and not one that is reshaped to it."""
+    own = own_shape(patch)
+    return patch.offset is not None or (own[0], prod(own[1:])) == (shape[0], prod(shape[1:]))
+
+
+def norm_of_sum(parts: Sequence[WeightedFactors]) -> float:
+    """‖Σ wᵢ·upᵢ·downᵢ‖ from Gram matrices, at least one part.
+
+    ‖ΔW‖² = tr((upᵀup)(down·downᵀ)) of all factors side by side, R×R matrices for R the sum of the ranks. Where
+    the parts cancel, the squares do not tell what is left, and the norm is that of the R×R middle of two QR
+    decompositions.
+    """
+    whole = concatenated(parts)
+    norm = whole.frobenius_norm()
+    if len(parts) == 1:
+        return norm
+    lengths = sqrt(sum(abs(part.weight) ** 2 * _pair(part).frobenius_norm() ** 2 for part in parts))
+    if norm > _CANCELLED * lengths:
+        return norm
+    _, core, _ = whole.orthogonal_form()
+    left = float(torch.linalg.vector_norm(core))
+    return left if left > _ROUNDING * lengths else 0.0
+
+
+def concatenated(parts: Sequence[WeightedFactors]) -> LoraFactors:
+    """Σ wᵢ·upᵢ·downᵢ as one pair, in float64."""
+    device = parts[0].up.device
+    up = torch.cat([part.up.to(device) * part.weight for part in parts], dim=1)
+    down = torch.cat([part.down.to(device) for part in parts])
+    return LoraFactors(up, down, float(up.shape[1]), (up.shape[0], down.shape[1]))
+
+
+def _shows(patch: AppliedPatch) -> bool:
+    whole = patch.adapter_type == "diff" and "diff" in patch.tensors
+    return whole or is_product(patch) or patch.adapter_type in _FACTS
+
+
+def _pair(part: WeightedFactors) -> LoraFactors:
+    return LoraFactors(part.up, part.down, float(part.up.shape[1]), (part.up.shape[0], part.down.shape[1]))
+
+
+_LARGEST_RANK: Final = 2048  # above, the bases take seconds a weight
+
+
+def as_factors(patches: Sequence[AppliedPatch], shape: Shape) -> LoraFactors:
+    """Σ of the changes as up · down, in float64.
+
+    Args:
+        patches: Changes of one weight that act, at least one.
+        shape: Of the weight.
+
+    Raises:
+        LoraFormatError: A change that has no small factors, as a difference or DoRA, or too many together.
+        ModelMismatchError: One does not fit the weight.
+    """
+    rank = rank_together(patches)
+    if rank > _LARGEST_RANK:
+        raise LoraFormatError(f"the changes have a rank of {rank} together, which is too large to compare.")
+    return concatenated([_factors(patch, shape) for patch in patches])
+
+
+def rank_together(patches: Sequence[AppliedPatch]) -> int:
+    """The inner dimension that the changes of one weight have as one pair of factors; 0 for those that have none."""
+    return sum(_rank({name: tuple(part.shape) for name, part in patch.tensors.items()}) for patch in patches)
+
+
+def _rank(shapes: Mapping[str, Shape]) -> int:
+    if "down" in shapes:
+        return sum(shapes["down"][:1])
+    if {"w1_b", "w2_b"} <= shapes.keys() and not {"w1", "w2"} & shapes.keys():
+        return sum(shapes["w1_b"][:1]) * sum(shapes["w2_b"][:1])
+    sides = [shapes[name] if name in shapes else shapes.get(f"{name}_b", (0,))[:1] for name in ("w1", "w2")]
+    return min(sides[0], default=0) * min(sides[1], default=0)
+
+
+def _factors(patch: AppliedPatch, shape: Shape) -> WeightedFactors:
+    if kept_of_weight(patch) != 1.0:
+        raise LoraFormatError("the weight itself is scaled, which is no low-rank change.")
+    if is_product(patch):
+        return factors_of(patch, shape)
+    form = {"loha": _loha_factors, "lokr": _lokr_factors}.get(patch.adapter_type)
+    if form is None or "dora_scale" in patch.tensors:
+        kind = patch.adapter_type if form is None else f"{patch.adapter_type} with magnitudes"
+        raise LoraFormatError(f"a {kind} change has no factors whose spaces could be compared.")
+    up, down = form({name: in_double(tensor) for name, tensor in patch.tensors.items()})
+    up, down = placed(patch, up, down, shape)
+    return WeightedFactors(up, down, strength_of(patch) * scale_of_patch(patch))
+
+
+def _loha_factors(parts: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """(A₁B₁) ⊙ (A₂B₂) = (A₁ ∗ A₂)(B₁ ∗ B₂) for the row-wise and column-wise Kronecker products."""
+    if "t1" in parts:
+        raise LoraFormatError("a loha change with cores has no factors whose spaces could be compared.")
+    one, two = parts["w1_a"], parts["w2_a"]
+    up = (one[:, :, None] * two[:, None, :]).flatten(1)
+    down = (parts["w1_b"][:, None, :] * parts["w2_b"][None, :, :]).flatten(0, 1)
+    return up, down
+
+
+def _lokr_factors(parts: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """(A₁B₁) ⊗ (A₂B₂) = (A₁ ⊗ A₂)(B₁ ⊗ B₂)."""
+    if "t2" in parts or ("w2" in parts and parts["w2"].ndim > 2):
+        raise LoraFormatError("a lokr change of a kernel has no factors whose spaces could be compared.")
+    sides = [_two(parts, "w1"), _two(parts, "w2")]
+    (one_up, one_down), (two_up, two_down) = sides
+    return torch.kron(one_up, two_up), torch.kron(one_down, two_down)
+
+
+def _two(parts: dict[str, Tensor], name: str) -> tuple[Tensor, Tensor]:
+    """A side as two factors; a whole matrix as itself and the identity on its smaller side."""
+    if name not in parts:
+        return parts[f"{name}_a"], parts[f"{name}_b"]
+    whole = parts[name]
+    identity = torch.eye(min(whole.shape), dtype=whole.dtype, device=whole.device)
+    return (identity, whole) if whole.shape[0] <= whole.shape[1] else (whole, identity)

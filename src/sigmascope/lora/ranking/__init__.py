@@ -1,1 +1,0 @@
-"""How much rank each layer gets: methods, rules, and budgets that all layers share."""

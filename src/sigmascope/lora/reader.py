@@ -1,0 +1,403 @@
+"""Read a LoRA file of any format, whole or one module at a time."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import ClassVar, Final
+
+import torch
+from torch import Tensor
+
+from sigmascope.checkpoints import Checkpoint, open_checkpoint
+from sigmascope.errors import LoraFormatError, NonFiniteError, SigmascopeError
+from sigmascope.lora.adapters import (
+    Adapter,
+    AdapterFacts,
+    DiffChange,
+    DoraChange,
+    LohaChange,
+    LokrChange,
+    SetChange,
+    TuckerChange,
+    WeightChange,
+    magnitudes_per_output,
+    require_magnitudes,
+)
+from sigmascope.lora.alpha import EntryScales, PeftConfigs, read_configs
+from sigmascope.lora.factors import LoraFactors
+from sigmascope.lora.file import LazyMapping, LoraFile, ModuleFacts, exists
+from sigmascope.lora.formats import FLAT_PREFIXES, recognised
+from sigmascope.lora.keys import (
+    DOWN,
+    EMBEDDING_DOWN,
+    EMBEDDING_UP,
+    UP,
+    UP_BIAS,
+    Entry,
+    Kind,
+    entries_of,
+    group_keys,
+)
+from sigmascope.lora.linalg import at_least_float32, is_real
+
+
+@contextmanager
+def open_lora(
+    path: str | Path, *, check_finite: bool = True, keep_float8: bool = False
+) -> Iterator[LoraFile]:
+    """Open a LoRA file of any known format for reading one module at a time.
+
+    Names, shapes and ranks come from the header alone; a module's tensors are read each time it is asked for.
+
+    Args:
+        path: A safetensors file, a `.pt`/`.ckpt` of tensors only, or a folder that holds one.
+        check_finite: Whether a module that holds NaN or Inf is refused when it is read.
+        keep_float8: Whether float8 factors stay so. PyTorch does not calculate in float8, so they come as
+            float32 else, which loses nothing.
+
+    Yields:
+        The LoRA; its modules can be read inside the block only.
+
+    Raises:
+        CheckpointError: The file is missing, damaged, or no file of tensors.
+        LoraFormatError: Its keys follow no known format, it holds changes of a kind that is not read (OFT,
+            BOFT, GLoRA, IA³, …), or its tensors do not fit together.
+        NonFiniteError: When a module is read: a tensor holds NaN or Inf.
+    """
+    exists(Path(path))  # refuses what the system will not look at; a missing file is named when it is opened
+    with open_checkpoint(path) as checkpoint:
+        yield _lazy_file(checkpoint, check_finite=check_finite, keep_float8=keep_float8)
+
+
+def load_lora(path: str | Path) -> LoraFile:
+    """Read a LoRA file of any known format into memory; see `open_lora`.
+
+    Raises:
+        NonFiniteError: A factor holds NaN or Inf.
+    """
+    with open_lora(path) as lora:
+        return LoraFile(
+            modules=dict(lora.modules),
+            metadata=lora.metadata,
+            path=lora.path,
+            format=lora.format,
+            unused_keys=lora.unused_keys,
+            changes=dict(lora.changes),
+        )
+
+
+def _lazy_file(checkpoint: Checkpoint, *, check_finite: bool, keep_float8: bool) -> LoraFile:
+    found = group_keys(checkpoint.path, checkpoint.keys())
+    lora_format = recognised(checkpoint, found)
+    configs = (
+        read_configs(checkpoint.path, checkpoint.metadata) if lora_format.name == "peft" else PeftConfigs()
+    )
+    reader = EntryReader(checkpoint, EntryScales(checkpoint, configs), check_finite, keep_float8)
+    entries = entries_of(checkpoint.path, found)
+    _refuse_twice(checkpoint.path, entries)
+    facts = {entry.name: reader.facts(entry) for entry in entries}
+    return LoraFile(
+        modules=LazyMapping({entry.name: entry for entry in entries if entry.is_plain}, reader.factors),
+        metadata=dict(checkpoint.metadata),
+        path=checkpoint.path,
+        format=lora_format.name,
+        unused_keys=(*found.unused, *checkpoint.skipped),
+        changes=LazyMapping({entry.name: entry for entry in entries if not entry.is_plain}, reader.change),
+        facts=facts,
+    )
+
+
+def _refuse_twice(path: Path, entries: Sequence[Entry]) -> None:
+    seen: set[str] = set()
+    for entry in entries:
+        if entry.name in seen:
+            raise LoraFormatError(
+                f"{path}: two tensors change {entry.name}.",
+                hint="Which of them is meant cannot be told: make the file again.",
+            )
+        seen.add(entry.name)
+
+
+_ADAPTERS: Final[Mapping[Kind, type[Adapter]]] = {
+    "tucker": TuckerChange,
+    "loha": LohaChange,
+    "lokr": LokrChange,
+    "diff": DiffChange,
+    "set": SetChange,
+    "up_bias": DiffChange,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class EntryReader:
+    """Reads what the entries of one file say.
+
+    Attributes:
+        checkpoint: The open file.
+        scales: What its entries are scaled with.
+        check_finite: Whether NaN and Inf are refused.
+        keep_float8: Whether float8 stays float8; else it comes as float32.
+    """
+
+    checkpoint: Checkpoint
+    scales: EntryScales
+    check_finite: bool = True
+    keep_float8: bool = False
+
+    def facts(self, entry: Entry) -> ModuleFacts:
+        """What the header tells of an entry.
+
+        Raises:
+            LoraFormatError: Tensors that do not fit together or hold no floating-point numbers.
+        """
+        infos = {role: self.checkpoint.info(key) for role, key in entry.roles.items()}
+        for info in infos.values():
+            self._require_numbers(info.name, info.dtype)
+        shape, rank = self._shape_and_rank(entry)
+        parameters = sum(prod(info.shape) for role, info in infos.items() if _is_value(entry, role))
+        kind: str = "diff" if entry.kind == "up_bias" else entry.kind
+        if entry.magnitude is not None:
+            magnitudes = self.checkpoint.info(entry.magnitude)
+            self._require_numbers(magnitudes.name, magnitudes.dtype)
+            parameters, kind = parameters + prod(magnitudes.shape), "dora"
+        return ModuleFacts("lora" if entry.is_plain else kind, shape, rank, parameters)
+
+    def factors(self, entry: Entry) -> LoraFactors:
+        """Read a plain entry.
+
+        Raises:
+            LoraFormatError: An alpha that is no number.
+            NonFiniteError: A factor or alpha holds NaN or Inf.
+        """
+        shape, rank = self._shape_and_rank(entry)
+        assert rank is not None
+        if entry.kind == "embedding":  # its weight is (entries, width), transposed to what B·A gives
+            up, down = (
+                self._tensor(entry.roles[EMBEDDING_DOWN]).mT,
+                self._tensor(entry.roles[EMBEDDING_UP]).mT,
+            )
+        else:
+            up, down = (self._tensor(entry.roles[role]).flatten(1) for role in (UP, DOWN))
+        try:
+            return LoraFactors(up, down, self.scales.alpha(entry, rank, shape), shape)
+        except SigmascopeError as error:
+            raise self._named(entry, error) from error
+
+    def change(self, entry: Entry) -> WeightChange:
+        """Read an entry that is more than plain factors; raises what `factors` does."""
+        if entry.magnitude is None:
+            return self._adapter(entry)
+        plain = entry.kind in {"lora", "embedding"}
+        direction = self.factors(entry) if plain else self._adapter(entry)
+        magnitude = self._tensor(entry.magnitude)
+        try:
+            return DoraChange(direction, magnitude, self._per_output(entry, direction.weight_shape))
+        except SigmascopeError as error:
+            raise self._named(entry, error) from error
+
+    def _adapter(self, entry: Entry) -> Adapter:
+        _, rank = self._shape_and_rank(entry)
+        parts = {role: self._tensor(key) for role, key in entry.roles.items() if _is_value(entry, role)}
+        try:
+            return _ADAPTERS[entry.kind](parts, self.scales.scale(entry, rank))
+        except SigmascopeError as error:
+            raise self._named(entry, error) from error
+
+    def _shape_and_rank(self, entry: Entry) -> AdapterFacts:
+        """Raises LoraFormatError for tensors that do not fit together."""
+        shapes = {role: self.checkpoint.info(key).shape for role, key in entry.roles.items()}
+        try:
+            if entry.kind == "lora":
+                facts = AdapterFacts(_plain_shape(shapes[UP], shapes[DOWN]), shapes[DOWN][0])
+            elif entry.kind == "embedding":
+                entries, width = shapes[EMBEDDING_DOWN][1], shapes[EMBEDDING_UP][0]
+                facts = AdapterFacts((entries, width), shapes[EMBEDDING_DOWN][0])
+            elif entry.kind == "up_bias":
+                facts = AdapterFacts(shapes[UP_BIAS], shapes[DOWN][0])
+            else:
+                facts = _ADAPTERS[entry.kind].facts(shapes)
+            if entry.magnitude is not None:
+                count = prod(self.checkpoint.info(entry.magnitude).shape)
+                per_output = self._per_output(entry, facts.weight_shape)
+                require_magnitudes(count, facts.weight_shape, per_output=per_output)
+        except (SigmascopeError, IndexError) as error:
+            raise self._named(entry, error) from error
+        return facts
+
+    def _per_output(self, entry: Entry, shape: tuple[int, ...]) -> bool:
+        assert entry.magnitude is not None
+        return entry.by_peft or magnitudes_per_output(self.checkpoint.info(entry.magnitude).shape, shape)
+
+    def _tensor(self, key: str) -> Tensor:
+        tensor = self.checkpoint.tensor(key)
+        wide = tensor.to(at_least_float32(tensor.dtype))
+        if self.check_finite and not bool(torch.isfinite(wide).all()):
+            raise NonFiniteError(
+                f"{self.checkpoint.path}: {key} holds NaN or Inf.",
+                hint="Make the file again, in bf16 or float if it was fp16.",
+            )
+        return wide if tensor.dtype.itemsize == 1 and not self.keep_float8 else tensor
+
+    def _require_numbers(self, key: str, dtype: torch.dtype) -> None:
+        if not is_real(dtype):
+            raise LoraFormatError(
+                f"{self.checkpoint.path}: {key} is {str(dtype).removeprefix('torch.')}, "
+                "not floating-point numbers.",
+                hint="Convert the file to bf16, fp16 or float with the tool that made it.",
+            )
+
+    def _named(self, entry: Entry, error: Exception) -> SigmascopeError:
+        """The error with the file and the module before it."""
+        where = f"{self.checkpoint.path}: {entry.module}"
+        if isinstance(error, SigmascopeError):
+            return type(error)(f"{where}: {error.message}", hint=error.hint)
+        return LoraFormatError(f"{where}: a tensor of it has too few axes.")
+
+
+def _is_value(entry: Entry, role: str) -> bool:
+    """Whether a tensor is part of the change, and not only looked at for its rank."""
+    return not (entry.kind == "up_bias" and role == DOWN)
+
+
+def _plain_shape(up: tuple[int, ...], down: tuple[int, ...]) -> tuple[int, ...]:
+    """(out, in[, kh, kw]) from the factors: the kernel is down's, and up is 1×1."""
+    pointwise = len(up) == 2 or set(up[2:]) <= {1}
+    fits = len(down) >= 2 and len(up) in (2, len(down)) and pointwise
+    if not fits or up[1] != down[0] or min(*up, *down) < 1:
+        raise LoraFormatError(
+            f"up is {up} and down is {down}.",
+            hint="Expected up (out, rank[, 1, 1]) and down (rank, in[, kh, kw]), rank 1 or more.",
+        )
+    return (up[0], *down[1:])
+
+
+_KEY: Final = re.compile(
+    r"(?P<name>.+)\.(?P<end>oft_blocks|oft_diag|boft_blocks|[ab][12]\.weight|rescale|alpha|dora_scale)"
+)
+_BLOCKS: Final = ("oft_blocks", "oft_diag", "boft_blocks")
+_GLORA: Final = ("a1.weight", "a2.weight", "b1.weight", "b2.weight")
+_PARTS: Final = dict.fromkeys(_BLOCKS, "blocks") | {end: end.removesuffix(".weight") for end in _GLORA}
+_BUTTERFLY: Final = 4  # axes of BOFT's blocks, where OFT's have three
+_COMFYUI_STARTS: Final = ("diffusion_model.", "text_encoders.")
+
+
+UNKNOWN_SHAPE: Final = ()
+"""Of a weight of which only the number of rows is known."""
+
+
+@dataclass(frozen=True, eq=False)
+class UnreadChange:
+    """A change that is not formed here, by its tensors.
+
+    Attributes:
+        kind: `oft`, `boft` or `glora`.
+        weight_shape: Of the weight; () where its tensors do not tell.
+        parameters: Number of stored values.
+        parts: Its tensors, by the names that `AppliedPatch.tensors` has for them.
+    """
+
+    kind: str
+    weight_shape: tuple[int, ...]
+    parameters: int
+    parts: Mapping[str, Tensor]
+
+    needs_base: ClassVar[bool] = True
+
+    def delta(self, base: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Not to be had.
+
+        Raises:
+            LoraFormatError: Always.
+        """
+        raise LoraFormatError(f"a change of kind {self.kind} is not formed from its file.")
+
+    def frobenius_norm(self, base: Tensor | None = None) -> float:
+        """Not to be had; raises what `delta` does."""
+        return float(self.delta(base).norm())
+
+
+@contextmanager
+def open_any(path: Path, *, check_finite: bool = True) -> Iterator[LoraFile]:
+    """Open a LoRA file, also of kinds that `open_lora` refuses; raises what that does."""
+    unread = open_unread(path)
+    if unread is not None:
+        yield unread
+        return
+    with open_lora(path, check_finite=check_finite) as lora:
+        yield lora
+
+
+def open_unread(path: Path) -> LoraFile | None:
+    """The modules of a file that holds such changes and nothing else, by name; None for any other file.
+
+    Args:
+        path: The file. It is not kept open; a change that is read opens it again.
+
+    Raises:
+        CheckpointError: It cannot be read.
+    """
+    with open_checkpoint(path) as checkpoint:
+        groups = _groups(checkpoint)
+        if groups is None:
+            return None
+        facts = {name: _facts(checkpoint, ends) for name, ends in groups.items()}
+        metadata = dict(checkpoint.metadata)
+    known = {name: one for name, one in facts.items() if one is not None}
+    if len(known) < len(groups):
+        return None
+    return LoraFile(
+        modules={},
+        metadata=metadata,
+        path=path,
+        format=_format(next(iter(groups))),
+        changes=LazyMapping(
+            {name: name for name in groups}, lambda name: _read(path, known[name], groups[name])
+        ),
+        facts=known,
+    )
+
+
+def _groups(checkpoint: Checkpoint) -> dict[str, dict[str, str]] | None:
+    """Key by ending, for each module; None if a key is of another kind."""
+    groups: dict[str, dict[str, str]] = {}
+    for key in checkpoint:
+        match = _KEY.fullmatch(key)
+        if match is None:
+            return None
+        groups.setdefault(match["name"], {})[match["end"]] = key
+    return groups or None
+
+
+def _facts(checkpoint: Checkpoint, ends: Mapping[str, str]) -> ModuleFacts | None:
+    shapes = {end: checkpoint.info(key).shape for end, key in ends.items()}
+    parameters = sum(prod(shape) for end, shape in shapes.items() if end != "alpha")
+    blocks = next((shapes[end] for end in _BLOCKS if end in shapes), None)
+    if blocks is not None:
+        return ModuleFacts("boft" if len(blocks) == _BUTTERFLY else "oft", UNKNOWN_SHAPE, None, parameters)
+    if not all(end in shapes for end in _GLORA):
+        return None
+    b1, b2 = (shapes[end] for end in _GLORA[2:])
+    if b1[1] == b2[0]:  # b1·b2, as GLoRA's factors are ordered now
+        return ModuleFacts("glora", (b1[0], *b2[1:]), b2[0], parameters)
+    return ModuleFacts("glora", (b2[0], *b1[1:]), b1[0], parameters)
+
+
+def _read(path: Path, facts: ModuleFacts, ends: Mapping[str, str]) -> WeightChange:
+    """Raises NonFiniteError for NaN or Inf."""
+    parts: dict[str, Tensor] = {}
+    with open_checkpoint(path) as checkpoint:
+        for end, key in ends.items():
+            parts[_PARTS.get(end, end)] = tensor = checkpoint.tensor(key)
+            if not bool(torch.isfinite(tensor).all()):
+                raise NonFiniteError(f"{path}: {key} holds NaN or Inf.")
+    parts.pop("alpha", None)
+    return UnreadChange(facts.kind, facts.weight_shape, facts.parameters, parts)
+
+
+def _format(name: str) -> str:
+    if name.startswith(FLAT_PREFIXES) and "." not in name:
+        return "kohya"
+    return "comfyui" if name.startswith(_COMFYUI_STARTS) else "native"

@@ -1,0 +1,249 @@
+"""A change that can be cut to any rank, by its factors (QR and a small SVD) or as a whole, with the exact error."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import cached_property
+from math import isfinite, sqrt
+from typing import Final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from sigmascope.errors import NonFiniteError
+from sigmascope.lora.decompose import StoredChange, decompose
+from sigmascope.lora.factors import CANCELLED, LoraFactors, difference_norm, norm_bound
+from sigmascope.lora.linalg import at_least_float32, frobenius_norm, in_double, max_rank
+from sigmascope.lora.spectrum import Spectrum
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CutChange:
+    """A change at a lower rank, as it goes into a file.
+
+    Attributes:
+        factors: In storage dtype, alpha = rank.
+        error_norm: ‖ΔW − up·down‖ of these rounded factors.
+        kept_energy: Share of ‖ΔW‖² in the singular values that were kept, 0 to 1, before rounding.
+    """
+
+    factors: LoraFactors
+    error_norm: float
+    kept_energy: float
+
+
+class ReducibleChange(ABC):
+    """One weight's change, to be stored at a rank that its singular values decide."""
+
+    @property
+    @abstractmethod
+    def weight_shape(self) -> tuple[int, ...]:
+        """(out, in) or (out, in, kh, kw)."""
+
+    @property
+    @abstractmethod
+    def norm(self) -> float:
+        """‖ΔW‖."""
+
+    @abstractmethod
+    def spectrum(self, wanted: int) -> Spectrum:
+        """At least the `wanted` largest singular values, or all that there are."""
+
+    @abstractmethod
+    def cut(self, rank: int) -> CutChange:
+        """The nearest change of this rank, at least 1; of less where the change has no more.
+
+        Raises:
+            NonFiniteError: The factors do not fit the storage dtype.
+        """
+
+
+_ROUNDED: Final = 0.5
+"""Rounding both factors costs about 0.3 of the dtype's eps."""
+_ROUNDING: Final = 1e-12
+"""Singular values below this share of the largest are float64 rounding of a change that has no more."""
+
+
+class FactoredChange(ReducibleChange):
+    """A change given by LoRA factors: QR of both and the SVD of their small core say all, in float64.
+
+    Args:
+        factors: The change.
+        dtype: Storage dtype.
+    """
+
+    def __init__(self, factors: LoraFactors, dtype: torch.dtype) -> None:
+        self.factors = factors
+        self.dtype = dtype
+
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        """See `ReducibleChange`."""
+        return self.factors.weight_shape
+
+    @property
+    def norm(self) -> float:
+        """‖ΔW‖, from the singular values where they are there already, else from Gram matrices."""
+        return self._norm
+
+    def spectrum(self, wanted: int) -> Spectrum:
+        """Complete and exact, whatever is wanted."""
+        return Spectrum.of_factors(self._decomposed[2], self.weight_shape)
+
+    def cut(self, rank: int) -> CutChange:
+        """The nearest change of this rank; the factors as they are where nothing has to be cut."""
+        if self.factors.rank <= min(rank, max_rank(self.weight_shape)):
+            same = self._uncut()
+            if same is not None:
+                return same
+        left, u, sigma = self._decomposed
+        kept = max(1, min(rank, int((sigma > _ROUNDING * sigma[0]).sum())))
+        energy = float(sigma.square().sum())
+        share = float(sigma[:kept].square().sum()) / energy if energy > 0.0 else 1.0
+        stored, error = self._projected((left @ u[:, :kept]) * sigma[:kept].sqrt())
+        return CutChange(stored, error, share)
+
+    def _uncut(self) -> CutChange | None:
+        """The same factors with the scale in up; None where storing them costs more than rounding should.
+
+        What is lost is a product of factors itself, [E_up, up]·[down; E_down] with the rounding errors E, so that
+        its Gram matrices cancel nothing.
+        """
+        exact_up, exact_down = in_double(self.factors.up) * self.factors.scale, in_double(self.factors.down)
+        up, down = exact_up.to(self.dtype), exact_down.to(self.dtype)
+        left, right = exact_up - in_double(up), exact_down
+        lost_down = exact_down - in_double(down)
+        if bool(lost_down.any()):
+            left, right = torch.cat([left, in_double(up)], dim=1), torch.cat([right, lost_down])
+        squared = float(((left.mT @ left) * (right @ right.mT)).sum())
+        error = sqrt(max(squared, 0.0)) if isfinite(squared) else squared
+        if not error <= _ROUNDED * torch.finfo(self.dtype).eps * self.norm:
+            return None  # scales far from 1 run out of float16's exponents
+        stored = LoraFactors(
+            up.to(self.factors.up.device),
+            down.to(self.factors.down.device),
+            float(self.factors.rank),
+            self.weight_shape,
+        )
+        return CutChange(stored, error, 1.0)
+
+    def _projected(self, wide_up: Float[Tensor, "out r"]) -> tuple[LoraFactors, float]:
+        """Round up, then take for down the least-squares answer to the rounded up, L.
+
+        X = (LᵀL)⁻¹·LᵀΔW needs no right singular vectors. The error of the X that is stored is exact:
+        ‖ΔW − L·X‖² = ‖ΔW‖² − 2·tr(LᵀΔW·Xᵀ) + tr(LᵀL·X·Xᵀ).
+        """
+        up = wide_up.to(self.factors.up.device, self.dtype)
+        left, own_up, own_down = in_double(up), in_double(self.factors.up), in_double(self.factors.down)
+        shared = (left.mT @ own_up).mul(self.factors.scale)
+        gram = left.mT @ left
+        down = (_solve(gram, shared) @ own_down).to(self.factors.down.device, self.dtype)
+        stored = _storable(up, down, self.weight_shape)
+        right = in_double(down)
+        agreement = float((shared * (right @ own_down.mT)).sum())
+        squared = self.norm**2 - 2.0 * agreement + float((gram * (right @ right.mT)).sum())
+        if squared <= CANCELLED * self.norm**2:
+            return stored, difference_norm(self.factors, stored)
+        return stored, sqrt(squared)
+
+    @cached_property
+    def _norm(self) -> float:
+        """0 where columns cancel, as those of a LoRA less itself do: what is left then is rounding."""
+        bound = norm_bound(self.factors)
+        norm = 0.0 if "_decomposed" in vars(self) else self.factors.frobenius_norm()
+        if norm <= sqrt(CANCELLED) * bound:
+            norm = float(self._decomposed[2].norm())
+        return norm if norm > _ROUNDING * bound else 0.0
+
+    @cached_property
+    def _decomposed(self) -> tuple[Float[Tensor, "out k"], Float[Tensor, "k l"], Float[Tensor, " l"]]:
+        """Q, U, Σ such that the columns of Q·U are the left singular vectors; the right ones are not needed."""
+        left, left_core = torch.linalg.qr(in_double(self.factors.up))
+        _, right_core = torch.linalg.qr(in_double(self.factors.down).mT, mode="r")
+        u, sigma, _ = torch.linalg.svd((left_core @ right_core.mT) * self.factors.scale, full_matrices=False)
+        return left, u, sigma
+
+
+def _solve(gram: Float[Tensor, "r r"], right: Float[Tensor, "r k"]) -> Float[Tensor, "r k"]:
+    """Solve gram·x = right for columns that differ in length by orders of magnitude.
+
+    Scaled to unit columns the matrix is near the identity, since the columns were orthogonal before rounding.
+    """
+    lengths = gram.diagonal().sqrt().clamp_min(torch.finfo(torch.float64).tiny)
+    scaled = gram / lengths[:, None] / lengths
+    scaled.diagonal().fill_(1.0)  # also for a column that rounded to nothing
+    answer: Tensor = torch.linalg.solve(scaled, right / lengths[:, None])
+    return answer / lengths[:, None]
+
+
+def _storable(up: Tensor, down: Tensor, weight_shape: tuple[int, ...]) -> LoraFactors:
+    if not bool(torch.isfinite(up).all() and torch.isfinite(down).all()):
+        raise NonFiniteError(
+            f"the factors do not fit {str(up.dtype).removeprefix('torch.')}.",
+            hint="Use --save_precision float or bf16.",
+        )
+    return LoraFactors(up, down, float(up.shape[1]), weight_shape)
+
+
+_FORMED_ABOVE: Final = 256
+
+
+class FormedChange(ReducibleChange):
+    """A change that is there as a whole: decomposed as far as is asked.
+
+    Args:
+        delta: ΔW, (out, in) or (out, in, kh, kw), floating point and finite.
+        dtype: Storage dtype.
+    """
+
+    def __init__(self, delta: Float[Tensor, "*shape"], dtype: torch.dtype) -> None:
+        self._delta = delta.to(at_least_float32(delta.dtype))
+        self.dtype = dtype
+        self._norm = frobenius_norm(self._delta)
+        self._found: StoredChange | None = None
+
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        """See `ReducibleChange`."""
+        return tuple(self._delta.shape)
+
+    @property
+    def norm(self) -> float:
+        """‖ΔW‖, summed in float64."""
+        return self._norm
+
+    def spectrum(self, wanted: int) -> Spectrum:
+        """The values that were found on the way to factors of rank `wanted`."""
+        return self._decomposed(wanted).spectrum
+
+    def cut(self, rank: int) -> CutChange:
+        """See `ReducibleChange`; at full rank ΔW itself beside an identity."""
+        if rank >= max_rank(self.weight_shape):
+            whole = decompose(self._delta, rank, self.dtype)
+            return CutChange(whole.factors, whole.error_norm, 1.0)
+        found = self._decomposed(rank)
+        stored = found.cut(rank)
+        kept = float(found.spectrum.values[: stored.factors.rank].square().sum())
+        energy = found.spectrum.total_energy
+        return CutChange(stored.factors, stored.error_norm, min(kept / energy, 1.0) if energy > 0.0 else 1.0)
+
+    def _decomposed(self, rank: int) -> StoredChange:
+        if self._found is None or (self._found.factors.rank < rank and not self._found.spectrum.complete):
+            self._found = decompose(self._delta, rank, self.dtype, norm=self.norm, with_spectrum=True)
+        return self._found
+
+
+def reducible(factors: LoraFactors, wanted: int, dtype: torch.dtype) -> ReducibleChange:
+    """Take the quicker way to `wanted` singular values of a change given by factors.
+
+    QR of factors of rank 1280 (a LoRA at full rank) costs a second a layer; where few values of many are
+    wanted, ΔW is formed and decomposed as in an extraction.
+
+    Args:
+        factors: The change.
+        wanted: How many singular values are likely to be needed.
+        dtype: Storage dtype.
+    """
+    if factors.rank > _FORMED_ABOVE and 4 * wanted <= factors.rank:
+        return FormedChange(factors.delta(), dtype)
+    return FactoredChange(factors, dtype)

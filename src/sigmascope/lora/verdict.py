@@ -1,0 +1,456 @@
+"""The verdict on a LoRA file and a model: module by module, with findings and advice."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final, Literal, get_args
+
+from sigmascope.errors import SigmascopeError
+from sigmascope.lora.effect import BlockEffect, Effect, by_block
+from sigmascope.lora.layer_names import UNET_FAMILIES
+from sigmascope.lora.module_names import title_of
+from sigmascope.records.run import Finding, Severity
+
+_NOT_READ: Final = "the model's weights were not read"
+
+
+Reason = Literal[
+    "other_architecture",
+    "other_shape",
+    "transposed",
+    "text_encoder_missing",
+    "part_missing",
+    "prefix",
+    "block_missing",
+    "twice",
+    "unknown",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleVerdict:
+    """One module.
+
+    Attributes:
+        name: As the file has it.
+        kind: `lora` for plain factors, else `loha`, `lokr`, `tucker`, `dora`, `diff`, `set`, `oft`, `boft` or `glora`.
+        shape: Of the weight that it is made for; () where its tensors do not tell.
+        part: Of the model: `denoiser`, `text_encoder`, …; as its name says.
+        rank: Of its factors; None where it has none.
+        alpha: As stored in the file; None where there is none, and then the scale is 1.
+        scale: What its factors' product is multiplied with; None unless the factors are plain and were read.
+        norm: ‖ΔW‖ at strength 1; None where it was not read, is not finite, or depends on the model's weight.
+        layers: The model's weights that it changes: one, or several where it is fused and the model is not.
+        model_shape: Of the first of those.
+        reason: Why it changes none; None where it does.
+        detail: The same in words.
+        nearest: Names in the model that are nearest to its own, where it changes none.
+        finite: Whether all its numbers are; None where they were not read.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    part: str
+    rank: int | None = None
+    alpha: float | None = None
+    scale: float | None = None
+    norm: float | None = None
+    layers: tuple[str, ...] = ()
+    model_shape: tuple[int, ...] | None = None
+    reason: Reason | None = None
+    detail: str | None = None
+    nearest: tuple[str, ...] = ()
+    finite: bool | None = None
+
+    @property
+    def matched(self) -> bool:
+        """Whether it changes a weight of the model."""
+        return self.reason is None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The module as JSON values."""
+        listed = {name: list(getattr(self, name)) for name in ("shape", "layers", "nearest")}
+        model_shape = None if self.model_shape is None else list(self.model_shape)
+        return asdict(self) | listed | {"model_shape": model_shape, "matched": self.matched}
+
+
+@dataclass(frozen=True, slots=True)
+class LoraVerdict:
+    """Whether a LoRA is for a model.
+
+    Attributes:
+        path: The file; None for a LoRA in memory.
+        format: `native`, `kohya`, `peft` or `comfyui`; None if the file could not be read.
+        file_family: What the file is for, such as `sdxl`; None where nothing tells.
+        family_evidence: What that was told from.
+        model_family: What the model is; None where it is of no known family.
+        model_naming: How the model names its weights, as in `ModelLayout.naming`.
+        modules: Every module of the file, in its order.
+        unused_keys: Keys of the file that belong to no module.
+        error: Why the file, or the model, could not be read; then nothing else is known.
+        findings: What is wrong or worth knowing, with what to do, the worst first.
+        unavailable: What could not be had, with the reason.
+    """
+
+    path: str | None
+    format: str | None = None
+    file_family: str | None = None
+    family_evidence: str = ""
+    model_family: str | None = None
+    model_naming: str = "unknown"
+    modules: tuple[ModuleVerdict, ...] = ()
+    unused_keys: tuple[str, ...] = ()
+    error: str | None = None
+    findings: tuple[Finding, ...] = ()
+    unavailable: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def matched(self) -> tuple[ModuleVerdict, ...]:
+        """Modules that change a weight of the model."""
+        return tuple(module for module in self.modules if module.matched)
+
+    @property
+    def unmatched(self) -> tuple[ModuleVerdict, ...]:
+        """Modules that change none."""
+        return tuple(module for module in self.modules if not module.matched)
+
+    @property
+    def fits(self) -> bool:
+        """Whether there are modules, all of which change a weight and none of which holds NaN or Inf."""
+        return bool(self.modules) and not self.unmatched and not self.not_finite
+
+    @property
+    def not_finite(self) -> tuple[str, ...]:
+        """Modules that hold NaN or Inf."""
+        return tuple(module.name for module in self.modules if module.finite is False)
+
+    @property
+    def ranks(self) -> dict[int, int]:
+        """How many modules have each rank, by rising rank."""
+        return dict(sorted(Counter(m.rank for m in self.modules if m.rank is not None).items()))
+
+    @property
+    def reasons(self) -> dict[Reason, int]:
+        """How many modules are unmatched for each reason."""
+        counts = Counter(module.reason for module in self.unmatched)
+        return {reason: counts[reason] for reason in REASONS if counts[reason]}
+
+    @property
+    def parts(self) -> dict[str, dict[str, int]]:
+        """How many modules of each part of the model match, and how many there are."""
+        found: dict[str, dict[str, int]] = {}
+        for module in self.modules:
+            counts = found.setdefault(module.part, {"matched": 0, "modules": 0})
+            counts["matched"] += int(module.matched)
+            counts["modules"] += 1
+        return found
+
+    @property
+    def blocks(self) -> tuple[BlockEffect, ...]:
+        """Strength by block, of the modules that match, at LoRA strength 1; from the file alone."""
+        effects = {
+            module.layers[0]: Effect(module.norm, None, None, unavailable=_why_no_norm(module))
+            for module in self.matched
+        }
+        return by_block(effects)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The verdict as JSON values, totals first."""
+        return {
+            "path": self.path,
+            "format": self.format,
+            "fits": self.fits,
+            "error": self.error,
+            "file_family": self.file_family,
+            "family_evidence": self.family_evidence,
+            "model_family": self.model_family,
+            "model_naming": self.model_naming,
+            "total_modules": len(self.modules),
+            "matched_modules": len(self.matched),
+            "unmatched_modules": len(self.unmatched),
+            "reasons": dict(self.reasons),
+            "parts": self.parts,
+            "ranks": self.ranks,
+            "not_finite": list(self.not_finite),
+            "unused_keys": list(self.unused_keys),
+            "findings": [asdict(finding) for finding in self.findings],
+            "blocks": [block.as_dict() for block in self.blocks],
+            "modules": [module.as_dict() for module in self.modules],
+            "unavailable": dict(self.unavailable),
+        }
+
+
+def _why_no_norm(module: ModuleVerdict) -> dict[str, str]:
+    unread = {"weight_norm": _NOT_READ, "relative_change": _NOT_READ}
+    if module.norm is not None:
+        return unread
+    if module.finite is False:
+        return unread | {"delta_norm": "the module holds NaN or Inf"}
+    if module.finite is None:
+        return unread | {"delta_norm": "its numbers were not read"}
+    return unread | {"delta_norm": f"what a {module.kind} change does depends on the model's weight"}
+
+
+REASONS: tuple[Reason, ...] = get_args(Reason)
+
+
+_NAMED: Final = 3
+_ORDER: Final = ("critical", "error", "warning", "info")
+_SEVERITIES: Final[dict[Reason, Severity]] = {"text_encoder_missing": "warning", "part_missing": "warning"}
+REASON_WORDS: Final[dict[Reason, str]] = {
+    "other_architecture": "are for another architecture",
+    "other_shape": "are for weights of another shape",
+    "transposed": "have their factors the wrong way round",
+    "text_encoder_missing": "are for a text encoder that the model given does not have",
+    "part_missing": "are for a part that the model given does not have",
+    "prefix": "have an unknown prefix before a name that the model has",
+    "block_missing": "are for blocks that the model does not have",
+    "twice": "are for layers that another module of the file is for already",
+    "unknown": "have names that the model does not have",
+}
+REASON_ADVICE: Final[dict[Reason, str]] = {
+    "other_architecture": "Use the LoRA with the family of models that it was made for.",
+    "other_shape": "Use the LoRA with the model that it was made for: this one has other widths.",
+    "transposed": "Make the file again, with up (out, rank) and down (rank, in).",
+    "text_encoder_missing": "Give the text encoder too, or take it that the LoRA acts on the denoiser alone.",
+    "part_missing": "Give that part of the model too.",
+    "prefix": "Rename the keys without the prefix, or load with that prefix where the loader takes one.",
+    "block_missing": "Use the LoRA with the model that it was made for: this one has fewer or other blocks.",
+    "twice": "Remove one of the two: a loader may apply both.",
+    "unknown": "Compare the names with the nearest ones of the model, and convert the file if a naming differs.",
+}
+
+
+def unreadable(error: Exception) -> Finding:
+    """The finding for a file, or a model, that cannot be read."""
+    message = error.message if isinstance(error, SigmascopeError) else str(error)
+    hint = error.hint if isinstance(error, SigmascopeError) else None
+    return Finding("lora_unreadable", "critical", message, {"error": type(error).__name__}, hint)
+
+
+def findings_of(verdict: LoraVerdict, keys: Sequence[str]) -> tuple[Finding, ...]:
+    """What is wrong with a LoRA on a model, the worst first.
+
+    Args:
+        verdict: With its modules.
+        keys: Of the file.
+    """
+    found = [
+        *_nothing(verdict),
+        *_by_reason(verdict),
+        *_not_finite(verdict),
+        *_unused(verdict),
+        *loader_findings(verdict, keys),
+    ]
+    return tuple(sorted(found, key=lambda finding: _ORDER.index(finding.severity)))
+
+
+def _nothing(verdict: LoraVerdict) -> Iterator[Finding]:
+    if verdict.modules and not verdict.matched:
+        reason = max(verdict.reasons, key=lambda reason: verdict.reasons[reason])
+        yield Finding(
+            "lora_matches_nothing",
+            "critical",
+            f"None of the {len(verdict.modules)} modules changes a weight of the model: most {REASON_WORDS[reason]}.",
+            {
+                "modules": len(verdict.modules),
+                "matched": 0,
+                "file_family": verdict.file_family,
+                "model_family": verdict.model_family,
+            },
+            REASON_ADVICE[reason],
+        )
+
+
+def _by_reason(verdict: LoraVerdict) -> Iterator[Finding]:
+    for reason, count in verdict.reasons.items():
+        modules = [module for module in verdict.unmatched if module.reason == reason]
+        yield Finding(
+            f"lora_{reason}",
+            _SEVERITIES.get(reason, "error"),
+            f"{count} of {len(verdict.modules)} modules {REASON_WORDS[reason]}{_families(verdict, reason)}: {_named(modules)}.",
+            {
+                "modules": count,
+                "of": len(verdict.modules),
+                "first": modules[0].name,
+                "detail": modules[0].detail,
+                "nearest": ", ".join(modules[0].nearest),
+            },
+            REASON_ADVICE[reason],
+        )
+
+
+def _families(verdict: LoraVerdict, reason: Reason) -> str:
+    if reason != "other_architecture":
+        return ""
+    own = title_of(verdict.file_family) if verdict.file_family else "a U-Net"
+    return f" (the file is for {own} by {verdict.family_evidence}, the model is {title_of(verdict.model_family)})"
+
+
+def _not_finite(verdict: LoraVerdict) -> Iterator[Finding]:
+    if verdict.not_finite:
+        modules = [module for module in verdict.modules if module.finite is False]
+        yield Finding(
+            "lora_not_finite",
+            "error",
+            f"{len(modules)} of {len(verdict.modules)} modules hold NaN or Inf: {_named(modules)}.",
+            {"modules": len(modules), "first": modules[0].name},
+            "Make the file again, in bf16 or float if it was fp16. Applied, it makes images black.",
+        )
+
+
+def _unused(verdict: LoraVerdict) -> Iterator[Finding]:
+    if verdict.unused_keys:
+        shown = ", ".join(verdict.unused_keys[:_NAMED])
+        yield Finding(
+            "lora_unused_keys",
+            "info",
+            f"{len(verdict.unused_keys)} keys of the file belong to no module: {shown}.",
+            {"keys": len(verdict.unused_keys), "first": verdict.unused_keys[0]},
+        )
+
+
+def _named(modules: Sequence[ModuleVerdict]) -> str:
+    shown = [f"{module.name} ({module.detail})" if module.detail else module.name for module in modules[:1]]
+    shown += [module.name for module in modules[1:_NAMED]]
+    more = f" and {len(modules) - _NAMED} more" if len(modules) > _NAMED else ""
+    return ", ".join(shown) + more
+
+
+_DIFFERENCES: Final = (".diff", ".diff_b", ".set_weight", ".w_norm", ".b_norm")
+_UP_BIAS: Final = (".lora_B.bias", ".lora_up.bias")
+
+
+def loader_findings(verdict: LoraVerdict, keys: Sequence[str]) -> Iterator[Finding]:
+    """What to know before the file is given to diffusers or ComfyUI.
+
+    Args:
+        verdict: With its modules.
+        keys: Of the file.
+    """
+    yield from _ignored_alphas(verdict, keys)
+    yield from _kohya_names(verdict)
+    yield from _comfyui_names(verdict, keys)
+    yield from _differences(verdict, keys)
+    yield from _half_of_attention(verdict)
+    yield from _prefix(verdict)
+    yield from _some_biases(verdict, keys)
+    yield from _rotations(verdict)
+
+
+def _ignored_alphas(verdict: LoraVerdict, keys: Sequence[str]) -> Iterator[Finding]:
+    alphas = [key for key in keys if key.endswith(".alpha")]
+    if verdict.format != "peft" or not alphas:
+        return
+    scaled = [module for module in verdict.modules if module.scale not in (None, 1.0)]
+    told = f", so that {len(scaled)} modules act with another strength there" if scaled else ""
+    yield Finding(
+        "lora_alpha_ignored",
+        "warning" if scaled else "info",
+        f"diffusers ignores the {len(alphas)} .alpha tensors beside lora_A and lora_B{told}.",
+        {"alphas": len(alphas), "scaled": len(scaled), "first_scale": scaled[0].scale if scaled else None},
+        "Convert the file (sigmascope lora convert): the scale is then in the factors." if scaled else None,
+    )
+
+
+def _kohya_names(verdict: LoraVerdict) -> Iterator[Finding]:
+    if verdict.format == "kohya":
+        yield Finding(
+            "lora_kohya_names",
+            "info",
+            "The file has kohya's names: diffusers reads them through a pipeline's load_lora_weights, not through "
+            "a model's load_lora_adapter.",
+            {"format": verdict.format},
+            "Load it with the pipeline, or convert it to PEFT's format (sigmascope lora convert).",
+        )
+
+
+def _comfyui_names(verdict: LoraVerdict, keys: Sequence[str]) -> Iterator[Finding]:
+    """Diffusers renames `diffusion_model.` for most newer families; for these it finds nothing under that name."""
+    as_peft = any(".lora_A." in key for key in keys)
+    lost = verdict.model_family in UNET_FAMILIES | {"sd3"} or (verdict.model_family == "flux" and as_peft)
+    if verdict.format == "comfyui" and verdict.matched and lost:
+        yield Finding(
+            "lora_comfyui_names",
+            "warning",
+            f"diffusers loads nothing of names that begin with diffusion_model. into {title_of(verdict.model_family)}, "
+            "and returns normally.",
+            {"modules": len(verdict.matched), "first": verdict.matched[0].name},
+            "For diffusers, convert the file to PEFT's format (sigmascope lora convert).",
+        )
+
+
+def _differences(verdict: LoraVerdict, keys: Sequence[str]) -> Iterator[Finding]:
+    found = [key for key in keys if key.endswith(_DIFFERENCES)]
+    if not found:
+        return
+    fate = "drops them without a word" if verdict.format == "peft" else "refuses the file because of them"
+    yield Finding(
+        "lora_whole_differences",
+        "warning",
+        f"{len(found)} keys hold whole differences, such as {found[0]}: diffusers {fate}.",
+        {"keys": len(found), "first": found[0]},
+        "Load the file in ComfyUI, or merge it into the checkpoint (sigmascope lora merge).",
+    )
+
+
+def _half_of_attention(verdict: LoraVerdict) -> Iterator[Finding]:
+    """ComfyUI finds 234 of SDXL's 794 layers by such names; those of attention are lost."""
+    lost = [
+        module
+        for module in verdict.matched
+        if module.name.startswith("unet.") and ".attn" in module.name and ".to_" in module.name
+    ]
+    if verdict.format == "peft" and verdict.model_family in UNET_FAMILIES and lost:
+        yield Finding(
+            "lora_comfyui_loses_attention",
+            "warning",
+            f"ComfyUI does not find {len(lost)} of the {len(verdict.modules)} modules by these names: all "
+            "projections of attention, with warnings in its log only.",
+            {"modules": len(lost), "of": len(verdict.modules), "first": lost[0].name},
+            "For ComfyUI, convert the file to kohya's or ComfyUI's format (sigmascope lora convert).",
+        )
+
+
+def _prefix(verdict: LoraVerdict) -> Iterator[Finding]:
+    """The default prefix of `load_lora_adapter` is transformer: with any other, nothing is loaded, with a warning."""
+    if verdict.format != "peft" or not verdict.modules:
+        return
+    starts = {module.name.partition(".")[0] for module in verdict.modules if module.part == "denoiser"}
+    if starts and "transformer" not in starts:
+        known = sorted(starts & {"unet", "denoiser", "diffusion_model"})
+        said = f'prefix="{known[0]}"' if known else "prefix=None"
+        yield Finding(
+            "lora_prefix",
+            "info",
+            f"diffusers' load_lora_adapter loads nothing of this file with its default prefix: it needs {said}.",
+            {"prefix": known[0] if known else None},
+            f"Load it with the pipeline's load_lora_weights, or give load_lora_adapter {said}.",
+        )
+
+
+def _some_biases(verdict: LoraVerdict, keys: Sequence[str]) -> Iterator[Finding]:
+    biases = sum(key.endswith(_UP_BIAS) for key in keys)
+    modules = sum(not module.name.endswith(".bias") for module in verdict.modules)
+    if biases and biases != modules:
+        yield Finding(
+            "lora_some_biases",
+            "warning",
+            f"{biases} of {modules} modules have a bias of lora_B: diffusers takes them for all modules or for none.",
+            {"biases": biases, "modules": modules},
+            "Train or convert without biases of lora_B, or with one in every module.",
+        )
+
+
+def _rotations(verdict: LoraVerdict) -> Iterator[Finding]:
+    kinds = sorted({module.kind for module in verdict.modules} & {"oft", "boft", "glora"})
+    if kinds:
+        named = " and ".join({"oft": "OFT", "boft": "BOFT", "glora": "GLoRA"}[kind] for kind in kinds)
+        yield Finding(
+            "lora_comfyui_only",
+            "warning",
+            f"The file holds {named}, which ComfyUI applies and diffusers' LoRA loaders do not.",
+            {"kinds": ", ".join(kinds)},
+            "Load it in ComfyUI, or convert it to plain LoRA factors with the tool that made it.",
+        )

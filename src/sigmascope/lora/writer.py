@@ -1,0 +1,701 @@
+"""Write a LoRA file module by module: in any format, or under the names it has already."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from os import PathLike
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Literal
+
+import torch
+from torch import Tensor
+
+from sigmascope.checkpoints import Checkpoint, StreamingWriter
+from sigmascope.errors import LoraFormatError, NonFiniteError
+from sigmascope.lora.adapters import Adapter, DiffChange, DoraChange, LokrChange, TuckerChange, WeightChange
+from sigmascope.lora.alignment import UnitedLoras, divided, joined
+from sigmascope.lora.factors import LoraFactors
+from sigmascope.lora.families import ModelLayout
+from sigmascope.lora.file import LoraFile, as_text
+from sigmascope.lora.file_size import StorageCost
+from sigmascope.lora.formats import FactorKeys, format_named
+from sigmascope.lora.layer_names import Row, UnetBlocks, blocks_of
+from sigmascope.lora.linalg import at_least_float32, is_convolution, is_real, max_rank
+from sigmascope.lora.metadata import VARYING, family_in, kept_metadata, lora_header
+from sigmascope.lora.module_names import understand_names
+
+
+def save_lora(
+    path: str | Path,
+    lora: LoraFile,
+    metadata: Mapping[str, str] | None = None,
+    *,
+    format: str = "native",
+    layout: ModelLayout | None = None,
+    model_layers: Iterable[str] | None = None,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Write a LoRA; the target appears whole or not at all.
+
+    The header holds `lora.metadata`, over it what the format says of these modules (ranks, alpha, naming),
+    and over that `metadata`.
+
+    Args:
+        path: A `.safetensors` file to write or replace.
+        lora: At least one module or change, named by the checkpoint's own paths. To change the format of a
+            file, use `convert_lora`. A scale other than 1 is multiplied into the up factor.
+        metadata: More strings for the header.
+        format: "native", "kohya", "peft" or "comfyui".
+        layout: Of the checkpoint that the names are of; LBM's own when left out.
+        model_layers: Paths of all layers of the model, by which a U-Net of unusual size counts its blocks.
+        dtype: Dtype to store the factors in; their own when left out, or float32 where a scale would round them.
+
+    Raises:
+        LoraFormatError: The LoRA has no modules, or the format cannot hold one of them.
+        NonFiniteError: A factor holds NaN or Inf, or does so in `dtype`.
+        WriteError: The target cannot be written.
+    """
+    if not lora.names:
+        raise LoraFormatError("a LoRA without modules is not written.", hint="Check what it was made from.")
+    with LoraWriter(
+        path,
+        format=format,
+        layout=layout,
+        metadata=metadata,
+        inherited=lora.metadata,
+        expected=lora.names,
+        model_layers=model_layers,
+        dtype=dtype,
+    ) as writer:
+        for name, factors in lora.modules.items():
+            writer.write(name, factors)
+        for name, change in lora.changes.items():
+            writer.write_change(name, change)
+
+
+LBM_LAYOUT: Final = ModelLayout("lbm", "lbm", {"denoiser": "denoiser.", "vae": "vae.vae_model."})
+"""What is taken for granted where no layout is given."""
+
+
+_ALPHA: Final = ".alpha"
+_KEY_ENDS: Final = (".lora_up.weight", ".lora_down.weight", _ALPHA)
+_FIELDS_BYTES: Final = 2048  # of the header, that are known at the end
+
+
+class LoraWriter:
+    """Write a LoRA with one module in memory at a time.
+
+        with LoraWriter("lora.safetensors", format="kohya", layout=layout) as writer:
+            for layer in layers:
+                writer.write(layer, factors_of(layer))
+
+    Names are the checkpoint's own; the format makes its own of them. Leaving the block without an exception
+    completes the file and puts it in place; with one, the target stays as it was. The header gets the fields
+    that tools look for (ranks, kind, architecture), and over them `metadata`.
+
+    Args:
+        path: A `.safetensors` file to write or replace.
+        format: "native", "kohya", "peft" or "comfyui".
+        layout: Of the checkpoint whose layers are named; LBM's own when left out.
+        metadata: Texts for the header.
+        inherited: Texts for the header that go before none of the above.
+        expected: Paths of the layers that may come, so that room is left for the header.
+        model_layers: Paths of all layers of the model, by which a U-Net of unusual size counts its blocks.
+        blocks: The U-Net's, where they are known already.
+        dtype: To store factors in; their own when left out, or float32 where a scale would round them.
+        prefix: Before the denoiser's names in PEFT's format; `unet` or `transformer` when left out, "" for none.
+
+    Attributes:
+        tally: Kinds and ranks of what is written so far.
+        widened: Layers whose up factor became float32, because their scale would have rounded it.
+
+    Raises:
+        LoraFormatError: There is no such format; on leaving, nothing was written.
+        WriteError: On entering: the target cannot be written.
+    """
+
+    def __init__(
+        self,
+        path: str | PathLike[str],
+        *,
+        format: str = "native",
+        layout: ModelLayout | None = None,
+        metadata: Mapping[str, str] | None = None,
+        inherited: Mapping[str, str] | None = None,
+        expected: Iterable[str] | None = None,
+        model_layers: Iterable[str] | None = None,
+        blocks: UnetBlocks | None = None,
+        dtype: torch.dtype | None = None,
+        prefix: str | None = None,
+    ) -> None:
+        self.path = Path(path)
+        self.format = format_named(format)
+        self.layout = layout or LBM_LAYOUT
+        self.tally = Tally()
+        self.widened: list[str] = []
+        self._metadata = (
+            {"modelspec.title": as_text(self.path.stem), **(inherited or {})},
+            dict(metadata or {}),
+        )
+        self._dtype = dtype
+        self._prefix = prefix
+        self._blocks = blocks if model_layers is None else _blocks(model_layers, self.layout)
+        self._alphas: dict[str, tuple[int, str, Tensor]] = {}
+        self._parts: dict[str, tuple[Row, str, dict[str, LoraFactors]]] = {}
+        first, last = self._metadata
+        names = None if expected is None else [layer + end for layer in expected for end in _KEY_ENDS]
+        room = None if names is None else [*names, "x" * _FIELDS_BYTES]
+        self._file = StreamingWriter(self.path, first | last, expected=room)
+
+    def __enter__(self) -> "LoraWriter":
+        self._file.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._file.__exit__(kind, error, trace)
+            return
+        try:
+            self._finish()
+        except BaseException as failure:
+            self._file.__exit__(type(failure), failure, failure.__traceback__)
+            raise
+        self._file.__exit__(None, None, None)
+
+    def write(self, layer: str, factors: LoraFactors) -> None:
+        """Write the factors of one layer.
+
+        Layers that the format's naming fuses into one matrix are kept until all of them are there, or all is
+        written; a fused layer is divided where the naming has its parts.
+
+        Args:
+            layer: The layer's path in the checkpoint, without `.weight`.
+            factors: Its change.
+
+        Raises:
+            LoraFormatError: The format has no name for the layer.
+            NonFiniteError: A factor holds NaN or Inf, or does so in the dtype of storage.
+        """
+        placed = self.format.placement(layer, self.layout, blocks=self._blocks)
+        if isinstance(placed, str):
+            self._write(layer, placed, factors)
+        elif self.format.naming(self.layout.family) == "diffusers":
+            for path, part in divided(factors, placed).items():
+                self._write(layer, path, part)
+        else:
+            _, _, parts = self._parts.setdefault(placed.original, (placed, layer, {}))
+            _, own = self.layout.split(layer)
+            parts[own] = factors
+            if len(parts) == len(placed.parts):
+                self._write_joined(placed.original)
+
+    def write_diff(self, key: str, tensor: Tensor) -> None:
+        """Write the whole change of one tensor: a bias, a norm, an embedding, or any other.
+
+        Args:
+            key: The tensor's key in the checkpoint.
+            tensor: Its change, of its shape.
+
+        Raises:
+            LoraFormatError: The format holds no whole changes, or has no name for the tensor.
+            NonFiniteError: It holds NaN or Inf, or does so in the dtype of storage.
+        """
+        self.write_change(key.removesuffix(".weight"), DiffChange({"diff": tensor}))
+
+    def write_change(self, name: str, change: WeightChange) -> None:
+        """Write a change that is more than plain factors, as it is stored.
+
+        Args:
+            name: As in `LoraFile.changes`, with the layer's path in the checkpoint.
+            change: One of `sigmascope.lora.adapters`.
+
+        Raises:
+            LoraFormatError: The format cannot hold such a change, or has no name for the layer.
+            NonFiniteError: As of `write_diff`.
+        """
+        layer, keys = name.removesuffix(".bias"), self.format.keys
+        if isinstance(change, TuckerChange) and not keys.holds_changes:
+            self.write(name, change.factors())
+            return
+        if not isinstance(change, Adapter | DoraChange) or not holds(keys, change):
+            raise LoraFormatError(
+                f"{name}: {self.format.name} files hold no such change ({change.kind}).",
+                hint="Write another format, or leave such changes out.",
+            )
+        module = self.format.name_for(layer, self.layout, prefix=self._prefix, blocks=self._blocks)
+        tensors = change_tensors(change, keys, is_bias=name != layer)
+        stored = {end: self._cast(name, tensor, end) for end, tensor in tensors.items()}
+        for end, tensor in stored.items():
+            self._file.write(f"{module}.{end}", tensor)
+        self.tally.add_change(change.kind)
+
+    def _write(self, layer: str, path: str, factors: LoraFactors) -> None:
+        name = self.format.named(layer, path, self.layout, self._prefix)
+        stored = stored_factors(factors, self._dtype)
+        for factor in (stored.up, stored.down):
+            require_finite(layer, factor)
+        for key, tensor in self.format.module_tensors(name, stored).items():
+            if key.endswith(_ALPHA):
+                self._alphas[name] = stored.rank, key, tensor  # whether it is wanted shows when all are there
+            else:
+                self._file.write(key, tensor)
+        if self._dtype is None and stored.up.dtype != factors.up.dtype:
+            self.widened.append(layer)
+        self.tally.add(stored.rank, stored.weight_shape)
+
+    def _write_joined(self, original: str) -> None:
+        row, layer, parts = self._parts.pop(original)
+        self._write(layer, original, joined(parts, row))
+
+    def _cast(self, module: str, tensor: Tensor, end: str) -> Tensor:
+        keep = self._dtype is None or end == self.format.keys.alpha
+        stored = tensor.detach() if keep else tensor.detach().to(self._dtype)
+        require_finite(module, stored)
+        return stored.contiguous()
+
+    def _finish(self) -> None:
+        for original in list(self._parts):
+            self._write_joined(original)
+        ranks = {name: rank for name, (rank, _, _) in self._alphas.items()}
+        if not self.format.alphas_mislead(ranks, self.layout):
+            for _, key, alpha in self._alphas.values():
+                self._file.write(key, alpha)
+        if not self.tally.kinds:
+            raise LoraFormatError(
+                "a LoRA without modules is not written.", hint="Check what it was made from."
+            )
+        first, last = self._metadata
+        self._file.update_metadata(first | self.tally.header(self.format.name, self.layout.family) | last)
+
+
+def _blocks(layers: Iterable[str], layout: ModelLayout) -> UnetBlocks:
+    return blocks_of(path for part, path in map(layout.split, layers) if part == "denoiser")
+
+
+_BIAS: Final = ".bias"
+
+
+class SameNamesWriter:
+    """Write modules under the names that they have already, one in memory at a time.
+
+    Whatever is still true of the first file's header stays; ranks and kind are those of the new one.
+
+    Args:
+        path: A `.safetensors` file to write or replace.
+        source: The file whose format and header are taken over.
+        metadata: More texts for the header.
+        layout: Of the model that the LoRA is for, where it is known better than its names tell.
+        names: Modules that may come; those of `source` when left out.
+        compact: Leave no room in the header, at the cost of moving the data once.
+
+    Raises:
+        WriteError: On entering: the target cannot be written.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        source: LoraFile,
+        metadata: Mapping[str, str],
+        *,
+        layout: ModelLayout | None = None,
+        names: Iterable[str] | None = None,
+        compact: bool = False,
+    ) -> None:
+        self._format = format_named(source.format)
+        self._family = family_in(dict(source.metadata)) or "unknown"
+        self._layout = layout or understand_names(source).layout
+        self._tally = Tally()
+        self._alphas: dict[str, tuple[int, str, Tensor]] = {}
+        self._metadata = dict(metadata)
+        inherited = {"modelspec.title": as_text(path.stem)} | kept_metadata(dict(source.metadata))
+        coming = source.names if names is None else names
+        expected = [key for name in coming for key in self.keys_of(name)]
+        self._file = StreamingWriter(
+            path, inherited | self._metadata, expected, header_bytes=0 if compact else None
+        )
+
+    def keys_of(self, name: str) -> tuple[str, ...]:
+        """The keys of a module's tensors: up, down and, where the format has one, alpha."""
+        ends = self._format.keys
+        return tuple(f"{name}.{end}" for end in (ends.up, ends.down, ends.alpha) if end is not None)
+
+    def __enter__(self) -> "SameNamesWriter":
+        self._file.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._file.__exit__(kind, error, trace)
+            return
+        try:
+            self._finish()
+        except BaseException as failure:
+            self._file.__exit__(type(failure), failure, failure.__traceback__)
+            raise
+        self._file.__exit__(None, None, None)
+
+    def write(self, name: str, factors: LoraFactors) -> None:
+        """Write the factors of one module as they are; they must be finite in their dtype."""
+        for key, tensor in self._format.module_tensors(name, stored_factors(factors)).items():
+            if key == f"{name}.{self._format.keys.alpha}":
+                self._alphas[name] = (
+                    factors.rank,
+                    key,
+                    tensor,
+                )  # whether it is wanted shows when all are there
+            else:
+                self._file.write(key, tensor)
+        self._tally.add(factors.rank, factors.weight_shape)
+
+    def write_change(self, name: str, change: WeightChange) -> None:
+        """Write a change that is more than plain factors, as it is.
+
+        Raises:
+            LoraFormatError: The format cannot hold such a change.
+        """
+        for key, tensor in self.change_tensors(name, change).items():
+            self._file.write(key, tensor)
+        self._tally.add_change(change.kind)
+
+    def change_tensors(self, name: str, change: WeightChange) -> dict[str, Tensor]:
+        """The tensors of such a change, by key.
+
+        Raises:
+            LoraFormatError: The format cannot hold it.
+        """
+        keys = self._format.keys
+        if not isinstance(change, Adapter | DoraChange) or not holds(keys, change):
+            raise LoraFormatError(
+                f"{name}: a {self._format.name} file cannot hold a change of kind {change.kind}.",
+                hint="Convert the LoRA to kohya's or ComfyUI's format first.",
+            )
+        module = name.removesuffix(_BIAS)
+        tensors = change_tensors(change, keys, is_bias=module != name)
+        return {f"{module}.{end}": tensor.contiguous() for end, tensor in tensors.items()}
+
+    def _finish(self) -> None:
+        ranks = {name: rank for name, (rank, _, _) in self._alphas.items()}
+        if not self._format.alphas_mislead(ranks, self._layout):
+            for _, key, alpha in self._alphas.values():
+                self._file.write(key, alpha)
+        header = self._tally.header(self._format.name, self._family)
+        self._file.update_metadata(header | self._metadata)
+
+
+_HEADER_FIELDS: Final = 2048  # bytes of the fields that are known at the end
+_SPARE: Final = 100  # bytes that a writer reserves for each header entry and may leave empty
+_ENTRY: Final = 160
+_PARTS: Final = 8  # tensors that a change may have
+
+
+class LoraOutput:
+    """Writes the layers of united LoRAs into one file.
+
+    Args:
+        target: The `.safetensors` file to write or replace.
+        united: The LoRAs under common names.
+        originals: The same under their own names.
+        format: To write; the first LoRA's own when left out.
+        metadata: Texts for the header, over those in which all LoRAs agree.
+        compact: Leave no room in the header where that can be avoided.
+
+    Raises:
+        LoraFormatError: There is no such format.
+        WriteError: On entering: the target cannot be written.
+    """
+
+    def __init__(
+        self,
+        target: Path,
+        united: UnitedLoras,
+        originals: Sequence[LoraFile],
+        format: str | None,
+        metadata: Mapping[str, str],
+        *,
+        compact: bool = False,
+    ) -> None:
+        self.format = format_named(format or originals[0].format)
+        self._layout, self._blocks = united.layout, united.blocks
+        self._own = _own_names(united, originals) if self.format.name == originals[0].format else None
+        inherited = _agreed(originals)
+        self.metadata = {**inherited, **metadata}
+        self._writer: SameNamesWriter | LoraWriter
+        if self._own is not None:
+            source = replace(originals[0], metadata=inherited)
+            self._writer = SameNamesWriter(
+                target,
+                source,
+                metadata,
+                layout=united.layout,
+                names=list(self._own.values()),
+                compact=compact,
+            )
+        else:
+            self._writer = LoraWriter(
+                target,
+                format=self.format.name,
+                layout=united.layout,
+                metadata=metadata,
+                inherited=inherited,
+                expected=[name.removesuffix(_BIAS) for name in united.names],
+                blocks=united.blocks,
+            )
+
+    def __enter__(self) -> "LoraOutput":
+        self._writer.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._writer.__exit__(kind, error, trace)
+
+    def write(self, layer: str, factors: LoraFactors) -> None:
+        """Write a layer's factors.
+
+        Raises:
+            LoraFormatError: The format has no name for the layer.
+        """
+        self._writer.write(layer if self._own is None else self._own[layer], factors)
+
+    def write_change(self, layer: str, change: WeightChange) -> None:
+        """Write a change that is more than plain factors, as it is.
+
+        Raises:
+            LoraFormatError: The format cannot hold it, or has no name for the layer.
+        """
+        self._writer.write_change(layer if self._own is None else self._own[layer], change)
+
+    def storage(self, dtype: torch.dtype, layers: int, others: Mapping[str, int]) -> StorageCost:
+        """What modules take in this file, never too little.
+
+        Args:
+            dtype: Of the factors.
+            layers: How many may come.
+            others: Bytes of each change that is no factors.
+        """
+        spare = 0 if self._own is not None else 3 * _SPARE * layers
+        whole = sum(size + _PARTS * (len(name) + _ENTRY) for name, size in others.items())
+        return StorageCost.of(
+            dtype, self.metadata, other_bytes=_HEADER_FIELDS + spare + whole, names=self._keys
+        )
+
+    def _name_for(self, layer: str) -> str:
+        if self._own is not None:
+            return self._own[layer]
+        return self.format.name_for(layer, self._layout, blocks=self._blocks)
+
+    def _keys(self, layer: str) -> list[str]:
+        ends = self.format.keys
+        try:
+            name = self._name_for(layer)
+        except LoraFormatError:  # it is joined with others there: fewer names, none much longer
+            name = layer
+        return [f"{name}.{end}" for end in (ends.up, ends.down, ends.alpha) if end is not None]
+
+
+def _own_names(united: UnitedLoras, originals: Sequence[LoraFile]) -> dict[str, str] | None:
+    """The name of each layer in all files that have it; None where the files differ in format or in a name."""
+    if len({lora.format for lora in originals}) > 1:
+        return None
+    names: dict[str, str] = {}
+    for sources in united.sources:
+        if len(set(sources.values())) < len(sources):
+            return None  # a fused module was divided
+        for layer, name in sources.items():
+            if names.setdefault(layer, name) != name:
+                return None
+    return names
+
+
+def _agreed(loras: Sequence[LoraFile]) -> dict[str, str]:
+    """The header fields that all LoRAs have alike, as far as they are still true."""
+    first, *others = (kept_metadata(dict(lora.metadata)) for lora in loras)
+    return {name: value for name, value in first.items() if all(other.get(name) == value for other in others)}
+
+
+def change_tensors(
+    change: Adapter | DoraChange, keys: FactorKeys, *, is_bias: bool = False
+) -> dict[str, Tensor]:
+    """The tensors by the end of their key, with an alpha where they have a scale.
+
+    Args:
+        change: What to store. A scale that no alpha can carry goes into one of the factors.
+        keys: How the format names plain factors and magnitudes.
+        is_bias: Whether a difference is one of a bias, and so named `diff_b`.
+    """
+    if isinstance(change, DoraChange):
+        return _direction(change, keys) | _magnitudes(change, keys)
+    if isinstance(change, DiffChange):
+        values = change.values.detach()
+        scaled = values if change.scale == 1.0 else values.float().mul(change.scale)
+        return {"diff_b" if is_bias else "diff": scaled}
+    return _adapter(change)
+
+
+def _direction(change: DoraChange, keys: FactorKeys) -> dict[str, Tensor]:
+    if isinstance(change.direction, Adapter):
+        return _adapter(change.direction)
+    tensors = keys.tensors("x", stored_factors(change.direction))
+    return {key.removeprefix("x."): tensor for key, tensor in tensors.items()}
+
+
+def _magnitudes(change: DoraChange, keys: FactorKeys) -> dict[str, Tensor]:
+    """LyCORIS keeps them in a column or row of the weight's axes; PEFT in a vector, or a row for a convolution."""
+    ones = (1,) * (len(change.weight_shape) - 1)
+    row = (1, -1, *ones[1:])
+    values = change.magnitude.detach()
+    if keys.magnitude is not None:
+        return {keys.magnitude: values.reshape(row if len(ones) > 1 else (-1,))}
+    return {"dora_scale": values.reshape((-1, *ones) if change.per_output else row)}
+
+
+def _adapter(change: Adapter) -> dict[str, Tensor]:
+    tensors = {name: part.detach() for name, part in change.parts.items()}
+    rank = change.rank
+    if rank is not None:
+        tensors["alpha"] = torch.tensor(change.scale * rank, dtype=torch.float32)
+    elif change.scale != 1.0 and isinstance(change, LokrChange):
+        # Two whole factors have no rank, and readers take no alpha for them.
+        tensors["lokr_w1"] = tensors["lokr_w1"].float().mul(change.scale)
+    return tensors
+
+
+def stored_factors(factors: LoraFactors, dtype: torch.dtype | None = None) -> LoraFactors:
+    """The same ΔW with its scale in the up factor.
+
+    Args:
+        factors: Of any scale.
+        dtype: To store them in. When left out they keep their own, but an up factor that would lose digits by
+            the multiplication becomes float32: a scale of 1/2 loses none, one of 5/8 may.
+    """
+    rank = float(factors.rank)
+    if factors.scale == 1.0:
+        return replace(factors if dtype is None else factors.to(dtype=dtype), alpha=rank)
+    wide = factors.up.detach().to(torch.float64 if factors.up.device.type != "mps" else torch.float32)
+    product = wide * factors.scale
+    if dtype is not None:
+        return replace(factors, up=product.to(dtype), down=factors.down.to(dtype), alpha=rank)
+    return replace(factors, up=_kept(product, factors.up.dtype), alpha=rank)
+
+
+def _kept(product: Tensor, dtype: torch.dtype) -> Tensor:
+    rounded = product.to(dtype)
+    same = torch.equal(rounded.to(product.dtype), product)
+    return rounded if same else product.to(at_least_float32(dtype))
+
+
+def holds(keys: FactorKeys, change: Adapter | DoraChange) -> bool:
+    """Whether a format can hold a change that is more than plain factors."""
+    is_plain = (
+        isinstance(change, DoraChange) and isinstance(change.direction, LoraFactors) and change.per_output
+    )
+    return keys.holds_changes or (keys.magnitude is not None and is_plain)
+
+
+def require_finite(module: str, tensor: Tensor) -> None:
+    """Refuse a tensor that holds NaN or Inf.
+
+    Raises:
+        NonFiniteError: With the module and the dtype.
+    """
+    if not bool(torch.isfinite(tensor.to(at_least_float32(tensor.dtype))).all()):
+        raise NonFiniteError(
+            f"{module}: a factor holds NaN or Inf in {tensor.dtype}.",
+            hint="Store in bfloat16 or float32, which hold larger values than float16.",
+        )
+
+
+_LYCORIS: Final = frozenset({"loha", "lokr", "tucker", "dora"})
+
+
+@dataclass(slots=True)
+class Tally:
+    """Kinds and ranks of the modules so far.
+
+    Attributes:
+        kinds: `lora` for plain factors, else as `WeightChange.kind`.
+        linear: How many Linear layers have each rank, and whether it is all that such a layer can have.
+        convolution: The same of convolutions.
+        changes: How many changes of other kinds there are.
+    """
+
+    kinds: set[str] = field(default_factory=set)
+    linear: Counter[tuple[int, bool]] = field(default_factory=Counter)
+    convolution: Counter[tuple[int, bool]] = field(default_factory=Counter)
+    changes: int = 0
+
+    @property
+    def modules(self) -> int:
+        """How many modules of plain factors there are."""
+        return self.linear.total() + self.convolution.total()
+
+    def add(self, rank: int, weight_shape: tuple[int, ...]) -> None:
+        """Count plain factors."""
+        self.kinds.add("lora")
+        counts = self.convolution if is_convolution(weight_shape) else self.linear
+        counts[rank, rank >= max_rank(weight_shape)] += 1
+
+    def add_change(self, kind: str) -> None:
+        """Count a change that is more than plain factors."""
+        self.kinds.add(kind)
+        self.changes += 1
+
+    def header(self, format_name: str, family: str) -> dict[str, str]:
+        """The header's fields; see `lora_header`."""
+        module = "lycoris.kohya" if self.kinds & _LYCORIS else "networks.lora"
+        linear = VARYING if _varies(self.linear) else _common(self.linear)
+        return lora_header(format_name, family, linear, _common(self.convolution), module=module)
+
+
+def _varies(counts: Counter[tuple[int, bool]]) -> bool:
+    """Whether ranks were chosen layer by layer: a layer that cannot have the others' rank proves nothing."""
+    chosen = {rank for rank, full in counts if not full}
+    return len(chosen) > 1 or any(full and rank > min(chosen, default=rank) for rank, full in counts)
+
+
+def _common(counts: Counter[tuple[int, bool]]) -> int | None:
+    """The rank that most layers have, of several the smallest; among those that were free to have another."""
+    free = {rank: number for (rank, full), number in counts.items() if not full}
+    ranks = free or {rank: number for (rank, _), number in counts.items()}
+    return max(ranks, key=lambda rank: (ranks[rank], -rank)) if ranks else None
+
+
+def storage_dtype(*files: Checkpoint) -> torch.dtype:
+    """The dtype in which to store what comes of these files: their own where they share one.
+
+    8-bit floats are no dtype to round factors to, and count as float16. Of several dtypes the widest wins, and
+    float16 before bfloat16, since it rounds eight times finer.
+
+    Args:
+        files: Opened LoRA files.
+    """
+    found = {
+        torch.float16 if info.dtype.itemsize == 1 else info.dtype
+        for file in files
+        for info in map(file.info, file)
+        if len(info.shape) >= 2 and is_real(info.dtype)
+    }
+    order = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+    return next((dtype for dtype in order if dtype in found), torch.float16)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Such as `bfloat16`."""
+    return str(dtype).removeprefix("torch.")
+
+
+SavePrecision = Literal["float", "fp16", "bf16"]
+
+
+STORAGE_DTYPES: Final[dict[str, torch.dtype]] = {
+    "float": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+}

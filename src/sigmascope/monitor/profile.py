@@ -1,0 +1,487 @@
+"""`profile_steps`: torch's profiler on a few steps, told block by block, and nothing on all others."""
+
+import os
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch._C._autograd import DeviceType
+from torch.autograd.profiler import record_function
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.hooks import RemovableHandle
+
+from sigmascope.errors import ConfigError
+from sigmascope.files import atomic_path, require_writable
+from sigmascope.monitor.guard import Guard, as_json
+from sigmascope.monitor.recorder import COMPILED_IN_PLACE, Hook, Recorder, current_recorder
+from sigmascope.monitor.scope import Scope
+from sigmascope.probes.accelerators import is_capturing
+from sigmascope.probes.models import denoisers_of, unwrap
+from sigmascope.records.performance import PROFILES, BlockProfile, OperatorProfile, StepsProfile
+
+
+class ProfiledSteps:
+    """While entered, the chosen forward calls of a denoiser are profiled. The outputs stay as they are.
+
+    Attributes:
+        profile: What was seen, once the block has ended; None until then.
+    """
+
+    def __init__(
+        self, watching: object, denoiser: nn.Module, steps: frozenset[int], trace: Path | None
+    ) -> None:
+        self.profile: StepsProfile | None = None
+        self._watching = watching
+        self._denoiser = denoiser
+        self._steps = steps
+        self._trace = trace
+        self._guard = Guard()
+        self._blocks = blocks_of(denoiser)
+        self._no_blocks = why_no_blocks(denoiser, self._blocks)
+        self._session = ProfileSession(Marks({} if self._no_blocks else self._blocks))
+        self._handles: list[RemovableHandle] = []
+        self._lock = threading.Lock()
+        self._calls = 0
+        self._scope: Scope | None = None
+        self._unavailable: dict[str, str] = {}
+
+    def __enter__(self) -> "ProfiledSteps":
+        if getattr(self._denoiser, "_compiled_call_impl", None) is not None:
+            self._session.refused = COMPILED_IN_PLACE.partition(";")[0]
+        elif not self._handles:
+            self._guard.call("profile", self._put_on)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._guard.read("profile", self._session.stop)  # Ctrl-C may have come in the middle of a step
+        self.profile = self._guard.call("profile summary", self._summary)
+        self._guard.read("profile", self._note)
+        self._session.taken.clear()
+        self._scope = None
+
+    def _put_on(self) -> None:
+        before, after = Hook(self._before), Hook(self._after)
+        self._handles.append(self._denoiser.register_forward_pre_hook(before, prepend=True))
+        self._handles.append(self._denoiser.register_forward_hook(after, always_call=True))
+
+    def _before(self) -> None:
+        with self._lock:
+            self._calls += 1
+            step = self._calls
+            if step in self._steps and not self._session.is_running():
+                self._guard.call("profile", lambda: self._start(step))
+
+    def _start(self, step: int) -> None:
+        if self._scope is None:
+            self._scope = self._current_scope()
+        self._session.start(step)
+
+    def _after(self) -> None:
+        if self._session.is_running(threading.get_ident()):
+            self._guard.call("profile", self._session.stop)
+
+    def _current_scope(self) -> Scope | None:
+        """The stage that is open in the recorder, or in the one of the monitor's generation."""
+        recorder = getattr(self._watching, "recorder", self._watching) or current_recorder()
+        return recorder.current_scope() if isinstance(recorder, Recorder) else None
+
+    def _summary(self) -> StepsProfile:
+        taken = self._session.taken
+        sums = ProfileSums(bool(self._session.saw_device))
+        for _, profiler in taken:
+            sums.add(profiler)
+        traces = [self._write_trace(step, profiler) for step, profiler in taken if self._trace]
+        return StepsProfile(
+            class_name=type(self._denoiser).__name__,
+            steps=tuple(step for step, _ in taken),
+            whole=sums.whole(type(self._denoiser).__name__),
+            blocks=sums.all_blocks({path: type(block).__name__ for path, block in self._blocks.items()}),
+            operators=sums.top_operators(),
+            device=sums.device(),
+            traces=tuple(trace for trace in traces if trace is not None),
+            unavailable=self._gaps(),
+        )
+
+    def _gaps(self) -> dict[str, str]:
+        gaps = dict(self._unavailable)
+        if self._no_blocks is not None:
+            gaps["blocks"] = self._no_blocks
+        missed = sorted(self._steps - {step for step, _ in self._session.taken})
+        called = f"the denoiser was called {self._calls} times"
+        if missed:
+            reason = self._session.refused or self._guard.reasons.get("profile") or called
+            gaps["steps"] = f"steps {', '.join(map(str, missed))}: {reason}"
+        if not self._session.saw_device:
+            gaps["device_seconds"] = "no CUDA or HIP device was in use"
+        return gaps
+
+    def _write_trace(self, step: int, profiler: Any) -> str | None:
+        assert self._trace is not None
+        path = _of_step(self._trace, step) if len(self._steps) > 1 else self._trace
+
+        def write() -> str:
+            with atomic_path(path) as temporary:
+                profiler.export_chrome_trace(str(temporary))
+            return str(path)
+
+        written, reason = self._guard.read("trace", write)
+        if reason is not None:
+            self._unavailable["traces"] = reason
+        return written
+
+    def _note(self) -> None:
+        """Put the profile on the stage in which the first chosen step ran."""
+        if self._scope is not None and self.profile is not None:
+            earlier = self._scope.facts.get(PROFILES)
+            others = earlier if isinstance(earlier, list) else []
+            self._scope.facts[PROFILES] = [*others, as_json(self.profile)]
+
+
+def profile_steps(
+    watching: object = None,
+    module: object = None,
+    steps: Sequence[int] = (3,),
+    *,
+    trace: str | os.PathLike[str] | None = None,
+) -> ProfiledSteps:
+    """Return a context that profiles chosen steps of a denoiser, block by block.
+
+    The sums become a fact of the stage that is open when the first of them begins
+    (`sigmascope.records.performance.profiles_of(stage)`), and are the context's `profile` afterwards. Steps that are not
+    chosen run as always. A chosen one is slower, and waits for the accelerator at its end.
+
+    Args:
+        watching: The recorder, `WorkflowMonitor` or `PerformanceMonitor` whose record it belongs to; None: the current
+            recorder, if any.
+        module: The denoiser, or the pipeline (or what wraps the module) that has one.
+        steps: Which forward calls of the denoiser, counted from 1 since the context was entered. Under guidance in
+            two calls a step has two. The first ones tell of warming up.
+        trace: Keep the whole trace in this file, for ui.perfetto.dev; with several steps in one file a step, named
+            `…-step3`. It ends with ".json" or ".json.gz".
+
+    Raises:
+        ConfigError: No denoiser is found, or no step is chosen.
+        WriteError: The trace could not be written there.
+
+    Examples:
+        >>> denoiser = nn.ModuleDict({"blocks": nn.ModuleList([nn.Linear(4, 4)])})
+        >>> with profile_steps(None, denoiser, steps=(2,)) as profiling:
+        ...     pass
+        >>> profiling.profile.unavailable["steps"]
+        'steps 2: the denoiser was called 0 times'
+    """
+    denoiser = denoiser_of(module)
+    if denoiser is None:
+        raise ConfigError(
+            f"{type(module).__name__} holds no denoiser to profile.",
+            hint="Give the module itself, such as pipe.transformer or pipe.unet.",
+        )
+    if not steps or min(steps) < 1:
+        raise ConfigError(f"steps are {tuple(steps)}.", hint="Count forward calls from 1, such as (3, 5).")
+    if trace is not None:
+        require_writable(trace)
+    return ProfiledSteps(watching, denoiser, frozenset(steps), None if trace is None else Path(trace))
+
+
+def _of_step(trace: Path, step: int) -> Path:
+    """`trace-step3.json` for `trace.json`."""
+    ending = ".json.gz" if trace.name.endswith(".json.gz") else trace.suffix
+    return trace.with_name(f"{trace.name.removesuffix(ending)}-step{step}{ending}")
+
+
+OTHER_PROFILER: Final = "another profiler was running"
+CAPTURED: Final = (
+    "a graph was being captured, which the profiler's waiting for the device would end with an error"
+)
+
+
+class Marks:
+    """Names every call of a denoiser's blocks to the profiler, through hooks that are on for a step.
+
+    Args:
+        blocks: By the path that the marks carry.
+    """
+
+    def __init__(self, blocks: Mapping[str, nn.Module]) -> None:
+        self._blocks = blocks
+        self._handles: list[RemovableHandle] = []
+        self._open: list[Mark] = []
+        self._thread = 0
+
+    def put_on(self) -> None:
+        """Begin the denoiser's own mark, and put the hooks on. Marks are of this thread's calls alone."""
+        self._thread = threading.get_ident()
+        self._open.append(Mark(LABEL).open())
+        for path, block in self._blocks.items():
+            before, after = Hook(self._opening(LABEL + path)), Hook(self._close)
+            self._handles.append(block.register_forward_pre_hook(before, prepend=True))
+            self._handles.append(block.register_forward_hook(after, always_call=True))
+
+    def take_off(self) -> None:
+        """Take them off, and end the denoiser's mark, and those of calls that Ctrl-C broke off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        while self._open:
+            self._open.pop().close()
+
+    def _opening(self, label: str) -> Callable[[], None]:
+        def open_mark() -> None:
+            if threading.get_ident() == self._thread:
+                self._open.append(Mark(label).open())
+
+        return open_mark
+
+    def _close(self) -> None:
+        if threading.get_ident() == self._thread and len(self._open) > 1:
+            self._open.pop().close()
+
+
+class ProfileSession:
+    """Starts and stops torch's profiler, one at a time. Not locked.
+
+    Attributes:
+        taken: Steps, with the profilers that saw them.
+        refused: Why a step was not taken.
+        saw_device: Whether kernels were seen in all steps that were taken; None before the first one. A process may
+            begin to use its device after them.
+
+    Args:
+        marks: Put on for each step.
+    """
+
+    def __init__(self, marks: Marks) -> None:
+        self.taken: list[tuple[int, Any]] = []
+        self.refused: str | None = None
+        self.saw_device: bool | None = None
+        self._marks = marks
+        self._running: tuple[int, int, Any] | None = None  # thread, step, profiler
+
+    def is_running(self, thread: int | None = None) -> bool:
+        """Whether a step is being profiled, of that thread if one is named."""
+        return self._running is not None and thread in (None, self._running[0])
+
+    def start(self, step: int) -> None:
+        """Profile from now on; not where somebody else does: starting a second profiler would end the host's own."""
+        if torch._C._autograd._profiler_enabled():
+            self.refused = OTHER_PROFILER
+            return
+        if is_capturing("cuda"):
+            self.refused = CAPTURED
+            return
+        activities, sees_device = [ProfilerActivity.CPU], uses_cuda()
+        if sees_device:
+            activities.append(ProfilerActivity.CUDA)
+        self.saw_device = sees_device and self.saw_device is not False
+        profiler = profile(activities=activities, profile_memory=True)
+        profiler.start()
+        self._running = (threading.get_ident(), step, profiler)
+        self._marks.put_on()
+
+    def stop(self) -> None:
+        """End the step that is being profiled, if any."""
+        if self._running is None:
+            return
+        (_, step, profiler), self._running = self._running, None
+        try:
+            self._marks.take_off()
+        finally:
+            profiler.stop()
+        self.taken.append((step, profiler))
+
+
+def uses_cuda() -> bool:
+    """Whether this process works on a CUDA or HIP device."""
+    initialized: Any = torch.cuda.is_initialized
+    return bool(initialized())
+
+
+LABEL: Final = "sigmascope::"
+"""What the marks of a profile's blocks begin with; the path in the denoiser follows."""
+COMPILED: Final = "the denoiser is compiled as a whole: its parts run as one"
+
+
+def denoiser_of(model: object) -> nn.Module | None:
+    """The module whose forward calls are steps; None if there is none.
+
+    Args:
+        model: A module (taken as it is, also one that torch.compile wrapped), a pipeline, or what wraps a module.
+    """
+    for candidate in denoisers_of(model):
+        module = candidate if isinstance(candidate, nn.Module) else unwrap(candidate)
+        # ComfyUI calls the inner model of what its patcher holds, never the outer one.
+        inner = getattr(module, "diffusion_model", None)
+        found = inner if isinstance(inner, nn.Module) else module
+        if found is not None:
+            return found
+    return None
+
+
+def blocks_of(denoiser: nn.Module) -> dict[str, nn.Module]:
+    """The denoiser's parts by path: its direct children, and of lists of modules their entries."""
+    found: dict[str, nn.Module] = {}
+    for name, child in denoiser.named_children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            found |= {f"{name}.{path}": block for path, block in blocks_of(child).items()}
+        else:
+            found[name] = child
+    return found
+
+
+def why_no_blocks(denoiser: nn.Module, blocks: Mapping[str, nn.Module]) -> str | None:
+    """Why the parts cannot be told apart; None if they can."""
+    if hasattr(denoiser, "_orig_mod"):
+        return COMPILED
+    if any(getattr(block, "_compiled_call_impl", None) is not None for block in blocks.values()):
+        return f"blocks: {COMPILED_IN_PLACE.partition(';')[0]}"
+    return None
+
+
+class Mark(record_function):
+    """A name for what the profiler sees from `open` to `close`."""
+
+    def open(self) -> "Mark":
+        """Begin."""
+        self.__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def close(self) -> None:
+        """End."""
+        self.__exit__(None, None, None)
+
+
+MOST_OPERATORS: Final = 30
+_MEMORY: Final = "[memory]"
+
+
+@dataclass(slots=True)
+class _Sum:
+    calls: int = 0
+    cpu_us: float = 0.0
+    self_cpu_us: float = 0.0
+    device_us: float = 0.0
+
+
+@dataclass(slots=True)
+class ProfileSums:
+    """Grows by one profiled step after another.
+
+    Attributes:
+        has_device: Whether there are kernels on an accelerator.
+    """
+
+    has_device: bool
+    blocks: dict[str, _Sum] = field(default_factory=lambda: defaultdict(_Sum))
+    operators: dict[str, _Sum] = field(default_factory=lambda: defaultdict(_Sum))
+    allocated: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    growth: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    kernel_us: dict[int, float] = field(default_factory=lambda: defaultdict(float))
+
+    def add(self, profiler: Any) -> None:
+        """Take a `torch.profiler.profile` that has stopped."""
+        for event in profiler.events():
+            if event.device_type == DeviceType.CPU:
+                self._add_event(event)
+        self._add_memory(list(profiler.profiler.kineto_results.events()))
+
+    def device(self) -> str | None:
+        """The device on which kernels ran longest, which need not be the current one; None if none ran."""
+        return f"cuda:{max(self.kernel_us, key=self.kernel_us.__getitem__)}" if self.kernel_us else None
+
+    def whole(self, class_name: str) -> BlockProfile | None:
+        """The denoiser itself; None if it was never seen."""
+        return self._block("", class_name) if "" in self.blocks else None
+
+    def all_blocks(self, class_names: Mapping[str, str]) -> tuple[BlockProfile, ...]:
+        """The blocks that ran, in the order in which they began.
+
+        Args:
+            class_names: By path.
+        """
+        return tuple(self._block(path, class_names[path]) for path in self.blocks if path in class_names)
+
+    def top_operators(self) -> tuple[OperatorProfile, ...]:
+        """The most expensive operators: by the device's time where there is one."""
+        by_cost = sorted(self.operators.items(), key=lambda item: self._cost(item[1]), reverse=True)
+        return tuple(
+            OperatorProfile(
+                name, found.calls, found.self_cpu_us / 1e6, found.device_us / 1e6 if self.has_device else None
+            )
+            for name, found in by_cost[:MOST_OPERATORS]
+        )
+
+    def _add_event(self, event: Any) -> None:
+        is_mark = event.name.startswith(LABEL)
+        found = self.blocks[event.name.removeprefix(LABEL)] if is_mark else self.operators[event.name]
+        found.calls += 1
+        found.cpu_us += event.cpu_time_total
+        found.self_cpu_us += event.self_cpu_time_total
+        if not is_mark:
+            for kernel in event.kernels:
+                self.kernel_us[kernel.device] += kernel.duration
+        events = _below(event) if is_mark else (event,)
+        found.device_us += sum(_device_us(one) for one in events)
+
+    def _add_memory(self, events: list[Any]) -> None:
+        kind = DeviceType.CUDA if self.has_device else DeviceType.CPU
+        changes = sorted(
+            (event.start_ns(), event.nbytes())
+            for event in events
+            if event.name() == _MEMORY and event.device_type() == kind
+        )
+        for event in events:
+            if event.name().startswith(LABEL) and event.device_type() == DeviceType.CPU:
+                path, start = event.name().removeprefix(LABEL), event.start_ns()
+                inside = [size for at, size in changes if start <= at <= start + event.duration_ns()]
+                self.allocated[path] += sum(size for size in inside if size > 0)
+                self.growth[path] = max(self.growth[path], _highest_sum(inside))
+
+    def _cost(self, found: _Sum) -> float:
+        return found.device_us if self.has_device else found.self_cpu_us
+
+    def _block(self, path: str, class_name: str) -> BlockProfile:
+        found = self.blocks[path]
+        return BlockProfile(
+            path,
+            class_name,
+            found.calls,
+            found.cpu_us / 1e6,
+            found.self_cpu_us / 1e6,
+            found.device_us / 1e6 if self.has_device else None,
+            self.allocated[path],
+            self.growth[path],
+        )
+
+
+def _below(event: Any) -> Iterator[Any]:
+    """An event and all that it called, without recursion: traces are deep."""
+    waiting = [event]
+    while waiting:
+        one = waiting.pop()
+        yield one
+        waiting += one.cpu_children
+
+
+def _device_us(event: Any) -> float:
+    """Of the kernels that an event started itself. A mark's own shadow on the device is no kernel."""
+    return float(sum(kernel.duration for kernel in event.kernels if not kernel.name.startswith(LABEL)))
+
+
+def _highest_sum(changes: Iterable[int]) -> int:
+    """The highest of the running sums, at least 0."""
+    highest = running = 0
+    for change in changes:
+        running += change
+        highest = max(highest, running)
+    return highest

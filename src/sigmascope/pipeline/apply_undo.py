@@ -1,0 +1,614 @@
+"""A choice applied, and the exact way back: structure and weights as they were, what is in force.
+
+Choices on the same models lie one over the other: taken off from below, the upper one would put back later what the
+lower one had made.
+
+What is noted are references: attributes of the pipeline, of every module, attention processor and hook, and what
+their dicts and lists hold. Values of tensors are another matter (`weights`).
+
+Moving weights and laying them out anew loses nothing. Narrowing them does: then the originals are kept in RAM.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from sigmascope import units
+from sigmascope.errors import OptimizationError
+from sigmascope.pipeline.optimizations import KINDS
+from sigmascope.pipeline.optimizations.interface import Change, Kind, Undo
+from sigmascope.pipeline.optimizations.offloading import GROUP_HOOKS
+from sigmascope.pipeline.pipeline_parts import models_of
+from sigmascope.pipeline.plan import PIPELINE, Choice, OptimizationConfig, Plan
+from sigmascope.probes import memory_snapshot
+from sigmascope.records.memory import MIB
+
+_BY_NAME = {kind.name: kind for kind in KINDS}
+_REGISTRY = "_diffusers_hook"
+_WHAT = ("kind", "component", "options")
+
+
+class AppliedChoice:
+    """One choice while it is in force.
+
+    Args:
+        pipeline: What it is done to.
+        choice: What to do.
+        keep_originals: Whether to keep weights whose values are lost, in RAM.
+
+    Raises:
+        OptimizationError: It failed, or RAM for the originals is not there. The pipeline is as it was.
+    """
+
+    def __init__(self, pipeline: Any, choice: Choice, *, keep_originals: bool = True) -> None:
+        self.choice = choice
+        self._kind = kind_of(choice)
+        self._pipeline = pipeline
+        keep = self._kind.narrows and keep_originals
+        if keep:
+            _require_ram(choice)
+        self._is_exact = keep or not self._kind.narrows
+        self._models = models_of(pipeline)
+        _require_parts(pipeline, choice, self._models)
+        self._weights = (
+            Weights(self._touched(), self._kind.changes, keep=keep) if self._kind.changes else None
+        )
+        structure = Structure([pipeline, *self._models.values()])
+        self._undos: list[Undo] = []
+        try:
+            besides = self._kind.apply(pipeline, choice)
+        except BaseException as failure:
+            self._undos = structure.changes_since()
+            self._put_back()
+            if not isinstance(failure, Exception):
+                raise
+            raise OptimizationError(
+                f"{choice.name} failed: {type(failure).__name__}: {failure}",
+                hint=f"Leave it out: plan.without(['{choice.kind}']). The pipeline is as it was.",
+            ) from failure
+        self._undos = structure.changes_since()
+        if besides is not None:
+            self._undos.insert(0, besides)
+        if self._weights is not None:
+            self._weights.settle(self._touched())
+        self._hooks = dict(_hook_names(self._models))
+        self.concerned = [model for _, model in self._touched()]
+        note_applied(self)
+
+    def is_of(self, choice: Choice) -> bool:
+        """Whether this is that choice, on the models that the pipeline has now."""
+        is_alike = all(getattr(self.choice, name) == getattr(choice, name) for name in _WHAT)
+        return is_alike and [id(model) for _, model in self._touched()] == [id(one) for one in self.concerned]
+
+    def undo(self) -> list[str]:
+        """Put back what the choice changed.
+
+        Returns:
+            Names of weights that somebody else changed meanwhile; their new values stay, in the old dtype.
+
+        Raises:
+            OptimizationError: Originals were not kept, or later choices or hooks of others lie over its own.
+        """
+        if not self._is_exact:
+            raise OptimizationError(
+                f"{self.choice.name} cannot be undone: its original weights were not kept.",
+                hint="Load the pipeline anew, or apply with keep_originals=True.",
+            )
+        require_last_applied([self])
+        self._refuse_hooks_of_others()
+        changed = self._put_back()
+        note_undone(self)
+        return changed
+
+    def _put_back(self) -> list[str]:
+        for undo in self._undos:
+            undo()
+        self._undos = []
+        _forget_registries(self._models)
+        return [] if self._weights is None else self._weights.put_back()
+
+    def _touched(self) -> list[tuple[str, nn.Module]]:
+        """Of all models for a choice that concerns the pipeline, else of its own."""
+        models = models_of(self._pipeline)
+        return [(name, model) for name, model in models.items() if self.choice.component in (name, PIPELINE)]
+
+    def _refuse_hooks_of_others(self) -> None:
+        moves_layers = self.choice.options.get("how") == "group"  # it puts hooks on at the first call, too
+        others = sorted(
+            name
+            for key, name in _hook_names(self._models)
+            if key not in self._hooks and not (moves_layers and name in GROUP_HOOKS)
+        )
+        if others:
+            raise OptimizationError(
+                f"{self.choice.name} cannot be undone: hooks were put on since ({', '.join(dict.fromkeys(others))}).",
+                hint="Take these off first, as by disable_cache() or remove_hook.",
+            )
+
+
+def kind_of(choice: Choice) -> Kind:
+    """The kind of a choice.
+
+    Raises:
+        OptimizationError: There is no such kind.
+    """
+    kind = _BY_NAME.get(choice.kind)
+    if kind is None:
+        raise OptimizationError(
+            f"There is no kind of choice called {choice.kind!r}.", hint=f"Known are {', '.join(_BY_NAME)}."
+        )
+    return kind
+
+
+def _require_parts(pipeline: Any, choice: Choice, models: dict[str, nn.Module]) -> None:
+    """Refuse a choice that was planned for a pipeline of other parts."""
+    meant = str(choice.options.get("components", choice.component)).split(",")
+    absent = [name for name in meant if name not in (*models, PIPELINE)]
+    if absent:
+        raise OptimizationError(
+            f"{choice.name} is planned for {', '.join(absent)}, which {type(pipeline).__name__} does not have.",
+            hint="Plan for this pipeline: optimizer.plan(pipeline).",
+        )
+
+
+def _require_ram(choice: Choice) -> None:
+    available = memory_snapshot().ram_available_bytes
+    needed = int(choice.ram_mb * MIB)
+    if available is not None and needed > available:
+        raise OptimizationError(
+            f"{choice.name} loses values, and keeping the originals for undo takes {units.mib(needed)} MB of RAM, "
+            f"of which {units.mib(available)} MB are free.",
+            hint="Pass OptimizationConfig(keep_originals=False): then it cannot be undone.",
+        )
+
+
+def _hook_names(models: dict[str, nn.Module]) -> Iterator[tuple[tuple[int, str], str]]:
+    """Names of diffusers' hooks, by module and name."""
+    for model in models.values():
+        for part in model.modules():
+            for name in getattr(getattr(part, _REGISTRY, None), "hooks", ()):
+                yield (id(part), name), name
+
+
+def _forget_registries(models: dict[str, nn.Module]) -> None:
+    """Let models look anew for the hooks below them: diffusers keeps a list, which may hold some that are gone."""
+    for model in models.values():
+        parts = list(model.modules())
+        present = {id(found) for part in parts if (found := getattr(part, _REGISTRY, None)) is not None}
+        for part in parts:
+            registry: Any = getattr(part, _REGISTRY, None)
+            listed = getattr(registry, "_child_registries_cache", None) or ()
+            if any(id(one) not in present for one in listed):
+                registry._child_registries_cache = None
+
+
+def undo_all(done: list[AppliedChoice]) -> list[str]:
+    """Undo choices, the last applied first; each is off the list once it is undone.
+
+    Args:
+        done: In the order in which they were applied.
+
+    Returns:
+        Names of weights that somebody else changed meanwhile.
+    """
+    changed: list[str] = []
+    while done:
+        changed += done[-1].undo()
+        done.pop()
+    return changed
+
+
+@runtime_checkable
+class InForce(Protocol):
+    """A choice that was applied."""
+
+    @property
+    def choice(self) -> Choice:
+        """What was applied."""
+        ...
+
+    @property
+    def concerned(self) -> Sequence[nn.Module]:
+        """The models that it was applied to."""
+        ...
+
+
+_ORDER: list[weakref.ref[InForce]] = []
+"""Weak: of an optimizer that is gone nothing can be undone, and its models shall go too."""
+
+
+def note_applied(one: InForce) -> None:
+    """Note that a choice is in force from now on."""
+    _ORDER[:] = [known for known in _ORDER if known() is not None]
+    _ORDER.append(weakref.ref(one))
+
+
+def note_undone(one: InForce) -> None:
+    """Note that a choice was undone."""
+    _ORDER[:] = [known for known in _ORDER if known() not in (None, one)]
+
+
+def _after(one: InForce) -> list[InForce]:
+    known = [other for reference in _ORDER if (other := reference()) is not None]
+    return known[known.index(one) + 1 :] if one in known else []
+
+
+def _share_models(one: InForce, other: InForce) -> bool:
+    return bool({id(model) for model in one.concerned} & {id(model) for model in other.concerned})
+
+
+def require_last_applied(ones: Sequence[InForce]) -> None:
+    """Refuse to undo choices that others were applied over.
+
+    Args:
+        ones: To be undone together.
+
+    Raises:
+        OptimizationError: Names the first of these others.
+    """
+    for one in ones:
+        over = next((other for other in _after(one) if other not in ones and _share_models(one, other)), None)
+        if over is not None:
+            raise OptimizationError(
+                f"{one.choice.name} cannot be undone: {over.choice.name} was applied after it, on the same model.",
+                hint="Undo that first, with the PipelineOptimizer that applied it.",
+            )
+
+
+def _copied(held: dict[Any, Any] | list[Any]) -> dict[Any, Any] | list[Any]:
+    return dict(held) if isinstance(held, dict) else list(held)
+
+
+def _attributes(thing: object) -> dict[str, Any]:
+    own: dict[str, Any] = vars(thing)
+    return own
+
+
+@dataclass(frozen=True, slots=True)
+class _Noted:
+    """One object with its attributes, and copies of those that are dicts and lists."""
+
+    thing: object
+    attributes: Mapping[str, Any]
+    contents: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, thing: object) -> "_Noted":
+        own = dict(_attributes(thing))
+        contents = {name: _copied(value) for name, value in own.items() if isinstance(value, dict | list)}
+        return cls(thing, own, contents)
+
+
+_HOOKED: Final = ("_diffusers_hook", "_hf_hook", "processor")
+"""Attributes of modules that hold objects with a state of their own."""
+
+
+_PLAIN: Final = (str, int, float, bool, type(None), tuple)
+
+
+def _has_attributes(thing: object) -> bool:
+    return isinstance(getattr(thing, "__dict__", None), dict) and not isinstance(thing, type)
+
+
+def _reached(things: Iterable[object]) -> Iterator[object]:
+    """Things, the parts of modules, and the processors and hooks on these."""
+    seen: set[int] = set()
+    waiting = list(things)
+    while waiting:
+        thing = waiting.pop()
+        if id(thing) in seen or isinstance(thing, _PLAIN) or not _has_attributes(thing):
+            continue
+        seen.add(id(thing))
+        yield thing
+        if isinstance(thing, nn.Module):
+            waiting += thing._modules.values()
+        waiting += [held for name, held in _attributes(thing).items() if name in _HOOKED]
+        if type(thing).__name__ == "HookRegistry":
+            own = _attributes(thing)
+            waiting += [*own.get("hooks", {}).values(), *own.get("_fn_refs", ())]
+
+
+_ABSENT: Final = object()
+
+
+_SET_BY_USERS: Final = ("processor",)
+"""What a user may have set anew meanwhile: then it stays. Hooks are not among these: libraries renew theirs."""
+
+
+def _attribute_undo(thing: object, name: str, before: object, after: object) -> Undo:
+    def undo() -> None:
+        own = _attributes(thing)
+        if name in _SET_BY_USERS and own.get(name, _ABSENT) is not after:
+            return
+        if before is _ABSENT:
+            own.pop(name, None)
+        else:
+            own[name] = before
+
+    return undo
+
+
+def _entry_undos(held: dict[Any, Any], copy: Mapping[Any, Any]) -> Iterator[Undo]:
+    changed = {
+        key: copy.get(key, _ABSENT)
+        for key in {**copy, **held}
+        if copy.get(key, _ABSENT) is not held.get(key, _ABSENT)
+    }
+    if not changed:
+        return
+    order = list(copy)
+
+    def undo() -> None:
+        now = dict(held)
+        for key, before in changed.items():
+            if before is _ABSENT:
+                now.pop(key, None)
+            else:
+                now[key] = before
+        held.clear()
+        held.update({key: now.pop(key) for key in order if key in now} | now)
+
+    yield undo
+
+
+def _list_undo(held: list[Any], copy: list[Any]) -> Undo:
+    def undo() -> None:
+        held[:] = copy
+
+    return undo
+
+
+def _same_items(held: list[Any], copy: list[Any]) -> bool:
+    return len(held) == len(copy) and all(one is other for one, other in zip(held, copy, strict=True))
+
+
+def _differences(noted: _Noted) -> Iterator[Undo]:
+    now = _attributes(noted.thing)
+    for name in {**noted.attributes, **now}:
+        before, after = noted.attributes.get(name, _ABSENT), now.get(name, _ABSENT)
+        if before is not after:
+            yield _attribute_undo(noted.thing, name, before, after)
+        if name in noted.contents:
+            copy = noted.contents[name]
+            if isinstance(before, dict):
+                yield from _entry_undos(before, copy)
+            elif not _same_items(before, copy):
+                yield _list_undo(before, copy)
+
+
+class Structure:
+    """The structure of a pipeline at one moment.
+
+    Args:
+        things: The pipeline and its modules; of modules all their parts are noted.
+    """
+
+    def __init__(self, things: Iterable[object]) -> None:
+        self._noted = {id(thing): _Noted.of(thing) for thing in _reached(things)}
+
+    def changes_since(self) -> list[Undo]:
+        """What is different now, each as a function that puts it back.
+
+        What others change later stays as they leave it, unless it is the very same attribute or entry.
+        """
+        found: list[Undo] = []
+        for noted in self._noted.values():
+            found += _differences(noted)
+        return found
+
+
+Models = Iterable[tuple[str, nn.Module]]
+
+
+@dataclass(slots=True)
+class _Weight:
+    """One parameter or buffer as it was.
+
+    Attributes:
+        owner: The module whose own it is.
+        key: Its name there.
+        original: Its values, for a choice that narrows them.
+        narrowed: The dtype that the choice gave it.
+    """
+
+    name: str
+    owner: nn.Module
+    key: str
+    tensor: Tensor
+    device: torch.device
+    dtype: torch.dtype
+    stride: tuple[int, ...]
+    original: Tensor | None = None
+    narrowed: torch.dtype | None = None
+
+    def now(self) -> Tensor:
+        """The tensor in its place: `Module.to` puts new buffers there, and new values into parameters."""
+        held = self.owner._buffers.get(self.key)
+        return self.tensor if held is None else held
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """The same bytes as integers, so that NaN equals itself and float8 can be compared."""
+    return tensor.contiguous().view(_BITS[tensor.element_size()])
+
+
+def _is_untouched(weight: _Weight, now: Tensor) -> bool:
+    """Whether these are the original's values after narrowing; a call that broke off may have left them widened."""
+    original = weight.original
+    if original is None or (now.dtype == original.dtype and now.data_ptr() == original.data_ptr()):
+        return True
+    expected = original.to(weight.narrowed or now.dtype).to(now.dtype)
+    return torch.equal(_bits(now.cpu()), _bits(expected))
+
+
+def _laid_out(data: Tensor, stride: tuple[int, ...]) -> Tensor:
+    laid = torch.empty_strided(data.shape, stride, dtype=data.dtype, device=data.device)
+    laid.copy_(data)
+    return laid
+
+
+def _tensors(modules: Models) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+    """Parameters and buffers with their names and owners, each once."""
+    seen: set[int] = set()
+    for prefix, module in modules:
+        for path, part in module.named_modules(prefix=prefix):
+            for key, tensor in (*part._parameters.items(), *part._buffers.items()):
+                if tensor is not None and id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    yield f"{path}.{key}", part, key, tensor
+
+
+class Weights:
+    """The weights of models before a choice.
+
+    Args:
+        modules: The models, by name.
+        changes: What the choice is going to do to them.
+        keep: Whether to keep the values of floating-point weights.
+    """
+
+    def __init__(self, modules: Models, changes: frozenset[Change], *, keep: bool) -> None:
+        self._changes = changes
+        self._weights = [
+            _Weight(name, owner, key, tensor, tensor.device, tensor.dtype, tensor.stride())
+            for name, owner, key, tensor in _tensors(modules)
+        ]
+        for weight in self._weights if keep else ():
+            if weight.tensor.is_floating_point():
+                weight.original = weight.tensor.data.cpu()  # no copy of what is in RAM already
+
+    def settle(self, modules: Models) -> None:
+        """Let go of originals of weights that the choice left as they were.
+
+        Parameters that it replaced stay alive until it is undone; in RAM they do not cost the device anything.
+
+        Args:
+            modules: The models as they are now.
+        """
+        present = {id(tensor) for _, _, _, tensor in _tensors(modules)}
+        for weight in self._weights:
+            now = weight.now()
+            weight.narrowed = now.dtype
+            if weight.original is None:
+                continue
+            if id(now) not in present:
+                weight.tensor.data = weight.original
+                weight.narrowed = weight.dtype
+            elif now.dtype == weight.dtype:
+                weight.original = None
+
+    def put_back(self) -> list[str]:
+        """Put all weights back.
+
+        Returns:
+            Names of those that somebody else changed in the meantime: their new values stay, in the old dtype.
+        """
+        with torch.no_grad():
+            return [weight.name for weight in self._weights if not self._put_back(weight)]
+
+    def _put_back(self, weight: _Weight) -> bool:
+        held = weight.now()
+        now = held.data
+        untouched = _is_untouched(weight, now)
+        source = now if weight.original is None or not untouched else weight.original
+        data = source.to(
+            weight.device if "device" in self._changes else now.device,
+            weight.dtype if "dtype" in self._changes else now.dtype,
+        )
+        if "layout" in self._changes and data.stride() != weight.stride:
+            data = _laid_out(data, weight.stride)
+        if data is not weight.tensor.data:
+            weight.tensor.data = data
+        if held is not weight.tensor:
+            weight.owner._buffers[weight.key] = weight.tensor
+        return untouched
+
+
+ApplyChoice = Callable[[Any, Choice], AppliedChoice]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AppliedPlan:
+    """One plan in force.
+
+    Attributes:
+        pipeline: What it was applied to.
+        plan: What was asked for.
+        done: Its choices that were not in force before, in the order in which they were applied.
+        config: What it was planned with; None: the plan was given.
+    """
+
+    pipeline: Any
+    plan: Plan
+    done: list[AppliedChoice]
+    config: OptimizationConfig | None = None
+
+
+class AppliedPlans:
+    """Of one optimizer, the last applied last."""
+
+    def __init__(self) -> None:
+        self._plans: list[AppliedPlan] = []
+
+    def apply(
+        self, pipeline: Any, plan: Plan, apply_choice: ApplyChoice, config: OptimizationConfig | None
+    ) -> None:
+        """Apply the choices of a plan that are not in force; if one fails, undo those before it.
+
+        Args:
+            pipeline: What to apply them to.
+            plan: Of this pipeline.
+            apply_choice: Applies one.
+            config: What it was planned with; None: the plan was given.
+        """
+        done: list[AppliedChoice] = []
+        try:
+            for choice in plan.choices:
+                if not self.holds(pipeline, choice):
+                    done.append(apply_choice(pipeline, choice))  # noqa: PERF401 - undone if a later one fails
+        except BaseException:
+            undo_all(done)
+            raise
+        if done or self.last(pipeline) is None:
+            self.add(AppliedPlan(pipeline, plan, done, config))
+
+    def add(self, applied: AppliedPlan) -> None:
+        """Note a plan."""
+        self._plans.append(applied)
+
+    def remove(self, applied: AppliedPlan) -> None:
+        """Forget a plan, once it is undone."""
+        self._plans.remove(applied)
+
+    def last(self, pipeline: Any = None) -> AppliedPlan | None:
+        """The last applied, to this pipeline if one is given."""
+        return next(
+            (one for one in reversed(self._plans) if pipeline is None or one.pipeline is pipeline), None
+        )
+
+    def holds(self, pipeline: Any, choice: Choice) -> bool:
+        """Whether the choice is in force on the parts that the pipeline has now."""
+        return any(done.is_of(choice) for one in self._plans if one.pipeline is pipeline for done in one.done)
+
+    def planned(self, pipeline: Any, config: OptimizationConfig) -> Plan | None:
+        """The plan that was made with this configuration, if all of it is in force.
+
+        A pipeline that is being optimized is not the one to plan for anew: it would seem smaller, or not to need it.
+        """
+        return next(
+            (
+                one.plan
+                for one in reversed(self._plans)
+                if one.pipeline is pipeline
+                and one.config == config
+                and all(self.holds(pipeline, choice) for choice in one.plan.choices)
+            ),
+            None,
+        )

@@ -1,0 +1,325 @@
+"""One attempt: which come next, what each is expected to take, made, timed and recorded."""
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from sigmascope import monitor
+from sigmascope.monitor import current_recorder
+from sigmascope.monitor.recorder import LiveStage
+from sigmascope.pipeline.model_state import nbytes_to_copy, why_not_in_ram
+from sigmascope.pipeline.out_of_memory import free_memory, free_ram, is_out_of_memory, let_go, why_not_enough
+from sigmascope.pipeline.peak_prediction import Experience, Planned, Prediction, fits, learn, predict_peak
+from sigmascope.pipeline.strategies import Choices, Outcome, Tiles, Work, direct, on_cpu, tiled
+from sigmascope.pipeline.tiling import TilePlan, plan
+from sigmascope.probes import memory_snapshot
+from sigmascope.probes.reading import attempt, describe
+from sigmascope.probes.reading import attempt as read
+from sigmascope.records.latents import (
+    Basis,
+    Direction,
+    EncodingRecord,
+    Strategy,
+    StrategyAttempt,
+    TileFacts,
+    attempt_stage,
+)
+from sigmascope.records.run import Run, Stage
+
+NOT_MEASURED = "nothing watched the attempt"
+
+
+_NOBODY_ASKED = "nothing was predicted"
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """Peak bytes beyond what is in use when the attempt begins; None with the reason in `unavailable`."""
+
+    nbytes: int | None = None
+    basis: Basis | None = None
+    unavailable: Mapping[str, str] = field(default_factory=lambda: {"predicted_peak_bytes": _NOBODY_ASKED})
+
+
+@dataclass(frozen=True, slots=True)
+class Try:
+    """A strategy with all that it takes.
+
+    Attributes:
+        name: Which strategy.
+        run: Does it.
+        device: Where the VAE runs.
+        tile: How it will be cut, where that is known before.
+        expected: What it will take.
+    """
+
+    name: Strategy
+    run: Callable[[], Outcome]
+    device: torch.device
+    tile: TileFacts | None = None
+    expected: Expected = field(default_factory=Expected)
+
+    def record(self) -> StrategyAttempt:
+        """What is known before it is made: that it was not."""
+        return StrategyAttempt(
+            self.name,
+            "skipped",
+            device=str(self.device),
+            predicted_peak_bytes=self.expected.nbytes,
+            prediction_basis=self.expected.basis,
+            tile=self.tile,
+            unavailable=self.expected.unavailable,
+        )
+
+
+def made(
+    one: Try, direction: Direction, generator: torch.Generator | None
+) -> tuple[Outcome | None, StrategyAttempt]:
+    """Make the attempt. Running out of memory is an outcome; anything else that is raised passes unchanged.
+
+    After running out of memory nothing of the attempt is alive, caches of the device are emptied, and the
+    generator is as it was.
+
+    Args:
+        one: What to try.
+        direction: Whether it encodes or decodes.
+        generator: That may be drawn from.
+    """
+    handled = sys.exception()
+    state = None if generator is None else generator.get_state()
+    stage = monitor.stage(attempt_stage(one.name, direction))
+    record = one.record()
+    outcome: Outcome | None = None
+    began = time.perf_counter()
+    try:
+        with stage:
+            outcome = one.run()
+            _wait_for(one.device)
+        record = replace(record, outcome="succeeded", tile=outcome.tile or one.tile)
+    except BaseException as error:
+        if not is_out_of_memory(error):
+            raise
+        outcome = None
+        record = failed(record, error)
+        let_go(error, handled)
+    record = replace(record, seconds=time.perf_counter() - began)
+    if outcome is None:
+        _clean_up(one.device, generator, state)
+    return outcome, _with_memory(record, stage, one.device)
+
+
+def failed(record: StrategyAttempt, error: BaseException) -> StrategyAttempt:
+    """The record of an attempt that ended in an error, of which only words are kept."""
+    return replace(record, outcome="failed", reason=describe(error), error_type=type(error).__name__)
+
+
+def _wait_for(device: torch.device) -> None:
+    """Let the device finish, so that its time counts and its errors are those of this attempt."""
+    synchronize = getattr(getattr(torch, device.type, None), "synchronize", None)
+    if device.type in ("cpu", "meta") or synchronize is None:
+        return
+    if device.type == "mps":  # it is one device and takes no name of it
+        synchronize()
+    else:
+        synchronize(device)
+
+
+def _clean_up(device: torch.device, generator: torch.Generator | None, state: torch.Tensor | None) -> None:
+    free_memory(device)
+    if generator is not None and state is not None:
+        generator.set_state(state)
+
+
+def _with_memory(record: StrategyAttempt, stage: object, device: torch.device) -> StrategyAttempt:
+    seen = read(stage.record).value if isinstance(stage, LiveStage) else None
+    if seen is None or seen.peak is None:
+        reasons = dict.fromkeys(("peak", "measured_peak_bytes"), NOT_MEASURED)
+        return replace(record, unavailable={**record.unavailable, **reasons})
+    measured = _growth(seen, device)
+    reasons = {} if measured is not None else {"measured_peak_bytes": "its memory could not be read"}
+    return replace(
+        record,
+        peak=seen.peak,
+        measured_peak_bytes=measured,
+        unavailable={**record.unavailable, **reasons},
+    )
+
+
+def _growth(stage: Stage, device: torch.device) -> int | None:
+    """Peak beyond what was in use on the device when the stage began; of the process, on the CPU."""
+    if stage.peak is None or stage.memory is None:
+        return None
+    before = stage.memory.baseline
+    if device.type == "cpu":
+        return _above(stage.peak.rss_bytes, before.process_rss_bytes)
+    name = str(device)
+    if ":" not in name:  # a device without a number is the current one
+        name = before.device_in_use() or name
+    return _above(stage.peak.accelerator(name).allocated_bytes, before.accelerator(name).allocated_bytes)
+
+
+def _above(highest: int | None, start: int | None) -> int | None:
+    return None if start is None or highest is None else max(highest - start, 0)
+
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """A strategy that is not even tried, and why."""
+
+    attempt: StrategyAttempt
+
+    @classmethod
+    def over(cls, one: Try, reason: str) -> "Passed":
+        """Pass over a try."""
+        return cls(replace(one.record(), outcome="skipped", reason=reason))
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Foretells attempts.
+
+    Attributes:
+        experience: What past runs took.
+        enabled: False foretells nothing.
+    """
+
+    experience: Experience
+    enabled: bool = True
+
+    def of(self, work: Work, strategy: Strategy, tiles: Tiles | None, device: torch.device) -> Expected:
+        """What a strategy will take. Never raises."""
+        if not self.enabled:
+            return Expected()
+        planned = Planned(
+            tuple(work.source.shape),
+            work.direction,
+            strategy,
+            None if tiles is None else _plan(work, tiles),
+            device_type=device.type,
+            batch_at_once=None if tiles is None else len(work.one_by_one()[0]),
+            moved_weights_bytes=nbytes_to_copy(work.vae.modules) if strategy == "cpu" else 0,
+        )
+        found = attempt(lambda: predict_peak(work.vae.vae, planned, self.experience))
+        prediction = found.value or Prediction(unavailable={"bytes": found.reason or "it failed"})
+        reason = prediction.unavailable.get("bytes")
+        gaps = {} if reason is None else {"predicted_peak_bytes": reason}
+        return Expected(prediction.bytes, prediction.basis, gaps)
+
+
+@dataclass(frozen=True, slots=True)
+class Tries:
+    """All that may be tried, in the order asked for.
+
+    Args:
+        work: What there is to do.
+        choices: Which strategies and tiles.
+        forecast: What each is expected to take.
+        dummy: Makes the stand-in, where one was asked for.
+    """
+
+    work: Work
+    choices: Choices
+    forecast: Forecast
+    dummy: Callable[[], Outcome] | None = None
+
+    def __iter__(self) -> Iterator[Try | Passed]:
+        kinds = {"direct": self._direct, "tiled": self._tiled, "cpu": self._cpu, "dummy": self._dummy}
+        for strategy in self.choices.strategies:
+            yield from kinds[strategy]()
+
+    def _direct(self) -> Iterator[Try | Passed]:
+        work = self.work
+        yield self._unless_too_large(self._try("direct", lambda: direct(work), work.vae.device))
+
+    def _tiled(self) -> Iterator[Try | Passed]:
+        """The largest tiles that fit, or from the largest on where nothing is foretold."""
+        ladder = self.choices.ladder(self.work)
+        for index, tiles in enumerate(ladder):
+            one = self._unless_too_large(self._in_tiles(tiles))
+            if isinstance(one, Try) or index == len(ladder) - 1:
+                yield one
+
+    def _in_tiles(self, tiles: Tiles) -> Try:
+        work = self.work
+        return self._try("tiled", lambda: tiled(work, tiles), work.vae.device, tiles)
+
+    def _cpu(self) -> Iterator[Try | Passed]:
+        """At once if RAM can hold that, else in the largest tiles that fit."""
+        work = self.work
+        one = self._try("cpu", lambda: on_cpu(work), _CPU)
+        reason = why_not_in_ram(work.vae.modules) or self._why_not_enough_ram(one)
+        if reason is not None and not why_not_in_ram(work.vae.modules):
+            cut = (self._cpu_in_tiles(tiles) for tiles in self.choices.ladder(work))
+            fitting = next((smaller for smaller in cut if self._why_not_enough_ram(smaller) is None), None)
+            one, reason = (one, reason) if fitting is None else (fitting, None)
+        yield one if reason is None else Passed.over(one, reason)
+
+    def _cpu_in_tiles(self, tiles: Tiles) -> Try:
+        work = self.work
+        return self._try("cpu", lambda: on_cpu(work, tiles), _CPU, tiles)
+
+    def _dummy(self) -> Iterator[Try | Passed]:
+        place = self.work.output_device or self.work.vae.home
+        if self.dummy is not None:
+            yield Try("dummy", self.dummy, place, expected=Expected())
+
+    def _why_not_enough_ram(self, one: Try) -> str | None:
+        if one.expected.nbytes is None:
+            return why_not_enough(nbytes_to_copy(self.work.vae.modules), free_ram())
+        return why_not_fitting(one.expected, _CPU)
+
+    def _unless_too_large(self, one: Try) -> Try | Passed:
+        reason = why_not_fitting(one.expected, one.device) if self.choices.only_what_fits else None
+        return one if reason is None else Passed.over(one, reason)
+
+    def _try(
+        self,
+        name: Strategy,
+        run: Callable[[], Outcome],
+        device: torch.device,
+        tiles: Tiles | None = None,
+    ) -> Try:
+        facts = None
+        if tiles is not None:
+            shared = tiles.side // 4 if tiles.overlap is None else tiles.overlap
+            facts = TileFacts(tiles.side, tiles.side, shared, shared)
+        return Try(name, run, device, facts, self.forecast.of(self.work, name, tiles, device))
+
+
+def forecast_from(past: Iterable[Run | EncodingRecord], *, enabled: bool) -> Forecast:
+    """A forecast that knows some past runs, and what the run that is being recorded has seen so far.
+
+    Args:
+        past: Runs or records.
+        enabled: False foretells nothing.
+    """
+    known = list(past) if enabled else []
+    recorder = current_recorder() if enabled else None
+    if recorder is not None:
+        own = attempt(recorder.run).value
+        known += [] if own is None else [own]
+    return Forecast(learn(known), enabled)
+
+
+def why_not_fitting(expected: Expected, device: torch.device) -> str | None:
+    """The reason with numbers, if a device cannot hold that much beside what it holds. Never raises."""
+    memory = attempt(memory_snapshot).value
+    if memory is None:
+        return None
+    memory = replace(memory, ram_available_bytes=free_ram().free_bytes)
+    fitting, words = fits(Prediction(expected.nbytes, expected.basis), memory, str(device))
+    return None if fitting else words
+
+
+def _plan(work: Work, tiles: Tiles) -> TilePlan | None:
+    factor = work.vae.facts.spatial_factor
+    if factor is None:
+        return None
+    height, width = work.pixels
+    return attempt(lambda: plan(height, width, tiles.side, tiles.overlap, factor)).value

@@ -1,0 +1,381 @@
+"""Encode_latents and decode_latents, the engine that tries one strategy after another, stand-in latents.
+
+Running out of memory moves on to the next one, with nothing of the failed one alive. Any other error is the
+VAE's or the caller's, and passes unchanged.
+"""
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sigmascope import monitor
+from sigmascope.errors import ConfigError, EveryStrategyFailedError
+from sigmascope.monitor import Recorder
+from sigmascope.monitor.guard import Guard
+from sigmascope.pipeline.attempts import Forecast, Passed, Tries, Try, failed, forecast_from, made
+from sigmascope.pipeline.image_preprocessing import Pictures, Values, pictures, sample_facts, unfolded
+from sigmascope.pipeline.model_state import in_turn
+from sigmascope.pipeline.peak_prediction import NoTwinError, dry_run
+from sigmascope.pipeline.strategies import Choices, Decoding, Encoding, Outcome, Work, check_tiles, checked
+from sigmascope.pipeline.vae_adapters import ComfyuiVae, Vae, adapted
+from sigmascope.probes.reading import attempt as read
+from sigmascope.records.latents import (
+    RECORD_FACT,
+    EncodingEvent,
+    EncodingRecord,
+    Layout,
+    SampleFacts,
+    StrategyAttempt,
+    VaeFacts,
+    strategy_label,
+)
+from sigmascope.records.run import Finding, Run
+
+OnEvent = Callable[[EncodingEvent], object]
+
+
+def encode_latents(
+    vae: object,
+    frames: object,
+    *,
+    strategies: str | Iterable[str] = ("direct", "tiled", "cpu"),
+    tile: int | None = None,
+    overlap: int | None = None,
+    layout: Layout | None = None,
+    values: Values | None = None,
+    sample: bool = False,
+    generator: torch.Generator | None = None,
+    output_device: torch.device | str | None = None,
+    dummy: bool = False,
+    predict: bool = True,
+    past: Iterable[Run | EncodingRecord] = (),
+    on_event: OnEvent | None = None,
+) -> tuple[Tensor, EncodingRecord]:
+    """Encode with the first strategy that does not run out of memory.
+
+    The latent is the VAE's own, neither scaled nor shifted: what `vae.encode(x).latent_dist.mode()` gives. The
+    VAE is as before when this returns or raises: placement, dtype, modes, tiling and slicing, buffers.
+
+    Args:
+        vae: A VAE of diffusers or ComfyUI, a pipeline that has one, or any object with `encode`.
+        frames: A tensor, an array or a PIL image, or a list of them, all of one size.
+        strategies: In the order in which they are tried: "direct", "tiled", "cpu" (with the weights copied to
+            RAM, in tiles if that cannot hold more), "dummy". "auto" takes the first three and passes over what is not
+            expected to fit.
+        tile: Side of a tile in pixels. None begins with 512, or half of a smaller picture, and halves it
+            whenever memory runs out.
+        overlap: What tiles share with their neighbours, in pixels; None is a quarter of a tile.
+        layout: What each axis of `frames` is, such as "BFCHW"; None decides by where the VAE's channels are.
+        values: What the numbers mean: "bytes" 0 to 255, "unit" [0, 1], "signed" [-1, 1]. None: bytes for uint8;
+            for floats "unit" with channels last or with ComfyUI's VAE, else "signed".
+        sample: Draw the latent from the VAE's distribution; otherwise take its mode.
+        generator: Of that draw. A failed attempt leaves its state as it was.
+        output_device: Where the latent shall be; None: where the VAE computes, whatever the strategy.
+        dummy: Where all else fails, give zeros of the right shape. They are no encoding, and the record says so.
+        predict: Foretell the peak of each attempt, which takes a part of a second the first time for each VAE
+            and size. Without it "auto" takes everything to fit, and the CPU is refused for the weights alone.
+        past: Runs or records from which the predictions learn, beside the run that is being recorded.
+        on_event: Called with an `EncodingEvent` at each beginning and end. What it raises is logged.
+
+    Returns:
+        The latent (batch, channels, height, width), or (batch, channels, frames, height, width) of a video, and
+        the record of all attempts.
+
+    Raises:
+        EveryStrategyFailedError: Memory ran out in all of them; `record` says how each ended.
+        ConfigError: Pictures, sizes or options that make no sense.
+        ModelMismatchError: The VAE's results do not fit each other or are no tensors.
+        Exception: Whatever the VAE raises that is not about memory, unchanged.
+    """
+    with in_turn(vae):
+        choices = checked(strategies, tile, overlap, dummy=dummy, decodes=False)
+        adapter = adapted(vae)
+        given = pictures(
+            frames,
+            adapter.facts,
+            layout=layout,
+            values=values,
+            default_values=adapter.default_values,
+            one_each=adapter.one_each,
+        )
+        device = None if output_device is None else torch.device(output_device)
+        work = Encoding(adapter, given, sample, generator, device)
+        check_tiles(choices, work)
+
+        def stand_in() -> Outcome:
+            return Outcome(dummy_latents(adapter, given, device or adapter.home))
+
+        forecast = forecast_from(past, enabled=predict)
+        engine = Engine(work, choices, given.facts, _latent_facts, forecast, on_event, stand_in, FINDING)
+        return engine.run()
+
+
+def _latent_facts(latent: Tensor) -> SampleFacts:
+    layouts: dict[int, Layout] = {4: "BCHW", 5: "BCFHW"}
+    return sample_facts(latent, layouts.get(latent.ndim))
+
+
+_CHANNELS_FIRST: dict[int, Layout] = {4: "BCHW", 5: "BCFHW"}
+_CHANNELS_LAST: dict[int, Layout] = {4: "BHWC", 5: "BFHWC"}
+
+
+def decode_latents(
+    vae: object,
+    latents: Tensor,
+    *,
+    strategies: str | Iterable[str] = ("direct", "tiled", "cpu"),
+    tile: int | None = None,
+    overlap: int | None = None,
+    output_device: torch.device | str | None = None,
+    predict: bool = True,
+    past: Iterable[Run | EncodingRecord] = (),
+    on_event: OnEvent | None = None,
+) -> tuple[Tensor, EncodingRecord]:
+    """Decode with the first strategy that does not run out of memory.
+
+    Args:
+        vae: A VAE of diffusers or ComfyUI, a pipeline that has one, or any object with `decode`.
+        latents: The VAE's own, neither scaled nor shifted: (batch, channels, height, width), or
+            (batch, channels, frames, height, width) with frames and channels in either order.
+        strategies: As in `encode_latents`, without "dummy".
+        tile: Side of a tile in pixels of the pictures to come; None as in `encode_latents`.
+        overlap: What tiles share, in such pixels; None is a quarter of a tile.
+        output_device: Where the pictures shall be; None: where the VAE computes.
+        predict: Foretell the peak of each attempt, as in `encode_latents`.
+        past: Runs or records from which the predictions learn, beside the run that is being recorded.
+        on_event: Called with an `EncodingEvent` at each beginning and end. What it raises is logged.
+
+    Returns:
+        The pictures as this VAE gives them, and the record of all attempts: [-1, 1] with channels first
+        from diffusers, [0, 1] with channels last from ComfyUI.
+
+    Raises:
+        EveryStrategyFailedError: Memory ran out in all of them; `record` says how each ended.
+        ConfigError: Latents, sizes or options that make no sense.
+        ModelMismatchError: The VAE's results do not fit each other or are no tensors.
+        Exception: Whatever the VAE raises that is not about memory, unchanged.
+    """
+    with in_turn(vae):
+        choices = checked(strategies, tile, overlap, dummy=False, decodes=True)
+        adapter = adapted(vae)
+        device = None if output_device is None else torch.device(output_device)
+        work = Decoding(adapter, _with_frames(latents, adapter), device)
+        check_tiles(choices, work)
+        given = sample_facts(latents, _CHANNELS_FIRST.get(latents.ndim))
+        layouts = _CHANNELS_LAST if adapter.values == "unit" else _CHANNELS_FIRST
+
+        def frame_facts(frames: Tensor) -> SampleFacts:
+            return sample_facts(frames, layouts.get(frames.ndim))
+
+        forecast = forecast_from(past, enabled=predict)
+        return Engine(work, choices, given, frame_facts, forecast, on_event).run()
+
+
+def _with_frames(latents: Tensor, vae: Vae) -> Tensor:
+    """The latents as the VAE takes them: a picture of a VAE of videos is a video of one frame.
+
+    Raises:
+        ConfigError: They are packed or empty.
+    """
+    facts = vae.facts
+    if latents.ndim not in (4, 5) or latents.numel() == 0:
+        raise ConfigError(
+            f"latents: a tensor of shape {tuple(latents.shape)} is neither (batch, channels, height, width) nor a "
+            "video of such.",
+            hint="Unpack packed latents first, as the pipeline does before it decodes.",
+        )
+    if latents.ndim == 5 and latents.shape[1] != facts.latent_channels == latents.shape[2]:
+        latents = latents.movedim(2, 1)
+    return latents.unsqueeze(2) if facts.is_video and latents.ndim == 4 else latents
+
+
+@dataclass(slots=True)
+class Engine:
+    """One encoding or decoding from first to last.
+
+    Args:
+        work: What there is to do.
+        choices: Which strategies.
+        given: Facts of what goes in.
+        describe: Gives the facts of what comes out.
+        forecast: What each attempt is expected to take.
+        on_event: Told what happens while it goes on. What it raises is logged once.
+        dummy: Makes the stand-in for a result.
+        dummy_finding: What to say of it.
+    """
+
+    work: Work
+    choices: Choices
+    given: SampleFacts
+    describe: Callable[[Tensor], SampleFacts]
+    forecast: Forecast
+    on_event: OnEvent | None = None
+    dummy: Callable[[], Outcome] | None = None
+    dummy_finding: Finding | None = None
+    attempts: list[StrategyAttempt] = field(default_factory=list)
+    _guard: Guard = field(default_factory=Guard)
+
+    def run(self) -> tuple[Tensor, EncodingRecord]:
+        """The result and the record.
+
+        Raises:
+            EveryStrategyFailedError: Memory ran out in all of them.
+        """
+        if monitor.current_recorder() is not None:
+            return self._watched()
+        with Recorder(f"latent_{self.work.direction}"):
+            return self._watched()
+
+    def _watched(self) -> tuple[Tensor, EncodingRecord]:
+        self._tell(EncodingEvent("began", self.work.direction, input=self.given))
+        began = time.perf_counter()
+        outcome: Outcome | None = None
+        stage = monitor.stage(f"latent_{self.work.direction}")
+        try:
+            with stage:
+                outcome = self._first_that_works()
+                if outcome is None:
+                    raise _every_strategy_failed(self._record(None, time.perf_counter() - began))
+        finally:
+            record = self._record(outcome, time.perf_counter() - began)
+            self._put_on(stage, record, outcome)
+            self._tell(EncodingEvent("ended", self.work.direction, record=record))
+        return outcome.tensor, record
+
+    def _put_on(self, stage: Any, record: EncodingRecord, outcome: Outcome | None) -> None:
+        """What a monitor makes of it is no reason to lose a result."""
+        self._guard.read("stage", lambda: stage.fact(RECORD_FACT, record.as_dict()))
+        if outcome is not None:
+            name = "latent" if self.work.direction == "encoding" else "frames"
+            self._guard.read("stage", lambda: stage.tensor(name, outcome.tensor))
+
+    def _first_that_works(self) -> Outcome | None:
+        for one in Tries(self.work, self.choices, self.forecast, self.dummy):
+            outcome = self._try(one)
+            if outcome is not None:
+                return outcome
+        return None
+
+    def _try(self, one: Try | Passed) -> Outcome | None:
+        if isinstance(one, Passed):
+            self._ended(one.attempt)
+            return None
+        self._tell(EncodingEvent("attempt_began", self.work.direction, strategy=one.name))
+        try:
+            outcome, attempt = made(one, self.work.direction, self.work.generator)
+        except BaseException as error:
+            self._ended(failed(one.record(), error))
+            raise
+        self._ended(attempt)
+        return outcome
+
+    def _ended(self, attempt: StrategyAttempt) -> None:
+        self.attempts.append(attempt)
+        self._tell(EncodingEvent("attempt_ended", self.work.direction, attempt=attempt))
+
+    def _record(self, outcome: Outcome | None, seconds: float) -> EncodingRecord:
+        last = self.attempts[-1].name if self.attempts and outcome is not None else None
+        record = EncodingRecord(
+            direction=self.work.direction,
+            success=outcome is not None,
+            strategy=last,
+            attempts=tuple(self.attempts),
+            seconds=seconds,
+            vae=self.work.vae.facts,
+            input=self.given,
+            dummy=last == "dummy",
+        )
+        if outcome is None:
+            return replace(record, unavailable={"output": "no strategy gave a result"})
+        findings = () if self.dummy_finding is None or last != "dummy" else (self.dummy_finding,)
+        tensor = outcome.tensor
+        output = read(lambda: self.describe(tensor))
+        reasons = {} if output.reason is None else {"output": output.reason}
+        return replace(record, output=output.value, findings=findings, unavailable=reasons)
+
+    def _tell(self, event: EncodingEvent) -> None:
+        on_event = self.on_event
+        if on_event is not None:
+            self._guard.read("on_event", lambda: on_event(event))
+
+
+def _every_strategy_failed(record: EncodingRecord) -> EveryStrategyFailedError:
+    ends = [
+        f"{strategy_label(attempt.name, record.direction)} {attempt.outcome}: {attempt.reason}"
+        for attempt in record.attempts
+    ]
+    return EveryStrategyFailedError(
+        "The VAE's memory ran out. " + "; ".join(ends),
+        record=record,
+        hint="Give fewer or smaller pictures, a smaller tile=, or free memory first.",
+    )
+
+
+FINDING = Finding(
+    id="dummy_latents",
+    severity="critical",
+    message="The latents are zeros that stand in for an encoding: no picture was encoded.",
+    advice="Make room for the encoding: smaller tiles, fewer frames, a lower resolution, or another device.",
+    stage="latent_encoding",
+)
+
+
+_ROUND_UP = ("AutoencoderTiny", "AutoencoderKLHunyuanVideo", "AutoencoderKLLTXVideo")
+"""They make one latent element more of a side that is no multiple of their factor; others drop the rest."""
+
+
+def why_no_dummy(facts: VaeFacts) -> str | None:
+    """What would have to be known for a dummy of the right shape, or None."""
+    known = {
+        "latent_channels": facts.latent_channels,
+        "spatial_factor": facts.spatial_factor,
+        "temporal_factor": facts.temporal_factor if facts.is_video else 1,
+    }
+    missing = [name for name, value in known.items() if value is None]
+    return f"the VAE does not tell its {', '.join(missing)}" if missing else None
+
+
+def dummy_latents(vae: Vae, pictures: Pictures, device: torch.device) -> Tensor:
+    """Zeros shaped as the latents of these pictures would be.
+
+    A run of the VAE without weights tells the shape, where that can be had; else its factors do.
+
+    Args:
+        vae: That did not encode them.
+        pictures: What was to be encoded.
+        device: Where the latents would be.
+
+    Raises:
+        ConfigError: Neither tells enough for the shape.
+    """
+    shape = _shape_seen(vae, pictures.tensor) or _shape_told(vae.facts, pictures.tensor)
+    return unfolded(torch.zeros(shape, dtype=vae.latent_dtype, device=device), pictures.frames)
+
+
+def _shape_seen(vae: Vae, pixels: Tensor) -> tuple[int, ...] | None:
+    """Of one picture or video, so that slicing and the size of the batch do not matter."""
+    if isinstance(vae, ComfyuiVae) or not hasattr(vae.vae, "config"):
+        return None
+    try:
+        found = dry_run(vae.vae, (1, *pixels.shape[1:]), "encoding")
+    except NoTwinError:
+        return None
+    return (pixels.shape[0], *found.result_shape[1:])
+
+
+def _shape_told(facts: VaeFacts, pixels: Tensor) -> tuple[int, ...]:
+    reason = why_no_dummy(facts)
+    if reason is not None or facts.latent_channels is None or facts.spatial_factor is None:
+        raise ConfigError(f"dummy: {reason}.", hint="Leave dummy latents out.")
+    batch, _, *frames, height, width = pixels.shape
+    sides = [_latent_length(length, facts.spatial_factor, facts.class_name) for length in (height, width)]
+    times = [facts.latent_frames(count) or 1 for count in frames]
+    return (batch, facts.latent_channels, *times, *sides)
+
+
+def _latent_length(length: int, factor: int, class_name: str) -> int:
+    return -(-length // factor) if class_name in _ROUND_UP else length // factor

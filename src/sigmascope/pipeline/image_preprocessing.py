@@ -1,0 +1,277 @@
+"""PIL images, arrays, tensors -> the tensor that a VAE takes: layout, value range, frames; and its facts."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from sigmascope.errors import ConfigError
+from sigmascope.probes import tensor_facts
+from sigmascope.records.facts import TensorFacts
+from sigmascope.records.latents import Layout, SampleFacts, VaeFacts
+from sigmascope.stages.latent_layout import picture_layout, sizes_of
+
+_CHANNELS_FIRST: dict[int, Layout] = {3: "CHW", 4: "BCHW", 5: "BCFHW"}
+
+
+Values = Literal["signed", "unit", "bytes"]
+"""[-1, 1] as diffusers' VAEs take it, [0, 1] as ComfyUI has it, or 0 to 255."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pictures:
+    """What is to be encoded.
+
+    Attributes:
+        tensor: (batch, channels, height, width), or (batch, channels, frames, height, width) for a VAE of
+            videos; the caller's own memory where that is possible, in its dtype, where it lies.
+        values: What its numbers mean.
+        facts: Of what the caller handed over.
+        frames: Frames of each video that lie on the batch axis, for a VAE of pictures; None if none do.
+    """
+
+    tensor: Tensor
+    values: Values
+    facts: SampleFacts
+    frames: int | None = None
+
+
+def pictures(
+    frames: object,
+    facts: VaeFacts,
+    *,
+    layout: Layout | None = None,
+    values: Values | None = None,
+    default_values: Values | None = None,
+    one_each: bool = False,
+) -> Pictures:
+    """Arrange what the caller has for a VAE.
+
+    Args:
+        frames: A tensor, array or PIL image, or a list of them.
+        facts: Of the VAE.
+        layout: What each axis is; None decides by where the VAE's channels are.
+        values: What the numbers mean; None: bytes for integers, [0, 1] for floats with channels last (ComfyUI,
+            NumPy), [-1, 1] for floats with channels first (diffusers).
+        default_values: What floats mean to this VAE, whichever axis the channels are on.
+        one_each: Several pictures are as many pictures to this VAE, though it has an axis for frames.
+
+    Raises:
+        ConfigError: No pictures, sizes that differ, axes or numbers that are none of these.
+    """
+    channels = facts.image_channels or 3
+    tensor, form = gathered(frames, channels)
+    axes = _axes(tensor, facts) if layout is None else layout
+    _check_axes(tensor, axes, facts.image_channels)
+    meaning = values or _values_of(tensor, axes, default_values)
+    arranged, count = _arranged(tensor, axes, facts.is_video, one_each=one_each)
+    return Pictures(arranged, meaning, sample_facts(tensor, axes, form), count)
+
+
+def folded(tensor: Tensor) -> tuple[Tensor, int | None]:
+    """A video (batch, channels, frames, …) with its frames on the batch axis, and how many they were."""
+    if tensor.ndim != 5:
+        return tensor, None
+    return tensor.movedim(2, 1).flatten(0, 1), tensor.shape[2]
+
+
+def unfolded(tensor: Tensor, frames: int | None) -> Tensor:
+    """What `folded` folded, with frames on the third axis again."""
+    if frames is None or tensor.ndim != 4:
+        return tensor
+    return tensor.reshape(-1, frames, *tensor.shape[1:]).movedim(1, 2)
+
+
+def _axes(tensor: Tensor, facts: VaeFacts) -> Layout:
+    axes = picture_layout(tensor.shape, facts.image_channels, is_video=bool(facts.is_video))
+    if axes is None and facts.image_channels is None:
+        axes = _CHANNELS_FIRST.get(tensor.ndim)
+    if axes is None:
+        raise ConfigError(
+            f"frames: no axis of {tuple(tensor.shape)} holds the {facts.image_channels or 3} channels that the "
+            "VAE takes.",
+            hint="Give pictures as BCHW or BHWC, videos as BCFHW or BFHWC, and say which with layout=.",
+        )
+    return axes
+
+
+def _check_axes(tensor: Tensor, axes: Layout, channels: int | None) -> None:
+    if axes == "packed" or tensor.ndim != len(axes):
+        raise ConfigError(
+            f"layout: {axes!r} does not fit frames of shape {tuple(tensor.shape)}.",
+            hint="Name each axis once: B for batch, C for channels, F for frames, H for height, W for width.",
+        )
+    found = tensor.shape[axes.index("C")]
+    if channels is not None and found != channels:
+        raise ConfigError(
+            f"frames: {found} channels in {tuple(tensor.shape)}, the VAE takes {channels}.",
+            hint="Convert the pictures, or say which axis is what with layout=.",
+        )
+
+
+def _values_of(tensor: Tensor, axes: str, default: Values | None) -> Values:
+    if tensor.is_floating_point():
+        return default or ("unit" if axes.endswith("C") else "signed")
+    if tensor.dtype is torch.uint8:
+        return "bytes"
+    raise ConfigError(
+        f"frames: {tensor.dtype} has no range that is known.", hint="Give uint8, floats, or values=."
+    )
+
+
+def _arranged(
+    tensor: Tensor, layout: Layout, is_video: bool | None, *, one_each: bool
+) -> tuple[Tensor, int | None]:
+    """Batch and channels first, and how many frames of each video lie on the batch axis."""
+    axes: str = layout
+    if len(axes) == 3:
+        tensor, axes = tensor[None], "B" + axes
+    if "B" not in axes:
+        apart = axes[0] == "F" and (one_each or not is_video)
+        tensor, axes = (tensor, axes.replace("F", "B")) if apart else (tensor[None], "B" + axes)
+    wanted = "BCFHW" if "F" in axes else "BCHW"
+    tensor = tensor.permute([axes.index(axis) for axis in wanted])
+    if is_video and tensor.ndim == 4:
+        tensor = tensor.unsqueeze(2)
+    return folded(tensor) if is_video is False else (tensor, None)
+
+
+_MODES = {1: "L", 3: "RGB", 4: "RGBA"}
+
+
+def gathered(frames: object, channels: int) -> tuple[Tensor, str]:
+    """One tensor of all pictures, and what they came as. Tensors and arrays are not copied.
+
+    Args:
+        frames: A tensor, an array or a PIL image, or a list of these, all of one size.
+        channels: Of the pictures, into which PIL images are converted.
+
+    Raises:
+        ConfigError: There is none, they differ in size or type, or it is something else.
+    """
+    if isinstance(frames, Sequence) and not isinstance(frames, str | bytes):
+        return _stacked(frames, channels)
+    tensor, form = _one(frames, channels)
+    if tensor.numel() == 0:
+        raise ConfigError(
+            f"frames: a {form} of shape {tuple(tensor.shape)} holds no picture.", hint="Give one at least."
+        )
+    return tensor, form
+
+
+def _stacked(frames: Sequence[object], channels: int) -> tuple[Tensor, str]:
+    if not frames:
+        raise ConfigError("frames: the list is empty.", hint="Give one picture at least.")
+    parts = [_one(frame, channels) for frame in frames]
+    form = f"list of {parts[0][1]}s"
+    _check_alike([part for part, _ in parts])
+    if parts[0][0].numel() == 0:
+        raise ConfigError(f"frames: a {form} of no pixels.", hint="Give one picture at least.")
+    return torch.stack([part for part, _ in parts]), form
+
+
+def _check_alike(parts: list[Tensor]) -> None:
+    first = parts[0]
+    for index, part in enumerate(parts):
+        if part.shape != first.shape:
+            raise ConfigError(
+                f"frames: picture {index} is {_size(part)}, picture 0 is {_size(first)}.",
+                hint="Give pictures of one size, or encode those of each size by themselves.",
+            )
+        if (part.dtype, part.device) != (first.dtype, first.device):
+            raise ConfigError(
+                f"frames: picture {index} is {part.dtype} on {part.device}, picture 0 is {first.dtype} on "
+                f"{first.device}.",
+                hint="Give pictures of one dtype on one device.",
+            )
+
+
+def _size(part: Tensor) -> str:
+    return "×".join(map(str, part.shape))
+
+
+def _one(frame: object, channels: int) -> tuple[Tensor, str]:
+    if isinstance(frame, Tensor):
+        return frame, "tensor"
+    if isinstance(frame, np.ndarray):
+        return _from_array(frame), "array"
+    if hasattr(frame, "convert") and hasattr(frame, "getbands"):
+        return _from_image(frame, channels), "PIL image"
+    raise ConfigError(
+        f"frames: {type(frame).__name__} is nothing that holds pixels.",
+        hint="Give a tensor, a NumPy array, a PIL image, or a list of these.",
+    )
+
+
+def _from_array(array: npt.NDArray[Any]) -> Tensor:
+    if not array.flags.writeable or any(stride < 0 for stride in array.strides):
+        array = array.copy()  # torch shares neither
+    try:
+        return torch.from_numpy(array)
+    except TypeError as error:
+        raise ConfigError(
+            f"frames: arrays of {array.dtype} are not pixels.", hint="Give uint8 or floats."
+        ) from error
+
+
+def _from_image(image: Any, channels: int) -> Tensor:
+    """(height, width, channels), 0 to 255."""
+    pixels = np.array(image.convert(_MODES.get(channels, "RGB")))
+    return torch.from_numpy(pixels if pixels.ndim == 3 else pixels[..., None])
+
+
+_LOWEST: dict[Values, float] = {"signed": -1.0, "unit": 0.0, "bytes": 0.0}
+_SPAN: dict[Values, float] = {"signed": 2.0, "unit": 1.0, "bytes": 255.0}
+
+
+def rescaled(pixels: Tensor, values: Values, wanted: Values) -> Tensor:
+    """The same pixels in another range, in float32 or better; as they are where nothing is to do.
+
+    Args:
+        pixels: Any shape.
+        values: What they are in.
+        wanted: What they shall be in.
+    """
+    if not pixels.is_floating_point():
+        pixels = pixels.float()
+    if values == wanted:
+        return pixels
+    scale = _SPAN[wanted] / _SPAN[values]
+    wide = pixels.float() if pixels.itemsize < 4 else pixels
+    return wide.mul(scale).add_(_LOWEST[wanted] - _LOWEST[values] * scale)
+
+
+_MOST_ELEMENTS = 1 << 24
+_TOO_MANY = "not computed: they are too many for it to go unnoticed"
+
+
+def sample_facts(tensor: Tensor, layout: Layout | None, form: str = "tensor") -> SampleFacts:
+    """Shape, axes and range of a tensor. An accelerator's tensor is not read, since that waits for it.
+
+    Args:
+        tensor: Pictures or latents.
+        layout: What its axes are; None if nothing tells.
+        form: What it was handed over as.
+    """
+    facts = _tensor_facts(tensor)
+    if layout is None or len(layout) != tensor.ndim:
+        return SampleFacts(facts, form=form, unavailable={"layout": "nothing tells its axes apart"})
+    sizes = sizes_of(tensor.shape, layout)
+    batch = 1 if sizes.batch is None else sizes.batch
+    return SampleFacts(facts, layout, batch, sizes.frames, sizes.channels, sizes.height, sizes.width, form)
+
+
+def _tensor_facts(tensor: Tensor) -> TensorFacts:
+    """All statistics of a small tensor; of a large one the range, which also tells whether NaN is in it."""
+    if tensor.numel() <= _MOST_ELEMENTS or tensor.device.type != "cpu":
+        return tensor_facts(tensor)
+    facts = tensor_facts(tensor, statistics=False)
+    low, high = torch.aminmax(tensor.detach())
+    if not (torch.isfinite(low) and torch.isfinite(high)):
+        return tensor_facts(tensor)
+    reasons = dict.fromkeys(("mean", "std"), _TOO_MANY)
+    return replace(facts, min=float(low), max=float(high), nan_count=0, inf_count=0, unavailable=reasons)

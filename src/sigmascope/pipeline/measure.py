@@ -1,0 +1,589 @@
+"""A plan put to the test: trial runs, times, peaks, verdicts."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from statistics import median
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from sigmascope import units
+from sigmascope.analysis.run_comparison import FigureComparison, compare_values
+from sigmascope.errors import ConfigError, OptimizationError
+from sigmascope.monitor.recorder import Recorder
+from sigmascope.pipeline.apply_undo import AppliedChoice, ApplyChoice
+from sigmascope.pipeline.image_comparison import ImageChange, compare_images, image_of
+from sigmascope.pipeline.pipeline_parts import look_at
+from sigmascope.pipeline.plan import Choice, NotTaken, Plan
+from sigmascope.probes.pipelines import pipeline_facts
+from sigmascope.probes.reading import attempt, describe
+from sigmascope.progress import Progress, no_progress
+from sigmascope.records.facts import PipelineFacts
+from sigmascope.records.run import Run
+
+_SURE: Final = 0.8
+"""Ratios above this are measured a second time, in turn, before they count."""
+
+
+Call = Callable[[Any], object] | Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class SetUp:
+    """Some runs of a pipeline as it was set up. None: see `unavailable`.
+
+    Attributes:
+        seconds: Of each timed run.
+        step_seconds: Median of the denoiser's calls, the first left out.
+        peak_bytes: The highest of all runs: of the device, or of the process where there is none.
+        peak_of: What that is the peak of: a device, or "process".
+        warmup_seconds: The first warm-up run, where compiling falls.
+        runs: The records.
+        error: Why it did not run.
+    """
+
+    seconds: tuple[float, ...] = ()
+    step_seconds: float | None = None
+    peak_bytes: int | None = None
+    peak_of: str | None = None
+    warmup_seconds: float | None = None
+    runs: tuple[Run, ...] = ()
+    error: str | None = None
+    unavailable: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def median_seconds(self) -> float | None:
+        """Of the timed runs."""
+        return median(self.seconds) if self.seconds else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """All but the records, as JSON values."""
+        values = {name: getattr(self, name) for name in self.__slots__ if name != "runs"}
+        return values | {"seconds": list(self.seconds), "unavailable": dict(self.unavailable)}
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceResult:
+    """What one choice did to the set-up that it was added to.
+
+    Attributes:
+        kept: Whether it stays.
+        verdict: Why, with numbers.
+        before: The set-up without it.
+        after: The set-up with it.
+        time: The two compared: ratio of medians (below 1 is faster) with its interval.
+        image: Against the pipeline as it was found.
+        image_step: Against the set-up before.
+    """
+
+    choice: Choice
+    kept: bool
+    verdict: str
+    before: SetUp
+    after: SetUp
+    time: FigureComparison | None = None
+    image: ImageChange = field(default_factory=ImageChange)
+    image_step: ImageChange = field(default_factory=ImageChange)
+
+    @property
+    def saved_percent(self) -> float | None:
+        """Of the time, in per cent; negative: it became slower."""
+        ratio = None if self.time is None else self.time.ratio
+        return None if ratio is None else 100 * (1 - ratio)
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it as JSON values."""
+        return {
+            "choice": asdict(self.choice),
+            "kept": self.kept,
+            "verdict": self.verdict,
+            "before": self.before.as_dict(),
+            "after": self.after.as_dict(),
+            "time": None if self.time is None else self.time.as_dict(),
+            "saved_percent": self.saved_percent,
+            "image": asdict(self.image),
+            "image_step": asdict(self.image_step),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """A plan put to the test. `str(measurement)` is its table.
+
+    Attributes:
+        plan: Of what paid; apply it by `PipelineOptimizer.apply(pipeline, measurement.plan)`.
+        results: Of each choice, in order.
+        first: The pipeline as it was found.
+        last: With all that paid.
+        time: The last compared with the first.
+        image: The last against the first.
+        repeatable: Whether runs of the first set-up gave the same image each time; if not, part of the images'
+            changes is not the choices' doing.
+    """
+
+    plan: Plan
+    results: tuple[ChoiceResult, ...]
+    first: SetUp
+    last: SetUp
+    time: FigureComparison | None = None
+    image: ImageChange = field(default_factory=ImageChange)
+    repeatable: bool | None = None
+
+    @property
+    def factor(self) -> float | None:
+        """How many times as fast it became."""
+        return None if self.time is None or not self.time.ratio else 1 / self.time.ratio
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it as JSON values, without the runs."""
+        return {
+            "plan": self.plan.as_dict(),
+            "results": [result.as_dict() for result in self.results],
+            "first": self.first.as_dict(),
+            "last": self.last.as_dict(),
+            "time": None if self.time is None else self.time.as_dict(),
+            "factor": self.factor,
+            "image": asdict(self.image),
+            "repeatable": self.repeatable,
+        }
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+
+@dataclass(frozen=True, slots=True)
+class Demands:
+    """What a choice must bring to stay.
+
+    Attributes:
+        least_gain: Share of time, or of the device's peak memory, to be saved.
+        min_psnr: Against the pipeline as it was found, in dB; None: any image will do that is finite and not blank.
+
+    Raises:
+        ConfigError: A gain that is no share, or no number at all.
+    """
+
+    least_gain: float = 0.02
+    min_psnr: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.least_gain < 1:
+            raise ConfigError(f"least_gain is {self.least_gain}.", hint="Give a share from 0 to below 1.")
+        if self.min_psnr is not None and not math.isfinite(self.min_psnr):
+            raise ConfigError(f"min_psnr is {self.min_psnr}.", hint="Give dB, such as 30, or None.")
+
+
+def measure_plan(
+    pipeline: Any,
+    call: Call,
+    plan: Plan,
+    apply: ApplyChoice,
+    *,
+    repeats: int,
+    warmup: int,
+    seed: int,
+    demands: Demands,
+    progress: Progress = no_progress,
+) -> tuple[Measurement, list[AppliedChoice]]:
+    """Measure a plan; see `PipelineOptimizer.measure`. If it is broken off, everything is undone.
+
+    Args:
+        pipeline: A diffusers pipeline.
+        call: What to time.
+        plan: What to try.
+        apply: Applies a choice.
+        repeats: Timed runs of each set-up.
+        warmup: Runs before these.
+        seed: Of the generator.
+        demands: What a choice must bring.
+        progress: Told of each run.
+
+    Returns:
+        The measurement, and the choices that paid, which are in force.
+
+    Raises:
+        ConfigError: No repeats, a negative number of warm-up runs, or a pipeline without a denoiser.
+    """
+    if repeats < 1 or warmup < 0:
+        raise ConfigError(f"repeats is {repeats} and warmup {warmup}.", hint="Give at least 1 and 0.")
+    denoiser = next(iter(look_at(pipeline).of_role("denoiser").values()), None)
+    if denoiser is None:
+        raise ConfigError(
+            f"{type(pipeline).__name__} has no denoiser that is known.", hint="Give a diffusers pipeline."
+        )
+    count = Count(progress, (repeats + warmup) * (1 + len(plan.choices)))
+    trials = Trials(pipeline, as_function(call, seed), denoiser, repeats, warmup, count)
+    course = _Course(trials, apply, demands)
+    try:
+        return course.run(plan), course.stack
+    except BaseException:
+        course.undo_all()
+        raise
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A set-up with the image that it gave.
+
+    Attributes:
+        set_up: Times and memory.
+        image: Of the first timed run; None: there is none that is known.
+        repeatable: Whether all timed runs gave the same.
+    """
+
+    set_up: SetUp
+    image: Tensor | None = None
+    repeatable: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Trials:
+    """How set-ups of one pipeline are run.
+
+    Attributes:
+        pipeline: The pipeline.
+        call: Makes it generate, with the same seed each time.
+        denoiser: Its calls are the steps.
+        repeats: Timed runs.
+        warmup: Runs before these.
+        count: Told of each run.
+    """
+
+    pipeline: Any
+    call: Callable[[Any], object]
+    denoiser: nn.Module
+    repeats: int
+    warmup: int
+    count: "Count"
+
+    def run(self, name: str) -> Seen:
+        """Warm up, then time. What fails is told by its error; Ctrl-C goes through."""
+        facts = pipeline_facts(self.pipeline)
+        try:
+            warmed = [seconds_of(self._once(name, facts)[0]) for _ in range(self.warmup)]
+            timed = [self._once(name, facts) for _ in range(self.repeats)]
+        except Exception as failure:  # noqa: BLE001 - a set-up that does not run is a result
+            return Seen(SetUp(error=describe(failure)))
+        image = timed[0][1]
+        same = None if image is None else all(compare_images(one, image).identical for _, one in timed)
+        return Seen(_summed_up([run for run, _ in timed], warmed), image, same)
+
+    def run_again(self, seen: Seen, name: str) -> Seen:
+        """Run a set-up that was seen before, and take all of its runs together."""
+        again = self.run(name).set_up
+        if again.error is not None or seen.set_up.error is not None:
+            return seen
+        merged = _summed_up([*seen.set_up.runs, *again.runs], [])
+        return replace(seen, set_up=replace(merged, warmup_seconds=seen.set_up.warmup_seconds))
+
+    def _once(self, name: str, facts: PipelineFacts) -> tuple[Run, Tensor | None]:
+        recorder = Recorder(name)
+        recorder.fact("pipeline", facts)  # for `diagnose`
+        with recorder, recorder.stage(STAGE):
+            with recorder.hook_steps(self.denoiser):
+                output = self.call(self.pipeline)
+            _finish(self.pipeline, self.denoiser)
+        self.count.one_more(name)
+        return recorder.run(), image_of(output)
+
+
+@dataclass(slots=True)
+class _Course:
+    """One measurement as it goes. `stack` holds what paid so far, in force."""
+
+    trials: Trials
+    apply: ApplyChoice
+    demands: Demands
+    stack: list[AppliedChoice] = field(default_factory=list)
+
+    def run(self, plan: Plan) -> Measurement:
+        first = before = self.trials.run("as found")
+        results: list[ChoiceResult] = []
+        for choice in plan.choices:
+            if results and not results[-1].kept:
+                before = self.trials.run_again(before, "again")  # the machine may be faster or slower by now
+                first = before if not self.stack else first
+            result, after = self._try(choice, before, first)
+            results.append(result)
+            before = after if result.kept else before
+        return _measurement(plan, results, first, before)
+
+    def _try(self, choice: Choice, before: Seen, first: Seen) -> tuple[ChoiceResult, Seen]:
+        """Apply a choice, measure, and undo it unless it pays."""
+        try:
+            self.stack.append(self.apply(self.trials.pipeline, choice))
+        except OptimizationError as failure:
+            after = Seen(SetUp(error=failure.message))
+            return ChoiceResult(choice, False, failure.message, before.set_up, after.set_up), after
+        after = self.trials.run(choice.name)
+        compared = compare_times(after.set_up, before.set_up)
+        image = compare_images(after.image, first.image)
+        demands = self.demands if first.set_up.error is None else replace(self.demands, min_psnr=None)
+        verdict = judge(choice, before.set_up, after.set_up, compared, image, demands)
+        if verdict.pays and _is_small(compared):
+            before, after = self._there_and_back(choice, before, after)
+            compared = compare_times(after.set_up, before.set_up)
+            verdict = judge(choice, before.set_up, after.set_up, compared, image, demands)
+        if not verdict.pays:
+            self.stack[-1].undo()
+            self.stack.pop()
+        step = compare_images(after.image, before.image)
+        return (
+            ChoiceResult(
+                choice, verdict.pays, verdict.words, before.set_up, after.set_up, compared, image, step
+            ),
+            after,
+        )
+
+    def _there_and_back(self, choice: Choice, before: Seen, after: Seen) -> tuple[Seen, Seen]:
+        """Undo a choice, measure, apply it again and measure: a machine that became faster meanwhile shows so."""
+        self.stack[-1].undo()
+        self.stack.pop()
+        before = self.trials.run_again(before, "again")
+        self.stack.append(self.apply(self.trials.pipeline, choice))
+        return before, self.trials.run_again(after, choice.name)
+
+    def undo_all(self) -> None:
+        while self.stack:
+            self.stack[-1].undo()
+            self.stack.pop()
+
+
+def _is_small(time: FigureComparison | None) -> bool:
+    return time is not None and time.ratio is not None and time.ratio > _SURE
+
+
+def compare_times(new: SetUp, old: SetUp) -> FigureComparison | None:
+    """The ratio of medians with its interval; None if one of them did not run.
+
+    Args:
+        new: With a choice.
+        old: Without it.
+    """
+    if not new.seconds or not old.seconds:
+        return None
+    return compare_values(STAGE, "seconds", new.seconds, old.seconds)
+
+
+def _measurement(plan: Plan, results: list[ChoiceResult], first: Seen, last: Seen) -> Measurement:
+    dropped = (result for result in results if not result.kept)
+    left = tuple(NotTaken(one.choice.kind, one.choice.component, one.verdict) for one in dropped)
+    paid = tuple(result.choice for result in results if result.kept)
+    reduced = Plan(
+        plan.pipeline, plan.architecture, plan.hardware, paid, (*plan.not_taken, *left), plan.memory
+    )
+    last = last if paid else first
+    return Measurement(
+        reduced,
+        tuple(results),
+        first.set_up,
+        last.set_up,
+        compare_times(last.set_up, first.set_up),
+        compare_images(last.image, first.image),
+        first.repeatable,
+    )
+
+
+STAGE: Final = "generation"
+
+
+@dataclass(slots=True)
+class Count:
+    """How many runs there were, and how many are expected: more, where a set-up is measured a second time."""
+
+    progress: Progress
+    expected: int
+    done: int = 0
+
+    def one_more(self, name: str) -> None:
+        """Tell of a run."""
+        self.done += 1
+        self.expected = max(self.expected, self.done)
+        self.progress(self.done, self.expected, name)
+
+
+def seconds_of(run: Run) -> float:
+    """What the generation of a run took."""
+    return sum(stage.seconds for stage in run.stages if stage.name == STAGE)
+
+
+def as_function(call: Call, seed: int) -> Callable[[Any], object]:
+    """A function of the pipeline, from one, or from the arguments of the pipeline's call.
+
+    Args:
+        call: Either.
+        seed: Of the generator that arguments get.
+    """
+    if callable(call):
+        return call
+    arguments = dict(call)
+
+    def generate(pipeline: Any) -> object:
+        return pipeline(**{"generator": torch.Generator().manual_seed(seed), **arguments})
+
+    return generate
+
+
+def _summed_up(runs: list[Run], warmed: list[float]) -> SetUp:
+    steps = [one for run in runs for stage in run.walk() for one in stage.steps.seconds[1:]]
+    where, peaks = _peaks(runs)
+    gaps = {} if peaks else {"peak_bytes": "neither a device nor the process told its peak"}
+    if not steps:
+        gaps["step_seconds"] = "the denoiser was called no more than once"
+    return SetUp(
+        tuple(seconds_of(run) for run in runs),
+        median(steps) if steps else None,
+        max(peaks, default=None),
+        where,
+        warmed[0] if warmed else None,
+        tuple(runs),
+        unavailable=gaps,
+    )
+
+
+def _peaks(runs: list[Run]) -> tuple[str | None, list[int]]:
+    """Of the device that held the most; where none held anything, of the process."""
+    found: dict[str, list[int]] = {}
+    for run in runs:
+        peak = run.peak()
+        for device in peak.accelerators:
+            if device.allocated_bytes:
+                found.setdefault(device.device, []).append(device.allocated_bytes)
+        if peak.rss_bytes is not None:
+            found.setdefault("process", []).append(peak.rss_bytes)
+    devices = [name for name in found if name != "process"]
+    where = max(devices, key=lambda name: max(found[name]), default="process" if found else None)
+    return where, found.get(where or "", [])
+
+
+def _finish(pipeline: object, denoiser: nn.Module) -> None:
+    """Wait for the device, so that the time is that of the work; here nobody else's work is held up."""
+    for device in _devices_of(pipeline, denoiser):
+        attempt(partial(torch.accelerator.synchronize, device))
+
+
+def _devices_of(pipeline: Any, denoiser: nn.Module) -> set[torch.device]:
+    """Where it runs, which need not be the current device; weights may be in RAM between two runs."""
+    runs_on: torch.device | None = attempt(lambda: pipeline._execution_device).value
+    found = {weight.device for weight in denoiser.parameters()} | ({runs_on} if runs_on else set())
+    return {device for device in found if device.type not in ("cpu", "meta")}
+
+
+def _lines(found: Measurement) -> Iterator[str]:
+    yield f"As found: {_figures(found.first)}"
+    for result in found.results:
+        sign = "+" if result.kept else "-"
+        yield f"{sign} {result.choice.name}: {_figures(result.after)}, image {result.image}. {result.verdict}"
+    factor = "" if found.factor is None else f", {found.factor:.2f} times as fast"
+    yield f"With what paid: {_figures(found.last)}{factor}, image {found.image}"
+    if found.repeatable is False:
+        yield "Runs as found did not give the same image twice: give the call a seed."
+
+
+def _figures(set_up: SetUp) -> str:
+    if set_up.error is not None:
+        return set_up.error
+    return f"{units.seconds(set_up.median_seconds)}, peak {units.mib(set_up.peak_bytes)} MB of {set_up.peak_of or '-'}"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether a choice stays, and why."""
+
+    pays: bool
+    words: str
+
+
+def judge(
+    choice: Choice,
+    before: SetUp,
+    after: SetUp,
+    time: FigureComparison | None,
+    image: ImageChange,
+    demands: Demands,
+) -> Verdict:
+    """Judge a choice by what was measured.
+
+    It pays if it saves the least gain of time in the median and between the fastest runs, which other load on the
+    machine disturbs least, and the ratio's interval says faster too; or if it saves as much of the device's peak
+    memory, and no time is lost by a choice that was to bring time.
+
+    Args:
+        choice: The choice.
+        before: The set-up without it.
+        after: The set-up with it.
+        time: The two compared; None: one of them did not run.
+        image: Against the pipeline as it was found.
+        demands: What it must bring.
+    """
+    least_gain = demands.least_gain
+    if after.error is not None:
+        without = "" if before.error is None else ", nor without it"
+        return Verdict(False, f"It does not run{without}: {after.error.removesuffix('.')}.")
+    broken = _why_broken(image, demands.min_psnr)
+    if broken is not None:
+        return Verdict(False, broken)
+    if before.error is not None:
+        return Verdict(True, "With it the pipeline runs.")
+    faster, saved = _faster(time, before, after, least_gain), _saved(before, after)
+    if faster:
+        return Verdict(True, _time_words(time))
+    if (
+        saved is not None
+        and saved >= least_gain
+        and (choice.gains == "memory" or not _slower(time, least_gain))
+    ):
+        return Verdict(True, f"{_memory_words(before, after)} {_time_words(time)}")
+    if choice.necessary:
+        return Verdict(True, f"It is needed for the pipeline to fit. {_time_words(time)}")
+    return Verdict(False, f"It did not pay. {_time_words(time)} {_memory_words(before, after)}")
+
+
+def _why_broken(image: ImageChange, min_psnr: float | None) -> str | None:
+    if image.non_finite:
+        return f"It breaks the image: {image.non_finite} values are NaN or Inf."
+    if image.blank:
+        return "It breaks the image: all of it is one value."
+    if min_psnr is None or image.identical:
+        return None
+    if image.psnr_db is None:
+        return f"Whether the image is {min_psnr:g} dB from the first is not known: it is {image}."
+    if image.psnr_db < min_psnr:
+        return f"The image is {image.psnr_db:.1f} dB from the first, and {min_psnr:g} are asked for."
+    return None
+
+
+def _faster(time: FigureComparison | None, before: SetUp, after: SetUp, least_gain: float) -> bool:
+    if time is None or time.ratio is None or time.ratio > 1 - least_gain:
+        return False
+    if min(after.seconds) > (1 - least_gain) * min(before.seconds):
+        return False
+    return time.upper is None or time.upper < 1
+
+
+def _slower(time: FigureComparison | None, least_gain: float) -> bool:
+    return time is not None and time.ratio is not None and time.ratio > 1 + least_gain
+
+
+def _saved(before: SetUp, after: SetUp) -> float | None:
+    """Share of the peak that went; None where the two are not of the same thing.
+
+    The process's own peak tells of more than the pipeline, and does not come back down: it is no measure.
+    """
+    if not before.peak_bytes or after.peak_bytes is None or before.peak_of != after.peak_of:
+        return None
+    return None if before.peak_of == "process" else 1 - after.peak_bytes / before.peak_bytes
+
+
+def _time_words(time: FigureComparison | None) -> str:
+    if time is None or time.ratio is None:
+        return "Times could not be compared."
+    between = "" if time.lower is None or time.upper is None else f" ({time.lower:.3f} to {time.upper:.3f})"
+    return f"{units.seconds(time.new)} instead of {units.seconds(time.baseline)}, {time.ratio:.3f} of it{between}."
+
+
+def _memory_words(before: SetUp, after: SetUp) -> str:
+    return f"Peak {units.mib(after.peak_bytes)} MB instead of {units.mib(before.peak_bytes)} MB."

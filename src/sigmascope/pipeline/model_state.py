@@ -1,0 +1,335 @@
+"""A model put back as it was, run on the CPU from copies, one thread at a time; offloading hooks read."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from threading import Lock, RLock
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sigmascope.stages.vae_facts import inner_vae
+
+_NOT_ATTRIBUTES = ("_parameters", "_buffers", "_modules", "training")
+_SMALL_BYTES = 1 << 20
+
+
+def modules_in(vae: object) -> list[nn.Module]:
+    """The outermost modules that a VAE is or holds, such as ComfyUI's `first_stage_model`."""
+    if isinstance(vae, nn.Module):
+        return [vae]
+    return [value for value in _attributes_of(vae).values() if isinstance(value, nn.Module)]
+
+
+def tensors_of(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
+    """Parameters and buffers of modules and all their parts, each once."""
+    seen: set[int] = set()
+    for part in _parts_of(modules):
+        for tensor in (*part._parameters.values(), *part._buffers.values()):
+            if tensor is not None and id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield tensor
+
+
+def _parts_of(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    for module in modules:
+        yield from module.modules()
+
+
+@contextmanager
+def for_inference(vae: object, **switches: object) -> Iterator[None]:
+    """Without gradients, in evaluation mode, and with some attributes set; all is as before on leaving.
+
+    Args:
+        vae: A module or what holds some.
+        **switches: Attributes to set on `vae` meanwhile, such as `use_tiling=False`.
+    """
+    parts = [part for module in modules_in(vae) for part in module.modules()]
+    was_training = [part for part in parts if part.training]
+    own = _attributes_of(vae)
+    before = {name: own[name] for name in switches if name in own}
+    try:
+        for part in was_training:
+            part.training = False
+        for name, value in switches.items():
+            object.__setattr__(vae, name, value)
+        with torch.no_grad():
+            yield
+    finally:
+        for part in was_training:
+            part.training = True
+        for name in switches:
+            _put_attribute(own, name, before)
+
+
+@contextmanager
+def as_before(*things: object, also_on_success: bool = False) -> Iterator[None]:
+    """Put things back if what is done here fails: placement, dtype, attributes, buffers, caches.
+
+    A VAE that fails half way may keep its intermediate results, as those of causal videos do in their
+    caches of features; with the attributes as they were, these are let go. What cannot be put back is told in a
+    note on the error.
+
+    Args:
+        *things: Modules, with all their parts; of any other object its own attributes alone.
+        also_on_success: Put them back in any case.
+    """
+    state = _State.of(things)
+    try:
+        yield
+    except BaseException as error:
+        failure = _tried(state.put_back)
+        if failure is not None:
+            error.add_note(f"The VAE could not be put back as it was: {failure}")
+        raise
+    if also_on_success:
+        state.put_back()
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One module, or the object that holds it. Tensors are known by reference, and small buffers by value."""
+
+    thing: object
+    attributes: Mapping[str, Any]
+    parameters: Mapping[str, Tensor | None] = field(default_factory=dict)
+    buffers: Mapping[str, Tensor | None] = field(default_factory=dict)
+    training: bool = False
+
+    @classmethod
+    def of(cls, thing: object) -> "_Part":
+        kept = {name: value for name, value in _attributes_of(thing).items() if name not in _NOT_ATTRIBUTES}
+        if not isinstance(thing, nn.Module):
+            return cls(thing, kept)
+        return cls(thing, kept, dict(thing._parameters), dict(thing._buffers), thing.training)
+
+    def put_back(self) -> None:
+        own = _attributes_of(self.thing)
+        for name in [name for name in own if name not in self.attributes and name not in _NOT_ATTRIBUTES]:
+            del own[name]
+        for name, value in self.attributes.items():
+            if own.get(name) is not value:
+                own[name] = value
+        if isinstance(self.thing, nn.Module):
+            _put_tensors(self.thing._parameters, self.parameters)
+            _put_tensors(self.thing._buffers, self.buffers)
+            self.thing.training = self.training
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """A parameter or buffer with where and what it was."""
+
+    tensor: Tensor
+    device: torch.device
+    dtype: torch.dtype
+    copy: Tensor | None
+    version: int | None
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "_Placed":
+        version = None if tensor.is_inference() else tensor._version
+        return cls(tensor, tensor.device, tensor.dtype, _small_copy(tensor), version)
+
+    def put_back(self) -> None:
+        with torch.no_grad():
+            if (self.tensor.device, self.tensor.dtype) != (self.device, self.dtype):
+                self.tensor.data = self.tensor.data.to(self.device, self.dtype)
+            if self.copy is not None and self.tensor._version != self.version:
+                self.tensor.copy_(self.copy)
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    parts: list[_Part]
+    placed: list[_Placed]
+
+    @classmethod
+    def of(cls, things: tuple[object, ...]) -> "_State":
+        modules = [thing for thing in things if isinstance(thing, nn.Module)]
+        others = [thing for thing in things if not isinstance(thing, nn.Module)]
+        parts = [*others, *(part for module in modules for part in module.modules())]
+        return cls([_Part.of(part) for part in parts], [_Placed.of(one) for one in tensors_of(modules)])
+
+    def put_back(self) -> None:
+        """Everything that can be; what cannot, for want of room where it was, is told when the rest is done."""
+        for part in self.parts:
+            part.put_back()
+        failures = [error for placed in self.placed if (error := _tried(placed.put_back)) is not None]
+        if failures:
+            raise failures[0]
+
+
+def _tried(put_back: Callable[[], None]) -> Exception | None:
+    try:
+        put_back()
+    except Exception as error:  # noqa: BLE001 - the rest shall be put back all the same
+        return error
+    return None
+
+
+def _attributes_of(thing: object) -> dict[str, Any]:
+    attributes: dict[str, Any] = getattr(thing, "__dict__", {})
+    return attributes
+
+
+def _put_attribute(own: dict[str, Any], name: str, before: Mapping[str, Any]) -> None:
+    if name in before:
+        own[name] = before[name]
+    else:
+        own.pop(name, None)
+
+
+def _put_tensors(now: dict[str, Any], before: Mapping[str, Tensor | None]) -> None:
+    if list(now) != list(before) or any(now[name] is not before[name] for name in before):
+        now.clear()
+        now.update(before)
+
+
+def _small_copy(tensor: Tensor) -> Tensor | None:
+    """Of buffers alone, which a forward pass may count up in place."""
+    if isinstance(tensor, nn.Parameter) or tensor.is_inference() or tensor.is_meta:
+        return None
+    return tensor.detach().clone() if tensor.nbytes <= _SMALL_BYTES else None
+
+
+_CPU = torch.device("cpu")
+
+
+class _NoHook:
+    """Stands in for a hook of accelerate's, which would move the weights to its own device."""
+
+    no_grad = False
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        return output
+
+
+def nbytes_to_copy(modules: Iterable[nn.Module]) -> int:
+    """Bytes of weights that are not in RAM yet."""
+    return sum(one.nbytes for one in tensors_of(modules) if one.device != _CPU)
+
+
+def why_not_in_ram(modules: Sequence[nn.Module]) -> str | None:
+    """Why copies of the weights cannot be had, or None."""
+    if any(one.is_meta for one in tensors_of(modules)):
+        return "its weights are offloaded piece by piece and not to be read from here"
+    if offloads_groups(modules):
+        return "diffusers' hooks move its weights, and cannot be set aside"
+    return None
+
+
+def put_in_ram(modules: Iterable[nn.Module]) -> None:
+    """Put copies in RAM where the weights, buffers and other tensors of modules are.
+
+    Meant for use inside `restore.as_before(…, also_on_success=True)`, which puts the originals back: they
+    have not moved, so that needs no memory on their device.
+    """
+    parts = [part for module in modules for part in module.modules()]
+    copies = {id(one): _copy(one) for part in parts for one in tensors_on(part)}
+    for part in parts:
+        for held in (part._parameters, part._buffers, vars(part)):
+            _swap(held, copies)
+        if "_hf_hook" in vars(part):
+            vars(part)["_hf_hook"] = _NoHook()
+
+
+def tensors_on(part: nn.Module) -> list[Tensor]:
+    """Its own parameters, buffers, and attributes that are tensors or lists of them."""
+    found: list[Tensor] = []
+    for value in (*part._parameters.values(), *part._buffers.values(), *vars(part).values()):
+        items = value if isinstance(value, list | tuple) else (value,)
+        found += [item for item in items if isinstance(item, Tensor)]
+    return found
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    if tensor.device == _CPU:
+        return tensor
+    copy = tensor.detach().to(_CPU)
+    return nn.Parameter(copy, requires_grad=False) if isinstance(tensor, nn.Parameter) else copy
+
+
+def _swap(held: dict[str, Any], copies: Mapping[int, Tensor]) -> None:
+    for name, value in list(held.items()):
+        if isinstance(value, Tensor):
+            held[name] = copies[id(value)]
+        elif type(value) in (list, tuple) and any(isinstance(item, Tensor) for item in value):
+            held[name] = type(value)(copies.get(id(item), item) for item in value)
+
+
+@dataclass(slots=True)
+class _Queue:
+    """Whose turn it is, and how many are in it or wait for it."""
+
+    lock: Any = field(default_factory=RLock)
+    users: int = 0
+
+
+_queues: dict[int, _Queue] = {}
+_guard = Lock()
+
+
+@contextmanager
+def in_turn(vae: object) -> Iterator[None]:
+    """Wait until no other thread encodes or decodes with a VAE; the same thread may come in again.
+
+    Args:
+        vae: As the caller has it. It and the modules in it are known by identity.
+    """
+    inner = inner_vae(vae)
+    with ExitStack() as stack:
+        keys = {id(thing) for thing in (inner, *modules_in(inner))}
+        for key in sorted(keys):  # in one order, so that no two threads wait for each other
+            stack.enter_context(_turn(key))
+        yield
+
+
+@contextmanager
+def _turn(key: int) -> Iterator[None]:
+    with _guard:
+        queue = _queues.setdefault(key, _Queue())
+        queue.users += 1
+    try:
+        with queue.lock:
+            yield
+    finally:
+        with _guard:
+            queue.users -= 1
+            if not queue.users:
+                del _queues[key]
+
+
+def execution_device(modules: Iterable[nn.Module]) -> torch.device | None:
+    """Where accelerate's hooks will move a model or its parts to compute; None without such hooks."""
+    for part in _parts(modules):
+        hook = vars(part).get("_hf_hook")
+        for one in (hook, *getattr(hook, "hooks", ())):  # several on one module are in one that has them all
+            place = getattr(one, "execution_device", None)
+            if place is not None:
+                return torch.device(place)
+    return None
+
+
+def has_diffusers_hooks(modules: Iterable[nn.Module]) -> bool:
+    """Whether diffusers casts or moves weights layer by layer, so that what they are is not what they compute in."""
+    return any(_registry(part) is not None for part in _parts(modules))
+
+
+def offloads_groups(modules: Iterable[nn.Module]) -> bool:
+    """Whether diffusers moves groups of layers to a device and back."""
+    hooks = (getattr(_registry(part), "hooks", {}) for part in _parts(modules))
+    return any("offloading" in name for names in hooks for name in names)
+
+
+def _registry(part: nn.Module) -> Any:
+    return vars(part).get("_diffusers_hook")
+
+
+def _parts(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    for module in modules:
+        yield from module.modules()

@@ -1,0 +1,31 @@
+"""The face: all kinds, in the order in which they are considered and applied."""
+
+from typing import Final
+
+from sigmascope.pipeline.optimizations.attention import ATTENTION_KIND, FUSED_QKV_KIND
+from sigmascope.pipeline.optimizations.caching import CACHE_KIND
+from sigmascope.pipeline.optimizations.interface import Kind
+from sigmascope.pipeline.optimizations.kernels import CHANNELS_LAST_KIND, COMPILE_KIND, FAST_MATMUL_KIND
+from sigmascope.pipeline.optimizations.offloading import PLACEMENT_KIND
+from sigmascope.pipeline.optimizations.precision import (
+    LAYERWISE_CASTING_KIND,
+    PRECISION_KIND,
+    QUANTISATION_KIND,
+)
+from sigmascope.pipeline.optimizations.vae_memory import SLICING_KIND, TILING_KIND
+
+KINDS: Final[tuple[Kind, ...]] = (
+    PRECISION_KIND,
+    QUANTISATION_KIND,
+    LAYERWISE_CASTING_KIND,
+    FUSED_QKV_KIND,
+    CHANNELS_LAST_KIND,
+    ATTENTION_KIND,
+    PLACEMENT_KIND,
+    SLICING_KIND,
+    TILING_KIND,
+    FAST_MATMUL_KIND,
+    CACHE_KIND,
+    COMPILE_KIND,
+)
+"""Formats before placement, which must know how large weights will be; compiling last, over the hooks of the others."""

@@ -1,0 +1,344 @@
+"""Half precision, float8 storage with layerwise casting, int8 and float8 by torchao."""
+
+import importlib
+import re
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from sigmascope import units
+from sigmascope.pipeline.optimizations.interface import Circumstances, Considered, Kind
+from sigmascope.pipeline.optimizations.memory_budget import main_dtype, nbytes_of
+from sigmascope.pipeline.pipeline_parts import models_of
+from sigmascope.pipeline.plan import PIPELINE, Choice, NotTaken
+from sigmascope.probes.pipelines import layerwise_casting
+from sigmascope.records.memory import MIB
+
+PRECISION: Final = "precision"
+DTYPES: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+_WIDER: Final = (torch.float32, torch.float64)
+_STAYS: Final = ("AutoencoderKLWan",)
+"""VAEs that their makers run in float32; WAN's pipelines convert latents for them."""
+
+
+def consider_precision(found: Circumstances) -> Considered:
+    """All models together: pipelines hand one's results to the next without converting them."""
+    if found.config.dtype is None:
+        yield NotTaken(PRECISION, PIPELINE, "switched off")
+        return
+    dtype = _dtype_for(found)
+    if isinstance(dtype, NotTaken):
+        yield dtype
+        return
+    asked = found.config.dtype != "auto"
+    refusal = None if asked else found.too_much(PRECISION, PIPELINE, "precision")
+    if refusal is not None:
+        yield refusal
+        return
+    yield from _stay(found)
+    names = [name for name in found.subject.models if _is_wide(found, name)]
+    if not names:
+        yield NotTaken(PRECISION, PIPELINE, f"nothing in it is wider than {dtype}{_emulated(found)}")
+        return
+    yield _half_precision(found, dtype, names)
+
+
+def apply_precision(pipeline: Any, choice: Choice) -> None:
+    """Narrow weights as loading in that dtype would: some layers stay, and so do tables that are not saved."""
+    dtype = DTYPES[str(choice.options["dtype"])]
+    models = models_of(pipeline)
+    for name in str(choice.options["components"]).split(","):
+        for tensor in narrowed_tensors(models[name], dtype):
+            tensor.data = tensor.data.to(dtype)
+
+
+def narrowed_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[Tensor]:
+    """The tensors of a model that are of another dtype when it is loaded in this one.
+
+    Args:
+        model: A model of diffusers or transformers.
+        dtype: bfloat16 or float16.
+    """
+    kept = _kept_wide(model, dtype)
+    for path, part in model.named_modules():
+        buffers = {n: b for n, b in part._buffers.items() if n not in part._non_persistent_buffers_set}
+        for name, tensor in (*part._parameters.items(), *buffers.items()):
+            if (
+                tensor is None
+                or not tensor.is_floating_point()
+                or tensor.dtype == dtype
+                or tensor.itemsize < 2
+            ):
+                continue
+            if not kept.intersection((*path.split("."), name)):
+                yield tensor
+
+
+def _dtype_for(found: Circumstances) -> str | NotTaken:
+    asked = found.config.dtype
+    if asked is not None and asked != "auto":
+        return asked
+    hardware = found.hardware
+    if hardware.multiplies_bfloat16():
+        return "float16" if hardware.kind == "mps" else "bfloat16"
+    if hardware.is_accelerator:
+        return "float16"
+    return NotTaken(
+        PRECISION,
+        PIPELINE,
+        f"{found.no_accelerator}; and this CPU does not multiply bfloat16 (AMX, AVX512-BF16)",
+    )
+
+
+def _is_wide(found: Circumstances, name: str) -> bool:
+    return found.dtypes.get(name) in _WIDER and type(found.subject.models[name]).__name__ not in _STAYS
+
+
+def _stay(found: Circumstances) -> Iterator[NotTaken]:
+    for name, model in found.subject.models.items():
+        if type(model).__name__ in _STAYS and main_dtype(model) in _WIDER:
+            yield NotTaken(PRECISION, name, f"{type(model).__name__} is made to run in float32")
+
+
+def _emulated(found: Circumstances) -> str:
+    """What to know of bfloat16 weights on a device that does not multiply them."""
+    if found.hardware.multiplies_bfloat16() or torch.bfloat16 not in found.dtypes.values():
+        return ""
+    return "; bfloat16 is slow on this device, and float16's range may be too small: compare images before loading in it"
+
+
+def _half_precision(found: Circumstances, dtype: str, names: list[str]) -> Choice:
+    before = found.total_bytes
+    target = DTYPES[dtype]
+    for name in names:
+        model = found.subject.models[name]
+        narrowed = {id(tensor): tensor for tensor in narrowed_tensors(model, target)}
+        found.weights[name] = nbytes_of(model) - sum(t.nbytes - t.numel() * 2 for t in narrowed.values())
+        found.dtypes[name] = target
+    kept = sum(nbytes_of(found.subject.models[name]) for name in names)
+    saved = before - found.total_bytes
+    return Choice(
+        PRECISION,
+        PIPELINE,
+        f"from_pretrained(…, torch_dtype=torch.{dtype}) for {', '.join(names)}",
+        f"{units.mib(before)} MB of weights become {units.mib(found.total_bytes)} MB.",
+        f"{units.mib(saved)} MB less, and {_speed(found)}",
+        "speed",
+        "precision",
+        {"dtype": dtype, "components": ",".join(names)},
+        {"mb_before": before / MIB, "mb_after": found.total_bytes / MIB},
+        ram_mb=kept / MIB,
+    )
+
+
+def _speed(found: Circumstances) -> str:
+    if found.hardware.multiplies_bfloat16():
+        return "products that the device multiplies faster than float32's"
+    return (
+        "no faster products: this device is not made for it"
+        if not found.hardware.is_accelerator
+        else "half the traffic"
+    )
+
+
+def _kept_wide(model: nn.Module, dtype: torch.dtype) -> set[str]:
+    """Parts of names that stay in float32: diffusers' models say so for both dtypes, transformers' apart for float16."""
+    own = list(getattr(model, "_keep_in_fp32_modules", None) or ())
+    is_transformers = type(model).__module__.startswith("transformers.")
+    kept = [] if is_transformers and dtype is torch.bfloat16 else own
+    return {*kept, *(getattr(model, "_keep_in_fp32_modules_strict", None) or ())}
+
+
+PRECISION_KIND: Final = Kind(
+    PRECISION, consider_precision, apply_precision, frozenset({"dtype"}), narrows=True
+)
+
+
+QUANTISATION: Final = "quantisation"
+
+
+def consider_quantisation(found: Circumstances) -> Considered:
+    """On request, or ("auto") where a denoiser does not fit by itself."""
+    for name, model in found.subject.of_role("denoiser").items():
+        yield _quantisation_of(found, name, model)
+
+
+def apply_quantisation(pipeline: Any, choice: Choice) -> None:
+    """Replace the weights of linear layers."""
+    quantisation = importlib.import_module("torchao.quantization")
+    config = getattr(quantisation, str(choice.options["config"]))()
+    quantisation.quantize_(models_of(pipeline)[choice.component], config)
+
+
+def is_quantised(model: nn.Module) -> bool:
+    """Whether torchao or bitsandbytes hold some of a model's weights."""
+    return any(type(p).__module__.startswith(("torchao", "bitsandbytes")) for p in model.parameters())
+
+
+def _quantisation_of(found: Circumstances, name: str, model: nn.Module) -> Choice | NotTaken:
+    asked = found.config.quantisation
+    if asked is None:
+        return NotTaken(QUANTISATION, name, "switched off")
+    if find_spec("torchao") is None:
+        return NotTaken(QUANTISATION, name, "torchao is not installed (pip install torchao)")
+    if is_quantised(model):
+        return NotTaken(QUANTISATION, name, "it is quantised already")
+    if asked == "auto":
+        refusal = found.why_not(QUANTISATION, name, "precision") or _fits_unquantised(found, name)
+        if refusal is not None:
+            return refusal
+    return _quantisation_choice(found, name, model, "int8" if asked == "auto" else asked)
+
+
+def _fits_unquantised(found: Circumstances, name: str) -> NotTaken | None:
+    room = found.room_bytes
+    if room is None or found.weights[name] + found.work_bytes <= room:
+        return NotTaken(QUANTISATION, name, "it fits by itself, as far as is known")
+    return None
+
+
+def _quantisation_choice(found: Circumstances, name: str, model: nn.Module, to: str) -> Choice:
+    before, itemsize = found.weights[name], found.dtypes[name].itemsize
+    linear = sum(part.weight.numel() for part in model.modules() if isinstance(part, nn.Linear))
+    found.weights[name] = before - linear * (itemsize - 1)
+    config = _torchao_config(found, to)
+    return Choice(
+        QUANTISATION,
+        name,
+        f"torchao.quantization.quantize_(pipe.{name}, {config}())",
+        f"{units.mib(before)} MB of weights become about {units.mib(found.weights[name])} MB.",
+        "memory"
+        + (", and products in float8" if "Dynamic" in config else "; widening the weights costs time"),
+        "memory",
+        "precision",
+        {"config": config},
+        {"mb_before": before / MIB, "mb_after": found.weights[name] / MIB},
+        necessary=found.config.quantisation == "auto",
+        ram_mb=nbytes_of(model) / MIB,
+    )
+
+
+def _torchao_config(found: Circumstances, to: str) -> str:
+    if to == "int8":
+        return "Int8WeightOnlyConfig"
+    return (
+        "Float8DynamicActivationFloat8WeightConfig"
+        if found.hardware.multiplies_float8()
+        else "Float8WeightOnlyConfig"
+    )
+
+
+QUANTISATION_KIND: Final = Kind(
+    QUANTISATION, consider_quantisation, apply_quantisation, frozenset({"dtype", "device"}), narrows=True
+)
+
+
+LAYERWISE_CASTING: Final = "layerwise_casting"
+_SKIPPED: Final = ("pos_embed", "patch_embed", "norm", "^proj_in$", "^proj_out$")
+"""What diffusers leaves as it is in any model, beside the patterns of each class."""
+_CAST: Final = (
+    nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Linear, nn.Embedding,
+)  # fmt: skip
+
+
+def consider_layerwise_casting(found: Circumstances) -> Considered:
+    """Where a denoiser does not fit on the device by itself."""
+    for name, model in found.subject.of_role("denoiser").items():
+        yield _casting_of(found, name, model)
+
+
+def apply_layerwise_casting(pipeline: Any, choice: Choice) -> None:
+    """Cast, and hook each layer to widen and narrow its weights around its call."""
+    model: Any = models_of(pipeline)[choice.component]
+    compute = main_dtype(
+        model
+    )  # as it is now: a measurement may have dropped the choice that was to change it
+    model.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=compute)
+
+
+def _casting_of(found: Circumstances, name: str, model: nn.Module) -> Choice | NotTaken:
+    asked = found.config.layerwise_casting
+    if asked is False:
+        return NotTaken(LAYERWISE_CASTING, name, "switched off")
+    if not hasattr(model, "enable_layerwise_casting"):
+        return NotTaken(LAYERWISE_CASTING, name, f"{type(model).__name__} does not offer it")
+    if layerwise_casting(model):
+        return NotTaken(LAYERWISE_CASTING, name, "it is on already")
+    if found.has("quantisation"):
+        return NotTaken(LAYERWISE_CASTING, name, "the weights are quantised")
+    if asked == "auto":
+        refusal = found.why_not(LAYERWISE_CASTING, name, "precision") or _casting_not_needed(
+            found, name, model
+        )
+        if refusal is not None:
+            return refusal
+    return _casting_choice(found, name, model)
+
+
+def _casting_not_needed(found: Circumstances, name: str, model: nn.Module) -> NotTaken | None:
+    nbytes, room = found.weights[name], found.room_bytes
+    if room is None:
+        return NotTaken(LAYERWISE_CASTING, name, f"how much memory {found.hardware.device} has is not known")
+    if nbytes + found.work_bytes <= room:
+        words = f"{units.mib(nbytes)} MB of weights and {units.mib(found.work_bytes)} MB at work are in {units.mib(room)} MB"
+        return NotTaken(LAYERWISE_CASTING, name, f"it fits by itself: {words}")
+    cast = nbytes - saved_bytes(model, _itemsize(found, name))
+    if cast + found.work_bytes > room:
+        words = f"{units.mib(cast)} MB of weights and {units.mib(found.work_bytes)} MB at work, in {units.mib(room)} MB"
+        return NotTaken(LAYERWISE_CASTING, name, f"it would not fit even so: {words}")
+    return None
+
+
+def _casting_choice(found: Circumstances, name: str, model: nn.Module) -> Choice:
+    compute = str(found.dtypes.get(name, torch.float32)).removeprefix("torch.")
+    before = found.weights[name]
+    found.weights[name] = before - saved_bytes(model, _itemsize(found, name))
+    return Choice(
+        LAYERWISE_CASTING,
+        name,
+        f"pipe.{name}.enable_layerwise_casting(torch.float8_e4m3fn, torch.{compute})",
+        f"{units.mib(before)} MB of weights become about {units.mib(found.weights[name])} MB.",
+        "memory; a few per cent of time for widening",
+        "memory",
+        "precision",
+        {},
+        {"mb_before": before / MIB, "mb_after": found.weights[name] / MIB},
+        necessary=found.config.layerwise_casting == "auto",
+        ram_mb=nbytes_of(model) / MIB,
+    )
+
+
+def _itemsize(found: Circumstances, name: str) -> int:
+    return found.dtypes.get(name, torch.float32).itemsize
+
+
+def saved_bytes(model: nn.Module, itemsize: int) -> int:
+    """Bytes that a model's layers lose by casting; diffusers leaves embeddings of place and norms as they are.
+
+    Args:
+        model: The denoiser.
+        itemsize: Bytes of an element before.
+    """
+    own = getattr(model, "_skip_layerwise_casting_patterns", None) or ()
+    skipped = (*_SKIPPED, *own, *(getattr(model, "_keep_in_fp32_modules", None) or ()))
+    layers = [
+        layer
+        for path, layer in model.named_modules()
+        if isinstance(layer, _CAST)
+        and not any(re.search(one, part) for part in _prefixes(path) for one in skipped)
+    ]
+    return sum(p.numel() * (itemsize - 1) for layer in layers for p in layer.parameters(recurse=False))
+
+
+def _prefixes(path: str) -> list[str]:
+    """A module's path and those of the modules around it."""
+    parts = path.split(".")
+    return [".".join(parts[: count + 1]) for count in range(len(parts))]
+
+
+LAYERWISE_CASTING_KIND: Final = Kind(
+    LAYERWISE_CASTING, consider_layerwise_casting, apply_layerwise_casting, frozenset({"dtype"}), narrows=True
+)

@@ -1,1 +1,0 @@
-"""The kinds of choices that `PipelineOptimizer` makes, each in a module of its own, and how they are undone."""

@@ -1,0 +1,357 @@
+"""The data of planning: OptimizationConfig, Hardware, Choice, Plan."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Final, Literal
+
+import torch
+
+from sigmascope import units
+from sigmascope.errors import ConfigError
+from sigmascope.probes import memory_snapshot
+from sigmascope.probes.accelerators import Accelerator, detect_accelerator
+from sigmascope.probes.reading import attempt
+from sigmascope.records.facts import JsonScalar
+
+ImageEffect = Literal["none", "rounding", "precision", "approximation"]
+IMAGE_EFFECTS: Final[tuple[ImageEffect, ...]] = ("none", "rounding", "precision", "approximation")
+"""What a choice does to the image, the least first; see `OptimizationConfig.image`."""
+
+
+Gain = Literal["speed", "memory"]
+PIPELINE: Final = "pipeline"
+"""The component of a choice that concerns all of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One thing to do to a pipeline.
+
+    Attributes:
+        kind: Which kind of choice, such as "precision".
+        component: The pipeline's name of what it is done to, or "pipeline".
+        call: The call of diffusers or torch that does the same by hand.
+        reason: Why, with numbers.
+        expected: What it shall bring, in words.
+        gains: Whether it shall bring speed or memory.
+        image: What it does to the image.
+        options: Its parameters.
+        numbers: What was reckoned, such as `mb_before` and `mb_after`.
+        necessary: Without it the pipeline is not expected to run on the device at all.
+        ram_mb: RAM that keeping the originals for an exact undo takes; 0: they are not needed.
+    """
+
+    kind: str
+    component: str
+    call: str
+    reason: str
+    expected: str
+    gains: Gain
+    image: ImageEffect
+    options: Mapping[str, JsonScalar] = field(default_factory=dict)
+    numbers: Mapping[str, JsonScalar] = field(default_factory=dict)
+    necessary: bool = False
+    ram_mb: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """Kind and component, which tell the choices of a plan apart."""
+        return f"{self.kind} of {self.component}"
+
+
+@dataclass(frozen=True, slots=True)
+class NotTaken:
+    """What was considered and left."""
+
+    kind: str
+    component: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reckoning:
+    """Memory in MiB as far as it can be told beforehand. None: unknown, with the reason in `unavailable`.
+
+    Attributes:
+        weights_mb: Of each component as it is, by name.
+        planned_weights_mb: The same with the plan's number formats.
+        denoiser_mb: Activations of the denoiser at work: a rough count of the tensors that are alive.
+        vae_mb: Peak of decoding at once, from the layers that the VAE's configuration describes.
+        room_mb: What the device has for this pipeline.
+    """
+
+    weights_mb: Mapping[str, float] = field(default_factory=dict)
+    planned_weights_mb: Mapping[str, float] = field(default_factory=dict)
+    denoiser_mb: float | None = None
+    vae_mb: float | None = None
+    room_mb: float | None = None
+    unavailable: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """A device, or the CPU. None: unknown.
+
+    May be made by hand, to plan for a machine that is not at hand.
+
+    Attributes:
+        device: As torch calls it.
+        name: Of the device.
+        total_bytes: Its memory.
+        free_bytes: Of that, what nobody uses now; None: not read, and then all of it counts.
+        capability: (major, minor) of an NVIDIA device.
+        ram_available_bytes: RAM that can be taken now.
+        cpu_bfloat16: Whether the CPU multiplies bfloat16 (AMX or AVX512-BF16).
+        absence: Why there is no accelerator.
+    """
+
+    device: str = "cpu"
+    name: str | None = None
+    total_bytes: int | None = None
+    free_bytes: int | None = None
+    capability: tuple[int, int] | None = None
+    ram_available_bytes: int | None = None
+    cpu_bfloat16: bool = False
+    absence: str | None = None
+
+    @property
+    def kind(self) -> str:
+        """The device's type: "cuda", "xpu", "mps", "cpu"."""
+        return self.device.partition(":")[0]
+
+    @property
+    def is_accelerator(self) -> bool:
+        """Whether it is not the CPU."""
+        return self.kind != "cpu"
+
+    def multiplies_bfloat16(self) -> bool:
+        """Whether bfloat16 is fast on it; an NVIDIA device that does not tell counts as a recent one."""
+        if not self.is_accelerator:
+            return self.cpu_bfloat16
+        return self.capability is None or self.capability >= _BFLOAT16
+
+    def multiplies_float8(self) -> bool:
+        """Whether its tensor cores multiply float8; unknown counts as no."""
+        return self.kind == "cuda" and self.capability is not None and self.capability >= _FLOAT8
+
+    def __str__(self) -> str:
+        if not self.is_accelerator:
+            return f"the CPU ({self.absence})" if self.absence else "the CPU"
+        named = self.device if self.name is None else f"{self.device} ({self.name})"
+        return f"{named}, {units.mib(self.total_bytes)} MB"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Choices in the order in which they are applied. `str(plan)` explains it."""
+
+    pipeline: str
+    architecture: str | None
+    hardware: Hardware
+    choices: tuple[Choice, ...] = ()
+    not_taken: tuple[NotTaken, ...] = ()
+    memory: Reckoning = field(default_factory=Reckoning)
+
+    def without(self, names: Iterable[str], reason: str = "left out") -> "Plan":
+        """The plan without the choices of these names or kinds.
+
+        Args:
+            names: Such as "precision" or "precision of vae".
+            reason: For what is left out.
+        """
+        dropped = set(names)
+        gone = [one for one in self.choices if one.name in dropped or one.kind in dropped]
+        kept = tuple(one for one in self.choices if one not in gone)
+        left = (*self.not_taken, *(NotTaken(one.kind, one.component, reason) for one in gone))
+        return replace(self, choices=kept, not_taken=left)
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it as JSON values."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+
+def _lines(plan: Plan) -> Iterable[str]:
+    yield f"{plan.pipeline} ({plan.architecture or 'architecture unknown'}) on {plan.hardware}"
+    needed = sum(plan.memory.planned_weights_mb.values())
+    room = plan.memory.room_mb
+    yield f"Weights {units.mebibytes(needed)} MB as planned, room {'-' if room is None else units.mebibytes(room)} MB"
+    for number, choice in enumerate(plan.choices, start=1):
+        yield f"{number}. {choice.name}: {choice.call}"
+        yield f"   {choice.reason} Expected: {choice.expected}. Image: {choice.image}."
+    if plan.not_taken:
+        yield "Not taken:"
+    for left in plan.not_taken:
+        yield f"- {left.kind} of {left.component}: {left.reason}"
+
+
+Auto = Literal["auto"]
+Switch = bool | Auto
+Precision = Literal["bfloat16", "float16"]
+Offloading = Literal["model", "group"]
+Caching = Literal["first_block", "pyramid", "faster", "taylorseer"]
+Quantisation = Literal["int8", "float8"]
+
+
+_ALLOWED: Final[dict[str, tuple[object, ...]]] = {
+    "image": IMAGE_EFFECTS,
+    "dtype": ("auto", None, "bfloat16", "float16"),
+    "offload": ("auto", None, "model", "group"),
+    "cache": ("auto", None, "first_block", "pyramid", "faster", "taylorseer"),
+    "quantisation": ("auto", None, "int8", "float8"),
+    "vae_slicing": ("auto", True, False),
+    "vae_tiling": ("auto", True, False),
+    "layerwise_casting": ("auto", True, False),
+    "fuse_qkv": ("auto", True, False),
+    "channels_last": ("auto", True, False),
+    "compile": ("auto", True, False),
+    "fast_matmul": ("auto", True, False),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizationConfig:
+    """What `PipelineOptimizer` may do. "auto" is decided from model, hardware and call; None and False: left alone.
+
+    What is asked for by name or True is done wherever it is possible, whatever `image` says. So are moving to the
+    device, and tiles where an image does not fit without them.
+
+    Attributes:
+        image: The most that may happen to the image. "none": bit for bit the same; "rounding": the same arithmetic
+            in another order; "precision": narrower number formats; "approximation": results of steps used again.
+        device: Where to run, such as "cuda:0"; None: what torch would use, else where the pipeline is.
+        dtype: Of weights.
+        attention_backend: A name that diffusers' `set_attention_backend` takes, "auto" or None.
+        compile: The blocks that repeat, by torch.compile.
+        compile_backend: torch.compile's.
+        channels_last: Memory format of convolutions.
+        fuse_qkv: One projection where there are three.
+        fast_matmul: TensorFloat-32 and cuDNN's choice of algorithms, which hold for the whole process.
+        vae_slicing: Decode images one by one.
+        vae_tiling: Encode and decode in tiles.
+        offload: Weights in RAM while they are not at work.
+        layerwise_casting: Store the denoiser's weights in float8, compute as before.
+        quantisation: Of the denoiser's linear layers, by torchao.
+        cache: Use results of earlier steps again.
+        height: Of the images to be planned for, in pixels; None: the pipeline's own.
+        width: The same.
+        num_frames: Of videos.
+        batch_size: Images made at once.
+        generations: How many are to be made with the pipeline as it is set up: what compiling must pay within.
+        headroom: Share of the device's memory that is to stay free.
+        keep_originals: Keep weights that a choice changes for good in RAM, so that it can be undone exactly. False
+            saves that RAM; `undo` then refuses.
+
+    Raises:
+        ConfigError: A value that is not among those that are known.
+    """
+
+    image: ImageEffect = "precision"
+    device: str | None = None
+    dtype: Precision | Auto | None = "auto"
+    attention_backend: str | None = "auto"
+    compile: Switch = "auto"
+    compile_backend: str = "inductor"
+    channels_last: Switch = "auto"
+    fuse_qkv: Switch = "auto"
+    fast_matmul: Switch = "auto"
+    vae_slicing: Switch = "auto"
+    vae_tiling: Switch = "auto"
+    offload: Offloading | Auto | None = "auto"
+    layerwise_casting: Switch = "auto"
+    quantisation: Quantisation | Auto | None = None
+    cache: Caching | Auto | None = "auto"
+    height: int | None = None
+    width: int | None = None
+    num_frames: int | None = None
+    batch_size: int = 1
+    generations: int = 100
+    headroom: float = 0.1
+    keep_originals: bool = True
+
+    def __post_init__(self) -> None:
+        refuse_unknown({name: getattr(self, name) for name in _ALLOWED})
+        if not 0 <= self.headroom < 1:
+            raise ConfigError(
+                f"OptimizationConfig.headroom is {self.headroom}.", hint="Give a share from 0 to below 1."
+            )
+        if self.batch_size < 1 or self.generations < 1:
+            raise ConfigError("batch_size and generations are at least 1.", hint="Give 1 or more.")
+
+    @classmethod
+    def nothing(cls, **asked: JsonScalar) -> "OptimizationConfig":
+        """A configuration that leaves all alone but what is asked for."""
+        off = {
+            name: False if True in allowed else None for name, allowed in _ALLOWED.items() if name != "image"
+        }
+        values: dict[str, object] = {**off, "attention_backend": None, **asked}
+        return cls(**values)  # type: ignore[arg-type]
+
+
+def refuse_unknown(values: Mapping[str, object]) -> None:
+    """Refuse values that an option does not have.
+
+    Args:
+        values: By the names of `OptimizationConfig`.
+
+    Raises:
+        ConfigError: One of them is not known.
+    """
+    for name, value in values.items():
+        allowed = _ALLOWED[name]
+        if not any(value is one or (isinstance(value, str) and value == one) for one in allowed):
+            known = ", ".join(map(repr, allowed))
+            raise ConfigError(f"OptimizationConfig.{name} is {value!r}.", hint=f"Give one of {known}.")
+
+
+_BFLOAT16: Final = (8, 0)
+_FLOAT8: Final = (8, 9)
+"""Compute capabilities from which tensor cores multiply these (CUDA C++ Programming Guide, table of features)."""
+
+
+def read_hardware(device: str | None = None, accelerator: Accelerator | None = None) -> Hardware:
+    """The device that a pipeline is to run on. Never raises, and does not wake the device.
+
+    Args:
+        device: Such as "cuda:1" or "cpu"; None: what torch would use.
+        accelerator: Where to read devices; None finds out.
+    """
+    accelerator = detect_accelerator() if accelerator is None else accelerator
+    snapshot = memory_snapshot(accelerator)
+    ram = snapshot.ram_available_bytes
+    found = accelerator.current_device() if device is None else _numbered(device)
+    if found is None or found.startswith("cpu"):
+        absence = accelerator.absence if device is None else None
+        return Hardware(
+            "cpu", ram_available_bytes=ram, cpu_bfloat16=_cpu_multiplies_bfloat16(), absence=absence
+        )
+    facts, memory = accelerator.facts(found), snapshot.accelerator(found)
+    return Hardware(
+        found,
+        facts.name,
+        facts.total_bytes or memory.total_bytes,
+        _free(memory.free_bytes, memory.reserved_bytes, memory.allocated_bytes),
+        _capability(facts.compute_capability),
+        ram,
+    )
+
+
+def _numbered(device: str) -> str:
+    return device if ":" in device or device == "cpu" else f"{device}:0"
+
+
+def _free(free: int | None, reserved: int | None, allocated: int | None) -> int | None:
+    """What the allocator holds without using it is as good as free."""
+    return None if free is None else free + max(0, (reserved or 0) - (allocated or 0))
+
+
+def _capability(text: str | None) -> tuple[int, int] | None:
+    major, _, minor = (text or "").partition(".")
+    return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
+
+
+def _cpu_multiplies_bfloat16() -> bool:
+    found = attempt(lambda: dict(torch.cpu.get_capabilities()))
+    return any((found.value or {}).get(name) for name in ("amx_bf16", "avx512_bf16"))

@@ -1,0 +1,612 @@
+"""Accelerators behind one small interface."""
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+
+from sigmascope.probes.nvml import nvml_memory, read_nvml
+from sigmascope.probes.reading import PROBE_ERRORS, Reading, attempt, describe, reasons
+from sigmascope.records.facts import AcceleratorFacts
+from sigmascope.records.memory import AcceleratorMemory
+
+__all__ = [
+    "Accelerator",
+    "AcceleratorEvent",
+    "AllocatorBytes",
+    "CudaAccelerator",
+    "MpsAccelerator",
+    "NullAccelerator",
+    "XpuAccelerator",
+    "detect_accelerator",
+    "why_no_devices",
+]
+
+
+class AllocatorBytes(NamedTuple):
+    """PyTorch's allocator on one device, in bytes. None: unknown, see `Accelerator.unavailable`."""
+
+    allocated: int | None
+    reserved: int | None
+    peak_allocated: int | None
+    peak_reserved: int | None
+
+
+@runtime_checkable
+class AcceleratorEvent(Protocol):
+    """A mark on a device's stream of work. Nothing here waits for the device, and nothing raises."""
+
+    def record(self) -> bool:
+        """Set the mark after the work queued so far; False if it could not be set. May be repeated."""
+        ...
+
+    def query(self) -> bool:
+        """Whether the device has passed the mark."""
+        ...
+
+    def elapsed_seconds(self, end: Any) -> float | None:
+        """Device time from this mark to `end`, another of the same kind; None unless both are passed."""
+        ...
+
+
+@runtime_checkable
+class Accelerator(Protocol):
+    """One kind of accelerator and all its devices, named as torch names them ("cuda:0").
+
+    No method raises, waits for the device, or initialises it: a monitor is a guest. One that has no events may have an
+    attribute `untimed` that says why.
+    """
+
+    @property
+    def kind(self) -> str:
+        """Device type as torch has it: "cuda" (HIP too), "xpu", "mps"; "cpu" when there is no accelerator."""
+        ...
+
+    @property
+    def absence(self) -> str | None:
+        """Why there is no accelerator, when there is none."""
+        ...
+
+    def device_count(self) -> int:
+        """Devices visible to this process."""
+        ...
+
+    def devices(self) -> list[str]:
+        """Their names, in order."""
+        ...
+
+    def current_device(self) -> str | None:
+        """The device that work goes to by default; None when there is none."""
+        ...
+
+    def memory(self, device: str) -> AcceleratorMemory:
+        """Memory on `device` now: the allocator's view and the driver's."""
+        ...
+
+    def allocated_and_peak(self, device: str) -> AllocatorBytes:
+        """The allocator's figures alone, as cheap as they come. Peaks are since `reset_peak`."""
+        ...
+
+    def unavailable(self, device: str) -> Mapping[str, str]:
+        """The reason for each field of `allocated_and_peak` that is None, by field name."""
+        ...
+
+    def reset_peak(self, device: str) -> str | None:
+        """Start peaks anew from the current use. Gives the reason if that is not possible."""
+        ...
+
+    def new_event(self, device: str | None = None) -> AcceleratorEvent | None:
+        """A mark for timing on `device` (None: the current one); None if there is no such thing."""
+        ...
+
+    def facts(self, device: str) -> AcceleratorFacts:
+        """Name, memory, driver and generation of `device`."""
+        ...
+
+
+def why_no_devices(accelerator: Accelerator) -> str:
+    """The reason to record when `accelerator.devices()` is empty."""
+    waiting = f"the devices of {accelerator.kind} cannot be counted before this process uses one"
+    return accelerator.absence or waiting
+
+
+def detect_accelerator() -> Accelerator:
+    """The accelerator that torch would use, or a `NullAccelerator` that says why there is none.
+
+    Decided from what torch was built for and from counts that need no initialisation, because a process
+    that has initialised CUDA can no longer fork children that use it. So a machine may turn out to have
+    a CUDA build and no device only when the host tries; then there are simply no devices to report.
+    """
+    kind = _built_for()
+    if kind is None:
+        return NullAccelerator("no accelerator: this torch is built for the CPU alone")
+    if kind == "mps":
+        usable = attempt(torch.backends.mps.is_available).value
+        return MpsAccelerator() if usable else NullAccelerator("no accelerator: Metal is not usable here")
+    if kind == "cuda":
+        cuda = CudaAccelerator()
+        return NullAccelerator("no accelerator: CUDA sees no device") if cuda.is_absent() else cuda
+    if kind == "xpu":
+        xpu = XpuAccelerator()
+        return NullAccelerator("no accelerator: XPU sees no device") if xpu.is_absent() else xpu
+    return NullAccelerator(f"no accelerator that can be read: {kind} is not supported yet")
+
+
+def _built_for() -> str | None:
+    if hasattr(torch, "accelerator"):
+        device = attempt(torch.accelerator.current_accelerator).value
+        return None if device is None else device.type
+    return "cuda" if torch.version.cuda or torch.version.hip else None
+
+
+NOTHING = AllocatorBytes(0, 0, 0, 0)
+UNKNOWN = AllocatorBytes(None, None, None, None)
+
+
+class CachingAccelerator:
+    """Base of the accelerators that keep allocator statistics.
+
+    A process that has not initialised the device has allocated nothing there: those figures are 0, and
+    that is known. The driver's figures stay unknown then, since asking would initialise the device,
+    which takes memory and makes later forks of the host fail.
+
+    Args:
+        kind: torch's device type.
+        backend: Its module in torch, such as `torch.cuda`.
+        raw_statistics: Name in `torch._C` of the function that gives the nested statistics of a device;
+            the public function is several times slower or goes through it anyway.
+    """
+
+    absence: str | None = None
+
+    def __init__(self, kind: str, backend: ModuleType, raw_statistics: str) -> None:
+        self.kind = kind
+        self._backend: Any = backend
+        self._statistics: Callable[[int], Mapping[str, Any]] = getattr(
+            torch._C, raw_statistics, backend.memory_stats_as_nested_dict
+        )
+        # Asked at each event, so without a detour; an older torch has no graphs on XPU.
+        self._capturing: Callable[[], bool] = getattr(backend, "is_current_stream_capturing", lambda: False)
+
+    def is_initialized(self) -> bool:
+        """Whether the host has used the device in this process."""
+        return bool(attempt(self._backend.is_initialized).value)
+
+    def device_count(self) -> int:
+        """Devices visible to this process; 0 also when that cannot be known without initialising."""
+        return max(0, self._count() or 0)
+
+    def is_absent(self) -> bool:
+        """Whether it is certain that no device is there."""
+        return self._count() == 0
+
+    def devices(self) -> list[str]:
+        """Names such as "cuda:0"."""
+        return [f"{self.kind}:{index}" for index in range(self.device_count())]
+
+    def current_device(self) -> str | None:
+        """The device that work goes to by default: the first, until the host has chosen."""
+        if not self.is_initialized():
+            return f"{self.kind}:0" if self.device_count() else None
+        index = attempt(self._backend.current_device).value
+        return None if index is None else f"{self.kind}:{index}"
+
+    def allocated_and_peak(self, device: str) -> AllocatorBytes:
+        """The allocator's figures, read once; all 0 while the host has not used the device."""
+        try:
+            if not (self._backend.is_initialized() and self._has_context(device_index(device))):
+                return NOTHING
+            return consistent(_bytes_of(self._statistics(device_index(device))))
+        except PROBE_ERRORS:
+            return UNKNOWN
+
+    def unavailable(self, device: str) -> Mapping[str, str]:
+        """The reason for each field of `allocated_and_peak` that is None."""
+        missing = [n for n, value in self.allocated_and_peak(device)._asdict().items() if value is None]
+        return dict.fromkeys(missing, self._why_no_statistics(device)) if missing else {}
+
+    def memory(self, device: str) -> AcceleratorMemory:
+        """The allocator's and the driver's view of `device`, in bytes."""
+        figures = self.allocated_and_peak(device)
+        gaps = self.unavailable(device)
+        names = {"allocated": "allocated_bytes", "reserved": "reserved_bytes"}
+        unavailable = {names[name]: reason for name, reason in gaps.items() if name in names}
+        driver = self._free_and_total(device)
+        if driver.value is None:
+            fields = ("total_bytes", "free_bytes", "driver_used_bytes")
+            unavailable |= dict.fromkeys(fields, driver.reason or "unknown")
+            return AcceleratorMemory(device, figures.allocated, figures.reserved, unavailable=unavailable)
+        free, total = driver.value
+        return AcceleratorMemory(
+            device, figures.allocated, figures.reserved, total, free, total - free, unavailable=unavailable
+        )
+
+    def reset_peak(self, device: str) -> str | None:
+        """Start the allocator's peaks anew. The host's own `max_memory_allocated` starts anew with them."""
+        try:
+            if self._backend.is_initialized() and self._has_context(device_index(device)):
+                self._backend.reset_peak_memory_stats(device_index(device))
+        except PROBE_ERRORS as error:
+            return describe(error)
+        return None
+
+    def new_event(self, device: str | None = None) -> AcceleratorEvent | None:
+        """A timing mark on the stream that the host works on; None before the host used the device."""
+        device = self.current_device() if device is None else device
+        if device is None or not self._is_used(device):  # recording would create a context
+            return None
+        index = device_index(device)
+        event = attempt(lambda: self._backend.Event(enable_timing=True)).value
+        if event is None:
+            return None
+        return TimingEvent(event, lambda e: e.record(self._backend.current_stream(index)), self._capturing)
+
+    def _free_and_total(self, device: str) -> Reading[tuple[int, int]]:
+        if not self.is_initialized():
+            return Reading(None, f"{self.kind} is not initialised in this process")
+        if not self._has_context(device_index(device)):
+            return Reading(None, f"this process does not use {device}")
+        return attempt(lambda: _int_pair(self._backend.mem_get_info(device_index(device))))
+
+    def _count(self) -> int | None:
+        """Number of devices; negative or None when that is not known yet."""
+        count = self._backend.device_count if self.is_initialized() else self._count_without_initialising
+        return attempt(lambda: int(count()), Warning).value  # which a host may have made errors
+
+    def _count_without_initialising(self) -> int:
+        return int(self._backend.device_count())
+
+    def _is_used(self, device: str) -> bool:
+        return self.is_initialized() and bool(attempt(lambda: self._has_context(device_index(device))).value)
+
+    def _has_context(self, index: int) -> bool:
+        """Whether asking the driver about this device would not create a context on it."""
+        return True
+
+    def _why_no_statistics(self, device: str) -> str:
+        reading = attempt(lambda: _bytes_of(self._statistics(device_index(device))))
+        return reading.reason or "the allocator reports a figure that contradicts another"
+
+
+def device_index(device: str) -> int:
+    """The index in a name such as "cuda:1"; 0 where there is none."""
+    return int(device.partition(":")[2] or 0)
+
+
+def consistent(figures: AllocatorBytes) -> AllocatorBytes:
+    """Drop figures that cannot be true.
+
+    An allocator that does not keep a statistic (cudaMallocAsync, some of them) reports 0. A peak below
+    the current use, or a reservation below the allocation, gives that away.
+    """
+    allocated, reserved, peak_allocated, peak_reserved = figures
+    if allocated is not None and reserved is not None and reserved < allocated:
+        reserved = None
+    if allocated is not None and peak_allocated is not None and peak_allocated < allocated:
+        peak_allocated = None
+    floor = max((value for value in (reserved, peak_allocated, allocated) if value is not None), default=0)
+    if peak_reserved is not None and peak_reserved < floor:
+        peak_reserved = None
+    return AllocatorBytes(allocated, reserved, peak_allocated, peak_reserved)
+
+
+def _bytes_of(statistics: Mapping[str, Any]) -> AllocatorBytes:
+    allocated = statistics["allocated_bytes"]["all"]
+    reserved = statistics["reserved_bytes"]["all"]
+    return AllocatorBytes(allocated["current"], reserved["current"], allocated["peak"], reserved["peak"])
+
+
+def _int_pair(pair: tuple[int, int]) -> tuple[int, int]:
+    free, total = pair
+    return int(free), int(total)
+
+
+class TimingEvent:
+    """A torch event with timing enabled (`torch.cuda.Event` and its like).
+
+    While a graph is being captured nothing is recorded or queried: the mark would become part of the
+    graph, and a query would end the capture with an error.
+
+    Args:
+        event: The torch event.
+        record: Puts it on the right stream.
+        capturing: Whether the current stream is being captured into a graph.
+    """
+
+    __slots__ = ("_capturing", "_event", "_record", "_set")
+
+    def __init__(
+        self,
+        event: Any,
+        record: Callable[[Any], None],
+        capturing: Callable[[], bool],
+    ) -> None:
+        self._event = event
+        self._record = record
+        self._capturing = capturing
+        self._set = False
+
+    def record(self) -> bool:
+        """Set the mark after the work queued so far; False if it could not be set."""
+        try:
+            self._set = not self._capturing()
+            if self._set:
+                self._record(self._event)
+        except PROBE_ERRORS:
+            self._set = False
+        return self._set
+
+    def query(self) -> bool:
+        """Whether the device has passed the mark. Does not wait."""
+        try:
+            return self._set and not self._capturing() and bool(self._event.query())
+        except PROBE_ERRORS:
+            return False
+
+    def elapsed_seconds(self, end: "TimingEvent") -> float | None:
+        """Device time from this mark to `end`; None unless both are set and passed."""
+        if not (self.query() and end.query()):
+            return None
+        try:
+            return float(self._event.elapsed_time(end._event)) / 1e3
+        except PROBE_ERRORS:
+            return None
+
+
+def is_capturing(kind: str) -> bool:
+    """Whether the current stream of a device type is being captured into a graph. Never raises or initialises it.
+
+    Args:
+        kind: As torch calls it, such as "cuda"; types without graphs capture nothing.
+    """
+    backend: Any = getattr(torch, kind, None)
+    return isinstance(backend, ModuleType) and attempt(lambda: _asked(backend)).value is True
+
+
+def _asked(backend: Any) -> bool:
+    return bool(backend.is_initialized() and backend.is_current_stream_capturing())
+
+
+_NVIDIA_VERSION_FILE = Path("/proc/driver/nvidia/version")
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+_AMD_VERSION_FILE = Path("/sys/module/amdgpu/version")
+
+
+class CudaAccelerator(CachingAccelerator):
+    """CUDA and HIP devices."""
+
+    def __init__(self) -> None:
+        super().__init__("cuda", torch.cuda, "_cuda_memoryStats")
+        self._counted: dict[tuple[str | None, ...], Reading[int]] = {}
+
+    def facts(self, device: str) -> AcceleratorFacts:
+        """Name, memory, driver and compute capability; from NVML before the host has initialised CUDA."""
+        nvml = read_nvml(device)
+        driver = _driver_version(nvml.driver_version)
+        unavailable = {} if driver.reason is None else {"driver_version": driver.reason}
+        if not self.is_initialized():
+            unavailable["compute_capability"] = "CUDA is not initialised in this process"
+            for name in ("name", "total_bytes"):
+                if name in nvml.unavailable:
+                    unavailable[name] = f"CUDA is not initialised; NVML: {nvml.unavailable[name]}"
+            return AcceleratorFacts(
+                device, nvml.name, nvml.total_bytes, driver.value, unavailable=unavailable
+            )
+        properties: Reading[Any] = attempt(lambda: torch.cuda.get_device_properties(device_index(device)))
+        if properties.value is None:
+            reason = properties.reason or "unknown"
+            unavailable |= dict.fromkeys(("name", "total_bytes", "compute_capability"), reason)
+            return AcceleratorFacts(device, driver_version=driver.value, unavailable=unavailable)
+        return AcceleratorFacts(
+            device,
+            str(properties.value.name),
+            int(properties.value.total_memory),
+            driver.value,
+            _capability(properties.value),
+            unavailable,
+        )
+
+    def _free_and_total(self, device: str) -> Reading[tuple[int, int]]:
+        own = super()._free_and_total(device)
+        if own.value is not None:
+            return own
+        nvml = nvml_memory(device)
+        return nvml if nvml.value is not None else Reading(None, f"{own.reason}; NVML: {nvml.reason}")
+
+    def _count_without_initialising(self) -> int:
+        """What NVML or AMD SMI count; -1 if neither can. `torch.cuda.device_count` would ask CUDA then.
+
+        They are asked anew only when what is visible changes: loading them takes a tenth of a millisecond and more.
+        """
+        visible = tuple(os.environ.get(name) for name in _VISIBLE)
+        if visible not in self._counted:
+            name = "_device_count_amdsmi" if torch.version.hip else "_device_count_nvml"
+            self._counted[visible] = attempt(lambda: int(getattr(torch.cuda, name)()), Warning)
+        count = self._counted[visible].value
+        return -1 if count is None else count
+
+    def _has_context(self, index: int) -> bool:
+        has_context = getattr(torch._C, "_cuda_hasPrimaryContext", None)
+        return True if has_context is None else bool(has_context(index))
+
+    def _why_no_statistics(self, device: str) -> str:
+        backend = attempt(torch.cuda.get_allocator_backend).value
+        if backend == "cudaMallocAsync":
+            return "the cudaMallocAsync allocator does not report it"
+        return super()._why_no_statistics(device)
+
+
+def _capability(properties: Any) -> str:
+    if torch.version.hip:
+        return str(properties.gcnArchName)
+    return f"{properties.major}.{properties.minor}"
+
+
+def _driver_version(from_nvml: str | None) -> Reading[str]:
+    """Version of the kernel driver: NVML's word, or what the loaded module says of itself."""
+    if from_nvml is not None:
+        return Reading(from_nvml)
+    if torch.version.hip:
+        return attempt(lambda: _AMD_VERSION_FILE.read_text().strip())
+    text = attempt(_NVIDIA_VERSION_FILE.read_text)
+    found = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", text.value or "")
+    return Reading(found[1]) if found else Reading(None, text.reason or "not in the driver's own words")
+
+
+class XpuAccelerator(CachingAccelerator):
+    """Intel GPUs; torch's functions for them mirror CUDA's."""
+
+    def __init__(self) -> None:
+        super().__init__("xpu", torch.xpu, "_xpu_memoryStats")
+
+    def facts(self, device: str) -> AcceleratorFacts:
+        """Name, memory and driver; nothing before the host has initialised the device."""
+        if not self.is_initialized():
+            return _nothing_known(device, "xpu is not initialised in this process")
+        reading: Reading[Any] = attempt(lambda: torch.xpu.get_device_properties(device_index(device)))
+        properties = reading.value
+        if properties is None:
+            return _nothing_known(device, reading.reason or "unknown")
+        driver = attempt(lambda: str(properties.driver_version))
+        unavailable = {"compute_capability": "Intel devices have none"}
+        if driver.reason is not None:
+            unavailable["driver_version"] = driver.reason
+        return AcceleratorFacts(
+            device,
+            str(properties.name),
+            int(properties.total_memory),
+            driver.value,
+            unavailable=unavailable,
+        )
+
+
+def _nothing_known(device: str, reason: str) -> AcceleratorFacts:
+    return AcceleratorFacts(device, unavailable=dict.fromkeys(FACT_FIELDS, reason))
+
+
+_NO_PEAK = "torch keeps no peak for MPS; sample the current use"
+_UNIFIED = "MPS shares the machine's RAM and has no figure of its own"
+
+
+class MpsAccelerator:
+    """The one device of a Mac. `reserved` is what the Metal driver holds for this process, caches included.
+
+    Attributes:
+        untimed: Why there are no events.
+    """
+
+    kind = "mps"
+    absence: str | None = None
+    untimed = "torch waits for all queued work of MPS to tell the time between two events"
+
+    def device_count(self) -> int:
+        """One."""
+        return 1
+
+    def devices(self) -> list[str]:
+        """Its only name."""
+        return ["mps:0"]
+
+    def current_device(self) -> str | None:
+        """The only one."""
+        return "mps:0"
+
+    def memory(self, device: str) -> AcceleratorMemory:
+        """Allocated, reserved, and as total the working set that Metal recommends at most."""
+        readings = _read()
+        readings["total_bytes"] = attempt(lambda: int(torch.mps.recommended_max_memory()))
+        return AcceleratorMemory(
+            device,
+            readings["allocated_bytes"].value,
+            readings["reserved_bytes"].value,
+            readings["total_bytes"].value,
+            unavailable=reasons(readings) | dict.fromkeys(("free_bytes", "driver_used_bytes"), _UNIFIED),
+        )
+
+    def allocated_and_peak(self, device: str) -> AllocatorBytes:
+        """What is allocated and reserved now; peaks are unknown."""
+        readings = _read()
+        return AllocatorBytes(readings["allocated_bytes"].value, readings["reserved_bytes"].value, None, None)
+
+    def unavailable(self, device: str) -> Mapping[str, str]:
+        """The reason for each field of `allocated_and_peak` that is None."""
+        missing = {name.removesuffix("_bytes"): reason for name, reason in reasons(_read()).items()}
+        return missing | dict.fromkeys(("peak_allocated", "peak_reserved"), _NO_PEAK)
+
+    def reset_peak(self, device: str) -> str | None:
+        """There is no peak to reset: gives the reason."""
+        return _NO_PEAK
+
+    def new_event(self, device: str | None = None) -> AcceleratorEvent | None:
+        """None: see `untimed`."""
+        return None
+
+    def facts(self, device: str) -> AcceleratorFacts:
+        """Name (from torch where it has one) and memory; the driver is part of macOS."""
+        name = attempt(lambda: str(torch.backends.mps.get_name()))
+        total = attempt(lambda: int(torch.mps.recommended_max_memory()))
+        readings: dict[str, Reading[str] | Reading[int]] = {"name": name, "total_bytes": total}
+        unavailable = {n: reading.reason for n, reading in readings.items() if reading.reason is not None}
+        unavailable["driver_version"] = "the driver is part of macOS"
+        unavailable["compute_capability"] = "Apple devices have none"
+        return AcceleratorFacts(device, name.value, total.value, unavailable=unavailable)
+
+
+def _read() -> dict[str, Reading[int]]:
+    return {
+        "allocated_bytes": attempt(lambda: int(torch.mps.current_allocated_memory())),
+        "reserved_bytes": attempt(lambda: int(torch.mps.driver_allocated_memory())),
+    }
+
+
+MEMORY_FIELDS = ("allocated_bytes", "reserved_bytes", "total_bytes", "free_bytes", "driver_used_bytes")
+FACT_FIELDS = ("name", "total_bytes", "driver_version", "compute_capability")
+
+
+@dataclass(frozen=True, slots=True)
+class NullAccelerator:
+    """No device; every fact is None for the same reason."""
+
+    absence: str = "no accelerator"
+    kind: str = "cpu"
+
+    def device_count(self) -> int:
+        """Zero."""
+        return 0
+
+    def devices(self) -> list[str]:
+        """None of them."""
+        return []
+
+    def current_device(self) -> str | None:
+        """None: work goes to the CPU."""
+        return None
+
+    def memory(self, device: str) -> AcceleratorMemory:
+        """Every figure unavailable."""
+        return AcceleratorMemory(device, unavailable=dict.fromkeys(MEMORY_FIELDS, self.absence))
+
+    def allocated_and_peak(self, device: str) -> AllocatorBytes:
+        """Every figure unknown."""
+        return AllocatorBytes(None, None, None, None)
+
+    def unavailable(self, device: str) -> Mapping[str, str]:
+        """The one reason, for every figure."""
+        return dict.fromkeys(AllocatorBytes._fields, self.absence)
+
+    def reset_peak(self, device: str) -> str | None:
+        """Nothing to reset: gives the reason."""
+        return self.absence
+
+    def new_event(self, device: str | None = None) -> AcceleratorEvent | None:
+        """No events without a device."""
+        return None
+
+    def facts(self, device: str) -> AcceleratorFacts:
+        """Every fact unavailable."""
+        return AcceleratorFacts(device, unavailable=dict.fromkeys(FACT_FIELDS, self.absence))

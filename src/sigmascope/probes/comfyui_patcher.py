@@ -1,0 +1,449 @@
+"""What ComfyUI's `ModelPatcher` and `CLIP` hold, in every shape that their versions have given it.
+
+Nothing of ComfyUI is imported: its objects are known by what they have. Nothing is called that could load,
+merge, move or wrap anything, and no mark is left on a patcher, whose clones compare their attributes.
+"""
+
+import math
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from sigmascope.probes.applied_patch import AppliedPatch
+from sigmascope.probes.comfyui_weight_adapter import Found, Standing, applied, is_list_of_patches, settled
+from sigmascope.probes.models import named_modules_in
+from sigmascope.probes.reading import Reading, attribute, describe, has, lookup, mapping, number, sequence
+
+__all__ = ["is_comfyui", "original_weight", "read_patches", "weights_of"]
+
+
+def read_patches(model: object) -> Reading[tuple[AppliedPatch, ...]]:
+    """Every change that a `ModelPatcher`, or the patcher of a `CLIP`, has for its model's weights.
+
+    Never raises. Nothing is loaded, merged, moved or copied. An entry that cannot be read is there as
+    "unknown" with the reason.
+
+    Args:
+        model: A patcher, or what holds one.
+
+    Returns:
+        One `AppliedPatch` for an entry of `patches`, by key in the host's order; before them weights that are
+        replaced as objects, after them the entries of hooks, functions around weights, and bypasses. Two kinds of entries are several, with one `index`: a model merge (its weight, and each
+        change upon that) and `model_as_lora` (the other model's weight, less the original). ComfyUI keeps no
+        names: `source` is "LoRA 1", "LoRA 2" …, the same for what was registered together.
+    """
+    patcher = patcher_of(model)
+    if patcher is None:
+        return Reading(None, f"{type(model).__name__} is no patcher and holds none")
+    try:
+        return Reading(tuple(_patches(patcher)))
+    except Exception as error:  # noqa: BLE001 - the host's objects may raise anything
+        return Reading(None, describe(error))
+
+
+def _patches(patcher: Any) -> Iterator[AppliedPatch]:
+    readers = (replaced, _registered, hooked, wrapped, bypassed)
+    all_found = [found for read in readers for found in read(patcher)]
+    counts = Counter(found.key for found in all_found)
+    weights = {key: (original_weight(patcher, key), weight_at(patcher.model, key)) for key in counts}
+    indices: Counter[str] = Counter()
+    for found in all_found:
+        original, now = weights[found.key]
+        for patch in applied(found, indices[found.key], original):
+            yield settled(patch, original, now, alone=counts[found.key] == 1)
+        indices[found.key] += 1
+
+
+def _registered(patcher: Any) -> Iterator[Found]:
+    standings = Standings(patcher)
+    patches = {str(key): sequence(entries) for key, entries in list(patcher.patches.items())}
+    sources = sources_of(patches)
+    for key, entries in patches.items():
+        for index, kept in enumerate(entries):
+            yield Found(key, kept, standings.of(key, kept), sources.get((key, index)))
+
+
+_MARKS = ("patches_uuid", "backup", "add_patches", "load_device", "offload_device")
+_MOST_HOLDERS = 3
+
+
+def is_comfyui(model: object) -> bool:
+    """Whether it is ComfyUI's: a `ModelPatcher`, or a `CLIP` or `VAE` that holds one."""
+    return patcher_of(model) is not None
+
+
+def weights_of(model: object) -> Reading[nn.Module]:
+    """The module whose state dict has the names that the patches are kept under."""
+    patcher = patcher_of(model)
+    if patcher is None:
+        return Reading(None, f"{type(model).__name__} is no patcher and holds none")
+    inner = attribute(patcher, "model")
+    if not isinstance(inner, nn.Module):
+        return Reading(None, f"the patcher's model is {type(inner).__name__}, not a module")
+    return Reading(inner)
+
+
+def original_weight(model: object, key: str) -> Tensor | None:
+    """The weight before anything was merged into it: the host's own tensor, not a copy.
+
+    It is what the patcher kept when it merged, and the model's own weight where it merged nothing.
+
+    Args:
+        model: A patcher, or what holds one. Clones share what was kept.
+        key: The weight's name in the state dict of `weights_of(model)`.
+
+    Returns:
+        None if the model has no such weight.
+    """
+    patcher = patcher_of(model)
+    kept = kept_weight(lookup(attribute(patcher, "backup"), key))
+    if kept is None:  # hooks change the weight as it is with everything else merged
+        kept = kept_weight(lookup(attribute(patcher, "hook_backup"), key))
+    return weight_at(attribute(patcher, "model"), key) if kept is None else kept
+
+
+def patcher_of(model: object) -> Any:
+    """The patcher that a model is or holds, or None."""
+    try:
+        return _patcher_of(model)
+    except Exception:  # noqa: BLE001 - even the class of a host's object may raise when it is asked for
+        return None
+
+
+def _patcher_of(model: object) -> Any:
+    for _ in range(_MOST_HOLDERS):
+        if model is None or isinstance(model, type):
+            return None
+        if isinstance(attribute(model, "patches"), Mapping) and _is_marked(model):
+            return model
+        model = attribute(model, "patcher")
+    return None
+
+
+def kept_weight(kept: object) -> Tensor | None:
+    """The tensor in an entry of `backup` or `hook_backup`.
+
+    Until August 2024 the entry was the tensor; since then (weight, inplace_update) with names. Hooks keep
+    (weight, device).
+    """
+    try:
+        return _kept_weight(kept)
+    except Exception:  # noqa: BLE001 - see `patcher_of`
+        return None
+
+
+def _kept_weight(kept: object) -> Tensor | None:
+    if isinstance(kept, Tensor):
+        return kept
+    held = attribute(kept, "weight")
+    if held is None and isinstance(kept, tuple) and kept:
+        held = kept[0]
+    return held if isinstance(held, Tensor) else None
+
+
+def weight_at(module: object, key: str) -> Tensor | None:
+    """The parameter or buffer of a dotted name."""
+    for name in key.split("."):
+        module = attribute(module, name)
+    return module if isinstance(module, Tensor) else None
+
+
+def _is_marked(model: object) -> bool:
+    return attribute(model, "model") is not None and any(
+        attribute(model, mark) is not None for mark in _MARKS
+    )
+
+
+_MOST_PARENTS = 64
+
+
+class Standings:
+    """Where each entry of one patcher stands.
+
+    Merging is lazy: entries are registered until the model is loaded. Clones share the model and what was
+    kept of its weights, so a kept weight alone does not say whose changes were merged. The model names the
+    set of changes that it holds (since December 2024); the patcher of that set is this one, one that it was
+    cloned from, or one that ComfyUI has loaded, and clones share the entries themselves.
+    """
+
+    def __init__(self, patcher: object) -> None:
+        self._model = attribute(patcher, "model")
+        self._kept = mapping(patcher, "backup")
+        self._names_its_set = has(self._model, "current_weight_patches_uuid")
+        self._loaded = self._loaded_patcher(patcher) if self._names_its_set else None
+        self._loaded_patches = mapping(self._loaded, "patches")
+
+    def of(self, key: str, entry: object) -> Standing:
+        """Where an entry of `patches[key]` stands.
+
+        Args:
+            key: The weight's name.
+            entry: The host's own object, which is looked for where the host uses it.
+        """
+        module, name = owner_of(self._model, key)
+        if any(_holds(lookup(patches, key), entry) for patches in lazy_patches(module, name)):
+            return Standing("lazy", f"applied by a function of {type(module).__name__} in each forward pass")
+        if not self._names_its_set:
+            return self._by_what_is_kept(key)
+        if self._loaded is None or not _holds(self._loaded_patches.get(key), entry):
+            return Standing("registered", self._why_not_loaded())
+        return self._of_loaded(key, module)
+
+    def _by_what_is_kept(self, key: str) -> Standing:
+        if key in self._kept:
+            return Standing("merged", "the original weight is kept; this version does not say whose changes")
+        return Standing("registered", "no original weight is kept and no function is set")
+
+    def _why_not_loaded(self) -> str:
+        if attribute(self._model, "current_weight_patches_uuid") is None:
+            return "the model has not been loaded with any changes"
+        return "the model holds another set of changes; this one comes when it is loaded next"
+
+    def _of_loaded(self, key: str, module: object) -> Standing:
+        casts = attribute(module, "comfy_cast_weights") is not None
+        dynamic = _is_dynamic(self._loaded)
+        if dynamic and not casts:
+            return Standing("failed", "dynamic loading changes no weight of a layer that does not cast")
+        if key in self._kept:
+            return Standing("merged", "the original weight is kept, and the model holds this set of changes")
+        if dynamic:
+            return Standing("registered", "its merged weight was let go of to free memory")
+        if attribute(self._model, "model_lowvram"):
+            return Standing("registered", "the model is loaded in part, and this layer is not")
+        return Standing(
+            "failed", "the model was loaded with this set and neither kept nor wrapped this weight"
+        )
+
+    def _loaded_patcher(self, patcher: object) -> object | None:
+        """The patcher whose changes the model holds."""
+        holding = attribute(self._model, "current_weight_patches_uuid")
+        if holding is None:
+            return None
+        for candidate in (*_with_parents(patcher), *_loaded_by_comfyui(self._model)):
+            if attribute(candidate, "patches_uuid") == holding:
+                return candidate
+        return None
+
+
+def owner_of(model: object, key: str) -> tuple[object, str]:
+    """The module that a weight belongs to, and the weight's name in it."""
+    *path, name = key.split(".")
+    for part in path:
+        model = attribute(model, part)
+    return model, name
+
+
+def lazy_patches(module: object, name: str) -> Iterator[object]:
+    """The patches that functions of a module apply to one of its weights.
+
+    A function is a `LowVramPatch`: alone in `weight_function` until 2025, in a list there since, and in
+    `weight_lowvram_function` where weights are loaded dynamically. Before September 2024 it holds the patcher
+    in place of the patches.
+    """
+    held = attribute(module, f"{name}_function")
+    functions = (*(sequence(held) or (held,)), attribute(module, f"{name}_lowvram_function"))
+    for function in functions:
+        if function is not None and attribute(function, "key") is not None:
+            patches = attribute(function, "patches")
+            yield attribute(attribute(function, "model_patcher"), "patches") if patches is None else patches
+
+
+def _holds(entries: object, entry: object) -> bool:
+    return any(held is entry for held in sequence(entries))
+
+
+def _with_parents(patcher: object) -> Iterator[object]:
+    for _ in range(_MOST_PARENTS):
+        if patcher is None:
+            return
+        yield patcher
+        patcher = attribute(patcher, "parent")
+
+
+def _loaded_by_comfyui(model: object) -> Iterator[object]:
+    """The patchers of this model among those that ComfyUI's memory management has loaded."""
+    management = sys.modules.get("comfy.model_management")
+    for loaded in sequence(attribute(management, "current_loaded_models")):
+        patcher = attribute(loaded, "model")
+        if attribute(patcher, "model") is model:
+            yield patcher
+
+
+def _is_dynamic(patcher: object) -> bool:
+    try:
+        return bool(patcher.is_dynamic())  # type: ignore[attr-defined]
+    except Exception:  # noqa: BLE001 - absent before 2026, or the host's own trouble
+        return False
+
+
+def replaced(patcher: object) -> Iterator[Found]:
+    """Tensors among `object_patches`. Most of these are no weights: a sampling, a dtype, a function."""
+    kept = mapping(patcher, "object_patches_backup")
+    for key, value in mapping(patcher, "object_patches").items():
+        if isinstance(value, Tensor):
+            standing = (
+                Standing("merged", "the object that it replaced is kept")
+                if key in kept
+                else Standing("registered", "to be replaced when the model is loaded")
+            )
+            yield Found(key, (1.0, ("set", (value,)), 1.0, None, None), standing, "object patch")
+
+
+def wrapped(patcher: object) -> Iterator[Found]:
+    """Functions in `weight_wrapper_patches` (since 2025), of which only the host knows what they do."""
+    model = attribute(patcher, "model")
+    for key, functions in mapping(patcher, "weight_wrapper_patches").items():
+        module, name = owner_of(model, key)
+        in_place = sequence(attribute(module, f"{name}_function"))
+        for function in sequence(functions):
+            standing = (
+                Standing("lazy", f"wrapped around the weight of {type(module).__name__} in each forward pass")
+                if any(held is function for held in in_place)
+                else Standing("registered", "to be wrapped around the weight when the model is loaded")
+            )
+            yield Found(key, (1.0, function, 1.0, None, None), standing, "weight wrapper")
+
+
+_IN_FORCE = "a hook that is in force now"
+_WAITING_FOR_SAMPLING = "a hook that is in force while the conditioning that carries it is sampled"
+
+
+def hooked(patcher: object) -> Iterator[Found]:
+    """The changes in `hook_patches`. A hook's own strength multiplies those of its entries."""
+    hooks = _hooks_in_force(patcher)
+    kept = mapping(patcher, "hook_backup")
+    for place, (ref, patches) in enumerate(mapping(patcher, "hook_patches").items()):
+        hook = next((hook for hook in hooks if attribute(hook, "hook_ref") is ref), None)
+        for key, entries in patches.items():
+            merged = hook is not None and key in kept
+            standing = (
+                Standing("merged", _IN_FORCE) if merged else Standing("registered", _WAITING_FOR_SAMPLING)
+            )
+            for entry in entries:
+                yield Found(key, _times(entry, hook), standing, f"hook {place + 1}")
+
+
+def _hooks_in_force(patcher: object) -> tuple[Any, ...]:
+    return sequence(attribute(attribute(patcher, "current_hooks"), "hooks"))
+
+
+def _times(entry: Any, hook: object) -> object:
+    """The entry with the strength that the host multiplies in for this moment of the schedule."""
+    strength = number(attribute(hook, "strength"))
+    if hook is None or strength is None or math.isclose(strength, 1.0):
+        return entry
+    own, *rest = entry
+    return (own * strength, *rest)
+
+
+_BESIDE = "beside the layer in each forward pass, its weight unchanged"
+_WAITING_FOR_LOADING = "to be put beside the layer when the model is loaded"
+
+
+def bypassed(patcher: object) -> Iterator[Found]:
+    """The adapters that a patcher's injections put beside layers.
+
+    An injection is a pair of functions that share a manager, whose hooks each have a module, an adapter, its
+    multiplier, and the module's own forward while they are in place.
+    """
+    hooks = [
+        (place + 1, hook)
+        for place, injections in enumerate(mapping(patcher, "injections").values())
+        for injection in sequence(injections)
+        for hook in _hooks_of(attribute(injection, "inject"))
+    ]
+    names = _names(attribute(patcher, "model")) if hooks else {}
+    for position, hook in hooks:
+        key = names.get(id(attribute(hook, "module")), "")
+        in_place = attribute(hook, "original_forward") is not None
+        standing = Standing("lazy", _BESIDE) if in_place else Standing("registered", _WAITING_FOR_LOADING)
+        entry = (attribute(hook, "multiplier"), attribute(hook, "adapter"), 1.0, None, None)
+        yield Found(f"{key}.weight", entry, standing, f"bypass {position}", bypass=True)
+
+
+def _hooks_of(function: Any) -> list[object]:
+    """The hooks of the manager that a function closes over."""
+    for cell in sequence(attribute(function, "__closure__")):
+        hooks = sequence(attribute(attribute(cell, "cell_contents"), "hooks"))
+        if hooks and all(attribute(hook, "adapter") is not None for hook in hooks):
+            return list(hooks)
+    return []
+
+
+def _names(model: object) -> dict[int, str]:
+    if not isinstance(model, nn.Module):
+        return {}
+    return {id(module): name for name, module in named_modules_in(model)}
+
+
+Place = tuple[str, int]
+_Group = tuple[str, int, int]  # what the token is of, the token, and how often it had come before
+
+
+def sources_of(patches: Mapping[str, Sequence[Any]]) -> dict[Place, str]:
+    """A name for each entry, the same for entries that were registered together: "LoRA 1" and so on.
+
+    Adapters of one file share one set of `loaded_keys`; all entries of one call share the very number that is
+    their strength. One call gives a weight, or a part of it, one entry: if the same trace is there twice, it
+    was two calls.
+
+    Args:
+        patches: By key, the entries in the host's order.
+
+    Returns:
+        By key and the entry's index. Merged models are named "merged model 1" and so on.
+    """
+    groups = _groups(patches)
+    strengths = _files_by_strength(patches, groups)
+    joined = {place: strengths.get(group) or group for place, group in groups.items()}
+    names: dict[_Group, str] = {}
+    counts: dict[str, int] = {}
+    for group in joined.values():
+        if group not in names:
+            word = "merged model" if group[0] == "merge" else "LoRA"
+            counts[word] = counts.get(word, 0) + 1
+            names[group] = f"{word} {counts[word]}"
+    return {place: names[group] for place, group in joined.items()}
+
+
+def _groups(patches: Mapping[str, Sequence[Any]]) -> dict[Place, _Group]:
+    groups: dict[Place, _Group] = {}
+    for key, entries in patches.items():
+        seen: dict[object, int] = {}
+        for index, entry in enumerate(entries):
+            word, token = _trace(entry)
+            again = (word, token, repr(_offset(entry)))
+            groups[key, index] = (word, token, seen.get(again, 0))
+            seen[again] = seen.get(again, 0) + 1
+    return groups
+
+
+def _trace(entry: object) -> tuple[str, int]:
+    parts = sequence(entry)
+    value = parts[1] if len(parts) > 1 else None
+    loaded = attribute(value, "loaded_keys")
+    if loaded is not None:
+        return "file", id(loaded)
+    word = "merge" if is_list_of_patches(value) else "call"
+    return word, id(parts[0]) if parts else 0
+
+
+def _offset(entry: object) -> object:
+    parts = sequence(entry)
+    return parts[3] if len(parts) > 3 else None
+
+
+def _files_by_strength(
+    patches: Mapping[str, Sequence[Any]], groups: Mapping[Place, _Group]
+) -> dict[_Group, _Group]:
+    """For entries that are no adapters, the one file whose adapters came with the very same strength."""
+    files: dict[tuple[int, int], set[_Group]] = {}
+    for (key, index), group in groups.items():
+        if group[0] == "file":
+            strength = sequence(patches[key][index])[0]
+            files.setdefault((id(strength), group[2]), set()).add(group)
+    only = {trace: next(iter(found)) for trace, found in files.items() if len(found) == 1}
+    return {("call", *trace): group for trace, group in only.items()}

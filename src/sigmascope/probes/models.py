@@ -1,0 +1,319 @@
+"""Facts about one model, whatever it is wrapped in.
+
+`Module.modules`, `parameters` and `state_dict` run the host's code where a class has its own: PEFT's layer around
+`nn.MultiheadAttention` registers its weights anew each time one of them is called.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+from torch import Tensor, nn
+
+from sigmascope.probes.reading import PROBE_ERRORS, Reading, attempt, describe
+from sigmascope.probes.tensors import place_of
+from sigmascope.records.facts import ModuleFacts
+
+_INNER_NAMES = ("model", "cond_stage_model", "first_stage_model", "patcher")
+"""Where ComfyUI's wrappers (ModelPatcher, CLIP, VAE) and others keep the module."""
+
+
+_COMPILED, _REPLICATED = "_orig_mod", "module"
+_REPLICATING = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel")
+_MOST_WRAPPERS = 8
+_COUNTS = ("parameters", "trainable_parameters", "nbytes", "training")
+
+
+def module_facts(module: object) -> ModuleFacts:
+    """Class, parameters, bytes, dtypes and devices of a model. Never raises.
+
+    Parameters that share their memory count once. `nbytes`, `dtypes` and `devices` include buffers; the
+    latter two count elements.
+
+    Args:
+        module: An `nn.Module`; a wrapper that holds one (ComfyUI's patchers, a compiled or replicated
+            module); a pipeline with `components` (diffusers), whose modules are taken together; or a
+            mapping of names to modules. Of anything else only the class is told, with the reason.
+    """
+    class_name = type(module).__name__
+    try:
+        found = _modules_of(module)
+        if not found:
+            return _nothing_known(class_name, f"{class_name} holds no module that is known how to find")
+        facts = _Count()
+        for inner in found:
+            facts.add(inner)
+    except PROBE_ERRORS as error:
+        return _nothing_known(class_name, describe(error))
+    if len(found) > 1 or found[0] is module or isinstance(module, Mapping) or components_of(module):
+        return facts.result(class_name, None)
+    return facts.result(type(found[0]).__name__, class_name)
+
+
+def _nothing_known(class_name: str, reason: str) -> ModuleFacts:
+    return ModuleFacts(class_name, unavailable=dict.fromkeys(_COUNTS, reason))
+
+
+def _modules_of(thing: object) -> list[nn.Module]:
+    """The modules that a thing is made of: one, for anything but a pipeline or a mapping."""
+    parts = thing if isinstance(thing, Mapping) else components_of(thing)
+    if parts:
+        return [part for part in parts.values() if isinstance(part, nn.Module)]
+    inner = unwrap(thing)
+    return [] if inner is None else [inner]
+
+
+def components_of(thing: object) -> Mapping[str, object]:
+    """The components of a pipeline; empty for anything else."""
+    components = None if isinstance(thing, nn.Module) else getattr(thing, "components", None)
+    return components if isinstance(components, Mapping) else {}
+
+
+def unwrap(thing: object, depth: int = 0) -> nn.Module | None:
+    """Follow wrappers to the module that holds the weights."""
+    if isinstance(thing, nn.Module):
+        inner = _module_in_module(thing)
+        return thing if inner is None else unwrap(inner, depth)
+    if depth == _MOST_WRAPPERS:
+        return None
+    for name in _INNER_NAMES:
+        held = getattr(thing, name, None)
+        found = None if held is None or _is_method(held) else unwrap(held, depth + 1)
+        if found is not None:
+            return found
+    return None
+
+
+def _module_in_module(module: nn.Module) -> nn.Module | None:
+    """What torch.compile or data parallelism put a wrapper around."""
+    inner = getattr(module, _COMPILED, None)
+    if inner is None and type(module).__name__ in _REPLICATING:
+        inner = getattr(module, _REPLICATED, None)
+    return inner if isinstance(inner, nn.Module) else None
+
+
+def _is_method(thing: object) -> bool:
+    return callable(thing) and not isinstance(thing, nn.Module)
+
+
+@dataclass(slots=True)
+class _Count:
+    """What was counted so far over modules that may share tensors."""
+
+    parameters: int = 0
+    trainable: int = 0
+    nbytes: int = 0
+    dtypes: Counter[str] = field(default_factory=Counter)
+    devices: Counter[str] = field(default_factory=Counter)
+    training: bool = False
+    seen: set[object] = field(default_factory=set)
+
+    def add(self, module: nn.Module) -> None:
+        self.training = self.training or module.training
+        parts = list(modules_in(module))
+        for parameter in self._new(tensor for part in parts for _, tensor in own_parameters(part)):
+            self.parameters += parameter.numel()
+            self.trainable += parameter.numel() if parameter.requires_grad else 0
+            self._add_tensor(parameter)
+        for buffer in self._new(tensor for part in parts for _, tensor in own_buffers(part)):
+            self._add_tensor(buffer)
+
+    def _add_tensor(self, tensor: Tensor) -> None:
+        self.nbytes += tensor.numel() * tensor.element_size()
+        self.dtypes[str(tensor.dtype).removeprefix("torch.")] += tensor.numel()
+        self.devices[str(tensor.device)] += tensor.numel()
+
+    def _new(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+        for tensor in tensors:
+            identity = place_of(tensor)
+            if identity not in self.seen:
+                self.seen.add(identity)
+                yield tensor
+
+    def result(self, class_name: str, wrapper_class_name: str | None) -> ModuleFacts:
+        return ModuleFacts(
+            class_name,
+            self.parameters,
+            self.trainable,
+            self.nbytes,
+            dict(self.dtypes),
+            dict(self.devices),
+            self.training,
+            wrapper_class_name=wrapper_class_name,
+        )
+
+
+ArchitectureKind = Literal["MMDiT", "DiT", "UNet"]
+
+
+_DENOISERS: Final = ("transformer", "unet", "transformer_2", "denoiser", "prior", "decoder")
+"""Where pipelines keep what denoises, the usual ones first."""
+
+
+# Of both streams of a joint block, as diffusers and the code of FLUX, SD3, AuraFlow and HiDream call them.
+_JOINT_PROJECTION: Final = "add_q_proj"
+_JOINT_PAIRS: Final = (
+    ("img_attn", "txt_attn"),
+    ("x_block", "context_block"),
+    ("w1q", "w2q"),
+    ("to_q", "to_q_t"),
+)
+
+
+_ROOT = r"(?:(?:diffusion_model|model|module|base_model|denoiser|unet)\.)*"
+_DOWN: Final = re.compile(rf"{_ROOT}(?:down_blocks|input_blocks)\.\d+$")
+_UP: Final = re.compile(rf"{_ROOT}(?:up_blocks|output_blocks)\.\d+$")
+_BLOCK: Final = re.compile(
+    r"(.*(?:blocks?|layers)\.\d+)\.(?:attn\w*|self_attn|cross_attn|attention\w*|mixer)$"
+)
+_IN_LEVEL: Final = re.compile(r"(?:^|\.)(?:down_blocks|input_blocks)\.")
+"""Where a UNet, or a ControlNet as half of one, has its transformers."""
+
+
+_TIME: Final = re.compile(
+    r"(?:^|[._])(?:time|timestep|t_embed|t_block|adaln|ada_ln|adaLN|sigma_embed|condition_embed)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """What a denoiser is, and by which modules.
+
+    Attributes:
+        kind: MMDiT: blocks in which text and image each have projections of their own and attend jointly (SD3,
+            FLUX, Qwen-Image). DiT: a transformer that attends to the text across, or has all in one stream (WAN,
+            PixArt). UNet: convolutions down and up again.
+        class_name: Of the denoiser.
+        evidence: The modules that decided, in words.
+        blocks: How many blocks with attention, or levels of a UNet, there are.
+        joint_blocks: How many of them are joint.
+    """
+
+    kind: ArchitectureKind
+    class_name: str
+    evidence: str
+    blocks: int
+    joint_blocks: int = 0
+
+
+def detect_architecture(model: object) -> Reading[Architecture]:
+    """Which kind of denoiser a model is. Never raises.
+
+    Args:
+        model: A module, what wraps one (ComfyUI's ModelPatcher, a compiled or replicated module), or a pipeline,
+            whose denoiser is looked at.
+
+    Returns:
+        The architecture, or None and why it is not known: a VAE or a text encoder is no denoiser.
+    """
+    return attempt(lambda: _architecture_of(model))
+
+
+def denoisers_of(model: object) -> list[object]:
+    """What of a pipeline's components may denoise, the usual ones first; the model itself if it is no pipeline."""
+    parts = model if isinstance(model, Mapping) else components_of(model)
+    if not parts:
+        return [model]
+    return [parts[name] for name in _DENOISERS if parts.get(name) is not None]
+
+
+def _architecture_of(model: object) -> Architecture:
+    for candidate in denoisers_of(model):
+        module = unwrap(candidate)
+        found = None if module is None else _classify(module)
+        if found is not None:
+            return found
+    raise LookupError(f"{type(model).__name__} holds no denoiser of a kind that is known")
+
+
+def _classify(module: nn.Module) -> Architecture | None:
+    names = [name.replace("_orig_mod.", "") for name, _ in named_modules_in(module)]
+    class_name = type(module).__name__
+    joint = _joint_blocks(names)
+    blocks = {found[1] for name in names if (found := _BLOCK.fullmatch(name))}
+    is_levelled = any(_IN_LEVEL.search(name) for name in blocks)
+    levels = {name for name in names if _DOWN.match(name) or _UP.match(name)}
+    has_time = any(_TIME.search(name) for name in names)
+    if joint:
+        evidence = (
+            f"{len(joint)} blocks with projections of their own for text and image, such as {min(joint)}"
+        )
+        return Architecture("MMDiT", class_name, evidence, max(len(blocks), len(joint)), len(joint))
+    if any(_DOWN.match(name) for name in levels) and any(_UP.match(name) for name in levels):
+        return Architecture("UNet", class_name, f"{len(levels)} blocks down and up again", len(levels))
+    if blocks and has_time and not is_levelled:
+        evidence = (
+            f"{len(blocks)} attention blocks without joint projections, and an embedding of the timestep"
+        )
+        return Architecture("DiT", class_name, evidence, len(blocks))
+    return None
+
+
+def _joint_blocks(names: Iterable[str]) -> set[str]:
+    """Paths of the modules in which two streams are projected apart and attend together."""
+    children: dict[str, set[str]] = {}
+    for name in names:
+        parent, _, last = name.rpartition(".")
+        children.setdefault(parent, set()).add(last)
+    return {
+        parent
+        for parent, held in children.items()
+        if _JOINT_PROJECTION in held or any(held.issuperset(pair) for pair in _JOINT_PAIRS)
+    }
+
+
+_KEPT_PLAIN: Final = ("in_proj_weight", "weight")
+"""Of attention, what PEFT keeps as plain attributes while an adapter is merged into it."""
+
+
+def named_modules_in(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Each module with its dotted name, the model itself first under ""; one that occurs twice is given once."""
+    return _walk("", module, set())
+
+
+def modules_in(module: nn.Module) -> Iterator[nn.Module]:
+    """Each module of a model, itself first."""
+    return (found for _, found in named_modules_in(module))
+
+
+def own_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters of a module itself, by name, and those of attention that PEFT has taken out of the register."""
+    registered = _registered(module, "_parameters")
+    for name, parameter in registered.items():
+        if isinstance(parameter, Tensor):
+            yield name, parameter
+    if isinstance(module, nn.MultiheadAttention | nn.modules.linear.NonDynamicallyQuantizableLinear):
+        for name in _KEPT_PLAIN:
+            plain = vars(module).get(name)
+            if name not in registered and isinstance(plain, Tensor):
+                yield name, plain
+
+
+def own_buffers(module: nn.Module, *, transient: bool = True) -> Iterator[tuple[str, Tensor]]:
+    """The buffers of a module itself, by name; without `transient` only those that a state dict has."""
+    left_out = () if transient else vars(module).get("_non_persistent_buffers_set") or ()
+    for name, buffer in _registered(module, "_buffers").items():
+        if isinstance(buffer, Tensor) and name not in left_out:
+            yield name, buffer
+
+
+def children_of(module: nn.Module) -> dict[str, nn.Module]:
+    """The modules right inside a module, by name."""
+    held = _registered(module, "_modules")
+    return {name: child for name, child in held.items() if isinstance(child, nn.Module)}
+
+
+def _walk(name: str, module: nn.Module, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    yield name, module
+    for own, child in children_of(module).items():
+        yield from _walk(f"{name}.{own}" if name else own, child, seen)
+
+
+def _registered(module: nn.Module, holder: str) -> Mapping[str, object]:
+    held = vars(module).get(holder)
+    return held if isinstance(held, Mapping) else {}

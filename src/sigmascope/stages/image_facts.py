@@ -1,0 +1,236 @@
+"""The pictures or video that go into a VAE or come out of it, in whatever they are handed over.
+
+Known forms: a tensor or array, ComfyUI's images [frames, height, width, colours], a list of PIL images, arrays or
+tensors, a list of such lists, and a mapping that holds one of these. Nothing is copied or converted.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from sigmascope.probes.reading import read_host
+from sigmascope.probes.tensors import as_tensor, quick_facts
+from sigmascope.records.facts import TensorFacts
+from sigmascope.records.latents import SampleFacts, VaeFacts
+from sigmascope.records.memory import mib
+from sigmascope.stages.latent_layout import picture_layout, sizes_of
+from sigmascope.stages.schema import PicturesDict, VaeDict
+
+NAMES = (
+    "frames",
+    "video",
+    "images",
+    "image",
+    "control_video",
+    "pixel_values",
+    "pixels",
+    "sample",
+    "samples",
+    "reference_image",
+)
+"""What the pictures are called in a mapping or a pipeline's output, best first."""
+
+
+_NOT_READ = "pictures in a list are not counted as one tensor"
+
+
+@dataclass(frozen=True, slots=True)
+class Pictures:
+    """What is known of them. `sizes` has each (height, width) once; `facts` is None with a reason."""
+
+    facts: SampleFacts | None
+    sizes: tuple[tuple[int, int], ...] = ()
+    reason: str | None = None
+
+    @property
+    def length(self) -> int | None:
+        """How many pictures there are of one video, or in all."""
+        if self.facts is None:
+            return None
+        return self.facts.batch if self.facts.frames is None else self.facts.frames
+
+
+def read_pictures(data: object, vae: VaeFacts | None = None, statistics: bool | None = None) -> Pictures:
+    """Facts about pictures or a video. Never raises.
+
+    Args:
+        data: In any of the known forms.
+        vae: How many colours it takes, and whether it takes videos.
+        statistics: Whether to read values, as in `probes.tensor_facts`.
+    """
+    reading = read_host(lambda: _read(data, vae, statistics))
+    return Pictures(None, reason=reading.reason) if reading.value is None else reading.value
+
+
+def _read(data: object, vae: VaeFacts | None, statistics: bool | None, form: str = "") -> Pictures:
+    if data is None:
+        return Pictures(None, reason="no pictures were given")
+    tensor = as_tensor(data)
+    if tensor is not None:
+        kind = "array" if isinstance(data, np.ndarray) else "tensor"
+        return _tensor(tensor, vae, statistics, form or kind)
+    if isinstance(data, list | tuple):
+        return _several(data, vae, statistics)
+    if _is_picture(data):
+        return _several([data], vae, statistics)
+    inner = _held(data)
+    if inner is None:
+        return Pictures(None, reason=f"{type(data).__name__} holds no pictures that are known how to find")
+    return _read(inner, vae, statistics, type(data).__name__)
+
+
+def _held(data: object) -> Any:
+    """What a mapping or a pipeline's output holds under one of the names."""
+    held = (data.get(name) if isinstance(data, Mapping) else getattr(data, name, None) for name in NAMES)
+    return next((one for one in held if one is not None and not callable(one)), None)
+
+
+def _is_picture(thing: object) -> bool:
+    """Whether it is a PIL image, which has bands and a size of two."""
+    return callable(getattr(thing, "getbands", None)) and hasattr(thing, "size")
+
+
+def _tensor(tensor: Tensor, vae: VaeFacts | None, statistics: bool | None, form: str) -> Pictures:
+    facts = quick_facts(tensor, statistics)
+    channels, is_video = (None, False) if vae is None else (vae.image_channels, bool(vae.is_video))
+    layout = picture_layout(facts.shape, channels, is_video=is_video)
+    if layout is None:
+        reason = f"no axis of {facts.shape} can be colours"
+        return Pictures(SampleFacts(facts, form=form, unavailable={"layout": reason}))
+    sizes = sizes_of(facts.shape, layout)
+    sample = SampleFacts(
+        facts,
+        layout,
+        sizes.batch if "B" in layout else 1,
+        sizes.frames,
+        sizes.channels,
+        sizes.height,
+        sizes.width,
+        form,
+    )
+    return Pictures(sample, ((sizes.height or 0, sizes.width or 0),))
+
+
+def _several(items: Sequence[object], vae: VaeFacts | None, statistics: bool | None) -> Pictures:
+    """A list of pictures, of videos, or of one tensor that is a video."""
+    if not items:
+        empty = TensorFacts((0,), "unknown", "cpu", 0, 0)
+        return Pictures(SampleFacts(empty, frames=0, batch=1, form="empty list"))
+    read = [_one(item, vae, statistics) for item in items]
+    known = [one.facts for one in read if one.facts is not None]
+    if len(known) < len(read):
+        reasons = (one.reason for one in read if one.facts is None)
+        return Pictures(None, reason=next(reasons, None))
+    sizes = tuple(dict.fromkeys(size for one in read for size in one.sizes))
+    if len(known) == 1 and known[0].tensor.shape[3:]:
+        return Pictures(replace(known[0], form=f"list of 1 {known[0].form}"), sizes)
+    return Pictures(_together(known, is_nested=isinstance(items[0], list | tuple)), sizes)
+
+
+def _one(item: object, vae: VaeFacts | None, statistics: bool | None) -> Pictures:
+    return _image(item) if _is_picture(item) else _read(item, vae, statistics)
+
+
+def _image(image: Any) -> Pictures:
+    """A PIL image: its mode tells the type; the file behind it is not read for that."""
+    width, height = image.size
+    colours = len(image.getbands())
+    bits = {"F": 32, "I": 32}.get(image.mode, 16 if "16" in image.mode else 8)
+    dtype = {"F": "float32", "I": "int32"}.get(image.mode, "uint16" if bits == 16 else "uint8")
+    elements = width * height * colours
+    facts = TensorFacts(
+        (height, width, colours),
+        dtype,
+        "cpu",
+        elements * bits // 8,
+        elements,
+        unavailable=dict.fromkeys(("min", "max", "nan_count"), "an image's pixels are not read"),
+    )
+    sample = SampleFacts(facts, "HWC", 1, None, colours, height, width, form="PIL images")
+    return Pictures(sample, ((height, width),))
+
+
+def _together(known: Sequence[SampleFacts], *, is_nested: bool) -> SampleFacts:
+    """One sample of many: sizes are the first one's, bytes the sum, values those of all."""
+    first, tensors = known[0], [one.tensor for one in known]
+    per_item = (first.frames if is_nested else first.frames or 1) or 0
+    shape = (len(known), *first.tensor.shape)
+    facts = TensorFacts(
+        shape,
+        first.tensor.dtype,
+        first.tensor.device,
+        sum(tensor.nbytes for tensor in tensors),
+        sum(tensor.num_elements for tensor in tensors),
+        min=_fold(min, [tensor.min for tensor in tensors]),
+        max=_fold(max, [tensor.max for tensor in tensors]),
+        nan_count=_fold(sum, [tensor.nan_count for tensor in tensors]),
+        inf_count=_fold(sum, [tensor.inf_count for tensor in tensors]),
+        unavailable={**first.tensor.unavailable, **dict.fromkeys(("mean", "std"), _NOT_READ)},
+    )
+    is_batch = is_nested or first.frames is not None
+    return SampleFacts(
+        facts,
+        None,
+        len(known) if is_batch else 1,
+        per_item if is_batch else len(known),
+        first.channels,
+        first.height,
+        first.width,
+        form=first.form if first.form.startswith("PIL") else f"list of {first.form}s",
+        unavailable={"layout": "a list has none"},
+    )
+
+
+def _fold(combine: Any, values: Sequence[Any]) -> Any:
+    return None if any(value is None for value in values) else combine(values)
+
+
+def vae_dict(facts: VaeFacts) -> VaeDict:
+    """The VAE's facts as an analysis holds them."""
+    return {
+        "class_name": facts.class_name,
+        "latent_channels": facts.latent_channels,
+        "image_channels": facts.image_channels,
+        "spatial_factor": facts.spatial_factor,
+        "temporal_factor": facts.temporal_factor,
+        "first_frame_apart": facts.first_frame_apart,
+        "is_video": facts.is_video,
+        "dtype": facts.dtype,
+        "device": facts.device,
+        "size_mb": mib(facts.nbytes),
+        "source": facts.source,
+        "unavailable": dict(facts.unavailable),
+    }
+
+
+def pictures_dict(pictures: Pictures) -> PicturesDict:
+    """The pictures' facts as an analysis holds them."""
+    facts = pictures.facts
+    if facts is None:
+        names = set(PicturesDict.__annotations__) - {"sizes", "unavailable"}
+        nothing: dict[str, Any] = dict.fromkeys(names)
+        reasons = dict.fromkeys(names, pictures.reason or "unknown")
+        return {**nothing, "sizes": [], "unavailable": reasons}  # type: ignore[typeddict-item]
+    tensor = facts.tensor
+    return {
+        "form": facts.form,
+        "layout": facts.layout,
+        "shape": list(tensor.shape),
+        "dtype": tensor.dtype,
+        "device": tensor.device,
+        "size_mb": mib(tensor.nbytes),
+        "batch_size": facts.batch,
+        "length": pictures.length,
+        "channels": facts.channels,
+        "height": facts.height,
+        "width": facts.width,
+        "sizes": [list(size) for size in pictures.sizes],
+        "min": tensor.min,
+        "max": tensor.max,
+        "nan_count": tensor.nan_count,
+        "inf_count": tensor.inf_count,
+        "unavailable": {**tensor.unavailable, **facts.unavailable},
+    }

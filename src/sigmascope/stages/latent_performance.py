@@ -1,0 +1,344 @@
+"""Which of the four strategies gave the latent, and what became of each."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from sigmascope.records.latents import (
+    STRATEGIES,
+    Direction,
+    EncodingRecord,
+    Strategy,
+    StrategyAttempt,
+    as_plain,
+    strategy_label,
+    strategy_number,
+)
+from sigmascope.records.memory import (
+    MIB,
+    AcceleratorMemory,
+    MemoryImpact,
+    MemoryImpactDict,
+    MemorySnapshot,
+    change,
+    mib,
+)
+from sigmascope.stages.baseline import checked_seconds, cleanup_effectiveness
+from sigmascope.stages.latent_layout import Video
+from sigmascope.stages.schema import GpuChanges, MemoryEfficiency, PerformanceAnalysis
+
+_NUMBERED = re.compile(r"strategy\s*([1-4])\b", re.IGNORECASE)
+_WORDS: dict[Strategy, tuple[str, ...]] = {
+    "dummy": ("dummy", "emergency"),
+    "cpu": ("cpu",),
+    "tiled": ("tiled", "tile"),
+    "direct": ("direct", "standard", "normal"),
+}
+
+
+class Used(NamedTuple):
+    """The strategy that gave the latent: what it is called, and which one it is, if that is known."""
+
+    name: str | None
+    strategy: Strategy | None
+
+    @property
+    def number(self) -> int | None:
+        """1 to 4; None for words of the caller's own."""
+        return None if self.strategy is None else strategy_number(self.strategy)
+
+
+def used_strategy(
+    told: object,
+    record: EncodingRecord | None,
+    direction: Direction,
+    attempts: Sequence[StrategyAttempt] = (),
+) -> Used:
+    """The strategy by the caller's words, else by the record, else by what was seen to succeed.
+
+    Args:
+        told: "Direct VAE Encoding", with or without "(Strategy 1)"; "direct"; 1; words of the caller's own.
+        record: What `encode_latents` gave.
+        direction: Whether it encoded or decoded.
+        attempts: Those that a monitor saw.
+    """
+    if told is None and record is not None:
+        return Used(record.strategy_label, record.strategy)
+    if told is None:
+        seen = next((one.name for one in reversed(attempts) if one.outcome == "succeeded"), None)
+        return Used(None if seen is None else strategy_label(seen, direction), seen)
+    if isinstance(told, int) and not isinstance(told, bool) and 1 <= told <= len(STRATEGIES):
+        strategy = STRATEGIES[told - 1]
+        return Used(strategy_label(strategy, direction), strategy)
+    if not isinstance(told, str) or not told.strip():
+        return Used(None, None)
+    known = strategy_of(told)
+    return Used(strategy_label(known, direction) if told in STRATEGIES and known else told, known)
+
+
+def strategy_of(words: str) -> Strategy | None:
+    """The strategy that words name: by number, else by the word that is typical of it."""
+    numbered = _NUMBERED.search(words)
+    if numbered is not None:
+        return STRATEGIES[int(numbered[1]) - 1]
+    lowered = re.findall(r"[a-z]+", words.lower())
+    return next((strategy for strategy, typical in _WORDS.items() if set(typical) & set(lowered)), None)
+
+
+def attempts_of(
+    record: EncodingRecord | None, seen: tuple[StrategyAttempt, ...], used: Used, seconds: float | None
+) -> tuple[StrategyAttempt, ...]:
+    """What is known of each attempt: the record's, else those that a monitor saw, else the one that was named."""
+    if record is not None:
+        return record.attempts
+    if seen or used.strategy is None:
+        return seen
+    reasons = {
+        "measured_peak_bytes": "it was not watched apart",
+        "predicted_peak_bytes": "nothing was predicted",
+    }
+    return (StrategyAttempt(used.strategy, "succeeded", seconds, unavailable=reasons),)
+
+
+def strategy_dicts(attempts: tuple[StrategyAttempt, ...], direction: Direction) -> list[dict[str, Any]]:
+    """Attempts as an analysis holds them: in MiB, with number and the seed's name."""
+    plain = as_plain(EncodingRecord(attempts=attempts))["attempts"]
+    return [
+        {
+            **shown,
+            "number": strategy_number(attempt.name),
+            "strategy": attempt.name,
+            "name": strategy_label(attempt.name, direction),
+            "peak": None if attempt.peak is None else attempt.peak.as_dict(),
+            "unavailable": {_in_mb(name): reason for name, reason in attempt.unavailable.items()},
+        }
+        for attempt, shown in zip(attempts, plain, strict=True)
+    ]
+
+
+def _in_mb(name: str) -> str:
+    """What a figure in bytes is called in an analysis."""
+    return name.removesuffix("_bytes") + "_mb" if name.endswith("_bytes") else name
+
+
+COLOURS = 3
+_RATES = ("pixels_per_second", "mb_per_second", "frames_per_second")
+
+
+def performance_analysis(
+    elapsed: object,
+    strategy: str | None,
+    video: Video,
+    *,
+    colours: int | None = None,
+    input_mb: float | None = None,
+) -> PerformanceAnalysis:
+    """Sizes and rates of an encoding or decoding.
+
+    Data is counted at a byte a colour (the seed's 16 frames of 512x512 are 12 MB), so that rates compare
+    whatever type the pictures were handed over in; `input_mb` has their real size.
+
+    Args:
+        elapsed: Seconds.
+        strategy: What it is called.
+        video: Frames, height and width.
+        colours: Of the pictures; 3 unless they are known to be others.
+        input_mb: Their size in memory.
+    """
+    seconds, why_no_time = checked_seconds(elapsed)
+    if seconds == 0:
+        seconds, why_no_time = None, "it took no measurable time"
+    pixels = _pixels(video)
+    megabytes = None if pixels is None else pixels * (colours or COLOURS) / MIB
+    rates = {
+        "pixels_per_second": _rate(pixels, seconds),
+        "mb_per_second": _rate(megabytes, seconds),
+        "frames_per_second": _rate(video.length, seconds),
+    }
+    unavailable = _reasons(video, pixels, strategy, checked_seconds(elapsed), input_mb)
+    unavailable |= {
+        name: why_no_time or "the size of the video is unknown" for name in _RATES if rates[name] is None
+    }
+    return {
+        "total_pixels": pixels,
+        "total_mb": megabytes,
+        "input_mb": input_mb,
+        "elapsed_time": checked_seconds(elapsed)[0],
+        "strategy_used": strategy,
+        "pixels_per_second": rates["pixels_per_second"],
+        "mb_per_second": rates["mb_per_second"],
+        "frames_per_second": rates["frames_per_second"],
+        "video_dimensions": {"length": video.length, "height": video.height, "width": video.width},
+        "unavailable": unavailable,
+    }
+
+
+def _pixels(video: Video) -> int | None:
+    if video.length is None or video.height is None or video.width is None:
+        return None
+    return video.length * video.height * video.width
+
+
+def _rate(amount: int | float | None, seconds: float | None) -> float | None:
+    return None if amount is None or seconds is None else amount / seconds
+
+
+def _reasons(
+    video: Video,
+    pixels: int | None,
+    strategy: str | None,
+    elapsed: tuple[float | None, str | None],
+    input_mb: float | None,
+) -> dict[str, str]:
+    reasons: dict[str, str] = {}
+    if pixels is None:
+        sizes = {"frames": video.length, "height": video.height, "width": video.width}
+        missing = ", ".join(name for name, size in sizes.items() if size is None)
+        reasons |= dict.fromkeys(("total_pixels", "total_mb"), f"unknown of the video: {missing}")
+    if elapsed[0] is None:
+        reasons["elapsed_time"] = elapsed[1] or "unknown"
+    if strategy is None:
+        reasons["strategy_used"] = "no strategy was named"
+    if input_mb is None:
+        reasons["input_mb"] = "the pictures were not looked at"
+    return reasons
+
+
+_UNITS = {"_mb": MIB, "_gb": 1024 * MIB, "_bytes": 1, "": MIB}
+
+
+def memory_change(before: MemorySnapshot, ram: object, gpu: object, now: MemorySnapshot) -> MemoryImpactDict:
+    """`memory_impact` of SPEC section 2.
+
+    Args:
+        before: The baseline's memory.
+        ram: RAM at the end: a mapping of `used`, `available` and `total` with `_mb` (also if nothing is said),
+            `_gb` or `_bytes` behind them; psutil's `virtual_memory()`, in bytes; None: as `now` has it.
+        gpu: The device at the end: a mapping of `allocated`, `reserved` and `total` likewise; None: as `now` has it.
+        now: Memory at the end, for all that is not given.
+    """
+    total, used, available = (now.ram_total_bytes, now.ram_used_bytes, now.ram_available_bytes)
+    if ram is not None:
+        total, used, available = (figure_of(ram, name) for name in ("total", "used", "available"))
+    devices = now.accelerators if gpu is None else _with_device(before, now, gpu)
+    after = MemorySnapshot(
+        before.ram_total_bytes if total is None else total,
+        used,
+        available,
+        now.process_rss_bytes,
+        devices,
+        current_device=devices[0].device if gpu is not None and devices else now.current_device,
+    )
+    return MemoryImpact(before, after).as_dict()
+
+
+def _with_device(before: MemorySnapshot, now: MemorySnapshot, gpu: object) -> tuple[AcceleratorMemory, ...]:
+    device = now.device_in_use() or before.device_in_use() or "gpu"
+    memory = _device(device, gpu)
+    if memory == AcceleratorMemory(device):
+        return ()
+    if memory.total_bytes is None:
+        memory = replace(memory, total_bytes=before.accelerator(device).total_bytes)
+    return (memory, *(other for other in now.accelerators if other.device != device))
+
+
+def _device(name: str, given: object) -> AcceleratorMemory:
+    return AcceleratorMemory(
+        name,
+        figure_of(given, "allocated"),
+        figure_of(given, "reserved"),
+        figure_of(given, "total"),
+        figure_of(given, "free"),
+        figure_of(given, "driver_used"),
+    )
+
+
+def figure_of(given: object, name: str) -> int | None:
+    """A figure in bytes, whatever unit its key names; an object's attributes are bytes, as psutil's are."""
+    if not isinstance(given, Mapping):
+        value = getattr(given, name, getattr(given, f"{name}_bytes", None))
+        return value if isinstance(value, int) else None
+    for suffix, unit in _UNITS.items():
+        value = given.get(f"{name}{suffix}")
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return round(value * unit)
+    return None
+
+
+def snapshot_of(memory: Mapping[str, Any]) -> MemorySnapshot:
+    """The snapshot that a `MemoryNow` was made of, as far as it tells."""
+    ram, gpus = memory.get("ram") or {}, memory.get("gpus") or {}
+    return MemorySnapshot(
+        figure_of(ram, "total"),
+        figure_of(ram, "used"),
+        figure_of(ram, "available"),
+        figure_of(memory, "process_rss"),
+        tuple(_device(name, gpu) for name, gpu in gpus.items()),
+    )
+
+
+_NO_ACCELERATOR = "no accelerator was found"
+_NO_BASELINE = "there is no baseline"
+_CHANGES = ("allocated_change_mb", "reserved_change_mb")
+
+
+def gpu_changes(given: object, impact: MemoryImpact | None) -> GpuChanges:
+    """`immediate_gpu_changes`: the caller's own measurement, else what the analysis reads now.
+
+    Args:
+        given: A mapping with `allocated_change` and `reserved_change`, in MB; a stage's `MemoryImpact`; or None.
+        impact: Memory before the encoding and now.
+    """
+    by = "analysis"
+    if isinstance(given, MemoryImpact):
+        by, impact = "stage", given
+    if isinstance(given, Mapping):
+        found = (mib(figure_of(given, "allocated_change")), mib(figure_of(given, "reserved_change")))
+        return _changes(found, "caller", "the caller's measurement lacks it")
+    device = None if impact is None else impact.current.device_in_use()
+    if impact is None or device is None:
+        return _changes((None, None), by, _NO_BASELINE if impact is None else _NO_ACCELERATOR)
+    before, after = impact.baseline.accelerator(device), impact.current.accelerator(device)
+    found = (
+        mib(change(before.allocated_bytes, after.allocated_bytes)),
+        mib(change(before.reserved_bytes, after.reserved_bytes)),
+    )
+    return _changes(found, by, "the device does not tell")
+
+
+def _changes(found: tuple[float | None, float | None], by: str, reason: str) -> GpuChanges:
+    missing = [name for name, figure in zip(_CHANGES, found, strict=True) if figure is None]
+    return {
+        "allocated_change_mb": found[0],
+        "reserved_change_mb": found[1],
+        "measured_by": by,
+        "unavailable": dict.fromkeys(missing, reason),
+    }
+
+
+def memory_efficiency(impact: MemoryImpact | None, peak: object) -> MemoryEfficiency:
+    """How the device's allocator stands after the encoding, and the share of the growth that was given back.
+
+    Args:
+        impact: Memory before and after.
+        peak: The `PeakMemory` in between.
+    """
+    device = None if impact is None else impact.current.device_in_use()
+    before = after = AcceleratorMemory("")
+    if impact is not None and device is not None:
+        before, after = impact.baseline.accelerator(device), impact.current.accelerator(device)
+    cleanup, why_no_cleanup = cleanup_effectiveness(peak, impact)
+    found: MemoryEfficiency = {
+        "allocated_reserved_ratio": after.allocated_ratio(),
+        "fragmentation": after.fragmentation(),
+        "free_vram_change_mb": mib(change(before.free_bytes, after.free_bytes)),
+        "cleanup_effectiveness": cleanup,
+        "unavailable": {},
+    }
+    reason = _NO_BASELINE if impact is None else "the device does not tell" if device else _NO_ACCELERATOR
+    missing = [name for name, figure in found.items() if figure is None]
+    found["unavailable"] = dict.fromkeys(missing, reason)
+    if cleanup is None:
+        found["unavailable"]["cleanup_effectiveness"] = why_no_cleanup or "unknown"
+    return found

@@ -1,0 +1,385 @@
+"""All findings of an encoding or decoding, and the checks that they make up."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from sigmascope.records.latents import (
+    Direction,
+    StrategyAttempt,
+    VaeFacts,
+    findings_of_attempts,
+    without_known,
+)
+from sigmascope.records.memory import MemoryImpact, change, mib
+from sigmascope.records.run import Finding
+from sigmascope.stages.latent_facts import vace_findings
+from sigmascope.stages.latent_layout import Video
+from sigmascope.stages.latent_performance import Used
+from sigmascope.stages.schema import (
+    Check,
+    LatentAnalysis,
+    LatentValidation,
+    MemoryEfficiency,
+    ModelStateDict,
+    PicturesDict,
+)
+
+_FAILURES = ("error", "critical")
+
+
+class Seen(NamedTuple):
+    """The pictures and the latent, whichever of them is the output, and WAN-VACE's conditioning."""
+
+    pictures: PicturesDict
+    latent: LatentAnalysis
+    video: Video
+    vace: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the findings are drawn from."""
+
+    stage: str
+    direction: Direction
+    seen: Seen
+    vae: VaeFacts | None
+    vae_before: Mapping[str, Any] | None
+    vae_now: ModelStateDict
+    attempts: tuple[StrategyAttempt, ...]
+    used: Used
+    efficiency: MemoryEfficiency
+    impact: MemoryImpact | None
+    dummy: bool
+
+
+def findings_of(parts: Parts, of_record: Iterable[Finding] = ()) -> dict[str, list[Finding]]:
+    """Findings by what they are about: `strategies`, `input`, `output`, `vae`, `memory`, worst first in each.
+
+    Args:
+        parts: What is known.
+        of_record: Those that the engine has drawn itself; one that is here already is not repeated.
+    """
+    stage = parts.stage
+    encodes = parts.direction == "encoding"
+    pictures = list(picture_findings(parts.seen.pictures, stage, decoded=not encodes))
+    over = frames_over(parts.seen.video, parts.vae)
+    latent = list(latent_findings(parts.seen.latent, stage, parts.seen.vace, over))
+    latent += vace_findings(parts.seen.vace, parts.seen.latent, parts.vae, stage)
+    if encodes:
+        pictures += cut_findings(parts.seen.video, parts.vae, stage)
+    elif parts.seen.pictures["shape"] is None:
+        reason = parts.seen.pictures["unavailable"]["shape"]
+        pictures.append(
+            Finding("pictures_missing", "error", f"There are no pictures: {reason}.", stage=stage)
+        )
+    tried = list(
+        findings_of_attempts(parts.attempts, parts.used.strategy, parts.direction, dummy=parts.dummy)
+    )
+    return {
+        "strategies": tried + without_known(of_record, tried),
+        "input": pictures if encodes else latent,
+        "output": latent if encodes else pictures,
+        "vae": list(vae_findings(parts.vae_before, parts.vae_now, stage)),
+        "memory": _memory(parts),
+    }
+
+
+def _memory(parts: Parts) -> list[Finding]:
+    impact = parts.impact
+    device = None if impact is None else impact.current.device_in_use()
+    if impact is None or device is None:
+        return []
+    before, after = impact.baseline.accelerator(device), impact.current.accelerator(device)
+    growth = mib(change(before.allocated_bytes, after.allocated_bytes))
+    return list(memory_findings(parts.efficiency, mib(after.reserved_bytes), growth, parts.stage))
+
+
+def failures_of(findings: Iterable[Finding]) -> list[Finding]:
+    """Those that make a check fail."""
+    return [finding for finding in findings if finding.severity in _FAILURES]
+
+
+def validation_of(parts: Parts, findings: Mapping[str, list[Finding]]) -> LatentValidation:
+    """The checks: what failed in `messages`, what is worth knowing in `notes`."""
+    every = [finding for part in findings.values() for finding in part]
+    pictures, latent = parts.seen.pictures["shape"] is not None, parts.seen.latent["shape"] is not None
+    return {
+        "success": not failures_of(every),
+        "input": _check(findings["input"], known=pictures if parts.direction == "encoding" else latent),
+        "output": _check(findings["output"], known=True),
+        "vae": _check(findings["vae"], known=parts.vae_now["changed"] is not None),
+        "notes": [
+            *(finding.message for finding in every if finding.severity not in _FAILURES),
+            *_unread(parts),
+        ],
+    }
+
+
+def _check(findings: list[Finding], *, known: bool) -> Check:
+    failures = failures_of(findings)
+    return {
+        "passed": False if failures else True if known else None,
+        "messages": [finding.message for finding in failures],
+    }
+
+
+def _unread(parts: Parts) -> Iterator[str]:
+    """What was not looked at for NaN and Inf."""
+    for name, facts in (("pictures", parts.seen.pictures), ("latents", parts.seen.latent)):
+        reason = facts["unavailable"].get("nan_count")
+        if facts["shape"] is not None and reason is not None:
+            yield f"The {name} were not looked at for NaN and Inf: {reason}."
+
+
+_FRAGMENTED, _KEPT = 0.5, 0.5
+_WORTH_TELLING_MB = 256.0
+_PATCH = 2
+
+
+def latent_findings(
+    latent: LatentAnalysis, stage: str, vace: Mapping[str, Any] | None = None, frames_over: int = 0
+) -> Iterator[Finding]:
+    """Findings about a latent by itself.
+
+    Args:
+        latent: What is known of it.
+        stage: The stage's name.
+        vace: WAN-VACE's conditioning beside it, which has its content and may add frames of a reference.
+        frames_over: Frames that fill no chunk; some VAEs (Cosmos) make a latent frame of them, others none.
+    """
+    if latent["shape"] is None:
+        reason = latent["unavailable"]["shape"]
+        yield Finding("latent_missing", "error", f"There is no latent: {reason}.", stage=stage)
+        return
+    if latent["num_elements"] == 0:
+        yield Finding("latent_empty", "error", f"The latent {latent['shape']} has no elements.", stage=stage)
+    yield from _latent_not_finite(latent, stage)
+    if not vace:
+        yield from _constant(latent, stage)
+    yield from _unexpected_shape(latent, stage, (vace or {}).get("trim_latent", 0), frames_over)
+
+
+def _latent_not_finite(latent: LatentAnalysis, stage: str) -> Iterator[Finding]:
+    values = latent["statistics"]
+    counts = {} if values is None else {"NaN": values["nan_count"], "Inf": values["inf_count"]}
+    found = {name: count for name, count in counts.items() if count}
+    if not found:
+        return
+    words = " and ".join(f"{count:,} {name}" for name, count in found.items())
+    half = latent["dtype"] == "float16"
+    yield Finding(
+        "latent_not_finite",
+        "error",
+        f"{words} among the {latent['num_elements']:,} elements of the latent.",
+        {**found, "elements": latent["num_elements"]},
+        "Run the VAE in float32 or bfloat16: many overflow in float16." if half else None,
+        stage,
+    )
+
+
+def _constant(latent: LatentAnalysis, stage: str) -> Iterator[Finding]:
+    values = latent["statistics"]
+    low, high = (None, None) if values is None else (values["min"], values["max"])
+    if low is None or low != high or (latent["num_elements"] or 0) < 2:
+        return
+    yield Finding(
+        "latent_constant",
+        "warning",
+        f"Every element of the latent is {low:.4g}.",
+        {"value": low},
+        "An empty latent to begin from is so, and that of WanVaceToVideo, whose content is in its conditioning.",
+        stage,
+    )
+
+
+def _unexpected_shape(
+    latent: LatentAnalysis, stage: str, added_frames: int, frames_over: int
+) -> Iterator[Finding]:
+    expected, found = latent["expected_shape"], _own_shape(latent)
+    if expected is not None and len(expected) == 4:
+        expected = [expected[0], expected[1] + added_frames, *expected[2:]]
+    if expected is None or found is None or _agree(found, expected):
+        return
+    if len(expected) == 4 and frames_over and _agree(found, [expected[0], expected[1] + 1, *expected[2:]]):
+        return
+    yield Finding(
+        "latent_shape_unexpected",
+        "error",
+        f"The latent is {_words(found)} where the VAE and the pictures give {_words(expected)} "
+        f"(channels, {'frames, ' if len(expected) == 4 else ''}height, width).",
+        {"found": _words(found), "expected": _words(expected)},
+        "Check that the latent is of these pictures and this VAE.",
+        stage,
+    )
+
+
+def _own_shape(latent: LatentAnalysis) -> list[int] | None:
+    """[channels, frames, height, width], without frames where it has no axis of them."""
+    sizes = [latent["channels"], latent["frames"], latent["height"], latent["width"]]
+    known = [size for index, size in enumerate(sizes) if size is not None or index != 1]
+    return None if None in known else [size for size in known if size is not None]
+
+
+def _agree(found: list[int], expected: list[int]) -> bool:
+    """Sides may be rounded up; 2x2 latent pixels may be folded into the channels, as FLUX.2's are."""
+    if len(found) != len(expected):
+        return len(found) == 4 and found[1] == 1 and _agree([found[0], *found[2:]], expected)
+    if found[0] == expected[0] * _PATCH**2:
+        found = [found[0] // _PATCH**2, *found[1:-2], found[-2] * _PATCH, found[-1] * _PATCH]
+        expected = [*expected[:-2], *(side // _PATCH * _PATCH for side in expected[-2:])]
+    sides = all(side in (wanted, wanted + 1) for side, wanted in zip(found[-2:], expected[-2:], strict=True))
+    return found[:-2] == expected[:-2] and sides
+
+
+def _words(shape: list[int]) -> str:
+    return "x".join(map(str, shape))
+
+
+def vae_findings(before: Mapping[str, object] | None, now: ModelStateDict, stage: str) -> Iterator[Finding]:
+    """A VAE that is not as it was: on another device, of another type, with other patches."""
+    changed = [name for name in now["changed"] or () if name != "model_id"]
+    if not changed or before is None:
+        return
+    evidence = {name: f"{before.get(name)} → {now.get(name)}" for name in changed}
+    words = ", ".join(f"{name} {values}" for name, values in evidence.items())
+    yield Finding(
+        "vae_changed",
+        "warning",
+        f"The VAE is not as it was: {words}.",
+        evidence,
+        "Put it back, or the next stage runs on another device or in another type.",
+        stage,
+    )
+
+
+def memory_findings(
+    efficiency: MemoryEfficiency, reserved_mb: float | None, growth_mb: float | None, stage: str
+) -> Iterator[Finding]:
+    """Memory of the device that is reserved and not used, or that the stage kept.
+
+    Args:
+        efficiency: Ratios after the stage.
+        reserved_mb: What the allocator holds.
+        growth_mb: By how much what is allocated grew.
+        stage: The stage's name.
+    """
+    share, cleanup = efficiency["fragmentation"], efficiency["cleanup_effectiveness"]
+    if share is not None and share > _FRAGMENTED and (reserved_mb or 0) * share > _WORTH_TELLING_MB:
+        yield Finding(
+            "memory_fragmented",
+            "info",
+            f"{100 * share:.0f} % of {reserved_mb:,.0f} MB that the allocator holds is not in use.",
+            {"fragmentation": share, "reserved_mb": reserved_mb},
+            "torch.cuda.empty_cache() gives it to the stages after, PYTORCH_CUDA_ALLOC_CONF="
+            "expandable_segments:True keeps it whole.",
+            stage,
+        )
+    if cleanup is not None and cleanup < _KEPT and (growth_mb or 0) > _WORTH_TELLING_MB:
+        yield Finding(
+            "memory_kept",
+            "info",
+            f"{100 * cleanup:.0f} % of the memory taken was given back; {growth_mb:,.0f} MB are kept.",
+            {"cleanup_effectiveness": cleanup, "growth_mb": growth_mb},
+            "Move the VAE off the device when it has done its work.",
+            stage,
+        )
+
+
+_GIVEN_LIMIT = 1.05
+"""What rounding and resizing may leave outside [-1, 1]."""
+
+
+_DECODED_LIMIT = 4.0
+"""How far decoders go beyond [-1, 1], which is cut off when pictures are made of it."""
+
+
+_BYTE_LIMIT = 255
+
+
+def picture_findings(pictures: PicturesDict, stage: str, *, decoded: bool = False) -> Iterator[Finding]:
+    """Findings about pictures by themselves.
+
+    Args:
+        pictures: What is known of them.
+        stage: The stage's name.
+        decoded: Whether a decoder made them, which may overshoot.
+    """
+    if pictures["length"] == 0:
+        yield Finding("pictures_empty", "error", "The video has no frames.", {"frames": 0}, stage=stage)
+    yield from _mixed(pictures, stage)
+    yield from _pictures_not_finite(pictures, stage)
+    yield from _out_of_range(pictures, stage, _DECODED_LIMIT if decoded else _GIVEN_LIMIT)
+    if pictures["shape"] is not None and pictures["length"] is None:
+        reason = pictures["unavailable"].get("layout", "")
+        message = f"What the axes of the pictures are is unknown: {reason}."
+        yield Finding("pictures_layout_unknown", "warning", message, stage=stage)
+
+
+def _mixed(pictures: PicturesDict, stage: str) -> Iterator[Finding]:
+    if len(pictures["sizes"]) > 1:
+        sizes = ", ".join(f"{width}x{height}" for height, width in pictures["sizes"][:6])
+        yield Finding(
+            "pictures_of_mixed_sizes",
+            "error",
+            f"The pictures are of different sizes: {sizes}.",
+            {"sizes": len(pictures["sizes"])},
+            "Resize or crop them to one size: a video has one.",
+            stage,
+        )
+
+
+def _pictures_not_finite(pictures: PicturesDict, stage: str) -> Iterator[Finding]:
+    counts = {"NaN": pictures["nan_count"], "Inf": pictures["inf_count"]}
+    found = {name: count for name, count in counts.items() if count}
+    if found:
+        words = " and ".join(f"{count:,} {name}" for name, count in found.items())
+        yield Finding("pictures_not_finite", "error", f"The pictures hold {words}.", found, stage=stage)
+
+
+def _out_of_range(pictures: PicturesDict, stage: str, limit: float) -> Iterator[Finding]:
+    low, high, dtype = pictures["min"], pictures["max"], pictures["dtype"] or ""
+    if low is None or high is None:
+        return
+    is_float = "float" in dtype
+    least, most = (-limit, limit) if is_float else (0, _BYTE_LIMIT)
+    if least <= low and high <= most:
+        return
+    expected = "[-1, 1] or [0, 1]" if is_float else "[0, 255]"
+    by_255 = is_float and low >= 0 and high > _BYTE_LIMIT / 5
+    yield Finding(
+        "pictures_out_of_range",
+        "warning",
+        f"The pictures run from {low:.4g} to {high:.4g}; {dtype} is expected in {expected}.",
+        {"min": low, "max": high},
+        "They look like bytes: divide by 255." if by_255 else "Check how they were normalised.",
+        stage,
+    )
+
+
+def frames_over(video: Video, vae: VaeFacts | None) -> int:
+    """Frames at the end that fill no chunk of a video VAE's."""
+    if vae is None or not vae.is_video or not video.length:
+        return 0
+    return (video.length - (1 if vae.first_frame_apart else 0)) % (vae.temporal_factor or 1)
+
+
+def cut_findings(video: Video, vae: VaeFacts | None, stage: str) -> Iterator[Finding]:
+    """Rows, columns and frames that a VAE leaves out since its factors do not divide them."""
+    if vae is None:
+        return
+    factor = vae.spatial_factor or 1
+    rest = {name: (side or 0) % factor for name, side in (("height", video.height), ("width", video.width))}
+    if any(rest.values()):
+        sizes = f"{video.width}x{video.height}"
+        message = (
+            f"{sizes} is no multiple of the VAE's factor {factor}: rows or columns are cut or filled up."
+        )
+        yield Finding("pictures_cut", "info", message, {"factor": factor, **rest}, stage=stage)
+    time, over = vae.temporal_factor or 1, frames_over(video, vae)
+    if over:
+        form = f"{time}·k + 1" if vae.first_frame_apart else f"{time}·k"
+        message = f"{video.length} frames are not {form}: the last {over} have no latent frame of their own."
+        evidence = {"frames": video.length, "over": over, "factor": time}
+        yield Finding("frames_cut", "info", message, evidence, stage=stage)

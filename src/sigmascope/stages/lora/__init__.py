@@ -1,1 +1,0 @@
-"""LoRA application, one question a file. `sigmascope.stages.lora_application` is the public face."""

@@ -1,0 +1,586 @@
+"""Look at a model, and keep what can be compared later."""
+
+import re
+import time
+import weakref
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from sigmascope.probes.applied_patch import AppliedPatch
+from sigmascope.probes.comfyui_patcher import is_comfyui, original_weight, read_patches, weights_of
+from sigmascope.probes.fingerprints import Fingerprint, fingerprints, samples
+from sigmascope.probes.models import children_of, own_buffers, own_parameters
+from sigmascope.probes.peft import base_weight, read_adapters
+from sigmascope.probes.reading import Reading, read_host
+from sigmascope.stages.schema import IdentityChanges, PlacementChanges
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFacts:
+    """One weight at one moment."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True)
+class PatchMark:
+    """What tells one change on a weight from another, without its tensors."""
+
+    source: str | None
+    index: int
+    adapter_type: str
+    strength: float | None
+    state: str
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a model is, and where its host would have it when it works and when it rests."""
+
+    device: torch.device | None = None
+    load_device: torch.device | None = None
+    offload_device: torch.device | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CapturedModel:
+    """A UNet or CLIP at one moment.
+
+    Attributes:
+        model_type: What the host calls it.
+        model_id: Its `id()`; None if there was no model.
+        kind: Its type.
+        reference: A weak reference; None if it takes none.
+        parts: Weak references to what it is made of; one "" for a single model.
+        patch_count: How many weights have changes; None if that could not be read.
+        patches_uuid: Of ComfyUI's patcher.
+        placement: Where it is.
+        marks: The changes of each weight that has any.
+        weights: By name without adapters.
+        adapter_keys: Names of adapters' own tensors.
+        wrapped_keys: How many weights are in layers that an adapter wraps.
+        fingerprints: Of the weights that were looked at.
+        samples: Of the same, a thousand elements each.
+        fingerprint_seconds: What looking took; None if nothing was looked at.
+        fingerprint_bytes: How much was looked at.
+        unavailable: What could not be read, with the reason.
+    """
+
+    model_type: str
+    model_id: int | None = None
+    kind: type | None = None
+    reference: Any = None
+    parts: Mapping[str, Any] = field(default_factory=dict)
+    patch_count: int | None = None
+    patches_uuid: Any = None
+    placement: Placement = Placement()
+    marks: Mapping[str, tuple[PatchMark, ...]] = field(default_factory=dict)
+    weights: Mapping[str, WeightFacts] = field(default_factory=dict)
+    adapter_keys: tuple[str, ...] = ()
+    wrapped_keys: int = 0
+    fingerprints: Mapping[str, Fingerprint] = field(default_factory=dict)
+    samples: Mapping[str, Tensor] = field(default_factory=dict)
+    fingerprint_seconds: float | None = None
+    fingerprint_bytes: int = 0
+    unavailable: Mapping[str, str] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return f"CapturedModel({self.model_type!r}, {self.class_name!r}, …)"
+
+    @property
+    def class_name(self) -> str | None:
+        """The class's name."""
+        return None if self.kind is None else self.kind.__name__
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Names of all tensors, adapters' included."""
+        return (*self.weights, *self.adapter_keys)
+
+    def model(self) -> object:
+        """The model, if it still lives."""
+        return None if self.reference is None else self.reference()
+
+
+def capture_model(
+    model: object, model_type: str, *, keys: Collection[str] | None = None, contents: bool = True
+) -> CapturedModel:
+    """Look at a model. Never raises; changes nothing, and calls no hook or method of its modules.
+
+    Args:
+        model: See `parts.parts_of`.
+        model_type: See `parts.parts_of`.
+        keys: Of which weights to take fingerprints; None: of all.
+        contents: Whether to take any.
+    """
+    if model is None:
+        names = ("model_id", "class", "device", "patches_count", "patches_uuid", "weights")
+        return CapturedModel(model_type, unavailable=dict.fromkeys(names, NOT_GIVEN))
+    unavailable: dict[str, str] = {}
+    weights = read_host(lambda: weights_in(model, model_type))
+    if weights.value is None:
+        unavailable["weights"] = weights.reason or "unknown"
+    applied = read_applied(model, model_type)
+    found = weights.value or Weights({}, {})
+    count, uuid = _patches(model, applied, unavailable)
+    placement = placement_of(model, found, unavailable)
+    prints, taken, seconds, nbytes = _contents(found, keys, unavailable) if contents else ({}, {}, None, 0)
+    return CapturedModel(
+        model_type,
+        id(model),
+        type(model),
+        read_host(lambda: weakref.ref(model)).value,
+        _references(model, model_type),
+        count,
+        uuid,
+        placement,
+        marks_of(applied),
+        {name: WeightFacts(w.shape, w.dtype, w.device) for name, w in found.base.items()},
+        tuple(found.adapters),
+        len(found.wrapped),
+        prints,
+        taken,
+        seconds,
+        nbytes,
+        unavailable,
+    )
+
+
+def patcher_in(model: object) -> object:
+    """ComfyUI's patcher: the model itself, or what its CLIP or VAE holds."""
+    return model if isinstance(_attribute(model, "patches"), Mapping) else _attribute(model, "patcher")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Weights:
+    """The host's own tensors: let go of it when they have been looked at.
+
+    Attributes:
+        base: By name in the model's state dict, as it would be without any adapter.
+        adapters: Of adapters inside the model, by name in its state dict as it is.
+        wrapped: Names in `base` that the state dict has under another name, since an adapter wraps the layer.
+    """
+
+    base: Mapping[str, Tensor]
+    adapters: Mapping[str, Tensor]
+    wrapped: frozenset[str] = field(default_factory=frozenset)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """All names, the model's own first."""
+        return (*self.base, *self.adapters)
+
+
+def placement_of(model: object, weights: Weights, unavailable: dict[str, str]) -> Placement:
+    """Read where a model is; reasons go to `unavailable`."""
+    patcher = patcher_in(model)
+    inner = _attribute(patcher, "model")
+    named = [_device(_attribute(thing, "device")) for thing in (model, inner)]
+    device = next((one for one in named if one is not None), None) or _most_common(weights)
+    load, offload = (_device(_attribute(patcher, f"{name}_device")) for name in ("load", "offload"))
+    if device is None:
+        unavailable["device"] = "it has no weights"
+    for name, found in (("load_device", load), ("offload_device", offload)):
+        if found is None:
+            unavailable[name] = NO_PATCHER
+    return Placement(device, load, offload)
+
+
+def _references(model: object, model_type: str) -> dict[str, Any]:
+    parts = read_host(lambda: parts_of(model, model_type)).value or {}
+    return {name: read_host(lambda part=part: weakref.ref(part)).value for name, part in parts.items()}  # type: ignore[misc]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Applied:
+    """All changes on what a host calls its UNet or CLIP. It holds the host's own tensors.
+
+    Attributes:
+        patches: In the order in which the parts hold them.
+        unavailable: By part ("model" for a single one), why it could not be read.
+    """
+
+    patches: tuple[AppliedPatch, ...] = ()
+    unavailable: Mapping[str, str] = field(default_factory=dict)
+
+    def by_key(self) -> dict[str, list[AppliedPatch]]:
+        """The changes of each weight."""
+        found: dict[str, list[AppliedPatch]] = {}
+        for patch in self.patches:
+            found.setdefault(patch.key, []).append(patch)
+        return found
+
+    def by_source(self) -> dict[str, list[AppliedPatch]]:
+        """The changes of each LoRA."""
+        found: dict[str, list[AppliedPatch]] = {}
+        for patch in self.patches:
+            found.setdefault(patch.source or UNNAMED, []).append(patch)
+        return found
+
+
+def _patches(model: object, applied: Applied, unavailable: dict[str, str]) -> tuple[int | None, object]:
+    patcher = patcher_in(model)
+    patches, uuid = _attribute(patcher, "patches"), _attribute(patcher, "patches_uuid")
+    if uuid is None:
+        unavailable["patches_uuid"] = NO_PATCHER
+    if isinstance(patches, Mapping):
+        return read_host(lambda: len(patches)).value, uuid
+    if applied.unavailable:
+        unavailable["patches_count"] = "; ".join(applied.unavailable.values())
+        return None, uuid
+    return len(applied.by_key()), uuid
+
+
+def _contents(
+    weights: Weights, keys: Collection[str] | None, unavailable: dict[str, str]
+) -> tuple[dict[str, Fingerprint], dict[str, Tensor], float, int]:
+    began = time.perf_counter()
+    wanted = {name: w for name, w in weights.base.items() if keys is None or name in keys}
+    readings = fingerprints(wanted)
+    found = {name: reading.value for name, reading in readings.items() if reading.value is not None}
+    lacking = [reading.reason for reading in readings.values() if reading.value is None]
+    if lacking:
+        unavailable["fingerprints"] = f"of {len(lacking)} of {len(readings)} weights: {lacking[0]}"
+    nbytes = sum(wanted[name].nbytes for name in found)
+    return found, samples({n: wanted[n] for n in found}), time.perf_counter() - began, nbytes
+
+
+def _most_common(weights: Weights) -> torch.device | None:
+    counts: Counter[torch.device] = Counter()
+    for weight in _distinct(weights.base.values()):
+        counts[weight.device] += weight.numel()
+    return next((device for device, _ in counts.most_common(1)), None)
+
+
+def _distinct(tensors: Collection[Tensor]) -> Iterator[Tensor]:
+    yield from {id(tensor): tensor for tensor in tensors}.values()
+
+
+def _device(value: object) -> torch.device | None:
+    if isinstance(value, torch.device):
+        return value
+    return read_host(lambda: torch.device(value)).value if isinstance(value, str) else None
+
+
+def _attribute(thing: object, name: str) -> Any:
+    return None if thing is None else read_host(lambda: getattr(thing, name, None)).value
+
+
+NOT_GIVEN = "no model was given"
+NO_PATCHER = "only ComfyUI's patchers have one"
+
+
+def marks_of(applied: Applied) -> dict[str, tuple[PatchMark, ...]]:
+    """What tells the changes of each weight apart."""
+    return {key: tuple(map(mark_of, patches)) for key, patches in applied.by_key().items()}
+
+
+def mark_of(patch: AppliedPatch) -> PatchMark:
+    """What tells this change from others on the weight. How far it has come counts only as acting or not."""
+    state = patch.state if patch.state in ("failed", "inactive") else "acting"
+    return PatchMark(patch.source, patch.index, patch.adapter_type, patch.strength, state)
+
+
+def identity_changes(before: CapturedModel, after: CapturedModel, same: bool | None) -> IdentityChanges:
+    """Compare two moments.
+
+    Args:
+        before: The original.
+        after: What came of it.
+        same: Whether it is one object; None if nobody knows, as where there is no model.
+    """
+    unavailable = {**_identity_reasons(before, "original"), **_identity_reasons(after, "modified")}
+    counts = before.patch_count, after.patch_count
+    known = before.kind is not None and after.kind is not None
+    if not known:
+        reason = unavailable.get("original_class") or unavailable.get("modified_class") or "unknown"
+        unavailable |= dict.fromkeys(("model_cloned", "class_changed"), reason)
+    if None in counts:
+        unavailable["patches_added"] = "the changes of one of the two could not be counted"
+    uuids = before.patches_uuid, after.patches_uuid
+    if None in uuids:
+        unavailable["uuid_changed"] = after.unavailable.get("patches_uuid", "there is none to compare with")
+    return {
+        "model_cloned": None if same is None else not same,
+        "class_changed": before.kind != after.kind if known else None,
+        "patches_added": None if counts[0] is None or counts[1] is None else counts[1] - counts[0],
+        "uuid_changed": None if None in uuids else bool(uuids[0] != uuids[1]),
+        "original_patch_count": counts[0],
+        "modified_patch_count": counts[1],
+        "original_class": before.class_name,
+        "modified_class": after.class_name,
+        "unavailable": unavailable,
+    }
+
+
+def is_same(before: CapturedModel, modified: object) -> bool | None:
+    """Whether a model is the one that was captured; None if there is none or was none.
+
+    The weak reference says so even when another object has been given a dead one's `id()`. Lists and mappings take
+    none, and are the models in them.
+    """
+    if before.model_id is None or modified is None:
+        return None
+    if before.reference is not None:
+        return before.reference() is modified
+    if before.model_id == id(modified):
+        return True
+    now = read_host(lambda: parts_of(modified, before.model_type)).value or {}
+    if not now or before.parts.keys() != now.keys():
+        return False
+    return all(held is not None and held() is now[name] for name, held in before.parts.items())
+
+
+def _identity_reasons(captured: CapturedModel, which: str) -> dict[str, str]:
+    names = {"class": f"{which}_class", "patches_count": f"{which}_patch_count"}
+    return {new: captured.unavailable[old] for old, new in names.items() if old in captured.unavailable}
+
+
+def placement_changes(before: CapturedModel, after: CapturedModel) -> PlacementChanges:
+    """Compare two moments of a model; of a text encoder also by the seed's own names.
+
+    Args:
+        before: The original.
+        after: What came of it.
+    """
+    old, new = before.placement, after.placement
+    found: PlacementChanges = {
+        "model_device_changed": _changed(old.device, new.device),
+        "load_device_changed": _changed(old.load_device, new.load_device),
+        "offload_device_changed": _changed(old.offload_device, new.offload_device),
+        "original_device": _named(old.device),
+        "modified_device": _named(new.device),
+        "original_load_device": _named(old.load_device),
+        "modified_load_device": _named(new.load_device),
+        "original_offload_device": _named(old.offload_device),
+        "modified_offload_device": _named(new.offload_device),
+    }
+    if is_text(after.model_type):
+        found["clip_model_device"] = _named(new.device)
+        found["clip_patcher_load_device"] = _named(new.load_device)
+        found["clip_patcher_offload_device"] = _named(new.offload_device)
+    found["unavailable"] = _placement_reasons(found, before, after)
+    return found
+
+
+def _changed(old: torch.device | None, new: torch.device | None) -> bool | None:
+    return None if old is None or new is None else old != new
+
+
+def _named(device: torch.device | None) -> str | None:
+    return None if device is None else str(device)
+
+
+def _placement_reasons(
+    found: PlacementChanges, before: CapturedModel, after: CapturedModel
+) -> dict[str, str]:
+    reasons = {**before.unavailable, **after.unavailable}
+    unknown = "nothing is known of where it is"
+    return {
+        name: reasons.get(_what(name), reasons.get("device", unknown))
+        for name, value in found.items()
+        if value is None
+    }
+
+
+def _what(name: str) -> str:
+    return next((f"{kind}_device" for kind in ("offload", "load") if f"{kind}_device" in name), "device")
+
+
+UNNAMED = "unnamed"
+
+
+def read_applied(model: object, model_type: str = "") -> Applied:
+    """Read the changes of ComfyUI's patchers and PEFT's layers. Never raises.
+
+    Args:
+        model: See `parts.parts_of`.
+        model_type: See `parts.parts_of`.
+    """
+    parts = read_host(lambda: parts_of(model, model_type))
+    if parts.value is None:
+        return Applied(unavailable={"model": parts.reason or "unknown"})
+    patches: list[AppliedPatch] = []
+    unavailable: dict[str, str] = {}
+    for prefix, part in parts.value.items():
+        reading = _read_part(part)
+        if reading.value is None:
+            unavailable[prefix.rstrip(".") or "model"] = reading.reason or "unknown"
+        else:
+            patches += [replace(patch, key=prefix + patch.key) for patch in reading.value]
+    return Applied(tuple(patches), unavailable)
+
+
+def original_of(model: object, model_type: str, key: str) -> Tensor | None:
+    """The weight before any change, where the host keeps it apart from the changed one; its own tensor.
+
+    Args:
+        model: See `parts.parts_of`.
+        model_type: See `parts.parts_of`.
+        key: As `weights.weights_in` names it.
+    """
+    for prefix, part in parts_of(model, model_type).items():
+        if key.startswith(prefix):
+            name = key.removeprefix(prefix)
+            kept = original_weight(part, name) if is_comfyui(part) else base_weight(module_of(part), name)
+            if kept is not None:
+                return kept
+    return None
+
+
+def _read_part(part: object) -> Reading[tuple[AppliedPatch, ...]]:
+    by_comfyui = read_host(lambda: is_comfyui(part)).value
+    reading = read_host(lambda: read_patches(part) if by_comfyui else read_adapters(module_of(part)))
+    return Reading(None, reading.reason) if reading.value is None else reading.value
+
+
+_WRAPPED: Final = ("base_layer", "original_module")
+_TRANSPARENT: Final = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+_BY_PEFT: Final = "base_model.model."
+_REPLICATED: Final = "module."
+_REPLICATING: Final = ("DataParallel", "DistributedDataParallel")
+
+
+def weights_in(model: object, model_type: str) -> Weights:
+    """All weights of what a host calls its UNet or CLIP. No hook or method of the modules is called.
+
+    Parameters and those buffers that a state dict has, under dotted names; each name once, also where several
+    are one tensor.
+
+    Args:
+        model: See `parts_of`.
+        model_type: See `parts_of`.
+    """
+    base: dict[str, Tensor] = {}
+    adapters: dict[str, Tensor] = {}
+    wrapped: set[str] = set()
+    for prefix, part in parts_of(model, model_type).items():
+        module = module_of(part)
+        for found in () if module is None else _tensors(module, _Place("", "")):
+            name, place = prefix + _plain(found.place.name, module), found.place
+            if place.in_adapter:
+                adapters[prefix + place.path] = found.tensor
+            else:
+                base[name] = found.tensor
+                wrapped |= {name} if place.wrapped else set()
+    return Weights(base, adapters, frozenset(wrapped))
+
+
+def weights_nbytes(model: object, model_type: str) -> int | None:
+    """Bytes of all weights and adapters, each tensor once; None without any."""
+    found = weights_in(model, model_type)
+    distinct = {id(tensor): tensor for tensor in (*found.base.values(), *found.adapters.values())}
+    return sum(tensor.nbytes for tensor in distinct.values()) if distinct else None
+
+
+class _Place(NamedTuple):
+    """Where a walk is: the name without wrappers, the path with them, and inside of what."""
+
+    name: str
+    path: str
+    in_adapter: bool = False
+    wrapped: bool = False
+
+    def to(self, child: str, *, wraps: bool) -> "_Place":
+        inner = wraps and child in _WRAPPED
+        name = self.name if inner or child in _TRANSPARENT else f"{self.name}{child}."
+        return _Place(
+            name, f"{self.path}{child}.", self.in_adapter or (wraps and not inner), self.wrapped or inner
+        )
+
+
+class _Found(NamedTuple):
+    place: _Place
+    tensor: Tensor
+
+
+def _tensors(module: nn.Module, place: _Place) -> Iterator[_Found]:
+    children = children_of(module)
+    wraps = hasattr(type(module), "adapter_layer_names") and any(name in children for name in _WRAPPED)
+    for own, tensor in _own_tensors(module):
+        yield _Found(
+            place._replace(
+                name=place.name + own, path=place.path + own, in_adapter=place.in_adapter or wraps
+            ),
+            tensor,
+        )
+    for name, child in children.items():
+        yield from _tensors(child, place.to(name, wraps=wraps))
+
+
+def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from own_parameters(module)
+    yield from own_buffers(module, transient=False)
+
+
+def _plain(name: str, module: nn.Module | None) -> str:
+    """Without what PEFT's and data parallelism's classes put around a whole model."""
+    classes = {base.__name__ for base in type(module).__mro__}
+    if classes.intersection(_REPLICATING):
+        name = name.removeprefix(_REPLICATED)
+    return name.removeprefix(_BY_PEFT) if "PeftModel" in classes else name
+
+
+_TEXT: Final = re.compile(r"clip|text|^te\d?$|t5|encoder", re.IGNORECASE)
+_TEXT_COMPONENTS: Final = re.compile(r"^text_encoder(_\d+)?$")
+_DENOISER_COMPONENTS: Final = re.compile(r"^(unet|transformer|denoiser|prior|decoder)(_\d+)?$")
+
+
+def parts_of(model: object, model_type: str) -> dict[str, object]:
+    """The models that carry weights, by what their weights' names begin with ("" for a single one).
+
+    Args:
+        model: A module, a ComfyUI patcher or CLIP, a mapping or list of them, or a diffusers pipeline.
+        model_type: Such as "UNet" or "CLIP": which components of a pipeline are meant.
+    """
+    if model is None:
+        return {}
+    if isinstance(model, Mapping):
+        return {f"{name}.": part for name, part in model.items() if _carries_weights(part)}
+    if isinstance(model, list | tuple):
+        named = {
+            _numbered("text_encoder" if is_text(model_type) else "unet", i): m for i, m in enumerate(model)
+        }
+        return {f"{name}.": part for name, part in named.items() if _carries_weights(part)}
+    components = None if isinstance(model, nn.Module) else getattr(model, "components", None)
+    if isinstance(components, Mapping):
+        return _of_pipeline(components, model_type)
+    return {"": model}
+
+
+def module_of(part: object) -> nn.Module | None:
+    """The module whose weights have the names that changes are known by."""
+    if is_comfyui(part):
+        return weights_of(part).value
+    if isinstance(part, nn.Module):
+        return part
+    held = getattr(part, "model", None)
+    return held if isinstance(held, nn.Module) else None
+
+
+def is_text(model_type: str) -> bool:
+    """Whether a model's type names a text encoder."""
+    return _TEXT.search(model_type) is not None
+
+
+def _of_pipeline(components: Mapping[str, object], model_type: str) -> dict[str, object]:
+    wanted = _TEXT_COMPONENTS if is_text(model_type) else _DENOISER_COMPONENTS
+    found = {name: part for name, part in components.items() if wanted.match(name) and _carries_weights(part)}
+    if len(found) == 1:
+        return {"": next(iter(found.values()))}
+    return {f"{name}.": part for name, part in found.items()}
+
+
+def _carries_weights(part: object) -> bool:
+    return isinstance(part, nn.Module) or is_comfyui(part)
+
+
+def _numbered(name: str, index: int) -> str:
+    return name if index == 0 else f"{name}_{index + 1}"

@@ -1,0 +1,727 @@
+"""The dict structures that every stage's baseline and analysis share. MB are MiB, None is unknown.
+
+Each dict that can lack something has `unavailable`: the reason for each of its keys that is None.
+"""
+
+from collections.abc import Mapping
+from typing import Any, TypedDict
+from uuid import UUID
+
+import torch
+
+from sigmascope.records.memory import GpuImpact, MemoryImpactDict, PeakMemoryDict, ProcessImpact, RamImpact
+
+
+class ModelStateDict(TypedDict):
+    """One model at one moment. `changed` names what is different from the baseline (None: no baseline)."""
+
+    model_id: int | None
+    class_type: str | None
+    wrapper_class: str | None
+    device: str | None
+    dtype: str | None
+    parameters: int | None
+    patches_count: int | None
+    patches_uuid: str | None
+    adapters: list[str]
+    changed: list[str] | None
+    unavailable: dict[str, str]
+
+
+class RamNow(TypedDict):
+    """RAM of the whole machine at one moment."""
+
+    used_mb: float | None
+    available_mb: float | None
+    total_mb: float | None
+    percent_used: float | None
+
+
+class GpuNow(TypedDict):
+    """One device at one moment: PyTorch's allocator, and the driver's view of everybody's use."""
+
+    allocated_mb: float | None
+    reserved_mb: float | None
+    total_mb: float | None
+    free_mb: float | None
+    driver_used_mb: float | None
+    fragmentation: float | None
+    allocated_reserved_ratio: float | None
+
+
+class MemoryNow(TypedDict):
+    """Memory at one moment; `gpu` is the device in use."""
+
+    ram: RamNow
+    process_rss_mb: float | None
+    gpu: GpuNow
+    gpus: dict[str, GpuNow]
+    unavailable: dict[str, str]
+
+
+class Check(TypedDict):
+    """One check: `passed` is None when it could not be made."""
+
+    passed: bool | None
+    messages: list[str]
+
+
+UnetBaseline = TypedDict(
+    "UnetBaseline",
+    {
+        "model_id": int | None,
+        "class": str | None,
+        "device": torch.device | None,
+        "patches_count": int | None,
+        "patches_uuid": UUID | None,
+        "memory_allocated": int | None,
+        "memory_reserved": int | None,
+        "keys": int,
+        "fingerprinted_keys": int,
+        "fingerprint_seconds": float | None,
+        "fingerprint_gb_per_second": float | None,
+        "captured": Any,
+        "unavailable": dict[str, str],
+    },
+)
+"""The denoiser before the application. Memory in bytes, as the seed has it; `captured` is for the analysis."""
+
+
+ClipBaseline = TypedDict(
+    "ClipBaseline",
+    {
+        "model_id": int | None,
+        "class": str | None,
+        "device": torch.device | None,
+        "patcher_patches_count": int | None,
+        "patcher_patches_uuid": UUID | None,
+        "memory_allocated": int | None,
+        "memory_reserved": int | None,
+        "keys": int,
+        "fingerprinted_keys": int,
+        "fingerprint_seconds": float | None,
+        "fingerprint_gb_per_second": float | None,
+        "captured": Any,
+        "unavailable": dict[str, str],
+    },
+)
+"""The text encoder before the application."""
+
+
+class LoraFileFacts(TypedDict):
+    """The LoRA's file. `rank` and `alpha` are those of most modules; `ranks` and `alphas` count all."""
+
+    filename: str | None
+    file_exists: bool | None
+    file_size: float | None
+    format: str | None
+    rank: int | None
+    ranks: dict[int, int]
+    alpha: float | None
+    alphas: dict[float, int]
+    modules: int | None
+    base_hint: str | None
+    unavailable: dict[str, str]
+
+
+class LoraBaseline(TypedDict):
+    """Everything before the application. `references` is for the analysis and keeps no model alive."""
+
+    timestamp: float
+    unet: UnetBaseline
+    clip: ClipBaseline
+    lora_file: LoraFileFacts
+    memory: MemoryNow
+    references: Any
+
+
+class PlacementChanges(TypedDict, total=False):
+    """Where a model is and was; `clip_…` are there for a CLIP."""
+
+    model_device_changed: bool | None
+    load_device_changed: bool | None
+    offload_device_changed: bool | None
+    original_device: str | None
+    modified_device: str | None
+    original_load_device: str | None
+    modified_load_device: str | None
+    original_offload_device: str | None
+    modified_offload_device: str | None
+    clip_model_device: str | None
+    clip_patcher_load_device: str | None
+    clip_patcher_offload_device: str | None
+    unavailable: dict[str, str]
+
+
+class BothPlacements(TypedDict):
+    """Of both models."""
+
+    unet: PlacementChanges
+    clip: PlacementChanges
+
+
+class MemoryChangeOfModel(TypedDict):
+    """PyTorch's allocator on the device in use, before and after."""
+
+    allocated_change_mb: float | None
+    reserved_change_mb: float | None
+    current_allocated_mb: float | None
+    current_reserved_mb: float | None
+    model_size_mb: float | None
+    error: str | None
+    unavailable: dict[str, str]
+
+
+class LoraMemoryImpact(TypedDict):
+    """The seed's two, and those of SPEC section 2; None without a baseline."""
+
+    unet_memory_change: MemoryChangeOfModel
+    clip_memory_change: MemoryChangeOfModel
+    ram: RamImpact | None
+    process: ProcessImpact | None
+    gpu: GpuImpact | None
+    gpus: dict[str, GpuImpact]
+
+
+class IdentityChanges(TypedDict):
+    """Whether it is the same object, and how many weights have changes."""
+
+    model_cloned: bool | None
+    class_changed: bool | None
+    patches_added: int | None
+    uuid_changed: bool | None
+    original_patch_count: int | None
+    modified_patch_count: int | None
+    original_class: str | None
+    modified_class: str | None
+    unavailable: dict[str, str]
+
+
+class WeightChange(TypedDict):
+    """One weight before and after, by its facts."""
+
+    shape_changed: bool
+    dtype_changed: bool
+    device_changed: bool
+    original_shape: str
+    modified_shape: str
+
+
+class ValueChange(TypedDict):
+    """How much one weight changed.
+
+    `measured_from` is `contents` (old and new were there), `patches` (calculated from the changes: `predicted`)
+    or `sample` (estimated from a thousand elements). `predicted_delta_norm` and `sampled_delta_norm` are there
+    for comparison.
+    """
+
+    content_changed: bool | None
+    delta_norm: float | None
+    relative_change: float | None
+    weight_norm: float | None
+    predicted: bool
+    measured_from: str | None
+    predicted_delta_norm: float | None
+    sampled_delta_norm: float | None
+    unavailable: dict[str, str]
+
+
+class Drift(TypedDict):
+    """Contents that differ by no more than rounding, with no change on them that would explain more."""
+
+    keys: list[str]
+    largest_relative_change: float | None
+
+
+class WeightChanges(TypedDict):
+    """What became of the weights. Names are those without adapters.
+
+    `keys_modified` has the seed's meaning, names in both models; `keys_value_changed` are those that are
+    effectively changed since the baseline, by content or by changes that act in each forward pass.
+    """
+
+    keys_added: list[str]
+    keys_removed: list[str]
+    keys_modified: list[str]
+    total_keys_original: int | None
+    total_keys_modified: int | None
+    weight_changes: dict[str, WeightChange]
+    keys_value_changed: dict[str, ValueChange]
+    keys_wrapped: int
+    keys_compared: int
+    delta_norm: float | None
+    relative_change: float | None
+    predicted: bool
+    by_block: list[dict[str, Any]]
+    drift: Drift
+    unexplained: list[str]
+    not_as_predicted: list[str]
+    unavailable: dict[str, str]
+
+
+class OnePatch(TypedDict):
+    """One change on a weight."""
+
+    source: str | None
+    adapter_type: str
+    state: str
+    state_reason: str
+    strength: float | None
+    strength_model: float | None
+    rank: int | None
+    alpha: float | None
+    scale: float | None
+    finite: bool | None
+    unavailable: dict[str, str]
+
+
+class PatchDetails(TypedDict):
+    """The changes on one weight: the first by the seed's names, all of them in `patches`."""
+
+    strength_patch: float | None
+    patch_type: str
+    patch_data_shape: str
+    patch_count: int
+    adapter_type: str
+    state: str
+    patches: list[OnePatch]
+
+
+class SourceFacts(TypedDict):
+    """One LoRA on the model, by its adapter's name or by order."""
+
+    keys: int
+    states: dict[str, int]
+    adapter_types: dict[str, int]
+    ranks: dict[int, int]
+    strengths: list[float]
+    delta_norm: float | None
+    not_finite: list[str]
+
+
+class SameTwice(TypedDict):
+    """Changes with the same tensors that act on one weight more than once."""
+
+    sources: list[str]
+    keys: int
+    example: str
+
+
+class PatchAnalysis(TypedDict):
+    """All changes that are on a model now."""
+
+    total_patched_keys: int | None
+    patch_details: dict[str, PatchDetails]
+    states: dict[str, int]
+    adapter_types: dict[str, int]
+    loras: dict[str, SourceFacts]
+    failed: dict[str, str]
+    not_finite: list[str]
+    applied_twice: list[SameTwice]
+    overlaps: list[dict[str, Any]]
+    unavailable: dict[str, str]
+
+
+class LoraAnalysis(TypedDict):
+    """All of it; plain JSON."""
+
+    lora_application_success: bool
+    models_returned: int
+    unet_changes: IdentityChanges
+    clip_changes: IdentityChanges
+    unet_weight_changes: WeightChanges
+    clip_weight_changes: WeightChanges
+    unet_lora_patches: PatchAnalysis
+    clip_lora_patches: PatchAnalysis
+    placement_changes: BothPlacements
+    memory_impact: LoraMemoryImpact
+    success: bool
+    effective: bool | None
+    error: str | None
+    exception_details: dict[str, str] | None
+    elapsed_time: float | None
+    analysis_seconds: float
+    lora_file: LoraFileFacts
+    verdict: dict[str, Any] | None
+    applied_verdict: dict[str, Any] | None
+    findings: list[dict[str, Any]]
+    peak_memory: PeakMemoryDict | None
+    baseline: Mapping[str, Any] | None
+    current_memory: MemoryNow
+    unavailable: dict[str, str]
+
+
+class WeightFacts(TypedDict):
+    """A piece of a prompt with emphasis; `text` is None where prompts are private."""
+
+    text: str | None
+    weight: float
+
+
+class TokenFacts(TypedDict):
+    """What one tokenizer makes of a prompt."""
+
+    token_count: int
+    truncated_tokens: int | None
+    truncated_words: list[str] | None
+    token_limit: int | None
+    chunks: int | None
+
+
+class PromptFacts(TypedDict):
+    """`text_processing` of one prompt. Tokens are those of the tokenizer that reads most of it."""
+
+    text_content: str | None
+    text_sha256: str | None
+    character_length: int | None
+    word_count: int | None
+    special_characters: int | None
+    whitespace_characters: int | None
+    control_characters: int | None
+    prompt_weights: list[WeightFacts] | None
+    token_count: int | None
+    truncated_tokens: int | None
+    truncated_words: list[str] | None
+    token_limit: int | None
+    tokenizers: dict[str, TokenFacts]
+    unavailable: dict[str, str]
+
+
+class TextProcessing(TypedDict):
+    """Facts of both prompts."""
+
+    positive: PromptFacts
+    negative: PromptFacts
+
+
+class StatisticsDict(TypedDict):
+    """Over the finite elements; counts are of the others."""
+
+    min: float | None
+    max: float | None
+    mean: float | None
+    std: float | None
+    nan_count: int | None
+    inf_count: int | None
+
+
+class TensorDict(TypedDict):
+    """One tensor."""
+
+    shape: list[int]
+    dtype: str
+    device: str
+    size_mb: float
+    num_elements: int
+    statistics: StatisticsDict
+    unavailable: dict[str, str]
+
+
+class EncoderDict(TypedDict):
+    """Which text encoder made a conditioning, and how that is known.
+
+    `evidence` is "class", "token_count", "width" or "none"; `conflict` says what other evidence claims.
+    """
+
+    family: str
+    evidence: str
+    reason: str
+    candidates: list[str]
+    width: int | None
+    clip_variant: str
+    clip_variant_by_width: str
+    conflict: str | None
+
+
+class EntryDict(TypedDict):
+    """One entry of a conditioning list: regional, scheduled or combined prompts have several."""
+
+    tensor: TensorDict | None
+    pooled: TensorDict | None
+    attention_mask: TensorDict | None
+    others: dict[str, TensorDict]
+    metadata: dict[str, Any]
+
+
+class ConditioningDict(TypedDict):
+    """One conditioning. The top level is its first tensor; `entries` has every one.
+
+    `status` is "success", "missing" (None was given), "no_tensor" or "failed" (it could not be read).
+    """
+
+    status: str
+    structure: str
+    shape: list[int] | None
+    dtype: str | None
+    device: str | None
+    size_mb: float | None
+    num_elements: int | None
+    sequence_length: int | None
+    clip_variant: str | None
+    encoder_family: str | None
+    encoder: EncoderDict | None
+    pooled: TensorDict | None
+    attention_mask: TensorDict | None
+    metadata: dict[str, Any]
+    entries: list[EntryDict]
+    total_size_mb: float | None
+    statistics: StatisticsDict | None
+    tensor_dump: str | None
+    unavailable: dict[str, str]
+
+
+class ModelStates(TypedDict):
+    """`model_state`: both models after the encoding."""
+
+    clip: ModelStateDict
+    unet: ModelStateDict
+
+
+class Performance(TypedDict):
+    """Seconds. The times of single prompts are known only where they were measured apart."""
+
+    total_execution_time: float | None
+    positive_encoding_time: float | None
+    negative_encoding_time: float | None
+    time_per_character: float | None
+    time_per_token: float | None
+    unavailable: dict[str, str]
+
+
+class Efficiency(TypedDict):
+    """`memory_per_character_mb` is the size of the conditionings by the prompts' characters.
+
+    `cleanup_effectiveness` (0 to 1) is the share of memory's growth to its peak that was given back.
+    """
+
+    characters_per_second: float | None
+    tokens_per_second: float | None
+    memory_per_character_mb: float | None
+    gpu_utilization: float | None
+    cleanup_effectiveness: float | None
+    unavailable: dict[str, str]
+
+
+class Compatibility(TypedDict):
+    """Whether what was made fits what will use it."""
+
+    clip_model: Check
+    tensor_dimensions: Check
+    device_placement: Check
+    memory_threshold: Check
+
+
+class Validation(TypedDict):
+    """`success`: no check failed. `notes` are worth knowing and no failure."""
+
+    success: bool
+    input: Check
+    output: Check
+    performance: Check
+    compatibility: Compatibility
+    notes: list[str]
+
+
+class TextEncodingBaseline(TypedDict):
+    """What is known before the encoding. `references` keeps no model alive and is left out of analyses."""
+
+    timestamp: str
+    memory: MemoryNow
+    clip: ModelStateDict
+    unet: ModelStateDict
+    tokenizers: dict[str, str]
+    encoders: list[Mapping[str, Any]]
+    references: Any
+
+
+class TextEncodingAnalysis(TypedDict):
+    """What `analyze_text_encoding_results` gives (SPEC sections 1 and 4)."""
+
+    encoding_success: bool
+    success: bool
+    error: str | None
+    exception_details: dict[str, str] | None
+    elapsed_time: float | None
+    positive_conditioning: ConditioningDict
+    negative_conditioning: ConditioningDict
+    text_processing: TextProcessing
+    performance: Performance
+    efficiency: Efficiency
+    model_state: ModelStates
+    memory_impact: MemoryImpactDict | None
+    peak_memory: PeakMemoryDict | None
+    baseline: Mapping[str, Any] | None
+    current_memory: MemoryNow
+    validation: Validation
+    unavailable: dict[str, str]
+
+
+class VaeDict(TypedDict):
+    """What the VAE's class and config say of its latents."""
+
+    class_name: str
+    latent_channels: int | None
+    image_channels: int | None
+    spatial_factor: int | None
+    temporal_factor: int | None
+    first_frame_apart: bool
+    is_video: bool | None
+    dtype: str | None
+    device: str | None
+    size_mb: float | None
+    source: str
+    unavailable: dict[str, str]
+
+
+class PicturesDict(TypedDict):
+    """The pictures or the video. `sizes` has each [height, width] that occurs; more than one is a mistake."""
+
+    form: str | None
+    layout: str | None
+    shape: list[int] | None
+    dtype: str | None
+    device: str | None
+    size_mb: float | None
+    batch_size: int | None
+    length: int | None
+    channels: int | None
+    height: int | None
+    width: int | None
+    sizes: list[list[int]]
+    min: float | None
+    max: float | None
+    nan_count: int | None
+    inf_count: int | None
+    unavailable: dict[str, str]
+
+
+class LatentAnalysis(TypedDict):
+    """`latent_analysis`.
+
+    `status` is "success", "dummy" (a stand-in, no encoding), "missing" (None was given), "no_tensor" or "failed"
+    (it could not be read). Sizes by axis are those of the latent unpacked; `shape` is the tensor's own.
+    """
+
+    status: str
+    latent_type: str | None
+    shape: list[int] | None
+    dtype: str | None
+    device: str | None
+    size_mb: float | None
+    num_elements: int | None
+    batch_size: int | None
+    frames: int | None
+    channels: int | None
+    height: int | None
+    width: int | None
+    spatial_compression: float | None
+    temporal_compression: float | None
+    nominal_spatial_compression: float | None
+    nominal_temporal_compression: float | None
+    latent_layout: str | None
+    layout_evidence: str | None
+    unpacked_shape: list[int] | None
+    expected_shape: list[int] | None
+    structure: str
+    statistics: StatisticsDict | None
+    unavailable: dict[str, str]
+
+
+class VideoDimensions(TypedDict):
+    """Of the pictures: frames, height and width in pixels."""
+
+    length: int | None
+    height: int | None
+    width: int | None
+
+
+class PerformanceAnalysis(TypedDict):
+    """`performance_analysis`. `total_mb` is the video at a byte a colour, `input_mb` as it was handed over."""
+
+    total_pixels: int | None
+    total_mb: float | None
+    input_mb: float | None
+    elapsed_time: float | None
+    strategy_used: str | None
+    pixels_per_second: float | None
+    mb_per_second: float | None
+    frames_per_second: float | None
+    video_dimensions: VideoDimensions
+    unavailable: dict[str, str]
+
+
+class GpuChanges(TypedDict):
+    """`immediate_gpu_changes`: what the caller measured right after, or else what was read at the analysis."""
+
+    allocated_change_mb: float | None
+    reserved_change_mb: float | None
+    measured_by: str
+    unavailable: dict[str, str]
+
+
+class MemoryEfficiency(TypedDict):
+    """Ratios are 0 to 1; `free_vram_change_mb` is negative where less is free than before."""
+
+    allocated_reserved_ratio: float | None
+    fragmentation: float | None
+    free_vram_change_mb: float | None
+    cleanup_effectiveness: float | None
+    unavailable: dict[str, str]
+
+
+class LatentValidation(TypedDict):
+    """`success`: no check failed. `notes` are worth knowing and no failure."""
+
+    success: bool
+    input: Check
+    output: Check
+    vae: Check
+    notes: list[str]
+
+
+class LatentBaseline(TypedDict):
+    """What is known before. `references` keeps no model and no tensor alive and is left out of analyses."""
+
+    timestamp: str
+    direction: str
+    memory: MemoryNow
+    vae: VaeDict
+    model_state: ModelStateDict
+    pictures: PicturesDict | None
+    latent: LatentAnalysis | None
+    references: Any
+
+
+class LatentEncodingAnalysis(TypedDict):
+    """What `analyze_latent_generation_results` gives (SPEC sections 1 and 5).
+
+    `encoding_success` is False for dummy latents: they are none. `pictures` went in; of a decoding they came
+    out, and `latent_analysis` is about what went in. `strategies` are `StrategyAttempt`s with number and name,
+    `findings` are `Finding`s. `vace_conditioning` is empty but for WAN-VACE.
+    """
+
+    encoding_success: bool
+    success: bool
+    error: str | None
+    exception_details: dict[str, str] | None
+    direction: str
+    elapsed_time: float | None
+    strategy_used: str | None
+    strategy_number: int | None
+    strategies: list[dict[str, Any]]
+    dummy: bool
+    vae: VaeDict
+    pictures: PicturesDict
+    latent_analysis: LatentAnalysis
+    vace_conditioning: dict[str, Any]
+    performance_analysis: PerformanceAnalysis
+    memory_impact: MemoryImpactDict | None
+    immediate_gpu_changes: GpuChanges
+    efficiency: MemoryEfficiency
+    peak_memory: PeakMemoryDict | None
+    model_state: dict[str, ModelStateDict]
+    baseline: Mapping[str, Any] | None
+    current_memory: MemoryNow
+    validation: LatentValidation
+    findings: list[dict[str, Any]]
+    unavailable: dict[str, str]

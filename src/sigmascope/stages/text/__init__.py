@@ -1,1 +1,0 @@
-"""Text encoding, one question a file. `sigmascope.stages.text_encoding` is the public face."""

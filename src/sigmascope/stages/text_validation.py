@@ -1,0 +1,342 @@
+"""What a text encoding must keep to. None: not checked."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from sigmascope.records.memory import MemoryImpact, change, mib
+from sigmascope.stages.conditioning import tensors_of
+from sigmascope.stages.schema import (
+    Check,
+    ConditioningDict,
+    ModelStateDict,
+    PromptFacts,
+    TensorDict,
+    TextProcessing,
+    Validation,
+)
+from sigmascope.stages.text_encoders import UNKNOWN_FAMILY, EncoderFacts
+
+
+@dataclass(frozen=True, slots=True)
+class TextEncodingThresholds:
+    """Limits that the validation holds a text encoding to; each of them is the caller's to set.
+
+    Args:
+        max_seconds: For the whole step.
+        max_prompt_characters: For each of both prompts; those of a batch together.
+        max_truncated_tokens: How many tokens of a prompt, or of all in a batch, may be cut off.
+        max_ram_percent: Use of the machine's RAM after the step, 0-100.
+        max_gpu_percent: Use of the device's memory after the step, by everybody, 0-100.
+        max_rss_growth_mb: How much the process may have grown, in MiB.
+        max_gpu_growth_mb: How much PyTorch's allocator may have grown on the device in use, in MiB.
+        max_absolute_value: For every element of a conditioning.
+        expected_width: Of the conditioning: what the denoiser's cross attention takes.
+        expected_tokens: Length of the sequence.
+        expected_device: Such as "cuda:0", or "cuda" for any of them.
+        expected_dtype: Such as "bfloat16".
+        allow_empty_prompt: Whether the positive prompt may be empty.
+    """
+
+    max_seconds: float | None = None
+    max_prompt_characters: int | None = None
+    max_truncated_tokens: int | None = 0
+    max_ram_percent: float | None = 95.0
+    max_gpu_percent: float | None = 95.0
+    max_rss_growth_mb: float | None = None
+    max_gpu_growth_mb: float | None = None
+    max_absolute_value: float | None = None
+    expected_width: int | None = None
+    expected_tokens: int | None = None
+    expected_device: str | None = None
+    expected_dtype: str | None = None
+    allow_empty_prompt: bool = True
+
+
+Conditionings = Mapping[str, ConditioningDict]
+
+
+def validate(
+    prompts: TextProcessing,
+    conditionings: Conditionings,
+    clip: ModelStateDict,
+    encoders: list[EncoderFacts],
+    memory: MemoryImpact | None,
+    seconds: float | None,
+    limits: TextEncodingThresholds,
+) -> Validation:
+    """All checks of SPEC section 4.
+
+    Args:
+        prompts: Facts of both prompts.
+        conditionings: Facts of `positive` and `negative`.
+        clip: The encoder's state after the encoding.
+        encoders: What is known of it by class.
+        memory: Before and after; None if there is no baseline.
+        seconds: What the step took.
+        limits: What the caller allows.
+    """
+    given = {"positive": prompts["positive"], "negative": prompts["negative"]}
+    checks = {
+        "input": check_of(_input(given, limits), known=given["positive"]["character_length"] is not None),
+        "output": check_of(_output(conditionings, limits), known=True),
+        "performance": check_of(_time(seconds, limits), known=seconds is not None),
+    }
+    compatibility = {
+        "clip_model": _clip_model(clip, encoders),
+        "tensor_dimensions": check_dimensions(conditionings, encoders, limits),
+        "device_placement": _placement(conditionings, clip, limits),
+        "memory_threshold": check_memory(memory, limits),
+    }
+    all_checks = (*checks.values(), *compatibility.values())
+    return {
+        "success": all(check["passed"] is not False for check in all_checks),
+        "input": checks["input"],
+        "output": checks["output"],
+        "performance": checks["performance"],
+        "compatibility": {
+            "clip_model": compatibility["clip_model"],
+            "tensor_dimensions": compatibility["tensor_dimensions"],
+            "device_placement": compatibility["device_placement"],
+            "memory_threshold": compatibility["memory_threshold"],
+        },
+        "notes": [
+            *_prompt_notes(given),
+            *_conditioning_notes(conditionings),
+            *width_notes(conditionings, encoders),
+        ],
+    }
+
+
+def _input(prompts: Mapping[str, PromptFacts], limits: TextEncodingThresholds) -> Iterator[str]:
+    for which, facts in prompts.items():
+        length = facts["character_length"]
+        if length is None:
+            reason = facts["unavailable"]["character_length"]
+            if reason != "no prompt was given" or which == "positive":
+                yield f"{which}: {reason}"
+            continue
+        if limits.max_prompt_characters is not None and length > limits.max_prompt_characters:
+            yield f"{which}: {length} characters, allowed are {limits.max_prompt_characters}"
+        cut, allowed = facts["truncated_tokens"], limits.max_truncated_tokens
+        if cut is not None and allowed is not None and cut > allowed:
+            yield f"{which}: {cut} of {facts['token_count']} tokens were cut off, allowed are {allowed}"
+        if which == "positive" and length == 0 and not limits.allow_empty_prompt:
+            yield f"{which}: the prompt is empty"
+
+
+def _output(conditionings: Conditionings, limits: TextEncodingThresholds) -> Iterator[str]:
+    for which, facts in conditionings.items():
+        if facts["status"] != "success":
+            if which == "positive" or facts["status"] != "missing":
+                yield f"{which}: {facts['unavailable']['shape']}"
+            continue
+        if any(tensor["num_elements"] == 0 for tensor in embeddings_of(facts)):
+            yield f"{which}: the conditioning has no elements"
+        for tensor in (part for entry in facts["entries"] for part in tensors_of(entry)):
+            numbers = tensor["statistics"]
+            for name, count in (("NaN", numbers["nan_count"]), ("Inf", numbers["inf_count"])):
+                if count:
+                    yield f"{which}: {count} of {tensor['num_elements']} elements are {name}"
+        largest = largest_value(facts)
+        if largest == 0 and which == "positive":
+            yield f"{which}: every element is 0"
+        allowed = limits.max_absolute_value
+        if largest is not None and allowed is not None and largest > allowed:
+            yield f"{which}: the largest element is {largest:.4g}, allowed is {allowed:.4g}"
+
+
+def _time(seconds: float | None, limits: TextEncodingThresholds) -> Iterator[str]:
+    if seconds is not None and limits.max_seconds is not None and seconds > limits.max_seconds:
+        yield f"it took {seconds:.3f} s, allowed are {limits.max_seconds:.3f} s"
+
+
+def _clip_model(clip: ModelStateDict, encoders: list[EncoderFacts]) -> Check:
+    if clip["model_id"] is None:
+        return {"passed": None, "messages": []}
+    problems = [
+        f"{name} is different from before the encoding"
+        for name in clip["changed"] or ()
+        if name not in ("device", "model_id")
+    ]
+    if not any(encoder.family != UNKNOWN_FAMILY for encoder in encoders):
+        return {"passed": False if problems else None, "messages": problems}
+    return check_of(iter(problems), known=True)
+
+
+def _placement(conditionings: Conditionings, clip: ModelStateDict, limits: TextEncodingThresholds) -> Check:
+    devices = {which: devices_of(facts) for which, facts in conditionings.items() if facts["entries"]}
+    every = dict.fromkeys(device for found in devices.values() for device in found)
+
+    def problems() -> Iterator[str]:
+        expected = limits.expected_device
+        for which, device in ((which, device) for which, found in devices.items() for device in found):
+            if expected is not None and device != expected and device.partition(":")[0] != expected:
+                yield f"{which}: on {device}, expected is {expected}"
+        for which, found in devices.items():
+            if len(found) > 1:
+                yield f"{which}: its tensors are on different devices: {', '.join(found)}"
+        if len(every) > 1 and all(len(found) == 1 for found in devices.values()):
+            yield "positive and negative are on different devices: " + ", ".join(every)
+        if clip["device"] == "meta":
+            yield "the encoder has no weights: it is on the meta device"
+
+    return check_of(problems(), known=bool(every))
+
+
+def _prompt_notes(prompts: Mapping[str, PromptFacts]) -> Iterator[str]:
+    for which, facts in prompts.items():
+        if facts["character_length"] is None:
+            continue
+        if not facts["word_count"]:
+            yield f"{which}: the prompt has no words"
+        if facts["control_characters"]:
+            yield f"{which}: {facts['control_characters']} invisible control characters in the prompt"
+        literal = any(count["chunks"] is None for count in facts["tokenizers"].values())
+        if facts["prompt_weights"] and literal:
+            yield f"{which}: weights such as (red:1.3) are plain text to this tokenizer"
+        for name, count in facts["tokenizers"].items():
+            if count["truncated_tokens"] and count["truncated_tokens"] != facts["truncated_tokens"]:
+                yield f"{which}: {name} cut off {count['truncated_tokens']} of {count['token_count']} tokens"
+
+
+def _conditioning_notes(conditionings: Conditionings) -> Iterator[str]:
+    for which, facts in conditionings.items():
+        unread = facts["unavailable"].get("nan_count")
+        if facts["status"] == "success" and unread is not None:
+            yield f"{which}: not looked at for NaN and Inf ({unread})"
+        if which == "negative" and largest_value(facts) == 0:
+            yield f"{which}: every element is 0, as pipelines make it of no prompt"
+        if facts["encoder"] is not None and facts["encoder"]["conflict"]:
+            yield f"{which}: {facts['encoder']['conflict']}"
+    lengths = {facts["sequence_length"] for facts in conditionings.values() if facts["sequence_length"]}
+    if len(lengths) > 1:
+        yield f"positive and negative have different lengths: {', '.join(map(str, sorted(lengths)))} tokens"
+
+
+def check_of(problems: Iterator[str], *, known: bool) -> Check:
+    """A check: passed if there is no problem, None if nothing is known that could be one."""
+    messages = list(dict.fromkeys(problems))
+    return {"passed": False if messages else True if known else None, "messages": messages}
+
+
+def embeddings_of(facts: ConditioningDict) -> list[TensorDict]:
+    """The embeddings of every entry: those of regional and scheduled prompts too."""
+    return [entry["tensor"] for entry in facts["entries"] if entry["tensor"] is not None]
+
+
+def devices_of(facts: ConditioningDict) -> list[str]:
+    """Where embeddings and pooled outputs are. Masks of regions may be elsewhere."""
+    pooled = [entry["pooled"] for entry in facts["entries"] if entry["pooled"] is not None]
+    return list(dict.fromkeys(tensor["device"] for tensor in (*embeddings_of(facts), *pooled)))
+
+
+def largest_value(facts: ConditioningDict) -> float | None:
+    """The largest |element| of all embeddings; None if one was not looked at or has none that is finite."""
+    bounds = [(one["statistics"]["min"], one["statistics"]["max"]) for one in embeddings_of(facts)]
+    known = [max(abs(low), abs(high)) for low, high in bounds if low is not None and high is not None]
+    return max(known) if known and len(known) == len(bounds) else None
+
+
+def check_dimensions(
+    conditionings: Conditionings, encoders: Sequence[EncoderFacts], limits: TextEncodingThresholds
+) -> Check:
+    """Width, tokens and dtype of every embedding."""
+    known = {which: facts for which, facts in conditionings.items() if facts["shape"]}
+    return check_of(_dimension_problems(known, encoders, limits), known=bool(known))
+
+
+def width_notes(conditionings: Conditionings, encoders: Sequence[EncoderFacts]) -> Iterator[str]:
+    """What explains a width that no encoder has by itself."""
+    for which, width in _widths(conditionings):
+        words = _explained(width, encoders)
+        if words:
+            yield f"{which}: {words}"
+
+
+def _dimension_problems(
+    known: Conditionings, encoders: Sequence[EncoderFacts], limits: TextEncodingThresholds
+) -> Iterator[str]:
+    for which, facts in known.items():
+        for tensor in embeddings_of(facts):
+            yield from (f"{which}: {problem}" for problem in _unexpected(tensor, limits))
+    possible = _possible_widths(encoders)
+    for which, width in _widths(known):
+        if possible and width not in possible and not _explained(width, encoders):
+            yield f"{which}: width {width}, but the encoder gives {' or '.join(map(str, sorted(possible)))}"
+    widths = {width for _, width in _widths(known)}
+    if len(widths) > 1:
+        yield f"the conditionings are of different widths: {', '.join(map(str, sorted(widths)))}"
+
+
+def _unexpected(tensor: TensorDict, limits: TextEncodingThresholds) -> Iterator[str]:
+    shape = tensor["shape"]
+    width, tokens = (shape or [0])[-1], shape[-2] if len(shape) >= 2 else None
+    if limits.expected_width is not None and width != limits.expected_width:
+        yield f"width {width}, expected is {limits.expected_width}"
+    if limits.expected_tokens is not None and tokens != limits.expected_tokens:
+        yield f"{tokens} tokens, expected are {limits.expected_tokens}"
+    if limits.expected_dtype is not None and tensor["dtype"] != limits.expected_dtype:
+        yield f"dtype {tensor['dtype']}, expected is {limits.expected_dtype}"
+
+
+def _widths(conditionings: Conditionings) -> list[tuple[str, int]]:
+    """The different widths of each conditioning."""
+    pairs = (
+        (which, tensor["shape"][-1])
+        for which, facts in conditionings.items()
+        for tensor in embeddings_of(facts)
+        if tensor["shape"]
+    )
+    return list(dict.fromkeys(pairs))
+
+
+def _possible_widths(encoders: Sequence[EncoderFacts]) -> set[int]:
+    """The widths of the encoders and that of all CLIPs joined; empty if one is unknown."""
+    if not encoders or any(encoder.width is None for encoder in encoders):
+        return set()
+    widths = {encoder.width or 0 for encoder in encoders}
+    return (widths | {_joint_width(encoders)}) - {0}
+
+
+def _joint_width(encoders: Sequence[EncoderFacts]) -> int:
+    return sum(encoder.width or 0 for encoder in encoders if encoder.is_clip)
+
+
+def _explained(width: int, encoders: Sequence[EncoderFacts]) -> str | None:
+    """How encoders of other widths come to this one, if pipelines do that."""
+    possible = _possible_widths(encoders)
+    if not possible or width in possible:
+        return None
+    joint = _joint_width(encoders)
+    if sum(encoder.is_clip for encoder in encoders) > 1 and width > joint:
+        return f"width {width} is the CLIPs' {joint} filled up, as SD 3 does without its T5"
+    for encoder in encoders:
+        if not encoder.is_clip and encoder.width and width % encoder.width == 0:
+            return f"width {width} is {width // encoder.width} layers of {encoder.family} joined"
+    return None
+
+
+def check_memory(memory: MemoryImpact | None, limits: TextEncodingThresholds) -> Check:
+    """Use of RAM and device now, and growth since the baseline, against the limits."""
+    if memory is None:
+        return {"passed": None, "messages": []}
+    messages = list(_memory_problems(memory, limits))
+    known = memory.current.ram_percent_used() is not None
+    return {"passed": False if messages else True if known else None, "messages": messages}
+
+
+def _memory_problems(memory: MemoryImpact, limits: TextEncodingThresholds) -> Iterator[str]:
+    before, after = memory.baseline, memory.current
+    device = after.device_in_use()
+    gpu_before, gpu_after = before.accelerator(device or ""), after.accelerator(device or "")
+    rss_growth = mib(change(before.process_rss_bytes, after.process_rss_bytes))
+    gpu_growth = mib(change(gpu_before.allocated_bytes, gpu_after.allocated_bytes))
+    figures = (
+        ("RAM in use", after.ram_percent_used(), limits.max_ram_percent, "%"),
+        (f"memory of {device} in use", gpu_after.used_percent(), limits.max_gpu_percent, "%"),
+        ("growth of the process", rss_growth, limits.max_rss_growth_mb, "MB"),
+        (f"growth on {device}", gpu_growth, limits.max_gpu_growth_mb, "MB"),
+    )
+    for what, found, allowed, unit in figures:
+        if found is not None and allowed is not None and found > allowed:
+            yield f"{what}: {found:.1f} {unit}, allowed are {allowed:.1f} {unit}"

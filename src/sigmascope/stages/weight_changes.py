@@ -1,0 +1,480 @@
+"""What became of a model's weights between two moments."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite, sqrt
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from sigmascope.errors import SigmascopeError
+from sigmascope.lora.effect import Effect, by_block, effect_of, measured_effect
+from sigmascope.lora.linalg import quick_norm, root_sum_square
+from sigmascope.lora.patches import WeightedFactors, factors_of, is_product, needs_weight, sort_patches
+from sigmascope.probes.applied_patch import AppliedPatch
+from sigmascope.probes.fingerprints import fingerprint
+from sigmascope.probes.reading import attempt, read_host
+from sigmascope.probes.tensors import place_of
+from sigmascope.stages.model_snapshot import (
+    Applied,
+    CapturedModel,
+    Weights,
+    capture_model,
+    mark_of,
+    original_of,
+    weights_in,
+)
+from sigmascope.stages.schema import Drift, ValueChange, WeightChange, WeightChanges
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Moments:
+    """Two moments of a model, and the model itself. It holds the host's tensors.
+
+    Attributes:
+        before: The original.
+        after: What came of it.
+        model: As it is now.
+        applied: The changes on it now.
+    """
+
+    before: CapturedModel
+    after: CapturedModel
+    model: object
+    applied: Applied
+
+    def samples_of_changed(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """The elements that were taken of each weight at both moments, where its content is another now."""
+        before, after = self.before, self.after
+        return {
+            key: (sample, after.samples[key])
+            for key, sample in before.samples.items()
+            if key in after.samples and before.fingerprints.get(key) != after.fingerprints.get(key)
+        }
+
+
+def weight_changes(moments: Moments) -> WeightChanges:
+    """Compare names, facts and contents; see `typed.WeightChanges`."""
+    before, after = moments.before, moments.after
+    common = [key for key in before.weights if key in after.weights]
+    verdicts = dict(_verdicts(moments))
+    changed = {key: verdict for key, verdict in verdicts.items() if verdict.is_effective}
+    effects = {key: verdict.effect for key, verdict in changed.items()}
+    keys = KeysOfBoth(before, after)
+    whole = _total(effects)
+    return {
+        "keys_added": keys.only_in(after, before),
+        "keys_removed": keys.only_in(before, after),
+        "keys_modified": keys.in_both(),
+        "total_keys_original": keys.count(before),
+        "total_keys_modified": keys.count(after),
+        "weight_changes": {key: _facts(key, before, after) for key in common},
+        "keys_value_changed": {key: verdict.change for key, verdict in changed.items()},
+        "keys_wrapped": after.wrapped_keys,
+        "keys_compared": sum(key in after.fingerprints for key in before.fingerprints),
+        "delta_norm": whole.delta_norm,
+        "relative_change": whole.relative_change,
+        "predicted": any(verdict.change["predicted"] for verdict in changed.values()),
+        "by_block": [block.as_dict() for block in by_block(effects)],
+        "drift": _drift(verdicts),
+        "unexplained": [key for key, verdict in changed.items() if verdict.is_unexplained],
+        "not_as_predicted": [key for key, v in changed.items() if v.is_as_predicted is False],
+        "unavailable": {**_why_not_whole(before, after), **whole.unavailable},
+    }
+
+
+def _facts(key: str, before: CapturedModel, after: CapturedModel) -> WeightChange:
+    old, new = before.weights[key], after.weights[key]
+    return {
+        "shape_changed": old.shape != new.shape,
+        "dtype_changed": old.dtype != new.dtype,
+        "device_changed": old.device != new.device,
+        "original_shape": str(old.shape),
+        "modified_shape": str(new.shape),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What became of one weight.
+
+    Attributes:
+        change: In figures.
+        effect: The same for the sums over blocks.
+        is_drift: Whether the content changed by no more than rounding, and nothing is merged that would explain more.
+        is_unexplained: Whether it changed by more, and nothing is merged.
+        is_as_predicted: Whether the content changed as the changes say; None if that cannot be told.
+        content_relative: ‖ΔW‖/‖W‖ of the contents alone, measured or sampled; None if that cannot be told.
+    """
+
+    change: ValueChange
+    effect: Effect
+    is_drift: bool
+    is_unexplained: bool
+    is_as_predicted: bool | None
+    content_relative: float | None
+
+    @property
+    def is_effective(self) -> bool:
+        """Whether the weight does something else than before: a change acts, or more than rounding changed."""
+        return not self.is_drift or self.change["measured_from"] == "patches"
+
+
+def _verdicts(moments: Moments) -> Iterator[tuple[str, Verdict]]:
+    """Of each weight whose content or changes are other than before and that is affected by it."""
+    patches = moments.applied.by_key()
+    now = read_host(lambda: weights_in(moments.model, moments.after.model_type)).value or Weights({}, {})
+    originals = Originals(moments, now.base)
+    twins = {place_of(now.base[key]): key for key in patches if key in now.base}
+    for key, weight in now.base.items():
+        content = _content_changed(key, moments)
+        fresh = _fresh(patches.get(key, ()), moments.before, key)
+        twin = twins.get(place_of(weight), key)
+        if key not in patches and twin != key:  # tied: what is merged into the one is in the other
+            fresh = [p for p in _fresh(patches[twin], moments.before, twin) if p.state == "merged"]
+        if not content and not _acts(fresh):
+            continue
+        verdict = judge_weight(
+            WeightInQuestion(
+                weight,
+                originals.of(key) if key in moments.before.weights else None,
+                fresh,
+                bool(moments.before.marks.get(key)),
+                content,
+                sample_pair(key, moments.before.samples, moments.after.samples),
+            )
+        )
+        if content or verdict.effect.delta_norm != 0.0 or verdict.is_as_predicted is False:
+            yield key, verdict
+
+
+def _content_changed(key: str, moments: Moments) -> bool | None:
+    old, new = moments.before.fingerprints.get(key), moments.after.fingerprints.get(key)
+    return None if old is None or new is None else old != new
+
+
+def _fresh(patches: "list[AppliedPatch] | tuple[()]", before: CapturedModel, key: str) -> list[AppliedPatch]:
+    known = set(before.marks.get(key, ()))
+    return [patch for patch in patches if mark_of(patch) not in known]
+
+
+def _acts(patches: list[AppliedPatch]) -> bool:
+    return any(patch.state not in ("failed", "inactive") for patch in patches)
+
+
+def _total(effects: Mapping[str, Effect]) -> Effect:
+    deltas = [effect.delta_norm for effect in effects.values() if effect.delta_norm is not None]
+    both = [e for e in effects.values() if e.delta_norm is not None and e.weight_norm is not None]
+    unavailable: dict[str, str] = {}
+    if len(deltas) < len(effects):
+        first = next(
+            e.unavailable.get("delta_norm", "unknown") for e in effects.values() if e.delta_norm is None
+        )
+        unavailable["delta_norm"] = f"of {len(effects) - len(deltas)} of {len(effects)} weights: {first}"
+    below = root_sum_square([effect.weight_norm or 0.0 for effect in both])
+    above = root_sum_square([effect.delta_norm or 0.0 for effect in both])
+    if below == 0.0:
+        unavailable["relative_change"] = (
+            "no weight changed" if not effects else "no changed weight's norm is known"
+        )
+    delta = root_sum_square(deltas) if deltas or not effects else None
+    return Effect(delta, above / below if below > 0.0 else None, below, unavailable=unavailable)
+
+
+def _drift(verdicts: Mapping[str, Verdict]) -> Drift:
+    found = {key: verdict.content_relative for key, verdict in verdicts.items() if verdict.is_drift}
+    known = [relative for relative in found.values() if relative is not None]
+    return {"keys": list(found), "largest_relative_change": max(known, default=None)}
+
+
+def _why_not_whole(before: CapturedModel, after: CapturedModel) -> dict[str, str]:
+    """Why the comparison is not whole."""
+    reasons = {f"original_{name}": before.unavailable[name] for name in _NAMES if name in before.unavailable}
+    return reasons | {
+        f"modified_{name}": after.unavailable[name] for name in _NAMES if name in after.unavailable
+    }
+
+
+_NAMES = ("weights", "fingerprints")
+
+
+_MEASURED_WITHIN: Final = 0.05
+_SAMPLED_WITHIN: Final = 1.0
+NOT_LOOKED_AT: Final = "the content of this weight was not looked at"
+
+
+_NOTHING: Final = Effect(None, None, None, False)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WeightInQuestion:
+    """One weight and what is known of it. It holds the host's tensors.
+
+    Attributes:
+        now: Its content.
+        original: Its content before, where the host still has it apart from `now`.
+        fresh: Changes on it that the baseline does not have.
+        had_patches: Whether the baseline has some.
+        content_changed: By fingerprint; None if not known.
+        samples: A thousand elements before and now.
+    """
+
+    now: Tensor
+    original: Tensor | None
+    fresh: Sequence[AppliedPatch]
+    had_patches: bool
+    content_changed: bool | None
+    samples: tuple[Tensor, Tensor] | None
+
+
+def judge_weight(weight: WeightInQuestion) -> Verdict:
+    """Measure or predict the change of one weight."""
+    acting = sort_patches(weight.fresh).acting
+    predicted = _predicted(weight, acting) if acting else None
+    contents = _of_contents(weight)
+    measured = _measured(weight, acting, contents)
+    sampled = sampled_effect(weight.samples, weight.now.numel())
+    beside = any(patch.state != "merged" for patch in acting)  # of which contents say nothing
+    effect, source = _best(measured, predicted, None if beside else sampled)
+    seen = contents or sampled or _NOTHING
+    content = seen.relative_change
+    within_rounding = seen.delta_norm == 0.0 or (
+        content is not None and content <= rounding(weight.now.dtype)
+    )
+    bare = weight.content_changed is True and not any(patch.state == "merged" for patch in acting)
+    return Verdict(
+        _change(weight, effect, source, predicted, sampled),
+        effect,
+        bare and within_rounding,
+        bare and not within_rounding and not weight.had_patches,
+        _as_predicted(weight, acting, measured, predicted, sampled),
+        content,
+    )
+
+
+def _of_contents(weight: WeightInQuestion) -> Effect | None:
+    """Of the content that changed, where the old one is there."""
+    if weight.content_changed and weight.original is not None:
+        return measured_effect(weight.original, weight.now)
+    return None
+
+
+def _predicted(weight: WeightInQuestion, acting: Sequence[AppliedPatch]) -> Effect:
+    if weight.original is not None or not any(patch.state == "merged" for patch in acting):
+        return effect_of(weight.fresh, weight.now if weight.original is None else weight.original)
+    if any(map(needs_weight, acting)):
+        return effect_of(weight.fresh, None)
+    return beside_unmerged(effect_of(weight.fresh, None), weight.now, acting)
+
+
+def _measured(
+    weight: WeightInQuestion, acting: Sequence[AppliedPatch], contents: Effect | None
+) -> Effect | None:
+    """Of the contents, where these are all of the change."""
+    if weight.had_patches or any(patch.state != "merged" for patch in acting):
+        return None
+    if weight.content_changed is False and acting:
+        return Effect(0.0, 0.0, None, False, unavailable={"weight_norm": "nothing changed"})
+    return contents
+
+
+def _best(
+    measured: Effect | None, predicted: Effect | None, sampled: Effect | None
+) -> tuple[Effect, str | None]:
+    for effect, source in ((measured, "contents"), (predicted, "patches"), (sampled, "sample")):
+        if effect is not None and effect.delta_norm is not None:
+            return effect, source
+    reason = {} if predicted is None else dict(predicted.unavailable)
+    names = ("delta_norm", "relative_change", "weight_norm")
+    why = reason or dict.fromkeys(names, "the old content is gone and no change explains the new one")
+    return Effect(None, None, None, False, unavailable=why), None
+
+
+def _change(
+    weight: WeightInQuestion,
+    effect: Effect,
+    source: str | None,
+    predicted: Effect | None,
+    sampled: Effect | None,
+) -> ValueChange:
+    unavailable = dict(effect.unavailable)
+    if weight.content_changed is None:
+        unavailable["content_changed"] = NOT_LOOKED_AT
+    if predicted is None:
+        unavailable["predicted_delta_norm"] = "no new change acts on it"
+    elif predicted.delta_norm is None:
+        unavailable["predicted_delta_norm"] = predicted.unavailable.get("delta_norm", "unknown")
+    if sampled is None:
+        unavailable["sampled_delta_norm"] = "no sample of both contents was taken"
+    if source is None:
+        unavailable["measured_from"] = effect.unavailable.get("delta_norm", "unknown")
+    return {
+        "content_changed": weight.content_changed,
+        "delta_norm": effect.delta_norm,
+        "relative_change": effect.relative_change,
+        "weight_norm": effect.weight_norm,
+        "predicted": source == "patches",
+        "measured_from": source,
+        "predicted_delta_norm": None if predicted is None else predicted.delta_norm,
+        "sampled_delta_norm": None if sampled is None else sampled.delta_norm,
+        "unavailable": unavailable,
+    }
+
+
+def _as_predicted(
+    weight: WeightInQuestion,
+    acting: Sequence[AppliedPatch],
+    measured: Effect | None,
+    predicted: Effect | None,
+    sampled: Effect | None,
+) -> bool | None:
+    """Whether the content changed by what the merged changes say, but for rounding."""
+    merged = bool(acting) and all(patch.state == "merged" for patch in acting)
+    if not merged or weight.had_patches or predicted is None or predicted.delta_norm is None:
+        return None
+    found, within = (measured, _MEASURED_WITHIN) if measured is not None else (sampled, _SAMPLED_WITHIN)
+    if found is None or found.delta_norm is None:
+        return None
+    whole = predicted.weight_norm or found.weight_norm or 0.0
+    allowed = within * min(predicted.delta_norm, found.delta_norm) + rounding(weight.now.dtype) * whole
+    return abs(found.delta_norm - predicted.delta_norm) <= allowed
+
+
+def moments_of(before: CapturedModel, model: object, model_type: str, applied: Applied) -> Moments:
+    """Look at a model as it is now, at the same weights as before."""
+    keys = None if not before.fingerprints else set(before.fingerprints)
+    contents = before.fingerprint_seconds is not None
+    after = capture_model(model, model_type, keys=keys, contents=contents)
+    return Moments(before, after, model, applied)
+
+
+class KeysOfBoth:
+    """Names in both models; nothing is said of a model whose names are not known."""
+
+    def __init__(self, before: CapturedModel, after: CapturedModel) -> None:
+        self._before, self._after = before, after
+        self._known = all("weights" not in one.unavailable for one in (before, after))
+
+    def only_in(self, one: CapturedModel, other: CapturedModel) -> list[str]:
+        """Names that one moment has and the other has not."""
+        there = set(other.keys)
+        return [key for key in one.keys if key not in there] if self._known else []
+
+    def in_both(self) -> list[str]:
+        """Names at both moments."""
+        there = set(self._after.keys)
+        return [key for key in self._before.keys if key in there]
+
+    def count(self, one: CapturedModel) -> int | None:
+        """How many names there are; None if they are not known."""
+        return None if "weights" in one.unavailable else len(one.keys)
+
+
+class Originals:
+    """The weights as they were, where anybody still has them apart from those of now."""
+
+    def __init__(self, moments: Moments, now: Mapping[str, Tensor]) -> None:
+        self._moments = moments
+        self._now = now
+        original = moments.before.model()
+        apart = original is not None and original is not moments.model
+        self._live: Mapping[str, Tensor] = {}
+        if apart:
+            kind = moments.before.model_type
+            found = read_host(lambda: weights_in(original, kind)).value
+            self._live = {} if found is None else found.base
+
+    def of(self, key: str) -> Tensor | None:
+        """The old content, proved by its fingerprint where the baseline has one."""
+        moments = self._moments
+        kept = read_host(lambda: original_of(moments.model, moments.after.model_type, key)).value
+        for candidate in (kept, self._live.get(key)):
+            if (
+                candidate is not None
+                and not _same_memory(candidate, self._now[key])
+                and self._is_old(key, candidate)
+            ):
+                return candidate
+        return None
+
+    def _is_old(self, key: str, candidate: Tensor) -> bool:
+        known = self._moments.before.fingerprints.get(key)
+        return known is None or fingerprint(candidate).value == known
+
+
+def _same_memory(one: Tensor, other: Tensor) -> bool:
+    if one is other:
+        return True
+    return one.device == other.device and one.data_ptr() == other.data_ptr() != 0
+
+
+_CANCELLED: Final = 1e-6
+
+
+def beside_unmerged(effect: Effect, merged: Tensor, acting: Sequence[AppliedPatch]) -> Effect:
+    """The effect with the norm of the weight without the changes, where it can be had.
+
+    ‖W‖² = ‖M‖² − 2·<M, Δ> + ‖Δ‖² for the merged weight M = W + Δ, with <M, up·down> = Σ (upᵀM) ∘ down.
+
+    Args:
+        effect: Of the changes, beside the merged weight.
+        merged: The weight with the changes.
+        acting: All of its changes that act.
+    """
+    norm = attempt(lambda: _norm(effect, merged, acting), SigmascopeError).value
+    if norm is None or effect.delta_norm is None:
+        reason = "the weight without the changes is gone"
+        unavailable = {**effect.unavailable, "weight_norm": reason, "relative_change": reason}
+        return Effect(effect.delta_norm, None, None, True, effect.acting, effect.left_out, unavailable)
+    relative = effect.delta_norm / norm
+    return Effect(effect.delta_norm, relative, norm, True, effect.acting, effect.left_out, effect.unavailable)
+
+
+def _norm(effect: Effect, merged: Tensor, acting: Sequence[AppliedPatch]) -> float | None:
+    simple = all(is_product(patch) and patch.strength_model == 1.0 for patch in acting)
+    if effect.delta_norm is None or not simple:
+        return None
+    with torch.no_grad():
+        shape = tuple(merged.shape)
+        whole = quick_norm(merged)
+        inner = sum(_inner(merged, factors_of(patch, shape)) for patch in acting)
+    squared = whole**2 - 2.0 * inner + effect.delta_norm**2
+    return sqrt(squared) if squared > _CANCELLED * (whole**2 + effect.delta_norm**2) else None
+
+
+def _inner(merged: Tensor, factors: WeightedFactors) -> float:
+    """<M, w·up·down>; the products in float32, which is eight digits of each."""
+    matrix = merged.detach().flatten(1).to(torch.float32)
+    up, down = (one.to(matrix.device, torch.float32) for one in (factors.up, factors.down))
+    return factors.weight * float(torch.sum((up.T @ matrix) * down, dtype=torch.float64))
+
+
+def rounding(dtype: torch.dtype) -> float:
+    """‖ΔW‖/‖W‖ up to which adding a change and taking it away again explains a difference.
+
+    Two roundings to the nearest are off by 0.3 ε of the larger of W and W + Δ, in the mean over a weight.
+    """
+    if not dtype.is_floating_point:
+        return 0.0
+    eps = torch.finfo(dtype).eps
+    return eps if eps > 1e-6 else 4 * eps
+
+
+def sampled_effect(samples: tuple[Tensor, Tensor] | None, elements: int) -> Effect | None:
+    """‖ΔW‖ and ‖W‖ estimated from the same elements before and now; None without them, or with NaN."""
+    if samples is None or samples[0].shape != samples[1].shape or not samples[0].numel():
+        return None
+    before, after = (sample.to(torch.float64) for sample in samples)
+    share = sqrt(elements / before.numel())
+    delta, whole = (float(torch.linalg.vector_norm(values)) * share for values in (after - before, before))
+    if not (isfinite(delta) and isfinite(whole)):
+        return None
+    return Effect(delta, delta / whole if whole > 0 else None, whole, False)
+
+
+def sample_pair(
+    key: str, before: Mapping[str, Tensor], after: Mapping[str, Tensor]
+) -> tuple[Tensor, Tensor] | None:
+    """Both samples of a weight, if both were taken."""
+    return (before[key], after[key]) if key in before and key in after else None

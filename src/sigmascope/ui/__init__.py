@@ -1,0 +1,1 @@
+"""ui: what lies here, and what it offers."""

@@ -1,0 +1,321 @@
+"""The model and the LoRA that the page serves, loaded once."""
+
+import gc
+import tempfile
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from sigmascope.errors import ConfigError, SigmascopeError
+from sigmascope.lbm.buckets import check_resolution
+from sigmascope.lbm.devices import resolve_device, resolve_dtype
+from sigmascope.lbm.infer import check_tile_size, translate_image
+from sigmascope.lbm.model import LbmModel, load_lbm
+from sigmascope.lbm.pocket import BASE_PATH, CONFIG_PATH, TUNED_PATH
+from sigmascope.lora.apply import AttachedLora, attach_lora
+from sigmascope.lora.extract import ExtractOptions, extract_lora
+from sigmascope.lora.file import LoraFile
+from sigmascope.lora.reader import load_lora
+from sigmascope.monitor import Recorder
+from sigmascope.progress import Progress, no_progress
+from sigmascope.records.run import Run, Stage
+from sigmascope.records.serialization import run_to_json
+from sigmascope.ui.requests import Picture, Recent, Wish, as_png, wished_size
+from sigmascope.ui.security import MIB
+
+POCKET_RANK: Final = 8
+POCKET_RESOLUTION: Final = 256
+"""At which the pocket model works on a picture of the user's. It knows 128, where a photograph has no detail."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """What to serve.
+
+    Attributes:
+        base_model_path: LBM checkpoint; None with `pocket`.
+        lora_path: LoRA of any format; None serves the base alone.
+        config_path: The model's YAML; None looks beside the checkpoint.
+        pocket: Serve the model that ships with the package, with a LoRA extracted here and now.
+        torch_dtype: Name of a dtype.
+        device: Name of a device, or "auto".
+        tile_size: Run the VAE in tiles of this many pixels.
+        resolution: Side of the square bucket; None is the config's.
+    """
+
+    base_model_path: Path | None = None
+    lora_path: Path | None = None
+    config_path: Path | None = None
+    pocket: bool = False
+    torch_dtype: str = "float32"
+    device: str = "auto"
+    tile_size: int | None = None
+    resolution: int | None = None
+
+    def check(self) -> None:
+        """Refuse what cannot work, before minutes are spent on loading.
+
+        Raises:
+            ConfigError: Names the flags.
+        """
+        named = {
+            "--base_model_path": self.base_model_path,
+            "--lora_path": self.lora_path,
+            "--config_path": self.config_path,
+        }
+        given = [flag for flag, path in named.items() if path is not None]
+        if self.pocket and given:
+            raise ConfigError(
+                f"--pocket brings its own model, so {' and '.join(given)} would have no effect.",
+                hint="Leave out one of the two.",
+            )
+        if not self.pocket and self.base_model_path is None:
+            raise ConfigError(
+                "There is no model to serve.", hint="Name one with --base_model_path, or try --pocket."
+            )
+        check_resolution(self.resolution, "bucket")
+        resolve_dtype(self.torch_dtype)
+        resolve_device(self.device)
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model in memory, ready to translate. `lora` is attached and its scale may be set."""
+
+    model: LbmModel
+    base_name: str
+    resolution: int
+    lora: AttachedLora | None = None
+    lora_name: str | None = None
+    lora_ranks: dict[int, int] | None = None
+    tile_size: int | None = None
+    load_seconds: float = 0.0
+    pocket: bool = False
+
+    def facts(self) -> dict[str, Any]:
+        """What the page says of it."""
+        weight = next(self.model.denoiser.parameters())
+        return {
+            "model": self.base_name,
+            "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
+            "dtype": str(weight.dtype).removeprefix("torch."),
+            "device": str(weight.device),
+            "resolution": self.resolution,
+            "load_seconds": self.load_seconds,
+            "lora": self.lora_name,
+            "lora_modules": 0 if self.lora is None else len(self.lora.applied),
+            "lora_ranks": sorted(self.lora_ranks or {}),
+            "pocket": self.pocket,
+        }
+
+
+def load_served(options: ModelOptions, *, progress: Progress = no_progress) -> ServedModel:
+    """Load model and LoRA.
+
+    Args:
+        options: What to load.
+        progress: Told after each tensor of the model.
+
+    Raises:
+        ConfigError: An option makes no sense, or the model needs more than a source picture.
+        SigmascopeError: A file cannot be read, or LoRA and model do not belong together.
+    """
+    options.check()
+    started = time.perf_counter()
+    base = BASE_PATH if options.pocket else options.base_model_path
+    assert base is not None  # checked
+    model = load_lbm(
+        base,
+        CONFIG_PATH if options.pocket else options.config_path,
+        dtype=resolve_dtype(options.torch_dtype),
+        device=resolve_device(options.device),
+        progress=progress,
+    ).requires_grad_(False)
+    _require_source_only(model, base)
+    check_tile_size(options.tile_size, model)
+    lora = _pocket_lora() if options.pocket else load_lora(options.lora_path) if options.lora_path else None
+    return ServedModel(
+        model,
+        base_name="pocket model" if options.pocket else base.name,
+        resolution=options.resolution or (POCKET_RESOLUTION if options.pocket else model.config.resolution),
+        lora=None if lora is None else attach_lora(model, lora),
+        lora_name=_lora_name(options),
+        lora_ranks=None if lora is None else dict(lora.ranks),
+        tile_size=options.tile_size,
+        load_seconds=time.perf_counter() - started,
+        pocket=options.pocket,
+    )
+
+
+def _lora_name(options: ModelOptions) -> str | None:
+    if options.pocket:
+        return f"cool light, extracted at rank {POCKET_RANK}"
+    return None if options.lora_path is None else options.lora_path.name
+
+
+def _pocket_lora() -> LoraFile:
+    """Extract the pocket model's LoRA; the file is gone once it is read."""
+    with tempfile.TemporaryDirectory(prefix="sigmascope-") as folder:
+        path = Path(folder) / "pocket_lora.safetensors"
+        extract_lora(BASE_PATH, TUNED_PATH, path, ExtractOptions(rank=POCKET_RANK, conv_rank=POCKET_RANK))
+        return load_lora(path)
+
+
+def _require_source_only(model: LbmModel, base: Path) -> None:
+    keys = [*model.config.conditioning_images_keys, *model.config.conditioning_masks_keys]
+    if keys:
+        raise ConfigError(
+            f"--base_model_path: {base} needs more than a source picture ({', '.join(keys)}).",
+            hint="Run it with sigmascope lbm infer and --conditioning.",
+        )
+
+
+SAMPLES_PER_SECOND: Final = 10.0
+"""How often memory is looked at between the steps."""
+
+
+Report = Callable[[str, int, int], None]
+"""Told (what is made: "base" or "result", steps done, steps in all); may raise to stop the work."""
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A picture that was made, with the record of making it."""
+
+    id: str
+    scale: float
+    png: bytes
+    run_json: str
+    timings: dict[str, Any]
+
+    def summary(self, *, kept: bool) -> dict[str, Any]:
+        """What the page is told; picture and record are fetched by the id. `kept`: it was made before."""
+        return {"id": self.id, "scale": self.scale, "kept": kept, "timings": self.timings}
+
+
+class Translator:
+    """Makes base and result for one request after another. Not for several threads at once.
+
+    At scale 0 a LoRA changes nothing, to the bit, so the base's picture is the one at scale 0.
+
+    Args:
+        served: Model and LoRA.
+        kept: Where results stay for those who ask again or fetch them.
+    """
+
+    def __init__(self, served: ServedModel, kept: Recent[Made]) -> None:
+        self._served = served
+        self._kept = kept
+        self._by_key = Recent[str](limit_bytes=10_000)  # a thousand names of results, each counted as ten
+
+    def translate(self, picture: Picture, wish: Wish, report: Report) -> dict[str, Any]:
+        """Make what is asked for, and nothing that is still kept.
+
+        Args:
+            picture: The one that the wish names.
+            wish: What to make.
+            report: Told before the work and after each step.
+
+        Returns:
+            `base` and `result` (None without a LoRA), as `Made.summary` gives them, and `dormant_modules`:
+            how many of the LoRA's modules never ran.
+
+        Raises:
+            SigmascopeError: The request does not fit into memory, or the result holds NaN.
+        """
+        lora = self._served.lora
+        return {
+            "base": self._once(picture, wish, 0.0, "base", report),
+            "result": None if lora is None else self._once(picture, wish, wish.scale, "result", report),
+            "dormant_modules": 0 if lora is None else len(lora.dormant),
+        }
+
+    def _once(self, picture: Picture, wish: Wish, scale: float, what: str, report: Report) -> dict[str, Any]:
+        key = wish.key(scale)
+        made = self._kept.get(self._by_key.get(key) or "")
+        if made is not None:
+            return made.summary(kept=True)
+        report(what, 0, wish.steps)
+        try:
+            made = self._make(picture, wish, scale, lambda done, total, _: report(what, done, total))
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            raise _out_of_memory(error) from None  # the traceback would keep the tensors alive
+        self._kept.put(made.id, made, len(made.png) + len(made.run_json))
+        self._by_key.put(key, made.id, size_bytes=10)
+        return made.summary(kept=False)
+
+    def _make(
+        self, picture: Picture, wish: Wish, scale: float, progress: Callable[[int, int, str], None]
+    ) -> Made:
+        served = self._served
+        recorder = Recorder(name="lbm serve", sample_hz=SAMPLES_PER_SECOND)
+        recorder.fact("base_model", served.base_name)
+        with recorder:
+            if served.lora is not None:
+                with recorder.stage("lora_application") as stage:
+                    served.lora.scale = scale
+                    stage.fact("lora", served.lora_name)
+                    stage.fact("scale", scale)
+                    stage.fact("mode", "hot")
+                    stage.fact("applied_modules", len(served.lora.applied))
+            result = translate_image(
+                served.model,
+                picture.image,
+                num_inference_steps=wish.steps,
+                seed=wish.seed,
+                size=wished_size(wish),
+                resolution=served.resolution if wish.size == "bucket" else None,
+                tile_size=served.tile_size,
+                progress=progress,
+            )
+        run = recorder.run()
+        return Made(uuid.uuid4().hex, scale, as_png(result), run_to_json(run), timings(run))
+
+
+def _out_of_memory(error: BaseException) -> SigmascopeError:
+    device = "memory" if isinstance(error, MemoryError) else "the accelerator's memory"
+    gc.collect()
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
+    return SigmascopeError(
+        f"The request does not fit into {device}.",
+        hint="Choose a smaller size, or start the server with --tile_size 512.",
+    )
+
+
+def timings(run: Run) -> dict[str, Any]:
+    """Seconds, steps and memory peaks of a run and its stages.
+
+    Returns:
+        `seconds`, `peak_rss_mib`, `peak_gpu_mib`, and `stages`, each with `name`, `seconds`, `steps` (seconds
+        each) and its own two peaks. None where a peak is not known, as of a GPU where there is none.
+    """
+    peak = run.peak()
+    device = peak.busiest_device()
+    return {
+        "seconds": run.seconds,
+        "peak_rss_mib": _mib(peak.rss_bytes),
+        "peak_gpu_mib": None if device is None else _mib(peak.accelerator(device).allocated_bytes),
+        "stages": [_stage(stage, device) for stage in run.stages],
+    }
+
+
+def _stage(stage: Stage, device: str | None) -> dict[str, Any]:
+    peak = stage.peak
+    on_device = None if peak is None or device is None else peak.accelerator(device).allocated_bytes
+    return {
+        "name": stage.name,
+        "seconds": stage.seconds,
+        "steps": list(stage.steps.seconds),
+        "peak_rss_mib": None if peak is None else _mib(peak.rss_bytes),
+        "peak_gpu_mib": _mib(on_device),
+    }
+
+
+def _mib(count: int | None) -> float | None:
+    return None if count is None else count / MIB

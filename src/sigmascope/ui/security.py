@@ -1,0 +1,220 @@
+"""Who may talk to the page: its own pages in the user's browser, and programs on machines that know its address.
+
+A page that binds to loopback is still within reach of every web site that the user visits: by a form or script
+that posts to it (CSRF), and by a name that resolves to 127.0.0.1 (DNS rebinding). The first carries a foreign
+`Origin`, the second a foreign `Host`.
+"""
+
+import ipaddress
+import re
+import socket
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from sigmascope.errors import SigmascopeError
+
+SAFE_METHODS = ("GET", "HEAD")
+
+
+# Nothing but a name and a port: what is before an @ or behind a slash is none, and must not be taken for one.
+_HOST = re.compile(r"(?:\[(?P<address>[^\[\]@/\\\s]+)\]|(?P<name>[^:\[\]@/?#\\\s]+))(?::\d{0,5})?")
+
+
+HEADERS = {
+    # Nothing from elsewhere is loaded, nothing inline is run; pictures are fetched and shown as blobs.
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    # Pictures are private: a browser's cache is a file.
+    "cache-control": "no-store",
+}
+
+
+class Guard:
+    """ASGI middleware: refuses foreign hosts and origins, and adds the headers that keep the page to itself.
+
+    Args:
+        app: What is guarded.
+        host: That the server was told to bind to; its name is allowed beside loopback, this machine's name, and
+            plain addresses, which no one can rebind.
+    """
+
+    def __init__(self, app: ASGIApp, host: str) -> None:
+        self._app = app
+        self._names = known_names(host)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(HEADERS)
+            await send(message)
+
+        try:
+            check_request(scope["method"], Headers(scope=scope), self._names)
+        except Refusal as refusal:
+            await refusal.response(scope, receive, send_guarded)
+        else:
+            await self._app(scope, receive, send_guarded)
+
+
+def check_request(method: str, headers: Headers, names: Iterable[str]) -> None:
+    """Refuse a request that came by a foreign name or from a foreign page.
+
+    Raises:
+        Refusal: 400 without a `Host`, 403 with a foreign one, or a foreign `Origin` or `Sec-Fetch-Site`.
+    """
+    host = headers.get("host", "")
+    name = host_name(host)
+    if not name:
+        raise Refusal(400, "The request names no host.")
+    if name not in names and not _is_address(name):
+        raise Refusal(403, f"{name} is not a name of this server.", "Open the address that it printed.")
+    if method in SAFE_METHODS:
+        return
+    origin = headers.get("origin")
+    if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
+        raise Refusal(403, "The request comes from another page.", "Use the page that this server shows.")
+    if headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
+        raise Refusal(403, "The request comes from another site.", "Use the page that this server shows.")
+
+
+def known_names(host: str) -> frozenset[str]:
+    """Names by which a server bound to `host` is asked for, in lower case."""
+    return frozenset(
+        name.lower().removesuffix(".")
+        for name in ("localhost", host, socket.gethostname(), socket.getfqdn())
+        if name
+    )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a server bound to `host`."""
+    return host.lower() == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
+
+
+def host_name(host: str) -> str:
+    """The name in a `Host` header, in lower case, without port, brackets and the root's dot; empty if it is none."""
+    match = _HOST.fullmatch(host)
+    return "" if match is None else (match["address"] or match["name"]).lower().removesuffix(".")
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+_UNREAD = (408, 413)
+"""Statuses that leave some of the request's body unread, so that no other request can follow."""
+
+
+class Refusal(Exception):
+    """A request that is refused; answered as `{"error": {"message": …, "hint": …}}`.
+
+    Args:
+        status: HTTP status, 400 to 599.
+        message: What is wrong.
+        hint: The next step.
+    """
+
+    def __init__(self, status: int, message: str, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.hint = hint
+
+    @property
+    def response(self) -> JSONResponse:
+        """The answer."""
+        return JSONResponse(
+            {"error": as_error(self.message, self.hint)},
+            self.status,
+            {"connection": "close"} if self.status in _UNREAD else None,
+        )
+
+
+def as_error(message: str, hint: str | None) -> dict[str, str | None]:
+    """The structure in which the page gets every error."""
+    return {"message": message, "hint": hint}
+
+
+async def answer_refusal(request: Request, error: Exception) -> Response:
+    """Starlette's handler of `Refusal`."""
+    assert isinstance(error, Refusal)
+    return error.response
+
+
+async def answer_http_error(request: Request, error: Exception) -> Response:
+    """Starlette's handler of its own 404 and 405."""
+    assert isinstance(error, HTTPException)
+    refusal = Refusal(error.status_code, f"{request.method} {request.url.path}: {error.detail}.")
+    response = refusal.response
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def answer_sigmascope_error(request: Request, error: Exception) -> Response:
+    """Starlette's handler of what the library refuses while a request is read."""
+    assert isinstance(error, SigmascopeError)
+    return Refusal(422, error.message, error.hint).response
+
+
+async def answer_fault(request: Request, error: Exception) -> Response:
+    """Starlette's handler of everything else, which it then raises again for the server's own output."""
+    told = f"The server failed ({type(error).__name__})."
+    return Refusal(500, told, "The server's own output says more.").response
+
+
+MIB: Final = 1024**2
+
+
+LORA_SCALES: Final = (0.0, 2.0)
+"""Range of the strength (SPEC section 7)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of the page.
+
+    Attributes:
+        upload_bytes: Of one picture as sent.
+        uploads: Pictures that are being sent at once, each held in memory until it is whole.
+        body_seconds: In which a request's body must be here.
+        picture_pixels: Of one picture when decoded: a few kilobytes may hold gigabytes.
+        working_pixels: At which the model works; its memory grows with this.
+        steps: Of the bridge.
+        waiting: Requests in line, over all clients.
+        kept_pictures_bytes: Decoded pictures that are kept, the oldest forgotten first.
+        kept_results_bytes: Results that are kept, likewise.
+    """
+
+    upload_bytes: int = 50 * MIB
+    uploads: int = 16
+    body_seconds: float = 120.0
+    picture_pixels: int = 50_000_000
+    working_pixels: int = 2048 * 2048
+    steps: int = 100
+    waiting: int = 32
+    kept_pictures_bytes: int = 384 * MIB
+    kept_results_bytes: int = 256 * MIB
