@@ -3,13 +3,12 @@ from dataclasses import replace
 
 import pytest
 from scipy.stats import binom
+from tests.analysis.run_sets import noisy_runs, queued, run
 
 from sigmascope.analysis import run_comparison as compare_runs
 from sigmascope.analysis.regression import ALPHA, RegressionCheck, check_regression
 from sigmascope.errors import ConfigError
 from sigmascope.records.run import Run, Stage
-
-from .run_sets import noisy_runs, queued, run
 
 
 def verdicts(check: RegressionCheck) -> dict[str, str]:

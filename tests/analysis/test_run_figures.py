@@ -2,11 +2,10 @@ import math
 from dataclasses import replace
 
 import pytest
+from tests.analysis.run_sets import queued, run
 
 from sigmascope.analysis.run_figures import figures_of, timed_on_device
 from sigmascope.records.run import Run, Stage
-
-from .run_sets import queued, run
 
 
 def test_a_run_gives_its_total_its_stages_its_steps_and_its_peaks() -> None:

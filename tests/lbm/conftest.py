@@ -4,9 +4,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests.lbm.sdxl_forms import make_form, refiner, sdxl, sdxl_config, sdxl_folder
 
 from sigmascope.lbm.config import LbmConfig, parse_config
 from sigmascope.lbm.model import LbmModel, build_lbm
+
+__all__ = ["make_form", "refiner", "sdxl", "sdxl_config", "sdxl_folder"]  # fixtures
 
 TINY: dict[str, Any] = {
     "resolution": 64,

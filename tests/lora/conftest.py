@@ -4,10 +4,14 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from tests.lora.applied_patches import make_patch, randn
+from tests.lora.pipeline_loras import pipelines, save
 from torch import nn
 
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile
+
+__all__ = ["make_patch", "pipelines", "randn", "save"]  # fixtures
 
 MakeFactors = Callable[..., LoraFactors]
 MakeLora = Callable[..., LoraFile]

@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from tests.pipeline.warm_pipelines import clock, sd15
 from torch import Tensor, nn
+
+__all__ = ["clock", "sd15"]  # fixtures
 
 FOUR = (8, 8, 8, 8)
 DOWN, UP = ("DownEncoderBlock2D",), ("UpDecoderBlock2D",)

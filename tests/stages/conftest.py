@@ -5,7 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from tests.stages.lora_targets import apply, clip, unet
+from tests.stages.vaes import encode_pixels, make_comfy_vae, make_vae
 from torch import Tensor, nn
+
+__all__ = ["apply", "clip", "encode_pixels", "make_comfy_vae", "make_vae", "unet"]  # fixtures
 
 CORPUS = [
     "a red fox jumps over the lazy dog",

@@ -1,6 +1,8 @@
 import sys
 
 import pytest
+from tests.analysis.diagnostics.simulated import SimulatedGpu, on_this_gpu
+from tests.analysis.faulty_runs import GIB, component, device_memory, pipeline, stage, weights
 from tests.families import FAMILIES, generate, make_pipeline
 from torch import nn
 
@@ -11,9 +13,6 @@ from sigmascope.analysis.generations import Case
 from sigmascope.records.facts import CallFacts
 from sigmascope.records.run import Run, Stage
 from sigmascope.records.serialization import to_plain
-
-from .conftest import GIB, component, device_memory, pipeline, stage, weights
-from .simulated import SimulatedGpu, on_this_gpu
 
 
 def run_of(*stages: Stage, **facts: object) -> Run:

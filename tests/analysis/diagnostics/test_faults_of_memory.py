@@ -6,14 +6,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from tests.analysis.diagnostics.simulated import SimulatedGpu, found, number, watched
 from tests.families import make_pipeline
 from torch import nn
 
 import sigmascope
 from sigmascope.analysis.diagnostics import diagnose
 from sigmascope.records.run import Run
-
-from .simulated import SimulatedGpu, found, number, watched
 
 SCALE = 2**14
 """With it the small pipeline peaks at about 14 GB."""

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from tests.analysis.diagnostics.simulated import Nvml, SimulatedGpu, asked_through, found, number, watched
 
 from sigmascope.records.merge import merge_runs
-
-from .simulated import Nvml, SimulatedGpu, asked_through, found, number, watched
 
 STEPS = 8
 

@@ -5,14 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.analysis.diagnostics.simulated import SimulatedGpu, found, number, on_this_gpu, watched
 from tests.families import make_pipeline
 from tests.families.encoders import clip
 
 import sigmascope
 from sigmascope.analysis.diagnostics import diagnose
 from sigmascope.records.run import Finding
-
-from .simulated import SimulatedGpu, found, number, on_this_gpu, watched
 
 STEPS = 8
 Callback = Callable[[Any, int, Any, dict[str, Any]], dict[str, Any]]

@@ -4,7 +4,7 @@ import multiprocessing
 from pathlib import Path
 
 import pytest
-from tests.integrations.autostart.programs import plain, write
+from tests.integrations.programs import plain, write
 
 import sigmascope
 from sigmascope.integrations.launch import LINE

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from tests.integrations.autostart.programs import plain, watched, write
+from tests.integrations.programs import plain, watched, write
 
 SCRIPTS = {
     "ends": "print('done')",

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.integrations.autostart.programs import Ended, plain, watched, write
+from tests.integrations.programs import Ended, plain, watched, write
 
 import sigmascope
 from sigmascope.integrations.autostart import Settings

@@ -5,8 +5,8 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.lbm.shards.making import encoded as png
-from tests.lbm.shards.making import noise, pair, write_tar
+from tests.lbm.shard_files import encoded as png
+from tests.lbm.shard_files import noise, pair, write_tar
 
 from sigmascope.errors import FileError
 from sigmascope.lbm.shards import RawSample, read_shard

@@ -2,8 +2,8 @@ import random
 from pathlib import Path
 
 import pytest
-from tests.lbm.shards.making import encoded as png
-from tests.lbm.shards.making import noise, pair, write_tar
+from tests.lbm.shard_files import encoded as png
+from tests.lbm.shard_files import noise, pair, write_tar
 
 from sigmascope.lbm.shards import Order, RawSample, Share, mixed
 

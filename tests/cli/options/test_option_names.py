@@ -1,0 +1,77 @@
+"""Options that messages and pages name are there, and spelled as the help spells them."""
+
+import ast
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.core import TyperGroup
+
+import sigmascope
+from sigmascope.cli.root import app
+
+SOURCE = Path(sigmascope.__file__).parent
+PAGES = Path(__file__).parents[3] / "docs"
+NAMED = re.compile(r"(?<![\w-])--[a-z][\w-]*")
+OTHERS = {
+    "--use_fsdp", "--fsdp_version", "--use_deepspeed", "--zero_stage", "--deepspeed_config_file", "--use_megatron_lm",
+}  # fmt: skip
+"""Of `accelerate launch` and `torchrun`."""
+PAGE = {"make-shards": "data"}
+"""The page that tells of a command, where it has another name."""
+CALL = re.compile(r"sigmascope ((?:[a-z-]+ )+)")
+
+
+def commands(command: Any, *names: str) -> dict[str, Any]:
+    """Every command by its words: `lbm train`."""
+    if not isinstance(command, TyperGroup):
+        return {" ".join(names): command}
+    found: dict[str, Any] = {}
+    for name, inner in command.commands.items():
+        found |= commands(inner, *names, name)
+    return found
+
+
+COMMANDS = commands(typer.main.get_command(app))
+
+
+def options(command: Any) -> set[str]:
+    return {name for param in command.params for name in (*param.opts, *param.secondary_opts)}
+
+
+def test_options_that_messages_name_are_in_the_help() -> None:
+    known = OTHERS.union(*map(options, COMMANDS.values()))
+    wrong = [
+        f"{path.relative_to(SOURCE)}:{node.lineno} {name}"
+        for folder in (SOURCE / "lbm", SOURCE / "cli" / "lbm")
+        for path in sorted(folder.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        for name in NAMED.findall(node.value)
+        if name not in known
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("page", sorted(PAGES.glob("lbm*.md")), ids=lambda page: page.stem)
+def test_commands_of_a_page_have_the_options_that_it_gives_them(page: Path) -> None:
+    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+    wrong = []
+    for line in text.splitlines():
+        for match in CALL.finditer(line):
+            command = COMMANDS.get(match[1].strip())
+            given = NAMED.findall(re.split(r"`|[|#&]", line[match.end() :])[0])
+            if command is not None:
+                wrong += [f"{match[0]}{name}" for name in given if name not in options(command)]
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    "command", ["create-base", "infer", "make-shards", "serve", "train"], ids=lambda name: name
+)
+def test_a_command_s_page_tells_all_of_its_options(command: str) -> None:
+    text = (PAGES / f"lbm-{PAGE.get(command, command)}.md").read_text(encoding="utf-8")
+    untold = options(COMMANDS[f"lbm {command}"]) - set(NAMED.findall(text))
+    assert {name for name in untold if name.startswith("--")} == set()

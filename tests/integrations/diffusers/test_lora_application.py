@@ -1,0 +1,75 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.families import FAMILIES, generate, make_pipeline
+from tests.families.loras import lora_state, modules_of, parts_of, write
+from tests.integrations.diffusers.marks import left_behind
+
+import sigmascope
+from sigmascope.records.run import Run, Stage
+
+pytestmark = pytest.mark.slow
+
+
+def lora_stages(run: Run) -> list[Stage]:
+    return [stage for stage in run.walk() if stage.name == "lora_application"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_lora_is_analysed_as_it_is_loaded(family: str, tmp_path: Path) -> None:
+    pipeline = make_pipeline(family)
+    state = lora_state(pipeline, parts_of(family))
+    path = write(state, tmp_path / "style.safetensors")
+    with sigmascope.watch(pipeline) as run:
+        pipeline.load_lora_weights(str(path), adapter_name="style")
+    (stage,) = lora_stages(run.record())
+    analysis = stage.facts["lora_application"]
+    assert stage.facts["file"] == str(path)
+    assert analysis["effective"]
+    found = analysis["unet_changes"]["patches_added"] + (analysis["clip_changes"]["patches_added"] or 0)
+    assert found == len(modules_of(state))
+
+
+def test_a_lora_for_another_model_is_found_out(tmp_path: Path) -> None:
+    path = write(
+        lora_state(make_pipeline("flux"), parts_of("flux", encoders=False)), tmp_path / "flux.safetensors"
+    )
+    pipeline = make_pipeline("sd15")
+    with sigmascope.watch(pipeline) as run:
+        pipeline.load_lora_weights(str(path))
+    analysis = run.stage("lora_application").facts["lora_application"]
+    assert not analysis["effective"]
+    assert "lora_matches_nothing" in {finding["id"] for finding in analysis["findings"]}
+
+
+def test_every_method_is_a_stage_in_order(pipeline: Any, tmp_path: Path) -> None:
+    path = write(lora_state(pipeline, parts_of("sd15")), tmp_path / "style.safetensors")
+    with sigmascope.watch(pipeline) as run:
+        pipeline.load_lora_weights(str(path), adapter_name="style")
+        pipeline.set_adapters(["style"], [0.5])
+        pipeline.fuse_lora()
+        pipeline.unfuse_lora()
+        pipeline.unload_lora_weights()
+    methods = [stage.facts["method"] for stage in lora_stages(run.record())]
+    assert methods == ["load_lora_weights", "set_adapters", "fuse_lora", "unfuse_lora", "unload_lora_weights"]
+    assert left_behind() == []
+
+
+def test_images_with_a_lora_are_the_same_bit_for_bit(tmp_path: Path) -> None:
+    bare, watched = make_pipeline("sd15"), make_pipeline("sd15")
+    path = write(lora_state(bare, parts_of("sd15")), tmp_path / "style.safetensors")
+    bare.load_lora_weights(str(path), adapter_name="style")
+    with sigmascope.watch(watched):
+        watched.load_lora_weights(str(path), adapter_name="style")
+        image = generate(watched, "sd15")
+    assert torch.equal(image, generate(bare, "sd15"))
+
+
+def test_a_loader_that_fails_fails_as_without_a_watch(pipeline: Any, tmp_path: Path) -> None:
+    path = tmp_path / "broken.safetensors"
+    path.write_bytes(b"no weights")
+    with sigmascope.watch(pipeline) as run, pytest.raises(OSError, match="Unable to load"):
+        pipeline.load_lora_weights(str(path))
+    assert run.stage("lora_application").error is not None

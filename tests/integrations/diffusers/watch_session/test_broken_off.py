@@ -1,0 +1,76 @@
+"""Generations that end early: what was seen stays, marked, and nothing is left."""
+
+from typing import Any
+
+import pytest
+import torch
+from tests.families import generate
+from tests.integrations.diffusers.marks import left_behind, marks
+from torch import Tensor
+
+import sigmascope
+
+
+def raising(error: BaseException, at_step: int) -> Any:
+    def callback(_pipeline: Any, step: int, _timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        if step == at_step:
+            raise error
+        return tensors
+
+    return callback
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no more"), KeyboardInterrupt(), SystemExit(3)])
+def test_an_exception_in_the_middle_passes_and_the_partial_record_stays(
+    pipeline: Any, error: BaseException
+) -> None:
+    before = marks(pipeline)
+    with sigmascope.watch(pipeline) as run, pytest.raises(type(error)) as caught:
+        generate(pipeline, "sd15", num_inference_steps=4, callback_on_step_end=raising(error, 1))
+    assert caught.value is error
+    generation = run.stage("generation")
+    assert not generation.success
+    assert len(run.stage("denoising").steps) == 2
+    assert [stage.name for stage in generation.children] == ["text_encoding", "model_sampling", "denoising"]
+    assert marks(pipeline) == before
+    assert left_behind() == []
+
+
+def test_a_run_that_an_exception_left_is_not_complete(pipeline: Any) -> None:
+    watch = sigmascope.watch(pipeline)
+    with pytest.raises(KeyboardInterrupt), watch as run:
+        generate(pipeline, "sd15", callback_on_step_end=raising(KeyboardInterrupt(), 0))
+    assert not run.complete
+
+
+def test_a_denoiser_that_raises_has_begun_a_step(pipeline: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(*_args: Any, **_kwargs: Any) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(pipeline.unet, "forward", forward)
+    with sigmascope.watch(pipeline) as run, pytest.raises(MemoryError):
+        generate(pipeline, "sd15")
+    denoising = run.stage("denoising")
+    assert denoising.error == "MemoryError: no room"
+    assert len(denoising.steps) == 1
+
+
+def test_the_next_generation_is_watched_as_if_nothing_had_been(pipeline: Any, unwatched: Tensor) -> None:
+    with sigmascope.watch(pipeline) as run:
+        with pytest.raises(RuntimeError):
+            generate(pipeline, "sd15", callback_on_step_end=raising(RuntimeError(), 0))
+        image = generate(pipeline, "sd15")
+    assert torch.equal(image, unwatched)
+    assert [stage.success for stage in run.stages] == [False, True]
+
+
+def test_an_interrupted_pipeline_has_its_steps_and_its_decoding(pipeline: Any) -> None:
+    def stop(pipeline: Any, step: int, _timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        pipeline._interrupt = step == 1
+        return tensors
+
+    with sigmascope.watch(pipeline) as run:
+        generate(pipeline, "sd15", num_inference_steps=5, callback_on_step_end=stop)
+    generation = run.stage("generation")
+    assert [stage.name for stage in generation.children][-2:] == ["denoising", "latent_decoding"]
+    assert len(run.stage("denoising").steps) == 2

@@ -1,0 +1,187 @@
+"""A program with stages of its own, under a watch: it ends as it does without, and its record is kept."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from tests.integrations.programs import Ended, plain, watched, write
+
+import sigmascope
+from sigmascope.integrations.autostart import Settings
+from sigmascope.integrations.process_recording import program, record_path, unhandled
+
+pytestmark = pytest.mark.slow
+
+STAGES = """
+import sigmascope
+with sigmascope.stage("denoising") as stage:
+    for _ in range(3):
+        with sigmascope.step():
+            pass
+    stage.fact("prompt", "a portrait of me")
+"""
+ENDS = {
+    "ends": "print('done')",
+    "exits": "raise SystemExit(4)",
+    "raises": "raise ValueError('NaN')",
+    "is interrupted": "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nwhile True: pass\n",
+    "forks": "import os\npid = os.fork()\nif pid:\n    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))\nelse:\n    raise SystemExit(6)\n",
+    "leaves at once": "import os; os._exit(8)",
+    "raises in a stage": "with sigmascope.stage('latent_decoding'):\n    raise ValueError('NaN')\n",
+    "closes its streams": "import sys; sys.stdout.close(); sys.stderr.close()",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("programs")
+
+
+@pytest.fixture(scope="module")
+def under_watch(folder: Path) -> dict[str, Ended]:
+    """Every program once, each with a record named after it."""
+    settings = Settings(quiet="1", launched="1")
+    done = {}
+    for name, end in ENDS.items():
+        write(folder, f"{name}.py", STAGES + end)
+        done[name] = watched([f"{name}.py"], folder, settings._replace(output=f"{name}.json"))
+    return done
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_a_program_ends_as_it_does_without(name: str, folder: Path, under_watch: dict[str, Ended]) -> None:
+    alone, under = plain([f"{name}.py"], folder), under_watch[name]
+    assert (under.code, under.out, under.err) == (alone.code, alone.out, alone.err)
+
+
+@pytest.mark.parametrize("name", [name for name in ENDS if name != "leaves at once"])
+def test_its_steps_are_recorded(name: str, folder: Path, under_watch: dict[str, Ended]) -> None:
+    run = sigmascope.load_run(folder / f"{name}.json")
+    assert len(run.stage("denoising").steps) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "complete"),
+    [("ends", True), ("exits", True), ("forks", True), ("raises", False), ("is interrupted", False)],
+)
+def test_a_record_is_complete_unless_an_exception_ended_the_program(
+    name: str, complete: bool, folder: Path, under_watch: dict[str, Ended]
+) -> None:
+    assert sigmascope.load_run(folder / f"{name}.json").complete is complete
+
+
+def test_a_stage_that_failed_says_so(folder: Path, under_watch: dict[str, Ended]) -> None:
+    stage = sigmascope.load_run(folder / "raises in a stage.json").stage("latent_decoding")
+    assert stage.error == "ValueError: NaN"
+
+
+def test_what_was_known_of_a_program_that_is_killed_is_kept(tmp_path: Path) -> None:
+    soon = "from sigmascope.integrations.process_recording import Keeper\nKeeper.__init__.__defaults__ = (0.05,)\n"
+    killed = (
+        "import os, signal, time\nwith sigmascope.stage('latent_decoding'):\n"
+        "    while 'latent_decoding' not in (open('run.json').read() if os.path.exists('run.json') else ''):\n"
+        "        time.sleep(0.05)\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    write(tmp_path, "script.py", soon + STAGES + killed)
+    done = watched(["script.py"], tmp_path, Settings(output="run.json", quiet="1"))
+    run = sigmascope.load_run(tmp_path / "run.json")
+    assert done.code == -9
+    assert [stage.name for stage in run.stages] == ["denoising", "latent_decoding"]
+    assert not run.complete
+
+
+def test_the_run_is_called_as_the_script(folder: Path, under_watch: dict[str, Ended]) -> None:
+    assert sigmascope.load_run(folder / "ends.json").name == "ends"
+
+
+def test_a_forked_child_tells_nothing(folder: Path, under_watch: dict[str, Ended]) -> None:
+    assert under_watch["forks"].told.count("the record is in") == 1
+
+
+FORKS_FIRST = """
+import os
+child = os.fork()
+if child:
+    os.waitpid(child, 0)
+"""
+POOL = """
+import multiprocessing
+def work(number):
+    import sigmascope
+    with sigmascope.stage(f"denoising {number}"):
+        pass
+child = multiprocessing.get_context("fork").Process(target=work, args=(1,))
+child.start()
+child.join()
+"""
+
+
+@pytest.mark.parametrize(("script", "stages"), [(FORKS_FIRST + STAGES, 2), (POOL, 1)])
+def test_children_that_were_forked_before_have_records_of_their_own(
+    script: str, stages: int, tmp_path: Path
+) -> None:
+    write(tmp_path, "script.py", script)
+    done = watched(["script.py"], tmp_path, Settings(output="run.json", quiet="1", launched="1"))
+    runs = [sigmascope.load_run(path) for path in tmp_path.glob("run*.json")]
+    assert (done.code, done.err, len(runs)) == (0, "", stages)
+    assert all(run.complete and run.stages[0].name.startswith("denoising") for run in runs)
+
+
+def test_the_summary_goes_to_stderr_after_what_the_program_wrote(tmp_path: Path) -> None:
+    write(tmp_path, "script.py", STAGES + "import sys; print('out'); print('err', file=sys.stderr)")
+    done = watched(["script.py"], tmp_path, Settings(launched="1"))
+    assert done.out == "out\n"
+    assert done.err.startswith("err\n")
+    assert "Run: script" in done.err
+    assert "denoising" in done.err
+
+
+def test_a_record_and_a_trace_that_cannot_be_written_change_nothing(tmp_path: Path) -> None:
+    write(tmp_path, "script.py", STAGES + "raise SystemExit(4)")
+    nowhere = Settings(output="nowhere/run.json", trace="nowhere/trace.json", quiet="1")
+    done = watched(["script.py"], tmp_path, nowhere)
+    assert (done.code, done.err) == (4, "")
+    assert "the record is not written" in done.told
+    assert "the trace is not written" in done.told
+
+
+def test_a_program_that_changes_its_folder_leaves_the_record_where_it_began(tmp_path: Path) -> None:
+    write(tmp_path, "script.py", STAGES + "import os; os.chdir('/')")
+    watched(["script.py"], tmp_path, Settings(output="run.json", trace="trace.json", quiet="1"))
+    assert (tmp_path / "run.json").is_file()
+    assert (tmp_path / "trace.json").is_file()
+
+
+def test_a_setting_that_makes_no_sense_is_told_and_the_program_runs(tmp_path: Path) -> None:
+    write(tmp_path, "script.py", STAGES + "print('done')")
+    done = watched(["script.py"], tmp_path, Settings(sample_hz="often"))
+    assert (done.code, done.out) == (0, "done\n")
+    assert "nothing is watched: SIGMASCOPE_SAMPLE_HZ=often is no number above 0" in done.told
+
+
+def test_an_exception_that_a_console_showed_did_not_end_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(KeyboardInterrupt) as shown:
+        raise KeyboardInterrupt
+    monkeypatch.setattr(sys, "last_value", shown.value, raising=False)
+    assert unhandled() is None
+
+
+def test_a_program_that_goes_on_in_a_console_ends_as_it_does_without(tmp_path: Path) -> None:
+    interrupted = "compile('raise KeyboardInterrupt', '<console>', 'exec')"
+    console = f"import code\ncode.InteractiveConsole().runcode({interrupted})\nprint('after')\n"
+    write(tmp_path, "script.py", STAGES + console)
+    done = watched(["script.py"], tmp_path, Settings(output="run.json", quiet="1"))
+    assert (done.code, done.out) == (0, "after\n")
+    assert sigmascope.load_run(tmp_path / "run.json").complete
+
+
+def test_a_folder_gets_a_file_of_its_own_for_each_process(tmp_path: Path) -> None:
+    path = record_path(".", str(tmp_path))
+    assert path.parent == tmp_path
+    assert path.name.startswith(f"sigmascope-{program()}-")
+    assert path.name.endswith(f"-{os.getpid()}.json")
+
+
+def test_a_file_is_taken_as_it_is(tmp_path: Path) -> None:
+    assert record_path("run.json", str(tmp_path)) == tmp_path / "run.json"

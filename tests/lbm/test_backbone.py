@@ -1,0 +1,192 @@
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import UNet2DConditionModel
+from safetensors.torch import load_file, save_file
+from tests.lbm.sdxl_forms import DENOISER, VAE, Form, single_file_state
+
+from sigmascope.checkpoints import Checkpoint, TensorInfo
+from sigmascope.errors import CheckpointError, ConfigError
+from sigmascope.lbm.backbone import open_backbone, read_names, wanted_files
+from sigmascope.lbm.config import LbmConfig, parse_config
+from sigmascope.lbm.model import build_lbm
+
+
+class Announced(Checkpoint):
+    """A file of which only names and shapes are known: full size without a byte."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        infos = {
+            key: TensorInfo(key, tuple(each.shape), each.dtype, each.nbytes) for key, each in tensors.items()
+        }
+        super().__init__(Path("sd_xl.safetensors"), infos, {}, {})
+
+    def _read(self, info: TensorInfo) -> torch.Tensor:
+        raise AssertionError("nothing may be read")
+
+    def close(self) -> None:
+        pass
+
+
+def test_every_name_of_a_full_size_single_file_is_put_into_diffusers_own() -> None:
+    config = LbmConfig()
+    with torch.device("meta"):
+        unet = UNet2DConditionModel(
+            down_block_types=config.denoiser.down_block_types,
+            up_block_types=config.denoiser.up_block_types,
+            block_out_channels=config.denoiser.block_out_channels,
+            transformer_layers_per_block=[1, 2, 10],
+            attention_head_dim=[5, 10, 20],
+            cross_attention_dim=2048,
+            use_linear_projection=True,
+            addition_embed_type="text_time",
+            addition_time_embed_dim=256,
+            projection_class_embeddings_input_dim=2816,
+        ).state_dict()
+    vae = build_lbm(config, device="meta").vae.vae_model.state_dict()
+    assert (len(unet), len(vae)) == (1680, 248)  # as SDXL's own files have
+    names = read_names(Announced(single_file_state(unet, vae)), config)
+    for part, state in (("unet", unet), ("vae", vae)):
+        shapes = {name: shape for name, (_, shape) in names.parts[part].items()}
+        assert shapes == {name: tuple(tensor.shape) for name, tensor in state.items()}
+    assert names.parts["unet"]["mid_block.attentions.0.transformer_blocks.9.attn2.to_k.weight"][0] == (
+        "model.diffusion_model.middle_block.1.transformer_blocks.9.attn2.to_k.weight"
+    )
+    assert names.parts["vae"]["decoder.up_blocks.0.resnets.2.conv1.weight"][0] == (
+        "first_stage_model.decoder.up.3.block.2.conv1.weight"
+    )
+    assert names.parts["vae"]["encoder.mid_block.attentions.0.to_q.weight"] == (
+        "first_stage_model.encoder.mid.attn_1.q.weight",
+        (512, 512),
+    )
+
+
+def test_earlier_names_of_a_vae_s_attention_are_known(
+    sdxl_config: LbmConfig, sdxl_folder: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(sdxl_folder, tmp_path / "earlier")
+    file = tmp_path / "earlier" / "vae" / "diffusion_pytorch_model.safetensors"
+    renamed = {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}
+    state = load_file(file)
+    for new, old in renamed.items():
+        state = {
+            key.replace(f"attentions.0.{new}.", f"attentions.0.{old}."): each for key, each in state.items()
+        }
+    assert any("proj_attn" in key for key in state)
+    save_file(state, file)
+    with (
+        open_backbone(tmp_path / "earlier", sdxl_config) as earlier,
+        open_backbone(sdxl_folder, sdxl_config) as present,
+    ):
+        assert set(earlier.weights) == set(present.weights)
+        key = "vae.vae_model.decoder.mid_block.attentions.0.to_out.0.weight"
+        assert torch.equal(earlier.weights[key].read(), present.weights[key].read())
+
+
+def test_a_variant_is_read_when_asked_for(sdxl_config: LbmConfig, sdxl_folder: Path, tmp_path: Path) -> None:
+    for part in ("unet", "vae"):
+        shutil.copytree(sdxl_folder / part, tmp_path / part)
+        state = load_file(tmp_path / part / "diffusion_pytorch_model.safetensors")
+        half = {key: tensor.half() for key, tensor in state.items()}
+        save_file(half, tmp_path / part / "diffusion_pytorch_model.fp16.safetensors")
+    for variant, dtype in ((None, torch.float32), ("fp16", torch.float16)):
+        with open_backbone(tmp_path, sdxl_config, variant) as backbone:
+            assert {weight.dtype for weight in backbone.weights.values()} == {dtype}
+
+
+def test_a_single_file_has_no_variants(sdxl_config: LbmConfig, make_form: Callable[[Form], Path]) -> None:
+    with (
+        pytest.raises(ConfigError, match="--variant fp16"),
+        open_backbone(make_form("safetensors"), sdxl_config, "fp16"),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(("gone", "part"), [("model.diffusion_model", "unet"), ("first_stage_model", "vae")])
+def test_a_single_file_without_a_part_says_which(
+    sdxl_config: LbmConfig, make_form: Callable[[Form], Path], gone: str, part: str
+) -> None:
+    file = make_form("safetensors")
+    save_file({key: each for key, each in load_file(file).items() if not key.startswith(gone)}, file)
+    with (
+        pytest.raises(CheckpointError, match=rf"no tensors named {gone}\.\*, so no {part}"),
+        open_backbone(file, sdxl_config),
+    ):
+        pass
+
+
+def test_a_single_file_cannot_have_blocks_of_different_depths(make_form: Callable[[Form], Path]) -> None:
+    config = parse_config({"denoiser": DENOISER | {"layers_per_block": [1, 2]}, "vae": VAE})
+    with (
+        pytest.raises(ConfigError, match=r"layers_per_block.*single-file"),
+        open_backbone(make_form("safetensors"), config),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("part", ["unet", "vae"])
+def test_a_folder_without_a_part_says_which(
+    sdxl_config: LbmConfig, sdxl_folder: Path, tmp_path: Path, part: str
+) -> None:
+    other = "vae" if part == "unet" else "unet"
+    shutil.copytree(sdxl_folder / other, tmp_path / other)
+    with pytest.raises(CheckpointError, match=f"has no folder {part}"), open_backbone(tmp_path, sdxl_config):
+        pass
+
+
+@pytest.mark.parametrize("signature", ["./sdxl", "/nowhere/sdxl", "sd_xl_base_1.0.safetensors"])
+def test_a_path_that_is_not_there_is_not_looked_for_on_the_hub(
+    sdxl_config: LbmConfig, signature: str
+) -> None:
+    with pytest.raises(ConfigError, match="is not there"), open_backbone(signature, sdxl_config):
+        pass
+
+
+def test_a_name_is_fetched_from_the_hub(
+    sdxl_config: LbmConfig, sdxl_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, list[str]]] = []
+
+    def fetch(repository: str, allow_patterns: list[str]) -> str:
+        asked.append((repository, allow_patterns))
+        return str(sdxl_folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    with open_backbone("some/sdxl", sdxl_config) as backbone:
+        assert len(backbone.weights) > 100
+    assert asked == [("some/sdxl", wanted_files(None))]
+
+
+def test_only_the_files_of_the_variant_are_fetched() -> None:
+    from fnmatch import fnmatch
+
+    def fetched(variant: str | None, name: str) -> bool:
+        return any(fnmatch(f"unet/{name}", pattern) for pattern in wanted_files(variant))
+
+    plain = ["diffusion_pytorch_model.safetensors", "diffusion_pytorch_model-00001-of-00002.safetensors"]
+    half = [
+        "diffusion_pytorch_model.fp16.safetensors",
+        "diffusion_pytorch_model.fp16-00001-of-00002.safetensors",
+    ]
+    assert [fetched(None, name) for name in plain] == [True, True]
+    assert [fetched(None, name) for name in half] == [False, False]
+    assert [fetched("fp16", name) for name in half] == [True, True]
+    assert not fetched("fp16", plain[0])
+    assert not fetched(None, "diffusion_pytorch_model.bin")
+
+
+def test_a_backbone_that_cannot_be_fetched_is_named(
+    sdxl_config: LbmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> str:
+        raise OSError("no network")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
+    with (
+        pytest.raises(ConfigError, match=r"nobody/nothing.*no network"),
+        open_backbone("nobody/nothing", sdxl_config),
+    ):
+        pass

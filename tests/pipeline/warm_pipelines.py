@@ -1,0 +1,25 @@
+"""A clock that the test turns, and a pipeline that has run."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+from tests.pipeline.measured import Clock
+from tests.pipeline.optimized import warm_pipeline
+
+from sigmascope.monitor.recorder import Recorder
+from sigmascope.pipeline import measure as trial_runs
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """What the runs of a measurement are timed by."""
+    made = Clock()
+    monkeypatch.setattr(trial_runs, "Recorder", partial(Recorder, sample_hz=None, clock=made))
+    return made
+
+
+@pytest.fixture
+def sd15() -> Any:
+    """One that all tests share, and leave as it was."""
+    return warm_pipeline("sd15")

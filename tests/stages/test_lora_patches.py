@@ -1,0 +1,133 @@
+"""What is on ComfyUI's patchers, as its versions shape them."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from tests.comfy_shapes.adapters import LoRAAdapter, lora_adapter, lora_parts, lora_tuple
+from tests.comfy_shapes.modules import OUT, BaseModel, Q
+from tests.comfy_shapes.patchers import ModelPatcher
+from tests.comfy_shapes.versions import EarlyModelPatcher, NamedModelPatcher, OldModelPatcher
+from tests.stages.lora_targets import Analysis, Apply, delta_norm, patches
+
+import sigmascope
+from sigmascope.stages.lora_application import analyze_lora_application_results, capture_lora_baseline
+
+VERSIONS = (OldModelPatcher, EarlyModelPatcher, NamedModelPatcher, ModelPatcher)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("value", [lora_adapter(), lora_tuple()], ids=["adapter", "tuple"])
+def test_every_version_gives_the_same_details(version: type[ModelPatcher], value: Any) -> None:
+    patcher = version(BaseModel())
+    patcher.add_patches({Q: value}, 0.7)
+    details = sigmascope.analyze_lora_patches(patcher, "UNet")["patch_details"][Q]
+    assert details["strength_patch"] == 0.7
+    assert details["patch_type"] == "lora_up"
+    assert details["adapter_type"] == "lora"
+    assert details["patch_count"] == 1
+    assert details["patch_data_shape"] == str(type(value))
+
+
+def test_strength_0_has_no_effect(apply: Apply) -> None:
+    found = apply(patches(), strength=0.0)
+    assert found["unet_lora_patches"]["total_patched_keys"] == 1
+    assert found["unet_weight_changes"]["keys_value_changed"] == {}
+    assert found["effective"] is False
+    assert found["findings"][0]["id"] == "lora_without_effect"
+
+
+def test_a_wrong_shape_is_a_finding_with_its_reason(apply: Apply) -> None:
+    found = apply({Q: lora_adapter(out=6)}, load=True)
+    assert found["success"] is False
+    assert list(found["unet_lora_patches"]["failed"]) == [Q]
+    assert "lora_changes_failed" in {finding["id"] for finding in found["findings"]}
+
+
+def test_nan_is_found(apply: Apply) -> None:
+    adapter = lora_adapter()
+    adapter.weights[0][0, 0] = torch.nan
+    found = apply({Q: adapter})
+    assert found["unet_lora_patches"]["not_finite"] == [Q]
+    assert found["success"] is False
+
+
+def test_the_same_lora_twice_is_found(apply: Apply, unet: ModelPatcher) -> None:
+    baseline = capture_lora_baseline(unet, None)
+    twice = unet.clone()
+    twice.add_patches({Q: lora_adapter()}, 1.0)
+    twice.add_patches({Q: copy.deepcopy(lora_adapter())}, 0.5)
+    found = analyze_lora_application_results(baseline, twice, None, (twice, None))
+    assert [one["keys"] for one in found["unet_lora_patches"]["applied_twice"]] == [1]
+    change = found["unet_weight_changes"]["keys_value_changed"][Q]
+    assert change["delta_norm"] == pytest.approx(delta_norm(strength=1.5))
+
+
+FILES: tuple[set[str], set[str]] = ({"one"}, {"other"})
+
+
+def two(first: tuple[Any, ...], second: tuple[Any, ...]) -> Analysis:
+    """Two LoRAs: the first on two weights, the second on one of them at half strength."""
+    patcher = ModelPatcher(BaseModel())
+    patcher.add_patches({Q: LoRAAdapter(FILES[0], first), OUT: LoRAAdapter(FILES[0], lora_parts(6))}, 1.0)
+    patcher.add_patches({Q: LoRAAdapter(FILES[1], second)}, 0.5)
+    return dict(sigmascope.analyze_lora_patches(patcher, "UNet"))
+
+
+def test_two_loras_are_told_apart() -> None:
+    loras = two(lora_parts(), lora_parts(seed=7))["loras"]
+    assert [lora["keys"] for lora in loras.values()] == [2, 1]
+    assert [lora["strengths"] for lora in loras.values()] == [[1.0], [0.5]]
+
+
+def test_a_lora_overlaps_with_its_copy_wholly() -> None:
+    (found,) = two(lora_parts(), lora_parts())["overlaps"]
+    assert found["largest"][0]["overall"] == pytest.approx(1.0)
+    assert (found["shared_keys"], found["only_a"], found["only_b"]) == (1, 1, 0)
+
+
+def test_loras_of_orthogonal_directions_do_not_overlap() -> None:
+    up, down = torch.eye(8)[:, :2], torch.eye(8)[:2]
+    first = (up, down, None, None, None, None)
+    (found,) = two(first, (up.roll(2, 0), down.roll(2, 1), *first[2:]))["overlaps"]
+    assert found["overall"] == pytest.approx(0.0, abs=1e-9)
+
+
+def test_the_overlap_of_each_weight_comes_with_the_angles_between_the_directions() -> None:
+    up, down = torch.eye(8)[:, :2], torch.eye(8)[:2]
+    first = (up, down, None, None, None, None)
+    half_turned = (up + torch.eye(8)[:, 2:4], down, *first[2:])
+    (found,) = two(first, half_turned)["overlaps"]
+    assert found["largest"][0]["column_angles"] == pytest.approx([45.0, 45.0])
+    assert found["largest"][0]["row_angles"] == pytest.approx([0.0, 0.0], abs=1e-5)
+
+
+def test_what_would_take_too_long_is_compared_on_some_weights_and_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sigmascope.stages.lora_patches._MOST_PRODUCTS", 4**2 * 16)
+    patcher = ModelPatcher(BaseModel())
+    for number, file in enumerate(FILES):
+        parts = {Q: lora_parts(seed=number), OUT: lora_parts(6, seed=number)}
+        patcher.add_patches({key: LoRAAdapter(file, part) for key, part in parts.items()}, 1.0)
+    (found,) = sigmascope.analyze_lora_patches(patcher, "UNet")["overlaps"]
+    assert (found["shared_keys"], found["compared_keys"]) == (2, 1)
+    assert "1 in 2 of 2 weights" in found["unavailable"]["keys"]
+
+
+@pytest.mark.parametrize("strength", [float("nan"), float("inf")])
+def test_a_strength_that_is_no_finite_number_is_an_error(apply: Apply, strength: float) -> None:
+    found = apply(patches(), strength=strength)
+    assert found["unet_lora_patches"]["not_finite"] == [Q]
+    assert (found["success"], found["findings"][0]["id"]) == (False, "lora_not_finite")
+
+
+def test_a_strength_that_cannot_be_read_is_not_called_no_effect(unet: ModelPatcher) -> None:
+    baseline = capture_lora_baseline(unet, None)
+    unet.add_patches({Q: lora_adapter()}, "strong")  # type: ignore[arg-type]
+    change = analyze_lora_application_results(baseline, unet, None, (unet, None))["unet_weight_changes"][
+        "keys_value_changed"
+    ][Q]
+    assert change["delta_norm"] is None
+    assert "strength" in change["unavailable"]["delta_norm"]
