@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sigmascope.errors import NonFiniteError
-from sigmascope.lora import layer_extraction as layer_stream
+from sigmascope.lora import layer_extraction
 from sigmascope.lora.layer_extraction import LayerReader, StreamedChange
 from sigmascope.lora.pairs import open_pair
 
@@ -47,7 +47,7 @@ def state(dtype: torch.dtype, seed: int, like: State | None = None, size: float 
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer_stream, "_PIECE", PIECE)
+    monkeypatch.setattr(layer_extraction, "_PIECE", PIECE)
 
 
 def one_file(folder: Path, tensors: State) -> Path:

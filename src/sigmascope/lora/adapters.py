@@ -1,7 +1,16 @@
 """Weight changes that are more than one product up·down: LoHa, LoKr, Tucker, DoRA, whole differences.
 
-W' = m · (W + δ) / ‖W + δ‖, with one magnitude and norm for each output, or in LyCORIS also for each input.
-The norm is that of the changed weight, as the paper, PEFT and LyCORIS have it in training. ComfyUI divides by
+All offer what `WeightChange` names, whatever they are stored as:
+
+    LoHa    the elementwise product of two low-rank matrices (FedPara, Hyeon-Woo et al., arXiv 2108.06098)
+    LoKr    the Kronecker product of two smaller matrices (KronA, Edalati et al., arXiv 2212.10650; LyCORIS)
+    Tucker  a convolution as three factors: a kernel between two 1×1 convolutions (LoCon with a Tucker core)
+    DoRA    direction and magnitude of a weight apart (Liu et al., arXiv 2402.09353)
+    diff    a whole difference that is added to the weight
+    set     a whole tensor that takes the weight's place
+
+DoRA makes W' = m · (W + δ) / ‖W + δ‖, with one magnitude and norm for each output, or in LyCORIS also for each
+input. The norm is that of the changed weight, as the paper, PEFT and LyCORIS have it in training. ComfyUI divides by
 the norm of the unchanged weight where magnitudes are per output, so it shows such files a little differently.
 """
 
@@ -31,9 +40,18 @@ __all__ = [
     "scale_of",
 ]
 
-
 Shapes = Mapping[str, tuple[int, ...]]
 """Shapes of a change's tensors by the end of their key."""
+
+# The tensors of a LoKr change.
+_W1, _W1_A, _W1_B = "lokr_w1", "lokr_w1_a", "lokr_w1_b"
+_W2, _W2_A, _W2_B = "lokr_w2", "lokr_w2_a", "lokr_w2_b"
+_CORE = "lokr_t2"
+
+# Those of a Tucker change.
+UP = "lora_up.weight"
+DOWN = "lora_down.weight"
+MID = "lora_mid.weight"
 
 
 @runtime_checkable
@@ -176,54 +194,6 @@ class Adapter(ABC):
         return self.facts({name: tuple(part.shape) for name, part in self.parts.items()})
 
 
-def scale_of(alpha: float | None, rank: int, *, rank_stabilised: bool = False) -> float:
-    """The scale alpha / rank; 1 without an alpha.
-
-    Args:
-        alpha: As stored.
-        rank: At least 1.
-        rank_stabilised: rsLoRA (Kalajdzievski, arXiv 2312.03732): alpha / √rank.
-    """
-    if alpha is None:
-        return 1.0
-    return alpha / sqrt(rank) if rank_stabilised else alpha / rank
-
-
-def inner_size(shapes: Shapes, left: str, right: str) -> int:
-    """The inner dimension of the product of two matrices.
-
-    Raises:
-        LoraFormatError: One is missing, or they cannot be multiplied.
-    """
-    require_parts(shapes, left, right)
-    first, second = shapes[left], shapes[right]
-    if len(first) != 2 or len(second) != 2 or first[1] != second[0] or min(*first, *second) < 1:
-        raise misfit(shapes, left, right)
-    return second[0]
-
-
-def require_parts(shapes: Shapes, *names: str) -> None:
-    """Refuse a change that lacks a part.
-
-    Raises:
-        LoraFormatError: With the part's name.
-    """
-    missing = [name for name in names if name not in shapes]
-    if missing:
-        raise LoraFormatError(
-            f"there is {', '.join(shapes)} but no {', '.join(missing)}.",
-            hint="The file is incomplete: make it again, or take the whole module out.",
-        )
-
-
-def misfit(shapes: Shapes, *names: str) -> LoraFormatError:
-    """The error for parts that do not fit together."""
-    named = ", ".join(f"{name} {shapes[name]}" for name in names)
-    return LoraFormatError(
-        f"{named} do not fit together.", hint="The file is damaged, or of a kind that is not known."
-    )
-
-
 class LohaChange(Adapter):
     """ΔW = scale · (w1_a·w1_b) ⊙ (w2_a·w2_b), parts `hada_w1_a` … `hada_w2_b`.
 
@@ -269,11 +239,6 @@ def _tucker_shape(shapes: Shapes, core: str, factors: str) -> tuple[int, ...]:
     if sizes[0][:2] != (sizes[1][0], sizes[2][0]):
         raise misfit(shapes, core, left, right)
     return (sizes[1][1], sizes[2][1], *sizes[0][2:])
-
-
-_W1, _W1_A, _W1_B = "lokr_w1", "lokr_w1_a", "lokr_w1_b"
-_W2, _W2_A, _W2_B = "lokr_w2", "lokr_w2_a", "lokr_w2_b"
-_CORE = "lokr_t2"
 
 
 class LokrChange(Adapter):
@@ -344,6 +309,47 @@ def _right(shapes: Shapes) -> tuple[tuple[int, ...], int | None]:
     if not fits or min(*core, *left, *right) < 1:
         raise misfit(shapes, _CORE, _W2_A, _W2_B)
     return (left[1], right[1], *core[2:]), right[0]
+
+
+class TuckerChange(Adapter):
+    """up (out, r) · lora_mid (r, r, kh, kw) · down (r, in); up and down may have axes of length 1 behind."""
+
+    kind = "tucker"
+
+    @classmethod
+    def facts(cls, shapes: Shapes) -> AdapterFacts:
+        """The kernel's shape, and the rows of `lora_down`."""
+        require_parts(shapes, UP, DOWN, MID)
+        up, down, mid = shapes[UP], shapes[DOWN], shapes[MID]
+        flat = all(len(shape) >= 2 and set(shape[2:]) <= {1} for shape in (up, down))
+        if not flat or len(mid) < 3 or mid[:2] != (up[1], down[0]) or min(*up, *down, *mid) < 1:
+            raise misfit(shapes, UP, MID, DOWN)
+        return AdapterFacts((up[0], down[1], *mid[2:]), down[0])
+
+    def product(self, compute: torch.dtype, base: Tensor | None) -> Tensor:
+        """The kernel (out, in, kh, kw)."""
+        up, down = self.part(UP, compute).flatten(1), self.part(DOWN, compute).flatten(1)
+        return tucker_product(self.part(MID, compute), up.mT, down)
+
+    def factors(self) -> LoraFactors:
+        """The same ΔW as plain factors, in float32 or wider: the core is multiplied into the down factor."""
+        compute = at_least_float32(*(part.dtype for part in self.parts.values()))
+        up, down = self.part(UP, compute).flatten(1), self.part(DOWN, compute).flatten(1)
+        spread = torch.tensordot(self.part(MID, compute), down, dims=([1], [0])).movedim(-1, 1)
+        return LoraFactors(up, spread.flatten(1), self.scale * up.shape[1], self.weight_shape)
+
+
+def tucker_product(core: Tensor, out_factor: Tensor, in_factor: Tensor) -> Tensor:
+    """Σₘₙ core[m, n, …]·out_factor[m, o]·in_factor[n, i], a kernel (out, in, …).
+
+    Args:
+        core: (m, n, kh, kw).
+        out_factor: (m, out).
+        in_factor: (n, in).
+    """
+    inner = torch.tensordot(core, in_factor, dims=([1], [0]))  # (m, kh, kw, in)
+    whole: Tensor = torch.tensordot(out_factor, inner, dims=([0], [0]))  # (out, kh, kw, in)
+    return whole.movedim(-1, 1).contiguous()
 
 
 @dataclass(frozen=True, eq=False)
@@ -450,52 +456,6 @@ def require_magnitudes(count: int, weight_shape: Sequence[int], *, per_output: b
         )
 
 
-UP = "lora_up.weight"
-DOWN = "lora_down.weight"
-MID = "lora_mid.weight"
-
-
-def tucker_product(core: Tensor, out_factor: Tensor, in_factor: Tensor) -> Tensor:
-    """Σₘₙ core[m, n, …]·out_factor[m, o]·in_factor[n, i], a kernel (out, in, …).
-
-    Args:
-        core: (m, n, kh, kw).
-        out_factor: (m, out).
-        in_factor: (n, in).
-    """
-    inner = torch.tensordot(core, in_factor, dims=([1], [0]))  # (m, kh, kw, in)
-    whole: Tensor = torch.tensordot(out_factor, inner, dims=([0], [0]))  # (out, kh, kw, in)
-    return whole.movedim(-1, 1).contiguous()
-
-
-class TuckerChange(Adapter):
-    """up (out, r) · lora_mid (r, r, kh, kw) · down (r, in); up and down may have axes of length 1 behind."""
-
-    kind = "tucker"
-
-    @classmethod
-    def facts(cls, shapes: Shapes) -> AdapterFacts:
-        """The kernel's shape, and the rows of `lora_down`."""
-        require_parts(shapes, UP, DOWN, MID)
-        up, down, mid = shapes[UP], shapes[DOWN], shapes[MID]
-        flat = all(len(shape) >= 2 and set(shape[2:]) <= {1} for shape in (up, down))
-        if not flat or len(mid) < 3 or mid[:2] != (up[1], down[0]) or min(*up, *down, *mid) < 1:
-            raise misfit(shapes, UP, MID, DOWN)
-        return AdapterFacts((up[0], down[1], *mid[2:]), down[0])
-
-    def product(self, compute: torch.dtype, base: Tensor | None) -> Tensor:
-        """The kernel (out, in, kh, kw)."""
-        up, down = self.part(UP, compute).flatten(1), self.part(DOWN, compute).flatten(1)
-        return tucker_product(self.part(MID, compute), up.mT, down)
-
-    def factors(self) -> LoraFactors:
-        """The same ΔW as plain factors, in float32 or wider: the core is multiplied into the down factor."""
-        compute = at_least_float32(*(part.dtype for part in self.parts.values()))
-        up, down = self.part(UP, compute).flatten(1), self.part(DOWN, compute).flatten(1)
-        spread = torch.tensordot(self.part(MID, compute), down, dims=([1], [0])).movedim(-1, 1)
-        return LoraFactors(up, spread.flatten(1), self.scale * up.shape[1], self.weight_shape)
-
-
 class _WholeChange(Adapter):
     """One tensor of the weight's own shape."""
 
@@ -543,3 +503,51 @@ class SetChange(_WholeChange):
         """The stored tensor less the base weight."""
         assert base is not None  # `delta` has refused it
         return self.values.detach().to(compute) - base.detach().to(self.values.device, compute)
+
+
+def scale_of(alpha: float | None, rank: int, *, rank_stabilised: bool = False) -> float:
+    """The scale alpha / rank; 1 without an alpha.
+
+    Args:
+        alpha: As stored.
+        rank: At least 1.
+        rank_stabilised: rsLoRA (Kalajdzievski, arXiv 2312.03732): alpha / √rank.
+    """
+    if alpha is None:
+        return 1.0
+    return alpha / sqrt(rank) if rank_stabilised else alpha / rank
+
+
+def require_parts(shapes: Shapes, *names: str) -> None:
+    """Refuse a change that lacks a part.
+
+    Raises:
+        LoraFormatError: With the part's name.
+    """
+    missing = [name for name in names if name not in shapes]
+    if missing:
+        raise LoraFormatError(
+            f"there is {', '.join(shapes)} but no {', '.join(missing)}.",
+            hint="The file is incomplete: make it again, or take the whole module out.",
+        )
+
+
+def inner_size(shapes: Shapes, left: str, right: str) -> int:
+    """The inner dimension of the product of two matrices.
+
+    Raises:
+        LoraFormatError: One is missing, or they cannot be multiplied.
+    """
+    require_parts(shapes, left, right)
+    first, second = shapes[left], shapes[right]
+    if len(first) != 2 or len(second) != 2 or first[1] != second[0] or min(*first, *second) < 1:
+        raise misfit(shapes, left, right)
+    return second[0]
+
+
+def misfit(shapes: Shapes, *names: str) -> LoraFormatError:
+    """The error for parts that do not fit together."""
+    named = ", ".join(f"{name} {shapes[name]}" for name in names)
+    return LoraFormatError(
+        f"{named} do not fit together.", hint="The file is damaged, or of a kind that is not known."
+    )

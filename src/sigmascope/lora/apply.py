@@ -1,10 +1,11 @@
-"""A LoRA on a live nn.Module: hot (attach_lora) or merged into its weights (merge_lora), and back.
+"""Apply a LoRA to a live nn.Module, hot (attach_lora) or merged into its weights (merge_lora), and undo it.
 
-y = W·x + scale · s · up(down(x)). For a convolution, `down` runs with the layer's own stride, padding and
-dilation, and `up` is 1×1: together they are the convolution by ΔW.
+Attached, the layers also run the low-rank branch, and no weight is touched: y = W·x + scale · s · up(down(x)). For a
+convolution, `down` runs with the layer's own stride, padding and dilation, and `up` is 1×1: together they are the
+convolution by ΔW.
 
-Adding and subtracting again does not give W back in floating point, so the original values are kept, on the
-CPU: as many bytes as the changed weights have.
+Merged, W + scale · ΔW is written into the weights. Adding and subtracting again does not give W back in floating
+point, so the original values are kept, on the CPU: as many bytes as the changed weights have.
 """
 
 import logging
@@ -30,8 +31,14 @@ from sigmascope.lora.linalg import at_least_float32, same_matrix
 
 __all__ = ["AttachedLora", "LoraTarget", "MergedLora", "attach_lora", "match_modules", "merge_lora"]
 
-
 logger = logging.getLogger(__name__)
+
+Layer = nn.Linear | nn.Conv2d
+
+_NAMED_IN_A_MESSAGE = 5  # modules
+_WORDS_IN_A_ROW = 1024  # of the table that `checksum_of` sums
+# Wrappers put these into a layer's path; the checkpoint knows nothing of them.
+_WRAPPER_PARTS = frozenset({"_orig_mod", "base_layer"})
 
 
 def attach_lora(model: nn.Module, lora: LoraFile, scale: float = 1.0) -> "AttachedLora":
@@ -61,9 +68,6 @@ def attach_lora(model: nn.Module, lora: LoraFile, scale: float = 1.0) -> "Attach
     return AttachedLora(targets, scale)
 
 
-Layer = nn.Linear | nn.Conv2d
-
-
 @dataclass(frozen=True, eq=False)
 class LoraTarget:
     """One weight of the model and the change that the LoRA makes to it.
@@ -87,6 +91,28 @@ class LoraTarget:
     def weight(self) -> Tensor:
         """The weight itself, as the first layer holds it now."""
         return self.layers[0].weight
+
+
+def _require_hooks_run(model: nn.Module, targets: list[LoraTarget]) -> None:
+    """Refuse layers whose hooks would never run, because the LoRA would silently do nothing there."""
+    names = {layer: target.name for target in targets for layer in target.layers}
+    for path, module in model.named_modules():
+        if _is_compiled(module) and any(inner in names for inner in module.modules()):
+            raise ModelMismatchError(
+                f"{path or 'the model'} is already compiled, and a LoRA attached to it now would not run.",
+                hint="Attach it before torch.compile, or use merge_lora, which changes the weights.",
+            )
+    bypassed = [name for layer, name in names.items() if isinstance(layer, NonDynamicallyQuantizableLinear)]
+    if bypassed:
+        raise ModelMismatchError(
+            f"{', '.join(bypassed)}: nn.MultiheadAttention reads this weight without calling the layer.",
+            hint="Use merge_lora, which changes the weight.",
+        )
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """By torch.compile(module), which wraps it, or by module.compile()."""
+    return "_orig_mod" in module._modules or module._compiled_call_impl is not None
 
 
 class AttachedLora:
@@ -201,6 +227,37 @@ class PlacedFactors:
             return up.to(device, dtype), down.to(device, dtype)
 
 
+def _largest(factor: Tensor) -> float:
+    return float(factor.detach().to(at_least_float32(factor.dtype)).abs().max())
+
+
+def _balancing_shift(name: str, up: float, down: float, dtype: torch.dtype) -> int:
+    """The n for which up·2⁻ⁿ and down·2ⁿ fit a dtype; 0 where they do as they are.
+
+    Args:
+        name: The layer, for the message.
+        up: Largest magnitude in that factor.
+        down: Likewise.
+        dtype: Where they must fit. Factors that it can hold as subnormal numbers only do not fit either.
+    """
+    if not dtype.is_floating_point:
+        return 0
+    limits = torch.finfo(dtype)
+    if all(value == 0.0 or limits.smallest_normal <= value <= limits.max for value in (up, down)):
+        return 0
+    shift = 0
+    if isfinite(up) and isfinite(down):
+        apart = frexp(up)[1] - frexp(down)[1]
+        shift = apart // 2 if up and down else apart  # a factor of zeros takes any shift
+        up, down = up * 2.0**-shift, down * 2.0**shift
+    if not (up <= limits.max and down <= limits.max):
+        raise NonFiniteError(
+            f"{name}: the LoRA's factors hold NaN or Inf in {dtype}.",
+            hint="Run the model in bfloat16 or float32, which hold larger values than float16.",
+        )
+    return shift
+
+
 class _Branch:
     """The forward hook of one layer: adds the low-rank branch to the layer's output."""
 
@@ -227,28 +284,6 @@ class _Branch:
         return torch.add(output, branch.to(output.dtype), alpha=strength * self._factors.scale)
 
 
-def _require_hooks_run(model: nn.Module, targets: list[LoraTarget]) -> None:
-    """Refuse layers whose hooks would never run, because the LoRA would silently do nothing there."""
-    names = {layer: target.name for target in targets for layer in target.layers}
-    for path, module in model.named_modules():
-        if _is_compiled(module) and any(inner in names for inner in module.modules()):
-            raise ModelMismatchError(
-                f"{path or 'the model'} is already compiled, and a LoRA attached to it now would not run.",
-                hint="Attach it before torch.compile, or use merge_lora, which changes the weights.",
-            )
-    bypassed = [name for layer, name in names.items() if isinstance(layer, NonDynamicallyQuantizableLinear)]
-    if bypassed:
-        raise ModelMismatchError(
-            f"{', '.join(bypassed)}: nn.MultiheadAttention reads this weight without calling the layer.",
-            hint="Use merge_lora, which changes the weight.",
-        )
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    """By torch.compile(module), which wraps it, or by module.compile()."""
-    return "_orig_mod" in module._modules or module._compiled_call_impl is not None
-
-
 def merge_lora(
     model: nn.Module,
     lora: LoraFile,
@@ -259,7 +294,8 @@ def merge_lora(
     """Add a LoRA to the model's weights, in place: parameters stay the same objects.
 
     Each sum is formed in `compute_dtype`, or in float64 for a float64 weight, on the weight's device and
-    rounded once to the weight's dtype. A weight that several layers share changes once. If anything fails, the model is as it was.
+    rounded once to the weight's dtype. A weight that several layers share changes once. If anything fails, the
+    model is as it was.
 
     Args:
         model: Holds a Linear or Conv2d for every module of the LoRA.
@@ -282,6 +318,31 @@ def merge_lora(
     if lora.unused_keys:
         logger.warning("%s: %d keys are not merged: %s", lora, len(lora.unused_keys), lora.unused_keys[:3])
     return MergedLora(targets, scale, compute_dtype)
+
+
+def _require_mergeable(targets: Sequence[LoraTarget]) -> None:
+    for target in targets:
+        if not all(holds_weight(layer) for layer in target.layers):
+            raise ModelMismatchError(
+                f"{target.name} computes its weight from other parameters (weight_norm or parametrize).",
+                hint="Use attach_lora, which leaves the weights as they are.",
+            )
+        weight = target.weight
+        if weight.is_meta:
+            raise ModelMismatchError(
+                f"{target.name} is on the meta device and holds no values.",
+                hint="Load the model's weights before merging.",
+            )
+        if weight.is_inference():
+            raise ModelMismatchError(
+                f"{target.name} was made under torch.inference_mode, so it cannot be changed outside of it.",
+                hint="Use attach_lora, which leaves the weights as they are, or load under torch.no_grad.",
+            )
+        if not weight.is_floating_point() or tuple(weight.shape) != target.factors.weight_shape:
+            raise ModelMismatchError(
+                f"{target.name} is stored as {weight.dtype} {tuple(weight.shape)}: a quantised weight.",
+                hint="Use attach_lora, which leaves the weights as they are.",
+            )
 
 
 class MergedLora:
@@ -357,6 +418,69 @@ class MergedLora:
         self.unmerge()
 
 
+@dataclass(frozen=True, eq=False)
+class ChangedWeight:
+    """What is needed to undo one merge safely.
+
+    Attributes:
+        target: Where the change went.
+        original: The values before, on the CPU.
+        checksum: Of the values that the merge left; see `checksum_of`.
+    """
+
+    target: LoraTarget
+    original: Tensor
+    checksum: Tensor
+
+    def is_intact(self) -> bool:
+        """Whether the weight is still what the merge left."""
+        return all(
+            weight.dtype == self.original.dtype
+            and weight.shape == self.original.shape
+            and torch.equal(checksum_of(weight), self.checksum)
+            for weight in self._weights()
+        )
+
+    def can_be_restored(self) -> bool:
+        """Whether the weight can take the original's values."""
+        return all(
+            weight.shape == self.original.shape and not weight.is_meta and _is_writable(weight)
+            for weight in self._weights()
+        )
+
+    def restore(self) -> None:
+        """Put the original values back."""
+        for weight in self._weights():
+            write_values(weight, self.original)
+
+    def _weights(self) -> list[Tensor]:
+        """One parameter, unless somebody has untied the layers since."""
+        return list({id(layer.weight): layer.weight for layer in self.target.layers}.values())
+
+
+def checksum_of(tensor: Tensor) -> Tensor:
+    """Column and row sums of the tensor's bytes as 64-bit words, modulo 2⁶⁴, on the CPU.
+
+    It guards against accidents, not against intent, and so can run on the weight's device at the speed of its
+    memory: a cryptographic hash would take longer than the merge.
+    """
+    data = tensor.detach().contiguous().view(torch.uint8).flatten()
+    words = functional.pad(data, (0, -data.numel() % (8 * _WORDS_IN_A_ROW))).view(torch.int64)
+    table = words.view(-1, _WORDS_IN_A_ROW)
+    return torch.cat([table.sum(dim=0), table.sum(dim=1)]).cpu()
+
+
+def _is_writable(weight: Tensor) -> bool:
+    """PyTorch refuses to change a tensor made under torch.inference_mode outside of it."""
+    return not weight.is_inference() or torch.is_inference_mode_enabled()
+
+
+def write_values(weight: Tensor, values: Tensor) -> None:
+    """Change a weight in place, unseen by autograd."""
+    with torch.no_grad():
+        weight.copy_(values)
+
+
 def _merged_weight(target: LoraTarget, scale: float, compute_dtype: torch.dtype) -> Tensor:
     weight = target.weight.detach()
     compute_dtype = at_least_float32(compute_dtype, weight.dtype)
@@ -370,32 +494,19 @@ def _merged_weight(target: LoraTarget, scale: float, compute_dtype: torch.dtype)
     return merged
 
 
-def _require_mergeable(targets: Sequence[LoraTarget]) -> None:
-    for target in targets:
-        if not all(holds_weight(layer) for layer in target.layers):
-            raise ModelMismatchError(
-                f"{target.name} computes its weight from other parameters (weight_norm or parametrize).",
-                hint="Use attach_lora, which leaves the weights as they are.",
-            )
-        weight = target.weight
-        if weight.is_meta:
-            raise ModelMismatchError(
-                f"{target.name} is on the meta device and holds no values.",
-                hint="Load the model's weights before merging.",
-            )
-        if weight.is_inference():
-            raise ModelMismatchError(
-                f"{target.name} was made under torch.inference_mode, so it cannot be changed outside of it.",
-                hint="Use attach_lora, which leaves the weights as they are, or load under torch.no_grad.",
-            )
-        if not weight.is_floating_point() or tuple(weight.shape) != target.factors.weight_shape:
-            raise ModelMismatchError(
-                f"{target.name} is stored as {weight.dtype} {tuple(weight.shape)}: a quantised weight.",
-                hint="Use attach_lora, which leaves the weights as they are.",
-            )
+def require_restorable(changes: Sequence[ChangedWeight]) -> None:
+    """Refuse to restore some weights where others cannot be.
 
-
-_NAMED_IN_A_MESSAGE = 5
+    Raises:
+        ModelMismatchError: With the first of those that cannot.
+    """
+    lost = [changed.target.name for changed in changes if not changed.can_be_restored()]
+    if lost:
+        raise ModelMismatchError(
+            f"{len(lost)} of {len(changes)} merged weights cannot take their originals back: they have another "
+            f"shape, lie on the meta device or are inference tensors; the first is {lost[0]}.",
+            hint="Give the layers a weight of the first shape with memory of its own, and unmerge then.",
+        )
 
 
 def match_modules(model: nn.Module, lora: LoraFile) -> list[LoraTarget]:
@@ -441,11 +552,8 @@ def _require_plain(lora: LoraFile) -> None:
         raise ModelMismatchError(f"{lora} changes no module.", hint="Check what it was made from.")
 
 
-def _renamed(lora: LoraFile, layers: Mapping[str, Layer]) -> LoraFile:
-    """The LoRA under the layers' own names, where it is of another format; else as it is."""
-    shapes = {f"{path}.weight": weight_shape_of(layer) for path, layer in layers.items()}
-    aligned = align(lora, list(layers), layout_of(shapes))
-    return lora if aligned.unmatched else aligned.lora
+def _and_more(count: int) -> str:
+    return f"; and {count - _NAMED_IN_A_MESSAGE} more" if count > _NAMED_IN_A_MESSAGE else ""
 
 
 def _prefix_to_cut(names: Iterable[str], layers: Mapping[str, Layer]) -> str:
@@ -457,6 +565,13 @@ def _prefix_to_cut(names: Iterable[str], layers: Mapping[str, Layer]) -> str:
         if all(name.startswith(prefix) and name.removeprefix(prefix) in layers for name in wanted):
             return prefix
     return ""
+
+
+def _renamed(lora: LoraFile, layers: Mapping[str, Layer]) -> LoraFile:
+    """The LoRA under the layers' own names, where it is of another format; else as it is."""
+    shapes = {f"{path}.weight": weight_shape_of(layer) for path, layer in layers.items()}
+    aligned = align(lora, list(layers), layout_of(shapes))
+    return lora if aligned.unmatched else aligned.lora
 
 
 def _require_present(model: nn.Module, lora: LoraFile, layers: Mapping[str, Layer], cut: str) -> None:
@@ -520,126 +635,6 @@ def _one_change(lora: LoraFile, names: list[str], layer: Layer) -> LoraFactors:
             hint="Untie the weights before applying this LoRA.",
         )
     return replace(first, weight_shape=weight_shape_of(layer))
-
-
-def _and_more(count: int) -> str:
-    return f"; and {count - _NAMED_IN_A_MESSAGE} more" if count > _NAMED_IN_A_MESSAGE else ""
-
-
-_WORDS_IN_A_ROW = 1024
-
-
-@dataclass(frozen=True, eq=False)
-class ChangedWeight:
-    """What is needed to undo one merge safely.
-
-    Attributes:
-        target: Where the change went.
-        original: The values before, on the CPU.
-        checksum: Of the values that the merge left; see `checksum_of`.
-    """
-
-    target: LoraTarget
-    original: Tensor
-    checksum: Tensor
-
-    def is_intact(self) -> bool:
-        """Whether the weight is still what the merge left."""
-        return all(
-            weight.dtype == self.original.dtype
-            and weight.shape == self.original.shape
-            and torch.equal(checksum_of(weight), self.checksum)
-            for weight in self._weights()
-        )
-
-    def can_be_restored(self) -> bool:
-        """Whether the weight can take the original's values."""
-        return all(
-            weight.shape == self.original.shape and not weight.is_meta and _is_writable(weight)
-            for weight in self._weights()
-        )
-
-    def restore(self) -> None:
-        """Put the original values back."""
-        for weight in self._weights():
-            write_values(weight, self.original)
-
-    def _weights(self) -> list[Tensor]:
-        """One parameter, unless somebody has untied the layers since."""
-        return list({id(layer.weight): layer.weight for layer in self.target.layers}.values())
-
-
-def checksum_of(tensor: Tensor) -> Tensor:
-    """Column and row sums of the tensor's bytes as 64-bit words, modulo 2⁶⁴, on the CPU.
-
-    It guards against accidents, not against intent, and so can run on the weight's device at the speed of its
-    memory: a cryptographic hash would take longer than the merge.
-    """
-    data = tensor.detach().contiguous().view(torch.uint8).flatten()
-    words = functional.pad(data, (0, -data.numel() % (8 * _WORDS_IN_A_ROW))).view(torch.int64)
-    table = words.view(-1, _WORDS_IN_A_ROW)
-    return torch.cat([table.sum(dim=0), table.sum(dim=1)]).cpu()
-
-
-def write_values(weight: Tensor, values: Tensor) -> None:
-    """Change a weight in place, unseen by autograd."""
-    with torch.no_grad():
-        weight.copy_(values)
-
-
-def _is_writable(weight: Tensor) -> bool:
-    """PyTorch refuses to change a tensor made under torch.inference_mode outside of it."""
-    return not weight.is_inference() or torch.is_inference_mode_enabled()
-
-
-def require_restorable(changes: Sequence[ChangedWeight]) -> None:
-    """Refuse to restore some weights where others cannot be.
-
-    Raises:
-        ModelMismatchError: With the first of those that cannot.
-    """
-    lost = [changed.target.name for changed in changes if not changed.can_be_restored()]
-    if lost:
-        raise ModelMismatchError(
-            f"{len(lost)} of {len(changes)} merged weights cannot take their originals back: they have another "
-            f"shape, lie on the meta device or are inference tensors; the first is {lost[0]}.",
-            hint="Give the layers a weight of the first shape with memory of its own, and unmerge then.",
-        )
-
-
-def _largest(factor: Tensor) -> float:
-    return float(factor.detach().to(at_least_float32(factor.dtype)).abs().max())
-
-
-def _balancing_shift(name: str, up: float, down: float, dtype: torch.dtype) -> int:
-    """The n for which up·2⁻ⁿ and down·2ⁿ fit a dtype; 0 where they do as they are.
-
-    Args:
-        name: The layer, for the message.
-        up: Largest magnitude in that factor.
-        down: Likewise.
-        dtype: Where they must fit. Factors that it can hold as subnormal numbers only do not fit either.
-    """
-    if not dtype.is_floating_point:
-        return 0
-    limits = torch.finfo(dtype)
-    if all(value == 0.0 or limits.smallest_normal <= value <= limits.max for value in (up, down)):
-        return 0
-    shift = 0
-    if isfinite(up) and isfinite(down):
-        apart = frexp(up)[1] - frexp(down)[1]
-        shift = apart // 2 if up and down else apart  # a factor of zeros takes any shift
-        up, down = up * 2.0**-shift, down * 2.0**shift
-    if not (up <= limits.max and down <= limits.max):
-        raise NonFiniteError(
-            f"{name}: the LoRA's factors hold NaN or Inf in {dtype}.",
-            hint="Run the model in bfloat16 or float32, which hold larger values than float16.",
-        )
-    return shift
-
-
-# Wrappers put these into a layer's path; the checkpoint knows nothing of them.
-_WRAPPER_PARTS = frozenset({"_orig_mod", "base_layer"})
 
 
 def layers_of(model: nn.Module) -> Iterator[tuple[str, Layer]]:

@@ -1,4 +1,7 @@
-"""LoRAs merged into a checkpoint file, one tensor at a time."""
+"""Merge LoRAs into a checkpoint file, one tensor at a time.
+
+Whatever the model's size, memory holds a few of its layers.
+"""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -28,8 +31,11 @@ from sigmascope.progress import Progress, no_progress
 
 __all__ = ["BakeReport", "BakedTensor", "bake_loras"]
 
-
+# Header fields with hashes of the weights as they were.
 _STALE: Final = frozenset({"modelspec.hash_sha256", "sshs_model_hash", "sshs_legacy_hash"})
+_PIECE: Final = 1 << 17  # elements: half a MiB in float32
+_WEIGHT: Final = ".weight"
+_NAMED: Final = 5  # modules in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +186,7 @@ def bake_loras(
         found = landings(base, aligned, strengths)
         require_matched(base, aligned, found.unmatched, allow_unmatched=allow_unmatched)
         metadata = _provenance(base, lora_files, strengths, how)
-        tensors = _write(target, base, found.by_key, aligned, how, metadata, progress)
+        tensors = _write_checkpoint(target, base, found.by_key, aligned, how, metadata, progress)
         return BakeReport(
             into=Path(into),
             checkpoint=target,
@@ -216,6 +222,30 @@ def _require_writable(base: Checkpoint, into: Path) -> None:
         )
 
 
+def open_aligned(files: ExitStack, path: Path, base: Checkpoint) -> AlignedLora:
+    """Open a LoRA, with its modules under the names of a checkpoint's layers.
+
+    Args:
+        files: Closes it.
+        path: In any format.
+        base: The open checkpoint.
+
+    Raises:
+        SigmascopeError: From `open_lora` and `align`.
+    """
+    return aligned_with(base, files.enter_context(open_lora(path)))
+
+
+def aligned_with(base: Checkpoint, lora: LoraFile) -> AlignedLora:
+    """Name an open LoRA's modules by a checkpoint's layers.
+
+    Raises:
+        LoraFormatError: Two modules of the LoRA are for one layer.
+    """
+    layers = [key.removesuffix(_WEIGHT) for key in base]
+    return align(lora, layers, layout_of({key: base.info(key).shape for key in base}))
+
+
 @dataclass(frozen=True, slots=True)
 class Landing:
     """One LoRA's change of one tensor, still in its file."""
@@ -225,7 +255,94 @@ class Landing:
     layer: str
 
 
-def _write(
+@dataclass(frozen=True, slots=True)
+class Landings:
+    """Where the changes of several LoRAs land.
+
+    Attributes:
+        by_key: The changes of each tensor, in the LoRAs' order. Those of weight 0 are none.
+        unmatched: Modules that are of no tensor of the checkpoint, by LoRA's position.
+    """
+
+    by_key: dict[str, list[Landing]]
+    unmatched: dict[int, tuple[str, ...]]
+
+
+def landings(base: Checkpoint, aligned: Sequence[AlignedLora], weights: Sequence[float]) -> Landings:
+    """Find the tensor of every change.
+
+    Raises:
+        ModelMismatchError: A module is for a weight of another shape.
+    """
+    by_key: dict[str, list[Landing]] = {}
+    unmatched: dict[int, tuple[str, ...]] = {}
+    wrong: list[str] = []
+    for position, (one, weight) in enumerate(zip(aligned, weights, strict=True)):
+        without_tensor: list[str] = []
+        for layer in one.lora.names:
+            key = f"{layer}{_WEIGHT}" if f"{layer}{_WEIGHT}" in base else layer
+            if key not in base:  # the bias of a layer that has none
+                without_tensor += one.sources[layer]
+                continue
+            shape, own = base.info(key).shape, one.lora.shape_of(layer)
+            if layer in one.lora.modules and not same_matrix(own, shape):
+                wrong.append(f"{layer} is {shape} in the checkpoint and {own} in {one.lora}")
+            if weight != 0.0:
+                by_key.setdefault(key, []).append(Landing(position, weight, layer))
+        if one.unmatched or without_tensor:
+            unmatched[position] = (*one.unmatched, *without_tensor)
+    if wrong:
+        raise ModelMismatchError(
+            f"{len(wrong)} modules do not fit {base.path}: {'; '.join(wrong[:_NAMED])}{_and_more(len(wrong))}.",
+            hint="Merge the LoRA into the model that it was made for.",
+        )
+    return Landings(by_key, unmatched)
+
+
+def _and_more(count: int) -> str:
+    return f" and {count - _NAMED} more" if count > _NAMED else ""
+
+
+def require_matched(
+    base: Checkpoint,
+    aligned: Sequence[AlignedLora],
+    unmatched: Mapping[int, tuple[str, ...]],
+    *,
+    allow_unmatched: bool,
+) -> None:
+    """Refuse modules that are of no tensor, unless that is allowed; a LoRA of which nothing lands always.
+
+    Raises:
+        ModelMismatchError: Naming the first few.
+    """
+    nothing = [one.lora for one in aligned if not one.lora.names]
+    if not nothing and (allow_unmatched or not unmatched):
+        return
+    parts = [
+        f"{len(names)} modules of {aligned[position].lora}: {', '.join(names[:_NAMED])}{_and_more(len(names))}"
+        for position, names in unmatched.items()
+    ]
+    other = "" if nothing else ", or go on without them: --allow_unmatched"
+    raise ModelMismatchError(
+        f"{base.path} has no tensors for {'; '.join(parts)}.",
+        hint=f"Merge into the model that the LoRA was made for{other}.",
+    )
+
+
+def _provenance(
+    base: Checkpoint, paths: Sequence[Path], weights: Sequence[float], method: MergeMethod
+) -> dict[str, str]:
+    """The checkpoint's own metadata, without hashes that are wrong now, and what was merged."""
+    kept = {name: value for name, value in base.metadata.items() if name not in _STALE}
+    return kept | {
+        "sigmascope_version": __version__,
+        "sigmascope_merged_into": as_text(base.path.name),
+        "sigmascope_merged_loras": merged_from(paths, weights),
+        "sigmascope_merge_method": method.describe(),
+    }
+
+
+def _write_checkpoint(
     target: Path,
     base: Checkpoint,
     landing: Mapping[str, Sequence[Landing]],
@@ -256,27 +373,6 @@ def _write(
     return tuple(found)
 
 
-def _change(aligned: AlignedLora, layer: str) -> LoraFactors | WeightChange:
-    lora = aligned.lora
-    return lora.modules[layer] if layer in lora.modules else lora.changes[layer]
-
-
-def _provenance(
-    base: Checkpoint, paths: Sequence[Path], weights: Sequence[float], method: MergeMethod
-) -> dict[str, str]:
-    """The checkpoint's own metadata, without hashes that are wrong now, and what was merged."""
-    kept = {name: value for name, value in base.metadata.items() if name not in _STALE}
-    return kept | {
-        "sigmascope_version": __version__,
-        "sigmascope_merged_into": as_text(base.path.name),
-        "sigmascope_merged_loras": merged_from(paths, weights),
-        "sigmascope_merge_method": method.describe(),
-    }
-
-
-_PIECE: Final = 1 << 17  # elements: half a MiB in float32
-
-
 class WeightedChange(NamedTuple):
     """One LoRA's change of a weight.
 
@@ -289,6 +385,11 @@ class WeightedChange(NamedTuple):
     position: int
     weight: float
     change: LoraFactors | WeightChange
+
+
+def _change(aligned: AlignedLora, layer: str) -> LoraFactors | WeightChange:
+    lora = aligned.lora
+    return lora.modules[layer] if layer in lora.modules else lora.changes[layer]
 
 
 def bake(
@@ -336,6 +437,34 @@ class _Addend(NamedTuple):
     strength: float
 
 
+def _add(weight: Tensor, addends: Sequence[_Addend], slot: Slot) -> tuple[float, float, float]:
+    """Add in pieces that stay in the processor's cache; give ‖W‖², ‖ΔW‖² and what rounding lost, squared."""
+    compute = addends[0].product.dtype
+    wide = slot.scratch("wide", _PIECE, compute)
+    total = slot.scratch("total", _PIECE, compute)
+    sums = []
+    for start in range(0, weight.numel(), _PIECE):
+        piece = weight[start : start + _PIECE]
+        before, after = wide[: piece.numel()], total[: piece.numel()]
+        after.copy_(piece)
+        before.copy_(after)
+        for product, scale, strength in addends:
+            part = product[start : start + _PIECE]
+            after.add_(part if scale == 1.0 else part.mul_(scale), alpha=strength)
+        piece.copy_(after)
+        own = _energy(before)
+        before.sub_(after)
+        added = _energy(before)
+        before.copy_(piece)
+        sums.append((own, added, _energy(after.sub_(before))))
+    own, added, lost = (fsum(values) for values in zip(*sums, strict=True))
+    return own, added, lost
+
+
+def _energy(piece: Tensor) -> float:
+    return float(quick_energy(piece)) if piece.dtype == torch.float32 else float(torch.dot(piece, piece))
+
+
 def _addends(
     name: str, weight: Tensor, changes: Sequence[WeightedChange], method: MergeMethod, slot: Slot
 ) -> list[_Addend]:
@@ -366,133 +495,3 @@ def _addend(name: str, weight: Tensor, one: WeightedChange, compute: torch.dtype
         return _Addend(change.delta(weight.to(compute), compute).reshape(-1), 1.0, one.weight)
     except ModelMismatchError as error:
         raise ModelMismatchError(f"{name}: {error.message}", hint=error.hint) from error
-
-
-def _add(weight: Tensor, addends: Sequence[_Addend], slot: Slot) -> tuple[float, float, float]:
-    """Add in pieces that stay in the processor's cache; give ‖W‖², ‖ΔW‖² and what rounding lost, squared."""
-    compute = addends[0].product.dtype
-    wide = slot.scratch("wide", _PIECE, compute)
-    total = slot.scratch("total", _PIECE, compute)
-    sums = []
-    for start in range(0, weight.numel(), _PIECE):
-        piece = weight[start : start + _PIECE]
-        before, after = wide[: piece.numel()], total[: piece.numel()]
-        after.copy_(piece)
-        before.copy_(after)
-        for product, scale, strength in addends:
-            part = product[start : start + _PIECE]
-            after.add_(part if scale == 1.0 else part.mul_(scale), alpha=strength)
-        piece.copy_(after)
-        own = _energy(before)
-        before.sub_(after)
-        added = _energy(before)
-        before.copy_(piece)
-        sums.append((own, added, _energy(after.sub_(before))))
-    own, added, lost = (fsum(values) for values in zip(*sums, strict=True))
-    return own, added, lost
-
-
-def _energy(piece: Tensor) -> float:
-    return float(quick_energy(piece)) if piece.dtype == torch.float32 else float(torch.dot(piece, piece))
-
-
-_WEIGHT: Final = ".weight"
-_NAMED: Final = 5
-
-
-@dataclass(frozen=True, slots=True)
-class Landings:
-    """Where the changes of several LoRAs land.
-
-    Attributes:
-        by_key: The changes of each tensor, in the LoRAs' order. Those of weight 0 are none.
-        unmatched: Modules that are of no tensor of the checkpoint, by LoRA's position.
-    """
-
-    by_key: dict[str, list[Landing]]
-    unmatched: dict[int, tuple[str, ...]]
-
-
-def open_aligned(files: ExitStack, path: Path, base: Checkpoint) -> AlignedLora:
-    """Open a LoRA, with its modules under the names of a checkpoint's layers.
-
-    Args:
-        files: Closes it.
-        path: In any format.
-        base: The open checkpoint.
-
-    Raises:
-        SigmascopeError: From `open_lora` and `align`.
-    """
-    return aligned_with(base, files.enter_context(open_lora(path)))
-
-
-def aligned_with(base: Checkpoint, lora: LoraFile) -> AlignedLora:
-    """Name an open LoRA's modules by a checkpoint's layers.
-
-    Raises:
-        LoraFormatError: Two modules of the LoRA are for one layer.
-    """
-    layers = [key.removesuffix(_WEIGHT) for key in base]
-    return align(lora, layers, layout_of({key: base.info(key).shape for key in base}))
-
-
-def landings(base: Checkpoint, aligned: Sequence[AlignedLora], weights: Sequence[float]) -> Landings:
-    """Find the tensor of every change.
-
-    Raises:
-        ModelMismatchError: A module is for a weight of another shape.
-    """
-    by_key: dict[str, list[Landing]] = {}
-    unmatched: dict[int, tuple[str, ...]] = {}
-    wrong: list[str] = []
-    for position, (one, weight) in enumerate(zip(aligned, weights, strict=True)):
-        without_tensor: list[str] = []
-        for layer in one.lora.names:
-            key = f"{layer}{_WEIGHT}" if f"{layer}{_WEIGHT}" in base else layer
-            if key not in base:  # the bias of a layer that has none
-                without_tensor += one.sources[layer]
-                continue
-            shape, own = base.info(key).shape, one.lora.shape_of(layer)
-            if layer in one.lora.modules and not same_matrix(own, shape):
-                wrong.append(f"{layer} is {shape} in the checkpoint and {own} in {one.lora}")
-            if weight != 0.0:
-                by_key.setdefault(key, []).append(Landing(position, weight, layer))
-        if one.unmatched or without_tensor:
-            unmatched[position] = (*one.unmatched, *without_tensor)
-    if wrong:
-        raise ModelMismatchError(
-            f"{len(wrong)} modules do not fit {base.path}: {'; '.join(wrong[:_NAMED])}{_and_more(len(wrong))}.",
-            hint="Merge the LoRA into the model that it was made for.",
-        )
-    return Landings(by_key, unmatched)
-
-
-def require_matched(
-    base: Checkpoint,
-    aligned: Sequence[AlignedLora],
-    unmatched: Mapping[int, tuple[str, ...]],
-    *,
-    allow_unmatched: bool,
-) -> None:
-    """Refuse modules that are of no tensor, unless that is allowed; a LoRA of which nothing lands always.
-
-    Raises:
-        ModelMismatchError: Naming the first few.
-    """
-    nothing = [one.lora for one in aligned if not one.lora.names]
-    if not nothing and (allow_unmatched or not unmatched):
-        return
-    parts = [
-        f"{len(names)} modules of {aligned[position].lora}: {', '.join(names[:_NAMED])}{_and_more(len(names))}"
-        for position, names in unmatched.items()
-    ]
-    other = "" if nothing else ", or go on without them: --allow_unmatched"
-    raise ModelMismatchError(
-        f"{base.path} has no tensors for {'; '.join(parts)}.",
-        hint=f"Merge into the model that the LoRA was made for{other}.",
-    )
-
-
-def _and_more(count: int) -> str:
-    return f" and {count - _NAMED} more" if count > _NAMED else ""

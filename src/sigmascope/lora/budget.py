@@ -1,17 +1,18 @@
 """One budget for the whole LoRA: the singular values of all layers compete for its bytes or its error.
 
 A fixed rank spends as many values on a layer that hardly changed as on one that changed much. Here each value
-stands for what it saves, its weighted σ², and what it costs, its bytes; `rank_search` says why the choice is
-optimal. No layer is decomposed further than the outcome needs: the search says which unknown values could still
-matter (`Allocation.wanted`), and once none can, the choice is that of complete spectra.
+stands for what it saves, its weighted σ², and what it costs, its bytes. Keeping one more singular value of layer i
+costs cᵢ bytes and lowers the weighted squared error by wᵢσ². A module costs its header entries once. So that the
+first value of a layer does not look dearer than it is, the first few count with the benefit per byte of the best
+group of them, entries included: the upper concave hull of benefit over bytes. By this density the values of each
+layer come in their own order.
 
-The order solves the fractional relaxation of the knapsack problem (Dantzig, 1957), so it is the best choice but for
-the last value, which may not fit. What room or error is left is then used by single values out of order.
+Values are taken by falling density, as many as a file holds or as few as an error needs. That order solves the
+fractional relaxation of the knapsack problem (Dantzig, 1957), so it is the best choice but for the last value, which
+may not fit. What room or error is left is then used by single values out of order.
 
-Keeping one more singular value of layer i costs cᵢ bytes and lowers the weighted squared error by wᵢσ². A module
-costs its header entries once. So that the first value of a layer does not look dearer than it is, the first few
-count with the benefit per byte of the best group of them, entries included: the upper concave hull of benefit over
-bytes. By this density the values of each layer come in their own order.
+No layer is decomposed further than the outcome needs: the search says which unknown values could still matter
+(`Allocation.wanted`), and once none can, the choice is that of complete spectra.
 """
 
 import json
@@ -35,9 +36,15 @@ from sigmascope.units import format_size
 
 __all__ = ["Allocation", "Budget", "StorageCost"]
 
+_FIRST_GUESS: Final = 64  # singular values of a layer to compute first, without a size to go by
+_LEAST_GUESS: Final = 16  # the same with a size, at least
+_BISECTIONS: Final = 60  # of the interval in which `density_for` searches
+_FEW: Final = 8  # least number of values that `wanted` aims at
+_SUM_ROUNDING: Final = 1e-13  # of sums of many float64 squares; without it a sum met exactly could be missed
 
-_FIRST_GUESS: Final = 64
-_LEAST_GUESS: Final = 16
+WEIGHT_FOR: Final = "--weight_for"
+Weights = tuple[tuple[str, float], ...]
+"""(pattern, weight); of several patterns that match a layer, the last wins."""
 
 
 @dataclass(frozen=True)
@@ -231,15 +238,6 @@ class Budget:
         )
 
 
-def _known_to_the_end(spectrum: Spectrum) -> Spectrum:
-    """Some spectrum of the same energy: all of it is kept, so it does not matter which."""
-    rank = spectrum.largest_rank
-    value = math.sqrt(max(spectrum.total_energy, 0.0) / rank)
-    return Spectrum(
-        torch.full((rank,), value, dtype=torch.float64), spectrum.total_energy, spectrum.weight_shape
-    )
-
-
 @dataclass(frozen=True, eq=False)
 class Contest:
     """Layers as arrays: a row a layer, a column a singular value, largest first.
@@ -342,6 +340,42 @@ class Contest:
         return torch.where(column < ranks[:, None], self.benefits, 0.0).sum(dim=1)
 
 
+def _ints(values: Iterable[int]) -> Int[Tensor, " layers"]:
+    return torch.tensor(list(values), dtype=torch.int64)
+
+
+def _densities(
+    benefits: Float[Tensor, "layers values"],
+    rank_bytes: Int[Tensor, " layers"],
+    module_bytes: Int[Tensor, " layers"],
+) -> Float[Tensor, "layers values"]:
+    count = torch.arange(1, benefits.shape[1] + 1)
+    group = benefits.cumsum(dim=1) / (count * rank_bytes[:, None] + module_bytes[:, None])
+    best, last = group.max(dim=1)
+    alone = benefits / rank_bytes[:, None]
+    densities = torch.where(count - 1 <= last[:, None], best[:, None], alone)
+    return densities.cummin(dim=1).values  # rounding must not bring a layer's values out of order
+
+
+def _floats(values: Iterable[float]) -> Float[Tensor, " layers"]:
+    return torch.tensor(list(values), dtype=torch.float64)
+
+
+def _pick(table: Float[Tensor, "layers values"], column: Int[Tensor, " layers"]) -> Float[Tensor, " layers"]:
+    inside = (column >= 0) & (column < table.shape[1])
+    picked = table.gather(1, column.clamp(0, table.shape[1] - 1)[:, None])[:, 0]
+    return torch.where(inside, picked, 0.0)
+
+
+def _known_to_the_end(spectrum: Spectrum) -> Spectrum:
+    """Some spectrum of the same energy: all of it is kept, so it does not matter which."""
+    rank = spectrum.largest_rank
+    value = math.sqrt(max(spectrum.total_energy, 0.0) / rank)
+    return Spectrum(
+        torch.full((rank,), value, dtype=torch.float64), spectrum.total_energy, spectrum.weight_shape
+    )
+
+
 def allocate(
     contest: Contest, storage: StorageCost, *, max_bytes: int | None, max_error: float | None
 ) -> Allocation:
@@ -395,15 +429,6 @@ def _within_error(
     return ranks, max(threshold, density_for(contest, allowed))
 
 
-def _require_something(
-    contest: Contest, ranks: Int[Tensor, " layers"], storage: StorageCost, max_bytes: int
-) -> None:
-    """Refuse a size that leaves out every layer although some changed."""
-    if not bool(ranks.any()) and float(contest.energy.sum()) > 0.0:
-        first = contest.cost_at(torch.zeros_like(ranks)) + torch.where(contest.known > 0, 0, 2**62)
-        refuse_size(max_bytes, storage.empty_bytes + int(first.min()))
-
-
 def _error(contest: Contest, ranks: Int[Tensor, " layers"], storage: StorageCost) -> float:
     total = float(contest.energy.sum())
     kept = contest.kept_at(ranks)
@@ -411,9 +436,13 @@ def _error(contest: Contest, ranks: Int[Tensor, " layers"], storage: StorageCost
     return math.sqrt(lost / total) if total > 0.0 else 0.0
 
 
-_BISECTIONS: Final = 60
-_FEW: Final = 8
-_SUM_ROUNDING: Final = 1e-13  # of sums of many float64 squares; without it a sum met exactly could be missed
+def _require_something(
+    contest: Contest, ranks: Int[Tensor, " layers"], storage: StorageCost, max_bytes: int
+) -> None:
+    """Refuse a size that leaves out every layer although some changed."""
+    if not bool(ranks.any()) and float(contest.energy.sum()) > 0.0:
+        first = contest.cost_at(torch.zeros_like(ranks)) + torch.where(contest.known > 0, 0, 2**62)
+        refuse_size(max_bytes, storage.empty_bytes + int(first.min()))
 
 
 def most_within(contest: Contest, limit: int) -> tuple[Int[Tensor, " layers"], float]:
@@ -500,26 +529,6 @@ def _prune(contest: Contest, ranks: Int[Tensor, " layers"], spare: float) -> Non
         spare -= float(benefit[most])
 
 
-def wanted(contest: Contest, threshold: float) -> dict[str, int]:
-    """Layers with unknown values that may beat a density: how many values to compute next.
-
-    So many as would reach the density if the values went on to fall as the last half of those known does, between
-    1¼ and 3 times those known, and no more than the unknown energy suffices for.
-    """
-    price = threshold * contest.rank_bytes
-    known = contest.known.double()
-    end, half = contest.benefit_at(contest.known - 1), contest.benefit_at(contest.known // 2 - 1)
-    power = (half / end).log2().clamp(min=1e-3).nan_to_num(1.0, posinf=1e3)
-    crossing = (known * (end / price) ** (1.0 / power)).nan_to_num(torch.inf, posinf=torch.inf)
-    target = crossing.clamp(min=_FEW).maximum(1.25 * known).minimum((3.0 * known).clamp(min=_FEW))
-    suffices = torch.where(price > 0, contest.unknown_energy / price, torch.inf).ceil().clamp(min=1.0)
-    target = (
-        target.ceil().minimum(known + suffices).minimum(contest.cap.double()).maximum(contest.floor.double())
-    )
-    asked = (contest.next_benefit > price) | (contest.floor > contest.known)
-    return {contest.layers[i]: int(target[i]) for i in asked.nonzero()[:, 0].tolist()}
-
-
 def density_for(contest: Contest, allowed: float) -> float:
     """A density that the last value taken has at least, whatever the unknown values are.
 
@@ -548,36 +557,24 @@ def _discarded_at_most(contest: Contest, density: float) -> float:
     return float((below + unknown).sum())
 
 
-def _densities(
-    benefits: Float[Tensor, "layers values"],
-    rank_bytes: Int[Tensor, " layers"],
-    module_bytes: Int[Tensor, " layers"],
-) -> Float[Tensor, "layers values"]:
-    count = torch.arange(1, benefits.shape[1] + 1)
-    group = benefits.cumsum(dim=1) / (count * rank_bytes[:, None] + module_bytes[:, None])
-    best, last = group.max(dim=1)
-    alone = benefits / rank_bytes[:, None]
-    densities = torch.where(count - 1 <= last[:, None], best[:, None], alone)
-    return densities.cummin(dim=1).values  # rounding must not bring a layer's values out of order
+def wanted(contest: Contest, threshold: float) -> dict[str, int]:
+    """Layers with unknown values that may beat a density: how many values to compute next.
 
-
-def _pick(table: Float[Tensor, "layers values"], column: Int[Tensor, " layers"]) -> Float[Tensor, " layers"]:
-    inside = (column >= 0) & (column < table.shape[1])
-    picked = table.gather(1, column.clamp(0, table.shape[1] - 1)[:, None])[:, 0]
-    return torch.where(inside, picked, 0.0)
-
-
-def _ints(values: Iterable[int]) -> Int[Tensor, " layers"]:
-    return torch.tensor(list(values), dtype=torch.int64)
-
-
-def _floats(values: Iterable[float]) -> Float[Tensor, " layers"]:
-    return torch.tensor(list(values), dtype=torch.float64)
-
-
-WEIGHT_FOR: Final = "--weight_for"
-Weights = tuple[tuple[str, float], ...]
-"""(pattern, weight); of several patterns that match a layer, the last wins."""
+    So many as would reach the density if the values went on to fall as the last half of those known does, between
+    1¼ and 3 times those known, and no more than the unknown energy suffices for.
+    """
+    price = threshold * contest.rank_bytes
+    known = contest.known.double()
+    end, half = contest.benefit_at(contest.known - 1), contest.benefit_at(contest.known // 2 - 1)
+    power = (half / end).log2().clamp(min=1e-3).nan_to_num(1.0, posinf=1e3)
+    crossing = (known * (end / price) ** (1.0 / power)).nan_to_num(torch.inf, posinf=torch.inf)
+    target = crossing.clamp(min=_FEW).maximum(1.25 * known).minimum((3.0 * known).clamp(min=_FEW))
+    suffices = torch.where(price > 0, contest.unknown_energy / price, torch.inf).ceil().clamp(min=1.0)
+    target = (
+        target.ceil().minimum(known + suffices).minimum(contest.cap.double()).maximum(contest.floor.double())
+    )
+    asked = (contest.next_benefit > price) | (contest.floor > contest.known)
+    return {contest.layers[i]: int(target[i]) for i in asked.nonzero()[:, 0].tolist()}
 
 
 def parse_weights(texts: Iterable[str]) -> Weights:
@@ -642,16 +639,15 @@ def refuse_rounding(max_error: float, rounding: float) -> NoReturn:
     )
 
 
-def refuse_storage(max_error: float, left: float) -> NoReturn:
-    """Refuse an error that factors in storage precision exceed whatever their ranks.
+def _percent(share: float) -> str:
+    return f"{share * 100:.3g}%"
 
-    Raises:
-        ConfigError: With the error that they leave.
-    """
-    raise ConfigError(
-        f"--max_error {_percent(max_error)} cannot be met: factors in storage precision leave {_percent(left)}.",
-        hint="Store with --save_precision float, or ask for a larger error.",
-    )
+
+def _above(share: float) -> str:
+    """The percentage of three digits just above a share, which works when it is typed in."""
+    digits = max(2 - math.floor(math.log10(share * 100)), 0)
+    scaled = math.floor(share * 100 * 10**digits) + 1
+    return f"{scaled / 10**digits:.{digits}f}%"
 
 
 def refuse_error(max_error: float, least: float) -> NoReturn:
@@ -667,12 +663,13 @@ def refuse_error(max_error: float, least: float) -> NoReturn:
     )
 
 
-def _percent(share: float) -> str:
-    return f"{share * 100:.3g}%"
+def refuse_storage(max_error: float, left: float) -> NoReturn:
+    """Refuse an error that factors in storage precision exceed whatever their ranks.
 
-
-def _above(share: float) -> str:
-    """The percentage of three digits just above a share, which works when it is typed in."""
-    digits = max(2 - math.floor(math.log10(share * 100)), 0)
-    scaled = math.floor(share * 100 * 10**digits) + 1
-    return f"{scaled / 10**digits:.{digits}f}%"
+    Raises:
+        ConfigError: With the error that they leave.
+    """
+    raise ConfigError(
+        f"--max_error {_percent(max_error)} cannot be met: factors in storage precision leave {_percent(left)}.",
+        hint="Store with --save_precision float, or ask for a larger error.",
+    )

@@ -1,13 +1,15 @@
-"""A change as factors in storage precision, with the true error of what is stored at every rank.
-
-‖A − L·X‖² = ‖A‖² − 2·tr(LᵀA·Xᵀ) + tr((LᵀL)(X·Xᵀ)), and LᵀA is at hand. For L and X cut to their first r columns
-and rows, the traces are sums over the leading r×r parts, so one pass gives the error of every rank.
+"""A weight change as factors in storage precision, with the true error of what is stored at every rank.
 
 By Eckart and Young (1936), of all matrices of rank r the one nearest to A in Frobenius norm is
-A_r = Σ_{i≤r} σᵢ uᵢ vᵢᵀ, and its error is ‖A − A_r‖² = Σ_{i>r} σᵢ²: the energy that is discarded.
+A_r = Σ_{i≤r} σᵢ uᵢ vᵢᵀ, and its error is ‖A − A_r‖² = Σ_{i>r} σᵢ²: the energy that is discarded. The leading
+singular vectors are found exactly where that is cheap, else by block Krylov iteration.
 
 Whatever subspace is found, its error is known and not estimated: with orthonormal columns U,
 ‖A − U Uᵀ A‖² = ‖A‖² − ‖Uᵀ A‖². Only how near that is to the optimum is an estimate.
+
+The error of the rounded factors L and X that are stored is known too, without forming their product:
+‖A − L·X‖² = ‖A‖² − 2·tr(LᵀA·Xᵀ) + tr((LᵀL)(X·Xᵀ)), and LᵀA is at hand. For L and X cut to their first r columns
+and rows, the traces are sums over the leading r×r parts, so one pass gives the error of every rank.
 
 No files and no choice of device here: the work is done where the matrix lies.
 """
@@ -34,6 +36,22 @@ from sigmascope.lora.linalg import (
     symmetric_eigen,
 )
 from sigmascope.lora.spectrum import Spectrum
+
+TOLERANCE: Final = 1e-3
+"""By default the error may exceed the optimum by at most this share of it."""
+_SMALL: Final = 128  # min(m, n) up to which all singular values cost no more than some
+_MANY: Final = 5  # so do they where more than one in this many is wanted
+_ORDINARY: Final = 20  # powers of two around 1 in which a typical entry needs no rescaling
+
+_NotConverged: type[RuntimeError] = torch.linalg.LinAlgError  # type: ignore[attr-defined] # not in its __all__
+LAPACK_UP_TO = 256
+"""min(m, n) up to which LAPACK's SVD takes no longer than a Gram matrix and its eigenvectors."""
+
+_CANCELLED: Final = 1e-2
+"""Share of ‖A‖² that the error must keep: below, float32's rounding of the products (10⁻⁷ of ‖A‖²) would show."""
+_NOTHING_LEFT: Final = 1e-9
+"""The same of float64 products, whose sums over millions of values are off by up to 10⁻¹³ of ‖A‖²."""
+_ROWS: Final = 1 << 20  # elements widened at a time
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -119,6 +137,14 @@ def decompose(
     return StoredChange(LoraFactors(up, down, float(up.shape[1]), shape), spectrum, errors.cpu() * unit**2)
 
 
+def _require_storable(delta: Tensor, *factors: Tensor) -> None:
+    if not all(bool(torch.isfinite(factor).all()) for factor in factors):
+        raise NonFiniteError(
+            f"the factors of a change of size {float(delta.abs().max()):.3g} do not fit {factors[0].dtype}.",
+            hint="Use --save_precision float or bf16.",
+        )
+
+
 def at_full_rank(delta: Float[Tensor, "*shape"], dtype: torch.dtype) -> StoredChange:
     """ΔW itself beside a scaled identity, without an SVD.
 
@@ -149,14 +175,6 @@ def _full_rank_error(matrix: Tensor, factors: LoraFactors) -> float:
 def _is_tall(matrix: Tensor) -> bool:
     """Whether `factors_full_rank` puts the values into `up`."""
     return matrix.shape[1] <= matrix.shape[0]
-
-
-def _require_storable(delta: Tensor, *factors: Tensor) -> None:
-    if not all(bool(torch.isfinite(factor).all()) for factor in factors):
-        raise NonFiniteError(
-            f"the factors of a change of size {float(delta.abs().max()):.3g} do not fit {factors[0].dtype}.",
-            hint="Use --save_precision float or bf16.",
-        )
 
 
 def factors_full_rank(delta: Tensor) -> LoraFactors:
@@ -193,11 +211,24 @@ def _balancing_power(largest: float) -> float:
     return float(2.0 ** min(max(round(-math.log2(largest) / 2), 0), 10))
 
 
-TOLERANCE: Final = 1e-3
-"""By default the error may exceed the optimum by at most this share of it."""
-_SMALL: Final = 128  # min(m, n) up to which all singular values cost no more than some
-_MANY: Final = 5  # so do they where more than one in this many is wanted
-_ORDINARY: Final = 20  # powers of two around 1 in which a typical entry needs no rescaling
+def to_ordinary_scale(work: Float[Tensor, "m n"], norm: float | None = None) -> tuple[Tensor, float]:
+    """Divide by a power of four where entries are so small or large that their squares leave float32.
+
+    Args:
+        work: float32 or float64, finite.
+        norm: ‖work‖ where it is known, which saves a look at every entry.
+
+    Returns:
+        The matrix, itself where its scale is ordinary, and the power it was divided by.
+    """
+    typical = frobenius_norm(work) if norm is None else norm
+    if typical == 0.0 or not math.isfinite(typical):
+        return work, 1.0
+    exponent = math.frexp(typical / math.sqrt(work.numel()))[1]
+    if abs(exponent) <= _ORDINARY:
+        return work, 1.0
+    half = exponent // 2
+    return torch.ldexp(work, torch.tensor(-2 * half, device=work.device)), 4.0**half
 
 
 def leading_images(
@@ -248,103 +279,9 @@ def left_directions(images: Float[Tensor, "m k"], rank: int) -> Float[Tensor, "m
     return directions
 
 
-def to_ordinary_scale(work: Float[Tensor, "m n"], norm: float | None = None) -> tuple[Tensor, float]:
-    """Divide by a power of four where entries are so small or large that their squares leave float32.
-
-    Args:
-        work: float32 or float64, finite.
-        norm: ‖work‖ where it is known, which saves a look at every entry.
-
-    Returns:
-        The matrix, itself where its scale is ordinary, and the power it was divided by.
-    """
-    typical = frobenius_norm(work) if norm is None else norm
-    if typical == 0.0 or not math.isfinite(typical):
-        return work, 1.0
-    exponent = math.frexp(typical / math.sqrt(work.numel()))[1]
-    if abs(exponent) <= _ORDINARY:
-        return work, 1.0
-    half = exponent // 2
-    return torch.ldexp(work, torch.tensor(-2 * half, device=work.device)), 4.0**half
-
-
-def require_finite(matrix: Tensor) -> None:
-    """Refuse NaN and Inf.
-
-    Raises:
-        NonFiniteError: With how many of them there are.
-    """
-    if not bool(torch.isfinite(matrix).all()):
-        bad = int((~torch.isfinite(matrix)).sum())
-        raise NonFiniteError(
-            f"{bad} of {matrix.numel()} values of the matrix are NaN or Inf.",
-            hint="Check the two checkpoints; a diverged training leaves such weights.",
-        )
-
-
 def _rounding(dtype: torch.dtype) -> float:
     """Share of the energy below which a squared singular value is rounding, which goes by ‖A‖ and not by σ₁."""
     return torch.finfo(dtype).eps ** 2 if dtype == torch.float32 else torch.finfo(dtype).eps
-
-
-_NotConverged: type[RuntimeError] = torch.linalg.LinAlgError  # type: ignore[attr-defined] # not in its __all__
-
-
-LAPACK_UP_TO = 256
-"""min(m, n) up to which LAPACK's SVD takes no longer than a Gram matrix and its eigenvectors."""
-
-
-def full_svd(work: Float[Tensor, "m n"]) -> tuple[Tensor, Tensor, Tensor]:
-    """All of U, Σ, Vᵀ; where the quick driver does not converge, the robust one does it.
-
-    Raises:
-        SigmascopeError: Neither converges.
-    """
-    try:
-        u, sigma, vh = torch.linalg.svd(work, full_matrices=False)
-    except _NotConverged:
-        u, sigma, vh = _robust_svd(work)
-    return u, sigma, vh
-
-
-def exact_right_subspace(matrix: Float[Tensor, "m n"], rank: int) -> Float[Tensor, "n r"]:
-    """The `rank` leading right singular vectors, orthonormal columns in the matrix's dtype.
-
-    A large float32 matrix goes through the Gram matrix of its smaller side in float64: squaring the condition
-    number there costs the singular values below 10⁻⁸ of the largest, which float32 does not hold either.
-
-    Raises:
-        SigmascopeError: The decomposition does not converge.
-    """
-    if matrix.dtype == torch.float64 or min(matrix.shape) <= LAPACK_UP_TO:
-        _, _, vh = full_svd(matrix)
-        exact: Tensor = vh[:rank].mT
-        return exact
-    wide = in_double(matrix)
-    rows, columns = wide.shape
-    if rows < columns:
-        _, vectors = torch.linalg.eigh(wide @ wide.mT)
-        right, _ = torch.linalg.qr(wide.mT @ vectors[:, -rank:].flip(1))
-    else:
-        _, vectors = torch.linalg.eigh(wide.mT @ wide)
-        right = vectors[:, -rank:].flip(1)
-    narrowed: Tensor = right.to(matrix)
-    return narrowed
-
-
-def _robust_svd(work: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """QR iteration on CUDA, float64 on the CPU: slower, and converging where divide and conquer does not."""
-    try:
-        if work.is_cuda:
-            u, sigma, vh = torch.linalg.svd(work, full_matrices=False, driver="gesvd")
-        else:
-            u, sigma, vh = torch.linalg.svd(work.cpu().double(), full_matrices=False)
-    except _NotConverged as error:
-        raise SigmascopeError(
-            f"the SVD of a {work.shape[0]}×{work.shape[1]} matrix did not converge: {error}",
-            hint="Run the extraction on another device, or at rank 9999, which needs no SVD.",
-        ) from error
-    return u.to(work), sigma.to(work), vh.to(work)
 
 
 @dataclass(frozen=True, eq=False)
@@ -407,13 +344,6 @@ def project(matrix: Float[Tensor, "m n"], left: Float[Tensor, "m j"]) -> Project
     return Projection(gram_in_double(left), in_double(left.mT @ matrix))
 
 
-_CANCELLED: Final = 1e-2
-"""Share of ‖A‖² that the error must keep: below, float32's rounding of the products (10⁻⁷ of ‖A‖²) would show."""
-_NOTHING_LEFT: Final = 1e-9
-"""The same of float64 products, whose sums over millions of values are off by up to 10⁻¹³ of ‖A‖²."""
-_ROWS: Final = 1 << 20  # elements widened at a time
-
-
 @dataclass(frozen=True, eq=False)
 class StoredFactors:
     """L (m, r) and X (r, n) as they are read back from the file, widened to the matrix's dtype."""
@@ -453,6 +383,21 @@ def _errors(factors: StoredFactors, projection: Projection, total_energy: float)
     return torch.cat([start, total_energy - 2.0 * shared + own])
 
 
+def _project_in_double(matrix: Tensor, left: Tensor) -> Projection:
+    """LᵀA in float64, widening a few rows at a time."""
+    wide = in_double(left)
+    products = wide.new_zeros(left.shape[1], matrix.shape[1])
+    for part in _parts(matrix):
+        products += wide[part].mT @ in_double(matrix[part])
+    return Projection(wide.mT @ wide, products)
+
+
+def _parts(matrix: Tensor) -> Iterator[slice]:
+    rows = max(1, _ROWS // matrix.shape[1])
+    for start in range(0, matrix.shape[0], rows):
+        yield slice(start, start + rows)
+
+
 def _errors_of_rest(matrix: Tensor, factors: StoredFactors) -> Tensor:
     """From E = A − L·X itself: without the last columns of L and rows of X it grows by L₊X₊, and nothing cancels.
 
@@ -469,19 +414,71 @@ def _errors_of_rest(matrix: Tensor, factors: StoredFactors) -> Tensor:
     return torch.cat([energy, energy + 2.0 * shared + own]).flip(0)
 
 
-def _project_in_double(matrix: Tensor, left: Tensor) -> Projection:
-    """LᵀA in float64, widening a few rows at a time."""
-    wide = in_double(left)
-    products = wide.new_zeros(left.shape[1], matrix.shape[1])
-    for part in _parts(matrix):
-        products += wide[part].mT @ in_double(matrix[part])
-    return Projection(wide.mT @ wide, products)
+def exact_right_subspace(matrix: Float[Tensor, "m n"], rank: int) -> Float[Tensor, "n r"]:
+    """The `rank` leading right singular vectors, orthonormal columns in the matrix's dtype.
+
+    A large float32 matrix goes through the Gram matrix of its smaller side in float64: squaring the condition
+    number there costs the singular values below 10⁻⁸ of the largest, which float32 does not hold either.
+
+    Raises:
+        SigmascopeError: The decomposition does not converge.
+    """
+    if matrix.dtype == torch.float64 or min(matrix.shape) <= LAPACK_UP_TO:
+        _, _, vh = full_svd(matrix)
+        exact: Tensor = vh[:rank].mT
+        return exact
+    wide = in_double(matrix)
+    rows, columns = wide.shape
+    if rows < columns:
+        _, vectors = torch.linalg.eigh(wide @ wide.mT)
+        right, _ = torch.linalg.qr(wide.mT @ vectors[:, -rank:].flip(1))
+    else:
+        _, vectors = torch.linalg.eigh(wide.mT @ wide)
+        right = vectors[:, -rank:].flip(1)
+    narrowed: Tensor = right.to(matrix)
+    return narrowed
 
 
-def _parts(matrix: Tensor) -> Iterator[slice]:
-    rows = max(1, _ROWS // matrix.shape[1])
-    for start in range(0, matrix.shape[0], rows):
-        yield slice(start, start + rows)
+def full_svd(work: Float[Tensor, "m n"]) -> tuple[Tensor, Tensor, Tensor]:
+    """All of U, Σ, Vᵀ; where the quick driver does not converge, the robust one does it.
+
+    Raises:
+        SigmascopeError: Neither converges.
+    """
+    try:
+        u, sigma, vh = torch.linalg.svd(work, full_matrices=False)
+    except _NotConverged:
+        u, sigma, vh = _robust_svd(work)
+    return u, sigma, vh
+
+
+def _robust_svd(work: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """QR iteration on CUDA, float64 on the CPU: slower, and converging where divide and conquer does not."""
+    try:
+        if work.is_cuda:
+            u, sigma, vh = torch.linalg.svd(work, full_matrices=False, driver="gesvd")
+        else:
+            u, sigma, vh = torch.linalg.svd(work.cpu().double(), full_matrices=False)
+    except _NotConverged as error:
+        raise SigmascopeError(
+            f"the SVD of a {work.shape[0]}×{work.shape[1]} matrix did not converge: {error}",
+            hint="Run the extraction on another device, or at rank 9999, which needs no SVD.",
+        ) from error
+    return u.to(work), sigma.to(work), vh.to(work)
+
+
+def require_finite(matrix: Tensor) -> None:
+    """Refuse NaN and Inf.
+
+    Raises:
+        NonFiniteError: With how many of them there are.
+    """
+    if not bool(torch.isfinite(matrix).all()):
+        bad = int((~torch.isfinite(matrix)).sum())
+        raise NonFiniteError(
+            f"{bad} of {matrix.numel()} values of the matrix are NaN or Inf.",
+            hint="Check the two checkpoints; a diverged training leaves such weights.",
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -585,6 +582,20 @@ def _from_all(work: Tensor, rank: int) -> TruncatedSvd:
     )
 
 
+def _scaled(svd: TruncatedSvd, unit: float) -> TruncatedSvd:
+    """The decomposition of unit·A."""
+    if unit == 1.0:
+        return svd
+    root = math.sqrt(unit)
+    return TruncatedSvd(
+        svd.up * root,
+        svd.singular_values * unit,
+        svd.down * root,
+        svd.total_energy * unit * unit,
+        svd.kept_energy * unit * unit,
+    )
+
+
 def _from_projection(work: Tensor, left: Tensor, total_energy: float) -> TruncatedSvd:
     """The singular values and vectors of A projected onto the span of some left directions."""
     found = project(work, left)
@@ -597,18 +608,4 @@ def _from_projection(work: Tensor, left: Tensor, total_energy: float) -> Truncat
         down=down.to(work),
         total_energy=total_energy,
         kept_energy=min(float(found.energies.sum()), total_energy),
-    )
-
-
-def _scaled(svd: TruncatedSvd, unit: float) -> TruncatedSvd:
-    """The decomposition of unit·A."""
-    if unit == 1.0:
-        return svd
-    root = math.sqrt(unit)
-    return TruncatedSvd(
-        svd.up * root,
-        svd.singular_values * unit,
-        svd.down * root,
-        svd.total_energy * unit * unit,
-        svd.kept_energy * unit * unit,
     )

@@ -4,7 +4,8 @@ Both files are read a layer at a time. Finished layers are kept beside the targe
 holds a few of the largest layers whatever the model's size, and a run that was killed goes on where it was.
 
 With ranks or policies for single layers there is one round. A budget for the whole file compares layers, so it
-may ask for more singular values of some of them once it has seen those of all.
+may ask for more singular values of some of them once it has seen those of all. The file is then written from the
+journal, one layer at a time in the model's order.
 """
 
 import json
@@ -63,6 +64,17 @@ from sigmascope.lora.writer import LoraWriter
 from sigmascope.progress import Progress, no_progress
 
 __all__ = ["ExtractOptions", "ExtractionReport", "extract_lora"]
+
+# For `tighter`.
+_TIGHTENED: Final = 0.999  # of the error that should do
+_LEAST_TIGHTENED: Final = 0.5  # of the error asked for: below, rounding takes up most of it
+
+_CPU: Final = torch.device("cpu")
+
+# For `storage_cost`, in bytes.
+_FIELDS_BYTES: Final = 2048  # that the format adds to the header
+_SPARE_BYTES: Final = 100  # that the writer reserves for each name's header entry and may leave empty
+_ENTRY_BYTES: Final = 200  # that a header entry takes beside the tensor's name in the checkpoint
 
 
 def extract_lora(
@@ -130,6 +142,146 @@ def extract_lora(
     return replace(report, seconds=seconds, file_bytes=target.stat().st_size)
 
 
+def resolve_format(options: ExtractOptions, pair: CheckpointPair, diffs: Iterable[str] = ()) -> FormatName:
+    """The format asked for, or the one that tools for such a checkpoint read.
+
+    Args:
+        options: With the format, or `auto`.
+        pair: The checkpoints.
+        diffs: Keys of biases, norms and embeddings that it has to hold.
+
+    Raises:
+        ConfigError: It cannot hold what was asked for.
+        LoraFormatError: There is no such format, or it has no name for a layer.
+    """
+    chosen = _usual_format(pair.layout) if options.format == "auto" else options.format
+    found = format_named(chosen)
+    if options.biases_and_norms and not found.keys.holds_changes:
+        raise ConfigError(
+            f"--biases_and_norms: {found.name} files hold up and down factors only.",
+            hint="Use --format native, kohya or comfyui.",
+        )
+    blocks = _unet_blocks(pair)
+    for layer in pair.layers:
+        placed = found.placement(layer, pair.layout, blocks=blocks)
+        found.named(layer, placed if isinstance(placed, str) else placed.original, pair.layout)
+    for key in diffs:
+        _require_name(found, key, pair.layout, blocks)
+    return found.name
+
+
+def _usual_format(layout: ModelLayout) -> FormatName:
+    if layout.naming == "diffusers":
+        return "peft"
+    return "comfyui" if layout.naming in ("sgm", "original") else "native"
+
+
+def _unet_blocks(pair: CheckpointPair) -> UnetBlocks:
+    placed = map(pair.layout.split, pair.layers)
+    return blocks_of(path for part, path in placed if part == "denoiser")
+
+
+def _require_name(found: LoraFormat, key: str, layout: ModelLayout, blocks: UnetBlocks) -> None:
+    """Refuse a bias or norm that the format cannot name before hours of work and not after."""
+    try:
+        found.name_for(key.removesuffix(".weight").removesuffix(".bias"), layout, blocks=blocks)
+    except LoraFormatError as error:
+        raise ConfigError(
+            f"--biases_and_norms: {error.message}",
+            hint="Use --format native, which keeps the model's own names.",
+        ) from error
+
+
+def extraction_metadata(pair: CheckpointPair, options: ExtractOptions) -> dict[str, str]:
+    """Where an extracted LoRA comes from, for its header.
+
+    No time of day is in it, so that the same inputs give the same file, byte for byte.
+    """
+    return {
+        "sigmascope_version": __version__,
+        "sigmascope_base": as_text(pair.base.path.name),
+        "sigmascope_tuned": as_text(pair.tuned.path.name),
+        BASE_FINGERPRINT: denoiser_fingerprint(pair.base),
+        "sigmascope_tuned_fingerprint": denoiser_fingerprint(pair.tuned),
+        "sigmascope_rank": options.asked_rank,
+        "sigmascope_target_coverage": options.target_coverage,
+        "sigmascope_min_diff": repr(options.min_diff),
+    }
+
+
+def job_identity(
+    pair: CheckpointPair, options: ExtractOptions, device: torch.device, lora_format: FormatName
+) -> str:
+    """Text that is equal for equal inputs, options, software and kind of device.
+
+    Files are told by place, size and time of change: reading them whole would take as long as the job. What else
+    the file holds matters under a budget only: how much is left for a layer depends on it.
+    """
+    facts = {
+        "version": __version__,
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
+        "inputs": [_file_identities(side) for side in (pair.base, pair.tuned)],
+        "layers": pair.layers,
+        "ranks": options.asked_rank,
+        "precision": options.save_precision,
+        "min_diff": options.min_diff,
+        "coverage": options.target_coverage,
+        "beside": [lora_format, options.biases_and_norms] if options.budget is not None else None,
+    }
+    return json.dumps(facts)
+
+
+def _processor() -> str:
+    """The instructions that decide how it rounds."""
+    return f"cpu {torch.backends.cpu.get_cpu_capability()} {fast_dtype(torch.device('cpu'))}"
+
+
+def _file_identities(checkpoint: Checkpoint) -> list[tuple[str, int, int]]:
+    return [_file_identity(file) for file in checkpoint.files]
+
+
+def _file_identity(path: Path) -> tuple[str, int, int]:
+    facts = path.stat()
+    return str(path.resolve()), facts.st_size, facts.st_mtime_ns
+
+
+def storage_cost(
+    format: FormatName,
+    pair: CheckpointPair,
+    options: ExtractOptions,
+    metadata: Mapping[str, str],
+    diffs: Iterable[str] = (),
+) -> StorageCost:
+    """What factors take in the file, never too little.
+
+    Args:
+        format: Of the file.
+        pair: The checkpoints.
+        options: Precision.
+        metadata: Texts for the header.
+        diffs: Keys of tensors whose change is stored whole.
+    """
+    found, layout, blocks = format_named(format), pair.layout, _unet_blocks(pair)
+    shapes = {layer: pair.shape(layer) for layer in pair.layers}
+    spare = 3 * _SPARE_BYTES * len(shapes)
+    if options.budget is not None and options.budget.max_bytes is not None:
+        spare = min(spare, options.budget.max_bytes // PADDING_SHARE)
+    other = _FIELDS_BYTES + spare
+    for layer in shapes:
+        other += 3 * (len(layer.encode()) + _ENTRY_BYTES) * (parts_in(found, layout, layer, blocks) - 1)
+    for key in diffs:
+        values = prod(pair.base.info(key).shape) * options.storage_dtype.itemsize
+        other += values + len(key.encode()) + _ENTRY_BYTES
+    return StorageCost.of(
+        options.storage_dtype,
+        metadata,
+        other_bytes=other,
+        names=names_in(found, layout, blocks),
+        numbers=numbers_in(found, layout, shapes, blocks),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class DecomposedLayer:
     """A layer with the place of its factors and the rank it gets.
@@ -148,80 +300,6 @@ class DecomposedLayer:
     def reason(self) -> LeftOutReason | None:
         """Why it is not in the LoRA; None where it is."""
         return self.record.reason if self.rank > 0 or self.record.reason else "rank_0"
-
-
-def _report(
-    pair: CheckpointPair,
-    base: Path,
-    tuned: Path,
-    target: Path,
-    lora_format: FormatName,
-    options: ExtractOptions,
-    layers: Mapping[str, DecomposedLayer],
-    vectors: dict[str, float],
-) -> ExtractionReport:
-    ordered = sorted(layers.items(), key=lambda item: layer_order(item[0]))
-    uncovered = {} if options.biases_and_norms else vectors
-    norms = [one.record.delta_norm for one in layers.values()]
-    return ExtractionReport(
-        base=base,
-        tuned=tuned,
-        lora=target,
-        sidecar=sidecar_path(target),
-        format=lora_format,
-        architecture=pair.layout.family,
-        options=options,
-        modules=tuple(_module(name, one) for name, one in ordered if one.reason is None),
-        left_out=tuple(_left_out(name, one) for name, one in ordered if one.reason is not None),
-        diffs={} if uncovered else vectors,
-        uncovered=uncovered,
-        findings=tuple(pair_findings(pair, uncovered, norms)),
-        seconds=0.0,
-        file_bytes=0,
-    )
-
-
-def _module(name: str, one: DecomposedLayer) -> ExtractedModule:
-    record = one.record
-    error = record.error_at(one.rank)
-    return ExtractedModule(
-        name=name,
-        shape=record.shape,
-        rank=one.rank,
-        delta_norm=record.delta_norm,
-        relative_change=record.delta_norm / record.base_norm if record.base_norm > 0 else None,
-        error_norm=error,
-        relative_error=error / record.delta_norm,
-        kept_energy=record.kept_energy(one.rank),
-    )
-
-
-def _left_out(name: str, one: DecomposedLayer) -> LeftOutLayer:
-    assert one.reason is not None
-    return LeftOutLayer(name, one.record.shape, one.reason, one.record.delta_norm, one.record.largest)
-
-
-def _refuse_nothing(
-    pair: CheckpointPair, layers: Mapping[str, DecomposedLayer], options: ExtractOptions
-) -> None:
-    """Refuse to write a LoRA without modules, saying why none is left."""
-    if any(one.rank > 0 for one in layers.values()):
-        return
-    changed = [one.record for one in layers.values() if one.reason != "unchanged"]
-    if not changed:
-        raise ModelMismatchError(
-            f"{pair.base.path} and {pair.tuned.path} hold the same weights in all {len(layers)} Linear and "
-            "convolution layers: there is nothing to extract."
-            + (" Biases and norms alone make no LoRA." if options.biases_and_norms else ""),
-            hint="Give the fine-tuned checkpoint as --tuned_model_path.",
-        )
-    reasons = ", ".join(sorted({str(one.reason) for one in layers.values() if one.reason != "unchanged"}))
-    largest = max(record.largest for record in changed)
-    raise ConfigError(
-        f"--min_diff {options.min_diff:g}, --target_coverage {options.target_coverage} and the choice of ranks "
-        f"leave out all {len(changed)} changed layers ({reasons}); the largest change is {largest:.3g}.",
-        hint="Lower --min_diff, use --target_coverage full, or allow more rank.",
-    )
 
 
 class Rounds:
@@ -344,10 +422,6 @@ class Rounds:
         return None if in_coverage(layer, self._options.target_coverage) else "outside_coverage"
 
 
-_TIGHTENED: Final = 0.999
-_LEAST_TIGHTENED: Final = 0.5
-
-
 def lost_outside(budget: Budget, records: Mapping[str, LayerRecord]) -> dict[str, Spectrum]:
     """What layers that are left out add to the error of all, which is what a budget may limit."""
     if budget.max_error is None or all(record.reason is not None for record in records.values()):
@@ -396,74 +470,78 @@ class ErrorSoFar:
         return f"error {100 * share:.1f} %"
 
 
-_CPU: Final = torch.device("cpu")
-_FIELDS_BYTES: Final = 2048  # that the format adds to the header
-_SPARE_BYTES: Final = 100  # that the writer reserves for each name's header entry and may leave empty
-_ENTRY_BYTES: Final = 200  # that a header entry takes beside the tensor's name in the checkpoint
-
-
-def resolve_format(options: ExtractOptions, pair: CheckpointPair, diffs: Iterable[str] = ()) -> FormatName:
-    """The format asked for, or the one that tools for such a checkpoint read.
-
-    Args:
-        options: With the format, or `auto`.
-        pair: The checkpoints.
-        diffs: Keys of biases, norms and embeddings that it has to hold.
-
-    Raises:
-        ConfigError: It cannot hold what was asked for.
-        LoraFormatError: There is no such format, or it has no name for a layer.
-    """
-    chosen = _usual_format(pair.layout) if options.format == "auto" else options.format
-    found = format_named(chosen)
-    if options.biases_and_norms and not found.keys.holds_changes:
-        raise ConfigError(
-            f"--biases_and_norms: {found.name} files hold up and down factors only.",
-            hint="Use --format native, kohya or comfyui.",
+def _refuse_nothing(
+    pair: CheckpointPair, layers: Mapping[str, DecomposedLayer], options: ExtractOptions
+) -> None:
+    """Refuse to write a LoRA without modules, saying why none is left."""
+    if any(one.rank > 0 for one in layers.values()):
+        return
+    changed = [one.record for one in layers.values() if one.reason != "unchanged"]
+    if not changed:
+        raise ModelMismatchError(
+            f"{pair.base.path} and {pair.tuned.path} hold the same weights in all {len(layers)} Linear and "
+            "convolution layers: there is nothing to extract."
+            + (" Biases and norms alone make no LoRA." if options.biases_and_norms else ""),
+            hint="Give the fine-tuned checkpoint as --tuned_model_path.",
         )
-    blocks = _blocks(pair)
-    for layer in pair.layers:
-        placed = found.placement(layer, pair.layout, blocks=blocks)
-        found.named(layer, placed if isinstance(placed, str) else placed.original, pair.layout)
-    for key in diffs:
-        _require_name(found, key, pair.layout, blocks)
-    return found.name
-
-
-def storage_cost(
-    format: FormatName,
-    pair: CheckpointPair,
-    options: ExtractOptions,
-    metadata: Mapping[str, str],
-    diffs: Iterable[str] = (),
-) -> StorageCost:
-    """What factors take in the file, never too little.
-
-    Args:
-        format: Of the file.
-        pair: The checkpoints.
-        options: Precision.
-        metadata: Texts for the header.
-        diffs: Keys of tensors whose change is stored whole.
-    """
-    found, layout, blocks = format_named(format), pair.layout, _blocks(pair)
-    shapes = {layer: pair.shape(layer) for layer in pair.layers}
-    spare = 3 * _SPARE_BYTES * len(shapes)
-    if options.budget is not None and options.budget.max_bytes is not None:
-        spare = min(spare, options.budget.max_bytes // PADDING_SHARE)
-    other = _FIELDS_BYTES + spare
-    for layer in shapes:
-        other += 3 * (len(layer.encode()) + _ENTRY_BYTES) * (parts_in(found, layout, layer, blocks) - 1)
-    for key in diffs:
-        values = prod(pair.base.info(key).shape) * options.storage_dtype.itemsize
-        other += values + len(key.encode()) + _ENTRY_BYTES
-    return StorageCost.of(
-        options.storage_dtype,
-        metadata,
-        other_bytes=other,
-        names=names_in(found, layout, blocks),
-        numbers=numbers_in(found, layout, shapes, blocks),
+    reasons = ", ".join(sorted({str(one.reason) for one in layers.values() if one.reason != "unchanged"}))
+    largest = max(record.largest for record in changed)
+    raise ConfigError(
+        f"--min_diff {options.min_diff:g}, --target_coverage {options.target_coverage} and the choice of ranks "
+        f"leave out all {len(changed)} changed layers ({reasons}); the largest change is {largest:.3g}.",
+        hint="Lower --min_diff, use --target_coverage full, or allow more rank.",
     )
+
+
+def _report(
+    pair: CheckpointPair,
+    base: Path,
+    tuned: Path,
+    target: Path,
+    lora_format: FormatName,
+    options: ExtractOptions,
+    layers: Mapping[str, DecomposedLayer],
+    vectors: dict[str, float],
+) -> ExtractionReport:
+    ordered = sorted(layers.items(), key=lambda item: layer_order(item[0]))
+    uncovered = {} if options.biases_and_norms else vectors
+    norms = [one.record.delta_norm for one in layers.values()]
+    return ExtractionReport(
+        base=base,
+        tuned=tuned,
+        lora=target,
+        sidecar=sidecar_path(target),
+        format=lora_format,
+        architecture=pair.layout.family,
+        options=options,
+        modules=tuple(_extracted_module(name, one) for name, one in ordered if one.reason is None),
+        left_out=tuple(_left_out_layer(name, one) for name, one in ordered if one.reason is not None),
+        diffs={} if uncovered else vectors,
+        uncovered=uncovered,
+        findings=tuple(pair_findings(pair, uncovered, norms)),
+        seconds=0.0,
+        file_bytes=0,
+    )
+
+
+def _extracted_module(name: str, one: DecomposedLayer) -> ExtractedModule:
+    record = one.record
+    error = record.error_at(one.rank)
+    return ExtractedModule(
+        name=name,
+        shape=record.shape,
+        rank=one.rank,
+        delta_norm=record.delta_norm,
+        relative_change=record.delta_norm / record.base_norm if record.base_norm > 0 else None,
+        error_norm=error,
+        relative_error=error / record.delta_norm,
+        kept_energy=record.kept_energy(one.rank),
+    )
+
+
+def _left_out_layer(name: str, one: DecomposedLayer) -> LeftOutLayer:
+    assert one.reason is not None
+    return LeftOutLayer(name, one.record.shape, one.reason, one.record.delta_norm, one.record.largest)
 
 
 def write_extracted(
@@ -505,90 +583,14 @@ def write_extracted(
     with writer:
         for layer, one in layers.items():
             if one.rank > 0:
-                writer.write(layer, _factors(reader, layer, one, journal, options.storage_dtype))
+                writer.write(layer, _stored_factors(reader, layer, one, journal, options.storage_dtype))
         for key in diffs:
             writer.write_diff(key, pair.change(key, _CPU).delta)
 
 
-def _usual_format(layout: ModelLayout) -> FormatName:
-    if layout.naming == "diffusers":
-        return "peft"
-    return "comfyui" if layout.naming in ("sgm", "original") else "native"
-
-
-def _blocks(pair: CheckpointPair) -> UnetBlocks:
-    placed = map(pair.layout.split, pair.layers)
-    return blocks_of(path for part, path in placed if part == "denoiser")
-
-
-def _require_name(found: LoraFormat, key: str, layout: ModelLayout, blocks: UnetBlocks) -> None:
-    """Refuse a bias or norm that the format cannot name before hours of work and not after."""
-    try:
-        found.name_for(key.removesuffix(".weight").removesuffix(".bias"), layout, blocks=blocks)
-    except LoraFormatError as error:
-        raise ConfigError(
-            f"--biases_and_norms: {error.message}",
-            hint="Use --format native, which keeps the model's own names.",
-        ) from error
-
-
-def _factors(
+def _stored_factors(
     reader: LayerReader, layer: str, one: DecomposedLayer, journal: Journal, dtype: torch.dtype
 ) -> LoraFactors:
     if one.record.whole:
         return at_full_rank(reader.read(layer).delta, dtype).factors
     return read_factors(journal, one.name, one.rank)
-
-
-def job_identity(
-    pair: CheckpointPair, options: ExtractOptions, device: torch.device, lora_format: FormatName
-) -> str:
-    """Text that is equal for equal inputs, options, software and kind of device.
-
-    Files are told by place, size and time of change: reading them whole would take as long as the job. What else
-    the file holds matters under a budget only: how much is left for a layer depends on it.
-    """
-    facts = {
-        "version": __version__,
-        "torch": torch.__version__,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
-        "inputs": [_files(side) for side in (pair.base, pair.tuned)],
-        "layers": pair.layers,
-        "ranks": options.asked_rank,
-        "precision": options.save_precision,
-        "min_diff": options.min_diff,
-        "coverage": options.target_coverage,
-        "beside": [lora_format, options.biases_and_norms] if options.budget is not None else None,
-    }
-    return json.dumps(facts)
-
-
-def _files(checkpoint: Checkpoint) -> list[tuple[str, int, int]]:
-    return [_file(file) for file in checkpoint.files]
-
-
-def _file(path: Path) -> tuple[str, int, int]:
-    facts = path.stat()
-    return str(path.resolve()), facts.st_size, facts.st_mtime_ns
-
-
-def _processor() -> str:
-    """The instructions that decide how it rounds."""
-    return f"cpu {torch.backends.cpu.get_cpu_capability()} {fast_dtype(torch.device('cpu'))}"
-
-
-def extraction_metadata(pair: CheckpointPair, options: ExtractOptions) -> dict[str, str]:
-    """Where an extracted LoRA comes from, for its header.
-
-    No time of day is in it, so that the same inputs give the same file, byte for byte.
-    """
-    return {
-        "sigmascope_version": __version__,
-        "sigmascope_base": as_text(pair.base.path.name),
-        "sigmascope_tuned": as_text(pair.tuned.path.name),
-        BASE_FINGERPRINT: denoiser_fingerprint(pair.base),
-        "sigmascope_tuned_fingerprint": denoiser_fingerprint(pair.tuned),
-        "sigmascope_rank": options.asked_rank,
-        "sigmascope_target_coverage": options.target_coverage,
-        "sigmascope_min_diff": repr(options.min_diff),
-    }

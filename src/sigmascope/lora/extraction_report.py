@@ -1,4 +1,4 @@
-"""What is asked of an extraction and what it did: options, report, and the YAML beside the LoRA."""
+"""The options of an extraction, the report of what it did, and the YAML file beside the LoRA."""
 
 import json
 import math
@@ -32,7 +32,7 @@ from sigmascope.records.run import Finding
 
 @dataclass(frozen=True, slots=True)
 class ExtractOptions:
-    """The choices of one extraction (SPEC section 7).
+    """The choices of one extraction.
 
     Attributes:
         rank: Rank of Linear layers; 9999 keeps everything.
@@ -283,20 +283,22 @@ def sidecar_path(lora: Path) -> Path:
     return lora.with_name(f"{lora.stem}_config.yaml")
 
 
-def require_yaml() -> ModuleType:
-    """Import PyYAML, which is needed to describe an extraction.
-
-    Raises:
-        ConfigError: It is not installed.
-    """
-    try:
-        import yaml
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            "PyYAML is not installed, and the LoRA's description is YAML.",
-            hint='Install it with: pip install "sigmascope[lbm]"',
-        ) from error
-    return yaml
+def sidecar_text(report: ExtractionReport) -> str:
+    """The side-car's text. Its keys and their order are always the same."""
+    fixed = report.options.fixed_rank
+    facts = {
+        "base_model": as_text(report.base),
+        "extraction_method": "svd",
+        "rank": report.options.asked_rank if fixed is None else fixed.rank,
+        "conv_rank": report.options.asked_rank if fixed is None else fixed.conv_rank,
+        "architecture": report.architecture,
+        "native_naming": report.format == "native",
+        "total_analyzed_layers": report.total_analyzed_layers,
+        "total_lora_modules": report.total_lora_modules,
+        "change_threshold": report.options.min_diff,
+        "coverage_percentage": round(report.coverage_percentage, 2),
+    }
+    return str(require_yaml().safe_dump(facts, sort_keys=False, allow_unicode=True))
 
 
 def refuse_other_yaml(sidecar: Path) -> None:
@@ -321,19 +323,17 @@ def refuse_other_yaml(sidecar: Path) -> None:
         )
 
 
-def sidecar_text(report: ExtractionReport) -> str:
-    """The side-car's text, with exactly the keys of SPEC section 7 in its order."""
-    fixed = report.options.fixed_rank
-    facts = {
-        "base_model": as_text(report.base),
-        "extraction_method": "svd",
-        "rank": report.options.asked_rank if fixed is None else fixed.rank,
-        "conv_rank": report.options.asked_rank if fixed is None else fixed.conv_rank,
-        "architecture": report.architecture,
-        "native_naming": report.format == "native",
-        "total_analyzed_layers": report.total_analyzed_layers,
-        "total_lora_modules": report.total_lora_modules,
-        "change_threshold": report.options.min_diff,
-        "coverage_percentage": round(report.coverage_percentage, 2),
-    }
-    return str(require_yaml().safe_dump(facts, sort_keys=False, allow_unicode=True))
+def require_yaml() -> ModuleType:
+    """Import PyYAML, which is needed to describe an extraction.
+
+    Raises:
+        ConfigError: It is not installed.
+    """
+    try:
+        import yaml
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "PyYAML is not installed, and the LoRA's description is YAML.",
+            hint='Install it with: pip install "sigmascope[lbm]"',
+        ) from error
+    return yaml

@@ -1,4 +1,4 @@
-"""The two factors of a low-rank weight change, and their algebra (Hu et al., arXiv 2106.09685).
+"""The two factors of a low-rank weight change, and their algebra.
 
 LoRA (Hu et al., arXiv 2106.09685) writes the change of a weight W (out, in) as
 
@@ -23,6 +23,9 @@ from sigmascope.lora.linalg import at_least_float32, frobenius_norm, in_double, 
 
 # 9999 stored in bfloat16 reads back as 9984, in float16 as 10000.
 _SMALLEST_STORED_FULL_RANK = 9984.0
+
+CANCELLED: Final = 1e-10
+"""Share of ‖ΔW‖² below which ‖a‖² − 2<a,b> + ‖b‖² is mostly rounding, though it is summed in float64."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +80,7 @@ class LoraFactors:
         """The factor alpha / rank; but 1 for factors that are the whole ΔW under an alpha of 9999.
 
         Tools that are asked for "rank 9999" may store alpha 9999 beside the r = min(out, in) factors they
-        could make. Those factors are already the whole change (SPEC section 7).
+        could make. Those factors are already the whole change.
         """
         holds_everything = self.rank >= min(matrix_shape(self.weight_shape))
         if holds_everything and self.alpha > self.rank and self.alpha >= _SMALLEST_STORED_FULL_RANK:
@@ -227,10 +230,6 @@ def _require_same_weight(parts: Sequence[LoraFactors]) -> None:
             f"the LoRAs change weights of different shapes: {', '.join(map(str, shapes))}.",
             hint="Combine LoRAs of the same base model, module by module.",
         )
-
-
-CANCELLED: Final = 1e-10
-"""Share of ‖ΔW‖² below which ‖a‖² − 2<a,b> + ‖b‖² is mostly rounding, though it is summed in float64."""
 
 
 def difference_norm(one: LoraFactors, other: LoraFactors) -> float:

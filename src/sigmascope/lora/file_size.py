@@ -1,4 +1,7 @@
-"""The bytes of a LoRA file before it is written, in any format, never too few."""
+"""The most bytes that a LoRA file can take, in any format, before it is written.
+
+A format may make one matrix of several layers, or several of one, so what a layer's factors take depends on it.
+"""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -15,8 +18,9 @@ from sigmascope.lora.formats import LoraFormat
 from sigmascope.lora.layer_names import Row, UnetBlocks
 from sigmascope.lora.linalg import matrix_shape, max_rank
 
-_ALPHA_BYTES: Final = 4
+_ALPHA_BYTES: Final = 4  # a float32
 _ENTRY_BYTES: Final = len(':{"dtype":"BF16","shape":,"data_offsets":[,]},')
+
 _ROUNDING: Final = 0.32
 """Rounding both factors changes their product by 0.30 ± 0.01 of the type's eps, measured over many shapes."""
 _LEAST_ROUNDING: Final = 1e-6  # float32 arithmetic, whatever the storage
@@ -127,6 +131,29 @@ def _entry_bytes(name: str, shape: list[int]) -> int:
     return len(json.dumps(name, ensure_ascii=False).encode("utf-8")) + len(sizes) + _ENTRY_BYTES
 
 
+def names_in(
+    format: LoraFormat, layout: ModelLayout, blocks: UnetBlocks | None = None
+) -> Callable[[str], list[str]]:
+    """The names of a layer's up, down and alpha in a file of this format, for `StorageCost`.
+
+    Args:
+        format: Of the file.
+        layout: Of the checkpoint.
+        blocks: The U-Net's; the family's own when left out.
+    """
+    keys = format.keys
+    ends = [end for end in (keys.up, keys.down, keys.alpha) if end is not None]
+
+    def names(layer: str) -> list[str]:
+        try:
+            module = format.name_for(layer, layout, blocks=blocks)
+        except LoraFormatError:  # it is joined with others there: fewer names, none much longer
+            module = layer
+        return [f"{module}.{end}" for end in ends]
+
+    return names
+
+
 def numbers_in(
     format: LoraFormat,
     layout: ModelLayout,
@@ -160,39 +187,16 @@ def numbers_in(
     return numbers
 
 
-def names_in(
-    format: LoraFormat, layout: ModelLayout, blocks: UnetBlocks | None = None
-) -> Callable[[str], list[str]]:
-    """The names of a layer's up, down and alpha in a file of this format, for `StorageCost`.
-
-    Args:
-        format: Of the file.
-        layout: Of the checkpoint.
-        blocks: The U-Net's; the family's own when left out.
-    """
-    keys = format.keys
-    ends = [end for end in (keys.up, keys.down, keys.alpha) if end is not None]
-
-    def names(layer: str) -> list[str]:
-        try:
-            module = format.name_for(layer, layout, blocks=blocks)
-        except LoraFormatError:  # it is joined with others there: fewer names, none much longer
-            module = layer
-        return [f"{module}.{end}" for end in ends]
-
-    return names
-
-
 def parts_in(format: LoraFormat, layout: ModelLayout, layer: str, blocks: UnetBlocks | None = None) -> int:
     """How many modules a layer becomes in a format: more than one where it is divided."""
     row = _fused_row(format, layout, layer, blocks)
     return len(row.parts) if row is not None and _divides(format, layout) else 1
 
 
-def _divides(format: LoraFormat, layout: ModelLayout) -> bool:
-    return format.naming(layout.family) == "diffusers"
-
-
 def _fused_row(format: LoraFormat, layout: ModelLayout, layer: str, blocks: UnetBlocks | None) -> Row | None:
     placed = format.placement(layer, layout, blocks=blocks)
     return placed if isinstance(placed, Row) and len(placed.parts) > 1 else None
+
+
+def _divides(format: LoraFormat, layout: ModelLayout) -> bool:
+    return format.naming(layout.family) == "diffusers"

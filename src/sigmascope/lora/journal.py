@@ -3,6 +3,8 @@
 A journal is one append-only file of records, each with a checksum. A record that was being written when the
 process died has none that fits, and is cut off when the journal is opened again. The first record says what the
 job was; a journal of any other job, or of inputs that have changed since, is begun anew.
+
+One process alone works in the file, also in a folder that others may write to.
 """
 
 import errno
@@ -27,14 +29,14 @@ from sigmascope.files import reason_of, writing_hint
 
 _log = logging.getLogger(__name__)
 
-
-_LENGTH: Final = 8
-_DIGEST: Final = 16
-_FACTS: Final = "facts"
-
+_LENGTH: Final = 8  # bytes that hold the length of a record's content
+_DIGEST: Final = 16  # bytes of its checksum
+_FACTS: Final = "facts"  # the metadata field with its name and facts
 
 Record = tuple[dict[str, torch.Tensor], dict[str, Any]]
 """Tensors and JSON facts."""
+
+_LOCKED_BY_ANOTHER: Final = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 
 
 class Journal:
@@ -167,14 +169,14 @@ class Journal:
         return WriteError(self.path, f"cannot be written ({reason_of(error)}).", hint=writing_hint(error))
 
 
-def _digest(content: bytes) -> bytes:
-    return hashlib.blake2b(content, digest_size=_DIGEST).digest()
-
-
 def _encode(name: str, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> bytes:
     ready = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
     content: bytes = save(ready, {_FACTS: json.dumps([name, dict(facts)])})
     return content
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=_DIGEST).digest()
 
 
 def _decode(content: bytes) -> tuple[str, dict[str, torch.Tensor], dict[str, Any]]:
@@ -185,9 +187,6 @@ def _decode(content: bytes) -> tuple[str, dict[str, torch.Tensor], dict[str, Any
         return name, load(content), facts
     except (SafetensorError, ValueError, KeyError, TypeError):
         return "", {}, {}
-
-
-_LOCKED_BY_ANOTHER: Final = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 
 
 def open_own(path: Path) -> BinaryIO:
@@ -233,20 +232,6 @@ def _locked(path: Path, flags: int = 0) -> BinaryIO:
     return file
 
 
-def _is_at(file: BinaryIO, path: Path) -> bool:
-    """Whether the open file is still the one of that name: a run that ends removes it before its lock is gone."""
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), path.lstat())
-    except FileNotFoundError:
-        return False
-
-
-def _is_own(file: BinaryIO) -> bool:
-    facts = os.fstat(file.fileno())
-    is_mine = not hasattr(os, "geteuid") or facts.st_uid == os.geteuid()
-    return is_mine and stat.S_ISREG(facts.st_mode) and facts.st_nlink == 1
-
-
 def _lock(file: BinaryIO, path: Path) -> None:
     """Keep a second process off the same journal, where the system and the disk have such locks."""
     try:
@@ -263,3 +248,17 @@ def _lock(file: BinaryIO, path: Path) -> None:
             f"{path.name} is in use: another run is writing the same target in {path.parent}.",
             hint="Wait for it, or choose another name for --save_to.",
         ) from error
+
+
+def _is_at(file: BinaryIO, path: Path) -> bool:
+    """Whether the open file is still the one of that name: a run that ends removes it before its lock is gone."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.lstat())
+    except FileNotFoundError:
+        return False
+
+
+def _is_own(file: BinaryIO) -> bool:
+    facts = os.fstat(file.fileno())
+    is_mine = not hasattr(os, "geteuid") or facts.st_uid == os.geteuid()
+    return is_mine and stat.S_ISREG(facts.st_mode) and facts.st_nlink == 1

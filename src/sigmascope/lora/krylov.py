@@ -1,8 +1,8 @@
-"""The leading singular subspace by randomised block Krylov iteration (Musco and Musco, arXiv 1504.05477).
+"""The leading singular subspace of a matrix by randomised block Krylov iteration.
 
 With V₀ random, the subspace span(V₀, (AᵀA)V₀, (AᵀA)²V₀, …) holds approximations of the leading right singular
 vectors whose error falls exponentially in the number of steps times the square root of the gap (Musco and
-Musco, arXiv 1504.05477); it needs fewer products with A than subspace iteration does. Within it the best
+Musco, arXiv 1504.05477); it needs fewer products with A than subspace iteration does. Within its basis K the best
 vectors come from the Rayleigh-Ritz principle, from the Gram matrices KᵀK and (AK)ᵀ(AK) alone.
 
 Iterations may run in bfloat16, with products summed in float32: what is wanted of them is a subspace, and a
@@ -27,13 +27,15 @@ from sigmascope.lora.linalg import (
     whitening,
 )
 
-_MOST_BLOCKS: Final = 9
-_WIDEST_BLOCK: Final = 64
-_RESTARTS: Final = 6
+_MOST_BLOCKS: Final = 9  # in a basis; more for large ranks
+_WIDEST_BLOCK: Final = 64  # vectors in a block
+_RESTARTS: Final = 6  # at most, from the best vectors of a basis that is full
 _SAFETY: Final = 0.8  # of the tolerance, since what is still missing is an estimate
 _RESOLVED: Final = {torch.bfloat16: 0.02, torch.float32: 1e-3}
 """Share of the energy that must be left for iterations in a dtype to see it beside what is captured."""
 _NOTHING: Final = 1e-12  # share of the energy that is the rounding of a float32 matrix
+_DEPENDENT: Final = 0.02
+"""A new block that leans on the old ones more than this is made orthogonal again."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,16 +94,6 @@ def leading_subspace(
     return _deflated(matrix, found, goal, seed)
 
 
-def fast_dtype(device: torch.device) -> torch.dtype | None:
-    """bfloat16 where the device multiplies it much faster than float32, else None."""
-    if device.type == "cuda":
-        fast = torch.cuda.get_device_capability(device) >= (8, 0)
-    else:
-        supported = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
-        fast = device.type == "cpu" and supported is not None and bool(supported())
-    return torch.bfloat16 if fast else None
-
-
 @dataclass(frozen=True, slots=True)
 class _Goal:
     """When to stop: `rank` vectors, within `tolerance` of the best error that they can have, or `nothing` left."""
@@ -125,45 +117,6 @@ class _Goal:
             return last == 0.0
         ratio = math.sqrt(last / before)  # later gains fall more slowly than those before them
         return last * ratio / (1.0 - ratio) <= allowed
-
-
-def _deflated(matrix: Tensor, strong: Subspace, goal: _Goal, seed: int) -> Subspace:
-    """Take what was found out of the matrix, search what is left on its own scale, and choose among both.
-
-    Beside singular values a hundred times as large, the others would be rounding.
-    """
-    refined = orthonormal(orthonormal(matrix.mT @ orthonormal(matrix @ strong.vectors)))
-    rest = torch.addmm(matrix, matrix @ refined, refined.mT, alpha=-1.0)
-    energy = float(quick_energy(rest.reshape(-1)))
-    if energy <= goal.nothing:
-        return Subspace(refined, matrix @ refined, goal.total_energy - energy, converged=True)
-    weak = leading_subspace(
-        rest,
-        goal.rank,
-        total_energy=energy,
-        tolerance=goal.tolerance,
-        seed=seed,
-        nothing=goal.nothing,
-    )
-    del rest
-    held = weak.vectors - refined @ (refined.mT @ weak.vectors)
-    both = orthonormal(torch.cat([refined, orthonormal(held)], dim=1))
-    images = matrix @ both
-    energies, turn = symmetric_eigen(gram_in_double(images))
-    best = turn[:, : goal.rank].to(both)
-    captured = float(energies[: goal.rank].sum())
-    return Subspace(both @ best, images @ best, captured, weak.converged)
-
-
-def _random_start(matrix: Tensor, rank: int, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    random = torch.randn(min(_block_width(rank), *matrix.shape), matrix.shape[1], generator=generator)
-    return orthonormal_rows(random.to(matrix))
-
-
-def _block_width(rank: int) -> int:
-    """A multiple of 16, as matrix units like it."""
-    return min(-(-rank // 16) * 16, _WIDEST_BLOCK)
 
 
 def _with_restarts(matrix: Tensor, start: Tensor, goal: _Goal, stop_below: float) -> Subspace:
@@ -197,8 +150,43 @@ def _iterate(matrix: Tensor, start: Tensor, goal: _Goal, stop_below: float) -> S
     return Subspace(vectors, images, basis.captured(goal.rank), converged or exhausted)
 
 
-_DEPENDENT: Final = 0.02
-"""A new block that leans on the old ones more than this is made orthogonal again."""
+def _block_width(rank: int) -> int:
+    """A multiple of 16, as matrix units like it."""
+    return min(-(-rank // 16) * 16, _WIDEST_BLOCK)
+
+
+def _random_start(matrix: Tensor, rank: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    random = torch.randn(min(_block_width(rank), *matrix.shape), matrix.shape[1], generator=generator)
+    return orthonormal_rows(random.to(matrix))
+
+
+def _deflated(matrix: Tensor, strong: Subspace, goal: _Goal, seed: int) -> Subspace:
+    """Take what was found out of the matrix, search what is left on its own scale, and choose among both.
+
+    Beside singular values a hundred times as large, the others would be rounding.
+    """
+    refined = orthonormal(orthonormal(matrix.mT @ orthonormal(matrix @ strong.vectors)))
+    rest = torch.addmm(matrix, matrix @ refined, refined.mT, alpha=-1.0)
+    energy = float(quick_energy(rest.reshape(-1)))
+    if energy <= goal.nothing:
+        return Subspace(refined, matrix @ refined, goal.total_energy - energy, converged=True)
+    weak = leading_subspace(
+        rest,
+        goal.rank,
+        total_energy=energy,
+        tolerance=goal.tolerance,
+        seed=seed,
+        nothing=goal.nothing,
+    )
+    del rest
+    held = weak.vectors - refined @ (refined.mT @ weak.vectors)
+    both = orthonormal(torch.cat([refined, orthonormal(held)], dim=1))
+    images = matrix @ both
+    energies, turn = symmetric_eigen(gram_in_double(images))
+    best = turn[:, : goal.rank].to(both)
+    captured = float(energies[: goal.rank].sum())
+    return Subspace(both @ best, images @ best, captured, weak.converged)
 
 
 class KrylovBasis:
@@ -274,3 +262,13 @@ class KrylovBasis:
             values, turn = symmetric_eigen((projected + projected.mT) / 2)
             self._found = self.size, values.clamp_min(0.0), white @ turn
         return self._found[1:]
+
+
+def fast_dtype(device: torch.device) -> torch.dtype | None:
+    """bfloat16 where the device multiplies it much faster than float32, else None."""
+    if device.type == "cuda":
+        fast = torch.cuda.get_device_capability(device) >= (8, 0)
+    else:
+        supported = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
+        fast = device.type == "cpu" and supported is not None and bool(supported())
+    return torch.bfloat16 if fast else None

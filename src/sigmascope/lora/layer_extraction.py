@@ -1,7 +1,8 @@
 """One layer of an extraction: read from both files, subtracted, decomposed, kept in the journal.
 
 Reading, widening, subtracting and three sums over tens of millions of values cost more in memory traffic than
-in arithmetic when each is a pass of its own, and fresh memory for each layer costs a page fault every 4 KiB.
+in arithmetic when each is a pass of its own, and fresh memory for each layer costs a page fault every 4 KiB. So
+layers are read and subtracted in pieces that stay in the processor's cache, into memory that is used again.
 """
 
 import math
@@ -26,6 +27,11 @@ from sigmascope.lora.ranks import FixedRank, RankPolicy
 from sigmascope.lora.spectrum import Spectrum
 
 LeftOutReason = Literal["unchanged", "below_min_diff", "outside_coverage", "excluded", "rank_0"]
+
+# For `LayerReader`.
+_PIECE: Final = 1 << 18  # elements at a time: 1 MiB in float32
+_TINY: Final = 1e-12
+"""Squares of float32 values well below it are no normal numbers any more, and their sums are off."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -155,6 +161,39 @@ class LayerReader:
         return held[:elements]
 
 
+def _subtract(
+    base: Iterator[Tensor], tuned: Iterator[Tensor], delta: Tensor, rounded: Tensor | None
+) -> tuple[float, float, float]:
+    """Fill `delta` and `rounded`; give ‖delta‖², ‖base‖² and max |delta|."""
+    wide_base = torch.empty(min(_PIECE, delta.numel()), dtype=torch.float32)
+    energies: list[Tensor] = []
+    base_energies: list[Tensor] = []
+    extremes: list[Tensor] = []
+    for number, (base_piece, tuned_piece) in enumerate(zip(base, tuned, strict=True)):
+        piece = slice(number * _PIECE, (number + 1) * _PIECE)
+        part = delta[piece]
+        widened = wide_base[: part.numel()]
+        part.copy_(tuned_piece)
+        widened.copy_(base_piece)
+        part.sub_(widened)
+        if rounded is not None:
+            rounded[piece].copy_(part)
+        energies.append(quick_energy(part))
+        base_energies.append(quick_energy(widened))
+        extremes.extend(torch.aminmax(part))
+    return (
+        math.fsum(map(float, energies)),
+        math.fsum(map(float, base_energies)),
+        max((abs(float(extreme)) for extreme in extremes), default=0.0),
+    )
+
+
+def _in_range(energy: float, base_energy: float, largest: float) -> bool:
+    """Whether the squares behind these sums were float32 numbers; false for NaN and Inf too."""
+    changed = largest == 0.0 or largest > _TINY
+    return changed and base_energy > _TINY**2 and energy + base_energy < math.inf
+
+
 def extract_layer(
     reader: LayerReader,
     layer: str,
@@ -209,6 +248,22 @@ def _memory_errors(layer: str = "") -> Iterator[None]:
         ) from error
 
 
+def _record(change: StreamedChange, stored: StoredChange | None, reason: LeftOutReason | None) -> LayerRecord:
+    nothing = torch.empty(0, dtype=torch.float64)
+    shape = tuple(change.delta.shape)
+    whole = stored is not None and bool(stored.errors.isnan().any())
+    return LayerRecord(
+        shape=shape,
+        delta_norm=change.delta_norm,
+        base_norm=change.base_norm,
+        largest=change.largest,
+        reason=reason,
+        whole=whole,
+        values=nothing if stored is None else stored.spectrum.values,
+        errors=nothing if stored is None else stored.errors,
+    )
+
+
 def _decompose(change: StreamedChange, policy: RankPolicy | int, dtype: torch.dtype) -> StoredChange | None:
     """Compute singular values until the policy can choose, and cut to its choice; None for rank 0."""
     shape = tuple(change.delta.shape)
@@ -229,22 +284,6 @@ def _decompose(change: StreamedChange, policy: RankPolicy | int, dtype: torch.dt
     if chosen == full:
         return at_full_rank(change.delta, dtype)
     return stored.cut(chosen) if chosen > 0 else None
-
-
-def _record(change: StreamedChange, stored: StoredChange | None, reason: LeftOutReason | None) -> LayerRecord:
-    nothing = torch.empty(0, dtype=torch.float64)
-    shape = tuple(change.delta.shape)
-    whole = stored is not None and bool(stored.errors.isnan().any())
-    return LayerRecord(
-        shape=shape,
-        delta_norm=change.delta_norm,
-        base_norm=change.base_norm,
-        largest=change.largest,
-        reason=reason,
-        whole=whole,
-        values=nothing if stored is None else stored.spectrum.values,
-        errors=nothing if stored is None else stored.errors,
-    )
 
 
 def write_record(journal: Journal, name: str, record: LayerRecord, factors: LoraFactors | None) -> None:
@@ -287,41 +326,3 @@ def read_factors(journal: Journal, name: str, rank: int) -> LoraFactors:
     tensors, facts = journal.read(name)
     up, down = tensors["up"][:, :rank], tensors["down"][:rank]
     return LoraFactors(up, down, float(rank), tuple(facts["shape"]))
-
-
-_PIECE: Final = 1 << 18  # elements: 1 MiB in float32
-_TINY: Final = 1e-12
-"""Squares of float32 values well below it are no normal numbers any more, and their sums are off."""
-
-
-def _in_range(energy: float, base_energy: float, largest: float) -> bool:
-    """Whether the squares behind these sums were float32 numbers; false for NaN and Inf too."""
-    changed = largest == 0.0 or largest > _TINY
-    return changed and base_energy > _TINY**2 and energy + base_energy < math.inf
-
-
-def _subtract(
-    base: Iterator[Tensor], tuned: Iterator[Tensor], delta: Tensor, rounded: Tensor | None
-) -> tuple[float, float, float]:
-    """Fill `delta` and `rounded`; give ‖delta‖², ‖base‖² and max |delta|."""
-    wide_base = torch.empty(min(_PIECE, delta.numel()), dtype=torch.float32)
-    energies: list[Tensor] = []
-    base_energies: list[Tensor] = []
-    extremes: list[Tensor] = []
-    for number, (base_piece, tuned_piece) in enumerate(zip(base, tuned, strict=True)):
-        piece = slice(number * _PIECE, (number + 1) * _PIECE)
-        part = delta[piece]
-        widened = wide_base[: part.numel()]
-        part.copy_(tuned_piece)
-        widened.copy_(base_piece)
-        part.sub_(widened)
-        if rounded is not None:
-            rounded[piece].copy_(part)
-        energies.append(quick_energy(part))
-        base_energies.append(quick_energy(widened))
-        extremes.extend(torch.aminmax(part))
-    return (
-        math.fsum(map(float, energies)),
-        math.fsum(map(float, base_energies)),
-        max((abs(float(extreme)) for extreme in extremes), default=0.0),
-    )

@@ -1,4 +1,7 @@
-"""Several LoRAs into one: the exact weighted sum, or TIES and DARE, at any rank."""
+"""Merge several LoRAs into one: the exact weighted sum, or TIES and DARE, at any rank.
+
+The change that the LoRAs together make to a layer is formed when it is asked for, so memory holds a few layers.
+"""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -41,8 +44,12 @@ from sigmascope.records.run import Finding
 
 __all__ = ["CombineOptions", "MergeMethod", "RankPlan", "ReductionReport", "combine_loras"]
 
-
-_NAMED: Final = 5
+_NAMED: Final = 5  # modules in a message
+# Kinds of change that depend on the base weight.
+_NEEDS_BASE: Final = frozenset({"dora", "set"})
+_WEIGHT = ".weight"
+# Header fields that say from which checkpoint a LoRA was made.
+_BASE_FIELDS = (BASE_FINGERPRINT, "ss_new_sd_model_hash", "ss_sd_model_hash")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +84,8 @@ def combine_loras(
     """Write one LoRA whose change is that of several together.
 
     Formats may differ, and modules may be in some of the LoRAs only. A plain sum is exact: its factors are the
-    LoRAs' factors side by side, reduced by QR and SVD to the rank that is asked for. One layer is in memory at a
-    time.
+    LoRAs' factors side by side, reduced by QR and SVD to the rank that is asked for. Memory holds a few layers at
+    a time.
 
     Args:
         loras: LoRA files, at least one.
@@ -107,10 +114,10 @@ def combine_loras(
         originals = [files.enter_context(open_lora(path)) for path in paths]
         lora_files = [lora.path or path for lora, path in zip(originals, paths, strict=True)]
         refuse_files(target, lora_files)
-        bases = _bases(files, originals, target, options.base)
-        dtype = _dtype(lora_files, options)
+        bases = _base_weights(files, originals, target, options.base)
+        dtype = _storage_dtype_of(lora_files, options)
         changes = MergedChanges(unite(originals), weights, options.method, dtype, bases)
-        plan = _plan(changes, options)
+        plan = _rank_plan(changes, options)
         output = LoraOutput(
             target,
             changes.united,
@@ -120,7 +127,7 @@ def combine_loras(
             compact=plan.budget is not None and plan.budget.max_bytes is not None,
         )
         with output:
-            modules = _write(output, changes, plan, progress)
+            modules = _write_modules(output, changes, plan, progress)
         return ReductionReport(
             inputs=tuple(map(InputLora.of, originals, paths, weights)),
             lora=target,
@@ -176,7 +183,7 @@ class BaseWeights:
         return weight.to(at_least_float32(weight.dtype))
 
 
-def _bases(
+def _base_weights(
     files: ExitStack, originals: Sequence[LoraFile], target: Path, base: Path | None
 ) -> BaseWeights | None:
     if base is None:
@@ -186,7 +193,7 @@ def _bases(
     return BaseWeights(checkpoint, originals)
 
 
-def _dtype(lora_files: Sequence[Path], options: CombineOptions) -> torch.dtype:
+def _storage_dtype_of(lora_files: Sequence[Path], options: CombineOptions) -> torch.dtype:
     if options.save_precision is not None:
         return STORAGE_DTYPES[options.save_precision]
     with ExitStack() as files:
@@ -313,7 +320,7 @@ class MergedChanges:
                     )
 
 
-def _plan(changes: MergedChanges, options: CombineOptions) -> RankPlan:
+def _rank_plan(changes: MergedChanges, options: CombineOptions) -> RankPlan:
     """The plan asked for; without one everything is kept, where that is less than the whole weight."""
     if options.plan is not None:
         return options.plan
@@ -330,7 +337,18 @@ def _plan(changes: MergedChanges, options: CombineOptions) -> RankPlan:
     return RankPlan(RankRules(FixedRank(FULL_RANK, FULL_RANK)))
 
 
-def _write(
+def _provenance(
+    lora_files: Sequence[Path], weights: Sequence[float], method: MergeMethod, plan: RankPlan
+) -> dict[str, str]:
+    return {
+        "sigmascope_version": __version__,
+        "sigmascope_merged_loras": merged_from(lora_files, weights),
+        "sigmascope_merge_method": method.describe(),
+        "sigmascope_rank": plan.describe(),
+    }
+
+
+def _write_modules(
     output: LoraOutput, changes: MergedChanges, plan: RankPlan, progress: Progress
 ) -> tuple[ReducedModule, ...]:
     reduction = Reduction(
@@ -355,26 +373,6 @@ def _write(
     return tuple(modules)
 
 
-def _provenance(
-    lora_files: Sequence[Path], weights: Sequence[float], method: MergeMethod, plan: RankPlan
-) -> dict[str, str]:
-    return {
-        "sigmascope_version": __version__,
-        "sigmascope_merged_loras": merged_from(lora_files, weights),
-        "sigmascope_merge_method": method.describe(),
-        "sigmascope_rank": plan.describe(),
-    }
-
-
-_NEEDS_BASE: Final = frozenset({"dora", "set"})
-
-
-_WEIGHT = ".weight"
-
-
-_BASES = (BASE_FINGERPRINT, "ss_new_sd_model_hash", "ss_sd_model_hash")
-
-
 def merge_findings(loras: Sequence[LoraFile], united: UnitedLoras) -> Iterator[Finding]:
     """Give reasons to doubt that the LoRAs belong together.
 
@@ -390,7 +388,9 @@ def merge_findings(loras: Sequence[LoraFile], united: UnitedLoras) -> Iterator[F
             f"The LoRAs say that they are for different models: {', '.join(sorted(families))}.",
             advice="Merge LoRAs of one base model.",
         )
-    elif any(len({lora.metadata[name] for lora in loras if name in lora.metadata}) > 1 for name in _BASES):
+    elif any(
+        len({lora.metadata[name] for lora in loras if name in lora.metadata}) > 1 for name in _BASE_FIELDS
+    ):
         yield Finding(
             "lora.merge.bases",
             "info",

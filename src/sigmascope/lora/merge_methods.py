@@ -1,7 +1,7 @@
-"""How changes of one weight become one (linear, TIES, DARE), and which LoRAs went in.
+"""Ways to merge the changes of one weight (weighted sum, TIES, DARE), and the record of the LoRAs merged.
 
-Both take away most of each change, so that the changes of several LoRAs meet less often. Their results are not
-of low rank.
+TIES and DARE take away most of each change, so that the changes of several LoRAs meet less often. Their results are
+not of low rank.
 """
 
 import hashlib
@@ -22,7 +22,12 @@ from sigmascope.errors import ConfigError
 from sigmascope.lora.file import LoraFile, as_text
 
 MethodName = Literal["linear", "ties", "dare"]
-_SEED_BITS: Final = 63
+
+_SEED_BITS: Final = 63  # that a generator takes
+
+# For `kth_largest`.
+_SMALL: Final = 1 << 16  # values up to which all are looked at
+_SAMPLE: Final = 1 << 14  # values of the sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +35,8 @@ class MergeMethod:
     """One way to merge.
 
     Attributes:
-        name: `linear`: the weighted sum. `ties` and `dare`: see `sparse_merging`; DARE sums what it keeps.
+        name: `linear`: the weighted sum. `ties` and `dare`: see the functions of that name; DARE's results are
+            summed.
         density: For `ties` and `dare`: the share of values to keep.
         seed: For `dare`: what the random choice starts from.
 
@@ -83,40 +89,44 @@ class MergeMethod:
         return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> (64 - _SEED_BITS))
 
 
-def require_weights(weights: tuple[float, ...] | None, count: int) -> tuple[float, ...]:
-    """Give the weight of each LoRA, 1 where none are asked for.
+def ties(changes: Sequence[Float[Tensor, "*shape"]], density: float) -> Float[Tensor, "*shape"]:
+    """Trim, elect sign, disjoint merge (Yadav et al., arXiv 2306.01708, algorithm 1), for one weight.
 
-    Raises:
-        ConfigError: Their number is not that of the LoRAs, or one is NaN or infinite.
+    Each change is trimmed to its largest values. Where the signs disagree, that of the sum wins, and the mean
+    is taken over those changes that have this sign. The paper trims whole models, this does each weight by
+    itself, so that no more than one weight's changes are in memory.
+
+    Args:
+        changes: Of one weight, each multiplied by its LoRA's strength already.
+        density: The share k of values to keep.
+
+    Returns:
+        In the changes' dtype. A value that only one change kept is that change's own.
     """
-    if weights is None:
-        return (1.0,) * count
-    if len(weights) != count:
-        raise ConfigError(
-            f"--weights has {len(weights)} numbers for {count} LoRAs.",
-            hint="Give one for each, such as 0.7,0.3.",
-        )
-    for weight in weights:
-        if not math.isfinite(weight):
-            raise ConfigError(f"--weights {weight} is no number.", hint="Give numbers such as 0.7,0.3.")
-    return weights
+    kept = [trimmed(change, density) for change in changes]
+    elected = reduce(torch.add, kept).sign()
+    merged, voters = torch.zeros_like(elected), torch.zeros_like(elected)
+    for change in kept:
+        agrees = change * elected > 0.0
+        merged += torch.where(agrees, change, 0.0)
+        voters += agrees
+    return merged / voters.clamp_min_(1.0)
 
 
-_SMALL: Final = 1 << 16
-_SAMPLE: Final = 1 << 14
+def dare(
+    change: Float[Tensor, "*shape"], density: float, generator: torch.Generator
+) -> Float[Tensor, "*shape"]:
+    """Drop values at random and rescale the rest (Yu et al., arXiv 2311.03099): the mean stays the same.
 
-
-def require_density(density: float) -> float:
-    """Give the density back.
-
-    Raises:
-        ConfigError: It is not above 0 and at most 1.
+    Args:
+        change: One weight's change.
+        density: 1 − p for the paper's drop rate p: the chance of each value to stay. It is then divided by it.
+        generator: On the CPU; its state alone decides what is dropped.
     """
-    if not 0.0 < density <= 1.0:
-        raise ConfigError(
-            f"--density {density} is no share of values to keep.", hint="Use a number above 0, up to 1."
-        )
-    return density
+    if density >= 1.0:
+        return change
+    drawn = torch.rand(change.shape, generator=generator, dtype=torch.float32).to(change.device)
+    return torch.where(drawn < density, change / density, 0.0)
 
 
 def trimmed(change: Float[Tensor, "*shape"], density: float) -> Float[Tensor, "*shape"]:
@@ -159,44 +169,36 @@ def kth_largest(values: Float[Tensor, " n"], k: int) -> Float[Tensor, ""]:
     return values.kthvalue(size - k + 1).values
 
 
-def ties(changes: Sequence[Float[Tensor, "*shape"]], density: float) -> Float[Tensor, "*shape"]:
-    """Trim, elect sign, disjoint merge (Yadav et al., arXiv 2306.01708, algorithm 1), for one weight.
+def require_density(density: float) -> float:
+    """Give the density back.
 
-    Each change is trimmed to its largest values. Where the signs disagree, that of the sum wins, and the mean
-    is taken over those changes that have this sign. The paper trims whole models, this does each weight by
-    itself, so that no more than one weight's changes are in memory.
-
-    Args:
-        changes: Of one weight, each multiplied by its LoRA's strength already.
-        density: The share k of values to keep.
-
-    Returns:
-        In the changes' dtype. A value that only one change kept is that change's own.
+    Raises:
+        ConfigError: It is not above 0 and at most 1.
     """
-    kept = [trimmed(change, density) for change in changes]
-    elected = reduce(torch.add, kept).sign()
-    merged, voters = torch.zeros_like(elected), torch.zeros_like(elected)
-    for change in kept:
-        agrees = change * elected > 0.0
-        merged += torch.where(agrees, change, 0.0)
-        voters += agrees
-    return merged / voters.clamp_min_(1.0)
+    if not 0.0 < density <= 1.0:
+        raise ConfigError(
+            f"--density {density} is no share of values to keep.", hint="Use a number above 0, up to 1."
+        )
+    return density
 
 
-def dare(
-    change: Float[Tensor, "*shape"], density: float, generator: torch.Generator
-) -> Float[Tensor, "*shape"]:
-    """Drop values at random and rescale the rest (Yu et al., arXiv 2311.03099): the mean stays the same.
+def require_weights(weights: tuple[float, ...] | None, count: int) -> tuple[float, ...]:
+    """Give the weight of each LoRA, 1 where none are asked for.
 
-    Args:
-        change: One weight's change.
-        density: 1 − p for the paper's drop rate p: the chance of each value to stay. It is then divided by it.
-        generator: On the CPU; its state alone decides what is dropped.
+    Raises:
+        ConfigError: Their number is not that of the LoRAs, or one is NaN or infinite.
     """
-    if density >= 1.0:
-        return change
-    drawn = torch.rand(change.shape, generator=generator, dtype=torch.float32).to(change.device)
-    return torch.where(drawn < density, change / density, 0.0)
+    if weights is None:
+        return (1.0,) * count
+    if len(weights) != count:
+        raise ConfigError(
+            f"--weights has {len(weights)} numbers for {count} LoRAs.",
+            hint="Give one for each, such as 0.7,0.3.",
+        )
+    for weight in weights:
+        if not math.isfinite(weight):
+            raise ConfigError(f"--weights {weight} is no number.", hint="Give numbers such as 0.7,0.3.")
+    return weights
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,9 @@
-"""Two checkpoints of one architecture, tensor by tensor: matched, compared, and what does not fit."""
+"""Two checkpoints of one architecture, tensor by tensor: matched, compared, and what does not fit.
+
+One tensor has one place in both, a part of the model and the key inside it, whatever stands before their names.
+Every tensor is compared, left out by choice, or refused. The findings name whatever is left out, and what differs
+that no LoRA of Linear and convolution layers can hold.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -30,6 +35,61 @@ __all__ = [
     "pair_findings",
     "uncovered_changes",
 ]
+
+Decision = Literal["error", "skip"]
+DtypeDecision = Literal["compare", "error", "skip"]
+
+Place = tuple[Part, str]
+"""A part and the key inside it: the same for one tensor in any naming with the same inner keys."""
+PARTS: Final[tuple[Part, ...]] = get_args(Part)
+"""Every part of a model, in the order in which they are written about."""
+
+_ENOUGH_IN_COMMON = 0.5  # of the smaller side's keys: far below any two of one architecture, far above chance
+_LORA_MARKS = (".lora_up.", ".lora_down.", ".lora_A.", ".lora_B.", ".lora.up.", ".lora.down.")
+_ONE_ARCHITECTURE = "Both must be complete checkpoints of the same architecture"
+
+_IGNORED = ("num_iterations",)  # a training counter: it differs between any two checkpoints
+_CPU = torch.device("cpu")
+_LOOKED_AT = 1 << 30  # bytes: a VAE whole, of text encoders of many GB a share
+
+_NAMED = 3  # names in a message
+
+
+@dataclass(frozen=True, slots=True)
+class PairOptions:
+    """The choices of `open_pair`. Whatever is skipped is named in the pair's findings.
+
+    Attributes:
+        parts: Which parts of the models are compared.
+        on_missing: Keys that one side lacks: `error`, or `skip` to compare the others.
+        on_shape_change: Tensors whose shapes differ: `error`, or `skip` to compare the others.
+        on_integer: Integer and boolean tensors that differ, and weights that are integers: `error` or `skip`.
+            Those that are equal on both sides are no obstacle to anything.
+        on_mixed_dtypes: Tensors stored in two dtypes: `compare` in the wider precision, `error` or `skip`.
+        variant: Which files of a diffusers folder are read where it has several: `fp16` for `*.fp16.safetensors`.
+
+    Raises:
+        ConfigError: A value is not known; the message names the flag.
+    """
+
+    parts: tuple[Part, ...] = ("denoiser",)
+    on_missing: Decision = "error"
+    on_shape_change: Decision = "error"
+    on_integer: Decision = "error"
+    on_mixed_dtypes: DtypeDecision = "compare"
+    variant: str | None = None
+
+    def __post_init__(self) -> None:
+        parts_of(",".join(self.parts))
+        _require_one_of("--on_missing", self.on_missing, get_args(Decision))
+        _require_one_of("--on_shape_change", self.on_shape_change, get_args(Decision))
+        _require_one_of("--on_integer", self.on_integer, get_args(Decision))
+        _require_one_of("--on_mixed_dtypes", self.on_mixed_dtypes, get_args(DtypeDecision))
+
+
+def _require_one_of(flag: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ConfigError(f"{flag} {value} is not known.", hint=f"Use one of: {', '.join(known)}.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,40 +161,21 @@ class CheckpointPair:
         return LayerChange(delta, norm, base_norm)
 
 
-Decision = Literal["error", "skip"]
-DtypeDecision = Literal["compare", "error", "skip"]
-
-
-@dataclass(frozen=True, slots=True)
-class PairOptions:
-    """The choices of `open_pair`. Whatever is skipped is named in the pair's findings.
-
-    Attributes:
-        parts: Which parts of the models are compared.
-        on_missing: Keys that one side lacks: `error`, or `skip` to compare the others.
-        on_shape_change: Tensors whose shapes differ: `error`, or `skip` to compare the others.
-        on_integer: Integer and boolean tensors that differ, and weights that are integers: `error` or `skip`.
-            Those that are equal on both sides are no obstacle to anything.
-        on_mixed_dtypes: Tensors stored in two dtypes: `compare` in the wider precision, `error` or `skip`.
-        variant: Which files of a diffusers folder are read where it has several: `fp16` for `*.fp16.safetensors`.
-
-    Raises:
-        ConfigError: A value is not known; the message names the flag.
-    """
-
-    parts: tuple[Part, ...] = ("denoiser",)
-    on_missing: Decision = "error"
-    on_shape_change: Decision = "error"
-    on_integer: Decision = "error"
-    on_mixed_dtypes: DtypeDecision = "compare"
-    variant: str | None = None
-
-    def __post_init__(self) -> None:
-        parts_of(",".join(self.parts))
-        _require("--on_missing", self.on_missing, get_args(Decision))
-        _require("--on_shape_change", self.on_shape_change, get_args(Decision))
-        _require("--on_integer", self.on_integer, get_args(Decision))
-        _require("--on_mixed_dtypes", self.on_mixed_dtypes, get_args(DtypeDecision))
+def _refuse_non_finite(
+    pair: CheckpointPair, key: str, base: Float[Tensor, "*shape"], tuned: Float[Tensor, "*shape"]
+) -> None:
+    for checkpoint, weight in ((pair.base, base), (pair.tuned, tuned)):
+        nans, infs = int(weight.isnan().sum()), int(weight.isinf().sum())
+        if nans or infs:
+            raise NonFiniteError(
+                f"{checkpoint.path}: {key} holds {nans} NaN and {infs} Inf in {weight.numel()} values.",
+                hint="Use an earlier checkpoint of the training; this one is damaged.",
+            )
+    raise NonFiniteError(
+        f"{key}: the difference between {pair.tuned.path} and {pair.base.path} overflows "
+        f"{pair.precision_of(key)}.",
+        hint="Check that both files hold weights of one model.",
+    )
 
 
 @contextmanager
@@ -195,10 +236,6 @@ def match(base: Checkpoint, tuned: Checkpoint, options: PairOptions | None = Non
     )
 
 
-Place = tuple[Part, str]
-"""A part and the key inside it: the same for one tensor in any naming with the same inner keys."""
-
-
 @dataclass(frozen=True, slots=True)
 class Side:
     """One checkpoint: how it is laid out, and where each place's tensor is.
@@ -226,27 +263,6 @@ def _under_base_names(base: Side, tuned: Side) -> Checkpoint:
     return RenamedCheckpoint(tuned.checkpoint, names) if names else tuned.checkpoint
 
 
-def _refuse_non_finite(
-    pair: CheckpointPair, key: str, base: Float[Tensor, "*shape"], tuned: Float[Tensor, "*shape"]
-) -> None:
-    for checkpoint, weight in ((pair.base, base), (pair.tuned, tuned)):
-        nans, infs = int(weight.isnan().sum()), int(weight.isinf().sum())
-        if nans or infs:
-            raise NonFiniteError(
-                f"{checkpoint.path}: {key} holds {nans} NaN and {infs} Inf in {weight.numel()} values.",
-                hint="Use an earlier checkpoint of the training; this one is damaged.",
-            )
-    raise NonFiniteError(
-        f"{key}: the difference between {pair.tuned.path} and {pair.base.path} overflows "
-        f"{pair.precision_of(key)}.",
-        hint="Check that both files hold weights of one model.",
-    )
-
-
-PARTS: Final[tuple[Part, ...]] = get_args(Part)
-"""Every part of a model, in the order in which they are written about."""
-
-
 def parts_of(text: str) -> tuple[Part, ...]:
     """Read names of parts with commas between them, such as `denoiser, vae`.
 
@@ -257,23 +273,8 @@ def parts_of(text: str) -> tuple[Part, ...]:
     if not names:
         raise ConfigError("--parts names nothing to compare.", hint=f"Name some of {', '.join(PARTS)}.")
     for name in names:
-        _require("--parts", name, PARTS)
+        _require_one_of("--parts", name, PARTS)
     return tuple(part for part in PARTS if part in names)
-
-
-def _require(flag: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ConfigError(f"{flag} {value} is not known.", hint=f"Use one of: {', '.join(known)}.")
-
-
-_ENOUGH_IN_COMMON = 0.5  # of the smaller side's keys: far below any two of one architecture, far above chance
-_LORA_MARKS = (".lora_up.", ".lora_down.", ".lora_A.", ".lora_B.", ".lora.up.", ".lora.down.")
-
-
-def described(layout: ModelLayout) -> str:
-    """Such as `sdxl in diffusers naming`."""
-    family = "an unknown model" if layout.family == "unknown" else layout.family
-    return family if layout.naming in {"unknown", layout.family} else f"{family} in {layout.naming} naming"
 
 
 def sides_of(base: Checkpoint, tuned: Checkpoint, parts: tuple[Part, ...]) -> tuple[Side, Side]:
@@ -288,7 +289,7 @@ def sides_of(base: Checkpoint, tuned: Checkpoint, parts: tuple[Part, ...]) -> tu
         ModelMismatchError: A side is a LoRA, lacks a part, or names its weights unlike the other.
     """
     layouts = _common_layouts(base, tuned)
-    parts = _wanted(parts, *layouts)
+    parts = _wanted_parts(parts, *layouts)
     sides = _side(base, layouts[0], parts), _side(tuned, layouts[1], parts)
     _refuse_other_naming(*sides)
     return sides
@@ -304,7 +305,12 @@ def _common_layouts(base: Checkpoint, tuned: Checkpoint) -> tuple[ModelLayout, M
     return first, second
 
 
-def _wanted(parts: tuple[Part, ...], *layouts: ModelLayout) -> tuple[Part, ...]:
+def _in_common(first: set[Place] | set[str], second: set[Place] | set[str]) -> float:
+    smaller = min(len(first), len(second))
+    return len(first & second) / smaller if smaller else 0.0
+
+
+def _wanted_parts(parts: tuple[Part, ...], *layouts: ModelLayout) -> tuple[Part, ...]:
     alone = all(
         "denoiser" not in layout.prefixes and [*layout.prefixes.values()] == [""] for layout in layouts
     )
@@ -338,6 +344,12 @@ def _no_such_part(checkpoint: Checkpoint, layout: ModelLayout, part: Part) -> Mo
     )
 
 
+def described(layout: ModelLayout) -> str:
+    """Such as `sdxl in diffusers naming`."""
+    family = "an unknown model" if layout.family == "unknown" else layout.family
+    return family if layout.naming in {"unknown", layout.family} else f"{family} in {layout.naming} naming"
+
+
 def _refuse_other_naming(base: Side, tuned: Side) -> None:
     same = (base.layout.family, base.layout.naming) == (tuned.layout.family, tuned.layout.naming)
     common = _in_common(set(base.keys), set(tuned.keys))
@@ -346,14 +358,6 @@ def _refuse_other_naming(base: Side, tuned: Side) -> None:
             f"{base} and {tuned} name their weights differently, so no layer of one is found in the other.",
             hint="Give both in one form: two diffusers folders, or two single files of the same family.",
         )
-
-
-def _in_common(first: set[Place] | set[str], second: set[Place] | set[str]) -> float:
-    smaller = min(len(first), len(second))
-    return len(first & second) / smaller if smaller else 0.0
-
-
-_ONE_ARCHITECTURE = "Both must be complete checkpoints of the same architecture"
 
 
 @dataclass
@@ -418,7 +422,7 @@ def sort_tensors(base: Checkpoint, tuned: Checkpoint, keys: Sequence[str], optio
         if infos[0].shape != infos[1].shape:
             result.reshaped.append(key)
         elif any(_is_integer(info.dtype) for info in infos):
-            same = _sorted_integer(base, tuned, key, options)
+            same = _is_equal_integer(base, tuned, key, options)
             (result.integers if same else result.changed_integers).append(key)
         else:
             _sort_real(base, tuned, infos, result, options)
@@ -432,29 +436,11 @@ def sort_tensors(base: Checkpoint, tuned: Checkpoint, keys: Sequence[str], optio
     return result
 
 
-def _sort_real(
-    base: Checkpoint,
-    tuned: Checkpoint,
-    infos: tuple[TensorInfo, TensorInfo],
-    result: Sorted,
-    options: PairOptions,
-) -> None:
-    for side, info in zip((base, tuned), infos, strict=True):
-        if not is_real(info.dtype):
-            raise _not_numbers(side, info)
-    key = infos[0].name
-    if infos[0].dtype != infos[1].dtype:
-        result.mixed.append(key)
-        if options.on_mixed_dtypes == "skip":
-            return
-    result.compared.append(key)
-
-
 def _is_integer(dtype: torch.dtype) -> bool:
     return not (dtype.is_floating_point or dtype.is_complex)
 
 
-def _sorted_integer(base: Checkpoint, tuned: Checkpoint, key: str, options: PairOptions) -> bool:
+def _is_equal_integer(base: Checkpoint, tuned: Checkpoint, key: str, options: PairOptions) -> bool:
     """Whether an integer tensor is equal on both sides; refuses it if it is not and may not be skipped."""
     infos = base.info(key), tuned.info(key)
     if is_layer(key, infos[0].shape):
@@ -482,6 +468,24 @@ def _not_numbers(checkpoint: Checkpoint, info: TensorInfo) -> CheckpointError:
     )
 
 
+def _sort_real(
+    base: Checkpoint,
+    tuned: Checkpoint,
+    infos: tuple[TensorInfo, TensorInfo],
+    result: Sorted,
+    options: PairOptions,
+) -> None:
+    for side, info in zip((base, tuned), infos, strict=True):
+        if not is_real(info.dtype):
+            raise _not_numbers(side, info)
+    key = infos[0].name
+    if infos[0].dtype != infos[1].dtype:
+        result.mixed.append(key)
+        if options.on_mixed_dtypes == "skip":
+            return
+    result.compared.append(key)
+
+
 def _shape_error(key: str, base: Checkpoint, tuned: Checkpoint) -> ModelMismatchError:
     return ModelMismatchError(
         f"{key} is {base.info(key).shape} in {base.path} and {tuned.info(key).shape} in {tuned.path}.",
@@ -503,24 +507,6 @@ def refuse_missing(lacking: Checkpoint, having: Checkpoint, keys: Sequence[str])
         )
 
 
-_IGNORED = ("num_iterations",)  # a training counter: it differs between any two checkpoints
-_CPU = torch.device("cpu")
-_LOOKED_AT = 1 << 30  # bytes: a VAE whole, of text encoders of many GB a share
-
-
-def uncovered_changes(pair: CheckpointPair) -> dict[str, float]:
-    """The compared parts' tensors outside Linear and convolution weights (biases, norms) that differ.
-
-    Returns:
-        ‖Δ‖ by key, for the changed ones.
-
-    Raises:
-        NonFiniteError: NaN or Inf among them.
-    """
-    norms = {key: pair.change(key, _CPU).delta_norm for key in pair.others}
-    return {key: norm for key, norm in norms.items() if norm > 0}
-
-
 def pair_findings(
     pair: CheckpointPair, uncovered: dict[str, float], layer_norms: Iterable[float]
 ) -> list[Finding]:
@@ -531,11 +517,11 @@ def pair_findings(
         uncovered: As given by `uncovered_changes`.
         layer_norms: ‖ΔW‖ of the Linear and Conv2d layers, to set the uncovered change beside.
     """
-    findings = [_uncovered(uncovered, root_sum_square(list(layer_norms)))] if uncovered else []
-    return [*findings, *pair.findings, *_outside(pair)]
+    findings = [_uncovered_finding(uncovered, root_sum_square(list(layer_norms)))] if uncovered else []
+    return [*findings, *pair.findings, *_outside_findings(pair)]
 
 
-def _uncovered(uncovered: dict[str, float], layers_norm: float) -> Finding:
+def _uncovered_finding(uncovered: dict[str, float], layers_norm: float) -> Finding:
     norm = root_sum_square(list(uncovered.values()))
     share = norm / root_sum_square([norm, layers_norm])
     return Finding(
@@ -548,12 +534,12 @@ def _uncovered(uncovered: dict[str, float], layers_norm: float) -> Finding:
     )
 
 
-def _outside(pair: CheckpointPair) -> list[Finding]:
+def _outside_findings(pair: CheckpointPair) -> list[Finding]:
     """Whether the VAE or anything else that is not compared differs, where both files hold it."""
     keys = [key for key in pair.outside if key not in _IGNORED]
     step = -(-sum(pair.base.info(key).nbytes for key in keys) // _LOOKED_AT) or 1
     looked_at = keys[::step]
-    memory = _memory(pair.base, looked_at), _memory(pair.tuned, looked_at)
+    memory = _room_for(pair.base, looked_at), _room_for(pair.tuned, looked_at)
     changed = [key for key in looked_at if _differs(pair, key, memory)]
     if not changed:
         return []
@@ -570,6 +556,11 @@ def _outside(pair: CheckpointPair) -> list[Finding]:
     ]
 
 
+def _room_for(checkpoint: Checkpoint, keys: Sequence[str]) -> Tensor:
+    """Room for the largest of some tensors, to read all of them into."""
+    return torch.empty(max((checkpoint.info(key).nbytes for key in keys), default=0), dtype=torch.uint8)
+
+
 def _differs(pair: CheckpointPair, key: str, memory: tuple[Tensor, Tensor]) -> bool:
     if pair.base.info(key).shape != pair.tuned.info(key).shape:
         return True
@@ -579,11 +570,6 @@ def _differs(pair: CheckpointPair, key: str, memory: tuple[Tensor, Tensor]) -> b
     if not all(_has_value(tensor.dtype) for tensor in (base, tuned)):
         return True  # complex or packed beside another dtype: nothing says that they are equal
     return bool((base.to(torch.float64) != tuned.to(torch.float64)).any())
-
-
-def _memory(checkpoint: Checkpoint, keys: Sequence[str]) -> Tensor:
-    """Room for the largest of some tensors, to read all of them into."""
-    return torch.empty(max((checkpoint.info(key).nbytes for key in keys), default=0), dtype=torch.uint8)
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -596,18 +582,17 @@ def _has_value(dtype: torch.dtype) -> bool:
     return is_real(dtype) or not (dtype.is_floating_point or dtype.is_complex)
 
 
-_NAMED = 3
+def uncovered_changes(pair: CheckpointPair) -> dict[str, float]:
+    """The compared parts' tensors outside Linear and convolution weights (biases, norms) that differ.
 
+    Returns:
+        ‖Δ‖ by key, for the changed ones.
 
-def counted(number: int, noun: str) -> str:
-    """`1 tensor`, `2 tensors`."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def named(keys: Sequence[str]) -> str:
-    """The first few names, and how many more there are."""
-    more = f" and {len(keys) - _NAMED} more" if len(keys) > _NAMED else ""
-    return ", ".join(keys[:_NAMED]) + more
+    Raises:
+        NonFiniteError: NaN or Inf among them.
+    """
+    norms = {key: pair.change(key, _CPU).delta_norm for key in pair.others}
+    return {key: norm for key, norm in norms.items() if norm > 0}
 
 
 def missing_keys(lacking: Checkpoint, having: Checkpoint, keys: Sequence[str]) -> Finding:
@@ -707,3 +692,14 @@ def dequantised(side: Checkpoint, role: str, keys: Sequence[str]) -> Finding:
         evidence={"tensors": len(keys), "side": role, "how": how, "keys": " ".join(keys)},
         advice="Use the checkpoint that it was quantised from when you have it.",
     )
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 tensor`, `2 tensors`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def named(keys: Sequence[str]) -> str:
+    """The first few names, and how many more there are."""
+    more = f" and {len(keys) - _NAMED} more" if len(keys) > _NAMED else ""
+    return ", ".join(keys[:_NAMED]) + more

@@ -1,9 +1,10 @@
-"""Work on all layers in threads, each on one core, with the memory of a few layers.
+"""Process many layers or tensors in threads of one core each, with a few of them in memory.
 
 Each worker thread computes with one thread of its own: small factorisations do not parallelise, layers do, and
 the results then do not depend on the number of cores. PyTorch lets go of the interpreter while it computes.
 
-Fresh memory costs a fault for each page: for a model of 5 GB that is most of the time of copying it.
+`map_in_order` also gives each piece of work memory that is used again. Fresh memory costs a fault for each page: for
+a model of 5 GB that is most of the time of copying it.
 """
 
 import os
@@ -19,17 +20,11 @@ import torch
 from torch import Tensor
 
 Result = TypeVar("Result")
-
+Item = TypeVar("Item")
 
 _MOST_WORKERS: Final = 8
-_LARGEST_AT_ONCE: Final = 2
-
-
-def worker_count() -> int:
-    """The cores that this process may use, and no more than eight."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
-    return max(1, min(cores, _MOST_WORKERS))
+_LARGEST_AT_ONCE: Final = 2  # layers under way hold as much as this many of the largest
+_MOST_DISK_WORKERS: Final = 3  # of `map_in_order`: more would wait for the disk
 
 
 def run_layers(
@@ -68,6 +63,44 @@ def run_layers(
             yield futures.pop(future), future.result()
 
 
+class _Gate:
+    """Lets work in while the elements under way stay below a limit; a single one is always let in."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._inside = 0
+        self._changed = Condition()
+
+    @contextmanager
+    def room_for(self, size: int) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: self._inside == 0 or self._inside + size <= self._limit)
+            self._inside += size
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._inside -= size
+                self._changed.notify_all()
+
+
+@contextmanager
+def _single_threaded_pool(workers: int) -> Iterator[ThreadPoolExecutor]:
+    """Threads that compute with one core each, in full float32; the caller's settings are as before afterwards."""
+    before = torch.get_num_threads()
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")  # a host may have traded digits of float32 for speed
+    pool = ThreadPoolExecutor(
+        workers, thread_name_prefix="layer", initializer=torch.set_num_threads, initargs=(1,)
+    )
+    try:
+        yield pool
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+        torch.set_float32_matmul_precision(precision)
+        torch.set_num_threads(before)  # threads begun later take the process's last setting
+
+
 def run_layers_in_order(
     sizes: Mapping[str, int], work: Callable[[str], Result], *, workers: int | None = None
 ) -> Iterator[tuple[str, Result]]:
@@ -91,48 +124,11 @@ def run_layers_in_order(
             following = next(upcoming, None)
 
 
-@contextmanager
-def _single_threaded_pool(workers: int) -> Iterator[ThreadPoolExecutor]:
-    """Threads that compute with one core each, in full float32; the caller's settings are as before afterwards."""
-    before = torch.get_num_threads()
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")  # a host may have traded digits of float32 for speed
-    pool = ThreadPoolExecutor(
-        workers, thread_name_prefix="layer", initializer=torch.set_num_threads, initargs=(1,)
-    )
-    try:
-        yield pool
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-        torch.set_float32_matmul_precision(precision)
-        torch.set_num_threads(before)  # threads begun later take the process's last setting
-
-
-class _Gate:
-    """Lets work in while the elements under way stay below a limit; a single one is always let in."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._inside = 0
-        self._changed = Condition()
-
-    @contextmanager
-    def room_for(self, size: int) -> Iterator[None]:
-        with self._changed:
-            self._changed.wait_for(lambda: self._inside == 0 or self._inside + size <= self._limit)
-            self._inside += size
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._inside -= size
-                self._changed.notify_all()
-
-
-Item = TypeVar("Item")
-
-
-_MOST_DISK_WORKERS: Final = 3  # more would wait for the disk
+def worker_count() -> int:
+    """The cores that this process may use, and no more than eight."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+    return max(1, min(cores, _MOST_WORKERS))
 
 
 class Slot:

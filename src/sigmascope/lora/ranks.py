@@ -1,8 +1,6 @@
-"""How much rank each layer gets: fixed, by a method on its singular values, by patterns; and all that as text.
+"""How much rank each layer gets: fixed, by a method on its singular values, or by patterns on its path.
 
-The rules are in `rank_bounds`; here each tool's name and parameter lead to one of them.
-
-With σ₁ ≥ σ₂ ≥ … the n singular values of ΔW, the rank is:
+With σ₁ ≥ σ₂ ≥ … the n singular values of ΔW, and p the parameter of a rule, the rank is:
 
     energy     the smallest r with Σ_{i≤r} σᵢ² ≥ p · Σσᵢ²
     error      the smallest r with √(Σ_{i>r} σᵢ²) ≤ p · √(Σσᵢ²)
@@ -12,6 +10,9 @@ With σ₁ ≥ σ₂ ≥ … the n singular values of ΔW, the rank is:
 
 A rule gives the smallest and the largest rank that the whole spectrum could still lead to, from what is known of
 it. Where the two agree, more singular values would change nothing.
+
+`METHODS` leads each name and parameter that users of other tools know to one of these rules. As text, policies read
+`64`, `fixed:32,conv=16`, `full`, `sv_fro:0.9,max=64` or `energy:95%`.
 """
 
 import json
@@ -43,6 +44,23 @@ __all__ = [
     "require_rank",
 ]
 
+# The flags of `RankRules`, for messages.
+_RANK_FOR: Final = "--rank_for"
+_EXCLUDE: Final = "--exclude"
+
+# Policies as text.
+_VALUE_OF_PATTERN: Final = re.compile(r"(?P<pattern>.+?)=(?P<value>[^=,]*(?:,[a-z_]+=[^=,]*)*)")
+_FIXED_NAMES: Final = ("fixed", "standard")
+"""What LyCORIS and KJNodes call a fixed rank."""
+_SETTINGS: Final = ("conv", "max", "max_conv", "min")
+_EXAMPLES: Final = "Write a rank (64), full, or a method with its parameter (energy:0.95, sv_fro:0.9,max=64)."
+
+_FIRST_GUESS: Final = 64  # singular values that decide most layers of most fine-tunes
+Rule = Callable[[Spectrum, float], tuple[int, int]]
+"""(spectrum, p) → the smallest and the largest rank still possible."""
+# Of sums of many float64 squares; without it a share met exactly could be missed.
+_SUM_ROUNDING: Final = 1e-13
+
 
 @runtime_checkable
 class RankPolicy(Protocol):
@@ -71,7 +89,7 @@ class RankPolicy(Protocol):
 
 @dataclass(frozen=True)
 class FixedRank:
-    """One rank for Linear weights, another for convolutions (SPEC section 7, `--rank` and `--conv_rank`).
+    """One rank for Linear weights, another for convolutions (`--rank` and `--conv_rank`).
 
     A Conv2d weight has four axes and takes `conv_rank` whatever its kernel size, 1×1 included.
 
@@ -113,215 +131,6 @@ class FixedRank:
     def describe(self) -> str:
         """As `parse_policy` reads it: `fixed:32,conv=16`."""
         return f"fixed:{self.rank},conv={self.conv_rank}"
-
-
-def require_rank(name: str, rank: int) -> None:
-    """Refuse a rank that keeps nothing.
-
-    Args:
-        name: What the user calls it, such as `--conv_rank`.
-        rank: What the user gave.
-
-    Raises:
-        ConfigError: It is below 1.
-    """
-    if rank < 1:
-        raise ConfigError(
-            f"{name} {rank} keeps nothing.", hint=f"Use 1 or more; {FULL_RANK} keeps everything."
-        )
-
-
-def require_limits(least: int, most: Mapping[str, int | None]) -> None:
-    """Refuse limits of ranks that leave nothing between them.
-
-    Args:
-        least: No rank may be below; 0 or more.
-        most: By flag, ranks that none may be above; None is no limit.
-
-    Raises:
-        ConfigError: With the flag.
-    """
-    if least < 0:
-        raise ConfigError(f"a least rank of {least} is below 0.", hint="Use 0 or more.")
-    for flag, rank in most.items():
-        if rank is not None:
-            require_rank(flag, rank)
-            if rank < least:
-                raise ConfigError(f"{flag} {rank} is below the least rank {least}.", hint="Swap them.")
-
-
-def most_common_rank(ranks: Iterable[int]) -> int | None:
-    """The rank that most layers have, the first of several; None without any."""
-    counts = Counter(ranks).most_common(1)
-    return counts[0][0] if counts else None
-
-
-_RANK_FOR: Final = "--rank_for"
-_EXCLUDE: Final = "--exclude"
-
-
-@dataclass(frozen=True)
-class RankRules:
-    """The policy of every layer.
-
-    Patterns are regular expressions, searched for anywhere in the layer's path: `up_blocks.*attn1`.
-
-    Attributes:
-        default: For layers that no override matches.
-        overrides: (pattern, policy); of several that match, the last wins.
-        excluded: Patterns of layers that are left out, whatever the overrides say.
-
-    Raises:
-        ConfigError: A pattern is no regular expression.
-    """
-
-    default: RankPolicy
-    overrides: tuple[tuple[str, RankPolicy], ...] = ()
-    excluded: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        for pattern, _ in self.overrides:
-            require_pattern(pattern, _RANK_FOR)
-        for pattern in self.excluded:
-            require_pattern(pattern, _EXCLUDE)
-
-    def policy_for(self, layer: str, weight_shape: Sequence[int]) -> RankPolicy | None:
-        """The policy of a layer; None when it is excluded.
-
-        Args:
-            layer: Its path, such as `denoiser.mid_block.attentions.0.proj_in`.
-            weight_shape: Of its weight; policies themselves tell Linear from convolution.
-        """
-        if self.is_excluded(layer):
-            return None
-        return self.override_for(layer) or self.default
-
-    def is_excluded(self, layer: str) -> bool:
-        """Whether a layer is left out."""
-        return any(matches(pattern, layer) for pattern in self.excluded)
-
-    def override_for(self, layer: str) -> RankPolicy | None:
-        """The policy of the last override that matches; None where the default holds.
-
-        A global budget takes the place of the default, so overrides stand beside it.
-        """
-        found = (policy for pattern, policy in reversed(self.overrides) if matches(pattern, layer))
-        return next(found, None)
-
-    def check(self, layers: Sequence[str]) -> None:
-        """Refuse patterns that match nothing: silently ignored, they would give another file than was asked.
-
-        Args:
-            layers: Paths of all layers of the model.
-
-        Raises:
-            ConfigError: With the pattern and the nearest layers.
-        """
-        for pattern, _ in self.overrides:
-            require_matches(pattern, layers, _RANK_FOR)
-        for pattern in self.excluded:
-            require_matches(pattern, layers, _EXCLUDE)
-
-    def describe(self) -> str:
-        """Canonical text: the default's own when nothing else is set, else JSON of all."""
-        if not self.overrides and not self.excluded:
-            return self.default.describe()
-        return json.dumps(
-            {"default": self.default.describe(), **self.describe_patterns()}, ensure_ascii=False
-        )
-
-    def describe_patterns(self) -> dict[str, object]:
-        """Overrides and exclusions as JSON values; empty without any."""
-        overrides = [[pattern, policy.describe()] for pattern, policy in self.overrides]
-        return {
-            **({"rank_for": overrides} if overrides else {}),
-            **({"exclude": list(self.excluded)} if self.excluded else {}),
-        }
-
-
-_VALUE_OF_PATTERN: Final = re.compile(r"(?P<pattern>.+?)=(?P<value>[^=,]*(?:,[a-z_]+=[^=,]*)*)")
-
-
-def parse_overrides(texts: Iterable[str], flag: str = _RANK_FOR) -> tuple[tuple[str, RankPolicy], ...]:
-    """Read overrides such as `up_blocks.*attn1=64` and `conv=energy:0.95,max=32`.
-
-    Args:
-        texts: `<pattern>=<policy>` each; for policies see `parse_policy`.
-        flag: What the user calls them.
-
-    Raises:
-        ConfigError: One is not of that form, its pattern is no regular expression, or its policy makes no sense.
-    """
-    return tuple((pattern, parse_policy(value, flag)) for pattern, value in split_patterns(texts, flag))
-
-
-def split_patterns(texts: Iterable[str], flag: str) -> list[tuple[str, str]]:
-    """Split `<pattern>=<value>`; the pattern may hold equal signs itself.
-
-    Raises:
-        ConfigError: One has no pattern or no value.
-    """
-    pairs = []
-    for text in texts:
-        found = _VALUE_OF_PATTERN.fullmatch(text)
-        if found is None or not found["value"].strip():
-            raise ConfigError(
-                f"{flag} {text} has no value.", hint=f"Write it as {flag} 'up_blocks.*attn1=64'."
-            )
-        pairs.append((found["pattern"], found["value"].strip()))
-    return pairs
-
-
-_FIXED_NAMES: Final = ("fixed", "standard")
-"""What LyCORIS and KJNodes call a fixed rank."""
-_SETTINGS: Final = ("conv", "max", "max_conv", "min")
-_EXAMPLES: Final = "Write a rank (64), full, or a method with its parameter (energy:0.95, sv_fro:0.9,max=64)."
-
-
-def parse_policy(text: str, flag: str = "--rank_method") -> RankPolicy:
-    """Read a policy; the inverse of `describe` of `FixedRank` and `MethodRank`.
-
-    `<rank>` or `fixed:<rank>[,conv=<rank>]` or `full` or
-    `<method>:<parameter>[,conv=<parameter>][,max=<rank>][,max_conv=<rank>][,min=<rank>]`.
-    Parameters may be percentages.
-
-    Args:
-        text: The policy.
-        flag: What the user calls it, for the error.
-
-    Raises:
-        ConfigError: It names no method, or a value makes no sense.
-    """
-    head, *rest = text.strip().split(",")
-    settings = _settings(text, rest, flag)
-    name, _, value = head.partition(":")
-    if name.isdigit() and not value:
-        name, value = "fixed", name
-    try:
-        if name == "full" and not value and not settings:
-            return FixedRank(FULL_RANK, FULL_RANK)
-        if name in _FIXED_NAMES:
-            return _fixed(value, settings)
-        return _method(name, value, settings)
-    except ConfigError as error:
-        raise ConfigError(f"{flag} {text}: {error.message}", hint=error.hint) from error
-
-
-def _settings(text: str, parts: list[str], flag: str) -> dict[str, str]:
-    pairs = [part.partition("=") for part in parts]
-    settings = {name.strip(): value.strip() for name, _, value in pairs}
-    unknown = [name for name in settings if name not in _SETTINGS]
-    if unknown or len(settings) < len(parts):
-        what = f"{unknown[0]} is not known" if unknown else "a setting is given twice"
-        raise ConfigError(f"{flag} {text}: {what}.", hint=f"After a comma, use: {', '.join(_SETTINGS)}.")
-    return settings
-
-
-def _fixed(value: str, settings: dict[str, str]) -> FixedRank:
-    if settings.keys() - {"conv"}:
-        raise ConfigError("a fixed rank has no limits.", hint="Leave out max, max_conv and min.")
-    rank = _rank("a rank", value)
-    return FixedRank(rank, _rank("conv", settings.get("conv", value)))
 
 
 @dataclass(frozen=True)
@@ -413,41 +222,6 @@ class MethodRank:
         raise ConfigError(f"{self.name} does not take {parameter:g}.", hint=hint)
 
 
-def _method(name: str, value: str, settings: dict[str, str]) -> MethodRank:
-    if name not in METHODS:
-        raise ConfigError(f"{name or 'nothing'} is no rank method.", hint=f"Methods: {', '.join(METHODS)}.")
-    limits = {key: _rank(key, settings[key]) for key in ("max", "max_conv", "min") if key in settings}
-    return MethodRank(
-        name,
-        _parameter(name, value),
-        conv_parameter=_parameter("conv", settings["conv"]) if "conv" in settings else None,
-        max_rank=limits.get("max"),
-        max_conv_rank=limits.get("max_conv"),
-        min_rank=limits.get("min", 1),
-    )
-
-
-def _parameter(name: str, text: str) -> float:
-    number, percent = text.strip().removesuffix("%"), text.strip().endswith("%")
-    try:
-        return float(number) / 100 if percent else float(number)
-    except ValueError as error:
-        raise ConfigError(f"{name} needs a number, not {text!r}.", hint=_EXAMPLES) from error
-
-
-def _rank(name: str, text: str) -> int:
-    if not re.fullmatch(r"\d{1,9}", text.strip()):
-        raise ConfigError(f"{name} must be a whole number, not {text!r}.", hint=_EXAMPLES)
-    return int(text)
-
-
-_FIRST_GUESS: Final = 64  # singular values that decide most layers of most fine-tunes
-
-
-Rule = Callable[[Spectrum, float], tuple[int, int]]
-"""(spectrum, p) → the smallest and the largest rank still possible."""
-
-
 @dataclass(frozen=True, slots=True)
 class NamedMethod:
     """A method as its tool names it.
@@ -473,11 +247,6 @@ def _inverse(parameter: float) -> float:
 
 def _square(parameter: float) -> float:
     return parameter * parameter
-
-
-_SUM_ROUNDING: Final = (
-    1e-13  # of sums of many float64 squares; without it a share met exactly could be missed
-)
 
 
 def _rank_within(spectrum: Spectrum, discarded_share: float) -> tuple[int, int]:
@@ -560,3 +329,227 @@ METHODS: Final[dict[str, NamedMethod]] = {
     "adaptive_fro": NamedMethod(energy_rank, _square),
 }
 """Every method by its name."""
+
+
+@dataclass(frozen=True)
+class RankRules:
+    """The policy of every layer.
+
+    Patterns are regular expressions, searched for anywhere in the layer's path: `up_blocks.*attn1`.
+
+    Attributes:
+        default: For layers that no override matches.
+        overrides: (pattern, policy); of several that match, the last wins.
+        excluded: Patterns of layers that are left out, whatever the overrides say.
+
+    Raises:
+        ConfigError: A pattern is no regular expression.
+    """
+
+    default: RankPolicy
+    overrides: tuple[tuple[str, RankPolicy], ...] = ()
+    excluded: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for pattern, _ in self.overrides:
+            require_pattern(pattern, _RANK_FOR)
+        for pattern in self.excluded:
+            require_pattern(pattern, _EXCLUDE)
+
+    def policy_for(self, layer: str, weight_shape: Sequence[int]) -> RankPolicy | None:
+        """The policy of a layer; None when it is excluded.
+
+        Args:
+            layer: Its path, such as `denoiser.mid_block.attentions.0.proj_in`.
+            weight_shape: Of its weight; policies themselves tell Linear from convolution.
+        """
+        if self.is_excluded(layer):
+            return None
+        return self.override_for(layer) or self.default
+
+    def is_excluded(self, layer: str) -> bool:
+        """Whether a layer is left out."""
+        return any(matches(pattern, layer) for pattern in self.excluded)
+
+    def override_for(self, layer: str) -> RankPolicy | None:
+        """The policy of the last override that matches; None where the default holds.
+
+        A global budget takes the place of the default, so overrides stand beside it.
+        """
+        found = (policy for pattern, policy in reversed(self.overrides) if matches(pattern, layer))
+        return next(found, None)
+
+    def check(self, layers: Sequence[str]) -> None:
+        """Refuse patterns that match nothing: silently ignored, they would give another file than was asked.
+
+        Args:
+            layers: Paths of all layers of the model.
+
+        Raises:
+            ConfigError: With the pattern and the nearest layers.
+        """
+        for pattern, _ in self.overrides:
+            require_matches(pattern, layers, _RANK_FOR)
+        for pattern in self.excluded:
+            require_matches(pattern, layers, _EXCLUDE)
+
+    def describe(self) -> str:
+        """Canonical text: the default's own when nothing else is set, else JSON of all."""
+        if not self.overrides and not self.excluded:
+            return self.default.describe()
+        return json.dumps(
+            {"default": self.default.describe(), **self.describe_patterns()}, ensure_ascii=False
+        )
+
+    def describe_patterns(self) -> dict[str, object]:
+        """Overrides and exclusions as JSON values; empty without any."""
+        overrides = [[pattern, policy.describe()] for pattern, policy in self.overrides]
+        return {
+            **({"rank_for": overrides} if overrides else {}),
+            **({"exclude": list(self.excluded)} if self.excluded else {}),
+        }
+
+
+def parse_policy(text: str, flag: str = "--rank_method") -> RankPolicy:
+    """Read a policy; the inverse of `describe` of `FixedRank` and `MethodRank`.
+
+    `<rank>` or `fixed:<rank>[,conv=<rank>]` or `full` or
+    `<method>:<parameter>[,conv=<parameter>][,max=<rank>][,max_conv=<rank>][,min=<rank>]`.
+    Parameters may be percentages.
+
+    Args:
+        text: The policy.
+        flag: What the user calls it, for the error.
+
+    Raises:
+        ConfigError: It names no method, or a value makes no sense.
+    """
+    head, *rest = text.strip().split(",")
+    settings = _settings(text, rest, flag)
+    name, _, value = head.partition(":")
+    if name.isdigit() and not value:
+        name, value = "fixed", name
+    try:
+        if name == "full" and not value and not settings:
+            return FixedRank(FULL_RANK, FULL_RANK)
+        if name in _FIXED_NAMES:
+            return _fixed(value, settings)
+        return _method(name, value, settings)
+    except ConfigError as error:
+        raise ConfigError(f"{flag} {text}: {error.message}", hint=error.hint) from error
+
+
+def _settings(text: str, parts: list[str], flag: str) -> dict[str, str]:
+    pairs = [part.partition("=") for part in parts]
+    settings = {name.strip(): value.strip() for name, _, value in pairs}
+    unknown = [name for name in settings if name not in _SETTINGS]
+    if unknown or len(settings) < len(parts):
+        what = f"{unknown[0]} is not known" if unknown else "a setting is given twice"
+        raise ConfigError(f"{flag} {text}: {what}.", hint=f"After a comma, use: {', '.join(_SETTINGS)}.")
+    return settings
+
+
+def _fixed(value: str, settings: dict[str, str]) -> FixedRank:
+    if settings.keys() - {"conv"}:
+        raise ConfigError("a fixed rank has no limits.", hint="Leave out max, max_conv and min.")
+    rank = _rank("a rank", value)
+    return FixedRank(rank, _rank("conv", settings.get("conv", value)))
+
+
+def _rank(name: str, text: str) -> int:
+    if not re.fullmatch(r"\d{1,9}", text.strip()):
+        raise ConfigError(f"{name} must be a whole number, not {text!r}.", hint=_EXAMPLES)
+    return int(text)
+
+
+def _method(name: str, value: str, settings: dict[str, str]) -> MethodRank:
+    if name not in METHODS:
+        raise ConfigError(f"{name or 'nothing'} is no rank method.", hint=f"Methods: {', '.join(METHODS)}.")
+    limits = {key: _rank(key, settings[key]) for key in ("max", "max_conv", "min") if key in settings}
+    return MethodRank(
+        name,
+        _parameter(name, value),
+        conv_parameter=_parameter("conv", settings["conv"]) if "conv" in settings else None,
+        max_rank=limits.get("max"),
+        max_conv_rank=limits.get("max_conv"),
+        min_rank=limits.get("min", 1),
+    )
+
+
+def _parameter(name: str, text: str) -> float:
+    number, percent = text.strip().removesuffix("%"), text.strip().endswith("%")
+    try:
+        return float(number) / 100 if percent else float(number)
+    except ValueError as error:
+        raise ConfigError(f"{name} needs a number, not {text!r}.", hint=_EXAMPLES) from error
+
+
+def parse_overrides(texts: Iterable[str], flag: str = _RANK_FOR) -> tuple[tuple[str, RankPolicy], ...]:
+    """Read overrides such as `up_blocks.*attn1=64` and `conv=energy:0.95,max=32`.
+
+    Args:
+        texts: `<pattern>=<policy>` each; for policies see `parse_policy`.
+        flag: What the user calls them.
+
+    Raises:
+        ConfigError: One is not of that form, its pattern is no regular expression, or its policy makes no sense.
+    """
+    return tuple((pattern, parse_policy(value, flag)) for pattern, value in split_patterns(texts, flag))
+
+
+def split_patterns(texts: Iterable[str], flag: str) -> list[tuple[str, str]]:
+    """Split `<pattern>=<value>`; the pattern may hold equal signs itself.
+
+    Raises:
+        ConfigError: One has no pattern or no value.
+    """
+    pairs = []
+    for text in texts:
+        found = _VALUE_OF_PATTERN.fullmatch(text)
+        if found is None or not found["value"].strip():
+            raise ConfigError(
+                f"{flag} {text} has no value.", hint=f"Write it as {flag} 'up_blocks.*attn1=64'."
+            )
+        pairs.append((found["pattern"], found["value"].strip()))
+    return pairs
+
+
+def require_rank(name: str, rank: int) -> None:
+    """Refuse a rank that keeps nothing.
+
+    Args:
+        name: What the user calls it, such as `--conv_rank`.
+        rank: What the user gave.
+
+    Raises:
+        ConfigError: It is below 1.
+    """
+    if rank < 1:
+        raise ConfigError(
+            f"{name} {rank} keeps nothing.", hint=f"Use 1 or more; {FULL_RANK} keeps everything."
+        )
+
+
+def require_limits(least: int, most: Mapping[str, int | None]) -> None:
+    """Refuse limits of ranks that leave nothing between them.
+
+    Args:
+        least: No rank may be below; 0 or more.
+        most: By flag, ranks that none may be above; None is no limit.
+
+    Raises:
+        ConfigError: With the flag.
+    """
+    if least < 0:
+        raise ConfigError(f"a least rank of {least} is below 0.", hint="Use 0 or more.")
+    for flag, rank in most.items():
+        if rank is not None:
+            require_rank(flag, rank)
+            if rank < least:
+                raise ConfigError(f"{flag} {rank} is below the least rank {least}.", hint="Swap them.")
+
+
+def most_common_rank(ranks: Iterable[int]) -> int | None:
+    """The rank that most layers have, the first of several; None without any."""
+    counts = Counter(ranks).most_common(1)
+    return counts[0][0] if counts else None

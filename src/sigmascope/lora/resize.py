@@ -2,6 +2,9 @@
 
 QR of both factors and the SVD of their small core give all singular values of ΔW exactly, so any policy or
 budget that an extraction knows works on a finished LoRA too, and the error of the result is known.
+
+`Reduction` lowers the rank of many changes, a few in memory at a time. Merging several LoRAs uses it too, and gives
+the same report.
 """
 
 import json
@@ -41,9 +44,14 @@ from sigmascope.records.run import Finding
 
 __all__ = ["RankPlan", "ReducedModule", "ReductionReport", "resize_lora"]
 
-
+# Kinds of change that depend on the base weight.
 _NEEDS_BASE: Final = frozenset({"dora", "set"})
-_TARGET: Final = "OUT"
+_TARGET: Final = "OUT"  # what the command calls the file to write
+_NAMED = 3  # keys in a finding
+
+LeftOut = Literal["excluded", "rank_0", "no_change"]
+Load = Callable[[str, int], ReducibleChange]
+"""Read a module; told how many of its singular values are likely to be asked for."""
 
 
 class RankPlan(NamedTuple):
@@ -63,9 +71,6 @@ class RankPlan(NamedTuple):
             return self.rules.describe()
         asked = json.loads(self.budget.describe()) | self.rules.describe_patterns()
         return json.dumps(asked, ensure_ascii=False)
-
-
-LeftOut = Literal["excluded", "rank_0", "no_change"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +186,7 @@ class ReductionReport:
     @property
     def relative_error(self) -> float | None:
         """‖ΔW − ΔW'‖ / ‖ΔW‖ over all modules; one that is left out counts as lost."""
-        return _error(self.modules)
+        return _relative_error(self.modules)
 
     @property
     def kept_energy(self) -> float | None:
@@ -192,7 +197,9 @@ class ReductionReport:
     def blocks(self) -> tuple[BlockReduction, ...]:
         """One summary a block, in the order in which a latent passes them."""
         ordered = sorted(self.modules, key=lambda module: block_position(module.block))
-        return tuple(_block(name, list(group)) for name, group in groupby(ordered, lambda m: m.block))
+        return tuple(
+            _summarise_block(name, list(group)) for name, group in groupby(ordered, lambda m: m.block)
+        )
 
     @property
     def worst(self) -> tuple[ReducedModule, ...]:
@@ -274,7 +281,7 @@ def resize_lora(
         }
         compact = plan.budget is not None and plan.budget.max_bytes is not None
         with LoraOutput(target, united, [original], format, metadata, compact=compact) as output:
-            modules = _write(output, split, dtype, plan, progress)
+            modules = _write_modules(output, split, dtype, plan, progress)
         return ReductionReport(
             inputs=(InputLora.of(original, source),),
             lora=target,
@@ -326,7 +333,7 @@ class _Split:
         return self.lora.rank_of(name) if name in self.lora.modules else None
 
 
-def _write(
+def _write_modules(
     output: LoraOutput, split: _Split, dtype: torch.dtype, plan: RankPlan, progress: Progress
 ) -> tuple[ReducedModule, ...]:
     lora = split.lora
@@ -347,10 +354,6 @@ def _write(
         output.write_change(name, lora.changes[name])
     require_modules(modules, plan)
     return tuple(modules)
-
-
-Load = Callable[[str, int], ReducibleChange]
-"""Read a module; told how many of its singular values are likely to be asked for."""
 
 
 @dataclass(frozen=True)
@@ -474,13 +477,6 @@ def _one_thread_here() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _cut(name: str, change: ReducibleChange, rank: int) -> CutChange:
-    try:
-        return change.cut(rank)
-    except NonFiniteError as error:
-        raise NonFiniteError(f"{name}: {error.message}", hint=error.hint) from error
-
-
 def _rank_by(policy: RankPolicy, change: ReducibleChange) -> int:
     """Ask a policy, with more singular values until it knows."""
     if isinstance(policy, FixedRank):
@@ -490,6 +486,13 @@ def _rank_by(policy: RankPolicy, change: ReducibleChange) -> int:
     while (rank := policy.choose(change.spectrum(wanted))) is None:
         wanted = min(2 * wanted, largest)
     return rank
+
+
+def _cut(name: str, change: ReducibleChange, rank: int) -> CutChange:
+    try:
+        return change.cut(rank)
+    except NonFiniteError as error:
+        raise NonFiniteError(f"{name}: {error.message}", hint=error.hint) from error
 
 
 def require_modules(modules: Sequence[ReducedModule], plan: RankPlan) -> None:
@@ -506,37 +509,6 @@ def require_modules(modules: Sequence[ReducedModule], plan: RankPlan) -> None:
         )
 
 
-def _block(name: str, modules: Sequence[ReducedModule]) -> BlockReduction:
-    return BlockReduction(
-        name=name,
-        modules=len(modules),
-        kept=sum(module.left_out is None for module in modules),
-        old_ranks=_span([module.old_rank for module in modules]),
-        ranks=_span([module.rank or None for module in modules]),
-        relative_error=_error(modules),
-        kept_energy=_kept_energy(modules),
-    )
-
-
-def _span(ranks: Sequence[int | None]) -> tuple[int, int] | None:
-    known = [rank for rank in ranks if rank is not None]
-    return (min(known), max(known)) if known else None
-
-
-def _error(modules: Sequence[ReducedModule]) -> float | None:
-    change = root_sum_square([module.norm for module in modules])
-    return root_sum_square([module.error_norm for module in modules]) / change if change > 0.0 else None
-
-
-def _kept_energy(modules: Sequence[ReducedModule]) -> float | None:
-    energy = fsum(module.norm**2 for module in modules)
-    kept = fsum(module.kept_energy * module.norm**2 for module in modules)
-    return kept / energy if energy > 0.0 else None
-
-
-_NAMED = 3
-
-
 def unused_keys(loras: Sequence[LoraFile]) -> Iterator[Finding]:
     """Say which LoRAs have keys that are not in the result."""
     for lora in loras:
@@ -549,3 +521,31 @@ def unused_keys(loras: Sequence[LoraFile]) -> Iterator[Finding]:
                 {"keys": len(lora.unused_keys)},
                 advice="lora inspect --json lists them.",
             )
+
+
+def _summarise_block(name: str, modules: Sequence[ReducedModule]) -> BlockReduction:
+    return BlockReduction(
+        name=name,
+        modules=len(modules),
+        kept=sum(module.left_out is None for module in modules),
+        old_ranks=_rank_range([module.old_rank for module in modules]),
+        ranks=_rank_range([module.rank or None for module in modules]),
+        relative_error=_relative_error(modules),
+        kept_energy=_kept_energy(modules),
+    )
+
+
+def _relative_error(modules: Sequence[ReducedModule]) -> float | None:
+    change = root_sum_square([module.norm for module in modules])
+    return root_sum_square([module.error_norm for module in modules]) / change if change > 0.0 else None
+
+
+def _kept_energy(modules: Sequence[ReducedModule]) -> float | None:
+    energy = fsum(module.norm**2 for module in modules)
+    kept = fsum(module.kept_energy * module.norm**2 for module in modules)
+    return kept / energy if energy > 0.0 else None
+
+
+def _rank_range(ranks: Sequence[int | None]) -> tuple[int, int] | None:
+    known = [rank for rank in ranks if rank is not None]
+    return (min(known), max(known)) if known else None

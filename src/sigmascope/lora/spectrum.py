@@ -1,4 +1,4 @@
-"""What is known of the singular values of a change: the largest, the energy of all, stable and effective rank."""
+"""The known singular values of a weight change: the largest, the energy of all, stable and effective rank."""
 
 import math
 from collections.abc import Sequence

@@ -1,4 +1,8 @@
-"""A change that can be cut to any rank, by its factors (QR and a small SVD) or as a whole, with the exact error."""
+"""Weight changes that can be cut to any rank, given as factors or as a whole, with the exact error.
+
+`reducible` chooses the quicker way: QR of both factors and the SVD of their small core, or ΔW formed and
+decomposed as far as is asked.
+"""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -15,6 +19,12 @@ from sigmascope.lora.decompose import StoredChange, decompose
 from sigmascope.lora.factors import CANCELLED, LoraFactors, difference_norm, norm_bound
 from sigmascope.lora.linalg import at_least_float32, frobenius_norm, in_double, max_rank
 from sigmascope.lora.spectrum import Spectrum
+
+_ROUNDED: Final = 0.5
+"""Rounding both factors costs about 0.3 of the dtype's eps."""
+_ROUNDING: Final = 1e-12
+"""Singular values below this share of the largest are float64 rounding of a change that has no more."""
+_FORMED_ABOVE: Final = 256  # rank of factors from which ΔW may be formed, where few values are wanted
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,10 +68,20 @@ class ReducibleChange(ABC):
         """
 
 
-_ROUNDED: Final = 0.5
-"""Rounding both factors costs about 0.3 of the dtype's eps."""
-_ROUNDING: Final = 1e-12
-"""Singular values below this share of the largest are float64 rounding of a change that has no more."""
+def reducible(factors: LoraFactors, wanted: int, dtype: torch.dtype) -> ReducibleChange:
+    """Take the quicker way to `wanted` singular values of a change given by factors.
+
+    QR of factors of rank 1280 (a LoRA at full rank) costs a second a layer; where few values of many are
+    wanted, ΔW is formed and decomposed as in an extraction.
+
+    Args:
+        factors: The change.
+        wanted: How many singular values are likely to be needed.
+        dtype: Storage dtype.
+    """
+    if factors.rank > _FORMED_ABOVE and 4 * wanted <= factors.rank:
+        return FormedChange(factors.delta(), dtype)
+    return FactoredChange(factors, dtype)
 
 
 class FactoredChange(ReducibleChange):
@@ -185,9 +205,6 @@ def _storable(up: Tensor, down: Tensor, weight_shape: tuple[int, ...]) -> LoraFa
     return LoraFactors(up, down, float(up.shape[1]), weight_shape)
 
 
-_FORMED_ABOVE: Final = 256
-
-
 class FormedChange(ReducibleChange):
     """A change that is there as a whole: decomposed as far as is asked.
 
@@ -231,19 +248,3 @@ class FormedChange(ReducibleChange):
         if self._found is None or (self._found.factors.rank < rank and not self._found.spectrum.complete):
             self._found = decompose(self._delta, rank, self.dtype, norm=self.norm, with_spectrum=True)
         return self._found
-
-
-def reducible(factors: LoraFactors, wanted: int, dtype: torch.dtype) -> ReducibleChange:
-    """Take the quicker way to `wanted` singular values of a change given by factors.
-
-    QR of factors of rank 1280 (a LoRA at full rank) costs a second a layer; where few values of many are
-    wanted, ΔW is formed and decomposed as in an extraction.
-
-    Args:
-        factors: The change.
-        wanted: How many singular values are likely to be needed.
-        dtype: Storage dtype.
-    """
-    if factors.rank > _FORMED_ABOVE and 4 * wanted <= factors.rank:
-        return FormedChange(factors.delta(), dtype)
-    return FactoredChange(factors, dtype)

@@ -1,14 +1,15 @@
-"""Prove a LoRA: how far base + LoRA is from the tuned model, on the factors as stored.
+"""Validate a LoRA: how far base + LoRA is from the tuned model, on the factors as stored.
 
-Models and LoRA are read a layer at a time, several layers at once, and nothing is kept of any of them.
+Models and LoRA are read a layer at a time, several layers at once, and nothing is kept of any of them. ΔW
+and B·A are never formed as a whole.
 
 ‖ΔW‖ and ‖ΔW − s·B·A‖ are summed over blocks of rows that stay in a core's cache: a block is read from both
 files' tensors, subtracted, summed, reduced by its rows of s·B·A and summed again. That costs the products of
 the trace formula ‖ΔW‖² − 2·tr(Bᵀ(ΔW·Aᵀ)) + tr((BᵀB)(A·Aᵀ)), and nothing cancels: the square of a small error is
 not the difference of two large numbers.
 
-Products run in float32, and sums in float64 across short runs. Rounding of the products can be mistaken for an error of the LoRA
-only where little error is left: there, by a stated bound, the tensor is measured again in float64.
+Products run in float32, and sums in float64 across short runs. Rounding of the products can be mistaken for an
+error of the LoRA only where little error is left: there, by a stated bound, the tensor is measured again in float64.
 """
 
 import math
@@ -42,6 +43,16 @@ from sigmascope.records.run import Finding
 
 __all__ = ["ModuleError", "ValidationReport", "validate_lora", "write_layer_names"]
 
+Change = LoraFactors | WeightChange
+
+_BLOCK: Final = 1 << 18  # elements of ΔW at a time: 1 MiB in float32
+_WORTH_TRUSTING: Final = 1e3
+"""How many times the bound of its rounding an error must be to count as measured in float32."""
+_MOST_ROWS: Final = 256  # from which a product of a block is efficient, whatever the rank
+_UNIT_ROUNDOFF: Final = 2.0**-24  # of float32
+# Unit roundoffs of its size that a change of another kind than factors may be off by, and more.
+_ROUNDINGS_OF_OTHER_KINDS: Final = 100.0
+
 
 def validate_lora(
     base: str | PathLike[str],
@@ -55,7 +66,7 @@ def validate_lora(
     """Compare base + LoRA with the tuned model in every layer, and in whatever else the LoRA changes.
 
     The error of a layer is ‖ΔW − s·BA‖ / ‖ΔW‖ with ΔW = tuned − base, sums in float64. It does not come
-    from the LoRA's metadata, so it holds for LoRAs of any origin (SPEC section 7).
+    from the LoRA's metadata, so it holds for LoRAs of any origin.
 
     Args:
         base: Checkpoint that the LoRA is put on.
@@ -76,14 +87,17 @@ def validate_lora(
         NonFiniteError: NaN or Inf in one of the three.
     """
     started = time.perf_counter()
-    with open_lora(Path(lora)) as file, _opened(base, tuned, file, options or PairOptions()) as pair:
+    with (
+        open_lora(Path(lora)) as file,
+        _open_with_changed_parts(base, tuned, file, options or PairOptions()) as pair,
+    ):
         targets = changed_keys(file, pair.base, pair.layout)
         measured = measure_layers(pair, targets, workers=workers, progress=progress)
         if all(module.delta_norm == 0 for module in measured.modules):
             raise _no_change(pair)
         norms = [module.delta_norm for module in measured.modules]
         findings = [*_lora_findings(pair, file), *pair_findings(pair, dict(measured.uncovered), norms)]
-        modules = [*measured.modules, *_unmatched(pair, file, targets)]
+        modules = [*measured.modules, *_unmatched_modules(pair, file, targets)]
     return ValidationReport(
         base=Path(base),
         tuned=Path(tuned),
@@ -96,7 +110,7 @@ def validate_lora(
 
 
 @contextmanager
-def _opened(
+def _open_with_changed_parts(
     base: str | PathLike[str], tuned: str | PathLike[str], lora: LoraFile, options: PairOptions
 ) -> Iterator[CheckpointPair]:
     """The pair of the parts asked for, and of those that the LoRA changes beside them."""
@@ -110,17 +124,6 @@ def _opened(
     more = replace(options, parts=tuple(part for part in PARTS if part in wanted))
     with open_pair(base, tuned, more) as pair:
         yield pair
-
-
-def _no_change(pair: CheckpointPair) -> ModelMismatchError:
-    return ModelMismatchError(
-        f"{pair.base.path} and {pair.tuned.path} hold the same weights in all {len(pair.layers)} Linear and "
-        "convolution layers: there is no change to compare the LoRA with.",
-        hint="Give the fine-tuned checkpoint as --tuned_model_path.",
-    )
-
-
-Change = LoraFactors | WeightChange
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,54 +151,23 @@ class ChangedKeys:
         return self.lora.modules[name] if name in self.lora.modules else self.lora.changes[name]
 
 
-def _unmatched(pair: CheckpointPair, lora: LoraFile, targets: ChangedKeys) -> list[ModuleError]:
-    """The LoRA's modules for which there is no layer to compare. They reach nothing, so their error is 0."""
-    lost = [_lost(lora, name, "the model has no such layer") for name in targets.unmatched]
-    compared = {*(layer + WEIGHT for layer in pair.layers), *pair.others}
-    for key, name in targets.names.items():
-        if key not in compared:
-            reason = pair.skipped.get(key, "its part of the models is not")
-            lost.append(_lost(targets.lora, name, f"it is not compared: {reason}"))
-    return lost
+def changed_keys(lora: LoraFile, keys: Iterable[str], layout: ModelLayout) -> ChangedKeys:
+    """Find the tensor of each change by name alone; nothing is read.
 
+    Args:
+        lora: Of any format.
+        keys: Of all the model's tensors, such as `denoiser.conv_in.weight` and `denoiser.conv_in.bias`.
+        layout: How the model names them.
 
-def _lost(lora: LoraFile, name: str, detail: str) -> ModuleError:
-    shape, rank, kind = lora.shape_of(name), lora.rank_of(name), lora.kind_of(name)
-    return ModuleError(name, shape, "unmatched", rank, 0.0, 0.0, detail, kind)
-
-
-def _lora_findings(pair: CheckpointPair, lora: LoraFile) -> list[Finding]:
-    return [*_other_base(pair, lora), *_unused_keys(lora)]
-
-
-def _other_base(pair: CheckpointPair, lora: LoraFile) -> list[Finding]:
-    made_from = lora.metadata.get(BASE_FINGERPRINT)
-    if made_from is None or made_from == denoiser_fingerprint(pair.base):
-        return []
-    name = lora.metadata.get("sigmascope_base", "another file")
-    return [
-        Finding(
-            id="lora.other_base",
-            severity="warning",
-            message=f"The LoRA was made from another base ({name}) than {pair.base.path}.",
-            evidence={"made_from": name, "base": str(pair.base.path)},
-            advice="Validate and use it with the base that it was made from.",
-        )
-    ]
-
-
-def _unused_keys(lora: LoraFile) -> list[Finding]:
-    if not lora.unused_keys:
-        return []
-    first = lora.unused_keys[0]
-    return [
-        Finding(
-            id="lora.unused_keys",
-            severity="warning",
-            message=f"The LoRA file holds {counted(len(lora.unused_keys), 'tensor')} of no module, first {first}.",
-            evidence={"tensors": len(lora.unused_keys), "key": first},
-        )
-    ]
+    Raises:
+        LoraFormatError: Two modules of the LoRA are for one tensor.
+    """
+    paths = {key.removesuffix(WEIGHT): key for key in keys}
+    aligned = align(lora, tuple(paths), layout)
+    names = {paths[path]: path for path in aligned.lora.names if path in paths}
+    # A change of the bias of a layer that has none is aligned all the same.
+    lost = [name for path in aligned.lora.names if path not in paths for name in aligned.sources[path]]
+    return ChangedKeys(aligned.lora, names, (*aligned.unmatched, *lost))
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +204,9 @@ def measure_layers(
     sizes = {key: prod(pair.base.info(key).shape) for key in (*layers, *pair.others)}
     meter = ResidualMeter(pair)
     found: dict[str, ModuleError] = {}
-    for key, module in run_layers(sizes, lambda key: _measure(meter, pair, targets, key), workers=workers):
+    for key, module in run_layers(
+        sizes, lambda key: _measure_tensor(meter, pair, targets, key), workers=workers
+    ):
         found[key] = module
         progress(len(found), len(sizes), module.name)
     changed = [found[key] for key in layers if key in targets.names or found[key].delta_norm > 0]
@@ -363,7 +337,16 @@ class ResidualMeter:
         return held[:elements]
 
 
-def _measure(meter: ResidualMeter, pair: CheckpointPair, targets: ChangedKeys, key: str) -> ModuleError:
+class _Memory(threading.local):
+    """Tensors of one thread, by name and dtype."""
+
+    def __init__(self) -> None:
+        self.held: dict[tuple[str, torch.dtype], Tensor] = {}
+
+
+def _measure_tensor(
+    meter: ResidualMeter, pair: CheckpointPair, targets: ChangedKeys, key: str
+) -> ModuleError:
     layer, shape = key.removesuffix(WEIGHT), pair.base.info(key).shape
     name = targets.names.get(key)
     if name is None:
@@ -380,29 +363,10 @@ def _measure(meter: ResidualMeter, pair: CheckpointPair, targets: ChangedKeys, k
     return ModuleError(layer, shape, "applied", rank, residual.delta_norm, residual.error_norm, None, kind)
 
 
-_BLOCK: Final = 1 << 18  # elements of ΔW at a time: 1 MiB in float32
-_WORTH_TRUSTING: Final = 1e3
-"""How many times the bound of its rounding an error must be to count as measured in float32."""
-
-
-class _Memory(threading.local):
-    """Tensors of one thread, by name and dtype."""
-
-    def __init__(self) -> None:
-        self.held: dict[tuple[str, torch.dtype], Tensor] = {}
-
-
 def _energy(block: Tensor) -> float:
     """‖block‖², summed in float64 across short runs."""
     values = block.view(-1)
     return float(torch.dot(values, values) if values.dtype == torch.float64 else quick_energy(values))
-
-
-_MOST_ROWS: Final = 256
-_UNIT_ROUNDOFF: Final = 2.0**-24  # of float32
-_ROUNDINGS_OF_OTHER_KINDS: Final = (
-    100.0  # unit roundoffs of its size that such a change may be off by, and more
-)
 
 
 def subtraction(change: Change, base: Tensor, dtype: torch.dtype) -> Subtraction:
@@ -418,19 +382,19 @@ def subtraction(change: Change, base: Tensor, dtype: torch.dtype) -> Subtraction
         LoraFormatError: The change cannot be formed.
     """
     if isinstance(change, LoraFactors):
-        return _of_factors(change, dtype)
+        return _factors_subtraction(change, dtype)
     formed = change.delta(base, dtype)
     whole = formed.reshape(formed.shape[0] if formed.ndim > 1 else 1, -1)
     magnitude = float(torch.linalg.vector_norm(whole))
     return Subtraction(lambda rows, block: block.sub_(whole[rows]), 1, magnitude, _ROUNDINGS_OF_OTHER_KINDS)
 
 
-def _of_factors(factors: LoraFactors, dtype: torch.dtype) -> Subtraction:
+def _factors_subtraction(factors: LoraFactors, dtype: torch.dtype) -> Subtraction:
     up, down, scale = factors.up.to(dtype), factors.down.to(dtype), factors.scale
     for one, other in ((up, down), (down, up)):
         gain = _scaled_identity(one)
         if gain is not None:
-            return _of_one_matrix(other, gain * scale)
+            return _matrix_subtraction(other, gain * scale)
 
     def take_off(rows: slice, block: Tensor) -> None:
         block.addmm_(up[rows], down, alpha=-scale)
@@ -438,12 +402,6 @@ def _of_factors(factors: LoraFactors, dtype: torch.dtype) -> Subtraction:
     sizes = torch.linalg.vector_norm(up, dim=0) * torch.linalg.vector_norm(down, dim=1)
     magnitude = abs(scale) * float(sizes.sum())
     return Subtraction(take_off, min(factors.rank, _MOST_ROWS), magnitude, math.sqrt(factors.rank + 1))
-
-
-def _of_one_matrix(matrix: Tensor, gain: float) -> Subtraction:
-    """A LoRA of full rank is often ΔW itself beside a scaled identity: no product is needed, and none rounds."""
-    magnitude = abs(gain) * float(torch.linalg.vector_norm(matrix))
-    return Subtraction(lambda rows, block: block.sub_(matrix[rows], alpha=gain), 1, magnitude, 2.0)
 
 
 def _scaled_identity(matrix: Tensor) -> float | None:
@@ -457,23 +415,23 @@ def _scaled_identity(matrix: Tensor) -> float | None:
     return float(gain) if is_one else None
 
 
-def changed_keys(lora: LoraFile, keys: Iterable[str], layout: ModelLayout) -> ChangedKeys:
-    """Find the tensor of each change by name alone; nothing is read.
+def _matrix_subtraction(matrix: Tensor, gain: float) -> Subtraction:
+    """A LoRA of full rank is often ΔW itself beside a scaled identity: no product is needed, and none rounds."""
+    magnitude = abs(gain) * float(torch.linalg.vector_norm(matrix))
+    return Subtraction(lambda rows, block: block.sub_(matrix[rows], alpha=gain), 1, magnitude, 2.0)
 
-    Args:
-        lora: Of any format.
-        keys: Of all the model's tensors, such as `denoiser.conv_in.weight` and `denoiser.conv_in.bias`.
-        layout: How the model names them.
+
+def require_shape(change: Change, shape: tuple[int, ...]) -> None:
+    """Refuse factors of another weight; other kinds know what they fit only when they are formed.
 
     Raises:
-        LoraFormatError: Two modules of the LoRA are for one tensor.
+        ModelMismatchError: With both shapes.
     """
-    paths = {key.removesuffix(WEIGHT): key for key in keys}
-    aligned = align(lora, tuple(paths), layout)
-    names = {paths[path]: path for path in aligned.lora.names if path in paths}
-    # A change of the bias of a layer that has none is aligned all the same.
-    lost = [name for path in aligned.lora.names if path not in paths for name in aligned.sources[path]]
-    return ChangedKeys(aligned.lora, names, (*aligned.unmatched, *lost))
+    if isinstance(change, LoraFactors) and change.weight_shape != shape:
+        raise ModelMismatchError(
+            f"the weight is {shape}, the LoRA's module is for {change.weight_shape}",
+            hint="Use the LoRA with the model it was made for.",
+        )
 
 
 def formed(change: Change, weight: Tensor) -> Tensor:
@@ -488,14 +446,59 @@ def formed(change: Change, weight: Tensor) -> Tensor:
     return change.delta()
 
 
-def require_shape(change: Change, shape: tuple[int, ...]) -> None:
-    """Refuse factors of another weight; other kinds know what they fit only when they are formed.
+def _no_change(pair: CheckpointPair) -> ModelMismatchError:
+    return ModelMismatchError(
+        f"{pair.base.path} and {pair.tuned.path} hold the same weights in all {len(pair.layers)} Linear and "
+        "convolution layers: there is no change to compare the LoRA with.",
+        hint="Give the fine-tuned checkpoint as --tuned_model_path.",
+    )
 
-    Raises:
-        ModelMismatchError: With both shapes.
-    """
-    if isinstance(change, LoraFactors) and change.weight_shape != shape:
-        raise ModelMismatchError(
-            f"the weight is {shape}, the LoRA's module is for {change.weight_shape}",
-            hint="Use the LoRA with the model it was made for.",
+
+def _lora_findings(pair: CheckpointPair, lora: LoraFile) -> list[Finding]:
+    return [*_other_base(pair, lora), *_unused_keys(lora)]
+
+
+def _other_base(pair: CheckpointPair, lora: LoraFile) -> list[Finding]:
+    made_from = lora.metadata.get(BASE_FINGERPRINT)
+    if made_from is None or made_from == denoiser_fingerprint(pair.base):
+        return []
+    name = lora.metadata.get("sigmascope_base", "another file")
+    return [
+        Finding(
+            id="lora.other_base",
+            severity="warning",
+            message=f"The LoRA was made from another base ({name}) than {pair.base.path}.",
+            evidence={"made_from": name, "base": str(pair.base.path)},
+            advice="Validate and use it with the base that it was made from.",
         )
+    ]
+
+
+def _unused_keys(lora: LoraFile) -> list[Finding]:
+    if not lora.unused_keys:
+        return []
+    first = lora.unused_keys[0]
+    return [
+        Finding(
+            id="lora.unused_keys",
+            severity="warning",
+            message=f"The LoRA file holds {counted(len(lora.unused_keys), 'tensor')} of no module, first {first}.",
+            evidence={"tensors": len(lora.unused_keys), "key": first},
+        )
+    ]
+
+
+def _unmatched_modules(pair: CheckpointPair, lora: LoraFile, targets: ChangedKeys) -> list[ModuleError]:
+    """The LoRA's modules for which there is no layer to compare. They reach nothing, so their error is 0."""
+    lost = [_unmatched_module(lora, name, "the model has no such layer") for name in targets.unmatched]
+    compared = {*(layer + WEIGHT for layer in pair.layers), *pair.others}
+    for key, name in targets.names.items():
+        if key not in compared:
+            reason = pair.skipped.get(key, "its part of the models is not")
+            lost.append(_unmatched_module(targets.lora, name, f"it is not compared: {reason}"))
+    return lost
+
+
+def _unmatched_module(lora: LoraFile, name: str, detail: str) -> ModuleError:
+    shape, rank, kind = lora.shape_of(name), lora.rank_of(name), lora.kind_of(name)
+    return ModuleError(name, shape, "unmatched", rank, 0.0, 0.0, detail, kind)

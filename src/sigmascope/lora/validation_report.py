@@ -1,6 +1,7 @@
-"""Errors of a LoRA by layer, by block and as a whole, the bands that say what they mean, and the picture.
+"""Errors of a LoRA by layer, by block and as a whole, the bands that say what they mean, and their picture.
 
-An SVG, which needs no library, which any browser shows, and in which each point names its layer under the mouse.
+The picture shows the error of every layer along the model, and of every block. It is an SVG, which needs no
+library, which any browser shows, and in which each point names its layer under the mouse.
 """
 
 import math
@@ -18,11 +19,39 @@ from sigmascope.lora.layers import block_of_module, block_position, layer_order
 from sigmascope.lora.linalg import root_sum_square
 from sigmascope.records.run import Finding
 
-_WORST = 10
-
-
 Band = Literal["excellent", "good", "poor", "noise"]
 Status = Literal["applied", "missing", "unmatched", "wrong_shape"]
+
+BANDS: Final[dict[Band, str]] = {
+    "excellent": "< 5 %",
+    "good": "5-50 %",
+    "poor": "50-100 %",
+    "noise": "> 100 %",
+}
+"""The bands of relative error. In `noise` the LoRA is farther from the change than no LoRA at all."""
+
+_VAE: Final = ("vae.", "first_stage_model.")
+_WORST = 10  # modules that `ValidationReport.worst` gives
+
+# The picture: its colours, and its places and sizes in pixels.
+_COLOURS: Final[dict[Band, str]] = {
+    "excellent": "#2e7d32",
+    "good": "#0277bd",
+    "poor": "#e68a00",
+    "noise": "#c62828",
+}
+_NO_BAND: Final = "#757575"
+_GRID: Final = "#e0e0e0"
+_WIDTH: Final = 960
+_LEFT: Final = 190
+_RIGHT: Final = 900
+_TOP: Final = 110  # of the layers' panel
+_FOOT: Final = 400
+_BLOCKS_TOP: Final = 500
+_ROW: Final = 18
+_LABEL_GAP: Final = 13  # between block names, which are as high as that
+_LONGEST: Final = 26  # characters of a block's name that fit before its bar
+_FLOOR: Final = 1e-4  # relative error at the foot of the axis; smaller ones lie on it
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,27 +231,6 @@ class ValidationReport:
         }
 
 
-BANDS: Final[dict[Band, str]] = {
-    "excellent": "< 5 %",
-    "good": "5-50 %",
-    "poor": "50-100 %",
-    "noise": "> 100 %",
-}
-"""The bands of relative error. In `noise` the LoRA is farther from the change than no LoRA at all."""
-
-
-_VAE: Final = ("vae.", "first_stage_model.")
-
-
-def band_of(relative_error: float) -> Band:
-    """The band of a relative error given as a fraction (0.05 is 5 %)."""
-    if relative_error < 0.05:
-        return "excellent"
-    if relative_error < 0.5:
-        return "good"
-    return "poor" if relative_error <= 1.0 else "noise"
-
-
 def summarise_blocks(modules: Sequence[ModuleError]) -> tuple[BlockError, ...]:
     """One summary a block, in the order in which a latent passes them."""
     ordered = sorted(modules, key=lambda module: block_position(module.block))
@@ -261,24 +269,13 @@ def mean(values: Sequence[float]) -> float | None:
     return fsum(values) / len(values) if values else None
 
 
-_COLOURS: Final[dict[Band, str]] = {
-    "excellent": "#2e7d32",
-    "good": "#0277bd",
-    "poor": "#e68a00",
-    "noise": "#c62828",
-}
-_NO_BAND: Final = "#757575"
-_GRID: Final = "#e0e0e0"
-_WIDTH: Final = 960
-_LEFT: Final = 190
-_RIGHT: Final = 900
-_TOP: Final = 110  # of the layers' panel
-_FOOT: Final = 400
-_BLOCKS_TOP: Final = 500
-_ROW: Final = 18
-_LABEL_GAP: Final = 13  # between block names, which are as high as that
-_LONGEST: Final = 26  # characters of a block's name that fit before its bar
-_FLOOR: Final = 1e-4  # relative error at the foot of the axis; smaller ones lie on it
+def band_of(relative_error: float) -> Band:
+    """The band of a relative error given as a fraction (0.05 is 5 %)."""
+    if relative_error < 0.05:
+        return "excellent"
+    if relative_error < 0.5:
+        return "good"
+    return "poor" if relative_error <= 1.0 else "noise"
 
 
 def save_validation_picture(path: str | PathLike[str], report: ValidationReport) -> None:
@@ -319,21 +316,8 @@ def _heading(report: ValidationReport) -> Iterator[str]:
         yield svg.label(792, 78, f"not applied: {len(report.failures)}")
 
 
-@dataclass(frozen=True, slots=True)
-class _Axis:
-    """The logarithmic axis of relative errors."""
-
-    largest: float
-
-    def height(self, error: float) -> float:
-        share = math.log(max(error, _FLOOR) / _FLOOR) / math.log(self.largest / _FLOOR)
-        return _FOOT - (_FOOT - _TOP) * share
-
-    def lines(self) -> Iterator[str]:
-        for power in range(round(math.log10(_FLOOR)), math.floor(math.log10(self.largest)) + 1):
-            y = self.height(10.0**power)
-            yield svg.line((_LEFT, y), (_RIGHT, y), _GRID)
-            yield svg.label(_LEFT - 8, y + 4, f"{100 * 10.0**power:g} %", anchor="end")
+def _percent(fraction: float | None) -> str:
+    return "-" if fraction is None else f"{100 * fraction:.3g} %"
 
 
 def _layers(modules: Sequence[ModuleError]) -> Iterator[str]:
@@ -353,6 +337,27 @@ def _layers(modules: Sequence[ModuleError]) -> Iterator[str]:
         for module in group:
             yield _mark(x, axis, module)
             x += step
+
+
+@dataclass(frozen=True, slots=True)
+class _Axis:
+    """The logarithmic axis of relative errors."""
+
+    largest: float
+
+    def height(self, error: float) -> float:
+        share = math.log(max(error, _FLOOR) / _FLOOR) / math.log(self.largest / _FLOOR)
+        return _FOOT - (_FOOT - _TOP) * share
+
+    def lines(self) -> Iterator[str]:
+        for power in range(round(math.log10(_FLOOR)), math.floor(math.log10(self.largest)) + 1):
+            y = self.height(10.0**power)
+            yield svg.line((_LEFT, y), (_RIGHT, y), _GRID)
+            yield svg.label(_LEFT - 8, y + 4, f"{100 * 10.0**power:g} %", anchor="end")
+
+
+def _shortened(name: str) -> str:
+    return name if len(name) <= _LONGEST else f"{name[: _LONGEST - 1]}…"
 
 
 def _mark(x: float, axis: _Axis, module: ModuleError) -> str:
@@ -378,11 +383,3 @@ def _block_bars(blocks: Sequence[BlockError]) -> Iterator[str]:
         yield svg.label(_LEFT - 8, y + 12, _shortened(block.name), anchor="end")
         yield svg.bar(_LEFT, y + 2, (length, _ROW - 5), colour, tip)
         yield svg.label(_LEFT + length + 6, y + 12, _percent(block.relative_error))
-
-
-def _percent(fraction: float | None) -> str:
-    return "-" if fraction is None else f"{100 * fraction:.3g} %"
-
-
-def _shortened(name: str) -> str:
-    return name if len(name) <= _LONGEST else f"{name[: _LONGEST - 1]}…"

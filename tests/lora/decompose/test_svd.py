@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sigmascope.errors import ConfigError, LoraFormatError, NonFiniteError, SigmascopeError
-from sigmascope.lora import decompose as exact_svd
+from sigmascope.lora import decompose
 from sigmascope.lora.decompose import factors_full_rank, truncated_svd
 from sigmascope.lora.factors import LoraFactors
 
@@ -107,7 +107,7 @@ def test_where_float32_does_not_converge_float64_is_used(monkeypatch: pytest.Mon
 
     def fails_in_single(matrix: Tensor, full_matrices: bool) -> tuple[Tensor, Tensor, Tensor]:
         if matrix.dtype == torch.float32:
-            raise exact_svd._NotConverged("did not converge")
+            raise decompose._NotConverged("did not converge")
         left, sigma, right = exact(matrix, full_matrices=full_matrices)
         return left, sigma, right
 
@@ -120,7 +120,7 @@ def test_where_float32_does_not_converge_float64_is_used(monkeypatch: pytest.Mon
 
 def test_an_svd_that_never_converges_is_an_error_with_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(matrix: Tensor, full_matrices: bool) -> None:
-        raise exact_svd._NotConverged("did not converge")
+        raise decompose._NotConverged("did not converge")
 
     monkeypatch.setattr(torch.linalg, "svd", never)
     with pytest.raises(SigmascopeError, match=r"5×4 matrix did not converge.*rank 9999"):

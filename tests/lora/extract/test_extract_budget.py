@@ -15,9 +15,7 @@ from torch import Tensor
 
 from sigmascope.errors import ConfigError
 from sigmascope.lbm import pocket
-from sigmascope.lora import budget as budget_module
-from sigmascope.lora import file_size as storage_cost
-from sigmascope.lora import layer_extraction
+from sigmascope.lora import file_size, layer_extraction
 from sigmascope.lora.budget import Budget
 from sigmascope.lora.decompose import decompose
 from sigmascope.lora.extract import ExtractionReport, ExtractOptions, extract_lora
@@ -210,7 +208,7 @@ def test_an_error_below_the_storage_s_rounding_is_refused(models: Models) -> Non
 def test_where_rounding_costs_more_than_was_reckoned_with_more_is_kept(
     models: Models, monkeypatch: pytest.MonkeyPatch, error: float
 ) -> None:
-    monkeypatch.setattr(storage_cost, "_ROUNDING", 0.16)  # half of what it is
+    monkeypatch.setattr(file_size, "_ROUNDING", 0.16)  # half of what it is
     report = extract(models, save_precision="bf16", budget=Budget(max_error=error))
     assert report.relative_error is not None
     assert report.relative_error <= error
@@ -219,7 +217,7 @@ def test_where_rounding_costs_more_than_was_reckoned_with_more_is_kept(
 def test_an_error_that_even_all_singular_values_leave_by_rounding_is_refused(
     models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(storage_cost, "_ROUNDING", 0.16)
+    monkeypatch.setattr(file_size, "_ROUNDING", 0.16)
     with pytest.raises(ConfigError, match=re.escape("--max_error 0.14% cannot be met")):
         extract(models, save_precision="bf16", budget=Budget(max_error=0.0014))
 
@@ -324,7 +322,7 @@ def rounds(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[int]]:
                 layer: min(values, self._cap(shape)) for layer, shape in shapes.items()
             }
         )
-        monkeypatch.setattr(budget_module.Budget, "first_guess", guess.__func__)
+        monkeypatch.setattr(Budget, "first_guess", guess.__func__)
         monkeypatch.setattr(layer_extraction, "decompose", counted)
         return calls
 

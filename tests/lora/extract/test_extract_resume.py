@@ -71,14 +71,14 @@ def write_models(folder: Path, layers: int) -> Models:
 # Layers take a little longer there than they need, so that there are moments to be killed at.
 SERVER = """
 import json, os, sys, time
-from sigmascope.lora.extract import extraction_output, layer_extraction
+from sigmascope.lora import extract, layer_extraction
 from sigmascope.lora.budget import Budget
 from sigmascope.lora.extract import ExtractOptions, extract_lora
 from sigmascope.lora.ranks import MethodRank
 from sigmascope.lora.ranks import RankRules
 from sigmascope.lora.ranks import FixedRank
 
-decompose, write = layer_extraction.decompose, extraction_output.LoraWriter.write
+decompose, write = layer_extraction.decompose, extract.LoraWriter.write
 calls = []
 
 def slow_decompose(*rest, **more):
@@ -94,7 +94,7 @@ def few_values(self, shapes, storage):
     return {layer: min(2, self._cap(shape)) for layer, shape in shapes.items()}
 
 layer_extraction.decompose = slow_decompose
-extraction_output.LoraWriter.write = slow_write
+extract.LoraWriter.write = slow_write
 Budget.first_guess = few_values
 
 def tell(**facts):

@@ -3,7 +3,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from sigmascope.lora import extract as module
+from sigmascope.lora import extract
 from sigmascope.lora.extract import ExtractOptions, job_identity
 from sigmascope.lora.pairs import open_pair
 
@@ -20,6 +20,6 @@ def test_a_processor_that_iterates_in_another_dtype_is_another_job(
     texts = set()
     with open_pair(files.base, files.tuned) as pair:
         for dtype in (torch.bfloat16, None, torch.bfloat16):
-            monkeypatch.setattr(module, "fast_dtype", lambda device, dtype=dtype: dtype)
+            monkeypatch.setattr(extract, "fast_dtype", lambda device, dtype=dtype: dtype)
             texts.add(job_identity(pair, ExtractOptions(), CPU, "native"))
     assert len(texts) == 2
