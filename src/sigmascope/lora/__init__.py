@@ -1,1 +1,27 @@
-"""Low-rank weight changes: their algebra, and files of them made, proved, applied and read."""
+"""Low-rank weight changes: their algebra, and files of them made, proved, applied and read.
+
+Make a LoRA:
+
+- `extract`: the difference of two checkpoints, decomposed layer by layer into a LoRA file.
+- `merge`, `resize`: several LoRA files joined into one, and one given other ranks.
+- `convert`: a LoRA file carried to another format without loss.
+
+Prove and read it:
+
+- `validate`: how well base and LoRA together give the tuned model back.
+- `inspect`, `compare`: what is in a file, and whether two files hold the same change.
+- `compatibility`, `load_check`: whether a file is for a model, and whether it is really on one.
+- `effect`, `overlap`: how much the patches on a model change its weights, and what two LoRAs share.
+
+Apply it:
+
+- `apply`: on a live model, attached or merged, and taken off again.
+- `bake`: merged into a checkpoint file.
+
+What these are made of:
+
+- `factors`, `adapters`: ΔW = s · up · down, and the changes that are more than that (LoHa, LoKr, DoRA, Tucker, diff).
+- `decompose`, `ranks`, `budget`: factors of a matrix, and how many of them each layer gets.
+- `families`, `layer_names`, `module_names`, `alignment`: which model a file is for, and what its layers are called.
+- `reader`, `writer`, `formats`: LoRA files of kohya, PEFT, ComfyUI and LBM.
+"""

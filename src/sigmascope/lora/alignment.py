@@ -1,7 +1,12 @@
 """LoRAs under the names of a model's layers or under common names, fused matrices divided or joined.
 
-The rows of a fused matrix W = [W₁; W₂; …] are those of its parts. ΔW = up·down divides by the rows of `up`, all
-parts sharing `down`. Joined, the parts' factors stand on a block diagonal: the rank is the sum of their ranks.
+`align` names one LoRA's modules by a model's layers; `unite` finds common names for several LoRAs without their
+model. Both leave the tensors in their files.
+
+Where one side has a fused matrix and the other its parts, a change is divided or joined, exactly (`divided`,
+`joined`). The rows of a fused matrix W = [W₁; W₂; …] are those of its parts. ΔW = up·down divides by the rows of
+`up`, all parts sharing `down`. Joined, the parts' factors stand on a block diagonal: the rank is the sum of their
+ranks.
 """
 
 from collections import defaultdict
@@ -36,7 +41,9 @@ from sigmascope.lora.module_names import (
     unflattened_text_encoder,
 )
 
+_BIAS: Final = ".bias"
 _TEXT_MODEL: Final = "text_model."
+_WIDENING = 4  # of the feed-forward part of FLUX' single blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,23 +59,6 @@ class AlignedLora:
     lora: LoraFile
     sources: dict[str, tuple[str, ...]]
     unmatched: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Recipe:
-    """How a layer's factors are made of a LoRA's modules.
-
-    Attributes:
-        names: The modules.
-        row: The fused matrix; None for a module that is taken as it is.
-        parts: With several modules, or one that is to be joined: which part each is. Else the part wanted.
-        joins: Whether the modules are the parts, and the layer the whole.
-    """
-
-    names: tuple[str, ...]
-    row: Row | None = None
-    parts: tuple[str, ...] = ()
-    joins: bool = False
 
 
 def align(lora: LoraFile, layers: Sequence[str], layout: ModelLayout) -> AlignedLora:
@@ -88,7 +78,7 @@ def align(lora: LoraFile, layers: Sequence[str], layout: ModelLayout) -> Aligned
     index = LayerIndex.of(layers, layout)
     match = index.match(lora)
     recipes = {layer: _Recipe((name,)) for name, layer in match.matched.items()}
-    fused = _fused(lora, match.unmatched, index, layout)
+    fused = _fused_recipes(lora, match.unmatched, index, layout)
     for layer, recipe in fused.items():
         if layer in recipes:
             raise LoraFormatError(
@@ -101,40 +91,32 @@ def align(lora: LoraFile, layers: Sequence[str], layout: ModelLayout) -> Aligned
     used = {name for recipe in recipes.values() for name in recipe.names}
     named = replace(
         lora,
-        modules=LazyMapping(plain, lambda recipe: _made(lora, recipe)),
+        modules=LazyMapping(plain, lambda recipe: _factors_by_recipe(lora, recipe)),
         changes=LazyMapping(others, lora.changes.__getitem__),
-        facts={layer: _facts(lora, recipe) for layer, recipe in recipes.items()},
+        facts={layer: _facts_by_recipe(lora, recipe) for layer, recipe in recipes.items()},
     )
     unmatched = tuple(name for name in lora.names if name not in used)
     return AlignedLora(named, {layer: recipe.names for layer, recipe in recipes.items()}, unmatched)
 
 
-def _made(lora: LoraFile, recipe: _Recipe) -> LoraFactors:
-    if recipe.row is None:
-        return lora.modules[recipe.names[0]]
-    if recipe.joins:
-        parts = {part: lora.modules[name] for part, name in zip(recipe.parts, recipe.names, strict=True)}
-        return joined(parts, recipe.row)
-    return divided(lora.modules[recipe.names[0]], recipe.row)[recipe.parts[0]]
+@dataclass(frozen=True, slots=True)
+class _Recipe:
+    """How a layer's factors are made of a LoRA's modules.
+
+    Attributes:
+        names: The modules.
+        row: The fused matrix; None for a module that is taken as it is.
+        parts: With several modules, or one that is to be joined: which part each is. Else the part wanted.
+        joins: Whether the modules are the parts, and the layer the whole.
+    """
+
+    names: tuple[str, ...]
+    row: Row | None = None
+    parts: tuple[str, ...] = ()
+    joins: bool = False
 
 
-def _facts(lora: LoraFile, recipe: _Recipe) -> ModuleFacts:
-    first = lora.facts_of(recipe.names[0])
-    if recipe.row is None:
-        return first
-    width, ranks = first.weight_shape[1:], [lora.rank_of(name) or 0 for name in recipe.names]
-    if recipe.joins:
-        sizes = {part: lora.shape_of(name)[0] for part, name in zip(recipe.parts, recipe.names, strict=True)}
-        out = sum(joined_sizes(sizes, recipe.row, prod(width)))
-    else:
-        out = dict(zip(recipe.row.parts, part_sizes(first.weight_shape, recipe.row), strict=True))[
-            recipe.parts[0]
-        ]
-    rank = sum(ranks)
-    return ModuleFacts("lora", (out, *width), rank, rank * (out + prod(width)))
-
-
-def _fused(
+def _fused_recipes(
     lora: LoraFile, names: Sequence[str], index: LayerIndex, layout: ModelLayout
 ) -> dict[str, _Recipe]:
     """Recipes for the layers that modules without a layer of their own are parts of, or have as parts."""
@@ -174,7 +156,29 @@ def _candidates(name: str, layout: ModelLayout) -> Iterator[tuple[Part, str, str
             yield part, path.removeprefix(_TEXT_MODEL), "open_clip" if is_text else layout.family
 
 
-_BIAS: Final = ".bias"
+def _factors_by_recipe(lora: LoraFile, recipe: _Recipe) -> LoraFactors:
+    if recipe.row is None:
+        return lora.modules[recipe.names[0]]
+    if recipe.joins:
+        parts = {part: lora.modules[name] for part, name in zip(recipe.parts, recipe.names, strict=True)}
+        return joined(parts, recipe.row)
+    return divided(lora.modules[recipe.names[0]], recipe.row)[recipe.parts[0]]
+
+
+def _facts_by_recipe(lora: LoraFile, recipe: _Recipe) -> ModuleFacts:
+    first = lora.facts_of(recipe.names[0])
+    if recipe.row is None:
+        return first
+    width, ranks = first.weight_shape[1:], [lora.rank_of(name) or 0 for name in recipe.names]
+    if recipe.joins:
+        sizes = {part: lora.shape_of(name)[0] for part, name in zip(recipe.parts, recipe.names, strict=True)}
+        out = sum(joined_sizes(sizes, recipe.row, prod(width)))
+    else:
+        out = dict(zip(recipe.row.parts, part_sizes(first.weight_shape, recipe.row), strict=True))[
+            recipe.parts[0]
+        ]
+    rank = sum(ranks)
+    return ModuleFacts("lora", (out, *width), rank, rank * (out + prod(width)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,15 +210,6 @@ class UnitedLoras:
         return lora.modules[name] if name in lora.modules else lora.changes[name]
 
 
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """What a layer's change is made of: a module, or one part of a fused one."""
-
-    name: str
-    row: Row | None = None
-    part: str = ""
-
-
 def unite(loras: Sequence[LoraFile]) -> UnitedLoras:
     """Find common names for the modules of several LoRAs; nothing is read.
 
@@ -236,7 +231,7 @@ def unite(loras: Sequence[LoraFile]) -> UnitedLoras:
     }
     found = [_sources(lora, one, layout, known) for lora, one in zip(loras, understood, strict=True)]
     return UnitedLoras(
-        loras=tuple(_named(lora, sources) for lora, sources in zip(loras, found, strict=True)),
+        loras=tuple(_under_layer_names(lora, sources) for lora, sources in zip(loras, found, strict=True)),
         sources=tuple({layer: one.name for layer, one in sources.items()} for sources in found),
         layout=layout,
         names=tuple(dict.fromkeys(layer for sources in found for layer in sources)),
@@ -254,20 +249,13 @@ def _understood(loras: Sequence[LoraFile]) -> list[OwnNames]:
     ]
 
 
-def _sources(
-    lora: LoraFile, names: OwnNames, layout: ModelLayout, known: Mapping[str, str]
-) -> dict[str, _Source]:
-    sources: dict[str, _Source] = {}
-    flat_ones = [(known.get(_comparable(name), name), _Source(name)) for name in names.unknown]
-    for layer, source in (*_layers(lora, names, layout), *flat_ones):
-        if layer in sources:
-            raise LoraFormatError(
-                f"{lora}: {sources[layer].name} and {source.name} are both for {layer}.",
-                hint="The file holds one layer under two names: remove one of them.",
-            )
-        sources[layer] = source
-    order = {name: index for index, name in enumerate(lora.names)}
-    return dict(sorted(sources.items(), key=lambda item: order[item[1].name]))
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """What a layer's change is made of: a module, or one part of a fused one."""
+
+    name: str
+    row: Row | None = None
+    part: str = ""
 
 
 def _layers(lora: LoraFile, names: OwnNames, layout: ModelLayout) -> Iterator[tuple[str, _Source]]:
@@ -301,58 +289,50 @@ def _beside(layer: str, layout: ModelLayout, path: str) -> str:
     return layer.removesuffix(own) + path
 
 
+def _sources(
+    lora: LoraFile, names: OwnNames, layout: ModelLayout, known: Mapping[str, str]
+) -> dict[str, _Source]:
+    sources: dict[str, _Source] = {}
+    flat_ones = [(known.get(_comparable(name), name), _Source(name)) for name in names.unknown]
+    for layer, source in (*_layers(lora, names, layout), *flat_ones):
+        if layer in sources:
+            raise LoraFormatError(
+                f"{lora}: {sources[layer].name} and {source.name} are both for {layer}.",
+                hint="The file holds one layer under two names: remove one of them.",
+            )
+        sources[layer] = source
+    order = {name: index for index, name in enumerate(lora.names)}
+    return dict(sorted(sources.items(), key=lambda item: order[item[1].name]))
+
+
 def _comparable(name: str) -> str:
     return flat(parse_name(name).path)
 
 
-def _named(lora: LoraFile, sources: Mapping[str, _Source]) -> LoraFile:
+def _under_layer_names(lora: LoraFile, sources: Mapping[str, _Source]) -> LoraFile:
     """The LoRA under the layers' names, each change read when it is asked for."""
     plain = {layer: source for layer, source in sources.items() if source.name in lora.modules}
     others = {layer: source.name for layer, source in sources.items() if source.name not in lora.modules}
     return replace(
         lora,
-        modules=LazyMapping(plain, lambda source: _factors(lora, source)),
+        modules=LazyMapping(plain, lambda source: _factors_of_source(lora, source)),
         changes=LazyMapping(others, lora.changes.__getitem__),
-        facts={layer: _part_facts(lora, source) for layer, source in sources.items()},
+        facts={layer: _facts_of_source(lora, source) for layer, source in sources.items()},
     )
 
 
-def _factors(lora: LoraFile, source: _Source) -> LoraFactors:
+def _factors_of_source(lora: LoraFile, source: _Source) -> LoraFactors:
     factors = lora.modules[source.name]
     return factors if source.row is None else divided(factors, source.row)[source.part]
 
 
-def _part_facts(lora: LoraFile, source: _Source) -> ModuleFacts:
+def _facts_of_source(lora: LoraFile, source: _Source) -> ModuleFacts:
     whole = lora.facts_of(source.name)
     if source.row is None:
         return whole
     sizes = part_sizes(whole.weight_shape, source.row)
     out, width = dict(zip(source.row.parts, sizes, strict=True))[source.part], whole.weight_shape[1:]
     return ModuleFacts("lora", (out, *width), whole.rank, (whole.rank or 0) * (out + prod(width)))
-
-
-_WIDENING = 4  # of the feed-forward part of FLUX' single blocks
-
-
-def part_sizes(weight_shape: Sequence[int], row: Row) -> list[int]:
-    """How many rows of a fused weight belong to each of its parts.
-
-    Three parts share the rows equally. Of four, as in FLUX' single blocks, three have as many rows as the layer
-    has inputs, and the last has the others.
-
-    Raises:
-        LoraFormatError: The rows cannot be divided so.
-    """
-    out, inner, count = weight_shape[0], prod(weight_shape[1:]), len(row.parts)
-    if count == 1:
-        return [out]
-    sizes = [out // count] * count if count == 3 else [inner] * (count - 1) + [out - (count - 1) * inner]
-    if min(sizes) < 1 or sum(sizes) != out:
-        raise LoraFormatError(
-            f"{row.original} of shape {tuple(weight_shape)} cannot be divided into {', '.join(row.parts)}.",
-            hint="The LoRA is for another architecture.",
-        )
-    return sizes
 
 
 def divided(factors: LoraFactors, row: Row) -> dict[str, LoraFactors]:
@@ -405,6 +385,43 @@ def joined(parts: Mapping[str, LoraFactors], row: Row) -> LoraFactors:
     return LoraFactors(up, torch.cat(downs), float(rank), (sum(sizes), *width))
 
 
+def _swapped(factors: LoraFactors) -> LoraFactors:
+    """The halves of the rows exchanged, in a layer of twice as many outputs as inputs; any other as it is."""
+    out, inner = factors.up.shape[0], factors.down.shape[1]
+    if out != 2 * inner:
+        return factors
+    up = factors.up.roll(out // 2, dims=0)
+    return LoraFactors(up, factors.down, factors.alpha, factors.weight_shape)
+
+
+def _common_dtype(parts: Sequence[LoraFactors]) -> torch.dtype:
+    """The parts' own dtype where they share one and no scale would round it; else float32 or wider."""
+    dtypes = {tensor.dtype for factors in parts for tensor in (factors.up, factors.down)}
+    unscaled = all(factors.scale == 1.0 for factors in parts)
+    return next(iter(dtypes)) if len(dtypes) == 1 and unscaled else at_least_float32(*dtypes)
+
+
+def part_sizes(weight_shape: Sequence[int], row: Row) -> list[int]:
+    """How many rows of a fused weight belong to each of its parts.
+
+    Three parts share the rows equally. Of four, as in FLUX' single blocks, three have as many rows as the layer
+    has inputs, and the last has the others.
+
+    Raises:
+        LoraFormatError: The rows cannot be divided so.
+    """
+    out, inner, count = weight_shape[0], prod(weight_shape[1:]), len(row.parts)
+    if count == 1:
+        return [out]
+    sizes = [out // count] * count if count == 3 else [inner] * (count - 1) + [out - (count - 1) * inner]
+    if min(sizes) < 1 or sum(sizes) != out:
+        raise LoraFormatError(
+            f"{row.original} of shape {tuple(weight_shape)} cannot be divided into {', '.join(row.parts)}.",
+            hint="The LoRA is for another architecture.",
+        )
+    return sizes
+
+
 def joined_sizes(sizes: Mapping[str, int], row: Row, inner: int) -> list[int]:
     """How many rows each part of a fused layer has.
 
@@ -417,19 +434,3 @@ def joined_sizes(sizes: Mapping[str, int], row: Row, inner: int) -> list[int]:
         return [sizes[row.parts[0]]]
     usual = [inner] * 3 + [_WIDENING * inner] * (len(row.parts) - 3)
     return [sizes.get(name, size) for name, size in zip(row.parts, usual, strict=True)]
-
-
-def _common_dtype(parts: Sequence[LoraFactors]) -> torch.dtype:
-    """The parts' own dtype where they share one and no scale would round it; else float32 or wider."""
-    dtypes = {tensor.dtype for factors in parts for tensor in (factors.up, factors.down)}
-    unscaled = all(factors.scale == 1.0 for factors in parts)
-    return next(iter(dtypes)) if len(dtypes) == 1 and unscaled else at_least_float32(*dtypes)
-
-
-def _swapped(factors: LoraFactors) -> LoraFactors:
-    """The halves of the rows exchanged, in a layer of twice as many outputs as inputs; any other as it is."""
-    out, inner = factors.up.shape[0], factors.down.shape[1]
-    if out != 2 * inner:
-        return factors
-    up = factors.up.roll(out // 2, dims=0)
-    return LoraFactors(up, factors.down, factors.alpha, factors.weight_shape)

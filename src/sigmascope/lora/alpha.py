@@ -1,11 +1,14 @@
 """Alpha: what a module's product is multiplied with, from its tensor, PEFT's configuration or the header.
 
+A module's own alpha goes before PEFT's configuration, and without either the scale is 1 (`EntryScales`).
+
 Some tools store alpha = the rank asked for next to r = min(rank, out, in·kh·kw) factors: rank 16 for an output
 convolution of 4 channels gives r = 4 and alpha 16. Those factors are the whole ΔW, so alpha / r = 4 would be
-four times too much.
+four times too much. `true_alpha` tells such an alpha by the rank that the header says was asked for.
 
 diffusers writes the configuration of each component as JSON into the header (`lora_adapter_metadata`:
-`unet.r`, `unet.lora_alpha`, …); PEFT writes `adapter_config.json` beside `adapter_model.safetensors`.
+`unet.r`, `unet.lora_alpha`, …); PEFT writes `adapter_config.json` beside `adapter_model.safetensors`
+(`read_configs`).
 """
 
 import json
@@ -21,6 +24,15 @@ from sigmascope.errors import LoraFormatError
 from sigmascope.lora.adapters import scale_of
 from sigmascope.lora.keys import Entry
 from sigmascope.lora.linalg import is_convolution, is_real, max_rank
+
+METADATA_KEY: Final = "lora_adapter_metadata"
+_CONFIG_NAME: Final = "adapter_config.json"
+_MOST_BYTES: Final = 4 * 2**20  # of a configuration beside a file
+_MOST_PATTERNS: Final = 10_000  # each is tried on each module
+_FIELDS: Final = ("r", "lora_alpha", "alpha", "rank_pattern", "alpha_pattern", "use_rslora")
+# What makes a pattern of a file too involved to be tried.
+_REPEATING: Final = re.compile(r"[*+{]")
+_COSTLY: Final = re.compile(r"\)\s*[*+?{]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +107,17 @@ class PeftConfig:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise LoraFormatError(f"{self.source}: {name} is {str(value)[:80]!r}, not a number.")
         return float(value)
+
+
+@lru_cache(maxsize=4096)
+def _compiled(pattern: str) -> re.Pattern[str]:
+    # A file's own patterns could take for ever, so repeated groups and many stars are refused.
+    if len(pattern) > 500 or _COSTLY.search(pattern) or len(_REPEATING.findall(pattern)) > 2:
+        raise ValueError("too involved")
+    try:
+        return re.compile(rf"(?:.*\.)?(?:{pattern})$")
+    except re.error as error:
+        raise ValueError(str(error)) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,26 +228,6 @@ def _number(value: object) -> float | None:
         return float(value) if isinstance(value, str | int | float) else None
     except (ValueError, OverflowError):
         return None
-
-
-METADATA_KEY: Final = "lora_adapter_metadata"
-_CONFIG_NAME: Final = "adapter_config.json"
-_MOST_BYTES: Final = 4 * 2**20
-_MOST_PATTERNS: Final = 10_000  # each is tried on each module
-_FIELDS: Final = ("r", "lora_alpha", "alpha", "rank_pattern", "alpha_pattern", "use_rslora")
-_REPEATING: Final = re.compile(r"[*+{]")
-_COSTLY: Final = re.compile(r"\)\s*[*+?{]")
-
-
-@lru_cache(maxsize=4096)
-def _compiled(pattern: str) -> re.Pattern[str]:
-    # A file's own patterns could take for ever, so repeated groups and many stars are refused.
-    if len(pattern) > 500 or _COSTLY.search(pattern) or len(_REPEATING.findall(pattern)) > 2:
-        raise ValueError("too involved")
-    try:
-        return re.compile(rf"(?:.*\.)?(?:{pattern})$")
-    except re.error as error:
-        raise ValueError(str(error)) from error
 
 
 def read_configs(path: Path, metadata: Mapping[str, str]) -> PeftConfigs:

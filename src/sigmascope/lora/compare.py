@@ -1,4 +1,9 @@
-"""Two LoRAs beside each other: is it the same change, a scaled one, or another?"""
+"""Two LoRAs beside each other: is it the same change, a scaled one, or another?
+
+`compare_loras` puts the modules of both under common names and measures, weight by weight, how the two changes differ:
+in size, in direction, and in the spaces that they act on (`ModuleDifference`). The verdict over all modules is
+`LoraComparison.verdict`.
+"""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -24,12 +29,10 @@ from sigmascope.progress import Progress, no_progress
 
 __all__ = ["LoraComparison", "LoraSummary", "ModuleDifference", "compare_loras"]
 
-
 DEFAULT_TOLERANCE: Final = 0.01
 """Rounding factors to bfloat16 changes ΔW by about 0.2 %."""
-
-
 Verdict = Literal["same", "scaled", "different"]
+Presence = Literal["both", "only_a", "only_b", "other_shape", "not_measured"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +65,6 @@ class MetadataDifference:
     name: str
     a: str | None
     b: str | None
-
-
-Presence = Literal["both", "only_a", "only_b", "other_shape", "not_measured"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,6 +373,11 @@ def compare_deltas(name: str, a: ModuleSide, b: ModuleSide, one: Tensor, other: 
     return ModuleDifference(name, "both", a, b, inner=inner, difference_norm=frobenius_norm(first - second))
 
 
+def _apart(a: ModuleSide, b: ModuleSide) -> float:
+    """The difference of changes that share no value."""
+    return sqrt((a.norm or 0.0) ** 2 + (b.norm or 0.0) ** 2)
+
+
 def same_tensors(one: LoraFactors | WeightChange, other: LoraFactors | WeightChange) -> bool:
     """Whether two changes are stored as the same tensors, so that they are the same beside any base."""
     if isinstance(one, DoraChange) and isinstance(other, DoraChange):
@@ -393,8 +398,3 @@ def same_tensors(one: LoraFactors | WeightChange, other: LoraFactors | WeightCha
 
 def _equal(one: Tensor, other: Tensor) -> bool:
     return one.dtype == other.dtype and torch.equal(one, other)
-
-
-def _apart(a: ModuleSide, b: ModuleSide) -> float:
-    """The difference of changes that share no value."""
-    return sqrt((a.norm or 0.0) ** 2 + (b.norm or 0.0) ** 2)

@@ -1,4 +1,12 @@
-"""Whether a LoRA file is for a model (judge_lora): where each module lands, or why it does not."""
+"""Whether a LoRA file is for a model (judge_lora): where each module lands, or why it does not.
+
+`place` finds the weights that each module lands on, with nothing refused; `shapes_of` gives a model's weights by name
+and shape, whatever holds them: a module, a pipeline's parts, a checkpoint. Of a module that changes nothing, `Reasons`
+says why, the likeliest reason first, with the model's names that are nearest to its own (`NearestNames`).
+
+`relative_strengths` measures how much of the model's weights a LoRA changes, ‖ΔW‖ / ‖W‖, from files: one weight in
+memory at a time.
+"""
 
 import re
 from collections import Counter, defaultdict
@@ -43,10 +51,30 @@ from sigmascope.probes.reading import describe
 from sigmascope.progress import Progress, no_progress
 
 _BIAS: Final = ".bias"
-
-
 Model = object
 """An nn.Module, a mapping of shapes or modules by name, a Checkpoint, or a pipeline with `components`."""
+
+# Why a module changes nothing.
+_NOTHING_NEAR: Final = frozenset({"text_encoder_missing", "part_missing", "twice"})
+_NUMBER: Final = re.compile(r"\d+")
+_LONGEST_PREFIX: Final = 4  # words
+_WORD: Final = re.compile(r"[^.]+\.")
+_FLAT_WORD: Final = re.compile(r"[^_]+_")
+_NAME_WORDS = re.compile(r"[^._]+")
+_MATRIX: Final = 2  # axes
+
+# How ComfyUI's modules name their weights, and the text encoders that it keeps apart from the denoiser.
+_COMFYUI_ENCODERS: Final = ("clip_l.", "clip_g.", "clip_h.", "t5xxl.", "umt5xxl.", "qwen25_7b.")
+_DENOISERS: Final = ("diffusion_model.", "model.diffusion_model.", "denoiser.")
+_FURTHER_PARTS: Final[tuple[tuple[Part, str], ...]] = (
+    ("text_encoder", "text_encoders.clip_l.transformer."),
+    ("text_encoder", "text_encoders.clip_h.transformer."),
+    ("text_encoder", "text_encoders.qwen25_7b.transformer."),
+    ("text_encoder", "text_encoders.umt5xxl.transformer."),
+    ("text_encoder_2", "text_encoders.clip_g.transformer."),
+    ("text_encoder_2", "text_encoders.t5xxl.transformer."),
+    ("text_encoder_3", "text_encoders.t5xxl.transformer."),
+)
 
 
 def judge_lora(lora: str | PathLike[str] | LoraFile, model: Model, *, values: bool = True) -> LoraVerdict:
@@ -71,7 +99,7 @@ def judge_lora(lora: str | PathLike[str] | LoraFile, model: Model, *, values: bo
         if not isinstance(lora, LoraFile):
             path = str(lora)
         with _opened(lora) as (file, keys):
-            return _judged(file, keys, shapes_of(model), path, values)
+            return _module_verdicts(file, keys, shapes_of(model), path, values)
     except SigmascopeError as error:
         return LoraVerdict(path, error=str(error), findings=(unreadable(error),))
     except Exception as error:  # noqa: BLE001 - the host's objects may raise anything
@@ -90,12 +118,12 @@ def _opened(lora: str | PathLike[str] | LoraFile) -> Iterator[tuple[LoraFile, tu
         yield file, keys
 
 
-def _judged(
+def _module_verdicts(
     lora: LoraFile, keys: tuple[str, ...], shapes: Shapes, path: str | None, values: bool
 ) -> LoraVerdict:
     placing, family = place(lora, shapes), file_family(lora)
     reasons = Reasons(lora, placing, family)
-    modules = tuple(_module(lora, name, placing, shapes, reasons) for name in lora.names)
+    modules = tuple(_module_verdict(lora, name, placing, shapes, reasons) for name in lora.names)
     if values:
         modules = tuple(_with_values(lora, module, keys) for module in modules)
     known = placing.layout.family
@@ -111,43 +139,6 @@ def _judged(
         unavailable={} if values else {"values": "not asked for: numbers were not read"},
     )
     return replace(verdict, findings=findings_of(verdict, keys))
-
-
-class Explained(NamedTuple):
-    """A reason, and the same in words."""
-
-    reason: Reason
-    detail: str
-
-
-class NearestNames:
-    """Names compared by their words, dots and underscores alike, rare words counting for more.
-
-    Args:
-        names: Of the model's layers.
-    """
-
-    def __init__(self, names: Iterable[str]) -> None:
-        self._names = list(names)
-        counts = [Counter(_WORDS.findall(name)) for name in self._names]
-        self._times: dict[str, NDArray[np.float64]] = {}
-        for index, words in enumerate(counts):
-            for word, times in words.items():
-                self._times.setdefault(word, np.zeros(len(self._names)))[index] = times
-        # Of two names that share as much the shorter is nearer.
-        self._lengths = np.array([sum(words.values()) or 1 for words in counts], dtype=np.float64) ** 0.25
-
-    def nearest(self, name: str, count: int = 3) -> tuple[str, ...]:
-        """Up to `count` names, the nearest first; none that shares no word."""
-        scores = np.zeros(len(self._names))
-        for word, times in Counter(_WORDS.findall(name)).items():
-            having = self._times.get(word)
-            if having is not None:
-                rarity = log(1.0 + len(self._names) / np.count_nonzero(having))
-                scores += rarity * np.minimum(having, times)
-        scores /= self._lengths
-        best = np.argsort(-scores, kind="stable")[:count]
-        return tuple(self._names[index] for index in best if scores[index] > 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +171,43 @@ class Placing:
     keys: dict[str, tuple[str, ...]] = field(default_factory=dict)
     misfits: dict[str, Misfit] = field(default_factory=dict)
     twins: dict[str, str] = field(default_factory=dict)
+
+
+class Explained(NamedTuple):
+    """A reason, and the same in words."""
+
+    reason: Reason
+    detail: str
+
+
+class NearestNames:
+    """Names compared by their words, dots and underscores alike, rare words counting for more.
+
+    Args:
+        names: Of the model's layers.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = list(names)
+        counts = [Counter(_NAME_WORDS.findall(name)) for name in self._names]
+        self._times: dict[str, NDArray[np.float64]] = {}
+        for index, words in enumerate(counts):
+            for word, times in words.items():
+                self._times.setdefault(word, np.zeros(len(self._names)))[index] = times
+        # Of two names that share as much the shorter is nearer.
+        self._lengths = np.array([sum(words.values()) or 1 for words in counts], dtype=np.float64) ** 0.25
+
+    def nearest(self, name: str, count: int = 3) -> tuple[str, ...]:
+        """Up to `count` names, the nearest first; none that shares no word."""
+        scores = np.zeros(len(self._names))
+        for word, times in Counter(_NAME_WORDS.findall(name)).items():
+            having = self._times.get(word)
+            if having is not None:
+                rarity = log(1.0 + len(self._names) / np.count_nonzero(having))
+                scores += rarity * np.minimum(having, times)
+        scores /= self._lengths
+        best = np.argsort(-scores, kind="stable")[:count]
+        return tuple(self._names[index] for index in best if scores[index] > 0.0)
 
 
 class Reasons:
@@ -317,7 +345,9 @@ class Reasons:
         return f"{title_of(self._model_family)} has no layer of that name"
 
 
-def _module(lora: LoraFile, name: str, placing: Placing, shapes: Shapes, reasons: Reasons) -> ModuleVerdict:
+def _module_verdict(
+    lora: LoraFile, name: str, placing: Placing, shapes: Shapes, reasons: Reasons
+) -> ModuleVerdict:
     facts = lora.facts_of(name)
     module = ModuleVerdict(name, facts.kind, facts.weight_shape, part_of(name), facts.rank)
     keys = placing.keys.get(name, ())
@@ -350,81 +380,6 @@ def _with_values(lora: LoraFile, module: ModuleVerdict, keys: tuple[str, ...]) -
     return replace(module, finite=True, norm=norm, alpha=stated, scale=change.scale)
 
 
-def relative_strengths(
-    lora: str | PathLike[str], verdict: LoraVerdict, model: Checkpoint, *, progress: Progress = no_progress
-) -> Mapping[str, Effect]:
-    """Measure every module that matches beside the weights that it changes, at LoRA strength 1.
-
-    Args:
-        lora: The file.
-        verdict: Of this file and model, with values.
-        model: The open checkpoint, of which only the weights that the LoRA changes are read.
-        progress: Told after each module.
-
-    Returns:
-        The effects by the file's module names. A fused module's weight is all that it changes together.
-    """
-    found: dict[str, Effect] = {}
-    with open_any(Path(lora)) as file:
-        for module in verdict.matched:
-            found[module.name] = _effect(file, module, model)
-            progress(len(found), len(verdict.matched), module.name)
-    return found
-
-
-def _effect(lora: LoraFile, module: ModuleVerdict, model: Checkpoint) -> Effect:
-    try:
-        whole = root_sum_square([weight_norm(model.tensor(key)) for key in module.layers])
-        delta = module.norm if module.norm is not None else _beside_base(lora, module, model)
-    except SigmascopeError as error:
-        reason = error.message
-        return Effect(module.norm, None, None, True, 1, unavailable=_none_of(module.norm, reason))
-    if whole == 0.0:
-        return Effect(delta, None, whole, True, 1, unavailable={"relative_change": "the weight is all zeros"})
-    return Effect(delta, delta / whole, whole, True, 1)
-
-
-def _beside_base(lora: LoraFile, module: ModuleVerdict, model: Checkpoint) -> float:
-    """‖ΔW‖ of a change that depends on the weight."""
-    if module.finite is False:
-        raise LoraFormatError("the module holds NaN or Inf.")
-    if len(module.layers) != 1:
-        raise LoraFormatError(f"a {module.kind} change of several weights is not measured.")
-    base = model.tensor(module.layers[0]).to(torch.float64)
-    return finite(lora.changes[module.name].frobenius_norm(base))
-
-
-def _none_of(norm: float | None, reason: str) -> dict[str, str]:
-    missing = ("weight_norm", "relative_change") if norm is not None else ("delta_norm", "relative_change")
-    return dict.fromkeys(missing, reason)
-
-
-_NOTHING_NEAR: Final = frozenset({"text_encoder_missing", "part_missing", "twice"})
-_NUMBER: Final = re.compile(r"\d+")
-_LONGEST_PREFIX: Final = 4  # words
-_WORD: Final = re.compile(r"[^.]+\.")
-_FLAT_WORD: Final = re.compile(r"[^_]+_")
-
-
-def part_of(name: str) -> Part:
-    """The part of a model that a module's name says; the denoiser where it says none."""
-    parts = parse_name(name.removesuffix(_BIAS)).parts
-    return parts[0] if parts else "denoiser"
-
-
-def _spoken(part: Part) -> str:
-    numbered = {"text_encoder": "the text encoder", "text_encoder_2": "the second text encoder"}
-    return numbered.get(
-        part, "the third text encoder" if part == "text_encoder_3" else part.replace("_", " ")
-    )
-
-
-_WORDS = re.compile(r"[^._]+")
-
-
-_MATRIX: Final = 2
-
-
 def place(lora: LoraFile, shapes: Shapes) -> Placing:
     """Find the weights of every module; nothing is read and nothing raised.
 
@@ -447,6 +402,18 @@ def place(lora: LoraFile, shapes: Shapes) -> Placing:
         for name in names:
             _land(placing, shapes, name, layer, aligned.lora.shape_of(layer))
     return placing
+
+
+def _twins(lora: LoraFile, index: LayerIndex) -> dict[str, str]:
+    taken: dict[str, str] = {}
+    twins: dict[str, str] = {}
+    for name in lora.names:
+        layer = index.layer_of(name, lora.shape_of(name))
+        if layer in taken:
+            twins[name] = taken[layer]
+        elif layer is not None:
+            taken[layer] = name
+    return twins
 
 
 def _one_by_one(lora: LoraFile, shapes: Shapes, placing: Placing) -> Placing:
@@ -487,29 +454,17 @@ def without(lora: LoraFile, names: Mapping[str, object]) -> LoraFile:
     )
 
 
-def _twins(lora: LoraFile, index: LayerIndex) -> dict[str, str]:
-    taken: dict[str, str] = {}
-    twins: dict[str, str] = {}
-    for name in lora.names:
-        layer = index.layer_of(name, lora.shape_of(name))
-        if layer in taken:
-            twins[name] = taken[layer]
-        elif layer is not None:
-            taken[layer] = name
-    return twins
+def _spoken(part: Part) -> str:
+    numbered = {"text_encoder": "the text encoder", "text_encoder_2": "the second text encoder"}
+    return numbered.get(
+        part, "the third text encoder" if part == "text_encoder_3" else part.replace("_", " ")
+    )
 
 
-_COMFYUI_ENCODERS: Final = ("clip_l.", "clip_g.", "clip_h.", "t5xxl.", "umt5xxl.", "qwen25_7b.")
-_DENOISERS: Final = ("diffusion_model.", "model.diffusion_model.", "denoiser.")
-_FURTHER_PARTS: Final[tuple[tuple[Part, str], ...]] = (
-    ("text_encoder", "text_encoders.clip_l.transformer."),
-    ("text_encoder", "text_encoders.clip_h.transformer."),
-    ("text_encoder", "text_encoders.qwen25_7b.transformer."),
-    ("text_encoder", "text_encoders.umt5xxl.transformer."),
-    ("text_encoder_2", "text_encoders.clip_g.transformer."),
-    ("text_encoder_2", "text_encoders.t5xxl.transformer."),
-    ("text_encoder_3", "text_encoders.t5xxl.transformer."),
-)
+def part_of(name: str) -> Part:
+    """The part of a model that a module's name says; the denoiser where it says none."""
+    parts = parse_name(name.removesuffix(_BIAS)).parts
+    return parts[0] if parts else "denoiser"
 
 
 def shapes_of(model: Model) -> dict[str, tuple[int, ...]]:
@@ -535,18 +490,6 @@ def shapes_of(model: Model) -> dict[str, tuple[int, ...]]:
             hint="Give an nn.Module, shapes by name, or the parts of a pipeline by name.",
         )
     return found
-
-
-def layout_for(shapes: Shapes) -> ModelLayout:
-    """The layout of a model, with the text encoders that ComfyUI keeps apart from the denoiser."""
-    layout = layout_of(shapes)
-    prefixes = dict(layout.prefixes)
-    taken = set(prefixes.values())
-    for part, prefix in _FURTHER_PARTS:
-        if prefix not in taken and part not in prefixes and any(key.startswith(prefix) for key in shapes):
-            prefixes[part] = prefix
-            taken.add(prefix)
-    return ModelLayout(layout.family, layout.naming, prefixes)
 
 
 def _of_parts(parts: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
@@ -576,3 +519,64 @@ def _layer_shapes(model: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
     for name, module in adapted_modules(model):
         if isinstance(module, nn.Linear):
             yield f"{name}.weight" if name else "weight", (module.out_features, module.in_features)
+
+
+def layout_for(shapes: Shapes) -> ModelLayout:
+    """The layout of a model, with the text encoders that ComfyUI keeps apart from the denoiser."""
+    layout = layout_of(shapes)
+    prefixes = dict(layout.prefixes)
+    taken = set(prefixes.values())
+    for part, prefix in _FURTHER_PARTS:
+        if prefix not in taken and part not in prefixes and any(key.startswith(prefix) for key in shapes):
+            prefixes[part] = prefix
+            taken.add(prefix)
+    return ModelLayout(layout.family, layout.naming, prefixes)
+
+
+def relative_strengths(
+    lora: str | PathLike[str], verdict: LoraVerdict, model: Checkpoint, *, progress: Progress = no_progress
+) -> Mapping[str, Effect]:
+    """Measure every module that matches beside the weights that it changes, at LoRA strength 1.
+
+    Args:
+        lora: The file.
+        verdict: Of this file and model, with values.
+        model: The open checkpoint, of which only the weights that the LoRA changes are read.
+        progress: Told after each module.
+
+    Returns:
+        The effects by the file's module names. A fused module's weight is all that it changes together.
+    """
+    found: dict[str, Effect] = {}
+    with open_any(Path(lora)) as file:
+        for module in verdict.matched:
+            found[module.name] = _effect(file, module, model)
+            progress(len(found), len(verdict.matched), module.name)
+    return found
+
+
+def _effect(lora: LoraFile, module: ModuleVerdict, model: Checkpoint) -> Effect:
+    try:
+        whole = root_sum_square([weight_norm(model.tensor(key)) for key in module.layers])
+        delta = module.norm if module.norm is not None else _beside_base(lora, module, model)
+    except SigmascopeError as error:
+        reason = error.message
+        return Effect(module.norm, None, None, True, 1, unavailable=_unavailable(module.norm, reason))
+    if whole == 0.0:
+        return Effect(delta, None, whole, True, 1, unavailable={"relative_change": "the weight is all zeros"})
+    return Effect(delta, delta / whole, whole, True, 1)
+
+
+def _beside_base(lora: LoraFile, module: ModuleVerdict, model: Checkpoint) -> float:
+    """‖ΔW‖ of a change that depends on the weight."""
+    if module.finite is False:
+        raise LoraFormatError("the module holds NaN or Inf.")
+    if len(module.layers) != 1:
+        raise LoraFormatError(f"a {module.kind} change of several weights is not measured.")
+    base = model.tensor(module.layers[0]).to(torch.float64)
+    return finite(lora.changes[module.name].frobenius_norm(base))
+
+
+def _unavailable(norm: float | None, reason: str) -> dict[str, str]:
+    missing = ("weight_norm", "relative_change") if norm is not None else ("delta_norm", "relative_change")
+    return dict.fromkeys(missing, reason)

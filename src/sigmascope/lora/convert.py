@@ -1,4 +1,8 @@
-"""Carry a LoRA file from one format to another, module by module and without loss."""
+"""Carry a LoRA file from one format to another, module by module and without loss.
+
+Which layer a module is for is told by the model, where that is given (`named_by_model`), and by the LoRA's own names
+and header otherwise (`named_by_itself`).
+"""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -23,9 +27,18 @@ from sigmascope.progress import Progress, no_progress
 
 __all__ = ["ConversionReport", "LeftOut", "convert_lora"]
 
-
 _NAMED_IN_A_MESSAGE: Final = 5
 _TARGET: Final = "OUT"
+
+_BIAS: Final = ".bias"
+_WEIGHT: Final = ".weight"
+# Namings of a model whose family is not known that a format can be written from: its own names are all there is.
+_WRITABLE: Final = {
+    "native": {"diffusers", "original", "unknown"},
+    "kohya": {"original", "unknown"},
+    "comfyui": {"original"},
+    "peft": {"diffusers"},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,11 +170,32 @@ def convert_lora(
     )
 
 
-def _write(writer: LoraWriter, lora: LoraFile, name: str, layer: str) -> None:
-    if name in lora.modules:
-        writer.write(layer, lora.modules[name])
-    else:
-        writer.write_change(layer, lora.changes[name])
+def _check_target(target: Path) -> None:
+    if target.suffix != ".safetensors":
+        raise ConfigError(
+            f"{target}: a LoRA is written as safetensors.", hint=f"Name it {target.stem}.safetensors."
+        )
+    if exists(target) and target.is_dir():
+        raise ConfigError(f"{target} is a folder.", hint=f"Name a file in it: {target / 'lora.safetensors'}.")
+
+
+def _refuse_without_effect(
+    format: str, model: str | PathLike[str] | None, family: str | None, prefix: str | None
+) -> None:
+    if model is not None and family is not None:
+        raise ConfigError("--family has no effect beside --model, which tells it.", hint="Leave it out.")
+    if prefix is not None and (
+        format not in {"peft", "native"} or (format == "native" and model is not None)
+    ):
+        whose = "the model's own" if format == "native" else f"those of {format} files"
+        raise ConfigError(f"--prefix has no effect: the names are {whose}.", hint="Leave it out.")
+
+
+def _refuse_inputs(target: Path, *inputs: str | PathLike[str] | None) -> None:
+    for file in inputs:
+        if file is not None:
+            with open_checkpoint(file) as checkpoint:
+                refuse_inputs(target, checkpoint, flag=_TARGET)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,43 +236,11 @@ def _no_names(lora: LoraFile, left_out: list[LeftOut]) -> LoraFormatError:
     )
 
 
-def _check_target(target: Path) -> None:
-    if target.suffix != ".safetensors":
-        raise ConfigError(
-            f"{target}: a LoRA is written as safetensors.", hint=f"Name it {target.stem}.safetensors."
-        )
-    if exists(target) and target.is_dir():
-        raise ConfigError(f"{target} is a folder.", hint=f"Name a file in it: {target / 'lora.safetensors'}.")
-
-
-def _refuse_inputs(target: Path, *inputs: str | PathLike[str] | None) -> None:
-    for file in inputs:
-        if file is not None:
-            with open_checkpoint(file) as checkpoint:
-                refuse_inputs(target, checkpoint, flag=_TARGET)
-
-
-def _refuse_without_effect(
-    format: str, model: str | PathLike[str] | None, family: str | None, prefix: str | None
-) -> None:
-    if model is not None and family is not None:
-        raise ConfigError("--family has no effect beside --model, which tells it.", hint="Leave it out.")
-    if prefix is not None and (
-        format not in {"peft", "native"} or (format == "native" and model is not None)
-    ):
-        whose = "the model's own" if format == "native" else f"those of {format} files"
-        raise ConfigError(f"--prefix has no effect: the names are {whose}.", hint="Leave it out.")
-
-
-_BIAS: Final = ".bias"
-_WEIGHT: Final = ".weight"
-# Namings of a model whose family is not known that a format can be written from: its own names are all there is.
-_WRITABLE: Final = {
-    "native": {"diffusers", "original", "unknown"},
-    "kohya": {"original", "unknown"},
-    "comfyui": {"original"},
-    "peft": {"diffusers"},
-}
+def _write(writer: LoraWriter, lora: LoraFile, name: str, layer: str) -> None:
+    if name in lora.modules:
+        writer.write(layer, lora.modules[name])
+    else:
+        writer.write_change(layer, lora.changes[name])
 
 
 def named_by_model(lora: LoraFile, checkpoint: Checkpoint) -> NamedLora:

@@ -1,4 +1,8 @@
-"""How much the changes on a model change its weights: ‖ΔW‖ and ‖ΔW‖ / ‖W‖, by weight and block."""
+"""How much the changes on a model change its weights: ‖ΔW‖ and ‖ΔW‖ / ‖W‖, by weight and block.
+
+`effect_of` calculates what all the changes of one weight do to it together, `measured_effect` compares a weight's
+contents before and after, and `by_block` puts the effects of a model's weights together. Sums are in float64.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -29,6 +33,9 @@ from sigmascope.probes.applied_patch import AppliedPatch
 from sigmascope.probes.reading import attempt
 
 __all__ = ["BlockEffect", "Effect", "by_block", "effect_of", "measured_effect"]
+
+NOT_GIVEN: Final = "the weight was not given"
+_CHUNK: Final = 1 << 20  # values that are widened at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +125,22 @@ def _is_added(patch: AppliedPatch, shape: tuple[int, ...]) -> bool:
     return is_product(patch) and patch.strength_model == 1.0 and fits(patch, shape)
 
 
+def _ratio(delta: float | None, whole: float | None, unavailable: dict[str, str]) -> float | None:
+    if delta is None or whole is None:
+        unavailable["relative_change"] = unavailable.get("delta_norm") or unavailable["weight_norm"]
+        return None
+    if whole == 0.0:
+        unavailable["relative_change"] = "the weight is all zeros"
+        return None
+    return delta / whole
+
+
+def _plain(reason: str) -> str:
+    """Our own errors by their message alone; others with their type before it."""
+    name, _, message = reason.partition(": ")
+    return message if name in {"LoraFormatError", "ModelMismatchError", "NonFiniteError"} else reason
+
+
 def delta_of(acting: Sequence[AppliedPatch], weight: Tensor | None) -> Tensor:
     """Form ΔW of changes that act, in float64, on the weight's device.
 
@@ -155,22 +178,6 @@ def _part(whole: Tensor, patch: AppliedPatch) -> Tensor:
     if axis >= whole.ndim or start + length > whole.shape[axis]:
         raise ModelMismatchError(f"{patch.key}: {patch.offset} is no part of a weight {tuple(whole.shape)}.")
     return whole.narrow(axis, start, length)
-
-
-def _ratio(delta: float | None, whole: float | None, unavailable: dict[str, str]) -> float | None:
-    if delta is None or whole is None:
-        unavailable["relative_change"] = unavailable.get("delta_norm") or unavailable["weight_norm"]
-        return None
-    if whole == 0.0:
-        unavailable["relative_change"] = "the weight is all zeros"
-        return None
-    return delta / whole
-
-
-def _plain(reason: str) -> str:
-    """Our own errors by their message alone; others with their type before it."""
-    name, _, message = reason.partition(": ")
-    return message if name in {"LoraFormatError", "ModelMismatchError", "NonFiniteError"} else reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,10 +255,6 @@ def _reasons(effects: list[Effect]) -> dict[str, str]:
         figure: f"of {len(reasons)} of {len(effects)} weights: {reasons[0]}"
         for figure, reasons in found.items()
     }
-
-
-NOT_GIVEN: Final = "the weight was not given"
-_CHUNK: Final = 1 << 20
 
 
 def weight_norm(weight: Tensor | None) -> float:

@@ -1,8 +1,11 @@
-"""Which family of models a set of keys is, in which naming, where its parts lie; and the fingerprint of a base.
+"""Which family a checkpoint is of, how it names its parts, and the fingerprint of its denoiser.
 
-Told by keys and shapes alone, so that no tensor is read. The signatures are the keys of diffusers' models and
-of the files that the families were published in. A model that no signature fits works by its own keys: all
-of it is then one part.
+`layout_of` tells the family by keys and shapes alone, so that no tensor is read. Its signatures are keys of
+diffusers' models and of the files that the families were published in; a U-Net's family shows in the width of its
+cross attention (`unet_family`). A model that no signature fits works by its own keys: all of it is then one part.
+
+`denoiser_fingerprint` does read tensors. A LoRA file carries the fingerprint of its base (`BASE_FINGERPRINT`), which
+tells later whether a base is the one that the LoRA was made from.
 """
 
 import hashlib
@@ -20,8 +23,8 @@ from sigmascope.lora.linalg import at_least_float32
 Part = Literal["denoiser", "denoiser_2", "vae", "text_encoder", "text_encoder_2", "text_encoder_3", "other"]
 Shapes = Mapping[str, tuple[int, ...]]
 
-
 UNET: Final = "a U-Net, whose family its shapes tell"
+# Family, naming of the denoiser, and the keys by which they are told.
 _SIGNATURES: Final[tuple[tuple[str, str, tuple[str, ...]], ...]] = (
     (
         "flux",
@@ -74,8 +77,7 @@ _SIGNATURES: Final[tuple[tuple[str, str, tuple[str, ...]], ...]] = (
     (UNET, "sgm", ("input_blocks.0.0.weight", "out.2.weight", "time_embed.0.weight")),
 )
 _DENOISER_PREFIXES: Final = ("", "model.diffusion_model.", "unet.", "transformer.", "diffusion_model.")
-
-
+# What stands before the keys of each part: in diffusers' folders, in single files, and in LBM's checkpoints.
 _COMPONENTS: Final[tuple[tuple[Part, str], ...]] = (
     ("denoiser", "unet."),
     ("denoiser", "transformer."),
@@ -102,8 +104,7 @@ _SINGLE_FILE: Final[tuple[tuple[Part, str], ...]] = (
 )
 _T5: Final = "text_encoders.t5xxl.transformer."
 _LBM: Final[tuple[tuple[Part, str], ...]] = (("denoiser", "denoiser."), ("vae", "vae.vae_model."))
-
-
+# A part alone, without a prefix: the part, its naming, and the key by which it is told.
 _BARE_PARTS: Final[tuple[tuple[Part, str, str], ...]] = (
     ("vae", "diffusers", "decoder.mid_block.resnets.0.conv1.weight"),
     ("vae", "sgm", "decoder.mid.block_1.conv1.weight"),
@@ -112,6 +113,19 @@ _BARE_PARTS: Final[tuple[tuple[Part, str, str], ...]] = (
     ("text_encoder", "diffusers", "encoder.layers.0.self_attn.q_proj.weight"),
     ("text_encoder", "diffusers", "encoder.block.0.layer.0.SelfAttention.q.weight"),
 )
+
+# U-Nets are told apart by the width of the context that their cross attention reads.
+_CONTEXT: Final = "attn2.to_k.weight"
+_CONTEXT_WIDTHS: Final = {768: "sd15", 1024: "sd2", 2048: "sdxl"}
+_ADDED: Final = ("add_embedding.linear_1.weight", "label_emb.0.0.weight")
+_VIDEO: Final = ("temporal_transformer_blocks", "time_stack")
+
+BASE_FINGERPRINT: Final = "sigmascope_base_fingerprint"
+"""The field of a LoRA file's header that holds its base's fingerprint."""
+# Tensors that are hashed for it.
+_SMALL: Final = 16 * 1024  # elements
+_LARGE_TENSORS: Final = 16
+_LARGE_ELEMENTS: Final = 1 << 26  # of all large tensors together: 256 MiB in float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,12 +219,6 @@ def _starts(infos: Shapes, prefix: str) -> bool:
     return any(key.startswith(prefix) for key in infos)
 
 
-_CONTEXT: Final = "attn2.to_k.weight"
-_CONTEXT_WIDTHS: Final = {768: "sd15", 1024: "sd2", 2048: "sdxl"}
-_ADDED: Final = ("add_embedding.linear_1.weight", "label_emb.0.0.weight")
-_VIDEO: Final = ("temporal_transformer_blocks", "time_stack")
-
-
 def unet_family(shapes: Mapping[str, tuple[int, ...]], prefix: str) -> str:
     """Tell SD1.5, SD2, SDXL and LBM apart, in diffusers' or sgm's keys; small models of the same make too.
 
@@ -238,7 +246,7 @@ def unet_family(shapes: Mapping[str, tuple[int, ...]], prefix: str) -> str:
     if has_added:
         return "sdxl"
     if not first_level and all(keys == queries for queries, keys in context.values()):
-        return "lbm"  # its cross attention attends to the hidden states themselves (SPEC section 7)
+        return "lbm"  # its cross attention attends to the hidden states themselves
     return _by_projection(shapes, prefix)
 
 
@@ -248,12 +256,6 @@ def _by_projection(shapes: Mapping[str, tuple[int, ...]], prefix: str) -> str:
         if key.startswith(prefix) and key.endswith(".proj_in.weight"):
             return "sd15" if len(shape) == 4 else "sd2"
     return "unknown"
-
-
-BASE_FINGERPRINT: Final = "sigmascope_base_fingerprint"
-_SMALL: Final = 16 * 1024  # elements
-_LARGE_TENSORS: Final = 16
-_LARGE_ELEMENTS: Final = 1 << 26  # of all large tensors together: 256 MiB in float32
 
 
 def denoiser_fingerprint(checkpoint: Checkpoint) -> str:
@@ -278,10 +280,6 @@ def denoiser_fingerprint(checkpoint: Checkpoint) -> str:
     return digest.hexdigest()
 
 
-def _rounded(tensor: Tensor) -> Tensor:
-    return tensor.to(at_least_float32(tensor.dtype)).to(torch.float32).to(torch.bfloat16)
-
-
 def _hashed_keys(checkpoint: Checkpoint) -> list[str]:
     """The same for any two files of one architecture, whatever their dtypes and order."""
     shapes = {key: checkpoint.info(key).shape for key in checkpoint}
@@ -297,3 +295,7 @@ def _hashed_keys(checkpoint: Checkpoint) -> list[str]:
             chosen.append(key)
             room -= sizes[key]
     return sorted(chosen)
+
+
+def _rounded(tensor: Tensor) -> Tensor:
+    return tensor.to(at_least_float32(tensor.dtype)).to(torch.float32).to(torch.bfloat16)

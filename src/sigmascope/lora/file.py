@@ -1,4 +1,9 @@
-"""A LoRA, in memory or still in its file, and the checks of the paths that users give."""
+"""A LoRA, in memory or still in its file, and the checks of the paths that users give.
+
+A `LoraFile` is what every format is read into and written from; a `LazyMapping` reads its modules when they are
+asked for. The paths that users give may be too long, lead into folders that cannot be entered, or be no text in
+UTF-8; `exists`, `as_text`, `check_target` and the refusals handle that.
+"""
 
 import os
 from collections import Counter
@@ -21,6 +26,9 @@ if TYPE_CHECKING:
     Changes = Mapping[str, WeightChange]
 else:  # a run-time check of the values would read them from the file
     Modules = Changes = Mapping
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 
 
 class ModuleFacts(NamedTuple):
@@ -127,10 +135,6 @@ class LoraFile:
             rank = getattr(change, "rank", None)
             return ModuleFacts(change.kind, change.weight_shape, rank, change.parameters)
         raise LoraFormatError(f"{self} has no module {name}.", hint="Choose one of its names.")
-
-
-Key = TypeVar("Key")
-Value = TypeVar("Value")
 
 
 class LazyMapping(Mapping[str, Value], Generic[Key, Value]):

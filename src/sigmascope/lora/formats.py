@@ -1,17 +1,21 @@
-"""LoRA file formats: how kohya, PEFT, ComfyUI and LBM name a module and its tensors.
+"""LoRA file formats: how kohya, PEFT, ComfyUI and native (LBM) files name a module and its tensors.
 
-As sd-scripts and its kin write it: SD 1 and SD 2 by diffusers' names, SDXL, SD 3, FLUX and WAN by the names of
-their original files. ComfyUI reads both; diffusers reads it through a pipeline's `load_lora_weights`.
+A `LoraFormat` tells its own files by their keys and names modules; its `FactorKeys` names their tensors.
 
-There is no alpha: diffusers ignores one beside `lora_A` and `lora_B`, so the scale is always in the up factor.
-The prefix must be that of the pipeline's component, or be given to `load_lora_adapter`. DoRA's magnitudes per
-output can be written, which PEFT takes for all modules of a LoRA or for none.
+- **kohya** flattens the whole path into one word, `lora_unet_down_blocks_1_resnets_0_conv1`, as sd-scripts and its
+  kin write it: SD 1 and SD 2 by diffusers' names, SDXL, SD 3, FLUX and WAN by the names of their original files.
+  ComfyUI reads both; diffusers reads it through a pipeline's `load_lora_weights`.
+- **comfyui** keeps the original model's own paths, `diffusion_model.input_blocks.4.0.in_layers.2`. ComfyUI finds
+  every weight of every model by it, whatever the family.
+- **peft** names layers as diffusers reads them, `unet.down_blocks.1.resnets.0.conv1.lora_A.weight`. There is no
+  alpha: diffusers ignores one beside `lora_A` and `lora_B`, so the scale is always in the up factor. The prefix must
+  be that of the pipeline's component, or be given to `load_lora_adapter`. DoRA's magnitudes per output can be
+  written, which PEFT takes for all modules of a LoRA or for none.
+- **native** is the checkpoint's own module paths, LBM's first of all: `<module>.lora_up.weight` (out, r[, 1, 1]),
+  `<module>.lora_down.weight` (r, in[, kh, kw]) and the scalar `<module>.alpha`; the header says
+  `lbm_native_naming: "true"`. A model of any other family has its own paths in the same way.
 
-ComfyUI finds every weight of every model by it, whatever the family.
-
-`<module>.lora_up.weight` (out, r[, 1, 1]), `<module>.lora_down.weight` (r, in[, kh, kw]) and the scalar
-`<module>.alpha`; the header says `lbm_native_naming: "true"`. We always write alpha = r, so that a reader
-which ignores alpha gets the same ΔW. A model of any other family has its own paths in the same way.
+Where plain factors are written with an alpha, it is always r, so that a reader which ignores it gets the same ΔW.
 """
 
 from collections import Counter
@@ -31,6 +35,41 @@ from sigmascope.lora.layer_names import UNET_FAMILIES, Naming, Row, UnetBlocks, 
 from sigmascope.lora.linalg import is_convolution
 
 FormatName = Literal["native", "kohya", "peft", "comfyui"]
+FLAT_PREFIXES: Final = ("lora_", "lycoris_")
+"""How kohya's names begin."""
+
+# kohya: families that go by diffusers' names, families of one text encoder, and how attention's names end.
+_KOHYA_BY_DIFFUSERS: Final = frozenset({"lbm", "sd15", "sd2", "qwen_image"})
+_KOHYA_ONE_TEXT_ENCODER: Final = frozenset({"sd15", "sd2"})
+_ATTENTION_PROJECTIONS: Final = (
+    "_to_q",
+    "_to_k",
+    "_to_v",
+    "_to_out_0",
+    "_q_proj",
+    "_k_proj",
+    "_v_proj",
+    "_out_proj",
+)
+
+# PEFT: how the names of a U-Net's layers begin.
+_PEFT_UNET_STARTS: Final = ("down_blocks.", "mid_block.", "up_blocks.", "conv_in", "conv_out")
+
+# ComfyUI: how names begin, and the names of text encoders, by family or else by part.
+_COMFYUI_STARTS: Final = ("diffusion_model.", "text_encoders.")
+_T5: Final = "t5xxl"
+_COMFYUI_ENCODERS: Final[dict[tuple[str, Part], str]] = {
+    ("sd2", "text_encoder"): "clip_h",
+    ("wan", "text_encoder"): "umt5xxl",
+    ("qwen_image", "text_encoder"): "qwen25_7b",
+    ("flux", "text_encoder_2"): _T5,
+    ("sd3", "text_encoder_3"): _T5,
+}
+_COMFYUI_USUAL_ENCODERS: Final[dict[Part, str]] = {
+    "text_encoder": "clip_l",
+    "text_encoder_2": "clip_g",
+    "text_encoder_3": _T5,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,23 +177,27 @@ class LoraFormat:
         return self.keys.tensors(name, factors)
 
 
-FLAT_PREFIXES: Final = ("lora_", "lycoris_")
+def format_named(name: str) -> LoraFormat:
+    """The format of that name.
+
+    Raises:
+        LoraFormatError: There is none.
+    """
+    for lora_format in FORMATS:
+        if lora_format.name == name:
+            return lora_format
+    known = ", ".join(lora_format.name for lora_format in FORMATS)
+    raise LoraFormatError(f"there is no LoRA format {name!r}.", hint=f"Use one of: {known}.")
 
 
 def _is_kohya(found: KeyGroups) -> bool:
     return any(name.startswith(FLAT_PREFIXES) and "." not in name for name in found.groups)
 
 
-_BY_DIFFUSERS: Final = frozenset({"lbm", "sd15", "sd2", "qwen_image"})
-
-
 def _kohya_naming(family: str) -> Naming | None:
     if family == "unknown":
         return None
-    return "diffusers" if family in _BY_DIFFUSERS else "original"
-
-
-_ONE_TEXT_ENCODER: Final = frozenset({"sd15", "sd2"})
+    return "diffusers" if family in _KOHYA_BY_DIFFUSERS else "original"
 
 
 def _kohya_module_name(part: Part, path: str, layout: ModelLayout, prefix: str | None) -> str:
@@ -162,7 +205,7 @@ def _kohya_module_name(part: Part, path: str, layout: ModelLayout, prefix: str |
     if part == "denoiser":
         return f"lora_unet_{flat}"
     if part == "text_encoder":
-        return f"lora_te_{flat}" if layout.family in _ONE_TEXT_ENCODER else f"lora_te1_{flat}"
+        return f"lora_te_{flat}" if layout.family in _KOHYA_ONE_TEXT_ENCODER else f"lora_te1_{flat}"
     if part == "text_encoder_2":
         return f"lora_te3_{flat}" if layout.family == "flux" else f"lora_te2_{flat}"
     if part == "text_encoder_3":
@@ -173,9 +216,6 @@ def _kohya_module_name(part: Part, path: str, layout: ModelLayout, prefix: str |
     )
 
 
-_PROJECTIONS: Final = ("_to_q", "_to_k", "_to_v", "_to_out_0", "_q_proj", "_k_proj", "_v_proj", "_out_proj")
-
-
 def _alphas_mislead(ranks: Mapping[str, int], layout: ModelLayout) -> bool:
     """Whether diffusers would scale a U-Net's attention by other modules' alphas.
 
@@ -184,7 +224,7 @@ def _alphas_mislead(ranks: Mapping[str, int], layout: ModelLayout) -> bool:
     alpha = rank.
     """
     common = Counter(ranks.values()).most_common(1)
-    attention = [rank for name, rank in ranks.items() if name.endswith(_PROJECTIONS)]
+    attention = [rank for name, rank in ranks.items() if name.endswith(_ATTENTION_PROJECTIONS)]
     return layout.family in UNET_FAMILIES and any(rank != common[0][0] for rank in attention)
 
 
@@ -195,9 +235,7 @@ KOHYA = LoraFormat(
     module_name=_kohya_module_name,
     alphas_mislead=_alphas_mislead,
 )
-
-
-_KEYS: Final = FactorKeys(
+_PEFT_KEYS: Final = FactorKeys(
     up="lora_B.weight",
     down="lora_A.weight",
     alpha=None,
@@ -214,13 +252,10 @@ def _peft_naming(family: str) -> Naming | None:
     return None if family == "unknown" else "diffusers"
 
 
-_UNET_STARTS: Final = ("down_blocks.", "mid_block.", "up_blocks.", "conv_in", "conv_out")
-
-
 def _peft_module_name(part: Part, path: str, layout: ModelLayout, prefix: str | None) -> str:
     if part == "denoiser":
         if prefix is None:
-            is_unet = layout.family in UNET_FAMILIES or path.startswith(_UNET_STARTS)
+            is_unet = layout.family in UNET_FAMILIES or path.startswith(_PEFT_UNET_STARTS)
             prefix = "unet" if is_unet else "transformer"
         return f"{prefix}.{path}" if prefix else path
     if part == "denoiser_2":
@@ -229,36 +264,22 @@ def _peft_module_name(part: Part, path: str, layout: ModelLayout, prefix: str | 
 
 
 PEFT = LoraFormat(
-    name="peft", recognises=_is_peft, naming=_peft_naming, module_name=_peft_module_name, keys=_KEYS
+    name="peft", recognises=_is_peft, naming=_peft_naming, module_name=_peft_module_name, keys=_PEFT_KEYS
 )
 
 
-_STARTS: Final = ("diffusion_model.", "text_encoders.")
-
-
 def _is_comfyui(found: KeyGroups) -> bool:
-    return any(name.startswith(_STARTS) for name in found.groups)
+    return any(name.startswith(_COMFYUI_STARTS) for name in found.groups)
 
 
 def _comfyui_naming(family: str) -> Naming | None:
     return None if family == "unknown" else "original"
 
 
-_T5: Final = "t5xxl"
-_ENCODERS: Final[dict[tuple[str, Part], str]] = {
-    ("sd2", "text_encoder"): "clip_h",
-    ("wan", "text_encoder"): "umt5xxl",
-    ("qwen_image", "text_encoder"): "qwen25_7b",
-    ("flux", "text_encoder_2"): _T5,
-    ("sd3", "text_encoder_3"): _T5,
-}
-_USUAL: Final[dict[Part, str]] = {"text_encoder": "clip_l", "text_encoder_2": "clip_g", "text_encoder_3": _T5}
-
-
 def _comfyui_module_name(part: Part, path: str, layout: ModelLayout, prefix: str | None) -> str:
     if part == "denoiser":
         return f"diffusion_model.{path}"
-    encoder = _ENCODERS.get((layout.family, part)) or _USUAL.get(part)
+    encoder = _COMFYUI_ENCODERS.get((layout.family, part)) or _COMFYUI_USUAL_ENCODERS.get(part)
     if encoder is None:
         raise LoraFormatError(
             f"ComfyUI's format has no names for {path} of the part {part}.",
@@ -288,23 +309,8 @@ def _native_module_name(part: Part, path: str, layout: ModelLayout, prefix: str 
 NATIVE = LoraFormat(
     name="native", recognises=_is_native, naming=_native_naming, module_name=_native_module_name
 )
-
-
 FORMATS: Final[tuple[LoraFormat, ...]] = (KOHYA, COMFYUI, PEFT, NATIVE)
 """In the order in which they are tried."""
-
-
-def format_named(name: str) -> LoraFormat:
-    """The format of that name.
-
-    Raises:
-        LoraFormatError: There is none.
-    """
-    for lora_format in FORMATS:
-        if lora_format.name == name:
-            return lora_format
-    known = ", ".join(lora_format.name for lora_format in FORMATS)
-    raise LoraFormatError(f"there is no LoRA format {name!r}.", hint=f"Use one of: {known}.")
 
 
 def recognised(checkpoint: Checkpoint, found: KeyGroups) -> LoraFormat:

@@ -1,4 +1,8 @@
-"""What is in a LoRA file: ranks, strength, spectra, damage, and what its header says."""
+"""What is in a LoRA file: ranks, strength, spectra, damage, and what its header says.
+
+`inspect_lora` measures how strong each module is and in how many directions (`ModuleStrength`), and puts the modules
+of a block together (`BlockStrength`). Plain factors are measured from r×r matrices; other kinds of change are formed.
+"""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -28,18 +32,15 @@ from sigmascope.progress import Progress, no_progress
 
 __all__ = ["BlockStrength", "LoraInspection", "ModuleStrength", "inspect_lora"]
 
-
 _NEAR_ZERO: Final = 1e-3
 """A module whose values are this much smaller than those of the middle module does nothing that shows."""
-_SPECTRUM_UP_TO: Final = 512
-
-
+_SPECTRUM_UP_TO: Final = 512  # rank
 Problem = Literal["not_finite", "needs_base"]
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleStrength:
-    """One module.
+    """How strong one module of a LoRA is, and in how many directions.
 
     Attributes:
         name: As the file names it.
@@ -87,12 +88,12 @@ class ModuleStrength:
 
     @property
     def stable_rank(self) -> float | None:
-        """See `strength.stable_rank`."""
+        """See `sigmascope.lora.spectrum.stable_rank`."""
         return stable_rank(self._values) if self.singular_values else None
 
     @property
     def effective_rank(self) -> float | None:
-        """See `strength.effective_rank`."""
+        """See `sigmascope.lora.spectrum.effective_rank`."""
         return effective_rank(self._values) if self.singular_values else None
 
     def as_dict(self, *, spectrum: bool = False) -> dict[str, Any]:
@@ -319,23 +320,17 @@ def strength_of_factors(name: str, factors: LoraFactors, *, spectrum: bool = Tru
     )
 
 
-def strength_of_delta(
-    name: str, kind: str, delta: Tensor, rank: int | None, parameters: int
-) -> ModuleStrength:
-    """Measure a change that is more than up and down, by forming it."""
-    return ModuleStrength(name, kind, tuple(delta.shape), rank, parameters, norm=frobenius_norm(delta))
-
-
 def _dead_columns(factors: LoraFactors) -> int:
     columns = in_double(factors.up).abs().amax(dim=0)
     rows = in_double(factors.down).abs().amax(dim=1)
     return int(((columns == 0.0) | (rows == 0.0)).sum())
 
 
-def norm_of(modules: Sequence[ModuleStrength]) -> float | None:
-    """‖ΔW‖ of all modules that could be measured; None where none could, 0 without any."""
-    measured = [module.norm for module in modules if module.norm is not None]
-    return root_sum_square(measured) if measured or not modules else None
+def strength_of_delta(
+    name: str, kind: str, delta: Tensor, rank: int | None, parameters: int
+) -> ModuleStrength:
+    """Measure a change that is more than up and down, by forming it."""
+    return ModuleStrength(name, kind, tuple(delta.shape), rank, parameters, norm=frobenius_norm(delta))
 
 
 def block_strength(name: str, modules: list[ModuleStrength], total: float | None) -> BlockStrength:
@@ -351,3 +346,9 @@ def block_strength(name: str, modules: list[ModuleStrength], total: float | None
         ranks=(min(ranks), max(ranks)) if ranks else None,
         effective_rank=sum(effective) / len(effective) if effective else None,
     )
+
+
+def norm_of(modules: Sequence[ModuleStrength]) -> float | None:
+    """‖ΔW‖ of all modules that could be measured; None where none could, 0 without any."""
+    measured = [module.norm for module in modules if module.norm is not None]
+    return root_sum_square(measured) if measured or not modules else None

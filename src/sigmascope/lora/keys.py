@@ -1,9 +1,12 @@
 """A LoRA file's keys sorted by module: which tensor plays which role, and what they are together.
 
-Each key is a module's name and an ending that says what the tensor is. The endings are those of kohya's and
-LyCORIS' tools (`.lora_up.weight`, `.alpha`, `.hada_w1_a`, `.diff`), of PEFT (`.lora_A.weight`, with the
-adapter's name between in files saved from a live model) and of diffusers before it used PEFT
-(`.lora.up.weight`, `.processor.to_q_lora.up.weight`, `.lora_linear_layer.up.weight`).
+Each key is a module's name and an ending that says what the tensor is (`group_keys`). The endings are those of
+kohya's and LyCORIS' tools (`.lora_up.weight`, `.alpha`, `.hada_w1_a`, `.diff`), of PEFT (`.lora_A.weight`, with the
+adapter's name between in files saved from a live model) and of diffusers before it used PEFT (`.lora.up.weight`,
+`.processor.to_q_lora.up.weight`, `.lora_linear_layer.up.weight`).
+
+A module's tensors are then one or several entries (`entries_of`): plain factors, LoHa, a difference, each one change
+of one tensor of the model.
 """
 
 import re
@@ -24,7 +27,6 @@ UP_BIAS: Final = "lora_up.bias"
 EMBEDDING_UP: Final = "lora_embedding_B"
 EMBEDDING_DOWN: Final = "lora_embedding_A"
 
-
 _KEY: Final = re.compile(
     r"(?P<name>.+?)(?P<end>"
     r"\.lora_(?:up|down|mid)\.weight"
@@ -40,8 +42,6 @@ _KEY: Final = re.compile(
 )
 _ROLES: Final = {"lora_A": DOWN, "lora_B": UP, "down": DOWN, "up": UP}
 _WRITTEN_BY_PEFT: Final = ("lora_A", "lora_B", "lora", "lora_linear_layer", MAGNITUDE, "lora_embedding_")
-
-
 # They change what a weight becomes, so a reader that skips them reads a different LoRA.
 _REFUSED: Final = (
     (re.compile(r".*\.(?:oft_blocks|oft_diag|oft_R)(?:\..+)?"), "an orthogonal transformation (OFT)"),
@@ -52,6 +52,9 @@ _REFUSED: Final = (
     (re.compile(r".*\.(?:lora_E|ranknum)(?:\..+)?"), "a factor that AdaLoRA prunes"),
     (re.compile(r".*\.reshape_weight"), "another size for the weight (reshape_weight)"),
 )
+Kind = Literal["lora", "embedding", "tucker", "loha", "lokr", "diff", "set", "up_bias"]
+
+_PARTNERS: Final = (("lora_up", "lora_down"), ("lora_B", "lora_A"), (".up.", ".down."), ("_B", "_A"))
 
 
 @dataclass(slots=True)
@@ -113,6 +116,15 @@ def group_keys(path: Path, keys: Iterable[str]) -> KeyGroups:
     return found
 
 
+def _refuse(path: Path, key: str) -> None:
+    kind = next((what for pattern, what in _REFUSED if pattern.fullmatch(key)), None)
+    if kind is not None:
+        raise LoraFormatError(
+            f"{path}: {key} holds {kind}, which is not read.",
+            hint="Convert the file to plain LoRA factors with the tool that made it.",
+        )
+
+
 def _role(words: list[str]) -> tuple[str, list[str]]:
     """What a tensor is, and the name of its adapter if the key has one."""
     first, *rest = words
@@ -138,26 +150,11 @@ def _module_name(name: str, *, old: bool) -> str:
     return f"{path}.{last}.0" if last == "to_out" else plain
 
 
-def _refuse(path: Path, key: str) -> None:
-    kind = next((what for pattern, what in _REFUSED if pattern.fullmatch(key)), None)
-    if kind is not None:
-        raise LoraFormatError(
-            f"{path}: {key} holds {kind}, which is not read.",
-            hint="Convert the file to plain LoRA factors with the tool that made it.",
-        )
-
-
 def _set_aside_lone_alphas(found: KeyGroups) -> None:
     """An alpha or magnitude without factors changes nothing."""
     lone = [name for name, group in found.groups.items() if group.keys() <= {ALPHA, DORA, MAGNITUDE}]
     for name in lone:
         found.unused.extend(found.groups.pop(name).values())
-
-
-Kind = Literal["lora", "embedding", "tucker", "loha", "lokr", "diff", "set", "up_bias"]
-
-
-_PARTNERS: Final = (("lora_up", "lora_down"), ("lora_B", "lora_A"), (".up.", ".down."), ("_B", "_A"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,20 +1,19 @@
-"""The two names of every layer, diffusers' and the original's, and the way from one to the other.
+"""The two names of every layer, diffusers' and the original model's, and the way from one to the other.
 
-down_blocks.1.resnets.0.conv1          input_blocks.4.0.in_layers.2
+    down_blocks.1.resnets.0.conv1          input_blocks.4.0.in_layers.2          U-Net
     mid_block.attentions.0.proj_in         middle_block.1.proj_in
     up_blocks.2.upsamplers.0.conv          output_blocks.8.2.conv
 
-Both name the same layers of SD 1, SD 2, SDXL and LBM; sgm counts the blocks through, so a translation needs to
-know how many layers a block has, and which of the upper blocks have attention.
-
-transformer_blocks.3.attn.to_out.0     double_blocks.3.img_attn.proj         FLUX
+    transformer_blocks.3.attn.to_out.0     double_blocks.3.img_attn.proj         FLUX
     blocks.3.attn1.to_q                    blocks.3.self_attn.q                  WAN
 
-Original files keep the query, key and value matrices of a block as one fused matrix where diffusers has one for
-each: then several of diffusers' layers are rows of one original layer. See `layer_tables`.
+The U-Nets of SD 1, SD 2, SDXL and LBM are translated by rule (`to_sgm`, `to_diffusers`). CompVis' naming, `sgm`,
+counts the blocks through, so a translation needs to know how many layers a block has, and which of the upper blocks
+have attention (`UnetBlocks`).
 
-# is the number of a block. Several names on the right are rows of one fused matrix on the left, in that order.
-`swapped`: the two halves of the rows lie the other way round, where the layer gives (shift, scale) only.
+Diffusion transformers and text encoders are looked up in `TABLES`. Original files keep the query, key and value
+matrices of a block as one fused matrix where diffusers has one for each: then several of diffusers' layers are rows
+of one original layer, and the look-up gives the line of the table (`Row`).
 """
 
 import re
@@ -27,15 +26,52 @@ from sigmascope.errors import LoraFormatError
 from sigmascope.lora.families import ModelLayout, Part
 
 Naming = Literal["diffusers", "original"]
-
-
 UNET_FAMILIES: Final = frozenset({"lbm", "sd15", "sd2", "sdxl"})
+
+# How the layers of CLIP and of a U-Net begin, and the namings that are diffusers'.
 _CLIP_STARTS: Final = ("encoder.layers.", "embeddings.", "final_layer_norm")
 _DIFFUSERS: Final = frozenset({"diffusers", "lbm"})
 _UNET_STARTS: Final = (
     *("down_blocks.", "mid_block.", "up_blocks.", "conv_in", "conv_norm_out", "conv_out"),
     *("time_embedding.", "add_embedding.", "input_blocks.", "middle_block.", "output_blocks."),
     *("time_embed.", "label_emb.", "out.0", "out.2"),
+)
+
+# A U-Net's layers, by diffusers' name: outside of the blocks, inside a residual layer, and the blocks' children.
+TOP: Final = {
+    "conv_in": "input_blocks.0.0",
+    "conv_norm_out": "out.0",
+    "conv_out": "out.2",
+    "time_embedding.linear_1": "time_embed.0",
+    "time_embedding.linear_2": "time_embed.2",
+    "add_embedding.linear_1": "label_emb.0.0",
+    "add_embedding.linear_2": "label_emb.0.2",
+}
+RESNET: Final = {
+    "norm1": "in_layers.0",
+    "conv1": "in_layers.2",
+    "time_emb_proj": "emb_layers.1",
+    "norm2": "out_layers.0",
+    "conv2": "out_layers.3",
+    "conv_shortcut": "skip_connection",
+}
+_MIDDLE: Final = {"resnets.0": "0", "attentions.0": "1", "resnets.1": "2"}
+_CHILDREN: Final = {"resnets": "0", "attentions": "1"}
+TOP_OF_SGM: Final = {sgm: name for name, sgm in TOP.items()}
+RESNET_OF_SGM: Final = {sgm: name for name, sgm in RESNET.items()}
+_MIDDLE_OF_SGM: Final = {sgm: name for name, sgm in _MIDDLE.items()}
+
+# The paths of a U-Net's layers, in diffusers' naming and in sgm's.
+_SIDE: Final = re.compile(
+    r"(down|up)_blocks\.(\d+)\.(resnets|attentions|downsamplers|upsamplers)\.(\d+)\.(.+)"
+)
+_MID: Final = re.compile(r"mid_block\.((?:resnets|attentions)\.\d+)\.(.+)")
+_SGM_SIDE: Final = re.compile(r"(input|output)_blocks\.(\d+)\.(\d+)\.(.+)")
+_SGM_MID: Final = re.compile(r"middle_block\.(\d)\.(.+)")
+
+# A numbered block of a transformer, in any of `TABLES`.
+_BLOCK: Final = re.compile(
+    r"((?:\w+_)?(?:blocks|resblocks)|encoder\.layers|encoder\.block|transformer\.resblocks)\.(\d+)\.(.+)"
 )
 
 
@@ -54,7 +90,7 @@ class UnetBlocks:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of a table.
+    """One line of `TABLES`.
 
     Attributes:
         original: The layer's name in the original model.
@@ -132,6 +168,12 @@ def usual_blocks(family: str) -> UnetBlocks:
     return SD_BLOCKS if family in {"sd15", "sd2"} else SDXL_BLOCKS
 
 
+SD_BLOCKS: Final = UnetBlocks(attention=frozenset({1, 2, 3}))
+"""SD 1 and SD 2."""
+SDXL_BLOCKS: Final = UnetBlocks()
+"""SDXL and LBM."""
+
+
 def _in_other_part(path: str, part: Part) -> str | Row:
     """Text encoders are named as in transformers in every LoRA format; other parts keep their paths."""
     if not part.startswith("text_encoder"):
@@ -143,46 +185,6 @@ def _in_other_part(path: str, part: Part) -> str | Row:
         return path
     parts = tuple(f"text_model.{part}" for part in row.parts)
     return parts[0] if row.is_rename else Row(row.original, parts, row.swapped)
-
-
-TOP: Final = {
-    "conv_in": "input_blocks.0.0",
-    "conv_norm_out": "out.0",
-    "conv_out": "out.2",
-    "time_embedding.linear_1": "time_embed.0",
-    "time_embedding.linear_2": "time_embed.2",
-    "add_embedding.linear_1": "label_emb.0.0",
-    "add_embedding.linear_2": "label_emb.0.2",
-}
-RESNET: Final = {
-    "norm1": "in_layers.0",
-    "conv1": "in_layers.2",
-    "time_emb_proj": "emb_layers.1",
-    "norm2": "out_layers.0",
-    "conv2": "out_layers.3",
-    "conv_shortcut": "skip_connection",
-}
-_MIDDLE: Final = {"resnets.0": "0", "attentions.0": "1", "resnets.1": "2"}
-_CHILDREN: Final = {"resnets": "0", "attentions": "1"}
-
-
-TOP_OF_SGM: Final = {sgm: name for name, sgm in TOP.items()}
-RESNET_OF_SGM: Final = {sgm: name for name, sgm in RESNET.items()}
-_MIDDLE_OF_SGM: Final = {sgm: name for name, sgm in _MIDDLE.items()}
-
-
-_SIDE: Final = re.compile(
-    r"(down|up)_blocks\.(\d+)\.(resnets|attentions|downsamplers|upsamplers)\.(\d+)\.(.+)"
-)
-_MID: Final = re.compile(r"mid_block\.((?:resnets|attentions)\.\d+)\.(.+)")
-_SGM_SIDE: Final = re.compile(r"(input|output)_blocks\.(\d+)\.(\d+)\.(.+)")
-_SGM_MID: Final = re.compile(r"middle_block\.(\d)\.(.+)")
-
-
-SDXL_BLOCKS: Final = UnetBlocks()
-"""SDXL and LBM."""
-SD_BLOCKS: Final = UnetBlocks(attention=frozenset({1, 2, 3}))
-"""SD 1 and SD 2."""
 
 
 def blocks_of(paths: Iterable[str]) -> UnetBlocks:
@@ -297,16 +299,6 @@ def _joined(*pieces: str | None) -> str | None:
     return ".".join(map(str, pieces)) if all(pieces) else None
 
 
-_BLOCK: Final = re.compile(
-    r"((?:\w+_)?(?:blocks|resblocks)|encoder\.layers|encoder\.block|transformer\.resblocks)\.(\d+)\.(.+)"
-)
-
-
-def rows(family: str) -> tuple[Row, ...]:
-    """The table of a family; empty for one that has none."""
-    return _parsed(TABLES.get(family, ""))
-
-
 def row_of_original(family: str, path: str) -> Row | None:
     """The line of a layer by its original name, with the block's number in it."""
     return _looked_up(_by_original(family), path)
@@ -315,6 +307,11 @@ def row_of_original(family: str, path: str) -> Row | None:
 def row_of_diffusers(family: str, path: str) -> Row | None:
     """The line of a layer by its name in diffusers, with the block's number in it."""
     return _looked_up(_by_part(family), path)
+
+
+def rows(family: str) -> tuple[Row, ...]:
+    """The table of a family; empty for one that has none."""
+    return _parsed(TABLES.get(family, ""))
 
 
 def unflattened(flat: str, families: Iterable[str]) -> str | None:
@@ -346,15 +343,12 @@ def families_with(paths: Iterable[str]) -> list[str]:
     ]
 
 
-@cache
-def _parsed(text: str) -> tuple[Row, ...]:
-    found = []
-    for line in filter(None, map(str.strip, text.splitlines())):
-        original, _, names = line.partition(" = ")
-        swapped = names.endswith(" swapped")
-        parts = tuple(name.strip() for name in names.removesuffix(" swapped").split(","))
-        found.append(Row(original, parts, swapped))
-    return tuple(found)
+def _looked_up(table: dict[str, Row], path: str) -> Row | None:
+    block = _BLOCK.fullmatch(path)
+    if block is None:
+        return table.get(path)
+    row = table.get(f"{block[1]}.#.{block[3]}")
+    return None if row is None else row.numbered(block[2])
 
 
 @cache
@@ -373,12 +367,15 @@ def _flat_names(family: str) -> dict[str, str]:
     return {name.replace(".", "_"): name for name in names}
 
 
-def _looked_up(table: dict[str, Row], path: str) -> Row | None:
-    block = _BLOCK.fullmatch(path)
-    if block is None:
-        return table.get(path)
-    row = table.get(f"{block[1]}.#.{block[3]}")
-    return None if row is None else row.numbered(block[2])
+@cache
+def _parsed(text: str) -> tuple[Row, ...]:
+    found = []
+    for line in filter(None, map(str.strip, text.splitlines())):
+        original, _, names = line.partition(" = ")
+        swapped = names.endswith(" swapped")
+        parts = tuple(name.strip() for name in names.removesuffix(" swapped").split(","))
+        found.append(Row(original, parts, swapped))
+    return tuple(found)
 
 
 TABLES: Final[dict[str, str]] = {
@@ -505,3 +502,8 @@ TABLES: Final[dict[str, str]] = {
         encoder.block.#.layer.1.DenseReluDense.wo = encoder.block.#.layer.1.DenseReluDense.wo
     """,
 }
+"""A family's layers: the original model's on the left, diffusers' or transformers' on the right.
+
+`#` is the number of a block. Several names on the right are rows of one fused matrix on the left, in that order.
+`swapped`: the two halves of the rows lie the other way round, where the layer gives (shift, scale) only.
+"""

@@ -1,4 +1,8 @@
-"""Which layers of a model are meant: by kind, block, coverage or pattern."""
+"""The layers of a model by name: which tensors they are, and which of them a block, coverage or pattern picks.
+
+Paths with dots (native, PEFT, ComfyUI) and names flattened by underscores (kohya) are understood alike, in the
+naming of any family, so that a block has one name in every format.
+"""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -11,11 +15,8 @@ from sigmascope.files import atomic_path
 
 __all__ = ["Coverage", "block_of", "block_order", "in_coverage", "layer_order", "write_layer_names"]
 
-
 Coverage = Literal["full", "attention", "extended"]
 """Which layers of a model are extracted; see `ExtractOptions.target_coverage`."""
-
-
 _ATTENTION: Final = re.compile(
     r"attn|SelfAttention|EncDecAttention|attentions\.\d+\.to_|single_blocks\.\d+\.linear1$"
 )
@@ -27,44 +28,70 @@ _AROUND_ATTENTION: Final = re.compile(
 )
 """Feed-forward layers, and the projections into and out of a block; not the model's own last `proj_out`."""
 
-
+# Blocks, in names with dots or underscores.
 _TEXT_ENCODER: Final = re.compile(
     r"(?:^|[._])(?:te(\d?)|text_encoders?[._](?:clip_l|clip_g|t5xxl|umt5xxl)|text_encoder(?:[._](\d))?|text_model)(?=[._])"
 )
-
-
 _VAE: Final = re.compile(r"^(?:vae(?:[._]vae_model)?|first_stage_model|lora_vae)[._](encoder|decoder)?")
-
-
 _NUMBERED: Final = re.compile(
     r"(?:^|[._])((?:down|up|input|output|double|single|joint|single_transformer|transformer)_blocks|blocks)[._](\d+)"
 )
-_SINGLE: Final = re.compile(
+_UNNUMBERED: Final = re.compile(
     r"(?:^|[._])(mid_block|middle_block|conv_in|conv_out|time_embedding|time_embed|time_in|vector_in|img_in|txt_in"
     r"|add_embedding|label_emb|x_embedder|context_embedder|time_text_embed|condition_embedder|patch_embedding"
     r"|final_layer|proj_out|norm_out|head|out)(?=[._]|$)"
 )
 _LAYER: Final = re.compile(r"(?:layers?|block)[._](\d+)")
 
+# Blocks in the order in which a latent passes them, text encoders first.
+_FLOW: Final = (
+    "text_encoder text_encoder_2 text_encoder_3 conv_in x_embedder img_in patch_embedding txt_in context_embedder "
+    "time_embedding time_embed time_in time_text_embed condition_embedder add_embedding label_emb vector_in "
+    "down_blocks input_blocks mid_block middle_block up_blocks output_blocks double_blocks joint_blocks "
+    "transformer_blocks single_blocks single_transformer_blocks blocks norm_out conv_out proj_out final_layer head out"
+)
+_ORDER: Final = {name: index for index, name in enumerate(_FLOW.split())}
 
-def _block_in(name: str) -> str:
-    numbered = _NUMBERED.search(name)
-    single = _SINGLE.search(name)
-    if numbered is not None and (single is None or numbered.start() <= single.start()):
-        return f"{numbered[1]}.{numbered[2]}"
-    if single is not None:
-        return single[1]
-    layer = _LAYER.search(name)
-    if layer is not None:
-        return f"{layer[0][: -len(layer[1]) - 1]}.{layer[1]}"
-    return re.split(r"[._]", name.removeprefix("lora_unet_").removeprefix("denoiser."), maxsplit=1)[0]
+# Weights of layers.
+WEIGHT: Final = ".weight"
+_LAYER_DIMENSIONS: Final = range(2, 6)  # Linear (out, in); Conv1d, Conv2d, Conv3d (out, in, *kernel)
+_EMBEDDING_ENDINGS: Final = ("embedding", "embeddings", "embed", "emb")
+_EMBEDDINGS: Final = frozenset(
+    {"embed_tokens", "embed_positions", "shared", "wte", "wpe", "relative_attention_bias"}
+)
+
+_NEAREST: Final = 3  # layers that are named where a pattern matches none
 
 
-def _encoder_block(name: str, found: "re.Match[str]") -> str:
-    number = found[1] or found[2]
-    encoder = "text_encoder" if number in (None, "", "1") else f"text_encoder_{number}"
-    layer = _LAYER.search(name, found.end())
-    return f"{encoder}.{layer[1]}" if layer else encoder
+def is_layer(key: str, shape: Sequence[int]) -> bool:
+    """Whether a tensor is the weight of a Linear or convolution layer.
+
+    A Linear and an Embedding both have two axes; the name tells them apart, as in `token_embedding`,
+    `embed_tokens`, T5's `shared` and `relative_attention_bias`. `time_embedding.linear_1` is a Linear.
+
+    Args:
+        key: Such as `unet.mid_block.attentions.0.proj_in.weight`.
+        shape: The tensor's.
+    """
+    if not key.endswith(WEIGHT) or len(shape) not in _LAYER_DIMENSIONS or 0 in shape:
+        return False
+    return len(shape) > 2 or not _is_embedding(key.removesuffix(WEIGHT).rpartition(".")[2])
+
+
+def _is_embedding(module: str) -> bool:
+    return module in _EMBEDDINGS or module.endswith(_EMBEDDING_ENDINGS)
+
+
+def in_coverage(module: str, coverage: Coverage) -> bool:
+    """Whether a layer is among those that a coverage names, in any family's names.
+
+    Args:
+        module: Path of the layer, such as `denoiser.mid_block.attentions.0.proj_in`.
+        coverage: See `ExtractOptions.target_coverage`.
+    """
+    if coverage == "full" or _ATTENTION.search(module):
+        return True
+    return coverage == "extended" and _AROUND_ATTENTION.search(module) is not None
 
 
 def block_of_module(name: str) -> str:
@@ -85,16 +112,24 @@ def block_of_module(name: str) -> str:
     return _block_in(name)
 
 
-block_of = block_of_module
+def _encoder_block(name: str, found: "re.Match[str]") -> str:
+    number = found[1] or found[2]
+    encoder = "text_encoder" if number in (None, "", "1") else f"text_encoder_{number}"
+    layer = _LAYER.search(name, found.end())
+    return f"{encoder}.{layer[1]}" if layer else encoder
 
 
-_FLOW: Final = (
-    "text_encoder text_encoder_2 text_encoder_3 conv_in x_embedder img_in patch_embedding txt_in context_embedder "
-    "time_embedding time_embed time_in time_text_embed condition_embedder add_embedding label_emb vector_in "
-    "down_blocks input_blocks mid_block middle_block up_blocks output_blocks double_blocks joint_blocks "
-    "transformer_blocks single_blocks single_transformer_blocks blocks norm_out conv_out proj_out final_layer head out"
-)
-_ORDER: Final = {name: index for index, name in enumerate(_FLOW.split())}
+def _block_in(name: str) -> str:
+    numbered = _NUMBERED.search(name)
+    single = _UNNUMBERED.search(name)
+    if numbered is not None and (single is None or numbered.start() <= single.start()):
+        return f"{numbered[1]}.{numbered[2]}"
+    if single is not None:
+        return single[1]
+    layer = _LAYER.search(name)
+    if layer is not None:
+        return f"{layer[0][: -len(layer[1]) - 1]}.{layer[1]}"
+    return re.split(r"[._]", name.removeprefix("lora_unet_").removeprefix("denoiser."), maxsplit=1)[0]
 
 
 def block_position(block: str) -> tuple[int, str, int]:
@@ -104,19 +139,8 @@ def block_position(block: str) -> tuple[int, str, int]:
     return position, first if position == len(_ORDER) else "", int(number) if number.isdigit() else -1
 
 
+block_of = block_of_module
 block_order = block_position
-
-
-def in_coverage(module: str, coverage: Coverage) -> bool:
-    """Whether a layer is among those that a coverage names, in any family's names.
-
-    Args:
-        module: Path of the layer, such as `denoiser.mid_block.attentions.0.proj_in`.
-        coverage: See `ExtractOptions.target_coverage`.
-    """
-    if coverage == "full" or _ATTENTION.search(module):
-        return True
-    return coverage == "extended" and _AROUND_ATTENTION.search(module) is not None
 
 
 def layer_order(module: str) -> tuple[tuple[int, str, int], list[tuple[int, str]]]:
@@ -147,36 +171,6 @@ def write_layer_names(path: str | PathLike[str], names: Iterable[str]) -> Sequen
     return ordered
 
 
-WEIGHT: Final = ".weight"
-_LAYER_DIMENSIONS: Final = range(2, 6)  # Linear (out, in); Conv1d, Conv2d, Conv3d (out, in, *kernel)
-_EMBEDDING_ENDINGS: Final = ("embedding", "embeddings", "embed", "emb")
-_EMBEDDINGS: Final = frozenset(
-    {"embed_tokens", "embed_positions", "shared", "wte", "wpe", "relative_attention_bias"}
-)
-
-
-def is_layer(key: str, shape: Sequence[int]) -> bool:
-    """Whether a tensor is the weight of a Linear or convolution layer.
-
-    A Linear and an Embedding both have two axes; the name tells them apart, as in `token_embedding`,
-    `embed_tokens`, T5's `shared` and `relative_attention_bias`. `time_embedding.linear_1` is a Linear.
-
-    Args:
-        key: Such as `unet.mid_block.attentions.0.proj_in.weight`.
-        shape: The tensor's.
-    """
-    if not key.endswith(WEIGHT) or len(shape) not in _LAYER_DIMENSIONS or 0 in shape:
-        return False
-    return len(shape) > 2 or not _is_embedding(key.removesuffix(WEIGHT).rpartition(".")[2])
-
-
-def _is_embedding(module: str) -> bool:
-    return module in _EMBEDDINGS or module.endswith(_EMBEDDING_ENDINGS)
-
-
-_NEAREST: Final = 3
-
-
 def require_pattern(pattern: str, flag: str) -> None:
     """Refuse what is no regular expression, or an empty one, which would pick every layer.
 
@@ -194,11 +188,6 @@ def require_pattern(pattern: str, flag: str) -> None:
         ) from error
 
 
-def matches(pattern: str, layer: str) -> bool:
-    """Whether a pattern is found anywhere in a layer's path."""
-    return re.search(pattern, layer) is not None
-
-
 def require_matches(pattern: str, layers: Sequence[str], flag: str) -> None:
     """Refuse a pattern that is found in no layer: it is a typing error, not a wish.
 
@@ -212,6 +201,11 @@ def require_matches(pattern: str, layers: Sequence[str], flag: str) -> None:
         f"{flag} {pattern!r} matches none of the {len(layers)} layers.",
         hint=f"The nearest are {', '.join(nearest)}." if nearest else "The model has no layers.",
     )
+
+
+def matches(pattern: str, layer: str) -> bool:
+    """Whether a pattern is found anywhere in a layer's path."""
+    return re.search(pattern, layer) is not None
 
 
 def nearest_layers(pattern: str, layers: Iterable[str]) -> list[str]:

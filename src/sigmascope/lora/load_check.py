@@ -1,4 +1,8 @@
-"""Whether a file's modules are really on a model (judge_applied): a loader that returns may have loaded nothing."""
+"""Whether a file's modules are really on a model (judge_applied): a loader that returns may have loaded nothing.
+
+A patch on the model is a module of the file if its numbers say so (`is_same`), in whatever dtype and scale the host
+keeps them.
+"""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,11 +31,31 @@ from sigmascope.records.facts import JsonScalar
 from sigmascope.records.run import Finding
 
 _Patches = Mapping[str, Sequence[AppliedPatch]]
+Change = LoraFactors | WeightChange
+
+_NAMED: Final = 3  # modules that a message names
+
+_SAME: Final = 0.999
+"""Cosine of what is the same but for the rounding of a conversion to bfloat16 or float16, and for its scale."""
+_CORNER: Final = 16  # rows and columns that are compared first
+_SAME_CORNER: Final = 0.9
+"""The same of a few rows and columns, whose share of the rounding may be larger."""
+# What patches call a file's tensors, once these starts are cut off.
+_PATCH_NAMES: Final = {
+    "lora_up.weight": "up",
+    "lora_down.weight": "down",
+    "lora_mid.weight": "mid",
+    "diff_b": "diff",
+    "w_norm": "diff",
+    "b_norm": "diff",
+    "set_weight": "set",
+}
+_STARTS: Final = ("hada_", "lokr_")
 
 
 @dataclass(frozen=True, slots=True)
 class AppliedModule:
-    """One module of the file.
+    """One module of a LoRA file, and what of it is on the model.
 
     Attributes:
         name: As the file has it.
@@ -154,7 +178,7 @@ def judge_applied(
         shapes = shapes_of(model) if model is not None else _shapes_of_patches(patches)
         opened = nullcontext(lora) if isinstance(lora, LoraFile) else open_any(Path(lora))
         with opened as file:
-            modules = tuple(_judged(file, shapes, _by_key(patches)))
+            modules = tuple(_applied_modules(file, shapes, _by_key(patches)))
     except SigmascopeError as error:
         return AppliedVerdict(path, error=str(error), findings=(unreadable(error),))
     except Exception as error:  # noqa: BLE001 - the host's objects may raise anything
@@ -173,16 +197,16 @@ def _by_key(patches: Sequence[AppliedPatch]) -> dict[str, list[AppliedPatch]]:
     return found
 
 
-def _judged(lora: LoraFile, shapes: Shapes, patches: _Patches) -> Iterator[AppliedModule]:
+def _applied_modules(lora: LoraFile, shapes: Shapes, patches: _Patches) -> Iterator[AppliedModule]:
     placing = place(lora, shapes)
     for name in lora.names:
         keys = placing.keys.get(name) or tuple(
             misfit.key for misfit in [placing.misfits.get(name)] if misfit is not None
         )
-        yield _found(lora, name, keys, placing, patches)
+        yield _applied_module(lora, name, keys, placing, patches)
 
 
-def _found(
+def _applied_module(
     lora: LoraFile, name: str, keys: tuple[str, ...], placing: Placing, patches: _Patches
 ) -> AppliedModule:
     if not keys:
@@ -195,7 +219,7 @@ def _found(
         same = [
             (key, patch, change)
             for key, patch in candidates
-            for change in [_same(own, placing, key, patch)]
+            for change in [_matching_form(own, placing, key, patch)]
             if change is not None
         ]
     except NonFiniteError:
@@ -204,13 +228,30 @@ def _found(
         others = {patch.source for _, patch in candidates if patch.source is not None}
         by = f" of {', '.join(sorted(others))}" if others else ""
         return AppliedModule(name, detail=f"only other changes{by} are on {keys[0]}")
-    return _module(name, same)
+    return _there(name, same)
 
 
-Change = LoraFactors | WeightChange
+def _change(lora: LoraFile, name: str) -> Change:
+    return lora.modules[name] if name in lora.modules else lora.changes[name]
 
 
-def _module(name: str, same: Sequence[tuple[str, AppliedPatch, Change]]) -> AppliedModule:
+def _matching_form(own: Change, placing: Placing, key: str, patch: AppliedPatch) -> Change | None:
+    """The form of a file's change that a patch is, if any."""
+    if is_same(own, patch):
+        return own
+    aligned = _as_aligned(placing, key)
+    return aligned if aligned is not None and is_same(aligned, patch) else None
+
+
+def _as_aligned(placing: Placing, key: str) -> Change | None:
+    """The file's change of one weight, where a fused matrix is divided or joined for it."""
+    lora, layer = placing.lora, key.removesuffix(WEIGHT)
+    if lora is None or layer not in lora.modules:
+        return None
+    return lora.modules[layer]
+
+
+def _there(name: str, same: Sequence[tuple[str, AppliedPatch, Change]]) -> AppliedModule:
     keys = tuple(dict.fromkeys(key for key, _, _ in same))
     counts = [sum(key == one for one, _, _ in same) for key in keys]
     on_first = [(patch, change) for key, patch, change in same if key == keys[0]]
@@ -227,26 +268,6 @@ def _module(name: str, same: Sequence[tuple[str, AppliedPatch, Change]]) -> Appl
     )
 
 
-def _change(lora: LoraFile, name: str) -> Change:
-    return lora.modules[name] if name in lora.modules else lora.changes[name]
-
-
-def _as_aligned(placing: Placing, key: str) -> Change | None:
-    """The file's change of one weight, where a fused matrix is divided or joined for it."""
-    lora, layer = placing.lora, key.removesuffix(WEIGHT)
-    if lora is None or layer not in lora.modules:
-        return None
-    return lora.modules[layer]
-
-
-def _same(own: Change, placing: Placing, key: str, patch: AppliedPatch) -> Change | None:
-    """The form of a file's change that a patch is, if any."""
-    if is_same(own, patch):
-        return own
-    aligned = _as_aligned(placing, key)
-    return aligned if aligned is not None and is_same(aligned, patch) else None
-
-
 def _strength(patch: AppliedPatch, change: Change) -> float | None:
     """What ΔW of the file is multiplied with by one patch."""
     if patch.state in {"inactive", "failed"}:
@@ -255,100 +276,6 @@ def _strength(patch: AppliedPatch, change: Change) -> float | None:
         return None
     times = times_of(change, patch)
     return None if times is None else patch.strength * patch.scale * times
-
-
-_NAMED: Final = 3
-
-
-def applied_findings(modules: Sequence[AppliedModule]) -> tuple[Finding, ...]:
-    """Findings for the modules of one file, the worst first."""
-    return (*_missing(modules), *_idle(modules), *_twice(modules))
-
-
-def _missing(modules: Sequence[AppliedModule]) -> Iterator[Finding]:
-    missing = [module for module in modules if not module.is_there]
-    if not missing:
-        return
-    why, _ = Counter(_kind(module.detail or "") for module in missing).most_common(1)[0]
-    evidence: dict[str, JsonScalar] = {
-        "modules": len(modules),
-        "missing": len(missing),
-        "first": missing[0].name,
-        "detail": missing[0].detail,
-    }
-    advice = (
-        "Judge the file by the model (sigmascope lora inspect FILE --model MODEL): it says why, name by name."
-    )
-    if len(missing) == len(modules):
-        message = (
-            f"None of the file's {len(modules)} modules is on the model, although it was to be loaded: {why}."
-        )
-        yield Finding("lora_not_loaded", "critical", message, evidence, advice)
-    else:
-        message = (
-            f"{len(missing)} of the file's {len(modules)} modules are not on the model: {_named(missing)}."
-        )
-        yield Finding("lora_partly_loaded", "error", message, evidence, advice)
-
-
-def _idle(modules: Sequence[AppliedModule]) -> Iterator[Finding]:
-    idle = [module for module in modules if module.is_there and not module.acts]
-    if not idle:
-        return
-    failed = [module for module in idle if "failed" in module.states]
-    reason = idle[0].state_reason or "switched off"
-    yield Finding(
-        "lora_not_applicable" if failed else "lora_not_acting",
-        "error" if failed else "warning",
-        f"{len(idle)} of the file's {len(modules)} modules are on the model and change nothing ({reason}): {_named(idle)}.",
-        {"modules": len(modules), "idle": len(idle), "failed": len(failed), "reason": reason},
-        "Use a LoRA whose shapes fit the model."
-        if failed
-        else "Set its strength, or make the adapter active.",
-    )
-
-
-def _twice(modules: Sequence[AppliedModule]) -> Iterator[Finding]:
-    twice = [module for module in modules if module.times > 1]
-    if twice:
-        yield Finding(
-            "lora_applied_twice",
-            "warning",
-            f"{len(twice)} of the file's {len(modules)} modules are applied more than once: {_named(twice)}.",
-            {
-                "modules": len(twice),
-                "times": max(module.times for module in twice),
-                "strength": twice[0].strength,
-            },
-            "Remove one, unless the doubled strength is meant.",
-        )
-
-
-def _kind(detail: str) -> str:
-    """The reason without the weight's name."""
-    return "nothing is on the weights that it is for" if detail.startswith("nothing is on") else detail
-
-
-def _named(modules: Sequence[AppliedModule]) -> str:
-    more = f" and {len(modules) - _NAMED} more" if len(modules) > _NAMED else ""
-    return ", ".join(module.name for module in modules[:_NAMED]) + more
-
-
-_SAME: Final = 0.999
-"""Cosine of what is the same but for the rounding of a conversion to bfloat16 or float16, and for its scale."""
-_CORNER: Final = 16
-_SAME_CORNER: Final = 0.9
-"""The same of a few rows and columns, whose share of the rounding may be larger."""
-_NAMES: Final = {
-    "lora_up.weight": "up",
-    "lora_down.weight": "down",
-    "lora_mid.weight": "mid",
-    "diff_b": "diff",
-    "w_norm": "diff",
-    "b_norm": "diff",
-    "set_weight": "set",
-}
-_STARTS: Final = ("hada_", "lokr_")
 
 
 def is_same(change: Change, patch: AppliedPatch) -> bool:
@@ -371,7 +298,7 @@ def tensors_of(change: Change) -> Mapping[str, Tensor]:
     if isinstance(change, UnreadChange):
         return change.parts
     if isinstance(change, Adapter):
-        return {_name(name): tensor for name, tensor in change.parts.items()}
+        return {_patch_name(name): tensor for name, tensor in change.parts.items()}
     return {}
 
 
@@ -382,7 +309,7 @@ def times_of(change: LoraFactors, patch: AppliedPatch) -> float | None:
     if _are_the_factors(change, patch):
         return 1.0 / change.scale
     own = change.frobenius_norm()
-    return _factors(patch).frobenius_norm() / own if own > 0.0 else None
+    return _patch_factors(patch).frobenius_norm() / own if own > 0.0 else None
 
 
 def _same_product(change: LoraFactors, patch: AppliedPatch) -> bool:
@@ -394,7 +321,7 @@ def _same_product(change: LoraFactors, patch: AppliedPatch) -> bool:
         return False
     if _differ_in_a_corner(change, up, down):
         return False
-    found = _factors(patch)
+    found = _patch_factors(patch)
     plain = LoraFactors(
         in_double(change.up).cpu(), in_double(change.down).cpu(), change.alpha, found.weight_shape
     )
@@ -434,11 +361,6 @@ def _are_equal(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.detach().to(other.device, narrow), other.detach().to(narrow))
 
 
-def _factors(patch: AppliedPatch) -> LoraFactors:
-    up, down = (in_double(patch.tensors[name]).cpu().flatten(1) for name in ("up", "down"))
-    return LoraFactors(up, down, float(up.shape[1]), (up.shape[0], down.shape[1]))
-
-
 def _same_numbers(one: Tensor, other: Tensor) -> bool:
     first, second = in_double(one).cpu().flatten(), in_double(other).cpu().flatten()
     if len(first) != len(second):
@@ -449,7 +371,84 @@ def _same_numbers(one: Tensor, other: Tensor) -> bool:
     return float(first @ second) > _SAME * lengths[0] * lengths[1]
 
 
-def _name(part: str) -> str:
+def _patch_factors(patch: AppliedPatch) -> LoraFactors:
+    up, down = (in_double(patch.tensors[name]).cpu().flatten(1) for name in ("up", "down"))
+    return LoraFactors(up, down, float(up.shape[1]), (up.shape[0], down.shape[1]))
+
+
+def _patch_name(part: str) -> str:
     for start in _STARTS:
         part = part.removeprefix(start)
-    return _NAMES.get(part, part)
+    return _PATCH_NAMES.get(part, part)
+
+
+def applied_findings(modules: Sequence[AppliedModule]) -> tuple[Finding, ...]:
+    """Findings for the modules of one file, the worst first."""
+    return (*_missing(modules), *_idle(modules), *_twice(modules))
+
+
+def _missing(modules: Sequence[AppliedModule]) -> Iterator[Finding]:
+    missing = [module for module in modules if not module.is_there]
+    if not missing:
+        return
+    why, _ = Counter(_without_weight(module.detail or "") for module in missing).most_common(1)[0]
+    evidence: dict[str, JsonScalar] = {
+        "modules": len(modules),
+        "missing": len(missing),
+        "first": missing[0].name,
+        "detail": missing[0].detail,
+    }
+    advice = (
+        "Judge the file by the model (sigmascope lora inspect FILE --model MODEL): it says why, name by name."
+    )
+    if len(missing) == len(modules):
+        message = (
+            f"None of the file's {len(modules)} modules is on the model, although it was to be loaded: {why}."
+        )
+        yield Finding("lora_not_loaded", "critical", message, evidence, advice)
+    else:
+        message = f"{len(missing)} of the file's {len(modules)} modules are not on the model: {_first_names(missing)}."
+        yield Finding("lora_partly_loaded", "error", message, evidence, advice)
+
+
+def _idle(modules: Sequence[AppliedModule]) -> Iterator[Finding]:
+    idle = [module for module in modules if module.is_there and not module.acts]
+    if not idle:
+        return
+    failed = [module for module in idle if "failed" in module.states]
+    reason = idle[0].state_reason or "switched off"
+    yield Finding(
+        "lora_not_applicable" if failed else "lora_not_acting",
+        "error" if failed else "warning",
+        f"{len(idle)} of the file's {len(modules)} modules are on the model and change nothing ({reason}): {_first_names(idle)}.",
+        {"modules": len(modules), "idle": len(idle), "failed": len(failed), "reason": reason},
+        "Use a LoRA whose shapes fit the model."
+        if failed
+        else "Set its strength, or make the adapter active.",
+    )
+
+
+def _twice(modules: Sequence[AppliedModule]) -> Iterator[Finding]:
+    twice = [module for module in modules if module.times > 1]
+    if twice:
+        yield Finding(
+            "lora_applied_twice",
+            "warning",
+            f"{len(twice)} of the file's {len(modules)} modules are applied more than once: {_first_names(twice)}.",
+            {
+                "modules": len(twice),
+                "times": max(module.times for module in twice),
+                "strength": twice[0].strength,
+            },
+            "Remove one, unless the doubled strength is meant.",
+        )
+
+
+def _without_weight(detail: str) -> str:
+    """The reason without the weight's name."""
+    return "nothing is on the weights that it is for" if detail.startswith("nothing is on") else detail
+
+
+def _first_names(modules: Sequence[AppliedModule]) -> str:
+    more = f" and {len(modules) - _NAMED} more" if len(modules) > _NAMED else ""
+    return ", ".join(module.name for module in modules[:_NAMED]) + more

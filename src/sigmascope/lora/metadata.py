@@ -3,6 +3,9 @@
 `ss_*` are the fields of kohya's tools, which web UIs read too; `networks.lora` is their name for plain up/down
 factors. `modelspec.*` is the model metadata standard of Stability AI. A hash of the tensors (`sshs_*`) is left out:
 tools that want one calculate it, and a stale one is worse than none.
+
+What a header says of its LoRA's making is untrusted text: `read_training_facts` sorts it, and neither believes nor
+runs any of it.
 """
 
 import json
@@ -23,8 +26,6 @@ _ARCHITECTURES: Final = {
 }
 FAMILIES: Final = tuple(_ARCHITECTURES)
 """The families of models that are known by name."""
-
-
 _BASE_VERSIONS: Final = {
     "lbm": "lbm",
     "sd15": "sd_v1",
@@ -35,6 +36,7 @@ _BASE_VERSIONS: Final = {
     "wan": "wan",
     "qwen_image": "qwen_image",
 }
+# Fields that are no longer true of a file that is made from another.
 _STALE: Final = (
     "lbm_native_naming",
     "lora_adapter_metadata",
@@ -46,10 +48,40 @@ _STALE: Final = (
     "ss_network_alpha",
     "ss_network_args",
 )
-
-
 VARYING: Final = "Dynamic"
 """What kohya's tools write for the rank where it differs from layer to layer."""
+
+# For `read_training_facts`.
+_MODELSPEC: Final = "modelspec."
+_PROVENANCE: Final = "sigmascope_"
+_LONGEST_JSON: Final = 16 * 2**20  # characters
+_MOST_WORDS: Final = 20  # tags
+_TRAINING: Final = {
+    "base model": ("ss_sd_model_name", "sshs_model_name"),
+    "base version": ("ss_base_model_version",),
+    "base hash": ("ss_new_sd_model_hash", "ss_sd_model_hash"),
+    "network": ("ss_network_module",),
+    "network arguments": ("ss_network_args",),
+    "rank asked for": ("ss_network_dim",),
+    "alpha asked for": ("ss_network_alpha",),
+    "epochs": ("ss_num_epochs",),
+    "epoch saved": ("ss_epoch",),
+    "steps": ("ss_steps", "ss_max_train_steps"),
+    "learning rate": ("ss_learning_rate",),
+    "learning rate, denoiser": ("ss_unet_lr",),
+    "learning rate, text encoder": ("ss_text_encoder_lr",),
+    "schedule": ("ss_lr_scheduler",),
+    "optimizer": ("ss_optimizer",),
+    "batch size": ("ss_total_batch_size", "ss_batch_size_per_device"),
+    "images": ("ss_num_train_images",),
+    "resolution": ("ss_resolution",),
+    "precision": ("ss_mixed_precision",),
+    "clip skip": ("ss_clip_skip",),
+    "seed": ("ss_seed",),
+    "name": ("ss_output_name",),
+    "comment": ("ss_training_comment",),
+}
+"""Fields of kohya's training header, by what they mean: the first that is there counts."""
 
 
 def lora_header(
@@ -103,40 +135,6 @@ def family_in(metadata: Mapping[str, str]) -> str | None:
         if version.startswith(name):
             return family
     return None
-
-
-_MODELSPEC: Final = "modelspec."
-_PROVENANCE: Final = "sigmascope_"
-_LONGEST_JSON: Final = 16 * 2**20  # characters
-_MOST_WORDS: Final = 20
-
-
-_TRAINING: Final = {
-    "base model": ("ss_sd_model_name", "sshs_model_name"),
-    "base version": ("ss_base_model_version",),
-    "base hash": ("ss_new_sd_model_hash", "ss_sd_model_hash"),
-    "network": ("ss_network_module",),
-    "network arguments": ("ss_network_args",),
-    "rank asked for": ("ss_network_dim",),
-    "alpha asked for": ("ss_network_alpha",),
-    "epochs": ("ss_num_epochs",),
-    "epoch saved": ("ss_epoch",),
-    "steps": ("ss_steps", "ss_max_train_steps"),
-    "learning rate": ("ss_learning_rate",),
-    "learning rate, denoiser": ("ss_unet_lr",),
-    "learning rate, text encoder": ("ss_text_encoder_lr",),
-    "schedule": ("ss_lr_scheduler",),
-    "optimizer": ("ss_optimizer",),
-    "batch size": ("ss_total_batch_size", "ss_batch_size_per_device"),
-    "images": ("ss_num_train_images",),
-    "resolution": ("ss_resolution",),
-    "precision": ("ss_mixed_precision",),
-    "clip skip": ("ss_clip_skip",),
-    "seed": ("ss_seed",),
-    "name": ("ss_output_name",),
-    "comment": ("ss_training_comment",),
-}
-"""Fields of kohya's training header, by what they mean: the first that is there counts."""
 
 
 @dataclass(frozen=True, slots=True)

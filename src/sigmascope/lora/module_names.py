@@ -1,11 +1,16 @@
-"""What the names of a LoRA's modules mean: part, path, family, with the model's layers or without them.
+"""What the names of a LoRA's modules mean: part of the model, layer and family, with a model or without one.
 
 kohya's names have underscores for dots, prefixes differ from tool to tool, and a U-Net or transformer has one name
-for each layer in diffusers and another in its original file. All of that is undone here: names are compared
-without dots and prefixes, part of the model by part, in both namings of the model's family.
+for each layer in diffusers and another in its original file. All of that is undone in three steps:
 
-A name with all its dots turned into underscores could be many paths. Here it is matched against the grammar of
-the architectures that are known; a name outside of it stays flat, and only a model's own layers can tell it.
+- `parse_name` takes one name apart: the part of the model, and the path inside that part. A name with all its dots
+  turned into underscores, `down_blocks_1_resnets_0_conv1`, could be many paths. `unflattened_denoiser` and
+  `unflattened_text_encoder` match it against the grammar of the architectures that are known; a name outside of it
+  stays flat, and only a model's own layers can tell it.
+- `LayerIndex` finds a model's layer for each name. Names are compared without dots and prefixes, part by part of
+  the model, in both namings of its family.
+- Without a model, `understand_names` gives the layers' paths with the family and naming that they are of, and
+  `file_family` says which family a file is for and what tells so.
 """
 
 import re
@@ -49,6 +54,187 @@ _PARTS: Final[tuple[Part, ...]] = (
     "other",
 )
 
+# Of the checkpoint that `understand_names` gives layers of.
+_OWN_PREFIXES: Final[dict[Part, str]] = {
+    "denoiser": "denoiser.",
+    "denoiser_2": "transformer_2.",
+    "text_encoder": "text_encoder.",
+    "text_encoder_2": "text_encoder_2.",
+    "text_encoder_3": "text_encoder_3.",
+    "vae": "vae.",
+}
+# Families of U-Nets by the width that their cross attention reads.
+_BY_CONTEXT_WIDTH: Final = {768: "sd15", 1024: "sd2", 2048: "sdxl", 1280: "sdxl"}
+
+# How names begin, and the parts that they may be of, the likeliest first.
+# T5 is FLUX' second encoder, SD 3's third.
+_TEXT_3: Final[tuple[Part, ...]] = ("text_encoder_3", "text_encoder_2")
+_FLAT_STARTS: Final[tuple[tuple[str, tuple[Part, ...]], ...]] = (
+    ("lora_unet_", ("denoiser",)),
+    ("lora_transformer_", ("denoiser",)),
+    ("lycoris_", ("denoiser",)),
+    ("lora_te1_", ("text_encoder",)),
+    ("lora_te2_", ("text_encoder_2", "text_encoder")),
+    ("lora_te3_", _TEXT_3),
+    ("lora_te_", ("text_encoder", "text_encoder_2")),
+)
+_DOTTED_STARTS: Final[tuple[tuple[str, tuple[Part, ...]], ...]] = (
+    ("model.diffusion_model.", ("denoiser",)),
+    ("diffusion_model.", ("denoiser",)),
+    ("denoiser.", ("denoiser",)),
+    ("unet.", ("denoiser",)),
+    ("transformer_2.", ("denoiser_2",)),
+    ("text_encoder.", ("text_encoder",)),
+    ("text_encoder_2.", ("text_encoder_2",)),
+    ("text_encoder_3.", ("text_encoder_3",)),
+    ("text_encoders.clip_l.transformer.", ("text_encoder",)),
+    ("text_encoders.clip_h.transformer.", ("text_encoder",)),
+    ("text_encoders.clip_g.transformer.", ("text_encoder_2", "text_encoder")),
+    ("text_encoders.t5xxl.transformer.", _TEXT_3),
+    ("text_encoders.umt5xxl.transformer.", ("text_encoder",)),
+    ("text_encoders.qwen25_7b.transformer.", ("text_encoder",)),
+    ("cond_stage_model.transformer.", ("text_encoder",)),
+    ("cond_stage_model.model.", ("text_encoder",)),
+    ("conditioner.embedders.0.transformer.", ("text_encoder",)),
+    ("conditioner.embedders.0.model.", ("text_encoder_2",)),
+    ("conditioner.embedders.1.model.", ("text_encoder_2",)),
+    ("vae.vae_model.", ("vae",)),
+    ("vae.", ("vae",)),
+    ("first_stage_model.", ("vae",)),
+)
+_TRANSFORMER: Final = "transformer."  # also the start of a path in some text encoders
+
+# Names with underscores for dots.
+_DENOISERS: Final = ("flux", "sd3", "wan", "qwen_image")
+_BLOCKS: Final = re.compile(
+    r"(?:(down_blocks|up_blocks)_(\d+)_(resnets|attentions|downsamplers|upsamplers)_(\d+)"
+    r"|(mid_block)_(resnets|attentions)_(\d+)"
+    r"|(input_blocks|output_blocks)_(\d+)_(\d+)"
+    r"|(middle_block)_(\d+))_(\w+)"
+)
+_TRANSFORMER_BLOCK: Final = re.compile(r"transformer_blocks_(\d+)_(\w+)")
+
+FAMILY_TITLES: Final = {
+    "lbm": "LBM",
+    "sd15": "Stable Diffusion 1.5",
+    "sd2": "Stable Diffusion 2",
+    "sdxl": "SDXL",
+    "sd3": "Stable Diffusion 3",
+    "flux": "FLUX",
+    "wan": "WAN",
+    "qwen_image": "Qwen-Image",
+}
+"""Families by what their users call them."""
+
+# The family that a file is for.
+_CONTEXT_WIDTHS: Final = {768: "sd15", 1024: "sd2", 2048: "sdxl"}
+_MARKS_OF_SDXL: Final = {
+    "transformer_blocks_9_": "ten transformer blocks in a row",
+    "add_embedding_linear": "its embedding of image sizes",
+    "label_emb_0": "its embedding of image sizes",
+}
+_TRANSFORMERS: Final = ("flux", "sd3", "wan", "qwen_image")
+_VACE: Final = "vace_"  # WAN's variant that also reads a video has its blocks twice
+_CONTEXT_LAYERS: Final = ("attn2.to_k", "attn2.to_v", "attn2_to_k", "attn2_to_v")
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleName:
+    """A module's name, taken apart.
+
+    Attributes:
+        parts: The parts of the model that it may be of, the likeliest first; none where the name does not say.
+        path: The layer's path inside the part.
+        is_flat: Whether the path has underscores where it had dots.
+    """
+
+    parts: tuple[Part, ...]
+    path: str
+    is_flat: bool = False
+
+
+def parse_name(name: str) -> ModuleName:
+    """Take the name of a LoRA's module apart, in any format."""
+    if "." not in name:
+        for prefix, parts in _FLAT_STARTS:
+            if name.startswith(prefix):
+                return ModuleName(parts, name.removeprefix(prefix), is_flat=True)
+    for prefix, parts in _DOTTED_STARTS:
+        if name.startswith(prefix):
+            return ModuleName(parts, name.removeprefix(prefix))
+    if name.startswith(_TRANSFORMER) and not name.startswith(f"{_TRANSFORMER}resblocks."):
+        return ModuleName(("denoiser",), name.removeprefix(_TRANSFORMER))
+    return ModuleName((), name)
+
+
+def flat(path: str) -> str:
+    """A path with underscores for dots."""
+    return path.replace(".", "_")
+
+
+def _dotted(*paths: str) -> dict[str, str]:
+    return {flat(path): path for path in paths}
+
+
+_TRANSFORMER_LAYERS: Final = _dotted(
+    *(f"attn{number}.to_{name}" for number in (1, 2) for name in ("q", "k", "v", "out.0")),
+    *("ff.net.0.proj", "ff.net.2"),
+    *(f"norm{number}" for number in (1, 2, 3)),
+)
+
+
+def unflattened_denoiser(name: str) -> str | None:
+    """The path of a denoiser's layer, in the naming that the flat name is of.
+
+    Args:
+        name: Without `lora_unet_` or the like.
+
+    Returns:
+        The path; None for a name of no known architecture.
+    """
+    if name in _TOP_NAMES:
+        return _TOP_NAMES[name]
+    block = _BLOCKS.fullmatch(name)
+    if block is None:
+        return unflattened(name, _DENOISERS)
+    *start, rest = (piece for piece in block.groups() if piece is not None)
+    inner = _inside_block(rest)
+    return None if inner is None else ".".join([*start, inner])
+
+
+_TOP_NAMES: Final = _dotted(*TOP, *TOP_OF_SGM)
+
+
+def _inside_block(rest: str) -> str | None:
+    transformer = _TRANSFORMER_BLOCK.fullmatch(rest)
+    if transformer is not None:
+        inner = _TRANSFORMER_LAYERS.get(transformer[2])
+        return None if inner is None else f"transformer_blocks.{transformer[1]}.{inner}"
+    if rest in {"conv", "op"}:
+        return rest
+    return _ATTENTION_LAYERS.get(rest) or _RESNET_LAYERS.get(rest)
+
+
+_ATTENTION_LAYERS: Final = _dotted("proj_in", "proj_out", "norm")
+_RESNET_LAYERS: Final = _dotted(*RESNET, *RESNET_OF_SGM)
+
+
+def unflattened_text_encoder(name: str) -> str | None:
+    """The path of a text encoder's layer, as transformers names it.
+
+    Args:
+        name: Without `lora_te_` or the like.
+
+    Returns:
+        The path; None for a name of no known architecture.
+    """
+    if name == "text_projection":
+        return name
+    inner = unflattened(name.removeprefix(_TEXT_MODEL), ("open_clip", "t5"))
+    if inner is None:
+        return None
+    return f"text_model.{inner}" if name.startswith(_TEXT_MODEL) else inner
+
 
 @dataclass(frozen=True, slots=True)
 class NameMatch:
@@ -83,21 +269,6 @@ def resolve_names(lora: LoraFile, layers: Sequence[str], layout: ModelLayout) ->
     return LayerIndex.of(layers, layout).match(lora)
 
 
-@dataclass(frozen=True, slots=True)
-class ModuleName:
-    """A module's name, taken apart.
-
-    Attributes:
-        parts: The parts of the model that it may be of, the likeliest first; none where the name does not say.
-        path: The layer's path inside the part.
-        is_flat: Whether the path has underscores where it had dots.
-    """
-
-    parts: tuple[Part, ...]
-    path: str
-    is_flat: bool = False
-
-
 @dataclass(slots=True)
 class LayerIndex:
     """The layers of a model by every name that they may have in a LoRA.
@@ -119,7 +290,7 @@ class LayerIndex:
         index = cls(frozenset(layer for layer, _, _ in placed))
         blocks = blocks_of(path for _, part, path in placed if part == "denoiser")
         for layer, part, path in placed:
-            for name, swapped in _names(part, path, layout, blocks):
+            for name, swapped in _names_of_layer(part, path, layout, blocks):
                 key = part, _comparable(part, name)
                 index.by_name[key].add(layer)
                 if swapped:
@@ -178,7 +349,9 @@ def _comparable(part: Part, path: str) -> str:
     return name.removeprefix(_TEXT_MODEL) if part.startswith("text_encoder") else name
 
 
-def _names(part: Part, path: str, layout: ModelLayout, blocks: UnetBlocks) -> Iterator[tuple[str, bool]]:
+def _names_of_layer(
+    part: Part, path: str, layout: ModelLayout, blocks: UnetBlocks
+) -> Iterator[tuple[str, bool]]:
     """A layer's own path and its name in the other naming; and whether its rows are swapped there."""
     yield path, False
     if part.startswith("text_encoder"):
@@ -199,17 +372,6 @@ def _transformer_names(path: str, layout: ModelLayout) -> Iterator[tuple[str, bo
         yield by_original.parts[0], by_original.swapped
     elif layout.naming == "diffusers" and by_part is not None and len(by_part.parts) == 1:
         yield by_part.original, by_part.swapped
-
-
-_PREFIXES: Final[dict[Part, str]] = {
-    "denoiser": "denoiser.",
-    "denoiser_2": "transformer_2.",
-    "text_encoder": "text_encoder.",
-    "text_encoder_2": "text_encoder_2.",
-    "text_encoder_3": "text_encoder_3.",
-    "vae": "vae.",
-}
-_BY_CONTEXT_WIDTH: Final = {768: "sd15", 1024: "sd2", 2048: "sdxl", 1280: "sdxl"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,12 +419,12 @@ def understand_names(lora: LoraFile, family: str | None = None) -> OwnNames:
     family = family or _family(lora, placed, paths)
     naming, blocks = _naming(lora, family, paths), likely_blocks(paths, usual_blocks(family))
     layers = {
-        name: _PREFIXES.get(part, "")
-        + (_in(naming, family, path, lora, blocks) if part == "denoiser" else path)
+        name: _OWN_PREFIXES.get(part, "")
+        + (_in_naming(naming, family, path, lora, blocks) if part == "denoiser" else path)
         for name, (part, path) in placed.items()
     }
     own = {name: layer + _BIAS if name.endswith(_BIAS) else layer for name, layer in layers.items()}
-    return OwnNames(ModelLayout(family, naming, _PREFIXES), own, tuple(unknown), blocks)
+    return OwnNames(ModelLayout(family, naming, _OWN_PREFIXES), own, tuple(unknown), blocks)
 
 
 def _placed(name: str) -> tuple[Part, str] | None:
@@ -286,6 +448,10 @@ def _family(lora: LoraFile, placed: Mapping[str, tuple[Part, str]], paths: list[
         return _unet_family(lora, placed)
     candidates = [family for family in families_with(paths) if family not in {"open_clip", "t5"}]
     return candidates[0] if len(candidates) == 1 else "unknown"
+
+
+def _is_unet(path: str) -> bool:
+    return to_sgm(path) is not None or to_diffusers(path) is not None
 
 
 def _unet_family(lora: LoraFile, placed: Mapping[str, tuple[Part, str]]) -> str:
@@ -312,7 +478,7 @@ def _naming(lora: LoraFile, family: str, paths: Iterable[str]) -> str:
     return "diffusers" if is_diffusers else "original"
 
 
-def _in(naming: str, family: str, path: str, lora: LoraFile, blocks: UnetBlocks) -> str:
+def _in_naming(naming: str, family: str, path: str, lora: LoraFile, blocks: UnetBlocks) -> str:
     """A path in the naming that the others are of, where it is of the other."""
     if family in UNET_FAMILIES:
         found = to_diffusers(path, blocks) if naming == "diffusers" else None
@@ -326,165 +492,6 @@ def _in(naming: str, family: str, path: str, lora: LoraFile, blocks: UnetBlocks)
             hint="Make the file again in one naming.",
         )
     return row.parts[0]
-
-
-def _is_unet(path: str) -> bool:
-    return to_sgm(path) is not None or to_diffusers(path) is not None
-
-
-_TEXT_3: Final[tuple[Part, ...]] = (
-    "text_encoder_3",
-    "text_encoder_2",
-)  # T5 is FLUX' second encoder, SD 3's third
-
-
-_FLAT: Final[tuple[tuple[str, tuple[Part, ...]], ...]] = (
-    ("lora_unet_", ("denoiser",)),
-    ("lora_transformer_", ("denoiser",)),
-    ("lycoris_", ("denoiser",)),
-    ("lora_te1_", ("text_encoder",)),
-    ("lora_te2_", ("text_encoder_2", "text_encoder")),
-    ("lora_te3_", _TEXT_3),
-    ("lora_te_", ("text_encoder", "text_encoder_2")),
-)
-_DOTTED: Final[tuple[tuple[str, tuple[Part, ...]], ...]] = (
-    ("model.diffusion_model.", ("denoiser",)),
-    ("diffusion_model.", ("denoiser",)),
-    ("denoiser.", ("denoiser",)),
-    ("unet.", ("denoiser",)),
-    ("transformer_2.", ("denoiser_2",)),
-    ("text_encoder.", ("text_encoder",)),
-    ("text_encoder_2.", ("text_encoder_2",)),
-    ("text_encoder_3.", ("text_encoder_3",)),
-    ("text_encoders.clip_l.transformer.", ("text_encoder",)),
-    ("text_encoders.clip_h.transformer.", ("text_encoder",)),
-    ("text_encoders.clip_g.transformer.", ("text_encoder_2", "text_encoder")),
-    ("text_encoders.t5xxl.transformer.", _TEXT_3),
-    ("text_encoders.umt5xxl.transformer.", ("text_encoder",)),
-    ("text_encoders.qwen25_7b.transformer.", ("text_encoder",)),
-    ("cond_stage_model.transformer.", ("text_encoder",)),
-    ("cond_stage_model.model.", ("text_encoder",)),
-    ("conditioner.embedders.0.transformer.", ("text_encoder",)),
-    ("conditioner.embedders.0.model.", ("text_encoder_2",)),
-    ("conditioner.embedders.1.model.", ("text_encoder_2",)),
-    ("vae.vae_model.", ("vae",)),
-    ("vae.", ("vae",)),
-    ("first_stage_model.", ("vae",)),
-)
-_TRANSFORMER: Final = "transformer."  # also the start of a path in some text encoders
-
-
-def parse_name(name: str) -> ModuleName:
-    """Take the name of a LoRA's module apart, in any format."""
-    if "." not in name:
-        for prefix, parts in _FLAT:
-            if name.startswith(prefix):
-                return ModuleName(parts, name.removeprefix(prefix), is_flat=True)
-    for prefix, parts in _DOTTED:
-        if name.startswith(prefix):
-            return ModuleName(parts, name.removeprefix(prefix))
-    if name.startswith(_TRANSFORMER) and not name.startswith(f"{_TRANSFORMER}resblocks."):
-        return ModuleName(("denoiser",), name.removeprefix(_TRANSFORMER))
-    return ModuleName((), name)
-
-
-_DENOISERS: Final = ("flux", "sd3", "wan", "qwen_image")
-
-
-def flat(path: str) -> str:
-    """A path with underscores for dots."""
-    return path.replace(".", "_")
-
-
-def _dotted(*paths: str) -> dict[str, str]:
-    return {flat(path): path for path in paths}
-
-
-_ATTENTION: Final = _dotted("proj_in", "proj_out", "norm")
-_TRANSFORMER_LAYERS: Final = _dotted(
-    *(f"attn{number}.to_{name}" for number in (1, 2) for name in ("q", "k", "v", "out.0")),
-    *("ff.net.0.proj", "ff.net.2"),
-    *(f"norm{number}" for number in (1, 2, 3)),
-)
-_RESNETS: Final = _dotted(*RESNET, *RESNET_OF_SGM)
-_TOP_NAMES: Final = _dotted(*TOP, *TOP_OF_SGM)
-_BLOCKS: Final = re.compile(
-    r"(?:(down_blocks|up_blocks)_(\d+)_(resnets|attentions|downsamplers|upsamplers)_(\d+)"
-    r"|(mid_block)_(resnets|attentions)_(\d+)"
-    r"|(input_blocks|output_blocks)_(\d+)_(\d+)"
-    r"|(middle_block)_(\d+))_(\w+)"
-)
-_TRANSFORMER_BLOCK: Final = re.compile(r"transformer_blocks_(\d+)_(\w+)")
-
-
-def unflattened_denoiser(name: str) -> str | None:
-    """The path of a denoiser's layer, in the naming that the flat name is of.
-
-    Args:
-        name: Without `lora_unet_` or the like.
-
-    Returns:
-        The path; None for a name of no known architecture.
-    """
-    if name in _TOP_NAMES:
-        return _TOP_NAMES[name]
-    block = _BLOCKS.fullmatch(name)
-    if block is None:
-        return unflattened(name, _DENOISERS)
-    *start, rest = (piece for piece in block.groups() if piece is not None)
-    inner = _inside_block(rest)
-    return None if inner is None else ".".join([*start, inner])
-
-
-def unflattened_text_encoder(name: str) -> str | None:
-    """The path of a text encoder's layer, as transformers names it.
-
-    Args:
-        name: Without `lora_te_` or the like.
-
-    Returns:
-        The path; None for a name of no known architecture.
-    """
-    if name == "text_projection":
-        return name
-    inner = unflattened(name.removeprefix(_TEXT_MODEL), ("open_clip", "t5"))
-    if inner is None:
-        return None
-    return f"text_model.{inner}" if name.startswith(_TEXT_MODEL) else inner
-
-
-def _inside_block(rest: str) -> str | None:
-    transformer = _TRANSFORMER_BLOCK.fullmatch(rest)
-    if transformer is not None:
-        inner = _TRANSFORMER_LAYERS.get(transformer[2])
-        return None if inner is None else f"transformer_blocks.{transformer[1]}.{inner}"
-    if rest in {"conv", "op"}:
-        return rest
-    return _ATTENTION.get(rest) or _RESNETS.get(rest)
-
-
-FAMILY_TITLES: Final = {
-    "lbm": "LBM",
-    "sd15": "Stable Diffusion 1.5",
-    "sd2": "Stable Diffusion 2",
-    "sdxl": "SDXL",
-    "sd3": "Stable Diffusion 3",
-    "flux": "FLUX",
-    "wan": "WAN",
-    "qwen_image": "Qwen-Image",
-}
-"""Families by what their users call them."""
-
-
-_CONTEXT_WIDTHS: Final = {768: "sd15", 1024: "sd2", 2048: "sdxl"}
-_OF_SDXL: Final = {
-    "transformer_blocks_9_": "ten transformer blocks in a row",
-    "add_embedding_linear": "its embedding of image sizes",
-    "label_emb_0": "its embedding of image sizes",
-}
-_TRANSFORMERS: Final = ("flux", "sd3", "wan", "qwen_image")
-_VACE: Final = "vace_"  # WAN's variant that also reads a video has its blocks twice
-_CONTEXT_LAYERS: Final = ("attn2.to_k", "attn2.to_v", "attn2_to_k", "attn2_to_v")
 
 
 @dataclass(frozen=True, slots=True)
@@ -502,11 +509,6 @@ class FileFamily:
     evidence: str
 
 
-def title_of(family: str | None) -> str:
-    """The family as its users call it."""
-    return FAMILY_TITLES.get(family or "", "an unknown family")
-
-
 def file_family(lora: LoraFile) -> FileFamily:
     """Tell by names and shapes; by the header where these leave it open.
 
@@ -516,7 +518,7 @@ def file_family(lora: LoraFile) -> FileFamily:
     by_names = _by_names(lora)
     stated = family_in(lora.metadata)
     if by_names in UNET_FAMILIES:
-        return _of_unet(lora, by_names, stated)
+        return _unet_file_family(lora, by_names, stated)
     if by_names is not None:
         return FileFamily(by_names, False, "its names")
     return FileFamily(stated, False, "its header" if stated else "neither names nor header tell")
@@ -550,7 +552,7 @@ def _is_in_table(family: str, path: str) -> bool:
     return row_of_original(family, path) is not None or row_of_diffusers(family, path) is not None
 
 
-def _of_unet(lora: LoraFile, by_names: str, stated: str | None) -> FileFamily:
+def _unet_file_family(lora: LoraFile, by_names: str, stated: str | None) -> FileFamily:
     """The names of all U-Nets are alike: the width of what cross attention reads tells them apart."""
     if by_names == "lbm":
         return FileFamily("lbm", True, "its names")
@@ -559,7 +561,7 @@ def _of_unet(lora: LoraFile, by_names: str, stated: str | None) -> FileFamily:
         return FileFamily(_CONTEXT_WIDTHS[width], True, f"cross attention that reads {width} features")
     if stated in UNET_FAMILIES:
         return FileFamily(stated, True, "its header")
-    for mark, words in _OF_SDXL.items():
+    for mark, words in _MARKS_OF_SDXL.items():
         if any(mark in flat(name) for name in lora.names):
             return FileFamily("sdxl", True, words)
     return FileFamily(None, True, "the names of a U-Net, of no known width")
@@ -571,3 +573,8 @@ def _context_width(lora: LoraFile) -> int | None:
         if name.endswith(_CONTEXT_LAYERS) and len(shape) == 2:
             return shape[1]
     return None
+
+
+def title_of(family: str | None) -> str:
+    """The family as its users call it."""
+    return FAMILY_TITLES.get(family or "", "an unknown family")

@@ -1,17 +1,16 @@
 """Whether two LoRAs act in the same directions of the same weights: principal angles and overlap.
 
-For each weight that both change, the principal angles between the spaces that the changes write to (their columns)
-and read from (their rows), from their factors alone. A sum of low-rank changes, LoHa's product of two and LoKr's
-Kronecker product are pairs of factors too, as long as their rank is small.
+For each weight that both change, `overlap` compares the spaces that the changes write to (the columns of ΔW, its left
+singular vectors) and read from (its rows, the right ones), from their factors alone. A sum of low-rank changes,
+LoHa's product of two and LoKr's Kronecker product are pairs of factors too, as long as their rank is small.
 
-With up = Q·R and downᵀ = P·S, the spaces that ΔW = up·down acts in are those of Q·U and P·V for R·Sᵀ = U·Σ·Vᵀ. R and
-S come from the Cholesky factors of upᵀup and down·downᵀ, and the cosines of two changes from upₐᵀup_b and
-downₐ·down_bᵀ: no basis as long as the weight is formed (CholeskyQR; Yamamoto et al., ETNA 44, 2015). Squares cost
-digits, so factors that are nearly dependent are compared by `subspaces.bases_of`.
-
-The columns of ΔW (its left singular vectors) are what the change can write, its rows (the right ones) what it
-reads. For orthonormal bases U₁ (m, r₁) and U₂ (m, r₂) the singular values of U₁ᵀU₂ are the cosines of the
-principal angles between the spaces (Björck and Golub, Math. Comp. 27, 1973).
+For orthonormal bases U₁ (m, r₁) and U₂ (m, r₂) the singular values of U₁ᵀU₂ are the cosines of the principal angles
+between the spaces (Björck and Golub, Math. Comp. 27, 1973). The bases need not be formed (`shared_spaces`): with
+up = Q·R and downᵀ = P·S, the spaces that ΔW = up·down acts in are those of Q·U and P·V for R·Sᵀ = U·Σ·Vᵀ. R and S come
+from the Cholesky factors of upᵀup and down·downᵀ, and the cosines of two changes from upₐᵀup_b and downₐ·down_bᵀ: no
+basis as long as the weight is formed (CholeskyQR; Yamamoto et al., ETNA 44, 2015). Squares cost digits, so factors
+that are nearly dependent are compared by bases after all (`bases_of`), and so are the angles themselves
+(`principal_angles`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,6 +32,14 @@ from sigmascope.probes.applied_patch import AppliedPatch
 from sigmascope.probes.reading import attempt
 
 __all__ = ["KeyOverlap", "LoraOverlap", "angles_of", "overlap"]
+
+_Changes = Mapping[str, list[AppliedPatch]]
+_WORST_CONDITION: Final = 1e3
+"""The bases are off by its square times float64's precision: 10⁻¹⁰ here."""
+_NOISE: Final = 1e-6
+"""Singular values below this share of the largest are rounding of the stored factors, not directions."""
+_NEAR_ONE: Final = 1.0 - 1e-7
+"""Above, a cosine has lost half of the digits of its angle."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +197,13 @@ def _both(first: list[AppliedPatch], second: list[AppliedPatch]) -> tuple[LoraFa
     return a, b.to(device=a.up.device)
 
 
+def _factors(patches: list[AppliedPatch]) -> LoraFactors:
+    shape = weight_shape_of(patches, None)
+    if shape is None:
+        raise LoraFormatError("the shape of the weight is not known.")
+    return as_factors(patches, shape)
+
+
 def _chance(ranks: tuple[int, int], shape: tuple[int, ...]) -> float:
     return sum(min(1.0, max(ranks) / size) for size in shape) / 2 if all(ranks) else 0.0
 
@@ -201,16 +215,6 @@ def _angles(a: LoraFactors, b: LoraFactors) -> tuple[tuple[float, ...], tuple[fl
     pairs = (one.columns, two.columns), (one.rows, two.rows)
     columns, rows = (tuple(principal_angles(*pair).tolist()) for pair in pairs)
     return columns, rows
-
-
-def _factors(patches: list[AppliedPatch]) -> LoraFactors:
-    shape = weight_shape_of(patches, None)
-    if shape is None:
-        raise LoraFormatError("the shape of the weight is not known.")
-    return as_factors(patches, shape)
-
-
-_Changes = Mapping[str, list[AppliedPatch]]
 
 
 def _length(patches: _Changes, found: Sequence[KeyOverlap], side: int, unavailable: dict[str, str]) -> float:
@@ -233,10 +237,6 @@ def _weighted(found: Sequence[KeyOverlap], figure: str, total: float) -> float |
         return None
     value = fsum(prod(one.norms) * float(getattr(one, figure)) for one in found) / total
     return max(-1.0, min(1.0, value))
-
-
-_WORST_CONDITION: Final = 1e3
-"""The bases are off by its square times float64's precision: 10⁻¹⁰ here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,10 +272,6 @@ def shared_spaces(a: LoraFactors, b: LoraFactors) -> SharedSpaces:
     rows = one.rows.mT @ (in_double(a.down) @ in_double(b.down).mT) @ two.rows
     ranks = len(one.values), len(two.values)
     return SharedSpaces(_share(columns), _share(rows), ranks, (one.norm, two.norm), inner)
-
-
-def _share(cosines: Tensor) -> float:
-    return min(1.0, float(cosines.square().sum()) / min(cosines.shape))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -319,6 +315,10 @@ def _triangle(gram: Tensor) -> tuple[Tensor, Tensor] | None:
     return lower.mT * lengths, inverse / lengths[:, None]
 
 
+def _share(cosines: Tensor) -> float:
+    return min(1.0, float(cosines.square().sum()) / min(cosines.shape))
+
+
 def _by_bases(a: LoraFactors, b: LoraFactors, inner: float) -> SharedSpaces:
     one, two = bases_of(a), bases_of(b)
     columns, rows = (
@@ -326,10 +326,6 @@ def _by_bases(a: LoraFactors, b: LoraFactors, inner: float) -> SharedSpaces:
     )
     norms = float(one.values.norm()), float(two.values.norm())
     return SharedSpaces(columns, rows, (len(one.values), len(two.values)), norms, inner)
-
-
-_NOISE: Final = 1e-6
-"""Singular values below this share of the largest are rounding of the stored factors, not directions."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -372,10 +368,6 @@ def subspace_overlap(one: Float[Tensor, "n r"], other: Float[Tensor, "n s"]) -> 
     """
     smaller = min(one.shape[1], other.shape[1])
     return float((one.mT @ other).square().sum()) / smaller if smaller else 0.0
-
-
-_NEAR_ONE: Final = 1.0 - 1e-7
-"""Above, a cosine has lost half of the digits of its angle."""
 
 
 def principal_angles(one: Float[Tensor, "n r"], other: Float[Tensor, "n s"]) -> Float[Tensor, " k"]:

@@ -1,11 +1,16 @@
 """What each patch on a model does to its weight, as its host applies it: as factors, or formed whole.
 
-Hosts differ: DoRA's magnitudes per output are divided by the norm of the unchanged weight in ComfyUI and by that of
-the changed one in PEFT (and in the paper, Liu et al., arXiv 2402.09353), and PEFT's strength acts inside the norm.
-Here is what each host does, not what it should do.
+`sort_patches` tells which patches of a weight act. `change_by` forms what one of them adds to the weight as it is when
+the patch comes, in float64. Hosts differ: DoRA's magnitudes per output are divided by the norm of the unchanged weight
+in ComfyUI and by that of the changed one in PEFT (and in the paper, Liu et al., arXiv 2402.09353), and PEFT's strength
+acts inside the norm. Here is what each host does, not what it should do.
 
-A block's rotation is the Cayley transform of a skew matrix, R = (I + Q)(I − Q)⁻¹ with Q = B − Bᵀ, whose length is
-limited by the stored alpha. ComfyUI's way of applying them is followed, strengths included.
+Rotations of a weight's rows are OFT (Qiu et al., arXiv 2306.07280) and BOFT (Liu et al., arXiv 2311.06243). A block's
+rotation is the Cayley transform of a skew matrix, R = (I + Q)(I − Q)⁻¹ with Q = B − Bᵀ, whose length is limited by the
+stored alpha (`cayley`). ComfyUI's way of applying them is followed, strengths included.
+
+A patch that is a product is not formed: `factors_of` gives it as two factors, so that its norm needs no product
+(`norm_of_sum`). `as_factors` gives all changes of one weight as a single pair, where they are low-rank in any way.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +30,20 @@ from sigmascope.probes.applied_patch import AppliedPatch
 
 _PEFT: Final = "peft."
 _WHATEVER_THE_STRENGTH: Final = frozenset({"set", "dora"})
+
+_NEEDS_WEIGHT: Final = frozenset({"glora", "oft", "boft", "set", "dora"})
+_EPSILON: Final = torch.finfo(torch.float32).eps  # what ComfyUI adds to norms of weights in float32
+
+Shape = tuple[int, ...]
+_FACTS_BY_KIND: Final = {"loha": ("hada_", LohaChange.facts), "lokr": ("lokr_", LokrChange.facts)}
+
+_LEAST = 1e-8  # ComfyUI's guard against a division by zero
+
+_CANCELLED: Final = 1e-6
+"""A sum this much shorter than its parts has lost half of float64's digits in squares, and is taken from QR."""
+_ROUNDING: Final = 1e-13
+"""A sum this much shorter than its parts is what float64 leaves of parts that cancel."""
+_LARGEST_RANK: Final = 2048  # above, the bases take seconds a weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,38 +75,6 @@ def sort_patches(patches: Sequence[AppliedPatch]) -> Sorted:
     return Sorted(tuple(acting), tuple(left_out))
 
 
-def strength_of(patch: AppliedPatch) -> float:
-    """The strength of a change without its scale; 0 for one that is switched off.
-
-    Raises:
-        LoraFormatError: It could not be read.
-    """
-    return 0.0 if patch.state == "inactive" else _known(patch, "strength", patch.strength)
-
-
-def scale_of_patch(patch: AppliedPatch) -> float:
-    """Alpha over rank, as the host has it.
-
-    Raises:
-        LoraFormatError: It could not be read.
-    """
-    return _known(patch, "scale", patch.scale)
-
-
-def kept_of_weight(patch: AppliedPatch) -> float:
-    """What the weight itself is multiplied with before the change.
-
-    Raises:
-        LoraFormatError: It could not be read.
-    """
-    return _known(patch, "strength_model", patch.strength_model)
-
-
-def is_by_peft(patch: AppliedPatch) -> bool:
-    """Whether PEFT applies it, which does some kinds in another way than ComfyUI."""
-    return _PEFT in patch.data_type
-
-
 def _idle(patch: AppliedPatch) -> str | None:
     if patch.state == "failed":
         return f"it cannot be applied: {patch.state_reason}" if patch.state_reason else "it cannot be applied"
@@ -100,15 +87,43 @@ def _idle(patch: AppliedPatch) -> str | None:
     return None
 
 
-def _known(patch: AppliedPatch, name: str, value: float | None) -> float:
+def strength_of(patch: AppliedPatch) -> float:
+    """The strength of a change without its scale; 0 for one that is switched off.
+
+    Raises:
+        LoraFormatError: It could not be read.
+    """
+    return 0.0 if patch.state == "inactive" else _required(patch, "strength", patch.strength)
+
+
+def scale_of_patch(patch: AppliedPatch) -> float:
+    """Alpha over rank, as the host has it.
+
+    Raises:
+        LoraFormatError: It could not be read.
+    """
+    return _required(patch, "scale", patch.scale)
+
+
+def kept_of_weight(patch: AppliedPatch) -> float:
+    """What the weight itself is multiplied with before the change.
+
+    Raises:
+        LoraFormatError: It could not be read.
+    """
+    return _required(patch, "strength_model", patch.strength_model)
+
+
+def _required(patch: AppliedPatch, name: str, value: float | None) -> float:
     if value is None:
         reason = patch.unavailable.get(name, "the host does not say")
         raise LoraFormatError(f"the {name} of a change of {patch.key} could not be read: {reason}.")
     return value
 
 
-_NEEDS_WEIGHT: Final = frozenset({"glora", "oft", "boft", "set", "dora"})
-_EPSILON: Final = torch.finfo(torch.float32).eps  # what ComfyUI adds to norms of weights in float32
+def is_by_peft(patch: AppliedPatch) -> bool:
+    """Whether PEFT applies it, which does some kinds in another way than ComfyUI."""
+    return _PEFT in patch.data_type
 
 
 def needs_weight(patch: AppliedPatch) -> bool:
@@ -140,6 +155,33 @@ def change_by(patch: AppliedPatch, weight: Tensor, held: Tensor) -> Tensor:
             change = change * (patch.alpha or 0.0)
         change = _magnified(patch, weight, change)
     return change * strength
+
+
+def _magnified(patch: AppliedPatch, weight: Tensor, change: Tensor) -> Tensor:
+    """m·(W + δ)/norm − W."""
+    magnitude = _tensor(patch, "dora_scale", weight)
+    changed = weight + change
+    # Until April 2025 ComfyUI kept changes as tuples, and took all magnitudes for those of inputs.
+    by_output = magnitude.shape[:1] == weight.shape[:1] and "tuple" not in patch.data_type
+    norm = _norms_along(weight, 0) if by_output else _norms_along(changed, 1)
+    result: Tensor = changed * (magnitude / (norm + _EPSILON)) - weight
+    return result
+
+
+def _magnified_by_peft(patch: AppliedPatch, weight: Tensor, held: Tensor, change: Tensor) -> Tensor:
+    """m·(W + δ)/‖W₀ + δ‖ − W: a second DoRA acts on the output of the first, and takes its norm of W₀ alone."""
+    magnitude = _tensor(patch, "dora_scale", weight).flatten()
+    axis = 0 if len(magnitude) == weight.shape[0] else 1
+    shape = [size if number == axis else 1 for number, size in enumerate(weight.shape)]
+    norm = _norms_along(held + change, axis).clamp_min(torch.finfo(torch.float64).tiny)
+    result: Tensor = (weight + change) * (magnitude.reshape(shape) / norm) - weight
+    return result
+
+
+def _norms_along(weight: Tensor, axis: int) -> Tensor:
+    others = [number for number in range(weight.ndim) if number != axis]
+    norms: Tensor = torch.linalg.vector_norm(weight, dim=others, keepdim=True)
+    return norms
 
 
 def _direction(patch: AppliedPatch, weight: Tensor) -> Tensor:
@@ -209,127 +251,31 @@ def _boft(patch: AppliedPatch, weight: Tensor) -> Tensor:
     )
 
 
-Shape = tuple[int, ...]
-_FACTS: Final = {"loha": ("hada_", LohaChange.facts), "lokr": ("lokr_", LokrChange.facts)}
+def _refuse_by_peft(patch: AppliedPatch) -> None:
+    if is_by_peft(patch):
+        raise LoraFormatError(f"{patch.key}: PEFT's way of rotating weights is not calculated here.")
 
 
-def is_product(patch: AppliedPatch) -> bool:
-    """Whether a change is up · down and nothing else."""
-    return patch.adapter_type == "lora" and {"up", "down"} <= patch.tensors.keys()
-
-
-def own_shape(patch: AppliedPatch) -> Shape:
-    """The shape that a change has by itself, without looking at the weight.
-
-    Raises:
-        LoraFormatError: Its parts do not fit together, or tell no shape.
-    """
-    if patch.adapter_type == "diff" and "diff" in patch.tensors:
-        return tuple(patch.tensors["diff"].shape)
-    if patch.adapter_type in _FACTS:
-        start, facts = _FACTS[patch.adapter_type]
-        return facts({start + name: tuple(part.shape) for name, part in patch.tensors.items()}).weight_shape
-    if not is_product(patch):
-        raise LoraFormatError(f"{patch.key}: a {patch.adapter_type} change does not show its shape.")
-    down = patch.tensors["down"]
-    kernel = patch.tensors["mid"].shape[2:] if "mid" in patch.tensors else down.shape[2:]
-    return (patch.tensors["up"].shape[0], down.shape[1], *kernel)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class WeightedFactors:
-    """weight · up · down, up (out, r) and down (r, in·kh·kw) of the whole weight that is changed."""
-
-    up: Tensor
-    down: Tensor
-    weight: float
-
-
-def _padded(tensor: Tensor, axis: int, start: int, size: int) -> Tensor:
-    whole = tensor.new_zeros([size if number == axis else n for number, n in enumerate(tensor.shape)])
-    whole.narrow(axis, start, tensor.shape[axis]).copy_(tensor)
-    return whole
-
-
-def _misfit(patch: AppliedPatch, up: Tensor, down: Tensor, shape: Shape) -> ModelMismatchError:
-    part = "" if patch.offset is None else f" at {patch.offset}"
-    return ModelMismatchError(
-        f"{patch.key}: up {tuple(up.shape)} and down {tuple(down.shape)} are no change of a weight {shape}{part}."
-    )
-
-
-def placed(patch: AppliedPatch, up: Tensor, down: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
-    """Factors of a part of a weight, with zeros where it is not changed.
-
-    Raises:
-        ModelMismatchError: They do not fit the weight, or the part.
-    """
-    if patch.offset is None:
-        if (up.shape[0], down[0].numel()) != (shape[0], prod(shape[1:])):
-            raise _misfit(patch, up, down, shape)
-        return up, down.flatten(1)
-    axis, start, length = patch.offset
-    if axis == 0:
-        if (up.shape[0], down[0].numel()) != (length, prod(shape[1:])) or start + length > shape[0]:
-            raise _misfit(patch, up, down, shape)
-        return _padded(up, 0, start, shape[0]), down.flatten(1)
-    part = (*shape[1:axis], length, *shape[axis + 1 :])
-    if (up.shape[0], down[0].numel()) != (shape[0], prod(part)) or start + length > shape[axis]:
-        raise _misfit(patch, up, down, shape)
-    return up, _padded(down.reshape(len(down), *part), axis, start, shape[axis]).flatten(1)
-
-
-def factors_of(patch: AppliedPatch, shape: Shape) -> WeightedFactors:
-    """Give a plain change as factors of the whole weight, in float64.
-
-    Args:
-        patch: One for which `is_product` holds.
-        shape: Of the whole weight. A change of a part of it gets rows or columns of zeros.
-
-    Raises:
-        ModelMismatchError: The factors do not fit the weight.
-        LoraFormatError: Strength or scale could not be read.
-    """
-    up, down = in_double(patch.tensors["up"]).flatten(1), in_double(patch.tensors["down"])
-    if "mid" in patch.tensors:
-        core = in_double(patch.tensors["mid"]).to(down.device)
-        down = torch.tensordot(core, down.flatten(1), dims=([1], [0])).movedim(-1, 1)
-    up, down = placed(patch, up, down.to(up.device), shape)
-    return WeightedFactors(up, down, strength_of(patch) * scale_of_patch(patch))
-
-
-def _tensor(patch: AppliedPatch, name: str, weight: Tensor) -> Tensor:
-    if name not in patch.tensors:
-        raise LoraFormatError(f"{patch.key}: a change of kind {patch.adapter_type} without its {name}.")
-    return patch.tensors[name].detach().to(weight.device, torch.float64)
+_FORMS: Final[Mapping[str, Callable[[AppliedPatch, Tensor], Tensor]]] = {
+    "lora": _product,
+    "dora": _product,
+    "loha": _loha,
+    "lokr": _lokr,
+    "glora": _glora,
+    "oft": _oft,
+    "boft": _boft,
+    "diff": _diff,
+}
 
 
 def _parts(patch: AppliedPatch, weight: Tensor, start: str, names: set[str]) -> dict[str, Tensor]:
     return {start + name: _tensor(patch, name, weight) for name in names & patch.tensors.keys()}
 
 
-def _refuse_by_peft(patch: AppliedPatch) -> None:
-    if is_by_peft(patch):
-        raise LoraFormatError(f"{patch.key}: PEFT's way of rotating weights is not calculated here.")
-
-
-_LEAST = 1e-8  # ComfyUI's guard against a division by zero
-
-
-def cayley(blocks: Float[Tensor, "... b b"], limit: float) -> Float[Tensor, "... b b"]:
-    """The rotation of each block.
-
-    Args:
-        blocks: Any matrices B; only their skew part counts.
-        limit: Of ‖Q‖ over all blocks; none if it is not above 0.
-    """
-    skew = blocks - blocks.mT
-    length = float(torch.linalg.vector_norm(skew)) + _LEAST
-    if 0.0 < limit < length:
-        skew = skew * (limit / length)
-    identity = torch.eye(blocks.shape[-1], dtype=blocks.dtype, device=blocks.device)
-    rotation: Tensor = torch.linalg.solve(identity - skew, identity + skew, left=False)
-    return rotation
+def _tensor(patch: AppliedPatch, name: str, weight: Tensor) -> Tensor:
+    if name not in patch.tensors:
+        raise LoraFormatError(f"{patch.key}: a change of kind {patch.adapter_type} without its {name}.")
+    return patch.tensors[name].detach().to(weight.device, torch.float64)
 
 
 def oft_change(
@@ -372,49 +318,43 @@ def boft_change(
     return (changed if rescale is None else changed * rescale) - weight
 
 
-_FORMS: Final[Mapping[str, Callable[[AppliedPatch, Tensor], Tensor]]] = {
-    "lora": _product,
-    "dora": _product,
-    "loha": _loha,
-    "lokr": _lokr,
-    "glora": _glora,
-    "oft": _oft,
-    "boft": _boft,
-    "diff": _diff,
-}
+def cayley(blocks: Float[Tensor, "... b b"], limit: float) -> Float[Tensor, "... b b"]:
+    """The rotation of each block.
+
+    Args:
+        blocks: Any matrices B; only their skew part counts.
+        limit: Of ‖Q‖ over all blocks; none if it is not above 0.
+    """
+    skew = blocks - blocks.mT
+    length = float(torch.linalg.vector_norm(skew)) + _LEAST
+    if 0.0 < limit < length:
+        skew = skew * (limit / length)
+    identity = torch.eye(blocks.shape[-1], dtype=blocks.dtype, device=blocks.device)
+    rotation: Tensor = torch.linalg.solve(identity - skew, identity + skew, left=False)
+    return rotation
 
 
-def _magnified(patch: AppliedPatch, weight: Tensor, change: Tensor) -> Tensor:
-    """m·(W + δ)/norm − W."""
-    magnitude = _tensor(patch, "dora_scale", weight)
-    changed = weight + change
-    # Until April 2025 ComfyUI kept changes as tuples, and took all magnitudes for those of inputs.
-    by_output = magnitude.shape[:1] == weight.shape[:1] and "tuple" not in patch.data_type
-    norm = _norms_along(weight, 0) if by_output else _norms_along(changed, 1)
-    result: Tensor = changed * (magnitude / (norm + _EPSILON)) - weight
-    return result
+def is_product(patch: AppliedPatch) -> bool:
+    """Whether a change is up · down and nothing else."""
+    return patch.adapter_type == "lora" and {"up", "down"} <= patch.tensors.keys()
 
 
-def _magnified_by_peft(patch: AppliedPatch, weight: Tensor, held: Tensor, change: Tensor) -> Tensor:
-    """m·(W + δ)/‖W₀ + δ‖ − W: a second DoRA acts on the output of the first, and takes its norm of W₀ alone."""
-    magnitude = _tensor(patch, "dora_scale", weight).flatten()
-    axis = 0 if len(magnitude) == weight.shape[0] else 1
-    shape = [size if number == axis else 1 for number, size in enumerate(weight.shape)]
-    norm = _norms_along(held + change, axis).clamp_min(torch.finfo(torch.float64).tiny)
-    result: Tensor = (weight + change) * (magnitude.reshape(shape) / norm) - weight
-    return result
+def own_shape(patch: AppliedPatch) -> Shape:
+    """The shape that a change has by itself, without looking at the weight.
 
-
-def _norms_along(weight: Tensor, axis: int) -> Tensor:
-    others = [number for number in range(weight.ndim) if number != axis]
-    norms: Tensor = torch.linalg.vector_norm(weight, dim=others, keepdim=True)
-    return norms
-
-
-_CANCELLED: Final = 1e-6
-"""A sum this much shorter than its parts has lost half of float64's digits in squares, and is taken from QR."""
-_ROUNDING: Final = 1e-13
-"""A sum this much shorter than its parts is what float64 leaves of parts that cancel."""
+    Raises:
+        LoraFormatError: Its parts do not fit together, or tell no shape.
+    """
+    if patch.adapter_type == "diff" and "diff" in patch.tensors:
+        return tuple(patch.tensors["diff"].shape)
+    if patch.adapter_type in _FACTS_BY_KIND:
+        start, facts = _FACTS_BY_KIND[patch.adapter_type]
+        return facts({start + name: tuple(part.shape) for name, part in patch.tensors.items()}).weight_shape
+    if not is_product(patch):
+        raise LoraFormatError(f"{patch.key}: a {patch.adapter_type} change does not show its shape.")
+    down = patch.tensors["down"]
+    kernel = patch.tensors["mid"].shape[2:] if "mid" in patch.tensors else down.shape[2:]
+    return (patch.tensors["up"].shape[0], down.shape[1], *kernel)
 
 
 def weight_shape_of(patches: Sequence[AppliedPatch], weight: Tensor | None) -> Shape | None:
@@ -422,7 +362,7 @@ def weight_shape_of(patches: Sequence[AppliedPatch], weight: Tensor | None) -> S
 
     ComfyUI enlarges a weight by zeros for a change that says so.
     """
-    own = [own_shape(patch) for patch in patches if patch.offset is None and _shows(patch)]
+    own = [own_shape(patch) for patch in patches if patch.offset is None and _shows_shape(patch)]
     said = [patch.weight_shape for patch in patches if patch.weight_shape is not None]
     if weight is None and not said and not own:
         return None
@@ -431,10 +371,77 @@ def weight_shape_of(patches: Sequence[AppliedPatch], weight: Tensor | None) -> S
     return tuple(map(max, given, *larger)) if larger else given
 
 
+def _shows_shape(patch: AppliedPatch) -> bool:
+    whole = patch.adapter_type == "diff" and "diff" in patch.tensors
+    return whole or is_product(patch) or patch.adapter_type in _FACTS_BY_KIND
+
+
 def fits(patch: AppliedPatch, shape: Shape) -> bool:
     """Whether a plain change is the matrix of a weight, and not one that is reshaped to it."""
     own = own_shape(patch)
     return patch.offset is not None or (own[0], prod(own[1:])) == (shape[0], prod(shape[1:]))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WeightedFactors:
+    """weight · up · down, up (out, r) and down (r, in·kh·kw) of the whole weight that is changed."""
+
+    up: Tensor
+    down: Tensor
+    weight: float
+
+
+def factors_of(patch: AppliedPatch, shape: Shape) -> WeightedFactors:
+    """Give a plain change as factors of the whole weight, in float64.
+
+    Args:
+        patch: One for which `is_product` holds.
+        shape: Of the whole weight. A change of a part of it gets rows or columns of zeros.
+
+    Raises:
+        ModelMismatchError: The factors do not fit the weight.
+        LoraFormatError: Strength or scale could not be read.
+    """
+    up, down = in_double(patch.tensors["up"]).flatten(1), in_double(patch.tensors["down"])
+    if "mid" in patch.tensors:
+        core = in_double(patch.tensors["mid"]).to(down.device)
+        down = torch.tensordot(core, down.flatten(1), dims=([1], [0])).movedim(-1, 1)
+    up, down = placed(patch, up, down.to(up.device), shape)
+    return WeightedFactors(up, down, strength_of(patch) * scale_of_patch(patch))
+
+
+def placed(patch: AppliedPatch, up: Tensor, down: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
+    """Factors of a part of a weight, with zeros where it is not changed.
+
+    Raises:
+        ModelMismatchError: They do not fit the weight, or the part.
+    """
+    if patch.offset is None:
+        if (up.shape[0], down[0].numel()) != (shape[0], prod(shape[1:])):
+            raise _misfit(patch, up, down, shape)
+        return up, down.flatten(1)
+    axis, start, length = patch.offset
+    if axis == 0:
+        if (up.shape[0], down[0].numel()) != (length, prod(shape[1:])) or start + length > shape[0]:
+            raise _misfit(patch, up, down, shape)
+        return _padded(up, 0, start, shape[0]), down.flatten(1)
+    part = (*shape[1:axis], length, *shape[axis + 1 :])
+    if (up.shape[0], down[0].numel()) != (shape[0], prod(part)) or start + length > shape[axis]:
+        raise _misfit(patch, up, down, shape)
+    return up, _padded(down.reshape(len(down), *part), axis, start, shape[axis]).flatten(1)
+
+
+def _padded(tensor: Tensor, axis: int, start: int, size: int) -> Tensor:
+    whole = tensor.new_zeros([size if number == axis else n for number, n in enumerate(tensor.shape)])
+    whole.narrow(axis, start, tensor.shape[axis]).copy_(tensor)
+    return whole
+
+
+def _misfit(patch: AppliedPatch, up: Tensor, down: Tensor, shape: Shape) -> ModelMismatchError:
+    part = "" if patch.offset is None else f" at {patch.offset}"
+    return ModelMismatchError(
+        f"{patch.key}: up {tuple(up.shape)} and down {tuple(down.shape)} are no change of a weight {shape}{part}."
+    )
 
 
 def norm_of_sum(parts: Sequence[WeightedFactors]) -> float:
@@ -448,7 +455,7 @@ def norm_of_sum(parts: Sequence[WeightedFactors]) -> float:
     norm = whole.frobenius_norm()
     if len(parts) == 1:
         return norm
-    lengths = sqrt(sum(abs(part.weight) ** 2 * _pair(part).frobenius_norm() ** 2 for part in parts))
+    lengths = sqrt(sum(abs(part.weight) ** 2 * _unweighted(part).frobenius_norm() ** 2 for part in parts))
     if norm > _CANCELLED * lengths:
         return norm
     _, core, _ = whole.orthogonal_form()
@@ -464,16 +471,8 @@ def concatenated(parts: Sequence[WeightedFactors]) -> LoraFactors:
     return LoraFactors(up, down, float(up.shape[1]), (up.shape[0], down.shape[1]))
 
 
-def _shows(patch: AppliedPatch) -> bool:
-    whole = patch.adapter_type == "diff" and "diff" in patch.tensors
-    return whole or is_product(patch) or patch.adapter_type in _FACTS
-
-
-def _pair(part: WeightedFactors) -> LoraFactors:
+def _unweighted(part: WeightedFactors) -> LoraFactors:
     return LoraFactors(part.up, part.down, float(part.up.shape[1]), (part.up.shape[0], part.down.shape[1]))
-
-
-_LARGEST_RANK: Final = 2048  # above, the bases take seconds a weight
 
 
 def as_factors(patches: Sequence[AppliedPatch], shape: Shape) -> LoraFactors:
@@ -490,24 +489,10 @@ def as_factors(patches: Sequence[AppliedPatch], shape: Shape) -> LoraFactors:
     rank = rank_together(patches)
     if rank > _LARGEST_RANK:
         raise LoraFormatError(f"the changes have a rank of {rank} together, which is too large to compare.")
-    return concatenated([_factors(patch, shape) for patch in patches])
+    return concatenated([_weighted_factors(patch, shape) for patch in patches])
 
 
-def rank_together(patches: Sequence[AppliedPatch]) -> int:
-    """The inner dimension that the changes of one weight have as one pair of factors; 0 for those that have none."""
-    return sum(_rank({name: tuple(part.shape) for name, part in patch.tensors.items()}) for patch in patches)
-
-
-def _rank(shapes: Mapping[str, Shape]) -> int:
-    if "down" in shapes:
-        return sum(shapes["down"][:1])
-    if {"w1_b", "w2_b"} <= shapes.keys() and not {"w1", "w2"} & shapes.keys():
-        return sum(shapes["w1_b"][:1]) * sum(shapes["w2_b"][:1])
-    sides = [shapes[name] if name in shapes else shapes.get(f"{name}_b", (0,))[:1] for name in ("w1", "w2")]
-    return min(sides[0], default=0) * min(sides[1], default=0)
-
-
-def _factors(patch: AppliedPatch, shape: Shape) -> WeightedFactors:
+def _weighted_factors(patch: AppliedPatch, shape: Shape) -> WeightedFactors:
     if kept_of_weight(patch) != 1.0:
         raise LoraFormatError("the weight itself is scaled, which is no low-rank change.")
     if is_product(patch):
@@ -535,15 +520,32 @@ def _lokr_factors(parts: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """(A₁B₁) ⊗ (A₂B₂) = (A₁ ⊗ A₂)(B₁ ⊗ B₂)."""
     if "t2" in parts or ("w2" in parts and parts["w2"].ndim > 2):
         raise LoraFormatError("a lokr change of a kernel has no factors whose spaces could be compared.")
-    sides = [_two(parts, "w1"), _two(parts, "w2")]
+    sides = [_side_factors(parts, "w1"), _side_factors(parts, "w2")]
     (one_up, one_down), (two_up, two_down) = sides
     return torch.kron(one_up, two_up), torch.kron(one_down, two_down)
 
 
-def _two(parts: dict[str, Tensor], name: str) -> tuple[Tensor, Tensor]:
+def _side_factors(parts: dict[str, Tensor], name: str) -> tuple[Tensor, Tensor]:
     """A side as two factors; a whole matrix as itself and the identity on its smaller side."""
     if name not in parts:
         return parts[f"{name}_a"], parts[f"{name}_b"]
     whole = parts[name]
     identity = torch.eye(min(whole.shape), dtype=whole.dtype, device=whole.device)
     return (identity, whole) if whole.shape[0] <= whole.shape[1] else (whole, identity)
+
+
+def rank_together(patches: Sequence[AppliedPatch]) -> int:
+    """The inner dimension that the changes of one weight have as one pair of factors; 0 for those that have none."""
+    return sum(
+        _inner_dimension({name: tuple(part.shape) for name, part in patch.tensors.items()})
+        for patch in patches
+    )
+
+
+def _inner_dimension(shapes: Mapping[str, Shape]) -> int:
+    if "down" in shapes:
+        return sum(shapes["down"][:1])
+    if {"w1_b", "w2_b"} <= shapes.keys() and not {"w1", "w2"} & shapes.keys():
+        return sum(shapes["w1_b"][:1]) * sum(shapes["w2_b"][:1])
+    sides = [shapes[name] if name in shapes else shapes.get(f"{name}_b", (0,))[:1] for name in ("w1", "w2")]
+    return min(sides[0], default=0) * min(sides[1], default=0)

@@ -1,4 +1,11 @@
-"""Read a LoRA file of any format, whole or one module at a time."""
+"""Read a LoRA file of any format, whole or one module at a time.
+
+`open_lora` tells names, shapes and ranks from the file's header and reads a module when it is asked for
+(`EntryReader`); `load_lora` reads the whole file into memory.
+
+`open_any` also opens files of kinds that ComfyUI applies and this package does not form from a file: OFT, BOFT and
+GLoRA. Their modules can be named and judged, as changes that are not read (`UnreadChange`).
+"""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,6 +49,27 @@ from sigmascope.lora.keys import (
     group_keys,
 )
 from sigmascope.lora.linalg import at_least_float32, is_real
+
+_ADAPTERS: Final[Mapping[Kind, type[Adapter]]] = {
+    "tucker": TuckerChange,
+    "loha": LohaChange,
+    "lokr": LokrChange,
+    "diff": DiffChange,
+    "set": SetChange,
+    "up_bias": DiffChange,
+}
+
+# Keys of OFT, BOFT and GLoRA.
+_UNREAD_KEY: Final = re.compile(
+    r"(?P<name>.+)\.(?P<end>oft_blocks|oft_diag|boft_blocks|[ab][12]\.weight|rescale|alpha|dora_scale)"
+)
+_BLOCKS: Final = ("oft_blocks", "oft_diag", "boft_blocks")
+_GLORA: Final = ("a1.weight", "a2.weight", "b1.weight", "b2.weight")
+_UNREAD_PARTS: Final = dict.fromkeys(_BLOCKS, "blocks") | {end: end.removesuffix(".weight") for end in _GLORA}
+_BUTTERFLY: Final = 4  # axes of BOFT's blocks, where OFT's have three
+_COMFYUI_STARTS: Final = ("diffusion_model.", "text_encoders.")
+UNKNOWN_SHAPE: Final = ()
+"""Of a weight of which only the number of rows is known."""
 
 
 @contextmanager
@@ -119,16 +147,6 @@ def _refuse_twice(path: Path, entries: Sequence[Entry]) -> None:
                 hint="Which of them is meant cannot be told: make the file again.",
             )
         seen.add(entry.name)
-
-
-_ADAPTERS: Final[Mapping[Kind, type[Adapter]]] = {
-    "tucker": TuckerChange,
-    "loha": LohaChange,
-    "lokr": LokrChange,
-    "diff": DiffChange,
-    "set": SetChange,
-    "up_bias": DiffChange,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,23 +292,93 @@ def _plain_shape(up: tuple[int, ...], down: tuple[int, ...]) -> tuple[int, ...]:
     return (up[0], *down[1:])
 
 
-_KEY: Final = re.compile(
-    r"(?P<name>.+)\.(?P<end>oft_blocks|oft_diag|boft_blocks|[ab][12]\.weight|rescale|alpha|dora_scale)"
-)
-_BLOCKS: Final = ("oft_blocks", "oft_diag", "boft_blocks")
-_GLORA: Final = ("a1.weight", "a2.weight", "b1.weight", "b2.weight")
-_PARTS: Final = dict.fromkeys(_BLOCKS, "blocks") | {end: end.removesuffix(".weight") for end in _GLORA}
-_BUTTERFLY: Final = 4  # axes of BOFT's blocks, where OFT's have three
-_COMFYUI_STARTS: Final = ("diffusion_model.", "text_encoders.")
+@contextmanager
+def open_any(path: Path, *, check_finite: bool = True) -> Iterator[LoraFile]:
+    """Open a LoRA file as `open_lora` does, also of OFT, BOFT and GLoRA; raises what that does."""
+    unread = open_unread(path)
+    if unread is not None:
+        yield unread
+        return
+    with open_lora(path, check_finite=check_finite) as lora:
+        yield lora
 
 
-UNKNOWN_SHAPE: Final = ()
-"""Of a weight of which only the number of rows is known."""
+def open_unread(path: Path) -> LoraFile | None:
+    """The modules of a file that holds OFT, BOFT or GLoRA and nothing else, by name; None for any other file.
+
+    Args:
+        path: The file. It is not kept open; a change that is read opens it again.
+
+    Raises:
+        CheckpointError: It cannot be read.
+    """
+    with open_checkpoint(path) as checkpoint:
+        groups = _unread_groups(checkpoint)
+        if groups is None:
+            return None
+        facts = {name: _unread_facts(checkpoint, ends) for name, ends in groups.items()}
+        metadata = dict(checkpoint.metadata)
+    known = {name: one for name, one in facts.items() if one is not None}
+    if len(known) < len(groups):
+        return None
+    return LoraFile(
+        modules={},
+        metadata=metadata,
+        path=path,
+        format=_unread_format(next(iter(groups))),
+        changes=LazyMapping(
+            {name: name for name in groups}, lambda name: _read_unread(path, known[name], groups[name])
+        ),
+        facts=known,
+    )
+
+
+def _unread_groups(checkpoint: Checkpoint) -> dict[str, dict[str, str]] | None:
+    """Key by ending, for each module; None if a key is of another kind."""
+    groups: dict[str, dict[str, str]] = {}
+    for key in checkpoint:
+        match = _UNREAD_KEY.fullmatch(key)
+        if match is None:
+            return None
+        groups.setdefault(match["name"], {})[match["end"]] = key
+    return groups or None
+
+
+def _unread_facts(checkpoint: Checkpoint, ends: Mapping[str, str]) -> ModuleFacts | None:
+    shapes = {end: checkpoint.info(key).shape for end, key in ends.items()}
+    parameters = sum(prod(shape) for end, shape in shapes.items() if end != "alpha")
+    blocks = next((shapes[end] for end in _BLOCKS if end in shapes), None)
+    if blocks is not None:
+        return ModuleFacts("boft" if len(blocks) == _BUTTERFLY else "oft", UNKNOWN_SHAPE, None, parameters)
+    if not all(end in shapes for end in _GLORA):
+        return None
+    b1, b2 = (shapes[end] for end in _GLORA[2:])
+    if b1[1] == b2[0]:  # b1·b2, as GLoRA's factors are ordered now
+        return ModuleFacts("glora", (b1[0], *b2[1:]), b2[0], parameters)
+    return ModuleFacts("glora", (b2[0], *b1[1:]), b1[0], parameters)
+
+
+def _unread_format(name: str) -> str:
+    if name.startswith(FLAT_PREFIXES) and "." not in name:
+        return "kohya"
+    return "comfyui" if name.startswith(_COMFYUI_STARTS) else "native"
+
+
+def _read_unread(path: Path, facts: ModuleFacts, ends: Mapping[str, str]) -> WeightChange:
+    """Raises NonFiniteError for NaN or Inf."""
+    parts: dict[str, Tensor] = {}
+    with open_checkpoint(path) as checkpoint:
+        for end, key in ends.items():
+            parts[_UNREAD_PARTS.get(end, end)] = tensor = checkpoint.tensor(key)
+            if not bool(torch.isfinite(tensor).all()):
+                raise NonFiniteError(f"{path}: {key} holds NaN or Inf.")
+    parts.pop("alpha", None)
+    return UnreadChange(facts.kind, facts.weight_shape, facts.parameters, parts)
 
 
 @dataclass(frozen=True, eq=False)
 class UnreadChange:
-    """A change that is not formed here, by its tensors.
+    """A change of OFT, BOFT or GLoRA by its tensors; what it does to a weight is not formed from its file.
 
     Attributes:
         kind: `oft`, `boft` or `glora`.
@@ -317,87 +405,3 @@ class UnreadChange:
     def frobenius_norm(self, base: Tensor | None = None) -> float:
         """Not to be had; raises what `delta` does."""
         return float(self.delta(base).norm())
-
-
-@contextmanager
-def open_any(path: Path, *, check_finite: bool = True) -> Iterator[LoraFile]:
-    """Open a LoRA file, also of kinds that `open_lora` refuses; raises what that does."""
-    unread = open_unread(path)
-    if unread is not None:
-        yield unread
-        return
-    with open_lora(path, check_finite=check_finite) as lora:
-        yield lora
-
-
-def open_unread(path: Path) -> LoraFile | None:
-    """The modules of a file that holds such changes and nothing else, by name; None for any other file.
-
-    Args:
-        path: The file. It is not kept open; a change that is read opens it again.
-
-    Raises:
-        CheckpointError: It cannot be read.
-    """
-    with open_checkpoint(path) as checkpoint:
-        groups = _groups(checkpoint)
-        if groups is None:
-            return None
-        facts = {name: _facts(checkpoint, ends) for name, ends in groups.items()}
-        metadata = dict(checkpoint.metadata)
-    known = {name: one for name, one in facts.items() if one is not None}
-    if len(known) < len(groups):
-        return None
-    return LoraFile(
-        modules={},
-        metadata=metadata,
-        path=path,
-        format=_format(next(iter(groups))),
-        changes=LazyMapping(
-            {name: name for name in groups}, lambda name: _read(path, known[name], groups[name])
-        ),
-        facts=known,
-    )
-
-
-def _groups(checkpoint: Checkpoint) -> dict[str, dict[str, str]] | None:
-    """Key by ending, for each module; None if a key is of another kind."""
-    groups: dict[str, dict[str, str]] = {}
-    for key in checkpoint:
-        match = _KEY.fullmatch(key)
-        if match is None:
-            return None
-        groups.setdefault(match["name"], {})[match["end"]] = key
-    return groups or None
-
-
-def _facts(checkpoint: Checkpoint, ends: Mapping[str, str]) -> ModuleFacts | None:
-    shapes = {end: checkpoint.info(key).shape for end, key in ends.items()}
-    parameters = sum(prod(shape) for end, shape in shapes.items() if end != "alpha")
-    blocks = next((shapes[end] for end in _BLOCKS if end in shapes), None)
-    if blocks is not None:
-        return ModuleFacts("boft" if len(blocks) == _BUTTERFLY else "oft", UNKNOWN_SHAPE, None, parameters)
-    if not all(end in shapes for end in _GLORA):
-        return None
-    b1, b2 = (shapes[end] for end in _GLORA[2:])
-    if b1[1] == b2[0]:  # b1·b2, as GLoRA's factors are ordered now
-        return ModuleFacts("glora", (b1[0], *b2[1:]), b2[0], parameters)
-    return ModuleFacts("glora", (b2[0], *b1[1:]), b1[0], parameters)
-
-
-def _read(path: Path, facts: ModuleFacts, ends: Mapping[str, str]) -> WeightChange:
-    """Raises NonFiniteError for NaN or Inf."""
-    parts: dict[str, Tensor] = {}
-    with open_checkpoint(path) as checkpoint:
-        for end, key in ends.items():
-            parts[_PARTS.get(end, end)] = tensor = checkpoint.tensor(key)
-            if not bool(torch.isfinite(tensor).all()):
-                raise NonFiniteError(f"{path}: {key} holds NaN or Inf.")
-    parts.pop("alpha", None)
-    return UnreadChange(facts.kind, facts.weight_shape, facts.parameters, parts)
-
-
-def _format(name: str) -> str:
-    if name.startswith(FLAT_PREFIXES) and "." not in name:
-        return "kohya"
-    return "comfyui" if name.startswith(_COMFYUI_STARTS) else "native"

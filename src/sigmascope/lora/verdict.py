@@ -1,4 +1,9 @@
-"""The verdict on a LoRA file and a model: module by module, with findings and advice."""
+"""The verdict on a LoRA file and a model: module by module, with findings and advice.
+
+A `LoraVerdict` holds what becomes of each module (`ModuleVerdict`); `findings_of` says what that comes to, with
+numbers and with what to do. `loader_findings` adds what the loaders of the field do with a file that is right in
+itself (diffusers 0.42 and ComfyUI 0.3 to 0.18).
+"""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,8 +17,6 @@ from sigmascope.lora.module_names import title_of
 from sigmascope.records.run import Finding, Severity
 
 _NOT_READ: Final = "the model's weights were not read"
-
-
 Reason = Literal[
     "other_architecture",
     "other_shape",
@@ -25,11 +28,43 @@ Reason = Literal[
     "twice",
     "unknown",
 ]
+REASONS: tuple[Reason, ...] = get_args(Reason)
+
+_NAMED: Final = 3  # modules or keys that a message names
+# Severities, the worst first, and those of reasons that are no error.
+_ORDER: Final = ("critical", "error", "warning", "info")
+_SEVERITIES: Final[dict[Reason, Severity]] = {"text_encoder_missing": "warning", "part_missing": "warning"}
+REASON_WORDS: Final[dict[Reason, str]] = {
+    "other_architecture": "are for another architecture",
+    "other_shape": "are for weights of another shape",
+    "transposed": "have their factors the wrong way round",
+    "text_encoder_missing": "are for a text encoder that the model given does not have",
+    "part_missing": "are for a part that the model given does not have",
+    "prefix": "have an unknown prefix before a name that the model has",
+    "block_missing": "are for blocks that the model does not have",
+    "twice": "are for layers that another module of the file is for already",
+    "unknown": "have names that the model does not have",
+}
+REASON_ADVICE: Final[dict[Reason, str]] = {
+    "other_architecture": "Use the LoRA with the family of models that it was made for.",
+    "other_shape": "Use the LoRA with the model that it was made for: this one has other widths.",
+    "transposed": "Make the file again, with up (out, rank) and down (rank, in).",
+    "text_encoder_missing": "Give the text encoder too, or take it that the LoRA acts on the denoiser alone.",
+    "part_missing": "Give that part of the model too.",
+    "prefix": "Rename the keys without the prefix, or load with that prefix where the loader takes one.",
+    "block_missing": "Use the LoRA with the model that it was made for: this one has fewer or other blocks.",
+    "twice": "Remove one of the two: a loader may apply both.",
+    "unknown": "Compare the names with the nearest ones of the model, and convert the file if a naming differs.",
+}
+
+# Ends of keys that loaders treat in a way of their own.
+_DIFFERENCES: Final = (".diff", ".diff_b", ".set_weight", ".w_norm", ".b_norm")
+_UP_BIAS: Final = (".lora_B.bias", ".lora_up.bias")
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleVerdict:
-    """One module.
+    """What becomes of one module of a LoRA file on a model.
 
     Attributes:
         name: As the file has it.
@@ -192,43 +227,6 @@ def _why_no_norm(module: ModuleVerdict) -> dict[str, str]:
     return unread | {"delta_norm": f"what a {module.kind} change does depends on the model's weight"}
 
 
-REASONS: tuple[Reason, ...] = get_args(Reason)
-
-
-_NAMED: Final = 3
-_ORDER: Final = ("critical", "error", "warning", "info")
-_SEVERITIES: Final[dict[Reason, Severity]] = {"text_encoder_missing": "warning", "part_missing": "warning"}
-REASON_WORDS: Final[dict[Reason, str]] = {
-    "other_architecture": "are for another architecture",
-    "other_shape": "are for weights of another shape",
-    "transposed": "have their factors the wrong way round",
-    "text_encoder_missing": "are for a text encoder that the model given does not have",
-    "part_missing": "are for a part that the model given does not have",
-    "prefix": "have an unknown prefix before a name that the model has",
-    "block_missing": "are for blocks that the model does not have",
-    "twice": "are for layers that another module of the file is for already",
-    "unknown": "have names that the model does not have",
-}
-REASON_ADVICE: Final[dict[Reason, str]] = {
-    "other_architecture": "Use the LoRA with the family of models that it was made for.",
-    "other_shape": "Use the LoRA with the model that it was made for: this one has other widths.",
-    "transposed": "Make the file again, with up (out, rank) and down (rank, in).",
-    "text_encoder_missing": "Give the text encoder too, or take it that the LoRA acts on the denoiser alone.",
-    "part_missing": "Give that part of the model too.",
-    "prefix": "Rename the keys without the prefix, or load with that prefix where the loader takes one.",
-    "block_missing": "Use the LoRA with the model that it was made for: this one has fewer or other blocks.",
-    "twice": "Remove one of the two: a loader may apply both.",
-    "unknown": "Compare the names with the nearest ones of the model, and convert the file if a naming differs.",
-}
-
-
-def unreadable(error: Exception) -> Finding:
-    """The finding for a file, or a model, that cannot be read."""
-    message = error.message if isinstance(error, SigmascopeError) else str(error)
-    hint = error.hint if isinstance(error, SigmascopeError) else None
-    return Finding("lora_unreadable", "critical", message, {"error": type(error).__name__}, hint)
-
-
 def findings_of(verdict: LoraVerdict, keys: Sequence[str]) -> tuple[Finding, ...]:
     """What is wrong with a LoRA on a model, the worst first.
 
@@ -237,7 +235,7 @@ def findings_of(verdict: LoraVerdict, keys: Sequence[str]) -> tuple[Finding, ...
         keys: Of the file.
     """
     found = [
-        *_nothing(verdict),
+        *_matches_nothing(verdict),
         *_by_reason(verdict),
         *_not_finite(verdict),
         *_unused(verdict),
@@ -246,7 +244,7 @@ def findings_of(verdict: LoraVerdict, keys: Sequence[str]) -> tuple[Finding, ...
     return tuple(sorted(found, key=lambda finding: _ORDER.index(finding.severity)))
 
 
-def _nothing(verdict: LoraVerdict) -> Iterator[Finding]:
+def _matches_nothing(verdict: LoraVerdict) -> Iterator[Finding]:
     if verdict.modules and not verdict.matched:
         reason = max(verdict.reasons, key=lambda reason: verdict.reasons[reason])
         yield Finding(
@@ -269,7 +267,7 @@ def _by_reason(verdict: LoraVerdict) -> Iterator[Finding]:
         yield Finding(
             f"lora_{reason}",
             _SEVERITIES.get(reason, "error"),
-            f"{count} of {len(verdict.modules)} modules {REASON_WORDS[reason]}{_families(verdict, reason)}: {_named(modules)}.",
+            f"{count} of {len(verdict.modules)} modules {REASON_WORDS[reason]}{_families(verdict, reason)}: {_first_modules(modules)}.",
             {
                 "modules": count,
                 "of": len(verdict.modules),
@@ -294,7 +292,7 @@ def _not_finite(verdict: LoraVerdict) -> Iterator[Finding]:
         yield Finding(
             "lora_not_finite",
             "error",
-            f"{len(modules)} of {len(verdict.modules)} modules hold NaN or Inf: {_named(modules)}.",
+            f"{len(modules)} of {len(verdict.modules)} modules hold NaN or Inf: {_first_modules(modules)}.",
             {"modules": len(modules), "first": modules[0].name},
             "Make the file again, in bf16 or float if it was fp16. Applied, it makes images black.",
         )
@@ -311,15 +309,11 @@ def _unused(verdict: LoraVerdict) -> Iterator[Finding]:
         )
 
 
-def _named(modules: Sequence[ModuleVerdict]) -> str:
+def _first_modules(modules: Sequence[ModuleVerdict]) -> str:
     shown = [f"{module.name} ({module.detail})" if module.detail else module.name for module in modules[:1]]
     shown += [module.name for module in modules[1:_NAMED]]
     more = f" and {len(modules) - _NAMED} more" if len(modules) > _NAMED else ""
     return ", ".join(shown) + more
-
-
-_DIFFERENCES: Final = (".diff", ".diff_b", ".set_weight", ".w_norm", ".b_norm")
-_UP_BIAS: Final = (".lora_B.bias", ".lora_up.bias")
 
 
 def loader_findings(verdict: LoraVerdict, keys: Sequence[str]) -> Iterator[Finding]:
@@ -454,3 +448,10 @@ def _rotations(verdict: LoraVerdict) -> Iterator[Finding]:
             {"kinds": ", ".join(kinds)},
             "Load it in ComfyUI, or convert it to plain LoRA factors with the tool that made it.",
         )
+
+
+def unreadable(error: Exception) -> Finding:
+    """The finding for a file, or a model, that cannot be read."""
+    message = error.message if isinstance(error, SigmascopeError) else str(error)
+    hint = error.hint if isinstance(error, SigmascopeError) else None
+    return Finding("lora_unreadable", "critical", message, {"error": type(error).__name__}, hint)

@@ -1,4 +1,15 @@
-"""Write a LoRA file module by module: in any format, or under the names it has already."""
+"""Write a LoRA file module by module: in any format, or under the names it has already.
+
+- `save_lora` writes a LoRA that is in memory.
+- `LoraWriter` writes any format, one module in memory at a time.
+- `SameNamesWriter` writes in the format and under the names of the file that a LoRA comes from.
+- `LoraOutput` is the file that a resize or merge writes: under the LoRAs' own names where those agree, else under
+  the format's.
+
+Plain factors are stored with alpha = rank, so that a reader which ignores alpha gets the same ΔW (`stored_factors`).
+Changes that are more than that are named as kohya's and LyCORIS' tools name them (`change_tensors`). A `Tally` counts
+what has been written, for the header.
+"""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,6 +35,29 @@ from sigmascope.lora.layer_names import Row, UnetBlocks, blocks_of
 from sigmascope.lora.linalg import at_least_float32, is_convolution, is_real, max_rank
 from sigmascope.lora.metadata import VARYING, family_in, kept_metadata, lora_header
 from sigmascope.lora.module_names import understand_names
+
+LBM_LAYOUT: Final = ModelLayout("lbm", "lbm", {"denoiser": "denoiser.", "vae": "vae.vae_model."})
+"""What is taken for granted where no layout is given."""
+
+_ALPHA: Final = ".alpha"
+_KEY_ENDS: Final = (".lora_up.weight", ".lora_down.weight", _ALPHA)
+_FIELDS_BYTES: Final = 2048  # of the header, that are known at the end
+_BIAS: Final = ".bias"
+
+# What a file takes beside its factors, for `LoraOutput.storage`.
+_HEADER_FIELDS: Final = 2048  # bytes of the fields that are known at the end
+_SPARE: Final = 100  # bytes that a writer reserves for each header entry and may leave empty
+_ENTRY: Final = 160  # bytes of a header entry beside its name
+_PARTS: Final = 8  # tensors that a change may have
+
+_LYCORIS: Final = frozenset({"loha", "lokr", "tucker", "dora"})
+
+SavePrecision = Literal["float", "fp16", "bf16"]
+STORAGE_DTYPES: Final[dict[str, torch.dtype]] = {
+    "float": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+}
 
 
 def save_lora(
@@ -72,15 +106,6 @@ def save_lora(
             writer.write(name, factors)
         for name, change in lora.changes.items():
             writer.write_change(name, change)
-
-
-LBM_LAYOUT: Final = ModelLayout("lbm", "lbm", {"denoiser": "denoiser.", "vae": "vae.vae_model."})
-"""What is taken for granted where no layout is given."""
-
-
-_ALPHA: Final = ".alpha"
-_KEY_ENDS: Final = (".lora_up.weight", ".lora_down.weight", _ALPHA)
-_FIELDS_BYTES: Final = 2048  # of the header, that are known at the end
 
 
 class LoraWriter:
@@ -140,7 +165,7 @@ class LoraWriter:
         )
         self._dtype = dtype
         self._prefix = prefix
-        self._blocks = blocks if model_layers is None else _blocks(model_layers, self.layout)
+        self._blocks = blocks if model_layers is None else _unet_blocks(model_layers, self.layout)
         self._alphas: dict[str, tuple[int, str, Tensor]] = {}
         self._parts: dict[str, tuple[Row, str, dict[str, LoraFactors]]] = {}
         first, last = self._metadata
@@ -239,7 +264,8 @@ class LoraWriter:
             require_finite(layer, factor)
         for key, tensor in self.format.module_tensors(name, stored).items():
             if key.endswith(_ALPHA):
-                self._alphas[name] = stored.rank, key, tensor  # whether it is wanted shows when all are there
+                # Whether it is wanted shows when all are there.
+                self._alphas[name] = stored.rank, key, tensor
             else:
                 self._file.write(key, tensor)
         if self._dtype is None and stored.up.dtype != factors.up.dtype:
@@ -271,11 +297,8 @@ class LoraWriter:
         self._file.update_metadata(first | self.tally.header(self.format.name, self.layout.family) | last)
 
 
-def _blocks(layers: Iterable[str], layout: ModelLayout) -> UnetBlocks:
+def _unet_blocks(layers: Iterable[str], layout: ModelLayout) -> UnetBlocks:
     return blocks_of(path for part, path in map(layout.split, layers) if part == "denoiser")
-
-
-_BIAS: Final = ".bias"
 
 
 class SameNamesWriter:
@@ -344,11 +367,8 @@ class SameNamesWriter:
         """Write the factors of one module as they are; they must be finite in their dtype."""
         for key, tensor in self._format.module_tensors(name, stored_factors(factors)).items():
             if key == f"{name}.{self._format.keys.alpha}":
-                self._alphas[name] = (
-                    factors.rank,
-                    key,
-                    tensor,
-                )  # whether it is wanted shows when all are there
+                # Whether it is wanted shows when all are there.
+                self._alphas[name] = (factors.rank, key, tensor)
             else:
                 self._file.write(key, tensor)
         self._tally.add(factors.rank, factors.weight_shape)
@@ -388,12 +408,6 @@ class SameNamesWriter:
         self._file.update_metadata(header | self._metadata)
 
 
-_HEADER_FIELDS: Final = 2048  # bytes of the fields that are known at the end
-_SPARE: Final = 100  # bytes that a writer reserves for each header entry and may leave empty
-_ENTRY: Final = 160
-_PARTS: Final = 8  # tensors that a change may have
-
-
 class LoraOutput:
     """Writes the layers of united LoRAs into one file.
 
@@ -423,7 +437,7 @@ class LoraOutput:
         self.format = format_named(format or originals[0].format)
         self._layout, self._blocks = united.layout, united.blocks
         self._own = _own_names(united, originals) if self.format.name == originals[0].format else None
-        inherited = _agreed(originals)
+        inherited = _agreed_metadata(originals)
         self.metadata = {**inherited, **metadata}
         self._writer: SameNamesWriter | LoraWriter
         if self._own is not None:
@@ -514,7 +528,7 @@ def _own_names(united: UnitedLoras, originals: Sequence[LoraFile]) -> dict[str, 
     return names
 
 
-def _agreed(loras: Sequence[LoraFile]) -> dict[str, str]:
+def _agreed_metadata(loras: Sequence[LoraFile]) -> dict[str, str]:
     """The header fields that all LoRAs have alike, as far as they are still true."""
     first, *others = (kept_metadata(dict(lora.metadata)) for lora in loras)
     return {name: value for name, value in first.items() if all(other.get(name) == value for other in others)}
@@ -523,7 +537,7 @@ def _agreed(loras: Sequence[LoraFile]) -> dict[str, str]:
 def change_tensors(
     change: Adapter | DoraChange, keys: FactorKeys, *, is_bias: bool = False
 ) -> dict[str, Tensor]:
-    """The tensors by the end of their key, with an alpha where they have a scale.
+    """The tensors of a change by the end of their key, with an alpha where they have a scale.
 
     Args:
         change: What to store. A scale that no alpha can carry goes into one of the factors.
@@ -531,22 +545,22 @@ def change_tensors(
         is_bias: Whether a difference is one of a bias, and so named `diff_b`.
     """
     if isinstance(change, DoraChange):
-        return _direction(change, keys) | _magnitudes(change, keys)
+        return _direction_tensors(change, keys) | _magnitude_tensors(change, keys)
     if isinstance(change, DiffChange):
         values = change.values.detach()
         scaled = values if change.scale == 1.0 else values.float().mul(change.scale)
         return {"diff_b" if is_bias else "diff": scaled}
-    return _adapter(change)
+    return _adapter_tensors(change)
 
 
-def _direction(change: DoraChange, keys: FactorKeys) -> dict[str, Tensor]:
+def _direction_tensors(change: DoraChange, keys: FactorKeys) -> dict[str, Tensor]:
     if isinstance(change.direction, Adapter):
-        return _adapter(change.direction)
+        return _adapter_tensors(change.direction)
     tensors = keys.tensors("x", stored_factors(change.direction))
     return {key.removeprefix("x."): tensor for key, tensor in tensors.items()}
 
 
-def _magnitudes(change: DoraChange, keys: FactorKeys) -> dict[str, Tensor]:
+def _magnitude_tensors(change: DoraChange, keys: FactorKeys) -> dict[str, Tensor]:
     """LyCORIS keeps them in a column or row of the weight's axes; PEFT in a vector, or a row for a convolution."""
     ones = (1,) * (len(change.weight_shape) - 1)
     row = (1, -1, *ones[1:])
@@ -556,7 +570,7 @@ def _magnitudes(change: DoraChange, keys: FactorKeys) -> dict[str, Tensor]:
     return {"dora_scale": values.reshape((-1, *ones) if change.per_output else row)}
 
 
-def _adapter(change: Adapter) -> dict[str, Tensor]:
+def _adapter_tensors(change: Adapter) -> dict[str, Tensor]:
     tensors = {name: part.detach() for name, part in change.parts.items()}
     rank = change.rank
     if rank is not None:
@@ -565,30 +579,6 @@ def _adapter(change: Adapter) -> dict[str, Tensor]:
         # Two whole factors have no rank, and readers take no alpha for them.
         tensors["lokr_w1"] = tensors["lokr_w1"].float().mul(change.scale)
     return tensors
-
-
-def stored_factors(factors: LoraFactors, dtype: torch.dtype | None = None) -> LoraFactors:
-    """The same ΔW with its scale in the up factor.
-
-    Args:
-        factors: Of any scale.
-        dtype: To store them in. When left out they keep their own, but an up factor that would lose digits by
-            the multiplication becomes float32: a scale of 1/2 loses none, one of 5/8 may.
-    """
-    rank = float(factors.rank)
-    if factors.scale == 1.0:
-        return replace(factors if dtype is None else factors.to(dtype=dtype), alpha=rank)
-    wide = factors.up.detach().to(torch.float64 if factors.up.device.type != "mps" else torch.float32)
-    product = wide * factors.scale
-    if dtype is not None:
-        return replace(factors, up=product.to(dtype), down=factors.down.to(dtype), alpha=rank)
-    return replace(factors, up=_kept(product, factors.up.dtype), alpha=rank)
-
-
-def _kept(product: Tensor, dtype: torch.dtype) -> Tensor:
-    rounded = product.to(dtype)
-    same = torch.equal(rounded.to(product.dtype), product)
-    return rounded if same else product.to(at_least_float32(dtype))
 
 
 def holds(keys: FactorKeys, change: Adapter | DoraChange) -> bool:
@@ -612,12 +602,33 @@ def require_finite(module: str, tensor: Tensor) -> None:
         )
 
 
-_LYCORIS: Final = frozenset({"loha", "lokr", "tucker", "dora"})
+def stored_factors(factors: LoraFactors, dtype: torch.dtype | None = None) -> LoraFactors:
+    """The same ΔW with its scale in the up factor.
+
+    Args:
+        factors: Of any scale.
+        dtype: To store them in. When left out they keep their own, but an up factor that would lose digits by
+            the multiplication becomes float32: a scale of 1/2 loses none, one of 5/8 may.
+    """
+    rank = float(factors.rank)
+    if factors.scale == 1.0:
+        return replace(factors if dtype is None else factors.to(dtype=dtype), alpha=rank)
+    wide = factors.up.detach().to(torch.float64 if factors.up.device.type != "mps" else torch.float32)
+    product = wide * factors.scale
+    if dtype is not None:
+        return replace(factors, up=product.to(dtype), down=factors.down.to(dtype), alpha=rank)
+    return replace(factors, up=_without_loss(product, factors.up.dtype), alpha=rank)
+
+
+def _without_loss(product: Tensor, dtype: torch.dtype) -> Tensor:
+    rounded = product.to(dtype)
+    same = torch.equal(rounded.to(product.dtype), product)
+    return rounded if same else product.to(at_least_float32(dtype))
 
 
 @dataclass(slots=True)
 class Tally:
-    """Kinds and ranks of the modules so far.
+    """Kinds and ranks of the modules that are written so far.
 
     Attributes:
         kinds: `lora` for plain factors, else as `WeightChange.kind`.
@@ -650,8 +661,8 @@ class Tally:
     def header(self, format_name: str, family: str) -> dict[str, str]:
         """The header's fields; see `lora_header`."""
         module = "lycoris.kohya" if self.kinds & _LYCORIS else "networks.lora"
-        linear = VARYING if _varies(self.linear) else _common(self.linear)
-        return lora_header(format_name, family, linear, _common(self.convolution), module=module)
+        linear = VARYING if _varies(self.linear) else _common_rank(self.linear)
+        return lora_header(format_name, family, linear, _common_rank(self.convolution), module=module)
 
 
 def _varies(counts: Counter[tuple[int, bool]]) -> bool:
@@ -660,7 +671,7 @@ def _varies(counts: Counter[tuple[int, bool]]) -> bool:
     return len(chosen) > 1 or any(full and rank > min(chosen, default=rank) for rank, full in counts)
 
 
-def _common(counts: Counter[tuple[int, bool]]) -> int | None:
+def _common_rank(counts: Counter[tuple[int, bool]]) -> int | None:
     """The rank that most layers have, of several the smallest; among those that were free to have another."""
     free = {rank: number for (rank, full), number in counts.items() if not full}
     ranks = free or {rank: number for (rank, _), number in counts.items()}
@@ -689,13 +700,3 @@ def storage_dtype(*files: Checkpoint) -> torch.dtype:
 def dtype_name(dtype: torch.dtype) -> str:
     """Such as `bfloat16`."""
     return str(dtype).removeprefix("torch.")
-
-
-SavePrecision = Literal["float", "fp16", "bf16"]
-
-
-STORAGE_DTYPES: Final[dict[str, torch.dtype]] = {
-    "float": torch.float32,
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-}
