@@ -1,4 +1,4 @@
-"""The repeats of one benchmark case in one row: percentiles as MLPerf defines them, throughput, peaks of memory."""
+"""The repeats of one benchmark case in one row: MLPerf's percentiles, throughput and peaks of memory."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -141,6 +141,20 @@ def _notes(seconds: Sequence[float], latency: Latency) -> Iterator[str]:
         yield f"They became {_percent(abs(drift))} {way} from the first to the last: {why}."
 
 
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
+def _drift(seconds: Sequence[float]) -> float | None:
+    """The trend from the first to the last as a share of the median, by Theil and Sen; None where it may be chance."""
+    if len(seconds) < _FEWEST_FOR_DRIFT:
+        return None
+    slope = theil_sen(seconds)
+    if slope.lower <= 0 <= slope.upper:
+        return None
+    return slope.value * (len(seconds) - 1) / median(seconds)
+
+
 def _note_on_others(runs: Sequence[Run]) -> Iterator[str]:
     shares = [share for run in runs if (share := others_of(run.facts)) is not None]
     if shares and fmean(shares) > _BUSY:
@@ -161,20 +175,6 @@ def _note_on_steps(runs: Sequence[Run]) -> Iterator[str]:
             f"{missing} of {sum(map(len, columns))} steps are not among those of the table: the accelerator was not "
             "seen to finish them."
         )
-
-
-def _drift(seconds: Sequence[float]) -> float | None:
-    """The trend from the first to the last as a share of the median, by Theil and Sen; None where it may be chance."""
-    if len(seconds) < _FEWEST_FOR_DRIFT:
-        return None
-    slope = theil_sen(seconds)
-    if slope.lower <= 0 <= slope.upper:
-        return None
-    return slope.value * (len(seconds) - 1) / median(seconds)
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.0f} %"
 
 
 def percentile(values: Sequence[float], share: int | float) -> float:

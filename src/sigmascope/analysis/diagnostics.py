@@ -1,4 +1,9 @@
-"""Findings from rules on a record: what was seen, why it matters, what to do."""
+"""Findings on a record, most of them from rules: what was seen, why it matters, what to do.
+
+`diagnose` holds a run against all rules of `rules_time`, `rules_memory` and `rules_model`. Three others look
+for what was noted already: findings of single stages' analyses, records of encodings and decodings that
+nobody has analysed, and models that did not stay what they were from stage to stage.
+"""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -28,12 +33,9 @@ from sigmascope.units import printable
 
 __all__ = ["RULES", "diagnose"]
 
-
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 Rule = Callable[[Case], Iterator[Finding]]
-
-
 RULES: Final[tuple[Rule, ...]] = (
     *MEMORY_RULES,
     *ATTENTION_RULES,
@@ -51,6 +53,12 @@ RUN_RULES: Final[tuple[Rule, ...]] = (*MEMORY_RUN_RULES, *PLACEMENT_RUN_RULES)
 _ABOUT: Final = ("component", "device", "class", "prompt")
 """Evidence that tells findings of one rule apart."""
 _SEVERITIES: Final = ("critical", "error", "warning", "info")
+MODEL_STATE = "model_state."
+"""Before the model's type: the fact of a stage that holds the state of that model at its end."""
+EXPECTED_IN = frozenset({"model_loading", "lora_application", "model_sampling"})
+"""Stages whose work is to change a model."""
+_HARMLESS = frozenset({"device"})
+_NOT_COMPARED = frozenset({"changed", "unavailable", "wrapper_class"})
 
 
 def diagnose(run: Run) -> tuple[Finding, ...]:
@@ -64,21 +72,29 @@ def diagnose(run: Run) -> tuple[Finding, ...]:
             that need them; without, those rules are silent. Of merged ranks each is looked at by itself, named in the
             evidence, and then they are compared with each other.
     """
-    findings = _of_ranks(run) or _of_process(run)
+    findings = _findings_of_ranks(run) or _findings_of_process(run)
     return tuple(sorted(findings, key=lambda finding: _SEVERITIES.index(finding.severity)))
 
 
-def _of_ranks(run: Run) -> list[Finding]:
+def _findings_of_ranks(run: Run) -> list[Finding]:
     ranks = _or_nothing(lambda: list(ranks_of(run).items()), "Reading the ranks")
-    findings = [about_rank(finding, name) for name, own in ranks for finding in _of_process(own)]
+    findings = [about_rank(finding, name) for name, own in ranks for finding in _findings_of_process(own)]
     return findings + _or_nothing(lambda: list(slow_ranks(dict(ranks))), "slow_ranks")
 
 
-def _of_process(run: Run) -> list[Finding]:
+def _or_nothing(read: Callable[[], list[T]], what: str) -> list[T]:
+    try:
+        return read()
+    except Exception as failure:  # noqa: BLE001 - a record may come from anywhere; the other rules still say theirs
+        _log.warning("%s failed: %s: %s", what, type(failure).__name__, printable(failure))
+        return []
+
+
+def _findings_of_process(run: Run) -> list[Finding]:
     found: dict[tuple[str, str | None, str], list[tuple[Finding, int | None]]] = {}
     for case, rules in _readable_cases(run):
         for rule in rules:
-            for finding in _of_rule(rule, case):
+            for finding in _findings_of_rule(rule, case):
                 about = next((finding.evidence[name] for name in _ABOUT if name in finding.evidence), None)
                 same = found.setdefault((finding.id, finding.stage, str(about)), [])
                 same.append((finding, case.number))
@@ -98,16 +114,8 @@ def _readable_cases(run: Run) -> Iterator[tuple[Case, tuple[Rule, ...]]]:
         )
 
 
-def _of_rule(rule: Rule, case: Case) -> list[Finding]:
+def _findings_of_rule(rule: Rule, case: Case) -> list[Finding]:
     return _or_nothing(lambda: list(rule(case)), rule.__name__)
-
-
-def _or_nothing(read: Callable[[], list[T]], what: str) -> list[T]:
-    try:
-        return read()
-    except Exception as failure:  # noqa: BLE001 - a record may come from anywhere; the other rules still say theirs
-        _log.warning("%s failed: %s: %s", what, type(failure).__name__, printable(failure))
-        return []
 
 
 def _as_one(same: list[tuple[Finding, int | None]]) -> Finding:
@@ -125,10 +133,10 @@ def find_stage_findings(run: Run) -> list[Finding]:
     Args:
         run: Whose stages have an analysis among their facts, under their own names, with a list `findings`.
     """
-    return [finding for stage in run.walk() for finding in _of_analysis(stage)]
+    return [finding for stage in run.walk() for finding in _findings_in_analysis(stage)]
 
 
-def _of_analysis(stage: Stage) -> Iterator[Finding]:
+def _findings_in_analysis(stage: Stage) -> Iterator[Finding]:
     analysis = stage.facts.get(stage.name)
     found = analysis.get("findings") if isinstance(analysis, Mapping) else None
     for entry in found if isinstance(found, list) else ():
@@ -148,29 +156,17 @@ def find_vae_findings(run: Run) -> list[Finding]:
 
     Where a stage holds an analysis, that has them already: see `find_stage_findings`.
     """
-    return [finding for stage in run.stages for finding in _of_record(stage)]
+    return [finding for stage in run.stages for finding in _findings_in_record(stage)]
 
 
-def _of_record(stage: Stage) -> Iterator[Finding]:
+def _findings_in_record(stage: Stage) -> Iterator[Finding]:
     if stage.name in stage.facts:
         return
     plain = stage.facts.get(RECORD_FACT)
     if isinstance(plain, Mapping):
         yield from findings_of_record(encoding_record(plain))
     for child in stage.children:
-        yield from _of_record(child)
-
-
-MODEL_STATE = "model_state."
-"""Before the model's type: the fact of a stage that holds the state of that model at its end."""
-
-
-EXPECTED_IN = frozenset({"model_loading", "lora_application", "model_sampling"})
-"""Stages whose work is to change a model."""
-
-
-_HARMLESS = frozenset({"device"})
-_NOT_COMPARED = frozenset({"changed", "unavailable", "wrapper_class"})
+        yield from _findings_in_record(child)
 
 
 def find_model_changes(run: Run) -> tuple[Finding, ...]:
@@ -182,20 +178,20 @@ def find_model_changes(run: Run) -> tuple[Finding, ...]:
     findings: list[Finding] = []
     last: dict[str, tuple[str, Mapping[str, Any]]] = {}
     for stage in run.walk():
-        for model_type, state in _states(stage):
+        for model_type, state in _model_states(stage):
             if model_type in last and stage.name not in EXPECTED_IN:
-                findings += _finding(model_type, stage.name, *last[model_type], state)
+                findings += _model_change(model_type, stage.name, *last[model_type], state)
             last[model_type] = (stage.name, state)
     return tuple(findings)
 
 
-def _states(stage: Stage) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _model_states(stage: Stage) -> Iterator[tuple[str, Mapping[str, Any]]]:
     for name, state in stage.facts.items():
         if name.startswith(MODEL_STATE) and isinstance(state, Mapping):
             yield name.removeprefix(MODEL_STATE), state
 
 
-def _finding(
+def _model_change(
     model_type: str, stage: str, earlier: str, before: Mapping[str, Any], after: Mapping[str, Any]
 ) -> Iterator[Finding]:
     changed = [

@@ -1,4 +1,4 @@
-"""Do two tensors, or two dumps of tensors, agree; where they do not, how far apart are they, and why."""
+"""Do two tensors, dumps or runs' dumps agree; where they do not, how far apart are they, and why."""
 
 import difflib
 from collections.abc import Iterable, Mapping
@@ -27,7 +27,6 @@ __all__ = [
     "compare_runs",
     "compare_tensors",
 ]
-
 
 TensorsByName = Mapping[str, TensorLike]
 
@@ -189,8 +188,49 @@ def compare_dumps(
         pairs=tuple(pairs),
         only_a=() if names else tuple(name for name in a if name not in chosen),
         only_b=() if names else tuple(name for name in b if name not in taken),
-        context=_context(a, b),
+        context=_header_differences(a, b),
     )
+
+
+def _same_names(a: TensorsByName, b: TensorsByName) -> dict[str, str]:
+    chosen = {name: name for name in a if name in b}
+    if not chosen and len(a) == len(b) == 1:
+        return {next(iter(a)): next(iter(b))}
+    return chosen
+
+
+def _check_name(name: str, tensors: TensorsByName, side: str) -> None:
+    if name not in tensors:
+        near = difflib.get_close_matches(name, list(tensors), n=3, cutoff=0.4) or list(tensors)[:8]
+        raise ConfigError(
+            f"{side} has no tensor {name!r}.",
+            hint=f"It has {', '.join(near)}." if near else "It has no tensors at all.",
+        )
+
+
+def _saved_device(tensors: TensorsByName, name: str) -> str | None:
+    """Where a tensor lay when it was dumped, if its dump says so."""
+    saved = getattr(getattr(tensors, "metadata", None), "tensors", {}).get(name)
+    return getattr(saved, "device", None)
+
+
+def _header_differences(a: TensorsByName, b: TensorsByName) -> dict[str, tuple[str, str]]:
+    """What two headers say differently. What only one of them says is no difference."""
+    left, right = getattr(a, "metadata", None), getattr(b, "metadata", None)
+    encoders = (getattr(left, "encoder", None), getattr(right, "encoder", None))
+    found: dict[str, tuple[str, str]] = {}
+    if None not in encoders and encoders[0] != encoders[1]:
+        found["encoder"] = (str(encoders[0]), str(encoders[1]))
+    prompts_a, prompts_b = getattr(left, "prompts", {}), getattr(right, "prompts", {})
+    for name in prompts_a:
+        hashes = tuple(_prompt_hash(prompts[name]) for prompts in (prompts_a, prompts_b) if name in prompts)
+        if len(hashes) == 2 and hashes[0] != hashes[1]:
+            found[name] = (f"sha256 {hashes[0][:12]}", f"sha256 {hashes[1][:12]}")
+    return found
+
+
+def _prompt_hash(prompt: Any) -> str:
+    return prompt_sha256(prompt.text) if prompt.text is not None else str(prompt.sha256)
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,47 +325,6 @@ def compare_runs(
         tuple(name for name in names_a if name not in names_b),
         tuple(name for name in b if name not in set(names_a)),
     )
-
-
-def _same_names(a: TensorsByName, b: TensorsByName) -> dict[str, str]:
-    chosen = {name: name for name in a if name in b}
-    if not chosen and len(a) == len(b) == 1:
-        return {next(iter(a)): next(iter(b))}
-    return chosen
-
-
-def _check_name(name: str, tensors: TensorsByName, side: str) -> None:
-    if name not in tensors:
-        near = difflib.get_close_matches(name, list(tensors), n=3, cutoff=0.4) or list(tensors)[:8]
-        raise ConfigError(
-            f"{side} has no tensor {name!r}.",
-            hint=f"It has {', '.join(near)}." if near else "It has no tensors at all.",
-        )
-
-
-def _saved_device(tensors: TensorsByName, name: str) -> str | None:
-    """Where a tensor lay when it was dumped, if its dump says so."""
-    saved = getattr(getattr(tensors, "metadata", None), "tensors", {}).get(name)
-    return getattr(saved, "device", None)
-
-
-def _context(a: TensorsByName, b: TensorsByName) -> dict[str, tuple[str, str]]:
-    """What two headers say differently. What only one of them says is no difference."""
-    left, right = getattr(a, "metadata", None), getattr(b, "metadata", None)
-    encoders = (getattr(left, "encoder", None), getattr(right, "encoder", None))
-    found: dict[str, tuple[str, str]] = {}
-    if None not in encoders and encoders[0] != encoders[1]:
-        found["encoder"] = (str(encoders[0]), str(encoders[1]))
-    prompts_a, prompts_b = getattr(left, "prompts", {}), getattr(right, "prompts", {})
-    for name in prompts_a:
-        hashes = tuple(_hash(prompts[name]) for prompts in (prompts_a, prompts_b) if name in prompts)
-        if len(hashes) == 2 and hashes[0] != hashes[1]:
-            found[name] = (f"sha256 {hashes[0][:12]}", f"sha256 {hashes[1][:12]}")
-    return found
-
-
-def _hash(prompt: Any) -> str:
-    return prompt_sha256(prompt.text) if prompt.text is not None else str(prompt.sha256)
 
 
 def worst_verdict(verdicts: Iterable[Verdict]) -> Verdict:

@@ -1,4 +1,10 @@
-"""What the rules look at: a run, or one generation in it, with what is known of its pipeline and its call."""
+"""The generations of a run: what rules look at, how each meets its target, and how it compares with another.
+
+A `Case` is a run, or one generation in it, with what is known of its pipeline and its call. A generation is
+held against its target (`performance_score`), and while it runs against where it will end
+(`projected_seconds`). Two of them, or the median generations of two sets of runs, are set beside each other
+as before and after a change.
+"""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,6 +32,9 @@ from sigmascope.records.serialization import from_plain
 
 PIPELINE, CALL = "pipeline", "call"
 """The facts of a run or a stage in which `PipelineFacts` and `CallFacts` lie."""
+FULL_SCORE: Final = 100.0
+SIGNIFICANT_PERCENT: Final = 50.0
+"""An improvement of the total time above this is called significant."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,58 +81,22 @@ class Case:
 
 
 def cases(run: Run) -> Iterator[Case]:
-    """The generations of a run that say what was called, each by itself, then what was part of none; else the run as one.
+    """The generations of a run that say what was called, each by itself, then what was part of none; else the run.
 
     A pipeline that is noted on the run holds for all of its generations. Models that are loaded, prompts that are encoded
     and LoRAs that are put on between the calls are the part of none; its seconds are those of the run.
     """
     pipeline = _pipeline(run.facts)
-    for number, outermost in enumerate(_outermost(run.stages)):
+    for number, outermost in enumerate(_outermost_generations(run.stages)):
         for stage in filter(_is_generation, outermost.walk()):
             own = _pipeline(stage.facts) or pipeline
             call = _call(stage.facts)
             stages = tuple(stage.walk())
             yield Case(stages, stage.seconds, own, call, run.host, stage.name, number, _denoises(stages))
-    between = tuple(_between(run.stages))
+    between = tuple(_stages_between(run.stages))
     if between or not run.stages:
         denoises = _denoises(run.walk())
         yield Case(between, run.seconds, pipeline, _call(run.facts), run.host, denoises=denoises)
-
-
-def whole(run: Run) -> Case:
-    """All of a run, for rules on what happens from one generation to the next."""
-    return Case(tuple(run.walk()), run.seconds, _pipeline(run.facts), _call(run.facts), run.host)
-
-
-def _is_generation(stage: Stage) -> bool:
-    return PIPELINE in stage.facts or CALL in stage.facts
-
-
-def _denoises(stages: Iterable[Stage]) -> bool:
-    return any(stage.name == "denoising" or len(stage.steps) for stage in stages)
-
-
-def _outermost(stages: Iterable[Stage]) -> Iterator[Stage]:
-    """Generations that lie in no other."""
-    for stage in stages:
-        if _is_generation(stage):
-            yield stage
-        else:
-            yield from _outermost(stage.children)
-
-
-def _between(stages: Iterable[Stage]) -> Iterator[Stage]:
-    """Stages that neither are part of a generation nor hold one."""
-    for stage in stages:
-        if not any(map(_is_generation, stage.walk())):
-            yield from stage.walk()
-        elif not _is_generation(stage):
-            yield from _between(stage.children)
-
-
-def seconds_of(stages: list[Stage]) -> float:
-    """Of several stages together, by the accelerator's clock where it measured them."""
-    return sum(map(stage_seconds, stages), 0.0)
 
 
 def _pipeline(facts: Mapping[str, Any]) -> PipelineFacts | None:
@@ -131,12 +104,45 @@ def _pipeline(facts: Mapping[str, Any]) -> PipelineFacts | None:
     return None if plain is None else from_plain(plain, PipelineFacts, PIPELINE)
 
 
+def _outermost_generations(stages: Iterable[Stage]) -> Iterator[Stage]:
+    """Generations that lie in no other."""
+    for stage in stages:
+        if _is_generation(stage):
+            yield stage
+        else:
+            yield from _outermost_generations(stage.children)
+
+
+def _is_generation(stage: Stage) -> bool:
+    return PIPELINE in stage.facts or CALL in stage.facts
+
+
 def _call(facts: Mapping[str, Any]) -> CallFacts:
     plain = facts.get(CALL)
     return CallFacts() if plain is None else from_plain(plain, CallFacts, CALL)
 
 
-FULL_SCORE: Final = 100.0
+def _denoises(stages: Iterable[Stage]) -> bool:
+    return any(stage.name == "denoising" or len(stage.steps) for stage in stages)
+
+
+def _stages_between(stages: Iterable[Stage]) -> Iterator[Stage]:
+    """Stages that neither are part of a generation nor hold one."""
+    for stage in stages:
+        if not any(map(_is_generation, stage.walk())):
+            yield from stage.walk()
+        elif not _is_generation(stage):
+            yield from _stages_between(stage.children)
+
+
+def whole(run: Run) -> Case:
+    """All of a run, for rules on what happens from one generation to the next."""
+    return Case(tuple(run.walk()), run.seconds, _pipeline(run.facts), _call(run.facts), run.host)
+
+
+def seconds_of(stages: list[Stage]) -> float:
+    """Of several stages together, by the accelerator's clock where it measured them."""
+    return sum(map(stage_seconds, stages), 0.0)
 
 
 def performance_score(seconds: float | None, target_seconds: float) -> float | None:
@@ -176,10 +182,6 @@ def projected_seconds(elapsed_seconds: float, recent_step_seconds: float, steps_
     return elapsed_seconds + recent_step_seconds * max(steps_left, 0)
 
 
-SIGNIFICANT_PERCENT: Final = 50.0
-"""An improvement of the total time above this is called significant."""
-
-
 def compare_metrics(before: PerformanceMetrics, after: PerformanceMetrics) -> BeforeAfterDict:
     """What changed from one generation to another, positive where it became faster.
 
@@ -196,33 +198,18 @@ def compare_metrics(before: PerformanceMetrics, after: PerformanceMetrics) -> Be
         "target_status_change": f"{before.target_met} → {after.target_met}",
     }
     return {
-        "before": _side(before),
-        "after": _side(after),
+        "before": _generation_dict(before),
+        "after": _generation_dict(after),
         "improvement": improvement,
         "summary": _summary(improvement["total_time_percent"], before, after),
     }
 
 
-def improvement_percent(before: float | None, after: float | None) -> float | None:
-    """(before − after) / before in per cent; None when a side is not known or there was nothing before."""
-    if not _is_known(before) or after is None or not is_duration(after):
-        return None
-    return (before - after) / before * 100
+def _difference(before: float | None, after: float | None) -> float | None:
+    return None if before is None or after is None else after - before
 
 
-def improvement_factor(before: float | None, after: float | None) -> float | None:
-    """Before / after; None when a side is not known or zero."""
-    if not _is_known(before) or not _is_known(after):
-        return None
-    return before / after
-
-
-def _is_known(seconds: float | None) -> TypeGuard[float]:
-    """Whether there is a time, and one to reckon with."""
-    return seconds is not None and seconds != 0 and is_duration(seconds)
-
-
-def _side(metrics: PerformanceMetrics) -> ComparedGenerationDict:
+def _generation_dict(metrics: PerformanceMetrics) -> ComparedGenerationDict:
     return {
         "total_time": metrics.total_generation_time,
         "per_step_time": metrics.generation_time_per_step,
@@ -243,8 +230,23 @@ def _summary(
     }
 
 
-def _difference(before: float | None, after: float | None) -> float | None:
-    return None if before is None or after is None else after - before
+def improvement_percent(before: float | None, after: float | None) -> float | None:
+    """(before − after) / before in per cent; None when a side is not known or there was nothing before."""
+    if not _is_known(before) or after is None or not is_duration(after):
+        return None
+    return (before - after) / before * 100
+
+
+def _is_known(seconds: float | None) -> TypeGuard[float]:
+    """Whether there is a time, and one to reckon with."""
+    return seconds is not None and seconds != 0 and is_duration(seconds)
+
+
+def improvement_factor(before: float | None, after: float | None) -> float | None:
+    """Before / after; None when a side is not known or zero."""
+    if not _is_known(before) or not _is_known(after):
+        return None
+    return before / after
 
 
 def before_after(new: Sequence[Run], baseline: Sequence[Run]) -> BeforeAfterDict | None:
@@ -260,15 +262,15 @@ def before_after(new: Sequence[Run], baseline: Sequence[Run]) -> BeforeAfterDict
 
 def _median_generation(runs: Sequence[Run]) -> PerformanceMetrics | None:
     """The metrics of the generation whose total is the median, or the lower of the two in the middle."""
-    found = [(seconds, metrics) for run in runs for seconds, metrics in _generations(run)]
+    found = [(seconds, metrics) for run in runs for seconds, metrics in _noted_generations(run)]
     if not found:
         return None
     middle = median_low(seconds for seconds, _ in found)
     return next(metrics for seconds, metrics in found if seconds == middle)
 
 
-def _generations(run: Run) -> Iterator[tuple[float, PerformanceMetrics]]:
-    """What a monitor noted of each generation that went to its end, with its total; what nobody noted so is left out."""
+def _noted_generations(run: Run) -> Iterator[tuple[float, PerformanceMetrics]]:
+    """What a monitor noted of each generation that went to its end, with its total; others are left out."""
     for stage in run.walk():
         noted = stage.facts.get("performance")
         if not stage.success or not isinstance(noted, dict):

@@ -1,8 +1,9 @@
 """Memory that grows from call to call: a robust slope with its confidence bounds, and what it means.
 
-The slope is that of Theil and Sen: the median of the slopes between all pairs of readings. Single jumps and outliers,
-which a difference between first and last takes for growth, do not move it.
-Sen, "Estimates of the regression coefficient based on Kendall's tau", JASA 63 (1968).
+What is looked at is the memory that stages of one name, or the steps in a stage, leave in use: in the process
+and on each device. The slope is that of Theil and Sen: the median of the slopes between all pairs of
+readings. Single jumps and outliers, which a difference between first and last takes for growth, do not move
+it. Sen, "Estimates of the regression coefficient based on Kendall's tau", JASA 63 (1968).
 """
 
 import math
@@ -19,12 +20,85 @@ Number = int | float
 FEWEST_CALLS = 8
 TOLERANCE_BYTES: Number = 64 * 1024
 """What a process may grow by in each call: records, logs and allocators take some. Device counters are exact."""
-
-
-_RISING = 0.5
+_RISING_SHARE = 0.5  # of all calls, by which the resident set must rise
 _MOST_READINGS = 400  # 80,000 pairs
-_MOST_WARM_UP = 5
-_STILL_GROWING = 0.25
+_MOST_WARM_UP = 5  # calls
+_STILL_GROWING = 0.25  # of the whole slope, which the later half must have
+HEAP = "heap_in_use_bytes"
+"""The fact of a stage that holds what malloc had given out, `{"before": …, "after": …}`."""
+PROCESS, HEAP_OF_PROCESS = "process", "the process's heap"
+Measure = tuple[str, list[int], list[int]]
+
+
+def find_leaks(run: Run, *, tolerance_bytes: Number = TOLERANCE_BYTES) -> tuple[Finding, ...]:
+    """A finding for each kind of stage that leaves more memory in use each time it runs.
+
+    Looked at are stages of one name that ran at least 8 times after warming up, and the steps inside each stage;
+    of each the process and every device. The process's heap is looked at where it was noted, beside its resident set.
+
+    Args:
+        run: The record.
+        tolerance_bytes: What the process may grow by in each call.
+    """
+    by_name: dict[str, list[Stage]] = {}
+    for stage in run.walk():
+        by_name.setdefault(stage.name, []).append(stage)
+    outermost = {stage.name for stage in run.stages}
+    findings: list[Finding] = []
+    for name, stages in by_name.items():
+        for measures in after_each(stages):
+            for where, readings, inside in measures:
+                found = list(_leak_findings(name, "time it ran", where, readings, tolerance_bytes))
+                if found and (name in outermost or _grows_inside(inside, found)):
+                    findings += found
+                    break
+        for stage in stages:
+            for where, readings in _after_each_step(stage):
+                findings += _leak_findings(name, "step", where, readings, tolerance_bytes)
+    return tuple(findings)
+
+
+def _leak_findings(
+    stage: str, each: str, where: str, readings: Sequence[int], tolerance_bytes: Number
+) -> Iterator[Finding]:
+    of_process = where in (PROCESS, HEAP_OF_PROCESS)
+    found = growth(
+        readings,
+        tolerance_bytes=tolerance_bytes if of_process else 0,
+        rising=_RISING_SHARE if where == PROCESS else 0.0,
+    )
+    if found is None or not found.is_leak:
+        return
+    slope = found.slope
+    yield Finding(
+        id="memory_leak",
+        severity="warning",
+        message=f"Memory of {where} grows by {slope.value / 2**20:.3g} MB each {each}, over {found.calls} of them.",
+        evidence={
+            "where": where,
+            "calls": found.calls,
+            "mb_per_call": slope.value / 2**20,
+            "mb_per_call_lower": slope.lower / 2**20,
+            "mb_per_call_upper": slope.upper / 2**20,
+            "grown_mb": mib(round(found.total_bytes)),
+        },
+        advice="Look for tensors, outputs or graphs that are kept between calls (missing no_grad, growing lists).",
+        stage=stage,
+    )
+
+
+def _grows_inside(changes: Sequence[int], found: Sequence[Finding]) -> bool:
+    """Whether an inner stage itself makes the growth that is seen at its end."""
+    if not found:
+        return False
+    per_call = found[0].evidence["mb_per_call"]
+    return isinstance(per_call, float) and (mib(round(median(changes))) or 0.0) > per_call / 2
+
+
+def _after_each_step(stage: Stage) -> Iterator[tuple[str, list[int]]]:
+    columns = {PROCESS: stage.steps.rss_bytes, "the device in use": stage.steps.allocated_bytes}
+    for where, column in columns.items():
+        yield where, [figure for figure in column if figure is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,30 +119,6 @@ class Growth:
     slope: Slope
     total_bytes: Number
     is_leak: bool
-
-
-def theil_sen(readings: Sequence[Number], confidence: float = 0.99) -> Slope:
-    """The median of all pairwise slopes, and Sen's bounds on it, by one step of the index.
-
-    Args:
-        readings: At least 2, in order. Of more than 400 only some are looked at, evenly spread: all pairs of a
-            hundred thousand would not fit into memory.
-        confidence: Of the two bounds together, between 0 and 1.
-    """
-    stride = math.ceil(len(readings) / _MOST_READINGS)
-    readings = readings[::stride]
-    n = len(readings)
-    slopes = sorted(
-        (readings[later] - readings[earlier]) / (later - earlier)
-        for earlier in range(n)
-        for later in range(earlier + 1, n)
-    )
-    tied = sum(t * (t - 1) * (2 * t + 5) for t in Counter(readings).values())
-    sigma = math.sqrt((n * (n - 1) * (2 * n + 5) - tied) / 18)
-    width = NormalDist().inv_cdf(0.5 + confidence / 2) * sigma
-    low = max(round((len(slopes) - width) / 2) - 1, 0)
-    high = min(round((len(slopes) + width) / 2), len(slopes) - 1)
-    return Slope(*(slope / stride for slope in (median(slopes), slopes[low], slopes[high])))
 
 
 def growth(
@@ -111,85 +161,28 @@ def growth(
     )
 
 
-def find_leaks(run: Run, *, tolerance_bytes: Number = TOLERANCE_BYTES) -> tuple[Finding, ...]:
-    """A finding for each kind of stage that leaves more memory in use each time it runs.
-
-    Looked at are stages of one name that ran at least 8 times after warming up, and the steps inside each stage;
-    of each the process and every device. The process's heap is looked at where it was noted, beside its resident set.
+def theil_sen(readings: Sequence[Number], confidence: float = 0.99) -> Slope:
+    """The median of all pairwise slopes, and Sen's bounds on it, by one step of the index.
 
     Args:
-        run: The record.
-        tolerance_bytes: What the process may grow by in each call.
+        readings: At least 2, in order. Of more than 400 only some are looked at, evenly spread: all pairs of a
+            hundred thousand would not fit into memory.
+        confidence: Of the two bounds together, between 0 and 1.
     """
-    by_name: dict[str, list[Stage]] = {}
-    for stage in run.walk():
-        by_name.setdefault(stage.name, []).append(stage)
-    outermost = {stage.name for stage in run.stages}
-    findings: list[Finding] = []
-    for name, stages in by_name.items():
-        for measures in after_each(stages):
-            for where, readings, inside in measures:
-                found = list(_finding(name, "time it ran", where, readings, tolerance_bytes))
-                if found and (name in outermost or _grows_inside(inside, found)):
-                    findings += found
-                    break
-        for stage in stages:
-            for where, readings in _after_each_step(stage):
-                findings += _finding(name, "step", where, readings, tolerance_bytes)
-    return tuple(findings)
-
-
-def _grows_inside(changes: Sequence[int], found: Sequence[Finding]) -> bool:
-    """Whether an inner stage itself makes the growth that is seen at its end."""
-    if not found:
-        return False
-    per_call = found[0].evidence["mb_per_call"]
-    return isinstance(per_call, float) and (mib(round(median(changes))) or 0.0) > per_call / 2
-
-
-def _after_each_step(stage: Stage) -> Iterator[tuple[str, list[int]]]:
-    columns = {PROCESS: stage.steps.rss_bytes, "the device in use": stage.steps.allocated_bytes}
-    for where, column in columns.items():
-        yield where, [figure for figure in column if figure is not None]
-
-
-def _finding(
-    stage: str, each: str, where: str, readings: Sequence[int], tolerance_bytes: Number
-) -> Iterator[Finding]:
-    of_process = where in (PROCESS, HEAP_OF_PROCESS)
-    found = growth(
-        readings,
-        tolerance_bytes=tolerance_bytes if of_process else 0,
-        rising=_RISING if where == PROCESS else 0.0,
+    stride = math.ceil(len(readings) / _MOST_READINGS)
+    readings = readings[::stride]
+    n = len(readings)
+    slopes = sorted(
+        (readings[later] - readings[earlier]) / (later - earlier)
+        for earlier in range(n)
+        for later in range(earlier + 1, n)
     )
-    if found is None or not found.is_leak:
-        return
-    slope = found.slope
-    yield Finding(
-        id="memory_leak",
-        severity="warning",
-        message=f"Memory of {where} grows by {slope.value / 2**20:.3g} MB each {each}, over {found.calls} of them.",
-        evidence={
-            "where": where,
-            "calls": found.calls,
-            "mb_per_call": slope.value / 2**20,
-            "mb_per_call_lower": slope.lower / 2**20,
-            "mb_per_call_upper": slope.upper / 2**20,
-            "grown_mb": mib(round(found.total_bytes)),
-        },
-        advice="Look for tensors, outputs or graphs that are kept between calls (missing no_grad, growing lists).",
-        stage=stage,
-    )
-
-
-HEAP = "heap_in_use_bytes"
-"""The fact of a stage that holds what malloc had given out, `{"before": …, "after": …}`."""
-
-
-PROCESS, HEAP_OF_PROCESS = "process", "the process's heap"
-
-
-Measure = tuple[str, list[int], list[int]]
+    tied = sum(t * (t - 1) * (2 * t + 5) for t in Counter(readings).values())
+    sigma = math.sqrt((n * (n - 1) * (2 * n + 5) - tied) / 18)
+    width = NormalDist().inv_cdf(0.5 + confidence / 2) * sigma
+    low = max(round((len(slopes) - width) / 2) - 1, 0)
+    high = min(round((len(slopes) + width) / 2), len(slopes) - 1)
+    return Slope(*(slope / stride for slope in (median(slopes), slopes[low], slopes[high])))
 
 
 def after_each(stages: Sequence[Stage]) -> Iterator[list[Measure]]:

@@ -1,7 +1,8 @@
-"""Whose the highest memory of a stage and of a run is: at what moment, in which stage, which component was at work.
+"""Whose the highest memory of a stage and of a run is: when it was, in which stage, by which component.
 
-A stage's peak belongs to the innermost stage that was open at its moment and saw as much. The component is the one that
-this stage, or the step at that moment, ran; memory that others hold besides it is part of the peak.
+A stage's peak belongs to the innermost stage that was open at its moment and saw as much. The component is
+the one that this stage, or the step at that moment, ran; memory that others hold besides it is part of the
+peak.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,6 +13,8 @@ from sigmascope.records.run import Run, Stage
 from sigmascope.records.utilization import PROCESS, readable_curves
 
 FACT: Final = "peak_owner"
+SLACK_SECONDS: Final = 1e-6
+"""By how much two figures of one moment may differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,41 +70,9 @@ def owners_of(stage: Stage, around: tuple[Stage, ...] = ()) -> Iterator[PeakOwne
             at_seconds,
             "/".join(one.name for one in path),
             name,
-            _weights(path, name),
+            _component_bytes(path, name),
             None if baseline is None else nbytes - baseline,
         )
-
-
-def with_owners(run: Run) -> Run:
-    """The same run, in which it and each of its stages say under `peak_owner` whose their peaks are."""
-    owners = peak_owners(run)
-    stages = tuple(_told(stage, ()) for stage in run.stages)
-    return replace(run, stages=stages, facts={**run.facts, FACT: _plain(owners)} if owners else run.facts)
-
-
-def _told(stage: Stage, around: tuple[Stage, ...]) -> Stage:
-    owners = _plain(tuple(owners_of(stage, around)))
-    inner = tuple(_told(child, (*around, stage)) for child in stage.children)
-    return replace(stage, children=inner, facts={**stage.facts, FACT: owners} if owners else stage.facts)
-
-
-def _plain(owners: tuple[PeakOwner, ...]) -> dict[str, Any]:
-    return {
-        owner.where: {name: value for name, value in asdict(owner).items() if name != "where"}
-        for owner in owners
-    }
-
-
-def _inside(stage: Stage, where: str, nbytes: int, at_seconds: float | None) -> Stage | None:
-    """The stage inside that saw as much at that moment."""
-    if at_seconds is None:
-        return None
-    for child in stage.children:
-        begun = child.started_seconds - SLACK_SECONDS
-        is_open = begun <= at_seconds <= child.started_seconds + child.seconds + SLACK_SECONDS
-        if is_open and any(name == where and seen >= nbytes for name, seen, _ in _peaks(child)):
-            return child
-    return None
 
 
 def _peaks(stage: Stage) -> Iterator[tuple[str, int, float | None]]:
@@ -116,6 +87,18 @@ def _peaks(stage: Stage) -> Iterator[tuple[str, int, float | None]]:
             yield where, nbytes, None if at_seconds is None else stage.started_seconds + at_seconds
 
 
+def _inside(stage: Stage, where: str, nbytes: int, at_seconds: float | None) -> Stage | None:
+    """The stage inside that saw as much at that moment."""
+    if at_seconds is None:
+        return None
+    for child in stage.children:
+        begun = child.started_seconds - SLACK_SECONDS
+        is_open = begun <= at_seconds <= child.started_seconds + child.seconds + SLACK_SECONDS
+        if is_open and any(name == where and seen >= nbytes for name, seen, _ in _peaks(child)):
+            return child
+    return None
+
+
 def _baseline(stage: Stage, where: str) -> int | None:
     if stage.memory is None:
         return None
@@ -123,7 +106,7 @@ def _baseline(stage: Stage, where: str) -> int | None:
     return before.process_rss_bytes if where == PROCESS else before.accelerator(where).allocated_bytes
 
 
-def _weights(path: list[Stage], name: str | None) -> int | None:
+def _component_bytes(path: list[Stage], name: str | None) -> int | None:
     """The bytes of a component's weights, as the pipeline's facts around it say."""
     for stage in reversed(path):
         found: Any = stage.facts
@@ -134,8 +117,24 @@ def _weights(path: list[Stage], name: str | None) -> int | None:
     return None
 
 
-SLACK_SECONDS: Final = 1e-6
-"""By how much two figures of one moment may differ."""
+def with_owners(run: Run) -> Run:
+    """The same run, in which it and each of its stages say under `peak_owner` whose their peaks are."""
+    owners = peak_owners(run)
+    stages = tuple(_stage_with_owners(stage, ()) for stage in run.stages)
+    return replace(run, stages=stages, facts={**run.facts, FACT: _plain(owners)} if owners else run.facts)
+
+
+def _stage_with_owners(stage: Stage, around: tuple[Stage, ...]) -> Stage:
+    owners = _plain(tuple(owners_of(stage, around)))
+    inner = tuple(_stage_with_owners(child, (*around, stage)) for child in stage.children)
+    return replace(stage, children=inner, facts={**stage.facts, FACT: owners} if owners else stage.facts)
+
+
+def _plain(owners: tuple[PeakOwner, ...]) -> dict[str, Any]:
+    return {
+        owner.where: {name: value for name, value in asdict(owner).items() if name != "where"}
+        for owner in owners
+    }
 
 
 def component_of_peak(path: Sequence[Stage], where: str, nbytes: int, at_seconds: float | None) -> str | None:
@@ -157,21 +156,6 @@ def component_of_peak(path: Sequence[Stage], where: str, nbytes: int, at_seconds
         return None
     since = _not_before(path, nbytes, at_seconds) if where == PROCESS else at_seconds
     return _only_one_between(worker, since, at_seconds)
-
-
-def _only_one_between(stage: Stage, since: float, until: float) -> str | None:
-    """The component that ran between two moments of the run; None if several did."""
-    turns = stage.facts["component_turns"]
-    first, last = (_step_at(stage, at_seconds) for at_seconds in (since, until))
-    ran = {*[name for name, step in turns if step <= first][-1:]}
-    ran |= {name for name, step in turns if first < step <= last}
-    return ran.pop() if len(ran) == 1 else None
-
-
-def _step_at(stage: Stage, at_seconds: float) -> int:
-    """The step that had begun last at a moment of the run; before all of them the first."""
-    since = at_seconds - stage.started_seconds + SLACK_SECONDS
-    return max(0, sum(started <= since for started in stage.steps.started) - 1)
 
 
 def _not_before(path: Sequence[Stage], nbytes: int, at_seconds: float) -> float:
@@ -203,3 +187,18 @@ def _readings_after_steps(stage: Stage) -> Iterator[tuple[float, int | None]]:
     steps = stage.steps
     for started, lasted, seen in zip(steps.started, steps.seconds, steps.rss_bytes, strict=False):
         yield stage.started_seconds + started + lasted, seen
+
+
+def _only_one_between(stage: Stage, since: float, until: float) -> str | None:
+    """The component that ran between two moments of the run; None if several did."""
+    turns = stage.facts["component_turns"]
+    first, last = (_step_at(stage, at_seconds) for at_seconds in (since, until))
+    ran = {*[name for name, step in turns if step <= first][-1:]}
+    ran |= {name for name, step in turns if first < step <= last}
+    return ran.pop() if len(ran) == 1 else None
+
+
+def _step_at(stage: Stage, at_seconds: float) -> int:
+    """The step that had begun last at a moment of the run; before all of them the first."""
+    since = at_seconds - stage.started_seconds + SLACK_SECONDS
+    return max(0, sum(started <= since for started in stage.steps.started) - 1)

@@ -1,8 +1,8 @@
 """Has the work become slower, or hungrier for memory, than it was?
 
-A figure has regressed if its values are higher than the baseline's beyond what chance explains (Mann-Whitney, one-sided)
-and its median is higher by more than what is allowed. Either alone cries wolf: a test alone finds differences of 0.1 % once there are
-enough runs, a threshold alone finds noise.
+A figure has regressed if its values are higher than the baseline's beyond what chance explains (Mann-Whitney,
+one-sided) and its median is higher by more than what is allowed. Either alone cries wolf: a test alone finds
+differences of 0.1 % once there are enough runs, a threshold alone finds noise.
 """
 
 from collections.abc import Sequence
@@ -14,8 +14,6 @@ from sigmascope.errors import ConfigError
 from sigmascope.records.run import Run
 
 Verdict = Literal["regressed", "higher", "same", "lower", "undecided"]
-
-
 MAX_SLOWDOWN: Final = 0.03
 MAX_GROWTH: Final = 0.03
 ALPHA: Final = 0.01
@@ -28,8 +26,8 @@ class CheckedFigure:
     Attributes:
         comparison: The two samples.
         verdict: "regressed": by more than allowed and not by chance; "higher": not by chance, but by no more than
-            allowed; "undecided": by more than allowed, but there are too few runs, or too much noise, to tell it from chance;
-            "lower": the interval of the ratio lies below 1; "same": none of these.
+            allowed; "undecided": by more than allowed, but there are too few runs, or too much noise, to tell it from
+            chance; "lower": the interval of the ratio lies below 1; "same": none of these.
         why: The verdict in words.
     """
 
@@ -100,6 +98,21 @@ def check_regression(
     return RegressionCheck(figures, missing)
 
 
+def _require(
+    new: Sequence[Run], baseline: Sequence[Run], max_slowdown: float, max_growth: float, alpha: float
+) -> None:
+    if not new or not baseline:
+        raise ConfigError(
+            "There are no runs to check." if not new else "There is no run in the baseline.",
+            hint="Give saved runs: sigmascope check new/*.json --baseline old/*.json",
+        )
+    for name, limit in (("--max_slowdown", max_slowdown), ("--max_growth", max_growth)):
+        if not limit >= 0:
+            raise ConfigError(f"{name} is {limit}.", hint="Give 0 or more, such as 5%.")
+    if not 0 < alpha < 1:
+        raise ConfigError(f"--alpha is {alpha}.", hint="Give a probability between 0 and 1, such as 0.01.")
+
+
 def _judge(comparison: FigureComparison, allowed: float, alpha: float) -> CheckedFigure:
     growth = None if comparison.ratio is None else comparison.ratio - 1
     is_higher = comparison.p_slower < alpha
@@ -123,18 +136,3 @@ def _judge(comparison: FigureComparison, allowed: float, alpha: float) -> Checke
 def _too_few(comparison: FigureComparison, alpha: float) -> str:
     before, after = comparison.runs
     return f"{before} and {after} runs cannot give p < {alpha:g} (at best {comparison.least_p:.2g})"
-
-
-def _require(
-    new: Sequence[Run], baseline: Sequence[Run], max_slowdown: float, max_growth: float, alpha: float
-) -> None:
-    if not new or not baseline:
-        raise ConfigError(
-            "There are no runs to check." if not new else "There is no run in the baseline.",
-            hint="Give saved runs: sigmascope check new/*.json --baseline old/*.json",
-        )
-    for name, limit in (("--max_slowdown", max_slowdown), ("--max_growth", max_growth)):
-        if not limit >= 0:
-            raise ConfigError(f"{name} is {limit}.", hint="Give 0 or more, such as 5%.")
-    if not 0 < alpha < 1:
-        raise ConfigError(f"--alpha is {alpha}.", hint="Give a probability between 0 and 1, such as 0.01.")

@@ -1,4 +1,4 @@
-"""Rules on memory: fragmentation, limits, what is kept, and what values it holds."""
+"""Rules on memory and on where weights are: fragmentation, limits, what is kept, NaN, offloading, reloading."""
 
 from collections.abc import Iterator
 from typing import Final
@@ -12,48 +12,21 @@ from sigmascope.records.run import Finding, Stage
 _MIB: Final = 2**20
 _FRAGMENTED_SHARE: Final = 0.25
 _FRAGMENTED_BYTES: Final = 1024 * _MIB
-_SHORT: Final = 0.8
-_NEAR_LIMIT: Final = 0.95
+_SHORT_SHARE: Final = 0.8  # of a device: when more is held, memory is short
+_NEAR_LIMIT_SHARE: Final = 0.95
 _KEPT_BYTES: Final = 256 * _MIB
 _KEPT_SHARE: Final = 0.5
 _LOADS: Final = frozenset({"model_loading", "lora_application"})
 """Stages whose purpose is to leave more memory in use."""
-
-
-def fragmented(case: Case) -> Iterator[Finding]:
-    """Memory that the allocator had to take from the device though what its tensors needed would have fitted.
-
-    What it keeps of one stage for the next is no fragmentation, however little is in use at a stage's end: so the most
-    that it ever held is set beside the most that was ever in tensors. Some is usual; it matters where memory is short.
-    """
-    sizes = {one.device: one.total_bytes for one in case.accelerators()}
-    for device in _devices(case):
-        reserved, name = _most_reserved(case, device)
-        allocated = max(
-            (stage.peak.accelerator(device).allocated_bytes or 0 for stage in case.stages if stage.peak),
-            default=0,
-        )
-        idle = reserved - max(allocated, _held_before(case, device))
-        if not allocated or idle <= max(_FRAGMENTED_BYTES, _FRAGMENTED_SHARE * reserved):
-            continue
-        yield Finding(
-            id="memory.fragmented",
-            severity="warning" if reserved > _SHORT * (sizes.get(device) or 0) > 0 else "info",
-            message=f"PyTorch came to hold {units.mib(reserved)} MB on {device} in {name}, {units.mib(idle)} MB "
-            f"({100 * idle / reserved:.0f} %) more than was ever in tensors: its free blocks were too small for what "
-            "was asked.",
-            evidence={"device": device, "idle_mb": mib(idle), "fragmentation": idle / reserved},
-            advice="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True lets it use such gaps; so does making the largest "
-            "images first. torch.cuda.empty_cache() gives them back to others.",
-            stage=name,
-        )  # fmt: skip
+_COMFORTABLE_SHARE: Final = 0.7
+"""Weights that take less of a device than this leave room for activations at usual sizes."""
 
 
 def near_the_limit(case: Case) -> Iterator[Finding]:
     """A peak so near the device's size that a slightly larger image will not fit."""
     for device in case.accelerators():
         highest, name = _most_reserved(case, device.device)
-        if device.total_bytes and highest > _NEAR_LIMIT * device.total_bytes:
+        if device.total_bytes and highest > _NEAR_LIMIT_SHARE * device.total_bytes:
             yield Finding(
                 id="memory.near_the_limit",
                 severity="warning",
@@ -68,8 +41,22 @@ def near_the_limit(case: Case) -> Iterator[Finding]:
             )
 
 
+def _most_reserved(case: Case, device: str) -> tuple[int, str | None]:
+    """The most that the allocator held, and the first stage that saw it, the innermost of those around it."""
+    highest, at = 0, None
+    for stage in case.stages:  # outer ones before those in them
+        held = None if stage.peak is None else stage.peak.accelerator(device).reserved_bytes
+        if held and (held > highest or (held == highest and at is not None and _is_in(stage, at))):
+            highest, at = held, stage
+    return highest, None if at is None else at.name
+
+
+def _is_in(stage: Stage, outer: Stage) -> bool:
+    return any(one is stage for one in outer.walk())
+
+
 def kept_after_a_stage(case: Case) -> Iterator[Finding]:
-    """Most of what a stage took on its way is still in use at its end, and at that of those around it, though it loads nothing.
+    """Most of what a stage took is still in use at its end, and at that of those around it, though it loads nothing.
 
     What a stage gives to the next, or weights that are offloaded again after the generation, are kept by none.
     """
@@ -99,28 +86,9 @@ def kept_after_a_stage(case: Case) -> Iterator[Finding]:
                 )
 
 
-def values_not_finite(case: Case) -> Iterator[Finding]:
-    """The first tensor that holds NaN or infinity: what comes after it is lost.
-
-    A stage's tensors are mostly what it made, so that those of the stages inside it come before its own.
-    """
-    for stage in sorted(case.stages, key=lambda one: one.started_seconds + one.seconds):
-        for name, facts in stage.tensors.items():
-            nans, infinities = facts.nan_count or 0, facts.inf_count or 0
-            if not nans and not infinities:
-                continue
-            half = facts.dtype.removeprefix("torch.") == "float16"  # bfloat16 has the range of float32
-            yield Finding(
-                id="values.not_finite",
-                severity="error",
-                message=f"{name} of {stage.name} is the first tensor with {_what(nans, infinities)}, of "
-                f"{facts.num_elements:,} elements.",
-                evidence={"tensor": name, "nan": nans, "inf": infinities, "dtype": facts.dtype},
-                advice="float16 overflows at 65,504: run this part in bfloat16 or float32 (SDXL's VAE: force_upcast or a "
-                "mended one)." if half else "Look at the stage before: its weights, the LoRA's strength, the input.",
-                stage=stage.name,
-            )  # fmt: skip
-            return
+def _leaves(case: Case) -> Iterator[Stage]:
+    """Stages without others inside: what an inner one keeps is said there."""
+    return (stage for stage in case.stages if not stage.children)
 
 
 def _is_kept_around(case: Case, stage: Stage, device: str, kept: int) -> bool:
@@ -135,23 +103,67 @@ def _is_kept_around(case: Case, stage: Stage, device: str, kept: int) -> bool:
     return True
 
 
+def values_not_finite(case: Case) -> Iterator[Finding]:
+    """The first tensor that holds NaN or infinity: what comes after it is lost.
+
+    A stage's tensors are mostly what it made, so that those of the stages inside it come before its own.
+    """
+    for stage in sorted(case.stages, key=lambda one: one.started_seconds + one.seconds):
+        for name, facts in stage.tensors.items():
+            nans, infinities = facts.nan_count or 0, facts.inf_count or 0
+            if not nans and not infinities:
+                continue
+            half = facts.dtype.removeprefix("torch.") == "float16"  # bfloat16 has the range of float32
+            yield Finding(
+                id="values.not_finite",
+                severity="error",
+                message=f"{name} of {stage.name} is the first tensor with {_not_finite_words(nans, infinities)}, of "
+                f"{facts.num_elements:,} elements.",
+                evidence={"tensor": name, "nan": nans, "inf": infinities, "dtype": facts.dtype},
+                advice="float16 overflows at 65,504: run this part in bfloat16 or float32 (SDXL's VAE: force_upcast or a "
+                "mended one)." if half else "Look at the stage before: its weights, the LoRA's strength, the input.",
+                stage=stage.name,
+            )  # fmt: skip
+            return
+
+
+def _not_finite_words(nans: int, infinities: int) -> str:
+    parts = [f"{nans:,} NaN"] * bool(nans) + [f"{infinities:,} infinite values"] * bool(infinities)
+    return " and ".join(parts)
+
+
+def fragmented(case: Case) -> Iterator[Finding]:
+    """Memory that the allocator had to take from the device though what its tensors needed would have fitted.
+
+    What it keeps of one stage for the next is no fragmentation, however little is in use at a stage's end: so the most
+    that it ever held is set beside the most that was ever in tensors. Some is usual; it matters where memory is short.
+    """
+    sizes = {one.device: one.total_bytes for one in case.accelerators()}
+    for device in _devices(case):
+        reserved, name = _most_reserved(case, device)
+        allocated = max(
+            (stage.peak.accelerator(device).allocated_bytes or 0 for stage in case.stages if stage.peak),
+            default=0,
+        )
+        idle = reserved - max(allocated, _held_before(case, device))
+        if not allocated or idle <= max(_FRAGMENTED_BYTES, _FRAGMENTED_SHARE * reserved):
+            continue
+        yield Finding(
+            id="memory.fragmented",
+            severity="warning" if reserved > _SHORT_SHARE * (sizes.get(device) or 0) > 0 else "info",
+            message=f"PyTorch came to hold {units.mib(reserved)} MB on {device} in {name}, {units.mib(idle)} MB "
+            f"({100 * idle / reserved:.0f} %) more than was ever in tensors: its free blocks were too small for what "
+            "was asked.",
+            evidence={"device": device, "idle_mb": mib(idle), "fragmentation": idle / reserved},
+            advice="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True lets it use such gaps; so does making the largest "
+            "images first. torch.cuda.empty_cache() gives them back to others.",
+            stage=name,
+        )  # fmt: skip
+
+
 def _devices(case: Case) -> list[str]:
     found = (peak.device for stage in case.stages for peak in (stage.peak.accelerators if stage.peak else ()))
     return list(dict.fromkeys(found))
-
-
-def _most_reserved(case: Case, device: str) -> tuple[int, str | None]:
-    """The most that the allocator held, and the first stage that saw it, the innermost of those around it."""
-    highest, at = 0, None
-    for stage in case.stages:  # outer ones before those in them
-        held = None if stage.peak is None else stage.peak.accelerator(device).reserved_bytes
-        if held and (held > highest or (held == highest and at is not None and _is_in(stage, at))):
-            highest, at = held, stage
-    return highest, None if at is None else at.name
-
-
-def _is_in(stage: Stage, outer: Stage) -> bool:
-    return any(one is stage for one in outer.walk())
 
 
 def _held_before(case: Case, device: str) -> int:
@@ -162,22 +174,8 @@ def _held_before(case: Case, device: str) -> int:
     return 0
 
 
-def _leaves(case: Case) -> Iterator[Stage]:
-    """Stages without others inside: what an inner one keeps is said there."""
-    return (stage for stage in case.stages if not stage.children)
-
-
-def _what(nans: int, infinities: int) -> str:
-    parts = [f"{nans:,} NaN"] * bool(nans) + [f"{infinities:,} infinite values"] * bool(infinities)
-    return " and ".join(parts)
-
-
 MEMORY_RULES = (near_the_limit, kept_after_a_stage, values_not_finite)
 MEMORY_RUN_RULES = (fragmented,)
-
-
-_COMFORTABLE: Final = 0.7
-"""Weights that take less of a device than this leave room for activations at usual sizes."""
 
 
 def cpu_while_an_accelerator_is_free(case: Case) -> Iterator[Finding]:
@@ -206,7 +204,7 @@ def weights_moved_every_step(case: Case) -> Iterator[Finding]:
         if part.offload not in ("sequential", "group") or part.module is None or part.module.nbytes is None:
             continue
         moved = part.module.nbytes * steps
-        room = _room(case, [part])
+        room = _is_there_room(case, [part])
         yield Finding(
             id="placement.weights_moved_every_step",
             severity="warning" if part.offload == "sequential" or room else "info",
@@ -219,18 +217,28 @@ def weights_moved_every_step(case: Case) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+def _is_there_room(case: Case, parts: list[ComponentFacts]) -> bool:
+    needed = sum(part.module.nbytes or 0 for part in parts if part.module is not None)
+    largest = _largest_device_bytes(case)
+    return largest is not None and needed < _COMFORTABLE_SHARE * largest
+
+
+def _largest_device_bytes(case: Case) -> int | None:
+    return max((one.total_bytes for one in case.accelerators() if one.total_bytes is not None), default=None)
+
+
 def offloaded_though_it_fits(case: Case) -> Iterator[Finding]:
     """Model offloading where all weights would fit on the device together."""
     parts = [part for part in (case.pipeline.components.values() if case.pipeline else ()) if part.module]
-    if not any(part.offload == "model" for part in parts) or not _room(case, parts):
+    if not any(part.offload == "model" for part in parts) or not _is_there_room(case, parts):
         return
     needed = sum(part.module.nbytes or 0 for part in parts if part.module is not None)
     yield Finding(
         id="placement.offloaded_though_it_fits",
         severity="info",
         message=f"Model offloading is on, though all weights together take {units.mib(needed)} MB of a device of "
-        f"{units.mib(_largest(case))} MB.",
-        evidence={"weights_mb": mib(needed), "device_mb": mib(_largest(case))},
+        f"{units.mib(_largest_device_bytes(case))} MB.",
+        evidence={"weights_mb": mib(needed), "device_mb": mib(_largest_device_bytes(case))},
         advice="Keep the pipeline on the device: pipe.remove_all_hooks(); pipe.to(device).",
     )
 
@@ -256,16 +264,6 @@ def loaded_again(case: Case) -> Iterator[Finding]:
             advice="Load it once and keep it; free memory by moving it to the CPU instead of deleting it.",
             stage="model_loading",
         )
-
-
-def _room(case: Case, parts: list[ComponentFacts]) -> bool:
-    needed = sum(part.module.nbytes or 0 for part in parts if part.module is not None)
-    largest = _largest(case)
-    return largest is not None and needed < _COMFORTABLE * largest
-
-
-def _largest(case: Case) -> int | None:
-    return max((one.total_bytes for one in case.accelerators() if one.total_bytes is not None), default=None)
 
 
 PLACEMENT_RULES = (cpu_while_an_accelerator_is_free, weights_moved_every_step, offloaded_though_it_fits)

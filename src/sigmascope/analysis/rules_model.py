@@ -1,4 +1,8 @@
-"""Rules on whether model, scheduler, guidance and LoRA go together."""
+"""Rules on what runs: model, scheduler, guidance and LoRA, precision, attention, prompts, finished pictures.
+
+Whether a denoiser was distilled to few steps is told by what its pipeline's record says of it
+(`few_step_evidence`).
+"""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
@@ -9,11 +13,38 @@ from sigmascope.records.facts import ComponentFacts, PipelineFacts
 from sigmascope.records.memory import mib
 from sigmascope.records.run import Finding
 
-_EDIT: Final = ("Edit", "Kontext", "Inpaint", "Img2Img")
+_EDIT_NAMES: Final = ("Edit", "Kontext", "Inpaint", "Img2Img")
 _MUST_HAVE_IMAGE: Final = ("Edit", "Inpaint", "Img2Img")
 _FEW_STEP_SCHEDULERS: Final = frozenset({"LCMScheduler", "TCDScheduler", "FlowMatchLCMScheduler"})
-_FEW_STEPS: Final = 12
+_FEW_STEPS: Final = 12  # more are too many for a distilled model
 _ENOUGH_STEPS: Final = 8
+_FEW_STEP_NAMES: Final = ("turbo", "lightning", "schnell", "lcm", "hyper-sd", "hyper_sd", "distill", "dmd")
+_BF16_CAPABILITY: Final = (8, 0)
+"""From here on NVIDIA's tensor cores multiply bfloat16 (CUDA C++ Programming Guide, table of features)."""
+_FLOAT32, _HALF = "float32", frozenset({"float16", "bfloat16"})
+_ONE_TENSOR_PROCESSORS: Final = frozenset(
+    {
+        "AttnProcessor",
+        "AttnProcessor2_0",
+        "AttnProcessorNPU",
+        "XFormersAttnProcessor",
+        "SlicedAttnProcessor",
+        "XLAFlashAttnProcessor2_0",
+        "FusedAttnProcessor2_0",
+        "IPAdapterAttnProcessor",
+        "IPAdapterAttnProcessor2_0",
+    }
+)
+"""diffusers' processors that return the image's tensor alone."""
+_EAGER_PROCESSORS: Final = frozenset({"AttnProcessor", "SlicedAttnProcessor", "IPAdapterAttnProcessor"})
+"""Those that build the whole attention matrix instead of calling scaled_dot_product_attention."""
+_TEXT_STAGE = "text_encoding"
+_PICTURES_FACT = "pictures"
+_NO_CONTENT_ADVICE = (
+    'NaN becomes black. Ask once for output_type="latent": if those latents are finite it is the VAE, to be run in '
+    "float32 or bfloat16 (SDXL's overflows in float16: pipe.vae.to(torch.float32), or a mended one); if not, it is the "
+    "denoiser, a LoRA or an embedding before it."
+)
 
 
 def edit_model_for_text_to_image(case: Case) -> Iterator[Finding]:
@@ -21,7 +52,7 @@ def edit_model_for_text_to_image(case: Case) -> Iterator[Finding]:
     if case.pipeline is None or case.call.has_image is not False:
         return
     names = (case.pipeline.class_name, case.pipeline.source or "")
-    if not any(word in name for name in names for word in _EDIT):
+    if not any(word in name for name in names for word in _EDIT_NAMES):
         return
     is_qwen = any("Qwen" in name for name in names)
     instead = "Qwen/Qwen-Image with QwenImagePipeline" if is_qwen else "the family's text-to-image model"
@@ -109,13 +140,6 @@ def _mapping(value: object) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-_NAMES: Final = ("turbo", "lightning", "schnell", "lcm", "hyper-sd", "hyper_sd", "distill", "dmd")
-
-
-def _word_in(text: str) -> str | None:
-    return next((word for word in _NAMES if word in text.lower()), None)
-
-
 def few_step_evidence(pipeline: PipelineFacts) -> str | None:
     """Why the denoiser is taken for one distilled to few steps; None: nothing says so.
 
@@ -128,11 +152,15 @@ def few_step_evidence(pipeline: PipelineFacts) -> str | None:
         if part.class_name.startswith("Flux") and part.config.get("guidance_embeds") is False:
             return f"{name}.config.guidance_embeds is False: FLUX.1 schnell"
         source = part.config.get("_name_or_path")
-        word = _word_in(source if isinstance(source, str) else "")
+        word = _few_step_word_in(source if isinstance(source, str) else "")
         if word is not None:
             return f'"{word}" in {name}\'s source'
-    word = _word_in(pipeline.source or "")
+    word = _few_step_word_in(pipeline.source or "")
     return None if word is None else f'"{word}" in the pipeline\'s source'
+
+
+def _few_step_word_in(text: str) -> str | None:
+    return next((word for word in _FEW_STEP_NAMES if word in text.lower()), None)
 
 
 MODEL_RULES = (
@@ -143,19 +171,12 @@ MODEL_RULES = (
 )
 
 
-_BF16_CAPABILITY: Final = (8, 0)
-"""NVIDIA's devices from here on multiply bfloat16 on their tensor cores (CUDA C++ Programming Guide, table of features)."""
-
-
-_FLOAT32, _HALF = "float32", frozenset({"float16", "bfloat16"})
-
-
 def float32_on_an_accelerator(case: Case) -> Iterator[Finding]:
     """Denoisers and text encoders in float32 take twice the memory of bfloat16, and more time."""
     for role in ("denoiser", "text_encoder"):
         for name, part in case.components(role).items():
             device = _accelerator_of(part)
-            if device is None or part.module is None or _main(part.module.dtypes) != _FLOAT32:
+            if device is None or part.module is None or _most_common(part.module.dtypes) != _FLOAT32:
                 continue
             dtype = "bfloat16" if _multiplies_bfloat16(case, device) else "float16"
             nbytes = part.module.nbytes
@@ -170,14 +191,34 @@ def float32_on_an_accelerator(case: Case) -> Iterator[Finding]:
             )
 
 
+def _accelerator_of(part: ComponentFacts) -> str | None:
+    """The device of most of its weights, unless that is the CPU."""
+    device = None if part.module is None else _most_common(part.module.devices)
+    return None if device in (None, "cpu", "meta") else device
+
+
+def _most_common(counts: Mapping[str, int]) -> str | None:
+    """What most elements are of; a dtype without "torch.", which records from elsewhere may have."""
+    return max(counts, key=lambda name: counts[name]).removeprefix("torch.") if counts else None
+
+
+def _multiplies_bfloat16(case: Case, device: str) -> bool:
+    """Whether its tensor cores know bfloat16; unknown counts as yes."""
+    capability = next((one.compute_capability for one in case.accelerators() if one.device == device), None)
+    if capability is None:
+        return True
+    parts = capability.split(".")
+    return not all(part.isdigit() for part in parts) or tuple(map(int, parts)) >= _BF16_CAPABILITY
+
+
 def float32_vae(case: Case) -> Iterator[Finding]:
     """A VAE in float32 beside a denoiser in half precision: on purpose for some, a slip for others."""
     denoisers = [part.module for part in case.components("denoiser").values() if part.module is not None]
-    if not any(_main(module.dtypes) in _HALF for module in denoisers):
+    if not any(_most_common(module.dtypes) in _HALF for module in denoisers):
         return
     for name, part in case.components("vae").items():
         device = _accelerator_of(part)
-        if part.module is None or device is None or _main(part.module.dtypes) != _FLOAT32:
+        if part.module is None or device is None or _most_common(part.module.dtypes) != _FLOAT32:
             continue
         meant = part.config.get("force_upcast") is True
         yield Finding(
@@ -199,7 +240,7 @@ def convolutions_not_channels_last(case: Case) -> Iterator[Finding]:
             continue
         if case.pipeline.architecture != "UNet" or device is None or not device.startswith("cuda"):
             continue
-        if _main(module.dtypes) in _HALF:
+        if _most_common(module.dtypes) in _HALF:
             yield Finding(
                 id="precision.not_channels_last",
                 severity="info",
@@ -210,47 +251,7 @@ def convolutions_not_channels_last(case: Case) -> Iterator[Finding]:
             )
 
 
-def _accelerator_of(part: ComponentFacts) -> str | None:
-    """The device of most of its weights, unless that is the CPU."""
-    device = None if part.module is None else _main(part.module.devices)
-    return None if device in (None, "cpu", "meta") else device
-
-
-def _main(counts: Mapping[str, int]) -> str | None:
-    """What most elements are of; a dtype without "torch.", which records from elsewhere may have."""
-    return max(counts, key=lambda name: counts[name]).removeprefix("torch.") if counts else None
-
-
-def _multiplies_bfloat16(case: Case, device: str) -> bool:
-    """Whether its tensor cores know bfloat16; unknown counts as yes."""
-    capability = next((one.compute_capability for one in case.accelerators() if one.device == device), None)
-    if capability is None:
-        return True
-    parts = capability.split(".")
-    return not all(part.isdigit() for part in parts) or tuple(map(int, parts)) >= _BF16_CAPABILITY
-
-
 PRECISION_RULES = (float32_on_an_accelerator, float32_vae, convolutions_not_channels_last)
-
-
-_ONE_TENSOR: Final = frozenset(
-    {
-        "AttnProcessor",
-        "AttnProcessor2_0",
-        "AttnProcessorNPU",
-        "XFormersAttnProcessor",
-        "SlicedAttnProcessor",
-        "XLAFlashAttnProcessor2_0",
-        "FusedAttnProcessor2_0",
-        "IPAdapterAttnProcessor",
-        "IPAdapterAttnProcessor2_0",
-    }
-)
-"""diffusers' processors that return the image's tensor alone."""
-
-
-_EAGER: Final = frozenset({"AttnProcessor", "SlicedAttnProcessor", "IPAdapterAttnProcessor"})
-"""Those that build the whole attention matrix instead of calling scaled_dot_product_attention."""
 
 
 def plain_processor_in_joint_blocks(case: Case) -> Iterator[Finding]:
@@ -258,7 +259,9 @@ def plain_processor_in_joint_blocks(case: Case) -> Iterator[Finding]:
     if case.pipeline is None:
         return
     wrong = {
-        name: count for name, count in case.pipeline.attention.joint_processors.items() if name in _ONE_TENSOR
+        name: count
+        for name, count in case.pipeline.attention.joint_processors.items()
+        if name in _ONE_TENSOR_PROCESSORS
     }
     if not wrong:
         return
@@ -278,7 +281,9 @@ def eager_attention(case: Case) -> Iterator[Finding]:
     """Attention that builds the whole matrix costs memory and time that fused attention does not."""
     if case.pipeline is None:
         return
-    eager = {name: count for name, count in case.pipeline.attention.processors.items() if name in _EAGER}
+    eager = {
+        name: count for name, count in case.pipeline.attention.processors.items() if name in _EAGER_PROCESSORS
+    }
     if not eager:
         return
     count, names = sum(eager.values()), ", ".join(sorted(eager))
@@ -296,13 +301,10 @@ def eager_attention(case: Case) -> Iterator[Finding]:
 ATTENTION_RULES = (plain_processor_in_joint_blocks, eager_attention)
 
 
-_STAGE = "text_encoding"
-
-
 def prompt_is_cut(case: Case) -> Iterator[Finding]:
     """A prompt of which some tokens reach no text encoder, not even the one that reads most of it."""
-    for stage in case.named(_STAGE):
-        for side, prompt in _prompts(stage.facts.get(_STAGE)):
+    for stage in case.named(_TEXT_STAGE):
+        for side, prompt in _prompts(stage.facts.get(_TEXT_STAGE)):
             cut, total, limit = (
                 prompt.get(name) for name in ("truncated_tokens", "token_count", "token_limit")
             )
@@ -321,7 +323,7 @@ def prompt_is_cut(case: Case) -> Iterator[Finding]:
                 },
                 advice="Shorten it, or move what matters to where it is kept; or encode it in parts and pass "
                 "prompt_embeds.",
-                stage=_STAGE,
+                stage=_TEXT_STAGE,
             )
 
 
@@ -336,26 +338,23 @@ def _prompts(analysis: object) -> Iterator[tuple[str, Mapping[str, Any]]]:
 TEXT_RULES = (prompt_is_cut,)
 
 
-_FACT = "pictures"
-
-
 def pictures_without_content(case: Case) -> Iterator[Finding]:
     """Pictures that are one colour all over, or hold what is no number; of a video, if all frames looked at are so."""
     for stage in case.stages:
-        seen = stage.facts.get(_FACT)
+        seen = stage.facts.get(_PICTURES_FACT)
         if not isinstance(seen, Mapping):
             continue
         looked_at, flat, broken, replaced = (
-            _count(seen, name) for name in ("looked_at", "one_colour", "not_finite", "replaced")
+            _count_of(seen, name) for name in ("looked_at", "one_colour", "not_finite", "replaced")
         )
-        evidence = {"pictures": _count(seen, "pictures"), "looked_at": looked_at}
+        evidence = {"pictures": _count_of(seen, "pictures"), "looked_at": looked_at}
         if broken:
             yield Finding(
                 id="picture.not_finite",
                 severity="error",
                 message=f"{broken} of {looked_at} pictures hold NaN or infinity.",
                 evidence={**evidence, "not_finite": broken},
-                advice=_ADVICE,
+                advice=_NO_CONTENT_ADVICE,
                 stage=stage.name,
             )
         if replaced:
@@ -375,19 +374,12 @@ def pictures_without_content(case: Case) -> Iterator[Finding]:
                 severity="warning",
                 message=f"{flat} of {looked_at} pictures are one colour all over ({colour}).",
                 evidence={**evidence, "one_colour": flat, "colour": colour},
-                advice=_ADVICE,
+                advice=_NO_CONTENT_ADVICE,
                 stage=stage.name,
             )
 
 
-_ADVICE = (
-    'NaN becomes black. Ask once for output_type="latent": if those latents are finite it is the VAE, to be run in '
-    "float32 or bfloat16 (SDXL's overflows in float16: pipe.vae.to(torch.float32), or a mended one); if not, it is the "
-    "denoiser, a LoRA or an embedding before it."
-)
-
-
-def _count(seen: Mapping[str, Any], name: str) -> int:
+def _count_of(seen: Mapping[str, Any], name: str) -> int:
     value = seen.get(name)
     return value if isinstance(value, int) else 0
 

@@ -1,4 +1,8 @@
-"""Rules on where the time goes."""
+"""Rules on time: where it goes, how even steps are, how busy the accelerators were, which rank is slow.
+
+Some look at what lies between the steps, or at what held the accelerators back; `slow_ranks` at what the
+ranks of a merged run say of each other.
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -21,6 +25,24 @@ from sigmascope.records.utilization import DeviceUtilization, utilization_of
 _GENERATION: Final = "generation"
 _VAE_SHARE: Final = 0.3
 _TEXT_SHARE: Final = 0.2
+# Of steps.
+_FEWEST_STEPS: Final = 6
+_COMPILE_FACTOR: Final = 3.0
+_COMPILE_SECONDS: Final = 0.5
+_OUTLIER_FACTOR: Final = 2.0
+_OUTLIER_DEVIATIONS: Final = 6.0  # of the median absolute deviation: 4 standard deviations of a normal one
+_DRIFT_SHARE: Final = 0.05
+_BUSY_SHARE: Final = 0.6
+# Of samples of a device: percentages.
+_FEWEST_SAMPLES: Final = 5
+_IDLE_BELOW: Final = 70.0
+_IN_USE_FROM: Final = 5.0
+"""Below this nothing of the pipeline runs on a device; it is another one's, or nobody's."""
+_HEAT_FROM: Final = 5.0
+_POWER_CAP_FROM: Final = 50.0
+# Of ranks.
+_SLOWER_BY: Final = 1.1
+_FEWEST_STEPS_OF_A_RANK: Final = 3
 
 
 def target_missed(case: Case) -> Iterator[Finding]:
@@ -58,12 +80,6 @@ def _longest_part(stage: Stage, total: float) -> tuple[str | None, float]:
     return longest, parts[longest]
 
 
-def _in_steps(stage: Stage) -> float:
-    """By the accelerator's clock where it timed them all: a sum of some would be too small."""
-    seconds = step_seconds(stage)
-    return sum(known(seconds if None not in seconds else step_seconds(stage, on_device=False)), 0.0)
-
-
 def _stages_in(stage: Stage) -> Iterator[Stage]:
     """The stages of a generation; a pipeline that is watched has its own generation in the monitor's."""
     for child in stage.children:
@@ -71,6 +87,12 @@ def _stages_in(stage: Stage) -> Iterator[Stage]:
             yield from _stages_in(child)
         else:
             yield child
+
+
+def _in_steps(stage: Stage) -> float:
+    """By the accelerator's clock where it timed them all: a sum of some would be too small."""
+    seconds = step_seconds(stage)
+    return sum(known(seconds if None not in seconds else step_seconds(stage, on_device=False)), 0.0)
 
 
 def vae_takes_long(case: Case) -> Iterator[Finding]:
@@ -117,15 +139,6 @@ def text_encoding_takes_long(case: Case) -> Iterator[Finding]:
 TIME_RULES = (target_missed, vae_takes_long, text_encoding_takes_long)
 
 
-_FEWEST_STEPS: Final = 6
-_COMPILE_FACTOR: Final = 3.0
-_COMPILE_SECONDS: Final = 0.5
-_OUTLIER_FACTOR: Final = 2.0
-_OUTLIER_DEVIATIONS: Final = 6.0  # of the median absolute deviation: 4 standard deviations of a normal one
-_DRIFT_SHARE: Final = 0.05
-_BUSY_SHARE: Final = 0.6
-
-
 def first_step_compiles(case: Case) -> Iterator[Finding]:
     """A first step much longer than the rest: compilation, autotuning, lazy loading."""
     for stage in case.with_steps():
@@ -151,6 +164,12 @@ def first_step_compiles(case: Case) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+def _untimed(stage: Stage) -> dict[str, int]:
+    """How many steps' times are not known, where there are such."""
+    count = step_seconds(stage).count(None)
+    return {"steps_not_timed": count} if count else {}
+
+
 def steps_stand_out(case: Case) -> Iterator[Finding]:
     """Single steps far longer than their neighbours: recompiling, or somebody else's load."""
     for stage in case.with_steps():
@@ -171,14 +190,19 @@ def steps_stand_out(case: Case) -> Iterator[Finding]:
             id="time.steps_stand_out",
             severity="warning" if gain > 0.1 * sum(seconds) else "info",
             message=f"{len(slow)} of {len(seconds) + (first is not None)} steps took more than twice as long as the rest: "
-            f"{_listed(slow)}.",
-            evidence={"steps": _listed(slow), "median_seconds": usual, "gain_seconds": gain, "compiled": compiled, **_untimed(stage)},
+            f"{_some_of(slow)}.",
+            evidence={"steps": _some_of(slow), "median_seconds": usual, "gain_seconds": gain, "compiled": compiled, **_untimed(stage)},
             advice="Steps like these recompile when shapes or flags change: run with TORCH_LOGS=recompiles, and compile "
             "with dynamic=True."
             if compiled
             else "Look for what else runs on the machine, garbage collection, previews or callbacks in those steps.",
             stage=stage.name,
         )  # fmt: skip
+
+
+def _some_of(numbers: list[int], most: int = 8) -> str:
+    shown = ", ".join(map(str, numbers[:most]))
+    return shown if len(numbers) <= most else f"{shown}, …"
 
 
 def steps_slow_down(case: Case) -> Iterator[Finding]:
@@ -218,7 +242,7 @@ def device_waits(case: Case) -> Iterator[Finding]:
     for stage in case.with_steps():
         rows = _timed_rows(stage)
         busy = [stage.steps.gpu_seconds[row] or 0.0 for row in rows]
-        wall = _span(stage, rows)
+        wall = _seconds_of_rows(stage, rows)
         if len(busy) < _FEWEST_STEPS or wall <= 0 or sum(busy) >= _BUSY_SHARE * wall:
             continue
         yield Finding(
@@ -233,13 +257,13 @@ def device_waits(case: Case) -> Iterator[Finding]:
 
 
 def _timed_rows(stage: Stage) -> range:
-    """The steps that the accelerator timed, if they are neighbours: beside a gap, idle time cannot be told from work."""
+    """The steps that the accelerator timed, if they are neighbours: beside a gap, idle time is not told from work."""
     timed = [row for row, seconds in enumerate(step_seconds(stage)) if seconds is not None]
     whole = is_timed_on_device(stage) and timed[-1] - timed[0] + 1 == len(timed)
     return range(timed[0], timed[-1] + 1) if whole else range(0)
 
 
-def _span(stage: Stage, rows: range) -> float:
+def _seconds_of_rows(stage: Stage, rows: range) -> float:
     """From the beginning of the first of these steps to the end of the last."""
     if not rows:
         return 0.0
@@ -247,26 +271,7 @@ def _span(stage: Stage, rows: range) -> float:
     return steps.started[rows[-1]] + steps.seconds[rows[-1]] - steps.started[rows[0]]
 
 
-def _untimed(stage: Stage) -> dict[str, int]:
-    """How many steps' times are not known, where there are such."""
-    count = step_seconds(stage).count(None)
-    return {"steps_not_timed": count} if count else {}
-
-
-def _listed(numbers: list[int], most: int = 8) -> str:
-    shown = ", ".join(map(str, numbers[:most]))
-    return shown if len(numbers) <= most else f"{shown}, …"
-
-
 STEP_RULES = (first_step_compiles, steps_stand_out, steps_slow_down, device_waits)
-
-
-_FEWEST_SAMPLES: Final = 5
-_IDLE_BELOW: Final = 70.0
-_IN_USE_FROM: Final = 5.0
-"""Below this nothing of the pipeline runs on a device; it is another one's, or nobody's."""
-_HEAT_FROM: Final = 5.0
-_POWER_CAP_FROM: Final = 50.0
 
 
 def device_idle(case: Case) -> Iterator[Finding]:
@@ -292,6 +297,14 @@ def device_idle(case: Case) -> Iterator[Finding]:
             "images at once, take .item() and .cpu() out of callbacks, and keep offloaded weights on the device.",
             stage=stage.name,
         )  # fmt: skip
+
+
+def _sampled(case: Case) -> Iterator[tuple[Stage, DeviceUtilization]]:
+    """Stages with steps, and their devices, with enough samples to tell."""
+    for stage in case.with_steps():
+        for device in utilization_of(stage).values():
+            if device.samples >= _FEWEST_SAMPLES:
+                yield stage, device
 
 
 def slowed_by_heat(case: Case) -> Iterator[Finding]:
@@ -331,19 +344,7 @@ def held_by_power_cap(case: Case) -> Iterator[Finding]:
         )
 
 
-def _sampled(case: Case) -> Iterator[tuple[Stage, DeviceUtilization]]:
-    """Stages with steps, and their devices, with enough samples to tell."""
-    for stage in case.with_steps():
-        for device in utilization_of(stage).values():
-            if device.samples >= _FEWEST_SAMPLES:
-                yield stage, device
-
-
 UTILIZATION_RULES = (device_idle, slowed_by_heat, held_by_power_cap)
-
-
-_SLOWER_BY: Final = 1.1
-_FEWEST_STEPS_OF_A_RANK: Final = 3
 
 
 def slow_ranks(ranks: Mapping[str, Run]) -> Iterator[Finding]:

@@ -1,7 +1,11 @@
-"""All that is to be said of two sets of runs, work by work.
+"""Two sets of runs of the same work: ratios of medians, intervals, tests, and what differs in the set-up.
 
-The interval is the percentile bootstrap's (Efron and Tibshirani, "An Introduction to the Bootstrap", 1993, ch. 13), the
-test that of Mann and Whitney (Annals of Mathematical Statistics 18, 1947), one-sided; both are SciPy's.
+Runs are sorted by the work that they did, since a run of 512×512 says nothing about one of 1024×1024
+(`pairs_by_work`). Steps can be compared too: all of a stage together, or each by its number.
+
+The interval is the percentile bootstrap's (Efron and Tibshirani, "An Introduction to the Bootstrap", 1993,
+ch. 13), the test that of Mann and Whitney (Annals of Mathematical Statistics 18, 1947), one-sided; both are
+SciPy's.
 """
 
 import math
@@ -21,7 +25,24 @@ from sigmascope.records.facts import AttentionFacts, CallFacts, ComponentFacts, 
 from sigmascope.records.performance import BENCHMARK, BeforeAfterDict, others_of, work_of
 from sigmascope.records.run import Run
 
-_FEWEST_RUNS = 3
+_FEWEST_RUNS = 3  # with fewer on a side, steps are pooled
+CONFIDENCE: Final = 0.95
+_RESAMPLES: Final = 4_999
+_FEWEST_FOR_AN_INTERVAL: Final = 3
+_NOTHING: Final = 1e-12
+"""Nobody's clock tells so few seconds from 0, and what is divided by less may be infinite."""
+_SWITCH_FIELDS = ("offload", "compiled", "layerwise_casting", "channels_last", "tiling", "slicing")
+_CALL_FIELDS = (
+    "num_inference_steps",
+    "guidance_scale",
+    "height",
+    "width",
+    "num_frames",
+    "batch_size",
+    "seed",
+)
+_NOTABLE_SHARE_APART = 0.1  # of the processor, that other programs used
+_BENCHMARK_FIELDS = ("device", "seed", "threads")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,13 +144,6 @@ def compare_work(
     )
 
 
-CONFIDENCE: Final = 0.95
-_RESAMPLES: Final = 4_999
-_FEWEST_FOR_AN_INTERVAL: Final = 3
-_NOTHING: Final = 1e-12
-"""Nobody's clock tells so few seconds from 0, and what is divided by less may be infinite."""
-
-
 def compare_run_sets(
     new: Sequence[Run], baseline: Sequence[Run], *, seed: int = 0
 ) -> tuple[tuple[FigureComparison, ...], dict[str, str]]:
@@ -146,13 +160,15 @@ def compare_run_sets(
     """
     on_device = timed_on_device(new, baseline)
     ours, theirs = figures_of(new, on_device), figures_of(baseline, on_device)
-    compared = tuple(_compare(ours[name], figure, seed) for name, figure in theirs.items() if name in ours)
+    compared = tuple(
+        _compare_figures(ours[name], figure, seed) for name, figure in theirs.items() if name in ours
+    )
     missing = {name: "not in the new runs" for name in theirs if name not in ours}
     missing |= {name: "not in the baseline" for name in ours if name not in theirs}
     return compared, missing
 
 
-def _compare(new: Figure, baseline: Figure, seed: int) -> FigureComparison:
+def _compare_figures(new: Figure, baseline: Figure, seed: int) -> FigureComparison:
     found = compare_values(baseline.name, baseline.unit, new.values, baseline.values, seed=seed)
     sides = [
         f"{side.untimed} of {side.untimed + len(side.values)} {name} runs"
@@ -204,20 +220,6 @@ def compare_values(
     )
 
 
-def p_of_higher(new: Sequence[float], baseline: Sequence[float]) -> float:
-    """The p of Mann and Whitney's test that the new values are not higher; exact for small samples without ties.
-
-    Args:
-        new: At least one value.
-        baseline: At least one value.
-    """
-    from scipy.stats import mannwhitneyu
-
-    if len({*new, *baseline}) == 1:
-        return 1.0
-    return float(mannwhitneyu(new, baseline, alternative="greater").pvalue)
-
-
 def _interval(new: Sequence[float], baseline: Sequence[float], seed: int) -> tuple[float, float]:
     from scipy.stats import bootstrap
 
@@ -236,6 +238,20 @@ def _interval(new: Sequence[float], baseline: Sequence[float], seed: int) -> tup
     return float(found.low), float(found.high)
 
 
+def p_of_higher(new: Sequence[float], baseline: Sequence[float]) -> float:
+    """The p of Mann and Whitney's test that the new values are not higher; exact for small samples without ties.
+
+    Args:
+        new: At least one value.
+        baseline: At least one value.
+    """
+    from scipy.stats import mannwhitneyu
+
+    if len({*new, *baseline}) == 1:
+        return 1.0
+    return float(mannwhitneyu(new, baseline, alternative="greater").pvalue)
+
+
 def compare_pooled_steps(
     new: Sequence[Run], baseline: Sequence[Run], *, seed: int = 0
 ) -> tuple[FigureComparison, ...]:
@@ -250,12 +266,22 @@ def compare_pooled_steps(
         seed: Of the resampling.
     """
     on_device = timed_on_device(new, baseline)
-    ours, theirs = _pooled(new, on_device), _pooled(baseline, on_device)
+    ours, theirs = _steps_by_stage(new, on_device), _steps_by_stage(baseline, on_device)
     return tuple(
         compare_values(f"{name} step", "seconds", ours[name], values, seed=seed)
         for name, values in theirs.items()
         if name in ours
     )
+
+
+def _steps_by_stage(runs: Sequence[Run], on_device: Collection[str]) -> Mapping[str, list[float]]:
+    found: dict[str, list[float]] = {}
+    for run in runs:
+        for stage in run.walk():
+            seconds = warm(timed_steps(stage, on_device))
+            if seconds:
+                found.setdefault(stage.name, []).extend(seconds)
+    return found
 
 
 def compare_by_step(
@@ -269,7 +295,7 @@ def compare_by_step(
         seed: Of the resampling.
     """
     on_device = timed_on_device(new, baseline)
-    ours, theirs = _numbered(new, on_device), _numbered(baseline, on_device)
+    ours, theirs = _steps_by_number(new, on_device), _steps_by_number(baseline, on_device)
     return tuple(
         compare_values(f"{name} step {number}", "seconds", ours[name, number], values, seed=seed)
         for (name, number), values in theirs.items()
@@ -277,17 +303,9 @@ def compare_by_step(
     )
 
 
-def _pooled(runs: Sequence[Run], on_device: Collection[str]) -> Mapping[str, list[float]]:
-    found: dict[str, list[float]] = {}
-    for run in runs:
-        for stage in run.walk():
-            seconds = warm(timed_steps(stage, on_device))
-            if seconds:
-                found.setdefault(stage.name, []).extend(seconds)
-    return found
-
-
-def _numbered(runs: Sequence[Run], on_device: Collection[str]) -> Mapping[tuple[str, int], list[float]]:
+def _steps_by_number(
+    runs: Sequence[Run], on_device: Collection[str]
+) -> Mapping[tuple[str, int], list[float]]:
     """By stage and number from 1 on, each run's seconds; a stage passed twice counts on."""
     found: dict[tuple[str, int], list[float]] = {}
     for run in runs:
@@ -297,18 +315,6 @@ def _numbered(runs: Sequence[Run], on_device: Collection[str]) -> Mapping[tuple[
                 number = passed[stage.name] = passed.get(stage.name, 0) + 1
                 if seconds is not None:
                     found.setdefault((stage.name, number), []).append(seconds)
-    return found
-
-
-def by_work(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    """The runs by the case of the benchmark that made them, in the order of the first of each; "" for all others.
-
-    Args:
-        runs: Any number, in order.
-    """
-    found: dict[str, list[Run]] = {}
-    for run in runs:
-        found.setdefault(work_of(run.facts), []).append(run)
     return found
 
 
@@ -327,11 +333,20 @@ def pairs_by_work(
         By work, the runs of both sides (new first); and by name the work that one side lacks, with the reason, and how
         many runs were left out.
     """
-    ours, theirs = by_work(_whole(new)), by_work(_whole(baseline))
+    ours, theirs = by_work(_complete_runs(new)), by_work(_complete_runs(baseline))
     pairs = {work: (ours[work], runs) for work, runs in theirs.items() if work in ours}
     missing = {work: "not in the new runs" for work in theirs if work not in ours}
     missing |= {work: "not in the baseline" for work in ours if work not in theirs}
     return pairs, missing | _left_out("new runs", new) | _left_out("baseline runs", baseline)
+
+
+def _complete_runs(runs: Sequence[Run]) -> list[Run]:
+    return [run for run in runs if run.complete]
+
+
+def _left_out(name: str, runs: Sequence[Run]) -> dict[str, str]:
+    count = len(runs) - len(_complete_runs(runs))
+    return {name: f"{count} of {len(runs)} broke off, and count for nothing"} if count else {}
 
 
 def require_pairs(
@@ -358,19 +373,16 @@ def require_pairs(
     return pairs, missing
 
 
-def _whole(runs: Sequence[Run]) -> list[Run]:
-    return [run for run in runs if run.complete]
+def by_work(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    """The runs by the case of the benchmark that made them, in the order of the first of each; "" for all others.
 
-
-def _left_out(name: str, runs: Sequence[Run]) -> dict[str, str]:
-    count = len(runs) - len(_whole(runs))
-    return {name: f"{count} of {len(runs)} broke off, and count for nothing"} if count else {}
-
-
-_SWITCHES = ("offload", "compiled", "layerwise_casting", "channels_last", "tiling", "slicing")
-_CALL = ("num_inference_steps", "guidance_scale", "height", "width", "num_frames", "batch_size", "seed")
-_OTHERS_APART = 0.1
-_OF_BENCHMARK = ("device", "seed", "threads")
+    Args:
+        runs: Any number, in order.
+    """
+    found: dict[str, list[Run]] = {}
+    for run in runs:
+        found.setdefault(work_of(run.facts), []).append(run)
+    return found
 
 
 def set_up_differences(new: Sequence[Run], baseline: Sequence[Run]) -> dict[str, tuple[str, str]]:
@@ -384,45 +396,39 @@ def set_up_differences(new: Sequence[Run], baseline: Sequence[Run]) -> dict[str,
     found = {
         name: (before, ours[name]) for name, before in theirs.items() if name in ours and before != ours[name]
     }
-    before, now = _others(baseline), _others(new)
-    if before is not None and now is not None and abs(now - before) > _OTHERS_APART:
+    before, now = _used_by_others(baseline), _used_by_others(new)
+    if before is not None and now is not None and abs(now - before) > _NOTABLE_SHARE_APART:
         found["processor used by others"] = (f"{100 * before:.0f} %", f"{100 * now:.0f} %")
     return found
-
-
-def _others(runs: Sequence[Run]) -> float | None:
-    """How busy others kept the processor, on average."""
-    shares = [share for run in runs if (share := others_of(run.facts)) is not None]
-    return fmean(shares) if shares else None
 
 
 def _set_up(runs: Sequence[Run]) -> dict[str, str]:
     """Every fact of the runs' set-up; where they do not agree, all values."""
     found: dict[str, set[str]] = {}
     for run in runs:
-        for name, value in _of_run(run):
+        for name, value in _set_up_of_run(run):
             if value is not None:
                 found.setdefault(name, set()).add(str(value))
     return {name: ", ".join(sorted(values)) for name, values in found.items()}
 
 
-def _of_run(run: Run) -> Iterator[tuple[str, object]]:
+def _set_up_of_run(run: Run) -> Iterator[tuple[str, object]]:
     if run.host is not None:
-        yield from _of_host(run.host)
+        yield from _set_up_of_host(run.host)
     noted = run.facts.get(BENCHMARK)
     if isinstance(noted, Mapping):
-        yield from ((name, noted.get(name)) for name in _OF_BENCHMARK)
+        yield from ((name, noted.get(name)) for name in _BENCHMARK_FIELDS)
     try:
         found = list(cases(run))
     except ValueError:  # facts of a shape that is not ours: there is nothing to say of them
         return
     for case in found:
-        yield from _of_call(case.call)
+        yield from _set_up_of_call(case.call)
         if case.pipeline is not None:
-            yield from _of_pipeline(case.pipeline)
+            yield from _set_up_of_pipeline(case.pipeline)
 
 
-def _of_host(host: HostFacts) -> Iterator[tuple[str, object]]:
+def _set_up_of_host(host: HostFacts) -> Iterator[tuple[str, object]]:
     yield "processor", host.cpu_model
     yield "processor threads", host.cpu_count_logical
     yield "system", host.os
@@ -433,25 +439,25 @@ def _of_host(host: HostFacts) -> Iterator[tuple[str, object]]:
         yield f"{device.device} driver", device.driver_version
 
 
-def _of_call(call: CallFacts) -> Iterator[tuple[str, object]]:
-    yield from ((name, getattr(call, name)) for name in _CALL)
+def _set_up_of_call(call: CallFacts) -> Iterator[tuple[str, object]]:
+    yield from ((name, getattr(call, name)) for name in _CALL_FIELDS)
 
 
-def _of_pipeline(pipeline: PipelineFacts) -> Iterator[tuple[str, object]]:
+def _set_up_of_pipeline(pipeline: PipelineFacts) -> Iterator[tuple[str, object]]:
     yield "pipeline", pipeline.class_name
     yield "architecture", pipeline.architecture
-    yield from _of_attention(pipeline.attention)
+    yield from _set_up_of_attention(pipeline.attention)
     for name, part in pipeline.components.items():
-        yield from _of_component(name, part)
+        yield from _set_up_of_component(name, part)
 
 
-def _of_attention(attention: AttentionFacts) -> Iterator[tuple[str, object]]:
+def _set_up_of_attention(attention: AttentionFacts) -> Iterator[tuple[str, object]]:
     for name, counts in (("processors", attention.processors), ("backends", attention.backends)):
         if counts:
             yield f"attention {name}", " + ".join(sorted(counts))
 
 
-def _of_component(name: str, part: ComponentFacts) -> Iterator[tuple[str, object]]:
+def _set_up_of_component(name: str, part: ComponentFacts) -> Iterator[tuple[str, object]]:
     yield f"{name} class", part.class_name
     if part.module is None:
         return
@@ -459,6 +465,12 @@ def _of_component(name: str, part: ComponentFacts) -> Iterator[tuple[str, object
     for what, counts in (("dtype", part.module.dtypes), ("device", part.module.devices)):
         if counts:
             yield f"{name} {what}", max(counts, key=lambda key: counts[key])
-    for switch in _SWITCHES:
+    for switch in _SWITCH_FIELDS:
         value = getattr(part, switch)
         yield f"{name} {switch}", "none" if value is None and switch == "offload" else value
+
+
+def _used_by_others(runs: Sequence[Run]) -> float | None:
+    """How busy others kept the processor, on average."""
+    shares = [share for run in runs if (share := others_of(run.facts)) is not None]
+    return fmean(shares) if shares else None

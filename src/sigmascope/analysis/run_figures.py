@@ -1,4 +1,4 @@
-"""What of a run can be compared with other runs: seconds, steps and peaks, each by name."""
+"""What of a run can be compared with other runs: seconds, steps and peaks, each by name, and by whose clock."""
 
 import math
 from collections import Counter
@@ -34,62 +34,6 @@ class Figure:
     untimed: int = 0
 
 
-def timed_on_device(*sides: Sequence[Run]) -> frozenset[str]:
-    """Names of the stages, and of their steps, to be compared by the accelerator's clock.
-
-    A host that only queues work is done with a stage long before the device is. So the device's clock is the one to
-    compare by, where enough runs have it: two clocks are not comparable, so that the others are left out. Enough is all
-    of a side that passed the stage; or most, if as many are left as a check takes to tell a change from chance. What is
-    missing may be missing because it took long, so that it must be few. A generation's own time is what somebody waits for.
-
-    Args:
-        sides: Runs of the same work, such as a baseline's and the new ones; each has to have enough.
-    """
-    counted = [_timed_of(side) for side in sides]
-    names = {name for found in counted for name in found} - {_ONLY_STAGE}
-    return frozenset(
-        name for name in names if all(_are_enough(*found[name]) for found in counted if name in found)
-    )
-
-
-def _are_enough(timed: int, runs: int) -> bool:
-    return timed == runs or (timed >= _FEWEST_LEFT and timed >= _SHARE_LEFT * runs)
-
-
-def _timed_of(runs: Sequence[Run]) -> Mapping[str, tuple[int, int]]:
-    """By name of stages and of their steps: how many runs are timed on the device wherever these appear, of how many."""
-    found: dict[str, tuple[int, int]] = {}
-    for run in runs:
-        of_run: dict[str, bool] = {}
-        for stage in run.walk():
-            of_run[stage.name] = of_run.get(stage.name, True) and device_seconds(stage) is not None
-            if len(stage.steps):
-                name = step_name(stage)
-                of_run[name] = of_run.get(name, True) and is_timed_on_device(stage)
-        for name, is_timed in of_run.items():
-            timed, count = found.get(name, (0, 0))
-            found[name] = (timed + is_timed, count + 1)
-    return found
-
-
-def step_name(stage: Stage) -> str:
-    """What the figure of a stage's steps is called."""
-    return f"{stage.name} step"
-
-
-def timed_steps(stage: Stage, on_device: Collection[str]) -> tuple[float | None, ...]:
-    """Of a stage's steps, one entry each, by one clock: None for what that one did not time.
-
-    Args:
-        stage: With steps or without.
-        on_device: Stages and steps that go by the accelerator's clock (see `timed_on_device`).
-    """
-    by_device = step_name(stage) in on_device
-    if by_device and not is_timed_on_device(stage):
-        return (None,) * len(stage.steps)
-    return step_seconds(stage, on_device=by_device)
-
-
 def figures_of(runs: Sequence[Run], on_device: Collection[str] = ()) -> dict[str, Figure]:
     """The figures of several runs of the same work, by name.
 
@@ -106,7 +50,7 @@ def figures_of(runs: Sequence[Run], on_device: Collection[str] = ()) -> dict[str
     values: dict[tuple[str, Unit], list[float]] = {}
     untimed: Counter[str] = Counter()
     for run in runs:
-        for name, unit, value in _of_run(run, on_device):
+        for name, unit, value in _figures_of_run(run, on_device):
             if unit == "bytes" or is_duration(value):
                 values.setdefault((name, unit), []).append(value)
             elif name in on_device:
@@ -114,7 +58,7 @@ def figures_of(runs: Sequence[Run], on_device: Collection[str] = ()) -> dict[str
     return {name: Figure(name, unit, tuple(found), untimed[name]) for (name, unit), found in values.items()}
 
 
-def _of_run(run: Run, on_device: Collection[str]) -> Iterable[tuple[str, Unit, float]]:
+def _figures_of_run(run: Run, on_device: Collection[str]) -> Iterable[tuple[str, Unit, float]]:
     if [stage.name for stage in run.stages] != [_ONLY_STAGE]:
         yield "total", "seconds", run.seconds
     for name, stages in _by_name(run).items():
@@ -153,6 +97,57 @@ def _by_name(run: Run) -> Mapping[str, list[Stage]]:
     return found
 
 
+def timed_on_device(*sides: Sequence[Run]) -> frozenset[str]:
+    """Names of the stages, and of their steps, to be compared by the accelerator's clock.
+
+    A host that only queues work is done with a stage long before the device is. So the device's clock is the one to
+    compare by, where enough runs have it: two clocks are not comparable, so that the others are left out. Enough is all
+    of a side that passed the stage; or most, if as many are left as a check takes to tell a change from chance. What is
+    missing may be missing because it took long, so that it must be few. A generation's own time is what somebody waits for.
+
+    Args:
+        sides: Runs of the same work, such as a baseline's and the new ones; each has to have enough.
+    """
+    counted = [_count_timed(side) for side in sides]
+    names = {name for found in counted for name in found} - {_ONLY_STAGE}
+    return frozenset(
+        name for name in names if all(_are_enough(*found[name]) for found in counted if name in found)
+    )
+
+
+def _count_timed(runs: Sequence[Run]) -> Mapping[str, tuple[int, int]]:
+    """By name of stages and of their steps: how many runs the device timed throughout, of how many that have them."""
+    found: dict[str, tuple[int, int]] = {}
+    for run in runs:
+        of_run: dict[str, bool] = {}
+        for stage in run.walk():
+            of_run[stage.name] = of_run.get(stage.name, True) and device_seconds(stage) is not None
+            if len(stage.steps):
+                name = step_name(stage)
+                of_run[name] = of_run.get(name, True) and is_timed_on_device(stage)
+        for name, is_timed in of_run.items():
+            timed, count = found.get(name, (0, 0))
+            found[name] = (timed + is_timed, count + 1)
+    return found
+
+
+def _are_enough(timed: int, runs: int) -> bool:
+    return timed == runs or (timed >= _FEWEST_LEFT and timed >= _SHARE_LEFT * runs)
+
+
+def timed_steps(stage: Stage, on_device: Collection[str]) -> tuple[float | None, ...]:
+    """Of a stage's steps, one entry each, by one clock: None for what that one did not time.
+
+    Args:
+        stage: With steps or without.
+        on_device: Stages and steps that go by the accelerator's clock (see `timed_on_device`).
+    """
+    by_device = step_name(stage) in on_device
+    if by_device and not is_timed_on_device(stage):
+        return (None,) * len(stage.steps)
+    return step_seconds(stage, on_device=by_device)
+
+
 def step_seconds(stage: Stage, *, on_device: bool = True) -> tuple[float | None, ...]:
     """Of a stage's steps, one entry each: by the accelerator's clock where it timed any of them, else by the host's.
 
@@ -170,6 +165,11 @@ def step_seconds(stage: Stage, *, on_device: bool = True) -> tuple[float | None,
 def is_timed_on_device(stage: Stage) -> bool:
     """Whether the accelerator's clock timed any of a stage's steps."""
     return any(map(is_duration, stage.steps.gpu_seconds))
+
+
+def step_name(stage: Stage) -> str:
+    """What the figure of a stage's steps is called."""
+    return f"{stage.name} step"
 
 
 def known(seconds: Iterable[float | None]) -> list[float]:

@@ -1,4 +1,7 @@
-"""Compare two tensors: find the layout in which they fit, measure the errors, judge them."""
+"""Compare two tensors: find the layout in which they fit, measure the errors, and judge them in words.
+
+What can be compared are dense tensors with values.
+"""
 
 import math
 from collections.abc import Mapping
@@ -25,36 +28,12 @@ from sigmascope.records.facts import TensorFacts
 
 _TOKEN_AXIS = {2: 0, 3: 1}
 """Token axis by number of axes: (tokens, width) and (batch, tokens, width)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """How tensors are compared.
-
-    Attributes:
-        rtol: Allowed difference of an element relative to the larger of the two values; None: by dtype.
-        atol: Allowed absolute difference of an element; if one of the two is given, the other is 0.
-        token_axis: The axis whose slices are measured one by one; None: of (batch, tokens, width) and (tokens, width)
-            the tokens, else none.
-    """
-
-    rtol: float | None = None
-    atol: float | None = None
-    token_axis: int | None = None
-
-
 Verdict = Literal["identical", "rounding", "close", "different"]
 """From best to worst: every value is equal; rounding to the dtypes explains it; a little more than that; more."""
-
-
-@dataclass(frozen=True, slots=True)
-class Compared:
-    """What comes of comparing under one layout."""
-
-    errors: TensorErrors
-    verdict: Verdict
-    reason: str
-    token: int | None = field(default=None)
+TensorLike = Tensor | NDArray[Any]
+ORDER: tuple[Verdict, ...] = ("identical", "rounding", "close", "different")
+_FLOAT16_LARGEST = 65504
+_LARGEST_SQUARE_ROOT = 1e150
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,22 +83,51 @@ class TensorComparison:
             "reason": self.reason,
             "agrees": self.agrees,
             "same_layout": self.same_layout,
-            "a": _facts(self.a),
-            "b": _facts(self.b),
+            "a": _facts_dict(self.a),
+            "b": _facts_dict(self.b),
             "differences": {name: list(values) for name, values in self.differences.items()},
             "layout": self.layout,
             "layout_words": self.layout_words,
             "remainder": self.remainder,
             "first_token": self.first_token,
-            "tolerance": _columns(self.tolerance),
+            "tolerance": _fields_dict(self.tolerance),
             "errors": None,
         }
         if self.errors is not None:
-            plain["errors"] = {**_columns(self.errors), "share_outside": self.errors.share_outside}
+            plain["errors"] = {**_fields_dict(self.errors), "share_outside": self.errors.share_outside}
         return plain
 
 
-TensorLike = Tensor | NDArray[Any]
+def _facts_dict(facts: TensorFacts) -> dict[str, Any]:
+    return {"shape": list(facts.shape), "dtype": facts.dtype, "device": facts.device, "nbytes": facts.nbytes}
+
+
+def _fields_dict(value: "Tolerance | TensorErrors | TokenErrors | Place") -> dict[str, Any]:
+    return {each.name: _plain(getattr(value, each.name)) for each in fields(value)}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return _fields_dict(value) if isinstance(value, TokenErrors | Place) else value
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How tensors are compared.
+
+    Attributes:
+        rtol: Allowed difference of an element relative to the larger of the two values; None: by dtype.
+        atol: Allowed absolute difference of an element; if one of the two is given, the other is 0.
+        token_axis: The axis whose slices are measured one by one; None: of (batch, tokens, width) and (tokens, width)
+            the tokens, else none.
+    """
+
+    rtol: float | None = None
+    atol: float | None = None
+    token_axis: int | None = None
 
 
 def compare_pair(
@@ -154,11 +162,41 @@ def compare_pair(
     return base if layout is None or result is None else _filled(base, layout, result)
 
 
+def _token_axis(dims: int, asked: int | None) -> int | None:
+    if asked is None:
+        return _TOKEN_AXIS.get(dims)
+    if not -dims <= asked < dims:
+        raise ConfigError(
+            f"token_axis={asked}: A has {dims} axes.", hint="Count from 0, or from -1 at the end."
+        )
+    return asked % dims
+
+
+def _fitting(a: Tensor, b: Tensor, token_axis: int | None) -> Layout | None:
+    return Layout("", "", a, b, token_axis) if a.shape == b.shape else find_layout(a, b, token_axis)
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """What comes of comparing under one layout."""
+
+    errors: TensorErrors
+    verdict: Verdict
+    reason: str
+    token: int | None = field(default=None)
+
+
+def _compared(layout: Layout, tolerance: Tolerance) -> Compared:
+    errors = tensor_errors(layout.a, layout.b, tolerance, layout.token_axis)
+    verdict, reason = judge(errors, tolerance)
+    return Compared(errors, verdict, reason, first_diverging_token(errors, tolerance))
+
+
 def _without_layout(a: TensorFacts, b: TensorFacts, tolerance: Tolerance) -> TensorComparison:
     return TensorComparison(
         a=a,
         b=b,
-        differences=_differences(a, b),
+        differences=_different_facts(a, b),
         layout=None,
         layout_words=None,
         remainder=None,
@@ -168,6 +206,11 @@ def _without_layout(a: TensorFacts, b: TensorFacts, tolerance: Tolerance) -> Ten
         verdict="different",
         reason=f"No transposition, padding, repetition or reshaping brings {a.shape} and {b.shape} together.",
     )
+
+
+def _different_facts(a: TensorFacts, b: TensorFacts) -> dict[str, tuple[str, str]]:
+    pairs = {name: (str(getattr(a, name)), str(getattr(b, name))) for name in ("shape", "dtype", "device")}
+    return {name: values for name, values in pairs.items() if values[0] != values[1]}
 
 
 def _filled(base: TensorComparison, layout: Layout, result: Compared) -> TensorComparison:
@@ -187,54 +230,6 @@ def _filled(base: TensorComparison, layout: Layout, result: Compared) -> TensorC
     )
 
 
-def _fitting(a: Tensor, b: Tensor, token_axis: int | None) -> Layout | None:
-    return Layout("", "", a, b, token_axis) if a.shape == b.shape else find_layout(a, b, token_axis)
-
-
-def _compared(layout: Layout, tolerance: Tolerance) -> Compared:
-    errors = tensor_errors(layout.a, layout.b, tolerance, layout.token_axis)
-    verdict, reason = judge(errors, tolerance)
-    return Compared(errors, verdict, reason, first_diverging_token(errors, tolerance))
-
-
-def _token_axis(dims: int, asked: int | None) -> int | None:
-    if asked is None:
-        return _TOKEN_AXIS.get(dims)
-    if not -dims <= asked < dims:
-        raise ConfigError(
-            f"token_axis={asked}: A has {dims} axes.", hint="Count from 0, or from -1 at the end."
-        )
-    return asked % dims
-
-
-def _differences(a: TensorFacts, b: TensorFacts) -> dict[str, tuple[str, str]]:
-    pairs = {name: (str(getattr(a, name)), str(getattr(b, name))) for name in ("shape", "dtype", "device")}
-    return {name: values for name, values in pairs.items() if values[0] != values[1]}
-
-
-def _facts(facts: TensorFacts) -> dict[str, Any]:
-    return {"shape": list(facts.shape), "dtype": facts.dtype, "device": facts.device, "nbytes": facts.nbytes}
-
-
-def _columns(value: "Tolerance | TensorErrors | TokenErrors | Place") -> dict[str, Any]:
-    return {each.name: _plain(getattr(value, each.name)) for each in fields(value)}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
-    return _columns(value) if isinstance(value, TokenErrors | Place) else value
-
-
-ORDER: tuple[Verdict, ...] = ("identical", "rounding", "close", "different")
-
-
-_FLOAT16_LARGEST = 65504
-_LARGEST_SQUARE_ROOT = 1e150
-
-
 def judge(errors: TensorErrors, tolerance: Tolerance) -> tuple[Verdict, str]:
     """The verdict on two tensors and the reason for it.
 
@@ -249,12 +244,142 @@ def judge(errors: TensorErrors, tolerance: Tolerance) -> tuple[Verdict, str]:
     if not errors.unequal:
         both = " NaN and Inf are at the same places." if errors.nan_a or errors.inf_a else ""
         return "identical", f"Every value is equal.{both}"
-    explained = _rounding(errors, tolerance)
+    explained = _why_rounding(errors, tolerance)
     if tolerance.by_user:
-        return _by_user(errors, tolerance, explained)
+        return _by_user_tolerance(errors, tolerance, explained)
     if explained is not None:
         return "rounding", explained
-    return _close(errors, tolerance)
+    return _close_or_different(errors, tolerance)
+
+
+def _non_finite(errors: TensorErrors, tolerance: Tolerance) -> str:
+    counts = ", ".join(
+        f"{side} has {count:,} {kind}"
+        for side, kind, count in (
+            ("A", "NaN", errors.nan_a),
+            ("A", "Inf", errors.inf_a),
+            ("B", "NaN", errors.nan_b),
+            ("B", "Inf", errors.inf_b),
+        )
+        if count
+    )
+    places = errors.non_finite_mismatch
+    words = f"{places:,} {'place is' if places == 1 else 'places are'} NaN or Inf in one alone ({counts})."
+    if tolerance.narrower == "float16" and (errors.inf_a > 0) != (errors.inf_b > 0):
+        words += f" float16 ends at {_FLOAT16_LARGEST}: larger values become Inf."
+    return words
+
+
+def _why_rounding(errors: TensorErrors, tolerance: Tolerance) -> str | None:
+    """Why rounding explains the errors, None if it does not."""
+    if tolerance.roundoff_a == tolerance.roundoff_b == 0.0:
+        return None
+    if not errors.beyond_storage:
+        return f"Every value is the same but for being rounded to {tolerance.narrower}."
+    if _is_like_rounding(errors, tolerance.computed, tolerance.scale):
+        return (
+            f"Relative error {_percent(errors.relative_l2)}: computing in {tolerance.narrower} leaves up to "
+            f"{_percent(tolerance.computed)}, spread evenly as it is here."
+        )
+    return None
+
+
+def _is_like_rounding(errors: TensorErrors, bound: float, scale_bound: float) -> bool:
+    """Whether errors are as small, as free of a change of scale and as evenly spread as rounding's."""
+    if errors.relative_l2 is None or errors.relative_l2 > bound or not bound:
+        return False
+    if errors.scale is None or abs(errors.scale - 1.0) > scale_bound:
+        return False
+    return _concentrated(errors) is None
+
+
+def _concentrated(errors: TensorErrors) -> int | None:
+    """The token on which the error sits, if it is not spread over all that have values."""
+    tokens = errors.tokens
+    if tokens is None or tokens.filled < 2 or tokens.worst is None:
+        return None
+    touched = sum(count > 0 for count in tokens.unequal)
+    uneven = tokens.relative_l2[tokens.worst] > TOKEN_FACTOR * (errors.relative_l2 or 0.0)
+    return tokens.worst if uneven or touched < tokens.filled / 2 else None
+
+
+def _percent(fraction: float | None) -> str:
+    return "unknown" if fraction is None else f"{100.0 * fraction:.3g} %"
+
+
+def _by_user_tolerance(
+    errors: TensorErrors, tolerance: Tolerance, explained: str | None
+) -> tuple[Verdict, str]:
+    allowed = f"rtol {errors.rtol:g}, atol {errors.atol:g}"
+    if errors.outside:
+        also = f" {explained}" if explained else f" {_difference_words(errors, tolerance)}"
+        return "different", f"{errors.outside:,} of {errors.elements:,} elements are beyond {allowed}.{also}"
+    if explained:
+        return "rounding", explained
+    return "close", f"All elements are within {allowed}."
+
+
+def _difference_words(errors: TensorErrors, tolerance: Tolerance) -> str:
+    """What is most remarkable about a difference."""
+    if tolerance.roundoff_a == tolerance.roundoff_b == 0.0:
+        return f"{errors.unequal:,} of {errors.elements:,} elements differ, and {tolerance.narrower} does not round."
+    if errors.relative_l2 is None:
+        largest = f"(largest difference {_number(errors.max_abs)})"
+        if (errors.max_abs or 0.0) > _LARGEST_SQUARE_ROOT:
+            return f"The squares of the values are beyond float64 {largest}."
+        return f"A is zero and B is not {largest}."
+    if errors.scale == 0.0 and errors.relative_l2 == 1.0:
+        return f"B is zero and A is not (largest difference {_number(errors.max_abs)})."
+    error = f"Relative error {_percent(errors.relative_l2)}"
+    token = _concentrated(errors)
+    if token is not None and errors.tokens is not None:
+        return f"{error}, {_token_words(errors.tokens, token)}."
+    if _only_scaled(errors, tolerance):
+        return f"{error}: B is A times {errors.scale:.5g}, and rounding changes no scale."
+    first = _equal_tokens(errors)
+    if first:
+        return f"{error}: the first {first} tokens are equal, from token {first} on they differ."
+    if errors.relative_l2 > tolerance.computed:
+        return f"{error}: computing in {tolerance.narrower} explains up to {_percent(tolerance.computed)}."
+    return f"{error}, with the scale changed by {errors.scale or 0.0:.5g}, which rounding does not do."
+
+
+def _number(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.3g}"
+
+
+def _token_words(tokens: TokenErrors, token: int) -> str:
+    touched = sum(count > 0 for count in tokens.unequal)
+    error = tokens.relative_l2[token]
+    size = _percent(error) if math.isfinite(error) else "A is zero there"
+    worst = f"most of it at token {token} ({size})"
+    if touched == 1:
+        return f"all of it at token {token} ({size})"
+    if touched < tokens.filled / 2:
+        return f"in {touched} of {tokens.filled} tokens, {worst}; rounding in a computation touches all"
+    return f"{worst}; rounding in a computation spreads evenly"
+
+
+def _only_scaled(errors: TensorErrors, tolerance: Tolerance) -> bool:
+    """Whether most of the error goes away when A is multiplied by one number."""
+    if errors.scale is None or not errors.relative_l2 or abs(errors.scale - 1.0) <= tolerance.scale:
+        return False
+    return abs(errors.scale - 1.0) > 0.9 * errors.relative_l2
+
+
+def _equal_tokens(errors: TensorErrors) -> int:
+    """How many tokens are equal before the first that is not."""
+    if errors.tokens is None:
+        return 0
+    return next((token for token, count in enumerate(errors.tokens.unequal) if count), 0)
+
+
+def _close_or_different(errors: TensorErrors, tolerance: Tolerance) -> tuple[Verdict, str]:
+    difference = _difference_words(errors, tolerance)
+    if _is_like_rounding(errors, tolerance.close, tolerance.close_scale):
+        inside = f"A lower precision used inside would leave up to {_percent(tolerance.close)}."
+        return "close", f"{difference} {inside}"
+    return "different", difference
 
 
 def first_diverging_token(errors: TensorErrors, tolerance: Tolerance) -> int | None:
@@ -277,134 +402,6 @@ def first_diverging_token(errors: TensorErrors, tolerance: Tolerance) -> int | N
         if error > limit or (broken and tokens.outside[token])
     )
     return next(found, None)
-
-
-def _rounding(errors: TensorErrors, tolerance: Tolerance) -> str | None:
-    """Why rounding explains the errors, None if it does not."""
-    if tolerance.roundoff_a == tolerance.roundoff_b == 0.0:
-        return None
-    if not errors.beyond_storage:
-        return f"Every value is the same but for being rounded to {tolerance.narrower}."
-    if _fits(errors, tolerance.computed, tolerance.scale):
-        return (
-            f"Relative error {_percent(errors.relative_l2)}: computing in {tolerance.narrower} leaves up to "
-            f"{_percent(tolerance.computed)}, spread evenly as it is here."
-        )
-    return None
-
-
-def _close(errors: TensorErrors, tolerance: Tolerance) -> tuple[Verdict, str]:
-    difference = _difference(errors, tolerance)
-    if _fits(errors, tolerance.close, tolerance.close_scale):
-        inside = f"A lower precision used inside would leave up to {_percent(tolerance.close)}."
-        return "close", f"{difference} {inside}"
-    return "different", difference
-
-
-def _by_user(errors: TensorErrors, tolerance: Tolerance, explained: str | None) -> tuple[Verdict, str]:
-    allowed = f"rtol {errors.rtol:g}, atol {errors.atol:g}"
-    if errors.outside:
-        also = f" {explained}" if explained else f" {_difference(errors, tolerance)}"
-        return "different", f"{errors.outside:,} of {errors.elements:,} elements are beyond {allowed}.{also}"
-    if explained:
-        return "rounding", explained
-    return "close", f"All elements are within {allowed}."
-
-
-def _fits(errors: TensorErrors, bound: float, scale_bound: float) -> bool:
-    """Whether errors are as small, as free of a change of scale and as evenly spread as rounding's."""
-    if errors.relative_l2 is None or errors.relative_l2 > bound or not bound:
-        return False
-    if errors.scale is None or abs(errors.scale - 1.0) > scale_bound:
-        return False
-    return _concentrated(errors) is None
-
-
-def _concentrated(errors: TensorErrors) -> int | None:
-    """The token on which the error sits, if it is not spread over all that have values."""
-    tokens = errors.tokens
-    if tokens is None or tokens.filled < 2 or tokens.worst is None:
-        return None
-    touched = sum(count > 0 for count in tokens.unequal)
-    uneven = tokens.relative_l2[tokens.worst] > TOKEN_FACTOR * (errors.relative_l2 or 0.0)
-    return tokens.worst if uneven or touched < tokens.filled / 2 else None
-
-
-def _difference(errors: TensorErrors, tolerance: Tolerance) -> str:
-    """What is most remarkable about a difference."""
-    if tolerance.roundoff_a == tolerance.roundoff_b == 0.0:
-        return f"{errors.unequal:,} of {errors.elements:,} elements differ, and {tolerance.narrower} does not round."
-    if errors.relative_l2 is None:
-        largest = f"(largest difference {_number(errors.max_abs)})"
-        if (errors.max_abs or 0.0) > _LARGEST_SQUARE_ROOT:
-            return f"The squares of the values are beyond float64 {largest}."
-        return f"A is zero and B is not {largest}."
-    if errors.scale == 0.0 and errors.relative_l2 == 1.0:
-        return f"B is zero and A is not (largest difference {_number(errors.max_abs)})."
-    error = f"Relative error {_percent(errors.relative_l2)}"
-    token = _concentrated(errors)
-    if token is not None and errors.tokens is not None:
-        return f"{error}, {_where(errors.tokens, token)}."
-    if _only_scaled(errors, tolerance):
-        return f"{error}: B is A times {errors.scale:.5g}, and rounding changes no scale."
-    first = _equal_tokens(errors)
-    if first:
-        return f"{error}: the first {first} tokens are equal, from token {first} on they differ."
-    if errors.relative_l2 > tolerance.computed:
-        return f"{error}: computing in {tolerance.narrower} explains up to {_percent(tolerance.computed)}."
-    return f"{error}, with the scale changed by {errors.scale or 0.0:.5g}, which rounding does not do."
-
-
-def _equal_tokens(errors: TensorErrors) -> int:
-    """How many tokens are equal before the first that is not."""
-    if errors.tokens is None:
-        return 0
-    return next((token for token, count in enumerate(errors.tokens.unequal) if count), 0)
-
-
-def _where(tokens: TokenErrors, token: int) -> str:
-    touched = sum(count > 0 for count in tokens.unequal)
-    error = tokens.relative_l2[token]
-    size = _percent(error) if math.isfinite(error) else "A is zero there"
-    worst = f"most of it at token {token} ({size})"
-    if touched == 1:
-        return f"all of it at token {token} ({size})"
-    if touched < tokens.filled / 2:
-        return f"in {touched} of {tokens.filled} tokens, {worst}; rounding in a computation touches all"
-    return f"{worst}; rounding in a computation spreads evenly"
-
-
-def _only_scaled(errors: TensorErrors, tolerance: Tolerance) -> bool:
-    """Whether most of the error goes away when A is multiplied by one number."""
-    if errors.scale is None or not errors.relative_l2 or abs(errors.scale - 1.0) <= tolerance.scale:
-        return False
-    return abs(errors.scale - 1.0) > 0.9 * errors.relative_l2
-
-
-def _non_finite(errors: TensorErrors, tolerance: Tolerance) -> str:
-    counts = ", ".join(
-        f"{side} has {count:,} {kind}"
-        for side, kind, count in (
-            ("A", "NaN", errors.nan_a),
-            ("A", "Inf", errors.inf_a),
-            ("B", "NaN", errors.nan_b),
-            ("B", "Inf", errors.inf_b),
-        )
-        if count
-    )
-    places = errors.non_finite_mismatch
-    words = f"{places:,} {'place is' if places == 1 else 'places are'} NaN or Inf in one alone ({counts})."
-    if tolerance.narrower == "float16" and (errors.inf_a > 0) != (errors.inf_b > 0):
-        words += f" float16 ends at {_FLOAT16_LARGEST}: larger values become Inf."
-    return words
-
-
-def _percent(fraction: float | None) -> str:
-    return "unknown" if fraction is None else f"{100.0 * fraction:.3g} %"
-
-
-def _number(value: float | None) -> str:
-    return "unknown" if value is None else f"{value:.3g}"
 
 
 def as_tensor(value: TensorLike, side: str) -> Tensor:

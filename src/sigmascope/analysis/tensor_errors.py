@@ -1,18 +1,22 @@
-"""How far two tensors of one shape lie apart: the whole, each token, and where.
+"""How far two tensors of one shape lie apart: the whole, each token, and where; and what rounding explains.
 
-u is the unit roundoff of a dtype, eps / 2. With the larger errors of the two dtypes in mind:
+Errors are measured in two passes over pieces of both tensors in float64, so that neither is ever copied
+whole.
 
-* **Stored.** A value kept in a dtype lies within u·|value| of the true one, below the normal range within half the
-  smallest subnormal (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., theorem 2.2). Two copies of one
-  value therefore differ by at most u_a·|a| + u_b·|b|.
-* **Computed.** Independent rounding errors add up like √n and not like n (Higham and Mary 2019, SIAM J. Sci. Comput.
-  41(5)). Text encoders of 12 and 24 layers (CLIP and T5, random weights) computed in a dtype lie from the same in float64
-  by a relative L2 error of 2.8 to 5.9 u in bfloat16 and float16, which sum in float32, and 9 to 18 u in float32, whose
-  sums round too. `docs/compare-tensors.md` has the table. Allowed are 8 u and 32 u. Errors of two computations add as
-  squares.
-* Rounding leaves the scale alone (measured: 0.1 u in the 16-bit types, 0.2 u in float32, for a token 0.3 u and 2.4 u) and
-  spreads over all tokens (measured: the worst token 1.6 times the whole). A sixteenth of the computed error is allowed
-  as scale, 4 times the whole for a token.
+The tolerance says how far two tensors may lie apart because numbers are rounded, by their dtypes. u is the
+unit roundoff of a dtype, eps / 2. With the larger errors of the two dtypes in mind:
+
+* **Stored.** A value kept in a dtype lies within u·|value| of the true one, below the normal range within half
+  the smallest subnormal (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., theorem 2.2). Two
+  copies of one value therefore differ by at most u_a·|a| + u_b·|b|.
+* **Computed.** Independent rounding errors add up like √n and not like n (Higham and Mary 2019, SIAM J. Sci.
+  Comput. 41(5)). Text encoders of 12 and 24 layers (CLIP and T5, random weights) computed in a dtype lie from
+  the same in float64 by a relative L2 error of 2.8 to 5.9 u in bfloat16 and float16, which sum in float32, and
+  9 to 18 u in float32, whose sums round too. `docs/compare-tensors.md` has the table. Allowed are 8 u and 32 u.
+  Errors of two computations add as squares.
+* **Scale and spread.** Rounding leaves the scale alone (measured: 0.1 u in the 16-bit types, 0.2 u in float32,
+  for a token 0.3 u and 2.4 u) and spreads over all tokens (measured: the worst token 1.6 times the whole). A
+  sixteenth of the computed error is allowed as scale, 4 times the whole for a token.
 """
 
 import math
@@ -23,6 +27,25 @@ import torch
 from torch import Tensor
 
 from sigmascope.errors import ConfigError
+
+Columns = tuple[
+    int,
+    tuple[float, ...],
+    tuple[float, ...],
+    tuple[int, ...],
+    tuple[int, ...],
+    tuple[float, ...],
+    tuple[bool, ...],
+]
+_CPU_PIECE = 1 << 16  # half a MiB as float64: stays in the cache
+_DEVICE_PIECE = 1 << 21
+_EXACT_IN_FLOAT64 = 8  # bytes of an integer from which on it may not fit float64
+_HALF_FACTOR = 8.0
+_SINGLE_FACTOR = 32.0
+_EIGHT_BIT_FACTOR = 1.0  # nothing sums in 8 bits: these are stored only
+_SCALE_SHARE = 16.0
+TOKEN_FACTOR = 4.0
+"""How much more than the whole one token may err when rounding is the cause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,17 +219,6 @@ def tensor_errors(a: Tensor, b: Tensor, tolerance: Tolerance, token_axis: int | 
         for piece in pair_pieces(a, b):
             sums.add_outside(piece, rtol, atol)
     return sums.result(rtol, atol)
-
-
-Columns = tuple[
-    int,
-    tuple[float, ...],
-    tuple[float, ...],
-    tuple[int, ...],
-    tuple[int, ...],
-    tuple[float, ...],
-    tuple[bool, ...],
-]
 
 
 class TokenSums:
@@ -403,11 +415,6 @@ def _cosine(product: float, norms: float) -> float | None:
     return max(-1.0, min(1.0, product / norms))
 
 
-_CPU_PIECE = 1 << 16  # half a MiB as float64: stays in the cache
-_DEVICE_PIECE = 1 << 21
-_EXACT_IN_FLOAT64 = 8  # bytes of an integer from which on it may not fit float64
-
-
 def pair_pieces(a: Tensor, b: Tensor) -> Iterator[PairPiece]:
     """Cut two tensors of the same shape into pieces of the same elements.
 
@@ -418,10 +425,35 @@ def pair_pieces(a: Tensor, b: Tensor) -> Iterator[PairPiece]:
         b: Another of the same shape.
     """
     on_cpu = a.device.type == b.device.type == "cpu"
-    for start, part_a, part_b in _parts(a.detach(), b.detach(), 0, _CPU_PIECE if on_cpu else _DEVICE_PIECE):
+    for start, part_a, part_b in _cut(a.detach(), b.detach(), 0, _CPU_PIECE if on_cpu else _DEVICE_PIECE):
         flat_a, flat_b = part_a.reshape(-1).cpu(), part_b.reshape(-1).cpu()
         wide_a, wide_b = flat_a.to(torch.float64), flat_b.to(torch.float64)
-        yield PairPiece(start, wide_a, wide_b, _unequal(flat_a, flat_b, wide_a, wide_b))
+        yield PairPiece(start, wide_a, wide_b, _where_unequal(flat_a, flat_b, wide_a, wide_b))
+
+
+def _cut(a: Tensor, b: Tensor, start: int, most: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+    if a.numel() == 0:
+        return
+    if a.numel() <= most or a.dim() == 0:
+        yield start, a, b
+        return
+    row = math.prod(a.shape[1:])
+    if row > most:
+        for index in range(a.shape[0]):
+            yield from _cut(a[index], b[index], start + index * row, most)
+        return
+    rows = most // row
+    for first in range(0, a.shape[0], rows):
+        yield start + first * row, a[first : first + rows], b[first : first + rows]
+
+
+def _where_unequal(a: Tensor, b: Tensor, wide_a: Tensor, wide_b: Tensor) -> Tensor:
+    if not (a.is_floating_point() or b.is_floating_point()) and (
+        max(a.element_size(), b.element_size()) >= _EXACT_IN_FLOAT64
+    ):
+        # As int64 numbers from 2⁶³ on turn negative, whose sign float64 keeps.
+        return (a.to(torch.int64) != b.to(torch.int64)) | ((wide_a < 0) != (wide_b < 0))
+    return (wide_a != wide_b) & ~(wide_a.isnan() & wide_b.isnan())
 
 
 def index_of(place: int, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -431,39 +463,6 @@ def index_of(place: int, shape: tuple[int, ...]) -> tuple[int, ...]:
         place, here = divmod(place, size)
         index.append(here)
     return tuple(reversed(index))
-
-
-def _parts(a: Tensor, b: Tensor, start: int, most: int) -> Iterator[tuple[int, Tensor, Tensor]]:
-    if a.numel() == 0:
-        return
-    if a.numel() <= most or a.dim() == 0:
-        yield start, a, b
-        return
-    row = math.prod(a.shape[1:])
-    if row > most:
-        for index in range(a.shape[0]):
-            yield from _parts(a[index], b[index], start + index * row, most)
-        return
-    rows = most // row
-    for first in range(0, a.shape[0], rows):
-        yield start + first * row, a[first : first + rows], b[first : first + rows]
-
-
-def _unequal(a: Tensor, b: Tensor, wide_a: Tensor, wide_b: Tensor) -> Tensor:
-    if not (a.is_floating_point() or b.is_floating_point()) and (
-        max(a.element_size(), b.element_size()) >= _EXACT_IN_FLOAT64
-    ):
-        # As int64 numbers from 2⁶³ on turn negative, whose sign float64 keeps.
-        return (a.to(torch.int64) != b.to(torch.int64)) | ((wide_a < 0) != (wide_b < 0))
-    return (wide_a != wide_b) & ~(wide_a.isnan() & wide_b.isnan())
-
-
-_HALF_FACTOR = 8.0
-_SINGLE_FACTOR = 32.0
-_EIGHT_BIT_FACTOR = 1.0  # nothing sums in 8 bits: these are stored only
-_SCALE_SHARE = 16.0
-TOKEN_FACTOR = 4.0
-"""How much more than the whole one token may err when rounding is the cause."""
 
 
 def tolerance_for(
@@ -485,13 +484,13 @@ def tolerance_for(
             raise ConfigError(f"{name}={value} allows nothing.", hint="Give 0 or a positive number.")
     roundoffs = (unit_roundoff(a), unit_roundoff(b))
     narrower = a if roundoffs[0] >= roundoffs[1] else b
-    computed = (_computed(a) ** 2 + _computed(b) ** 2) ** 0.5
-    close = _close(narrower, computed)
+    computed = (_computed_error(a) ** 2 + _computed_error(b) ** 2) ** 0.5
+    close = _close_error(narrower, computed)
     return Tolerance(
         narrower=str(narrower).removeprefix("torch."),
         roundoff_a=roundoffs[0],
         roundoff_b=roundoffs[1],
-        smallest=_half_smallest(narrower),
+        smallest=_half_smallest_subnormal(narrower),
         computed=computed,
         close=close,
         scale=computed / _SCALE_SHARE,
@@ -499,6 +498,31 @@ def tolerance_for(
         rtol=rtol,
         atol=atol,
     )
+
+
+def _computed_error(dtype: torch.dtype) -> float:
+    roundoff = unit_roundoff(dtype)
+    if dtype.itemsize == 1:
+        return _EIGHT_BIT_FACTOR * roundoff
+    return (_HALF_FACTOR if dtype.itemsize == 2 else _SINGLE_FACTOR) * roundoff
+
+
+def _close_error(narrower: torch.dtype, computed: float) -> float:
+    """float32 pipelines have TF32 or float16 inside, float64 ones float32; below that nothing is narrower."""
+    if unit_roundoff(narrower) == 0.0:
+        return 0.0
+    if narrower in (torch.float64, torch.complex128):
+        return _computed_error(torch.float32)
+    if narrower in (torch.float32, torch.complex64):
+        return _computed_error(torch.float16)
+    return 2.0 * computed
+
+
+def _half_smallest_subnormal(dtype: torch.dtype) -> float:
+    if unit_roundoff(dtype) == 0.0:
+        return 0.0
+    limits = torch.finfo(dtype)
+    return float(limits.smallest_normal) * float(limits.eps) / 2
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:
@@ -509,28 +533,3 @@ def unit_roundoff(dtype: torch.dtype) -> float:
         return torch.finfo(dtype).eps / 2
     except NotImplementedError:  # float4, which is compared by its codes
         return 0.0
-
-
-def _computed(dtype: torch.dtype) -> float:
-    roundoff = unit_roundoff(dtype)
-    if dtype.itemsize == 1:
-        return _EIGHT_BIT_FACTOR * roundoff
-    return (_HALF_FACTOR if dtype.itemsize == 2 else _SINGLE_FACTOR) * roundoff
-
-
-def _close(narrower: torch.dtype, computed: float) -> float:
-    """float32 pipelines have TF32 or float16 inside, float64 ones float32; below that there is nothing to step down to."""
-    if unit_roundoff(narrower) == 0.0:
-        return 0.0
-    if narrower in (torch.float64, torch.complex128):
-        return _computed(torch.float32)
-    if narrower in (torch.float32, torch.complex64):
-        return _computed(torch.float16)
-    return 2.0 * computed
-
-
-def _half_smallest(dtype: torch.dtype) -> float:
-    if unit_roundoff(dtype) == 0.0:
-        return 0.0
-    limits = torch.finfo(dtype)
-    return float(limits.smallest_normal) * float(limits.eps) / 2

@@ -1,8 +1,8 @@
-"""Which layout would bring two tensors of different shapes together.
+"""Which layout would bring two tensors of different shapes, or of one shape and other values, together.
 
 Of several candidates that fit the shapes, that one is taken under which a sample of the values agrees best.
-
-Every one is a pair of views of the same shape, so nothing is copied, but for the swapped halves of a batch.
+Every candidate is a pair of views of the same shape, so nothing is copied, but for the swapped halves of a
+batch.
 """
 
 import math
@@ -20,6 +20,16 @@ _AGREES = 0.05
 """Relative distance of a sample below which values of one shape are taken to be in another order."""
 _CORNER_AGREES = 0.5
 """The same for a tensor that is set against a corner of the other, along several axes."""
+_MOST_PERMUTATIONS = 120
+_MOST_PART_AXES = 3
+_MOST_REPEATS = 16
+_MOST_COPIED = 64 * 2**20  # bytes, of a batch whose halves are swapped
+_SAMPLES = 4096
+_OFFSET_SAMPLES = 256
+_MOST_OFFSET_ELEMENTS = 1 << 22
+_SEED = 20200
+_AXIS_NAMES = {3: ("batch", "tokens", "width"), 2: ("tokens", "width")}
+_CLIP_WINDOW = 77  # tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,30 +83,8 @@ def find_layout(a: Tensor, b: Tensor, token_axis: int | None) -> Layout | None:
     return _with_remainder(_joined(start, best), start)
 
 
-def find_order(a: Tensor, b: Tensor, token_axis: int | None) -> Layout | None:
-    """Another order of the axes, or of the batch, in which the values of two tensors of one shape agree.
-
-    Returns:
-        None if they agree no better in any.
-    """
-    direct = sample_distance(a, b)
-    start = Layout("", "", a, b, token_axis)
-    candidates = [*reordered(start)]
-    if not candidates:
-        return None
-    scored = [(sample_distance(layout.a, layout.b), layout) for layout in candidates]
-    distance, best = min(scored, key=lambda pair: pair[0])
-    return best if distance <= _AGREES and distance < direct / 4 else None
-
-
-def _joined(start: Layout, best: Layout) -> Layout:
-    if not start.kind or best is start:
-        return best
-    return replace(best, kind=f"{start.kind}+{best.kind}", words=f"{start.words} and {best.words}")
-
-
 def _turned_part(start: Layout) -> Layout | None:
-    """A part of one under another order of B's axes, as of a tensor that is transposed and padded; None if none agrees."""
+    """A part of one under another order of B's axes, as if transposed and padded; None if none agrees."""
     if not 2 <= start.a.dim() == start.b.dim() <= _MOST_TURNED_AXES:
         return None
     found: list[tuple[float, Layout]] = []
@@ -115,12 +103,6 @@ def _turned_part(start: Layout) -> Layout | None:
     return min(found, key=lambda pair: pair[0])[1] if found else None
 
 
-def _differing_axes(start: Layout) -> int:
-    if start.a.dim() != start.b.dim():
-        return 0
-    return sum(size != other for size, other in zip(start.a.shape, start.b.shape, strict=True))
-
-
 def _with_remainder(layout: Layout, start: Layout) -> Layout:
     axis = only_axis(start)
     if axis is None or not layout.kind.endswith("part"):
@@ -134,10 +116,32 @@ def _with_remainder(layout: Layout, start: Layout) -> Layout:
     return replace(layout, words=f"{layout.words}, the rest {what}", remainder=kind)
 
 
-_MOST_PERMUTATIONS = 120
-_MOST_PART_AXES = 3
-_MOST_REPEATS = 16
-_MOST_COPIED = 64 * 2**20
+def _joined(start: Layout, best: Layout) -> Layout:
+    if not start.kind or best is start:
+        return best
+    return replace(best, kind=f"{start.kind}+{best.kind}", words=f"{start.words} and {best.words}")
+
+
+def _differing_axes(start: Layout) -> int:
+    if start.a.dim() != start.b.dim():
+        return 0
+    return sum(size != other for size, other in zip(start.a.shape, start.b.shape, strict=True))
+
+
+def find_order(a: Tensor, b: Tensor, token_axis: int | None) -> Layout | None:
+    """Another order of the axes, or of the batch, in which the values of two tensors of one shape agree.
+
+    Returns:
+        None if they agree no better in any.
+    """
+    direct = sample_distance(a, b)
+    start = Layout("", "", a, b, token_axis)
+    candidates = [*reordered(start)]
+    if not candidates:
+        return None
+    scored = [(sample_distance(layout.a, layout.b), layout) for layout in candidates]
+    distance, best = min(scored, key=lambda pair: pair[0])
+    return best if distance <= _AGREES and distance < direct / 4 else None
 
 
 def fitting(start: Layout) -> Iterator[Layout]:
@@ -146,27 +150,6 @@ def fitting(start: Layout) -> Iterator[Layout]:
     yield from _repeated(start)
     yield from parts(start)
     yield from _reshaped(start)
-
-
-def reordered(start: Layout) -> Iterator[Layout]:
-    """Other orders of the axes, or of the batch, under which two equal shapes stay equal."""
-    yield from _permuted(start)
-    yield from _halves_swapped(start)
-
-
-def squeezed(start: Layout) -> Layout:
-    """Both without their axes of size 1."""
-    if 1 not in start.a.shape and 1 not in start.b.shape:
-        return start
-    kept = [axis for axis, size in enumerate(start.a.shape) if size != 1]
-    token_axis = kept.index(start.token_axis) if start.token_axis in kept else None
-    words = "axes of size 1 left out"
-    return Layout("axes_of_size_1", words, start.a.squeeze(), start.b.squeeze(), token_axis)
-
-
-def axis_orders(dims: int) -> Iterator[tuple[int, ...]]:
-    """Every other order of the axes."""
-    return (order for order in permutations(range(dims)) if order != tuple(range(dims)))
 
 
 def _permuted(start: Layout) -> Iterator[Layout]:
@@ -205,6 +188,44 @@ def _repeated(start: Layout) -> Iterator[Layout]:
         yield Layout("repeated", words, seen_a, seen_b, tokens)
 
 
+def _reshaped(start: Layout) -> Iterator[Layout]:
+    """The same number of elements: the values in row-major order, where that needs no copy."""
+    a, b = start.a, start.b
+    if a.numel() != b.numel() or sorted(a.shape) == sorted(b.shape):
+        return
+    try:
+        yield Layout("reshaped", f"B reshaped to {tuple(a.shape)}", a, b.view(a.shape), start.token_axis)
+    except RuntimeError:
+        return
+
+
+def reordered(start: Layout) -> Iterator[Layout]:
+    """Other orders of the axes, or of the batch, under which two equal shapes stay equal."""
+    yield from _permuted(start)
+    yield from _halves_swapped(start)
+
+
+def _halves_swapped(start: Layout) -> Iterator[Layout]:
+    """The two halves of the first axis swapped, as negative before positive; B is copied, if it is not large."""
+    b = start.b
+    if b.dim() == 0 or b.shape[0] < 2 or b.shape[0] % 2 or b.numel() * b.element_size() > _MOST_COPIED:
+        return
+    halves = b.detach().chunk(2)
+    swapped = torch.cat([halves[1], halves[0]])
+    words = "the halves of B's batch swapped, as when one puts the negative prompt first"
+    yield Layout("parts_swapped", words, start.a, swapped, start.token_axis)
+
+
+def squeezed(start: Layout) -> Layout:
+    """Both without their axes of size 1."""
+    if 1 not in start.a.shape and 1 not in start.b.shape:
+        return start
+    kept = [axis for axis, size in enumerate(start.a.shape) if size != 1]
+    token_axis = kept.index(start.token_axis) if start.token_axis in kept else None
+    words = "axes of size 1 left out"
+    return Layout("axes_of_size_1", words, start.a.squeeze(), start.b.squeeze(), token_axis)
+
+
 def parts(start: Layout) -> Iterator[Layout]:
     """One is a part of the other along some axes, from their beginning or up to their end."""
     a, b = start.a, start.b
@@ -230,26 +251,9 @@ def parts(start: Layout) -> Iterator[Layout]:
         yield Layout("part", ", ".join(words), part_a, part_b, start.token_axis)
 
 
-def _reshaped(start: Layout) -> Iterator[Layout]:
-    """The same number of elements: the values in row-major order, where that needs no copy."""
-    a, b = start.a, start.b
-    if a.numel() != b.numel() or sorted(a.shape) == sorted(b.shape):
-        return
-    try:
-        yield Layout("reshaped", f"B reshaped to {tuple(a.shape)}", a, b.view(a.shape), start.token_axis)
-    except RuntimeError:
-        return
-
-
-def _halves_swapped(start: Layout) -> Iterator[Layout]:
-    """The two halves of the first axis swapped, as negative before positive; B is copied, if it is not large."""
-    b = start.b
-    if b.dim() == 0 or b.shape[0] < 2 or b.shape[0] % 2 or b.numel() * b.element_size() > _MOST_COPIED:
-        return
-    halves = b.detach().chunk(2)
-    swapped = torch.cat([halves[1], halves[0]])
-    words = "the halves of B's batch swapped, as when one puts the negative prompt first"
-    yield Layout("parts_swapped", words, start.a, swapped, start.token_axis)
+def axis_orders(dims: int) -> Iterator[tuple[int, ...]]:
+    """Every other order of the axes."""
+    return (order for order in permutations(range(dims)) if order != tuple(range(dims)))
 
 
 def only_axis(start: Layout) -> int | None:
@@ -260,18 +264,12 @@ def only_axis(start: Layout) -> int | None:
     return axes[0] if len(axes) == 1 else None
 
 
-_SAMPLES = 4096
-_OFFSET_SAMPLES = 256
-_MOST_OFFSET_ELEMENTS = 1 << 22
-_SEED = 20200
-
-
 def sample_distance(a: Tensor, b: Tensor) -> float:
     """Relative L2 distance at up to 4096 random places, the same in every call; infinite without a finite place."""
     if a.numel() == 0 or a.shape != b.shape:
         return math.inf
-    index = _places(tuple(a.shape), _SAMPLES)
-    left, right = _at(a, index), _at(b, index)
+    index = _sample_places(tuple(a.shape), _SAMPLES)
+    left, right = _values_at(a, index), _values_at(b, index)
     finite = left.isfinite() & right.isfinite()
     if not finite.any():
         return math.inf
@@ -282,49 +280,7 @@ def sample_distance(a: Tensor, b: Tensor) -> float:
     return (float((left - right).norm()) / norm if norm else 0.0) + missing
 
 
-def best_offset(a: Tensor, b: Tensor, axis: int) -> int | None:
-    """Where along an axis of the longer tensor the first and last slice of the shorter fit best.
-
-    None where the longer one has too many slices to try.
-    """
-    short, long = (a, b) if a.shape[axis] < b.shape[axis] else (b, a)
-    short, long = short.movedim(axis, 0), long.movedim(axis, 0)
-    length, whole = short.shape[0], long.shape[0]
-    index = _places(tuple(short.shape[1:]), _OFFSET_SAMPLES)
-    if long.shape[0] * max(len(index[0]) if index else 1, 1) > _MOST_OFFSET_ELEMENTS:
-        return None
-    rows = torch.stack([_at(short[0], index), _at(short[length - 1], index)])
-    every = _at_rows(long, index)
-    room = whole - length + 1
-    distance = (every[:room] - rows[0]).square().sum(1) + (every[length - 1 :] - rows[1]).square().sum(1)
-    return int(distance.nan_to_num(nan=math.inf, posinf=math.inf).argmin())
-
-
-def remainder_of(tensor: Tensor, axis: int, offset: int, length: int) -> str:
-    """What a tensor holds outside a range of an axis: `zeros`, `repeated` (one slice over and over) or `values`."""
-    end = offset + length
-    parts = [
-        part
-        for part in (tensor.narrow(axis, 0, offset), tensor.narrow(axis, end, tensor.shape[axis] - end))
-        if part.numel()
-    ]
-    if all(_is_zero(part) for part in parts):
-        return "zeros"
-    slices = sum(part.shape[axis] for part in parts)
-    first = parts[0].narrow(axis, 0, 1)
-    same = slices > 1 and all(_same(part, first.expand_as(part)) for part in parts)
-    return "repeated" if same else "values"
-
-
-def _is_zero(tensor: Tensor) -> bool:
-    return _same(tensor, torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand_as(tensor))
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    return not any(bool(piece.unequal.any()) for piece in pair_pieces(a, b))
-
-
-def _places(shape: tuple[int, ...], most: int) -> tuple[Tensor, ...]:
+def _sample_places(shape: tuple[int, ...], most: int) -> tuple[Tensor, ...]:
     """Random places, or all of them where there are few."""
     elements = math.prod(shape)
     if elements <= most:
@@ -340,14 +296,8 @@ def _places(shape: tuple[int, ...], most: int) -> tuple[Tensor, ...]:
     return tuple(reversed(index))
 
 
-def _at(tensor: Tensor, index: tuple[Tensor, ...]) -> Tensor:
+def _values_at(tensor: Tensor, index: tuple[Tensor, ...]) -> Tensor:
     return _gathered(tensor, index) if index else tensor.detach().reshape(1).cpu().to(torch.float64)
-
-
-def _at_rows(tensor: Tensor, index: tuple[Tensor, ...]) -> Tensor:
-    if not index:
-        return tensor.detach().reshape(-1, 1).cpu().to(torch.float64)
-    return _gathered(tensor, (slice(None), *index))
 
 
 def _gathered(tensor: Tensor, index: tuple[Tensor | slice, ...]) -> Tensor:
@@ -359,20 +309,68 @@ def _gathered(tensor: Tensor, index: tuple[Tensor | slice, ...]) -> Tensor:
     return tensor[places].cpu().view(dtype).to(torch.float64)
 
 
-_NAMES = {3: ("batch", "tokens", "width"), 2: ("tokens", "width")}
-_CLIP_WINDOW = 77
+def best_offset(a: Tensor, b: Tensor, axis: int) -> int | None:
+    """Where along an axis of the longer tensor the first and last slice of the shorter fit best.
+
+    None where the longer one has too many slices to try.
+    """
+    short, long = (a, b) if a.shape[axis] < b.shape[axis] else (b, a)
+    short, long = short.movedim(axis, 0), long.movedim(axis, 0)
+    length, whole = short.shape[0], long.shape[0]
+    index = _sample_places(tuple(short.shape[1:]), _OFFSET_SAMPLES)
+    if long.shape[0] * max(len(index[0]) if index else 1, 1) > _MOST_OFFSET_ELEMENTS:
+        return None
+    rows = torch.stack([_values_at(short[0], index), _values_at(short[length - 1], index)])
+    every = _rows_at(long, index)
+    room = whole - length + 1
+    distance = (every[:room] - rows[0]).square().sum(1) + (every[length - 1 :] - rows[1]).square().sum(1)
+    return int(distance.nan_to_num(nan=math.inf, posinf=math.inf).argmin())
+
+
+def _rows_at(tensor: Tensor, index: tuple[Tensor, ...]) -> Tensor:
+    if not index:
+        return tensor.detach().reshape(-1, 1).cpu().to(torch.float64)
+    return _gathered(tensor, (slice(None), *index))
+
+
+def remainder_of(tensor: Tensor, axis: int, offset: int, length: int) -> str:
+    """What a tensor holds outside a range of an axis: `zeros`, `repeated` (one slice over and over) or `values`."""
+    end = offset + length
+    parts = [
+        part
+        for part in (tensor.narrow(axis, 0, offset), tensor.narrow(axis, end, tensor.shape[axis] - end))
+        if part.numel()
+    ]
+    if all(_is_zero(part) for part in parts):
+        return "zeros"
+    slices = sum(part.shape[axis] for part in parts)
+    first = parts[0].narrow(axis, 0, 1)
+    same = slices > 1 and all(_are_equal(part, first.expand_as(part)) for part in parts)
+    return "repeated" if same else "values"
+
+
+def _is_zero(tensor: Tensor) -> bool:
+    return _are_equal(tensor, torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand_as(tensor))
+
+
+def _are_equal(a: Tensor, b: Tensor) -> bool:
+    return not any(bool(piece.unequal.any()) for piece in pair_pieces(a, b))
 
 
 def axis_name(axis: int, dims: int) -> str:
     """What an axis of a conditioning of that many axes usually is, else its number."""
-    names = _NAMES.get(dims)
+    names = _AXIS_NAMES.get(dims)
     return names[axis] if names else f"axis {axis}"
 
 
 def repeat_words(small: str, large: str, times: int, axis: str, *, each: bool) -> str:
     """`A repeated 2 times along the batch to fit B`."""
     how = f"each item of {small}" if each else small
-    return f"{how} repeated {times} times along {_the(axis)} to fit {large}"
+    return f"{how} repeated {times} times along {_with_article(axis)} to fit {large}"
+
+
+def _with_article(name: str) -> str:
+    return name if name.startswith("axis") else f"the {name}"
 
 
 def range_words(size_a: int, size_b: int, offset: int, axis: int, dims: int) -> str:
@@ -397,7 +395,3 @@ def order_words(order: tuple[int, ...]) -> str:
     """How the axes are reordered."""
     moved = [place for place, axis in enumerate(order) if place != axis]
     return f"axes {moved[0]} and {moved[1]} swapped" if len(moved) == 2 else f"axes in the order {order}"
-
-
-def _the(name: str) -> str:
-    return name if name.startswith("axis") else f"the {name}"

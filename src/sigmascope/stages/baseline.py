@@ -1,6 +1,6 @@
-"""The state of a model at one moment, and whether it is still the same at another.
+"""What every stage's baseline and analysis hold: a model's state, memory, a duration, and what was raised.
 
-Identity is `id()`: it tells objects apart while they live. Nothing here keeps a model alive.
+A model's identity is its `id()`, which tells objects apart while they live. Nothing here keeps a model alive.
 """
 
 import math
@@ -29,6 +29,8 @@ COMPARED = (
     "adapters",
 )
 NO_PATCHER = "patches are ComfyUI's, and this is no ModelPatcher"
+Redact = Callable[[str], str]
+"""Gives a text without the prompts that it quotes."""
 
 
 def model_state(model: object) -> ModelStateDict:
@@ -38,45 +40,28 @@ def model_state(model: object) -> ModelStateDict:
         model: An `nn.Module`, ComfyUI's `ModelPatcher` or `CLIP`, a pipeline, or None.
     """
     if model is None:
-        return _unknown("no model was given")
-    reading = read_host(lambda: _state(model))
-    return _unknown(reading.reason or "unknown") if reading.value is None else reading.value
+        return _unknown_state("no model was given")
+    reading = read_host(lambda: _state_of(model))
+    return _unknown_state(reading.reason or "unknown") if reading.value is None else reading.value
 
 
-def changes(before: ModelStateDict, after: ModelStateDict) -> list[str]:
-    """The fields in which two states differ. What is unknown on either side is not compared."""
-    pairs = ((name, before.get(name), after.get(name)) for name in COMPARED)
-    return [name for name, old, new in pairs if old is not None and new is not None and old != new]
+def _unknown_state(reason: str) -> ModelStateDict:
+    return {
+        "model_id": None,
+        "class_type": None,
+        "wrapper_class": None,
+        "device": None,
+        "dtype": None,
+        "parameters": None,
+        "patches_count": None,
+        "patches_uuid": None,
+        "adapters": [],
+        "changed": None,
+        "unavailable": dict.fromkeys(COMPARED, reason),
+    }
 
 
-def reference_to(model: object) -> Callable[[], Any] | None:
-    """A reference that keeps nothing alive; None if the object takes none.
-
-    Several models in a mapping are referred to one by one, since a dict takes no weak reference.
-    """
-    if isinstance(model, Mapping):
-        parts = {name: reference_to(part) for name, part in model.items() if isinstance(part, nn.Module)}
-        return (lambda: _still_there(parts)) if parts else None
-    try:
-        return weakref.ref(model)
-    except TypeError:
-        return None
-
-
-def _still_there(parts: Mapping[Any, Callable[[], Any] | None]) -> dict[Any, Any] | None:
-    """The models by name; None if one of them is gone."""
-    models = {name: None if reference is None else reference() for name, reference in parts.items()}
-    return None if None in models.values() else models
-
-
-def identity(model: object) -> int:
-    """What tells it from other models that live; a mapping is the modules that it holds."""
-    if not isinstance(model, Mapping):
-        return id(model)
-    return hash(tuple(id(part) for part in model.values() if isinstance(part, nn.Module)))
-
-
-def _state(model: object) -> ModelStateDict:
+def _state_of(model: object) -> ModelStateDict:
     facts = module_facts(model)
     unavailable = dict(facts.unavailable)
     patcher = model if hasattr(model, "patches_uuid") else getattr(model, "patcher", None)
@@ -108,6 +93,13 @@ def _most_common(counts: Mapping[str, int]) -> str | None:
     return next((name for name, _ in Counter(counts).most_common(1)), None)
 
 
+def identity(model: object) -> int:
+    """What tells it from other models that live; a mapping is the modules that it holds."""
+    if not isinstance(model, Mapping):
+        return id(model)
+    return hash(tuple(id(part) for part in model.values() if isinstance(part, nn.Module)))
+
+
 def _adapters(model: object) -> list[str]:
     """Names of the PEFT adapters that act on the model, at whatever depth they were injected."""
     found: dict[str, None] = {}
@@ -118,20 +110,30 @@ def _adapters(model: object) -> list[str]:
     return list(found)
 
 
-def _unknown(reason: str) -> ModelStateDict:
-    return {
-        "model_id": None,
-        "class_type": None,
-        "wrapper_class": None,
-        "device": None,
-        "dtype": None,
-        "parameters": None,
-        "patches_count": None,
-        "patches_uuid": None,
-        "adapters": [],
-        "changed": None,
-        "unavailable": dict.fromkeys(COMPARED, reason),
-    }
+def changes(before: ModelStateDict, after: ModelStateDict) -> list[str]:
+    """The fields in which two states differ. What is unknown on either side is not compared."""
+    pairs = ((name, before.get(name), after.get(name)) for name in COMPARED)
+    return [name for name, old, new in pairs if old is not None and new is not None and old != new]
+
+
+def reference_to(model: object) -> Callable[[], Any] | None:
+    """A reference that keeps nothing alive; None if the object takes none.
+
+    Several models in a mapping are referred to one by one, since a dict takes no weak reference.
+    """
+    if isinstance(model, Mapping):
+        parts = {name: reference_to(part) for name, part in model.items() if isinstance(part, nn.Module)}
+        return (lambda: _still_there(parts)) if parts else None
+    try:
+        return weakref.ref(model)
+    except TypeError:
+        return None
+
+
+def _still_there(parts: Mapping[Any, Callable[[], Any] | None]) -> dict[Any, Any] | None:
+    """The models by name; None if one of them is gone."""
+    models = {name: None if reference is None else reference() for name, reference in parts.items()}
+    return None if None in models.values() else models
 
 
 def memory_now(snapshot: MemorySnapshot) -> MemoryNow:
@@ -145,9 +147,21 @@ def memory_now(snapshot: MemorySnapshot) -> MemoryNow:
             "percent_used": snapshot.ram_percent_used(),
         },
         "process_rss_mb": mib(snapshot.process_rss_bytes),
-        "gpu": _gpu(snapshot.accelerator(in_use or "")),
-        "gpus": {memory.device: _gpu(memory) for memory in snapshot.accelerators},
+        "gpu": _gpu_now(snapshot.accelerator(in_use or "")),
+        "gpus": {memory.device: _gpu_now(memory) for memory in snapshot.accelerators},
         "unavailable": dict(snapshot.unavailable),
+    }
+
+
+def _gpu_now(memory: AcceleratorMemory) -> GpuNow:
+    return {
+        "allocated_mb": mib(memory.allocated_bytes),
+        "reserved_mb": mib(memory.reserved_bytes),
+        "total_mb": mib(memory.total_bytes),
+        "free_mb": mib(memory.free_bytes),
+        "driver_used_mb": mib(memory.driver_used_bytes),
+        "fragmentation": memory.fragmentation(),
+        "allocated_reserved_ratio": memory.allocated_ratio(),
     }
 
 
@@ -180,21 +194,6 @@ def checked_seconds(seconds: object) -> tuple[float | None, str | None]:
     return float(seconds), None
 
 
-def _gpu(memory: AcceleratorMemory) -> GpuNow:
-    return {
-        "allocated_mb": mib(memory.allocated_bytes),
-        "reserved_mb": mib(memory.reserved_bytes),
-        "total_mb": mib(memory.total_bytes),
-        "free_mb": mib(memory.free_bytes),
-        "driver_used_mb": mib(memory.driver_used_bytes),
-        "fragmentation": memory.fragmentation(),
-        "allocated_reserved_ratio": memory.allocated_ratio(),
-    }
-
-
-Redact = Callable[[str], str]
-
-
 def error_text(error: BaseException | str, redact: Redact) -> str:
     """`Type: message`, or the text as it is, without the prompts that `redact` takes out."""
     if isinstance(error, str):
@@ -203,17 +202,17 @@ def error_text(error: BaseException | str, redact: Redact) -> str:
     return redact(f"{type(error).__name__}: {message}" if message else type(error).__name__)
 
 
-def exception_dict(error: BaseException, redact: Redact) -> dict[str, str]:
-    """`exception_details` of SPEC section 2: type, message and stack trace. Nothing of it stays alive."""
-    return {
-        "type": type(error).__qualname__,
-        "message": redact(_message(error)),
-        "traceback": redact("".join(traceback.format_exception(error))),
-    }
-
-
 def _message(error: BaseException) -> str:
     try:
         return str(error)
     except Exception:  # noqa: BLE001 - any class may have written that __str__
         return "(its message cannot be read)"
+
+
+def exception_dict(error: BaseException, redact: Redact) -> dict[str, str]:
+    """`exception_details` of an analysis: type, message and stack trace. Nothing of it stays alive."""
+    return {
+        "type": type(error).__qualname__,
+        "message": redact(_message(error)),
+        "traceback": redact("".join(traceback.format_exception(error))),
+    }

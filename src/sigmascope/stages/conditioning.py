@@ -1,14 +1,13 @@
-"""A conditioning as the dict of SPEC section 4.
+"""A conditioning's tensors, whatever they are nested in, and all that is known of them.
 
-Known forms: a bare tensor or array; ComfyUI's `[[tensor, {…}], …]`, where regional and scheduled prompts
-are several entries; what diffusers' `encode_prompt` gives, whole or in part; transformers' outputs; any
-mapping, dataclass, named tuple or list of these.
+Known forms: a bare tensor or array; ComfyUI's `[[tensor, {…}], …]`, where regional and scheduled prompts are
+several entries; what diffusers' `encode_prompt` gives, whole or in part; transformers' outputs; any mapping,
+dataclass, named tuple or list of these. Tensors that have a name are told apart by it, those without by their
+shape: embeddings are (batch, tokens, width), a pooled output (batch, width), a mask is not floating.
 
-Those with a name are known by it, those without by their shape: embeddings are (batch, tokens, width), a pooled
-output (batch, width), a mask is not floating.
-
-Tensors are named by what they are and not by where they were, so that dumps of two pipelines have the same names,
-whatever each nests its conditionings in.
+Conditionings can be saved for comparison (`dump_conditioning`). Their tensors are then named by what they are
+and not by where they were, so that dumps of two pipelines have the same names, whatever each nests its
+conditionings in. What writes is handed in: stages themselves touch no files.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +26,43 @@ from sigmascope.stages.prompt_facts import as_text
 from sigmascope.stages.schema import ConditioningDict, EntryDict, TensorDict
 from sigmascope.stages.text_encoders import EncoderFacts, identify
 
-_FACTS = ("shape", "dtype", "device", "size_mb", "num_elements", "statistics")
+_TENSOR_FACTS = ("shape", "dtype", "device", "size_mb", "num_elements", "statistics")
+_MOST_LISTS = 8  # nested in each other around ComfyUI's pairs
+MAIN_NAMES = (
+    "prompt_embeds",
+    "last_hidden_state",
+    "encoder_hidden_states",
+    "cond",
+    "c_crossattn",
+    "crossattn",
+    "context",
+    "conditioning",
+    "embeddings",
+    "embeds",
+    "hidden_states",
+)
+"""What embeddings are called, best first."""
+POOLED_NAMES = (
+    "pooled_output",
+    "pooled_prompt_embeds",
+    "pooled_projections",
+    "text_embeds",
+    "pooler_output",
+    "pooled",
+    "vector",
+    "y",
+)
+"""What pooled outputs are called, best first."""
+MASK_NAMES = (
+    "attention_mask",
+    "prompt_embeds_mask",
+    "prompt_attention_mask",
+    "encoder_attention_mask",
+    "encoder_hidden_states_mask",
+)
+"""What masks are called, best first."""
+_OTHER_TEXT = "negative_"  # a tensor of that name is taken only where there is no other
+_WIDEST_POSITION = 4  # FLUX's text ids are 3 wide
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,130 +95,6 @@ def read_conditioning(conditioning: object) -> tuple[Found, str | None]:
     return reading.value or Found(type(conditioning).__name__), reading.reason
 
 
-def conditioning_facts(
-    found: Found, encoders: Sequence[EncoderFacts], statistics: bool | None, reason: str | None = None
-) -> ConditioningDict:
-    """Everything that is known of one conditioning.
-
-    Args:
-        found: Its tensors.
-        encoders: The live encoders that may have made it.
-        statistics: As in `probes.tensor_facts`: None reads values of CPU tensors only.
-        reason: Why it could not be read, if it could not.
-    """
-    entries = [_entry_dict(entry, statistics) for entry in found.entries]
-    index = next((i for i, entry in enumerate(entries) if entry["tensor"] is not None), None)
-    if index is None:
-        return _nothing(found, entries, reason)
-    main, entry = entries[index]["tensor"], entries[index]
-    assert main is not None
-    shape = main["shape"]
-    encoder = identify(shape, encoders)
-    return {
-        "status": "success",
-        "structure": found.structure,
-        "shape": shape,
-        "dtype": main["dtype"],
-        "device": main["device"],
-        "size_mb": main["size_mb"],
-        "num_elements": main["num_elements"],
-        "sequence_length": shape[-2] if len(shape) >= 2 else None,
-        "clip_variant": encoder["clip_variant"],
-        "encoder_family": encoder["family"],
-        "encoder": encoder,
-        "pooled": entry["pooled"],
-        "attention_mask": entry["attention_mask"],
-        "metadata": entry["metadata"],
-        "entries": entries,
-        "total_size_mb": sum(tensor["size_mb"] for one in entries for tensor in tensors_of(one)),
-        "statistics": main["statistics"],
-        "tensor_dump": None,
-        "unavailable": dict(main["unavailable"]),
-    }
-
-
-def tensors_of(entry: EntryDict) -> list[TensorDict]:
-    """Every tensor of an entry."""
-    parts = (entry["tensor"], entry["pooled"], entry["attention_mask"], *entry["others"].values())
-    return [part for part in parts if part is not None]
-
-
-def _entry_dict(entry: Entry, statistics: bool | None) -> EntryDict:
-    return {
-        "tensor": _tensor_or_none(entry.tensor, statistics),
-        "pooled": _tensor_or_none(entry.pooled, statistics),
-        "attention_mask": _tensor_or_none(entry.attention_mask, statistics),
-        "others": {name: _tensor_dict(tensor, statistics) for name, tensor in entry.others.items()},
-        "metadata": dict(entry.metadata),
-    }
-
-
-def _tensor_or_none(tensor: Tensor | None, statistics: bool | None) -> TensorDict | None:
-    return None if tensor is None else _tensor_dict(tensor, statistics)
-
-
-def _tensor_dict(tensor: Tensor, statistics: bool | None) -> TensorDict:
-    facts = tensor_facts(tensor, statistics=statistics)
-    return {
-        "shape": list(facts.shape),
-        "dtype": facts.dtype,
-        "device": facts.device,
-        "size_mb": facts.nbytes / MIB,
-        "num_elements": facts.num_elements,
-        "statistics": {
-            "min": facts.min,
-            "max": facts.max,
-            "mean": facts.mean,
-            "std": facts.std,
-            "nan_count": facts.nan_count,
-            "inf_count": facts.inf_count,
-        },
-        "unavailable": dict(facts.unavailable),
-    }
-
-
-def _nothing(found: Found, entries: list[EntryDict], reason: str | None) -> ConditioningDict:
-    if reason is not None:
-        status, why = "failed", reason
-    elif found.structure == "none":
-        status, why = "missing", "no conditioning was given"
-    else:
-        status, why = "no_tensor", _why_none(found, entries)
-    names = ("clip_variant", "encoder_family", "encoder", "pooled", "attention_mask", "total_size_mb")
-    return {
-        "status": status,
-        "structure": found.structure,
-        "shape": None,
-        "dtype": None,
-        "device": None,
-        "size_mb": None,
-        "num_elements": None,
-        "sequence_length": None,
-        "clip_variant": None,
-        "encoder_family": None,
-        "encoder": None,
-        "pooled": None,
-        "attention_mask": None,
-        "metadata": {},
-        "entries": entries,
-        "total_size_mb": None,
-        "statistics": None,
-        "tensor_dump": None,
-        "unavailable": dict.fromkeys((*_FACTS, "sequence_length", *names), why),
-    }
-
-
-def _why_none(found: Found, entries: list[EntryDict]) -> str:
-    others = [tensor for entry in entries for tensor in tensors_of(entry)]
-    if not others:
-        return f"no tensor was found in it ({found.structure})"
-    shown = ", ".join(f"{tuple(tensor['shape'])} {tensor['dtype']}" for tensor in others[:3])
-    return f"no embeddings were found in it, but {shown}{', …' if len(others) > 3 else ''}"
-
-
-_MOST_LISTS = 8
-
-
 def find_conditioning(conditioning: object) -> Found:
     """The tensors of a conditioning, by entry. Nothing is copied or moved.
 
@@ -202,14 +113,6 @@ def find_conditioning(conditioning: object) -> Found:
     if structure == "sequence" and len(leaves) > 1 and _is_one_text_an_item(leaves, conditioning):
         return Found(structure, tuple(Entry(leaf.tensor) for leaf in leaves))
     return Found(structure, (entry_of(leaves, plain_values(conditioning)),))
-
-
-def _structure(conditioning: object) -> str:
-    if isinstance(conditioning, Tensor | np.ndarray):
-        return "tensor"
-    if isinstance(conditioning, Mapping):
-        return "mapping"
-    return "sequence" if isinstance(conditioning, list | tuple) else type(conditioning).__name__
 
 
 def _comfyui_pairs(conditioning: object, depth: int = 0) -> list[tuple[Any, Mapping[Any, Any]]] | None:
@@ -244,6 +147,14 @@ def _comfyui_entry(tensor: object, options: Mapping[Any, Any]) -> Entry:
     return Entry(as_tensor(tensor), beside.pooled, beside.attention_mask, others, beside.metadata)
 
 
+def _structure(conditioning: object) -> str:
+    if isinstance(conditioning, Tensor | np.ndarray):
+        return "tensor"
+    if isinstance(conditioning, Mapping):
+        return "mapping"
+    return "sequence" if isinstance(conditioning, list | tuple) else type(conditioning).__name__
+
+
 def _is_one_text_an_item(leaves: list[Leaf], conditioning: object) -> bool:
     """A list with a (tokens, width) tensor for every prompt, as pipelines without padding give.
 
@@ -256,40 +167,6 @@ def _is_one_text_an_item(leaves: list[Leaf], conditioning: object) -> bool:
         and len(widths) == 1
         and (isinstance(conditioning, list) or len({tensor.shape[0] for tensor in tensors}) > 1)
     )
-
-
-MAIN_NAMES = (
-    "prompt_embeds",
-    "last_hidden_state",
-    "encoder_hidden_states",
-    "cond",
-    "c_crossattn",
-    "crossattn",
-    "context",
-    "conditioning",
-    "embeddings",
-    "embeds",
-    "hidden_states",
-)
-POOLED_NAMES = (
-    "pooled_output",
-    "pooled_prompt_embeds",
-    "pooled_projections",
-    "text_embeds",
-    "pooler_output",
-    "pooled",
-    "vector",
-    "y",
-)
-MASK_NAMES = (
-    "attention_mask",
-    "prompt_embeds_mask",
-    "prompt_attention_mask",
-    "encoder_attention_mask",
-    "encoder_hidden_states_mask",
-)
-_OTHER_TEXT = "negative_"
-_WIDEST_POSITION = 4
 
 
 def entry_of(leaves: list[Leaf], metadata: Mapping[str, Any], *, named_only: bool = False) -> Entry:
@@ -309,7 +186,7 @@ def entry_of(leaves: list[Leaf], metadata: Mapping[str, Any], *, named_only: boo
         if main is not None:
             pooled = pooled or _take(rest, lambda leaf: _is_pooled(leaf, main.tensor))
             mask = mask or _take(rest, lambda leaf: _is_mask(leaf, main.tensor))
-    others = {_unique(".".join(leaf.path), index): leaf.tensor for index, leaf in enumerate(rest)}
+    others = {_name_or_number(".".join(leaf.path), index): leaf.tensor for index, leaf in enumerate(rest)}
     return Entry(_tensor_of(main), _tensor_of(pooled), _tensor_of(mask), others, metadata)
 
 
@@ -357,12 +234,133 @@ def _is_mask(leaf: Leaf, main: Tensor) -> bool:
     return not leaf.tensor.is_floating_point() or (len(shape) == 2 and shape[-1] != main.shape[-1])
 
 
+def _name_or_number(name: str, index: int) -> str:
+    return name or f"tensor_{index}"
+
+
 def _tensor_of(leaf: Leaf | None) -> Tensor | None:
     return None if leaf is None else leaf.tensor
 
 
-def _unique(name: str, index: int) -> str:
-    return name or f"tensor_{index}"
+def conditioning_facts(
+    found: Found, encoders: Sequence[EncoderFacts], statistics: bool | None, reason: str | None = None
+) -> ConditioningDict:
+    """Everything that is known of one conditioning.
+
+    Args:
+        found: Its tensors.
+        encoders: The live encoders that may have made it.
+        statistics: As in `probes.tensor_facts`: None reads values of CPU tensors only.
+        reason: Why it could not be read, if it could not.
+    """
+    entries = [_entry_dict(entry, statistics) for entry in found.entries]
+    index = next((i for i, entry in enumerate(entries) if entry["tensor"] is not None), None)
+    if index is None:
+        return _without_tensor(found, entries, reason)
+    main, entry = entries[index]["tensor"], entries[index]
+    assert main is not None
+    shape = main["shape"]
+    encoder = identify(shape, encoders)
+    return {
+        "status": "success",
+        "structure": found.structure,
+        "shape": shape,
+        "dtype": main["dtype"],
+        "device": main["device"],
+        "size_mb": main["size_mb"],
+        "num_elements": main["num_elements"],
+        "sequence_length": shape[-2] if len(shape) >= 2 else None,
+        "clip_variant": encoder["clip_variant"],
+        "encoder_family": encoder["family"],
+        "encoder": encoder,
+        "pooled": entry["pooled"],
+        "attention_mask": entry["attention_mask"],
+        "metadata": entry["metadata"],
+        "entries": entries,
+        "total_size_mb": sum(tensor["size_mb"] for one in entries for tensor in tensors_of(one)),
+        "statistics": main["statistics"],
+        "tensor_dump": None,
+        "unavailable": dict(main["unavailable"]),
+    }
+
+
+def _entry_dict(entry: Entry, statistics: bool | None) -> EntryDict:
+    return {
+        "tensor": _tensor_or_none(entry.tensor, statistics),
+        "pooled": _tensor_or_none(entry.pooled, statistics),
+        "attention_mask": _tensor_or_none(entry.attention_mask, statistics),
+        "others": {name: _tensor_dict(tensor, statistics) for name, tensor in entry.others.items()},
+        "metadata": dict(entry.metadata),
+    }
+
+
+def _tensor_or_none(tensor: Tensor | None, statistics: bool | None) -> TensorDict | None:
+    return None if tensor is None else _tensor_dict(tensor, statistics)
+
+
+def _tensor_dict(tensor: Tensor, statistics: bool | None) -> TensorDict:
+    facts = tensor_facts(tensor, statistics=statistics)
+    return {
+        "shape": list(facts.shape),
+        "dtype": facts.dtype,
+        "device": facts.device,
+        "size_mb": facts.nbytes / MIB,
+        "num_elements": facts.num_elements,
+        "statistics": {
+            "min": facts.min,
+            "max": facts.max,
+            "mean": facts.mean,
+            "std": facts.std,
+            "nan_count": facts.nan_count,
+            "inf_count": facts.inf_count,
+        },
+        "unavailable": dict(facts.unavailable),
+    }
+
+
+def _without_tensor(found: Found, entries: list[EntryDict], reason: str | None) -> ConditioningDict:
+    if reason is not None:
+        status, why = "failed", reason
+    elif found.structure == "none":
+        status, why = "missing", "no conditioning was given"
+    else:
+        status, why = "no_tensor", _why_none(found, entries)
+    names = ("clip_variant", "encoder_family", "encoder", "pooled", "attention_mask", "total_size_mb")
+    return {
+        "status": status,
+        "structure": found.structure,
+        "shape": None,
+        "dtype": None,
+        "device": None,
+        "size_mb": None,
+        "num_elements": None,
+        "sequence_length": None,
+        "clip_variant": None,
+        "encoder_family": None,
+        "encoder": None,
+        "pooled": None,
+        "attention_mask": None,
+        "metadata": {},
+        "entries": entries,
+        "total_size_mb": None,
+        "statistics": None,
+        "tensor_dump": None,
+        "unavailable": dict.fromkeys((*_TENSOR_FACTS, "sequence_length", *names), why),
+    }
+
+
+def _why_none(found: Found, entries: list[EntryDict]) -> str:
+    others = [tensor for entry in entries for tensor in tensors_of(entry)]
+    if not others:
+        return f"no tensor was found in it ({found.structure})"
+    shown = ", ".join(f"{tuple(tensor['shape'])} {tensor['dtype']}" for tensor in others[:3])
+    return f"no embeddings were found in it, but {shown}{', …' if len(others) > 3 else ''}"
+
+
+def tensors_of(entry: EntryDict) -> list[TensorDict]:
+    """Every tensor of an entry."""
+    parts = (entry["tensor"], entry["pooled"], entry["attention_mask"], *entry["others"].values())
+    return [part for part in parts if part is not None]
 
 
 @runtime_checkable
@@ -399,15 +397,17 @@ def dump_conditioning(
 
 
 def tensors_by_name(found: Found) -> dict[str, Tensor]:
-    """`embeddings`, `pooled`, `attention_mask` and `other.…`; those of a second entry begin with `entry_2.`, and so on."""
+    """`embeddings`, `pooled`, `attention_mask` and `other.…`; a second entry's begin with `entry_2.`, and so on."""
     named: dict[str, Tensor] = {}
     for number, entry in enumerate(found.entries, 1):
         prefix = "" if number == 1 else f"entry_{number}."
-        named |= {f"{prefix}{name}": tensor for name, tensor in _parts(entry).items() if tensor is not None}
+        named |= {
+            f"{prefix}{name}": tensor for name, tensor in _named_tensors(entry).items() if tensor is not None
+        }
     return named
 
 
-def _parts(entry: Entry) -> Mapping[str, Tensor | None]:
+def _named_tensors(entry: Entry) -> Mapping[str, Tensor | None]:
     others = {f"other.{name}": tensor for name, tensor in entry.others.items()}
     known = {
         "embeddings": entry.tensor,

@@ -1,7 +1,10 @@
 """The pictures or video that go into a VAE or come out of it, in whatever they are handed over.
 
-Known forms: a tensor or array, ComfyUI's images [frames, height, width, colours], a list of PIL images, arrays or
-tensors, a list of such lists, and a mapping that holds one of these. Nothing is copied or converted.
+Known forms: a tensor or array, ComfyUI's images [frames, height, width, colours], a list of PIL images,
+arrays or tensors, a list of such lists, and a mapping that holds one of these. Nothing is copied or
+converted.
+
+`pictures_dict` and `vae_dict` give the facts as baselines and analyses hold them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,8 +35,6 @@ NAMES = (
     "reference_image",
 )
 """What the pictures are called in a mapping or a pipeline's output, best first."""
-
-
 _NOT_READ = "pictures in a list are not counted as one tensor"
 
 
@@ -71,29 +72,18 @@ def _read(data: object, vae: VaeFacts | None, statistics: bool | None, form: str
     tensor = as_tensor(data)
     if tensor is not None:
         kind = "array" if isinstance(data, np.ndarray) else "tensor"
-        return _tensor(tensor, vae, statistics, form or kind)
+        return _read_tensor(tensor, vae, statistics, form or kind)
     if isinstance(data, list | tuple):
-        return _several(data, vae, statistics)
+        return _read_list(data, vae, statistics)
     if _is_picture(data):
-        return _several([data], vae, statistics)
-    inner = _held(data)
+        return _read_list([data], vae, statistics)
+    inner = _held_by_name(data)
     if inner is None:
         return Pictures(None, reason=f"{type(data).__name__} holds no pictures that are known how to find")
     return _read(inner, vae, statistics, type(data).__name__)
 
 
-def _held(data: object) -> Any:
-    """What a mapping or a pipeline's output holds under one of the names."""
-    held = (data.get(name) if isinstance(data, Mapping) else getattr(data, name, None) for name in NAMES)
-    return next((one for one in held if one is not None and not callable(one)), None)
-
-
-def _is_picture(thing: object) -> bool:
-    """Whether it is a PIL image, which has bands and a size of two."""
-    return callable(getattr(thing, "getbands", None)) and hasattr(thing, "size")
-
-
-def _tensor(tensor: Tensor, vae: VaeFacts | None, statistics: bool | None, form: str) -> Pictures:
+def _read_tensor(tensor: Tensor, vae: VaeFacts | None, statistics: bool | None, form: str) -> Pictures:
     facts = quick_facts(tensor, statistics)
     channels, is_video = (None, False) if vae is None else (vae.image_channels, bool(vae.is_video))
     layout = picture_layout(facts.shape, channels, is_video=is_video)
@@ -114,12 +104,12 @@ def _tensor(tensor: Tensor, vae: VaeFacts | None, statistics: bool | None, form:
     return Pictures(sample, ((sizes.height or 0, sizes.width or 0),))
 
 
-def _several(items: Sequence[object], vae: VaeFacts | None, statistics: bool | None) -> Pictures:
+def _read_list(items: Sequence[object], vae: VaeFacts | None, statistics: bool | None) -> Pictures:
     """A list of pictures, of videos, or of one tensor that is a video."""
     if not items:
         empty = TensorFacts((0,), "unknown", "cpu", 0, 0)
         return Pictures(SampleFacts(empty, frames=0, batch=1, form="empty list"))
-    read = [_one(item, vae, statistics) for item in items]
+    read = [_read_item(item, vae, statistics) for item in items]
     known = [one.facts for one in read if one.facts is not None]
     if len(known) < len(read):
         reasons = (one.reason for one in read if one.facts is None)
@@ -130,11 +120,11 @@ def _several(items: Sequence[object], vae: VaeFacts | None, statistics: bool | N
     return Pictures(_together(known, is_nested=isinstance(items[0], list | tuple)), sizes)
 
 
-def _one(item: object, vae: VaeFacts | None, statistics: bool | None) -> Pictures:
-    return _image(item) if _is_picture(item) else _read(item, vae, statistics)
+def _read_item(item: object, vae: VaeFacts | None, statistics: bool | None) -> Pictures:
+    return _read_image(item) if _is_picture(item) else _read(item, vae, statistics)
 
 
-def _image(image: Any) -> Pictures:
+def _read_image(image: Any) -> Pictures:
     """A PIL image: its mode tells the type; the file behind it is not read for that."""
     width, height = image.size
     colours = len(image.getbands())
@@ -151,6 +141,11 @@ def _image(image: Any) -> Pictures:
     )
     sample = SampleFacts(facts, "HWC", 1, None, colours, height, width, form="PIL images")
     return Pictures(sample, ((height, width),))
+
+
+def _is_picture(thing: object) -> bool:
+    """Whether it is a PIL image, which has bands and a size of two."""
+    return callable(getattr(thing, "getbands", None)) and hasattr(thing, "size")
 
 
 def _together(known: Sequence[SampleFacts], *, is_nested: bool) -> SampleFacts:
@@ -188,22 +183,10 @@ def _fold(combine: Any, values: Sequence[Any]) -> Any:
     return None if any(value is None for value in values) else combine(values)
 
 
-def vae_dict(facts: VaeFacts) -> VaeDict:
-    """The VAE's facts as an analysis holds them."""
-    return {
-        "class_name": facts.class_name,
-        "latent_channels": facts.latent_channels,
-        "image_channels": facts.image_channels,
-        "spatial_factor": facts.spatial_factor,
-        "temporal_factor": facts.temporal_factor,
-        "first_frame_apart": facts.first_frame_apart,
-        "is_video": facts.is_video,
-        "dtype": facts.dtype,
-        "device": facts.device,
-        "size_mb": mib(facts.nbytes),
-        "source": facts.source,
-        "unavailable": dict(facts.unavailable),
-    }
+def _held_by_name(data: object) -> Any:
+    """What a mapping or a pipeline's output holds under one of the names."""
+    held = (data.get(name) if isinstance(data, Mapping) else getattr(data, name, None) for name in NAMES)
+    return next((one for one in held if one is not None and not callable(one)), None)
 
 
 def pictures_dict(pictures: Pictures) -> PicturesDict:
@@ -233,4 +216,22 @@ def pictures_dict(pictures: Pictures) -> PicturesDict:
         "nan_count": tensor.nan_count,
         "inf_count": tensor.inf_count,
         "unavailable": {**tensor.unavailable, **facts.unavailable},
+    }
+
+
+def vae_dict(facts: VaeFacts) -> VaeDict:
+    """The VAE's facts as an analysis holds them."""
+    return {
+        "class_name": facts.class_name,
+        "latent_channels": facts.latent_channels,
+        "image_channels": facts.image_channels,
+        "spatial_factor": facts.spatial_factor,
+        "temporal_factor": facts.temporal_factor,
+        "first_frame_apart": facts.first_frame_apart,
+        "is_video": facts.is_video,
+        "dtype": facts.dtype,
+        "device": facts.device,
+        "size_mb": mib(facts.nbytes),
+        "source": facts.source,
+        "unavailable": dict(facts.unavailable),
     }

@@ -1,20 +1,21 @@
-"""Latent encoding (SPEC sections 1, 2 and 5): what the VAE made of a video, by which strategy, at what cost.
+"""Latent encoding and decoding: what the VAE made of a video or a latent, by which strategy, at what cost.
 
-baseline = capture_latent_generation_baseline(vae, frames)
+    baseline = capture_latent_generation_baseline(vae, frames)
     latent, record = encode_latents(vae, frames)
     analysis = analyze_latent_generation_results(baseline, latent, None, None, record=record)
     print_latent_generation_analysis_summary(analysis)
 
-The functions change nothing, move nothing, and keep no model and no tensor alive. What cannot be read is
-None, with the reason in the `unavailable` beside it.
+A decoding is analysed the other way round: `latent_analysis` is about what went in, `pictures` about what
+came out.
 
-baseline = capture_latent_decoding_baseline(vae, latent)
+    baseline = capture_latent_decoding_baseline(vae, latent)
     frames, record = decode_latents(vae, latent)
     analysis = analyze_latent_decoding_results(baseline, frames, record=record)
     print_latent_decoding_analysis_summary(analysis)
 
-The analysis is that of `latent_encoding` the other way round: `latent_analysis` is about what went in,
-`pictures` about what came out.
+The functions change nothing, move nothing, and keep no model and no tensor alive. What cannot be read is
+None, with the reason in the `unavailable` beside it. The three whose names begin with `_` give single parts
+of the analysis.
 """
 
 from collections.abc import Mapping, Sequence
@@ -113,6 +114,10 @@ __all__ = [
     "print_latent_generation_start",
 ]
 
+NO_BASELINE = "there is no baseline"
+_VAE_FIELDS = tuple(field.name for field in fields(VaeFacts) if field.name != "nbytes")
+NO_PEAKS = "peaks are seen while something watches: use WorkflowMonitor, or hand over a stage's peak"
+
 
 def capture_latent_generation_baseline(
     vae_model: object,
@@ -151,7 +156,7 @@ def analyze_latent_generation_results(
     latent_layout: Layout | None = None,
     statistics: bool | None = None,
 ) -> LatentEncodingAnalysis:
-    """Everything that SPEC section 5 names, from the baseline and what was encoded. Never raises.
+    """What an encoding gave and what it cost, from the baseline and the latent. Never raises.
 
     Args:
         baseline: What `capture_latent_generation_baseline` gave; None: no comparison with before.
@@ -192,7 +197,7 @@ def analyze_latent_generation_results(
 def print_latent_generation_analysis_summary(
     analysis: Mapping[str, Any], console: Console | None = None
 ) -> None:
-    """Print the analysis in the seed's layout, at most 80 columns wide.
+    """Print the analysis, section by section, at most 80 columns wide.
 
     Args:
         analysis: What `analyze_latent_generation_results` gave, or the same read from a file.
@@ -265,7 +270,7 @@ def analyze_latent_decoding_results(
     error: BaseException | str | None = None,
     statistics: bool | None = None,
 ) -> LatentEncodingAnalysis:
-    """Everything that SPEC section 5 names, of a decoding. Never raises.
+    """What a decoding gave and what it cost, from the baseline and the pictures. Never raises.
 
     Args:
         baseline: What `capture_latent_decoding_baseline` gave; None: no comparison with before.
@@ -310,108 +315,6 @@ def print_latent_decoding_analysis_summary(
     print_summary(DECODING_TITLE, sections(analysis), console)
 
 
-NO_BASELINE = "there is no baseline"
-_VAE_FIELDS = tuple(field.name for field in fields(VaeFacts) if field.name != "nbytes")
-
-
-@dataclass(frozen=True, slots=True)
-class References:
-    """What a baseline keeps for the analysis: the VAE weakly, of tensors only facts."""
-
-    snapshot: MemorySnapshot
-    vae: Any
-    accelerator: Accelerator | None
-    latent: Judged | None = None
-
-    def __repr__(self) -> str:
-        return "References(…)"
-
-
-def capture_pictures(
-    vae: object, pictures: object, statistics: bool | None, accelerator: Accelerator | None
-) -> LatentBaseline:
-    """See `sigmascope.stages.latent_encoding.capture_latent_generation_baseline`. Never raises."""
-    facts = vae_facts(vae)
-    read = pictures_dict(read_pictures(pictures, facts, statistics))
-    return _baseline(vae, facts, "encoding", accelerator, pictures=read)
-
-
-def capture_latent(
-    vae: object,
-    latent: object,
-    video: Video,
-    layout: Layout | None,
-    statistics: bool | None,
-    accelerator: Accelerator | None,
-) -> LatentBaseline:
-    """See `sigmascope.stages.latent_encoding.capture_latent_decoding_baseline`. Never raises."""
-    facts, found = vae_facts(vae), find_latent(latent)
-    judged = None if found.tensor is None else judge(found.tensor, facts, video, layout, statistics)
-    analysis = no_latent(found) if judged is None else latent_analysis(judged, found.structure, facts, video)
-    return _baseline(vae, facts, "decoding", accelerator, latent=analysis, judged=judged)
-
-
-def _baseline(
-    vae: object,
-    facts: VaeFacts,
-    direction: Direction,
-    accelerator: Accelerator | None,
-    *,
-    pictures: PicturesDict | None = None,
-    latent: LatentAnalysis | None = None,
-    judged: Judged | None = None,
-) -> LatentBaseline:
-    inner = read_host(lambda: inner_vae(vae)).value or vae
-    state = model_state(inner)
-    snapshot = memory_snapshot(accelerator)
-    return {
-        "timestamp": datetime.now(UTC).isoformat(),
-        "direction": direction,
-        "memory": memory_now(snapshot),
-        "vae": vae_dict(facts),
-        "model_state": state,
-        "pictures": pictures,
-        "latent": latent,
-        "references": References(snapshot, reference_to(inner), accelerator, judged),
-    }
-
-
-def snapshot_before(baseline: Mapping[str, Any] | None) -> MemorySnapshot | None:
-    """Memory before, also from a baseline that was read from a file."""
-    known = references_of(baseline)
-    if known is not None:
-        return known.snapshot
-    memory = None if baseline is None else baseline.get("memory")
-    return snapshot_of(memory) if isinstance(memory, Mapping) else None
-
-
-def vae_before(baseline: Mapping[str, Any] | None) -> VaeFacts | None:
-    """The facts of the VAE that a baseline holds."""
-    told = None if baseline is None else baseline.get("vae")
-    if not isinstance(told, Mapping):
-        return None
-    nbytes = figure_of(told, "size")
-    return VaeFacts(**{name: told[name] for name in _VAE_FIELDS if name in told}, nbytes=nbytes)
-
-
-def references_of(baseline: Mapping[str, Any] | None) -> References | None:
-    """What `capture` kept; None for a baseline that is not ours or was read from a file."""
-    references = None if baseline is None else baseline.get("references")
-    return references if isinstance(references, References) else None
-
-
-def state_now(baseline: Mapping[str, Any] | None, known: References | None) -> ModelStateDict:
-    """The VAE's state now, with what changed since the baseline."""
-    live = None if known is None or known.vae is None else known.vae()
-    state = model_state(live)
-    before = None if baseline is None else baseline.get("model_state")
-    if live is None and isinstance(before, Mapping) and before.get("class_type"):
-        state["unavailable"] = dict.fromkeys(state["unavailable"], "the VAE is gone")
-    if live is not None and isinstance(before, Mapping):
-        state["changed"] = changes(before, state)  # type: ignore[arg-type]
-    return state
-
-
 @dataclass(frozen=True, slots=True)
 class Given:
     """What a caller hands over beside the baseline; see `analyze_latent_generation_results`."""
@@ -430,47 +333,8 @@ class Given:
     statistics: bool | None = None
 
 
-def encoded(baseline: Mapping[str, Any] | None, given: Given, vae: VaeFacts | None) -> Seen:
-    """Pictures from the baseline, the latent from the output. Frames of a reference are none of the video's."""
-    pictures = None if baseline is None else baseline.get("pictures")
-    if pictures is None:
-        pictures = pictures_dict(Pictures(None, reason=NO_BASELINE))
-    video = (given.video or Video()).or_else(_video(pictures))
-    found = find_latent(given.output)
-    vace, latent = vace_analysis(given.output, given.statistics), _latent(found, given, vae, video)
-    frames, added = latent["frames"], vace.get("trim_latent", 0)
-    if frames is not None and video.length is not None and 0 < added < frames:
-        latent["temporal_compression"] = video.length / (frames - added)
-    return Seen(pictures, latent, video, vace)
-
-
-def _latent(found: FoundLatent, given: Given, vae: VaeFacts | None, video: Video) -> LatentAnalysis:
-    if found.tensor is None:
-        return no_latent(found)
-    judged = judge(found.tensor, vae, video, given.latent_layout, given.statistics)
-    return latent_analysis(judged, found.structure, vae, video)
-
-
-def decoded(baseline: Mapping[str, Any] | None, given: Given, vae: VaeFacts | None) -> Seen:
-    """The latent from the baseline, pictures from the output."""
-    pictures = pictures_dict(read_pictures(given.output, vae, given.statistics))
-    video = (given.video or Video()).or_else(_video(pictures))
-    known = references_of(baseline)
-    latent = None if baseline is None else baseline.get("latent")
-    if known is not None and known.latent is not None and latent is not None:
-        latent = latent_analysis(known.latent, latent["structure"], vae, video)
-    return Seen(pictures, latent or no_latent(FoundLatent(None, "none", NO_BASELINE)), video, {})
-
-
-def _video(pictures: PicturesDict) -> Video:
-    return video_of(pictures["length"], pictures["height"], pictures["width"])
-
-
-NO_PEAKS = "peaks are seen while something watches: use WorkflowMonitor, or hand over a stage's peak"
-
-
 def analyze(baseline: Mapping[str, Any] | None, given: Given) -> LatentEncodingAnalysis:
-    """See `sigmascope.stages.latent_encoding.analyze_latent_generation_results`."""
+    """The analysis of an encoding or a decoding."""
     known = references_of(baseline)
     snapshot = memory_snapshot(None if known is None else known.accelerator)  # before we take any ourselves
     before = snapshot_before(baseline)
@@ -518,6 +382,26 @@ def analyze(baseline: Mapping[str, Any] | None, given: Given) -> LatentEncodingA
     }
 
 
+def _elapsed(given: Given) -> object:
+    if given.elapsed_time is not None or given.record is None:
+        return given.elapsed_time
+    return given.record.seconds
+
+
+def _peak(given: Given, attempts: tuple[StrategyAttempt, ...]) -> PeakMemory | PeakMemoryDict | None:
+    """The stage's peak; without one the highest of its attempts, one after the other."""
+    if isinstance(given.peak_memory, Mapping):
+        return with_true_reserved(given.peak_memory)
+    if given.peak_memory is not None:
+        return given.peak_memory
+    began, peaks = 0.0, []
+    for attempt in attempts:
+        if attempt.peak is not None:
+            peaks.append((began, attempt.peak))
+        began += attempt.seconds or 0.0
+    return highest(peaks) if peaks else None
+
+
 def _parts(
     baseline: Mapping[str, Any] | None,
     given: Given,
@@ -547,43 +431,6 @@ def _parts(
     )
 
 
-def _elapsed(given: Given) -> object:
-    if given.elapsed_time is not None or given.record is None:
-        return given.elapsed_time
-    return given.record.seconds
-
-
-def _peak(given: Given, attempts: tuple[StrategyAttempt, ...]) -> PeakMemory | PeakMemoryDict | None:
-    """The stage's peak; without one the highest of its attempts, one after the other."""
-    if isinstance(given.peak_memory, Mapping):
-        return with_true_reserved(given.peak_memory)
-    if given.peak_memory is not None:
-        return given.peak_memory
-    began, peaks = 0.0, []
-    for attempt in attempts:
-        if attempt.peak is not None:
-            peaks.append((began, attempt.peak))
-        began += attempt.seconds or 0.0
-    return highest(peaks) if peaks else None
-
-
-def with_true_reserved(peak: PeakMemoryDict) -> PeakMemoryDict:
-    """The peaks with no reserved one below the allocated one, which was read at another moment (SPEC section 2)."""
-    gpus = {device: _true(gpu) for device, gpu in peak.get("gpus", {}).items()}
-    return {**peak, "gpu": _true(peak["gpu"]), "gpus": gpus}
-
-
-def _true(gpu: GpuPeak) -> GpuPeak:
-    allocated, reserved = gpu["peak_allocated_mb"], gpu["peak_reserved_mb"]
-    if allocated is None or reserved is None or reserved >= allocated:
-        return gpu
-    return {
-        **gpu,
-        "peak_reserved_mb": allocated,
-        "peak_reserved_at_seconds": gpu["peak_allocated_at_seconds"],
-    }
-
-
 def _failure(error: BaseException | str | None, failures: list[Finding]) -> dict[str, object]:
     if error is None:
         problems = " ".join(finding.message for finding in failures)
@@ -611,6 +458,157 @@ def _unavailable(
     if used.number is None:
         reasons["strategy_number"] = "it is none of the four" if used.name else "no strategy was named"
     return reasons
+
+
+def encoded(baseline: Mapping[str, Any] | None, given: Given, vae: VaeFacts | None) -> Seen:
+    """Pictures from the baseline, the latent from the output. Frames of a reference are none of the video's."""
+    pictures = None if baseline is None else baseline.get("pictures")
+    if pictures is None:
+        pictures = pictures_dict(Pictures(None, reason=NO_BASELINE))
+    video = (given.video or Video()).or_else(_video_of_pictures(pictures))
+    found = find_latent(given.output)
+    vace, latent = vace_analysis(given.output, given.statistics), _latent(found, given, vae, video)
+    frames, added = latent["frames"], vace.get("trim_latent", 0)
+    if frames is not None and video.length is not None and 0 < added < frames:
+        latent["temporal_compression"] = video.length / (frames - added)
+    return Seen(pictures, latent, video, vace)
+
+
+def _video_of_pictures(pictures: PicturesDict) -> Video:
+    return video_of(pictures["length"], pictures["height"], pictures["width"])
+
+
+def _latent(found: FoundLatent, given: Given, vae: VaeFacts | None, video: Video) -> LatentAnalysis:
+    if found.tensor is None:
+        return no_latent(found)
+    judged = judge(found.tensor, vae, video, given.latent_layout, given.statistics)
+    return latent_analysis(judged, found.structure, vae, video)
+
+
+def decoded(baseline: Mapping[str, Any] | None, given: Given, vae: VaeFacts | None) -> Seen:
+    """The latent from the baseline, pictures from the output."""
+    pictures = pictures_dict(read_pictures(given.output, vae, given.statistics))
+    video = (given.video or Video()).or_else(_video_of_pictures(pictures))
+    known = references_of(baseline)
+    latent = None if baseline is None else baseline.get("latent")
+    if known is not None and known.latent is not None and latent is not None:
+        latent = latent_analysis(known.latent, latent["structure"], vae, video)
+    return Seen(pictures, latent or no_latent(FoundLatent(None, "none", NO_BASELINE)), video, {})
+
+
+@dataclass(frozen=True, slots=True)
+class References:
+    """What a baseline keeps for the analysis: the VAE weakly, of tensors only facts."""
+
+    snapshot: MemorySnapshot
+    vae: Any
+    accelerator: Accelerator | None
+    latent: Judged | None = None
+
+    def __repr__(self) -> str:
+        return "References(…)"
+
+
+def state_now(baseline: Mapping[str, Any] | None, known: References | None) -> ModelStateDict:
+    """The VAE's state now, with what changed since the baseline."""
+    live = None if known is None or known.vae is None else known.vae()
+    state = model_state(live)
+    before = None if baseline is None else baseline.get("model_state")
+    if live is None and isinstance(before, Mapping) and before.get("class_type"):
+        state["unavailable"] = dict.fromkeys(state["unavailable"], "the VAE is gone")
+    if live is not None and isinstance(before, Mapping):
+        state["changed"] = changes(before, state)  # type: ignore[arg-type]
+    return state
+
+
+def snapshot_before(baseline: Mapping[str, Any] | None) -> MemorySnapshot | None:
+    """Memory before, also from a baseline that was read from a file."""
+    known = references_of(baseline)
+    if known is not None:
+        return known.snapshot
+    memory = None if baseline is None else baseline.get("memory")
+    return snapshot_of(memory) if isinstance(memory, Mapping) else None
+
+
+def vae_before(baseline: Mapping[str, Any] | None) -> VaeFacts | None:
+    """The facts of the VAE that a baseline holds."""
+    told = None if baseline is None else baseline.get("vae")
+    if not isinstance(told, Mapping):
+        return None
+    nbytes = figure_of(told, "size")
+    return VaeFacts(**{name: told[name] for name in _VAE_FIELDS if name in told}, nbytes=nbytes)
+
+
+def with_true_reserved(peak: PeakMemoryDict) -> PeakMemoryDict:
+    """The peaks with no reserved one below the allocated one, which was read at another moment."""
+    gpus = {device: _with_true_reserved(gpu) for device, gpu in peak.get("gpus", {}).items()}
+    return {**peak, "gpu": _with_true_reserved(peak["gpu"]), "gpus": gpus}
+
+
+def _with_true_reserved(gpu: GpuPeak) -> GpuPeak:
+    allocated, reserved = gpu["peak_allocated_mb"], gpu["peak_reserved_mb"]
+    if allocated is None or reserved is None or reserved >= allocated:
+        return gpu
+    return {
+        **gpu,
+        "peak_reserved_mb": allocated,
+        "peak_reserved_at_seconds": gpu["peak_allocated_at_seconds"],
+    }
+
+
+def capture_pictures(
+    vae: object, pictures: object, statistics: bool | None, accelerator: Accelerator | None
+) -> LatentBaseline:
+    """The baseline that `capture_latent_generation_baseline` gives. Never raises."""
+    facts = vae_facts(vae)
+    read = pictures_dict(read_pictures(pictures, facts, statistics))
+    return _baseline(vae, facts, "encoding", accelerator, pictures=read)
+
+
+def _baseline(
+    vae: object,
+    facts: VaeFacts,
+    direction: Direction,
+    accelerator: Accelerator | None,
+    *,
+    pictures: PicturesDict | None = None,
+    latent: LatentAnalysis | None = None,
+    judged: Judged | None = None,
+) -> LatentBaseline:
+    inner = read_host(lambda: inner_vae(vae)).value or vae
+    state = model_state(inner)
+    snapshot = memory_snapshot(accelerator)
+    return {
+        "timestamp": datetime.now(UTC).isoformat(),
+        "direction": direction,
+        "memory": memory_now(snapshot),
+        "vae": vae_dict(facts),
+        "model_state": state,
+        "pictures": pictures,
+        "latent": latent,
+        "references": References(snapshot, reference_to(inner), accelerator, judged),
+    }
+
+
+def capture_latent(
+    vae: object,
+    latent: object,
+    video: Video,
+    layout: Layout | None,
+    statistics: bool | None,
+    accelerator: Accelerator | None,
+) -> LatentBaseline:
+    """The baseline that `capture_latent_decoding_baseline` gives. Never raises."""
+    facts, found = vae_facts(vae), find_latent(latent)
+    judged = None if found.tensor is None else judge(found.tensor, facts, video, layout, statistics)
+    analysis = no_latent(found) if judged is None else latent_analysis(judged, found.structure, facts, video)
+    return _baseline(vae, facts, "decoding", accelerator, latent=analysis, judged=judged)
+
+
+def references_of(baseline: Mapping[str, Any] | None) -> References | None:
+    """What `capture` kept; None for a baseline that is not ours or was read from a file."""
+    references = None if baseline is None else baseline.get("references")
+    return references if isinstance(references, References) else None
 
 
 def _analyze_latent_output(
@@ -665,7 +663,7 @@ def _analyze_vae_encoding_performance(
 def _calculate_latent_generation_memory_change(
     baseline: Mapping[str, Any] | None, current_ram: object, current_gpu: object
 ) -> MemoryImpactDict:
-    """`memory_impact` of SPEC section 2, from a baseline and the memory now.
+    """`memory_impact` alone: memory now beside that of a baseline.
 
     Args:
         baseline: What `capture_latent_generation_baseline` gave.

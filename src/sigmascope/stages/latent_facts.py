@@ -1,11 +1,12 @@
-"""`latent_analysis` of SPEC section 5: what a latent is, and how far it is compressed.
+"""What a latent is and how far it is compressed, and what WAN-VACE's conditioning holds beside it.
 
-Known forms: a tensor or array; ComfyUI's `{"samples": tensor}`, alone or in a node's outputs; diffusers'
-outputs with `latent_dist`, `latents`, `latent` or `sample`; any mapping or sequence of these.
+Known forms of a latent: a tensor or array; ComfyUI's `{"samples": tensor}`, alone or in a node's outputs;
+diffusers' outputs with `latent_dist`, `latents`, `latent` or `sample`; any mapping or sequence of these.
 
-ComfyUI's WanVaceToVideo gives a latent (batch, 16, frames, h, w) of zeros, and in both conditionings `vace_frames`
-(1, 32, frames, h, w): what to change and what to keep, 16 channels each, and `vace_mask` (1, 64, frames, h, w): the
-8x8 pixels of each latent pixel. A reference picture is one latent frame more at the beginning (`trim_latent`).
+WAN-VACE's conditioning holds the content that its latent does not. ComfyUI's WanVaceToVideo gives a latent
+(batch, 16, frames, h, w) of zeros, and in both conditionings `vace_frames` (1, 32, frames, h, w): what to
+change and what to keep, 16 channels each, and `vace_mask` (1, 64, frames, h, w): the 8x8 pixels of each
+latent pixel. A reference picture is one latent frame more at the beginning (`trim_latent`).
 """
 
 from collections.abc import Iterator, Mapping
@@ -37,15 +38,19 @@ from sigmascope.stages.schema import LatentAnalysis, StatisticsDict
 _TYPES = {4: "Image Latent", 5: "Video Latent"}
 UNKNOWN_TYPE = "Unknown Latent"
 _NO_FACTOR = "the VAE's factor is unknown"
-_TENSOR = ("latent_type", "shape", "dtype", "device", "size_mb", "num_elements", "statistics")
-_AXES = ("batch_size", "frames", "channels", "height", "width", "latent_layout", "layout_evidence")
-_COMPRESSION = (
+_TENSOR_KEYS = ("latent_type", "shape", "dtype", "device", "size_mb", "num_elements", "statistics")
+_AXES_KEYS = ("batch_size", "frames", "channels", "height", "width", "latent_layout", "layout_evidence")
+_COMPRESSION_KEYS = (
     "spatial_compression",
     "temporal_compression",
     "nominal_spatial_compression",
     "nominal_temporal_compression",
 )
-_SHAPES = ("unpacked_shape", "expected_shape")
+_SHAPE_KEYS = ("unpacked_shape", "expected_shape")
+Part = tuple[dict[str, Any], dict[str, str]]
+_LATENT_NAMES = ("samples", "latents", "latent", "init_latent", "latent_samples", "encodings", "z", "sample")
+_VACE_NAMES = ("vace_frames", "vace_mask")
+_HALVES = 2  # of `vace_frames`: what to change, and what to keep
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,38 +81,17 @@ def latent_analysis(judged: Judged, structure: str, vae: VaeFacts | None, video:
         video: What it was made of.
     """
     parts = (
-        _tensor(judged),
-        _axes(judged),
-        _compression(judged.sizes, vae, video),
-        _shapes(judged, vae, video),
+        _tensor_part(judged),
+        _axes_part(judged),
+        _compression_part(judged.sizes, vae, video),
+        _shapes_part(judged, vae, video),
     )
     values: dict[str, Any] = {name: value for part, _ in parts for name, value in part.items()}
     unavailable = {name: reason for _, reasons in parts for name, reason in reasons.items()}
     return {"status": "success", "structure": structure, **values, "unavailable": unavailable}  # type: ignore[typeddict-item]
 
 
-class FoundLatent(NamedTuple):
-    """The tensor and in what it was. `reason` says why there is none; `raised`: its own code failed."""
-
-    tensor: Tensor | None
-    structure: str
-    reason: str | None = None
-    raised: bool = False
-
-
-def no_latent(found: FoundLatent) -> LatentAnalysis:
-    """The analysis of a latent that is not there."""
-    status = "missing" if found.structure == "none" else "failed" if found.raised else "no_tensor"
-    names = (*_TENSOR, *_AXES, *_COMPRESSION, *_SHAPES)
-    reasons = dict.fromkeys(names, found.reason or "there is no latent")
-    empty: dict[str, Any] = dict.fromkeys(names)
-    return {"status": status, "structure": found.structure, **empty, "unavailable": reasons}  # type: ignore[typeddict-item]
-
-
-Part = tuple[dict[str, Any], dict[str, str]]
-
-
-def _tensor(judged: Judged) -> Part:
+def _tensor_part(judged: Judged) -> Part:
     facts = judged.tensor
     rank = len(facts.shape if judged.unpacked is None else judged.unpacked.shape)
     values = {
@@ -122,7 +106,7 @@ def _tensor(judged: Judged) -> Part:
     return values, dict(facts.unavailable)
 
 
-def _axes(judged: Judged) -> Part:
+def _axes_part(judged: Judged) -> Part:
     sizes, axes = judged.sizes, judged.axes
     values = {
         "batch_size": sizes.batch,
@@ -135,12 +119,12 @@ def _axes(judged: Judged) -> Part:
     }
     rank = len(judged.tensor.shape)
     if axes is None:
-        return values, dict.fromkeys(_AXES, f"no layout is known for a latent of {rank} axes")
-    missing = (name for name in _AXES if values[name] is None)
+        return values, dict.fromkeys(_AXES_KEYS, f"no layout is known for a latent of {rank} axes")
+    missing = (name for name in _AXES_KEYS if values[name] is None)
     return values, dict.fromkeys(missing, f"{axes.layout} has none")
 
 
-def _compression(sizes: Sizes, vae: VaeFacts | None, video: Video) -> Part:
+def _compression_part(sizes: Sizes, vae: VaeFacts | None, video: Video) -> Part:
     spatial, temporal = spatial_compression(video, sizes), temporal_compression(video, sizes)
     factor, time = (None, None) if vae is None else (vae.spatial_factor, vae.temporal_factor)
     values = {
@@ -149,7 +133,7 @@ def _compression(sizes: Sizes, vae: VaeFacts | None, video: Video) -> Part:
         "nominal_spatial_compression": None if factor is None else float(factor**2),
         "nominal_temporal_compression": None if time is None else float(time),
     }
-    reasons = dict(zip(_COMPRESSION, (*_why_no_compression(video), _NO_FACTOR, _NO_FACTOR), strict=True))
+    reasons = dict(zip(_COMPRESSION_KEYS, (*_why_no_compression(video), _NO_FACTOR, _NO_FACTOR), strict=True))
     return values, {name: reasons[name] for name, value in values.items() if value is None}
 
 
@@ -161,7 +145,7 @@ def _why_no_compression(video: Video) -> tuple[str, str]:
     )
 
 
-def _shapes(judged: Judged, vae: VaeFacts | None, video: Video) -> Part:
+def _shapes_part(judged: Judged, vae: VaeFacts | None, video: Video) -> Part:
     expected = expected_latent(vae, video).shape
     values = {
         "unpacked_shape": None if judged.unpacked is None else list(judged.unpacked.shape),
@@ -172,35 +156,22 @@ def _shapes(judged: Judged, vae: VaeFacts | None, video: Video) -> Part:
     return values, {name: reasons[name] for name, value in values.items() if value is None}
 
 
-def spatial_compression(video: Video, sizes: Sizes) -> float | None:
-    """(H·W) / (h·w): pixels of a picture by those of its latent."""
-    if video.height is None or video.width is None or not sizes.height or not sizes.width:
-        return None
-    return video.height * video.width / (sizes.height * sizes.width)
+class FoundLatent(NamedTuple):
+    """The tensor and in what it was. `reason` says why there is none; `raised`: its own code failed."""
+
+    tensor: Tensor | None
+    structure: str
+    reason: str | None = None
+    raised: bool = False
 
 
-def temporal_compression(video: Video, sizes: Sizes) -> float | None:
-    """Frames by latent frames; of pictures that were encoded one by one, those by latents."""
-    if video.length is None:
-        return None
-    if sizes.frames is None:
-        return 1.0 if sizes.batch and sizes.batch == video.length else None
-    return video.length / sizes.frames if sizes.frames else None
-
-
-def statistics_of(facts: TensorFacts) -> StatisticsDict:
-    """The values of a tensor, as the analyses show them."""
-    return {
-        "min": facts.min,
-        "max": facts.max,
-        "mean": facts.mean,
-        "std": facts.std,
-        "nan_count": facts.nan_count,
-        "inf_count": facts.inf_count,
-    }
-
-
-_LATENT_NAMES = ("samples", "latents", "latent", "init_latent", "latent_samples", "encodings", "z", "sample")
+def no_latent(found: FoundLatent) -> LatentAnalysis:
+    """The analysis of a latent that is not there."""
+    status = "missing" if found.structure == "none" else "failed" if found.raised else "no_tensor"
+    names = (*_TENSOR_KEYS, *_AXES_KEYS, *_COMPRESSION_KEYS, *_SHAPE_KEYS)
+    reasons = dict.fromkeys(names, found.reason or "there is no latent")
+    empty: dict[str, Any] = dict.fromkeys(names)
+    return {"status": status, "structure": found.structure, **empty, "unavailable": reasons}  # type: ignore[typeddict-item]
 
 
 def find_latent(output: object) -> FoundLatent:
@@ -208,7 +179,7 @@ def find_latent(output: object) -> FoundLatent:
     if output is None:
         return FoundLatent(None, "none", "no latent was given")
     structure = _structure(output)
-    reading = read_host(lambda: _find(output))
+    reading = read_host(lambda: _find_in(output))
     if reading.reason is not None:
         return FoundLatent(None, structure, reading.reason, raised=True)
     reason = f"no tensor was found in it ({structure})"
@@ -224,34 +195,20 @@ def _structure(output: object) -> str:
     return "sequence" if type(output) in (list, tuple) else type(output).__name__
 
 
-def _find(output: Any, depth: int = 0) -> Tensor | None:
+def _find_in(output: Any, depth: int = 0) -> Tensor | None:
     tensor = as_tensor(output)
     if tensor is not None or depth > 3:
         return tensor
-    named = _named(output)
+    named = _held_by_name(output)
     if named is not None:
-        return _find(named, depth + 1)
+        return _find_in(named, depth + 1)
     if isinstance(output, list | tuple):
         return _in_sequence(output, depth)
     floating = (leaf.tensor for leaf in leaves_of(output) if leaf.tensor.is_floating_point())
     return next(floating, None)
 
 
-def _in_sequence(output: list[Any] | tuple[Any, ...], depth: int) -> Tensor | None:
-    """A latent by its name in one of the items; else several tensors of one shape as a batch, or the first."""
-    for item in output:
-        if isinstance(item, Mapping) and "samples" in item:
-            return _find(item, depth + 1)
-    tensors = [as_tensor(item) for item in output]
-    if len(tensors) > 1 and all(tensor is not None for tensor in tensors):
-        known = [tensor for tensor in tensors if tensor is not None]
-        if len({tensor.shape for tensor in known}) == 1 and known[0].ndim == 3:
-            return torch.stack(known)
-    found = (_find(item, depth + 1) for item in output)
-    return next((tensor for tensor in found if tensor is not None), None)
-
-
-def _named(output: Any) -> Any:
+def _held_by_name(output: Any) -> Any:
     """What a distribution has as its mean, or a mapping or an output under one of the names."""
     if isinstance(output, list) or type(output) is tuple:
         return None
@@ -264,6 +221,20 @@ def _named(output: Any) -> Any:
 
 def _value(output: Any, name: str) -> Any:
     return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+
+
+def _in_sequence(output: list[Any] | tuple[Any, ...], depth: int) -> Tensor | None:
+    """A latent by its name in one of the items; else several tensors of one shape as a batch, or the first."""
+    for item in output:
+        if isinstance(item, Mapping) and "samples" in item:
+            return _find_in(item, depth + 1)
+    tensors = [as_tensor(item) for item in output]
+    if len(tensors) > 1 and all(tensor is not None for tensor in tensors):
+        known = [tensor for tensor in tensors if tensor is not None]
+        if len({tensor.shape for tensor in known}) == 1 and known[0].ndim == 3:
+            return torch.stack(known)
+    found = (_find_in(item, depth + 1) for item in output)
+    return next((tensor for tensor in found if tensor is not None), None)
 
 
 def judge(
@@ -290,18 +261,6 @@ def judge(
     return Judged(facts, axes, Sizes() if axes is None else sizes_of(facts.shape, axes.layout))
 
 
-_VACE_NAMES = ("vace_frames", "vace_mask")
-_HALVES = 2
-
-
-def find_vace(output: object) -> dict[str, Tensor]:
-    """`vace_frames` and `vace_mask` in a node's outputs or a conditioning, the last one of each. Never raises."""
-    if not isinstance(output, list | tuple):
-        return {}
-    named = read_host(lambda: {leaf.name: leaf.tensor for leaf in leaves_of(output)}).value or {}
-    return {name: named[name] for name in _VACE_NAMES if name in named}
-
-
 def vace_analysis(output: object, statistics: bool | None) -> dict[str, Any]:
     """Shape, type, size and values of each part; an empty dict where there is none. Never raises.
 
@@ -311,14 +270,16 @@ def vace_analysis(output: object, statistics: bool | None) -> dict[str, Any]:
         output: What the node gave: (positive, negative, latent, trim_latent), or a conditioning.
         statistics: Whether to read values, as in `probes.tensor_facts`.
     """
-    parts: dict[str, Any] = {name: _part(tensor, statistics) for name, tensor in find_vace(output).items()}
+    parts: dict[str, Any] = {
+        name: _vace_part(tensor, statistics) for name, tensor in find_vace(output).items()
+    }
     if parts and isinstance(output, list | tuple):
         trim = output[-1]
         parts["trim_latent"] = trim if isinstance(trim, int) else 0
     return parts
 
 
-def _part(tensor: Tensor, statistics: bool | None) -> dict[str, Any]:
+def _vace_part(tensor: Tensor, statistics: bool | None) -> dict[str, Any]:
     facts = tensor_facts(tensor, statistics=statistics)
     return {
         "shape": list(facts.shape),
@@ -328,6 +289,14 @@ def _part(tensor: Tensor, statistics: bool | None) -> dict[str, Any]:
         "statistics": statistics_of(facts),
         "unavailable": dict(facts.unavailable),
     }
+
+
+def find_vace(output: object) -> dict[str, Tensor]:
+    """`vace_frames` and `vace_mask` in a node's outputs or a conditioning, the last one of each. Never raises."""
+    if not isinstance(output, list | tuple):
+        return {}
+    named = read_host(lambda: {leaf.name: leaf.tensor for leaf in leaves_of(output)}).value or {}
+    return {name: named[name] for name in _VACE_NAMES if name in named}
 
 
 def vace_findings(
@@ -363,3 +332,31 @@ def vace_findings(
         if broken:
             message = f"{name} is not finite: {broken}."
             yield Finding("vace_not_finite", "error", message, broken, stage=stage)
+
+
+def spatial_compression(video: Video, sizes: Sizes) -> float | None:
+    """(H·W) / (h·w): pixels of a picture by those of its latent."""
+    if video.height is None or video.width is None or not sizes.height or not sizes.width:
+        return None
+    return video.height * video.width / (sizes.height * sizes.width)
+
+
+def temporal_compression(video: Video, sizes: Sizes) -> float | None:
+    """Frames by latent frames; of pictures that were encoded one by one, those by latents."""
+    if video.length is None:
+        return None
+    if sizes.frames is None:
+        return 1.0 if sizes.batch and sizes.batch == video.length else None
+    return video.length / sizes.frames if sizes.frames else None
+
+
+def statistics_of(facts: TensorFacts) -> StatisticsDict:
+    """The values of a tensor, as the analyses show them."""
+    return {
+        "min": facts.min,
+        "max": facts.max,
+        "mean": facts.mean,
+        "std": facts.std,
+        "nan_count": facts.nan_count,
+        "inf_count": facts.inf_count,
+    }

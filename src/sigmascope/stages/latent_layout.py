@@ -1,6 +1,9 @@
-"""Which axis of a tensor is what: of pictures by the number of colours, of latents by the VAE's channels.
+"""Which axis of a tensor is what, how large packed latents are unpacked, and what size a latent should have.
 
-FLUX, FLUX.2 and Qwen-Image make one token of 2x2 latent pixels, LTX of one: (batch, tokens, channels·p²).
+Pictures are told by the number of colours, latents by the VAE's channels.
+
+Some transformers take latents as a list of patches: FLUX, FLUX.2 and Qwen-Image make one token of 2x2 latent
+pixels, LTX of one: (batch, tokens, channels·p²).
 """
 
 import math
@@ -15,34 +18,14 @@ from sigmascope.records.latents import Layout, VaeFacts
 _COLOURS = (3, 1, 4)
 _SMALLEST_SIDE = 4
 _OTHER_END: dict[int, tuple[Layout, Layout]] = {3: ("CHW", "HWC"), 4: ("BCHW", "BHWC")}
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """The sizes of a tensor by what its axes are; None for an axis that it lacks."""
-
-    batch: int | None = None
-    frames: int | None = None
-    channels: int | None = None
-    height: int | None = None
-    width: int | None = None
-
-
-class Axes(NamedTuple):
-    """A layout, and what it was told by."""
-
-    layout: Layout
-    evidence: str
-
-
-def sizes_of(shape: Sequence[int], layout: Layout) -> Sizes:
-    """The sizes of a shape in a layout that names every axis of it.
-
-    Raises:
-        ValueError: The layout has another number of axes.
-    """
-    by_letter = dict(zip(layout, shape, strict=True))
-    return Sizes(*(by_letter.get(letter) for letter in "BFCHW"))
+_CANDIDATES: dict[int, tuple[Layout, ...]] = {
+    5: ("BCFHW", "BFCHW"),
+    4: ("BCHW", "CFHW", "BHWC"),
+    3: ("CHW",),
+}
+"""The first is what VAEs give; a 3-D latent that is packed is known before this is asked."""
+_PATCHES = (1, 2)  # latent pixels along a side of a token
+_USUAL_PATCH = 2
 
 
 def picture_layout(
@@ -65,7 +48,7 @@ def picture_layout(
 def _picture_layout(shape: Sequence[int], colours: Sequence[int]) -> Layout | None:
     ends_in_colours = shape[-1:] and shape[-1] in colours and min(shape[-3:-1], default=0) > _SMALLEST_SIDE
     if len(shape) == 5:
-        return _five(shape, colours, bool(ends_in_colours))
+        return _layout_of_five(shape, colours, bool(ends_in_colours))
     if len(shape) not in _OTHER_END:
         return None
     first, last = _OTHER_END[len(shape)]
@@ -76,12 +59,19 @@ def _picture_layout(shape: Sequence[int], colours: Sequence[int]) -> Layout | No
     return "CFHW" if len(shape) == 4 and shape[0] in colours else None
 
 
-def _five(shape: Sequence[int], colours: Sequence[int], ends_in_colours: bool) -> Layout | None:
+def _layout_of_five(shape: Sequence[int], colours: Sequence[int], ends_in_colours: bool) -> Layout | None:
     if ends_in_colours:
         return "BFHWC"
     if shape[1] in colours:
         return "BCFHW"
     return "BFCHW" if shape[2] in colours else None
+
+
+class Axes(NamedTuple):
+    """A layout, and what it was told by."""
+
+    layout: Layout
+    evidence: str
 
 
 def latent_layout(
@@ -100,10 +90,10 @@ def latent_layout(
     candidates = _CANDIDATES.get(len(shape))
     if candidates is None:
         return None
-    by_channels = _only(candidates, shape, "C", channels)
+    by_channels = _only_layout(candidates, shape, "C", channels)
     if by_channels is not None:
         return Axes(by_channels, f"the VAE's {channels} latent channels")
-    by_frames = _only(candidates, shape, "F", frames)
+    by_frames = _only_layout(candidates, shape, "F", frames)
     if by_frames is not None:
         return Axes(by_frames, f"{frames} latent frames, as many as expected")
     either = channels is not None and shape[candidates[0].index("C")] == channels
@@ -111,22 +101,33 @@ def latent_layout(
     return Axes(candidates[0], usual)
 
 
-_CANDIDATES: dict[int, tuple[Layout, ...]] = {
-    5: ("BCFHW", "BFCHW"),
-    4: ("BCHW", "CFHW", "BHWC"),
-    3: ("CHW",),
-}
-"""The first is what VAEs give; a 3-D latent that is packed is known before this is asked."""
-
-
-def _only(candidates: Iterable[Layout], shape: Sequence[int], axis: str, size: int | None) -> Layout | None:
+def _only_layout(
+    candidates: Iterable[Layout], shape: Sequence[int], axis: str, size: int | None
+) -> Layout | None:
     """The one layout that has `size` on an axis; of several the first where they agree with it equally is none."""
     fitting = [one for one in candidates if axis in one and size == shape[one.index(axis)]]
     return fitting[0] if len(fitting) == 1 else None
 
 
-_PATCHES = (1, 2)
-_USUAL_PATCH = 2
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The sizes of a tensor by what its axes are; None for an axis that it lacks."""
+
+    batch: int | None = None
+    frames: int | None = None
+    channels: int | None = None
+    height: int | None = None
+    width: int | None = None
+
+
+def sizes_of(shape: Sequence[int], layout: Layout) -> Sizes:
+    """The sizes of a shape in a layout that names every axis of it.
+
+    Raises:
+        ValueError: The layout has another number of axes.
+    """
+    by_letter = dict(zip(layout, shape, strict=True))
+    return Sizes(*(by_letter.get(letter) for letter in "BFCHW"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,22 +165,17 @@ def unpacked(
     batch, tokens, values = shape
     for patch in _PATCHES:
         channels = values // patch**2
-        factor = _factor(tokens, patch, vae, height, width)
-        if factor is None or channels * patch**2 != values or not _fits(channels, patch, vae):
+        factor = _packed_factor(tokens, patch, vae, height, width)
+        if factor is None or channels * patch**2 != values or not _channels_fit(channels, patch, vae):
             continue
         high, wide = height // (factor * patch), width // (factor * patch)
-        frames = _frames(vae, length)
+        frames = _packed_frames(vae, length)
         if high * wide * (frames or 1) == tokens and tokens:
             return Unpacked(batch, channels, frames, high * patch, wide * patch, patch)
     return None
 
 
-def _fits(channels: int, patch: int, vae: VaeFacts | None) -> bool:
-    known = None if vae is None else vae.latent_channels
-    return patch == _USUAL_PATCH if known is None else channels == known
-
-
-def _factor(tokens: int, patch: int, vae: VaeFacts | None, height: int, width: int) -> int | None:
+def _packed_factor(tokens: int, patch: int, vae: VaeFacts | None, height: int, width: int) -> int | None:
     """Picture pixels along a latent pixel: the VAE's, else what the number of tokens says."""
     if vae is not None and vae.spatial_factor is not None:
         return vae.spatial_factor
@@ -189,7 +185,12 @@ def _factor(tokens: int, patch: int, vae: VaeFacts | None, height: int, width: i
     return factor or None
 
 
-def _frames(vae: VaeFacts | None, length: int | None) -> int | None:
+def _channels_fit(channels: int, patch: int, vae: VaeFacts | None) -> bool:
+    known = None if vae is None else vae.latent_channels
+    return patch == _USUAL_PATCH if known is None else channels == known
+
+
+def _packed_frames(vae: VaeFacts | None, length: int | None) -> int | None:
     """Latent frames of a VAE whose latents have an axis of them."""
     if vae is None or not vae.is_video or vae.temporal_factor == 1:
         return None
@@ -225,22 +226,6 @@ class Video:
         )
 
 
-def video_of(length: object, height: object, width: object) -> Video:
-    """The dimensions that a caller names, without those that are none."""
-    return Video(_size(length, least=0), _size(height), _size(width))
-
-
-def _size(size: object, least: int = 1) -> int | None:
-    if (
-        isinstance(size, bool)
-        or not isinstance(size, int | float)
-        or size != size
-        or abs(size) == float("inf")
-    ):
-        return None
-    return int(size) if size == int(size) and size >= least else None
-
-
 @dataclass(frozen=True, slots=True)
 class ExpectedLatent:
     """What a VAE should give for a video. `frames` is None for pictures, all else where it is unknown."""
@@ -271,3 +256,19 @@ def expected_latent(vae: VaeFacts | None, video: Video) -> ExpectedLatent:
 
 def _divided(side: int | None, factor: int | None) -> int | None:
     return None if side is None or factor is None else side // factor
+
+
+def video_of(length: object, height: object, width: object) -> Video:
+    """The dimensions that a caller names, without those that are none."""
+    return Video(_size_or_none(length, least=0), _size_or_none(height), _size_or_none(width))
+
+
+def _size_or_none(size: object, least: int = 1) -> int | None:
+    if (
+        isinstance(size, bool)
+        or not isinstance(size, int | float)
+        or size != size
+        or abs(size) == float("inf")
+    ):
+        return None
+    return int(size) if size == int(size) and size >= least else None

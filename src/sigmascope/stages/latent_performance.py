@@ -1,4 +1,7 @@
-"""Which of the four strategies gave the latent, and what became of each."""
+"""What an encoding or decoding took: the strategies that were tried, time and rates, and memory.
+
+Memory before and after is read from snapshots, or from the dicts that callers hold.
+"""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -29,12 +32,18 @@ from sigmascope.stages.latent_layout import Video
 from sigmascope.stages.schema import GpuChanges, MemoryEfficiency, PerformanceAnalysis
 
 _NUMBERED = re.compile(r"strategy\s*([1-4])\b", re.IGNORECASE)
-_WORDS: dict[Strategy, tuple[str, ...]] = {
+_TYPICAL_WORDS: dict[Strategy, tuple[str, ...]] = {
     "dummy": ("dummy", "emergency"),
     "cpu": ("cpu",),
     "tiled": ("tiled", "tile"),
     "direct": ("direct", "standard", "normal"),
 }
+COLOURS = 3
+_RATES = ("pixels_per_second", "mb_per_second", "frames_per_second")
+_BYTES_BY_SUFFIX = {"_mb": MIB, "_gb": 1024 * MIB, "_bytes": 1, "": MIB}
+_NO_ACCELERATOR = "no accelerator was found"
+_NO_BASELINE = "there is no baseline"
+_CHANGE_KEYS = ("allocated_change_mb", "reserved_change_mb")
 
 
 class Used(NamedTuple):
@@ -83,7 +92,9 @@ def strategy_of(words: str) -> Strategy | None:
     if numbered is not None:
         return STRATEGIES[int(numbered[1]) - 1]
     lowered = re.findall(r"[a-z]+", words.lower())
-    return next((strategy for strategy, typical in _WORDS.items() if set(typical) & set(lowered)), None)
+    return next(
+        (strategy for strategy, typical in _TYPICAL_WORDS.items() if set(typical) & set(lowered)), None
+    )
 
 
 def attempts_of(
@@ -102,7 +113,7 @@ def attempts_of(
 
 
 def strategy_dicts(attempts: tuple[StrategyAttempt, ...], direction: Direction) -> list[dict[str, Any]]:
-    """Attempts as an analysis holds them: in MiB, with number and the seed's name."""
+    """Attempts as an analysis holds them: in MiB, with number and name."""
     plain = as_plain(EncodingRecord(attempts=attempts))["attempts"]
     return [
         {
@@ -122,10 +133,6 @@ def _in_mb(name: str) -> str:
     return name.removesuffix("_bytes") + "_mb" if name.endswith("_bytes") else name
 
 
-COLOURS = 3
-_RATES = ("pixels_per_second", "mb_per_second", "frames_per_second")
-
-
 def performance_analysis(
     elapsed: object,
     strategy: str | None,
@@ -136,7 +143,7 @@ def performance_analysis(
 ) -> PerformanceAnalysis:
     """Sizes and rates of an encoding or decoding.
 
-    Data is counted at a byte a colour (the seed's 16 frames of 512x512 are 12 MB), so that rates compare
+    Data is counted at a byte a colour (16 frames of 512x512 are 12 MB), so that rates compare
     whatever type the pictures were handed over in; `input_mb` has their real size.
 
     Args:
@@ -156,7 +163,7 @@ def performance_analysis(
         "mb_per_second": _rate(megabytes, seconds),
         "frames_per_second": _rate(video.length, seconds),
     }
-    unavailable = _reasons(video, pixels, strategy, checked_seconds(elapsed), input_mb)
+    unavailable = _performance_reasons(video, pixels, strategy, checked_seconds(elapsed), input_mb)
     unavailable |= {
         name: why_no_time or "the size of the video is unknown" for name in _RATES if rates[name] is None
     }
@@ -184,7 +191,7 @@ def _rate(amount: int | float | None, seconds: float | None) -> float | None:
     return None if amount is None or seconds is None else amount / seconds
 
 
-def _reasons(
+def _performance_reasons(
     video: Video,
     pixels: int | None,
     strategy: str | None,
@@ -205,11 +212,8 @@ def _reasons(
     return reasons
 
 
-_UNITS = {"_mb": MIB, "_gb": 1024 * MIB, "_bytes": 1, "": MIB}
-
-
 def memory_change(before: MemorySnapshot, ram: object, gpu: object, now: MemorySnapshot) -> MemoryImpactDict:
-    """`memory_impact` of SPEC section 2.
+    """`memory_impact`: memory at the end beside that of the baseline.
 
     Args:
         before: The baseline's memory.
@@ -235,7 +239,7 @@ def memory_change(before: MemorySnapshot, ram: object, gpu: object, now: MemoryS
 
 def _with_device(before: MemorySnapshot, now: MemorySnapshot, gpu: object) -> tuple[AcceleratorMemory, ...]:
     device = now.device_in_use() or before.device_in_use() or "gpu"
-    memory = _device(device, gpu)
+    memory = _device_memory(device, gpu)
     if memory == AcceleratorMemory(device):
         return ()
     if memory.total_bytes is None:
@@ -243,7 +247,7 @@ def _with_device(before: MemorySnapshot, now: MemorySnapshot, gpu: object) -> tu
     return (memory, *(other for other in now.accelerators if other.device != device))
 
 
-def _device(name: str, given: object) -> AcceleratorMemory:
+def _device_memory(name: str, given: object) -> AcceleratorMemory:
     return AcceleratorMemory(
         name,
         figure_of(given, "allocated"),
@@ -252,35 +256,6 @@ def _device(name: str, given: object) -> AcceleratorMemory:
         figure_of(given, "free"),
         figure_of(given, "driver_used"),
     )
-
-
-def figure_of(given: object, name: str) -> int | None:
-    """A figure in bytes, whatever unit its key names; an object's attributes are bytes, as psutil's are."""
-    if not isinstance(given, Mapping):
-        value = getattr(given, name, getattr(given, f"{name}_bytes", None))
-        return value if isinstance(value, int) else None
-    for suffix, unit in _UNITS.items():
-        value = given.get(f"{name}{suffix}")
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            return round(value * unit)
-    return None
-
-
-def snapshot_of(memory: Mapping[str, Any]) -> MemorySnapshot:
-    """The snapshot that a `MemoryNow` was made of, as far as it tells."""
-    ram, gpus = memory.get("ram") or {}, memory.get("gpus") or {}
-    return MemorySnapshot(
-        figure_of(ram, "total"),
-        figure_of(ram, "used"),
-        figure_of(ram, "available"),
-        figure_of(memory, "process_rss"),
-        tuple(_device(name, gpu) for name, gpu in gpus.items()),
-    )
-
-
-_NO_ACCELERATOR = "no accelerator was found"
-_NO_BASELINE = "there is no baseline"
-_CHANGES = ("allocated_change_mb", "reserved_change_mb")
 
 
 def gpu_changes(given: object, impact: MemoryImpact | None) -> GpuChanges:
@@ -295,20 +270,20 @@ def gpu_changes(given: object, impact: MemoryImpact | None) -> GpuChanges:
         by, impact = "stage", given
     if isinstance(given, Mapping):
         found = (mib(figure_of(given, "allocated_change")), mib(figure_of(given, "reserved_change")))
-        return _changes(found, "caller", "the caller's measurement lacks it")
+        return _changes_dict(found, "caller", "the caller's measurement lacks it")
     device = None if impact is None else impact.current.device_in_use()
     if impact is None or device is None:
-        return _changes((None, None), by, _NO_BASELINE if impact is None else _NO_ACCELERATOR)
+        return _changes_dict((None, None), by, _NO_BASELINE if impact is None else _NO_ACCELERATOR)
     before, after = impact.baseline.accelerator(device), impact.current.accelerator(device)
     found = (
         mib(change(before.allocated_bytes, after.allocated_bytes)),
         mib(change(before.reserved_bytes, after.reserved_bytes)),
     )
-    return _changes(found, by, "the device does not tell")
+    return _changes_dict(found, by, "the device does not tell")
 
 
-def _changes(found: tuple[float | None, float | None], by: str, reason: str) -> GpuChanges:
-    missing = [name for name, figure in zip(_CHANGES, found, strict=True) if figure is None]
+def _changes_dict(found: tuple[float | None, float | None], by: str, reason: str) -> GpuChanges:
+    missing = [name for name, figure in zip(_CHANGE_KEYS, found, strict=True) if figure is None]
     return {
         "allocated_change_mb": found[0],
         "reserved_change_mb": found[1],
@@ -342,3 +317,27 @@ def memory_efficiency(impact: MemoryImpact | None, peak: object) -> MemoryEffici
     if cleanup is None:
         found["unavailable"]["cleanup_effectiveness"] = why_no_cleanup or "unknown"
     return found
+
+
+def figure_of(given: object, name: str) -> int | None:
+    """A figure in bytes, whatever unit its key names; an object's attributes are bytes, as psutil's are."""
+    if not isinstance(given, Mapping):
+        value = getattr(given, name, getattr(given, f"{name}_bytes", None))
+        return value if isinstance(value, int) else None
+    for suffix, unit in _BYTES_BY_SUFFIX.items():
+        value = given.get(f"{name}{suffix}")
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return round(value * unit)
+    return None
+
+
+def snapshot_of(memory: Mapping[str, Any]) -> MemorySnapshot:
+    """The snapshot that a `MemoryNow` was made of, as far as it tells."""
+    ram, gpus = memory.get("ram") or {}, memory.get("gpus") or {}
+    return MemorySnapshot(
+        figure_of(ram, "total"),
+        figure_of(ram, "used"),
+        figure_of(ram, "available"),
+        figure_of(memory, "process_rss"),
+        tuple(_device_memory(name, gpu) for name, gpu in gpus.items()),
+    )

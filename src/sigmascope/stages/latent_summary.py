@@ -1,4 +1,8 @@
-"""The sections of a latent encoding's or decoding's summary: the seed's own, then what else is known."""
+"""The summary of a latent encoding or decoding, and the lines that are printed while one goes on.
+
+The summary begins with the latent, rates and memory; strategies, pictures, details, efficiency, validation
+and findings follow. What is unknown is a dash with its reason.
+"""
 
 from collections.abc import Iterator
 from typing import TypeGuard
@@ -33,6 +37,11 @@ from sigmascope.stages.summary import (
 ENCODING_TITLE = "LATENT GENERATION ANALYSIS SUMMARY"
 DECODING_TITLE = "LATENT DECODING ANALYSIS SUMMARY"
 GOOD, BAD = "green", "red"
+_STYLES = {"info": "cyan", "warning": "yellow"}
+_MARKS = {"succeeded": "✅", "failed": "❌", "skipped": "⏭️ "}
+Line = tuple[str, str]
+"""A line and rich's style for it."""
+_MB_IN_GB = 1024
 
 
 def sections(analysis: Facts) -> Iterator[Section]:
@@ -41,15 +50,10 @@ def sections(analysis: Facts) -> Iterator[Section]:
     which = "INPUT" if is_decoding(analysis) else "OUTPUT"
     yield Section("📐", f"LATENT {which} ANALYSIS", list(_latent_rows(part(analysis, "latent_analysis"))))
     yield Section("⚡", "PERFORMANCE ANALYSIS", list(_performance(part(analysis, "performance_analysis"))))
-    yield Section("💾", "MEMORY IMPACT", list(_memory(analysis)))
+    yield Section("💾", "MEMORY IMPACT", list(_memory_rows(analysis)))
     what = "DECODING" if is_decoding(analysis) else "GENERATION"
-    yield Section("📊", f"PEAK MEMORY DURING LATENT {what}", list(_peaks(analysis)))
+    yield Section("📊", f"PEAK MEMORY DURING LATENT {what}", list(_peak_rows(analysis)))
     yield from detail_sections(analysis)
-
-
-def is_decoding(analysis: Facts) -> bool:
-    """Whether it is the analysis of a decoding."""
-    return analysis.get("direction") == "decoding"
 
 
 def _overview(analysis: Facts) -> Iterator[Row]:
@@ -97,7 +101,7 @@ def _performance(facts: Facts) -> Iterator[Row]:
     yield Row("⚡ Data Throughput", rate(facts, "mb_per_second", "MB"))
 
 
-def _memory(analysis: Facts) -> Iterator[Row]:
+def _memory_rows(analysis: Facts) -> Iterator[Row]:
     impact = part(analysis, "memory_impact")
     if not impact:
         yield Row("❓ Memory", unknown(reason_for(analysis, "memory_impact")))
@@ -114,18 +118,7 @@ def _memory(analysis: Facts) -> Iterator[Row]:
     yield Row("   Total VRAM", plain_mb(gpu.get("current_total_mb")))
 
 
-def ram_rows(impact: Facts) -> Iterator[Row]:
-    """RAM and the process before and after."""
-    ram, process = part(impact, "ram"), part(impact, "process")
-    used, available = ram.get("current_used_mb"), ram.get("current_available_mb")
-    yield Row("🖥️  RAM Used", f"{gb(used)}, {signed_mb(ram.get('used_change_mb'), None)}")
-    change = signed_mb(ram.get("available_change_mb"), None)
-    yield Row("🖥️  RAM Available", f"{gb(available)}, {change}")
-    change = signed_mb(process.get("rss_change_mb"), process.get("rss_change_pct"))
-    yield Row("🖥️  Process", f"{gb(process.get('current_rss_mb'))}, {change}")
-
-
-def _peaks(analysis: Facts) -> Iterator[Row]:
+def _peak_rows(analysis: Facts) -> Iterator[Row]:
     peak = part(analysis, "peak_memory")
     if not peak:
         yield Row("❓ Peaks", unknown(reason_for(analysis, "peak_memory")))
@@ -146,14 +139,15 @@ def _peaks(analysis: Facts) -> Iterator[Row]:
         yield Row("   process", at(process.get("peak_rss_mb"), process.get("peak_rss_at_seconds")))
 
 
-_STYLES = {"info": "cyan", "warning": "yellow"}
-_MARKS = {"succeeded": "✅", "failed": "❌", "skipped": "⏭️ "}
+def is_decoding(analysis: Facts) -> bool:
+    """Whether it is the analysis of a decoding."""
+    return analysis.get("direction") == "decoding"
 
 
 def detail_sections(analysis: Facts) -> Iterator[Section]:
     """One after the other; those of which nothing is known have no rows and are left out."""
     yield Section(
-        "🔁", "STRATEGIES", [row for one in _dicts(analysis, "strategies") for row in _strategy(one)]
+        "🔁", "STRATEGIES", [row for one in _dicts(analysis, "strategies") for row in _strategy_rows(one)]
     )
     yield Section("🖼️ ", "PICTURES", list(_pictures(part(analysis, "pictures"))))
     yield Section("🔬", "LATENT DETAILS", list(_latent_detail_rows(analysis)))
@@ -168,7 +162,7 @@ def _dicts(analysis: Facts, name: str) -> list[Facts]:
     return [one for one in found if hasattr(one, "get")] if isinstance(found, list | tuple) else []
 
 
-def _strategy(attempt: Facts) -> Iterator[Row]:
+def _strategy_rows(attempt: Facts) -> Iterator[Row]:
     outcome = str(attempt.get("outcome", ""))
     mark = _MARKS.get(outcome, "❓")
     took = attempt.get("seconds")
@@ -247,7 +241,7 @@ def _efficiency(analysis: Facts) -> Iterator[Row]:
     free, reason = facts.get("free_vram_change_mb"), reason_for(facts, "free_vram_change_mb")
     yield Row("Free VRAM", signed_mb(free, None) if is_number(free) else unknown(reason))
     yield from _immediate(part(analysis, "immediate_gpu_changes"))
-    yield from _ram(impact)
+    yield from _short_ram_rows(impact)
 
 
 def _share(facts: Facts, name: str, label: str) -> Row:
@@ -261,7 +255,7 @@ def _immediate(changes: Facts) -> Iterator[Row]:
         yield Row("Right After", "allocated {}, reserved {}".format(*both))
 
 
-def _ram(impact: Facts) -> Iterator[Row]:
+def _short_ram_rows(impact: Facts) -> Iterator[Row]:
     ram, process = part(impact, "ram"), part(impact, "process")
     yield Row(
         "RAM Used",
@@ -300,21 +294,23 @@ def _errors(analysis: Facts) -> Iterator[Row]:
         yield Row("  ", printable(line, 160))
 
 
-Line = tuple[str, str]
-"""A line and rich's style for it."""
+def ram_rows(impact: Facts) -> Iterator[Row]:
+    """RAM and the process before and after."""
+    ram, process = part(impact, "ram"), part(impact, "process")
+    used, available = ram.get("current_used_mb"), ram.get("current_available_mb")
+    yield Row("🖥️  RAM Used", f"{gb(used)}, {signed_mb(ram.get('used_change_mb'), None)}")
+    change = signed_mb(ram.get("available_change_mb"), None)
+    yield Row("🖥️  RAM Available", f"{gb(available)}, {change}")
+    change = signed_mb(process.get("rss_change_mb"), process.get("rss_change_pct"))
+    yield Row("🖥️  Process", f"{gb(process.get('current_rss_mb'))}, {change}")
 
 
 def print_start(baseline: Facts, step: str, console: Console | None) -> None:
-    """See `sigmascope.print_latent_generation_start`."""
-    _print(start_lines(baseline, step), console)
+    """Print what is known before an encoding: see `sigmascope.print_latent_generation_start`."""
+    _print_lines(start_lines(baseline, step), console)
 
 
-def print_event(event: EncodingEvent, console: Console | None) -> None:
-    """See `sigmascope.print_encoding_event`."""
-    _print(event_lines(event), console)
-
-
-def _print(lines: Iterator[Line], console: Console | None) -> None:
+def _print_lines(lines: Iterator[Line], console: Console | None) -> None:
     target = console or Console()
     for text, style in lines:
         if not text:
@@ -322,6 +318,11 @@ def _print(lines: Iterator[Line], console: Console | None) -> None:
             continue
         indent = len(text) - len(text.lstrip(" "))
         print_line(target, (text[indent:], style), indent=indent)
+
+
+def print_event(event: EncodingEvent, console: Console | None) -> None:
+    """Print what has just happened: see `sigmascope.print_encoding_event`."""
+    _print_lines(event_lines(event), console)
 
 
 def start_lines(baseline: Facts, step: str) -> Iterator[Line]:
@@ -361,7 +362,7 @@ def _titled(strategy: Strategy, direction: Direction) -> str:
 
 
 def _lowered(strategy: Strategy, direction: Direction) -> str:
-    """The strategy's name with the last word in small letters, as the seed's lines have it."""
+    """The strategy's name with the last word in small letters."""
     words_before, last = strategy_label(strategy, direction).rsplit(" ", 1)
     return f"{words_before} {last.lower()}"
 
@@ -402,14 +403,6 @@ def _peak_lines(peak: PeakMemory) -> Iterator[Line]:
         yield f"   💾 Peak Memory: {plain_mb(mib(peak.rss_bytes), 0)} in this process", ""
 
 
-_MB_IN_GB = 1024
-
-
-def is_number(amount: object) -> TypeGuard[int | float]:
-    """Whether it can be shown as a figure: a dict read from a file may hold anything."""
-    return isinstance(amount, int | float) and not isinstance(amount, bool)
-
-
 def size(facts: Facts, name: str) -> str:
     """MiB with two decimals, more digits for what is smaller than 0.1 MB."""
     amount = facts.get(name)
@@ -419,7 +412,7 @@ def size(facts: Facts, name: str) -> str:
 
 
 def plain_mb(amount: object, decimals: int = 1) -> str:
-    """MiB without thousands' commas, as the seed has memory."""
+    """MiB without commas between thousands."""
     return f"{amount:.{decimals}f} MB" if is_number(amount) else unknown()
 
 
@@ -432,6 +425,10 @@ def seconds(facts: Facts, name: str) -> str:
     """Seconds with two decimals; three significant digits below 0.1."""
     amount = facts.get(name)
     return f"{_short(amount, 2)} seconds" if is_number(amount) else unknown(reason_for(facts, name))
+
+
+def _short(amount: int | float, decimals: int) -> str:
+    return f"{amount:.3g}" if 0 < amount < 0.1 else f"{amount:,.{decimals}f}"
 
 
 def rate(facts: Facts, name: str, unit: str) -> str:
@@ -466,10 +463,6 @@ def at(amount_mb: object, at_seconds: object) -> str:
     return f"{plain_mb(amount_mb)} at {at_seconds:.2f}s" if is_number(at_seconds) else plain_mb(amount_mb)
 
 
-def _short(amount: int | float, decimals: int) -> str:
-    return f"{amount:.3g}" if 0 < amount < 0.1 else f"{amount:,.{decimals}f}"
-
-
 def dimensions(video: Facts) -> str:
     """Frames and picture, width first, as in 832x480."""
     length, height, width = (video.get(name) for name in ("length", "height", "width"))
@@ -482,3 +475,8 @@ def strategy(name: object, number: object) -> str:
     """A strategy's name with its number behind it, once."""
     shown = str(name)
     return f"{shown} (Strategy {number})" if is_number(number) and "(Strategy" not in shown else shown
+
+
+def is_number(amount: object) -> TypeGuard[int | float]:
+    """Whether it can be shown as a figure: a dict read from a file may hold anything."""
+    return isinstance(amount, int | float) and not isinstance(amount, bool)

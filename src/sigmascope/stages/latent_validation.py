@@ -1,4 +1,8 @@
-"""All findings of an encoding or decoding, and the checks that they make up."""
+"""All findings of an encoding or decoding, and the checks that they make up.
+
+They are about the pictures that go into a VAE or come out of it, about the latent, about the VAE afterwards,
+and about the device's memory.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -26,6 +30,14 @@ from sigmascope.stages.schema import (
 )
 
 _FAILURES = ("error", "critical")
+_FRAGMENTED, _KEPT_BELOW = 0.5, 0.5
+_WORTH_TELLING_MB = 256.0
+_FOLDED_PATCH = 2
+_GIVEN_LIMIT = 1.05
+"""What rounding and resizing may leave outside [-1, 1]."""
+_DECODED_LIMIT = 4.0
+"""How far decoders go beyond [-1, 1], which is cut off when pictures are made of it."""
+_BYTE_LIMIT = 255
 
 
 class Seen(NamedTuple):
@@ -82,11 +94,11 @@ def findings_of(parts: Parts, of_record: Iterable[Finding] = ()) -> dict[str, li
         "input": pictures if encodes else latent,
         "output": latent if encodes else pictures,
         "vae": list(vae_findings(parts.vae_before, parts.vae_now, stage)),
-        "memory": _memory(parts),
+        "memory": _findings_on_memory(parts),
     }
 
 
-def _memory(parts: Parts) -> list[Finding]:
+def _findings_on_memory(parts: Parts) -> list[Finding]:
     impact = parts.impact
     device = None if impact is None else impact.current.device_in_use()
     if impact is None or device is None:
@@ -133,9 +145,64 @@ def _unread(parts: Parts) -> Iterator[str]:
             yield f"The {name} were not looked at for NaN and Inf: {reason}."
 
 
-_FRAGMENTED, _KEPT = 0.5, 0.5
-_WORTH_TELLING_MB = 256.0
-_PATCH = 2
+def picture_findings(pictures: PicturesDict, stage: str, *, decoded: bool = False) -> Iterator[Finding]:
+    """Findings about pictures by themselves.
+
+    Args:
+        pictures: What is known of them.
+        stage: The stage's name.
+        decoded: Whether a decoder made them, which may overshoot.
+    """
+    if pictures["length"] == 0:
+        yield Finding("pictures_empty", "error", "The video has no frames.", {"frames": 0}, stage=stage)
+    yield from _pictures_of_mixed_sizes(pictures, stage)
+    yield from _pictures_not_finite(pictures, stage)
+    yield from _pictures_out_of_range(pictures, stage, _DECODED_LIMIT if decoded else _GIVEN_LIMIT)
+    if pictures["shape"] is not None and pictures["length"] is None:
+        reason = pictures["unavailable"].get("layout", "")
+        message = f"What the axes of the pictures are is unknown: {reason}."
+        yield Finding("pictures_layout_unknown", "warning", message, stage=stage)
+
+
+def _pictures_of_mixed_sizes(pictures: PicturesDict, stage: str) -> Iterator[Finding]:
+    if len(pictures["sizes"]) > 1:
+        sizes = ", ".join(f"{width}x{height}" for height, width in pictures["sizes"][:6])
+        yield Finding(
+            "pictures_of_mixed_sizes",
+            "error",
+            f"The pictures are of different sizes: {sizes}.",
+            {"sizes": len(pictures["sizes"])},
+            "Resize or crop them to one size: a video has one.",
+            stage,
+        )
+
+
+def _pictures_not_finite(pictures: PicturesDict, stage: str) -> Iterator[Finding]:
+    counts = {"NaN": pictures["nan_count"], "Inf": pictures["inf_count"]}
+    found = {name: count for name, count in counts.items() if count}
+    if found:
+        words = " and ".join(f"{count:,} {name}" for name, count in found.items())
+        yield Finding("pictures_not_finite", "error", f"The pictures hold {words}.", found, stage=stage)
+
+
+def _pictures_out_of_range(pictures: PicturesDict, stage: str, limit: float) -> Iterator[Finding]:
+    low, high, dtype = pictures["min"], pictures["max"], pictures["dtype"] or ""
+    if low is None or high is None:
+        return
+    is_float = "float" in dtype
+    least, most = (-limit, limit) if is_float else (0, _BYTE_LIMIT)
+    if least <= low and high <= most:
+        return
+    expected = "[-1, 1] or [0, 1]" if is_float else "[0, 255]"
+    by_255 = is_float and low >= 0 and high > _BYTE_LIMIT / 5
+    yield Finding(
+        "pictures_out_of_range",
+        "warning",
+        f"The pictures run from {low:.4g} to {high:.4g}; {dtype} is expected in {expected}.",
+        {"min": low, "max": high},
+        "They look like bytes: divide by 255." if by_255 else "Check how they were normalised.",
+        stage,
+    )
 
 
 def latent_findings(
@@ -157,8 +224,8 @@ def latent_findings(
         yield Finding("latent_empty", "error", f"The latent {latent['shape']} has no elements.", stage=stage)
     yield from _latent_not_finite(latent, stage)
     if not vace:
-        yield from _constant(latent, stage)
-    yield from _unexpected_shape(latent, stage, (vace or {}).get("trim_latent", 0), frames_over)
+        yield from _latent_constant(latent, stage)
+    yield from _latent_shape_unexpected(latent, stage, (vace or {}).get("trim_latent", 0), frames_over)
 
 
 def _latent_not_finite(latent: LatentAnalysis, stage: str) -> Iterator[Finding]:
@@ -179,7 +246,7 @@ def _latent_not_finite(latent: LatentAnalysis, stage: str) -> Iterator[Finding]:
     )
 
 
-def _constant(latent: LatentAnalysis, stage: str) -> Iterator[Finding]:
+def _latent_constant(latent: LatentAnalysis, stage: str) -> Iterator[Finding]:
     values = latent["statistics"]
     low, high = (None, None) if values is None else (values["min"], values["max"])
     if low is None or low != high or (latent["num_elements"] or 0) < 2:
@@ -194,22 +261,26 @@ def _constant(latent: LatentAnalysis, stage: str) -> Iterator[Finding]:
     )
 
 
-def _unexpected_shape(
+def _latent_shape_unexpected(
     latent: LatentAnalysis, stage: str, added_frames: int, frames_over: int
 ) -> Iterator[Finding]:
     expected, found = latent["expected_shape"], _own_shape(latent)
     if expected is not None and len(expected) == 4:
         expected = [expected[0], expected[1] + added_frames, *expected[2:]]
-    if expected is None or found is None or _agree(found, expected):
+    if expected is None or found is None or _shapes_agree(found, expected):
         return
-    if len(expected) == 4 and frames_over and _agree(found, [expected[0], expected[1] + 1, *expected[2:]]):
+    if (
+        len(expected) == 4
+        and frames_over
+        and _shapes_agree(found, [expected[0], expected[1] + 1, *expected[2:]])
+    ):
         return
     yield Finding(
         "latent_shape_unexpected",
         "error",
-        f"The latent is {_words(found)} where the VAE and the pictures give {_words(expected)} "
+        f"The latent is {_shape_words(found)} where the VAE and the pictures give {_shape_words(expected)} "
         f"(channels, {'frames, ' if len(expected) == 4 else ''}height, width).",
-        {"found": _words(found), "expected": _words(expected)},
+        {"found": _shape_words(found), "expected": _shape_words(expected)},
         "Check that the latent is of these pictures and this VAE.",
         stage,
     )
@@ -222,19 +293,51 @@ def _own_shape(latent: LatentAnalysis) -> list[int] | None:
     return None if None in known else [size for size in known if size is not None]
 
 
-def _agree(found: list[int], expected: list[int]) -> bool:
+def _shapes_agree(found: list[int], expected: list[int]) -> bool:
     """Sides may be rounded up; 2x2 latent pixels may be folded into the channels, as FLUX.2's are."""
     if len(found) != len(expected):
-        return len(found) == 4 and found[1] == 1 and _agree([found[0], *found[2:]], expected)
-    if found[0] == expected[0] * _PATCH**2:
-        found = [found[0] // _PATCH**2, *found[1:-2], found[-2] * _PATCH, found[-1] * _PATCH]
-        expected = [*expected[:-2], *(side // _PATCH * _PATCH for side in expected[-2:])]
+        return len(found) == 4 and found[1] == 1 and _shapes_agree([found[0], *found[2:]], expected)
+    if found[0] == expected[0] * _FOLDED_PATCH**2:
+        found = [
+            found[0] // _FOLDED_PATCH**2,
+            *found[1:-2],
+            found[-2] * _FOLDED_PATCH,
+            found[-1] * _FOLDED_PATCH,
+        ]
+        expected = [*expected[:-2], *(side // _FOLDED_PATCH * _FOLDED_PATCH for side in expected[-2:])]
     sides = all(side in (wanted, wanted + 1) for side, wanted in zip(found[-2:], expected[-2:], strict=True))
     return found[:-2] == expected[:-2] and sides
 
 
-def _words(shape: list[int]) -> str:
+def _shape_words(shape: list[int]) -> str:
     return "x".join(map(str, shape))
+
+
+def cut_findings(video: Video, vae: VaeFacts | None, stage: str) -> Iterator[Finding]:
+    """Rows, columns and frames that a VAE leaves out since its factors do not divide them."""
+    if vae is None:
+        return
+    factor = vae.spatial_factor or 1
+    rest = {name: (side or 0) % factor for name, side in (("height", video.height), ("width", video.width))}
+    if any(rest.values()):
+        sizes = f"{video.width}x{video.height}"
+        message = (
+            f"{sizes} is no multiple of the VAE's factor {factor}: rows or columns are cut or filled up."
+        )
+        yield Finding("pictures_cut", "info", message, {"factor": factor, **rest}, stage=stage)
+    time, over = vae.temporal_factor or 1, frames_over(video, vae)
+    if over:
+        form = f"{time}·k + 1" if vae.first_frame_apart else f"{time}·k"
+        message = f"{video.length} frames are not {form}: the last {over} have no latent frame of their own."
+        evidence = {"frames": video.length, "over": over, "factor": time}
+        yield Finding("frames_cut", "info", message, evidence, stage=stage)
+
+
+def frames_over(video: Video, vae: VaeFacts | None) -> int:
+    """Frames at the end that fill no chunk of a video VAE's."""
+    if vae is None or not vae.is_video or not video.length:
+        return 0
+    return (video.length - (1 if vae.first_frame_apart else 0)) % (vae.temporal_factor or 1)
 
 
 def vae_findings(before: Mapping[str, object] | None, now: ModelStateDict, stage: str) -> Iterator[Finding]:
@@ -276,7 +379,7 @@ def memory_findings(
             "expandable_segments:True keeps it whole.",
             stage,
         )
-    if cleanup is not None and cleanup < _KEPT and (growth_mb or 0) > _WORTH_TELLING_MB:
+    if cleanup is not None and cleanup < _KEPT_BELOW and (growth_mb or 0) > _WORTH_TELLING_MB:
         yield Finding(
             "memory_kept",
             "info",
@@ -285,101 +388,3 @@ def memory_findings(
             "Move the VAE off the device when it has done its work.",
             stage,
         )
-
-
-_GIVEN_LIMIT = 1.05
-"""What rounding and resizing may leave outside [-1, 1]."""
-
-
-_DECODED_LIMIT = 4.0
-"""How far decoders go beyond [-1, 1], which is cut off when pictures are made of it."""
-
-
-_BYTE_LIMIT = 255
-
-
-def picture_findings(pictures: PicturesDict, stage: str, *, decoded: bool = False) -> Iterator[Finding]:
-    """Findings about pictures by themselves.
-
-    Args:
-        pictures: What is known of them.
-        stage: The stage's name.
-        decoded: Whether a decoder made them, which may overshoot.
-    """
-    if pictures["length"] == 0:
-        yield Finding("pictures_empty", "error", "The video has no frames.", {"frames": 0}, stage=stage)
-    yield from _mixed(pictures, stage)
-    yield from _pictures_not_finite(pictures, stage)
-    yield from _out_of_range(pictures, stage, _DECODED_LIMIT if decoded else _GIVEN_LIMIT)
-    if pictures["shape"] is not None and pictures["length"] is None:
-        reason = pictures["unavailable"].get("layout", "")
-        message = f"What the axes of the pictures are is unknown: {reason}."
-        yield Finding("pictures_layout_unknown", "warning", message, stage=stage)
-
-
-def _mixed(pictures: PicturesDict, stage: str) -> Iterator[Finding]:
-    if len(pictures["sizes"]) > 1:
-        sizes = ", ".join(f"{width}x{height}" for height, width in pictures["sizes"][:6])
-        yield Finding(
-            "pictures_of_mixed_sizes",
-            "error",
-            f"The pictures are of different sizes: {sizes}.",
-            {"sizes": len(pictures["sizes"])},
-            "Resize or crop them to one size: a video has one.",
-            stage,
-        )
-
-
-def _pictures_not_finite(pictures: PicturesDict, stage: str) -> Iterator[Finding]:
-    counts = {"NaN": pictures["nan_count"], "Inf": pictures["inf_count"]}
-    found = {name: count for name, count in counts.items() if count}
-    if found:
-        words = " and ".join(f"{count:,} {name}" for name, count in found.items())
-        yield Finding("pictures_not_finite", "error", f"The pictures hold {words}.", found, stage=stage)
-
-
-def _out_of_range(pictures: PicturesDict, stage: str, limit: float) -> Iterator[Finding]:
-    low, high, dtype = pictures["min"], pictures["max"], pictures["dtype"] or ""
-    if low is None or high is None:
-        return
-    is_float = "float" in dtype
-    least, most = (-limit, limit) if is_float else (0, _BYTE_LIMIT)
-    if least <= low and high <= most:
-        return
-    expected = "[-1, 1] or [0, 1]" if is_float else "[0, 255]"
-    by_255 = is_float and low >= 0 and high > _BYTE_LIMIT / 5
-    yield Finding(
-        "pictures_out_of_range",
-        "warning",
-        f"The pictures run from {low:.4g} to {high:.4g}; {dtype} is expected in {expected}.",
-        {"min": low, "max": high},
-        "They look like bytes: divide by 255." if by_255 else "Check how they were normalised.",
-        stage,
-    )
-
-
-def frames_over(video: Video, vae: VaeFacts | None) -> int:
-    """Frames at the end that fill no chunk of a video VAE's."""
-    if vae is None or not vae.is_video or not video.length:
-        return 0
-    return (video.length - (1 if vae.first_frame_apart else 0)) % (vae.temporal_factor or 1)
-
-
-def cut_findings(video: Video, vae: VaeFacts | None, stage: str) -> Iterator[Finding]:
-    """Rows, columns and frames that a VAE leaves out since its factors do not divide them."""
-    if vae is None:
-        return
-    factor = vae.spatial_factor or 1
-    rest = {name: (side or 0) % factor for name, side in (("height", video.height), ("width", video.width))}
-    if any(rest.values()):
-        sizes = f"{video.width}x{video.height}"
-        message = (
-            f"{sizes} is no multiple of the VAE's factor {factor}: rows or columns are cut or filled up."
-        )
-        yield Finding("pictures_cut", "info", message, {"factor": factor, **rest}, stage=stage)
-    time, over = vae.temporal_factor or 1, frames_over(video, vae)
-    if over:
-        form = f"{time}·k + 1" if vae.first_frame_apart else f"{time}·k"
-        message = f"{video.length} frames are not {form}: the last {over} have no latent frame of their own."
-        evidence = {"frames": video.length, "over": over, "factor": time}
-        yield Finding("frames_cut", "info", message, evidence, stage=stage)

@@ -1,13 +1,13 @@
-"""LoRA application (SPEC sections 1, 2 and 3): what a LoRA did to a model, and whether it did anything.
+"""LoRA application: what a LoRA did to a model, and whether it did anything.
 
-baseline = capture_lora_baseline(unet, clip, "style.safetensors")
+    baseline = capture_lora_baseline(unet, clip, "style.safetensors")
     result = apply_lora(...)
     analysis = analyze_lora_application_results(baseline, unet, clip, result)
     print_lora_analysis_summary(analysis)
 
-The functions change nothing, move nothing, put nothing on the host's objects, and keep no model and no weight alive.
-They know ComfyUI's patchers and PEFT's layers (and with these diffusers' loaders). What cannot be read is None, with the
-reason in the `unavailable` beside it.
+The functions change nothing, move nothing, put nothing on the host's objects, and keep no model and no weight
+alive. They know ComfyUI's patchers and PEFT's layers (and with these diffusers' loaders). What cannot be read
+is None, with the reason in the `unavailable` beside it; so it is where reading the host's objects raises.
 """
 
 import time
@@ -83,8 +83,13 @@ __all__ = [
     "track_weight_modifications",
 ]
 
-
 Keys = Collection[str] | Literal["lora", "none"] | None
+"""Whose contents a baseline looks at: see `capture_lora_baseline`."""
+NO_BASELINE = "there is no baseline"
+NO_PEAKS = "peaks are seen while something watches: use WorkflowMonitor, or hand over a stage's peak"
+_CHANGE_FIELDS = ("allocated_change_mb", "reserved_change_mb")
+_CURRENT_FIELDS = ("current_allocated_mb", "current_reserved_mb")
+NO_ACCELERATOR = "no accelerator was found"
 
 
 def capture_lora_baseline(
@@ -111,6 +116,33 @@ def capture_lora_baseline(
     return capture(unet_model, clip_model, lora_path, keys, accelerator)
 
 
+def analyze_lora_application_results(
+    baseline: object,
+    modified_unet: object,
+    modified_clip: object,
+    lora_result: object,
+    *,
+    elapsed_time: object = None,
+    peak_memory: PeakMemory | PeakMemoryDict | None = None,
+    error: BaseException | str | None = None,
+) -> LoraAnalysis:
+    """What a LoRA's application changed, each model against its own original. Never raises.
+
+    Args:
+        baseline: What `capture_lora_baseline` gave; None: only what is on the models now can be told.
+        modified_unet: The denoiser after the application, cloned or changed in place.
+        modified_clip: The text encoder or encoders.
+        lora_result: What the application returned, such as ComfyUI's (model, clip). diffusers returns None, which
+            counts as no success: hand over the pipeline. Whether anything changed is in `effective`.
+        elapsed_time: Seconds that the application took.
+        peak_memory: The peak of the stage that watched it.
+        error: What the application raised, if it did.
+    """
+    return analyze(
+        baseline, modified_unet, modified_clip, Outcome(lora_result, elapsed_time, peak_memory, error)
+    )
+
+
 def track_model_identity_changes(
     original_model: object, modified_model: object, model_type: str
 ) -> IdentityChanges:
@@ -124,6 +156,14 @@ def track_model_identity_changes(
     """
     before, after = _before(original_model, model_type, contents=False), _look(modified_model, model_type)
     return identity_changes(before, after, is_same(before, modified_model))
+
+
+def _before(original: object, model_type: str, *, contents: bool) -> CapturedModel:
+    return captured_of(original) or capture_model(original, model_type, contents=contents)
+
+
+def _look(model: object, model_type: str) -> CapturedModel:
+    return capture_model(model, model_type, contents=False)
 
 
 def track_weight_modifications(
@@ -178,33 +218,6 @@ def calculate_memory_change(baseline_info: object, current_model: object) -> Mem
     return memory_change(baseline_info, current_model, model_type, memory_snapshot())
 
 
-def analyze_lora_application_results(
-    baseline: object,
-    modified_unet: object,
-    modified_clip: object,
-    lora_result: object,
-    *,
-    elapsed_time: object = None,
-    peak_memory: PeakMemory | PeakMemoryDict | None = None,
-    error: BaseException | str | None = None,
-) -> LoraAnalysis:
-    """Everything that seed 000 and SPEC section 3 name, each model against its own original. Never raises.
-
-    Args:
-        baseline: What `capture_lora_baseline` gave; None: only what is on the models now can be told.
-        modified_unet: The denoiser after the application, cloned or changed in place.
-        modified_clip: The text encoder or encoders.
-        lora_result: What the application returned, such as ComfyUI's (model, clip). diffusers returns None, which
-            the seed calls no success: hand over the pipeline. Whether anything changed is in `effective`.
-        elapsed_time: Seconds that the application took.
-        peak_memory: The peak of the stage that watched it.
-        error: What the application raised, if it did.
-    """
-    return analyze(
-        baseline, modified_unet, modified_clip, Outcome(lora_result, elapsed_time, peak_memory, error)
-    )
-
-
 def print_lora_analysis_summary(analysis: Mapping[str, Any], console: Console | None = None) -> None:
     """Print the analysis, section by section, at most 80 columns wide.
 
@@ -213,151 +226,6 @@ def print_lora_analysis_summary(analysis: Mapping[str, Any], console: Console | 
         console: Where to; standard output by default, plain when that is no terminal.
     """
     print_summary(TITLE, sections(analysis), console)
-
-
-def _before(original: object, model_type: str, *, contents: bool) -> CapturedModel:
-    return captured_of(original) or capture_model(original, model_type, contents=contents)
-
-
-def _look(model: object, model_type: str) -> CapturedModel:
-    return capture_model(model, model_type, contents=False)
-
-
-NO_BASELINE = "there is no baseline"
-
-
-@dataclass(frozen=True, slots=True)
-class References:
-    """What a baseline keeps for the analysis. It keeps no model and no weight alive."""
-
-    snapshot: MemorySnapshot
-    unet: CapturedModel
-    clip: CapturedModel
-    lora_path: object
-    verdict: Reading[LoraVerdict]
-    accelerator: Accelerator | None
-
-    def __repr__(self) -> str:
-        return "References(…)"
-
-
-def capture(
-    unet: object, clip: object, lora_path: object, keys: Keys, accelerator: Accelerator | None
-) -> LoraBaseline:
-    """See `sigmascope.stages.lora_application.capture_lora_baseline`."""
-    timestamp = time.time()
-    verdict = judged(lora_path, unet, clip)
-    before = [
-        capture_model(model, name, keys=_wanted(keys, verdict.value, name), contents=keys != "none")
-        for model, name in ((unet, "UNet"), (clip, "CLIP"))
-    ]
-    snapshot = memory_snapshot(accelerator)
-    return {
-        "timestamp": timestamp,
-        "unet": _unet(before[0], snapshot),
-        "clip": _clip(before[1], snapshot),
-        "lora_file": lora_file_facts(lora_path),
-        "memory": memory_now(snapshot),
-        "references": References(snapshot, before[0], before[1], lora_path, verdict, accelerator),
-    }
-
-
-def references_of(baseline: object) -> References | None:
-    """What `capture` kept; None for a baseline that is not ours or was read from a file."""
-    references = entry_of(baseline, "references")
-    return references if isinstance(references, References) else None
-
-
-def captured_of(part: object) -> CapturedModel | None:
-    """What `baseline["unet"]` or `baseline["clip"]` kept; None for anything else."""
-    captured = entry_of(part, "captured")
-    return captured if isinstance(captured, CapturedModel) else None
-
-
-def plain_baseline(baseline: object) -> dict[str, Any] | None:
-    """The baseline as JSON values, without what it keeps for the analysis."""
-    if not isinstance(baseline, Mapping):
-        return None
-    held = read_host(lambda: dict(baseline)).value or {}
-    found = {name: value for name, value in held.items() if name != "references"}
-    for side in ("unet", "clip"):
-        if isinstance(found.get(side), Mapping):
-            found[side] = _plain_part(found[side])
-    return found
-
-
-def _plain_part(part: Mapping[str, Any]) -> dict[str, Any]:
-    texts = {"device", "patches_uuid", "patcher_patches_uuid"}
-    kept = {name: value for name, value in part.items() if name != "captured"}
-    return {n: str(v) if n in texts and v is not None else v for n, v in kept.items()}
-
-
-def _wanted(keys: Keys, verdict: LoraVerdict | None, model_type: str) -> Collection[str] | None:
-    """Names of the weights to look at in a model; None: all."""
-    if keys is None or keys == "none":
-        return None
-    if keys != "lora":
-        given: Any = keys  # by the host
-        return None if isinstance(given, str) or not isinstance(given, Collection) else given
-    touched = touched_keys(verdict)
-    if not touched:
-        return None
-    starts = ("unet.", "transformer.") if model_type == "UNet" else ("text_encoder.", "text_encoders.")
-    bare = {key.removeprefix(start) for key in touched for start in starts}
-    return frozenset(_with_weight(touched | bare))
-
-
-def _with_weight(names: Collection[str]) -> set[str]:
-    return {*names, *(f"{name}.weight" for name in names)}
-
-
-def _unet(captured: CapturedModel, snapshot: MemorySnapshot) -> UnetBaseline:
-    device = snapshot.accelerator(snapshot.device_in_use() or "")
-    return {
-        "model_id": captured.model_id,
-        "class": captured.class_name,
-        "device": captured.placement.device,
-        "patches_count": captured.patch_count,
-        "patches_uuid": captured.patches_uuid,
-        "memory_allocated": device.allocated_bytes,
-        "memory_reserved": device.reserved_bytes,
-        "keys": len(captured.keys),
-        "fingerprinted_keys": len(captured.fingerprints),
-        "fingerprint_seconds": captured.fingerprint_seconds,
-        "fingerprint_gb_per_second": _speed(captured),
-        "captured": captured,
-        "unavailable": _capture_reasons(captured, device.allocated_bytes, device.reserved_bytes),
-    }
-
-
-def _clip(captured: CapturedModel, snapshot: MemorySnapshot) -> ClipBaseline:
-    found: dict[str, Any] = dict(_unet(captured, snapshot))
-    renamed = {f"patcher_{name}": found.pop(name) for name in ("patches_count", "patches_uuid")}
-    reasons = found["unavailable"]
-    for name in ("patches_count", "patches_uuid"):
-        if name in reasons:
-            reasons[f"patcher_{name}"] = reasons.pop(name)
-    return {**found, **renamed}  # type: ignore[typeddict-item]
-
-
-def _capture_reasons(captured: CapturedModel, allocated: int | None, reserved: int | None) -> dict[str, str]:
-    reasons = dict(captured.unavailable)
-    for name, value in (("memory_allocated", allocated), ("memory_reserved", reserved)):
-        if value is None:
-            reasons[name] = NO_ACCELERATOR
-    if captured.fingerprint_seconds is None:
-        reasons |= dict.fromkeys(("fingerprint_seconds", "fingerprint_gb_per_second"), "not asked for")
-    elif not captured.fingerprint_bytes:
-        reasons["fingerprint_gb_per_second"] = "there was nothing to look at"
-    return reasons
-
-
-def _speed(captured: CapturedModel) -> float | None:
-    seconds, nbytes = captured.fingerprint_seconds, captured.fingerprint_bytes
-    return nbytes / seconds / 1e9 if seconds and nbytes else None
-
-
-NO_PEAKS = "peaks are seen while something watches: use WorkflowMonitor, or hand over a stage's peak"
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,7 +239,7 @@ class Outcome:
 
 
 def analyze(baseline: object, unet: object, clip: object, outcome: Outcome) -> LoraAnalysis:
-    """See `sigmascope.stages.lora_application.analyze_lora_application_results`."""
+    """The analysis that `analyze_lora_application_results` gives."""
     began = time.perf_counter()
     known = references_of(baseline)
     snapshot = memory_snapshot(None if known is None else known.accelerator)
@@ -406,13 +274,13 @@ def analyze(baseline: object, unet: object, clip: object, outcome: Outcome) -> L
         "clip_lora_patches": sides["clip"].patches,
         "placement_changes": {"unet": sides["unet"].placement, "clip": sides["clip"].placement},
         "memory_impact": lora_memory_impact(sides["unet"].memory, sides["clip"].memory, impact),
-        "success": error is None and effective is True and not _bad(findings),
+        "success": error is None and effective is True and not _has_errors(findings),
         "effective": effective,
         "error": None if error is None else error_text(error, str),
         "exception_details": exception_dict(error, str) if isinstance(error, BaseException) else None,
         "elapsed_time": seconds,
         "analysis_seconds": time.perf_counter() - began,
-        "lora_file": _file_of(baseline),
+        "lora_file": _lora_file_of(baseline),
         "verdict": None if verdict.value is None else verdict.value.as_dict(),
         "applied_verdict": None if on_model.value is None else on_model.value.as_dict(),
         "findings": [asdict(finding) for finding in findings],
@@ -423,6 +291,19 @@ def analyze(baseline: object, unet: object, clip: object, outcome: Outcome) -> L
     }
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Side:
+    """One model's part of the analysis, and the changes that are on it."""
+
+    applied: Applied
+    moments: Moments
+    identity: IdentityChanges
+    weights: WeightChanges
+    patches: PatchAnalysis
+    placement: PlacementChanges
+    memory: MemoryChangeOfModel
+
+
 def models_in(lora_result: object) -> int:
     """How many models the host returned: those of a tuple; one for anything else that is not None."""
     if lora_result is None:
@@ -431,13 +312,13 @@ def models_in(lora_result: object) -> int:
     return 1 if count.value is None else count.value
 
 
-def _file_of(baseline: object) -> LoraFileFacts:
+def _has_errors(findings: Any) -> bool:
+    return any(finding.severity in ("error", "critical") for finding in findings)
+
+
+def _lora_file_of(baseline: object) -> LoraFileFacts:
     facts: LoraFileFacts | None = entry_of(baseline, "lora_file")
     return facts if isinstance(facts, dict) else lora_file_facts(None)
-
-
-def _bad(findings: Any) -> bool:
-    return any(finding.severity in ("error", "critical") for finding in findings)
 
 
 def _peak(peak: PeakMemory | PeakMemoryDict | None) -> PeakMemoryDict | None:
@@ -465,35 +346,6 @@ def _unavailable(
     return reasons
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Side:
-    """One model's part of the analysis, and the changes that are on it."""
-
-    applied: Applied
-    moments: Moments
-    identity: IdentityChanges
-    weights: WeightChanges
-    patches: PatchAnalysis
-    placement: PlacementChanges
-    memory: MemoryChangeOfModel
-
-
-def is_effective(sides: Mapping[str, Side]) -> bool | None:
-    """Whether any weight does something else than before; None if that could not be looked at."""
-    if any(side.weights["keys_value_changed"] for side in sides.values()):
-        return True
-    known = any(
-        side.weights["keys_compared"] or side.patches["total_patched_keys"] for side in sides.values()
-    )
-    return False if known and not any(map(_is_hidden, sides.values())) else None
-
-
-def _is_hidden(side: Side) -> bool:
-    """Whether contents were asked for and none could be compared, as where a model is on the meta device."""
-    lacking = any(name.endswith("fingerprints") for name in side.weights["unavailable"])
-    return lacking and not side.weights["keys_compared"] and not side.patches["total_patched_keys"]
-
-
 def side_of(baseline: object, name: str, model_type: str, model: object, now: MemorySnapshot) -> Side:
     """Compare one model with its own part of a baseline."""
     part = entry_of(baseline, name)
@@ -511,6 +363,22 @@ def side_of(baseline: object, name: str, model_type: str, model: object, now: Me
         placement_changes(before, moments.after),
         memory_change(part, model, model_type, now),
     )
+
+
+def is_effective(sides: Mapping[str, Side]) -> bool | None:
+    """Whether any weight does something else than before; None if that could not be looked at."""
+    if any(side.weights["keys_value_changed"] for side in sides.values()):
+        return True
+    known = any(
+        side.weights["keys_compared"] or side.patches["total_patched_keys"] for side in sides.values()
+    )
+    return False if known and not any(map(_is_hidden, sides.values())) else None
+
+
+def _is_hidden(side: Side) -> bool:
+    """Whether contents were asked for and none could be compared, as where a model is on the meta device."""
+    lacking = any(name.endswith("fingerprints") for name in side.weights["unavailable"])
+    return lacking and not side.weights["keys_compared"] and not side.patches["total_patched_keys"]
 
 
 def with_fused_explained(
@@ -537,7 +405,7 @@ def with_fused_explained(
     return Reading(found), {
         kind: replace(
             side,
-            weights=_without(
+            weights=_without_explained(
                 side.weights, {key for key in side.weights["unexplained"] if name(key) in explained}
             ),
         )
@@ -545,7 +413,7 @@ def with_fused_explained(
     }
 
 
-def _without(weights: WeightChanges, explained: Collection[str]) -> WeightChanges:
+def _without_explained(weights: WeightChanges, explained: Collection[str]) -> WeightChanges:
     return {**weights, "unexplained": [key for key in weights["unexplained"] if key not in explained]}
 
 
@@ -566,15 +434,10 @@ def safe_patch_analysis(applied: Applied) -> PatchAnalysis:
     return patch_analysis(Applied(unavailable={"model": found.reason or "unknown"}))
 
 
-_CHANGES = ("allocated_change_mb", "reserved_change_mb")
-_CURRENT = ("current_allocated_mb", "current_reserved_mb")
-NO_ACCELERATOR = "no accelerator was found"
-
-
 def memory_change(
     baseline: object, model: object, model_type: str, now: MemorySnapshot
 ) -> MemoryChangeOfModel:
-    """The seed's section 6: PyTorch's allocator on the device in use, against the bytes of a baseline.
+    """What PyTorch's allocator holds on the device in use, against the bytes of a baseline.
 
     Args:
         baseline: `baseline["unet"]` or `baseline["clip"]`, with `memory_allocated` and `memory_reserved`.
@@ -601,21 +464,6 @@ def memory_change(
     }
 
 
-def lora_memory_impact(
-    unet: MemoryChangeOfModel, clip: MemoryChangeOfModel, impact: MemoryImpact | None
-) -> LoraMemoryImpact:
-    """The seed's two entries beside those that every stage has."""
-    whole: Mapping[str, Any] = {} if impact is None else impact.as_dict()
-    return {
-        "unet_memory_change": unet,
-        "clip_memory_change": clip,
-        "ram": whole.get("ram"),
-        "process": whole.get("process"),
-        "gpu": whole.get("gpu"),
-        "gpus": whole.get("gpus", {}),
-    }
-
-
 def _bytes_in(baseline: object, name: str) -> int | None:
     value = entry_of(baseline, name)
     return value if isinstance(value, int) and not isinstance(value, bool) else None
@@ -629,12 +477,158 @@ def _memory_reasons(
         name = ("allocated_bytes", "reserved_bytes")[index]
         why = device.unavailable.get(name, "it could not be read") if device.device else NO_ACCELERATOR
         if new is None:
-            reasons[_CURRENT[index]] = why
+            reasons[_CURRENT_FIELDS[index]] = why
         if old is None or new is None:
-            reasons[_CHANGES[index]] = why if new is None else "the baseline does not say"
+            reasons[_CHANGE_FIELDS[index]] = why if new is None else "the baseline does not say"
     if size is None:
         reasons["model_size_mb"] = "no module was found in the model"
     return reasons
+
+
+def lora_memory_impact(
+    unet: MemoryChangeOfModel, clip: MemoryChangeOfModel, impact: MemoryImpact | None
+) -> LoraMemoryImpact:
+    """Both models' entries beside those that every stage has."""
+    whole: Mapping[str, Any] = {} if impact is None else impact.as_dict()
+    return {
+        "unet_memory_change": unet,
+        "clip_memory_change": clip,
+        "ram": whole.get("ram"),
+        "process": whole.get("process"),
+        "gpu": whole.get("gpu"),
+        "gpus": whole.get("gpus", {}),
+    }
+
+
+def capture(
+    unet: object, clip: object, lora_path: object, keys: Keys, accelerator: Accelerator | None
+) -> LoraBaseline:
+    """The baseline that `capture_lora_baseline` gives."""
+    timestamp = time.time()
+    verdict = judged(lora_path, unet, clip)
+    before = [
+        capture_model(model, name, keys=_keys_to_look_at(keys, verdict.value, name), contents=keys != "none")
+        for model, name in ((unet, "UNet"), (clip, "CLIP"))
+    ]
+    snapshot = memory_snapshot(accelerator)
+    return {
+        "timestamp": timestamp,
+        "unet": _unet_baseline(before[0], snapshot),
+        "clip": _clip_baseline(before[1], snapshot),
+        "lora_file": lora_file_facts(lora_path),
+        "memory": memory_now(snapshot),
+        "references": References(snapshot, before[0], before[1], lora_path, verdict, accelerator),
+    }
+
+
+def _keys_to_look_at(keys: Keys, verdict: LoraVerdict | None, model_type: str) -> Collection[str] | None:
+    """Names of the weights to look at in a model; None: all."""
+    if keys is None or keys == "none":
+        return None
+    if keys != "lora":
+        given: Any = keys  # by the host, so it may be anything
+        return None if isinstance(given, str) or not isinstance(given, Collection) else given
+    touched = touched_keys(verdict)
+    if not touched:
+        return None
+    starts = ("unet.", "transformer.") if model_type == "UNet" else ("text_encoder.", "text_encoders.")
+    bare = {key.removeprefix(start) for key in touched for start in starts}
+    return frozenset(_with_weight(touched | bare))
+
+
+def _with_weight(names: Collection[str]) -> set[str]:
+    return {*names, *(f"{name}.weight" for name in names)}
+
+
+def _unet_baseline(captured: CapturedModel, snapshot: MemorySnapshot) -> UnetBaseline:
+    device = snapshot.accelerator(snapshot.device_in_use() or "")
+    return {
+        "model_id": captured.model_id,
+        "class": captured.class_name,
+        "device": captured.placement.device,
+        "patches_count": captured.patch_count,
+        "patches_uuid": captured.patches_uuid,
+        "memory_allocated": device.allocated_bytes,
+        "memory_reserved": device.reserved_bytes,
+        "keys": len(captured.keys),
+        "fingerprinted_keys": len(captured.fingerprints),
+        "fingerprint_seconds": captured.fingerprint_seconds,
+        "fingerprint_gb_per_second": _gb_per_second(captured),
+        "captured": captured,
+        "unavailable": _capture_reasons(captured, device.allocated_bytes, device.reserved_bytes),
+    }
+
+
+def _gb_per_second(captured: CapturedModel) -> float | None:
+    seconds, nbytes = captured.fingerprint_seconds, captured.fingerprint_bytes
+    return nbytes / seconds / 1e9 if seconds and nbytes else None
+
+
+def _capture_reasons(captured: CapturedModel, allocated: int | None, reserved: int | None) -> dict[str, str]:
+    reasons = dict(captured.unavailable)
+    for name, value in (("memory_allocated", allocated), ("memory_reserved", reserved)):
+        if value is None:
+            reasons[name] = NO_ACCELERATOR
+    if captured.fingerprint_seconds is None:
+        reasons |= dict.fromkeys(("fingerprint_seconds", "fingerprint_gb_per_second"), "not asked for")
+    elif not captured.fingerprint_bytes:
+        reasons["fingerprint_gb_per_second"] = "there was nothing to look at"
+    return reasons
+
+
+def _clip_baseline(captured: CapturedModel, snapshot: MemorySnapshot) -> ClipBaseline:
+    found: dict[str, Any] = dict(_unet_baseline(captured, snapshot))
+    renamed = {f"patcher_{name}": found.pop(name) for name in ("patches_count", "patches_uuid")}
+    reasons = found["unavailable"]
+    for name in ("patches_count", "patches_uuid"):
+        if name in reasons:
+            reasons[f"patcher_{name}"] = reasons.pop(name)
+    return {**found, **renamed}  # type: ignore[typeddict-item]
+
+
+@dataclass(frozen=True, slots=True)
+class References:
+    """What a baseline keeps for the analysis. It keeps no model and no weight alive."""
+
+    snapshot: MemorySnapshot
+    unet: CapturedModel
+    clip: CapturedModel
+    lora_path: object
+    verdict: Reading[LoraVerdict]
+    accelerator: Accelerator | None
+
+    def __repr__(self) -> str:
+        return "References(…)"
+
+
+def references_of(baseline: object) -> References | None:
+    """What `capture` kept; None for a baseline that is not ours or was read from a file."""
+    references = entry_of(baseline, "references")
+    return references if isinstance(references, References) else None
+
+
+def captured_of(part: object) -> CapturedModel | None:
+    """What `baseline["unet"]` or `baseline["clip"]` kept; None for anything else."""
+    captured = entry_of(part, "captured")
+    return captured if isinstance(captured, CapturedModel) else None
+
+
+def plain_baseline(baseline: object) -> dict[str, Any] | None:
+    """The baseline as JSON values, without what it keeps for the analysis."""
+    if not isinstance(baseline, Mapping):
+        return None
+    held = read_host(lambda: dict(baseline)).value or {}
+    found = {name: value for name, value in held.items() if name != "references"}
+    for side in ("unet", "clip"):
+        if isinstance(found.get(side), Mapping):
+            found[side] = _plain_part(found[side])
+    return found
+
+
+def _plain_part(part: Mapping[str, Any]) -> dict[str, Any]:
+    texts = {"device", "patches_uuid", "patcher_patches_uuid"}
+    kept = {name: value for name, value in part.items() if name != "captured"}
+    return {n: str(v) if n in texts and v is not None else v for n, v in kept.items()}
 
 
 def entry_of(thing: object, name: str) -> Any:

@@ -1,7 +1,8 @@
-"""What the LoRA's file says of itself.
+"""A LoRA's file: what it says of itself, whether it is for the models, and what of it is on them.
 
-A baseline has a thousand elements of each weight. What a plain change makes of just these is known from its factors,
-Δᵢⱼ = s · upᵢ · downⱼ, so that the file can be looked for in what became of them.
+Modules may be in the weights while no adapter is left to tell of them: fused, then unloaded (`with_fused`). A
+baseline has a thousand elements of each weight. What a plain change makes of just these is known from its
+factors, Δᵢⱼ = s · upᵢ · downⱼ, so that the file can be looked for in what became of them.
 """
 
 from collections import Counter
@@ -29,8 +30,16 @@ from sigmascope.records.memory import mib
 from sigmascope.stages.model_snapshot import Applied, module_of, parts_of
 from sigmascope.stages.schema import LoraFileFacts
 
+# What only the contents of the file tell.
 _INSIDE = ("format", "rank", "alpha", "modules", "base_hint")
 NOT_GIVEN = "no file was given"
+_ALIKE: Final = 0.5
+"""Cosine between what became of the elements and the change; of two unrelated ones it is below 0.1.
+
+Other LoRAs that were fused too, and rounding to bfloat16, keep it below 1.
+"""
+FUSED: Final = "the weight has changed by it, and no adapter is left"
+Samples = Mapping[str, tuple[Tensor, Tensor]]
 
 
 def lora_file_facts(path: object) -> LoraFileFacts:
@@ -39,7 +48,7 @@ def lora_file_facts(path: object) -> LoraFileFacts:
     Args:
         path: A file, a folder that holds one, or None.
     """
-    facts = _nothing()
+    facts = _no_facts()
     if path is None:
         facts["unavailable"] = dict.fromkeys(("filename", "file_exists", "file_size", *_INSIDE), NOT_GIVEN)
         return facts
@@ -56,14 +65,30 @@ def lora_file_facts(path: object) -> LoraFileFacts:
         facts["unavailable"] = dict.fromkeys(("file_size", *_INSIDE), reason)
         return facts
     found = place.value
-    inside = read_host(lambda: _read(found, facts))
+    inside = read_host(lambda: _read_inside(found, facts))
     facts["file_size"] = mib(read_host(lambda: _bytes_of(found)).value)
     if inside.reason is not None:
         facts["unavailable"] |= dict.fromkeys(_INSIDE, inside.reason)
     return facts
 
 
-def _read(path: Path, facts: LoraFileFacts) -> None:
+def _no_facts() -> LoraFileFacts:
+    return {
+        "filename": None,
+        "file_exists": None,
+        "file_size": None,
+        "format": None,
+        "rank": None,
+        "ranks": {},
+        "alpha": None,
+        "alphas": {},
+        "modules": None,
+        "base_hint": None,
+        "unavailable": {},
+    }
+
+
+def _read_inside(path: Path, facts: LoraFileFacts) -> None:
     with open_any(path, check_finite=False) as lora:
         ranks = Counter(rank for name in lora.names if (rank := lora.rank_of(name)) is not None)
         alphas = Counter(alpha for name in lora.modules if (alpha := _alpha(lora, name)) is not None)
@@ -95,22 +120,6 @@ def _bytes_of(path: Path) -> int:
     return sum(file.stat().st_size for file in files)
 
 
-def _nothing() -> LoraFileFacts:
-    return {
-        "filename": None,
-        "file_exists": None,
-        "file_size": None,
-        "format": None,
-        "rank": None,
-        "ranks": {},
-        "alpha": None,
-        "alphas": {},
-        "modules": None,
-        "base_hint": None,
-        "unavailable": {},
-    }
-
-
 def judged(path: object, unet: object, clip: object) -> Reading[LoraVerdict]:
     """Match the modules of a LoRA file with the layers of both models. Never raises.
 
@@ -126,6 +135,21 @@ def judged(path: object, unet: object, clip: object) -> Reading[LoraVerdict]:
         return Reading(None, modules.reason or "no model was given")
     found = modules.value
     return read_host(lambda: judge_lora(Path(path), found))  # type: ignore[arg-type]
+
+
+def _named_modules(unet: object, clip: object) -> dict[str, nn.Module]:
+    found: dict[str, nn.Module] = {}
+    for model, model_type, usual in ((unet, "UNet", "unet"), (clip, "CLIP", "text_encoder")):
+        for prefix, part in parts_of(model, model_type).items():
+            module = module_of(part)
+            if module is not None:
+                found[prefix.rstrip(".") or _name_of(module, usual)] = module
+    return found
+
+
+def _name_of(module: nn.Module, usual: str) -> str:
+    is_transformer = usual == "unet" and "Transformer" in type(module).__name__
+    return "transformer" if is_transformer else usual
 
 
 def judged_applied(
@@ -145,17 +169,6 @@ def judged_applied(
     return read_host(lambda: _judge_applied(Path(path), unet, clip, on_unet, on_clip))  # type: ignore[arg-type]
 
 
-def touched_keys(verdict: LoraVerdict | None) -> frozenset[str]:
-    """Names of the weights that the matched modules change, as the verdict's models name them."""
-    return frozenset(name for module in verdict.matched for name in module.layers) if verdict else frozenset()
-
-
-def host_of(*models: object) -> str:
-    """`comfyui` if one of the models is its, else `diffusers`."""
-    found = any(read_host(lambda m=model: is_comfyui(m)).value for model in models)  # type: ignore[misc]
-    return "comfyui" if found else "diffusers"
-
-
 def _judge_applied(
     path: Path, unet: object, clip: object, on_unet: Applied, on_clip: Applied
 ) -> AppliedVerdict:
@@ -167,45 +180,6 @@ def _judge_applied(
         for patch in applied.patches
     ]
     return judge_applied(path, patches, modules or None)
-
-
-def names_of_all(unet: object, clip: object) -> tuple[Callable[[str], str], Callable[[str], str]]:
-    """The names that weights of the denoiser, and of the text encoders, have among those of all models together."""
-    modules = _named_modules(unet, clip)
-    names = shapes_of(modules) if modules else {}
-    starts = [f"{name}." for name in modules]
-
-    def named(key: str, own: list[str]) -> str:
-        candidates = (key, *(start + key for start in (*own, "text_encoders.")))
-        return next((name for name in candidates if name in names), key)
-
-    return partial(named, own=starts[:1]), partial(named, own=starts[-1:])
-
-
-def _named_modules(unet: object, clip: object) -> dict[str, nn.Module]:
-    found: dict[str, nn.Module] = {}
-    for model, model_type, usual in ((unet, "UNet", "unet"), (clip, "CLIP", "text_encoder")):
-        for prefix, part in parts_of(model, model_type).items():
-            module = module_of(part)
-            if module is not None:
-                found[prefix.rstrip(".") or _name_of(module, usual)] = module
-    return found
-
-
-def _name_of(module: nn.Module, usual: str) -> str:
-    is_transformer = usual == "unet" and "Transformer" in type(module).__name__
-    return "transformer" if is_transformer else usual
-
-
-_ALIKE: Final = 0.5
-"""Cosine between what became of the elements and the change; of two unrelated ones it is below 0.1.
-
-Other LoRAs that were fused too, and rounding to bfloat16, keep it below 1.
-"""
-FUSED: Final = "the weight has changed by it, and no adapter is left"
-
-
-Samples = Mapping[str, tuple[Tensor, Tensor]]
 
 
 def with_fused(
@@ -221,37 +195,33 @@ def with_fused(
     """
     if verdict is None or on_model is None or not on_model.missing:
         return on_model
-    found = read_host(lambda: dict(_found(Path(path), verdict, on_model, samples))).value  # type: ignore[arg-type]
+    found = read_host(lambda: dict(_fused_modules(Path(path), verdict, on_model, samples))).value  # type: ignore[arg-type]
     if not found:
         return on_model
     modules = tuple(found.get(module.name, module) for module in on_model.modules)
     return replace(on_model, modules=modules, findings=applied_findings(modules))
 
 
-def fused_keys(on_model: AppliedVerdict | None) -> frozenset[str]:
-    """Names of the weights that modules were found in."""
-    modules = () if on_model is None else on_model.there
-    return frozenset(key for module in modules if module.state_reason == FUSED for key in module.keys)
-
-
-def _found(
+def _fused_modules(
     path: Path, verdict: LoraVerdict, on_model: AppliedVerdict, samples: Samples
 ) -> Iterator[tuple[str, AppliedModule]]:
     layers = {module.name: module.layers for module in verdict.matched}
     with open_any(path, check_finite=False) as lora:
         for module in on_model.missing:
             key, *others = layers.get(module.name) or ("",)
-            strength = None if others or key not in samples else _strength(lora, module.name, *samples[key])
+            strength = (
+                None if others or key not in samples else _fused_strength(lora, module.name, *samples[key])
+            )
             if strength is not None:
                 yield module.name, AppliedModule(module.name, (key,), 1, ("merged",), FUSED, strength)
 
 
-def _strength(lora: LoraFile, name: str, before: Tensor, after: Tensor) -> float | None:
+def _fused_strength(lora: LoraFile, name: str, before: Tensor, after: Tensor) -> float | None:
     """How many times the change is in what became of the elements; None if it is not."""
     change = lora.modules.get(name)
     if change is None or before.shape != after.shape or len(before) == 0:
         return None
-    expected = _elements(change)
+    expected = _elements_of_change(change)
     found = in_double(after) - in_double(before)
     lengths = float(torch.linalg.vector_norm(expected)) * float(torch.linalg.vector_norm(found))
     if len(expected) != len(found) or not lengths > 0.0:
@@ -260,10 +230,40 @@ def _strength(lora: LoraFile, name: str, before: Tensor, after: Tensor) -> float
     return inner / float(expected @ expected) if abs(inner) > _ALIKE * lengths else None
 
 
-def _elements(change: LoraFactors) -> Tensor:
+def _elements_of_change(change: LoraFactors) -> Tensor:
     """The elements of ΔW where `samples` looks."""
     columns = change.down.shape[1]
     where = positions(change.up.shape[0] * columns)
     rows, places = where // columns, where % columns
     products = in_double(change.up)[rows] * in_double(change.down)[:, places].mT
     return products.sum(1).mul(change.scale)
+
+
+def fused_keys(on_model: AppliedVerdict | None) -> frozenset[str]:
+    """Names of the weights that modules were found in."""
+    modules = () if on_model is None else on_model.there
+    return frozenset(key for module in modules if module.state_reason == FUSED for key in module.keys)
+
+
+def touched_keys(verdict: LoraVerdict | None) -> frozenset[str]:
+    """Names of the weights that the matched modules change, as the verdict's models name them."""
+    return frozenset(name for module in verdict.matched for name in module.layers) if verdict else frozenset()
+
+
+def host_of(*models: object) -> str:
+    """`comfyui` if one of the models is its, else `diffusers`."""
+    found = any(read_host(lambda m=model: is_comfyui(m)).value for model in models)  # type: ignore[misc]
+    return "comfyui" if found else "diffusers"
+
+
+def names_of_all(unet: object, clip: object) -> tuple[Callable[[str], str], Callable[[str], str]]:
+    """The names that weights of the denoiser, and of the text encoders, have among those of all models together."""
+    modules = _named_modules(unet, clip)
+    names = shapes_of(modules) if modules else {}
+    starts = [f"{name}." for name in modules]
+
+    def named(key: str, own: list[str]) -> str:
+        candidates = (key, *(start + key for start in (*own, "text_encoders.")))
+        return next((name for name in candidates if name in names), key)
+
+    return partial(named, own=starts[:1]), partial(named, own=starts[-1:])

@@ -1,4 +1,8 @@
-"""What is wrong with a LoRA's application or worth knowing of it, with what to do."""
+"""What is wrong with a LoRA's application or worth knowing of it, with what to do.
+
+Findings are about the file, about one model's weights and the changes on them, and about the application as a
+whole.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -9,7 +13,7 @@ from sigmascope.lora.verdict import LoraVerdict
 from sigmascope.records.run import Finding
 from sigmascope.stages.schema import PatchAnalysis, WeightChanges
 
-_HOSTS: Final = {
+_HOST_OF_FINDING: Final = {
     "lora_alpha_ignored": "diffusers",
     "lora_kohya_names": "diffusers",
     "lora_comfyui_names": "diffusers",
@@ -19,11 +23,13 @@ _HOSTS: Final = {
     "lora_comfyui_loses_attention": "comfyui",
 }
 """Whose loader a finding about the file's form is about."""
-_NAMES: Final = frozenset(
+_ABOUT_NAMES: Final = frozenset(
     {"lora_kohya_names", "lora_comfyui_names", "lora_prefix", "lora_comfyui_loses_attention"}
 )
 """Those that no longer matter where every module was found on the model."""
 _ORDER: Final = ("critical", "error", "warning", "info")
+STAGE: Final = "lora_application"
+_MUCH_OVERLAP: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +50,9 @@ class FileFindings:
         """The findings of both verdicts that matter here."""
         complete = self.applied is not None and self.applied.complete
         for finding in () if self.verdict is None else self.verdict.findings:
-            if _HOSTS.get(finding.id, self.host) == self.host and not (complete and finding.id in _NAMES):
+            if _HOST_OF_FINDING.get(finding.id, self.host) == self.host and not (
+                complete and finding.id in _ABOUT_NAMES
+            ):
                 yield replace(finding, stage=STAGE)
         for finding in () if self.applied is None else self.applied.findings:
             yield replace(finding, stage=STAGE)
@@ -112,10 +120,6 @@ def _on_whole(
         )
 
 
-STAGE: Final = "lora_application"
-_MUCH: Final = 0.5
-
-
 def on_patches(name: str, patches: PatchAnalysis) -> Iterator[Finding]:
     """What is wrong with the changes on a model."""
     failed = patches["failed"]
@@ -154,7 +158,7 @@ def on_patches(name: str, patches: PatchAnalysis) -> Iterator[Finding]:
 def _on_overlaps(name: str, patches: PatchAnalysis) -> Iterator[Finding]:
     for pair in patches["overlaps"]:
         overall, chance = pair["overall"], pair["chance"]
-        if overall is None or overall < max(_MUCH, 2 * (chance or 0.0)):
+        if overall is None or overall < max(_MUCH_OVERLAP, 2 * (chance or 0.0)):
             continue
         together = "add up" if (pair["cosine"] or 0.0) > 0 else "work against each other"
         yield Finding(

@@ -1,4 +1,4 @@
-"""The sections of a LoRA application's summary (the seed's section 11)."""
+"""The sections of a LoRA application's summary: the file, both models' weights and patches, memory, findings."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -29,6 +29,7 @@ GOOD, NOTABLE = "green", "yellow"
 _STYLES = {"info": "cyan", "warning": NOTABLE}
 _MARKS = {"info": "🔍", "warning": "⚠️ ", "error": "❌", "critical": "❌"}
 _SIDES = (("unet", "UNET"), ("clip", "CLIP"))
+_BAR, _MOST_BLOCKS, _MOST_FAILED = 16, 24, 3
 
 
 def sections(analysis: Facts) -> Iterator[Section]:
@@ -186,9 +187,6 @@ def _findings(analysis: Facts) -> Iterator[Row]:
         yield Row(f"{_MARKS.get(severity, '🔍')} {severity.capitalize()}", text, _STYLES.get(severity, BAD))
 
 
-_BAR, _MOST_BLOCKS, _MOST_FAILED = 16, 24, 3
-
-
 def weight_rows(facts: Facts) -> Iterator[Row]:
     """Names, values and strength by block."""
     if not facts or facts.get("total_keys_modified") is None:
@@ -198,7 +196,7 @@ def weight_rows(facts: Facts) -> Iterator[Row]:
     yield Row("Keys", f"{before} → {now}")
     for name, label in counts.items():
         yield Row(label, number(len(facts.get(name) or ())))
-    yield from _facts_changed(facts)
+    yield from _changed_fact_rows(facts)
     changed = facts.get("keys_value_changed") or {}
     how = ", predicted from the changes" if facts.get("predicted") else ""
     yield Row(
@@ -214,37 +212,10 @@ def weight_rows(facts: Facts) -> Iterator[Row]:
         largest = drift.get("largest_relative_change")
         size = "" if largest is None else f", at most {largest:.1e}"
         yield Row("Drift", f"{number(len(drift['keys']))} weights by rounding{size}: no change")
-    yield from _blocks(facts.get("by_block") or ())
+    yield from _block_rows(facts.get("by_block") or ())
 
 
-def patch_rows(facts: Facts) -> Iterator[Row]:
-    """What is on the model."""
-    total = facts.get("total_patched_keys")
-    if total is None:
-        if facts:
-            yield Row("Patched keys", unknown(reason_for(facts, "total_patched_keys")))
-        return
-    yield Row("Patched keys", number(total))
-    if not total:
-        return
-    yield Row("States", _counts(facts.get("states")))
-    yield Row("Kinds", _counts(facts.get("adapter_types")))
-    for name, lora in (facts.get("loras") or {}).items():
-        yield Row(printable(name, 60), _lora(lora))
-    failed = facts.get("failed") or {}
-    for key, reason in list(failed.items())[:_MOST_FAILED]:
-        yield Row(f"  ❌ {printable(key, 80)}", printable(reason), "red")
-    if len(failed) > _MOST_FAILED:
-        yield Row("  …", f"{len(failed) - _MOST_FAILED} more failed", "red")
-    for pair in facts.get("overlaps") or ():
-        names = f"{printable(pair.get('a'), 40)} and {printable(pair.get('b'), 40)}"
-        chance = f", chance {number(pair.get('chance'))}" if pair.get("chance") is not None else ""
-        yield Row(
-            f"Overlap of {names}", f"{number(pair.get('overall'), reason_for(pair, 'overall'))}{chance}"
-        )
-
-
-def _facts_changed(facts: Facts) -> Iterator[Row]:
+def _changed_fact_rows(facts: Facts) -> Iterator[Row]:
     weights = (facts.get("weight_changes") or {}).values()
     for what in ("shape", "dtype", "device"):
         count = sum(bool(weight.get(f"{what}_changed")) for weight in weights)
@@ -252,20 +223,13 @@ def _facts_changed(facts: Facts) -> Iterator[Row]:
             yield Row(f"{what.capitalize()} changed", number(count), "yellow")
 
 
-def _lora(lora: Facts) -> str:
-    strengths = ", ".join(f"{strength:.4g}" for strength in (lora.get("strengths") or ())[:4])
-    parts = [f"{number(lora.get('keys'))} keys", f"strength {strengths or '-'}"]
-    ranks = list(lora.get("ranks") or ())
-    if ranks:
-        parts.append(f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}")
-    if lora.get("delta_norm") is not None:
-        parts.append(f"‖ΔW‖ {number(lora['delta_norm'])}")
-    if lora.get("not_finite"):
-        parts.append(f"❌ NaN or Inf in {len(lora['not_finite'])}")
-    return ", ".join(parts)
+def _share(value: object, reason: str | None = None) -> str:
+    if not isinstance(value, int | float):
+        return unknown(reason)
+    return f"{100 * value:.3g} %"
 
 
-def _blocks(blocks: Any) -> Iterator[Row]:
+def _block_rows(blocks: Any) -> Iterator[Row]:
     measured = [block for block in blocks if block.get("delta_norm")]
     largest = max((_strength(block) for block in measured), default=0.0)
     for block in measured[:_MOST_BLOCKS]:
@@ -279,12 +243,46 @@ def _strength(block: Facts) -> float:
     return float(block.get("relative_change") or 0.0)
 
 
-def _share(value: object, reason: str | None = None) -> str:
-    if not isinstance(value, int | float):
-        return unknown(reason)
-    return f"{100 * value:.3g} %"
+def patch_rows(facts: Facts) -> Iterator[Row]:
+    """What is on the model."""
+    total = facts.get("total_patched_keys")
+    if total is None:
+        if facts:
+            yield Row("Patched keys", unknown(reason_for(facts, "total_patched_keys")))
+        return
+    yield Row("Patched keys", number(total))
+    if not total:
+        return
+    yield Row("States", _counts_words(facts.get("states")))
+    yield Row("Kinds", _counts_words(facts.get("adapter_types")))
+    for name, lora in (facts.get("loras") or {}).items():
+        yield Row(printable(name, 60), _lora_words(lora))
+    failed = facts.get("failed") or {}
+    for key, reason in list(failed.items())[:_MOST_FAILED]:
+        yield Row(f"  ❌ {printable(key, 80)}", printable(reason), "red")
+    if len(failed) > _MOST_FAILED:
+        yield Row("  …", f"{len(failed) - _MOST_FAILED} more failed", "red")
+    for pair in facts.get("overlaps") or ():
+        names = f"{printable(pair.get('a'), 40)} and {printable(pair.get('b'), 40)}"
+        chance = f", chance {number(pair.get('chance'))}" if pair.get("chance") is not None else ""
+        yield Row(
+            f"Overlap of {names}", f"{number(pair.get('overall'), reason_for(pair, 'overall'))}{chance}"
+        )
 
 
-def _counts(counts: object) -> str:
+def _counts_words(counts: object) -> str:
     found = counts if isinstance(counts, Mapping) else {}
     return ", ".join(f"{number(count)} {printable(name, 40)}" for name, count in found.items()) or shown(None)
+
+
+def _lora_words(lora: Facts) -> str:
+    strengths = ", ".join(f"{strength:.4g}" for strength in (lora.get("strengths") or ())[:4])
+    parts = [f"{number(lora.get('keys'))} keys", f"strength {strengths or '-'}"]
+    ranks = list(lora.get("ranks") or ())
+    if ranks:
+        parts.append(f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}")
+    if lora.get("delta_norm") is not None:
+        parts.append(f"‖ΔW‖ {number(lora['delta_norm'])}")
+    if lora.get("not_finite"):
+        parts.append(f"❌ NaN or Inf in {len(lora['not_finite'])}")
+    return ", ".join(parts)

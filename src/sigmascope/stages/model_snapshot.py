@@ -1,4 +1,9 @@
-"""Look at a model, and keep what can be compared later."""
+"""What a model is at one moment, to compare with another: identity, placement, weights, changes on them.
+
+A snapshot keeps no model and no weight alive. What a host hands over as its UNet or its CLIP may be one
+model, several, or a whole pipeline (`parts_of`). Weights go by the names they have without adapters, whatever
+wraps them (`weights_in`); so do the changes on them, whoever put them there (`read_applied`).
+"""
 
 import re
 import time
@@ -18,6 +23,20 @@ from sigmascope.probes.models import children_of, own_buffers, own_parameters
 from sigmascope.probes.peft import base_weight, read_adapters
 from sigmascope.probes.reading import Reading, read_host
 from sigmascope.stages.schema import IdentityChanges, PlacementChanges
+
+NOT_GIVEN = "no model was given"
+NO_PATCHER = "only ComfyUI's patchers have one"
+UNNAMED = "unnamed"
+_WRAPPED: Final = ("base_layer", "original_module")
+"""Under which names PEFT's layers keep the layer that they wrap."""
+_TRANSPARENT: Final = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+"""Wrappers whose name is none of the weight's own: torch.compile's, FSDP's and checkpointing's."""
+_BY_PEFT: Final = "base_model.model."  # before every name in a PeftModel
+_REPLICATED: Final = "module."  # before every name in a data-parallel model
+_REPLICATING: Final = ("DataParallel", "DistributedDataParallel")
+_TEXT_TYPES: Final = re.compile(r"clip|text|^te\d?$|t5|encoder", re.IGNORECASE)
+_TEXT_COMPONENTS: Final = re.compile(r"^text_encoder(_\d+)?$")
+_DENOISER_COMPONENTS: Final = re.compile(r"^(unet|transformer|denoiser|prior|decoder)(_\d+)?$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +134,8 @@ def capture_model(
     """Look at a model. Never raises; changes nothing, and calls no hook or method of its modules.
 
     Args:
-        model: See `parts.parts_of`.
-        model_type: See `parts.parts_of`.
+        model: See `parts_of`.
+        model_type: See `parts_of`.
         keys: Of which weights to take fingerprints; None: of all.
         contents: Whether to take any.
     """
@@ -129,15 +148,17 @@ def capture_model(
         unavailable["weights"] = weights.reason or "unknown"
     applied = read_applied(model, model_type)
     found = weights.value or Weights({}, {})
-    count, uuid = _patches(model, applied, unavailable)
+    count, uuid = _patch_count_and_uuid(model, applied, unavailable)
     placement = placement_of(model, found, unavailable)
-    prints, taken, seconds, nbytes = _contents(found, keys, unavailable) if contents else ({}, {}, None, 0)
+    prints, taken, seconds, nbytes = (
+        _look_at_contents(found, keys, unavailable) if contents else ({}, {}, None, 0)
+    )
     return CapturedModel(
         model_type,
         id(model),
         type(model),
         read_host(lambda: weakref.ref(model)).value,
-        _references(model, model_type),
+        _references_to_parts(model, model_type),
         count,
         uuid,
         placement,
@@ -151,11 +172,6 @@ def capture_model(
         nbytes,
         unavailable,
     )
-
-
-def patcher_in(model: object) -> object:
-    """ComfyUI's patcher: the model itself, or what its CLIP or VAE holds."""
-    return model if isinstance(_attribute(model, "patches"), Mapping) else _attribute(model, "patcher")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -176,26 +192,6 @@ class Weights:
     def keys(self) -> tuple[str, ...]:
         """All names, the model's own first."""
         return (*self.base, *self.adapters)
-
-
-def placement_of(model: object, weights: Weights, unavailable: dict[str, str]) -> Placement:
-    """Read where a model is; reasons go to `unavailable`."""
-    patcher = patcher_in(model)
-    inner = _attribute(patcher, "model")
-    named = [_device(_attribute(thing, "device")) for thing in (model, inner)]
-    device = next((one for one in named if one is not None), None) or _most_common(weights)
-    load, offload = (_device(_attribute(patcher, f"{name}_device")) for name in ("load", "offload"))
-    if device is None:
-        unavailable["device"] = "it has no weights"
-    for name, found in (("load_device", load), ("offload_device", offload)):
-        if found is None:
-            unavailable[name] = NO_PATCHER
-    return Placement(device, load, offload)
-
-
-def _references(model: object, model_type: str) -> dict[str, Any]:
-    parts = read_host(lambda: parts_of(model, model_type)).value or {}
-    return {name: read_host(lambda part=part: weakref.ref(part)).value for name, part in parts.items()}  # type: ignore[misc]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -225,7 +221,9 @@ class Applied:
         return found
 
 
-def _patches(model: object, applied: Applied, unavailable: dict[str, str]) -> tuple[int | None, object]:
+def _patch_count_and_uuid(
+    model: object, applied: Applied, unavailable: dict[str, str]
+) -> tuple[int | None, object]:
     patcher = patcher_in(model)
     patches, uuid = _attribute(patcher, "patches"), _attribute(patcher, "patches_uuid")
     if uuid is None:
@@ -238,18 +236,34 @@ def _patches(model: object, applied: Applied, unavailable: dict[str, str]) -> tu
     return len(applied.by_key()), uuid
 
 
-def _contents(
-    weights: Weights, keys: Collection[str] | None, unavailable: dict[str, str]
-) -> tuple[dict[str, Fingerprint], dict[str, Tensor], float, int]:
-    began = time.perf_counter()
-    wanted = {name: w for name, w in weights.base.items() if keys is None or name in keys}
-    readings = fingerprints(wanted)
-    found = {name: reading.value for name, reading in readings.items() if reading.value is not None}
-    lacking = [reading.reason for reading in readings.values() if reading.value is None]
-    if lacking:
-        unavailable["fingerprints"] = f"of {len(lacking)} of {len(readings)} weights: {lacking[0]}"
-    nbytes = sum(wanted[name].nbytes for name in found)
-    return found, samples({n: wanted[n] for n in found}), time.perf_counter() - began, nbytes
+def patcher_in(model: object) -> object:
+    """ComfyUI's patcher: the model itself, or what its CLIP or VAE holds."""
+    return model if isinstance(_attribute(model, "patches"), Mapping) else _attribute(model, "patcher")
+
+
+def _attribute(thing: object, name: str) -> Any:
+    return None if thing is None else read_host(lambda: getattr(thing, name, None)).value
+
+
+def placement_of(model: object, weights: Weights, unavailable: dict[str, str]) -> Placement:
+    """Read where a model is; reasons go to `unavailable`."""
+    patcher = patcher_in(model)
+    inner = _attribute(patcher, "model")
+    named = [_device(_attribute(thing, "device")) for thing in (model, inner)]
+    device = next((one for one in named if one is not None), None) or _most_common(weights)
+    load, offload = (_device(_attribute(patcher, f"{name}_device")) for name in ("load", "offload"))
+    if device is None:
+        unavailable["device"] = "it has no weights"
+    for name, found in (("load_device", load), ("offload_device", offload)):
+        if found is None:
+            unavailable[name] = NO_PATCHER
+    return Placement(device, load, offload)
+
+
+def _device(value: object) -> torch.device | None:
+    if isinstance(value, torch.device):
+        return value
+    return read_host(lambda: torch.device(value)).value if isinstance(value, str) else None
 
 
 def _most_common(weights: Weights) -> torch.device | None:
@@ -263,29 +277,23 @@ def _distinct(tensors: Collection[Tensor]) -> Iterator[Tensor]:
     yield from {id(tensor): tensor for tensor in tensors}.values()
 
 
-def _device(value: object) -> torch.device | None:
-    if isinstance(value, torch.device):
-        return value
-    return read_host(lambda: torch.device(value)).value if isinstance(value, str) else None
+def _look_at_contents(
+    weights: Weights, keys: Collection[str] | None, unavailable: dict[str, str]
+) -> tuple[dict[str, Fingerprint], dict[str, Tensor], float, int]:
+    began = time.perf_counter()
+    wanted = {name: w for name, w in weights.base.items() if keys is None or name in keys}
+    readings = fingerprints(wanted)
+    found = {name: reading.value for name, reading in readings.items() if reading.value is not None}
+    lacking = [reading.reason for reading in readings.values() if reading.value is None]
+    if lacking:
+        unavailable["fingerprints"] = f"of {len(lacking)} of {len(readings)} weights: {lacking[0]}"
+    nbytes = sum(wanted[name].nbytes for name in found)
+    return found, samples({n: wanted[n] for n in found}), time.perf_counter() - began, nbytes
 
 
-def _attribute(thing: object, name: str) -> Any:
-    return None if thing is None else read_host(lambda: getattr(thing, name, None)).value
-
-
-NOT_GIVEN = "no model was given"
-NO_PATCHER = "only ComfyUI's patchers have one"
-
-
-def marks_of(applied: Applied) -> dict[str, tuple[PatchMark, ...]]:
-    """What tells the changes of each weight apart."""
-    return {key: tuple(map(mark_of, patches)) for key, patches in applied.by_key().items()}
-
-
-def mark_of(patch: AppliedPatch) -> PatchMark:
-    """What tells this change from others on the weight. How far it has come counts only as acting or not."""
-    state = patch.state if patch.state in ("failed", "inactive") else "acting"
-    return PatchMark(patch.source, patch.index, patch.adapter_type, patch.strength, state)
+def _references_to_parts(model: object, model_type: str) -> dict[str, Any]:
+    parts = read_host(lambda: parts_of(model, model_type)).value or {}
+    return {name: read_host(lambda part=part: weakref.ref(part)).value for name, part in parts.items()}  # type: ignore[misc]
 
 
 def identity_changes(before: CapturedModel, after: CapturedModel, same: bool | None) -> IdentityChanges:
@@ -320,6 +328,11 @@ def identity_changes(before: CapturedModel, after: CapturedModel, same: bool | N
     }
 
 
+def _identity_reasons(captured: CapturedModel, which: str) -> dict[str, str]:
+    names = {"class": f"{which}_class", "patches_count": f"{which}_patch_count"}
+    return {new: captured.unavailable[old] for old, new in names.items() if old in captured.unavailable}
+
+
 def is_same(before: CapturedModel, modified: object) -> bool | None:
     """Whether a model is the one that was captured; None if there is none or was none.
 
@@ -338,13 +351,8 @@ def is_same(before: CapturedModel, modified: object) -> bool | None:
     return all(held is not None and held() is now[name] for name, held in before.parts.items())
 
 
-def _identity_reasons(captured: CapturedModel, which: str) -> dict[str, str]:
-    names = {"class": f"{which}_class", "patches_count": f"{which}_patch_count"}
-    return {new: captured.unavailable[old] for old, new in names.items() if old in captured.unavailable}
-
-
 def placement_changes(before: CapturedModel, after: CapturedModel) -> PlacementChanges:
-    """Compare two moments of a model; of a text encoder also by the seed's own names.
+    """Compare two moments of a model; a text encoder has three more keys, `clip_…`.
 
     Args:
         before: The original.
@@ -352,29 +360,29 @@ def placement_changes(before: CapturedModel, after: CapturedModel) -> PlacementC
     """
     old, new = before.placement, after.placement
     found: PlacementChanges = {
-        "model_device_changed": _changed(old.device, new.device),
-        "load_device_changed": _changed(old.load_device, new.load_device),
-        "offload_device_changed": _changed(old.offload_device, new.offload_device),
-        "original_device": _named(old.device),
-        "modified_device": _named(new.device),
-        "original_load_device": _named(old.load_device),
-        "modified_load_device": _named(new.load_device),
-        "original_offload_device": _named(old.offload_device),
-        "modified_offload_device": _named(new.offload_device),
+        "model_device_changed": _is_other_device(old.device, new.device),
+        "load_device_changed": _is_other_device(old.load_device, new.load_device),
+        "offload_device_changed": _is_other_device(old.offload_device, new.offload_device),
+        "original_device": _device_name(old.device),
+        "modified_device": _device_name(new.device),
+        "original_load_device": _device_name(old.load_device),
+        "modified_load_device": _device_name(new.load_device),
+        "original_offload_device": _device_name(old.offload_device),
+        "modified_offload_device": _device_name(new.offload_device),
     }
     if is_text(after.model_type):
-        found["clip_model_device"] = _named(new.device)
-        found["clip_patcher_load_device"] = _named(new.load_device)
-        found["clip_patcher_offload_device"] = _named(new.offload_device)
+        found["clip_model_device"] = _device_name(new.device)
+        found["clip_patcher_load_device"] = _device_name(new.load_device)
+        found["clip_patcher_offload_device"] = _device_name(new.offload_device)
     found["unavailable"] = _placement_reasons(found, before, after)
     return found
 
 
-def _changed(old: torch.device | None, new: torch.device | None) -> bool | None:
+def _is_other_device(old: torch.device | None, new: torch.device | None) -> bool | None:
     return None if old is None or new is None else old != new
 
 
-def _named(device: torch.device | None) -> str | None:
+def _device_name(device: torch.device | None) -> str | None:
     return None if device is None else str(device)
 
 
@@ -384,68 +392,14 @@ def _placement_reasons(
     reasons = {**before.unavailable, **after.unavailable}
     unknown = "nothing is known of where it is"
     return {
-        name: reasons.get(_what(name), reasons.get("device", unknown))
+        name: reasons.get(_device_kind(name), reasons.get("device", unknown))
         for name, value in found.items()
         if value is None
     }
 
 
-def _what(name: str) -> str:
+def _device_kind(name: str) -> str:
     return next((f"{kind}_device" for kind in ("offload", "load") if f"{kind}_device" in name), "device")
-
-
-UNNAMED = "unnamed"
-
-
-def read_applied(model: object, model_type: str = "") -> Applied:
-    """Read the changes of ComfyUI's patchers and PEFT's layers. Never raises.
-
-    Args:
-        model: See `parts.parts_of`.
-        model_type: See `parts.parts_of`.
-    """
-    parts = read_host(lambda: parts_of(model, model_type))
-    if parts.value is None:
-        return Applied(unavailable={"model": parts.reason or "unknown"})
-    patches: list[AppliedPatch] = []
-    unavailable: dict[str, str] = {}
-    for prefix, part in parts.value.items():
-        reading = _read_part(part)
-        if reading.value is None:
-            unavailable[prefix.rstrip(".") or "model"] = reading.reason or "unknown"
-        else:
-            patches += [replace(patch, key=prefix + patch.key) for patch in reading.value]
-    return Applied(tuple(patches), unavailable)
-
-
-def original_of(model: object, model_type: str, key: str) -> Tensor | None:
-    """The weight before any change, where the host keeps it apart from the changed one; its own tensor.
-
-    Args:
-        model: See `parts.parts_of`.
-        model_type: See `parts.parts_of`.
-        key: As `weights.weights_in` names it.
-    """
-    for prefix, part in parts_of(model, model_type).items():
-        if key.startswith(prefix):
-            name = key.removeprefix(prefix)
-            kept = original_weight(part, name) if is_comfyui(part) else base_weight(module_of(part), name)
-            if kept is not None:
-                return kept
-    return None
-
-
-def _read_part(part: object) -> Reading[tuple[AppliedPatch, ...]]:
-    by_comfyui = read_host(lambda: is_comfyui(part)).value
-    reading = read_host(lambda: read_patches(part) if by_comfyui else read_adapters(module_of(part)))
-    return Reading(None, reading.reason) if reading.value is None else reading.value
-
-
-_WRAPPED: Final = ("base_layer", "original_module")
-_TRANSPARENT: Final = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-_BY_PEFT: Final = "base_model.model."
-_REPLICATED: Final = "module."
-_REPLICATING: Final = ("DataParallel", "DistributedDataParallel")
 
 
 def weights_in(model: object, model_type: str) -> Weights:
@@ -463,21 +417,14 @@ def weights_in(model: object, model_type: str) -> Weights:
     wrapped: set[str] = set()
     for prefix, part in parts_of(model, model_type).items():
         module = module_of(part)
-        for found in () if module is None else _tensors(module, _Place("", "")):
-            name, place = prefix + _plain(found.place.name, module), found.place
+        for found in () if module is None else _walk_tensors(module, _Place("", "")):
+            name, place = prefix + _without_wrappers(found.place.name, module), found.place
             if place.in_adapter:
                 adapters[prefix + place.path] = found.tensor
             else:
                 base[name] = found.tensor
                 wrapped |= {name} if place.wrapped else set()
     return Weights(base, adapters, frozenset(wrapped))
-
-
-def weights_nbytes(model: object, model_type: str) -> int | None:
-    """Bytes of all weights and adapters, each tensor once; None without any."""
-    found = weights_in(model, model_type)
-    distinct = {id(tensor): tensor for tensor in (*found.base.values(), *found.adapters.values())}
-    return sum(tensor.nbytes for tensor in distinct.values()) if distinct else None
 
 
 class _Place(NamedTuple):
@@ -501,7 +448,7 @@ class _Found(NamedTuple):
     tensor: Tensor
 
 
-def _tensors(module: nn.Module, place: _Place) -> Iterator[_Found]:
+def _walk_tensors(module: nn.Module, place: _Place) -> Iterator[_Found]:
     children = children_of(module)
     wraps = hasattr(type(module), "adapter_layer_names") and any(name in children for name in _WRAPPED)
     for own, tensor in _own_tensors(module):
@@ -512,7 +459,7 @@ def _tensors(module: nn.Module, place: _Place) -> Iterator[_Found]:
             tensor,
         )
     for name, child in children.items():
-        yield from _tensors(child, place.to(name, wraps=wraps))
+        yield from _walk_tensors(child, place.to(name, wraps=wraps))
 
 
 def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -520,7 +467,7 @@ def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from own_buffers(module, transient=False)
 
 
-def _plain(name: str, module: nn.Module | None) -> str:
+def _without_wrappers(name: str, module: nn.Module | None) -> str:
     """Without what PEFT's and data parallelism's classes put around a whole model."""
     classes = {base.__name__ for base in type(module).__mro__}
     if classes.intersection(_REPLICATING):
@@ -528,9 +475,66 @@ def _plain(name: str, module: nn.Module | None) -> str:
     return name.removeprefix(_BY_PEFT) if "PeftModel" in classes else name
 
 
-_TEXT: Final = re.compile(r"clip|text|^te\d?$|t5|encoder", re.IGNORECASE)
-_TEXT_COMPONENTS: Final = re.compile(r"^text_encoder(_\d+)?$")
-_DENOISER_COMPONENTS: Final = re.compile(r"^(unet|transformer|denoiser|prior|decoder)(_\d+)?$")
+def weights_nbytes(model: object, model_type: str) -> int | None:
+    """Bytes of all weights and adapters, each tensor once; None without any."""
+    found = weights_in(model, model_type)
+    distinct = {id(tensor): tensor for tensor in (*found.base.values(), *found.adapters.values())}
+    return sum(tensor.nbytes for tensor in distinct.values()) if distinct else None
+
+
+def read_applied(model: object, model_type: str = "") -> Applied:
+    """Read the changes of ComfyUI's patchers and PEFT's layers. Never raises.
+
+    Args:
+        model: See `parts_of`.
+        model_type: See `parts_of`.
+    """
+    parts = read_host(lambda: parts_of(model, model_type))
+    if parts.value is None:
+        return Applied(unavailable={"model": parts.reason or "unknown"})
+    patches: list[AppliedPatch] = []
+    unavailable: dict[str, str] = {}
+    for prefix, part in parts.value.items():
+        reading = _read_part(part)
+        if reading.value is None:
+            unavailable[prefix.rstrip(".") or "model"] = reading.reason or "unknown"
+        else:
+            patches += [replace(patch, key=prefix + patch.key) for patch in reading.value]
+    return Applied(tuple(patches), unavailable)
+
+
+def _read_part(part: object) -> Reading[tuple[AppliedPatch, ...]]:
+    by_comfyui = read_host(lambda: is_comfyui(part)).value
+    reading = read_host(lambda: read_patches(part) if by_comfyui else read_adapters(module_of(part)))
+    return Reading(None, reading.reason) if reading.value is None else reading.value
+
+
+def original_of(model: object, model_type: str, key: str) -> Tensor | None:
+    """The weight before any change, where the host keeps it apart from the changed one; its own tensor.
+
+    Args:
+        model: See `parts_of`.
+        model_type: See `parts_of`.
+        key: As `weights_in` names it.
+    """
+    for prefix, part in parts_of(model, model_type).items():
+        if key.startswith(prefix):
+            name = key.removeprefix(prefix)
+            kept = original_weight(part, name) if is_comfyui(part) else base_weight(module_of(part), name)
+            if kept is not None:
+                return kept
+    return None
+
+
+def marks_of(applied: Applied) -> dict[str, tuple[PatchMark, ...]]:
+    """What tells the changes of each weight apart."""
+    return {key: tuple(map(mark_of, patches)) for key, patches in applied.by_key().items()}
+
+
+def mark_of(patch: AppliedPatch) -> PatchMark:
+    """What tells this change from others on the weight. How far it has come counts only as acting or not."""
+    state = patch.state if patch.state in ("failed", "inactive") else "acting"
+    return PatchMark(patch.source, patch.index, patch.adapter_type, patch.strength, state)
 
 
 def parts_of(model: object, model_type: str) -> dict[str, object]:
@@ -551,8 +555,24 @@ def parts_of(model: object, model_type: str) -> dict[str, object]:
         return {f"{name}.": part for name, part in named.items() if _carries_weights(part)}
     components = None if isinstance(model, nn.Module) else getattr(model, "components", None)
     if isinstance(components, Mapping):
-        return _of_pipeline(components, model_type)
+        return _pipeline_parts(components, model_type)
     return {"": model}
+
+
+def _carries_weights(part: object) -> bool:
+    return isinstance(part, nn.Module) or is_comfyui(part)
+
+
+def _numbered(name: str, index: int) -> str:
+    return name if index == 0 else f"{name}_{index + 1}"
+
+
+def _pipeline_parts(components: Mapping[str, object], model_type: str) -> dict[str, object]:
+    wanted = _TEXT_COMPONENTS if is_text(model_type) else _DENOISER_COMPONENTS
+    found = {name: part for name, part in components.items() if wanted.match(name) and _carries_weights(part)}
+    if len(found) == 1:
+        return {"": next(iter(found.values()))}
+    return {f"{name}.": part for name, part in found.items()}
 
 
 def module_of(part: object) -> nn.Module | None:
@@ -567,20 +587,4 @@ def module_of(part: object) -> nn.Module | None:
 
 def is_text(model_type: str) -> bool:
     """Whether a model's type names a text encoder."""
-    return _TEXT.search(model_type) is not None
-
-
-def _of_pipeline(components: Mapping[str, object], model_type: str) -> dict[str, object]:
-    wanted = _TEXT_COMPONENTS if is_text(model_type) else _DENOISER_COMPONENTS
-    found = {name: part for name, part in components.items() if wanted.match(name) and _carries_weights(part)}
-    if len(found) == 1:
-        return {"": next(iter(found.values()))}
-    return {f"{name}.": part for name, part in found.items()}
-
-
-def _carries_weights(part: object) -> bool:
-    return isinstance(part, nn.Module) or is_comfyui(part)
-
-
-def _numbered(name: str, index: int) -> str:
-    return name if index == 0 else f"{name}_{index + 1}"
+    return _TEXT_TYPES.search(model_type) is not None

@@ -1,9 +1,10 @@
-"""What a prompt is, before any model sees it.
+r"""What a prompt is, before any model sees it: its characters, words, emphasis and tokens.
 
-The rule is ComfyUI's: parentheses multiply the weight by 1.1, and a number after the last colon replaces
-the weight altogether. Square brackets mean nothing. So it is for parentheses without a partner: one that closes
-nothing makes the next that opens text, and one that stays open takes in all that follows, as emphasis if that
-ends in a parenthesis and as text if not. Numbers that are not finite are no weights.
+Emphasis is `(red)`, `(red:1.3)`, nested, with `\(` for a literal parenthesis. The rule is ComfyUI's:
+parentheses multiply the weight by 1.1, and a number after the last colon replaces the weight altogether.
+Square brackets mean nothing. So it is for parentheses without a partner: one that closes nothing makes the
+next that opens text, and one that stays open takes in all that follows, as emphasis if that ends in a
+parenthesis and as text if not. Numbers that are not finite are no weights.
 """
 
 import math
@@ -19,6 +20,8 @@ from sigmascope.stages.tokens import TokenCount, is_attached, word_spans
 
 PRIVATE = "prompts are kept as {!r}"
 _HARMLESS_FORMAT = frozenset("\u200c\u200d\ufe0e\ufe0f")
+EMPHASIS = 1.1
+_ESCAPED = re.compile(r"\\([()])")
 
 
 def prompt_facts(
@@ -36,7 +39,7 @@ def prompt_facts(
     if text is None:
         return _no_text(prompt)
     full = privacy == "full"
-    main = _main(tokens)
+    main = _main_tokenizer(tokens)
     unavailable = {} if full else dict.fromkeys(("text_content", "truncated_words"), PRIVATE.format(privacy))
     if privacy == "none":
         unavailable["text_sha256"] = PRIVATE.format(privacy)
@@ -61,6 +64,42 @@ def prompt_facts(
         "token_limit": None if main is None else main.limit,
         "tokenizers": {count.name: _token_facts(count, full) for count in tokens},
         "unavailable": unavailable,
+    }
+
+
+def _no_text(prompt: object) -> PromptFacts:
+    found = "no prompt was given" if prompt is None else f"the prompt is of type {type(prompt).__name__}"
+    names = (name for name in PromptFacts.__annotations__ if name not in ("unavailable", "tokenizers"))
+    return {
+        "text_content": None,
+        "text_sha256": None,
+        "character_length": None,
+        "word_count": None,
+        "special_characters": None,
+        "whitespace_characters": None,
+        "control_characters": None,
+        "prompt_weights": None,
+        "token_count": None,
+        "truncated_tokens": None,
+        "truncated_words": None,
+        "token_limit": None,
+        "tokenizers": {},
+        "unavailable": dict.fromkeys(names, found),
+    }
+
+
+def _main_tokenizer(tokens: Sequence[TokenCount]) -> TokenCount | None:
+    """The tokenizer that reads most of the prompt: what it cuts off, no encoder has seen."""
+    return max(tokens, key=lambda count: count.limit if count.limit is not None else 1 << 62, default=None)
+
+
+def _token_facts(count: TokenCount, full: bool) -> TokenFacts:
+    return {
+        "token_count": count.tokens,
+        "truncated_tokens": count.truncated,
+        "truncated_words": list(count.truncated_words) if full and count.words_known else None,
+        "token_limit": count.limit,
+        "chunks": count.chunks,
     }
 
 
@@ -95,51 +134,16 @@ def control_characters(text: str) -> int:
     )
 
 
-def _main(tokens: Sequence[TokenCount]) -> TokenCount | None:
-    """The tokenizer that reads most of the prompt: what it cuts off, no encoder has seen."""
-    return max(tokens, key=lambda count: count.limit if count.limit is not None else 1 << 62, default=None)
-
-
-def _token_facts(count: TokenCount, full: bool) -> TokenFacts:
-    return {
-        "token_count": count.tokens,
-        "truncated_tokens": count.truncated,
-        "truncated_words": list(count.truncated_words) if full and count.words_known else None,
-        "token_limit": count.limit,
-        "chunks": count.chunks,
-    }
-
-
-def _no_text(prompt: object) -> PromptFacts:
-    found = "no prompt was given" if prompt is None else f"the prompt is of type {type(prompt).__name__}"
-    names = (name for name in PromptFacts.__annotations__ if name not in ("unavailable", "tokenizers"))
-    return {
-        "text_content": None,
-        "text_sha256": None,
-        "character_length": None,
-        "word_count": None,
-        "special_characters": None,
-        "whitespace_characters": None,
-        "control_characters": None,
-        "prompt_weights": None,
-        "token_count": None,
-        "truncated_tokens": None,
-        "truncated_words": None,
-        "token_limit": None,
-        "tokenizers": {},
-        "unavailable": dict.fromkeys(names, found),
-    }
-
-
-EMPHASIS = 1.1
-_ESCAPED = re.compile(r"\\([()])")
-
-
 class Weighted(NamedTuple):
     """A piece of a prompt and how strongly it is meant to act."""
 
     text: str
     weight: float
+
+
+def emphasised(prompt: str) -> list[Weighted]:
+    """The pieces of the prompt whose weight is not 1.0."""
+    return [piece for piece in weighted_pieces(prompt) if piece.weight != 1.0]
 
 
 def weighted_pieces(prompt: str) -> list[Weighted]:
@@ -151,23 +155,18 @@ def weighted_pieces(prompt: str) -> list[Weighted]:
         start, end, weight = todo.pop()
         opening = next((index for index in range(start, end) if index in partners), None)
         if opening is None:
-            _add(pieces, prompt[start:end], weight)
+            _add_piece(pieces, prompt[start:end], weight)
             continue
-        _add(pieces, prompt[start:opening], weight)
+        _add_piece(pieces, prompt[start:opening], weight)
         closing = partners[opening]
         if closing >= end:  # it stays open
             closing = end - 1
             if closing == opening or not _is_parenthesis(prompt, closing, ")"):
-                _add(pieces, prompt[opening:end], weight)
+                _add_piece(pieces, prompt[opening:end], weight)
                 continue
         inner_end, inner_weight = _emphasis(prompt, opening, closing, weight)
         todo += [(closing + 1, end, weight), (opening + 1, inner_end, inner_weight)]
     return pieces
-
-
-def emphasised(prompt: str) -> list[Weighted]:
-    """The pieces of the prompt whose weight is not 1.0."""
-    return [piece for piece in weighted_pieces(prompt) if piece.weight != 1.0]
 
 
 def _partners(prompt: str) -> dict[int, int]:
@@ -200,6 +199,15 @@ def _is_parenthesis(prompt: str, index: int, character: str) -> bool:
     return prompt[index] == character and (index == 0 or prompt[index - 1] != "\\")
 
 
+def _add_piece(pieces: list[Weighted], text: str, weight: float) -> None:
+    text = _ESCAPED.sub(r"\1", text)
+    if not text:
+        return
+    if pieces and pieces[-1].weight == weight:
+        text, weight = pieces.pop().text + text, weight
+    pieces.append(Weighted(text, weight))
+
+
 def _emphasis(prompt: str, opening: int, closing: int, weight: float) -> tuple[int, float]:
     """Where the text inside a pair of parentheses ends, and the weight it has."""
     colon = prompt.rfind(":", opening + 1, closing)
@@ -210,12 +218,3 @@ def _emphasis(prompt: str, opening: int, closing: int, weight: float) -> tuple[i
                 return colon, number
     product = weight * EMPHASIS
     return closing, product if math.isfinite(product) else weight
-
-
-def _add(pieces: list[Weighted], text: str, weight: float) -> None:
-    text = _ESCAPED.sub(r"\1", text)
-    if not text:
-        return
-    if pieces and pieces[-1].weight == weight:
-        text, weight = pieces.pop().text + text, weight
-    pieces.append(Weighted(text, weight))

@@ -1,6 +1,9 @@
-"""The dict structures that every stage's baseline and analysis share. MB are MiB, None is unknown.
+"""The dicts of every stage's baseline and analysis. MB are MiB, percentages 0-100, None is unknown.
 
 Each dict that can lack something has `unavailable`: the reason for each of its keys that is None.
+
+What all stages share comes first, then LoRA application, text encoding, and latent encoding with decoding. In
+each part the pieces stand above the baseline and the analysis that are made of them.
 """
 
 from collections.abc import Mapping
@@ -84,7 +87,7 @@ UnetBaseline = TypedDict(
         "unavailable": dict[str, str],
     },
 )
-"""The denoiser before the application. Memory in bytes, as the seed has it; `captured` is for the analysis."""
+"""The denoiser before the application. Memory is in bytes; `captured` is for the analysis."""
 
 
 ClipBaseline = TypedDict(
@@ -105,7 +108,7 @@ ClipBaseline = TypedDict(
         "unavailable": dict[str, str],
     },
 )
-"""The text encoder before the application."""
+"""The text encoder before the application, likewise."""
 
 
 class LoraFileFacts(TypedDict):
@@ -154,7 +157,7 @@ class PlacementChanges(TypedDict, total=False):
 
 
 class BothPlacements(TypedDict):
-    """Of both models."""
+    """Where both models are and were."""
 
     unet: PlacementChanges
     clip: PlacementChanges
@@ -173,7 +176,7 @@ class MemoryChangeOfModel(TypedDict):
 
 
 class LoraMemoryImpact(TypedDict):
-    """The seed's two, and those of SPEC section 2; None without a baseline."""
+    """Of each model, and of the whole machine as in every stage; None without a baseline."""
 
     unet_memory_change: MemoryChangeOfModel
     clip_memory_change: MemoryChangeOfModel
@@ -236,8 +239,8 @@ class Drift(TypedDict):
 class WeightChanges(TypedDict):
     """What became of the weights. Names are those without adapters.
 
-    `keys_modified` has the seed's meaning, names in both models; `keys_value_changed` are those that are
-    effectively changed since the baseline, by content or by changes that act in each forward pass.
+    `keys_modified` are all names that both models have. `keys_value_changed` are those that are effectively changed
+    since the baseline, by content or by changes that act in each forward pass.
     """
 
     keys_added: list[str]
@@ -276,7 +279,7 @@ class OnePatch(TypedDict):
 
 
 class PatchDetails(TypedDict):
-    """The changes on one weight: the first by the seed's names, all of them in `patches`."""
+    """The changes on one weight: the first one's facts, and all of them in `patches`."""
 
     strength_patch: float | None
     patch_type: str
@@ -323,7 +326,7 @@ class PatchAnalysis(TypedDict):
 
 
 class LoraAnalysis(TypedDict):
-    """All of it; plain JSON."""
+    """What `analyze_lora_application_results` gives; plain JSON."""
 
     lora_application_success: bool
     models_returned: int
@@ -535,7 +538,7 @@ class TextEncodingBaseline(TypedDict):
 
 
 class TextEncodingAnalysis(TypedDict):
-    """What `analyze_text_encoding_results` gives (SPEC sections 1 and 4)."""
+    """What `analyze_text_encoding_results` gives."""
 
     encoding_success: bool
     success: bool
@@ -693,7 +696,7 @@ class LatentBaseline(TypedDict):
 
 
 class LatentEncodingAnalysis(TypedDict):
-    """What `analyze_latent_generation_results` gives (SPEC sections 1 and 5).
+    """What `analyze_latent_generation_results` gives.
 
     `encoding_success` is False for dummy latents: they are none. `pictures` went in; of a decoding they came
     out, and `latent_analysis` is about what went in. `strategies` are `StrategyAttempt`s with number and name,

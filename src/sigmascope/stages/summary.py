@@ -1,9 +1,10 @@
 """Summaries in the terminal: sections of labelled rows, at most 80 columns wide.
 
-Every stage's summary is made of these; an analysis that has no summary of its own is shown as it is.
-Foreign text is never interpreted: no markup, no control character.
+Every stage's summary is made of these; an analysis that has no summary of its own is shown as it is. Foreign
+text is never interpreted: no markup, no control character.
 
-A dict read from a file may hold anything where a figure should be. The figures are those of `sigmascope.units`.
+A dict read from a file may hold anything where a figure should be. What is unknown is a dash, with the reason
+if there is one. The figures are those of `sigmascope.units`.
 """
 
 import unicodedata
@@ -19,6 +20,12 @@ from sigmascope.units import UNKNOWN
 
 WIDTH = 80
 _INDENT, _MOST_ROWS, _MOST_ITEMS, _DEEPEST = 3, 60, 12, 4
+_LONGEST_TEXT = 400
+_HARMLESS_FORMAT = frozenset("\u200c\u200d\ufe0e\ufe0f")
+NO_ACCELERATOR = "no accelerator was found: GPU memory was not measured"
+BAD = "red"
+_LAST_LINES = 6  # of a traceback
+Facts = Mapping[str, Any]
 
 
 class Row(NamedTuple):
@@ -86,10 +93,24 @@ def as_it_is(analysis: Mapping[str, Any]) -> Iterator[Section]:
     yield Section("📋", "OVERVIEW", plain)
     for name, value in analysis.items():
         if _is_dict(value) and name != "unavailable":
-            rows = list(_rows(value))
+            rows = list(_nested_rows(value))
             if len(rows) > _MOST_ROWS:
                 rows = [*rows[:_MOST_ROWS], Row("…", f"{len(rows) - _MOST_ROWS} more")]
             yield Section("📊", label_of(name).upper(), rows)
+
+
+def _is_dict(value: object) -> bool:
+    return isinstance(value, Mapping)
+
+
+def _nested_rows(facts: Mapping[Any, Any], prefix: str = "", depth: int = 0) -> Iterator[Row]:
+    for name, value in facts.items():
+        label = f"{prefix}{label_of(name)}"
+        if isinstance(value, Mapping) and depth < _DEEPEST:
+            if name != "unavailable":
+                yield from _nested_rows(value, f"{label} › ", depth + 1)
+        else:
+            yield Row(label, f"{len(value)} entries" if isinstance(value, Mapping) else shown(value))
 
 
 def label_of(name: object) -> str:
@@ -114,39 +135,43 @@ def shown(value: object) -> str:
     return printable(value, 200)
 
 
-def _is_dict(value: object) -> bool:
-    return isinstance(value, Mapping)
+def peak_rows(analysis: Facts) -> Iterator[Row]:
+    """The peaks of an analysis of the process, the machine and each device, or why there are none."""
+    peak = part(analysis, "peak_memory")
+    if not peak:
+        yield Row("Peaks", unknown(reason_for(analysis, "peak_memory")))
+        return
+    process, ram = part(peak, "process"), part(peak, "ram")
+    yield Row("Process", f"{mb(process.get('peak_rss_mb'))} at {seconds(process.get('peak_rss_at_seconds'))}")
+    yield Row("RAM", f"{mb(ram.get('peak_used_mb'))} at {seconds(ram.get('peak_used_at_seconds'))}")
+    for device, gpu in part(peak, "gpus").items():
+        for what in ("allocated", "reserved"):
+            at = seconds(gpu.get(f"peak_{what}_at_seconds"))
+            yield Row(f"{printable(device)} {what}", f"{mb(gpu.get(f'peak_{what}_mb'))} at {at}")
 
 
-def _rows(facts: Mapping[Any, Any], prefix: str = "", depth: int = 0) -> Iterator[Row]:
-    for name, value in facts.items():
-        label = f"{prefix}{label_of(name)}"
-        if isinstance(value, Mapping) and depth < _DEEPEST:
-            if name != "unavailable":
-                yield from _rows(value, f"{label} › ", depth + 1)
-        else:
-            yield Row(label, f"{len(value)} entries" if isinstance(value, Mapping) else shown(value))
+def error_rows(analysis: Facts) -> Iterator[Row]:
+    """What the watched code raised, with the last lines of its traceback."""
+    if analysis.get("error"):
+        yield Row("Error", printable(analysis["error"]), BAD)
+    details = part(analysis, "exception_details")
+    for line in str(details.get("traceback", "")).splitlines()[-_LAST_LINES:]:
+        yield Row("  ", printable(line, 160))
 
 
-_LONGEST_TEXT = 400
-_HARMLESS_FORMAT = frozenset("\u200c\u200d\ufe0e\ufe0f")
-
-
-def unknown(reason: str | None = None) -> str:
-    """A dash, with the reason in parentheses."""
-    return f"{UNKNOWN} ({printable(reason)})" if reason else UNKNOWN
-
-
-def reason_for(facts: Mapping[str, object], name: str) -> str | None:
-    """Why a figure is not there, from the `unavailable` of its dict."""
-    reasons = facts.get("unavailable")
-    reason = reasons.get(name) if isinstance(reasons, Mapping) else None
-    return reason if isinstance(reason, str) else None
+def part(facts: Facts, name: str) -> Facts:
+    """A dict inside a dict; empty where something else, or nothing, stands there."""
+    found = facts.get(name)
+    return found if isinstance(found, Mapping) else {}
 
 
 def mb(amount: object, reason: str | None = None) -> str:
-    """MiB, as the seeds call MB."""
+    """MiB; the text says MB."""
     return f"{units.mebibytes(amount)} MB" if _is_number(amount) else unknown(reason)
+
+
+def _is_number(amount: object) -> TypeGuard[int | float]:
+    return isinstance(amount, int | float) and not isinstance(amount, bool)
 
 
 def mb_change(amount: object, percent: object = None) -> str:
@@ -174,60 +199,28 @@ def shape(sizes: object, reason: str | None = None) -> str:
     return "(" + ", ".join(map(str, sizes)) + ("," if len(sizes) == 1 else "") + ")"
 
 
+def unknown(reason: str | None = None) -> str:
+    """A dash, with the reason in parentheses."""
+    return f"{UNKNOWN} ({printable(reason)})" if reason else UNKNOWN
+
+
+def reason_for(facts: Mapping[str, object], name: str) -> str | None:
+    """Why a figure is not there, from the `unavailable` of its dict."""
+    reasons = facts.get("unavailable")
+    reason = reasons.get(name) if isinstance(reasons, Mapping) else None
+    return reason if isinstance(reason, str) else None
+
+
 def printable(text: object, longest: int = _LONGEST_TEXT) -> str:
     r"""Foreign text for a terminal: on one line, cut, and whatever could act on the terminal as `\x1b`."""
     shown = str(text)
     rest = f"… ({len(shown):,} characters)" if len(shown) > longest else ""
-    return "".join(map(_printable, shown[:longest])) + rest
+    return "".join(map(_escaped, shown[:longest])) + rest
 
 
-def _printable(character: str) -> str:
+def _escaped(character: str) -> str:
     if character in _HARMLESS_FORMAT:
         return character
     if unicodedata.category(character) in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"):
         return character.encode("unicode_escape").decode("ascii")
     return character
-
-
-def _is_number(amount: object) -> TypeGuard[int | float]:
-    return isinstance(amount, int | float) and not isinstance(amount, bool)
-
-
-NO_ACCELERATOR = "no accelerator was found: GPU memory was not measured"
-BAD = "red"
-
-
-_LAST_LINES = 6  # of a traceback
-
-
-Facts = Mapping[str, Any]
-
-
-def part(facts: Facts, name: str) -> Facts:
-    """A dict inside a dict; empty where something else, or nothing, stands there."""
-    found = facts.get(name)
-    return found if isinstance(found, Mapping) else {}
-
-
-def peak_rows(analysis: Facts) -> Iterator[Row]:
-    """The peaks of an analysis (SPEC section 2), of the process, the machine and each device, or why there are none."""
-    peak = part(analysis, "peak_memory")
-    if not peak:
-        yield Row("Peaks", unknown(reason_for(analysis, "peak_memory")))
-        return
-    process, ram = part(peak, "process"), part(peak, "ram")
-    yield Row("Process", f"{mb(process.get('peak_rss_mb'))} at {seconds(process.get('peak_rss_at_seconds'))}")
-    yield Row("RAM", f"{mb(ram.get('peak_used_mb'))} at {seconds(ram.get('peak_used_at_seconds'))}")
-    for device, gpu in part(peak, "gpus").items():
-        for what in ("allocated", "reserved"):
-            at = seconds(gpu.get(f"peak_{what}_at_seconds"))
-            yield Row(f"{printable(device)} {what}", f"{mb(gpu.get(f'peak_{what}_mb'))} at {at}")
-
-
-def error_rows(analysis: Facts) -> Iterator[Row]:
-    """What the watched code raised, with the last lines of its traceback."""
-    if analysis.get("error"):
-        yield Row("Error", printable(analysis["error"]), BAD)
-    details = part(analysis, "exception_details")
-    for line in str(details.get("traceback", "")).splitlines()[-_LAST_LINES:]:
-        yield Row("  ", printable(line, 160))

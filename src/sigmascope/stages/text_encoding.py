@@ -1,12 +1,13 @@
-"""Text encoding (SPEC sections 1, 2 and 4): what the prompt became, and what it cost.
+"""Text encoding: what the prompt became, and what it cost.
 
-baseline = capture_text_encoding_baseline(unet, clip)
+    baseline = capture_text_encoding_baseline(unet, clip)
     positive, negative = encode(...)
     analysis = analyze_text_encoding_results(baseline, positive, negative, prompt, negative_prompt, seconds)
     print_text_encoding_analysis_summary(analysis)
 
 The functions change nothing, move nothing, and keep no model and no tensor alive. What cannot be read is
-None, with the reason in the `unavailable` beside it.
+None, with the reason in the `unavailable` beside it; so is what needs an unknown figure, or a division by
+nothing.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -64,6 +65,12 @@ __all__ = [
     "print_text_encoding_analysis_summary",
 ]
 
+TokensSeen = Callable[[Sequence[str]], tuple[list[TokenCount], str | None]]
+"""Given the texts of a batch, what each tokenizer made of them when it was watched, and why there is nothing."""
+NO_BASELINE = "there is no baseline"
+NO_PEAKS = "peaks are seen while something watches: use WorkflowMonitor, or hand over a stage's peak"
+_NOT_APART = "the prompts' times were not measured apart"
+
 
 def capture_text_encoding_baseline(
     unet_model: object,
@@ -82,10 +89,6 @@ def capture_text_encoding_baseline(
         accelerator: What to ask about devices; None finds out.
     """
     return capture(unet_model, clip_model, tokenizer, accelerator)
-
-
-TokensSeen = Callable[[Sequence[str]], tuple[list[TokenCount], str | None]]
-"""Given the texts of a batch, what each tokenizer made of them when it was watched, and why there is nothing."""
 
 
 def analyze_text_encoding_results(
@@ -107,7 +110,7 @@ def analyze_text_encoding_results(
     dumps: DumpFolder | None = None,
     tokens_seen: TokensSeen | None = None,
 ) -> TextEncodingAnalysis:
-    """Everything that SPEC section 4 names, from the baseline and what was encoded.
+    """What the prompts became and what encoding them cost, from the baseline and the conditionings.
 
     Args:
         baseline: What `capture_text_encoding_baseline` gave; None: no comparison with before.
@@ -158,80 +161,6 @@ def print_text_encoding_analysis_summary(analysis: Mapping[str, Any], console: C
     print_summary(TITLE, sections(analysis), console)
 
 
-NO_BASELINE = "there is no baseline"
-
-
-@dataclass(frozen=True, slots=True)
-class References:
-    """What a baseline keeps for the analysis. Models are referred to weakly; tokenizers are held."""
-
-    snapshot: MemorySnapshot
-    clip: Any
-    unet: Any
-    tokenizers: Mapping[str, Any]
-    encoders: tuple[EncoderFacts, ...]
-    accelerator: Accelerator | None
-
-    def __repr__(self) -> str:
-        return "References(…)"
-
-
-def capture(
-    unet: object, clip: object, tokenizer: object, accelerator: Accelerator | None
-) -> TextEncodingBaseline:
-    """See `sigmascope.stages.text_encoding.capture_text_encoding_baseline`."""
-    encoders = tuple(read_host(lambda: find_encoders(clip)).value or ())
-    tokenizers = read_host(lambda: _tokenizers(clip, tokenizer)).value or {}
-    clip_state, unet_state = model_state(clip), model_state(unet)
-    snapshot = memory_snapshot(accelerator)
-    return {
-        "timestamp": datetime.now(UTC).isoformat(),
-        "memory": memory_now(snapshot),
-        "clip": clip_state,
-        "unet": unet_state,
-        "tokenizers": {name: type(one).__name__ for name, one in tokenizers.items()},
-        "encoders": [asdict(encoder) for encoder in encoders],
-        "references": References(
-            snapshot, reference_to(clip), reference_to(unet), tokenizers, encoders, accelerator
-        ),
-    }
-
-
-def _tokenizers(clip: object, given: object) -> dict[str, Any]:
-    if given is not None:
-        return named_tokenizers(given)
-    return find_tokenizers(clip) or named_tokenizers(getattr(clip, "tokenizer", None))
-
-
-def references_of(baseline: Mapping[str, Any] | None) -> References | None:
-    """What `capture` kept; None for a baseline that is not ours or was read from a file."""
-    references = None if baseline is None else baseline.get("references")
-    return references if isinstance(references, References) else None
-
-
-def state_now(
-    baseline: Mapping[str, Any] | None, references: References | None, which: str
-) -> ModelStateDict:
-    """The state of `clip` or `unet` now, with what changed since the baseline."""
-    reference = getattr(references, which, None)
-    model = None if reference is None else reference()
-    state = model_state(model)
-    if baseline is None or references is None:
-        state["unavailable"] = dict.fromkeys(state["unavailable"], NO_BASELINE)
-        return state
-    before: ModelStateDict = baseline[which]
-    if model is None:
-        gone = before["model_id"] is not None
-        reason = "the model is gone, or takes no weak reference" if gone else "no model was given"
-        state["unavailable"] = dict.fromkeys(state["unavailable"], reason)
-    else:
-        state["changed"] = changes(before, state)
-    return state
-
-
-NO_PEAKS = "peaks are seen while something watches: use WorkflowMonitor, or hand over a stage's peak"
-
-
 @dataclass(frozen=True, slots=True)
 class Side:
     """One prompt and what the encoder made of it. `seconds` is None where it was not measured apart."""
@@ -240,6 +169,15 @@ class Side:
     prompt: object
     conditioning: object
     seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What the whole step gave beside its conditionings."""
+
+    elapsed_time: object
+    peak_memory: PeakMemory | PeakMemoryDict | None = None
+    error: BaseException | str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,28 +192,21 @@ class Choices:
     tokens_seen: TokensSeen | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What the whole step gave beside its conditionings."""
-
-    elapsed_time: object
-    peak_memory: PeakMemory | PeakMemoryDict | None = None
-    error: BaseException | str | None = None
-
-
 def analyze(
     baseline: Mapping[str, Any] | None, positive: Side, negative: Side, outcome: Outcome, choices: Choices
 ) -> TextEncodingAnalysis:
-    """See `sigmascope.stages.text_encoding.analyze_text_encoding_results`."""
+    """The analysis that `analyze_text_encoding_results` gives."""
     known = references_of(baseline)
     snapshot = memory_snapshot(None if known is None else known.accelerator)  # before we take any ourselves
     encoders = [] if known is None else list(known.encoders)
     redact = _redactor(positive, negative, choices)
     prompts: TextProcessing = {
-        "positive": _prompt(positive, known, redact, choices),
-        "negative": _prompt(negative, known, redact, choices),
+        "positive": _prompt_of_side(positive, known, redact, choices),
+        "negative": _prompt_of_side(negative, known, redact, choices),
     }
-    conditionings = {side.name: _conditioning(side, known, redact, choices) for side in (positive, negative)}
+    conditionings = {
+        side.name: _conditioning_of_side(side, known, redact, choices) for side in (positive, negative)
+    }
     seconds, why_no_time = checked_seconds(outcome.elapsed_time)
     impact = None if known is None else MemoryImpact(known.snapshot, snapshot)
     clip, unet = state_now(baseline, known, "clip"), state_now(baseline, known, "unet")
@@ -310,12 +241,22 @@ def _redactor(positive: Side, negative: Side, choices: Choices) -> Redact:
     return redactor(private_texts(positive.prompt, negative.prompt), choices.prompt_privacy)
 
 
-def private_texts(*prompts: object) -> list[str]:
-    """All texts that quote a prompt: each of a batch, and all of them in one."""
-    return [text for prompt in prompts for text in (*texts_of(prompt), as_text(prompt)) if text]
+@dataclass(frozen=True, slots=True)
+class References:
+    """What a baseline keeps for the analysis. Models are referred to weakly; tokenizers are held."""
+
+    snapshot: MemorySnapshot
+    clip: Any
+    unet: Any
+    tokenizers: Mapping[str, Any]
+    encoders: tuple[EncoderFacts, ...]
+    accelerator: Accelerator | None
+
+    def __repr__(self) -> str:
+        return "References(…)"
 
 
-def _prompt(side: Side, known: References | None, redact: Redact, choices: Choices) -> PromptFacts:
+def _prompt_of_side(side: Side, known: References | None, redact: Redact, choices: Choices) -> PromptFacts:
     texts = texts_of(side.prompt)
     if texts and choices.tokens_seen is not None:
         counts, reason = choices.tokens_seen(texts)
@@ -325,7 +266,9 @@ def _prompt(side: Side, known: References | None, redact: Redact, choices: Choic
     return prompt_facts(side.prompt, counts, reason and redact(reason), choices.prompt_privacy)
 
 
-def _conditioning(side: Side, known: References | None, redact: Redact, choices: Choices) -> ConditioningDict:
+def _conditioning_of_side(
+    side: Side, known: References | None, redact: Redact, choices: Choices
+) -> ConditioningDict:
     found, reason = read_conditioning(side.conditioning)
     encoders = () if known is None else known.encoders
     facts = conditioning_facts(found, encoders, choices.statistics, reason and redact(reason))
@@ -336,7 +279,7 @@ def _conditioning(side: Side, known: References | None, redact: Redact, choices:
     if choices.dumps is None:
         facts["unavailable"]["tensor_dump"] = "not asked for"
     else:
-        dump_conditioning(choices.dumps, f"{side.name}_conditioning", found, facts, side.prompt)
+        dump_conditioning(choices.dumps, f"{side.name}_conditioning_of_side", found, facts, side.prompt)
         reasons = facts["unavailable"]
         reasons |= {name: redact(why) for name, why in reasons.items() if name == "tensor_dump"}
     return facts
@@ -377,16 +320,13 @@ def _unavailable(known: References | None, outcome: Outcome, why_no_time: str | 
     return reasons
 
 
-_NOT_APART = "the prompts' times were not measured apart"
-
-
 def performance(
     elapsed: object, positive_seconds: object, negative_seconds: object, prompts: TextProcessing
 ) -> Performance:
     """Seconds in all, for each prompt, and by character and token of both prompts together."""
     total, why = checked_seconds(elapsed)
     positive, negative = checked_seconds(positive_seconds)[0], checked_seconds(negative_seconds)[0]
-    characters, tokens = _sum(prompts, "character_length"), _sum(prompts, "token_count")
+    characters, tokens = _sum_of_prompts(prompts, "character_length"), _sum_of_prompts(prompts, "token_count")
     unavailable: dict[str, str] = {}
     if total is None:
         names = ("total_execution_time", "time_per_character", "time_per_token")
@@ -410,6 +350,25 @@ def performance(
     }
 
 
+def _sum_of_prompts(prompts: TextProcessing, name: str) -> int | None:
+    """The figure of both prompts together; of one, where only one was given; None if one is unknown."""
+    given = [facts for facts in (prompts["positive"], prompts["negative"]) if _is_given(facts)]
+    values = [facts[name] for facts in given]  # type: ignore[literal-required]
+    return None if not values or None in values else sum(values)
+
+
+def _is_given(facts: object) -> bool:
+    return isinstance(facts, dict) and facts["character_length"] is not None
+
+
+def _ratio(amount: float | None, count: int | None) -> float | None:
+    return None if amount is None or not count else amount / count
+
+
+def _why_no_rate(what: str, count: int | None) -> str:
+    return f"the number of {what} is unknown" if count is None else f"there are no {what}"
+
+
 def efficiency(
     elapsed: object,
     prompts: TextProcessing,
@@ -424,7 +383,7 @@ def efficiency(
     total, why = checked_seconds(elapsed)
     if total == 0:
         total, why = None, "it took no measurable time"
-    characters, tokens = _sum(prompts, "character_length"), _sum(prompts, "token_count")
+    characters, tokens = _sum_of_prompts(prompts, "character_length"), _sum_of_prompts(prompts, "token_count")
     sizes = [one["total_size_mb"] for one in conditionings if one["total_size_mb"] is not None]
     by_second = None if total is None or characters is None else characters / total
     tokens_by_second = None if total is None or tokens is None else tokens / total
@@ -460,20 +419,59 @@ def _gpu_utilization(device: str | None) -> tuple[float | None, str | None]:
     return facts.utilization_percent, facts.unavailable.get("utilization_percent")
 
 
-def _sum(prompts: TextProcessing, name: str) -> int | None:
-    """The figure of both prompts together; of one, where only one was given; None if one is unknown."""
-    given = [facts for facts in (prompts["positive"], prompts["negative"]) if _is_given(facts)]
-    values = [facts[name] for facts in given]  # type: ignore[literal-required]
-    return None if not values or None in values else sum(values)
+def state_now(
+    baseline: Mapping[str, Any] | None, references: References | None, which: str
+) -> ModelStateDict:
+    """The state of `clip` or `unet` now, with what changed since the baseline."""
+    reference = getattr(references, which, None)
+    model = None if reference is None else reference()
+    state = model_state(model)
+    if baseline is None or references is None:
+        state["unavailable"] = dict.fromkeys(state["unavailable"], NO_BASELINE)
+        return state
+    before: ModelStateDict = baseline[which]
+    if model is None:
+        gone = before["model_id"] is not None
+        reason = "the model is gone, or takes no weak reference" if gone else "no model was given"
+        state["unavailable"] = dict.fromkeys(state["unavailable"], reason)
+    else:
+        state["changed"] = changes(before, state)
+    return state
 
 
-def _is_given(facts: object) -> bool:
-    return isinstance(facts, dict) and facts["character_length"] is not None
+def private_texts(*prompts: object) -> list[str]:
+    """All texts that quote a prompt: each of a batch, and all of them in one."""
+    return [text for prompt in prompts for text in (*texts_of(prompt), as_text(prompt)) if text]
 
 
-def _ratio(amount: float | None, count: int | None) -> float | None:
-    return None if amount is None or not count else amount / count
+def capture(
+    unet: object, clip: object, tokenizer: object, accelerator: Accelerator | None
+) -> TextEncodingBaseline:
+    """The baseline that `capture_text_encoding_baseline` gives."""
+    encoders = tuple(read_host(lambda: find_encoders(clip)).value or ())
+    tokenizers = read_host(lambda: _tokenizers(clip, tokenizer)).value or {}
+    clip_state, unet_state = model_state(clip), model_state(unet)
+    snapshot = memory_snapshot(accelerator)
+    return {
+        "timestamp": datetime.now(UTC).isoformat(),
+        "memory": memory_now(snapshot),
+        "clip": clip_state,
+        "unet": unet_state,
+        "tokenizers": {name: type(one).__name__ for name, one in tokenizers.items()},
+        "encoders": [asdict(encoder) for encoder in encoders],
+        "references": References(
+            snapshot, reference_to(clip), reference_to(unet), tokenizers, encoders, accelerator
+        ),
+    }
 
 
-def _why_no_rate(what: str, count: int | None) -> str:
-    return f"the number of {what} is unknown" if count is None else f"there are no {what}"
+def _tokenizers(clip: object, given: object) -> dict[str, Any]:
+    if given is not None:
+        return named_tokenizers(given)
+    return find_tokenizers(clip) or named_tokenizers(getattr(clip, "tokenizer", None))
+
+
+def references_of(baseline: Mapping[str, Any] | None) -> References | None:
+    """What `capture` kept; None for a baseline that is not ours or was read from a file."""
+    references = None if baseline is None else baseline.get("references")
+    return references if isinstance(references, References) else None

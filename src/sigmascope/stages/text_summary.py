@@ -1,4 +1,4 @@
-"""The sections of a text encoding's summary (the seed's section 8)."""
+"""The sections of a text encoding's summary: prompts, conditionings, performance, models, memory, validation."""
 
 from collections.abc import Iterator, Mapping
 

@@ -1,4 +1,9 @@
-"""What a text encoding must keep to. None: not checked."""
+"""Whether a text encoding is sound and fits what will use it, by limits that the caller may set.
+
+`TextEncodingThresholds` has the limits; what is None there is not checked. Every tensor of the conditionings
+must have the sizes that its encoder gives and the caller expects, and memory afterwards must keep to the
+limits.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +20,8 @@ from sigmascope.stages.schema import (
     Validation,
 )
 from sigmascope.stages.text_encoders import UNKNOWN_FAMILY, EncoderFacts
+
+Conditionings = Mapping[str, ConditioningDict]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +59,6 @@ class TextEncodingThresholds:
     allow_empty_prompt: bool = True
 
 
-Conditionings = Mapping[str, ConditioningDict]
-
-
 def validate(
     prompts: TextProcessing,
     conditionings: Conditionings,
@@ -64,7 +68,7 @@ def validate(
     seconds: float | None,
     limits: TextEncodingThresholds,
 ) -> Validation:
-    """All checks of SPEC section 4.
+    """All checks: of the prompts, the conditionings, the time, and of what fits together.
 
     Args:
         prompts: Facts of both prompts.
@@ -77,14 +81,16 @@ def validate(
     """
     given = {"positive": prompts["positive"], "negative": prompts["negative"]}
     checks = {
-        "input": check_of(_input(given, limits), known=given["positive"]["character_length"] is not None),
-        "output": check_of(_output(conditionings, limits), known=True),
-        "performance": check_of(_time(seconds, limits), known=seconds is not None),
+        "input": check_of(
+            _prompt_problems(given, limits), known=given["positive"]["character_length"] is not None
+        ),
+        "output": check_of(_conditioning_problems(conditionings, limits), known=True),
+        "performance": check_of(_time_problems(seconds, limits), known=seconds is not None),
     }
     compatibility = {
-        "clip_model": _clip_model(clip, encoders),
+        "clip_model": _check_clip_model(clip, encoders),
         "tensor_dimensions": check_dimensions(conditionings, encoders, limits),
-        "device_placement": _placement(conditionings, clip, limits),
+        "device_placement": _check_placement(conditionings, clip, limits),
         "memory_threshold": check_memory(memory, limits),
     }
     all_checks = (*checks.values(), *compatibility.values())
@@ -107,7 +113,7 @@ def validate(
     }
 
 
-def _input(prompts: Mapping[str, PromptFacts], limits: TextEncodingThresholds) -> Iterator[str]:
+def _prompt_problems(prompts: Mapping[str, PromptFacts], limits: TextEncodingThresholds) -> Iterator[str]:
     for which, facts in prompts.items():
         length = facts["character_length"]
         if length is None:
@@ -124,7 +130,7 @@ def _input(prompts: Mapping[str, PromptFacts], limits: TextEncodingThresholds) -
             yield f"{which}: the prompt is empty"
 
 
-def _output(conditionings: Conditionings, limits: TextEncodingThresholds) -> Iterator[str]:
+def _conditioning_problems(conditionings: Conditionings, limits: TextEncodingThresholds) -> Iterator[str]:
     for which, facts in conditionings.items():
         if facts["status"] != "success":
             if which == "positive" or facts["status"] != "missing":
@@ -145,12 +151,12 @@ def _output(conditionings: Conditionings, limits: TextEncodingThresholds) -> Ite
             yield f"{which}: the largest element is {largest:.4g}, allowed is {allowed:.4g}"
 
 
-def _time(seconds: float | None, limits: TextEncodingThresholds) -> Iterator[str]:
+def _time_problems(seconds: float | None, limits: TextEncodingThresholds) -> Iterator[str]:
     if seconds is not None and limits.max_seconds is not None and seconds > limits.max_seconds:
         yield f"it took {seconds:.3f} s, allowed are {limits.max_seconds:.3f} s"
 
 
-def _clip_model(clip: ModelStateDict, encoders: list[EncoderFacts]) -> Check:
+def _check_clip_model(clip: ModelStateDict, encoders: list[EncoderFacts]) -> Check:
     if clip["model_id"] is None:
         return {"passed": None, "messages": []}
     problems = [
@@ -163,7 +169,9 @@ def _clip_model(clip: ModelStateDict, encoders: list[EncoderFacts]) -> Check:
     return check_of(iter(problems), known=True)
 
 
-def _placement(conditionings: Conditionings, clip: ModelStateDict, limits: TextEncodingThresholds) -> Check:
+def _check_placement(
+    conditionings: Conditionings, clip: ModelStateDict, limits: TextEncodingThresholds
+) -> Check:
     devices = {which: devices_of(facts) for which, facts in conditionings.items() if facts["entries"]}
     every = dict.fromkeys(device for found in devices.values() for device in found)
 
@@ -213,44 +221,12 @@ def _conditioning_notes(conditionings: Conditionings) -> Iterator[str]:
         yield f"positive and negative have different lengths: {', '.join(map(str, sorted(lengths)))} tokens"
 
 
-def check_of(problems: Iterator[str], *, known: bool) -> Check:
-    """A check: passed if there is no problem, None if nothing is known that could be one."""
-    messages = list(dict.fromkeys(problems))
-    return {"passed": False if messages else True if known else None, "messages": messages}
-
-
-def embeddings_of(facts: ConditioningDict) -> list[TensorDict]:
-    """The embeddings of every entry: those of regional and scheduled prompts too."""
-    return [entry["tensor"] for entry in facts["entries"] if entry["tensor"] is not None]
-
-
-def devices_of(facts: ConditioningDict) -> list[str]:
-    """Where embeddings and pooled outputs are. Masks of regions may be elsewhere."""
-    pooled = [entry["pooled"] for entry in facts["entries"] if entry["pooled"] is not None]
-    return list(dict.fromkeys(tensor["device"] for tensor in (*embeddings_of(facts), *pooled)))
-
-
-def largest_value(facts: ConditioningDict) -> float | None:
-    """The largest |element| of all embeddings; None if one was not looked at or has none that is finite."""
-    bounds = [(one["statistics"]["min"], one["statistics"]["max"]) for one in embeddings_of(facts)]
-    known = [max(abs(low), abs(high)) for low, high in bounds if low is not None and high is not None]
-    return max(known) if known and len(known) == len(bounds) else None
-
-
 def check_dimensions(
     conditionings: Conditionings, encoders: Sequence[EncoderFacts], limits: TextEncodingThresholds
 ) -> Check:
     """Width, tokens and dtype of every embedding."""
     known = {which: facts for which, facts in conditionings.items() if facts["shape"]}
     return check_of(_dimension_problems(known, encoders, limits), known=bool(known))
-
-
-def width_notes(conditionings: Conditionings, encoders: Sequence[EncoderFacts]) -> Iterator[str]:
-    """What explains a width that no encoder has by itself."""
-    for which, width in _widths(conditionings):
-        words = _explained(width, encoders)
-        if words:
-            yield f"{which}: {words}"
 
 
 def _dimension_problems(
@@ -279,17 +255,6 @@ def _unexpected(tensor: TensorDict, limits: TextEncodingThresholds) -> Iterator[
         yield f"dtype {tensor['dtype']}, expected is {limits.expected_dtype}"
 
 
-def _widths(conditionings: Conditionings) -> list[tuple[str, int]]:
-    """The different widths of each conditioning."""
-    pairs = (
-        (which, tensor["shape"][-1])
-        for which, facts in conditionings.items()
-        for tensor in embeddings_of(facts)
-        if tensor["shape"]
-    )
-    return list(dict.fromkeys(pairs))
-
-
 def _possible_widths(encoders: Sequence[EncoderFacts]) -> set[int]:
     """The widths of the encoders and that of all CLIPs joined; empty if one is unknown."""
     if not encoders or any(encoder.width is None for encoder in encoders):
@@ -300,6 +265,17 @@ def _possible_widths(encoders: Sequence[EncoderFacts]) -> set[int]:
 
 def _joint_width(encoders: Sequence[EncoderFacts]) -> int:
     return sum(encoder.width or 0 for encoder in encoders if encoder.is_clip)
+
+
+def _widths(conditionings: Conditionings) -> list[tuple[str, int]]:
+    """The different widths of each conditioning."""
+    pairs = (
+        (which, tensor["shape"][-1])
+        for which, facts in conditionings.items()
+        for tensor in embeddings_of(facts)
+        if tensor["shape"]
+    )
+    return list(dict.fromkeys(pairs))
 
 
 def _explained(width: int, encoders: Sequence[EncoderFacts]) -> str | None:
@@ -314,6 +290,14 @@ def _explained(width: int, encoders: Sequence[EncoderFacts]) -> str | None:
         if not encoder.is_clip and encoder.width and width % encoder.width == 0:
             return f"width {width} is {width // encoder.width} layers of {encoder.family} joined"
     return None
+
+
+def width_notes(conditionings: Conditionings, encoders: Sequence[EncoderFacts]) -> Iterator[str]:
+    """What explains a width that no encoder has by itself."""
+    for which, width in _widths(conditionings):
+        words = _explained(width, encoders)
+        if words:
+            yield f"{which}: {words}"
 
 
 def check_memory(memory: MemoryImpact | None, limits: TextEncodingThresholds) -> Check:
@@ -340,3 +324,27 @@ def _memory_problems(memory: MemoryImpact, limits: TextEncodingThresholds) -> It
     for what, found, allowed, unit in figures:
         if found is not None and allowed is not None and found > allowed:
             yield f"{what}: {found:.1f} {unit}, allowed are {allowed:.1f} {unit}"
+
+
+def check_of(problems: Iterator[str], *, known: bool) -> Check:
+    """A check: passed if there is no problem, None if nothing is known that could be one."""
+    messages = list(dict.fromkeys(problems))
+    return {"passed": False if messages else True if known else None, "messages": messages}
+
+
+def embeddings_of(facts: ConditioningDict) -> list[TensorDict]:
+    """The embeddings of every entry: those of regional and scheduled prompts too."""
+    return [entry["tensor"] for entry in facts["entries"] if entry["tensor"] is not None]
+
+
+def devices_of(facts: ConditioningDict) -> list[str]:
+    """Where embeddings and pooled outputs are. Masks of regions may be elsewhere."""
+    pooled = [entry["pooled"] for entry in facts["entries"] if entry["pooled"] is not None]
+    return list(dict.fromkeys(tensor["device"] for tensor in (*embeddings_of(facts), *pooled)))
+
+
+def largest_value(facts: ConditioningDict) -> float | None:
+    """The largest |element| of all embeddings; None if one was not looked at or has none that is finite."""
+    bounds = [(one["statistics"]["min"], one["statistics"]["max"]) for one in embeddings_of(facts)]
+    known = [max(abs(low), abs(high)) for low, high in bounds if low is not None and high is not None]
+    return max(known) if known and len(known) == len(bounds) else None

@@ -3,11 +3,12 @@
 The tokenizers are the host's own: given, or found in its pipeline or CLIP. Nothing is downloaded, and a
 tokenizer is left as it was found.
 
+Words are told by Unicode's default word boundaries (UAX #29), from the standard library alone (`word_spans`).
 A word is a run of letters and digits with the marks on them. An apostrophe or dot between letters, and a
-comma or dot between digits, belong to the word ("don't", "3.5"); a hyphen does not. An ideograph or
-hiragana sign is a word by itself, katakana runs are one. Two departures: scripts written without spaces
-that need a dictionary (Thai, Lao, Khmer, Myanmar) count a run as one word instead of each letter, and a
-colon always separates, because prompts use it for weights.
+comma or dot between digits, belong to the word ("don't", "3.5"); a hyphen does not. An ideograph or hiragana
+sign is a word by itself, katakana runs are one. Two departures: scripts written without spaces that need a
+dictionary (Thai, Lao, Khmer, Myanmar) count a run as one word instead of each letter, and a colon always
+separates, because prompts use it for weights.
 """
 
 import unicodedata
@@ -95,96 +96,7 @@ def _count_one(
 def _counts(name: str, tokenizer: Any, prompt: str, limit: int | None) -> list[TokenCount]:
     if hasattr(tokenizer, "tokenize_with_weights"):
         return _count_in_chunks(name, tokenizer, prompt)
-    return [_count(name, tokenizer, prompt, limit)]
-
-
-def _count(name: str, tokenizer: Any, prompt: str, limit: int | None) -> TokenCount:
-    with _left_as_found(tokenizer):
-        encoded, starts = _encode(tokenizer, prompt)
-        total = len(encoded)
-        longest = _longest(_limit_of(tokenizer), limit)
-        if longest is None:
-            reason = {"token_limit": "the tokenizer names no limit"}
-            return TokenCount(name, total, 0, limit=None, unavailable=reason)
-        room = max(0, longest - _special_tokens(tokenizer))
-        cut = max(0, total - room)
-        if not cut:
-            return TokenCount(name, total, 0, limit=room)
-        if getattr(tokenizer, "truncation_side", "right") == "left":
-            reason = {"truncated_words": "the tokenizer cuts at the beginning"}
-            return TokenCount(name, total, cut, words_known=False, limit=room, unavailable=reason)
-        start = starts[room] if starts is not None else _fits(tokenizer, prompt, room)
-    return TokenCount(name, total, cut, _words_from(prompt, start), limit=room)
-
-
-def _encode(tokenizer: Any, prompt: str) -> tuple[Sequence[int], list[int] | None]:
-    """Token ids of the bare prompt and, if the tokenizer tells, the character at which each begins."""
-    if getattr(tokenizer, "is_fast", False):
-        encoded = tokenizer(
-            prompt, add_special_tokens=False, truncation=False, return_offsets_mapping=True, verbose=False
-        )
-        return encoded["input_ids"], [int(start) for start, _ in encoded["offset_mapping"]]
-    return _ids(tokenizer, prompt), None
-
-
-def _ids(tokenizer: Any, text: str) -> Sequence[int]:
-    encoded = tokenizer(text, add_special_tokens=False)
-    ids: Sequence[int] = encoded["input_ids"]
-    return ids
-
-
-def _longest(own: int | None, asked: int | None) -> int | None:
-    """The limit that holds: `max_sequence_length` of FLUX and SD 3 is for T5, their CLIPs have 77 positions."""
-    if asked is None or own is None:
-        return own if asked is None else asked
-    return min(own, asked) if own == CLIP_TOKENS else asked
-
-
-def _limit_of(tokenizer: Any) -> int | None:
-    limit = getattr(tokenizer, "model_max_length", None)
-    return int(limit) if isinstance(limit, int | float) and 0 < limit < _NO_LIMIT else None
-
-
-def _special_tokens(tokenizer: Any) -> int:
-    count: Callable[[], int] | None = getattr(tokenizer, "num_special_tokens_to_add", None)
-    return 0 if count is None else int(count())
-
-
-def _fits(tokenizer: Any, prompt: str, room: int) -> int:
-    """The end of the longest run of whole words that fits, for a tokenizer that tells no offsets."""
-    ends = [span.end for span in word_spans(prompt)]
-    low, high = 0, len(ends)
-    while low < high:
-        middle = (low + high + 1) // 2
-        if len(_ids(tokenizer, prompt[: ends[middle - 1]])) <= room:
-            low = middle
-        else:
-            high = middle - 1
-    return ends[low - 1] if low else 0
-
-
-def _words_from(prompt: str, start: int) -> tuple[str, ...]:
-    """The words that are cut off, wholly or in part, when the text from `start` is."""
-    spans: list[Span] = word_spans(prompt)
-    return tuple(prompt[span.start : span.end] for span in spans if span.end > start)
-
-
-@contextmanager
-def _left_as_found(tokenizer: Any) -> Iterator[None]:
-    """Give a fast tokenizer's backend the truncation and padding back that it had."""
-    backend = getattr(tokenizer, "backend_tokenizer", None) or getattr(tokenizer, "_tokenizer", None)
-    if not hasattr(backend, "enable_truncation"):
-        yield
-        return
-    backend_: Any = backend
-    truncation, padding = backend_.truncation, backend_.padding
-    try:
-        yield
-    finally:
-        if backend_.truncation != truncation:
-            backend_.enable_truncation(**truncation) if truncation else backend_.no_truncation()
-        if backend_.padding != padding:
-            backend_.enable_padding(**padding) if padding else backend_.no_padding()
+    return [_count_and_cut(name, tokenizer, prompt, limit)]
 
 
 def _count_in_chunks(name: str, tokenizer: Any, prompt: str) -> list[TokenCount]:
@@ -211,6 +123,96 @@ def _word_tokens(name: str, tokenizer: Any, prompt: str) -> list[tuple[str, int,
     ]
 
 
+def _count_and_cut(name: str, tokenizer: Any, prompt: str, limit: int | None) -> TokenCount:
+    with _left_as_found(tokenizer):
+        encoded, starts = _encode(tokenizer, prompt)
+        total = len(encoded)
+        longest = _longest(_limit_of(tokenizer), limit)
+        if longest is None:
+            reason = {"token_limit": "the tokenizer names no limit"}
+            return TokenCount(name, total, 0, limit=None, unavailable=reason)
+        room = max(0, longest - _special_tokens(tokenizer))
+        cut = max(0, total - room)
+        if not cut:
+            return TokenCount(name, total, 0, limit=room)
+        if getattr(tokenizer, "truncation_side", "right") == "left":
+            reason = {"truncated_words": "the tokenizer cuts at the beginning"}
+            return TokenCount(name, total, cut, words_known=False, limit=room, unavailable=reason)
+        start = starts[room] if starts is not None else _end_of_what_fits(tokenizer, prompt, room)
+    return TokenCount(name, total, cut, _words_from(prompt, start), limit=room)
+
+
+@contextmanager
+def _left_as_found(tokenizer: Any) -> Iterator[None]:
+    """Give a fast tokenizer's backend the truncation and padding back that it had."""
+    backend = getattr(tokenizer, "backend_tokenizer", None) or getattr(tokenizer, "_tokenizer", None)
+    if not hasattr(backend, "enable_truncation"):
+        yield
+        return
+    backend_: Any = backend
+    truncation, padding = backend_.truncation, backend_.padding
+    try:
+        yield
+    finally:
+        if backend_.truncation != truncation:
+            backend_.enable_truncation(**truncation) if truncation else backend_.no_truncation()
+        if backend_.padding != padding:
+            backend_.enable_padding(**padding) if padding else backend_.no_padding()
+
+
+def _encode(tokenizer: Any, prompt: str) -> tuple[Sequence[int], list[int] | None]:
+    """Token ids of the bare prompt and, if the tokenizer tells, the character at which each begins."""
+    if getattr(tokenizer, "is_fast", False):
+        encoded = tokenizer(
+            prompt, add_special_tokens=False, truncation=False, return_offsets_mapping=True, verbose=False
+        )
+        return encoded["input_ids"], [int(start) for start, _ in encoded["offset_mapping"]]
+    return _token_ids(tokenizer, prompt), None
+
+
+def _token_ids(tokenizer: Any, text: str) -> Sequence[int]:
+    encoded = tokenizer(text, add_special_tokens=False)
+    ids: Sequence[int] = encoded["input_ids"]
+    return ids
+
+
+def _longest(own: int | None, asked: int | None) -> int | None:
+    """The limit that holds: `max_sequence_length` of FLUX and SD 3 is for T5, their CLIPs have 77 positions."""
+    if asked is None or own is None:
+        return own if asked is None else asked
+    return min(own, asked) if own == CLIP_TOKENS else asked
+
+
+def _limit_of(tokenizer: Any) -> int | None:
+    limit = getattr(tokenizer, "model_max_length", None)
+    return int(limit) if isinstance(limit, int | float) and 0 < limit < _NO_LIMIT else None
+
+
+def _special_tokens(tokenizer: Any) -> int:
+    count: Callable[[], int] | None = getattr(tokenizer, "num_special_tokens_to_add", None)
+    return 0 if count is None else int(count())
+
+
+def _end_of_what_fits(tokenizer: Any, prompt: str, room: int) -> int:
+    """The end of the longest run of whole words that fits, for a tokenizer that tells no offsets."""
+    ends = [span.end for span in word_spans(prompt)]
+    low, high = 0, len(ends)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if len(_token_ids(tokenizer, prompt[: ends[middle - 1]])) <= room:
+            low = middle
+        else:
+            high = middle - 1
+    return ends[low - 1] if low else 0
+
+
+def _words_from(prompt: str, start: int) -> tuple[str, ...]:
+    """The words that are cut off, wholly or in part, when the text from `start` is."""
+    spans: list[Span] = word_spans(prompt)
+    return tuple(prompt[span.start : span.end] for span in spans if span.end > start)
+
+
+# What UAX #29 knows of single characters, as far as words need it.
 _MIDDLE_OF_ANY = frozenset(".'‘’․﹒＇．")
 _MIDDLE_OF_LETTERS = frozenset("·՟״‧")
 _MIDDLE_OF_NUMBERS = frozenset(",;\u037e։،؍٬߸⁄︐︔﹐﹔，；")
@@ -235,8 +237,6 @@ _KATAKANA = (
     (0x32D0, 0x3357),
     (0xFF66, 0xFF9D),
 )
-
-
 _LETTERS_BY_USE = (
     (0x02C2, 0x02C5),
     (0x02D2, 0x02D7),
@@ -262,8 +262,6 @@ _HEBREW = ((0x05D0, 0x05EA), (0x05EF, 0x05F2), (0xFB1D, 0xFB1D), (0xFB1F, 0xFB28
 _ZERO_WIDTH_SPACE = "\u200b"
 _NARROW_SPACE = "\u202f"  # 10 000 with it is one number
 _DECIMAL_SEPARATOR = "٫"  # a digit to UAX #29
-
-
 LETTER, NUMBER, KATAKANA, LONE, LINK, MIDDLE, OTHER = "LNKIEMO"
 _JOINED = frozenset(
     (*(a + b for a in "LN" for b in "LN"), "KK", *(a + LINK for a in "LNKE"), *(LINK + b for b in "LNK"))
@@ -277,17 +275,8 @@ class Span(NamedTuple):
     end: int
 
 
-class _Sign(NamedTuple):
-    """A character with the marks that follow it."""
-
-    character: str
-    kind: str
-    start: int
-    end: int
-
-
 def word_spans(text: str) -> list[Span]:
-    """The words of `text` in order, by the rules above."""
+    """The words of `text` in order, by the rules at the head of this module."""
     signs = _signs(text)
     spans: list[Span] = []
     first = 0
@@ -300,14 +289,23 @@ def word_spans(text: str) -> list[Span]:
     return spans
 
 
-def is_attached(character: str) -> bool:
-    """Whether it belongs to the character before it: combining marks, joiners, invisible format characters."""
-    return unicodedata.category(character) in ("Mn", "Mc", "Me", "Cf")
+class _Sign(NamedTuple):
+    """A character with the marks that follow it."""
+
+    character: str
+    kind: str
+    start: int
+    end: int
 
 
-def _makes_a_word(sign: _Sign) -> bool:
-    """Whether it is more than punctuation, which a decimal separator or a geresh alone is."""
-    return sign.kind in "LNKI" and unicodedata.category(sign.character)[0] != "P"
+def _signs(text: str) -> list[_Sign]:
+    signs: list[_Sign] = []
+    for index, character in enumerate(text):
+        if signs and _extends(character) and signs[-1].character not in "\r\n":
+            signs[-1] = signs[-1]._replace(end=index + 1)
+        else:
+            signs.append(_Sign(character, _kind(character), index, index + 1))
+    return signs
 
 
 @lru_cache(maxsize=4096)
@@ -320,16 +318,6 @@ def _extends(character: str) -> bool:
 
 def _within(code: int, ranges: tuple[tuple[int, int], ...]) -> bool:
     return any(low <= code <= high for low, high in ranges)
-
-
-def _signs(text: str) -> list[_Sign]:
-    signs: list[_Sign] = []
-    for index, character in enumerate(text):
-        if signs and _extends(character) and signs[-1].character not in "\r\n":
-            signs[-1] = signs[-1]._replace(end=index + 1)
-        else:
-            signs.append(_Sign(character, _kind(character), index, index + 1))
-    return signs
 
 
 @lru_cache(maxsize=4096)
@@ -380,3 +368,13 @@ def _is_inside(before: _Sign, middle: _Sign, after: _Sign) -> bool:
     if kinds == LETTER + LETTER:
         return character in _MIDDLE_OF_ANY or character in _MIDDLE_OF_LETTERS
     return kinds == NUMBER + NUMBER and (character in _MIDDLE_OF_ANY or character in _MIDDLE_OF_NUMBERS)
+
+
+def _makes_a_word(sign: _Sign) -> bool:
+    """Whether it is more than punctuation, which a decimal separator or a geresh alone is."""
+    return sign.kind in "LNKI" and unicodedata.category(sign.character)[0] != "P"
+
+
+def is_attached(character: str) -> bool:
+    """Whether it belongs to the character before it: combining marks, joiners, invisible format characters."""
+    return unicodedata.category(character) in ("Mn", "Mc", "Me", "Cf")

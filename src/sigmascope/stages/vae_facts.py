@@ -17,10 +17,14 @@ from sigmascope.records.latents import VaeFacts
 
 _HOLDERS = ("vae", "vae_model", "_orig_mod")
 """Where pipelines, an LBM model's VAE and torch.compile keep the VAE itself."""
-
-
 _MOST_FRAMES = 65
 _FACTS = ("latent_channels", "image_channels", "spatial_factor", "temporal_factor", "is_video")
+_VIDEO_KEYS = frozenset(
+    {"temperal_downsample", "temporal_compression_ratio", "temporal_expansions", "scale_factor_temporal"}
+)
+_LATENT_CHANNELS = ("latent_channels", "z_dim", "vq_embed_dim", "encoder_hidden_size")
+_PICTURE_CHANNELS = ("in_channels", "input_channels", "out_channels")
+_WIDTHS = ("down_block_out_channels", "encoder_block_out_channels", "block_out_channels")
 
 
 def vae_facts(vae: object) -> VaeFacts:
@@ -33,6 +37,75 @@ def vae_facts(vae: object) -> VaeFacts:
         return reading.value
     reason = reading.reason or "it could not be read"
     return VaeFacts(type(vae).__name__, unavailable=dict.fromkeys(_FACTS, reason))
+
+
+def _facts(vae: object) -> VaeFacts:
+    module = module_facts(vae)
+    if vae is None:
+        return _unknown("NoneType", "no VAE was given", module)
+    if _is_comfyui(vae):
+        return _comfyui(vae, module)
+    config = getattr(vae, "config", None)
+    if isinstance(config, Mapping):
+        facts = config_facts(vae, config)
+        return VaeFacts(type(vae).__name__, **_weight_facts(module), **_with_reasons(facts, "config"))
+    return _unknown(type(vae).__name__, f"{type(vae).__name__} has no config that is known", module)
+
+
+def _unknown(class_name: str, reason: str, module: ModuleFacts) -> VaeFacts:
+    return VaeFacts(class_name, **_weight_facts(module), unavailable=dict.fromkeys(_FACTS, reason))
+
+
+def _weight_facts(module: ModuleFacts) -> dict[str, Any]:
+    """Where most of the weights are, of which type, and their bytes."""
+    return {
+        "dtype": max(module.dtypes, key=lambda name: module.dtypes[name], default=None),
+        "device": max(module.devices, key=lambda name: module.devices[name], default=None),
+        "nbytes": module.nbytes,
+    }
+
+
+def _is_comfyui(vae: object) -> bool:
+    return hasattr(vae, "first_stage_model") and hasattr(vae, "downscale_ratio")
+
+
+def _comfyui(vae: Any, module: ModuleFacts) -> VaeFacts:
+    """ComfyUI's VAE: ratios are numbers, or a function of frames with two numbers for video."""
+    down = vae.downscale_ratio
+    over_time = down[0] if isinstance(down, tuple) else None
+    factor, apart = _temporal_factor_of(over_time) if callable(over_time) else (1, False)
+    is_video = getattr(vae, "latent_dim", 2) == 3
+    facts = {
+        "latent_channels": whole(getattr(vae, "latent_channels", None)),
+        "image_channels": whole(getattr(vae, "output_channels", None)),
+        "spatial_factor": whole(down[-1] if isinstance(down, tuple) else down),
+        "temporal_factor": factor,
+        "first_frame_apart": apart,
+        "is_video": is_video,
+    }
+    name = type(getattr(vae, "first_stage_model", vae)).__name__
+    return VaeFacts(name, **_weight_facts(module), **_with_reasons(facts, "ComfyUI's VAE"))
+
+
+def _temporal_factor_of(latent_frames: Callable[[int], Any]) -> tuple[int | None, bool]:
+    """Factor and causality of a function from frames to latent frames, found by asking it.
+
+    A causal one begins with one latent frame for one frame, and its second needs a whole factor more.
+    """
+    for frames in range(2, _MOST_FRAMES):
+        if latent_frames(frames) >= 2:
+            causal = latent_frames(1) == 1 and latent_frames(2 * frames - 1) >= 3
+            return (frames - 1, True) if causal else (frames // 2, False)
+    return None, False
+
+
+def _with_reasons(facts: dict[str, Any], source: str) -> dict[str, Any]:
+    missing = [name for name in _FACTS if facts.get(name) is None]
+    return {
+        **facts,
+        "source": source,
+        "unavailable": dict.fromkeys(missing, f"neither {source} nor layers tell"),
+    }
 
 
 def inner_vae(vae: object) -> object:
@@ -56,88 +129,11 @@ def _is_function(thing: object) -> bool:
     return callable(thing) and not isinstance(thing, nn.Module)
 
 
-def _is_comfyui(vae: object) -> bool:
-    return hasattr(vae, "first_stage_model") and hasattr(vae, "downscale_ratio")
-
-
-def _facts(vae: object) -> VaeFacts:
-    module = module_facts(vae)
-    if vae is None:
-        return _unknown("NoneType", "no VAE was given", module)
-    if _is_comfyui(vae):
-        return _comfyui(vae, module)
-    config = getattr(vae, "config", None)
-    if isinstance(config, Mapping):
-        facts = config_facts(vae, config)
-        return VaeFacts(type(vae).__name__, **_weights(module), **_with_reasons(facts, "config"))
-    return _unknown(type(vae).__name__, f"{type(vae).__name__} has no config that is known", module)
-
-
-def _unknown(class_name: str, reason: str, module: ModuleFacts) -> VaeFacts:
-    return VaeFacts(class_name, **_weights(module), unavailable=dict.fromkeys(_FACTS, reason))
-
-
-def _weights(module: ModuleFacts) -> dict[str, Any]:
-    """Where most of the weights are, of which type, and their bytes."""
-    return {
-        "dtype": max(module.dtypes, key=lambda name: module.dtypes[name], default=None),
-        "device": max(module.devices, key=lambda name: module.devices[name], default=None),
-        "nbytes": module.nbytes,
-    }
-
-
-def _with_reasons(facts: dict[str, Any], source: str) -> dict[str, Any]:
-    missing = [name for name in _FACTS if facts.get(name) is None]
-    return {
-        **facts,
-        "source": source,
-        "unavailable": dict.fromkeys(missing, f"neither {source} nor layers tell"),
-    }
-
-
-def _comfyui(vae: Any, module: ModuleFacts) -> VaeFacts:
-    """ComfyUI's VAE: ratios are numbers, or a function of frames with two numbers for video."""
-    down = vae.downscale_ratio
-    over_time = down[0] if isinstance(down, tuple) else None
-    factor, apart = _factor_of(over_time) if callable(over_time) else (1, False)
-    is_video = getattr(vae, "latent_dim", 2) == 3
-    facts = {
-        "latent_channels": whole(getattr(vae, "latent_channels", None)),
-        "image_channels": whole(getattr(vae, "output_channels", None)),
-        "spatial_factor": whole(down[-1] if isinstance(down, tuple) else down),
-        "temporal_factor": factor,
-        "first_frame_apart": apart,
-        "is_video": is_video,
-    }
-    name = type(getattr(vae, "first_stage_model", vae)).__name__
-    return VaeFacts(name, **_weights(module), **_with_reasons(facts, "ComfyUI's VAE"))
-
-
-def _factor_of(latent_frames: Callable[[int], Any]) -> tuple[int | None, bool]:
-    """Factor and causality of a function from frames to latent frames, found by asking it.
-
-    A causal one begins with one latent frame for one frame, and its second needs a whole factor more.
-    """
-    for frames in range(2, _MOST_FRAMES):
-        if latent_frames(frames) >= 2:
-            causal = latent_frames(1) == 1 and latent_frames(2 * frames - 1) >= 3
-            return (frames - 1, True) if causal else (frames // 2, False)
-    return None, False
-
-
-_VIDEO = frozenset(
-    {"temperal_downsample", "temporal_compression_ratio", "temporal_expansions", "scale_factor_temporal"}
-)
-_LATENT_CHANNELS = ("latent_channels", "z_dim", "vq_embed_dim", "encoder_hidden_size")
-_PICTURE_CHANNELS = ("in_channels", "input_channels", "out_channels")
-_WIDTHS = ("down_block_out_channels", "encoder_block_out_channels", "block_out_channels")
-
-
 def config_facts(vae: object, config: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of `VaeFacts` that say something of latents, None where nothing tells."""
     is_video = _is_video(vae, config)
     return {
-        "latent_channels": _first(config, _LATENT_CHANNELS),
+        "latent_channels": _first_number(config, _LATENT_CHANNELS),
         "image_channels": _picture_channels(config),
         "spatial_factor": _spatial(vae, config),
         "temporal_factor": _temporal(vae, config) if is_video else 1,
@@ -146,31 +142,11 @@ def config_facts(vae: object, config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def whole(number: object) -> int | None:
-    """A positive whole number, of whatever type; None for anything else."""
-    if isinstance(number, bool) or not isinstance(number, int | float) or number < 1:
-        return None
-    integer = int(number)
-    return integer if integer == number else None
-
-
-def _picture_channels(config: Mapping[str, Any]) -> int | None:
-    """Where `in_channels` counts what patches or Fourier features make of them, a picture still has 3."""
-    if whole(config.get("patch_size")) is not None or "temporal_expansions" in config:
-        return 3
-    return _first(config, _PICTURE_CHANNELS)
-
-
 def _is_video(vae: object, config: Mapping[str, Any]) -> bool:
     """Whether frames have an axis of their own: a factor of time in the config, or 3-D layers to encode."""
-    return bool(_VIDEO & config.keys()) or any(isinstance(part, nn.Conv3d) for part in _encoder_parts(vae))
-
-
-def _is_causal(vae: object, config: Mapping[str, Any]) -> bool:
-    told = next((config[name] for name in ("encoder_causal", "is_causal") if name in config), None)
-    if told is not None:
-        return bool(told)
-    return any("Causal" in type(part).__name__ for part in _encoder_parts(vae))
+    return bool(_VIDEO_KEYS & config.keys()) or any(
+        isinstance(part, nn.Conv3d) for part in _encoder_parts(vae)
+    )
 
 
 def _encoder_parts(vae: object) -> Iterator[nn.Module]:
@@ -178,14 +154,31 @@ def _encoder_parts(vae: object) -> Iterator[nn.Module]:
     return modules_in(encoder) if isinstance(encoder, nn.Module) else iter(())
 
 
+def _first_number(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
+    found = (whole(config.get(name)) for name in names)
+    return next((number for number in found if number is not None), None)
+
+
+def _picture_channels(config: Mapping[str, Any]) -> int | None:
+    """Where `in_channels` counts what patches or Fourier features make of them, a picture still has 3."""
+    if whole(config.get("patch_size")) is not None or "temporal_expansions" in config:
+        return 3
+    return _first_number(config, _PICTURE_CHANNELS)
+
+
 def _spatial(vae: object, config: Mapping[str, Any]) -> int | None:
     stages = config.get("temperal_downsample")
     if isinstance(stages, list | tuple):  # WAN and Qwen-Image: the layers, whatever the config claims
         return (1 << len(stages)) * (whole(config.get("patch_size")) or 1)
-    told = _own(vae, "spatial_compression_ratio")
-    told = told or _first(config, ("spatial_compression_ratio", "scale_factor_spatial"))
+    told = _own_attribute(vae, "spatial_compression_ratio")
+    told = told or _first_number(config, ("spatial_compression_ratio", "scale_factor_spatial"))
     widths = next((config[name] for name in _WIDTHS if isinstance(config.get(name), list | tuple)), None)
     return told or (None if widths is None else 1 << (len(widths) - 1))
+
+
+def _own_attribute(vae: object, name: str) -> int | None:
+    """An attribute of the object itself: asking diffusers for one that only its config has makes it warn."""
+    return whole(vars(vae).get(name))
 
 
 def _temporal(vae: object, config: Mapping[str, Any]) -> int | None:
@@ -195,15 +188,20 @@ def _temporal(vae: object, config: Mapping[str, Any]) -> int | None:
     expansions = config.get("temporal_expansions")
     if isinstance(expansions, list | tuple):
         return int(math.prod(expansions))
-    told = _own(vae, "temporal_compression_ratio")
-    return told or _first(config, ("temporal_compression_ratio", "scale_factor_temporal"))
+    told = _own_attribute(vae, "temporal_compression_ratio")
+    return told or _first_number(config, ("temporal_compression_ratio", "scale_factor_temporal"))
 
 
-def _own(vae: object, name: str) -> int | None:
-    """An attribute of the object itself: asking diffusers for one that only its config has makes it warn."""
-    return whole(vars(vae).get(name))
+def _is_causal(vae: object, config: Mapping[str, Any]) -> bool:
+    told = next((config[name] for name in ("encoder_causal", "is_causal") if name in config), None)
+    if told is not None:
+        return bool(told)
+    return any("Causal" in type(part).__name__ for part in _encoder_parts(vae))
 
 
-def _first(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
-    found = (whole(config.get(name)) for name in names)
-    return next((number for number in found if number is not None), None)
+def whole(number: object) -> int | None:
+    """A positive whole number, of whatever type; None for anything else."""
+    if isinstance(number, bool) or not isinstance(number, int | float) or number < 1:
+        return None
+    integer = int(number)
+    return integer if integer == number else None

@@ -1,4 +1,10 @@
-"""What became of a model's weights between two moments."""
+"""What became of a model's weights between two moments: names, facts, and how much each one changed.
+
+How much is measured from both contents where there are two, else calculated from the changes on the weight,
+else estimated from a thousand sampled elements. Old contents are taken wherever anybody still has them
+(`Originals`). For a weight that plain changes were merged into, the norm that it had before follows from the
+merged weight and the changes (`beside_unmerged`).
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +32,13 @@ from sigmascope.stages.model_snapshot import (
     weights_in,
 )
 from sigmascope.stages.schema import Drift, ValueChange, WeightChange, WeightChanges
+
+_LOOKED_AT = ("weights", "fingerprints")
+_MEASURED_WITHIN: Final = 0.05  # how far a measured change may be from the predicted one, as a fraction
+_SAMPLED_WITHIN: Final = 1.0  # the same for one that a sample estimates
+NOT_LOOKED_AT: Final = "the content of this weight was not looked at"
+_NO_EFFECT: Final = Effect(None, None, None, False)
+_CANCELLED: Final = 1e-6  # a difference of squares below this share of them is rounding
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,21 +68,21 @@ class Moments:
 
 
 def weight_changes(moments: Moments) -> WeightChanges:
-    """Compare names, facts and contents; see `typed.WeightChanges`."""
+    """Compare names, facts and contents; see `WeightChanges`."""
     before, after = moments.before, moments.after
     common = [key for key in before.weights if key in after.weights]
     verdicts = dict(_verdicts(moments))
     changed = {key: verdict for key, verdict in verdicts.items() if verdict.is_effective}
     effects = {key: verdict.effect for key, verdict in changed.items()}
     keys = KeysOfBoth(before, after)
-    whole = _total(effects)
+    whole = _total_effect(effects)
     return {
         "keys_added": keys.only_in(after, before),
         "keys_removed": keys.only_in(before, after),
         "keys_modified": keys.in_both(),
         "total_keys_original": keys.count(before),
         "total_keys_modified": keys.count(after),
-        "weight_changes": {key: _facts(key, before, after) for key in common},
+        "weight_changes": {key: _fact_changes(key, before, after) for key in common},
         "keys_value_changed": {key: verdict.change for key, verdict in changed.items()},
         "keys_wrapped": after.wrapped_keys,
         "keys_compared": sum(key in after.fingerprints for key in before.fingerprints),
@@ -81,17 +94,6 @@ def weight_changes(moments: Moments) -> WeightChanges:
         "unexplained": [key for key, verdict in changed.items() if verdict.is_unexplained],
         "not_as_predicted": [key for key, v in changed.items() if v.is_as_predicted is False],
         "unavailable": {**_why_not_whole(before, after), **whole.unavailable},
-    }
-
-
-def _facts(key: str, before: CapturedModel, after: CapturedModel) -> WeightChange:
-    old, new = before.weights[key], after.weights[key]
-    return {
-        "shape_changed": old.shape != new.shape,
-        "dtype_changed": old.dtype != new.dtype,
-        "device_changed": old.device != new.device,
-        "original_shape": str(old.shape),
-        "modified_shape": str(new.shape),
     }
 
 
@@ -163,50 +165,6 @@ def _acts(patches: list[AppliedPatch]) -> bool:
     return any(patch.state not in ("failed", "inactive") for patch in patches)
 
 
-def _total(effects: Mapping[str, Effect]) -> Effect:
-    deltas = [effect.delta_norm for effect in effects.values() if effect.delta_norm is not None]
-    both = [e for e in effects.values() if e.delta_norm is not None and e.weight_norm is not None]
-    unavailable: dict[str, str] = {}
-    if len(deltas) < len(effects):
-        first = next(
-            e.unavailable.get("delta_norm", "unknown") for e in effects.values() if e.delta_norm is None
-        )
-        unavailable["delta_norm"] = f"of {len(effects) - len(deltas)} of {len(effects)} weights: {first}"
-    below = root_sum_square([effect.weight_norm or 0.0 for effect in both])
-    above = root_sum_square([effect.delta_norm or 0.0 for effect in both])
-    if below == 0.0:
-        unavailable["relative_change"] = (
-            "no weight changed" if not effects else "no changed weight's norm is known"
-        )
-    delta = root_sum_square(deltas) if deltas or not effects else None
-    return Effect(delta, above / below if below > 0.0 else None, below, unavailable=unavailable)
-
-
-def _drift(verdicts: Mapping[str, Verdict]) -> Drift:
-    found = {key: verdict.content_relative for key, verdict in verdicts.items() if verdict.is_drift}
-    known = [relative for relative in found.values() if relative is not None]
-    return {"keys": list(found), "largest_relative_change": max(known, default=None)}
-
-
-def _why_not_whole(before: CapturedModel, after: CapturedModel) -> dict[str, str]:
-    """Why the comparison is not whole."""
-    reasons = {f"original_{name}": before.unavailable[name] for name in _NAMES if name in before.unavailable}
-    return reasons | {
-        f"modified_{name}": after.unavailable[name] for name in _NAMES if name in after.unavailable
-    }
-
-
-_NAMES = ("weights", "fingerprints")
-
-
-_MEASURED_WITHIN: Final = 0.05
-_SAMPLED_WITHIN: Final = 1.0
-NOT_LOOKED_AT: Final = "the content of this weight was not looked at"
-
-
-_NOTHING: Final = Effect(None, None, None, False)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class WeightInQuestion:
     """One weight and what is known of it. It holds the host's tensors.
@@ -228,6 +186,60 @@ class WeightInQuestion:
     samples: tuple[Tensor, Tensor] | None
 
 
+def _total_effect(effects: Mapping[str, Effect]) -> Effect:
+    deltas = [effect.delta_norm for effect in effects.values() if effect.delta_norm is not None]
+    both = [e for e in effects.values() if e.delta_norm is not None and e.weight_norm is not None]
+    unavailable: dict[str, str] = {}
+    if len(deltas) < len(effects):
+        first = next(
+            e.unavailable.get("delta_norm", "unknown") for e in effects.values() if e.delta_norm is None
+        )
+        unavailable["delta_norm"] = f"of {len(effects) - len(deltas)} of {len(effects)} weights: {first}"
+    below = root_sum_square([effect.weight_norm or 0.0 for effect in both])
+    above = root_sum_square([effect.delta_norm or 0.0 for effect in both])
+    if below == 0.0:
+        unavailable["relative_change"] = (
+            "no weight changed" if not effects else "no changed weight's norm is known"
+        )
+    delta = root_sum_square(deltas) if deltas or not effects else None
+    return Effect(delta, above / below if below > 0.0 else None, below, unavailable=unavailable)
+
+
+def _fact_changes(key: str, before: CapturedModel, after: CapturedModel) -> WeightChange:
+    old, new = before.weights[key], after.weights[key]
+    return {
+        "shape_changed": old.shape != new.shape,
+        "dtype_changed": old.dtype != new.dtype,
+        "device_changed": old.device != new.device,
+        "original_shape": str(old.shape),
+        "modified_shape": str(new.shape),
+    }
+
+
+def _drift(verdicts: Mapping[str, Verdict]) -> Drift:
+    found = {key: verdict.content_relative for key, verdict in verdicts.items() if verdict.is_drift}
+    known = [relative for relative in found.values() if relative is not None]
+    return {"keys": list(found), "largest_relative_change": max(known, default=None)}
+
+
+def _why_not_whole(before: CapturedModel, after: CapturedModel) -> dict[str, str]:
+    """Why the comparison is not whole."""
+    reasons = {
+        f"original_{name}": before.unavailable[name] for name in _LOOKED_AT if name in before.unavailable
+    }
+    return reasons | {
+        f"modified_{name}": after.unavailable[name] for name in _LOOKED_AT if name in after.unavailable
+    }
+
+
+def moments_of(before: CapturedModel, model: object, model_type: str, applied: Applied) -> Moments:
+    """Look at a model as it is now, at the same weights as before."""
+    keys = None if not before.fingerprints else set(before.fingerprints)
+    contents = before.fingerprint_seconds is not None
+    after = capture_model(model, model_type, keys=keys, contents=contents)
+    return Moments(before, after, model, applied)
+
+
 def judge_weight(weight: WeightInQuestion) -> Verdict:
     """Measure or predict the change of one weight."""
     acting = sort_patches(weight.fresh).acting
@@ -236,15 +248,15 @@ def judge_weight(weight: WeightInQuestion) -> Verdict:
     measured = _measured(weight, acting, contents)
     sampled = sampled_effect(weight.samples, weight.now.numel())
     beside = any(patch.state != "merged" for patch in acting)  # of which contents say nothing
-    effect, source = _best(measured, predicted, None if beside else sampled)
-    seen = contents or sampled or _NOTHING
+    effect, source = _best_known(measured, predicted, None if beside else sampled)
+    seen = contents or sampled or _NO_EFFECT
     content = seen.relative_change
     within_rounding = seen.delta_norm == 0.0 or (
         content is not None and content <= rounding(weight.now.dtype)
     )
     bare = weight.content_changed is True and not any(patch.state == "merged" for patch in acting)
     return Verdict(
-        _change(weight, effect, source, predicted, sampled),
+        _value_change(weight, effect, source, predicted, sampled),
         effect,
         bare and within_rounding,
         bare and not within_rounding and not weight.had_patches,
@@ -253,19 +265,19 @@ def judge_weight(weight: WeightInQuestion) -> Verdict:
     )
 
 
-def _of_contents(weight: WeightInQuestion) -> Effect | None:
-    """Of the content that changed, where the old one is there."""
-    if weight.content_changed and weight.original is not None:
-        return measured_effect(weight.original, weight.now)
-    return None
-
-
 def _predicted(weight: WeightInQuestion, acting: Sequence[AppliedPatch]) -> Effect:
     if weight.original is not None or not any(patch.state == "merged" for patch in acting):
         return effect_of(weight.fresh, weight.now if weight.original is None else weight.original)
     if any(map(needs_weight, acting)):
         return effect_of(weight.fresh, None)
     return beside_unmerged(effect_of(weight.fresh, None), weight.now, acting)
+
+
+def _of_contents(weight: WeightInQuestion) -> Effect | None:
+    """Of the content that changed, where the old one is there."""
+    if weight.content_changed and weight.original is not None:
+        return measured_effect(weight.original, weight.now)
+    return None
 
 
 def _measured(
@@ -279,7 +291,7 @@ def _measured(
     return contents
 
 
-def _best(
+def _best_known(
     measured: Effect | None, predicted: Effect | None, sampled: Effect | None
 ) -> tuple[Effect, str | None]:
     for effect, source in ((measured, "contents"), (predicted, "patches"), (sampled, "sample")):
@@ -291,7 +303,7 @@ def _best(
     return Effect(None, None, None, False, unavailable=why), None
 
 
-def _change(
+def _value_change(
     weight: WeightInQuestion,
     effect: Effect,
     source: str | None,
@@ -341,12 +353,72 @@ def _as_predicted(
     return abs(found.delta_norm - predicted.delta_norm) <= allowed
 
 
-def moments_of(before: CapturedModel, model: object, model_type: str, applied: Applied) -> Moments:
-    """Look at a model as it is now, at the same weights as before."""
-    keys = None if not before.fingerprints else set(before.fingerprints)
-    contents = before.fingerprint_seconds is not None
-    after = capture_model(model, model_type, keys=keys, contents=contents)
-    return Moments(before, after, model, applied)
+def beside_unmerged(effect: Effect, merged: Tensor, acting: Sequence[AppliedPatch]) -> Effect:
+    """The effect with the norm of the weight without the changes, where it can be had.
+
+    ‖W‖² = ‖M‖² − 2·<M, Δ> + ‖Δ‖² for the merged weight M = W + Δ, with <M, up·down> = Σ (upᵀM) ∘ down.
+
+    Args:
+        effect: Of the changes, beside the merged weight.
+        merged: The weight with the changes.
+        acting: All of its changes that act.
+    """
+    norm = attempt(lambda: _norm_before(effect, merged, acting), SigmascopeError).value
+    if norm is None or effect.delta_norm is None:
+        reason = "the weight without the changes is gone"
+        unavailable = {**effect.unavailable, "weight_norm": reason, "relative_change": reason}
+        return Effect(effect.delta_norm, None, None, True, effect.acting, effect.left_out, unavailable)
+    relative = effect.delta_norm / norm
+    return Effect(effect.delta_norm, relative, norm, True, effect.acting, effect.left_out, effect.unavailable)
+
+
+def _norm_before(effect: Effect, merged: Tensor, acting: Sequence[AppliedPatch]) -> float | None:
+    simple = all(is_product(patch) and patch.strength_model == 1.0 for patch in acting)
+    if effect.delta_norm is None or not simple:
+        return None
+    with torch.no_grad():
+        shape = tuple(merged.shape)
+        whole = quick_norm(merged)
+        inner = sum(_inner_product(merged, factors_of(patch, shape)) for patch in acting)
+    squared = whole**2 - 2.0 * inner + effect.delta_norm**2
+    return sqrt(squared) if squared > _CANCELLED * (whole**2 + effect.delta_norm**2) else None
+
+
+def _inner_product(merged: Tensor, factors: WeightedFactors) -> float:
+    """<M, w·up·down>; the products in float32, which is eight digits of each."""
+    matrix = merged.detach().flatten(1).to(torch.float32)
+    up, down = (one.to(matrix.device, torch.float32) for one in (factors.up, factors.down))
+    return factors.weight * float(torch.sum((up.T @ matrix) * down, dtype=torch.float64))
+
+
+def sampled_effect(samples: tuple[Tensor, Tensor] | None, elements: int) -> Effect | None:
+    """‖ΔW‖ and ‖W‖ estimated from the same elements before and now; None without them, or with NaN."""
+    if samples is None or samples[0].shape != samples[1].shape or not samples[0].numel():
+        return None
+    before, after = (sample.to(torch.float64) for sample in samples)
+    share = sqrt(elements / before.numel())
+    delta, whole = (float(torch.linalg.vector_norm(values)) * share for values in (after - before, before))
+    if not (isfinite(delta) and isfinite(whole)):
+        return None
+    return Effect(delta, delta / whole if whole > 0 else None, whole, False)
+
+
+def sample_pair(
+    key: str, before: Mapping[str, Tensor], after: Mapping[str, Tensor]
+) -> tuple[Tensor, Tensor] | None:
+    """Both samples of a weight, if both were taken."""
+    return (before[key], after[key]) if key in before and key in after else None
+
+
+def rounding(dtype: torch.dtype) -> float:
+    """‖ΔW‖/‖W‖ up to which adding a change and taking it away again explains a difference.
+
+    Two roundings to the nearest are off by 0.3 ε of the larger of W and W + Δ, in the mean over a weight.
+    """
+    if not dtype.is_floating_point:
+        return 0.0
+    eps = torch.finfo(dtype).eps
+    return eps if eps > 1e-6 else 4 * eps
 
 
 class KeysOfBoth:
@@ -407,74 +479,3 @@ def _same_memory(one: Tensor, other: Tensor) -> bool:
     if one is other:
         return True
     return one.device == other.device and one.data_ptr() == other.data_ptr() != 0
-
-
-_CANCELLED: Final = 1e-6
-
-
-def beside_unmerged(effect: Effect, merged: Tensor, acting: Sequence[AppliedPatch]) -> Effect:
-    """The effect with the norm of the weight without the changes, where it can be had.
-
-    ‖W‖² = ‖M‖² − 2·<M, Δ> + ‖Δ‖² for the merged weight M = W + Δ, with <M, up·down> = Σ (upᵀM) ∘ down.
-
-    Args:
-        effect: Of the changes, beside the merged weight.
-        merged: The weight with the changes.
-        acting: All of its changes that act.
-    """
-    norm = attempt(lambda: _norm(effect, merged, acting), SigmascopeError).value
-    if norm is None or effect.delta_norm is None:
-        reason = "the weight without the changes is gone"
-        unavailable = {**effect.unavailable, "weight_norm": reason, "relative_change": reason}
-        return Effect(effect.delta_norm, None, None, True, effect.acting, effect.left_out, unavailable)
-    relative = effect.delta_norm / norm
-    return Effect(effect.delta_norm, relative, norm, True, effect.acting, effect.left_out, effect.unavailable)
-
-
-def _norm(effect: Effect, merged: Tensor, acting: Sequence[AppliedPatch]) -> float | None:
-    simple = all(is_product(patch) and patch.strength_model == 1.0 for patch in acting)
-    if effect.delta_norm is None or not simple:
-        return None
-    with torch.no_grad():
-        shape = tuple(merged.shape)
-        whole = quick_norm(merged)
-        inner = sum(_inner(merged, factors_of(patch, shape)) for patch in acting)
-    squared = whole**2 - 2.0 * inner + effect.delta_norm**2
-    return sqrt(squared) if squared > _CANCELLED * (whole**2 + effect.delta_norm**2) else None
-
-
-def _inner(merged: Tensor, factors: WeightedFactors) -> float:
-    """<M, w·up·down>; the products in float32, which is eight digits of each."""
-    matrix = merged.detach().flatten(1).to(torch.float32)
-    up, down = (one.to(matrix.device, torch.float32) for one in (factors.up, factors.down))
-    return factors.weight * float(torch.sum((up.T @ matrix) * down, dtype=torch.float64))
-
-
-def rounding(dtype: torch.dtype) -> float:
-    """‖ΔW‖/‖W‖ up to which adding a change and taking it away again explains a difference.
-
-    Two roundings to the nearest are off by 0.3 ε of the larger of W and W + Δ, in the mean over a weight.
-    """
-    if not dtype.is_floating_point:
-        return 0.0
-    eps = torch.finfo(dtype).eps
-    return eps if eps > 1e-6 else 4 * eps
-
-
-def sampled_effect(samples: tuple[Tensor, Tensor] | None, elements: int) -> Effect | None:
-    """‖ΔW‖ and ‖W‖ estimated from the same elements before and now; None without them, or with NaN."""
-    if samples is None or samples[0].shape != samples[1].shape or not samples[0].numel():
-        return None
-    before, after = (sample.to(torch.float64) for sample in samples)
-    share = sqrt(elements / before.numel())
-    delta, whole = (float(torch.linalg.vector_norm(values)) * share for values in (after - before, before))
-    if not (isfinite(delta) and isfinite(whole)):
-        return None
-    return Effect(delta, delta / whole if whole > 0 else None, whole, False)
-
-
-def sample_pair(
-    key: str, before: Mapping[str, Tensor], after: Mapping[str, Tensor]
-) -> tuple[Tensor, Tensor] | None:
-    """Both samples of a weight, if both were taken."""
-    return (before[key], after[key]) if key in before and key in after else None
