@@ -427,3 +427,62 @@ class _OnceLoader(yaml.SafeLoader):
                     )
                 seen.add(key.value)
         return node
+
+
+def resolve_config(path: str | Path, config: LbmConfig | str | Path | None) -> LbmConfig:
+    """Give the config of a checkpoint: as given, read from the file given, or the one beside `path`.
+
+    Raises:
+        ConfigError: The config is not valid.
+        CheckpointError: The system refuses to look at `path`.
+    """
+    if config is None:
+        return config_for(path)
+    return config if isinstance(config, LbmConfig) else load_config(config)
+
+
+def find_config(checkpoint: str | Path) -> Path | None:
+    """Look for the YAML that describes a checkpoint.
+
+    Beside a file that is `<its name without suffix>.yaml`, then `config.yaml`; the name of a sharded one is
+    what comes before `.safetensors.index.json`. In a folder it is `<folder's name>.yaml`, then that of the
+    weights in it, then `config.yaml`.
+
+    Raises:
+        CheckpointError: The system refuses to look at the path.
+    """
+    from sigmascope.checkpoints.files import is_folder, is_regular_file, names_in  # it loads torch
+
+    checkpoint = Path(checkpoint)
+    if is_folder(checkpoint):
+        folder, weights = checkpoint, [name for name in names_in(checkpoint) if _is_weights(name)]
+        stems = [checkpoint.absolute().name, *map(_stem, weights)]
+    else:
+        folder, stems = checkpoint.parent, [_stem(checkpoint.name)]
+    for name in (*(f"{stem}.yaml" for stem in stems), "config.yaml"):
+        if is_regular_file(folder / name):
+            return folder / name
+    return None
+
+
+def _is_weights(name: str) -> bool:
+    from sigmascope.checkpoints.reader import INDEX_SUFFIX, PICKLE_SUFFIXES
+
+    return name.endswith((INDEX_SUFFIX, ".safetensors", *PICKLE_SUFFIXES))
+
+
+def _stem(name: str) -> str:
+    from sigmascope.checkpoints.reader import INDEX_SUFFIX
+
+    return name.removesuffix(INDEX_SUFFIX) if name.endswith(INDEX_SUFFIX) else Path(name).stem
+
+
+def config_for(checkpoint: str | Path) -> LbmConfig:
+    """Read the config that lies beside a checkpoint; without one, the full-size default.
+
+    Raises:
+        ConfigError: The file found there does not describe an LBM model.
+        CheckpointError: The system refuses to look at the path.
+    """
+    path = find_config(checkpoint)
+    return LbmConfig() if path is None else load_config(path)

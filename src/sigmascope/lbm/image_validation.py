@@ -19,9 +19,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sigmascope.errors import ConfigError, ModelMismatchError
+from sigmascope.lbm.config import resolve_config
 from sigmascope.lbm.images import UnreadablePicture, find_pictures, load_image
 from sigmascope.lbm.infer import translate_image
-from sigmascope.lbm.model import LbmModel, load_lbm, resolve_config
+from sigmascope.lbm.model import LbmModel, load_lbm
 from sigmascope.lora.families import layout_of
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.reader import open_lora

@@ -13,10 +13,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from sigmascope.checkpoints import Checkpoint, open_checkpoint
-from sigmascope.checkpoints.files import is_folder, is_regular_file, names_in
-from sigmascope.checkpoints.reader import INDEX_SUFFIX, PICKLE_SUFFIXES
 from sigmascope.errors import CheckpointError, ModelMismatchError, NonFiniteError
-from sigmascope.lbm.config import LbmConfig, VaeConfig, load_config
+from sigmascope.lbm.config import LbmConfig, VaeConfig, resolve_config
 from sigmascope.monitor import stage
 from sigmascope.pipeline.tiling import TilePlan, plan, tiled_map
 from sigmascope.progress import Progress, no_progress
@@ -122,18 +120,6 @@ def load_lbm(
         return fill_lbm(
             build_lbm(config, device="meta"), checkpoint, dtype=dtype, device=device, progress=progress
         )
-
-
-def resolve_config(path: str | Path, config: LbmConfig | str | Path | None) -> LbmConfig:
-    """Give the config of a checkpoint: as given, read from the file given, or the one beside `path`.
-
-    Raises:
-        ConfigError: The config is not valid.
-        CheckpointError: The system refuses to look at `path`.
-    """
-    if config is None:
-        return config_for(path)
-    return config if isinstance(config, LbmConfig) else load_config(config)
 
 
 def fill_lbm(
@@ -273,47 +259,6 @@ class LbmVae(nn.Module):
 
 NAMED = 5
 """How many keys of a kind an error names before it counts the rest."""
-
-
-def find_config(checkpoint: str | Path) -> Path | None:
-    """Look for the YAML that describes a checkpoint.
-
-    Beside a file that is `<its name without suffix>.yaml`, then `config.yaml`; the name of a sharded one is
-    what comes before `.safetensors.index.json`. In a folder it is `<folder's name>.yaml`, then that of the
-    weights in it, then `config.yaml`.
-
-    Raises:
-        CheckpointError: The system refuses to look at the path.
-    """
-    checkpoint = Path(checkpoint)
-    if is_folder(checkpoint):
-        folder, weights = checkpoint, [name for name in names_in(checkpoint) if _is_weights(name)]
-        stems = [checkpoint.absolute().name, *map(_stem, weights)]
-    else:
-        folder, stems = checkpoint.parent, [_stem(checkpoint.name)]
-    for name in (*(f"{stem}.yaml" for stem in stems), "config.yaml"):
-        if is_regular_file(folder / name):
-            return folder / name
-    return None
-
-
-def _is_weights(name: str) -> bool:
-    return name.endswith((INDEX_SUFFIX, ".safetensors", *PICKLE_SUFFIXES))
-
-
-def _stem(name: str) -> str:
-    return name.removesuffix(INDEX_SUFFIX) if name.endswith(INDEX_SUFFIX) else Path(name).stem
-
-
-def config_for(checkpoint: str | Path) -> LbmConfig:
-    """Read the config that lies beside a checkpoint; without one, the full-size default.
-
-    Raises:
-        ConfigError: The file found there does not describe an LBM model.
-        CheckpointError: The system refuses to look at the path.
-    """
-    path = find_config(checkpoint)
-    return LbmConfig() if path is None else load_config(path)
 
 
 def assign_weights(

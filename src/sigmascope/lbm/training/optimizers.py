@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from diffusers.training_utils import EMAModel
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -207,6 +206,8 @@ class MovingAverage:
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], decay: float) -> None:
+        from diffusers.training_utils import EMAModel  # not above: to check settings needs no diffusers
+
         self._parameters = list(parameters)
         self._average = EMAModel(self._parameters, decay=decay)
 

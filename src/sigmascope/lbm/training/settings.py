@@ -8,8 +8,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, Field, StringConstraints, ValidationError, field_validator, model_validator
 
 from sigmascope.errors import ConfigError
-from sigmascope.lbm.config import LbmConfig, config_error, load_config, read_yaml, refuse_model
-from sigmascope.lbm.model import find_config
+from sigmascope.lbm.config import LbmConfig, config_error, find_config, load_config, read_yaml, refuse_model
 from sigmascope.lbm.training.optimizers import check_optimizer, check_schedule
 
 MixedPrecision = Literal["no", "fp16", "bf16"]
