@@ -40,6 +40,14 @@ def test_help_of_every_command_loads_no_torch() -> None:
         assert "torch" not in loaded_after(code), command
 
 
+def test_describing_a_model_loads_nothing_heavy() -> None:
+    assert loaded_after("import sigmascope.lbm.config") == set()
+
+
+def test_reading_the_settings_of_a_training_loads_no_diffusers() -> None:
+    assert loaded_after("import sigmascope.lbm.training.settings") <= {"torch", "numpy"}
+
+
 @pytest.mark.parametrize("name", sigmascope.__all__)
 def test_every_public_name_can_be_had(name: str) -> None:
     assert getattr(sigmascope, name) is not None

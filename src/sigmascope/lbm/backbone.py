@@ -1,8 +1,11 @@
 """The model that an LBM begins as: its UNet and VAE weights, wherever they lie, under the LBM's own keys.
 
-The converter wants a state dict. It is given one that takes no memory: each tensor is one number, the tensor's
-place in the file, expanded to the shape that the file has. Where a number comes out is the new name, and the
-shape that it comes out with is the one that diffusers' model has.
+They lie in a diffusers folder, in a single-file checkpoint with SDXL's own names, or in a repository of the
+Hugging Face hub, of which nothing else is fetched.
+
+Diffusers' own converter renames the tensors of a single file. It wants a state dict, and is given one that takes no
+memory: each tensor is one number, the tensor's place in the file, expanded to the shape that the file has. Where
+a number comes out is the new name, and the shape that it comes out with is the one that diffusers' model has.
 """
 
 import re
@@ -25,10 +28,19 @@ from sigmascope.lbm.config import LbmConfig
 PREFIXES = {"unet": "denoiser.", "vae": "vae.vae_model."}
 """Of the LBM's keys, by the folder of a diffusers model."""
 
-
-_FILES = (".safetensors", ".gguf", ".json", *PICKLE_SUFFIXES)
+_FILE_SUFFIXES = (".safetensors", ".gguf", ".json", *PICKLE_SUFFIXES)
+"""A signature with one of these is a file, and no repository."""
+_WEIGHTS_STEM = "diffusion_pytorch_model"
+"""What diffusers calls the files of weights."""
 _EARLIER_ATTENTION = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
 _EARLIER_NAME = re.compile(r"(mid_block\.attentions\.0\.)(query|key|value|proj_attn)(\.\w+)")
+
+UNET: Final = "model.diffusion_model."
+VAE: Final = "first_stage_model."
+_VAE_LOSS: Final = "first_stage_model.loss."  # of the VAE's own training; some files carry it
+
+Found = Mapping[str, tuple[str, tuple[int, ...]]]
+"""Key in the file and shape, by diffusers' name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +102,7 @@ def open_backbone(signature: str | Path, config: LbmConfig, variant: str | None 
         ConfigError: It is not here and cannot be fetched, or the variant is asked of a single file.
         CheckpointError: It cannot be read, or holds no UNet or no VAE.
     """
-    path = _place(str(signature), variant)
+    path = _locate(str(signature), variant)
     with ExitStack() as files:
         if is_folder(path):
             yield _from_folder(path, variant, files)
@@ -102,7 +114,7 @@ def open_backbone(signature: str | Path, config: LbmConfig, variant: str | None 
             yield _from_file(path, config, files)
 
 
-def _place(signature: str, variant: str | None) -> Path:
+def _locate(signature: str, variant: str | None) -> Path:
     if not signature.strip():
         raise ConfigError(
             "--backbone_signature: is empty.", hint="Leave it out to take the config's, or name a backbone."
@@ -110,12 +122,52 @@ def _place(signature: str, variant: str | None) -> Path:
     local = Path(signature)
     if is_existing(local):
         return local
-    if local.is_absolute() or signature.startswith(".") or signature.lower().endswith(_FILES):
+    if local.is_absolute() or signature.startswith(".") or signature.lower().endswith(_FILE_SUFFIXES):
         raise ConfigError(
             f"--backbone_signature {signature}: is not there.",
             hint="Give a diffusers folder, a single-file checkpoint or the name of a repository.",
         )
     return download(signature, variant)
+
+
+def download(signature: str, variant: str | None) -> Path:
+    """Fetch a repository's `unet` and `vae` in one variant, or find them in the local cache.
+
+    Args:
+        signature: Such as `stabilityai/stable-diffusion-xl-base-1.0`.
+        variant: Such as `fp16`; None for the plain files.
+
+    Returns:
+        The local folder.
+
+    Raises:
+        ConfigError: The repository cannot be fetched.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    fetch: Callable[..., str] = snapshot_download
+    try:
+        return Path(fetch(signature, allow_patterns=wanted_files(variant)))
+    except (OSError, ValueError, HfHubHTTPError, HFValidationError) as error:
+        raise ConfigError(
+            f"--backbone_signature {signature}: is no folder or file here, and cannot be fetched from the hub "
+            f"({str(error).splitlines()[0]}).",
+            hint="Give a diffusers folder that holds unet and vae, or a single-file checkpoint.",
+        ) from error
+
+
+def wanted_files(variant: str | None) -> list[str]:
+    """Patterns of the files that a base is made from; those of other variants are gigabytes nobody reads."""
+    dotted = "" if variant is None else f".{variant}"
+    names = (
+        "config.json",
+        f"{_WEIGHTS_STEM}{dotted}.safetensors",
+        f"{_WEIGHTS_STEM}.safetensors.index{dotted}.json",
+        f"{_WEIGHTS_STEM}{dotted}-*-of-*.safetensors",
+        f"{_WEIGHTS_STEM}-*-of-*{dotted}.safetensors",
+    )
+    return [f"{part}/{name}" for part in ("unet", "vae") for name in names]
 
 
 def _from_folder(folder: Path, variant: str | None, files: ExitStack) -> Backbone:
@@ -150,15 +202,6 @@ def _from_file(path: Path, config: LbmConfig, files: ExitStack) -> Backbone:
     return Backbone(path, weights, names.outside)
 
 
-UNET: Final = "model.diffusion_model."
-VAE: Final = "first_stage_model."
-_LOSS: Final = "first_stage_model.loss."  # of the VAE's own training; some files carry it
-
-
-Found = Mapping[str, tuple[str, tuple[int, ...]]]
-"""Key in the file and shape, by diffusers' name."""
-
-
 @dataclass(frozen=True, slots=True)
 class SingleFileNames:
     """What a single file holds.
@@ -186,7 +229,7 @@ def read_names(checkpoint: Checkpoint, config: LbmConfig) -> SingleFileNames:
     keys = checkpoint.keys()
     parts = {
         "unet": [key for key in keys if key.startswith(UNET)],
-        "vae": [key for key in keys if key.startswith(VAE) and not key.startswith(_LOSS)],
+        "vae": [key for key in keys if key.startswith(VAE) and not key.startswith(_VAE_LOSS)],
     }
     for part, prefix in (("unet", UNET), ("vae", VAE)):
         if not parts[part]:
@@ -254,46 +297,3 @@ def _vae_converter(config: LbmConfig) -> tuple[Callable[..., dict[str, Tensor]],
         "down_block_types": ["DownEncoderBlock2D"] * blocks,
         "up_block_types": ["UpDecoderBlock2D"] * blocks,
     }
-
-
-_STEM = "diffusion_pytorch_model"
-
-
-def download(signature: str, variant: str | None) -> Path:
-    """Fetch a repository's `unet` and `vae` in one variant, or find them in the local cache.
-
-    Args:
-        signature: Such as `stabilityai/stable-diffusion-xl-base-1.0`.
-        variant: Such as `fp16`; None for the plain files.
-
-    Returns:
-        The local folder.
-
-    Raises:
-        ConfigError: The repository cannot be fetched.
-    """
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
-    fetch: Callable[..., str] = snapshot_download
-    try:
-        return Path(fetch(signature, allow_patterns=wanted_files(variant)))
-    except (OSError, ValueError, HfHubHTTPError, HFValidationError) as error:
-        raise ConfigError(
-            f"--backbone_signature {signature}: is no folder or file here, and cannot be fetched from the hub "
-            f"({str(error).splitlines()[0]}).",
-            hint="Give a diffusers folder that holds unet and vae, or a single-file checkpoint.",
-        ) from error
-
-
-def wanted_files(variant: str | None) -> list[str]:
-    """Patterns of the files that a base is made from; those of other variants are gigabytes nobody reads."""
-    dotted = "" if variant is None else f".{variant}"
-    names = (
-        "config.json",
-        f"{_STEM}{dotted}.safetensors",
-        f"{_STEM}.safetensors.index{dotted}.json",
-        f"{_STEM}{dotted}-*-of-*.safetensors",
-        f"{_STEM}-*-of-*{dotted}.safetensors",
-    )
-    return [f"{part}/{name}" for part in ("unet", "vae") for name in names]

@@ -1,12 +1,16 @@
 """Make the model that LBM training starts from: a text-to-image backbone, adapted to the LBM's shapes.
 
-A fine-tuned LBM minus this base is what training changed, so a LoRA is extracted against it. The rule
-(SPEC section 7): UNet and VAE weights of the backbone, without `add_embedding`; the first convolution and the
-keys and values of both attentions are brought to the new widths by cutting, or by filling with zeros;
-`num_iterations` is 0. Everything else must fit as it is, and nothing else may be left over.
+A fine-tuned LBM minus this base is what training changed, so a LoRA is extracted against it. The base has the
+UNet and VAE weights of the backbone, without `add_embedding`, the embedding of sizes and pooled text.
 
 LBM has no text: its cross attention attends to the hidden states, so that keys and values are as wide as those,
-where the backbone's are as wide as its text encoders. Conditioning pictures and masks widen the first convolution.
+where the backbone's are as wide as its text encoders. Conditioning pictures and masks widen the first
+convolution. So the first convolution and the keys and values of both attentions are brought to the new widths by
+cutting, or by filling with zeros; `num_iterations` is 0. Everything else must fit as it is, and nothing else may
+be left over.
+
+All files are written or none, with room on the disk checked first, and none is lost that was there. `run_baseline`
+proves that a base can be used: it loads it, runs it once and looks at what comes out.
 """
 
 import logging
@@ -45,14 +49,28 @@ from sigmascope.progress import Progress, no_progress
 
 __all__ = ["BaseReport", "adapt_weight", "create_base"]
 
+_log = logging.getLogger(__name__)
 
 Write = Callable[[str, Tensor], None]
-
-
+"""(key, tensor): puts a tensor into one of the files."""
 Shape = tuple[int, ...]
-
-
 Change = Literal["cut", "zero-filled", "cut and zero-filled"]
+
+ITERATIONS = "num_iterations"
+"""The LBM's only tensor that no backbone has: how many steps it was trained."""
+DROPPED = "denoiser.add_embedding."
+"""The UNet's embedding of sizes and pooled text: an LBM has none."""
+_FIRST_OF_LEVEL = re.compile(r"denoiser\.down_blocks\.(\d+)\.resnets\.0\.conv1\.weight")
+
+SUFFIXES = (".safetensors", ".ckpt")
+"""Of the files that a base is written to."""
+_HEADER_BYTES = 2 * 2**20
+"""Room for headers and names, in bytes a file."""
+
+SCENE = 4
+"""The rendered scene that `run_baseline` translates."""
+LATENT_SIDE = 32
+"""Latent elements along a side of the picture: a quarter of what LBM works at, so that a CPU takes seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +164,7 @@ def create_base(
         WriteError: A target cannot be written. All are as they were, as after every error.
     """
     begin = time.perf_counter()
-    text, config = _read(config)
+    text, config = _read_config(config)
     targets = choose_targets(save_path, config, both=both)
     model = build_lbm(config, device="meta")
     shapes = {key: tuple(value.shape) for key, value in model.state_dict().items()}
@@ -154,17 +172,17 @@ def create_base(
     with open_backbone(signature, config, variant) as source:
         refuse_inputs(targets, source.files)
         adapted = find_adaptations(source, shapes)
-        specs = _specs(shapes, source, dtype)
+        specs = _tensor_specs(shapes, source, dtype)
         nbytes = sum(spec.nbytes for spec in specs.values())
         require_space(targets, nbytes)
-        _write(targets, text, specs, _tensors(source, specs, progress))
+        _write_files(targets, text, specs, _adapted_tensors(source, specs, progress))
         dropped = {key: found.shape for key, found in source.weights.items() if key.startswith(DROPPED)}
         path, outside = source.path, dict(source.outside)
     return BaseReport(
         paths=targets.weights,
         config_path=targets.config,
         backbone=path,
-        dtypes=_counted(specs),
+        dtypes=_count_dtypes(specs),
         adapted=adapted,
         dropped=dropped,
         outside=outside,
@@ -175,14 +193,14 @@ def create_base(
     )
 
 
-def _read(config: LbmConfig | str | Path) -> tuple[str, LbmConfig]:
+def _read_config(config: LbmConfig | str | Path) -> tuple[str, LbmConfig]:
     if isinstance(config, LbmConfig):
         return config.to_yaml(), config
     loaded = load_config(config)
     return Path(config).read_text(encoding="utf-8"), loaded
 
 
-def _specs(
+def _tensor_specs(
     shapes: Mapping[str, Shape], backbone: Backbone, dtype: torch.dtype | None
 ) -> dict[str, TensorSpec]:
     return {
@@ -216,7 +234,7 @@ class Targets:
         return self.weights if self.config is None else (*self.weights, self.config)
 
 
-def _write(
+def _write_files(
     targets: Targets, config: str, specs: Mapping[str, TensorSpec], tensors: Iterator[tuple[str, Tensor]]
 ) -> None:
     """Write every target in one pass over the backbone."""
@@ -227,9 +245,8 @@ def _write(
         if targets.ckpt is not None:
             writers.append(files.enter_context(StreamingTorchWriter(targets.ckpt, specs)).write)
         if targets.safetensors is not None:
-            metadata = {
-                "format": "pt"
-            }  # with it transformers and diffusers read the file, without it they refuse
+            # With it transformers and diffusers read the file, without it they refuse.
+            metadata = {"format": "pt"}
             stream = StreamingWriter(targets.safetensors, metadata, expected=specs)
             writers.append(files.enter_context(stream).write)
         for key, tensor in tensors:
@@ -237,18 +254,18 @@ def _write(
                 write(key, tensor)
 
 
-def _tensors(
+def _adapted_tensors(
     backbone: Backbone, specs: Mapping[str, TensorSpec], progress: Progress
 ) -> Iterator[tuple[str, Tensor]]:
     for done, (key, spec) in enumerate(specs.items(), start=1):
         if key == ITERATIONS:
             yield key, torch.zeros(spec.shape, dtype=spec.dtype)
         else:
-            yield key, _weight(backbone.weights[key], key, spec)
+            yield key, _adapted_weight(backbone.weights[key], key, spec)
         progress(done, len(specs), key)
 
 
-def _weight(origin: BackboneWeight, key: str, spec: TensorSpec) -> Tensor:
+def _adapted_weight(origin: BackboneWeight, key: str, spec: TensorSpec) -> Tensor:
     weight = origin.read()
     converted = weight.to(spec.dtype)
     if not is_finite(converted):
@@ -263,41 +280,13 @@ def _weight(origin: BackboneWeight, key: str, spec: TensorSpec) -> Tensor:
     return converted if tuple(converted.shape) == spec.shape else adapt_weight(converted, spec.shape)
 
 
-def _counted(specs: Mapping[str, TensorSpec]) -> dict[str, int]:
+def _count_dtypes(specs: Mapping[str, TensorSpec]) -> dict[str, int]:
     counts: dict[str, int] = {}
     for key, spec in specs.items():
         if key != ITERATIONS:
             name = str(spec.dtype).removeprefix("torch.")
             counts[name] = counts.get(name, 0) + 1
     return counts
-
-
-ITERATIONS = "num_iterations"
-"""The LBM's only tensor that no backbone has: how many steps it was trained."""
-
-
-DROPPED = "denoiser.add_embedding."
-"""The UNet's embedding of sizes and pooled text: an LBM has none."""
-
-
-_FIRST_OF_LEVEL = re.compile(r"denoiser\.down_blocks\.(\d+)\.resnets\.0\.conv1\.weight")
-
-
-def adapt_weight(weight: Tensor, shape: Shape) -> Tensor:
-    """Bring a weight to another shape: what is too long is cut at the end, what is too short filled with zeros.
-
-    Raises:
-        ModelMismatchError: The number of dimensions differs.
-    """
-    if weight.ndim != len(shape):
-        raise ModelMismatchError(
-            f"A weight of shape {list(weight.shape)} cannot become {list(shape)}.",
-            hint="Use a backbone of the architecture that the config describes.",
-        )
-    common = tuple(slice(0, min(had, wanted)) for had, wanted in zip(weight.shape, shape, strict=True))
-    adapted = torch.zeros(shape, dtype=weight.dtype)
-    adapted[common] = weight[common]
-    return adapted
 
 
 def find_adaptations(backbone: Backbone, shapes: Mapping[str, Shape]) -> dict[str, Adaptation]:
@@ -317,17 +306,19 @@ def find_adaptations(backbone: Backbone, shapes: Mapping[str, Shape]) -> dict[st
         for key, shape in wanted.items()
         if key in backbone.weights and backbone.weights[key].shape != shape
     }
-    _refuse(
+    _refuse_misfits(
         backbone,
         wanted,
         missing={key: shape for key, shape in wanted.items() if key not in backbone.weights},
         homeless=[key for key in backbone.weights if key not in wanted and not key.startswith(DROPPED)],
         misfits={key: pair for key, pair in differing.items() if not _may_change(key, *pair)},
     )
-    return {key: Adaptation(_change(had, shape), had, shape) for key, (had, shape) in differing.items()}
+    return {
+        key: Adaptation(_kind_of_change(had, shape), had, shape) for key, (had, shape) in differing.items()
+    }
 
 
-def _refuse(
+def _refuse_misfits(
     backbone: Backbone,
     wanted: Mapping[str, Shape],
     missing: Mapping[str, Shape],
@@ -378,18 +369,27 @@ def _may_change(key: str, had: Shape, shape: Shape) -> bool:
     return adaptable and len(had) == len(shape)
 
 
-def _change(had: Shape, shape: Shape) -> Change:
+def _kind_of_change(had: Shape, shape: Shape) -> Change:
     cut = any(before > after for before, after in zip(had, shape, strict=True))
     filled = any(before < after for before, after in zip(had, shape, strict=True))
     return "cut and zero-filled" if cut and filled else "cut" if cut else "zero-filled"
 
 
-_log = logging.getLogger(__name__)
+def adapt_weight(weight: Tensor, shape: Shape) -> Tensor:
+    """Bring a weight to another shape: what is too long is cut at the end, what is too short filled with zeros.
 
-
-SUFFIXES = (".safetensors", ".ckpt")
-_BESIDES = 2 * 2**20
-"""Room for headers and names, in bytes a file."""
+    Raises:
+        ModelMismatchError: The number of dimensions differs.
+    """
+    if weight.ndim != len(shape):
+        raise ModelMismatchError(
+            f"A weight of shape {list(weight.shape)} cannot become {list(shape)}.",
+            hint="Use a backbone of the architecture that the config describes.",
+        )
+    common = tuple(slice(0, min(had, wanted)) for had, wanted in zip(weight.shape, shape, strict=True))
+    adapted = torch.zeros(shape, dtype=weight.dtype)
+    adapted[common] = weight[common]
+    return adapted
 
 
 def choose_targets(save_path: Path, config: LbmConfig, *, both: bool) -> Targets:
@@ -422,6 +422,36 @@ def choose_targets(save_path: Path, config: LbmConfig, *, both: bool) -> Targets
     return targets
 
 
+def config_target(save_path: Path, config: LbmConfig) -> Path | None:
+    """Where the config goes so that later commands find it, and no other model's is lost.
+
+    Returns:
+        `config.yaml` in the same folder; `<name>.yaml`, which goes before it, when that describes another model;
+        None when an equal one is found there already.
+
+    Raises:
+        ConfigError: `<name>.yaml` is there and describes another model.
+    """
+    own, shared = save_path.with_suffix(".yaml"), save_path.parent / "config.yaml"
+    if own.exists():
+        if _describes(own, config):
+            return None
+        raise ConfigError(
+            f"{own}: describes another model than the one to be made, and later commands would read it.",
+            hint="Choose another --save_path, or move that file away.",
+        )
+    if not shared.exists():
+        return shared
+    return None if _describes(shared, config) else own
+
+
+def _describes(path: Path, config: LbmConfig) -> bool:
+    try:
+        return load_config(path) == config
+    except SigmascopeError:
+        return False
+
+
 def _refuse_one_for_two(targets: Targets) -> None:
     """Refuse links by which the second file would replace the first."""
     by_place: dict[Path, Path] = {}
@@ -449,29 +479,6 @@ def refuse_inputs(targets: Targets, inputs: Iterable[Path]) -> None:
             )
 
 
-def config_target(save_path: Path, config: LbmConfig) -> Path | None:
-    """Where the config goes so that later commands find it, and no other model's is lost.
-
-    Returns:
-        `config.yaml` in the same folder; `<name>.yaml`, which goes before it, when that describes another model;
-        None when an equal one is found there already.
-
-    Raises:
-        ConfigError: `<name>.yaml` is there and describes another model.
-    """
-    own, shared = save_path.with_suffix(".yaml"), save_path.parent / "config.yaml"
-    if own.exists():
-        if _says(own, config):
-            return None
-        raise ConfigError(
-            f"{own}: describes another model than the one to be made, and later commands would read it.",
-            hint="Choose another --save_path, or move that file away.",
-        )
-    if not shared.exists():
-        return shared
-    return None if _says(shared, config) else own
-
-
 def require_space(targets: Targets, nbytes: int) -> None:
     """Refuse to begin what would fill the disk; files that are replaced stay until the new ones are whole.
 
@@ -482,7 +489,7 @@ def require_space(targets: Targets, nbytes: int) -> None:
     Raises:
         WriteError: Says how much is needed and how much is free.
     """
-    needed = len(targets.weights) * (nbytes + _BESIDES)
+    needed = len(targets.weights) * (nbytes + _HEADER_BYTES)
     free = shutil.disk_usage(targets.weights[0].resolve().parent).free
     if needed > free:
         raise WriteError(
@@ -531,18 +538,6 @@ def _put_back(path: Path, link: Path | bool) -> None:
             link.replace(path)
         elif not link:
             path.unlink(missing_ok=True)
-
-
-def _says(path: Path, config: LbmConfig) -> bool:
-    try:
-        return load_config(path) == config
-    except SigmascopeError:
-        return False
-
-
-SCENE = 4
-LATENT_SIDE = 32
-"""Latent elements along a side of the picture: a quarter of what LBM works at, so that a CPU takes seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -603,7 +598,7 @@ def run_baseline(
     model = load_lbm(paths[0], config, dtype=dtype, device=device, progress=progress)
     loaded = time.perf_counter()
     side = max(LATENT_SIDE // config.denoiser.factor, 1) * config.factor
-    picture = _picture(side)
+    picture = _scene_picture(side)
     keys = config.conditioning_images_keys
     conditioning = dict.fromkeys(keys, picture) | dict.fromkeys(
         config.conditioning_masks_keys, Image.new("L", picture.size, 255)
@@ -650,7 +645,7 @@ def _same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
     return torch.equal(first.reshape(-1).view(torch.uint8), second.reshape(-1).view(torch.uint8))
 
 
-def _picture(side: int) -> Image.Image:
+def _scene_picture(side: int) -> Image.Image:
     return Image.fromarray(shade(make_scene(SCENE, side), scene_source_light(SCENE)))
 
 

@@ -1,7 +1,13 @@
-"""The YAML that describes a Latent Bridge Matching model (SPEC section 7).
+"""The YAML that describes a Latent Bridge Matching model: its keys, how it is read, and where it is found.
 
-The top-level keys are those of LBM's own configs. The optional `denoiser:` and `vae:` blocks are ours: they
-override the architecture, so that the same code builds a model of a few megabytes.
+The top-level keys are those of LBM's own configs. The optional `denoiser:` and `vae:` blocks are ours: with
+diffusers' names they override the architecture, so that the same code builds a model of a few megabytes.
+
+A key given twice is an error, where YAML's loaders let the last one win. Users take the YAML of a model and that
+of a training for each other, so each is refused by name where the other is wanted. Pydantic's errors become one
+message that a user can act on.
+
+Importing this loads no torch: only looking beside a checkpoint does.
 """
 
 import difflib
@@ -19,21 +25,20 @@ from sigmascope.errors import ConfigError
 TimestepSampling = Literal["uniform", "log_normal", "custom_timesteps"]
 LatentLoss = Literal["l1", "l2"]
 PixelLoss = Literal["l1", "l2", "lpips"]
-
+DownBlock = Literal["DownBlock2D", "CrossAttnDownBlock2D"]
+UpBlock = Literal["UpBlock2D", "CrossAttnUpBlock2D"]
+MidBlock = Literal["UNetMidBlock2DCrossAttn", "UNetMidBlock2D"]
 
 PROBABILITY_TOLERANCE = 1e-3
 """How far `prob` may be from a sum of 1: users write 0.333 three times."""
+TRAINING_NEEDS: Final = ("train_shards", "base_model_path", "save_ckpt_path")
+"""Keys that every training's YAML has; no model's has one of them."""
 
 
 class ConfigBlock(BaseModel):
     """Base of every part of a config: unknown keys, NaN and Inf are errors, values do not change."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
-
-
-DownBlock = Literal["DownBlock2D", "CrossAttnDownBlock2D"]
-UpBlock = Literal["UpBlock2D", "CrossAttnUpBlock2D"]
-MidBlock = Literal["UNetMidBlock2DCrossAttn", "UNetMidBlock2D"]
 
 
 def _check_depths(key: str, depths: int | tuple[int, ...]) -> None:
@@ -242,6 +247,15 @@ class LbmConfig(ConfigBlock):
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
 
 
+def load_config(path: str | Path) -> LbmConfig:
+    """Read and validate a YAML file.
+
+    Raises:
+        ConfigError: The file cannot be read, is not YAML, or does not describe an LBM model.
+    """
+    return parse_config(read_yaml(Path(path)), where=str(path))
+
+
 def parse_config(data: Any, *, where: str = "config") -> LbmConfig:
     """Validate what a YAML file or a caller gives.
 
@@ -264,93 +278,101 @@ def parse_config(data: Any, *, where: str = "config") -> LbmConfig:
         raise config_error(error, LbmConfig, where) from error
 
 
-def load_config(path: str | Path) -> LbmConfig:
-    """Read and validate a YAML file.
+def resolve_config(path: str | Path, config: LbmConfig | str | Path | None) -> LbmConfig:
+    """Give the config of a checkpoint: as given, read from the file given, or the one beside `path`.
 
     Raises:
-        ConfigError: The file cannot be read, is not YAML, or does not describe an LBM model.
+        ConfigError: The config is not valid.
+        CheckpointError: The system refuses to look at `path`.
     """
-    return parse_config(read_yaml(Path(path)), where=str(path))
+    if config is None:
+        return config_for(path)
+    return config if isinstance(config, LbmConfig) else load_config(config)
 
 
-def config_error(error: ValidationError, model: type[BaseModel], where: str) -> ConfigError:
-    """Name every wrong key, what was expected of it, and the nearest known key.
+def config_for(checkpoint: str | Path) -> LbmConfig:
+    """Read the config that lies beside a checkpoint; without one, the full-size default.
 
-    Args:
-        error: What pydantic found.
-        model: The model that was being filled; its fields are the known keys.
-        where: The file, or what was being read.
+    Raises:
+        ConfigError: The file found there does not describe an LBM model.
+        CheckpointError: The system refuses to look at the path.
     """
-    details = _causes(error.errors())
-    lines = [_describe(detail, model) for detail in details]
-    unknown = any(detail["type"] == "extra_forbidden" for detail in details)
-    hint = "Remove or rename the unknown keys." if unknown else "Correct these values."
-    return ConfigError(f"{where}: {'; '.join(lines)}.", hint=hint)
+    path = find_config(checkpoint)
+    return LbmConfig() if path is None else load_config(path)
 
 
-def _describe(detail: ErrorDetails, model: type[BaseModel]) -> str:
-    key = ".".join(str(part) for part in detail["loc"])
-    if detail["type"] == "extra_forbidden":
-        return _unknown_key(detail["loc"], model)
-    if detail["type"] == "value_error":
-        text = str(detail["ctx"]["error"])
-        return f"{key}.{text}" if key else text
-    if detail["type"] == "missing":
-        return f"{key} is required"
-    return f"{key}: {_expected(detail)}, got {_shortened(detail['input'])}"
+def find_config(checkpoint: str | Path) -> Path | None:
+    """Look for the YAML that describes a checkpoint.
+
+    Beside a file that is `<its name without suffix>.yaml`, then `config.yaml`; the name of a sharded one is
+    what comes before `.safetensors.index.json`. In a folder it is `<folder's name>.yaml`, then that of the
+    weights in it, then `config.yaml`.
+
+    Raises:
+        CheckpointError: The system refuses to look at the path.
+    """
+    from sigmascope.checkpoints.files import is_folder, is_regular_file, names_in  # it loads torch
+
+    checkpoint = Path(checkpoint)
+    if is_folder(checkpoint):
+        folder, weights = checkpoint, [name for name in names_in(checkpoint) if _is_weights(name)]
+        stems = [checkpoint.absolute().name, *map(_stem, weights)]
+    else:
+        folder, stems = checkpoint.parent, [_stem(checkpoint.name)]
+    for name in (*(f"{stem}.yaml" for stem in stems), "config.yaml"):
+        if is_regular_file(folder / name):
+            return folder / name
+    return None
 
 
-def _causes(details: list[ErrorDetails]) -> list[ErrorDetails]:
-    """Leave out that a list is too short where its values were refused: pydantic counts those that remain."""
-    inside = {detail["loc"][:-1] for detail in details}
-    return [detail for detail in details if detail["type"] != "too_short" or detail["loc"] not in inside]
+def _is_weights(name: str) -> bool:
+    from sigmascope.checkpoints.reader import INDEX_SUFFIX, PICKLE_SUFFIXES
+
+    return name.endswith((INDEX_SUFFIX, ".safetensors", *PICKLE_SUFFIXES))
 
 
-def _expected(detail: ErrorDetails) -> str:
-    """What was expected, without the names of Python's types."""
-    match detail["type"]:
-        case "too_short":
-            return f"expected at least {_values(detail['ctx']['min_length'])}"
-        case "too_long":
-            return f"expected at most {_values(detail['ctx']['max_length'])}"
-        case "tuple_type":
-            return "expected a list of values"
-        case "path_type":
-            return "expected a path"
-        case _:
-            return detail["msg"][:1].lower() + detail["msg"][1:]
+def _stem(name: str) -> str:
+    from sigmascope.checkpoints.reader import INDEX_SUFFIX
+
+    return name.removesuffix(INDEX_SUFFIX) if name.endswith(INDEX_SUFFIX) else Path(name).stem
 
 
-def _values(count: int) -> str:
-    return "1 value" if count == 1 else f"{count} values"
+def read_yaml(path: Path, *, hint: str = "Check the path.") -> Any:
+    """Give what a YAML file holds; an empty file is an empty mapping.
+
+    Raises:
+        ConfigError: The file cannot be read (then with the hint), is not UTF-8 or not YAML, or gives a key twice.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: cannot be read ({error}).", hint="Save it as UTF-8.") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error}).", hint=hint) from error
+    try:
+        data = yaml.load(text, Loader=_OnceLoader)  # a SafeLoader
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: is not valid YAML ({error}).", hint="Correct that line.") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path}: is nested too deeply.", hint="Correct its brackets.") from error
+    return data if data is not None else {}
 
 
-def _unknown_key(location: tuple[int | str, ...], model: type[BaseModel]) -> str:
-    name = str(location[-1])
-    known = _known_keys(model, location[:-1])
-    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    key = ".".join(str(part) for part in location)
-    if nearest:
-        return f"unknown key {key} (did you mean {nearest[0]}?)"
-    return f"unknown key {key} (known: {', '.join(sorted(known))})"
+class _OnceLoader(yaml.SafeLoader):
+    """A SafeLoader that takes each key of a mapping once; `<<` may repeat keys, which it is there to change."""
 
-
-def _known_keys(model: type[BaseModel], parents: tuple[int | str, ...]) -> list[str]:
-    for part in parents:
-        annotation = model.model_fields[str(part)].annotation
-        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
-            return []
-        model = annotation
-    return list(model.model_fields)
-
-
-def _shortened(value: Any) -> str:
-    text = "nothing" if value is None else repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-TRAINING_NEEDS: Final = ("train_shards", "base_model_path", "save_ckpt_path")
-"""Keys that every training's YAML has; no model's has one of them."""
+    def compose_mapping_node(self, anchor: Any) -> MappingNode:
+        """Look at the keys as they are written."""
+        node: MappingNode = super().compose_mapping_node(anchor)
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, ScalarNode):
+                if key.value in seen:
+                    raise yaml.composer.ComposerError(
+                        None, None, f"{key.value} is given twice", key.start_mark
+                    )
+                seen.add(key.value)
+        return node
 
 
 def refuse_training(data: Mapping[str, Any], where: str) -> None:
@@ -391,39 +413,77 @@ def refuse_model(data: Mapping[str, Any], model_keys: Collection[str], where: st
         )
 
 
-def read_yaml(path: Path, *, hint: str = "Check the path.") -> Any:
-    """Give what a YAML file holds; an empty file is an empty mapping.
+def config_error(error: ValidationError, model: type[BaseModel], where: str) -> ConfigError:
+    """Name every wrong key, what was expected of it, and the nearest known key.
 
-    Raises:
-        ConfigError: The file cannot be read (then with the hint), is not UTF-8 or not YAML, or gives a key twice.
+    Args:
+        error: What pydantic found.
+        model: The model that was being filled; its fields are the known keys.
+        where: The file, or what was being read.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: cannot be read ({error}).", hint="Save it as UTF-8.") from error
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read ({error}).", hint=hint) from error
-    try:
-        data = yaml.load(text, Loader=_OnceLoader)  # a SafeLoader
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: is not valid YAML ({error}).", hint="Correct that line.") from error
-    except RecursionError as error:
-        raise ConfigError(f"{path}: is nested too deeply.", hint="Correct its brackets.") from error
-    return data if data is not None else {}
+    details = _causes(error.errors())
+    lines = [_describe(detail, model) for detail in details]
+    unknown = any(detail["type"] == "extra_forbidden" for detail in details)
+    hint = "Remove or rename the unknown keys." if unknown else "Correct these values."
+    return ConfigError(f"{where}: {'; '.join(lines)}.", hint=hint)
 
 
-class _OnceLoader(yaml.SafeLoader):
-    """A SafeLoader that takes each key of a mapping once; `<<` may repeat keys, which it is there to change."""
+def _causes(details: list[ErrorDetails]) -> list[ErrorDetails]:
+    """Leave out that a list is too short where its values were refused: pydantic counts those that remain."""
+    inside = {detail["loc"][:-1] for detail in details}
+    return [detail for detail in details if detail["type"] != "too_short" or detail["loc"] not in inside]
 
-    def compose_mapping_node(self, anchor: Any) -> MappingNode:
-        """Look at the keys as they are written."""
-        node: MappingNode = super().compose_mapping_node(anchor)
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if isinstance(key, ScalarNode):
-                if key.value in seen:
-                    raise yaml.composer.ComposerError(
-                        None, None, f"{key.value} is given twice", key.start_mark
-                    )
-                seen.add(key.value)
-        return node
+
+def _describe(detail: ErrorDetails, model: type[BaseModel]) -> str:
+    key = ".".join(str(part) for part in detail["loc"])
+    if detail["type"] == "extra_forbidden":
+        return _unknown_key(detail["loc"], model)
+    if detail["type"] == "value_error":
+        text = str(detail["ctx"]["error"])
+        return f"{key}.{text}" if key else text
+    if detail["type"] == "missing":
+        return f"{key} is required"
+    return f"{key}: {_expected(detail)}, got {_shortened(detail['input'])}"
+
+
+def _unknown_key(location: tuple[int | str, ...], model: type[BaseModel]) -> str:
+    name = str(location[-1])
+    known = _known_keys(model, location[:-1])
+    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    key = ".".join(str(part) for part in location)
+    if nearest:
+        return f"unknown key {key} (did you mean {nearest[0]}?)"
+    return f"unknown key {key} (known: {', '.join(sorted(known))})"
+
+
+def _known_keys(model: type[BaseModel], parents: tuple[int | str, ...]) -> list[str]:
+    for part in parents:
+        annotation = model.model_fields[str(part)].annotation
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            return []
+        model = annotation
+    return list(model.model_fields)
+
+
+def _expected(detail: ErrorDetails) -> str:
+    """What was expected, without the names of Python's types."""
+    match detail["type"]:
+        case "too_short":
+            return f"expected at least {_count_of_values(detail['ctx']['min_length'])}"
+        case "too_long":
+            return f"expected at most {_count_of_values(detail['ctx']['max_length'])}"
+        case "tuple_type":
+            return "expected a list of values"
+        case "path_type":
+            return "expected a path"
+        case _:
+            return detail["msg"][:1].lower() + detail["msg"][1:]
+
+
+def _count_of_values(count: int) -> str:
+    return "1 value" if count == 1 else f"{count} values"
+
+
+def _shortened(value: Any) -> str:
+    text = "nothing" if value is None else repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

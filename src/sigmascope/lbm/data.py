@@ -1,7 +1,10 @@
 """Training data: pairs of pictures from WebDataset shards, in batches of one size.
 
 The stream of an epoch is the same in every run with the same seed. A checkpoint keeps the position that came
-with the last batch; passing it back continues with exactly the batches that follow.
+with the last batch, as plain numbers; passing it back continues with exactly the batches that follow.
+
+What cannot be used is counted, and the first few samples are named. Positions of another epoch or number of
+processes are refused, and so are epochs without one good sample.
 """
 
 import logging
@@ -22,6 +25,17 @@ from sigmascope.lbm.samples import Crop, Sample, SampleDecoder, map_ahead
 from sigmascope.lbm.shards import Order, RawSample, Share, expand_shards
 
 __all__ = ["DataOptions", "DataPosition", "SkippedSample", "SkippedSamples", "TrainingData"]
+
+_log = logging.getLogger(__name__)
+
+FEWEST = {"batch_size": 1, "seed": 0, "shuffle_buffer": 0, "workers": 0, "process": 0, "processes": 1}
+"""Smallest value of each number among the options."""
+VALID = 128
+"""Grey levels from here on are valid: a JPEG's white is not quite white."""
+NAMED = 20
+"""So many skipped samples are named in the report."""
+LOGGED = 5
+"""So many are logged when they are met; the rest only count."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +136,13 @@ class DataPosition:
         return cls(epoch, samples, tuple(pending))
 
 
+def _no_position(data: object) -> ConfigError:
+    return ConfigError(
+        f"data position: expected epoch, samples and pending (numbers below samples), got {data!r:.200}.",
+        hint="Take it from a checkpoint of this version, or begin the epoch anew.",
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class SkippedSample:
     """A sample that was left out, or the rest of a shard that could not be read (`key` is None), and why."""
@@ -220,10 +241,6 @@ class TrainingData:
         return map_ahead(decode, samples, workers=workers, ahead=self._options.batch_size + workers)
 
 
-FEWEST = {"batch_size": 1, "seed": 0, "shuffle_buffer": 0, "workers": 0, "process": 0, "processes": 1}
-"""Smallest value of each number among the options."""
-
-
 def check_options(options: DataOptions, config: LbmConfig) -> None:
     """Refuse options that make no sense.
 
@@ -253,8 +270,54 @@ def _check_size(size: Size | None, config: LbmConfig) -> None:
         )
 
 
-VALID = 128
-"""Grey levels from here on are valid: a JPEG's white is not quite white."""
+@dataclass
+class SkippedSamples:
+    """Every sample that was left out, counted once however many epochs met it.
+
+    Attributes:
+        first: The first few, as they were met.
+    """
+
+    first: list[SkippedSample] = field(default_factory=list)
+    _known: set[tuple[str, str | None]] = field(default_factory=set, repr=False)
+
+    @property
+    def count(self) -> int:
+        """How many different samples were left out."""
+        return len(self._known)
+
+    def add(self, sample: SkippedSample) -> None:
+        """Count a sample unless it is known, and log it while there are few."""
+        if (sample.shard, sample.key) in self._known:
+            return
+        self._known.add((sample.shard, sample.key))
+        if len(self.first) < NAMED:
+            self.first.append(sample)
+        if self.count <= LOGGED:
+            _log.warning("Skipped %s", sample)
+        if self.count == LOGGED:
+            _log.warning("Further samples that cannot be used are counted, not named.")
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {"count": self.count, "first": [sample.as_dict() for sample in self.first]}
+
+
+def check_position(position: DataPosition, epoch: int, options: DataOptions) -> None:
+    """Refuse a position that another epoch or another process reached.
+
+    Raises:
+        ConfigError: Says which.
+    """
+    if position.epoch != epoch:
+        raise ConfigError(
+            f"data position: it is of epoch {position.epoch}, not {epoch}.", hint="Continue that epoch first."
+        )
+    if any(number % options.processes != options.process for number in position.pending):
+        raise ConfigError(
+            f"data position: it is not of process {options.process} of {options.processes}.",
+            hint="Continue with as many processes as before, or begin the epoch anew.",
+        )
 
 
 class Buckets:
@@ -310,90 +373,6 @@ def _masks(samples: list[Sample], key: str) -> Float[Tensor, "batch 1 height wid
     return torch.from_numpy(np.stack([sample.masks[key][None] for sample in samples], dtype=np.float32))
 
 
-def dealt_anew(positions: Sequence[DataPosition], process: int, processes: int) -> DataPosition:
-    """Where one process begins when an epoch that some processes have begun goes on with another number of them.
-
-    Every sample that none of them has used comes to one process, and none that has been used comes again.
-
-    Args:
-        positions: Of the processes before, in order, at the same step.
-        process: The one that asks, from 0.
-        processes: How many share the rest.
-    """
-    shared, reached = len(positions), max(position.samples for position in positions)
-    behind = range(min(position.samples for position in positions), reached)
-    left = {number for number in behind if number >= positions[number % shared].samples}
-    left.update(number for position in positions for number in position.pending)
-    mine = sorted(number for number in left if number % processes == process)
-    return DataPosition(positions[0].epoch, reached, tuple(mine))
-
-
-def _no_position(data: object) -> ConfigError:
-    return ConfigError(
-        f"data position: expected epoch, samples and pending (numbers below samples), got {data!r:.200}.",
-        hint="Take it from a checkpoint of this version, or begin the epoch anew.",
-    )
-
-
-_log = logging.getLogger(__name__)
-
-
-NAMED = 20
-"""So many skipped samples are named in the report."""
-LOGGED = 5
-"""So many are logged when they are met; the rest only count."""
-
-
-@dataclass
-class SkippedSamples:
-    """Every sample that was left out, counted once however many epochs met it.
-
-    Attributes:
-        first: The first few, as they were met.
-    """
-
-    first: list[SkippedSample] = field(default_factory=list)
-    _known: set[tuple[str, str | None]] = field(default_factory=set, repr=False)
-
-    @property
-    def count(self) -> int:
-        """How many different samples were left out."""
-        return len(self._known)
-
-    def add(self, sample: SkippedSample) -> None:
-        """Count a sample unless it is known, and log it while there are few."""
-        if (sample.shard, sample.key) in self._known:
-            return
-        self._known.add((sample.shard, sample.key))
-        if len(self.first) < NAMED:
-            self.first.append(sample)
-        if self.count <= LOGGED:
-            _log.warning("Skipped %s", sample)
-        if self.count == LOGGED:
-            _log.warning("Further samples that cannot be used are counted, not named.")
-
-    def as_dict(self) -> dict[str, Any]:
-        """As JSON values."""
-        return {"count": self.count, "first": [sample.as_dict() for sample in self.first]}
-
-
-def check_position(position: DataPosition, epoch: int, options: DataOptions) -> None:
-    """Refuse a position that another epoch or another process reached.
-
-    Raises:
-        ConfigError: Says which.
-    """
-    if position.epoch != epoch:
-        raise ConfigError(
-            f"data position: it is of epoch {position.epoch}, not {epoch}.", hint="Continue that epoch first."
-        )
-    if any(number % options.processes != options.process for number in position.pending):
-        raise ConfigError(
-            f"data position: it is not of process {options.process} of {options.processes}.",
-            hint="Continue with as many processes as before, or begin the epoch anew.",
-        )
-
-
 def judge_epoch(
     good: int, broken: int, passed: int, start: DataPosition, skipped: SkippedSamples, processes: int
 ) -> None:
@@ -418,7 +397,7 @@ def judge_epoch(
     if passed == 0:
         raise DataError("the shards hold no samples.", hint="Make some with: sigmascope lbm make-shards.")
     if good == 0 and start.samples == 0:
-        raise _nothing(broken, passed, skipped, processes)
+        raise _no_usable_sample(broken, passed, skipped, processes)
     if broken > good and start.samples == 0:
         _log.warning(
             "Most of the data cannot be used: %d of %d samples of this epoch were skipped. The first: %s",
@@ -428,7 +407,7 @@ def judge_epoch(
         )
 
 
-def _nothing(broken: int, passed: int, skipped: SkippedSamples, processes: int) -> DataError:
+def _no_usable_sample(broken: int, passed: int, skipped: SkippedSamples, processes: int) -> DataError:
     if broken == 0:
         return DataError(
             f"there are {passed} samples for {processes} processes, so that one has none.",
@@ -439,3 +418,21 @@ def _nothing(broken: int, passed: int, skipped: SkippedSamples, processes: int) 
         hint="Check the data, and that source_key, target_key and mask_key name its members. A sample's name ends "
         "at its first dot, and its members follow one another in the tar file.",
     )
+
+
+def dealt_anew(positions: Sequence[DataPosition], process: int, processes: int) -> DataPosition:
+    """Where one process begins when an epoch that some processes have begun goes on with another number of them.
+
+    Every sample that none of them has used comes to one process, and none that has been used comes again.
+
+    Args:
+        positions: Of the processes before, in order, at the same step.
+        process: The one that asks, from 0.
+        processes: How many share the rest.
+    """
+    shared, reached = len(positions), max(position.samples for position in positions)
+    behind = range(min(position.samples for position in positions), reached)
+    left = {number for number in behind if number >= positions[number % shared].samples}
+    left.update(number for position in positions for number in position.pending)
+    mine = sorted(number for number in left if number % processes == process)
+    return DataPosition(positions[0].epoch, reached, tuple(mine))

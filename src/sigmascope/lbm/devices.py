@@ -1,4 +1,4 @@
-"""Choose a device and a dtype from what a user typed."""
+"""Choose a device and a dtype from what a user typed, and say what to change when memory runs out."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +19,13 @@ DTYPES = {
     "float16": torch.float16,
 }
 """Names of dtypes that the command line takes."""
+
+LESS_FOR_TRAINING: Final = (
+    "Lower batch_size or image_size, set gradient_checkpointing: true or mixed_precision: bf16, or pixel_crop where "
+    "there is a pixel loss; --dry_run estimates the memory."
+)
+LESS_FOR_INFERENCE: Final = "Choose a smaller --size or --resolution, --tile_size 512, or --torch_dtype bf16."
+"""Hints for `within_memory`."""
 
 
 def resolve_device(name: str = "auto", flag: str = "--device") -> torch.device:
@@ -46,6 +53,15 @@ def resolve_device(name: str = "auto", flag: str = "--device") -> torch.device:
     return device
 
 
+def _is_there(device: torch.device) -> bool:
+    if device.type == "cpu":
+        return True
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if found is None or found.type != device.type:
+        return False
+    return ":" not in str(device) or device.index < torch.accelerator.device_count()
+
+
 def resolve_dtype(name: str, flag: str = "--torch_dtype") -> torch.dtype:
     """Turn "float32", "bf16", "fp16" (and their long forms) into a dtype.
 
@@ -64,22 +80,6 @@ def resolve_dtype(name: str, flag: str = "--torch_dtype") -> torch.dtype:
     return dtype
 
 
-def _is_there(device: torch.device) -> bool:
-    if device.type == "cpu":
-        return True
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if found is None or found.type != device.type:
-        return False
-    return ":" not in str(device) or device.index < torch.accelerator.device_count()
-
-
-LESS_FOR_TRAINING: Final = (
-    "Lower batch_size or image_size, set gradient_checkpointing: true or mixed_precision: bf16, or pixel_crop where "
-    "there is a pixel loss; --dry_run estimates the memory."
-)
-LESS_FOR_INFERENCE: Final = "Choose a smaller --size or --resolution, --tile_size 512, or --torch_dtype bf16."
-
-
 @contextmanager
 def within_memory(what: str, hint: str) -> Iterator[None]:
     """Say it plainly when memory runs out in the block, on any device.
@@ -96,10 +96,10 @@ def within_memory(what: str, hint: str) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, SigmascopeError) or not is_out_of_memory(error):
             raise
-        raise ConfigError(f"{what} does not fit into memory{_said(error)}.", hint=hint) from error
+        raise ConfigError(f"{what} does not fit into memory{_first_sentence(error)}.", hint=hint) from error
 
 
-def _said(error: Exception) -> str:
+def _first_sentence(error: Exception) -> str:
     """The first sentence, which has the sizes; a `MemoryError` is without words."""
     lines = str(error).splitlines()
     sentence = lines[0].partition(". GPU ")[0].rstrip(".") if lines else ""

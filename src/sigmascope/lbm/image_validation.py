@@ -19,9 +19,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sigmascope.errors import ConfigError, ModelMismatchError
+from sigmascope.lbm.config import resolve_config
 from sigmascope.lbm.images import UnreadablePicture, find_pictures, load_image
 from sigmascope.lbm.infer import translate_image
-from sigmascope.lbm.model import LbmModel, load_lbm, resolve_config
+from sigmascope.lbm.model import LbmModel, load_lbm
 from sigmascope.lora.families import layout_of
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.reader import open_lora
@@ -147,6 +148,17 @@ class ImageReport:
         }
 
 
+def together(errors: Sequence[OutputError]) -> OutputError:
+    """Several results as one: mean PSNR (infinite if any is), root-sum-square of the rest."""
+    return OutputError(
+        math.fsum(error.psnr for error in errors) / len(errors),
+        math.hypot(*(error.image_difference for error in errors)),
+        math.hypot(*(error.image_norm for error in errors)),
+        math.hypot(*(error.latent_difference for error in errors)),
+        math.hypot(*(error.latent_norm for error in errors)),
+    )
+
+
 def validate_images(
     base: str | Path,
     tuned: str | Path,
@@ -192,27 +204,20 @@ def validate_images(
     )
 
 
-def add_lora(model: LbmModel, lora: LoraFile) -> tuple[str, ...]:
-    """Add a LoRA to the weights of a model that is nobody else's; there is no way back.
-
-    Returns:
-        Names of the LoRA's modules that no weight fits.
+def require_source_only(checkpoints: Sequence[str | Path], config: str | Path | None) -> None:
+    """Refuse models that need conditioning, which a folder of source pictures does not hold.
 
     Raises:
-        LoraFormatError: A module's tensors do not fit together.
-        NonFiniteError: They hold NaN or Inf.
+        ConfigError: A model needs more than a source picture, or its config is not valid.
     """
-    state = model.state_dict(keep_vars=True)
-    targets = changed_keys(lora, state, layout_of({key: tuple(value.shape) for key, value in state.items()}))
-    not_applied = list(targets.unmatched)
-    for key, name in targets.names.items():
-        weight = state[key].data
-        wide = weight.float()
-        try:
-            weight.copy_(wide + formed(targets.change(key), wide.cpu()).to(weight.device))
-        except ModelMismatchError:
-            not_applied.append(name)
-    return tuple(not_applied)
+    for checkpoint in checkpoints:
+        known = resolve_config(checkpoint, config)
+        keys = [*known.conditioning_images_keys, *known.conditioning_masks_keys]
+        if keys:
+            raise ConfigError(
+                f"--images: {checkpoint} needs more than a source picture ({', '.join(keys)}).",
+                hint="Compare single pictures with sigmascope lbm infer and --conditioning.",
+            )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -279,31 +284,27 @@ class _Runs:
         return self.place / f"{index}.npz"
 
 
-def require_source_only(checkpoints: Sequence[str | Path], config: str | Path | None) -> None:
-    """Refuse models that need conditioning, which a folder of source pictures does not hold.
+def add_lora(model: LbmModel, lora: LoraFile) -> tuple[str, ...]:
+    """Add a LoRA to the weights of a model that is nobody else's; there is no way back.
+
+    Returns:
+        Names of the LoRA's modules that no weight fits.
 
     Raises:
-        ConfigError: A model needs more than a source picture, or its config is not valid.
+        LoraFormatError: A module's tensors do not fit together.
+        NonFiniteError: They hold NaN or Inf.
     """
-    for checkpoint in checkpoints:
-        known = resolve_config(checkpoint, config)
-        keys = [*known.conditioning_images_keys, *known.conditioning_masks_keys]
-        if keys:
-            raise ConfigError(
-                f"--images: {checkpoint} needs more than a source picture ({', '.join(keys)}).",
-                hint="Compare single pictures with sigmascope lbm infer and --conditioning.",
-            )
-
-
-def together(errors: Sequence[OutputError]) -> OutputError:
-    """Several results as one: mean PSNR (infinite if any is), root-sum-square of the rest."""
-    return OutputError(
-        math.fsum(error.psnr for error in errors) / len(errors),
-        math.hypot(*(error.image_difference for error in errors)),
-        math.hypot(*(error.image_norm for error in errors)),
-        math.hypot(*(error.latent_difference for error in errors)),
-        math.hypot(*(error.latent_norm for error in errors)),
-    )
+    state = model.state_dict(keep_vars=True)
+    targets = changed_keys(lora, state, layout_of({key: tuple(value.shape) for key, value in state.items()}))
+    not_applied = list(targets.unmatched)
+    for key, name in targets.names.items():
+        weight = state[key].data
+        wide = weight.float()
+        try:
+            weight.copy_(wide + formed(targets.change(key), wide.cpu()).to(weight.device))
+        except ModelMismatchError:
+            not_applied.append(name)
+    return tuple(not_applied)
 
 
 def output_error(output: Output, tuned: Output) -> OutputError:

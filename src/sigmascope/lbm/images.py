@@ -1,4 +1,9 @@
-"""Pictures in and out: any file Pillow reads becomes upright RGB; results are written whole or not at all."""
+"""Pictures in and out: any file Pillow reads becomes upright RGB; results are written whole or not at all.
+
+Between files and models they are resized, padded and turned into tensors. `find_pictures` tells the pictures in a
+folder from what only has a picture's name, `psnr` says how close one is to the truth, and `contact_sheet` shows
+several side by side, each under its name.
+"""
 
 import math
 import struct
@@ -22,14 +27,22 @@ from sigmascope.errors import ConfigError, FileError
 Images = Float[Tensor, "batch 3 height width"]
 Resized = Float[Tensor, "batch 3 new_height new_width"]
 
-
 FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
 """What `save_image` writes, by the file's suffix."""
 JPEG_QUALITY = 95
-
+"""Of WebP too."""
 
 DECODER_ERRORS = (OSError, SyntaxError, ValueError, EOFError, IndexError, struct.error, zlib.error)
 """What Pillow's decoders raise on damaged files."""
+PICTURES: Final = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
+"""Suffixes of the files that are taken for pictures."""
+
+MARGIN, CAPTION_HEIGHT = 8, 22
+"""Of a contact sheet, in pixels."""
+PAPER, INK = (250, 250, 248), (30, 30, 34)
+"""Its colours."""
+SMALLEST_SIDE, LARGEST_SIDE = 192, 384
+"""It shows pictures with their longer side between these, in pixels."""
 
 
 def load_image(path: str | Path) -> Image.Image:
@@ -66,6 +79,10 @@ def load_image(path: str | Path) -> Image.Image:
         ) from error
 
 
+def _no_picture(path: Path) -> str:
+    return "the file is empty." if path.stat().st_size == 0 else "is no picture that Pillow can read."
+
+
 def to_rgb(image: Image.Image) -> Image.Image:
     """Bring any Pillow image to upright 8-bit RGB (see `load_image`)."""
     upright = ImageOps.exif_transpose(image)
@@ -76,6 +93,20 @@ def to_rgb(image: Image.Image) -> Image.Image:
         white = Image.new("RGBA", with_alpha.size, (255, 255, 255, 255))
         return Image.alpha_composite(white, with_alpha).convert("RGB")
     return upright.convert("RGB")
+
+
+def _wide_grey(image: Image.Image) -> Image.Image:
+    """Scale 16-bit, 32-bit or float grey to 8 bits.
+
+    Integers above 255 are taken as 16-bit; floats up to 1 as fractions.
+    """
+    values = np.asarray(image, dtype=np.float64)
+    values = np.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)
+    if values.max(initial=0) > (255 if image.mode == "I" else 1) and image.mode != "F":
+        values = values / 257.0  # 0 and 1 alone are a mask's, which stays one for `mask_levels`
+    elif image.mode == "F" and values.max(initial=0) <= 1.0:
+        values = values * 255.0
+    return Image.fromarray(values.round().clip(0, 255).astype(np.uint8))
 
 
 def mask_levels(grey: Image.Image) -> Image.Image:
@@ -141,28 +172,6 @@ def pad_to(images: Images, size: tuple[int, int]) -> Resized:
     return functional.pad(images, (0, right, 0, bottom), mode="replicate")
 
 
-def _wide_grey(image: Image.Image) -> Image.Image:
-    """Scale 16-bit, 32-bit or float grey to 8 bits.
-
-    Integers above 255 are taken as 16-bit; floats up to 1 as fractions.
-    """
-    values = np.asarray(image, dtype=np.float64)
-    values = np.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)
-    if values.max(initial=0) > (255 if image.mode == "I" else 1) and image.mode != "F":
-        values = values / 257.0  # 0 and 1 alone are a mask's, which stays one for `mask_levels`
-    elif image.mode == "F" and values.max(initial=0) <= 1.0:
-        values = values * 255.0
-    return Image.fromarray(values.round().clip(0, 255).astype(np.uint8))
-
-
-def _no_picture(path: Path) -> str:
-    return "the file is empty." if path.stat().st_size == 0 else "is no picture that Pillow can read."
-
-
-PICTURES: Final = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
-"""Suffixes of the files that are taken for pictures."""
-
-
 @dataclass(frozen=True, slots=True)
 class UnreadablePicture:
     """A file that is no picture though it is named like one, and why."""
@@ -216,12 +225,6 @@ def psnr(image: Image.Image, truth: Image.Image) -> float:
     difference = np.asarray(image.convert("RGB"), np.float64) - np.asarray(truth.convert("RGB"), np.float64)
     error = float(np.mean(difference**2))
     return math.inf if error == 0 else 10 * math.log10(255**2 / error)
-
-
-MARGIN, CAPTION_HEIGHT = 8, 22
-PAPER, INK = (250, 250, 248), (30, 30, 34)
-SMALLEST_SIDE, LARGEST_SIDE = 192, 384
-"""Pictures are shown with their longer side between these, in pixels."""
 
 
 def contact_sheet(pictures: Sequence[tuple[str, Image.Image]], *, columns: int | None = None) -> Image.Image:

@@ -1,5 +1,7 @@
 """Translate a picture with an LBM model: encode, walk the bridge, decode; any size in, the same size out.
 
+`Frame` brings the picture and its conditioning to the size that the model works at, and the result back.
+
 Each part is a stage of the current recorder (`latent_encoding`, `denoising` with a step for each call of the
 denoiser, `latent_decoding`); without a recorder the stages cost nothing. The result is the same either way.
 """
@@ -24,8 +26,6 @@ from sigmascope.progress import Progress, no_progress
 
 MINIMUM_TILE = 4
 """Latent elements along a tile's side, below which tiles are mostly overlap."""
-
-
 SEEDS = 2**63
 """Seeds are below this: what fits a signed 64-bit column of the run store."""
 
@@ -83,6 +83,56 @@ def translate_image(
         return _decode(model, z_target, frame, tile_size)
 
 
+def checked_rgb(image: Image.Image, what: str) -> Image.Image:
+    """An image as RGB.
+
+    Args:
+        image: Any Pillow image; see `images.to_rgb`.
+        what: What it is, for the message.
+
+    Raises:
+        ConfigError: It has no pixels.
+    """
+    if 0 in image.size:
+        raise ConfigError(
+            f"{what}: the image is empty ({image.width}×{image.height} pixels).",
+            hint="Pass one with at least one pixel.",
+        )
+    return to_rgb(image)
+
+
+def check_tile_size(tile_size: int | None, model: LbmModel) -> None:
+    """Refuse tiles that are mostly overlap.
+
+    Raises:
+        ConfigError: `tile_size` is too small for the model's VAE.
+    """
+    smallest = MINIMUM_TILE * model.vae.factor
+    if tile_size is not None and tile_size < smallest:
+        raise ConfigError(
+            f"tile_size: expected at least {smallest} pixels for this VAE, got {tile_size}.",
+            hint="Use 512, or leave it out.",
+        )
+
+
+def _checked_seed(seed: int | None) -> int:
+    if seed is None:
+        return secrets.randbits(31)
+    if not 0 <= seed < SEEDS:
+        raise ConfigError(
+            f"seed: expected 0 to {SEEDS - 1}, got {seed}.", hint="Leave it out to have one drawn."
+        )
+    return seed
+
+
+def _checked_noise_scale(noise_scale: float) -> float:
+    if not (math.isfinite(noise_scale) and noise_scale >= 0):
+        raise ConfigError(
+            f"noise_scale: expected 0 or more, got {noise_scale}.", hint="Leave it out for the config's."
+        )
+    return noise_scale
+
+
 @dataclass(frozen=True)
 class Frame:
     """How a picture of `original` size is brought to the model's `working` size, and back."""
@@ -123,6 +173,19 @@ def _encode(
         return z_source, extra
 
 
+def _strategy(tile_size: int | None, what: str) -> str:
+    return f"Direct VAE {what}" if tile_size is None else f"Tiled VAE {what}"
+
+
+def _require_finite(tensor: Tensor, what: str, model: LbmModel) -> None:
+    if not is_finite(tensor):
+        dtype = str(model.denoiser.dtype).removeprefix("torch.")
+        raise NonFiniteError(
+            f"NaN or Inf in {what} (denoiser {dtype}, VAE {str(model.vae.dtype).removeprefix('torch.')}).",
+            hint="Run in bf16 or float32 (--torch_dtype).",
+        )
+
+
 def _denoise(
     model: LbmModel,
     z_source: Tensor,
@@ -159,51 +222,6 @@ def _decode(model: LbmModel, z_target: Tensor, frame: Frame, tile_size: int | No
         recorded.tensor("image", pixels)
         _require_finite(pixels, "the decoded picture", model)
         return tensor_to_image(frame.leave(pixels.clamp(-1.0, 1.0)))
-
-
-def _strategy(tile_size: int | None, what: str) -> str:
-    return f"Direct VAE {what}" if tile_size is None else f"Tiled VAE {what}"
-
-
-def check_tile_size(tile_size: int | None, model: LbmModel) -> None:
-    """Refuse tiles that are mostly overlap.
-
-    Raises:
-        ConfigError: `tile_size` is too small for the model's VAE.
-    """
-    smallest = MINIMUM_TILE * model.vae.factor
-    if tile_size is not None and tile_size < smallest:
-        raise ConfigError(
-            f"tile_size: expected at least {smallest} pixels for this VAE, got {tile_size}.",
-            hint="Use 512, or leave it out.",
-        )
-
-
-def _checked_seed(seed: int | None) -> int:
-    if seed is None:
-        return secrets.randbits(31)
-    if not 0 <= seed < SEEDS:
-        raise ConfigError(
-            f"seed: expected 0 to {SEEDS - 1}, got {seed}.", hint="Leave it out to have one drawn."
-        )
-    return seed
-
-
-def _checked_noise_scale(noise_scale: float) -> float:
-    if not (math.isfinite(noise_scale) and noise_scale >= 0):
-        raise ConfigError(
-            f"noise_scale: expected 0 or more, got {noise_scale}.", hint="Leave it out for the config's."
-        )
-    return noise_scale
-
-
-def _require_finite(tensor: Tensor, what: str, model: LbmModel) -> None:
-    if not is_finite(tensor):
-        dtype = str(model.denoiser.dtype).removeprefix("torch.")
-        raise NonFiniteError(
-            f"NaN or Inf in {what} (denoiser {dtype}, VAE {str(model.vae.dtype).removeprefix('torch.')}).",
-            hint="Run in bf16 or float32 (--torch_dtype).",
-        )
 
 
 def conditioning_latents(
@@ -247,21 +265,3 @@ def conditioning_latents(
         mask = ((grey + 1.0) / 2.0).to(like.device)  # last: bicubic overshoot is cut at -1 and 1
         parts.append(functional.interpolate(mask, like.shape[-2:], mode="area"))
     return torch.cat(parts, dim=1) if parts else None
-
-
-def checked_rgb(image: Image.Image, what: str) -> Image.Image:
-    """An image as RGB.
-
-    Args:
-        image: Any Pillow image; see `images.to_rgb`.
-        what: What it is, for the message.
-
-    Raises:
-        ConfigError: It has no pixels.
-    """
-    if 0 in image.size:
-        raise ConfigError(
-            f"{what}: the image is empty ({image.width}×{image.height} pixels).",
-            hint="Pass one with at least one pixel.",
-        )
-    return to_rgb(image)

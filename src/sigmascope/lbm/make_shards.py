@@ -1,4 +1,10 @@
-"""Shards that appear whole or not at all, with the same bytes for the same samples."""
+"""Write WebDataset shards: from pairs of picture files in a folder, or from rendered scenes of the pocket model.
+
+Shards appear whole or not at all, with the same bytes for the same samples.
+
+`find_pairs` says which files of a folder belong together, and which belong to nothing. `PairEncoder` looks at each
+before it goes in. The pocket model's scenes let anyone try training without data of their own.
+"""
 
 import multiprocessing
 import re
@@ -18,12 +24,24 @@ from sigmascope.lbm.pocket.scenes import COOL, WARM, Light, begin_worker, render
 from sigmascope.lbm.samples import decode_picture, map_ahead, same_shape
 from sigmascope.progress import Progress, no_progress
 
-SHARD_SIZE = 1000
-"""Samples in a shard unless the caller says."""
-
-
 EncodedSample = tuple[str, Mapping[str, bytes]]
 """A sample's name, and its members by the rest of the name (`source.jpg`)."""
+
+SHARD_SIZE = 1000
+"""Samples in a shard unless the caller says."""
+WORKERS = 4
+"""Threads that look at pairs of files."""
+AHEAD = 16
+"""Pairs that are looked at before they are asked for."""
+
+LIGHTS = {"cool": COOL, "warm": WARM}
+"""Of rendered scenes, by the name that the command line gives them."""
+HELD_OUT = range(1000)
+"""Scenes that the pocket models never saw; judge by these, train on others."""
+POCKET_SHARD_SIZE = 128
+"""Scenes in a shard unless the caller says: so few that a run of a few hundred has several."""
+_CHUNK = 8
+"""Scenes that a worker renders for one message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,27 +84,6 @@ class WrittenShard:
     nbytes: int
 
 
-def check_target(target: ShardTarget) -> None:
-    """Refuse a target that cannot be written, before work is spent on what would go there.
-
-    Raises:
-        ConfigError: An option makes no sense, or there are shards that may not be replaced.
-        WriteError: The folder cannot be read.
-    """
-    if target.shard_size < 1:
-        raise ConfigError(f"--shard_size: expected 1 or more, got {target.shard_size}.", hint="Use 1000.")
-    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", target.prefix):
-        raise ConfigError(
-            f"--prefix: expected letters, digits, -, _ and dots, got {target.prefix!r}.", hint="Use train."
-        )
-    existing = target.existing()
-    if existing and not target.overwrite:
-        raise ConfigError(
-            f"{target.folder}: holds {len(existing)} shards of that name already ({existing[0].name}).",
-            hint="Choose another folder or --prefix, or replace them with --overwrite.",
-        )
-
-
 def write_shards(samples: Iterable[EncodedSample], target: ShardTarget) -> list[WrittenShard]:
     """Write samples into shards; all of them appear together at the end, or none does.
 
@@ -114,26 +111,33 @@ def write_shards(samples: Iterable[EncodedSample], target: ShardTarget) -> list[
             count = _write_shard(temporary, _up_to(target.shard_size, first, stream))
             written.append(WrittenShard(path, count, temporary.stat().st_size))
     if written:  # without new ones the old ones stay
-        _remove(set(target.existing()) - {shard.path for shard in written})
+        _remove_stale(set(target.existing()) - {shard.path for shard in written})
     return written
 
 
-def shard_pattern(written: list[WrittenShard]) -> str:
-    """The pattern with braces that stands for shards, as a config names them."""
-    first, last = written[0].path, written[-1].path
-    if first == last:
-        return str(first)
-    stem, _, low = first.stem.rpartition("-")
-    return str(first.with_name(f"{stem}-{{{low}..{last.stem.rpartition('-')[2]}}}.tar"))
+def check_target(target: ShardTarget) -> None:
+    """Refuse a target that cannot be written, before work is spent on what would go there.
+
+    Raises:
+        ConfigError: An option makes no sense, or there are shards that may not be replaced.
+        WriteError: The folder cannot be read.
+    """
+    if target.shard_size < 1:
+        raise ConfigError(f"--shard_size: expected 1 or more, got {target.shard_size}.", hint="Use 1000.")
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", target.prefix):
+        raise ConfigError(
+            f"--prefix: expected letters, digits, -, _ and dots, got {target.prefix!r}.", hint="Use train."
+        )
+    existing = target.existing()
+    if existing and not target.overwrite:
+        raise ConfigError(
+            f"{target.folder}: holds {len(existing)} shards of that name already ({existing[0].name}).",
+            hint="Choose another folder or --prefix, or replace them with --overwrite.",
+        )
 
 
-def _up_to(count: int, first: EncodedSample, stream: Iterator[EncodedSample]) -> Iterator[EncodedSample]:
-    yield first
-    for _ in range(count - 1):
-        following = next(stream, None)
-        if following is None:
-            return
-        yield following
+def _unusable(folder: Path, error: OSError) -> WriteError:
+    return WriteError(folder, f"cannot be used ({reason_of(error)}).", hint=writing_hint(error))
 
 
 def _write_shard(path: Path, samples: Iterator[EncodedSample]) -> int:
@@ -148,7 +152,16 @@ def _write_shard(path: Path, samples: Iterator[EncodedSample]) -> int:
     return count
 
 
-def _remove(stale: Iterable[Path]) -> None:
+def _up_to(count: int, first: EncodedSample, stream: Iterator[EncodedSample]) -> Iterator[EncodedSample]:
+    yield first
+    for _ in range(count - 1):
+        following = next(stream, None)
+        if following is None:
+            return
+        yield following
+
+
+def _remove_stale(stale: Iterable[Path]) -> None:
     for path in stale:
         try:
             path.unlink()
@@ -157,8 +170,13 @@ def _remove(stale: Iterable[Path]) -> None:
             raise WriteError(path, message, hint="Remove it, or training would read it too.") from error
 
 
-def _unusable(folder: Path, error: OSError) -> WriteError:
-    return WriteError(folder, f"cannot be used ({reason_of(error)}).", hint=writing_hint(error))
+def shard_pattern(written: list[WrittenShard]) -> str:
+    """The pattern with braces that stands for shards, as a config names them."""
+    first, last = written[0].path, written[-1].path
+    if first == last:
+        return str(first)
+    stem, _, low = first.stem.rpartition("-")
+    return str(first.with_name(f"{stem}-{{{low}..{last.stem.rpartition('-')[2]}}}.tar"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +225,7 @@ def find_pairs(folder: str | Path, keys: Sequence[str], optional: Sequence[str] 
     """
     _check_keys([*keys, *optional])
     root = Path(folder)
-    files = _files(root)
+    files = _visible_files(root)
     in_subfolders = all((root / key).is_dir() for key in keys)
     left_out: list[LeftOut] = []
     groups: dict[str, dict[str, Path]] = {}
@@ -226,31 +244,25 @@ def find_pairs(folder: str | Path, keys: Sequence[str], optional: Sequence[str] 
             left_out.append(LeftOut(str(place), f"{group[key].relative_to(root)} is its {key} already"))
         else:
             group[key] = file
-    pairs = _complete(groups, keys, root, left_out)
+    pairs = _complete_pairs(groups, keys, root, left_out)
     if not pairs:
         raise _no_pairs(root, keys, left_out)
     return FoundPairs(tuple(pairs), tuple(left_out))
 
 
-def _complete(
-    groups: Mapping[str, Mapping[str, Path]], keys: Sequence[str], root: Path, left_out: list[LeftOut]
-) -> list[Pair]:
-    """Keep the groups that have every key, and note the files of the others."""
-    pairs: list[Pair] = []
-    names: set[str] = set()
-    for name, group in sorted(groups.items()):
-        missing = [key for key in keys if key not in group]
-        if missing:
-            left_out += [
-                LeftOut(str(file.relative_to(root)), f"has no {' and no '.join(missing)} beside it")
-                for file in group.values()
-            ]
-            continue
-        pairs.append(Pair(_shard_name(name or root.resolve().name or "sample", names), dict(group)))
-    return pairs
+def _check_keys(keys: Sequence[str]) -> None:
+    for key in keys:
+        if not re.fullmatch(r"[A-Za-z0-9_-]+", key):
+            raise ConfigError(
+                f"--keys: expected letters, digits, - and _ in each key, got {key!r}.",
+                hint="For example --keys source,target,mask.",
+            )
+    lowered = [key.lower() for key in keys]
+    if doubled := [key for key in keys if lowered.count(key.lower()) > 1]:
+        raise ConfigError(f"--keys: {doubled[0]} is named twice.", hint="Name each key once.")
 
 
-def _files(root: Path) -> list[Path]:
+def _visible_files(root: Path) -> list[Path]:
     try:
         if not root.is_dir():
             raise FileError(root, "is no folder.", hint="Name a folder with pairs of pictures.")
@@ -280,6 +292,30 @@ def _by_ending(place: Path, keys: Sequence[str]) -> tuple[str, str] | None:
     return key, "/".join(part for part in (folder, match[1]) if part)
 
 
+def _no_place(keys: Sequence[str], in_subfolders: bool) -> str:
+    if in_subfolders:
+        return f"lies in none of the folders {', '.join(keys)}"
+    return f"its name ends in none of {', '.join(f'_{key}' for key in keys)}"
+
+
+def _complete_pairs(
+    groups: Mapping[str, Mapping[str, Path]], keys: Sequence[str], root: Path, left_out: list[LeftOut]
+) -> list[Pair]:
+    """Keep the groups that have every key, and note the files of the others."""
+    pairs: list[Pair] = []
+    names: set[str] = set()
+    for name, group in sorted(groups.items()):
+        missing = [key for key in keys if key not in group]
+        if missing:
+            left_out += [
+                LeftOut(str(file.relative_to(root)), f"has no {' and no '.join(missing)} beside it")
+                for file in group.values()
+            ]
+            continue
+        pairs.append(Pair(_shard_name(name or root.resolve().name or "sample", names), dict(group)))
+    return pairs
+
+
 def _shard_name(name: str, taken: set[str]) -> str:
     """A name without dots, where WebDataset ends a sample's name, and not the one of another sample."""
     plain = name.replace(".", "_")
@@ -299,24 +335,6 @@ def _numbered(name: str) -> Iterator[str]:
         number += 1
 
 
-def _check_keys(keys: Sequence[str]) -> None:
-    for key in keys:
-        if not re.fullmatch(r"[A-Za-z0-9_-]+", key):
-            raise ConfigError(
-                f"--keys: expected letters, digits, - and _ in each key, got {key!r}.",
-                hint="For example --keys source,target,mask.",
-            )
-    lowered = [key.lower() for key in keys]
-    if doubled := [key for key in keys if lowered.count(key.lower()) > 1]:
-        raise ConfigError(f"--keys: {doubled[0]} is named twice.", hint="Name each key once.")
-
-
-def _no_place(keys: Sequence[str], in_subfolders: bool) -> str:
-    if in_subfolders:
-        return f"lies in none of the folders {', '.join(keys)}"
-    return f"its name ends in none of {', '.join(f'_{key}' for key in keys)}"
-
-
 def _no_pairs(root: Path, keys: Sequence[str], left_out: Sequence[LeftOut]) -> ConfigError:
     found = f"{len(left_out)} files, first {left_out[0].name}: {left_out[0].reason}" if left_out else "empty"
     first, second = keys[0], keys[-1]
@@ -324,10 +342,6 @@ def _no_pairs(root: Path, keys: Sequence[str], left_out: Sequence[LeftOut]) -> C
         f"{root}: holds no pairs of pictures ({found}).",
         hint=f"Name files a_{first}.png and a_{second}.png, or put them in folders {first}/ and {second}/.",
     )
-
-
-WORKERS = 4
-AHEAD = 16
 
 
 @dataclass
@@ -360,7 +374,7 @@ def _encode(pair: Pair) -> dict[str, bytes] | str:
             data = file.read_bytes()
             size = decode_picture(data).size
         except (OSError, DataError) as error:
-            return f"{file.name} {_reason(error)}"
+            return f"{file.name} {_why_unusable(error)}"
         shape = shape or size
         if not same_shape(shape, size):
             first = next(iter(pair.files.values()))
@@ -372,20 +386,8 @@ def _encode(pair: Pair) -> dict[str, bytes] | str:
     return members
 
 
-def _reason(error: OSError | DataError) -> str:
+def _why_unusable(error: OSError | DataError) -> str:
     return f"cannot be read ({reason_of(error)})" if isinstance(error, OSError) else error.message
-
-
-LIGHTS = {"cool": COOL, "warm": WARM}
-"""By the name that the command line gives them."""
-HELD_OUT = range(1000)
-"""Scenes that the pocket models never saw; judge by these, train on others."""
-
-
-POCKET_SHARD_SIZE = 128
-"""Samples in a shard unless the caller says: so few that a run of a few hundred scenes has several."""
-_CHUNK = 8
-"""Scenes that a worker renders for one message."""
 
 
 def write_pocket_shards(
@@ -425,10 +427,20 @@ def write_pocket_shards(
         raise ConfigError("pocket scenes: expected numbers from 0 on.", hint="For example 1000-1255.")
     target = ShardTarget(Path(folder), prefix, shard_size, overwrite)
     render = partial(render_pair, light=light, size=size)
-    return write_shards(_reported(_scenes(render, numbers, workers), len(numbers), progress), target)
+    return write_shards(
+        _with_progress(_render_scenes(render, numbers, workers), len(numbers), progress), target
+    )
 
 
-def _scenes(
+def _with_progress(
+    samples: Iterator[EncodedSample], total: int, progress: Progress
+) -> Iterator[EncodedSample]:
+    for done, sample in enumerate(samples, start=1):
+        yield sample
+        progress(done, total, sample[0])
+
+
+def _render_scenes(
     render: Callable[[int], EncodedSample], numbers: Sequence[int], workers: int
 ) -> Iterator[EncodedSample]:
     if workers == 1:
@@ -441,9 +453,3 @@ def _scenes(
             yield from pool.map(render, numbers, chunksize=_CHUNK)
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _reported(samples: Iterator[EncodedSample], total: int, progress: Progress) -> Iterator[EncodedSample]:
-    for done, sample in enumerate(samples, start=1):
-        yield sample
-        progress(done, total, sample[0])

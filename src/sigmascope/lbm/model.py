@@ -1,7 +1,10 @@
 """The LBM model: a text-free SDXL-shaped denoiser and a VAE, with exactly LBM's state-dict keys.
 
-Keys (SPEC section 7): `denoiser.*` are those of diffusers' `UNet2DConditionModel`, `vae.vae_model.*` those of
-`AutoencoderKL`, `num_iterations` is a float32 scalar.
+`denoiser.*` are the keys of diffusers' `UNet2DConditionModel`, `vae.vae_model.*` those of `AutoencoderKL`, and
+`num_iterations` is a float32 scalar.
+
+A model is built on the meta device and filled from a checkpoint one tensor at a time. Where the two do not fit,
+the error names the keys that are missing, unexpected or of another shape.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,13 +16,17 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from sigmascope.checkpoints import Checkpoint, open_checkpoint
-from sigmascope.checkpoints.files import is_folder, is_regular_file, names_in
-from sigmascope.checkpoints.reader import INDEX_SUFFIX, PICKLE_SUFFIXES
 from sigmascope.errors import CheckpointError, ModelMismatchError, NonFiniteError
-from sigmascope.lbm.config import LbmConfig, VaeConfig, load_config
+from sigmascope.lbm.config import LbmConfig, VaeConfig, resolve_config
 from sigmascope.monitor import stage
 from sigmascope.pipeline.tiling import TilePlan, plan, tiled_map
 from sigmascope.progress import Progress, no_progress
+
+Images = Float[Tensor, "batch 3 height width"]
+Latents = Float[Tensor, "batch channels latent_height latent_width"]
+
+NAMED = 5
+"""How many keys of a kind an error names before it counts the rest."""
 
 
 class LbmModel(nn.Module):
@@ -66,6 +73,24 @@ class LbmModel(nn.Module):
             inputs.to(self.denoiser.dtype), timestep, encoder_hidden_states=None, return_dict=False
         )[0]
         return prediction.to(x_t.dtype)
+
+
+def _build_denoiser(config: LbmConfig) -> UNet2DConditionModel:
+    block = config.denoiser
+    return UNet2DConditionModel(
+        in_channels=config.unet_input_channels,
+        out_channels=config.vae_num_channels,
+        block_out_channels=block.block_out_channels,
+        layers_per_block=block.layers_per_block,
+        down_block_types=block.down_block_types,
+        up_block_types=block.up_block_types,
+        mid_block_type=block.mid_block_type,
+        transformer_layers_per_block=block.transformer_layers_per_block,
+        attention_head_dim=block.attention_head_dim,
+        cross_attention_dim=block.cross_attention_dim,
+        norm_num_groups=block.norm_num_groups,
+        use_linear_projection=block.use_linear_projection,
+    )
 
 
 def build_lbm(
@@ -124,61 +149,53 @@ def load_lbm(
         )
 
 
-def resolve_config(path: str | Path, config: LbmConfig | str | Path | None) -> LbmConfig:
-    """Give the config of a checkpoint: as given, read from the file given, or the one beside `path`.
-
-    Raises:
-        ConfigError: The config is not valid.
-        CheckpointError: The system refuses to look at `path`.
-    """
-    if config is None:
-        return config_for(path)
-    return config if isinstance(config, LbmConfig) else load_config(config)
-
-
-def fill_lbm(
-    model: LbmModel,
-    checkpoint: Checkpoint,
+def load_watched(
+    path: str | Path,
+    config: LbmConfig | str | Path | None = None,
     *,
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
     progress: Progress = no_progress,
 ) -> LbmModel:
-    """Give a model on the meta device the weights of an open checkpoint; the rest is as of `load_lbm`.
+    """Load a checkpoint as `load_lbm` does, as a stage of the current recorder.
+
+    The stage holds file, format ("safetensors" or "pickle"), bytes of all files, parameters, dtype, device,
+    and missing and unexpected keys, these even when loading fails over them. Its duration is the load time.
+    Without a recorder nothing is kept.
+
+    Args:
+        path: Any layout that `open_checkpoint` reads.
+        config: Of the model, or its YAML file; None looks beside the checkpoint.
+        dtype: Of the weights.
+        device: Where the weights go.
+        progress: Told after each tensor.
 
     Returns:
-        The same model, in evaluation mode.
+        The model in evaluation mode.
+
+    Raises:
+        ConfigError: The config is not valid.
+        CheckpointError: The file is missing, damaged, or refused.
+        ModelMismatchError: Names keys that are missing, unexpected or of another shape.
+        NonFiniteError: Names the first tensor with NaN or Inf.
     """
-    upcast = dtype == torch.float16 and model.config.vae.force_upcast
-    dtypes = {
-        "denoiser": dtype,
-        "vae": torch.float32 if upcast else dtype,
-        "num_iterations": torch.float32,
-    }
-    assign_weights(model, checkpoint, dtypes, device, progress=progress)
-    return model.eval()
-
-
-def _build_denoiser(config: LbmConfig) -> UNet2DConditionModel:
-    block = config.denoiser
-    return UNet2DConditionModel(
-        in_channels=config.unet_input_channels,
-        out_channels=config.vae_num_channels,
-        block_out_channels=block.block_out_channels,
-        layers_per_block=block.layers_per_block,
-        down_block_types=block.down_block_types,
-        up_block_types=block.up_block_types,
-        mid_block_type=block.mid_block_type,
-        transformer_layers_per_block=block.transformer_layers_per_block,
-        attention_head_dim=block.attention_head_dim,
-        cross_attention_dim=block.cross_attention_dim,
-        norm_num_groups=block.norm_num_groups,
-        use_linear_projection=block.use_linear_projection,
-    )
-
-
-Images = Float[Tensor, "batch 3 height width"]
-Latents = Float[Tensor, "batch channels latent_height latent_width"]
+    with stage("model_loading") as recorded:
+        recorded.fact("file", str(path))
+        recorded.fact("dtype", str(dtype).removeprefix("torch."))
+        recorded.fact("device", str(device))
+        config = resolve_config(path, config)
+        with open_checkpoint(path) as checkpoint:
+            recorded.fact("format", checkpoint.format)
+            recorded.fact("file_bytes", sum(file.stat().st_size for file in checkpoint.files))
+            model = build_lbm(config, device="meta")
+            missing, unexpected = compare_keys(model, checkpoint)
+            recorded.fact("missing_keys", missing)
+            recorded.fact("unexpected_keys", unexpected)
+            fill_lbm(model, checkpoint, dtype=dtype, device=device, progress=progress)
+        recorded.fact("parameters", sum(parameter.numel() for parameter in model.parameters()))
+        recorded.module("denoiser", model.denoiser)
+        recorded.module("vae", model.vae)
+    return model
 
 
 class LbmVae(nn.Module):
@@ -271,49 +288,27 @@ class LbmVae(nn.Module):
         return decoded
 
 
-NAMED = 5
-"""How many keys of a kind an error names before it counts the rest."""
+def fill_lbm(
+    model: LbmModel,
+    checkpoint: Checkpoint,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    progress: Progress = no_progress,
+) -> LbmModel:
+    """Give a model on the meta device the weights of an open checkpoint; the rest is as of `load_lbm`.
 
-
-def find_config(checkpoint: str | Path) -> Path | None:
-    """Look for the YAML that describes a checkpoint.
-
-    Beside a file that is `<its name without suffix>.yaml`, then `config.yaml`; the name of a sharded one is
-    what comes before `.safetensors.index.json`. In a folder it is `<folder's name>.yaml`, then that of the
-    weights in it, then `config.yaml`.
-
-    Raises:
-        CheckpointError: The system refuses to look at the path.
+    Returns:
+        The same model, in evaluation mode.
     """
-    checkpoint = Path(checkpoint)
-    if is_folder(checkpoint):
-        folder, weights = checkpoint, [name for name in names_in(checkpoint) if _is_weights(name)]
-        stems = [checkpoint.absolute().name, *map(_stem, weights)]
-    else:
-        folder, stems = checkpoint.parent, [_stem(checkpoint.name)]
-    for name in (*(f"{stem}.yaml" for stem in stems), "config.yaml"):
-        if is_regular_file(folder / name):
-            return folder / name
-    return None
-
-
-def _is_weights(name: str) -> bool:
-    return name.endswith((INDEX_SUFFIX, ".safetensors", *PICKLE_SUFFIXES))
-
-
-def _stem(name: str) -> str:
-    return name.removesuffix(INDEX_SUFFIX) if name.endswith(INDEX_SUFFIX) else Path(name).stem
-
-
-def config_for(checkpoint: str | Path) -> LbmConfig:
-    """Read the config that lies beside a checkpoint; without one, the full-size default.
-
-    Raises:
-        ConfigError: The file found there does not describe an LBM model.
-        CheckpointError: The system refuses to look at the path.
-    """
-    path = find_config(checkpoint)
-    return LbmConfig() if path is None else load_config(path)
+    upcast = dtype == torch.float16 and model.config.vae.force_upcast
+    dtypes = {
+        "denoiser": dtype,
+        "vae": torch.float32 if upcast else dtype,
+        "num_iterations": torch.float32,
+    }
+    assign_weights(model, checkpoint, dtypes, device, progress=progress)
+    return model.eval()
 
 
 def assign_weights(
@@ -348,16 +343,6 @@ def assign_weights(
         progress(done, len(expected), key)
 
 
-def compare_keys(model: nn.Module, checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
-    """Give the keys that a model has and a checkpoint lacks (missing), and the other way (unexpected)."""
-    return _compare(model.state_dict(keep_vars=True), checkpoint)
-
-
-def _compare(expected: Mapping[str, Tensor], checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
-    missing = [key for key in expected if key not in checkpoint]
-    return missing, sorted(key for key in checkpoint if key not in expected)
-
-
 def _check_keys_and_shapes(expected: Mapping[str, Tensor], checkpoint: Checkpoint) -> None:
     wrong = []
     missing, unexpected = _compare(expected, checkpoint)
@@ -377,6 +362,17 @@ def _check_keys_and_shapes(expected: Mapping[str, Tensor], checkpoint: Checkpoin
             f"{checkpoint.path}: the weights do not fit the model that the config describes; {'; '.join(wrong)}.",
             hint="Pass the config that this checkpoint was made with (--config_path).",
         )
+
+
+def _compare(expected: Mapping[str, Tensor], checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
+    missing = [key for key in expected if key not in checkpoint]
+    return missing, sorted(key for key in checkpoint if key not in expected)
+
+
+def _listed(names: Iterable[str]) -> str:
+    names = list(names)
+    shown = ", ".join(names[:NAMED])
+    return shown if len(names) <= NAMED else f"{shown} and {len(names) - NAMED} more"
 
 
 def _check_values(tensor: Tensor, key: str, path: Path) -> None:
@@ -406,56 +402,6 @@ def _set(model: nn.Module, key: str, tensor: Tensor, *, is_parameter: bool) -> N
     setattr(module, name, nn.Parameter(tensor) if is_parameter else tensor)
 
 
-def _listed(names: Iterable[str]) -> str:
-    names = list(names)
-    shown = ", ".join(names[:NAMED])
-    return shown if len(names) <= NAMED else f"{shown} and {len(names) - NAMED} more"
-
-
-def load_watched(
-    path: str | Path,
-    config: LbmConfig | str | Path | None = None,
-    *,
-    dtype: torch.dtype = torch.float32,
-    device: str | torch.device = "cpu",
-    progress: Progress = no_progress,
-) -> LbmModel:
-    """Load a checkpoint as `load_lbm` does, as a stage of the current recorder (SPEC section 2).
-
-    The stage holds file, format ("safetensors" or "pickle"), bytes of all files, parameters, dtype, device,
-    and missing and unexpected keys, these even when loading fails over them. Its duration is the load time.
-    Without a recorder nothing is kept.
-
-    Args:
-        path: Any layout that `open_checkpoint` reads.
-        config: Of the model, or its YAML file; None looks beside the checkpoint.
-        dtype: Of the weights.
-        device: Where the weights go.
-        progress: Told after each tensor.
-
-    Returns:
-        The model in evaluation mode.
-
-    Raises:
-        ConfigError: The config is not valid.
-        CheckpointError: The file is missing, damaged, or refused.
-        ModelMismatchError: Names keys that are missing, unexpected or of another shape.
-        NonFiniteError: Names the first tensor with NaN or Inf.
-    """
-    with stage("model_loading") as recorded:
-        recorded.fact("file", str(path))
-        recorded.fact("dtype", str(dtype).removeprefix("torch."))
-        recorded.fact("device", str(device))
-        config = resolve_config(path, config)
-        with open_checkpoint(path) as checkpoint:
-            recorded.fact("format", checkpoint.format)
-            recorded.fact("file_bytes", sum(file.stat().st_size for file in checkpoint.files))
-            model = build_lbm(config, device="meta")
-            missing, unexpected = compare_keys(model, checkpoint)
-            recorded.fact("missing_keys", missing)
-            recorded.fact("unexpected_keys", unexpected)
-            fill_lbm(model, checkpoint, dtype=dtype, device=device, progress=progress)
-        recorded.fact("parameters", sum(parameter.numel() for parameter in model.parameters()))
-        recorded.module("denoiser", model.denoiser)
-        recorded.module("vae", model.vae)
-    return model
+def compare_keys(model: nn.Module, checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
+    """Give the keys that a model has and a checkpoint lacks (missing), and the other way (unexpected)."""
+    return _compare(model.state_dict(keep_vars=True), checkpoint)

@@ -1,4 +1,7 @@
-"""One sample from bytes to pixels of one size, cut alike."""
+"""Decode one sample of a shard: from bytes to pictures and masks of one size, all cut alike.
+
+`map_ahead` does such work on background threads and gives the results in the order of the inputs.
+"""
 
 import io
 import random
@@ -19,6 +22,12 @@ from sigmascope.lbm.images import DECODER_ERRORS, mask_levels, to_rgb
 from sigmascope.lbm.shards import RawSample, find_member
 
 Pixels = NDArray[np.uint8]
+Crop = Literal["center", "random"]
+In = TypeVar("In")
+Out = TypeVar("Out")
+
+FORMATS = ("PNG", "JPEG", "WEBP", "TIFF", "BMP", "GIF", "PPM")
+"""What is decoded. Pillow knows formats that hand their content to other programs; shards may be anybody's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +47,6 @@ class Sample:
     size: Size
     pictures: Mapping[str, Pixels]
     masks: Mapping[str, Pixels]
-
-
-Crop = Literal["center", "random"]
 
 
 @dataclass(frozen=True)
@@ -124,21 +130,6 @@ def _decoded(raw: RawSample, key: str, *, mask: bool) -> Image.Image:
         raise DataError(f"{member} {error.message}") from error
 
 
-FORMATS = ("PNG", "JPEG", "WEBP", "TIFF", "BMP", "GIF", "PPM")
-"""What is decoded. Pillow knows formats that hand their content to other programs; shards may be anybody's."""
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """The part of a picture that is used, as shares of its sides, and the size that it is brought to."""
-
-    left: float
-    top: float
-    right: float
-    bottom: float
-    size: Size
-
-
 def decode_picture(data: bytes) -> Image.Image:
     """Decode a picture to upright 8-bit RGB (see `sigmascope.lbm.images.to_rgb`).
 
@@ -162,6 +153,12 @@ def decode_picture(data: bytes) -> Image.Image:
         raise DataError(f"cannot be decoded ({error})") from error
 
 
+def _refuse_bomb(size: Size) -> None:
+    limit = Image.MAX_IMAGE_PIXELS
+    if limit is not None and size[0] * size[1] > limit:
+        raise DataError(f"is too large a picture ({size[0]}×{size[1]}, the limit is {limit} pixels)")
+
+
 def decode_mask(data: bytes) -> Image.Image:
     """Decode a mask to 8-bit grey; values of 0 and 1 alone count as 0 and 255.
 
@@ -169,6 +166,17 @@ def decode_mask(data: bytes) -> Image.Image:
         DataError: As `decode_picture`.
     """
     return mask_levels(decode_picture(data).convert("L"))
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The part of a picture that is used, as shares of its sides, and the size that it is brought to."""
+
+    left: float
+    top: float
+    right: float
+    bottom: float
+    size: Size
 
 
 def choose_cut(image_size: Size, size: Size, crop: Crop, draws: random.Random) -> Cut:
@@ -183,8 +191,15 @@ def choose_cut(image_size: Size, size: Size, crop: Crop, draws: random.Random) -
     width, height = image_size
     scale = max(size[0] / width, size[1] / height)
     part = (min(size[0] / scale, width), min(size[1] / scale, height))
-    left, top = (_place(whole - used, crop, draws) for whole, used in zip(image_size, part, strict=True))
+    left, top = (_crop_start(whole - used, crop, draws) for whole, used in zip(image_size, part, strict=True))
     return Cut(left / width, top / height, (left + part[0]) / width, (top + part[1]) / height, size)
+
+
+def _crop_start(slack: float, crop: Crop, draws: random.Random) -> float:
+    """Where the part begins: whole pixels, so that a cut without resizing copies pixels."""
+    if crop == "center":
+        return float(int(slack / 2))
+    return min(float(int(draws.random() * (slack + 1))), slack)
 
 
 def apply_cut(image: Image.Image, cut: Cut, resample: Image.Resampling) -> Pixels:
@@ -203,35 +218,18 @@ def apply_cut(image: Image.Image, cut: Cut, resample: Image.Resampling) -> Pixel
     return np.array(image.resize(cut.size, resample, box=box), dtype=np.uint8)
 
 
-def same_shape(first: Size, second: Size) -> bool:
-    """Whether two pictures show the same at different sizes: equal aspect, up to a pixel of rounding."""
-    for one, other in ((first, second), (second, first)):
-        if abs(one[0] * other[1] / one[1] - other[0]) <= 1 or abs(one[1] * other[0] / one[0] - other[1]) <= 1:
-            return True
-    return False
-
-
 def _edge(share: float, side: int) -> float:
     """A share of a side in pixels, inside the picture; rounding must not shift a whole pixel by a hair."""
     pixels = min(max(share * side, 0.0), float(side))
     return float(round(pixels)) if abs(pixels - round(pixels)) < 1e-6 else pixels
 
 
-def _place(slack: float, crop: Crop, draws: random.Random) -> float:
-    """Where the part begins: whole pixels, so that a cut without resizing copies pixels."""
-    if crop == "center":
-        return float(int(slack / 2))
-    return min(float(int(draws.random() * (slack + 1))), slack)
-
-
-def _refuse_bomb(size: Size) -> None:
-    limit = Image.MAX_IMAGE_PIXELS
-    if limit is not None and size[0] * size[1] > limit:
-        raise DataError(f"is too large a picture ({size[0]}×{size[1]}, the limit is {limit} pixels)")
-
-
-In = TypeVar("In")
-Out = TypeVar("Out")
+def same_shape(first: Size, second: Size) -> bool:
+    """Whether two pictures show the same at different sizes: equal aspect, up to a pixel of rounding."""
+    for one, other in ((first, second), (second, first)):
+        if abs(one[0] * other[1] / one[1] - other[0]) <= 1 or abs(one[1] * other[0] / one[0] - other[1]) <= 1:
+            return True
+    return False
 
 
 def map_ahead(

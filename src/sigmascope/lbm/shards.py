@@ -1,6 +1,9 @@
-"""WebDataset shards: which there are, what is read from them and in which order, and how they are written.
+"""Read WebDataset shards: the files that a config means, their samples, and an epoch's order of these.
 
-No member is decoded here, and none is ever unpickled: WebDataset's own decoders are not used.
+WebDataset reads the tar files and groups their members. No member is decoded here, and none is ever unpickled:
+WebDataset's own decoders are not used.
+
+The order of an epoch is the same in every run with the same seed, and so in every process.
 """
 
 import contextlib
@@ -27,7 +30,12 @@ from sigmascope.files import reading_hint, reason_of
 PIPE = "pipe:"
 SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.xz", ".tar.bz2")
 """Of the files that are taken from a folder."""
+EXTENSIONS = ("jpg", "jpeg", "png", "webp", "bmp", "tif", "tiff")
+"""Of members that are taken for pictures."""
 _SCHEME = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:(?=//)")
+_READ_ERRORS = (tarfile.TarError, OSError, EOFError, zlib.error, lzma.LZMAError, ValueError)
+BUFFER_BYTES = 1 << 30
+"""Most that the shuffle buffer holds, whatever the number of samples: 256 large ones may not fit in memory."""
 
 
 def expand_shards(patterns: Iterable[str], *, allow_pipe: bool = False) -> tuple[str, ...]:
@@ -106,9 +114,6 @@ def _in_folder(folder: Path, pattern: str) -> list[str]:
     return shards
 
 
-_READ_ERRORS = (tarfile.TarError, OSError, EOFError, zlib.error, lzma.LZMAError, ValueError)
-
-
 @dataclass(frozen=True, slots=True)
 class RawSample:
     """One sample before it is decoded.
@@ -165,26 +170,6 @@ def read_shard(shard: str, keys: Collection[str]) -> Iterator[RawSample]:
             yield RawSample(shard, None, fault=f"{what} ({_first_words(error)})")
 
 
-def _raw(shard: str, sample: dict[str, Any], keys: Collection[str], doubled: list[Exception]) -> RawSample:
-    names = tuple(name for name in sample if not name.startswith("__"))
-    wanted = {name for key in keys for name in wanted_members(key, names)}
-    return RawSample(
-        shard,
-        sample["__key__"],
-        {name: sample[name] for name in names if name in wanted},
-        names,
-        f"holds a member twice ({_first_words(doubled[0])})" if doubled else None,
-    )
-
-
-def _first_words(error: Exception) -> str:
-    """What happened; the reading code appends streams and addresses to the arguments."""
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    words = re.split(r" @ | dict_keys\(", str(error.args[0]))[0] if error.args else ""
-    return words or type(error).__name__
-
-
 @contextlib.contextmanager
 def _opened(shard: str) -> Iterator[IO[bytes] | Pipe]:
     if shard.startswith(PIPE):
@@ -210,22 +195,24 @@ def _end(pipe: Pipe) -> None:
         pipe.close()
 
 
-EXTENSIONS = ("jpg", "jpeg", "png", "webp", "bmp", "tif", "tiff")
-"""Of members that are taken for pictures."""
+def _raw(shard: str, sample: dict[str, Any], keys: Collection[str], doubled: list[Exception]) -> RawSample:
+    names = tuple(name for name in sample if not name.startswith("__"))
+    wanted = {name for key in keys for name in wanted_members(key, names)}
+    return RawSample(
+        shard,
+        sample["__key__"],
+        {name: sample[name] for name in names if name in wanted},
+        names,
+        f"holds a member twice ({_first_words(doubled[0])})" if doubled else None,
+    )
 
 
-def wanted_members(key: str, names: Sequence[str]) -> list[str]:
-    """Members that a key may mean.
-
-    Args:
-        key: `source` means `source.jpg`, `source.png` and so on; a key that is or has an extension (`jpg`,
-            `normal.png`) means itself. Case does not count.
-        names: The sample's members, without the sample's own name, in lower case.
-    """
-    key = key.lower()
-    if key in names:
-        return [key]
-    return [name for extension in EXTENSIONS if (name := f"{key}.{extension}") in names]
+def _first_words(error: Exception) -> str:
+    """What happened; the reading code appends streams and addresses to the arguments."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    words = re.split(r" @ | dict_keys\(", str(error.args[0]))[0] if error.args else ""
+    return words or type(error).__name__
 
 
 def find_member(key: str, names: Sequence[str]) -> str:
@@ -242,8 +229,18 @@ def find_member(key: str, names: Sequence[str]) -> str:
     raise DataError(f"has {' and '.join(found)} for the key {key!r}")
 
 
-BUFFER_BYTES = 1 << 30
-"""Most that the shuffle buffer holds, whatever the number of samples: 256 large ones may not fit in memory."""
+def wanted_members(key: str, names: Sequence[str]) -> list[str]:
+    """Members that a key may mean.
+
+    Args:
+        key: `source` means `source.jpg`, `source.png` and so on; a key that is or has an extension (`jpg`,
+            `normal.png`) means itself. Case does not count.
+        names: The sample's members, without the sample's own name, in lower case.
+    """
+    key = key.lower()
+    if key in names:
+        return [key]
+    return [name for extension in EXTENSIONS if (name := f"{key}.{extension}") in names]
 
 
 @dataclass(frozen=True)
@@ -269,43 +266,15 @@ class Order:
     def samples(self, epoch: int) -> Iterator[RawSample]:
         """Read an epoch's samples in its order, from the first."""
         if not self.shuffle:
-            yield from _read(self.shards, self.keys)
+            yield from _read_shards(self.shards, self.keys)
             return
         shards = list(self.shards)
         random.Random(f"{self.seed} {epoch} shards").shuffle(shards)
         draws = random.Random(f"{self.seed} {epoch} samples")
-        yield from mixed(_read(shards, self.keys), draws, self.buffer, self.buffer_bytes)
+        yield from mixed(_read_shards(shards, self.keys), draws, self.buffer, self.buffer_bytes)
 
 
-@dataclass
-class Share:
-    """One process's samples of an epoch; sample i of the stream belongs to process i modulo `processes`.
-
-    Attributes:
-        order: Of all samples.
-        process: This one, from 0.
-        processes: How many share the stream.
-        passed: Samples of the stream, of all processes, that have gone by.
-    """
-
-    order: Order
-    process: int = 0
-    processes: int = 1
-    passed: int = field(default=0, init=False)
-
-    def samples(
-        self, epoch: int, start: int = 0, pending: Collection[int] = ()
-    ) -> Iterator[tuple[int, RawSample]]:
-        """Give this process's samples with their numbers: the pending ones, then those from `start` on."""
-        waiting = frozenset(pending)
-        for number, raw in enumerate(self.order.samples(epoch)):
-            self.passed = number + 1
-            mine = number % self.processes == self.process
-            if (mine and number >= start) or number in waiting:
-                yield number, raw
-
-
-def _read(shards: Sequence[str], keys: Collection[str]) -> Iterator[RawSample]:
+def _read_shards(shards: Sequence[str], keys: Collection[str]) -> Iterator[RawSample]:
     for shard in shards:
         yield from read_shard(shard, keys)
 
@@ -338,3 +307,31 @@ def _drawn(held: list[RawSample], draws: random.Random) -> RawSample:
     place = draws.randrange(len(held))
     held[place], held[-1] = held[-1], held[place]
     return held.pop()
+
+
+@dataclass
+class Share:
+    """One process's samples of an epoch; sample i of the stream belongs to process i modulo `processes`.
+
+    Attributes:
+        order: Of all samples.
+        process: This one, from 0.
+        processes: How many share the stream.
+        passed: Samples of the stream, of all processes, that have gone by.
+    """
+
+    order: Order
+    process: int = 0
+    processes: int = 1
+    passed: int = field(default=0, init=False)
+
+    def samples(
+        self, epoch: int, start: int = 0, pending: Collection[int] = ()
+    ) -> Iterator[tuple[int, RawSample]]:
+        """Give this process's samples with their numbers: the pending ones, then those from `start` on."""
+        waiting = frozenset(pending)
+        for number, raw in enumerate(self.order.samples(epoch)):
+            self.passed = number + 1
+            mine = number % self.processes == self.process
+            if (mine and number >= start) or number in waiting:
+                yield number, raw

@@ -1,1 +1,12 @@
-"""ui: what lies here, and what it offers."""
+"""Pages in the browser. Only the command line and the tests import them: they need the extra `ui`.
+
+There is one page, that of `sigmascope lbm serve`: a picture in, base and LoRA result side by side, with what each
+took.
+
+- `app`: the server.
+- `security`: who may talk to it, what is refused, and how much one request may ask for.
+- `requests`: what clients send, checked and kept.
+- `jobs`: the line in which requests wait.
+- `lbm_page`: the addresses of the LBM page.
+- `lbm_model`: the model behind it.
+"""

@@ -1,7 +1,8 @@
-"""The server around the page: a port of its own, an end that is prompt, and an address that is told when it answers.
+"""The server around the page: a port of its own, a prompt end, and an address told once it answers.
 
-The model runs in one worker thread (`jobs`), results are kept in memory (`recent`), and nothing is written to
-disk. Only the command line and the tests import this package: it needs the extra `ui`.
+`make_app` is the page as a Starlette application: addresses, errors, and the line of jobs that lives with it. The
+model runs in one worker thread (`jobs.JobLine`), results are kept in memory (`requests.Recent`), and nothing is
+written to disk.
 """
 
 import asyncio
@@ -37,7 +38,9 @@ from sigmascope.ui.security import (
 )
 
 ANYWHERE: Final = ("0.0.0.0", "::")
+"""Hosts that mean every interface of this machine."""
 STOPPED_BY_USER: Final = 130
+"""The exit code of a program that Ctrl-C ended."""
 PATIENCE_SECONDS: Final = 3.0
 """How long the end waits for a step of the model."""
 
@@ -59,40 +62,6 @@ class Address:
     def is_loopback(self) -> bool:
         """Whether other machines cannot reach it."""
         return is_loopback(self.host)
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """Take the port, before a model is loaded for nothing.
-
-    Args:
-        host: Name or address of an interface of this machine.
-        port: 0 takes any that is free.
-
-    Raises:
-        ConfigError: The port is taken or out of range, or the host is none of this machine.
-    """
-    if not 0 <= port < 65536:
-        raise ConfigError(
-            f"--port: expected 0 to 65535, got {port}.", hint="Use 7860, or 0 for any free one."
-        )
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, *_, address = found[0]
-        return socket.create_server(address[:2], family=family, backlog=128)
-    except (OSError, UnicodeError) as error:
-        raise _cannot_bind(host, port, error) from error
-
-
-def _cannot_bind(host: str, port: int, error: Exception) -> ConfigError:
-    code = getattr(error, "errno", None)
-    if code == errno.EADDRINUSE:
-        return ConfigError(
-            f"--port: {port} is taken on {host}.", hint="Choose another, or 0 for any that is free."
-        )
-    if code == errno.EACCES:
-        return ConfigError(f"--port: {port} is not yours to take.", hint="Choose one above 1023.")
-    reason = getattr(error, "strerror", None) or str(error)
-    return ConfigError(f"--host: cannot bind to {host} ({reason}).", hint="Use 127.0.0.1.")
 
 
 def serve(
@@ -219,3 +188,37 @@ def make_app(
     )
     app.add_middleware(Guard, host=host)
     return app
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Take the port, before a model is loaded for nothing.
+
+    Args:
+        host: Name or address of an interface of this machine.
+        port: 0 takes any that is free.
+
+    Raises:
+        ConfigError: The port is taken or out of range, or the host is none of this machine.
+    """
+    if not 0 <= port < 65536:
+        raise ConfigError(
+            f"--port: expected 0 to 65535, got {port}.", hint="Use 7860, or 0 for any free one."
+        )
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, *_, address = found[0]
+        return socket.create_server(address[:2], family=family, backlog=128)
+    except (OSError, UnicodeError) as error:
+        raise _cannot_bind(host, port, error) from error
+
+
+def _cannot_bind(host: str, port: int, error: Exception) -> ConfigError:
+    code = getattr(error, "errno", None)
+    if code == errno.EADDRINUSE:
+        return ConfigError(
+            f"--port: {port} is taken on {host}.", hint="Choose another, or 0 for any that is free."
+        )
+    if code == errno.EACCES:
+        return ConfigError(f"--port: {port} is not yours to take.", hint="Choose one above 1023.")
+    reason = getattr(error, "strerror", None) or str(error)
+    return ConfigError(f"--host: cannot bind to {host} ({reason}).", hint="Use 127.0.0.1.")

@@ -16,21 +16,16 @@ from typing import Any, Final, Literal
 from sigmascope.errors import SigmascopeError
 from sigmascope.ui.security import Refusal, as_error
 
+_log = logging.getLogger(__name__)
+
 State = Literal["waiting", "running", "done", "failed", "replaced"]
 Report = Callable[[str, int, int], None]
+"""(what is made, steps done, steps in all)."""
 Work = Callable[[Report], dict[str, Any]]
 """Runs in the worker thread; told how to report, which may raise `Stopped`."""
 
-
 REMEMBERED: Final = 256
 """Finished jobs whose outcome can still be asked for."""
-
-
-_log = logging.getLogger(__name__)
-
-
-class Stopped(Exception):
-    """The server ends: the work stops at its next report."""
 
 
 @dataclass
@@ -189,3 +184,7 @@ class JobLine:
         for position, job in enumerate(self._waiting, start=1):
             if job.position != position:
                 job.change(position=position)
+
+
+class Stopped(Exception):
+    """The server ends: the work stops at its next report."""

@@ -1,4 +1,8 @@
-"""The model and the LoRA that the page serves, loaded once."""
+"""The model and the LoRA that the page serves: loaded once, then run for one request after another.
+
+Base and LoRA result of a picture are each made once and kept. `timings` is what a run took, as the page's table
+shows it: made from the record and nothing else.
+"""
 
 import gc
 import tempfile
@@ -28,9 +32,15 @@ from sigmascope.records.serialization import run_to_json
 from sigmascope.ui.requests import Picture, Recent, Wish, as_png, wished_size
 from sigmascope.ui.security import MIB
 
+Report = Callable[[str, int, int], None]
+"""Told (what is made: "base" or "result", steps done, steps in all); may raise to stop the work."""
+
 POCKET_RANK: Final = 8
+"""Of the LoRA that is extracted from the pocket models."""
 POCKET_RESOLUTION: Final = 256
 """At which the pocket model works on a picture of the user's. It knows 128, where a photograph has no detail."""
+SAMPLES_PER_SECOND: Final = 10.0
+"""How often memory is looked at between the steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,10 +162,13 @@ def load_served(options: ModelOptions, *, progress: Progress = no_progress) -> S
     )
 
 
-def _lora_name(options: ModelOptions) -> str | None:
-    if options.pocket:
-        return f"cool light, extracted at rank {POCKET_RANK}"
-    return None if options.lora_path is None else options.lora_path.name
+def _require_source_only(model: LbmModel, base: Path) -> None:
+    keys = [*model.config.conditioning_images_keys, *model.config.conditioning_masks_keys]
+    if keys:
+        raise ConfigError(
+            f"--base_model_path: {base} needs more than a source picture ({', '.join(keys)}).",
+            hint="Run it with sigmascope lbm infer and --conditioning.",
+        )
 
 
 def _pocket_lora() -> LoraFile:
@@ -166,21 +179,10 @@ def _pocket_lora() -> LoraFile:
         return load_lora(path)
 
 
-def _require_source_only(model: LbmModel, base: Path) -> None:
-    keys = [*model.config.conditioning_images_keys, *model.config.conditioning_masks_keys]
-    if keys:
-        raise ConfigError(
-            f"--base_model_path: {base} needs more than a source picture ({', '.join(keys)}).",
-            hint="Run it with sigmascope lbm infer and --conditioning.",
-        )
-
-
-SAMPLES_PER_SECOND: Final = 10.0
-"""How often memory is looked at between the steps."""
-
-
-Report = Callable[[str, int, int], None]
-"""Told (what is made: "base" or "result", steps done, steps in all); may raise to stop the work."""
+def _lora_name(options: ModelOptions) -> str | None:
+    if options.pocket:
+        return f"cool light, extracted at rank {POCKET_RANK}"
+    return None if options.lora_path is None else options.lora_path.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,11 +303,15 @@ def timings(run: Run) -> dict[str, Any]:
         "seconds": run.seconds,
         "peak_rss_mib": _mib(peak.rss_bytes),
         "peak_gpu_mib": None if device is None else _mib(peak.accelerator(device).allocated_bytes),
-        "stages": [_stage(stage, device) for stage in run.stages],
+        "stages": [_stage_timings(stage, device) for stage in run.stages],
     }
 
 
-def _stage(stage: Stage, device: str | None) -> dict[str, Any]:
+def _mib(count: int | None) -> float | None:
+    return None if count is None else count / MIB
+
+
+def _stage_timings(stage: Stage, device: str | None) -> dict[str, Any]:
     peak = stage.peak
     on_device = None if peak is None or device is None else peak.accelerator(device).allocated_bytes
     return {
@@ -315,7 +321,3 @@ def _stage(stage: Stage, device: str | None) -> dict[str, Any]:
         "peak_rss_mib": None if peak is None else _mib(peak.rss_bytes),
         "peak_gpu_mib": _mib(on_device),
     }
-
-
-def _mib(count: int | None) -> float | None:
-    return None if count is None else count / MIB

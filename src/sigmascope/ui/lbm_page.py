@@ -31,6 +31,7 @@ ASSETS: Final = Path(__file__).parent / "page"
 POLL_SECONDS: Final = 20.0
 """How long a question about a job waits for news."""
 WISH_BYTES: Final = 8192
+"""Most that the body of a job may have."""
 SCENES: Final = frozenset(map(str, range(1000)))
 """The pocket model's held-out scenes, as an address names them."""
 
@@ -130,7 +131,7 @@ class Page:
             raise refusal()
         try:
             async with asyncio.timeout(self.limits.body_seconds):
-                return await _read(request, limit, refusal)
+                return await _read_stream(request, limit, refusal)
         except TimeoutError:
             seconds = f"{self.limits.body_seconds:g} s"
             raise Refusal(408, f"The request did not end within {seconds}.", "Send it again.") from None
@@ -154,18 +155,18 @@ class Page:
         }
 
 
-async def _read(request: Request, limit: int, refusal: Callable[[], Refusal]) -> bytes:
-    read = bytearray()
-    async for chunk in request.stream():
-        read += chunk
-        if len(read) > limit:
-            raise refusal()
-    return bytes(read)
+def _picture_answer(picture: Picture) -> JSONResponse:
+    return JSONResponse({"id": picture.id, "width": picture.image.width, "height": picture.image.height}, 201)
 
 
 def _too_long() -> Refusal:
     return Refusal(413, f"The request is longer than {WISH_BYTES} bytes.", "Upload the picture on its own.")
 
 
-def _picture_answer(picture: Picture) -> JSONResponse:
-    return JSONResponse({"id": picture.id, "width": picture.image.width, "height": picture.image.height}, 201)
+async def _read_stream(request: Request, limit: int, refusal: Callable[[], Refusal]) -> bytes:
+    read = bytearray()
+    async for chunk in request.stream():
+        read += chunk
+        if len(read) > limit:
+            raise refusal()
+    return bytes(read)

@@ -1,4 +1,8 @@
-"""What a client asks for: the body of `POST /api/jobs`, checked before it may wait in line."""
+"""What clients send: jobs and pictures, checked before anything waits in line.
+
+A job is the body of `POST /api/jobs`. Uploaded pictures are decoded with care, and kept in memory under a name that
+only their own content gives; `Recent` forgets the longest unused first.
+"""
 
 import hashlib
 import io
@@ -17,7 +21,13 @@ from sigmascope.lbm.images import DECODER_ERRORS, to_rgb
 from sigmascope.lbm.infer import SEEDS
 from sigmascope.ui.security import LORA_SCALES, MIB, Limits, Refusal
 
+Value = TypeVar("Value")
 Scale = Annotated[float, Field(ge=LORA_SCALES[0], le=LORA_SCALES[1], allow_inf_nan=False)]
+
+FORMATS: Final = ("PNG", "JPEG", "WEBP", "TIFF", "BMP", "GIF")
+"""What is decoded. Not every format that Pillow knows: its EPS reader, for one, starts Ghostscript."""
+NAMED: Final = "PNG, JPEG, WebP, TIFF, BMP or GIF"
+"""These, in a message."""
 
 
 class Wish(BaseModel):
@@ -62,6 +72,14 @@ def read_wish(body: bytes, limits: Limits) -> Wish:
     return wish
 
 
+def _as_refusal(error: ValidationError) -> Refusal:
+    first = error.errors(include_url=False)[0]
+    if first["type"] == "json_invalid":
+        return Refusal(400, f"The request is not JSON: {first['msg']}.", "Send an object.")
+    where = ".".join(map(str, first["loc"])) or "request"
+    return Refusal(422, f"{where}: {first['msg']}.", "Change this value.")
+
+
 def wished_size(wish: Wish) -> str | Size:
     """The size as `translate_image` takes it.
 
@@ -97,19 +115,6 @@ def check_working_size(wish: Wish, picture: Size, *, resolution: int, factor: in
             f"{limits.working_pixels / 1e6:.1f} megapixels.",
             "Take the nearest bucket, or a smaller size.",
         )
-
-
-def _as_refusal(error: ValidationError) -> Refusal:
-    first = error.errors(include_url=False)[0]
-    if first["type"] == "json_invalid":
-        return Refusal(400, f"The request is not JSON: {first['msg']}.", "Send an object.")
-    where = ".".join(map(str, first["loc"])) or "request"
-    return Refusal(422, f"{where}: {first['msg']}.", "Change this value.")
-
-
-# Not every format that Pillow knows: its EPS reader, for one, starts Ghostscript.
-FORMATS: Final = ("PNG", "JPEG", "WEBP", "TIFF", "BMP", "GIF")
-NAMED: Final = "PNG, JPEG, WebP, TIFF, BMP or GIF"
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,13 +191,6 @@ def decode(data: bytes, limits: Limits) -> Image.Image:
         ) from error
 
 
-def too_many_bytes(limits: Limits) -> Refusal:
-    """The answer to an upload that does not end in time."""
-    return Refusal(
-        413, f"The file is larger than {limits.upload_bytes / MIB:g} MiB.", "Scale the picture down first."
-    )
-
-
 def _check_pixels(image: Image.Image, limits: Limits) -> None:
     if image.width * image.height > limits.picture_pixels:
         raise _too_many_pixels(limits, f" ({image.width}×{image.height})")
@@ -206,14 +204,18 @@ def _too_many_pixels(limits: Limits, size: str = "") -> Refusal:
     )
 
 
+def too_many_bytes(limits: Limits) -> Refusal:
+    """The answer to an upload that does not end in time."""
+    return Refusal(
+        413, f"The file is larger than {limits.upload_bytes / MIB:g} MiB.", "Scale the picture down first."
+    )
+
+
 def as_png(image: Image.Image) -> bytes:
     """The picture as PNG; compressed lightly, because somebody waits for it."""
     written = io.BytesIO()
     image.save(written, format="PNG", compress_level=1)
     return written.getvalue()
-
-
-Value = TypeVar("Value")
 
 
 class Recent(Generic[Value]):

@@ -3,6 +3,9 @@
 A page that binds to loopback is still within reach of every web site that the user visits: by a form or script
 that posts to it (CSRF), and by a name that resolves to 127.0.0.1 (DNS rebinding). The first carries a foreign
 `Origin`, the second a foreign `Host`.
+
+A `Refusal` is what a request is told when it cannot be served: a status, what is wrong, and the next step. `Limits`
+says how much one request may ask for, so that a mistake or a hostile picture does not take the machine down.
 """
 
 import ipaddress
@@ -22,12 +25,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from sigmascope.errors import SigmascopeError
 
 SAFE_METHODS = ("GET", "HEAD")
-
-
+"""These change nothing, so another page may ask."""
 # Nothing but a name and a port: what is before an @ or behind a slash is none, and must not be taken for one.
 _HOST = re.compile(r"(?:\[(?P<address>[^\[\]@/\\\s]+)\]|(?P<name>[^:\[\]@/?#\\\s]+))(?::\d{0,5})?")
-
-
 HEADERS = {
     # Nothing from elsewhere is loaded, nothing inline is run; pictures are fetched and shown as blobs.
     "content-security-policy": (
@@ -42,6 +42,12 @@ HEADERS = {
     # Pictures are private: a browser's cache is a file.
     "cache-control": "no-store",
 }
+_UNREAD = (408, 413)
+"""Statuses that leave some of the request's body unread, so that no other request can follow."""
+
+MIB: Final = 1024**2
+LORA_SCALES: Final = (0.0, 2.0)
+"""Range of a LoRA's strength."""
 
 
 class Guard:
@@ -97,6 +103,14 @@ def check_request(method: str, headers: Headers, names: Iterable[str]) -> None:
         raise Refusal(403, "The request comes from another site.", "Use the page that this server shows.")
 
 
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
 def known_names(host: str) -> frozenset[str]:
     """Names by which a server bound to `host` is asked for, in lower case."""
     return frozenset(
@@ -106,27 +120,15 @@ def known_names(host: str) -> frozenset[str]:
     )
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a server bound to `host`."""
-    return host.lower() == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
-
-
 def host_name(host: str) -> str:
     """The name in a `Host` header, in lower case, without port, brackets and the root's dot; empty if it is none."""
     match = _HOST.fullmatch(host)
     return "" if match is None else (match["address"] or match["name"]).lower().removesuffix(".")
 
 
-def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
-
-
-_UNREAD = (408, 413)
-"""Statuses that leave some of the request's body unread, so that no other request can follow."""
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a server bound to `host`."""
+    return host.lower() == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
 
 
 class Refusal(Exception):
@@ -184,13 +186,6 @@ async def answer_fault(request: Request, error: Exception) -> Response:
     """Starlette's handler of everything else, which it then raises again for the server's own output."""
     told = f"The server failed ({type(error).__name__})."
     return Refusal(500, told, "The server's own output says more.").response
-
-
-MIB: Final = 1024**2
-
-
-LORA_SCALES: Final = (0.0, 2.0)
-"""Range of the strength (SPEC section 7)."""
 
 
 @dataclass(frozen=True, slots=True)

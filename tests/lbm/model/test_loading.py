@@ -8,8 +8,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sigmascope.errors import CheckpointError, ConfigError, ModelMismatchError, NonFiniteError
-from sigmascope.lbm.config import LbmConfig
-from sigmascope.lbm.model import LbmModel, build_lbm, find_config, load_lbm
+from sigmascope.lbm.config import LbmConfig, find_config
+from sigmascope.lbm.model import LbmModel, build_lbm, load_lbm
 
 State = dict[str, Tensor]
 

@@ -193,7 +193,7 @@ def check_options(options: InferOptions) -> None:
 
 def check_files(options: InferOptions, conditioning: dict[str, Path]) -> None:
     """Refuse to write over anything that is read, before anything is read."""
-    from sigmascope.lbm.model import find_config
+    from sigmascope.lbm.config import find_config
 
     inputs = {
         "--base_model_path": model_files(options.base_model_path),

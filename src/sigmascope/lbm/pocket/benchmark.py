@@ -1,4 +1,4 @@
-"""The pocket model as the subject of a benchmark."""
+"""The pocket model as the subject of a benchmark, and how close its pictures are to the rendered truth."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -1,4 +1,7 @@
-"""The main job on the pocket model: a LoRA extracted, proved, applied, and the inference watched."""
+"""The main job on the pocket model: a LoRA extracted, proved, applied, and the inference watched.
+
+What the documentation promises is then checked on the very pictures that were made.
+"""
 
 import tempfile
 from collections.abc import Callable, Mapping
@@ -26,9 +29,13 @@ from sigmascope.progress import Progress, no_progress
 from sigmascope.records.run import Run
 
 SCALES = (0.0, 0.5, 1.0)
+"""Of the LoRA, a picture at each."""
 PHOTO_RESOLUTION = 512
 """Working size of a user's picture. The model knows 128, where a photograph has no detail left."""
 PARTS = ("extract", "validate", "infer", "check", "save")
+"""For the progress."""
+FULL_RANK_ERROR = 0.005
+"""Largest relative error of a layer at full rank: storage in 16 bits leaves less than this."""
 
 
 @dataclass(frozen=True)
@@ -52,30 +59,6 @@ class DemoResult:
     psnr: dict[str, float]
     checks: tuple[Check, ...]
     files: dict[str, Path]
-
-
-@dataclass
-class _Demo:
-    output: Path
-    steps: int
-    seed: int
-    source: Image.Image
-    truth: Image.Image | None
-    recorder: Recorder = field(default_factory=lambda: Recorder(name="demo", sample_hz=10.0))
-    pictures: dict[str, Image.Image] = field(default_factory=dict)
-
-    def relight(self, model: LbmModel) -> Image.Image:
-        return translate_image(
-            model,
-            self.source,
-            num_inference_steps=self.steps,
-            seed=self.seed,
-            resolution=PHOTO_RESOLUTION if self.truth is None else None,
-        )
-
-    def picture(self, name: str, model: LbmModel) -> None:
-        with self.recorder.stage(name):
-            self.pictures[name] = self.relight(model)
 
 
 def run_demo(
@@ -127,6 +110,30 @@ def run_demo(
     return DemoResult(run, extraction, validation, full_rank, demo.pictures, quality, checks, files)
 
 
+@dataclass
+class _Demo:
+    output: Path
+    steps: int
+    seed: int
+    source: Image.Image
+    truth: Image.Image | None
+    recorder: Recorder = field(default_factory=lambda: Recorder(name="demo", sample_hz=10.0))
+    pictures: dict[str, Image.Image] = field(default_factory=dict)
+
+    def relight(self, model: LbmModel) -> Image.Image:
+        return translate_image(
+            model,
+            self.source,
+            num_inference_steps=self.steps,
+            seed=self.seed,
+            resolution=PHOTO_RESOLUTION if self.truth is None else None,
+        )
+
+    def picture(self, name: str, model: LbmModel) -> None:
+        with self.recorder.stage(name):
+            self.pictures[name] = self.relight(model)
+
+
 def _prepare(output: Path, source_image: Path | None, steps: int, seed: int) -> _Demo:
     """Read or render the picture first, so that a wrong path leaves no folder behind."""
     if source_image is not None:
@@ -174,26 +181,6 @@ def _relight_all(demo: _Demo, lora: LoraFile) -> None:
     demo.picture("tuned", load_watched(TUNED_PATH, CONFIG_PATH))
 
 
-def _save(demo: _Demo, run: Run, extraction: ExtractionReport) -> dict[str, Path]:
-    shown = [("source", demo.source), *demo.pictures.items()]
-    if demo.truth is not None:
-        shown.append(("rendered truth", demo.truth))
-    files = {
-        "sheet": demo.output / "side_by_side.png",
-        "run": demo.output / "run.json",
-        "lora": extraction.lora,
-        "result": demo.output / "base_plus_lora.png",
-    }
-    save_image(contact_sheet(shown), files["sheet"])
-    save_image(demo.pictures["base + LoRA at 1"], files["result"])
-    run.save(files["run"])
-    return files
-
-
-FULL_RANK_ERROR = 0.005
-"""Of the worst layer: storage in 16 bits leaves less than this."""
-
-
 def check_promises(
     relight: Callable[[LbmModel], Image.Image],
     pictures: Mapping[str, Image.Image],
@@ -235,3 +222,19 @@ def _largest_difference(first: Image.Image, second: Image.Image) -> int:
 
 def _levels(difference: int) -> str:
     return "identical pixels" if difference == 0 else f"at most {difference} of 255 levels apart"
+
+
+def _save(demo: _Demo, run: Run, extraction: ExtractionReport) -> dict[str, Path]:
+    shown = [("source", demo.source), *demo.pictures.items()]
+    if demo.truth is not None:
+        shown.append(("rendered truth", demo.truth))
+    files = {
+        "sheet": demo.output / "side_by_side.png",
+        "run": demo.output / "run.json",
+        "lora": extraction.lora,
+        "result": demo.output / "base_plus_lora.png",
+    }
+    save_image(contact_sheet(shown), files["sheet"])
+    save_image(demo.pictures["base + LoRA at 1"], files["result"])
+    run.save(files["run"])
+    return files

@@ -7,6 +7,9 @@ and is encoded with gamma 2.2.
 
 Everything follows from the scene's number: the same number gives the same pixels on every machine with
 the same NumPy.
+
+`render_pair` gives a scene as PNG files in memory. It runs in worker processes, so neither torch nor WebDataset is
+imported here.
 """
 
 import io
@@ -23,6 +26,10 @@ from numpy.typing import NDArray
 from PIL import Image
 
 Vector = tuple[float, float, float]
+Array = NDArray[np.floating[Any]]
+"""Computed in float32 where NumPy keeps to it and in float64 where a parameter is one; stored as float32."""
+Solid = Callable[[np.random.Generator, Array, Array], tuple[Array, Array]]
+"""Takes a generator and x, y around the solid's centre; gives height (-inf outside) and normals."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,56 +48,8 @@ class Light:
 
 WARM = Light(direction=(-0.65, 0.40, 0.65), colour=(1.10, 0.76, 0.42), ambient=(0.12, 0.08, 0.09))
 """The light of the pocket model `base`: low evening sun from the left."""
-
-
 COOL = Light(direction=(0.70, 0.15, 0.65), colour=(0.32, 0.60, 1.10), ambient=(0.04, 0.07, 0.14))
 """The light of the pocket model `tuned`: a blue lamp from the right."""
-
-
-Array = NDArray[np.floating[Any]]
-"""Computed in float32 where NumPy keeps to it and in float64 where a parameter is one; stored as float32."""
-
-
-@dataclass(frozen=True, slots=True)
-class Surfaces:
-    """What the camera sees at each pixel: (height, width, 3) normals and albedo, (height, width) gloss."""
-
-    normals: Array
-    albedo: Array
-    gloss: Array
-
-
-def source_light(rng: np.random.Generator) -> Light:
-    """Return the soft light of a source picture: blue sky above, and a pale sun from the upper right.
-
-    Two lights of different colour and direction, so that shading tells which way a surface faces.
-    """
-    jitter = rng.uniform(-0.1, 0.1, size=2)
-    level = float(rng.uniform(0.50, 0.62))
-    return Light(
-        direction=(0.45 + float(jitter[0]), 0.35 + float(jitter[1]), 0.80),
-        colour=(level, 0.92 * level, 0.78 * level),
-        ambient=(0.17, 0.17, 0.18),
-        sky=(0.20, 0.27, 0.40),
-    )
-
-
-def shade(surfaces: Surfaces, light: Light) -> NDArray[np.uint8]:
-    """Light a scene.
-
-    Returns:
-        (height, width, 3) sRGB-like picture, 8 bits a channel.
-    """
-    to_light = unit(np.asarray(light.direction, np.float32))
-    half = unit(to_light + np.array([0, 0, 1], np.float32))
-    lambert = np.clip(surfaces.normals @ to_light, 0, None)[..., None]
-    upward = (0.5 + 0.5 * surfaces.normals[..., 1])[..., None]
-    highlight = np.clip(surfaces.normals @ half, 0, None) ** 24 * surfaces.gloss * (lambert[..., 0] > 0)
-    colour = np.asarray(light.colour, np.float32)
-    diffuse = np.asarray(light.ambient, np.float32) + np.asarray(light.sky, np.float32) * upward
-    linear = surfaces.albedo * (diffuse + colour * lambert) + highlight[..., None] * colour
-    encoded = np.clip(linear, 0, 1) ** np.float32(1 / 2.2)
-    return np.asarray(encoded * 255 + 0.5, np.uint8)
 
 
 def relighting_pair(
@@ -110,9 +69,13 @@ def relighting_pair(
     return shade(surfaces, scene_source_light(number)), shade(surfaces, light)
 
 
-def scene_source_light(number: int) -> Light:
-    """Return the soft light that scene `number` is photographed under."""
-    return source_light(np.random.default_rng([number, 1]))
+@dataclass(frozen=True, slots=True)
+class Surfaces:
+    """What the camera sees at each pixel: (height, width, 3) normals and albedo, (height, width) gloss."""
+
+    normals: Array
+    albedo: Array
+    gloss: Array
 
 
 def make_scene(number: int, size: int = 128) -> Surfaces:
@@ -149,12 +112,15 @@ def _wall_normals(rng: np.random.Generator, x: Array, y: Array) -> Array:
     return normals_from_slopes(slope_x.astype(np.float32), slope_y.astype(np.float32))
 
 
-def _colour(rng: np.random.Generator) -> Array:
-    """Return an albedo between 0.25 and 0.95, from grey to fairly saturated."""
-    tint = rng.uniform(0, 1, 3)
-    grey = tint.mean()
-    mixed = grey + (tint - grey) * rng.uniform(0.3, 1.0)
-    return np.asarray(0.25 + 0.70 * mixed, np.float32)
+def normals_from_slopes(slope_x: Array, slope_y: Array) -> Array:
+    """(height, width, 3) unit normals of a height field with these slopes along x and y."""
+    return unit(np.stack([-slope_x, -slope_y, np.ones_like(slope_x)], axis=-1))
+
+
+def unit(vectors: Array) -> Array:
+    """Vectors of the last axis at length 1; zeros stay zeros."""
+    length = np.linalg.norm(vectors, axis=-1, keepdims=True)
+    return np.asarray(vectors / np.maximum(length, 1e-9), np.float32)
 
 
 def _texture(rng: np.random.Generator, x: Array, y: Array) -> Array:
@@ -175,15 +141,12 @@ def _texture(rng: np.random.Generator, x: Array, y: Array) -> Array:
     return first * (1 - share) + second * share
 
 
-def unit(vectors: Array) -> Array:
-    """Vectors of the last axis at length 1; zeros stay zeros."""
-    length = np.linalg.norm(vectors, axis=-1, keepdims=True)
-    return np.asarray(vectors / np.maximum(length, 1e-9), np.float32)
-
-
-def normals_from_slopes(slope_x: Array, slope_y: Array) -> Array:
-    """(height, width, 3) unit normals of a height field with these slopes along x and y."""
-    return unit(np.stack([-slope_x, -slope_y, np.ones_like(slope_x)], axis=-1))
+def _colour(rng: np.random.Generator) -> Array:
+    """Return an albedo between 0.25 and 0.95, from grey to fairly saturated."""
+    tint = rng.uniform(0, 1, 3)
+    grey = tint.mean()
+    mixed = grey + (tint - grey) * rng.uniform(0.3, 1.0)
+    return np.asarray(0.25 + 0.70 * mixed, np.float32)
 
 
 def turned(rng: np.random.Generator, x: Array, y: Array) -> tuple[Array, Array, float, float]:
@@ -191,10 +154,6 @@ def turned(rng: np.random.Generator, x: Array, y: Array) -> tuple[Array, Array, 
     angle = float(rng.uniform(0, 2 * np.pi))
     c, s = float(np.cos(angle)), float(np.sin(angle))
     return c * x + s * y, c * y - s * x, c, s
-
-
-Solid = Callable[[np.random.Generator, Array, Array], tuple[Array, Array]]
-"""Takes a generator and x, y around the solid's centre; gives height (-inf outside) and normals."""
 
 
 def _ellipsoid(rng: np.random.Generator, x: Array, y: Array) -> tuple[Array, Array]:
@@ -265,6 +224,44 @@ def _box(rng: np.random.Generator, x: Array, y: Array) -> tuple[Array, Array]:
 SOLIDS: tuple[Solid, ...] = (_sphere, _ellipsoid, _cylinder, _torus, _cone, _box)
 
 
+def shade(surfaces: Surfaces, light: Light) -> NDArray[np.uint8]:
+    """Light a scene.
+
+    Returns:
+        (height, width, 3) sRGB-like picture, 8 bits a channel.
+    """
+    to_light = unit(np.asarray(light.direction, np.float32))
+    half = unit(to_light + np.array([0, 0, 1], np.float32))
+    lambert = np.clip(surfaces.normals @ to_light, 0, None)[..., None]
+    upward = (0.5 + 0.5 * surfaces.normals[..., 1])[..., None]
+    highlight = np.clip(surfaces.normals @ half, 0, None) ** 24 * surfaces.gloss * (lambert[..., 0] > 0)
+    colour = np.asarray(light.colour, np.float32)
+    diffuse = np.asarray(light.ambient, np.float32) + np.asarray(light.sky, np.float32) * upward
+    linear = surfaces.albedo * (diffuse + colour * lambert) + highlight[..., None] * colour
+    encoded = np.clip(linear, 0, 1) ** np.float32(1 / 2.2)
+    return np.asarray(encoded * 255 + 0.5, np.uint8)
+
+
+def scene_source_light(number: int) -> Light:
+    """Return the soft light that scene `number` is photographed under."""
+    return source_light(np.random.default_rng([number, 1]))
+
+
+def source_light(rng: np.random.Generator) -> Light:
+    """Return the soft light of a source picture: blue sky above, and a pale sun from the upper right.
+
+    Two lights of different colour and direction, so that shading tells which way a surface faces.
+    """
+    jitter = rng.uniform(-0.1, 0.1, size=2)
+    level = float(rng.uniform(0.50, 0.62))
+    return Light(
+        direction=(0.45 + float(jitter[0]), 0.35 + float(jitter[1]), 0.80),
+        colour=(level, 0.92 * level, 0.78 * level),
+        ambient=(0.17, 0.17, 0.18),
+        sky=(0.20, 0.27, 0.40),
+    )
+
+
 def render_pair(number: int, light: Light, size: int) -> tuple[str, dict[str, bytes]]:
     """Render a scene.
 
@@ -281,6 +278,12 @@ def render_pair(number: int, light: Light, size: int) -> tuple[str, dict[str, by
     return f"scene-{number:06d}", {name: _png(Image.fromarray(pixels)) for name, pixels in members.items()}
 
 
+def _png(image: Image.Image) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
 def begin_worker() -> None:
     """Leave Ctrl-C, which reaches every process of a terminal, to the parent, and do not outlive it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -293,9 +296,3 @@ def _end_with_the_parent() -> None:
     if parent is not None:
         parent.join()
         os._exit(1)
-
-
-def _png(image: Image.Image) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, format="PNG")
-    return buffer.getvalue()

@@ -1,4 +1,9 @@
-"""Accelerate, made as the settings say and undone afterwards, so that one process can train twice."""
+"""Accelerate, made as the settings say and undone afterwards, so that one process can train twice.
+
+`prepare_step` lets it take over the training step: alone, copied (DDP), spread (FSDP), or given to DeepSpeed's
+engine. A backend then computes a step's gradients and brings them together. Losses and pictures are shown by
+trackers (TensorBoard, Weights & Biases, …), through Accelerate too.
+"""
 
 import importlib.util
 import math
@@ -32,6 +37,9 @@ from sigmascope.lbm.training.deepspeed import (
 from sigmascope.lbm.training.objective import Objective
 from sigmascope.lbm.training.settings import TrainSettings
 
+Losses = tuple[Tensor, Tensor, Tensor]
+"""The loss with its gradient, its latent and its pixel term."""
+
 _DEVICE_VARIABLE: Final = "ACCELERATE_TORCH_DEVICE"
 _ASKED_FOR: Final = {
     DistributedType.DEEPSPEED: ("DeepSpeed", "use_deepspeed"),
@@ -40,6 +48,21 @@ _ASKED_FOR: Final = {
 """What the launcher's flags ask for, which Accelerate has not on every device."""
 _NOT_IN_PARTS: Final = ("adafactor", "rprop")
 """Optimizers whose operations in place PyTorch 2.13 refuses on a DTensor; all others were tried."""
+
+_TRACKER_PACKAGES: Final[Mapping[str, tuple[str, ...]]] = {
+    "tensorboard": ("tensorboard", "tensorboardX"),
+    "wandb": ("wandb",),
+    "mlflow": ("mlflow",),
+    "comet_ml": ("comet_ml",),
+    "aim": ("aim",),
+    "clearml": ("clearml",),
+}
+"""Of each tracker; one of them is enough."""
+LOGS: Final = "logs"
+"""The folder of trackers that write files, in `save_ckpt_path`."""
+RUN: Final = "lbm"
+"""The run's name in trackers, without a `wandb_project`."""
+_TAKES_PICTURES: Final = ("tensorboard", "wandb")
 
 
 @contextmanager
@@ -93,9 +116,22 @@ def accelerated(settings: TrainSettings) -> Iterator[Accelerator]:
             GradientState._reset_state()
 
 
-def is_sharded(accelerator: Accelerator) -> bool:
-    """Whether FSDP spreads the denoiser over the processes."""
-    return bool(getattr(accelerator, "is_fsdp2", False))  # Accelerate before 1.6 has no such FSDP
+@contextmanager
+def _device(name: str) -> Iterator[torch.device]:
+    """Tell Accelerate the device: it takes one only from its environment."""
+    device = resolve_device(name, "device")
+    if name in ("auto", "cpu") or "LOCAL_RANK" in os.environ:
+        yield device
+        return
+    before = os.environ.get(_DEVICE_VARIABLE)
+    os.environ[_DEVICE_VARIABLE] = str(device)
+    try:
+        yield device
+    finally:
+        if before is None:
+            del os.environ[_DEVICE_VARIABLE]
+        else:
+            os.environ[_DEVICE_VARIABLE] = before
 
 
 def _check_kind(accelerator: Accelerator) -> None:
@@ -118,6 +154,11 @@ def _check_kind(accelerator: Accelerator) -> None:
             f"device: Accelerate leaves each of the {count} processes alone on {device}.",
             hint="Start them by torchrun or accelerate launch, on GPUs or with device cpu.",
         )
+
+
+def is_sharded(accelerator: Accelerator) -> bool:
+    """Whether FSDP spreads the denoiser over the processes."""
+    return bool(getattr(accelerator, "is_fsdp2", False))  # Accelerate before 1.6 has no such FSDP
 
 
 def check_spreading(kind: DistributedType, settings: TrainSettings, *, fsdp2: bool) -> None:
@@ -152,51 +193,6 @@ def check_spreading(kind: DistributedType, settings: TrainSettings, *, fsdp2: bo
         raise ConfigError(
             "mixed_precision: fp16 does not go with FSDP: all processes would have to skip the same steps.",
             hint="Use bf16 or no.",
-        )
-
-
-@contextmanager
-def _device(name: str) -> Iterator[torch.device]:
-    """Tell Accelerate the device: it takes one only from its environment."""
-    device = resolve_device(name, "device")
-    if name in ("auto", "cpu") or "LOCAL_RANK" in os.environ:
-        yield device
-        return
-    before = os.environ.get(_DEVICE_VARIABLE)
-    os.environ[_DEVICE_VARIABLE] = str(device)
-    try:
-        yield device
-    finally:
-        if before is None:
-            del os.environ[_DEVICE_VARIABLE]
-        else:
-            os.environ[_DEVICE_VARIABLE] = before
-
-
-Losses = tuple[Tensor, Tensor, Tensor]
-
-
-class TrainingStep(nn.Module):
-    """The loss as a module's forward call, so that what wraps the module (DDP, autocast) sees all of it.
-
-    Args:
-        model: With what is trained in it.
-        objective: Its loss.
-    """
-
-    def __init__(self, model: LbmModel, objective: Objective) -> None:
-        super().__init__()
-        self.model = model
-        self.objective = objective
-
-    def forward(self, batch: Batch) -> Losses:
-        """Give the loss with its gradient, and its latent and pixel terms (NaN for one that is not computed)."""
-        terms = self.objective.loss(self.model, batch)
-        missing = torch.full_like(terms.total.detach(), math.nan)
-        return (
-            terms.total,
-            missing if terms.latent is None else terms.latent,
-            missing if terms.pixel is None else terms.pixel,
         )
 
 
@@ -335,6 +331,30 @@ def prepare_step(
     return Prepared(step, denoiser, prepared, AcceleratedBackend(accelerator, denoiser), sharded=True)
 
 
+class TrainingStep(nn.Module):
+    """The loss as a module's forward call, so that what wraps the module (DDP, autocast) sees all of it.
+
+    Args:
+        model: With what is trained in it.
+        objective: Its loss.
+    """
+
+    def __init__(self, model: LbmModel, objective: Objective) -> None:
+        super().__init__()
+        self.model = model
+        self.objective = objective
+
+    def forward(self, batch: Batch) -> Losses:
+        """Give the loss with its gradient, and its latent and pixel terms (NaN for one that is not computed)."""
+        terms = self.objective.loss(self.model, batch)
+        missing = torch.full_like(terms.total.detach(), math.nan)
+        return (
+            terms.total,
+            missing if terms.latent is None else terms.latent,
+            missing if terms.pixel is None else terms.pixel,
+        )
+
+
 def _by_engine(
     accelerator: Accelerator, step: TrainingStep, optimizer: torch.optim.Optimizer, precision: str
 ) -> Prepared:
@@ -363,20 +383,6 @@ def _fit_plugin(plugin: Any, denoiser: nn.Module) -> None:
         plugin.transformer_cls_names_to_wrap = [name for name in wished if name in present]
 
 
-_PACKAGES: Final[Mapping[str, tuple[str, ...]]] = {
-    "tensorboard": ("tensorboard", "tensorboardX"),
-    "wandb": ("wandb",),
-    "mlflow": ("mlflow",),
-    "comet_ml": ("comet_ml",),
-    "aim": ("aim",),
-    "clearml": ("clearml",),
-}
-LOGS: Final = "logs"
-"""The folder of trackers that write files, in `save_ckpt_path`."""
-RUN: Final = "lbm"
-_TAKES_PICTURES: Final = ("tensorboard", "wandb")
-
-
 def check_tracker(name: str | None) -> None:
     """Refuse a tracker whose package is not installed: Accelerate leaves it out without a word.
 
@@ -385,7 +391,7 @@ def check_tracker(name: str | None) -> None:
     """
     if name is None:
         return
-    packages = _PACKAGES.get(name, (name,))
+    packages = _TRACKER_PACKAGES.get(name, (name,))
     if not any(importlib.util.find_spec(package) for package in packages):
         raise ConfigError(
             f"report_to: {name} needs the package {packages[0]}, which is not installed.",
@@ -410,6 +416,15 @@ def start_trackers(accelerator: Accelerator, settings: TrainSettings, step: int)
     accelerator.init_trackers(name, config=_hyperparameters(settings), init_kwargs=options)
 
 
+def _hyperparameters(settings: TrainSettings) -> dict[str, bool | int | float | str]:
+    """The settings as what every tracker takes: flat, and texts for lists and blocks."""
+    values = settings.model_dump(mode="json")
+    return {
+        key: value if isinstance(value, bool | int | float | str) else str(value)
+        for key, value in values.items()
+    }
+
+
 def log_pictures(accelerator: Accelerator, name: str, picture: Image.Image, step: int) -> None:
     """Show a picture in those trackers that take any."""
     pixels = np.asarray(picture.convert("RGB"))[None]
@@ -422,12 +437,3 @@ def log_pictures(accelerator: Accelerator, name: str, picture: Image.Image, step
 def project_folder(settings: TrainSettings) -> Path:
     """Where trackers that write files do so."""
     return settings.save_ckpt_path / LOGS
-
-
-def _hyperparameters(settings: TrainSettings) -> dict[str, bool | int | float | str]:
-    """The settings as what every tracker takes: flat, and texts for lists and blocks."""
-    values = settings.model_dump(mode="json")
-    return {
-        key: value if isinstance(value, bool | int | float | str) else str(value)
-        for key, value in values.items()
-    }

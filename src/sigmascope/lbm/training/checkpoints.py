@@ -1,15 +1,19 @@
 """The checkpoints of one training run, in its folder: the newest good one, those to keep, and what a kill left.
 
-checkpoint-000500/
+A checkpoint is a folder of safetensors and JSON that appears whole or not at all: it is written under a hidden
+name, flushed to the disk and renamed.
+
+    checkpoint-000500/
         weights.safetensors     what is trained
         average.safetensors     its moving average, when there is one
         state.safetensors       tensors of optimizer, schedule, gradient scaler and random generators
         state.json              everything else, and size and checksum of the files above
 
-It is written under a hidden name, flushed to the disk and renamed.
+Nothing is pickled: nested state (an optimizer's, a schedule's, a generator's) is packed into JSON and tensors. Every
+container becomes a mapping with one key that names its kind, so that a tuple comes back as a tuple and an
+optimizer's integer keys as integers. Floats survive JSON bit for bit.
 
-Every container becomes a mapping with one key that names its kind, so that a tuple comes back as a tuple and
-an optimizer's integer keys as integers. Floats survive JSON bit for bit.
+The random generators are all that a process has: Python's, NumPy's, PyTorch's and the device's.
 """
 
 import json
@@ -36,15 +40,22 @@ from sigmascope.lora.journal import open_own
 
 _log = logging.getLogger(__name__)
 
+Packed = Any
+"""JSON values."""
 
-_NAME: Final = re.compile(r"checkpoint-(\d+)")
-_HIDDEN: Final = re.compile(r"\.checkpoint-\d+\..*\.tmp")
+_CHECKPOINT_NAME: Final = re.compile(r"checkpoint-(\d+)")
+_HIDDEN_NAME: Final = re.compile(r"\.checkpoint-\d+\..*\.tmp")
 LOCK: Final = ".training.lock"
-
-
-def checkpoint_name(step: int) -> str:
-    """What the checkpoint of a step is called."""
-    return f"checkpoint-{step:06d}"
+FORMAT: Final = 1
+"""Of `state.json`; another one is refused."""
+WEIGHTS, AVERAGE, STATE, FACTS = (
+    "weights.safetensors",
+    "average.safetensors",
+    "state.safetensors",
+    "state.json",
+)
+_READ_BYTES: Final = 8 * 2**20
+"""At a time, for a checksum."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +65,7 @@ class TrainingState:
     Attributes:
         step: Optimizer steps done.
         epoch: That the next sample belongs to.
-        identity: Settings that the result follows from, by key (see `identity.py`).
+        identity: Settings that the result follows from, by key (see `session.identity`).
         weights: By parameter, in the optimizer's order.
         average: Of the weights; None without a moving average.
         progress: Optimizer, schedule, scaler and moving average.
@@ -174,7 +185,7 @@ class CheckpointFolder:
     def _sweep(self) -> None:
         """Remove half checkpoints; whoever wrote them is dead, since this process has the lock."""
         for folder in self.path.iterdir():
-            if _HIDDEN.fullmatch(folder.name):
+            if _HIDDEN_NAME.fullmatch(folder.name):
                 _log.info("Removed %s, which a process that was killed left half-written.", folder)
                 shutil.rmtree(folder, ignore_errors=True)
 
@@ -193,9 +204,16 @@ def find_checkpoints(path: Path) -> list[Path]:
     if not path.is_dir():
         return []
     numbered = [
-        (int(match[1]), folder) for folder in path.iterdir() if (match := _NAME.fullmatch(folder.name))
+        (int(match[1]), folder)
+        for folder in path.iterdir()
+        if (match := _CHECKPOINT_NAME.fullmatch(folder.name))
     ]
     return [folder for _, folder in sorted(numbered, reverse=True)]
+
+
+def checkpoint_name(step: int) -> str:
+    """What the checkpoint of a step is called."""
+    return f"checkpoint-{step:06d}"
 
 
 def write_state(
@@ -218,8 +236,8 @@ def write_state(
         _write_files(hidden, state)
         if add_files is not None:
             add_files(hidden)
-        _flush(hidden)
-        _replace(hidden, target)
+        _flush_folder(hidden)
+        _replace_folder(hidden, target)
     except OSError as error:
         message = f"the checkpoint cannot be written ({reason_of(error)})."
         raise WriteError(target, message, hint=writing_hint(error)) from error
@@ -228,7 +246,7 @@ def write_state(
         raise WriteError(target, message, hint=error.hint) from error
     finally:
         shutil.rmtree(hidden, ignore_errors=True)
-    _flush(target.parent)
+    _flush_folder(target.parent)
 
 
 def _write_files(folder: Path, state: TrainingState) -> None:
@@ -252,18 +270,7 @@ def _write_files(folder: Path, state: TrainingState) -> None:
         temporary.write_text(json.dumps(facts, indent=1), encoding="utf-8")
 
 
-def _replace(hidden: Path, target: Path) -> None:
-    """Give the hidden folder its name; one that is there moves aside first and then goes."""
-    aside = None
-    if target.exists():
-        aside = target.with_name(temporary_name(target))
-        target.rename(aside)
-    hidden.rename(target)
-    if aside is not None:
-        shutil.rmtree(aside, ignore_errors=True)
-
-
-def _flush(folder: Path) -> None:
+def _flush_folder(folder: Path) -> None:
     """Make names durable; where folders cannot be flushed, the files are in place nevertheless."""
     with suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
@@ -273,14 +280,15 @@ def _flush(folder: Path) -> None:
             os.close(descriptor)
 
 
-FORMAT: Final = 1
-WEIGHTS, AVERAGE, STATE, FACTS = (
-    "weights.safetensors",
-    "average.safetensors",
-    "state.safetensors",
-    "state.json",
-)
-_READ_BYTES: Final = 8 * 2**20
+def _replace_folder(hidden: Path, target: Path) -> None:
+    """Give the hidden folder its name; one that is there moves aside first and then goes."""
+    aside = None
+    if target.exists():
+        aside = target.with_name(temporary_name(target))
+        target.rename(aside)
+    hidden.rename(target)
+    if aside is not None:
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def read_state(folder: Path) -> TrainingState:
@@ -292,17 +300,43 @@ def read_state(folder: Path) -> TrainingState:
     facts = read_facts(folder)
     for name, expected in facts["files"].items():
         _check_file(folder / name, expected)
-    tensors = _tensors(folder / STATE)
+    tensors = _read_tensors(folder / STATE)
     where = str(folder / FACTS)
     return TrainingState(
         step=facts["step"],
         epoch=facts["epoch"],
         identity=facts["identity"],
-        weights=_in_order(_tensors(folder / WEIGHTS), facts["parameters"], folder / WEIGHTS),
-        average=_tensors(folder / AVERAGE) if AVERAGE in facts["files"] else None,
+        weights=_in_order(_read_tensors(folder / WEIGHTS), facts["parameters"], folder / WEIGHTS),
+        average=_read_tensors(folder / AVERAGE) if AVERAGE in facts["files"] else None,
         progress=unpack(facts["progress"], tensors, where),
         processes=tuple(unpack(facts["processes"], tensors, where)),
     )
+
+
+def _check_file(path: Path, expected: Mapping[str, Any]) -> None:
+    try:
+        found = file_facts(path)
+    except OSError as error:
+        raise CheckpointError(
+            path, f"cannot be read ({reason_of(error)}).", hint="Remove the damaged checkpoint."
+        ) from error
+    if found != expected:
+        raise CheckpointError(
+            path,
+            f"is damaged: {found['bytes']} bytes with another checksum than the {expected['bytes']} written.",
+            hint="Remove the damaged checkpoint.",
+        )
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    with open_checkpoint(path) as checkpoint:
+        return {name: checkpoint.tensor(name) for name in checkpoint.keys()}  # noqa: SIM118 - no mapping
+
+
+def _in_order(tensors: dict[str, Tensor], names: list[str], path: Path) -> dict[str, Tensor]:
+    if missing := [name for name in names if name not in tensors]:
+        raise CheckpointError(path, f"lacks {missing[0]}.", hint="Remove the damaged checkpoint.")
+    return {name: tensors[name] for name in names}
 
 
 def read_facts(folder: Path) -> dict[str, Any]:
@@ -326,21 +360,6 @@ def read_facts(folder: Path) -> dict[str, Any]:
     return facts
 
 
-def _check_file(path: Path, expected: Mapping[str, Any]) -> None:
-    try:
-        found = file_facts(path)
-    except OSError as error:
-        raise CheckpointError(
-            path, f"cannot be read ({reason_of(error)}).", hint="Remove the damaged checkpoint."
-        ) from error
-    if found != expected:
-        raise CheckpointError(
-            path,
-            f"is damaged: {found['bytes']} bytes with another checksum than the {expected['bytes']} written.",
-            hint="Remove the damaged checkpoint.",
-        )
-
-
 def file_facts(path: Path) -> dict[str, Any]:
     """Size and checksum of a file, as `state.json` keeps them."""
     digest = xxhash.xxh3_128()
@@ -348,21 +367,6 @@ def file_facts(path: Path) -> dict[str, Any]:
         while piece := stream.read(_READ_BYTES):
             digest.update(piece)
     return {"bytes": path.stat().st_size, "xxh3_128": digest.hexdigest()}
-
-
-def _tensors(path: Path) -> dict[str, Tensor]:
-    with open_checkpoint(path) as checkpoint:
-        return {name: checkpoint.tensor(name) for name in checkpoint.keys()}  # noqa: SIM118 - no mapping
-
-
-def _in_order(tensors: dict[str, Tensor], names: list[str], path: Path) -> dict[str, Tensor]:
-    if missing := [name for name in names if name not in tensors]:
-        raise CheckpointError(path, f"lacks {missing[0]}.", hint="Remove the damaged checkpoint.")
-    return {name: tensors[name] for name in names}
-
-
-Packed = Any
-"""JSON values."""
 
 
 def pack(value: Any, tensors: dict[str, Tensor], path: str) -> Packed:
@@ -410,7 +414,7 @@ def unpack(packed: Packed, tensors: Mapping[str, Tensor], file: str) -> Any:
     kind, content = next(iter(packed.items()), (None, None))
     match kind, content:
         case "tensor" | "array", str():
-            return _tensor(kind, content, tensors, file)
+            return _unpacked_tensor(kind, content, tensors, file)
         case "dict", list():
             return {key: unpack(item, tensors, file) for key, item in content}
         case "list", list():
@@ -422,7 +426,7 @@ def unpack(packed: Packed, tensors: Mapping[str, Tensor], file: str) -> Any:
     )
 
 
-def _tensor(kind: str, name: str, tensors: Mapping[str, Tensor], file: str) -> Any:
+def _unpacked_tensor(kind: str, name: str, tensors: Mapping[str, Tensor], file: str) -> Any:
     if name not in tensors:
         raise CheckpointError(file, f"the tensor {name} is missing.", hint="Resume from another checkpoint.")
     return tensors[name] if kind == "tensor" else tensors[name].numpy()

@@ -1,7 +1,8 @@
-"""What DeepSpeed is told: the launcher's configuration, in which the YAML has the last word on training itself.
+"""DeepSpeed: the launcher's configuration, in which the YAML has the last word on training, and its optimizer.
 
 Below stage 3 of ZeRO every process has all weights. From stage 1 each holds a piece of the optimizer's state: all
-trained weights are laid end to end, and cut into as many pieces as there are processes.
+trained weights are laid end to end, and cut into as many pieces as there are processes. Checkpoints keep that
+state, and read it, as that of one process.
 """
 
 import logging
@@ -25,12 +26,13 @@ NOT_IN_PIECES: Final = ("adafactor", "adagrad", "muon")
 """Optimizers that ZeRO cannot give flat pieces of all weights: two need the shapes of the weights, and in place of
 the Adagrad it is given DeepSpeed makes one of its own, which no schedule reaches. All others were tried."""
 _OF_THE_YAML: Final = ("optimizer", "scheduler")
+"""Keys that DeepSpeed's configuration may not have."""
 _SIZED_BY_MODEL: Final = (
     "reduce_bucket_size",
     "stage3_prefetch_bucket_size",
     "stage3_param_persistence_threshold",
 )
-"""Which Accelerate works out of a language model's hidden size when they are `auto`."""
+"""Keys that Accelerate works out of a language model's hidden size when they are `auto`."""
 
 
 def deepspeed_plugin(settings: TrainSettings) -> DeepSpeedPlugin | None:
@@ -102,31 +104,6 @@ def check_deepspeed(asked: Mapping[str, Any], stage: int, settings: TrainSetting
         _require(asked, key, wanted)
 
 
-def fit(config: dict[str, Any], settings: TrainSettings) -> None:
-    """Put the settings into DeepSpeed's configuration; what does not follow from them stays as it is.
-
-    Weights stay as they are in one process and autocast chooses the precision: DeepSpeed's own bf16 would train
-    rounded weights, and the VAE would compute in them too.
-    """
-    bf16 = settings.mixed_precision == "bf16"
-    config |= {
-        "gradient_accumulation_steps": settings.gradient_accumulation_steps,
-        "gradient_clipping": settings.max_grad_norm or 0.0,
-        "train_micro_batch_size_per_gpu": settings.batch_size,
-        "train_batch_size": "auto",  # Accelerate multiplies
-        "bf16": {"enabled": False},
-        "fp16": {"enabled": False},
-        # Without safe modules: their gradients would be added up over the processes in bfloat16.
-        "torch_autocast": {"enabled": bf16, "dtype": "bfloat16", "lower_precision_safe_modules": []},
-        # Accelerate would otherwise take DeepSpeed's Adam in place of the YAML's optimizer.
-        "zero_force_ds_cpu_optimizer": False,
-    }
-    zero = config["zero_optimization"]
-    for key in _SIZED_BY_MODEL:
-        if zero.get(key) == "auto":
-            del zero[key]
-
-
 def _agreed(settings: TrainSettings, processes: int) -> dict[str, Any]:
     """Keys of DeepSpeed that say what the settings say."""
     steps, batch = settings.gradient_accumulation_steps, settings.batch_size
@@ -153,6 +130,31 @@ def _require(asked: Mapping[str, Any], key: str, wanted: Any) -> None:
             f"accelerate: {key} is {found} in DeepSpeed's configuration, and {wanted} by the YAML.",
             hint=f'Leave {key} out of DeepSpeed\'s configuration, or set it to "auto".',
         )
+
+
+def fit(config: dict[str, Any], settings: TrainSettings) -> None:
+    """Put the settings into DeepSpeed's configuration; what does not follow from them stays as it is.
+
+    Weights stay as they are in one process and autocast chooses the precision: DeepSpeed's own bf16 would train
+    rounded weights, and the VAE would compute in them too.
+    """
+    bf16 = settings.mixed_precision == "bf16"
+    config |= {
+        "gradient_accumulation_steps": settings.gradient_accumulation_steps,
+        "gradient_clipping": settings.max_grad_norm or 0.0,
+        "train_micro_batch_size_per_gpu": settings.batch_size,
+        "train_batch_size": "auto",  # Accelerate multiplies
+        "bf16": {"enabled": False},
+        "fp16": {"enabled": False},
+        # Without safe modules: their gradients would be added up over the processes in bfloat16.
+        "torch_autocast": {"enabled": bf16, "dtype": "bfloat16", "lower_precision_safe_modules": []},
+        # Accelerate would otherwise take DeepSpeed's Adam in place of the YAML's optimizer.
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    zero = config["zero_optimization"]
+    for key in _SIZED_BY_MODEL:
+        if zero.get(key) == "auto":
+            del zero[key]
 
 
 def log_to_stderr() -> None:

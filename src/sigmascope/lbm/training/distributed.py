@@ -1,6 +1,8 @@
 """What several processes must agree on before each step, so that none waits for another that has ended.
 
-A plain tensor passes through every function here as it is, so that the same code serves training in one process.
+The functions from `whole` on serve tensors that FSDP spreads over processes (PyTorch's DTensor): made whole for
+files, and spread again from them. A plain tensor passes through them as it is, so that the same code serves training
+in one process.
 """
 
 import re
@@ -22,25 +24,13 @@ from sigmascope.errors import DataError, OtherProcessError, SigmascopeError
 from sigmascope.lbm.data import Batch
 
 Position = TypeVar("Position")
+State = dict[str, Any]
+"""An optimizer's `state_dict()`: what it holds for each parameter by number, and its groups."""
+
 _FAILED: Final = -1
 """Stands for a batch's length where there is none because of an error."""
 _LOST: Final = ("gloo", "nccl", "connection", "socket")
 """What messages of a broken connection hold: gloo raises a bare RuntimeError."""
-
-
-@dataclass(frozen=True)
-class Group(Generic[Position]):
-    """The batches of one optimizer step, in this process.
-
-    Attributes:
-        batches: As many in every process.
-        samples: Of all processes together.
-        position: Where this process's data stands after them.
-    """
-
-    batches: tuple[Batch, ...]
-    samples: int
-    position: Position
 
 
 class Team:
@@ -89,7 +79,7 @@ class Team:
     def _end_together(self, failure: Exception | None) -> None:
         """Raise in every process where there is a failure in any. All call this together."""
         try:
-            said = self.objects(None if failure is None else _words(failure))
+            said = self.objects(None if failure is None else _failure_text(failure))
         except Exception:
             if failure is not None:
                 raise failure from None  # the others are gone, so this is the news
@@ -103,31 +93,23 @@ class Team:
             )
 
 
-@contextmanager
-def naming_lost_processes(team: Team) -> Iterator[None]:
-    """Say it plainly when a process is gone in whose place the system reports a broken connection.
+def _failure_text(failure: Exception) -> str:
+    return str(failure) if isinstance(failure, SigmascopeError) else f"{type(failure).__name__}: {failure}."
 
-    Raises:
-        OtherProcessError: In place of what PyTorch says of it.
+
+@dataclass(frozen=True)
+class Group(Generic[Position]):
+    """The batches of one optimizer step, in this process.
+
+    Attributes:
+        batches: As many in every process.
+        samples: Of all processes together.
+        position: Where this process's data stands after them.
     """
-    try:
-        yield
-    except RuntimeError as error:
-        if team.size == 1 or not _is_of_connection(error):
-            raise
-        raise OtherProcessError(
-            f"another of the {team.size} processes of this training has ended ({_reason(error)}).",
-            hint="See what that process says; the checkpoints written before are intact, and the same command goes on.",
-        ) from error
 
-
-def _reason(error: RuntimeError) -> str:
-    """The first sentence, without the place in gloo's source."""
-    return re.sub(r"^\[\S+\]\s*", "", str(error)).splitlines()[0].partition(". ")[0]
-
-
-def _is_of_connection(error: RuntimeError) -> bool:
-    return isinstance(error, DistError) or any(word in str(error).lower() for word in _LOST)
+    batches: tuple[Batch, ...]
+    samples: int
+    position: Position
 
 
 def groups(stream: Iterable[tuple[Batch, Position]], size: int, team: Team) -> Iterator[Group[Position]]:
@@ -159,10 +141,6 @@ def groups(stream: Iterable[tuple[Batch, Position]], size: int, team: Team) -> I
         yield Group(tuple(batch for batch, _ in taken[:count]), samples, taken[count - 1][1])
 
 
-def _words(failure: Exception) -> str:
-    return str(failure) if isinstance(failure, SigmascopeError) else f"{type(failure).__name__}: {failure}."
-
-
 def _taken(
     rest: Iterator[tuple[Batch, Position]], size: int
 ) -> tuple[list[tuple[Batch, Position]], SigmascopeError | None]:
@@ -184,8 +162,31 @@ def _agreed_failure(own: SigmascopeError | None, team: Team) -> SigmascopeError:
     )
 
 
-State = dict[str, Any]
-"""An optimizer's `state_dict()`: what it holds for each parameter by number, and its groups."""
+@contextmanager
+def naming_lost_processes(team: Team) -> Iterator[None]:
+    """Say it plainly when a process is gone in whose place the system reports a broken connection.
+
+    Raises:
+        OtherProcessError: In place of what PyTorch says of it.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if team.size == 1 or not _is_of_connection(error):
+            raise
+        raise OtherProcessError(
+            f"another of the {team.size} processes of this training has ended ({_connection_reason(error)}).",
+            hint="See what that process says; the checkpoints written before are intact, and the same command goes on.",
+        ) from error
+
+
+def _is_of_connection(error: RuntimeError) -> bool:
+    return isinstance(error, DistError) or any(word in str(error).lower() for word in _LOST)
+
+
+def _connection_reason(error: RuntimeError) -> str:
+    """The first sentence, without the place in gloo's source."""
+    return re.sub(r"^\[\S+\]\s*", "", str(error)).splitlines()[0].partition(". ")[0]
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -258,12 +259,12 @@ def spread_optimizer_state(state: State, parameters: list[nn.Parameter]) -> Stat
     }
 
 
+def _like(value: Any, parameter: nn.Parameter) -> Any:
+    return spread(value, parameter) if isinstance(value, Tensor) and value.shape == parameter.shape else value
+
+
 def reshard(model: nn.Module) -> None:
     """Free what a forward pass without a backward one left gathered: it would be stale once weights change."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-def _like(value: Any, parameter: nn.Parameter) -> Any:
-    return spread(value, parameter) if isinstance(value, Tensor) and value.shape == parameter.shape else value

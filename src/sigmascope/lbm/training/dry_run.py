@@ -1,4 +1,7 @@
-"""What a training would do, found out without loading weights: the table, the data, the memory, what it resumes."""
+"""What a training would do, found out without loading weights: the table, the data, the memory, what it resumes.
+
+Memory is an estimate for one process.
+"""
 
 import os
 from collections.abc import Iterable, Sequence
@@ -33,6 +36,9 @@ from sigmascope.lbm.training.target_modules import PlanRow
 from sigmascope.lbm.training.validation import read_samples
 
 _NAMED = 3
+"""How many problems of the base an error names."""
+COMPUTE_DTYPES: Final = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""By `mixed_precision`."""
 
 
 @dataclass(frozen=True)
@@ -173,23 +179,6 @@ def _check_folder(path: Path) -> None:
         )
 
 
-def _resumed(settings: TrainSettings, shards: Sequence[str], steps: int | None) -> Path | None:
-    found = find_checkpoints(settings.save_ckpt_path)
-    if not found:
-        return None
-    now = identity(settings, shards, 1, steps if follows_length(settings) else None)
-    require_same(read_facts(found[0])["identity"], now, found[0])
-    return found[0]
-
-
-COMPUTE_DTYPES: Final = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def weight_dtype(settings: TrainSettings) -> torch.dtype:
-    """Of the base while training: what is trained itself stays float32."""
-    return torch.float32 if settings.full_finetune else COMPUTE_DTYPES[settings.mixed_precision]
-
-
 def estimate_memory(settings: TrainSettings, batch: Batch) -> MemoryEstimate:
     """Reckon the memory of a training on batches such as this one.
 
@@ -207,6 +196,27 @@ def estimate_memory(settings: TrainSettings, batch: Batch) -> MemoryEstimate:
         average=trained_bytes if settings.ema_decay is not None else 0,
         activations=_saved_bytes(settings, batch),
     )
+
+
+def weight_dtype(settings: TrainSettings) -> torch.dtype:
+    """Of the base while training: what is trained itself stays float32."""
+    return torch.float32 if settings.full_finetune else COMPUTE_DTYPES[settings.mixed_precision]
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _state_share(settings: TrainSettings) -> float:
+    """Bytes of the optimizer's state for a byte of weights, from one step on a small weight."""
+    weight = nn.Parameter(torch.zeros(64, 64))
+    optimizer = make_optimizer(
+        settings.optimizer, [weight], settings.learning_rate, settings.optimizer_kwargs
+    )
+    weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    state = [value for value in optimizer.state[weight].values() if isinstance(value, Tensor)]
+    return _bytes(state) / _bytes([weight])
 
 
 def _saved_bytes(settings: TrainSettings, batch: Batch) -> int:
@@ -244,17 +254,10 @@ def _forward(model: LbmModel, settings: TrainSettings, batch: Batch) -> Tensor:
     return result
 
 
-def _state_share(settings: TrainSettings) -> float:
-    """Bytes of the optimizer's state for a byte of weights, from one step on a small weight."""
-    weight = nn.Parameter(torch.zeros(64, 64))
-    optimizer = make_optimizer(
-        settings.optimizer, [weight], settings.learning_rate, settings.optimizer_kwargs
-    )
-    weight.grad = torch.zeros_like(weight)
-    optimizer.step()
-    state = [value for value in optimizer.state[weight].values() if isinstance(value, Tensor)]
-    return _bytes(state) / _bytes([weight])
-
-
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+def _resumed(settings: TrainSettings, shards: Sequence[str], steps: int | None) -> Path | None:
+    found = find_checkpoints(settings.save_ckpt_path)
+    if not found:
+        return None
+    now = identity(settings, shards, 1, steps if follows_length(settings) else None)
+    require_same(read_facts(found[0])["identity"], now, found[0])
+    return found[0]

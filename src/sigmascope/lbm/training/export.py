@@ -1,4 +1,7 @@
-"""Write what was trained: LoRA files in every format asked for, or a whole checkpoint."""
+"""Write what was trained: LoRA files in every format asked for, or a whole checkpoint.
+
+`write_result` does so at the end of a training; `add_lora` puts the LoRA into each checkpoint on the way.
+"""
 
 import logging
 from collections.abc import Mapping
@@ -22,12 +25,56 @@ from sigmascope.lora.file import LoraFile, as_text
 from sigmascope.lora.metadata import kept_metadata
 from sigmascope.lora.writer import save_lora, stored_factors
 
-logger = logging.getLogger(__name__)
-
+_log = logging.getLogger(__name__)
 
 DTYPES: Final = {"float32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+"""By `save_precision`."""
 _OF_AN_EXTRACTION: Final = "sigmascope_"
+"""Keys of a continued file's header that begin so are dropped: they tell how that file was made."""
 _ITERATIONS: Final = "num_iterations"
+"""The model's counter of steps, to which this training's are added."""
+
+
+def write_result(session: Session, folder: Path) -> list[Path]:
+    """Write what was trained. Every process calls this; the main one writes.
+
+    Returns:
+        The files of weights; none in other processes.
+
+    Raises:
+        NonFiniteError: A trained value is NaN or Inf.
+        WriteError: A file cannot be written.
+        OtherProcessError: Either was so in the main process.
+    """
+    weights = result_of(session)
+    files: list[Path] = []
+    with session.team.together():
+        if session.accelerator.is_main_process:
+            files = _write_session(session, folder, weights)
+    return files
+
+
+def _write_session(session: Session, folder: Path, weights: Mapping[str, Tensor]) -> list[Path]:
+    name = "model" if isinstance(session.trainable, TrainableFull) else "lora"
+    return write_trained(
+        session.trainable, session.settings, session.step, folder, name=name, weights=weights
+    )
+
+
+def add_lora(session: Session, state: TrainingState, folder: Path) -> None:
+    """Put the LoRA of a checkpoint into its folder, so that it can be tried before the end.
+
+    Args:
+        session: Of the run.
+        state: That the checkpoint holds.
+        folder: Its folder, while it is being written.
+    """
+    if isinstance(session.trainable, TrainableFull):
+        return  # the checkpoint holds these weights already, and a whole model more would fill disks
+    try:
+        _write_session(session, folder, state.weights if state.average is None else state.average)
+    except NonFiniteError as error:
+        _log.warning("The checkpoint has no LoRA file: %s", error)
 
 
 def write_trained(
@@ -72,10 +119,31 @@ def write_trained(
     stem = name or f"lora-step{step:06d}"
     paths = []
     for output_format in settings.output_formats:
-        path = folder / f"{stem}{_suffix(output_format)}.safetensors"
+        path = folder / f"{stem}{_format_suffix(output_format)}.safetensors"
         save_lora(path, lora, metadata, format=output_format)
         paths.append(path)
     return paths
+
+
+def _write_checkpoint(
+    state: Mapping[str, Tensor], settings: TrainSettings, step: int, path: Path, metadata: Mapping[str, str]
+) -> None:
+    dtype = DTYPES[settings.save_precision]
+    with StreamingWriter(path, {"format": "pt", **metadata}, expected=state) as writer:
+        for key, tensor in state.items():
+            stored = tensor.detach() + step if key == _ITERATIONS else tensor.detach().to(dtype)
+            if not is_finite(stored):
+                raise NonFiniteError(
+                    f"{key} holds NaN or Inf in {dtype}.",
+                    hint="Lower the learning rate; store in bf16 or float32 if it was fp16.",
+                )
+            writer.write(key, stored)
+    with atomic_path(path.with_suffix(".yaml")) as temporary:
+        temporary.write_text(settings.lbm.to_yaml(), encoding="utf-8")
+
+
+def _format_suffix(output_format: OutputFormat) -> str:
+    return "" if output_format == "native" else f"-{output_format}"
 
 
 def stored_lora(
@@ -122,10 +190,6 @@ def training_metadata(settings: TrainSettings, step: int) -> dict[str, str]:
     }
 
 
-def _suffix(output_format: OutputFormat) -> str:
-    return "" if output_format == "native" else f"-{output_format}"
-
-
 @lru_cache(maxsize=8)
 def _base_facts(base: Path) -> Mapping[str, str]:
     """The base's name and fingerprint, by which `lora validate` knows another base. Read once."""
@@ -134,67 +198,5 @@ def _base_facts(base: Path) -> Mapping[str, str]:
         with open_checkpoint(base) as checkpoint:
             return {**named, BASE_FINGERPRINT: denoiser_fingerprint(checkpoint)}
     except SigmascopeError as error:  # gone since it was loaded: no reason to lose what was trained
-        logger.warning("The base's fingerprint is left out of the header: %s", error)
+        _log.warning("The base's fingerprint is left out of the header: %s", error)
         return named
-
-
-def _write_checkpoint(
-    state: Mapping[str, Tensor], settings: TrainSettings, step: int, path: Path, metadata: Mapping[str, str]
-) -> None:
-    dtype = DTYPES[settings.save_precision]
-    with StreamingWriter(path, {"format": "pt", **metadata}, expected=state) as writer:
-        for key, tensor in state.items():
-            stored = tensor.detach() + step if key == _ITERATIONS else tensor.detach().to(dtype)
-            if not is_finite(stored):
-                raise NonFiniteError(
-                    f"{key} holds NaN or Inf in {dtype}.",
-                    hint="Lower the learning rate; store in bf16 or float32 if it was fp16.",
-                )
-            writer.write(key, stored)
-    with atomic_path(path.with_suffix(".yaml")) as temporary:
-        temporary.write_text(settings.lbm.to_yaml(), encoding="utf-8")
-
-
-_log = logging.getLogger(__name__)
-
-
-def add_lora(session: Session, state: TrainingState, folder: Path) -> None:
-    """Put the LoRA of a checkpoint into its folder, so that it can be tried before the end.
-
-    Args:
-        session: Of the run.
-        state: That the checkpoint holds.
-        folder: Its folder, while it is being written.
-    """
-    if isinstance(session.trainable, TrainableFull):
-        return  # the checkpoint holds these weights already, and a whole model more would fill disks
-    try:
-        _write(session, folder, state.weights if state.average is None else state.average)
-    except NonFiniteError as error:
-        _log.warning("The checkpoint has no LoRA file: %s", error)
-
-
-def write_result(session: Session, folder: Path) -> list[Path]:
-    """Write what was trained. Every process calls this; the main one writes.
-
-    Returns:
-        The files of weights; none in other processes.
-
-    Raises:
-        NonFiniteError: A trained value is NaN or Inf.
-        WriteError: A file cannot be written.
-        OtherProcessError: Either was so in the main process.
-    """
-    weights = result_of(session)
-    files: list[Path] = []
-    with session.team.together():
-        if session.accelerator.is_main_process:
-            files = _write(session, folder, weights)
-    return files
-
-
-def _write(session: Session, folder: Path, weights: Mapping[str, Tensor]) -> list[Path]:
-    name = "model" if isinstance(session.trainable, TrainableFull) else "lora"
-    return write_trained(
-        session.trainable, session.settings, session.step, folder, name=name, weights=weights
-    )

@@ -1,4 +1,7 @@
-"""Make a part of an LBM model trainable: LoRA factors put in by PEFT, or the denoiser's own weights."""
+"""Make a part of an LBM model trainable: LoRA factors put in by PEFT, or the denoiser's own weights.
+
+PEFT's layers are put in by exact names, with a rank and alpha each, and taken out again.
+"""
 
 import hashlib
 import math
@@ -28,10 +31,11 @@ from sigmascope.lora.file import LoraFile
 from sigmascope.lora.reader import load_lora
 
 NamedParameters = list[tuple[str, nn.Parameter]]
-
-
 PeftLayer = Any
 """peft.tuners.lora.LoraLayer, which has no types of its own."""
+
+ADAPTER = "default"
+"""PEFT's name for the factors of a layer."""
 
 
 class TrainableLora:
@@ -50,7 +54,7 @@ class TrainableLora:
         """The trained factors, float32: `<layer>.lora_down.weight`, `<layer>.lora_up.weight` for each layer."""
         named: NamedParameters = []
         for name in self.plan.trained:
-            down, up = _factors(self._layers[name])
+            down, up = _peft_factors(self._layers[name])
             named += [(f"{name}.lora_down.weight", down), (f"{name}.lora_up.weight", up)]
         return named
 
@@ -109,31 +113,13 @@ class TrainableFull:
         self._model.denoiser.requires_grad_(False)
 
 
-ADAPTER = "default"
-
-
-def _factors(layer: PeftLayer) -> tuple[nn.Parameter, nn.Parameter]:
-    return layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
-
-
-def take_out(denoiser: nn.Module, layers: Mapping[str, PeftLayer]) -> None:
-    """Put the model's own layers back where PEFT's are; everything is frozen then.
-
-    Args:
-        denoiser: As `inject` left it.
-        layers: As `inject` gave them.
-    """
-    for name, layer in layers.items():
-        path = name.removeprefix(DENOISER)
-        owner, _, child = path.rpartition(".")
-        setattr(denoiser.get_submodule(owner), child, layer.base_layer)
-    if hasattr(denoiser, "peft_config"):
-        del denoiser.peft_config
-    denoiser.requires_grad_(False)
-
-
 Trainable = TrainableLora | TrainableFull
 """What the training loop changes, saves and takes away again."""
+
+
+def prepare(model: LbmModel, settings: TrainSettings) -> Trainable:
+    """Make trainable what the settings ask for; see `inject_lora` and `prepare_full`."""
+    return prepare_full(model) if settings.full_finetune else inject_lora(model, settings)
 
 
 def inject_lora(model: LbmModel, settings: TrainSettings) -> TrainableLora:
@@ -157,7 +143,7 @@ def inject_lora(model: LbmModel, settings: TrainSettings) -> TrainableLora:
     model.requires_grad_(False)
     layers = inject(model.denoiser, list(plan.modules.values()))
     for name, module in plan.modules.items():
-        down, up = _factors(layers[name])
+        down, up = _peft_factors(layers[name])
         stored = plan.factors.get(name)
         if stored is None:
             _fill(down, fresh_down(tuple(down.shape), settings.seed, name))
@@ -168,6 +154,22 @@ def inject_lora(model: LbmModel, settings: TrainSettings) -> TrainableLora:
         down.requires_grad_(module.trained)
         up.requires_grad_(module.trained)
     return TrainableLora(model, plan, layers)
+
+
+def _peft_factors(layer: PeftLayer) -> tuple[nn.Parameter, nn.Parameter]:
+    return layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
+
+
+def _fill(parameter: nn.Parameter, values: Tensor) -> None:
+    with torch.no_grad():
+        parameter.copy_(values.to(parameter))
+
+
+def fresh_down(shape: tuple[int, ...], seed: int, name: str) -> Tensor:
+    """A layer's first down factor: uniform in ±1/√(in·kh·kw), from the seed and the layer's name."""
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+    return nn.init.kaiming_uniform_(torch.empty(shape), a=math.sqrt(5), generator=generator)
 
 
 def prepare_full(model: LbmModel) -> TrainableFull:
@@ -181,11 +183,6 @@ def prepare_full(model: LbmModel) -> TrainableFull:
     return TrainableFull(model)
 
 
-def prepare(model: LbmModel, settings: TrainSettings) -> Trainable:
-    """Make trainable what the settings ask for; see `inject_lora` and `prepare_full`."""
-    return prepare_full(model) if settings.full_finetune else inject_lora(model, settings)
-
-
 def planned(model: LbmModel, settings: TrainSettings) -> TrainablePlan:
     """What the settings train in a model, which is not changed; raises what `inject_lora` does."""
     if settings.full_finetune:
@@ -197,18 +194,6 @@ def planned(model: LbmModel, settings: TrainSettings) -> TrainablePlan:
     return choose_modules(
         model, patterns, rank=settings.rank, conv_rank=settings.conv_rank, alpha=settings.alpha
     )
-
-
-def fresh_down(shape: tuple[int, ...], seed: int, name: str) -> Tensor:
-    """A layer's first down factor: uniform in ±1/√(in·kh·kw), from the seed and the layer's name."""
-    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
-    return nn.init.kaiming_uniform_(torch.empty(shape), a=math.sqrt(5), generator=generator)
-
-
-def _fill(parameter: nn.Parameter, values: Tensor) -> None:
-    with torch.no_grad():
-        parameter.copy_(values.to(parameter))
 
 
 def inject(denoiser: nn.Module, modules: Sequence[PlannedModule]) -> dict[str, PeftLayer]:
@@ -225,7 +210,7 @@ def inject(denoiser: nn.Module, modules: Sequence[PlannedModule]) -> dict[str, P
         ConfigError: The installed PEFT does not give each layer the rank and alpha asked for.
     """
     paths = {module.name: module.name.removeprefix(DENOISER) for module in modules}
-    config = _config(modules, paths)
+    config = _peft_config(modules, paths)
     inject_adapter_in_model(config, denoiser, adapter_name=ADAPTER, low_cpu_mem_usage=True)
     layers = {name: denoiser.get_submodule(path) for name, path in paths.items()}
     for module in modules:
@@ -234,7 +219,7 @@ def inject(denoiser: nn.Module, modules: Sequence[PlannedModule]) -> dict[str, P
     return layers
 
 
-def _config(modules: Iterable[PlannedModule], paths: Mapping[str, str]) -> Any:
+def _peft_config(modules: Iterable[PlannedModule], paths: Mapping[str, str]) -> Any:
     """PEFT tries every pattern on every layer, so layers of one rank share a pattern."""
     by_rank: defaultdict[int, list[str]] = defaultdict(list)
     by_alpha: defaultdict[float, list[str]] = defaultdict(list)
@@ -272,3 +257,19 @@ def _require_as_planned(layer: PeftLayer, module: PlannedModule) -> None:
             f"expected {module.rank} and {module.alpha / module.rank}.",
             hint="Update PEFT: pip install -U peft.",
         )
+
+
+def take_out(denoiser: nn.Module, layers: Mapping[str, PeftLayer]) -> None:
+    """Put the model's own layers back where PEFT's are; everything is frozen then.
+
+    Args:
+        denoiser: As `inject` left it.
+        layers: As `inject` gave them.
+    """
+    for name, layer in layers.items():
+        path = name.removeprefix(DENOISER)
+        owner, _, child = path.rpartition(".")
+        setattr(denoiser.get_submodule(owner), child, layer.base_layer)
+    if hasattr(denoiser, "peft_config"):
+        del denoiser.peft_config
+    denoiser.requires_grad_(False)

@@ -1,4 +1,7 @@
-"""What training tells while it runs: progress after each step, and means over some steps to the trackers."""
+"""What training tells: progress after each step, means over some steps to the trackers, and the run's record.
+
+The record (`Watch`) says where the time went, what the peak of memory was, and what to do about it.
+"""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +17,17 @@ from sigmascope.lbm.training.validation import Validation
 from sigmascope.monitor import Recorder
 from sigmascope.progress import Progress, no_progress
 from sigmascope.records.run import Finding, Run
+
+TRAINING: Final = "training"
+"""The stage of the record that optimizer steps belong to."""
+RUN_FILE: Final = "run.json"
+"""The record, beside the checkpoints."""
+WAITING_SHARE: Final = 0.20
+"""Of the training's time, above which waiting on data is a finding."""
+SAVING_SHARE: Final = 0.20
+"""Likewise, of writing checkpoints."""
+MEASURED_STEPS: Final = 5
+"""Fewer steps say nothing about shares: the first ones fill buffers and compile kernels."""
 
 
 @dataclass(frozen=True)
@@ -121,15 +135,6 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-TRAINING: Final = "training"
-RUN_FILE: Final = "run.json"
-WAITING_SHARE: Final = 0.20
-"""Of the training's time, above which waiting on data is a finding."""
-SAVING_SHARE: Final = 0.20
-MEASURED_STEPS: Final = 5
-"""Fewer steps say nothing about shares: the first ones fill buffers and compile kernels."""
-
-
 @dataclass
 class Spent:
     """Seconds of training by what they went to; `step` is the computation of optimizer steps."""
@@ -207,18 +212,6 @@ class Watch:
         return path
 
 
-def _keep_earlier_record(folder: Path, step: int, aside: Path | None) -> None:
-    path = folder / RUN_FILE
-    if not path.is_file():
-        return
-    if aside is not None:
-        path.replace(aside / RUN_FILE)
-        return
-    stem = f"run-until-{step:06d}"
-    names = chain([f"{stem}.json"], (f"{stem}-{number}.json" for number in count(2)))
-    path.replace(next(place for name in names if not (place := folder / name).exists()))
-
-
 def time_findings(spent: Spent) -> Sequence[Finding]:
     """What the shares of the time say."""
     if spent.steps < MEASURED_STEPS or spent.total == 0:
@@ -249,6 +242,18 @@ def time_findings(spent: Spent) -> Sequence[Finding]:
             )
         )
     return found
+
+
+def _keep_earlier_record(folder: Path, step: int, aside: Path | None) -> None:
+    path = folder / RUN_FILE
+    if not path.is_file():
+        return
+    if aside is not None:
+        path.replace(aside / RUN_FILE)
+        return
+    stem = f"run-until-{step:06d}"
+    names = chain([f"{stem}.json"], (f"{stem}-{number}.json" for number in count(2)))
+    path.replace(next(place for name in names if not (place := folder / name).exists()))
 
 
 def nonfinite_finding(message: str) -> Finding:

@@ -7,9 +7,10 @@ For each sample (Chadebec et al., arXiv 2503.07535, section 3):
     v = denoiser(x(σ), σ)
     L = w_latent·|v − (z_source − z_target)| under the mask  +  w_pixel·|VAE⁻¹(x(σ) − σ·v) − target| under the mask
 
-The loss of a batch is the mean over its samples, so it is the same however the samples are cut into batches.
+The pixel loss decodes the predicted target latent with gradient.
 
-A sample's draws follow from the run's seed, the epoch and the sample's number in the epoch's stream. Two processes
+The loss of a batch is the mean over its samples, so it is the same however the samples are cut into batches. A
+sample's draws follow from the run's seed, the epoch and the sample's number in the epoch's stream. Two processes
 of batch b then see exactly what one process of batch 2b sees, and a resumed run what an uninterrupted one sees.
 """
 
@@ -37,8 +38,12 @@ from sigmascope.lbm.training.settings import TrainSettings
 
 Latents = Float[Tensor, "batch channels height width"]
 Conditioning = Float[Tensor, "batch extra height width"]
+Pixels = Float[Tensor, "batch 3 height width"]
+PixelMask = Float[Tensor, "batch 1 height width"]
 Denoise = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """(x_t, sigma, conditioning) -> prediction; a model that Accelerate has wrapped, for one."""
+Purpose = Literal["bridge", "crop"]
+"""What random numbers are for. Each has a stream of its own: whether a crop is drawn does not change the noise."""
 
 
 @dataclass(frozen=True)
@@ -178,6 +183,19 @@ class Objective:
             return self._pixel_loss(model.vae, z_target, batch.target, batch.mask, generators)
 
 
+def _named(given: Mapping[str, Tensor], keys: Sequence[str]) -> list[Tensor]:
+    if missing := [key for key in keys if key not in given]:
+        raise ConfigError(
+            f"conditioning: the batch has no {', '.join(missing)}.",
+            hint="Put these into the shards, or take them out of conditioning_images_keys and _masks_keys.",
+        )
+    return [given[key] for key in keys]
+
+
+def _no_autocast(device: torch.device) -> torch.autocast:
+    return torch.autocast(device.type, enabled=False)
+
+
 def encoded(model: LbmModel, pictures: Float[Tensor, "batch 3 image_height image_width"]) -> Latents:
     """Latents of pictures, float32, on the model's device."""
     device = next(model.vae.parameters()).device
@@ -191,21 +209,65 @@ def vae_alone(model: LbmModel) -> Iterator[None]:
         yield
 
 
-def _no_autocast(device: torch.device) -> torch.autocast:
-    return torch.autocast(device.type, enabled=False)
+def draw_bridge(
+    generators: Sequence[torch.Generator], latent_shape: Sequence[int], config: LbmConfig
+) -> tuple[Float[Tensor, " batch"], Float[Tensor, "batch channels height width"]]:
+    """Draw σ by the config's `timestep_sampling`, then ε ~ N(0, I), for each sample (float32, CPU).
+
+    Args:
+        generators: One for each sample.
+        latent_shape: (channels, height, width) of one latent.
+        config: Of the model.
+    """
+    sigmas, noises = [], []
+    for generator in generators:
+        sigmas.append(sample_sigmas(1, config, generator))
+        noises.append(torch.randn(tuple(latent_shape), generator=generator))
+    return torch.cat(sigmas), torch.stack(noises)
 
 
-def _named(given: Mapping[str, Tensor], keys: Sequence[str]) -> list[Tensor]:
-    if missing := [key for key in keys if key not in given]:
-        raise ConfigError(
-            f"conditioning: the batch has no {', '.join(missing)}.",
-            hint="Put these into the shards, or take them out of conditioning_images_keys and _masks_keys.",
-        )
-    return [given[key] for key in keys]
+def sample_sigmas(
+    batch: int, config: LbmConfig, generator: torch.Generator | None = None
+) -> Float[Tensor, " batch"]:
+    """Draw one σ in (0, 1] for each sample, as the config's `timestep_sampling` says (float32, CPU).
+
+    - `uniform`: every one of the schedule's T timesteps alike.
+    - `log_normal`: σ = sigmoid(n), n ~ N(logit_mean, logit_std²), put on the schedule's grid of 1/T
+      (Esser et al. 2024, arXiv 2403.03206, section 3.1: a positive mean favours the source end).
+    - `custom_timesteps`: `selected_timesteps` with probabilities `prob`.
+
+    Args:
+        batch: How many.
+        config: Of the model.
+        generator: On the CPU.
+    """
+    total = config.num_train_timesteps
+    if config.timestep_sampling == "uniform":
+        timesteps = torch.randint(1, total + 1, (batch,), generator=generator).float()
+    elif config.timestep_sampling == "log_normal":
+        normal = torch.randn(batch, generator=generator) * config.logit_std + config.logit_mean
+        timesteps = torch.ceil(torch.sigmoid(normal) * total).clamp(1, total)
+    else:
+        weights = torch.tensor(config.prob)
+        chosen = torch.multinomial(weights, batch, replacement=True, generator=generator)
+        timesteps = torch.tensor(config.selected_timesteps)[chosen]
+    return timesteps / total
 
 
-Pixels = Float[Tensor, "batch 3 height width"]
-PixelMask = Float[Tensor, "batch 1 height width"]
+def generators_for(seed: int, epoch: int, numbers: Sequence[int], purpose: Purpose) -> list[torch.Generator]:
+    """One for each sample; see `generator_for`."""
+    return [generator_for(seed, epoch, number, purpose) for number in numbers]
+
+
+def generator_for(seed: int, epoch: int, number: int, purpose: Purpose) -> torch.Generator:
+    """A CPU generator for one sample and purpose.
+
+    The numbers are hashed (BLAKE2b), because PyTorch's Mersenne Twister gives related streams for related seeds and
+    uses 32 bits of them.
+    """
+    message = struct.pack("<QQQ", seed, epoch, number) + purpose.encode()
+    digest = hashlib.blake2b(message, digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little"))
 
 
 class PixelLoss:
@@ -268,6 +330,12 @@ class PixelLoss:
         return distances
 
 
+def _perceptual(package: Any) -> nn.Module:
+    """LPIPS with a distance for each pixel, so that a mask can be applied; its weights stay as they are."""
+    network: nn.Module = package.LPIPS(net="vgg", spatial=True, verbose=False)
+    return network.eval().requires_grad_(False)
+
+
 def lpips_package() -> ModuleType:
     """Import the package of LPIPS, without its weights.
 
@@ -317,49 +385,6 @@ def cropped(
     return cut(latents, 1), cut(target, factor), None if mask is None else cut(mask, factor)
 
 
-def _perceptual(package: Any) -> nn.Module:
-    """LPIPS with a distance for each pixel, so that a mask can be applied; its weights stay as they are."""
-    network: nn.Module = package.LPIPS(net="vgg", spatial=True, verbose=False)
-    return network.eval().requires_grad_(False)
-
-
-Purpose = Literal["bridge", "crop"]
-"""Each has a stream of its own: that a crop is drawn or not leaves the noise as it is."""
-
-
-def generator_for(seed: int, epoch: int, number: int, purpose: Purpose) -> torch.Generator:
-    """A CPU generator for one sample and purpose.
-
-    The numbers are hashed (BLAKE2b), because PyTorch's Mersenne Twister gives related streams for related seeds and
-    uses 32 bits of them.
-    """
-    message = struct.pack("<QQQ", seed, epoch, number) + purpose.encode()
-    digest = hashlib.blake2b(message, digest_size=8).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest, "little"))
-
-
-def generators_for(seed: int, epoch: int, numbers: Sequence[int], purpose: Purpose) -> list[torch.Generator]:
-    """One for each sample; see `generator_for`."""
-    return [generator_for(seed, epoch, number, purpose) for number in numbers]
-
-
-def draw_bridge(
-    generators: Sequence[torch.Generator], latent_shape: Sequence[int], config: LbmConfig
-) -> tuple[Float[Tensor, " batch"], Float[Tensor, "batch channels height width"]]:
-    """Draw σ by the config's `timestep_sampling`, then ε ~ N(0, I), for each sample (float32, CPU).
-
-    Args:
-        generators: One for each sample.
-        latent_shape: (channels, height, width) of one latent.
-        config: Of the model.
-    """
-    sigmas, noises = [], []
-    for generator in generators:
-        sigmas.append(sample_sigmas(1, config, generator))
-        noises.append(torch.randn(tuple(latent_shape), generator=generator))
-    return torch.cat(sigmas), torch.stack(noises)
-
-
 def draw_offset(generator: torch.Generator, length: int, part: int) -> int:
     """Where a part of a length begins, every place alike."""
     return int(torch.randint(0, length - part + 1, (), generator=generator))
@@ -391,32 +416,12 @@ def sample_means(
     return (values * weights).flatten(1).sum(dim=1) / valid.clamp_min(1.0)
 
 
-def sample_sigmas(
-    batch: int, config: LbmConfig, generator: torch.Generator | None = None
-) -> Float[Tensor, " batch"]:
-    """Draw one σ in (0, 1] for each sample, as the config's `timestep_sampling` says (float32, CPU).
-
-    - `uniform`: every one of the schedule's T timesteps alike.
-    - `log_normal`: σ = sigmoid(n), n ~ N(logit_mean, logit_std²), put on the schedule's grid of 1/T
-      (Esser et al. 2024, arXiv 2403.03206, section 3.1: a positive mean favours the source end).
-    - `custom_timesteps`: `selected_timesteps` with probabilities `prob`.
-
-    Args:
-        batch: How many.
-        config: Of the model.
-        generator: On the CPU.
-    """
-    total = config.num_train_timesteps
-    if config.timestep_sampling == "uniform":
-        timesteps = torch.randint(1, total + 1, (batch,), generator=generator).float()
-    elif config.timestep_sampling == "log_normal":
-        normal = torch.randn(batch, generator=generator) * config.logit_std + config.logit_mean
-        timesteps = torch.ceil(torch.sigmoid(normal) * total).clamp(1, total)
-    else:
-        weights = torch.tensor(config.prob)
-        chosen = torch.multinomial(weights, batch, replacement=True, generator=generator)
-        timesteps = torch.tensor(config.selected_timesteps)[chosen]
-    return timesteps / total
+def latent_mask(
+    mask: Float[Tensor, "batch 1 image_height image_width"], height: int, width: int
+) -> Float[Tensor, "batch 1 {height} {width}"]:
+    """Bring an image-resolution validity mask to the latent's: an element is valid if all its pixels are."""
+    invalid = functional.adaptive_max_pool2d(1.0 - mask, (height, width))
+    return (invalid <= 0.0).to(mask.dtype)
 
 
 def latent_loss(
@@ -439,11 +444,3 @@ def latent_loss(
         return values.mean()
     weights = mask.expand_as(values)
     return (values * weights).sum() / weights.sum().clamp_min(1.0)
-
-
-def latent_mask(
-    mask: Float[Tensor, "batch 1 image_height image_width"], height: int, width: int
-) -> Float[Tensor, "batch 1 {height} {width}"]:
-    """Bring an image-resolution validity mask to the latent's: an element is valid if all its pixels are."""
-    invalid = functional.adaptive_max_pool2d(1.0 - mask, (height, width))
-    return (invalid <= 0.0).to(mask.dtype)

@@ -1,4 +1,8 @@
-"""Optimizers and learning-rate schedules by name: every one of `torch.optim`, every one of diffusers."""
+"""Optimizers and learning-rate schedules by name, and a moving average of the trained weights.
+
+Every optimizer of `torch.optim` is there, and every schedule of diffusers; the average is diffusers' `EMAModel`.
+Importing this loads no diffusers, so that settings are checked quickly.
+"""
 
 import difflib
 import inspect
@@ -7,7 +11,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from diffusers.training_utils import EMAModel
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -27,42 +30,10 @@ SCHEDULES: dict[str, tuple[str, ...]] = {
     "piecewise_constant": ("step_rules",),
 }
 """diffusers' schedules and the arguments of each."""
-_ANY_RATE = 1e-3
 NO_WARMUP = frozenset({"constant", "piecewise_constant"})
-
-
-def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
-    """Find an optimizer of `torch.optim` by its name, in any case.
-
-    Raises:
-        ConfigError: There is none that the training loop can use; lists them.
-    """
-    known = _optimizers()
-    found = known.get(name.lower())
-    if found is None:
-        names = sorted(kind.__name__ for kind in known.values())
-        near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
-        guess = f" (did you mean {known[near[0]].__name__}?)" if near else ""
-        raise ConfigError(f"optimizer: there is no {name!r}{guess}.", hint=f"Use one of {', '.join(names)}.")
-    return found
-
-
-def check_optimizer(name: str, kwargs: Mapping[str, Any]) -> None:
-    """Refuse an optimizer or arguments of it that do not exist or have no such value, before any model is loaded.
-
-    Raises:
-        ConfigError: Names the optimizer or the argument, and the known ones or what is wrong with the value.
-    """
-    known = _arguments(optimizer_class(name))
-    for key in kwargs:
-        if key in SET_ELSEWHERE:
-            raise ConfigError(
-                f"optimizer_kwargs.{key}: is set by {SET_ELSEWHERE[key]}.", hint="Leave it out here."
-            )
-        _require_known("optimizer_kwargs", key, known, optimizer_class(name).__name__)
-    # Whether a fused kernel can be had depends on where the parameters will be.
-    anywhere = {key: value for key, value in kwargs.items() if key != "fused"}
-    _made(name, [nn.Parameter(torch.zeros(1, 1))], _ANY_RATE, anywhere)
+"""Schedules that take no `warmup_steps`."""
+_ANY_RATE = 1e-3
+"""A learning rate to make an optimizer with, for a check."""
 
 
 def make_optimizer(
@@ -80,33 +51,79 @@ def make_optimizer(
         ConfigError: There is no such optimizer, or it refuses an argument or its value.
     """
     check_optimizer(name, kwargs)
-    return _made(name, parameters, learning_rate, kwargs)
+    return _build_optimizer(name, parameters, learning_rate, kwargs)
 
 
-def check_schedule(name: str, warmup_steps: int, kwargs: Mapping[str, Any]) -> None:
-    """Refuse a schedule or arguments of it that do not exist.
+def _build_optimizer(
+    name: str, parameters: Iterable[nn.Parameter], learning_rate: float, kwargs: Mapping[str, Any]
+) -> torch.optim.Optimizer:
+    make: Any = optimizer_class(name)  # each class has arguments of its own
+    given = {key: tuple(value) if isinstance(value, list) else value for key, value in kwargs.items()}
+    try:
+        optimizer: torch.optim.Optimizer = make(list(parameters), lr=learning_rate, **given)
+    except (TypeError, ValueError, IndexError, RuntimeError) as error:
+        raise ConfigError(
+            f"optimizer: {name} refuses {dict(kwargs)} ({error}).",
+            hint="Correct optimizer_kwargs, or choose another optimizer.",
+        ) from error
+    return optimizer
+
+
+def check_optimizer(name: str, kwargs: Mapping[str, Any]) -> None:
+    """Refuse an optimizer or arguments of it that do not exist or have no such value, before any model is loaded.
 
     Raises:
-        ConfigError: Names what is wrong, and the known schedules or arguments.
+        ConfigError: Names the optimizer or the argument, and the known ones or what is wrong with the value.
     """
-    arguments = SCHEDULES.get(name)
-    if arguments is None:
-        near = difflib.get_close_matches(name, SCHEDULES, n=1, cutoff=0.5)
-        guess = f" (did you mean {near[0]}?)" if near else ""
-        raise ConfigError(
-            f"lr_scheduler: there is no {name!r}{guess}.", hint=f"Use one of {', '.join(SCHEDULES)}."
-        )
-    if warmup_steps and name in NO_WARMUP:
-        raise ConfigError(
-            f"warmup_steps: lr_scheduler {name} has no warm-up.", hint="Use constant_with_warmup, or 0."
-        )
+    known = _optimizer_arguments(optimizer_class(name))
     for key in kwargs:
-        _require_known("lr_scheduler_kwargs", key, arguments, name)
-    if name == "piecewise_constant" and "step_rules" not in kwargs:
-        raise ConfigError(
-            "lr_scheduler_kwargs: piecewise_constant needs step_rules.",
-            hint='Such as "1:10,0.1:20,0.01": a factor up to each step, and the last one.',
-        )
+        if key in SET_ELSEWHERE:
+            raise ConfigError(
+                f"optimizer_kwargs.{key}: is set by {SET_ELSEWHERE[key]}.", hint="Leave it out here."
+            )
+        _require_known("optimizer_kwargs", key, known, optimizer_class(name).__name__)
+    # Whether a fused kernel can be had depends on where the parameters will be.
+    anywhere = {key: value for key, value in kwargs.items() if key != "fused"}
+    _build_optimizer(name, [nn.Parameter(torch.zeros(1, 1))], _ANY_RATE, anywhere)
+
+
+def _optimizer_arguments(kind: type[torch.optim.Optimizer]) -> tuple[str, ...]:
+    names = inspect.signature(kind).parameters
+    return tuple(name for name in names if name not in {"self", "params", *SET_ELSEWHERE})
+
+
+def _require_known(where: str, key: str, known: Iterable[str], owner: str) -> None:
+    known = tuple(known)
+    if key in known:
+        return
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    guess = f" (did you mean {near[0]}?)" if near else ""
+    raise ConfigError(
+        f"{where}.{key}: {owner} has no such argument{guess}.",
+        hint=f"Known: {', '.join(known) or 'none'}.",
+    )
+
+
+def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
+    """Find an optimizer of `torch.optim` by its name, in any case.
+
+    Raises:
+        ConfigError: There is none that the training loop can use; lists them.
+    """
+    known = _optimizer_classes()
+    found = known.get(name.lower())
+    if found is None:
+        names = sorted(kind.__name__ for kind in known.values())
+        near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
+        guess = f" (did you mean {known[near[0]].__name__}?)" if near else ""
+        raise ConfigError(f"optimizer: there is no {name!r}{guess}.", hint=f"Use one of {', '.join(names)}.")
+    return found
+
+
+def _optimizer_classes() -> dict[str, type[torch.optim.Optimizer]]:
+    found = (getattr(torch.optim, name) for name in dir(torch.optim) if name not in NOT_FOR_THIS_LOOP)
+    classes = (kind for kind in found if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer))
+    return {kind.__name__.lower(): kind for kind in classes}
 
 
 def make_schedule(
@@ -158,42 +175,30 @@ def make_schedule(
     return schedule
 
 
-def _made(
-    name: str, parameters: Iterable[nn.Parameter], learning_rate: float, kwargs: Mapping[str, Any]
-) -> torch.optim.Optimizer:
-    make: Any = optimizer_class(name)  # each class has arguments of its own
-    given = {key: tuple(value) if isinstance(value, list) else value for key, value in kwargs.items()}
-    try:
-        optimizer: torch.optim.Optimizer = make(list(parameters), lr=learning_rate, **given)
-    except (TypeError, ValueError, IndexError, RuntimeError) as error:
+def check_schedule(name: str, warmup_steps: int, kwargs: Mapping[str, Any]) -> None:
+    """Refuse a schedule or arguments of it that do not exist.
+
+    Raises:
+        ConfigError: Names what is wrong, and the known schedules or arguments.
+    """
+    arguments = SCHEDULES.get(name)
+    if arguments is None:
+        near = difflib.get_close_matches(name, SCHEDULES, n=1, cutoff=0.5)
+        guess = f" (did you mean {near[0]}?)" if near else ""
         raise ConfigError(
-            f"optimizer: {name} refuses {dict(kwargs)} ({error}).",
-            hint="Correct optimizer_kwargs, or choose another optimizer.",
-        ) from error
-    return optimizer
-
-
-def _optimizers() -> dict[str, type[torch.optim.Optimizer]]:
-    found = (getattr(torch.optim, name) for name in dir(torch.optim) if name not in NOT_FOR_THIS_LOOP)
-    classes = (kind for kind in found if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer))
-    return {kind.__name__.lower(): kind for kind in classes}
-
-
-def _arguments(kind: type[torch.optim.Optimizer]) -> tuple[str, ...]:
-    names = inspect.signature(kind).parameters
-    return tuple(name for name in names if name not in {"self", "params", *SET_ELSEWHERE})
-
-
-def _require_known(where: str, key: str, known: Iterable[str], owner: str) -> None:
-    known = tuple(known)
-    if key in known:
-        return
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    guess = f" (did you mean {near[0]}?)" if near else ""
-    raise ConfigError(
-        f"{where}.{key}: {owner} has no such argument{guess}.",
-        hint=f"Known: {', '.join(known) or 'none'}.",
-    )
+            f"lr_scheduler: there is no {name!r}{guess}.", hint=f"Use one of {', '.join(SCHEDULES)}."
+        )
+    if warmup_steps and name in NO_WARMUP:
+        raise ConfigError(
+            f"warmup_steps: lr_scheduler {name} has no warm-up.", hint="Use constant_with_warmup, or 0."
+        )
+    for key in kwargs:
+        _require_known("lr_scheduler_kwargs", key, arguments, name)
+    if name == "piecewise_constant" and "step_rules" not in kwargs:
+        raise ConfigError(
+            "lr_scheduler_kwargs: piecewise_constant needs step_rules.",
+            hint='Such as "1:10,0.1:20,0.01": a factor up to each step, and the last one.',
+        )
 
 
 class MovingAverage:
@@ -207,6 +212,8 @@ class MovingAverage:
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], decay: float) -> None:
+        from diffusers.training_utils import EMAModel  # not above: to check settings needs no diffusers
+
         self._parameters = list(parameters)
         self._average = EMAModel(self._parameters, decay=decay)
 

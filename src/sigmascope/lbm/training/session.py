@@ -1,4 +1,8 @@
-"""All that one training run works with, made from its settings and brought to where a checkpoint left off."""
+"""All that one training run works with, made from its settings and brought to where a checkpoint left off.
+
+`identity` says which settings the result follows from: to resume under other ones would mix two trainings.
+`planned_steps` says how many optimizer steps a run will have, as far as its settings and shards tell.
+"""
 
 import hashlib
 import math
@@ -33,6 +37,42 @@ from sigmascope.lbm.training.settings import TrainSettings
 from sigmascope.lbm.training.step import Stepper
 
 _NUMPY_SEEDS: Final = 2**32
+"""NumPy takes seeds below this."""
+
+FREE: Final = frozenset(
+    {
+        "backbone_signature",
+        "save_ckpt_path",
+        "device",
+        "gradient_checkpointing",
+        "allow_pipe",
+        "log_interval",
+        "save_interval",
+        "keep_checkpoints",
+        "validation_shards",
+        "validation_interval",
+        "validation_samples",
+        "num_steps",
+        "wandb_project",
+        "report_to",
+        "output_formats",
+        "save_precision",
+        "max_epochs",
+        "max_steps",
+    }
+)
+"""Settings that may change between a checkpoint and the run that resumes it; all others must agree."""
+_NAMES_OF_FILES: Final = frozenset({"train_shards", "base_model_path", "lora_weights_path"})
+"""Settings whose files count, wherever they lie."""
+_OF_A_STEP: Final = ("batch_size", "gradient_accumulation_steps", "processes")
+"""Their product is the number of samples in an optimizer step."""
+_SAMPLED_BYTES: Final = 2**20
+"""Of a file's head and of its tail, by which it is known again."""
+
+COUNTED_BYTES: Final = 64 * 2**30
+"""Shards of more bytes together are not counted unless a schedule needs it: it would hold up the start."""
+_STEADY: Final = ("constant", "constant_with_warmup", "piecewise_constant")
+"""Schedules that do not depend on the length of the run."""
 
 
 @dataclass
@@ -74,29 +114,6 @@ class Session:
     position: DataPosition | None = None
 
 
-def open_data(settings: TrainSettings, process: int = 0, processes: int = 1) -> TrainingData:
-    """The training data of one process.
-
-    Raises:
-        ConfigError: A pattern matches nothing.
-        FileError: A shard does not exist.
-    """
-    return TrainingData(
-        settings.lbm,
-        DataOptions(
-            shards=settings.train_shards,
-            batch_size=settings.batch_size,
-            seed=settings.seed,
-            shuffle_buffer=settings.shuffle_buffer,
-            allow_pipe=settings.allow_pipe,
-            crop=settings.crop,
-            size=settings.image_size,
-            process=process,
-            processes=processes,
-        ),
-    )
-
-
 def make_session(settings: TrainSettings, accelerator: Accelerator, model: LbmModel) -> Session:
     """Put together what a run needs; nothing is trained yet.
 
@@ -116,7 +133,7 @@ def make_session(settings: TrainSettings, accelerator: Accelerator, model: LbmMo
         set_seed(settings.seed % _NUMPY_SEEDS)
         trainable = _trainable(model, settings)
         length = planned_steps(settings, data.shards, team.size)
-        optimizer, schedule = _optimizer(settings, trainable, length)
+        optimizer, schedule = _optimizer_and_schedule(settings, trainable, length)
         objective = Objective(settings)
         known = identity(settings, data.shards, team.size, length if follows_length(settings) else None)
     prepared = prepare_step(accelerator, model, objective, optimizer, settings.mixed_precision)
@@ -146,7 +163,7 @@ def _trainable(model: LbmModel, settings: TrainSettings) -> Trainable:
     return trainable
 
 
-def _optimizer(
+def _optimizer_and_schedule(
     settings: TrainSettings, trainable: Trainable, length: int | None
 ) -> tuple[Optimizer, LRScheduler]:
     parameters = [parameter for _, parameter in trainable.parameters()]
@@ -161,6 +178,34 @@ def _optimizer(
         kwargs=settings.lr_scheduler_kwargs,
     )
     return optimizer, schedule
+
+
+def follows_length(settings: TrainSettings) -> bool:
+    """Whether the learning rate of a step depends on how many there will be."""
+    return settings.lr_scheduler not in _STEADY
+
+
+def open_data(settings: TrainSettings, process: int = 0, processes: int = 1) -> TrainingData:
+    """The training data of one process.
+
+    Raises:
+        ConfigError: A pattern matches nothing.
+        FileError: A shard does not exist.
+    """
+    return TrainingData(
+        settings.lbm,
+        DataOptions(
+            shards=settings.train_shards,
+            batch_size=settings.batch_size,
+            seed=settings.seed,
+            shuffle_buffer=settings.shuffle_buffer,
+            allow_pipe=settings.allow_pipe,
+            crop=settings.crop,
+            size=settings.image_size,
+            process=process,
+            processes=processes,
+        ),
+    )
 
 
 def state_of(session: Session) -> TrainingState:
@@ -220,19 +265,10 @@ def restore(session: Session, state: TrainingState, checkpoint: Path) -> None:
         shadows = [spread(state.average[name], like) for name, like in session.parameters.items()]
         session.average.restore(progress["average"], shadows)
     session.step, session.epoch = state.step, state.epoch
-    session.position = _position(session, [process["position"] for process in state.processes])
+    session.position = _position_of_process(session, [process["position"] for process in state.processes])
     index = session.accelerator.process_index
     if index < len(state.processes):
         restore_random_state(state.processes[index]["random"], session.accelerator.device)
-
-
-def _position(session: Session, stored: list[Any]) -> DataPosition | None:
-    """Where this process's data goes on; those of an epoch's beginning are None, in all processes."""
-    index, size = session.accelerator.process_index, session.team.size
-    known = [DataPosition.from_dict(position) for position in stored if position is not None]
-    if not known:
-        return None
-    return known[index] if len(known) == size else dealt_anew(known, index, size)
 
 
 def _copy_weights(
@@ -254,33 +290,13 @@ def _copy_weights(
             parameter.copy_(spread(weights[name], parameter))
 
 
-FREE: Final = frozenset(
-    {
-        "backbone_signature",
-        "save_ckpt_path",
-        "device",
-        "gradient_checkpointing",
-        "allow_pipe",
-        "log_interval",
-        "save_interval",
-        "keep_checkpoints",
-        "validation_shards",
-        "validation_interval",
-        "validation_samples",
-        "num_steps",
-        "wandb_project",
-        "report_to",
-        "output_formats",
-        "save_precision",
-        "max_epochs",
-        "max_steps",
-    }
-)
-"""Settings that may change between a checkpoint and the run that resumes it; all others must agree."""
-_NAMES_OF_FILES: Final = frozenset({"train_shards", "base_model_path", "lora_weights_path"})
-_OF_A_STEP: Final = ("batch_size", "gradient_accumulation_steps", "processes")
-"""Their product is the number of samples in an optimizer step."""
-_SAMPLED_BYTES: Final = 2**20
+def _position_of_process(session: Session, stored: list[Any]) -> DataPosition | None:
+    """Where this process's data goes on; those of an epoch's beginning are None, in all processes."""
+    index, size = session.accelerator.process_index, session.team.size
+    known = [DataPosition.from_dict(position) for position in stored if position is not None]
+    if not known:
+        return None
+    return known[index] if len(known) == size else dealt_anew(known, index, size)
 
 
 def identity(
@@ -297,47 +313,22 @@ def identity(
         schedule_steps: Length of the learning-rate schedule, where it has one.
     """
     values = settings.model_dump(mode="json", exclude=set(FREE | _NAMES_OF_FILES))
-    values["train_shards"] = [_shard(shard) for shard in shards]
-    values["base_model_path"] = _weights(settings.base_model_path)
+    values["train_shards"] = [_shard_facts(shard) for shard in shards]
+    values["base_model_path"] = _weights_facts(settings.base_model_path)
     start = settings.lora_weights_path
-    values["lora_weights_path"] = None if start is None else _weights(start)
+    values["lora_weights_path"] = None if start is None else _weights_facts(start)
     values["processes"] = processes
     values["schedule_steps"] = schedule_steps
     return values
 
 
-def require_same(before: Mapping[str, Any], now: Mapping[str, Any], checkpoint: Path) -> None:
-    """Refuse to resume a training that was another one.
-
-    The number of processes may change where a step has as many samples as before.
-
-    Raises:
-        ConfigError: Names every key that differs, with both values.
-    """
-    different = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
-    if "processes" in different and _step_samples(before) == _step_samples(now):
-        different = [key for key in different if key not in _OF_A_STEP]
-    if different:
-        listed = "; ".join(
-            f"{key}: {_short(before.get(key))} then, {_short(now.get(key))} now" for key in different
-        )
-        raise ConfigError(
-            f"{checkpoint}: was trained with other settings ({listed}).",
-            hint="Set them back, choose another save_ckpt_path, or start anew with --no_resume.",
-        )
-
-
-def _step_samples(values: Mapping[str, Any]) -> int:
-    return math.prod(values[key] for key in _OF_A_STEP)
-
-
-def _shard(shard: str) -> list[Any]:
+def _shard_facts(shard: str) -> list[Any]:
     path = Path(shard)
     return [path.name, path.stat().st_size] if path.is_file() else [shard, None]
 
 
-def _weights(path: Path) -> list[Any]:
-    """Name, bytes and the first tensors' fingerprint: reading all of a large base would take minutes."""
+def _weights_facts(path: Path) -> list[Any]:
+    """Name, bytes, and a digest of each file's head and tail: reading all of a large base would take minutes."""
     digest = hashlib.blake2b(digest_size=8)
     with open_checkpoint(path) as checkpoint:
         files = list(checkpoint.files)
@@ -354,26 +345,34 @@ def _head_and_tail(file: Path) -> bytes:
         return head + stream.read(_SAMPLED_BYTES)
 
 
-def _short(value: Any) -> str:
+def require_same(before: Mapping[str, Any], now: Mapping[str, Any], checkpoint: Path) -> None:
+    """Refuse to resume a training that was another one.
+
+    The number of processes may change where a step has as many samples as before.
+
+    Raises:
+        ConfigError: Names every key that differs, with both values.
+    """
+    different = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
+    if "processes" in different and _step_samples(before) == _step_samples(now):
+        different = [key for key in different if key not in _OF_A_STEP]
+    if different:
+        listed = "; ".join(
+            f"{key}: {_shortened(before.get(key))} then, {_shortened(now.get(key))} now" for key in different
+        )
+        raise ConfigError(
+            f"{checkpoint}: was trained with other settings ({listed}).",
+            hint="Set them back, choose another save_ckpt_path, or start anew with --no_resume.",
+        )
+
+
+def _step_samples(values: Mapping[str, Any]) -> int:
+    return math.prod(values[key] for key in _OF_A_STEP)
+
+
+def _shortened(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-COUNTED_BYTES: Final = 64 * 2**30
-"""Shards of more bytes together are not counted unless a schedule needs it: it would hold up the start."""
-_STEADY: Final = ("constant", "constant_with_warmup", "piecewise_constant")
-
-
-def follows_length(settings: TrainSettings) -> bool:
-    """Whether the learning rate of a step depends on how many there will be."""
-    return settings.lr_scheduler not in _STEADY
-
-
-def epoch_limit(settings: TrainSettings) -> int | None:
-    """Epochs to train at most; None where `max_steps` alone was given, which then decides."""
-    if settings.max_steps is not None and "max_epochs" not in settings.model_fields_set:
-        return None
-    return settings.max_epochs
 
 
 def planned_steps(settings: TrainSettings, shards: Sequence[str], processes: int) -> int | None:
@@ -390,12 +389,29 @@ def planned_steps(settings: TrainSettings, shards: Sequence[str], processes: int
     epochs = epoch_limit(settings)
     if epochs is None:
         return settings.max_steps
-    samples = _samples(shards, at_any_cost=follows_length(settings) and settings.max_steps is None)
+    samples = _count_if_affordable(
+        shards, at_any_cost=follows_length(settings) and settings.max_steps is None
+    )
     if samples is None:
         return settings.max_steps
     batches = -(-(samples // processes) // settings.batch_size)
     steps = epochs * -(-batches // settings.gradient_accumulation_steps)
     return steps if settings.max_steps is None else min(steps, settings.max_steps)
+
+
+def epoch_limit(settings: TrainSettings) -> int | None:
+    """Epochs to train at most; None where `max_steps` alone was given, which then decides."""
+    if settings.max_steps is not None and "max_epochs" not in settings.model_fields_set:
+        return None
+    return settings.max_epochs
+
+
+def _count_if_affordable(shards: Sequence[str], *, at_any_cost: bool) -> int | None:
+    if any(shard.startswith(PIPE) for shard in shards):
+        return None
+    if not at_any_cost and sum(Path(shard).stat().st_size for shard in shards) > COUNTED_BYTES:
+        return None
+    return count_samples(shards)
 
 
 def count_samples(shards: Sequence[str]) -> int | None:
@@ -412,11 +428,3 @@ def count_samples(shards: Sequence[str]) -> int | None:
         except (OSError, tarfile.TarError):
             return None
     return total
-
-
-def _samples(shards: Sequence[str], *, at_any_cost: bool) -> int | None:
-    if any(shard.startswith(PIPE) for shard in shards):
-        return None
-    if not at_any_cost and sum(Path(shard).stat().st_size for shard in shards) > COUNTED_BYTES:
-        return None
-    return count_samples(shards)

@@ -1,4 +1,8 @@
-"""The YAML of a training run: the keys of training and the model's own keys, in one file (SPEC section 7)."""
+"""The YAML of a training run: the keys of training and the model's own keys, in one file.
+
+What users write is brought to what the settings hold. Settings that are each right and cannot be together are
+refused, with one line for each.
+"""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -8,18 +12,14 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, Field, StringConstraints, ValidationError, field_validator, model_validator
 
 from sigmascope.errors import ConfigError
-from sigmascope.lbm.config import LbmConfig, config_error, load_config, read_yaml, refuse_model
-from sigmascope.lbm.model import find_config
+from sigmascope.lbm.config import LbmConfig, config_error, find_config, load_config, read_yaml, refuse_model
 from sigmascope.lbm.training.optimizers import check_optimizer, check_schedule
 
 MixedPrecision = Literal["no", "fp16", "bf16"]
 OutputFormat = Literal["native", "kohya", "peft"]
 SavePrecision = Literal["float32", "fp16", "bf16"]
 Tracker = Literal["tensorboard", "wandb", "mlflow", "comet_ml", "aim", "clearml", "none"]
-
-
 Pattern = Annotated[str, StringConstraints(min_length=1)]
-
 
 EXAMPLE_HINT = "Start from the example in docs/lbm-train-config.md."
 
@@ -146,6 +146,16 @@ class TrainSettings(LbmConfig):
         return None if chosen == "none" else chosen
 
 
+def load_train_settings(path: str | Path) -> TrainSettings:
+    """Read and validate the YAML of a training run; see `parse_train_settings`.
+
+    Raises:
+        ConfigError: The file cannot be read, is not YAML, or does not describe a run.
+    """
+    path = Path(path)
+    return parse_train_settings(read_yaml(path, hint="Check --path_config."), where=str(path))
+
+
 def parse_train_settings(data: Any, *, where: str = "settings") -> TrainSettings:
     """Validate what a YAML file or a caller gives.
 
@@ -173,16 +183,6 @@ def parse_train_settings(data: Any, *, where: str = "settings") -> TrainSettings
         raise config_error(error, TrainSettings, where) from error
 
 
-def load_train_settings(path: str | Path) -> TrainSettings:
-    """Read and validate the YAML of a training run; see `parse_train_settings`.
-
-    Raises:
-        ConfigError: The file cannot be read, is not YAML, or does not describe a run.
-    """
-    path = Path(path)
-    return parse_train_settings(read_yaml(path, hint="Check --path_config."), where=str(path))
-
-
 def _beside_the_base(data: Mapping[str, Any]) -> dict[str, Any]:
     """The model's keys that the config beside the base gives."""
     base = user_path(data.get("base_model_path"))
@@ -204,19 +204,6 @@ def impossible_combinations(settings: "TrainSettings") -> list[str]:
         *_where_it_runs(settings),
         *_what_is_written(settings),
     ]
-
-
-def partial_pairs(given: Mapping[str, Any]) -> list[str]:
-    """Say which half of `selected_timesteps` and `prob` is given without the other.
-
-    They are looked at as the user wrote them: a default for the missing half would go with it by chance only.
-    """
-    pair = ("selected_timesteps", "prob")
-    written = [key for key in pair if given.get(key) is not None]
-    if len(written) != 1:
-        return []
-    missing = next(key for key in pair if key not in written)
-    return [f"{written[0]}: needs {missing} beside it"]
 
 
 def _what_is_trained(settings: "TrainSettings") -> list[str]:
@@ -316,6 +303,19 @@ def _what_is_written(settings: "TrainSettings") -> list[str]:
     formats = settings.output_formats
     twice = [name for name in dict.fromkeys(formats) if formats.count(name) > 1]
     return [f"output_formats: names {', '.join(twice)} more than once; name each once"] if twice else []
+
+
+def partial_pairs(given: Mapping[str, Any]) -> list[str]:
+    """Say which half of `selected_timesteps` and `prob` is given without the other.
+
+    They are looked at as the user wrote them: a default for the missing half would go with it by chance only.
+    """
+    pair = ("selected_timesteps", "prob")
+    written = [key for key in pair if given.get(key) is not None]
+    if len(written) != 1:
+        return []
+    missing = next(key for key in pair if key not in written)
+    return [f"{written[0]}: needs {missing} beside it"]
 
 
 def as_list(value: Any) -> Any:

@@ -1,4 +1,8 @@
-"""One optimizer step: forward and backward for each batch of its group, clipping, the change of the weights."""
+"""One optimizer step: forward and backward for each batch of its group, clipping, the change of the weights.
+
+When loss or gradient is NaN or Inf, the step's batches are run once more with a look at every layer, to say where
+it first appeared.
+"""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +23,8 @@ from sigmascope.lbm.training.distributed import Group, Team, here, whole
 
 SKIPS_ALLOWED = 30
 """Steps in a row that the gradient scaler may skip while it looks for its scale (2^16 halves to below 2^-13)."""
+NAMED: Final = 3
+"""How many modules or samples a message names."""
 
 
 @dataclass(frozen=True)
@@ -188,30 +194,6 @@ def _known(value: float) -> float | None:
     return None if math.isnan(value) else value
 
 
-NAMED: Final = 3
-"""How many modules or samples a message names."""
-
-
-def find_culprits(model: nn.Module, backward: Callable[[], float]) -> Culprits:
-    """Run a step's computation again and note each layer whose weights, output or gradient is not finite.
-
-    Args:
-        model: Whose layers are looked at; it has no hook more afterwards.
-        backward: Computes the loss and its gradients.
-    """
-    culprits = Culprits()
-    for name, module in model.named_modules():
-        if any(not is_finite(here(weight)) for weight in module.parameters(recurse=False)):
-            culprits.weights.append(name)
-    with _hooks(model, culprits):
-        loss = backward()
-    if math.isfinite(loss) and not culprits.gradients:
-        for name, parameter in model.named_parameters():
-            if parameter.grad is not None and not is_finite(here(parameter.grad)):
-                culprits.gradients.append(name)
-    return culprits
-
-
 def nonfinite_error(
     step: int, loss: float, keys: Sequence[str], culprits: Culprits | None, last: str | None
 ) -> NonFiniteError:
@@ -233,6 +215,26 @@ def nonfinite_error(
         f"step {step}: {what}, {where} (samples {samples}). Training has stopped before the weights took it up.",
         hint=f"{kept} learning_rate, use mixed_precision bf16 or no, or leave the samples out.",
     )
+
+
+def find_culprits(model: nn.Module, backward: Callable[[], float]) -> Culprits:
+    """Run a step's computation again and note each layer whose weights, output or gradient is not finite.
+
+    Args:
+        model: Whose layers are looked at; it has no hook more afterwards.
+        backward: Computes the loss and its gradients.
+    """
+    culprits = Culprits()
+    for name, module in model.named_modules():
+        if any(not is_finite(here(weight)) for weight in module.parameters(recurse=False)):
+            culprits.weights.append(name)
+    with _hooks(model, culprits):
+        loss = backward()
+    if math.isfinite(loss) and not culprits.gradients:
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None and not is_finite(here(parameter.grad)):
+                culprits.gradients.append(name)
+    return culprits
 
 
 @contextmanager

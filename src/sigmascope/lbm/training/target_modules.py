@@ -1,4 +1,8 @@
-"""Which layers are trained, with which rank, and what stays frozen."""
+"""Which layers are trained, with which rank, and what stays frozen.
+
+`select_layers` finds the layers that the partial names of `trainable_lora_modules` mean. `plan_rows` gives the table
+of what a run trains and what stays frozen, by block and kind of layer.
+"""
 
 import difflib
 import re
@@ -17,7 +21,18 @@ from sigmascope.lora.layers import block_of_module, block_position
 from sigmascope.lora.linalg import matrix_shape
 
 DENOISER = "denoiser."
+KEY = "trainable_lora_modules"
 _NAMED = 5
+"""How many modules an error names."""
+_KINDS = (
+    ("attn1", "self-attention"),
+    ("attn2", "cross-attention"),
+    (".ff.", "feed-forward"),
+    ("proj_in", "projection"),
+    ("proj_out", "projection"),
+    ("time_emb", "time embedding"),
+)
+"""Of Linear layers, by a part of the name."""
 
 
 @dataclass(frozen=True)
@@ -112,15 +127,6 @@ class TrainablePlan:
         return sum(row.frozen_parameters for row in self.rows)
 
 
-def denoiser_layers(model: LbmModel) -> dict[str, Layer]:
-    """Every Linear and Conv2d of the denoiser by its native name, in the model's order."""
-    return {
-        f"{DENOISER}{path}": module
-        for path, module in model.denoiser.named_modules()
-        if isinstance(module, nn.Linear | nn.Conv2d)
-    }
-
-
 def choose_modules(
     model: LbmModel,
     patterns: Sequence[str] | None,
@@ -182,11 +188,6 @@ def continue_modules(model: LbmModel, lora: LoraFile, patterns: Sequence[str] | 
     return TrainablePlan(modules, plan_rows(model, modules.values()), factors, dict(lora.metadata))
 
 
-def plan_full(model: LbmModel) -> TrainablePlan:
-    """Plan to train the denoiser's own weights; the VAE stays as it is."""
-    return TrainablePlan({}, plan_rows(model, (), full=True))
-
-
 def _require_whole(lora: LoraFile) -> None:
     """Refuse keys that would be lost, because the file that is written has to hold all of it."""
     if lora.unused_keys:
@@ -194,16 +195,6 @@ def _require_whole(lora: LoraFile) -> None:
         raise LoraFormatError(
             f"{lora}: {len(lora.unused_keys)} keys belong to no module: {named}.",
             hint="Make the file again with sigmascope lora convert, which leaves them out.",
-        )
-
-
-def _require_strength(lora: LoraFile, trained: Sequence[PlannedModule]) -> None:
-    """Refuse to train what could not change, without a word and for as long as it runs."""
-    still = [module.name for module in trained if module.alpha == 0]
-    if still:
-        raise LoraFormatError(
-            f"{lora}: {len(still)} modules have alpha 0, so they could not learn: {', '.join(still[:_NAMED])}.",
-            hint="Name the others in trainable_lora_modules, or start a fresh LoRA with rank.",
         )
 
 
@@ -231,7 +222,28 @@ def _alpha(factors: LoraFactors) -> float:
     return float(factors.rank) if factors.scale == 1.0 else factors.alpha
 
 
-KEY = "trainable_lora_modules"
+def _require_strength(lora: LoraFile, trained: Sequence[PlannedModule]) -> None:
+    """Refuse to train what could not change, without a word and for as long as it runs."""
+    still = [module.name for module in trained if module.alpha == 0]
+    if still:
+        raise LoraFormatError(
+            f"{lora}: {len(still)} modules have alpha 0, so they could not learn: {', '.join(still[:_NAMED])}.",
+            hint="Name the others in trainable_lora_modules, or start a fresh LoRA with rank.",
+        )
+
+
+def plan_full(model: LbmModel) -> TrainablePlan:
+    """Plan to train the denoiser's own weights; the VAE stays as it is."""
+    return TrainablePlan({}, plan_rows(model, (), full=True))
+
+
+def denoiser_layers(model: LbmModel) -> dict[str, Layer]:
+    """Every Linear and Conv2d of the denoiser by its native name, in the model's order."""
+    return {
+        f"{DENOISER}{path}": module
+        for path, module in model.denoiser.named_modules()
+        if isinstance(module, nn.Linear | nn.Conv2d)
+    }
 
 
 def select_layers(
@@ -269,21 +281,6 @@ def select_layers(
     return tuple(layer for layer in layers if layer in chosen)
 
 
-def matches(pattern: str, layer: str) -> bool:
-    """Whether a partial name is a part of a full one."""
-    if not pattern.strip():
-        return False
-    before = r"(?<!\d)" if pattern[0].isdigit() else ""
-    after = r"(?!\d)" if pattern[-1].isdigit() else ""
-    return re.search(f"{before}{re.escape(pattern)}{after}", layer) is not None
-
-
-def matched_counts(layers: Iterable[str], patterns: Sequence[str]) -> Mapping[str, int]:
-    """How many layers each partial name means."""
-    layers = list(layers)
-    return {pattern: sum(matches(pattern, layer) for layer in layers) for pattern in patterns}
-
-
 def _not_found(pattern: str, layers: Sequence[str], others: Collection[str]) -> str:
     elsewhere = sum(matches(pattern, layer) for layer in others)
     if elsewhere:
@@ -299,23 +296,19 @@ def _runs(layers: Iterable[str], length: int) -> set[str]:
     return {".".join(one[i : i + length]) for one in parts for i in range(len(one) - length + 1)}
 
 
-_KINDS = (
-    ("attn1", "self-attention"),
-    ("attn2", "cross-attention"),
-    (".ff.", "feed-forward"),
-    ("proj_in", "projection"),
-    ("proj_out", "projection"),
-    ("time_emb", "time embedding"),
-)
+def matches(pattern: str, layer: str) -> bool:
+    """Whether a partial name is a part of a full one."""
+    if not pattern.strip():
+        return False
+    before = r"(?<!\d)" if pattern[0].isdigit() else ""
+    after = r"(?!\d)" if pattern[-1].isdigit() else ""
+    return re.search(f"{before}{re.escape(pattern)}{after}", layer) is not None
 
 
-@dataclass
-class _Sums:
-    modules: int = 0
-    trained_modules: int = 0
-    ranks: set[int] = field(default_factory=set)
-    trained: int = 0
-    frozen: int = 0
+def matched_counts(layers: Iterable[str], patterns: Sequence[str]) -> Mapping[str, int]:
+    """How many layers each partial name means."""
+    layers = list(layers)
+    return {pattern: sum(matches(pattern, layer) for layer in layers) for pattern in patterns}
 
 
 def plan_rows(
@@ -332,35 +325,39 @@ def plan_rows(
     for path, module in model.named_modules():
         own = sum(parameter.numel() for parameter in module.parameters(recurse=False))
         if own:
-            row = sums[_place(path, module)]
+            row = sums[_block_and_kind(path, module)]
             trained = full and path.startswith("denoiser.")
             row.modules += 1
             row.trained_modules += trained
             row.trained += own if trained else 0
             row.frozen += 0 if trained else own
     for one in planned:
-        row = sums[_place(one.name, model.get_submodule(one.name))]
+        row = sums[_block_and_kind(one.name, model.get_submodule(one.name))]
         if one.trained:
             row.trained_modules += 1
             row.trained += one.parameters
             row.ranks.add(one.rank)
         else:
             row.frozen += one.parameters
-    return tuple(_row(block, kind, sums[block, kind]) for block, kind in sorted(sums, key=_order))
+    return tuple(_plan_row(block, kind, sums[block, kind]) for block, kind in sorted(sums, key=_row_order))
 
 
-def _row(block: str, kind: str, sums: _Sums) -> PlanRow:
-    ranks = tuple(sorted(sums.ranks))
-    return PlanRow(block, kind, sums.modules, sums.trained_modules, ranks, sums.trained, sums.frozen)
+@dataclass
+class _Sums:
+    modules: int = 0
+    trained_modules: int = 0
+    ranks: set[int] = field(default_factory=set)
+    trained: int = 0
+    frozen: int = 0
 
 
-def _place(path: str, module: nn.Module) -> tuple[str, str]:
+def _block_and_kind(path: str, module: nn.Module) -> tuple[str, str]:
     if path.startswith("vae"):
         return "vae", "all"
-    return block_of_module(path), _kind(path, module)
+    return block_of_module(path), _kind_of_layer(path, module)
 
 
-def _kind(path: str, module: nn.Module) -> str:
+def _kind_of_layer(path: str, module: nn.Module) -> str:
     if isinstance(module, nn.Conv2d):
         return "convolution"
     if not isinstance(module, nn.Linear):
@@ -368,6 +365,11 @@ def _kind(path: str, module: nn.Module) -> str:
     return next((kind for part, kind in _KINDS if part in path), "linear")
 
 
-def _order(place: tuple[str, str]) -> tuple[bool, tuple[int, str, int], str]:
+def _plan_row(block: str, kind: str, sums: _Sums) -> PlanRow:
+    ranks = tuple(sorted(sums.ranks))
+    return PlanRow(block, kind, sums.modules, sums.trained_modules, ranks, sums.trained, sums.frozen)
+
+
+def _row_order(place: tuple[str, str]) -> tuple[bool, tuple[int, str, int], str]:
     block, kind = place
     return block == "vae", block_position(block), kind

@@ -1,6 +1,7 @@
-"""Train a Latent Bridge Matching model: LoRA or every weight, in one process or many, stopped and resumed at will.
+"""Train a Latent Bridge Matching model: LoRA or every weight, in one process or many, resumed where it stopped.
 
-The parts are in `sigmascope.lbm.training`; this is how they follow each other.
+A training starts with its base and from its newest checkpoint. The loop makes optimizer steps, and between them
+validations and checkpoints. SIGTERM and Ctrl-C end it after the step at hand, with a checkpoint.
 """
 
 import logging
@@ -48,11 +49,15 @@ from sigmascope.records.run import Run
 
 __all__ = ["Listeners", "StepLog", "TrainReport", "train"]
 
-
 _log = logging.getLogger(__name__)
 
-
 StopReason = Literal["SIGTERM", "SIGINT"]
+
+SAVED_EARLY: Final = 10
+"""An epoch's end is saved unless fewer than 1/10 of `save_interval` steps were made since the last checkpoint."""
+_SIGNALS: dict[int, StopReason] = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "SIGINT"}
+EXIT_CODES: dict[StopReason, int] = {reason: 128 + number for number, reason in _SIGNALS.items()}
+"""As shells report a process that a signal ended."""
 
 
 @dataclass(frozen=True)
@@ -173,6 +178,24 @@ class StopSignals:
         self.request(_SIGNALS[number])
 
 
+def load_base(settings: TrainSettings, accelerator: Accelerator, progress: Progress) -> LbmModel:
+    """The base, in the precision of training: what is trained itself stays float32.
+
+    Where FSDP spreads the denoiser, no device need have room for all of it.
+    """
+    sharded = is_sharded(accelerator)
+    model = load_watched(
+        settings.base_model_path,
+        settings.lbm,
+        dtype=weight_dtype(settings),
+        device="cpu" if sharded else accelerator.device,
+        progress=progress,
+    )
+    if sharded:
+        model.vae.to(accelerator.device)
+    return model
+
+
 def _train(
     session: Session,
     folder: CheckpointFolder,
@@ -212,24 +235,6 @@ def _train(
         run=watch.run(),
         set_aside=aside,
     )
-
-
-def _save_run(watch: Watch, folder: Path) -> None:
-    """Keep the record, also of a failure; when that fails too, the failure itself is what the user must see."""
-    try:
-        watch.save_last(folder)
-    except SigmascopeError as error:
-        _log.warning("The record was not saved: %s", error)
-
-
-def _full_disk(error: OSError, folder: Path) -> Exception:
-    if error.errno not in DISK_FULL:
-        return error
-    return WriteError(folder, f"cannot be written to ({reason_of(error)}).", hint=writing_hint(error))
-
-
-SAVED_EARLY: Final = 10
-"""An epoch's end is saved unless fewer than 1/10 of `save_interval` steps were made since the last checkpoint."""
 
 
 @dataclass
@@ -403,22 +408,11 @@ class TrainingLoop:
                     self.watch.save(self.folder.path)
 
 
-def load_base(settings: TrainSettings, accelerator: Accelerator, progress: Progress) -> LbmModel:
-    """The base, in the precision of training: what is trained itself stays float32.
-
-    Where FSDP spreads the denoiser, no device need have room for all of it.
-    """
-    sharded = is_sharded(accelerator)
-    model = load_watched(
-        settings.base_model_path,
-        settings.lbm,
-        dtype=weight_dtype(settings),
-        device="cpu" if sharded else accelerator.device,
-        progress=progress,
-    )
-    if sharded:
-        model.vae.to(accelerator.device)
-    return model
+def agreed_reason(stop: StopSignals, team: Team) -> StopReason | None:
+    """What any process was told to stop for: all call this together and stop together."""
+    told = -1 if stop.reason is None else list(EXIT_CODES).index(stop.reason)
+    most = max(row[0] for row in team.gather([told]))
+    return None if most < 0 else list(EXIT_CODES)[most]
 
 
 def go_on(loop: TrainingLoop) -> int | None:
@@ -443,13 +437,15 @@ def require_same_start(session: Session) -> None:
         )
 
 
-_SIGNALS: dict[int, StopReason] = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "SIGINT"}
-EXIT_CODES: dict[StopReason, int] = {reason: 128 + number for number, reason in _SIGNALS.items()}
-"""As shells report a process that a signal ended."""
+def _full_disk(error: OSError, folder: Path) -> Exception:
+    if error.errno not in DISK_FULL:
+        return error
+    return WriteError(folder, f"cannot be written to ({reason_of(error)}).", hint=writing_hint(error))
 
 
-def agreed_reason(stop: StopSignals, team: Team) -> StopReason | None:
-    """What any process was told to stop for: all call this together and stop together."""
-    told = -1 if stop.reason is None else list(EXIT_CODES).index(stop.reason)
-    most = max(row[0] for row in team.gather([told]))
-    return None if most < 0 else list(EXIT_CODES)[most]
+def _save_run(watch: Watch, folder: Path) -> None:
+    """Keep the record, also of a failure; when that fails too, the failure itself is what the user must see."""
+    try:
+        watch.save_last(folder)
+    except SigmascopeError as error:
+        _log.warning("The record was not saved: %s", error)

@@ -20,10 +20,11 @@ from sigmascope.lbm.training.objective import encoded, vae_alone
 from sigmascope.lbm.training.settings import TrainSettings
 
 Conditioning = Callable[[LbmModel, Batch, Tensor], Tensor | None]
-
+"""(model, batch, source latent) -> what the denoiser sees beside the latent."""
 
 FOLDER: Final = "validation"
 _SEED: Final = 0
+"""Of the bridge noise, the same in every validation."""
 
 
 @dataclass(frozen=True)
@@ -39,28 +40,6 @@ class Validation:
     step: int
     psnr: Mapping[int, float]
     sheet: Image.Image
-
-
-def read_samples(settings: TrainSettings) -> tuple[Batch, ...]:
-    """Read the first `validation_samples` of the validation shards, always the same; none without shards.
-
-    Raises:
-        ConfigError: A pattern matches nothing.
-        FileError: A shard does not exist.
-        DataError: Not one sample can be used.
-    """
-    if not settings.validation_shards:
-        return ()
-    options = DataOptions(
-        shards=settings.validation_shards,
-        batch_size=1,
-        shuffle=False,
-        allow_pipe=settings.allow_pipe,
-        size=settings.image_size,
-        workers=0,
-    )
-    stream = TrainingData(settings.lbm, options).batches(0)
-    return tuple(batch for batch, _ in islice(stream, settings.validation_samples))
 
 
 def validate(
@@ -98,16 +77,16 @@ def validate(
     return Validation(step, {count: sum(found) / len(found) for count, found in values.items()}, sheet)
 
 
-def save_sheet(found: Validation, folder: Path) -> Path:
-    """Write the pictures of a validation into `folder`/validation.
-
-    Raises:
-        WriteError: The disk is full or refuses.
-    """
-    (folder / FOLDER).mkdir(exist_ok=True)
-    path = folder / FOLDER / f"step-{found.step:06d}.png"
-    save_image(found.sheet, path)
-    return path
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode within the block; after it every module has the mode that it had."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
 
 
 def _translate(model: LbmModel, batch: Batch, num_steps: int, conditioning: Conditioning) -> Tensor:
@@ -126,17 +105,39 @@ def _translate(model: LbmModel, batch: Batch, num_steps: int, conditioning: Cond
         return model.vae.decode(z_target).float()
 
 
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode within the block; after it every module has the mode that it had."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
-
-
 def _steps(count: int) -> str:
     return "1 step" if count == 1 else f"{count} steps"
+
+
+def read_samples(settings: TrainSettings) -> tuple[Batch, ...]:
+    """Read the first `validation_samples` of the validation shards, always the same; none without shards.
+
+    Raises:
+        ConfigError: A pattern matches nothing.
+        FileError: A shard does not exist.
+        DataError: Not one sample can be used.
+    """
+    if not settings.validation_shards:
+        return ()
+    options = DataOptions(
+        shards=settings.validation_shards,
+        batch_size=1,
+        shuffle=False,
+        allow_pipe=settings.allow_pipe,
+        size=settings.image_size,
+        workers=0,
+    )
+    stream = TrainingData(settings.lbm, options).batches(0)
+    return tuple(batch for batch, _ in islice(stream, settings.validation_samples))
+
+
+def save_sheet(found: Validation, folder: Path) -> Path:
+    """Write the pictures of a validation into `folder`/validation.
+
+    Raises:
+        WriteError: The disk is full or refuses.
+    """
+    (folder / FOLDER).mkdir(exist_ok=True)
+    path = folder / FOLDER / f"step-{found.step:06d}.png"
+    save_image(found.sheet, path)
+    return path
