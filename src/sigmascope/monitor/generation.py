@@ -152,8 +152,8 @@ class Generation:
 class GenerationSteps:
     """Takes steps in one of two ways: by the calls `start` and `end`, or as its stage's recorder takes them.
 
-    Where there are calls they alone count, so that a pipeline that is watched in both ways has no step twice. These
-    three are the hot path.
+    Where there are calls they alone count, so that a pipeline that is watched in both ways has no step
+    twice. `start`, `end` and `take` are the hot path.
 
     Attributes:
         tally: How many, and how long.
