@@ -2,10 +2,12 @@
 
 A temporary file is written beside the target, flushed to the disk and renamed over it. Whatever goes
 wrong before the rename (an error, Ctrl-C), the target stays as it was and the temporary file goes; that
-of a process that was killed goes when the same target is written next.
+of a process that was killed goes when the same target is written next. Its name says which process on
+which machine is writing, so that the next writer can tell a leftover from a file that is being written
+right now, on a shared folder too.
 
-A name says which process on which machine is writing, so that the next writer of the same target can
-tell a leftover from a file that is being written right now, on a shared folder too.
+What the operating system refuses becomes a reason and a next step for the user: `reason_of`,
+`reading_hint` and `writing_hint`.
 """
 
 import errno
@@ -26,6 +28,15 @@ from sigmascope.errors import WriteError
 
 _log = logging.getLogger(__name__)
 _PERMISSION_BITS = 0o777
+
+# How much of the target's name a temporary file's name repeats.
+_STEM_LENGTH = 24
+_SUFFIX_LENGTH = 16
+
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Error numbers that mean there is no room left, on the disk or in the quota."""
+_NO_PERMISSION = (errno.EACCES, errno.EPERM)
+_WRONG_PATH = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
 
 
 @contextmanager
@@ -63,18 +74,6 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
         with suppress(OSError):  # after the rename nothing is there; otherwise nothing more can be done
             temporary.unlink(missing_ok=True)
     _flush_folder(target.parent)
-
-
-def require_writable(path: str | os.PathLike[str]) -> None:
-    """Refuse a target that `atomic_path` would refuse, before the work whose result goes there.
-
-    Args:
-        path: The file that is to be written.
-
-    Raises:
-        WriteError: It is a folder, no regular file or write-protected, or its folder does not exist.
-    """
-    _checked_target(Path(path))
 
 
 def _checked_target(path: Path) -> Path:
@@ -131,6 +130,13 @@ def _flush_to_disk(temporary: Path, mode: int) -> None:
     temporary.chmod(mode)  # a writer that replaced the file chose bits of its own
 
 
+def _is_about(error: OSError, *paths: Path) -> bool:
+    """Whether a system call on one of `paths` failed; a failed `write` names no file at all."""
+    if error.errno is None:
+        return False
+    return error.filename is None or Path(os.fsdecode(error.filename)) in paths
+
+
 def _flush_folder(folder: Path) -> None:
     """Make the rename itself durable. The data is in place by now, so a refusal is not an error."""
     if os.name == "nt":
@@ -145,21 +151,34 @@ def _flush_folder(folder: Path) -> None:
         _log.debug("The folder %s cannot be flushed: %s", folder, error)
 
 
-def _is_about(error: OSError, *paths: Path) -> bool:
-    """Whether a system call on one of `paths` failed; a failed `write` names no file at all."""
-    if error.errno is None:
-        return False
-    return error.filename is None or Path(os.fsdecode(error.filename)) in paths
+def require_writable(path: str | os.PathLike[str]) -> None:
+    """Refuse a target that `atomic_path` would refuse, before the work whose result goes there.
 
+    Args:
+        path: The file that is to be written.
 
-_STEM_LENGTH = 24
-_SUFFIX_LENGTH = 16
+    Raises:
+        WriteError: It is a folder, no regular file or write-protected, or its folder does not exist.
+    """
+    _checked_target(Path(path))
 
 
 def temporary_name(target: Path) -> str:
     """A new hidden name for a file that will become `target`; it keeps the target's suffix."""
     token = f"{_host()}-{os.getpid()}-{secrets.token_hex(4)}"
     return f"{_prefix(target)}{token}.tmp{_suffix(target)}"
+
+
+def _host() -> str:
+    return hashlib.blake2b(platform.node().encode(), digest_size=3).hexdigest()
+
+
+def _prefix(target: Path) -> str:
+    return f".{target.stem[:_STEM_LENGTH]}."
+
+
+def _suffix(target: Path) -> str:
+    return target.suffix[:_SUFFIX_LENGTH]
 
 
 def remove_leftovers(target: Path) -> list[Path]:
@@ -194,26 +213,6 @@ def _leftovers(target: Path) -> list[Path]:
         return []
     matches = [match for name in names if (match := pattern.fullmatch(name))]
     return [target.with_name(match[0]) for match in matches if not psutil.pid_exists(int(match[1]))]
-
-
-def _host() -> str:
-    return hashlib.blake2b(platform.node().encode(), digest_size=3).hexdigest()
-
-
-def _prefix(target: Path) -> str:
-    return f".{target.stem[:_STEM_LENGTH]}."
-
-
-def _suffix(target: Path) -> str:
-    return target.suffix[:_SUFFIX_LENGTH]
-
-
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-"""Error numbers that mean there is no room left, on the disk or in the quota."""
-
-
-_NO_PERMISSION = (errno.EACCES, errno.EPERM)
-_WRONG_PATH = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
 
 
 def reason_of(error: OSError | ValueError) -> str:

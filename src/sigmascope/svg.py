@@ -6,14 +6,16 @@ from typing import Final, Literal
 
 Number = int | float
 Anchor = Literal["start", "middle", "end"]
-
-
 _NOT_IN_XML: Final = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
-def plain(text: str) -> str:
-    """Text that XML may hold: markup escaped, control characters and lone surrogates replaced."""
-    return escape(_NOT_IN_XML.sub("\N{REPLACEMENT CHARACTER}", text))
+def document(width: int, height: int, shapes: list[str]) -> str:
+    """A whole document on white."""
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+        f'viewBox="0 0 {width} {height}" font-family="sans-serif" fill="#212121">'
+    )
+    return "\n".join([head, bar(0, 0, (width, height), "white"), *shapes, "</svg>\n"])
 
 
 def label(
@@ -53,13 +55,9 @@ def cross(x: Number, y: Number, radius: Number, colour: str, tip: str = "") -> s
     return f'<path d="{strokes}" stroke="{colour}" stroke-width="1.5" fill="none">{_tip(tip)}</path>'
 
 
-def document(width: int, height: int, shapes: list[str]) -> str:
-    """A whole document on white."""
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
-        f'viewBox="0 0 {width} {height}" font-family="sans-serif" fill="#212121">'
-    )
-    return "\n".join([head, bar(0, 0, (width, height), "white"), *shapes, "</svg>\n"])
+def plain(text: str) -> str:
+    """Text that XML may hold: markup escaped, control characters and lone surrogates replaced."""
+    return escape(_NOT_IN_XML.sub("\N{REPLACEMENT CHARACTER}", text))
 
 
 def _tip(text: str) -> str:

@@ -1,4 +1,8 @@
-"""Numbers as people read them, for every room: MiB, seconds, counts, shares. What is unknown is a dash."""
+"""Numbers as people read and write them: MiB, seconds, counts, shares. What is unknown is a dash.
+
+`printable` is for the text of files on its way to a terminal or a log, which obey control characters
+wherever they come from. `parse_size` and `parse_share` read what users write.
+"""
 
 import math
 import re
@@ -8,6 +12,16 @@ from sigmascope.errors import ConfigError
 
 MIB = 1024**2
 UNKNOWN = "-"
+
+# What `parse_size` and `parse_share` understand.
+_UNITS: Final = {
+    unit: 1024**power
+    for power, units in enumerate([("", "B", "BYTE", "BYTES"), ("KB", "KIB"), ("MB", "MIB"), ("GB", "GIB")])
+    for unit in units
+}
+_NUMBER: Final = r"\d+(?:\.\d*)?|\.\d+"
+_SIZE: Final = re.compile(rf"({_NUMBER})\s*([A-Za-z]*)")
+_SHARE: Final = re.compile(rf"({_NUMBER})(?:[eE]([+-]?\d+))?\s*(%?)")
 
 
 def mib(nbytes: int | None) -> str:
@@ -67,28 +81,18 @@ def percent(part: int | float, whole: int | float) -> str:
 def printable(text: object) -> str:
     """The text with every character that no one can see as U+FFFD, but for spaces and new lines.
 
-    Escape sequences set a terminal's title, clear its screen or answer in the user's name; marks of direction show a line
-    as another one.
+    Escape sequences set a terminal's title, clear its screen or answer in the user's name; marks of direction
+    show a line as another one.
     """
     return "".join(
         char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in str(text)
     )
 
 
-_UNITS: Final = {
-    unit: 1024**power
-    for power, units in enumerate([("", "B", "BYTE", "BYTES"), ("KB", "KIB"), ("MB", "MIB"), ("GB", "GIB")])
-    for unit in units
-}
-_NUMBER: Final = r"\d+(?:\.\d*)?|\.\d+"
-_SIZE: Final = re.compile(rf"({_NUMBER})\s*([A-Za-z]*)")
-_SHARE: Final = re.compile(rf"({_NUMBER})(?:[eE]([+-]?\d+))?\s*(%?)")
-
-
 def parse_size(text: str, flag: str = "a size") -> int:
     """Read a file size.
 
-    MB are MiB (SPEC): `100MB` and `100MiB` are both 100·1024² bytes. Units are B, KB, MB, GB and their binary
+    MB are MiB: `100MB` and `100MiB` are both 100·1024² bytes. Units are B, KB, MB, GB and their binary
     names, in any case; a number alone is bytes. Parts of bytes are dropped.
 
     Args:

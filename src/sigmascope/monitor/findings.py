@@ -1,4 +1,4 @@
-"""All that the rules and the analyses of a run's stages find in it."""
+"""What the rules and the analyses of its stages find in a run."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -20,9 +20,9 @@ _SAID_BY_ANALYSES: Final[Mapping[str, tuple[str, ...]]] = {
 }
 """By rule, how the findings of analyses begin that tell the same."""
 
-
 _LEFT_TO_RULES: Final = frozenset({"memory_fragmented"})
-"""What an analysis says of its stage alone, and a rule judges by the whole run: a cache that all of it needs is healthy."""
+"""What an analysis says of its stage alone, and a rule judges by the whole run: a cache that all of it needs is
+healthy."""
 
 
 def with_findings(run: Run, guard: Guard) -> Run:

@@ -1,4 +1,11 @@
-"""One generation while it runs: its clock, its steps, and where it will end."""
+"""One generation while it runs: its clock, its steps, where it will end, and what is kept when it is over.
+
+A `Generation` is a stage of the recorder that is current, or of one of its own. `GenerationSteps` counts its
+steps, tells those who listen, and holds them against the target; `StepTally` knows how long they took and where
+they lead. `Generations` knows which generation a thread or task is in, and those that are over, whose records
+become rows of metrics. The request that a generation is made for is known to whatever runs in the context of
+its handling (`SERVED`).
+"""
 
 import logging
 import threading
@@ -30,218 +37,15 @@ _LEVELS = {
     "critical": logging.ERROR,
 }
 
-
 STAGE: Final = "generation"
-
 
 STEPS_OF_OTHERS: Final = frozenset(STAGES) - {"denoising"}
 """Stages whose steps (tiles, files, prompts) are not the generation's."""
 
-
 RECENT_STEPS: Final = 5
 """How many of the last steps the projection takes the mean of."""
 
-
-class StepTally:
-    """Sums in whole nanoseconds, so that adding and taking away never drifts. Not locked.
-
-    Attributes:
-        count: Steps so far.
-        first_ns: When the first began, on the recorder's clock; None: none has ended yet.
-        ended_ns: When the last ended.
-    """
-
-    __slots__ = ("_recent", "_recent_ns", "_total_ns", "count", "ended_ns", "first_ns")
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.first_ns: int | None = None
-        self.ended_ns: int | None = None
-        self._total_ns = 0
-        self._recent: deque[int] = deque()
-        self._recent_ns = 0
-
-    def add(self, started_ns: int, ended_ns: int) -> None:
-        """Count a step: the hot path."""
-        step_ns = ended_ns - started_ns
-        recent = self._recent
-        if self.count >= RECENT_STEPS:
-            self._recent_ns -= recent.popleft()
-        elif self.first_ns is None:
-            self.first_ns = started_ns
-        recent.append(step_ns)
-        self._recent_ns += step_ns
-        self._total_ns += step_ns
-        self.ended_ns = ended_ns
-        self.count += 1
-
-    def mean_seconds(self) -> float | None:
-        """Of all steps; None without any."""
-        return self._total_ns / self.count / 1e9 if self.count else None
-
-    def recent_seconds(self) -> float | None:
-        """Mean of the last few; None without any."""
-        return self._recent_ns / len(self._recent) / 1e9 if self._recent else None
-
-    def projected_seconds(self, elapsed_ns: int, planned: int) -> float:
-        """Where the generation will end: what has elapsed, and the last steps' mean for each that is left.
-
-        Args:
-            elapsed_ns: Since it began.
-            planned: Steps in all; what has elapsed is the answer when none is left, or none was done.
-        """
-        recent_ns = self._recent_ns / (len(self._recent) or 1)
-        return projected_seconds(elapsed_ns / 1e9, recent_ns / 1e9, planned - self.count)
-
-
-class GenerationSteps:
-    """Takes steps in one of two ways: by the calls `start` and `end`, or as its stage's recorder takes them.
-
-    Where there are calls they alone count, so that a pipeline that is watched in both ways has no step twice.
-
-    Attributes:
-        tally: How many, and how long.
-
-    Args:
-        recorder: Of the generation.
-        metrics: Its plan and its target.
-        listeners: The monitor's.
-        guard: The monitor's.
-    """
-
-    def __init__(
-        self, recorder: Recorder, metrics: PerformanceMetrics, listeners: StepListeners, guard: Guard
-    ) -> None:
-        self.tally = StepTally()
-        self._recorder = recorder
-        self._metrics = metrics
-        self._listeners = listeners
-        self._guard = guard
-        self._started_ns = 0
-        self._open: dict[int, Step] = {}
-        self._is_called = False
-        self._is_over = False
-        self._warned = False
-        self._lock = Lock()
-
-    def begin(self, started_ns: int) -> None:
-        """Count time from here, on the recorder's clock."""
-        self._started_ns = started_ns
-
-    def finish(self) -> None:
-        """Take no more, and let go of everyone."""
-        self._is_over = True
-        self._open.clear()
-        self._listeners = StepListeners()
-
-    # --- the hot path
-
-    def start(self) -> None:
-        """Begin a step of this thread; one that it began and did not end is dropped."""
-        thread = get_ident()
-        step = self._open.get(thread)
-        if step is None:
-            self._is_called = True
-            step = self._open[thread] = self._recorder.step()
-        else:
-            step.drop()
-        step.__enter__()
-
-    def end(self) -> float | None:
-        """End this thread's step; its seconds, or None if none was begun."""
-        step = self._open.get(get_ident())
-        if step is None:
-            return None
-        step.__exit__(None, None, None)
-        return None if step.last is None else self._count(*step.last)
-
-    def take(self, stage: str, started_ns: int, ended_ns: int) -> None:
-        """Take a step that the recorder took in the generation's stage, or in one inside it.
-
-        Args:
-            stage: Its name.
-            started_ns: On the recorder's clock.
-            ended_ns: Just now.
-        """
-        if not (self._is_called or self._is_over or stage in STEPS_OF_OTHERS):
-            self._count(started_ns, ended_ns)
-
-    def _count(self, started_ns: int, ended_ns: int) -> float:
-        seconds = (ended_ns - started_ns) / 1e9
-        listeners, tally, metrics = self._listeners, self.tally, self._metrics
-        listeners.seconds.append(seconds)
-        listener = listeners.on_step
-        with self._lock:
-            tally.add(started_ns, ended_ns)
-            if listener is None and self._warned:
-                return seconds
-            projected = tally.projected_seconds(ended_ns - self._started_ns, metrics.num_inference_steps)
-            misses = projected > metrics.target_generation_time
-            if listener is None and not misses:
-                return seconds
-            is_first = misses and not self._warned
-            self._warned = self._warned or is_first
-            progress = self._progress(seconds, ended_ns, projected)
-        self._tell(progress, listener, listeners.warn if is_first else None)
-        return seconds
-
-    def _progress(self, seconds: float, now_ns: int, projected: float) -> StepProgress:
-        metrics = self._metrics
-        steps, target = metrics.num_inference_steps, metrics.target_generation_time
-        elapsed = (now_ns - self._started_ns) / 1e9
-        return StepProgress(self.tally.count, steps, seconds, elapsed, projected, target, projected > target)
-
-    def _tell(self, progress: StepProgress, listener: Listener | None, warn: Listener | None) -> None:
-        if listener is not None:
-            self._guard.call("step listener", lambda: listener(progress))
-        if warn is not None:
-            self._guard.call("early warning", lambda: warn(progress))
-
-    # --- between the steps
-
-    def setup_seconds(self) -> float | None:
-        """From the beginning to the first step; None without steps."""
-        first_ns = self.tally.first_ns
-        return None if first_ns is None else (first_ns - self._started_ns) / 1e9
-
-    def elapsed_seconds(self) -> float:
-        """Since the beginning."""
-        return (self._recorder.clock() - self._started_ns) / 1e9
-
-    def progress(self) -> StepProgress:
-        """Where it is now, also between steps: what the last steps led to, and never less than what has elapsed."""
-        with self._lock:
-            tally, planned = self.tally, self._metrics.num_inference_steps
-            count, recent = tally.count, tally.recent_seconds() or 0.0
-            projected = tally.projected_seconds(
-                (tally.ended_ns or self._started_ns) - self._started_ns, planned
-            )
-        elapsed, target = self.elapsed_seconds(), self._metrics.target_generation_time
-        projected = max(projected, elapsed)
-        return StepProgress(count, planned, recent, elapsed, projected, target, projected > target)
-
-
-@dataclass(slots=True)
-class ServedRequest:
-    """A request while it is served.
-
-    Attributes:
-        request_id: What generations are marked with.
-        generations: The metrics of those that are over.
-    """
-
-    request_id: str
-    generations: list[dict[str, Any]] = field(default_factory=list)
-
-
-SERVED: ContextVar[ServedRequest | None] = ContextVar("sigmascope_request", default=None)
-"""The request of this thread or task. A task starts with its creator's, and so does a server's worker thread."""
-
-
-def current_request_id() -> str | None:
-    """The id of the request that this context serves; None outside of all requests."""
-    served = SERVED.get()
-    return None if served is None else served.request_id
+_GB = 1e9
 
 
 class Generation:
@@ -328,8 +132,6 @@ class Generation:
         """Facts about the machine; None if they cannot be read."""
         return self.recorder.host()
 
-    # --- stopwatch
-
     def restart_stopwatch(self) -> None:
         """Let `stopwatch` count from now."""
         self._stopwatch_ns = self.recorder.clock()
@@ -345,6 +147,205 @@ class Generation:
     def gpu_busy_percent(self) -> dict[str, float]:
         """How busy each NVIDIA device is now; empty: not known."""
         return self.recorder.gpu_busy_percent()
+
+
+class GenerationSteps:
+    """Takes steps in one of two ways: by the calls `start` and `end`, or as its stage's recorder takes them.
+
+    Where there are calls they alone count, so that a pipeline that is watched in both ways has no step
+    twice. `start`, `end` and `take` are the hot path.
+
+    Attributes:
+        tally: How many, and how long.
+
+    Args:
+        recorder: Of the generation.
+        metrics: Its plan and its target.
+        listeners: The monitor's.
+        guard: The monitor's.
+    """
+
+    def __init__(
+        self, recorder: Recorder, metrics: PerformanceMetrics, listeners: StepListeners, guard: Guard
+    ) -> None:
+        self.tally = StepTally()
+        self._recorder = recorder
+        self._metrics = metrics
+        self._listeners = listeners
+        self._guard = guard
+        self._started_ns = 0
+        self._open: dict[int, Step] = {}
+        self._is_called = False
+        self._is_over = False
+        self._warned = False
+        self._lock = Lock()
+
+    def begin(self, started_ns: int) -> None:
+        """Count time from here, on the recorder's clock."""
+        self._started_ns = started_ns
+
+    def finish(self) -> None:
+        """Take no more, and let go of everyone."""
+        self._is_over = True
+        self._open.clear()
+        self._listeners = StepListeners()
+
+    def start(self) -> None:
+        """Begin a step of this thread; one that it began and did not end is dropped."""
+        thread = get_ident()
+        step = self._open.get(thread)
+        if step is None:
+            self._is_called = True
+            step = self._open[thread] = self._recorder.step()
+        else:
+            step.drop()
+        step.__enter__()
+
+    def end(self) -> float | None:
+        """End this thread's step; its seconds, or None if none was begun."""
+        step = self._open.get(get_ident())
+        if step is None:
+            return None
+        step.__exit__(None, None, None)
+        return None if step.last is None else self._count(*step.last)
+
+    def take(self, stage: str, started_ns: int, ended_ns: int) -> None:
+        """Take a step that the recorder took in the generation's stage, or in one inside it.
+
+        Args:
+            stage: Its name.
+            started_ns: On the recorder's clock.
+            ended_ns: Just now.
+        """
+        if not (self._is_called or self._is_over or stage in STEPS_OF_OTHERS):
+            self._count(started_ns, ended_ns)
+
+    def _count(self, started_ns: int, ended_ns: int) -> float:
+        seconds = (ended_ns - started_ns) / 1e9
+        listeners, tally, metrics = self._listeners, self.tally, self._metrics
+        listeners.seconds.append(seconds)
+        listener = listeners.on_step
+        with self._lock:
+            tally.add(started_ns, ended_ns)
+            if listener is None and self._warned:
+                return seconds
+            projected = tally.projected_seconds(ended_ns - self._started_ns, metrics.num_inference_steps)
+            misses = projected > metrics.target_generation_time
+            if listener is None and not misses:
+                return seconds
+            is_first = misses and not self._warned
+            self._warned = self._warned or is_first
+            progress = self._progress(seconds, ended_ns, projected)
+        self._tell(progress, listener, listeners.warn if is_first else None)
+        return seconds
+
+    def _progress(self, seconds: float, now_ns: int, projected: float) -> StepProgress:
+        metrics = self._metrics
+        steps, target = metrics.num_inference_steps, metrics.target_generation_time
+        elapsed = (now_ns - self._started_ns) / 1e9
+        return StepProgress(self.tally.count, steps, seconds, elapsed, projected, target, projected > target)
+
+    def _tell(self, progress: StepProgress, listener: Listener | None, warn: Listener | None) -> None:
+        if listener is not None:
+            self._guard.call("step listener", lambda: listener(progress))
+        if warn is not None:
+            self._guard.call("early warning", lambda: warn(progress))
+
+    def setup_seconds(self) -> float | None:
+        """From the beginning to the first step; None without steps."""
+        first_ns = self.tally.first_ns
+        return None if first_ns is None else (first_ns - self._started_ns) / 1e9
+
+    def elapsed_seconds(self) -> float:
+        """Since the beginning."""
+        return (self._recorder.clock() - self._started_ns) / 1e9
+
+    def progress(self) -> StepProgress:
+        """Where it is now, also between steps: what the last steps led to, and never less than what has elapsed."""
+        with self._lock:
+            tally, planned = self.tally, self._metrics.num_inference_steps
+            count, recent = tally.count, tally.recent_seconds() or 0.0
+            projected = tally.projected_seconds(
+                (tally.ended_ns or self._started_ns) - self._started_ns, planned
+            )
+        elapsed, target = self.elapsed_seconds(), self._metrics.target_generation_time
+        projected = max(projected, elapsed)
+        return StepProgress(count, planned, recent, elapsed, projected, target, projected > target)
+
+
+class StepTally:
+    """Sums in whole nanoseconds, so that adding and taking away never drifts. Not locked.
+
+    Attributes:
+        count: Steps so far.
+        first_ns: When the first began, on the recorder's clock; None: none has ended yet.
+        ended_ns: When the last ended.
+    """
+
+    __slots__ = ("_recent", "_recent_ns", "_total_ns", "count", "ended_ns", "first_ns")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.first_ns: int | None = None
+        self.ended_ns: int | None = None
+        self._total_ns = 0
+        self._recent: deque[int] = deque()
+        self._recent_ns = 0
+
+    def add(self, started_ns: int, ended_ns: int) -> None:
+        """Count a step: the hot path."""
+        step_ns = ended_ns - started_ns
+        recent = self._recent
+        if self.count >= RECENT_STEPS:
+            self._recent_ns -= recent.popleft()
+        elif self.first_ns is None:
+            self.first_ns = started_ns
+        recent.append(step_ns)
+        self._recent_ns += step_ns
+        self._total_ns += step_ns
+        self.ended_ns = ended_ns
+        self.count += 1
+
+    def mean_seconds(self) -> float | None:
+        """Of all steps; None without any."""
+        return self._total_ns / self.count / 1e9 if self.count else None
+
+    def recent_seconds(self) -> float | None:
+        """Mean of the last few; None without any."""
+        return self._recent_ns / len(self._recent) / 1e9 if self._recent else None
+
+    def projected_seconds(self, elapsed_ns: int, planned: int) -> float:
+        """Where the generation will end: what has elapsed, and the last steps' mean for each that is left.
+
+        Args:
+            elapsed_ns: Since it began.
+            planned: Steps in all; what has elapsed is the answer when none is left, or none was done.
+        """
+        recent_ns = self._recent_ns / (len(self._recent) or 1)
+        return projected_seconds(elapsed_ns / 1e9, recent_ns / 1e9, planned - self.count)
+
+
+@dataclass(slots=True)
+class ServedRequest:
+    """A request while it is served.
+
+    Attributes:
+        request_id: What generations are marked with.
+        generations: The metrics of those that are over.
+    """
+
+    request_id: str
+    generations: list[dict[str, Any]] = field(default_factory=list)
+
+
+SERVED: ContextVar[ServedRequest | None] = ContextVar("sigmascope_request", default=None)
+"""The request of this thread or task. A task starts with its creator's, and so does a server's worker thread."""
+
+
+def current_request_id() -> str | None:
+    """The id of the request that this context serves; None outside of all requests."""
+    served = SERVED.get()
+    return None if served is None else served.request_id
 
 
 # By monitor, the generation that this thread or task is in, or was in last. Replaced, never changed. A context lives
@@ -474,15 +475,6 @@ class Generations:
         _CURRENT.set(others if generation is None else {**others, self._key: generation})
 
 
-def _log_findings(findings: tuple[Finding, ...]) -> None:
-    """Why a target was missed, as far as the rules know."""
-    for finding in findings:
-        _log.log(_LEVELS[finding.severity], "%s %s", finding.message, finding.advice or "")
-
-
-_GB = 1e9
-
-
 def fill_times(metrics: PerformanceMetrics, total: float | None, per_step: float | None) -> None:
     """Total, step time, and what follows from them for the target."""
     metrics.total_generation_time = total
@@ -531,3 +523,9 @@ def _gb(nbytes: int | None) -> float | None:
 
 def _percent(part: int | None, whole: int | None) -> float | None:
     return None if part is None or not whole else part / whole * 100
+
+
+def _log_findings(findings: tuple[Finding, ...]) -> None:
+    """Why a target was missed, as far as the rules know."""
+    for finding in findings:
+        _log.log(_LEVELS[finding.severity], "%s %s", finding.message, finding.advice or "")

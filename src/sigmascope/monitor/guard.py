@@ -1,4 +1,8 @@
-"""A monitor's own failures stay its own: they become a reason in the record, never the host's problem."""
+"""A monitor's own failures stay its own: they become a reason in the record, never the host's problem.
+
+What the host raises or hands over becomes text and plain JSON values, so that nothing of it stays alive:
+`describe` and `details` for exceptions, `as_json` for facts.
+"""
 
 import logging
 import traceback
@@ -18,17 +22,11 @@ from sigmascope.records.facts import ExceptionDetails
 
 _log = logging.getLogger(__name__)
 
-
 Result = TypeVar("Result")
 
-
-def describe(failure: BaseException) -> str:
-    """Return `Type: message`, even for an exception whose own `__str__` fails."""
-    try:
-        message = str(failure)
-    except Exception:  # noqa: BLE001 - any class may have written that __str__
-        message = "(its message cannot be read)"
-    return f"{type(failure).__name__}: {message}" if message else type(failure).__name__
+# How much `as_json` keeps: levels of nesting, and characters of a text.
+_DEEPEST = 12
+_LONGEST_TEXT = 500
 
 
 class Guard:
@@ -86,15 +84,20 @@ class Guard:
             return None
 
 
+def describe(failure: BaseException) -> str:
+    """Return `Type: message`, even for an exception whose own `__str__` fails."""
+    try:
+        message = str(failure)
+    except Exception:  # noqa: BLE001 - any class may have written that __str__
+        message = "(its message cannot be read)"
+    return f"{type(failure).__name__}: {message}" if message else type(failure).__name__
+
+
 def details(error: BaseException) -> ExceptionDetails:
     """Return an exception as text, its causes included; nothing of it stays alive."""
     kind = type(error)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     return ExceptionDetails(name, str(error), "".join(traceback.format_exception(error)))
-
-
-_DEEPEST = 12
-_LONGEST_TEXT = 500
 
 
 def as_json(value: object, depth: int = 0) -> Any:
@@ -123,13 +126,6 @@ def as_json(value: object, depth: int = 0) -> Any:
     return _short(str(value)) if depth < _DEEPEST else f"<{type(value).__name__}>"
 
 
-class _NoScalar:
-    pass
-
-
-_NO_SCALAR = _NoScalar()
-
-
 def _scalar(value: object) -> Any:
     if value is None or type(value) in (str, int, bool):
         return value
@@ -152,6 +148,13 @@ def _scalar(value: object) -> Any:
     if isinstance(value, bytes | bytearray):
         return f"<{len(value)} bytes>"
     return _NO_SCALAR
+
+
+class _NoScalar:
+    pass
+
+
+_NO_SCALAR = _NoScalar()
 
 
 def _key(key: object) -> str:

@@ -2,6 +2,8 @@
 
 It is drawn by a thread of its own that looks at them four times a second, so that a step costs nothing more and a
 terminal that does not take output holds nobody up. The thread lives as long as a generation is running.
+
+A generation says where it is with a `StepProgress`. `StepListeners` are told the same after each step.
 """
 
 import logging
@@ -23,6 +25,7 @@ _log = logging.getLogger(__name__)
 _HZ: Final = 4.0
 _JOIN_SECONDS: Final = 1.0
 _USUAL_WIDTH: Final = 80
+_NAME_CELLS = 24
 
 
 @runtime_checkable
@@ -150,9 +153,8 @@ class LiveLine:
             thread, self._running = self._running, None
             self._stop.set()
         thread.join(_JOIN_SECONDS)
-        self._gave_up = (
-            thread.is_alive()
-        )  # it waits for a stream that takes nothing: never wait for that again
+        # A thread that lives on waits for a stream that takes nothing: never wait for that again.
+        self._gave_up = thread.is_alive()
 
     def _watch(self, stop: threading.Event) -> None:
         try:
@@ -195,10 +197,6 @@ class LiveLine:
                 stream.write(f"{_text_of(generation)}\n")
 
 
-def _text_of(generation: Shown) -> str:
-    return running_text(generation.metrics, generation.progress(), generation.gpu_busy_percent())
-
-
 def _is_terminal(stream: Stream) -> bool:
     return os.environ.get("TERM") != "dumb" and stream.isatty()
 
@@ -210,14 +208,22 @@ def _width_of(stream: Stream) -> int:
         return _USUAL_WIDTH
 
 
+def _text_of(generation: Shown) -> str:
+    return running_text(generation.metrics, generation.progress(), generation.gpu_busy_percent())
+
+
+def choose(live: "bool | LiveLine") -> LiveLine | None:
+    """The line that a monitor shows its generations in: the process's, one of the caller's, or none."""
+    if isinstance(live, LiveLine):
+        return live
+    return LIVE_LINE if live else None
+
+
 def _times(progress: StepProgress) -> str:
     elapsed, target = units.seconds(progress.elapsed_seconds), units.seconds(progress.target_seconds)
     ahead = progress.step and progress.steps > progress.step
     whole = f"{elapsed} of {units.seconds(progress.projected_seconds)}" if ahead else elapsed
     return f"{whole}, target {target}" + (" missed" if progress.misses_target else "")
-
-
-_NAME_CELLS = 24
 
 
 def printable(text: str) -> str:
@@ -233,7 +239,9 @@ def _name(metrics: PerformanceMetrics) -> str:
 def running_text(
     metrics: PerformanceMetrics, progress: StepProgress, busy_percent: Mapping[str, float]
 ) -> str:
-    """How a running generation is doing: `FLUX 12/20 · 412 ms a step · 4.90 s of 8.20 s, target 5.00 s missed · GPU 97 %`.
+    """How a running generation is doing.
+
+    Such as `FLUX 12/20 · 412 ms a step · 4.90 s of 8.20 s, target 5.00 s missed · GPU 97 %`.
 
     Args:
         metrics: Its name.
@@ -278,18 +286,6 @@ def fitted(text: str, width: int) -> str:
 LIVE_LINE: Final = LiveLine()
 """The one of this process: two lines on one terminal would draw over each other."""
 
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=LIVE_LINE.forget)
-
-
-def choose(live: "bool | LiveLine") -> LiveLine | None:
-    """The line that a monitor shows its generations in: the process's, one of the caller's, or none."""
-    if isinstance(live, LiveLine):
-        return live
-    return LIVE_LINE if live else None
-
-
 Listener = Callable[[StepProgress], None]
 
 
@@ -316,3 +312,7 @@ class StepListeners:
             "At step %d of %d the generation heads for %.2f s, above its target of %.2f s.",
             progress.step, progress.steps, progress.projected_seconds, progress.target_seconds,
         )  # fmt: skip
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=LIVE_LINE.forget)

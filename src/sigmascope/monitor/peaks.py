@@ -9,10 +9,8 @@ The allocator's counters and the resident memory are the process's, so a scope i
 happened while it was open, by whichever thread or task. Two overlapping scopes both hold a peak that fell
 into their overlap.
 
-What reads memory and folds it into the open scopes is `sigmascope.monitor.peaks`.
-
-All recorders of a process that watch one accelerator share a `DeviceReader`: what one of them reads and
-resets is told to the others.
+A `PeakTracker` holds the open scopes of one recorder. All recorders of a process that watch one accelerator
+share a `DeviceReader`: what one of them reads and resets is told to the others.
 """
 
 import os
@@ -28,19 +26,12 @@ from sigmascope.records.memory import AcceleratorPeak, PeakMemory
 UNKNOWN = -1
 """Stands for a reading that failed, so that columns and comparisons stay integers."""
 
-
 LOCK = threading.RLock()
 """Guards all live scopes and columns of the process. Re-entrant: a signal handler may open a scope
 while a step ends. Read it as `peaks.LOCK`: a forked child has a new one."""
 
-
-def _new_lock() -> None:
-    global LOCK
-    LOCK = threading.RLock()  # another thread may have held the old one when this process was forked off
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_new_lock)
+ACCELERATOR_PEAK = "accelerator_peak"
+"""What a recorder's guard calls the reading of devices."""
 
 
 class HostMemory(NamedTuple):
@@ -53,39 +44,6 @@ class HostMemory(NamedTuple):
     rss: int = UNKNOWN
     ram_used: int = UNKNOWN
     largest_rss: int = UNKNOWN
-
-
-class Highest:
-    """A running maximum and the moment (nanoseconds of the recorder's clock) at which it was seen."""
-
-    __slots__ = ("at_ns", "value")
-
-    def __init__(self, value: int = UNKNOWN, at_ns: int = 0) -> None:
-        self.value = value
-        self.at_ns = at_ns
-
-    def see(self, value: int, at_ns: int) -> None:
-        """Take a reading; of equal ones the first stays."""
-        if value > self.value:
-            self.value = value
-            self.at_ns = at_ns
-
-    def since(self, start_ns: int) -> tuple[int | None, float | None]:
-        """Return the value and the seconds from `start_ns` to it, or two Nones when nothing was read."""
-        if self.value == UNKNOWN:
-            return None, None
-        return self.value, max(0, self.at_ns - start_ns) / 1e9
-
-
-class DevicePeak:
-    """The two running maxima of one device, and why some of its readings were of the current use only."""
-
-    __slots__ = ("allocated", "not_reset", "reserved")
-
-    def __init__(self) -> None:
-        self.allocated = Highest()
-        self.reserved = Highest()
-        self.not_reset: str | None = None
 
 
 class Peaks:
@@ -159,6 +117,17 @@ def _first_known(running_peak: int | None, in_use: int | None) -> int:
     return UNKNOWN if in_use is None else in_use
 
 
+class DevicePeak:
+    """The two running maxima of one device, and why some of its readings were of the current use only."""
+
+    __slots__ = ("allocated", "not_reset", "reserved")
+
+    def __init__(self) -> None:
+        self.allocated = Highest()
+        self.reserved = Highest()
+        self.not_reset: str | None = None
+
+
 def _freeze_device(name: str, peak: DevicePeak, start_ns: int, reasons: Mapping[str, str]) -> AcceleratorPeak:
     allocated, allocated_at = peak.allocated.since(start_ns)
     reserved, reserved_at = peak.reserved.since(start_ns)
@@ -172,7 +141,26 @@ def _freeze_device(name: str, peak: DevicePeak, start_ns: int, reasons: Mapping[
     return AcceleratorPeak(name, allocated, allocated_at, reserved, reserved_at, unavailable)
 
 
-ACCELERATOR_PEAK = "accelerator_peak"
+class Highest:
+    """A running maximum and the moment (nanoseconds of the recorder's clock) at which it was seen."""
+
+    __slots__ = ("at_ns", "value")
+
+    def __init__(self, value: int = UNKNOWN, at_ns: int = 0) -> None:
+        self.value = value
+        self.at_ns = at_ns
+
+    def see(self, value: int, at_ns: int) -> None:
+        """Take a reading; of equal ones the first stays."""
+        if value > self.value:
+            self.value = value
+            self.at_ns = at_ns
+
+    def since(self, start_ns: int) -> tuple[int | None, float | None]:
+        """Return the value and the seconds from `start_ns` to it, or two Nones when nothing was read."""
+        if self.value == UNKNOWN:
+            return None, None
+        return self.value, max(0, self.at_ns - start_ns) / 1e9
 
 
 class DeviceReader:
@@ -308,3 +296,12 @@ def reader_for(accelerator: Accelerator) -> DeviceReader | None:
         if reader is None:
             reader = _readers[id(accelerator)] = DeviceReader(accelerator)
     return reader
+
+
+def _new_lock() -> None:
+    global LOCK
+    LOCK = threading.RLock()  # another thread may have held the old one when this process was forked off
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_new_lock)

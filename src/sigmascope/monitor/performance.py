@@ -1,7 +1,11 @@
-"""`PerformanceMonitor`: generations against a target, by the names that users of the seeds know (SPEC section 6).
+"""`PerformanceMonitor`: generations that are timed, held to a target, compared and remembered.
 
 It measures with a `Recorder`: each generation is a stage `generation` of the recorder that is current, or of one
 of its own, whose `Run` is then among `runs`.
+
+A generation is watched with `with monitor.monitor_generation(...)`, or by the same as a decorator, which gives a
+callable of the same kind: function, generator, coroutine function. What a host passes in about it beforehand
+becomes plain values, or a clear refusal.
 """
 
 import functools
@@ -43,103 +47,8 @@ from sigmascope.records.run import Finding, Run
 _log = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
-def _exported_metrics(exported: object) -> PerformanceMetrics:
-    values = exported.get("current_metrics", exported) if isinstance(exported, Mapping) else None
-    if not isinstance(values, Mapping) or "total_generation_time" not in values:
-        raise ConfigError(
-            f"before_metrics: a {type(exported).__name__} without total_generation_time.",
-            hint="Give what get_current_metrics returned, or what export_metrics_to_json wrote.",
-        )
-    try:
-        return PerformanceMetrics.from_dict(values)
-    except ValueError as failure:
-        raise ConfigError(
-            f"before_metrics cannot be read: {failure}.", hint="Give what export_metrics_to_json wrote."
-        ) from None
-
-
-def _historical(history: Sequence[PerformanceMetrics]) -> HistoricalPerformanceDict:
-    times = [one.total_generation_time or 0.0 for one in history]
-    return {
-        "total_generations": len(history),
-        "avg_generation_time": fmean(times),
-        "min_generation_time": min(times),
-        "max_generation_time": max(times),
-        "avg_performance_score": fmean(one.performance_score or 0.0 for one in history),
-        "success_rate": fmean(bool(one.target_met) for one in history) * 100,
-    }
-
-
-def _steps(seconds: Sequence[float]) -> StepPerformanceDict:
-    return {
-        "total_steps": len(seconds),
-        "avg_step_time": fmean(seconds),
-        "min_step_time": min(seconds),
-        "max_step_time": max(seconds),
-    }
-
-
-def performance_summary(
-    metrics: PerformanceMetrics, history: Sequence[PerformanceMetrics], step_seconds: Sequence[float]
-) -> PerformanceSummaryDict:
-    """One generation, its hardware and target, and what the history says.
-
-    Args:
-        metrics: The generation that is asked for.
-        history: Finished generations.
-        step_seconds: Of the steps that are kept.
-    """
-    width, height = metrics.image_resolution
-    summary: PerformanceSummaryDict = {
-        "current_generation": {
-            "total_time": metrics.total_generation_time,
-            "per_step_time": metrics.generation_time_per_step,
-            "target_met": metrics.target_met,
-            "performance_score": metrics.performance_score,
-            "model_name": metrics.model_name,
-            "architecture": metrics.architecture_type,
-            "steps": metrics.num_inference_steps,
-            "resolution": f"{width}x{height}",
-        },
-        "memory_usage": {
-            "gpu_memory_gb": metrics.gpu_memory_used_gb,
-            "gpu_utilization_percent": metrics.gpu_memory_utilization_percent,
-            "system_memory_gb": metrics.system_memory_used_gb,
-            "system_utilization_percent": metrics.system_memory_utilization_percent,
-        },
-        "hardware_info": {
-            "gpu_name": metrics.gpu_name,
-            "gpu_total_memory_gb": metrics.gpu_memory_total_gb,
-            "device": metrics.device,
-            "driver_version": metrics.driver_version,
-        },
-        "target_configuration": {
-            "target_time": metrics.target_generation_time,
-            "torch_dtype": metrics.torch_dtype,
-        },
-    }
-    if history:
-        summary["historical_performance"] = _historical(history)
-    if step_seconds:
-        summary["step_performance"] = _steps(step_seconds)
-    return summary
-
-
-def seconds_above_zero(name: str, value: object) -> float:
-    """A target as a float.
-
-    Raises:
-        ConfigError: It is no finite number above 0.
-    """
-    try:
-        seconds = math.nan if isinstance(value, str) else float(cast(SupportsFloat, value))
-    except (TypeError, ValueError, OverflowError):
-        seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise ConfigError(f"{name} is {value!r:.60}.", hint="Give seconds: a finite number above 0.")
-    return seconds
+Monitor = TypeVar("Monitor")
+_ARCHITECTURES: Final = {"mmdit": "MMDiT", "dit": "DiT", "unet": "UNet"}
 
 
 class PerformanceResults:
@@ -288,6 +197,36 @@ class PerformanceResults:
         return tuple(self._generations.runs)
 
 
+def seconds_above_zero(name: str, value: object) -> float:
+    """A target as a float.
+
+    Raises:
+        ConfigError: It is no finite number above 0.
+    """
+    try:
+        seconds = math.nan if isinstance(value, str) else float(cast(SupportsFloat, value))
+    except (TypeError, ValueError, OverflowError):
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise ConfigError(f"{name} is {value!r:.60}.", hint="Give seconds: a finite number above 0.")
+    return seconds
+
+
+def _exported_metrics(exported: object) -> PerformanceMetrics:
+    values = exported.get("current_metrics", exported) if isinstance(exported, Mapping) else None
+    if not isinstance(values, Mapping) or "total_generation_time" not in values:
+        raise ConfigError(
+            f"before_metrics: a {type(exported).__name__} without total_generation_time.",
+            hint="Give what get_current_metrics returned, or what export_metrics_to_json wrote.",
+        )
+    try:
+        return PerformanceMetrics.from_dict(values)
+    except ValueError as failure:
+        raise ConfigError(
+            f"before_metrics cannot be read: {failure}.", hint="Give what export_metrics_to_json wrote."
+        ) from None
+
+
 class PerformanceMonitor(PerformanceResults):
     """Times generations, holds them to a target, and remembers the last of them.
 
@@ -399,7 +338,8 @@ class PerformanceMonitor(PerformanceResults):
         """Begin a denoising step; outside all generations it is of no effect.
 
         Called again before `end_step_timing`, as after an exception in a step, it begins the step anew.
-        Steps of the recorder (`sigmascope.step`, `hook_steps`, `sigmascope.watch`) count without it, unless it is called.
+        Steps of the recorder (`sigmascope.step`, `hook_steps`, `sigmascope.watch`) count without it, unless it is
+        called.
         """
         running = self._generations.running()
         if running is not None:
@@ -433,9 +373,6 @@ class PerformanceMonitor(PerformanceResults):
 def create_mmdit_performance_monitor(target_time: float = 5.0) -> PerformanceMonitor:
     """Return a monitor for joint image-text transformers (SD3, FLUX, Qwen-Image) with this target in seconds."""
     return PerformanceMonitor(target_generation_time=target_time)
-
-
-Monitor = TypeVar("Monitor")
 
 
 class GenerationBlock(Generic[Monitor]):
@@ -502,7 +439,71 @@ def monitor_generation_performance(
     return monitor.monitor_generation(model_name, architecture_type, num_steps, resolution)
 
 
-_ARCHITECTURES: Final = {"mmdit": "MMDiT", "dit": "DiT", "unet": "UNet"}
+def performance_summary(
+    metrics: PerformanceMetrics, history: Sequence[PerformanceMetrics], step_seconds: Sequence[float]
+) -> PerformanceSummaryDict:
+    """One generation, its hardware and target, and what the history says.
+
+    Args:
+        metrics: The generation that is asked for.
+        history: Finished generations.
+        step_seconds: Of the steps that are kept.
+    """
+    width, height = metrics.image_resolution
+    summary: PerformanceSummaryDict = {
+        "current_generation": {
+            "total_time": metrics.total_generation_time,
+            "per_step_time": metrics.generation_time_per_step,
+            "target_met": metrics.target_met,
+            "performance_score": metrics.performance_score,
+            "model_name": metrics.model_name,
+            "architecture": metrics.architecture_type,
+            "steps": metrics.num_inference_steps,
+            "resolution": f"{width}x{height}",
+        },
+        "memory_usage": {
+            "gpu_memory_gb": metrics.gpu_memory_used_gb,
+            "gpu_utilization_percent": metrics.gpu_memory_utilization_percent,
+            "system_memory_gb": metrics.system_memory_used_gb,
+            "system_utilization_percent": metrics.system_memory_utilization_percent,
+        },
+        "hardware_info": {
+            "gpu_name": metrics.gpu_name,
+            "gpu_total_memory_gb": metrics.gpu_memory_total_gb,
+            "device": metrics.device,
+            "driver_version": metrics.driver_version,
+        },
+        "target_configuration": {
+            "target_time": metrics.target_generation_time,
+            "torch_dtype": metrics.torch_dtype,
+        },
+    }
+    if history:
+        summary["historical_performance"] = _historical_performance(history)
+    if step_seconds:
+        summary["step_performance"] = _step_performance(step_seconds)
+    return summary
+
+
+def _historical_performance(history: Sequence[PerformanceMetrics]) -> HistoricalPerformanceDict:
+    times = [one.total_generation_time or 0.0 for one in history]
+    return {
+        "total_generations": len(history),
+        "avg_generation_time": fmean(times),
+        "min_generation_time": min(times),
+        "max_generation_time": max(times),
+        "avg_performance_score": fmean(one.performance_score or 0.0 for one in history),
+        "success_rate": fmean(bool(one.target_met) for one in history) * 100,
+    }
+
+
+def _step_performance(seconds: Sequence[float]) -> StepPerformanceDict:
+    return {
+        "total_steps": len(seconds),
+        "avg_step_time": fmean(seconds),
+        "min_step_time": min(seconds),
+        "max_step_time": max(seconds),
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -544,6 +545,25 @@ def planned_metrics(plan: Plan, target_seconds: float, facts: PipelineFacts | No
     )
 
 
+def _resolution(value: object) -> tuple[int, int]:
+    """(width, height); None: not known."""
+    if value is None:
+        return (0, 0)
+    sides = list(value) if isinstance(value, Iterable) and not isinstance(value, str) else []
+    if len(sides) != 2:
+        raise ConfigError(f"resolution is {value!r:.60}.", hint="Give (width, height) in pixels.")
+    return whole_number("resolution", sides[0]), whole_number("resolution", sides[1])
+
+
+def _dtype_of(facts: PipelineFacts) -> str | None:
+    """The dtype of most of the denoiser's weights, without "torch."."""
+    for part in facts.of_role("denoiser").values():
+        if part.module is not None and part.module.dtypes:
+            dtypes = part.module.dtypes
+            return max(dtypes, key=lambda name: dtypes[name]).removeprefix("torch.")
+    return None
+
+
 def whole_number(name: str, value: object, *, least: int = 0, none_is: int = 0) -> int:
     """A count as an int.
 
@@ -565,25 +585,6 @@ def whole_number(name: str, value: object, *, least: int = 0, none_is: int = 0) 
     if number is None or number != value or number < least:
         raise ConfigError(f"{name} is {value!r:.60}.", hint=f"Give a whole number, {least} or more.")
     return number
-
-
-def _resolution(value: object) -> tuple[int, int]:
-    """(width, height); None: not known."""
-    if value is None:
-        return (0, 0)
-    sides = list(value) if isinstance(value, Iterable) and not isinstance(value, str) else []
-    if len(sides) != 2:
-        raise ConfigError(f"resolution is {value!r:.60}.", hint="Give (width, height) in pixels.")
-    return whole_number("resolution", sides[0]), whole_number("resolution", sides[1])
-
-
-def _dtype_of(facts: PipelineFacts) -> str | None:
-    """The dtype of most of the denoiser's weights, without "torch."."""
-    for part in facts.of_role("denoiser").values():
-        if part.module is not None and part.module.dtypes:
-            dtypes = part.module.dtypes
-            return max(dtypes, key=lambda name: dtypes[name]).removeprefix("torch.")
-    return None
 
 
 def decorated(

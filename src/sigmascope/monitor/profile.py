@@ -1,4 +1,8 @@
-"""`profile_steps`: torch's profiler on a few steps, told block by block, and nothing on all others."""
+"""`profile_steps`: torch's profiler on a few steps, told block by block, and nothing on all others.
+
+`ProfileSession` runs one profiler after another, each on one step. `Marks` name the calls of the denoiser's
+blocks to it, and `ProfileSums` adds its events up by block and by operator.
+"""
 
 import os
 import threading
@@ -24,6 +28,19 @@ from sigmascope.monitor.scope import Scope
 from sigmascope.probes.accelerators import is_capturing
 from sigmascope.probes.models import denoisers_of, unwrap
 from sigmascope.records.performance import PROFILES, BlockProfile, OperatorProfile, StepsProfile
+
+# Why steps or blocks were not seen.
+OTHER_PROFILER: Final = "another profiler was running"
+CAPTURED: Final = (
+    "a graph was being captured, which the profiler's waiting for the device would end with an error"
+)
+COMPILED: Final = "the denoiser is compiled as a whole: its parts run as one"
+
+LABEL: Final = "sigmascope::"
+"""What the marks of a profile's blocks begin with; the path in the denoiser follows."""
+
+MOST_OPERATORS: Final = 30
+_MEMORY: Final = "[memory]"
 
 
 class ProfiledSteps:
@@ -128,7 +145,7 @@ class ProfiledSteps:
 
     def _write_trace(self, step: int, profiler: Any) -> str | None:
         assert self._trace is not None
-        path = _of_step(self._trace, step) if len(self._steps) > 1 else self._trace
+        path = _path_of_step(self._trace, step) if len(self._steps) > 1 else self._trace
 
         def write() -> str:
             with atomic_path(path) as temporary:
@@ -148,6 +165,12 @@ class ProfiledSteps:
             self._scope.facts[PROFILES] = [*others, as_json(self.profile)]
 
 
+def _path_of_step(trace: Path, step: int) -> Path:
+    """`trace-step3.json` for `trace.json`."""
+    ending = ".json.gz" if trace.name.endswith(".json.gz") else trace.suffix
+    return trace.with_name(f"{trace.name.removesuffix(ending)}-step{step}{ending}")
+
+
 def profile_steps(
     watching: object = None,
     module: object = None,
@@ -158,8 +181,8 @@ def profile_steps(
     """Return a context that profiles chosen steps of a denoiser, block by block.
 
     The sums become a fact of the stage that is open when the first of them begins
-    (`sigmascope.records.performance.profiles_of(stage)`), and are the context's `profile` afterwards. Steps that are not
-    chosen run as always. A chosen one is slower, and waits for the accelerator at its end.
+    (`sigmascope.records.performance.profiles_of(stage)`), and are the context's `profile` afterwards. Steps that
+    are not chosen run as always. A chosen one is slower, and waits for the accelerator at its end.
 
     Args:
         watching: The recorder, `WorkflowMonitor` or `PerformanceMonitor` whose record it belongs to; None: the current
@@ -194,16 +217,40 @@ def profile_steps(
     return ProfiledSteps(watching, denoiser, frozenset(steps), None if trace is None else Path(trace))
 
 
-def _of_step(trace: Path, step: int) -> Path:
-    """`trace-step3.json` for `trace.json`."""
-    ending = ".json.gz" if trace.name.endswith(".json.gz") else trace.suffix
-    return trace.with_name(f"{trace.name.removesuffix(ending)}-step{step}{ending}")
+def denoiser_of(model: object) -> nn.Module | None:
+    """The module whose forward calls are steps; None if there is none.
+
+    Args:
+        model: A module (taken as it is, also one that torch.compile wrapped), a pipeline, or what wraps a module.
+    """
+    for candidate in denoisers_of(model):
+        module = candidate if isinstance(candidate, nn.Module) else unwrap(candidate)
+        # ComfyUI calls the inner model of what its patcher holds, never the outer one.
+        inner = getattr(module, "diffusion_model", None)
+        found = inner if isinstance(inner, nn.Module) else module
+        if found is not None:
+            return found
+    return None
 
 
-OTHER_PROFILER: Final = "another profiler was running"
-CAPTURED: Final = (
-    "a graph was being captured, which the profiler's waiting for the device would end with an error"
-)
+def blocks_of(denoiser: nn.Module) -> dict[str, nn.Module]:
+    """The denoiser's parts by path: its direct children, and of lists of modules their entries."""
+    found: dict[str, nn.Module] = {}
+    for name, child in denoiser.named_children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            found |= {f"{name}.{path}": block for path, block in blocks_of(child).items()}
+        else:
+            found[name] = child
+    return found
+
+
+def why_no_blocks(denoiser: nn.Module, blocks: Mapping[str, nn.Module]) -> str | None:
+    """Why the parts cannot be told apart; None if they can."""
+    if hasattr(denoiser, "_orig_mod"):
+        return COMPILED
+    if any(getattr(block, "_compiled_call_impl", None) is not None for block in blocks.values()):
+        return f"blocks: {COMPILED_IN_PLACE.partition(';')[0]}"
+    return None
 
 
 class Marks:
@@ -246,6 +293,19 @@ class Marks:
     def _close(self) -> None:
         if threading.get_ident() == self._thread and len(self._open) > 1:
             self._open.pop().close()
+
+
+class Mark(record_function):
+    """A name for what the profiler sees from `open` to `close`."""
+
+    def open(self) -> "Mark":
+        """Begin."""
+        self.__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def close(self) -> None:
+        """End."""
+        self.__exit__(None, None, None)
 
 
 class ProfileSession:
@@ -305,64 +365,6 @@ def uses_cuda() -> bool:
     """Whether this process works on a CUDA or HIP device."""
     initialized: Any = torch.cuda.is_initialized
     return bool(initialized())
-
-
-LABEL: Final = "sigmascope::"
-"""What the marks of a profile's blocks begin with; the path in the denoiser follows."""
-COMPILED: Final = "the denoiser is compiled as a whole: its parts run as one"
-
-
-def denoiser_of(model: object) -> nn.Module | None:
-    """The module whose forward calls are steps; None if there is none.
-
-    Args:
-        model: A module (taken as it is, also one that torch.compile wrapped), a pipeline, or what wraps a module.
-    """
-    for candidate in denoisers_of(model):
-        module = candidate if isinstance(candidate, nn.Module) else unwrap(candidate)
-        # ComfyUI calls the inner model of what its patcher holds, never the outer one.
-        inner = getattr(module, "diffusion_model", None)
-        found = inner if isinstance(inner, nn.Module) else module
-        if found is not None:
-            return found
-    return None
-
-
-def blocks_of(denoiser: nn.Module) -> dict[str, nn.Module]:
-    """The denoiser's parts by path: its direct children, and of lists of modules their entries."""
-    found: dict[str, nn.Module] = {}
-    for name, child in denoiser.named_children():
-        if isinstance(child, nn.ModuleList | nn.ModuleDict):
-            found |= {f"{name}.{path}": block for path, block in blocks_of(child).items()}
-        else:
-            found[name] = child
-    return found
-
-
-def why_no_blocks(denoiser: nn.Module, blocks: Mapping[str, nn.Module]) -> str | None:
-    """Why the parts cannot be told apart; None if they can."""
-    if hasattr(denoiser, "_orig_mod"):
-        return COMPILED
-    if any(getattr(block, "_compiled_call_impl", None) is not None for block in blocks.values()):
-        return f"blocks: {COMPILED_IN_PLACE.partition(';')[0]}"
-    return None
-
-
-class Mark(record_function):
-    """A name for what the profiler sees from `open` to `close`."""
-
-    def open(self) -> "Mark":
-        """Begin."""
-        self.__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def close(self) -> None:
-        """End."""
-        self.__exit__(None, None, None)
-
-
-MOST_OPERATORS: Final = 30
-_MEMORY: Final = "[memory]"
 
 
 @dataclass(slots=True)
@@ -430,7 +432,7 @@ class ProfileSums:
         if not is_mark:
             for kernel in event.kernels:
                 self.kernel_us[kernel.device] += kernel.duration
-        events = _below(event) if is_mark else (event,)
+        events = _with_all_it_called(event) if is_mark else (event,)
         found.device_us += sum(_device_us(one) for one in events)
 
     def _add_memory(self, events: list[Any]) -> None:
@@ -464,7 +466,7 @@ class ProfileSums:
         )
 
 
-def _below(event: Any) -> Iterator[Any]:
+def _with_all_it_called(event: Any) -> Iterator[Any]:
     """An event and all that it called, without recursion: traces are deep."""
     waiting = [event]
     while waiting:

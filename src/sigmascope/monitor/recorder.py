@@ -2,6 +2,9 @@
 
 A recorder is a guest in the program that it watches. It raises nothing into it, and what the program
 raises passes unchanged; it keeps no tensor, model or exception alive; it never waits for an accelerator.
+
+A watched program holds a `LiveStage`, a `Step` or `HookedSteps` in its hands. Library code that may or may not
+be watched uses `stage` and `step`, which belong to whichever recorder is current in its context.
 """
 
 import threading
@@ -27,6 +30,14 @@ from sigmascope.records.run import Run, Stage
 
 UNSTAGED = "unstaged"
 """The stage under which steps appear that ran outside all stages."""
+
+Entered: TypeAlias = "tuple[int, Scope, Mark | None, Entered | None]"
+"""What `Step` has entered: when, in which scope, with which mark, and what was entered before."""
+
+COMPILED_IN_PLACE = (
+    "the module was compiled in place (module.compile()), where hooks never run; "
+    "put recorder.step() around its call"
+)
 
 
 class Frame:
@@ -222,6 +233,25 @@ class HookedSteps:
             calls.step.__exit__(None, None, None)
 
 
+class Hook:
+    """A forward hook of either kind. A copy or pickle of the hooked module gets one that does nothing."""
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        self._act = act
+
+    def __call__(self, *_: Any) -> None:
+        """Act, whatever the call was given."""
+        if not torch.compiler.is_compiling():
+            self._act()
+
+    def __reduce__(self) -> tuple[type, tuple[Callable[[], None]]]:
+        return Hook, (_nothing,)
+
+
+def _nothing() -> None:
+    pass
+
+
 class Recorder:
     """Records stages (that nest) and steps, in any number of threads and tasks.
 
@@ -269,8 +299,6 @@ class Recorder:
         self._unavailable: dict[str, str] = {}
         self._extent = RunExtent(clock)
         self._entered: list[Frame] = []
-
-    # --- what a watched program calls
 
     def stage(self, name: str) -> LiveStage:
         """Return a stage to be entered with `with`; `sigmascope.records.run.STAGES` has the usual names."""
@@ -354,10 +382,8 @@ class Recorder:
             finally:  # also when Ctrl-C comes just now
                 self._extent.end(error)
 
-    # --- what stages and steps call
-
     def new_scope(self, name: str) -> Scope:
-        """Return a scope that is not open yet."""
+        """Return a scope that is not open yet. This method and those below are called by stages and steps."""
         return Scope(name, self._instruments)
 
     def current_scope(self) -> Scope:
@@ -404,6 +430,14 @@ class Recorder:
         return tuple(sorted(stages, key=lambda stage: stage.started_seconds))
 
 
+def current_recorder() -> Recorder | None:
+    """Return the recorder whose `with` block, or whose stage, this context is in; None outside of all."""
+    frame = CURRENT.get()
+    while frame is not None and not frame.is_open:
+        frame = frame.outer
+    return None if frame is None else frame.recorder
+
+
 class NullStage:
     """What `stage` gives when nobody watches: takes everything and keeps nothing."""
 
@@ -445,14 +479,6 @@ _NULL_STAGE = NullStage()
 _NULL_STEP = NullStep()
 
 
-def current_recorder() -> Recorder | None:
-    """Return the recorder whose `with` block, or whose stage, this context is in; None outside of all."""
-    frame = CURRENT.get()
-    while frame is not None and not frame.is_open:
-        frame = frame.outer
-    return None if frame is None else frame.recorder
-
-
 def stage(name: str) -> LiveStage | NullStage:
     """Return a stage of the current recorder, or one that does nothing without a recorder (0.2 µs)."""
     recorder = current_recorder()
@@ -492,34 +518,6 @@ def step_listener_here(clock: Clock) -> StepListener | None:
     while frame is not None and not (frame.is_open and frame.is_stage and frame.recorder.clock is clock):
         frame = frame.outer
     return None if frame is None else frame.scope.step_listener
-
-
-Entered: TypeAlias = "tuple[int, Scope, Mark | None, Entered | None]"
-
-
-COMPILED_IN_PLACE = (
-    "the module was compiled in place (module.compile()), where hooks never run; "
-    "put recorder.step() around its call"
-)
-
-
-class Hook:
-    """A forward hook of either kind. A copy or pickle of the hooked module gets one that does nothing."""
-
-    def __init__(self, act: Callable[[], None]) -> None:
-        self._act = act
-
-    def __call__(self, *_: Any) -> None:
-        """Act, whatever the call was given."""
-        if not torch.compiler.is_compiling():
-            self._act()
-
-    def __reduce__(self) -> tuple[type, tuple[Callable[[], None]]]:
-        return Hook, (_nothing,)
-
-
-def _nothing() -> None:
-    pass
 
 
 class RunExtent:

@@ -1,4 +1,9 @@
-"""One stage while it is open, and the record that it becomes."""
+"""One stage while it is open, what it is measured with, and the record that it becomes.
+
+A recorder has one `Instruments`: its probes, each behind its guard. A `Scope` reads them when the stage opens and
+closes and at the end of each step, and keeps the steps row after row in `StepColumns`. The accelerator and the
+facts of the machine are found out once a process.
+"""
 
 import time
 from array import array
@@ -41,17 +46,27 @@ from sigmascope.records.utilization import MEMORY_OVER_TIME, UTILIZATION
 STILL_OPEN = "the stage was still open when the run was read"
 OWN_FACT = "the stage was given a fact of this name, which stands in its place"
 OUTSIDE = "these steps ran outside all stages"
-
+NOT_AT_STEPS = "it was not asked for at the ends of steps (step_memory)"
 
 StepListener = Callable[[str, int, int], None]
 """Called with a stage's name, and when its step began and ended in nanoseconds of the recorder's clock."""
 
-
 Clock = Callable[[], int]
+"""Monotonic nanoseconds."""
+
+_ROW: Final = Struct("4q")
+"""When a step began and ended, and the bytes at its end."""
+
+row: Final = _ROW.pack
+"""Packs a step for `StepColumns.add`: when it began and ended, in nanoseconds; what this process had resident and what
+was allocated on the device at its end, in bytes, or UNKNOWN."""
+
+_host_facts: dict[int, tuple[Accelerator, HostFacts]] = {}
+"""What `facts_of_host` has read, by the accelerator object's id."""
 
 
 class Instruments:
-    """What a recorder measures with. Nothing here raises.
+    """What a recorder measures with. Nothing here raises. `rss`, `mark` and `device_in_use` run at every step.
 
     Args:
         accelerator: What to ask about devices; None finds out, once a process.
@@ -83,8 +98,6 @@ class Instruments:
         self.sampled = SampledFacts(self.accelerator, self.guard, is_sampled=self._wish is not None)
         self._rss_works = True
 
-    # --- steps: the hot path
-
     def rss(self) -> int:
         """Resident bytes of this process, or UNKNOWN."""
         if not self._rss_works:
@@ -114,8 +127,6 @@ class Instruments:
         if self._events is None or self._elsewhere is not None:
             return self._elsewhere
         return self.guard.call(ACCELERATOR_PEAK, self.accelerator.current_device)
-
-    # --- stages
 
     def new_timings(self) -> StepTimings | None:
         """A column for the accelerator's time; None without an accelerator."""
@@ -203,6 +214,25 @@ class Instruments:
     def device_reasons(self, device: str) -> Mapping[str, str]:
         """Why figures of a device's allocator are missing, by the names of `AllocatorBytes`."""
         return self.guard.call("accelerator_reasons", lambda: self.accelerator.unavailable(device)) or {}
+
+
+@cache
+def accelerator_of_this_process() -> Accelerator:
+    """What torch would use, found out once."""
+    return detect_accelerator()
+
+
+def facts_of_host(accelerator: Accelerator) -> HostFacts:
+    """Facts about this machine, read once for each accelerator object."""
+    known = _host_facts.get(id(accelerator))
+    if known is not None:
+        return known[1]
+    facts = host_facts(accelerator)
+    # A device's facts may be hidden until the host initialises it; such an answer is asked for again.
+    if all(device.name is not None for device in facts.accelerators):
+        _host_facts.clear()
+        _host_facts[id(accelerator)] = (accelerator, facts)
+    return facts
 
 
 class Scope:
@@ -394,15 +424,6 @@ class Scope:
         return replace(peak, unavailable=self.instruments.peak_reasons(peak))
 
 
-_ROW: Final = Struct("4q")
-"""When a step began and ended, and the bytes at its end."""
-
-
-row: Final = _ROW.pack
-"""Packs a step for `StepColumns.add`: when it began and ended, in nanoseconds; what this process had resident and what
-was allocated on the device at its end, in bytes, or UNKNOWN."""
-
-
 class StepColumns:
     """Appended to by every step: 32 bytes and about 0.15 µs each.
 
@@ -446,8 +467,11 @@ class StepColumns:
             figures = self._figures()
             gpu_seconds, unfinished = _gpu_seconds(self.timings, len(figures) // 4)
         started_ns, ended_ns, rss, allocated = (figures[column::4] for column in range(4))
-        bytes_columns = {"rss_bytes": _known(rss), "allocated_bytes": _known(allocated)}
-        why = _why_not(gpu_seconds, unfinished)
+        bytes_columns = {
+            "rss_bytes": _none_where_unknown(rss),
+            "allocated_bytes": _none_where_unknown(allocated),
+        }
+        why = _why_untimed(gpu_seconds, unfinished)
         unavailable = {"gpu_seconds": why} if why else {}
         if gpu_seconds and None in gpu_seconds and "gpu_seconds" in reasons:
             unavailable["gpu_seconds"] = reasons["gpu_seconds"]
@@ -471,40 +495,15 @@ def _gpu_seconds(timings: StepTimings | None, steps: int) -> tuple[tuple[float |
     return (seconds if any(value is not None for value in seconds) else ()), timings.unfinished
 
 
-def _why_not(gpu_seconds: tuple[float | None, ...], unfinished: int) -> str:
-    """Why steps are without a time on the accelerator, where some have one or may still get it; else nothing."""
-    unmarked = max(0, gpu_seconds.count(None) - unfinished)
-    reasons = ((unfinished, NOT_FINISHED), (unmarked, NOT_MARKED))
-    return "; ".join(f"{count} steps: {reason}" for count, reason in reasons if count)
-
-
-def _known(column: Sequence[int]) -> tuple[int | None, ...]:
+def _none_where_unknown(column: Sequence[int]) -> tuple[int | None, ...]:
     """The column with None for what is not known; empty when nothing is."""
     if all(value == UNKNOWN for value in column):
         return ()
     return tuple(None if value == UNKNOWN else value for value in column)
 
 
-NOT_AT_STEPS = "it was not asked for at the ends of steps (step_memory)"
-
-
-@cache
-def accelerator_of_this_process() -> Accelerator:
-    """What torch would use, found out once."""
-    return detect_accelerator()
-
-
-_host_facts: dict[int, tuple[Accelerator, HostFacts]] = {}
-
-
-def facts_of_host(accelerator: Accelerator) -> HostFacts:
-    """Facts about this machine, read once for each accelerator object."""
-    known = _host_facts.get(id(accelerator))
-    if known is not None:
-        return known[1]
-    facts = host_facts(accelerator)
-    # A device's facts may be hidden until the host initialises it; such an answer is asked for again.
-    if all(device.name is not None for device in facts.accelerators):
-        _host_facts.clear()
-        _host_facts[id(accelerator)] = (accelerator, facts)
-    return facts
+def _why_untimed(gpu_seconds: tuple[float | None, ...], unfinished: int) -> str:
+    """Why steps are without a time on the accelerator, where some have one or may still get it; else nothing."""
+    unmarked = max(0, gpu_seconds.count(None) - unfinished)
+    reasons = ((unfinished, NOT_FINISHED), (unmarked, NOT_MARKED))
+    return "; ".join(f"{count} steps: {reason}" for count, reason in reasons if count)

@@ -1,4 +1,9 @@
-"""The accelerators' business while scopes are open, from samples of the sampler's thread."""
+"""What the sampler's thread sees while scopes are open: how busy accelerators are, and memory over time.
+
+One slow thread, `SAMPLER`, looks between the steps for all recorders of a process. `SampledFacts` makes what it
+saw of a scope the facts of its stage. Of each figure sums are kept, which never grow, and a curve of bounded
+length (`Series`).
+"""
 
 import os
 import threading
@@ -21,7 +26,30 @@ from sigmascope.records.utilization import (
     Gauge,
 )
 
+# Why a figure is missing. `NO_READING` below is one more.
 FAILED = "every reading failed"
+NOT_SAMPLED: Final = "sampling is switched off (sample_hz)"
+TOO_SHORT: Final = f"the stage was over before its first sample; there are {MAX_HZ:.0f} a second"
+ONLY_NVIDIA: Final = "business is read through NVML, which knows NVIDIA devices only"
+
+_SETTLED_NS: Final = round(SHORTEST_PERIOD_SECONDS * 1e9)
+_FIGURES: Final = ("busy_percent", "memory_busy_percent", "temperature_celsius", "power_watts")
+
+MAX_SAMPLE_HZ = 10.0
+"""On one core a 100 Hz sampler costs 2 per cent of the host's time, a 10 Hz one cannot be measured."""
+
+NO_READING: Final = (
+    f"no reading fell into the stage; memory is read {MAX_SAMPLE_HZ:.0f} times a second at most"
+)
+
+LONGEST_SERIES: Final = 256
+
+Value = TypeVar("Value")
+"""It stands beside the nanoseconds of the recorder's clock at which it was read."""
+
+_JOIN_SECONDS = 1.0
+_LONGEST_SECONDS = 3600.0
+"""No thread can wait for centuries."""
 
 
 class ScopeUtilization:
@@ -43,6 +71,85 @@ class ScopeUtilization:
     def freeze(self, start_ns: int) -> dict[str, DeviceUtilization]:
         """Return the records by device."""
         return {device: track.freeze(device, start_ns) for device, track in sorted(self._devices.items())}
+
+
+class DeviceTrack:
+    """One device in one scope."""
+
+    __slots__ = ("_capped", "_gauges", "_heat", "_samples", "_series", "_unavailable")
+
+    def __init__(self) -> None:
+        self._samples = 0
+        self._gauges = {name: Track() for name in _FIGURES}
+        self._heat, self._capped = Track(), Track()
+        self._series = Series(mean_of, "d")
+        self._unavailable: Mapping[str, str] = {}
+
+    def add(self, at_ns: int, activity: GpuActivity) -> None:
+        """Take a sample."""
+        self._samples += 1
+        for name, track in self._gauges.items():
+            track.add(at_ns, getattr(activity, name))
+        if activity.busy_percent is not None:
+            self._series.add(at_ns, activity.busy_percent)
+        self._heat.add(at_ns, _percent(activity.slowed_by_heat))
+        self._capped.add(at_ns, _percent(activity.held_by_power_cap))
+        self._unavailable = activity.unavailable
+
+    def freeze(self, device: str, start_ns: int) -> DeviceUtilization:
+        """Return the record."""
+        at_seconds, busy_series = self._series.freeze(start_ns)
+        return DeviceUtilization(
+            device=device,
+            samples=self._samples,
+            heat_percent=self._heat.mean(),
+            power_cap_percent=self._capped.mean(),
+            at_seconds=at_seconds,
+            busy_series=busy_series,
+            unavailable=self._unavailable,
+            **{name: track.freeze(start_ns) for name, track in self._gauges.items()},
+        )
+
+
+class Track:
+    """Count, sum and highest of one figure."""
+
+    __slots__ = ("count", "highest", "highest_at_ns", "total")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.total = 0.0
+        self.highest = float("-inf")
+        self.highest_at_ns = 0
+
+    def add(self, at_ns: int, value: float | None) -> None:
+        """Take a value; None is none."""
+        if value is None:
+            return
+        self.count += 1
+        self.total += value
+        if value > self.highest:
+            self.highest, self.highest_at_ns = value, at_ns
+
+    def mean(self) -> float | None:
+        """Of all; None without any."""
+        return self.total / self.count if self.count else None
+
+    def freeze(self, start_ns: int) -> Gauge | None:
+        """Return the record; None without any value."""
+        mean = self.mean()
+        if mean is None:
+            return None
+        return Gauge(mean, self.highest, max(0, self.highest_at_ns - start_ns) / 1e9)
+
+
+def mean_of(entries: Sequence[tuple[int, float]]) -> tuple[int, float]:
+    """Their mean, from when the first began."""
+    return entries[0][0], fmean(value for _, value in entries)
+
+
+def _percent(is_so: bool | None) -> float | None:
+    return None if is_so is None else 100.0 * is_so
 
 
 class ScopeCurves:
@@ -71,6 +178,11 @@ class ScopeCurves:
         return {
             name: {"at_seconds": list(at), "nbytes": list(nbytes)} for name, (at, nbytes) in frozen.items()
         }
+
+
+def highest_of(entries: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """The highest, when it was; of equal ones the first."""
+    return max(entries, key=lambda entry: entry[1])
 
 
 class ScopeSamples(NamedTuple):
@@ -138,12 +250,6 @@ class SampledFacts:
         scope = None if samples is None else samples.curves
         found = self._guard.call(MEMORY_OVER_TIME, lambda: self._curves.freeze(scope, started_ns))
         return found, NO_READING if self._is_sampled else NOT_SAMPLED
-
-
-NOT_SAMPLED: Final = "sampling is switched off (sample_hz)"
-TOO_SHORT: Final = f"the stage was over before its first sample; there are {MAX_HZ:.0f} a second"
-ONLY_NVIDIA: Final = "business is read through NVML, which knows NVIDIA devices only"
-_SETTLED_NS: Final = round(SHORTEST_PERIOD_SECONDS * 1e9)
 
 
 class UtilizationMeter:
@@ -219,92 +325,6 @@ class UtilizationMeter:
         return found, None if found else self.reason or TOO_SHORT
 
 
-_FIGURES: Final = ("busy_percent", "memory_busy_percent", "temperature_celsius", "power_watts")
-
-
-class Track:
-    """Count, sum and highest of one figure."""
-
-    __slots__ = ("count", "highest", "highest_at_ns", "total")
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.total = 0.0
-        self.highest = float("-inf")
-        self.highest_at_ns = 0
-
-    def add(self, at_ns: int, value: float | None) -> None:
-        """Take a value; None is none."""
-        if value is None:
-            return
-        self.count += 1
-        self.total += value
-        if value > self.highest:
-            self.highest, self.highest_at_ns = value, at_ns
-
-    def mean(self) -> float | None:
-        """Of all; None without any."""
-        return self.total / self.count if self.count else None
-
-    def freeze(self, start_ns: int) -> Gauge | None:
-        """Return the record; None without any value."""
-        mean = self.mean()
-        if mean is None:
-            return None
-        return Gauge(mean, self.highest, max(0, self.highest_at_ns - start_ns) / 1e9)
-
-
-class DeviceTrack:
-    """One device in one scope."""
-
-    __slots__ = ("_capped", "_gauges", "_heat", "_samples", "_series", "_unavailable")
-
-    def __init__(self) -> None:
-        self._samples = 0
-        self._gauges = {name: Track() for name in _FIGURES}
-        self._heat, self._capped = Track(), Track()
-        self._series = Series(mean_of, "d")
-        self._unavailable: Mapping[str, str] = {}
-
-    def add(self, at_ns: int, activity: GpuActivity) -> None:
-        """Take a sample."""
-        self._samples += 1
-        for name, track in self._gauges.items():
-            track.add(at_ns, getattr(activity, name))
-        if activity.busy_percent is not None:
-            self._series.add(at_ns, activity.busy_percent)
-        self._heat.add(at_ns, _percent(activity.slowed_by_heat))
-        self._capped.add(at_ns, _percent(activity.held_by_power_cap))
-        self._unavailable = activity.unavailable
-
-    def freeze(self, device: str, start_ns: int) -> DeviceUtilization:
-        """Return the record."""
-        at_seconds, busy_series = self._series.freeze(start_ns)
-        return DeviceUtilization(
-            device=device,
-            samples=self._samples,
-            heat_percent=self._heat.mean(),
-            power_cap_percent=self._capped.mean(),
-            at_seconds=at_seconds,
-            busy_series=busy_series,
-            unavailable=self._unavailable,
-            **{name: track.freeze(start_ns) for name, track in self._gauges.items()},
-        )
-
-
-def _percent(is_so: bool | None) -> float | None:
-    return None if is_so is None else 100.0 * is_so
-
-
-MAX_SAMPLE_HZ = 10.0
-"""On one core a 100 Hz sampler costs 2 per cent of the host's time, a 10 Hz one cannot be measured."""
-
-
-NO_READING: Final = (
-    f"no reading fell into the stage; memory is read {MAX_SAMPLE_HZ:.0f} times a second at most"
-)
-
-
 class MemoryCurves:
     """The curves of all open scopes of one recorder."""
 
@@ -337,23 +357,6 @@ class MemoryCurves:
         """Return what is known of a scope, by what it is of."""
         with peaks.LOCK:
             return {} if scope is None else scope.freeze(start_ns)
-
-
-LONGEST_SERIES: Final = 256
-
-
-Value = TypeVar("Value")
-"""It stands beside the nanoseconds of the recorder's clock at which it was read."""
-
-
-def mean_of(entries: Sequence[tuple[int, float]]) -> tuple[int, float]:
-    """Their mean, from when the first began."""
-    return entries[0][0], fmean(value for _, value in entries)
-
-
-def highest_of(entries: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """The highest, when it was; of equal ones the first."""
-    return max(entries, key=lambda entry: entry[1])
 
 
 class Series(Generic[Value]):
@@ -405,11 +408,6 @@ class Series(Generic[Value]):
     def _clear(self) -> None:
         self._at_ns: MutableSequence[int] = array("q")
         self._values: MutableSequence[Value] = array(self._typecode)  # type: ignore[assignment]
-
-
-_JOIN_SECONDS = 1.0
-_LONGEST_SECONDS = 3600.0
-"""No thread can wait for centuries."""
 
 
 class Wish:
@@ -489,7 +487,5 @@ class Sampler:
 
 
 SAMPLER = Sampler()
-
-
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=SAMPLER.forget)

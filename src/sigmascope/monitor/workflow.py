@@ -1,10 +1,15 @@
-"""`WorkflowMonitor`: one object for a whole workflow, by the names that users of the seeds know.
+"""`WorkflowMonitor`: one object that watches a whole workflow, step by step.
 
-How a further stage joins: its pure functions live in `sigmascope/stages/<stage>.py`. Write
-`monitor/workflow_<stage>.py` with a class of methods that call them, as `workflow_text.py` does: take peaks and
-times from `last_stage(...)`, put the analysis on it with `.fact`, and keep it in `analyses` under the stage's
-name. Add the class to the bases of `WorkflowMonitor`, and the sections of its summary to `SUMMARIES` in
-`workflow_summary.py`. Steps, memory, peaks, findings and the comprehensive summary need nothing more.
+`WorkflowSteps` begins and ends steps with a call each, on a recorder. The classes below it offer the functions of
+`sigmascope.stages` as methods, with what the monitor knows filled in. Hosts like to quote prompts in their
+errors: where prompts are private, they are taken out of what stages raised. The workflow's summary shows its
+stages, then what each stage's analysis says.
+
+How a further stage joins: its pure functions live in `sigmascope/stages/<stage>.py`. Write a class of methods
+here that call them, as `TextEncodingMethods` does: take peaks and times from `last_stage(...)`, put the analysis
+on it with `.fact`, and keep it in `analyses` under the stage's name. Add the class to the bases of
+`WorkflowMonitor`, and the sections of its summary to `SUMMARIES`. Steps, memory, peaks, findings and the
+comprehensive summary need nothing more.
 """
 
 import logging
@@ -35,7 +40,6 @@ from sigmascope.records.memory import change, mib
 from sigmascope.records.prompts import PromptPrivacy, check_privacy, redacted, redactor
 from sigmascope.records.run import Finding, Run, Stage
 from sigmascope.stages import latent_encoding, lora_application, text_encoding
-from sigmascope.stages import latent_encoding as latent_decoding
 from sigmascope.stages.baseline import Redact, model_state
 from sigmascope.stages.conditioning import DumpFolder, read_conditioning
 from sigmascope.stages.latent_facts import find_latent
@@ -58,21 +62,35 @@ from sigmascope.stages.text_summary import sections as text_sections
 from sigmascope.units import percent
 
 _log = logging.getLogger(__name__)
+
+# How `stage_name` reads the names of steps.
 _NUMBER = re.compile(r"^step_?\d+_+|_+step_?\d+$")
 _OTHER_NAMES = {"latent_generation": "latent_encoding"}
+
+TEXT_ENCODING = "text_encoding"
+_ON_THE_STAGE = frozenset({"baseline", "current_memory", "memory_impact", "peak_memory"})
+"""Parts of an analysis that its stage has already, and that are not kept twice."""
+
+LORA_APPLICATION = "lora_application"
+_LORA_ON_THE_STAGE = frozenset({"baseline", "current_memory", "peak_memory"})
+_IN_DETAIL = frozenset(
+    {"weight_changes", "keys_modified", "keys_added", "keys_removed", "patch_details", "modules"}
+)
+"""Parts of which the record keeps only how long they are."""
+
+SUMMARIES = {
+    "lora_application": ("LORA APPLICATION", lora_sections),
+    "text_encoding": ("TEXT ENCODING", text_sections),
+    "latent_encoding": ("LATENT GENERATION", latent_sections),
+    "latent_decoding": ("LATENT DECODING", latent_sections),
+}
+"""By stage: title and sections of its analysis. A stage that is not here has its analysis shown as it is."""
 
 
 def stage_name(step: str) -> str:
     """The name of the stage that a step is: "LATENT_GENERATION_STEP5" is `latent_encoding`."""
     name = _NUMBER.sub("", re.sub(r"[\s-]+", "_", step.strip().lower()))
     return _OTHER_NAMES.get(name, name) or "step"
-
-
-class _OpenStep(NamedTuple):
-    name: str
-    thread: int
-    stage: LiveStage
-    heap_bytes: int | None
 
 
 class WorkflowSteps:
@@ -176,14 +194,11 @@ class WorkflowSteps:
         return with_findings(redacted(self.recorder.run(), self.redactions), self.guard)
 
 
-TEXT_ENCODING = "text_encoding"
-_ON_THE_STAGE = frozenset({"baseline", "current_memory", "memory_impact", "peak_memory"})
-
-
-def _seconds_of(record: Stage | None, name: str) -> float | None:
-    """Seconds of the stages of that name inside a stage; None if there are none."""
-    inner = [] if record is None else [stage.seconds for stage in record.walk() if stage.name == name]
-    return sum(inner) if inner else None
+class _OpenStep(NamedTuple):
+    name: str
+    thread: int
+    stage: LiveStage
+    heap_bytes: int | None
 
 
 class TextEncodingMethods(WorkflowSteps):
@@ -284,34 +299,10 @@ class TextEncodingMethods(WorkflowSteps):
                     stage.tensor(f"{which}_{name}", tensor, statistics=self.statistics)
 
 
-LORA_APPLICATION = "lora_application"
-_LORA_ON_THE_STAGE = frozenset({"baseline", "current_memory", "peak_memory"})
-_IN_DETAIL = frozenset(
-    {"weight_changes", "keys_modified", "keys_added", "keys_removed", "patch_details", "modules"}
-)
-
-
-def _short(name: str, value: Any) -> Any:
-    if name == "keys_value_changed" and isinstance(value, Mapping):
-        return {key: change.get("relative_change") for key, change in value.items()}
-    if name in _IN_DETAIL and isinstance(value, Mapping | list):
-        return len(value)
-    if isinstance(value, Mapping):
-        return {key: _short(str(key), inner) for key, inner in value.items()}
-    return value
-
-
-def in_short(analysis: Mapping[str, Any]) -> dict[str, Any]:
-    """An analysis for the record: of single weights only how much each changed, of other lists how long they are."""
-    return {name: _short(name, value) for name, value in analysis.items() if name not in _LORA_ON_THE_STAGE}
-
-
-def _details(record: Stage) -> dict[str, str] | None:
-    """What the step raised, as `exception_details` of SPEC section 2."""
-    details = record.exception_details
-    if details is None:
-        return None
-    return {"type": details.type, "message": details.message, "traceback": details.traceback}
+def _seconds_of(record: Stage | None, name: str) -> float | None:
+    """Seconds of the stages of that name inside a stage; None if there are none."""
+    inner = [] if record is None else [stage.seconds for stage in record.walk() if stage.name == name]
+    return sum(inner) if inner else None
 
 
 class LoraApplicationMethods(WorkflowSteps):
@@ -403,7 +394,7 @@ class LoraApplicationMethods(WorkflowSteps):
         )
         if "unet_changes" in found:
             if found["exception_details"] is None and record is not None:
-                found["exception_details"] = _details(record)
+                found["exception_details"] = _exception_details(record)
             self.analyses[LORA_APPLICATION] = found
             if stage is not None:
                 stage.fact(LORA_APPLICATION, in_short(found))
@@ -418,6 +409,29 @@ class LoraApplicationMethods(WorkflowSteps):
     def _lora(self, what: str, read: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
         found, reason = self.guard.read(LORA_APPLICATION, read)
         return {what: None, "unavailable": {what: reason}} if found is None else dict(found)
+
+
+def _exception_details(record: Stage) -> dict[str, str] | None:
+    """What the step raised, as `exception_details` of an analysis."""
+    details = record.exception_details
+    if details is None:
+        return None
+    return {"type": details.type, "message": details.message, "traceback": details.traceback}
+
+
+def in_short(analysis: Mapping[str, Any]) -> dict[str, Any]:
+    """An analysis for the record: of single weights only how much each changed, of other lists how long they are."""
+    return {name: _short(name, value) for name, value in analysis.items() if name not in _LORA_ON_THE_STAGE}
+
+
+def _short(name: str, value: Any) -> Any:
+    if name == "keys_value_changed" and isinstance(value, Mapping):
+        return {key: change.get("relative_change") for key, change in value.items()}
+    if name in _IN_DETAIL and isinstance(value, Mapping | list):
+        return len(value)
+    if isinstance(value, Mapping):
+        return {key: _short(str(key), inner) for key, inner in value.items()}
+    return value
 
 
 class LatentSteps(WorkflowSteps):
@@ -465,23 +479,8 @@ class LatentSteps(WorkflowSteps):
         return found
 
 
-def or_seconds(elapsed: object, seen: Stage | None) -> object:
-    """The seconds that were given, else the step's."""
-    return elapsed if elapsed is not None or seen is None else seen.seconds
-
-
-def or_memory(changes: object, seen: Stage | None) -> object:
-    """The changes of memory that were given, else memory before and after the step."""
-    return changes if changes is not None or seen is None else seen.memory
-
-
-def or_error(error: BaseException | str | None, seen: Stage | None) -> BaseException | str | None:
-    """The error that was given, else the one that ended the step."""
-    return error if error is not None or seen is None else seen.error
-
-
 class LatentMethods(LatentSteps):
-    """The functions of `sigmascope.stages.latent_encoding` and `latent_decoding` as methods. None of them raises."""
+    """The functions of `sigmascope.stages.latent_encoding`, decoding too, as methods. None of them raises."""
 
     def capture_latent_generation_baseline(self, vae_model: object, video_data: object) -> dict[str, Any]:
         """See `sigmascope.capture_latent_generation_baseline`."""
@@ -504,7 +503,7 @@ class LatentMethods(LatentSteps):
         """See `sigmascope.capture_latent_decoding_baseline`."""
         return self._latents(
             "baseline",
-            lambda: latent_decoding.capture_latent_decoding_baseline(
+            lambda: latent_encoding.capture_latent_decoding_baseline(
                 vae_model,
                 latent,
                 video_length=video_length,
@@ -574,7 +573,7 @@ class LatentMethods(LatentSteps):
             stage,
             "decoding",
             decoded,
-            lambda: latent_decoding.analyze_latent_decoding_results(
+            lambda: latent_encoding.analyze_latent_decoding_results(
                 baseline,
                 decoded,
                 or_seconds(elapsed_time, seen),
@@ -634,8 +633,23 @@ class LatentMethods(LatentSteps):
         self, analysis: Mapping[str, Any], console: Console | None = None
     ) -> None:
         """See `sigmascope.print_latent_decoding_analysis_summary`."""
-        show = latent_decoding.print_latent_decoding_analysis_summary
+        show = latent_encoding.print_latent_decoding_analysis_summary
         self.guard.read("summaries", lambda: show(analysis, console))
+
+
+def or_seconds(elapsed: object, seen: Stage | None) -> object:
+    """The seconds that were given, else the step's."""
+    return elapsed if elapsed is not None or seen is None else seen.seconds
+
+
+def or_memory(changes: object, seen: Stage | None) -> object:
+    """The changes of memory that were given, else memory before and after the step."""
+    return changes if changes is not None or seen is None else seen.memory
+
+
+def or_error(error: BaseException | str | None, seen: Stage | None) -> BaseException | str | None:
+    """The error that was given, else the one that ended the step."""
+    return error if error is not None or seen is None else seen.error
 
 
 class WorkflowMonitor(LatentMethods, LoraApplicationMethods, TextEncodingMethods):
@@ -688,7 +702,7 @@ class WorkflowMonitor(LatentMethods, LoraApplicationMethods, TextEncodingMethods
         """The highest memory of the whole workflow, and of each step in `steps`, in order.
 
         Returns:
-            `ram`, `process`, `gpu`, `gpus` as in `peak_memory` of SPEC section 2, with seconds since the
+            `ram`, `process`, `gpu`, `gpus` as in `PeakMemory.as_dict`, with seconds since the
             workflow began; `steps`, each with `name`, `seconds` and its own `peak_memory`.
         """
         run = self.recorder.run()
@@ -739,29 +753,19 @@ class WorkflowMonitor(LatentMethods, LoraApplicationMethods, TextEncodingMethods
                 self.guard.read("summaries", lambda s=stage, a=chosen: _print_analysis(s, a, console))  # type: ignore[misc]
 
 
-def _print_analysis(stage: str, analysis: Mapping[str, Any], console: Console | None) -> None:
-    title, sections = analysis_sections(stage, analysis)
-    print_summary(f"{title} ANALYSIS SUMMARY", sections, console)
+ModelLoadingMonitor = WorkflowMonitor
+"""Another name for it."""
 
 
-SUMMARIES = {
-    "lora_application": ("LORA APPLICATION", lora_sections),
-    "text_encoding": ("TEXT ENCODING", text_sections),
-    "latent_encoding": ("LATENT GENERATION", latent_sections),
-    "latent_decoding": ("LATENT DECODING", latent_sections),
-}
-"""By stage: title and sections of its analysis. A stage that is not here has its analysis shown as it is."""
+def workflow_sections(run: Run) -> Iterator[Section]:
+    """Overview, stages, peaks and findings of a run."""
+    yield Section("📋", "WORKFLOW", list(_overview_rows(run)))
+    yield Section("⏱️ ", "STEPS", [row for stage in run.stages for row in _stage_rows(stage, run, 0)])
+    yield Section("📊", "PEAK MEMORY", list(_peak_rows(run)))
+    yield Section("🚨", "FINDINGS", [_finding_row(finding) for finding in run.findings])
 
 
-def analysis_sections(stage: str, analysis: Mapping[str, Any]) -> tuple[str, Iterator[Section]]:
-    """Title and sections of one stage's analysis."""
-    known = SUMMARIES.get(stage)
-    if known is None:
-        return f"{stage.replace('_', ' ').upper()}", as_it_is(analysis)
-    return known[0], known[1](analysis)
-
-
-def _overview(run: Run) -> Iterator[Row]:
+def _overview_rows(run: Run) -> Iterator[Row]:
     yield Row("Name", printable(run.name) or "-")
     yield Row("Started", run.started_at)
     yield Row("Total time", seconds(run.seconds))
@@ -771,13 +775,7 @@ def _overview(run: Run) -> Iterator[Row]:
         yield Row("GPU", NO_ACCELERATOR)
 
 
-def _peak_bytes(stage: Stage) -> Iterator[tuple[str, int | None]]:
-    assert stage.peak is not None
-    for peak in stage.peak.accelerators:
-        yield peak.device, peak.allocated_bytes
-
-
-def _stage(stage: Stage, run: Run, depth: int) -> Iterator[Row]:
+def _stage_rows(stage: Stage, run: Run, depth: int) -> Iterator[Row]:
     mark, style = ("✓", "") if stage.success else ("✗", "red")
     parts = [f"{seconds(stage.seconds)} ({percent(stage.seconds, run.seconds)})"]
     if stage.memory is not None:
@@ -792,10 +790,16 @@ def _stage(stage: Stage, run: Run, depth: int) -> Iterator[Row]:
     if stage.error is not None:
         yield Row(f"{'  ' * depth}  error", printable(stage.error), "red")
     for child in stage.children:
-        yield from _stage(child, run, depth + 1)
+        yield from _stage_rows(child, run, depth + 1)
 
 
-def _peaks(run: Run) -> Iterator[Row]:
+def _peak_bytes(stage: Stage) -> Iterator[tuple[str, int | None]]:
+    assert stage.peak is not None
+    for peak in stage.peak.accelerators:
+        yield peak.device, peak.allocated_bytes
+
+
+def _peak_rows(run: Run) -> Iterator[Row]:
     peak = run.peak()
     yield Row("Process", f"{mb(mib(peak.rss_bytes))} at {seconds(peak.rss_at_seconds)}")
     yield Row("RAM", f"{mb(mib(peak.ram_used_bytes))} at {seconds(peak.ram_used_at_seconds)}")
@@ -805,20 +809,21 @@ def _peaks(run: Run) -> Iterator[Row]:
         yield Row(device.device, f"allocated {allocated}, reserved {reserved}")
 
 
-def _finding(finding: Finding) -> Row:
+def _finding_row(finding: Finding) -> Row:
     advice = f" {finding.advice}" if finding.advice else ""
     where = f"{finding.stage}: " if finding.stage else ""
     style = {"info": "cyan", "warning": "yellow"}.get(finding.severity, "red")
     return Row(finding.severity.capitalize(), printable(f"{where}{finding.message}{advice}"), style)
 
 
-def workflow_sections(run: Run) -> Iterator[Section]:
-    """Overview, stages, peaks and findings of a run."""
-    yield Section("📋", "WORKFLOW", list(_overview(run)))
-    yield Section("⏱️ ", "STEPS", [row for stage in run.stages for row in _stage(stage, run, 0)])
-    yield Section("📊", "PEAK MEMORY", list(_peaks(run)))
-    yield Section("🚨", "FINDINGS", [_finding(finding) for finding in run.findings])
+def analysis_sections(stage: str, analysis: Mapping[str, Any]) -> tuple[str, Iterator[Section]]:
+    """Title and sections of one stage's analysis."""
+    known = SUMMARIES.get(stage)
+    if known is None:
+        return f"{stage.replace('_', ' ').upper()}", as_it_is(analysis)
+    return known[0], known[1](analysis)
 
 
-ModelLoadingMonitor = WorkflowMonitor
-"""The name that the seeds give it."""
+def _print_analysis(stage: str, analysis: Mapping[str, Any], console: Console | None) -> None:
+    title, sections = analysis_sections(stage, analysis)
+    print_summary(f"{title} ANALYSIS SUMMARY", sections, console)

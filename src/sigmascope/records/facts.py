@@ -1,10 +1,12 @@
-"""Facts about tensors, modules and errors, as plain values (no torch here)."""
+"""Plain facts about tensors, models, pipelines, calls, errors and the machine (no torch here)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 JsonScalar = str | int | float | bool | None
+Role = Literal["denoiser", "text_encoder", "image_encoder", "vae", "tokenizer", "scheduler", "other"]
+Offload = Literal["model", "sequential", "group"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +53,6 @@ class ExceptionDetails:
     type: str
     message: str
     traceback: str
-
-
-Role = Literal["denoiser", "text_encoder", "image_encoder", "vae", "tokenizer", "scheduler", "other"]
-Offload = Literal["model", "sequential", "group"]
 
 
 @dataclass(frozen=True, slots=True)

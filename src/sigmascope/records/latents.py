@@ -1,7 +1,11 @@
 """What became of a VAE's encoding or decoding: what went in, every strategy that was tried, what came out.
 
-Sizes are in MiB at this border: a whole number of bytes over 2²⁰ is exact in a float, so that bytes come back
-as they were.
+There are four strategies, tried in the order of `STRATEGIES`. `encode_latents` and `decode_latents` leave an
+`EncodingRecord` on their stage; where a caller's own engine was watched, `attempts_in` reads what was tried off
+the stages inside it. Findings tell what a record shows: a stand-in, a failure, a fallback, a wrong prediction.
+
+A record becomes plain JSON values and comes back, losing nothing. Sizes are in MiB at this border: a whole
+number of bytes over 2²⁰ is exact in a float, so that bytes come back as they were.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,35 +17,49 @@ from sigmascope.records.memory import MIB, PeakMemory, mib
 from sigmascope.records.run import Finding, Stage
 from sigmascope.records.serialization import from_plain
 
-__all__ = [
-    "RECORD_FACT",
-    "STRATEGIES",
-    "Basis",
-    "Direction",
-    "EncodingEvent",
-    "EncodingRecord",
-    "Layout",
-    "Outcome",
-    "SampleFacts",
-    "Strategy",
-    "StrategyAttempt",
-    "TileFacts",
-    "VaeFacts",
-    "attempt_stage",
-    "strategy_label",
-    "strategy_number",
-]
-
-
 Layout = Literal["BCHW", "BHWC", "BCFHW", "BFCHW", "BFHWC", "CFHW", "FCHW", "FHWC", "CHW", "HWC", "packed"]
 """What each axis is: batch, channels, frames, height, width. Packed is (batch, patches, channels of a patch)."""
 
-
 Basis = Literal["config", "learned"]
-
-
 RECORD_FACT = "vae_record"
 """Under which name a stage of a run keeps `EncodingRecord.as_dict()`."""
+
+Strategy = Literal["direct", "tiled", "cpu", "dummy"]
+Outcome = Literal["succeeded", "failed", "skipped"]
+Direction = Literal["encoding", "decoding"]
+STRATEGIES: tuple[Strategy, ...] = ("direct", "tiled", "cpu", "dummy")
+"""In the order in which they are tried."""
+
+_LABELS: Mapping[Direction, Mapping[Strategy, str]] = {
+    "encoding": {
+        "direct": "Direct VAE Encoding",
+        "tiled": "Tiled VAE Encoding",
+        "cpu": "CPU Fallback Encoding",
+        "dummy": "Emergency Dummy Latents",
+    },
+    "decoding": {
+        "direct": "Direct VAE Decoding",
+        "tiled": "Tiled VAE Decoding",
+        "cpu": "CPU Fallback Decoding",
+        "dummy": "Emergency Dummy Frames",
+    },
+}
+
+# How `as_plain` renames what holds bytes.
+_BYTES = {"nbytes": "size_mb"}
+_ENDING, _MB_ENDING = "_bytes", "_mb"
+
+VAE_STAGES: dict[Direction, str] = {"encoding": "latent_encoding", "decoding": "latent_decoding"}
+"""The stage of a workflow that each direction belongs to."""
+
+# For the findings.
+_STAND_IN: dict[Direction, str] = {
+    "encoding": "The latents are not an encoding: they only stand in for one, in shape, type and device.",
+    "decoding": "The pictures are not a decoding: they only stand in for one, in shape, type and device.",
+}
+_OFF_BY = 2.0
+_WORTH_TELLING_MB = 512.0
+"""Below this, what a library loads when it is first used is as much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +75,6 @@ class TileFacts:
     overlap_width: int
     count: int | None = None
     by: Literal["sigmascope", "vae"] = "sigmascope"
-
-
-Strategy = Literal["direct", "tiled", "cpu", "dummy"]
-Outcome = Literal["succeeded", "failed", "skipped"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,9 +162,6 @@ class VaeFacts:
         return max(1, frames // self.temporal_factor)
 
 
-Direction = Literal["encoding", "decoding"]
-
-
 @dataclass(frozen=True, slots=True)
 class EncodingRecord:
     """One encoding (or decoding) from first to last. `strategy` is the one that gave `output`.
@@ -172,11 +183,11 @@ class EncodingRecord:
 
     @property
     def strategy_label(self) -> str | None:
-        """The seed's name of the strategy that succeeded, such as "Direct VAE Encoding"."""
+        """The name of the strategy that succeeded, such as "Direct VAE Encoding"."""
         return None if self.strategy is None else strategy_label(self.strategy, self.direction)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain JSON values: sizes in MiB, seconds. `latents_plain.encoding_record` reads it back whole."""
+        """Plain JSON values: sizes in MiB, seconds. `encoding_record` reads it back whole."""
         return as_plain(self)
 
 
@@ -195,27 +206,8 @@ class EncodingEvent:
     record: EncodingRecord | None = None
 
 
-STRATEGIES: tuple[Strategy, ...] = ("direct", "tiled", "cpu", "dummy")
-
-
-_LABELS: Mapping[Direction, Mapping[Strategy, str]] = {
-    "encoding": {
-        "direct": "Direct VAE Encoding",
-        "tiled": "Tiled VAE Encoding",
-        "cpu": "CPU Fallback Encoding",
-        "dummy": "Emergency Dummy Latents",
-    },
-    "decoding": {
-        "direct": "Direct VAE Decoding",
-        "tiled": "Tiled VAE Decoding",
-        "cpu": "CPU Fallback Decoding",
-        "dummy": "Emergency Dummy Frames",
-    },
-}
-
-
 def strategy_label(strategy: Strategy, direction: Direction = "encoding") -> str:
-    """The name that SPEC section 5 gives a strategy, such as "Direct VAE Encoding"."""
+    """What summaries call a strategy, such as "Direct VAE Encoding"."""
     return _LABELS[direction][strategy]
 
 
@@ -229,14 +221,30 @@ def attempt_stage(strategy: Strategy, direction: Direction = "encoding") -> str:
     return f"{strategy}_{direction}"
 
 
-_BYTES = {"nbytes": "size_mb"}
-_ENDING, _MB_ENDING = "_bytes", "_mb"
-
-
 def as_plain(record: EncodingRecord) -> dict[str, Any]:
     """Dicts, lists and scalars; what was called `…_bytes` is `…_mb`."""
     plain: dict[str, Any] = _plain(record)
     return plain
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        named = ((field.name, getattr(value, field.name)) for field in fields(value))
+        return dict(_plain_field(name, part) for name, part in named)
+    if isinstance(value, Mapping):
+        return {name: _plain(part) for name, part in value.items()}
+    return [_plain(part) for part in value] if isinstance(value, tuple) else value
+
+
+def _plain_field(name: str, value: Any) -> tuple[str, Any]:
+    shown = _mb_name(name)
+    return (name, _plain(value)) if shown is None else (shown, None if value is None else value / MIB)
+
+
+def _mb_name(name: str) -> str | None:
+    if name in _BYTES:
+        return _BYTES[name]
+    return name.removesuffix(_ENDING) + _MB_ENDING if name.endswith(_ENDING) else None
 
 
 def encoding_record(plain: Mapping[str, Any]) -> EncodingRecord:
@@ -248,33 +256,13 @@ def encoding_record(plain: Mapping[str, Any]) -> EncodingRecord:
     return from_plain(_in_bytes(plain), EncodingRecord, "record")
 
 
-def _plain(value: Any) -> Any:
-    if is_dataclass(value) and not isinstance(value, type):
-        named = ((field.name, getattr(value, field.name)) for field in fields(value))
-        return dict(_shown(name, part) for name, part in named)
-    if isinstance(value, Mapping):
-        return {name: _plain(part) for name, part in value.items()}
-    return [_plain(part) for part in value] if isinstance(value, tuple) else value
-
-
-def _shown(name: str, value: Any) -> tuple[str, Any]:
-    shown = _mb_name(name)
-    return (name, _plain(value)) if shown is None else (shown, None if value is None else value / MIB)
-
-
-def _mb_name(name: str) -> str | None:
-    if name in _BYTES:
-        return _BYTES[name]
-    return name.removesuffix(_ENDING) + _MB_ENDING if name.endswith(_ENDING) else None
-
-
 def _in_bytes(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return dict(_read(name, part) for name, part in value.items())
+        return dict(_field_in_bytes(name, part) for name, part in value.items())
     return [_in_bytes(part) for part in value] if isinstance(value, list | tuple) else value
 
 
-def _read(name: str, value: Any) -> tuple[str, Any]:
+def _field_in_bytes(name: str, value: Any) -> tuple[str, Any]:
     if name == "size_mb" and _is_size(value):
         return "nbytes", None if value is None else round(value * MIB)
     if name.endswith(_MB_ENDING) and _is_size(value):
@@ -308,7 +296,7 @@ def attempts_in(stage: Stage | None, direction: Direction) -> tuple[StrategyAtte
 def _attempt(stage: Stage, strategy: Strategy) -> StrategyAttempt:
     details = stage.exception_details
     device = None if stage.peak is None or strategy == "cpu" else stage.peak.busiest_device()
-    measured = _growth(stage, device)
+    measured = _peak_growth(stage, device)
     reasons = {"predicted_peak_bytes": "nothing was predicted"}
     if measured is None:
         reasons["measured_peak_bytes"] = "its memory could not be read"
@@ -325,7 +313,7 @@ def _attempt(stage: Stage, strategy: Strategy) -> StrategyAttempt:
     )
 
 
-def _growth(stage: Stage, device: str | None) -> int | None:
+def _peak_growth(stage: Stage, device: str | None) -> int | None:
     """Bytes beyond those in use when the stage began: on the device, or of the process where there is none."""
     if stage.peak is None or stage.memory is None:
         return None
@@ -337,17 +325,10 @@ def _growth(stage: Stage, device: str | None) -> int | None:
     return None if highest is None or start is None else max(0, highest - start)
 
 
-VAE_STAGES: dict[Direction, str] = {"encoding": "latent_encoding", "decoding": "latent_decoding"}
-"""The stage of a workflow that each direction belongs to."""
-
-
-_STAND_IN: dict[Direction, str] = {
-    "encoding": "The latents are not an encoding: they only stand in for one, in shape, type and device.",
-    "decoding": "The pictures are not a decoding: they only stand in for one, in shape, type and device.",
-}
-_OFF_BY = 2.0
-_WORTH_TELLING_MB = 512.0
-"""Below this, what a library loads when it is first used is as much."""
+def findings_of_record(record: EncodingRecord) -> tuple[Finding, ...]:
+    """All that a record shows, and what the engine found itself."""
+    found = findings_of_attempts(record.attempts, record.strategy, record.direction, dummy=record.dummy)
+    return (*found, *without_known(record.findings, found))
 
 
 def findings_of_attempts(
@@ -361,25 +342,16 @@ def findings_of_attempts(
         direction: Whether it encoded or decoded.
         dummy: Whether the output is a stand-in.
     """
-    found = [*_stand_in(strategy, direction, dummy=dummy), *_failed(attempts, strategy, direction)]
+    found = [
+        *_stand_in_finding(strategy, direction, dummy=dummy),
+        *_failure_finding(attempts, strategy, direction),
+    ]
     if not dummy:
-        found += _fallback(attempts, strategy, direction)
-    return (*found, *(finding for one in attempts for finding in _mispredicted(one, direction)))
+        found += _fallback_finding(attempts, strategy, direction)
+    return (*found, *(finding for one in attempts for finding in _misprediction_finding(one, direction)))
 
 
-def findings_of_record(record: EncodingRecord) -> tuple[Finding, ...]:
-    """All that a record shows, and what the engine found itself."""
-    found = findings_of_attempts(record.attempts, record.strategy, record.direction, dummy=record.dummy)
-    return (*found, *without_known(record.findings, found))
-
-
-def without_known(findings: Iterable[Finding], known: Iterable[Finding]) -> list[Finding]:
-    """Those whose id is not among the known ones; hyphens in ids are underscores."""
-    ids = {finding.id.replace("-", "_") for finding in known}
-    return [finding for finding in findings if finding.id.replace("-", "_") not in ids]
-
-
-def _stand_in(strategy: Strategy | None, direction: Direction, *, dummy: bool) -> Iterator[Finding]:
+def _stand_in_finding(strategy: Strategy | None, direction: Direction, *, dummy: bool) -> Iterator[Finding]:
     if dummy or strategy == "dummy":
         yield Finding(
             "dummy_latents",
@@ -391,7 +363,7 @@ def _stand_in(strategy: Strategy | None, direction: Direction, *, dummy: bool) -
         )
 
 
-def _failed(
+def _failure_finding(
     attempts: Sequence[StrategyAttempt], strategy: Strategy | None, direction: Direction
 ) -> Iterator[Finding]:
     failed = [one for one in attempts if one.outcome == "failed"]
@@ -408,7 +380,13 @@ def _failed(
     )
 
 
-def _fallback(
+def _evidence(attempts: Sequence[StrategyAttempt]) -> dict[str, str | float | None]:
+    reasons = {f"{one.name}_reason": one.reason for one in attempts}
+    peaks = {f"{one.name}_measured_peak_mb": mib(one.measured_peak_bytes) for one in attempts}
+    return {**reasons, **peaks}
+
+
+def _fallback_finding(
     attempts: Sequence[StrategyAttempt], strategy: Strategy | None, direction: Direction
 ) -> Iterator[Finding]:
     """A strategy that gave way to another without the user's choice: what users ask to be told."""
@@ -434,13 +412,7 @@ def _what_happened(attempt: StrategyAttempt) -> str:
     return "ran out of memory" if "memory" in told else "failed"
 
 
-def _evidence(attempts: Sequence[StrategyAttempt]) -> dict[str, str | float | None]:
-    reasons = {f"{one.name}_reason": one.reason for one in attempts}
-    peaks = {f"{one.name}_measured_peak_mb": mib(one.measured_peak_bytes) for one in attempts}
-    return {**reasons, **peaks}
-
-
-def _mispredicted(attempt: StrategyAttempt, direction: Direction) -> Iterator[Finding]:
+def _misprediction_finding(attempt: StrategyAttempt, direction: Direction) -> Iterator[Finding]:
     predicted, measured = mib(attempt.predicted_peak_bytes), mib(attempt.measured_peak_bytes)
     if attempt.outcome != "succeeded" or not predicted or not measured:
         return
@@ -456,3 +428,9 @@ def _mispredicted(attempt: StrategyAttempt, direction: Direction) -> Iterator[Fi
         "Predictions learn from runs that are kept.",
         VAE_STAGES[direction],
     )
+
+
+def without_known(findings: Iterable[Finding], known: Iterable[Finding]) -> list[Finding]:
+    """Those whose id is not among the known ones; hyphens in ids are underscores."""
+    ids = {finding.id.replace("-", "_") for finding in known}
+    return [finding for finding in findings if finding.id.replace("-", "_") not in ids]

@@ -1,13 +1,14 @@
-"""Memory at one moment, between two moments, and at its highest: all its types from one place.
+"""Memory at one moment, between two moments, and at its highest.
 
-Bytes inside; MiB only at the border (the `as_dict` methods, SPEC section 2).
+Bytes inside; MiB only at the border, in the dicts of the `as_dict` methods. These call MiB "mb", percentages
+there are 0-100, and None is unknown. What is computed from an unknown is unknown.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypedDict
 
-__all__ = ["AcceleratorMemory", "AcceleratorPeak", "MemoryImpact", "MemorySnapshot", "PeakMemory"]
+MIB = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +141,7 @@ class MemoryImpact:
     current: MemorySnapshot
 
     def as_dict(self) -> MemoryImpactDict:
-        """The structure `memory_impact` of SPEC section 2: MiB, percentages 0-100, None where unknown."""
+        """The structure `memory_impact`: MiB, percentages 0-100, None where unknown."""
         devices = [memory.device for memory in self.current.accelerators]
         in_use = self.current.device_in_use()
         nowhere = AcceleratorMemory("")
@@ -345,6 +346,17 @@ def highest(peaks: Iterable[tuple[float, PeakMemory]]) -> PeakMemory:
     )
 
 
+def _first_high(
+    readings: Iterable[tuple[float, int | None, float | None]],
+) -> tuple[int | None, float | None]:
+    """The highest value and when it was first seen, over (start, value, seconds since start)."""
+    best: tuple[int | None, float | None] = (None, None)
+    for start, value, at_seconds in readings:
+        if value is not None and (best[0] is None or value > best[0]):
+            best = (value, None if at_seconds is None else start + at_seconds)
+    return best
+
+
 def _highest_on(device: str, peaks: list[tuple[float, AcceleratorPeak]]) -> AcceleratorPeak:
     allocated = _first_high((start, p.allocated_bytes, p.allocated_at_seconds) for start, p in peaks)
     reserved = _first_high((start, p.reserved_bytes, p.reserved_at_seconds) for start, p in peaks)
@@ -359,22 +371,8 @@ def _gaps(values: Mapping[str, object], reasons: Iterable[Mapping[str, str]]) ->
     return {name: reason for name, reason in merged.items() if values.get(name) is None}
 
 
-def _first_high(
-    readings: Iterable[tuple[float, int | None, float | None]],
-) -> tuple[int | None, float | None]:
-    """The highest value and when it was first seen, over (start, value, seconds since start)."""
-    best: tuple[int | None, float | None] = (None, None)
-    for start, value, at_seconds in readings:
-        if value is not None and (best[0] is None or value > best[0]):
-            best = (value, None if at_seconds is None else start + at_seconds)
-    return best
-
-
-MIB = 1024 * 1024
-
-
 def mib(nbytes: int | None) -> float | None:
-    """Bytes in MiB (1024² bytes), which the structures of SPEC section 2 call MB."""
+    """Bytes in MiB (1024² bytes), which the dicts of `as_dict` call MB."""
     return None if nbytes is None else nbytes / MIB
 
 

@@ -27,6 +27,7 @@ from sigmascope.records.utilization import (
 
 RANK: Final = "rank"
 """The fact of a merged run's stage that says whose it is."""
+
 DIFFERENT_MACHINES: Final = "the ranks ran on machines that differ; each stage has its own"
 
 
@@ -70,16 +71,6 @@ def merge_runs(runs: Sequence[Run], names: Sequence[str] | None = None) -> Run:
         complete=all(run.complete for run in runs),
         unavailable={} if host is not None else {"host": DIFFERENT_MACHINES},
     )
-
-
-def ranks_of(run: Run) -> dict[str, Run]:
-    """Return the run of each rank again, by name, with the names and times that it had; empty for a run of one process."""
-    return {stage.name: _run_of(stage) for stage in run.stages if is_rank(stage)}
-
-
-def is_rank(stage: Stage) -> bool:
-    """Whether a stage is one process of a merged run; a fact of that name alone may be a LoRA's rank."""
-    return isinstance(stage.facts.get(RANK), Mapping)
 
 
 def _named(runs: Sequence[Run], names: Sequence[str] | None) -> dict[str, Run]:
@@ -144,6 +135,49 @@ def _shifted(stage: Stage, seconds: float) -> Stage:
     return replace(stage, started_seconds=stage.started_seconds + seconds, children=children)
 
 
+def _common_host(named: Mapping[str, Run], devices: Mapping[str, Mapping[str, str]]) -> HostFacts | None:
+    """The machine with the devices of all ranks, if it is the same for all as far as is known."""
+    hosts = [run.host for run in named.values()]
+    first = hosts[0]
+    if first is None or any(host is None or _machine(host) != _machine(first) for host in hosts):
+        return None
+    accelerators = [
+        replace(facts, device=devices[name][facts.device])
+        for name, run in named.items()
+        for facts in (run.host.accelerators if run.host else ())
+        if facts.device in devices[name]
+    ]
+    return replace(first, accelerators=tuple(_each_once(accelerators)))
+
+
+def _machine(host: HostFacts) -> list[object]:
+    """What tells machines apart: all but the devices, of which each rank may see others."""
+    apart = ("accelerators", "unavailable")
+    return [getattr(host, one.name) for one in fields(host) if one.name not in apart]
+
+
+def _each_once(accelerators: Iterable[Any]) -> list[Any]:
+    return list({facts.device: facts for facts in accelerators}.values())
+
+
+def _common_facts(runs: Sequence[Run]) -> dict[str, Any]:
+    """What all ranks say alike of the whole run, such as its pipeline."""
+    first, *others = (run.facts for run in runs)
+    return {
+        name: value
+        for name, value in first.items()
+        if all(name in one and one[name] == value for one in others)
+    }
+
+
+def ranks_of(run: Run) -> dict[str, Run]:
+    """Return the run of each rank again, by name, with the names and times that it had.
+
+    Empty for a run of one process.
+    """
+    return {stage.name: _run_of(stage) for stage in run.stages if is_rank(stage)}
+
+
 def _run_of(stage: Stage) -> Run:
     about: Mapping[str, Any] = stage.facts[RANK]
     host = about["host"]
@@ -162,39 +196,9 @@ def _run_of(stage: Stage) -> Run:
     return renamed(run, {new: old for old, new in about["devices"].items() if new != old})
 
 
-def _common_facts(runs: Sequence[Run]) -> dict[str, Any]:
-    """What all ranks say alike of the whole run, such as its pipeline."""
-    first, *others = (run.facts for run in runs)
-    return {
-        name: value
-        for name, value in first.items()
-        if all(name in one and one[name] == value for one in others)
-    }
-
-
-def _common_host(named: Mapping[str, Run], devices: Mapping[str, Mapping[str, str]]) -> HostFacts | None:
-    """The machine with the devices of all ranks, if it is the same for all as far as is known."""
-    hosts = [run.host for run in named.values()]
-    first = hosts[0]
-    if first is None or any(host is None or _machine(host) != _machine(first) for host in hosts):
-        return None
-    accelerators = [
-        replace(facts, device=devices[name][facts.device])
-        for name, run in named.items()
-        for facts in (run.host.accelerators if run.host else ())
-        if facts.device in devices[name]
-    ]
-    return replace(first, accelerators=tuple(_each_once(accelerators)))
-
-
-def _each_once(accelerators: Iterable[Any]) -> list[Any]:
-    return list({facts.device: facts for facts in accelerators}.values())
-
-
-def _machine(host: HostFacts) -> list[object]:
-    """What tells machines apart: all but the devices, of which each rank may see others."""
-    apart = ("accelerators", "unavailable")
-    return [getattr(host, one.name) for one in fields(host) if one.name not in apart]
+def is_rank(stage: Stage) -> bool:
+    """Whether a stage is one process of a merged run; a fact of that name alone may be a LoRA's rank."""
+    return isinstance(stage.facts.get(RANK), Mapping)
 
 
 def devices_in_use(run: Run) -> list[str]:
@@ -220,6 +224,10 @@ def devices_in_use(run: Run) -> list[str]:
     return in_use or [device for device in allocated if device == current]
 
 
+def _snapshots(stage: Stage) -> tuple[MemorySnapshot, ...]:
+    return () if stage.memory is None else (stage.memory.baseline, stage.memory.current)
+
+
 def on_devices(run: Run, devices: Mapping[str, str]) -> Run:
     """The run with these devices alone.
 
@@ -229,21 +237,6 @@ def on_devices(run: Run, devices: Mapping[str, str]) -> Run:
     """
     kept = replace(run, stages=tuple(_without_others(stage, devices) for stage in run.stages))
     return renamed(kept, {old: new for old, new in devices.items() if old != new})
-
-
-def renamed(run: Run, devices: Mapping[str, str]) -> Run:
-    """The run with other names for devices wherever they stand alone, as keys or values, also in facts."""
-    return run_from_plain(_renamed(run_to_plain(run), devices)) if devices else run
-
-
-def _renamed(plain: Any, devices: Mapping[str, str]) -> Any:
-    if isinstance(plain, str):
-        return devices.get(plain, plain)
-    if isinstance(plain, dict):
-        return {devices.get(key, key): _renamed(value, devices) for key, value in plain.items()}
-    if isinstance(plain, list):
-        return [_renamed(value, devices) for value in plain]
-    return plain
 
 
 def _without_others(stage: Stage, devices: Mapping[str, str]) -> Stage:
@@ -262,15 +255,26 @@ def _without_others(stage: Stage, devices: Mapping[str, str]) -> Stage:
     return replace(stage, memory=memory, peak=peak, facts=facts, children=children)
 
 
-def _only_of(fact: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    return {name: one for name, one in fact.items() if name in names}
-
-
 def _only(snapshot: MemorySnapshot, devices: Mapping[str, str]) -> MemorySnapshot:
     kept = tuple(one for one in snapshot.accelerators if one.device in devices)
     current = snapshot.current_device if snapshot.current_device in devices else None
     return replace(snapshot, accelerators=kept, current_device=current)
 
 
-def _snapshots(stage: Stage) -> tuple[MemorySnapshot, ...]:
-    return () if stage.memory is None else (stage.memory.baseline, stage.memory.current)
+def _only_of(fact: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    return {name: one for name, one in fact.items() if name in names}
+
+
+def renamed(run: Run, devices: Mapping[str, str]) -> Run:
+    """The run with other names for devices wherever they stand alone, as keys or values, also in facts."""
+    return run_from_plain(_renamed(run_to_plain(run), devices)) if devices else run
+
+
+def _renamed(plain: Any, devices: Mapping[str, str]) -> Any:
+    if isinstance(plain, str):
+        return devices.get(plain, plain)
+    if isinstance(plain, dict):
+        return {devices.get(key, key): _renamed(value, devices) for key, value in plain.items()}
+    if isinstance(plain, list):
+        return [_renamed(value, devices) for value in plain]
+    return plain

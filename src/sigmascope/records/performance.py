@@ -1,7 +1,12 @@
-"""`PerformanceMetrics`: one generation in one row, and the dicts made of it (SPEC section 6).
+"""The figures of generations, benchmark cases, served requests and profiled steps.
 
-Here alone GB is 10⁹ bytes. The defaults stand for "not filled in yet"; what a finished generation could not
-measure is None, with the reason in its `Run`.
+`PerformanceMetrics` is one generation, followed by the dicts made of it. Here alone GB is 10⁹ bytes. Its
+defaults stand for "not filled in yet"; what a finished generation could not measure is None, with the reason
+in its `Run`.
+
+`BenchCase` is the setting of a benchmark's case; what each repeat says of itself is a fact of its run.
+`RequestRecord` is one request that a server answered, with the generations made for it. `StepsProfile` is
+what a profiler saw of chosen steps, block by block.
 """
 
 from collections.abc import Mapping
@@ -11,6 +16,15 @@ from typing import Any, Final, TypedDict
 
 from sigmascope.records.run import Stage
 from sigmascope.records.serialization import from_plain
+
+BENCHMARK: Final = "benchmark"
+"""The fact of a run under which a benchmark notes what it ran."""
+
+OTHERS: Final = "others_cpu_share"
+"""Of what it notes: the share of all processor threads that other programs used meanwhile, 0 to 1."""
+
+PROFILES: Final = "profiles"
+"""The fact of a stage in which its `StepsProfile`s lie."""
 
 
 def _now() -> str:
@@ -22,8 +36,8 @@ class PerformanceMetrics:
     """Time, memory and target of one generation. Times are seconds, percentages 0-100.
 
     Attributes:
-        generation_time_per_step: Mean of the steps that were timed; when it is over, of those that the accelerator was seen
-            to finish, by its clock, if there are such.
+        generation_time_per_step: Mean of the steps that were timed; when it is over, of those that the accelerator
+            was seen to finish, by its clock, if there are such.
         pipeline_setup_time: From the beginning of the generation to its first step.
         gpu_memory_used_gb: The peak of what PyTorch allocated during the generation, on the device in use.
         system_memory_used_gb: In use on the whole machine at the end.
@@ -181,14 +195,6 @@ class BeforeAfterDict(TypedDict):
     summary: ComparisonSummaryDict
 
 
-BENCHMARK: Final = "benchmark"
-"""The fact of a run under which a benchmark notes what it ran."""
-
-
-OTHERS: Final = "others_cpu_share"
-"""Of what it notes: the share of all processor threads that other programs used meanwhile, 0 to 1."""
-
-
 @dataclass(frozen=True, slots=True)
 class BenchCase:
     """One setting that is measured by itself. None: the pipeline's own.
@@ -297,10 +303,6 @@ class RequestRecord:
     def as_dict(self) -> dict[str, Any]:
         """All fields as JSON values."""
         return asdict(self) | {"generations": [dict(one) for one in self.generations]}
-
-
-PROFILES: Final = "profiles"
-"""The fact of a stage in which its `StepsProfile`s lie."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,8 @@
-"""Prompts are private: what is kept of one is its text, its hash or nothing, as configured."""
+"""Prompts are private: what is kept of one is its text, its hash or nothing, as configured.
+
+Hosts like to quote prompts in what they raise, so `redacted` takes them out of a run's errors.
+`without_prompts` takes them out of what leaves for other tools.
+"""
 
 import hashlib
 import json
@@ -13,12 +17,17 @@ from sigmascope.records.run import Run, Stage
 PromptPrivacy = Literal["full", "hash", "none"]
 """What is kept of a prompt: its text, its SHA-256, or nothing."""
 
-
 Prompts = str | Sequence[str] | Mapping[str, str] | None
 """One prompt, one for each item of a batch, or some by name (`positive`, `negative`)."""
 
+Redact = Callable[[str], str]
 
 _WHOLE_WORDS_BELOW = 8  # characters; "cat" must not be found in "category"
+
+# Where a run's facts hold prompts, for `without_prompts`.
+_PROMPT_KEY = re.compile(r"(?:positive_|negative_)?prompts?(?:_?\d+)?|text_content")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_PRIVACY = "privacy"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,36 +36,6 @@ class StoredPrompt:
 
     sha256: str
     text: str | None = None
-
-
-def prompt_sha256(text: str) -> str:
-    """SHA-256 of a prompt in UTF-8, as 64 hexadecimal digits; lone surrogates are hashed as such.
-
-    A hash tells whether two prompts are the same. Whoever guesses a prompt can confirm the guess with it.
-    """
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
-
-
-def named_prompts(prompts: Prompts) -> dict[str, str]:
-    """Prompts by name: one is `prompt`, those of a batch are `prompt.0`, `prompt.1`, ….
-
-    Raises:
-        ConfigError: Something else than text is among them.
-    """
-    if prompts is None:
-        return {}
-    if isinstance(prompts, str):
-        named: dict[str, Any] = {"prompt": prompts}
-    elif isinstance(prompts, Mapping):
-        named = {str(name): text for name, text in prompts.items()}
-    else:
-        named = {f"prompt.{index}": text for index, text in enumerate(prompts)}
-    for name, text in named.items():
-        if not isinstance(text, str):
-            raise ConfigError(
-                f"The prompt {name!r} is a {type(text).__name__} and not text.", hint="Give prompts as str."
-            )
-    return named
 
 
 def stored_prompts(prompts: Prompts, privacy: PromptPrivacy) -> dict[str, StoredPrompt]:
@@ -83,6 +62,36 @@ def check_privacy(privacy: str) -> None:
         raise ConfigError(
             f"prompt_privacy={privacy!r} does not exist.", hint="Choose 'full', 'hash' or 'none'."
         )
+
+
+def named_prompts(prompts: Prompts) -> dict[str, str]:
+    """Prompts by name: one is `prompt`, those of a batch are `prompt.0`, `prompt.1`, ….
+
+    Raises:
+        ConfigError: Something else than text is among them.
+    """
+    if prompts is None:
+        return {}
+    if isinstance(prompts, str):
+        named: dict[str, Any] = {"prompt": prompts}
+    elif isinstance(prompts, Mapping):
+        named = {str(name): text for name, text in prompts.items()}
+    else:
+        named = {f"prompt.{index}": text for index, text in enumerate(prompts)}
+    for name, text in named.items():
+        if not isinstance(text, str):
+            raise ConfigError(
+                f"The prompt {name!r} is a {type(text).__name__} and not text.", hint="Give prompts as str."
+            )
+    return named
+
+
+def prompt_sha256(text: str) -> str:
+    """SHA-256 of a prompt in UTF-8, as 64 hexadecimal digits; lone surrogates are hashed as such.
+
+    A hash tells whether two prompts are the same. Whoever guesses a prompt can confirm the guess with it.
+    """
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def redactor(prompts: Prompts, privacy: PromptPrivacy) -> Callable[[str], str]:
@@ -126,9 +135,6 @@ def _placeholder(prompt: str, privacy: PromptPrivacy) -> str:
     return f"<prompt sha256:{prompt_sha256(prompt)}>" if privacy == "hash" else "<prompt>"
 
 
-Redact = Callable[[str], str]
-
-
 def redacted(run: Run, redactions: Sequence[Redact]) -> Run:
     """The run whose errors have passed through every function of `redactions`."""
     if not redactions:
@@ -152,11 +158,6 @@ def _redacted(stage: Stage, redact: Redact) -> Stage:
         else replace(details, message=redact(details.message), traceback=redact(details.traceback)),
         children=tuple(_redacted(child, redact) for child in stage.children),
     )
-
-
-_PROMPT_KEY = re.compile(r"(?:positive_|negative_)?prompts?(?:_?\d+)?|text_content")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
-_PRIVACY = "privacy"
 
 
 def without_prompts(run: Run, privacy: PromptPrivacy) -> Callable[[Any], Any]:

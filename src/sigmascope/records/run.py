@@ -1,4 +1,8 @@
-"""`Run`: everything that is known of one watched workflow."""
+"""`Run`: everything that is known of one watched workflow, its stages, their steps, and the findings.
+
+A stage is judged by the accelerator's clock where that was measured, else by the host's (`stage_seconds`).
+Only a file that was changed by hand holds numbers that cannot be times; `impossible_times` names them.
+"""
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,7 +19,6 @@ if TYPE_CHECKING:
 
     from sigmascope.records.prompts import PromptPrivacy
 
-
 STAGES = (
     "model_loading",
     "lora_application",
@@ -25,7 +28,29 @@ STAGES = (
     "denoising",
     "latent_decoding",
 )
-"""The stages of a workflow, in order (SPEC section 2). Others may be named freely."""
+"""The stages of a workflow, in order. Others may be named freely."""
+
+Severity = Literal["info", "warning", "error", "critical"]
+
+DEVICE_SECONDS: Final = "device_seconds"
+"""The fact of a stage that holds what it took on the accelerator."""
+
+LONGEST_SECONDS: Final = 1e11
+"""Some three thousand years."""
+
+NO_TIME: Final = "which is no time"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A conclusion: what was seen, why it matters, what to do. `evidence` holds the numbers it rests on."""
+
+    id: str
+    severity: Severity
+    message: str
+    evidence: Mapping[str, JsonScalar] = field(default_factory=dict)
+    advice: str | None = None
+    stage: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,21 +85,6 @@ class Steps:
 
     def __len__(self) -> int:
         return len(self.seconds)
-
-
-Severity = Literal["info", "warning", "error", "critical"]
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One finding; `evidence` holds the numbers it rests on."""
-
-    id: str
-    severity: Severity
-    message: str
-    evidence: Mapping[str, JsonScalar] = field(default_factory=dict)
-    advice: str | None = None
-    stage: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,12 +192,6 @@ class Run:
         write_trace([self], path, prompts=prompts)
 
 
-DEVICE_SECONDS: Final = "device_seconds"
-"""The fact of a stage that holds what it took on the accelerator."""
-LONGEST_SECONDS: Final = 1e11
-"""Some three thousand years."""
-
-
 def stage_seconds(stage: Stage) -> float:
     """What a stage took: on the accelerator where that was measured, else on the host.
 
@@ -208,64 +212,17 @@ def is_duration(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < LONGEST_SECONDS
 
 
-NO_TIME: Final = "which is no time"
-
-
 def impossible_times(run: Run) -> Iterator[str]:
     """Each field of a run that holds what cannot be a time, by its place in the file, such as "run.seconds is nan, …".
 
     A duration is finite and not negative; a beginning may be before that of what it counts from.
     """
     if not _is_moment(run.started_at):
-        yield f"run.started_at is {_shown(run.started_at)}, {NO_TIME}"
+        yield f"run.started_at is {_short_repr(run.started_at)}, {NO_TIME}"
     if not is_duration(run.seconds):
         yield f"run.seconds is {run.seconds}, {NO_TIME}"
     for index, stage in enumerate(run.stages):
-        yield from _of_stage(stage, f"run.stages[{index}]")
-
-
-def _of_stage(stage: Stage, place: str) -> Iterator[str]:
-    fields: list[tuple[str, object, bool]] = [
-        ("started_seconds", stage.started_seconds, _is_beginning(stage.started_seconds)),
-        ("seconds", stage.seconds, is_duration(stage.seconds)),
-        *_of_steps(stage.steps),
-        *(() if stage.peak is None else _of_peak(stage.peak)),
-    ]
-    if DEVICE_SECONDS in stage.facts:
-        on_device = stage.facts[DEVICE_SECONDS]
-        fields.append((f"facts.{DEVICE_SECONDS}", on_device, is_duration(on_device)))
-    yield from (
-        f"{place}.{name} is {_shown(value)}, {NO_TIME}" for name, value, is_time in fields if not is_time
-    )
-    for index, child in enumerate(stage.children):
-        yield from _of_stage(child, f"{place}.children[{index}]")
-
-
-def _of_steps(steps: Steps) -> Iterator[tuple[str, object, bool]]:
-    for row, started in enumerate(steps.started):
-        yield f"steps.started[{row}]", started, _is_beginning(started)
-    for name, column in (("seconds", steps.seconds), ("gpu_seconds", steps.gpu_seconds)):
-        yield from _known(f"steps.{name}", column)
-
-
-def _known(name: str, column: Iterable[float | None]) -> Iterator[tuple[str, object, bool]]:
-    for row, value in enumerate(column):
-        if value is not None:
-            yield f"{name}[{row}]", value, is_duration(value)
-
-
-def _of_peak(peak: PeakMemory) -> Iterator[tuple[str, object, bool]]:
-    moments = {"rss_at_seconds": peak.rss_at_seconds, "ram_used_at_seconds": peak.ram_used_at_seconds}
-    for index, device in enumerate(peak.accelerators):
-        moments[f"accelerators[{index}].allocated_at_seconds"] = device.allocated_at_seconds
-        moments[f"accelerators[{index}].reserved_at_seconds"] = device.reserved_at_seconds
-    for name, value in moments.items():
-        if value is not None:
-            yield f"peak.{name}", value, _is_beginning(value)
-
-
-def _is_beginning(value: float) -> bool:
-    return -LONGEST_SECONDS < value < LONGEST_SECONDS
+        yield from _impossible_in_stage(stage, f"run.stages[{index}]")
 
 
 def _is_moment(text: str) -> bool:
@@ -276,6 +233,50 @@ def _is_moment(text: str) -> bool:
     return True
 
 
-def _shown(value: object) -> str:
+def _short_repr(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def _impossible_in_stage(stage: Stage, place: str) -> Iterator[str]:
+    fields: list[tuple[str, object, bool]] = [
+        ("started_seconds", stage.started_seconds, _is_beginning(stage.started_seconds)),
+        ("seconds", stage.seconds, is_duration(stage.seconds)),
+        *_times_of_steps(stage.steps),
+        *(() if stage.peak is None else _times_of_peak(stage.peak)),
+    ]
+    if DEVICE_SECONDS in stage.facts:
+        on_device = stage.facts[DEVICE_SECONDS]
+        fields.append((f"facts.{DEVICE_SECONDS}", on_device, is_duration(on_device)))
+    yield from (
+        f"{place}.{name} is {_short_repr(value)}, {NO_TIME}" for name, value, is_time in fields if not is_time
+    )
+    for index, child in enumerate(stage.children):
+        yield from _impossible_in_stage(child, f"{place}.children[{index}]")
+
+
+def _is_beginning(value: float) -> bool:
+    return -LONGEST_SECONDS < value < LONGEST_SECONDS
+
+
+def _times_of_steps(steps: Steps) -> Iterator[tuple[str, object, bool]]:
+    for row, started in enumerate(steps.started):
+        yield f"steps.started[{row}]", started, _is_beginning(started)
+    for name, column in (("seconds", steps.seconds), ("gpu_seconds", steps.gpu_seconds)):
+        yield from _durations(f"steps.{name}", column)
+
+
+def _durations(name: str, column: Iterable[float | None]) -> Iterator[tuple[str, object, bool]]:
+    for row, value in enumerate(column):
+        if value is not None:
+            yield f"{name}[{row}]", value, is_duration(value)
+
+
+def _times_of_peak(peak: PeakMemory) -> Iterator[tuple[str, object, bool]]:
+    moments = {"rss_at_seconds": peak.rss_at_seconds, "ram_used_at_seconds": peak.ram_used_at_seconds}
+    for index, device in enumerate(peak.accelerators):
+        moments[f"accelerators[{index}].allocated_at_seconds"] = device.allocated_at_seconds
+        moments[f"accelerators[{index}].reserved_at_seconds"] = device.reserved_at_seconds
+    for name, value in moments.items():
+        if value is not None:
+            yield f"peak.{name}", value, _is_beginning(value)

@@ -1,16 +1,17 @@
 """Runs as JSON files: `{"schema": 2, "run": {…}}`.
 
-The schema number is that of `migrations`. A file of a later schema is refused rather than half
-understood, one of an earlier schema is migrated.
-
-A schema is the shape of the `run` object in the file. Each step is a pure function on plain dicts from
-one version to the next, so that a run of any age passes through all of them. Whoever changes a type in
-`records` in a way that shows in the file raises `CURRENT_SCHEMA` and adds the step.
+A schema is the shape of the `run` object in the file. A file of a later schema is refused rather than half
+understood. One of an earlier schema is migrated: each step is a pure function on plain dicts from one version
+to the next, so that a run of any age passes through all of them. Whoever changes a type in `records` in a way
+that shows in the file raises `CURRENT_SCHEMA` and adds the step.
 
 * Schema 1: the columns of `steps` were `started_ms`, `step_ms` and `gpu_ms`, in milliseconds.
 * Schema 2: they are `started`, `seconds` and `gpu_seconds`, in seconds, as all other times are.
 
-JSON has no NaN and no infinity. They are written as an object with the one key `$float`, whose value is
+Plain values become the types of `records`, and these plain values, strictly: nothing is coerced, nothing
+dropped.
+
+JSON has no NaN and no infinity. `dumps` writes them as an object with the one key `$float`, whose value is
 "nan", "inf" or "-inf". An object of the caller's that looks so is marked with one more `$`.
 """
 
@@ -35,6 +36,20 @@ from sigmascope.records.run import Run
 
 _IN_MEMORY = "<run in memory>"
 _HINT = "Choose a file written by `Run.save`."
+
+CURRENT_SCHEMA = 2
+Plain = dict[str, Any]
+_COLUMNS = {"started_ms": "started", "step_ms": "seconds", "gpu_ms": "gpu_seconds"}
+"""What schema 2 calls the columns of schema 1."""
+
+Record = TypeVar("Record")
+_MOST: Final = 2**64
+"""No counter is larger, and nothing can be reckoned with what no float holds."""
+
+# How JSON text holds the floats that JSON lacks.
+_TAG = "$float"
+_TAG_OR_ESCAPED = re.compile(r"\$+float")
+_BY_NAME = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def save_run(run: Run, path: str | os.PathLike[str]) -> None:
@@ -67,7 +82,7 @@ def load_run(path: str | os.PathLike[str]) -> Run:
 
 
 def run_to_json(run: Run) -> str:
-    """The run as strict JSON text (ASCII, one line). NaN and infinities survive, see `plain_json`.
+    """The run as strict JSON text (ASCII, one line). NaN and infinities survive, see `dumps`.
 
     Raises:
         TypeError: A fact is of a type that JSON lacks; the message says which.
@@ -114,14 +129,14 @@ def run_from_dict(document: object, *, source: str | os.PathLike[str] = _IN_MEMO
         NewerSchemaError: A later version wrote it.
         RecordError: It is damaged or not a run; the message says where.
     """
-    schema, plain = _parts(document, Path(source))
+    schema, plain = _schema_and_run(document, Path(source))
     try:
         return run_from_plain(migrate(plain, schema))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise RecordError(Path(source), f"is damaged: {error}.", hint=_HINT) from error
 
 
-def _parts(document: object, source: Path) -> tuple[int, dict[str, Any]]:
+def _schema_and_run(document: object, source: Path) -> tuple[int, dict[str, Any]]:
     """The schema number and the run of a document."""
     if not isinstance(document, dict) or not {"schema", "run"} <= document.keys():
         raise RecordError(source, "is JSON, but not a run of Sigmascope.", hint=_HINT)
@@ -134,12 +149,6 @@ def _parts(document: object, source: Path) -> tuple[int, dict[str, Any]]:
     if not isinstance(plain, dict):
         raise RecordError(source, "is damaged: its run is not an object.", hint=_HINT)
     return schema, plain
-
-
-CURRENT_SCHEMA = 2
-
-
-Plain = dict[str, Any]
 
 
 def migrate(run: Plain, schema: int) -> Plain:
@@ -176,9 +185,6 @@ def _objects(parent: Plain, name: str) -> list[Plain]:
     return found
 
 
-_COLUMNS = {"started_ms": "started", "step_ms": "seconds", "gpu_ms": "gpu_seconds"}
-
-
 def _steps_in_seconds(steps: object) -> Plain:
     if not isinstance(steps, dict):
         raise TypeError("steps is not an object")
@@ -196,22 +202,9 @@ MIGRATIONS: Mapping[int, Callable[[Plain], Plain]] = MappingProxyType({1: second
 """The step from each older schema to the next."""
 
 
-Record = TypeVar("Record")
-
-
-_MOST: Final = 2**64
-"""No counter is larger, and nothing can be reckoned with what no float holds."""
-
-
 def run_to_plain(run: Run) -> dict[str, Any]:
     """The run as dicts, lists and scalars."""
     return to_plain(run)
-
-
-def to_plain(record: object) -> dict[str, Any]:
-    """Any dataclass of `records` as dicts, lists and scalars."""
-    plain: dict[str, Any] = _converter().unstructure(record)
-    return plain
 
 
 def run_from_plain(plain: object) -> Run:
@@ -221,6 +214,12 @@ def run_from_plain(plain: object) -> Run:
         ValueError: They do not describe a run; the message says where.
     """
     return from_plain(plain, Run, "run")
+
+
+def to_plain(record: object) -> dict[str, Any]:
+    """Any dataclass of `records` as dicts, lists and scalars."""
+    plain: dict[str, Any] = _converter().unstructure(record)
+    return plain
 
 
 def from_plain(plain: object, kind: type[Record], name: str) -> Record:
@@ -263,40 +262,35 @@ def _converter() -> Converter:
 def _exactly(kind: type) -> Any:
     def check(value: object, _: object) -> object:
         if type(value) is not kind:  # a bool is an int to isinstance
-            raise TypeError(f"{_shown(value)} is not of type {kind.__name__}")
+            raise TypeError(f"{_short_repr(value)} is not of type {kind.__name__}")
         return value
 
     return check
 
 
+def _short_repr(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
 def _count(value: object, _: object) -> object:
     if type(value) is not int:
-        raise TypeError(f"{_shown(value)} is not of type int")
+        raise TypeError(f"{_short_repr(value)} is not of type int")
     if abs(value) > _MOST:
-        raise TypeError(f"{_shown(value)} is beyond 64 bits")
+        raise TypeError(f"{_short_repr(value)} is beyond 64 bits")
     return value
 
 
 def _float(value: object, _: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{_shown(value)} is not a number")
+        raise TypeError(f"{_short_repr(value)} is not a number")
     return float(value)
 
 
 def _scalar(value: object, _: object) -> object:
     if value is not None and not isinstance(value, (bool, int, float, str)):
-        raise TypeError(f"{_shown(value)} is not a single value")
+        raise TypeError(f"{_short_repr(value)} is not a single value")
     return value
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."
-
-
-_TAG = "$float"
-_TAG_OR_ESCAPED = re.compile(r"\$+float")
-_BY_NAME = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def dumps(value: object) -> str:
@@ -308,6 +302,33 @@ def dumps(value: object) -> str:
     return json.dumps(_encode(value, "$"), allow_nan=False, separators=(",", ":"))
 
 
+def _encode(value: object, place: str) -> Any:
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {_TAG: _float_name(value)}
+    if isinstance(value, Mapping):
+        encoded = {_key(key, place): _encode(item, f"{place}.{key}") for key, item in value.items()}
+        return {f"${key}": item for key, item in encoded.items()} if _looks_tagged(encoded) else encoded
+    if isinstance(value, (list, tuple)):
+        return [_encode(item, f"{place}[{index}]") for index, item in enumerate(value)]
+    raise TypeError(f"{place} is of type {type(value).__name__}, which JSON lacks")
+
+
+def _float_name(value: float) -> str:
+    return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
+
+
+def _key(key: object, place: str) -> str:
+    if not isinstance(key, str):
+        raise TypeError(f"{place} has a key of type {type(key).__name__}, which JSON lacks")
+    return key
+
+
+def _looks_tagged(mapping: Mapping[str, Any]) -> bool:
+    return len(mapping) == 1 and _TAG_OR_ESCAPED.fullmatch(next(iter(mapping))) is not None
+
+
 def loads(text: str | bytes) -> Any:
     """The plain values in JSON text that `dumps` wrote.
 
@@ -316,23 +337,6 @@ def loads(text: str | bytes) -> Any:
         RecursionError: It is nested deeper than any run.
     """
     return _decode(json.loads(text, parse_constant=_refuse_constant))
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
-
-
-def _encode(value: object, place: str) -> Any:
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else {_TAG: _name_of(value)}
-    if isinstance(value, Mapping):
-        encoded = {_key(key, place): _encode(item, f"{place}.{key}") for key, item in value.items()}
-        return {f"${key}": item for key, item in encoded.items()} if _looks_tagged(encoded) else encoded
-    if isinstance(value, (list, tuple)):
-        return [_encode(item, f"{place}[{index}]") for index, item in enumerate(value)]
-    raise TypeError(f"{place} is of type {type(value).__name__}, which JSON lacks")
 
 
 def _decode(value: Any) -> Any:
@@ -351,15 +355,5 @@ def _decode(value: Any) -> Any:
     return _BY_NAME[item]
 
 
-def _looks_tagged(mapping: Mapping[str, Any]) -> bool:
-    return len(mapping) == 1 and _TAG_OR_ESCAPED.fullmatch(next(iter(mapping))) is not None
-
-
-def _key(key: object, place: str) -> str:
-    if not isinstance(key, str):
-        raise TypeError(f"{place} has a key of type {type(key).__name__}, which JSON lacks")
-    return key
-
-
-def _name_of(value: float) -> str:
-    return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")

@@ -1,4 +1,7 @@
-"""How busy each accelerator was during a stage, how warm, and whether it was held back."""
+"""What a background thread saw during a stage: how busy each accelerator was, and memory as a curve.
+
+Both are facts of the stage. Beside how busy a device was stand how warm it was and whether it was held back.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,6 +12,13 @@ from sigmascope.records.serialization import from_plain
 
 UTILIZATION: Final = "utilization"
 """The fact of a stage in which `DeviceUtilization` lies, by device."""
+
+MEMORY_OVER_TIME: Final = "memory_over_time"
+"""The fact of an outermost stage in which `MemoryCurve` lies, by what it is of."""
+
+PROCESS: Final = "process"
+SYSTEM: Final = "system"
+"""What curves are of, beside devices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +80,6 @@ def readable_utilization(stage: Stage) -> list[DeviceUtilization]:
         return list(utilization_of(stage).values())
     except (AttributeError, TypeError, ValueError):
         return []
-
-
-MEMORY_OVER_TIME: Final = "memory_over_time"
-"""The fact of an outermost stage in which `MemoryCurve` lies, by what it is of."""
-
-
-PROCESS: Final = "process"
-SYSTEM: Final = "system"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,8 @@
-"""The record of a run in the terminal: stages, memory, tensors, findings. Fits 80 columns."""
+"""The record of a run in the terminal: stages, devices, memory, tensors, findings. Fits 80 columns.
+
+The profile of a denoiser's steps has two tables more: which blocks and which operators take its time. All of
+it is shown without what it could make the terminal do.
+"""
 
 from collections.abc import Iterator
 from itertools import islice
@@ -19,8 +23,11 @@ from sigmascope.records.utilization import PROCESS, DeviceUtilization, readable_
 from sigmascope.units import UNKNOWN, mib, mib_change, percent, printable, seconds, statistic
 
 NO_ACCELERATOR = "No accelerator was found: GPU time and memory were not measured."
-_MOST_DAMAGE: Final = 5
 SEVERITY_STYLE = {"info": "cyan", "warning": "yellow", "error": "red", "critical": "bold red"}
+
+# How many lines of these are shown at most.
+_MOST_DAMAGE: Final = 5
+_MOST_OPERATORS = 10
 
 
 def print_run(run: Run, console: Console | None = None) -> None:
@@ -84,6 +91,32 @@ def _stage_table(run: Run) -> Table:
     return table
 
 
+def new_table(title: str) -> Table:
+    """An empty table whose rows fit 80 columns."""
+    # One space between columns
+    return Table(
+        title=title, title_justify="left", box=None, padding=(0, 1), pad_edge=False, collapse_padding=True
+    )
+
+
+def with_depth(run: Run) -> Iterator[tuple[int, Stage]]:
+    """Each stage, outer ones before those in them, with the number of stages around it."""
+
+    def below(stage: Stage, depth: int) -> Iterator[tuple[int, Stage]]:
+        yield depth, stage
+        for child in stage.children:
+            yield from below(child, depth + 1)
+
+    for stage in run.stages:
+        yield from below(stage, 0)
+
+
+def stage_name(depth: int, stage: Stage) -> Text:
+    """Whether it went well, and its name, further in the deeper it lies."""
+    mark, style = ("✓", "green") if stage.success else ("✗", "red")
+    return Text("  " * depth).append(mark, style).append(f" {stage.name}")
+
+
 def _share(stage: Stage, run: Run) -> str:
     return percent(stage.seconds, run.seconds)
 
@@ -140,12 +173,6 @@ def _errors(run: Run) -> Iterator[RenderableType]:
             yield Text.assemble(("✗ ", "red"), f"{stage.name} failed: {stage.error}")
 
 
-def _all_findings(run: Run) -> Iterator[Finding]:
-    yield from run.findings
-    for stage in run.walk():
-        yield from stage.findings
-
-
 def _finding(finding: Finding) -> RenderableType:
     where = f" [{finding.stage}]" if finding.stage else ""
     text = Text.assemble(
@@ -158,34 +185,17 @@ def _finding(finding: Finding) -> RenderableType:
     return text
 
 
-def new_table(title: str) -> Table:
-    """An empty table whose rows fit 80 columns."""
-    # One space between columns
-    return Table(
-        title=title, title_justify="left", box=None, padding=(0, 1), pad_edge=False, collapse_padding=True
-    )
-
-
-def with_depth(run: Run) -> Iterator[tuple[int, Stage]]:
-    """Each stage, outer ones before those in them, with the number of stages around it."""
-
-    def below(stage: Stage, depth: int) -> Iterator[tuple[int, Stage]]:
-        yield depth, stage
-        for child in stage.children:
-            yield from below(child, depth + 1)
-
-    for stage in run.stages:
-        yield from below(stage, 0)
-
-
-def stage_name(depth: int, stage: Stage) -> Text:
-    """Whether it went well, and its name, further in the deeper it lies."""
-    mark, style = ("✓", "green") if stage.success else ("✗", "red")
-    return Text("  " * depth).append(mark, style).append(f" {stage.name}")
+def _all_findings(run: Run) -> Iterator[Finding]:
+    yield from run.findings
+    for stage in run.walk():
+        yield from stage.findings
 
 
 def accelerator_table(run: Run) -> Table | None:
-    """A row for each stage; None where no device was watched. A host that only queues work is done before the device."""
+    """A row for each stage; None where no device was watched.
+
+    A host that only queues work is done before the device.
+    """
     if not any(stage.peak and stage.peak.accelerators for stage in run.walk()):
         return None
     made = new_table("\nAccelerator (memory in MiB)")
@@ -195,7 +205,7 @@ def accelerator_table(run: Run) -> Table | None:
     for depth, stage in with_depth(run):
         row: list[RenderableType] = [
             stage_name(depth, stage),
-            _time(stage),
+            _gpu_time(stage),
             _gpu_change(stage),
             *_gpu_peak(stage),
         ]
@@ -203,17 +213,7 @@ def accelerator_table(run: Run) -> Table | None:
     return made
 
 
-def untimed_lines(run: Run) -> Iterator[RenderableType]:
-    """A line for each stage of which the accelerator timed some steps and not all."""
-    for stage in run.walk():
-        column = stage.steps.gpu_seconds
-        missing = column.count(None)
-        if 0 < missing < len(column):
-            why = stage.steps.unavailable.get("gpu_seconds", "no reason is on record")
-            yield Text(f"{stage.name}: GPU time of {missing} of {len(column)} steps is not known ({why}).")
-
-
-def _time(stage: Stage) -> str:
+def _gpu_time(stage: Stage) -> str:
     return seconds(device_seconds(stage))
 
 
@@ -236,22 +236,32 @@ def _gpu_peak(stage: Stage) -> tuple[str, str]:
     )
 
 
+def untimed_lines(run: Run) -> Iterator[RenderableType]:
+    """A line for each stage of which the accelerator timed some steps and not all."""
+    for stage in run.walk():
+        column = stage.steps.gpu_seconds
+        missing = column.count(None)
+        if 0 < missing < len(column):
+            why = stage.steps.unavailable.get("gpu_seconds", "no reason is on record")
+            yield Text(f"{stage.name}: GPU time of {missing} of {len(column)} steps is not known ({why}).")
+
+
 def owner_lines(run: Run) -> Iterator[Text]:
     """A line for the process and for each device, where the peak lies in a component's work."""
     for owner in peak_owners(run):
         if owner.component is not None:
-            yield Text(_line(owner))
+            yield Text(_owner_line(owner))
 
 
-def _line(owner: PeakOwner) -> str:
+def _owner_line(owner: PeakOwner) -> str:
     what = "Peak of the process" if owner.where == PROCESS else f"Peak on {owner.where}"
     stage = owner.stage.rsplit("/", 1)[-1]
     by = owner.component if stage == owner.component else f"{owner.component} in {stage}"
     at = "" if owner.at_seconds is None else f" at {seconds(owner.at_seconds)}"
-    return f"{what}: {mib(owner.bytes)} MiB{at}, {by}{_shares(owner)}"
+    return f"{what}: {mib(owner.bytes)} MiB{at}, {by}{_owner_figures(owner)}"
 
 
-def _shares(owner: PeakOwner) -> str:
+def _owner_figures(owner: PeakOwner) -> str:
     grown = None if owner.grown_bytes is None else f"{mib(owner.grown_bytes)} MiB more than before"
     weights = None if owner.component_bytes is None else f"its weights {mib(owner.component_bytes)} MiB"
     told = ", ".join(one for one in (grown, weights) if one is not None)
@@ -265,7 +275,7 @@ def device_lines(run: Run) -> Iterator[RenderableType]:
     """
     for stage in run.walk():
         for device in readable_utilization(stage):
-            yield Text(f"{stage.name}, {device.device}: {_words(device)}")
+            yield Text(f"{stage.name}, {device.device}: {_utilization_words(device)}")
     for stage in run.walk():
         try:
             yield from map(render_profile, profiles_of(stage))
@@ -273,7 +283,7 @@ def device_lines(run: Run) -> Iterator[RenderableType]:
             continue
 
 
-def _words(device: DeviceUtilization) -> str:
+def _utilization_words(device: DeviceUtilization) -> str:
     busy, warmth, power = device.busy_percent, device.temperature_celsius, device.power_watts
     parts = [f"busy {busy.mean:.0f} % (highest {busy.highest:.0f} %)"] if busy else ["business unknown"]
     parts += [f"up to {warmth.highest:.0f} °C"] if warmth else []
@@ -281,9 +291,6 @@ def _words(device: DeviceUtilization) -> str:
     parts += [f"slowed by heat {device.heat_percent:.0f} %"] if device.heat_percent else []
     parts += [f"at its power limit {device.power_cap_percent:.0f} %"] if device.power_cap_percent else []
     return ", ".join(parts)
-
-
-_MOST_OPERATORS = 10
 
 
 def print_profile(profile: StepsProfile, console: Console | None = None) -> None:
@@ -303,13 +310,13 @@ def render_profile(profile: StepsProfile) -> RenderableType:
     parts: list[RenderableType] = [_block_table(title, profile) if profile.whole else Text(title)]
     if profile.operators:
         parts.append(_operator_table(profile))
-    parts += [Text(f"Not seen: {name}: {reason}", style="dim") for name, reason in _gaps(profile)]
+    parts += [Text(f"Not seen: {name}: {reason}", style="dim") for name, reason in _profile_gaps(profile)]
     parts += [Text(f"Trace: {path}") for path in profile.traces]
     return Harmless(Group(*parts))
 
 
 def _block_table(title: str, profile: StepsProfile) -> Table:
-    table = _table(title)
+    table = _profile_table(title)
     table.add_column("Block", overflow="fold")
     for name in ("Calls", "Device" if profile.device else "CPU", "Share", "Python", "MiB", "growth"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -318,8 +325,8 @@ def _block_table(title: str, profile: StepsProfile) -> Table:
         table.add_row(
             Text(block.name or "all", style="" if block.name else "bold"),
             str(block.calls),
-            seconds(_cost(block) / max(1, block.calls)),
-            percent(_cost(block), _cost(whole)),
+            seconds(_block_seconds(block) / max(1, block.calls)),
+            percent(_block_seconds(block), _block_seconds(whole)),
             percent(block.self_cpu_seconds, block.cpu_seconds),
             mib(block.allocated_bytes),
             mib(block.peak_growth_bytes),
@@ -327,18 +334,7 @@ def _block_table(title: str, profile: StepsProfile) -> Table:
     return table
 
 
-def _operator_table(profile: StepsProfile) -> Table:
-    table = _table("\nOperators by their own time")
-    table.add_column("Operator", overflow="fold")
-    for name in ("Calls", "CPU", "Device"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for one in profile.operators[:_MOST_OPERATORS]:
-        device = UNKNOWN if one.self_device_seconds is None else seconds(one.self_device_seconds)
-        table.add_row(Text(one.name), str(one.calls), seconds(one.self_cpu_seconds), device)
-    return table
-
-
-def _table(title: str) -> Table:
+def _profile_table(title: str) -> Table:
     return Table(
         title=Text(title),
         title_justify="left",
@@ -349,11 +345,22 @@ def _table(title: str) -> Table:
     )
 
 
-def _cost(block: BlockProfile) -> float:
+def _block_seconds(block: BlockProfile) -> float:
     return block.cpu_seconds if block.device_seconds is None else block.device_seconds
 
 
-def _gaps(profile: StepsProfile) -> list[tuple[str, str]]:
+def _operator_table(profile: StepsProfile) -> Table:
+    table = _profile_table("\nOperators by their own time")
+    table.add_column("Operator", overflow="fold")
+    for name in ("Calls", "CPU", "Device"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for one in profile.operators[:_MOST_OPERATORS]:
+        device = UNKNOWN if one.self_device_seconds is None else seconds(one.self_device_seconds)
+        table.add_row(Text(one.name), str(one.calls), seconds(one.self_cpu_seconds), device)
+    return table
+
+
+def _profile_gaps(profile: StepsProfile) -> list[tuple[str, str]]:
     """What is worth a line: that there is no accelerator shows in the heading already."""
     return [(name, why) for name, why in profile.unavailable.items() if name != "device_seconds"]
 
@@ -374,10 +381,10 @@ class Harmless:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
         """Render it, and take out what must not reach the terminal."""
         for segment in console.render(self._renderable, options):
-            yield segment if segment.control else Segment(_seen(segment.text), segment.style)
+            yield segment if segment.control else Segment(_without_controls(segment.text), segment.style)
 
 
-def _seen(text: str) -> str:
+def _without_controls(text: str) -> str:
     return (
         text
         if text.isprintable()

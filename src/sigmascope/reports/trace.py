@@ -1,8 +1,8 @@
 """Runs as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
 The format is Chrome's trace event format in its JSON object form: a run is a process, its stages and steps are
-nested slices, memory is counters, findings and errors are instants. Times are microseconds since the first run
-began.
+nested slices, memory and how busy devices were are counters, findings and errors are instants. Times are
+microseconds since the first run began. A click on a slice shows its arguments: flat names with scalars.
 
 A viewer draws what lies inside what on one track by time alone. So a track may hold only slices that nest, and
 those of other threads, which overlap, get tracks of their own.
@@ -18,12 +18,12 @@ from typing import Any, Final, Literal
 from sigmascope.__about__ import __version__
 from sigmascope.errors import ConfigError
 from sigmascope.files import atomic_path
-from sigmascope.records import serialization as plain_json
 from sigmascope.records.facts import ModuleFacts, TensorFacts
 from sigmascope.records.memory import MemorySnapshot, mib
 from sigmascope.records.merge import is_rank
 from sigmascope.records.prompts import PromptPrivacy, without_prompts
 from sigmascope.records.run import Finding, Run, Stage, Steps, impossible_times
+from sigmascope.records.serialization import dumps
 from sigmascope.records.utilization import (
     MEMORY_OVER_TIME,
     PROCESS,
@@ -36,8 +36,21 @@ from sigmascope.units import printable
 
 Event = dict[str, Any]
 
-
 UNNAMED = "unnamed"
+
+# Of the arguments: characters of a text, facts, and levels of nesting.
+LONGEST_TEXT = 300
+MOST_FACTS = 100
+_DEEPEST = 3
+
+PROCESS_COUNTER = "Process memory (MiB)"
+SYSTEM_COUNTER = "System memory used (MiB)"
+_COUNTERS: Final = {PROCESS: PROCESS_COUNTER, SYSTEM: SYSTEM_COUNTER}
+SOME_DEVICE = "accelerator"
+"""Steps say how much was allocated on the device in use; where no snapshot names it, this does."""
+
+Point = tuple[str, float | None, int | None]
+"""The name of a counter, seconds since the stage began, and bytes."""
 
 
 def write_trace(
@@ -55,7 +68,7 @@ def write_trace(
         WriteError: The file cannot be written. What was there before stays.
         TypeError: A fact is of a type that JSON lacks.
     """
-    text = plain_json.dumps(trace_of(runs, prompts=prompts))
+    text = dumps(trace_of(runs, prompts=prompts))
     with atomic_path(path) as temporary:
         temporary.write_text(text + "\n", encoding="utf-8")
 
@@ -95,21 +108,6 @@ def _require_times(runs: Sequence[Run]) -> None:
             )
 
 
-def _readable(event: Event) -> Event:
-    """The event with what viewers refuse mended: a name that is empty, and halves of surrogate pairs."""
-    return {**_whole_characters(event), "name": _whole_characters(event["name"]) or UNNAMED}
-
-
-def _whole_characters(value: Any) -> Any:
-    if isinstance(value, str):
-        return (
-            value if value.isascii() else value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        )
-    if isinstance(value, dict):
-        return {_whole_characters(key): _whole_characters(item) for key, item in value.items()}
-    return [_whole_characters(item) for item in value] if isinstance(value, list) else value
-
-
 def _microseconds(run: Run) -> int:
     """When the run began, in microseconds of the world's clock."""
     begun = datetime.fromisoformat(run.started_at)
@@ -139,14 +137,14 @@ def _process(run: Run, pid: int) -> Iterator[Event]:
     yield _metadata("sigmascope_run", pid, 0, facts)
 
 
+def _metadata(name: str, pid: int, tid: int, arguments: Event) -> Event:
+    return {"ph": "M", "name": name, "pid": pid, "tid": tid, "args": arguments}
+
+
 def _thread(pid: int, track: int) -> Iterator[Event]:
     name = "stages and steps" if track == 0 else f"stages and steps, at the same time ({track + 1})"
     yield _metadata("thread_name", pid, track, {"name": name})
     yield _metadata("thread_sort_index", pid, track, {"sort_index": track})
-
-
-def _metadata(name: str, pid: int, tid: int, arguments: Event) -> Event:
-    return {"ph": "M", "name": name, "pid": pid, "tid": tid, "args": arguments}
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -194,10 +192,6 @@ def _instants(part: Slice, pid: int, track: int) -> Iterator[Event]:
         yield _finding(finding, pid, track, part.ended_ns, "t")
 
 
-def _finding(finding: Finding, pid: int, track: int, at_ns: int, scope: str) -> Event:
-    return _instant(finding.id, "finding", pid, track, at_ns, finding_arguments(finding), scope)
-
-
 def _instant(
     name: str, kind: str, pid: int, tid: int, at_ns: int, arguments: Event, scope: str = "t"
 ) -> Event:
@@ -213,6 +207,10 @@ def _instant(
     }
 
 
+def _finding(finding: Finding, pid: int, track: int, at_ns: int, scope: str) -> Event:
+    return _instant(finding.id, "finding", pid, track, at_ns, finding_arguments(finding), scope)
+
+
 def _counters(run: Run, pid: int, offset_ns: int) -> Iterator[Event]:
     for reading in readings_of(run, offset_ns):
         yield {
@@ -226,9 +224,19 @@ def _counters(run: Run, pid: int, offset_ns: int) -> Iterator[Event]:
         }
 
 
-def nanoseconds(seconds: float) -> int:
-    """Seconds as the nanoseconds that they were computed from, so that edges which met still meet."""
-    return round(seconds * 1e9)
+def _readable(event: Event) -> Event:
+    """The event with what viewers refuse mended: a name that is empty, and halves of surrogate pairs."""
+    return {**_whole_characters(event), "name": _whole_characters(event["name"]) or UNNAMED}
+
+
+def _whole_characters(value: Any) -> Any:
+    if isinstance(value, str):
+        return (
+            value if value.isascii() else value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        )
+    if isinstance(value, dict):
+        return {_whole_characters(key): _whole_characters(item) for key, item in value.items()}
+    return [_whole_characters(item) for item in value] if isinstance(value, list) else value
 
 
 def slices_of(run: Run, offset_ns: int = 0) -> list[Slice]:
@@ -238,11 +246,11 @@ def slices_of(run: Run, offset_ns: int = 0) -> list[Slice]:
         run: The record.
         offset_ns: Where the trace's clock stands when the run begins.
     """
-    found = [part for stage in run.stages for part in _below(stage, None, offset_ns)]
+    found = [part for stage in run.stages for part in _slices_in(stage, None, offset_ns)]
     return sorted(found, key=lambda part: (part.started_ns, -part.ended_ns))
 
 
-def _below(stage: Stage, parent: Slice | None, offset_ns: int) -> Iterator[Slice]:
+def _slices_in(stage: Stage, parent: Slice | None, offset_ns: int) -> Iterator[Slice]:
     started_ns = offset_ns + nanoseconds(stage.started_seconds)
     ended_ns = started_ns + nanoseconds(stage.seconds)
     own = Slice(stage.name, "stage", started_ns, ended_ns, parent, stage, stage_arguments(stage))
@@ -254,7 +262,7 @@ def _below(stage: Stage, parent: Slice | None, offset_ns: int) -> Iterator[Slice
             f"step {index + 1}", "step", step_ns, step_ns + nanoseconds(seconds), own, None, arguments
         )
     for child in stage.children:
-        yield from _below(child, own, offset_ns)
+        yield from _slices_in(child, own, offset_ns)
 
 
 def tracks_of(slices: Sequence[Slice]) -> dict[Slice, int]:
@@ -286,102 +294,9 @@ def _fits(part: Slice, open_slices: Sequence[Slice]) -> bool:
     return part.ended_ns <= innermost.ended_ns and part.lies_in(innermost)
 
 
-LONGEST_TEXT = 300
-MOST_FACTS = 100
-_DEEPEST = 3
-
-
-def stage_arguments(stage: Stage) -> dict[str, Any]:
-    """What is known of a stage beside its time. What is unknown is left out; memory is in MiB."""
-    devices, curves = readable_utilization(stage), readable_curves(stage)
-    # As counters; a caller's own fact of such a name is told as it is.
-    drawn = {name for name, is_drawn in ((UTILIZATION, devices), (MEMORY_OVER_TIME, curves)) if is_drawn}
-    known = {
-        "error": stage.error,
-        **_memory(stage),
-        **{f"{one.device}_busy_percent": one.busy_percent.mean for one in devices if one.busy_percent},
-        **{f"module.{name}": _module(facts) for name, facts in stage.modules.items()},
-        **{f"tensor.{name}": _tensor(facts) for name, facts in stage.tensors.items()},
-        **flat_facts({name: fact for name, fact in stage.facts.items() if name not in drawn}),
-        **{f"unavailable.{name}": reason for name, reason in stage.unavailable.items()},
-    }
-    return {name: _cut(value) for name, value in known.items() if value is not None}
-
-
-def step_arguments(steps: Steps, index: int) -> dict[str, Any]:
-    """One row of the columns. A reading that failed is left out."""
-    row = {
-        "gpu_ms": None if (seconds := _at(steps.gpu_seconds, index)) is None else seconds * 1e3,
-        "process_mib": mib(_at(steps.rss_bytes, index)),
-        "allocated_mib": mib(_at(steps.allocated_bytes, index)),
-    }
-    return {name: value for name, value in row.items() if value is not None}
-
-
-def finding_arguments(finding: Finding) -> dict[str, Any]:
-    """A finding's words and its evidence."""
-    told = {"severity": finding.severity, "message": finding.message, "what_to_do": finding.advice}
-    evidence = {f"evidence.{name}": value for name, value in finding.evidence.items()}
-    return {name: value for name, value in {**told, **evidence}.items() if value is not None}
-
-
-def flat_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Scalars and their lists, nested names joined by dots; how many there are more, beyond the first 100."""
-    flat = dict(_flat(facts, "", 1))
-    shown = dict(list(flat.items())[:MOST_FACTS])
-    if len(flat) > len(shown):
-        shown["facts_left_out"] = len(flat) - len(shown)
-    return shown
-
-
-def _flat(facts: Mapping[str, Any], prefix: str, depth: int) -> Iterator[tuple[str, Any]]:
-    for key, value in facts.items():
-        if isinstance(value, Mapping):
-            if depth < _DEEPEST:
-                yield from _flat(value, f"{prefix}{key}.", depth + 1)
-        elif isinstance(value, Sequence) and not isinstance(value, str):
-            if not any(isinstance(item, Mapping) for item in value):
-                yield f"{prefix}{key}", ", ".join(map(str, value))
-        elif value is not None:
-            yield f"{prefix}{key}", value
-
-
-def _memory(stage: Stage) -> dict[str, float | None]:
-    figures: dict[str, float | None] = {}
-    if stage.memory is not None:
-        figures["process_change_mib"] = stage.memory.as_dict()["process"]["rss_change_mb"]
-    if stage.peak is not None:
-        figures["process_peak_mib"] = mib(stage.peak.rss_bytes)
-        for device in stage.peak.accelerators:
-            figures[f"{device.device}_peak_allocated_mib"] = mib(device.allocated_bytes)
-            figures[f"{device.device}_peak_reserved_mib"] = mib(device.reserved_bytes)
-    return figures
-
-
-def _tensor(facts: TensorFacts) -> str:
-    shape = "×".join(map(str, facts.shape)) or "scalar"
-    return f"{shape} {facts.dtype.removeprefix('torch.')} on {facts.device}"
-
-
-def _module(facts: ModuleFacts) -> str:
-    count = "" if facts.parameters is None else f", {facts.parameters:,} parameters"
-    return f"{facts.class_name}{count}"
-
-
-def _at(column: Sequence[Any], index: int) -> Any:
-    return column[index] if column else None
-
-
-def _cut(value: Any) -> Any:
-    is_long = isinstance(value, str) and len(value) > LONGEST_TEXT
-    return f"{value[:LONGEST_TEXT]}…" if is_long else value
-
-
-PROCESS_COUNTER = "Process memory (MiB)"
-SYSTEM_COUNTER = "System memory used (MiB)"
-_COUNTERS: Final = {PROCESS: PROCESS_COUNTER, SYSTEM: SYSTEM_COUNTER}
-SOME_DEVICE = "accelerator"
-"""Steps say how much was allocated on the device in use; where no snapshot names it, this does."""
+def nanoseconds(seconds: float) -> int:
+    """Seconds as the nanoseconds that they were computed from, so that edges which met still meet."""
+    return round(seconds * 1e9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -427,46 +342,25 @@ def _all_in(outermost: Sequence[Stage], offset_ns: int) -> Iterator[Reading]:
     for stage in outermost:
         for one in stage.walk():
             yield from _memory_counters(one, offset_ns)
-        yield from _curves(stage, offset_ns)
-        yield from _business(stage, offset_ns)
+        yield from _curve_readings(stage, offset_ns)
+        yield from _busy_readings(stage, offset_ns)
 
 
 def _memory_counters(stage: Stage, offset_ns: int) -> Iterator[Reading]:
     started_ns = offset_ns + nanoseconds(stage.started_seconds)
-    for counter, at_seconds, nbytes in (*_edges(stage), *_steps(stage), *_peaks(stage)):
+    for counter, at_seconds, nbytes in (*_edge_points(stage), *_step_points(stage), *_peak_points(stage)):
         size = mib(nbytes)
         if size is not None and at_seconds is not None:
             yield Reading(counter, started_ns + nanoseconds(at_seconds), size)
 
 
-def _curves(stage: Stage, offset_ns: int) -> Iterator[Reading]:
-    started_ns = offset_ns + nanoseconds(stage.started_seconds)
-    for name, curve in readable_curves(stage).items():
-        counter = _COUNTERS.get(name) or _allocated(name)
-        for at_seconds, nbytes in zip(curve.at_seconds, curve.nbytes, strict=True):
-            size = mib(nbytes)
-            if size is not None and math.isfinite(at_seconds):
-                yield Reading(counter, started_ns + nanoseconds(at_seconds), size)
-
-
-def _business(stage: Stage, offset_ns: int) -> Iterator[Reading]:
-    started_ns = offset_ns + nanoseconds(stage.started_seconds)
-    for device in readable_utilization(stage):
-        for at_seconds, percent in zip(device.at_seconds, device.busy_series, strict=False):
-            if math.isfinite(at_seconds) and math.isfinite(percent):
-                yield Reading(f"{device.device} busy (%)", started_ns + nanoseconds(at_seconds), percent, "%")
-
-
-Point = tuple[str, float | None, int | None]
-
-
-def _edges(stage: Stage) -> Iterator[Point]:
+def _edge_points(stage: Stage) -> Iterator[Point]:
     if stage.memory is not None:
-        yield from _snapshot(stage.memory.baseline, 0.0)
-        yield from _snapshot(stage.memory.current, stage.seconds)
+        yield from _snapshot_points(stage.memory.baseline, 0.0)
+        yield from _snapshot_points(stage.memory.current, stage.seconds)
 
 
-def _snapshot(memory: MemorySnapshot, at_seconds: float) -> Iterator[Point]:
+def _snapshot_points(memory: MemorySnapshot, at_seconds: float) -> Iterator[Point]:
     yield PROCESS_COUNTER, at_seconds, memory.process_rss_bytes
     yield SYSTEM_COUNTER, at_seconds, memory.ram_used_bytes
     for device in memory.accelerators:
@@ -474,7 +368,15 @@ def _snapshot(memory: MemorySnapshot, at_seconds: float) -> Iterator[Point]:
         yield _reserved(device.device), at_seconds, device.reserved_bytes
 
 
-def _steps(stage: Stage) -> Iterator[Point]:
+def _allocated(device: str) -> str:
+    return f"{device} allocated (MiB)"
+
+
+def _reserved(device: str) -> str:
+    return f"{device} reserved (MiB)"
+
+
+def _step_points(stage: Stage) -> Iterator[Point]:
     steps = stage.steps
     device = None if stage.memory is None else stage.memory.current.device_in_use()
     ends = [started + seconds for started, seconds in zip(steps.started, steps.seconds, strict=True)]
@@ -485,7 +387,7 @@ def _steps(stage: Stage) -> Iterator[Point]:
         yield _allocated(device or SOME_DEVICE), at_seconds, nbytes
 
 
-def _peaks(stage: Stage) -> Iterator[Point]:
+def _peak_points(stage: Stage) -> Iterator[Point]:
     peak = stage.peak
     if peak is None:
         return
@@ -496,9 +398,105 @@ def _peaks(stage: Stage) -> Iterator[Point]:
         yield _reserved(device.device), device.reserved_at_seconds, device.reserved_bytes
 
 
-def _allocated(device: str) -> str:
-    return f"{device} allocated (MiB)"
+def _curve_readings(stage: Stage, offset_ns: int) -> Iterator[Reading]:
+    started_ns = offset_ns + nanoseconds(stage.started_seconds)
+    for name, curve in readable_curves(stage).items():
+        counter = _COUNTERS.get(name) or _allocated(name)
+        for at_seconds, nbytes in zip(curve.at_seconds, curve.nbytes, strict=True):
+            size = mib(nbytes)
+            if size is not None and math.isfinite(at_seconds):
+                yield Reading(counter, started_ns + nanoseconds(at_seconds), size)
 
 
-def _reserved(device: str) -> str:
-    return f"{device} reserved (MiB)"
+def _busy_readings(stage: Stage, offset_ns: int) -> Iterator[Reading]:
+    started_ns = offset_ns + nanoseconds(stage.started_seconds)
+    for device in readable_utilization(stage):
+        for at_seconds, percent in zip(device.at_seconds, device.busy_series, strict=False):
+            if math.isfinite(at_seconds) and math.isfinite(percent):
+                yield Reading(f"{device.device} busy (%)", started_ns + nanoseconds(at_seconds), percent, "%")
+
+
+def stage_arguments(stage: Stage) -> dict[str, Any]:
+    """What is known of a stage beside its time. What is unknown is left out; memory is in MiB."""
+    devices, curves = readable_utilization(stage), readable_curves(stage)
+    # As counters; a caller's own fact of such a name is told as it is.
+    drawn = {name for name, is_drawn in ((UTILIZATION, devices), (MEMORY_OVER_TIME, curves)) if is_drawn}
+    known = {
+        "error": stage.error,
+        **_memory_figures(stage),
+        **{f"{one.device}_busy_percent": one.busy_percent.mean for one in devices if one.busy_percent},
+        **{f"module.{name}": _module_text(facts) for name, facts in stage.modules.items()},
+        **{f"tensor.{name}": _tensor_text(facts) for name, facts in stage.tensors.items()},
+        **flat_facts({name: fact for name, fact in stage.facts.items() if name not in drawn}),
+        **{f"unavailable.{name}": reason for name, reason in stage.unavailable.items()},
+    }
+    return {name: _cut(value) for name, value in known.items() if value is not None}
+
+
+def _memory_figures(stage: Stage) -> dict[str, float | None]:
+    figures: dict[str, float | None] = {}
+    if stage.memory is not None:
+        figures["process_change_mib"] = stage.memory.as_dict()["process"]["rss_change_mb"]
+    if stage.peak is not None:
+        figures["process_peak_mib"] = mib(stage.peak.rss_bytes)
+        for device in stage.peak.accelerators:
+            figures[f"{device.device}_peak_allocated_mib"] = mib(device.allocated_bytes)
+            figures[f"{device.device}_peak_reserved_mib"] = mib(device.reserved_bytes)
+    return figures
+
+
+def _module_text(facts: ModuleFacts) -> str:
+    count = "" if facts.parameters is None else f", {facts.parameters:,} parameters"
+    return f"{facts.class_name}{count}"
+
+
+def _tensor_text(facts: TensorFacts) -> str:
+    shape = "×".join(map(str, facts.shape)) or "scalar"
+    return f"{shape} {facts.dtype.removeprefix('torch.')} on {facts.device}"
+
+
+def _cut(value: Any) -> Any:
+    is_long = isinstance(value, str) and len(value) > LONGEST_TEXT
+    return f"{value[:LONGEST_TEXT]}…" if is_long else value
+
+
+def step_arguments(steps: Steps, index: int) -> dict[str, Any]:
+    """One row of the columns. A reading that failed is left out."""
+    row = {
+        "gpu_ms": None if (seconds := _at(steps.gpu_seconds, index)) is None else seconds * 1e3,
+        "process_mib": mib(_at(steps.rss_bytes, index)),
+        "allocated_mib": mib(_at(steps.allocated_bytes, index)),
+    }
+    return {name: value for name, value in row.items() if value is not None}
+
+
+def _at(column: Sequence[Any], index: int) -> Any:
+    return column[index] if column else None
+
+
+def finding_arguments(finding: Finding) -> dict[str, Any]:
+    """A finding's words and its evidence."""
+    told = {"severity": finding.severity, "message": finding.message, "what_to_do": finding.advice}
+    evidence = {f"evidence.{name}": value for name, value in finding.evidence.items()}
+    return {name: value for name, value in {**told, **evidence}.items() if value is not None}
+
+
+def flat_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Scalars and their lists, nested names joined by dots; how many there are more, beyond the first 100."""
+    flat = dict(_flat(facts, "", 1))
+    shown = dict(list(flat.items())[:MOST_FACTS])
+    if len(flat) > len(shown):
+        shown["facts_left_out"] = len(flat) - len(shown)
+    return shown
+
+
+def _flat(facts: Mapping[str, Any], prefix: str, depth: int) -> Iterator[tuple[str, Any]]:
+    for key, value in facts.items():
+        if isinstance(value, Mapping):
+            if depth < _DEEPEST:
+                yield from _flat(value, f"{prefix}{key}.", depth + 1)
+        elif isinstance(value, Sequence) and not isinstance(value, str):
+            if not any(isinstance(item, Mapping) for item in value):
+                yield f"{prefix}{key}", ", ".join(map(str, value))
+        elif value is not None:
+            yield f"{prefix}{key}", value
