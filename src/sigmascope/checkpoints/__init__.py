@@ -1,4 +1,4 @@
-"""Files of weights: lazy reading, atomic streaming writing, headers and fingerprints."""
+"""Files of weights: read lazily, written whole or not at all, their headers and fingerprints."""
 
 from sigmascope.checkpoints.checkpoint import (
     Checkpoint,

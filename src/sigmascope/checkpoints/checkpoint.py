@@ -1,4 +1,9 @@
-"""What every opened file of weights offers, whatever its format."""
+"""What every opened file of weights offers, whatever its format.
+
+`Checkpoint` is the interface: names, shapes and types are known at once, tensors are read one at a time.
+`RenamedCheckpoint` gives an opened file other keys, such as those of the model that it is compared with. Below are the
+fingerprints of content: of one tensor, of all tensors of a checkpoint, and of a file's bytes.
+"""
 
 import difflib
 import hashlib
@@ -19,13 +24,17 @@ from sigmascope.progress import Progress, no_progress
 
 CheckpointFormat = Literal["safetensors", "pickle", "gguf"]
 
-
 LEFT_OUT_PREFIX = "lpips_loss."
-"""Training checkpoints carry a loss network that is no part of the model (SPEC section 7)."""
+"""Training checkpoints carry a loss network that is no part of the model."""
+LEFT_OUT_REASON = "belongs to the training loss and not to the model"
 
-
+# What a buffer must satisfy that tensors are read into, in bytes.
 _SMALLEST_PIECE = 8
 _BUFFER_ALIGNMENT = 8  # of the widest element types but complex128, which no file format here has
+
+# How fingerprints are taken.
+_DIGEST_BYTES = 16
+_READ_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,14 +217,6 @@ def _check_buffer(buffer: Tensor, info: TensorInfo, needed: int | None = None) -
         )
 
 
-def is_left_out(key: str) -> bool:
-    """Whether a key belongs to the training loss and not to the model."""
-    return key.startswith(LEFT_OUT_PREFIX)
-
-
-LEFT_OUT_REASON = "belongs to the training loss and not to the model"
-
-
 class RenamedCheckpoint(Checkpoint):
     """An open checkpoint some of whose keys go by another name. It owns the other: closing closes both.
 
@@ -251,10 +252,6 @@ class RenamedCheckpoint(Checkpoint):
     def close(self) -> None:
         """Close the checkpoint behind it."""
         self._source.close()
-
-
-_DIGEST_BYTES = 16
-_READ_BYTES = 4 * 2**20
 
 
 def tensor_fingerprint(tensor: Tensor) -> str:
@@ -318,3 +315,8 @@ def file_sha256(path: str | os.PathLike[str], progress: Progress = no_progress) 
             done += len(piece)
             progress(done, total, file.name)
     return digest.hexdigest()
+
+
+def is_left_out(key: str) -> bool:
+    """Whether a key belongs to the training loss and not to the model."""
+    return key.startswith(LEFT_OUT_PREFIX)

@@ -1,12 +1,10 @@
-"""The dumps of one run in a folder, with an index.
+"""The tensor dumps of one run in a folder, with an index.
 
-Each dump is a file of its own, which says all about itself; the index, `index.jsonl`, holds one line a dump, appended
-once its file is in place. So a killed process leaves whole dumps, of which the last may be missing in the index: it is
-then read from its own header. Names are taken by creating the file, which one process alone can do, and lines are
-appended in one write; several processes and threads may save into one local folder at a time.
-
-The index, `index.jsonl`, holds one line a dump. Lines are appended in one write, so that several processes and threads
-may add theirs at a time; one that a killed process left unfinished or unwritten is made up for by the dump's own header.
+Each dump is a file of its own that says all about itself. The index, `index.jsonl`, holds one line for each dump,
+appended once the dump's file is in place. So a killed process leaves whole dumps; the index may lack the last of them,
+or hold an unfinished line for it, and the dump is then read from its own header. A name is taken by creating the file,
+which only one process can do, and a line is appended in one write: several processes and threads may save into one
+local folder at the same time.
 """
 
 import json
@@ -37,6 +35,11 @@ from sigmascope.records.prompts import PromptPrivacy, Prompts
 
 _LONGEST_STEM = 80
 _MOST_OF_A_NAME = 100_000
+_log = logging.getLogger(__name__)
+
+INDEX_NAME = "index.jsonl"
+NAME_KEY = "dump_name"
+DUMP_SUFFIX = ".safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,14 +216,6 @@ class TensorDumps(Mapping[str, TensorDump[Tensor]]):
         return file is not None and is_existing(self.folder / file)
 
 
-_log = logging.getLogger(__name__)
-
-
-INDEX_NAME = "index.jsonl"
-NAME_KEY = "dump_name"
-DUMP_SUFFIX = ".safetensors"
-
-
 def read_index(folder: Path) -> tuple[DumpEntry, ...]:
     """All whole dumps of a folder: those of the index as they were saved, then files that it lacks, by name.
 
@@ -232,9 +227,37 @@ def read_index(folder: Path) -> tuple[DumpEntry, ...]:
             raise CheckpointError(folder, "is no folder.", hint="Name the folder of a run's dumps.")
         return ()
     files = [file for file in names_in(folder) if _is_whole(folder / file)]
-    listed = {entry.file: entry for entry in _lines(folder / INDEX_NAME) if entry.file in files}
-    rest = [_of_header(folder / file) for file in files if file not in listed]
+    listed = {entry.file: entry for entry in _index_entries(folder / INDEX_NAME) if entry.file in files}
+    rest = [_entry_of_header(folder / file) for file in files if file not in listed]
     return (*listed.values(), *rest)
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether it is a dump and not one that is being written, whose name is reserved by an empty file."""
+    if not path.name.endswith(DUMP_SUFFIX) or path.name.startswith("."):
+        return False
+    with reading(path):
+        return path.stat().st_size > 0
+
+
+def _index_entries(path: Path) -> Iterator[DumpEntry]:
+    if not is_existing(path):
+        return
+    with reading(path):
+        lines = path.read_bytes().split(b"\n")
+    for line in filter(None, lines):
+        try:
+            content = json.loads(line)
+            shapes = {key: tuple(map(int, shape)) for key, shape in content["tensors"].items()}
+            yield DumpEntry(str(content["name"]), str(content["file"]), content["saved_at"], shapes)
+        except (ValueError, TypeError, KeyError, AttributeError):
+            _log.debug("A line of %s is damaged; the dump is read from its own header.", path)
+
+
+def _entry_of_header(path: Path) -> DumpEntry:
+    header = read_header(path)
+    name = header.metadata.get(NAME_KEY, path.name.removesuffix(DUMP_SUFFIX))
+    return DumpEntry(name, path.name, None, {key: entry.shape for key, entry in header.tensors.items()})
 
 
 def append_entry(folder: Path, entry: DumpEntry) -> None:
@@ -251,31 +274,3 @@ def append_entry(folder: Path, entry: DumpEntry) -> None:
             os.close(descriptor)
     except OSError as error:
         _log.warning("The index of %s cannot be written: %s", folder, error)
-
-
-def _lines(path: Path) -> Iterator[DumpEntry]:
-    if not is_existing(path):
-        return
-    with reading(path):
-        lines = path.read_bytes().split(b"\n")
-    for line in filter(None, lines):
-        try:
-            content = json.loads(line)
-            shapes = {key: tuple(map(int, shape)) for key, shape in content["tensors"].items()}
-            yield DumpEntry(str(content["name"]), str(content["file"]), content["saved_at"], shapes)
-        except (ValueError, TypeError, KeyError, AttributeError):
-            _log.debug("A line of %s is damaged; the dump is read from its own header.", path)
-
-
-def _is_whole(path: Path) -> bool:
-    """Whether it is a dump and not one that is being written, whose name is reserved by an empty file."""
-    if not path.name.endswith(DUMP_SUFFIX) or path.name.startswith("."):
-        return False
-    with reading(path):
-        return path.stat().st_size > 0
-
-
-def _of_header(path: Path) -> DumpEntry:
-    header = read_header(path)
-    name = header.metadata.get(NAME_KEY, path.name.removesuffix(DUMP_SUFFIX))
-    return DumpEntry(name, path.name, None, {key: entry.shape for key, entry in header.tensors.items()})

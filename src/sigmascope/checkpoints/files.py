@@ -1,6 +1,9 @@
-"""Look at paths such that whatever the system refuses is a CheckpointError that names the path.
+"""Look at the paths of weight files, tell what a file is, and read bytes of it.
 
-`Path.exists` and its like raise a bare OSError where a folder may not be entered or a name is too long.
+Whatever the system refuses becomes a `CheckpointError` that names the path: `Path.exists` and its like raise a bare
+OSError where a folder may not be entered or a name is too long. `sniff` tells a file's kind by its first bytes and not
+by its name. `read_exactly` fills memory that is there already from any place in an open file, and `iter_tensor_bytes`
+gives a tensor's bytes piece by piece, so that a strided or GPU tensor is never copied whole.
 """
 
 import os
@@ -16,6 +19,40 @@ from torch import Tensor
 from sigmascope.errors import CheckpointError
 from sigmascope.files import reading_hint, reason_of
 
+FileKind = Literal["safetensors", "zip", "pickle", "lfs-pointer", "html", "gguf", "hdf5", "text", "unknown"]
+
+HEAD_BYTES = 512
+"""What `sniff` wants of a file's beginning."""
+_KIND_PREFIXES: tuple[tuple[bytes, FileKind], ...] = (
+    (b"version https://git-lfs.github.com/spec/", "lfs-pointer"),
+    (b"PK\x03\x04", "zip"),
+    (b"\x80\x02", "pickle"),
+    (b"\x80\x03", "pickle"),
+    (b"\x80\x04", "pickle"),
+    (b"\x80\x05", "pickle"),
+    (b"GGUF", "gguf"),
+    (b"\x89HDF\r\n\x1a\n", "hdf5"),
+)
+_DOWNLOAD = "Download the file itself again"
+_KIND_WORDS: dict[FileKind, tuple[str, str]] = {
+    "zip": ("it is a zip archive, as torch.save writes", "If it is a PyTorch checkpoint, name it .ckpt."),
+    "pickle": ("it is a pickle, as old versions of torch.save write", "If you trust it, name it .ckpt."),
+    "lfs-pointer": (
+        "it is a Git LFS pointer: a few lines of text in place of the weights",
+        "Run `git lfs pull` in the repository it came from, or download the file itself.",
+    ),
+    "html": (
+        "it is a web page saved under this name",
+        f"{_DOWNLOAD}: use the direct link, and log in if the site asks for it.",
+    ),
+    "gguf": ("it is a GGUF file", "Convert it to safetensors first."),
+    "hdf5": ("it is an HDF5 (Keras) file", "Convert it to safetensors first."),
+    "text": ("it is a text file", f"{_DOWNLOAD}; the text may say why the download failed."),
+}
+
+_MOST_AT_ONCE = 2**30  # Linux reads less than 2 GiB per call
+CHUNK_BYTES = 8 * 2**20
+
 
 def is_existing(path: str | os.PathLike[str]) -> bool:
     """Whether something is at `path`, links followed.
@@ -25,6 +62,16 @@ def is_existing(path: str | os.PathLike[str]) -> bool:
             long, links form a ring.
     """
     return _mode(Path(path)) is not None
+
+
+def _mode(path: Path) -> int | None:
+    """Type and permission bits; None when nothing is there."""
+    try:
+        return path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError) as error:
+        raise unreadable(path, error) from error
 
 
 def is_folder(path: str | os.PathLike[str]) -> bool:
@@ -77,48 +124,6 @@ def shortened(text: object, limit: int = 120) -> str:
     return quoted if len(quoted) <= limit else f"{quoted[:limit]}…"
 
 
-def _mode(path: Path) -> int | None:
-    """Type and permission bits; None when nothing is there."""
-    try:
-        return path.stat().st_mode
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (OSError, ValueError) as error:
-        raise unreadable(path, error) from error
-
-
-FileKind = Literal["safetensors", "zip", "pickle", "lfs-pointer", "html", "gguf", "hdf5", "text", "unknown"]
-
-
-HEAD_BYTES = 512
-_PREFIXES: tuple[tuple[bytes, FileKind], ...] = (
-    (b"version https://git-lfs.github.com/spec/", "lfs-pointer"),
-    (b"PK\x03\x04", "zip"),
-    (b"\x80\x02", "pickle"),
-    (b"\x80\x03", "pickle"),
-    (b"\x80\x04", "pickle"),
-    (b"\x80\x05", "pickle"),
-    (b"GGUF", "gguf"),
-    (b"\x89HDF\r\n\x1a\n", "hdf5"),
-)
-_DOWNLOAD = "Download the file itself again"
-_IN_WORDS: dict[FileKind, tuple[str, str]] = {
-    "zip": ("it is a zip archive, as torch.save writes", "If it is a PyTorch checkpoint, name it .ckpt."),
-    "pickle": ("it is a pickle, as old versions of torch.save write", "If you trust it, name it .ckpt."),
-    "lfs-pointer": (
-        "it is a Git LFS pointer: a few lines of text in place of the weights",
-        "Run `git lfs pull` in the repository it came from, or download the file itself.",
-    ),
-    "html": (
-        "it is a web page saved under this name",
-        f"{_DOWNLOAD}: use the direct link, and log in if the site asks for it.",
-    ),
-    "gguf": ("it is a GGUF file", "Convert it to safetensors first."),
-    "hdf5": ("it is an HDF5 (Keras) file", "Convert it to safetensors first."),
-    "text": ("it is a text file", f"{_DOWNLOAD}; the text may say why the download failed."),
-}
-
-
 def sniff(head: bytes) -> FileKind:
     """Tell the kind of a file from its first bytes.
 
@@ -131,7 +136,7 @@ def sniff(head: bytes) -> FileKind:
     # First: the length may begin with the very bytes that begin a pickle or a zip.
     if head[4:8] == b"\0\0\0\0" and head[8:9] == b"{":
         return "safetensors"
-    for prefix, kind in _PREFIXES:
+    for prefix, kind in _KIND_PREFIXES:
         if head.startswith(prefix):
             return kind
     if len(head) > 8 and head[8:9] == b"{":
@@ -146,13 +151,10 @@ def sniff(head: bytes) -> FileKind:
 
 def foreign_file_error(path: Path, kind: FileKind, wanted: str) -> CheckpointError | None:
     """The error for a file that is plainly something else than `wanted`, or None if nothing is known."""
-    if kind not in _IN_WORDS:
+    if kind not in _KIND_WORDS:
         return None
-    what, hint = _IN_WORDS[kind]
+    what, hint = _KIND_WORDS[kind]
     return CheckpointError(path, f"is not {wanted}: {what}.", hint=hint)
-
-
-_MOST_AT_ONCE = 2**30  # Linux reads less than 2 GiB per call
 
 
 def read_exactly(stream: BinaryIO, path: Path, name: str, begin: int, buffer: Tensor) -> None:
@@ -191,9 +193,6 @@ def _read_at(stream: BinaryIO, into: memoryview, offset: int) -> int:
     with open(stream.name, "rb", buffering=0) as own:  # noqa: PTH123 - Windows has no pread: a place of its own
         own.seek(offset)
         return own.readinto(into)
-
-
-CHUNK_BYTES = 8 * 2**20
 
 
 def iter_tensor_bytes(tensor: Tensor, chunk_bytes: int = CHUNK_BYTES) -> Iterator[memoryview]:

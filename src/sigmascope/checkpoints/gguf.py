@@ -1,7 +1,8 @@
-"""One GGUF file: its tensors under their own names, dequantised with the gguf package.
+"""GGUF files: their tensors under their own names, dequantised with the gguf package.
 
-Read here and not by the gguf package, which follows the counts of a damaged file for as long as they say.
-Layout: the format's description in the ggml project, versions 2 and 3, little-endian.
+The header is read here and not by the gguf package, which follows the counts of a damaged file for as long as they
+say. The layout is that of the ggml project's description of the format, versions 2 and 3, little-endian: texts and
+numbers, then each tensor's name, sizes, type and place.
 """
 
 import math
@@ -22,7 +23,7 @@ from sigmascope.checkpoints.files import read_exactly, reading, shortened
 from sigmascope.errors import CheckpointError
 
 _ORIGINAL_SHAPE: Final = "comfy.gguf.orig_shape."
-_PLAIN: Final = {
+_PLAIN_TYPES: Final = {
     "F32": torch.float32,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
@@ -32,8 +33,24 @@ _PLAIN: Final = {
     "I32": torch.int32,
     "I64": torch.int64,
 }
+
 _BLOCKS_AT_ONCE: Final = 1 << 15  # of 32 to 256 numbers: a few tens of MiB of the package's working memory
 _OTHER_FILE: Final = "Get a file in one of the common types (Q8_0, Q4_K, …) or in safetensors."
+
+Value = str | int | float | bool | Sequence[object]
+"""Of a field; the objects are values again."""
+
+# The header's layout: numbers of types, and what no sound file exceeds.
+_MAGIC: Final = b"GGUF"
+_VERSIONS: Final = (2, 3)
+_SCALARS: Final = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING: Final = 8
+_ARRAY: Final = 9
+_ALIGNMENT_KEY: Final = "general.alignment"
+_DEFAULT_ALIGNMENT: Final = 32
+_MOST_DIMENSIONS: Final = 8
+_MOST_NESTED: Final = 4
+_MOST_ELEMENTS: Final = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +75,6 @@ class GgufEntry:
         return math.prod(self.shape)
 
 
-Value = str | int | float | bool | Sequence[object]
-"""Of a field; the objects are values again."""
-
-
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
     """A header as read; places are checked once the types' sizes are known."""
@@ -82,12 +95,12 @@ class GgufCheckpoint(Checkpoint):
     format = "gguf"
 
     def __init__(self, path: Path) -> None:
-        self._gguf = _package(path)
+        self._gguf = _gguf_package(path)
         with reading(path):
             stream = path.open("rb")
             try:
                 header = read_gguf_header(stream, path)
-                self._kinds = {entry.name: _kind(self._gguf, path, entry) for entry in header.tensors}
+                self._kinds = {entry.name: _type_of(self._gguf, path, entry) for entry in header.tensors}
                 self._places = self._checked_places(header, path)
                 infos = {entry.name: self._info(header, entry, path) for entry in header.tensors}
             except BaseException:
@@ -96,7 +109,7 @@ class GgufCheckpoint(Checkpoint):
         self._stream = stream
         metadata = {name: str(value) for name, value in header.fields.items() if not isinstance(value, list)}
         quantised = {
-            name: f"GGUF {kind.name}" for name, kind in self._kinds.items() if kind.name not in _PLAIN
+            name: f"GGUF {kind.name}" for name, kind in self._kinds.items() if kind.name not in _PLAIN_TYPES
         }
         super().__init__(path, infos, metadata, {}, quantised)
 
@@ -133,7 +146,7 @@ class GgufCheckpoint(Checkpoint):
             raise _damaged(
                 path, f"{shortened(entry.name)} of shape {entry.shape} cannot be of shape {shortened(shape)}."
             )
-        dtype = _PLAIN.get(self._kinds[entry.name].name, torch.float32)
+        dtype = _PLAIN_TYPES.get(self._kinds[entry.name].name, torch.float32)
         return TensorInfo(entry.name, tuple(integers), dtype, entry.elements * dtype.itemsize)
 
     def _read(self, info: TensorInfo) -> Tensor:
@@ -166,7 +179,7 @@ class GgufCheckpoint(Checkpoint):
         self._stream.close()
 
 
-def _package(path: Path) -> ModuleType:
+def _gguf_package(path: Path) -> ModuleType:
     try:
         import gguf
     except ModuleNotFoundError as error:
@@ -177,24 +190,17 @@ def _package(path: Path) -> ModuleType:
     return gguf
 
 
-def _kind(gguf: ModuleType, path: Path, entry: GgufEntry) -> Any:
+def _type_of(gguf: ModuleType, path: Path, entry: GgufEntry) -> Any:
     """The element type as the package knows it, if it can turn it into numbers."""
     try:
         kind = gguf.GGMLQuantizationType(entry.kind)
         _, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-        if kind.name not in _PLAIN:
+        if kind.name not in _PLAIN_TYPES:
             _dequantised(gguf, np.zeros((1, block_bytes), dtype=np.uint8), kind)
     except (ValueError, KeyError, NotImplementedError) as error:
-        message = (
-            f"tensor {shortened(entry.name)} is of the type {_name(gguf, entry.kind)}, which is not read."
-        )
+        message = f"tensor {shortened(entry.name)} is of the type {_type_name(gguf, entry.kind)}, which is not read."
         raise CheckpointError(path, message, hint=_OTHER_FILE) from error
     return kind
-
-
-def _name(gguf: ModuleType, kind: int) -> str:
-    known: dict[int, str] = {member.value: member.name for member in gguf.GGMLQuantizationType}
-    return known.get(kind, f"number {kind}")
 
 
 def _dequantised(gguf: ModuleType, blocks: np.ndarray, kind: Any) -> np.ndarray:
@@ -203,20 +209,13 @@ def _dequantised(gguf: ModuleType, blocks: np.ndarray, kind: Any) -> np.ndarray:
     return numbers
 
 
+def _type_name(gguf: ModuleType, kind: int) -> str:
+    known: dict[int, str] = {member.value: member.name for member in gguf.GGMLQuantizationType}
+    return known.get(kind, f"number {kind}")
+
+
 def _damaged(path: Path, message: str) -> CheckpointError:
     return CheckpointError(path, message, hint="Download it again, or get another conversion.")
-
-
-_MAGIC: Final = b"GGUF"
-_VERSIONS: Final = (2, 3)
-_SCALARS: Final = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_STRING: Final = 8
-_ARRAY: Final = 9
-_ALIGNMENT_KEY: Final = "general.alignment"
-_DEFAULT_ALIGNMENT: Final = 32
-_MOST_DIMENSIONS: Final = 8
-_MOST_NESTED: Final = 4
-_MOST_ELEMENTS: Final = 2**63 - 1
 
 
 def read_gguf_header(stream: BinaryIO, path: Path) -> GgufHeader:
@@ -226,7 +225,7 @@ def read_gguf_header(stream: BinaryIO, path: Path) -> GgufHeader:
         CheckpointError: It is no GGUF file, of another version or byte order, cut short, or contradicts itself.
     """
     file_bytes = os.fstat(stream.fileno()).st_size
-    reader = _Reader(path, stream, file_bytes)
+    reader = _HeaderReader(path, stream, file_bytes)
     if reader.take(4, "its mark") != _MAGIC:
         reader.fail("is not a GGUF file: it does not begin with GGUF.")
     version = reader.number("I", "version")
@@ -243,7 +242,7 @@ def read_gguf_header(stream: BinaryIO, path: Path) -> GgufHeader:
 
 
 @dataclass
-class _Reader:
+class _HeaderReader:
     """Takes values from the stream one after the other; never more than the file has."""
 
     path: Path

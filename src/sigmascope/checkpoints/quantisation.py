@@ -1,8 +1,9 @@
-"""Which tensors of a file are quantised, and how, told by keys, types and shapes.
+"""Undo the quantisation of weights: 8-bit floats with scales beside them become float32.
 
-Dequantised are 8-bit floats with scales beside them: ComfyUI's `scale_weight` (with its mark `scaled_fp8`) and
-`weight_scale` (with `comfy_quant`), compressed-tensors' `weight_scale` per tensor or per channel, and the blocks
-of 128×128 of `weight_scale_inv`. An 8-bit float without a scale is its own value. All else is refused by name.
+Which tensors are quantised, and how, is told by keys, types and shapes. Dequantised are ComfyUI's `scale_weight` (with
+its mark `scaled_fp8`) and `weight_scale` (with `comfy_quant`), compressed-tensors' `weight_scale` per tensor or per
+channel, and the blocks of 128×128 of `weight_scale_inv`. An 8-bit float without a scale is its own value. All else is
+refused by name.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -29,7 +30,6 @@ _OF_ACTIVATIONS: Final = (".scale_input", ".input_scale")
 _MARKS: Final = ("scaled_fp8", ".comfy_quant")
 _SCALE_DTYPES: Final = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
-
 _REFUSED: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
     ("bitsandbytes NF4 or FP4", (".absmax", ".quant_map", "bitsandbytes__nf4", "bitsandbytes__fp4")),
     ("bitsandbytes int8", (".SCB",)),
@@ -44,6 +44,18 @@ _REFUSED: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
 _HINT: Final = (
     "Use the checkpoint that it was made from (bf16 or fp16), or save a dequantised copy with the tool named."
 )
+
+
+def dequantised(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint itself, or one that undoes its quantisation.
+
+    Raises:
+        CheckpointError: It is quantised in a way that is not undone here; the message names it.
+    """
+    found = quantisation_of(checkpoint)
+    if not found.scales:
+        return checkpoint
+    return DequantisedCheckpoint(checkpoint, dict(found.scales), dict(found.hidden))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,15 +95,6 @@ def quantisation_of(checkpoint: Checkpoint) -> Quantisation:
     return Quantisation(scales, hidden if scales else {})
 
 
-def _is_coded(info: TensorInfo) -> bool:
-    """Whether a weight's numbers are codes: any other type beside a `weight_scale` is a model's own affair."""
-    return info.dtype in FP8 or not (info.dtype.is_floating_point or info.dtype.is_complex)
-
-
-def _is_mark(info: TensorInfo) -> bool:
-    return info.dtype == torch.uint8 or info.dtype in FP8
-
-
 def _refuse_named(checkpoint: Checkpoint) -> None:
     for name, endings in _REFUSED:
         key = _first_ending(checkpoint, endings)
@@ -102,6 +105,11 @@ def _refuse_named(checkpoint: Checkpoint) -> None:
 
 def _first_ending(keys: Iterable[str], endings: tuple[str, ...]) -> str | None:
     return next((key for key in keys if key.endswith(endings)), None)
+
+
+def _is_coded(info: TensorInfo) -> bool:
+    """Whether a weight's numbers are codes: any other type beside a `weight_scale` is a model's own affair."""
+    return info.dtype in FP8 or not (info.dtype.is_floating_point or info.dtype.is_complex)
 
 
 def _check_scale(checkpoint: Checkpoint, weight: TensorInfo, scale: TensorInfo) -> None:
@@ -130,6 +138,10 @@ def scale_kind(weight: tuple[int, ...], scale: tuple[int, ...]) -> str | None:
         return "per channel"
     blocks = tuple(-(-size // BLOCK) for size in weight)
     return f"in blocks of {BLOCK}" if len(weight) == 2 and scale == blocks else None
+
+
+def _is_mark(info: TensorInfo) -> bool:
+    return info.dtype == torch.uint8 or info.dtype in FP8
 
 
 class DequantisedCheckpoint(Checkpoint):
@@ -181,18 +193,6 @@ class DequantisedCheckpoint(Checkpoint):
     def close(self) -> None:
         """Close the file behind it."""
         self._source.close()
-
-
-def dequantised(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint itself, or one that undoes its quantisation.
-
-    Raises:
-        CheckpointError: It is quantised in a way that is not undone here; the message names it.
-    """
-    found = quantisation_of(checkpoint)
-    if not found.scales:
-        return checkpoint
-    return DequantisedCheckpoint(checkpoint, dict(found.scales), dict(found.hidden))
 
 
 def _spread(scale: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -1,10 +1,13 @@
 """Open weights, whatever file or folder they are in.
 
-The names are diffusers' and transformers': `model.safetensors`, `diffusion_pytorch_model.safetensors`, their
-indexes (`….safetensors.index.json`), and with a variant in the name, `….fp16.safetensors` and
-`….safetensors.index.fp16.json`.
+A folder is searched for the names that diffusers and transformers use: `model.safetensors`,
+`diffusion_pytorch_model.safetensors`, their indexes (`….safetensors.index.json`), and with a variant in the name
+`….fp16.safetensors` and `….safetensors.index.fp16.json`. An index says which key is in which of several files
+(`ShardedCheckpoint`).
 
-Keys are `<component>.<key>`, such as `unet.conv_in.weight` and `text_encoder.text_model.….weight`.
+A diffusers folder has a `model_index.json` and a folder for each component. It is opened as one checkpoint
+(`PipelineCheckpoint`) with keys `<component>.<key>`, such as `unet.conv_in.weight` and
+`text_encoder.text_model.….weight`.
 """
 
 import difflib
@@ -35,6 +38,21 @@ from sigmascope.checkpoints.quantisation import dequantised
 from sigmascope.checkpoints.safetensors import SafetensorsCheckpoint
 from sigmascope.checkpoints.torch_files import PickleCheckpoint
 from sigmascope.errors import CheckpointError
+
+INDEX_SUFFIX: Final = ".safetensors.index.json"
+PICKLE_SUFFIXES: Final = (".ckpt", ".pt", ".pth", ".bin")
+
+_USUAL_STEMS: Final = ("model", "diffusion_pytorch_model")
+_SHARD_STEM: Final = re.compile(r"-\d{5}-of-\d{5}$")
+_PREFERRED_VARIANTS: Final = ("fp32", "bf16", "fp16")
+"""Of several variants without a plain file: the one that has lost least."""
+
+_MAX_SHARD_INDEX_BYTES = 100_000_000
+_INCOMPLETE = "Download the folder again, all of it."
+MODEL_INDEX: Final = "model_index.json"
+_MAX_MODEL_INDEX_BYTES = 10_000_000
+
+OpenFile = Callable[[Path], Checkpoint]
 
 
 def open_checkpoint(
@@ -93,6 +111,19 @@ def _open_file(file: Path) -> Checkpoint:
     return _open_pickle(file) if suffix in PICKLE_SUFFIXES else SafetensorsCheckpoint(file)
 
 
+def _missing(file: Path) -> CheckpointError:
+    if not is_folder(file.parent):
+        message = f"does not exist: there is no folder {file.parent}."
+        return CheckpointError(file, message, hint="Check the path.")
+    try:
+        siblings = names_in(file.parent)
+    except CheckpointError:  # a folder that may be entered but not listed
+        siblings = []
+    near = difflib.get_close_matches(file.name, siblings, n=3, cutoff=0.5)
+    hint = f"Nearest names there: {', '.join(near)}." if near else "Check the path."
+    return CheckpointError(file, "does not exist.", hint=hint)
+
+
 def _open_pickle(file: Path) -> Checkpoint:
     with reading(file), file.open("rb") as stream:
         head = stream.read(HEAD_BYTES)
@@ -108,25 +139,10 @@ def _open_pickle(file: Path) -> Checkpoint:
     return PickleCheckpoint(file)
 
 
-def _missing(file: Path) -> CheckpointError:
-    if not is_folder(file.parent):
-        message = f"does not exist: there is no folder {file.parent}."
-        return CheckpointError(file, message, hint="Check the path.")
-    try:
-        siblings = names_in(file.parent)
-    except CheckpointError:  # a folder that may be entered but not listed
-        siblings = []
-    near = difflib.get_close_matches(file.name, siblings, n=3, cutoff=0.5)
-    hint = f"Nearest names there: {', '.join(near)}." if near else "Check the path."
-    return CheckpointError(file, "does not exist.", hint=hint)
-
-
-INDEX_SUFFIX: Final = ".safetensors.index.json"
-PICKLE_SUFFIXES: Final = (".ckpt", ".pt", ".pth", ".bin")
-_USUAL: Final = ("model", "diffusion_pytorch_model")
-_OF_A_SHARD: Final = re.compile(r"-\d{5}-of-\d{5}$")
-_PREFERRED_VARIANTS: Final = ("fp32", "bf16", "fp16")
-"""Of several variants without a plain file: the one that has lost least."""
+def no_such_variant(folder: Path, variant: str, variants: list[str]) -> CheckpointError:
+    """The error for a variant that a folder does not have."""
+    have = f"It has {', '.join(variants)}." if variants else "Its files have no variant in their names."
+    return CheckpointError(folder, f"has no weights in the variant {variant}.", hint=have)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +189,7 @@ def weight_files(folder: Path) -> WeightFiles:
     """
     names = names_in(folder)
     found: dict[str, str] = {}
-    for stem in _USUAL:
+    for stem in _USUAL_STEMS:
         for name in names:
             variant = _variant_of(name, stem)
             if variant is None:
@@ -191,7 +207,7 @@ def _variant_of(name: str, stem: str) -> str | None:
     if index is not None:
         return index[1] or ""
     whole = re.fullmatch(rf"{stem}(?:\.([\w-]+))?\.safetensors", name)
-    if whole is None or _OF_A_SHARD.search(name.removesuffix(".safetensors")):
+    if whole is None or _SHARD_STEM.search(name.removesuffix(".safetensors")):
         return None
     return whole[1] or ""
 
@@ -229,10 +245,6 @@ def _has_safetensors(child: Path) -> bool:
         return is_folder(child) and any(name.endswith(".safetensors") for name in names_in(child))
     except CheckpointError:
         return False  # one that may not be entered is no help as a hint
-
-
-_MAX_SHARD_INDEX_BYTES = 100_000_000
-_INCOMPLETE = "Download the folder again, all of it."
 
 
 class ShardedCheckpoint(Checkpoint):
@@ -349,14 +361,6 @@ def _merged_metadata(index: dict[str, Any], shards: Mapping[str, SafetensorsChec
     return merged
 
 
-MODEL_INDEX: Final = "model_index.json"
-_MAX_MODEL_INDEX_BYTES = 10_000_000
-_AGAIN = "Download the folder again, all of it."
-
-
-OpenFile = Callable[[Path], Checkpoint]
-
-
 class PipelineCheckpoint(Checkpoint):
     """The components of a diffusers folder as one checkpoint; closing it closes all.
 
@@ -430,7 +434,9 @@ def open_pipeline(folder: Path, variant: str | None, open_file: OpenFile) -> Pip
         else:
             components[name] = file
     if not components:
-        raise CheckpointError(folder, "has a model_index.json and no weights in its folders.", hint=_AGAIN)
+        raise CheckpointError(
+            folder, "has a model_index.json and no weights in its folders.", hint=_INCOMPLETE
+        )
     if variant is not None and variant not in variants:
         raise no_such_variant(folder, variant, sorted(variants))
     opened: dict[str, Checkpoint] = {}
@@ -442,24 +448,6 @@ def open_pipeline(folder: Path, variant: str | None, open_file: OpenFile) -> Pip
         for component in opened.values():
             component.close()
         raise
-
-
-def no_such_variant(folder: Path, variant: str, variants: list[str]) -> CheckpointError:
-    """The error for a variant that a folder does not have."""
-    have = f"It has {', '.join(variants)}." if variants else "Its files have no variant in their names."
-    return CheckpointError(folder, f"has no weights in the variant {variant}.", hint=have)
-
-
-def _weights_of(component: Path, variant: str | None, variants: set[str]) -> Path | None:
-    if not is_folder(component):
-        return None
-    files = weight_files(component)
-    variants.update(files.variants)
-    chosen = files.choose(variant) if variant in files.by_variant else files.choose(None)
-    if chosen is not None:
-        return chosen
-    has_any = any(name.endswith((".safetensors", *PICKLE_SUFFIXES)) for name in names_in(component))
-    return only_file(component) if has_any else None
 
 
 def _component_names(folder: Path) -> list[str]:
@@ -485,7 +473,19 @@ def _read_model_index(path: Path) -> dict[str, Any]:
     try:
         index = json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(path, f"is not valid JSON ({error}).", hint=_AGAIN) from error
+        raise CheckpointError(path, f"is not valid JSON ({error}).", hint=_INCOMPLETE) from error
     if not isinstance(index, dict):
-        raise CheckpointError(path, "is not a JSON object that names components.", hint=_AGAIN)
+        raise CheckpointError(path, "is not a JSON object that names components.", hint=_INCOMPLETE)
     return index
+
+
+def _weights_of(component: Path, variant: str | None, variants: set[str]) -> Path | None:
+    if not is_folder(component):
+        return None
+    files = weight_files(component)
+    variants.update(files.variants)
+    chosen = files.choose(variant) if variant in files.by_variant else files.choose(None)
+    if chosen is not None:
+        return chosen
+    has_any = any(name.endswith((".safetensors", *PICKLE_SUFFIXES)) for name in names_in(component))
+    return only_file(component) if has_any else None

@@ -1,22 +1,19 @@
-"""The header of a safetensors file, read and checked before anything else is believed.
+"""Read and write safetensors files, one tensor in memory at a time.
 
-A file is: 8 bytes little-endian header length, that many bytes of JSON (which may end in spaces), then
-the tensors' bytes. The JSON gives each tensor's element type, shape and byte range; the ranges must
-cover the data exactly, without overlap or hole (format description of the safetensors project).
+A file is 8 bytes of little-endian header length, that many bytes of JSON (which may end in spaces), then the tensors'
+bytes. The JSON gives each tensor's element type, shape and byte range; the ranges must cover the data exactly, without
+overlap or hole (format description of the safetensors project). The header is read and checked before anything else
+is believed. Its codes for element types are the format's own. A type that the installed PyTorch does not have yet is
+known by its size, so that the header can still be checked and listed.
 
-Codes are those of the safetensors format. A type that the installed PyTorch does not have yet is known
-by its size, so that a header can still be checked and listed.
+Tensors are read with `pread` into memory of their own and not mapped. So a file that is cut short or replaced while it
+is open gives an error where a mapping would kill the process, memory holds one tensor, threads may read at once, and
+the tensor is aligned whatever its offset.
 
-The bytes are read with `pread` into memory of the tensor's own, and not mapped: a file that is cut short
-or replaced while it is open then gives an error where a mapping would kill the process, memory holds one
-tensor, threads may read at once, and the tensor is aligned whatever the offset.
-
-The header comes first in the file but is known last, so room is left for it and what stays of it is
-filled with spaces, which the format allows. A header that does not fit, or that would leave much room,
-makes the data move once.
-
-Every tensor lies at a multiple of its element size: one whose size is no multiple of 8 bytes (a scalar,
-an odd bias) waits and comes last, by falling element size.
+When a file is written, the header comes first but is known last. So room is left for it, and what stays of the room is
+filled with spaces, which the format allows. A header that does not fit, or that would leave much room, makes the data
+move once. Every tensor lies at a multiple of its element size: one whose size is no multiple of 8 bytes (a scalar, an
+odd bias) waits and comes last, by falling element size.
 """
 
 import json
@@ -53,6 +50,53 @@ _LENGTH_BYTES = 8
 _MAX_DIMENSIONS = 64
 _MAX_SIZE = 2**63 - 1
 _DAMAGED = "The file is damaged: download it again or make it anew."
+
+# Element types by the format's codes.
+_BITS_AND_TORCH_NAME = {
+    "BOOL": (8, "bool"),
+    "U8": (8, "uint8"),
+    "I8": (8, "int8"),
+    "U16": (16, "uint16"),
+    "I16": (16, "int16"),
+    "U32": (32, "uint32"),
+    "I32": (32, "int32"),
+    "U64": (64, "uint64"),
+    "I64": (64, "int64"),
+    "F16": (16, "float16"),
+    "BF16": (16, "bfloat16"),
+    "F32": (32, "float32"),
+    "F64": (64, "float64"),
+    "C64": (64, "complex64"),
+    "F8_E4M3": (8, "float8_e4m3fn"),
+    "F8_E4M3FNUZ": (8, "float8_e4m3fnuz"),
+    "F8_E5M2": (8, "float8_e5m2"),
+    "F8_E5M2FNUZ": (8, "float8_e5m2fnuz"),
+    "F8_E8M0": (8, "float8_e8m0fnu"),
+    "F6_E2M3": (6, None),
+    "F6_E3M2": (6, None),
+    "F4": (4, "float4_e2m1fn_x2"),
+}
+BITS: dict[str, int] = {code: bits for code, (bits, _) in _BITS_AND_TORCH_NAME.items()}
+"""Bits of one element, by safetensors code."""
+TORCH_DTYPES: dict[str, torch.dtype] = {
+    code: getattr(torch, name)
+    for code, (_, name) in _BITS_AND_TORCH_NAME.items()
+    if name is not None and hasattr(torch, name)
+}
+"""PyTorch's type, by safetensors code, as far as the installed version has it."""
+CODES: dict[torch.dtype, str] = {dtype: code for code, dtype in TORCH_DTYPES.items()}
+"""Safetensors code, by PyTorch's type."""
+_PACKED = {"F4": 2}  # elements that PyTorch keeps in one of its own
+
+# How files are written.
+_DEFAULT_HEADER_BYTES = 256 * 1024
+_WAITING_IN_MEMORY = 16 * 2**20
+PADDING_SHARE = 64
+"""Room in the header above 1/64 of the data is not left standing."""
+ALIGNMENT = 8
+LENGTH_BYTES = 8
+_ENTRY_BYTES = 160  # dtype, up to six sizes of seven digits, two offsets of fifteen
+_COPY_BYTES = 8 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,10 +166,6 @@ def read_header_from(stream: BinaryIO, path: Path) -> SafetensorsHeader:
     return SafetensorsHeader(path, {entry.name: entry for entry in entries}, metadata, data_start, file_bytes)
 
 
-def _fail(path: Path, message: str, hint: str = _DAMAGED) -> NoReturn:
-    raise CheckpointError(path, message, hint=hint)
-
-
 def _header_length(stream: BinaryIO, path: Path, file_bytes: int) -> int:
     head = stream.read(HEAD_BYTES)
     if not head:
@@ -148,6 +188,10 @@ def _header_length(stream: BinaryIO, path: Path, file_bytes: int) -> int:
         )
     stream.seek(_LENGTH_BYTES)
     return length
+
+
+def _fail(path: Path, message: str, hint: str = _DAMAGED) -> NoReturn:
+    raise CheckpointError(path, message, hint=hint)
 
 
 def _parse(raw: bytes, path: Path) -> dict[str, Any]:
@@ -235,71 +279,6 @@ def _check_cover(entries: Iterable[TensorEntry], path: Path, data_bytes: int) ->
         _fail(path, f"has {data_bytes - position} bytes after the last tensor that the header does not name.")
 
 
-_BITS_AND_TORCH_NAME = {
-    "BOOL": (8, "bool"),
-    "U8": (8, "uint8"),
-    "I8": (8, "int8"),
-    "U16": (16, "uint16"),
-    "I16": (16, "int16"),
-    "U32": (32, "uint32"),
-    "I32": (32, "int32"),
-    "U64": (64, "uint64"),
-    "I64": (64, "int64"),
-    "F16": (16, "float16"),
-    "BF16": (16, "bfloat16"),
-    "F32": (32, "float32"),
-    "F64": (64, "float64"),
-    "C64": (64, "complex64"),
-    "F8_E4M3": (8, "float8_e4m3fn"),
-    "F8_E4M3FNUZ": (8, "float8_e4m3fnuz"),
-    "F8_E5M2": (8, "float8_e5m2"),
-    "F8_E5M2FNUZ": (8, "float8_e5m2fnuz"),
-    "F8_E8M0": (8, "float8_e8m0fnu"),
-    "F6_E2M3": (6, None),
-    "F6_E3M2": (6, None),
-    "F4": (4, "float4_e2m1fn_x2"),
-}
-
-
-BITS: dict[str, int] = {code: bits for code, (bits, _) in _BITS_AND_TORCH_NAME.items()}
-"""Bits of one element, by safetensors code."""
-
-
-TORCH_DTYPES: dict[str, torch.dtype] = {
-    code: getattr(torch, name)
-    for code, (_, name) in _BITS_AND_TORCH_NAME.items()
-    if name is not None and hasattr(torch, name)
-}
-"""PyTorch's type, by safetensors code, as far as the installed version has it."""
-
-
-CODES: dict[torch.dtype, str] = {dtype: code for code, dtype in TORCH_DTYPES.items()}
-"""Safetensors code, by PyTorch's type."""
-
-
-_PACKED = {"F4": 2}  # elements that PyTorch keeps in one of its own
-
-
-def to_torch(code: str, shape: tuple[int, ...]) -> tuple[torch.dtype, tuple[int, ...]] | None:
-    """PyTorch's type and shape of a tensor in a file; None when this PyTorch has no such type."""
-    dtype = TORCH_DTYPES.get(code)
-    packed = _PACKED.get(code, 1)
-    if dtype is None or packed == 1:
-        return None if dtype is None else (dtype, shape)
-    if not shape or shape[-1] % packed:
-        return None
-    return dtype, (*shape[:-1], shape[-1] // packed)
-
-
-def to_file(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]] | None:
-    """Code and shape with which a file names a tensor; None when the format has no such type."""
-    code = CODES.get(dtype)
-    packed = 1 if code is None else _PACKED.get(code, 1)
-    if code is None or (packed > 1 and not shape):
-        return None
-    return code, shape if packed == 1 else (*shape[:-1], shape[-1] * packed)
-
-
 class SafetensorsCheckpoint(Checkpoint):
     """One `.safetensors` file; `header` is what its header says."""
 
@@ -357,10 +336,97 @@ def _torch_view(header: SafetensorsHeader) -> tuple[dict[str, TensorInfo], dict[
     return infos, skipped
 
 
-_DEFAULT_HEADER_BYTES = 256 * 1024
-_WAITING_IN_MEMORY = 16 * 2**20
-PADDING_SHARE = 64
-"""Room in the header above 1/64 of the data is not left standing."""
+def save_safetensors(
+    path: str | os.PathLike[str], tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write tensors that are in memory as a safetensors file, whole or not at all.
+
+    Args:
+        path: The target.
+        tensors: By key; any strides and devices; tensors that share memory are written each.
+        metadata: Texts for the header.
+
+    Raises:
+        WriteError: The target cannot be written, the disk is too small, or a tensor has no type that
+            the format knows.
+    """
+    texts = checked_metadata(Path(path), metadata or {})
+    for name in tensors:
+        check_encodable(Path(path), "the tensor", name)
+    named = [(name, to_file(tensor.dtype, tuple(tensor.shape))) for name, tensor in tensors.items()]
+    entries = aligned_order(FileEntry(name, *known) for name, known in named if known is not None)
+    header_bytes = len(encoded_header(entries, texts))
+    data_bytes = sum(entry.nbytes for entry in entries)
+    with StreamingWriter(path, texts, header_bytes=header_bytes, data_bytes=data_bytes) as writer:
+        for name, tensor in tensors.items():
+            writer.write(name, tensor)
+
+
+def checked_metadata(path: Path, metadata: Mapping[Any, Any]) -> dict[str, str]:
+    """A copy of header metadata that is text to text.
+
+    Raises:
+        WriteError: It is not, or UTF-8 cannot hold it.
+    """
+    for key, value in metadata.items():
+        if not isinstance(key, str) or not isinstance(value, str):
+            message = f"the metadata {key!r}: {value!r} is not text to text."
+            raise WriteError(path, message, hint="Give metadata as str; put other values through json.dumps.")
+        for text in (key, value):
+            check_encodable(path, "the metadata", text)
+    return dict(metadata)
+
+
+def check_encodable(path: Path, what: str, text: str) -> None:
+    """Refuse what UTF-8 cannot hold, such as a file name that the system could not decode.
+
+    Raises:
+        WriteError: With `what` and the text.
+    """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        message = f"{what} {shortened(text)} cannot be written as UTF-8."
+        raise WriteError(path, message, hint="Rename it; header texts must be valid Unicode.") from error
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """One tensor as the header names it; where it lies follows from the order."""
+
+    name: str
+    code: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor in the file."""
+        return math.prod(self.shape) * BITS[self.code] // 8
+
+    @property
+    def keeps_alignment(self) -> bool:
+        """Whether what follows this tensor is aligned for every element type."""
+        return self.nbytes % ALIGNMENT == 0
+
+
+def aligned_order(entries: Iterable[FileEntry]) -> list[FileEntry]:
+    """Put tensors of odd sizes last, by falling element size, so that all are aligned; else as given."""
+    return sorted(entries, key=lambda entry: (0, 0) if entry.keeps_alignment else (1, -BITS[entry.code]))
+
+
+def encoded_header(entries: Iterable[FileEntry], metadata: Mapping[str, str]) -> bytes:
+    """The header's JSON for tensors that follow each other in the order given, not yet padded."""
+    content: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    position = 0
+    for entry in entries:
+        end = position + entry.nbytes
+        content[entry.name] = {
+            "dtype": entry.code,
+            "shape": list(entry.shape),
+            "data_offsets": [position, end],
+        }
+        position = end
+    return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
 
 
 class StreamingWriter:
@@ -491,76 +557,6 @@ class StreamingWriter:
             write_all(self._file, memoryview(length.to_bytes(LENGTH_BYTES, "little") + header.ljust(length)))
 
 
-def save_safetensors(
-    path: str | os.PathLike[str], tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
-) -> None:
-    """Write tensors that are in memory as a safetensors file, whole or not at all.
-
-    Args:
-        path: The target.
-        tensors: By key; any strides and devices; tensors that share memory are written each.
-        metadata: Texts for the header.
-
-    Raises:
-        WriteError: The target cannot be written, the disk is too small, or a tensor has no type that
-            the format knows.
-    """
-    texts = checked_metadata(Path(path), metadata or {})
-    for name in tensors:
-        check_encodable(Path(path), "the tensor", name)
-    named = [(name, to_file(tensor.dtype, tuple(tensor.shape))) for name, tensor in tensors.items()]
-    entries = aligned_order(FileEntry(name, *known) for name, known in named if known is not None)
-    header_bytes = len(encoded_header(entries, texts))
-    data_bytes = sum(entry.nbytes for entry in entries)
-    with StreamingWriter(path, texts, header_bytes=header_bytes, data_bytes=data_bytes) as writer:
-        for name, tensor in tensors.items():
-            writer.write(name, tensor)
-
-
-ALIGNMENT = 8
-LENGTH_BYTES = 8
-_ENTRY_BYTES = 160  # dtype, up to six sizes of seven digits, two offsets of fifteen
-
-
-@dataclass(frozen=True, slots=True)
-class FileEntry:
-    """One tensor as the header names it; where it lies follows from the order."""
-
-    name: str
-    code: str
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensor in the file."""
-        return math.prod(self.shape) * BITS[self.code] // 8
-
-    @property
-    def keeps_alignment(self) -> bool:
-        """Whether what follows this tensor is aligned for every element type."""
-        return self.nbytes % ALIGNMENT == 0
-
-
-def aligned_order(entries: Iterable[FileEntry]) -> list[FileEntry]:
-    """Put tensors of odd sizes last, by falling element size, so that all are aligned; else as given."""
-    return sorted(entries, key=lambda entry: (0, 0) if entry.keeps_alignment else (1, -BITS[entry.code]))
-
-
-def encoded_header(entries: Iterable[FileEntry], metadata: Mapping[str, str]) -> bytes:
-    """The header's JSON for tensors that follow each other in the order given, not yet padded."""
-    content: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
-    position = 0
-    for entry in entries:
-        end = position + entry.nbytes
-        content[entry.name] = {
-            "dtype": entry.code,
-            "shape": list(entry.shape),
-            "data_offsets": [position, end],
-        }
-        position = end
-    return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
-
-
 def estimated_header_bytes(names: Iterable[str], metadata: Mapping[str, str]) -> int:
     """Room that a header of these names will fit in, whatever the shapes are likely to be."""
     return len(encoded_header([], metadata)) + sum(len(json.dumps(name)) + _ENTRY_BYTES for name in names)
@@ -569,6 +565,30 @@ def estimated_header_bytes(names: Iterable[str], metadata: Mapping[str, str]) ->
 def padded(size: int) -> int:
     """`size` rounded up to the alignment."""
     return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def require_space(path: Path, folder: Path, needed: int) -> None:
+    """Refuse what the disk has no room for.
+
+    Args:
+        path: The target, for the message.
+        folder: Where the bytes will lie.
+        needed: How many.
+
+    Raises:
+        WriteError: Fewer bytes are free.
+    """
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise _disk_full(path, needed, free)
+
+
+def _disk_full(path: Path, needed: int, free: int) -> WriteError:
+    return WriteError(
+        path,
+        f"the disk is full: {needed} more bytes are needed, {free} are free.",
+        hint="Free some space or choose another disk.",
+    )
 
 
 def storable_entry(path: Path, name: str, tensor: Tensor) -> FileEntry:
@@ -588,35 +608,23 @@ def storable_entry(path: Path, name: str, tensor: Tensor) -> FileEntry:
     return FileEntry(name, *known)
 
 
-def checked_metadata(path: Path, metadata: Mapping[Any, Any]) -> dict[str, str]:
-    """A copy of header metadata that is text to text.
+@contextmanager
+def telling_full_disk(path: Path, nbytes: int) -> Iterator[None]:
+    """Turn a full disk into an error that says how much is missing.
+
+    Args:
+        path: The target.
+        nbytes: What is written in the block.
 
     Raises:
-        WriteError: It is not, or UTF-8 cannot hold it.
-    """
-    for key, value in metadata.items():
-        if not isinstance(key, str) or not isinstance(value, str):
-            message = f"the metadata {key!r}: {value!r} is not text to text."
-            raise WriteError(path, message, hint="Give metadata as str; put other values through json.dumps.")
-        for text in (key, value):
-            check_encodable(path, "the metadata", text)
-    return dict(metadata)
-
-
-def check_encodable(path: Path, what: str, text: str) -> None:
-    """Refuse what UTF-8 cannot hold, such as a file name that the system could not decode.
-
-    Raises:
-        WriteError: With `what` and the text.
+        WriteError: The disk was full.
     """
     try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        message = f"{what} {shortened(text)} cannot be written as UTF-8."
-        raise WriteError(path, message, hint="Rename it; header texts must be valid Unicode.") from error
-
-
-_COPY_BYTES = 8 * 2**20
+        yield
+    except OSError as error:
+        if error.errno not in DISK_FULL:
+            raise
+        raise _disk_full(path, nbytes, shutil.disk_usage(path.resolve().parent).free) from error
 
 
 def write_all(stream: BinaryIO, data: memoryview) -> None:
@@ -645,44 +653,21 @@ def move_bytes(stream: BinaryIO, begin: int, to: int, nbytes: int) -> None:
         write_all(stream, memoryview(piece))
 
 
-def require_space(path: Path, folder: Path, needed: int) -> None:
-    """Refuse what the disk has no room for.
-
-    Args:
-        path: The target, for the message.
-        folder: Where the bytes will lie.
-        needed: How many.
-
-    Raises:
-        WriteError: Fewer bytes are free.
-    """
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        raise _disk_full(path, needed, free)
+def to_torch(code: str, shape: tuple[int, ...]) -> tuple[torch.dtype, tuple[int, ...]] | None:
+    """PyTorch's type and shape of a tensor in a file; None when this PyTorch has no such type."""
+    dtype = TORCH_DTYPES.get(code)
+    packed = _PACKED.get(code, 1)
+    if dtype is None or packed == 1:
+        return None if dtype is None else (dtype, shape)
+    if not shape or shape[-1] % packed:
+        return None
+    return dtype, (*shape[:-1], shape[-1] // packed)
 
 
-@contextmanager
-def telling_full_disk(path: Path, nbytes: int) -> Iterator[None]:
-    """Turn a full disk into an error that says how much is missing.
-
-    Args:
-        path: The target.
-        nbytes: What is written in the block.
-
-    Raises:
-        WriteError: The disk was full.
-    """
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in DISK_FULL:
-            raise
-        raise _disk_full(path, nbytes, shutil.disk_usage(path.resolve().parent).free) from error
-
-
-def _disk_full(path: Path, needed: int, free: int) -> WriteError:
-    return WriteError(
-        path,
-        f"the disk is full: {needed} more bytes are needed, {free} are free.",
-        hint="Free some space or choose another disk.",
-    )
+def to_file(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]] | None:
+    """Code and shape with which a file names a tensor; None when the format has no such type."""
+    code = CODES.get(dtype)
+    packed = 1 if code is None else _PACKED.get(code, 1)
+    if code is None or (packed > 1 and not shape):
+        return None
+    return code, shape if packed == 1 else (*shape[:-1], shape[-1] * packed)

@@ -1,11 +1,14 @@
 """Dumps: tensors of one moment of a pipeline, with what is known of them, as a safetensors file.
 
-Each field is one text of the safetensors header; those that are more than a text are JSON.
+`save_tensors` writes one, `load_tensors` and `open_tensors` read it, or any other file of weights.
 
 A tensor is named by the way to it, joined by dots: the key in a mapping (a diffusers or transformers output is one),
 the field of a dataclass or named tuple, the number in a list or tuple. An entry `[tensor, {…}]` of a ComfyUI
 conditioning names its tensor `cond`: `[[tensor, {"pooled_output": …}]]` under `positive` becomes `positive.0.cond` and
 `positive.0.pooled_output`. None is passed over. A name that is taken already gets `~2`, `~3`, ….
+
+What is known of the tensors (`DumpMetadata`) stands in the safetensors header. Each field is one text of it; those
+that are more than a text are JSON.
 """
 
 import os
@@ -27,7 +30,7 @@ from sigmascope.checkpoints.checkpoint import Checkpoint
 from sigmascope.checkpoints.reader import open_checkpoint
 from sigmascope.checkpoints.safetensors import save_safetensors
 from sigmascope.errors import CheckpointError, ConfigError
-from sigmascope.records import serialization as plain_json
+from sigmascope.records import serialization
 from sigmascope.records.prompts import (
     PromptPrivacy,
     Prompts,
@@ -39,8 +42,79 @@ from sigmascope.records.prompts import (
 
 __all__ = ["TensorDump", "load_tensors", "open_tensors", "save_tensors"]
 
-
 T_co = TypeVar("T_co", covariant=True)
+ArrayKind = Literal["values", "ml_dtypes", "bits"]
+"""How an element type that NumPy lacks is given: as float32 numbers, as a type of `ml_dtypes`, or as raw bits."""
+Array = NDArray[Any]
+
+# The header's own texts.
+SCHEMA_KEY = "sigmascope_dump"
+SCHEMA = "1"
+_JSON_FIELDS = ("prompt", "tensors", "conditioning", "metadata")
+TENSOR_KEY = "$tensor"
+"""In a skeleton, `{"$tensor": name}` stands where the tensor of that name was."""
+
+# How nestings are flattened, and which keys name the text of a prompt.
+_DEEPEST = 32
+_PROMPT_WORDS = ("prompt", "caption")
+_NOT_THE_TEXT = ("embed", "hash", "privacy", "mask", "length", "count")
+
+# Element types that NumPy lacks.
+_ML_DTYPES = {
+    "bfloat16": "bfloat16",
+    "float8_e4m3fn": "float8_e4m3fn",
+    "float8_e4m3fnuz": "float8_e4m3fnuz",
+    "float8_e5m2": "float8_e5m2",
+    "float8_e5m2fnuz": "float8_e5m2fnuz",
+    "float8_e8m0fnu": "float8_e8m0fnu",
+}
+_FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""The magnitudes of E2M1 by their code (OCP Microscaling Formats 1.0, section 5.3.3); bit 3 is the sign."""
+
+
+def save_tensors(
+    path: str | os.PathLike[str],
+    tensors: Any,
+    *,
+    prompt: Prompts = None,
+    prompt_privacy: PromptPrivacy = "hash",
+    run_id: str | None = None,
+    encoder: str | None = None,
+    **metadata: Any,
+) -> dict[str, str]:
+    """Write tensors with what is known of them as a safetensors file, whole or not at all.
+
+    Conditionings of any nesting (ComfyUI's `[[tensor, {…}]]`, tuples, dicts and outputs of diffusers and transformers)
+    are taken apart into named tensors by the rule of `sigmascope.checkpoints.tensor_dumps`; the other values in them are
+    kept in the header. Nothing is copied but a strided or accelerator tensor, in pieces of 8 MB.
+
+    Args:
+        path: The file, replaced if it is there.
+        tensors: A mapping of names to tensors, NumPy arrays or conditionings. Anything else is named `tensor`.
+        prompt: The text, one for each item of the batch, or several by name.
+        prompt_privacy: What the file keeps of prompts: `full`, `hash` or `none`. But for `full`, texts in the metadata that
+            hold a prompt, or are called one, are replaced too.
+        run_id: The run that the tensors belong to.
+        encoder: What made them.
+        metadata: Further values for the header; an object of no JSON kind becomes the name of its type.
+
+    Returns:
+        The header as it was written.
+
+    Raises:
+        WriteError: The file cannot be written, or safetensors cannot hold a tensor (sparse, quantised, complex128).
+        ConfigError: There is no tensor, the privacy does not exist, or the nesting is deeper than 32.
+    """
+    header, flat = dump_contents(
+        tensors,
+        prompt=prompt,
+        prompt_privacy=prompt_privacy,
+        run_id=run_id,
+        encoder=encoder,
+        metadata=metadata,
+    )
+    save_safetensors(path, flat, header)
+    return header
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,84 +172,6 @@ class TensorDump(Mapping[str, T_co], Generic[T_co]):
         return f"TensorDump({', '.join(self)})"
 
 
-def save_tensors(
-    path: str | os.PathLike[str],
-    tensors: Any,
-    *,
-    prompt: Prompts = None,
-    prompt_privacy: PromptPrivacy = "hash",
-    run_id: str | None = None,
-    encoder: str | None = None,
-    **metadata: Any,
-) -> dict[str, str]:
-    """Write tensors with what is known of them as a safetensors file, whole or not at all.
-
-    Conditionings of any nesting (ComfyUI's `[[tensor, {…}]]`, tuples, dicts and outputs of diffusers and transformers)
-    are taken apart into named tensors by the rule of `sigmascope.checkpoints.tensor_dumps`; the other values in them are
-    kept in the header. Nothing is copied but a strided or accelerator tensor, in pieces of 8 MB.
-
-    Args:
-        path: The file, replaced if it is there.
-        tensors: A mapping of names to tensors, NumPy arrays or conditionings. Anything else is named `tensor`.
-        prompt: The text, one for each item of the batch, or several by name.
-        prompt_privacy: What the file keeps of prompts: `full`, `hash` or `none` (SPEC section 8). But for `full`, texts
-            in the metadata that hold a prompt, or are called one, are replaced too.
-        run_id: The run that the tensors belong to.
-        encoder: What made them.
-        metadata: Further values for the header; an object of no JSON kind becomes the name of its type.
-
-    Returns:
-        The header as it was written.
-
-    Raises:
-        WriteError: The file cannot be written, or safetensors cannot hold a tensor (sparse, quantised, complex128).
-        ConfigError: There is no tensor, the privacy does not exist, or the nesting is deeper than 32.
-    """
-    header, flat = dump_contents(
-        tensors,
-        prompt=prompt,
-        prompt_privacy=prompt_privacy,
-        run_id=run_id,
-        encoder=encoder,
-        metadata=metadata,
-    )
-    save_safetensors(path, flat, header)
-    return header
-
-
-def dump_contents(
-    tensors: Any,
-    *,
-    prompt: Prompts,
-    prompt_privacy: PromptPrivacy,
-    run_id: str | None,
-    encoder: str | None,
-    metadata: Mapping[str, Any],
-    header: Mapping[str, str] | None = None,
-) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """The header and the named tensors that `save_tensors` would write, with texts of the caller's in the header."""
-    redact, private = redactor(prompt, prompt_privacy), prompt_privacy != "full"
-    found = flatten(tensors, redact, private=private)
-    described = DumpMetadata(
-        tensors={name: saved_tensor(tensor) for name, tensor in found.tensors.items()},
-        run_id=run_id,
-        encoder=None if encoder is None else redact(encoder),
-        prompts=stored_prompts(prompt, prompt_privacy),
-        prompt_privacy=None if prompt is None else prompt_privacy,
-        conditioning=found.skeleton,
-        metadata=plain_metadata(metadata, redact, private=private),
-        header=dict(header or {}),
-    )
-    return to_header(described), found.tensors
-
-
-ArrayKind = Literal["values", "ml_dtypes", "bits"]
-"""How an element type that NumPy lacks is given: as float32 numbers, as a type of `ml_dtypes`, or as raw bits."""
-
-
-Array = NDArray[Any]
-
-
 @overload
 def load_tensors(path: str | os.PathLike[str], as_numpy: Literal[False] = False) -> TensorDump[Tensor]: ...
 @overload
@@ -219,10 +215,10 @@ def open_tensors(path: str | os.PathLike[str]) -> Iterator[TensorDump[Tensor]]:
         CheckpointError: As of `load_tensors`.
     """
     with open_checkpoint(path, dequantise=False) as checkpoint:
-        yield TensorDump(_Lazy(checkpoint), from_header(checkpoint.path, checkpoint.metadata))
+        yield TensorDump(_LazyTensors(checkpoint), from_header(checkpoint.path, checkpoint.metadata))
 
 
-class _Lazy(Mapping[str, Tensor]):
+class _LazyTensors(Mapping[str, Tensor]):
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
 
@@ -241,9 +237,30 @@ class _Lazy(Mapping[str, Tensor]):
         return len(self._checkpoint)
 
 
-SCHEMA_KEY = "sigmascope_dump"
-SCHEMA = "1"
-_JSON_FIELDS = ("prompt", "tensors", "conditioning", "metadata")
+def dump_contents(
+    tensors: Any,
+    *,
+    prompt: Prompts,
+    prompt_privacy: PromptPrivacy,
+    run_id: str | None,
+    encoder: str | None,
+    metadata: Mapping[str, Any],
+    header: Mapping[str, str] | None = None,
+) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """The header and the named tensors that `save_tensors` would write, with texts of the caller's in the header."""
+    redact, private = redactor(prompt, prompt_privacy), prompt_privacy != "full"
+    found = flatten(tensors, redact, private=private)
+    described = DumpMetadata(
+        tensors={name: saved_tensor(tensor) for name, tensor in found.tensors.items()},
+        run_id=run_id,
+        encoder=None if encoder is None else redact(encoder),
+        prompts=stored_prompts(prompt, prompt_privacy),
+        prompt_privacy=None if prompt is None else prompt_privacy,
+        conditioning=found.skeleton,
+        metadata=plain_metadata(metadata, redact, private=private),
+        header=dict(header or {}),
+    )
+    return to_header(described), found.tensors
 
 
 def saved_tensor(tensor: Tensor) -> SavedTensor:
@@ -253,97 +270,6 @@ def saved_tensor(tensor: Tensor) -> SavedTensor:
         str(tensor.dtype).removeprefix("torch."),
         str(tensor.device),
     )
-
-
-def to_header(metadata: DumpMetadata) -> dict[str, str]:
-    """The header's texts.
-
-    Raises:
-        TypeError: A value is no JSON value.
-    """
-    texts = {"format": "pt", SCHEMA_KEY: SCHEMA, **metadata.header}
-    if metadata.run_id is not None:
-        texts["run_id"] = metadata.run_id
-    if metadata.encoder is not None:
-        texts["encoder"] = metadata.encoder
-    if metadata.prompt_privacy is not None:
-        texts["prompt"] = plain_json.dumps(
-            {
-                "privacy": metadata.prompt_privacy,
-                "prompts": {name: _plain_prompt(prompt) for name, prompt in metadata.prompts.items()},
-            }
-        )
-    texts["tensors"] = plain_json.dumps(
-        {
-            name: {"shape": list(saved.shape), "dtype": saved.dtype, "device": saved.device}
-            for name, saved in metadata.tensors.items()
-        }
-    )
-    for name, value in (("conditioning", metadata.conditioning), ("metadata", metadata.metadata)):
-        if value:
-            texts[name] = plain_json.dumps(value)
-    return texts
-
-
-def from_header(path: Path, texts: Mapping[str, str]) -> DumpMetadata:
-    """What the header of a file says; a file without our mark keeps its own texts in `header`.
-
-    Raises:
-        CheckpointError: A dump's header is damaged, or of a later version.
-    """
-    schema = texts.get(SCHEMA_KEY)
-    if schema is None:
-        return DumpMetadata(header=dict(texts))
-    if schema != SCHEMA:
-        raise CheckpointError(
-            path,
-            f"is a dump of version {schema[:20]!r}; this version knows {SCHEMA}.",
-            hint="Update Sigmascope.",
-        )
-    try:
-        fields = {name: plain_json.loads(texts.get(name, "{}")) for name in _JSON_FIELDS}
-        return _parsed(texts, fields)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise CheckpointError(
-            path, f"the dump's header is damaged ({type(error).__name__}: {error}).", hint="Save it anew."
-        ) from error
-
-
-def _parsed(texts: Mapping[str, str], fields: Mapping[str, Any]) -> DumpMetadata:
-    privacy = fields["prompt"].get("privacy")
-    if privacy is not None:
-        check_privacy(privacy)
-    known = {"format", SCHEMA_KEY, "run_id", "encoder", *_JSON_FIELDS}
-    return DumpMetadata(
-        tensors={
-            name: SavedTensor(tuple(map(int, saved["shape"])), str(saved["dtype"]), saved.get("device"))
-            for name, saved in fields["tensors"].items()
-        },
-        run_id=texts.get("run_id"),
-        encoder=texts.get("encoder"),
-        prompts={
-            name: StoredPrompt(str(prompt["sha256"]), prompt.get("text"))
-            for name, prompt in fields["prompt"].get("prompts", {}).items()
-        },
-        prompt_privacy=privacy,
-        conditioning=dict(fields["conditioning"].items()),
-        metadata=dict(fields["metadata"].items()),
-        header={name: text for name, text in texts.items() if name not in known},
-    )
-
-
-def _plain_prompt(prompt: StoredPrompt) -> dict[str, str]:
-    plain = {"sha256": prompt.sha256}
-    return plain if prompt.text is None else plain | {"text": prompt.text}
-
-
-TENSOR_KEY = "$tensor"
-"""In a skeleton, `{"$tensor": name}` stands where the tensor of that name was."""
-
-
-_DEEPEST = 32
-_PROMPT_WORDS = ("prompt", "caption")
-_NOT_THE_TEXT = ("embed", "hash", "privacy", "mask", "length", "count")
 
 
 @dataclass(slots=True)
@@ -369,7 +295,7 @@ def flatten(nested: Any, redact: Callable[[str], str], *, private: bool) -> Flat
     Raises:
         ConfigError: There is no tensor in it, or it is nested more than 32 deep.
     """
-    walk = _Walk(redact, private)
+    walk = _FlatteningWalk(redact, private)
     top = nested if isinstance(nested, Mapping) else {"tensor": nested}
     for key, value in top.items():
         name = redact(str(key))
@@ -383,19 +309,7 @@ def flatten(nested: Any, redact: Callable[[str], str], *, private: bool) -> Flat
     return walk.found
 
 
-def plain_metadata(
-    metadata: Mapping[str, Any], redact: Callable[[str], str], *, private: bool
-) -> dict[str, Any]:
-    """Metadata as JSON has it, by the rules of `flatten`; of a tensor in it remain shape and type.
-
-    Raises:
-        ConfigError: It is nested more than 32 deep.
-    """
-    walk = _Described(redact, private)
-    return {redact(key): walk.visit(key, key, value, ()) for key, value in metadata.items()}
-
-
-class _Walk:
+class _FlatteningWalk:
     def __init__(self, redact: Callable[[str], str], private: bool) -> None:
         self.found = Flattened()
         self._redact = redact
@@ -459,19 +373,6 @@ def _is_tensor(value: object) -> bool:
     return isinstance(value, Tensor) or (isinstance(value, np.ndarray) and value.dtype != object)
 
 
-def _as_tensor(array: NDArray[Any]) -> Tensor:
-    try:
-        return torch.from_numpy(array if array.flags.writeable else array.copy())
-    except (TypeError, ValueError):  # text, dates, negative strides, the other byte order
-        native = array.astype(array.dtype.newbyteorder("="), order="C", copy=True)
-        try:
-            return torch.from_numpy(native)
-        except TypeError as error:
-            raise ConfigError(
-                f"An array of {array.dtype} cannot be saved.", hint="Convert it to numbers."
-            ) from error
-
-
 def _children(value: Any) -> list[tuple[str, Any]] | None:
     """What is inside, by key; None for what has no inside."""
     if isinstance(value, Mapping):
@@ -489,10 +390,6 @@ def _children(value: Any) -> list[tuple[str, Any]] | None:
     return None
 
 
-def _is_named(value: Any) -> bool:
-    return isinstance(value, Mapping) or is_dataclass(value) or hasattr(value, "_fields")
-
-
 def _is_comfyui_entry(value: Any) -> bool:
     return (
         isinstance(value, list | tuple)
@@ -503,6 +400,23 @@ def _is_comfyui_entry(value: Any) -> bool:
     )
 
 
+def _is_named(value: Any) -> bool:
+    return isinstance(value, Mapping) or is_dataclass(value) or hasattr(value, "_fields")
+
+
+def _as_tensor(array: NDArray[Any]) -> Tensor:
+    try:
+        return torch.from_numpy(array if array.flags.writeable else array.copy())
+    except (TypeError, ValueError):  # text, dates, negative strides, the other byte order
+        native = array.astype(array.dtype.newbyteorder("="), order="C", copy=True)
+        try:
+            return torch.from_numpy(native)
+        except TypeError as error:
+            raise ConfigError(
+                f"An array of {array.dtype} cannot be saved.", hint="Convert it to numbers."
+            ) from error
+
+
 def _names_a_prompt(key: str) -> bool:
     lowered = key.lower()
     return any(word in lowered for word in _PROMPT_WORDS) and not any(
@@ -510,7 +424,19 @@ def _names_a_prompt(key: str) -> bool:
     )
 
 
-class _Described(_Walk):
+def plain_metadata(
+    metadata: Mapping[str, Any], redact: Callable[[str], str], *, private: bool
+) -> dict[str, Any]:
+    """Metadata as JSON has it, by the rules of `flatten`; of a tensor in it remain shape and type.
+
+    Raises:
+        ConfigError: It is nested more than 32 deep.
+    """
+    walk = _DescribingWalk(redact, private)
+    return {redact(key): walk.visit(key, key, value, ()) for key, value in metadata.items()}
+
+
+class _DescribingWalk(_FlatteningWalk):
     """The same walk where tensors are described and not kept."""
 
     def visit(self, name: str, key: str, value: Any, above: tuple[int, ...]) -> Any:
@@ -519,16 +445,86 @@ class _Described(_Walk):
         return super().visit(name, key, value, above)
 
 
-_ML_DTYPES = {
-    "bfloat16": "bfloat16",
-    "float8_e4m3fn": "float8_e4m3fn",
-    "float8_e4m3fnuz": "float8_e4m3fnuz",
-    "float8_e5m2": "float8_e5m2",
-    "float8_e5m2fnuz": "float8_e5m2fnuz",
-    "float8_e8m0fnu": "float8_e8m0fnu",
-}
-_FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""The magnitudes of E2M1 by their code (OCP Microscaling Formats 1.0, section 5.3.3); bit 3 is the sign."""
+def to_header(metadata: DumpMetadata) -> dict[str, str]:
+    """The header's texts.
+
+    Raises:
+        TypeError: A value is no JSON value.
+    """
+    texts = {"format": "pt", SCHEMA_KEY: SCHEMA, **metadata.header}
+    if metadata.run_id is not None:
+        texts["run_id"] = metadata.run_id
+    if metadata.encoder is not None:
+        texts["encoder"] = metadata.encoder
+    if metadata.prompt_privacy is not None:
+        texts["prompt"] = serialization.dumps(
+            {
+                "privacy": metadata.prompt_privacy,
+                "prompts": {name: _plain_prompt(prompt) for name, prompt in metadata.prompts.items()},
+            }
+        )
+    texts["tensors"] = serialization.dumps(
+        {
+            name: {"shape": list(saved.shape), "dtype": saved.dtype, "device": saved.device}
+            for name, saved in metadata.tensors.items()
+        }
+    )
+    for name, value in (("conditioning", metadata.conditioning), ("metadata", metadata.metadata)):
+        if value:
+            texts[name] = serialization.dumps(value)
+    return texts
+
+
+def _plain_prompt(prompt: StoredPrompt) -> dict[str, str]:
+    plain = {"sha256": prompt.sha256}
+    return plain if prompt.text is None else plain | {"text": prompt.text}
+
+
+def from_header(path: Path, texts: Mapping[str, str]) -> DumpMetadata:
+    """What the header of a file says; a file without our mark keeps its own texts in `header`.
+
+    Raises:
+        CheckpointError: A dump's header is damaged, or of a later version.
+    """
+    schema = texts.get(SCHEMA_KEY)
+    if schema is None:
+        return DumpMetadata(header=dict(texts))
+    if schema != SCHEMA:
+        raise CheckpointError(
+            path,
+            f"is a dump of version {schema[:20]!r}; this version knows {SCHEMA}.",
+            hint="Update Sigmascope.",
+        )
+    try:
+        fields = {name: serialization.loads(texts.get(name, "{}")) for name in _JSON_FIELDS}
+        return _parsed_metadata(texts, fields)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise CheckpointError(
+            path, f"the dump's header is damaged ({type(error).__name__}: {error}).", hint="Save it anew."
+        ) from error
+
+
+def _parsed_metadata(texts: Mapping[str, str], fields: Mapping[str, Any]) -> DumpMetadata:
+    privacy = fields["prompt"].get("privacy")
+    if privacy is not None:
+        check_privacy(privacy)
+    known = {"format", SCHEMA_KEY, "run_id", "encoder", *_JSON_FIELDS}
+    return DumpMetadata(
+        tensors={
+            name: SavedTensor(tuple(map(int, saved["shape"])), str(saved["dtype"]), saved.get("device"))
+            for name, saved in fields["tensors"].items()
+        },
+        run_id=texts.get("run_id"),
+        encoder=texts.get("encoder"),
+        prompts={
+            name: StoredPrompt(str(prompt["sha256"]), prompt.get("text"))
+            for name, prompt in fields["prompt"].get("prompts", {}).items()
+        },
+        prompt_privacy=privacy,
+        conditioning=dict(fields["conditioning"].items()),
+        metadata=dict(fields["metadata"].items()),
+        header={name: text for name, text in texts.items() if name not in known},
+    )
 
 
 def to_numpy(tensor: Tensor, kind: ArrayKind = "values") -> Array:
@@ -547,29 +543,21 @@ def to_numpy(tensor: Tensor, kind: ArrayKind = "values") -> Array:
     name = str(tensor.dtype).removeprefix("torch.")
     if name not in _ML_DTYPES and name != "float4_e2m1fn_x2":
         return np.asarray(tensor.numpy())
-    bits = _bits(tensor)
+    bits = _raw_bits(tensor)
     if kind == "bits":
         return bits
     if kind == "ml_dtypes":
         return bits.view(_ml_dtype(name))
     if name == "float4_e2m1fn_x2":
-        return _unpacked(bits)
+        return _unpacked_float4(bits)
     return np.asarray(tensor.to(torch.float32).numpy())
 
 
-def _bits(tensor: Tensor) -> Array:
+def _raw_bits(tensor: Tensor) -> Array:
     # A view as another type wants elements that lie one after the other.
     flat = tensor.contiguous().view(-1) if tensor.numel() else tensor.new_empty(0)
     unsigned = torch.uint16 if tensor.dtype.itemsize == 2 else torch.uint8
     return np.asarray(flat.view(unsigned).numpy()).reshape(tuple(tensor.shape))
-
-
-def _unpacked(codes: Array) -> Array:
-    """Both numbers of each byte; the lower four bits come first, as PyTorch packs them."""
-    magnitudes = np.array(_FLOAT4, dtype=np.float32)
-    table = np.concatenate([magnitudes, -magnitudes])
-    pairs = np.stack([table[codes & 0xF], table[codes >> 4]], axis=-1)
-    return pairs.reshape(*codes.shape[:-1], -1) if codes.ndim else pairs
 
 
 def _ml_dtype(name: str) -> "np.dtype[Any]":
@@ -584,3 +572,11 @@ def _ml_dtype(name: str) -> "np.dtype[Any]":
         raise ConfigError(f"ml_dtypes has no type for {name}.", hint="Use as_numpy='values' or 'bits'.")
     made: np.dtype[Any] = np.dtype(found)
     return made
+
+
+def _unpacked_float4(codes: Array) -> Array:
+    """Both numbers of each byte; the lower four bits come first, as PyTorch packs them."""
+    magnitudes = np.array(_FLOAT4, dtype=np.float32)
+    table = np.concatenate([magnitudes, -magnitudes])
+    pairs = np.stack([table[codes & 0xF], table[codes >> 4]], axis=-1)
+    return pairs.reshape(*codes.shape[:-1], -1) if codes.ndim else pairs

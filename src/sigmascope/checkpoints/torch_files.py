@@ -1,20 +1,18 @@
 """PyTorch's own files (`.ckpt`, `.pt`, `.pth`, `.bin`), which are pickles and could run code.
 
-They are read with `weights_only=True`; what that refuses is refused here, with the names of what the
-file asks for. Storages stay on the disk (mapped) until a tensor is read, and are read beside the mapping
-where the system tells where they lie; files older than PyTorch 1.6 can only be read whole.
+They are read with `weights_only=True`. What that refuses is refused here too, with the names of what the file asks
+for; these are found without running any of it. The state dict may lie bare, under `model_state_dict`, or (Lightning)
+under `state_dict` with a `model.` prefix: all three give the same bare keys.
 
-Bare, under `model_state_dict`, or (Lightning) under `state_dict` with a `model.` prefix: all three give
-the same bare keys.
+Storages stay on the disk, mapped, until a tensor is read; files older than PyTorch 1.6 can only be read whole. Pages
+that are touched through a mapping count as the process's memory until the system takes them back. So copying a model
+out of a mapped file seems to take it twice, and a file that is cut short meanwhile kills the process. Where the system
+tells which file an address belongs to (Linux), the bytes are therefore read with `pread`; elsewhere they are copied
+from the mapping.
 
-Pages that are touched through a mapping count as the process's memory until the system takes them back, so
-that copying a model out of a mapped file seems to take it twice, and a file that is cut short meanwhile kills
-the process. Where the system tells which file an address belongs to (Linux), the bytes are read with `pread`
-instead; elsewhere nothing is found, and the caller copies from the mapping.
-
-`torch.save` wants the whole state dict in memory. Its file is a zip, not compressed, with a pickle that
-describes the tensors (`data.pkl`) and a member for the bytes of each (`data/0`, `data/1`, ...); so with names,
-types and shapes known beforehand the description can be written first and the bytes as they come.
+`torch.save` wants the whole state dict in memory. Its file is a zip, not compressed, with a pickle that describes the
+tensors (`data.pkl`) and a member for the bytes of each (`data/0`, `data/1`, …). So with names, types and shapes known
+beforehand, `StreamingTorchWriter` writes the description first and the bytes as they come.
 """
 
 import io
@@ -46,6 +44,40 @@ from sigmascope.files import atomic_path, reason_of, writing_hint
 _AGAIN = "Download it again or make it anew."
 _NAMES_SHOWN = 5
 _REASON_LENGTH = 160
+
+# Where the state dict lies in what was saved.
+_WRAPPERS = ("model_state_dict", "state_dict")
+_LIGHTNING_PREFIX = "model."
+_COMPVIS_PREFIX = "model.diffusion_model."  # there `model.` is part of the weights' own names
+
+# Names that a pickle asks for.
+_TEXT_OPCODES = {"SHORT_BINUNICODE", "BINUNICODE", "UNICODE", "BINUNICODE8", "STRING", "SHORT_BINSTRING"}
+_MEMO_OPCODES = {"MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT"}
+_PICKLES_BEFORE_STORAGES = 4  # of the older format: magic number, protocol, system, the object itself
+_HARMLESS = ("torch._utils.", "torch._tensor.", "collections.OrderedDict", "torch.storage.")
+
+_PROCESS_MAPS: Final = Path("/proc/self/maps")
+
+# The archive that `StreamingTorchWriter` writes.
+_ALIGNMENT: Final = 64  # torch.save's own: a mapped file can then be computed with as it lies
+_LOCAL_HEADER_BYTES: Final = 30
+_ZIP64_BYTES: Final = 20
+_FIELD_HEADER_BYTES: Final = 4
+_PADDING_ID: Final = b"FB"
+STORAGES: Final = {
+    torch.float32: torch.FloatStorage,
+    torch.float16: torch.HalfStorage,
+    torch.bfloat16: torch.BFloat16Storage,
+    torch.float64: torch.DoubleStorage,
+    torch.int64: torch.LongStorage,
+    torch.int32: torch.IntStorage,
+    torch.int16: torch.ShortStorage,
+    torch.int8: torch.CharStorage,
+    torch.uint8: torch.ByteStorage,
+    torch.bool: torch.BoolStorage,
+}
+"""The types that such a file can hold."""
+_PROTOCOL: Final = 2  # the one that `weights_only=True` reads
 
 
 class PickleCheckpoint(Checkpoint):
@@ -91,16 +123,6 @@ class PickleCheckpoint(Checkpoint):
         """Let go of the storages, and so of the mapped file."""
         self._tensors = None
         self._file.close()
-
-
-def _check_sizes(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Refuse a tensor larger than the file: strides of 0 can make one of any size out of a number."""
-    file_bytes = path.stat().st_size
-    for name, tensor in tensors.items():
-        nbytes = tensor.numel() * tensor.element_size()
-        if nbytes > file_bytes:
-            message = f"{shortened(name)} claims {nbytes} bytes in a file of {file_bytes}."
-            raise CheckpointError(path, message, hint="Do not use this file unless you know its maker.")
 
 
 def _load(path: Path) -> object:
@@ -157,26 +179,6 @@ def _is_sound_zip(path: Path) -> bool:
     return True
 
 
-def _is_in_own_byte_order(path: Path) -> bool:
-    """Whether PyTorch gives the bytes of an archive as they lie there, and does not turn them round.
-
-    Raises:
-        CheckpointError: It lost its end since it was loaded.
-    """
-    if not _is_sound_zip(path):
-        return False
-    try:
-        with zipfile.ZipFile(path) as archive:
-            names = [name for name in archive.namelist() if name.endswith("/byteorder")]
-            told = {archive.read(name).decode(errors="replace") for name in names}
-    except zipfile.BadZipFile:  # PyTorch checks no sums
-        return False
-    if told:
-        return told == {sys.byteorder}
-    # Without a record the user's own setting decides.
-    return sys.byteorder == "little" and torch.serialization.get_default_load_endianness() is None
-
-
 def _refused(path: Path, error: pickle.UnpicklingError) -> CheckpointError:
     """The error for what `weights_only=True` refused: code, or only damage."""
     named = re.findall(r"GLOBAL ([\w.]+)", str(error))
@@ -199,9 +201,81 @@ def _damaged(path: Path, error: Exception) -> CheckpointError:
     return CheckpointError(path, f"is damaged or no PyTorch checkpoint ({reason}).", hint=_AGAIN)
 
 
-_WRAPPERS = ("model_state_dict", "state_dict")
-_LIGHTNING_PREFIX = "model."
-_COMPVIS_PREFIX = "model.diffusion_model."  # there `model.` is part of the weights' own names
+def _check_sizes(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Refuse a tensor larger than the file: strides of 0 can make one of any size out of a number."""
+    file_bytes = path.stat().st_size
+    for name, tensor in tensors.items():
+        nbytes = tensor.numel() * tensor.element_size()
+        if nbytes > file_bytes:
+            message = f"{shortened(name)} claims {nbytes} bytes in a file of {file_bytes}."
+            raise CheckpointError(path, message, hint="Do not use this file unless you know its maker.")
+
+
+def _is_in_own_byte_order(path: Path) -> bool:
+    """Whether PyTorch gives the bytes of an archive as they lie there, and does not turn them round.
+
+    Raises:
+        CheckpointError: It lost its end since it was loaded.
+    """
+    if not _is_sound_zip(path):
+        return False
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = [name for name in archive.namelist() if name.endswith("/byteorder")]
+            told = {archive.read(name).decode(errors="replace") for name in names}
+    except zipfile.BadZipFile:  # PyTorch checks no sums
+        return False
+    if told:
+        return told == {sys.byteorder}
+    # Without a record the user's own setting decides.
+    return sys.byteorder == "little" and torch.serialization.get_default_load_endianness() is None
+
+
+def foreign_globals(path: Path) -> list[str]:
+    """Names of what a checkpoint's pickle asks for beyond tensors, in order of appearance.
+
+    Args:
+        path: A zip that `torch.save` wrote, or a bare pickle.
+
+    Returns:
+        Dotted names; as many as are found before the pickle turns out to be damaged.
+    """
+    found: dict[str, None] = {}
+    try:
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as archive:
+                for name in archive.namelist():
+                    if name.endswith(".pkl"):
+                        _collect_globals(io.BytesIO(archive.read(name)), found)
+        else:
+            with path.open("rb") as stream:
+                for _ in range(_PICKLES_BEFORE_STORAGES):
+                    _collect_globals(stream, found)
+    except (OSError, ValueError, zipfile.BadZipFile, RuntimeError, MemoryError):
+        pass  # what was found so far is the answer
+    return [name for name in found if not name.startswith(_HARMLESS) and not _is_torch_type(name)]
+
+
+def _collect_globals(stream: BinaryIO | io.BytesIO, found: dict[str, None]) -> None:
+    texts: list[str] = []
+    try:
+        for opcode, argument, _ in pickletools.genops(stream):
+            if opcode.name in _TEXT_OPCODES:
+                texts = [*texts[-1:], str(argument)]
+            elif opcode.name in {"GLOBAL", "INST"}:
+                found[str(argument).replace(" ", ".")] = None
+            elif opcode.name == "STACK_GLOBAL" and len(texts) == 2:
+                found[".".join(texts)] = None
+            elif opcode.name not in _MEMO_OPCODES:
+                texts = []
+    except (ValueError, IndexError, OverflowError, MemoryError):
+        return
+
+
+def _is_torch_type(name: str) -> bool:
+    """`torch.float32`, `torch.FloatStorage`, `torch.Size`: plain names of torch's top level."""
+    module, _, last = name.rpartition(".")
+    return module == "torch" and (last.islower() or last.endswith("Storage") or last in {"Size", "Tensor"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +313,7 @@ def unwrap_state(loaded: object, path: Path) -> UnwrappedState:
     tensors: dict[str, Tensor] = {}
     for key, value in state.items():
         name = str(key).removeprefix(_LIGHTNING_PREFIX) if strip else str(key)
-        reason = _why_not(key, name, value)
+        reason = _why_skipped(key, name, value)
         if reason is not None:
             skipped[name] = reason
         elif name in tensors:
@@ -252,7 +326,7 @@ def unwrap_state(loaded: object, path: Path) -> UnwrappedState:
     return UnwrappedState(tensors, skipped)
 
 
-def _why_not(key: object, name: str, value: object) -> str | None:
+def _why_skipped(key: object, name: str, value: object) -> str | None:
     if not isinstance(key, str):
         return f"has a {type(key).__name__} for a name"
     if not isinstance(value, Tensor):
@@ -269,71 +343,6 @@ def _raise_no_tensors(path: Path, loaded: Mapping[Any, Any]) -> None:
         f"holds no tensors where they are looked for; at its top are: {top or 'nothing'}.",
         hint="Save the model's state_dict() itself, or under `model_state_dict` or `state_dict`.",
     )
-
-
-_TEXT_OPCODES = {"SHORT_BINUNICODE", "BINUNICODE", "UNICODE", "BINUNICODE8", "STRING", "SHORT_BINSTRING"}
-_MEMO_OPCODES = {"MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT"}
-_PICKLES_BEFORE_STORAGES = 4  # of the older format: magic number, protocol, system, the object itself
-_HARMLESS = ("torch._utils.", "torch._tensor.", "collections.OrderedDict", "torch.storage.")
-
-
-def foreign_globals(path: Path) -> list[str]:
-    """Names of what a checkpoint's pickle asks for beyond tensors, in order of appearance.
-
-    Args:
-        path: A zip that `torch.save` wrote, or a bare pickle.
-
-    Returns:
-        Dotted names; as many as are found before the pickle turns out to be damaged.
-    """
-    found: dict[str, None] = {}
-    try:
-        if zipfile.is_zipfile(path):
-            with zipfile.ZipFile(path) as archive:
-                for name in archive.namelist():
-                    if name.endswith(".pkl"):
-                        _collect(io.BytesIO(archive.read(name)), found)
-        else:
-            with path.open("rb") as stream:
-                for _ in range(_PICKLES_BEFORE_STORAGES):
-                    _collect(stream, found)
-    except (OSError, ValueError, zipfile.BadZipFile, RuntimeError, MemoryError):
-        pass  # what was found so far is the answer
-    return [name for name in found if not name.startswith(_HARMLESS) and not _is_torch_type(name)]
-
-
-def _collect(stream: BinaryIO | io.BytesIO, found: dict[str, None]) -> None:
-    texts: list[str] = []
-    try:
-        for opcode, argument, _ in pickletools.genops(stream):
-            if opcode.name in _TEXT_OPCODES:
-                texts = [*texts[-1:], str(argument)]
-            elif opcode.name in {"GLOBAL", "INST"}:
-                found[str(argument).replace(" ", ".")] = None
-            elif opcode.name == "STACK_GLOBAL" and len(texts) == 2:
-                found[".".join(texts)] = None
-            elif opcode.name not in _MEMO_OPCODES:
-                texts = []
-    except (ValueError, IndexError, OverflowError, MemoryError):
-        return
-
-
-def _is_torch_type(name: str) -> bool:
-    """`torch.float32`, `torch.FloatStorage`, `torch.Size`: plain names of torch's top level."""
-    module, _, last = name.rpartition(".")
-    return module == "torch" and (last.islower() or last.endswith("Storage") or last in {"Size", "Tensor"})
-
-
-_MAPS: Final = Path("/proc/self/maps")
-
-
-@dataclass(frozen=True, slots=True)
-class Area:
-    """Addresses `begin` to `end` hold a file's bytes from `offset` on."""
-
-    begin: int
-    end: int
-    offset: int
 
 
 class FileBehindMap:
@@ -356,7 +365,7 @@ class FileBehindMap:
         with suppress(OSError):
             # A file put in its place since it was opened is another one, whose bytes are not these.
             if os.path.samestat(os.fstat(self._stream.fileno()), self.path.stat()):
-                with _MAPS.open("rb") as maps:
+                with _PROCESS_MAPS.open("rb") as maps:
                     self._areas = tuple(areas_of(self.path, maps))
 
     def offset_of(self, tensor: Tensor) -> int | None:
@@ -379,6 +388,15 @@ class FileBehindMap:
     def close(self) -> None:
         """Close the file."""
         self._stream.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Area:
+    """Addresses `begin` to `end` hold a file's bytes from `offset` on."""
+
+    begin: int
+    end: int
+    offset: int
 
 
 def areas_of(path: Path, maps: Iterable[bytes]) -> Iterator[Area]:
@@ -409,13 +427,6 @@ def save_torch(path: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from error
             raise
-
-
-_ALIGNMENT: Final = 64  # torch.save's own: a mapped file can then be computed with as it lies
-_LOCAL_HEADER_BYTES: Final = 30
-_ZIP64_BYTES: Final = 20
-_FIELD_HEADER_BYTES: Final = 4
-_PADDING_ID: Final = b"FB"
 
 
 @dataclass(frozen=True, slots=True)
@@ -550,20 +561,19 @@ def _abandon(archive: zipfile.ZipFile) -> Callable[..., None]:
     return close
 
 
-STORAGES: Final = {
-    torch.float32: torch.FloatStorage,
-    torch.float16: torch.HalfStorage,
-    torch.bfloat16: torch.BFloat16Storage,
-    torch.float64: torch.DoubleStorage,
-    torch.int64: torch.LongStorage,
-    torch.int32: torch.IntStorage,
-    torch.int16: torch.ShortStorage,
-    torch.int8: torch.CharStorage,
-    torch.uint8: torch.ByteStorage,
-    torch.bool: torch.BoolStorage,
-}
-"""The types that such a file can hold."""
-_PROTOCOL: Final = 2  # the one that `weights_only=True` reads
+def description(specs: Mapping[str, TensorSpec]) -> bytes:
+    """The content of `data.pkl`: a dictionary of contiguous tensors on the CPU, the bytes of the n-th in `data/n`.
+
+    Args:
+        specs: By name, in the order that the dictionary shall have; of the types in `STORAGES`.
+    """
+    stream = BytesIO()
+    state = {
+        name: _TensorToCome(_StorageToCome(str(number), spec))
+        for number, (name, spec) in enumerate(specs.items())
+    }
+    _Describer(stream, protocol=_PROTOCOL).dump(state)
+    return stream.getvalue()
 
 
 @dataclass(frozen=True)
@@ -591,21 +601,6 @@ class _Describer(pickle.Pickler):
         shape = value.storage.spec.shape
         rebuild: Callable[..., Tensor] = torch._utils._rebuild_tensor_v2
         return rebuild, (value.storage, 0, shape, _contiguous_strides(shape), False, OrderedDict())
-
-
-def description(specs: Mapping[str, TensorSpec]) -> bytes:
-    """The content of `data.pkl`: a dictionary of contiguous tensors on the CPU, the bytes of the n-th in `data/n`.
-
-    Args:
-        specs: By name, in the order that the dictionary shall have; of the types in `STORAGES`.
-    """
-    stream = BytesIO()
-    state = {
-        name: _TensorToCome(_StorageToCome(str(number), spec))
-        for number, (name, spec) in enumerate(specs.items())
-    }
-    _Describer(stream, protocol=_PROTOCOL).dump(state)
-    return stream.getvalue()
 
 
 def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

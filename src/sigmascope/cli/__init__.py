@@ -1,4 +1,4 @@
-"""The command line. Each module here is one group of commands: parse, call, render."""
+"""The command line: one module for each command, which parses, calls and renders."""
 
 
 def main() -> None:

@@ -20,7 +20,6 @@ from sigmascope import units
 from sigmascope.cli.console import facts, needs_extra, plain, progress_bar, table
 from sigmascope.errors import ConfigError
 from sigmascope.records.performance import BenchCase
-from sigmascope.units import printable
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from sigmascope.pipeline.bench_diffusers import Offload
     from sigmascope.records.run import Finding, Run
 
-
 EPILOG = """Examples:
 
 sigmascope bench pocket --repeat 20
@@ -39,6 +37,10 @@ sigmascope bench ./my-pipeline --steps 4,20 --resolution 512,1024x768 --batch 1,
 
 sigmascope bench owner/name --output before; sigmascope compare after --baseline before
 """
+
+_SIZE_PATTERN = re.compile(r"(\d+)(?:[x×](\d+))?")
+POCKET = "pocket"
+_DEFAULT_FOLDER = Path("sigmascope-bench")
 
 
 def bench(
@@ -120,97 +122,6 @@ def bench(
         raise typer.Exit(1)
 
 
-_SIZE = re.compile(r"(\d+)(?:[x×](\d+))?")
-
-
-def cases_of(
-    steps: str | None, resolution: str | None, batch: str, frames: int | None
-) -> tuple[BenchCase, ...]:
-    """Every combination of what the options list.
-
-    Args:
-        steps: Numbers by comma; None: the pipeline's own.
-        resolution: Sizes by comma, each WIDTHxHEIGHT or the side of a square; None: the pipeline's own.
-        batch: Numbers by comma.
-        frames: Of a video.
-
-    Raises:
-        ConfigError: Something is no number above 0, or no size.
-    """
-    if frames is not None and frames < 1:
-        raise ConfigError(f"--frames is {frames}.", hint="Give 1 or more.")
-    sizes = [None] if resolution is None else [_size(one) for one in _listed(resolution)]
-    counts = [None] if steps is None else [_number(one, "--steps") for one in _listed(steps)]
-    batches = [_number(one, "--batch") for one in _listed(batch)]
-    return tuple(
-        BenchCase(None if size is None else size[0], None if size is None else size[1], many, count, frames)
-        for size, many, count in product(sizes, batches, counts)
-    )
-
-
-def call_values(entries: Sequence[str]) -> dict[str, Any]:
-    """`guidance_scale=1.0` as a name and a value: of JSON, or the text itself.
-
-    Raises:
-        ConfigError: An entry is not NAME=VALUE.
-    """
-    values: dict[str, Any] = {}
-    for entry in entries:
-        name, equals, text = entry.partition("=")
-        if not name.isidentifier() or not equals:
-            raise ConfigError(
-                f"--call: expected NAME=VALUE, got {entry!r}.", hint="For example guidance_scale=1.0."
-            )
-        values[name] = _value(text)
-    return values
-
-
-def checked_offload(text: str, device: "torch.device") -> "Offload":
-    """The offloading of that name.
-
-    Raises:
-        ConfigError: There is none, or nothing to offload from.
-    """
-    if text not in ("none", "model", "sequential"):
-        raise ConfigError(f"--offload is {text!r}.", hint="Use none, model or sequential.")
-    if text != "none" and device.type == "cpu":
-        raise ConfigError(f"--offload {text}: the pipeline runs in RAM as it is.", hint="Leave it out.")
-    return text  # type: ignore[return-value]  # one of the three
-
-
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
-
-def _listed(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",")]
-
-
-def _number(text: str, flag: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise ConfigError(
-            f"{flag}: expected numbers from 1 on, got {text!r}.", hint="Write several as 1,4,8."
-        )
-    return int(text)
-
-
-def _size(text: str) -> tuple[int, int]:
-    found = _SIZE.fullmatch(text.lower())
-    if found is None or int(found[1]) * int(found[2] or 1) == 0:
-        raise ConfigError(
-            f"--resolution: expected WIDTHxHEIGHT or one side, got {text!r}.",
-            hint="Write several as 512,1024x768.",
-        )
-    return int(found[1]), int(found[2] or found[1])
-
-
-POCKET = "pocket"
-_FOLDER = Path("sigmascope-bench")
-
-
 @dataclass(frozen=True)
 class BenchRequest:
     """The command's options, one field each."""
@@ -249,7 +160,7 @@ def run_bench(request: BenchRequest) -> bool:
     target = DEFAULT_TARGET if request.target is None else request.target
     options = BenchOptions(request.repeat, request.warmup, request.seed, target)
     cases = cases_of(request.steps, request.resolution, request.batch, request.frames)
-    output = request.output or _FOLDER / datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    output = request.output or _DEFAULT_FOLDER / datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
     RunFiles(output).tidy()  # refused now rather than after loading
     subject, load_seconds = _load(request)
     # What a monitor logs of each generation, the tables say of all of them.
@@ -265,25 +176,51 @@ def run_bench(request: BenchRequest) -> bool:
     return all(result.failure is None for result in results)
 
 
-def _print_json(
-    request: BenchRequest,
-    subject: "Subject",
-    load_seconds: float,
-    results: "tuple[CaseResult, ...]",
-    output: Path,
-) -> None:
-    """Print everything as JSON."""
-    found: dict[str, Any] = {
-        "pipeline": request.pipeline,
-        "name": subject.name,
-        "device": str(subject.device),
-        "load_seconds": load_seconds,
-        "repeat": request.repeat,
-        "warm_up": request.warmup,
-        "output": str(output),
-        "cases": [result.as_dict() for result in results],
-    }
-    typer.echo(json.dumps(found, indent=2))
+def cases_of(
+    steps: str | None, resolution: str | None, batch: str, frames: int | None
+) -> tuple[BenchCase, ...]:
+    """Every combination of what the options list.
+
+    Args:
+        steps: Numbers by comma; None: the pipeline's own.
+        resolution: Sizes by comma, each WIDTHxHEIGHT or the side of a square; None: the pipeline's own.
+        batch: Numbers by comma.
+        frames: Of a video.
+
+    Raises:
+        ConfigError: Something is no number above 0, or no size.
+    """
+    if frames is not None and frames < 1:
+        raise ConfigError(f"--frames is {frames}.", hint="Give 1 or more.")
+    sizes = [None] if resolution is None else [_parse_size(one) for one in _split_list(resolution)]
+    counts = [None] if steps is None else [_parse_number(one, "--steps") for one in _split_list(steps)]
+    batches = [_parse_number(one, "--batch") for one in _split_list(batch)]
+    return tuple(
+        BenchCase(None if size is None else size[0], None if size is None else size[1], many, count, frames)
+        for size, many, count in product(sizes, batches, counts)
+    )
+
+
+def _parse_size(text: str) -> tuple[int, int]:
+    found = _SIZE_PATTERN.fullmatch(text.lower())
+    if found is None or int(found[1]) * int(found[2] or 1) == 0:
+        raise ConfigError(
+            f"--resolution: expected WIDTHxHEIGHT or one side, got {text!r}.",
+            hint="Write several as 512,1024x768.",
+        )
+    return int(found[1]), int(found[2] or found[1])
+
+
+def _split_list(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",")]
+
+
+def _parse_number(text: str, flag: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(
+            f"{flag}: expected numbers from 1 on, got {text!r}.", hint="Write several as 1,4,8."
+        )
+    return int(text)
 
 
 def _load(request: BenchRequest) -> "tuple[Subject, float]":
@@ -312,6 +249,16 @@ def _load(request: BenchRequest) -> "tuple[Subject, float]":
     return subject, time.perf_counter() - started
 
 
+def _dtype(name: str, device: "torch.device") -> "torch.dtype":
+    import torch
+
+    from sigmascope.lbm.devices import resolve_dtype
+
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    return resolve_dtype(name, "--dtype")
+
+
 def _refuse_for_pocket(request: BenchRequest) -> None:
     given = {"--prompt": request.prompt, "--image": request.image, "--call": request.call}
     for flag, value in given.items():
@@ -321,14 +268,62 @@ def _refuse_for_pocket(request: BenchRequest) -> None:
         raise ConfigError("--offload: the pocket model fits anywhere.", hint="Leave it out.")
 
 
-def _dtype(name: str, device: "torch.device") -> "torch.dtype":
-    import torch
+def call_values(entries: Sequence[str]) -> dict[str, Any]:
+    """`guidance_scale=1.0` as a name and a value: of JSON, or the text itself.
 
-    from sigmascope.lbm.devices import resolve_dtype
+    Raises:
+        ConfigError: An entry is not NAME=VALUE.
+    """
+    values: dict[str, Any] = {}
+    for entry in entries:
+        name, equals, text = entry.partition("=")
+        if not name.isidentifier() or not equals:
+            raise ConfigError(
+                f"--call: expected NAME=VALUE, got {entry!r}.", hint="For example guidance_scale=1.0."
+            )
+        values[name] = _parse_value(text)
+    return values
 
-    if name == "auto":
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
-    return resolve_dtype(name, "--dtype")
+
+def _parse_value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def checked_offload(text: str, device: "torch.device") -> "Offload":
+    """The offloading of that name.
+
+    Raises:
+        ConfigError: There is none, or nothing to offload from.
+    """
+    if text not in ("none", "model", "sequential"):
+        raise ConfigError(f"--offload is {text!r}.", hint="Use none, model or sequential.")
+    if text != "none" and device.type == "cpu":
+        raise ConfigError(f"--offload {text}: the pipeline runs in RAM as it is.", hint="Leave it out.")
+    return text  # type: ignore[return-value]  # one of the three
+
+
+def _print_json(
+    request: BenchRequest,
+    subject: "Subject",
+    load_seconds: float,
+    results: "tuple[CaseResult, ...]",
+    output: Path,
+) -> None:
+    """Print everything as JSON."""
+    found: dict[str, Any] = {
+        "pipeline": request.pipeline,
+        "name": subject.name,
+        "device": str(subject.device),
+        "load_seconds": load_seconds,
+        "repeat": request.repeat,
+        "warm_up": request.warmup,
+        "output": str(output),
+        "cases": [result.as_dict() for result in results],
+    }
+    typer.echo(json.dumps(found, indent=2))
 
 
 def print_bench(
@@ -466,17 +461,19 @@ def _remarks(result: "CaseResult", target: float | None) -> list[Text]:
     if case.width is not None and made is not None and made.width not in (None, case.width):
         found.append(Text(f"what was made is {made.width}x{made.height}.", style="yellow"))
     if target is not None:
-        met = sum(seconds <= target for seconds in _seconds(result))
+        met = sum(seconds <= target for seconds in _generation_seconds(result))
         style = "green" if met == len(result.runs) else "yellow"
         found.append(Text(f"{met} of {len(result.runs)} within {units.seconds(target)}.", style=style))
     found += [plain(note, style="dim") for note in result.summary.notes]
     return found + [_finding(finding) for finding in result.findings()]
 
 
-def _finding(finding: "Finding") -> Text:
-    text = Text(printable(finding.message))
-    return text if finding.advice is None else text.append(f" {printable(finding.advice)}", style="cyan")
-
-
-def _seconds(result: "CaseResult") -> list[float]:
+def _generation_seconds(result: "CaseResult") -> list[float]:
     return [stage.seconds for run in result.runs for stage in run.stages if stage.name == "generation"]
+
+
+def _finding(finding: "Finding") -> Text:
+    text = Text(units.printable(finding.message))
+    return (
+        text if finding.advice is None else text.append(f" {units.printable(finding.advice)}", style="cyan")
+    )

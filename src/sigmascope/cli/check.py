@@ -15,26 +15,18 @@ from sigmascope.errors import SigmascopeError
 if TYPE_CHECKING:
     from sigmascope.analysis.regression import RegressionCheck
 
-
 EPILOG = """Examples:
 
 sigmascope check today/*.json --baseline yesterday/*.json
 
 sigmascope check today --baseline yesterday --max-slowdown 5% --json
 """
+
 REGRESSED = 1
 TROUBLE = 2
 """Exit code of every error, so that a script can tell it from a regression."""
 
-
-_STYLE = {"regressed": "bold red", "higher": "yellow", "undecided": "yellow", "lower": "green"}
-
-
-class _Checked(NamedTuple):
-    """A check, and what of the set-up differs as (before, now)."""
-
-    check: "RegressionCheck"
-    differences: dict[str, tuple[str, str]]
+_VERDICT_STYLE = {"regressed": "bold red", "higher": "yellow", "undecided": "yellow", "lower": "green"}
 
 
 def check(
@@ -99,6 +91,13 @@ def _checked(
     return found, missing
 
 
+class _Checked(NamedTuple):
+    """A check, and what of the set-up differs as (before, now)."""
+
+    check: "RegressionCheck"
+    differences: dict[str, tuple[str, str]]
+
+
 def _plain(found: "dict[str, _Checked]", missing: dict[str, str]) -> dict[str, Any]:
     """One check as it is; those of several cases by name."""
     plainly = {
@@ -135,7 +134,7 @@ def _print(console: Console, found: "RegressionCheck") -> None:
             amount(one.new, one.unit),
             "-" if one.ratio is None else f"{one.ratio:.3f}",
             interval(one),
-            Text(figure.verdict, style=_STYLE.get(figure.verdict, "")),
+            Text(figure.verdict, style=_VERDICT_STYLE.get(figure.verdict, "")),
         )
     console.print(made)
     for name, reason in found.missing.items():
@@ -143,7 +142,7 @@ def _print(console: Console, found: "RegressionCheck") -> None:
     print_left_out(console, [figure.comparison for figure in found.figures])
     for figure in found.figures:
         if figure.verdict in ("regressed", "undecided"):
-            style = _STYLE[figure.verdict]
+            style = _VERDICT_STYLE[figure.verdict]
             console.print(
                 Text.assemble((figure.verdict, style), " ", plain(figure.comparison.name), f": {figure.why}")
             )

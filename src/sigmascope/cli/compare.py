@@ -1,4 +1,7 @@
-"""`sigmascope compare`: two sets of saved runs beside each other, without a judgement."""
+"""`sigmascope compare`: two sets of saved runs beside each other, without a judgement.
+
+`sigmascope check` reads its runs with `load_sides` too.
+"""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -14,13 +17,11 @@ from typer.core import TyperCommand
 from sigmascope import units
 from sigmascope.cli.console import plain, table
 from sigmascope.errors import RecordError
-from sigmascope.units import printable
 
 if TYPE_CHECKING:
     from sigmascope.analysis.run_comparison import FigureComparison, WorkComparison
     from sigmascope.records.performance import BeforeAfterDict
     from sigmascope.records.run import Run
-
 
 EPILOG = """Examples:
 
@@ -28,6 +29,9 @@ sigmascope compare after.json --baseline before.json
 
 sigmascope compare after --baseline before --by-step
 """
+
+_UNCHANGED = 0.0005
+"""Changes of a ratio below this are shown as none."""
 
 
 def path_argument(help_text: str) -> Any:
@@ -67,6 +71,21 @@ def _plain(found: "tuple[WorkComparison, ...]", missing: dict[str, str]) -> dict
     return {"comparisons": [one.as_dict() for one in found], "missing": missing}
 
 
+def load_sides(new: Sequence[Path], baseline: Sequence[Path]) -> "tuple[list[Run], list[Run]]":
+    """The runs of both sides of a comparison.
+
+    Raises:
+        RecordError: As `load_runs`; and for a run that both sides have, which would be found the same as itself.
+    """
+    ours, theirs = load_runs(new), load_runs(baseline)
+    ids = {run.id for run in theirs}
+    twin = next((run for run in ours if run.id in ids and run in theirs), None)
+    if twin is not None:
+        message = f"the run {units.printable(twin.id)} is in the baseline too."
+        raise RecordError(new[0], message, hint="Compare runs with earlier ones, not with themselves.")
+    return ours, theirs
+
+
 def load_runs(paths: Sequence[Path]) -> "list[Run]":
     """The runs in these files, and in the .json files of these folders, by name.
 
@@ -83,21 +102,6 @@ def load_runs(paths: Sequence[Path]) -> "list[Run]":
             raise RecordError(path, f"is damaged: {wrong}.", hint="Leave it out, or record the run again.")
     _refuse_copies(found)
     return list(found.values())
-
-
-def load_sides(new: Sequence[Path], baseline: Sequence[Path]) -> "tuple[list[Run], list[Run]]":
-    """The runs of both sides of a comparison.
-
-    Raises:
-        RecordError: As `load_runs`; and for a run that both sides have, which would be found the same as itself.
-    """
-    ours, theirs = load_runs(new), load_runs(baseline)
-    ids = {run.id for run in theirs}
-    twin = next((run for run in ours if run.id in ids and run in theirs), None)
-    if twin is not None:
-        message = f"the run {printable(twin.id)} is in the baseline too."
-        raise RecordError(new[0], message, hint="Compare runs with earlier ones, not with themselves.")
-    return ours, theirs
 
 
 def _files(path: Path) -> list[Path]:
@@ -122,59 +126,12 @@ def _refuse_copies(runs: "dict[Path, Run]") -> None:
         known.append(path)
 
 
-class ManyBaselines(TyperCommand):
-    """A command whose `--baseline` takes all that follows it up to the next option, as a shell's `*.json` gives."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Repeat the option before each of its values."""
-        return super().parse_args(ctx, repeated(args, "--baseline"))
-
-
-def repeated(args: Sequence[str], option: str) -> list[str]:
-    """The arguments with `option a b` written as `option a option b`. What follows `--` stays as it is."""
-    written: list[str] = []
-    takes = False
-    for index, arg in enumerate(args):
-        if arg == "--":
-            return written + list(args[index:])
-        if arg == option:
-            takes = True
-        elif arg.startswith("-") and arg != "-":
-            takes = False
-            written.append(arg)
-        elif takes:
-            written += [option, arg]
-        else:
-            written.append(arg)
-    return written + ([option] if takes and args[-1] == option else [])
-
-
-_UNCHANGED = 0.0005
-
-
 def print_comparisons(console: Console, found: "Sequence[WorkComparison]", missing: dict[str, str]) -> None:
     """Print each comparison, and what could not be compared."""
     for one in found:
         _print_comparison(console, one)
     for work, reason in missing.items():
         console.print(Text.assemble(plain(work or "other runs"), f": {reason}", style="yellow"))
-
-
-def amount(value: float, unit: str) -> str:
-    """Seconds or bytes as people read them."""
-    return units.seconds(value) if unit == "seconds" else f"{units.mib(round(value))} MB"
-
-
-def interval(one: "FigureComparison") -> str:
-    """Of the ratio; a dash where it could not be reckoned."""
-    return units.UNKNOWN if one.lower is None or one.upper is None else f"{one.lower:.3f}-{one.upper:.3f}"
-
-
-def print_left_out(console: Console, figures: "Iterable[FigureComparison]") -> None:
-    """Say of which figures some runs are left out, and why."""
-    for one in figures:
-        if "runs" in one.unavailable:
-            console.print(Text.assemble(plain(one.name), f": {one.unavailable['runs']}", style="yellow"))
 
 
 def _print_comparison(console: Console, one: "WorkComparison") -> None:
@@ -220,6 +177,11 @@ def _figures(heading: str, figures: "Iterable[FigureComparison]") -> Table:
     return made
 
 
+def amount(value: float, unit: str) -> str:
+    """Seconds or bytes as people read them."""
+    return units.seconds(value) if unit == "seconds" else f"{units.mib(round(value))} MB"
+
+
 def _change(one: "FigureComparison") -> Text:
     """Coloured where the interval leaves no doubt about the direction."""
     if one.ratio is None:
@@ -228,6 +190,18 @@ def _change(one: "FigureComparison") -> Text:
     style = "dim" if not sure else "green" if one.ratio < 1 else "red"
     text = "0.0 %" if abs(one.ratio - 1) < _UNCHANGED else f"{100 * (one.ratio - 1):+.1f} %"
     return Text(text, style=style)
+
+
+def interval(one: "FigureComparison") -> str:
+    """Of the ratio; a dash where it could not be reckoned."""
+    return units.UNKNOWN if one.lower is None or one.upper is None else f"{one.lower:.3f}-{one.upper:.3f}"
+
+
+def print_left_out(console: Console, figures: "Iterable[FigureComparison]") -> None:
+    """Say of which figures some runs are left out, and why."""
+    for one in figures:
+        if "runs" in one.unavailable:
+            console.print(Text.assemble(plain(one.name), f": {one.unavailable['runs']}", style="yellow"))
 
 
 def _in_words(found: "BeforeAfterDict") -> Text:
@@ -253,3 +227,30 @@ def _met(met: bool | None) -> str:
 
 def _runs(count: int) -> str:
     return "run" if count == 1 else "runs"
+
+
+class ManyBaselines(TyperCommand):
+    """A command whose `--baseline` takes all that follows it up to the next option, as a shell's `*.json` gives."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Repeat the option before each of its values."""
+        return super().parse_args(ctx, repeated(args, "--baseline"))
+
+
+def repeated(args: Sequence[str], option: str) -> list[str]:
+    """The arguments with `option a b` written as `option a option b`. What follows `--` stays as it is."""
+    written: list[str] = []
+    takes = False
+    for index, arg in enumerate(args):
+        if arg == "--":
+            return written + list(args[index:])
+        if arg == option:
+            takes = True
+        elif arg.startswith("-") and arg != "-":
+            takes = False
+            written.append(arg)
+        elif takes:
+            written += [option, arg]
+        else:
+            written.append(arg)
+    return written + ([option] if takes and args[-1] == option else [])

@@ -1,4 +1,7 @@
-"""`sigmascope compare-tensors`: do two files or folders of tensors agree, and if not, where and why."""
+"""`sigmascope compare-tensors`: do two files or folders of tensors agree, and if not, where and why.
+
+`print_comparison` shows the result in the terminal, `save_token_picture` draws the errors by token.
+"""
 
 import json
 import math
@@ -22,7 +25,6 @@ if TYPE_CHECKING:
     from sigmascope.analysis.tensor_comparison import TensorComparison
     from sigmascope.analysis.tensor_errors import Place, TensorErrors, TokenErrors
 
-
 EPILOG = """Examples:
 
 sigmascope compare-tensors comfyui.safetensors diffusers.safetensors
@@ -31,13 +33,29 @@ sigmascope compare-tensors comfyui.safetensors diffusers.safetensors
 sigmascope compare-tensors runs/before_lora runs/after_lora --json
 """
 
-
 BEYOND_TOLERANCE = 1
 TROUBLE = 2
 """Exit code of every error, so that a script can tell it from a difference, as with `diff`."""
 
-
 _PICTURES = (".svg", ".png")
+_VERDICT_STYLE = {"identical": "green", "rounding": "green", "close": "cyan", "different": "bold red"}
+_MOST_DETAILS = 10
+_MOST_TOKENS = 5
+
+# The picture: sizes in pixels, and colours.
+_WIDTH: Final = 960
+_LEFT: Final = 90
+_RIGHT: Final = 930
+_TOP: Final = 60  # of the first panel
+_PANEL: Final = 230
+_BARS: Final = 150.0  # height of the bars' field in a panel
+_MOST_PANELS: Final = 12
+_LONGEST: Final = 150  # characters of a line of text
+_GRID: Final = "#e0e0e0"
+_WITHIN: Final = "#0277bd"
+_BEYOND: Final = "#c62828"
+_LIMIT: Final = "#e68a00"
+_DECADES: Final = 8  # shown below the largest error
 
 
 def compare_tensors(
@@ -83,7 +101,7 @@ def compare_tensors(
     """
     try:
         _check_picture(picture, (a, b))
-        comparison = _compare(a, b, _names(name), (rtol, atol, token_axis))
+        comparison = _compare(a, b, _name_pairs(name), (rtol, atol, token_axis))
         if picture is not None:
             save_token_picture(picture, comparison, f"{a.name} against {b.name}")
     except SigmascopeError as error:
@@ -97,6 +115,27 @@ def compare_tensors(
             Console().print(f"Picture: {picture}", markup=False, highlight=False)
     if not (comparison.agrees and (any_layout or comparison.same_layout)):
         raise typer.Exit(BEYOND_TOLERANCE)
+
+
+def _check_picture(path: Path | None, inputs: tuple[Path, Path]) -> None:
+    """Refuse a place that a picture cannot go to, before the work.
+
+    Raises:
+        ConfigError: It is named neither `.svg` nor `.png`, or is an input.
+        WriteError: Its folder does not exist.
+    """
+    if path is None:
+        return
+    from sigmascope.checkpoints.files import is_existing
+
+    if path.suffix.lower() not in _PICTURES:
+        raise ConfigError(
+            f"--picture {path} is no SVG or PNG.", hint="Give a name that ends in .svg or .png."
+        )
+    if not is_existing(path.parent):
+        raise WriteError(path, "its folder does not exist.", hint=f"Create {path.parent}.")
+    if is_existing(path) and any(is_existing(other) and path.samefile(other) for other in inputs):
+        raise ConfigError(f"--picture {path} is an input.", hint="Give the name of a new file.")
 
 
 def _compare(
@@ -128,7 +167,7 @@ def _compare(
             return compare_dumps(dumps[0], dumps[1], options, names=names, progress=progress)
 
 
-def _names(asked: list[str] | None) -> dict[str, str]:
+def _name_pairs(asked: list[str] | None) -> dict[str, str]:
     """A's name to B's.
 
     Raises:
@@ -146,32 +185,6 @@ def _names(asked: list[str] | None) -> dict[str, str]:
             raise ConfigError(f"--name {first} is given twice.", hint="Give each name of A once.")
         names[first] = second
     return names
-
-
-def _check_picture(path: Path | None, inputs: tuple[Path, Path]) -> None:
-    """Refuse a place that a picture cannot go to, before the work.
-
-    Raises:
-        ConfigError: It is named neither `.svg` nor `.png`, or is an input.
-        WriteError: Its folder does not exist.
-    """
-    if path is None:
-        return
-    from sigmascope.checkpoints.files import is_existing
-
-    if path.suffix.lower() not in _PICTURES:
-        raise ConfigError(
-            f"--picture {path} is no SVG or PNG.", hint="Give a name that ends in .svg or .png."
-        )
-    if not is_existing(path.parent):
-        raise WriteError(path, "its folder does not exist.", hint=f"Create {path.parent}.")
-    if is_existing(path) and any(is_existing(other) and path.samefile(other) for other in inputs):
-        raise ConfigError(f"--picture {path} is an input.", hint="Give the name of a new file.")
-
-
-_STYLE = {"identical": "green", "rounding": "green", "close": "cyan", "different": "bold red"}
-_MOST_DETAILS = 10
-_MOST_TOKENS = 5
 
 
 def print_comparison(
@@ -232,7 +245,7 @@ def _dumps(comparison: "DumpComparison | RunComparison") -> "Iterator[tuple[str,
 def _overview(rows: "list[tuple[str, TensorComparison]]") -> RenderableType:
     made = table("Tensor", "Verdict", "Error", "Cosine", "Max diff", "Outside", "Token", left=("Verdict",))
     for name, each in rows:
-        verdict = Text(each.verdict, style=_STYLE[each.verdict])
+        verdict = Text(each.verdict, style=_VERDICT_STYLE[each.verdict])
         errors = each.errors
         if errors is None:
             made.add_row(plain(name), verdict, "-", "-", "-", "-", "-")
@@ -247,6 +260,13 @@ def _overview(rows: "list[tuple[str, TensorComparison]]") -> RenderableType:
             "-" if each.first_token is None else str(each.first_token),
         )
     return made
+
+
+def _cosine(value: float | None) -> str:
+    """Six digits; 1 only where it is that."""
+    if value is None:
+        return "-"
+    return "1" if value == 1.0 else f"{value:.6f}" if value < 0.9999995 else f"1-{1 - value:.0e}"
 
 
 def _print_details(console: Console, name: str, each: "TensorComparison") -> None:
@@ -298,32 +318,10 @@ def _worst_tokens(tokens: "TokenErrors") -> str:
 
 
 def _conclusion(comparison: "DumpComparison | RunComparison") -> Text:
-    words = Text.assemble(("Verdict: ", "bold"), (comparison.verdict, _STYLE[comparison.verdict]))
+    words = Text.assemble(("Verdict: ", "bold"), (comparison.verdict, _VERDICT_STYLE[comparison.verdict]))
     if comparison.agrees and not comparison.same_layout:
         words.append(", but in another layout; --any_layout lets that pass")
     return words
-
-
-def _cosine(value: float | None) -> str:
-    """Six digits; 1 only where it is that."""
-    if value is None:
-        return "-"
-    return "1" if value == 1.0 else f"{value:.6f}" if value < 0.9999995 else f"1-{1 - value:.0e}"
-
-
-_WIDTH: Final = 960
-_LEFT: Final = 90
-_RIGHT: Final = 930
-_TOP: Final = 60  # of the first panel
-_PANEL: Final = 230
-_BARS: Final = 150.0  # height of the bars' field in a panel
-_MOST_PANELS: Final = 12
-_LONGEST: Final = 150  # characters of a line of text
-_GRID: Final = "#e0e0e0"
-_WITHIN: Final = "#0277bd"
-_BEYOND: Final = "#c62828"
-_LIMIT: Final = "#e68a00"
-_DECADES: Final = 8  # shown below the largest error
 
 
 def save_token_picture(path: Path, comparison: "DumpComparison | RunComparison", heading: str) -> None:
@@ -356,6 +354,34 @@ def save_token_picture(path: Path, comparison: "DumpComparison | RunComparison",
     save_picture(path, (_WIDTH, height), shapes)
 
 
+def _cut(text: str) -> str:
+    clean = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
+    return clean if len(clean) <= _LONGEST else f"{clean[: _LONGEST - 1]}…"
+
+
+def _panel(top: int, name: str, each: "TensorComparison", tokens: "TokenErrors") -> Iterator[Shape]:
+    limit = each.tolerance.computed
+    axis = _Axis.of(top + 42 + _BARS, tokens.relative_l2, limit)
+    yield Label(16, top + 14, _cut(f"{name}: {each.verdict}"), size=14)
+    yield Label(16, top + 32, _cut(each.reason), size=11)
+    yield from axis.lines()
+    step = (_RIGHT - _LEFT) / len(tokens)
+    for token, error in enumerate(tokens.relative_l2):
+        if not tokens.unequal[token]:
+            continue
+        beyond = error > limit or each.first_token == token
+        tall = max(axis.height(error), 2.0)
+        tip = f"token {token}: {100 * error:.3g} %, largest difference {tokens.max_abs[token]:.3g}"
+        width = step * 0.8 if step > 3 else step
+        colour = _BEYOND if beyond else _WITHIN
+        yield Bar(_LEFT + step * token, axis.foot - tall, width, tall, colour, tip)
+    if limit:
+        y = axis.foot - axis.height(limit)
+        yield Line((_LEFT, y), (_RIGHT, y), _LIMIT)
+        yield Label(_RIGHT, y - 4, "rounding explains up to here", size=10, anchor="end")
+    yield from _ticks(axis.foot, len(tokens), step)
+
+
 @dataclass(frozen=True, slots=True)
 class _Axis:
     """The logarithmic axis of relative errors, from 10^lowest to 10^highest."""
@@ -385,29 +411,6 @@ class _Axis:
             yield Label(_LEFT - 8, y + 4, f"{100 * 10.0**power:g} %", size=10, anchor="end")
 
 
-def _panel(top: int, name: str, each: "TensorComparison", tokens: "TokenErrors") -> Iterator[Shape]:
-    limit = each.tolerance.computed
-    axis = _Axis.of(top + 42 + _BARS, tokens.relative_l2, limit)
-    yield Label(16, top + 14, _cut(f"{name}: {each.verdict}"), size=14)
-    yield Label(16, top + 32, _cut(each.reason), size=11)
-    yield from axis.lines()
-    step = (_RIGHT - _LEFT) / len(tokens)
-    for token, error in enumerate(tokens.relative_l2):
-        if not tokens.unequal[token]:
-            continue
-        beyond = error > limit or each.first_token == token
-        tall = max(axis.height(error), 2.0)
-        tip = f"token {token}: {100 * error:.3g} %, largest difference {tokens.max_abs[token]:.3g}"
-        width = step * 0.8 if step > 3 else step
-        colour = _BEYOND if beyond else _WITHIN
-        yield Bar(_LEFT + step * token, axis.foot - tall, width, tall, colour, tip)
-    if limit:
-        y = axis.foot - axis.height(limit)
-        yield Line((_LEFT, y), (_RIGHT, y), _LIMIT)
-        yield Label(_RIGHT, y - 4, "rounding explains up to here", size=10, anchor="end")
-    yield from _ticks(axis.foot, len(tokens), step)
-
-
 def _ticks(foot: float, tokens: int, step: float) -> Iterator[Shape]:
     """Numbers of some tokens under the bars."""
     apart = next((each for each in _round_steps() if each * step >= 36), tokens)
@@ -417,8 +420,3 @@ def _ticks(foot: float, tokens: int, step: float) -> Iterator[Shape]:
 
 def _round_steps() -> Iterator[int]:
     yield from islice((factor * 10**power for power in range(8) for factor in (1, 2, 5)), 24)
-
-
-def _cut(text: str) -> str:
-    clean = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
-    return clean if len(clean) <= _LONGEST else f"{clean[: _LONGEST - 1]}…"

@@ -1,7 +1,8 @@
-"""Parts of the tables that `resize`, `merge`, `inspect` and `diff` print: 80 columns, no markup from files.
+"""What the commands share to print: tables of 80 columns, progress, a clean stdout, missing extras, SIGTERM.
 
-What a file says is shown as plain text: a name or header field with brackets in it must not become markup, and
-control characters must not reach the terminal.
+What a file says is shown as plain text: a name or header field with brackets in it must not become markup, and control
+characters must not reach the terminal. Stdout is kept for results (`stdout_for_results`): what libraries print while
+they are imported or at work goes to stderr, as the progress bar does.
 """
 
 import os
@@ -23,11 +24,34 @@ from sigmascope.errors import ConfigError
 from sigmascope.progress import Progress as ProgressCallback
 from sigmascope.units import printable
 
-_PADDING = (0, 1, 0, 0)
-_LONGEST = 300  # characters of one value that are shown
+_TABLE_PADDING = (0, 1, 0, 0)
+_LONGEST_VALUE = 300  # characters of one value that are shown
+
+_PROGRESS_WIDTH = 40
+_STDOUT, _STDERR = 1, 2
+
+_LBM_PACKAGES = (
+    "diffusers",
+    "transformers",
+    "peft",
+    "accelerate",
+    "pydantic",
+    "pydantic_core",
+    "yaml",
+    "PIL",
+)
+PACKAGES = {
+    "lbm": _LBM_PACKAGES,
+    "train": (*_LBM_PACKAGES, "webdataset", "tensorboard"),
+    "ui": (*_LBM_PACKAGES, "starlette", "uvicorn", "jinja2"),
+}
+"""What each extra brings, by the names that are imported."""
+
+TERMINATED = 128 + signal.SIGTERM
+"""As shells report a process that SIGTERM ended."""
 
 
-def plain(value: object, *, limit: int = _LONGEST, style: str = "") -> Text:
+def plain(value: object, *, limit: int = _LONGEST_VALUE, style: str = "") -> Text:
     """Text of a file, on one line: control characters as U+FFFD, cut where a file makes it endless."""
     text = " ".join(str(value).split())
     clean = printable(text)
@@ -47,7 +71,7 @@ def layer(name: str) -> Text:
 
 def table(*headings: str, left: Sequence[str] = ()) -> Table:
     """A table whose columns are numbers, but for those named in `left`; the first folds."""
-    made = Table(box=box.SIMPLE_HEAD, padding=_PADDING, pad_edge=False)
+    made = Table(box=box.SIMPLE_HEAD, padding=_TABLE_PADDING, pad_edge=False)
     for index, heading in enumerate(headings):
         if index == 0:
             made.add_column(heading, overflow="fold")
@@ -91,6 +115,10 @@ def counts(found: Mapping[Any, int], *, most: int = 6) -> str:
     return ", ".join(shown) or "-"
 
 
+def _short(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
 def number(value: float | None) -> str:
     """Three digits, `-` for none."""
     return "-" if value is None else f"{value:.3g}"
@@ -111,13 +139,6 @@ def span(ranks: tuple[int, int] | None) -> str:
     if ranks is None:
         return "-"
     return str(ranks[0]) if ranks[0] == ranks[1] else f"{ranks[0]}-{ranks[1]}"
-
-
-def _short(value: object) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-_WIDTH = 40
 
 
 @contextmanager
@@ -149,10 +170,7 @@ def progress_bar(description: str) -> Iterator[ProgressCallback]:
 def _shortened(what: str) -> str:
     """The last word loses its beginning first: a layer's path says most at its end."""
     head, space, name = what.rpartition(" ")
-    return head + space + name[-max(_WIDTH - len(head), 10) :]
-
-
-_STDOUT, _STDERR = 1, 2
+    return head + space + name[-max(_PROGRESS_WIDTH - len(head), 10) :]
 
 
 @contextmanager
@@ -164,7 +182,7 @@ def stdout_for_results() -> Iterator[None]:
     """
     with suppress(AttributeError, OSError, ValueError):  # there is none, it is broken, or closed
         sys.stdout.flush()
-    kept = _turned()
+    kept = _turn_stdout_descriptor()
     try:
         with redirect_stdout(sys.stderr):
             yield
@@ -174,7 +192,7 @@ def stdout_for_results() -> Iterator[None]:
             os.close(kept)
 
 
-def _turned() -> int | None:
+def _turn_stdout_descriptor() -> int | None:
     """Turn the descriptor.
 
     Returns:
@@ -190,15 +208,6 @@ def _turned() -> int | None:
         os.close(kept)
         return None
     return kept
-
-
-_LBM = ("diffusers", "transformers", "peft", "accelerate", "pydantic", "pydantic_core", "yaml", "PIL")
-PACKAGES = {
-    "lbm": _LBM,
-    "train": (*_LBM, "webdataset", "tensorboard"),
-    "ui": (*_LBM, "starlette", "uvicorn", "jinja2"),
-}
-"""What each extra brings, by the names that are imported."""
 
 
 @contextmanager
@@ -226,10 +235,6 @@ def needs_extra(extra: str) -> Iterator[None]:
         ) from error
 
 
-TERMINATED = 128 + signal.SIGTERM
-"""As shells report a process that SIGTERM ended."""
-
-
 @contextmanager
 def leaving_on_sigterm() -> Iterator[None]:
     """Within the block SIGTERM raises `SystemExit` with 143, so that every `finally` runs.
@@ -240,13 +245,13 @@ def leaving_on_sigterm() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, _leave)
+    before = signal.signal(signal.SIGTERM, _exit_on_sigterm)
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
 
 
-def _leave(number: int, frame: FrameType | None) -> NoReturn:
+def _exit_on_sigterm(number: int, frame: FrameType | None) -> NoReturn:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise SystemExit(TERMINATED)

@@ -9,7 +9,6 @@ from rich.text import Text
 
 from sigmascope import units
 from sigmascope.cli.console import facts, plain
-from sigmascope.units import printable
 
 if TYPE_CHECKING:
     from sigmascope.probes.doctor import DoctorReport, ExtraFacts
@@ -59,14 +58,14 @@ def _print(console: Console, report: "DoctorReport") -> None:
     console.print(_heading("Measured"))
     for one in report.measurements:
         mark = Text("yes  ", style="green") if one.works else Text("no   ", style="yellow")
-        console.print(mark.append(one.name).append(printable(f": {one.reason}"), style="dim"))
+        console.print(mark.append(one.name).append(units.printable(f": {one.reason}"), style="dim"))
     console.print(_heading("Extras"))
     console.print(facts([(extra.name, _extra_line(extra)) for extra in report.extras]))
     if report.settings:
         console.print(_heading("Environment"))
         console.print(facts([(name, plain(value)) for name, value in report.settings.items()]))
     for line in report.advice:
-        console.print(Text("Advice: ", style="bold yellow").append(printable(line)))
+        console.print(Text("Advice: ", style="bold yellow").append(units.printable(line)))
 
 
 def _print_devices(console: Console, report: "DoctorReport") -> None:

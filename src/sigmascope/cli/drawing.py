@@ -12,10 +12,7 @@ from sigmascope.files import atomic_path
 if TYPE_CHECKING:
     from PIL.ImageDraw import ImageDraw
 
-
 Number = int | float
-
-
 _SHARPNESS = 2  # pixels of a PNG for one of the SVG
 
 
@@ -73,14 +70,6 @@ def save_picture(path: Path, size: tuple[int, int], shapes: Sequence[Shape]) -> 
         temporary.write_text(svg.document(*size, [_as_svg(shape) for shape in shapes]), encoding="utf-8")
 
 
-def _as_svg(shape: Shape) -> str:
-    if isinstance(shape, Label):
-        return svg.label(shape.x, shape.y, shape.text, anchor=shape.anchor, size=shape.size)
-    if isinstance(shape, Line):
-        return svg.line(shape.start, shape.end, shape.colour)
-    return svg.bar(shape.x, shape.y, (shape.width, shape.height), shape.colour, shape.tip)
-
-
 def _save_png(path: Path, size: tuple[int, int], shapes: Sequence[Shape]) -> None:
     with needs_extra("lbm"):
         from PIL import Image, ImageDraw
@@ -108,3 +97,11 @@ def _draw(draw: "ImageDraw", shape: Shape) -> None:
         right = max(left, left + shape.width * _SHARPNESS - 1)
         bottom = max(top, top + shape.height * _SHARPNESS - 1)
         draw.rectangle([left, top, right, bottom], fill=shape.colour)
+
+
+def _as_svg(shape: Shape) -> str:
+    if isinstance(shape, Label):
+        return svg.label(shape.x, shape.y, shape.text, anchor=shape.anchor, size=shape.size)
+    if isinstance(shape, Line):
+        return svg.line(shape.start, shape.end, shape.colour)
+    return svg.bar(shape.x, shape.y, (shape.width, shape.height), shape.colour, shape.tip)

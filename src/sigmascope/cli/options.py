@@ -1,4 +1,9 @@
-"""Options that several `lora` commands share."""
+"""Options that several commands share, and what they mean together.
+
+The `lora` commands' own come first: the files, what is compared of two models (`pair_options`), how much rank a LoRA
+gets (`rank_choice`), and what `resize` and `merge` share (`rank_plan`). The functions at the end make the options of
+the `lbm` commands, since each command shows them in a panel of its own.
+"""
 
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
@@ -14,6 +19,10 @@ if TYPE_CHECKING:
     from sigmascope.lora.pairs import PairOptions
     from sigmascope.lora.ranks import RankPolicy, RankRules
     from sigmascope.lora.resize import RankPlan
+
+
+_PAIR_PANEL = "Models that do not fit each other"
+_RANK_PANEL = "Ranks"
 
 
 class Precision(StrEnum):
@@ -56,9 +65,6 @@ TunedPath = Annotated[
 ]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show every layer.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the whole report as JSON.")]
-
-
-_PAIR_PANEL = "Models that do not fit each other"
 
 
 class Unfit(StrEnum):
@@ -152,33 +158,33 @@ def pair_options(
     )
 
 
-_PANEL = "Ranks"
-
-
-def _option(name: str, help_text: str, metavar: str, default: str | bool = False) -> typer.models.OptionInfo:
+def _rank_option(
+    name: str, help_text: str, metavar: str, default: str | bool = False
+) -> typer.models.OptionInfo:
     option: typer.models.OptionInfo = typer.Option(
-        name, help=help_text, metavar=metavar, show_default=default, rich_help_panel=_PANEL
+        name, help=help_text, metavar=metavar, show_default=default, rich_help_panel=_RANK_PANEL
     )
     return option
 
 
 Rank = Annotated[
-    int | None, _option("--rank", "Rank of Linear layers. 9999: full rank.", "<rank>", default="32")
+    int | None, _rank_option("--rank", "Rank of Linear layers. 9999: full rank.", "<rank>", default="32")
 ]
 ConvRank = Annotated[
-    int | None, _option("--conv_rank", "Rank of convolutions, 1×1 too. 9999: full.", "<rank>", default="16")
+    int | None,
+    _rank_option("--conv_rank", "Rank of convolutions, 1×1 too. 9999: full.", "<rank>", default="16"),
 ]
 MaxSize = Annotated[
     str | None,
-    _option("--max_size", "Best ranks for a file of at most this size: 100MB.", "<size>"),
+    _rank_option("--max_size", "Best ranks for a file of at most this size: 100MB.", "<size>"),
 ]
 MaxError = Annotated[
     str | None,
-    _option("--max_error", "Smallest file with at most this overall error: 5%.", "<share>"),
+    _rank_option("--max_error", "Smallest file with at most this overall error: 5%.", "<share>"),
 ]
 WeightFor = Annotated[
     list[str] | None,
-    _option(
+    _rank_option(
         "--weight_for",
         "With a size or error: 'mid_block=2' lets the squared error of these layers count twice. Repeatable.",
         "<pattern=n>",
@@ -186,7 +192,7 @@ WeightFor = Annotated[
 ]
 RankMethod = Annotated[
     str | None,
-    _option(
+    _rank_option(
         "--rank_method",
         "A rank for each layer by its own singular values: energy:0.95, error:5%, sv_fro:0.9, "
         "sv_ratio:20, sv_cumulative:0.8, threshold:0.01, ratio:0.05, quantile:0.9, adaptive_…:0.9. "
@@ -196,24 +202,24 @@ RankMethod = Annotated[
 ]
 DynamicMethod = Annotated[
     str | None,
-    _option(
+    _rank_option(
         "--dynamic_method",
         "As in kohya's tools: sv_ratio, sv_fro, sv_cumulative. --rank limits it.",
         "<name>",
     ),
 ]
 DynamicParam = Annotated[
-    float | None, _option("--dynamic_param", "Parameter of --dynamic_method.", "<number>")
+    float | None, _rank_option("--dynamic_param", "Parameter of --dynamic_method.", "<number>")
 ]
-MaxRank = Annotated[int | None, _option("--max_rank", "No layer gets more.", "<rank>")]
-MaxConvRank = Annotated[int | None, _option("--max_conv_rank", "No convolution gets more.", "<rank>")]
+MaxRank = Annotated[int | None, _rank_option("--max_rank", "No layer gets more.", "<rank>")]
+MaxConvRank = Annotated[int | None, _rank_option("--max_conv_rank", "No convolution gets more.", "<rank>")]
 MinRank = Annotated[
     int | None,
-    _option("--min_rank", "No changed layer gets less. 0 may leave layers out.", "<rank>"),
+    _rank_option("--min_rank", "No changed layer gets less. 0 may leave layers out.", "<rank>"),
 ]
 RankFor = Annotated[
     list[str] | None,
-    _option(
+    _rank_option(
         "--rank_for",
         "Another rank or method for layers that match: 'up_blocks.*attn1=64'. Repeatable, the last wins.",
         "<pattern=rank>",
@@ -221,7 +227,7 @@ RankFor = Annotated[
 ]
 Exclude = Annotated[
     list[str] | None,
-    _option("--exclude", "Leave out layers that match. Repeatable.", "<pattern>"),
+    _rank_option("--exclude", "Leave out layers that match. Repeatable.", "<pattern>"),
 ]
 
 
@@ -275,7 +281,7 @@ def rank_choice(flags: RankFlags, *, rank: int = 32, conv_rank: int = 16) -> Ran
     if budget is not None:
         policy = FixedRank(FULL_RANK, FULL_RANK)
     elif flags.rank_method is not None or flags.dynamic_method is not None:
-        policy = _method(flags)
+        policy = _rank_policy(flags)
     else:
         _refuse_limits(flags, "a fixed rank")
         policy = FixedRank(
@@ -331,7 +337,7 @@ def _budget(flags: RankFlags) -> "Budget | None":
     )
 
 
-def _method(flags: RankFlags) -> "RankPolicy":
+def _rank_policy(flags: RankFlags) -> "RankPolicy":
     from sigmascope.lora.ranks import MethodRank, parse_policy
 
     if flags.dynamic_method is not None:
@@ -387,7 +393,7 @@ ReducedRank = Annotated[
         help="Rank of Linear layers. 9999: as it is.",
         metavar="<rank>",
         show_default="as it is",
-        rich_help_panel=_PANEL,
+        rich_help_panel=_RANK_PANEL,
     ),
 ]
 ReducedConvRank = Annotated[
@@ -397,7 +403,7 @@ ReducedConvRank = Annotated[
         help="Rank of convolutions, 1×1 too. 9999: as it is.",
         metavar="<rank>",
         show_default="that of --rank",
-        rich_help_panel=_PANEL,
+        rich_help_panel=_RANK_PANEL,
     ),
 ]
 SavePrecision = Annotated[

@@ -11,7 +11,6 @@ from sigmascope.records.prompts import check_privacy
 
 EPILOG = "Example: sigmascope watch --output run.json generate.py --steps 4"
 
-
 CONTEXT = {"allow_interspersed_args": False}
 """All that follows the script's name is the script's own."""
 
@@ -88,6 +87,20 @@ def watch(
     launch([*how, script or "", *(arguments or [])], settings)
 
 
+def _startup_file(*, install: bool, uninstall: bool, script: str | None) -> None:
+    from sigmascope.integrations import launch
+
+    if script is not None or (install and uninstall):
+        raise ConfigError("--install and --uninstall stand alone.", hint="Give one of them, and no script.")
+    if install:
+        path = launch.install()
+        typer.echo(f"{path} is there: SIGMASCOPE=1 now watches any Python process of this environment.")
+    elif launch.uninstall():
+        typer.echo(f"{launch.startup_file()} is gone.")
+    else:
+        typer.echo("Nothing was installed.")
+
+
 def _check(script: str | None, *, module: bool, code: bool, sample_hz: float) -> None:
     if not script:
         raise ConfigError("No script is named.", hint="Write: sigmascope watch SCRIPT [ARGUMENTS]")
@@ -114,17 +127,3 @@ def _writable(path: str | None, *, may_be_folder: bool = False) -> str | None:
             raise WriteError(path, "is no folder.", hint="Create it, or name a file.")
         require_writable(path)
     return str(Path(path).absolute())
-
-
-def _startup_file(*, install: bool, uninstall: bool, script: str | None) -> None:
-    from sigmascope.integrations import launch as startup_file
-
-    if script is not None or (install and uninstall):
-        raise ConfigError("--install and --uninstall stand alone.", hint="Give one of them, and no script.")
-    if install:
-        path = startup_file.install()
-        typer.echo(f"{path} is there: SIGMASCOPE=1 now watches any Python process of this environment.")
-    elif startup_file.uninstall():
-        typer.echo(f"{startup_file.startup_file()} is gone.")
-    else:
-        typer.echo("Nothing was installed.")

@@ -1,4 +1,9 @@
-"""Accelerators behind one small interface."""
+"""Accelerators behind one small interface: memory, peaks, timing events and facts of each device.
+
+`detect_accelerator` gives the one that torch would use: CUDA (HIP too), XPU or MPS, or a `NullAccelerator` that says
+why there is none. No method raises, waits for a device or initialises it. What PyTorch or the driver does not tell is
+None, with a reason.
+"""
 
 import os
 import re
@@ -27,6 +32,17 @@ __all__ = [
     "why_no_devices",
 ]
 
+_NVIDIA_VERSION_FILE = Path("/proc/driver/nvidia/version")
+_VISIBILITY_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+_AMD_VERSION_FILE = Path("/sys/module/amdgpu/version")
+
+_NO_MPS_PEAK = "torch keeps no peak for MPS; sample the current use"
+_MPS_SHARES_RAM = "MPS shares the machine's RAM and has no figure of its own"
+
+# Fields that are unavailable together.
+MEMORY_FIELDS = ("allocated_bytes", "reserved_bytes", "total_bytes", "free_bytes", "driver_used_bytes")
+FACT_FIELDS = ("name", "total_bytes", "driver_version", "compute_capability")
+
 
 class AllocatorBytes(NamedTuple):
     """PyTorch's allocator on one device, in bytes. None: unknown, see `Accelerator.unavailable`."""
@@ -35,6 +51,10 @@ class AllocatorBytes(NamedTuple):
     reserved: int | None
     peak_allocated: int | None
     peak_reserved: int | None
+
+
+NOTHING = AllocatorBytes(0, 0, 0, 0)
+UNKNOWN = AllocatorBytes(None, None, None, None)
 
 
 @runtime_checkable
@@ -109,12 +129,6 @@ class Accelerator(Protocol):
         ...
 
 
-def why_no_devices(accelerator: Accelerator) -> str:
-    """The reason to record when `accelerator.devices()` is empty."""
-    waiting = f"the devices of {accelerator.kind} cannot be counted before this process uses one"
-    return accelerator.absence or waiting
-
-
 def detect_accelerator() -> Accelerator:
     """The accelerator that torch would use, or a `NullAccelerator` that says why there is none.
 
@@ -144,8 +158,54 @@ def _built_for() -> str | None:
     return "cuda" if torch.version.cuda or torch.version.hip else None
 
 
-NOTHING = AllocatorBytes(0, 0, 0, 0)
-UNKNOWN = AllocatorBytes(None, None, None, None)
+def why_no_devices(accelerator: Accelerator) -> str:
+    """The reason to record when `accelerator.devices()` is empty."""
+    waiting = f"the devices of {accelerator.kind} cannot be counted before this process uses one"
+    return accelerator.absence or waiting
+
+
+@dataclass(frozen=True, slots=True)
+class NullAccelerator:
+    """No device; every fact is None for the same reason."""
+
+    absence: str = "no accelerator"
+    kind: str = "cpu"
+
+    def device_count(self) -> int:
+        """Zero."""
+        return 0
+
+    def devices(self) -> list[str]:
+        """None of them."""
+        return []
+
+    def current_device(self) -> str | None:
+        """None: work goes to the CPU."""
+        return None
+
+    def memory(self, device: str) -> AcceleratorMemory:
+        """Every figure unavailable."""
+        return AcceleratorMemory(device, unavailable=dict.fromkeys(MEMORY_FIELDS, self.absence))
+
+    def allocated_and_peak(self, device: str) -> AllocatorBytes:
+        """Every figure unknown."""
+        return AllocatorBytes(None, None, None, None)
+
+    def unavailable(self, device: str) -> Mapping[str, str]:
+        """The one reason, for every figure."""
+        return dict.fromkeys(AllocatorBytes._fields, self.absence)
+
+    def reset_peak(self, device: str) -> str | None:
+        """Nothing to reset: gives the reason."""
+        return self.absence
+
+    def new_event(self, device: str | None = None) -> AcceleratorEvent | None:
+        """No events without a device."""
+        return None
+
+    def facts(self, device: str) -> AcceleratorFacts:
+        """Every fact unavailable."""
+        return AcceleratorFacts(device, unavailable=dict.fromkeys(FACT_FIELDS, self.absence))
 
 
 class CachingAccelerator:
@@ -306,6 +366,190 @@ def _int_pair(pair: tuple[int, int]) -> tuple[int, int]:
     return int(free), int(total)
 
 
+class CudaAccelerator(CachingAccelerator):
+    """CUDA and HIP devices."""
+
+    def __init__(self) -> None:
+        super().__init__("cuda", torch.cuda, "_cuda_memoryStats")
+        self._counted: dict[tuple[str | None, ...], Reading[int]] = {}
+
+    def facts(self, device: str) -> AcceleratorFacts:
+        """Name, memory, driver and compute capability; from NVML before the host has initialised CUDA."""
+        nvml = read_nvml(device)
+        driver = _driver_version(nvml.driver_version)
+        unavailable = {} if driver.reason is None else {"driver_version": driver.reason}
+        if not self.is_initialized():
+            unavailable["compute_capability"] = "CUDA is not initialised in this process"
+            for name in ("name", "total_bytes"):
+                if name in nvml.unavailable:
+                    unavailable[name] = f"CUDA is not initialised; NVML: {nvml.unavailable[name]}"
+            return AcceleratorFacts(
+                device, nvml.name, nvml.total_bytes, driver.value, unavailable=unavailable
+            )
+        properties: Reading[Any] = attempt(lambda: torch.cuda.get_device_properties(device_index(device)))
+        if properties.value is None:
+            reason = properties.reason or "unknown"
+            unavailable |= dict.fromkeys(("name", "total_bytes", "compute_capability"), reason)
+            return AcceleratorFacts(device, driver_version=driver.value, unavailable=unavailable)
+        return AcceleratorFacts(
+            device,
+            str(properties.value.name),
+            int(properties.value.total_memory),
+            driver.value,
+            _capability(properties.value),
+            unavailable,
+        )
+
+    def _free_and_total(self, device: str) -> Reading[tuple[int, int]]:
+        own = super()._free_and_total(device)
+        if own.value is not None:
+            return own
+        nvml = nvml_memory(device)
+        return nvml if nvml.value is not None else Reading(None, f"{own.reason}; NVML: {nvml.reason}")
+
+    def _count_without_initialising(self) -> int:
+        """What NVML or AMD SMI count; -1 if neither can. `torch.cuda.device_count` would ask CUDA then.
+
+        They are asked anew only when what is visible changes: loading them takes a tenth of a millisecond and more.
+        """
+        visible = tuple(os.environ.get(name) for name in _VISIBILITY_VARIABLES)
+        if visible not in self._counted:
+            name = "_device_count_amdsmi" if torch.version.hip else "_device_count_nvml"
+            self._counted[visible] = attempt(lambda: int(getattr(torch.cuda, name)()), Warning)
+        count = self._counted[visible].value
+        return -1 if count is None else count
+
+    def _has_context(self, index: int) -> bool:
+        has_context = getattr(torch._C, "_cuda_hasPrimaryContext", None)
+        return True if has_context is None else bool(has_context(index))
+
+    def _why_no_statistics(self, device: str) -> str:
+        backend = attempt(torch.cuda.get_allocator_backend).value
+        if backend == "cudaMallocAsync":
+            return "the cudaMallocAsync allocator does not report it"
+        return super()._why_no_statistics(device)
+
+
+def _driver_version(from_nvml: str | None) -> Reading[str]:
+    """Version of the kernel driver: NVML's word, or what the loaded module says of itself."""
+    if from_nvml is not None:
+        return Reading(from_nvml)
+    if torch.version.hip:
+        return attempt(lambda: _AMD_VERSION_FILE.read_text().strip())
+    text = attempt(_NVIDIA_VERSION_FILE.read_text)
+    found = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", text.value or "")
+    return Reading(found[1]) if found else Reading(None, text.reason or "not in the driver's own words")
+
+
+def _capability(properties: Any) -> str:
+    if torch.version.hip:
+        return str(properties.gcnArchName)
+    return f"{properties.major}.{properties.minor}"
+
+
+class XpuAccelerator(CachingAccelerator):
+    """Intel GPUs; torch's functions for them mirror CUDA's."""
+
+    def __init__(self) -> None:
+        super().__init__("xpu", torch.xpu, "_xpu_memoryStats")
+
+    def facts(self, device: str) -> AcceleratorFacts:
+        """Name, memory and driver; nothing before the host has initialised the device."""
+        if not self.is_initialized():
+            return _facts_unavailable(device, "xpu is not initialised in this process")
+        reading: Reading[Any] = attempt(lambda: torch.xpu.get_device_properties(device_index(device)))
+        properties = reading.value
+        if properties is None:
+            return _facts_unavailable(device, reading.reason or "unknown")
+        driver = attempt(lambda: str(properties.driver_version))
+        unavailable = {"compute_capability": "Intel devices have none"}
+        if driver.reason is not None:
+            unavailable["driver_version"] = driver.reason
+        return AcceleratorFacts(
+            device,
+            str(properties.name),
+            int(properties.total_memory),
+            driver.value,
+            unavailable=unavailable,
+        )
+
+
+def _facts_unavailable(device: str, reason: str) -> AcceleratorFacts:
+    return AcceleratorFacts(device, unavailable=dict.fromkeys(FACT_FIELDS, reason))
+
+
+class MpsAccelerator:
+    """The one device of a Mac. `reserved` is what the Metal driver holds for this process, caches included.
+
+    Attributes:
+        untimed: Why there are no events.
+    """
+
+    kind = "mps"
+    absence: str | None = None
+    untimed = "torch waits for all queued work of MPS to tell the time between two events"
+
+    def device_count(self) -> int:
+        """One."""
+        return 1
+
+    def devices(self) -> list[str]:
+        """Its only name."""
+        return ["mps:0"]
+
+    def current_device(self) -> str | None:
+        """The only one."""
+        return "mps:0"
+
+    def memory(self, device: str) -> AcceleratorMemory:
+        """Allocated, reserved, and as total the working set that Metal recommends at most."""
+        readings = _mps_bytes()
+        readings["total_bytes"] = attempt(lambda: int(torch.mps.recommended_max_memory()))
+        return AcceleratorMemory(
+            device,
+            readings["allocated_bytes"].value,
+            readings["reserved_bytes"].value,
+            readings["total_bytes"].value,
+            unavailable=reasons(readings)
+            | dict.fromkeys(("free_bytes", "driver_used_bytes"), _MPS_SHARES_RAM),
+        )
+
+    def allocated_and_peak(self, device: str) -> AllocatorBytes:
+        """What is allocated and reserved now; peaks are unknown."""
+        readings = _mps_bytes()
+        return AllocatorBytes(readings["allocated_bytes"].value, readings["reserved_bytes"].value, None, None)
+
+    def unavailable(self, device: str) -> Mapping[str, str]:
+        """The reason for each field of `allocated_and_peak` that is None."""
+        missing = {name.removesuffix("_bytes"): reason for name, reason in reasons(_mps_bytes()).items()}
+        return missing | dict.fromkeys(("peak_allocated", "peak_reserved"), _NO_MPS_PEAK)
+
+    def reset_peak(self, device: str) -> str | None:
+        """There is no peak to reset: gives the reason."""
+        return _NO_MPS_PEAK
+
+    def new_event(self, device: str | None = None) -> AcceleratorEvent | None:
+        """None: see `untimed`."""
+        return None
+
+    def facts(self, device: str) -> AcceleratorFacts:
+        """Name (from torch where it has one) and memory; the driver is part of macOS."""
+        name = attempt(lambda: str(torch.backends.mps.get_name()))
+        total = attempt(lambda: int(torch.mps.recommended_max_memory()))
+        readings: dict[str, Reading[str] | Reading[int]] = {"name": name, "total_bytes": total}
+        unavailable = {n: reading.reason for n, reading in readings.items() if reading.reason is not None}
+        unavailable["driver_version"] = "the driver is part of macOS"
+        unavailable["compute_capability"] = "Apple devices have none"
+        return AcceleratorFacts(device, name.value, total.value, unavailable=unavailable)
+
+
+def _mps_bytes() -> dict[str, Reading[int]]:
+    return {
+        "allocated_bytes": attempt(lambda: int(torch.mps.current_allocated_memory())),
+        "reserved_bytes": attempt(lambda: int(torch.mps.driver_allocated_memory())),
+    }
+
+
 class TimingEvent:
     """A torch event with timing enabled (`torch.cuda.Event` and its like).
 
@@ -365,248 +609,8 @@ def is_capturing(kind: str) -> bool:
         kind: As torch calls it, such as "cuda"; types without graphs capture nothing.
     """
     backend: Any = getattr(torch, kind, None)
-    return isinstance(backend, ModuleType) and attempt(lambda: _asked(backend)).value is True
+    return isinstance(backend, ModuleType) and attempt(lambda: _is_backend_capturing(backend)).value is True
 
 
-def _asked(backend: Any) -> bool:
+def _is_backend_capturing(backend: Any) -> bool:
     return bool(backend.is_initialized() and backend.is_current_stream_capturing())
-
-
-_NVIDIA_VERSION_FILE = Path("/proc/driver/nvidia/version")
-_VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-_AMD_VERSION_FILE = Path("/sys/module/amdgpu/version")
-
-
-class CudaAccelerator(CachingAccelerator):
-    """CUDA and HIP devices."""
-
-    def __init__(self) -> None:
-        super().__init__("cuda", torch.cuda, "_cuda_memoryStats")
-        self._counted: dict[tuple[str | None, ...], Reading[int]] = {}
-
-    def facts(self, device: str) -> AcceleratorFacts:
-        """Name, memory, driver and compute capability; from NVML before the host has initialised CUDA."""
-        nvml = read_nvml(device)
-        driver = _driver_version(nvml.driver_version)
-        unavailable = {} if driver.reason is None else {"driver_version": driver.reason}
-        if not self.is_initialized():
-            unavailable["compute_capability"] = "CUDA is not initialised in this process"
-            for name in ("name", "total_bytes"):
-                if name in nvml.unavailable:
-                    unavailable[name] = f"CUDA is not initialised; NVML: {nvml.unavailable[name]}"
-            return AcceleratorFacts(
-                device, nvml.name, nvml.total_bytes, driver.value, unavailable=unavailable
-            )
-        properties: Reading[Any] = attempt(lambda: torch.cuda.get_device_properties(device_index(device)))
-        if properties.value is None:
-            reason = properties.reason or "unknown"
-            unavailable |= dict.fromkeys(("name", "total_bytes", "compute_capability"), reason)
-            return AcceleratorFacts(device, driver_version=driver.value, unavailable=unavailable)
-        return AcceleratorFacts(
-            device,
-            str(properties.value.name),
-            int(properties.value.total_memory),
-            driver.value,
-            _capability(properties.value),
-            unavailable,
-        )
-
-    def _free_and_total(self, device: str) -> Reading[tuple[int, int]]:
-        own = super()._free_and_total(device)
-        if own.value is not None:
-            return own
-        nvml = nvml_memory(device)
-        return nvml if nvml.value is not None else Reading(None, f"{own.reason}; NVML: {nvml.reason}")
-
-    def _count_without_initialising(self) -> int:
-        """What NVML or AMD SMI count; -1 if neither can. `torch.cuda.device_count` would ask CUDA then.
-
-        They are asked anew only when what is visible changes: loading them takes a tenth of a millisecond and more.
-        """
-        visible = tuple(os.environ.get(name) for name in _VISIBLE)
-        if visible not in self._counted:
-            name = "_device_count_amdsmi" if torch.version.hip else "_device_count_nvml"
-            self._counted[visible] = attempt(lambda: int(getattr(torch.cuda, name)()), Warning)
-        count = self._counted[visible].value
-        return -1 if count is None else count
-
-    def _has_context(self, index: int) -> bool:
-        has_context = getattr(torch._C, "_cuda_hasPrimaryContext", None)
-        return True if has_context is None else bool(has_context(index))
-
-    def _why_no_statistics(self, device: str) -> str:
-        backend = attempt(torch.cuda.get_allocator_backend).value
-        if backend == "cudaMallocAsync":
-            return "the cudaMallocAsync allocator does not report it"
-        return super()._why_no_statistics(device)
-
-
-def _capability(properties: Any) -> str:
-    if torch.version.hip:
-        return str(properties.gcnArchName)
-    return f"{properties.major}.{properties.minor}"
-
-
-def _driver_version(from_nvml: str | None) -> Reading[str]:
-    """Version of the kernel driver: NVML's word, or what the loaded module says of itself."""
-    if from_nvml is not None:
-        return Reading(from_nvml)
-    if torch.version.hip:
-        return attempt(lambda: _AMD_VERSION_FILE.read_text().strip())
-    text = attempt(_NVIDIA_VERSION_FILE.read_text)
-    found = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", text.value or "")
-    return Reading(found[1]) if found else Reading(None, text.reason or "not in the driver's own words")
-
-
-class XpuAccelerator(CachingAccelerator):
-    """Intel GPUs; torch's functions for them mirror CUDA's."""
-
-    def __init__(self) -> None:
-        super().__init__("xpu", torch.xpu, "_xpu_memoryStats")
-
-    def facts(self, device: str) -> AcceleratorFacts:
-        """Name, memory and driver; nothing before the host has initialised the device."""
-        if not self.is_initialized():
-            return _nothing_known(device, "xpu is not initialised in this process")
-        reading: Reading[Any] = attempt(lambda: torch.xpu.get_device_properties(device_index(device)))
-        properties = reading.value
-        if properties is None:
-            return _nothing_known(device, reading.reason or "unknown")
-        driver = attempt(lambda: str(properties.driver_version))
-        unavailable = {"compute_capability": "Intel devices have none"}
-        if driver.reason is not None:
-            unavailable["driver_version"] = driver.reason
-        return AcceleratorFacts(
-            device,
-            str(properties.name),
-            int(properties.total_memory),
-            driver.value,
-            unavailable=unavailable,
-        )
-
-
-def _nothing_known(device: str, reason: str) -> AcceleratorFacts:
-    return AcceleratorFacts(device, unavailable=dict.fromkeys(FACT_FIELDS, reason))
-
-
-_NO_PEAK = "torch keeps no peak for MPS; sample the current use"
-_UNIFIED = "MPS shares the machine's RAM and has no figure of its own"
-
-
-class MpsAccelerator:
-    """The one device of a Mac. `reserved` is what the Metal driver holds for this process, caches included.
-
-    Attributes:
-        untimed: Why there are no events.
-    """
-
-    kind = "mps"
-    absence: str | None = None
-    untimed = "torch waits for all queued work of MPS to tell the time between two events"
-
-    def device_count(self) -> int:
-        """One."""
-        return 1
-
-    def devices(self) -> list[str]:
-        """Its only name."""
-        return ["mps:0"]
-
-    def current_device(self) -> str | None:
-        """The only one."""
-        return "mps:0"
-
-    def memory(self, device: str) -> AcceleratorMemory:
-        """Allocated, reserved, and as total the working set that Metal recommends at most."""
-        readings = _read()
-        readings["total_bytes"] = attempt(lambda: int(torch.mps.recommended_max_memory()))
-        return AcceleratorMemory(
-            device,
-            readings["allocated_bytes"].value,
-            readings["reserved_bytes"].value,
-            readings["total_bytes"].value,
-            unavailable=reasons(readings) | dict.fromkeys(("free_bytes", "driver_used_bytes"), _UNIFIED),
-        )
-
-    def allocated_and_peak(self, device: str) -> AllocatorBytes:
-        """What is allocated and reserved now; peaks are unknown."""
-        readings = _read()
-        return AllocatorBytes(readings["allocated_bytes"].value, readings["reserved_bytes"].value, None, None)
-
-    def unavailable(self, device: str) -> Mapping[str, str]:
-        """The reason for each field of `allocated_and_peak` that is None."""
-        missing = {name.removesuffix("_bytes"): reason for name, reason in reasons(_read()).items()}
-        return missing | dict.fromkeys(("peak_allocated", "peak_reserved"), _NO_PEAK)
-
-    def reset_peak(self, device: str) -> str | None:
-        """There is no peak to reset: gives the reason."""
-        return _NO_PEAK
-
-    def new_event(self, device: str | None = None) -> AcceleratorEvent | None:
-        """None: see `untimed`."""
-        return None
-
-    def facts(self, device: str) -> AcceleratorFacts:
-        """Name (from torch where it has one) and memory; the driver is part of macOS."""
-        name = attempt(lambda: str(torch.backends.mps.get_name()))
-        total = attempt(lambda: int(torch.mps.recommended_max_memory()))
-        readings: dict[str, Reading[str] | Reading[int]] = {"name": name, "total_bytes": total}
-        unavailable = {n: reading.reason for n, reading in readings.items() if reading.reason is not None}
-        unavailable["driver_version"] = "the driver is part of macOS"
-        unavailable["compute_capability"] = "Apple devices have none"
-        return AcceleratorFacts(device, name.value, total.value, unavailable=unavailable)
-
-
-def _read() -> dict[str, Reading[int]]:
-    return {
-        "allocated_bytes": attempt(lambda: int(torch.mps.current_allocated_memory())),
-        "reserved_bytes": attempt(lambda: int(torch.mps.driver_allocated_memory())),
-    }
-
-
-MEMORY_FIELDS = ("allocated_bytes", "reserved_bytes", "total_bytes", "free_bytes", "driver_used_bytes")
-FACT_FIELDS = ("name", "total_bytes", "driver_version", "compute_capability")
-
-
-@dataclass(frozen=True, slots=True)
-class NullAccelerator:
-    """No device; every fact is None for the same reason."""
-
-    absence: str = "no accelerator"
-    kind: str = "cpu"
-
-    def device_count(self) -> int:
-        """Zero."""
-        return 0
-
-    def devices(self) -> list[str]:
-        """None of them."""
-        return []
-
-    def current_device(self) -> str | None:
-        """None: work goes to the CPU."""
-        return None
-
-    def memory(self, device: str) -> AcceleratorMemory:
-        """Every figure unavailable."""
-        return AcceleratorMemory(device, unavailable=dict.fromkeys(MEMORY_FIELDS, self.absence))
-
-    def allocated_and_peak(self, device: str) -> AllocatorBytes:
-        """Every figure unknown."""
-        return AllocatorBytes(None, None, None, None)
-
-    def unavailable(self, device: str) -> Mapping[str, str]:
-        """The one reason, for every figure."""
-        return dict.fromkeys(AllocatorBytes._fields, self.absence)
-
-    def reset_peak(self, device: str) -> str | None:
-        """Nothing to reset: gives the reason."""
-        return self.absence
-
-    def new_event(self, device: str | None = None) -> AcceleratorEvent | None:
-        """No events without a device."""
-        return None
-
-    def facts(self, device: str) -> AcceleratorFacts:
-        """Every fact unavailable."""
-        return AcceleratorFacts(device, unavailable=dict.fromkeys(FACT_FIELDS, self.absence))

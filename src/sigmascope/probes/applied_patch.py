@@ -24,7 +24,8 @@ class AppliedPatch:
     Attributes:
         key: The weight's name in the model's state dict, as it would be without any wrapper of an adapter.
         adapter_type: What the change truly is.
-        patch_type: What the rules of seed 000 section 4 call it.
+        patch_type: Its coarse type: lora_up for a LoRA or DoRA, whose up and down factors are one change; diff;
+            unknown for all others.
         data_type: `str(type(...))` of what the host keeps for it.
         state: How far it has come.
         state_reason: What the state was read from.

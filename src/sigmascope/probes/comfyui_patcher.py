@@ -1,7 +1,8 @@
 """What ComfyUI's `ModelPatcher` and `CLIP` hold, in every shape that their versions have given it.
 
-Nothing of ComfyUI is imported: its objects are known by what they have. Nothing is called that could load,
-merge, move or wrap anything, and no mark is left on a patcher, whose clones compare their attributes.
+`read_patches` lists every change, with how far it has come and what was registered together. Nothing of ComfyUI is
+imported: its objects are known by what they have. Nothing is called that could load, merge, move or wrap anything, and
+no mark is left on a patcher, whose clones compare their attributes.
 """
 
 import math
@@ -19,6 +20,19 @@ from sigmascope.probes.reading import Reading, attribute, describe, has, lookup,
 
 __all__ = ["is_comfyui", "original_weight", "read_patches", "weights_of"]
 
+_MARKS = ("patches_uuid", "backup", "add_patches", "load_device", "offload_device")
+_MOST_HOLDERS = 3
+_MOST_PARENTS = 64
+
+# Why a change of a hook or a bypass stands where it does.
+_IN_FORCE = "a hook that is in force now"
+_WAITING_FOR_SAMPLING = "a hook that is in force while the conditioning that carries it is sampled"
+_BESIDE = "beside the layer in each forward pass, its weight unchanged"
+_WAITING_FOR_LOADING = "to be put beside the layer when the model is loaded"
+
+Place = tuple[str, int]
+_Group = tuple[str, int, int]  # what the token is of, the token, and how often it had come before
+
 
 def read_patches(model: object) -> Reading[tuple[AppliedPatch, ...]]:
     """Every change that a `ModelPatcher`, or the patcher of a `CLIP`, has for its model's weights.
@@ -31,9 +45,10 @@ def read_patches(model: object) -> Reading[tuple[AppliedPatch, ...]]:
 
     Returns:
         One `AppliedPatch` for an entry of `patches`, by key in the host's order; before them weights that are
-        replaced as objects, after them the entries of hooks, functions around weights, and bypasses. Two kinds of entries are several, with one `index`: a model merge (its weight, and each
-        change upon that) and `model_as_lora` (the other model's weight, less the original). ComfyUI keeps no
-        names: `source` is "LoRA 1", "LoRA 2" …, the same for what was registered together.
+        replaced as objects, after them the entries of hooks, functions around weights, and bypasses. Two kinds of
+        entries are several, with one `index`: a model merge (its weight, and each change upon that) and
+        `model_as_lora` (the other model's weight, less the original). ComfyUI keeps no names: `source` is
+        "LoRA 1", "LoRA 2" …, the same for what was registered together.
     """
     patcher = patcher_of(model)
     if patcher is None:
@@ -57,6 +72,19 @@ def _patches(patcher: Any) -> Iterator[AppliedPatch]:
         indices[found.key] += 1
 
 
+def replaced(patcher: object) -> Iterator[Found]:
+    """Tensors among `object_patches`. Most of these are no weights: a sampling, a dtype, a function."""
+    kept = mapping(patcher, "object_patches_backup")
+    for key, value in mapping(patcher, "object_patches").items():
+        if isinstance(value, Tensor):
+            standing = (
+                Standing("merged", "the object that it replaced is kept")
+                if key in kept
+                else Standing("registered", "to be replaced when the model is loaded")
+            )
+            yield Found(key, (1.0, ("set", (value,)), 1.0, None, None), standing, "object patch")
+
+
 def _registered(patcher: Any) -> Iterator[Found]:
     standings = Standings(patcher)
     patches = {str(key): sequence(entries) for key, entries in list(patcher.patches.items())}
@@ -64,100 +92,6 @@ def _registered(patcher: Any) -> Iterator[Found]:
     for key, entries in patches.items():
         for index, kept in enumerate(entries):
             yield Found(key, kept, standings.of(key, kept), sources.get((key, index)))
-
-
-_MARKS = ("patches_uuid", "backup", "add_patches", "load_device", "offload_device")
-_MOST_HOLDERS = 3
-
-
-def is_comfyui(model: object) -> bool:
-    """Whether it is ComfyUI's: a `ModelPatcher`, or a `CLIP` or `VAE` that holds one."""
-    return patcher_of(model) is not None
-
-
-def weights_of(model: object) -> Reading[nn.Module]:
-    """The module whose state dict has the names that the patches are kept under."""
-    patcher = patcher_of(model)
-    if patcher is None:
-        return Reading(None, f"{type(model).__name__} is no patcher and holds none")
-    inner = attribute(patcher, "model")
-    if not isinstance(inner, nn.Module):
-        return Reading(None, f"the patcher's model is {type(inner).__name__}, not a module")
-    return Reading(inner)
-
-
-def original_weight(model: object, key: str) -> Tensor | None:
-    """The weight before anything was merged into it: the host's own tensor, not a copy.
-
-    It is what the patcher kept when it merged, and the model's own weight where it merged nothing.
-
-    Args:
-        model: A patcher, or what holds one. Clones share what was kept.
-        key: The weight's name in the state dict of `weights_of(model)`.
-
-    Returns:
-        None if the model has no such weight.
-    """
-    patcher = patcher_of(model)
-    kept = kept_weight(lookup(attribute(patcher, "backup"), key))
-    if kept is None:  # hooks change the weight as it is with everything else merged
-        kept = kept_weight(lookup(attribute(patcher, "hook_backup"), key))
-    return weight_at(attribute(patcher, "model"), key) if kept is None else kept
-
-
-def patcher_of(model: object) -> Any:
-    """The patcher that a model is or holds, or None."""
-    try:
-        return _patcher_of(model)
-    except Exception:  # noqa: BLE001 - even the class of a host's object may raise when it is asked for
-        return None
-
-
-def _patcher_of(model: object) -> Any:
-    for _ in range(_MOST_HOLDERS):
-        if model is None or isinstance(model, type):
-            return None
-        if isinstance(attribute(model, "patches"), Mapping) and _is_marked(model):
-            return model
-        model = attribute(model, "patcher")
-    return None
-
-
-def kept_weight(kept: object) -> Tensor | None:
-    """The tensor in an entry of `backup` or `hook_backup`.
-
-    Until August 2024 the entry was the tensor; since then (weight, inplace_update) with names. Hooks keep
-    (weight, device).
-    """
-    try:
-        return _kept_weight(kept)
-    except Exception:  # noqa: BLE001 - see `patcher_of`
-        return None
-
-
-def _kept_weight(kept: object) -> Tensor | None:
-    if isinstance(kept, Tensor):
-        return kept
-    held = attribute(kept, "weight")
-    if held is None and isinstance(kept, tuple) and kept:
-        held = kept[0]
-    return held if isinstance(held, Tensor) else None
-
-
-def weight_at(module: object, key: str) -> Tensor | None:
-    """The parameter or buffer of a dotted name."""
-    for name in key.split("."):
-        module = attribute(module, name)
-    return module if isinstance(module, Tensor) else None
-
-
-def _is_marked(model: object) -> bool:
-    return attribute(model, "model") is not None and any(
-        attribute(model, mark) is not None for mark in _MARKS
-    )
-
-
-_MOST_PARENTS = 64
 
 
 class Standings:
@@ -236,6 +170,10 @@ def owner_of(model: object, key: str) -> tuple[object, str]:
     return model, name
 
 
+def _holds(entries: object, entry: object) -> bool:
+    return any(held is entry for held in sequence(entries))
+
+
 def lazy_patches(module: object, name: str) -> Iterator[object]:
     """The patches that functions of a module apply to one of its weights.
 
@@ -251,8 +189,11 @@ def lazy_patches(module: object, name: str) -> Iterator[object]:
             yield attribute(attribute(function, "model_patcher"), "patches") if patches is None else patches
 
 
-def _holds(entries: object, entry: object) -> bool:
-    return any(held is entry for held in sequence(entries))
+def _is_dynamic(patcher: object) -> bool:
+    try:
+        return bool(patcher.is_dynamic())  # type: ignore[attr-defined]
+    except Exception:  # noqa: BLE001 - absent before 2026, or the host's own trouble
+        return False
 
 
 def _with_parents(patcher: object) -> Iterator[object]:
@@ -272,43 +213,70 @@ def _loaded_by_comfyui(model: object) -> Iterator[object]:
             yield patcher
 
 
-def _is_dynamic(patcher: object) -> bool:
-    try:
-        return bool(patcher.is_dynamic())  # type: ignore[attr-defined]
-    except Exception:  # noqa: BLE001 - absent before 2026, or the host's own trouble
-        return False
+def sources_of(patches: Mapping[str, Sequence[Any]]) -> dict[Place, str]:
+    """A name for each entry, the same for entries that were registered together: "LoRA 1" and so on.
+
+    Adapters of one file share one set of `loaded_keys`; all entries of one call share the very number that is
+    their strength. One call gives a weight, or a part of it, one entry: if the same trace is there twice, it
+    was two calls.
+
+    Args:
+        patches: By key, the entries in the host's order.
+
+    Returns:
+        By key and the entry's index. Merged models are named "merged model 1" and so on.
+    """
+    groups = _groups_of(patches)
+    strengths = _files_by_strength(patches, groups)
+    joined = {place: strengths.get(group) or group for place, group in groups.items()}
+    names: dict[_Group, str] = {}
+    counts: dict[str, int] = {}
+    for group in joined.values():
+        if group not in names:
+            word = "merged model" if group[0] == "merge" else "LoRA"
+            counts[word] = counts.get(word, 0) + 1
+            names[group] = f"{word} {counts[word]}"
+    return {place: names[group] for place, group in joined.items()}
 
 
-def replaced(patcher: object) -> Iterator[Found]:
-    """Tensors among `object_patches`. Most of these are no weights: a sampling, a dtype, a function."""
-    kept = mapping(patcher, "object_patches_backup")
-    for key, value in mapping(patcher, "object_patches").items():
-        if isinstance(value, Tensor):
-            standing = (
-                Standing("merged", "the object that it replaced is kept")
-                if key in kept
-                else Standing("registered", "to be replaced when the model is loaded")
-            )
-            yield Found(key, (1.0, ("set", (value,)), 1.0, None, None), standing, "object patch")
+def _groups_of(patches: Mapping[str, Sequence[Any]]) -> dict[Place, _Group]:
+    groups: dict[Place, _Group] = {}
+    for key, entries in patches.items():
+        seen: dict[object, int] = {}
+        for index, entry in enumerate(entries):
+            word, token = _trace_of(entry)
+            again = (word, token, repr(_offset_of(entry)))
+            groups[key, index] = (word, token, seen.get(again, 0))
+            seen[again] = seen.get(again, 0) + 1
+    return groups
 
 
-def wrapped(patcher: object) -> Iterator[Found]:
-    """Functions in `weight_wrapper_patches` (since 2025), of which only the host knows what they do."""
-    model = attribute(patcher, "model")
-    for key, functions in mapping(patcher, "weight_wrapper_patches").items():
-        module, name = owner_of(model, key)
-        in_place = sequence(attribute(module, f"{name}_function"))
-        for function in sequence(functions):
-            standing = (
-                Standing("lazy", f"wrapped around the weight of {type(module).__name__} in each forward pass")
-                if any(held is function for held in in_place)
-                else Standing("registered", "to be wrapped around the weight when the model is loaded")
-            )
-            yield Found(key, (1.0, function, 1.0, None, None), standing, "weight wrapper")
+def _trace_of(entry: object) -> tuple[str, int]:
+    parts = sequence(entry)
+    value = parts[1] if len(parts) > 1 else None
+    loaded = attribute(value, "loaded_keys")
+    if loaded is not None:
+        return "file", id(loaded)
+    word = "merge" if is_list_of_patches(value) else "call"
+    return word, id(parts[0]) if parts else 0
 
 
-_IN_FORCE = "a hook that is in force now"
-_WAITING_FOR_SAMPLING = "a hook that is in force while the conditioning that carries it is sampled"
+def _offset_of(entry: object) -> object:
+    parts = sequence(entry)
+    return parts[3] if len(parts) > 3 else None
+
+
+def _files_by_strength(
+    patches: Mapping[str, Sequence[Any]], groups: Mapping[Place, _Group]
+) -> dict[_Group, _Group]:
+    """For entries that are no adapters, the one file whose adapters came with the very same strength."""
+    files: dict[tuple[int, int], set[_Group]] = {}
+    for (key, index), group in groups.items():
+        if group[0] == "file":
+            strength = sequence(patches[key][index])[0]
+            files.setdefault((id(strength), group[2]), set()).add(group)
+    only = {trace: next(iter(found)) for trace, found in files.items() if len(found) == 1}
+    return {("call", *trace): group for trace, group in only.items()}
 
 
 def hooked(patcher: object) -> Iterator[Found]:
@@ -339,8 +307,19 @@ def _times(entry: Any, hook: object) -> object:
     return (own * strength, *rest)
 
 
-_BESIDE = "beside the layer in each forward pass, its weight unchanged"
-_WAITING_FOR_LOADING = "to be put beside the layer when the model is loaded"
+def wrapped(patcher: object) -> Iterator[Found]:
+    """Functions in `weight_wrapper_patches` (since 2025), of which only the host knows what they do."""
+    model = attribute(patcher, "model")
+    for key, functions in mapping(patcher, "weight_wrapper_patches").items():
+        module, name = owner_of(model, key)
+        in_place = sequence(attribute(module, f"{name}_function"))
+        for function in sequence(functions):
+            standing = (
+                Standing("lazy", f"wrapped around the weight of {type(module).__name__} in each forward pass")
+                if any(held is function for held in in_place)
+                else Standing("registered", "to be wrapped around the weight when the model is loaded")
+            )
+            yield Found(key, (1.0, function, 1.0, None, None), standing, "weight wrapper")
 
 
 def bypassed(patcher: object) -> Iterator[Found]:
@@ -355,7 +334,7 @@ def bypassed(patcher: object) -> Iterator[Found]:
         for injection in sequence(injections)
         for hook in _hooks_of(attribute(injection, "inject"))
     ]
-    names = _names(attribute(patcher, "model")) if hooks else {}
+    names = _module_names(attribute(patcher, "model")) if hooks else {}
     for position, hook in hooks:
         key = names.get(id(attribute(hook, "module")), "")
         in_place = attribute(hook, "original_forward") is not None
@@ -373,77 +352,94 @@ def _hooks_of(function: Any) -> list[object]:
     return []
 
 
-def _names(model: object) -> dict[int, str]:
+def _module_names(model: object) -> dict[int, str]:
     if not isinstance(model, nn.Module):
         return {}
     return {id(module): name for name, module in named_modules_in(model)}
 
 
-Place = tuple[str, int]
-_Group = tuple[str, int, int]  # what the token is of, the token, and how often it had come before
+def weight_at(module: object, key: str) -> Tensor | None:
+    """The parameter or buffer of a dotted name."""
+    for name in key.split("."):
+        module = attribute(module, name)
+    return module if isinstance(module, Tensor) else None
 
 
-def sources_of(patches: Mapping[str, Sequence[Any]]) -> dict[Place, str]:
-    """A name for each entry, the same for entries that were registered together: "LoRA 1" and so on.
+def is_comfyui(model: object) -> bool:
+    """Whether it is ComfyUI's: a `ModelPatcher`, or a `CLIP` or `VAE` that holds one."""
+    return patcher_of(model) is not None
 
-    Adapters of one file share one set of `loaded_keys`; all entries of one call share the very number that is
-    their strength. One call gives a weight, or a part of it, one entry: if the same trace is there twice, it
-    was two calls.
+
+def weights_of(model: object) -> Reading[nn.Module]:
+    """The module whose state dict has the names that the patches are kept under."""
+    patcher = patcher_of(model)
+    if patcher is None:
+        return Reading(None, f"{type(model).__name__} is no patcher and holds none")
+    inner = attribute(patcher, "model")
+    if not isinstance(inner, nn.Module):
+        return Reading(None, f"the patcher's model is {type(inner).__name__}, not a module")
+    return Reading(inner)
+
+
+def original_weight(model: object, key: str) -> Tensor | None:
+    """The weight before anything was merged into it: the host's own tensor, not a copy.
+
+    It is what the patcher kept when it merged, and the model's own weight where it merged nothing.
 
     Args:
-        patches: By key, the entries in the host's order.
+        model: A patcher, or what holds one. Clones share what was kept.
+        key: The weight's name in the state dict of `weights_of(model)`.
 
     Returns:
-        By key and the entry's index. Merged models are named "merged model 1" and so on.
+        None if the model has no such weight.
     """
-    groups = _groups(patches)
-    strengths = _files_by_strength(patches, groups)
-    joined = {place: strengths.get(group) or group for place, group in groups.items()}
-    names: dict[_Group, str] = {}
-    counts: dict[str, int] = {}
-    for group in joined.values():
-        if group not in names:
-            word = "merged model" if group[0] == "merge" else "LoRA"
-            counts[word] = counts.get(word, 0) + 1
-            names[group] = f"{word} {counts[word]}"
-    return {place: names[group] for place, group in joined.items()}
+    patcher = patcher_of(model)
+    kept = kept_weight(lookup(attribute(patcher, "backup"), key))
+    if kept is None:  # hooks change the weight as it is with everything else merged
+        kept = kept_weight(lookup(attribute(patcher, "hook_backup"), key))
+    return weight_at(attribute(patcher, "model"), key) if kept is None else kept
 
 
-def _groups(patches: Mapping[str, Sequence[Any]]) -> dict[Place, _Group]:
-    groups: dict[Place, _Group] = {}
-    for key, entries in patches.items():
-        seen: dict[object, int] = {}
-        for index, entry in enumerate(entries):
-            word, token = _trace(entry)
-            again = (word, token, repr(_offset(entry)))
-            groups[key, index] = (word, token, seen.get(again, 0))
-            seen[again] = seen.get(again, 0) + 1
-    return groups
+def kept_weight(kept: object) -> Tensor | None:
+    """The tensor in an entry of `backup` or `hook_backup`.
+
+    Until August 2024 the entry was the tensor; since then (weight, inplace_update) with names. Hooks keep
+    (weight, device).
+    """
+    try:
+        return _kept_weight(kept)
+    except Exception:  # noqa: BLE001 - see `patcher_of`
+        return None
 
 
-def _trace(entry: object) -> tuple[str, int]:
-    parts = sequence(entry)
-    value = parts[1] if len(parts) > 1 else None
-    loaded = attribute(value, "loaded_keys")
-    if loaded is not None:
-        return "file", id(loaded)
-    word = "merge" if is_list_of_patches(value) else "call"
-    return word, id(parts[0]) if parts else 0
+def _kept_weight(kept: object) -> Tensor | None:
+    if isinstance(kept, Tensor):
+        return kept
+    held = attribute(kept, "weight")
+    if held is None and isinstance(kept, tuple) and kept:
+        held = kept[0]
+    return held if isinstance(held, Tensor) else None
 
 
-def _offset(entry: object) -> object:
-    parts = sequence(entry)
-    return parts[3] if len(parts) > 3 else None
+def patcher_of(model: object) -> Any:
+    """The patcher that a model is or holds, or None."""
+    try:
+        return _patcher_of(model)
+    except Exception:  # noqa: BLE001 - even the class of a host's object may raise when it is asked for
+        return None
 
 
-def _files_by_strength(
-    patches: Mapping[str, Sequence[Any]], groups: Mapping[Place, _Group]
-) -> dict[_Group, _Group]:
-    """For entries that are no adapters, the one file whose adapters came with the very same strength."""
-    files: dict[tuple[int, int], set[_Group]] = {}
-    for (key, index), group in groups.items():
-        if group[0] == "file":
-            strength = sequence(patches[key][index])[0]
-            files.setdefault((id(strength), group[2]), set()).add(group)
-    only = {trace: next(iter(found)) for trace, found in files.items() if len(found) == 1}
-    return {("call", *trace): group for trace, group in only.items()}
+def _patcher_of(model: object) -> Any:
+    for _ in range(_MOST_HOLDERS):
+        if model is None or isinstance(model, type):
+            return None
+        if isinstance(attribute(model, "patches"), Mapping) and _is_marked(model):
+            return model
+        model = attribute(model, "patcher")
+    return None
+
+
+def _is_marked(model: object) -> bool:
+    return attribute(model, "model") is not None and any(
+        attribute(model, mark) is not None for mark in _MARKS
+    )

@@ -1,7 +1,10 @@
-"""An entry where it was found.
+"""One entry of a ComfyUI patcher, read as the changes to a weight that it stands for.
 
-ComfyUI registers what does not fit and raises nothing: when it merges it logs `ERROR lora <key>` or
-`WARNING SHAPE MISMATCH` and leaves the weight as it was.
+`applied` takes the entry apart (`read_entry`), resolves merged models into sums (`parts_of`), reads each adapter,
+whatever its version (`read_value`), and checks whether its shapes fit the weight (`misfit`). The check is needed since
+ComfyUI registers what does not fit and raises nothing: when it merges, it logs `ERROR lora <key>` or
+`WARNING SHAPE MISMATCH` and leaves the weight as it was. `settled` adds what is known to fail though its shapes fit,
+and looks at the weight to decide where it can.
 """
 
 import math
@@ -14,6 +17,39 @@ from torch import Tensor
 
 from sigmascope.probes.applied_patch import AdapterType, AppliedPatch, PatchState, PatchType
 from sigmascope.probes.reading import attribute, describe, has, number, sequence
+
+_PATCH_TYPES: dict[str, PatchType] = {"lora": "lora_up", "diff": "diff"}
+"""The coarse type by kind, 'unknown' for all others. A LoRA's entry holds up and down both, and is 'lora_up'."""
+
+# Why a change may fail though its shapes fit (`doubt`).
+_NO_ALPHA = (
+    "ComfyUI compares alpha with 0 (for OFT until mid-2025, for BOFT still in 0.18); this file has none"
+)
+_GLORA_ORDER = "until autumn 2024 ComfyUI knew the first order of a GLoRA's factors alone"
+_FUSED_LOKR = "ComfyUI takes the rows of one projection from it, by a place or a name in the file"
+_KRON_STRIDES = "torch.kron refuses the strides of a factor that ComfyUI puts together from a core"
+
+_ADDED = ("lora", "loha", "lokr", "diff")
+"""Kinds that add the same to any weight, if they have no magnitudes: they can be told apart from it."""
+
+_PART_NAMES: Mapping[str, tuple[str, ...]] = {
+    "lora": ("up", "down", "alpha", "mid", "dora_scale", "reshape"),
+    "loha": ("w1_a", "w1_b", "alpha", "w2_a", "w2_b", "t1", "t2", "dora_scale"),
+    "lokr": ("w1", "w2", "alpha", "w1_a", "w1_b", "w2_a", "w2_b", "t2", "dora_scale"),
+    "glora": ("a1", "a2", "b1", "b2", "alpha", "dora_scale"),
+    "oft": ("blocks", "rescale", "alpha", "dora_scale"),
+    "boft": ("blocks", "rescale", "alpha", "dora_scale"),
+    "diff": ("diff", "options"),
+    "set": ("set",),
+    "model_as_lora": ("target",),
+}
+"""The order in which each kind keeps its parts. Earlier versions have fewer: no dora_scale, no reshape."""
+_KIND_BY_LENGTH = {1: "diff", 4: "lora", 7: "loha", 8: "lokr"}
+"""Before August 2023 a tuple said what it is by its length alone; length 1 is a difference to this day."""
+_ROTATIONS = ("oft", "boft")  # their alpha bounds the rotation and scales nothing
+
+Shape = tuple[int, ...]
+Tensors = Mapping[str, Tensor]
 
 
 class Standing(NamedTuple):
@@ -41,10 +77,6 @@ class Found(NamedTuple):
     bypass: bool = False
 
 
-_PATCH_TYPES: dict[str, PatchType] = {"lora": "lora_up", "diff": "diff"}
-"""By the rules of SPEC section 3, of which 'lora_up' comes first: a LoRA's entry holds up and down both."""
-
-
 def applied(found: Found, index: int, weight: Tensor | None) -> Iterator[AppliedPatch]:
     """One entry as the changes that it stands for; one that cannot be read as "unknown".
 
@@ -59,7 +91,23 @@ def applied(found: Found, index: int, weight: Tensor | None) -> Iterator[Applied
         yield _unreadable(found, index, describe(error))
         return
     for part in parts:
-        yield _applied(found, index, _beside(part) if found.bypass else part, weight)
+        yield _applied_part(found, index, _without_magnitudes(part) if found.bypass else part, weight)
+
+
+def _unreadable(found: Found, index: int, reason: str) -> AppliedPatch:
+    return AppliedPatch(
+        found.key,
+        "unknown",
+        "unknown",
+        str(type(found.kept)),
+        *found.standing,
+        found.source,
+        index,
+        strength=None,
+        strength_model=None,
+        scale=None,
+        unavailable={"patch": reason},
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -124,13 +172,13 @@ class Part:
     kept_value: object
 
 
-def _applied(found: Found, index: int, part: Part, weight: Tensor | None) -> AppliedPatch:
+def _applied_part(found: Found, index: int, part: Part, weight: Tensor | None) -> AppliedPatch:
     entry, change = part.entry, part.change
     shape = None if weight is None else tuple(weight.shape)
     unavailable = {**change.unavailable, **entry.unavailable}
     if shape is None:
         unavailable["weight_shape"] = "the model has no weight of that name"
-    state, reason = _standing(part, shape, found.standing)
+    state, reason = _standing_of_part(part, shape, found.standing)
     return AppliedPatch(
         found.key,
         change.adapter_type,
@@ -152,16 +200,7 @@ def _applied(found: Found, index: int, part: Part, weight: Tensor | None) -> App
     )
 
 
-def _beside(part: Part) -> Part:
-    """Beside a layer the host multiplies factors and looks at no magnitudes."""
-    if "dora_scale" not in part.change.tensors:
-        return part
-    tensors = {name: tensor for name, tensor in part.change.tensors.items() if name != "dora_scale"}
-    unavailable = {**part.change.unavailable, "dora_scale": "is there, and a bypass does not look at it"}
-    return replace(part, change=replace(part.change, tensors=tensors, unavailable=unavailable))
-
-
-def _standing(part: Part, shape: tuple[int, ...] | None, standing: Standing) -> Standing:
+def _standing_of_part(part: Part, shape: tuple[int, ...] | None, standing: Standing) -> Standing:
     entry, change = part.entry, part.change
     if shape is None:
         return Standing("failed", "the model has no weight of that name")
@@ -173,74 +212,13 @@ def _standing(part: Part, shape: tuple[int, ...] | None, standing: Standing) -> 
     return standing
 
 
-def _unreadable(found: Found, index: int, reason: str) -> AppliedPatch:
-    return AppliedPatch(
-        found.key,
-        "unknown",
-        "unknown",
-        str(type(found.kept)),
-        *found.standing,
-        found.source,
-        index,
-        strength=None,
-        strength_model=None,
-        scale=None,
-        unavailable={"patch": reason},
-    )
-
-
-_NO_ALPHA = (
-    "ComfyUI compares alpha with 0 (for OFT until mid-2025, for BOFT still in 0.18); this file has none"
-)
-_ORDER = "until autumn 2024 ComfyUI knew the first order of a GLoRA's factors alone"
-_FUSED = "ComfyUI takes the rows of one projection from it, by a place or a name in the file"
-_STRIDES = "torch.kron refuses the strides of a factor that ComfyUI puts together from a core"
-
-
-def doubt(patch: AppliedPatch) -> str | None:
-    """Why a change may fail though its shapes fit; None if nothing is known against it."""
-    if patch.adapter_type == "lokr" and _is_larger(patch):
-        return _FUSED
-    if patch.adapter_type == "glora" and "tuple" in patch.data_type:
-        return _ORDER
-    if patch.adapter_type in ("oft", "boft") and patch.alpha is None:
-        return _NO_ALPHA
-    if patch.adapter_type == "lokr" and "t2" in patch.tensors and "w2" not in patch.tensors:
-        return _STRIDES
-    return None
-
-
-def _is_larger(patch: AppliedPatch) -> bool:
-    """Whether the product of a LoKr's factors has more elements than the weight that it is for."""
-    if patch.offset is not None or patch.weight_shape is None or "t2" in patch.tensors:
-        return False
-    count = 1
-    for name in ("w1", "w2"):
-        whole, rows, columns = (patch.tensors.get(f"{name}{end}") for end in ("", "_a", "_b"))
-        if whole is not None:
-            count *= whole.numel()
-        elif rows is not None and columns is not None:
-            count *= int(rows.shape[0] * columns.shape[-1])
-    return count > math.prod(patch.weight_shape)
-
-
-def settled(patch: AppliedPatch, original: Tensor | None, now: Tensor | None, *, alone: bool) -> AppliedPatch:
-    """The change with its doubt, settled where the weight can settle it.
-
-    Args:
-        patch: Any change.
-        original: The weight before any change.
-        now: The weight as it is.
-        alone: Whether this is the only change of the weight.
-    """
-    reason = doubt(patch)
-    if reason is None or patch.state in ("failed", "inactive"):
-        return patch
-    if patch.state == "merged" and alone and original is not None and now is not None:
-        if not torch.equal(original, now.to(original.device)):
-            return patch
-        return replace(patch, state="failed", state_reason=f"the weight did not change: {reason}")
-    return replace(patch, state_reason=f"{patch.state_reason}; it may fail: {reason}")
+def _without_magnitudes(part: Part) -> Part:
+    """Beside a layer the host multiplies factors and looks at no magnitudes."""
+    if "dora_scale" not in part.change.tensors:
+        return part
+    tensors = {name: tensor for name, tensor in part.change.tensors.items() if name != "dora_scale"}
+    unavailable = {**part.change.unavailable, "dora_scale": "is there, and a bypass does not look at it"}
+    return replace(part, change=replace(part.change, tensors=tensors, unavailable=unavailable))
 
 
 def read_entry(kept: object) -> Entry:
@@ -292,10 +270,6 @@ def _noting_function(function: object, unavailable: dict[str, str]) -> dict[str,
     return unavailable
 
 
-_ADDED = ("lora", "loha", "lokr", "diff")
-"""Kinds that add the same to any weight, if they have no magnitudes: they can be told apart from it."""
-
-
 def parts_of(entry: Entry, original: Tensor | None) -> list[Part]:
     """The changes that an entry stands for; their sum is what the host does.
 
@@ -304,25 +278,41 @@ def parts_of(entry: Entry, original: Tensor | None) -> list[Part]:
         original: The weight before any change, which `model_as_lora` takes from the other model's.
     """
     if is_list_of_patches(entry.value):
-        return _of_merge(entry)
+        return _parts_of_merge(entry)
     change = read_value(entry.value)
     if change.kind == "model_as_lora":
-        return _of_model(entry, change, original)
+        return _parts_of_model(entry, change, original)
     return [Part(entry, change, entry.value)]
 
 
-def _of_merge(entry: Entry) -> list[Part]:
+def is_list_of_patches(value: object) -> bool:
+    """Whether a value is what a model merge registers: a list of a weight and the patches upon it."""
+    return isinstance(value, Sequence) and not isinstance(value, tuple | str)
+
+
+def _parts_of_merge(entry: Entry) -> list[Part]:
     """s·(V + Σ sᵢ·Δᵢ) for a list of a weight V and changes upon it."""
     base, *upon = entry.value
     weight = _weight_of(base)
     if weight is None:
-        return [_unknown(entry, f"the merge starts with {type(base).__name__}, not with a weight")]
+        return [_unknown_part(entry, f"the merge starts with {type(base).__name__}, not with a weight")]
     nested = [part for kept in upon for part in parts_of(read_entry(kept), weight)]
     why = next((reason for part in nested if (reason := _why_not_added(entry, part)) is not None), None)
     if why is not None:
-        return [_unknown(entry, f"{why} of the model that is merged in, which no sum can show")]
+        return [_unknown_part(entry, f"{why} of the model that is merged in, which no sum can show")]
     first = Part(entry, Change("diff", {"diff": weight}, unavailable=_conversion(weight)), entry.value)
-    return [first, *(_within(entry, part) for part in nested)]
+    return [first, *(_nested_part(entry, part) for part in nested)]
+
+
+def _weight_of(base: Any) -> Tensor | None:
+    """The weight in front of a merge's list: a tensor, or (tensor, convert) since November 2024."""
+    if isinstance(base, Sequence) and not isinstance(base, str) and base:
+        base = base[0]
+    return base if isinstance(base, Tensor) else None
+
+
+def _unknown_part(entry: Entry, reason: str) -> Part:
+    return Part(entry, Change("unknown", scale=None, unavailable={"adapter_type": reason}), entry.value)
 
 
 def _why_not_added(outer: Entry, part: Part) -> str | None:
@@ -336,68 +326,36 @@ def _why_not_added(outer: Entry, part: Part) -> str | None:
     return "a part of a weight" if entry.offset is not None and outer.offset is not None else None
 
 
-def _within(outer: Entry, part: Part) -> Part:
-    strength = (outer.strength or 0.0) * (part.entry.strength or 0.0)
-    offset = part.entry.offset or outer.offset
-    unavailable = {**outer.unavailable, **part.entry.unavailable}
-    return Part(Entry(strength, outer.value, 1.0, offset, unavailable), part.change, outer.value)
-
-
-def _of_model(entry: Entry, change: Change, original: Tensor | None) -> list[Part]:
-    """s·(T − W₀) for the weight T of another model and the original W₀, as two differences."""
-    target = change.tensors.get("target")
-    if target is None or original is None or entry.strength is None:
-        return [_unknown(entry, "one of the two weights or the strength cannot be read")]
-    added = Part(entry, Change("diff", {"diff": target}), entry.value)
-    taken = replace(entry, strength=-entry.strength, strength_model=1.0)
-    return [added, Part(taken, Change("diff", {"diff": original}), entry.value)]
-
-
-def _weight_of(base: Any) -> Tensor | None:
-    """The weight in front of a merge's list: a tensor, or (tensor, convert) since November 2024."""
-    if isinstance(base, Sequence) and not isinstance(base, str) and base:
-        base = base[0]
-    return base if isinstance(base, Tensor) else None
-
-
 def _conversion(weight: Tensor) -> dict[str, str]:
     if weight.dtype.itemsize > 1:
         return {}
     return {"diff": f"is stored as {weight.dtype}, which the host converts before it merges"}
 
 
-def _unknown(entry: Entry, reason: str) -> Part:
-    return Part(entry, Change("unknown", scale=None, unavailable={"adapter_type": reason}), entry.value)
+def _nested_part(outer: Entry, part: Part) -> Part:
+    strength = (outer.strength or 0.0) * (part.entry.strength or 0.0)
+    offset = part.entry.offset or outer.offset
+    unavailable = {**outer.unavailable, **part.entry.unavailable}
+    return Part(Entry(strength, outer.value, 1.0, offset, unavailable), part.change, outer.value)
 
 
-_PARTS: Mapping[str, tuple[str, ...]] = {
-    "lora": ("up", "down", "alpha", "mid", "dora_scale", "reshape"),
-    "loha": ("w1_a", "w1_b", "alpha", "w2_a", "w2_b", "t1", "t2", "dora_scale"),
-    "lokr": ("w1", "w2", "alpha", "w1_a", "w1_b", "w2_a", "w2_b", "t2", "dora_scale"),
-    "glora": ("a1", "a2", "b1", "b2", "alpha", "dora_scale"),
-    "oft": ("blocks", "rescale", "alpha", "dora_scale"),
-    "boft": ("blocks", "rescale", "alpha", "dora_scale"),
-    "diff": ("diff", "options"),
-    "set": ("set",),
-    "model_as_lora": ("target",),
-}
-"""The order in which each kind keeps its parts. Earlier versions have fewer: no dora_scale, no reshape."""
-
-
-_UNNAMED = {1: "diff", 4: "lora", 7: "loha", 8: "lokr"}
-"""Before August 2023 a tuple said what it is by its length alone; length 1 is a difference to this day."""
-
-
-_ROTATIONS = ("oft", "boft")  # their alpha bounds the rotation and scales nothing
+def _parts_of_model(entry: Entry, change: Change, original: Tensor | None) -> list[Part]:
+    """s·(T − W₀) for the weight T of another model and the original W₀, as two differences."""
+    target = change.tensors.get("target")
+    if target is None or original is None or entry.strength is None:
+        return [_unknown_part(entry, "one of the two weights or the strength cannot be read")]
+    added = Part(entry, Change("diff", {"diff": target}), entry.value)
+    taken = replace(entry, strength=-entry.strength, strength_model=1.0)
+    return [added, Part(taken, Change("diff", {"diff": original}), entry.value)]
 
 
 def read_value(value: object) -> Change:
-    """Read an adapter object or a tuple, of any version. Lists are `expansion.changes_of`'s."""
+    """Read an adapter object or a tuple, of any version. Lists are taken apart by `parts_of`."""
     kind, parts = _kind_and_parts(value)
-    if kind not in _PARTS:
+    if kind not in _PART_NAMES:
         reason = f"{kind or type(value).__name__} is no kind of change that is known"
         return Change("unknown", scale=None, unavailable={"adapter_type": reason})
-    named = dict(zip(_PARTS[kind], parts, strict=False))
+    named = dict(zip(_PART_NAMES[kind], parts, strict=False))
     tensors = {name: part for name, part in named.items() if name != "alpha" and isinstance(part, Tensor)}
     alpha = number(named.get("alpha"))
     rank = _rank(kind, tensors)
@@ -421,7 +379,7 @@ def _kind_and_parts(value: Any) -> tuple[str, tuple[Any, ...]]:
     if isinstance(value, tuple):
         if len(value) == 2 and isinstance(value[0], str):
             return value[0], sequence(value[1])
-        return _UNNAMED.get(len(value), ""), value
+        return _KIND_BY_LENGTH.get(len(value), ""), value
     name = attribute(value, "name")
     return (name.lower() if isinstance(name, str) else ""), sequence(attribute(value, "weights"))
 
@@ -467,19 +425,6 @@ def _pads(options: object) -> bool:
     return isinstance(options, Mapping) and bool(options.get("pad_weight"))
 
 
-def is_list_of_patches(value: object) -> bool:
-    """Whether a value is what a model merge registers: a list of a weight and the patches upon it."""
-    return isinstance(value, Sequence) and not isinstance(value, tuple | str)
-
-
-Shape = tuple[int, ...]
-Tensors = Mapping[str, Tensor]
-
-
-class _Unfit(Exception):
-    """Carries why, in words."""
-
-
 def misfit(change: Change, weight: Shape, offset: tuple[int, int, int] | None = None) -> str | None:
     """Why the host cannot apply a change to a weight of this shape; None if it can, or nobody knows.
 
@@ -492,7 +437,7 @@ def misfit(change: Change, weight: Shape, offset: tuple[int, int, int] | None = 
     if check is None:
         return None
     try:
-        check(change, _enlarged(change, _part(weight, offset)))
+        check(change, _enlarged_shape(change, _part_shape(weight, offset)))
     except _Unfit as why:
         return str(why)
     except (IndexError, KeyError) as error:
@@ -500,154 +445,204 @@ def misfit(change: Change, weight: Shape, offset: tuple[int, int, int] | None = 
     return None
 
 
-def _part(weight: Shape, offset: tuple[int, int, int] | None) -> Shape:
+def _check_lora(change: Change, weight: Shape) -> None:
+    out, inner = _matrix_sizes(change.tensors["up"])
+    down, mid = change.tensors["down"], change.tensors.get("mid")
+    rank, width = _matrix_sizes(down)
+    if mid is not None:
+        width = _middle_width(down, mid)
+    _check_ranks("up", inner, "down", rank)
+    _check_count((out, width), weight)
+    _check_magnitudes(change, weight)
+
+
+def _check_loha(change: Change, weight: Shape) -> None:
+    first, second = (_product_shape(change.tensors, f"w{side}", f"t{side}") for side in (1, 2))
+    if first != second:
+        raise _Unfit(f"its two products are {_shape_text(first)} and {_shape_text(second)}")
+    _check_count(first, weight)
+    _check_magnitudes(change, weight)
+
+
+def _check_lokr(change: Change, weight: Shape) -> None:
+    first = _product_shape(change.tensors, "w1", "")
+    second = _product_shape(change.tensors, "w2", "t2")
+    if not change.takes_rows or first[0] * second[0] <= weight[0]:
+        _check_count((math.prod(first), math.prod(second)), weight)
+    _check_magnitudes(change, weight)
+
+
+def _check_glora(change: Change, weight: Shape) -> None:
+    sides = {name: _matrix_sizes(change.tensors[name]) for name in ("a1", "a2", "b1", "b2")}
+    rank, out, width = change.rank, weight[0], math.prod(weight[1:])
+    newer = {"a1": (weight[1], rank), "a2": (rank, weight[1]), "b1": (out, rank), "b2": (rank, width)}
+    older = {"a1": (rank, width), "a2": (width, rank), "b1": (rank, width), "b2": (out, rank)}
+    if sides not in (newer, older):
+        found = ", ".join(f"{name} {_shape_text(shape)}" for name, shape in sides.items())
+        raise _Unfit(f"its factors {found} are not those of a weight of {_shape_text(weight)}")
+    _check_magnitudes(change, weight)
+
+
+def _check_rotation(change: Change, weight: Shape) -> None:
+    *_, blocks, size, _same = change.tensors["blocks"].shape
+    if blocks * size != weight[0]:
+        raise _Unfit(
+            f"it turns {blocks} blocks of {size}, the weight of {_shape_text(weight)} has {weight[0]} rows"
+        )
+    _check_magnitudes(change, weight)
+
+
+def _check_difference(change: Change, weight: Shape) -> None:
+    found = tuple(change.tensors["diff"].shape)
+    if found != weight:
+        raise _Unfit(f"the difference is {_shape_text(found)}, the weight {_shape_text(weight)}")
+
+
+def _check_replacement(change: Change, weight: Shape) -> None:
+    found = tuple(next(iter(change.tensors.values())).shape) if change.tensors else ()
+    if not change.tensors or not _broadcasts(found, weight):
+        raise _Unfit(f"what is to be set is {_shape_text(found)}, the weight {_shape_text(weight)}")
+
+
+_CHECKS: Mapping[str, Callable[[Change, Shape], None]] = {
+    "lora": _check_lora,
+    "loha": _check_loha,
+    "lokr": _check_lokr,
+    "glora": _check_glora,
+    "oft": _check_rotation,
+    "boft": _check_rotation,
+    "diff": _check_difference,
+    "set": _check_replacement,
+    "model_as_lora": _check_replacement,
+}
+
+
+def _part_shape(weight: Shape, offset: tuple[int, int, int] | None) -> Shape:
     if offset is None:
         return weight
     dimension, start, length = offset
     if not 0 <= dimension < len(weight) or start < 0 or start + length > weight[dimension]:
-        raise _Unfit(f"the part {offset} lies outside the weight's {_text(weight)}")
+        raise _Unfit(f"the part {offset} lies outside the weight's {_shape_text(weight)}")
     return (*weight[:dimension], length, *weight[dimension + 1 :])
 
 
-def _enlarged(change: Change, weight: Shape) -> Shape:
+def _enlarged_shape(change: Change, weight: Shape) -> Shape:
     wanted = change.reshape
     if change.pads and "diff" in change.tensors:
         wanted = tuple(change.tensors["diff"].shape)
     if wanted is None or wanted == weight:
         return weight
     if len(wanted) != len(weight) or any(a < b for a, b in zip(wanted, weight, strict=True)):
-        raise _Unfit(f"the weight's {_text(weight)} cannot be enlarged to {_text(wanted)}")
+        raise _Unfit(f"the weight's {_shape_text(weight)} cannot be enlarged to {_shape_text(wanted)}")
     return wanted
 
 
-def _lora(change: Change, weight: Shape) -> None:
-    out, inner = _matrix(change.tensors["up"])
-    down, mid = change.tensors["down"], change.tensors.get("mid")
-    rank, width = _matrix(down)
-    if mid is not None:
-        width = _middle_width(down, mid)
-    _multiplied("up", inner, "down", rank)
-    _same_count((out, width), weight)
-    _magnitudes(change, weight)
-
-
 def _middle_width(down: Tensor, mid: Tensor) -> int:
-    _multiplied("down", down.shape[0], "mid", mid.shape[1])
+    _check_ranks("down", down.shape[0], "mid", mid.shape[1])
     return int(down.shape[1] * mid.shape[2] * mid.shape[3])
 
 
-def _loha(change: Change, weight: Shape) -> None:
-    first, second = (_product(change.tensors, f"w{side}", f"t{side}") for side in (1, 2))
-    if first != second:
-        raise _Unfit(f"its two products are {_text(first)} and {_text(second)}")
-    _same_count(first, weight)
-    _magnitudes(change, weight)
-
-
-def _lokr(change: Change, weight: Shape) -> None:
-    first = _product(change.tensors, "w1", "")
-    second = _product(change.tensors, "w2", "t2")
-    if not change.takes_rows or first[0] * second[0] <= weight[0]:
-        _same_count((math.prod(first), math.prod(second)), weight)
-    _magnitudes(change, weight)
-
-
-def _product(tensors: Tensors, name: str, core: str) -> Shape:
+def _product_shape(tensors: Tensors, name: str, core: str) -> Shape:
     """The shape of a factor, whole or made of two, or of two and a core."""
     if name in tensors:
         return tuple(tensors[name].shape)
     first, second = tensors[f"{name}_a"].shape, tensors[f"{name}_b"].shape
     if core in tensors:
         middle = tensors[core].shape
-        _multiplied(core, middle[0], f"{name}_a", first[0])
-        _multiplied(core, middle[1], f"{name}_b", second[0])
+        _check_ranks(core, middle[0], f"{name}_a", first[0])
+        _check_ranks(core, middle[1], f"{name}_b", second[0])
         return (first[1], second[1], *middle[2:])
-    _multiplied(f"{name}_a", first[1], f"{name}_b", second[0])
+    _check_ranks(f"{name}_a", first[1], f"{name}_b", second[0])
     return (first[0], second[1])
 
 
-def _glora(change: Change, weight: Shape) -> None:
-    sides = {name: _matrix(change.tensors[name]) for name in ("a1", "a2", "b1", "b2")}
-    rank, out, width = change.rank, weight[0], math.prod(weight[1:])
-    newer = {"a1": (weight[1], rank), "a2": (rank, weight[1]), "b1": (out, rank), "b2": (rank, width)}
-    older = {"a1": (rank, width), "a2": (width, rank), "b1": (rank, width), "b2": (out, rank)}
-    if sides not in (newer, older):
-        found = ", ".join(f"{name} {_text(shape)}" for name, shape in sides.items())
-        raise _Unfit(f"its factors {found} are not those of a weight of {_text(weight)}")
-    _magnitudes(change, weight)
+def _matrix_sizes(factor: Tensor) -> tuple[int, int]:
+    return int(factor.shape[0]), math.prod(factor.shape[1:])
 
 
-def _rotation(change: Change, weight: Shape) -> None:
-    *_, blocks, size, _same = change.tensors["blocks"].shape
-    if blocks * size != weight[0]:
-        raise _Unfit(
-            f"it turns {blocks} blocks of {size}, the weight of {_text(weight)} has {weight[0]} rows"
-        )
-    _magnitudes(change, weight)
+def _check_ranks(left: str, columns: int, right: str, rows: int) -> None:
+    if columns != rows:
+        raise _Unfit(f"the rank is {columns} in {left} and {rows} in {right}")
 
 
-def _difference(change: Change, weight: Shape) -> None:
-    found = tuple(change.tensors["diff"].shape)
-    if found != weight:
-        raise _Unfit(f"the difference is {_text(found)}, the weight {_text(weight)}")
+def _check_count(product: Shape, weight: Shape) -> None:
+    """The host reshapes what it multiplied: only the number of elements must agree."""
+    if math.prod(product) != math.prod(weight):
+        raise _Unfit(f"the change is {_shape_text(product)}, the weight {_shape_text(weight)}")
 
 
-def _replacement(change: Change, weight: Shape) -> None:
-    found = tuple(next(iter(change.tensors.values())).shape) if change.tensors else ()
-    if not change.tensors or not _broadcasts(found, weight):
-        raise _Unfit(f"what is to be set is {_text(found)}, the weight {_text(weight)}")
-
-
-def _magnitudes(change: Change, weight: Shape) -> None:
+def _check_magnitudes(change: Change, weight: Shape) -> None:
     """The magnitudes of a DoRA are divided by norms of rows, or of columns where there are not as many."""
     if "dora_scale" not in change.tensors:
         return
     found = tuple(change.tensors["dora_scale"].shape)
     rows = bool(found) and found[0] == weight[0]
     norms = (weight[0], *[1] * (len(weight) - 1)) if rows else (1, *weight[1:2], *[1] * (len(weight) - 2))
-    ratio = _broadcast(found, norms)
+    ratio = _broadcast_shape(found, norms)
     if len(weight) < 2 or ratio is None or not _broadcasts(ratio, weight):
-        raise _Unfit(f"its magnitudes are {_text(found)}, the weight {_text(weight)}")
+        raise _Unfit(f"its magnitudes are {_shape_text(found)}, the weight {_shape_text(weight)}")
 
 
-def _matrix(factor: Tensor) -> tuple[int, int]:
-    return int(factor.shape[0]), math.prod(factor.shape[1:])
+def _broadcasts(found: Shape, weight: Shape) -> bool:
+    return _broadcast_shape(found, weight) == weight
 
 
-def _multiplied(left: str, columns: int, right: str, rows: int) -> None:
-    if columns != rows:
-        raise _Unfit(f"the rank is {columns} in {left} and {rows} in {right}")
-
-
-def _same_count(product: Shape, weight: Shape) -> None:
-    """The host reshapes what it multiplied: only the number of elements must agree."""
-    if math.prod(product) != math.prod(weight):
-        raise _Unfit(f"the change is {_text(product)}, the weight {_text(weight)}")
-
-
-def _broadcast(first: Shape, second: Shape) -> Shape | None:
+def _broadcast_shape(first: Shape, second: Shape) -> Shape | None:
     longest = max(len(first), len(second))
     pairs = zip((1,) * (longest - len(first)) + first, (1,) * (longest - len(second)) + second, strict=True)
     sizes = [(max(pair), min(pair)) for pair in pairs]
     return tuple(large for large, _ in sizes) if all(b in (1, a) for a, b in sizes) else None
 
 
-def _broadcasts(found: Shape, weight: Shape) -> bool:
-    return _broadcast(found, weight) == weight
+class _Unfit(Exception):
+    """Carries why, in words."""
 
 
-def _text(shape: Shape) -> str:
+def _shape_text(shape: Shape) -> str:
     return "×".join(str(size) for size in shape) or "a single number"
 
 
-_CHECKS: Mapping[str, Callable[[Change, Shape], None]] = {
-    "lora": _lora,
-    "loha": _loha,
-    "lokr": _lokr,
-    "glora": _glora,
-    "oft": _rotation,
-    "boft": _rotation,
-    "diff": _difference,
-    "set": _replacement,
-    "model_as_lora": _replacement,
-}
+def settled(patch: AppliedPatch, original: Tensor | None, now: Tensor | None, *, alone: bool) -> AppliedPatch:
+    """The change with its doubt, settled where the weight can settle it.
+
+    Args:
+        patch: Any change.
+        original: The weight before any change.
+        now: The weight as it is.
+        alone: Whether this is the only change of the weight.
+    """
+    reason = doubt(patch)
+    if reason is None or patch.state in ("failed", "inactive"):
+        return patch
+    if patch.state == "merged" and alone and original is not None and now is not None:
+        if not torch.equal(original, now.to(original.device)):
+            return patch
+        return replace(patch, state="failed", state_reason=f"the weight did not change: {reason}")
+    return replace(patch, state_reason=f"{patch.state_reason}; it may fail: {reason}")
+
+
+def doubt(patch: AppliedPatch) -> str | None:
+    """Why a change may fail though its shapes fit; None if nothing is known against it."""
+    if patch.adapter_type == "lokr" and _is_larger(patch):
+        return _FUSED_LOKR
+    if patch.adapter_type == "glora" and "tuple" in patch.data_type:
+        return _GLORA_ORDER
+    if patch.adapter_type in ("oft", "boft") and patch.alpha is None:
+        return _NO_ALPHA
+    if patch.adapter_type == "lokr" and "t2" in patch.tensors and "w2" not in patch.tensors:
+        return _KRON_STRIDES
+    return None
+
+
+def _is_larger(patch: AppliedPatch) -> bool:
+    """Whether the product of a LoKr's factors has more elements than the weight that it is for."""
+    if patch.offset is not None or patch.weight_shape is None or "t2" in patch.tensors:
+        return False
+    count = 1
+    for name in ("w1", "w2"):
+        whole, rows, columns = (patch.tensors.get(f"{name}{end}") for end in ("", "_a", "_b"))
+        if whole is not None:
+            count *= whole.numel()
+        elif rows is not None and columns is not None:
+            count *= int(rows.shape[0] * columns.shape[-1])
+    return count > math.prod(patch.weight_shape)

@@ -1,4 +1,7 @@
-"""The machine as Sigmascope sees it: what is there, what will be measured, and what will not, and why."""
+"""The machine as Sigmascope sees it: what is there, what will be measured, and what will not, and why.
+
+Which optional dependencies are installed is read from the package's own metadata (`extras_facts`).
+"""
 
 import os
 import sys
@@ -31,6 +34,8 @@ _SETTINGS: Final = (
     "TORCH_LOGS",
 )
 """Variables of the environment that change what a pipeline costs."""
+
+_FOR_DEVELOPERS = frozenset({"test", "dev", "docs", "bench", "all"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +115,33 @@ def examine(accelerator: Accelerator | None = None) -> DoctorReport:
     )
 
 
+def _measurements(accelerator: Accelerator) -> Iterator[Measurement]:
+    absent = accelerator.absence or (None if accelerator.devices() else why_no_devices(accelerator))
+    rss, heap, ram = process_rss(), heap_in_use(), system_memory()
+    yield Measurement("time of stages and steps", works=True, reason="the host's monotonic clock")
+    yield _measurement("memory of the process", rss.reason, "resident set, sampled at most 10 times a second")
+    yield _measurement("memory of the machine", ram.unavailable.get("ram_used_bytes"), "by psutil")
+    yield _measurement("tensors on the CPU", heap.reason, "what malloc has given out, for leaks")
+    yield _measurement("memory of devices", absent, "PyTorch's allocator, peaks kept apart for nested stages")
+    untimed = absent or getattr(accelerator, "untimed", None)
+    yield _measurement("time on the device", untimed, "events at the edges of steps, read without waiting")
+    yield _measurement(
+        "utilisation of the device",
+        absent or _why_no_utilization(accelerator),
+        "NVML, at most 5 times a second",
+    )
+
+
+def _measurement(name: str, reason: str | None, how: str) -> Measurement:
+    return Measurement(name, works=reason is None, reason=how if reason is None else reason)
+
+
+def _why_no_utilization(accelerator: Accelerator) -> str | None:
+    if accelerator.kind != "cuda":
+        return f"NVML knows NVIDIA's devices, and this is {accelerator.kind}"
+    return read_nvml(accelerator.devices()[0]).unavailable.get("utilization_percent")
+
+
 def _without_home(path: str) -> str:
     """The path with the home folder as ~, so that it names no user."""
     home = str(Path.home())
@@ -128,31 +160,6 @@ def _torch_facts() -> dict[str, str | int | bool | None]:
     }
 
 
-def _measurements(accelerator: Accelerator) -> Iterator[Measurement]:
-    absent = accelerator.absence or (None if accelerator.devices() else why_no_devices(accelerator))
-    rss, heap, ram = process_rss(), heap_in_use(), system_memory()
-    yield Measurement("time of stages and steps", works=True, reason="the host's monotonic clock")
-    yield _read("memory of the process", rss.reason, "resident set, sampled at most 10 times a second")
-    yield _read("memory of the machine", ram.unavailable.get("ram_used_bytes"), "by psutil")
-    yield _read("tensors on the CPU", heap.reason, "what malloc has given out, for leaks")
-    yield _read("memory of devices", absent, "PyTorch's allocator, peaks kept apart for nested stages")
-    untimed = absent or getattr(accelerator, "untimed", None)
-    yield _read("time on the device", untimed, "events at the edges of steps, read without waiting")
-    yield _read(
-        "utilisation of the device", absent or _no_nvml(accelerator), "NVML, at most 5 times a second"
-    )
-
-
-def _no_nvml(accelerator: Accelerator) -> str | None:
-    if accelerator.kind != "cuda":
-        return f"NVML knows NVIDIA's devices, and this is {accelerator.kind}"
-    return read_nvml(accelerator.devices()[0]).unavailable.get("utilization_percent")
-
-
-def _read(name: str, reason: str | None, how: str) -> Measurement:
-    return Measurement(name, works=reason is None, reason=how if reason is None else reason)
-
-
 def _advice(accelerator: Accelerator, settings: dict[str, str]) -> Iterator[str]:
     allocator = settings.get("PYTORCH_ALLOC_CONF") or settings.get("PYTORCH_CUDA_ALLOC_CONF") or ""
     if accelerator.kind == "cuda" and accelerator.devices() and "expandable_segments" not in allocator:
@@ -163,9 +170,6 @@ def _advice(accelerator: Accelerator, settings: dict[str, str]) -> Iterator[str]
         yield "CUDA_LAUNCH_BLOCKING=1 makes every kernel wait: times will be far from those without it."
     if settings.get("PYTORCH_NO_CUDA_MEMORY_CACHING"):
         yield "PYTORCH_NO_CUDA_MEMORY_CACHING switches the caching allocator off: no peaks, and slow allocations."
-
-
-_FOR_DEVELOPERS = frozenset({"test", "dev", "docs", "bench", "all"})
 
 
 def extras_facts(distribution: str = "sigmascope") -> list[ExtraFacts]:
@@ -196,6 +200,10 @@ def _extras(distribution: str) -> list[ExtraFacts]:
     ]
 
 
+def _version(package: str) -> str | None:
+    return attempt(lambda: metadata.version(package), metadata.PackageNotFoundError).value
+
+
 def _packages(
     extra: str, requirements: list[Requirement], distribution: str, seen: frozenset[str]
 ) -> dict[str, None]:
@@ -217,7 +225,3 @@ def _belongs_to(requirement: Requirement, extra: str) -> bool:
     """Whether it is the extra that asks for it, and this machine is one that it is meant for."""
     marker = requirement.marker
     return marker is not None and marker.evaluate({"extra": extra}) and not marker.evaluate({"extra": ""})
-
-
-def _version(package: str) -> str | None:
-    return attempt(lambda: metadata.version(package), metadata.PackageNotFoundError).value

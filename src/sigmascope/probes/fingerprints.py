@@ -1,15 +1,15 @@
 """Fingerprints of what tensors contain: whether a weight is still the same, wherever it lies now.
 
 A fingerprint is the XXH3 hash of the values' bytes in row-major order, taken in pieces of 256 KiB whose hashes are
-hashed again. The CPU hashes at the speed of memory; an accelerator hashes where the weights are, and sends back some
-numbers a piece and what is left over behind the last whole piece (`probes.xxh3`). Both give the same fingerprint.
+hashed again. The CPU hashes with the `xxhash` package, at the speed of memory. An accelerator hashes where the weights
+are (`block_sums`, `digests`), and sends back some numbers a piece and what is left over behind the last whole piece.
+Both give the same fingerprint. XXH3 reads a piece in blocks of 1 KiB, 16 stripes of eight 64-bit words each. Within a
+block it only adds, so that all blocks of all pieces are summed side by side; only their eight sums a block are then
+scrambled one after another.
 
-For two contents of one weight the sampled elements give ‖ΔW‖ to some per cent, as changes by LoRAs and by
+`samples` takes a thousand elements of a tensor, the same ones each time: they tell how much a weight changed when its
+old content is gone. For two contents of one weight they give ‖ΔW‖ to some per cent, as changes by LoRAs and by
 rounding are spread over the whole weight.
-
-What the `xxhash` package computes on the CPU, for bytes that lie on an accelerator and shall stay there. XXH3 reads
-a piece in blocks of 1 KiB, 16 stripes of eight 64-bit words each. Within a block it only adds, so that all blocks
-of all pieces are summed side by side; only their eight sums a block are then scrambled one after another.
 
 Y. Collet, xxHash fast digest algorithm, XXH3 for inputs longer than 240 bytes:
 https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md
@@ -35,8 +35,37 @@ _WORTH_THREADS: Final = 1 << 25
 _MOST_THREADS: Final = 8
 _ERRORS: Final[tuple[type[Exception], ...]] = (*PROBE_ERRORS, MemoryError)
 
-
 Readings = dict[str, Reading["Fingerprint"]]
+
+# Where samples are taken.
+SAMPLE_SIZE: Final = 1024
+_GOLDEN: Final = 0.6180339887498949
+
+PIECE_BYTES: Final = 1 << 18
+"""Long enough for the CPU's hash to run at the speed of memory, short enough for many to a layer."""
+
+# XXH3's secret, primes and sizes, for hashing on an accelerator.
+_SECRET: Final = bytes.fromhex(
+    "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671fcb79e64eccc0e578825ad07dccff7221"
+    "b8084674f743248ee03590e6813a264c3c2852bb91c300cb88d0658b1b532ea371644897a20df94e3819ef46a9deacd8"
+    "a8fa763fe39c343ff9dcbbc7c70b4f1d8a51e04bcdb45931c89f7ec9d9787364eac5ac8334d3ebc3c581a0fffa1363eb"
+    "170ddd51b7f0da49d316552629d4689e2b16be587d47a1fc8ff8b8d17ad031ce45cb3a8f95160428afd7fbcabb4b407e"
+)
+_PRIME32: Final = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D)
+_PRIME64: Final = (
+    0x9E3779B185EBCA87,
+    0xC2B2AE3D27D4EB4F,
+    0x165667B19E3779F9,
+    0x85EBCA77C2B2AE63,
+    0x27D4EB2F165667C5,
+)
+_AVALANCHE: Final = 0x165667919E3779F9
+_START: Final = (_PRIME32[2], *_PRIME64[:4], _PRIME32[1], _PRIME64[4], _PRIME32[0])
+_LOW: Final = 0xFFFFFFFF
+_WORDS, _STRIPES, _BLOCK_WORDS = 8, 16, 128
+_BLOCKS: Final = PIECE_BYTES // (8 * _BLOCK_WORDS)
+_LAST_STRIPE: Final = 192 - 64 - 7
+_PIECES_AT_ONCE: Final = 64  # 16 MiB of weights, and a few times that for what is computed of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,26 +107,6 @@ def fingerprints(tensors: Mapping[str, Tensor], *, threads: int | None = None) -
         for group in _groups(elsewhere):
             found |= _group_elsewhere(group)
     return {name: found[name] for name in tensors}
-
-
-def why_unreadable(tensor: Tensor) -> str | None:
-    """Why the values of a tensor cannot be looked at; None if they can."""
-    try:
-        if torch.compiler.is_compiling():
-            return "the values are not there while torch.compile traces"
-        if tensor.is_meta or tensor.device.type == "meta":
-            return "a meta tensor has no values"
-        if hasattr(tensor, "placements"):
-            return "the values are spread over several processes"
-        if tensor.layout is not torch.strided or tensor.is_quantized:
-            return f"the layout is {str(tensor.layout).removeprefix('torch.')}"
-        if hasattr(tensor, "__tensor_flatten__"):
-            return f"the values are inside a {type(tensor).__name__}"
-        if tensor.untyped_storage().nbytes() == 0 < tensor.numel():
-            return "the values were moved away"
-    except PROBE_ERRORS as error:
-        return describe(error)
-    return None
 
 
 def _on_cpu(tensor: Tensor) -> bool:
@@ -185,7 +194,7 @@ def _hash_where_it_is(names: Sequence[str], tensors: Sequence[Tensor]) -> Readin
         counts.append(whole // PIECE_BYTES)
         rests.append(raw[whole:])
         if whole:
-            sums.append(block_sums(_words(raw[:whole])))
+            sums.append(block_sums(_as_words(raw[:whole])))
     pieces = digests(torch.cat(sums)) if sums else np.empty(0, np.uint64)
     left = torch.cat(rests).cpu().numpy().data
     found: Readings = {}
@@ -193,80 +202,6 @@ def _hash_where_it_is(names: Sequence[str], tensors: Sequence[Tensor]) -> Readin
         found[name] = Reading(_fingerprint(tensor, pieces[:count], left[: rest.numel()]))
         pieces, left = pieces[count:], left[rest.numel() :]
     return found
-
-
-def _words(raw: Tensor) -> Tensor:
-    aligned = raw if raw.storage_offset() % 8 == 0 else raw.clone()
-    return aligned.view(torch.int64).view(-1, PIECE_BYTES // 8)
-
-
-SAMPLE_SIZE: Final = 1024
-_GOLDEN: Final = 0.6180339887498949
-
-
-def samples(tensors: Mapping[str, Tensor]) -> dict[str, Shaped[Tensor, " n"]]:
-    """Up to a thousand elements of each tensor, on the CPU, in the tensor's own dtype. Never raises.
-
-    Tensors without readable floating-point values are left out. What lies on an accelerator is waited for.
-
-    Args:
-        tensors: Of any dtype, layout and device.
-    """
-    found: dict[str, Tensor] = {}
-    with torch.no_grad():
-        for name, tensor in tensors.items():
-            try:
-                if why_unreadable(tensor) is None and tensor.is_floating_point() and tensor.numel():
-                    found[name] = _taken(tensor)
-            except PROBE_ERRORS:
-                continue
-        return {name: sample.cpu() for name, sample in found.items()}
-
-
-def positions(elements: int) -> Int64[Tensor, " n"]:
-    """Where the sampled elements are in row-major order: all of few, else spread by the golden ratio.
-
-    Multiples of an irrational number, modulo 1, hit no column or row more often than another.
-    """
-    if elements <= SAMPLE_SIZE:
-        return torch.arange(elements)
-    spread = torch.arange(1, SAMPLE_SIZE + 1, dtype=torch.float64).mul(_GOLDEN).remainder(1.0)
-    return spread.mul(elements).to(torch.int64).clamp(max=elements - 1)
-
-
-def _taken(tensor: Tensor) -> Tensor:
-    plain = tensor.detach().as_subclass(Tensor)
-    where = torch.unravel_index(positions(plain.numel()).to(plain.device), plain.shape)
-    if plain.dtype.itemsize == 1:  # indexing does not know all kinds of float8
-        return plain.view(torch.uint8)[where].view(plain.dtype)
-    return plain[where]
-
-
-PIECE_BYTES: Final = 1 << 18
-"""Long enough for the CPU's hash to run at the speed of memory, short enough for many to a layer."""
-
-
-_SECRET: Final = bytes.fromhex(
-    "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671fcb79e64eccc0e578825ad07dccff7221"
-    "b8084674f743248ee03590e6813a264c3c2852bb91c300cb88d0658b1b532ea371644897a20df94e3819ef46a9deacd8"
-    "a8fa763fe39c343ff9dcbbc7c70b4f1d8a51e04bcdb45931c89f7ec9d9787364eac5ac8334d3ebc3c581a0fffa1363eb"
-    "170ddd51b7f0da49d316552629d4689e2b16be587d47a1fc8ff8b8d17ad031ce45cb3a8f95160428afd7fbcabb4b407e"
-)
-_PRIME32: Final = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D)
-_PRIME64: Final = (
-    0x9E3779B185EBCA87,
-    0xC2B2AE3D27D4EB4F,
-    0x165667B19E3779F9,
-    0x85EBCA77C2B2AE63,
-    0x27D4EB2F165667C5,
-)
-_AVALANCHE: Final = 0x165667919E3779F9
-_START: Final = (_PRIME32[2], *_PRIME64[:4], _PRIME32[1], _PRIME64[4], _PRIME32[0])
-_LOW: Final = 0xFFFFFFFF
-_WORDS, _STRIPES, _BLOCK_WORDS = 8, 16, 128
-_BLOCKS: Final = PIECE_BYTES // (8 * _BLOCK_WORDS)
-_LAST_STRIPE: Final = 192 - 64 - 7
-_PIECES_AT_ONCE: Final = 64  # 16 MiB of weights, and a few times that for what is computed of them
 
 
 def block_sums(words: Int64[Tensor, "pieces words"]) -> Int64[Tensor, "pieces blocks 8"]:
@@ -279,25 +214,28 @@ def block_sums(words: Int64[Tensor, "pieces words"]) -> Int64[Tensor, "pieces bl
     return torch.cat([_piece_sums(words[start : start + _PIECES_AT_ONCE]) for start in parts])
 
 
-def digests(sums: Int64[Tensor, "pieces blocks 8"]) -> UInt64[np.ndarray, " pieces"]:
-    """The hash of each piece from its blocks' sums. Copies eight numbers a piece to the CPU."""
-    device = sums.device
-    state = torch.tensor([_signed(one) for one in _START], device=device).repeat(sums.shape[0], 1)
-    secret = torch.tensor([_signed(_word(128 + 8 * i)) for i in range(_WORDS)], device=device)
-    for block in range(_BLOCKS - 1):
-        state = state + sums[:, block]
-        state = (state ^ ((state >> 47) & 0x1FFFF) ^ secret) * _PRIME32[0]
-    state = state + sums[:, -1]
-    return _merged(state.cpu().numpy().view(np.uint64))
-
-
 def _piece_sums(words: Tensor) -> Tensor:
     blocks = words.reshape(-1, _BLOCKS, _STRIPES, _WORDS)
-    usual, final = _keys(words.device)
-    return torch.cat([_sums(blocks[:, :-1], usual), _sums(blocks[:, -1:], final)], dim=1)
+    usual, final = _secret_keys(words.device)
+    return torch.cat([_stripe_sums(blocks[:, :-1], usual), _stripe_sums(blocks[:, -1:], final)], dim=1)
 
 
-def _sums(blocks: Tensor, keys: Tensor) -> Tensor:
+def _secret_keys(device: torch.device) -> Tensor:
+    """(2, 16, 8): the secret for any block of a piece, and for its last one, whose last stripe has its own."""
+    usual = [[_signed(_secret_word(8 * stripe + 8 * i)) for i in range(_WORDS)] for stripe in range(_STRIPES)]
+    final = [_signed(_secret_word(_LAST_STRIPE + 8 * i)) for i in range(_WORDS)]
+    return torch.tensor([usual, [*usual[:-1], final]], device=device)
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 64) if word >> 63 else word
+
+
+def _secret_word(offset: int) -> int:
+    return int.from_bytes(_SECRET[offset : offset + 8], "little")
+
+
+def _stripe_sums(blocks: Tensor, keys: Tensor) -> Tensor:
     keyed = blocks ^ keys
     products = (keyed & _LOW) * ((keyed >> 32) & _LOW)
     plain = blocks.sum(2)
@@ -305,18 +243,28 @@ def _sums(blocks: Tensor, keys: Tensor) -> Tensor:
     return neighbours + products.sum(2)
 
 
-def _keys(device: torch.device) -> Tensor:
-    """(2, 16, 8): the secret for any block of a piece, and for its last one, whose last stripe has its own."""
-    usual = [[_signed(_word(8 * stripe + 8 * i)) for i in range(_WORDS)] for stripe in range(_STRIPES)]
-    final = [_signed(_word(_LAST_STRIPE + 8 * i)) for i in range(_WORDS)]
-    return torch.tensor([usual, [*usual[:-1], final]], device=device)
+def _as_words(raw: Tensor) -> Tensor:
+    aligned = raw if raw.storage_offset() % 8 == 0 else raw.clone()
+    return aligned.view(torch.int64).view(-1, PIECE_BYTES // 8)
+
+
+def digests(sums: Int64[Tensor, "pieces blocks 8"]) -> UInt64[np.ndarray, " pieces"]:
+    """The hash of each piece from its blocks' sums. Copies eight numbers a piece to the CPU."""
+    device = sums.device
+    state = torch.tensor([_signed(one) for one in _START], device=device).repeat(sums.shape[0], 1)
+    secret = torch.tensor([_signed(_secret_word(128 + 8 * i)) for i in range(_WORDS)], device=device)
+    for block in range(_BLOCKS - 1):
+        state = state + sums[:, block]
+        state = (state ^ ((state >> 47) & 0x1FFFF) ^ secret) * _PRIME32[0]
+    state = state + sums[:, -1]
+    return _merged(state.cpu().numpy().view(np.uint64))
 
 
 def _merged(state: UInt64[np.ndarray, "pieces 8"]) -> UInt64[np.ndarray, " pieces"]:
     result = np.full(len(state), PIECE_BYTES * _PRIME64[0] & (1 << 64) - 1, np.uint64)
     for pair in range(4):
-        one = state[:, 2 * pair] ^ np.uint64(_word(11 + 16 * pair))
-        other = state[:, 2 * pair + 1] ^ np.uint64(_word(19 + 16 * pair))
+        one = state[:, 2 * pair] ^ np.uint64(_secret_word(11 + 16 * pair))
+        other = state[:, 2 * pair + 1] ^ np.uint64(_secret_word(19 + 16 * pair))
         result += _folded_product(one, other)
     result ^= result >> np.uint64(37)
     result *= np.uint64(_AVALANCHE)
@@ -336,9 +284,59 @@ def _folded_product(
     return folded
 
 
-def _word(offset: int) -> int:
-    return int.from_bytes(_SECRET[offset : offset + 8], "little")
+def why_unreadable(tensor: Tensor) -> str | None:
+    """Why the values of a tensor cannot be looked at; None if they can."""
+    try:
+        if torch.compiler.is_compiling():
+            return "the values are not there while torch.compile traces"
+        if tensor.is_meta or tensor.device.type == "meta":
+            return "a meta tensor has no values"
+        if hasattr(tensor, "placements"):
+            return "the values are spread over several processes"
+        if tensor.layout is not torch.strided or tensor.is_quantized:
+            return f"the layout is {str(tensor.layout).removeprefix('torch.')}"
+        if hasattr(tensor, "__tensor_flatten__"):
+            return f"the values are inside a {type(tensor).__name__}"
+        if tensor.untyped_storage().nbytes() == 0 < tensor.numel():
+            return "the values were moved away"
+    except PROBE_ERRORS as error:
+        return describe(error)
+    return None
 
 
-def _signed(word: int) -> int:
-    return word - (1 << 64) if word >> 63 else word
+def samples(tensors: Mapping[str, Tensor]) -> dict[str, Shaped[Tensor, " n"]]:
+    """Up to a thousand elements of each tensor, on the CPU, in the tensor's own dtype. Never raises.
+
+    Tensors without readable floating-point values are left out. What lies on an accelerator is waited for.
+
+    Args:
+        tensors: Of any dtype, layout and device.
+    """
+    found: dict[str, Tensor] = {}
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            try:
+                if why_unreadable(tensor) is None and tensor.is_floating_point() and tensor.numel():
+                    found[name] = _sample_of(tensor)
+            except PROBE_ERRORS:
+                continue
+        return {name: sample.cpu() for name, sample in found.items()}
+
+
+def _sample_of(tensor: Tensor) -> Tensor:
+    plain = tensor.detach().as_subclass(Tensor)
+    where = torch.unravel_index(positions(plain.numel()).to(plain.device), plain.shape)
+    if plain.dtype.itemsize == 1:  # indexing does not know all kinds of float8
+        return plain.view(torch.uint8)[where].view(plain.dtype)
+    return plain[where]
+
+
+def positions(elements: int) -> Int64[Tensor, " n"]:
+    """Where the sampled elements are in row-major order: all of few, else spread by the golden ratio.
+
+    Multiples of an irrational number, modulo 1, hit no column or row more often than another.
+    """
+    if elements <= SAMPLE_SIZE:
+        return torch.arange(elements)
+    spread = torch.arange(1, SAMPLE_SIZE + 1, dtype=torch.float64).mul(_GOLDEN).remainder(1.0)
+    return spread.mul(elements).to(torch.int64).clamp(max=elements - 1)

@@ -1,4 +1,4 @@
-"""Facts about the machine and the software on it."""
+"""Facts about the machine and the software on it, and how much of its processor other programs use."""
 
 import os
 import platform
@@ -38,6 +38,10 @@ LIBRARIES = (
 )
 """Distributions whose version can change what a pipeline costs or makes."""
 
+# Fields of the processor's times that are no use of it, or are in others already.
+_IDLE = ("idle", "iowait")
+_COUNTED_ELSEWHERE = ("guest", "guest_nice")  # Linux has them in user and nice already
+
 
 def host_facts(accelerator: Accelerator | None = None) -> HostFacts:
     """CPU, RAM, system, Python, library versions and accelerators. Never raises, imports no library.
@@ -48,8 +52,8 @@ def host_facts(accelerator: Accelerator | None = None) -> HostFacts:
     accelerator = detect_accelerator() if accelerator is None else accelerator
     readings: dict[str, Reading[Any]] = {
         "cpu_model": attempt(_cpu_model, subprocess.SubprocessError),
-        "cpu_count_logical": _known(psutil.cpu_count),
-        "cpu_count_physical": _known(lambda: psutil.cpu_count(logical=False)),
+        "cpu_count_logical": _processor_count(psutil.cpu_count),
+        "cpu_count_physical": _processor_count(lambda: psutil.cpu_count(logical=False)),
         "ram_total_bytes": attempt(lambda: int(psutil.virtual_memory().total), psutil.Error),
         "os": attempt(platform.platform),
         "python_version": attempt(platform.python_version),
@@ -64,24 +68,6 @@ def host_facts(accelerator: Accelerator | None = None) -> HostFacts:
         accelerators=tuple(accelerator.facts(device) for device in devices),
         unavailable=unavailable,
     )
-
-
-def _known(count: Callable[[], int | None]) -> Reading[int]:
-    reading = attempt(count, psutil.Error)
-    if reading.value is None:
-        return Reading(None, reading.reason or "the system does not tell")
-    return Reading(reading.value)
-
-
-def _library_versions() -> dict[str, str]:
-    """Versions from the installed metadata; ComfyUI, which is not installed, from what is loaded."""
-    versions = {}
-    for name in LIBRARIES:
-        version = attempt(lambda name=name: metadata.version(name)).value  # type: ignore[misc]
-        if version is not None:
-            versions[name] = version
-    comfyui = getattr(sys.modules.get("comfyui_version"), "__version__", None)
-    return versions if comfyui is None else versions | {"comfyui": str(comfyui)}
 
 
 def _cpu_model() -> str:
@@ -103,20 +89,34 @@ def _cpu_model() -> str:
 
 def _cpu_model_of_linux(cpuinfo: str) -> str:
     """x86 says "model name"; Arm boards say "Model" or "Hardware", Arm servers nothing."""
-    fields = dict(reversed([_field(line) for line in cpuinfo.splitlines() if ":" in line]))
+    fields = dict(reversed([_cpuinfo_field(line) for line in cpuinfo.splitlines() if ":" in line]))
     for name in ("model name", "Model", "Hardware", "cpu model", "cpu"):
         if fields.get(name):
             return fields[name]
     raise LookupError("/proc/cpuinfo does not name the processor")
 
 
-def _field(line: str) -> tuple[str, str]:
+def _cpuinfo_field(line: str) -> tuple[str, str]:
     name, _, value = line.partition(":")
     return name.strip(), value.strip()
 
 
-_IDLE = ("idle", "iowait")
-_COUNTED_ELSEWHERE = ("guest", "guest_nice")  # Linux has them in user and nice already
+def _processor_count(count: Callable[[], int | None]) -> Reading[int]:
+    reading = attempt(count, psutil.Error)
+    if reading.value is None:
+        return Reading(None, reading.reason or "the system does not tell")
+    return Reading(reading.value)
+
+
+def _library_versions() -> dict[str, str]:
+    """Versions from the installed metadata; ComfyUI, which is not installed, from what is loaded."""
+    versions = {}
+    for name in LIBRARIES:
+        version = attempt(lambda name=name: metadata.version(name)).value  # type: ignore[misc]
+        if version is not None:
+            versions[name] = version
+    comfyui = getattr(sys.modules.get("comfyui_version"), "__version__", None)
+    return versions if comfyui is None else versions | {"comfyui": str(comfyui)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,13 @@ class CpuMoment:
 
 def cpu_moment() -> Reading[CpuMoment]:
     """What was used up to now (some 50 µs). Never raises."""
-    return attempt(_now)
+    return attempt(_read_cpu_moment)
+
+
+def _read_cpu_moment() -> CpuMoment:
+    times = psutil.cpu_times()._asdict()
+    machine = sum(value for name, value in times.items() if name not in (*_IDLE, *_COUNTED_ELSEWHERE))
+    return CpuMoment(time.monotonic(), machine, time.process_time())
 
 
 def others_share(before: CpuMoment, after: CpuMoment) -> float | None:
@@ -153,9 +159,3 @@ def others_share(before: CpuMoment, after: CpuMoment) -> float | None:
         return None
     used = (after.machine - before.machine) - (after.own - before.own)
     return min(max(used / room, 0.0), 1.0)
-
-
-def _now() -> CpuMoment:
-    times = psutil.cpu_times()._asdict()
-    machine = sum(value for name, value in times.items() if name not in (*_IDLE, *_COUNTED_ELSEWHERE))
-    return CpuMoment(time.monotonic(), machine, time.process_time())

@@ -1,10 +1,11 @@
 """Memory of this process and of the machine.
 
-The resident set is read with one `pread` on a descriptor of `/proc/self/statm` that stays open: about
-1.3 µs, where opening it each time or psutil takes about 9 µs. Other systems go through psutil.
+The resident set is read with one `pread` on a descriptor of `/proc/self/statm` that stays open: about 1.3 µs, where
+opening it each time or psutil takes about 9 µs. Other systems go through psutil.
 
-The resident set tells little of this. Freed memory stays resident and is given out again, so that a leak hides in it at
-first, and one large call raises it for good.
+For leaks, `heap_in_use` asks the C library's allocator what it has given out and not got back, PyTorch's CPU tensors
+among it. The resident set tells little of this: freed memory stays resident and is given out again, so that a leak
+hides in it at first, and one large call raises it for good.
 """
 
 import ctypes
@@ -33,14 +34,14 @@ _descriptor: list[int] = []  # the one that is kept; empty: none is open in this
 _opening = threading.Lock()
 
 
-def _forget_the_parents() -> None:
+def _forget_descriptor_of_parent() -> None:
     global _opening
     _descriptor.clear()  # it goes on showing the parent
     _opening = threading.Lock()  # another thread may have held it when this process was forked off
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_the_parents)
+    os.register_at_fork(after_in_child=_forget_descriptor_of_parent)
 
 
 def process_rss_bytes() -> int | None:
@@ -130,7 +131,7 @@ def memory_snapshot(accelerator: Accelerator | None = None) -> MemorySnapshot:
     )
 
 
-_FIELDS = (
+_MALLINFO_FIELDS = (
     "arena",
     "ordblks",
     "smblks",
@@ -147,7 +148,7 @@ _FIELDS = (
 class _Mallinfo2(ctypes.Structure):
     """glibc's `struct mallinfo2` (malloc.h, since 2.33)."""
 
-    _fields_ = tuple((name, ctypes.c_size_t) for name in _FIELDS)
+    _fields_ = tuple((name, ctypes.c_size_t) for name in _MALLINFO_FIELDS)
 
 
 def heap_in_use() -> Reading[int]:
@@ -155,10 +156,10 @@ def heap_in_use() -> Reading[int]:
 
     It takes about 0.1 ms, so it is nothing for hot paths. Memory of another allocator is not in it.
     """
-    return attempt(_in_use)
+    return attempt(_heap_bytes)
 
 
-def _in_use() -> int:
+def _heap_bytes() -> int:
     found = _mallinfo2()()
     return int(found.uordblks) + int(found.hblkhd)
 

@@ -1,7 +1,8 @@
-"""Facts about one model, whatever it is wrapped in.
+"""Facts about one model, whatever it is wrapped in: its size, its architecture, its modules and tensors.
 
-`Module.modules`, `parameters` and `state_dict` run the host's code where a class has its own: PEFT's layer around
-`nn.MultiheadAttention` registers its weights anew each time one of them is called.
+Nothing of the model is called to find them. `Module.modules`, `parameters` and `state_dict` run the host's code where a
+class has its own: PEFT's layer around `nn.MultiheadAttention` registers its weights anew each time one of them is
+called.
 """
 
 import re
@@ -19,11 +20,40 @@ from sigmascope.records.facts import ModuleFacts
 _INNER_NAMES = ("model", "cond_stage_model", "first_stage_model", "patcher")
 """Where ComfyUI's wrappers (ModelPatcher, CLIP, VAE) and others keep the module."""
 
-
 _COMPILED, _REPLICATED = "_orig_mod", "module"
 _REPLICATING = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel")
 _MOST_WRAPPERS = 8
+
 _COUNTS = ("parameters", "trainable_parameters", "nbytes", "training")
+
+# Architectures, told by the names of modules.
+ArchitectureKind = Literal["MMDiT", "DiT", "UNet"]
+_DENOISERS: Final = ("transformer", "unet", "transformer_2", "denoiser", "prior", "decoder")
+"""Where pipelines keep what denoises, the usual ones first."""
+
+# Of both streams of a joint block, as diffusers and the code of FLUX, SD3, AuraFlow and HiDream call them.
+_JOINT_PROJECTION: Final = "add_q_proj"
+_JOINT_PAIRS: Final = (
+    ("img_attn", "txt_attn"),
+    ("x_block", "context_block"),
+    ("w1q", "w2q"),
+    ("to_q", "to_q_t"),
+)
+
+_ROOT = r"(?:(?:diffusion_model|model|module|base_model|denoiser|unet)\.)*"
+_DOWN: Final = re.compile(rf"{_ROOT}(?:down_blocks|input_blocks)\.\d+$")
+_UP: Final = re.compile(rf"{_ROOT}(?:up_blocks|output_blocks)\.\d+$")
+_BLOCK: Final = re.compile(
+    r"(.*(?:blocks?|layers)\.\d+)\.(?:attn\w*|self_attn|cross_attn|attention\w*|mixer)$"
+)
+_IN_LEVEL: Final = re.compile(r"(?:^|\.)(?:down_blocks|input_blocks)\.")
+"""Where a UNet, or a ControlNet as half of one, has its transformers."""
+_TIME: Final = re.compile(
+    r"(?:^|[._])(?:time|timestep|t_embed|t_block|adaln|ada_ln|adaLN|sigma_embed|condition_embed)"
+)
+
+_KEPT_PLAIN: Final = ("in_proj_weight", "weight")
+"""Of attention, what PEFT keeps as plain attributes while an adapter is merged into it."""
 
 
 def module_facts(module: object) -> ModuleFacts:
@@ -52,10 +82,6 @@ def module_facts(module: object) -> ModuleFacts:
     return facts.result(type(found[0]).__name__, class_name)
 
 
-def _nothing_known(class_name: str, reason: str) -> ModuleFacts:
-    return ModuleFacts(class_name, unavailable=dict.fromkeys(_COUNTS, reason))
-
-
 def _modules_of(thing: object) -> list[nn.Module]:
     """The modules that a thing is made of: one, for anything but a pipeline or a mapping."""
     parts = thing if isinstance(thing, Mapping) else components_of(thing)
@@ -65,37 +91,8 @@ def _modules_of(thing: object) -> list[nn.Module]:
     return [] if inner is None else [inner]
 
 
-def components_of(thing: object) -> Mapping[str, object]:
-    """The components of a pipeline; empty for anything else."""
-    components = None if isinstance(thing, nn.Module) else getattr(thing, "components", None)
-    return components if isinstance(components, Mapping) else {}
-
-
-def unwrap(thing: object, depth: int = 0) -> nn.Module | None:
-    """Follow wrappers to the module that holds the weights."""
-    if isinstance(thing, nn.Module):
-        inner = _module_in_module(thing)
-        return thing if inner is None else unwrap(inner, depth)
-    if depth == _MOST_WRAPPERS:
-        return None
-    for name in _INNER_NAMES:
-        held = getattr(thing, name, None)
-        found = None if held is None or _is_method(held) else unwrap(held, depth + 1)
-        if found is not None:
-            return found
-    return None
-
-
-def _module_in_module(module: nn.Module) -> nn.Module | None:
-    """What torch.compile or data parallelism put a wrapper around."""
-    inner = getattr(module, _COMPILED, None)
-    if inner is None and type(module).__name__ in _REPLICATING:
-        inner = getattr(module, _REPLICATED, None)
-    return inner if isinstance(inner, nn.Module) else None
-
-
-def _is_method(thing: object) -> bool:
-    return callable(thing) and not isinstance(thing, nn.Module)
+def _nothing_known(class_name: str, reason: str) -> ModuleFacts:
+    return ModuleFacts(class_name, unavailable=dict.fromkeys(_COUNTS, reason))
 
 
 @dataclass(slots=True)
@@ -145,36 +142,37 @@ class _Count:
         )
 
 
-ArchitectureKind = Literal["MMDiT", "DiT", "UNet"]
+def components_of(thing: object) -> Mapping[str, object]:
+    """The components of a pipeline; empty for anything else."""
+    components = None if isinstance(thing, nn.Module) else getattr(thing, "components", None)
+    return components if isinstance(components, Mapping) else {}
 
 
-_DENOISERS: Final = ("transformer", "unet", "transformer_2", "denoiser", "prior", "decoder")
-"""Where pipelines keep what denoises, the usual ones first."""
+def unwrap(thing: object, depth: int = 0) -> nn.Module | None:
+    """Follow wrappers to the module that holds the weights."""
+    if isinstance(thing, nn.Module):
+        inner = _module_in_module(thing)
+        return thing if inner is None else unwrap(inner, depth)
+    if depth == _MOST_WRAPPERS:
+        return None
+    for name in _INNER_NAMES:
+        held = getattr(thing, name, None)
+        found = None if held is None or _is_method(held) else unwrap(held, depth + 1)
+        if found is not None:
+            return found
+    return None
 
 
-# Of both streams of a joint block, as diffusers and the code of FLUX, SD3, AuraFlow and HiDream call them.
-_JOINT_PROJECTION: Final = "add_q_proj"
-_JOINT_PAIRS: Final = (
-    ("img_attn", "txt_attn"),
-    ("x_block", "context_block"),
-    ("w1q", "w2q"),
-    ("to_q", "to_q_t"),
-)
+def _module_in_module(module: nn.Module) -> nn.Module | None:
+    """What torch.compile or data parallelism put a wrapper around."""
+    inner = getattr(module, _COMPILED, None)
+    if inner is None and type(module).__name__ in _REPLICATING:
+        inner = getattr(module, _REPLICATED, None)
+    return inner if isinstance(inner, nn.Module) else None
 
 
-_ROOT = r"(?:(?:diffusion_model|model|module|base_model|denoiser|unet)\.)*"
-_DOWN: Final = re.compile(rf"{_ROOT}(?:down_blocks|input_blocks)\.\d+$")
-_UP: Final = re.compile(rf"{_ROOT}(?:up_blocks|output_blocks)\.\d+$")
-_BLOCK: Final = re.compile(
-    r"(.*(?:blocks?|layers)\.\d+)\.(?:attn\w*|self_attn|cross_attn|attention\w*|mixer)$"
-)
-_IN_LEVEL: Final = re.compile(r"(?:^|\.)(?:down_blocks|input_blocks)\.")
-"""Where a UNet, or a ControlNet as half of one, has its transformers."""
-
-
-_TIME: Final = re.compile(
-    r"(?:^|[._])(?:time|timestep|t_embed|t_block|adaln|ada_ln|adaLN|sigma_embed|condition_embed)"
-)
+def _is_method(thing: object) -> bool:
+    return callable(thing) and not isinstance(thing, nn.Module)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,14 +207,6 @@ def detect_architecture(model: object) -> Reading[Architecture]:
         The architecture, or None and why it is not known: a VAE or a text encoder is no denoiser.
     """
     return attempt(lambda: _architecture_of(model))
-
-
-def denoisers_of(model: object) -> list[object]:
-    """What of a pipeline's components may denoise, the usual ones first; the model itself if it is no pipeline."""
-    parts = model if isinstance(model, Mapping) else components_of(model)
-    if not parts:
-        return [model]
-    return [parts[name] for name in _DENOISERS if parts.get(name) is not None]
 
 
 def _architecture_of(model: object) -> Architecture:
@@ -264,13 +254,26 @@ def _joint_blocks(names: Iterable[str]) -> set[str]:
     }
 
 
-_KEPT_PLAIN: Final = ("in_proj_weight", "weight")
-"""Of attention, what PEFT keeps as plain attributes while an adapter is merged into it."""
+def denoisers_of(model: object) -> list[object]:
+    """What of a pipeline's components may denoise, the usual ones first; the model itself if it is no pipeline."""
+    parts = model if isinstance(model, Mapping) else components_of(model)
+    if not parts:
+        return [model]
+    return [parts[name] for name in _DENOISERS if parts.get(name) is not None]
 
 
 def named_modules_in(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Each module with its dotted name, the model itself first under ""; one that occurs twice is given once."""
     return _walk("", module, set())
+
+
+def _walk(name: str, module: nn.Module, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    yield name, module
+    for own, child in children_of(module).items():
+        yield from _walk(f"{name}.{own}" if name else own, child, seen)
 
 
 def modules_in(module: nn.Module) -> Iterator[nn.Module]:
@@ -291,6 +294,11 @@ def own_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield name, plain
 
 
+def _registered(module: nn.Module, holder: str) -> Mapping[str, object]:
+    held = vars(module).get(holder)
+    return held if isinstance(held, Mapping) else {}
+
+
 def own_buffers(module: nn.Module, *, transient: bool = True) -> Iterator[tuple[str, Tensor]]:
     """The buffers of a module itself, by name; without `transient` only those that a state dict has."""
     left_out = () if transient else vars(module).get("_non_persistent_buffers_set") or ()
@@ -303,17 +311,3 @@ def children_of(module: nn.Module) -> dict[str, nn.Module]:
     """The modules right inside a module, by name."""
     held = _registered(module, "_modules")
     return {name: child for name, child in held.items() if isinstance(child, nn.Module)}
-
-
-def _walk(name: str, module: nn.Module, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
-    if id(module) in seen:
-        return
-    seen.add(id(module))
-    yield name, module
-    for own, child in children_of(module).items():
-        yield from _walk(f"{name}.{own}" if name else own, child, seen)
-
-
-def _registered(module: nn.Module, holder: str) -> Mapping[str, object]:
-    held = vars(module).get(holder)
-    return held if isinstance(held, Mapping) else {}

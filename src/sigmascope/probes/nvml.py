@@ -1,10 +1,10 @@
-"""NVIDIA's management library: facts that need no CUDA context.
+"""NVIDIA's management library (NVML): facts about a GPU that need no CUDA context, and how busy it is.
 
-NVML counts every device of the machine by PCI order; CUDA counts the visible ones, fastest first unless
-told otherwise. So a CUDA device is found by its UUID, and by number only where that cannot be wrong.
+NVML counts every device of the machine by PCI order. CUDA counts the visible ones, fastest first unless told
+otherwise. So a CUDA device is found by its UUID, and by number only where that cannot be wrong (`handle_of`).
 
-NVML's own figure of business is a mean over its last sample period, between a sixth of a second and a second. So it
-is asked no more than five times a second (see `MAX_HZ`), by everybody in this process together.
+NVML's utilisation is a mean over its last sample period, between a sixth of a second and a second. So `GPU_ACTIVITY`
+asks for it no more than five times a second (`MAX_HZ`), for everybody in this process together.
 """
 
 import os
@@ -20,6 +20,32 @@ import torch
 from sigmascope.probes.reading import PROBE_ERRORS, Reading, attempt, describe
 
 _sessions: dict[int, ModuleType] = {}  # process id -> initialised library: a forked child needs its own
+_FACT_FIELDS = (
+    "name",
+    "uuid",
+    "driver_version",
+    "total_bytes",
+    "used_bytes",
+    "free_bytes",
+    "utilization_percent",
+    "temperature_celsius",
+)
+MAX_HZ: Final = 5.0
+SHORTEST_PERIOD_SECONDS: Final = 1 / 6
+"""NVML's utilisation is a mean over this long at least."""
+# Bits of NVML's clocks event reasons (nvml.h): heat, seen by software or hardware; the limit on power.
+_HEAT: Final = 0x20 | 0x40
+_POWER_CAP: Final = 0x04
+_READ_TOGETHER: Final = {"busy_percent": ("memory_busy_percent",), "slowed_by_heat": ("held_by_power_cap",)}
+"""Figures that come in one reading with another."""
+_ACTIVITY_FIELDS: Final = (
+    "busy_percent", "memory_busy_percent", "temperature_celsius", "power_watts",
+    "slowed_by_heat", "held_by_power_cap",
+)  # fmt: skip
+_CLOCK_REASON_FUNCTIONS: Final = (
+    "nvmlDeviceGetCurrentClocksEventReasons",
+    "nvmlDeviceGetCurrentClocksThrottleReasons",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,18 +64,6 @@ class NvmlFacts:
     unavailable: dict[str, str] = field(default_factory=dict)
 
 
-_FIELDS = (
-    "name",
-    "uuid",
-    "driver_version",
-    "total_bytes",
-    "used_bytes",
-    "free_bytes",
-    "utilization_percent",
-    "temperature_celsius",
-)
-
-
 def read_nvml(device: str = "cuda:0") -> NvmlFacts:
     """Everything that NVML knows of one CUDA device; each gap with its reason. Never raises.
 
@@ -58,17 +72,17 @@ def read_nvml(device: str = "cuda:0") -> NvmlFacts:
     """
     opened = library()
     if opened.value is None:
-        return NvmlFacts(device, unavailable=dict.fromkeys(_FIELDS, opened.reason or "unknown"))
+        return NvmlFacts(device, unavailable=dict.fromkeys(_FACT_FIELDS, opened.reason or "unknown"))
     nvml: Any = opened.value
     handle = _attempt(nvml, lambda: handle_of(nvml, device))
     if handle.value is None:
-        return NvmlFacts(device, unavailable=dict.fromkeys(_FIELDS, handle.reason or "unknown"))
+        return NvmlFacts(device, unavailable=dict.fromkeys(_FACT_FIELDS, handle.reason or "unknown"))
     gpu = handle.value
     memory = _attempt(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(gpu))
     readings: dict[str, Reading[Any]] = {
-        "name": _attempt(nvml, lambda: _text(nvml.nvmlDeviceGetName(gpu))),
-        "uuid": _attempt(nvml, lambda: _text(nvml.nvmlDeviceGetUUID(gpu))),
-        "driver_version": _attempt(nvml, lambda: _text(nvml.nvmlSystemGetDriverVersion())),
+        "name": _attempt(nvml, lambda: _as_text(nvml.nvmlDeviceGetName(gpu))),
+        "uuid": _attempt(nvml, lambda: _as_text(nvml.nvmlDeviceGetUUID(gpu))),
+        "driver_version": _attempt(nvml, lambda: _as_text(nvml.nvmlSystemGetDriverVersion())),
         "utilization_percent": _attempt(nvml, lambda: float(nvml.nvmlDeviceGetUtilizationRates(gpu).gpu)),
         "temperature_celsius": _attempt(
             nvml, lambda: float(nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU))
@@ -82,6 +96,14 @@ def read_nvml(device: str = "cuda:0") -> NvmlFacts:
         **{name: reading.value for name, reading in readings.items()},
         unavailable={n: reading.reason for n, reading in readings.items() if reading.reason is not None},
     )
+
+
+def _attempt(nvml: Any, read: Any) -> Reading[Any]:
+    return attempt(read, nvml.NVMLError)
+
+
+def _as_text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
 
 
 def nvml_memory(device: str) -> Reading[tuple[int, int]]:
@@ -116,14 +138,6 @@ def library() -> Reading[ModuleType]:
     return Reading(pynvml)
 
 
-def _attempt(nvml: Any, read: Any) -> Reading[Any]:
-    return attempt(read, nvml.NVMLError)
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value
-
-
 def handle_of(nvml: Any, device: str) -> Any:
     """NVML's handle of a CUDA device such as "cuda:1".
 
@@ -144,8 +158,16 @@ def handle_of(nvml: Any, device: str) -> Any:
     return _handle_from_environment(nvml, index)
 
 
+def _handle_by_whole_uuid(nvml: Any, bare: str) -> Any:
+    """CUDA does not tell whether a UUID is that of a device or of a MIG part of one."""
+    try:
+        return nvml.nvmlDeviceGetHandleByUUID(f"GPU-{bare}".encode())
+    except nvml.NVMLError:
+        return nvml.nvmlDeviceGetHandleByUUID(f"MIG-{bare}".encode())
+
+
 def _handle_from_environment(nvml: Any, index: int) -> Any:
-    """The same before CUDA is initialised, from `CUDA_VISIBLE_DEVICES` (numbers, or starts of UUIDs)."""
+    """The handle before CUDA is initialised, from `CUDA_VISIBLE_DEVICES` (numbers, or starts of UUIDs)."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return _handle_by_number(nvml, index)
@@ -158,26 +180,11 @@ def _handle_from_environment(nvml: Any, index: int) -> Any:
     return _handle_by_number(nvml, int(entry)) if entry.isdigit() else _handle_by_uuid(nvml, entry)
 
 
-def _handle_by_whole_uuid(nvml: Any, bare: str) -> Any:
-    """CUDA does not tell whether a UUID is that of a device or of a MIG part of one."""
-    try:
-        return nvml.nvmlDeviceGetHandleByUUID(f"GPU-{bare}".encode())
-    except nvml.NVMLError:
-        return nvml.nvmlDeviceGetHandleByUUID(f"MIG-{bare}".encode())
-
-
-def _handle_by_uuid(nvml: Any, start: str) -> Any:
-    for handle in _all_handles(nvml):
-        if _text(nvml.nvmlDeviceGetUUID(handle)).startswith(start):
-            return handle
-    raise LookupError(f"no device has a UUID that starts with {start}")
-
-
 def _handle_by_number(nvml: Any, number: int) -> Any:
     """By number only if CUDA's order must be PCI order: asked for, or all devices are of one model."""
     handles = _all_handles(nvml)
     by_pci = os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
-    if not by_pci and len({_text(nvml.nvmlDeviceGetName(handle)) for handle in handles}) > 1:
+    if not by_pci and len({_as_text(nvml.nvmlDeviceGetName(handle)) for handle in handles}) > 1:
         raise LookupError("with devices of several models CUDA's order is unknown until it is initialised")
     handle = handles[number]
     mode = _attempt(nvml, lambda: nvml.nvmlDeviceGetMigMode(handle)).value  # most devices have no such mode
@@ -192,21 +199,11 @@ def _all_handles(nvml: Any) -> list[Any]:
     return [nvml.nvmlDeviceGetHandleByIndex(number) for number in range(nvml.nvmlDeviceGetCount())]
 
 
-MAX_HZ: Final = 5.0
-SHORTEST_PERIOD_SECONDS: Final = 1 / 6
-"""The shortest time that a figure of business is a mean of."""
-
-
-# Bits of NVML's clocks event reasons (nvml.h): heat, seen by software or hardware; the limit on power.
-_HEAT: Final = 0x20 | 0x40
-_POWER_CAP: Final = 0x04
-_WITH: Final = {"busy_percent": ("memory_busy_percent",), "slowed_by_heat": ("held_by_power_cap",)}
-"""Figures that come in one reading with another."""
-_ACTIVITY_FIELDS: Final = (
-    "busy_percent", "memory_busy_percent", "temperature_celsius", "power_watts",
-    "slowed_by_heat", "held_by_power_cap",
-)  # fmt: skip
-_REASONS: Final = ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons")
+def _handle_by_uuid(nvml: Any, start: str) -> Any:
+    for handle in _all_handles(nvml):
+        if _as_text(nvml.nvmlDeviceGetUUID(handle)).startswith(start):
+            return handle
+    raise LookupError(f"no device has a UUID that starts with {start}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +267,11 @@ class GpuGauge:
             None if milliwatts is None else milliwatts / 1e3,
             None if reasons is None else bool(reasons & _HEAT),
             None if reasons is None else bool(reasons & _POWER_CAP),
-            {name: reason for first, reason in missing.items() for name in (first, *_WITH.get(first, ()))},
+            {
+                name: reason
+                for first, reason in missing.items()
+                for name in (first, *_READ_TOGETHER.get(first, ()))
+            },
         )
 
     def _reads(self) -> dict[str, Callable[[Any], Any]]:
@@ -296,10 +297,10 @@ class GpuGauge:
 
     def _clock_reasons(self, gpu: Any) -> int:
         """By the name of today, or that of older libraries."""
-        for name in _REASONS:
+        for name in _CLOCK_REASON_FUNCTIONS:
             if hasattr(self._nvml, name):
                 return int(getattr(self._nvml, name)(gpu))
-        raise AttributeError(f"this pynvml has no {_REASONS[0]}")
+        raise AttributeError(f"this pynvml has no {_CLOCK_REASON_FUNCTIONS[0]}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,7 +351,5 @@ class GpuActivitySource:
 
 
 GPU_ACTIVITY: Final = GpuActivitySource()
-
-
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=GPU_ACTIVITY.forget)

@@ -1,7 +1,11 @@
-"""What PEFT injected into a model, and with it diffusers' LoRA loaders: which adapters are on which weights, and act.
+"""What PEFT and diffusers' LoRA loaders injected into a model: which adapters are on which weights, and act.
 
 PEFT is not imported: its layers are known by what they hold. Modules are walked by what is registered on them and
 not by `named_modules` or `state_dict`, which PEFT's attention layer answers by registering its weights anew.
+
+`read_adapters` gives each change of each weight with its state. `changes_of` reads a layer's factors by kind,
+`scales_of` takes its scale apart into strength, rank and alpha. `adapted_modules`, `base_weights` and `base_weight`
+find modules and weights under the names that they have without adapters.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -17,16 +21,21 @@ from sigmascope.probes.reading import Reading, attribute, describe, number, sequ
 
 __all__ = ["base_weight", "base_weights", "is_peft", "read_adapters"]
 
-
 _PATCH_TYPES: Final[Mapping[str, PatchType]] = {"lora": "lora_up", "dora": "lora_up", "diff": "diff"}
 
+_WRAPPED: Final = ("base_layer", "original_module")
+_AROUND_WHOLE_MODELS: Final = {
+    "_orig_mod": ("OptimizedModule",),
+    "module": ("DataParallel", "DistributedDataParallel"),
+    "base_model": ("PeftModel",),
+    "model": ("BaseTuner",),
+}
+"""Where a wrapper keeps the model, and the classes that keep one there."""
 
-def is_peft(model: object) -> bool:
-    """Whether PEFT has put adapters into it, or into a component of a pipeline. Never raises."""
-    try:
-        return any(wrapped(module) is not None for _, module in adapted_modules(model))
-    except Exception:  # noqa: BLE001 - the host's objects may raise anything
-        return False
+_LOHA: Final = ("w1_a", "w1_b", "w2_a", "w2_b", "t1", "t2")
+_LOKR: Final = ("w1", "w2", "w1_a", "w1_b", "w2_a", "w2_b", "t2")
+_STRENGTH_DIGITS: Final = 12
+"""PEFT keeps strength · alpha / rank; dividing gives the strength back but for float64's last digits."""
 
 
 def read_adapters(model: object) -> Reading[tuple[AppliedPatch, ...]]:
@@ -113,6 +122,27 @@ class Standing:
         return "lazy", "PEFT runs it beside the weight in each forward pass"
 
 
+def _listed(names: tuple[str, ...]) -> str:
+    return ", ".join(names) if names else "none is"
+
+
+def standing_of(layer: object) -> Standing:
+    """Read from the layer itself: diffusers and PEFT both set it there."""
+    active = attribute(layer, "active_adapters")
+    names = (active,) if isinstance(active, str) else sequence(active)
+    merged = sequence(attribute(layer, "merged_adapters"))
+    return Standing(
+        tuple(map(str, names)), tuple(map(str, merged)), attribute(layer, "disable_adapters") is True
+    )
+
+
+def adapters_of(layer: nn.Module) -> list[str]:
+    """The names of the adapters that a layer has."""
+    names = attribute(layer, "adapter_layer_names")
+    held = [by_adapter(layer, str(name)) for name in names] if isinstance(names, tuple) else []
+    return list(dict.fromkeys(adapter for adapters in held for adapter in adapters))
+
+
 def _of_adapter(name: str, layer: nn.Module, adapter: str, standing: Standing) -> list[AppliedPatch]:
     try:
         return [_applied(name, layer, adapter, change, standing) for change in changes_of(layer, adapter)]
@@ -194,14 +224,194 @@ def _unreadable(name: str, layer: nn.Module, adapter: str, reason: str) -> Appli
     )
 
 
-_WRAPPED: Final = ("base_layer", "original_module")
-_AROUND_WHOLE_MODELS: Final = {
-    "_orig_mod": ("OptimizedModule",),
-    "module": ("DataParallel", "DistributedDataParallel"),
-    "base_model": ("PeftModel",),
-    "model": ("BaseTuner",),
+def is_peft(model: object) -> bool:
+    """Whether PEFT has put adapters into it, or into a component of a pipeline. Never raises."""
+    try:
+        return any(wrapped(module) is not None for _, module in adapted_modules(model))
+    except Exception:  # noqa: BLE001 - the host's objects may raise anything
+        return False
+
+
+def changes_of(layer: nn.Module, adapter: str) -> list[Change]:
+    """The changes that an adapter of the layer makes; more than one where it has a bias or replaces a module."""
+    for mark, read in _READERS.items():
+        if adapter in by_adapter(layer, mark):
+            return read(layer, adapter)
+    return [_unknown_change(layer, _parameter(layer))]
+
+
+def by_adapter(layer: object, name: str) -> dict[str, Any]:
+    """What a layer keeps under `name` for each adapter: a dict, a ModuleDict or a ParameterDict."""
+    held = attribute(layer, name)
+    if not isinstance(held, Mapping | nn.ModuleDict | nn.ParameterDict):
+        return {}
+    return {str(adapter): held[adapter] for adapter in list(held.keys())}
+
+
+def tensor_of(held: object) -> Tensor | None:
+    """A factor, whether kept as a parameter or as the weight of a layer; it shares the host's memory."""
+    found = held if isinstance(held, Tensor) else attribute(held, "weight")
+    return found.detach() if isinstance(found, Tensor) else None
+
+
+def _read_lora(layer: nn.Module, adapter: str) -> list[Change]:
+    down, up = (tensor_of(by_adapter(layer, name).get(adapter)) for name in ("lora_A", "lora_B"))
+    parameter = _parameter(layer)
+    reason = _why_no_product(layer, adapter)
+    if reason is not None or up is None or down is None:
+        return [_unknown_change(layer, parameter, reason or "its factors are not where PEFT keeps them")]
+    if attribute(layer, "fan_in_fan_out") is True:  # the weight lies transposed: (BA)ᵀ = AᵀBᵀ
+        up, down = down.mT, up.mT
+    found = [_low_rank_change(layer, adapter, parameter, up, down)]
+    bias = attribute(by_adapter(layer, "lora_B").get(adapter), "bias")
+    if isinstance(bias, Tensor):
+        found.append(Change("bias", "diff", {"diff": bias.detach()}))
+    return found
+
+
+def _read_embedding(layer: nn.Module, adapter: str) -> list[Change]:
+    """PEFT keeps A (r, words) and B (width, r) of a weight (words, width)."""
+    names = ("lora_embedding_A", "lora_embedding_B")
+    first, second = (tensor_of(by_adapter(layer, name).get(adapter)) for name in names)
+    if first is None or second is None:
+        return [_unknown_change(layer, "weight", "its factors are not where PEFT keeps them")]
+    return [_low_rank_change(layer, adapter, "weight", first.mT, second.mT)]
+
+
+def _low_rank_change(layer: nn.Module, adapter: str, parameter: str, up: Tensor, down: Tensor) -> Change:
+    tensors = {"up": up, "down": down}
+    magnitude = tensor_of(by_adapter(layer, "lora_magnitude_vector").get(adapter))
+    if magnitude is None:
+        return Change(parameter, "lora", tensors)
+    return Change(parameter, "dora", tensors | {"dora_scale": magnitude})
+
+
+def _why_no_product(layer: nn.Module, adapter: str) -> str | None:
+    """Why a LoRA is not up · down of the weight, if it is not."""
+    if by_adapter(layer, "lora_E"):
+        return "AdaLoRA's singular values are not read"
+    variant = by_adapter(layer, "lora_variant").get(adapter)
+    name = getattr(variant, "__name__", type(variant).__name__)
+    if variant is not None and not name.startswith("Dora"):
+        return f"PEFT's {name.removesuffix('Variant')} is more than up · down"
+    if (attribute(attribute(layer, "base_layer"), "groups") or 1) != 1:
+        return "a LoRA of a convolution in groups is no change of its weight"
+    if (attribute(layer, "num_experts") or 1) != 1:
+        return "a LoRA of stacked experts is not read"
+    return None
+
+
+def _lycoris_reader(
+    kind: AdapterType, prefix: str, parts: tuple[str, ...]
+) -> Callable[[nn.Module, str], list[Change]]:
+    def read(layer: nn.Module, adapter: str) -> list[Change]:
+        found = {part: tensor_of(by_adapter(layer, prefix + part).get(adapter)) for part in parts}
+        return [Change("weight", kind, {part: held for part, held in found.items() if held is not None})]
+
+    return read
+
+
+def _rotation_reader(kind: AdapterType) -> Callable[[nn.Module, str], list[Change]]:
+    def read(layer: nn.Module, adapter: str) -> list[Change]:
+        reason = {"tensors": "PEFT keeps rotations in another form than blocks"}
+        return [Change("weight", kind, has_scale=False, unavailable=reason)]
+
+    return read
+
+
+def _read_replacement(layer: nn.Module, adapter: str) -> list[Change]:
+    """A module that stands in for the original: each of its parameters is set."""
+    module = by_adapter(layer, "modules_to_save")[adapter]
+    return [
+        Change(f"{inner}.{name}" if inner else name, "set", {"set": parameter.detach()}, has_scale=False)
+        for inner, part in named_modules_in(module)
+        for name, parameter in own_parameters(part)
+    ]
+
+
+def _unknown_change(layer: nn.Module, parameter: str, reason: str | None = None) -> Change:
+    why = reason or f"what PEFT's {type(layer).__module__}.{type(layer).__name__} does is not read"
+    has_scale = bool(by_adapter(layer, "scaling"))
+    unavailable = {"tensors": why} if has_scale else dict.fromkeys(("tensors", "strength", "scale"), why)
+    return Change(parameter, "unknown", has_scale=has_scale, unavailable=unavailable)
+
+
+def _parameter(layer: nn.Module) -> str:
+    """The parameter of the wrapped module that the layer is for: its weight, unless the layer says another."""
+    named = attribute(layer, "parameter_name")
+    if isinstance(named, str):
+        return named
+    return "in_proj_weight" if isinstance(attribute(layer, "base_layer"), nn.MultiheadAttention) else "weight"
+
+
+_READERS: Final[Mapping[str, Callable[[nn.Module, str], list[Change]]]] = {
+    "lora_A": _read_lora,
+    "lora_embedding_A": _read_embedding,
+    "hada_w1_a": _lycoris_reader("loha", "hada_", _LOHA),
+    "lokr_w1": _lycoris_reader("lokr", "lokr_", _LOKR),
+    "lokr_w1_a": _lycoris_reader("lokr", "lokr_", _LOKR),
+    "oft_R": _rotation_reader("oft"),
+    "boft_R": _rotation_reader("boft"),
+    "modules_to_save": _read_replacement,
 }
-"""Where a wrapper keeps the model, and the classes that keep one there."""
+
+
+def misfit(change: Change, shape: tuple[int, ...] | None) -> str | None:
+    """Why a low-rank change cannot be one of a weight of that shape, or None."""
+    up, down = (change.tensors.get(name) for name in ("up", "down"))
+    if up is None or down is None:
+        return None
+    if up.is_meta or down.is_meta:
+        return "its factors were never filled: they are on the meta device"
+    own = (up.shape[0], *down.shape[1:])
+    if up.shape[1] != down.shape[0] or (shape is not None and own != shape):
+        return f"up {tuple(up.shape)} and down {tuple(down.shape)} are no change of a weight {shape}"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Scales:
+    """As `AppliedPatch` names them."""
+
+    strength: float | None = 1.0
+    rank: int | None = None
+    alpha: float | None = None
+    scale: float | None = 1.0
+    unavailable: Mapping[str, str] = field(default_factory=dict)
+
+
+def scales_of(layer: nn.Module, adapter: str, change: Change) -> Scales:
+    """Read them from the layer; what has no scale there is applied whole."""
+    if not change.has_scale:
+        known = None if "strength" in change.unavailable else 1.0
+        return Scales(strength=known, scale=known)
+    whole = number_for(layer, "scaling", adapter)
+    if whole is None:
+        return Scales(
+            None, scale=None, unavailable=dict.fromkeys(("strength", "scale"), "the layer keeps none")
+        )
+    if change.kind == "diff":  # a bias of the adapter, which no rank divides
+        return Scales(strength=whole)
+    return _strength_and_scale(layer, adapter, whole)
+
+
+def _strength_and_scale(layer: nn.Module, adapter: str, whole: float) -> Scales:
+    rank = number_for(layer, "r", adapter)
+    alpha = number_for(layer, "lora_alpha", adapter)
+    if alpha is None:
+        alpha = number_for(layer, "alpha", adapter)
+    if rank is None or alpha is None or rank <= 0:
+        why = dict.fromkeys(("rank", "alpha"), "the layer keeps none; the strength has them in it")
+        return Scales(strength=whole, unavailable=why)
+    scale = alpha / (sqrt(rank) if by_adapter(layer, "use_rslora").get(adapter) is True else rank)
+    strength = round(whole / scale, _STRENGTH_DIGITS) if scale else 1.0
+    return Scales(strength, int(rank), alpha, scale)
+
+
+def number_for(layer: object, name: str, adapter: str) -> float | None:
+    """A number that a layer keeps for an adapter."""
+    value = by_adapter(layer, name).get(adapter)
+    return None if value is None else number(value)
 
 
 def adapted_modules(model: object) -> Iterator[tuple[str, nn.Module]]:
@@ -216,80 +426,6 @@ def adapted_modules(model: object) -> Iterator[tuple[str, nn.Module]]:
     seen: set[int] = set()
     for name, root in _roots(model):
         yield from _walk(name, root, seen)
-
-
-def base_weights(model: object) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers without those of adapters, by the names that a state dict has before any is injected.
-
-    A weight that an adapter is merged into is given as it is, with the adapter in it. Each is the host's own
-    tensor. Buffers that a state dict leaves out are left out.
-    """
-    for name, module in adapted_modules(model):
-        if wrapped(module) is None:
-            for own, tensor in _own_tensors(module):
-                yield f"{name}.{own}" if name else own, tensor
-
-
-def base_weight(model: object, key: str) -> Tensor | None:
-    """The weight that adapters change: the host's own tensor, not a copy, and merged adapters are in it.
-
-    Args:
-        model: A module or a pipeline.
-        key: As `AppliedPatch.key` has it: the state dict's name without wrappers, so without `.base_layer`.
-
-    Returns:
-        None if there is no such weight, or its numbers are not to be had: quantised, or on the meta device.
-    """
-    tensor = tensor_at(model, key)
-    return tensor if tensor is not None and tensor.is_floating_point() and not tensor.is_meta else None
-
-
-def tensor_at(model: object, key: str) -> Tensor | None:
-    """The tensor of that name without wrappers, whatever it is; None if there is none."""
-    *path, own = key.split(".")
-    found: object = model
-    if not isinstance(model, nn.Module) and path:
-        found = _component(model, path.pop(0))
-    for part in path:
-        found = _children(bare(found)).get(part)
-    return _own_tensor(bare(found), own)
-
-
-def bare(module: object) -> object:
-    """The module without compilation and layers of adapters around it."""
-    while isinstance(module, nn.Module):
-        module = _unwrapped(module)
-        inner = wrapped(module)
-        if inner is None:
-            return module
-        module = inner
-    return module
-
-
-def _own_tensor(module: object, name: str) -> Tensor | None:
-    """A parameter or buffer of the module itself; PEFT keeps merged weights of attention as plain attributes."""
-    for holder in ("_parameters", "_buffers"):
-        held = _registered(module, holder).get(name)
-        if isinstance(held, Tensor):
-            return held
-    plain = vars(module).get(name) if isinstance(module, nn.Module) else None
-    return plain if isinstance(plain, Tensor) else None
-
-
-def wrapped(module: object) -> nn.Module | None:
-    """What a layer of an adapter is put around, or None if it is no such layer."""
-    held = _registered(module, "_modules")
-    for name in _WRAPPED:
-        inner = held.get(name)
-        if isinstance(inner, nn.Module) and isinstance(attribute(module, "adapter_layer_names"), tuple):
-            return inner
-    return None
-
-
-def _component(pipeline: object, name: str) -> object:
-    """A component of a pipeline; None if there is none of that name."""
-    components = attribute(pipeline, "components")
-    return components.get(name) if isinstance(components, Mapping) else None
 
 
 def _roots(model: object) -> Iterator[tuple[str, nn.Module]]:
@@ -332,8 +468,36 @@ def _inside(module: nn.Module) -> nn.Module | None:
     return None
 
 
+def _registered(module: object, holder: str) -> Mapping[str, object]:
+    """What is registered on a module itself, past any `__getattr__` of its own."""
+    held = vars(module).get(holder) if isinstance(module, nn.Module) else None
+    return held if isinstance(held, Mapping) else {}
+
+
 def _children(module: object) -> dict[str, nn.Module]:
     return children_of(module) if isinstance(module, nn.Module) else {}
+
+
+def wrapped(module: object) -> nn.Module | None:
+    """What a layer of an adapter is put around, or None if it is no such layer."""
+    held = _registered(module, "_modules")
+    for name in _WRAPPED:
+        inner = held.get(name)
+        if isinstance(inner, nn.Module) and isinstance(attribute(module, "adapter_layer_names"), tuple):
+            return inner
+    return None
+
+
+def base_weights(model: object) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers without those of adapters, by the names that a state dict has before any is injected.
+
+    A weight that an adapter is merged into is given as it is, with the adapter in it. Each is the host's own
+    tensor. Buffers that a state dict leaves out are left out.
+    """
+    for name, module in adapted_modules(model):
+        if wrapped(module) is None:
+            for own, tensor in _own_tensors(module):
+                yield f"{name}.{own}" if name else own, tensor
 
 
 def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -341,218 +505,53 @@ def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from own_buffers(module, transient=False)
 
 
-def _registered(module: object, holder: str) -> Mapping[str, object]:
-    """What is registered on a module itself, past any `__getattr__` of its own."""
-    held = vars(module).get(holder) if isinstance(module, nn.Module) else None
-    return held if isinstance(held, Mapping) else {}
+def base_weight(model: object, key: str) -> Tensor | None:
+    """The weight that adapters change: the host's own tensor, not a copy, and merged adapters are in it.
+
+    Args:
+        model: A module or a pipeline.
+        key: As `AppliedPatch.key` has it: the state dict's name without wrappers, so without `.base_layer`.
+
+    Returns:
+        None if there is no such weight, or its numbers are not to be had: quantised, or on the meta device.
+    """
+    tensor = tensor_at(model, key)
+    return tensor if tensor is not None and tensor.is_floating_point() and not tensor.is_meta else None
 
 
-def by_adapter(layer: object, name: str) -> dict[str, Any]:
-    """What a layer keeps under `name` for each adapter: a dict, a ModuleDict or a ParameterDict."""
-    held = attribute(layer, name)
-    if not isinstance(held, Mapping | nn.ModuleDict | nn.ParameterDict):
-        return {}
-    return {str(adapter): held[adapter] for adapter in list(held.keys())}
+def tensor_at(model: object, key: str) -> Tensor | None:
+    """The tensor of that name without wrappers, whatever it is; None if there is none."""
+    *path, own = key.split(".")
+    found: object = model
+    if not isinstance(model, nn.Module) and path:
+        found = _component(model, path.pop(0))
+    for part in path:
+        found = _children(bare(found)).get(part)
+    return _own_tensor(bare(found), own)
 
 
-def tensor_of(held: object) -> Tensor | None:
-    """A factor, whether kept as a parameter or as the weight of a layer; it shares the host's memory."""
-    found = held if isinstance(held, Tensor) else attribute(held, "weight")
-    return found.detach() if isinstance(found, Tensor) else None
+def _component(pipeline: object, name: str) -> object:
+    """A component of a pipeline; None if there is none of that name."""
+    components = attribute(pipeline, "components")
+    return components.get(name) if isinstance(components, Mapping) else None
 
 
-def number_for(layer: object, name: str, adapter: str) -> float | None:
-    """A number that a layer keeps for an adapter."""
-    value = by_adapter(layer, name).get(adapter)
-    return None if value is None else number(value)
+def _own_tensor(module: object, name: str) -> Tensor | None:
+    """A parameter or buffer of the module itself; PEFT keeps merged weights of attention as plain attributes."""
+    for holder in ("_parameters", "_buffers"):
+        held = _registered(module, holder).get(name)
+        if isinstance(held, Tensor):
+            return held
+    plain = vars(module).get(name) if isinstance(module, nn.Module) else None
+    return plain if isinstance(plain, Tensor) else None
 
 
-def standing_of(layer: object) -> Standing:
-    """Read from the layer itself: diffusers and PEFT both set it there."""
-    active = attribute(layer, "active_adapters")
-    names = (active,) if isinstance(active, str) else sequence(active)
-    merged = sequence(attribute(layer, "merged_adapters"))
-    return Standing(
-        tuple(map(str, names)), tuple(map(str, merged)), attribute(layer, "disable_adapters") is True
-    )
-
-
-def _listed(names: tuple[str, ...]) -> str:
-    return ", ".join(names) if names else "none is"
-
-
-_LOHA: Final = ("w1_a", "w1_b", "w2_a", "w2_b", "t1", "t2")
-_LOKR: Final = ("w1", "w2", "w1_a", "w1_b", "w2_a", "w2_b", "t2")
-
-
-def changes_of(layer: nn.Module, adapter: str) -> list[Change]:
-    """The changes that an adapter of the layer makes; more than one where it has a bias or replaces a module."""
-    for mark, read in _KINDS.items():
-        if adapter in by_adapter(layer, mark):
-            return read(layer, adapter)
-    return [_not_known(layer, _parameter(layer))]
-
-
-def adapters_of(layer: nn.Module) -> list[str]:
-    """The names of the adapters that a layer has."""
-    names = attribute(layer, "adapter_layer_names")
-    held = [by_adapter(layer, str(name)) for name in names] if isinstance(names, tuple) else []
-    return list(dict.fromkeys(adapter for adapters in held for adapter in adapters))
-
-
-def misfit(change: Change, shape: tuple[int, ...] | None) -> str | None:
-    """Why a low-rank change cannot be one of a weight of that shape, or None."""
-    up, down = (change.tensors.get(name) for name in ("up", "down"))
-    if up is None or down is None:
-        return None
-    if up.is_meta or down.is_meta:
-        return "its factors were never filled: they are on the meta device"
-    own = (up.shape[0], *down.shape[1:])
-    if up.shape[1] != down.shape[0] or (shape is not None and own != shape):
-        return f"up {tuple(up.shape)} and down {tuple(down.shape)} are no change of a weight {shape}"
-    return None
-
-
-def _lora(layer: nn.Module, adapter: str) -> list[Change]:
-    down, up = (tensor_of(by_adapter(layer, name).get(adapter)) for name in ("lora_A", "lora_B"))
-    parameter = _parameter(layer)
-    reason = _why_no_product(layer, adapter)
-    if reason is not None or up is None or down is None:
-        return [_not_known(layer, parameter, reason or "its factors are not where PEFT keeps them")]
-    if attribute(layer, "fan_in_fan_out") is True:  # the weight lies transposed: (BA)ᵀ = AᵀBᵀ
-        up, down = down.mT, up.mT
-    found = [_product(layer, adapter, parameter, up, down)]
-    bias = attribute(by_adapter(layer, "lora_B").get(adapter), "bias")
-    if isinstance(bias, Tensor):
-        found.append(Change("bias", "diff", {"diff": bias.detach()}))
-    return found
-
-
-def _embedding(layer: nn.Module, adapter: str) -> list[Change]:
-    """PEFT keeps A (r, words) and B (width, r) of a weight (words, width)."""
-    names = ("lora_embedding_A", "lora_embedding_B")
-    first, second = (tensor_of(by_adapter(layer, name).get(adapter)) for name in names)
-    if first is None or second is None:
-        return [_not_known(layer, "weight", "its factors are not where PEFT keeps them")]
-    return [_product(layer, adapter, "weight", first.mT, second.mT)]
-
-
-def _product(layer: nn.Module, adapter: str, parameter: str, up: Tensor, down: Tensor) -> Change:
-    tensors = {"up": up, "down": down}
-    magnitude = tensor_of(by_adapter(layer, "lora_magnitude_vector").get(adapter))
-    if magnitude is None:
-        return Change(parameter, "lora", tensors)
-    return Change(parameter, "dora", tensors | {"dora_scale": magnitude})
-
-
-def _why_no_product(layer: nn.Module, adapter: str) -> str | None:
-    """Why a LoRA is not up · down of the weight, if it is not."""
-    if by_adapter(layer, "lora_E"):
-        return "AdaLoRA's singular values are not read"
-    variant = by_adapter(layer, "lora_variant").get(adapter)
-    name = getattr(variant, "__name__", type(variant).__name__)
-    if variant is not None and not name.startswith("Dora"):
-        return f"PEFT's {name.removesuffix('Variant')} is more than up · down"
-    if (attribute(attribute(layer, "base_layer"), "groups") or 1) != 1:
-        return "a LoRA of a convolution in groups is no change of its weight"
-    if (attribute(layer, "num_experts") or 1) != 1:
-        return "a LoRA of stacked experts is not read"
-    return None
-
-
-def _lycoris(
-    kind: AdapterType, prefix: str, parts: tuple[str, ...]
-) -> Callable[[nn.Module, str], list[Change]]:
-    def read(layer: nn.Module, adapter: str) -> list[Change]:
-        found = {part: tensor_of(by_adapter(layer, prefix + part).get(adapter)) for part in parts}
-        return [Change("weight", kind, {part: held for part, held in found.items() if held is not None})]
-
-    return read
-
-
-def _rotation(kind: AdapterType) -> Callable[[nn.Module, str], list[Change]]:
-    def read(layer: nn.Module, adapter: str) -> list[Change]:
-        reason = {"tensors": "PEFT keeps rotations in another form than blocks"}
-        return [Change("weight", kind, has_scale=False, unavailable=reason)]
-
-    return read
-
-
-def _replacement(layer: nn.Module, adapter: str) -> list[Change]:
-    """A module that stands in for the original: each of its parameters is set."""
-    module = by_adapter(layer, "modules_to_save")[adapter]
-    return [
-        Change(f"{inner}.{name}" if inner else name, "set", {"set": parameter.detach()}, has_scale=False)
-        for inner, part in named_modules_in(module)
-        for name, parameter in own_parameters(part)
-    ]
-
-
-def _not_known(layer: nn.Module, parameter: str, reason: str | None = None) -> Change:
-    why = reason or f"what PEFT's {type(layer).__module__}.{type(layer).__name__} does is not read"
-    has_scale = bool(by_adapter(layer, "scaling"))
-    unavailable = {"tensors": why} if has_scale else dict.fromkeys(("tensors", "strength", "scale"), why)
-    return Change(parameter, "unknown", has_scale=has_scale, unavailable=unavailable)
-
-
-def _parameter(layer: nn.Module) -> str:
-    """The parameter of the wrapped module that the layer is for: its weight, unless the layer says another."""
-    named = attribute(layer, "parameter_name")
-    if isinstance(named, str):
-        return named
-    return "in_proj_weight" if isinstance(attribute(layer, "base_layer"), nn.MultiheadAttention) else "weight"
-
-
-_KINDS: Final[Mapping[str, Callable[[nn.Module, str], list[Change]]]] = {
-    "lora_A": _lora,
-    "lora_embedding_A": _embedding,
-    "hada_w1_a": _lycoris("loha", "hada_", _LOHA),
-    "lokr_w1": _lycoris("lokr", "lokr_", _LOKR),
-    "lokr_w1_a": _lycoris("lokr", "lokr_", _LOKR),
-    "oft_R": _rotation("oft"),
-    "boft_R": _rotation("boft"),
-    "modules_to_save": _replacement,
-}
-
-
-_DIGITS: Final = 12
-"""PEFT keeps strength · alpha / rank; dividing gives the strength back but for float64's last digits."""
-
-
-@dataclass(frozen=True, slots=True)
-class Scales:
-    """As `AppliedPatch` names them."""
-
-    strength: float | None = 1.0
-    rank: int | None = None
-    alpha: float | None = None
-    scale: float | None = 1.0
-    unavailable: Mapping[str, str] = field(default_factory=dict)
-
-
-def scales_of(layer: nn.Module, adapter: str, change: Change) -> Scales:
-    """Read them from the layer; what has no scale there is applied whole."""
-    if not change.has_scale:
-        known = None if "strength" in change.unavailable else 1.0
-        return Scales(strength=known, scale=known)
-    whole = number_for(layer, "scaling", adapter)
-    if whole is None:
-        return Scales(
-            None, scale=None, unavailable=dict.fromkeys(("strength", "scale"), "the layer keeps none")
-        )
-    if change.kind == "diff":  # a bias of the adapter, which no rank divides
-        return Scales(strength=whole)
-    return _taken_apart(layer, adapter, whole)
-
-
-def _taken_apart(layer: nn.Module, adapter: str, whole: float) -> Scales:
-    rank = number_for(layer, "r", adapter)
-    alpha = number_for(layer, "lora_alpha", adapter)
-    if alpha is None:
-        alpha = number_for(layer, "alpha", adapter)
-    if rank is None or alpha is None or rank <= 0:
-        why = dict.fromkeys(("rank", "alpha"), "the layer keeps none; the strength has them in it")
-        return Scales(strength=whole, unavailable=why)
-    scale = alpha / (sqrt(rank) if by_adapter(layer, "use_rslora").get(adapter) is True else rank)
-    strength = round(whole / scale, _DIGITS) if scale else 1.0
-    return Scales(strength, int(rank), alpha, scale)
+def bare(module: object) -> object:
+    """The module without compilation and layers of adapters around it."""
+    while isinstance(module, nn.Module):
+        module = _unwrapped(module)
+        inner = wrapped(module)
+        if inner is None:
+            return module
+        module = inner
+    return module

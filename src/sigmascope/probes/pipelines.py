@@ -1,4 +1,8 @@
-"""What a pipeline is made of, read off its components without changing them or importing their library."""
+"""What a pipeline is made of, read off its components without changing them or importing their library.
+
+Beside the components: which processors and backends compute the denoisers' attention, and how each model was set up
+to run (offloading, casting, compiling, memory format).
+"""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,7 +26,6 @@ from sigmascope.records.facts import AttentionFacts, ComponentFacts, JsonScalar,
 _MOST_CONFIG = 60
 _LONGEST_TEXT: Final = 200
 
-
 _ROLES: Final[tuple[tuple[str, Role], ...]] = (
     ("text_encoder", "text_encoder"),
     ("image_encoder", "image_encoder"),
@@ -35,10 +38,14 @@ _ROLES: Final[tuple[tuple[str, Role], ...]] = (
     ("controlnet", "other"),
     ("motion_adapter", "other"),  # its blocks are put into the U-Net
 )
-
-
-_FIRST_PART: Final = "prior_"
+_PRIOR_PREFIX: Final = "prior_"
 """Begins the names of what makes the image's embedding from the text, in pipelines that then decode it."""
+
+DEFAULT_BACKEND = "default"
+
+# Hooks of diffusers and accelerate.
+_CASTING, _GROUP_OFFLOADING = "layerwise_casting", "group_offloading"
+_MODEL_OFFLOAD_HOOK = "CpuOffload"
 
 
 def pipeline_facts(pipeline: object) -> PipelineFacts:
@@ -79,11 +86,6 @@ def _parts(pipeline: object) -> dict[str, object]:
     return {"denoiser": pipeline}
 
 
-def _denoisers(pipeline: object) -> list[nn.Module]:
-    found = attempt(lambda: [module for one in denoisers_of(pipeline) if (module := unwrap(one)) is not None])
-    return found.value or []
-
-
 def _component(name: str, part: object) -> ComponentFacts:
     module = part if isinstance(part, nn.Module) else unwrap(part)
     role = _role(name, part)
@@ -111,7 +113,7 @@ def _role(name: str, part: object) -> Role:
     if name.endswith("_scheduler"):
         return "scheduler"
     for beginning, role in _ROLES:
-        if name.removeprefix(_FIRST_PART).startswith(beginning):
+        if name.removeprefix(_PRIOR_PREFIX).startswith(beginning):
             return role
     return "denoiser" if detect_architecture(part).value is not None else "other"
 
@@ -134,6 +136,11 @@ def _scalars(config: Mapping[object, object]) -> Iterator[tuple[str, JsonScalar]
             return
 
 
+def _denoisers(pipeline: object) -> list[nn.Module]:
+    found = attempt(lambda: [module for one in denoisers_of(pipeline) if (module := unwrap(one)) is not None])
+    return found.value or []
+
+
 def _source(pipeline: object) -> str | None:
     """`_name_or_path`, which diffusers keeps in the configuration."""
     try:
@@ -144,19 +151,16 @@ def _source(pipeline: object) -> str | None:
     return found if isinstance(found, str) and found else None
 
 
-DEFAULT_BACKEND = "default"
-
-
 def attention_facts(denoisers: Iterable[nn.Module]) -> AttentionFacts:
     """Processors of the attention modules that have one, as diffusers' do. Never raises.
 
     Args:
         denoisers: The models to look through.
     """
-    return attempt(lambda: _count(denoisers)).value or AttentionFacts()
+    return attempt(lambda: _count_processors(denoisers)).value or AttentionFacts()
 
 
-def _count(denoisers: Iterable[nn.Module]) -> AttentionFacts:
+def _count_processors(denoisers: Iterable[nn.Module]) -> AttentionFacts:
     plain, joint, backends = Counter[str](), Counter[str](), Counter[str]()
     for denoiser in denoisers:
         for module in modules_in(denoiser):
@@ -173,10 +177,6 @@ def _count(denoisers: Iterable[nn.Module]) -> AttentionFacts:
     )
 
 
-_CASTING, _GROUP = "layerwise_casting", "group_offloading"
-_MODEL_OFFLOAD_HOOK = "CpuOffload"
-
-
 def offload_of(module: nn.Module) -> Offload | None:
     """Which offloading moves a model's weights, by the hooks of accelerate and diffusers on it.
 
@@ -187,13 +187,18 @@ def offload_of(module: nn.Module) -> Offload | None:
         "model": the whole model moves when it is called; "sequential": each leaf does; "group": groups of
         layers do; None: nothing moves.
     """
-    if _has_hook(module, _GROUP):
+    if _has_hook(module, _GROUP_OFFLOADING):
         return "group"
     if type(getattr(module, "_hf_hook", None)).__name__ == _MODEL_OFFLOAD_HOOK:
         return "model"
     if any(getattr(getattr(part, "_hf_hook", None), "offload", False) is True for part in modules_in(module)):
         return "sequential"
     return None
+
+
+def _has_hook(module: nn.Module, name: str) -> bool:
+    registries = (getattr(part, "_diffusers_hook", None) for part in modules_in(module))
+    return any(name in key for one in registries for key in (getattr(one, "hooks", None) or ()))
 
 
 def layerwise_casting(module: nn.Module) -> bool:
@@ -223,8 +228,3 @@ def channels_last(module: nn.Module) -> bool | None:
 
 def _parameters(module: nn.Module) -> list[Tensor]:
     return [parameter for part in modules_in(module) for _, parameter in own_parameters(part)]
-
-
-def _has_hook(module: nn.Module, name: str) -> bool:
-    registries = (getattr(part, "_diffusers_hook", None) for part in modules_in(module))
-    return any(name in key for one in registries for key in (getattr(one, "hooks", None) or ()))

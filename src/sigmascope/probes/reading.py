@@ -1,4 +1,9 @@
-"""A fact or the reason why it could not be read."""
+"""A fact or the reason why it could not be read, and how to read objects that may raise.
+
+`attempt` turns into a reason what torch, the system and libraries are known to raise; `read_host` takes whatever the
+host's own objects raise. The functions below them read attributes and mappings of the host, which may be missing, of
+another type, or raise.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,8 +12,6 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor
 
 T = TypeVar("T")
-
-
 PROBE_ERRORS: tuple[type[Exception], ...] = (
     ArithmeticError,
     AssertionError,  # torch built without CUDA answers so
@@ -41,6 +44,18 @@ def attempt(read: Callable[[], T], *errors: type[Exception]) -> Reading[T]:
     try:
         return Reading(read())
     except PROBE_ERRORS + errors as error:
+        return Reading(None, describe(error))
+
+
+def read_host(read: Callable[[], T]) -> Reading[T]:
+    """What `read` gives, or None and why it failed.
+
+    `attempt` knows what torch and the system raise. The objects that a stage looks at are the host's, whose
+    properties, tokenizers and wrappers may raise anything.
+    """
+    try:
+        return Reading(read())
+    except Exception as error:  # noqa: BLE001 - see above
         return Reading(None, describe(error))
 
 
@@ -103,15 +118,3 @@ def number(value: object) -> float | None:
         return float(value)  # type: ignore[arg-type]
     except PROBE_ERRORS:
         return None
-
-
-def read_host(read: Callable[[], T]) -> Reading[T]:
-    """What `read` gives, or None and why it failed.
-
-    `probes.reading.attempt` knows what torch and the system raise. The objects that a stage looks at are the
-    host's, whose properties, tokenizers and wrappers may raise anything.
-    """
-    try:
-        return Reading(read())
-    except Exception as error:  # noqa: BLE001 - see above
-        return Reading(None, describe(error))

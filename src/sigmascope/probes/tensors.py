@@ -1,4 +1,7 @@
-"""Facts about one tensor, without touching it."""
+"""Facts about tensors, without touching them: shape, statistics, where they are in memory, what holds them.
+
+`tensor_facts` describes one tensor, `leaves_of` finds the tensors in a nesting of the host's.
+"""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -19,6 +22,14 @@ _COUNTS = ("nan_count", "inf_count")
 _CPU_PIECE = 1 << 16  # half a MiB as float64: stays in the cache, and the allocator keeps it between pieces
 _DEVICE_PIECE = 1 << 24  # 128 MiB as float64: few synchronisations, little extra memory
 
+# Of `quick_facts`.
+MOST_ELEMENTS = 1 << 24
+"""Up to here all statistics are read, which takes about 0.1 s."""
+_TOO_MANY = "not computed: they are too many for it to go unnoticed; ask with statistics=True"
+
+# Of `leaves_of`.
+_DEEPEST, _MOST_TENSORS = 12, 4096
+
 
 def tensor_facts(tensor: Tensor, *, statistics: bool | None = None) -> TensorFacts:
     """Shape, dtype, device, bytes and, if wanted, min, max, mean, std and NaN/Inf counts.
@@ -36,7 +47,7 @@ def tensor_facts(tensor: Tensor, *, statistics: bool | None = None) -> TensorFac
     try:
         facts = _outline(tensor)
     except PROBE_ERRORS as error:  # nested tensors have no shape
-        return _unknown(tensor, describe(error))
+        return _unreadable_facts(tensor, describe(error))
     reason = _why_no_statistics(tensor, statistics)
     if reason is not None:
         return replace(facts, unavailable=dict.fromkeys((*_STATISTICS, *_COUNTS), reason))
@@ -58,7 +69,21 @@ def _outline(tensor: Tensor) -> TensorFacts:
     )
 
 
-def _unknown(tensor: Tensor, reason: str) -> TensorFacts:
+def _nbytes(tensor: Tensor) -> int:
+    """Bytes of the elements, of a sparse tensor those of its indices and values."""
+    try:
+        if tensor.layout is torch.sparse_coo:
+            return tensor._indices().nbytes + tensor._values().nbytes
+        if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+            return tensor.crow_indices().nbytes + tensor.col_indices().nbytes + tensor.values().nbytes
+        if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+            return tensor.ccol_indices().nbytes + tensor.row_indices().nbytes + tensor.values().nbytes
+    except PROBE_ERRORS:
+        pass  # a layout that this version handles otherwise: the dense size is the next best
+    return tensor.numel() * tensor.element_size()
+
+
+def _unreadable_facts(tensor: Tensor, reason: str) -> TensorFacts:
     """Facts of a tensor whose very shape cannot be read: the zeros here stand for nothing."""
     names = ("shape", "nbytes", "num_elements", *_STATISTICS, *_COUNTS)
     dtype, device = str(tensor.dtype).removeprefix("torch."), str(tensor.device)
@@ -84,20 +109,6 @@ def _why_no_statistics(tensor: Tensor, wanted: bool | None) -> str | None:
     if tensor.device.type != "cpu" and is_capturing(tensor.device.type):
         return "a graph is being captured, which waiting for values would end with an error"
     return None
-
-
-def _nbytes(tensor: Tensor) -> int:
-    """Bytes of the elements, of a sparse tensor those of its indices and values."""
-    try:
-        if tensor.layout is torch.sparse_coo:
-            return tensor._indices().nbytes + tensor._values().nbytes
-        if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-            return tensor.crow_indices().nbytes + tensor.col_indices().nbytes + tensor.values().nbytes
-        if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-            return tensor.ccol_indices().nbytes + tensor.row_indices().nbytes + tensor.values().nbytes
-    except PROBE_ERRORS:
-        pass  # a layout that this version handles otherwise: the dense size is the next best
-    return tensor.numel() * tensor.element_size()
 
 
 @dataclass(slots=True)
@@ -137,6 +148,23 @@ def _moments(tensor: Tensor) -> _Moments:
     return moments
 
 
+def _pieces(tensor: Tensor, elements: int) -> Iterator[Tensor]:
+    """Cut a tensor into pieces of at most `elements` elements, in any order, copying none of it whole."""
+    if tensor.numel() == 0:
+        return
+    in_memory_order = tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))
+    if in_memory_order.is_contiguous():
+        flat = in_memory_order.view(-1)
+        for start in range(0, flat.numel(), elements):
+            yield flat[start : start + elements]
+    elif tensor.numel() <= elements:
+        yield tensor.reshape(-1)
+    else:
+        longest = max(range(tensor.ndim), key=tensor.size)
+        for half in tensor.tensor_split(2, dim=longest):
+            yield from _pieces(half, elements)
+
+
 def _add_piece(moments: _Moments, values: Tensor) -> None:
     low, high = _extremes(values)
     if not (math.isfinite(low) and math.isfinite(high)):
@@ -156,23 +184,6 @@ def _extremes(values: Tensor) -> tuple[float, float]:
     return low.item(), high.item()
 
 
-def _pieces(tensor: Tensor, elements: int) -> Iterator[Tensor]:
-    """Cut a tensor into pieces of at most `elements` elements, in any order, copying none of it whole."""
-    if tensor.numel() == 0:
-        return
-    in_memory_order = tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))
-    if in_memory_order.is_contiguous():
-        flat = in_memory_order.view(-1)
-        for start in range(0, flat.numel(), elements):
-            yield flat[start : start + elements]
-    elif tensor.numel() <= elements:
-        yield tensor.reshape(-1)
-    else:
-        longest = max(range(tensor.ndim), key=tensor.size)
-        for half in tensor.tensor_split(2, dim=longest):
-            yield from _pieces(half, elements)
-
-
 def _with_moments(facts: TensorFacts, moments: _Moments) -> TensorFacts:
     counts = replace(facts, nan_count=moments.nan_count, inf_count=moments.inf_count)
     if moments.count == 0:
@@ -182,6 +193,35 @@ def _with_moments(facts: TensorFacts, moments: _Moments) -> TensorFacts:
     if moments.count == 1:
         return replace(known, unavailable={"std": "one element has no spread"})
     return replace(known, std=math.sqrt(moments.squares / (moments.count - 1)))
+
+
+def quick_facts(tensor: Tensor, statistics: bool | None) -> TensorFacts:
+    """As `tensor_facts`, but of a large CPU tensor only the range unless all is asked for.
+
+    The range tells of NaN and Inf too: with either of them in it, everything is read.
+
+    Args:
+        tensor: Pictures or latents.
+        statistics: As in `tensor_facts`.
+    """
+    large = read_host(lambda: tensor.device.type == "cpu" and tensor.numel() > MOST_ELEMENTS).value
+    if statistics is not None or not large:
+        return tensor_facts(tensor, statistics=statistics)
+    read = read_host(lambda: _finite_range(tensor)).value
+    if read is None:
+        return tensor_facts(tensor, statistics=statistics)
+    facts = tensor_facts(tensor, statistics=False)
+    reasons = dict.fromkeys(("mean", "std"), _TOO_MANY)
+    return replace(facts, min=read[0], max=read[1], nan_count=0, inf_count=0, unavailable=reasons)
+
+
+def _finite_range(tensor: Tensor) -> tuple[float, float] | None:
+    """Minimum and maximum; None if a NaN or an infinity is among the elements."""
+    with torch.no_grad():
+        low, high = torch.aminmax(tensor.detach())
+    if not (torch.isfinite(low) and torch.isfinite(high)):
+        return None
+    return float(low), float(high)
 
 
 def place_of(tensor: Tensor) -> object:
@@ -196,45 +236,6 @@ def place_of(tensor: Tensor) -> object:
     return (str(tensor.device), address, tuple(tensor.shape), tensor.stride(), tensor.dtype, *turned)
 
 
-MOST_ELEMENTS = 1 << 24
-"""Up to here all statistics are read, which takes about 0.1 s."""
-
-
-_TOO_MANY = "not computed: they are too many for it to go unnoticed; ask with statistics=True"
-
-
-def quick_facts(tensor: Tensor, statistics: bool | None) -> TensorFacts:
-    """As `probes.tensor_facts`, but of a large CPU tensor only the range unless all is asked for.
-
-    The range tells of NaN and Inf too: with either of them in it, everything is read.
-
-    Args:
-        tensor: Pictures or latents.
-        statistics: As in `probes.tensor_facts`.
-    """
-    large = read_host(lambda: tensor.device.type == "cpu" and tensor.numel() > MOST_ELEMENTS).value
-    if statistics is not None or not large:
-        return tensor_facts(tensor, statistics=statistics)
-    read = read_host(lambda: _range(tensor)).value
-    if read is None:
-        return tensor_facts(tensor, statistics=statistics)
-    facts = tensor_facts(tensor, statistics=False)
-    reasons = dict.fromkeys(("mean", "std"), _TOO_MANY)
-    return replace(facts, min=read[0], max=read[1], nan_count=0, inf_count=0, unavailable=reasons)
-
-
-def _range(tensor: Tensor) -> tuple[float, float] | None:
-    """Minimum and maximum; None if a NaN or an infinity is among the elements."""
-    with torch.no_grad():
-        low, high = torch.aminmax(tensor.detach())
-    if not (torch.isfinite(low) and torch.isfinite(high)):
-        return None
-    return float(low), float(high)
-
-
-_DEEPEST, _MOST_TENSORS = 12, 4096
-
-
 @dataclass(frozen=True, slots=True)
 class Leaf:
     """A tensor and the names and indices on the way to it."""
@@ -246,23 +247,6 @@ class Leaf:
     def name(self) -> str:
         """The innermost name on the way to it; indices are no names."""
         return next((part for part in reversed(self.path) if not part.isdigit()), "")
-
-
-def as_tensor(thing: object) -> Tensor | None:
-    """The tensor that a thing is; an array becomes one. None for anything else."""
-    if isinstance(thing, np.ndarray):
-        return _of_array(thing)
-    return thing if isinstance(thing, Tensor) else None
-
-
-def _of_array(array: NDArray[Any]) -> Tensor | None:
-    """The same memory, or a copy where PyTorch does not take it over as it lies; None for other things than numbers."""
-    try:
-        if array.flags.writeable and array.dtype.isnative and min(array.strides, default=0) >= 0:
-            return torch.from_numpy(array)
-        return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), order="C", copy=True))
-    except TypeError:
-        return None
 
 
 def leaves_of(thing: object) -> Iterator[Leaf]:
@@ -291,6 +275,23 @@ def _items(thing: object) -> list[tuple[str, object]]:
     if is_dataclass(thing) and not isinstance(thing, type):
         return [(one.name, getattr(thing, one.name)) for one in fields(thing)]
     return []
+
+
+def as_tensor(thing: object) -> Tensor | None:
+    """The tensor that a thing is; an array becomes one. None for anything else."""
+    if isinstance(thing, np.ndarray):
+        return _tensor_of_array(thing)
+    return thing if isinstance(thing, Tensor) else None
+
+
+def _tensor_of_array(array: NDArray[Any]) -> Tensor | None:
+    """The same memory, or a copy where PyTorch does not take it over as it lies; None for other things than numbers."""
+    try:
+        if array.flags.writeable and array.dtype.isnative and min(array.strides, default=0) >= 0:
+            return torch.from_numpy(array)
+        return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), order="C", copy=True))
+    except TypeError:
+        return None
 
 
 def plain_values(thing: object) -> dict[str, Any]:

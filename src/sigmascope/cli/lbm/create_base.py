@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from sigmascope.lbm.base import BaselineReport, BaseReport
     from sigmascope.lbm.config import LbmConfig
 
-
 EPILOG = """Examples:
 
 sigmascope lbm create-base --config_path config.yaml --save_path exact_base.ckpt
@@ -30,8 +29,13 @@ sigmascope lbm create-base --config_path config.yaml --save_path exact_base.safe
 --backbone_signature sd_xl_base_1.0.safetensors --test_baseline
 """
 
-
 FILES, MODEL, OUTPUT = "Files", "How to make it", "What to show"
+
+KEEP = "backbone"
+"""--torch_dtype: the backbone's own."""
+
+PART = "denoiser."
+"""What is dropped never had this before its name."""
 
 
 def create_base(
@@ -118,14 +122,6 @@ def create_base(
     )
 
 
-KEEP = "backbone"
-"""--torch_dtype: the backbone's own."""
-
-
-PART = "denoiser."
-"""What is dropped never had this before its name."""
-
-
 @dataclass(frozen=True)
 class CreateBaseOptions:
     """The command's options, one field each."""
@@ -189,18 +185,18 @@ def _print(
     console: Console, report: "BaseReport", baseline: "BaselineReport | None", *, verbose: bool
 ) -> None:
     console.print(Text.assemble(("Exact base: ", "bold"), report.paths[0].stem))
-    console.print(_facts(report))
+    console.print(_base_facts(report))
     if verbose:
-        console.print(_weights(report), soft_wrap=True)
+        console.print(_changed_weights(report), soft_wrap=True)
     for path in (*report.paths, *filter(None, [report.config_path])):
         console.print(Text(f"Written: {path}", overflow="fold"))
     if baseline is not None:
-        console.print(Text(_tried(baseline), overflow="fold"))
+        console.print(Text(_baseline_line(baseline), overflow="fold"))
     following = "sigmascope lora extract --base_model_path"
     console.print(Text(f"Next: {following} {report.paths[0]} --tuned_model_path ...", overflow="fold"))
 
 
-def _facts(report: "BaseReport") -> Table:
+def _base_facts(report: "BaseReport") -> Table:
     changes = Counter(each.change for each in report.adapted.values())
     dtypes = ", ".join(f"{count:,} in {name}" for name, count in report.dtypes.items())
     facts = {
@@ -221,7 +217,7 @@ def _facts(report: "BaseReport") -> Table:
     return table
 
 
-def _weights(report: "BaseReport") -> Text:
+def _changed_weights(report: "BaseReport") -> Text:
     """Every weight that is not as it was: a line each, since names are longer than a table's columns."""
     lines = [
         f"  {key}: {_shape(each.had)} -> {_shape(each.shape)}, {each.change}"
@@ -237,7 +233,7 @@ def _shape(shape: tuple[int, ...]) -> str:
     return "×".join(map(str, shape))
 
 
-def _tried(baseline: "BaselineReport") -> str:
+def _baseline_line(baseline: "BaselineReport") -> str:
     width, height = baseline.size
     return (
         f"Tested: {baseline.compared:,} tensors equal in every file; loaded in {seconds(baseline.load_seconds)}; "

@@ -25,14 +25,21 @@ if TYPE_CHECKING:
     from sigmascope.monitor.recorder import Recorder
     from sigmascope.records.run import Run, Stage
 
-
 EPILOG = (
     "Example: sigmascope lbm infer --base_model_path base.safetensors --lora_path my_lora.safetensors "
     "--source_image in.jpg --output_path out.png --lora_scale 1.0 --verbose"
 )
 
-
 FILES, MODEL, OUTPUT = "Files", "How to run", "What to show"
+
+LORA_SCALES = (0.0, 2.0)
+"""Range of --lora_scale."""
+
+_log = logging.getLogger(__name__)
+
+MIB = 1024**2
+NAMED = 3
+"""How many modules a warning names."""
 
 
 def infer(
@@ -143,10 +150,6 @@ def infer(
     )
 
 
-LORA_SCALES = (0.0, 2.0)
-"""Range of --lora_scale (SPEC section 7)."""
-
-
 @dataclass(frozen=True)
 class InferOptions:
     """The command's options, one field each."""
@@ -169,128 +172,6 @@ class InferOptions:
     run_path: Path | None = None
     as_json: bool = False
     verbose: bool = False
-
-
-def check_options(options: InferOptions) -> None:
-    """Refuse what cannot work before minutes are spent on it."""
-    from sigmascope.lbm.bridge import bridge_sigmas
-    from sigmascope.lbm.buckets import check_resolution, parse_size
-    from sigmascope.lbm.devices import resolve_device, resolve_dtype
-    from sigmascope.lbm.images import image_format
-
-    low, high = LORA_SCALES
-    if not low <= options.lora_scale <= high:
-        raise ConfigError(
-            f"--lora_scale: expected {low} to {high}, got {options.lora_scale}.",
-            hint="1.0 applies the LoRA as it was made.",
-        )
-    bridge_sigmas(options.num_inference_steps)
-    check_resolution(options.resolution, parse_size(options.size))
-    resolve_dtype(options.torch_dtype)
-    resolve_device(options.device)
-    image_format(options.output_path)
-
-
-def check_files(options: InferOptions, conditioning: dict[str, Path]) -> None:
-    """Refuse to write over anything that is read, before anything is read."""
-    from sigmascope.lbm.config import find_config
-
-    inputs = {
-        "--base_model_path": model_files(options.base_model_path),
-        "--source_image": [options.source_image],
-        **{f"--conditioning {key}": [path] for key, path in conditioning.items()},
-    }
-    if options.lora_path is not None:
-        inputs["--lora_path"] = [options.lora_path]
-    config = options.config_path or find_config(options.base_model_path)
-    if config is not None:
-        inputs["--config_path" if options.config_path else "the model's config"] = [config]
-    targets = {"--output_path": options.output_path}
-    if options.run_path is not None:
-        targets["--run_path"] = options.run_path
-    check_targets(inputs, targets)
-
-
-def conditioning_paths_of(entries: tuple[str, ...]) -> dict[str, Path]:
-    """The pictures of `--conditioning KEY=PICTURE` by key.
-
-    Raises:
-        ConfigError: An entry is not of that form.
-    """
-    paths = {}
-    for entry in entries:
-        key, _, path = entry.partition("=")
-        if not key or not path:
-            raise ConfigError(
-                f"--conditioning: expected KEY=PICTURE, got {entry!r}.", hint="For example depth=depth.png."
-            )
-        paths[key] = Path(path)
-    return paths
-
-
-def check_targets(inputs: Mapping[str, list[Path]], targets: Mapping[str, Path]) -> None:
-    """Refuse targets that are inputs or each other, and those that cannot be written.
-
-    Args:
-        inputs: The files that are read, by what the user called them.
-        targets: The files to write, by flag.
-
-    Raises:
-        ConfigError: Names both flags.
-        WriteError: The target is no regular file, or it or its folder is write-protected or not there.
-    """
-    taken = {name: list(paths) for name, paths in inputs.items()}
-    for flag, target in targets.items():
-        for name, paths in taken.items():
-            if any(_same_file(target, path) for path in paths):
-                raise ConfigError(f"{flag}: {target} is {name} too.", hint="Write to another file.")
-        _check_writable(target)
-        taken[flag] = [target]
-
-
-def model_files(checkpoint: Path) -> list[Path]:
-    """Every file that may be read for a checkpoint: itself, or the weights in its folder."""
-    from sigmascope.checkpoints.reader import INDEX_SUFFIX, PICKLE_SUFFIXES
-
-    weights = (INDEX_SUFFIX, ".safetensors", *PICKLE_SUFFIXES)
-    try:
-        if checkpoint.is_dir():
-            folder = checkpoint
-        elif checkpoint.name.endswith(".json"):  # an index names files beside it
-            folder = checkpoint.parent
-        else:
-            return [checkpoint]
-        return [checkpoint, *(path for path in folder.iterdir() if path.name.endswith(weights))]
-    except (OSError, ValueError):  # opening it says so, and better
-        return [checkpoint]
-
-
-def _same_file(first: Path, second: Path) -> bool:
-    try:
-        return first.resolve() == second.resolve() or first.samefile(second)
-    except (OSError, ValueError, RuntimeError):  # one of them is not there, or cannot be reached
-        return False
-
-
-def _check_writable(target: Path) -> None:
-    try:
-        file = target.resolve()
-        if not file.parent.is_dir():
-            raise WriteError(target, f"there is no folder {file.parent}.", hint="Create it first.")
-        exists, is_file = file.exists(), file.is_file()
-    except (OSError, ValueError, RuntimeError) as error:
-        reason = str(error) if isinstance(error, RuntimeError) else reason_of(error)
-        hint = "Check the path." if isinstance(error, RuntimeError) else writing_hint(error)
-        raise WriteError(target, f"cannot be reached ({reason}).", hint=hint) from error
-    if exists and not is_file:
-        raise WriteError(target, "is not a regular file.", hint="Name a file.")
-    if exists and not os.access(file, os.W_OK):
-        raise WriteError(target, "is write-protected.", hint="Choose another name or change its permissions.")
-    if not os.access(file.parent, os.W_OK):
-        raise WriteError(target, "its folder is write-protected.", hint="Choose another folder.")
-
-
-_log = logging.getLogger(__name__)
 
 
 def run_infer(options: InferOptions) -> None:
@@ -327,14 +208,21 @@ def run_infer(options: InferOptions) -> None:
     report(run, _summary(options, result, applied), as_json=options.as_json, verbose=options.verbose)
 
 
-def _save_failed_run(recorder: "Recorder", path: Path | None) -> None:
-    """Keep the record of a failure; when that fails too, the failure itself is what the user must see."""
-    if path is None:
-        return
-    try:
-        recorder.run().save(path)
-    except (SigmascopeError, OSError) as error:
-        _log.warning("The record of the failed run was not saved: %s", error)
+def conditioning_paths_of(entries: tuple[str, ...]) -> dict[str, Path]:
+    """The pictures of `--conditioning KEY=PICTURE` by key.
+
+    Raises:
+        ConfigError: An entry is not of that form.
+    """
+    paths = {}
+    for entry in entries:
+        key, _, path = entry.partition("=")
+        if not key or not path:
+            raise ConfigError(
+                f"--conditioning: expected KEY=PICTURE, got {entry!r}.", hint="For example depth=depth.png."
+            )
+        paths[key] = Path(path)
+    return paths
 
 
 def _load_model(options: InferOptions) -> "LbmModel":
@@ -392,6 +280,16 @@ def _translate(
         )
 
 
+def _save_failed_run(recorder: "Recorder", path: Path | None) -> None:
+    """Keep the record of a failure; when that fails too, the failure itself is what the user must see."""
+    if path is None:
+        return
+    try:
+        recorder.run().save(path)
+    except (SigmascopeError, OSError) as error:
+        _log.warning("The record of the failed run was not saved: %s", error)
+
+
 def _summary(
     options: InferOptions, result: "Image.Image", applied: "AttachedLora | MergedLora | None"
 ) -> dict[str, Any]:
@@ -416,9 +314,106 @@ def _summary(
     return summary
 
 
-MIB = 1024**2
-NAMED = 3
-"""How many modules a warning names."""
+def check_options(options: InferOptions) -> None:
+    """Refuse what cannot work before minutes are spent on it."""
+    from sigmascope.lbm.bridge import bridge_sigmas
+    from sigmascope.lbm.buckets import check_resolution, parse_size
+    from sigmascope.lbm.devices import resolve_device, resolve_dtype
+    from sigmascope.lbm.images import image_format
+
+    low, high = LORA_SCALES
+    if not low <= options.lora_scale <= high:
+        raise ConfigError(
+            f"--lora_scale: expected {low} to {high}, got {options.lora_scale}.",
+            hint="1.0 applies the LoRA as it was made.",
+        )
+    bridge_sigmas(options.num_inference_steps)
+    check_resolution(options.resolution, parse_size(options.size))
+    resolve_dtype(options.torch_dtype)
+    resolve_device(options.device)
+    image_format(options.output_path)
+
+
+def check_files(options: InferOptions, conditioning: dict[str, Path]) -> None:
+    """Refuse to write over anything that is read, before anything is read."""
+    from sigmascope.lbm.config import find_config
+
+    inputs = {
+        "--base_model_path": model_files(options.base_model_path),
+        "--source_image": [options.source_image],
+        **{f"--conditioning {key}": [path] for key, path in conditioning.items()},
+    }
+    if options.lora_path is not None:
+        inputs["--lora_path"] = [options.lora_path]
+    config = options.config_path or find_config(options.base_model_path)
+    if config is not None:
+        inputs["--config_path" if options.config_path else "the model's config"] = [config]
+    targets = {"--output_path": options.output_path}
+    if options.run_path is not None:
+        targets["--run_path"] = options.run_path
+    check_targets(inputs, targets)
+
+
+def model_files(checkpoint: Path) -> list[Path]:
+    """Every file that may be read for a checkpoint: itself, or the weights in its folder."""
+    from sigmascope.checkpoints.reader import INDEX_SUFFIX, PICKLE_SUFFIXES
+
+    weights = (INDEX_SUFFIX, ".safetensors", *PICKLE_SUFFIXES)
+    try:
+        if checkpoint.is_dir():
+            folder = checkpoint
+        elif checkpoint.name.endswith(".json"):  # an index names files beside it
+            folder = checkpoint.parent
+        else:
+            return [checkpoint]
+        return [checkpoint, *(path for path in folder.iterdir() if path.name.endswith(weights))]
+    except (OSError, ValueError):  # opening it says so, and better
+        return [checkpoint]
+
+
+def check_targets(inputs: Mapping[str, list[Path]], targets: Mapping[str, Path]) -> None:
+    """Refuse targets that are inputs or each other, and those that cannot be written.
+
+    Args:
+        inputs: The files that are read, by what the user called them.
+        targets: The files to write, by flag.
+
+    Raises:
+        ConfigError: Names both flags.
+        WriteError: The target is no regular file, or it or its folder is write-protected or not there.
+    """
+    taken = {name: list(paths) for name, paths in inputs.items()}
+    for flag, target in targets.items():
+        for name, paths in taken.items():
+            if any(_same_file(target, path) for path in paths):
+                raise ConfigError(f"{flag}: {target} is {name} too.", hint="Write to another file.")
+        _check_writable(target)
+        taken[flag] = [target]
+
+
+def _same_file(first: Path, second: Path) -> bool:
+    try:
+        return first.resolve() == second.resolve() or first.samefile(second)
+    except (OSError, ValueError, RuntimeError):  # one of them is not there, or cannot be reached
+        return False
+
+
+def _check_writable(target: Path) -> None:
+    try:
+        file = target.resolve()
+        if not file.parent.is_dir():
+            raise WriteError(target, f"there is no folder {file.parent}.", hint="Create it first.")
+        exists, is_file = file.exists(), file.is_file()
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = str(error) if isinstance(error, RuntimeError) else reason_of(error)
+        hint = "Check the path." if isinstance(error, RuntimeError) else writing_hint(error)
+        raise WriteError(target, f"cannot be reached ({reason}).", hint=hint) from error
+    if exists and not is_file:
+        raise WriteError(target, "is not a regular file.", hint="Name a file.")
+    if exists and not os.access(file, os.W_OK):
+        raise WriteError(target, "is write-protected.", hint="Choose another name or change its permissions.")
+    if not os.access(file.parent, os.W_OK):
+        raise WriteError(target, "its folder is write-protected.", hint="Choose another folder.")
 
 
 def report(run: "Run", summary: Mapping[str, Any], *, as_json: bool, verbose: bool) -> None:

@@ -17,7 +17,6 @@ from sigmascope.errors import ConfigError
 if TYPE_CHECKING:
     from sigmascope.lbm.make_shards import LeftOut, WrittenShard
 
-
 EPILOG = """Examples:
 
 sigmascope lbm make-shards my_pairs shards
@@ -27,8 +26,12 @@ sigmascope lbm make-shards my_pairs shards --keys source,target,mask --shard_siz
 sigmascope lbm make-shards shards --pocket_scenes 1000-1255 --light cool
 """
 
-
 WHAT, WHERE = "What goes in", "Where it goes"
+
+SHOWN = 10
+"""Files left out that are named on the console; --json names all."""
+
+MOST_WORKERS = 8
 
 
 def make_shards(
@@ -100,11 +103,6 @@ def make_shards(
     )
 
 
-SHOWN = 10
-"""Files left out that are named on the console; --json names all."""
-MOST_WORKERS = 8
-
-
 @dataclass(frozen=True)
 class MakeShardsOptions:
     """The command's options, one field each."""
@@ -117,6 +115,19 @@ class MakeShardsOptions:
     prefix: str = "train"
     overwrite: bool = False
     as_json: bool = False
+
+
+def run_make_shards(options: MakeShardsOptions) -> None:
+    """Make shards as the options say.
+
+    Raises:
+        SigmascopeError: An option, the folder or the target is wrong.
+    """
+    made = _make_from_folder(options) if options.pocket_scenes is None else _make_from_scenes(options)
+    if options.as_json:
+        typer.echo(json.dumps(made.as_dict(), indent=2))
+    else:
+        _report(made)
 
 
 @dataclass(frozen=True)
@@ -141,20 +152,7 @@ class Made:
         }
 
 
-def run_make_shards(options: MakeShardsOptions) -> None:
-    """Make shards as the options say.
-
-    Raises:
-        SigmascopeError: An option, the folder or the target is wrong.
-    """
-    made = _of_folder(options) if options.pocket_scenes is None else _of_scenes(options)
-    if options.as_json:
-        typer.echo(json.dumps(made.as_dict(), indent=2))
-    else:
-        _report(made)
-
-
-def _of_folder(options: MakeShardsOptions) -> Made:
+def _make_from_folder(options: MakeShardsOptions) -> Made:
     with needs_extra("train"):
         from sigmascope.lbm.make_shards import (
             SHARD_SIZE,
@@ -194,7 +192,19 @@ def _of_folder(options: MakeShardsOptions) -> Made:
     return Made(written, [*found.left_out, *encoder.left_out])
 
 
-def _of_scenes(options: MakeShardsOptions) -> Made:
+def _keys(text: str | None) -> tuple[list[str], list[str]]:
+    if text is None:
+        return ["source", "target"], ["mask"]
+    keys = [key.strip() for key in text.split(",")]
+    if len(keys) < 2:
+        raise ConfigError(
+            f"--keys: expected at least two, joined by commas, got {text!r}.",
+            hint="For example --keys source,target,mask.",
+        )
+    return keys, []
+
+
+def _make_from_scenes(options: MakeShardsOptions) -> Made:
     with needs_extra("train"):
         from sigmascope.lbm.make_shards import LIGHTS, POCKET_SHARD_SIZE, write_pocket_shards
 
@@ -223,18 +233,6 @@ def _of_scenes(options: MakeShardsOptions) -> Made:
             progress=progress,
         )
     return Made(written, [])
-
-
-def _keys(text: str | None) -> tuple[list[str], list[str]]:
-    if text is None:
-        return ["source", "target"], ["mask"]
-    keys = [key.strip() for key in text.split(",")]
-    if len(keys) < 2:
-        raise ConfigError(
-            f"--keys: expected at least two, joined by commas, got {text!r}.",
-            hint="For example --keys source,target,mask.",
-        )
-    return keys, []
 
 
 def _scene_numbers(text: str) -> range:

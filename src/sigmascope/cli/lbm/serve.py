@@ -18,12 +18,10 @@ if TYPE_CHECKING:
     from sigmascope.ui.app import Address
     from sigmascope.ui.lbm_model import ModelOptions, ServedModel
 
-
 EPILOG = (
     "Examples: sigmascope lbm serve --pocket\n\n"
     "sigmascope lbm serve --base_model_path base.safetensors --lora_path my_lora.safetensors --port 8080"
 )
-
 
 MODEL, ADDRESS, OUTPUT = "Model", "Address", "What to show"
 

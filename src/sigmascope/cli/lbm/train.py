@@ -24,14 +24,13 @@ if TYPE_CHECKING:
     from sigmascope.lbm.training.train import Listeners, StepLog, TrainReport
     from sigmascope.lbm.training.validation import Validation
 
-
 EPILOG = (
     "Example: sigmascope lbm train --path_config lora_relight.yaml --dry_run, then without --dry_run. "
     "Several GPUs: accelerate launch -m sigmascope lbm train --path_config lora_relight.yaml"
 )
 
-
 RUNNING, OUTPUT = "How to run", "What to show"
+_MIB = 1024**2
 
 
 def train(
@@ -139,7 +138,7 @@ def run_train(options: TrainOptions) -> None:
     if options.device is not None:
         resolve_device(options.device)  # else training would name the YAML's key
     # DeepSpeed is imported, and may compile, while training begins.
-    with stdout_for_results(), _listening(options, console) as listeners, _warnings(console):
+    with stdout_for_results(), _train_listeners(options, console) as listeners, _warnings(console):
         report = train_lbm(settings, resume=options.resume, progress=listeners.progress, listeners=listeners)
     if _is_main_process():
         print_report(report, settings, as_json=options.as_json)
@@ -161,8 +160,59 @@ def _settings(options: TrainOptions) -> "TrainSettings":
     return settings.model_copy(update=changed)
 
 
+def print_dry_run(found: "DryRun", *, as_json: bool) -> None:
+    """Show what would be trained: a table, the data and the memory; or all of it as JSON."""
+    if as_json:
+        facts = {**asdict(found), "resumes": None if found.resumes is None else str(found.resumes)}
+        facts["memory"]["total"] = found.memory.total
+        typer.echo(json.dumps(facts, indent=2))
+        return
+    console = Console(highlight=False)
+    console.print(_dry_run_table(found))
+    for name, text in _dry_run_facts(found).items():
+        console.print(Text(f"{name:<18}{text}"), soft_wrap=True)
+
+
+def _dry_run_table(found: "DryRun") -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("Block and kind", overflow="fold")
+    for name in ("Layers", "Trained", "Rank", "Values trained", "Values frozen"):
+        table.add_column(name, justify="right")
+    for row in found.rows:
+        table.add_row(
+            f"{row.block} {row.kind}",
+            str(row.modules),
+            str(row.trained_modules),
+            row.rank_text,
+            f"{row.trained_parameters:,}",
+            f"{row.frozen_parameters:,}",
+            style=None if row.trained_parameters else "dim",
+        )
+    return table
+
+
+def _dry_run_facts(found: "DryRun") -> dict[str, str]:
+    memory = found.memory
+    share = found.trained_parameters / max(1, found.trained_parameters + found.frozen_parameters)
+    width, height = found.picture_size
+    count = "unknown" if found.samples is None else str(found.samples)
+    parts = ", ".join(
+        f"{name} {getattr(memory, name) / _MIB:,.1f}"
+        for name in ("weights", "gradients", "optimizer", "average", "activations")
+        if getattr(memory, name)
+    )
+    return {
+        "Trained": f"{found.trained_parameters:,} values ({share:.2%} of all)",
+        "Data": f"{count} samples in {len(found.shards)} shards, first batch {width}×{height}",
+        "Validation": f"{found.validation_samples} samples" if found.validation_samples else "none",
+        "Steps": "unknown" if found.total_steps is None else str(found.total_steps),
+        "Memory, about": f"{memory.total / _MIB:,.1f} MiB a process ({parts})",
+        "Begins": "anew" if found.resumes is None else f"from {found.resumes}",
+    }
+
+
 @contextmanager
-def _listening(options: TrainOptions, console: Console) -> "Iterator[Listeners]":
+def _train_listeners(options: TrainOptions, console: Console) -> "Iterator[Listeners]":
     """A bar on a terminal; elsewhere, in a log file say, a line now and then."""
     from sigmascope.lbm.training.train import Listeners
 
@@ -185,34 +235,19 @@ def _listening(options: TrainOptions, console: Console) -> "Iterator[Listeners]"
         )
 
 
-@contextmanager
-def _warnings(console: Console) -> Iterator[None]:
-    """Show what training warns of (a damaged checkpoint passed over, samples left out) while it runs."""
-    handler = _ConsoleHandler(console)
-    logger = logging.getLogger("sigmascope")
-    logger.addHandler(handler)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
+def say_validation(console: Console, found: "Validation", sheet: Path) -> None:
+    """One line on a validation."""
+    values = ", ".join(f"{_steps(count)} {value:.2f} dB" for count, value in found.psnr.items())
+    console.print(Text(f"step {found.step}  validation: {values}  ({sheet})"), soft_wrap=True)
+
+
+def _steps(count: int) -> str:
+    return "1 step" if count == 1 else f"{count} steps"
 
 
 def _is_main_process() -> bool:
     """Whether this is the process that speaks, among those that a launcher started."""
     return int(os.environ.get("RANK", "0")) == 0
-
-
-class _ConsoleHandler(logging.Handler):
-    def __init__(self, console: Console) -> None:
-        super().__init__(logging.WARNING)
-        self._console = console
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Print one line."""
-        self._console.print(f"Note: {record.getMessage()}", style="yellow", markup=False, soft_wrap=True)
-
-
-_MIB = 1024**2
 
 
 def say_log(console: Console, log: "StepLog", total_steps: int | None) -> None:
@@ -227,29 +262,38 @@ def say_log(console: Console, log: "StepLog", total_steps: int | None) -> None:
     )
 
 
-def say_validation(console: Console, found: "Validation", sheet: Path) -> None:
-    """One line on a validation."""
-    values = ", ".join(f"{_steps(count)} {value:.2f} dB" for count, value in found.psnr.items())
-    console.print(Text(f"step {found.step}  validation: {values}  ({sheet})"), soft_wrap=True)
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(max(0.0, seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-def print_dry_run(found: "DryRun", *, as_json: bool) -> None:
-    """Show what would be trained: a table, the data and the memory; or all of it as JSON."""
-    if as_json:
-        facts = {**asdict(found), "resumes": None if found.resumes is None else str(found.resumes)}
-        facts["memory"]["total"] = found.memory.total
-        typer.echo(json.dumps(facts, indent=2))
-        return
-    console = Console(highlight=False)
-    console.print(_table(found))
-    for name, text in _facts(found).items():
-        console.print(Text(f"{name:<18}{text}"), soft_wrap=True)
+@contextmanager
+def _warnings(console: Console) -> Iterator[None]:
+    """Show what training warns of (a damaged checkpoint passed over, samples left out) while it runs."""
+    handler = _ConsoleHandler(console)
+    logger = logging.getLogger("sigmascope")
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+
+
+class _ConsoleHandler(logging.Handler):
+    def __init__(self, console: Console) -> None:
+        super().__init__(logging.WARNING)
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print one line."""
+        self._console.print(f"Note: {record.getMessage()}", style="yellow", markup=False, soft_wrap=True)
 
 
 def print_report(report: "TrainReport", settings: "TrainSettings", *, as_json: bool) -> None:
     """Show how a training ended: JSON on stdout, or a few lines."""
     if as_json:
-        typer.echo(json.dumps(_outcome(report, settings), indent=2))
+        typer.echo(json.dumps(_report_values(report, settings), indent=2))
         return
     err = Console(stderr=True, highlight=False)
     for finding in report.run.findings:
@@ -268,45 +312,7 @@ def print_report(report: "TrainReport", settings: "TrainSettings", *, as_json: b
         typer.echo(f"Wrote {file}")
 
 
-def _table(found: "DryRun") -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("Block and kind", overflow="fold")
-    for name in ("Layers", "Trained", "Rank", "Values trained", "Values frozen"):
-        table.add_column(name, justify="right")
-    for row in found.rows:
-        table.add_row(
-            f"{row.block} {row.kind}",
-            str(row.modules),
-            str(row.trained_modules),
-            row.rank_text,
-            f"{row.trained_parameters:,}",
-            f"{row.frozen_parameters:,}",
-            style=None if row.trained_parameters else "dim",
-        )
-    return table
-
-
-def _facts(found: "DryRun") -> dict[str, str]:
-    memory = found.memory
-    share = found.trained_parameters / max(1, found.trained_parameters + found.frozen_parameters)
-    width, height = found.picture_size
-    count = "unknown" if found.samples is None else str(found.samples)
-    parts = ", ".join(
-        f"{name} {getattr(memory, name) / _MIB:,.1f}"
-        for name in ("weights", "gradients", "optimizer", "average", "activations")
-        if getattr(memory, name)
-    )
-    return {
-        "Trained": f"{found.trained_parameters:,} values ({share:.2%} of all)",
-        "Data": f"{count} samples in {len(found.shards)} shards, first batch {width}×{height}",
-        "Validation": f"{found.validation_samples} samples" if found.validation_samples else "none",
-        "Steps": "unknown" if found.total_steps is None else str(found.total_steps),
-        "Memory, about": f"{memory.total / _MIB:,.1f} MiB a process ({parts})",
-        "Begins": "anew" if found.resumes is None else f"from {found.resumes}",
-    }
-
-
-def _outcome(report: "TrainReport", settings: "TrainSettings") -> Mapping[str, Any]:
+def _report_values(report: "TrainReport", settings: "TrainSettings") -> Mapping[str, Any]:
     return {
         "step": report.step,
         "resumed_from": report.resumed_from,
@@ -332,13 +338,3 @@ def _gained(report: "TrainReport") -> str:
     if first is last:
         return f": {last.psnr[count]:.2f} dB at step {last.step}"
     return f": {first.psnr[count]:.2f} dB at step {first.step}, {last.psnr[count]:.2f} dB at step {last.step}"
-
-
-def _steps(count: int) -> str:
-    return "1 step" if count == 1 else f"{count} steps"
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(max(0.0, seconds)), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

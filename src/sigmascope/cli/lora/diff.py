@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     from sigmascope.lora.compare import LoraComparison, LoraSummary, ModuleDifference
 
-
 EPILOG = "Example: sigmascope lora diff trained.safetensors converted.safetensors"
+
 _TROUBLE = 2
 _VERDICT_STYLE = {"same": "green", "scaled": "yellow", "different": "bold red"}
 

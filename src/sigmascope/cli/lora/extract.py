@@ -7,18 +7,39 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from sigmascope.cli import options as pairs
-from sigmascope.cli import options as ranks
 from sigmascope.cli.console import needs_extra, progress_bar
 from sigmascope.cli.lora.tables import print_extraction
 from sigmascope.cli.options import (
     AsJson,
     BasePath,
+    ConvRank,
+    DynamicMethod,
+    DynamicParam,
+    Exclude,
     ExtractFormat,
+    MaxConvRank,
+    MaxError,
+    MaxRank,
+    MaxSize,
+    MinRank,
+    MixedDtypes,
+    OnInteger,
+    OnMissing,
+    OnMixedDtypes,
+    OnShapeChange,
+    Parts,
     Precision,
+    Rank,
+    RankFlags,
+    RankFor,
+    RankMethod,
     TargetCoverage,
     TunedPath,
+    Unfit,
+    Variant,
     Verbose,
+    WeightFor,
+    pair_options,
     rank_choice,
 )
 from sigmascope.errors import CheckpointError, ConfigError
@@ -42,19 +63,19 @@ def extract(
             "--save_to", help="LoRA to write, .safetensors. Replaced when there.", show_default=False
         ),
     ],
-    rank: ranks.Rank = None,
-    conv_rank: ranks.ConvRank = None,
-    max_size: ranks.MaxSize = None,
-    max_error: ranks.MaxError = None,
-    weight_for: ranks.WeightFor = None,
-    rank_method: ranks.RankMethod = None,
-    dynamic_method: ranks.DynamicMethod = None,
-    dynamic_param: ranks.DynamicParam = None,
-    max_rank: ranks.MaxRank = None,
-    max_conv_rank: ranks.MaxConvRank = None,
-    min_rank: ranks.MinRank = None,
-    rank_for: ranks.RankFor = None,
-    exclude: ranks.Exclude = None,
+    rank: Rank = None,
+    conv_rank: ConvRank = None,
+    max_size: MaxSize = None,
+    max_error: MaxError = None,
+    weight_for: WeightFor = None,
+    rank_method: RankMethod = None,
+    dynamic_method: DynamicMethod = None,
+    dynamic_param: DynamicParam = None,
+    max_rank: MaxRank = None,
+    max_conv_rank: MaxConvRank = None,
+    min_rank: MinRank = None,
+    rank_for: RankFor = None,
+    exclude: Exclude = None,
     save_precision: Annotated[
         Precision,
         typer.Option(
@@ -89,12 +110,12 @@ def extract(
             help="Keep the changes of biases, norms and embeddings too, whole, as diff.",
         ),
     ] = False,
-    parts: pairs.Parts = "denoiser",
-    on_missing: pairs.OnMissing = pairs.Unfit.ERROR,
-    on_shape_change: pairs.OnShapeChange = pairs.Unfit.ERROR,
-    on_integer: pairs.OnInteger = pairs.Unfit.ERROR,
-    on_mixed_dtypes: pairs.OnMixedDtypes = pairs.MixedDtypes.COMPARE,
-    variant: pairs.Variant = None,
+    parts: Parts = "denoiser",
+    on_missing: OnMissing = Unfit.ERROR,
+    on_shape_change: OnShapeChange = Unfit.ERROR,
+    on_integer: OnInteger = Unfit.ERROR,
+    on_mixed_dtypes: OnMixedDtypes = MixedDtypes.COMPARE,
+    variant: Variant = None,
     device: Annotated[
         str, typer.Option("--device", help="Where to decompose: auto, cpu, cuda, cuda:1.")
     ] = "auto",
@@ -129,7 +150,7 @@ def extract(
     stored. A YAML file beside the LoRA describes the extraction. A run that
     was killed goes on when it is started again.
     """
-    flags = ranks.RankFlags(
+    flags = RankFlags(
         rank=rank,
         conv_rank=conv_rank,
         max_size=max_size,
@@ -156,7 +177,7 @@ def extract(
         min_diff=min_diff,
         target_coverage=target_coverage.value,
         biases_and_norms=biases_and_norms,
-        pairing=pairs.pair_options(parts, on_missing, on_shape_change, on_integer, on_mixed_dtypes, variant),
+        pairing=pair_options(parts, on_missing, on_shape_change, on_integer, on_mixed_dtypes, variant),
         device=device,
         workers=workers,
     )

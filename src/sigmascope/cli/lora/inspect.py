@@ -1,4 +1,7 @@
-"""`sigmascope lora inspect`: what is in a LoRA file."""
+"""`sigmascope lora inspect`: what is in a LoRA file.
+
+With `--model` it is judged beside a checkpoint (`judge`), with `--picture` its strength is drawn by block.
+"""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,15 +34,25 @@ from sigmascope.cli.options import AsJson
 from sigmascope.errors import ConfigError, WriteError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from sigmascope.lora.effect import BlockEffect, Effect
     from sigmascope.lora.inspect import LoraInspection, ModuleStrength
     from sigmascope.lora.verdict import LoraVerdict
     from sigmascope.records.run import Finding
 
-
 EPILOG = "Example: sigmascope lora inspect my_lora.safetensors --model sdxl.safetensors --picture blocks.svg"
+
+_SEVERITY_STYLE = {"info": "cyan", "warning": "yellow", "error": "red", "critical": "bold red"}
+_MOST_UNMATCHED = 5
+
+# The picture: sizes in pixels, and colours.
+_PICTURES: Final = (".svg", ".png")
+_WIDTH: Final = 960
+_LEFT: Final = 230
+_RIGHT: Final = 690  # of the longest bar; the figures come behind it
+_TOP: Final = 92
+_ROW: Final = 20
+_LONGEST: Final = 32
+_ACTS, _PARTLY, _NOTHING, _GRID = "#0277bd", "#e68a00", "#c62828", "#e0e0e0"
 
 
 def inspect(
@@ -141,6 +154,20 @@ def _print(report: "LoraInspection", found: OnModel | None, picture: Path | None
         console.print(title("Picture", picture))
 
 
+def judge(lora: Path, model: Path, *, relative: bool) -> OnModel:
+    """Judge a LoRA by a checkpoint; its weights are read only for relative strength."""
+    from sigmascope.checkpoints import open_checkpoint
+    from sigmascope.lora.compatibility import judge_lora, relative_strengths
+
+    with ExitStack() as stack:
+        checkpoint = stack.enter_context(open_checkpoint(model))
+        verdict = judge_lora(lora, checkpoint)
+        if not relative:
+            return OnModel(model, verdict)
+        progress = stack.enter_context(progress_bar("Reading the model"))
+        return OnModel(model, verdict, relative_strengths(lora, verdict, checkpoint, progress=progress))
+
+
 def print_inspection(console: Console, report: "LoraInspection", *, verbose: bool) -> None:
     """Show totals, blocks, the strongest modules or all, what is wrong, and what the header says."""
     console.print(title("LoRA", report.path.name))
@@ -155,7 +182,7 @@ def print_inspection(console: Console, report: "LoraInspection", *, verbose: boo
     waiting = [module.name for module in report.modules if module.problem == "needs_base"]
     listed(console, "Measured only beside their base model", waiting, style="cyan")
     listed(console, "Keys that belong to no module", report.unused_keys)
-    console.print(facts(_header(report)))
+    console.print(facts(_header_facts(report)))
 
 
 def _totals(report: "LoraInspection") -> "list[tuple[str, RenderableType | None]]":
@@ -201,7 +228,7 @@ def _modules(heading: str, modules: "Sequence[ModuleStrength]") -> Table:
     return made
 
 
-def _header(report: "LoraInspection") -> "list[tuple[str, RenderableType | None]]":
+def _header_facts(report: "LoraInspection") -> "list[tuple[str, RenderableType | None]]":
     """The header's own words. They are anybody's, so they are shown as plain text."""
     training = report.training
     rows: list[tuple[str, RenderableType | None]] = [
@@ -216,24 +243,6 @@ def _header(report: "LoraInspection") -> "list[tuple[str, RenderableType | None]
     if training.others:
         rows.append(("Other fields", plain(", ".join(training.others))))
     return rows
-
-
-_SEVERITY_STYLE = {"info": "cyan", "warning": "yellow", "error": "red", "critical": "bold red"}
-_MOST = 5
-
-
-def judge(lora: Path, model: Path, *, relative: bool) -> OnModel:
-    """Judge a LoRA by a checkpoint; its weights are read only for relative strength."""
-    from sigmascope.checkpoints import open_checkpoint
-    from sigmascope.lora.compatibility import judge_lora, relative_strengths
-
-    with ExitStack() as stack:
-        checkpoint = stack.enter_context(open_checkpoint(model))
-        verdict = judge_lora(lora, checkpoint)
-        if not relative:
-            return OnModel(model, verdict)
-        progress = stack.enter_context(progress_bar("Reading the model"))
-        return OnModel(model, verdict, relative_strengths(lora, verdict, checkpoint, progress=progress))
 
 
 def print_on_model(console: Console, found: OnModel, *, verbose: bool) -> None:
@@ -292,7 +301,7 @@ def _print_unmatched(console: Console, verdict: "LoraVerdict", *, verbose: bool)
                 f" {REASON_ADVICE[reason]}", style="not bold default"
             )
         )
-        shown = modules if verbose else modules[:_MOST]
+        shown = modules if verbose else modules[:_MOST_UNMATCHED]
         details = {module.detail for module in modules}
         if len(details) == 1:
             console.print(_indented(2, details.pop() or "", "yellow"))
@@ -320,14 +329,36 @@ def _print_findings(console: Console, findings: "Sequence[Finding]") -> None:
         console.print(line)
 
 
-_PICTURES: Final = (".svg", ".png")
-_WIDTH: Final = 960
-_LEFT: Final = 230
-_RIGHT: Final = 690  # of the longest bar; the figures come behind it
-_TOP: Final = 92
-_ROW: Final = 20
-_LONGEST: Final = 32
-_ACTS, _PARTLY, _NOTHING, _GRID = "#0277bd", "#e68a00", "#c62828", "#e0e0e0"
+def check_picture(path: Path, *inputs: Path | None) -> None:
+    """Refuse a place that a picture cannot go to, before the work.
+
+    Raises:
+        ConfigError: It is named neither `.svg` nor `.png`, or is an input.
+        WriteError: Its folder does not exist.
+    """
+    from sigmascope.lora.file import exists
+
+    if path.suffix.lower() not in _PICTURES:
+        raise ConfigError(
+            f"--picture {path} is no SVG or PNG.", hint="Give a name that ends in .svg or .png."
+        )
+    if not exists(path.parent):
+        raise WriteError(path, "its folder does not exist.", hint=f"Create {path.parent}.")
+    given = [other for other in inputs if other is not None and exists(other)]
+    if exists(path) and any(path.samefile(other) for other in given):
+        raise ConfigError(f"--picture {path} is an input.", hint="Give the name of a new file.")
+
+
+def save_inspection_picture(path: Path, report: "LoraInspection", found: "OnModel | None") -> None:
+    """Draw strength by block as SVG, or PNG where the file is named so.
+
+    Raises:
+        WriteError: The file cannot be written.
+        ConfigError: A PNG is wanted and Pillow is not installed.
+    """
+    rows = rows_of(report, found)
+    size = (_WIDTH, _TOP + _ROW * len(rows) + 24)
+    save_picture(path, size, [*_picture_heading(report, found), *_picture_bars(rows)])
 
 
 @dataclass(frozen=True)
@@ -381,46 +412,18 @@ def rows_of(report: "LoraInspection", found: "OnModel | None") -> list[BlockRow]
             block.norm,
             block.share,
             block.modules,
-            None if matched is None else _count(report, block.name, matched),
+            None if matched is None else _count_matched(report, block.name, matched),
             relative.get(block.name),
         )
         for block in report.blocks
     ]
 
 
-def check_picture(path: Path, *inputs: Path | None) -> None:
-    """Refuse a place that a picture cannot go to, before the work.
-
-    Raises:
-        ConfigError: It is named neither `.svg` nor `.png`, or is an input.
-        WriteError: Its folder does not exist.
-    """
-    from sigmascope.lora.file import exists
-
-    if path.suffix.lower() not in _PICTURES:
-        raise ConfigError(
-            f"--picture {path} is no SVG or PNG.", hint="Give a name that ends in .svg or .png."
-        )
-    if not exists(path.parent):
-        raise WriteError(path, "its folder does not exist.", hint=f"Create {path.parent}.")
-    given = [other for other in inputs if other is not None and exists(other)]
-    if exists(path) and any(path.samefile(other) for other in given):
-        raise ConfigError(f"--picture {path} is an input.", hint="Give the name of a new file.")
+def _count_matched(report: "LoraInspection", block: str, matched: set[str]) -> int:
+    return sum(module.block == block and module.name in matched for module in report.modules)
 
 
-def save_inspection_picture(path: Path, report: "LoraInspection", found: "OnModel | None") -> None:
-    """Draw strength by block as SVG, or PNG where the file is named so.
-
-    Raises:
-        WriteError: The file cannot be written.
-        ConfigError: A PNG is wanted and Pillow is not installed.
-    """
-    rows = rows_of(report, found)
-    size = (_WIDTH, _TOP + _ROW * len(rows) + 24)
-    save_picture(path, size, [*_heading(report, found), *_bars(rows)])
-
-
-def _heading(report: "LoraInspection", found: "OnModel | None") -> Iterator[Shape]:
+def _picture_heading(report: "LoraInspection", found: "OnModel | None") -> Iterator[Shape]:
     yield Label(16, 30, f"LoRA: {report.path.name}", size=18)
     if found is None:
         yield Label(16, 54, f"{len(report.modules)} modules in {report.format} format.")
@@ -434,7 +437,7 @@ def _heading(report: "LoraInspection", found: "OnModel | None") -> Iterator[Shap
     yield Label(16, _TOP - 14, "Strength (norm of the change) by block, and its share of the LoRA's squared")
 
 
-def _bars(rows: Sequence[BlockRow]) -> Iterator[Shape]:
+def _picture_bars(rows: Sequence[BlockRow]) -> Iterator[Shape]:
     largest = max((row.norm or 0.0 for row in rows), default=0.0) or 1.0
     yield Line((_LEFT, _TOP - 4), (_LEFT, _TOP + _ROW * len(rows)), _GRID)
     for index, row in enumerate(rows):
@@ -443,10 +446,6 @@ def _bars(rows: Sequence[BlockRow]) -> Iterator[Shape]:
         yield Label(_LEFT - 8, y + 13, _shortened(row.name), anchor="end")
         yield Bar(_LEFT, y + 2, length, _ROW - 6, row.colour, f"{row.name}: {row.modules} modules")
         yield Label(_LEFT + length + 6, y + 13, row.figures)
-
-
-def _count(report: "LoraInspection", block: str, matched: set[str]) -> int:
-    return sum(module.block == block and module.name in matched for module in report.modules)
 
 
 def _shortened(name: str) -> str:

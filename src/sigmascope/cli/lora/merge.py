@@ -7,16 +7,36 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from sigmascope.cli import options as ops
-from sigmascope.cli import options as ranks
 from sigmascope.cli.console import progress_bar
 from sigmascope.cli.lora.tables import print_bake, print_reduction
-from sigmascope.cli.options import AsJson, Verbose
+from sigmascope.cli.options import (
+    AsJson,
+    DynamicMethod,
+    DynamicParam,
+    Exclude,
+    Format,
+    MaxConvRank,
+    MaxError,
+    MaxRank,
+    MaxSize,
+    Method,
+    MinRank,
+    RankFlags,
+    RankFor,
+    RankMethod,
+    ReducedConvRank,
+    ReducedRank,
+    SavePrecision,
+    SaveTo,
+    Verbose,
+    WeightFor,
+    parse_weights,
+    rank_plan,
+)
 from sigmascope.errors import ConfigError
 
 if TYPE_CHECKING:
     from sigmascope.lora.merge_methods import MergeMethod
-
 
 EPILOG = """Examples:
 
@@ -30,7 +50,7 @@ def merge(
     loras: Annotated[
         list[Path], typer.Argument(metavar="LORA", help="LoRAs of any format.", show_default=False)
     ],
-    save_to: ops.SaveTo,
+    save_to: SaveTo,
     weights: Annotated[
         str | None,
         typer.Option(
@@ -44,33 +64,33 @@ def merge(
         ),
     ] = None,
     method: Annotated[
-        ops.Method,
+        Method,
         typer.Option(
             "--method",
             metavar="<name>",
             help="linear: weighted sum. ties: largest values, one sign each. dare: random values, rescaled.",
         ),
-    ] = ops.Method.LINEAR,
+    ] = Method.LINEAR,
     density: Annotated[
         float | None,
         typer.Option("--density", help="Share of the values that ties and dare keep.", show_default="0.5"),
     ] = None,
     seed: Annotated[int | None, typer.Option("--seed", help="Of dare's choice.", show_default="0")] = None,
-    rank: ops.ReducedRank = None,
-    conv_rank: ops.ReducedConvRank = None,
-    max_size: ranks.MaxSize = None,
-    max_error: ranks.MaxError = None,
-    weight_for: ranks.WeightFor = None,
-    rank_method: ranks.RankMethod = None,
-    dynamic_method: ranks.DynamicMethod = None,
-    dynamic_param: ranks.DynamicParam = None,
-    max_rank: ranks.MaxRank = None,
-    max_conv_rank: ranks.MaxConvRank = None,
-    min_rank: ranks.MinRank = None,
-    rank_for: ranks.RankFor = None,
-    exclude: ranks.Exclude = None,
-    save_precision: ops.SavePrecision = None,
-    lora_format: ops.Format = None,
+    rank: ReducedRank = None,
+    conv_rank: ReducedConvRank = None,
+    max_size: MaxSize = None,
+    max_error: MaxError = None,
+    weight_for: WeightFor = None,
+    rank_method: RankMethod = None,
+    dynamic_method: DynamicMethod = None,
+    dynamic_param: DynamicParam = None,
+    max_rank: MaxRank = None,
+    max_conv_rank: MaxConvRank = None,
+    min_rank: MinRank = None,
+    rank_for: RankFor = None,
+    exclude: Exclude = None,
+    save_precision: SavePrecision = None,
+    lora_format: Format = None,
     base_model_path: Annotated[
         Path | None,
         typer.Option(
@@ -92,7 +112,7 @@ def merge(
     sum of their ranks, less with a rank option. Into a checkpoint the changes
     are added in float32 and rounded once; all else is copied bit for bit.
     """
-    flags = ranks.RankFlags(
+    flags = RankFlags(
         rank=rank,
         conv_rank=conv_rank,
         max_size=max_size,
@@ -107,9 +127,9 @@ def merge(
         rank_for=rank_for,
         exclude=exclude,
     )
-    strengths, how = ops.parse_weights(weights), _method(method, density, seed)
+    strengths, how = parse_weights(weights), _method(method, density, seed)
     if into is not None:
-        given = (save_precision, lora_format, base_model_path, ops.rank_plan(flags))
+        given = (save_precision, lora_format, base_model_path, rank_plan(flags))
         _refuse_for_checkpoints(*(value is not None for value in given))
         _into(loras, into, save_to, strengths, how, allow_unmatched, verbose=verbose, as_json=as_json)
         return
@@ -119,7 +139,7 @@ def merge(
     options = CombineOptions(
         weights=strengths,
         method=how,
-        plan=ops.rank_plan(flags),
+        plan=rank_plan(flags),
         save_precision=None if save_precision is None else save_precision.value,
         format=None if lora_format is None else lora_format.value,
         base=base_model_path,
@@ -130,6 +150,28 @@ def merge(
         typer.echo(json.dumps(report.as_dict(), indent=2))
     else:
         print_reduction(Console(), "LoRA merge", report, verbose=verbose)
+
+
+def _method(method: Method, density: float | None, seed: int | None) -> "MergeMethod":
+    from sigmascope.lora.merge_methods import MergeMethod
+
+    if density is not None and method is Method.LINEAR:
+        raise ConfigError("--density has no effect on a weighted sum.", hint="Add --method ties or dare.")
+    if seed is not None and method is not Method.DARE:
+        raise ConfigError("--seed has no effect without chance.", hint="Add --method dare.")
+    return MergeMethod(method.value, 0.5 if density is None else density, seed or 0)
+
+
+def _refuse_for_checkpoints(*given: bool) -> None:
+    names = ("--save_precision", "--format", "--base_model_path", "a rank option")
+    _refuse(
+        [name for name, is_there in zip(names, given, strict=True) if is_there], "LoRAs that become one LoRA"
+    )
+
+
+def _refuse(flags: list[str], what: str) -> None:
+    if flags:
+        raise ConfigError(f"{', '.join(flags)}: for {what} only.", hint="Leave it out.")
 
 
 def _into(
@@ -159,25 +201,3 @@ def _into(
         typer.echo(json.dumps(report.as_dict(), indent=2))
     else:
         print_bake(Console(), report, verbose=verbose)
-
-
-def _method(method: ops.Method, density: float | None, seed: int | None) -> "MergeMethod":
-    from sigmascope.lora.merge_methods import MergeMethod
-
-    if density is not None and method is ops.Method.LINEAR:
-        raise ConfigError("--density has no effect on a weighted sum.", hint="Add --method ties or dare.")
-    if seed is not None and method is not ops.Method.DARE:
-        raise ConfigError("--seed has no effect without chance.", hint="Add --method dare.")
-    return MergeMethod(method.value, 0.5 if density is None else density, seed or 0)
-
-
-def _refuse_for_checkpoints(*given: bool) -> None:
-    names = ("--save_precision", "--format", "--base_model_path", "a rank option")
-    _refuse(
-        [name for name, is_there in zip(names, given, strict=True) if is_there], "LoRAs that become one LoRA"
-    )
-
-
-def _refuse(flags: list[str], what: str) -> None:
-    if flags:
-        raise ConfigError(f"{', '.join(flags)}: for {what} only.", hint="Leave it out.")

@@ -7,11 +7,29 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from sigmascope.cli import options as ops
-from sigmascope.cli import options as ranks
 from sigmascope.cli.console import progress_bar
 from sigmascope.cli.lora.tables import print_reduction
-from sigmascope.cli.options import AsJson, Verbose
+from sigmascope.cli.options import (
+    AsJson,
+    DynamicMethod,
+    DynamicParam,
+    Exclude,
+    Format,
+    MaxConvRank,
+    MaxError,
+    MaxRank,
+    MaxSize,
+    MinRank,
+    RankFlags,
+    RankFor,
+    RankMethod,
+    ReducedConvRank,
+    ReducedRank,
+    SavePrecision,
+    Verbose,
+    WeightFor,
+    rank_plan,
+)
 from sigmascope.errors import ConfigError
 
 EPILOG = """Examples:
@@ -27,21 +45,21 @@ def resize(
     save_to: Annotated[
         Path, typer.Argument(metavar="OUT", help="LoRA to write, .safetensors.", show_default=False)
     ],
-    rank: ops.ReducedRank = None,
-    conv_rank: ops.ReducedConvRank = None,
-    max_size: ranks.MaxSize = None,
-    max_error: ranks.MaxError = None,
-    weight_for: ranks.WeightFor = None,
-    rank_method: ranks.RankMethod = None,
-    dynamic_method: ranks.DynamicMethod = None,
-    dynamic_param: ranks.DynamicParam = None,
-    max_rank: ranks.MaxRank = None,
-    max_conv_rank: ranks.MaxConvRank = None,
-    min_rank: ranks.MinRank = None,
-    rank_for: ranks.RankFor = None,
-    exclude: ranks.Exclude = None,
-    save_precision: ops.SavePrecision = None,
-    lora_format: ops.Format = None,
+    rank: ReducedRank = None,
+    conv_rank: ReducedConvRank = None,
+    max_size: MaxSize = None,
+    max_error: MaxError = None,
+    weight_for: WeightFor = None,
+    rank_method: RankMethod = None,
+    dynamic_method: DynamicMethod = None,
+    dynamic_param: DynamicParam = None,
+    max_rank: MaxRank = None,
+    max_conv_rank: MaxConvRank = None,
+    min_rank: MinRank = None,
+    rank_for: RankFor = None,
+    exclude: Exclude = None,
+    save_precision: SavePrecision = None,
+    lora_format: Format = None,
     verbose: Verbose = False,
     as_json: AsJson = False,
 ) -> None:
@@ -51,7 +69,7 @@ def resize(
     shown are those of what is stored. Give a rank, a method by which each
     layer's singular values decide, or a size or error for the whole file.
     """
-    flags = ranks.RankFlags(
+    flags = RankFlags(
         rank=rank,
         conv_rank=conv_rank,
         max_size=max_size,
@@ -66,7 +84,7 @@ def resize(
         rank_for=rank_for,
         exclude=exclude,
     )
-    plan = ops.rank_plan(flags)
+    plan = rank_plan(flags)
     if plan is None:
         raise ConfigError(
             "how much rank is not said.",

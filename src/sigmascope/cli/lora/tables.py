@@ -1,4 +1,4 @@
-"""Extraction and validation reports as tables for a terminal of 80 columns or a plain log."""
+"""Reports of `lora extract`, `validate`, `resize` and `merge` as tables for 80 columns or a plain log."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from sigmascope.lora.validation_report import Band, BlockError, ModuleError, ValidationReport
     from sigmascope.records.run import Finding
 
-
 _BAND_STYLE = {"excellent": "green", "good": "cyan", "poor": "yellow", "noise": "bold red"}
 _SEVERITY_STYLE = {"info": "cyan", "warning": "yellow", "error": "red", "critical": "bold red"}
 _MIB = 1024**2
 _MOST_FAILURES = 10
 _PADDING = (0, 1, 0, 0)  # narrow gaps: the longest layer name of a full-size model must fit a line
+_LEFT_OUT_WORDS = {"excluded": "excluded", "rank_0": "no rank", "no_change": "no change"}
 
 
 def print_extraction(console: Console, report: "ExtractionReport", *, verbose: bool) -> None:
@@ -34,30 +34,15 @@ def print_extraction(console: Console, report: "ExtractionReport", *, verbose: b
         console.print(_module_table("Every layer", report.errors))
     console.print(_facts(_extraction_facts(report)))
     console.print(_findings(report.findings))
-    console.print(_text("Written: ", report.lora, f" ({_size(report.file_bytes)})"))
-    console.print(_text("         ", report.sidecar))
+    console.print(_plain_text("Written: ", report.lora, f" ({_size(report.file_bytes)})"))
+    console.print(_plain_text("         ", report.sidecar))
     console.print(
-        _text("Next: sigmascope lora validate with the same two models and --lora_path ", report.lora)
+        _plain_text("Next: sigmascope lora validate with the same two models and --lora_path ", report.lora)
     )
-
-
-def print_validation(console: Console, report: "ValidationReport", *, verbose: bool) -> None:
-    """Show how well a LoRA reproduces the tuned model: blocks, bands, success rate, the worst layers."""
-    console.print(_title("LoRA validation", report.lora.name))
-    console.print(_block_table(report.blocks, "Applied"))
-    console.print(_module_table("Every layer", report.modules) if verbose else _worst(report))
-    console.print(_facts(_validation_facts(report)))
-    console.print(_failures(report.failures))
-    console.print(_findings(report.findings))
 
 
 def _title(what: str, name: str) -> Text:
     return Text.assemble((f"{what}: ", "bold"), name)
-
-
-def _text(*parts: object) -> Text:
-    """Plain text, folded by the terminal and not inside a file name; never read as markup."""
-    return Text("".join(map(str, parts)), overflow="fold")
 
 
 def _block_table(blocks: Sequence["BlockError"], applied: str) -> Table:
@@ -81,6 +66,26 @@ def _block_table(blocks: Sequence["BlockError"], applied: str) -> Table:
     return table
 
 
+def _ranks(ranks: tuple[int, int] | None) -> str:
+    if ranks is None:
+        return "-"
+    return str(ranks[0]) if ranks[0] == ranks[1] else f"{ranks[0]}-{ranks[1]}"
+
+
+def _percent(fraction: float | None) -> str:
+    """Three digits in seven columns; a small error as 4e-05 %, not as a nought that it is not."""
+    if fraction is None:
+        return "-"
+    percent = 100 * fraction
+    if 0 < percent < 0.001:
+        return f"{percent:.0e} %"
+    return f"{percent:.3f} %" if 0 < percent < 1 else f"{percent:.3g} %"
+
+
+def _band(band: "Band | None") -> Text:
+    return Text(band or "-", style=_BAND_STYLE.get(band or "", ""))
+
+
 def _module_table(title: str, modules: Sequence["ModuleError"]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=_PADDING, pad_edge=False, title=title, title_justify="left")
     table.add_column("Layer", overflow="fold")
@@ -94,8 +99,13 @@ def _module_table(title: str, modules: Sequence["ModuleError"]) -> Table:
     return table
 
 
-def _worst(report: "ValidationReport") -> Table:
-    return _module_table(f"Worst {len(report.worst)} layers", report.worst)
+def _facts(rows: Sequence[tuple[str, RenderableType]]) -> Table:
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for label, value in rows:
+        table.add_row(label, value)
+    return table
 
 
 def _extraction_facts(report: "ExtractionReport") -> list[tuple[str, RenderableType]]:
@@ -117,6 +127,42 @@ def _extraction_facts(report: "ExtractionReport") -> list[tuple[str, RenderableT
     ]
 
 
+def _findings(findings: Sequence["Finding"]) -> Group:
+    return Group(
+        *(
+            Text.assemble(
+                (f"{finding.severity}: ", _SEVERITY_STYLE[finding.severity]),
+                finding.message,
+                f" {finding.advice}" if finding.advice else "",
+            )
+            for finding in findings
+        )
+    )
+
+
+def _plain_text(*parts: object) -> Text:
+    """Plain text, folded by the terminal and not inside a file name; never read as markup."""
+    return Text("".join(map(str, parts)), overflow="fold")
+
+
+def _size(file_bytes: int) -> str:
+    return f"{file_bytes / _MIB:.2f} MB" if file_bytes >= _MIB / 10 else f"{file_bytes / 1024:.1f} KB"
+
+
+def print_validation(console: Console, report: "ValidationReport", *, verbose: bool) -> None:
+    """Show how well a LoRA reproduces the tuned model: blocks, bands, success rate, the worst layers."""
+    console.print(_title("LoRA validation", report.lora.name))
+    console.print(_block_table(report.blocks, "Applied"))
+    console.print(_module_table("Every layer", report.modules) if verbose else _worst(report))
+    console.print(_facts(_validation_facts(report)))
+    console.print(_failures(report.failures))
+    console.print(_findings(report.findings))
+
+
+def _worst(report: "ValidationReport") -> Table:
+    return _module_table(f"Worst {len(report.worst)} layers", report.worst)
+
+
 def _validation_facts(report: "ValidationReport") -> list[tuple[str, RenderableType]]:
     complete = not report.failures
     rate = f"{report.success_rate:.1f} % ({report.applied} of {len(report.modules)} modules)"
@@ -135,76 +181,27 @@ def _validation_facts(report: "ValidationReport") -> list[tuple[str, RenderableT
     ]
 
 
-def _facts(rows: Sequence[tuple[str, RenderableType]]) -> Table:
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for label, value in rows:
-        table.add_row(label, value)
-    return table
-
-
 def _failures(failures: Sequence["ModuleError"]) -> Group:
     lines = [
-        _text(
+        _plain_text(
             f"{failure.status.replace('_', ' ')}: {failure.name}",
             f" ({failure.detail})" if failure.detail else "",
         )
         for failure in failures[:_MOST_FAILURES]
     ]
     if len(failures) > _MOST_FAILURES:
-        lines.append(_text(f"and {len(failures) - _MOST_FAILURES} more; --json lists all"))
+        lines.append(_plain_text(f"and {len(failures) - _MOST_FAILURES} more; --json lists all"))
     return Group(*lines)
-
-
-def _findings(findings: Sequence["Finding"]) -> Group:
-    return Group(
-        *(
-            Text.assemble(
-                (f"{finding.severity}: ", _SEVERITY_STYLE[finding.severity]),
-                finding.message,
-                f" {finding.advice}" if finding.advice else "",
-            )
-            for finding in findings
-        )
-    )
-
-
-def _ranks(ranks: tuple[int, int] | None) -> str:
-    if ranks is None:
-        return "-"
-    return str(ranks[0]) if ranks[0] == ranks[1] else f"{ranks[0]}-{ranks[1]}"
-
-
-def _percent(fraction: float | None) -> str:
-    """Three digits in seven columns; a small error as 4e-05 %, not as a nought that it is not."""
-    if fraction is None:
-        return "-"
-    percent = 100 * fraction
-    if 0 < percent < 0.001:
-        return f"{percent:.0e} %"
-    return f"{percent:.3f} %" if 0 < percent < 1 else f"{percent:.3g} %"
-
-
-def _size(file_bytes: int) -> str:
-    return f"{file_bytes / _MIB:.2f} MB" if file_bytes >= _MIB / 10 else f"{file_bytes / 1024:.1f} KB"
-
-
-def _band(band: "Band | None") -> Text:
-    return Text(band or "-", style=_BAND_STYLE.get(band or "", ""))
-
-
-_LEFT_OUT = {"excluded": "excluded", "rank_0": "no rank", "no_change": "no change"}
 
 
 def print_reduction(console: Console, what: str, report: "ReductionReport", *, verbose: bool) -> None:
     """Show what became of each block or module, the totals, and what is left out."""
     console.print(title(what, report.lora.name))
-    console.print(_blocks(report))
+    console.print(_reduced_block_table(report))
     if verbose:
-        console.print(_modules(report.modules))
+        console.print(_reduced_module_table(report.modules))
     console.print(facts(_reduction_facts(report)))
-    gone = [f"{module.name} ({_LEFT_OUT[module.left_out or 'rank_0']})" for module in report.left_out]
+    gone = [f"{module.name} ({_LEFT_OUT_WORDS[module.left_out or 'rank_0']})" for module in report.left_out]
     listed(console, "Left out", gone)
     listed(console, "Written as they are", report.carried, style="cyan")
     if report.method == "linear":
@@ -213,23 +210,7 @@ def print_reduction(console: Console, what: str, report: "ReductionReport", *, v
     _print_written(console, report.lora, report.file_bytes)
 
 
-def print_bake(console: Console, report: "BakeReport", *, verbose: bool) -> None:
-    """Show what was changed in the checkpoint, and what rounding took away."""
-    console.print(title("LoRA merge", report.checkpoint.name))
-    console.print(facts(_bake_facts(report)))
-    shown = report.tensors if verbose else report.most_lost
-    if shown:
-        console.print(_tensors("Every changed tensor" if verbose else "Most lost to rounding", shown))
-    for position, names in report.unmatched.items():
-        listed(console, f"Not in the checkpoint, of {report.inputs[position].path.name}", names)
-    for position, keys in report.unused_keys.items():
-        listed(console, f"Keys of no module, of {report.inputs[position].path.name}", keys)
-    skipped = [f"{name} ({reason})" for name, reason in report.skipped.items()]
-    listed(console, "In the old file only", skipped, style="cyan")
-    _print_written(console, report.checkpoint, report.file_bytes)
-
-
-def _blocks(report: "ReductionReport") -> Table:
+def _reduced_block_table(report: "ReductionReport") -> Table:
     made = table("Block", "Modules", "Old rank", "Rank", "Energy", "Error")
     for block in report.blocks:
         made.add_row(
@@ -243,7 +224,7 @@ def _blocks(report: "ReductionReport") -> Table:
     return made
 
 
-def _modules(modules: Sequence["ReducedModule"]) -> Table:
+def _reduced_module_table(modules: Sequence["ReducedModule"]) -> Table:
     made = table("Layer", "Old rank", "Rank", "Energy", "Error")
     for module in modules:
         made.add_row(
@@ -274,33 +255,8 @@ def _reduction_facts(report: "ReductionReport") -> list[tuple[str, RenderableTyp
     ]
 
 
-def _bake_facts(report: "BakeReport") -> list[tuple[str, RenderableType | None]]:
-    return [
-        ("Into", plain(report.into)),
-        ("LoRAs", _inputs(report.inputs)),
-        ("Method", plain(report.method) if len(report.inputs) > 1 else None),
-        ("Tensors changed", f"{len(report.tensors)} ({report.copied} copied bit for bit)"),
-        ("Strength ‖ΔW‖", number(report.change_norm)),
-        ("Lost to rounding", percent(report.lost_share)),
-        ("Time", f"{report.seconds:.1f} s"),
-    ]
-
-
 def _inputs(inputs: Sequence["InputLora"]) -> Group:
     return Group(*(Text(f"{one.weight:g} × ").append_text(plain(one.path)) for one in inputs))
-
-
-def _tensors(heading: str, tensors: Sequence["BakedTensor"]) -> Table:
-    made = table("Tensor", "Weight", "Change", "Lost")
-    made.title, made.title_justify = heading, "left"
-    for tensor in tensors:
-        made.add_row(
-            layer(tensor.name),
-            number(tensor.weight_norm),
-            number(tensor.change_norm),
-            percent(tensor.lost_share),
-        )
-    return made
 
 
 def _plain_findings(findings: Sequence["Finding"]) -> Group:
@@ -320,3 +276,46 @@ def _print_written(console: Console, file: object, file_bytes: int) -> None:
     from sigmascope.units import format_size
 
     console.print(Text("Written: ").append_text(plain(file)).append(f" ({format_size(file_bytes)})"))
+
+
+def print_bake(console: Console, report: "BakeReport", *, verbose: bool) -> None:
+    """Show what was changed in the checkpoint, and what rounding took away."""
+    console.print(title("LoRA merge", report.checkpoint.name))
+    console.print(facts(_bake_facts(report)))
+    shown = report.tensors if verbose else report.most_lost
+    if shown:
+        console.print(
+            _baked_tensor_table("Every changed tensor" if verbose else "Most lost to rounding", shown)
+        )
+    for position, names in report.unmatched.items():
+        listed(console, f"Not in the checkpoint, of {report.inputs[position].path.name}", names)
+    for position, keys in report.unused_keys.items():
+        listed(console, f"Keys of no module, of {report.inputs[position].path.name}", keys)
+    skipped = [f"{name} ({reason})" for name, reason in report.skipped.items()]
+    listed(console, "In the old file only", skipped, style="cyan")
+    _print_written(console, report.checkpoint, report.file_bytes)
+
+
+def _bake_facts(report: "BakeReport") -> list[tuple[str, RenderableType | None]]:
+    return [
+        ("Into", plain(report.into)),
+        ("LoRAs", _inputs(report.inputs)),
+        ("Method", plain(report.method) if len(report.inputs) > 1 else None),
+        ("Tensors changed", f"{len(report.tensors)} ({report.copied} copied bit for bit)"),
+        ("Strength ‖ΔW‖", number(report.change_norm)),
+        ("Lost to rounding", percent(report.lost_share)),
+        ("Time", f"{report.seconds:.1f} s"),
+    ]
+
+
+def _baked_tensor_table(heading: str, tensors: Sequence["BakedTensor"]) -> Table:
+    made = table("Tensor", "Weight", "Change", "Lost")
+    made.title, made.title_justify = heading, "left"
+    for tensor in tensors:
+        made.add_row(
+            layer(tensor.name),
+            number(tensor.weight_norm),
+            number(tensor.change_norm),
+            percent(tensor.lost_share),
+        )
+    return made

@@ -1,4 +1,8 @@
-"""`sigmascope lora validate`: prove a LoRA against the models that it was made from."""
+"""`sigmascope lora validate`: prove a LoRA against the models that it was made from.
+
+With `--images`, the models also translate a folder of pictures: `check_image_flags` refuses what cannot work before
+the weights are measured, `run_images` translates, and `print_images` shows how far the results are apart.
+"""
 
 import json
 import math
@@ -13,16 +17,28 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from sigmascope.cli import options as pairs
 from sigmascope.cli.console import needs_extra, progress_bar
 from sigmascope.cli.lora.tables import print_validation
-from sigmascope.cli.options import AsJson, BasePath, TunedPath, Verbose
+from sigmascope.cli.options import (
+    AsJson,
+    BasePath,
+    MixedDtypes,
+    OnInteger,
+    OnMissing,
+    OnMixedDtypes,
+    OnShapeChange,
+    Parts,
+    TunedPath,
+    Unfit,
+    Variant,
+    Verbose,
+    pair_options,
+)
 from sigmascope.errors import ConfigError, WriteError
 
 if TYPE_CHECKING:
     from sigmascope.lbm.image_validation import ImageReport, OutputError, PictureErrors
     from sigmascope.lora.validate import ValidationReport
-
 
 EPILOG = """Examples:
 
@@ -33,9 +49,7 @@ sigmascope lora validate --base_model_path base.safetensors --tuned_model_path t
 --lora_path my_lora.safetensors --images photos/
 """
 
-
-_PANEL = "On pictures (LBM only)"
-
+_IMAGES_PANEL = "On pictures (LBM only)"
 
 Images = Annotated[
     Path | None,
@@ -43,7 +57,7 @@ Images = Annotated[
         "--images",
         metavar="<folder>",
         help="Also translate its pictures with base, base + LoRA and tuned model, and compare the results.",
-        rich_help_panel=_PANEL,
+        rich_help_panel=_IMAGES_PANEL,
     ),
 ]
 ConfigPath = Annotated[
@@ -52,18 +66,23 @@ ConfigPath = Annotated[
         "--config_path",
         help="YAML of the models.",
         show_default="beside each model",
-        rich_help_panel=_PANEL,
+        rich_help_panel=_IMAGES_PANEL,
     ),
 ]
 Steps = Annotated[
     int | None,
     typer.Option(
-        "--num_inference_steps", help="Steps along the bridge.", show_default="1", rich_help_panel=_PANEL
+        "--num_inference_steps",
+        help="Steps along the bridge.",
+        show_default="1",
+        rich_help_panel=_IMAGES_PANEL,
     ),
 ]
 Seed = Annotated[
     int | None,
-    typer.Option("--seed", help="Of the noise, the same for all.", show_default="0", rich_help_panel=_PANEL),
+    typer.Option(
+        "--seed", help="Of the noise, the same for all.", show_default="0", rich_help_panel=_IMAGES_PANEL
+    ),
 ]
 Resolution = Annotated[
     int | None,
@@ -71,7 +90,7 @@ Resolution = Annotated[
         "--resolution",
         help="Side of the square working size.",
         show_default="the config's",
-        rich_help_panel=_PANEL,
+        rich_help_panel=_IMAGES_PANEL,
     ),
 ]
 TorchDtype = Annotated[
@@ -80,15 +99,21 @@ TorchDtype = Annotated[
         "--torch_dtype",
         help="Of the models: float32, bf16, fp16.",
         show_default="float32",
-        rich_help_panel=_PANEL,
+        rich_help_panel=_IMAGES_PANEL,
     ),
 ]
 Device = Annotated[
     str | None,
     typer.Option(
-        "--device", help="Where the models run: auto, cpu, cuda.", show_default="auto", rich_help_panel=_PANEL
+        "--device",
+        help="Where the models run: auto, cpu, cuda.",
+        show_default="auto",
+        rich_help_panel=_IMAGES_PANEL,
     ),
 ]
+
+_PICTURES_SHOWN = 5
+"""Pictures listed one by one unless all are asked for; those that the LoRA leaves farthest off come first."""
 
 
 def validate(
@@ -126,12 +151,12 @@ def validate(
     resolution: Resolution = None,
     torch_dtype: TorchDtype = None,
     device: Device = None,
-    parts: pairs.Parts = "denoiser",
-    on_missing: pairs.OnMissing = pairs.Unfit.ERROR,
-    on_shape_change: pairs.OnShapeChange = pairs.Unfit.ERROR,
-    on_integer: pairs.OnInteger = pairs.Unfit.ERROR,
-    on_mixed_dtypes: pairs.OnMixedDtypes = pairs.MixedDtypes.COMPARE,
-    variant: pairs.Variant = None,
+    parts: Parts = "denoiser",
+    on_missing: OnMissing = Unfit.ERROR,
+    on_shape_change: OnShapeChange = Unfit.ERROR,
+    on_integer: OnInteger = Unfit.ERROR,
+    on_mixed_dtypes: OnMixedDtypes = MixedDtypes.COMPARE,
+    variant: Variant = None,
     verbose: Verbose = False,
     as_json: AsJson = False,
 ) -> None:
@@ -150,7 +175,7 @@ def validate(
     models = {"base": base_model_path, "tuned": tuned_model_path}
     flags = ImageFlags(images, config_path, num_inference_steps, seed, resolution, torch_dtype, device)
     check_image_flags(flags, models)
-    options = pairs.pair_options(parts, on_missing, on_shape_change, on_integer, on_mixed_dtypes, variant)
+    options = pair_options(parts, on_missing, on_shape_change, on_integer, on_mixed_dtypes, variant)
     with progress_bar("Validating") as progress:
         report = validate_lora(*inputs, options, workers=workers, progress=progress)
     seen = run_images(flags, models, lora_path)
@@ -165,35 +190,6 @@ def validate(
     _write_names(names_path, report.layer_names, required=layer_names is not None, quiet=as_json)
     if report.success_rate < min_success_rate:
         raise typer.Exit(1)
-
-
-def _check_picture(path: Path | None, others: Sequence[Path]) -> None:
-    """Refuse a place that a picture cannot go to, before the work.
-
-    Raises:
-        ConfigError: It is not named `.svg`, or would replace something else.
-        WriteError: Its folder does not exist.
-    """
-    if path is None:
-        return
-    from sigmascope.lora.file import exists
-
-    if path.suffix.lower() != ".svg":
-        raise ConfigError(f"--picture {path} is not named as SVG.", hint="Give a name that ends in .svg.")
-    if not exists(path.parent):
-        raise WriteError(path, "its folder does not exist.", hint=f"Create {path.parent}.")
-    if exists(path) and any(exists(other) and path.samefile(other) for other in others):
-        raise ConfigError(f"--picture {path} is an input.", hint="Give the name of a new file.")
-
-
-def _draw(path: Path | None, report: "ValidationReport", *, quiet: bool) -> None:
-    if path is None:
-        return
-    from sigmascope.lora.validation_report import save_validation_picture
-
-    save_validation_picture(path, report)
-    if not quiet:
-        Console().print(f"Picture: {path}", markup=False, highlight=False)
 
 
 def _names_path(asked: Path | None, lora: Path, inputs: Sequence[Path]) -> Path:
@@ -219,6 +215,48 @@ def _names_path(asked: Path | None, lora: Path, inputs: Sequence[Path]) -> Path:
     return path
 
 
+def _check_picture(path: Path | None, others: Sequence[Path]) -> None:
+    """Refuse a place that a picture cannot go to, before the work.
+
+    Raises:
+        ConfigError: It is not named `.svg`, or would replace something else.
+        WriteError: Its folder does not exist.
+    """
+    if path is None:
+        return
+    from sigmascope.lora.file import exists
+
+    if path.suffix.lower() != ".svg":
+        raise ConfigError(f"--picture {path} is not named as SVG.", hint="Give a name that ends in .svg.")
+    if not exists(path.parent):
+        raise WriteError(path, "its folder does not exist.", hint=f"Create {path.parent}.")
+    if exists(path) and any(exists(other) and path.samefile(other) for other in others):
+        raise ConfigError(f"--picture {path} is an input.", hint="Give the name of a new file.")
+
+
+@dataclass(frozen=True, slots=True)
+class ImageFlags:
+    """The flags as given; None where they were not."""
+
+    images: Path | None = None
+    config_path: Path | None = None
+    num_inference_steps: int | None = None
+    seed: int | None = None
+    resolution: int | None = None
+    torch_dtype: str | None = None
+    device: str | None = None
+
+
+def _draw(path: Path | None, report: "ValidationReport", *, quiet: bool) -> None:
+    if path is None:
+        return
+    from sigmascope.lora.validation_report import save_validation_picture
+
+    save_validation_picture(path, report)
+    if not quiet:
+        Console().print(f"Picture: {path}", markup=False, highlight=False)
+
+
 def _write_names(path: Path, names: Sequence[str], *, required: bool, quiet: bool) -> None:
     """Write the list after the report is shown: a place that nobody asked for may be read-only.
 
@@ -236,19 +274,6 @@ def _write_names(path: Path, names: Sequence[str], *, required: bool, quiet: boo
         return
     if not quiet:
         Console().print(f"Layer names: {path}", markup=False, highlight=False)
-
-
-@dataclass(frozen=True, slots=True)
-class ImageFlags:
-    """The flags as given; None where they were not."""
-
-    images: Path | None = None
-    config_path: Path | None = None
-    num_inference_steps: int | None = None
-    seed: int | None = None
-    resolution: int | None = None
-    torch_dtype: str | None = None
-    device: str | None = None
 
 
 def check_image_flags(flags: ImageFlags, models: Mapping[str, Path]) -> None:
@@ -316,14 +341,10 @@ def run_images(flags: ImageFlags, models: Mapping[str, Path], lora: Path) -> "Im
         )
 
 
-_SHOWN = 5
-"""Pictures listed one by one unless all are asked for; those that the LoRA leaves farthest off come first."""
-
-
 def print_images(console: Console, report: "ImageReport", *, verbose: bool) -> None:
     """Show how far base and base + LoRA are from the tuned model's pictures."""
     farthest = sorted(report.pictures, key=lambda picture: picture.with_lora.psnr)
-    shown = report.pictures if verbose else farthest[:_SHOWN]
+    shown = report.pictures if verbose else farthest[:_PICTURES_SHOWN]
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.title, table.title_justify = "Against the tuned model's pictures", "left"
     table.add_column("Picture", overflow="fold")
@@ -331,15 +352,17 @@ def print_images(console: Console, report: "ImageReport", *, verbose: bool) -> N
     for heading in ("PSNR", "Image", "Latent"):
         table.add_column(heading, justify="right", no_wrap=True)
     for picture in shown:
-        _add(table, picture.picture, picture)
+        _add_picture(table, picture.picture, picture)
     if len(report.pictures) > 1:
-        _add(table, f"all {len(report.pictures)}", report.overall)
+        _add_picture(table, f"all {len(report.pictures)}", report.overall)
     console.print(table)
     left = report.overall.remaining
     if left is not None:
         console.print(Text(f"The LoRA leaves {_percent(left)} of the way from base to tuned latents."))
     if len(shown) < len(report.pictures):
-        console.print(Text(f"{len(report.pictures) - _SHOWN} more pictures: --verbose or --json lists all"))
+        console.print(
+            Text(f"{len(report.pictures) - _PICTURES_SHOWN} more pictures: --verbose or --json lists all")
+        )
     for file in report.unreadable:
         console.print(Text(f"unreadable: {file.file} ({file.reason})", overflow="fold"))
     if report.not_applied:
@@ -348,7 +371,7 @@ def print_images(console: Console, report: "ImageReport", *, verbose: bool) -> N
         )
 
 
-def _add(table: Table, name: str, picture: "PictureErrors") -> None:
+def _add_picture(table: Table, name: str, picture: "PictureErrors") -> None:
     table.add_row(Text(name), "base", *_cells(picture.base))
     table.add_row("", "base + LoRA", *_cells(picture.with_lora))
 
