@@ -1,1 +1,1 @@
-"""Frameworks meet Sigmascope here, and only here."""
+"""Sigmascope inside other software: diffusers pipelines, whole Python processes, ASGI servers."""

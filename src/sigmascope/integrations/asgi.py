@@ -1,6 +1,8 @@
-"""PerformanceMonitoringMiddleware: requests, bytes, errors, Prometheus metrics.
+"""ASGI middleware that times requests, counts their bytes and errors, and serves Prometheus metrics.
 
-Pure ASGI 3, so for Starlette, FastAPI, Litestar, Quart and bare applications alike; it imports none of them.
+It is pure ASGI 3, so it serves Starlette, FastAPI, Litestar, Quart and bare applications alike; it imports none of
+them. `Exchange` follows one request and its response, `RequestMetrics` counts for Prometheus by the
+prometheus-client package, and `request_summary` gives the remembered requests in a few figures.
 """
 
 import inspect
@@ -29,6 +31,14 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
+_ID: Final = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
+"""Ids of others that are taken as they come."""
+_LONGEST_PATH: Final = 500
+"""Letters of a request's path that its record keeps."""
+METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+_METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "CONNECT", "TRACE"})
+"""Clients may invent methods, and every label's value is kept for good."""
+_SECONDS_BUCKETS: Final = (0.005, 0.025, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0)
 
 
 class PerformanceMonitoringMiddleware:
@@ -39,8 +49,8 @@ class PerformanceMonitoringMiddleware:
 
     Args:
         app: The application.
-        header: Where the id comes in and goes out. An id that comes in is taken if it is at most 128 letters, digits and
-            `._:-`; else one is made.
+        header: Where the id comes in and goes out. An id that comes in is taken if it is at most 128 letters,
+            digits and `._:-`; else one is made.
         history: How many requests to remember.
         metrics_path: Answer GET here with Prometheus metrics, such as "/metrics"; None: nowhere. It takes the package
             prometheus-client.
@@ -178,10 +188,6 @@ def _serving(served: ServedRequest) -> Iterator[None]:
             SERVED.reset(token)
 
 
-_ID: Final = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
-_LONGEST_PATH: Final = 500
-
-
 def request_id_of(scope: MutableMapping[str, Any], header: bytes) -> str:
     """The id that came in, if it is a harmless one; else a new one.
 
@@ -193,6 +199,15 @@ def request_id_of(scope: MutableMapping[str, Any], header: bytes) -> str:
     if found is not None and _ID.fullmatch(found):
         return found.decode("ascii")
     return uuid.uuid4().hex
+
+
+def _header(headers: Iterable[Any], name: bytes) -> bytes | None:
+    """Its value. Text, which ASGI has not and some servers take, is no reason to fail."""
+    return next((_as_bytes(value) for key, value in headers if _as_bytes(key).lower() == name), None)
+
+
+def _as_bytes(text: Any) -> bytes:
+    return text.encode("latin-1", "replace") if isinstance(text, str) else bytes(text)
 
 
 class Exchange:
@@ -318,21 +333,6 @@ def _sent_of(message: Message) -> int:
         return 0
 
 
-def _header(headers: Iterable[Any], name: bytes) -> bytes | None:
-    """Its value. Text, which ASGI has not and some servers take, is no reason to fail."""
-    return next((_as_bytes(value) for key, value in headers if _as_bytes(key).lower() == name), None)
-
-
-def _as_bytes(text: Any) -> bytes:
-    return text.encode("latin-1", "replace") if isinstance(text, str) else bytes(text)
-
-
-METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
-_METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "CONNECT", "TRACE"})
-"""Clients may invent methods, and every label's value is kept for good."""
-_SECONDS: Final = (0.005, 0.025, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0)
-
-
 class RequestMetrics:
     """Counters of one middleware, in a registry of its own. Paths are no labels: there may be any number of them.
 
@@ -352,7 +352,10 @@ class RequestMetrics:
             "sigmascope_requests", "Requests answered.", ["method", "status"], registry=self._registry
         )
         self._seconds = Histogram(
-            "sigmascope_request_seconds", "Seconds a request took.", buckets=_SECONDS, registry=self._registry
+            "sigmascope_request_seconds",
+            "Seconds a request took.",
+            buckets=_SECONDS_BUCKETS,
+            registry=self._registry,
         )
         self._bytes = Counter(
             "sigmascope_response_bytes", "Bytes of response bodies.", registry=self._registry
@@ -364,7 +367,7 @@ class RequestMetrics:
             "sigmascope_requests_in_flight", "Requests being served.", registry=self._registry
         )
         self._generations = Histogram(
-            "sigmascope_generation_seconds", "Seconds a generation took.", ["model"], buckets=_SECONDS,
+            "sigmascope_generation_seconds", "Seconds a generation took.", ["model"], buckets=_SECONDS_BUCKETS,
             registry=self._registry,
         )  # fmt: skip
         self._missed = Counter(

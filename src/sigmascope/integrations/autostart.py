@@ -1,8 +1,9 @@
-"""A process that watches itself, from Python's startup to its end: SIGMASCOPE=1 (light: loads no torch, rich, subprocess).
+"""A process that watches itself from Python's startup to its end, while its code stays as it is.
 
-`sigmascope watch script.py` starts Python anew with `bootstrap` on its path (`launch`); `SIGMASCOPE=1` does so through a
-startup file (`startup_file`). Both call `process.start`, which waits for the first import of what can be watched.
-Python's own startup runs this code: until then it loads nothing but small parts of the standard library.
+`sigmascope watch script.py` starts Python anew with the folder `bootstrap` on its path (`launch.launch`);
+`SIGMASCOPE=1` does so through a startup file (`launch.install`). Both end up in `start`, which waits for the first
+import of what can be watched. Python's own startup runs this code: until that import it loads nothing but small
+parts of the standard library.
 """
 
 import atexit
@@ -16,13 +17,14 @@ from sigmascope.integrations.import_hook import FINDER
 if TYPE_CHECKING:
     from sigmascope.integrations.process_recording import Recording
 
-
 STARTS_WITH: Final = frozenset({"diffusers", "sigmascope.monitor"})
 """Pipelines come from the first; code that names its own stages imports the second."""
-
-
 _SPAWNED: Final = "--multiprocessing-fork"
 """The last word of the command line with which multiprocessing starts a child that it does not fork."""
+FOR_ALL: Final = "SIGMASCOPE_"
+"""Begins the variables that users set, beside `SIGMASCOPE=1`; child processes have them too."""
+FOR_ONE: Final = "SIGMASCOPE_WATCH_"
+"""Begins the variables of one launch, which the launched process takes out of its environment."""
 
 
 class Settings(NamedTuple):
@@ -56,6 +58,34 @@ class Settings(NamedTuple):
         """The variables that say this."""
         told = self._asdict()
         return {f"{prefix}{name.upper()}": value for name, value in told.items() if value is not None}
+
+
+def start(settings: Settings) -> None:
+    """Watch this process. A second time only changes the settings."""
+    global _process
+    if _process is not None:
+        _process.settings = settings
+        return
+    _process = WatchedProcess(settings)
+    _process.start()
+
+
+def start_from_environment() -> None:
+    """Watch this process as the variables `SIGMASCOPE_…` say."""
+    start(settings_from(os.environ, FOR_ALL))
+
+
+def settings_from(environment: Mapping[str, str], prefix: str) -> Settings:
+    """What the variables that begin so say. An empty one says nothing."""
+    return Settings(**{name: environment.get(f"{prefix}{name.upper()}") or None for name in Settings._fields})
+
+
+def take_settings(environment: MutableMapping[str, str], prefix: str) -> Settings:
+    """The same, and the variables are gone from the environment."""
+    settings = settings_from(environment, prefix)
+    for name in Settings._fields:
+        environment.pop(f"{prefix}{name.upper()}", None)
+    return settings
 
 
 class WatchedProcess:
@@ -138,39 +168,3 @@ def say(line: str) -> None:
 
 
 _process: WatchedProcess | None = None
-
-
-def start(settings: Settings) -> None:
-    """Watch this process. A second time only changes the settings."""
-    global _process
-    if _process is not None:
-        _process.settings = settings
-        return
-    _process = WatchedProcess(settings)
-    _process.start()
-
-
-def start_from_environment() -> None:
-    """Watch this process as the variables `SIGMASCOPE_…` say."""
-    start(settings_from(os.environ, FOR_ALL))
-
-
-FOR_ALL: Final = "SIGMASCOPE_"
-"""Begins the variables that users set, beside `SIGMASCOPE=1`; child processes have them too."""
-
-
-FOR_ONE: Final = "SIGMASCOPE_WATCH_"
-"""Begins the variables of one launch, which the launched process takes out of its environment."""
-
-
-def settings_from(environment: Mapping[str, str], prefix: str) -> Settings:
-    """What the variables that begin so say. An empty one says nothing."""
-    return Settings(**{name: environment.get(f"{prefix}{name.upper()}") or None for name in Settings._fields})
-
-
-def take_settings(environment: MutableMapping[str, str], prefix: str) -> Settings:
-    """The same, and the variables are gone from the environment."""
-    settings = settings_from(environment, prefix)
-    for name in Settings._fields:
-        environment.pop(f"{prefix}{name.upper()}", None)
-    return settings

@@ -1,4 +1,8 @@
-"""Classes of other libraries as soon as they are imported (light: Python's own startup loads it)."""
+"""Classes of other libraries, now if they are loaded, else as soon as they are. Nothing is imported for them.
+
+Python's own startup loads this module, so it needs nothing but small parts of the standard library. What the host
+raises shows the host's calls alone, also to a program that prints its own tracebacks: see `without_this_frame`.
+"""
 
 import functools
 import os

@@ -1,4 +1,9 @@
-"""`sigmascope watch script.py`, and the startup file for SIGMASCOPE=1 (small: runs in the launching process alone)."""
+"""`sigmascope watch script.py`: become Python on the user's script; and the startup file for `SIGMASCOPE=1`.
+
+`launch` starts Python in place of this process, with the watch in it. `install` writes the file that lets
+`SIGMASCOPE=1` switch the watch on in any Python process of an environment. Only these commands load this module:
+processes that are watched do not.
+"""
 
 import os
 import signal
@@ -15,6 +20,15 @@ from sigmascope.integrations.autostart import FOR_ONE, Settings
 
 BOOTSTRAP = Path(__file__).parent / "bootstrap"
 _PATH = "PYTHONPATH"
+NAME = "sigmascope-watch.pth"
+# Python runs each line of a .pth file that begins with "import" when it starts. Without the variable this one does
+# nothing; with it, a Sigmascope that is gone is no error.
+LINE = (
+    'import os, sys; exec("try:\\n'
+    " from sigmascope.integrations.autostart import start_from_environment as start\\n start()\\n"
+    "except Exception as failure:\\n sys.stderr.write(f'Sigmascope: nothing is watched: {failure}\\\\n')"
+    "\") if os.environ.get('SIGMASCOPE') == '1' else None\n"
+)
 
 
 def launch(program: Sequence[str], settings: Settings) -> NoReturn:
@@ -41,20 +55,6 @@ def launch(program: Sequence[str], settings: Settings) -> NoReturn:
     os.execve(sys.executable, command, environment)
 
 
-def exit_code_of(command: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Run a program to its end and give its exit code. Ctrl-C is for the program, which the console tells too.
-
-    Args:
-        command: The program and its arguments.
-        environment: Its own.
-    """
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        return subprocess.call(command, env=dict(environment))
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
 def interpreter_options(original: Sequence[str], own: int) -> list[str]:
     """Python's own options among the words of a command line, such as `-X dev`.
 
@@ -76,22 +76,18 @@ def environment_for(environment: Mapping[str, str], settings: Settings) -> dict[
     return told
 
 
-NAME = "sigmascope-watch.pth"
+def exit_code_of(command: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Run a program to its end and give its exit code. Ctrl-C is for the program, which the console tells too.
 
-
-# Python runs each line of a .pth file that begins with "import" when it starts. Without the variable this one does
-# nothing; with it, a Sigmascope that is gone is no error.
-LINE = (
-    'import os, sys; exec("try:\\n'
-    " from sigmascope.integrations.autostart import start_from_environment as start\\n start()\\n"
-    "except Exception as failure:\\n sys.stderr.write(f'Sigmascope: nothing is watched: {failure}\\\\n')"
-    "\") if os.environ.get('SIGMASCOPE') == '1' else None\n"
-)
-
-
-def startup_file() -> Path:
-    """Where the file lies: beside this environment's packages."""
-    return Path(sysconfig.get_path("purelib")) / NAME
+    Args:
+        command: The program and its arguments.
+        environment: Its own.
+    """
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        return subprocess.call(command, env=dict(environment))
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def install(path: Path | None = None) -> Path:
@@ -128,3 +124,8 @@ def uninstall(path: Path | None = None) -> bool:
             path, f"cannot be removed ({reason_of(error)}).", hint=writing_hint(error)
         ) from error
     return True
+
+
+def startup_file() -> Path:
+    """Where the file lies: beside this environment's packages."""
+    return Path(sysconfig.get_path("purelib")) / NAME

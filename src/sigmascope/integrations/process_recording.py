@@ -1,4 +1,7 @@
-"""The watch of a whole process: record kept now and then, summary, trace."""
+"""The watch of a whole process, and what is left of it: a record, a summary, a trace.
+
+What is known so far is written now and then, in case the program is killed before its end (`Keeper`).
+"""
 
 import os
 import sys
@@ -19,9 +22,12 @@ from sigmascope.records.run import Run
 if TYPE_CHECKING:
     from sigmascope.integrations.autostart import Settings
 
-
 SEPARATORS: Final = tuple(filter(None, (os.sep, os.altsep)))
 """What the name of a folder may end with: on Windows there are two."""
+SECONDS: Final = 10.0
+"""Between two times that the record is written, at least."""
+_SHARE: Final = 50
+"""A record that takes long to write is written seldom: this many times as long apart."""
 
 
 class Recording:
@@ -92,6 +98,35 @@ class Recording:
                 run.print(Console(file=sys.__stderr__))
 
 
+def _own_path(path: Path, is_child: bool) -> Path:
+    """A name that the parent and its other children do not use."""
+    own = str(os.getpid())
+    return path.with_stem(f"{path.stem}-{own}") if is_child and own not in path.stem else path
+
+
+def record_path(output: str | None, folder: str) -> Path:
+    """The file for the record: a name with program, time and process, unless one is given.
+
+    Args:
+        output: A file, or a folder to put such a name in.
+        folder: Where relative paths begin.
+    """
+    path = Path(folder, output or "")
+    if path.is_dir() or (output or "").endswith(SEPARATORS):
+        now = datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
+        return path / f"sigmascope-{program()}-{now}-{os.getpid()}.json"
+    return path
+
+
+def program() -> str:
+    """What runs, in a word: the script's or the module's name."""
+    main = sys.modules.get("__main__")
+    spec = getattr(main, "__spec__", None)
+    if spec is not None:
+        return str(spec.name.removesuffix(".__main__"))
+    return Path(getattr(main, "__file__", None) or "python").stem
+
+
 def privacy_of(settings: "Settings") -> PromptPrivacy:
     """What is kept of prompts.
 
@@ -115,62 +150,6 @@ def sample_hz_of(settings: "Settings") -> float:
         if 0 < float(told) < float("inf"):
             return float(told)
     raise ConfigError(f"SIGMASCOPE_SAMPLE_HZ={told} is no number above 0.", hint="Choose one from 0.1 to 10.")
-
-
-def _remember_interrupt() -> None:
-    """Let Python die of SIGINT, as it does after Ctrl-C that nobody caught.
-
-    It remembers such a Ctrl-C until text is executed, and many modules do that while they are imported.
-    """
-    with suppress(KeyboardInterrupt):
-        exec("raise KeyboardInterrupt")
-
-
-def record_path(output: str | None, folder: str) -> Path:
-    """The file for the record: a name with program, time and process, unless one is given.
-
-    Args:
-        output: A file, or a folder to put such a name in.
-        folder: Where relative paths begin.
-    """
-    path = Path(folder, output or "")
-    if path.is_dir() or (output or "").endswith(SEPARATORS):
-        now = datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
-        return path / f"sigmascope-{program()}-{now}-{os.getpid()}.json"
-    return path
-
-
-def _own_path(path: Path, is_child: bool) -> Path:
-    """A name that the parent and its other children do not use."""
-    own = str(os.getpid())
-    return path.with_stem(f"{path.stem}-{own}") if is_child and own not in path.stem else path
-
-
-def program() -> str:
-    """What runs, in a word: the script's or the module's name."""
-    main = sys.modules.get("__main__")
-    spec = getattr(main, "__spec__", None)
-    if spec is not None:
-        return str(spec.name.removesuffix(".__main__"))
-    return Path(getattr(main, "__file__", None) or "python").stem
-
-
-def unhandled() -> BaseException | None:
-    """The exception that ended the program, which Python leaves in `sys`; None if none did.
-
-    Consoles leave there what they showed. That went no further than to them, so that its traceback does not begin with
-    the first of all calls.
-    """
-    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-    if not isinstance(error, BaseException):
-        return None
-    trace = error.__traceback__
-    return error if trace is None or trace.tb_frame.f_back is None else None
-
-
-SECONDS: Final = 10.0
-_SHARE: Final = 50
-"""A record that takes long to write is written seldom: this many times as long apart."""
 
 
 class Keeper:
@@ -213,3 +192,25 @@ class Keeper:
             began = time.perf_counter()
             self.keep()
             pause = max(self._seconds, _SHARE * (time.perf_counter() - began))
+
+
+def unhandled() -> BaseException | None:
+    """The exception that ended the program, which Python leaves in `sys`; None if none did.
+
+    Consoles leave there what they showed. That went no further than to them, so that its traceback does not begin with
+    the first of all calls.
+    """
+    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    if not isinstance(error, BaseException):
+        return None
+    trace = error.__traceback__
+    return error if trace is None or trace.tb_frame.f_back is None else None
+
+
+def _remember_interrupt() -> None:
+    """Let Python die of SIGINT, as it does after Ctrl-C that nobody caught.
+
+    It remembers such a Ctrl-C until text is executed, and many modules do that while they are imported.
+    """
+    with suppress(KeyboardInterrupt):
+        exec("raise KeyboardInterrupt")

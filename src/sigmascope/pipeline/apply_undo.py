@@ -1,12 +1,13 @@
-"""A choice applied, and the exact way back: structure and weights as they were, what is in force.
+"""Apply a choice to a pipeline, and undo it exactly.
 
-Choices on the same models lie one over the other: taken off from below, the upper one would put back later what the
-lower one had made.
+Before a choice is applied, `Structure` notes how the pipeline is put together, so that just what the choice changed
+can be put back. What it notes are references: attributes of the pipeline, of every module, attention processor and
+hook, and what their dicts and lists hold. Values of tensors are left to `Weights`. Moving weights and laying them
+out anew loses nothing. Narrowing them does: then the originals are kept in RAM.
 
-What is noted are references: attributes of the pipeline, of every module, attention processor and hook, and what
-their dicts and lists hold. Values of tensors are another matter (`weights`).
-
-Moving weights and laying them out anew loses nothing. Narrowing them does: then the originals are kept in RAM.
+Choices on the same models lie one over the other: if the lower one were undone first, the upper one would put back
+later what the lower one had made. So the process keeps a list of the choices in force, whoever applied them, and
+`require_last_applied` refuses to undo one that has others over it.
 """
 
 import weakref
@@ -27,9 +28,22 @@ from sigmascope.pipeline.plan import PIPELINE, Choice, OptimizationConfig, Plan
 from sigmascope.probes import memory_snapshot
 from sigmascope.records.memory import MIB
 
-_BY_NAME = {kind.name: kind for kind in KINDS}
-_REGISTRY = "_diffusers_hook"
-_WHAT = ("kind", "component", "options")
+_KIND_BY_NAME = {kind.name: kind for kind in KINDS}
+_HOOK_REGISTRY = "_diffusers_hook"
+"""Where diffusers keeps the hooks of a module."""
+_CHOICE_IDENTITY = ("kind", "component", "options")
+"""Choices that agree in these are the same."""
+_HOOKED: Final = ("_diffusers_hook", "_hf_hook", "processor")
+"""Attributes of modules that hold objects with a state of their own."""
+_PLAIN: Final = (str, int, float, bool, type(None), tuple)
+"""Values that hold no attributes to be noted."""
+_ABSENT: Final = object()
+"""Stands for an attribute or an entry that is not there."""
+_SET_BY_USERS: Final = ("processor",)
+"""What a user may have set anew meanwhile: then it stays. Hooks are not among these: libraries renew theirs."""
+Models = Iterable[tuple[str, nn.Module]]
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+"""Integers by the bytes of an element, to compare weights bit by bit."""
 
 
 class AppliedChoice:
@@ -81,7 +95,7 @@ class AppliedChoice:
 
     def is_of(self, choice: Choice) -> bool:
         """Whether this is that choice, on the models that the pipeline has now."""
-        is_alike = all(getattr(self.choice, name) == getattr(choice, name) for name in _WHAT)
+        is_alike = all(getattr(self.choice, name) == getattr(choice, name) for name in _CHOICE_IDENTITY)
         return is_alike and [id(model) for _, model in self._touched()] == [id(one) for one in self.concerned]
 
     def undo(self) -> list[str]:
@@ -136,23 +150,13 @@ def kind_of(choice: Choice) -> Kind:
     Raises:
         OptimizationError: There is no such kind.
     """
-    kind = _BY_NAME.get(choice.kind)
+    kind = _KIND_BY_NAME.get(choice.kind)
     if kind is None:
         raise OptimizationError(
-            f"There is no kind of choice called {choice.kind!r}.", hint=f"Known are {', '.join(_BY_NAME)}."
+            f"There is no kind of choice called {choice.kind!r}.",
+            hint=f"Known are {', '.join(_KIND_BY_NAME)}.",
         )
     return kind
-
-
-def _require_parts(pipeline: Any, choice: Choice, models: dict[str, nn.Module]) -> None:
-    """Refuse a choice that was planned for a pipeline of other parts."""
-    meant = str(choice.options.get("components", choice.component)).split(",")
-    absent = [name for name in meant if name not in (*models, PIPELINE)]
-    if absent:
-        raise OptimizationError(
-            f"{choice.name} is planned for {', '.join(absent)}, which {type(pipeline).__name__} does not have.",
-            hint="Plan for this pipeline: optimizer.plan(pipeline).",
-        )
 
 
 def _require_ram(choice: Choice) -> None:
@@ -166,11 +170,22 @@ def _require_ram(choice: Choice) -> None:
         )
 
 
+def _require_parts(pipeline: Any, choice: Choice, models: dict[str, nn.Module]) -> None:
+    """Refuse a choice that was planned for a pipeline of other parts."""
+    meant = str(choice.options.get("components", choice.component)).split(",")
+    absent = [name for name in meant if name not in (*models, PIPELINE)]
+    if absent:
+        raise OptimizationError(
+            f"{choice.name} is planned for {', '.join(absent)}, which {type(pipeline).__name__} does not have.",
+            hint="Plan for this pipeline: optimizer.plan(pipeline).",
+        )
+
+
 def _hook_names(models: dict[str, nn.Module]) -> Iterator[tuple[tuple[int, str], str]]:
     """Names of diffusers' hooks, by module and name."""
     for model in models.values():
         for part in model.modules():
-            for name in getattr(getattr(part, _REGISTRY, None), "hooks", ()):
+            for name in getattr(getattr(part, _HOOK_REGISTRY, None), "hooks", ()):
                 yield (id(part), name), name
 
 
@@ -178,9 +193,9 @@ def _forget_registries(models: dict[str, nn.Module]) -> None:
     """Let models look anew for the hooks below them: diffusers keeps a list, which may hold some that are gone."""
     for model in models.values():
         parts = list(model.modules())
-        present = {id(found) for part in parts if (found := getattr(part, _REGISTRY, None)) is not None}
+        present = {id(found) for part in parts if (found := getattr(part, _HOOK_REGISTRY, None)) is not None}
         for part in parts:
-            registry: Any = getattr(part, _REGISTRY, None)
+            registry: Any = getattr(part, _HOOK_REGISTRY, None)
             listed = getattr(registry, "_child_registries_cache", None) or ()
             if any(id(one) not in present for one in listed):
                 registry._child_registries_cache = None
@@ -200,335 +215,6 @@ def undo_all(done: list[AppliedChoice]) -> list[str]:
         changed += done[-1].undo()
         done.pop()
     return changed
-
-
-@runtime_checkable
-class InForce(Protocol):
-    """A choice that was applied."""
-
-    @property
-    def choice(self) -> Choice:
-        """What was applied."""
-        ...
-
-    @property
-    def concerned(self) -> Sequence[nn.Module]:
-        """The models that it was applied to."""
-        ...
-
-
-_ORDER: list[weakref.ref[InForce]] = []
-"""Weak: of an optimizer that is gone nothing can be undone, and its models shall go too."""
-
-
-def note_applied(one: InForce) -> None:
-    """Note that a choice is in force from now on."""
-    _ORDER[:] = [known for known in _ORDER if known() is not None]
-    _ORDER.append(weakref.ref(one))
-
-
-def note_undone(one: InForce) -> None:
-    """Note that a choice was undone."""
-    _ORDER[:] = [known for known in _ORDER if known() not in (None, one)]
-
-
-def _after(one: InForce) -> list[InForce]:
-    known = [other for reference in _ORDER if (other := reference()) is not None]
-    return known[known.index(one) + 1 :] if one in known else []
-
-
-def _share_models(one: InForce, other: InForce) -> bool:
-    return bool({id(model) for model in one.concerned} & {id(model) for model in other.concerned})
-
-
-def require_last_applied(ones: Sequence[InForce]) -> None:
-    """Refuse to undo choices that others were applied over.
-
-    Args:
-        ones: To be undone together.
-
-    Raises:
-        OptimizationError: Names the first of these others.
-    """
-    for one in ones:
-        over = next((other for other in _after(one) if other not in ones and _share_models(one, other)), None)
-        if over is not None:
-            raise OptimizationError(
-                f"{one.choice.name} cannot be undone: {over.choice.name} was applied after it, on the same model.",
-                hint="Undo that first, with the PipelineOptimizer that applied it.",
-            )
-
-
-def _copied(held: dict[Any, Any] | list[Any]) -> dict[Any, Any] | list[Any]:
-    return dict(held) if isinstance(held, dict) else list(held)
-
-
-def _attributes(thing: object) -> dict[str, Any]:
-    own: dict[str, Any] = vars(thing)
-    return own
-
-
-@dataclass(frozen=True, slots=True)
-class _Noted:
-    """One object with its attributes, and copies of those that are dicts and lists."""
-
-    thing: object
-    attributes: Mapping[str, Any]
-    contents: Mapping[str, Any]
-
-    @classmethod
-    def of(cls, thing: object) -> "_Noted":
-        own = dict(_attributes(thing))
-        contents = {name: _copied(value) for name, value in own.items() if isinstance(value, dict | list)}
-        return cls(thing, own, contents)
-
-
-_HOOKED: Final = ("_diffusers_hook", "_hf_hook", "processor")
-"""Attributes of modules that hold objects with a state of their own."""
-
-
-_PLAIN: Final = (str, int, float, bool, type(None), tuple)
-
-
-def _has_attributes(thing: object) -> bool:
-    return isinstance(getattr(thing, "__dict__", None), dict) and not isinstance(thing, type)
-
-
-def _reached(things: Iterable[object]) -> Iterator[object]:
-    """Things, the parts of modules, and the processors and hooks on these."""
-    seen: set[int] = set()
-    waiting = list(things)
-    while waiting:
-        thing = waiting.pop()
-        if id(thing) in seen or isinstance(thing, _PLAIN) or not _has_attributes(thing):
-            continue
-        seen.add(id(thing))
-        yield thing
-        if isinstance(thing, nn.Module):
-            waiting += thing._modules.values()
-        waiting += [held for name, held in _attributes(thing).items() if name in _HOOKED]
-        if type(thing).__name__ == "HookRegistry":
-            own = _attributes(thing)
-            waiting += [*own.get("hooks", {}).values(), *own.get("_fn_refs", ())]
-
-
-_ABSENT: Final = object()
-
-
-_SET_BY_USERS: Final = ("processor",)
-"""What a user may have set anew meanwhile: then it stays. Hooks are not among these: libraries renew theirs."""
-
-
-def _attribute_undo(thing: object, name: str, before: object, after: object) -> Undo:
-    def undo() -> None:
-        own = _attributes(thing)
-        if name in _SET_BY_USERS and own.get(name, _ABSENT) is not after:
-            return
-        if before is _ABSENT:
-            own.pop(name, None)
-        else:
-            own[name] = before
-
-    return undo
-
-
-def _entry_undos(held: dict[Any, Any], copy: Mapping[Any, Any]) -> Iterator[Undo]:
-    changed = {
-        key: copy.get(key, _ABSENT)
-        for key in {**copy, **held}
-        if copy.get(key, _ABSENT) is not held.get(key, _ABSENT)
-    }
-    if not changed:
-        return
-    order = list(copy)
-
-    def undo() -> None:
-        now = dict(held)
-        for key, before in changed.items():
-            if before is _ABSENT:
-                now.pop(key, None)
-            else:
-                now[key] = before
-        held.clear()
-        held.update({key: now.pop(key) for key in order if key in now} | now)
-
-    yield undo
-
-
-def _list_undo(held: list[Any], copy: list[Any]) -> Undo:
-    def undo() -> None:
-        held[:] = copy
-
-    return undo
-
-
-def _same_items(held: list[Any], copy: list[Any]) -> bool:
-    return len(held) == len(copy) and all(one is other for one, other in zip(held, copy, strict=True))
-
-
-def _differences(noted: _Noted) -> Iterator[Undo]:
-    now = _attributes(noted.thing)
-    for name in {**noted.attributes, **now}:
-        before, after = noted.attributes.get(name, _ABSENT), now.get(name, _ABSENT)
-        if before is not after:
-            yield _attribute_undo(noted.thing, name, before, after)
-        if name in noted.contents:
-            copy = noted.contents[name]
-            if isinstance(before, dict):
-                yield from _entry_undos(before, copy)
-            elif not _same_items(before, copy):
-                yield _list_undo(before, copy)
-
-
-class Structure:
-    """The structure of a pipeline at one moment.
-
-    Args:
-        things: The pipeline and its modules; of modules all their parts are noted.
-    """
-
-    def __init__(self, things: Iterable[object]) -> None:
-        self._noted = {id(thing): _Noted.of(thing) for thing in _reached(things)}
-
-    def changes_since(self) -> list[Undo]:
-        """What is different now, each as a function that puts it back.
-
-        What others change later stays as they leave it, unless it is the very same attribute or entry.
-        """
-        found: list[Undo] = []
-        for noted in self._noted.values():
-            found += _differences(noted)
-        return found
-
-
-Models = Iterable[tuple[str, nn.Module]]
-
-
-@dataclass(slots=True)
-class _Weight:
-    """One parameter or buffer as it was.
-
-    Attributes:
-        owner: The module whose own it is.
-        key: Its name there.
-        original: Its values, for a choice that narrows them.
-        narrowed: The dtype that the choice gave it.
-    """
-
-    name: str
-    owner: nn.Module
-    key: str
-    tensor: Tensor
-    device: torch.device
-    dtype: torch.dtype
-    stride: tuple[int, ...]
-    original: Tensor | None = None
-    narrowed: torch.dtype | None = None
-
-    def now(self) -> Tensor:
-        """The tensor in its place: `Module.to` puts new buffers there, and new values into parameters."""
-        held = self.owner._buffers.get(self.key)
-        return self.tensor if held is None else held
-
-
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """The same bytes as integers, so that NaN equals itself and float8 can be compared."""
-    return tensor.contiguous().view(_BITS[tensor.element_size()])
-
-
-def _is_untouched(weight: _Weight, now: Tensor) -> bool:
-    """Whether these are the original's values after narrowing; a call that broke off may have left them widened."""
-    original = weight.original
-    if original is None or (now.dtype == original.dtype and now.data_ptr() == original.data_ptr()):
-        return True
-    expected = original.to(weight.narrowed or now.dtype).to(now.dtype)
-    return torch.equal(_bits(now.cpu()), _bits(expected))
-
-
-def _laid_out(data: Tensor, stride: tuple[int, ...]) -> Tensor:
-    laid = torch.empty_strided(data.shape, stride, dtype=data.dtype, device=data.device)
-    laid.copy_(data)
-    return laid
-
-
-def _tensors(modules: Models) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-    """Parameters and buffers with their names and owners, each once."""
-    seen: set[int] = set()
-    for prefix, module in modules:
-        for path, part in module.named_modules(prefix=prefix):
-            for key, tensor in (*part._parameters.items(), *part._buffers.items()):
-                if tensor is not None and id(tensor) not in seen:
-                    seen.add(id(tensor))
-                    yield f"{path}.{key}", part, key, tensor
-
-
-class Weights:
-    """The weights of models before a choice.
-
-    Args:
-        modules: The models, by name.
-        changes: What the choice is going to do to them.
-        keep: Whether to keep the values of floating-point weights.
-    """
-
-    def __init__(self, modules: Models, changes: frozenset[Change], *, keep: bool) -> None:
-        self._changes = changes
-        self._weights = [
-            _Weight(name, owner, key, tensor, tensor.device, tensor.dtype, tensor.stride())
-            for name, owner, key, tensor in _tensors(modules)
-        ]
-        for weight in self._weights if keep else ():
-            if weight.tensor.is_floating_point():
-                weight.original = weight.tensor.data.cpu()  # no copy of what is in RAM already
-
-    def settle(self, modules: Models) -> None:
-        """Let go of originals of weights that the choice left as they were.
-
-        Parameters that it replaced stay alive until it is undone; in RAM they do not cost the device anything.
-
-        Args:
-            modules: The models as they are now.
-        """
-        present = {id(tensor) for _, _, _, tensor in _tensors(modules)}
-        for weight in self._weights:
-            now = weight.now()
-            weight.narrowed = now.dtype
-            if weight.original is None:
-                continue
-            if id(now) not in present:
-                weight.tensor.data = weight.original
-                weight.narrowed = weight.dtype
-            elif now.dtype == weight.dtype:
-                weight.original = None
-
-    def put_back(self) -> list[str]:
-        """Put all weights back.
-
-        Returns:
-            Names of those that somebody else changed in the meantime: their new values stay, in the old dtype.
-        """
-        with torch.no_grad():
-            return [weight.name for weight in self._weights if not self._put_back(weight)]
-
-    def _put_back(self, weight: _Weight) -> bool:
-        held = weight.now()
-        now = held.data
-        untouched = _is_untouched(weight, now)
-        source = now if weight.original is None or not untouched else weight.original
-        data = source.to(
-            weight.device if "device" in self._changes else now.device,
-            weight.dtype if "dtype" in self._changes else now.dtype,
-        )
-        if "layout" in self._changes and data.stride() != weight.stride:
-            data = _laid_out(data, weight.stride)
-        if data is not weight.tensor.data:
-            weight.tensor.data = data
-        if held is not weight.tensor:
-            weight.owner._buffers[weight.key] = weight.tensor
-        return untouched
 
 
 ApplyChoice = Callable[[Any, Choice], AppliedChoice]
@@ -612,3 +298,316 @@ class AppliedPlans:
             ),
             None,
         )
+
+
+class Structure:
+    """The structure of a pipeline at one moment.
+
+    Args:
+        things: The pipeline and its modules; of modules all their parts are noted.
+    """
+
+    def __init__(self, things: Iterable[object]) -> None:
+        self._noted = {id(thing): _NotedObject.of(thing) for thing in _reached(things)}
+
+    def changes_since(self) -> list[Undo]:
+        """What is different now, each as a function that puts it back.
+
+        What others change later stays as they leave it, unless it is the very same attribute or entry.
+        """
+        found: list[Undo] = []
+        for noted in self._noted.values():
+            found += _differences(noted)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _NotedObject:
+    """One object with its attributes, and copies of those that are dicts and lists."""
+
+    thing: object
+    attributes: Mapping[str, Any]
+    contents: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, thing: object) -> "_NotedObject":
+        own = dict(_attributes(thing))
+        contents = {
+            name: _shallow_copy(value) for name, value in own.items() if isinstance(value, dict | list)
+        }
+        return cls(thing, own, contents)
+
+
+def _attributes(thing: object) -> dict[str, Any]:
+    own: dict[str, Any] = vars(thing)
+    return own
+
+
+def _shallow_copy(held: dict[Any, Any] | list[Any]) -> dict[Any, Any] | list[Any]:
+    return dict(held) if isinstance(held, dict) else list(held)
+
+
+def _reached(things: Iterable[object]) -> Iterator[object]:
+    """Things, the parts of modules, and the processors and hooks on these."""
+    seen: set[int] = set()
+    waiting = list(things)
+    while waiting:
+        thing = waiting.pop()
+        if id(thing) in seen or isinstance(thing, _PLAIN) or not _has_attributes(thing):
+            continue
+        seen.add(id(thing))
+        yield thing
+        if isinstance(thing, nn.Module):
+            waiting += thing._modules.values()
+        waiting += [held for name, held in _attributes(thing).items() if name in _HOOKED]
+        if type(thing).__name__ == "HookRegistry":
+            own = _attributes(thing)
+            waiting += [*own.get("hooks", {}).values(), *own.get("_fn_refs", ())]
+
+
+def _has_attributes(thing: object) -> bool:
+    return isinstance(getattr(thing, "__dict__", None), dict) and not isinstance(thing, type)
+
+
+def _differences(noted: _NotedObject) -> Iterator[Undo]:
+    now = _attributes(noted.thing)
+    for name in {**noted.attributes, **now}:
+        before, after = noted.attributes.get(name, _ABSENT), now.get(name, _ABSENT)
+        if before is not after:
+            yield _attribute_undo(noted.thing, name, before, after)
+        if name in noted.contents:
+            copy = noted.contents[name]
+            if isinstance(before, dict):
+                yield from _entry_undos(before, copy)
+            elif not _same_items(before, copy):
+                yield _list_undo(before, copy)
+
+
+def _attribute_undo(thing: object, name: str, before: object, after: object) -> Undo:
+    def undo() -> None:
+        own = _attributes(thing)
+        if name in _SET_BY_USERS and own.get(name, _ABSENT) is not after:
+            return
+        if before is _ABSENT:
+            own.pop(name, None)
+        else:
+            own[name] = before
+
+    return undo
+
+
+def _entry_undos(held: dict[Any, Any], copy: Mapping[Any, Any]) -> Iterator[Undo]:
+    changed = {
+        key: copy.get(key, _ABSENT)
+        for key in {**copy, **held}
+        if copy.get(key, _ABSENT) is not held.get(key, _ABSENT)
+    }
+    if not changed:
+        return
+    order = list(copy)
+
+    def undo() -> None:
+        now = dict(held)
+        for key, before in changed.items():
+            if before is _ABSENT:
+                now.pop(key, None)
+            else:
+                now[key] = before
+        held.clear()
+        held.update({key: now.pop(key) for key in order if key in now} | now)
+
+    yield undo
+
+
+def _same_items(held: list[Any], copy: list[Any]) -> bool:
+    return len(held) == len(copy) and all(one is other for one, other in zip(held, copy, strict=True))
+
+
+def _list_undo(held: list[Any], copy: list[Any]) -> Undo:
+    def undo() -> None:
+        held[:] = copy
+
+    return undo
+
+
+@dataclass(slots=True)
+class _Weight:
+    """One parameter or buffer as it was.
+
+    Attributes:
+        owner: The module whose own it is.
+        key: Its name there.
+        original: Its values, for a choice that narrows them.
+        narrowed: The dtype that the choice gave it.
+    """
+
+    name: str
+    owner: nn.Module
+    key: str
+    tensor: Tensor
+    device: torch.device
+    dtype: torch.dtype
+    stride: tuple[int, ...]
+    original: Tensor | None = None
+    narrowed: torch.dtype | None = None
+
+    def now(self) -> Tensor:
+        """The tensor in its place: `Module.to` puts new buffers there, and new values into parameters."""
+        held = self.owner._buffers.get(self.key)
+        return self.tensor if held is None else held
+
+
+class Weights:
+    """The weights of models before a choice.
+
+    Args:
+        modules: The models, by name.
+        changes: What the choice is going to do to them.
+        keep: Whether to keep the values of floating-point weights.
+    """
+
+    def __init__(self, modules: Models, changes: frozenset[Change], *, keep: bool) -> None:
+        self._changes = changes
+        self._weights = [
+            _Weight(name, owner, key, tensor, tensor.device, tensor.dtype, tensor.stride())
+            for name, owner, key, tensor in _named_tensors(modules)
+        ]
+        for weight in self._weights if keep else ():
+            if weight.tensor.is_floating_point():
+                weight.original = weight.tensor.data.cpu()  # no copy of what is in RAM already
+
+    def settle(self, modules: Models) -> None:
+        """Let go of originals of weights that the choice left as they were.
+
+        Parameters that it replaced stay alive until it is undone; in RAM they do not cost the device anything.
+
+        Args:
+            modules: The models as they are now.
+        """
+        present = {id(tensor) for _, _, _, tensor in _named_tensors(modules)}
+        for weight in self._weights:
+            now = weight.now()
+            weight.narrowed = now.dtype
+            if weight.original is None:
+                continue
+            if id(now) not in present:
+                weight.tensor.data = weight.original
+                weight.narrowed = weight.dtype
+            elif now.dtype == weight.dtype:
+                weight.original = None
+
+    def put_back(self) -> list[str]:
+        """Put all weights back.
+
+        Returns:
+            Names of those that somebody else changed in the meantime: their new values stay, in the old dtype.
+        """
+        with torch.no_grad():
+            return [weight.name for weight in self._weights if not self._put_back(weight)]
+
+    def _put_back(self, weight: _Weight) -> bool:
+        held = weight.now()
+        now = held.data
+        untouched = _is_untouched(weight, now)
+        source = now if weight.original is None or not untouched else weight.original
+        data = source.to(
+            weight.device if "device" in self._changes else now.device,
+            weight.dtype if "dtype" in self._changes else now.dtype,
+        )
+        if "layout" in self._changes and data.stride() != weight.stride:
+            data = _laid_out(data, weight.stride)
+        if data is not weight.tensor.data:
+            weight.tensor.data = data
+        if held is not weight.tensor:
+            weight.owner._buffers[weight.key] = weight.tensor
+        return untouched
+
+
+def _named_tensors(modules: Models) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+    """Parameters and buffers with their names and owners, each once."""
+    seen: set[int] = set()
+    for prefix, module in modules:
+        for path, part in module.named_modules(prefix=prefix):
+            for key, tensor in (*part._parameters.items(), *part._buffers.items()):
+                if tensor is not None and id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    yield f"{path}.{key}", part, key, tensor
+
+
+def _is_untouched(weight: _Weight, now: Tensor) -> bool:
+    """Whether these are the original's values after narrowing; a call that broke off may have left them widened."""
+    original = weight.original
+    if original is None or (now.dtype == original.dtype and now.data_ptr() == original.data_ptr()):
+        return True
+    expected = original.to(weight.narrowed or now.dtype).to(now.dtype)
+    return torch.equal(_bits(now.cpu()), _bits(expected))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """The same bytes as integers, so that NaN equals itself and float8 can be compared."""
+    return tensor.contiguous().view(_BITS[tensor.element_size()])
+
+
+def _laid_out(data: Tensor, stride: tuple[int, ...]) -> Tensor:
+    laid = torch.empty_strided(data.shape, stride, dtype=data.dtype, device=data.device)
+    laid.copy_(data)
+    return laid
+
+
+@runtime_checkable
+class InForce(Protocol):
+    """A choice that was applied."""
+
+    @property
+    def choice(self) -> Choice:
+        """What was applied."""
+        ...
+
+    @property
+    def concerned(self) -> Sequence[nn.Module]:
+        """The models that it was applied to."""
+        ...
+
+
+def note_applied(one: InForce) -> None:
+    """Note that a choice is in force from now on."""
+    _IN_FORCE[:] = [known for known in _IN_FORCE if known() is not None]
+    _IN_FORCE.append(weakref.ref(one))
+
+
+_IN_FORCE: list[weakref.ref[InForce]] = []
+"""Weak: of an optimizer that is gone nothing can be undone, and its models shall go too."""
+
+
+def note_undone(one: InForce) -> None:
+    """Note that a choice was undone."""
+    _IN_FORCE[:] = [known for known in _IN_FORCE if known() not in (None, one)]
+
+
+def require_last_applied(ones: Sequence[InForce]) -> None:
+    """Refuse to undo choices that others were applied over.
+
+    Args:
+        ones: To be undone together.
+
+    Raises:
+        OptimizationError: Names the first of these others.
+    """
+    for one in ones:
+        over = next(
+            (other for other in _applied_after(one) if other not in ones and _share_models(one, other)), None
+        )
+        if over is not None:
+            raise OptimizationError(
+                f"{one.choice.name} cannot be undone: {over.choice.name} was applied after it, on the same model.",
+                hint="Undo that first, with the PipelineOptimizer that applied it.",
+            )
+
+
+def _applied_after(one: InForce) -> list[InForce]:
+    known = [other for reference in _IN_FORCE if (other := reference()) is not None]
+    return known[known.index(one) + 1 :] if one in known else []
+
+
+def _share_models(one: InForce, other: InForce) -> bool:
+    return bool({id(model) for model in one.concerned} & {id(model) for model in other.concerned})

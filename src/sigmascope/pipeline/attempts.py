@@ -1,4 +1,9 @@
-"""One attempt: which come next, what each is expected to take, made, timed and recorded."""
+"""Attempts to encode or decode: which ones to make, what each is expected to take, and how each ended.
+
+`Tries` gives the attempts one at a time: each is planned only when the one before it has failed. `Forecast` says
+what memory an attempt is expected to take, and `why_not_fitting` whether there is room for that. `made` runs an
+attempt, watched and timed; if memory runs out, nothing of it remains but its record.
+"""
 
 import sys
 import time
@@ -8,7 +13,6 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from sigmascope import monitor
-from sigmascope.monitor import current_recorder
 from sigmascope.monitor.recorder import LiveStage
 from sigmascope.pipeline.model_state import nbytes_to_copy, why_not_in_ram
 from sigmascope.pipeline.out_of_memory import free_memory, free_ram, is_out_of_memory, let_go, why_not_enough
@@ -17,7 +21,6 @@ from sigmascope.pipeline.strategies import Choices, Outcome, Tiles, Work, direct
 from sigmascope.pipeline.tiling import TilePlan, plan
 from sigmascope.probes import memory_snapshot
 from sigmascope.probes.reading import attempt, describe
-from sigmascope.probes.reading import attempt as read
 from sigmascope.records.latents import (
     Basis,
     Direction,
@@ -30,9 +33,8 @@ from sigmascope.records.latents import (
 from sigmascope.records.run import Run, Stage
 
 NOT_MEASURED = "nothing watched the attempt"
-
-
 _NOBODY_ASKED = "nothing was predicted"
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,99 +77,6 @@ class Try:
         )
 
 
-def made(
-    one: Try, direction: Direction, generator: torch.Generator | None
-) -> tuple[Outcome | None, StrategyAttempt]:
-    """Make the attempt. Running out of memory is an outcome; anything else that is raised passes unchanged.
-
-    After running out of memory nothing of the attempt is alive, caches of the device are emptied, and the
-    generator is as it was.
-
-    Args:
-        one: What to try.
-        direction: Whether it encodes or decodes.
-        generator: That may be drawn from.
-    """
-    handled = sys.exception()
-    state = None if generator is None else generator.get_state()
-    stage = monitor.stage(attempt_stage(one.name, direction))
-    record = one.record()
-    outcome: Outcome | None = None
-    began = time.perf_counter()
-    try:
-        with stage:
-            outcome = one.run()
-            _wait_for(one.device)
-        record = replace(record, outcome="succeeded", tile=outcome.tile or one.tile)
-    except BaseException as error:
-        if not is_out_of_memory(error):
-            raise
-        outcome = None
-        record = failed(record, error)
-        let_go(error, handled)
-    record = replace(record, seconds=time.perf_counter() - began)
-    if outcome is None:
-        _clean_up(one.device, generator, state)
-    return outcome, _with_memory(record, stage, one.device)
-
-
-def failed(record: StrategyAttempt, error: BaseException) -> StrategyAttempt:
-    """The record of an attempt that ended in an error, of which only words are kept."""
-    return replace(record, outcome="failed", reason=describe(error), error_type=type(error).__name__)
-
-
-def _wait_for(device: torch.device) -> None:
-    """Let the device finish, so that its time counts and its errors are those of this attempt."""
-    synchronize = getattr(getattr(torch, device.type, None), "synchronize", None)
-    if device.type in ("cpu", "meta") or synchronize is None:
-        return
-    if device.type == "mps":  # it is one device and takes no name of it
-        synchronize()
-    else:
-        synchronize(device)
-
-
-def _clean_up(device: torch.device, generator: torch.Generator | None, state: torch.Tensor | None) -> None:
-    free_memory(device)
-    if generator is not None and state is not None:
-        generator.set_state(state)
-
-
-def _with_memory(record: StrategyAttempt, stage: object, device: torch.device) -> StrategyAttempt:
-    seen = read(stage.record).value if isinstance(stage, LiveStage) else None
-    if seen is None or seen.peak is None:
-        reasons = dict.fromkeys(("peak", "measured_peak_bytes"), NOT_MEASURED)
-        return replace(record, unavailable={**record.unavailable, **reasons})
-    measured = _growth(seen, device)
-    reasons = {} if measured is not None else {"measured_peak_bytes": "its memory could not be read"}
-    return replace(
-        record,
-        peak=seen.peak,
-        measured_peak_bytes=measured,
-        unavailable={**record.unavailable, **reasons},
-    )
-
-
-def _growth(stage: Stage, device: torch.device) -> int | None:
-    """Peak beyond what was in use on the device when the stage began; of the process, on the CPU."""
-    if stage.peak is None or stage.memory is None:
-        return None
-    before = stage.memory.baseline
-    if device.type == "cpu":
-        return _above(stage.peak.rss_bytes, before.process_rss_bytes)
-    name = str(device)
-    if ":" not in name:  # a device without a number is the current one
-        name = before.device_in_use() or name
-    return _above(stage.peak.accelerator(name).allocated_bytes, before.accelerator(name).allocated_bytes)
-
-
-def _above(highest: int | None, start: int | None) -> int | None:
-    return None if start is None or highest is None else max(highest - start, 0)
-
-
-_CPU = torch.device("cpu")
-
-
 @dataclass(frozen=True, slots=True)
 class Passed:
     """A strategy that is not even tried, and why."""
@@ -200,7 +109,7 @@ class Forecast:
             tuple(work.source.shape),
             work.direction,
             strategy,
-            None if tiles is None else _plan(work, tiles),
+            None if tiles is None else _tile_plan(work, tiles),
             device_type=device.type,
             batch_at_once=None if tiles is None else len(work.one_by_one()[0]),
             moved_weights_bytes=nbytes_to_copy(work.vae.modules) if strategy == "cpu" else 0,
@@ -210,6 +119,14 @@ class Forecast:
         reason = prediction.unavailable.get("bytes")
         gaps = {} if reason is None else {"predicted_peak_bytes": reason}
         return Expected(prediction.bytes, prediction.basis, gaps)
+
+
+def _tile_plan(work: Work, tiles: Tiles) -> TilePlan | None:
+    factor = work.vae.facts.spatial_factor
+    if factor is None:
+        return None
+    height, width = work.pixels
+    return attempt(lambda: plan(height, width, tiles.side, tiles.overlap, factor)).value
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,6 +209,96 @@ class Tries:
         return Try(name, run, device, facts, self.forecast.of(self.work, name, tiles, device))
 
 
+def made(
+    one: Try, direction: Direction, generator: torch.Generator | None
+) -> tuple[Outcome | None, StrategyAttempt]:
+    """Make the attempt. Running out of memory is an outcome; anything else that is raised passes unchanged.
+
+    After running out of memory nothing of the attempt is alive, caches of the device are emptied, and the
+    generator is as it was.
+
+    Args:
+        one: What to try.
+        direction: Whether it encodes or decodes.
+        generator: That may be drawn from.
+    """
+    handled = sys.exception()
+    state = None if generator is None else generator.get_state()
+    stage = monitor.stage(attempt_stage(one.name, direction))
+    record = one.record()
+    outcome: Outcome | None = None
+    began = time.perf_counter()
+    try:
+        with stage:
+            outcome = one.run()
+            _wait_for(one.device)
+        record = replace(record, outcome="succeeded", tile=outcome.tile or one.tile)
+    except BaseException as error:
+        if not is_out_of_memory(error):
+            raise
+        outcome = None
+        record = failed(record, error)
+        let_go(error, handled)
+    record = replace(record, seconds=time.perf_counter() - began)
+    if outcome is None:
+        _clean_up(one.device, generator, state)
+    return outcome, _with_memory(record, stage, one.device)
+
+
+def _wait_for(device: torch.device) -> None:
+    """Let the device finish, so that its time counts and its errors are those of this attempt."""
+    synchronize = getattr(getattr(torch, device.type, None), "synchronize", None)
+    if device.type in ("cpu", "meta") or synchronize is None:
+        return
+    if device.type == "mps":  # it is one device and takes no name of it
+        synchronize()
+    else:
+        synchronize(device)
+
+
+def _clean_up(device: torch.device, generator: torch.Generator | None, state: torch.Tensor | None) -> None:
+    free_memory(device)
+    if generator is not None and state is not None:
+        generator.set_state(state)
+
+
+def _with_memory(record: StrategyAttempt, stage: object, device: torch.device) -> StrategyAttempt:
+    seen = attempt(stage.record).value if isinstance(stage, LiveStage) else None
+    if seen is None or seen.peak is None:
+        reasons = dict.fromkeys(("peak", "measured_peak_bytes"), NOT_MEASURED)
+        return replace(record, unavailable={**record.unavailable, **reasons})
+    measured = _growth(seen, device)
+    reasons = {} if measured is not None else {"measured_peak_bytes": "its memory could not be read"}
+    return replace(
+        record,
+        peak=seen.peak,
+        measured_peak_bytes=measured,
+        unavailable={**record.unavailable, **reasons},
+    )
+
+
+def _growth(stage: Stage, device: torch.device) -> int | None:
+    """Peak beyond what was in use on the device when the stage began; of the process, on the CPU."""
+    if stage.peak is None or stage.memory is None:
+        return None
+    before = stage.memory.baseline
+    if device.type == "cpu":
+        return _above(stage.peak.rss_bytes, before.process_rss_bytes)
+    name = str(device)
+    if ":" not in name:  # a device without a number is the current one
+        name = before.device_in_use() or name
+    return _above(stage.peak.accelerator(name).allocated_bytes, before.accelerator(name).allocated_bytes)
+
+
+def _above(highest: int | None, start: int | None) -> int | None:
+    return None if start is None or highest is None else max(highest - start, 0)
+
+
+def failed(record: StrategyAttempt, error: BaseException) -> StrategyAttempt:
+    """The record of an attempt that ended in an error, of which only words are kept."""
+    return replace(record, outcome="failed", reason=describe(error), error_type=type(error).__name__)
+
+
 def forecast_from(past: Iterable[Run | EncodingRecord], *, enabled: bool) -> Forecast:
     """A forecast that knows some past runs, and what the run that is being recorded has seen so far.
 
@@ -300,7 +307,7 @@ def forecast_from(past: Iterable[Run | EncodingRecord], *, enabled: bool) -> For
         enabled: False foretells nothing.
     """
     known = list(past) if enabled else []
-    recorder = current_recorder() if enabled else None
+    recorder = monitor.current_recorder() if enabled else None
     if recorder is not None:
         own = attempt(recorder.run).value
         known += [] if own is None else [own]
@@ -315,11 +322,3 @@ def why_not_fitting(expected: Expected, device: torch.device) -> str | None:
     memory = replace(memory, ram_available_bytes=free_ram().free_bytes)
     fitting, words = fits(Prediction(expected.nbytes, expected.basis), memory, str(device))
     return None if fitting else words
-
-
-def _plan(work: Work, tiles: Tiles) -> TilePlan | None:
-    factor = work.vae.facts.spatial_factor
-    if factor is None:
-        return None
-    height, width = work.pixels
-    return attempt(lambda: plan(height, width, tiles.side, tiles.overlap, factor)).value

@@ -1,7 +1,8 @@
-"""Run_benchmark: warm-up, repeats, run files, results; what can be a subject.
+"""Benchmark a pipeline: warm each case up, repeat it, and keep every repeat as a run.
 
-It measures with a `PerformanceMonitor`, as everything here does, so that what `sigmascope check` and `sigmascope compare` read
-of a benchmark is what they read of any other run.
+It measures with a `PerformanceMonitor`, as everything here does, so that `sigmascope check` and `sigmascope compare`
+read a benchmark as they read any other run. `Subject` says what can be measured: anything that makes pictures when it
+is told size, batch and steps. `RunFiles` saves each run in a file of its own, named for its case.
 """
 
 import time
@@ -29,7 +30,6 @@ from sigmascope.records.performance import BENCHMARK, OTHERS, BenchCase, Made
 from sigmascope.records.run import Finding, Run
 
 __all__ = ["DEFAULT_TARGET", "BenchOptions", "CaseResult", "run_benchmark"]
-
 
 DEFAULT_TARGET: Final = 5.0
 
@@ -329,12 +329,12 @@ class _Bench:
         self.progress(self.done, whole, case.label)
 
 
+def _reason(failure: Exception) -> str:
+    return f"out of memory ({describe(failure)})" if is_out_of_memory(failure) else describe(failure)
+
+
 def _summarised(found: CaseResult) -> CaseResult:
     if not found.runs:
         return found
     samples = 1 if found.made is None else found.made.samples
     return replace(found, summary=summarise(found.runs, samples=samples, warm_up=found.warm_up))
-
-
-def _reason(failure: Exception) -> str:
-    return f"out of memory ({describe(failure)})" if is_out_of_memory(failure) else describe(failure)

@@ -1,8 +1,12 @@
-"""A diffusers pipeline as the subject: loaded, called, its stages and steps timed.
+"""Benchmark a diffusers pipeline: load it, call it, and time its stages and steps.
 
-text_encoding is `encode_prompt`, latent_encoding and latent_decoding are the VAE's `encode` and `decode`, denoising lasts from
-the first call of the denoiser to the decoding. A step lasts from the denoiser's first call in it until the
-pipeline's callback, or is each call of the denoiser where the pipeline has no callback.
+`DiffusersSubject` calls the pipeline with those arguments of its own signature that a case asks for.
+`PipelineStages` turns its parts into stages: text_encoding is `encode_prompt`, latent_encoding and latent_decoding
+are the VAE's `encode` and `decode`, and denoising lasts from the denoiser's first call to the decoding. A step
+lasts from the denoiser's first call in it to the pipeline's callback; where the pipeline has no callback, each call
+of the denoiser is a step.
+
+A benchmark may wait for the device, which a monitor must not do (`waiter`).
 """
 
 import inspect
@@ -26,6 +30,16 @@ from sigmascope.probes.models import components_of, denoisers_of
 from sigmascope.records.performance import BenchCase, Made
 
 PROMPT = "a red fox jumps over a lazy dog, morning light, sharp photograph"
+_VAE_STAGES: Final = (("encode", "latent_encoding"), ("decode", "latent_decoding"))
+_COMPILED_CALL: Final = "_compiled_call_impl"
+_MISSING: Final = object()
+"""Stands for a method that an object has from its class alone."""
+CALLBACK: Final = "callback_on_step_end"
+_NAMED: Final = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+"""Parameters that can be given by name."""
+_PER_PROMPT: Final = ("num_images_per_prompt", "num_videos_per_prompt")
+Offload = Literal["none", "model", "sequential"]
+_HUB_NAME: Final = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 @dataclass(frozen=True)
@@ -73,9 +87,91 @@ class DiffusersSubject:
         return what_was_made(output)
 
 
-_OF_VAE: Final = (("encode", "latent_encoding"), ("decode", "latent_decoding"))
-_COMPILED_CALL: Final = "_compiled_call_impl"
-_MISSING: Final = object()
+def parameters_of(pipeline: object) -> frozenset[str]:
+    """Names of what the pipeline's call takes."""
+    found = inspect.signature(type(pipeline).__call__).parameters.values()
+    return frozenset(one.name for one in found if one.kind in _NAMED) - {"self"}
+
+
+def check_call(pipeline: object, case: BenchCase, given: Mapping[str, Any]) -> None:
+    """Refuse what the pipeline's call does not take, and what would be other work than the case says.
+
+    Args:
+        pipeline: Whose call it is.
+        case: Size, batch and steps.
+        given: Other arguments of the user's.
+
+    Raises:
+        ConfigError: Names the first of them, and what the pipeline takes.
+    """
+    takes = parameters_of(pipeline)
+    _refuse_other_work(case, given)
+    wanted = {
+        "height": ("--resolution", case.height),
+        "num_inference_steps": ("--steps", case.steps),
+        "num_frames": ("--frames", case.frames),
+        **{name: (_flag(name), value) for name, value in given.items()},
+    }
+    for name, (flag, value) in wanted.items():
+        if value is not None and name not in takes:
+            raise ConfigError(
+                f"{flag}: {type(pipeline).__name__} takes no {name}.",
+                hint=f"It takes {', '.join(sorted(takes))}.",
+            )
+    if case.batch > 1 and not takes.intersection((*_PER_PROMPT, "prompt")):
+        raise ConfigError(
+            f"--batch: {type(pipeline).__name__} makes one picture at a time.", hint="Leave --batch out."
+        )
+
+
+def _refuse_other_work(case: BenchCase, given: Mapping[str, Any]) -> None:
+    said = {
+        "width": ("--resolution", case.width),
+        "height": ("--resolution", case.height),
+        "num_inference_steps": ("--steps", case.steps),
+        "num_frames": ("--frames", case.frames),
+        **dict.fromkeys(_PER_PROMPT, ("--batch", case.batch)),
+    }
+    for name in given:
+        flag, value = said.get(name, ("", None))
+        if value is not None:
+            raise ConfigError(
+                f"--call {name}: the case {case.label} has {value} of it already.",
+                hint=f"Say it with {flag} alone.",
+            )
+
+
+def _flag(name: str) -> str:
+    """What the command line calls an argument that the user gave."""
+    return "--image" if name == "image" else f"--call {name}"
+
+
+def call_arguments(
+    pipeline: object, case: BenchCase, prompt: str, seed: int, given: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Arguments for one generation.
+
+    Args:
+        pipeline: Whose call it is.
+        case: Size, batch and steps; what is None is left to the pipeline.
+        prompt: For pipelines that take one.
+        seed: Of the noise, which is drawn on the CPU.
+        given: Other arguments of the user's, which `check_call` has looked at.
+    """
+    takes = parameters_of(pipeline)
+    arguments: dict[str, Any] = {
+        "prompt": prompt,
+        "width": case.width,
+        "height": case.height,
+        "num_inference_steps": case.steps,
+        "num_frames": case.frames,
+        "generator": torch.Generator("cpu").manual_seed(seed),
+    }
+    arguments |= dict.fromkeys(_PER_PROMPT, case.batch)
+    if case.batch > 1 and not takes.intersection(_PER_PROMPT):
+        arguments["prompt"] = [prompt] * case.batch
+    chosen = {name: value for name, value in arguments.items() if name in takes and value is not None}
+    return chosen | dict(given)
 
 
 class PipelineStages:
@@ -127,12 +223,10 @@ class PipelineStages:
         self._end_step()
         return values
 
-    # --- what is put on, and taken off
-
     def _put_on(self, undo: ExitStack) -> None:
         self._wrap(undo, self._pipeline, "encode_prompt", "text_encoding")
         vae = components_of(self._pipeline).get("vae")
-        for method, name in _OF_VAE:
+        for method, name in _VAE_STAGES:
             self._wrap(undo, vae, method, name)
         denoisers = [one for one in denoisers_of(self._pipeline) if isinstance(one, nn.Module)]
         for module in denoisers:
@@ -178,8 +272,6 @@ class PipelineStages:
         before = vars(owner).get(method, _MISSING)
         setattr(owner, method, watched)
         undo.callback(_restore, owner, method, before)
-
-    # --- stages
 
     @contextmanager
     def _stage(self, name: str) -> Iterator[None]:
@@ -240,135 +332,58 @@ def _restore(owner: object, method: str, before: object) -> None:
         setattr(owner, method, before)
 
 
-CALLBACK: Final = "callback_on_step_end"
-_NAMED: Final = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-_PER_PROMPT: Final = ("num_images_per_prompt", "num_videos_per_prompt")
-
-
-def parameters_of(pipeline: object) -> frozenset[str]:
-    """Names of what the pipeline's call takes."""
-    found = inspect.signature(type(pipeline).__call__).parameters.values()
-    return frozenset(one.name for one in found if one.kind in _NAMED) - {"self"}
-
-
-def check_call(pipeline: object, case: BenchCase, given: Mapping[str, Any]) -> None:
-    """Refuse what the pipeline's call does not take, and what would be other work than the case says.
-
-    Args:
-        pipeline: Whose call it is.
-        case: Size, batch and steps.
-        given: Other arguments of the user's.
-
-    Raises:
-        ConfigError: Names the first of them, and what the pipeline takes.
-    """
-    takes = parameters_of(pipeline)
-    _refuse_other_work(case, given)
-    wanted = {
-        "height": ("--resolution", case.height),
-        "num_inference_steps": ("--steps", case.steps),
-        "num_frames": ("--frames", case.frames),
-        **{name: (_flag(name), value) for name, value in given.items()},
-    }
-    for name, (flag, value) in wanted.items():
-        if value is not None and name not in takes:
-            raise ConfigError(
-                f"{flag}: {type(pipeline).__name__} takes no {name}.",
-                hint=f"It takes {', '.join(sorted(takes))}.",
-            )
-    if case.batch > 1 and not takes.intersection((*_PER_PROMPT, "prompt")):
-        raise ConfigError(
-            f"--batch: {type(pipeline).__name__} makes one picture at a time.", hint="Leave --batch out."
-        )
-
-
-def _refuse_other_work(case: BenchCase, given: Mapping[str, Any]) -> None:
-    said = {
-        "width": ("--resolution", case.width),
-        "height": ("--resolution", case.height),
-        "num_inference_steps": ("--steps", case.steps),
-        "num_frames": ("--frames", case.frames),
-        **dict.fromkeys(_PER_PROMPT, ("--batch", case.batch)),
-    }
-    for name in given:
-        flag, value = said.get(name, ("", None))
-        if value is not None:
-            raise ConfigError(
-                f"--call {name}: the case {case.label} has {value} of it already.",
-                hint=f"Say it with {flag} alone.",
-            )
-
-
-def call_arguments(
-    pipeline: object, case: BenchCase, prompt: str, seed: int, given: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Arguments for one generation.
-
-    Args:
-        pipeline: Whose call it is.
-        case: Size, batch and steps; what is None is left to the pipeline.
-        prompt: For pipelines that take one.
-        seed: Of the noise, which is drawn on the CPU.
-        given: Other arguments of the user's, which `check_call` has looked at.
-    """
-    takes = parameters_of(pipeline)
-    arguments: dict[str, Any] = {
-        "prompt": prompt,
-        "width": case.width,
-        "height": case.height,
-        "num_inference_steps": case.steps,
-        "num_frames": case.frames,
-        "generator": torch.Generator("cpu").manual_seed(seed),
-    }
-    arguments |= dict.fromkeys(_PER_PROMPT, case.batch)
-    if case.batch > 1 and not takes.intersection(_PER_PROMPT):
-        arguments["prompt"] = [prompt] * case.batch
-    chosen = {name: value for name, value in arguments.items() if name in takes and value is not None}
-    return chosen | dict(given)
-
-
 def what_was_made(output: object) -> Made:
     """How many pictures or videos, and of which size, a pipeline gave; the size is None for latents.
 
     Args:
-        output: Of the pipeline: its first entry holds pictures (Pillow), videos (lists of pictures), or an array of either.
+        output: Of the pipeline: its first entry holds pictures (Pillow), videos (lists of pictures), or an array of
+            either.
     """
     first = output[0] if isinstance(output, Sequence) or hasattr(output, "__getitem__") else output
     if hasattr(first, "shape"):
-        return _of_array(tuple(first.shape), channels_first=isinstance(first, torch.Tensor))
+        return _made_of_array(tuple(first.shape), channels_first=isinstance(first, torch.Tensor))
     if not isinstance(first, Sequence) or not first:
         return Made(1)
     sample = first[0]
     if isinstance(sample, Sequence) and sample:
-        width, height = _size(sample[0])
+        width, height = _picture_size(sample[0])
         return Made(len(first), width, height, len(sample))
     if hasattr(sample, "shape"):  # a list of arrays, one a video
-        one = _of_array((1, *sample.shape), channels_first=isinstance(sample, torch.Tensor))
+        one = _made_of_array((1, *sample.shape), channels_first=isinstance(sample, torch.Tensor))
         return Made(len(first), one.width, one.height, one.frames)
-    return Made(len(first), *_size(sample))
+    return Made(len(first), *_picture_size(sample))
 
 
-def _flag(name: str) -> str:
-    """What the command line calls an argument that the user gave."""
-    return "--image" if name == "image" else f"--call {name}"
-
-
-def _of_array(shape: tuple[int, ...], *, channels_first: bool) -> Made:
+def _made_of_array(shape: tuple[int, ...], *, channels_first: bool) -> Made:
     if len(shape) not in (4, 5):
         return Made(shape[0] if shape else 1)
     height, width = shape[-2:] if channels_first else shape[-3:-1]
     return Made(shape[0], width, height, shape[1] if len(shape) == 5 else None)
 
 
-def _size(picture: object) -> tuple[int | None, int | None]:
+def _picture_size(picture: object) -> tuple[int | None, int | None]:
     size = getattr(picture, "size", None)
     if isinstance(size, tuple) and len(size) == 2:
         return int(size[0]), int(size[1])
     return None, None
 
 
-Offload = Literal["none", "model", "sequential"]
-_HUB_NAME: Final = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+def waiter(device: torch.device) -> Callable[[], None]:
+    """What waits until `device` has done all that was queued; of no effect for the CPU.
+
+    A stage whose work is only queued would end at once, and the one that waits for the result would seem to have
+    taken its time. At a stage's edges waiting costs some tens of microseconds; within steps nothing waits.
+
+    Args:
+        device: On which the pipeline runs.
+    """
+    if device.type in ("cpu", "meta"):
+        return _nothing
+    return lambda: torch.accelerator.synchronize(device)
+
+
+def _nothing() -> None:
+    pass
 
 
 def load_pipeline(source: str, *, dtype: torch.dtype, device: torch.device, offload: Offload = "none") -> Any:
@@ -394,7 +409,7 @@ def load_pipeline(source: str, *, dtype: torch.dtype, device: torch.device, offl
             pipeline = DiffusionPipeline.from_pretrained(source, **{_dtype_argument(): dtype})
     except (OSError, ValueError, ImportError, AttributeError) as error:
         raise CheckpointError(
-            source, f"cannot be loaded as a pipeline ({_first_line(error)}).", hint=_hint(source)
+            source, f"cannot be loaded as a pipeline ({_first_line(error)}).", hint=_loading_hint(source)
         ) from error
     pipeline.set_progress_bar_config(disable=True)
     if offload == "model":
@@ -452,25 +467,7 @@ def _first_line(error: Exception) -> str:
     return lines[0].partition(" (")[0].rstrip(".:") if lines else type(error).__name__
 
 
-def _hint(source: str) -> str:
+def _loading_hint(source: str) -> str:
     if Path(source).is_dir():
         return "Load it with diffusers alone to see more."
     return "Check the name, the network, and that you may read it; or download it and name the folder."
-
-
-def waiter(device: torch.device) -> Callable[[], None]:
-    """What waits until `device` has done all that was queued; of no effect for the CPU.
-
-    A stage whose work is only queued would end at once, and the one that waits for the result would seem to have
-    taken its time. At a stage's edges waiting costs some tens of microseconds; within steps nothing waits.
-
-    Args:
-        device: On which the pipeline runs.
-    """
-    if device.type in ("cpu", "meta"):
-        return _nothing
-    return lambda: torch.accelerator.synchronize(device)
-
-
-def _nothing() -> None:
-    pass

@@ -1,7 +1,11 @@
-"""Encode_latents and decode_latents, the engine that tries one strategy after another, stand-in latents.
+"""Encode pictures and decode latents with any VAE, in whichever way memory allows.
 
-Running out of memory moves on to the next one, with nothing of the failed one alive. Any other error is the
-VAE's or the caller's, and passes unchanged.
+`encode_latents` and `decode_latents` prepare the work and give it to `Engine`, which tries one strategy after
+another until one gives a result, and keeps a record of all. When memory runs out, the next strategy is tried with
+nothing of the failed attempt alive. Any other error is the VAE's or the caller's, and passes unchanged.
+
+`dummy_latents` is the last resort, on request: zeros of the shape that the real latents would have had. They encode
+nothing.
 """
 
 import time
@@ -22,7 +26,7 @@ from sigmascope.pipeline.model_state import in_turn
 from sigmascope.pipeline.peak_prediction import NoTwinError, dry_run
 from sigmascope.pipeline.strategies import Choices, Decoding, Encoding, Outcome, Work, check_tiles, checked
 from sigmascope.pipeline.vae_adapters import ComfyuiVae, Vae, adapted
-from sigmascope.probes.reading import attempt as read
+from sigmascope.probes.reading import attempt
 from sigmascope.records.latents import (
     RECORD_FACT,
     EncodingEvent,
@@ -36,6 +40,17 @@ from sigmascope.records.latents import (
 from sigmascope.records.run import Finding, Run
 
 OnEvent = Callable[[EncodingEvent], object]
+_CHANNELS_FIRST: dict[int, Layout] = {4: "BCHW", 5: "BCFHW"}
+_CHANNELS_LAST: dict[int, Layout] = {4: "BHWC", 5: "BFHWC"}
+FINDING = Finding(
+    id="dummy_latents",
+    severity="critical",
+    message="The latents are zeros that stand in for an encoding: no picture was encoded.",
+    advice="Make room for the encoding: smaller tiles, fewer frames, a lower resolution, or another device.",
+    stage="latent_encoding",
+)
+_ROUND_UP = ("AutoencoderTiny", "AutoencoderKLHunyuanVideo", "AutoencoderKLLTXVideo")
+"""VAEs that make one latent element more of a side that is no multiple of their factor; others drop the rest."""
 
 
 def encode_latents(
@@ -117,10 +132,6 @@ def encode_latents(
 def _latent_facts(latent: Tensor) -> SampleFacts:
     layouts: dict[int, Layout] = {4: "BCHW", 5: "BCFHW"}
     return sample_facts(latent, layouts.get(latent.ndim))
-
-
-_CHANNELS_FIRST: dict[int, Layout] = {4: "BCHW", 5: "BCFHW"}
-_CHANNELS_LAST: dict[int, Layout] = {4: "BHWC", 5: "BFHWC"}
 
 
 def decode_latents(
@@ -266,16 +277,16 @@ class Engine:
             return None
         self._tell(EncodingEvent("attempt_began", self.work.direction, strategy=one.name))
         try:
-            outcome, attempt = made(one, self.work.direction, self.work.generator)
+            outcome, record = made(one, self.work.direction, self.work.generator)
         except BaseException as error:
             self._ended(failed(one.record(), error))
             raise
-        self._ended(attempt)
+        self._ended(record)
         return outcome
 
-    def _ended(self, attempt: StrategyAttempt) -> None:
-        self.attempts.append(attempt)
-        self._tell(EncodingEvent("attempt_ended", self.work.direction, attempt=attempt))
+    def _ended(self, record: StrategyAttempt) -> None:
+        self.attempts.append(record)
+        self._tell(EncodingEvent("attempt_ended", self.work.direction, attempt=record))
 
     def _record(self, outcome: Outcome | None, seconds: float) -> EncodingRecord:
         last = self.attempts[-1].name if self.attempts and outcome is not None else None
@@ -293,7 +304,7 @@ class Engine:
             return replace(record, unavailable={"output": "no strategy gave a result"})
         findings = () if self.dummy_finding is None or last != "dummy" else (self.dummy_finding,)
         tensor = outcome.tensor
-        output = read(lambda: self.describe(tensor))
+        output = attempt(lambda: self.describe(tensor))
         reasons = {} if output.reason is None else {"output": output.reason}
         return replace(record, output=output.value, findings=findings, unavailable=reasons)
 
@@ -305,38 +316,14 @@ class Engine:
 
 def _every_strategy_failed(record: EncodingRecord) -> EveryStrategyFailedError:
     ends = [
-        f"{strategy_label(attempt.name, record.direction)} {attempt.outcome}: {attempt.reason}"
-        for attempt in record.attempts
+        f"{strategy_label(tried.name, record.direction)} {tried.outcome}: {tried.reason}"
+        for tried in record.attempts
     ]
     return EveryStrategyFailedError(
         "The VAE's memory ran out. " + "; ".join(ends),
         record=record,
         hint="Give fewer or smaller pictures, a smaller tile=, or free memory first.",
     )
-
-
-FINDING = Finding(
-    id="dummy_latents",
-    severity="critical",
-    message="The latents are zeros that stand in for an encoding: no picture was encoded.",
-    advice="Make room for the encoding: smaller tiles, fewer frames, a lower resolution, or another device.",
-    stage="latent_encoding",
-)
-
-
-_ROUND_UP = ("AutoencoderTiny", "AutoencoderKLHunyuanVideo", "AutoencoderKLLTXVideo")
-"""They make one latent element more of a side that is no multiple of their factor; others drop the rest."""
-
-
-def why_no_dummy(facts: VaeFacts) -> str | None:
-    """What would have to be known for a dummy of the right shape, or None."""
-    known = {
-        "latent_channels": facts.latent_channels,
-        "spatial_factor": facts.spatial_factor,
-        "temporal_factor": facts.temporal_factor if facts.is_video else 1,
-    }
-    missing = [name for name, value in known.items() if value is None]
-    return f"the VAE does not tell its {', '.join(missing)}" if missing else None
 
 
 def dummy_latents(vae: Vae, pictures: Pictures, device: torch.device) -> Tensor:
@@ -375,6 +362,17 @@ def _shape_told(facts: VaeFacts, pixels: Tensor) -> tuple[int, ...]:
     sides = [_latent_length(length, facts.spatial_factor, facts.class_name) for length in (height, width)]
     times = [facts.latent_frames(count) or 1 for count in frames]
     return (batch, facts.latent_channels, *times, *sides)
+
+
+def why_no_dummy(facts: VaeFacts) -> str | None:
+    """What would have to be known for a dummy of the right shape, or None."""
+    known = {
+        "latent_channels": facts.latent_channels,
+        "spatial_factor": facts.spatial_factor,
+        "temporal_factor": facts.temporal_factor if facts.is_video else 1,
+    }
+    missing = [name for name, value in known.items() if value is None]
+    return f"the VAE does not tell its {', '.join(missing)}" if missing else None
 
 
 def _latent_length(length: int, factor: int, class_name: str) -> int:

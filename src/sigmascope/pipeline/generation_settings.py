@@ -1,4 +1,8 @@
-"""Steps, guidance and size for a model, shrunk to what the device holds."""
+"""Steps, guidance and image size for a model, made smaller where the device could not hold the work.
+
+`settings_for` takes them from the pipeline's own defaults, from the model's facts, or by architecture alone.
+`shrink_to_fit` then looks for a size whose work fits.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -23,8 +27,7 @@ _FAST_SOLVERS: Final = frozenset(
     }
 )
 _FAST_SOLVER_STEPS: Final = 25
-
-
+"""Enough for these solvers, which are of a higher order."""
 _BY_ARCHITECTURE: Final[Mapping[str, Mapping[str, tuple[Any, str]]]] = {
     "MMDiT": {
         "num_inference_steps": (
@@ -46,6 +49,11 @@ _BY_ARCHITECTURE: Final[Mapping[str, Mapping[str, tuple[Any, str]]]] = {
 }
 _GUIDANCE: Final = ("true_cfg_scale", "guidance_scale")
 _SIZES: Final = ("height", "width", "num_frames")
+_SHRINK_FACTOR: Final = 0.8
+_SIDE_MULTIPLE: Final = 64
+"""How `shrink_to_fit` makes a side smaller: by this factor, down to a multiple of so many pixels."""
+_SMALLEST_SIDE: Final = 256
+"""Models of today make little of smaller images."""
 
 
 class GenerationSettings(dict[str, Any]):
@@ -162,12 +170,6 @@ def _without_guidance(subject: Subject, settings: GenerationSettings) -> None:
             settings.put(argument, off, "It is distilled to do without; guidance would double the work.")
 
 
-_STEP: Final = 0.8
-_MULTIPLE: Final = 64
-_SMALLEST: Final = 256
-"""Models of today make little of smaller images."""
-
-
 def shrink_to_fit(
     subject: Subject, settings: GenerationSettings, hardware: Hardware, config: OptimizationConfig
 ) -> None:
@@ -184,7 +186,7 @@ def shrink_to_fit(
     wanted = (int(settings["height"]), int(settings["width"]))
     frames = settings.get("num_frames")
     sizes = [wanted]
-    while min(sizes[-1]) > _SMALLEST:
+    while min(sizes[-1]) > _SMALLEST_SIDE:
         sizes.append((_smaller(sizes[-1][0]), _smaller(sizes[-1][1])))
     first: Circumstances | None = None
     for height, width in sizes:
@@ -207,7 +209,7 @@ def shrink_to_fit(
 
 
 def _smaller(side: int) -> int:
-    return max(_MULTIPLE, int(side * _STEP) // _MULTIPLE * _MULTIPLE)
+    return max(_SIDE_MULTIPLE, int(side * _SHRINK_FACTOR) // _SIDE_MULTIPLE * _SIDE_MULTIPLE)
 
 
 def _room(found: Circumstances) -> int | None:

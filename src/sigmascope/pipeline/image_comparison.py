@@ -1,4 +1,4 @@
-"""PSNR and relative L2 of two images (small: mathematics of its own)."""
+"""How far one image is from another: PSNR and relative L2 error."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -80,6 +80,26 @@ def compare_images(new: Tensor | None, old: Tensor | None) -> ImageChange:
     )
 
 
+def _unavailable(reason: str) -> ImageChange:
+    return ImageChange(unavailable=dict.fromkeys(("identical", "psnr_db", "relative_l2", "largest"), reason))
+
+
+def _range(reference: Tensor) -> float:
+    if not len(reference):
+        return 0.0
+    low, high = float(reference.min()), float(reference.max())
+    return 1.0 if low >= 0 and high <= 1 else high - low
+
+
+def _became_blank(new: Tensor, old: Tensor) -> bool:
+    """Whether any picture of a batch, or the one there is, lost all that the old one shows."""
+    if not new.numel():
+        return False
+    pictures = (one.reshape(len(one), -1) if one.dim() > 3 else one.reshape(1, -1) for one in (new, old))
+    is_flat, was_flat = (one.amin(1) == one.amax(1) for one in pictures)
+    return bool((is_flat & ~was_flat).any())
+
+
 def image_of(output: object) -> Tensor | None:
     """The images or frames in a pipeline's output, as float64 in RAM; None if there are none.
 
@@ -113,23 +133,3 @@ def _of_pil(held: Any) -> Tensor | None:
     if not hasattr(held, "getbands"):
         return None
     return torch.from_numpy(np.asarray(held).astype(np.float64) / _BYTE)
-
-
-def _became_blank(new: Tensor, old: Tensor) -> bool:
-    """Whether any picture of a batch, or the one there is, lost all that the old one shows."""
-    if not new.numel():
-        return False
-    pictures = (one.reshape(len(one), -1) if one.dim() > 3 else one.reshape(1, -1) for one in (new, old))
-    is_flat, was_flat = (one.amin(1) == one.amax(1) for one in pictures)
-    return bool((is_flat & ~was_flat).any())
-
-
-def _range(reference: Tensor) -> float:
-    if not len(reference):
-        return 0.0
-    low, high = float(reference.min()), float(reference.max())
-    return 1.0 if low >= 0 and high <= 1 else high - low
-
-
-def _unavailable(reason: str) -> ImageChange:
-    return ImageChange(unavailable=dict.fromkeys(("identical", "psnr_db", "relative_l2", "largest"), reason))

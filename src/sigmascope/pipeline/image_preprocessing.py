@@ -1,4 +1,9 @@
-"""PIL images, arrays, tensors -> the tensor that a VAE takes: layout, value range, frames; and its facts."""
+"""PIL images, arrays and tensors turned into the tensor that a VAE takes.
+
+`pictures` gathers them in whatever form the caller has them, finds out which axis is which and what the numbers
+mean, and puts frames on an axis of their own or on the batch's. `rescaled` gives the same picture in another value
+range. `sample_facts` notes what goes in and comes out, for the record.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,10 +21,16 @@ from sigmascope.records.latents import Layout, SampleFacts, VaeFacts
 from sigmascope.stages.latent_layout import picture_layout, sizes_of
 
 _CHANNELS_FIRST: dict[int, Layout] = {3: "CHW", 4: "BCHW", 5: "BCFHW"}
-
-
 Values = Literal["signed", "unit", "bytes"]
 """[-1, 1] as diffusers' VAEs take it, [0, 1] as ComfyUI has it, or 0 to 255."""
+_PIL_MODES = {1: "L", 3: "RGB", 4: "RGBA"}
+"""By the number of channels."""
+_LOWEST: dict[Values, float] = {"signed": -1.0, "unit": 0.0, "bytes": 0.0}
+_SPAN: dict[Values, float] = {"signed": 2.0, "unit": 1.0, "bytes": 255.0}
+"""Where each range of values begins, and how wide it is."""
+_MOST_ELEMENTS = 1 << 24
+"""Of larger tensors `sample_facts` computes the range and no other statistics."""
+_TOO_MANY = "not computed: they are too many for it to go unnoticed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,20 +81,6 @@ def pictures(
     meaning = values or _values_of(tensor, axes, default_values)
     arranged, count = _arranged(tensor, axes, facts.is_video, one_each=one_each)
     return Pictures(arranged, meaning, sample_facts(tensor, axes, form), count)
-
-
-def folded(tensor: Tensor) -> tuple[Tensor, int | None]:
-    """A video (batch, channels, frames, …) with its frames on the batch axis, and how many they were."""
-    if tensor.ndim != 5:
-        return tensor, None
-    return tensor.movedim(2, 1).flatten(0, 1), tensor.shape[2]
-
-
-def unfolded(tensor: Tensor, frames: int | None) -> Tensor:
-    """What `folded` folded, with frames on the third axis again."""
-    if frames is None or tensor.ndim != 4:
-        return tensor
-    return tensor.reshape(-1, frames, *tensor.shape[1:]).movedim(1, 2)
 
 
 def _axes(tensor: Tensor, facts: VaeFacts) -> Layout:
@@ -140,9 +137,6 @@ def _arranged(
     return folded(tensor) if is_video is False else (tensor, None)
 
 
-_MODES = {1: "L", 3: "RGB", 4: "RGBA"}
-
-
 def gathered(frames: object, channels: int) -> tuple[Tensor, str]:
     """One tensor of all pictures, and what they came as. Tensors and arrays are not copied.
 
@@ -155,7 +149,7 @@ def gathered(frames: object, channels: int) -> tuple[Tensor, str]:
     """
     if isinstance(frames, Sequence) and not isinstance(frames, str | bytes):
         return _stacked(frames, channels)
-    tensor, form = _one(frames, channels)
+    tensor, form = _one_picture(frames, channels)
     if tensor.numel() == 0:
         raise ConfigError(
             f"frames: a {form} of shape {tuple(tensor.shape)} holds no picture.", hint="Give one at least."
@@ -166,7 +160,7 @@ def gathered(frames: object, channels: int) -> tuple[Tensor, str]:
 def _stacked(frames: Sequence[object], channels: int) -> tuple[Tensor, str]:
     if not frames:
         raise ConfigError("frames: the list is empty.", hint="Give one picture at least.")
-    parts = [_one(frame, channels) for frame in frames]
+    parts = [_one_picture(frame, channels) for frame in frames]
     form = f"list of {parts[0][1]}s"
     _check_alike([part for part, _ in parts])
     if parts[0][0].numel() == 0:
@@ -174,27 +168,7 @@ def _stacked(frames: Sequence[object], channels: int) -> tuple[Tensor, str]:
     return torch.stack([part for part, _ in parts]), form
 
 
-def _check_alike(parts: list[Tensor]) -> None:
-    first = parts[0]
-    for index, part in enumerate(parts):
-        if part.shape != first.shape:
-            raise ConfigError(
-                f"frames: picture {index} is {_size(part)}, picture 0 is {_size(first)}.",
-                hint="Give pictures of one size, or encode those of each size by themselves.",
-            )
-        if (part.dtype, part.device) != (first.dtype, first.device):
-            raise ConfigError(
-                f"frames: picture {index} is {part.dtype} on {part.device}, picture 0 is {first.dtype} on "
-                f"{first.device}.",
-                hint="Give pictures of one dtype on one device.",
-            )
-
-
-def _size(part: Tensor) -> str:
-    return "×".join(map(str, part.shape))
-
-
-def _one(frame: object, channels: int) -> tuple[Tensor, str]:
+def _one_picture(frame: object, channels: int) -> tuple[Tensor, str]:
     if isinstance(frame, Tensor):
         return frame, "tensor"
     if isinstance(frame, np.ndarray):
@@ -220,12 +194,42 @@ def _from_array(array: npt.NDArray[Any]) -> Tensor:
 
 def _from_image(image: Any, channels: int) -> Tensor:
     """(height, width, channels), 0 to 255."""
-    pixels = np.array(image.convert(_MODES.get(channels, "RGB")))
+    pixels = np.array(image.convert(_PIL_MODES.get(channels, "RGB")))
     return torch.from_numpy(pixels if pixels.ndim == 3 else pixels[..., None])
 
 
-_LOWEST: dict[Values, float] = {"signed": -1.0, "unit": 0.0, "bytes": 0.0}
-_SPAN: dict[Values, float] = {"signed": 2.0, "unit": 1.0, "bytes": 255.0}
+def _check_alike(parts: list[Tensor]) -> None:
+    first = parts[0]
+    for index, part in enumerate(parts):
+        if part.shape != first.shape:
+            raise ConfigError(
+                f"frames: picture {index} is {_size(part)}, picture 0 is {_size(first)}.",
+                hint="Give pictures of one size, or encode those of each size by themselves.",
+            )
+        if (part.dtype, part.device) != (first.dtype, first.device):
+            raise ConfigError(
+                f"frames: picture {index} is {part.dtype} on {part.device}, picture 0 is {first.dtype} on "
+                f"{first.device}.",
+                hint="Give pictures of one dtype on one device.",
+            )
+
+
+def _size(part: Tensor) -> str:
+    return "×".join(map(str, part.shape))
+
+
+def folded(tensor: Tensor) -> tuple[Tensor, int | None]:
+    """A video (batch, channels, frames, …) with its frames on the batch axis, and how many they were."""
+    if tensor.ndim != 5:
+        return tensor, None
+    return tensor.movedim(2, 1).flatten(0, 1), tensor.shape[2]
+
+
+def unfolded(tensor: Tensor, frames: int | None) -> Tensor:
+    """What `folded` folded, with frames on the third axis again."""
+    if frames is None or tensor.ndim != 4:
+        return tensor
+    return tensor.reshape(-1, frames, *tensor.shape[1:]).movedim(1, 2)
 
 
 def rescaled(pixels: Tensor, values: Values, wanted: Values) -> Tensor:
@@ -243,10 +247,6 @@ def rescaled(pixels: Tensor, values: Values, wanted: Values) -> Tensor:
     scale = _SPAN[wanted] / _SPAN[values]
     wide = pixels.float() if pixels.itemsize < 4 else pixels
     return wide.mul(scale).add_(_LOWEST[wanted] - _LOWEST[values] * scale)
-
-
-_MOST_ELEMENTS = 1 << 24
-_TOO_MANY = "not computed: they are too many for it to go unnoticed"
 
 
 def sample_facts(tensor: Tensor, layout: Layout | None, form: str = "tensor") -> SampleFacts:

@@ -1,4 +1,8 @@
-"""A plan put to the test: trial runs, times, peaks, verdicts."""
+"""Put a plan to the test: try its choices one after another, each on top of those that paid.
+
+`Trials` runs the pipeline as it is set up and notes times, peak memory and the image. `judge` decides whether a
+choice stays. A `Measurement` holds it all: the figures of each set-up, what each choice gained, and what stays.
+"""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -24,11 +28,11 @@ from sigmascope.progress import Progress, no_progress
 from sigmascope.records.facts import PipelineFacts
 from sigmascope.records.run import Run
 
-_SURE: Final = 0.8
+_MEASURE_AGAIN_ABOVE: Final = 0.8
 """Ratios above this are measured a second time, in turn, before they count."""
-
-
 Call = Callable[[Any], object] | Mapping[str, object]
+"""What makes a pipeline generate: a function of the pipeline, or the arguments of its call."""
+STAGE: Final = "generation"
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +158,23 @@ class Measurement:
         return "\n".join(_lines(self))
 
 
+def _lines(found: Measurement) -> Iterator[str]:
+    yield f"As found: {_figures(found.first)}"
+    for result in found.results:
+        sign = "+" if result.kept else "-"
+        yield f"{sign} {result.choice.name}: {_figures(result.after)}, image {result.image}. {result.verdict}"
+    factor = "" if found.factor is None else f", {found.factor:.2f} times as fast"
+    yield f"With what paid: {_figures(found.last)}{factor}, image {found.image}"
+    if found.repeatable is False:
+        yield "Runs as found did not give the same image twice: give the call a seed."
+
+
+def _figures(set_up: SetUp) -> str:
+    if set_up.error is not None:
+        return set_up.error
+    return f"{units.seconds(set_up.median_seconds)}, peak {units.mib(set_up.peak_bytes)} MB of {set_up.peak_of or '-'}"
+
+
 @dataclass(frozen=True, slots=True)
 class Demands:
     """What a choice must bring to stay.
@@ -224,6 +245,38 @@ def measure_plan(
         raise
 
 
+@dataclass(slots=True)
+class Count:
+    """How many runs there were, and how many are expected: more, where a set-up is measured a second time."""
+
+    progress: Progress
+    expected: int
+    done: int = 0
+
+    def one_more(self, name: str) -> None:
+        """Tell of a run."""
+        self.done += 1
+        self.expected = max(self.expected, self.done)
+        self.progress(self.done, self.expected, name)
+
+
+def as_function(call: Call, seed: int) -> Callable[[Any], object]:
+    """A function of the pipeline, from one, or from the arguments of the pipeline's call.
+
+    Args:
+        call: Either.
+        seed: Of the generator that arguments get.
+    """
+    if callable(call):
+        return call
+    arguments = dict(call)
+
+    def generate(pipeline: Any) -> object:
+        return pipeline(**{"generator": torch.Generator().manual_seed(seed), **arguments})
+
+    return generate
+
+
 @dataclass(frozen=True, slots=True)
 class Seen:
     """A set-up with the image that it gave.
@@ -290,6 +343,56 @@ class Trials:
         return recorder.run(), image_of(output)
 
 
+def _summed_up(runs: list[Run], warmed: list[float]) -> SetUp:
+    steps = [one for run in runs for stage in run.walk() for one in stage.steps.seconds[1:]]
+    where, peaks = _peaks(runs)
+    gaps = {} if peaks else {"peak_bytes": "neither a device nor the process told its peak"}
+    if not steps:
+        gaps["step_seconds"] = "the denoiser was called no more than once"
+    return SetUp(
+        tuple(seconds_of(run) for run in runs),
+        median(steps) if steps else None,
+        max(peaks, default=None),
+        where,
+        warmed[0] if warmed else None,
+        tuple(runs),
+        unavailable=gaps,
+    )
+
+
+def _peaks(runs: list[Run]) -> tuple[str | None, list[int]]:
+    """Of the device that held the most; where none held anything, of the process."""
+    found: dict[str, list[int]] = {}
+    for run in runs:
+        peak = run.peak()
+        for device in peak.accelerators:
+            if device.allocated_bytes:
+                found.setdefault(device.device, []).append(device.allocated_bytes)
+        if peak.rss_bytes is not None:
+            found.setdefault("process", []).append(peak.rss_bytes)
+    devices = [name for name in found if name != "process"]
+    where = max(devices, key=lambda name: max(found[name]), default="process" if found else None)
+    return where, found.get(where or "", [])
+
+
+def seconds_of(run: Run) -> float:
+    """What the generation of a run took."""
+    return sum(stage.seconds for stage in run.stages if stage.name == STAGE)
+
+
+def _finish(pipeline: object, denoiser: nn.Module) -> None:
+    """Wait for the device, so that the time is that of the work; here nobody else's work is held up."""
+    for device in _devices_of(pipeline, denoiser):
+        attempt(partial(torch.accelerator.synchronize, device))
+
+
+def _devices_of(pipeline: Any, denoiser: nn.Module) -> set[torch.device]:
+    """Where it runs, which need not be the current device; weights may be in RAM between two runs."""
+    runs_on: torch.device | None = attempt(lambda: pipeline._execution_device).value
+    found = {weight.device for weight in denoiser.parameters()} | ({runs_on} if runs_on else set())
+    return {device for device in found if device.type not in ("cpu", "meta")}
+
+
 @dataclass(slots=True)
 class _Course:
     """One measurement as it goes. `stack` holds what paid so far, in force."""
@@ -352,22 +455,6 @@ class _Course:
             self.stack.pop()
 
 
-def _is_small(time: FigureComparison | None) -> bool:
-    return time is not None and time.ratio is not None and time.ratio > _SURE
-
-
-def compare_times(new: SetUp, old: SetUp) -> FigureComparison | None:
-    """The ratio of medians with its interval; None if one of them did not run.
-
-    Args:
-        new: With a choice.
-        old: Without it.
-    """
-    if not new.seconds or not old.seconds:
-        return None
-    return compare_values(STAGE, "seconds", new.seconds, old.seconds)
-
-
 def _measurement(plan: Plan, results: list[ChoiceResult], first: Seen, last: Seen) -> Measurement:
     dropped = (result for result in results if not result.kept)
     left = tuple(NotTaken(one.choice.kind, one.choice.component, one.verdict) for one in dropped)
@@ -387,106 +474,20 @@ def _measurement(plan: Plan, results: list[ChoiceResult], first: Seen, last: See
     )
 
 
-STAGE: Final = "generation"
-
-
-@dataclass(slots=True)
-class Count:
-    """How many runs there were, and how many are expected: more, where a set-up is measured a second time."""
-
-    progress: Progress
-    expected: int
-    done: int = 0
-
-    def one_more(self, name: str) -> None:
-        """Tell of a run."""
-        self.done += 1
-        self.expected = max(self.expected, self.done)
-        self.progress(self.done, self.expected, name)
-
-
-def seconds_of(run: Run) -> float:
-    """What the generation of a run took."""
-    return sum(stage.seconds for stage in run.stages if stage.name == STAGE)
-
-
-def as_function(call: Call, seed: int) -> Callable[[Any], object]:
-    """A function of the pipeline, from one, or from the arguments of the pipeline's call.
+def compare_times(new: SetUp, old: SetUp) -> FigureComparison | None:
+    """The ratio of medians with its interval; None if one of them did not run.
 
     Args:
-        call: Either.
-        seed: Of the generator that arguments get.
+        new: With a choice.
+        old: Without it.
     """
-    if callable(call):
-        return call
-    arguments = dict(call)
-
-    def generate(pipeline: Any) -> object:
-        return pipeline(**{"generator": torch.Generator().manual_seed(seed), **arguments})
-
-    return generate
+    if not new.seconds or not old.seconds:
+        return None
+    return compare_values(STAGE, "seconds", new.seconds, old.seconds)
 
 
-def _summed_up(runs: list[Run], warmed: list[float]) -> SetUp:
-    steps = [one for run in runs for stage in run.walk() for one in stage.steps.seconds[1:]]
-    where, peaks = _peaks(runs)
-    gaps = {} if peaks else {"peak_bytes": "neither a device nor the process told its peak"}
-    if not steps:
-        gaps["step_seconds"] = "the denoiser was called no more than once"
-    return SetUp(
-        tuple(seconds_of(run) for run in runs),
-        median(steps) if steps else None,
-        max(peaks, default=None),
-        where,
-        warmed[0] if warmed else None,
-        tuple(runs),
-        unavailable=gaps,
-    )
-
-
-def _peaks(runs: list[Run]) -> tuple[str | None, list[int]]:
-    """Of the device that held the most; where none held anything, of the process."""
-    found: dict[str, list[int]] = {}
-    for run in runs:
-        peak = run.peak()
-        for device in peak.accelerators:
-            if device.allocated_bytes:
-                found.setdefault(device.device, []).append(device.allocated_bytes)
-        if peak.rss_bytes is not None:
-            found.setdefault("process", []).append(peak.rss_bytes)
-    devices = [name for name in found if name != "process"]
-    where = max(devices, key=lambda name: max(found[name]), default="process" if found else None)
-    return where, found.get(where or "", [])
-
-
-def _finish(pipeline: object, denoiser: nn.Module) -> None:
-    """Wait for the device, so that the time is that of the work; here nobody else's work is held up."""
-    for device in _devices_of(pipeline, denoiser):
-        attempt(partial(torch.accelerator.synchronize, device))
-
-
-def _devices_of(pipeline: Any, denoiser: nn.Module) -> set[torch.device]:
-    """Where it runs, which need not be the current device; weights may be in RAM between two runs."""
-    runs_on: torch.device | None = attempt(lambda: pipeline._execution_device).value
-    found = {weight.device for weight in denoiser.parameters()} | ({runs_on} if runs_on else set())
-    return {device for device in found if device.type not in ("cpu", "meta")}
-
-
-def _lines(found: Measurement) -> Iterator[str]:
-    yield f"As found: {_figures(found.first)}"
-    for result in found.results:
-        sign = "+" if result.kept else "-"
-        yield f"{sign} {result.choice.name}: {_figures(result.after)}, image {result.image}. {result.verdict}"
-    factor = "" if found.factor is None else f", {found.factor:.2f} times as fast"
-    yield f"With what paid: {_figures(found.last)}{factor}, image {found.image}"
-    if found.repeatable is False:
-        yield "Runs as found did not give the same image twice: give the call a seed."
-
-
-def _figures(set_up: SetUp) -> str:
-    if set_up.error is not None:
-        return set_up.error
-    return f"{units.seconds(set_up.median_seconds)}, peak {units.mib(set_up.peak_bytes)} MB of {set_up.peak_of or '-'}"
+def _is_small(time: FigureComparison | None) -> bool:
+    return time is not None and time.ratio is not None and time.ratio > _MEASURE_AGAIN_ABOVE
 
 
 @dataclass(frozen=True, slots=True)
@@ -564,10 +565,6 @@ def _faster(time: FigureComparison | None, before: SetUp, after: SetUp, least_ga
     return time.upper is None or time.upper < 1
 
 
-def _slower(time: FigureComparison | None, least_gain: float) -> bool:
-    return time is not None and time.ratio is not None and time.ratio > 1 + least_gain
-
-
 def _saved(before: SetUp, after: SetUp) -> float | None:
     """Share of the peak that went; None where the two are not of the same thing.
 
@@ -583,6 +580,10 @@ def _time_words(time: FigureComparison | None) -> str:
         return "Times could not be compared."
     between = "" if time.lower is None or time.upper is None else f" ({time.lower:.3f} to {time.upper:.3f})"
     return f"{units.seconds(time.new)} instead of {units.seconds(time.baseline)}, {time.ratio:.3f} of it{between}."
+
+
+def _slower(time: FigureComparison | None, least_gain: float) -> bool:
+    return time is not None and time.ratio is not None and time.ratio > 1 + least_gain
 
 
 def _memory_words(before: SetUp, after: SetUp) -> str:

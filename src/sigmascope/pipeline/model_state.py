@@ -1,4 +1,10 @@
-"""A model put back as it was, run on the CPU from copies, one thread at a time; offloading hooks read."""
+"""A model borrowed for an attempt: put back as it was, run from copies in RAM, used by one thread at a time.
+
+`as_before` puts back what an attempt changed, whatever ended it. `put_in_ram` lets a model run on the CPU without
+moving it: copies of its weights take their places for a while. What an attempt changes for a while, another thread
+must not find changed: `in_turn` lets threads in one after the other. `execution_device` and the two functions below
+it read what the hooks of accelerate and diffusers say of a model; neither library is imported.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -12,55 +18,10 @@ from torch import Tensor, nn
 from sigmascope.stages.vae_facts import inner_vae
 
 _NOT_ATTRIBUTES = ("_parameters", "_buffers", "_modules", "training")
+"""What a module has in its `__dict__` and gets back in another way than its attributes."""
 _SMALL_BYTES = 1 << 20
-
-
-def modules_in(vae: object) -> list[nn.Module]:
-    """The outermost modules that a VAE is or holds, such as ComfyUI's `first_stage_model`."""
-    if isinstance(vae, nn.Module):
-        return [vae]
-    return [value for value in _attributes_of(vae).values() if isinstance(value, nn.Module)]
-
-
-def tensors_of(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
-    """Parameters and buffers of modules and all their parts, each once."""
-    seen: set[int] = set()
-    for part in _parts_of(modules):
-        for tensor in (*part._parameters.values(), *part._buffers.values()):
-            if tensor is not None and id(tensor) not in seen:
-                seen.add(id(tensor))
-                yield tensor
-
-
-def _parts_of(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
-    for module in modules:
-        yield from module.modules()
-
-
-@contextmanager
-def for_inference(vae: object, **switches: object) -> Iterator[None]:
-    """Without gradients, in evaluation mode, and with some attributes set; all is as before on leaving.
-
-    Args:
-        vae: A module or what holds some.
-        **switches: Attributes to set on `vae` meanwhile, such as `use_tiling=False`.
-    """
-    parts = [part for module in modules_in(vae) for part in module.modules()]
-    was_training = [part for part in parts if part.training]
-    own = _attributes_of(vae)
-    before = {name: own[name] for name in switches if name in own}
-    try:
-        for part in was_training:
-            part.training = False
-        for name, value in switches.items():
-            object.__setattr__(vae, name, value)
-        with torch.no_grad():
-            yield
-    finally:
-        for part in was_training:
-            part.training = True
-        for name in switches:
-            _put_attribute(own, name, before)
+"""Buffers up to this size are put back by value."""
+_CPU = torch.device("cpu")
 
 
 @contextmanager
@@ -117,6 +78,12 @@ class _Part:
             self.thing.training = self.training
 
 
+def _put_tensors(now: dict[str, Any], before: Mapping[str, Tensor | None]) -> None:
+    if list(now) != list(before) or any(now[name] is not before[name] for name in before):
+        now.clear()
+        now.update(before)
+
+
 @dataclass(frozen=True, slots=True)
 class _Placed:
     """A parameter or buffer with where and what it was."""
@@ -138,6 +105,13 @@ class _Placed:
                 self.tensor.data = self.tensor.data.to(self.device, self.dtype)
             if self.copy is not None and self.tensor._version != self.version:
                 self.tensor.copy_(self.copy)
+
+
+def _small_copy(tensor: Tensor) -> Tensor | None:
+    """Of buffers alone, which a forward pass may count up in place."""
+    if isinstance(tensor, nn.Parameter) or tensor.is_inference() or tensor.is_meta:
+        return None
+    return tensor.detach().clone() if tensor.nbytes <= _SMALL_BYTES else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +143,32 @@ def _tried(put_back: Callable[[], None]) -> Exception | None:
     return None
 
 
+@contextmanager
+def for_inference(vae: object, **switches: object) -> Iterator[None]:
+    """Without gradients, in evaluation mode, and with some attributes set; all is as before on leaving.
+
+    Args:
+        vae: A module or what holds some.
+        **switches: Attributes to set on `vae` meanwhile, such as `use_tiling=False`.
+    """
+    parts = [part for module in modules_in(vae) for part in module.modules()]
+    was_training = [part for part in parts if part.training]
+    own = _attributes_of(vae)
+    before = {name: own[name] for name in switches if name in own}
+    try:
+        for part in was_training:
+            part.training = False
+        for name, value in switches.items():
+            object.__setattr__(vae, name, value)
+        with torch.no_grad():
+            yield
+    finally:
+        for part in was_training:
+            part.training = True
+        for name in switches:
+            _put_attribute(own, name, before)
+
+
 def _attributes_of(thing: object) -> dict[str, Any]:
     attributes: dict[str, Any] = getattr(thing, "__dict__", {})
     return attributes
@@ -181,56 +181,14 @@ def _put_attribute(own: dict[str, Any], name: str, before: Mapping[str, Any]) ->
         own.pop(name, None)
 
 
-def _put_tensors(now: dict[str, Any], before: Mapping[str, Tensor | None]) -> None:
-    if list(now) != list(before) or any(now[name] is not before[name] for name in before):
-        now.clear()
-        now.update(before)
-
-
-def _small_copy(tensor: Tensor) -> Tensor | None:
-    """Of buffers alone, which a forward pass may count up in place."""
-    if isinstance(tensor, nn.Parameter) or tensor.is_inference() or tensor.is_meta:
-        return None
-    return tensor.detach().clone() if tensor.nbytes <= _SMALL_BYTES else None
-
-
-_CPU = torch.device("cpu")
-
-
-class _NoHook:
-    """Stands in for a hook of accelerate's, which would move the weights to its own device."""
-
-    no_grad = False
-
-    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        return args, kwargs
-
-    def post_forward(self, module: nn.Module, output: Any) -> Any:
-        return output
-
-
-def nbytes_to_copy(modules: Iterable[nn.Module]) -> int:
-    """Bytes of weights that are not in RAM yet."""
-    return sum(one.nbytes for one in tensors_of(modules) if one.device != _CPU)
-
-
-def why_not_in_ram(modules: Sequence[nn.Module]) -> str | None:
-    """Why copies of the weights cannot be had, or None."""
-    if any(one.is_meta for one in tensors_of(modules)):
-        return "its weights are offloaded piece by piece and not to be read from here"
-    if offloads_groups(modules):
-        return "diffusers' hooks move its weights, and cannot be set aside"
-    return None
-
-
 def put_in_ram(modules: Iterable[nn.Module]) -> None:
     """Put copies in RAM where the weights, buffers and other tensors of modules are.
 
-    Meant for use inside `restore.as_before(…, also_on_success=True)`, which puts the originals back: they
+    Meant for use inside `as_before(…, also_on_success=True)`, which puts the originals back: they
     have not moved, so that needs no memory on their device.
     """
     parts = [part for module in modules for part in module.modules()]
-    copies = {id(one): _copy(one) for part in parts for one in tensors_on(part)}
+    copies = {id(one): _copy_in_ram(one) for part in parts for one in tensors_on(part)}
     for part in parts:
         for held in (part._parameters, part._buffers, vars(part)):
             _swap(held, copies)
@@ -238,16 +196,7 @@ def put_in_ram(modules: Iterable[nn.Module]) -> None:
             vars(part)["_hf_hook"] = _NoHook()
 
 
-def tensors_on(part: nn.Module) -> list[Tensor]:
-    """Its own parameters, buffers, and attributes that are tensors or lists of them."""
-    found: list[Tensor] = []
-    for value in (*part._parameters.values(), *part._buffers.values(), *vars(part).values()):
-        items = value if isinstance(value, list | tuple) else (value,)
-        found += [item for item in items if isinstance(item, Tensor)]
-    return found
-
-
-def _copy(tensor: Tensor) -> Tensor:
+def _copy_in_ram(tensor: Tensor) -> Tensor:
     if tensor.device == _CPU:
         return tensor
     copy = tensor.detach().to(_CPU)
@@ -262,16 +211,30 @@ def _swap(held: dict[str, Any], copies: Mapping[int, Tensor]) -> None:
             held[name] = type(value)(copies.get(id(item), item) for item in value)
 
 
-@dataclass(slots=True)
-class _Queue:
-    """Whose turn it is, and how many are in it or wait for it."""
+class _NoHook:
+    """Stands in for a hook of accelerate's, which would move the weights to its own device."""
 
-    lock: Any = field(default_factory=RLock)
-    users: int = 0
+    no_grad = False
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        return output
 
 
-_queues: dict[int, _Queue] = {}
-_guard = Lock()
+def why_not_in_ram(modules: Sequence[nn.Module]) -> str | None:
+    """Why copies of the weights cannot be had, or None."""
+    if any(one.is_meta for one in tensors_of(modules)):
+        return "its weights are offloaded piece by piece and not to be read from here"
+    if offloads_groups(modules):
+        return "diffusers' hooks move its weights, and cannot be set aside"
+    return None
+
+
+def nbytes_to_copy(modules: Iterable[nn.Module]) -> int:
+    """Bytes of weights that are not in RAM yet."""
+    return sum(one.nbytes for one in tensors_of(modules) if one.device != _CPU)
 
 
 @contextmanager
@@ -291,17 +254,29 @@ def in_turn(vae: object) -> Iterator[None]:
 
 @contextmanager
 def _turn(key: int) -> Iterator[None]:
-    with _guard:
+    with _queues_lock:
         queue = _queues.setdefault(key, _Queue())
         queue.users += 1
     try:
         with queue.lock:
             yield
     finally:
-        with _guard:
+        with _queues_lock:
             queue.users -= 1
             if not queue.users:
                 del _queues[key]
+
+
+@dataclass(slots=True)
+class _Queue:
+    """Whose turn it is, and how many are in it or wait for it."""
+
+    lock: Any = field(default_factory=RLock)
+    users: int = 0
+
+
+_queues: dict[int, _Queue] = {}
+_queues_lock = Lock()
 
 
 def execution_device(modules: Iterable[nn.Module]) -> torch.device | None:
@@ -315,21 +290,52 @@ def execution_device(modules: Iterable[nn.Module]) -> torch.device | None:
     return None
 
 
+def _parts(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    for module in modules:
+        yield from module.modules()
+
+
 def has_diffusers_hooks(modules: Iterable[nn.Module]) -> bool:
     """Whether diffusers casts or moves weights layer by layer, so that what they are is not what they compute in."""
-    return any(_registry(part) is not None for part in _parts(modules))
+    return any(_hook_registry(part) is not None for part in _parts(modules))
+
+
+def _hook_registry(part: nn.Module) -> Any:
+    return vars(part).get("_diffusers_hook")
 
 
 def offloads_groups(modules: Iterable[nn.Module]) -> bool:
     """Whether diffusers moves groups of layers to a device and back."""
-    hooks = (getattr(_registry(part), "hooks", {}) for part in _parts(modules))
+    hooks = (getattr(_hook_registry(part), "hooks", {}) for part in _parts(modules))
     return any("offloading" in name for names in hooks for name in names)
 
 
-def _registry(part: nn.Module) -> Any:
-    return vars(part).get("_diffusers_hook")
+def modules_in(vae: object) -> list[nn.Module]:
+    """The outermost modules that a VAE is or holds, such as ComfyUI's `first_stage_model`."""
+    if isinstance(vae, nn.Module):
+        return [vae]
+    return [value for value in _attributes_of(vae).values() if isinstance(value, nn.Module)]
 
 
-def _parts(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
+def tensors_of(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
+    """Parameters and buffers of modules and all their parts, each once."""
+    seen: set[int] = set()
+    for part in _parts_of(modules):
+        for tensor in (*part._parameters.values(), *part._buffers.values()):
+            if tensor is not None and id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield tensor
+
+
+def _parts_of(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
     for module in modules:
         yield from module.modules()
+
+
+def tensors_on(part: nn.Module) -> list[Tensor]:
+    """Its own parameters, buffers, and attributes that are tensors or lists of them."""
+    found: list[Tensor] = []
+    for value in (*part._parameters.values(), *part._buffers.values(), *vars(part).values()):
+        items = value if isinstance(value, list | tuple) else (value,)
+        found += [item for item in items if isinstance(item, Tensor)]
+    return found

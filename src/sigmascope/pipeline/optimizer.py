@@ -1,4 +1,7 @@
-"""PipelineOptimizer, and make_plan, which asks every kind of optimization."""
+"""`PipelineOptimizer`: plan, apply, undo and measure what makes a pipeline faster or lets it fit.
+
+`make_plan` asks every kind of optimization, in order, what it would do to this pipeline on this hardware.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -171,7 +174,8 @@ class PipelineOptimizer:
             warmup: Runs before these, where compiling and caching falls.
             seed: Of the generator.
             least_gain: The share of time, or of peak memory, that a choice must save to stay.
-            min_psnr: Drop a choice if the image is farther than this from the first one, in dB, or if that is not known.
+            min_psnr: Drop a choice if the image is farther than this from the first one, in dB, or if that is not
+                known.
             keep: Leave what paid applied; `undo` then takes it back.
             progress: Told of each run.
 

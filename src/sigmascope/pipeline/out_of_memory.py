@@ -1,4 +1,7 @@
-"""Which errors say that memory ran out, letting go, and the RAM that is left (small: lbm and bench use it alone)."""
+"""Errors that say memory ran out, letting go of what the failed attempt held, and the RAM that is left.
+
+The RAM left is the machine's, or that of the container (control group) if it has less.
+"""
 
 import errno
 import gc
@@ -26,6 +29,7 @@ _WORDS = re.compile(
     re.IGNORECASE,
 )
 _WINDOWS_COMMIT_LIMIT = 1455  # "the paging file is too small"
+_CGROUP = Path("/sys/fs/cgroup")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -36,28 +40,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     from one of these. NaN and wrong shapes are other errors, and an interruption is none.
     """
     return isinstance(error, Exception) and any(_says_so(one) for one in _causes(error))
-
-
-def let_go(error: BaseException, outer: BaseException | None = None) -> None:
-    """Drop what an error holds: the local variables of all frames that it went through, and these frames.
-
-    Args:
-        error: Caught, and done with.
-        outer: What was being handled already when the attempt began. It and what lies behind it are
-            somebody else's, and stay.
-    """
-    for one in list(_chain(error, outer)):
-        traceback.clear_frames(one.__traceback__)
-        one.__traceback__ = None
-
-
-def free_memory(*devices: torch.device) -> None:
-    """Collect garbage, then give the devices' cached blocks back to them. Never raises."""
-    gc.collect()
-    for kind in {device.type for device in devices} - {"cpu", "meta"}:
-        empty_cache = getattr(getattr(torch, kind, None), "empty_cache", None)
-        if empty_cache is not None:
-            attempt(empty_cache)
 
 
 def _says_so(error: BaseException) -> bool:
@@ -78,6 +60,19 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         cause = cause.__cause__
 
 
+def let_go(error: BaseException, outer: BaseException | None = None) -> None:
+    """Drop what an error holds: the local variables of all frames that it went through, and these frames.
+
+    Args:
+        error: Caught, and done with.
+        outer: What was being handled already when the attempt began. It and what lies behind it are
+            somebody else's, and stay.
+    """
+    for one in list(_chain(error, outer)):
+        traceback.clear_frames(one.__traceback__)
+        one.__traceback__ = None
+
+
 def _chain(error: BaseException, outer: BaseException | None) -> Iterator[BaseException]:
     """The error and all that it was raised from or while handling, up to `outer`."""
     seen: set[int] = set() if outer is None else {id(one) for one in _chain(outer, None)}
@@ -90,7 +85,13 @@ def _chain(error: BaseException, outer: BaseException | None) -> Iterator[BaseEx
             waiting += [one.__cause__, one.__context__]
 
 
-_CGROUP = Path("/sys/fs/cgroup")
+def free_memory(*devices: torch.device) -> None:
+    """Collect garbage, then give the devices' cached blocks back to them. Never raises."""
+    gc.collect()
+    for kind in {device.type for device in devices} - {"cpu", "meta"}:
+        empty_cache = getattr(getattr(torch, kind, None), "empty_cache", None)
+        if empty_cache is not None:
+            attempt(empty_cache)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,14 +115,6 @@ def free_ram(cgroup: Path = _CGROUP) -> Ram:
     return Ram(machine)
 
 
-def why_not_enough(needed_bytes: int, ram: Ram) -> str | None:
-    """The reason with numbers, if RAM cannot hold that much."""
-    if ram.free_bytes is None or needed_bytes <= ram.free_bytes:
-        return None
-    needed, free = needed_bytes / MIB, ram.free_bytes / MIB
-    return f"it takes about {needed:,.0f} MB of RAM, and {ram.whose} has {free:,.0f} MB free"
-
-
 def _left_in(cgroup: Path) -> int | None:
     limit = (cgroup / "memory.max").read_text().strip()
     if limit == "max":
@@ -135,3 +128,11 @@ def _reclaimable(cgroup: Path) -> int:
     lines = (cgroup / "memory.stat").read_text().splitlines()
     numbers = dict(line.split(maxsplit=1) for line in lines)
     return int(numbers.get("inactive_file", 0)) + int(numbers.get("active_file", 0))
+
+
+def why_not_enough(needed_bytes: int, ram: Ram) -> str | None:
+    """The reason with numbers, if RAM cannot hold that much."""
+    if ram.free_bytes is None or needed_bytes <= ram.free_bytes:
+        return None
+    needed, free = needed_bytes / MIB, ram.free_bytes / MIB
+    return f"it takes about {needed:,.0f} MB of RAM, and {ram.whose} has {free:,.0f} MB free"

@@ -1,12 +1,11 @@
-"""The peak memory of an encoding or decoding before it runs: past runs, a twin on the meta device, live bytes counted.
+"""The peak memory of an encoding or decoding, predicted before it begins.
 
-The layers that a VAE's config describes are run without weights or values, and the bytes that are alive are
-counted; past runs, where there are some, correct the count.
+A twin of the VAE is run in its stead: the same layers without weights, rebuilt from its config or copied. The VAE
+itself is never called, and nothing about it changes. The twin is on PyTorch's "meta" device, where tensors have a
+size and no content. Every tensor made is counted until it is let go of, so that the count is what an allocator
+would have seen.
 
-The VAE itself is never called, and nothing about it changes.
-
-Code that runs on PyTorch's "meta" device makes tensors that have a size and no content. Every tensor made is
-counted until it is let go of, so that the count is what an allocator would have seen.
+Past runs, where there are some, correct the count by what they really took (`learn`).
 """
 
 import copy
@@ -47,9 +46,13 @@ from sigmascope.stages.vae_facts import inner_vae
 MARGIN_ON_ACCELERATOR = 0.1
 MARGIN_IN_RAM = 0.25
 """Shares of a prediction that shall be free beside it, for what allocators waste."""
-
-
 _FEWEST_AXES = 4
+"""Batch, channels, height, width."""
+SMALLEST_BYTES = 64 * MIB
+"""Below this a process's memory says more of what it had kept from before than of the attempt."""
+_META = torch.device("meta")
+Switch = tuple[str, bool | int | float]
+"""An attribute of a VAE that its config does not have, such as `use_slicing`, with its value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,45 +162,16 @@ def predict_peak(vae: object, wanted: Planned, experience: Experience | None = N
         wanted: What is to be done.
         experience: From `learn`.
     """
-    counted = _counted(vae, wanted)
+    from_layers = _predicted_from_layers(vae, wanted)
     learned = (
         None
         if experience is None or len(wanted.shape) < _FEWEST_AXES
-        else _learned(vae, wanted, counted.bytes, experience)
+        else _learned_bytes(vae, wanted, from_layers.bytes, experience)
     )
-    return counted if learned is None else replace(counted, bytes=learned, basis="learned")
+    return from_layers if learned is None else replace(from_layers, bytes=learned, basis="learned")
 
 
-def fits(
-    prediction: Prediction, memory: MemorySnapshot, device: str | None = None, *, margin: float | None = None
-) -> tuple[bool, str]:
-    """Whether a predicted peak has room, and the numbers behind it as a sentence.
-
-    What is unknown is no reason to skip anything: then it fits as far as is known, and the sentence says so.
-
-    Args:
-        prediction: From `predict_peak`.
-        memory: Read just before.
-        device: An accelerator such as "cuda:0"; None or "cpu" is the machine's RAM.
-        margin: Share of the prediction to be free beside it; None is a quarter in RAM, a tenth elsewhere.
-    """
-    if prediction.bytes is None:
-        why = prediction.unavailable.get("bytes", "no reason is known")
-        return True, f"Its peak could not be predicted: {why}."
-    free = _free(memory, device)
-    in_ram = device in (None, "cpu")
-    where = "RAM" if in_ram else device
-    if margin is None:
-        margin = MARGIN_IN_RAM if in_ram else MARGIN_ON_ACCELERATOR
-    if free is None:
-        return True, f"How much of {where} is free could not be read."
-    needed = int(prediction.bytes * (1 + margin))
-    room = needed <= free
-    said = f"{prediction.bytes / MIB:,.0f} MB are expected at the peak ({prediction.basis})"
-    return room, f"{said}, {'' if room else 'only '}{free / MIB:,.0f} MB of {where} are free."
-
-
-def _counted(vae: object, wanted: Planned) -> Prediction:
+def _predicted_from_layers(vae: object, wanted: Planned) -> Prediction:
     weights = wanted.moved_weights_bytes
     if len(wanted.shape) < _FEWEST_AXES:
         reason = f"a shape of {len(wanted.shape)} axes has no batch, channels, height and width"
@@ -211,6 +185,22 @@ def _counted(vae: object, wanted: Planned) -> Prediction:
     total = _with_what_is_around(found, wanted)
     tensors = total - weights - found.peak_bytes + found.tensor_bytes
     return Prediction(total, "config", tensors, weights)
+
+
+class NoTwinError(Exception):
+    """Why a VAE cannot be run without its weights."""
+
+
+def _own_estimate(vae: object, wanted: Planned) -> int | None:
+    """What ComfyUI's VAE reckons with when it makes room for itself."""
+    reckon = getattr(
+        vae, "memory_used_encode" if wanted.direction == "encoding" else "memory_used_decode", None
+    )
+    dtype = wanted.dtype or getattr(inner_vae(vae), "vae_dtype", None)
+    if not callable(reckon) or dtype is None:
+        return None
+    reckoned = attempt(lambda: int(reckon(wanted.part, dtype))).value
+    return None if reckoned is None else reckoned + wanted.moved_weights_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,31 +237,44 @@ def _with_what_is_around(found: DryRun, wanted: Planned) -> int:
     return total + wanted.moved_weights_bytes
 
 
-def _own_estimate(vae: object, wanted: Planned) -> int | None:
-    """What ComfyUI's VAE reckons with when it makes room for itself."""
-    reckon = getattr(
-        vae, "memory_used_encode" if wanted.direction == "encoding" else "memory_used_decode", None
-    )
-    dtype = wanted.dtype or getattr(inner_vae(vae), "vae_dtype", None)
-    if not callable(reckon) or dtype is None:
-        return None
-    reckoned = attempt(lambda: int(reckon(wanted.part, dtype))).value
-    return None if reckoned is None else reckoned + wanted.moved_weights_bytes
-
-
-def _learned(vae: object, wanted: Planned, counted_bytes: int | None, experience: Experience) -> int | None:
+def _learned_bytes(
+    vae: object, wanted: Planned, counted_bytes: int | None, experience: Experience
+) -> int | None:
     name = type(inner_vae(vae)).__name__
     kind = Kind(name, wanted.direction, wanted.strategy, wanted.device_type)
     return experience.peak(kind, math.prod(wanted.part), counted_bytes)
 
 
-def _numbered(device: str, memory: MemorySnapshot) -> str:
-    """A device without a number is the current one of its kind."""
-    current = memory.current_device or ""
-    return current if ":" not in device and current.startswith(f"{device}:") else device
+def fits(
+    prediction: Prediction, memory: MemorySnapshot, device: str | None = None, *, margin: float | None = None
+) -> tuple[bool, str]:
+    """Whether a predicted peak has room, and the numbers behind it as a sentence.
+
+    What is unknown is no reason to skip anything: then it fits as far as is known, and the sentence says so.
+
+    Args:
+        prediction: From `predict_peak`.
+        memory: Read just before.
+        device: An accelerator such as "cuda:0"; None or "cpu" is the machine's RAM.
+        margin: Share of the prediction to be free beside it; None is a quarter in RAM, a tenth elsewhere.
+    """
+    if prediction.bytes is None:
+        why = prediction.unavailable.get("bytes", "no reason is known")
+        return True, f"Its peak could not be predicted: {why}."
+    free = _free_bytes(memory, device)
+    in_ram = device in (None, "cpu")
+    where = "RAM" if in_ram else device
+    if margin is None:
+        margin = MARGIN_IN_RAM if in_ram else MARGIN_ON_ACCELERATOR
+    if free is None:
+        return True, f"How much of {where} is free could not be read."
+    needed = int(prediction.bytes * (1 + margin))
+    room = needed <= free
+    said = f"{prediction.bytes / MIB:,.0f} MB are expected at the peak ({prediction.basis})"
+    return room, f"{said}, {'' if room else 'only '}{free / MIB:,.0f} MB of {where} are free."
 
 
-def _free(memory: MemorySnapshot, device: str | None) -> int | None:
+def _free_bytes(memory: MemorySnapshot, device: str | None) -> int | None:
     if device in (None, "cpu"):
         return memory.ram_available_bytes
     there = memory.accelerator(_numbered(str(device), memory))
@@ -280,102 +283,10 @@ def _free(memory: MemorySnapshot, device: str | None) -> int | None:
     return there.free_bytes + (there.reserved_bytes or 0) - (there.allocated_bytes or 0)
 
 
-SMALLEST_BYTES = 64 * MIB
-"""Below this a process's memory says more of what it had kept from before than of the attempt."""
-
-
-def learn(past: Iterable[Run | EncodingRecord]) -> Experience:
-    """Learn from runs that were saved, or from records as `encode_latents` gives them.
-
-    Attempts that succeeded count, if their peak was measured and is 64 MB or more. A ratio comes only from a
-    prediction that was itself made from the config: one that had learned already would count twice.
-
-    Args:
-        past: `Run`s, whose stages hold the records, or the records themselves. A stage whose record cannot be
-            read is passed over.
-    """
-    ratios: dict[Kind, list[float]] = defaultdict(list)
-    rates: dict[Kind, list[float]] = defaultdict(list)
-    for record in _records(past):
-        for tried in record.attempts:
-            measured = tried.measured_peak_bytes or 0
-            kind = _kind(record, tried)
-            if kind is None or measured < SMALLEST_BYTES:
-                continue
-            if tried.prediction_basis == "config" and tried.predicted_peak_bytes:
-                ratios[kind].append(measured / tried.predicted_peak_bytes)
-            elements = _elements(record, tried)
-            if elements:
-                rates[kind].append(measured / elements)
-    return Experience(_tuples(ratios), _tuples(rates))
-
-
-def _records(past: Iterable[Run | EncodingRecord]) -> Iterable[EncodingRecord]:
-    for one in past:
-        if isinstance(one, EncodingRecord):
-            yield one
-            continue
-        for stage in one.walk():
-            record = _record(stage.facts.get(RECORD_FACT))
-            if record is not None:
-                yield record
-
-
-def _record(plain: object) -> EncodingRecord | None:
-    if not isinstance(plain, Mapping):
-        return None
-    try:
-        return encoding_record(plain)
-    except (ValueError, TypeError, LookupError):
-        return None
-
-
-def _kind(record: EncodingRecord, attempt: StrategyAttempt) -> Kind | None:
-    if (
-        record.vae is None
-        or attempt.outcome != "succeeded"
-        or attempt.name == "dummy"
-        or attempt.device is None
-    ):
-        return None
-    device_type = attempt.device.split(":")[0]
-    return Kind(record.vae.class_name, record.direction, attempt.name, device_type)
-
-
-def _elements(record: EncodingRecord, attempt: StrategyAttempt) -> int | None:
-    """How many the VAE was given at once: of one picture or video if it was in tiles."""
-    given = record.input
-    if given is None or None in (given.batch, given.channels, given.height, given.width):
-        return None
-    sides = [given.height or 0, given.width or 0]
-    batch = given.batch or 0
-    if attempt.tile is not None:
-        factor = _factor(record)
-        if factor is None:
-            return None
-        tile = (attempt.tile.height // factor, attempt.tile.width // factor)
-        sides = [min(pair) for pair in zip(sides, tile, strict=True)]
-        batch = 1
-    return math.prod((batch, given.frames or 1, given.channels or 0, *sides))
-
-
-def _factor(record: EncodingRecord) -> int | None:
-    """Pixels along one element of the input."""
-    if record.direction == "encoding":
-        return 1
-    return None if record.vae is None else record.vae.spatial_factor
-
-
-def _tuples(values: Mapping[Kind, list[float]]) -> dict[Kind, tuple[float, ...]]:
-    return {kind: tuple(measured) for kind, measured in values.items()}
-
-
-_META = torch.device("meta")
-Switch = tuple[str, bool | int | float]
-
-
-class NoTwinError(Exception):
-    """Why a VAE cannot be run without its weights."""
+def _numbered(device: str, memory: MemorySnapshot) -> str:
+    """A device without a number is the current one of its kind."""
+    current = memory.current_device or ""
+    return current if ":" not in device and current.startswith(f"{device}:") else device
 
 
 def dry_run(
@@ -396,12 +307,24 @@ def dry_run(
     wanted = dtype or _dtype_of(module)
     try:
         if hasattr(type(module), "from_config"):
-            return _of_recipe(_recipe(module), shape, direction, wanted)
-        return _run(_cast(_copied(module), wanted), shape, direction, wanted)
+            return _dry_run_of_recipe(_recipe_of(module), shape, direction, wanted)
+        return _run_twin(_cast(_copy_without_weights(module), wanted), shape, direction, wanted)
     except Exception as error:  # a stranger's model may raise anything
         raise NoTwinError(
             f"its layers could not be run without weights: {type(error).__name__}: {error}"
         ) from error
+
+
+def _module_of(vae: object) -> nn.Module:
+    inner = inner_vae(vae)
+    module = inner if isinstance(inner, nn.Module) else getattr(inner, "first_stage_model", None)
+    if not isinstance(module, nn.Module):
+        raise NoTwinError(f"{type(vae).__name__} is no module whose layers could be counted")
+    return module
+
+
+def _dtype_of(module: nn.Module) -> torch.dtype:
+    return next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -412,25 +335,22 @@ class _Recipe:
     config: Mapping[str, Any] = field(compare=False)
 
 
-def _recipe(module: Any) -> _Recipe:
-    config: dict[str, Any] = dict(module.config)
-    return _Recipe(type(module), repr(config), _switches(module), config)
-
-
 @lru_cache(maxsize=256)
-def _of_recipe(recipe: _Recipe, shape: tuple[int, ...], direction: Direction, dtype: torch.dtype) -> DryRun:
+def _dry_run_of_recipe(
+    recipe: _Recipe, shape: tuple[int, ...], direction: Direction, dtype: torch.dtype
+) -> DryRun:
     kind: Any = recipe.kind
     with _META:
         twin: nn.Module = kind.from_config(dict(recipe.config))
     own = vars(twin)
     own.update((name, value) for name, value in recipe.switches if name in own)
-    return _run(_cast(twin, dtype), shape, direction, dtype)
+    return _run_twin(_cast(twin, dtype), shape, direction, dtype)
 
 
-def _run(twin: Any, shape: tuple[int, ...], direction: Direction, dtype: torch.dtype) -> DryRun:
+def _run_twin(twin: Any, shape: tuple[int, ...], direction: Direction, dtype: torch.dtype) -> DryRun:
     frames = _streamed_frames(twin, shape, direction)
     if frames is not None:
-        few, more = (_run(twin, (*shape[:2], count, *shape[3:]), direction, dtype) for count in frames)
+        few, more = (_run_twin(twin, (*shape[:2], count, *shape[3:]), direction, dtype) for count in frames)
         return _continued(few, more, (shape[2] - frames[0]) // (frames[1] - frames[0]))
     twin.eval()
     if getattr(twin, "use_tiling", False):
@@ -475,16 +395,20 @@ def _continued(few: DryRun, more: DryRun, steps: int) -> DryRun:
     )
 
 
-def _module_of(vae: object) -> nn.Module:
-    inner = inner_vae(vae)
-    module = inner if isinstance(inner, nn.Module) else getattr(inner, "first_stage_model", None)
-    if not isinstance(module, nn.Module):
-        raise NoTwinError(f"{type(vae).__name__} is no module whose layers could be counted")
-    return module
+def _frame_count(twin: Any, shape: tuple[int, ...]) -> dict[str, int]:
+    """Decoders that mix the pictures of a batch must be told how many belong together."""
+    return {"num_frames": shape[0]} if "num_frames" in inspect.signature(twin.decode).parameters else {}
 
 
-def _dtype_of(module: nn.Module) -> torch.dtype:
-    return next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
+def _cast(twin: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """To a dtype throughout: a class's own `.to` may have ideas of what stays in float32."""
+    apply: Callable[[Callable[[Tensor], Tensor]], nn.Module] = twin._apply
+    return apply(lambda tensor: tensor.to(_META, dtype if tensor.is_floating_point() else tensor.dtype))
+
+
+def _recipe_of(module: Any) -> _Recipe:
+    config: dict[str, Any] = dict(module.config)
+    return _Recipe(type(module), repr(config), _switches(module), config)
 
 
 def _switches(module: nn.Module) -> tuple[Switch, ...]:
@@ -493,7 +417,7 @@ def _switches(module: nn.Module) -> tuple[Switch, ...]:
     return tuple((name, value) for name, value in own if isinstance(value, bool | int | float))
 
 
-def _copied(module: nn.Module) -> nn.Module:
+def _copy_without_weights(module: nn.Module) -> nn.Module:
     """Its layers, without its weights and without what anybody has put on them, who is not to be told of this run."""
     tensors = (one for part in module.modules() for one in tensors_on(part))
     memo: dict[int, Any] = {id(one): _without_content(one) for one in tensors}
@@ -505,27 +429,16 @@ def _copied(module: nn.Module) -> nn.Module:
     return twin
 
 
-def _as_its_class_has_it(part: nn.Module) -> None:
-    """Without functions in the places of its methods: they may belong to the VAE itself."""
-    own = vars(part)
-    for name in [name for name, value in own.items() if callable(value) and hasattr(type(part), name)]:
-        del own[name]
-
-
 def _without_content(weight: Tensor) -> Tensor:
     empty = torch.empty_like(weight, device=_META, requires_grad=False)
     return nn.Parameter(empty, requires_grad=False) if isinstance(weight, nn.Parameter) else empty
 
 
-def _cast(twin: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """To a dtype throughout: a class's own `.to` may have ideas of what stays in float32."""
-    apply: Callable[[Callable[[Tensor], Tensor]], nn.Module] = twin._apply
-    return apply(lambda tensor: tensor.to(_META, dtype if tensor.is_floating_point() else tensor.dtype))
-
-
-def _frame_count(twin: Any, shape: tuple[int, ...]) -> dict[str, int]:
-    """Decoders that mix the pictures of a batch must be told how many belong together."""
-    return {"num_frames": shape[0]} if "num_frames" in inspect.signature(twin.decode).parameters else {}
+def _as_its_class_has_it(part: nn.Module) -> None:
+    """Without functions in the places of its methods: they may belong to the VAE itself."""
+    own = vars(part)
+    for name in [name for name, value in own.items() if callable(value) and hasattr(type(part), name)]:
+        del own[name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -556,6 +469,24 @@ def counted(code: Callable[[], object]) -> Counted:
     with _disable_current_modes(), torch.no_grad(), _META, _FusedAttention(), _LiveBytes() as live:
         result = code()
     return Counted(result, live.highest, live.highest_with_workspace)
+
+
+class _FusedAttention(TorchFunctionMode):
+    """Gives attention's output its shape without its steps, which on the meta device would be the naive ones."""
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is not functional.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        named = dict(zip(("query", "key", "value"), args, strict=False)) | dict(kwargs)
+        query, value = named["query"], named["value"]
+        return query.new_empty(*query.shape[:-1], value.shape[-1])
 
 
 class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -597,24 +528,6 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.now += nbytes
 
 
-class _FusedAttention(TorchFunctionMode):
-    """Gives attention's output its shape without its steps, which on the meta device would be the naive ones."""
-
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is not functional.scaled_dot_product_attention:
-            return func(*args, **kwargs)
-        named = dict(zip(("query", "key", "value"), args, strict=False)) | dict(kwargs)
-        query, value = named["query"], named["value"]
-        return query.new_empty(*query.shape[:-1], value.shape[-1])
-
-
 def _tensors_in(values: object) -> Iterator[Tensor]:
     return (value for value in tree_iter(values) if isinstance(value, Tensor))
 
@@ -628,3 +541,89 @@ def _workspace(func: Any, args: tuple[Any, ...]) -> int:
 def nbytes_of(tensor: Tensor) -> int:
     """Bytes of a tensor's elements, wherever they are."""
     return tensor.numel() * tensor.element_size()
+
+
+def learn(past: Iterable[Run | EncodingRecord]) -> Experience:
+    """Learn from runs that were saved, or from records as `encode_latents` gives them.
+
+    Attempts that succeeded count, if their peak was measured and is 64 MB or more. A ratio comes only from a
+    prediction that was itself made from the config: one that had learned already would count twice.
+
+    Args:
+        past: `Run`s, whose stages hold the records, or the records themselves. A stage whose record cannot be
+            read is passed over.
+    """
+    ratios: dict[Kind, list[float]] = defaultdict(list)
+    rates: dict[Kind, list[float]] = defaultdict(list)
+    for record in _records(past):
+        for tried in record.attempts:
+            measured = tried.measured_peak_bytes or 0
+            kind = _kind_of(record, tried)
+            if kind is None or measured < SMALLEST_BYTES:
+                continue
+            if tried.prediction_basis == "config" and tried.predicted_peak_bytes:
+                ratios[kind].append(measured / tried.predicted_peak_bytes)
+            elements = _elements(record, tried)
+            if elements:
+                rates[kind].append(measured / elements)
+    return Experience(_tuples(ratios), _tuples(rates))
+
+
+def _records(past: Iterable[Run | EncodingRecord]) -> Iterable[EncodingRecord]:
+    for one in past:
+        if isinstance(one, EncodingRecord):
+            yield one
+            continue
+        for stage in one.walk():
+            record = _record_in(stage.facts.get(RECORD_FACT))
+            if record is not None:
+                yield record
+
+
+def _record_in(plain: object) -> EncodingRecord | None:
+    if not isinstance(plain, Mapping):
+        return None
+    try:
+        return encoding_record(plain)
+    except (ValueError, TypeError, LookupError):
+        return None
+
+
+def _kind_of(record: EncodingRecord, attempt: StrategyAttempt) -> Kind | None:
+    if (
+        record.vae is None
+        or attempt.outcome != "succeeded"
+        or attempt.name == "dummy"
+        or attempt.device is None
+    ):
+        return None
+    device_type = attempt.device.split(":")[0]
+    return Kind(record.vae.class_name, record.direction, attempt.name, device_type)
+
+
+def _elements(record: EncodingRecord, attempt: StrategyAttempt) -> int | None:
+    """How many the VAE was given at once: of one picture or video if it was in tiles."""
+    given = record.input
+    if given is None or None in (given.batch, given.channels, given.height, given.width):
+        return None
+    sides = [given.height or 0, given.width or 0]
+    batch = given.batch or 0
+    if attempt.tile is not None:
+        factor = _factor(record)
+        if factor is None:
+            return None
+        tile = (attempt.tile.height // factor, attempt.tile.width // factor)
+        sides = [min(pair) for pair in zip(sides, tile, strict=True)]
+        batch = 1
+    return math.prod((batch, given.frames or 1, given.channels or 0, *sides))
+
+
+def _factor(record: EncodingRecord) -> int | None:
+    """Pixels along one element of the input."""
+    if record.direction == "encoding":
+        return 1
+    return None if record.vae is None else record.vae.spatial_factor
+
+
+def _tuples(values: Mapping[Kind, list[float]]) -> dict[Kind, tuple[float, ...]]:
+    return {kind: tuple(measured) for kind, measured in values.items()}

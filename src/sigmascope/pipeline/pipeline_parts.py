@@ -1,4 +1,4 @@
-"""What is read off a pipeline for planning: its models by role, and the call that is planned for."""
+"""A pipeline as planning sees it: its models by what they do, and the call that is planned for."""
 
 import inspect
 from collections.abc import Mapping
@@ -15,23 +15,6 @@ from sigmascope.records.facts import PipelineFacts, Role
 _SPATIAL_FACTOR: Final = 8
 """Pixels along one latent element, where the pipeline does not say: that of the usual VAEs."""
 _USUAL_SIDE: Final = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """The call that is planned for. Sizes in pixels.
-
-    Attributes:
-        batch_size: Images at once.
-        branches: How often the denoiser works for each: 2 under classifier-free guidance.
-        num_frames: 1 for images.
-    """
-
-    height: int
-    width: int
-    num_frames: int = 1
-    batch_size: int = 1
-    branches: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +40,14 @@ class Subject:
         return call_parameters(self.pipeline).get(name)
 
 
+def call_parameters(pipeline: Any) -> Mapping[str, inspect.Parameter]:
+    """Parameters of a pipeline's `__call__`, by name; empty for a model alone."""
+    if isinstance(pipeline, nn.Module | type | str):
+        return {}
+    read = attempt(lambda: inspect.signature(type(pipeline).__call__).parameters)
+    return {} if read.value is None else {n: p for n, p in read.value.items() if n != "self"}
+
+
 def look_at(pipeline: Any) -> Subject:
     """Read a pipeline's models and facts. Never raises.
 
@@ -78,18 +69,21 @@ def models_of(pipeline: Any) -> dict[str, nn.Module]:
     return found
 
 
-def call_parameters(pipeline: Any) -> Mapping[str, inspect.Parameter]:
-    """Parameters of a pipeline's `__call__`, by name; empty for a model alone."""
-    if isinstance(pipeline, nn.Module | type | str):
-        return {}
-    read = attempt(lambda: inspect.signature(type(pipeline).__call__).parameters)
-    return {} if read.value is None else {n: p for n, p in read.value.items() if n != "self"}
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The call that is planned for. Sizes in pixels.
 
+    Attributes:
+        batch_size: Images at once.
+        branches: How often the denoiser works for each: 2 under classifier-free guidance.
+        num_frames: 1 for images.
+    """
 
-def config_value(model: object, name: str) -> Any:
-    """A value of a model's configuration; None where it has none."""
-    config = getattr(model, "config", None)
-    return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+    height: int
+    width: int
+    num_frames: int = 1
+    batch_size: int = 1
+    branches: int = 1
 
 
 def planned_call(
@@ -137,6 +131,17 @@ def spatial_factor(subject: Subject) -> int:
     return _SPATIAL_FACTOR
 
 
+def config_value(model: object, name: str) -> Any:
+    """A value of a model's configuration; None where it has none."""
+    config = getattr(model, "config", None)
+    return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+
+
+def _default(subject: Subject, name: str) -> Any:
+    parameter = subject.parameter(name)
+    return None if parameter is None or parameter.default is parameter.empty else parameter.default
+
+
 def _guides(subject: Subject) -> bool:
     """Whether the pipeline, called without saying anything about guidance, computes two predictions at once.
 
@@ -148,8 +153,3 @@ def _guides(subject: Subject) -> bool:
             return False
     scale = _default(subject, "guidance_scale")
     return isinstance(scale, int | float) and scale > 1
-
-
-def _default(subject: Subject, name: str) -> Any:
-    parameter = subject.parameter(name)
-    return None if parameter is None or parameter.default is parameter.empty else parameter.default

@@ -1,4 +1,8 @@
-"""The data of planning: OptimizationConfig, Hardware, Choice, Plan."""
+"""A plan for a pipeline: what to do to it, what was left and why, for which hardware, under which configuration.
+
+`OptimizationConfig` is what the user says beforehand: what may happen to the image, which call is planned for, and
+single choices. `read_hardware` reads what choices depend on.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -16,11 +20,32 @@ from sigmascope.records.facts import JsonScalar
 ImageEffect = Literal["none", "rounding", "precision", "approximation"]
 IMAGE_EFFECTS: Final[tuple[ImageEffect, ...]] = ("none", "rounding", "precision", "approximation")
 """What a choice does to the image, the least first; see `OptimizationConfig.image`."""
-
-
 Gain = Literal["speed", "memory"]
 PIPELINE: Final = "pipeline"
 """The component of a choice that concerns all of them."""
+Auto = Literal["auto"]
+Switch = bool | Auto
+Precision = Literal["bfloat16", "float16"]
+Offloading = Literal["model", "group"]
+Caching = Literal["first_block", "pyramid", "faster", "taylorseer"]
+Quantisation = Literal["int8", "float8"]
+_ALLOWED: Final[dict[str, tuple[object, ...]]] = {
+    "image": IMAGE_EFFECTS,
+    "dtype": ("auto", None, "bfloat16", "float16"),
+    "offload": ("auto", None, "model", "group"),
+    "cache": ("auto", None, "first_block", "pyramid", "faster", "taylorseer"),
+    "quantisation": ("auto", None, "int8", "float8"),
+    "vae_slicing": ("auto", True, False),
+    "vae_tiling": ("auto", True, False),
+    "layerwise_casting": ("auto", True, False),
+    "fuse_qkv": ("auto", True, False),
+    "channels_last": ("auto", True, False),
+    "compile": ("auto", True, False),
+    "fast_matmul": ("auto", True, False),
+}
+_BFLOAT16: Final = (8, 0)
+_FLOAT8: Final = (8, 9)
+"""Compute capabilities from which tensor cores multiply these (CUDA C++ Programming Guide, table of features)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,30 +212,6 @@ def _lines(plan: Plan) -> Iterable[str]:
         yield f"- {left.kind} of {left.component}: {left.reason}"
 
 
-Auto = Literal["auto"]
-Switch = bool | Auto
-Precision = Literal["bfloat16", "float16"]
-Offloading = Literal["model", "group"]
-Caching = Literal["first_block", "pyramid", "faster", "taylorseer"]
-Quantisation = Literal["int8", "float8"]
-
-
-_ALLOWED: Final[dict[str, tuple[object, ...]]] = {
-    "image": IMAGE_EFFECTS,
-    "dtype": ("auto", None, "bfloat16", "float16"),
-    "offload": ("auto", None, "model", "group"),
-    "cache": ("auto", None, "first_block", "pyramid", "faster", "taylorseer"),
-    "quantisation": ("auto", None, "int8", "float8"),
-    "vae_slicing": ("auto", True, False),
-    "vae_tiling": ("auto", True, False),
-    "layerwise_casting": ("auto", True, False),
-    "fuse_qkv": ("auto", True, False),
-    "channels_last": ("auto", True, False),
-    "compile": ("auto", True, False),
-    "fast_matmul": ("auto", True, False),
-}
-
-
 @dataclass(frozen=True, slots=True)
 class OptimizationConfig:
     """What `PipelineOptimizer` may do. "auto" is decided from model, hardware and call; None and False: left alone.
@@ -306,11 +307,6 @@ def refuse_unknown(values: Mapping[str, object]) -> None:
             raise ConfigError(f"OptimizationConfig.{name} is {value!r}.", hint=f"Give one of {known}.")
 
 
-_BFLOAT16: Final = (8, 0)
-_FLOAT8: Final = (8, 9)
-"""Compute capabilities from which tensor cores multiply these (CUDA C++ Programming Guide, table of features)."""
-
-
 def read_hardware(device: str | None = None, accelerator: Accelerator | None = None) -> Hardware:
     """The device that a pipeline is to run on. Never raises, and does not wake the device.
 
@@ -342,6 +338,11 @@ def _numbered(device: str) -> str:
     return device if ":" in device or device == "cpu" else f"{device}:0"
 
 
+def _cpu_multiplies_bfloat16() -> bool:
+    found = attempt(lambda: dict(torch.cpu.get_capabilities()))
+    return any((found.value or {}).get(name) for name in ("amx_bf16", "avx512_bf16"))
+
+
 def _free(free: int | None, reserved: int | None, allocated: int | None) -> int | None:
     """What the allocator holds without using it is as good as free."""
     return None if free is None else free + max(0, (reserved or 0) - (allocated or 0))
@@ -350,8 +351,3 @@ def _free(free: int | None, reserved: int | None, allocated: int | None) -> int 
 def _capability(text: str | None) -> tuple[int, int] | None:
     major, _, minor = (text or "").partition(".")
     return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
-
-
-def _cpu_multiplies_bfloat16() -> bool:
-    found = attempt(lambda: dict(torch.cpu.get_capabilities()))
-    return any((found.value or {}).get(name) for name in ("amx_bf16", "avx512_bf16"))

@@ -1,6 +1,8 @@
-"""What there is to do, what the caller chose, and the ways: direct, tiled, on the CPU.
+"""The strategies of encoding and decoding: all at once, in tiles, or on the CPU.
 
-Each leaves the VAE as it found it, whatever ends it.
+`Encoding` and `Decoding` cut the work into the parts that every strategy needs, and know how to finish what comes
+out of them. `direct`, `tiled` and `on_cpu` do the work, and each leaves the VAE as it found it, whatever ends it.
+`checked` and `check_tiles` refuse options that make no sense before anything is done.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,6 +22,10 @@ from sigmascope.records.latents import STRATEGIES, Direction, Strategy, TileFact
 
 _CPU = torch.device("cpu")
 _USUAL_FACTOR = 8
+"""Pixels along one latent element of the usual VAEs, where the VAE does not say."""
+_LARGEST_TILE = 512
+_SMALLEST_LATENT_TILE = 8
+"""Tiles that are tried where none are asked for go from so many pixels down to so many latent elements."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,39 +159,6 @@ def direct(work: Work) -> Outcome:
     return Outcome(_delivered(work, result))
 
 
-def tiled(work: Work, tiles: Tiles) -> Outcome:
-    """Picture by picture, in tiles."""
-    with _undisturbed(work):
-        raw, facts = _in_tiles(work, tiles, work.vae.device)
-        result = work.finish(raw)
-    return Outcome(_delivered(work, result), facts)
-
-
-def on_cpu(work: Work, tiles: Tiles | None = None) -> Outcome:
-    """With the weights in RAM; the result is copied back to where it is expected.
-
-    Args:
-        work: What there is to do.
-        tiles: Cut it into these there too.
-    """
-    vae = work.vae
-    with as_before(vae.vae, *vae.modules, also_on_success=True), for_inference(vae.vae, **vae.switches):
-        put_in_ram(vae.modules)
-        facts = None
-        if tiles is None:
-            raw = work.part(work.source, _CPU)
-        else:
-            raw, facts = _in_tiles(work, tiles, _CPU, by_vae=False)
-        result = work.finish(raw)
-        del raw
-    return Outcome(_delivered(work, result), facts)
-
-
-def copy_back(tensor: Tensor, device: torch.device) -> Tensor:
-    """Take a result to where it is expected."""
-    return tensor.to(device)
-
-
 @contextmanager
 def _undisturbed(work: Work) -> Iterator[None]:
     vae = work.vae
@@ -195,6 +168,19 @@ def _undisturbed(work: Work) -> Iterator[None]:
 
 def _delivered(work: Work, result: Tensor) -> Tensor:
     return copy_back(result, work.output_device or work.vae.home)
+
+
+def copy_back(tensor: Tensor, device: torch.device) -> Tensor:
+    """Take a result to where it is expected."""
+    return tensor.to(device)
+
+
+def tiled(work: Work, tiles: Tiles) -> Outcome:
+    """Picture by picture, in tiles."""
+    with _undisturbed(work):
+        raw, facts = _in_tiles(work, tiles, work.vae.device)
+        result = work.finish(raw)
+    return Outcome(_delivered(work, result), facts)
 
 
 def _in_tiles(
@@ -229,31 +215,6 @@ def _in_tiles(
     return output, cut.facts()
 
 
-def _one_in_tiles(
-    function: Callable[[Tensor], Tensor], part: Tensor, work: Work, tiles: Tiles, factor: int
-) -> tuple[Tensor, TilePlan]:
-    """Where a side is no multiple of the factor, VAEs differ in what they make of the rest."""
-    height, width = _pixels_of(part, work, factor)
-    cut = plan(height, width, tiles.side, tiles.overlap, factor)
-    try:
-        return tiled_map(function, part, cut), cut
-    except ModelMismatchError:
-        if height % factor == 0 and width % factor == 0:
-            raise
-    cut = plan(height, width, tiles.side, tiles.overlap, factor, rounding="up")
-    return tiled_map(function, part, cut), cut
-
-
-def _pixels_of(part: Tensor, work: Work, factor: int) -> tuple[int, int]:
-    scale = factor if work.direction == "decoding" else 1
-    return part.shape[-2] * scale, part.shape[-1] * scale
-
-
-def _even(length: int) -> int:
-    """Shortened to a multiple of the usual factor, so that nothing is left over."""
-    return max(length // _USUAL_FACTOR * _USUAL_FACTOR, 1) if length >= _USUAL_FACTOR else length
-
-
 def measured_factor(work: Work, tiles: Tiles, device: torch.device) -> int:
     """Pixels along one latent element, found by putting one tile through the VAE.
 
@@ -278,8 +239,49 @@ def measured_factor(work: Work, tiles: Tiles, device: torch.device) -> int:
     return int(factor)
 
 
-_LARGEST_TILE = 512
-_SMALLEST_LATENT_TILE = 8
+def _even(length: int) -> int:
+    """Shortened to a multiple of the usual factor, so that nothing is left over."""
+    return max(length // _USUAL_FACTOR * _USUAL_FACTOR, 1) if length >= _USUAL_FACTOR else length
+
+
+def _one_in_tiles(
+    function: Callable[[Tensor], Tensor], part: Tensor, work: Work, tiles: Tiles, factor: int
+) -> tuple[Tensor, TilePlan]:
+    """Where a side is no multiple of the factor, VAEs differ in what they make of the rest."""
+    height, width = _pixels_of(part, work, factor)
+    cut = plan(height, width, tiles.side, tiles.overlap, factor)
+    try:
+        return tiled_map(function, part, cut), cut
+    except ModelMismatchError:
+        if height % factor == 0 and width % factor == 0:
+            raise
+    cut = plan(height, width, tiles.side, tiles.overlap, factor, rounding="up")
+    return tiled_map(function, part, cut), cut
+
+
+def _pixels_of(part: Tensor, work: Work, factor: int) -> tuple[int, int]:
+    scale = factor if work.direction == "decoding" else 1
+    return part.shape[-2] * scale, part.shape[-1] * scale
+
+
+def on_cpu(work: Work, tiles: Tiles | None = None) -> Outcome:
+    """With the weights in RAM; the result is copied back to where it is expected.
+
+    Args:
+        work: What there is to do.
+        tiles: Cut it into these there too.
+    """
+    vae = work.vae
+    with as_before(vae.vae, *vae.modules, also_on_success=True), for_inference(vae.vae, **vae.switches):
+        put_in_ram(vae.modules)
+        facts = None
+        if tiles is None:
+            raw = work.part(work.source, _CPU)
+        else:
+            raw, facts = _in_tiles(work, tiles, _CPU, by_vae=False)
+        result = work.finish(raw)
+        del raw
+    return Outcome(_delivered(work, result), facts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,6 +312,10 @@ class Choices:
         while sides[-1] > smallest:
             sides.append(max(_multiple(sides[-1] // 2, step), smallest))
         return [Tiles(side, self.overlap) for side in sides]
+
+
+def _multiple(length: int, factor: int) -> int:
+    return length // factor * factor
 
 
 def checked(
@@ -369,7 +375,3 @@ def _check_halves(tiles: Tiles, halvings: int, factor: int) -> None:
             f"overlap: ComfyUI halves tiles, and {tiles.overlap} pixels are all of a half of {tiles.side}.",
             hint=f"Take {half - factor} at most.",
         )
-
-
-def _multiple(length: int, factor: int) -> int:
-    return length // factor * factor

@@ -1,7 +1,7 @@
-"""Cut a picture into overlapping tiles, run them, blend them.
+"""Run a VAE over a large picture tile by tile, and blend where tiles overlap.
 
 What is needed at once is the memory of one tile, and of the output. Away from seams a tile gives what the whole
-picture gives, as far as the network is local: group normalisation and attention see the tile only.
+picture gives, as far as the network is local: group normalisation and attention see only the tile.
 """
 
 import itertools
@@ -77,6 +77,13 @@ class TileAxis:
         return [(rise / total[span]).float() for span, rise in zip(spans, rises, strict=True)]
 
 
+def _rise(length: int, ramp: int) -> Tensor:
+    """Rises from each end over `ramp` places, then stays at 1."""
+    position = torch.arange(1, length + 1, dtype=torch.float64)
+    from_end = torch.minimum(position, length + 1 - position)
+    return (from_end / (ramp + 1)).clamp(max=1.0)
+
+
 @dataclass(frozen=True, slots=True)
 class TilePlan:
     """How a picture and its latent are cut: `rows` along the height, `columns` along the width."""
@@ -147,6 +154,100 @@ def plan(
     return TilePlan(rows, _axis("width", width, tiles[1], overlaps[1], downscale, rounding))
 
 
+def _both(sides: Sides | None) -> tuple[int, int] | tuple[None, None]:
+    if sides is None:
+        return None, None
+    return (sides, sides) if isinstance(sides, int) else sides
+
+
+def _axis(
+    side: str,
+    pixels: int,
+    tile: int | None,
+    overlap: int | None,
+    factor: int,
+    rounding: Literal["down", "up"],
+) -> TileAxis:
+    latent_tile = checked_tile(tile, factor)
+    shared = checked_overlap(overlap, latent_tile, factor)
+    length = pixels // factor if rounding == "down" else -(-pixels // factor)
+    if length < 1:
+        raise ConfigError(
+            f"{side}: {pixels} pixels are less than one latent element, which is {factor}.",
+            hint=f"Give at least {factor} pixels.",
+        )
+    return TileAxis(pixels, length, factor, latent_tile, shared, tile_starts(length, latent_tile, shared))
+
+
+def checked_tile(tile: int | None, factor: int) -> int:
+    """A tile's side in latent elements.
+
+    Raises:
+        ConfigError: `factor` is below 1, or `tile` is not a positive multiple of it.
+    """
+    if factor < 1:
+        raise ConfigError(
+            f"downscale: {factor} is no factor.", hint="Give the VAE's spatial factor, such as 8."
+        )
+    if tile is None or tile < factor or tile % factor:
+        raise ConfigError(
+            f"tile: {tile} pixels are not a positive multiple of the VAE's factor {factor}.",
+            hint=f"Take {_nearest(tile or 0, factor, factor, None)}.",
+        )
+    return tile // factor
+
+
+def _nearest(size: int, factor: int, lowest: int, highest: int | None) -> str:
+    """The multiples of `factor` on both sides of `size` that are allowed, as words."""
+    below = max(size // factor * factor, lowest)
+    above = max(-(-size // factor) * factor, lowest)
+    if highest is not None:
+        below, above = min(below, highest), min(above, highest)
+    return str(below) if below == above else f"{below} or {above}"
+
+
+def checked_overlap(overlap: int | None, tile: int, factor: int) -> int:
+    """What neighbours share, in latent elements; a quarter of the tile if None.
+
+    Args:
+        overlap: In pixels.
+        tile: In latent elements.
+        factor: Pixels along a latent element.
+
+    Raises:
+        ConfigError: It is not a multiple of `factor`, or tiles would not advance.
+    """
+    if overlap is None:
+        return quarter(tile)
+    highest = (tile - 1) * factor
+    if overlap < 0 or overlap % factor or overlap > highest:
+        raise ConfigError(
+            f"overlap: {overlap} pixels do not work with tiles of {tile * factor}: it takes a multiple of the "
+            f"VAE's factor {factor} from 0 to {highest}.",
+            hint=f"Take {_nearest(overlap, factor, 0, highest)}.",
+        )
+    return overlap // factor
+
+
+def quarter(tile: int) -> int:
+    """The overlap of tiles that is taken if none is asked for: a quarter, at least 1; 0 of tiles of 1.
+
+    In latent elements, as is `tile`.
+    """
+    return min(max(tile // 4, 1), tile - 1)
+
+
+def tile_starts(length: int, tile: int, overlap: int) -> tuple[int, ...]:
+    """First positions of tiles that cover `length`, evenly apart, the last one flush with the end.
+
+    Neighbours have at least `overlap` in common.
+    """
+    if length <= tile:
+        return (0,)
+    count = math.ceil((length - overlap) / (tile - overlap))
+    return tuple(round(index * (length - tile) / (count - 1)) for index in range(count))
+
+
 def tiled_map(
     function: Callable[[Tensor], Tensor], tensor: Tensor, plan: TilePlan, *, progress: Progress = no_progress
 ) -> Tensor:
@@ -193,35 +294,6 @@ def tiled_map(
     return output.to(dtype)
 
 
-def _both(sides: Sides | None) -> tuple[int, int] | tuple[None, None]:
-    if sides is None:
-        return None, None
-    return (sides, sides) if isinstance(sides, int) else sides
-
-
-def _axis(
-    side: str,
-    pixels: int,
-    tile: int | None,
-    overlap: int | None,
-    factor: int,
-    rounding: Literal["down", "up"],
-) -> TileAxis:
-    latent_tile = checked_tile(tile, factor)
-    shared = checked_overlap(overlap, latent_tile, factor)
-    length = pixels // factor if rounding == "down" else -(-pixels // factor)
-    if length < 1:
-        raise ConfigError(
-            f"{side}: {pixels} pixels are less than one latent element, which is {factor}.",
-            hint=f"Give at least {factor} pixels.",
-        )
-    return TileAxis(pixels, length, factor, latent_tile, shared, tile_starts(length, latent_tile, shared))
-
-
-def _where(plan: TilePlan, row: int, column: int, *, latents: bool) -> Where:
-    return (..., plan.rows.span(row, latents=latents), plan.columns.span(column, latents=latents))
-
-
 def _holds_latents(tensor: Tensor, plan: TilePlan) -> bool:
     size = tuple(tensor.shape[-2:])
     pixels, latents = plan.size(latents=False), plan.size(latents=True)
@@ -231,6 +303,14 @@ def _holds_latents(tensor: Tensor, plan: TilePlan) -> bool:
         f"tensor: expected {_size(pixels)} pixels or {_size(latents)} latent elements, found {_size(tensor.shape)}.",
         hint="Plan the tiles for this tensor's own height and width.",
     )
+
+
+def _size(shape: Sequence[int]) -> str:
+    return "×".join(map(str, shape))
+
+
+def _where(plan: TilePlan, row: int, column: int, *, latents: bool) -> Where:
+    return (..., plan.rows.span(row, latents=latents), plan.columns.span(column, latents=latents))
 
 
 def _check(part: Tensor, where: Where, output: Tensor | None) -> None:
@@ -244,86 +324,6 @@ def _check(part: Tensor, where: Where, output: Tensor | None) -> None:
         )
 
 
-def _size(shape: Sequence[int]) -> str:
-    return "×".join(map(str, shape))
-
-
 def _empty(part: Tensor, size: tuple[int, int]) -> Tensor:
     dtype = torch.promote_types(part.dtype, torch.float32)
     return torch.zeros(*part.shape[:-2], *size, dtype=dtype, device=part.device)
-
-
-def tile_starts(length: int, tile: int, overlap: int) -> tuple[int, ...]:
-    """First positions of tiles that cover `length`, evenly apart, the last one flush with the end.
-
-    Neighbours have at least `overlap` in common.
-    """
-    if length <= tile:
-        return (0,)
-    count = math.ceil((length - overlap) / (tile - overlap))
-    return tuple(round(index * (length - tile) / (count - 1)) for index in range(count))
-
-
-def _rise(length: int, ramp: int) -> Tensor:
-    """Rises from each end over `ramp` places, then stays at 1."""
-    position = torch.arange(1, length + 1, dtype=torch.float64)
-    from_end = torch.minimum(position, length + 1 - position)
-    return (from_end / (ramp + 1)).clamp(max=1.0)
-
-
-def quarter(tile: int) -> int:
-    """The overlap of tiles that is taken if none is asked for: a quarter, at least 1; 0 of tiles of 1.
-
-    In latent elements, as is `tile`.
-    """
-    return min(max(tile // 4, 1), tile - 1)
-
-
-def checked_tile(tile: int | None, factor: int) -> int:
-    """A tile's side in latent elements.
-
-    Raises:
-        ConfigError: `factor` is below 1, or `tile` is not a positive multiple of it.
-    """
-    if factor < 1:
-        raise ConfigError(
-            f"downscale: {factor} is no factor.", hint="Give the VAE's spatial factor, such as 8."
-        )
-    if tile is None or tile < factor or tile % factor:
-        raise ConfigError(
-            f"tile: {tile} pixels are not a positive multiple of the VAE's factor {factor}.",
-            hint=f"Take {_nearest(tile or 0, factor, factor, None)}.",
-        )
-    return tile // factor
-
-
-def checked_overlap(overlap: int | None, tile: int, factor: int) -> int:
-    """What neighbours share, in latent elements; a quarter of the tile if None.
-
-    Args:
-        overlap: In pixels.
-        tile: In latent elements.
-        factor: Pixels along a latent element.
-
-    Raises:
-        ConfigError: It is not a multiple of `factor`, or tiles would not advance.
-    """
-    if overlap is None:
-        return quarter(tile)
-    highest = (tile - 1) * factor
-    if overlap < 0 or overlap % factor or overlap > highest:
-        raise ConfigError(
-            f"overlap: {overlap} pixels do not work with tiles of {tile * factor}: it takes a multiple of the "
-            f"VAE's factor {factor} from 0 to {highest}.",
-            hint=f"Take {_nearest(overlap, factor, 0, highest)}.",
-        )
-    return overlap // factor
-
-
-def _nearest(size: int, factor: int, lowest: int, highest: int | None) -> str:
-    """The multiples of `factor` on both sides of `size` that are allowed, as words."""
-    below = max(size // factor * factor, lowest)
-    above = max(-(-size // factor) * factor, lowest)
-    if highest is not None:
-        below, above = min(below, highest), min(above, highest)
-    return str(below) if below == above else f"{below} or {above}"

@@ -1,4 +1,10 @@
-"""One interface for diffusers' VAEs, ComfyUI's, and any object with encode and decode."""
+"""One interface to every VAE: diffusers', ComfyUI's, or any object with `encode` and `decode`.
+
+`adapted` chooses the adapter. `ModuleVae` is for diffusers' VAEs, and for any other object that takes pictures in
+[-1, 1]. `ComfyuiVae` is for ComfyUI's `VAE` object, which moves its own weights, and which would silently go on in
+tiles when memory runs out. `encoded` and `decoded` read what a VAE gives: tensors, distributions, and what
+libraries wrap them in.
+"""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
@@ -15,6 +21,26 @@ from sigmascope.pipeline.image_preprocessing import Values, rescaled
 from sigmascope.pipeline.model_state import execution_device, has_diffusers_hooks, modules_in, tensors_of
 from sigmascope.records.latents import VaeFacts
 from sigmascope.stages.vae_facts import inner_vae, vae_facts
+
+_OF_PICTURES = ("AutoencoderKLQwenImage", "AutoencoderKLQwenImage21")
+"""VAEs that have an axis for frames and make pictures: several are a batch, and no video."""
+_TILES_ONLY = ("AutoencoderKLAllegro",)
+"""VAEs that cannot do without their own tiles."""
+_WITH_FRAME_COUNT = ("AutoencoderKLTemporalDecoder",)
+"""Decoders that mix the pictures of a batch, and must be told how many belong together."""
+_ENCODED = ("latent_dist", "latents", "latent", "sample", "samples")
+_DECODED = ("sample", "samples", "images", "frames")
+"""Under which `encode` and `decode` may give their result; the first that is there counts."""
+_FALLBACKS = (
+    "encode_tiled_",
+    "encode_tiled_1d",
+    "encode_tiled_3d",
+    "decode_tiled_",
+    "decode_tiled_1d",
+    "decode_tiled_3d",
+)
+"""What ComfyUI's `encode` and `decode` call when memory ran out; its nodes for tiles call `encode_tiled` and
+`decode_tiled`, which are none of these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,110 +62,6 @@ class Encoded:
         distribution = self.posterior(self.tensor)
         drawn: Tensor = distribution.sample(generator=generator) if sample else distribution.mode()
         return drawn
-
-
-_OF_PICTURES = ("AutoencoderKLQwenImage", "AutoencoderKLQwenImage21")
-"""They have an axis for frames and make pictures: several are a batch, and no video."""
-
-
-_TILES_ONLY = ("AutoencoderKLAllegro",)
-"""They cannot do without their own tiles."""
-
-
-def _switches(vae: object) -> dict[str, object]:
-    """What keeps it from cutting tiles of its own."""
-    has_tiles = isinstance(getattr(vae, "use_tiling", None), bool) and type(vae).__name__ not in _TILES_ONLY
-    return {"use_tiling": False} if has_tiles else {}
-
-
-_WITH_FRAME_COUNT = ("AutoencoderKLTemporalDecoder",)
-"""Decoders that mix the pictures of a batch, and must be told how many belong together."""
-
-
-def _takes_frame_count(vae: object) -> bool:
-    """By class first: diffusers wraps `decode`, and the wrapper hides its parameters."""
-    if type(vae).__name__ in _WITH_FRAME_COUNT:
-        return True
-    decode = getattr(vae, "decode", None)
-    if decode is None or isinstance(decode, nn.Module):
-        return False
-    try:
-        parameter = inspect.signature(decode).parameters.get("num_frames")
-    except (TypeError, ValueError):  # compiled or built in: it has no signature
-        return False
-    return parameter is not None and parameter.default is inspect.Parameter.empty
-
-
-_ENCODED = ("latent_dist", "latents", "latent", "sample", "samples")
-
-
-def _mode_of(distribution: Any) -> object:
-    """A method in diffusers, a property in `torch.distributions`, where some have none."""
-    try:
-        mode = distribution.mode
-    except (AttributeError, NotImplementedError):
-        return None
-    return mode() if callable(mode) else mode
-
-
-def _inner(output: object, names: tuple[str, ...]) -> object:
-    if isinstance(output, Mapping):  # diffusers' outputs are mappings too
-        return next((output[name] for name in names if name in output), None)
-    if isinstance(output, tuple | list):
-        return output[0] if output else None
-    found = (getattr(output, name, None) for name in names)
-    return next((one for one in found if one is not None and not callable(one)), None)
-
-
-def _unwrapped(output: object, names: tuple[str, ...]) -> Any:
-    for _ in range(3):  # a tuple that holds a mapping that holds the tensor is as deep as it gets
-        if isinstance(output, Tensor):
-            return output
-        inner = _inner(output, names)
-        if inner is None:
-            return output
-        output = inner
-    return output
-
-
-def _no_tensor(method: str, output: object) -> ModelMismatchError:
-    return ModelMismatchError(
-        f"The VAE's {method} gave {type(output).__name__}, in which no tensor was found.",
-        hint=f"Its {method} should give a tensor, or what diffusers' {method} gives.",
-    )
-
-
-def encoded(output: object) -> Encoded:
-    """Read what `encode` gave: diffusers' outputs, tuples of them, mappings, or a bare tensor.
-
-    Raises:
-        ModelMismatchError: There is no tensor in it.
-    """
-    found = _unwrapped(output, _ENCODED)
-    if isinstance(found, Tensor):
-        return Encoded(found)
-    parameters = getattr(found, "parameters", None)
-    if isinstance(parameters, Tensor) and hasattr(found, "mode"):
-        return Encoded(parameters, type(found))
-    mode = _mode_of(found)
-    if isinstance(mode, Tensor):
-        return Encoded(mode)
-    raise _no_tensor("encode", output)
-
-
-_DECODED = ("sample", "samples", "images", "frames")
-
-
-def decoded(output: object) -> Tensor:
-    """The pictures in what `decode` gave.
-
-    Raises:
-        ModelMismatchError: There is no tensor in it.
-    """
-    found = _unwrapped(output, _DECODED)
-    if isinstance(found, Tensor):
-        return found
-    raise _no_tensor("decode", output)
 
 
 class ModuleVae:
@@ -230,42 +152,90 @@ class ModuleVae:
             )
 
 
-def _for_anybody(compute: Callable[[], Tensor]) -> Tensor:
-    """Compute in inference mode, which ComfyUI's tiles cannot do without; the result works outside of it too."""
-    if torch.is_inference_mode_enabled():
-        return compute()
-    with torch.inference_mode():
-        result = compute()
-    return result.clone()
+def _switches(vae: object) -> dict[str, object]:
+    """What keeps it from cutting tiles of its own."""
+    has_tiles = isinstance(getattr(vae, "use_tiling", None), bool) and type(vae).__name__ not in _TILES_ONLY
+    return {"use_tiling": False} if has_tiles else {}
 
 
-_FALLBACKS = (
-    "encode_tiled_",
-    "encode_tiled_1d",
-    "encode_tiled_3d",
-    "decode_tiled_",
-    "decode_tiled_1d",
-    "decode_tiled_3d",
-)
-"""What `encode` and `decode` call when memory ran out; the nodes for tiles call `encode_tiled`, `decode_tiled`."""
-
-
-def _out_of_memory(*_: object, **__: object) -> NoReturn:
-    raise torch.OutOfMemoryError("ComfyUI ran out of memory without tiles, and was about to go on in tiles.")
-
-
-@contextmanager
-def _no_silent_fallback(vae: Any) -> Iterator[None]:
-    """Make running out of memory an error again, so that it can be told and counted."""
-    own = vars(vae)
-    before = {name: own[name] for name in _FALLBACKS if name in own}
-    own.update({name: _out_of_memory for name in _FALLBACKS if hasattr(vae, name)})
+def _takes_frame_count(vae: object) -> bool:
+    """By class first: diffusers wraps `decode`, and the wrapper hides its parameters."""
+    if type(vae).__name__ in _WITH_FRAME_COUNT:
+        return True
+    decode = getattr(vae, "decode", None)
+    if decode is None or isinstance(decode, nn.Module):
+        return False
     try:
-        yield
-    finally:
-        for name in _FALLBACKS:
-            own.pop(name, None)
-        own.update(before)
+        parameter = inspect.signature(decode).parameters.get("num_frames")
+    except (TypeError, ValueError):  # compiled or built in: it has no signature
+        return False
+    return parameter is not None and parameter.default is inspect.Parameter.empty
+
+
+def encoded(output: object) -> Encoded:
+    """Read what `encode` gave: diffusers' outputs, tuples of them, mappings, or a bare tensor.
+
+    Raises:
+        ModelMismatchError: There is no tensor in it.
+    """
+    found = _unwrapped(output, _ENCODED)
+    if isinstance(found, Tensor):
+        return Encoded(found)
+    parameters = getattr(found, "parameters", None)
+    if isinstance(parameters, Tensor) and hasattr(found, "mode"):
+        return Encoded(parameters, type(found))
+    mode = _mode_of(found)
+    if isinstance(mode, Tensor):
+        return Encoded(mode)
+    raise _no_tensor("encode", output)
+
+
+def _unwrapped(output: object, names: tuple[str, ...]) -> Any:
+    for _ in range(3):  # a tuple that holds a mapping that holds the tensor is as deep as it gets
+        if isinstance(output, Tensor):
+            return output
+        inner = _inner(output, names)
+        if inner is None:
+            return output
+        output = inner
+    return output
+
+
+def _inner(output: object, names: tuple[str, ...]) -> object:
+    if isinstance(output, Mapping):  # diffusers' outputs are mappings too
+        return next((output[name] for name in names if name in output), None)
+    if isinstance(output, tuple | list):
+        return output[0] if output else None
+    found = (getattr(output, name, None) for name in names)
+    return next((one for one in found if one is not None and not callable(one)), None)
+
+
+def _mode_of(distribution: Any) -> object:
+    """A method in diffusers, a property in `torch.distributions`, where some have none."""
+    try:
+        mode = distribution.mode
+    except (AttributeError, NotImplementedError):
+        return None
+    return mode() if callable(mode) else mode
+
+
+def _no_tensor(method: str, output: object) -> ModelMismatchError:
+    return ModelMismatchError(
+        f"The VAE's {method} gave {type(output).__name__}, in which no tensor was found.",
+        hint=f"Its {method} should give a tensor, or what diffusers' {method} gives.",
+    )
+
+
+def decoded(output: object) -> Tensor:
+    """The pictures in what `decode` gave.
+
+    Raises:
+        ModelMismatchError: There is no tensor in it.
+    """
+    found = _unwrapped(output, _DECODED)
+    if isinstance(found, Tensor):
+        return found
+    raise _no_tensor("decode", output)
 
 
 class ComfyuiVae:
@@ -369,6 +339,33 @@ class ComfyuiVae:
 
     def _as_output(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.latent_dtype)
+
+
+@contextmanager
+def _no_silent_fallback(vae: Any) -> Iterator[None]:
+    """Make running out of memory an error again, so that it can be told and counted."""
+    own = vars(vae)
+    before = {name: own[name] for name in _FALLBACKS if name in own}
+    own.update({name: _out_of_memory for name in _FALLBACKS if hasattr(vae, name)})
+    try:
+        yield
+    finally:
+        for name in _FALLBACKS:
+            own.pop(name, None)
+        own.update(before)
+
+
+def _out_of_memory(*_: object, **__: object) -> NoReturn:
+    raise torch.OutOfMemoryError("ComfyUI ran out of memory without tiles, and was about to go on in tiles.")
+
+
+def _for_anybody(compute: Callable[[], Tensor]) -> Tensor:
+    """Compute in inference mode, which ComfyUI's tiles cannot do without; the result works outside of it too."""
+    if torch.is_inference_mode_enabled():
+        return compute()
+    with torch.inference_mode():
+        result = compute()
+    return result.clone()
 
 
 Vae = ModuleVae | ComfyuiVae

@@ -95,7 +95,7 @@ def test_many_frames_of_a_streaming_vae_take_what_running_them_all_takes(
 ) -> None:
     quick = dry_run(small_wan(), shape, direction)
     monkeypatch.setattr(prediction_twin, "_streamed_frames", lambda *_: None)
-    prediction_twin._of_recipe.cache_clear()
+    prediction_twin._dry_run_of_recipe.cache_clear()
     assert quick == dry_run(small_wan(), shape, direction)
 
 

@@ -1,4 +1,4 @@
-"""The folder that launch puts on PYTHONPATH.
+"""Python's own startup loads this in a process that `sigmascope watch` launches: its folder is on PYTHONPATH.
 
 It takes itself out of the way, so that the process is as it would be without it, then begins to watch.
 """

@@ -1,10 +1,15 @@
-"""The denoiser's calls and the scheduler's steps counted into steps."""
+"""The steps of a denoising, counted from the denoiser's calls and the scheduler's steps.
+
+`Denoisers` hears the denoiser's calls, which open the denoising and its steps. `Denoising` counts the calls into
+steps. `Schedulers` hears which schedule is set, and when the scheduler has made a step. When a denoising is over,
+no pipeline says: `end_finished` and `is_final` find out.
+"""
 
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import Any, ClassVar, Final
 
 from torch import Tensor, nn
 from torch.compiler import is_compiling, is_dynamo_compiling
@@ -21,22 +26,40 @@ from sigmascope.integrations.diffusers.hooks import (
     holder_of,
     hook_calls,
 )
-from sigmascope.integrations.diffusers.watch_session import Activity, current_activity, denoising_here, guides
+from sigmascope.integrations.diffusers.watch_session import (
+    Activity,
+    Session,
+    current_activity,
+    denoising_here,
+    guides,
+)
 from sigmascope.monitor.gpu_timing import Mark
 from sigmascope.monitor.peaks import UNKNOWN
 from sigmascope.monitor.recorder import LiveStage, Recorder
 from sigmascope.monitor.scope import row
 
-if TYPE_CHECKING:
-    from sigmascope.integrations.diffusers.watch_session import Session
-
-
-_NAMES: Final = ("unet", "transformer", "transformer_2", "denoiser", "prior", "decoder")
+_DENOISER_NAMES: Final = ("unet", "transformer", "transformer_2", "denoiser", "prior", "decoder")
 """Where pipelines keep denoisers whose architecture is not known."""
-
-
-_HELPER: Final = "controlnet"
+_HELPER_PREFIX: Final = "controlnet"
 """Where they keep what is called before the denoiser, for each of its calls or steps."""
+SCHEDULE_STAGE = "model_sampling"
+_SCHEDULE_SETTINGS: Final = (
+    "prediction_type",
+    "beta_schedule",
+    "timestep_spacing",
+    "shift",
+    "flow_shift",
+    "use_dynamic_shifting",
+    "use_karras_sigmas",
+    "use_flow_sigmas",
+    "solver_order",
+    "algorithm_type",
+    "num_train_timesteps",
+)
+NO_SCHEDULER = (
+    "no scheduler's step was seen: a step ends with the denoiser's last call at its timestep, and calls whose "
+    "timesteps lie on an accelerator are taken one by one, or all as one where the pipeline has a scheduler"
+)
 
 
 class Denoisers(Instrument):
@@ -54,13 +77,13 @@ class Denoisers(Instrument):
                 hook_calls(self, denoiser, hook, after=False)
             else:
                 hook_calls(self, denoiser, before, after=not schedulers)
-        for name in _NAMES:
+        for name in _DENOISER_NAMES:
             engine = parts.components.get(name)
             call = inspect.getattr_static(type(engine), "__call__", None)
             if inspect.isfunction(call) and not isinstance(engine, nn.Module):
                 self._hear_engine(name, bool(schedulers), engine)
         for name, part in parts.components.items():
-            if name.startswith(_HELPER):
+            if name.startswith(_HELPER_PREFIX):
                 hook_calls(self, part, self._before_helper, after=False)
 
     def _hear_engine(self, name: str, has_scheduler: bool, engine: object) -> None:
@@ -85,6 +108,15 @@ class Denoisers(Instrument):
         return None if has_scheduler else lambda _result, _error: denoising.returned()
 
 
+def denoisers_of(parts: Parts) -> Iterator[tuple[str, nn.Module]]:
+    """Modules that are denoisers by their architecture, or else by their name, with their names."""
+    known = dict(parts.of_role("denoiser"))
+    known |= {name: part for name, part in parts.of_role("other") if name in _DENOISER_NAMES}
+    for name, part in known.items():
+        if isinstance(part, nn.Module):
+            yield name, part
+
+
 class StepHook(ModuleHook):
     """The denoiser's hook: the hot path.
 
@@ -99,7 +131,7 @@ class StepHook(ModuleHook):
 
     def __init__(
         self,
-        session: "Session",
+        session: Session,
         name: str,
         act: Callable[..., object],
         failed: Callable[[Exception], None],
@@ -240,8 +272,8 @@ class Denoising:
     def scheduler_stepped(self) -> None:
         """Take the end of the scheduler's step: the hot path.
 
-        Without a call before it, it is none of ours: of a second scheduler (of audio beside video), of another pipeline,
-        or of an export.
+        Without a call before it, it is none of ours: of a second scheduler (of audio beside video), of another
+        pipeline, or of an export.
         """
         if self._started is not None:
             self.stepped += 1
@@ -320,6 +352,24 @@ class Denoising:
         return True
 
 
+def timestep_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
+    """The timestep among the arguments of a denoiser's call: the second one, or the one of that name."""
+    return kwargs.get("timestep") if len(args) < 2 else args[1]
+
+
+def number_of(timestep: object) -> float | None:
+    """A timestep's number; None where asking would wait for an accelerator, or be seen by who traces the call."""
+    if isinstance(timestep, int | float):
+        return float(timestep)
+    if not isinstance(timestep, Tensor) or timestep.device.type != "cpu" or not timestep.numel():
+        return None
+    if is_tracing():  # type: ignore[no-untyped-call]
+        return None
+    with suppress(Exception):  # one that vmap batches, or that has no memory, has no number
+        return float(timestep.detach().reshape(-1)[0])
+    return None
+
+
 def start_denoising(activity: Activity) -> Denoising:
     """The denoising that is going on in an activity; it begins now if none is."""
     denoising = activity.denoising
@@ -329,31 +379,6 @@ def start_denoising(activity: Activity) -> Denoising:
         activity.is_guided, _ = session.guard.read("watch.call", lambda: guides(activity.pipeline))
         denoising = activity.denoising = Denoising(activity.enter("denoising"), session.recorder)
     return denoising
-
-
-def denoisers_of(parts: Parts) -> Iterator[tuple[str, nn.Module]]:
-    """Modules that are denoisers by their architecture, or else by their name, with their names."""
-    known = dict(parts.of_role("denoiser"))
-    known |= {name: part for name, part in parts.of_role("other") if name in _NAMES}
-    for name, part in known.items():
-        if isinstance(part, nn.Module):
-            yield name, part
-
-
-SCHEDULE_STAGE = "model_sampling"
-_SETTINGS: Final = (
-    "prediction_type",
-    "beta_schedule",
-    "timestep_spacing",
-    "shift",
-    "flow_shift",
-    "use_dynamic_shifting",
-    "use_karras_sigmas",
-    "use_flow_sigmas",
-    "solver_order",
-    "algorithm_type",
-    "num_train_timesteps",
-)
 
 
 class Schedulers(Instrument):
@@ -395,7 +420,7 @@ def schedule_facts(scheduler: object) -> dict[str, Any]:
     """The schedule as it is set: its class, settings, timesteps and sigmas. Nothing waits for an accelerator."""
     config = getattr(scheduler, "config", None) or {}
     facts: dict[str, Any] = {"scheduler": type(scheduler).__name__}
-    facts["settings"] = {name: config[name] for name in _SETTINGS if config.get(name) is not None}
+    facts["settings"] = {name: config[name] for name in _SCHEDULE_SETTINGS if config.get(name) is not None}
     for name in ("timesteps", "sigmas"):
         values = getattr(scheduler, name, None)
         if values is not None:
@@ -412,24 +437,6 @@ def _numbers(values: object) -> list[float] | None:
     if isinstance(values, Tensor):
         return values.double().tolist() if values.device.type == "cpu" else None
     return [float(one) for one in values] if isinstance(values, list | tuple) else None
-
-
-NO_SCHEDULER = (
-    "no scheduler's step was seen: a step ends with the denoiser's last call at its timestep, and calls whose "
-    "timesteps lie on an accelerator are taken one by one, or all as one where the pipeline has a scheduler"
-)
-
-
-def is_final(activity: Activity) -> bool:
-    """Whether a decoding follows the denoising, and is no preview inside of it.
-
-    Pipelines that say how many steps they make are believed; of others every decoding is taken as the end.
-    """
-    denoising = activity.denoising
-    steps = _steps_of_pipeline(activity)
-    if denoising is None or steps is None or getattr(activity.pipeline, "interrupt", False):
-        return True
-    return denoising.stepped == 0 or denoising.stepped >= steps
 
 
 def end_finished(activity: Activity) -> None:
@@ -450,19 +457,13 @@ def _steps_of_pipeline(activity: Activity) -> int | None:
     return steps if isinstance(steps, int) else None
 
 
-def timestep_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
-    """The timestep among the arguments of a denoiser's call: the second one, or the one of that name."""
-    return kwargs.get("timestep") if len(args) < 2 else args[1]
+def is_final(activity: Activity) -> bool:
+    """Whether a decoding follows the denoising, and is no preview inside of it.
 
-
-def number_of(timestep: object) -> float | None:
-    """A timestep's number; None where asking would wait for an accelerator, or be seen by who traces the call."""
-    if isinstance(timestep, int | float):
-        return float(timestep)
-    if not isinstance(timestep, Tensor) or timestep.device.type != "cpu" or not timestep.numel():
-        return None
-    if is_tracing():  # type: ignore[no-untyped-call]
-        return None
-    with suppress(Exception):  # one that vmap batches, or that has no memory, has no number
-        return float(timestep.detach().reshape(-1)[0])
-    return None
+    Pipelines that say how many steps they make are believed; of others every decoding is taken as the end.
+    """
+    denoising = activity.denoising
+    steps = _steps_of_pipeline(activity)
+    if denoising is None or steps is None or getattr(activity.pipeline, "interrupt", False):
+        return True
+    return denoising.stepped == 0 or denoising.stepped >= steps

@@ -1,4 +1,10 @@
-"""Methods and modules hooked from outside, and taken off again; Instrument, the base; a pipeline's parts."""
+"""Calls of methods and modules heard from outside, with hooks that are taken off without a trace.
+
+Everything that a session puts on a pipeline is an `Instrument`: put on, taken off again, and switched off when it
+fails. `listen` replaces a method while somebody listens, then puts it back as it was; whatever fails in a listener
+is kept from the host. `hook_calls` hears a module through forward hooks, or around what torch.compile made of it.
+`take_apart` gives what of a pipeline instruments are put on.
+"""
 
 import copy
 import functools
@@ -23,22 +29,16 @@ from sigmascope.records.facts import PipelineFacts, Role
 if TYPE_CHECKING:
     from sigmascope.integrations.diffusers.watch_session import Session
 
-
-def reference_to(thing: object) -> Callable[[], object]:
-    """What gives the thing for as long as others keep it alive."""
-    try:
-        return weakref.ref(thing)
-    except TypeError:  # it cannot be referred to weakly
-        return lambda: thing
-
-
 Arguments: TypeAlias = tuple[Any, ...]
 Keywords: TypeAlias = dict[str, Any]
 After: TypeAlias = Callable[[object, BaseException | None], None]
 """Called once with what a call returned, or with what it raised."""
-
-
 Before = Callable[[object, Arguments, Keywords], After | None]
+"""Called before a call of a method with its target and arguments; gives what is to be called after it."""
+COMPILED = "_compiled_call_impl"
+"""Where `module.compile()` puts what is called in place of the module, hooks and all."""
+BeforeCall = Callable[[Arguments, Keywords], After | None]
+"""The same for a module, whose target is known."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -173,14 +173,6 @@ class Instrument:
         return kept is not None and kept[0]() is thing
 
 
-def holder_of(thing: object, attribute: str) -> object:
-    """The object whose method this is: another one, where a wrapper hands on what it has not itself."""
-    if attribute in getattr(thing, "__dict__", {}):
-        return thing
-    holder = getattr(getattr(thing, attribute, None), "__self__", None)
-    return thing if holder is None or isinstance(holder, type) else holder
-
-
 def _definer(kind: type, attribute: str) -> type | None:
     """The class of its bases that defines the attribute."""
     definer = next((base for base in kind.__mro__ if attribute in vars(base)), None)
@@ -191,63 +183,34 @@ def _nothing(_target: object, _args: Arguments, _kwargs: Keywords) -> None:
     pass
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """A pipeline taken apart, for as long as instruments are put on it.
-
-    Attributes:
-        pipeline: Itself.
-        components: By name; those that are there.
-        facts: Of them all.
-    """
-
-    pipeline: object
-    components: Mapping[str, object]
-    facts: PipelineFacts = field(default_factory=lambda: PipelineFacts("unknown"))
-
-    def of_role(self, role: Role) -> Iterator[tuple[str, object]]:
-        """The components that do this, with their names."""
-        for name in self.facts.of_role(role):
-            if name in self.components:
-                yield name, self.components[name]
+def reference_to(thing: object) -> Callable[[], object]:
+    """What gives the thing for as long as others keep it alive."""
+    try:
+        return weakref.ref(thing)
+    except TypeError:  # it cannot be referred to weakly
+        return lambda: thing
 
 
-def take_apart(pipeline: object, known: PipelineFacts | None = None) -> Parts:
-    """The parts of a pipeline, or of a denoiser alone.
+def listen(owner: object, name: str, listener: Listener) -> Callable[[], None]:
+    """Let the listener hear every call of `owner.name` until the function that is returned is called.
 
     Args:
-        pipeline: What has `components`, or a module.
-        known: Its facts, if they were read before.
+        owner: The class that defines a method, which is meant on all instances, or an object on which a callable lies.
+        name: The attribute.
+        listener: Who is told.
+
+    Raises:
+        KeyError: The owner has no such attribute of its own.
+        TypeError: It is no function.
     """
-    components = {name: part for name, part in components_of(pipeline).items() if part is not None}
-    if not components and isinstance(pipeline, nn.Module):
-        components = {"denoiser": pipeline}
-    return Parts(pipeline, components, known or pipeline_facts(pipeline))
-
-
-def pipelines_in(pipeline: object) -> list[object]:
-    """Pipelines that a pipeline is made of, such as a prior's and a decoder's."""
-    held = getattr(pipeline, "__dict__", {}).values()
-    return [one for one in held if callable(one) and callable(getattr(type(one), "register_modules", None))]
-
-
-def set_up_of(pipeline: object) -> tuple[object, ...]:
-    """What tells cheaply that a pipeline's facts are no longer those that were read."""
-    return tuple((name, id(part), *_state(part)) for name, part in components_of(pipeline).items())
-
-
-def _state(part: object) -> tuple[object, ...]:
-    module = unwrap(part) if isinstance(part, nn.Module) else None
-    if module is None:
-        return (type(part).__name__,)
-    first = next(module.parameters(), None)
-    return (
-        None if first is None else (first.dtype, first.device),
-        type(getattr(module, "_hf_hook", None)).__name__,
-        getattr(module, "_diffusers_hook", None) is None,
-        getattr(module, "_compiled_call_impl", None) is None,
-        bool(getattr(module, "peft_config", None)),
-    )
+    key = (id(owner), name)
+    with _LOCK:
+        tap = _TAPS.get(key)
+        if tap is None or tap._owner() is not owner:
+            tap = _TAPS[key] = Tap(owner, name)
+            tap.put_on()
+        tap.tell((*tap.listeners, listener))
+    return functools.partial(_forget, key, tap, listener)
 
 
 class Tap:
@@ -378,24 +341,6 @@ def _heard(original: Callable[..., Any], tap: Tap, *, is_static: bool = False) -
     return call
 
 
-_LOCK = threading.RLock()
-
-
-def _before(
-    listeners: tuple[Listener, ...], target: object, args: Arguments, kwargs: Keywords
-) -> list[tuple[After, Listener]]:
-    afters = []
-    for listener in listeners:
-        try:
-            after = listener.after or listener.before(target, args, kwargs)
-        except Exception as failure:  # noqa: BLE001 - what an instrument raises must not reach the host
-            listener.failed(failure)
-        else:
-            if after is not None:
-                afters.append((after, listener))
-    return afters
-
-
 def tell_after(afters: list[tuple[After, Listener]], result: object, error: BaseException | None) -> None:
     """Tell listeners of a call's end, the last first.
 
@@ -409,6 +354,27 @@ def tell_after(afters: list[tuple[After, Listener]], result: object, error: Base
             after(result, error)
         except Exception as failure:  # noqa: BLE001 - as above
             listener.failed(failure)
+
+
+_TAPS: dict[tuple[int, str], Tap] = {}
+_LOCK = threading.RLock()
+
+
+def _forget(key: tuple[int, str], tap: Tap, listener: Listener) -> None:
+    with _LOCK:
+        tap.tell(tuple(one for one in tap.listeners if one is not listener))
+        if not tap.listeners and _TAPS.get(key) is tap:
+            del _TAPS[key]
+            tap.take_off()
+
+
+def _new_lock() -> None:
+    global _LOCK
+    _LOCK = threading.RLock()  # another thread may have held the old one when this process was forked off
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_new_lock)
 
 
 def call_heard(
@@ -429,7 +395,7 @@ def call_heard(
         kwargs: Those by name.
         seen: Those of `args` that the listeners are told.
     """
-    afters = _before(listeners, target, seen, kwargs)
+    afters = _tell_before(listeners, target, seen, kwargs)
     try:
         result = original(*args, **kwargs)
     except BaseException as error:
@@ -440,83 +406,19 @@ def call_heard(
     return result
 
 
-_TAPS: dict[tuple[int, str], Tap] = {}
-
-
-def _new_lock() -> None:
-    global _LOCK
-    _LOCK = threading.RLock()  # another thread may have held the old one when this process was forked off
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_new_lock)
-
-
-def listen(owner: object, name: str, listener: Listener) -> Callable[[], None]:
-    """Let the listener hear every call of `owner.name` until the function that is returned is called.
-
-    Args:
-        owner: The class that defines a method, which is meant on all instances, or an object on which a callable lies.
-        name: The attribute.
-        listener: Who is told.
-
-    Raises:
-        KeyError: The owner has no such attribute of its own.
-        TypeError: It is no function.
-    """
-    key = (id(owner), name)
-    with _LOCK:
-        tap = _TAPS.get(key)
-        if tap is None or tap._owner() is not owner:
-            tap = _TAPS[key] = Tap(owner, name)
-            tap.put_on()
-        tap.tell((*tap.listeners, listener))
-    return functools.partial(_forget, key, tap, listener)
-
-
-def _forget(key: tuple[int, str], tap: Tap, listener: Listener) -> None:
-    with _LOCK:
-        tap.tell(tuple(one for one in tap.listeners if one is not listener))
-        if not tap.listeners and _TAPS.get(key) is tap:
-            del _TAPS[key]
-            tap.take_off()
-
-
-COMPILED = "_compiled_call_impl"
-"""Where `module.compile()` puts what is called in place of the module, hooks and all."""
-
-
-BeforeCall = Callable[[Arguments, Keywords], After | None]
-
-
-class ModuleHook:
-    """A forward hook of either kind.
-
-    A copy or pickle of the hooked module gets one of the standard library's in its place, which does nothing, so that
-    it can be loaded where there is no Sigmascope.
-
-    Args:
-        act: What to do with what the hook is given after the module; it may raise.
-        failed: Told of what it raised.
-    """
-
-    __slots__ = ("act", "failed")
-
-    def __init__(self, act: Callable[..., object], failed: Callable[[Exception], None]) -> None:
-        self.act = act
-        self.failed = failed
-
-    def __call__(self, _module: object, *seen: Any) -> None:
-        """Act on a call, unless it is being traced."""
-        if is_compiling():
-            return
+def _tell_before(
+    listeners: tuple[Listener, ...], target: object, args: Arguments, kwargs: Keywords
+) -> list[tuple[After, Listener]]:
+    afters = []
+    for listener in listeners:
         try:
-            self.act(*seen)
+            after = listener.after or listener.before(target, args, kwargs)
         except Exception as failure:  # noqa: BLE001 - what an instrument raises must not reach the host
-            self.failed(failure)
-
-    def __reduce__(self) -> Any:
-        return getattr, (nullcontext(), "__exit__")
+            listener.failed(failure)
+        else:
+            if after is not None:
+                afters.append((after, listener))
+    return afters
 
 
 def hook_calls(instrument: Instrument, module: object, before: BeforeCall, *, after: bool = True) -> None:
@@ -576,3 +478,100 @@ class _Pairs:
         after = afters.pop() if afters else None
         if after is not None:
             after(result, sys.exception() if result is None else None)
+
+
+class ModuleHook:
+    """A forward hook of either kind.
+
+    A copy or pickle of the hooked module gets one of the standard library's in its place, which does nothing, so that
+    it can be loaded where there is no Sigmascope.
+
+    Args:
+        act: What to do with what the hook is given after the module; it may raise.
+        failed: Told of what it raised.
+    """
+
+    __slots__ = ("act", "failed")
+
+    def __init__(self, act: Callable[..., object], failed: Callable[[Exception], None]) -> None:
+        self.act = act
+        self.failed = failed
+
+    def __call__(self, _module: object, *seen: Any) -> None:
+        """Act on a call, unless it is being traced."""
+        if is_compiling():
+            return
+        try:
+            self.act(*seen)
+        except Exception as failure:  # noqa: BLE001 - what an instrument raises must not reach the host
+            self.failed(failure)
+
+    def __reduce__(self) -> Any:
+        return getattr, (nullcontext(), "__exit__")
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A pipeline taken apart, for as long as instruments are put on it.
+
+    Attributes:
+        pipeline: Itself.
+        components: By name; those that are there.
+        facts: Of them all.
+    """
+
+    pipeline: object
+    components: Mapping[str, object]
+    facts: PipelineFacts = field(default_factory=lambda: PipelineFacts("unknown"))
+
+    def of_role(self, role: Role) -> Iterator[tuple[str, object]]:
+        """The components that do this, with their names."""
+        for name in self.facts.of_role(role):
+            if name in self.components:
+                yield name, self.components[name]
+
+
+def take_apart(pipeline: object, known: PipelineFacts | None = None) -> Parts:
+    """The parts of a pipeline, or of a denoiser alone.
+
+    Args:
+        pipeline: What has `components`, or a module.
+        known: Its facts, if they were read before.
+    """
+    components = {name: part for name, part in components_of(pipeline).items() if part is not None}
+    if not components and isinstance(pipeline, nn.Module):
+        components = {"denoiser": pipeline}
+    return Parts(pipeline, components, known or pipeline_facts(pipeline))
+
+
+def pipelines_in(pipeline: object) -> list[object]:
+    """Pipelines that a pipeline is made of, such as a prior's and a decoder's."""
+    held = getattr(pipeline, "__dict__", {}).values()
+    return [one for one in held if callable(one) and callable(getattr(type(one), "register_modules", None))]
+
+
+def set_up_of(pipeline: object) -> tuple[object, ...]:
+    """What tells cheaply that a pipeline's facts are no longer those that were read."""
+    return tuple((name, id(part), *_state(part)) for name, part in components_of(pipeline).items())
+
+
+def _state(part: object) -> tuple[object, ...]:
+    module = unwrap(part) if isinstance(part, nn.Module) else None
+    if module is None:
+        return (type(part).__name__,)
+    first = next(module.parameters(), None)
+    return (
+        None if first is None else (first.dtype, first.device),
+        type(getattr(module, "_hf_hook", None)).__name__,
+        getattr(module, "_diffusers_hook", None) is None,
+        getattr(module, "_compiled_call_impl", None) is None,
+        bool(getattr(module, "peft_config", None)),
+    )
+
+
+def holder_of(thing: object, attribute: str) -> object:
+    """The object whose method this is: another one, where a wrapper hands on what it has not itself."""
+    if attribute in getattr(thing, "__dict__", {}):
+        return thing
+    holder = getattr(getattr(thing, attribute, None), "__self__", None)
+    return thing if holder is None or isinstance(holder, type) else holder

@@ -1,4 +1,8 @@
-"""Models loaded from files, moved, and moved in and out by offloading."""
+"""Models loaded from files, moved to another device, and moved in and out by offloading.
+
+`Loading` also notes what was read: a model's files, and which keys did not fit. `Transfers` times what offloading
+moves while a pipeline runs.
+"""
 
 import functools
 import os
@@ -19,7 +23,8 @@ _LOADERS: Final = (
     ("diffusers.modular_pipelines.modular_pipeline", "ModularPipeline", "load_components"),
     ("transformers.modeling_utils", "PreTrainedModel", "from_pretrained"),
 )
-_FILES: Final = (
+"""What loads a model or pipeline: module, class, method."""
+_WEIGHT_LOADERS: Final = (
     ("diffusers.models.modeling_utils", "ModelMixin"),
     ("transformers.modeling_utils", "PreTrainedModel"),
 )
@@ -31,6 +36,17 @@ _SOURCES: Final = (
 """What the loaders call their first argument."""
 _READS_FILES, _FINISHES = "_load_pretrained_model", "_finalize_model_loading"
 """What both libraries read weights with, and transformers decides with which keys are missing."""
+_MIB = 2**20
+_MOST_KEYS = 50
+"""Of each group of keys so many are named."""
+_KEY_GROUPS = ("missing_keys", "unexpected_keys", "mismatched_keys")
+_MOVERS: Final = (
+    ("accelerate.hooks", "CpuOffload", ("pre_forward",)),
+    ("accelerate.hooks", "UserCpuOffloadHook", ("offload",)),
+    ("accelerate.hooks", "AlignDevicesHook", ("pre_forward", "post_forward")),
+    ("diffusers.hooks.group_offloading", "ModuleGroup", ("onload_", "offload_")),
+)
+"""What moves weights, for whole models, for single modules, and for groups of them."""
 
 
 class Loading(Instrument):
@@ -43,7 +59,7 @@ class Loading(Instrument):
         for module, kind, method in _LOADERS:
             before = self._before_components if method == "load_components" else self._before_load
             self._when_loaded(module, kind, method, before)
-        for module, kind in _FILES:
+        for module, kind in _WEIGHT_LOADERS:
             self._when_loaded(module, kind, _READS_FILES, self._before_files)
             self._when_loaded(module, kind, _FINISHES, self._before_keys)
 
@@ -142,11 +158,6 @@ def _text(value: object) -> str | None:
     return None if value is None or isinstance(value, dict) else str(value)
 
 
-_MIB = 2**20
-_MOST_KEYS = 50
-_KEYS = ("missing_keys", "unexpected_keys", "mismatched_keys")
-
-
 def file_facts(files: object) -> dict[str, Any]:
     """Names, format and size of the files of a model's weights; nothing where there are none.
 
@@ -166,38 +177,31 @@ def file_facts(files: object) -> dict[str, Any]:
     }
 
 
-def key_facts(result: object) -> dict[str, Any]:
-    """Keys that the model lacks in the file, the file has too many, or that are of another shape.
-
-    Args:
-        result: What the library's loader gives: an object or a tuple (model, missing, unexpected, mismatched, …).
-    """
-    told = result[0] if isinstance(result, tuple) and result and hasattr(result[0], _KEYS[0]) else result
-    if isinstance(told, tuple) and len(told) >= 4:
-        groups: dict[str, Any] = dict(zip(_KEYS, told[1:4], strict=True))
-    else:
-        groups = {name: getattr(told, name, None) for name in _KEYS}
-    facts: dict[str, Any] = {}
-    for name, keys in groups.items():
-        if isinstance(keys, Iterable):
-            named = sorted(str(key[0]) if isinstance(key, tuple) else str(key) for key in keys)
-            facts |= {name: named[:_MOST_KEYS], f"num_{name}": len(named)}
-    return facts
-
-
 def _several(files: object) -> list[object]:
     if isinstance(files, str | os.PathLike):
         return [files]
     return list(files) if isinstance(files, list | tuple) else []
 
 
-_MOVERS: Final = (
-    ("accelerate.hooks", "CpuOffload", ("pre_forward",)),
-    ("accelerate.hooks", "UserCpuOffloadHook", ("offload",)),
-    ("accelerate.hooks", "AlignDevicesHook", ("pre_forward", "post_forward")),
-    ("diffusers.hooks.group_offloading", "ModuleGroup", ("onload_", "offload_")),
-)
-"""What moves weights, for whole models, for single modules, and for groups of them."""
+def key_facts(result: object) -> dict[str, Any]:
+    """Keys that the model lacks in the file, the file has too many, or that are of another shape.
+
+    Args:
+        result: What the library's loader gives: an object or a tuple (model, missing, unexpected, mismatched, …).
+    """
+    told = (
+        result[0] if isinstance(result, tuple) and result and hasattr(result[0], _KEY_GROUPS[0]) else result
+    )
+    if isinstance(told, tuple) and len(told) >= 4:
+        groups: dict[str, Any] = dict(zip(_KEY_GROUPS, told[1:4], strict=True))
+    else:
+        groups = {name: getattr(told, name, None) for name in _KEY_GROUPS}
+    facts: dict[str, Any] = {}
+    for name, keys in groups.items():
+        if isinstance(keys, Iterable):
+            named = sorted(str(key[0]) if isinstance(key, tuple) else str(key) for key in keys)
+            facts |= {name: named[:_MOST_KEYS], f"num_{name}": len(named)}
+    return facts
 
 
 class Transfers(Instrument):

@@ -1,4 +1,4 @@
-"""LoRAs loaded, weighted, merged and taken off (small: one instrument)."""
+"""LoRAs loaded, weighted, merged and taken off again, each with what it did to the models."""
 
 import functools
 import os
@@ -30,7 +30,7 @@ _MOST_BYTES: Final = 2**30
 
 
 class Loras(Instrument):
-    """A stage for each of `METHODS`, with the analysis of SPEC section 3."""
+    """A stage for each of `METHODS`, with the analysis of what it did to the models."""
 
     name: ClassVar[str] = "lora"
 

@@ -1,10 +1,15 @@
-"""A pipeline's __call__: arguments, prompts, seeds, pictures, latents that came out."""
+"""A pipeline's call, the stage `generation`: its arguments, prompts and seeds, and the pictures that it gave.
+
+`call_facts` reads the call's own arguments. `pictures_of` looks at the finished pictures as the host is given them:
+of one colour, not finite, or replaced by a safety checker. `outcome_of` takes what a call gives where no VAE made
+it: latents, or pictures of a denoiser that works in pixels.
+"""
 
 import inspect
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 import torch
@@ -32,14 +37,21 @@ from sigmascope.monitor.recorder import LiveStage
 from sigmascope.records.facts import CallFacts, PipelineFacts
 from sigmascope.records.prompts import redactor, stored_prompts
 
-if TYPE_CHECKING:
-    from sigmascope.integrations.diffusers.watch_session import Activity
-
-
 GENERATION = "generation"
 RUNS_LATER = (
     "the call gave a generator or coroutine and was over at once: the stages of its work lie beside this one"
 )
+_GUIDANCE: Final = ("true_cfg_scale", "guidance_scale", "prior_guidance_scale")
+_IMAGES: Final = ("image", "images", "init_image", "input_image", "source_image", "reference_image", "video")
+_PER_PROMPT: Final = ("num_images_per_prompt", "num_videos_per_prompt", "num_waveforms_per_prompt")
+_EMBEDS: Final = ("prompt_embeds", "prompt_embeds_1", "image_embeds", "negative_prompt_embeds")
+FACT: Final = "pictures"
+MOST: Final = 8
+"""Of more pictures so many are looked at, spread evenly: about 3 ms for each megapixel."""
+_PICTURE_NAMES: Final = ("images", "frames", "videos")
+"""Under which the state of a modular pipeline holds its pictures."""
+_OUTCOME_NAMES: Final = ("images", "frames", "videos", "latents")
+"""Under which the state of a modular pipeline holds its outcome."""
 
 
 class Calls(Instrument):
@@ -149,12 +161,6 @@ def _tell_outcome(denoising: LiveStage, result: object) -> None:
         denoising.tensor("output", made)
 
 
-_GUIDANCE: Final = ("true_cfg_scale", "guidance_scale", "prior_guidance_scale")
-_IMAGES: Final = ("image", "images", "init_image", "input_image", "source_image", "reference_image", "video")
-_PER_PROMPT: Final = ("num_images_per_prompt", "num_videos_per_prompt", "num_waveforms_per_prompt")
-_EMBEDS: Final = ("prompt_embeds", "prompt_embeds_1", "image_embeds", "negative_prompt_embeds")
-
-
 def named_arguments(pipeline: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The call's arguments by name, with the defaults of those that were not given.
 
@@ -184,16 +190,60 @@ def call_facts(arguments: Mapping[str, Any]) -> CallFacts:
     return CallFacts(
         num_inference_steps=_steps(arguments),
         guidance_scale=_guidance(arguments),
-        height=_whole(arguments.get("height")),
-        width=_whole(arguments.get("width")),
-        num_frames=_whole(arguments.get("num_frames")),
+        height=_whole_number(arguments.get("height")),
+        width=_whole_number(arguments.get("width")),
+        num_frames=_whole_number(arguments.get("num_frames")),
         batch_size=_batch(arguments),
         has_image=any(arguments.get(name) is not None for name in _IMAGES),
         seed=seeds[0] if len(seeds) == 1 else None,
     )
 
 
-def with_outcome(call: CallFacts, pipeline: object, activity: "Activity") -> CallFacts:
+def _steps(arguments: Mapping[str, Any]) -> int | None:
+    for name in ("timesteps", "sigmas"):
+        given = arguments.get(name)
+        if isinstance(given, list | tuple) and given:
+            return len(given)
+    return _whole_number(arguments.get("num_inference_steps"))
+
+
+def _whole_number(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _guidance(arguments: Mapping[str, Any]) -> float | None:
+    """The scale that guides: that of true classifier-free guidance where it is on beside a distilled one."""
+    for name in _GUIDANCE:
+        scale = arguments.get(name)
+        if (
+            isinstance(scale, int | float)
+            and not isinstance(scale, bool)
+            and (name != _GUIDANCE[0] or scale > 1)
+        ):
+            return float(scale)
+    return None
+
+
+def _batch(arguments: Mapping[str, Any]) -> int | None:
+    """Prompts, times what is made of each."""
+    prompts = _prompt_count(arguments.get("prompt"), arguments)
+    if prompts is None:
+        return None
+    for name in _PER_PROMPT:
+        prompts *= _whole_number(arguments.get(name)) or 1
+    return prompts
+
+
+def _prompt_count(prompt: object, arguments: Mapping[str, Any]) -> int | None:
+    if isinstance(prompt, str):
+        return 1
+    if isinstance(prompt, list | tuple) and prompt:
+        return len(prompt)
+    embeds: Iterable[Any] = (arguments.get(name) for name in _EMBEDS)
+    return next((one.shape[0] for one in embeds if isinstance(one, Tensor) and one.dim()), None)
+
+
+def with_outcome(call: CallFacts, pipeline: object, activity: Activity) -> CallFacts:
     """The facts with what only the finished call shows: the size of what was decoded, and guidance at work."""
     height, width = activity.size or (None, None)
     return replace(
@@ -203,6 +253,17 @@ def with_outcome(call: CallFacts, pipeline: object, activity: "Activity") -> Cal
         width=call.width or width,
         guidance_batches=_guidance_batches(pipeline, activity),
     )
+
+
+def _guidance_batches(pipeline: object, activity: Activity) -> int | None:
+    """From the calls that a step needed, or from what the pipeline says of one batched call."""
+    if activity.most_calls_a_step != 1:
+        return activity.most_calls_a_step or None
+    told = [one for one in (activity.is_guided, guides(pipeline)) if isinstance(one, bool)]
+    if told:
+        return 1 + max(told)
+    config = getattr(getattr(pipeline, "transformer", None), "config", None) or {}
+    return 1 if config.get("guidance_embeds") is True else None
 
 
 def prompts_of(arguments: Mapping[str, Any]) -> dict[str, str]:
@@ -225,70 +286,6 @@ def seeds_of(arguments: Mapping[str, Any]) -> list[int]:
     return [one.initial_seed() for one in generators if isinstance(one, torch.Generator)]
 
 
-def _steps(arguments: Mapping[str, Any]) -> int | None:
-    for name in ("timesteps", "sigmas"):
-        given = arguments.get(name)
-        if isinstance(given, list | tuple) and given:
-            return len(given)
-    return _whole(arguments.get("num_inference_steps"))
-
-
-def _guidance(arguments: Mapping[str, Any]) -> float | None:
-    """The scale that guides: that of true classifier-free guidance where it is on beside a distilled one."""
-    for name in _GUIDANCE:
-        scale = arguments.get(name)
-        if (
-            isinstance(scale, int | float)
-            and not isinstance(scale, bool)
-            and (name != _GUIDANCE[0] or scale > 1)
-        ):
-            return float(scale)
-    return None
-
-
-def _batch(arguments: Mapping[str, Any]) -> int | None:
-    """Prompts, times what is made of each."""
-    prompts = _count(arguments.get("prompt"), arguments)
-    if prompts is None:
-        return None
-    for name in _PER_PROMPT:
-        prompts *= _whole(arguments.get(name)) or 1
-    return prompts
-
-
-def _count(prompt: object, arguments: Mapping[str, Any]) -> int | None:
-    if isinstance(prompt, str):
-        return 1
-    if isinstance(prompt, list | tuple) and prompt:
-        return len(prompt)
-    embeds: Iterable[Any] = (arguments.get(name) for name in _EMBEDS)
-    return next((one.shape[0] for one in embeds if isinstance(one, Tensor) and one.dim()), None)
-
-
-def _whole(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
-def _guidance_batches(pipeline: object, activity: "Activity") -> int | None:
-    """From the calls that a step needed, or from what the pipeline says of one batched call."""
-    if activity.most_calls_a_step != 1:
-        return activity.most_calls_a_step or None
-    told = [one for one in (activity.is_guided, guides(pipeline)) if isinstance(one, bool)]
-    if told:
-        return 1 + max(told)
-    config = getattr(getattr(pipeline, "transformer", None), "config", None) or {}
-    return 1 if config.get("guidance_embeds") is True else None
-
-
-FACT: Final = "pictures"
-MOST: Final = 8
-"""Of more pictures so many are looked at, spread evenly: about 3 ms for each megapixel."""
-
-
-_PICTURE_NAMES: Final = ("images", "frames", "videos")
-"""Under which the state of a modular pipeline holds its pictures."""
-
-
 def pictures_of(result: object) -> dict[str, Any] | None:
     """What is seen of the pictures in a pipeline's result; None without any on the host.
 
@@ -299,8 +296,8 @@ def pictures_of(result: object) -> dict[str, Any] | None:
         result: A pipeline's output, tuple, list, or state of a modular pipeline.
 
     Returns:
-        `pictures` (how many, frames of videos each), `is_video`, `looked_at`; of those `one_colour`, with the `colour` of
-        the first, and `not_finite`; and `replaced`: how many the pipeline's safety checker made black, None: it says
+        `pictures` (how many, frames of videos each), `is_video`, `looked_at`; of those `one_colour`, with the `colour`
+        of the first, and `not_finite`; and `replaced`: how many the pipeline's safety checker made black, None: it says
         nothing.
     """
     made = _made(result)
@@ -347,12 +344,6 @@ def _is_array(made: Any) -> bool:
     return isinstance(made, np.ndarray) and made.dtype.kind in "fu" and made.size > 0
 
 
-def _is_video(made: Any) -> bool:
-    if isinstance(made, list | tuple):
-        return bool(made) and (isinstance(made[0], list | tuple) or (_is_array(made[0]) and made[0].ndim > 3))
-    return _is_array(made) and made.ndim > 4
-
-
 def _look(picture: Any) -> tuple[list[float] | None, bool]:
     """The colour of all of its pixels, None where there are several; and whether all are finite."""
     if isinstance(picture, np.ndarray):
@@ -368,6 +359,12 @@ def _look(picture: Any) -> tuple[list[float] | None, bool]:
     return ([float(lowest) for lowest, _ in bands] if is_one else None), True
 
 
+def _is_video(made: Any) -> bool:
+    if isinstance(made, list | tuple):
+        return bool(made) and (isinstance(made[0], list | tuple) or (_is_array(made[0]) and made[0].ndim > 3))
+    return _is_array(made) and made.ndim > 4
+
+
 def _replaced(result: object) -> int | None:
     flags = getattr(result, "nsfw_content_detected", None)
     if flags is None and isinstance(result, tuple) and len(result) > 1:
@@ -375,10 +372,6 @@ def _replaced(result: object) -> int | None:
     if not isinstance(flags, list) or not all(isinstance(one, bool | np.bool_) for one in flags):
         return None
     return sum(map(bool, flags))
-
-
-_OUTCOME_NAMES: Final = ("images", "frames", "videos", "latents")
-"""Under which the state of a modular pipeline holds its outcome."""
 
 
 def outcome_of(result: object) -> Tensor | None:

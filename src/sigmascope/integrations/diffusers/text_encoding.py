@@ -1,14 +1,15 @@
-"""Encode_prompt, text encoders, tokenizers.
+"""Text encoding: `encode_prompt` of a pipeline, text encoders outside of it, and how many tokens prompts became.
 
-They are not asked again: a fast tokenizer refuses the host while somebody else, in another thread, uses it.
+The analysis is made from what the host itself did. Tokens are counted as the host's own tokenizers were seen to
+make them. They are not asked again: a fast tokenizer refuses the host while somebody else, in another thread, uses
+it.
 """
 
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
 
 from torch import Tensor
 
@@ -22,19 +23,23 @@ from sigmascope.integrations.diffusers.hooks import (
     hook_calls,
     reference_to,
 )
-from sigmascope.integrations.diffusers.watch_session import Activity, current_activity
+from sigmascope.integrations.diffusers.watch_session import Activity, Session, current_activity
 from sigmascope.monitor.recorder import LiveStage
 from sigmascope.probes.models import components_of
 from sigmascope.records.prompts import PromptPrivacy
 from sigmascope.stages.text_encoding import analyze_text_encoding_results, capture_text_encoding_baseline
 from sigmascope.stages.tokens import TokenCount
 
-if TYPE_CHECKING:
-    from sigmascope.integrations.diffusers.watch_session import Session
-
-
 MOST_RUNS: Final = 32
 """An encoder that writes a text token by token is called hundreds of times; so many of its calls have a stage."""
+ENCODING_STAGE: Final = "text_encoding"
+_ON_THE_STAGE: Final = frozenset({"baseline", "current_memory", "memory_impact", "peak_memory"})
+"""What of the analysis the stage holds already."""
+WORDS_UNKNOWN: Final = "the tokenizer was watched and not asked which words did not fit"
+NOT_SEEN: Final = "no tokenizer was seen to read this prompt as it is; pipelines put some into a template"
+FULL: Final = "the tokenizer's limit is reached, and it was not seen to read the prompt without one"
+_NO_LIMIT: Final = 1_000_000
+"""A tokenizer's limit from here on says that it has none."""
 
 
 class Reading(NamedTuple):
@@ -69,7 +74,7 @@ class TextEncoding(Instrument):
 
     name: ClassVar[str] = "text_encoding"
 
-    def __init__(self, session: "Session") -> None:
+    def __init__(self, session: Session) -> None:
         super().__init__(session)
         self._encoders: dict[int, tuple[str, ...]] = {}
         self._tokenizers: dict[int, str] = {}
@@ -181,13 +186,13 @@ def embeddings(result: object, accepts_negative: bool) -> dict[str, Tensor]:
     prompt, *rest = given
     named: dict[str, object] = {"prompt_embeds": prompt}
     for other in rest:
-        kind = _kind(other, prompt, accepts_negative=accepts_negative)
+        kind = _kind_of_embedding(other, prompt, accepts_negative=accepts_negative)
         if kind is not None:
             named[kind if kind not in named else f"negative_{kind}"] = other
     return {name: one for name, one in named.items() if isinstance(one, Tensor)}
 
 
-def _kind(other: object, prompt: object, *, accepts_negative: bool) -> str | None:
+def _kind_of_embedding(other: object, prompt: object, *, accepts_negative: bool) -> str | None:
     """What a tensor beside the prompt's embeddings is, by its shape: pipelines order them in several ways.
 
     Embeddings of the negative prompt are as wide; a mask has a number for each token, and a pooled output one row for
@@ -209,10 +214,6 @@ def _kind(other: object, prompt: object, *, accepts_negative: bool) -> str | Non
 
 def _width(embeddings: Tensor) -> int:
     return embeddings.shape[-1] if embeddings.dim() else 0
-
-
-ENCODING_STAGE: Final = "text_encoding"
-_ON_THE_STAGE: Final = frozenset({"baseline", "current_memory", "memory_impact", "peak_memory"})
 
 
 def begun(arguments: Mapping[str, Any], encoders: Mapping[str, object]) -> Encoding:
@@ -253,7 +254,7 @@ def tell(
         peak_memory=record.peak,
         error=error,
         prompt_privacy=privacy,
-        tokens_seen=partial(counts_seen, encoding.readings),
+        tokens_seen=functools.partial(counts_seen, encoding.readings),
     )
     stage.fact(ENCODING_STAGE, {name: value for name, value in analysis.items() if name not in _ON_THE_STAGE})
 
@@ -263,12 +264,6 @@ def _conditioning(named: Mapping[str, object], which: str) -> object:
     found = [named.get(f"{which}{name}") for name in ("prompt_embeds", "pooled_prompt_embeds")]
     given = tuple(one for one in found if one is not None)
     return given or None
-
-
-WORDS_UNKNOWN: Final = "the tokenizer was watched and not asked which words did not fit"
-NOT_SEEN: Final = "no tokenizer was seen to read this prompt as it is; pipelines put some into a template"
-FULL: Final = "the tokenizer's limit is reached, and it was not seen to read the prompt without one"
-_NO_LIMIT: Final = 1_000_000
 
 
 def readings_of(
@@ -300,6 +295,13 @@ def readings_of(
     ]
 
 
+def _lengths(mask: Any) -> Iterator[int]:
+    """The sums of the mask's rows; a mask that is one row is that of one text."""
+    rows = mask.tolist() if hasattr(mask, "tolist") else mask
+    for row in rows if rows and isinstance(rows[0], list) else [rows]:
+        yield int(sum(row))
+
+
 def counts_seen(readings: Sequence[Reading], texts: Sequence[str]) -> tuple[list[TokenCount], str | None]:
     """What each tokenizer made of the texts of a batch, and why there is nothing when there is nothing.
 
@@ -318,14 +320,14 @@ def counts_seen(readings: Sequence[Reading], texts: Sequence[str]) -> tuple[list
             for text in texts
         ]
         if all(found):
-            counts.append(_count(name, found))
+            counts.append(_token_count(name, found))
     return counts, None if counts else NOT_SEEN
 
 
-def _count(name: str, found: Sequence[Sequence[Reading]]) -> TokenCount:
+def _token_count(name: str, found: Sequence[Sequence[Reading]]) -> TokenCount:
     whole = [max(one.length for one in readings) - readings[0].special for readings in found]
     limit = next((one.limit - one.special for one in found[0] if one.limit is not None), None)
-    cut = [_cut(readings) for readings in found]
+    cut = [_tokens_cut_off(readings) for readings in found]
     known = [one for one in cut if one is not None]
     is_known = len(known) == len(cut)
     unavailable = {} if is_known and not sum(known) else {"truncated_words": WORDS_UNKNOWN}
@@ -343,7 +345,7 @@ def _count(name: str, found: Sequence[Sequence[Reading]]) -> TokenCount:
     )
 
 
-def _cut(readings: Sequence[Reading]) -> int | None:
+def _tokens_cut_off(readings: Sequence[Reading]) -> int | None:
     """How many tokens did not fit; None where only a full sequence was seen, which may have been longer."""
     kept = [one for one in readings if one.limit is not None]
     if not kept:
@@ -351,10 +353,3 @@ def _cut(readings: Sequence[Reading]) -> int | None:
     if len(kept) < len(readings):
         return max(0, max(one.length for one in readings) - min(one.length for one in kept))
     return 0 if all(one.length < (one.limit or 0) for one in kept) else None
-
-
-def _lengths(mask: Any) -> Iterator[int]:
-    """The sums of the mask's rows; a mask that is one row is that of one text."""
-    rows = mask.tolist() if hasattr(mask, "tolist") else mask
-    for row in rows if rows and isinstance(rows[0], list) else [rows]:
-        yield int(sum(row))

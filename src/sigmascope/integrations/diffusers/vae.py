@@ -1,14 +1,14 @@
-"""The VAE's encode and decode."""
+"""The VAE's encoding and decoding: a stage for each, analysed from what the host itself did."""
 
 import functools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import Any, ClassVar, Final
 
 from torch import Tensor
 
 from sigmascope.integrations.diffusers.denoising import end_finished, is_final
 from sigmascope.integrations.diffusers.hooks import After, Arguments, Instrument, Keywords, Parts, holder_of
-from sigmascope.integrations.diffusers.watch_session import current_activity
+from sigmascope.integrations.diffusers.watch_session import Session, current_activity
 from sigmascope.monitor.recorder import LiveStage
 from sigmascope.probes.models import unwrap
 from sigmascope.records.latents import Direction
@@ -19,8 +19,9 @@ from sigmascope.stages.latent_encoding import (
     capture_latent_generation_baseline,
 )
 
-if TYPE_CHECKING:
-    from sigmascope.integrations.diffusers.watch_session import Session
+STAGES: Final[Mapping[Direction, str]] = {"encoding": "latent_encoding", "decoding": "latent_decoding"}
+_ON_THE_STAGE: Final = frozenset({"baseline", "current_memory", "memory_impact", "peak_memory"})
+"""What of the analysis the stage holds already."""
 
 
 class VaeCalls(Instrument):
@@ -28,7 +29,7 @@ class VaeCalls(Instrument):
 
     name: ClassVar[str] = "vae"
 
-    def __init__(self, session: "Session") -> None:
+    def __init__(self, session: Session) -> None:
         super().__init__(session)
         self._names: dict[int, str] = {}
 
@@ -80,25 +81,6 @@ class VaeCalls(Instrument):
         return None
 
 
-def first_tensor(result: object) -> Tensor | None:
-    """The tensor in what a VAE gives: bare, in a tuple, an output's `sample`, or the mean of its distribution."""
-    if isinstance(result, Tensor):
-        return result
-    for name in ("sample", "latent_dist", "latents", "latent", "mean"):
-        held = getattr(result, name, None)
-        if isinstance(held, Tensor):
-            return held
-        if name == "latent_dist" and held is not None:
-            return first_tensor(getattr(held, "mean", None))
-    if isinstance(result, tuple | list) and result:
-        return first_tensor(result[0])
-    return None
-
-
-STAGES: Final[Mapping[Direction, str]] = {"encoding": "latent_encoding", "decoding": "latent_decoding"}
-_ON_THE_STAGE: Final = frozenset({"baseline", "current_memory", "memory_impact", "peak_memory"})
-
-
 def known_before(direction: Direction, vae: object, given: Tensor | None) -> Mapping[str, Any]:
     """The VAE, memory and shapes before it works. Values of tensors are not read here: the stage has those.
 
@@ -141,3 +123,18 @@ def tell(
     )
     kept = {name: value for name, value in analysis.items() if name not in _ON_THE_STAGE}
     stage.fact(STAGES[direction], kept)
+
+
+def first_tensor(result: object) -> Tensor | None:
+    """The tensor in what a VAE gives: bare, in a tuple, an output's `sample`, or the mean of its distribution."""
+    if isinstance(result, Tensor):
+        return result
+    for name in ("sample", "latent_dist", "latents", "latent", "mean"):
+        held = getattr(result, name, None)
+        if isinstance(held, Tensor):
+            return held
+        if name == "latent_dist" and held is not None:
+            return first_tensor(getattr(held, "mean", None))
+    if isinstance(result, tuple | list) and result:
+        return first_tensor(result[0])
+    return None

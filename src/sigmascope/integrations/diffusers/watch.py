@@ -1,4 +1,8 @@
-"""Watch(): the context manager and decorator, its instruments, and every pipeline of the process."""
+"""`watch`: one line that makes a record of what any pipeline does, and changes nothing about it.
+
+`INSTRUMENTS` are what it puts on pipelines. `Everywhere` is for a watch that names no pipeline: it knows the
+classes of pipelines that are loaded, and hears of those that come.
+"""
 
 import inspect
 import logging
@@ -23,8 +27,6 @@ from sigmascope.records.prompts import PromptPrivacy, check_privacy
 from sigmascope.records.run import Run
 
 _log = logging.getLogger(__name__)
-
-
 _BASES: Final = (
     ("diffusers.pipelines.pipeline_utils", "DiffusionPipeline", "register_modules"),
     ("diffusers.modular_pipelines.modular_pipeline", "ModularPipeline", "register_components"),
@@ -32,57 +34,11 @@ _BASES: Final = (
 """The bases of all pipelines, and what each calls when a pipeline is made."""
 
 
-def _subclasses(kind: type) -> Iterator[type]:
-    below: list[type] = kind.__subclasses__()
-    for one in below:
-        yield one
-        yield from _subclasses(one)
-
-
-class Everywhere(Instrument):
-    """Lets the other instruments know the classes of pipelines, where no pipeline was named."""
-
-    name: ClassVar[str] = "everywhere"
-
-    def start(self) -> None:
-        """Know all classes that there are, and hear when a pipeline of another is made."""
-        if not self.session.is_everywhere:
-            return
-        for module, base, made in _BASES:
-            self.keep_undo(base, when_loaded(module, base, lambda kind, made=made: self._know(kind, made)))  # type: ignore[misc]
-
-    def _know(self, base: type, made: str) -> None:
-        try:
-            for kind in (base, *_subclasses(base)):
-                if "__call__" in vars(kind):
-                    self.session.watch_class(kind)
-            self.tap_class(base, made, self._before)
-        except Exception as failure:  # noqa: BLE001 - this runs in the host's import
-            self.failed(failure)
-
-    def _before(self, pipeline: object, args: Arguments, kwargs: Keywords) -> After | None:
-        self.session.watch_class(type(pipeline))
-        return None
-
-
-INSTRUMENTS: Final[tuple[type[Instrument], ...]] = (
-    Calls,
-    Loading,
-    Loras,
-    TextEncoding,
-    VaeCalls,
-    Schedulers,
-    Denoisers,
-    Transfers,
-    Everywhere,
-)
-
-
 class Watch:
     """A watch, entered with `with` or put over a function as a decorator.
 
-    Once its block is left it has the attributes of the `Run` that was recorded: `stages`, `findings`, `save(path)`, ….
-    Before that, those of the run as it is now. Entered again, it records another run.
+    Once its block is left it has the attributes of the `Run` that was recorded: `stages`, `findings`, `save(path)`
+    and so on. Before that, those of the run as it is now. Entered again, it records another run.
 
     Args:
         pipelines: Those to watch; none: every pipeline of the process.
@@ -174,8 +130,9 @@ def watch(
             image = pipe("a red fox").images[0]
         run.save("fox.json")
 
-    Every call of a pipeline becomes a stage `generation`, and what happens in it the stages of SPEC section 2. Whatever
-    of the watching fails is switched off, with a line in the log and the reason under `unavailable`.
+    Every call of a pipeline becomes a stage `generation`, with a stage inside it for each part of the work: text
+    encoding, the schedule, denoising, decoding and so on. Whatever of the watching fails is switched off, with a line
+    in the log and the reason under `unavailable`.
 
     Args:
         *pipelines: Diffusers pipelines, modular pipelines, or denoisers alone; none: every pipeline of the process.
@@ -201,3 +158,49 @@ def watch(
             )
     choices = Choices(prompts, name, sample_hz, step_memory)
     return Watch(tuple(one for one in pipelines if one is not None), choices, on_run)
+
+
+class Everywhere(Instrument):
+    """Lets the other instruments know the classes of pipelines, where no pipeline was named."""
+
+    name: ClassVar[str] = "everywhere"
+
+    def start(self) -> None:
+        """Know all classes that there are, and hear when a pipeline of another is made."""
+        if not self.session.is_everywhere:
+            return
+        for module, base, made in _BASES:
+            self.keep_undo(base, when_loaded(module, base, lambda kind, made=made: self._know(kind, made)))  # type: ignore[misc]
+
+    def _know(self, base: type, made: str) -> None:
+        try:
+            for kind in (base, *_subclasses(base)):
+                if "__call__" in vars(kind):
+                    self.session.watch_class(kind)
+            self.tap_class(base, made, self._before)
+        except Exception as failure:  # noqa: BLE001 - this runs in the host's import
+            self.failed(failure)
+
+    def _before(self, pipeline: object, args: Arguments, kwargs: Keywords) -> After | None:
+        self.session.watch_class(type(pipeline))
+        return None
+
+
+def _subclasses(kind: type) -> Iterator[type]:
+    below: list[type] = kind.__subclasses__()
+    for one in below:
+        yield one
+        yield from _subclasses(one)
+
+
+INSTRUMENTS: Final[tuple[type[Instrument], ...]] = (
+    Calls,
+    Loading,
+    Loras,
+    TextEncoding,
+    VaeCalls,
+    Schedulers,
+    Denoisers,
+    Transfers,
+    Everywhere,
+)

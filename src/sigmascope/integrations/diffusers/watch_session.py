@@ -1,4 +1,9 @@
-"""One open watch: recorder, instruments, pipelines; what it has open in a thread or task."""
+"""One open watch: its recorder, its instruments, its pipelines, and what it has open in each thread or task.
+
+An `Activity` is what a `Session` has open in one thread or task: a generation, or work outside of any. `hears`
+decides which of several watches hears what happens there. `OpenCalls` ends calls of modules that Ctrl-C broke off:
+PyTorch tells forward hooks of an `Exception`, and of nothing else.
+"""
 
 import sys
 import threading
@@ -29,7 +34,10 @@ from sigmascope.stages.baseline import Redact
 if TYPE_CHECKING:
     from sigmascope.integrations.diffusers.denoising import Denoising
     from sigmascope.integrations.diffusers.text_encoding import Encoding
-    from sigmascope.monitor.recorder import LiveStage
+
+OPEN: "list[Session]" = []
+"""All sessions of this process that are not over."""
+SEEN_LATE = "the call was broken off, by Ctrl-C or the like; when is not known, only that it was before what came next"
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,8 +179,6 @@ class Session:
         self.activities: list[Activity] = []
         self.open_calls = OpenCalls()
 
-    # --- from entering to leaving
-
     def open(self) -> None:
         """Begin the record, then put the instruments on."""
         self.recorder.__enter__()
@@ -211,8 +217,6 @@ class Session:
         run = told or run
         found, reason = self.guard.read("watch.findings", lambda: with_findings(run, self.guard))
         return found or replace(run, unavailable={**reasons, "findings": reason or "unknown"})
-
-    # --- pipelines
 
     def wants(self, pipeline: object) -> bool:
         """Whether this pipeline is one that is watched."""
@@ -257,8 +261,6 @@ class Session:
         except Exception as failure:  # noqa: BLE001 - what an instrument raises must not reach the host
             instrument.failed(failure)
 
-    # --- activities
-
     def here(self, pipeline: object = None) -> Activity | None:
         """What the session has open in this context; None if what happens here is not its own.
 
@@ -281,15 +283,6 @@ def _name_of(pipelines: tuple[object, ...]) -> str:
     return type(pipelines[0]).__name__ if pipelines else "watch"
 
 
-def guides(pipeline: object) -> object:
-    """What a pipeline says now of guiding without a classifier; callbacks may change it. None: nothing."""
-    return getattr(pipeline, "do_classifier_free_guidance", None)
-
-
-ACTIVITIES: ContextVar[tuple[Activity, ...]] = ContextVar("sigmascope_activities", default=())
-"""What is going on in this context, of all watches, the innermost last."""
-
-
 def denoising_here(session: "Session") -> "Denoising | None":
     """The denoising that the session's innermost activity in this context has open: the hot path."""
     activities = ACTIVITIES.get()
@@ -297,6 +290,10 @@ def denoising_here(session: "Session") -> "Denoising | None":
         return None if session.is_over else activities[-1].denoising
     activity = current_activity(session)
     return None if activity is None else activity.denoising
+
+
+ACTIVITIES: ContextVar[tuple[Activity, ...]] = ContextVar("sigmascope_activities", default=())
+"""What is going on in this context, of all watches, the innermost last."""
 
 
 def current_activity(session: "Session") -> Activity | None:
@@ -319,10 +316,6 @@ def leave_activities(*gone: Activity) -> None:
             one.session.activities.remove(one)
     kept = tuple(one for one in ACTIVITIES.get() if one not in gone and not one.session.is_over)
     ACTIVITIES.set(kept)
-
-
-OPEN: "list[Session]" = []
-"""All sessions of this process that are not over."""
 
 
 def hears(session: "Session", pipeline: object) -> bool:
@@ -366,11 +359,9 @@ def leave(recorder: Recorder) -> None:
     CURRENT.set(frame)
 
 
-SEEN_LATE = "the call was broken off, by Ctrl-C or the like; when is not known, only that it was before what came next"
-
-
-class BrokenOff(BaseException):
-    """Stands in the record for what ended a call, which hooks are not told of."""
+def guides(pipeline: object) -> object:
+    """What a pipeline says now of guiding without a classifier; callbacks may change it. None: nothing."""
+    return getattr(pipeline, "do_classifier_free_guidance", None)
 
 
 class OpenCalls:
@@ -382,7 +373,7 @@ class OpenCalls:
     def __init__(self) -> None:
         self._open: list[OpenCall] = []
 
-    def begin(self, activity: "Activity", stage: "LiveStage", module: object) -> "OpenCall | None":
+    def begin(self, activity: Activity, stage: LiveStage, module: object) -> "OpenCall | None":
         """Remember a call that is about to run; None where it cannot be followed.
 
         Args:
@@ -403,7 +394,7 @@ class OpenCalls:
         if call in self._open:
             self._open.remove(call)
 
-    def close_broken(self, activity: "Activity", entering: object = None) -> None:
+    def close_broken(self, activity: Activity, entering: object = None) -> None:
         """Close the stages of an activity's calls that run no more.
 
         Args:
@@ -425,7 +416,7 @@ class OpenCall:
         module: What is called.
     """
 
-    def __init__(self, activity: "Activity", stage: "LiveStage", module: object) -> None:
+    def __init__(self, activity: Activity, stage: LiveStage, module: object) -> None:
         self.activity = activity
         self._stage = stage
         self._module = reference_to(module)
@@ -455,3 +446,7 @@ def _calls_here(module: object) -> int:
             found += 1
         frame = frame.f_back
     return found
+
+
+class BrokenOff(BaseException):
+    """Stands in the record for what ended a call, which hooks are not told of."""

@@ -1,4 +1,4 @@
-"""The face: all kinds, in the order in which they are considered and applied."""
+"""All kinds of optimization, in the order in which they are considered and applied."""
 
 from typing import Final
 

@@ -1,4 +1,4 @@
-"""Fused attention, attention backends, fused QKV projections."""
+"""What computes the denoiser's attention: fused kernels, backends, and one product for query, key and value."""
 
 import importlib
 from typing import Any, Final
@@ -12,10 +12,12 @@ from sigmascope.pipeline.plan import Choice, NotTaken
 from sigmascope.probes.pipelines import layerwise_casting
 
 ATTENTION: Final = "attention"
-_EAGER: Final = ("AttnProcessor", "SlicedAttnProcessor")
-_FUSED: Final = "AttnProcessor2_0"
+_EAGER_PROCESSORS: Final = ("AttnProcessor", "SlicedAttnProcessor")
+"""They build the whole matrix of tokens by tokens."""
+_FUSED_PROCESSOR: Final = "AttnProcessor2_0"
 _CUDNN_IS_BEST: Final = (9, 0)
 """From Hopper on cuDNN's attention is ahead of FlashAttention 2, which PyTorch takes by itself; both allow masks."""
+FUSED_QKV: Final = "fused_qkv"
 
 
 def consider_attention(found: Circumstances) -> Considered:
@@ -23,40 +25,33 @@ def consider_attention(found: Circumstances) -> Considered:
     for name, model in found.subject.of_role("denoiser").items():
         eager = _eager_modules(model)
         if eager and found.config.attention_backend is not None:
-            yield _fused(found, name, len(eager))
-        yield _backend(found, name, model)
+            yield _fused_attention_of(found, name, len(eager))
+        yield _backend_of(found, name, model)
 
 
-def apply_attention(pipeline: Any, choice: Choice) -> Undo | None:
-    """Set processors, or their backend; diffusers makes a backend the default of the whole process too."""
-    model: Any = models_of(pipeline)[choice.component]
-    if choice.options["backend"] == _FUSED:
-        _set_fused(model)
-        return None
-    undo = _DEFAULT.hold()
-    try:
-        model.set_attention_backend(choice.options["backend"])
-    except BaseException:
-        undo()
-        raise
-    return undo
+def _eager_modules(model: nn.Module) -> list[nn.Module]:
+    return [
+        part
+        for part in model.modules()
+        if type(getattr(part, "processor", None)).__name__ in _EAGER_PROCESSORS
+    ]
 
 
-def _fused(found: Circumstances, name: str, count: int) -> Choice | NotTaken:
+def _fused_attention_of(found: Circumstances, name: str, count: int) -> Choice | NotTaken:
     refusal = found.too_much(ATTENTION, name, "rounding")
     return refusal or Choice(
         ATTENTION,
         name,
-        f"pipe.{name}.set_attn_processor({_FUSED}())",
+        f"pipe.{name}.set_attn_processor({_FUSED_PROCESSOR}())",
         f"{count} attention modules build the whole matrix of tokens by tokens.",
         "less memory, and faster from a few hundred tokens on",
         "speed",
         "rounding",
-        {"backend": _FUSED},
+        {"backend": _FUSED_PROCESSOR},
     )
 
 
-def _backend(found: Circumstances, name: str, model: nn.Module) -> Choice | NotTaken:
+def _backend_of(found: Circumstances, name: str, model: nn.Module) -> Choice | NotTaken:
     asked = found.config.attention_backend
     if asked is None:
         return NotTaken(ATTENTION, name, "switched off")
@@ -83,6 +78,11 @@ def _backend(found: Circumstances, name: str, model: nn.Module) -> Choice | NotT
     )
 
 
+def _switchable(model: nn.Module) -> bool:
+    processors = (getattr(part, "processor", None) for part in model.modules())
+    return any(hasattr(processor, "_attention_backend") for processor in processors)
+
+
 def _own_choice_is_best(found: Circumstances, name: str) -> NotTaken | None:
     capability = found.hardware.capability
     if found.hardware.kind == "cuda" and capability is not None and capability >= _CUDNN_IS_BEST:
@@ -90,13 +90,19 @@ def _own_choice_is_best(found: Circumstances, name: str) -> NotTaken | None:
     return NotTaken(ATTENTION, name, "PyTorch chooses the fastest of its kernels by itself on this device")
 
 
-def _switchable(model: nn.Module) -> bool:
-    processors = (getattr(part, "processor", None) for part in model.modules())
-    return any(hasattr(processor, "_attention_backend") for processor in processors)
-
-
-def _eager_modules(model: nn.Module) -> list[nn.Module]:
-    return [part for part in model.modules() if type(getattr(part, "processor", None)).__name__ in _EAGER]
+def apply_attention(pipeline: Any, choice: Choice) -> Undo | None:
+    """Set processors, or their backend; diffusers makes a backend the default of the whole process too."""
+    model: Any = models_of(pipeline)[choice.component]
+    if choice.options["backend"] == _FUSED_PROCESSOR:
+        _set_fused(model)
+        return None
+    undo = _DEFAULT_BACKEND.hold()
+    try:
+        model.set_attention_backend(choice.options["backend"])
+    except BaseException:
+        undo()
+        raise
+    return undo
 
 
 def _set_fused(model: nn.Module) -> None:
@@ -106,29 +112,21 @@ def _set_fused(model: nn.Module) -> None:
         part.set_processor(processor)  # type: ignore[operator]
 
 
-def _registry() -> Any:
+def _backend_registry() -> Any:
     return importlib.import_module("diffusers.models.attention_dispatch")._AttentionBackendRegistry
 
 
-_DEFAULT: Final = ProcessSetting(
-    lambda: _registry()._active_backend, lambda backend: _registry().set_active_backend(backend)
+_DEFAULT_BACKEND: Final = ProcessSetting(
+    lambda: _backend_registry()._active_backend,
+    lambda backend: _backend_registry().set_active_backend(backend),
 )
 ATTENTION_KIND: Final = Kind(ATTENTION, consider_attention, apply_attention)
-
-
-FUSED_QKV: Final = "fused_qkv"
 
 
 def consider_fused_qkv(found: Circumstances) -> Considered:
     """On request only: LoRAs loaded afterwards would change layers that no longer work."""
     for name, model in found.subject.of_role("denoiser").items():
         yield _fused_qkv_of(found, name, model)
-
-
-def apply_fused_qkv(pipeline: Any, choice: Choice) -> None:
-    """Fuse. The layers of their own stay, so that undoing it takes the fused ones away."""
-    model: Any = models_of(pipeline)[choice.component]
-    model.fuse_qkv_projections()
 
 
 def _fused_qkv_of(found: Circumstances, name: str, model: nn.Module) -> Choice | NotTaken:
@@ -164,6 +162,12 @@ def can_fuse(model: nn.Module) -> bool:
     overridden = "AttentionMixin" not in method.__qualname__
     own = any(getattr(part, "_supports_qkv_fusion", False) is True for part in model.modules())
     return overridden or own
+
+
+def apply_fused_qkv(pipeline: Any, choice: Choice) -> None:
+    """Fuse. The layers of their own stay, so that undoing it takes the fused ones away."""
+    model: Any = models_of(pipeline)[choice.component]
+    model.fuse_qkv_projections()
 
 
 FUSED_QKV_KIND: Final = Kind(FUSED_QKV, consider_fused_qkv, apply_fused_qkv)

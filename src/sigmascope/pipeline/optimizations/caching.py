@@ -1,4 +1,4 @@
-"""FirstBlockCache, PAB, FasterCache, TaylorSeer (small: one plug-in)."""
+"""Results of earlier steps used again by diffusers' hooks: FirstBlockCache, PAB, FasterCache, TaylorSeer."""
 
 import importlib
 import inspect
@@ -18,9 +18,7 @@ _ATTENTION: Final = r".*(?:blocks|layers)\.\d+\.(?:attn\d?|self_attn|cross_attn)
 _BLOCK_LISTS: Final = ("blocks", "transformer_blocks", "single_transformer_blocks", "layers")
 _BY_BRANCH: Final = ("first_block", "taylorseer")
 """Those that keep a state for each branch of guidance; the pipeline has to say which of them it computes."""
-
-
-_WORDS: Final = {
+_REASONS: Final = {
     "first_block": "Steps whose first block changes little skip the other blocks (FirstBlockCache).",
     "pyramid": "Attention is computed in every other step (Pyramid Attention Broadcast, arXiv 2408.12588).",
     "faster": "Attention of two steps stands in for a third's (FasterCache, arXiv 2410.19355, without its guidance).",
@@ -39,16 +37,10 @@ _CALLS: Final = {
 def consider_cache(found: Circumstances) -> Considered:
     """Where the image may be an approximation."""
     for name, model in found.subject.of_role("denoiser").items():
-        yield _consider(found, name, model)
+        yield _caching_of(found, name, model)
 
 
-def apply_cache(pipeline: Any, choice: Choice) -> None:
-    """Put the hooks on."""
-    model: Any = models_of(pipeline)[choice.component]
-    model.enable_cache(_config(str(choice.options["cache"]), pipeline))
-
-
-def _consider(found: Circumstances, name: str, model: nn.Module) -> Choice | NotTaken:
+def _caching_of(found: Circumstances, name: str, model: nn.Module) -> Choice | NotTaken:
     asked = found.config.cache
     if asked is None:
         return NotTaken(CACHE, name, "switched off")
@@ -61,7 +53,7 @@ def _consider(found: Circumstances, name: str, model: nn.Module) -> Choice | Not
         CACHE,
         name,
         f"pipe.{name}.enable_cache({_CALLS[cache]})",
-        _WORDS[cache],
+        _REASONS[cache],
         "time, the more the more steps there are; look at the images",
         "speed",
         "approximation",
@@ -119,7 +111,13 @@ def _blocks_are_known(model: nn.Module) -> bool:
     return len(blocks) > 1 and known.value is not None and not between
 
 
-def _config(cache: str, pipeline: Any) -> Any:
+def apply_cache(pipeline: Any, choice: Choice) -> None:
+    """Put the hooks on."""
+    model: Any = models_of(pipeline)[choice.component]
+    model.enable_cache(_cache_config(str(choice.options["cache"]), pipeline))
+
+
+def _cache_config(cache: str, pipeline: Any) -> Any:
     diffusers = importlib.import_module("diffusers")
     if cache == "first_block":
         return diffusers.FirstBlockCacheConfig(threshold=_THRESHOLD)

@@ -1,4 +1,9 @@
-"""What an optimization is: its interface, what it decides by, settings of the process that it holds."""
+"""What a kind of optimization is, what it decides by, and how it holds a setting of the whole process.
+
+A `Kind` says when its choice is taken, how that is applied, and what it does to weights. `Circumstances` is all
+that it looks at: the pipeline, the hardware, the user's wishes, the call, and the memory that the call takes.
+Choices on several pipelines may hold one setting of the process at once: `ProcessSetting`.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +25,8 @@ Change = Literal["dtype", "device", "layout"]
 """What a choice does to weights, and so what has to be put back."""
 Undo = Callable[[], None]
 Considered = Iterator[Choice | NotTaken]
+NO_ACCELERATOR = "no accelerator"
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -120,12 +127,6 @@ class Kind:
     apply: Callable[[Any, Choice], Undo | None]
     changes: frozenset[Change] = frozenset()
     narrows: bool = False
-
-
-NO_ACCELERATOR = "no accelerator"
-
-
-T = TypeVar("T")
 
 
 @dataclass(eq=False, slots=True)

@@ -1,4 +1,9 @@
-"""Torch.compile, TF32 and cuDNN's benchmark, channels_last."""
+"""Faster kernels: torch.compile, TensorFloat-32 and cuDNN's benchmark, convolutions with channels last.
+
+Blocks that repeat are compiled once for all of them. TensorFloat-32 makes products of float32 faster, and cuDNN's
+benchmark tries out algorithms of convolution: these are flags of the whole process. Convolutions with channels last
+lie as tensor cores read them.
+"""
 
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -16,6 +21,14 @@ from sigmascope.probes.reading import attempt
 COMPILE: Final = "compile"
 _FEWEST_GENERATIONS: Final = 5
 """Compiling blocks takes some ten to sixty seconds; what a generation gains is seconds."""
+FAST_MATMUL: Final = "fast_matmul"
+_TF32: Final = (8, 0)
+"""The compute capability from which NVIDIA's devices have TensorFloat-32."""
+_MATMUL_BACKENDS: Final[tuple[Any, ...]] = (
+    torch.backends.cuda.matmul,
+    getattr(torch.backends.mkldnn, "matmul", None),
+)
+CHANNELS_LAST: Final = "channels_last"
 
 
 def consider_compile(found: Circumstances) -> Considered:
@@ -24,17 +37,11 @@ def consider_compile(found: Circumstances) -> Considered:
         yield _compile_model(found, name, model)
 
 
-def apply_compile(pipeline: Any, choice: Choice) -> None:
-    """Set each block to be compiled at its first call. Undone, blocks run as written; Dynamo keeps its cache."""
-    model: Any = models_of(pipeline)[choice.component]
-    model.compile_repeated_blocks(backend=choice.options["backend"])
-
-
 def _compile_model(found: Circumstances, name: str, model: nn.Module) -> Choice | NotTaken:
     asked, backend = found.config.compile, found.config.compile_backend
     if asked is False:
         return NotTaken(COMPILE, name, "switched off")
-    blocks = _blocks(model)
+    blocks = _repeated_blocks(model)
     reason = None
     if not blocks:
         reason = f"{type(model).__name__} does not tell which of its blocks repeat"
@@ -61,7 +68,7 @@ def _compile_model(found: Circumstances, name: str, model: nn.Module) -> Choice 
     )
 
 
-def _blocks(model: nn.Module) -> list[nn.Module]:
+def _repeated_blocks(model: nn.Module) -> list[nn.Module]:
     repeated = getattr(model, "_repeated_blocks", None) or ()
     return [part for part in model.modules() if type(part).__name__ in repeated]
 
@@ -80,11 +87,13 @@ def _compiling_gains_nothing(found: Circumstances, name: str, model: nn.Module, 
     return None
 
 
+def apply_compile(pipeline: Any, choice: Choice) -> None:
+    """Set each block to be compiled at its first call. Undone, blocks run as written; Dynamo keeps its cache."""
+    model: Any = models_of(pipeline)[choice.component]
+    model.compile_repeated_blocks(backend=choice.options["backend"])
+
+
 COMPILE_KIND: Final = Kind(COMPILE, consider_compile, apply_compile)
-
-
-FAST_MATMUL: Final = "fast_matmul"
-_TF32: Final = (8, 0)
 
 
 def consider_fast_matmul(found: Circumstances) -> Considered:
@@ -118,33 +127,6 @@ def consider_fast_matmul(found: Circumstances) -> Considered:
     )
 
 
-def apply_fast_matmul(pipeline: Any, choice: Choice) -> Undo:
-    """Set the flags."""
-    undo = _FLAGS.hold()
-    if choice.options["matmul"]:
-        torch.set_float32_matmul_precision("high")
-    if choice.options["benchmark"]:
-        torch.backends.cudnn.benchmark = True
-    return undo
-
-
-def _read() -> Mapping[str, Any]:
-    """The flags. The precision has an old name for all and newer ones by backend, which may say what the old cannot."""
-    return {
-        "precision": attempt(torch.get_float32_matmul_precision).value or "highest",
-        "by_backend": [getattr(backend, "fp32_precision", None) for backend in _BACKENDS],
-        "benchmark": torch.backends.cudnn.benchmark,
-    }
-
-
-def _write(before: Mapping[str, Any]) -> None:
-    torch.set_float32_matmul_precision(before["precision"])
-    for backend, precision in zip(_BACKENDS, before["by_backend"], strict=True):
-        if precision is not None:
-            backend.fp32_precision = precision
-    torch.backends.cudnn.benchmark = before["benchmark"]
-
-
 def _tf32_gains_nothing(found: Circumstances, wide: bool, is_unet: bool) -> NotTaken | None:
     capability = found.hardware.capability
     if found.hardware.kind != "cuda" or (capability is not None and capability < _TF32):
@@ -156,15 +138,35 @@ def _tf32_gains_nothing(found: Circumstances, wide: bool, is_unet: bool) -> NotT
     return None
 
 
-_BACKENDS: Final[tuple[Any, ...]] = (
-    torch.backends.cuda.matmul,
-    getattr(torch.backends.mkldnn, "matmul", None),
-)
-_FLAGS: Final = ProcessSetting(_read, _write)
+def apply_fast_matmul(pipeline: Any, choice: Choice) -> Undo:
+    """Set the flags."""
+    undo = _PROCESS_FLAGS.hold()
+    if choice.options["matmul"]:
+        torch.set_float32_matmul_precision("high")
+    if choice.options["benchmark"]:
+        torch.backends.cudnn.benchmark = True
+    return undo
+
+
+def _read_flags() -> Mapping[str, Any]:
+    """The flags. The precision has an old name for all and newer ones by backend, which may say what the old cannot."""
+    return {
+        "precision": attempt(torch.get_float32_matmul_precision).value or "highest",
+        "by_backend": [getattr(backend, "fp32_precision", None) for backend in _MATMUL_BACKENDS],
+        "benchmark": torch.backends.cudnn.benchmark,
+    }
+
+
+def _write_flags(before: Mapping[str, Any]) -> None:
+    torch.set_float32_matmul_precision(before["precision"])
+    for backend, precision in zip(_MATMUL_BACKENDS, before["by_backend"], strict=True):
+        if precision is not None:
+            backend.fp32_precision = precision
+    torch.backends.cudnn.benchmark = before["benchmark"]
+
+
+_PROCESS_FLAGS: Final = ProcessSetting(_read_flags, _write_flags)
 FAST_MATMUL_KIND: Final = Kind(FAST_MATMUL, consider_fast_matmul, apply_fast_matmul)
-
-
-CHANNELS_LAST: Final = "channels_last"
 
 
 def consider_channels_last(found: Circumstances) -> Considered:
@@ -173,11 +175,6 @@ def consider_channels_last(found: Circumstances) -> Considered:
     for name, model in parts.items():
         if channels_last(model) is not None:
             yield _channels_last_of(found, name, model)
-
-
-def apply_channels_last(pipeline: Any, choice: Choice) -> None:
-    """Lay the kernels out anew; what flows through takes their format."""
-    models_of(pipeline)[choice.component].to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
 def _channels_last_of(found: Circumstances, name: str, model: nn.Module) -> Choice | NotTaken:
@@ -211,6 +208,11 @@ def _channels_last_gains_nothing(found: Circumstances, name: str) -> NotTaken | 
     if found.dtypes.get(name) not in (torch.float16, torch.bfloat16):
         return NotTaken(CHANNELS_LAST, name, "it gains in half precision, and this is not")
     return None
+
+
+def apply_channels_last(pipeline: Any, choice: Choice) -> None:
+    """Lay the kernels out anew; what flows through takes their format."""
+    models_of(pipeline)[choice.component].to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
 CHANNELS_LAST_KIND: Final = Kind(

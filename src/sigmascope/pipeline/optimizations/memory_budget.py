@@ -1,4 +1,7 @@
-"""Weights, activations and decoding against the device's room, reckoned from shapes."""
+"""The memory that weights, activations and decoding need, and the device's room for them.
+
+All of it is worked out from shapes and configurations before anything runs.
+"""
 
 import math
 from typing import Final
@@ -19,6 +22,8 @@ feed-forward's hidden layer, which is four times as wide, before and after its a
 _TENSORS_IN_A_UNET: Final = 40
 """The same for a UNet, in maps of its first level: the skips that wait, and a ResNet's or a transformer's in work."""
 _TEXT_TOKENS: Final = 512
+TEMPORAL_FACTOR: Final = 4
+"""Frames of a video for each frame of its latent, after the first."""
 
 
 def circumstances_of(subject: Subject, hardware: Hardware, config: OptimizationConfig) -> Circumstances:
@@ -47,6 +52,38 @@ def circumstances_of(subject: Subject, hardware: Hardware, config: OptimizationC
     return found
 
 
+def main_dtype(model: nn.Module) -> torch.dtype | None:
+    """The dtype of most floating-point elements; None: it has none."""
+    counts: dict[torch.dtype, int] = {}
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            counts[parameter.dtype] = counts.get(parameter.dtype, 0) + parameter.numel()
+    return max(counts, key=lambda dtype: counts[dtype]) if counts else None
+
+
+def _room(subject: Subject, hardware: Hardware, config: OptimizationConfig) -> int | None:
+    """What the device has left, and what the pipeline itself holds there."""
+    if hardware.total_bytes is None:
+        return None
+    own = sum(
+        tensor.nbytes
+        for model in subject.models.values()
+        for tensor in (*model.parameters(), *model.buffers())
+        if str(tensor.device) == hardware.device
+    )
+    free = (
+        hardware.total_bytes
+        if hardware.free_bytes is None
+        else min(hardware.free_bytes + own, hardware.total_bytes)
+    )
+    return max(0, int(free - config.headroom * hardware.total_bytes))
+
+
+def nbytes_of(model: nn.Module) -> int:
+    """Bytes of weights and buffers."""
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+
+
 def reckon_work(found: Circumstances) -> None:
     """Reckon activations with the dtypes that are planned by now."""
     counts = [
@@ -63,19 +100,6 @@ def reckon_work(found: Circumstances) -> None:
     found.least_vae_bytes = least_vae_bytes(found)
     if predicted.bytes is None:
         found.unavailable["vae_mb"] = predicted.unavailable.get("bytes", "there is no VAE")
-
-
-def reckoning_of(found: Circumstances) -> Reckoning:
-    """What was reckoned, for the plan."""
-    now = {name: nbytes_of(model) for name, model in found.subject.models.items()}
-    return Reckoning(
-        found.as_mb(now),
-        found.as_mb(found.weights),
-        mib(found.denoiser_bytes),
-        mib(found.vae_bytes),
-        mib(found.room_bytes),
-        dict(found.unavailable),
-    )
 
 
 def denoiser_bytes(model: nn.Module, call: Call, itemsize: int, subject: Subject) -> int | None:
@@ -103,38 +127,6 @@ def denoiser_bytes(model: nn.Module, call: Call, itemsize: int, subject: Subject
     return _TENSORS_IN_A_TRANSFORMER * tokens * width * images * itemsize
 
 
-def main_dtype(model: nn.Module) -> torch.dtype | None:
-    """The dtype of most floating-point elements; None: it has none."""
-    counts: dict[torch.dtype, int] = {}
-    for parameter in model.parameters():
-        if parameter.is_floating_point():
-            counts[parameter.dtype] = counts.get(parameter.dtype, 0) + parameter.numel()
-    return max(counts, key=lambda dtype: counts[dtype]) if counts else None
-
-
-def nbytes_of(model: nn.Module) -> int:
-    """Bytes of weights and buffers."""
-    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-
-
-def _room(subject: Subject, hardware: Hardware, config: OptimizationConfig) -> int | None:
-    """What the device has left, and what the pipeline itself holds there."""
-    if hardware.total_bytes is None:
-        return None
-    own = sum(
-        tensor.nbytes
-        for model in subject.models.values()
-        for tensor in (*model.parameters(), *model.buffers())
-        if str(tensor.device) == hardware.device
-    )
-    free = (
-        hardware.total_bytes
-        if hardware.free_bytes is None
-        else min(hardware.free_bytes + own, hardware.total_bytes)
-    )
-    return max(0, int(free - config.headroom * hardware.total_bytes))
-
-
 def _width(model: nn.Module) -> int | None:
     heads, head = config_value(model, "num_attention_heads"), config_value(model, "attention_head_dim")
     if isinstance(heads, int) and isinstance(head, int):
@@ -145,10 +137,6 @@ def _width(model: nn.Module) -> int | None:
 
 def _itemsize(dtype: torch.dtype | None) -> int:
     return 4 if dtype is None else dtype.itemsize
-
-
-TEMPORAL_FACTOR: Final = 4
-"""Frames of a video for each frame of its latent, after the first."""
 
 
 def vae_peak(
@@ -179,15 +167,13 @@ def vae_peak(
     return read.value or Prediction(unavailable={"bytes": read.reason or "it failed"})
 
 
-def tile_side(vae: nn.Module) -> int | None:
-    """Side of a VAE's tiles in pixels, by any of the names that diffusers has for it; None: it has no tiles.
-
-    Args:
-        vae: The VAE.
-    """
-    names = ("tile_sample_min_size", "tile_sample_min_height", "tile_sample_min_width")
-    sides = [getattr(vae, name, None) for name in names]
-    return next((side for side in sides if isinstance(side, int)), None)
+def _latent_shape(
+    found: Circumstances, channels: int, largest_side: int | None, *, is_video: bool
+) -> tuple[int, ...]:
+    factor, call = spatial_factor(found.subject), found.call
+    frames = (1 + (call.num_frames - 1) // TEMPORAL_FACTOR,) if is_video else ()
+    sides = (min(side, largest_side or side) // factor for side in (call.height, call.width))
+    return (call.batch_size, channels, *frames, *sides)
 
 
 def least_vae_bytes(found: Circumstances) -> int | None:
@@ -203,10 +189,25 @@ def least_vae_bytes(found: Circumstances) -> int | None:
     return vae_peak(found, batch_at_once=sliced, largest_side=side).bytes
 
 
-def _latent_shape(
-    found: Circumstances, channels: int, largest_side: int | None, *, is_video: bool
-) -> tuple[int, ...]:
-    factor, call = spatial_factor(found.subject), found.call
-    frames = (1 + (call.num_frames - 1) // TEMPORAL_FACTOR,) if is_video else ()
-    sides = (min(side, largest_side or side) // factor for side in (call.height, call.width))
-    return (call.batch_size, channels, *frames, *sides)
+def tile_side(vae: nn.Module) -> int | None:
+    """Side of a VAE's tiles in pixels, by any of the names that diffusers has for it; None: it has no tiles.
+
+    Args:
+        vae: The VAE.
+    """
+    names = ("tile_sample_min_size", "tile_sample_min_height", "tile_sample_min_width")
+    sides = [getattr(vae, name, None) for name in names]
+    return next((side for side in sides if isinstance(side, int)), None)
+
+
+def reckoning_of(found: Circumstances) -> Reckoning:
+    """What was reckoned, for the plan."""
+    now = {name: nbytes_of(model) for name, model in found.subject.models.items()}
+    return Reckoning(
+        found.as_mb(now),
+        found.as_mb(found.weights),
+        mib(found.denoiser_bytes),
+        mib(found.vae_bytes),
+        mib(found.room_bytes),
+        dict(found.unavailable),
+    )

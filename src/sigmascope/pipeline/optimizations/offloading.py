@@ -1,4 +1,4 @@
-"""On the device, model by model, or layer by layer."""
+"""Where weights are: on the device, or in RAM while they are not at work, model by model or layer by layer."""
 
 from functools import partial
 from typing import Any, Final
@@ -14,6 +14,7 @@ from sigmascope.records.memory import MIB
 
 PLACEMENT: Final = "placement"
 GROUP_HOOKS: Final = ("group_offloading", "layer_execution_tracker", "lazy_prefetch_group_offloading")
+"""What diffusers calls the hooks of group offloading."""
 
 
 def consider_placement(found: Circumstances) -> Considered:
@@ -33,38 +34,11 @@ def consider_placement(found: Circumstances) -> Considered:
     elif _fits(found, found.total_bytes):
         yield _on_device(found)
     elif asked is None:
-        yield NotTaken(PLACEMENT, PIPELINE, f"offloading is switched off. {_sum(found, found.total_bytes)}")
+        yield NotTaken(
+            PLACEMENT, PIPELINE, f"offloading is switched off. {_sum_in_words(found, found.total_bytes)}"
+        )
     else:
         yield from _offloaded(found)
-
-
-def apply_placement(pipeline: Any, choice: Choice) -> Undo | None:
-    """Move the pipeline, or let diffusers and accelerate move its weights while it runs."""
-    device, how = str(choice.options["device"]), choice.options["how"]
-    if how == "device":
-        pipeline.to(device)
-        return None
-    if how == "model":
-        pipeline.enable_model_cpu_offload(device=device)
-        return partial(_remove_accelerate_hooks, pipeline)
-    options = {name: value for name, value in choice.options.items() if name not in ("device", "how")}
-    models = models_of(pipeline)
-    pipeline.enable_group_offload(onload_device=_torch_device(device), **options)
-    return partial(_remove_group_hooks, models)
-
-
-def _offloaded(found: Circumstances) -> Considered:
-    name, nbytes = found.largest
-    if _fits(found, nbytes) and _can_model_offload(found):
-        yield _model_offload(
-            found, f"All weights do not fit: {_sum(found, found.total_bytes)}", necessary=True
-        )
-        return
-    reason = f"{name} alone does not fit: {_sum(found, nbytes)}"
-    if hasattr(found.subject.pipeline, "enable_group_offload"):
-        yield _group_offload(found, reason, necessary=True)
-    else:
-        yield NotTaken(PLACEMENT, PIPELINE, f"{reason} This pipeline has no group offloading.")
 
 
 def _asked(found: Circumstances, how: str) -> Considered:
@@ -78,25 +52,6 @@ def _asked(found: Circumstances, how: str) -> Considered:
 
 def _can_model_offload(found: Circumstances) -> bool:
     return getattr(found.subject.pipeline, "model_cpu_offload_seq", None) is not None
-
-
-def _on_device(found: Circumstances) -> Choice | NotTaken:
-    device = found.hardware.device
-    if all(str(p.device) == device for model in found.subject.models.values() for p in model.parameters()):
-        return NotTaken(
-            PLACEMENT, PIPELINE, f"it is on {device} already, and fits. {_sum(found, found.total_bytes)}"
-        )
-    return Choice(
-        PLACEMENT,
-        PIPELINE,
-        f'pipe.to("{device}")',
-        f"All of it fits. {_sum(found, found.total_bytes)}",
-        "nothing moves while it runs",
-        "speed",
-        "rounding",
-        {"device": device, "how": "device"},
-        _numbers(found, found.total_bytes),
-    )
 
 
 def _model_offload(found: Circumstances, reason: str, *, necessary: bool) -> Choice:
@@ -113,6 +68,11 @@ def _model_offload(found: Circumstances, reason: str, *, necessary: bool) -> Cho
         _numbers(found, found.largest[1]),
         necessary,
     )
+
+
+def _numbers(found: Circumstances, nbytes: int) -> dict[str, JsonScalar]:
+    room = None if found.room_bytes is None else found.room_bytes / MIB
+    return {"weights_mb": nbytes / MIB, "work_mb": found.work_bytes / MIB, "room_mb": room}
 
 
 def _group_offload(found: Circumstances, reason: str, *, necessary: bool) -> Choice:
@@ -138,37 +98,82 @@ def _group_offload(found: Circumstances, reason: str, *, necessary: bool) -> Cho
     )
 
 
-def _fits(found: Circumstances, nbytes: int) -> bool:
-    return found.room_bytes is not None and nbytes + found.work_bytes <= found.room_bytes
-
-
 def _ram_is_short(found: Circumstances) -> bool:
     """Whether page-locked copies of all weights would take what RAM there is."""
     ram = found.hardware.ram_available_bytes
     return ram is not None and ram < 1.5 * found.total_bytes
 
 
-def _sum(found: Circumstances, nbytes: int) -> str:
+def _fits(found: Circumstances, nbytes: int) -> bool:
+    return found.room_bytes is not None and nbytes + found.work_bytes <= found.room_bytes
+
+
+def _on_device(found: Circumstances) -> Choice | NotTaken:
+    device = found.hardware.device
+    if all(str(p.device) == device for model in found.subject.models.values() for p in model.parameters()):
+        return NotTaken(
+            PLACEMENT,
+            PIPELINE,
+            f"it is on {device} already, and fits. {_sum_in_words(found, found.total_bytes)}",
+        )
+    return Choice(
+        PLACEMENT,
+        PIPELINE,
+        f'pipe.to("{device}")',
+        f"All of it fits. {_sum_in_words(found, found.total_bytes)}",
+        "nothing moves while it runs",
+        "speed",
+        "rounding",
+        {"device": device, "how": "device"},
+        _numbers(found, found.total_bytes),
+    )
+
+
+def _sum_in_words(found: Circumstances, nbytes: int) -> str:
     return (
         f"{units.mib(nbytes)} MB of weights and about {units.mib(found.work_bytes)} MB at work, "
         f"in {units.mib(found.room_bytes)} MB."
     )
 
 
-def _numbers(found: Circumstances, nbytes: int) -> dict[str, JsonScalar]:
-    room = None if found.room_bytes is None else found.room_bytes / MIB
-    return {"weights_mb": nbytes / MIB, "work_mb": found.work_bytes / MIB, "room_mb": room}
+def _offloaded(found: Circumstances) -> Considered:
+    name, nbytes = found.largest
+    if _fits(found, nbytes) and _can_model_offload(found):
+        yield _model_offload(
+            found, f"All weights do not fit: {_sum_in_words(found, found.total_bytes)}", necessary=True
+        )
+        return
+    reason = f"{name} alone does not fit: {_sum_in_words(found, nbytes)}"
+    if hasattr(found.subject.pipeline, "enable_group_offload"):
+        yield _group_offload(found, reason, necessary=True)
+    else:
+        yield NotTaken(PLACEMENT, PIPELINE, f"{reason} This pipeline has no group offloading.")
+
+
+def apply_placement(pipeline: Any, choice: Choice) -> Undo | None:
+    """Move the pipeline, or let diffusers and accelerate move its weights while it runs."""
+    device, how = str(choice.options["device"]), choice.options["how"]
+    if how == "device":
+        pipeline.to(device)
+        return None
+    if how == "model":
+        pipeline.enable_model_cpu_offload(device=device)
+        return partial(_remove_accelerate_hooks, pipeline)
+    options = {name: value for name, value in choice.options.items() if name not in ("device", "how")}
+    models = models_of(pipeline)
+    pipeline.enable_group_offload(onload_device=_torch_device(device), **options)
+    return partial(_remove_group_hooks, models)
+
+
+def _remove_accelerate_hooks(pipeline: Any) -> None:
+    """These were put on anew after each generation, so that what was noted at first is not what is there."""
+    pipeline.remove_all_hooks()
 
 
 def _torch_device(device: str) -> Any:
     import torch
 
     return torch.device(device)
-
-
-def _remove_accelerate_hooks(pipeline: Any) -> None:
-    """These were put on anew after each generation, so that what was noted at first is not what is there."""
-    pipeline.remove_all_hooks()
 
 
 def _remove_group_hooks(models: dict[str, nn.Module]) -> None:

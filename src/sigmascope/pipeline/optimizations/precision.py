@@ -1,4 +1,7 @@
-"""Half precision, float8 storage with layerwise casting, int8 and float8 by torchao."""
+"""Narrower weights: half precision, linear layers in int8 or float8 (torchao), storage in float8.
+
+Stored in float8, the denoiser's weights are widened layer by layer as they are used (layerwise casting).
+"""
 
 import importlib
 import re
@@ -20,8 +23,16 @@ from sigmascope.records.memory import MIB
 PRECISION: Final = "precision"
 DTYPES: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _WIDER: Final = (torch.float32, torch.float64)
-_STAYS: Final = ("AutoencoderKLWan",)
+_KEEPS_FLOAT32: Final = ("AutoencoderKLWan",)
 """VAEs that their makers run in float32; WAN's pipelines convert latents for them."""
+QUANTISATION: Final = "quantisation"
+LAYERWISE_CASTING: Final = "layerwise_casting"
+_NEVER_CAST: Final = ("pos_embed", "patch_embed", "norm", "^proj_in$", "^proj_out$")
+"""What diffusers leaves as it is in any model, beside the patterns of each class."""
+# Layers whose weights diffusers stores in float8.
+_CAST_LAYERS: Final = (
+    nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Linear, nn.Embedding,
+)  # fmt: skip
 
 
 def consider_precision(found: Circumstances) -> Considered:
@@ -38,43 +49,12 @@ def consider_precision(found: Circumstances) -> Considered:
     if refusal is not None:
         yield refusal
         return
-    yield from _stay(found)
+    yield from _left_in_float32(found)
     names = [name for name in found.subject.models if _is_wide(found, name)]
     if not names:
         yield NotTaken(PRECISION, PIPELINE, f"nothing in it is wider than {dtype}{_emulated(found)}")
         return
     yield _half_precision(found, dtype, names)
-
-
-def apply_precision(pipeline: Any, choice: Choice) -> None:
-    """Narrow weights as loading in that dtype would: some layers stay, and so do tables that are not saved."""
-    dtype = DTYPES[str(choice.options["dtype"])]
-    models = models_of(pipeline)
-    for name in str(choice.options["components"]).split(","):
-        for tensor in narrowed_tensors(models[name], dtype):
-            tensor.data = tensor.data.to(dtype)
-
-
-def narrowed_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[Tensor]:
-    """The tensors of a model that are of another dtype when it is loaded in this one.
-
-    Args:
-        model: A model of diffusers or transformers.
-        dtype: bfloat16 or float16.
-    """
-    kept = _kept_wide(model, dtype)
-    for path, part in model.named_modules():
-        buffers = {n: b for n, b in part._buffers.items() if n not in part._non_persistent_buffers_set}
-        for name, tensor in (*part._parameters.items(), *buffers.items()):
-            if (
-                tensor is None
-                or not tensor.is_floating_point()
-                or tensor.dtype == dtype
-                or tensor.itemsize < 2
-            ):
-                continue
-            if not kept.intersection((*path.split("."), name)):
-                yield tensor
 
 
 def _dtype_for(found: Circumstances) -> str | NotTaken:
@@ -93,14 +73,16 @@ def _dtype_for(found: Circumstances) -> str | NotTaken:
     )
 
 
-def _is_wide(found: Circumstances, name: str) -> bool:
-    return found.dtypes.get(name) in _WIDER and type(found.subject.models[name]).__name__ not in _STAYS
-
-
-def _stay(found: Circumstances) -> Iterator[NotTaken]:
+def _left_in_float32(found: Circumstances) -> Iterator[NotTaken]:
     for name, model in found.subject.models.items():
-        if type(model).__name__ in _STAYS and main_dtype(model) in _WIDER:
+        if type(model).__name__ in _KEEPS_FLOAT32 and main_dtype(model) in _WIDER:
             yield NotTaken(PRECISION, name, f"{type(model).__name__} is made to run in float32")
+
+
+def _is_wide(found: Circumstances, name: str) -> bool:
+    return (
+        found.dtypes.get(name) in _WIDER and type(found.subject.models[name]).__name__ not in _KEEPS_FLOAT32
+    )
 
 
 def _emulated(found: Circumstances) -> str:
@@ -134,14 +116,26 @@ def _half_precision(found: Circumstances, dtype: str, names: list[str]) -> Choic
     )
 
 
-def _speed(found: Circumstances) -> str:
-    if found.hardware.multiplies_bfloat16():
-        return "products that the device multiplies faster than float32's"
-    return (
-        "no faster products: this device is not made for it"
-        if not found.hardware.is_accelerator
-        else "half the traffic"
-    )
+def narrowed_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[Tensor]:
+    """The tensors of a model that are of another dtype when it is loaded in this one.
+
+    Args:
+        model: A model of diffusers or transformers.
+        dtype: bfloat16 or float16.
+    """
+    kept = _kept_wide(model, dtype)
+    for path, part in model.named_modules():
+        buffers = {n: b for n, b in part._buffers.items() if n not in part._non_persistent_buffers_set}
+        for name, tensor in (*part._parameters.items(), *buffers.items()):
+            if (
+                tensor is None
+                or not tensor.is_floating_point()
+                or tensor.dtype == dtype
+                or tensor.itemsize < 2
+            ):
+                continue
+            if not kept.intersection((*path.split("."), name)):
+                yield tensor
 
 
 def _kept_wide(model: nn.Module, dtype: torch.dtype) -> set[str]:
@@ -152,30 +146,34 @@ def _kept_wide(model: nn.Module, dtype: torch.dtype) -> set[str]:
     return {*kept, *(getattr(model, "_keep_in_fp32_modules_strict", None) or ())}
 
 
+def _speed(found: Circumstances) -> str:
+    if found.hardware.multiplies_bfloat16():
+        return "products that the device multiplies faster than float32's"
+    return (
+        "no faster products: this device is not made for it"
+        if not found.hardware.is_accelerator
+        else "half the traffic"
+    )
+
+
+def apply_precision(pipeline: Any, choice: Choice) -> None:
+    """Narrow weights as loading in that dtype would: some layers stay, and so do tables that are not saved."""
+    dtype = DTYPES[str(choice.options["dtype"])]
+    models = models_of(pipeline)
+    for name in str(choice.options["components"]).split(","):
+        for tensor in narrowed_tensors(models[name], dtype):
+            tensor.data = tensor.data.to(dtype)
+
+
 PRECISION_KIND: Final = Kind(
     PRECISION, consider_precision, apply_precision, frozenset({"dtype"}), narrows=True
 )
-
-
-QUANTISATION: Final = "quantisation"
 
 
 def consider_quantisation(found: Circumstances) -> Considered:
     """On request, or ("auto") where a denoiser does not fit by itself."""
     for name, model in found.subject.of_role("denoiser").items():
         yield _quantisation_of(found, name, model)
-
-
-def apply_quantisation(pipeline: Any, choice: Choice) -> None:
-    """Replace the weights of linear layers."""
-    quantisation = importlib.import_module("torchao.quantization")
-    config = getattr(quantisation, str(choice.options["config"]))()
-    quantisation.quantize_(models_of(pipeline)[choice.component], config)
-
-
-def is_quantised(model: nn.Module) -> bool:
-    """Whether torchao or bitsandbytes hold some of a model's weights."""
-    return any(type(p).__module__.startswith(("torchao", "bitsandbytes")) for p in model.parameters())
 
 
 def _quantisation_of(found: Circumstances, name: str, model: nn.Module) -> Choice | NotTaken:
@@ -191,6 +189,11 @@ def _quantisation_of(found: Circumstances, name: str, model: nn.Module) -> Choic
         if refusal is not None:
             return refusal
     return _quantisation_choice(found, name, model, "int8" if asked == "auto" else asked)
+
+
+def is_quantised(model: nn.Module) -> bool:
+    """Whether torchao or bitsandbytes hold some of a model's weights."""
+    return any(type(p).__module__.startswith(("torchao", "bitsandbytes")) for p in model.parameters())
 
 
 def _fits_unquantised(found: Circumstances, name: str) -> NotTaken | None:
@@ -231,32 +234,22 @@ def _torchao_config(found: Circumstances, to: str) -> str:
     )
 
 
+def apply_quantisation(pipeline: Any, choice: Choice) -> None:
+    """Replace the weights of linear layers."""
+    quantisation = importlib.import_module("torchao.quantization")
+    config = getattr(quantisation, str(choice.options["config"]))()
+    quantisation.quantize_(models_of(pipeline)[choice.component], config)
+
+
 QUANTISATION_KIND: Final = Kind(
     QUANTISATION, consider_quantisation, apply_quantisation, frozenset({"dtype", "device"}), narrows=True
 )
-
-
-LAYERWISE_CASTING: Final = "layerwise_casting"
-_SKIPPED: Final = ("pos_embed", "patch_embed", "norm", "^proj_in$", "^proj_out$")
-"""What diffusers leaves as it is in any model, beside the patterns of each class."""
-_CAST: Final = (
-    nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Linear, nn.Embedding,
-)  # fmt: skip
 
 
 def consider_layerwise_casting(found: Circumstances) -> Considered:
     """Where a denoiser does not fit on the device by itself."""
     for name, model in found.subject.of_role("denoiser").items():
         yield _casting_of(found, name, model)
-
-
-def apply_layerwise_casting(pipeline: Any, choice: Choice) -> None:
-    """Cast, and hook each layer to widen and narrow its weights around its call."""
-    model: Any = models_of(pipeline)[choice.component]
-    compute = main_dtype(
-        model
-    )  # as it is now: a measurement may have dropped the choice that was to change it
-    model.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=compute)
 
 
 def _casting_of(found: Circumstances, name: str, model: nn.Module) -> Choice | NotTaken:
@@ -292,6 +285,34 @@ def _casting_not_needed(found: Circumstances, name: str, model: nn.Module) -> No
     return None
 
 
+def saved_bytes(model: nn.Module, itemsize: int) -> int:
+    """Bytes that a model's layers lose by casting; diffusers leaves embeddings of place and norms as they are.
+
+    Args:
+        model: The denoiser.
+        itemsize: Bytes of an element before.
+    """
+    own = getattr(model, "_skip_layerwise_casting_patterns", None) or ()
+    skipped = (*_NEVER_CAST, *own, *(getattr(model, "_keep_in_fp32_modules", None) or ()))
+    layers = [
+        layer
+        for path, layer in model.named_modules()
+        if isinstance(layer, _CAST_LAYERS)
+        and not any(re.search(one, part) for part in _prefixes(path) for one in skipped)
+    ]
+    return sum(p.numel() * (itemsize - 1) for layer in layers for p in layer.parameters(recurse=False))
+
+
+def _prefixes(path: str) -> list[str]:
+    """A module's path and those of the modules around it."""
+    parts = path.split(".")
+    return [".".join(parts[: count + 1]) for count in range(len(parts))]
+
+
+def _itemsize(found: Circumstances, name: str) -> int:
+    return found.dtypes.get(name, torch.float32).itemsize
+
+
 def _casting_choice(found: Circumstances, name: str, model: nn.Module) -> Choice:
     compute = str(found.dtypes.get(name, torch.float32)).removeprefix("torch.")
     before = found.weights[name]
@@ -311,32 +332,13 @@ def _casting_choice(found: Circumstances, name: str, model: nn.Module) -> Choice
     )
 
 
-def _itemsize(found: Circumstances, name: str) -> int:
-    return found.dtypes.get(name, torch.float32).itemsize
-
-
-def saved_bytes(model: nn.Module, itemsize: int) -> int:
-    """Bytes that a model's layers lose by casting; diffusers leaves embeddings of place and norms as they are.
-
-    Args:
-        model: The denoiser.
-        itemsize: Bytes of an element before.
-    """
-    own = getattr(model, "_skip_layerwise_casting_patterns", None) or ()
-    skipped = (*_SKIPPED, *own, *(getattr(model, "_keep_in_fp32_modules", None) or ()))
-    layers = [
-        layer
-        for path, layer in model.named_modules()
-        if isinstance(layer, _CAST)
-        and not any(re.search(one, part) for part in _prefixes(path) for one in skipped)
-    ]
-    return sum(p.numel() * (itemsize - 1) for layer in layers for p in layer.parameters(recurse=False))
-
-
-def _prefixes(path: str) -> list[str]:
-    """A module's path and those of the modules around it."""
-    parts = path.split(".")
-    return [".".join(parts[: count + 1]) for count in range(len(parts))]
+def apply_layerwise_casting(pipeline: Any, choice: Choice) -> None:
+    """Cast, and hook each layer to widen and narrow its weights around its call."""
+    model: Any = models_of(pipeline)[choice.component]
+    compute = main_dtype(
+        model
+    )  # as it is now: a measurement may have dropped the choice that was to change it
+    model.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=compute)
 
 
 LAYERWISE_CASTING_KIND: Final = Kind(

@@ -1,4 +1,4 @@
-"""VAE slicing and tiling (small: two switches, one plug-in)."""
+"""VAE slicing and tiling: decode image by image, or tile by tile, to need less memory at once."""
 
 from collections.abc import Iterator
 from typing import Any, Final
@@ -22,20 +22,8 @@ def consider_slicing(found: Circumstances) -> Considered:
         yield _slicing(found, name, vae)
 
 
-def consider_tiling(found: Circumstances) -> Considered:
-    """For an image whose decoding at once does not fit."""
-    for name, vae in _vaes(found):
-        yield _tiling(found, name, vae)
-
-
-def apply_slicing(pipeline: Any, choice: Choice) -> None:
-    """Switch it on."""
-    _vae(pipeline, choice).enable_slicing()
-
-
-def apply_tiling(pipeline: Any, choice: Choice) -> None:
-    """Switch it on."""
-    _vae(pipeline, choice).enable_tiling()
+def _vaes(found: Circumstances) -> Iterator[tuple[str, nn.Module]]:
+    yield from found.subject.of_role("vae").items()
 
 
 def _slicing(found: Circumstances, name: str, vae: nn.Module) -> Choice | NotTaken:
@@ -58,6 +46,52 @@ def _slicing(found: Circumstances, name: str, vae: nn.Module) -> Choice | NotTak
         numbers={"peak_mb": None if found.vae_bytes is None else found.vae_bytes / MIB},
         necessary=asked == "auto",
     )
+
+
+def _settled(kind: str, name: str, vae: nn.Module, switch: str, asked: object) -> NotTaken | None:
+    if asked is False:
+        return NotTaken(kind, name, "switched off")
+    if not hasattr(vae, switch) or not hasattr(vae, switch.replace("use", "enable", 1)):
+        return NotTaken(kind, name, f"{type(vae).__name__} does not offer it")
+    if getattr(vae, switch) is True:
+        return NotTaken(kind, name, "it is on already")
+    return None
+
+
+def _decoding_fits(found: Circumstances, name: str, peak: int | None) -> bool | None:
+    """None: not known."""
+    room = _room(found)
+    return None if peak is None or room is None else peak + _resident(found, name) <= room
+
+
+def _room(found: Circumstances) -> int | None:
+    return found.room_bytes if found.hardware.is_accelerator else found.hardware.ram_available_bytes
+
+
+def _resident(found: Circumstances, name: str) -> int:
+    """Weights that are on the device while the VAE works."""
+    if not found.hardware.is_accelerator:
+        return 0
+    offloaded = any(one.options.get("how") in ("model", "group") for one in found.chosen)
+    return found.weights.get(name, 0) if offloaded else found.total_bytes
+
+
+def _fitting_words(found: Circumstances, name: str, peak: int | None) -> str:
+    if peak is None:
+        return f"What decoding takes is not known: {found.unavailable.get('vae_mb', 'no reason is known')}."
+    room = _room(found)
+    if room is None:
+        return f"Decoding takes about {units.mib(peak)} MB, and how much there is could not be read."
+    return (
+        f"Decoding takes about {units.mib(peak)} MB beside {units.mib(_resident(found, name))} MB of weights, "
+        f"in {units.mib(room)} MB."
+    )
+
+
+def consider_tiling(found: Circumstances) -> Considered:
+    """For an image whose decoding at once does not fit."""
+    for name, vae in _vaes(found):
+        yield _tiling(found, name, vae)
 
 
 def _tiling(found: Circumstances, name: str, vae: nn.Module) -> Choice | NotTaken:
@@ -85,52 +119,18 @@ def _tiling(found: Circumstances, name: str, vae: nn.Module) -> Choice | NotTake
     )
 
 
-def _settled(kind: str, name: str, vae: nn.Module, switch: str, asked: object) -> NotTaken | None:
-    if asked is False:
-        return NotTaken(kind, name, "switched off")
-    if not hasattr(vae, switch) or not hasattr(vae, switch.replace("use", "enable", 1)):
-        return NotTaken(kind, name, f"{type(vae).__name__} does not offer it")
-    if getattr(vae, switch) is True:
-        return NotTaken(kind, name, "it is on already")
-    return None
-
-
-def _decoding_fits(found: Circumstances, name: str, peak: int | None) -> bool | None:
-    """None: not known."""
-    room = _room(found)
-    return None if peak is None or room is None else peak + _resident(found, name) <= room
-
-
-def _fitting_words(found: Circumstances, name: str, peak: int | None) -> str:
-    if peak is None:
-        return f"What decoding takes is not known: {found.unavailable.get('vae_mb', 'no reason is known')}."
-    room = _room(found)
-    if room is None:
-        return f"Decoding takes about {units.mib(peak)} MB, and how much there is could not be read."
-    return (
-        f"Decoding takes about {units.mib(peak)} MB beside {units.mib(_resident(found, name))} MB of weights, "
-        f"in {units.mib(room)} MB."
-    )
-
-
-def _resident(found: Circumstances, name: str) -> int:
-    """Weights that are on the device while the VAE works."""
-    if not found.hardware.is_accelerator:
-        return 0
-    offloaded = any(one.options.get("how") in ("model", "group") for one in found.chosen)
-    return found.weights.get(name, 0) if offloaded else found.total_bytes
-
-
-def _room(found: Circumstances) -> int | None:
-    return found.room_bytes if found.hardware.is_accelerator else found.hardware.ram_available_bytes
-
-
-def _vaes(found: Circumstances) -> Iterator[tuple[str, nn.Module]]:
-    yield from found.subject.of_role("vae").items()
+def apply_slicing(pipeline: Any, choice: Choice) -> None:
+    """Switch it on."""
+    _vae(pipeline, choice).enable_slicing()
 
 
 def _vae(pipeline: Any, choice: Choice) -> Any:
     return models_of(pipeline)[choice.component]
+
+
+def apply_tiling(pipeline: Any, choice: Choice) -> None:
+    """Switch it on."""
+    _vae(pipeline, choice).enable_tiling()
 
 
 SLICING_KIND: Final = Kind(SLICING, consider_slicing, apply_slicing)
