@@ -13,17 +13,17 @@ if TYPE_CHECKING:
     from tests.monitor.conftest import FakeAccelerator
 
 FUNCTIONS = {
-    "instruments.accelerator_of_this_process": "accelerator",
-    "instruments.process_rss_bytes": "process_rss",
-    "instruments.process_peak_rss_bytes": "process_peak_rss",
-    "instruments.system_memory": "system_memory",
-    "instruments.memory_snapshot": "memory_snapshot",
-    "process_facts.host_facts": "host_facts",
-    "instruments.SAMPLER.open": "sampler",
-    "instruments.reader_for": "accelerator_peak",
-    "live.tensor_facts": "tensors.latent",
-    "live.module_facts": "modules.unet",
-    "live.as_json": "facts.seed",
+    "scope.accelerator_of_this_process": "accelerator",
+    "scope.process_rss_bytes": "process_rss",
+    "scope.process_peak_rss_bytes": "process_peak_rss",
+    "scope.system_memory": "system_memory",
+    "scope.memory_snapshot": "memory_snapshot",
+    "scope.host_facts": "host_facts",
+    "scope.SAMPLER.open": "sampler",
+    "scope.reader_for": "accelerator_peak",
+    "recorder.tensor_facts": "tensors.latent",
+    "recorder.module_facts": "modules.unet",
+    "recorder.as_json": "facts.seed",
     "scope.details": "exception_details",
 }
 METHODS = {

@@ -13,8 +13,6 @@ from sigmascope.records.facts import TensorFacts
 from sigmascope.records.latents import EncodingEvent, EncodingRecord, SampleFacts, StrategyAttempt
 from sigmascope.records.memory import AcceleratorMemory, AcceleratorPeak, MemorySnapshot, PeakMemory
 from sigmascope.stages import latent_encoding
-from sigmascope.stages import latent_encoding as analysis_module
-from sigmascope.stages import latent_encoding as baseline_module
 
 MIB, GIB = 2**20, 2**30
 BEFORE = MemorySnapshot(
@@ -93,10 +91,11 @@ SUMMARY = """\
 
 @pytest.fixture
 def baseline(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(baseline_module, "memory_snapshot", lambda _: BEFORE)
-    monkeypatch.setattr(analysis_module, "memory_snapshot", lambda _: AFTER)
+    monkeypatch.setattr(latent_encoding, "memory_snapshot", lambda _: BEFORE)
     video = np.zeros((16, 512, 512, 3), np.uint8)
-    return latent_encoding.capture_latent_generation_baseline(None, video)
+    before = latent_encoding.capture_latent_generation_baseline(None, video)
+    monkeypatch.setattr(latent_encoding, "memory_snapshot", lambda _: AFTER)
+    return before
 
 
 @pytest.fixture
