@@ -279,7 +279,7 @@ def _conditioning_of_side(
     if choices.dumps is None:
         facts["unavailable"]["tensor_dump"] = "not asked for"
     else:
-        dump_conditioning(choices.dumps, f"{side.name}_conditioning_of_side", found, facts, side.prompt)
+        dump_conditioning(choices.dumps, f"{side.name}_conditioning", found, facts, side.prompt)
         reasons = facts["unavailable"]
         reasons |= {name: redact(why) for name, why in reasons.items() if name == "tensor_dump"}
     return facts
