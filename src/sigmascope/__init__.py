@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from sigmascope.__about__ import __version__
+from sigmascope.moved import keep_old_paths
 
 if TYPE_CHECKING:
     from sigmascope.analysis.dump_comparison import compare_tensors
@@ -161,6 +162,8 @@ __all__ = [
     "watch",
     "write_trace",
 ]
+
+keep_old_paths()
 
 
 def __getattr__(name: str) -> Any:

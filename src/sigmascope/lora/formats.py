@@ -21,7 +21,7 @@ Where plain factors are written with an alpha, it is always r, so that a reader 
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ from sigmascope.lora.families import ModelLayout, Part
 from sigmascope.lora.keys import KeyGroups
 from sigmascope.lora.layer_names import UNET_FAMILIES, Naming, Row, UnetBlocks, renamed
 from sigmascope.lora.linalg import is_convolution
+from sigmascope.moved import moved_name
 
 FormatName = Literal["native", "kohya", "peft", "comfyui"]
 FLAT_PREFIXES: Final = ("lora_", "lycoris_")
@@ -338,3 +339,9 @@ def recognised(checkpoint: Checkpoint, found: KeyGroups) -> LoraFormat:
         f"First keys: {', '.join(keys[:3])}.",
         hint=f"Known formats: {known} (<module>.lora_up.weight and <module>.lora_down.weight, or lora_B and lora_A).",
     )
+
+
+if not TYPE_CHECKING:  # names of the last release; for a type checker they are gone
+
+    def __getattr__(name: str) -> Any:
+        return moved_name(__name__, name)

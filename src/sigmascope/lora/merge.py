@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from os import PathLike
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
@@ -39,6 +39,7 @@ from sigmascope.lora.resize import (
 )
 from sigmascope.lora.truncation import FormedChange, ReducibleChange, reducible
 from sigmascope.lora.writer import STORAGE_DTYPES, LoraOutput, SavePrecision, dtype_name, storage_dtype
+from sigmascope.moved import moved_name
 from sigmascope.progress import Progress, no_progress
 from sigmascope.records.run import Finding
 
@@ -407,3 +408,9 @@ def merge_findings(loras: Sequence[LoraFile], united: UnitedLoras) -> Iterator[F
             advice="Check that they are for the same model, and that their names are understood: lora inspect.",
         )
     yield from unused_keys(loras)
+
+
+if not TYPE_CHECKING:  # names of the last release; for a type checker they are gone
+
+    def __getattr__(name: str) -> Any:
+        return moved_name(__name__, name)

@@ -8,12 +8,13 @@ itself (diffusers 0.42 and ComfyUI 0.3 to 0.18).
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Final, Literal, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 from sigmascope.errors import SigmascopeError
 from sigmascope.lora.effect import BlockEffect, Effect, by_block
 from sigmascope.lora.layer_names import UNET_FAMILIES
 from sigmascope.lora.module_names import title_of
+from sigmascope.moved import moved_name
 from sigmascope.records.run import Finding, Severity
 
 _NOT_READ: Final = "the model's weights were not read"
@@ -455,3 +456,9 @@ def unreadable(error: Exception) -> Finding:
     message = error.message if isinstance(error, SigmascopeError) else str(error)
     hint = error.hint if isinstance(error, SigmascopeError) else None
     return Finding("lora_unreadable", "critical", message, {"error": type(error).__name__}, hint)
+
+
+if not TYPE_CHECKING:  # names of the last release; for a type checker they are gone
+
+    def __getattr__(name: str) -> Any:
+        return moved_name(__name__, name)

@@ -12,8 +12,7 @@ import torch
 
 from sigmascope import units
 from sigmascope.errors import ConfigError
-from sigmascope.probes import memory_snapshot
-from sigmascope.probes.accelerators import Accelerator, detect_accelerator
+from sigmascope.probes import Accelerator, detect_accelerator, memory_snapshot
 from sigmascope.probes.reading import attempt
 from sigmascope.records.facts import JsonScalar
 

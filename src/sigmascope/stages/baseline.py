@@ -12,8 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from sigmascope.probes import module_facts
-from sigmascope.probes.models import modules_in
+from sigmascope.probes.models import module_facts, modules_in
 from sigmascope.probes.reading import read_host
 from sigmascope.records.memory import AcceleratorMemory, MemoryImpact, MemorySnapshot, PeakMemory, mib
 from sigmascope.stages.schema import GpuNow, MemoryNow, ModelStateDict

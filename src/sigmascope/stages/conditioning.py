@@ -18,9 +18,8 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from torch import Tensor
 
-from sigmascope.probes import tensor_facts
 from sigmascope.probes.reading import read_host
-from sigmascope.probes.tensors import Leaf, as_tensor, leaves_of, plain_values
+from sigmascope.probes.tensors import Leaf, as_tensor, leaves_of, plain_values, tensor_facts
 from sigmascope.records.memory import MIB
 from sigmascope.stages.prompt_facts import as_text
 from sigmascope.stages.schema import ConditioningDict, EntryDict, TensorDict

@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sigmascope.probes import tensor_facts
 from sigmascope.probes.reading import read_host
-from sigmascope.probes.tensors import as_tensor, leaves_of, quick_facts
+from sigmascope.probes.tensors import as_tensor, leaves_of, quick_facts, tensor_facts
 from sigmascope.records.facts import TensorFacts
 from sigmascope.records.latents import Layout, SampleFacts, VaeFacts
 from sigmascope.records.memory import MIB

@@ -9,8 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from sigmascope.probes import module_facts
-from sigmascope.probes.models import modules_in
+from sigmascope.probes.models import module_facts, modules_in
 from sigmascope.probes.reading import read_host
 from sigmascope.records.facts import ModuleFacts
 from sigmascope.records.latents import VaeFacts

@@ -1,0 +1,204 @@
+"""Import paths of the last release. They work until the next one, with a DeprecationWarning that names the new path.
+
+`MOVED` is the whole of it: an old module, and the modules where its names are now, in the order in which they are
+looked through. An old module that is still there and has lost some names looks them up here in its `__getattr__`.
+"""
+
+import os
+import sys
+import warnings
+from importlib import import_module
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any, Final
+
+_PACKAGE: Final = "sigmascope."
+MOVED: Final = {
+    "analysis.compare": "analysis.generations",
+    "analysis.compare_report": "analysis.run_comparison",
+    "analysis.compare_runs": "analysis.run_comparison",
+    "analysis.compare_steps": "analysis.run_comparison",
+    "analysis.diagnostics.diagnose": "analysis.diagnostics",
+    "analysis.dump_results": "analysis.dump_comparison",
+    "analysis.dumps": "analysis.dump_comparison",
+    "analysis.layout_candidates": "analysis.tensor_layouts",
+    "analysis.model_consistency": "analysis.diagnostics",
+    "analysis.percentiles": "analysis.bench_summary",
+    "analysis.run_differences": "analysis.run_comparison",
+    "analysis.score": "analysis.generations",
+    "analysis.stage_findings": "analysis.diagnostics",
+    "analysis.tensor_measuring": "analysis.tensor_errors",
+    "analysis.tensor_results": "analysis.tensor_comparison",
+    "analysis.tensors": "analysis.dump_comparison analysis.tensor_comparison",
+    "analysis.tolerances": "analysis.tensor_errors",
+    "analysis.work": "analysis.run_comparison",
+    "checkpoints.dump_index": "checkpoints.dump_folder",
+    "checkpoints.dump_metadata": "checkpoints.tensor_dumps",
+    "checkpoints.flattening": "checkpoints.tensor_dumps",
+    "checkpoints.numpy_arrays": "checkpoints.tensor_dumps",
+    "integrations.autostart.process": "integrations.autostart",
+    "lbm.basing.adaptation": "lbm.base",
+    "lbm.basing.baseline": "lbm.base",
+    "lbm.image_errors": "lbm.image_validation",
+    "lbm.model": "lbm.config",
+    "lbm.pocket.bench": "lbm.pocket.benchmark",
+    "lbm.pocket.shards": "lbm.make_shards",
+    "lbm.train": "lbm.training.train lbm.training.metrics",
+    "lbm.training_terms": "lbm.training.objective",
+    "lora.attach": "lora.apply",
+    "lora.combine": "lora.merge lora.merge_methods lora.resize",
+    "lora.formats": "lora.reader lora.writer",
+    "lora.inspection.lora_comparison": "lora.compare",
+    "lora.inspection.strength": "lora.spectrum",
+    "lora.merge": "lora.apply",
+    "lora.merging.merge_methods": "lora.merge_methods",
+    "lora.merging.reduced_module": "lora.resize",
+    "lora.merging.reduction": "lora.resize",
+    "lora.merging.reduction_report": "lora.resize",
+    "lora.merging.sparse_merging": "lora.merge_methods",
+    "lora.models.layout": "lora.families",
+    "lora.models.pair_options": "lora.pairs",
+    "lora.models.pairs": "lora.pairs",
+    "lora.names.alignment": "lora.alignment",
+    "lora.names.naming": "lora.module_names",
+    "lora.numerics.full_rank": "lora.decompose",
+    "lora.ranking.allocation": "lora.budget",
+    "lora.ranking.budget": "lora.budget lora.file_size",
+    "lora.ranking.layer_weights": "lora.budget",
+    "lora.ranking.rank_methods": "lora.ranks",
+    "lora.ranking.rank_rules": "lora.ranks",
+    "lora.ranking.rank_spec": "lora.ranks",
+    "lora.ranking.sizes": "units",
+    "lora.ranking.spectrum": "lora.spectrum",
+    "lora.ranking.storage_cost": "lora.file_size",
+    "lora.svd": "lora.decompose",
+    "lora.validation.reconstruction": "lora.validate",
+    "lora.validation.validation_picture": "lora.validation_report",
+    "lora.verdict": "lora.compatibility lora.load_check",
+    "monitor.context": "monitor.recorder",
+    "monitor.hooks": "monitor.recorder",
+    "monitor.live": "monitor.recorder",
+    "monitor.profiling": "monitor.profile",
+    "monitor.request": "monitor.generation",
+    "monitor.step_progress": "monitor.live_line",
+    "monitor.workflow_latents": "monitor.workflow",
+    "monitor.workflow_lora": "monitor.workflow",
+    "monitor.workflow_steps": "monitor.workflow",
+    "monitor.workflow_text": "monitor.workflow",
+    "pipeline.benching.diffusers_subject": "pipeline.bench_diffusers",
+    "pipeline.benching.loading": "pipeline.bench_diffusers",
+    "pipeline.benching.results": "pipeline.bench",
+    "pipeline.benching.subject": "pipeline.bench",
+    "pipeline.decode": "pipeline.encode_decode",
+    "pipeline.encode": "pipeline.encode_decode",
+    "pipeline.optimizing.config": "pipeline.plan",
+    "pipeline.optimizing.hardware": "pipeline.plan",
+    "pipeline.optimizing.images": "pipeline.image_comparison",
+    "pipeline.optimizing.measurement": "pipeline.measure",
+    "pipeline.optimizing.plan": "pipeline.plan",
+    "pipeline.optimizing.settings": "pipeline.generation_settings",
+    "pipeline.prediction": "pipeline.peak_prediction",
+    "pipeline.prediction_learning": "pipeline.peak_prediction",
+    "probes.adapters.applied": "probes.applied_patch",
+    "probes.architecture": "probes.models",
+    "probes.cpu_load": "probes.host",
+    "probes.modules": "probes.models",
+    "probes.process_memory": "probes.memory",
+    "probes.samples": "probes.fingerprints",
+    "records.atomic": "files",
+    "records.benchmark": "records.performance",
+    "records.finding": "records.run records.facts",
+    "records.host": "records.facts",
+    "records.memory_over_time": "records.utilization",
+    "records.pipeline": "records.facts",
+    "records.profile": "records.performance",
+    "records.requests": "records.performance",
+    "records.stage_seconds": "records.run",
+    "records.steps": "records.run",
+    "records.typed": "records.memory",
+    "reports.profile": "reports.console",
+    "stages.latent_decoding": "stages.latent_encoding",
+    "stages.latents.typed": "stages.schema",
+    "stages.lora.typed": "stages.schema",
+    "stages.lora.typed_models": "stages.schema",
+    "stages.text.thresholds": "stages.text_validation",
+    "stages.text.typed": "stages.schema",
+    "stages.typed": "stages.schema",
+}
+_FOLDERS: Final = frozenset(old.rpartition(".")[0] for old in MOVED)
+_BELOW_A_MODULE: Final = ("analysis.diagnostics.diagnose", "integrations.autostart.process")
+"""Where a folder was and a module is now, Python looks for nothing below it; these are there from the start."""
+_IN_STARTUP_FILES: Final = "integrations.autostart.process"
+"""What the startup files for SIGMASCOPE=1 imported. The program has no part in it: a warning would be for nobody."""
+_RENEW: Final = "the startup file is the last release's; `sigmascope watch --install` renews it."
+
+
+def moved_name(module: str, name: str) -> Any:
+    """What a name of an old module is now.
+
+    Args:
+        module: The old module's whole name.
+        name: What was imported from it.
+
+    Raises:
+        AttributeError: There was no such name.
+    """
+    old = module.removeprefix(_PACKAGE)
+    if not name.startswith("_"):
+        for home in MOVED.get(old, "").split():
+            new = import_module(_PACKAGE + home)
+            if hasattr(new, name):
+                there = getattr(new, name)
+                defined_in = str(getattr(there, "__module__", ""))  # a home may only import the name
+                _tell(module, defined_in if defined_in.startswith(_PACKAGE) else _PACKAGE + home, name)
+                return there
+    raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+
+def _tell(module: str, home: str, name: str) -> None:
+    if module == _PACKAGE + _IN_STARTUP_FILES:
+        if sys.stderr is not None and os.environ.get("SIGMASCOPE_QUIET") in (None, "0"):
+            sys.stderr.write(f"Sigmascope: {_RENEW}\n")
+        return
+    warnings.warn(
+        f"{module}.{name} is {home}.{name} now; the old path goes with the next release.",
+        DeprecationWarning,
+        stacklevel=4,
+    )
+
+
+class _MovedModule(ModuleType):
+    """Stands where a module was, and gives its names from where they are now."""
+
+    def __getattr__(self, name: str) -> Any:
+        return moved_name(self.__name__, name)
+
+
+class _OldPaths:
+    """Finds the modules that are no more. It stands last in `sys.meta_path`: no other import passes by it."""
+
+    def find_spec(
+        self, fullname: str, path: object = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The old module, or the folder that one was in."""
+        old = fullname.removeprefix(_PACKAGE)
+        if old == fullname or (old not in MOVED and old not in _FOLDERS):
+            return None
+        # typeshed wants the base class of importlib.abc, which would be one more module loaded
+        return ModuleSpec(fullname, self, is_package=old in _FOLDERS)  # type: ignore[arg-type]
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Nothing is imported before a name is asked for."""
+        return _MovedModule(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """There is nothing to run."""
+
+
+def keep_old_paths() -> None:
+    """Let old paths be imported. A second call changes nothing."""
+    if any(isinstance(finder, _OldPaths) for finder in sys.meta_path):
+        return
+    sys.meta_path.append(_OldPaths())
+    for old in _BELOW_A_MODULE:
+        sys.modules.setdefault(_PACKAGE + old, _MovedModule(_PACKAGE + old))
