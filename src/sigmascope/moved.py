@@ -1,15 +1,14 @@
 """Import paths of the last release. They work until the next one, with a DeprecationWarning that names the new path.
 
 `MOVED` is the whole of it: an old module, and the modules where its names are now, in the order in which they are
-looked through. An old module that is still there and has lost some names looks them up here in its `__getattr__`.
+looked through. The package finds old modules when nothing else of that name is there; an old module that is still
+there and has lost some names looks them up in its `__getattr__`.
 """
 
 import os
 import sys
 import warnings
 from importlib import import_module
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any, Final
 
 _PACKAGE: Final = "sigmascope."
@@ -125,9 +124,13 @@ MOVED: Final = {
     "stages.text.typed": "stages.schema",
     "stages.typed": "stages.schema",
 }
-_FOLDERS: Final = frozenset(old.rpartition(".")[0] for old in MOVED)
-_BELOW_A_MODULE: Final = ("analysis.diagnostics.diagnose", "integrations.autostart.process")
-"""Where a folder was and a module is now, Python looks for nothing below it; these are there from the start."""
+OLD_FOLDERS: Final = frozenset(old.rpartition(".")[0] for old in MOVED)
+_GIVES_ONLY: Final = {
+    "analysis.diagnostics.diagnose": ("diagnose",),
+    "integrations.autostart.process": ("start_from_environment",),
+}
+"""Old modules that stand in `sys.modules` from the start. What looks for a name through all modules, as pickle
+does, is to find no more in them than was asked for."""
 _IN_STARTUP_FILES: Final = "integrations.autostart.process"
 """What the startup files for SIGMASCOPE=1 imported. The program has no part in it: a warning would be for nobody."""
 _RENEW: Final = "the startup file is the last release's; `sigmascope watch --install` renews it."
@@ -144,7 +147,7 @@ def moved_name(module: str, name: str) -> Any:
         AttributeError: There was no such name.
     """
     old = module.removeprefix(_PACKAGE)
-    if not name.startswith("_"):
+    if name in _GIVES_ONLY.get(old, (name,)):
         for home in MOVED.get(old, "").split():
             new = import_module(_PACKAGE + home)
             if hasattr(new, name):
@@ -165,40 +168,3 @@ def _tell(module: str, home: str, name: str) -> None:
         DeprecationWarning,
         stacklevel=4,
     )
-
-
-class _MovedModule(ModuleType):
-    """Stands where a module was, and gives its names from where they are now."""
-
-    def __getattr__(self, name: str) -> Any:
-        return moved_name(self.__name__, name)
-
-
-class _OldPaths:
-    """Finds the modules that are no more. It stands last in `sys.meta_path`: no other import passes by it."""
-
-    def find_spec(
-        self, fullname: str, path: object = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """The old module, or the folder that one was in."""
-        old = fullname.removeprefix(_PACKAGE)
-        if old == fullname or (old not in MOVED and old not in _FOLDERS):
-            return None
-        # typeshed wants the base class of importlib.abc, which would be one more module loaded
-        return ModuleSpec(fullname, self, is_package=old in _FOLDERS)  # type: ignore[arg-type]
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Nothing is imported before a name is asked for."""
-        return _MovedModule(spec.name)
-
-    def exec_module(self, module: ModuleType) -> None:
-        """There is nothing to run."""
-
-
-def keep_old_paths() -> None:
-    """Let old paths be imported. A second call changes nothing."""
-    if any(isinstance(finder, _OldPaths) for finder in sys.meta_path):
-        return
-    sys.meta_path.append(_OldPaths())
-    for old in _BELOW_A_MODULE:
-        sys.modules.setdefault(_PACKAGE + old, _MovedModule(_PACKAGE + old))

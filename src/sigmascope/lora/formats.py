@@ -33,7 +33,6 @@ from sigmascope.lora.families import ModelLayout, Part
 from sigmascope.lora.keys import KeyGroups
 from sigmascope.lora.layer_names import UNET_FAMILIES, Naming, Row, UnetBlocks, renamed
 from sigmascope.lora.linalg import is_convolution
-from sigmascope.moved import moved_name
 
 FormatName = Literal["native", "kohya", "peft", "comfyui"]
 FLAT_PREFIXES: Final = ("lora_", "lycoris_")
@@ -344,4 +343,8 @@ def recognised(checkpoint: Checkpoint, found: KeyGroups) -> LoraFormat:
 if not TYPE_CHECKING:  # names of the last release; for a type checker they are gone
 
     def __getattr__(name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from sigmascope.moved import moved_name
+
         return moved_name(__name__, name)

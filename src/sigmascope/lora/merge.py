@@ -39,7 +39,6 @@ from sigmascope.lora.resize import (
 )
 from sigmascope.lora.truncation import FormedChange, ReducibleChange, reducible
 from sigmascope.lora.writer import STORAGE_DTYPES, LoraOutput, SavePrecision, dtype_name, storage_dtype
-from sigmascope.moved import moved_name
 from sigmascope.progress import Progress, no_progress
 from sigmascope.records.run import Finding
 
@@ -413,4 +412,8 @@ def merge_findings(loras: Sequence[LoraFile], united: UnitedLoras) -> Iterator[F
 if not TYPE_CHECKING:  # names of the last release; for a type checker they are gone
 
     def __getattr__(name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from sigmascope.moved import moved_name
+
         return moved_name(__name__, name)

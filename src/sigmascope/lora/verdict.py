@@ -14,7 +14,6 @@ from sigmascope.errors import SigmascopeError
 from sigmascope.lora.effect import BlockEffect, Effect, by_block
 from sigmascope.lora.layer_names import UNET_FAMILIES
 from sigmascope.lora.module_names import title_of
-from sigmascope.moved import moved_name
 from sigmascope.records.run import Finding, Severity
 
 _NOT_READ: Final = "the model's weights were not read"
@@ -461,4 +460,8 @@ def unreadable(error: Exception) -> Finding:
 if not TYPE_CHECKING:  # names of the last release; for a type checker they are gone
 
     def __getattr__(name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from sigmascope.moved import moved_name
+
         return moved_name(__name__, name)
