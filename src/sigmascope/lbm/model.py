@@ -14,6 +14,7 @@ import torch
 from diffusers import AutoencoderKL, UNet2DConditionModel
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.nn import functional
 
 from sigmascope.checkpoints import Checkpoint, open_checkpoint
 from sigmascope.errors import CheckpointError, ModelMismatchError, NonFiniteError
@@ -52,7 +53,7 @@ class LbmModel(nn.Module):
         Args:
             x_t: A point of the bridge; height and width multiples of `config.denoiser.factor`.
             sigma: Where on the bridge, in [0, 1]; the denoiser sees it as σ·`num_train_timesteps`.
-            conditioning: Latents of the conditioning images, then the masks, when the config names any.
+            conditioning: As `join_conditioning` gives it, when the config names any.
 
         Returns:
             The prediction, in the dtype of `x_t`.
@@ -73,6 +74,29 @@ class LbmModel(nn.Module):
             inputs.to(self.denoiser.dtype), timestep, encoder_hidden_states=None, return_dict=False
         )[0]
         return prediction.to(x_t.dtype)
+
+
+def join_conditioning(
+    masks: Sequence[Float[Tensor, "batch 1 _ _"]],
+    images: Sequence[Latents],
+    like: Latents,
+) -> Float[Tensor, "batch extra latent_height latent_width"] | None:
+    """Join what the denoiser sees beside the latent, in LBM's order: masks first, then images.
+
+    Masks are brought to the latent's size bilinear with antialiasing, as LBM's own conditioner does.
+
+    Args:
+        masks: In [0, 1], at image size, in the order of the config's `conditioning_masks_keys`.
+        images: Latents of the conditioning images, in the order of its `conditioning_images_keys`.
+        like: The latent that is conditioned: of its size, dtype and device.
+
+    Returns:
+        None where there are neither masks nor images.
+    """
+    size = like.shape[-2:]
+    parts = [functional.interpolate(mask, size, mode="bilinear", antialias=True).to(like) for mask in masks]
+    parts += [image.to(like) for image in images]
+    return torch.cat(parts, dim=1) if parts else None
 
 
 def _build_denoiser(config: LbmConfig) -> UNet2DConditionModel:

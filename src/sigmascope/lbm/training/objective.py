@@ -33,7 +33,7 @@ from sigmascope.lbm.bridge import bridge_interpolate, bridge_velocity_target, pr
 from sigmascope.lbm.config import LatentLoss, LbmConfig
 from sigmascope.lbm.config import PixelLoss as PixelLossKind
 from sigmascope.lbm.data import Batch
-from sigmascope.lbm.model import LbmModel, LbmVae
+from sigmascope.lbm.model import LbmModel, LbmVae, join_conditioning
 from sigmascope.lbm.training.settings import TrainSettings
 
 Latents = Float[Tensor, "batch channels height width"]
@@ -83,7 +83,7 @@ class BridgePoint:
         x_t: The point.
         velocity: z_source − z_target.
         sigmas: σ, on the CPU.
-        conditioning: Latents of conditioning images, then masks.
+        conditioning: Masks at latent size, then latents of the conditioning images.
     """
 
     x_t: Latents
@@ -156,12 +156,10 @@ class Objective:
         return BridgePoint(x_t, bridge_velocity_target(z_source, z_target), sigmas, conditioning)
 
     def conditioning(self, model: LbmModel, batch: Batch, like: Latents) -> Conditioning | None:
-        """Latents of the conditioning images, then masks at latent size, as inference gives them."""
+        """Masks at latent size, then latents of the conditioning images, as inference gives them."""
         images = _named(batch.conditioning_images, self.config.conditioning_images_keys)
         masks = _named(batch.conditioning_masks, self.config.conditioning_masks_keys)
-        parts = [encoded(model, image) for image in images]
-        parts += [functional.interpolate(mask.to(like), like.shape[-2:], mode="area") for mask in masks]
-        return torch.cat(parts, dim=1) if parts else None
+        return join_conditioning(masks, [encoded(model, image) for image in images], like)
 
     def _latent_terms(
         self, prediction: Latents, point: BridgePoint, batch: Batch
