@@ -230,8 +230,9 @@ def sample_sigmas(
     """Draw one σ in (0, 1] for each sample, as the config's `timestep_sampling` says (float32, CPU).
 
     - `uniform`: every one of the schedule's T timesteps alike.
-    - `log_normal`: σ = sigmoid(n), n ~ N(logit_mean, logit_std²), put on the schedule's grid of 1/T
-      (Esser et al. 2024, arXiv 2403.03206, section 3.1: a positive mean favours the source end).
+    - `log_normal`: sigmoid(n), n ~ N(logit_mean, logit_std²), is the place in the schedule's table of timesteps, as
+      in LBM. The table descends from T to 1, so σ = 1 − sigmoid(n), on the grid of 1/T rounded up: a positive mean
+      favours the target end. Esser et al. 2024 (arXiv 2403.03206, section 3.1) have σ = sigmoid(n).
     - `custom_timesteps`: `selected_timesteps` with probabilities `prob`.
 
     Args:
@@ -244,7 +245,8 @@ def sample_sigmas(
         timesteps = torch.randint(1, total + 1, (batch,), generator=generator).float()
     elif config.timestep_sampling == "log_normal":
         normal = torch.randn(batch, generator=generator) * config.logit_std + config.logit_mean
-        timesteps = torch.ceil(torch.sigmoid(normal) * total).clamp(1, total)
+        index = (torch.sigmoid(normal) * total).floor().clamp(max=total - 1)
+        timesteps = total - index
     else:
         weights = torch.tensor(config.prob)
         chosen = torch.multinomial(weights, batch, replacement=True, generator=generator)
