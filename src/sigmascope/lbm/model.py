@@ -260,7 +260,7 @@ class LbmVae(nn.Module):
         images: Images,
         *,
         sample: bool = False,
-        generator: torch.Generator | None = None,
+        generator: torch.Generator | Sequence[torch.Generator] | None = None,
         tile_size: int | None = None,
     ) -> Latents:
         """Encode images to latents, (z − shift)·scaling.
@@ -268,7 +268,8 @@ class LbmVae(nn.Module):
         Args:
             images: In [-1, 1], height and width multiples of `factor`.
             sample: Draw z from the posterior; otherwise take its mode, so that the result is the same each time.
-            generator: Of that draw; on the CPU or on the images' device.
+            generator: Of that draw; on the CPU or on the images' device. With one for each image, what an image
+                gets does not depend on the others.
             tile_size: Encode in overlapping tiles of this many pixels; None encodes at once.
         """
         images = images.to(self.dtype)
@@ -280,9 +281,7 @@ class LbmVae(nn.Module):
         latents = mean
         if sample:
             std = torch.exp(0.5 * log_variance.clamp(-30.0, 20.0))
-            device = generator.device if generator is not None else mean.device
-            noise = torch.randn(mean.shape, generator=generator, device=device)
-            latents = mean + std * noise.to(mean)
+            latents = mean + std * _normal_like(mean, generator)
         return (latents - self.config.shift_factor) * self.config.scaling_factor
 
     def decode(self, latents: Latents, *, tile_size: int | None = None) -> Images:
@@ -310,6 +309,17 @@ class LbmVae(nn.Module):
     def _pixels(self, latents: Tensor) -> Tensor:
         decoded: Tensor = self.vae_model.decode(latents, return_dict=False)[0]
         return decoded
+
+
+def _normal_like(mean: Latents, generator: torch.Generator | Sequence[torch.Generator] | None) -> Latents:
+    """Standard normal noise of the shape, dtype and device of `mean`."""
+    if isinstance(generator, Sequence):
+        one = mean.shape[1:]
+        noise = torch.stack([torch.randn(one, generator=each, device=each.device) for each in generator])
+    else:
+        device = mean.device if generator is None else generator.device
+        noise = torch.randn(mean.shape, generator=generator, device=device)
+    return noise.to(mean)
 
 
 def fill_lbm(

@@ -68,11 +68,14 @@ def test_losses_are_the_means_worked_by_hand() -> None:
     assert latent_loss(prediction, target, "l2").item() == 7.5
 
 
-def test_mask_leaves_elements_out_of_the_mean() -> None:
+def test_a_masked_loss_is_a_mean_of_all_or_of_the_valid_elements() -> None:
     prediction = torch.tensor([1.0, 2.0, 5.0, 0.0]).reshape(1, 1, 2, 2).repeat(1, 4, 1, 1)
     mask = torch.tensor([1.0, 1.0, 0.0, 0.0]).reshape(1, 1, 2, 2)
-    assert latent_loss(prediction, torch.zeros_like(prediction), "l2", mask).item() == 2.5
-    assert latent_loss(prediction, torch.zeros_like(prediction), "l1", mask).item() == 1.5
+    target = torch.zeros_like(prediction)
+    assert latent_loss(prediction, target, "l2", mask).item() == 1.25  # (1 + 4 + 0 + 0) / 4
+    assert latent_loss(prediction, target, "l1", mask).item() == 0.75
+    assert latent_loss(prediction, target, "l2", mask, "valid").item() == 2.5  # (1 + 4) / 2
+    assert latent_loss(prediction, target, "l1", mask, "valid").item() == 1.5
 
 
 def test_all_masked_gives_zero_and_not_nan() -> None:
