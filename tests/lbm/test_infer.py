@@ -172,8 +172,10 @@ def test_conditioning_reaches_the_denoiser(tiny_yaml: dict[str, Any]) -> None:
     depth, region = noise(10, 12, seed=1), Image.new("L", (5, 5), 255)
     translate_image(model, noise(32, 32), conditioning={"region": region, "depth": depth})
     assert seen[0].shape[1] == 9
-    torch.testing.assert_close(seen[0][:, 8], torch.ones_like(seen[0][:, 8]))
-    assert not torch.equal(seen[0][:, :4], seen[0][:, 4:8])
+    # The latent, then LBM's order: masks before images.
+    torch.testing.assert_close(seen[0][:, 4], torch.ones_like(seen[0][:, 4]))
+    assert not torch.equal(seen[0][:, :4], seen[0][:, 5:])
+    assert seen[0][:, 5:].std() > 0
 
 
 @pytest.mark.parametrize(

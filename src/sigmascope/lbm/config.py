@@ -25,6 +25,7 @@ from sigmascope.errors import ConfigError
 TimestepSampling = Literal["uniform", "log_normal", "custom_timesteps"]
 LatentLoss = Literal["l1", "l2"]
 PixelLoss = Literal["l1", "l2", "lpips"]
+MaskReduction = Literal["all", "valid"]
 DownBlock = Literal["DownBlock2D", "CrossAttnDownBlock2D"]
 UpBlock = Literal["UpBlock2D", "CrossAttnUpBlock2D"]
 MidBlock = Literal["UNetMidBlock2DCrossAttn", "UNetMidBlock2D"]
@@ -157,7 +158,8 @@ class VaeConfig(ConfigBlock):
 class LbmConfig(ConfigBlock):
     """A whole LBM model. The defaults are those of the full-size model for relighting.
 
-    `num_train_timesteps` and `resolution` are ours: the denoiser sees σ·`num_train_timesteps`, and
+    `num_train_timesteps`, `mask_reduction` and `resolution` are ours: the denoiser sees σ·`num_train_timesteps`;
+    a loss under a mask is the mean over all elements ("all": LBM's own) or over the valid ones ("valid");
     `resolution` is the side of the square aspect bucket, from which the others follow (1024: LBM's own).
     """
 
@@ -175,6 +177,7 @@ class LbmConfig(ConfigBlock):
     source_key: str = "source"
     target_key: str = "target"
     mask_key: str | None = None
+    mask_reduction: MaskReduction = "all"
     bridge_noise_sigma: float = Field(default=0.005, ge=0)
     latent_loss_type: LatentLoss = "l2"
     latent_loss_weight: float = Field(default=1.0, ge=0)

@@ -14,13 +14,12 @@ from dataclasses import dataclass
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.nn import functional
 
 from sigmascope.errors import ConfigError, NonFiniteError
 from sigmascope.lbm.bridge import sample_bridge
 from sigmascope.lbm.buckets import Size, check_resolution, working_size
 from sigmascope.lbm.images import image_to_tensor, mask_levels, pad_to, resize, tensor_to_image, to_rgb
-from sigmascope.lbm.model import LbmModel, is_finite
+from sigmascope.lbm.model import LbmModel, is_finite, join_conditioning
 from sigmascope.monitor import stage, step
 from sigmascope.progress import Progress, no_progress
 
@@ -227,7 +226,7 @@ def _decode(model: LbmModel, z_target: Tensor, frame: Frame, tile_size: int | No
 def conditioning_latents(
     model: LbmModel, frame: Frame, given: Mapping[str, Image.Image], like: Tensor, tile_size: int | None
 ) -> Tensor | None:
-    """Latents of the conditioning images, then masks at latent size, joined on channels.
+    """Masks at latent size, then latents of the conditioning images, joined on channels.
 
     Args:
         model: Its config says which pictures there must be.
@@ -254,14 +253,13 @@ def conditioning_latents(
             f"conditioning: the model takes {', '.join(keys) or 'none'}, got {', '.join(unknown)}.",
             hint="Leave these out.",
         )
-    parts = []
+    images, masks = [], []
     for key in config.conditioning_images_keys:
         pixels = resize(image_to_tensor(checked_rgb(given[key], key)), frame.original)
         pixels = frame.enter(pixels).to(like.device)
-        parts.append(model.vae.encode(pixels, tile_size=tile_size).float())
+        images.append(model.vae.encode(pixels, tile_size=tile_size).float())
     for key in config.conditioning_masks_keys:
         grey = image_to_tensor(mask_levels(checked_rgb(given[key], key).convert("L")))[:, :1]
         grey = frame.enter(resize(grey.expand(-1, 3, -1, -1), frame.original))[:, :1]
-        mask = ((grey + 1.0) / 2.0).to(like.device)  # last: bicubic overshoot is cut at -1 and 1
-        parts.append(functional.interpolate(mask, like.shape[-2:], mode="area"))
-    return torch.cat(parts, dim=1) if parts else None
+        masks.append((grey + 1.0) / 2.0)
+    return join_conditioning(masks, images, like)

@@ -14,6 +14,7 @@ import torch
 from diffusers import AutoencoderKL, UNet2DConditionModel
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.nn import functional
 
 from sigmascope.checkpoints import Checkpoint, open_checkpoint
 from sigmascope.errors import CheckpointError, ModelMismatchError, NonFiniteError
@@ -52,7 +53,7 @@ class LbmModel(nn.Module):
         Args:
             x_t: A point of the bridge; height and width multiples of `config.denoiser.factor`.
             sigma: Where on the bridge, in [0, 1]; the denoiser sees it as σ·`num_train_timesteps`.
-            conditioning: Latents of the conditioning images, then the masks, when the config names any.
+            conditioning: As `join_conditioning` gives it, when the config names any.
 
         Returns:
             The prediction, in the dtype of `x_t`.
@@ -73,6 +74,29 @@ class LbmModel(nn.Module):
             inputs.to(self.denoiser.dtype), timestep, encoder_hidden_states=None, return_dict=False
         )[0]
         return prediction.to(x_t.dtype)
+
+
+def join_conditioning(
+    masks: Sequence[Float[Tensor, "batch 1 _ _"]],
+    images: Sequence[Latents],
+    like: Latents,
+) -> Float[Tensor, "batch extra latent_height latent_width"] | None:
+    """Join what the denoiser sees beside the latent, in LBM's order: masks first, then images.
+
+    Masks are brought to the latent's size bilinear with antialiasing, as LBM's own conditioner does.
+
+    Args:
+        masks: In [0, 1], at image size, in the order of the config's `conditioning_masks_keys`.
+        images: Latents of the conditioning images, in the order of its `conditioning_images_keys`.
+        like: The latent that is conditioned: of its size, dtype and device.
+
+    Returns:
+        None where there are neither masks nor images.
+    """
+    size = like.shape[-2:]
+    parts = [functional.interpolate(mask, size, mode="bilinear", antialias=True).to(like) for mask in masks]
+    parts += [image.to(like) for image in images]
+    return torch.cat(parts, dim=1) if parts else None
 
 
 def _build_denoiser(config: LbmConfig) -> UNet2DConditionModel:
@@ -236,7 +260,7 @@ class LbmVae(nn.Module):
         images: Images,
         *,
         sample: bool = False,
-        generator: torch.Generator | None = None,
+        generator: torch.Generator | Sequence[torch.Generator] | None = None,
         tile_size: int | None = None,
     ) -> Latents:
         """Encode images to latents, (z − shift)·scaling.
@@ -244,7 +268,8 @@ class LbmVae(nn.Module):
         Args:
             images: In [-1, 1], height and width multiples of `factor`.
             sample: Draw z from the posterior; otherwise take its mode, so that the result is the same each time.
-            generator: Of that draw; on the CPU or on the images' device.
+            generator: Of that draw; on the CPU or on the images' device. With one for each image, what an image
+                gets does not depend on the others.
             tile_size: Encode in overlapping tiles of this many pixels; None encodes at once.
         """
         images = images.to(self.dtype)
@@ -256,9 +281,7 @@ class LbmVae(nn.Module):
         latents = mean
         if sample:
             std = torch.exp(0.5 * log_variance.clamp(-30.0, 20.0))
-            device = generator.device if generator is not None else mean.device
-            noise = torch.randn(mean.shape, generator=generator, device=device)
-            latents = mean + std * noise.to(mean)
+            latents = mean + std * _normal_like(mean, generator)
         return (latents - self.config.shift_factor) * self.config.scaling_factor
 
     def decode(self, latents: Latents, *, tile_size: int | None = None) -> Images:
@@ -286,6 +309,17 @@ class LbmVae(nn.Module):
     def _pixels(self, latents: Tensor) -> Tensor:
         decoded: Tensor = self.vae_model.decode(latents, return_dict=False)[0]
         return decoded
+
+
+def _normal_like(mean: Latents, generator: torch.Generator | Sequence[torch.Generator] | None) -> Latents:
+    """Standard normal noise of the shape, dtype and device of `mean`."""
+    if isinstance(generator, Sequence):
+        one = mean.shape[1:]
+        noise = torch.stack([torch.randn(one, generator=each, device=each.device) for each in generator])
+    else:
+        device = mean.device if generator is None else generator.device
+        noise = torch.randn(mean.shape, generator=generator, device=device)
+    return noise.to(mean)
 
 
 def fill_lbm(

@@ -2,12 +2,14 @@
 
 For each sample (Chadebec et al., arXiv 2503.07535, section 3):
 
-    z_source, z_target = VAE(source), VAE(target)
+    z_source, z_target ~ VAE(source), VAE(target)  drawn from the posterior
     x(σ) = σ·z_source + (1 − σ)·z_target + s·√(σ(1 − σ))·ε          σ by the config's sampling, ε ~ N(0, I)
     v = denoiser(x(σ), σ)
     L = w_latent·|v − (z_source − z_target)| under the mask  +  w_pixel·|VAE⁻¹(x(σ) − σ·v) − target| under the mask
 
-The pixel loss decodes the predicted target latent with gradient.
+The pixel loss decodes the predicted target latent with gradient, and clamps the picture to [-1, 1]. Under a mask what
+is not valid counts as no difference in a mean over all elements, as in LBM, or is left out of the mean
+(`mask_reduction: valid`).
 
 The loss of a batch is the mean over its samples, so it is the same however the samples are cut into batches. A
 sample's draws follow from the run's seed, the epoch and the sample's number in the epoch's stream. Two processes
@@ -30,10 +32,10 @@ from torch.nn import functional
 
 from sigmascope.errors import ConfigError
 from sigmascope.lbm.bridge import bridge_interpolate, bridge_velocity_target, predict_target
-from sigmascope.lbm.config import LatentLoss, LbmConfig
+from sigmascope.lbm.config import LatentLoss, LbmConfig, MaskReduction
 from sigmascope.lbm.config import PixelLoss as PixelLossKind
 from sigmascope.lbm.data import Batch
-from sigmascope.lbm.model import LbmModel, LbmVae
+from sigmascope.lbm.model import LbmModel, LbmVae, join_conditioning
 from sigmascope.lbm.training.settings import TrainSettings
 
 Latents = Float[Tensor, "batch channels height width"]
@@ -42,7 +44,7 @@ Pixels = Float[Tensor, "batch 3 height width"]
 PixelMask = Float[Tensor, "batch 1 height width"]
 Denoise = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """(x_t, sigma, conditioning) -> prediction; a model that Accelerate has wrapped, for one."""
-Purpose = Literal["bridge", "crop"]
+Purpose = Literal["posterior", "bridge", "crop"]
 """What random numbers are for. Each has a stream of its own: whether a crop is drawn does not change the noise."""
 
 
@@ -83,7 +85,7 @@ class BridgePoint:
         x_t: The point.
         velocity: z_source − z_target.
         sigmas: σ, on the CPU.
-        conditioning: Latents of conditioning images, then masks.
+        conditioning: Masks at latent size, then latents of the conditioning images.
     """
 
     x_t: Latents
@@ -106,7 +108,12 @@ class Objective:
         self.settings = settings
         self.config = settings.lbm
         self._pixel_loss = (
-            PixelLoss(settings.pixel_loss_type, crop=settings.pixel_crop, tile_size=settings.pixel_tile_size)
+            PixelLoss(
+                settings.pixel_loss_type,
+                crop=settings.pixel_crop,
+                tile_size=settings.pixel_tile_size,
+                reduction=settings.mask_reduction,
+            )
             if settings.pixel_loss_weight > 0
             else None
         )
@@ -144,24 +151,40 @@ class Objective:
     def bridge_point(self, model: LbmModel, batch: Batch) -> BridgePoint:
         """Encode a batch and draw where on the bridge each sample stands; nothing here has a gradient.
 
-        Latents are the posterior's mode, as in inference.
+        Latents are drawn from the posterior, where inference takes its mode: target, source, then the
+        conditioning images.
         """
+        posterior = generators_for(self.settings.seed, batch.epoch, batch.numbers, "posterior")
         with vae_alone(model):
-            z_source, z_target = (encoded(model, pictures) for pictures in (batch.source, batch.target))
-            conditioning = self.conditioning(model, batch, z_source)
+            z_target, z_source = (encoded(model, one, posterior) for one in (batch.target, batch.source))
+            conditioning = self.conditioning(model, batch, z_source, posterior)
         generators = generators_for(self.settings.seed, batch.epoch, batch.numbers, "bridge")
         sigmas, noise = draw_bridge(generators, z_source.shape[1:], self.config)
         noise_scale = self.config.bridge_noise_sigma
         x_t = bridge_interpolate(z_source, z_target, sigmas, noise.to(z_source.device), noise_scale)
         return BridgePoint(x_t, bridge_velocity_target(z_source, z_target), sigmas, conditioning)
 
-    def conditioning(self, model: LbmModel, batch: Batch, like: Latents) -> Conditioning | None:
-        """Latents of the conditioning images, then masks at latent size, as inference gives them."""
+    def conditioning(
+        self,
+        model: LbmModel,
+        batch: Batch,
+        like: Latents,
+        posterior: Sequence[torch.Generator] | None = None,
+    ) -> Conditioning | None:
+        """Masks at latent size, then latents of the conditioning images, joined as in inference.
+
+        Args:
+            model: Whose VAE encodes the images.
+            batch: Has them.
+            like: The latent that is conditioned.
+            posterior: One for each sample: latents are drawn with it. None takes the posterior's mode.
+
+        Raises:
+            ConfigError: The batch lacks one that the config names.
+        """
         images = _named(batch.conditioning_images, self.config.conditioning_images_keys)
         masks = _named(batch.conditioning_masks, self.config.conditioning_masks_keys)
-        parts = [encoded(model, image) for image in images]
-        parts += [functional.interpolate(mask.to(like), like.shape[-2:], mode="area") for mask in masks]
-        return torch.cat(parts, dim=1) if parts else None
+        return join_conditioning(masks, [encoded(model, image, posterior) for image in images], like)
 
     def _latent_terms(
         self, prediction: Latents, point: BridgePoint, batch: Batch
@@ -170,7 +193,7 @@ class Objective:
             return None
         values = differences(prediction, point.velocity, self.settings.latent_loss_type)
         mask = None if batch.mask is None else latent_mask(batch.mask, *values.shape[-2:]).to(values.device)
-        return sample_means(values, mask)
+        return sample_means(values, mask, self.settings.mask_reduction)
 
     def _pixel_terms(
         self, model: LbmModel, prediction: Latents, point: BridgePoint, batch: Batch
@@ -196,10 +219,20 @@ def _no_autocast(device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, enabled=False)
 
 
-def encoded(model: LbmModel, pictures: Float[Tensor, "batch 3 image_height image_width"]) -> Latents:
-    """Latents of pictures, float32, on the model's device."""
+def encoded(
+    model: LbmModel,
+    pictures: Float[Tensor, "batch 3 image_height image_width"],
+    posterior: Sequence[torch.Generator] | None = None,
+) -> Latents:
+    """Latents of pictures, float32, on the model's device.
+
+    Args:
+        model: Whose VAE encodes.
+        pictures: In [-1, 1].
+        posterior: One for each picture: its latent is drawn with it. None takes the posterior's mode.
+    """
     device = next(model.vae.parameters()).device
-    return model.vae.encode(pictures.to(device)).float()
+    return model.vae.encode(pictures.to(device), sample=posterior is not None, generator=posterior).float()
 
 
 @contextmanager
@@ -232,8 +265,9 @@ def sample_sigmas(
     """Draw one σ in (0, 1] for each sample, as the config's `timestep_sampling` says (float32, CPU).
 
     - `uniform`: every one of the schedule's T timesteps alike.
-    - `log_normal`: σ = sigmoid(n), n ~ N(logit_mean, logit_std²), put on the schedule's grid of 1/T
-      (Esser et al. 2024, arXiv 2403.03206, section 3.1: a positive mean favours the source end).
+    - `log_normal`: sigmoid(n), n ~ N(logit_mean, logit_std²), is the place in the schedule's table of timesteps, as
+      in LBM. The table descends from T to 1, so σ = 1 − sigmoid(n), on the grid of 1/T rounded up: a positive mean
+      favours the target end. Esser et al. 2024 (arXiv 2403.03206, section 3.1) have σ = sigmoid(n).
     - `custom_timesteps`: `selected_timesteps` with probabilities `prob`.
 
     Args:
@@ -246,7 +280,8 @@ def sample_sigmas(
         timesteps = torch.randint(1, total + 1, (batch,), generator=generator).float()
     elif config.timestep_sampling == "log_normal":
         normal = torch.randn(batch, generator=generator) * config.logit_std + config.logit_mean
-        timesteps = torch.ceil(torch.sigmoid(normal) * total).clamp(1, total)
+        index = (torch.sigmoid(normal) * total).floor().clamp(max=total - 1)
+        timesteps = total - index
     else:
         weights = torch.tensor(config.prob)
         chosen = torch.multinomial(weights, batch, replacement=True, generator=generator)
@@ -280,16 +315,27 @@ class PixelLoss:
         kind: "l1", "l2" or "lpips" (Zhang et al., arXiv 1801.03924, with VGG).
         crop: Side in pixels, a multiple of the VAE's factor; a picture that is smaller is taken as far as it goes.
         tile_size: Decode the whole picture in tiles of this many pixels.
+        reduction: Over which elements a masked sample's mean is taken; see `sample_means`.
 
     Raises:
         ConfigError: "lpips" and the package of that name is not installed.
     """
 
-    def __init__(self, kind: PixelLossKind, *, crop: int | None = None, tile_size: int | None = None) -> None:
+    def __init__(
+        self,
+        kind: PixelLossKind,
+        *,
+        crop: int | None = None,
+        tile_size: int | None = None,
+        reduction: MaskReduction = "all",
+    ) -> None:
         self.kind = kind
         self.crop = crop
         self.tile_size = tile_size
-        self._lpips: nn.Module | None = _perceptual(lpips_package()) if kind == "lpips" else None
+        self.reduction: MaskReduction = reduction
+        self._lpips: nn.Module | None = None
+        if kind == "lpips":
+            self._lpips = _perceptual(lpips_package(), spatial=reduction == "valid")
 
     def __call__(
         self,
@@ -310,29 +356,33 @@ class PixelLoss:
         """
         if self.crop is not None:
             latents, target, mask = cropped(latents, target, mask, self.crop, vae.factor, generators)
-        decoded = vae.decode(latents, tile_size=self.tile_size).float()
+        decoded = vae.decode(latents, tile_size=self.tile_size).float().clamp(-1.0, 1.0)
         return self.compare(decoded, target.to(decoded), None if mask is None else mask.to(decoded))
 
     def compare(self, decoded: Pixels, target: Pixels, mask: PixelMask | None) -> Float[Tensor, " batch"]:
-        """The mean difference of each sample's valid pixels."""
+        """The mean difference of each sample, under its mask."""
         if self._lpips is not None:
-            return sample_means(self._distances(self._lpips, decoded, target, mask), mask)
+            distances = self._distances(self._lpips, decoded, target, mask)
+            return sample_means(distances, mask if self.reduction == "valid" else None)
         assert self.kind != "lpips"
-        return sample_means(differences(decoded, target, self.kind), mask)
+        return sample_means(differences(decoded, target, self.kind), mask, self.reduction)
 
     def _distances(
         self, network: nn.Module, decoded: Pixels, target: Pixels, mask: PixelMask | None
-    ) -> Float[Tensor, "batch 1 height width"]:
-        if mask is not None:
+    ) -> Float[Tensor, "batch 1 distances_high distances_wide"]:
+        """One for each pixel ("valid") or for each sample ("all")."""
+        if mask is not None and self.reduction == "valid":
             # The network looks around each pixel: what is not valid must not be seen from one that is.
             decoded = decoded * mask + target * (1.0 - mask)
+        elif mask is not None:
+            decoded, target = decoded * mask, target * mask
         distances: Tensor = network.to(decoded.device)(decoded, target)
         return distances
 
 
-def _perceptual(package: Any) -> nn.Module:
-    """LPIPS with a distance for each pixel, so that a mask can be applied; its weights stay as they are."""
-    network: nn.Module = package.LPIPS(net="vgg", spatial=True, verbose=False)
+def _perceptual(package: Any, *, spatial: bool) -> nn.Module:
+    """LPIPS with frozen weights; `spatial` gives a distance for each pixel, so that a mask can be applied."""
+    network: nn.Module = package.LPIPS(net="vgg", spatial=spatial, verbose=False)
     return network.eval().requires_grad_(False)
 
 
@@ -403,17 +453,26 @@ def differences(
 def sample_means(
     values: Float[Tensor, "batch channels height width"],
     mask: Float[Tensor, "batch 1 height width"] | None = None,
+    reduction: MaskReduction = "all",
 ) -> Float[Tensor, " batch"]:
-    """The mean over each sample's valid elements; 0 for a sample that has none.
+    """The mean of each sample under its mask; 0 for a sample without a valid element.
 
-    Each sample counts once, however much of it is valid. A mean over the valid elements of the whole batch would
-    depend on which samples share a batch, so that two processes would not give the gradient of the doubled batch.
+    A mean over the valid elements of the whole batch would depend on which samples share a batch, so that two
+    processes would not give the gradient of the doubled batch.
+
+    Args:
+        values: Differences.
+        mask: 1 where they are valid, 0 elsewhere.
+        reduction: "all" divides by the number of all elements, so that a sample counts by how much of it is valid;
+            "valid" by that of the valid ones, so that each sample counts once.
     """
     if mask is None:
         return values.flatten(1).mean(dim=1)
     weights = mask.to(values.dtype).expand_as(values)
-    valid = weights.flatten(1).sum(dim=1)
-    return (values * weights).flatten(1).sum(dim=1) / valid.clamp_min(1.0)
+    masked = (values * weights).flatten(1)
+    if reduction == "all":
+        return masked.mean(dim=1)
+    return masked.sum(dim=1) / weights.flatten(1).sum(dim=1).clamp_min(1.0)
 
 
 def latent_mask(
@@ -429,18 +488,22 @@ def latent_loss(
     target: Float[Tensor, "batch channels height width"],
     kind: LatentLoss,
     mask: Float[Tensor, "batch 1 height width"] | None = None,
+    reduction: MaskReduction = "all",
 ) -> Float[Tensor, ""]:
-    """Mean |d| (l1) or d² (l2) of d = prediction − target, over the elements that are valid.
+    """Mean |d| (l1) or d² (l2) of d = prediction − target, under a mask.
 
     Args:
         prediction: Of the denoiser.
         target: z_source − z_target.
         kind: "l1" or "l2".
         mask: 1 where the latent is valid, 0 elsewhere. A batch with no valid element has loss 0.
+        reduction: The mean over "all" elements, or over the "valid" ones of the batch.
     """
     difference = prediction - target
     values = difference.abs() if kind == "l1" else difference.square()
     if mask is None:
         return values.mean()
     weights = mask.expand_as(values)
+    if reduction == "all":
+        return (values * weights).mean()
     return (values * weights).sum() / weights.sum().clamp_min(1.0)

@@ -29,12 +29,12 @@ def test_uniform_takes_every_timestep_alike() -> None:
 
 @pytest.mark.parametrize(("mean", "std"), [(0.0, 1.0), (0.8, 0.5)])
 def test_log_normal_has_normal_logits(mean: float, std: float) -> None:
-    drawn = sigmas(timestep_sampling="log_normal", logit_mean=mean, logit_std=std)
+    drawn = 1 - sigmas(timestep_sampling="log_normal", logit_mean=mean, logit_std=std)
     edges = np.arange(0.05, 1.0, 0.05)
     cumulative = stats.norm.cdf((np.log(edges / (1 - edges)) - mean) / std)
     expected = np.diff([0.0, *cumulative, 1.0]) * SAMPLES
-    # σ is on the grid of 1/1000, rounded up: σ ≤ edge exactly where the value before was.
-    counts = np.diff([0, *(np.sum(drawn <= edge + 1e-6) for edge in edges), SAMPLES])
+    # 1 - σ is on the grid of 1/1000, rounded down: it is below an edge exactly where the value before was.
+    counts = np.diff([0, *(np.sum(drawn < edge - 1e-6) for edge in edges), SAMPLES])
     often = expected > 20
     often[0] = often[-1] = True
     starts = np.flatnonzero(often)  # rare values count with the frequent ones before them

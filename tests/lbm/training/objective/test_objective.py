@@ -4,7 +4,10 @@ import numpy as np
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from numpy.typing import NDArray
+from PIL import Image
+from scipy import stats
 from tests.lbm.training.tiny_run import batch_of, new_model, randomised, tiny_settings
 from torch import Tensor
 
@@ -13,6 +16,7 @@ from sigmascope.lbm.data import Batch
 from sigmascope.lbm.model import LbmModel
 from sigmascope.lbm.training.lora_layers import inject_lora
 from sigmascope.lbm.training.objective import Objective, draw_bridge, generators_for
+from sigmascope.lbm.training.settings import TrainSettings
 
 Array = NDArray[np.float64]
 SIDE = 32
@@ -33,11 +37,26 @@ def double(tensor: Tensor) -> Array:
     return values
 
 
+def drawn_latents(model: LbmModel, batch: Batch, settings: TrainSettings, *more: Tensor) -> list[Tensor]:
+    """Latents of source, target, and further pictures, drawn by diffusers' own posterior."""
+    generators = generators_for(settings.seed, batch.epoch, batch.numbers, "posterior")
+    latents = []
+    for pictures in (batch.target, batch.source, *more):
+        with torch.no_grad():
+            parameters = model.vae.vae_model.encode(pictures).latent_dist.parameters
+        draws = [
+            DiagonalGaussianDistribution(one[None]).sample(generator)
+            for one, generator in zip(parameters, generators, strict=True)
+        ]
+        latents.append((torch.cat(draws) - 0.25) * 0.5)
+    target, source, *others = latents
+    return [source, target, *others]
+
+
 def by_hand(model: LbmModel, batch: Batch, **keys: Any) -> tuple[Array, Array, Array]:
     """x(σ), its point's σ, and the loss of each sample, in float64 from the equations of SPEC section 7."""
     settings = tiny_settings(**keys)
-    with torch.no_grad():
-        z_source, z_target = (double(model.vae.encode(one)) for one in (batch.source, batch.target))
+    z_source, z_target = map(double, drawn_latents(model, batch, settings))
     generators = generators_for(settings.seed, batch.epoch, batch.numbers, "bridge")
     drawn_sigmas, drawn_noise = draw_bridge(generators, z_source.shape[1:], settings.lbm)
     sigmas, noise = double(drawn_sigmas), double(drawn_noise)
@@ -53,7 +72,7 @@ def by_hand(model: LbmModel, batch: Batch, **keys: Any) -> tuple[Array, Array, A
             point = torch.from_numpy(x_t[index : index + 1]).float()
             predicted = double(model(point, drawn_sigmas[index : index + 1]))[0]
             z_hat = torch.from_numpy(x_t[index] - sigma * predicted)[None].float()
-            decoded = double(model.vae.decode(z_hat))[0]
+            decoded = double(model.vae.decode(z_hat))[0].clip(-1, 1)
         loss = 0.0
         pixels = np.ones((SIDE, SIDE)) if batch.mask is None else double(batch.mask)[index, 0]
         latents = pixels.reshape(SIDE // FACTOR, FACTOR, SIDE // FACTOR, FACTOR).min(axis=(1, 3))
@@ -62,7 +81,8 @@ def by_hand(model: LbmModel, batch: Batch, **keys: Any) -> tuple[Array, Array, A
             (settings.pixel_loss_weight, decoded - double(batch.target)[index], pixels, settings.pixel_loss_type),
         ):  # fmt: skip
             values = np.abs(difference) if kind == "l1" else difference**2
-            loss += weight * (values * mask).sum() / (mask.sum() * len(values))
+            of = mask.sum() * len(values) if settings.mask_reduction == "valid" else values.size
+            loss += weight * (values * mask).sum() / of
         losses.append(loss)
     return x_t, sigmas, np.array(losses)
 
@@ -75,6 +95,7 @@ def by_hand(model: LbmModel, batch: Batch, **keys: Any) -> tuple[Array, Array, A
         {"pixel_loss_type": "l1", "pixel_loss_weight": 2.0, "timestep_sampling": "log_normal"},
         {"pixel_loss_type": "l2", "pixel_loss_weight": 10.0, "latent_loss_weight": 0.5, "seed": 3},
         {"pixel_loss_type": "l2", "pixel_loss_weight": 1.0, "latent_loss_weight": 0.0},
+        {"pixel_loss_type": "l1", "pixel_loss_weight": 1.0, "mask_reduction": "valid"},
     ],
 )
 @pytest.mark.parametrize("masked", [False, True])
@@ -103,7 +124,7 @@ def test_point_and_timestep_are_those_of_diffusers_scheduler(timestep: int, tiny
     watch = tiny_model.denoiser.register_forward_pre_hook(lambda module, args: seen.append(args[1]))
     with torch.no_grad():
         terms = Objective(settings).loss(tiny_model, batch)
-        z_source, z_target = (tiny_model.vae.encode(one) for one in (batch.source, batch.target))
+    z_source, z_target = drawn_latents(tiny_model, batch, settings)
     watch.remove()
     point = Objective(settings).bridge_point(tiny_model, batch)
     theirs = scheduler.scale_noise(z_target, scheduler.timesteps[position].expand(2), noise=z_source)
@@ -121,9 +142,21 @@ def test_point_and_timestep_are_those_of_diffusers_scheduler(timestep: int, tiny
 def test_the_first_timestep_is_the_source(tiny_model: LbmModel) -> None:
     settings = tiny_settings(selected_timesteps=[1000], prob=[1.0], bridge_noise_sigma=5.0)
     batch = batch_of(2, SIDE)
-    with torch.no_grad():
-        z_source = tiny_model.vae.encode(batch.source)
-    assert torch.equal(Objective(settings).bridge_point(tiny_model, batch).x_t, z_source)
+    z_source, _ = drawn_latents(tiny_model, batch, settings)
+    torch.testing.assert_close(Objective(settings).bridge_point(tiny_model, batch).x_t, z_source)
+
+
+def test_latents_are_drawn_anew_for_each_sample_and_epoch(tiny_model: LbmModel) -> None:
+    objective = Objective(tiny_settings(selected_timesteps=[1000], prob=[1.0]))
+    picture = torch.zeros(200, 3, 4, 4)
+    batches = [Batch(picture, picture, tuple(range(200)), ("a",) * 200, epoch=epoch) for epoch in (0, 1)]
+    posterior = tiny_model.vae.vae_model.encode(picture[:1]).latent_dist
+    first, second = (
+        (objective.bridge_point(tiny_model, batch).x_t / 0.5 + 0.25 - posterior.mean) / posterior.std
+        for batch in batches
+    )
+    assert stats.kstest(first.flatten().numpy(), "norm").pvalue > 0.01
+    assert abs(np.corrcoef(first.flatten(), second.flatten())[0, 1]) < 0.05
 
 
 @pytest.mark.parametrize(
@@ -218,22 +251,30 @@ def test_another_callable_can_denoise(tiny_model: LbmModel) -> None:
     assert float(terms.total) == 0
 
 
-def test_conditioning_is_encoded_as_in_inference() -> None:
+def test_conditioning_is_masks_then_drawn_images() -> None:
     keys: dict[str, Any] = {
         "unet_input_channels": 9,
         "conditioning_images_keys": ["depth"],
         "conditioning_masks_keys": ["region"],
     }
-    model, objective = new_model(**keys), Objective(tiny_settings(**keys))
+    model, settings = new_model(**keys), tiny_settings(**keys)
+    objective = Objective(settings)
     depth = torch.rand(2, 3, SIDE, SIDE)
     region = torch.rand(2, 1, SIDE, SIDE)
     batch = batch_of(2, SIDE, conditioning_images={"depth": depth}, conditioning_masks={"region": region})
     conditioning = objective.bridge_point(model, batch).conditioning
     assert conditioning is not None
-    with torch.no_grad():
-        assert torch.equal(conditioning[:, :4], model.vae.encode(depth))
-    blocks = region.reshape(2, 1, SIDE // FACTOR, FACTOR, SIDE // FACTOR, FACTOR)
-    torch.testing.assert_close(conditioning[:, 4:], blocks.mean(dim=(3, 5)))
+    # Pillow's bilinear filter is the antialiased one of torchvision's `resize`, with which LBM scales its masks.
+    small = (SIDE // FACTOR, SIDE // FACTOR)
+    resized = [
+        np.asarray(Image.fromarray(one[0].numpy()).resize(small, Image.Resampling.BILINEAR)) for one in region
+    ]
+    np.testing.assert_allclose(conditioning[:, 0].numpy(), np.stack(resized), atol=1e-6)
+    *_, drawn = drawn_latents(model, batch, settings, depth)
+    torch.testing.assert_close(conditioning[:, 1:], drawn)
+    as_inferred = objective.conditioning(model, batch, torch.zeros(2, 4, *small))
+    assert as_inferred is not None
+    assert torch.equal(as_inferred[:, 1:], model.vae.encode(depth))
     assert objective.loss(model, batch).total.isfinite()
     with pytest.raises(ConfigError, match="the batch has no depth"):
         objective.loss(model, batch_of(2, SIDE))

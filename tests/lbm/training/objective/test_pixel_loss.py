@@ -93,18 +93,31 @@ def test_tiles_give_value_and_gradient_of_the_whole_away_from_seams(tiny_model: 
 
 
 @pytest.mark.parametrize("kind", ["l1", "l2"])
-def test_what_is_not_valid_does_not_count(kind: Any, tiny_model: LbmModel) -> None:
+@pytest.mark.parametrize(("reduction", "elements"), [("all", 3 * 16 * 16), ("valid", 3 * 6 * 5)])
+def test_what_is_not_valid_does_not_count(
+    kind: Any, reduction: Any, elements: int, tiny_model: LbmModel
+) -> None:
     latents, target = random(2, 4, 8, 8), random(2, 3, 16, 16, seed=1)
     mask = torch.zeros(2, 1, 16, 16)
     mask[:, :, 4:10, 2:7] = 1
     with torch.no_grad():
-        decoded = tiny_model.vae.decode(latents)
+        decoded = tiny_model.vae.decode(latents).clamp(-1, 1)
     difference = (decoded - target)[:, :, 4:10, 2:7].double()
     values = difference.abs() if kind == "l1" else difference.square()
     other = torch.where(mask.bool(), target, torch.full_like(target, 9.0))
     for picture in (target, other):
-        ours = PixelLoss(kind)(tiny_model.vae, latents, picture, mask, []).detach()
-        torch.testing.assert_close(ours.double(), values.mean(dim=(1, 2, 3)), rtol=1e-5, atol=1e-6)
+        loss = PixelLoss(kind, reduction=reduction)
+        ours = loss(tiny_model.vae, latents, picture, mask, []).detach()
+        torch.testing.assert_close(ours.double(), values.sum(dim=(1, 2, 3)) / elements, rtol=1e-5, atol=1e-6)
+
+
+def test_the_decoded_picture_is_clamped(tiny_model: LbmModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded = torch.tensor([-3.0, -0.5, 0.25, 4.0]).reshape(1, 1, 2, 2).repeat(1, 3, 1, 1).requires_grad_()
+    monkeypatch.setattr(tiny_model.vae, "decode", lambda latents, **options: decoded)
+    loss = PixelLoss("l1")(tiny_model.vae, random(1, 4, 1, 1), torch.zeros(1, 3, 2, 2), None, [])
+    assert loss.tolist() == [(1 + 0.5 + 0.25 + 1) / 4]
+    (gradient,) = torch.autograd.grad(loss.sum(), decoded)
+    assert (gradient[0, 0] * 12).tolist() == [[0.0, -1.0], [1.0, 0.0]]
 
 
 def test_without_the_lpips_package_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,27 +129,30 @@ def test_without_the_lpips_package_the_error_says_what_to_do(monkeypatch: pytest
 
 
 class Perceptual(nn.Module):
-    """Like lpips' class: a distance for each pixel, which looks one pixel to each side."""
+    """Like lpips' class: a distance for each pixel, which looks one pixel to each side, or their mean."""
 
     def __init__(self, net: str, spatial: bool, verbose: bool) -> None:
         super().__init__()
-        assert (net, spatial, verbose) == ("vgg", True, False)
+        assert (net, verbose) == ("vgg", False)
+        self.spatial = spatial
         self.around = nn.Conv2d(3, 1, 3, padding=1, bias=False)
 
     def forward(self, first: Tensor, second: Tensor) -> Tensor:
         features: Tensor = self.around(first) - self.around(second)
-        return features.square()
+        distances = features.square()
+        return distances if self.spatial else distances.mean(dim=(2, 3), keepdim=True)
 
 
-@pytest.fixture
-def perceptual(monkeypatch: pytest.MonkeyPatch) -> PixelLoss:
+@pytest.fixture(autouse=True)
+def lpips_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     package: Any = ModuleType("lpips")
     package.LPIPS = Perceptual
     monkeypatch.setitem(sys.modules, "lpips", package)
-    return PixelLoss("lpips")
 
 
-def test_lpips_is_averaged_for_each_sample(perceptual: PixelLoss, tiny_model: LbmModel) -> None:
+@pytest.mark.parametrize("reduction", ["all", "valid"])
+def test_lpips_is_averaged_for_each_sample(reduction: Any, tiny_model: LbmModel) -> None:
+    perceptual = PixelLoss("lpips", reduction=reduction)
     latents, target = random(2, 4, 8, 8).requires_grad_(), random(2, 3, 16, 16, seed=1)
     values = perceptual(tiny_model.vae, latents, target, None, [])
     assert values.shape == (2,)
@@ -148,10 +164,24 @@ def test_lpips_is_averaged_for_each_sample(perceptual: PixelLoss, tiny_model: Lb
     assert not any(parameter.requires_grad for parameter in network.parameters())
 
 
-def test_lpips_sees_nothing_that_is_not_valid(perceptual: PixelLoss) -> None:
+def test_lpips_over_valid_pixels_sees_nothing_else() -> None:
+    perceptual = PixelLoss("lpips", reduction="valid")
     target, mask = random(1, 3, 16, 16), torch.ones(1, 1, 16, 16)
     mask[..., 8:] = 0
     decoded = target.clone()
     decoded[..., 8:] += 5.0
     assert float(perceptual.compare(decoded, target, mask)) == 0.0
     assert float(perceptual.compare(decoded, target, None)) > 0.0
+
+
+def test_lpips_over_all_pixels_compares_both_pictures_blacked_out_where_not_valid() -> None:
+    perceptual = PixelLoss("lpips", reduction="all")
+    network = perceptual._lpips
+    assert network is not None
+    decoded, target, mask = random(2, 3, 16, 16), random(2, 3, 16, 16, seed=1), torch.ones(2, 1, 16, 16)
+    mask[..., 8:] = 0
+    expected = [
+        network(one[None] * mask[:1], two[None] * mask[:1]).mean()
+        for one, two in zip(decoded, target, strict=True)
+    ]
+    torch.testing.assert_close(perceptual.compare(decoded, target, mask), torch.stack(expected))

@@ -4,6 +4,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
 from scipy import stats
 
 from sigmascope.lbm.config import LbmConfig, parse_config
@@ -23,9 +24,19 @@ def test_uniform_covers_the_schedule() -> None:
     assert stats.kstest(sigmas.numpy(), "uniform").statistic < 0.01
 
 
+@pytest.mark.parametrize(("mean", "expected"), [(-1.0, 0.699), (0.0, 0.502), (1.0, 0.305)])
+def test_log_normal_picks_from_a_descending_table(mean: float, expected: float) -> None:
+    ours = draw({"timestep_sampling": "log_normal", "logit_mean": mean})
+    assert ours.mean().item() == pytest.approx(expected, abs=0.005)
+    scheduler = FlowMatchEulerDiscreteScheduler(num_train_timesteps=1000)
+    normal = torch.normal(mean, 1.0, (DRAWS,), generator=torch.Generator().manual_seed(0))
+    theirs = scheduler.sigmas[(torch.sigmoid(normal) * 1000).long()]
+    torch.testing.assert_close(ours, theirs)
+
+
 def test_log_normal_has_the_stated_logits() -> None:
     sigmas = draw({"timestep_sampling": "log_normal", "logit_mean": 0.7, "logit_std": 1.3}).double()
-    logits = torch.logit(sigmas.clamp(1e-3, 0.9995))
+    logits = torch.logit((1 - sigmas).clamp(1e-3, 0.9995))
     assert logits.median().item() == pytest.approx(0.7, abs=0.05)
     low, high = logits.quantile(torch.tensor([0.1587, 0.8413], dtype=torch.float64)).tolist()
     assert (high - low) / 2 == pytest.approx(1.3, rel=0.03)
@@ -57,11 +68,14 @@ def test_losses_are_the_means_worked_by_hand() -> None:
     assert latent_loss(prediction, target, "l2").item() == 7.5
 
 
-def test_mask_leaves_elements_out_of_the_mean() -> None:
+def test_a_masked_loss_is_a_mean_of_all_or_of_the_valid_elements() -> None:
     prediction = torch.tensor([1.0, 2.0, 5.0, 0.0]).reshape(1, 1, 2, 2).repeat(1, 4, 1, 1)
     mask = torch.tensor([1.0, 1.0, 0.0, 0.0]).reshape(1, 1, 2, 2)
-    assert latent_loss(prediction, torch.zeros_like(prediction), "l2", mask).item() == 2.5
-    assert latent_loss(prediction, torch.zeros_like(prediction), "l1", mask).item() == 1.5
+    target = torch.zeros_like(prediction)
+    assert latent_loss(prediction, target, "l2", mask).item() == 1.25  # (1 + 4 + 0 + 0) / 4
+    assert latent_loss(prediction, target, "l1", mask).item() == 0.75
+    assert latent_loss(prediction, target, "l2", mask, "valid").item() == 2.5  # (1 + 4) / 2
+    assert latent_loss(prediction, target, "l1", mask, "valid").item() == 1.5
 
 
 def test_all_masked_gives_zero_and_not_nan() -> None:
