@@ -68,6 +68,9 @@ _WORTH_TELLING_MB = 512.0
 class TileFacts:
     """The tiles of one attempt, in pixels whichever way the VAE went; `count` is by frame or chunk.
 
+    The overlaps are what neighbours really have in common, at least, which may be more than was asked for; 0 where
+    one tile is as high or wide as the picture. Of a VAE's own tiles they are what it was asked for.
+
     `by` says who cut them: "sigmascope", or "vae" where the VAE's own tiling did.
     """
 
