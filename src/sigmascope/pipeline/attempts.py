@@ -26,7 +26,17 @@ from sigmascope.pipeline.model_state import (
 )
 from sigmascope.pipeline.out_of_memory import free_memory, free_ram, is_out_of_memory, let_go, why_not_enough
 from sigmascope.pipeline.peak_prediction import Experience, Planned, Prediction, fits, learn, predict_peak
-from sigmascope.pipeline.strategies import Choices, Outcome, Tiles, Work, direct, not_finite, on_cpu, tiled
+from sigmascope.pipeline.strategies import (
+    Choices,
+    Outcome,
+    Tiles,
+    Work,
+    direct,
+    not_finite,
+    on_cpu,
+    tiled,
+    tiles_asked_for,
+)
 from sigmascope.pipeline.tiling import TilePlan, plan
 from sigmascope.probes import memory_snapshot
 from sigmascope.probes.reading import attempt, describe
@@ -140,6 +150,13 @@ def _tile_plan(work: Work, tiles: Tiles) -> TilePlan | None:
     return attempt(lambda: plan(height, width, tiles.side, tiles.overlap, factor)).value
 
 
+def _tile_facts(work: Work, tiles: Tiles, *, by_vae: bool) -> TileFacts:
+    """As they are planned, where we cut them and know the VAE's factor."""
+    asked = tiles_asked_for(work, tiles, by_vae=by_vae)
+    cut = None if asked.by == "vae" else _tile_plan(work, tiles)
+    return asked if cut is None else cut.facts()
+
+
 @dataclass(frozen=True, slots=True)
 class Tries:
     """All that may be tried, in the order asked for.
@@ -237,10 +254,7 @@ class Tries:
         device: torch.device,
         tiles: Tiles | None = None,
     ) -> Try:
-        facts = None
-        if tiles is not None:
-            shared = tiles.side // 4 if tiles.overlap is None else tiles.overlap
-            facts = TileFacts(tiles.side, tiles.side, shared, shared)
+        facts = None if tiles is None else _tile_facts(self.work, tiles, by_vae=name == "tiled")
         return Try(name, run, device, facts, self.forecast.of(self.work, name, tiles, device))
 
 

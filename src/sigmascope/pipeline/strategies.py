@@ -217,11 +217,10 @@ def _in_tiles(
     """What the VAE gives for all parts, one after the other, and how they were cut."""
     parts = work.one_by_one()
     if by_vae:
-        overlap = tiles.side // 4 if tiles.overlap is None else tiles.overlap
-        whole = work.vae_tiles(work.source, tiles.side, overlap)
+        asked = tiles_asked_for(work, tiles)
+        whole = work.vae_tiles(work.source, tiles.side, asked.overlap_height)
         if whole is not None:
-            sides = min(tiles.side, work.pixels[0]), min(tiles.side, work.pixels[1])
-            return whole, TileFacts(*sides, overlap, overlap, by="vae")
+            return whole, asked
     factor = work.vae.facts.spatial_factor or measured_factor(work, tiles, device)
     cut = None
     output: Tensor | None = None
@@ -241,6 +240,20 @@ def _in_tiles(
     assert output is not None  # there is at least one part
     assert cut is not None
     return output, cut.facts()
+
+
+def tiles_asked_for(work: Work, tiles: Tiles, *, by_vae: bool = True) -> TileFacts:
+    """What is known of tiles before anything is cut: by the VAE, where it cuts its own.
+
+    Args:
+        work: What there is to do.
+        tiles: Of what size.
+        by_vae: Whether the VAE may.
+    """
+    shared = tiles.side // 4 if tiles.overlap is None else tiles.overlap
+    height, width = (min(tiles.side, side) for side in work.pixels)
+    cuts_its_own = by_vae and isinstance(work.vae, ComfyuiVae)
+    return TileFacts(height, width, shared, shared, by="vae" if cuts_its_own else "sigmascope")
 
 
 def measured_factor(work: Work, tiles: Tiles, device: torch.device) -> int:
