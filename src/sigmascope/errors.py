@@ -12,7 +12,7 @@ SigmascopeError
     ├── OtherProcessError         another process of the same training failed or ended
     ├── ModelMismatchError        base, tuned model and LoRA do not belong together
     ├── LoraFormatError           a LoRA file whose keys or shapes are not understood
-    ├── NonFiniteError            NaN or Inf where weights should be
+    ├── NonFiniteError            NaN or Inf where weights should be, or in what a VAE made
     ├── OptimizationError         a choice that could not be applied to a pipeline, or not be undone
     ├── EveryStrategyFailedError  memory ran out in every way that was tried (a MemoryError too)
     └── UnknownStageError         a run has no stage of that name (a KeyError too)
@@ -95,7 +95,11 @@ class LoraFormatError(SigmascopeError):
 
 
 class NonFiniteError(SigmascopeError):
-    """Weights hold NaN or Inf."""
+    """Weights, or what a VAE made, hold NaN or Inf; `record` is the `EncodingRecord` where a VAE made it."""
+
+    def __init__(self, message: str, *, hint: str | None = None, record: Any = None) -> None:
+        super().__init__(message, hint=hint)
+        self.record = record
 
 
 class OptimizationError(SigmascopeError):

@@ -2,7 +2,8 @@
 
 `Tries` gives the attempts one at a time: each is planned only when the one before it has failed. `Forecast` says
 what memory an attempt is expected to take, and `why_not_fitting` whether there is room for that. `made` runs an
-attempt, watched and timed; if memory runs out, nothing of it remains but its record.
+attempt, watched and timed; if memory runs out or the result is not finite, nothing of it remains but its record.
+`why_not_finite` tells what a result with NaN or Inf comes from: what went in, the weights, or half precision.
 """
 
 import sys
@@ -11,13 +12,31 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch import Tensor
 
 from sigmascope import monitor
+from sigmascope.errors import NonFiniteError
 from sigmascope.monitor.recorder import LiveStage
-from sigmascope.pipeline.model_state import nbytes_to_copy, why_not_in_ram
+from sigmascope.pipeline.model_state import (
+    HALVES,
+    nbytes_to_copy,
+    nbytes_widened,
+    why_not_in_float32,
+    why_not_in_ram,
+)
 from sigmascope.pipeline.out_of_memory import free_memory, free_ram, is_out_of_memory, let_go, why_not_enough
 from sigmascope.pipeline.peak_prediction import Experience, Planned, Prediction, fits, learn, predict_peak
-from sigmascope.pipeline.strategies import Choices, Outcome, Tiles, Work, direct, on_cpu, tiled
+from sigmascope.pipeline.strategies import (
+    Choices,
+    Outcome,
+    Tiles,
+    Work,
+    direct,
+    not_finite,
+    on_cpu,
+    tiled,
+    tiles_asked_for,
+)
 from sigmascope.pipeline.tiling import TilePlan, plan
 from sigmascope.probes import memory_snapshot
 from sigmascope.probes.reading import attempt, describe
@@ -56,6 +75,7 @@ class Try:
         device: Where the VAE runs.
         tile: How it will be cut, where that is known before.
         expected: What it will take.
+        in_float32: Whether it widens a VAE of half precision.
     """
 
     name: Strategy
@@ -63,6 +83,7 @@ class Try:
     device: torch.device
     tile: TileFacts | None = None
     expected: Expected = field(default_factory=Expected)
+    in_float32: bool = False
 
     def record(self) -> StrategyAttempt:
         """What is known before it is made: that it was not."""
@@ -129,6 +150,13 @@ def _tile_plan(work: Work, tiles: Tiles) -> TilePlan | None:
     return attempt(lambda: plan(height, width, tiles.side, tiles.overlap, factor)).value
 
 
+def _tile_facts(work: Work, tiles: Tiles, *, by_vae: bool) -> TileFacts:
+    """As they are planned, where we cut them and know the VAE's factor."""
+    asked = tiles_asked_for(work, tiles, by_vae=by_vae)
+    cut = None if asked.by == "vae" else _tile_plan(work, tiles)
+    return asked if cut is None else cut.facts()
+
+
 @dataclass(frozen=True, slots=True)
 class Tries:
     """All that may be tried, in the order asked for.
@@ -149,6 +177,29 @@ class Tries:
         kinds = {"direct": self._direct, "tiled": self._tiled, "cpu": self._cpu, "dummy": self._dummy}
         for strategy in self.choices.strategies:
             yield from kinds[strategy]()
+
+    def after_not_finite(self, diagnosis: "Diagnosis") -> Iterator[Try | Passed]:
+        """What is left to try where a result held NaN or Inf, which smaller pieces would not mend.
+
+        Args:
+            diagnosis: What that came from.
+        """
+        if diagnosis.float32_may_help and "cpu" in self.choices.strategies:
+            one = self._cpu_in_float32()
+            reason = why_not_in_float32(self.work.vae.modules) or self._why_not_enough_ram(one)
+            yield one if reason is None else Passed.over(one, reason)
+        if "dummy" in self.choices.strategies:
+            yield from self._dummy()
+
+    def _cpu_in_float32(self) -> Try:
+        """Everything takes twice what it takes in half precision, and so do weights that are in RAM already."""
+        work, modules = self.work, self.work.vae.modules
+        expected = self.forecast.of(work, "cpu", None, _CPU)
+        nbytes = nbytes_widened(modules)
+        if expected.nbytes is not None:
+            nbytes = 2 * expected.nbytes + nbytes - 2 * nbytes_to_copy(modules)
+            expected = replace(expected, nbytes=max(nbytes, 0))
+        return Try("cpu", lambda: on_cpu(work, in_float32=True), _CPU, None, expected, in_float32=True)
 
     def _direct(self) -> Iterator[Try | Passed]:
         work = self.work
@@ -188,7 +239,8 @@ class Tries:
 
     def _why_not_enough_ram(self, one: Try) -> str | None:
         if one.expected.nbytes is None:
-            return why_not_enough(nbytes_to_copy(self.work.vae.modules), free_ram())
+            copies = nbytes_widened if one.in_float32 else nbytes_to_copy
+            return why_not_enough(copies(self.work.vae.modules), free_ram())
         return why_not_fitting(one.expected, _CPU)
 
     def _unless_too_large(self, one: Try) -> Try | Passed:
@@ -202,20 +254,17 @@ class Tries:
         device: torch.device,
         tiles: Tiles | None = None,
     ) -> Try:
-        facts = None
-        if tiles is not None:
-            shared = tiles.side // 4 if tiles.overlap is None else tiles.overlap
-            facts = TileFacts(tiles.side, tiles.side, shared, shared)
+        facts = None if tiles is None else _tile_facts(self.work, tiles, by_vae=name == "tiled")
         return Try(name, run, device, facts, self.forecast.of(self.work, name, tiles, device))
 
 
 def made(
     one: Try, direction: Direction, generator: torch.Generator | None
 ) -> tuple[Outcome | None, StrategyAttempt]:
-    """Make the attempt. Running out of memory is an outcome; anything else that is raised passes unchanged.
+    """Make the attempt. Running out of memory is an outcome, and so is a result that is not finite.
 
-    After running out of memory nothing of the attempt is alive, caches of the device are emptied, and the
-    generator is as it was.
+    Anything else that is raised passes unchanged. After a failure nothing of the attempt is alive, caches of the
+    device are emptied, and the generator is as it was.
 
     Args:
         one: What to try.
@@ -234,7 +283,7 @@ def made(
             _wait_for(one.device)
         record = replace(record, outcome="succeeded", tile=outcome.tile or one.tile)
     except BaseException as error:
-        if not is_out_of_memory(error):
+        if not (is_out_of_memory(error) or isinstance(error, NonFiniteError)):
             raise
         outcome = None
         record = failed(record, error)
@@ -297,6 +346,73 @@ def _above(highest: int | None, start: int | None) -> int | None:
 def failed(record: StrategyAttempt, error: BaseException) -> StrategyAttempt:
     """The record of an attempt that ended in an error, of which only words are kept."""
     return replace(record, outcome="failed", reason=describe(error), error_type=type(error).__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """What NaN or Inf in a result come from.
+
+    Attributes:
+        cause: In words.
+        advice: What to do about it.
+        float32_may_help: Whether what went in and the weights are finite, and of half precision.
+    """
+
+    cause: str
+    advice: str
+    float32_may_help: bool = False
+
+
+def why_not_finite(one: Try, work: Work, strategies: Iterable[str]) -> Diagnosis:
+    """What the result of an attempt is not finite for; what went in comes first, then the weights.
+
+    Args:
+        one: The attempt.
+        work: What it had to do; the VAE is as before by now.
+        strategies: Those that may be tried.
+    """
+    what = "pictures" if work.direction == "encoding" else "latents"
+    broken = attempt(lambda: not_finite(work.source)).value
+    if broken:
+        return Diagnosis(
+            f"the {what} that went in hold {broken}", f"Repair the {what}: no strategy can make up for them."
+        )
+    weights = attempt(lambda: _broken_weights(work)).value
+    if weights:
+        return Diagnosis(
+            f"the VAE's weights are not finite: {weights}", "Load the VAE again, or another file."
+        )
+    dtype = work.vae.dtype
+    if one.in_float32 or dtype not in HALVES:
+        return Diagnosis(
+            f"the VAE makes them of finite {what} with finite weights"
+            + (", in float32 too" if one.in_float32 else ""),
+            f"Check that the {what} are in the range that this VAE was trained on.",
+        )
+    name = str(dtype).removeprefix("torch.")
+    wider = "bfloat16 or float32" if dtype == torch.float16 else "float32"
+    also = "" if "cpu" in strategies else ', or name "cpu" in strategies=, which then computes in float32'
+    return Diagnosis(f"the VAE overflows in {name}", f"Use {wider}{also}.", float32_may_help=True)
+
+
+def _broken_weights(work: Work) -> str | None:
+    """The first of them by name with its counts, and how many more there are."""
+    named = {
+        name: broken
+        for module in work.vae.modules
+        for name, tensor in _named_tensors(module)
+        if (broken := attempt(lambda tensor=tensor: not_finite(tensor)).value)  # type: ignore[misc]
+    }
+    if not named:
+        return None
+    name, broken = next(iter(named.items()))
+    more = f", and {len(named) - 1} more" if len(named) > 1 else ""
+    return f"{name} ({broken}){more}"
+
+
+def _named_tensors(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
 
 
 def forecast_from(past: Iterable[Run | EncodingRecord], *, enabled: bool) -> Forecast:

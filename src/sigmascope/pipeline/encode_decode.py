@@ -2,7 +2,8 @@
 
 `encode_latents` and `decode_latents` prepare the work and give it to `Engine`, which tries one strategy after
 another until one gives a result, and keeps a record of all. When memory runs out, the next strategy is tried with
-nothing of the failed attempt alive. Any other error is the VAE's or the caller's, and passes unchanged.
+nothing of the failed attempt alive. A result with NaN or Inf is a failed attempt too: where half precision is to blame,
+the CPU tries it in float32. Any other error is the VAE's or the caller's, and passes unchanged.
 
 `dummy_latents` is the last resort, on request: zeros of the shape that the real latents would have had. They encode
 nothing.
@@ -17,10 +18,20 @@ import torch
 from torch import Tensor
 
 from sigmascope import monitor
-from sigmascope.errors import ConfigError, EveryStrategyFailedError
+from sigmascope.errors import ConfigError, EveryStrategyFailedError, NonFiniteError
 from sigmascope.monitor import Recorder
 from sigmascope.monitor.guard import Guard
-from sigmascope.pipeline.attempts import Forecast, Passed, Tries, Try, failed, forecast_from, made
+from sigmascope.pipeline.attempts import (
+    Diagnosis,
+    Forecast,
+    Passed,
+    Tries,
+    Try,
+    failed,
+    forecast_from,
+    made,
+    why_not_finite,
+)
 from sigmascope.pipeline.image_preprocessing import Pictures, Values, pictures, sample_facts, unfolded
 from sigmascope.pipeline.model_state import in_turn
 from sigmascope.pipeline.peak_prediction import NoTwinError, dry_run
@@ -70,7 +81,7 @@ def encode_latents(
     past: Iterable[Run | EncodingRecord] = (),
     on_event: OnEvent | None = None,
 ) -> tuple[Tensor, EncodingRecord]:
-    """Encode with the first strategy that does not run out of memory.
+    """Encode with the first strategy that does not run out of memory, to a latent that is finite.
 
     The latent is the VAE's own, neither scaled nor shifted: what `vae.encode(x).latent_dist.mode()` gives. The
     VAE is as before when this returns or raises: placement, dtype, modes, tiling and slicing, buffers.
@@ -102,6 +113,9 @@ def encode_latents(
 
     Raises:
         EveryStrategyFailedError: Memory ran out in all of them; `record` says how each ended.
+        NonFiniteError: The result holds NaN or Inf. The message counts them and says what they come from: what went
+            in, the weights, or the VAE's type. Of finite input and weights in half precision, it does so only where
+            "cpu" is not among the strategies or could not compute it in float32. `record` as above.
         ConfigError: Pictures, sizes or options that make no sense.
         ModelMismatchError: The VAE's results do not fit each other or are no tensors.
         Exception: Whatever the VAE raises that is not about memory, unchanged.
@@ -146,7 +160,7 @@ def decode_latents(
     past: Iterable[Run | EncodingRecord] = (),
     on_event: OnEvent | None = None,
 ) -> tuple[Tensor, EncodingRecord]:
-    """Decode with the first strategy that does not run out of memory.
+    """Decode with the first strategy that does not run out of memory, to pictures that are finite.
 
     Args:
         vae: A VAE of diffusers or ComfyUI, a pipeline that has one, or any object with `decode`.
@@ -166,6 +180,9 @@ def decode_latents(
 
     Raises:
         EveryStrategyFailedError: Memory ran out in all of them; `record` says how each ended.
+        NonFiniteError: The result holds NaN or Inf. The message counts them and says what they come from: what went
+            in, the weights, or the VAE's type. Of finite input and weights in half precision, it does so only where
+            "cpu" is not among the strategies or could not compute it in float32. `record` as above.
         ConfigError: Latents, sizes or options that make no sense.
         ModelMismatchError: The VAE's results do not fit each other or are no tensors.
         Exception: Whatever the VAE raises that is not about memory, unchanged.
@@ -228,6 +245,7 @@ class Engine:
     dummy: Callable[[], Outcome] | None = None
     dummy_finding: Finding | None = None
     attempts: list[StrategyAttempt] = field(default_factory=list)
+    _diagnosis: Diagnosis | None = None
     _guard: Guard = field(default_factory=Guard)
 
     def run(self) -> tuple[Tensor, EncodingRecord]:
@@ -235,6 +253,7 @@ class Engine:
 
         Raises:
             EveryStrategyFailedError: Memory ran out in all of them.
+            NonFiniteError: The result is not finite.
         """
         if monitor.current_recorder() is not None:
             return self._watched()
@@ -250,7 +269,7 @@ class Engine:
             with stage:
                 outcome = self._first_that_works()
                 if outcome is None:
-                    raise _every_strategy_failed(self._record(None, time.perf_counter() - began))
+                    raise _failure(self._record(None, time.perf_counter() - began), self._diagnosis)
         finally:
             record = self._record(outcome, time.perf_counter() - began)
             self._put_on(stage, record, outcome)
@@ -265,10 +284,20 @@ class Engine:
             self._guard.read("stage", lambda: stage.tensor(name, outcome.tensor))
 
     def _first_that_works(self) -> Outcome | None:
-        for one in Tries(self.work, self.choices, self.forecast, self.dummy):
+        tries = Tries(self.work, self.choices, self.forecast, self.dummy)
+        outcome = self._first_of(tries)
+        diagnosis = self._diagnosis
+        if outcome is None and diagnosis is not None:
+            outcome = self._first_of(tries.after_not_finite(diagnosis), after_not_finite=True)
+        return outcome
+
+    def _first_of(self, tries: Iterable[Try | Passed], *, after_not_finite: bool = False) -> Outcome | None:
+        for one in tries:
             outcome = self._try(one)
             if outcome is not None:
                 return outcome
+            if self._diagnosis is not None and not after_not_finite:
+                return None
         return None
 
     def _try(self, one: Try | Passed) -> Outcome | None:
@@ -281,6 +310,9 @@ class Engine:
         except BaseException as error:
             self._ended(failed(one.record(), error))
             raise
+        if record.error_type == NonFiniteError.__name__:
+            found = self._diagnosis = why_not_finite(one, self.work, self.choices.strategies)
+            record = replace(record, reason=f"{record.reason}: {found.cause}. {found.advice}")
         self._ended(record)
         return outcome
 
@@ -304,7 +336,7 @@ class Engine:
             return replace(record, unavailable={"output": "no strategy gave a result"})
         findings = () if self.dummy_finding is None or last != "dummy" else (self.dummy_finding,)
         tensor = outcome.tensor
-        output = attempt(lambda: self.describe(tensor))
+        output = attempt(lambda: _known_finite(self.describe(tensor)))
         reasons = {} if output.reason is None else {"output": output.reason}
         return replace(record, output=output.value, findings=findings, unavailable=reasons)
 
@@ -314,13 +346,30 @@ class Engine:
             self._guard.read("on_event", lambda: on_event(event))
 
 
-def _every_strategy_failed(record: EncodingRecord) -> EveryStrategyFailedError:
-    ends = [
+def _known_finite(facts: SampleFacts) -> SampleFacts:
+    """Of what succeeded this is known, also where nothing else was read from its device."""
+    tensor = facts.tensor
+    if tensor.nan_count is not None:
+        return facts
+    reasons = {
+        name: why for name, why in tensor.unavailable.items() if name not in ("nan_count", "inf_count")
+    }
+    return replace(facts, tensor=replace(tensor, nan_count=0, inf_count=0, unavailable=reasons))
+
+
+def _failure(
+    record: EncodingRecord, diagnosis: Diagnosis | None
+) -> EveryStrategyFailedError | NonFiniteError:
+    ends = "; ".join(
         f"{strategy_label(tried.name, record.direction)} {tried.outcome}: {tried.reason}"
         for tried in record.attempts
-    ]
+    )
+    if diagnosis is not None:
+        what = "latents" if record.direction == "encoding" else "pictures"
+        message = f"The VAE's {what} are not finite. {ends}".removesuffix(f" {diagnosis.advice}")
+        return NonFiniteError(message, record=record, hint=diagnosis.advice)
     return EveryStrategyFailedError(
-        "The VAE's memory ran out. " + "; ".join(ends),
+        f"The VAE's memory ran out. {ends}",
         record=record,
         hint="Give fewer or smaller pictures, a smaller tile=, or free memory first.",
     )

@@ -22,6 +22,8 @@ _NOT_ATTRIBUTES = ("_parameters", "_buffers", "_modules", "training")
 _SMALL_BYTES = 1 << 20
 """Buffers up to this size are put back by value."""
 _CPU = torch.device("cpu")
+HALVES = (torch.float16, torch.bfloat16)
+"""Types in which a VAE may overflow, or round away too much, where float32 would not."""
 
 
 @contextmanager
@@ -181,14 +183,18 @@ def _put_attribute(own: dict[str, Any], name: str, before: Mapping[str, Any]) ->
         own.pop(name, None)
 
 
-def put_in_ram(modules: Iterable[nn.Module]) -> None:
+def put_in_ram(modules: Iterable[nn.Module], *, in_float32: bool = False) -> None:
     """Put copies in RAM where the weights, buffers and other tensors of modules are.
 
     Meant for use inside `as_before(…, also_on_success=True)`, which puts the originals back: they
     have not moved, so that needs no memory on their device.
+
+    Args:
+        modules: With all their parts.
+        in_float32: Widen those of half precision.
     """
     parts = [part for module in modules for part in module.modules()]
-    copies = {id(one): _copy_in_ram(one) for part in parts for one in tensors_on(part)}
+    copies = {id(one): _copy_in_ram(one, in_float32=in_float32) for part in parts for one in tensors_on(part)}
     for part in parts:
         for held in (part._parameters, part._buffers, vars(part)):
             _swap(held, copies)
@@ -196,10 +202,11 @@ def put_in_ram(modules: Iterable[nn.Module]) -> None:
             vars(part)["_hf_hook"] = _NoHook()
 
 
-def _copy_in_ram(tensor: Tensor) -> Tensor:
-    if tensor.device == _CPU:
+def _copy_in_ram(tensor: Tensor, *, in_float32: bool) -> Tensor:
+    dtype = torch.float32 if in_float32 and tensor.dtype in HALVES else tensor.dtype
+    if tensor.device == _CPU and tensor.dtype == dtype:
         return tensor
-    copy = tensor.detach().to(_CPU)
+    copy = tensor.detach().to(_CPU, dtype)
     return nn.Parameter(copy, requires_grad=False) if isinstance(tensor, nn.Parameter) else copy
 
 
@@ -232,9 +239,21 @@ def why_not_in_ram(modules: Sequence[nn.Module]) -> str | None:
     return None
 
 
+def why_not_in_float32(modules: Sequence[nn.Module]) -> str | None:
+    """Why copies of the weights in float32 cannot be had, or None."""
+    if has_diffusers_hooks(modules):
+        return "diffusers' hooks move or cast its weights, and cannot be set aside"
+    return why_not_in_ram(modules)
+
+
 def nbytes_to_copy(modules: Iterable[nn.Module]) -> int:
     """Bytes of weights that are not in RAM yet."""
     return sum(one.nbytes for one in tensors_of(modules) if one.device != _CPU)
+
+
+def nbytes_widened(modules: Iterable[nn.Module]) -> int:
+    """Bytes of the float32 copies of those weights that are of half precision."""
+    return sum(4 * one.numel() for one in tensors_of(modules) if one.dtype in HALVES)
 
 
 @contextmanager

@@ -2,18 +2,19 @@
 
 `Encoding` and `Decoding` cut the work into the parts that every strategy needs, and know how to finish what comes
 out of them. `direct`, `tiled` and `on_cpu` do the work, and each leaves the VAE as it found it, whatever ends it.
+A result with NaN or Inf ends all three with an error, as running out of memory does.
 `checked` and `check_tiles` refuse options that make no sense before anything is done.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sigmascope.errors import ConfigError, ModelMismatchError
+from sigmascope.errors import ConfigError, ModelMismatchError, NonFiniteError
 from sigmascope.pipeline.image_preprocessing import Pictures, folded, unfolded
 from sigmascope.pipeline.model_state import as_before, for_inference, put_in_ram
 from sigmascope.pipeline.tiling import TilePlan, plan, tiled_map
@@ -155,8 +156,35 @@ Work = Encoding | Decoding
 def direct(work: Work) -> Outcome:
     """All at once, where the VAE computes."""
     with _undisturbed(work):
-        result = work.finish(work.part(work.source, work.vae.device))
+        result = finite(work, work.finish(work.part(work.source, work.vae.device)))
     return Outcome(_delivered(work, result))
+
+
+def finite(work: Work, result: Tensor) -> Tensor:
+    """The result itself, once its device has told that every element is finite: one reduction, no copy.
+
+    Raises:
+        NonFiniteError: Some are NaN or Inf; the message counts them.
+    """
+    broken = not_finite(result)
+    if broken is None:
+        return result
+    what = "latents" if work.direction == "encoding" else "pictures"
+    raise NonFiniteError(f"{broken} among the {result.numel():,} elements of the {what}")
+
+
+def not_finite(tensor: Tensor) -> str | None:
+    """How many elements are NaN and Inf, in words; None where all are finite, or it holds no such numbers."""
+    if tensor.is_meta or not tensor.is_floating_point() or not tensor.numel():
+        return None
+    values = tensor.detach()
+    if values.itemsize == 1:  # of float8, few operations exist
+        values = values.float()
+    low, high = torch.aminmax(values)  # NaN comes through; isfinite() would hold three more of its size
+    if bool(torch.isfinite(low) & torch.isfinite(high)):
+        return None
+    counts = {"NaN": int(values.isnan().sum()), "Inf": int(values.isinf().sum())}
+    return " and ".join(f"{count:,} {name}" for name, count in counts.items() if count)
 
 
 @contextmanager
@@ -179,7 +207,7 @@ def tiled(work: Work, tiles: Tiles) -> Outcome:
     """Picture by picture, in tiles."""
     with _undisturbed(work):
         raw, facts = _in_tiles(work, tiles, work.vae.device)
-        result = work.finish(raw)
+        result = finite(work, work.finish(raw))
     return Outcome(_delivered(work, result), facts)
 
 
@@ -189,11 +217,10 @@ def _in_tiles(
     """What the VAE gives for all parts, one after the other, and how they were cut."""
     parts = work.one_by_one()
     if by_vae:
-        overlap = tiles.side // 4 if tiles.overlap is None else tiles.overlap
-        whole = work.vae_tiles(work.source, tiles.side, overlap)
+        asked = tiles_asked_for(work, tiles)
+        whole = work.vae_tiles(work.source, tiles.side, asked.overlap_height)
         if whole is not None:
-            sides = min(tiles.side, work.pixels[0]), min(tiles.side, work.pixels[1])
-            return whole, TileFacts(*sides, overlap, overlap, by="vae")
+            return whole, asked
     factor = work.vae.facts.spatial_factor or measured_factor(work, tiles, device)
     cut = None
     output: Tensor | None = None
@@ -213,6 +240,20 @@ def _in_tiles(
     assert output is not None  # there is at least one part
     assert cut is not None
     return output, cut.facts()
+
+
+def tiles_asked_for(work: Work, tiles: Tiles, *, by_vae: bool = True) -> TileFacts:
+    """What is known of tiles before anything is cut: by the VAE, where it cuts its own.
+
+    Args:
+        work: What there is to do.
+        tiles: Of what size.
+        by_vae: Whether the VAE may.
+    """
+    shared = tiles.side // 4 if tiles.overlap is None else tiles.overlap
+    height, width = (min(tiles.side, side) for side in work.pixels)
+    cuts_its_own = by_vae and isinstance(work.vae, ComfyuiVae)
+    return TileFacts(height, width, shared, shared, by="vae" if cuts_its_own else "sigmascope")
 
 
 def measured_factor(work: Work, tiles: Tiles, device: torch.device) -> int:
@@ -264,24 +305,39 @@ def _pixels_of(part: Tensor, work: Work, factor: int) -> tuple[int, int]:
     return part.shape[-2] * scale, part.shape[-1] * scale
 
 
-def on_cpu(work: Work, tiles: Tiles | None = None) -> Outcome:
+def on_cpu(work: Work, tiles: Tiles | None = None, *, in_float32: bool = False) -> Outcome:
     """With the weights in RAM; the result is copied back to where it is expected.
 
     Args:
         work: What there is to do.
         tiles: Cut it into these there too.
+        in_float32: Widen weights of half precision, and compute in float32. The result is of the VAE's own type
+            all the same, unless that cannot hold it.
     """
     vae = work.vae
-    with as_before(vae.vae, *vae.modules, also_on_success=True), for_inference(vae.vae, **vae.switches):
-        put_in_ram(vae.modules)
+    own_dtype = vae.latent_dtype
+    switches = {**vae.switches, **(vae.float32_switches if in_float32 else {})}
+    with (
+        as_before(vae.vae, *vae.modules, also_on_success=True),
+        for_inference(vae.vae, **switches),
+        torch.autocast("cpu", enabled=False) if in_float32 else nullcontext(),
+    ):
+        put_in_ram(vae.modules, in_float32=in_float32)
         facts = None
         if tiles is None:
             raw = work.part(work.source, _CPU)
         else:
             raw, facts = _in_tiles(work, tiles, _CPU, by_vae=False)
-        result = work.finish(raw)
+        result = finite(work, work.finish(raw))
         del raw
+    if in_float32:
+        result = _narrowed(result, own_dtype)
     return Outcome(_delivered(work, result), facts)
+
+
+def _narrowed(result: Tensor, dtype: torch.dtype) -> Tensor:
+    narrow = result.to(dtype)
+    return result if not_finite(narrow) else narrow
 
 
 @dataclass(frozen=True, slots=True)

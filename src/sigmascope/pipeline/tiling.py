@@ -58,6 +58,11 @@ class TileAxis:
         """The latent elements or the pixels of a tile."""
         return self.latent_span(index) if latents else self.pixel_span(index)
 
+    @property
+    def least_shared_pixels(self) -> int:
+        """What every tile has in common with the next, in pixels; 0 where there is but one."""
+        return min(_shared([self.pixel_span(index) for index in range(len(self.starts))]), default=0)
+
     def size(self, *, latents: bool) -> int:
         """Length in latent elements or in pixels."""
         return self.length if latents else self.pixels
@@ -65,23 +70,30 @@ class TileAxis:
     def weights(self, *, latents: bool) -> list[Tensor]:
         """The share of each tile in each of its places: at every place the shares add up to 1.
 
-        Where tiles overlap the shares rise and fall linearly; elsewhere, the picture's borders included, a
-        tile's share is exactly 1.
+        A tile's share rises and falls linearly over all that it has in common with the tile before and the tile
+        after it, which may be more than was asked for. Elsewhere, the picture's borders included, it is exactly 1.
         """
-        ramp = self.overlap * (1 if latents else self.factor)
         spans = [self.span(index, latents=latents) for index in range(len(self.starts))]
-        rises = [_rise(span.stop - span.start, ramp) for span in spans]
+        shared = [0, *_shared(spans), 0]
+        rises = [
+            _rise(span.stop - span.start, before, after)
+            for span, before, after in zip(spans, shared, shared[1:], strict=False)
+        ]
         total = torch.zeros(self.size(latents=latents), dtype=torch.float64)
         for span, rise in zip(spans, rises, strict=True):
             total[span] += rise
         return [(rise / total[span]).float() for span, rise in zip(spans, rises, strict=True)]
 
 
-def _rise(length: int, ramp: int) -> Tensor:
-    """Rises from each end over `ramp` places, then stays at 1."""
+def _shared(spans: Sequence[slice]) -> list[int]:
+    """What each tile has in common with the next."""
+    return [span.stop - after.start for span, after in itertools.pairwise(spans)]
+
+
+def _rise(length: int, before: int, after: int) -> Tensor:
+    """Rises over the first `before` places, stays at 1, and falls over the last `after`."""
     position = torch.arange(1, length + 1, dtype=torch.float64)
-    from_end = torch.minimum(position, length + 1 - position)
-    return (from_end / (ramp + 1)).clamp(max=1.0)
+    return torch.minimum(position / (before + 1), (length + 1 - position) / (after + 1)).clamp(max=1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +130,9 @@ class TilePlan:
     def facts(self) -> TileFacts:
         """What a record keeps of it, in pixels."""
         rows, columns = self.rows, self.columns
-        overlaps = rows.overlap * rows.factor, columns.overlap * columns.factor
-        return TileFacts(*self.tile_pixels, *overlaps, count=self.count)
+        return TileFacts(
+            *self.tile_pixels, rows.least_shared_pixels, columns.least_shared_pixels, count=self.count
+        )
 
 
 def plan(

@@ -77,6 +77,7 @@ class ModuleVae:
         modules: Its weights.
         kept: What is put back as it was when an attempt fails.
         switches: Attributes to set on it while it works, so that it cuts no tiles of its own.
+        float32_switches: Attributes to set on it, beside its weights, for it to compute in float32.
         one_each: Whether several pictures are as many pictures, though it has an axis for frames.
         halvings: How far tiles are cut smaller than asked for: 1, not at all.
         decodes_batch_together: Whether pictures of a batch cannot be decoded one by one.
@@ -92,6 +93,7 @@ class ModuleVae:
         self.modules = modules_in(vae)
         self.kept: tuple[object, ...] = (vae, *(module for module in self.modules if module is not vae))
         self.switches: dict[str, object] = _switches(vae)
+        self.float32_switches: dict[str, object] = {}
         self.one_each = type(vae).__name__ in _OF_PICTURES
         self.decodes_batch_together = _takes_frame_count(vae)
 
@@ -263,6 +265,7 @@ class ComfyuiVae:
         self.halvings = 1 if getattr(vae, "latent_dim", 2) == 3 else 2
         self.one_each = bool(getattr(vae, "not_video", False))
         self.switches: dict[str, object] = {}
+        self.float32_switches: dict[str, object] = {"vae_dtype": torch.float32}
 
     @property
     def device(self) -> torch.device:

@@ -57,6 +57,8 @@ _STAND_IN: dict[Direction, str] = {
     "encoding": "The latents are not an encoding: they only stand in for one, in shape, type and device.",
     "decoding": "The pictures are not a decoding: they only stand in for one, in shape, type and device.",
 }
+_NOT_FINITE = "NonFiniteError"
+"""The `error_type` of an attempt whose result held NaN or Inf."""
 _OFF_BY = 2.0
 _WORTH_TELLING_MB = 512.0
 """Below this, what a library loads when it is first used is as much."""
@@ -65,6 +67,9 @@ _WORTH_TELLING_MB = 512.0
 @dataclass(frozen=True, slots=True)
 class TileFacts:
     """The tiles of one attempt, in pixels whichever way the VAE went; `count` is by frame or chunk.
+
+    The overlaps are what neighbours really have in common, at least, which may be more than was asked for; 0 where
+    one tile is as high or wide as the picture. Of a VAE's own tiles they are what it was asked for.
 
     `by` says who cut them: "sigmascope", or "vae" where the VAE's own tiling did.
     """
@@ -86,7 +91,7 @@ class StrategyAttempt:
 
     Attributes:
         name: Which strategy.
-        outcome: "failed" is out of memory or another error; "skipped" was never begun.
+        outcome: "failed" is out of memory, a result with NaN or Inf, or another error; "skipped" was never begun.
         seconds: From its beginning to its end, with what was moved there and back; None if skipped.
         reason: Why it failed or was skipped, in words with numbers.
         error_type: The class of what was raised, such as "OutOfMemoryError".
@@ -375,7 +380,9 @@ def _failure_finding(
         "error",
         f"No strategy got through the {direction}. {reasons}",
         _evidence(failed),
-        "Choose smaller tiles, fewer frames at a time or a smaller picture.",
+        None  # the reason says what to do, and smaller pieces would not mend it
+        if any(one.error_type == _NOT_FINITE for one in failed)
+        else "Choose smaller tiles, fewer frames at a time or a smaller picture.",
         VAE_STAGES[direction],
     )
 
@@ -391,23 +398,32 @@ def _fallback_finding(
 ) -> Iterator[Finding]:
     """A strategy that gave way to another without the user's choice: what users ask to be told."""
     before = [one for one in attempts if one.outcome != "succeeded"]
-    if strategy is None or not before:
+    if strategy is None or not before or len(before) == len(attempts):
         return
+    widened = strategy == "cpu" and any(one.error_type == _NOT_FINITE for one in before)
     names = " and ".join(f"{strategy_label(one.name, direction)} {_what_happened(one)}" for one in before)
     lost = sum(one.seconds or 0.0 for one in before)
     yield Finding(
         "vae_fallback",
         "warning",
-        f"{names}: the output is that of {strategy_label(strategy, direction)}.",
+        f"{names}: the output is that of {strategy_label(strategy, direction)}{', in float32' if widened else ''}.",
         {"strategy_number": strategy_number(strategy), "seconds_lost": lost, **_evidence(before)},
-        f"Begin with {strategy!r} to spare the failed attempts." if lost else None,
+        _how_to_spare(strategy, widened=widened) if lost else None,
         VAE_STAGES[direction],
     )
+
+
+def _how_to_spare(strategy: Strategy, *, widened: bool) -> str:
+    if widened:
+        return "Use the VAE in float32, or in bfloat16 if it overflows in float16."
+    return f"Begin with {strategy!r} to spare the failed attempts."
 
 
 def _what_happened(attempt: StrategyAttempt) -> str:
     if attempt.outcome == "skipped":
         return "was skipped"
+    if attempt.error_type == _NOT_FINITE:
+        return "gave NaN or Inf"
     told = f"{attempt.error_type} {attempt.reason}".lower()
     return "ran out of memory" if "memory" in told else "failed"
 

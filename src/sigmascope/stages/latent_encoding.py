@@ -19,12 +19,13 @@ of the analysis.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
 from typing import Any
 
 from rich.console import Console
 
+from sigmascope.errors import NonFiniteError
 from sigmascope.probes import Accelerator, memory_snapshot
 from sigmascope.probes.reading import read_host
 from sigmascope.records.latents import (
@@ -59,6 +60,7 @@ from sigmascope.stages.image_facts import Pictures, pictures_dict, read_pictures
 from sigmascope.stages.latent_facts import (
     FoundLatent,
     Judged,
+    counted,
     find_latent,
     judge,
     latent_analysis,
@@ -174,7 +176,7 @@ def analyze_latent_generation_results(
         peak_memory: The peak of the stage that watched the encoding.
         error: What the VAE raised, if it did.
         latent_layout: Such as "BFCHW", where VAE and shape do not tell.
-        statistics: As for the baseline.
+        statistics: As for the baseline; NaN and Inf in the latent are counted whatever it says.
     """
     video = video_of(video_length, video_height, video_width)
     given = Given(
@@ -284,7 +286,7 @@ def analyze_latent_decoding_results(
         attempts: Without a record: what became of each strategy.
         peak_memory: The peak of the stage that watched the decoding.
         error: What the VAE raised, if it did.
-        statistics: As for the baseline.
+        statistics: As for the baseline; NaN and Inf are known from `record` whatever it says.
     """
     given = Given(
         "decoding",
@@ -356,7 +358,7 @@ def analyze(baseline: Mapping[str, Any] | None, given: Given) -> LatentEncodingA
         "elapsed_time": elapsed,
         "strategy_used": used.name,
         "strategy_number": used.number,
-        "strategies": strategy_dicts(attempts, given.direction),
+        "strategies": strategy_dicts(parts.attempts, given.direction),
         "dummy": parts.dummy,
         "vae": vae_dict(parts.vae or VaeFacts("", unavailable={"class_name": NO_BASELINE})),
         "pictures": seen.pictures,
@@ -413,6 +415,8 @@ def _parts(
     """What findings are drawn from; a stand-in's latent gets its own status."""
     vae = vae_before(baseline) or (None if given.record is None else given.record.vae)
     seen = (encoded if given.direction == "encoding" else decoded)(baseline, given, vae)
+    if given.record is None:
+        attempts = _failed_if_not_finite(attempts, seen, given.direction)
     dummy = used.strategy == "dummy" or (given.record is not None and given.record.dummy)
     if dummy and given.direction == "encoding" and seen.latent["status"] == "success":
         seen.latent["status"] = "dummy"
@@ -429,6 +433,23 @@ def _parts(
         impact,
         dummy,
     )
+
+
+def _failed_if_not_finite(
+    attempts: tuple[StrategyAttempt, ...], seen: Seen, direction: Direction
+) -> tuple[StrategyAttempt, ...]:
+    """Where only the caller or a monitor says that an attempt succeeded, what came out may say otherwise."""
+    facts: Mapping[str, Any] = seen.pictures
+    if direction == "encoding":
+        facts = seen.latent["statistics"] or {}
+    counts = {"NaN": facts.get("nan_count"), "Inf": facts.get("inf_count")}
+    words = " and ".join(f"{count:,} {name}" for name, count in counts.items() if count)
+    if not words or not attempts or attempts[-1].outcome != "succeeded":
+        return attempts
+    last = replace(
+        attempts[-1], outcome="failed", reason=f"the result holds {words}", error_type=NonFiniteError.__name__
+    )
+    return (*attempts[:-1], last)
 
 
 def _failure(error: BaseException | str | None, failures: list[Finding]) -> dict[str, object]:
@@ -482,18 +503,29 @@ def _latent(found: FoundLatent, given: Given, vae: VaeFacts | None, video: Video
     if found.tensor is None:
         return no_latent(found)
     judged = judge(found.tensor, vae, video, given.latent_layout, given.statistics)
-    return latent_analysis(judged, found.structure, vae, video)
+    return latent_analysis(counted(judged, found.tensor), found.structure, vae, video)
 
 
 def decoded(baseline: Mapping[str, Any] | None, given: Given, vae: VaeFacts | None) -> Seen:
     """The latent from the baseline, pictures from the output."""
-    pictures = pictures_dict(read_pictures(given.output, vae, given.statistics))
+    pictures = _with_counts(pictures_dict(read_pictures(given.output, vae, given.statistics)), given.record)
     video = (given.video or Video()).or_else(_video_of_pictures(pictures))
     known = references_of(baseline)
     latent = None if baseline is None else baseline.get("latent")
     if known is not None and known.latent is not None and latent is not None:
         latent = latent_analysis(known.latent, latent["structure"], vae, video)
     return Seen(pictures, latent or no_latent(FoundLatent(None, "none", NO_BASELINE)), video, {})
+
+
+def _with_counts(pictures: PicturesDict, record: EncodingRecord | None) -> PicturesDict:
+    """With the counts of NaN and Inf that the decoding has made itself, where the values were left alone."""
+    output = None if record is None else record.output
+    if pictures["nan_count"] is not None or output is None or list(output.tensor.shape) != pictures["shape"]:
+        return pictures
+    counts = {"nan_count": output.tensor.nan_count, "inf_count": output.tensor.inf_count}
+    known = {name: count for name, count in counts.items() if count is not None}
+    reasons = {name: why for name, why in pictures["unavailable"].items() if name not in known}
+    return {**pictures, **known, "unavailable": reasons}  # type: ignore[typeddict-item]
 
 
 @dataclass(frozen=True, slots=True)
@@ -635,9 +667,8 @@ def _analyze_latent_output(
     found, video = find_latent(init_latent), video_of(video_length, video_height, video_width)
     if found.tensor is None:
         return no_latent(found)
-    return latent_analysis(
-        judge(found.tensor, vae, video, latent_layout, statistics), found.structure, vae, video
-    )
+    judged = judge(found.tensor, vae, video, latent_layout, statistics)
+    return latent_analysis(counted(judged, found.tensor), found.structure, vae, video)
 
 
 def _analyze_vae_encoding_performance(

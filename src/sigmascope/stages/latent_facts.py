@@ -10,7 +10,7 @@ latent pixel. A reference picture is one latent frame more at the beginning (`tr
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -87,7 +87,8 @@ def latent_analysis(judged: Judged, structure: str, vae: VaeFacts | None, video:
     )
     values: dict[str, Any] = {name: value for part, _ in parts for name, value in part.items()}
     unavailable = {name: reason for _, reasons in parts for name, reason in reasons.items()}
-    return {"status": "success", "structure": structure, **values, "unavailable": unavailable}  # type: ignore[typeddict-item]
+    status = "not_finite" if judged.tensor.nan_count or judged.tensor.inf_count else "success"
+    return {"status": status, "structure": structure, **values, "unavailable": unavailable}  # type: ignore[typeddict-item]
 
 
 def _tensor_part(judged: Judged) -> Part:
@@ -258,6 +259,26 @@ def judge(
     channels = None if vae is None else vae.latent_channels
     axes = latent_layout(facts.shape, channels, expected_latent(vae, video).frames, layout)
     return Judged(facts, axes, Sizes() if axes is None else sizes_of(facts.shape, axes.layout))
+
+
+def counted(judged: Judged, latent: Tensor) -> Judged:
+    """With NaN and Inf counted in any case, which waits for the latent's device: it is small.
+
+    Args:
+        judged: Whose other values may have been left alone.
+        latent: What was judged.
+    """
+    facts = judged.tensor
+    if facts.nan_count is not None:
+        return judged
+    read = tensor_facts(latent, statistics=True)
+    reasons = dict(facts.unavailable)
+    for name in ("nan_count", "inf_count"):
+        reasons.pop(name, None)
+        if name in read.unavailable:
+            reasons[name] = read.unavailable[name]
+    counts = replace(facts, nan_count=read.nan_count, inf_count=read.inf_count, unavailable=reasons)
+    return replace(judged, tensor=counts)
 
 
 def vace_analysis(output: object, statistics: bool | None) -> dict[str, Any]:

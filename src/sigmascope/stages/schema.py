@@ -601,8 +601,8 @@ class PicturesDict(TypedDict):
 class LatentAnalysis(TypedDict):
     """`latent_analysis`.
 
-    `status` is "success", "dummy" (a stand-in, no encoding), "missing" (None was given), "no_tensor" or "failed"
-    (it could not be read). Sizes by axis are those of the latent unpacked; `shape` is the tensor's own.
+    `status` is "success", "not_finite" (NaN or Inf is in it), "dummy" (a stand-in, no encoding), "missing" (None was
+    given), "no_tensor" or "failed" (it could not be read). Sizes by axis are those of the latent unpacked; `shape` is the tensor's own.
     """
 
     status: str

@@ -168,14 +168,6 @@ def test_any_object_with_encode_is_cut_into_tiles_by_the_factor_that_it_shows() 
     assert record.attempts[0].tile.count == 12
 
 
-def test_nan_is_no_lack_of_memory(kl: "Sample") -> None:
-    latent, record = encode_latents(kl.vae, torch.full((1, 3, 16, 16), torch.nan))
-    assert latent.isnan().all()
-    assert [attempt.name for attempt in record.attempts] == ["direct"]
-    assert record.input is not None
-    assert record.input.tensor.nan_count == 3 * 16 * 16
-
-
 def test_numbers_out_of_range_are_encoded_as_they_are_and_shown(kl: "Sample") -> None:
     pixels = torch.full((1, 3, 16, 16), 7.0)
     latent, record = encode_latents(kl.vae, pixels)

@@ -78,6 +78,13 @@ def test_shares_rise_linearly_over_the_overlap() -> None:
     torch.testing.assert_close(second, torch.tensor([1 / 3, 2 / 3, 1, 1, 1, 1, 1, 1]))
 
 
+def test_shares_rise_over_all_that_tiles_share_and_not_towards_the_pictures_border() -> None:
+    first, second = plan(8, 9, 8, 2, 1).columns.weights(latents=True)
+    falling = torch.tensor([8, 7, 6, 5, 4, 3, 2, 1]) / 8
+    torch.testing.assert_close(first, falling)
+    torch.testing.assert_close(second, falling.flip(0))
+
+
 def test_a_tiles_own_places_are_left_bit_for_bit() -> None:
     pixels = torch.randn(1, 1, 8, 14)
     tiled = tiled_map(lambda part: part * 1.7, pixels, plan(8, 14, 8, 2, 1))
@@ -139,18 +146,18 @@ def test_tiles_may_be_oblong() -> None:
 
 
 def test_the_default_overlap_is_a_quarter() -> None:
-    assert plan(512, 512, 256, None, FACTOR).facts().overlap_width == 64
+    assert plan(448, 448, 256, None, FACTOR).facts().overlap_width == 64
 
 
 def test_facts_are_in_pixels() -> None:
     facts = plan(100, 512, 256, 128, FACTOR).facts()
-    assert (facts.height, facts.width, facts.overlap_height, facts.count, facts.by) == (
-        100,
-        256,
-        128,
-        3,
-        "sigmascope",
-    )
+    assert (facts.height, facts.width, facts.count, facts.by) == (100, 256, 3, "sigmascope")
+    assert (facts.overlap_height, facts.overlap_width) == (0, 128)
+
+
+def test_facts_tell_what_neighbours_really_share() -> None:
+    facts = plan(264, 512, 256, 64, FACTOR).facts()
+    assert (facts.overlap_height, facts.overlap_width) == (248, 128)
 
 
 def test_the_largest_part_has_what_is_left_over() -> None:

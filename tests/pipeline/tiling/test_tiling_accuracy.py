@@ -124,6 +124,34 @@ def test_norms_and_attention_by_tile_are_near_where_the_picture_is_alike(
     assert relative_error(tiled[..., columns], direct[..., columns]) < 0.12
 
 
+def shares_over_what_was_asked_for(length: int, tile: int, overlap: int) -> Tensor:
+    """Of the first of two tiles, if it fell over `overlap` places and from the picture's border as well."""
+
+    def rise(start: int) -> Tensor:
+        place = torch.arange(length, dtype=torch.float32) - start
+        end = torch.minimum(place + 1, tile - place)
+        return (end / (overlap + 1)).clamp(0, 1)
+
+    return rise(0) / (rise(0) + rise(length - tile))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("encodes", [True, False])
+def test_a_ramp_over_all_that_tiles_share_is_nearer_to_the_whole(encodes: bool) -> None:
+    vae = without_normalisation(kl(attention=False))
+    function = functools.partial(parameters if encodes else pixels_of, vae)
+    tensor = noise(1, 3, 32, 264) if encodes else noise(1, 4, 8, 66)
+    tiled, direct = both(function, tensor, plan(32, 264, 256, 64, 4))
+    step, scale = (8, 1) if encodes else (2, 4)
+    parts = [function(tensor[..., : -step if encodes else -2]), function(tensor[..., step:])]
+    length, tile, overlap = 66 * scale, 64 * scale, 16 * scale
+    first = shares_over_what_was_asked_for(length, tile, overlap)
+    blended = torch.zeros_like(direct)
+    blended[..., :tile] += parts[0] * first[:tile]
+    blended[..., -tile:] += parts[1] * (1 - first)[-tile:]
+    assert 2.5 * relative_error(tiled, direct) < relative_error(blended, direct)
+
+
 def test_a_causal_video_is_tiled_in_space_alone() -> None:
     torch.manual_seed(0)
     vae = AutoencoderKLWan(base_dim=8, z_dim=4, dim_mult=[1, 2, 4, 4], num_res_blocks=1).eval()

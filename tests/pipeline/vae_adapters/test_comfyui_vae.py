@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from sigmascope import decode_latents, encode_latents
 from sigmascope.errors import ConfigError
+from sigmascope.records.latents import TileFacts
 
 
 class FirstStage(nn.Module):
@@ -149,3 +150,40 @@ def test_an_object_without_a_vae_is_refused() -> None:
     vae.first_stage_model = None
     with pytest.raises(ConfigError, match="loaded no VAE"):
         encode_latents(vae, IMAGES)
+
+
+@pytest.mark.parametrize("encodes", [True, False])
+def test_its_own_tiles_that_fail_are_told_as_its_own_and_those_on_the_cpu_as_ours(encodes: bool) -> None:
+    vae = ComfyVae()
+    side = 32 if encodes else 4
+    given: Any = torch.zeros(1, side, side, 3) if encodes else torch.zeros(1, 4, side, side)
+    vae.first_stage_model.fails = 1
+    work = encode_latents if encodes else decode_latents
+    _, record = work(vae, given, strategies=("tiled", "cpu"), tile=16, overlap=0, predict=False)
+    failed, succeeded = record.attempts
+    assert (failed.name, failed.outcome, succeeded.name) == ("tiled", "failed", "cpu")
+    assert failed.tile == TileFacts(16, 16, 0, 0, by="vae")
+
+
+class Casting(ComfyVae):
+    """Casts what goes in to its own type, as ComfyUI's does."""
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        prepared = self.process_input(pixels.movedim(-1, 1)).to(self.vae_dtype)
+        return self.first_stage_model.encode(prepared).float()
+
+
+@torch.no_grad()
+def test_what_overflows_in_float16_is_encoded_in_float32() -> None:
+    vae = Casting()
+    vae.first_stage_model.half().convolution.weight.data.fill_(60_000)
+    vae.vae_dtype = torch.float16
+    assert not vae.encode(IMAGES).isfinite().all()
+    latent, record = encode_latents(vae, IMAGES, predict=False)
+    pixels = IMAGES.movedim(-1, 1) * 2 - 1
+    bias = vae.first_stage_model.convolution.bias
+    assert bias is not None
+    sums = torch.nn.functional.avg_pool2d(pixels, 8, divisor_override=1).sum(1, keepdim=True) * 60_000
+    torch.testing.assert_close(latent, sums + bias.float()[:, None, None], rtol=1e-4, atol=10)
+    assert [one.name for one in record.attempts] == ["direct", "cpu"]
+    assert (vae.vae_dtype, vae.first_stage_model.convolution.weight.dtype) == (torch.float16,) * 2
