@@ -275,7 +275,7 @@ class TextEncodingMethods(WorkflowSteps):
         return found
 
     def print_text_encoding_analysis_summary(
-        self, analysis: Mapping[str, Any], console: Console | None = None
+        self, analysis: Mapping[str, Any] | None, console: Console | None = None
     ) -> None:
         """See `sigmascope.print_text_encoding_analysis_summary`."""
         self.guard.read(
@@ -401,7 +401,7 @@ class LoraApplicationMethods(WorkflowSteps):
         return found
 
     def print_lora_analysis_summary(
-        self, analysis: Mapping[str, Any], console: Console | None = None
+        self, analysis: Mapping[str, Any] | None, console: Console | None = None
     ) -> None:
         """See `sigmascope.print_lora_analysis_summary`."""
         self.guard.read("summaries", lambda: lora_application.print_lora_analysis_summary(analysis, console))
@@ -623,14 +623,14 @@ class LatentMethods(LatentSteps):
         )
 
     def print_latent_generation_analysis_summary(
-        self, analysis: Mapping[str, Any], console: Console | None = None
+        self, analysis: Mapping[str, Any] | None, console: Console | None = None
     ) -> None:
         """See `sigmascope.print_latent_generation_analysis_summary`."""
         show = latent_encoding.print_latent_generation_analysis_summary
         self.guard.read("summaries", lambda: show(analysis, console))
 
     def print_latent_decoding_analysis_summary(
-        self, analysis: Mapping[str, Any], console: Console | None = None
+        self, analysis: Mapping[str, Any] | None, console: Console | None = None
     ) -> None:
         """See `sigmascope.print_latent_decoding_analysis_summary`."""
         show = latent_encoding.print_latent_decoding_analysis_summary

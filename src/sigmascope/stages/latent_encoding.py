@@ -94,7 +94,7 @@ from sigmascope.stages.schema import (
     PerformanceAnalysis,
     PicturesDict,
 )
-from sigmascope.stages.summary import print_summary
+from sigmascope.stages.summary import print_analysis
 from sigmascope.stages.vae_facts import inner_vae, vae_facts
 
 __all__ = [
@@ -195,15 +195,15 @@ def analyze_latent_generation_results(
 
 
 def print_latent_generation_analysis_summary(
-    analysis: Mapping[str, Any], console: Console | None = None
+    analysis: Mapping[str, Any] | None, console: Console | None = None
 ) -> None:
     """Print the analysis, section by section, at most 80 columns wide.
 
     Args:
-        analysis: What `analyze_latent_generation_results` gave, or the same read from a file.
+        analysis: What `analyze_latent_generation_results` gave, or the same read from a file; None prints an error line.
         console: Where to; standard output by default, plain when that is no terminal.
     """
-    print_summary(ENCODING_TITLE, sections(analysis), console)
+    print_analysis(ENCODING_TITLE, analysis, sections, console)
 
 
 def print_latent_generation_start(
@@ -304,15 +304,15 @@ def analyze_latent_decoding_results(
 
 
 def print_latent_decoding_analysis_summary(
-    analysis: Mapping[str, Any], console: Console | None = None
+    analysis: Mapping[str, Any] | None, console: Console | None = None
 ) -> None:
     """Print the analysis as that of an encoding is printed, at most 80 columns wide.
 
     Args:
-        analysis: What `analyze_latent_decoding_results` gave, or the same read from a file.
+        analysis: What `analyze_latent_decoding_results` gave, or the same read from a file; None prints an error line.
         console: Where to; standard output by default, plain when that is no terminal.
     """
-    print_summary(DECODING_TITLE, sections(analysis), console)
+    print_analysis(DECODING_TITLE, analysis, sections, console)
 
 
 @dataclass(frozen=True, slots=True)

@@ -405,3 +405,20 @@ def test_what_an_analysis_tells_is_not_told_by_a_rule_again(monitor: WorkflowMon
         stage.tensor("latent", torch.full((4,), torch.nan))
         stage.fact("latent_encoding", {"findings": [told]})
     assert [finding.id for finding in monitor.run().findings] == ["latent_not_finite"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "print_lora_analysis_summary",
+        "print_text_encoding_analysis_summary",
+        "print_latent_generation_analysis_summary",
+        "print_latent_decoding_analysis_summary",
+    ],
+)
+def test_a_summary_of_no_analysis_is_an_error_line(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    getattr(WorkflowMonitor(), name)(None)
+    of_the_monitor = capsys.readouterr().out
+    getattr(sigmascope, name)(None)
+    assert "❌ Error: there is no analysis to show" in of_the_monitor
+    assert capsys.readouterr().out == of_the_monitor
