@@ -18,9 +18,9 @@ None, with the reason in the `unavailable` beside it. The three whose names begi
 of the analysis.
 """
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from datetime import UTC, datetime
 from typing import Any
 
 from rich.console import Console
@@ -579,7 +579,7 @@ def _baseline(
     state = model_state(inner)
     snapshot = memory_snapshot(accelerator)
     return {
-        "timestamp": datetime.now(UTC).isoformat(),
+        "timestamp": time.time(),
         "direction": direction,
         "memory": memory_now(snapshot),
         "vae": vae_dict(facts),

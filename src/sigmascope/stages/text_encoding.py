@@ -10,9 +10,9 @@ None, with the reason in the `unavailable` beside it; so is what needs an unknow
 nothing.
 """
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from typing import Any
 
 from rich.console import Console
@@ -455,7 +455,7 @@ def capture(
     clip_state, unet_state = model_state(clip), model_state(unet)
     snapshot = memory_snapshot(accelerator)
     return {
-        "timestamp": datetime.now(UTC).isoformat(),
+        "timestamp": time.time(),
         "memory": memory_now(snapshot),
         "clip": clip_state,
         "unet": unet_state,

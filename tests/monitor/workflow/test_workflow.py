@@ -4,6 +4,7 @@ import gc
 import io
 import json
 import threading
+import time
 import weakref
 from mmap import mmap
 from pathlib import Path
@@ -422,3 +423,18 @@ def test_a_summary_of_no_analysis_is_an_error_line(name: str, capsys: pytest.Cap
     getattr(sigmascope, name)(None)
     assert "❌ Error: there is no analysis to show" in of_the_monitor
     assert capsys.readouterr().out == of_the_monitor
+
+
+def test_the_timestamp_of_every_baseline_is_in_seconds_since_1970() -> None:
+    monitor = WorkflowMonitor()
+    before = time.time()
+    baselines = [
+        monitor.capture_lora_baseline(None, None),
+        monitor.capture_text_encoding_baseline(None, None),
+        monitor.capture_latent_generation_baseline(None, torch.zeros(1, 8, 8, 3)),
+        monitor.capture_latent_decoding_baseline(None, torch.zeros(1, 4, 1, 1)),
+    ]
+    after = time.time()
+    for baseline in baselines:
+        assert isinstance(baseline["timestamp"], float)
+        assert before <= baseline["timestamp"] <= after
