@@ -36,7 +36,7 @@ from sigmascope.records.latents import (
     attempts_in,
     record_in,
 )
-from sigmascope.records.memory import change, mib
+from sigmascope.records.memory import PeakMemoryDict, change, mib
 from sigmascope.records.prompts import PromptPrivacy, check_privacy, redacted, redactor
 from sigmascope.records.run import Finding, Run, Stage
 from sigmascope.stages import latent_encoding, lora_application, text_encoding
@@ -703,7 +703,10 @@ class WorkflowMonitor(LatentMethods, LoraApplicationMethods, TextEncodingMethods
 
         Returns:
             `ram`, `process`, `gpu`, `gpus` as in `PeakMemory.as_dict`, with seconds since the
-            workflow began; `steps`, each with `name`, `seconds` and its own `peak_memory`.
+            workflow began; `steps`, each with `name`, `seconds` and its own `peak_memory`. Beside them, flat:
+            `ram_peak_mb` of the whole machine, `gpu_allocated_peak_mb` and `gpu_reserved_peak_mb` of the device
+            with the highest peak (None without one), and `peak_timestamps`, by `ram`, `gpu_allocated` and
+            `gpu_reserved` the seconds since the workflow began at which each was seen. MB are MiB.
         """
         run = self.recorder.run()
         steps = [
@@ -714,7 +717,8 @@ class WorkflowMonitor(LatentMethods, LoraApplicationMethods, TextEncodingMethods
             }
             for stage in run.walk()
         ]
-        return {**run.peak().as_dict(), "steps": steps}
+        peaks = run.peak().as_dict()
+        return {**peaks, **_flat_peaks(peaks), "steps": steps}
 
     def print_summary(self, console: Console | None = None) -> None:
         """Print steps, memory, peaks and findings, at most 80 columns wide."""
@@ -751,6 +755,20 @@ class WorkflowMonitor(LatentMethods, LoraApplicationMethods, TextEncodingMethods
             chosen = self.analyses.get(stage) if analysis is None else analysis
             if chosen is not None:
                 self.guard.read("summaries", lambda s=stage, a=chosen: _print_analysis(s, a, console))  # type: ignore[misc]
+
+
+def _flat_peaks(peaks: PeakMemoryDict) -> dict[str, Any]:
+    ram, gpu = peaks["ram"], peaks["gpu"]
+    return {
+        "ram_peak_mb": ram["peak_used_mb"],
+        "gpu_allocated_peak_mb": gpu["peak_allocated_mb"],
+        "gpu_reserved_peak_mb": gpu["peak_reserved_mb"],
+        "peak_timestamps": {
+            "ram": ram["peak_used_at_seconds"],
+            "gpu_allocated": gpu["peak_allocated_at_seconds"],
+            "gpu_reserved": gpu["peak_reserved_at_seconds"],
+        },
+    }
 
 
 ModelLoadingMonitor = WorkflowMonitor

@@ -215,16 +215,33 @@ def test_peaks_of_workflow_and_steps(accelerator: "FakeAccelerator", host: "Fake
     accelerator.free(4 * MIB)
     monitor.end_monitoring("model_loading")
     monitor.start_monitoring("text_encoding")
-    host.rss = 300 * MIB
+    host.rss, host.ram_used = 300 * MIB, 1500 * MIB
     monitor.update_peak_memory()
-    host.rss = 200 * MIB
+    host.rss, host.ram_used = 200 * MIB, 1200 * MIB
     monitor.end_monitoring("text_encoding")
     found = monitor.get_peak_memory_summary()
+    assert found["ram_peak_mb"] == 1500
+    assert found["gpu_allocated_peak_mb"] == 5
+    assert found["gpu_reserved_peak_mb"] == 10  # the allocator reserves twice what it gives out
+    at = found["peak_timestamps"]
+    assert set(at) == {"ram", "gpu_allocated", "gpu_reserved"}
+    assert 0 <= at["gpu_allocated"] <= at["ram"] <= monitor.run().seconds
     assert found["process"]["peak_rss_mb"] == 300
     assert found["gpu"]["peak_allocated_mb"] == 5
     assert [step["name"] for step in found["steps"]] == ["model_loading", "text_encoding"]
     assert [step["peak_memory"]["gpu"]["peak_allocated_mb"] for step in found["steps"]] == [5, 1]
     assert json.loads(json.dumps(found)) == found
+
+
+def test_without_an_accelerator_the_flat_peaks_are_none(make_accelerator: "type[FakeAccelerator]") -> None:
+    monitor = WorkflowMonitor(sample_hz=None, accelerator=make_accelerator(devices=0))
+    monitor.start_monitoring("text_encoding")
+    monitor.end_monitoring("text_encoding")
+    found = monitor.get_peak_memory_summary()
+    assert found["gpu_allocated_peak_mb"] is None
+    assert found["gpu_reserved_peak_mb"] is None
+    assert found["peak_timestamps"]["gpu_allocated"] is None
+    assert found["ram_peak_mb"] > 0
 
 
 def test_the_share_of_memory_that_was_given_back(accelerator: "FakeAccelerator") -> None:
