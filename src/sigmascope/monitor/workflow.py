@@ -25,7 +25,7 @@ from sigmascope.analysis.leaks import HEAP
 from sigmascope.monitor.findings import with_findings
 from sigmascope.monitor.guard import Guard
 from sigmascope.monitor.recorder import LiveStage, Recorder
-from sigmascope.probes import Accelerator, heap_in_use
+from sigmascope.probes import Accelerator, heap_in_use, memory_snapshot
 from sigmascope.records.latents import (
     VAE_STAGES,
     Direction,
@@ -40,9 +40,10 @@ from sigmascope.records.memory import PeakMemoryDict, change, mib
 from sigmascope.records.prompts import PromptPrivacy, check_privacy, redacted, redactor
 from sigmascope.records.run import Finding, Run, Stage
 from sigmascope.stages import latent_encoding, lora_application, text_encoding
-from sigmascope.stages.baseline import Redact, model_state
+from sigmascope.stages.baseline import Redact, memory_now, model_state
 from sigmascope.stages.conditioning import DumpFolder, read_conditioning
 from sigmascope.stages.latent_facts import find_latent
+from sigmascope.stages.latent_summary import print_end
 from sigmascope.stages.latent_summary import sections as latent_sections
 from sigmascope.stages.lora_application import Keys
 from sigmascope.stages.lora_summary import sections as lora_sections
@@ -98,10 +99,16 @@ class WorkflowSteps:
 
     Args:
         recorder: What measures. Its stages and steps can be used beside the calls here.
+        verbose: Print a few lines when a step begins and when it ends.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
+    accelerator: Accelerator | None
+    prompt_privacy: PromptPrivacy
+
+    def __init__(self, recorder: Recorder, *, verbose: bool = False) -> None:
         self.recorder = recorder
+        self.verbose = verbose
+        self.pictures: object = None
         self.guard = Guard()
         self._lock = threading.Lock()
         self._open: list[_OpenStep] = []
@@ -117,6 +124,8 @@ class WorkflowSteps:
         name = stage_name(step)
         stage = self.recorder.stage(name)
         heap = self._heap_bytes()
+        if self.verbose:
+            self.guard.read("summaries", lambda: self._tell_begin(step, name))
         self.guard.read("steps", stage.__enter__)
         with self._lock:
             self._open.append(_OpenStep(name, threading.get_ident(), stage, heap))
@@ -159,7 +168,19 @@ class WorkflowSteps:
         if model is not None:
             self.note_model(stage, model_type or type(model).__name__, model)
         record = self.guard.read("steps", stage.record)[0]
-        return None if record is None else record.seconds
+        if record is None:
+            return None
+        if self.verbose:
+            told = record.error if self.prompt_privacy == "full" or kind is None else kind.__name__
+            self.guard.read("summaries", lambda: print_end(step, record.seconds, record.peak, told))
+        return record.seconds
+
+    def _tell_begin(self, step: str, name: str) -> None:
+        """Print memory, and the video's dimensions if a baseline of it was taken for this step."""
+        told: dict[str, object] = {"memory": memory_now(memory_snapshot(self.accelerator))}
+        if name == VAE_STAGES["encoding"]:
+            told["pictures"], self.pictures = self.pictures, None
+        latent_encoding.print_latent_generation_start(told, step)
 
     def _heap_bytes(self) -> int | None:
         reading = self.guard.read(HEAP, heap_in_use)[0]
@@ -484,12 +505,14 @@ class LatentMethods(LatentSteps):
 
     def capture_latent_generation_baseline(self, vae_model: object, video_data: object) -> dict[str, Any]:
         """See `sigmascope.capture_latent_generation_baseline`."""
-        return self._latents(
+        baseline = self._latents(
             "baseline",
             lambda: latent_encoding.capture_latent_generation_baseline(
                 vae_model, video_data, statistics=self.statistics, accelerator=self.accelerator
             ),
         )
+        self.pictures = baseline.get("pictures")
+        return baseline
 
     def capture_latent_decoding_baseline(
         self,
@@ -660,6 +683,7 @@ class WorkflowMonitor(LatentMethods, LoraApplicationMethods, TextEncodingMethods
 
     Args:
         name: What the run is called.
+        verbose: Print memory when a step begins, and its time and peak when it ends, to standard output.
         sample_hz: How often a thread looks at memory while a step is open, at most 10 a second; None: never.
         accelerator: Where to read devices; None: what torch would use.
         thresholds: Limits that analyses hold a text encoding to.
@@ -671,7 +695,7 @@ class WorkflowMonitor(LatentMethods, LoraApplicationMethods, TextEncodingMethods
         ConfigError: `prompt_privacy` does not exist.
 
     Examples:
-        >>> monitor = WorkflowMonitor()
+        >>> monitor = WorkflowMonitor(verbose=False)
         >>> monitor.start_monitoring("text_encoding")
         >>> seconds = monitor.end_monitoring("text_encoding")
         >>> [stage.name for stage in monitor.run().stages]
@@ -682,6 +706,7 @@ class WorkflowMonitor(LatentMethods, LoraApplicationMethods, TextEncodingMethods
         self,
         name: str = "workflow",
         *,
+        verbose: bool = True,
         sample_hz: float | None = 10.0,
         accelerator: Accelerator | None = None,
         thresholds: TextEncodingThresholds | None = None,
@@ -690,7 +715,7 @@ class WorkflowMonitor(LatentMethods, LoraApplicationMethods, TextEncodingMethods
         dumps: DumpFolder | None = None,
     ) -> None:
         check_privacy(prompt_privacy)
-        super().__init__(Recorder(name, sample_hz=sample_hz, accelerator=accelerator))
+        super().__init__(Recorder(name, sample_hz=sample_hz, accelerator=accelerator), verbose=verbose)
         self.accelerator = accelerator
         self.thresholds = thresholds
         self.prompt_privacy = prompt_privacy

@@ -543,7 +543,8 @@ def test_the_load_time_is_known_at_once(monitor: PerformanceMonitor, clock: Fake
         return "model"
 
     loaded, seconds = monitor.measure_model_load_time(load)
-    assert (loaded, seconds) == ("model", pytest.approx(3.0))
+    assert loaded == "model"
+    assert seconds == pytest.approx(3.0)
     assert monitor.current_metrics.model_load_time == seconds
     generate(monitor, clock, [1.0])
     assert monitor.current_metrics.model_load_time == seconds

@@ -18,6 +18,8 @@ from torch import nn
 import sigmascope
 from sigmascope.monitor import current_recorder
 from sigmascope.monitor.workflow import ModelLoadingMonitor, WorkflowMonitor, stage_name
+from sigmascope.records.memory import AcceleratorMemory, MemorySnapshot
+from sigmascope.records.prompts import PromptPrivacy
 from sigmascope.stages.text_encoding import TextEncodingThresholds
 
 if TYPE_CHECKING:
@@ -455,3 +457,52 @@ def test_the_timestamp_of_every_baseline_is_in_seconds_since_1970() -> None:
     for baseline in baselines:
         assert isinstance(baseline["timestamp"], float)
         assert before <= baseline["timestamp"] <= after
+
+
+def test_a_step_is_told_while_it_runs(
+    host: "FakeHost",
+    accelerator: "FakeAccelerator",
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    accelerator.allocate(2048 * MIB)
+    begun = MemorySnapshot(
+        24 * 1024 * MIB, int(8.2 * 1024 * MIB), int(15.8 * 1024 * MIB), 100 * MIB,
+        (AcceleratorMemory("cuda:0", 2048 * MIB, 3072 * MIB),),
+    )  # fmt: skip
+    monkeypatch.setattr("sigmascope.monitor.workflow.memory_snapshot", lambda accelerator: begun)
+    monitor = WorkflowMonitor(sample_hz=None, accelerator=accelerator)
+    monitor.capture_latent_generation_baseline(None, torch.zeros(16, 512, 512, 3, dtype=torch.uint8))
+    monitor.start_monitoring("LATENT_GENERATION_STEP5")
+    told = capsys.readouterr().out
+    assert told == (
+        "🔍 STARTING MONITORING FOR: LATENT_GENERATION_STEP5\n"
+        "   Baseline RAM: 8.2 GB used, 15.8 GB available\n"
+        "   Baseline GPU: 2048 MB allocated, 3072 MB reserved\n"
+        "   Video Dimensions: 16 frames, 512x512, 3 channels\n"
+    )
+    accelerator.allocate(2048 * MIB)
+    accelerator.free(2048 * MIB)
+    seconds = monitor.end_monitoring("LATENT_GENERATION_STEP5")
+    told = capsys.readouterr().out
+    assert f"   ⏱️  Processing Time: {seconds:.2f} seconds\n" in told
+    assert "   💾 Peak GPU Memory: 4096 MB allocated\n" in told
+
+
+def test_a_quiet_monitor_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    monitor = WorkflowMonitor(verbose=False)
+    monitor.start_monitoring("text_encoding")
+    monitor.end_monitoring("text_encoding")
+    assert capsys.readouterr().out == ""
+
+
+def test_an_error_is_told_without_the_prompt_that_it_quotes(capsys: pytest.CaptureFixture[str]) -> None:
+    privacies: tuple[PromptPrivacy, ...] = ("full", "hash")
+    for privacy in privacies:
+        monitor = WorkflowMonitor(prompt_privacy=privacy)
+        monitor.start_monitoring("text_encoding")
+        monitor.end_monitoring("text_encoding", error=ValueError("cannot encode a red fox"))
+        told = capsys.readouterr().out
+        assert "❌ TEXT_ENCODING failed: " in told
+        assert "ValueError" in told
+        assert ("red fox" in told) is (privacy == "full")
