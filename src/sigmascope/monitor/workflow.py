@@ -26,6 +26,7 @@ from sigmascope.monitor.findings import with_findings
 from sigmascope.monitor.guard import Guard
 from sigmascope.monitor.recorder import LiveStage, Recorder
 from sigmascope.probes import Accelerator, heap_in_use, memory_snapshot
+from sigmascope.probes.models import file_facts, key_facts
 from sigmascope.records.latents import (
     VAE_STAGES,
     Direction,
@@ -140,6 +141,9 @@ class WorkflowSteps:
         model: object = None,
         model_type: str | None = None,
         error: BaseException | None = None,
+        *,
+        file: object = None,
+        loaded: object = None,
     ) -> float | None:
         """End the innermost open step of that name.
 
@@ -148,6 +152,10 @@ class WorkflowSteps:
             model: The model that the step loaded or used; facts and state of it are kept, not the model.
             model_type: What to call it, such as "UNet" or "CLIP"; its class by default.
             error: What the step raised, if it did.
+            file: What the model was loaded from, a path or several: `files`, `folder`, `format` and `size_mb` (MiB)
+                become facts of the stage.
+            loaded: What `load_state_dict`, or a library's loader, gave: `missing_keys`, `unexpected_keys` and their
+                numbers become facts of the stage.
 
         Returns:
             Elapsed seconds; None, with a line in the log, when no such step was begun.
@@ -165,6 +173,9 @@ class WorkflowSteps:
         self.guard.read("steps", lambda: stage.__exit__(kind, error, trace))
         stage.fact(HEAP, {"before": begun.heap_bytes, "after": self._heap_bytes()})
         self._ended[name] = stage
+        for facts in (lambda: file_facts(file), lambda: key_facts(loaded)):
+            for key, value in (self.guard.read("files", facts)[0] or {}).items():
+                stage.fact(key, value)
         if model is not None:
             self.note_model(stage, model_type or type(model).__name__, model)
         record = self.guard.read("steps", stage.record)[0]

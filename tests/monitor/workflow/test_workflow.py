@@ -506,3 +506,18 @@ def test_an_error_is_told_without_the_prompt_that_it_quotes(capsys: pytest.Captu
         assert "❌ TEXT_ENCODING failed: " in told
         assert "ValueError" in told
         assert ("red fox" in told) is (privacy == "full")
+
+
+def test_loading_records_the_file_and_the_keys_that_did_not_fit(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(bytes(3 * MIB))
+    model, state = nn.Linear(2, 2), {"weight": torch.zeros(2, 2), "scale": torch.ones(1)}
+    monitor = WorkflowMonitor(verbose=False)
+    monitor.start_monitoring("model_loading")
+    loaded = model.load_state_dict(state, strict=False)
+    monitor.end_monitoring("model_loading", model, "UNet", file=path, loaded=loaded)
+    facts = monitor.run().stages[0].facts
+    assert facts["files"] == ["model.safetensors"]
+    assert (facts["format"], facts["size_mb"]) == ("safetensors", 3.0)
+    assert (facts["missing_keys"], facts["unexpected_keys"]) == (["bias"], ["scale"])
+    assert (facts["num_missing_keys"], facts["num_unexpected_keys"]) == (1, 1)
