@@ -51,7 +51,7 @@ def make_encoder(layers: int) -> CLIPTextModel:
 
 def parts(encoder: CLIPTextModel) -> dict[str, Callable[[], Any]]:
     """What to time, by name."""
-    monitor = WorkflowMonitor(sample_hz=None)
+    monitor = WorkflowMonitor(verbose=False, sample_hz=None)
     ids = torch.zeros(1, 77, dtype=torch.long)
     baseline = monitor.capture_text_encoding_baseline(None, encoder, tokenizer=Words())
     with torch.no_grad():
@@ -62,7 +62,7 @@ def parts(encoder: CLIPTextModel) -> dict[str, Callable[[], Any]]:
             encoder(ids)
 
     def start_and_end() -> float:
-        fresh = WorkflowMonitor(sample_hz=None)
+        fresh = WorkflowMonitor(verbose=False, sample_hz=None)
         began = time.perf_counter()
         fresh.start_monitoring("text_encoding")
         fresh.end_monitoring("text_encoding")

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft.utils import merge_utils
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -150,7 +151,7 @@ def test_weight_zero_touches_no_bit(model: Block, make_lora: MakeLora, tmp_path:
     assert report.tensors == ()
 
 
-@pytest.mark.parametrize("method", [MergeMethod("ties", 0.5), MergeMethod("dare", 0.5, 3)])
+@pytest.mark.parametrize("method", [MergeMethod("ties_mergekit", 0.5), MergeMethod("dare", 0.5, 3)])
 def test_sparse_methods_need_no_rank_here(
     model: Block, make_lora: MakeLora, tmp_path: Path, method: MergeMethod
 ) -> None:
@@ -164,6 +165,18 @@ def test_sparse_methods_need_no_rank_here(
         for position, (lora, weight) in enumerate(zip(loras, (0.5, 0.25), strict=True))
     }
     expected = load_file(base)[key] + method.combine(key, deltas)
+    torch.testing.assert_close(load_file(tmp_path / "m.safetensors")[key], expected)
+
+
+def test_ties_into_a_checkpoint_is_that_of_peft(model: Block, make_lora: MakeLora, tmp_path: Path) -> None:
+    base = checkpoint(model, tmp_path / "base.safetensors")
+    loras = [lora_of(model, make_lora, tmp_path / f"{seed}.safetensors", seed=seed) for seed in range(2)]
+    paths = [tmp_path / f"{seed}.safetensors" for seed in range(2)]
+    method = MergeMethod("ties", 0.5)
+    bake_loras(paths, base, tmp_path / "m.safetensors", weights=[0.7, 0.5], method=method)
+    key = "denoiser.mid_block.proj_in.weight"
+    changes = [lora.modules[key.removesuffix(".weight")].delta() for lora in loras]
+    expected = load_file(base)[key] + merge_utils.ties(changes, torch.tensor([0.7, 0.5]), 0.5)
     torch.testing.assert_close(load_file(tmp_path / "m.safetensors")[key], expected)
 
 

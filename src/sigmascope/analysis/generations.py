@@ -26,6 +26,7 @@ from sigmascope.records.performance import (
     ComparisonSummaryDict,
     ImprovementDict,
     PerformanceMetrics,
+    StepTimeDict,
 )
 from sigmascope.records.run import Run, Stage, is_duration, stage_seconds
 from sigmascope.records.serialization import from_plain
@@ -182,24 +183,41 @@ def projected_seconds(elapsed_seconds: float, recent_step_seconds: float, steps_
     return elapsed_seconds + recent_step_seconds * max(steps_left, 0)
 
 
-def compare_metrics(before: PerformanceMetrics, after: PerformanceMetrics) -> BeforeAfterDict:
+def per_step_time(metrics: PerformanceMetrics, *, is_whole: bool = True) -> StepTimeDict:
+    """The mean seconds of a step; total / steps, marked as derived, where no step was timed.
+
+    Args:
+        metrics: Of one generation.
+        is_whole: Whether it went to its end; else nothing can be derived.
+    """
+    timed, total = metrics.generation_time_per_step, metrics.total_generation_time
+    if timed or not is_whole or not total or metrics.num_inference_steps < 1:
+        return {"per_step_time": timed}
+    return {"per_step_time": total / metrics.num_inference_steps, "per_step_time_derived": True}
+
+
+def compare_metrics(
+    before: PerformanceMetrics, after: PerformanceMetrics, *, after_is_whole: bool = True
+) -> BeforeAfterDict:
     """What changed from one generation to another, positive where it became faster.
 
     Args:
         before: The generation before the change.
         after: The one after it.
+        after_is_whole: Whether that one went to its end.
     """
+    sides = _generation_dict(before), _generation_dict(after, is_whole=after_is_whole)
     improvement: ImprovementDict = {
         "total_time_percent": improvement_percent(before.total_generation_time, after.total_generation_time),
-        "per_step_time_percent": improvement_percent(
-            before.generation_time_per_step, after.generation_time_per_step
-        ),
+        "per_step_time_percent": improvement_percent(sides[0]["per_step_time"], sides[1]["per_step_time"]),
         "performance_score_change": _difference(before.performance_score, after.performance_score),
-        "target_status_change": f"{before.target_met} → {after.target_met}",
+        "target_status_change": None not in (before.target_met, after.target_met)
+        and before.target_met != after.target_met,
+        "target_status": f"{before.target_met} → {after.target_met}",
     }
     return {
-        "before": _generation_dict(before),
-        "after": _generation_dict(after),
+        "before": sides[0],
+        "after": sides[1],
         "improvement": improvement,
         "summary": _summary(improvement["total_time_percent"], before, after),
     }
@@ -209,10 +227,10 @@ def _difference(before: float | None, after: float | None) -> float | None:
     return None if before is None or after is None else after - before
 
 
-def _generation_dict(metrics: PerformanceMetrics) -> ComparedGenerationDict:
+def _generation_dict(metrics: PerformanceMetrics, *, is_whole: bool = True) -> ComparedGenerationDict:
     return {
         "total_time": metrics.total_generation_time,
-        "per_step_time": metrics.generation_time_per_step,
+        **per_step_time(metrics, is_whole=is_whole),
         "target_met": metrics.target_met,
         "performance_score": metrics.performance_score,
         "model": metrics.model_name,

@@ -383,6 +383,7 @@ class Method(StrEnum):
 
     LINEAR = "linear"
     TIES = "ties"
+    TIES_MERGEKIT = "ties_mergekit"
     DARE = "dare"
 
 

@@ -473,10 +473,11 @@ def _addends(
     if method.is_linear:
         return found
     deltas = {
-        one.position: addend.product.mul(addend.scale).mul_(addend.strength).view(weight.shape)
+        one.position: addend.product.mul(addend.scale).view(weight.shape)
         for one, addend in zip(changes, found, strict=True)
     }
-    return [_Addend(method.combine(name, deltas).reshape(-1), 1.0, 1.0)]
+    strengths = {one.position: one.weight for one in changes}
+    return [_Addend(method.combine(name, deltas, strengths).reshape(-1), 1.0, 1.0)]
 
 
 def _addend(name: str, weight: Tensor, one: WeightedChange, compute: torch.dtype, slot: Slot) -> _Addend:

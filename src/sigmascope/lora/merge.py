@@ -278,11 +278,13 @@ class MergedChanges:
     def _combined(self, name: str) -> Tensor:
         shape = self.shape(name)
         deltas = {
-            position: self._delta(position, name).reshape(shape).mul_(self.weights[position])
+            position: self._delta(position, name).reshape(shape)
             for position in self.united.positions(name)
             if self.weights[position] != 0.0
         }
-        return self.method.combine(name, deltas) if deltas else torch.zeros(shape)
+        if not deltas:
+            return torch.zeros(shape)
+        return self.method.combine(name, deltas, {position: self.weights[position] for position in deltas})
 
     def _delta(self, position: int, name: str) -> Tensor:
         change = self.united.change(position, name)

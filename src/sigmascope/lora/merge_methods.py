@@ -21,7 +21,7 @@ from sigmascope.checkpoints import file_sha256
 from sigmascope.errors import ConfigError
 from sigmascope.lora.file import LoraFile, as_text
 
-MethodName = Literal["linear", "ties", "dare"]
+MethodName = Literal["linear", "ties", "ties_mergekit", "dare"]
 
 _SEED_BITS: Final = 63  # that a generator takes
 
@@ -36,8 +36,8 @@ class MergeMethod:
 
     Attributes:
         name: `linear`: the weighted sum. `ties` and `dare`: see the functions of that name; DARE's results are
-            summed.
-        density: For `ties` and `dare`: the share of values to keep.
+            summed. `ties_mergekit`: TIES whose signs are elected by the weighted changes, as mergekit does it.
+        density: For all but `linear`: the share of values to keep.
         seed: For `dare`: what the random choice starts from.
 
     Raises:
@@ -56,17 +56,28 @@ class MergeMethod:
         """Whether the result is a plain sum, and so has no more rank than its parts together."""
         return self.name == "linear"
 
-    def combine(self, module: str, deltas: Mapping[int, Float[Tensor, "*shape"]]) -> Float[Tensor, "*shape"]:
+    def combine(
+        self,
+        module: str,
+        deltas: Mapping[int, Float[Tensor, "*shape"]],
+        weights: Mapping[int, float] | None = None,
+    ) -> Float[Tensor, "*shape"]:
         """Make one change of several.
 
         Args:
             module: Its name, which is part of DARE's seed.
-            deltas: The change that each LoRA makes, times its weight, by the LoRA's position among all.
+            deltas: The change that each LoRA makes at strength 1, by the LoRA's position among all.
+            weights: What each is multiplied with, by the same positions; None: 1.
 
         Returns:
             In the changes' dtype.
         """
         if self.name == "ties":
+            strengths = None if weights is None else [weights[position] for position in deltas]
+            return ties(list(deltas.values()), self.density, strengths)
+        if weights is not None:
+            deltas = {position: delta * weights[position] for position, delta in deltas.items()}
+        if self.name == "ties_mergekit":
             return ties(list(deltas.values()), self.density)
         if self.name == "dare":
             kept = [
@@ -89,26 +100,30 @@ class MergeMethod:
         return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> (64 - _SEED_BITS))
 
 
-def ties(changes: Sequence[Float[Tensor, "*shape"]], density: float) -> Float[Tensor, "*shape"]:
+def ties(
+    changes: Sequence[Float[Tensor, "*shape"]], density: float, weights: Sequence[float] | None = None
+) -> Float[Tensor, "*shape"]:
     """Trim, elect sign, disjoint merge (Yadav et al., arXiv 2306.01708, algorithm 1), for one weight.
 
     Each change is trimmed to its largest values. Where the signs disagree, that of the sum wins, and the mean
-    is taken over those changes that have this sign. The paper trims whole models, this does each weight by
-    itself, so that no more than one weight's changes are in memory.
+    is taken over those changes that have this sign, each times its weight. The weights have no say in the
+    election, as in PEFT. The paper trims whole models, this does each weight by itself, so that no more than
+    one weight's changes are in memory.
 
     Args:
-        changes: Of one weight, each multiplied by its LoRA's strength already.
+        changes: Of one weight, at strength 1.
         density: The share k of values to keep.
+        weights: What each change is multiplied with after the election; None: 1.
 
     Returns:
-        In the changes' dtype. A value that only one change kept is that change's own.
+        In the changes' dtype. A value that only one change kept is that change's own, times its weight.
     """
     kept = [trimmed(change, density) for change in changes]
     elected = reduce(torch.add, kept).sign()
     merged, voters = torch.zeros_like(elected), torch.zeros_like(elected)
-    for change in kept:
+    for change, weight in zip(kept, weights or (1.0,) * len(kept), strict=True):
         agrees = change * elected > 0.0
-        merged += torch.where(agrees, change, 0.0)
+        merged += torch.where(agrees, change * weight, 0.0)
         voters += agrees
     return merged / voters.clamp_min_(1.0)
 

@@ -53,6 +53,7 @@ class Generation:
 
     Attributes:
         stands_alone: Begun by `start_timing`, to be ended by `end_timing`.
+        is_whole: Whether it went to its end.
         outer: The generation of the same monitor that this one was begun in.
         run: Its record, once it has ended, if the recorder is its own.
         facts: Of the pipeline, if they were read.
@@ -74,6 +75,7 @@ class Generation:
     ) -> None:
         self.metrics = metrics
         self.is_open = False
+        self.is_whole = False
         self.stands_alone = False
         self.outer: Generation | None = None
         self.run: Run | None = None
@@ -449,6 +451,7 @@ class Generations:
 
     def _finish(self, generation: Generation, stage: Stage | None, *, succeeded: bool) -> None:
         metrics = generation.metrics
+        generation.is_whole = succeeded
         steps = generation.steps
         fill_times(metrics, None if stage is None else stage.seconds, mean_step_seconds(stage, steps.tally))
         metrics.pipeline_setup_time = steps.setup_seconds()

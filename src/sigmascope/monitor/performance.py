@@ -24,7 +24,12 @@ from types import TracebackType
 from typing import Any, Final, Generic, ParamSpec, SupportsFloat, SupportsInt, TypeVar, cast
 
 from sigmascope.analysis.diagnostics import diagnose
-from sigmascope.analysis.generations import compare_metrics, meets_target, performance_score
+from sigmascope.analysis.generations import (
+    compare_metrics,
+    meets_target,
+    per_step_time,
+    performance_score,
+)
 from sigmascope.errors import ConfigError
 from sigmascope.files import atomic_path
 from sigmascope.monitor.generation import Generation, Generations, fill_times
@@ -61,6 +66,7 @@ class PerformanceResults:
 
     def __init__(self, generations: Generations, target_seconds: float) -> None:
         self._generations = generations
+        self._unused = PerformanceMetrics()
         self.target_generation_time = target_seconds
 
     @property
@@ -71,6 +77,7 @@ class PerformanceResults:
     @target_generation_time.setter
     def target_generation_time(self, seconds: float) -> None:
         self._target_seconds = seconds_above_zero("target_generation_time", seconds)
+        self._unused.target_generation_time = self._target_seconds
 
     @property
     def on_step(self) -> Listener | None:
@@ -92,10 +99,14 @@ class PerformanceResults:
 
     @property
     def current_metrics(self) -> PerformanceMetrics:
-        """Of this thread's or task's generation, running or last; else of the last that finished anywhere."""
+        """Of this thread's or task's generation, running or last; else of the last that finished anywhere.
+
+        One object until the next generation begins, or `reset_metrics`: what is written into it counts in the
+        summary, the comparison and the export. While a generation runs, its times are brought up to date here.
+        """
         found = self._generations.latest()
         if found is None:
-            return PerformanceMetrics(target_generation_time=self.target_generation_time)
+            return self._unused
         if found.is_open:
             fill_times(found.metrics, found.steps.elapsed_seconds(), found.steps.tally.mean_seconds())
         return found.metrics
@@ -126,7 +137,13 @@ class PerformanceResults:
 
     def get_performance_summary(self) -> PerformanceSummaryDict:
         """Return the current generation, its hardware and target, and what the history says."""
-        return performance_summary(self.current_metrics, *self._generations.history())
+        metrics, (history, step_seconds) = self.current_metrics, self._generations.history()
+        return performance_summary(metrics, history, step_seconds, is_whole=self._is_whole())
+
+    def _is_whole(self) -> bool:
+        """Whether the current generation, if any, went to its end: only then were all of its steps done."""
+        found = self._generations.latest()
+        return found is None or found.is_whole
 
     def diagnose(self) -> tuple[Finding, ...]:
         """Return what is wrong or slow in the current generation, what to do, and what that would gain.
@@ -151,10 +168,22 @@ class PerformanceResults:
         """
         if not isinstance(before_metrics, PerformanceMetrics):
             before_metrics = _exported_metrics(before_metrics)
-        return compare_metrics(before_metrics, self.current_metrics)
+        return compare_metrics(before_metrics, self.current_metrics, after_is_whole=self._is_whole())
 
-    def log_performance_metrics(self, metrics: PerformanceMetrics) -> None:
-        """Log one generation in one line, as a warning if it missed its target."""
+    def log_performance_metrics(self, metrics: PerformanceMetrics | Mapping[str, Any]) -> None:
+        """Log one generation in one line, as a warning if it missed its target.
+
+        Args:
+            metrics: As they are, or as an export holds them; any other dict is logged by name and value.
+
+        Raises:
+            ConfigError: A value of an export is of another type than it was written with.
+        """
+        if not isinstance(metrics, PerformanceMetrics):
+            if not {"current_metrics", "total_generation_time"} & metrics.keys():
+                _log.info("%s", ", ".join(f"{name}: {value}" for name, value in metrics.items()))
+                return
+            metrics = _exported_metrics(metrics)
         _log.log(
             logging.INFO if metrics.target_met else logging.WARNING,
             "%s (%s): %s s for %d steps, target %s s %s, score %s",
@@ -180,6 +209,7 @@ class PerformanceResults:
     def reset_metrics(self) -> None:
         """Let `current_metrics` of this thread or task begin anew; a generation that is running is not touched."""
         self._generations.forget_own()
+        self._unused = PerformanceMetrics(target_generation_time=self.target_generation_time)
 
     def clear_history(self) -> None:
         """Forget all finished generations, their runs and steps."""
@@ -356,12 +386,14 @@ class PerformanceMonitor(PerformanceResults):
         """Call `load_function` as the stage `model_loading` of the current recorder.
 
         Returns:
-            What it gave, and seconds; they become `model_load_time` of the generations that follow.
+            What it gave, and seconds; they become `model_load_time` of `current_metrics`, and of the generations
+            that follow.
         """
         started_ns = self._clock()
         with stage("model_loading"):
             result = load_function(*args, **kwargs)
         self._model_load_seconds = seconds = (self._clock() - started_ns) / 1e9
+        self.current_metrics.model_load_time = seconds
         return result, seconds
 
     def _begin(self, planned: PerformanceMetrics, facts: PipelineFacts | None = None) -> Generation:
@@ -440,7 +472,11 @@ def monitor_generation_performance(
 
 
 def performance_summary(
-    metrics: PerformanceMetrics, history: Sequence[PerformanceMetrics], step_seconds: Sequence[float]
+    metrics: PerformanceMetrics,
+    history: Sequence[PerformanceMetrics],
+    step_seconds: Sequence[float],
+    *,
+    is_whole: bool = True,
 ) -> PerformanceSummaryDict:
     """One generation, its hardware and target, and what the history says.
 
@@ -448,12 +484,13 @@ def performance_summary(
         metrics: The generation that is asked for.
         history: Finished generations.
         step_seconds: Of the steps that are kept.
+        is_whole: Whether the generation went to its end, so that a step's time follows from total and number.
     """
     width, height = metrics.image_resolution
     summary: PerformanceSummaryDict = {
         "current_generation": {
             "total_time": metrics.total_generation_time,
-            "per_step_time": metrics.generation_time_per_step,
+            **per_step_time(metrics, is_whole=is_whole),
             "target_met": metrics.target_met,
             "performance_score": metrics.performance_score,
             "model_name": metrics.model_name,

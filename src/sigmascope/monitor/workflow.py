@@ -25,7 +25,8 @@ from sigmascope.analysis.leaks import HEAP
 from sigmascope.monitor.findings import with_findings
 from sigmascope.monitor.guard import Guard
 from sigmascope.monitor.recorder import LiveStage, Recorder
-from sigmascope.probes import Accelerator, heap_in_use
+from sigmascope.probes import Accelerator, heap_in_use, memory_snapshot
+from sigmascope.probes.models import file_facts, key_facts
 from sigmascope.records.latents import (
     VAE_STAGES,
     Direction,
@@ -36,13 +37,14 @@ from sigmascope.records.latents import (
     attempts_in,
     record_in,
 )
-from sigmascope.records.memory import change, mib
+from sigmascope.records.memory import PeakMemoryDict, change, mib
 from sigmascope.records.prompts import PromptPrivacy, check_privacy, redacted, redactor
 from sigmascope.records.run import Finding, Run, Stage
 from sigmascope.stages import latent_encoding, lora_application, text_encoding
-from sigmascope.stages.baseline import Redact, model_state
+from sigmascope.stages.baseline import Redact, memory_now, model_state
 from sigmascope.stages.conditioning import DumpFolder, read_conditioning
 from sigmascope.stages.latent_facts import find_latent
+from sigmascope.stages.latent_summary import print_end
 from sigmascope.stages.latent_summary import sections as latent_sections
 from sigmascope.stages.lora_application import Keys
 from sigmascope.stages.lora_summary import sections as lora_sections
@@ -98,10 +100,16 @@ class WorkflowSteps:
 
     Args:
         recorder: What measures. Its stages and steps can be used beside the calls here.
+        verbose: Print a few lines when a step begins and when it ends.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
+    accelerator: Accelerator | None
+    prompt_privacy: PromptPrivacy
+
+    def __init__(self, recorder: Recorder, *, verbose: bool = False) -> None:
         self.recorder = recorder
+        self.verbose = verbose
+        self.pictures: object = None
         self.guard = Guard()
         self._lock = threading.Lock()
         self._open: list[_OpenStep] = []
@@ -117,6 +125,8 @@ class WorkflowSteps:
         name = stage_name(step)
         stage = self.recorder.stage(name)
         heap = self._heap_bytes()
+        if self.verbose:
+            self.guard.read("summaries", lambda: self._tell_begin(step, name))
         self.guard.read("steps", stage.__enter__)
         with self._lock:
             self._open.append(_OpenStep(name, threading.get_ident(), stage, heap))
@@ -131,6 +141,9 @@ class WorkflowSteps:
         model: object = None,
         model_type: str | None = None,
         error: BaseException | None = None,
+        *,
+        file: object = None,
+        loaded: object = None,
     ) -> float | None:
         """End the innermost open step of that name.
 
@@ -139,6 +152,10 @@ class WorkflowSteps:
             model: The model that the step loaded or used; facts and state of it are kept, not the model.
             model_type: What to call it, such as "UNet" or "CLIP"; its class by default.
             error: What the step raised, if it did.
+            file: What the model was loaded from, a path or several: `files`, `folder`, `format` and `size_mb` (MiB)
+                become facts of the stage.
+            loaded: What `load_state_dict`, or a library's loader, gave: `missing_keys`, `unexpected_keys` and their
+                numbers become facts of the stage.
 
         Returns:
             Elapsed seconds; None, with a line in the log, when no such step was begun.
@@ -156,10 +173,25 @@ class WorkflowSteps:
         self.guard.read("steps", lambda: stage.__exit__(kind, error, trace))
         stage.fact(HEAP, {"before": begun.heap_bytes, "after": self._heap_bytes()})
         self._ended[name] = stage
+        for facts in (lambda: file_facts(file), lambda: key_facts(loaded)):
+            for key, value in (self.guard.read("files", facts)[0] or {}).items():
+                stage.fact(key, value)
         if model is not None:
             self.note_model(stage, model_type or type(model).__name__, model)
         record = self.guard.read("steps", stage.record)[0]
-        return None if record is None else record.seconds
+        if record is None:
+            return None
+        if self.verbose:
+            told = record.error if self.prompt_privacy == "full" or kind is None else kind.__name__
+            self.guard.read("summaries", lambda: print_end(step, record.seconds, record.peak, told))
+        return record.seconds
+
+    def _tell_begin(self, step: str, name: str) -> None:
+        """Print memory, and the video's dimensions if a baseline of it was taken for this step."""
+        told: dict[str, object] = {"memory": memory_now(memory_snapshot(self.accelerator))}
+        if name == VAE_STAGES["encoding"]:
+            told["pictures"], self.pictures = self.pictures, None
+        latent_encoding.print_latent_generation_start(told, step)
 
     def _heap_bytes(self) -> int | None:
         reading = self.guard.read(HEAP, heap_in_use)[0]
@@ -275,7 +307,7 @@ class TextEncodingMethods(WorkflowSteps):
         return found
 
     def print_text_encoding_analysis_summary(
-        self, analysis: Mapping[str, Any], console: Console | None = None
+        self, analysis: Mapping[str, Any] | None, console: Console | None = None
     ) -> None:
         """See `sigmascope.print_text_encoding_analysis_summary`."""
         self.guard.read(
@@ -401,7 +433,7 @@ class LoraApplicationMethods(WorkflowSteps):
         return found
 
     def print_lora_analysis_summary(
-        self, analysis: Mapping[str, Any], console: Console | None = None
+        self, analysis: Mapping[str, Any] | None, console: Console | None = None
     ) -> None:
         """See `sigmascope.print_lora_analysis_summary`."""
         self.guard.read("summaries", lambda: lora_application.print_lora_analysis_summary(analysis, console))
@@ -484,12 +516,14 @@ class LatentMethods(LatentSteps):
 
     def capture_latent_generation_baseline(self, vae_model: object, video_data: object) -> dict[str, Any]:
         """See `sigmascope.capture_latent_generation_baseline`."""
-        return self._latents(
+        baseline = self._latents(
             "baseline",
             lambda: latent_encoding.capture_latent_generation_baseline(
                 vae_model, video_data, statistics=self.statistics, accelerator=self.accelerator
             ),
         )
+        self.pictures = baseline.get("pictures")
+        return baseline
 
     def capture_latent_decoding_baseline(
         self,
@@ -623,14 +657,14 @@ class LatentMethods(LatentSteps):
         )
 
     def print_latent_generation_analysis_summary(
-        self, analysis: Mapping[str, Any], console: Console | None = None
+        self, analysis: Mapping[str, Any] | None, console: Console | None = None
     ) -> None:
         """See `sigmascope.print_latent_generation_analysis_summary`."""
         show = latent_encoding.print_latent_generation_analysis_summary
         self.guard.read("summaries", lambda: show(analysis, console))
 
     def print_latent_decoding_analysis_summary(
-        self, analysis: Mapping[str, Any], console: Console | None = None
+        self, analysis: Mapping[str, Any] | None, console: Console | None = None
     ) -> None:
         """See `sigmascope.print_latent_decoding_analysis_summary`."""
         show = latent_encoding.print_latent_decoding_analysis_summary
@@ -660,6 +694,7 @@ class WorkflowMonitor(LatentMethods, LoraApplicationMethods, TextEncodingMethods
 
     Args:
         name: What the run is called.
+        verbose: Print memory when a step begins, and its time and peak when it ends, to standard output.
         sample_hz: How often a thread looks at memory while a step is open, at most 10 a second; None: never.
         accelerator: Where to read devices; None: what torch would use.
         thresholds: Limits that analyses hold a text encoding to.
@@ -671,7 +706,7 @@ class WorkflowMonitor(LatentMethods, LoraApplicationMethods, TextEncodingMethods
         ConfigError: `prompt_privacy` does not exist.
 
     Examples:
-        >>> monitor = WorkflowMonitor()
+        >>> monitor = WorkflowMonitor(verbose=False)
         >>> monitor.start_monitoring("text_encoding")
         >>> seconds = monitor.end_monitoring("text_encoding")
         >>> [stage.name for stage in monitor.run().stages]
@@ -682,6 +717,7 @@ class WorkflowMonitor(LatentMethods, LoraApplicationMethods, TextEncodingMethods
         self,
         name: str = "workflow",
         *,
+        verbose: bool = True,
         sample_hz: float | None = 10.0,
         accelerator: Accelerator | None = None,
         thresholds: TextEncodingThresholds | None = None,
@@ -690,7 +726,7 @@ class WorkflowMonitor(LatentMethods, LoraApplicationMethods, TextEncodingMethods
         dumps: DumpFolder | None = None,
     ) -> None:
         check_privacy(prompt_privacy)
-        super().__init__(Recorder(name, sample_hz=sample_hz, accelerator=accelerator))
+        super().__init__(Recorder(name, sample_hz=sample_hz, accelerator=accelerator), verbose=verbose)
         self.accelerator = accelerator
         self.thresholds = thresholds
         self.prompt_privacy = prompt_privacy
@@ -703,7 +739,10 @@ class WorkflowMonitor(LatentMethods, LoraApplicationMethods, TextEncodingMethods
 
         Returns:
             `ram`, `process`, `gpu`, `gpus` as in `PeakMemory.as_dict`, with seconds since the
-            workflow began; `steps`, each with `name`, `seconds` and its own `peak_memory`.
+            workflow began; `steps`, each with `name`, `seconds` and its own `peak_memory`. Beside them, flat:
+            `ram_peak_mb` of the whole machine, `gpu_allocated_peak_mb` and `gpu_reserved_peak_mb` of the device
+            with the highest peak (None without one), and `peak_timestamps`, by `ram`, `gpu_allocated` and
+            `gpu_reserved` the seconds since the workflow began at which each was seen. MB are MiB.
         """
         run = self.recorder.run()
         steps = [
@@ -714,7 +753,8 @@ class WorkflowMonitor(LatentMethods, LoraApplicationMethods, TextEncodingMethods
             }
             for stage in run.walk()
         ]
-        return {**run.peak().as_dict(), "steps": steps}
+        peaks = run.peak().as_dict()
+        return {**peaks, **_flat_peaks(peaks), "steps": steps}
 
     def print_summary(self, console: Console | None = None) -> None:
         """Print steps, memory, peaks and findings, at most 80 columns wide."""
@@ -751,6 +791,20 @@ class WorkflowMonitor(LatentMethods, LoraApplicationMethods, TextEncodingMethods
             chosen = self.analyses.get(stage) if analysis is None else analysis
             if chosen is not None:
                 self.guard.read("summaries", lambda s=stage, a=chosen: _print_analysis(s, a, console))  # type: ignore[misc]
+
+
+def _flat_peaks(peaks: PeakMemoryDict) -> dict[str, Any]:
+    ram, gpu = peaks["ram"], peaks["gpu"]
+    return {
+        "ram_peak_mb": ram["peak_used_mb"],
+        "gpu_allocated_peak_mb": gpu["peak_allocated_mb"],
+        "gpu_reserved_peak_mb": gpu["peak_reserved_mb"],
+        "peak_timestamps": {
+            "ram": ram["peak_used_at_seconds"],
+            "gpu_allocated": gpu["peak_allocated_at_seconds"],
+            "gpu_reserved": gpu["peak_reserved_at_seconds"],
+        },
+    }
 
 
 ModelLoadingMonitor = WorkflowMonitor

@@ -5,11 +5,13 @@ class has its own: PEFT's layer around `nn.MultiheadAttention` registers its wei
 called.
 """
 
+import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from pathlib import Path
+from typing import Any, Final, Literal
 
 from torch import Tensor, nn
 
@@ -311,3 +313,54 @@ def children_of(module: nn.Module) -> dict[str, nn.Module]:
     """The modules right inside a module, by name."""
     held = _registered(module, "_modules")
     return {name: child for name, child in held.items() if isinstance(child, nn.Module)}
+
+
+_MOST_KEYS = 50
+"""Of each group of keys so many are named."""
+_KEY_GROUPS = ("missing_keys", "unexpected_keys", "mismatched_keys")
+
+
+def file_facts(files: object) -> dict[str, Any]:
+    """Names, format and size of the files of a model's weights; nothing where there are none.
+
+    Args:
+        files: One path or several.
+    """
+    paths = [Path(one) for one in _several(files) if isinstance(one, str | os.PathLike)]
+    sizes = [path.stat().st_size for path in paths if path.is_file()]
+    if not sizes:
+        return {}
+    formats = sorted({path.suffix.removeprefix(".") for path in paths})
+    return {
+        "files": [path.name for path in paths],
+        "folder": str(paths[0].parent),
+        "format": "+".join(formats),
+        "size_mb": sum(sizes) / 2**20,
+    }
+
+
+def _several(files: object) -> list[object]:
+    if isinstance(files, str | os.PathLike):
+        return [files]
+    return list(files) if isinstance(files, list | tuple) else []
+
+
+def key_facts(result: object) -> dict[str, Any]:
+    """Keys that the model lacks in the file, the file has too many, or that are of another shape.
+
+    Args:
+        result: What the library's loader gives: an object or a tuple (model, missing, unexpected, mismatched, …).
+    """
+    told = (
+        result[0] if isinstance(result, tuple) and result and hasattr(result[0], _KEY_GROUPS[0]) else result
+    )
+    if isinstance(told, tuple) and len(told) >= 4:
+        groups: dict[str, Any] = dict(zip(_KEY_GROUPS, told[1:4], strict=True))
+    else:
+        groups = {name: getattr(told, name, None) for name in _KEY_GROUPS}
+    facts: dict[str, Any] = {}
+    for name, keys in groups.items():
+        if isinstance(keys, Iterable):
+            named = sorted(str(key[0]) if isinstance(key, tuple) else str(key) for key in keys)
+            facts |= {name: named[:_MOST_KEYS], f"num_{name}": len(named)}
+    return facts

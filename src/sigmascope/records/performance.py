@@ -12,7 +12,7 @@ what a profiler saw of chosen steps, block by block.
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
-from typing import Any, Final, TypedDict
+from typing import Any, Final, NotRequired, TypedDict
 
 from sigmascope.records.run import Stage
 from sigmascope.records.serialization import from_plain
@@ -86,11 +86,17 @@ class PerformanceMetrics:
         )
 
 
-class CurrentGenerationDict(TypedDict):
+class StepTimeDict(TypedDict):
+    """Seconds of a step; `per_step_time_derived` is there, and True, where they are total / steps."""
+
+    per_step_time: float | None
+    per_step_time_derived: NotRequired[bool]
+
+
+class CurrentGenerationDict(StepTimeDict):
     """`current_generation` of a performance summary."""
 
     total_time: float | None
-    per_step_time: float | None
     target_met: bool | None
     performance_score: float | None
     model_name: str
@@ -158,23 +164,26 @@ class PerformanceSummaryDict(_Summary, total=False):
     step_performance: StepPerformanceDict
 
 
-class ComparedGenerationDict(TypedDict):
+class ComparedGenerationDict(StepTimeDict):
     """One side of a before/after comparison."""
 
     total_time: float | None
-    per_step_time: float | None
     target_met: bool | None
     performance_score: float | None
     model: str
 
 
 class ImprovementDict(TypedDict):
-    """What became better: positive is faster. None where a side is not known or zero."""
+    """What became better: positive is faster. None where a side is not known or zero.
+
+    `target_status_change` is whether one side met its target and the other missed it, `target_status` says which.
+    """
 
     total_time_percent: float | None
     per_step_time_percent: float | None
     performance_score_change: float | None
-    target_status_change: str
+    target_status_change: bool
+    target_status: str
 
 
 class ComparisonSummaryDict(TypedDict):

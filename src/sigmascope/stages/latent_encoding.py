@@ -18,9 +18,9 @@ None, with the reason in the `unavailable` beside it. The three whose names begi
 of the analysis.
 """
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from datetime import UTC, datetime
 from typing import Any
 
 from rich.console import Console
@@ -96,7 +96,7 @@ from sigmascope.stages.schema import (
     PerformanceAnalysis,
     PicturesDict,
 )
-from sigmascope.stages.summary import print_summary
+from sigmascope.stages.summary import print_analysis
 from sigmascope.stages.vae_facts import inner_vae, vae_facts
 
 __all__ = [
@@ -197,15 +197,15 @@ def analyze_latent_generation_results(
 
 
 def print_latent_generation_analysis_summary(
-    analysis: Mapping[str, Any], console: Console | None = None
+    analysis: Mapping[str, Any] | None, console: Console | None = None
 ) -> None:
     """Print the analysis, section by section, at most 80 columns wide.
 
     Args:
-        analysis: What `analyze_latent_generation_results` gave, or the same read from a file.
+        analysis: What `analyze_latent_generation_results` gave, or the same read from a file; None prints an error line.
         console: Where to; standard output by default, plain when that is no terminal.
     """
-    print_summary(ENCODING_TITLE, sections(analysis), console)
+    print_analysis(ENCODING_TITLE, analysis, sections, console)
 
 
 def print_latent_generation_start(
@@ -306,15 +306,15 @@ def analyze_latent_decoding_results(
 
 
 def print_latent_decoding_analysis_summary(
-    analysis: Mapping[str, Any], console: Console | None = None
+    analysis: Mapping[str, Any] | None, console: Console | None = None
 ) -> None:
     """Print the analysis as that of an encoding is printed, at most 80 columns wide.
 
     Args:
-        analysis: What `analyze_latent_decoding_results` gave, or the same read from a file.
+        analysis: What `analyze_latent_decoding_results` gave, or the same read from a file; None prints an error line.
         console: Where to; standard output by default, plain when that is no terminal.
     """
-    print_summary(DECODING_TITLE, sections(analysis), console)
+    print_analysis(DECODING_TITLE, analysis, sections, console)
 
 
 @dataclass(frozen=True, slots=True)
@@ -611,7 +611,7 @@ def _baseline(
     state = model_state(inner)
     snapshot = memory_snapshot(accelerator)
     return {
-        "timestamp": datetime.now(UTC).isoformat(),
+        "timestamp": time.time(),
         "direction": direction,
         "memory": memory_now(snapshot),
         "vae": vae_dict(facts),

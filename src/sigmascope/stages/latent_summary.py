@@ -344,6 +344,31 @@ def start_lines(baseline: Facts, step: str) -> Iterator[Line]:
         yield f"   Video Dimensions: {dimensions(pictures)}{colours}", ""
 
 
+def print_end(step: str, seconds: float | None, peak: PeakMemory | None, error: str | None) -> None:
+    """Print what a step of a workflow took, to standard output.
+
+    Args:
+        step: What it is called.
+        seconds: How long it took; None: not known.
+        peak: Its highest memory; None: not known.
+        error: What it raised, if it did.
+    """
+    _print_lines(end_lines(step, seconds, peak, error), None)
+
+
+def end_lines(step: str, seconds: float | None, peak: PeakMemory | None, error: str | None) -> Iterator[Line]:
+    """How a step went, its time, and the highest memory of the accelerator in use."""
+    name = printable(step.upper(), 60)
+    if error is None:
+        yield f"   ✅ {name} completed", "green"
+    else:
+        yield f"   ❌ {name} failed: {printable(error, 240)}", "red"
+    if seconds is not None:
+        yield f"   ⏱️  Processing Time: {seconds:.2f} seconds", ""
+    if peak is not None:
+        yield from _peak_lines(peak)
+
+
 def event_lines(event: EncodingEvent) -> Iterator[Line]:
     """The lines of one event; none for those that say nothing new."""
     if event.kind == "began":

@@ -67,7 +67,7 @@ from sigmascope.stages.schema import (
     UnetBaseline,
     WeightChanges,
 )
-from sigmascope.stages.summary import print_summary
+from sigmascope.stages.summary import print_analysis
 from sigmascope.stages.weight_changes import Moments, moments_of, weight_changes
 
 __all__ = [
@@ -218,14 +218,14 @@ def calculate_memory_change(baseline_info: object, current_model: object) -> Mem
     return memory_change(baseline_info, current_model, model_type, memory_snapshot())
 
 
-def print_lora_analysis_summary(analysis: Mapping[str, Any], console: Console | None = None) -> None:
+def print_lora_analysis_summary(analysis: Mapping[str, Any] | None, console: Console | None = None) -> None:
     """Print the analysis, section by section, at most 80 columns wide.
 
     Args:
-        analysis: What `analyze_lora_application_results` gave, or the same read from a file.
+        analysis: What `analyze_lora_application_results` gave, or the same read from a file; None prints an error line.
         console: Where to; standard output by default, plain when that is no terminal.
     """
-    print_summary(TITLE, sections(analysis), console)
+    print_analysis(TITLE, analysis, sections, console)
 
 
 @dataclass(frozen=True, slots=True)

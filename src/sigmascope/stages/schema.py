@@ -528,7 +528,7 @@ class Validation(TypedDict):
 class TextEncodingBaseline(TypedDict):
     """What is known before the encoding. `references` keeps no model alive and is left out of analyses."""
 
-    timestamp: str
+    timestamp: float
     memory: MemoryNow
     clip: ModelStateDict
     unet: ModelStateDict
@@ -685,7 +685,7 @@ class LatentValidation(TypedDict):
 class LatentBaseline(TypedDict):
     """What is known before. `references` keeps no model and no tensor alive and is left out of analyses."""
 
-    timestamp: str
+    timestamp: float
     direction: str
     memory: MemoryNow
     vae: VaeDict

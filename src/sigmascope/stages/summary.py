@@ -8,7 +8,7 @@ if there is one. The figures are those of `sigmascope.units`.
 """
 
 import unicodedata
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 from rich.console import Console
@@ -67,6 +67,24 @@ def print_summary(title: str, sections: Iterable[Section], console: Console | No
             indent = _INDENT if section.title else 0
             print_line(target, (label, ""), (row.value, row.style), indent=indent)
     print_line(target, rule)
+
+
+def print_analysis(
+    title: str,
+    analysis: Mapping[str, Any] | None,
+    sections: Callable[[Mapping[str, Any]], Iterable[Section]],
+    console: Console | None = None,
+) -> None:
+    """Print an analysis as sections under a title; where there is none, a line that says so.
+
+    Args:
+        title: In capitals by custom.
+        analysis: What a stage's analysis gave; None: it gave nothing.
+        sections: Makes its sections.
+        console: As in `print_summary`.
+    """
+    none = [Section("", "", [Row("❌ Error", "there is no analysis to show", BAD)])]
+    print_summary(title, none if analysis is None else sections(analysis), console)
 
 
 def print_line(console: Console, *parts: tuple[str, str], indent: int = 0) -> None:

@@ -10,9 +10,9 @@ None, with the reason in the `unavailable` beside it; so is what needs an unknow
 nothing.
 """
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from typing import Any
 
 from rich.console import Console
@@ -50,7 +50,7 @@ from sigmascope.stages.schema import (
     TextProcessing,
     Validation,
 )
-from sigmascope.stages.summary import print_summary
+from sigmascope.stages.summary import print_analysis
 from sigmascope.stages.text_encoders import EncoderFacts, find_encoders, find_tokenizers, named_tokenizers
 from sigmascope.stages.text_summary import TITLE, sections
 from sigmascope.stages.text_validation import TextEncodingThresholds, validate
@@ -151,14 +151,16 @@ def analyze_text_encoding_results(
     )
 
 
-def print_text_encoding_analysis_summary(analysis: Mapping[str, Any], console: Console | None = None) -> None:
+def print_text_encoding_analysis_summary(
+    analysis: Mapping[str, Any] | None, console: Console | None = None
+) -> None:
     """Print the analysis, section by section, at most 80 columns wide.
 
     Args:
-        analysis: What `analyze_text_encoding_results` gave, or the same read from a file.
+        analysis: What `analyze_text_encoding_results` gave, or the same read from a file; None prints an error line.
         console: Where to; standard output by default, plain when that is no terminal.
     """
-    print_summary(TITLE, sections(analysis), console)
+    print_analysis(TITLE, analysis, sections, console)
 
 
 @dataclass(frozen=True, slots=True)
@@ -453,7 +455,7 @@ def capture(
     clip_state, unet_state = model_state(clip), model_state(unet)
     snapshot = memory_snapshot(accelerator)
     return {
-        "timestamp": datetime.now(UTC).isoformat(),
+        "timestamp": time.time(),
         "memory": memory_now(snapshot),
         "clip": clip_state,
         "unet": unet_state,

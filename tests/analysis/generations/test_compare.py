@@ -23,7 +23,8 @@ def test_sixteen_seconds_to_two_point_four_is_85_percent_and_6_7_times() -> None
     assert compared["improvement"]["total_time_percent"] == pytest.approx(85.0)
     assert compared["improvement"]["per_step_time_percent"] == pytest.approx(85.0)
     assert compared["improvement"]["performance_score_change"] == pytest.approx(68.8)
-    assert compared["improvement"]["target_status_change"] == "False → True"
+    assert compared["improvement"]["target_status_change"] is True
+    assert compared["improvement"]["target_status"] == "False → True"
     assert compared["summary"]["improvement_factor"] == pytest.approx(6.7, abs=0.05)
     assert compared["summary"]["faster"] is True
     assert compared["summary"]["meets_target_now"] is True
@@ -60,3 +61,27 @@ def test_nothing_is_said_of_times_that_are_not_known(before: float | None, after
     compared = compare_metrics(metrics(before, None, met=False), metrics(after, None, met=False))
     assert compared["summary"]["faster"] is None
     assert compared["improvement"]["performance_score_change"] is None
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "changed"),
+    [(True, False, True), (True, True, False), (None, True, False), (False, None, False)],
+)
+def test_the_target_status_has_changed_where_both_sides_are_known(
+    before: bool | None, after: bool | None, changed: bool
+) -> None:
+    sides = PerformanceMetrics(target_met=before), PerformanceMetrics(target_met=after)
+    assert compare_metrics(*sides)["improvement"]["target_status_change"] is changed
+
+
+def test_the_time_of_a_step_is_derived_where_none_was_timed() -> None:
+    before = PerformanceMetrics(total_generation_time=16.0, num_inference_steps=20)
+    timed = PerformanceMetrics(
+        total_generation_time=2.4, num_inference_steps=20, generation_time_per_step=0.1
+    )
+    compared = compare_metrics(before, timed)
+    assert compared["before"]["per_step_time"] == pytest.approx(0.8)  # 16 s / 20
+    assert compared["before"]["per_step_time_derived"] is True
+    assert compared["after"]["per_step_time"] == 0.1
+    assert "per_step_time_derived" not in compared["after"]
+    assert compared["improvement"]["per_step_time_percent"] == pytest.approx(87.5)  # (0.8 - 0.1) / 0.8

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from peft.utils import merge_utils
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -154,7 +155,7 @@ def test_files_of_one_format_keep_their_names(tmp_path: Path) -> None:
     assert "lora_unet_my_layer.lora_up.weight" in load_file(tmp_path / "sum.safetensors")
 
 
-@pytest.mark.parametrize("method", [MergeMethod("ties", 0.4), MergeMethod("dare", 0.4, 5)])
+@pytest.mark.parametrize("method", [MergeMethod("ties_mergekit", 0.4), MergeMethod("dare", 0.4, 5)])
 def test_sparse_methods_act_on_the_weighted_changes(
     two: list[Path], tmp_path: Path, method: MergeMethod
 ) -> None:
@@ -169,6 +170,15 @@ def test_sparse_methods_act_on_the_weighted_changes(
     torch.testing.assert_close(delta(after, MID).float(), expected.flatten(1), rtol=1e-4, atol=1e-5)
     assert report.method == method.describe()
     assert set(report.formed) == set(SHAPES)
+
+
+def test_ties_of_loras_is_that_of_peft(two: list[Path], tmp_path: Path) -> None:
+    options = CombineOptions((0.7, 0.3), MergeMethod("ties", 0.5), fixed(9999), "float")
+    combine_loras(two, tmp_path / "merged.safetensors", options)
+    after, one, other = (load_file(path) for path in (tmp_path / "merged.safetensors", *two))
+    changes = [delta(one, MID).float(), delta(other, MID).float()]
+    expected = merge_utils.ties(changes, torch.tensor([0.7, 0.3]), 0.5)
+    torch.testing.assert_close(delta(after, MID).float(), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_dare_repeats_itself_and_depends_on_the_seed(two: list[Path], tmp_path: Path) -> None:

@@ -44,6 +44,7 @@ def test_dare_drops_for_each_lora_by_itself() -> None:
     [
         (MergeMethod(density=0.3), "linear"),
         (MergeMethod("ties", 0.25), "ties, density 0.25"),
+        (MergeMethod("ties_mergekit", 0.25), "ties_mergekit, density 0.25"),
         (MergeMethod("dare", 0.5, 7), "dare, density 0.5, seed 7"),
     ],
 )

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from peft.utils import merge_utils
 
 from sigmascope.errors import ConfigError
-from sigmascope.lora.merge_methods import dare, kth_largest, require_density, ties, trimmed
+from sigmascope.lora.merge_methods import MergeMethod, dare, kth_largest, require_density, ties, trimmed
 
 
 @pytest.mark.parametrize("density", [0.0, -0.5, 1.5, float("nan")])
@@ -58,8 +58,29 @@ def test_ties_by_hand() -> None:
 def test_ties_is_that_of_peft(density: float) -> None:
     generator = torch.Generator().manual_seed(0)
     changes = [torch.randn(8, 10, generator=generator) for _ in range(3)]
-    expected = merge_utils.ties(changes, torch.ones(3), density)  # which elects signs before it weights
+    expected = merge_utils.ties(changes, torch.ones(3), density)
     torch.testing.assert_close(ties(changes, density), expected)
+
+
+@pytest.mark.parametrize("weights", [(0.7, 0.5), (0.5, -1.0), (2.0, 0.1)])
+@pytest.mark.parametrize("density", [0.25, 0.5, 0.8])
+def test_ties_with_weights_is_that_of_peft(density: float, weights: tuple[float, float]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    changes = [torch.randn(8, 10, generator=generator) for _ in range(2)]
+    expected = merge_utils.ties(changes, torch.tensor(weights), density)
+    merged = MergeMethod("ties", density).combine("layer", dict(enumerate(changes)), dict(enumerate(weights)))
+    torch.testing.assert_close(merged, expected)
+
+
+def test_mergekit_elects_by_the_weighted_changes() -> None:
+    changes = {0: torch.tensor([2.0, 4.0]), 1: torch.tensor([-3.0, 1.0])}
+    weights = {0: 0.75, 1: 0.25}
+    # First value: at strength 1 the sum -1 elects -, so -3 · 0.25. Weighted, 1.5 - 0.75 elects +, so 2 · 0.75.
+    # Second: both are +, so the mean of 3 and 0.25.
+    elected_first = MergeMethod("ties", 1.0).combine("layer", changes, weights)
+    weighted_first = MergeMethod("ties_mergekit", 1.0).combine("layer", changes, weights)
+    torch.testing.assert_close(elected_first, torch.tensor([-0.75, 1.625]))
+    torch.testing.assert_close(weighted_first, torch.tensor([1.5, 1.625]))
 
 
 def test_ties_trims_before_it_elects() -> None:

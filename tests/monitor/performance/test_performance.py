@@ -509,3 +509,69 @@ def test_validating_a_time_says_whether_it_meets_the_target(
         assert monitor.validate_performance_target(2.4) is True
         assert monitor.validate_performance_target(16.0) is False
     assert "16.00 s misses the target of 5.00 s: score 31.2 of 100." in caplog.text
+
+
+def test_what_is_written_into_the_metrics_counts_until_the_next_generation(
+    monitor: PerformanceMonitor, clock: FakeClock, tmp_path: Path
+) -> None:
+    assert monitor.current_metrics is monitor.current_metrics
+    monitor.current_metrics.total_generation_time = 2.4
+    monitor.current_metrics.num_inference_steps = 20
+    current = monitor.get_performance_summary()["current_generation"]
+    assert current["total_time"] == 2.4
+    assert current["per_step_time"] == pytest.approx(0.12)  # 2.4 s / 20
+    assert current["per_step_time_derived"] is True
+    before = PerformanceMetrics(total_generation_time=16.0)
+    factor = monitor.get_before_after_comparison(before)["summary"]["improvement_factor"]
+    assert factor == pytest.approx(6.6667, abs=1e-4)  # 16 / 2.4
+    monitor.export_metrics_to_json(tmp_path / "metrics.json")
+    exported = json.loads((tmp_path / "metrics.json").read_text())
+    assert exported["current_metrics"]["total_generation_time"] == 2.4
+    schema = resources.files("sigmascope.records.schemas").joinpath("performance.json").read_text()
+    jsonschema.validate(exported, json.loads(schema))
+    written = monitor.current_metrics
+    generate(monitor, clock, [1.0])
+    assert monitor.current_metrics is not written
+    assert monitor.current_metrics.total_generation_time == pytest.approx(1.0)
+    monitor.reset_metrics()
+    assert monitor.current_metrics.total_generation_time == 0.0
+
+
+def test_the_load_time_is_known_at_once(monitor: PerformanceMonitor, clock: FakeClock) -> None:
+    def load() -> str:
+        clock.pass_seconds(3.0)
+        return "model"
+
+    loaded, seconds = monitor.measure_model_load_time(load)
+    assert loaded == "model"
+    assert seconds == pytest.approx(3.0)
+    assert monitor.current_metrics.model_load_time == seconds
+    generate(monitor, clock, [1.0])
+    assert monitor.current_metrics.model_load_time == seconds
+
+
+def test_nothing_is_derived_for_a_generation_that_broke_off(
+    monitor: PerformanceMonitor, clock: FakeClock
+) -> None:
+    def break_off() -> None:
+        with monitor.monitor_generation(num_steps=20):
+            clock.pass_seconds(1.0)
+            running.append(monitor.get_performance_summary()["current_generation"]["per_step_time"])
+            raise OSError("the disk is gone")
+
+    running: list[float | None] = []
+    with pytest.raises(OSError, match="the disk is gone"):
+        break_off()
+    assert not any(running)
+    assert not monitor.get_performance_summary()["current_generation"]["per_step_time"]
+
+
+def test_metrics_are_logged_from_dicts_too(
+    monitor: PerformanceMonitor, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    monitor.log_performance_metrics({"total_generation_time": 7.5, "model_name": "Qwen-Image"})
+    assert "Qwen-Image" in caplog.text
+    assert "7.5" in caplog.text
+    monitor.log_performance_metrics({"total_time": 2.25, "note": "of my own"})
+    assert "total_time: 2.25, note: of my own" in caplog.text

@@ -59,7 +59,7 @@ SUMMARY = {
 COMPARISON = {
     "before": "total_time per_step_time target_met performance_score model",
     "after": "total_time per_step_time target_met performance_score model",
-    "improvement": "total_time_percent per_step_time_percent performance_score_change target_status_change",
+    "improvement": "total_time_percent per_step_time_percent performance_score_change target_status_change target_status",
     "summary": "faster improvement_factor meets_target_now significant_improvement",
 }
 

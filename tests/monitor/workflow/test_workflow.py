@@ -4,6 +4,7 @@ import gc
 import io
 import json
 import threading
+import time
 import weakref
 from mmap import mmap
 from pathlib import Path
@@ -17,6 +18,8 @@ from torch import nn
 import sigmascope
 from sigmascope.monitor import current_recorder
 from sigmascope.monitor.workflow import ModelLoadingMonitor, WorkflowMonitor, stage_name
+from sigmascope.records.memory import AcceleratorMemory, MemorySnapshot
+from sigmascope.records.prompts import PromptPrivacy
 from sigmascope.stages.text_encoding import TextEncodingThresholds
 
 if TYPE_CHECKING:
@@ -214,16 +217,33 @@ def test_peaks_of_workflow_and_steps(accelerator: "FakeAccelerator", host: "Fake
     accelerator.free(4 * MIB)
     monitor.end_monitoring("model_loading")
     monitor.start_monitoring("text_encoding")
-    host.rss = 300 * MIB
+    host.rss, host.ram_used = 300 * MIB, 1500 * MIB
     monitor.update_peak_memory()
-    host.rss = 200 * MIB
+    host.rss, host.ram_used = 200 * MIB, 1200 * MIB
     monitor.end_monitoring("text_encoding")
     found = monitor.get_peak_memory_summary()
+    assert found["ram_peak_mb"] == 1500
+    assert found["gpu_allocated_peak_mb"] == 5
+    assert found["gpu_reserved_peak_mb"] == 10  # the allocator reserves twice what it gives out
+    at = found["peak_timestamps"]
+    assert set(at) == {"ram", "gpu_allocated", "gpu_reserved"}
+    assert 0 <= at["gpu_allocated"] <= at["ram"] <= monitor.run().seconds
     assert found["process"]["peak_rss_mb"] == 300
     assert found["gpu"]["peak_allocated_mb"] == 5
     assert [step["name"] for step in found["steps"]] == ["model_loading", "text_encoding"]
     assert [step["peak_memory"]["gpu"]["peak_allocated_mb"] for step in found["steps"]] == [5, 1]
     assert json.loads(json.dumps(found)) == found
+
+
+def test_without_an_accelerator_the_flat_peaks_are_none(make_accelerator: "type[FakeAccelerator]") -> None:
+    monitor = WorkflowMonitor(sample_hz=None, accelerator=make_accelerator(devices=0))
+    monitor.start_monitoring("text_encoding")
+    monitor.end_monitoring("text_encoding")
+    found = monitor.get_peak_memory_summary()
+    assert found["gpu_allocated_peak_mb"] is None
+    assert found["gpu_reserved_peak_mb"] is None
+    assert found["peak_timestamps"]["gpu_allocated"] is None
+    assert found["ram_peak_mb"] > 0
 
 
 def test_the_share_of_memory_that_was_given_back(accelerator: "FakeAccelerator") -> None:
@@ -405,3 +425,99 @@ def test_what_an_analysis_tells_is_not_told_by_a_rule_again(monitor: WorkflowMon
         stage.tensor("latent", torch.full((4,), torch.nan))
         stage.fact("latent_encoding", {"findings": [told]})
     assert [finding.id for finding in monitor.run().findings] == ["latent_not_finite"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "print_lora_analysis_summary",
+        "print_text_encoding_analysis_summary",
+        "print_latent_generation_analysis_summary",
+        "print_latent_decoding_analysis_summary",
+    ],
+)
+def test_a_summary_of_no_analysis_is_an_error_line(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    getattr(WorkflowMonitor(), name)(None)
+    of_the_monitor = capsys.readouterr().out
+    getattr(sigmascope, name)(None)
+    assert "❌ Error: there is no analysis to show" in of_the_monitor
+    assert capsys.readouterr().out == of_the_monitor
+
+
+def test_the_timestamp_of_every_baseline_is_in_seconds_since_1970() -> None:
+    monitor = WorkflowMonitor()
+    before = time.time()
+    baselines = [
+        monitor.capture_lora_baseline(None, None),
+        monitor.capture_text_encoding_baseline(None, None),
+        monitor.capture_latent_generation_baseline(None, torch.zeros(1, 8, 8, 3)),
+        monitor.capture_latent_decoding_baseline(None, torch.zeros(1, 4, 1, 1)),
+    ]
+    after = time.time()
+    for baseline in baselines:
+        assert isinstance(baseline["timestamp"], float)
+        assert before <= baseline["timestamp"] <= after
+
+
+def test_a_step_is_told_while_it_runs(
+    host: "FakeHost",
+    accelerator: "FakeAccelerator",
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    accelerator.allocate(2048 * MIB)
+    begun = MemorySnapshot(
+        24 * 1024 * MIB, int(8.2 * 1024 * MIB), int(15.8 * 1024 * MIB), 100 * MIB,
+        (AcceleratorMemory("cuda:0", 2048 * MIB, 3072 * MIB),),
+    )  # fmt: skip
+    monkeypatch.setattr("sigmascope.monitor.workflow.memory_snapshot", lambda accelerator: begun)
+    monitor = WorkflowMonitor(sample_hz=None, accelerator=accelerator)
+    monitor.capture_latent_generation_baseline(None, torch.zeros(16, 512, 512, 3, dtype=torch.uint8))
+    monitor.start_monitoring("LATENT_GENERATION_STEP5")
+    told = capsys.readouterr().out
+    assert told == (
+        "🔍 STARTING MONITORING FOR: LATENT_GENERATION_STEP5\n"
+        "   Baseline RAM: 8.2 GB used, 15.8 GB available\n"
+        "   Baseline GPU: 2048 MB allocated, 3072 MB reserved\n"
+        "   Video Dimensions: 16 frames, 512x512, 3 channels\n"
+    )
+    accelerator.allocate(2048 * MIB)
+    accelerator.free(2048 * MIB)
+    seconds = monitor.end_monitoring("LATENT_GENERATION_STEP5")
+    told = capsys.readouterr().out
+    assert f"   ⏱️  Processing Time: {seconds:.2f} seconds\n" in told
+    assert "   💾 Peak GPU Memory: 4096 MB allocated\n" in told
+
+
+def test_a_quiet_monitor_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    monitor = WorkflowMonitor(verbose=False)
+    monitor.start_monitoring("text_encoding")
+    monitor.end_monitoring("text_encoding")
+    assert capsys.readouterr().out == ""
+
+
+def test_an_error_is_told_without_the_prompt_that_it_quotes(capsys: pytest.CaptureFixture[str]) -> None:
+    privacies: tuple[PromptPrivacy, ...] = ("full", "hash")
+    for privacy in privacies:
+        monitor = WorkflowMonitor(prompt_privacy=privacy)
+        monitor.start_monitoring("text_encoding")
+        monitor.end_monitoring("text_encoding", error=ValueError("cannot encode a red fox"))
+        told = capsys.readouterr().out
+        assert "❌ TEXT_ENCODING failed: " in told
+        assert "ValueError" in told
+        assert ("red fox" in told) is (privacy == "full")
+
+
+def test_loading_records_the_file_and_the_keys_that_did_not_fit(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(bytes(3 * MIB))
+    model, state = nn.Linear(2, 2), {"weight": torch.zeros(2, 2), "scale": torch.ones(1)}
+    monitor = WorkflowMonitor(verbose=False)
+    monitor.start_monitoring("model_loading")
+    loaded = model.load_state_dict(state, strict=False)
+    monitor.end_monitoring("model_loading", model, "UNet", file=path, loaded=loaded)
+    facts = monitor.run().stages[0].facts
+    assert facts["files"] == ["model.safetensors"]
+    assert (facts["format"], facts["size_mb"]) == ("safetensors", 3.0)
+    assert (facts["missing_keys"], facts["unexpected_keys"]) == (["bias"], ["scale"])
+    assert (facts["num_missing_keys"], facts["num_unexpected_keys"]) == (1, 1)

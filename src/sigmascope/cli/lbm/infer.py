@@ -281,11 +281,15 @@ def _translate(
 
 
 def _save_failed_run(recorder: "Recorder", path: Path | None) -> None:
-    """Keep the record of a failure; when that fails too, the failure itself is what the user must see."""
+    """Keep the record of a failure; when that fails too, the failure itself is what the user must see.
+
+    A record that is there already may be of a run that went well: then this one goes beside it.
+    """
     if path is None:
         return
     try:
-        recorder.run().save(path)
+        beside = path.with_name(f"{path.stem}-failed{path.suffix}")
+        recorder.run().save(beside if path.is_file() else path)
     except (SigmascopeError, OSError) as error:
         _log.warning("The record of the failed run was not saved: %s", error)
 

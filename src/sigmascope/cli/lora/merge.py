@@ -68,7 +68,8 @@ def merge(
         typer.Option(
             "--method",
             metavar="<name>",
-            help="linear: weighted sum. ties: largest values, one sign each. dare: random values, rescaled.",
+            help="linear: weighted sum. ties: largest values, one sign each, elected before the weights count "
+            "(ties_mergekit: after). dare: random values, rescaled.",
         ),
     ] = Method.LINEAR,
     density: Annotated[

@@ -165,7 +165,8 @@ def validate(
     Bands of relative error: excellent below 5 %, good to 50 %, poor to 100 %,
     above that more noise than signal. The success rate is over all layers
     that changed and all modules of the LoRA; below --min_success_rate the
-    exit code is 1. Lower it for a LoRA that leaves layers out on purpose.
+    exit code is 1, and the list of layers is not written: one that is there
+    stays. Lower it for a LoRA that leaves layers out on purpose.
     """
     from sigmascope.lora.validate import validate_lora
 
@@ -179,16 +180,25 @@ def validate(
     with progress_bar("Validating") as progress:
         report = validate_lora(*inputs, options, workers=workers, progress=progress)
     seen = run_images(flags, models, lora_path)
+    passed = report.success_rate >= min_success_rate
+    lists_names = passed and bool(report.layer_names)
     if as_json:
-        extra = {"layer_names": str(names_path), "images": None if seen is None else seen.as_dict()}
+        extra = {
+            "layer_names": str(names_path) if lists_names else None,
+            "images": None if seen is None else seen.as_dict(),
+        }
         typer.echo(json.dumps(report.as_dict() | extra, indent=2))
     else:
         print_validation(Console(), report, verbose=verbose)
         if seen is not None:
             print_images(Console(), seen, verbose=verbose)
     _draw(picture, report, quiet=as_json)
-    _write_names(names_path, report.layer_names, required=layer_names is not None, quiet=as_json)
-    if report.success_rate < min_success_rate:
+    if lists_names:
+        _write_names(names_path, report.layer_names, required=layer_names is not None, quiet=as_json)
+    else:
+        reason = "the LoRA changes no layer" if passed else "the success rate is too low"
+        typer.echo(f"Layer names are not written to {names_path}: {reason}.", err=True)
+    if not passed:
         raise typer.Exit(1)
 
 

@@ -6,13 +6,12 @@ moves while a pipeline runs.
 
 import functools
 import os
-from collections.abc import Iterable
-from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from sigmascope.integrations.diffusers.hooks import After, Arguments, Instrument, Keywords, Parts
 from sigmascope.integrations.diffusers.watch_session import Activity, current_activity
 from sigmascope.integrations.import_hook import when_loaded
+from sigmascope.probes.models import file_facts, key_facts
 
 LOADING_STAGE: Final = "model_loading"
 _LOADERS: Final = (
@@ -36,10 +35,6 @@ _SOURCES: Final = (
 """What the loaders call their first argument."""
 _READS_FILES, _FINISHES = "_load_pretrained_model", "_finalize_model_loading"
 """What both libraries read weights with, and transformers decides with which keys are missing."""
-_MIB = 2**20
-_MOST_KEYS = 50
-"""Of each group of keys so many are named."""
-_KEY_GROUPS = ("missing_keys", "unexpected_keys", "mismatched_keys")
 _MOVERS: Final = (
     ("accelerate.hooks", "CpuOffload", ("pre_forward",)),
     ("accelerate.hooks", "UserCpuOffloadHook", ("offload",)),
@@ -156,52 +151,6 @@ class Loading(Instrument):
 
 def _text(value: object) -> str | None:
     return None if value is None or isinstance(value, dict) else str(value)
-
-
-def file_facts(files: object) -> dict[str, Any]:
-    """Names, format and size of the files of a model's weights; nothing where there are none.
-
-    Args:
-        files: One path or several.
-    """
-    paths = [Path(one) for one in _several(files) if isinstance(one, str | os.PathLike)]
-    sizes = [path.stat().st_size for path in paths if path.is_file()]
-    if not sizes:
-        return {}
-    formats = sorted({path.suffix.removeprefix(".") for path in paths})
-    return {
-        "files": [path.name for path in paths],
-        "folder": str(paths[0].parent),
-        "format": "+".join(formats),
-        "size_mb": sum(sizes) / _MIB,
-    }
-
-
-def _several(files: object) -> list[object]:
-    if isinstance(files, str | os.PathLike):
-        return [files]
-    return list(files) if isinstance(files, list | tuple) else []
-
-
-def key_facts(result: object) -> dict[str, Any]:
-    """Keys that the model lacks in the file, the file has too many, or that are of another shape.
-
-    Args:
-        result: What the library's loader gives: an object or a tuple (model, missing, unexpected, mismatched, …).
-    """
-    told = (
-        result[0] if isinstance(result, tuple) and result and hasattr(result[0], _KEY_GROUPS[0]) else result
-    )
-    if isinstance(told, tuple) and len(told) >= 4:
-        groups: dict[str, Any] = dict(zip(_KEY_GROUPS, told[1:4], strict=True))
-    else:
-        groups = {name: getattr(told, name, None) for name in _KEY_GROUPS}
-    facts: dict[str, Any] = {}
-    for name, keys in groups.items():
-        if isinstance(keys, Iterable):
-            named = sorted(str(key[0]) if isinstance(key, tuple) else str(key) for key in keys)
-            facts |= {name: named[:_MOST_KEYS], f"num_{name}": len(named)}
-    return facts
 
 
 class Transfers(Instrument):

@@ -311,6 +311,19 @@ def test_lora_of_another_model_is_refused_and_the_run_says_so(
     assert not Path(arguments["--output_path"]).exists()
 
 
+def test_the_record_of_a_run_that_failed_leaves_an_earlier_one_alone(
+    arguments: dict[str, str], tmp_path: Path
+) -> None:
+    path = tmp_path / "run.json"
+    path.write_text("of an earlier run", encoding="utf-8")
+    factors = LoraFactors(torch.randn(8, 2), torch.randn(2, 8), alpha=2.0, weight_shape=(8, 8))
+    save_lora(tmp_path / "other.safetensors", LoraFile({"denoiser.absent.to_q": factors}))
+    with pytest.raises(ModelMismatchError, match="absent"):
+        run(arguments, "--lora_path", str(tmp_path / "other.safetensors"), "--run_path", str(path))
+    assert path.read_text(encoding="utf-8") == "of an earlier run"
+    assert not sigmascope.load_run(tmp_path / "run-failed.json").complete
+
+
 def test_nan_weights_leave_no_picture(arguments: dict[str, str], folder: Path, tmp_path: Path) -> None:
     state = build_lbm(parse_config(CONFIG)).state_dict()
     state["denoiser.conv_in.weight"][0, 0, 0, 0] = float("nan")

@@ -155,6 +155,29 @@ def test_an_incomplete_lora_exits_with_1_and_names_the_layer(
     assert "missing: denoiser.mid_block.resnets.0.conv_shortcut" in outcome.out
 
 
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_list_of_layer_names_stays_when_the_lora_fails(
+    asked: bool, make_model_pair: "MakePair", sigmascope: Sigmascope
+) -> None:
+    files = make_model_pair()
+    sigmascope(*extract_arguments(files))
+    state = load_file(lora_of(files))
+    save_file(
+        {name.replace("denoiser.", "denoiser.of_another_model."): state[name] for name in state},
+        lora_of(files),
+    )
+    names = files.base.with_name("names.txt" if asked else "lora_layer_names.txt")
+    names.write_text("denoiser.conv_in\n", encoding="utf-8")
+    outcome = sigmascope(*validate_arguments(files, *(["--layer_names", names] if asked else [])))
+    assert outcome.code == 1
+    assert names.read_text(encoding="utf-8") == "denoiser.conv_in\n"
+    assert f"Layer names are not written to {names}" in outcome.err
+    none = sigmascope(*validate_arguments(files, "--min_success_rate", 0, "--layer_names", names, "--json"))
+    assert none.code == 0
+    assert json.loads(none.out)["layer_names"] is None
+    assert names.read_text(encoding="utf-8") == "denoiser.conv_in\n"
+
+
 def test_a_lora_that_leaves_layers_out_on_purpose_can_pass(
     make_model_pair: "MakePair", sigmascope: Sigmascope
 ) -> None:
