@@ -157,6 +157,7 @@ def analyze_latent_generation_results(
     error: BaseException | str | None = None,
     latent_layout: Layout | None = None,
     statistics: bool | None = None,
+    may_wait: bool = True,
 ) -> LatentEncodingAnalysis:
     """What an encoding gave and what it cost, from the baseline and the latent. Never raises.
 
@@ -177,6 +178,7 @@ def analyze_latent_generation_results(
         error: What the VAE raised, if it did.
         latent_layout: Such as "BFCHW", where VAE and shape do not tell.
         statistics: As for the baseline; NaN and Inf in the latent are counted whatever it says.
+        may_wait: False leaves an accelerator's latent uncounted, for a caller in the middle of the host's work.
     """
     video = video_of(video_length, video_height, video_width)
     given = Given(
@@ -192,6 +194,7 @@ def analyze_latent_generation_results(
         error,
         latent_layout,
         statistics,
+        may_wait,
     )
     return analyze(baseline, given)
 
@@ -333,6 +336,7 @@ class Given:
     error: BaseException | str | None = None
     latent_layout: Layout | None = None
     statistics: bool | None = None
+    may_wait: bool = True
 
 
 def analyze(baseline: Mapping[str, Any] | None, given: Given) -> LatentEncodingAnalysis:
@@ -503,7 +507,9 @@ def _latent(found: FoundLatent, given: Given, vae: VaeFacts | None, video: Video
     if found.tensor is None:
         return no_latent(found)
     judged = judge(found.tensor, vae, video, given.latent_layout, given.statistics)
-    return latent_analysis(counted(judged, found.tensor), found.structure, vae, video)
+    if given.may_wait or found.tensor.device.type == "cpu":
+        judged = counted(judged, found.tensor)
+    return latent_analysis(judged, found.structure, vae, video)
 
 
 def decoded(baseline: Mapping[str, Any] | None, given: Given, vae: VaeFacts | None) -> Seen:

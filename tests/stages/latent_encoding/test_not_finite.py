@@ -11,6 +11,7 @@ from torch import Tensor
 import sigmascope
 from sigmascope.errors import NonFiniteError
 from sigmascope.records.latents import VaeFacts
+from sigmascope.stages import latent_encoding
 
 
 class Pooling:
@@ -106,3 +107,19 @@ def test_the_latent_by_itself_is_counted_too() -> None:
     facts = VaeFacts("Pooling", 3, 3, 4)
     found = sigmascope._analyze_latent_output(broken(1, 3, 8, 8), 1, 32, 32, vae=facts, statistics=False)
     assert (found["status"], found["statistics"]["nan_count"]) == ("not_finite", 1)  # type: ignore[index]
+
+
+def test_who_may_not_wait_leaves_an_accelerators_latent_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = []
+
+    def counted(judged: Any, latent: Tensor) -> Any:
+        read.append(latent.device.type)
+        return judged
+
+    monkeypatch.setattr(latent_encoding, "counted", counted)
+    elsewhere = torch.zeros(1, 3, 8, 8, device="meta")
+    analysed(elsewhere, may_wait=False)
+    assert read == []
+    analysed(elsewhere)
+    analysed(torch.zeros(1, 3, 8, 8), may_wait=False)
+    assert read == ["meta", "cpu"]

@@ -1,7 +1,7 @@
 """The VAE's encoding and decoding: a stage for each, analysed from what the host itself did."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Final
 
 from torch import Tensor
@@ -115,9 +115,9 @@ def tell(
     """
     record = stage.record()
     seen: dict[str, Any] = {"peak_memory": record.peak, "error": error, "statistics": False}
-    analyze = (
-        analyze_latent_generation_results if direction == "encoding" else analyze_latent_decoding_results
-    )
+    analyze: Callable[..., Mapping[str, Any]] = analyze_latent_decoding_results
+    if direction == "encoding":
+        analyze, seen["may_wait"] = analyze_latent_generation_results, False
     analysis = analyze(
         baseline, made, record.seconds, f"{strategy} VAE {direction.title()}", record.memory, **seen
     )
