@@ -10,7 +10,6 @@ from typer.testing import CliRunner
 from sigmascope.cli import root
 from sigmascope.errors import ConfigError, SigmascopeError, WriteError
 from sigmascope.integrations import launch
-from sigmascope.integrations import launch as startup_file
 from sigmascope.integrations.autostart import Settings
 
 
@@ -100,14 +99,14 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_script_runs(path: 
 def test_the_startup_file_is_installed_and_taken_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(startup_file, "startup_file", lambda: tmp_path / startup_file.NAME)
+    monkeypatch.setattr(launch, "startup_file", lambda: tmp_path / launch.NAME)
     for option, words, there in (
         ("--install", "SIGMASCOPE=1 now watches", True),
         ("--uninstall", "is gone", False),
         ("--uninstall", "Nothing was installed", False),
     ):
         assert words in CliRunner().invoke(root.app, ["watch", option]).output
-        assert (tmp_path / startup_file.NAME).exists() is there
+        assert (tmp_path / launch.NAME).exists() is there
 
 
 @pytest.mark.parametrize("option", ["-E", "-I", "-S"])

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sigmascope.errors import CheckpointError, LoraFormatError, NonFiniteError
-from sigmascope.lora import formats as native
+from sigmascope.lora import formats
 from sigmascope.lora.decompose import factors_full_rank
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile
@@ -269,7 +269,7 @@ def test_a_full_rank_change_of_any_shape_survives_a_file(
     out: int, inner: int, kernel: tuple[int, ...], seed: int
 ) -> None:
     change = torch.randn(out, inner, *kernel, generator=torch.Generator().manual_seed(seed))
-    stored = native.NATIVE.module_tensors("m.layer", factors_full_rank(change))
+    stored = formats.NATIVE.module_tensors("m.layer", factors_full_rank(change))
     up, down = stored["m.layer.lora_up.weight"], stored["m.layer.lora_down.weight"]
     assert up.shape[2:] == tuple(1 for _ in kernel)
     assert down.shape[1:] == change.shape[1:]

@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from sigmascope.monitor import Recorder
-from sigmascope.monitor import scope as instruments
+from sigmascope.monitor import Recorder, scope
 from sigmascope.probes import AcceleratorEvent, AllocatorBytes
 from sigmascope.records.facts import AcceleratorFacts
 from sigmascope.records.memory import AcceleratorMemory, MemorySnapshot
@@ -148,10 +147,10 @@ class FakeHost:
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> FakeHost:
     fake = FakeHost()
-    monkeypatch.setattr(instruments, "process_rss_bytes", lambda: fake.rss)
-    monkeypatch.setattr(instruments, "process_peak_rss_bytes", lambda: fake.largest_rss)
-    monkeypatch.setattr(instruments, "system_memory", fake.snapshot)
-    monkeypatch.setattr(instruments, "memory_snapshot", fake.snapshot)
+    monkeypatch.setattr(scope, "process_rss_bytes", lambda: fake.rss)
+    monkeypatch.setattr(scope, "process_peak_rss_bytes", lambda: fake.largest_rss)
+    monkeypatch.setattr(scope, "system_memory", fake.snapshot)
+    monkeypatch.setattr(scope, "memory_snapshot", fake.snapshot)
     return fake
 
 

@@ -8,14 +8,14 @@ from tests.pipeline.measured import Clock
 from tests.pipeline.optimized import warm_pipeline
 
 from sigmascope.monitor.recorder import Recorder
-from sigmascope.pipeline import measure as trial_runs
+from sigmascope.pipeline import measure
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """What the runs of a measurement are timed by."""
     made = Clock()
-    monkeypatch.setattr(trial_runs, "Recorder", partial(Recorder, sample_hz=None, clock=made))
+    monkeypatch.setattr(measure, "Recorder", partial(Recorder, sample_hz=None, clock=made))
     return made
 
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from sigmascope.analysis import tensor_errors as pieces
+from sigmascope.analysis import tensor_errors as tensor_errors_module
 from sigmascope.analysis.tensor_errors import TensorErrors, tensor_errors, tolerance_for
 
 NAN, INF = math.nan, math.inf
@@ -37,7 +37,7 @@ def test_all_figures_are_numpy_s_whatever_the_pieces(
     a, b = random_pair(shape, seed)
     axis = data.draw(st.integers(0, len(shape) - 1))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pieces, "_CPU_PIECE", piece)
+        patch.setattr(tensor_errors_module, "_CPU_PIECE", piece)
         found = measured(a, b, axis, atol=0.1)
     left, right = a.numpy().astype(float), b.numpy().astype(float)
     difference = np.abs(left - right)
@@ -58,7 +58,7 @@ def test_all_figures_are_numpy_s_whatever_the_pieces(
 
 
 def test_the_first_place_is_the_first_in_row_major_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "_CPU_PIECE", 5)
+    monkeypatch.setattr(tensor_errors_module, "_CPU_PIECE", 5)
     a = torch.zeros(3, 4, 5)
     b = a.clone()
     b[1, 2, 3] = 1.0
@@ -72,7 +72,7 @@ def test_the_first_place_is_the_first_in_row_major_order(monkeypatch: pytest.Mon
 
 
 def test_strides_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "_CPU_PIECE", 4)
+    monkeypatch.setattr(tensor_errors_module, "_CPU_PIECE", 4)
     a, b = random_pair((6, 7))
     assert measured(a.T, b.T).relative_l2 == pytest.approx(measured(a, b).relative_l2)
     assert measured(a.T, a.T.contiguous()).unequal == 0

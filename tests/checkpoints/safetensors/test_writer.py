@@ -13,9 +13,13 @@ from hypothesis import given, settings
 from safetensors.torch import load_file
 from torch import Tensor
 
-from sigmascope.checkpoints import StreamingWriter, open_checkpoint, read_header, save_safetensors
-from sigmascope.checkpoints import safetensors as disk_writes
-from sigmascope.checkpoints import safetensors as writer
+from sigmascope.checkpoints import (
+    StreamingWriter,
+    open_checkpoint,
+    read_header,
+    safetensors,
+    save_safetensors,
+)
 from sigmascope.checkpoints.safetensors import TORCH_DTYPES, write_all
 from sigmascope.errors import WriteError
 
@@ -108,7 +112,7 @@ def test_moving_the_data_in_pieces_keeps_it(
     tmp_path: Path, weights: dict[str, Tensor], piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = write(tmp_path / "x.safetensors", weights)
-    monkeypatch.setattr(disk_writes, "_COPY_BYTES", piece)
+    monkeypatch.setattr(safetensors, "_COPY_BYTES", piece)
     assert write(tmp_path / "y.safetensors", weights, header_bytes=0) == whole
     assert write(tmp_path / "z.safetensors", weights, header_bytes=2000) == whole
 
@@ -133,7 +137,7 @@ def test_tensors_that_wait_may_outgrow_memory(
     tmp_path: Path, weights: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = write(tmp_path / "x.safetensors", weights)
-    monkeypatch.setattr(writer, "_WAITING_IN_MEMORY", 4)
+    monkeypatch.setattr(safetensors, "_WAITING_IN_MEMORY", 4)
     assert write(tmp_path / "y.safetensors", weights) == whole
     assert names(tmp_path) == ["x.safetensors", "y.safetensors"]
 
@@ -227,7 +231,7 @@ def test_a_disk_that_fills_up_leaves_the_old_file(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         write_all(stream, data)  # type: ignore[arg-type]  # the writer's own file
 
-    monkeypatch.setattr(writer, "write_all", failing)
+    monkeypatch.setattr(safetensors, "write_all", failing)
     tensors = {"a": torch.zeros(2), "b": torch.zeros(4)}
     with pytest.raises(WriteError, match=r"x\.safetensors: the disk is full.*Free some space"):
         save_safetensors(path, tensors)

@@ -10,8 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from sigmascope.checkpoints import StreamingWriter, save_safetensors
-from sigmascope.checkpoints import safetensors as writer
+from sigmascope.checkpoints import StreamingWriter, safetensors, save_safetensors
 
 WRITES_AND_WAITS = """
     import sys, time, torch
@@ -91,7 +90,7 @@ def test_ctrl_c_while_finishing_leaves_the_old_file(
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        write_and(path, lambda: monkeypatch.setattr(writer, where, interrupted))
+        write_and(path, lambda: monkeypatch.setattr(safetensors, where, interrupted))
     assert (path.read_bytes(), names(tmp_path)) == (b"old", ["x.safetensors"])
 
 

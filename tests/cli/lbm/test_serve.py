@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from sigmascope.cli.lbm import serve as serve_run
+from sigmascope.cli.lbm import serve
 from sigmascope.cli.root import app
 from sigmascope.errors import ConfigError
 from sigmascope.lbm.config import load_config
 from sigmascope.lbm.model import build_lbm
 from sigmascope.lbm.pocket import CONFIG_PATH
-from sigmascope.ui import app as server
-from sigmascope.ui import lbm_model as models
+from sigmascope.ui import app as app_module
+from sigmascope.ui import lbm_model
 from sigmascope.ui.app import Address
 from sigmascope.ui.lbm_model import ModelOptions, ServedModel
 
@@ -65,7 +65,7 @@ def test_bad_options_are_named(arguments: list[str], message: str) -> None:
 
 
 def test_a_taken_port_is_found_before_the_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "load_served", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr(lbm_model, "load_served", lambda *_, **__: pytest.fail("loaded"))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         with pytest.raises(ConfigError, match=f"--port: {port} is taken"):
@@ -89,10 +89,10 @@ def announced(
     """What is printed when a server that is none says that it is ready."""
 
     def announce(host: str, **flags: bool) -> tuple[str, str]:
-        monkeypatch.setattr(models, "load_served", lambda *_, **__: served)
-        monkeypatch.setattr(server, "serve", lambda _, listening, host, ready: ready(Address(host, 7860)))
+        monkeypatch.setattr(lbm_model, "load_served", lambda *_, **__: served)
+        monkeypatch.setattr(app_module, "serve", lambda _, listening, host, ready: ready(Address(host, 7860)))
         options = {"open_browser": False, "as_json": False, **flags}
-        serve_run.run_serve(ModelOptions(pocket=True, device="cpu"), host=host, port=0, **options)
+        serve.run_serve(ModelOptions(pocket=True, device="cpu"), host=host, port=0, **options)
         told = capsys.readouterr()
         return told.out, told.err
 
@@ -124,7 +124,7 @@ def test_binding_beyond_loopback_warns(announced: Announced) -> None:
 
 def test_the_browser_is_opened_only_when_asked(announced: Announced, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[str] = []
-    monkeypatch.setattr(serve_run, "_open", opened.append)
+    monkeypatch.setattr(serve, "_open", opened.append)
     announced("127.0.0.1")
     assert opened == []
     announced("127.0.0.1", open_browser=True)

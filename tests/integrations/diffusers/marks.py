@@ -6,9 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from sigmascope.integrations.diffusers import hooks as taps
-from sigmascope.integrations.diffusers import watch_session as activity
-from sigmascope.integrations.diffusers import watch_session as hearing
+from sigmascope.integrations.diffusers import hooks, watch_session
 from sigmascope.integrations.import_hook import FINDER
 
 
@@ -32,7 +30,7 @@ def marks(*things: Any) -> dict[str, Any]:
 def left_behind() -> list[object]:
     """What the watching itself still holds."""
     finders = [one for one in sys.meta_path if one is FINDER]
-    return [*taps._TAPS.values(), *hearing.OPEN, *activity.ACTIVITIES.get(), *finders]
+    return [*hooks._TAPS.values(), *watch_session.OPEN, *watch_session.ACTIVITIES.get(), *finders]
 
 
 def _parts(thing: Any) -> Iterator[tuple[str, Any]]:

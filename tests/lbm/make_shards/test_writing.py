@@ -6,7 +6,7 @@ import pytest
 from tests.lbm.shard_files import read_tar
 
 from sigmascope.errors import ConfigError, WriteError
-from sigmascope.lbm import make_shards as writing
+from sigmascope.lbm import make_shards
 from sigmascope.lbm.make_shards import EncodedSample, ShardTarget, shard_pattern, write_shards
 
 
@@ -66,7 +66,7 @@ def test_a_full_disk_is_a_clear_error_and_leaves_nothing(
         def __init__(self, *_: object, **__: object) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(writing, "TarWriter", FullDisk)
+    monkeypatch.setattr(make_shards, "TarWriter", FullDisk)
     with pytest.raises(WriteError, match="No space left") as error:
         write_shards(samples(1), ShardTarget(tmp_path))
     assert "Free some space" in (error.value.hint or "")

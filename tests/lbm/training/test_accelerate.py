@@ -10,7 +10,7 @@ from tests.lbm.training.small_run import SmallRun
 from tests.lbm.training.two_processes import run_two
 
 from sigmascope.errors import ConfigError
-from sigmascope.lbm.training import accelerate as accelerating
+from sigmascope.lbm.training import accelerate
 from sigmascope.lbm.training.accelerate import accelerated, check_spreading
 from sigmascope.lbm.training.checkpoints import read_state
 from sigmascope.lbm.training.train import train
@@ -44,7 +44,7 @@ def test_processes_that_would_train_alone_are_refused(
 ) -> None:
     """As Accelerate leaves them on Apple's GPU, over which it has no connection: each is the only one it knows."""
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(accelerating, "resolve_device", lambda name, flag: torch.device("mps"))
+    monkeypatch.setattr(accelerate, "resolve_device", lambda name, flag: torch.device("mps"))
     with (
         pytest.raises(ConfigError, match=r"device: .* leaves each of the 2 processes alone .*torchrun"),
         accelerated(small_run.settings(device="auto")),

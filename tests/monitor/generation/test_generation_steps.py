@@ -15,7 +15,7 @@ from sigmascope.lbm.infer import translate_image
 from sigmascope.lbm.model import load_lbm
 from sigmascope.lbm.pocket import TUNED_PATH
 from sigmascope.monitor import Recorder
-from sigmascope.monitor import recorder as context
+from sigmascope.monitor import recorder as recorder_module
 from sigmascope.monitor.live_line import StepProgress
 from sigmascope.monitor.performance import PerformanceMonitor
 
@@ -166,7 +166,7 @@ def test_tiles_of_the_vae_are_none_of_the_steps_that_the_device_timed(clock: Fak
     monitor = PerformanceMonitor(accelerator=accelerator, clock=clock, sample_hz=None)
     with monitor.monitor_generation(num_steps=1):
         for name, seconds in (("denoising", 0.4), ("latent_decoding", 3.0)):
-            with context.stage(name), context.step():
+            with recorder_module.stage(name), recorder_module.step():
                 clock.pass_seconds(0.002)
                 accelerator.queued_seconds += seconds
                 accelerator.done_seconds = accelerator.queued_seconds

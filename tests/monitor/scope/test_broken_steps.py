@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from sigmascope.monitor import Recorder, gpu_timing, scope
-from sigmascope.monitor import scope as instruments
-from sigmascope.monitor import scope as steps
 from sigmascope.probes import NullAccelerator
 
 if TYPE_CHECKING:
     from tests.monitor.conftest import FakeAccelerator, FakeClock, FakeHost
 
-OWN_FILES = {str(module.__file__) for module in (gpu_timing, instruments, scope, steps)}
+OWN_FILES = {str(module.__file__) for module in (gpu_timing, scope)}
 
 
 @pytest.mark.parametrize("method", ["record", "query", "elapsed_seconds"])

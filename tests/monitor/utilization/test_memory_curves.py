@@ -4,8 +4,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from sigmascope.analysis.leaks import TOLERANCE_BYTES
-from sigmascope.monitor import Recorder
-from sigmascope.monitor import scope as instruments
+from sigmascope.monitor import Recorder, scope
 from sigmascope.monitor.peaks import HostMemory
 from sigmascope.monitor.scope import OUTSIDE, OWN_FACT
 from sigmascope.monitor.utilization import NO_READING, NOT_SAMPLED
@@ -110,7 +109,7 @@ def test_a_reading_while_a_stage_is_being_closed_is_none_of_its_own(
 
     with sampled.stage("generation"):
         sample(sampled)
-        monkeypatch.setattr(instruments, "memory_snapshot", slow)
+        monkeypatch.setattr(scope, "memory_snapshot", slow)
     assert memory_over_time(only(sampled))["process"].at_seconds == (0.0,)
 
 
@@ -158,8 +157,8 @@ def test_a_reading_that_failed_is_no_point(
     sampled: Recorder, host: "FakeHost", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with sampled.stage("generation"):
-        monkeypatch.setattr(instruments, "process_rss_bytes", lambda: None)
-        monkeypatch.setattr(instruments, "system_memory", lambda: MemorySnapshot(ram_used_bytes=7))
+        monkeypatch.setattr(scope, "process_rss_bytes", lambda: None)
+        monkeypatch.setattr(scope, "system_memory", lambda: MemorySnapshot(ram_used_bytes=7))
         sample(sampled)
     assert set(memory_over_time(only(sampled))) == {"system"}
 

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import pytest
 
-from sigmascope.monitor import Recorder
-from sigmascope.monitor import scope as instruments
+from sigmascope.monitor import Recorder, scope
 from sigmascope.monitor.peaks import reader_for
 from sigmascope.monitor.utilization import MAX_SAMPLE_HZ, SAMPLER, Wish
 
@@ -70,7 +69,7 @@ def test_ctrl_c_while_a_stage_closes_leaves_nothing_of_ours_running(
     stage = recorder.stage("denoising")
     stage.__enter__()
     if where == "memory_snapshot":
-        monkeypatch.setattr(instruments, "memory_snapshot", interrupted)
+        monkeypatch.setattr(scope, "memory_snapshot", interrupted)
     elif where == "reader.read":
         monkeypatch.setattr(reader, "read", interrupted)
     else:

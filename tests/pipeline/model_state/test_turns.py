@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from sigmascope import decode_latents, encode_latents
-from sigmascope.pipeline import model_state as turns
+from sigmascope.pipeline import model_state
 from sigmascope.pipeline.model_state import in_turn
 
 if TYPE_CHECKING:
@@ -90,4 +90,4 @@ def test_nothing_is_kept_of_a_turn(error: type[Exception] | None) -> None:
                 raise error
     except ValueError:
         pass
-    assert turns._queues == {}
+    assert model_state._queues == {}

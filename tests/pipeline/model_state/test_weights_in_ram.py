@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from sigmascope import encode_latents
 from sigmascope.errors import EveryStrategyFailedError
-from sigmascope.pipeline import model_state as weights_in_ram
+from sigmascope.pipeline import model_state
 from sigmascope.pipeline.model_state import as_before, nbytes_to_copy, put_in_ram, why_not_in_ram
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class Layer(nn.Module):
 @pytest.fixture
 def ram_is_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without an accelerator: tensors of the CPU are copied to where RAM is said to be."""
-    monkeypatch.setattr(weights_in_ram, "_CPU", torch.device("meta"))
+    monkeypatch.setattr(model_state, "_CPU", torch.device("meta"))
 
 
 @pytest.mark.usefixtures("ram_is_elsewhere")

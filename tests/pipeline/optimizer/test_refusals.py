@@ -10,7 +10,7 @@ from tests.pipeline.deep_snapshot import deep_snapshot, differences
 from tests.pipeline.optimized import CPU, optimizer
 
 from sigmascope.errors import OptimizationError
-from sigmascope.pipeline import apply_undo as applied
+from sigmascope.pipeline import apply_undo
 from sigmascope.pipeline.optimizer import OptimizationConfig, PipelineOptimizer
 from sigmascope.pipeline.plan import Choice
 from sigmascope.records.memory import MemorySnapshot
@@ -147,7 +147,7 @@ def test_without_originals_undo_refuses(flux: Any) -> None:
 def test_originals_that_ram_has_no_room_for_are_refused_with_their_size(
     flux: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(applied, "memory_snapshot", lambda: MemorySnapshot(ram_available_bytes=1024))
+    monkeypatch.setattr(apply_undo, "memory_snapshot", lambda: MemorySnapshot(ram_available_bytes=1024))
     with pytest.raises(OptimizationError, match=r"takes 0\.\d+ MB of RAM") as raised:
         optimizer(dtype="bfloat16").apply(flux)
     assert "keep_originals=False" in str(raised.value)

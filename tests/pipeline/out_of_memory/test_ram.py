@@ -5,9 +5,7 @@ import pytest
 
 from sigmascope import encode_latents
 from sigmascope.errors import EveryStrategyFailedError
-from sigmascope.pipeline import attempts as forecast
-from sigmascope.pipeline import attempts as tries
-from sigmascope.pipeline import out_of_memory as ram
+from sigmascope.pipeline import attempts, out_of_memory
 from sigmascope.pipeline.out_of_memory import Ram, free_ram, why_not_enough
 
 if TYPE_CHECKING:
@@ -45,7 +43,7 @@ def test_a_refusal_has_its_numbers() -> None:
 
 
 def _leave(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
-    for module in (ram, forecast, tries):
+    for module in (out_of_memory, attempts):
         monkeypatch.setattr(module, "free_ram", lambda: Ram(nbytes))
 
 

@@ -13,7 +13,7 @@ from diffusers import (
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from sigmascope.pipeline import peak_prediction as prediction_twin
+from sigmascope.pipeline import peak_prediction
 from sigmascope.pipeline.peak_prediction import NoTwinError, dry_run
 from sigmascope.records.latents import Direction
 
@@ -94,8 +94,8 @@ def test_many_frames_of_a_streaming_vae_take_what_running_them_all_takes(
     direction: Direction, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quick = dry_run(small_wan(), shape, direction)
-    monkeypatch.setattr(prediction_twin, "_streamed_frames", lambda *_: None)
-    prediction_twin._dry_run_of_recipe.cache_clear()
+    monkeypatch.setattr(peak_prediction, "_streamed_frames", lambda *_: None)
+    peak_prediction._dry_run_of_recipe.cache_clear()
     assert quick == dry_run(small_wan(), shape, direction)
 
 

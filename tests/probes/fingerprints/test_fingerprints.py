@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sigmascope.probes import fingerprints as module
+from sigmascope.probes import fingerprints as fingerprints_module
 from sigmascope.probes.fingerprints import Fingerprint, fingerprint, fingerprints
 
 DTYPES = [
@@ -84,22 +84,22 @@ def test_conjugation_and_negation_that_are_only_noted_count() -> None:
 def test_an_accelerators_way_gives_the_same(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = {"a": torch.randn(elements), "b": torch.randn(70_000).to(torch.bfloat16)}
     on_cpu = fingerprints(tensors)
-    monkeypatch.setattr(module, "_on_cpu", lambda tensor: False)
+    monkeypatch.setattr(fingerprints_module, "_on_cpu", lambda tensor: False)
     assert fingerprints(tensors) == on_cpu
 
 
 def test_an_accelerators_way_takes_views_at_odd_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = torch.randn(200_001).to(torch.bfloat16)[1:]
     on_cpu = known(tensor)
-    monkeypatch.setattr(module, "_on_cpu", lambda tensor: False)
+    monkeypatch.setattr(fingerprints_module, "_on_cpu", lambda tensor: False)
     assert known(tensor) == on_cpu
 
 
 def test_an_accelerators_tensors_come_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = {str(i): torch.randn(70_000) for i in range(5)}
     on_cpu = fingerprints(tensors)
-    monkeypatch.setattr(module, "_on_cpu", lambda tensor: False)
-    monkeypatch.setattr(module, "_GROUP_BYTES", 600_000)
+    monkeypatch.setattr(fingerprints_module, "_on_cpu", lambda tensor: False)
+    monkeypatch.setattr(fingerprints_module, "_GROUP_BYTES", 600_000)
     assert fingerprints(tensors) == on_cpu
 
 
@@ -115,7 +115,7 @@ def test_elements_shared_by_several_names_are_read_once(monkeypatch: pytest.Monk
         read.append(tensor)
         return tensor.view(torch.uint8)
 
-    monkeypatch.setattr(module, "_bytes_of", bytes_of)
+    monkeypatch.setattr(fingerprints_module, "_bytes_of", bytes_of)
     tied = torch.randn(16)
     found = fingerprints({"embedding": tied, "head": tied.detach()})
     assert found["embedding"] == found["head"]

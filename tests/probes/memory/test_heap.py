@@ -6,8 +6,7 @@ import sys
 import pytest
 import torch
 
-from sigmascope.probes import heap_in_use
-from sigmascope.probes import memory as heap_module
+from sigmascope.probes import heap_in_use, memory
 
 MIB = 2**20
 pytestmark = pytest.mark.skipif(
@@ -35,5 +34,5 @@ def test_a_c_library_without_it_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> 
     def missing() -> None:
         raise AttributeError("undefined symbol: mallinfo2")
 
-    monkeypatch.setattr(heap_module, "_mallinfo2", missing)
+    monkeypatch.setattr(memory, "_mallinfo2", missing)
     assert heap_in_use().reason == "AttributeError: undefined symbol: mallinfo2"

@@ -15,7 +15,7 @@ from sigmascope.probes import (
     process_rss_bytes,
     system_memory,
 )
-from sigmascope.probes import memory as process_memory
+from sigmascope.probes import memory as memory_module
 from sigmascope.probes.accelerators import CudaAccelerator
 
 MIB = 2**20
@@ -24,7 +24,7 @@ linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc i
 
 def kept_descriptor() -> int:
     process_rss_bytes()
-    return process_memory._descriptor[0]
+    return memory_module._descriptor[0]
 
 
 def known_rss() -> int:
@@ -85,11 +85,11 @@ def test_a_descriptor_closed_by_others_is_opened_again() -> None:
 @linux
 def test_threads_that_open_it_at_once_keep_one() -> None:
     os.close(kept_descriptor())
-    process_memory._descriptor.clear()
+    memory_module._descriptor.clear()
     before = len(list(Path("/proc/self/fd").iterdir()))
     with ThreadPoolExecutor(8) as threads:
         assert all(threads.map(lambda _: (process_rss_bytes() or 0) > MIB, range(800)))
-    assert len(process_memory._descriptor) == 1
+    assert len(memory_module._descriptor) == 1
     assert len(list(Path("/proc/self/fd").iterdir())) == before + 1
 
 
@@ -105,7 +105,7 @@ def test_a_descriptor_number_that_became_another_file_is_noticed_and_not_closed(
 
 
 def test_elsewhere_psutil_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_memory, "_HAS_STATM", False)
+    monkeypatch.setattr(memory_module, "_HAS_STATM", False)
     assert process_rss_bytes() == pytest.approx(psutil.Process().memory_info().rss, rel=0.02)
 
 
@@ -113,7 +113,7 @@ def test_a_failure_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_arguments: object) -> None:
         raise psutil.AccessDenied(1)
 
-    monkeypatch.setattr(process_memory, "_HAS_STATM", False)
+    monkeypatch.setattr(memory_module, "_HAS_STATM", False)
     monkeypatch.setattr(psutil, "Process", fail)
     monkeypatch.setattr(psutil, "virtual_memory", fail)
     assert process_rss_bytes() is None

@@ -3,14 +3,13 @@
 import pytest
 import torch
 
-from sigmascope.probes import tensor_facts
-from sigmascope.probes import tensors as values
+from sigmascope.probes import tensor_facts, tensors
 from sigmascope.probes.tensors import quick_facts
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(values, "MOST_ELEMENTS", 8)
+    monkeypatch.setattr(tensors, "MOST_ELEMENTS", 8)
 
 
 def test_a_small_tensor_is_read_whole() -> None:

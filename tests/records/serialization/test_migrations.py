@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from sigmascope.errors import RecordError
-from sigmascope.records import Run, load_run
-from sigmascope.records import serialization as plain_json
+from sigmascope.records import Run, load_run, serialization
 from sigmascope.records.serialization import CURRENT_SCHEMA, MIGRATIONS, migrate
 
 SCHEMA_1 = Path(__file__).parents[1] / "data" / "run_schema_1.json"
@@ -52,7 +51,7 @@ def test_a_migrated_run_is_saved_in_the_current_schema(run: Run, tmp_path: Path)
 
 
 def test_migrating_leaves_its_input_alone() -> None:
-    plain = plain_json.loads(SCHEMA_1.read_text())["run"]
+    plain = serialization.loads(SCHEMA_1.read_text())["run"]
     before = copy.deepcopy(plain)
     migrate(plain, 1)
     assert repr(plain) == repr(before)

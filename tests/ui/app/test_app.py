@@ -14,7 +14,7 @@ from tests.ui.conftest import HOST, Upload, encoded, outcome
 
 from sigmascope.lbm.infer import translate_image
 from sigmascope.records.serialization import run_from_json
-from sigmascope.ui import lbm_model as translator
+from sigmascope.ui import lbm_model
 from sigmascope.ui.app import make_app
 from sigmascope.ui.lbm_model import ServedModel
 from sigmascope.ui.lbm_page import ASSETS
@@ -56,7 +56,7 @@ def test_the_server_answers_while_the_model_works_and_says_who_is_next(
         assert proceed.wait(20)
         return real(*args, **options)
 
-    monkeypatch.setattr(translator, "translate_image", held)
+    monkeypatch.setattr(lbm_model, "translate_image", held)
     picture = upload(encoded(photograph))
 
     def ask(name: str, scale: float) -> dict[str, Any]:
@@ -184,4 +184,4 @@ def test_the_pocket_model_has_scenes_to_try(served: ServedModel) -> None:
 
 
 def test_the_assets_lie_in_the_package() -> None:
-    assert Path(translator.__file__).parent == ASSETS.parent
+    assert Path(lbm_model.__file__).parent == ASSETS.parent

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from sigmascope.errors import ConfigError
-from sigmascope.ui import app as server
+from sigmascope.ui import app
 from sigmascope.ui.app import Address, bind
 from sigmascope.ui.jobs import JobLine
 
@@ -69,8 +69,8 @@ def test_the_end_does_not_wait_for_a_step_of_minutes(monkeypatch: pytest.MonkeyP
     line = JobLine(1)
     line.busy = True
     monkeypatch.setattr(os, "_exit", leave)
-    monkeypatch.setattr(server, "PATIENCE_SECONDS", 0.0)
-    server._leave(line)
+    monkeypatch.setattr(app, "PATIENCE_SECONDS", 0.0)
+    app._leave(line)
     assert left == [130]
 
 
@@ -79,5 +79,5 @@ def test_the_end_of_an_idle_server_is_an_ordinary_one(monkeypatch: pytest.Monkey
     slept: list[float] = []
     monkeypatch.setattr(os, "_exit", left.append)
     monkeypatch.setattr(time, "sleep", slept.append)
-    server._leave(JobLine(1))
+    app._leave(JobLine(1))
     assert (left, slept) == ([], [])

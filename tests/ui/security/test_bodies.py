@@ -11,7 +11,7 @@ from starlette.testclient import TestClient
 from starlette.types import ASGIApp, Message
 from tests.ui.conftest import HOST, encoded
 
-from sigmascope.ui import lbm_page as endpoints
+from sigmascope.ui import lbm_page
 from sigmascope.ui.app import make_app
 from sigmascope.ui.lbm_model import ServedModel
 from sigmascope.ui.security import Limits
@@ -98,7 +98,7 @@ def test_a_fault_of_the_server_is_told_as_every_error_is(
     def fail(*_: Any) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(endpoints, "read_wish", fail)
+    monkeypatch.setattr(lbm_page, "read_wish", fail)
     with TestClient(make_app(served), base_url=HOST, raise_server_exceptions=False) as client:
         answer = client.post("/api/jobs", content=b"{}")
     assert answer.status_code == 500

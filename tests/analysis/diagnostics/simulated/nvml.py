@@ -8,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from sigmascope.monitor import scope as instruments
+from sigmascope.monitor import scope
 from sigmascope.monitor.utilization import Wish
 from sigmascope.probes import nvml
 from sigmascope.probes.nvml import GPU_ACTIVITY
@@ -111,7 +111,7 @@ def asked_through(library: Nvml, gpu: SimulatedGpu) -> Iterator[None]:
         patch.setattr(torch.cuda, "is_initialized", lambda: False)
         patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         patch.setattr(GPU_ACTIVITY, "_clock", lambda: gpu.now_ns / 1e9)
-        patch.setattr(instruments, "SAMPLER", Sampler(gpu))
+        patch.setattr(scope, "SAMPLER", Sampler(gpu))
         GPU_ACTIVITY.forget()
         yield
     GPU_ACTIVITY.forget()

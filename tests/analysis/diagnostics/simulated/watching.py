@@ -10,7 +10,7 @@ from torch import nn
 
 import sigmascope
 from sigmascope.analysis.diagnostics import diagnose
-from sigmascope.integrations.diffusers import watch_session as session
+from sigmascope.integrations.diffusers import watch_session
 from sigmascope.monitor import Recorder
 from sigmascope.records.run import Finding, Run
 
@@ -27,7 +27,7 @@ def on_this_gpu(gpu: SimulatedGpu) -> Iterator[None]:
         return Recorder(name, sample_hz, gpu, gpu, **choices)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session, "Recorder", recorder)
+        patch.setattr(watch_session, "Recorder", recorder)
         yield
 
 

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, BinaryIO
 import pytest
 import torch
 
-from sigmascope.checkpoints import safetensors as disk_writes
-from sigmascope.checkpoints import safetensors as writer
+from sigmascope.checkpoints import safetensors
 from sigmascope.cli.root import run
 from sigmascope.lora.extract import extract_lora
 
@@ -108,9 +107,8 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             room[0] -= 1
         write_all(stream, data)
 
-    write_all = disk_writes.write_all
-    for module in (writer, disk_writes):
-        monkeypatch.setattr(module, "write_all", write)
+    write_all = safetensors.write_all
+    monkeypatch.setattr(safetensors, "write_all", write)
     return room
 
 

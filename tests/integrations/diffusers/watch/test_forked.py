@@ -13,7 +13,7 @@ from tests.families import generate
 from torch import Tensor, nn
 
 import sigmascope
-from sigmascope.integrations.diffusers import hooks as taps
+from sigmascope.integrations.diffusers import hooks
 from sigmascope.integrations.import_hook import FINDER
 from sigmascope.records.run import Run
 
@@ -57,7 +57,7 @@ def test_a_child_that_is_forked_while_another_thread_puts_a_watch_on_does_not_wa
     holds, free = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with taps._LOCK, FINDER._lock:
+        with hooks._LOCK, FINDER._lock:
             holds.set()
             free.wait()
 

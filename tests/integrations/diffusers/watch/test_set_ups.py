@@ -10,8 +10,7 @@ from tests.integrations.diffusers.marks import left_behind, marks
 from torch import Tensor, nn
 
 import sigmascope
-from sigmascope.integrations.diffusers import hooks as module_calls
-from sigmascope.integrations.diffusers import watch_session as hearing
+from sigmascope.integrations.diffusers import hooks, watch_session
 
 CPU = torch.device("cpu")
 CALLS: list[str] = []
@@ -74,10 +73,10 @@ def test_a_compiled_denoiser_has_its_steps_in_one_graph(how: str, when: str) -> 
 def test_what_is_compiled_in_place_is_as_before() -> None:
     denoiser = compiled(TinyDenoiser(), "in place")
     pipe = sigmascope_pipeline(denoiser)
-    before = vars(denoiser)[module_calls.COMPILED]
+    before = vars(denoiser)[hooks.COMPILED]
     with sigmascope.watch(pipe):
         pipe(2)
-    assert vars(denoiser)[module_calls.COMPILED] is before
+    assert vars(denoiser)[hooks.COMPILED] is before
     assert CALLS == ["graph"]
     pipe(2)
     assert CALLS == ["graph"]
@@ -118,7 +117,7 @@ def test_without_a_scheduler_calls_at_one_timestep_are_one_step(calls_a_step: in
 def test_pipelines_that_come_and_go_are_all_heard() -> None:
     gc.freeze()  # collecting looks at what is made from here on alone
     with sigmascope.watch() as run:
-        session = hearing.OPEN[-1]
+        session = watch_session.OPEN[-1]
         for _ in range(30):  # a new denoiser is often where one lay that is gone
             pipe = OwnPipeline(TinyDenoiser())
             session.watch(pipe)

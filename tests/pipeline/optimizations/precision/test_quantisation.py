@@ -12,7 +12,7 @@ from tests.pipeline.deep_snapshot import deep_snapshot, differences
 from tests.pipeline.optimized import CPU, RTX_4090, T4, automatic, chosen, optimizer, reason, warm_pipeline
 from torch import nn
 
-from sigmascope.pipeline.optimizations import precision as quantisation
+from sigmascope.pipeline.optimizations import precision
 
 
 def _round_to_127(module: nn.Module, config: object) -> None:
@@ -42,7 +42,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_torchao_it_is_left_with_the_command_that_installs_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(quantisation, "find_spec", lambda name: None)
+    monkeypatch.setattr(precision, "find_spec", lambda name: None)
     plan = optimizer(quantisation="int8").plan(warm_pipeline("flux"))
     assert reason(plan, "quantisation") == "torchao is not installed (pip install torchao)"
 
