@@ -8,7 +8,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist l
 SOURCES := src tests benchmarks examples scripts
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow check format bench docs gpu-check pocket clean
+.PHONY: help demo test test-slow chaos check format bench docs gpu-check pocket clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-10s %s\n", $$1, $$2}'
@@ -33,6 +33,9 @@ test: $(VENV)/installed-test ## Run the tests but the slow ones, a process on ea
 
 test-slow: $(VENV)/installed-test ## Run the slow tests: whole processes, many combinations
 	$(PYTEST) -m slow
+
+chaos: $(VENV)/installed-test ## Try to break it; SEED= repeats a run, N=0.1 is a tenth, ONLY="files bombs" two kinds
+	OMP_NUM_THREADS=1 PYTHONPATH=src:. $(BIN)/python -m tests.chaos $(ONLY) $(if $(SEED),--seed $(SEED)) $(if $(N),--n $(N))
 
 check: $(VENV)/installed-dev ## Format, lint, types, layers
 	$(BIN)/ruff format --check $(SOURCES)

@@ -15,9 +15,10 @@ from PIL import Image
 from torch import Tensor
 
 import sigmascope
+from sigmascope import load_lbm
 from sigmascope.lbm.bridge import add_bridge_noise, bridge_sigmas, euler_step
 from sigmascope.lbm.images import image_to_tensor, tensor_to_image
-from sigmascope.lbm.model import LbmModel, load_lbm
+from sigmascope.lbm.model import LbmModel
 from sigmascope.lbm.pocket import BASE_PATH, EXAMPLE_SCENE
 from sigmascope.lbm.pocket.scenes import make_scene, scene_source_light, shade
 

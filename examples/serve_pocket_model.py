@@ -21,9 +21,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 import sigmascope
+from sigmascope import load_lbm, translate_image
 from sigmascope.integrations.asgi import PerformanceMonitoringMiddleware
-from sigmascope.lbm.infer import translate_image
-from sigmascope.lbm.model import LbmModel, load_lbm
+from sigmascope.lbm.model import LbmModel
 from sigmascope.lbm.pocket import TUNED_PATH
 
 STEPS = 2

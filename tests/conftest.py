@@ -1,5 +1,6 @@
 """Fixtures that several rooms use."""
 
+import os
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import Any, Protocol
 import pytest
 import torch
 from safetensors.torch import save_file
+from tests.comfy_shapes.checkout import VARIABLE, Checkout, why_not
 from tests.runtime_types import check_annotations
 from torch import Tensor
 
@@ -140,3 +142,12 @@ def backbone(tmp_path: Path) -> Path:
     unet.save_pretrained(tmp_path / "backbone" / "unet")
     vae.save_pretrained(tmp_path / "backbone" / "vae")
     return tmp_path / "backbone"
+
+
+@pytest.fixture(scope="session")
+def comfy() -> Checkout:
+    """The real ComfyUI that `SIGMASCOPE_COMFYUI` names; where it names none, the test is skipped and says so."""
+    reason = why_not()
+    if reason is not None:
+        pytest.skip(reason)
+    return Checkout(Path(os.environ[VARIABLE]))

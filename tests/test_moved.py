@@ -16,7 +16,7 @@ SHOWN = (
     ("analysis.diagnostics.diagnose", "diagnose", "analysis.diagnostics"),
     ("lbm.train", "Listeners", "lbm.training.metrics"),
     ("lbm.train", "train", "lbm.training.train"),
-    ("lora.combine", "combine_loras", "lora.merge"),
+    ("lora.combine", "CombineOptions", "lora.merge"),
     ("lora.formats", "load_lora", "lora.reader"),
     ("lora.formats", "save_lora", "lora.writer"),
     ("lora.merge", "merge_lora", "lora.apply"),
@@ -45,6 +45,12 @@ def test_an_old_path_gives_the_same_object_and_names_the_new_path(old: str, name
     with pytest.warns(DeprecationWarning, match=f"sigmascope.{new}.{name} now"):
         given = getattr(import_module(f"sigmascope.{old}"), name)
     assert given is getattr(import_module(f"sigmascope.{new}"), name)
+
+
+def test_an_old_path_gives_what_was_renamed() -> None:
+    with pytest.warns(DeprecationWarning, match=r"sigmascope.lora.merge.merge_loras now"):
+        given = import_module("sigmascope.lora.combine").combine_loras
+    assert given is import_module("sigmascope").merge_loras
 
 
 def test_every_old_path_is_importable_and_every_new_one_exists() -> None:

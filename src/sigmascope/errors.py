@@ -24,6 +24,8 @@ The command line prints both and exits with `exit_code`.
 from pathlib import Path
 from typing import Any
 
+_LONGEST_LINE = 4000  # characters of a message
+
 
 class SigmascopeError(Exception):
     """Base of all errors that a user can act on.
@@ -36,6 +38,11 @@ class SigmascopeError(Exception):
     exit_code = 1
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
+        if len(message) > _LONGEST_LINE:  # a file may hold a name of any length
+            lines = message.split("\n")
+            message = "\n".join(
+                line if len(line) <= _LONGEST_LINE else f"{line[:_LONGEST_LINE]}…" for line in lines
+            )
         super().__init__(message)
         self.message = message
         self.hint = hint

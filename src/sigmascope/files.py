@@ -3,31 +3,47 @@
 A temporary file is written beside the target, flushed to the disk and renamed over it. Whatever goes
 wrong before the rename (an error, Ctrl-C), the target stays as it was and the temporary file goes; that
 of a process that was killed goes when the same target is written next. Its name says which process on
-which machine is writing, so that the next writer can tell a leftover from a file that is being written
-right now, on a shared folder too.
+which machine is writing, and the writer holds a lock on it, so that the next writer can tell a leftover from
+a file that is being written right now: two containers that share a folder do not see each other's processes.
 
 What the operating system refuses becomes a reason and a next step for the user: `reason_of`,
 `reading_hint` and `writing_hint`.
+
+Records name files without saying whose machine they lie on: `short_path` and `without_home`. `parse_json` reads JSON
+that may be anybody's: of each `[],` in a text, `json.loads` makes 70 bytes.
 """
 
 import errno
 import hashlib
+import json
 import logging
 import os
 import platform
 import re
 import secrets
+import shutil
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    _HAS_LOCKS = False
+else:
+    _HAS_LOCKS = True
 
 from sigmascope.errors import WriteError
 
 _log = logging.getLogger(__name__)
 _PERMISSION_BITS = 0o777
+_OWNERS_ONLY, _BY_UMASK = 0o600, 0o666
+_A_DAY = 24 * 3600.0  # seconds
 
 # How much of the target's name a temporary file's name repeats.
 _STEM_LENGTH = 24
@@ -35,20 +51,24 @@ _SUFFIX_LENGTH = 16
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 """Error numbers that mean there is no room left, on the disk or in the quota."""
+MOST_JSON_VALUES = 2_000_000
+"""In one text of JSON: a safetensors header takes 8 for each tensor, a run 5 for each step."""
 _NO_PERMISSION = (errno.EACCES, errno.EPERM)
 _WRONG_PATH = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
 
 
 @contextmanager
-def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
+def atomic_path(path: str | os.PathLike[str], *, private: bool = False) -> Iterator[Path]:
     """Yield a temporary path beside `path`; when the block ends well, it becomes `path`.
 
-    The temporary file exists already, is hidden, and keeps the target's suffix, so that writers which
+    The temporary file exists already, is hidden and locked, and keeps the target's suffix, so that writers which
     choose a format by suffix work. A link is followed. The result has the permission bits of the file
-    that it replaces, or those that the umask gives to a new one. Folders are not created.
+    that it replaces, or those that the umask gives to a new one. Folders that are missing are made.
 
     Args:
         path: The file to write.
+        private: Whether the result is for its owner alone (mode 0600, where there are modes), also where it replaces a
+            file that others may read. One that was stricter stays so.
 
     Yields:
         The path to write to. The writer may also replace the file there.
@@ -60,8 +80,9 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     target = _checked_target(Path(path))
     remove_leftovers(target)
     temporary = target.with_name(temporary_name(target))
+    lock = ExitStack()
     try:
-        mode = _create(temporary, target)
+        mode = _create(temporary, target, lock, private=private)
         yield temporary
         _flush_to_disk(temporary, mode)
         temporary.replace(target)
@@ -71,13 +92,13 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
         message = f"cannot be written ({reason_of(error)})."
         raise WriteError(Path(path), message, hint=writing_hint(error)) from error
     finally:
-        with suppress(OSError):  # after the rename nothing is there; otherwise nothing more can be done
+        with lock, suppress(OSError):  # after the rename nothing is there; otherwise nothing more can be done
             temporary.unlink(missing_ok=True)
     _flush_folder(target.parent)
 
 
 def _checked_target(path: Path) -> Path:
-    """The file behind `path`, refused here rather than after minutes of work that could not be kept."""
+    """The file behind `path`, refused here rather than after minutes of work that could not be kept. Its folder is made."""
     try:
         target = path.resolve()
         mode = _mode(target)
@@ -90,7 +111,7 @@ def _checked_target(path: Path) -> Path:
         raise WriteError(path, f"cannot be reached ({error}).", hint="Check the path.") from error
     if mode is None:
         if folder_mode is None:
-            raise WriteError(path, "its folder does not exist.", hint=f"Create {target.parent}.")
+            _make_folder(target)
         return target
     if stat.S_ISDIR(mode):
         raise WriteError(path, "is a folder.", hint="Name a file inside it.")
@@ -101,6 +122,14 @@ def _checked_target(path: Path) -> Path:
     return target
 
 
+def _make_folder(target: Path) -> None:
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        message = f"its folder {target.parent} cannot be made ({reason_of(error)})."
+        raise WriteError(target, message, hint=writing_hint(error)) from error
+
+
 def _mode(path: Path) -> int | None:
     try:
         return path.stat().st_mode
@@ -108,15 +137,20 @@ def _mode(path: Path) -> int | None:
         return None
 
 
-def _create(temporary: Path, target: Path) -> int:
-    """Create the temporary file and give the permission bits that the result must have."""
-    descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
-    try:
-        mode = stat.S_IMODE(os.fstat(descriptor).st_mode) & _PERMISSION_BITS
-    finally:
-        os.close(descriptor)
+def _create(temporary: Path, target: Path, lock: ExitStack, *, private: bool) -> int:
+    """Create the temporary file, locked until `lock` is closed, and give the permission bits of the result."""
+    asked = _OWNERS_ONLY if private else _BY_UMASK
+    descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, asked)
+    lock.callback(os.close, descriptor)
+    mode = stat.S_IMODE(os.fstat(descriptor).st_mode) & _PERMISSION_BITS
+    if not _HAS_LOCKS:
+        lock.close()  # Windows renames no file that is open
+    else:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     if target.exists():
-        mode = stat.S_IMODE(target.stat().st_mode) & _PERMISSION_BITS
+        # A file system without modes gives what it gives, and refuses to be asked for another.
+        mode = stat.S_IMODE(target.stat().st_mode) & (mode if private else _PERMISSION_BITS)
         temporary.chmod(mode)
     return mode
 
@@ -152,13 +186,13 @@ def _flush_folder(folder: Path) -> None:
 
 
 def require_writable(path: str | os.PathLike[str]) -> None:
-    """Refuse a target that `atomic_path` would refuse, before the work whose result goes there.
+    """Refuse a target that `atomic_path` would refuse, before the work whose result goes there; make its folder.
 
     Args:
         path: The file that is to be written.
 
     Raises:
-        WriteError: It is a folder, no regular file or write-protected, or its folder does not exist.
+        WriteError: It is a folder, no regular file or write-protected, or its folder cannot be made.
     """
     _checked_target(Path(path))
 
@@ -212,7 +246,68 @@ def _leftovers(target: Path) -> list[Path]:
         _log.debug("%s cannot be searched for leftovers: %s", target.parent, error)
         return []
     matches = [match for name in names if (match := pattern.fullmatch(name))]
-    return [target.with_name(match[0]) for match in matches if not psutil.pid_exists(int(match[1]))]
+    gone = [target.with_name(match[0]) for match in matches if not psutil.pid_exists(int(match[1]))]
+    return [file for file in gone if _is_abandoned(file)]
+
+
+def _is_abandoned(file: Path) -> bool:
+    """Whether nobody holds the file's lock; where there are no locks, whether a day went by without a change.
+
+    That no such process is here says little: its writer may live in another container.
+    """
+    try:
+        descriptor = os.open(file, os.O_RDWR)  # a lock over NFS asks for it
+        try:
+            if _HAS_LOCKS:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            _log.debug("%s cannot be locked: %s", file, error)
+        finally:
+            os.close(descriptor)
+        return time.time() - file.stat().st_mtime > _A_DAY
+    except OSError as error:
+        _log.debug("%s cannot be looked at: %s", file, error)
+        return False
+
+
+def parse_json(
+    text: str | bytes,
+    *,
+    object_pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None,
+    parse_constant: Callable[[str], Any] | None = None,
+) -> Any:
+    """`json.loads` of what may be anybody's text, in memory of a few times its size.
+
+    Args:
+        text: In UTF-8 where it is bytes.
+        object_pairs_hook: As there.
+        parse_constant: As there.
+
+    Raises:
+        ValueError: It is no JSON, nested too deeply, or of more values than `MOST_JSON_VALUES`.
+    """
+    if len(text) > MOST_JSON_VALUES:
+        if isinstance(text, bytes):
+            values = text.count(b",") + text.count(b"[") + text.count(b"{")
+        else:
+            values = text.count(",") + text.count("[") + text.count("{")
+        if values > MOST_JSON_VALUES:
+            raise ValueError(f"it has {values:,} values, and {MOST_JSON_VALUES:,} are the limit")
+    try:
+        return json.loads(text, object_pairs_hook=object_pairs_hook, parse_constant=parse_constant)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def free_bytes(folder: Path) -> int | None:
+    """What is free on a folder's disk; None where the system does not say."""
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return None
 
 
 def reason_of(error: OSError | ValueError) -> str:
@@ -238,3 +333,43 @@ def writing_hint(error: OSError | ValueError) -> str:
     if number == errno.ENAMETOOLONG:
         return "Choose a shorter name."
     return "Check the path." if number in _WRONG_PATH else "Choose a folder that you can write to."
+
+
+_LEFT_OUT = re.compile(r".*[/\\](?:(?:site|dist)-packages[/\\]|(?=models--[^/\\]+[/\\]snapshots[/\\]))")
+"""What comes before an installed package, or before a model in the cache of the hub."""
+
+
+def short_path(path: str | os.PathLike[str]) -> str:
+    """A path as records name it, without the folders that tell of a user or a machine.
+
+    `diffusers/…` for a file of an installed package, `models--…` for one in the hub's cache; else from the working folder;
+    else `~/…`; else the last two parts.
+    What is not absolute, such as a name on the hub or `<stdin>`, is given as it is.
+    """
+    text = os.fsdecode(path)
+    if not os.path.isabs(text):  # noqa: PTH117 - text is what paths are compared as
+        return text
+    before = _LEFT_OUT.match(text)
+    if before is not None:
+        return text[before.end() :]
+    for folder, name in _known_folders():
+        if text.startswith(folder + os.sep):
+            return name + text[len(folder) + 1 :]
+    return "/".join(Path(text).parts[1:][-2:]) or text
+
+
+def _known_folders() -> list[tuple[str, str]]:
+    """The working folder and the user's, the deeper one first, with what stands for each."""
+    found = []
+    with suppress(OSError):  # the folder was removed
+        found.append((os.getcwd(), ""))  # noqa: PTH109 - as above
+    found.append((os.path.expanduser("~"), "~/"))  # noqa: PTH111 - as above; raises nothing without a home
+    return sorted((one for one in found if len(one[0]) > 1), key=lambda one: len(one[0]), reverse=True)
+
+
+def without_home(text: str) -> str:
+    """A text in which the user's folder is `~` wherever it is named."""
+    home = os.path.expanduser("~")  # noqa: PTH111 - raises nothing without a home
+    if len(home) < 2 or home not in text:
+        return text
+    return re.sub(rf"(?<![\w.~/\\-]){re.escape(home)}(?![\w-])", "~", text)

@@ -135,6 +135,8 @@ _IN_STARTUP_FILES: Final = "integrations.autostart.process"
 """What the startup files for SIGMASCOPE=1 imported. The program has no part in it: a warning would be for nobody."""
 _RENEW: Final = "the startup file is the last release's; `sigmascope watch --install` renews it."
 
+_RENAMED: Final = {"combine_loras": "merge_loras"}
+
 
 def moved_name(module: str, name: str) -> Any:
     """What a name of an old module is now.
@@ -150,6 +152,7 @@ def moved_name(module: str, name: str) -> Any:
     if name in _GIVES_ONLY.get(old, (name,)):
         for home in MOVED.get(old, "").split():
             new = import_module(_PACKAGE + home)
+            name = _RENAMED.get(name, name)
             if hasattr(new, name):
                 there = getattr(new, name)
                 defined_in = str(getattr(there, "__module__", ""))  # a home may only import the name

@@ -5,7 +5,8 @@ import pytest
 from tests.analysis.run_sets import queued, run
 
 from sigmascope.analysis.run_figures import figures_of, timed_on_device
-from sigmascope.records.run import Run, Stage
+from sigmascope.records.memory import PeakMemory
+from sigmascope.records.run import Folded, FoldedStages, Run, Stage
 
 
 def test_a_run_gives_its_total_its_stages_its_steps_and_its_peaks() -> None:
@@ -99,3 +100,28 @@ def test_a_run_whose_steps_lack_the_device_s_clock_is_left_out_of_them_too() -> 
     runs = [queued(9.0, 0.5, 0.5)] * 5 + [queued(None, None, None)]
     figure = figures_of(runs, timed_on_device(runs))["denoising step"]
     assert (figure.values, figure.untimed) == ((0.5,) * 5, 1)
+
+
+def served(on_device: int) -> Run:
+    """A generation in full after three that are folded, of which the accelerator timed some."""
+    sums = {
+        "generation": FoldedStages(3, 30.0, 12.0, device_seconds=27.0, timed_on_device=on_device),
+        "generation/encode": FoldedStages(3, 6.0, 2.0),
+        "generation/encode/encode": FoldedStages(3, 3.0, 1.0),
+    }
+    inner = Stage("encode", 40.0, 2.0)
+    stages = (Stage("generation", 40.0, 8.0, facts={"device_seconds": 7.0}, children=(inner,)),)
+    folded = Folded(1, 3, 0.0, 30.0, sums, PeakMemory(500, 9.0))
+    return Run("id", "run", "2026-01-01T00:00:00+00:00", 48.0, stages=stages, folded=folded)
+
+
+def test_folded_stages_are_in_the_sums_and_in_the_peak() -> None:
+    figures = figures_of([served(3)])
+    assert figures["generation"].values == (38.0,)
+    assert figures["encode"].values == (8.0,)  # not twice inside itself
+    assert figures["process peak"].values == (500.0,)
+
+
+def test_folded_stages_go_by_the_device_s_clock_if_it_timed_them_all() -> None:
+    figure = figures_of([served(3), served(2)], {"generation"})["generation"]
+    assert (figure.values, figure.untimed) == ((34.0,), 1)

@@ -68,6 +68,16 @@ def test_a_dump_that_the_index_lacks_is_read_from_its_header(tmp_path: Path) -> 
     assert (entry.name, entry.saved_at, dict(entry.tensors)) == ("a/b", None, {"x": (1,)})
 
 
+@pytest.mark.parametrize("size", ["Infinity", "1e999", "[" * 100_000])
+def test_a_line_with_an_impossible_size_costs_only_its_time(size: str, tmp_path: Path) -> None:
+    dumps = TensorDumps(tmp_path)
+    dumps.save("first", torch.ones(2))
+    line = f'{{"name": "first", "file": "first.safetensors", "saved_at": "", "tensors": {{"x": [{size}]}}}}'
+    (tmp_path / INDEX_NAME).write_text(line)
+    [entry] = dumps.index
+    assert (entry.name, entry.saved_at, list(entry.tensors.values())) == ("first", None, [(2,)])
+
+
 def test_a_torn_line_of_the_index_costs_only_its_time(tmp_path: Path) -> None:
     dumps = TensorDumps(tmp_path)
     dumps.save("first", one(1))
@@ -166,7 +176,7 @@ import os, sys, torch
 from sigmascope import TensorDumps
 from sigmascope.checkpoints import dump_folder
 
-def killed(path, tensors, header):
+def killed(path, tensors, header, **options):
     from sigmascope.files import temporary_name
     path.with_name(temporary_name(path)).write_bytes(b"half")
     os._exit(9)
@@ -184,3 +194,8 @@ TensorDumps(sys.argv[1]).save("a", torch.ones(2))
         INDEX_NAME,
     ]
     assert list(dumps) == ["a-2"]
+
+
+def test_a_folder_that_no_system_can_have_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(WriteError, match="dumps cannot be written"):
+        TensorDumps(tmp_path / "nul\0").save("first", torch.ones(2))

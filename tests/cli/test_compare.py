@@ -1,13 +1,17 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from tests.analysis.run_sets import noisy_runs
+from tests.monitor.conftest import FakeClock
 from typer.testing import CliRunner, Result
 
+import sigmascope
 from sigmascope.cli.root import app
 from sigmascope.errors import RecordError
 from sigmascope.records.facts import HostFacts
+from sigmascope.records.run import Folded
 
 
 def saved(
@@ -78,3 +82,35 @@ def test_nothing_in_common_is_an_error(tmp_path: Path) -> None:
     done = compare(saved(tmp_path / "new", work="a"), "--baseline", saved(tmp_path / "old", work="b"))
     assert isinstance(done.exception, RecordError)
     assert "nothing in common" in done.exception.message
+
+
+def test_a_target_is_spoken_of_only_where_one_was_given(tmp_path: Path) -> None:
+    def generated(name: str, seconds: float, **target: Any) -> Path:
+        clock = FakeClock()
+        monitor = sigmascope.PerformanceMonitor(**target, clock=clock, sample_hz=None)
+        with monitor.monitor_generation("model"):
+            clock.pass_seconds(seconds)
+        monitor.runs[-1].save(tmp_path / name)
+        return tmp_path / name
+
+    def told(*sides: Path) -> str:
+        output = " ".join(compare(sides[1], "--baseline", sides[0]).output.split())
+        return output[output.index("Median generation") :]
+
+    old, new = generated("old.json", 16.0), generated("new.json", 2.4)
+    assert told(old, new).startswith("Median generation 16.00 s → 2.40 s: 85.0 % less, 6.7x as fast. 1 run")
+    set_one = generated("set.json", 2.4, target_generation_time=5.0)
+    assert "score – → 100.0; target none → met." in told(old, set_one).replace("—", "–").replace("-", "–")
+    was_set = generated("was.json", 16.0, target_generation_time=5.0)
+    assert "score 31.2 → 100.0; target missed → met." in told(was_set, set_one)
+
+
+def test_generations_that_are_folded_are_told(tmp_path: Path) -> None:
+    new, old = saved(tmp_path / "new", count=1), saved(tmp_path / "old", count=1, seed=1)
+    run = sigmascope.load_run(new / "0.json")
+    replace(run, folded=Folded(100, 1900, 0.0, 1.0)).save(new / "0.json")
+    output = " ".join(compare(new, "--baseline", old).output.split())
+    assert "leave out earlier generations, folded: 0 before, 1,900 now." in output
+    [told] = json.loads(compare(new, "--baseline", old, "--json").output)["comparisons"]
+    assert told["folded"] == [0, 1900]
+    assert "folded" not in compare(old, "--baseline", saved(tmp_path / "third", seed=2)).output

@@ -67,7 +67,7 @@ def test_options_reach_the_process() -> None:
     settings = launched(
         "--prompts", "hash", "--name", "portrait", "--sample_hz", "5", "--step_memory", "-q", "script.py"
     ).settings
-    assert settings == Settings(None, None, "hash", "portrait", "5.0", "1", "1", "1")
+    assert settings == Settings(None, None, "hash", "portrait", "5.0", "1", "1", "1", "100")
 
 
 @pytest.mark.parametrize(
@@ -91,9 +91,10 @@ def test_what_makes_no_sense_is_refused(arguments: list[str], words: str) -> Non
     assert error.hint
 
 
-@pytest.mark.parametrize("path", ["nowhere/run.json", "nowhere/"])
+@pytest.mark.parametrize("path", ["taken/run.json", "nowhere/"])
 def test_a_place_that_cannot_be_written_is_refused_before_the_script_runs(path: str) -> None:
-    assert "nowhere" in refused("--output", path, "script.py").message
+    Path("taken").write_text("")
+    assert path.partition("/")[0] in refused("--output", path, "script.py").message
 
 
 def test_the_startup_file_is_installed_and_taken_away(
@@ -122,7 +123,8 @@ def test_a_python_that_nothing_comes_into_is_refused(option: str) -> None:
 
 
 def test_errors_of_places_are_errors_of_writing() -> None:
-    assert isinstance(refused("--trace", "nowhere/t.json", "script.py"), WriteError)
+    Path("taken").write_text("")
+    assert isinstance(refused("--trace", "taken/t.json", "script.py"), WriteError)
 
 
 def test_the_exit_code_and_the_output_are_the_script_s() -> None:
@@ -134,3 +136,27 @@ def test_the_exit_code_and_the_output_are_the_script_s() -> None:
         check=False,
     )
     assert (done.returncode, done.stdout) == (3, "['--steps', '4']\n")
+
+
+def test_a_file_s_name_does_not_speak_to_the_terminal() -> None:
+    output = "run\x1b]0;mine\x07.json"
+    code = "import sigmascope\nwith sigmascope.stage('own'): pass"
+    watched = [sys.executable, "-m", "sigmascope", "watch", "--output", output, "-c", code]
+    ended = subprocess.run(watched, capture_output=True, text=True, check=False)
+    assert "run\N{REPLACEMENT CHARACTER}]0;mine" in ended.stderr
+    assert "\x1b]" not in ended.stderr + ended.stdout
+
+
+def test_a_script_with_a_watch_of_its_own_is_watched(tmp_path: Path) -> None:
+    code = "import sigmascope\nwith sigmascope.watch(): pass\nwith sigmascope.stage('own'): pass"
+    watched = [sys.executable, "-m", "sigmascope", "watch", "--output", "run.json", "-c", code]
+    ended = subprocess.run(watched, capture_output=True, text=True, check=False)
+    assert "nothing is watched" not in ended.stderr
+    assert "the record is in" in ended.stderr
+    assert (tmp_path / "run.json").stat().st_size > 0
+
+
+def test_no_line_of_a_message_is_endless() -> None:
+    error = ConfigError(f"{'x' * 200_000}\nshort", hint="Look.")
+    assert 1000 < len(str(error)) < 5000
+    assert str(error).endswith("…\nshort Look.")

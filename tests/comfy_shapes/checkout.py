@@ -29,7 +29,7 @@ _ALSO_NOT_NEEDED = (
 )
 
 
-class _Anything(ModuleType):
+class Anything(ModuleType):
     """A module that has whatever class is asked of it."""
 
     def __getattr__(self, name: str) -> Any:
@@ -51,7 +51,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        return _Anything(spec.name)
+        return Anything(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
         pass

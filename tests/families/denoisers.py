@@ -1,14 +1,13 @@
 """The denoisers of the seven families: the blocks and names of the full models, narrow and few."""
 
-from functools import cache
 from typing import Any
 
 from tests.families.encoders import QWEN_WIDTH, T5_WIDTH
-from tests.families.weights import built
+from tests.families.weights import built, copied
 from torch import nn
 
 
-@cache
+@copied
 def sd15_unet() -> nn.Module:
     """All four levels of SD1.5."""
     return _unet(
@@ -18,7 +17,7 @@ def sd15_unet() -> nn.Module:
     )
 
 
-@cache
+@copied
 def sdxl_unet() -> nn.Module:
     """SDXL's three levels, the first without attention, with its added embedding of pooled text and sizes."""
     return _unet(
@@ -35,7 +34,7 @@ def sdxl_unet() -> nn.Module:
     )
 
 
-@cache
+@copied
 def flux_transformer() -> nn.Module:
     """FLUX.1-dev's: two blocks of either kind, with guidance embedded."""
     from diffusers import FluxTransformer2DModel
@@ -55,7 +54,7 @@ def flux_transformer() -> nn.Module:
     )
 
 
-@cache
+@copied
 def sd3_transformer() -> nn.Module:
     """SD3's: the last block has no feed-forward for the text."""
     from diffusers import SD3Transformer2DModel
@@ -76,7 +75,7 @@ def sd3_transformer() -> nn.Module:
     )
 
 
-@cache
+@copied
 def qwen_transformer() -> nn.Module:
     """Qwen-Image's two-stream blocks."""
     from diffusers import QwenImageTransformer2DModel
@@ -92,7 +91,7 @@ def qwen_transformer() -> nn.Module:
     )
 
 
-@cache
+@copied
 def wan_transformer(*, vace: bool = False) -> nn.Module:
     """WAN's text-to-video model, or the one with VACE's conditioning beside it."""
     from diffusers import WanTransformer3DModel, WanVACETransformer3DModel

@@ -1,16 +1,15 @@
 """The text encoders of transformers at small size. Each width is its own, so that none stands in for another."""
 
-from functools import cache
 from typing import Any
 
 from tests.families.tokenizers import VOCABULARY, clip_tokenizer
-from tests.families.weights import built
+from tests.families.weights import built, copied
 from torch import nn
 
 T5_WIDTH, QWEN_WIDTH = 24, 32
 
 
-@cache
+@copied
 def clip(width: int = 16, *, projection: int | None = None, layers: int = 2) -> nn.Module:
     """A CLIPTextModel, or one with a projection."""
     from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
@@ -31,7 +30,7 @@ def clip(width: int = 16, *, projection: int | None = None, layers: int = 2) -> 
     return built(lambda: kind(config))
 
 
-@cache
+@copied
 def t5(width: int = T5_WIDTH, *, umt5: bool = False) -> nn.Module:
     """A T5EncoderModel or UMT5EncoderModel."""
     from transformers import T5Config, T5EncoderModel, UMT5Config, UMT5EncoderModel
@@ -48,7 +47,7 @@ def t5(width: int = T5_WIDTH, *, umt5: bool = False) -> nn.Module:
     return built(lambda: UMT5EncoderModel(UMT5Config(**sizes)) if umt5 else T5EncoderModel(T5Config(**sizes)))
 
 
-@cache
+@copied
 def qwen() -> nn.Module:
     """A Qwen2.5-VL, with the vision tower that Qwen-Image's text encoder has too."""
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration

@@ -1,6 +1,5 @@
 """Real pipelines of diffusers for seven families, built offline from small configurations."""
 
-import copy
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ PROMPT = "a red fox over the lazy dog"
 
 
 def make_pipeline(family: str | Family) -> Any:
-    """A pipeline of its own: weights are copied from what was built first, so a test may do what it likes to it.
+    """A pipeline of its own, tokenizers included: a test may do what it likes to it, in threads too.
 
     Args:
         family: One of `FAMILIES`, or its name: `sd15`, `sdxl`, `flux`, `sd3`, `qwen_image`, `wan`, `wan_vace`.
@@ -22,9 +21,7 @@ def make_pipeline(family: str | Family) -> Any:
     import diffusers
 
     made = FAMILIES[family] if isinstance(family, str) else family
-    # With its tokenizers: one that two threads use pads for the one as the other has just asked for.
-    parts = {name: copy.deepcopy(part) for name, part in made.components().items()}
-    pipeline = getattr(diffusers, made.pipeline_class)(**parts)
+    pipeline = getattr(diffusers, made.pipeline_class)(**made.components())
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 

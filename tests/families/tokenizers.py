@@ -7,8 +7,9 @@ import json
 import re
 import string
 from collections.abc import Iterable
-from functools import cache
 from typing import Any
+
+from tests.families.weights import copied
 
 CORPUS = (
     "a red fox jumps over the lazy dog",
@@ -21,7 +22,7 @@ VOCABULARY = 640
 START, END = "<|startoftext|>", "<|endoftext|>"
 
 
-@cache
+@copied
 def clip_tokenizer() -> Any:
     """CLIP's: 77 tokens, every byte also as one that ends a word, and the words of the corpus."""
     from tokenizers.pre_tokenizers import ByteLevel
@@ -44,7 +45,7 @@ def _merges_of_words(words: Iterable[str]) -> list[tuple[str, str]]:
     return list(merges)
 
 
-@cache
+@copied
 def t5_tokenizer() -> Any:
     """T5's: Unigram, an end token and no start token; a word of the corpus is likelier than its letters."""
     from transformers import T5Tokenizer
@@ -55,7 +56,7 @@ def t5_tokenizer() -> Any:
     return T5Tokenizer(vocab=pieces, extra_ids=0, model_max_length=512)
 
 
-@cache
+@copied
 def qwen_tokenizer() -> Any:
     """Qwen2's: byte-level BPE, with the marks of its chat template."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers

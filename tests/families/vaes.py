@@ -1,12 +1,10 @@
 """The VAEs of diffusers at small size: of images at half the size, of videos at an eighth as in the full models."""
 
-from functools import cache
-
-from tests.families.weights import built
+from tests.families.weights import built, copied
 from torch import nn
 
 
-@cache
+@copied
 def image_vae(latent_channels: int = 4) -> nn.Module:
     """AutoencoderKL of two levels: latents of half the image's height and width."""
     from diffusers import AutoencoderKL
@@ -28,7 +26,7 @@ def image_vae(latent_channels: int = 4) -> nn.Module:
     )
 
 
-@cache
+@copied
 def video_vae(*, qwen: bool = False) -> nn.Module:
     """AutoencoderKLWan or Qwen-Image's: 16 channels, an eighth in space, a fourth in time."""
     from diffusers import AutoencoderKLQwenImage, AutoencoderKLWan

@@ -1,6 +1,7 @@
 import errno
 import os
 import stat
+import sys
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,20 @@ def test_an_exception_leaves_the_old_file_and_no_other(tmp_path: Path, error: Ba
     assert names(tmp_path) == ["run.json"]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc lists what is open")
+def test_ctrl_c_while_the_temporary_file_is_removed_leaves_no_file_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "unlink", interrupted)
+    with pytest.raises(KeyboardInterrupt), atomic_path(tmp_path / "run.json"):
+        pass
+    opened = [str(file.readlink()) for file in Path("/proc/self/fd").iterdir() if file.is_symlink()]
+    assert not [name for name in opened if str(tmp_path) in name]
+
+
 def test_a_full_disk_is_a_write_error_that_names_the_target(tmp_path: Path) -> None:
     target = tmp_path / "lora.safetensors"
     with (
@@ -65,13 +80,19 @@ def test_an_os_error_about_another_file_passes_unchanged(tmp_path: Path) -> None
     assert names(tmp_path) == []
 
 
-def test_a_missing_folder_is_named(tmp_path: Path) -> None:
-    with (
-        pytest.raises(WriteError, match="folder does not exist") as caught,
-        atomic_path(tmp_path / "no" / "run.json"),
-    ):
+def test_missing_folders_are_made(tmp_path: Path) -> None:
+    with atomic_path(tmp_path / "lora" / "checkpoints" / "run.json") as temporary:
+        temporary.write_text("{}")
+    assert (tmp_path / "lora" / "checkpoints" / "run.json").read_text() == "{}"
+
+
+def test_a_file_in_the_place_of_a_folder_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(WriteError, match="taken"), atomic_path(tmp_path / "taken" / "run.json"):
         pass
-    assert str(tmp_path / "no") in (caught.value.hint or "")
+    with pytest.raises(WriteError, match="taken"), atomic_path(tmp_path / "taken" / "deeper" / "run.json"):
+        pass
+    assert names(tmp_path) == ["taken"]
 
 
 def test_a_folder_is_no_target(tmp_path: Path) -> None:
@@ -123,6 +144,29 @@ def test_a_replaced_file_keeps_its_bits_even_when_the_writer_makes_a_new_file(tm
         temporary.unlink()
         temporary.touch(mode=0o600)
     assert permissions(target) == 0o640
+
+
+@pytest.mark.skipif(os.name == "nt", reason="POSIX permission bits")
+@pytest.mark.parametrize("mask", [0o022, 0o000])
+def test_a_private_file_is_its_owner_s_alone_also_while_it_is_written(tmp_path: Path, mask: int) -> None:
+    before = os.umask(mask)
+    try:
+        with atomic_path(tmp_path / "new", private=True) as temporary:
+            written = permissions(temporary)
+    finally:
+        os.umask(before)
+    assert (written, permissions(tmp_path / "new")) == (0o600, 0o600)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="POSIX permission bits")
+@pytest.mark.parametrize(("old", "new"), [(0o644, 0o600), (0o666, 0o600), (0o200, 0o200)])
+def test_a_private_file_is_no_wider_than_the_one_that_it_replaces(tmp_path: Path, old: int, new: int) -> None:
+    target = tmp_path / "old"
+    target.touch()
+    target.chmod(old)
+    with atomic_path(target, private=True) as temporary:
+        assert permissions(temporary) == new
+    assert permissions(target) == new
 
 
 def test_a_link_is_followed(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sigmascope.errors import LoraFormatError, ModelMismatchError, NonFiniteError
+from sigmascope.lora import adapters
 from sigmascope.lora.adapters import (
     Adapter,
     DiffChange,
@@ -20,9 +21,11 @@ from sigmascope.lora.adapters import (
     SetChange,
     TuckerChange,
     WeightChange,
+    form_delta,
     scale_of,
 )
 from sigmascope.lora.factors import LoraFactors
+from sigmascope.records import MemorySnapshot
 
 LAYERS = ["linear", "conv", "pointwise"]
 peft = pytest.importorskip("peft")
@@ -279,3 +282,140 @@ def test_loha_of_any_shape_is_the_product_of_its_sides(
     expected = (wide["hada_w1_a"] @ wide["hada_w1_b"]) * (wide["hada_w2_a"] @ wide["hada_w2_b"]) * 0.25
     change = LohaChange(parts, 0.25).shaped((out, inner, *kernel))
     torch.testing.assert_close(change.delta(dtype=torch.float64), expected.reshape(out, inner, *kernel))
+
+
+def randn(*size: int) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(sum(size)))
+
+
+def loha_core_parts(prefix: str, rank: int) -> dict[str, Tensor]:
+    return {
+        f"hada_t{prefix}": randn(rank, rank, 3, 2),
+        f"hada_w{prefix}_a": randn(rank, 30),
+        f"hada_w{prefix}_b": randn(rank, 50),
+    }
+
+
+NORMED: dict[str, Adapter] = {
+    "loha of few ranks": LohaChange(
+        {
+            "hada_w1_a": randn(90, 2),
+            "hada_w1_b": randn(2, 70),
+            "hada_w2_a": randn(90, 2),
+            "hada_w2_b": randn(2, 70),
+        },
+        0.5,
+    ),
+    "loha of many ranks": LohaChange(
+        {
+            "hada_w1_a": randn(9, 6),
+            "hada_w1_b": randn(6, 7),
+            "hada_w2_a": randn(9, 5),
+            "hada_w2_b": randn(5, 7),
+        }
+    ),
+    "loha with cores": LohaChange(loha_core_parts("1", 2) | loha_core_parts("2", 3)),
+    "lokr": LokrChange({"lokr_w1": randn(3, 4), "lokr_w2": randn(5, 6, 3, 3)}, 2.0),
+    "lokr of factors": LokrChange(
+        {
+            "lokr_w1_a": randn(3, 2),
+            "lokr_w1_b": randn(2, 4),
+            "lokr_w2_a": randn(5, 2),
+            "lokr_w2_b": randn(2, 6),
+        }
+    ),
+    "lokr with a core": LokrChange(
+        {
+            "lokr_w1": randn(3, 4),
+            "lokr_t2": randn(2, 2, 3, 3),
+            "lokr_w2_a": randn(2, 5),
+            "lokr_w2_b": randn(2, 6),
+        }
+    ),
+    "tucker": TuckerChange(
+        {
+            "lora_up.weight": randn(9, 3, 1, 1),
+            "lora_down.weight": randn(2, 8, 1, 1),
+            "lora_mid.weight": randn(3, 2, 3, 3),
+        },
+        0.1,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NORMED)
+def test_the_norm_is_that_of_the_formed_change(case: str) -> None:
+    change = NORMED[case]
+    expected = float(change.delta(dtype=torch.float64).norm())
+    assert change.frobenius_norm() == pytest.approx(expected, rel=1e-6)
+
+
+SIDE = 1 << 17
+GIANTS: dict[str, Adapter] = {  # 1 MB each, and a weight of 64 GiB or more
+    "loha": LohaChange(
+        {
+            f"hada_w{side}_{end}": torch.ones(size, dtype=torch.float16)
+            for side in (1, 2)
+            for end, size in {"a": (SIDE, 1), "b": (1, SIDE)}.items()
+        }
+    ),
+    "lokr": LokrChange(
+        {"lokr_w1": torch.ones(512, 512), "lokr_w2_a": torch.ones(SIDE, 1), "lokr_w2_b": torch.ones(1, SIDE)}
+    ),
+    "tucker": TuckerChange(
+        {
+            "lora_up.weight": torch.ones(SIDE, 1, 1, 1),
+            "lora_down.weight": torch.ones(1, SIDE, 1, 1),
+            "lora_mid.weight": torch.ones(1, 1, 31, 31),
+        }
+    ),
+}
+
+
+@pytest.mark.parametrize("case", GIANTS)
+def test_small_factors_of_a_giant_weight_are_measured_and_not_formed(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    giant = GIANTS[case]
+    entries = float(torch.Size(giant.weight_shape).numel())  # all of them are 1
+    assert giant.frobenius_norm() == pytest.approx(entries**0.5)
+    monkeypatch.setattr(adapters, "system_memory", lambda: MemorySnapshot(ram_available_bytes=16 * 2**30))
+    with pytest.raises(
+        LoraFormatError, match=r"the\.layer: its tensors declare .* GB to form; 16 GB are free"
+    ):
+        form_delta("the.layer", giant)
+
+
+def test_a_refusal_of_the_allocator_names_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> Tensor:
+        raise RuntimeError(
+            "DefaultCPUAllocator: can't allocate memory: you tried to allocate 68719476736 bytes."
+        )
+
+    monkeypatch.setattr(TuckerChange, "product", refuse)
+    with pytest.raises(LoraFormatError, match=r"the\.layer: there is no memory for a weight \(9, 8, 3, 3\)"):
+        form_delta("the.layer", NORMED["tucker"])
+
+
+def test_a_product_that_overflows_is_refused_with_its_layer() -> None:
+    huge = {"lokr_w1": torch.full((2, 2), 3e38), "lokr_w2": torch.full((4, 4), 3e38)}
+    with pytest.raises(NonFiniteError, match=r"the\.layer: .* too large for float32"):
+        form_delta("the.layer", adapters.LokrChange(huge, 1.0))
+
+
+@pytest.mark.parametrize(
+    "shapes", [((1 << 17, 1), (1, 1 << 17)), ((1, 1 << 17), (1 << 17, 1)), ((1 << 9, 1 << 9), (4, 3))]
+)
+def test_tucker_factors_of_any_shape_take_memory_like_their_values(
+    shapes: tuple[tuple[int, int], tuple[int, int]],
+) -> None:
+    """A core (m, n) of ones between factors of ones: every value of the kernel is m·n, and the scale is 1."""
+    (m, n), (out, inner) = shapes
+    parts = {
+        "lora_up.weight": torch.ones(out, m),
+        "lora_mid.weight": torch.ones(m, n, 1, 1),
+        "lora_down.weight": torch.ones(n, inner),
+    }
+    change = TuckerChange(parts)
+    assert set(change.delta().flatten().tolist()) == {m * n}
+    assert change.frobenius_norm() == pytest.approx(m * n * (out * inner) ** 0.5)

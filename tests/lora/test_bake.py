@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from sigmascope.errors import CheckpointError, ConfigError, ModelMismatchError, NonFiniteError
+from sigmascope.lora import factors as factors_module
 from sigmascope.lora.apply import merge_lora
 from sigmascope.lora.bake import bake_loras
 from sigmascope.lora.factors import LoraFactors
@@ -84,6 +85,20 @@ def test_the_file_equals_the_live_model_merged_bit_for_bit(
     with merge_lora(model, as_stored, weight):
         for name, value in model.state_dict().items():
             assert torch.equal(after[f"denoiser.{name}"], value), name
+
+
+@pytest.mark.parametrize("weight", [0.5, -0.7])
+def test_a_tensor_of_many_pieces_equals_the_live_model_merged(
+    make_lora: MakeLora, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weight: float
+) -> None:
+    monkeypatch.setattr(factors_module, "_PIECE", 32 * 49)
+    model = nn.ModuleDict({"conv_in": nn.Linear(49, 70)})
+    base = checkpoint(model, tmp_path / "base.safetensors")
+    lora = lora_of(model, make_lora, tmp_path / "lora.safetensors")
+    bake_loras([tmp_path / "lora.safetensors"], base, tmp_path / "merged.safetensors", weights=[weight])
+    with merge_lora(model, lora, weight):
+        after = load_file(tmp_path / "merged.safetensors")["denoiser.conv_in.weight"]
+        assert torch.equal(after, model.get_parameter("conv_in.weight"))
 
 
 def test_everything_else_is_copied_bit_for_bit_and_the_header_stays(
@@ -300,8 +315,8 @@ def test_a_lora_in_diffusers_names_lands_on_a_single_file_in_sgm_names(
 
 
 def test_separate_query_key_and_value_land_on_a_fused_matrix(tmp_path: Path) -> None:
-    keys = ["vector_in.in_layer", "double_blocks.0.img_attn.qkv", "single_blocks.0.linear1"]
-    state = {f"{key}.weight": torch.randn(18, 6) for key in keys}
+    keys = ["img_in", "vector_in.in_layer", "double_blocks.0.img_attn.qkv", "single_blocks.0.linear1"]
+    state = {f"{key}.weight": torch.randn(42 if "linear1" in key else 18, 6) for key in keys}
     saved(tmp_path / "flux.safetensors", state)
     parts = {name: (torch.randn(6, 2), torch.randn(2, 6)) for name in ("q", "v")}
     tensors: Tensors = {}

@@ -145,7 +145,7 @@ def test_modules_that_had_to_be_widened_are_told(make_factors: MakeFactors, tmp_
         (["lora_unet_up_blocks_3_resnets_0_conv1"], (6, 5), "sd15"),
         (["lora_unet_conv_in"], (6, 5), "sdxl"),
         (["lora_unet_double_blocks_0_img_attn_qkv"], (12, 4), "flux"),
-        (["transformer.single_transformer_blocks.0.proj_mlp"], (6, 5), "flux"),
+        (["transformer.single_transformer_blocks.0.proj_mlp"], (24, 6), "flux"),
         (["lora_unet_joint_blocks_0_x_block_attn_qkv"], (12, 4), "sd3"),
         (["diffusion_model.blocks.0.self_attn.q"], (6, 5), "wan"),
         (["transformer.transformer_blocks.0.img_mlp.net.2"], (6, 5), "qwen_image"),
@@ -424,3 +424,56 @@ def test_options_without_effect_are_refused(
         options = options | {"model": model_file(tmp_path / "model.safetensors", LAYERS)}
     with pytest.raises(ConfigError, match=f"{flag} has no effect"):
         convert_lora(source, tmp_path / "out.safetensors", format, **options)
+
+
+def flux2_lora(path: Path) -> Path:
+    """kohya names and shapes of a FLUX.2 [klein] LoRA, as one is trained: half as wide, which no family is told by."""
+    width = 64
+    shapes = {
+        "double_blocks_0_img_attn_qkv": (3 * width, width),
+        "double_blocks_0_img_attn_proj": (width, width),
+        "double_blocks_0_img_mlp_0": (6 * width, width),
+        "double_blocks_0_img_mlp_2": (width, 3 * width),
+        "single_blocks_0_linear1": (9 * width, width),
+        "single_blocks_0_linear2": (width, 4 * width),
+    }
+    tensors = {}
+    for name, (out, inner) in shapes.items():
+        tensors[f"lora_unet_{name}.lora_up.weight"] = torch.ones(out, 2)
+        tensors[f"lora_unet_{name}.lora_down.weight"] = torch.ones(2, inner)
+    save_file(tensors, path)
+    return path
+
+
+def test_a_flux2_lora_is_not_written_under_names_of_flux(tmp_path: Path) -> None:
+    source, target = flux2_lora(tmp_path / "in.safetensors"), tmp_path / "out.safetensors"
+    nearest = r"nearest is FLUX, but double_blocks\.0\.img_mlp\.0 is 384 × 64, not 4 times as many outputs"
+    with pytest.raises(ConfigError, match=nearest):
+        convert_lora(source, target, "peft")
+    with pytest.raises(ConfigError, match=r"is not for the family flux: .*img_mlp\.0 is 384 × 64"):
+        convert_lora(source, target, "peft", family="flux")
+    save_file(load_file(source), source, {"modelspec.architecture": "flux-1-dev/lora"})
+    with pytest.raises(ConfigError, match=nearest):
+        convert_lora(source, target, "peft")
+    assert not target.exists()
+
+
+def test_peft_is_refused_for_a_model_whose_names_may_not_be_diffusers(tmp_path: Path) -> None:
+    source, target = flux2_lora(tmp_path / "in.safetensors"), tmp_path / "out.safetensors"
+    shapes = {
+        name.removeprefix("lora_unet_").replace("_0_", ".0.").replace(".img_", ".img_"): factors.weight_shape
+        for name, factors in load_lora(source).modules.items()
+    }
+    dotted = {name.replace("attn_", "attn.").replace("mlp_", "mlp."): shape for name, shape in shapes.items()}
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_file(
+        {f"{name}.weight": torch.zeros(shape) for name, shape in dotted.items()}, folder / "model.safetensors"
+    )
+    with pytest.raises(ConfigError, match=r"model\.safetensors: the family .* nearest is FLUX, but"):
+        convert_lora(source, target, "peft", model=folder / "model.safetensors")
+    (folder / "config.json").write_text(
+        '{"_class_name": "Flux2Transformer2DModel", "_diffusers_version": "0.37"}'
+    )
+    report = convert_lora(source, target, "peft", model=folder / "model.safetensors")
+    assert report.modules == len(dotted)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from sigmascope.errors import LoraFormatError, ModelMismatchError, NonFiniteError
-from sigmascope.lora.factors import LoraFactors
+from sigmascope.lora.factors import LoraFactors, add_product
 
 MakeFactors = Callable[..., LoraFactors]
 
@@ -211,3 +211,25 @@ def test_nothing_cannot_be_concatenated(make_factors: MakeFactors) -> None:
         LoraFactors.concatenate([])
     with pytest.raises(LoraFormatError, match="1 LoRAs with 2 weights"):
         LoraFactors.concatenate([make_factors((4, 4), rank=1)], [1.0, 2.0])
+
+
+def test_a_rank_above_the_weight_s_own_size_takes_no_matrix_of_that_size() -> None:
+    """Gram matrices of a million columns would take 8 TB; every value of ΔW is a million quarters."""
+    up, down = torch.full((2, 1 << 20), 0.5), torch.full((1 << 20, 3), 0.5)
+    factors = LoraFactors(up, down, float(1 << 20), (2, 3))
+    assert factors.frobenius_norm() == pytest.approx((1 << 18) * 6**0.5, rel=1e-12)
+    assert factors.cosine(factors) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("shape", [(320, 320), (64, 577), (40, 7), (4, 320)])
+@pytest.mark.parametrize("rank", [1, 16, 128, 512])
+@pytest.mark.parametrize("strength", [1.0, -0.25, 0.7])
+def test_a_sum_is_rounded_once_whatever_the_rank(shape: tuple[int, int], rank: int, strength: float) -> None:
+    torch.manual_seed(0)
+    weight = torch.rand(shape) + 1.0
+    up, down = 0.001 * torch.randn(shape[0], rank), 0.001 * torch.randn(rank, shape[1])
+    exact = weight.double() + strength * (up.double() @ down.double())
+    add_product(weight, up, down, strength)
+    of_the_sum = 2.0**-24 * 2.0 ** exact.log2().floor()  # half a step of float32
+    of_the_product = 2.0**-24 * (rank + 2) * abs(strength) * (up.double().abs() @ down.double().abs())
+    assert bool(((weight.double() - exact).abs() <= of_the_sum + of_the_product).all())

@@ -186,6 +186,24 @@ def test_what_depends_on_the_weight_is_no_guess_without_it(make_patch: MakePatch
     assert effect.unavailable["delta_norm"].startswith("the weight was not given")
 
 
+@pytest.mark.parametrize(
+    ("kind", "shapes"),
+    [
+        ("loha", {"w1_a": (1 << 17, 1), "w1_b": (1, 1 << 17), "w2_a": (1 << 17, 1), "w2_b": (1, 1 << 17)}),
+        ("lokr", {"w1": (512, 512), "w2": (512, 512)}),
+    ],
+)
+def test_small_tensors_that_declare_a_giant_are_not_formed(
+    make_patch: MakePatch, kind: str, shapes: dict[str, tuple[int, ...]]
+) -> None:
+    """A host makes a weight larger for a change that is; here that would take 256 and 1024 GB."""
+    patch = make_patch(kind, **{name: torch.ones(shape) for name, shape in shapes.items()}, strength=S)
+    effect = effect_of([patch], torch.zeros(4, 4))
+    assert effect.delta_norm is None
+    assert "which takes" in effect.unavailable["delta_norm"]
+    assert "GB to form" in effect.unavailable["delta_norm"]
+
+
 def test_loha_needs_no_weight(randn: Randn, make_patch: MakePatch) -> None:
     t = {"w1_a": randn(12, 2), "w1_b": randn(2, 8), "w2_a": randn(12, 2), "w2_b": randn(2, 8)}
     a, b, c, d = wide(**t)

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from sigmascope.monitor.guard import as_json
+from sigmascope.monitor import guard
+from sigmascope.monitor.guard import Guard, as_json
 
 
 class Colour(Enum):
@@ -77,3 +78,14 @@ def test_what_contains_itself_ends() -> None:
     loop: list[object] = [1]
     loop.append(loop)
     assert json.dumps(as_json(loop)).count("<list>") == 1
+
+
+def test_an_exception_that_cannot_be_described_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_error: BaseException) -> str:
+        raise MemoryError
+
+    def probe() -> None:
+        raise KeyError("a")
+
+    monkeypatch.setattr(guard, "message_of", fail)
+    assert Guard().read("probe", probe) == (None, "KeyError")

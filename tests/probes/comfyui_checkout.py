@@ -1,25 +1,15 @@
 """The real ComfyUI that the marked tests run against, and a tiny model of its layers."""
 
-import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.comfy_shapes.checkout import VARIABLE, Checkout, why_not
+from tests.comfy_shapes.checkout import Checkout
 from torch import Tensor, nn
 
 MakePatcher = Callable[..., Any]
 State = Mapping[str, Tensor]
-
-
-@pytest.fixture(scope="session")
-def comfy() -> Checkout:
-    reason = why_not()
-    if reason is not None:
-        pytest.skip(reason)
-    return Checkout(Path(os.environ[VARIABLE]))
 
 
 @pytest.fixture

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.probes.comfyui_checkout import comfy, load_file, make_patcher
+from tests.probes.comfyui_checkout import load_file, make_patcher
 
-__all__ = ["comfy", "load_file", "make_patcher"]  # fixtures
+__all__ = ["load_file", "make_patcher"]  # fixtures
 
 MIB = 2**20
 

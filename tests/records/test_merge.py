@@ -26,6 +26,7 @@ from sigmascope.records import (
     run_to_json,
 )
 from sigmascope.records.merge import DIFFERENT_MACHINES, merge_runs, ranks_of
+from sigmascope.records.run import Folded, FoldedStages
 from sigmascope.records.serialization import to_plain
 from sigmascope.records.utilization import DeviceUtilization, Gauge, utilization_of
 
@@ -219,3 +220,20 @@ def test_the_rank_of_a_lora_makes_no_process_of_a_stage() -> None:
         "1", "FLUX", "2026-11-21T10:00:00+00:00", 1.0, stages=(Stage("lora", 0.0, 1.0, facts={"rank": 16}),)
     )
     assert ranks_of(run) == {}
+
+
+def test_what_is_folded_of_a_rank_is_the_rank_s_again() -> None:
+    folded = Folded(
+        100,
+        7,
+        0.5,
+        3.0,
+        {"generation": FoldedStages(7, 2.5, 0.75)},
+        PeakMemory(90, 1.0, (AcceleratorPeak("cuda:0", 80, 1.0, 80, 1.0),)),
+    )
+    runs = [run_of(0, {"cuda:0": 10}, folded=folded), run_of(1, {"cuda:0": 20})]
+    merged = run_from_json(run_to_json(merge_runs(runs)))
+    assert [one.folded for one in ranks_of(merged).values()] == [folded, None]
+    peaks = [stage.peak for stage in merged.stages]
+    assert [peak and peak.accelerators[0].allocated_bytes for peak in peaks] == [80, 20]
+    assert len({peak.accelerators[0].device for peak in peaks if peak}) == 2

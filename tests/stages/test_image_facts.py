@@ -37,6 +37,24 @@ def test_a_video_as_diffusers_encodes_it() -> None:
     assert outline(read_pictures(torch.zeros(2, 3, 17, 64, 48), WAN)) == ("BCFHW", 2, 17, 3, 64, 48)
 
 
+@pytest.mark.parametrize("batch", [1, 3])
+def test_comfyuis_images_with_alpha_are_pictures_of_four_channels(batch: int) -> None:
+    vae = VaeFacts("VAE", 4, 3, 8, 1, is_video=False)
+    assert outline(read_pictures(torch.zeros(batch, 64, 48, 4), vae)) == ("BHWC", batch, batch, 4, 64, 48)
+
+
+def test_of_load_images_outputs_the_mask_is_no_frame() -> None:
+    outputs = (torch.zeros(1, 64, 48, 3), torch.zeros(1, 64, 64))
+    assert outline(read_pictures(outputs)) == ("BHWC", 1, 1, 3, 64, 48)
+
+
+def test_a_mask_has_no_layout() -> None:
+    facts = read_pictures(torch.zeros(1, 64, 64), VaeFacts("VAE", 4, 3, 8, 1)).facts
+    assert facts is not None
+    assert facts.layout is None
+    assert facts.unavailable["layout"] == "no axis of (1, 64, 64) can be colours"
+
+
 def test_an_array_of_bytes() -> None:
     read = read_pictures(np.full((16, 64, 48, 3), 200, np.uint8))
     assert outline(read) == ("BHWC", 16, 16, 3, 64, 48)

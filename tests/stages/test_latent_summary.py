@@ -5,7 +5,7 @@ import pytest
 from sigmascope.records.facts import TensorFacts
 from sigmascope.records.latents import EncodingEvent, EncodingRecord, SampleFacts, StrategyAttempt
 from sigmascope.records.memory import PeakMemory
-from sigmascope.stages.latent_summary import event_lines, start_lines
+from sigmascope.stages.latent_summary import detail_sections, event_lines, start_lines
 
 
 def lines(event: EncodingEvent) -> list[str]:
@@ -69,6 +69,16 @@ def test_a_decoding_has_its_own_words() -> None:
         "   ✅ VAE decoding completed successfully",
         "   📐 Generated picture shape: (1, 3, 64, 64)",
     ]
+
+
+def test_the_summary_says_what_norms_saw_and_what_tiles_cost() -> None:
+    tile = {"width": 512, "height": 512, "overlap_width": 128, "overlap_height": 128, "count": 9}
+    cost = {"norm_statistics": "per_tile", "norm_reason": "it is compiled", "overlap_difference": 0.125}
+    attempt = {"name": "tiled", "number": 2, "outcome": "succeeded", "tile": tile | cost}
+    (strategies,) = [one for one in detail_sections({"strategies": [attempt]}) if one.title == "STRATEGIES"]
+    rows = {row.label.strip(): row.value for row in strategies.rows}
+    assert rows["Norms"] == "saw each tile by itself: it is compiled"
+    assert rows["Tiles"].startswith("Neighbouring tiles differ by 12 % where they overlap.")
 
 
 def test_a_baseline_that_knows_nothing_still_begins() -> None:

@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from sigmascope.records.latents import EncodingRecord, StrategyAttempt, VaeFacts, findings_of_record
+from sigmascope.records.latents import (
+    EncodingRecord,
+    StrategyAttempt,
+    TileFacts,
+    VaeFacts,
+    findings_of_record,
+)
 from sigmascope.records.run import Finding
 from sigmascope.stages.latent_encoding import (
     analyze_latent_generation_results,
@@ -176,6 +182,26 @@ def test_predictions_that_were_far_off_are_told(predicted_mb: int, measured_mb: 
         measured_peak_bytes=measured_mb * 2**20,
     )
     assert ("vae_peak_mispredicted" in record_findings(attempt, strategy="direct")) is told
+
+
+@pytest.mark.parametrize(
+    ("difference", "severity"), [(None, None), (2e-6, None), (0.05, "info"), (0.56, "warning")]
+)
+def test_what_tiles_cost_is_told(difference: float | None, severity: str | None) -> None:
+    reason = "it is compiled"
+    tile = TileFacts(
+        512, 512, 128, 128, 9, norm_statistics="per_tile", norm_reason=reason, overlap_difference=difference
+    )
+    tiled = StrategyAttempt("tiled", "succeeded", 2.0, tile=tile)
+    found = record_findings(tiled, strategy="tiled").get("vae_tiles_differ")
+    assert (found and found.severity) == severity
+    if difference == 0.56:
+        assert found is not None
+        assert found.message == (
+            "Neighbouring tiles differ by 56 % where they overlap. That is a loose sign: what they differ by from the "
+            "whole is less as a rule. Group norms saw each tile by itself (it is compiled)."
+        )
+        assert found.evidence["overlap_difference"] == 0.56
 
 
 def test_a_decoding_has_its_own_words() -> None:

@@ -72,6 +72,8 @@ QWEN_3B = EncoderFacts("Qwen2.5-VL", "Qwen2_5_VLTextModel", 2048)
         ((1, 333, 4096), [CLIP_L, CLIP_G, T5], "CLIP-L + OpenCLIP-G + T5-XXL", "SD 3 / WAN T5"),
         ((1, 512, 4096), [UMT5], "UMT5-XXL", "SD 3 / WAN T5"),
         ((1, 77, 2048), [QWEN_3B], "Qwen2.5-VL", "Qwen2.5-VL"),
+        ((1, 77, 4096), [CLIP_L, CLIP_G], "CLIP-L + OpenCLIP-G", "SD 3 CLIP"),
+        ((1, 77, 1024), [EncoderFacts("BERT", "BertModel", 1024)], "BERT", "BERT"),
     ],
 )
 def test_the_class_goes_before_the_shape(
@@ -90,6 +92,22 @@ def test_a_shape_that_contradicts_the_class_is_a_conflict() -> None:
     found = identify((1, 77, 768), [QWEN_3B])
     assert found["family"] == "Qwen2.5-VL"
     assert "the tensor's token_count suggests CLIP-L" in str(found["conflict"])
+
+
+@pytest.mark.parametrize(
+    ("shape", "one", "family", "evidence"),
+    [
+        ((1, 77, 2048), CLIP_L, "CLIP-L + OpenCLIP-G", "token_count"),  # SDXL
+        ((1, 77, 2048), CLIP_G, "CLIP-L + OpenCLIP-G", "token_count"),
+        ((1, 154, 4096), CLIP_L, "T5-XXL", "width"),  # SD 3
+        ((1, 512, 4096), CLIP_L, "T5-XXL", "width"),  # FLUX
+    ],
+)
+def test_one_encoder_of_several_does_not_decide(
+    shape: tuple[int, ...], one: EncoderFacts, family: str, evidence: str
+) -> None:
+    found = identify(shape, [one])
+    assert (found["family"], found["evidence"]) == (family, evidence)
 
 
 def test_agreement_is_no_conflict() -> None:
@@ -136,13 +154,88 @@ def test_the_text_part_of_a_vision_model_counts() -> None:
         ("gemma3_text", "Gemma 3"),
         ("llama", "Llama"),
         ("mistral", "Mistral"),
-        ("bert", "unknown"),
+        ("bert", "BERT"),
+        ("glm", "GLM"),
+        ("t5gemma2", "T5Gemma"),
+        ("blip", "unknown"),
     ],
 )
 def test_other_language_models(model_type: str, family: str) -> None:
     model = nn.Linear(1, 1)
     model.config = SimpleNamespace(model_type=model_type, hidden_size=2304)  # type: ignore[assignment]
     assert find_encoders(model)[0].family == family
+
+
+class ComfyT5(nn.Module):
+    """ComfyUI's T5 as it lays its modules out: attention's table of distances comes before that of the tokens."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.encoder = nn.Module()
+        self.encoder.add_module("relative_attention_bias", nn.Embedding(32, heads))
+        self.shared = nn.Embedding(64, width)
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self.shared
+
+
+class ComfyBert(nn.Module):
+    """Its BERT is called `hydit_clip`."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.position_embeddings = nn.Embedding(512, width)
+        self.word_embeddings = nn.Embedding(8, width)
+
+
+BertModel = type("BertModel", (ComfyBert,), {})
+
+# The widths that the models' authors publish; heads are what the table of distances is wide.
+T5_KIN = [
+    ("t5xxl", 4096, 64, "T5-XXL"),
+    ("umt5xxl", 4096, 64, "UMT5-XXL"),
+    ("t5xxl", 1024, 128, "T5"),  # T5-11B, in Cosmos
+    ("pile_t5xl", 2048, 32, "T5-XL"),
+    ("mt5xl", 2048, 32, "mT5-XL"),
+    ("umt5base", 768, 12, "UMT5-Base"),
+    ("t5base", 768, 12, "T5-Base"),
+    ("byt5_small", 1472, 6, "ByT5"),
+]
+
+
+def comfy_clip(name: str, transformer: nn.Module) -> SimpleNamespace:
+    root = nn.Module()
+    root.add_module(name, nn.Module())
+    root.get_submodule(name).add_module("transformer", transformer)
+    return SimpleNamespace(cond_stage_model=root)
+
+
+@pytest.mark.parametrize(("name", "width", "heads", "family"), T5_KIN)
+def test_the_width_of_t5_is_that_of_its_tokens(name: str, width: int, heads: int, family: str) -> None:
+    (found,) = find_encoders(comfy_clip(name, ComfyT5(width, heads)))
+    assert (found.family, found.width) == (family, width)
+
+
+def test_bert_is_no_clip_whatever_it_is_called() -> None:
+    (found,) = find_encoders(comfy_clip("hydit_clip", BertModel(1024)))
+    assert (found.family, found.width) == ("BERT", 1024)
+
+
+def test_without_a_method_that_names_it_the_largest_table_is_the_tokens() -> None:
+    model = nn.ModuleList([nn.Embedding(32, 64), nn.Embedding(77, 24), nn.Embedding(49408, 24)])
+    assert find_encoders(model)[0].width == 24
+
+
+def test_a_method_that_raises_loses_nothing() -> None:
+    class Unusual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens = nn.Embedding(64, 24)
+
+        def get_input_embeddings(self) -> nn.Embedding:
+            raise NotImplementedError
+
+    assert find_encoders(Unusual())[0].width == 24
 
 
 @pytest.mark.parametrize(

@@ -67,9 +67,10 @@ def test_zeros_for_the_negative_prompt_are_a_note() -> None:
 class Configured(nn.Module):
     """An encoder of which only the config matters."""
 
-    def __init__(self, model_type: str, hidden_size: int) -> None:
+    def __init__(self, model_type: str, hidden_size: int, layers: int = 1) -> None:
         super().__init__()
-        self.config = type("Config", (), {"model_type": model_type, "hidden_size": hidden_size})()
+        fields = {"model_type": model_type, "hidden_size": hidden_size, "num_hidden_layers": layers}
+        self.config = type("Config", (), fields)()
 
 
 CLIPS = {"text_encoder": Configured("clip_text_model", 768), "text_encoder_2": Configured("clip_text", 1280)}
@@ -79,13 +80,49 @@ CLIPS = {"text_encoder": Configured("clip_text_model", 768), "text_encoder_2": C
     ("clip", "width", "note"),
     [
         (CLIPS, 4096, "width 4096 is the CLIPs' 2048 filled up, as SD 3 does without its T5"),
-        (Configured("qwen3", 2560), 7680, "width 7680 is 3 layers of Qwen3 joined"),
+        (Configured("qwen3", 2560), 7680, "width 7680 is 3 layers of Qwen3 joined"),  # FLUX.2
+        (
+            Configured("gemma3", 3840, layers=48),
+            188160,
+            "width 188160 is 49 layers of Gemma 3 joined",
+        ),  # LTX-2
+        *(
+            (
+                Configured(kind, own),
+                width,
+                f"width {width} takes more than the {family} ({own}) that was given",
+            )
+            for kind, own, family, width in (
+                ("clip_text_model", 768, "CLIP-L", 2048),  # SDXL
+                ("clip_text_model", 1280, "OpenCLIP-G", 2048),
+                ("clip_text_model", 768, "CLIP-L", 4096),  # SD 3, FLUX
+                ("clip_text_model", 16, "CLIP", 36),  # a small SDXL: 16 + 20
+                ("bert", 1024, "BERT", 2048),  # Hunyuan-DiT
+            )
+        ),
     ],
 )
 def test_widths_that_pipelines_make_of_others_pass_with_a_note(clip: Any, width: int, note: str) -> None:
     found = validation(torch.ones(1, 77, width), clip=clip)
     assert found["compatibility"]["tensor_dimensions"]["passed"] is True
-    assert f"positive: {note}" in found["notes"]
+    assert any(line.startswith(f"positive: {note}") for line in found["notes"])
+
+
+@pytest.mark.parametrize(
+    ("clip", "width"),
+    [
+        (Configured("umt5", 4096), 768),
+        (Configured("umt5", 4096), 128),
+        (Configured("umt5", 64), 4096),  # 64 of them are no layers joined
+        (Configured("clip_text_model", 768), 1024),
+        ({"text_encoder": Configured("clip_text_model", 768)}, 2048),
+        ({"text_encoder": Configured("qwen3", 2560)}, 12800),
+    ],
+)
+def test_widths_that_nothing_makes_of_an_encoder_fail(clip: Any, width: int) -> None:
+    found = validation(torch.ones(1, 77, width), clip=clip)["compatibility"]["tensor_dimensions"]
+    assert found["passed"] is False
+    assert found["messages"][0].startswith(f"positive: width {width}, but the encoder gives")
 
 
 def test_a_width_that_two_clips_cannot_fill_fails() -> None:

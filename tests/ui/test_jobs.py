@@ -155,3 +155,22 @@ def test_old_jobs_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
         assert caught.value.status == 404
 
     with_line(scenario)
+
+
+def test_a_job_that_cannot_begin_has_failed_and_the_others_are_worked_through(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def scenario(line: JobLine) -> None:
+        def refuse() -> None:
+            monkeypatch.undo()
+            raise RuntimeError("planted")
+
+        gate = Gate()
+        gate.open.set()
+        first, second = line.submit("a", gate.noting("a")), line.submit("b", gate.noting("b"))
+        monkeypatch.setattr(line, "_number", refuse)
+        for job in (first, second):
+            await ended(line, job)
+        assert (first.state, second.state) == ("failed", "done")
+
+    with_line(scenario)

@@ -28,7 +28,7 @@ from sigmascope.analysis.rules_model import (
 from sigmascope.analysis.rules_time import STEP_RULES, TIME_RULES, UTILIZATION_RULES, about_rank, slow_ranks
 from sigmascope.records.latents import RECORD_FACT, encoding_record, findings_of_record
 from sigmascope.records.merge import ranks_of
-from sigmascope.records.run import Finding, Run, Severity, Stage
+from sigmascope.records.run import Finding, Run, Severity, Stage, folded_in_words
 from sigmascope.units import printable
 
 __all__ = ["RULES", "diagnose"]
@@ -57,6 +57,7 @@ MODEL_STATE = "model_state."
 """Before the model's type: the fact of a stage that holds the state of that model at its end."""
 EXPECTED_IN = frozenset({"model_loading", "lora_application", "model_sampling"})
 """Stages whose work is to change a model."""
+_CHANGES_ALL = frozenset({"model_loading", "lora_application"})
 _HARMLESS = frozenset({"device"})
 _NOT_COMPARED = frozenset({"changed", "unavailable", "wrapper_class"})
 
@@ -99,7 +100,17 @@ def _findings_of_process(run: Run) -> list[Finding]:
                 same = found.setdefault((finding.id, finding.stage, str(about)), [])
                 same.append((finding, case.number))
     leaks = _or_nothing(lambda: list(find_leaks(run)), "find_leaks")
-    return [_as_one(same) for same in found.values()] + leaks
+    return [_as_one(same) for same in found.values()] + leaks + _folded(run)
+
+
+def _folded(run: Run) -> list[Finding]:
+    """What the rules could not look at."""
+    folded = run.folded
+    if folded is None:
+        return []
+    message = f"The rules looked at what is in the record in full, and at none of {folded_in_words(folded)}."
+    evidence = {"kept": folded.kept, "folded_generations": folded.generations}
+    return [Finding("record.folded", "info", message, evidence)]
 
 
 def _readable_cases(run: Run) -> Iterator[tuple[Case, tuple[Rule, ...]]]:
@@ -178,6 +189,8 @@ def find_model_changes(run: Run) -> tuple[Finding, ...]:
     findings: list[Finding] = []
     last: dict[str, tuple[str, Mapping[str, Any]]] = {}
     for stage in run.walk():
+        if stage.name in _CHANGES_ALL:
+            last.clear()  # a step is closed for one model, and may have changed the others as well
         for model_type, state in _model_states(stage):
             if model_type in last and stage.name not in EXPECTED_IN:
                 findings += _model_change(model_type, stage.name, *last[model_type], state)

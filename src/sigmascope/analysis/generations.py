@@ -21,6 +21,7 @@ from sigmascope.records.facts import (
     Role,
 )
 from sigmascope.records.performance import (
+    AssumedDict,
     BeforeAfterDict,
     ComparedGenerationDict,
     ComparisonSummaryDict,
@@ -33,6 +34,8 @@ from sigmascope.records.serialization import from_plain
 
 PIPELINE, CALL = "pipeline", "call"
 """The facts of a run or a stage in which `PipelineFacts` and `CallFacts` lie."""
+PERFORMANCE: Final = "performance"
+"""The fact of a generation in which its `PerformanceMetrics` lie."""
 FULL_SCORE: Final = 100.0
 SIGNIFICANT_PERCENT: Final = 50.0
 """An improvement of the total time above this is called significant."""
@@ -51,6 +54,7 @@ class Case:
         name: The stage that it is; None: the whole run, or what in it is part of no generation.
         number: Which generation of the run; one inside another has its number. None: no generation.
         denoises: Whether anything is generated: without, what is done is all that was to be done.
+        misses_target: Whether a generation in it, or around it, took longer than its target.
     """
 
     stages: tuple[Stage, ...]
@@ -61,6 +65,7 @@ class Case:
     name: str | None = None
     number: int | None = None
     denoises: bool = True
+    misses_target: bool = False
 
     def named(self, *names: str) -> list[Stage]:
         """Stages of these names, none of them inside another one of them."""
@@ -89,15 +94,18 @@ def cases(run: Run) -> Iterator[Case]:
     """
     pipeline = _pipeline(run.facts)
     for number, outermost in enumerate(_outermost_generations(run.stages)):
+        misses = _misses_target(outermost.walk())
         for stage in filter(_is_generation, outermost.walk()):
             own = _pipeline(stage.facts) or pipeline
             call = _call(stage.facts)
             stages = tuple(stage.walk())
-            yield Case(stages, stage.seconds, own, call, run.host, stage.name, number, _denoises(stages))
+            denoises = _denoises(stages)
+            yield Case(stages, stage.seconds, own, call, run.host, stage.name, number, denoises, misses)
     between = tuple(_stages_between(run.stages))
     if between or not run.stages:
-        denoises = _denoises(run.walk())
-        yield Case(between, run.seconds, pipeline, _call(run.facts), run.host, denoises=denoises)
+        denoises, misses = _denoises(run.walk()), _misses_target(between)
+        call = _call(run.facts)
+        yield Case(between, run.seconds, pipeline, call, run.host, denoises=denoises, misses_target=misses)
 
 
 def _pipeline(facts: Mapping[str, Any]) -> PipelineFacts | None:
@@ -125,6 +133,11 @@ def _call(facts: Mapping[str, Any]) -> CallFacts:
 
 def _denoises(stages: Iterable[Stage]) -> bool:
     return any(stage.name == "denoising" or len(stage.steps) for stage in stages)
+
+
+def _misses_target(stages: Iterable[Stage]) -> bool:
+    noted = [stage.facts.get(PERFORMANCE) for stage in stages]
+    return any(isinstance(one, Mapping) and one.get("target_met") is False for one in noted)
 
 
 def _stages_between(stages: Iterable[Stage]) -> Iterator[Stage]:
@@ -228,12 +241,14 @@ def _difference(before: float | None, after: float | None) -> float | None:
 
 
 def _generation_dict(metrics: PerformanceMetrics, *, is_whole: bool = True) -> ComparedGenerationDict:
+    assumed: AssumedDict = {"target_assumed": True} if "target_generation_time" in metrics.assumed else {}
     return {
         "total_time": metrics.total_generation_time,
         **per_step_time(metrics, is_whole=is_whole),
         "target_met": metrics.target_met,
         "performance_score": metrics.performance_score,
         "model": metrics.model_name,
+        **assumed,
     }
 
 
@@ -290,7 +305,7 @@ def _median_generation(runs: Sequence[Run]) -> PerformanceMetrics | None:
 def _noted_generations(run: Run) -> Iterator[tuple[float, PerformanceMetrics]]:
     """What a monitor noted of each generation that went to its end, with its total; others are left out."""
     for stage in run.walk():
-        noted = stage.facts.get("performance")
+        noted = stage.facts.get(PERFORMANCE)
         if not stage.success or not isinstance(noted, dict):
             continue
         try:

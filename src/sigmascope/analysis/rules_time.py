@@ -10,11 +10,12 @@ from statistics import median
 from typing import Final
 
 from sigmascope import units
-from sigmascope.analysis.generations import Case, seconds_of
+from sigmascope.analysis.generations import PERFORMANCE, Case, seconds_of
 from sigmascope.analysis.leaks import theil_sen
 from sigmascope.analysis.run_figures import (
     is_timed_on_device,
     known,
+    seconds_in_steps,
     step_name,
     step_seconds,
     timed_on_device,
@@ -33,6 +34,9 @@ _OUTLIER_FACTOR: Final = 2.0
 _OUTLIER_DEVIATIONS: Final = 6.0  # of the median absolute deviation: 4 standard deviations of a normal one
 _DRIFT_SHARE: Final = 0.05
 _BUSY_SHARE: Final = 0.6
+_BETWEEN_SHARE: Final = 0.1
+_BETWEEN_SECONDS: Final = 0.01
+"""A step: less lies between any two."""
 # Of samples of a device: percentages.
 _FEWEST_SAMPLES: Final = 5
 _IDLE_BELOW: Final = 70.0
@@ -48,7 +52,7 @@ _FEWEST_STEPS_OF_A_RANK: Final = 3
 def target_missed(case: Case) -> Iterator[Finding]:
     """A generation that took longer than its target, and where its time went."""
     for stage in case.named(_GENERATION):
-        performance = stage.facts.get("performance")
+        performance = stage.facts.get(PERFORMANCE)
         if not isinstance(performance, dict) or performance.get("target_met") is not False:
             continue
         total, target = performance.get("total_generation_time"), performance.get("target_generation_time")
@@ -72,7 +76,7 @@ def _longest_part(stage: Stage, total: float) -> tuple[str | None, float]:
     for one in _stages_in(stage):
         parts[one.name] = parts.get(one.name, 0.0) + stage_seconds(one)
     if len(stage.steps):
-        parts["its steps"] = _in_steps(stage)
+        parts["its steps"] = seconds_in_steps(stage)
     if not parts:
         return None, 0.0
     parts["what is in no stage"] = total - sum(parts.values())
@@ -87,12 +91,6 @@ def _stages_in(stage: Stage) -> Iterator[Stage]:
             yield from _stages_in(child)
         else:
             yield child
-
-
-def _in_steps(stage: Stage) -> float:
-    """By the accelerator's clock where it timed them all: a sum of some would be too small."""
-    seconds = step_seconds(stage)
-    return sum(known(seconds if None not in seconds else step_seconds(stage, on_device=False)), 0.0)
 
 
 def vae_takes_long(case: Case) -> Iterator[Finding]:
@@ -233,6 +231,41 @@ def steps_slow_down(case: Case) -> Iterator[Finding]:
         )
 
 
+def callback_takes_long(case: Case) -> Iterator[Finding]:
+    """A callback after each step that takes a good part of the denoising."""
+    callback = case.call.callback
+    for stage in case.named("denoising") if callback is not None else ():
+        spent = _between_steps(stage)
+        if spent < max(_BETWEEN_SHARE * stage.seconds, _BETWEEN_SECONDS * len(stage.steps)):
+            continue
+        yield Finding(
+            id="time.callback_takes_long",
+            severity="warning" if case.misses_target else "info",
+            message=f"The callback {callback} took {units.seconds(spent)} of {stage.name}'s {units.seconds(stage.seconds)} "
+            f"({units.percent(spent, stage.seconds)}), {units.seconds(spent / len(stage.steps))} a step.",
+            evidence={
+                "callback": callback,
+                "gain_seconds": spent,
+                "seconds": stage.seconds,
+                "share": spent / stage.seconds,
+            },
+            advice="Do less in it, do it in fewer of the steps, or hand it to another thread.",
+            stage=stage.name,
+        )
+
+
+def _between_steps(stage: Stage) -> float:
+    """What goes by after a denoising's steps, on the host, and no more than the device was idle meanwhile."""
+    steps = stage.steps
+    if not len(steps):
+        return 0.0
+    whole = stage.seconds - steps.started[0]
+    between = whole - sum(known(step_seconds(stage, on_device=False)))
+    if is_timed_on_device(stage):
+        between = min(between, whole - seconds_in_steps(stage))
+    return max(between, 0.0)
+
+
 def device_waits(case: Case) -> Iterator[Finding]:
     """An accelerator that has nothing to do between the steps: the host is busy with something else.
 
@@ -271,7 +304,7 @@ def _seconds_of_rows(stage: Stage, rows: range) -> float:
     return steps.started[rows[-1]] + steps.seconds[rows[-1]] - steps.started[rows[0]]
 
 
-STEP_RULES = (first_step_compiles, steps_stand_out, steps_slow_down, device_waits)
+STEP_RULES = (first_step_compiles, steps_stand_out, steps_slow_down, callback_takes_long, device_waits)
 
 
 def device_idle(case: Case) -> Iterator[Finding]:

@@ -93,6 +93,7 @@ class WorkComparison:
         steps: Each step by its number, if that was asked for.
         missing: Figures that one side lacks, with the reason.
         before_after: The median generations; None without them.
+        folded: How many generations of each side are in sums alone, and have no steps here; baseline first.
     """
 
     work: str
@@ -103,6 +104,7 @@ class WorkComparison:
     steps: tuple[FigureComparison, ...]
     missing: dict[str, str]
     before_after: BeforeAfterDict | None
+    folded: tuple[int, int] = (0, 0)
 
     def as_dict(self) -> dict[str, Any]:
         """All fields as JSON values."""
@@ -115,6 +117,7 @@ class WorkComparison:
             "steps": [one.as_dict() for one in self.steps],
             "missing": dict(self.missing),
             "before_after": self.before_after,
+            **({"folded": list(self.folded)} if any(self.folded) else {}),
         }
 
 
@@ -141,7 +144,12 @@ def compare_work(
         compare_by_step(new, baseline, seed=seed) if by_step else (),
         missing,
         before_after(new, baseline),
+        (_folded_generations(baseline), _folded_generations(new)),
     )
+
+
+def _folded_generations(runs: Sequence[Run]) -> int:
+    return sum(run.folded.generations for run in runs if run.folded is not None)
 
 
 def compare_run_sets(

@@ -38,7 +38,8 @@ def figures_of(runs: Sequence[Run], on_device: Collection[str] = ()) -> dict[str
     """The figures of several runs of the same work, by name.
 
     One value a run: a run's steps are summarised by their median, since they are not independent of each other; the
-    first step of several is left out. A stage that a run passes repeatedly counts with the sum of its times. A total is
+    first step of several is left out. A stage that a run passes repeatedly counts with the sum of its times, those that are
+    folded included; steps are those in full. A total is
     that of runs with several stages: of a single generation it would add no more than what the monitor itself took.
     What cannot be a time is left out, and a stage with such a time in it: see `impossible_times`.
 
@@ -64,7 +65,8 @@ def _figures_of_run(run: Run, on_device: Collection[str]) -> Iterable[tuple[str,
     for name, stages in _by_name(run).items():
         times = [device_seconds(stage) if name in on_device else stage.seconds for stage in stages]
         seconds = [one for one in times if one is not None and is_duration(one)]
-        yield name, "seconds", sum(seconds) if len(seconds) == len(times) else math.nan
+        is_whole = len(seconds) == len(times)
+        yield name, "seconds", sum(seconds) + _folded_seconds(run, name, on_device) if is_whole else math.nan
         columns = [timed_steps(stage, on_device) for stage in stages if len(stage.steps)]
         # compiling, autotuning and lazy loading fall into the first; it is in the stage's time all the same
         steps = [one for column in columns for one in warm(column)]
@@ -80,6 +82,18 @@ def _figures_of_run(run: Run, on_device: Collection[str]) -> Iterable[tuple[str,
     for device in peak.accelerators:
         if device.allocated_bytes is not None:
             yield f"{device.device} peak", "bytes", float(device.allocated_bytes)
+
+
+def _folded_seconds(run: Run, name: str, on_device: Collection[str]) -> float:
+    """What folded stages of a name took together; NaN where the accelerator was to time them and did not time all."""
+    found = 0.0
+    for path, sums in {} if run.folded is None else run.folded.stages.items():
+        *around, last = path.split("/")
+        if last == name and name not in around:
+            if name in on_device and sums.timed_on_device < sums.count:
+                return math.nan
+            found += sums.device_seconds if name in on_device else sums.seconds
+    return found
 
 
 def _by_name(run: Run) -> Mapping[str, list[Stage]]:
@@ -160,6 +174,15 @@ def step_seconds(stage: Stage, *, on_device: bool = True) -> tuple[float | None,
     """
     column = stage.steps.gpu_seconds if on_device and is_timed_on_device(stage) else stage.steps.seconds
     return tuple(one if is_duration(one) else None for one in column)
+
+
+def seconds_in_steps(stage: Stage) -> float:
+    """What a stage's steps took together, without what lies between them.
+
+    By the accelerator's clock where it timed them all: a sum of some would be too small.
+    """
+    seconds = step_seconds(stage)
+    return sum(known(seconds if None not in seconds else step_seconds(stage, on_device=False)), 0.0)
 
 
 def is_timed_on_device(stage: Stage) -> bool:

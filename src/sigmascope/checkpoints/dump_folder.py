@@ -30,11 +30,12 @@ from sigmascope.checkpoints.tensor_dumps import (
     load_tensors,
 )
 from sigmascope.errors import CheckpointError, WriteError
-from sigmascope.files import reason_of, remove_leftovers, writing_hint
+from sigmascope.files import parse_json, reason_of, remove_leftovers, writing_hint
 from sigmascope.records.prompts import PromptPrivacy, Prompts
 
 _LONGEST_STEM = 80
 _MOST_OF_A_NAME = 100_000
+_MOST_INDEX_BYTES = 64 << 20
 _log = logging.getLogger(__name__)
 
 INDEX_NAME = "index.jsonl"
@@ -117,7 +118,7 @@ class TensorDumps(Mapping[str, TensorDump[Tensor]]):
                 metadata=metadata,
                 header={NAME_KEY: unique},
             )
-            save_safetensors(path, flat, header)
+            save_safetensors(path, flat, header, private=True)
         except BaseException:
             with suppress(OSError):  # the reserved name, still empty
                 path.unlink()
@@ -196,7 +197,7 @@ class TensorDumps(Mapping[str, TensorDump[Tensor]]):
                 except FileExistsError:
                     continue
                 return path, f"{name}{ending}"
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: a NUL in the folder's name
             raise WriteError(
                 self.folder, f"dumps cannot be written ({reason_of(error)}).", hint=writing_hint(error)
             ) from error
@@ -244,13 +245,18 @@ def _index_entries(path: Path) -> Iterator[DumpEntry]:
     if not is_existing(path):
         return
     with reading(path):
+        if path.stat().st_size > _MOST_INDEX_BYTES:
+            _log.warning(
+                "The index %s is too large to be one; the dumps are read from their own headers.", path
+            )
+            return
         lines = path.read_bytes().split(b"\n")
     for line in filter(None, lines):
         try:
-            content = json.loads(line)
+            content = parse_json(line)
             shapes = {key: tuple(map(int, shape)) for key, shape in content["tensors"].items()}
             yield DumpEntry(str(content["name"]), str(content["file"]), content["saved_at"], shapes)
-        except (ValueError, TypeError, KeyError, AttributeError):
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
             _log.debug("A line of %s is damaged; the dump is read from its own header.", path)
 
 
@@ -267,7 +273,7 @@ def append_entry(folder: Path, entry: DumpEntry) -> None:
     try:
         # A line break first: what a killed process may have left of a line must not swallow this one.
         data = b"\n" + json.dumps(line).encode("ascii")
-        descriptor = os.open(folder / INDEX_NAME, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        descriptor = os.open(folder / INDEX_NAME, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         try:
             os.write(descriptor, data)
         finally:

@@ -51,6 +51,9 @@ _DEFAULT_ALIGNMENT: Final = 32
 _MOST_DIMENSIONS: Final = 8
 _MOST_NESTED: Final = 4
 _MOST_ELEMENTS: Final = 2**63 - 1
+_MOST_TENSORS: Final = 1 << 16
+_MOST_VALUES: Final = 1_000_000  # of all fields that are no plain numbers: vocabularies have 300,000 texts
+_MOST_KEPT: Final = 64  # of an array: shapes are, vocabularies are not looked at
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,15 +252,24 @@ class _HeaderReader:
     stream: BinaryIO
     file_bytes: int
     position: int = 0
+    values: int = 0
 
     def fail(self, message: str) -> NoReturn:
         raise CheckpointError(self.path, message, hint="Download it again, or get another conversion.")
 
-    def take(self, size: int, what: str) -> bytes:
+    def skip(self, size: int, what: str) -> None:
+        self._require(size, what)
+        self.position += size
+        self.stream.seek(self.position)
+
+    def _require(self, size: int, what: str) -> None:
         if size > self.file_bytes - self.position:
             self.fail(
                 f"is truncated or damaged: {what} takes {size} bytes, {self.file_bytes - self.position} are left."
             )
+
+    def take(self, size: int, what: str) -> bytes:
+        self._require(size, what)
         self.position += size
         taken = self.stream.read(size)
         if len(taken) != size:
@@ -284,6 +296,8 @@ class _HeaderReader:
         return found
 
     def tensors(self, count: int) -> tuple[GgufEntry, ...]:
+        if count > _MOST_TENSORS:
+            self.fail(f"declares {count:,} tensors; {_MOST_TENSORS:,} are the limit.")
         found: dict[str, GgufEntry] = {}
         for _ in range(count):
             name = self.text("the name of a tensor")
@@ -304,6 +318,9 @@ class _HeaderReader:
         return value
 
     def _value(self, kind: int, what: str, depth: int) -> Value:
+        self.values += 1
+        if self.values > _MOST_VALUES:
+            self.fail(f"has more than {_MOST_VALUES:,} texts and numbers in its fields.")
         if kind in _SCALARS:
             return self._scalar(_SCALARS[kind], what)
         if kind == _STRING:
@@ -313,7 +330,14 @@ class _HeaderReader:
         inner, count = self.number("I", what), self.number("Q", what)
         if inner in _SCALARS:
             code = _SCALARS[inner]
-            return list(
-                struct.unpack(f"<{count}{code}", self.take(count * struct.calcsize(f"<{code}"), what))
-            )
-        return [self._value(inner, what, depth + 1) for _ in range(count)]
+            size = count * struct.calcsize(f"<{code}")
+            if count > _MOST_KEPT:
+                self.skip(size, what)
+                return []
+            return list(struct.unpack(f"<{count}{code}", self.take(size, what)))
+        if self.values + count > _MOST_VALUES:
+            self.fail(f"{what} has {count:,} texts; {_MOST_VALUES:,} are the limit.")
+        kept = [self._value(inner, what, depth + 1) for _ in range(min(count, _MOST_KEPT))]
+        for _ in range(count - len(kept)):
+            self._value(inner, what, depth + 1)
+        return kept

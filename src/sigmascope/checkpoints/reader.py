@@ -38,10 +38,12 @@ from sigmascope.checkpoints.quantisation import dequantised
 from sigmascope.checkpoints.safetensors import SafetensorsCheckpoint
 from sigmascope.checkpoints.torch_files import PickleCheckpoint
 from sigmascope.errors import CheckpointError
+from sigmascope.files import parse_json
 
 INDEX_SUFFIX: Final = ".safetensors.index.json"
 PICKLE_SUFFIXES: Final = (".ckpt", ".pt", ".pth", ".bin")
 
+_NAMED: Final = 5  # files in a message
 _USUAL_STEMS: Final = ("model", "diffusion_pytorch_model")
 _SHARD_STEM: Final = re.compile(r"-\d{5}-of-\d{5}$")
 _PREFERRED_VARIANTS: Final = ("fp32", "bf16", "fp16")
@@ -115,13 +117,25 @@ def _missing(file: Path) -> CheckpointError:
     if not is_folder(file.parent):
         message = f"does not exist: there is no folder {file.parent}."
         return CheckpointError(file, message, hint="Check the path.")
+    return CheckpointError(file, "does not exist.", hint=what_is_there(file) or "Check the path.")
+
+
+def what_is_there(missing: Path) -> str:
+    """What a user may have meant by a file that does not exist; empty where its folder tells nothing.
+
+    Args:
+        missing: The path.
+    """
     try:
-        siblings = names_in(file.parent)
-    except CheckpointError:  # a folder that may be entered but not listed
-        siblings = []
-    near = difflib.get_close_matches(file.name, siblings, n=3, cutoff=0.5)
-    hint = f"Nearest names there: {', '.join(near)}." if near else "Check the path."
-    return CheckpointError(file, "does not exist.", hint=hint)
+        siblings = names_in(missing.parent)
+    except CheckpointError:  # no folder, or one that may be entered but not listed
+        return ""
+    near = difflib.get_close_matches(missing.name, siblings, n=1, cutoff=0.5)
+    weights = sorted(name for name in siblings if name.endswith((".safetensors", ".gguf", *PICKLE_SUFFIXES)))
+    more = f" and {len(weights) - _NAMED} more" if len(weights) > _NAMED else ""
+    parts = [f"Did you mean {near[0]}?"] if near else []
+    parts += [f"Checkpoints there: {', '.join(weights[:_NAMED])}{more}."] if weights else []
+    return " ".join(parts)
 
 
 def _open_pickle(file: Path) -> Checkpoint:
@@ -314,8 +328,8 @@ def _read_shard_index(path: Path) -> dict[str, Any]:
             raise CheckpointError(path, message, hint="Download it again.")
         content = path.read_bytes()
     try:
-        index = json.loads(content.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
+        index = parse_json(content.decode("utf-8"))
+    except ValueError as error:
         raise CheckpointError(path, f"is not valid JSON ({error}).", hint="Download it again.") from error
     if not isinstance(index, dict):
         raise CheckpointError(path, "is not a JSON object with a weight_map.", hint="Download it again.")
@@ -344,8 +358,13 @@ def is_plain_name(name: str) -> bool:
 
 def _open_shard(index: Path, name: str) -> SafetensorsCheckpoint:
     shard = index.parent / name
-    if not is_regular_file(shard):
-        raise CheckpointError(index, f"names the shard {name}, which is not there.", hint=_INCOMPLETE)
+    try:
+        is_there = is_regular_file(shard)
+    except CheckpointError:  # the system knows no such name: too long, or no text
+        is_there = False
+    if not is_there:
+        message = f"names the shard {shortened(name)}, which is not there."
+        raise CheckpointError(index, message, hint=_INCOMPLETE)
     return SafetensorsCheckpoint(shard)
 
 
@@ -471,8 +490,8 @@ def _read_model_index(path: Path) -> dict[str, Any]:
         size = path.stat().st_size
         content = path.read_bytes() if size <= _MAX_MODEL_INDEX_BYTES else b""
     try:
-        index = json.loads(content.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
+        index = parse_json(content.decode("utf-8"))
+    except ValueError as error:
         raise CheckpointError(path, f"is not valid JSON ({error}).", hint=_INCOMPLETE) from error
     if not isinstance(index, dict):
         raise CheckpointError(path, "is not a JSON object that names components.", hint=_INCOMPLETE)

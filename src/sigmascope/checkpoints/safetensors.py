@@ -19,9 +19,8 @@ odd bias) waits and comes last, by falling element size.
 import json
 import math
 import os
-import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +41,7 @@ from sigmascope.checkpoints.files import (
     sniff,
 )
 from sigmascope.errors import CheckpointError, WriteError
-from sigmascope.files import DISK_FULL, atomic_path
+from sigmascope.files import DISK_FULL, atomic_path, free_bytes, parse_json
 
 MAX_HEADER_BYTES = 100_000_000
 """The safetensors library's own limit."""
@@ -134,7 +133,7 @@ class SafetensorsHeader:
 def read_header(path: str | os.PathLike[str]) -> SafetensorsHeader:
     """Read and check the header of a safetensors file, without its tensors.
 
-    Never allocates more than the file's own size, whatever the header claims.
+    Never allocates more than a few times the file's own size, whatever the header claims.
 
     Args:
         path: One `.safetensors` file.
@@ -207,8 +206,8 @@ def _parse(raw: bytes, path: Path) -> dict[str, Any]:
         raise ValueError(f"{name} is not JSON")
 
     try:
-        content = json.loads(raw.decode("utf-8"), object_pairs_hook=unique, parse_constant=no_constant)
-    except (ValueError, RecursionError) as error:
+        content = parse_json(raw.decode("utf-8"), object_pairs_hook=unique, parse_constant=no_constant)
+    except ValueError as error:
         _fail(path, f"the header is not valid JSON ({error}).")
     if not isinstance(content, dict):
         _fail(path, "the header is not a JSON object.")
@@ -337,7 +336,11 @@ def _torch_view(header: SafetensorsHeader) -> tuple[dict[str, TensorInfo], dict[
 
 
 def save_safetensors(
-    path: str | os.PathLike[str], tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+    path: str | os.PathLike[str],
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str] | None = None,
+    *,
+    private: bool = False,
 ) -> None:
     """Write tensors that are in memory as a safetensors file, whole or not at all.
 
@@ -345,6 +348,7 @@ def save_safetensors(
         path: The target.
         tensors: By key; any strides and devices; tensors that share memory are written each.
         metadata: Texts for the header.
+        private: As in `sigmascope.files.atomic_path`.
 
     Raises:
         WriteError: The target cannot be written, the disk is too small, or a tensor has no type that
@@ -357,7 +361,9 @@ def save_safetensors(
     entries = aligned_order(FileEntry(name, *known) for name, known in named if known is not None)
     header_bytes = len(encoded_header(entries, texts))
     data_bytes = sum(entry.nbytes for entry in entries)
-    with StreamingWriter(path, texts, header_bytes=header_bytes, data_bytes=data_bytes) as writer:
+    with StreamingWriter(
+        path, texts, header_bytes=header_bytes, data_bytes=data_bytes, private=private
+    ) as writer:
         for name, tensor in tensors.items():
             writer.write(name, tensor)
 
@@ -446,6 +452,7 @@ class StreamingWriter:
         expected: Names of the tensors to come, if known: their header room is reserved.
         header_bytes: Header room to reserve, in place of an estimate.
         data_bytes: Bytes of all tensors together, if known: the disk is checked for them first.
+        private: As in `sigmascope.files.atomic_path`.
 
     Raises:
         WriteError: The metadata is not valid text to text; on entering, the target cannot be written.
@@ -459,8 +466,10 @@ class StreamingWriter:
         header_bytes: int | None = None,
         *,
         data_bytes: int | None = None,
+        private: bool = False,
     ) -> None:
         self.path = Path(path)
+        self._private = private
         self._metadata = checked_metadata(self.path, metadata or {})
         if header_bytes is None:
             header_bytes = _DEFAULT_HEADER_BYTES
@@ -468,7 +477,7 @@ class StreamingWriter:
                 header_bytes = estimated_header_bytes(expected, self._metadata)
         self._room = padded(LENGTH_BYTES + header_bytes)
         self._data_bytes = data_bytes
-        self._names: set[str] = set()
+        self._written: dict[str, tuple[FileEntry, int]] = {}  # and where it begins in its stream
         self._placed: list[FileEntry] = []
         self._placed_bytes = 0
         self._waiting: dict[FileEntry, int] = {}
@@ -476,7 +485,7 @@ class StreamingWriter:
 
     def __enter__(self) -> "StreamingWriter":
         with ExitStack() as stack:
-            temporary = stack.enter_context(atomic_path(self.path))
+            temporary = stack.enter_context(atomic_path(self.path, private=self._private))
             require_space(self.path, temporary.parent, self._room + (self._data_bytes or 0))
             self._file = stack.enter_context(temporary.open("r+b", buffering=0))
             self._spool = stack.enter_context(
@@ -495,10 +504,11 @@ class StreamingWriter:
         Raises:
             WriteError: The name was used already or is not valid text, the format has no such type, or the disk is full.
         """
-        if name in self._names:
+        if name in self._written:
             raise WriteError(self.path, f"the tensor {shortened(name)} is written twice.")
         entry = storable_entry(self.path, name, tensor)
         if entry.keeps_alignment:
+            self._written[name] = entry, self._room + self._placed_bytes
             self._append(tensor, entry.nbytes)
             self._placed.append(entry)
             self._placed_bytes += entry.nbytes
@@ -508,8 +518,25 @@ class StreamingWriter:
                 for piece in iter_tensor_bytes(tensor):
                     self._spool.write(piece)
             self._waiting[entry] = self._waiting_bytes
+            self._written[name] = entry, self._waiting_bytes
             self._waiting_bytes += entry.nbytes
-        self._names.add(name)
+
+    def rewrite(self, name: str, change: Callable[[Tensor], Tensor]) -> None:
+        """Put another value in the place of a tensor that is written already.
+
+        Args:
+            name: Its key.
+            change: Gives the new value for the old one, of the same type and shape.
+        """
+        entry, begin = self._written[name]
+        stream: IO[bytes] = self._spool if entry in self._waiting else self._file
+        known = to_torch(entry.code, entry.shape)
+        assert known is not None
+        stream.seek(begin)
+        old = torch.frombuffer(bytearray(stream.read(entry.nbytes)), dtype=known[0]).reshape(known[1])
+        stream.seek(begin)
+        for piece in iter_tensor_bytes(change(old).to(known[0])):
+            write_all(stream, piece)
 
     def update_metadata(self, metadata: Mapping[str, str]) -> None:
         """Set texts of the header that were not known at the start, such as sums over all tensors.
@@ -578,15 +605,16 @@ def require_space(path: Path, folder: Path, needed: int) -> None:
     Raises:
         WriteError: Fewer bytes are free.
     """
-    free = shutil.disk_usage(folder).free
-    if needed > free:
+    free = free_bytes(folder)
+    if free is not None and needed > free:
         raise _disk_full(path, needed, free)
 
 
-def _disk_full(path: Path, needed: int, free: int) -> WriteError:
+def _disk_full(path: Path, needed: int, free: int | None) -> WriteError:
+    there = "" if free is None else f", {free} are free"
     return WriteError(
         path,
-        f"the disk is full: {needed} more bytes are needed, {free} are free.",
+        f"the disk is full: {needed} more bytes are needed{there}.",
         hint="Free some space or choose another disk.",
     )
 
@@ -624,10 +652,10 @@ def telling_full_disk(path: Path, nbytes: int) -> Iterator[None]:
     except OSError as error:
         if error.errno not in DISK_FULL:
             raise
-        raise _disk_full(path, nbytes, shutil.disk_usage(path.resolve().parent).free) from error
+        raise _disk_full(path, nbytes, free_bytes(path.resolve().parent)) from error
 
 
-def write_all(stream: BinaryIO, data: memoryview) -> None:
+def write_all(stream: IO[bytes], data: memoryview) -> None:
     """Write all of `data`: an unbuffered write may take only a part."""
     while data:
         data = data[stream.write(data) :]

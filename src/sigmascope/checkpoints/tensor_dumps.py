@@ -32,11 +32,12 @@ from sigmascope.checkpoints.safetensors import save_safetensors
 from sigmascope.errors import CheckpointError, ConfigError
 from sigmascope.records import serialization
 from sigmascope.records.prompts import (
+    HIDDEN,
     PromptPrivacy,
     Prompts,
     StoredPrompt,
     check_privacy,
-    redactor,
+    quoting,
     stored_prompts,
 )
 
@@ -54,10 +55,11 @@ _JSON_FIELDS = ("prompt", "tensors", "conditioning", "metadata")
 TENSOR_KEY = "$tensor"
 """In a skeleton, `{"$tensor": name}` stands where the tensor of that name was."""
 
-# How nestings are flattened, and which keys name the text of a prompt.
+# How nestings are flattened, and which keys name the text of a prompt, or the tokens that it became.
 _DEEPEST = 32
 _PROMPT_WORDS = ("prompt", "caption")
-_NOT_THE_TEXT = ("embed", "hash", "privacy", "mask", "length", "count")
+_TOKEN_WORDS = ("token", "input_ids")
+_NOT_THE_TEXT = ("embed", "hash", "privacy", "mask", "length", "count", "num_", "max_", "limit")
 
 # Element types that NumPy lacks.
 _ML_DTYPES = {
@@ -92,8 +94,8 @@ def save_tensors(
         path: The file, replaced if it is there.
         tensors: A mapping of names to tensors, NumPy arrays or conditionings. Anything else is named `tensor`.
         prompt: The text, one for each item of the batch, or several by name.
-        prompt_privacy: What the file keeps of prompts: `full`, `hash` or `none`. But for `full`, texts in the metadata that
-            hold a prompt, or are called one, are replaced too.
+        prompt_privacy: What the file keeps of prompts: `full`, `hash` or `none`. But for `full`, texts and lists of tokens
+            in a conditioning are left out; so are texts in the metadata that hold a word of a prompt, or are called one.
         run_id: The run that the tensors belong to.
         encoder: What made them.
         metadata: Further values for the header; an object of no JSON kind becomes the name of its type.
@@ -113,7 +115,7 @@ def save_tensors(
         encoder=encoder,
         metadata=metadata,
     )
-    save_safetensors(path, flat, header)
+    save_safetensors(path, flat, header, private=True)
     return header
 
 
@@ -248,16 +250,16 @@ def dump_contents(
     header: Mapping[str, str] | None = None,
 ) -> tuple[dict[str, str], dict[str, Tensor]]:
     """The header and the named tensors that `save_tensors` would write, with texts of the caller's in the header."""
-    redact, private = redactor(prompt, prompt_privacy), prompt_privacy != "full"
-    found = flatten(tensors, redact, private=private)
+    quotes, private = quoting(prompt, prompt_privacy), prompt_privacy != "full"
+    found = flatten(tensors, quotes, private=private)
     described = DumpMetadata(
         tensors={name: saved_tensor(tensor) for name, tensor in found.tensors.items()},
         run_id=run_id,
-        encoder=None if encoder is None else redact(encoder),
+        encoder=HIDDEN if encoder is not None and quotes(encoder) else encoder,
         prompts=stored_prompts(prompt, prompt_privacy),
         prompt_privacy=None if prompt is None else prompt_privacy,
         conditioning=found.skeleton,
-        metadata=plain_metadata(metadata, redact, private=private),
+        metadata=plain_metadata(metadata, quotes, private=private),
         header=dict(header or {}),
     )
     return to_header(described), found.tensors
@@ -280,13 +282,13 @@ class Flattened:
     skeleton: dict[str, Any] = field(default_factory=dict)
 
 
-def flatten(nested: Any, redact: Callable[[str], str], *, private: bool) -> Flattened:
+def flatten(nested: Any, quotes: Callable[[str], bool], *, private: bool) -> Flattened:
     """Find all tensors in a nesting and name them.
 
     Args:
         nested: A mapping of names to tensors, arrays or conditionings; anything else is named `tensor`.
-        redact: Takes what must not be kept out of a text.
-        private: Replace texts that are called prompt or caption by `<text>`.
+        quotes: Whether a text must not be kept.
+        private: Replace texts by `<text>`, and tokens.
 
     Returns:
         The tensors (arrays as tensors that share their memory), and for each name that was no bare tensor the
@@ -295,10 +297,10 @@ def flatten(nested: Any, redact: Callable[[str], str], *, private: bool) -> Flat
     Raises:
         ConfigError: There is no tensor in it, or it is nested more than 32 deep.
     """
-    walk = _FlatteningWalk(redact, private)
+    walk = _FlatteningWalk(quotes, private)
     top = nested if isinstance(nested, Mapping) else {"tensor": nested}
-    for key, value in top.items():
-        name = redact(str(key))
+    for number, (key, value) in enumerate(top.items()):
+        name = walk.name(str(key), number)
         around = walk.visit(name, str(key), value, ())
         if around is not None and not _is_tensor(value):
             walk.found.skeleton[name] = around
@@ -310,10 +312,18 @@ def flatten(nested: Any, redact: Callable[[str], str], *, private: bool) -> Flat
 
 
 class _FlatteningWalk:
-    def __init__(self, redact: Callable[[str], str], private: bool) -> None:
+    def __init__(self, quotes: Callable[[str], bool], private: bool) -> None:
         self.found = Flattened()
-        self._redact = redact
+        self._quotes = quotes
         self._private = private
+
+    def name(self, key: str, number: int) -> str:
+        """The key, or a numbered name in place of one that quotes a prompt."""
+        return f"item_{number}" if self._quotes(key) else key
+
+    def keeps(self, key: str, text: str) -> bool:
+        """Whether a text may be kept. What a host puts into a conditioning may be the prompt in any spelling."""
+        return not self._private
 
     def visit(self, name: str, key: str, value: Any, above: tuple[int, ...]) -> Any:
         """Keep the tensors at and below `value`; give what is left of it as JSON."""
@@ -336,8 +346,8 @@ class _FlatteningWalk:
             ]
         named = _is_named(value)
         visited = []
-        for child, item in children:
-            label = self._redact(child)
+        for number, (child, item) in enumerate(children):
+            label = self.name(child, number)
             # A text in a list called `prompts` is a prompt as well.
             visited.append((label, self.visit(f"{name}.{label}", child if named else key, item, inside)))
         return dict(visited) if named else [item for _, item in visited]
@@ -358,12 +368,14 @@ class _FlatteningWalk:
             value = value.item()
         if value is None or isinstance(value, bool):
             return value
+        if self._private and _names_tokens(key):
+            return HIDDEN
         if isinstance(value, int):
             return int(value)
         if isinstance(value, float):
             return float(value)
         if isinstance(value, str | PurePath):
-            return "<text>" if self._private and _names_a_prompt(key) else self._redact(str(value))
+            return str(value) if self.keeps(key, str(value)) else HIDDEN
         if isinstance(value, torch.dtype | torch.device):
             return str(value)
         return f"<{type(value).__name__}>"
@@ -418,26 +430,38 @@ def _as_tensor(array: NDArray[Any]) -> Tensor:
 
 
 def _names_a_prompt(key: str) -> bool:
+    return _names(key, _PROMPT_WORDS)
+
+
+def _names_tokens(key: str) -> bool:
+    return _names(key, _TOKEN_WORDS)
+
+
+def _names(key: str, words: tuple[str, ...]) -> bool:
     lowered = key.lower()
-    return any(word in lowered for word in _PROMPT_WORDS) and not any(
-        word in lowered for word in _NOT_THE_TEXT
-    )
+    return any(word in lowered for word in words) and not any(word in lowered for word in _NOT_THE_TEXT)
 
 
 def plain_metadata(
-    metadata: Mapping[str, Any], redact: Callable[[str], str], *, private: bool
+    metadata: Mapping[str, Any], quotes: Callable[[str], bool], *, private: bool
 ) -> dict[str, Any]:
     """Metadata as JSON has it, by the rules of `flatten`; of a tensor in it remain shape and type.
 
     Raises:
         ConfigError: It is nested more than 32 deep.
     """
-    walk = _DescribingWalk(redact, private)
-    return {redact(key): walk.visit(key, key, value, ()) for key, value in metadata.items()}
+    walk = _DescribingWalk(quotes, private)
+    return {
+        walk.name(key, number): walk.visit(key, key, value, ())
+        for number, (key, value) in enumerate(metadata.items())
+    }
 
 
 class _DescribingWalk(_FlatteningWalk):
-    """The same walk where tensors are described and not kept."""
+    """The same walk where tensors are described and not kept, for what the caller says of them in words."""
+
+    def keeps(self, key: str, text: str) -> bool:
+        return not (self._private and (_names_a_prompt(key) or self._quotes(text)))
 
     def visit(self, name: str, key: str, value: Any, above: tuple[int, ...]) -> Any:
         if _is_tensor(value):

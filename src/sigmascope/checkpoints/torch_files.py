@@ -10,12 +10,17 @@ out of a mapped file seems to take it twice, and a file that is cut short meanwh
 tells which file an address belongs to (Linux), the bytes are therefore read with `pread`; elsewhere they are copied
 from the mapping.
 
+`weights_only=True` runs no code, and still makes whatever a pickle asks for: a file of a kilobyte may ask for a storage
+of terabytes, or for a key that takes years to hash. So what an archive's list declares is checked before a member is
+read, and a pickle is first run with stand-ins for all that it would make (`_Rehearsal`).
+
 `torch.save` wants the whole state dict in memory. Its file is a zip, not compressed, with a pickle that describes the
 tensors (`data.pkl`) and a member for the bytes of each (`data/0`, `data/1`, …). So with names, types and shapes known
 beforehand, `StreamingTorchWriter` writes the description first and the bytes as they come.
 """
 
 import io
+import math
 import os
 import pickle
 import pickletools
@@ -25,13 +30,14 @@ import sys
 import warnings
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from io import BytesIO
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Final
+from typing import Any, BinaryIO, ClassVar, Final
 
 import torch
 from torch import Tensor
@@ -40,6 +46,7 @@ from sigmascope.checkpoints.checkpoint import LEFT_OUT_REASON, Checkpoint, Tenso
 from sigmascope.checkpoints.files import iter_tensor_bytes, read_exactly, reading, shortened
 from sigmascope.errors import CheckpointError, UnsafeCheckpointError, WriteError
 from sigmascope.files import atomic_path, reason_of, writing_hint
+from sigmascope.units import format_size
 
 _AGAIN = "Download it again or make it anew."
 _NAMES_SHOWN = 5
@@ -53,8 +60,33 @@ _COMPVIS_PREFIX = "model.diffusion_model."  # there `model.` is part of the weig
 # Names that a pickle asks for.
 _TEXT_OPCODES = {"SHORT_BINUNICODE", "BINUNICODE", "UNICODE", "BINUNICODE8", "STRING", "SHORT_BINSTRING"}
 _MEMO_OPCODES = {"MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT"}
+_PICKLES_LOOKED_INTO = 8  # of an archive, for a message
 _PICKLES_BEFORE_STORAGES = 4  # of the older format: magic number, protocol, system, the object itself
 _HARMLESS = ("torch._utils.", "torch._tensor.", "collections.OrderedDict", "torch.storage.")
+
+# Whatever a damaged archive makes PyTorch stumble over; `weights_only` has an error of its own for what it refuses.
+_DAMAGE: Final = (
+    RuntimeError,
+    EOFError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    TypeError,
+    AssertionError,
+    OverflowError,
+    pickle.UnpicklingError,
+    struct.error,
+    zipfile.BadZipFile,
+)
+
+# What a sound file stays below. A tensor takes some 40 opcodes and 80 bytes of the archive's list.
+_MOST_LIST_BYTES: Final = 16 << 20
+_MOST_RECORD_BYTES: Final = 64 << 20  # of a member that is no storage
+_MOST_OPCODES: Final = 1_000_000
+_MOST_MADE_BYTES: Final = 64 << 20  # beyond the file's own size
+_MOST_SIZES: Final = 64
+_PICKLES_OF_LEGACY_FILE: Final = 5  # those named below, and the storages' names
+_END_BYTES: Final = 22 + 0xFFFF  # the end of an archive, with the longest remark
 
 _PROCESS_MAPS: Final = Path("/proc/self/maps")
 
@@ -127,6 +159,7 @@ class PickleCheckpoint(Checkpoint):
 
 def _load(path: Path) -> object:
     is_zip = _is_sound_zip(path)
+    _rehearse(path, is_zip)
     try:
         with warnings.catch_warnings():
             # An advice for the maker of the file; what cannot be read is refused below.
@@ -137,18 +170,7 @@ def _load(path: Path) -> object:
     except UnicodeEncodeError as error:
         message = "cannot be read: PyTorch cannot open a path that is not valid Unicode."
         raise CheckpointError(path, message, hint="Rename the file or the folder.") from error
-    except (
-        RuntimeError,
-        EOFError,
-        ValueError,
-        LookupError,
-        AttributeError,
-        TypeError,
-        AssertionError,
-        OverflowError,
-        struct.error,
-    ) as error:
-        # Whatever a damaged archive makes PyTorch stumble over.
+    except _DAMAGE as error:
         raise _damaged(path, error) from error
     except MemoryError as error:
         message = "asks for more memory than there is: it is damaged, or too large for this machine."
@@ -159,14 +181,18 @@ def _is_sound_zip(path: Path) -> bool:
     """Whether the file is a zip as `torch.save` writes; False for the older format.
 
     Raises:
-        CheckpointError: A zip that lacks its end, or a compressed one, which cannot be mapped.
+        CheckpointError: A zip that lacks its end, or a compressed one, which cannot be mapped; or its list declares
+            what no checkpoint has.
     """
     with path.open("rb") as stream:
         if stream.read(4) != b"PK\x03\x04":
             return False
+        _check_list_size(stream, path)
     try:
         with zipfile.ZipFile(path) as archive:
-            compressed = any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist())
+            members = archive.infolist()
+            list_begin = archive.start_dir
+            compressed = any(member.compress_type != zipfile.ZIP_STORED for member in members)
     except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
         message = f"is truncated or damaged: the list at the archive's end is missing ({error})."
         raise CheckpointError(path, message, hint=_AGAIN) from error
@@ -176,7 +202,229 @@ def _is_sound_zip(path: Path) -> bool:
             "is a compressed archive, which torch.save never writes.",
             hint="Load it and save it again with torch.save, or unpack it if a checkpoint is inside.",
         )
+    _check_members(members, list_begin, path)
     return True
+
+
+def _check_list_size(stream: BinaryIO, path: Path) -> None:
+    """Refuse an archive whose list of members would fill the memory; one without an end is told by `zipfile`."""
+    file_bytes = stream.seek(0, os.SEEK_END)
+    stream.seek(max(0, file_bytes - _END_BYTES))
+    end = stream.read()
+    place = end.rfind(b"PK\5\6")
+    if place < 0 or len(end) < place + 22:
+        return
+    size = int.from_bytes(end[place + 12 : place + 16], "little")
+    locator = end[max(0, place - 20) : place]
+    if locator.startswith(b"PK\6\7"):
+        stream.seek(min(int.from_bytes(locator[8:16], "little"), file_bytes))
+        size = max(size if size != 0xFFFFFFFF else 0, int.from_bytes(stream.read(56)[40:48], "little"))
+    if size > _MOST_LIST_BYTES:
+        raise _bomb(
+            path,
+            f"its list of members takes {format_size(size)}; {format_size(_MOST_LIST_BYTES)} are the limit",
+        )
+
+
+def _check_members(members: Sequence[zipfile.ZipInfo], list_begin: int, path: Path) -> None:
+    """Refuse members that share bytes or reach beyond the file, and texts of the size of weights."""
+    ordered = sorted(members, key=lambda member: member.header_offset)
+    begins = [*(member.header_offset for member in ordered[1:]), list_begin]
+    for member, after in zip(ordered, begins, strict=False):  # an empty list begins after no member
+        name, size = shortened(member.filename), max(member.file_size, member.compress_size)
+        if member.header_offset + _LOCAL_HEADER_BYTES + size > after:
+            raise _bomb(path, f"{name} declares {format_size(size)}, which overlap what follows")
+        if "/data/" not in member.filename and size > _MOST_RECORD_BYTES:
+            limit = format_size(_MOST_RECORD_BYTES)
+            raise _bomb(path, f"{name} takes {format_size(size)}; {limit} are the limit of what is no tensor")
+
+
+def _bomb(path: Path, reason: str) -> CheckpointError:
+    hint = "Download it again if it was cut short; do not use it unless you know its maker."
+    return CheckpointError(path, f"would take more memory or time than weights do: {reason}.", hint=hint)
+
+
+def _rehearse(path: Path, is_zip: bool) -> None:
+    """Run a file's pickles with nothing behind them, to see what loading it would make.
+
+    Raises:
+        CheckpointError: They would take more than a file of this size can be worth, or are damaged.
+        UnsafeCheckpointError: They are damaged, and ask for code.
+    """
+    file_bytes = path.stat().st_size
+    try:
+        if not is_zip:
+            with path.open("rb") as stream:
+                for _ in range(_PICKLES_OF_LEGACY_FILE):
+                    _Rehearsal(_Counted(stream, file_bytes), file_bytes).load()
+            return
+        with path.open("rb") as stream, zipfile.ZipFile(stream) as archive:
+            for member in archive.infolist():
+                if _is_description(member.filename):
+                    data = _stored_bytes(stream, member)
+                    _Rehearsal(_Counted(io.BytesIO(data), len(data)), file_bytes).load()
+    except _TooMuch as error:
+        raise _bomb(path, str(error)) from error
+    except _DAMAGE as error:
+        raise _refused(path, pickle.UnpicklingError(str(error) or type(error).__name__)) from error
+
+
+def _is_description(name: str) -> bool:
+    """Whether PyTorch may take it for `data.pkl`, which it looks for in any case."""
+    return name.lower().endswith("data.pkl") and "/data/" not in name
+
+
+def _stored_bytes(stream: BinaryIO, member: zipfile.ZipInfo) -> bytes:
+    """A member as PyTorch reads it, whatever name and sum stand before its bytes."""
+    stream.seek(member.header_offset + _LOCAL_HEADER_BYTES - 4)
+    stream.seek(sum(struct.unpack("<HH", stream.read(4))), os.SEEK_CUR)
+    return stream.read(member.file_size)
+
+
+class _TooMuch(Exception):
+    """Says what a pickle asks for."""
+
+
+class _Counted:
+    """A pickle's bytes, no more than the file has, and no more opcodes than a checkpoint needs."""
+
+    def __init__(self, stream: BinaryIO | io.BytesIO, file_bytes: int) -> None:
+        self._stream, self._file_bytes, self._opcodes = stream, file_bytes, 0
+        self.readline = stream.readline
+
+    def read(self, size: int) -> bytes:
+        if size == 1:
+            self._opcodes += 1
+            if self._opcodes > _MOST_OPCODES:
+                raise _TooMuch(f"its pickle has more than {_MOST_OPCODES:,} steps")
+        elif size > self._file_bytes:
+            raise EOFError(f"a value of {format_size(size)} is cut short")
+        return self._stream.read(size)
+
+
+@dataclass(eq=False, slots=True)
+class _StandIn:
+    """For what a name means, or what calling it made: a tensor of `elements`, or nothing that takes memory."""
+
+    name: str
+    elements: int = 0
+
+
+class _Rehearsal(pickle._Unpickler):
+    """Run a pickle as PyTorch's `weights_only` would, and add up what its calls would make."""
+
+    stack: list[Any]
+    pop_mark: Callable[[], list[Any]]
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = dict(pickle._Unpickler.dispatch)
+
+    def __init__(self, stream: _Counted, file_bytes: int) -> None:
+        super().__init__(stream, encoding="latin1")
+        self._file_bytes = file_bytes
+        self._left = file_bytes + _MOST_MADE_BYTES
+        self._storages: set[str | bytes] = set()
+        self._declared = 0
+
+    def find_class(self, module: str, name: str) -> _StandIn:
+        return _StandIn(f"{module}.{name}")
+
+    def persistent_load(self, pid: Any) -> _StandIn:
+        kind, key, numbers = (
+            (pid[1], pid[2], pid[4]) if isinstance(pid, tuple) and len(pid) > 4 else (None, 0, 0)
+        )
+        if isinstance(kind, _StandIn) and isinstance(key, str | bytes) and isinstance(numbers, int):
+            declared = numbers * _ITEM_BYTES.get(kind.name, 1)
+            self._declared += 0 if key in self._storages else declared
+            self._storages.add(key)
+            if max(declared, self._declared) > self._file_bytes:
+                raise _TooMuch(f"the storage {shortened(key)} declares {shortened(declared)} bytes")
+        return _StandIn("storage")
+
+    def call(self) -> None:
+        arguments, function = self.stack.pop(), self.stack.pop()
+        if not isinstance(function, _StandIn) or not isinstance(arguments, tuple):
+            raise TypeError(f"a {type(function).__name__} is called")
+        self.stack.append(self._made(function.name, arguments))
+
+    def _made(self, name: str, arguments: tuple[Any, ...]) -> object:
+        if name.startswith("torch._utils._rebuild_tensor"):
+            return _StandIn(name, _product(arguments[2]))
+        if name.startswith("torch._utils._rebuild_parameter"):
+            return arguments[0]
+        if name == "torch._tensor._rebuild_from_type_v2" and isinstance(arguments[0], _StandIn):
+            return self._made(arguments[0].name, tuple(arguments[2]))
+        if name in ("collections.OrderedDict", "collections.Counter") and not arguments:
+            return {}
+        if name in _THAT_MAKE_BYTES or name.endswith(("Tensor", "Storage")):
+            self._take(name, arguments)
+        return _StandIn(
+            name, max((each.elements for each in arguments if isinstance(each, _StandIn)), default=0)
+        )
+
+    def _take(self, name: str, arguments: tuple[Any, ...]) -> None:
+        """Count a call whose result may be larger than its arguments."""
+        wanted = _product(arguments)
+        for argument in arguments:
+            if isinstance(argument, _StandIn):
+                wanted += argument.elements
+            elif isinstance(argument, str | bytes):
+                wanted += len(argument)
+            elif isinstance(argument, tuple):
+                wanted += _product(argument)
+            elif isinstance(argument, list):
+                wanted += len(argument)
+                if not all(map(_is_plain_key, argument)):
+                    raise _TooMuch(f"{name} is called with nested values")
+        self._left -= wanted
+        if self._left < 0:
+            raise _TooMuch(f"{name} is called for {shortened(wanted)} values and more")
+
+    def build(self) -> None:
+        self.stack.pop()  # an object's own attributes
+
+    def set_item(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self._set([key, value])
+
+    def set_items(self) -> None:
+        self._set(self.pop_mark())
+
+    def _set(self, items: list[Any]) -> None:
+        if not isinstance(self.stack[-1], dict):
+            raise TypeError(f"an item is set in a {type(self.stack[-1]).__name__}")
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            if not _is_plain_key(key) and not (isinstance(key, tuple) and all(map(_is_plain_key, key))):
+                raise _TooMuch("a key of its dictionaries is nested")
+            self.stack[-1][key] = value
+
+    dispatch |= dict.fromkeys((pickle.REDUCE[0], pickle.NEWOBJ[0]), call)
+    dispatch |= {pickle.BUILD[0]: build, pickle.SETITEM[0]: set_item, pickle.SETITEMS[0]: set_items}
+
+
+_ITEM_BYTES: Final = {f"torch.{kind.__name__}": dtype.itemsize for dtype, kind in STORAGES.items()}
+_THAT_MAKE_BYTES: Final = frozenset(
+    {
+        "_codecs.encode",
+        "builtins.bytearray",
+        "builtins.set",
+        "collections.Counter",
+        "torch._utils._rebuild_device_tensor_from_cpu_tensor",
+        "torch._utils._rebuild_device_tensor_from_numpy",
+        "torch._utils._rebuild_qtensor",
+        "torch.nn.parameter.Parameter",
+    }
+)
+
+
+def _product(sizes: object) -> int:
+    """The number of elements that sizes mean; 0 of what holds none."""
+    if not isinstance(sizes, tuple) or len(sizes) > _MOST_SIZES:
+        return 0
+    numbers = [abs(size) for size in sizes if type(size) is int]
+    return math.prod(numbers) if numbers else 0
+
+
+def _is_plain_key(key: object) -> bool:
+    return key is None or isinstance(key, str | bytes | int | float | _StandIn)
 
 
 def _refused(path: Path, error: pickle.UnpicklingError) -> CheckpointError:
@@ -223,7 +471,7 @@ def _is_in_own_byte_order(path: Path) -> bool:
         with zipfile.ZipFile(path) as archive:
             names = [name for name in archive.namelist() if name.endswith("/byteorder")]
             told = {archive.read(name).decode(errors="replace") for name in names}
-    except zipfile.BadZipFile:  # PyTorch checks no sums
+    except (zipfile.BadZipFile, ValueError):  # PyTorch checks no sums, and no names
         return False
     if told:
         return told == {sys.byteorder}
@@ -244,8 +492,10 @@ def foreign_globals(path: Path) -> list[str]:
     try:
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
-                for name in archive.namelist():
-                    if name.endswith(".pkl"):
+                for name in [name for name in archive.namelist() if name.endswith(".pkl")][
+                    :_PICKLES_LOOKED_INTO
+                ]:
+                    if archive.getinfo(name).file_size <= _MOST_RECORD_BYTES:
                         _collect_globals(io.BytesIO(archive.read(name)), found)
         else:
             with path.open("rb") as stream:
@@ -259,7 +509,7 @@ def foreign_globals(path: Path) -> list[str]:
 def _collect_globals(stream: BinaryIO | io.BytesIO, found: dict[str, None]) -> None:
     texts: list[str] = []
     try:
-        for opcode, argument, _ in pickletools.genops(stream):
+        for opcode, argument, _ in islice(pickletools.genops(stream), _MOST_OPCODES):
             if opcode.name in _TEXT_OPCODES:
                 texts = [*texts[-1:], str(argument)]
             elif opcode.name in {"GLOBAL", "INST"}:
@@ -454,22 +704,26 @@ class StreamingTorchWriter:
             for name in specs:
                 writer.write(name, compute(name))
 
-    The file is a bare dictionary of contiguous tensors; `torch.load` reads it with `weights_only=True` and with
-    `mmap=True`. Leaving the block without an exception flushes it to the disk and renames it over the target;
+    The file is a dictionary of contiguous tensors, bare or under the name `wrapper`; `torch.load` reads it with
+    `weights_only=True` and with `mmap=True`. Leaving the block without an exception flushes it to the disk and renames it over the target;
     with one (Ctrl-C too) the temporary file goes and the target stays as it was. The same tensors give the same
     bytes.
 
     Args:
         path: The target.
         specs: What will be written, in the order that the dictionary shall have.
+        wrapper: The key of an outer dictionary in which this one lies alone, such as "state_dict"; None: there is none.
 
     Raises:
         WriteError: A type that such a file cannot hold; on entering, the target cannot be written; on leaving,
             tensors are missing.
     """
 
-    def __init__(self, path: str | os.PathLike[str], specs: Mapping[str, TensorSpec]) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], specs: Mapping[str, TensorSpec], wrapper: str | None = None
+    ) -> None:
         self.path = Path(path)
+        self._wrapper = wrapper
         self._numbers = {name: number for number, name in enumerate(specs)}
         self._specs = dict(specs)
         for name, spec in specs.items():
@@ -486,7 +740,7 @@ class StreamingTorchWriter:
             self._file = stack.enter_context(temporary.open("r+b"))
             self._archive = zipfile.ZipFile(self._file, "w", zipfile.ZIP_STORED, allowZip64=True)
             stack.push(_abandon(self._archive))
-            self._put("data.pkl", description(self._specs))
+            self._put("data.pkl", description(self._specs, self._wrapper))
             self._put("byteorder", sys.byteorder.encode())
             self._stack = stack.pop_all()
         self._left = set(self._specs)
@@ -561,18 +815,19 @@ def _abandon(archive: zipfile.ZipFile) -> Callable[..., None]:
     return close
 
 
-def description(specs: Mapping[str, TensorSpec]) -> bytes:
+def description(specs: Mapping[str, TensorSpec], wrapper: str | None = None) -> bytes:
     """The content of `data.pkl`: a dictionary of contiguous tensors on the CPU, the bytes of the n-th in `data/n`.
 
     Args:
         specs: By name, in the order that the dictionary shall have; of the types in `STORAGES`.
+        wrapper: The key of an outer dictionary; None: there is none.
     """
     stream = BytesIO()
     state = {
         name: _TensorToCome(_StorageToCome(str(number), spec))
         for number, (name, spec) in enumerate(specs.items())
     }
-    _Describer(stream, protocol=_PROTOCOL).dump(state)
+    _Describer(stream, protocol=_PROTOCOL).dump(state if wrapper is None else {wrapper: state})
     return stream.getvalue()
 
 

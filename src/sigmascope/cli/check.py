@@ -19,7 +19,7 @@ EPILOG = """Examples:
 
 sigmascope check today/*.json --baseline yesterday/*.json
 
-sigmascope check today --baseline yesterday --max-slowdown 5% --json
+sigmascope check today --baseline yesterday --max_slowdown 5% --json
 """
 
 REGRESSED = 1

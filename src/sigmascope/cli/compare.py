@@ -20,7 +20,7 @@ from sigmascope.errors import RecordError
 
 if TYPE_CHECKING:
     from sigmascope.analysis.run_comparison import FigureComparison, WorkComparison
-    from sigmascope.records.performance import BeforeAfterDict
+    from sigmascope.records.performance import BeforeAfterDict, ComparedGenerationDict
     from sigmascope.records.run import Run
 
 EPILOG = """Examples:
@@ -150,6 +150,11 @@ def _print_comparison(console: Console, one: "WorkComparison") -> None:
     print_left_out(console, one.figures)
     if one.before_after is not None:
         console.print(_in_words(one.before_after))
+    if any(one.folded):
+        earlier = (
+            "Steps and the median generation leave out earlier generations, folded: {:,} before, {:,} now."
+        )
+        console.print(Text(earlier.format(*one.folded), style="dim"))
     before, now = one.runs
     console.print(Text(f"{now} {_runs(now)} against {before}.", style="dim"))
 
@@ -212,17 +217,20 @@ def _in_words(found: "BeforeAfterDict") -> Text:
     if percent is not None and factor is not None:
         times = f"{factor:.1f}x as fast" if factor >= 1 else f"{1 / factor:.1f}x as long"
         parts[0] += f": {abs(percent):.1f} % {'less' if percent >= 0 else 'more'}, {times}"
-    parts.append(f"score {_score(before['performance_score'])} → {_score(after['performance_score'])}")
-    parts.append(f"target {_met(before['target_met'])} → {_met(after['target_met'])}")
+    if not (before.get("target_assumed") and after.get("target_assumed")):
+        parts.append(f"score {_score(before)} → {_score(after)}")
+        parts.append(f"target {_met(before)} → {_met(after)}")
     return Text.assemble(("Median generation ", "bold"), "; ".join(parts), ".")
 
 
-def _score(score: float | None) -> str:
+def _score(side: "ComparedGenerationDict") -> str:
+    score = None if side.get("target_assumed") else side["performance_score"]
     return units.UNKNOWN if score is None else f"{score:.1f}"
 
 
-def _met(met: bool | None) -> str:
-    return "unknown" if met is None else "met" if met else "missed"
+def _met(side: "ComparedGenerationDict") -> str:
+    met = side["target_met"]
+    return "none" if side.get("target_assumed") else "unknown" if met is None else "met" if met else "missed"
 
 
 def _runs(count: int) -> str:

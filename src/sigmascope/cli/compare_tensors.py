@@ -16,9 +16,9 @@ import typer
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from sigmascope.cli.console import facts, listed, number, percent, plain, progress_bar, table
+from sigmascope.cli.console import facts, listed, number, percent, plain, progress_bar, say, table
 from sigmascope.cli.drawing import Bar, Label, Line, Shape, save_picture
-from sigmascope.errors import CheckpointError, ConfigError, SigmascopeError, WriteError
+from sigmascope.errors import CheckpointError, ConfigError, SigmascopeError
 
 if TYPE_CHECKING:
     from sigmascope.analysis.dump_comparison import DumpComparison, RunComparison
@@ -112,7 +112,7 @@ def compare_tensors(
     else:
         print_comparison(Console(), comparison, (a, b), verbose=verbose)
         if picture is not None:
-            Console().print(f"Picture: {picture}", markup=False, highlight=False)
+            say(f"Picture: {picture}")
     if not (comparison.agrees and (any_layout or comparison.same_layout)):
         raise typer.Exit(BEYOND_TOLERANCE)
 
@@ -122,18 +122,18 @@ def _check_picture(path: Path | None, inputs: tuple[Path, Path]) -> None:
 
     Raises:
         ConfigError: It is named neither `.svg` nor `.png`, or is an input.
-        WriteError: Its folder does not exist.
+        WriteError: It cannot be written, or its folder cannot be made.
     """
     if path is None:
         return
     from sigmascope.checkpoints.files import is_existing
+    from sigmascope.files import require_writable
 
     if path.suffix.lower() not in _PICTURES:
         raise ConfigError(
             f"--picture {path} is no SVG or PNG.", hint="Give a name that ends in .svg or .png."
         )
-    if not is_existing(path.parent):
-        raise WriteError(path, "its folder does not exist.", hint=f"Create {path.parent}.")
+    require_writable(path)
     if is_existing(path) and any(is_existing(other) and path.samefile(other) for other in inputs):
         raise ConfigError(f"--picture {path} is an input.", hint="Give the name of a new file.")
 

@@ -14,6 +14,7 @@ from contextlib import contextmanager, redirect_stdout, suppress
 from types import FrameType
 from typing import Any, NoReturn
 
+import typer
 from rich import box
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -57,6 +58,11 @@ def plain(value: object, *, limit: int = _LONGEST_VALUE, style: str = "") -> Tex
     clean = printable(text)
     shown = clean if len(clean) <= limit else f"{clean[: limit - 1]}…"
     return Text(shown, style=style, overflow="fold")
+
+
+def say(text: str, *, err: bool = False) -> None:
+    """Print a line that names files, uncut: their names may hold what a terminal would obey."""
+    typer.echo(printable(text), err=err)
 
 
 def title(what: str, name: object) -> Text:

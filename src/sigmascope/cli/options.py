@@ -176,7 +176,11 @@ ConvRank = Annotated[
 ]
 MaxSize = Annotated[
     str | None,
-    _rank_option("--max_size", "Best ranks for a file of at most this size: 100MB.", "<size>"),
+    _rank_option(
+        "--max_size",
+        "Best ranks for a file of at most this size: 100MB. 1 MB is 1 MiB, 1024² bytes.",
+        "<size>",
+    ),
 ]
 MaxError = Annotated[
     str | None,

@@ -5,9 +5,11 @@ from typing import Annotated
 
 import typer
 
+from sigmascope.cli.console import say
 from sigmascope.errors import ConfigError, WriteError
 from sigmascope.files import require_writable
 from sigmascope.records.prompts import check_privacy
+from sigmascope.records.run import KEEP_GENERATIONS
 
 EPILOG = "Example: sigmascope watch --output run.json generate.py --steps 4"
 
@@ -50,6 +52,14 @@ def watch(
     sample_hz: Annotated[
         float, typer.Option("--sample_hz", help="How often memory is looked at, at most 10 a second.")
     ] = 10.0,
+    keep_generations: Annotated[
+        int,
+        typer.Option(
+            "--keep_generations",
+            min=1,
+            help="How many generations, the last ones, the record holds in full; of earlier ones it holds sums.",
+        ),
+    ] = KEEP_GENERATIONS,
     step_memory: Annotated[
         bool, typer.Option("--step_memory", help="Look at memory at the end of each step too.")
     ] = False,
@@ -79,6 +89,7 @@ def watch(
         prompts=prompts,
         name=name,
         sample_hz=str(sample_hz),
+        keep_generations=str(keep_generations),
         step_memory="1" if step_memory else None,
         quiet="1" if quiet else None,
         launched="1",
@@ -94,11 +105,11 @@ def _startup_file(*, install: bool, uninstall: bool, script: str | None) -> None
         raise ConfigError("--install and --uninstall stand alone.", hint="Give one of them, and no script.")
     if install:
         path = launch.install()
-        typer.echo(f"{path} is there: SIGMASCOPE=1 now watches any Python process of this environment.")
+        say(f"{path} is there: SIGMASCOPE=1 now watches any Python process of this environment.")
     elif launch.uninstall():
-        typer.echo(f"{launch.startup_file()} is gone.")
+        say(f"{launch.startup_file()} is gone.")
     else:
-        typer.echo("Nothing was installed.")
+        say("Nothing was installed.")
 
 
 def _check(script: str | None, *, module: bool, code: bool, sample_hz: float) -> None:

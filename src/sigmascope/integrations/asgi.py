@@ -24,7 +24,9 @@ from sigmascope.errors import ConfigError
 from sigmascope.monitor.generation import SERVED, ServedRequest
 from sigmascope.monitor.guard import Guard, describe
 from sigmascope.monitor.performance import whole_number
+from sigmascope.probes.reading import keeps_words
 from sigmascope.records.performance import RequestRecord
+from sigmascope.records.prompts import PromptPrivacy, check_privacy
 
 Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
@@ -33,11 +35,14 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 _ID: Final = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 """Ids of others that are taken as they come."""
+_PLAIN: Final = re.compile(r"[A-Za-z0-9_.-]{0,40}")
 _LONGEST_PATH: Final = 500
 """Letters of a request's path that its record keeps."""
 METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 _METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "CONNECT", "TRACE"})
 """Clients may invent methods, and every label's value is kept for good."""
+_MOST_MODELS: Final = 100
+"""Names of models may come from clients too; those beyond these are counted together, as "other"."""
 _SECONDS_BUCKETS: Final = (0.005, 0.025, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0)
 
 
@@ -55,11 +60,13 @@ class PerformanceMonitoringMiddleware:
         metrics_path: Answer GET here with Prometheus metrics, such as "/metrics"; None: nowhere. It takes the package
             prometheus-client.
         on_request: Called with the `RequestRecord` of each request that is over.
+        prompts: But for "full", the record of a request keeps no words of what the application raised, and of the path
+            the route's with the names of its parameters, or its first part: both may quote a prompt.
         clock: Monotonic nanoseconds.
 
     Raises:
         ConfigError: `metrics_path` without prometheus-client or without its "/", a header that can be none, a history
-            below 1, or an `on_request` that would have to be awaited.
+            below 1, an unknown `prompts`, or an `on_request` that would have to be awaited.
 
     Examples:
         >>> async def app(scope, receive, send):
@@ -78,6 +85,7 @@ class PerformanceMonitoringMiddleware:
         history: int = 1000,
         metrics_path: str | None = None,
         on_request: Callable[[RequestRecord], None] | None = None,
+        prompts: PromptPrivacy = "full",
         clock: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
         self.app = app
@@ -94,7 +102,8 @@ class PerformanceMonitoringMiddleware:
         self._on_request = on_request
         self._clock = clock
         self._records: deque[RequestRecord] = deque(maxlen=whole_number("history", history, least=1))
-        self._guard = Guard()
+        check_privacy(prompts)
+        self._guard = Guard(keeps_words=prompts == "full")
         self._lock = Lock()
         self._in_flight = 0
 
@@ -294,7 +303,7 @@ class Exchange:
         return RequestRecord(
             request_id=served.request_id,
             method=str(scope.get("method", "")),
-            path=str(scope.get("path", ""))[:_LONGEST_PATH],
+            path=_path_of(scope),
             started_at=started_at,
             seconds=(ended_ns - self._started_ns) / 1e9,
             first_byte_seconds=None if first is None else (first - self._started_ns) / 1e9,
@@ -312,6 +321,17 @@ class Exchange:
         name, value = self._header
         kept = list(headers)
         return kept if _header(kept, name) is not None else [*kept, (name, value.encode("ascii"))]
+
+
+def _path_of(scope: MutableMapping[str, Any]) -> str:
+    """The path; where no words are kept, the route's with the names of its parameters, or its first part."""
+    path = str(scope.get("path", ""))
+    if not keeps_words():
+        route = getattr(scope.get("route"), "path", None)
+        first, _, rest = path[1:].partition("/")
+        first = first if _PLAIN.fullmatch(first) else "…"
+        path = route if isinstance(route, str) else f"{path[:1]}{first}{'/…' if rest else ''}"
+    return path[:_LONGEST_PATH]
 
 
 def _size_of(path: object) -> int:
@@ -374,6 +394,7 @@ class RequestMetrics:
             "sigmascope_generation_targets_missed", "Generations that missed their target.", ["model"],
             registry=self._registry,
         )  # fmt: skip
+        self._models: set[str] = set()
 
     def add(self, record: RequestRecord) -> None:
         """Count a request and its generations."""
@@ -387,6 +408,9 @@ class RequestMetrics:
         for generation in record.generations:
             seconds = generation.get("total_generation_time")
             model = str(generation.get("model_name") or "unnamed")
+            if model not in self._models and len(self._models) >= _MOST_MODELS:
+                model = "other"
+            self._models.add(model)
             if isinstance(seconds, float):
                 self._generations.labels(model).observe(seconds)
             if generation.get("target_met") is False:

@@ -17,8 +17,9 @@ from sigmascope.integrations.import_hook import FINDER
 if TYPE_CHECKING:
     from sigmascope.integrations.process_recording import Recording
 
-STARTS_WITH: Final = frozenset({"diffusers", "sigmascope.monitor"})
-"""Pipelines come from the first; code that names its own stages imports the second."""
+_WATCH: Final = "sigmascope.integrations.diffusers.watch"
+STARTS_WITH: Final = frozenset({"diffusers", "sigmascope.monitor", _WATCH})
+"""Pipelines come from the first; code that names its own stages imports the second, and code with a watch the third."""
 _SPAWNED: Final = "--multiprocessing-fork"
 """The last word of the command line with which multiprocessing starts a child that it does not fork."""
 FOR_ALL: Final = "SIGMASCOPE_"
@@ -39,6 +40,7 @@ class Settings(NamedTuple):
         step_memory: "1": look at it at the end of each step too; "0" is no.
         quiet: "1": print no summary; "0" is no.
         launched: "1": somebody asked for this one process, and is told when there was nothing to see.
+        keep_generations: How many generations, the last ones, the record holds in full, as text.
     """
 
     output: str | None = None
@@ -49,6 +51,7 @@ class Settings(NamedTuple):
     step_memory: str | None = None
     quiet: str | None = None
     launched: str | None = None
+    keep_generations: str | None = None
 
     def says(self, name: str) -> bool:
         """Whether one of those that are yes or no is yes."""
@@ -120,6 +123,8 @@ class WatchedProcess:
     def _begin(self) -> None:
         if not self._end_waiting:
             return
+        if (own := sys.modules.get(_WATCH)) is not None and not hasattr(own, "watch"):
+            return  # the program's import of it, which has just imported this, begins the watch when it is done
         self._wait_no_more()
         self._has_begun = True
         is_forked = os.getpid() != self._process_id
@@ -161,7 +166,10 @@ def say(line: str) -> None:
     if sys.__stderr__ is None:
         return
     try:
-        sys.__stderr__.write(f"Sigmascope: {line}\n")
+        # A path may hold what a terminal would obey. As `units.printable`; but an import at the end of the process
+        # would make Python forget that Ctrl-C ended it.
+        shown = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in line)
+        sys.__stderr__.write(f"Sigmascope: {shown}\n")
         sys.__stderr__.flush()
     except (OSError, ValueError):  # closed, or nobody reads it any more
         pass

@@ -1,6 +1,7 @@
 """The watch of a whole process, and what is left of it: a record, a summary, a trace.
 
-What is known so far is written now and then, in case the program is killed before its end (`Keeper`).
+What is known so far is written now and then, in case the program is killed before its end (`Keeper`). Of a process that
+lives long the record holds the last generations. Those before them go to files of their own (`Parts`).
 """
 
 import os
@@ -17,7 +18,7 @@ from rich.console import Console
 
 from sigmascope.errors import ConfigError, SigmascopeError
 from sigmascope.records.prompts import PromptPrivacy
-from sigmascope.records.run import Run
+from sigmascope.records.run import KEEP_GENERATIONS, Run
 
 if TYPE_CHECKING:
     from sigmascope.integrations.autostart import Settings
@@ -28,6 +29,10 @@ SECONDS: Final = 10.0
 """Between two times that the record is written, at least."""
 _SHARE: Final = 50
 """A record that takes long to write is written seldom: this many times as long apart."""
+MOST_PARTS: Final = 10
+"""So many files of earlier generations stay, the last ones."""
+_SPARE: Final = 3
+"""So many times the generations to keep wait for a file at most; where they come faster, sums alone are left of them."""
 
 
 class Recording:
@@ -52,14 +57,18 @@ class Recording:
         self._trace_path = (
             None if settings.trace is None else _own_path(Path(folder, settings.trace), is_child)
         )
+        kept = kept_of(settings)
         self._watch: Any = watch(
             prompts=privacy_of(settings),
             name=settings.name or program(),
             sample_hz=sample_hz_of(settings),
             step_memory=settings.says("step_memory"),
+            keep_generations=kept,
         )
         self._watch.__enter__()
-        self._keeper = Keeper(self._watch.record, self._record_path)
+        self._watch.hold_back(_SPARE * kept)
+        self._parts = Parts(self._watch.take_older, self._record_path)
+        self._keeper = Keeper(self._watch.record, self._record_path, before=lambda: self._parts.write(kept))
         self._keeper.start()
 
     def end(self) -> None:
@@ -67,6 +76,9 @@ class Recording:
         error = unhandled()
         try:
             self._keeper.stop()
+            self._watch.hold_back(0)
+            with suppress(Exception):  # the record comes first, and says why nothing can be written
+                self._parts.write()
             self._watch.__exit__(None if error is None else type(error), error, None)
             self._tell(self._watch.record())
         finally:
@@ -89,6 +101,8 @@ class Recording:
             self._say(f"the {what} is not written: {error}")
         else:
             self._say(f"the {what} is in {path}")
+            if what == "record" and self._parts.written:
+                self._say(f"generations before those in the record are in {self._parts.folder}")
 
     def _show(self, run: Run) -> None:
         with suppress(OSError, ValueError):  # what the program wrote comes before what we say of it
@@ -152,6 +166,63 @@ def sample_hz_of(settings: "Settings") -> float:
     raise ConfigError(f"SIGMASCOPE_SAMPLE_HZ={told} is no number above 0.", hint="Choose one from 0.1 to 10.")
 
 
+def kept_of(settings: "Settings") -> int:
+    """How many generations the record holds in full.
+
+    Raises:
+        ConfigError: The environment gives no whole number above 0.
+    """
+    told = settings.keep_generations or str(KEEP_GENERATIONS)
+    with suppress(ValueError):
+        if int(told) > 0:
+            return int(told)
+    raise ConfigError(
+        f"SIGMASCOPE_KEEP_GENERATIONS={told} is no whole number above 0.",
+        hint=f"Choose one such as {KEEP_GENERATIONS}.",
+    )
+
+
+class Parts:
+    """Files of generations that are no longer in the record, each written once: `run.parts/0001.json` and so on.
+
+    Args:
+        take_older: Gives what is too much, as a run by itself; None where it is fewer generations than asked for.
+        record_path: The record's, which the folder is named after.
+
+    Attributes:
+        folder: Where they lie.
+        written: How many were written.
+    """
+
+    def __init__(self, take_older: Callable[[int], Run | None], record_path: Path) -> None:
+        self._take_older = take_older
+        self.folder = record_path.with_suffix(".parts")
+        self.written = 0
+
+    def write(self, least: int = 1) -> None:
+        """Write what is too much, unless it is fewer generations than that.
+
+        Raises:
+            WriteError: It cannot be written. Then sums alone are left of it.
+        """
+        part = self._take_older(least)
+        if part is None:
+            return
+        part.save(self._file(self.written + 1))
+        self.written += 1
+        with suppress(OSError):
+            for path in self._not_wanted():
+                path.unlink()
+
+    def _not_wanted(self) -> list[Path]:
+        """All but the last files; with the first file all others, which are of an earlier run whose record is replaced."""
+        wanted = range(max(1, self.written - MOST_PARTS + 1), self.written + 1)
+        return [path for path in self.folder.glob("*.json") if path not in {*map(self._file, wanted)}]
+
+    def _file(self, number: int) -> Path:
+        return self.folder / f"{number:04}.json"
+
+
 class Keeper:
     """Writes the record now and then on a thread of its own, which ends with the process.
 
@@ -159,12 +230,21 @@ class Keeper:
         record: Gives the run as it is now.
         path: Where it goes.
         seconds: How long to wait between two times, at least.
+        before: Called before each time, to write what the record is to hold no longer.
     """
 
-    def __init__(self, record: Callable[[], Run], path: Path, seconds: float = SECONDS) -> None:
+    def __init__(
+        self,
+        record: Callable[[], Run],
+        path: Path,
+        seconds: float = SECONDS,
+        *,
+        before: Callable[[], object] = lambda: None,
+    ) -> None:
         self._record = record
         self._path = path
         self._seconds = seconds
+        self._before = before
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, name="sigmascope-keeper", daemon=True)
 
@@ -181,6 +261,8 @@ class Keeper:
 
     def keep(self) -> None:
         """Write what is known now, if there is anything. A failure is for the end to tell."""
+        with suppress(Exception):
+            self._before()
         with suppress(Exception):
             run = self._record()
             if run.stages:

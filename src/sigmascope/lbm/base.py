@@ -16,7 +16,6 @@ proves that a base can be used: it loads it, runs it once and looks at what come
 import logging
 import os
 import re
-import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -37,7 +36,7 @@ from sigmascope.errors import (
     SigmascopeError,
     WriteError,
 )
-from sigmascope.files import atomic_path, require_writable, temporary_name
+from sigmascope.files import atomic_path, free_bytes, require_writable, temporary_name
 from sigmascope.lbm.backbone import Backbone, BackboneWeight, open_backbone
 from sigmascope.lbm.buckets import Size
 from sigmascope.lbm.config import LbmConfig, load_config
@@ -243,7 +242,10 @@ def _write_files(
         if targets.config is not None:
             files.enter_context(atomic_path(targets.config)).write_text(config, encoding="utf-8")
         if targets.ckpt is not None:
-            writers.append(files.enter_context(StreamingTorchWriter(targets.ckpt, specs)).write)
+            # As Lightning writes it, which is what LBM's own loader reads of a .ckpt.
+            prefixed = {f"model.{key}": spec for key, spec in specs.items()}
+            lightning = files.enter_context(StreamingTorchWriter(targets.ckpt, prefixed, "state_dict"))
+            writers.append(lambda key, tensor: lightning.write(f"model.{key}", tensor))
         if targets.safetensors is not None:
             # With it transformers and diffusers read the file, without it they refuse.
             metadata = {"format": "pt"}
@@ -490,8 +492,8 @@ def require_space(targets: Targets, nbytes: int) -> None:
         WriteError: Says how much is needed and how much is free.
     """
     needed = len(targets.weights) * (nbytes + _HEADER_BYTES)
-    free = shutil.disk_usage(targets.weights[0].resolve().parent).free
-    if needed > free:
+    free = free_bytes(targets.weights[0].resolve().parent)
+    if free is not None and needed > free:
         raise WriteError(
             targets.weights[0],
             f"the disk is too full: {needed / 1e9:.2f} GB are needed, {free / 1e9:.2f} GB are free.",

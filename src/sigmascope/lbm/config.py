@@ -21,6 +21,7 @@ from pydantic_core import ErrorDetails
 from yaml.nodes import MappingNode, ScalarNode
 
 from sigmascope.errors import ConfigError
+from sigmascope.units import format_size
 
 TimestepSampling = Literal["uniform", "log_normal", "custom_timesteps"]
 LatentLoss = Literal["l1", "l2"]
@@ -34,6 +35,13 @@ PROBABILITY_TOLERANCE = 1e-3
 """How far `prob` may be from a sum of 1: users write 0.333 three times."""
 TRAINING_NEEDS: Final = ("train_shards", "base_model_path", "save_ckpt_path")
 """Keys that every training's YAML has; no model's has one of them."""
+
+
+_HOW_TO_GIVE: Final = {
+    "base_model_path": " (write the file that sigmascope lbm create-base made; LBM makes it from backbone_signature in "
+    "each training)"
+}
+"""Of keys that LBM's own YAMLs lack: what to write."""
 
 
 class ConfigBlock(BaseModel):
@@ -340,13 +348,26 @@ def _stem(name: str) -> str:
     return name.removesuffix(INDEX_SUFFIX) if name.endswith(INDEX_SUFFIX) else Path(name).stem
 
 
+_MOST_YAML_BYTES = 1 << 20
+_MOST_YAML_VALUES = 100_000
+_MOST_YAML_DEPTH = 100
+_MOST_DIGITS = 10_000
+
+
 def read_yaml(path: Path, *, hint: str = "Check the path.") -> Any:
     """Give what a YAML file holds; an empty file is an empty mapping.
 
     Raises:
-        ConfigError: The file cannot be read (then with the hint), is not UTF-8 or not YAML, or gives a key twice.
+        ConfigError: The file cannot be read (then with the hint), is not UTF-8 or not YAML, gives a key twice, or
+            means more values than any configuration.
     """
     try:
+        size = path.stat().st_size
+        if size > _MOST_YAML_BYTES:
+            raise ConfigError(
+                f"{path}: is too large for a configuration ({format_size(size)}).",
+                hint="Name shards by a pattern such as train-{000000..000099}.tar.",
+            )
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: cannot be read ({error}).", hint="Save it as UTF-8.") from error
@@ -358,11 +379,57 @@ def read_yaml(path: Path, *, hint: str = "Check the path.") -> Any:
         raise ConfigError(f"{path}: is not valid YAML ({error}).", hint="Correct that line.") from error
     except RecursionError as error:
         raise ConfigError(f"{path}: is nested too deeply.", hint="Correct its brackets.") from error
+    except (
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+    ) as error:  # 2001-13-45, 5,000 digits, !!bool x
+        raise ConfigError(
+            f"{path}: holds a value that is not what it looks like ({error}).",
+            hint="Put quotation marks around it if it is meant as text.",
+        ) from error
     return data if data is not None else {}
 
 
 class _OnceLoader(yaml.SafeLoader):
-    """A SafeLoader that takes each key of a mapping once; `<<` may repeat keys, which it is there to change."""
+    """A SafeLoader that takes each key of a mapping once; `<<` may repeat keys, which it is there to change.
+
+    A value counts wherever an alias repeats it, so that a file of a kilobyte does not mean a billion values.
+    """
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._values: dict[int, int] = {}  # at and below each node that is whole
+        self._total = self._depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """Count the values, and refuse numbers that take minutes to read."""
+        is_alias, before = self.check_event(yaml.AliasEvent), self._total
+        self._depth += 1
+        if self._depth > _MOST_YAML_DEPTH:
+            raise RecursionError
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        if is_alias:
+            self._total += self._values.get(
+                id(node), _MOST_YAML_VALUES
+            )  # one that is not whole yet holds itself
+        else:
+            self._total += 1
+            self._values[id(node)] = self._total - before
+        if self._total > _MOST_YAML_VALUES:
+            problem = f"with what its aliases repeat there are more than {_MOST_YAML_VALUES:,} values"
+            raise yaml.composer.ComposerError(None, None, problem, node.start_mark if node else None)
+        if (
+            isinstance(node, ScalarNode)
+            and len(node.value) > _MOST_DIGITS
+            and node.tag.endswith((":int", ":float"))
+        ):
+            raise yaml.composer.ComposerError(
+                None, None, f"a number has {len(node.value):,} digits", node.start_mark
+            )
+        return node
 
     def compose_mapping_node(self, anchor: Any) -> MappingNode:
         """Look at the keys as they are written."""
@@ -445,7 +512,7 @@ def _describe(detail: ErrorDetails, model: type[BaseModel]) -> str:
         text = str(detail["ctx"]["error"])
         return f"{key}.{text}" if key else text
     if detail["type"] == "missing":
-        return f"{key} is required"
+        return f"{key} is required{_HOW_TO_GIVE.get(key, '')}"
     return f"{key}: {_expected(detail)}, got {_shortened(detail['input'])}"
 
 

@@ -8,7 +8,7 @@ processes are refused, and so are epochs without one good sample.
 """
 
 import logging
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,6 +49,7 @@ class DataOptions:
         shuffle: False gives the shards' own order, for validation.
         shuffle_buffer: Samples that are mixed with each other.
         allow_pipe: Whether `pipe:` commands may be run.
+        max_member: As of `sigmascope.lbm.shards.read_shard`.
         crop: The part of a picture whose shape is not the batch's.
         size: (width, height) of all samples; None is each one's nearest aspect bucket.
         process: This process's number. Sample i of the stream belongs to process i modulo `processes`.
@@ -62,6 +63,7 @@ class DataOptions:
     shuffle: bool = True
     shuffle_buffer: int = 256
     allow_pipe: bool = False
+    max_member: str | int | None = None
     crop: Crop = "center"
     size: Size | None = None
     process: int = 0
@@ -80,7 +82,7 @@ class Batch:
             sample's draws do not depend on which process or batch it falls into.
         keys: Of each sample in its shard, for messages.
         epoch: That the samples belong to, from 0.
-        mask: 1 where a pixel is valid, 0 elsewhere; None where the config names no mask.
+        mask: 1 where a pixel is valid, 0 elsewhere; all 1 of a sample without one; None where the config names none.
         conditioning_images: In [-1, 1], by the config's `conditioning_images_keys`.
         conditioning_masks: In [0, 1], by the config's `conditioning_masks_keys`.
     """
@@ -178,11 +180,12 @@ class TrainingData:
         self.skipped = SkippedSamples()
         self._config = config
         self._options = options
+        self._said_unmasked = False
         self._decoder = SampleDecoder(config, options.size, options.crop, options.seed)
 
     def batches(
         self, epoch: int, position: DataPosition | None = None
-    ) -> Iterator[tuple[Batch, DataPosition]]:
+    ) -> Generator[tuple[Batch, DataPosition], None, None]:
         """Give the epoch's batches, each with the position after it.
 
         Every batch has `batch_size` samples of one size; what is left of each size comes at the end. Samples
@@ -203,7 +206,7 @@ class TrainingData:
         check_position(start, epoch, self._options)
         return self._batches(start)
 
-    def _batches(self, start: DataPosition) -> Iterator[tuple[Batch, DataPosition]]:
+    def _batches(self, start: DataPosition) -> Generator[tuple[Batch, DataPosition], None, None]:
         epoch, buckets = start.epoch, Buckets(self._options.batch_size)
         share = Share(self._order(), self._options.process, self._options.processes)
         good = broken = 0
@@ -216,15 +219,32 @@ class TrainingData:
                     broken += 1
                     continue
                 good += 1
+                self._say_unmasked(outcome)
                 if full := buckets.add(outcome):
                     yield collate(full, self._config, epoch), DataPosition(epoch, seen, buckets.pending)
         judge_epoch(good, broken, share.passed, start, self.skipped, share.processes)
         while rest := buckets.take_rest():
             yield collate(rest, self._config, epoch), DataPosition(epoch, share.passed, buckets.pending)
 
+    def _say_unmasked(self, sample: Sample) -> None:
+        """Say once that samples lack the mask: a slip in its name would pass for that."""
+        key = self._config.mask_key
+        if key is not None and key not in sample.masks and not self._said_unmasked:
+            self._said_unmasked = True
+            _log.warning(
+                "Sample %s has no member for mask_key: %s, so all of it is valid; said once.", sample.key, key
+            )
+
     def _order(self) -> Order:
         options = self._options
-        return Order(self.shards, self._decoder.keys, options.seed, options.shuffle, options.shuffle_buffer)
+        return Order(
+            self.shards,
+            self._decoder.keys,
+            options.seed,
+            options.shuffle,
+            options.shuffle_buffer,
+            max_member=options.max_member,
+        )
 
     def _decoded(
         self, share: Share, start: DataPosition
@@ -366,7 +386,12 @@ def _pictures(samples: list[Sample], key: str) -> Float[Tensor, "batch 3 height 
 
 
 def _validity(samples: list[Sample], key: str) -> Float[Tensor, "batch 1 height width"]:
-    return (_masks(samples, key) >= VALID).float()
+    masks = [sample.masks.get(key) for sample in samples]
+    valid = [
+        np.ones(one.size[::-1]) if mask is None else mask >= VALID
+        for one, mask in zip(samples, masks, strict=True)
+    ]
+    return torch.from_numpy(np.stack(valid, dtype=np.float32)[:, None])
 
 
 def _masks(samples: list[Sample], key: str) -> Float[Tensor, "batch 1 height width"]:

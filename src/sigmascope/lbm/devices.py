@@ -7,7 +7,7 @@ from typing import Final
 import torch
 
 from sigmascope.errors import ConfigError, SigmascopeError
-from sigmascope.pipeline.out_of_memory import is_out_of_memory
+from sigmascope.probes.reading import is_out_of_memory
 
 DTYPES = {
     "float32": torch.float32,

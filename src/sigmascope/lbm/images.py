@@ -5,14 +5,17 @@ folder from what only has a picture's name, `psnr` says how close one is to the 
 several side by side, each under its name.
 """
 
+import contextlib
+import io
 import math
+import os
 import struct
 import warnings
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 import numpy as np
 import torch
@@ -34,6 +37,10 @@ JPEG_QUALITY = 95
 
 DECODER_ERRORS = (OSError, SyntaxError, ValueError, EOFError, IndexError, struct.error, zlib.error)
 """What Pillow's decoders raise on damaged files."""
+PIXEL_LIMIT: Final = "SIGMASCOPE_MAX_PIXELS"
+"""The environment variable that says how many pixels a picture may have."""
+_PIXELS: Final = 89_478_485  # where Pillow begins to warn
+_TILE_SIDES: Final = (322, 323)  # TIFF's tags
 PICTURES: Final = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
 """Suffixes of the files that are taken for pictures."""
 
@@ -52,19 +59,18 @@ def load_image(path: str | Path) -> Image.Image:
     palettes, grey and CMYK are converted, and of several frames the first is taken.
 
     Raises:
-        FileError: The file is missing, empty, no picture, truncated, or larger than Pillow's limit against
-            decompression bombs.
+        FileError: The file is missing, empty, no picture, truncated, or of more pixels than `SIGMASCOPE_MAX_PIXELS`.
     """
     path = Path(path)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Pillow's remarks on odd but readable files
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with Image.open(path) as image:
+            with path.open("rb") as stream, open_picture(stream) as image:
                 image.load()
                 return to_rgb(image)
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise FileError(path, f"the picture is too large ({error}).", hint="Scale it down first.") from error
+    except Image.DecompressionBombError as error:
+        hint = f"Scale it down first, or set {PIXEL_LIMIT}."
+        raise FileError(path, f"the picture is too large ({error}).", hint=hint) from error
     except FileNotFoundError as error:
         raise FileError(path, "no such file.", hint="Check the path of the source image.") from error
     except UnidentifiedImageError as error:
@@ -77,6 +83,76 @@ def load_image(path: str | Path) -> Image.Image:
             f"the picture cannot be decoded ({error}).",
             hint="The file is damaged; fetch or save it again.",
         ) from error
+
+
+@contextlib.contextmanager
+def open_picture(
+    stream: BinaryIO | io.BytesIO, formats: Sequence[str] | None = None
+) -> Iterator[Image.Image]:
+    """Open a picture whose size is checked before a pixel of it is decoded.
+
+    `Image.open` has a check of its own, which warns of sizes that are refused here, and raises for sizes that a user
+    may have allowed. Filters of warnings are no way round it: threads share them.
+
+    Args:
+        stream: The file.
+        formats: Pillow's names of those that may be opened; all by default.
+
+    Raises:
+        Image.DecompressionBombError: It has more pixels than `SIGMASCOPE_MAX_PIXELS`.
+        UnidentifiedImageError: It is of none of the formats.
+        OSError: And the others of `DECODER_ERRORS`: it is damaged.
+        ConfigError: `SIGMASCOPE_MAX_PIXELS` is no number.
+    """
+    most = pixel_limit()
+    Image.preinit()
+    prefix = stream.read(16)
+    image = _first_opened(stream, prefix, formats or tuple(Image.ID)) if prefix else None
+    if image is None and formats is None and prefix:
+        Image.init()
+        image = _first_opened(stream, prefix, tuple(Image.ID))
+    if image is None:
+        raise UnidentifiedImageError("no format is known by its beginning")
+    with image:
+        tags = getattr(image, "tag_v2", {})
+        tile = [tags.get(side, 0) for side in _TILE_SIDES]
+        for width, height in (image.size, tile):
+            if width * height > most:
+                raise Image.DecompressionBombError(f"{width}×{height}; {PIXEL_LIMIT} allows {most:,} pixels")
+        yield image
+
+
+def _first_opened(stream: BinaryIO | io.BytesIO, prefix: bytes, formats: Sequence[str]) -> Image.Image | None:
+    for name in formats:
+        if name not in Image.OPEN:
+            Image.init()
+        factory, accept = Image.OPEN[name]
+        if accept is not None and accept(prefix) is not True:
+            continue
+        stream.seek(0)
+        with contextlib.suppress(SyntaxError, IndexError, TypeError, struct.error):  # it only begins like one
+            return factory(stream, "")
+    return None
+
+
+def pixel_limit() -> int:
+    """How many pixels a picture may have: `SIGMASCOPE_MAX_PIXELS`, else Pillow's `MAX_IMAGE_PIXELS`.
+
+    Raises:
+        ConfigError: The variable is no number of at least 1.
+    """
+    text = os.environ.get(PIXEL_LIMIT)
+    if not text:
+        return Image.MAX_IMAGE_PIXELS or _PIXELS
+    try:
+        most = int(float(text))
+    except (ValueError, OverflowError):
+        most = 0
+    if most < 1:
+        raise ConfigError(
+            f"{PIXEL_LIMIT} {text} is no number of pixels.", hint="Write it as 200000000 or 2e8."
+        )
+    return most
 
 
 def _no_picture(path: Path) -> str:

@@ -71,7 +71,7 @@ class ShardTarget:
             return sorted(path for path in self.folder.iterdir() if pattern.fullmatch(path.name))
         except FileNotFoundError:
             return []
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise _unusable(self.folder, error) from error
 
 
@@ -100,7 +100,7 @@ def write_shards(samples: Iterable[EncodedSample], target: ShardTarget) -> list[
     check_target(target)
     try:
         target.folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         raise _unusable(target.folder, error) from error
     written: list[WrittenShard] = []
     stream = iter(samples)
@@ -136,7 +136,7 @@ def check_target(target: ShardTarget) -> None:
         )
 
 
-def _unusable(folder: Path, error: OSError) -> WriteError:
+def _unusable(folder: Path, error: OSError | ValueError) -> WriteError:
     return WriteError(folder, f"cannot be used ({reason_of(error)}).", hint=writing_hint(error))
 
 

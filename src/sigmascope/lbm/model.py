@@ -276,7 +276,8 @@ class LbmVae(nn.Module):
         if tile_size is None:
             moments = self._moments(images)
         else:
-            moments = tiled_map(self._moments, images, self._tiles(images.shape[-2:], tile_size))
+            tiles = self._tiles(images.shape[-2:], tile_size)
+            moments = tiled_map(self._moments, images, tiles, modules=(self.vae_model,))
         mean, log_variance = moments.chunk(2, dim=1)
         latents = mean
         if sample:
@@ -295,7 +296,8 @@ class LbmVae(nn.Module):
         if tile_size is None:
             return self._pixels(latents)
         height, width = (side * self.factor for side in latents.shape[-2:])
-        return tiled_map(self._pixels, latents, self._tiles((height, width), tile_size))
+        tiles = self._tiles((height, width), tile_size)
+        return tiled_map(self._pixels, latents, tiles, modules=(self.vae_model,))
 
     def _tiles(self, size: Sequence[int], tile_size: int) -> TilePlan:
         tile = max(tile_size // self.factor, 2) * self.factor

@@ -18,8 +18,8 @@ from PIL import Image, UnidentifiedImageError
 from sigmascope.errors import DataError
 from sigmascope.lbm.buckets import Size, nearest_bucket
 from sigmascope.lbm.config import LbmConfig
-from sigmascope.lbm.images import DECODER_ERRORS, mask_levels, to_rgb
-from sigmascope.lbm.shards import RawSample, find_member
+from sigmascope.lbm.images import DECODER_ERRORS, mask_levels, open_picture, to_rgb
+from sigmascope.lbm.shards import RawSample, find_member, wanted_members
 
 Pixels = NDArray[np.uint8]
 Crop = Literal["center", "random"]
@@ -39,7 +39,7 @@ class Sample:
         key: In its shard.
         size: (width, height).
         pictures: (height, width, 3) for each key of the config that means a picture.
-        masks: (height, width) for each key that means a mask.
+        masks: (height, width) for each key that means a mask; without the `mask_key` of a sample that has none.
     """
 
     number: int
@@ -66,6 +66,7 @@ class SampleDecoder:
     seed: int = 0
     picture_keys: tuple[str, ...] = field(init=False)
     mask_keys: tuple[str, ...] = field(init=False)
+    roles: Mapping[str, str] = field(init=False)
 
     def __post_init__(self) -> None:
         config = self.config
@@ -73,11 +74,15 @@ class SampleDecoder:
         masks = (*((config.mask_key,) if config.mask_key else ()), *config.conditioning_masks_keys)
         object.__setattr__(self, "picture_keys", tuple(dict.fromkeys(pictures)))
         object.__setattr__(self, "mask_keys", tuple(dict.fromkeys(masks)))
+        named = {key.lower() for key in (*pictures, *masks)}
+        roles = {config.source_key: "source", config.target_key: "target", config.mask_key: "mask"}
+        of_others = {key: role for key, role in roles.items() if key is not None and role not in named}
+        object.__setattr__(self, "roles", of_others)
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Every key that a sample must have a member for."""
-        return tuple(dict.fromkeys((*self.picture_keys, *self.mask_keys)))
+        """Every key that means a member of a sample, and what stands in where a sample has none of that name."""
+        return tuple(dict.fromkeys((*self.picture_keys, *self.mask_keys, *self.roles.values())))
 
     def decode(self, raw: RawSample, epoch: int, number: int) -> Sample:
         """Decode a sample.
@@ -92,8 +97,10 @@ class SampleDecoder:
         """
         if raw.fault is not None or raw.key is None:
             raise DataError(raw.fault or "has no name")
-        pictures = {key: _decoded(raw, key, mask=False) for key in self.picture_keys}
-        masks = {key: _decoded(raw, key, mask=True) for key in self.mask_keys}
+        pictures = {key: self._decoded(raw, key, mask=False) for key in self.picture_keys}
+        masks = {
+            key: self._decoded(raw, key, mask=True) for key in self.mask_keys if not self._may_lack(raw, key)
+        }
         shape = pictures[self.config.source_key].size
         for key, image in (*pictures.items(), *masks.items()):
             if not same_shape(shape, image.size):
@@ -111,6 +118,22 @@ class SampleDecoder:
             {key: apply_cut(image, cut, self._mask_resampling(key)) for key, image in masks.items()},
         )
 
+    def _decoded(self, raw: RawSample, key: str, *, mask: bool) -> Image.Image:
+        """Of the member that the key names; of a sample without one, that of its role, as LBM's trainings rename it."""
+        role = self.roles.get(key)
+        named = role is None or wanted_members(key, raw.names) or not wanted_members(role, raw.names)
+        member = find_member(key if named or role is None else role, raw.names)
+        try:
+            return (decode_mask if mask else decode_picture)(raw.members[member])
+        except DataError as error:
+            raise DataError(f"{member} {error.message}") from error
+
+    def _may_lack(self, raw: RawSample, key: str) -> bool:
+        """Whether a sample has no mask of what is valid: all of it is, as in LBM."""
+        names = (key, self.roles.get(key, key))
+        is_validity = key == self.config.mask_key and key not in self.config.conditioning_masks_keys
+        return is_validity and not any(wanted_members(name, raw.names) for name in names)
+
     def _mask_resampling(self, key: str) -> Image.Resampling:
         """Whether a pixel is valid is yes or no; conditioning is resized as inference does."""
         validity = key == self.config.mask_key
@@ -122,41 +145,26 @@ class SampleDecoder:
         return nearest_bucket(*shape, resolution=self.config.resolution, factor=self.config.factor)
 
 
-def _decoded(raw: RawSample, key: str, *, mask: bool) -> Image.Image:
-    member = find_member(key, raw.names)
-    try:
-        return (decode_mask if mask else decode_picture)(raw.members[member])
-    except DataError as error:
-        raise DataError(f"{member} {error.message}") from error
-
-
 def decode_picture(data: bytes) -> Image.Image:
     """Decode a picture to upright 8-bit RGB (see `sigmascope.lbm.images.to_rgb`).
 
     Runs on any thread: no warning filter is touched.
 
     Raises:
-        DataError: It is empty, no picture, damaged, or larger than Pillow's limit against decompression bombs.
+        DataError: It is empty, no picture, damaged, or of more pixels than `SIGMASCOPE_MAX_PIXELS`.
     """
     if not data:
         raise DataError("is empty")
     try:
-        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-            _refuse_bomb(image.size)
+        with open_picture(io.BytesIO(data), FORMATS) as image:
             image.load()
             return to_rgb(image)
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+    except Image.DecompressionBombError as error:
         raise DataError(f"is too large a picture ({error})") from error
     except UnidentifiedImageError as error:
         raise DataError(f"is no picture in a format that is read ({', '.join(FORMATS)})") from error
     except DECODER_ERRORS as error:
         raise DataError(f"cannot be decoded ({error})") from error
-
-
-def _refuse_bomb(size: Size) -> None:
-    limit = Image.MAX_IMAGE_PIXELS
-    if limit is not None and size[0] * size[1] > limit:
-        raise DataError(f"is too large a picture ({size[0]}×{size[1]}, the limit is {limit} pixels)")
 
 
 def decode_mask(data: bytes) -> Image.Image:

@@ -1,7 +1,7 @@
 """Read WebDataset shards: the files that a config means, their samples, and an epoch's order of these.
 
-WebDataset reads the tar files and groups their members. No member is decoded here, and none is ever unpickled:
-WebDataset's own decoders are not used.
+WebDataset's names are expanded and members grouped as WebDataset does. No member is decoded here, and none is ever
+unpickled. A shard may come from anywhere, so what its headers declare is checked before a byte is read: see `read_shard`.
 
 The order of an epoch is the same in every run with the same seed, and so in every process.
 """
@@ -9,8 +9,10 @@ The order of an epoch is the same in every run with the same seed, and so in eve
 import contextlib
 import glob
 import lzma
+import os
 import random
 import re
+import stat
 import tarfile
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -22,10 +24,11 @@ from urllib.parse import unquote, urlsplit
 
 from webdataset.gopen import Pipe, gopen_pipe
 from webdataset.shardlists import expand_urls
-from webdataset.tariterators import group_by_keys, tar_file_expander
+from webdataset.tariterators import base_plus_ext, group_by_keys
 
 from sigmascope.errors import ConfigError, DataError, FileError
 from sigmascope.files import reading_hint, reason_of
+from sigmascope.units import format_size, parse_size
 
 PIPE = "pipe:"
 SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.xz", ".tar.bz2")
@@ -34,6 +37,12 @@ EXTENSIONS = ("jpg", "jpeg", "png", "webp", "bmp", "tif", "tiff")
 """Of members that are taken for pictures."""
 _SCHEME = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:(?=//)")
 _READ_ERRORS = (tarfile.TarError, OSError, EOFError, zlib.error, lzma.LZMAError, ValueError)
+_META = re.compile(r"__[^/]*__($|/)")  # WebDataset's own notes
+MEMBER_LIMIT = "SIGMASCOPE_MAX_MEMBER"
+"""The environment variable that says how large a picture in a shard may be."""
+_MEMBER_BYTES = "256MB"
+_HEADER_BYTES = 1 << 20  # of a name or note that stands before a member
+_MOST_TO_ONE = 100  # that a compressed shard may grow by: pictures hardly do
 BUFFER_BYTES = 1 << 30
 """Most that the shuffle buffer holds, whatever the number of samples: 256 large ones may not fit in memory."""
 
@@ -138,19 +147,25 @@ class RawSample:
         return sum(len(data) for data in self.members.values())
 
 
-def read_shard(shard: str, keys: Collection[str]) -> Iterator[RawSample]:
+def read_shard(shard: str, keys: Collection[str], max_member: str | int | None = None) -> Iterator[RawSample]:
     """Read a shard from its beginning, holding one sample at a time.
+
+    Members that no key means are passed over unread. A member that is sparse or larger than `SIGMASCOPE_MAX_MEMBER`
+    (256 MB unless that says otherwise) ends the shard, as do compressed bytes that grow a hundredfold.
 
     Args:
         shard: A path, or a command behind `pipe:`.
         keys: The config's; other members are passed over.
+        max_member: Such as `2GB`, in place of `SIGMASCOPE_MAX_MEMBER`.
 
     Yields:
         Its samples in their order. Where it breaks off, a last one with `fault` says so.
 
     Raises:
         FileError: The file cannot be opened.
+        ConfigError: `max_member` is no size.
     """
+    most = parse_size(str(max_member or os.environ.get(MEMBER_LIMIT) or _MEMBER_BYTES), MEMBER_LIMIT)
     with _opened(shard) as stream:
         good = 0
         doubled: list[Exception] = []
@@ -159,15 +174,72 @@ def read_shard(shard: str, keys: Collection[str]) -> Iterator[RawSample]:
             doubled.append(error)
             return True
 
-        files = tar_file_expander([{"url": shard, "stream": stream}])
         try:
-            for sample in group_by_keys(files, handler=note):
+            for sample in group_by_keys(_members(shard, stream, keys, most), handler=note):
                 yield _raw(shard, sample, keys, doubled)
                 doubled.clear()
                 good += 1
         except _READ_ERRORS as error:
             what = f"breaks off after {good} samples" if good else "cannot be read as a tar file"
             yield RawSample(shard, None, fault=f"{what} ({_first_words(error)})")
+
+
+def _members(
+    shard: str, stream: IO[bytes] | Pipe, keys: Collection[str], most: int
+) -> Iterator[dict[str, Any]]:
+    """Members one by one, as `group_by_keys` takes them; those that no key can mean without their bytes."""
+    room = _room_in(stream)
+    with tarfile.open(fileobj=stream, mode="r|*", tarinfo=_CheckedInfo) as tar:
+        for info in tar:
+            if not info.isreg() or _META.match(info.name):
+                continue
+            if info.issparse():
+                raise tarfile.ReadError(f"{info.name} is sparse, which no picture is")
+            if room is not None and info.offset_data + info.size > room:
+                raise tarfile.ReadError(
+                    f"{info.name} declares {format_size(info.size)}, more than the compressed bytes can hold"
+                )
+            data = b""
+            if _may_be_wanted(info.name, keys):
+                if info.size > most:
+                    raise tarfile.ReadError(
+                        f"{info.name} declares {format_size(info.size)}; {MEMBER_LIMIT} allows {format_size(most)}"
+                    )
+                file = tar.extractfile(info)
+                data = b"" if file is None else file.read()
+            yield {"fname": info.name, "data": data, "__url__": shard}
+            tar.members = []  # type: ignore[attr-defined]  # it would remember all
+
+
+class _CheckedInfo(tarfile.TarInfo):
+    """Refuses names and notes that fill the memory, before they are read."""
+
+    _NOTES = (
+        tarfile.XHDTYPE,
+        tarfile.XGLTYPE,
+        tarfile.SOLARIS_XHDTYPE,
+        tarfile.GNUTYPE_LONGNAME,
+        tarfile.GNUTYPE_LONGLINK,
+    )
+
+    def _proc_member(self, archive: tarfile.TarFile) -> tarfile.TarInfo:
+        if self.type in self._NOTES and self.size > _HEADER_BYTES:
+            raise tarfile.ReadError(f"a header declares {format_size(self.size)}")
+        found: tarfile.TarInfo = super()._proc_member(archive)  # type: ignore[misc]
+        return found
+
+
+def _room_in(stream: IO[bytes] | Pipe) -> int | None:
+    """The most bytes that a file may unpack to; None of a command, whose length nobody knows."""
+    if isinstance(stream, Pipe):
+        return None
+    facts = os.fstat(stream.fileno())
+    return facts.st_size * _MOST_TO_ONE if stat.S_ISREG(facts.st_mode) else None
+
+
+def _may_be_wanted(name: str, keys: Collection[str]) -> bool:
+    ending = (base_plus_ext(name)[1] or "").lower()
+    return any(wanted_members(key, [ending]) for key in keys)
 
 
 @contextlib.contextmanager
@@ -254,6 +326,7 @@ class Order:
         shuffle: Permute the shards, and mix samples in a buffer; otherwise they come as they lie.
         buffer: Samples in the buffer.
         buffer_bytes: Memory that they may take.
+        max_member: As of `read_shard`.
     """
 
     shards: Sequence[str]
@@ -262,21 +335,21 @@ class Order:
     shuffle: bool = True
     buffer: int = 256
     buffer_bytes: int = BUFFER_BYTES
+    max_member: str | int | None = None
 
     def samples(self, epoch: int) -> Iterator[RawSample]:
         """Read an epoch's samples in its order, from the first."""
         if not self.shuffle:
-            yield from _read_shards(self.shards, self.keys)
+            yield from self._read(self.shards)
             return
         shards = list(self.shards)
         random.Random(f"{self.seed} {epoch} shards").shuffle(shards)
         draws = random.Random(f"{self.seed} {epoch} samples")
-        yield from mixed(_read_shards(shards, self.keys), draws, self.buffer, self.buffer_bytes)
+        yield from mixed(self._read(shards), draws, self.buffer, self.buffer_bytes)
 
-
-def _read_shards(shards: Sequence[str], keys: Collection[str]) -> Iterator[RawSample]:
-    for shard in shards:
-        yield from read_shard(shard, keys)
+    def _read(self, shards: Sequence[str]) -> Iterator[RawSample]:
+        for shard in shards:
+            yield from read_shard(shard, self.keys, self.max_member)
 
 
 def mixed(

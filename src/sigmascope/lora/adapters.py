@@ -15,9 +15,9 @@ the norm of the unchanged weight where magnitudes are per output, so it shows su
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import isfinite, prod, sqrt
+from math import fsum, isfinite, prod, sqrt
 from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -25,7 +25,9 @@ from torch import Tensor
 
 from sigmascope.errors import LoraFormatError, ModelMismatchError, NonFiniteError
 from sigmascope.lora.factors import LoraFactors
-from sigmascope.lora.linalg import at_least_float32, frobenius_norm
+from sigmascope.lora.linalg import at_least_float32, frobenius_norm, gram_in_double, in_double
+from sigmascope.probes.memory import system_memory
+from sigmascope.units import format_size
 
 __all__ = [
     "Adapter",
@@ -52,6 +54,11 @@ _CORE = "lokr_t2"
 UP = "lora_up.weight"
 DOWN = "lora_down.weight"
 MID = "lora_mid.weight"
+
+_ALWAYS_THERE = 1 << 28  # bytes that need not be asked for
+_MORE_MEMORY = "Check the file: hardly any model has such a layer. Or use a machine with more memory."
+_ODDLY_SHAPED = 64  # times as much work in one order of the factors of a Tucker product as in the other
+_ROWS_OF_A_PRODUCT = 1 << 21  # elements that are formed at a time
 
 
 @runtime_checkable
@@ -85,6 +92,55 @@ class WeightChange(Protocol):
     def frobenius_norm(self, base: Tensor | None = None) -> float:
         """‖ΔW‖, with the sum in float64."""
         ...
+
+
+def form_delta(
+    name: str,
+    change: "LoraFactors | WeightChange",
+    base: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Form the ΔW of a file's module, if memory can hold it: small factors may declare a weight of terabytes.
+
+    Args:
+        name: Of the module, for the message.
+        change: It.
+        base: The weight that is changed, where there is one.
+        dtype: Of the result.
+
+    Raises:
+        LoraFormatError: The machine has not the memory.
+        NonFiniteError: The product overflows.
+        SigmascopeError: As from `change.delta`.
+    """
+    size = require_memory(name, change.weight_shape, at_least_float32(dtype))
+    try:
+        delta = change.delta(dtype=dtype) if isinstance(change, LoraFactors) else change.delta(base, dtype)
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, MemoryError) or "allocate" in str(error):
+            raise LoraFormatError(f"{name}: there is no memory for {size}.", hint=_MORE_MEMORY) from error
+        raise
+    if not bool(torch.isfinite(delta).all()):
+        raise NonFiniteError(
+            f"{name}: the product of its tensors is too large for {str(dtype).removeprefix('torch.')}.",
+            hint="Make the LoRA again: no weight changes by so much.",
+        )
+    return delta
+
+
+def require_memory(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    """Refuse a change that is larger than what is free, and give its size in words.
+
+    Raises:
+        LoraFormatError: With both sizes.
+    """
+    needed = 2 * prod(shape) * dtype.itemsize  # the product, and it scaled
+    free = system_memory().ram_available_bytes if needed > _ALWAYS_THERE else None
+    size = f"a weight {shape}, which takes {format_size(needed)} to form"
+    if free is not None and needed > free:
+        message = f"{name}: its tensors declare {size}; {format_size(free)} are free."
+        raise LoraFormatError(message, hint=_MORE_MEMORY)
+    return size
 
 
 class AdapterFacts(NamedTuple):
@@ -224,11 +280,48 @@ class LohaChange(Adapter):
         """The elementwise product of the two sides."""
         return self._side(1, compute) * self._side(2, compute)
 
+    def frobenius_norm(self, base: Tensor | None = None) -> float:
+        """‖ΔW‖ without forming it.
+
+        The elementwise product of two matrices of ranks r and s is one of rank r·s, whose factors are the products
+        of all pairs of columns (Slyusar's face-splitting product). Its Gram matrices are formed in float64 where
+        they are quicker than the rows of the product, a few at a time.
+        """
+        if base is not None and tuple(base.shape) != self.weight_shape:
+            self.shaped(base.shape)
+        one, two = self._slices(1), self._slices(2)
+        energy = fsum(_energy_of_product(*first, *second) for first, second in zip(one, two, strict=True))
+        return abs(self.scale) * sqrt(max(energy, 0.0))
+
     def _side(self, side: int, compute: torch.dtype) -> Tensor:
         left, right = (self.part(f"hada_w{side}_{end}", compute) for end in "ab")
         if f"hada_t{side}" in self.parts:
             return tucker_product(self.part(f"hada_t{side}", compute), left, right)
         return left @ right
+
+    def _slices(self, side: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """One side's up (out, r) and down (r, in) in float64, for each place of the kernel."""
+        left, right = (self.part(f"hada_w{side}_{end}", torch.float64) for end in "ab")
+        if f"hada_t{side}" not in self.parts:
+            yield left, right
+            return
+        for core in self.part(f"hada_t{side}", torch.float64).flatten(2).unbind(2):
+            yield left.mT, core @ right
+
+
+def _energy_of_product(one_up: Tensor, one_down: Tensor, two_up: Tensor, two_down: Tensor) -> float:
+    """‖(one_up·one_down) ⊙ (two_up·two_down)‖²."""
+    (out, first), (second, inner) = one_up.shape, two_down.shape
+    pairs = first * second
+    if (out + inner) * pairs**2 < 2 * out * inner * (first + second):
+        ups = (one_up[:, :, None] * two_up[:, None, :]).flatten(1)
+        downs = (one_down[:, None, :] * two_down[None, :, :]).flatten(0, 1)
+        return float(((ups.mT @ ups) * (downs @ downs.mT)).sum())
+    rows = max(_ROWS_OF_A_PRODUCT // inner, 1)
+    return fsum(
+        frobenius_norm((one_up[at : at + rows] @ one_down) * (two_up[at : at + rows] @ two_down)) ** 2
+        for at in range(0, out, rows)
+    )
 
 
 def _tucker_shape(shapes: Shapes, core: str, factors: str) -> tuple[int, ...]:
@@ -269,8 +362,20 @@ class LokrChange(Adapter):
         """‖w1 ⊗ w2‖ = ‖w1‖·‖w2‖, without forming the product."""
         if base is not None and tuple(base.shape) != self.weight_shape:
             self.shaped(base.shape)
-        norms = (frobenius_norm(side) for side in (self._first(torch.float32), self._second(torch.float32)))
-        return abs(self.scale) * prod(norms)
+        return abs(self.scale) * self._first_norm() * self._second_norm()
+
+    def _first_norm(self) -> float:
+        if _W1 in self.parts:
+            return frobenius_norm(self.parts[_W1])
+        return _norm_of_product(self.parts[_W1_A], self.parts[_W1_B])
+
+    def _second_norm(self) -> float:
+        if _W2 in self.parts:
+            return frobenius_norm(self.parts[_W2])
+        left, right = self.parts[_W2_A], self.parts[_W2_B]
+        if _CORE in self.parts:
+            return _tucker_norm(self.parts[_CORE], left.mT, right)
+        return _norm_of_product(left, right)
 
     def _first(self, compute: torch.dtype) -> Tensor:
         if _W1 in self.parts:
@@ -338,15 +443,52 @@ class TuckerChange(Adapter):
         spread = torch.tensordot(self.part(MID, compute), down, dims=([1], [0])).movedim(-1, 1)
         return LoraFactors(up, spread.flatten(1), self.scale * up.shape[1], self.weight_shape)
 
+    def frobenius_norm(self, base: Tensor | None = None) -> float:
+        """‖ΔW‖ from its factors' Gram matrices, in float64."""
+        if base is not None and tuple(base.shape) != self.weight_shape:
+            self.shaped(base.shape)
+        up, down = self.parts[UP].flatten(1), self.parts[DOWN].flatten(1)
+        return abs(self.scale) * _tucker_norm(self.parts[MID], up, down)
+
+
+def _tucker_norm(core: Tensor, up: Tensor, down: Tensor) -> float:
+    """‖up·coreₖ·down‖ over all places k of the kernel, from Gram matrices in float64.
+
+    Args:
+        core: (m, n, kh, kw).
+        up: (out, m).
+        down: (n, in).
+    """
+    slices = in_double(core).flatten(2).movedim(2, 0)
+    if (
+        up.shape[1] > up.shape[0]
+    ):  # the Gram matrix of a rank above the weight's own size could be of any size
+        slices, up = in_double(up) @ slices, torch.eye(up.shape[0], device=up.device)
+    if down.shape[0] > down.shape[1]:
+        slices, down = slices @ in_double(down), torch.eye(down.shape[1], device=down.device)
+    inside = gram_in_double(up) @ slices @ gram_in_double(down.mT)
+    return sqrt(max(float((inside * slices).sum()), 0.0))
+
+
+def _norm_of_product(left: Tensor, right: Tensor) -> float:
+    """‖left·right‖ of thin factors from their Gram matrices, in float64."""
+    return LoraFactors(left, right, float(right.shape[0]), (left.shape[0], right.shape[1])).frobenius_norm()
+
 
 def tucker_product(core: Tensor, out_factor: Tensor, in_factor: Tensor) -> Tensor:
     """Σₘₙ core[m, n, …]·out_factor[m, o]·in_factor[n, i], a kernel (out, in, …).
+
+    What is formed between has no more values than the kernel and the factors, however a file shapes these.
 
     Args:
         core: (m, n, kh, kw).
         out_factor: (m, out).
         in_factor: (n, in).
     """
+    if core.shape[0] * in_factor.shape[1] > _ODDLY_SHAPED * core.shape[1] * out_factor.shape[1]:
+        inner = torch.tensordot(out_factor, core, dims=([0], [0]))  # (out, n, kh, kw)
+        kernel: Tensor = torch.tensordot(inner, in_factor, dims=([1], [0]))
+        return kernel.movedim(-1, 1).contiguous()
     inner = torch.tensordot(core, in_factor, dims=([1], [0]))  # (m, kh, kw, in)
     whole: Tensor = torch.tensordot(out_factor, inner, dims=([0], [0]))  # (out, kh, kw, in)
     return whole.movedim(-1, 1).contiguous()

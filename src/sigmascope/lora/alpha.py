@@ -11,7 +11,6 @@ diffusers writes the configuration of each component as JSON into the header (`l
 (`read_configs`).
 """
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,11 +20,12 @@ from typing import Any, Final
 
 from sigmascope.checkpoints import Checkpoint
 from sigmascope.errors import LoraFormatError
+from sigmascope.files import parse_json
 from sigmascope.lora.adapters import scale_of
 from sigmascope.lora.keys import Entry
 from sigmascope.lora.linalg import is_convolution, is_real, max_rank
+from sigmascope.lora.metadata import PEFT_CONFIGS
 
-METADATA_KEY: Final = "lora_adapter_metadata"
 _CONFIG_NAME: Final = "adapter_config.json"
 _MOST_BYTES: Final = 4 * 2**20  # of a configuration beside a file
 _MOST_PATTERNS: Final = 10_000  # each is tried on each module
@@ -217,8 +217,8 @@ def _asked_ranks(weight_shape: Sequence[int], metadata: Mapping[str, str]) -> li
 
 def _conv_dim(metadata: Mapping[str, str]) -> object:
     try:
-        arguments = json.loads(metadata.get("ss_network_args", "{}"))
-    except (ValueError, RecursionError):
+        arguments = parse_json(metadata.get("ss_network_args", "{}"))
+    except ValueError:
         return None
     return arguments.get("conv_dim") if isinstance(arguments, dict) else None
 
@@ -241,9 +241,9 @@ def read_configs(path: Path, metadata: Mapping[str, str]) -> PeftConfigs:
     Raises:
         LoraFormatError: A configuration that is no JSON object.
     """
-    if METADATA_KEY in metadata:
-        values = _parsed(f"{path}: {METADATA_KEY}", metadata[METADATA_KEY])
-        return PeftConfigs(_by_component(f"{path}: {METADATA_KEY}", values))
+    if PEFT_CONFIGS in metadata:
+        values = _parsed(f"{path}: {PEFT_CONFIGS}", metadata[PEFT_CONFIGS])
+        return PeftConfigs(_by_component(f"{path}: {PEFT_CONFIGS}", values))
     beside = path.with_name(_CONFIG_NAME)
     if path.stem != "adapter_model" or not beside.is_file():
         return PeftConfigs()
@@ -258,8 +258,8 @@ def read_configs(path: Path, metadata: Mapping[str, str]) -> PeftConfigs:
 
 def _parsed(source: str, text: str) -> dict[str, Any]:
     try:
-        values = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        values = parse_json(text)
+    except ValueError as error:
         raise LoraFormatError(f"{source} is not valid JSON ({error}).") from error
     if not isinstance(values, dict):
         raise LoraFormatError(f"{source} is not a JSON object.")

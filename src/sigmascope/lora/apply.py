@@ -1,4 +1,7 @@
-"""Apply a LoRA to a live nn.Module, hot (attach_lora) or merged into its weights (merge_lora), and undo it.
+"""Apply a LoRA to a live model or pipeline, hot (attach_lora) or merged (merge_lora), and undo it.
+
+A file may hold changes of several models of a pipeline. A model alone gets those that are for it; the others are
+named in `left_out`.
 
 Attached, the layers also run the low-rank branch, and no weight is touched: y = W·x + scale · s · up(down(x)). For a
 convolution, `down` runs with the layer's own stride, padding and dilation, and `up` is 1×1: together they are the
@@ -8,47 +11,58 @@ Merged, W + scale · ΔW is written into the weights. Adding and subtracting aga
 point, so the original values are kept, on the CPU: as many bytes as the changed weights have.
 """
 
+import inspect
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from itertools import combinations
 from math import frexp, isfinite
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.utils.hooks import RemovableHandle
+from xxhash import xxh3_128, xxh3_128_digest
 
 from sigmascope.errors import ConfigError, LoraFormatError, ModelMismatchError, NonFiniteError
-from sigmascope.lora.alignment import align
-from sigmascope.lora.factors import LoraFactors
+from sigmascope.lora.alignment import AlignedLora, align
+from sigmascope.lora.factors import LoraFactors, add_product, row_pieces
 from sigmascope.lora.families import layout_of
-from sigmascope.lora.file import LoraFile
+from sigmascope.lora.file import LazyMapping, LoraFile
 from sigmascope.lora.linalg import at_least_float32, same_matrix
+from sigmascope.lora.module_names import parse_name
+from sigmascope.probes.models import components_of
 
 __all__ = ["AttachedLora", "LoraTarget", "MergedLora", "attach_lora", "match_modules", "merge_lora"]
 
 logger = logging.getLogger(__name__)
 
-Layer = nn.Linear | nn.Conv2d
+Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
+Layer = nn.Linear | Convolution
+Checksum = Literal["xxh3", "sums", ""]
 
 _NAMED_IN_A_MESSAGE = 5  # modules
-_WORDS_IN_A_ROW = 1024  # of the table that `checksum_of` sums
+_VARIADIC = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+_CONVOLUTIONS = {3: functional.conv1d, 4: functional.conv2d, 5: functional.conv3d}  # by the kernel's axes
+_WORDS_IN_A_ROW = 1024  # of the table that an accelerator sums
 # Wrappers put these into a layer's path; the checkpoint knows nothing of them.
 _WRAPPER_PARTS = frozenset({"_orig_mod", "base_layer"})
 
 
-def attach_lora(model: nn.Module, lora: LoraFile, scale: float = 1.0) -> "AttachedLora":
+def attach_lora(model: Any, lora: LoraFile, scale: float = 1.0) -> "AttachedLora":
     """Apply a LoRA while the model runs, through forward hooks; the weights stay as they are.
 
     Several LoRAs may be attached to one model; their changes add up. Layers that share a weight all get it.
     A model may be compiled after this: the scale and `detach` still act.
 
     Args:
-        model: Holds a Linear or Conv2d for every module of the LoRA.
+        model: A module (`pipe.unet`, `pipe.text_encoder`), or a pipeline with `components`. Holds a Linear or a
+            convolution for every module of the LoRA that is not for another model of the pipeline.
         lora: The changes.
         scale: Strength, settable later. At 0 the outputs are those of the bare model, bit for bit.
 
@@ -57,15 +71,81 @@ def attach_lora(model: nn.Module, lora: LoraFile, scale: float = 1.0) -> "Attach
 
     Raises:
         ModelMismatchError: A module does not fit the model, or sits where hooks do not run: in a model that
-            is already compiled, or in nn.MultiheadAttention's output projection.
+            is already compiled, in nn.MultiheadAttention's output projection, or in a convolution that pads
+            its input itself.
         NonFiniteError: Factors that hold NaN or Inf, or do so in the layer's dtype however they share the change.
         ConfigError: `scale` is NaN or infinite.
     """
+    lora, left_out = _for_this_model(model, lora)
     targets = match_modules(model, lora)
     _require_hooks_run(model, targets)
+    _log_what_is_left(model, lora, left_out)
+    return AttachedLora(targets, scale, left_out)
+
+
+def _for_this_model(model: Any, lora: LoraFile) -> tuple[LoraFile, tuple[str, ...]]:
+    """The LoRA without its modules for other models of the pipeline, and the names of these.
+
+    A model that is given alone does not say which part of a pipeline it is: its layers' names and shapes do.
+    """
+    names_by_part: defaultdict[str, list[str]] = defaultdict(list)
+    for name in lora.names:
+        names_by_part[next(iter(parse_name(name).parts), "")].append(name)
+    if len(names_by_part) < 2:
+        return lora, ()
+    layers = dict(layers_of(model))
+    fitting: dict[str, frozenset[str]] = {}
+    complete = []
+    for part, names in names_by_part.items():
+        aligned = _aligned(model, _only(lora, names), layers)
+        own = aligned.lora
+        fitting[part] = frozenset(
+            name for name in own.modules if same_matrix(own.shape_of(name), weight_shape_of(layers[name]))
+        )
+        if fitting[part] and len(fitting[part]) == len(own.modules) and not aligned.unmatched:
+            complete.append(part)
+    for part, other in combinations(complete, 2):
+        if fitting[part] & fitting[other]:
+            raise ModelMismatchError(
+                f"{lora}: its modules for {part} and those for {other} both fit this {type(model).__name__}.",
+                hint="Apply it to the whole pipeline, which says which is which.",
+            )
+    # A second text encoder has layers of the first's names, of other shapes.
+    kept = [
+        part
+        for part, found in fitting.items()
+        if part in complete or (found and not any(found & fitting[other] for other in complete))
+    ]
+    if not kept:
+        return lora, ()
+    left_out = tuple(name for part, names in names_by_part.items() if part not in kept for name in names)
+    return _only(lora, [name for part in kept for name in names_by_part[part]]), left_out
+
+
+def _only(lora: LoraFile, names: Collection[str]) -> LoraFile:
+    """A LoRA of some of its modules, still in their file."""
+    chosen = frozenset(names)
+    modules = {name: name for name in lora.modules if name in chosen}
+    changes = {name: name for name in lora.changes if name in chosen}
+    return replace(
+        lora,
+        modules=LazyMapping(modules, lora.modules.__getitem__),
+        changes=LazyMapping(changes, lora.changes.__getitem__),
+    )
+
+
+def _log_what_is_left(model: Any, lora: LoraFile, left_out: Sequence[str]) -> None:
     if lora.unused_keys:
         logger.warning("%s: %d keys are not applied: %s", lora, len(lora.unused_keys), lora.unused_keys[:3])
-    return AttachedLora(targets, scale)
+    if left_out:
+        logger.warning(
+            "%s: %d modules are for other models than this %s and are not applied, such as %s. "
+            "Give the whole pipeline to apply all.",
+            lora,
+            len(left_out),
+            type(model).__name__,
+            left_out[0],
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,10 +173,15 @@ class LoraTarget:
         return self.layers[0].weight
 
 
-def _require_hooks_run(model: nn.Module, targets: list[LoraTarget]) -> None:
+def _require_hooks_run(model: Any, targets: list[LoraTarget]) -> None:
     """Refuse layers whose hooks would never run, because the LoRA would silently do nothing there."""
     names = {layer: target.name for target in targets for layer in target.layers}
-    for path, module in model.named_modules():
+    modules = (
+        (f"{prefix}{path}", inner)
+        for prefix, part in _modules_of(model)
+        for path, inner in part.named_modules()
+    )
+    for path, module in modules:
         if _is_compiled(module) and any(inner in names for inner in module.modules()):
             raise ModelMismatchError(
                 f"{path or 'the model'} is already compiled, and a LoRA attached to it now would not run.",
@@ -108,6 +193,21 @@ def _require_hooks_run(model: nn.Module, targets: list[LoraTarget]) -> None:
             f"{', '.join(bypassed)}: nn.MultiheadAttention reads this weight without calling the layer.",
             hint="Use merge_lora, which changes the weight.",
         )
+    padding = [name for layer, name in names.items() if _pads_its_input(layer)]
+    if padding:
+        raise ModelMismatchError(
+            f"{', '.join(padding[:_NAMED_IN_A_MESSAGE])}{_and_more(len(padding))}: a convolution that takes more than its input, "
+            "as one in time that pads with the frames before.",
+            hint="Use merge_lora, which changes the weight.",
+        )
+
+
+def _pads_its_input(layer: Layer) -> bool:
+    """Whether its class's `forward` takes more than the input: a hook cannot see what the convolution itself got."""
+    if isinstance(layer, nn.Linear):
+        return False
+    named = [p for p in inspect.signature(layer.forward).parameters.values() if p.kind not in _VARIADIC]
+    return len(named) > 1
 
 
 def _is_compiled(module: nn.Module) -> bool:
@@ -120,10 +220,12 @@ class AttachedLora:
 
     Attributes:
         applied: The LoRA's modules that act, in the LoRA's order.
+        left_out: Those for other models of the pipeline than the one that was given.
     """
 
-    def __init__(self, targets: list[LoraTarget], scale: float) -> None:
+    def __init__(self, targets: list[LoraTarget], scale: float, left_out: Sequence[str] = ()) -> None:
         self.applied: tuple[str, ...] = tuple(name for target in targets for name in target.names)
+        self.left_out: tuple[str, ...] = tuple(left_out)
         self._strength = _Strength(finite_scale(scale))
         self._branches = [
             _Branch(target.name, PlacedFactors(target.name, target.factors, layer), self._strength)
@@ -187,8 +289,8 @@ class PlacedFactors:
 
     Args:
         name: The layer, for messages.
-        factors: The change, (out, in) or (out, in, kh, kw).
-        layer: The Linear or Conv2d that they are for; they are placed where its weight is at once.
+        factors: The change, (out, in) or (out, in, *kernel).
+        layer: The Linear or convolution that they are for; they are placed where its weight is at once.
 
     Raises:
         NonFiniteError: Here and in `near`: they hold NaN or Inf, or do so in the dtype however they share the change.
@@ -276,16 +378,16 @@ class _Branch:
             return None  # the output itself, not a copy plus zero
         x = args[0] if args else kwargs["input"]
         up, down = self._factors.near(x)
-        if isinstance(layer, nn.Conv2d):
-            # The layer's own convolution, because it alone knows padding modes such as "reflect".
-            branch = functional.conv2d(layer._conv_forward(x, down, None), up)
-        else:
+        if isinstance(layer, nn.Linear):
             branch = functional.linear(functional.linear(x, down), up)
+        else:
+            # The layer's own convolution, because it alone knows padding modes such as "reflect".
+            branch = _CONVOLUTIONS[up.ndim](layer._conv_forward(x, down, None), up)
         return torch.add(output, branch.to(output.dtype), alpha=strength * self._factors.scale)
 
 
 def merge_lora(
-    model: nn.Module,
+    model: Any,
     lora: LoraFile,
     scale: float = 1.0,
     *,
@@ -298,7 +400,8 @@ def merge_lora(
     model is as it was.
 
     Args:
-        model: Holds a Linear or Conv2d for every module of the LoRA.
+        model: A module (`pipe.unet`, `pipe.text_encoder`), or a pipeline with `components`. Holds a Linear or a
+            convolution for every module of the LoRA that is not for another model of the pipeline.
         lora: The changes.
         scale: Strength. At 0 no weight is touched.
         compute_dtype: float32 or float64.
@@ -313,11 +416,11 @@ def merge_lora(
         ConfigError: `scale` is NaN or infinite.
     """
     finite_scale(scale)
+    lora, left_out = _for_this_model(model, lora)
     targets = match_modules(model, lora)
     _require_mergeable(targets)
-    if lora.unused_keys:
-        logger.warning("%s: %d keys are not merged: %s", lora, len(lora.unused_keys), lora.unused_keys[:3])
-    return MergedLora(targets, scale, compute_dtype)
+    _log_what_is_left(model, lora, left_out)
+    return MergedLora(targets, scale, compute_dtype, left_out)
 
 
 def _require_mergeable(targets: Sequence[LoraTarget]) -> None:
@@ -350,21 +453,26 @@ class MergedLora:
 
     Attributes:
         applied: The LoRA's modules that were merged, in the LoRA's order.
+        left_out: Those for other models of the pipeline than the one that was given.
         scale: The strength with which they were.
     """
 
-    def __init__(self, targets: Sequence[LoraTarget], scale: float, compute_dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        targets: Sequence[LoraTarget],
+        scale: float,
+        compute_dtype: torch.dtype,
+        left_out: Sequence[str] = (),
+    ) -> None:
         self.applied: tuple[str, ...] = tuple(name for target in targets for name in target.names)
+        self.left_out: tuple[str, ...] = tuple(left_out)
         self.scale = scale
         self._changed: list[ChangedWeight] = []
         if scale == 0.0:
             return  # W + 0·ΔW would still turn -0.0 into 0.0
         try:
             for target in targets:
-                merged = _merged_weight(target, scale, compute_dtype)
-                original = target.weight.detach().to("cpu", copy=True)
-                self._changed.append(ChangedWeight(target, original, checksum_of(merged)))
-                write_values(target.weight, merged)
+                self._changed.append(ChangedWeight.made_in(target, scale, compute_dtype))
         except BaseException:
             self._restore()
             raise
@@ -430,14 +538,58 @@ class ChangedWeight:
 
     target: LoraTarget
     original: Tensor
-    checksum: Tensor
+    checksum: tuple[Checksum, bytes]
+
+    @classmethod
+    def made_in(cls, target: LoraTarget, scale: float, compute_dtype: torch.dtype) -> "ChangedWeight":
+        """Make a weight W + scale·ΔW, rounded once. After an error it is as it was.
+
+        Args:
+            target: The weight.
+            scale: Strength.
+            compute_dtype: What the sum is formed in; float64 for a float64 weight.
+
+        Raises:
+            NonFiniteError: The weight would hold NaN or Inf.
+        """
+        weight, factors = target.weight.detach(), target.factors
+        compute = at_least_float32(compute_dtype, weight.dtype)
+        up, down = (factor.to(weight.device, compute) for factor in (factors.up, factors.down))
+        on_cpu = weight.device.type == "cpu"
+        values = weight.contiguous().view(len(up), -1)
+        original = torch.empty_like(values, device="cpu")
+        checksum, kept = xxh3_128(), 0
+        try:
+            for piece, old, part in row_pieces(values, original, up):  # all of it while it is in the cache
+                old.copy_(piece)
+                kept += len(old)
+                wide = piece if piece.dtype == compute else piece.to(compute)
+                add_product(wide, part, down, scale * factors.scale)
+                if wide is not piece:
+                    wide.copy_(piece.copy_(wide))
+                # The sum is finite only if all are, and is ten times as fast; of values too large for it it tells nothing.
+                if not isfinite(float(wide.sum())) and not bool(torch.isfinite(wide).all()):
+                    raise NonFiniteError(
+                        f"{target.name}: the merged weight would hold NaN or Inf in {weight.dtype}.",
+                        hint="Check the weights, or merge at a smaller scale.",
+                    )
+                if on_cpu:
+                    checksum.update(piece.view(torch.uint8).numpy().data)
+            if values.data_ptr() != weight.data_ptr():
+                write_values(weight, values.view(weight.shape))
+        except BaseException:
+            values[:kept].copy_(original[:kept])
+            write_values(weight, values.view(weight.shape))
+            raise
+        found: tuple[Checksum, bytes] = ("xxh3", checksum.digest()) if on_cpu else checksum_of(values)
+        return cls(target, original.view(weight.shape), found)
 
     def is_intact(self) -> bool:
         """Whether the weight is still what the merge left."""
         return all(
             weight.dtype == self.original.dtype
             and weight.shape == self.original.shape
-            and torch.equal(checksum_of(weight), self.checksum)
+            and checksum_of(weight, self.checksum[0]) == self.checksum
             for weight in self._weights()
         )
 
@@ -458,16 +610,30 @@ class ChangedWeight:
         return list({id(layer.weight): layer.weight for layer in self.target.layers}.values())
 
 
-def checksum_of(tensor: Tensor) -> Tensor:
-    """Column and row sums of the tensor's bytes as 64-bit words, modulo 2⁶⁴, on the CPU.
+def checksum_of(tensor: Tensor, how: Checksum = "") -> tuple[Checksum, bytes]:
+    """A checksum of the tensor's bytes, at about the speed of the memory that they are in.
 
-    It guards against accidents, not against intent, and so can run on the weight's device at the speed of its
-    memory: a cryptographic hash would take longer than the merge.
+    On the CPU it is XXH3. An accelerator sums up columns and rows of the bytes as a table of 64-bit words, modulo
+    2⁶⁴. Both guard against accidents, not against intent: a cryptographic hash would take longer than the merge.
+
+    Args:
+        tensor: On any device.
+        how: As an earlier checksum was made, to compare with it; as suits the device when left out.
+
+    Returns:
+        How it was made, and the checksum.
     """
-    data = tensor.detach().contiguous().view(torch.uint8).flatten()
-    words = functional.pad(data, (0, -data.numel() % (8 * _WORDS_IN_A_ROW))).view(torch.int64)
+    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    how = how or _quickest(tensor)
+    if how == "xxh3":
+        return how, xxh3_128_digest(flat.cpu().numpy().data)
+    words = functional.pad(flat, (0, -flat.numel() % (8 * _WORDS_IN_A_ROW))).view(torch.int64)
     table = words.view(-1, _WORDS_IN_A_ROW)
-    return torch.cat([table.sum(dim=0), table.sum(dim=1)]).cpu()
+    return how, torch.cat([table.sum(dim=0), table.sum(dim=1)]).cpu().numpy().tobytes()
+
+
+def _quickest(tensor: Tensor) -> Checksum:
+    return "xxh3" if tensor.device.type == "cpu" else "sums"
 
 
 def _is_writable(weight: Tensor) -> bool:
@@ -479,19 +645,6 @@ def write_values(weight: Tensor, values: Tensor) -> None:
     """Change a weight in place, unseen by autograd."""
     with torch.no_grad():
         weight.copy_(values)
-
-
-def _merged_weight(target: LoraTarget, scale: float, compute_dtype: torch.dtype) -> Tensor:
-    weight = target.weight.detach()
-    compute_dtype = at_least_float32(compute_dtype, weight.dtype)
-    delta = target.factors.to(device=weight.device).delta(compute_dtype)
-    merged = torch.add(weight.to(compute_dtype), delta, alpha=scale).to(weight.dtype)
-    if not bool(torch.isfinite(merged.to(compute_dtype)).all()):
-        raise NonFiniteError(
-            f"{target.name}: the merged weight would hold NaN or Inf in {weight.dtype}.",
-            hint="Check the weights, or merge at a smaller scale.",
-        )
-    return merged
 
 
 def require_restorable(changes: Sequence[ChangedWeight]) -> None:
@@ -509,7 +662,7 @@ def require_restorable(changes: Sequence[ChangedWeight]) -> None:
         )
 
 
-def match_modules(model: nn.Module, lora: LoraFile) -> list[LoraTarget]:
+def match_modules(model: Any, lora: LoraFile) -> list[LoraTarget]:
     """Find the layer of each LoRA module, all or none.
 
     Names are those of the model's checkpoint, or of any other format that `align` understands. The parts that
@@ -518,7 +671,7 @@ def match_modules(model: nn.Module, lora: LoraFile) -> list[LoraTarget]:
     share may be absent.
 
     Args:
-        model: Holds the layers.
+        model: A module, or a pipeline with `components`, whose layers' names begin with the component's.
         lora: At least one module, and no changes of other kinds.
 
     Returns:
@@ -533,8 +686,9 @@ def match_modules(model: nn.Module, lora: LoraFile) -> list[LoraTarget]:
     layers = dict(layers_of(model))
     cut = _prefix_to_cut(lora.modules, layers)
     if any(name.removeprefix(cut) not in layers for name in lora.modules):
-        lora = _renamed(lora, layers)
-    _require_present(model, lora, layers, cut)
+        aligned = _aligned(model, lora, layers)
+        _require_present(model, lora, aligned.unmatched, layers)
+        lora = aligned.lora
     _require_fitting(lora, layers, cut)
     return _targets(lora, layers, cut)
 
@@ -567,21 +721,33 @@ def _prefix_to_cut(names: Iterable[str], layers: Mapping[str, Layer]) -> str:
     return ""
 
 
-def _renamed(lora: LoraFile, layers: Mapping[str, Layer]) -> LoraFile:
-    """The LoRA under the layers' own names, where it is of another format; else as it is."""
-    shapes = {f"{path}.weight": weight_shape_of(layer) for path, layer in layers.items()}
-    aligned = align(lora, list(layers), layout_of(shapes))
-    return lora if aligned.unmatched else aligned.lora
+def _aligned(model: Any, lora: LoraFile, layers: Mapping[str, Layer]) -> AlignedLora:
+    """The LoRA under the layers' own names."""
+    shapes = {
+        f"{prefix}{checkpoint_path(name)}": tuple(parameter.shape)
+        for prefix, module in _modules_of(model)
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+    }
+    shapes |= {f"{path}.weight": weight_shape_of(layer) for path, layer in layers.items()}
+    layout = layout_of(shapes)
+    own_parts = {parse_name(name).parts[:1] for name in lora.names}
+    if layout.prefixes == {"text_encoder": ""} and len(own_parts) == 1:
+        # Alone, the second text encoder of a pipeline looks like the first.
+        layout = replace(layout, prefixes=dict.fromkeys(own_parts.pop(), "") or layout.prefixes)
+    return align(lora, list(layers), layout)
 
 
-def _require_present(model: nn.Module, lora: LoraFile, layers: Mapping[str, Layer], cut: str) -> None:
-    missing = [name for name in lora.modules if name.removeprefix(cut) not in layers]
+def _require_present(model: Any, lora: LoraFile, missing: Sequence[str], layers: Mapping[str, Layer]) -> None:
     if not missing:
         return
-    others = {checkpoint_path(path): type(module).__name__ for path, module in model.named_modules()}
+    others = {
+        f"{prefix}{checkpoint_path(path)}": type(module).__name__
+        for prefix, part in _modules_of(model)
+        for path, module in part.named_modules()
+    }
     named = [_describe_missing(name, layers, others) for name in missing[:_NAMED_IN_A_MESSAGE]]
     raise ModelMismatchError(
-        f"{len(missing)} of {len(lora)} modules of {lora} are no Linear or Conv2d of this "
+        f"{len(missing)} of {len(lora)} modules of {lora} are no Linear or convolution of this "
         f"{type(model).__name__}: {'; '.join(named)}{_and_more(len(missing))}.",
         hint="Apply the LoRA to the model it was made for.",
     )
@@ -599,7 +765,7 @@ def _require_fitting(lora: LoraFile, layers: Mapping[str, Layer], cut: str) -> N
     for name, factors in lora.modules.items():
         layer = layers[name.removeprefix(cut)]
         shape = weight_shape_of(layer)
-        if isinstance(layer, nn.Conv2d) and layer.groups > 1:
+        if not isinstance(layer, nn.Linear) and layer.groups > 1:
             wrong.append(f"{name} is a convolution in {layer.groups} groups, which has no low-rank form here")
         elif not same_matrix(shape, factors.weight_shape):
             wrong.append(f"{name} is {factors.weight_shape} in the LoRA and {shape} in the model")
@@ -637,14 +803,27 @@ def _one_change(lora: LoraFile, names: list[str], layer: Layer) -> LoraFactors:
     return replace(first, weight_shape=weight_shape_of(layer))
 
 
-def layers_of(model: nn.Module) -> Iterator[tuple[str, Layer]]:
-    """Every Linear and Conv2d by its path in the checkpoint."""
-    inner = (
-        model.module if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel) else model
-    )
-    for path, module in inner.named_modules(remove_duplicate=False):
-        if isinstance(module, nn.Linear | nn.Conv2d):
-            yield checkpoint_path(path), module
+def layers_of(model: Any) -> Iterator[tuple[str, Layer]]:
+    """Every Linear and convolution by its path in the checkpoint; of a pipeline, behind its part's name."""
+    for prefix, module in _modules_of(model):
+        for path, layer in module.named_modules(remove_duplicate=False):
+            if isinstance(layer, Layer):
+                yield f"{prefix}{checkpoint_path(path)}", layer
+
+
+def _modules_of(model: Any) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that hold the weights, and what stands before the names of each one's layers."""
+    parts = {f"{name}.": part for name, part in components_of(model).items()} or {"": model}
+    for prefix, part in parts.items():
+        if isinstance(part, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            yield prefix, part.module
+        elif isinstance(part, nn.Module):
+            yield prefix, part
+        elif not prefix:
+            raise ConfigError(
+                f"a {type(model).__name__} is neither a module nor a pipeline with components.",
+                hint="Give the model that holds the layers, such as pipe.unet.",
+            )
 
 
 def checkpoint_path(path: str) -> str:

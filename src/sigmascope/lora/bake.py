@@ -20,7 +20,7 @@ from sigmascope.checkpoints import Checkpoint, StreamingWriter, open_checkpoint
 from sigmascope.errors import CheckpointError, ConfigError, ModelMismatchError, NonFiniteError
 from sigmascope.lora.adapters import WeightChange
 from sigmascope.lora.alignment import AlignedLora, align
-from sigmascope.lora.factors import LoraFactors
+from sigmascope.lora.factors import LoraFactors, add_product, row_pieces
 from sigmascope.lora.families import layout_of
 from sigmascope.lora.file import LoraFile, as_text, check_target, refuse_files, refuse_inputs
 from sigmascope.lora.linalg import at_least_float32, is_real, quick_energy, root_sum_square, same_matrix
@@ -33,7 +33,6 @@ __all__ = ["BakeReport", "BakedTensor", "bake_loras"]
 
 # Header fields with hashes of the weights as they were.
 _STALE: Final = frozenset({"modelspec.hash_sha256", "sshs_model_hash", "sshs_legacy_hash"})
-_PIECE: Final = 1 << 17  # elements: half a MiB in float32
 _WEIGHT: Final = ".weight"
 _NAMED: Final = 5  # modules in a message
 
@@ -419,7 +418,7 @@ def bake(
             f"{name} is stored as {weight.dtype}, to which no change can be added.",
             hint="Merge into the checkpoint in float, fp16 or bf16.",
         )
-    energies = _add(weight.view(-1), _addends(name, weight, changes, method, slot), slot)
+    energies = _add(_matrix(weight), _addends(name, weight, changes, method), slot)
     if not isfinite(energies[2]):
         raise NonFiniteError(
             f"{name}: the merged weight would hold NaN or Inf in {weight.dtype}.",
@@ -430,32 +429,32 @@ def bake(
 
 
 class _Addend(NamedTuple):
-    """strength · (product · scale), with the product as one row."""
+    """strength · rows·down, or strength · rows."""
 
-    product: Tensor
-    scale: float
+    rows: Tensor
+    down: Tensor | None
     strength: float
 
 
 def _add(weight: Tensor, addends: Sequence[_Addend], slot: Slot) -> tuple[float, float, float]:
     """Add in pieces that stay in the processor's cache; give ‖W‖², ‖ΔW‖² and what rounding lost, squared."""
-    compute = addends[0].product.dtype
-    wide = slot.scratch("wide", _PIECE, compute)
-    total = slot.scratch("total", _PIECE, compute)
+    compute = at_least_float32(weight.dtype)
     sums = []
-    for start in range(0, weight.numel(), _PIECE):
-        piece = weight[start : start + _PIECE]
-        before, after = wide[: piece.numel()], total[: piece.numel()]
-        after.copy_(piece)
+    for piece, *parts in row_pieces(weight, *(addend.rows for addend in addends)):
+        before, after = (slot.scratch(name, piece.numel(), compute) for name in ("before", "after"))
+        total = after.view(piece.shape)
+        total.copy_(piece)
         before.copy_(after)
-        for product, scale, strength in addends:
-            part = product[start : start + _PIECE]
-            after.add_(part if scale == 1.0 else part.mul_(scale), alpha=strength)
-        piece.copy_(after)
+        for part, addend in zip(parts, addends, strict=True):
+            if addend.down is None:
+                total.add_(part, alpha=addend.strength)
+            else:
+                add_product(total, part, addend.down, addend.strength)
+        piece.copy_(total)
         own = _energy(before)
         before.sub_(after)
         added = _energy(before)
-        before.copy_(piece)
+        before.view(piece.shape).copy_(piece)
         sums.append((own, added, _energy(after.sub_(before))))
     own, added, lost = (fsum(values) for values in zip(*sums, strict=True))
     return own, added, lost
@@ -466,33 +465,43 @@ def _energy(piece: Tensor) -> float:
 
 
 def _addends(
-    name: str, weight: Tensor, changes: Sequence[WeightedChange], method: MergeMethod, slot: Slot
+    name: str, weight: Tensor, changes: Sequence[WeightedChange], method: MergeMethod
 ) -> list[_Addend]:
-    compute = at_least_float32(weight.dtype)
-    found = [_addend(name, weight, one, compute, slot) for one in changes]
     if method.is_linear:
-        return found
-    deltas = {
-        one.position: addend.product.mul(addend.scale).view(weight.shape)
-        for one, addend in zip(changes, found, strict=True)
-    }
+        return [_addend(name, weight, one) for one in changes]
+    deltas = {one.position: _delta(name, weight, one) for one in changes}
     strengths = {one.position: one.weight for one in changes}
-    return [_Addend(method.combine(name, deltas, strengths).reshape(-1), 1.0, 1.0)]
+    return [_Addend(_matrix(method.combine(name, deltas, strengths)), None, 1.0)]
 
 
-def _addend(name: str, weight: Tensor, one: WeightedChange, compute: torch.dtype, slot: Slot) -> _Addend:
-    change, shape = one.change, tuple(weight.shape)
-    if isinstance(change, LoraFactors):
-        if not same_matrix(change.weight_shape, shape):
-            raise ModelMismatchError(
-                f"{name} is {shape} in the checkpoint, and the LoRA is for {change.weight_shape}.",
-                hint="Merge the LoRA into the model that it was made for.",
-            )
-        out, inner = change.up.shape[0], change.down.shape[1]
-        product = slot.scratch(f"product {one.position}", out * inner, compute)
-        torch.mm(change.up.to(compute), change.down.to(compute), out=product.view(out, inner))
-        return _Addend(product, change.scale, one.weight)
+def _addend(name: str, weight: Tensor, one: WeightedChange) -> _Addend:
+    if not isinstance(one.change, LoraFactors):
+        return _Addend(_matrix(_delta(name, weight, one)), None, one.weight)
+    _require_same_matrix(name, weight, one.change)
+    compute = at_least_float32(weight.dtype)
+    return _Addend(one.change.up.to(compute), one.change.down.to(compute), one.weight * one.change.scale)
+
+
+def _delta(name: str, weight: Tensor, one: WeightedChange) -> Tensor:
+    compute = at_least_float32(weight.dtype)
+    if isinstance(one.change, LoraFactors):
+        _require_same_matrix(name, weight, one.change)
+        return one.change.delta(compute).view(weight.shape)
     try:
-        return _Addend(change.delta(weight.to(compute), compute).reshape(-1), 1.0, one.weight)
+        return one.change.delta(weight.to(compute), compute).reshape(weight.shape)
     except ModelMismatchError as error:
         raise ModelMismatchError(f"{name}: {error.message}", hint=error.hint) from error
+
+
+def _require_same_matrix(name: str, weight: Tensor, factors: LoraFactors) -> None:
+    shape = tuple(weight.shape)
+    if not same_matrix(factors.weight_shape, shape):
+        raise ModelMismatchError(
+            f"{name} is {shape} in the checkpoint, and the LoRA is for {factors.weight_shape}.",
+            hint="Merge the LoRA into the model that it was made for.",
+        )
+
+
+def _matrix(tensor: Tensor) -> Tensor:
+    """A row for each output; a bias has one value in each."""
+    return tensor.reshape(len(tensor) if tensor.ndim else 1, -1)

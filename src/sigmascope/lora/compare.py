@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sigmascope.errors import ConfigError
-from sigmascope.lora.adapters import Adapter, DoraChange, WeightChange
+from sigmascope.lora.adapters import Adapter, DoraChange, WeightChange, form_delta
 from sigmascope.lora.alignment import UnitedLoras, unite
 from sigmascope.lora.factors import LoraFactors, difference_norm
 from sigmascope.lora.file import LoraFile
@@ -307,7 +307,7 @@ def _compare(united: UnitedLoras, name: str) -> ModuleDifference:
         if same_tensors(one, other):
             return ModuleDifference(name, "both", sides[0], sides[1], difference_norm=0.0)
         return ModuleDifference(name, "not_measured", sides[0], sides[1])
-    return compare_deltas(name, sides[0], sides[1], one.delta(), other.delta())
+    return compare_deltas(name, sides[0], sides[1], form_delta(name, one), form_delta(name, other))
 
 
 def _side(name: str, change: LoraFactors | WeightChange) -> ModuleSide:

@@ -20,7 +20,7 @@ from sigmascope.lora.file import LoraFile, exists, refuse_inputs
 from sigmascope.lora.formats import format_named
 from sigmascope.lora.layer_names import UNET_FAMILIES, UnetBlocks, blocks_of, renamed
 from sigmascope.lora.metadata import kept_metadata
-from sigmascope.lora.module_names import OwnNames, understand_names
+from sigmascope.lora.module_names import OwnNames, nearest_family, understand_names
 from sigmascope.lora.reader import open_lora
 from sigmascope.lora.writer import LoraWriter
 from sigmascope.progress import Progress, no_progress
@@ -28,6 +28,7 @@ from sigmascope.progress import Progress, no_progress
 __all__ = ["ConversionReport", "LeftOut", "convert_lora"]
 
 _NAMED_IN_A_MESSAGE: Final = 5
+_MOST_CONFIG_BYTES: Final = 1 << 20
 _TARGET: Final = "OUT"
 
 _BIAS: Final = ".bias"
@@ -223,7 +224,51 @@ def _named(
     if model is None:
         return named_by_itself(lora, format, family=family, prefix=prefix)
     with open_checkpoint(model) as checkpoint:
-        return named_by_model(lora, checkpoint)
+        named = named_by_model(lora, checkpoint)
+        if format == "peft" and not _is_of_diffusers(Path(model)):
+            layers = _denoiser_shapes(checkpoint, named.layout)
+            _require_family(checkpoint.path.name, format, named.layout, layers)
+        return named
+
+
+def _is_of_diffusers(model: Path) -> bool:
+    """Whether a model says that its names are diffusers' own, which PEFT's files go by."""
+    folder = model if model.is_dir() else model.parent
+    configs = (folder / name for name in ("model_index.json", "config.json"))
+    return any(file.is_file() and b"_diffusers_version" in _head(file) for file in configs)
+
+
+def _head(file: Path) -> bytes:
+    with file.open("rb") as stream:
+        return stream.read(_MOST_CONFIG_BYTES)
+
+
+def _denoiser_shapes(checkpoint: Checkpoint, layout: ModelLayout) -> dict[str, tuple[int, ...]]:
+    placed = {key: layout.split(key.removesuffix(_WEIGHT)) for key in checkpoint}
+    return {path: checkpoint.info(key).shape for key, (part, path) in placed.items() if part == "denoiser"}
+
+
+def _require_family(
+    name: str, format: str, layout: ModelLayout, layers: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Refuse a format that names layers by their family, where that is not known.
+
+    Args:
+        name: Of what the layers are of.
+        format: To be written.
+        layout: As it was told.
+        layers: Of the denoiser: shapes by path.
+
+    Raises:
+        ConfigError: With the nearest family.
+    """
+    if not layers or layout.family != "unknown" or layout.naming in _WRITABLE[format]:
+        return
+    raise ConfigError(
+        f"{name}: the family of its model cannot be told, and {format} files name layers by it{nearest_family(layers)}.",
+        hint="Give the model (--model) or its family (--family); of a model of no known family, write its own names: "
+        "--format native.",
+    )
 
 
 def _no_names(lora: LoraFile, left_out: list[LeftOut]) -> LoraFormatError:
@@ -276,12 +321,9 @@ def named_by_itself(
     """
     names = understand_names(lora, family)
     layout = names.layout
-    denoisers = any(layout.split(layer)[0] == "denoiser" for layer in names.layers.values())
-    if denoisers and layout.family == "unknown" and layout.naming not in _WRITABLE[format]:
-        raise ConfigError(
-            f"{lora}: the family of its model cannot be told, and {format} files name layers by it.",
-            hint="Give the model (--model), or its family (--family).",
-        )
+    placed = ((name, *layout.split(layer)) for name, layer in names.layers.items())
+    denoiser = {path: lora.shape_of(name) for name, part, path in placed if part == "denoiser"}
+    _require_family(str(lora), format, layout, denoiser)
     left_out = tuple(LeftOut(name, "could be several paths") for name in names.unknown)
     if format != "native":
         return NamedLora(lora, names.layers, layout, left_out, names.blocks)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from sigmascope.errors import LoraFormatError, ModelMismatchError, NonFiniteError
+from sigmascope.lora.adapters import require_memory
 from sigmascope.lora.layers import block_of_module, block_position
 from sigmascope.lora.linalg import frobenius_norm, is_real, quick_norm, root_sum_square
 from sigmascope.lora.patches import (
@@ -152,6 +153,8 @@ def delta_of(acting: Sequence[AppliedPatch], weight: Tensor | None) -> Tensor:
         raise LoraFormatError(f"{NOT_GIVEN}, and what it is changed by depends on it.")
     if shape is None:
         raise LoraFormatError(f"{NOT_GIVEN}, and its shape is not known.")
+    if weight is None or tuple(weight.shape) != shape:  # a host enlarges the weight
+        require_memory("the change", shape, torch.float64)
     base = torch.zeros(shape, dtype=torch.float64) if weight is None else enlarged(wide(weight), shape)
     delta = torch.zeros_like(base)
     for patch in acting:

@@ -23,7 +23,6 @@ import torch
 
 from sigmascope.__about__ import __version__
 from sigmascope.checkpoints import Checkpoint, atomic_path
-from sigmascope.checkpoints.safetensors import PADDING_SHARE
 from sigmascope.errors import ConfigError, LoraFormatError, ModelMismatchError
 from sigmascope.lora.budget import Budget, refuse_storage, weight_of
 from sigmascope.lora.decompose import at_full_rank
@@ -73,7 +72,6 @@ _CPU: Final = torch.device("cpu")
 
 # For `storage_cost`, in bytes.
 _FIELDS_BYTES: Final = 2048  # that the format adds to the header
-_SPARE_BYTES: Final = 100  # that the writer reserves for each name's header entry and may leave empty
 _ENTRY_BYTES: Final = 200  # that a header entry takes beside the tensor's name in the checkpoint
 
 
@@ -264,10 +262,7 @@ def storage_cost(
     """
     found, layout, blocks = format_named(format), pair.layout, _unet_blocks(pair)
     shapes = {layer: pair.shape(layer) for layer in pair.layers}
-    spare = 3 * _SPARE_BYTES * len(shapes)
-    if options.budget is not None and options.budget.max_bytes is not None:
-        spare = min(spare, options.budget.max_bytes // PADDING_SHARE)
-    other = _FIELDS_BYTES + spare
+    other = _FIELDS_BYTES
     for layer in shapes:
         other += 3 * (len(layer.encode()) + _ENTRY_BYTES) * (parts_in(found, layout, layer, blocks) - 1)
     for key in diffs:
@@ -579,6 +574,7 @@ def write_extracted(
         expected=[layer for layer, one in layers.items() if one.rank > 0],
         model_layers=pair.layers,
         dtype=options.storage_dtype,
+        compact=options.budget is not None,
     )
     with writer:
         for layer, one in layers.items():

@@ -10,7 +10,7 @@ from typing import Any, get_args
 import torch
 
 from sigmascope.errors import ConfigError
-from sigmascope.files import require_writable
+from sigmascope.files import require_writable, short_path
 from sigmascope.lora.budget import Budget
 from sigmascope.lora.file import as_text
 from sigmascope.lora.formats import FormatName
@@ -28,6 +28,8 @@ from sigmascope.lora.validation_report import (
 )
 from sigmascope.lora.writer import STORAGE_DTYPES, SavePrecision
 from sigmascope.records.run import Finding
+
+_MOST_SIDECAR_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +289,7 @@ def sidecar_text(report: ExtractionReport) -> str:
     """The side-car's text. Its keys and their order are always the same."""
     fixed = report.options.fixed_rank
     facts = {
-        "base_model": as_text(report.base),
+        "base_model": as_text(short_path(report.base)),
         "extraction_method": "svd",
         "rank": report.options.asked_rank if fixed is None else fixed.rank,
         "conv_rank": report.options.asked_rank if fixed is None else fixed.conv_rank,
@@ -311,12 +313,14 @@ def refuse_other_yaml(sidecar: Path) -> None:
     require_writable(sidecar)
     if not sidecar.is_file():
         return
-    yaml = require_yaml()
     try:
-        facts = yaml.safe_load(sidecar.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
-        facts = None
-    if not isinstance(facts, dict) or "extraction_method" not in facts:
+        with sidecar.open(encoding="utf-8") as stream:
+            is_ours = any(
+                line.startswith("extraction_method:") for line in stream.readlines(_MOST_SIDECAR_BYTES)
+            )
+    except (OSError, ValueError):
+        is_ours = False
+    if not is_ours:
         raise ConfigError(
             f"{sidecar} is where the LoRA's description goes, and the file there is no such description.",
             hint="Choose another name for --save_to, or move that file.",

@@ -9,9 +9,9 @@ convolution weight (out, in, kh, kw) is treated as the matrix (out, in·kh·kw).
 float32 dot over millions of values is low by about 0.1 %, which makes errors look better than they are.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import isfinite, sqrt
+from math import frexp, isfinite, sqrt
 from typing import Final
 
 import torch
@@ -23,6 +23,11 @@ from sigmascope.lora.linalg import at_least_float32, frobenius_norm, in_double, 
 
 # 9999 stored in bfloat16 reads back as 9984, in float16 as 10000.
 _SMALLEST_STORED_FULL_RANK = 9984.0
+
+_PIECE: Final = 1 << 20  # elements: 4 MiB in float32
+# Between these, a library's product of matrices gathers its whole sum before it adds it to what was there.
+_LARGEST_RANK_IN_ONE_PASS: Final = 128
+_LEAST_SIDE_IN_ONE_PASS: Final = 32
 
 CANCELLED: Final = 1e-10
 """Share of ‖ΔW‖² below which ‖a‖² − 2<a,b> + ‖b‖² is mostly rounding, though it is summed in float64."""
@@ -115,12 +120,16 @@ class LoraFactors:
     def inner(self, other: "LoraFactors") -> float:
         """Frobenius inner product <ΔW₁, ΔW₂> of two changes of the same weight.
 
-        tr(ΔW₁ᵀΔW₂) = s₁s₂ · Σᵢⱼ (up₁ᵀup₂)ᵢⱼ (down₁ down₂ᵀ)ᵢⱼ, two r₁×r₂ matrices, in float64.
+        tr(ΔW₁ᵀΔW₂) = s₁s₂ · Σᵢⱼ (up₁ᵀup₂)ᵢⱼ (down₁ down₂ᵀ)ᵢⱼ, two r₁×r₂ matrices, in float64. Where the ranks are
+        above the weight's own size, the changes themselves are smaller.
 
         Raises:
             ModelMismatchError: The two change weights of different shape.
         """
         _require_same_weight([self, other])
+        if self.rank * other.rank > self.up.shape[0] * self.down.shape[1]:
+            changes = [in_double(one.up) @ in_double(one.down) for one in (self, other)]
+            return self.scale * other.scale * float((changes[0] * changes[1]).sum())
         ups = in_double(self.up).mT @ in_double(other.up)
         downs = in_double(self.down) @ in_double(other.down).mT
         return self.scale * other.scale * float((ups * downs).sum())
@@ -253,3 +262,36 @@ def difference_norm(one: LoraFactors, other: LoraFactors) -> float:
 def norm_bound(factors: LoraFactors) -> float:
     """What ‖ΔW‖ cannot exceed: the scale times ‖up‖·‖down‖."""
     return abs(factors.scale) * frobenius_norm(factors.up) * frobenius_norm(factors.down)
+
+
+def row_pieces(*matrices: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The same rows of several matrices side by side, on the CPU few enough to stay in the processor's cache.
+
+    Args:
+        matrices: Of as many rows each; the first says how long rows are, and where.
+    """
+    rows, inner = matrices[0].shape
+    size = max(_PIECE // max(inner, 1), 1) if matrices[0].device.type == "cpu" else rows
+    for start in range(0, rows, size):
+        yield tuple(matrix[start : start + size] for matrix in matrices)
+
+
+def add_product(total: Tensor, up: Tensor, down: Tensor, strength: float) -> None:
+    """Total += strength · up·down, rounded as if the product were formed first.
+
+    One pass does both where that changes no bit: the strength is a power of two, so that scaling a factor is exact,
+    and the sum over the rank is complete before `total` joins it. Otherwise it would be rounded at the size of
+    `total` several times, as it is over a large rank or in a narrow matrix.
+
+    Args:
+        total: A matrix, changed in place.
+        up: (out, r), of its dtype and on its device, as the next.
+        down: (r, in).
+        strength: A finite factor.
+    """
+    sides = (*total.shape, _LEAST_SIDE_IN_ONE_PASS)
+    exact = abs(frexp(strength)[0]) == 0.5
+    if exact and up.shape[1] <= _LARGEST_RANK_IN_ONE_PASS and min(sides) == _LEAST_SIDE_IN_ONE_PASS:
+        total.addmm_(up, down, alpha=strength)
+    else:
+        total.add_(torch.mm(up, down), alpha=strength)

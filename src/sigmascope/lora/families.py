@@ -1,15 +1,16 @@
 """Which family a checkpoint is of, how it names its parts, and the fingerprint of its denoiser.
 
 `layout_of` tells the family by keys and shapes alone, so that no tensor is read. Its signatures are keys of
-diffusers' models and of the files that the families were published in; a U-Net's family shows in the width of its
-cross attention (`unet_family`). A model that no signature fits works by its own keys: all of it is then one part.
+diffusers' models and of the files that the families were published in; what another model shares the names of, it
+differs from in shapes or blocks (`misfit`). A U-Net's family shows in the width of its cross attention (`unet_family`). A model that no signature fits works by its own keys: all of it is then one part.
 
 `denoiser_fingerprint` does read tensors. A LoRA file carries the fingerprint of its base (`BASE_FINGERPRINT`), which
 tells later whether a base is the one that the LoRA was made from.
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Final, Literal
@@ -23,6 +24,7 @@ from sigmascope.lora.linalg import at_least_float32
 Part = Literal["denoiser", "denoiser_2", "vae", "text_encoder", "text_encoder_2", "text_encoder_3", "other"]
 Shapes = Mapping[str, tuple[int, ...]]
 
+_WEIGHT: Final = ".weight"
 UNET: Final = "a U-Net, whose family its shapes tell"
 # Family, naming of the denoiser, and the keys by which they are told.
 _SIGNATURES: Final[tuple[tuple[str, str, tuple[str, ...]], ...]] = (
@@ -39,6 +41,7 @@ _SIGNATURES: Final[tuple[tuple[str, str, tuple[str, ...]], ...]] = (
         "flux",
         "original",
         (
+            "img_in.weight",
             "vector_in.in_layer.weight",
             "double_blocks.0.img_attn.qkv.weight",
             "single_blocks.0.linear1.weight",
@@ -117,8 +120,40 @@ _BARE_PARTS: Final[tuple[tuple[Part, str, str], ...]] = (
 # U-Nets are told apart by the width of the context that their cross attention reads.
 _CONTEXT: Final = "attn2.to_k.weight"
 _CONTEXT_WIDTHS: Final = {768: "sd15", 1024: "sd2", 2048: "sdxl"}
+_LBM_WIDTHS: Final = frozenset({320, 640, 1280})
 _ADDED: Final = ("add_embedding.linear_1.weight", "label_emb.0.0.weight")
 _VIDEO: Final = ("temporal_transformer_blocks", "time_stack")
+
+# What models have that share a family's names: outputs and inputs as multiples of the family's width, and blocks.
+# FLUX.2's layers are 6, 3, 9 and 4 wide; Hunyuan's video models have more blocks.
+_FEED_FORWARD: Final = (
+    (re.compile(r"transformer_blocks\.\d+\.ff(?:_context)?\.net\.0\.proj"), 4, 1),
+    (re.compile(r"transformer_blocks\.\d+\.ff(?:_context)?\.net\.2"), 1, 4),
+)
+_MULTIPLES: Final[dict[str, tuple[tuple[re.Pattern[str], int, int], ...]]] = {
+    "flux": (
+        *_FEED_FORWARD,
+        (re.compile(r"double_blocks\.\d+\.(?:img|txt)_mlp\.0"), 4, 1),
+        (re.compile(r"double_blocks\.\d+\.(?:img|txt)_mlp\.2"), 1, 4),
+        (re.compile(r"single_transformer_blocks\.\d+\.proj_mlp"), 4, 1),
+        (re.compile(r"single_transformer_blocks\.\d+\.proj_out"), 1, 5),
+        (re.compile(r"single_blocks\.\d+\.linear1"), 7, 1),
+        (re.compile(r"single_blocks\.\d+\.linear2"), 1, 5),
+    ),
+    "sd3": (
+        *_FEED_FORWARD,
+        (re.compile(r"joint_blocks\.\d+\.(?:x|context)_block\.mlp\.fc1"), 4, 1),
+        (re.compile(r"joint_blocks\.\d+\.(?:x|context)_block\.mlp\.fc2"), 1, 4),
+    ),
+}
+_BLOCKS: Final = {
+    "flux": {
+        "double_blocks": 19,
+        "single_blocks": 38,
+        "transformer_blocks": 19,
+        "single_transformer_blocks": 38,
+    }
+}
 
 BASE_FINGERPRINT: Final = "sigmascope_base_fingerprint"
 """The field of a LoRA file's header that holds its base's fingerprint."""
@@ -176,8 +211,46 @@ def layout_of(infos: Shapes) -> ModelLayout:
             if all(prefix + key in infos for key in keys):
                 if family == UNET:
                     family = unet_family(infos, prefix)
+                elif misfit(family, _layers_under(infos, prefix)) is not None:
+                    continue
                 return ModelLayout(family, naming, _prefixes(infos, prefix, family))
     return _without_denoiser(infos)
+
+
+def _layers_under(infos: Shapes, prefix: str) -> dict[str, tuple[int, ...]]:
+    return {
+        key[len(prefix) : -len(_WEIGHT)]: shape
+        for key, shape in infos.items()
+        if key.startswith(prefix) and key.endswith(_WEIGHT)
+    }
+
+
+def misfit(family: str, shapes: Shapes) -> str | None:
+    """What of a denoiser is otherwise than in a family, although its names may be the family's.
+
+    Args:
+        family: As in `ModelLayout.family`.
+        shapes: Of weights, by the layer's path in the denoiser, in either naming.
+
+    Returns:
+        Such as "double_blocks.0.img_mlp.0 is 36864 × 6144, not 4 times as many outputs as inputs"; None if all fits,
+        or no more than half of what tells does not: a single layer of another shape is damage.
+    """
+    blocks, told, otherwise = _BLOCKS.get(family, {}), 0, []
+    for path, shape in shapes.items():
+        name, _, rest = path.partition(".")
+        number = rest.partition(".")[0]
+        if name in blocks and number.isdigit() and int(number) >= blocks[name]:
+            return f"it has more than {blocks[name]} {name} ({path})"
+        for pattern, out, inner in _MULTIPLES.get(family, ()):
+            if len(shape) == 2 and pattern.fullmatch(path):
+                told += 1
+                if shape[0] * inner != shape[1] * out:
+                    times = f"{out} times as many outputs as inputs"
+                    if inner > out:
+                        times = f"{inner} times as many inputs as outputs"
+                    otherwise.append(f"{path} is {shape[0]} × {shape[1]}, not {times}")
+    return otherwise[0] if 2 * len(otherwise) > told else None
 
 
 def _prefixes(infos: Shapes, denoiser: str, family: str) -> dict[Part, str]:
@@ -245,9 +318,23 @@ def unet_family(shapes: Mapping[str, tuple[int, ...]], prefix: str) -> str:
         return _CONTEXT_WIDTHS[width]
     if has_added:
         return "sdxl"
-    if not first_level and all(keys == queries for queries, keys in context.values()):
-        return "lbm"  # its cross attention attends to the hidden states themselves
+    if not first_level and attends_to_itself(context.values()):
+        return "lbm"
     return _by_projection(shapes, prefix)
+
+
+def attends_to_itself(context: Iterable[Sequence[int]]) -> bool:
+    """Whether cross attention reads the hidden states themselves, as LBM's does: it is as wide as they are at each level.
+
+    Text is of one width for all levels, which that of small models may equal by chance: one width alone proves it
+    only where it is LBM's own.
+
+    Args:
+        context: (hidden states, context): the shapes of the matrices `to_k` or `to_v` of cross attention.
+    """
+    widths = {tuple(shape) for shape in context}
+    is_square = bool(widths) and all(hidden == read for hidden, read in widths)
+    return is_square and (len(widths) > 1 or any(hidden in _LBM_WIDTHS for hidden, _ in widths))
 
 
 def _by_projection(shapes: Mapping[str, tuple[int, ...]], prefix: str) -> str:

@@ -188,11 +188,11 @@ def check_target(save_to: Path, flag: str = "--save_to") -> None:
 
     Raises:
         ConfigError: With the flag and the file.
-        WriteError: The folder does not exist or cannot be entered, or what is there is no file that can be replaced.
+        WriteError: The folder cannot be made or entered, or what is there is no file that can be replaced.
     """
     try:
         exists(save_to)
-        is_folder, has_parent = save_to.is_dir(), save_to.parent.is_dir()
+        is_folder = save_to.is_dir()
     except (CheckpointError, OSError) as error:
         raise WriteError(
             save_to, "cannot be reached.", hint="Choose a folder that you may enter and a shorter name."
@@ -206,8 +206,6 @@ def check_target(save_to: Path, flag: str = "--save_to") -> None:
             f"{flag} {save_to}: a LoRA is written as safetensors.",
             hint=f"Name it {save_to.stem}.safetensors.",
         )
-    if not has_parent:
-        raise WriteError(save_to, "its folder does not exist.", hint=f"Create {save_to.parent}.")
     require_writable(save_to)
 
 

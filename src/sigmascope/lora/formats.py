@@ -4,7 +4,7 @@ A `LoraFormat` tells its own files by their keys and names modules; its `FactorK
 
 - **kohya** flattens the whole path into one word, `lora_unet_down_blocks_1_resnets_0_conv1`, as sd-scripts and its
   kin write it: SD 1 and SD 2 by diffusers' names, SDXL, SD 3, FLUX and WAN by the names of their original files.
-  ComfyUI reads both; diffusers reads it through a pipeline's `load_lora_weights`.
+  ComfyUI reads both; diffusers reads it through the pipelines of SD 1, SDXL and Qwen-Image (docs/lora-files.md).
 - **comfyui** keeps the original model's own paths, `diffusion_model.input_blocks.4.0.in_layers.2`. ComfyUI finds
   every weight of every model by it, whatever the family.
 - **peft** names layers as diffusers reads them, `unet.down_blocks.1.resnets.0.conv1.lora_A.weight`. There is no
@@ -15,9 +15,11 @@ A `LoraFormat` tells its own files by their keys and names modules; its `FactorK
   `<module>.lora_down.weight` (r, in[, kh, kw]) and the scalar `<module>.alpha`; the header says
   `lbm_native_naming: "true"`. A model of any other family has its own paths in the same way.
 
-Where plain factors are written with an alpha, it is always r, so that a reader which ignores it gets the same ΔW.
+Where plain factors are written with an alpha, it is r, so that a reader which ignores it gets the same ΔW. Only a kohya
+file of a U-Net whose attention has modules of different rank has one alpha for all of them: see `KOHYA`.
 """
 
+import json
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -33,6 +35,7 @@ from sigmascope.lora.families import ModelLayout, Part
 from sigmascope.lora.keys import KeyGroups
 from sigmascope.lora.layer_names import UNET_FAMILIES, Naming, Row, UnetBlocks, renamed
 from sigmascope.lora.linalg import is_convolution
+from sigmascope.lora.metadata import PEFT_CONFIGS
 
 FormatName = Literal["native", "kohya", "peft", "comfyui"]
 FLAT_PREFIXES: Final = ("lora_", "lycoris_")
@@ -52,7 +55,9 @@ _ATTENTION_PROJECTIONS: Final = (
     "_out_proj",
 )
 
-# PEFT: how the names of a U-Net's layers begin.
+# PEFT: how names of text encoders begin, those whose rank diffusers finds, and how a U-Net's layers begin.
+_TEXT_ENCODER: Final = "text_encoder"
+_PEFT_FOUND_IN_ENCODERS: Final = (".q_proj", ".k_proj", ".v_proj", ".out_proj", ".fc1", ".fc2")
 _PEFT_UNET_STARTS: Final = ("down_blocks.", "mid_block.", "up_blocks.", "conv_in", "conv_out")
 
 # ComfyUI: how names begin, and the names of text encoders, by family or else by part.
@@ -108,6 +113,10 @@ def _never(ranks: Mapping[str, int], layout: ModelLayout) -> bool:
     return False
 
 
+def _no_header(ranks: Mapping[str, int], has_dora: bool) -> dict[str, str]:
+    return {}
+
+
 @dataclass(frozen=True, slots=True)
 class LoraFormat:
     """One way to name a LoRA's tensors in a file.
@@ -119,7 +128,8 @@ class LoraFormat:
         module_name: The name of a module by the part of the model, the layer's path there in that naming, the
             checkpoint's layout, and the prefix that the user asked for.
         keys: How a module's tensors are named.
-        alphas_mislead: Whether some reader scales modules of these ranks wrongly if it is told their alphas.
+        alphas_mislead: Whether some reader scales modules of these ranks wrongly where alpha is each one's rank.
+        header: What the header must say of modules of these ranks, some with DoRA or none.
     """
 
     name: FormatName
@@ -128,6 +138,7 @@ class LoraFormat:
     module_name: Callable[[Part, str, ModelLayout, str | None], str]
     keys: FactorKeys = field(default_factory=FactorKeys)
     alphas_mislead: Callable[[Mapping[str, int], ModelLayout], bool] = _never
+    header: Callable[[Mapping[str, int], bool], dict[str, str]] = _no_header
 
     def name_for(
         self,
@@ -219,13 +230,31 @@ def _kohya_module_name(part: Part, path: str, layout: ModelLayout, prefix: str |
 def _alphas_mislead(ranks: Mapping[str, int], layout: ModelLayout) -> bool:
     """Whether diffusers would scale a U-Net's attention by other modules' alphas.
 
-    It files the alphas of attention projections under names that no layer has (as of 0.42), and so gives those
-    the alpha that most modules have. Without alphas every reader takes the scale 1, which is the same where
-    alpha = rank.
+    It files the alphas of attention projections under names that no layer has (as of 0.42), and so gives those the
+    alpha that most modules of their model have: which is right where that is their own, or all have the same.
     """
-    common = Counter(ranks.values()).most_common(1)
-    attention = [rank for name, rank in ranks.items() if name.endswith(_ATTENTION_PROJECTIONS)]
-    return layout.family in UNET_FAMILIES and any(rank != common[0][0] for rank in attention)
+    if layout.family not in UNET_FAMILIES:
+        return False
+    models = _by_start(ranks, "_", 2).values()
+    return not all(
+        {rank for name, rank in of_model.items() if name.endswith(_ATTENTION_PROJECTIONS)}
+        <= {_usual_rank(of_model)}
+        for of_model in models
+    )
+
+
+def _by_start(ranks: Mapping[str, int], separator: str, words: int) -> dict[str, dict[str, int]]:
+    found: dict[str, dict[str, int]] = {}
+    for name, rank in ranks.items():
+        found.setdefault(separator.join(name.split(separator)[:words]), {})[name] = rank
+    return found
+
+
+def _usual_rank(ranks: Mapping[str, int]) -> int | None:
+    """The rank that more modules have than any other."""
+    counts = Counter(ranks.values()).most_common(2)
+    is_clear = len(counts) == 1 or (len(counts) > 1 and counts[0][1] > counts[1][1])
+    return counts[0][0] if is_clear else None
 
 
 KOHYA = LoraFormat(
@@ -263,8 +292,46 @@ def _peft_module_name(part: Part, path: str, layout: ModelLayout, prefix: str | 
     return path if part == "other" else f"{part}.{path}"
 
 
+def _peft_header(ranks: Mapping[str, int], has_dora: bool) -> dict[str, str]:
+    """PEFT's configuration of each component, where diffusers would not find the rank of a `text_projection`.
+
+    It looks at the ranks of a text encoder's attention and feed-forward layers alone (as of 0.42), gives any other
+    the rank that most of these have, and refuses the file if it has another one.
+    """
+    components = _by_start(ranks, ".", 1)
+    if all(_finds_ranks(name, of_component) for name, of_component in components.items()):
+        return {}
+    values: dict[str, object] = {}
+    for component, of_component in components.items():
+        usual = Counter(of_component.values()).most_common(1)[0][0]
+        # `^`: not of other modules whose names end like this one's. CLIP's names had one part more before transformers 5
+        start = "" if component.startswith(_TEXT_ENCODER) else "^"
+        paths = {
+            name.removeprefix(f"{component}.").removeprefix("text_model."): rank
+            for name, rank in of_component.items()
+        }
+        others = {f"{start}{path}": rank for path, rank in paths.items() if rank != usual}
+        config = {"r": usual, "lora_alpha": usual, "rank_pattern": others, "alpha_pattern": others}
+        config |= {"target_modules": list(paths), "use_dora": has_dora}
+        values |= {f"{component}.{field}": value for field, value in config.items()}
+    return {PEFT_CONFIGS: json.dumps(values)}
+
+
+def _finds_ranks(component: str, ranks: Mapping[str, int]) -> bool:
+    if not component.startswith(_TEXT_ENCODER):
+        return True
+    found = {name: rank for name, rank in ranks.items() if name.endswith(_PEFT_FOUND_IN_ENCODERS)}
+    others = {rank for name, rank in ranks.items() if name not in found}
+    return not others or others == {_usual_rank(found)}
+
+
 PEFT = LoraFormat(
-    name="peft", recognises=_is_peft, naming=_peft_naming, module_name=_peft_module_name, keys=_PEFT_KEYS
+    name="peft",
+    recognises=_is_peft,
+    naming=_peft_naming,
+    module_name=_peft_module_name,
+    keys=_PEFT_KEYS,
+    header=_peft_header,
 )
 
 

@@ -23,7 +23,7 @@ from sigmascope.lora.adapters import WeightChange
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.layers import block_of_module, block_position
-from sigmascope.lora.linalg import frobenius_norm, in_double, max_rank, root_sum_square
+from sigmascope.lora.linalg import in_double, max_rank, root_sum_square
 from sigmascope.lora.metadata import TrainingFacts, read_training_facts
 from sigmascope.lora.parallel import run_layers
 from sigmascope.lora.reader import open_any
@@ -293,7 +293,8 @@ def _strength(name: str, change: LoraFactors | WeightChange, full_spectrum: bool
     if getattr(change, "needs_base", False):
         shape = change.weight_shape
         return ModuleStrength(name, change.kind, shape, rank, change.parameters, problem="needs_base")
-    return strength_of_delta(name, change.kind, change.delta(), rank, change.parameters)
+    norm = change.frobenius_norm()
+    return ModuleStrength(name, change.kind, change.weight_shape, rank, change.parameters, norm=norm)
 
 
 def strength_of_factors(name: str, factors: LoraFactors, *, spectrum: bool = True) -> ModuleStrength:
@@ -324,13 +325,6 @@ def _dead_columns(factors: LoraFactors) -> int:
     columns = in_double(factors.up).abs().amax(dim=0)
     rows = in_double(factors.down).abs().amax(dim=1)
     return int(((columns == 0.0) | (rows == 0.0)).sum())
-
-
-def strength_of_delta(
-    name: str, kind: str, delta: Tensor, rank: int | None, parameters: int
-) -> ModuleStrength:
-    """Measure a change that is more than up and down, by forming it."""
-    return ModuleStrength(name, kind, tuple(delta.shape), rank, parameters, norm=frobenius_norm(delta))
 
 
 def block_strength(name: str, modules: list[ModuleStrength], total: float | None) -> BlockStrength:

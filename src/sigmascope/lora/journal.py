@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from sigmascope.errors import CheckpointError, ConfigError, WriteError
-from sigmascope.files import reason_of, writing_hint
+from sigmascope.files import parse_json, reason_of, writing_hint
 
 _log = logging.getLogger(__name__)
 
@@ -67,17 +67,19 @@ class Journal:
             raise self._write_error(error) from error
         try:
             self._resume()
-        except OSError as error:
-            self._file.close()
-            raise self._write_error(error) from error
-        except BaseException:
-            self._file.close()
+        except BaseException as error:
+            self._remove()
+            if isinstance(error, OSError):
+                raise self._write_error(error) from error
             raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._remove()
+
+    def _remove(self) -> None:
         if os.name == "nt":  # which removes no open file; elsewhere closing first would give up the lock
             self._file.close()
         try:
@@ -182,8 +184,8 @@ def _digest(content: bytes) -> bytes:
 def _decode(content: bytes) -> tuple[str, dict[str, torch.Tensor], dict[str, Any]]:
     try:
         length = int.from_bytes(content[:8], "little")
-        header = json.loads(content[8 : 8 + length])
-        name, facts = json.loads(header["__metadata__"][_FACTS])
+        header = parse_json(content[8 : 8 + length])
+        name, facts = parse_json(header["__metadata__"][_FACTS])
         return name, load(content), facts
     except (SafetensorError, ValueError, KeyError, TypeError):
         return "", {}, {}

@@ -30,25 +30,52 @@ _AROUND_ATTENTION: Final = re.compile(
 
 # Blocks, in names with dots or underscores.
 _TEXT_ENCODER: Final = re.compile(
-    r"(?:^|[._])(?:te(\d?)|text_encoders?[._](?:clip_l|clip_g|t5xxl|umt5xxl)|text_encoder(?:[._](\d))?|text_model)(?=[._])"
+    r"(?:^|[._])(?:te(\d?)|text_encoders[._](\w+?)[._]transformer|text_encoder(?:[._](\d))?|text_model)(?=[._])"
 )
+_COMFYUI_ENCODERS: Final = {"clip_g": "2", "t5xxl": "3"}
+_T5: Final = re.compile(r"[._]encoder[._]block[._]\d")
 _VAE: Final = re.compile(r"^(?:vae(?:[._]vae_model)?|first_stage_model|lora_vae)[._](encoder|decoder)?")
 _NUMBERED: Final = re.compile(
-    r"(?:^|[._])((?:down|up|input|output|double|single|joint|single_transformer|transformer)_blocks|blocks)[._](\d+)"
+    r"(?:^|[._])((?:down|up|input|output|double|single|joint|vace|single_transformer|transformer)_blocks|blocks)[._](\d+)"
 )
 _UNNUMBERED: Final = re.compile(
-    r"(?:^|[._])(mid_block|middle_block|conv_in|conv_out|time_embedding|time_embed|time_in|vector_in|img_in|txt_in"
-    r"|add_embedding|label_emb|x_embedder|context_embedder|time_text_embed|condition_embedder|patch_embedding"
-    r"|final_layer|proj_out|norm_out|head|out)(?=[._]|$)"
+    r"(?:^|[._])(mid_block|middle_block|conv_in|conv_out|conv_norm_out|time_embedding|time_embed|time_in|vector_in"
+    r"|guidance_in|img_in|txt_in|add_embedding|label_emb|x_embedder|pos_embed|context_embedder|time_text_embed"
+    r"|t_embedder|y_embedder|condition_embedder[._](?:time_embedder|text_embedder|time_proj|image_embedder)"
+    r"|text_embedding|time_projection|img_emb|patch_embedding|vace_patch_embedding|final_layer[._](?:linear|adaLN)"
+    r"|proj_out|norm_out|head|out[._][02]|out)(?=[._]|$)"
 )
 _LAYER: Final = re.compile(r"(?:layers?|block)[._](\d+)")
 
+# One name for what several formats name otherwise: diffusers', or the original's where that says more.
+_SAME: Final = {
+    "double_blocks": "transformer_blocks",
+    "joint_blocks": "transformer_blocks",
+    "single_blocks": "single_transformer_blocks",
+    "middle_block": "mid_block",
+    "time_embed": "time_embedding",
+    "label_emb": "add_embedding",
+    "out.0": "conv_norm_out",
+    "out.2": "conv_out",
+    "x_embedder": "img_in",
+    "pos_embed": "img_in",
+    "context_embedder": "txt_in",
+    **dict.fromkeys(("time_in", "vector_in", "guidance_in", "t_embedder", "y_embedder"), "time_text_embed"),
+    "condition_embedder.time_embedder": "time_embedding",
+    "condition_embedder.text_embedder": "text_embedding",
+    "condition_embedder.time_proj": "time_projection",
+    "condition_embedder.image_embedder": "img_emb",
+    "final_layer.linear": "proj_out",
+    "final_layer.adaLN": "norm_out",
+    "head": "proj_out",
+}
+_LAYERS_OF_A_LEVEL: Final = 3  # of sgm's U-Nets: two residual layers and a sampler, or three residual layers
+
 # Blocks in the order in which a latent passes them, text encoders first.
 _FLOW: Final = (
-    "text_encoder text_encoder_2 text_encoder_3 conv_in x_embedder img_in patch_embedding txt_in context_embedder "
-    "time_embedding time_embed time_in time_text_embed condition_embedder add_embedding label_emb vector_in "
-    "down_blocks input_blocks mid_block middle_block up_blocks output_blocks double_blocks joint_blocks "
-    "transformer_blocks single_blocks single_transformer_blocks blocks norm_out conv_out proj_out final_layer head out"
+    "text_encoder text_encoder_2 text_encoder_3 conv_in img_in patch_embedding vace_patch_embedding txt_in "
+    "text_embedding img_emb time_embedding time_projection time_text_embed add_embedding down_blocks mid_block "
+    "up_blocks transformer_blocks single_transformer_blocks vace_blocks blocks norm_out conv_norm_out conv_out proj_out out"
 )
 _ORDER: Final = {name: index for index, name in enumerate(_FLOW.split())}
 
@@ -113,7 +140,9 @@ def block_of_module(name: str) -> str:
 
 
 def _encoder_block(name: str, found: "re.Match[str]") -> str:
-    number = found[1] or found[2]
+    number = found[1] or _COMFYUI_ENCODERS.get(found[2] or "") or found[3]
+    if number == "2" and _T5.search(name, found.end()):
+        number = "3"  # T5 is the second of FLUX and the third of SD 3; kohya's tools call it te3 in both
     encoder = "text_encoder" if number in (None, "", "1") else f"text_encoder_{number}"
     layer = _LAYER.search(name, found.end())
     return f"{encoder}.{layer[1]}" if layer else encoder
@@ -123,13 +152,25 @@ def _block_in(name: str) -> str:
     numbered = _NUMBERED.search(name)
     single = _UNNUMBERED.search(name)
     if numbered is not None and (single is None or numbered.start() <= single.start()):
-        return f"{numbered[1]}.{numbered[2]}"
+        return _numbered_block(numbered[1], int(numbered[2]))
     if single is not None:
-        return single[1]
+        dotted = re.sub(r"^(condition_embedder|final_layer|out)_", r"\1.", single[1])
+        return _SAME.get(dotted, dotted)
     layer = _LAYER.search(name)
     if layer is not None:
         return f"{layer[0][: -len(layer[1]) - 1]}.{layer[1]}"
-    return re.split(r"[._]", name.removeprefix("lora_unet_").removeprefix("denoiser."), maxsplit=1)[0]
+    path = re.sub(r"^(?:lora_unet_|denoiser\.|(?:model\.)?diffusion_model\.|transformer\.|unet\.)", "", name)
+    return re.split(r"[._]", path, maxsplit=1)[0]
+
+
+def _numbered_block(kind: str, number: int) -> str:
+    """Sgm counts the layers of all levels through, from its `conv_in` on."""
+    if kind == "input_blocks":
+        level = (number - 1) // _LAYERS_OF_A_LEVEL
+        return f"down_blocks.{level}" if number > 0 else "conv_in"
+    if kind == "output_blocks":
+        return f"up_blocks.{number // _LAYERS_OF_A_LEVEL}"
+    return f"{_SAME.get(kind, kind)}.{number}"
 
 
 def block_position(block: str) -> tuple[int, str, int]:

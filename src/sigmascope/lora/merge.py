@@ -18,7 +18,7 @@ from torch import Tensor
 from sigmascope.__about__ import __version__
 from sigmascope.checkpoints import Checkpoint, open_checkpoint
 from sigmascope.errors import ConfigError, LoraFormatError, ModelMismatchError
-from sigmascope.lora.adapters import DiffChange
+from sigmascope.lora.adapters import DiffChange, form_delta
 from sigmascope.lora.alignment import UnitedLoras, unite
 from sigmascope.lora.bake import aligned_with
 from sigmascope.lora.factors import LoraFactors
@@ -42,7 +42,7 @@ from sigmascope.lora.writer import STORAGE_DTYPES, LoraOutput, SavePrecision, dt
 from sigmascope.progress import Progress, no_progress
 from sigmascope.records.run import Finding
 
-__all__ = ["CombineOptions", "MergeMethod", "RankPlan", "ReductionReport", "combine_loras"]
+__all__ = ["CombineOptions", "MergeMethod", "RankPlan", "ReductionReport", "merge_loras"]
 
 _NAMED: Final = 5  # modules in a message
 # Kinds of change that depend on the base weight.
@@ -74,7 +74,7 @@ class CombineOptions:
     base: Path | None = None
 
 
-def combine_loras(
+def merge_loras(
     loras: Sequence[str | PathLike[str]],
     save_to: str | PathLike[str],
     options: CombineOptions | None = None,
@@ -124,7 +124,7 @@ def combine_loras(
             originals,
             options.format,
             _provenance(lora_files, weights, options.method, plan),
-            compact=plan.budget is not None and plan.budget.max_bytes is not None,
+            compact=plan.budget is not None,
         )
         with output:
             modules = _write_modules(output, changes, plan, progress)
@@ -289,9 +289,9 @@ class MergedChanges:
     def _delta(self, position: int, name: str) -> Tensor:
         change = self.united.change(position, name)
         if isinstance(change, LoraFactors) or change.kind not in _NEEDS_BASE:
-            return change.delta()
+            return form_delta(name, change)
         assert self.bases is not None  # or the constructor has refused it
-        return change.delta(self.bases.weight(position, self.united.sources[position][name]))
+        return form_delta(name, change, self.bases.weight(position, self.united.sources[position][name]))
 
     def _is_plain(self, name: str) -> bool:
         return self.method.is_linear and all(
@@ -359,9 +359,7 @@ def _write_modules(
         load=changes.load,
         plan=plan,
         storage=output.storage(
-            changes.dtype,
-            len(changes.layers),
-            {name: 4 * prod(changes.shape(name)) for name in changes.vectors},
+            changes.dtype, {name: 4 * prod(changes.shape(name)) for name in changes.vectors}
         ),
     )
     modules = []

@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from sigmascope.files import parse_json
+
 _ARCHITECTURES: Final = {
     "lbm": "lbm",
     "sd15": "stable-diffusion-v1",
@@ -36,10 +38,12 @@ _BASE_VERSIONS: Final = {
     "wan": "wan",
     "qwen_image": "qwen_image",
 }
+PEFT_CONFIGS: Final = "lora_adapter_metadata"
+"""The field in which diffusers writes the configurations of all components, as JSON."""
 # Fields that are no longer true of a file that is made from another.
 _STALE: Final = (
     "lbm_native_naming",
-    "lora_adapter_metadata",
+    PEFT_CONFIGS,
     "sshs_model_hash",
     "sshs_legacy_hash",
     "modelspec.hash_sha256",
@@ -91,6 +95,7 @@ def lora_header(
     conv_rank: int | None,
     *,
     module: str = "networks.lora",
+    alpha: int | None = None,
 ) -> dict[str, str]:
     """Give the header for a LoRA of these ranks.
 
@@ -100,6 +105,7 @@ def lora_header(
         rank: Of its Linear layers, or `VARYING`; None without any.
         conv_rank: Of its convolutions; None without any.
         module: kohya's name for the kind of network.
+        alpha: Of all modules, where it is not each one's rank.
     """
     first = rank if rank is not None else conv_rank
     header = {
@@ -108,14 +114,16 @@ def lora_header(
         "modelspec.implementation": "sigmascope",
     }
     if first is not None:
-        header |= {"ss_network_dim": str(first), "ss_network_alpha": str(first)}
+        header |= {"ss_network_dim": str(first), "ss_network_alpha": str(alpha or first)}
     if format_name == "native":
         header["lbm_native_naming"] = "true"
     if family in _ARCHITECTURES:
         header["ss_base_model_version"] = _BASE_VERSIONS[family]
         header["modelspec.architecture"] = f"{_ARCHITECTURES[family]}/lora"
     if conv_rank is not None:
-        header["ss_network_args"] = json.dumps({"conv_dim": str(conv_rank), "conv_alpha": str(conv_rank)})
+        header["ss_network_args"] = json.dumps(
+            {"conv_dim": str(conv_rank), "conv_alpha": str(alpha or conv_rank)}
+        )
     return header
 
 
@@ -207,7 +215,7 @@ def _json_object(text: str) -> dict[str, Any]:
     if len(text) > _LONGEST_JSON:
         return {}
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
+        value = parse_json(text)
+    except ValueError:
         return {}
     return value if isinstance(value, dict) else {}

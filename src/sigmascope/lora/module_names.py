@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from sigmascope.errors import ConfigError, LoraFormatError, SigmascopeError
-from sigmascope.lora.families import ModelLayout, Part
+from sigmascope.lora.families import ModelLayout, Part, attends_to_itself, misfit
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.layer_names import (
     RESNET,
@@ -135,6 +135,15 @@ _MARKS_OF_SDXL: Final = {
 }
 _TRANSFORMERS: Final = ("flux", "sd3", "wan", "qwen_image")
 _VACE: Final = "vace_"  # WAN's variant that also reads a video has its blocks twice
+# Of the variants that read a video or sound.
+_WAN_STARTS: Final = (
+    "audio_injector",
+    "casual_audio_encoder",
+    "frame_packer",
+    "cond_encoder",
+    "trainable_cond_mask",
+)
+_WAN_ENDS: Final = ("before_proj", "after_proj")
 _CONTEXT_LAYERS: Final = ("attn2.to_k", "attn2.to_v", "attn2_to_k", "attn2_to_v")
 
 
@@ -403,7 +412,7 @@ def understand_names(lora: LoraFile, family: str | None = None) -> OwnNames:
 
     Raises:
         LoraFormatError: The names are of two namings that do not go together.
-        ConfigError: There is no such family.
+        ConfigError: There is no such family, or the LoRA's shapes are not that family's.
     """
     if family is not None and family not in FAMILIES:
         raise ConfigError(f"--family {family} is not known.", hint=f"Use one of: {', '.join(FAMILIES)}.")
@@ -416,7 +425,14 @@ def understand_names(lora: LoraFile, family: str | None = None) -> OwnNames:
         else:
             placed[name] = found
     paths = [path for part, path in placed.values() if part == "denoiser"]
-    family = family or _family(lora, placed, paths)
+    shapes = {path: lora.shape_of(name) for name, (part, path) in placed.items() if part == "denoiser"}
+    otherwise = None if family is None else misfit(family, shapes)
+    if otherwise is not None:
+        raise ConfigError(
+            f"{lora} is not for the family {family}: {otherwise}.",
+            hint="Give the model that it is for (--model).",
+        )
+    family = family or _family(lora, placed, paths, shapes)
     naming, blocks = _naming(lora, family, paths), likely_blocks(paths, usual_blocks(family))
     layers = {
         name: _OWN_PREFIXES.get(part, "")
@@ -438,15 +454,24 @@ def _placed(name: str) -> tuple[Part, str] | None:
     return None if path is None else (part, path)
 
 
-def _family(lora: LoraFile, placed: Mapping[str, tuple[Part, str]], paths: list[str]) -> str:
+def _family(
+    lora: LoraFile,
+    placed: Mapping[str, tuple[Part, str]],
+    paths: list[str],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> str:
     named = family_in(lora.metadata)
-    if named is not None:
+    if named is not None and misfit(named, shapes) is None:
         return named
     if any(name.startswith("denoiser.") for name in placed):
         return "lbm"
     if any(_is_unet(path) for path in paths):
         return _unet_family(lora, placed)
-    candidates = [family for family in families_with(paths) if family not in {"open_clip", "t5"}]
+    candidates = [
+        family
+        for family in families_with(paths)
+        if family not in {"open_clip", "t5"} and misfit(family, shapes) is None
+    ]
     return candidates[0] if len(candidates) == 1 else "unknown"
 
 
@@ -456,10 +481,14 @@ def _is_unet(path: str) -> bool:
 
 def _unet_family(lora: LoraFile, placed: Mapping[str, tuple[Part, str]]) -> str:
     """By the width of what cross attention attends to; else by the number of blocks."""
-    for name, (part, path) in placed.items():
-        shape = lora.shape_of(name)
-        if part == "denoiser" and path.endswith(("attn2.to_k", "attn2.to_v")) and len(shape) == 2:
-            return "lbm" if shape[0] == shape[1] else _BY_CONTEXT_WIDTH.get(shape[1], "sdxl")
+    layers = (
+        lora.shape_of(name)
+        for name, (part, path) in placed.items()
+        if part == "denoiser" and path.endswith(("attn2.to_k", "attn2.to_v"))
+    )
+    context = [shape for shape in layers if len(shape) == 2]
+    if context:
+        return "lbm" if attends_to_itself(context) else _BY_CONTEXT_WIDTH.get(context[0][1], "sdxl")
     numbered = ("down_blocks.3.", "up_blocks.3.", *(f"input_blocks.{number}." for number in (9, 10, 11)))
     deep = any(part == "denoiser" and path.startswith(numbered) for part, path in placed.values())
     return "sd15" if deep else "sdxl"
@@ -534,22 +563,56 @@ def _by_names(lora: LoraFile) -> str | None:
 
 def _by_most_names(lora: LoraFile) -> str | None:
     """The family whose tables have most of the denoiser's names: some may be renamed, or of a variant."""
-    paths = [path for name in lora.names if (path := _denoiser_path(name)) is not None]
-    counts = {family: sum(_is_in_table(family, path) for path in paths) for family in _TRANSFORMERS}
+    layers = _denoiser_layers(lora)
+    counts = _known_names(layers)
     first, second = sorted(counts, key=lambda family: -counts[family])[:2]
-    return first if counts[first] > counts[second] and 2 * counts[first] >= len(paths) else None
+    is_first = counts[first] > counts[second] and 2 * counts[first] >= len(layers)
+    return first if is_first and misfit(first, layers) is None else None
+
+
+def _denoiser_layers(lora: LoraFile) -> dict[str, tuple[int, ...]]:
+    """Shapes of the denoiser's weights by path."""
+    return {path: lora.shape_of(name) for name in lora.names if (path := _denoiser_path(name)) is not None}
+
+
+def _known_names(paths: Iterable[str]) -> dict[str, int]:
+    """How many of these paths each family has."""
+    known = list(paths)
+    return {family: sum(_is_in_table(family, path) for path in known) for family in _TRANSFORMERS}
+
+
+def nearest_family(layers: Mapping[str, tuple[int, ...]]) -> str:
+    """Say which family is nearest to a denoiser that is of none, and what is otherwise there.
+
+    Args:
+        layers: Shapes of weights by path.
+
+    Returns:
+        The end of a sentence, such as "the nearest is FLUX, but …"; "" where no family has any of the names.
+    """
+    counts = _known_names(layers)
+    family = max(counts, key=lambda family: counts[family])
+    if counts[family] == 0:
+        return ""
+    others = [path for path in layers if not _is_in_table(family, path)]
+    lacking = f"{len(others)} of {len(layers)} names are none of its ({others[0]})" if others else None
+    otherwise = misfit(family, layers) or lacking
+    return "" if otherwise is None else f"; the nearest is {title_of(family)}, but {otherwise}"
 
 
 def _denoiser_path(name: str) -> str | None:
-    parsed = parse_name(name)
+    parsed = parse_name(name.removesuffix(_BIAS))
     if parsed.parts and not parsed.parts[0].startswith("denoiser"):
         return None
-    path = unflattened_denoiser(parsed.path) if parsed.is_flat else parsed.path
-    return (path or parsed.path).removeprefix(_VACE)
+    path = parsed.path.removeprefix(_VACE)
+    return (unflattened_denoiser(path) if parsed.is_flat else None) or path
 
 
 def _is_in_table(family: str, path: str) -> bool:
-    return row_of_original(family, path) is not None or row_of_diffusers(family, path) is not None
+    of_variant = family == "wan" and (path.startswith(_WAN_STARTS) or path.endswith(_WAN_ENDS))
+    return (
+        of_variant or row_of_original(family, path) is not None or row_of_diffusers(family, path) is not None
+    )
 
 
 def _unet_file_family(lora: LoraFile, by_names: str, stated: str | None) -> FileFamily:

@@ -191,27 +191,41 @@ def _direction(patch: AppliedPatch, weight: Tensor) -> Tensor:
         why = f": {'; '.join(patch.unavailable.values())}" if patch.unavailable else ""
         raise LoraFormatError(f"{patch.key}: a change of kind {patch.adapter_type} is not calculated{why}.")
     change = form(patch, weight)
-    if change.numel() != weight.numel():
-        raise ModelMismatchError(
-            f"{patch.key}: a change of {tuple(change.shape)} is none of a weight {tuple(weight.shape)}."
-        )
+    _require_size(patch, tuple(change.shape), weight)
     return change.reshape(weight.shape)
+
+
+def _require_size(patch: AppliedPatch, shape: tuple[int, ...], weight: Tensor) -> None:
+    """Before a change is formed, where its tensors tell its shape: small ones may declare terabytes.
+
+    Raises:
+        ModelMismatchError: It is no change of such a weight.
+    """
+    if prod(shape) != weight.numel():
+        raise ModelMismatchError(
+            f"{patch.key}: a change of {shape} is none of a weight {tuple(weight.shape)}."
+        )
 
 
 def _product(patch: AppliedPatch, weight: Tensor) -> Tensor:
     whole = replace(patch, offset=None, adapter_type="lora")
+    _require_size(patch, own_shape(whole), weight)
     found = factors_of(whole, own_shape(whole))
     return (found.up @ found.down).to(weight.device) * scale_of_patch(patch)
 
 
 def _loha(patch: AppliedPatch, weight: Tensor) -> Tensor:
     parts = _parts(patch, weight, "hada_", {"w1_a", "w1_b", "w2_a", "w2_b", "t1", "t2"})
-    return LohaChange(parts, scale_of_patch(patch)).delta(dtype=torch.float64)
+    change = LohaChange(parts, scale_of_patch(patch))
+    _require_size(patch, change.weight_shape, weight)
+    return change.delta(dtype=torch.float64)
 
 
 def _lokr(patch: AppliedPatch, weight: Tensor) -> Tensor:
     parts = _parts(patch, weight, "lokr_", {"w1", "w2", "w1_a", "w1_b", "w2_a", "w2_b", "t2"})
-    return LokrChange(parts, scale_of_patch(patch)).delta(dtype=torch.float64)
+    change = LokrChange(parts, scale_of_patch(patch))
+    _require_size(patch, change.weight_shape, weight)
+    return change.delta(dtype=torch.float64)
 
 
 def _diff(patch: AppliedPatch, weight: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ import torch
 from sigmascope.__about__ import __version__
 from sigmascope.checkpoints import open_checkpoint
 from sigmascope.errors import ConfigError, NonFiniteError
+from sigmascope.lora.adapters import form_delta
 from sigmascope.lora.alignment import unite
 from sigmascope.lora.budget import Budget
 from sigmascope.lora.factors import LoraFactors
@@ -279,7 +280,7 @@ def resize_lora(
             "sigmascope_resized_from": as_text(source.name),
             "sigmascope_rank": plan.describe(),
         }
-        compact = plan.budget is not None and plan.budget.max_bytes is not None
+        compact = plan.budget is not None
         with LoraOutput(target, united, [original], format, metadata, compact=compact) as output:
             modules = _write_modules(output, split, dtype, plan, progress)
         return ReductionReport(
@@ -327,7 +328,7 @@ class _Split:
     def load(self, dtype: torch.dtype, name: str, wanted: int) -> ReducibleChange:
         if name in self.lora.modules:
             return reducible(self.lora.modules[name], wanted, dtype)
-        return FormedChange(self.lora.changes[name].delta(), dtype)
+        return FormedChange(form_delta(name, self.lora.changes[name]), dtype)
 
     def old_rank(self, name: str) -> int | None:
         return self.lora.rank_of(name) if name in self.lora.modules else None
@@ -343,7 +344,7 @@ def _write_modules(
         old_ranks={name: split.old_rank(name) for name in split.reduced},
         load=partial(split.load, dtype),
         plan=plan,
-        storage=output.storage(dtype, len(split.reduced), others),
+        storage=output.storage(dtype, others),
     )
     modules = []
     for module, factors in reduction.run(progress):

@@ -7,7 +7,7 @@ decomposed as far as is asked.
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
-from math import isfinite, sqrt
+from math import isfinite, prod, sqrt
 from typing import Final
 
 import torch
@@ -79,7 +79,8 @@ def reducible(factors: LoraFactors, wanted: int, dtype: torch.dtype) -> Reducibl
         wanted: How many singular values are likely to be needed.
         dtype: Storage dtype.
     """
-    if factors.rank > _FORMED_ABOVE and 4 * wanted <= factors.rank:
+    formed_is_small = prod(factors.weight_shape) <= 4 * factors.parameters
+    if factors.rank > _FORMED_ABOVE and 4 * wanted <= factors.rank and formed_is_small:
         return FormedChange(factors.delta(), dtype)
     return FactoredChange(factors, dtype)
 

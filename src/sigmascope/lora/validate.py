@@ -26,7 +26,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from sigmascope.errors import ModelMismatchError
+from sigmascope.errors import ModelMismatchError, NonFiniteError
 from sigmascope.lora.adapters import WeightChange
 from sigmascope.lora.alignment import align
 from sigmascope.lora.factors import LoraFactors
@@ -37,7 +37,7 @@ from sigmascope.lora.linalg import quick_energy
 from sigmascope.lora.pairs import PARTS, CheckpointPair, PairOptions, counted, open_pair, pair_findings
 from sigmascope.lora.parallel import run_layers
 from sigmascope.lora.reader import open_lora
-from sigmascope.lora.validation_report import ModuleError, ValidationReport
+from sigmascope.lora.validation_report import ModuleError, ValidationReport, other_model
 from sigmascope.progress import Progress, no_progress
 from sigmascope.records.run import Finding
 
@@ -104,7 +104,7 @@ def validate_lora(
         lora=Path(lora),
         modules=tuple(sorted(modules, key=lambda module: module.order)),
         unchanged_layers=measured.unchanged_layers,
-        findings=tuple(findings),
+        findings=(*other_model(modules), *findings),
         seconds=time.perf_counter() - started,
     )
 
@@ -277,7 +277,7 @@ class ResidualMeter:
             change: What the LoRA adds to it, of the tensor's shape.
 
         Raises:
-            NonFiniteError: Either file holds NaN or Inf there.
+            NonFiniteError: Either file holds NaN or Inf there, or the change overflows.
             CheckpointError: The tensor cannot be read.
             ModelMismatchError: The change is none of such a tensor.
             LoraFormatError: The change cannot be formed.
@@ -290,10 +290,15 @@ class ResidualMeter:
         )
         dtype = self._pair.precision_of(key)
         found, rounding = self._in(dtype, base, tuned, change)
-        if dtype == torch.float32 and not found.error_norm >= _WORTH_TRUSTING * rounding:
+        if dtype == torch.float32 and not _WORTH_TRUSTING * rounding <= found.error_norm < math.inf:
             found, _ = self._in(torch.float64, base, tuned, change)
         if not math.isfinite(found.delta_norm):
             self._pair.change(key, torch.device("cpu"))  # says which file holds what
+        if not math.isfinite(found.error_norm):
+            raise NonFiniteError(
+                f"{key}: the LoRA's change of it is too large for float64.",
+                hint="Make the LoRA again: no weight changes by so much.",
+            )
         return found
 
     def _in(

@@ -20,6 +20,9 @@ from sigmascope.lora.linalg import root_sum_square
 from sigmascope.records.run import Finding
 
 Band = Literal["excellent", "good", "poor", "noise"]
+OTHER_MODEL: Final = "lora.other_model"
+_MOST_OF: Final = 0.5
+_NEARLY_ALL: Final = 0.9
 Status = Literal["applied", "missing", "unmatched", "wrong_shape"]
 
 BANDS: Final[dict[Band, str]] = {
@@ -177,6 +180,11 @@ class ValidationReport:
         return overall_error(self.modules)
 
     @property
+    def fidelity(self) -> float | None:
+        """How much of the change the LoRA reproduces, 0-100: 100·(1 − relative error), and 0 from an error of 100 % on."""
+        return None if self.relative_error is None else 100.0 * max(0.0, 1.0 - self.relative_error)
+
+    @property
     def average_error(self) -> float | None:
         """Mean relative error of the applied modules whose layer changed."""
         return mean(applied_errors(self.modules))
@@ -215,6 +223,7 @@ class ValidationReport:
             "base": str(self.base),
             "tuned": str(self.tuned),
             "lora": str(self.lora),
+            "fidelity": self.fidelity,
             "total_modules": len(self.modules),
             "applied": self.applied,
             "success_rate": self.success_rate,
@@ -229,6 +238,33 @@ class ValidationReport:
             "findings": [asdict(finding) for finding in self.findings],
             "modules": [module.as_dict() for module in self.modules],
         }
+
+
+def other_model(modules: Sequence[ModuleError]) -> list[Finding]:
+    """One finding where the LoRA is for another model: most of it fits no layer, or makes nearly every layer worse.
+
+    No rank is so low that a LoRA makes a layer worse than no LoRA would.
+    """
+    own = [module for module in modules if module.status != "missing"]
+    fitting = [module for module in own if module.status == "applied"]
+    worse = [module for module in fitting if module.band == "noise"]
+    if len(fitting) < _MOST_OF * len(own):
+        message = f"{len(own) - len(fitting)} of its {len(own)} modules fit no layer of this one."
+    elif fitting and len(worse) > _NEARLY_ALL * len(fitting):
+        message = (
+            f"it takes {len(worse)} of {len(fitting)} layers farther from the tuned model than they were."
+        )
+    else:
+        return []
+    return [
+        Finding(
+            id=OTHER_MODEL,
+            severity="error",
+            message=f"The LoRA is for another model: {message}",
+            evidence={"modules": len(own), "fitting": len(fitting), "worse": len(worse)},
+            advice="Check that base, tuned model and LoRA belong together, and the LoRA's alpha.",
+        )
+    ]
 
 
 def summarise_blocks(modules: Sequence[ModuleError]) -> tuple[BlockError, ...]:

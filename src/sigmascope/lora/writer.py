@@ -6,7 +6,8 @@
 - `LoraOutput` is the file that a resize or merge writes: under the LoRAs' own names where those agree, else under
   the format's.
 
-Plain factors are stored with alpha = rank, so that a reader which ignores alpha gets the same ΔW (`stored_factors`).
+Plain factors are stored with alpha = rank, so that a reader which ignores alpha gets the same ΔW (`stored_factors`);
+where some reader would mix the alphas up, all get one (`ModuleTensors`).
 Changes that are more than that are named as kohya's and LyCORIS' tools name them (`change_tensors`). A `Tally` counts
 what has been written, for the header.
 """
@@ -14,6 +15,7 @@ what has been written, for the header.
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
@@ -30,7 +32,8 @@ from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.families import ModelLayout
 from sigmascope.lora.file import LoraFile, as_text
 from sigmascope.lora.file_size import StorageCost
-from sigmascope.lora.formats import FactorKeys, format_named
+from sigmascope.lora.formats import FactorKeys, LoraFormat, format_named
+from sigmascope.lora.keys import MID
 from sigmascope.lora.layer_names import Row, UnetBlocks, blocks_of
 from sigmascope.lora.linalg import at_least_float32, is_convolution, is_real, max_rank
 from sigmascope.lora.metadata import VARYING, family_in, kept_metadata, lora_header
@@ -46,7 +49,6 @@ _BIAS: Final = ".bias"
 
 # What a file takes beside its factors, for `LoraOutput.storage`.
 _HEADER_FIELDS: Final = 2048  # bytes of the fields that are known at the end
-_SPARE: Final = 100  # bytes that a writer reserves for each header entry and may leave empty
 _ENTRY: Final = 160  # bytes of a header entry beside its name
 _PARTS: Final = 8  # tensors that a change may have
 
@@ -130,6 +132,7 @@ class LoraWriter:
         blocks: The U-Net's, where they are known already.
         dtype: To store factors in; their own when left out, or float32 where a scale would round them.
         prefix: Before the denoiser's names in PEFT's format; `unet` or `transformer` when left out, "" for none.
+        compact: Leave no room in the header, at the cost of moving the data once.
 
     Attributes:
         tally: Kinds and ranks of what is written so far.
@@ -153,6 +156,7 @@ class LoraWriter:
         blocks: UnetBlocks | None = None,
         dtype: torch.dtype | None = None,
         prefix: str | None = None,
+        compact: bool = False,
     ) -> None:
         self.path = Path(path)
         self.format = format_named(format)
@@ -166,12 +170,14 @@ class LoraWriter:
         self._dtype = dtype
         self._prefix = prefix
         self._blocks = blocks if model_layers is None else _unet_blocks(model_layers, self.layout)
-        self._alphas: dict[str, tuple[int, str, Tensor]] = {}
         self._parts: dict[str, tuple[Row, str, dict[str, LoraFactors]]] = {}
         first, last = self._metadata
         names = None if expected is None else [layer + end for layer in expected for end in _KEY_ENDS]
         room = None if names is None else [*names, "x" * _FIELDS_BYTES]
-        self._file = StreamingWriter(self.path, first | last, expected=room)
+        self._file = StreamingWriter(
+            self.path, first | last, expected=room, header_bytes=0 if compact else None
+        )
+        self._tensors = ModuleTensors(self._file, self.format)
 
     def __enter__(self) -> "LoraWriter":
         self._file.__enter__()
@@ -252,9 +258,8 @@ class LoraWriter:
             )
         module = self.format.name_for(layer, self.layout, prefix=self._prefix, blocks=self._blocks)
         tensors = change_tensors(change, keys, is_bias=name != layer)
-        stored = {end: self._cast(name, tensor, end) for end, tensor in tensors.items()}
-        for end, tensor in stored.items():
-            self._file.write(f"{module}.{end}", tensor)
+        stored = {f"{module}.{end}": self._cast(name, tensor, end) for end, tensor in tensors.items()}
+        self._tensors.write(module, stored)
         self.tally.add_change(change.kind)
 
     def _write(self, layer: str, path: str, factors: LoraFactors) -> None:
@@ -262,12 +267,7 @@ class LoraWriter:
         stored = stored_factors(factors, self._dtype)
         for factor in (stored.up, stored.down):
             require_finite(layer, factor)
-        for key, tensor in self.format.module_tensors(name, stored).items():
-            if key.endswith(_ALPHA):
-                # Whether it is wanted shows when all are there.
-                self._alphas[name] = stored.rank, key, tensor
-            else:
-                self._file.write(key, tensor)
+        self._tensors.write(name, self.format.module_tensors(name, stored))
         if self._dtype is None and stored.up.dtype != factors.up.dtype:
             self.widened.append(layer)
         self.tally.add(stored.rank, stored.weight_shape)
@@ -285,16 +285,13 @@ class LoraWriter:
     def _finish(self) -> None:
         for original in list(self._parts):
             self._write_joined(original)
-        ranks = {name: rank for name, (rank, _, _) in self._alphas.items()}
-        if not self.format.alphas_mislead(ranks, self.layout):
-            for _, key, alpha in self._alphas.values():
-                self._file.write(key, alpha)
         if not self.tally.kinds:
             raise LoraFormatError(
                 "a LoRA without modules is not written.", hint="Check what it was made from."
             )
         first, last = self._metadata
-        self._file.update_metadata(first | self.tally.header(self.format.name, self.layout.family) | last)
+        header = self._tensors.finish(self.tally, self.layout, self.layout.family)
+        self._file.update_metadata(first | header | last)
 
 
 def _unet_blocks(layers: Iterable[str], layout: ModelLayout) -> UnetBlocks:
@@ -332,7 +329,6 @@ class SameNamesWriter:
         self._family = family_in(dict(source.metadata)) or "unknown"
         self._layout = layout or understand_names(source).layout
         self._tally = Tally()
-        self._alphas: dict[str, tuple[int, str, Tensor]] = {}
         self._metadata = dict(metadata)
         inherited = {"modelspec.title": as_text(path.stem)} | kept_metadata(dict(source.metadata))
         coming = source.names if names is None else names
@@ -340,6 +336,7 @@ class SameNamesWriter:
         self._file = StreamingWriter(
             path, inherited | self._metadata, expected, header_bytes=0 if compact else None
         )
+        self._tensors = ModuleTensors(self._file, self._format)
 
     def keys_of(self, name: str) -> tuple[str, ...]:
         """The keys of a module's tensors: up, down and, where the format has one, alpha."""
@@ -365,12 +362,7 @@ class SameNamesWriter:
 
     def write(self, name: str, factors: LoraFactors) -> None:
         """Write the factors of one module as they are; they must be finite in their dtype."""
-        for key, tensor in self._format.module_tensors(name, stored_factors(factors)).items():
-            if key == f"{name}.{self._format.keys.alpha}":
-                # Whether it is wanted shows when all are there.
-                self._alphas[name] = (factors.rank, key, tensor)
-            else:
-                self._file.write(key, tensor)
+        self._tensors.write(name, self._format.module_tensors(name, stored_factors(factors)))
         self._tally.add(factors.rank, factors.weight_shape)
 
     def write_change(self, name: str, change: WeightChange) -> None:
@@ -379,8 +371,7 @@ class SameNamesWriter:
         Raises:
             LoraFormatError: The format cannot hold such a change.
         """
-        for key, tensor in self.change_tensors(name, change).items():
-            self._file.write(key, tensor)
+        self._tensors.write(name.removesuffix(_BIAS), self.change_tensors(name, change))
         self._tally.add_change(change.kind)
 
     def change_tensors(self, name: str, change: WeightChange) -> dict[str, Tensor]:
@@ -400,12 +391,65 @@ class SameNamesWriter:
         return {f"{module}.{end}": tensor.contiguous() for end, tensor in tensors.items()}
 
     def _finish(self) -> None:
-        ranks = {name: rank for name, (rank, _, _) in self._alphas.items()}
-        if not self._format.alphas_mislead(ranks, self._layout):
-            for _, key, alpha in self._alphas.values():
-                self._file.write(key, alpha)
-        header = self._tally.header(self._format.name, self._family)
+        header = self._tensors.finish(self._tally, self._layout, self._family)
         self._file.update_metadata(header | self._metadata)
+
+
+class ModuleTensors:
+    """Writes modules' tensors; the alphas of plain factors wait until the ranks of all modules are known.
+
+    Args:
+        file: Entered.
+        format: Of the file.
+    """
+
+    def __init__(self, file: StreamingWriter, format: LoraFormat) -> None:
+        self._file = file
+        self._format = format
+        self._ranks: dict[str, int] = {}
+        self._has_dora = False
+
+    def write(self, module: str, tensors: Mapping[str, Tensor]) -> None:
+        """Write the tensors of one module, by key; plain factors have alpha = rank."""
+        keys = self._format.keys
+        down, alpha = f"{module}.{keys.down}", f"{module}.{keys.alpha}"
+        is_plain = down in tensors and f"{module}.{MID}" not in tensors
+        if is_plain:
+            self._ranks[module] = tensors[down].shape[0]
+        self._has_dora |= f"{module}.{keys.magnitude}" in tensors
+        for key, tensor in tensors.items():
+            if not (is_plain and key == alpha):
+                self._file.write(key, tensor)
+
+    def finish(self, tally: "Tally", layout: ModelLayout, family: str) -> dict[str, str]:
+        """Write the alphas, and give the header: of each module its rank, or one for all where that would mislead.
+
+        One for all is the smallest rank, and factors of more rank are scaled up for it. So alpha is above no
+        module's rank: such an alpha could be taken for a rank that was asked for and cannot be (`true_alpha`).
+
+        Args:
+            tally: Of the modules.
+            layout: Of the model.
+            family: For the header.
+
+        Raises:
+            NonFiniteError: A factor does not fit its dtype any more.
+        """
+        one, keys = None, self._format.keys
+        if keys.alpha is not None:
+            one = min(self._ranks.values()) if self._format.alphas_mislead(self._ranks, layout) else None
+            for module, rank in self._ranks.items():
+                if one is not None and rank != one:
+                    self._file.rewrite(f"{module}.{keys.up}", partial(_scaled, module, rank / one))
+                self._file.write(f"{module}.{keys.alpha}", torch.tensor(float(one or rank)))
+        configs = self._format.header(self._ranks, self._has_dora)
+        return tally.header(self._format.name, family, one) | configs
+
+
+def _scaled(module: str, scale: float, factor: Tensor) -> Tensor:
+    scaled = factor.to(torch.float64).mul(scale).to(factor.dtype)
+    require_finite(module, scaled)
+    return scaled
 
 
 class LoraOutput:
@@ -459,6 +503,7 @@ class LoraOutput:
                 inherited=inherited,
                 expected=[name.removesuffix(_BIAS) for name in united.names],
                 blocks=united.blocks,
+                compact=compact,
             )
 
     def __enter__(self) -> "LoraOutput":
@@ -486,19 +531,15 @@ class LoraOutput:
         """
         self._writer.write_change(layer if self._own is None else self._own[layer], change)
 
-    def storage(self, dtype: torch.dtype, layers: int, others: Mapping[str, int]) -> StorageCost:
+    def storage(self, dtype: torch.dtype, others: Mapping[str, int]) -> StorageCost:
         """What modules take in this file, never too little.
 
         Args:
             dtype: Of the factors.
-            layers: How many may come.
             others: Bytes of each change that is no factors.
         """
-        spare = 0 if self._own is not None else 3 * _SPARE * layers
         whole = sum(size + _PARTS * (len(name) + _ENTRY) for name, size in others.items())
-        return StorageCost.of(
-            dtype, self.metadata, other_bytes=_HEADER_FIELDS + spare + whole, names=self._keys
-        )
+        return StorageCost.of(dtype, self.metadata, other_bytes=_HEADER_FIELDS + whole, names=self._keys)
 
     def _name_for(self, layer: str) -> str:
         if self._own is not None:
@@ -658,11 +699,12 @@ class Tally:
         self.kinds.add(kind)
         self.changes += 1
 
-    def header(self, format_name: str, family: str) -> dict[str, str]:
+    def header(self, format_name: str, family: str, alpha: int | None = None) -> dict[str, str]:
         """The header's fields; see `lora_header`."""
         module = "lycoris.kohya" if self.kinds & _LYCORIS else "networks.lora"
         linear = VARYING if _varies(self.linear) else _common_rank(self.linear)
-        return lora_header(format_name, family, linear, _common_rank(self.convolution), module=module)
+        convolution = _common_rank(self.convolution)
+        return lora_header(format_name, family, linear, convolution, module=module, alpha=alpha)
 
 
 def _varies(counts: Counter[tuple[int, bool]]) -> bool:

@@ -21,13 +21,14 @@ from typing import Any, Final
 from sigmascope.analysis.diagnostics import diagnose
 from sigmascope.analysis.generations import meets_target, performance_score, projected_seconds
 from sigmascope.analysis.run_figures import is_timed_on_device, known, step_seconds
-from sigmascope.monitor.guard import Guard
+from sigmascope.monitor.guard import Guard, log_quietly
 from sigmascope.monitor.live_line import Listener, LiveLine, StepListeners, StepProgress
 from sigmascope.monitor.recorder import Recorder, Step, current_recorder
 from sigmascope.records.facts import CallFacts, HostFacts, PipelineFacts
 from sigmascope.records.memory import MemorySnapshot
 from sigmascope.records.performance import PerformanceMetrics
 from sigmascope.records.run import STAGES, Finding, Run, Stage
+from sigmascope.records.serialization import from_plain
 
 _log = logging.getLogger(__name__)
 _LEVELS = {
@@ -45,6 +46,8 @@ STEPS_OF_OTHERS: Final = frozenset(STAGES) - {"denoising"}
 RECENT_STEPS: Final = 5
 """How many of the last steps the projection takes the mean of."""
 
+_MOST_OF_REQUEST: Final = 1000
+
 _GB = 1e9
 
 
@@ -55,7 +58,7 @@ class Generation:
         stands_alone: Begun by `start_timing`, to be ended by `end_timing`.
         is_whole: Whether it went to its end.
         outer: The generation of the same monitor that this one was begun in.
-        run: Its record, once it has ended, if the recorder is its own.
+        run: Its record, once it has ended; of a caller's recorder that of this generation's stage alone.
         facts: Of the pipeline, if they were read.
         steps: Its steps.
 
@@ -94,6 +97,8 @@ class Generation:
             self._guard.read("generation", self._own.__enter__)
         self._guard.read("generation", self._stage.__enter__)
         self._stage.on_step(self.steps.take)
+        if self._own is not None:
+            self._stage.take_in_others()
         self.is_open = True
         self._stopwatch_ns = started_ns = self.recorder.clock()
         self.steps.begin(started_ns)
@@ -111,24 +116,23 @@ class Generation:
                 self._guard.read("generation", lambda: own.__exit__(kind, error, trace))
         return self._guard.read("generation", self._stage.record)[0]
 
-    def keep(self) -> None:
-        """Put the metrics on the stage, keep the run if it is this generation's own, and let go of the rest."""
+    def keep(self, seen: CallFacts | None) -> None:
+        """Put the metrics on the stage, keep the run, and let go of the rest.
+
+        Args:
+            seen: What a watch saw of the pipeline's call; None: nothing, or several calls.
+        """
         self._stage.fact("performance", self.metrics.as_dict())
-        width, height = self.metrics.image_resolution
-        call = CallFacts(
-            num_inference_steps=self.metrics.num_inference_steps or None,
-            width=width or None,
-            height=height or None,
-            batch_size=self.metrics.batch_size,
-        )
-        self._stage.fact("call", call)
+        self._stage.fact("call", self.metrics.call_facts(seen or CallFacts()))
         if self.facts is not None:
             self._stage.fact("pipeline", self.facts)
         request_id = current_request_id()
         if request_id is not None:
             self._stage.fact("request_id", request_id)
-        if self._own is not None:
-            self.run = self._guard.read("generation", self._own.run)[0]
+        own = self._own
+        self.run, _ = self._guard.read(
+            "generation", lambda: self.recorder.run_of(self._stage) if own is None else own.run()
+        )
 
     def host(self) -> HostFacts | None:
         """Facts about the machine; None if they cannot be read."""
@@ -333,11 +337,11 @@ class ServedRequest:
 
     Attributes:
         request_id: What generations are marked with.
-        generations: The metrics of those that are over.
+        generations: The metrics of those that are over, the last ones: a websocket may be served for days.
     """
 
     request_id: str
-    generations: list[dict[str, Any]] = field(default_factory=list)
+    generations: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_MOST_OF_REQUEST))
 
 
 SERVED: ContextVar[ServedRequest | None] = ContextVar("sigmascope_request", default=None)
@@ -413,7 +417,12 @@ class Generations:
         generation.facts = facts
         generation.outer = self.running()
         self._set_own(generation)
-        generation.begin()
+        try:
+            generation.begin()
+        except BaseException as interruption:  # Ctrl-C just now: nobody ends what has not begun
+            self._set_own(generation.outer)
+            generation.end(interruption)
+            raise
         live_line = self._live_line
         if live_line is not None:
             self._guard.read("live line", lambda: live_line.add(generation))
@@ -456,7 +465,9 @@ class Generations:
         fill_times(metrics, None if stage is None else stage.seconds, mean_step_seconds(stage, steps.tally))
         metrics.pipeline_setup_time = steps.setup_seconds()
         fill_memory(metrics, stage, generation.host())
-        generation.keep()
+        seen = None if stage is None else _call_within(stage)
+        metrics.fill_assumed(seen, steps.tally.count if succeeded else 0)
+        generation.keep(seen)
         served = SERVED.get()
         if served is not None:
             served.generations.append(generation.metrics.as_dict() | {"run_id": generation.recorder.id})
@@ -484,6 +495,12 @@ def fill_times(metrics: PerformanceMetrics, total: float | None, per_step: float
     metrics.generation_time_per_step = per_step
     metrics.target_met = meets_target(total, metrics.target_generation_time)
     metrics.performance_score = performance_score(total, metrics.target_generation_time)
+
+
+def _call_within(stage: Stage) -> CallFacts | None:
+    """What a watch saw of the one call of a pipeline in a generation; None: of none, or of several."""
+    calls = [part.facts["call"] for part in stage.walk() if part is not stage and "call" in part.facts]
+    return from_plain(calls[0], CallFacts, "call") if len(calls) == 1 else None
 
 
 def mean_step_seconds(stage: Stage | None, tally: StepTally) -> float | None:
@@ -531,4 +548,4 @@ def _percent(part: int | None, whole: int | None) -> float | None:
 def _log_findings(findings: tuple[Finding, ...]) -> None:
     """Why a target was missed, as far as the rules know."""
     for finding in findings:
-        _log.log(_LEVELS[finding.severity], "%s %s", finding.message, finding.advice or "")
+        log_quietly(_log, "%s %s", finding.message, finding.advice or "", level=_LEVELS[finding.severity])

@@ -1,11 +1,10 @@
 """A monitor's own failures stay its own: they become a reason in the record, never the host's problem.
 
 What the host raises or hands over becomes text and plain JSON values, so that nothing of it stays alive:
-`describe` and `details` for exceptions, `as_json` for facts.
+`describe` for exceptions, `as_json` for facts.
 """
 
 import logging
-import traceback
 from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
@@ -18,6 +17,8 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from sigmascope.probes.reading import describe as describe_in_a_line
+from sigmascope.probes.reading import exception_details, keeping_words, keeps_words, message_of
 from sigmascope.records.facts import ExceptionDetails
 
 _log = logging.getLogger(__name__)
@@ -34,12 +35,16 @@ class Guard:
 
     An instrument that fails once is switched off for the rest of the run, so that a broken probe costs one
     failure and one log line and not one a step.
+
+    Args:
+        keeps_words: Whether reasons repeat what exceptions say, which may quote a prompt.
     """
 
-    __slots__ = ("_logged", "reasons")
+    __slots__ = ("_logged", "keeps_words", "reasons")
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeps_words: bool = True) -> None:
         self._logged: set[str] = set()
+        self.keeps_words = keeps_words
         self.reasons: dict[str, str] = {}
 
     def works(self, instrument: str) -> bool:
@@ -50,15 +55,24 @@ class Guard:
         """Use the instrument no more and keep the reason."""
         if instrument in self.reasons:
             return
-        self.reasons[instrument] = reason = describe(failure)
+        self.reasons[instrument] = reason = self.describe(failure)
         self._log_once(instrument, "is switched off for this run", reason)
 
     def _log_once(self, instrument: str, what: str, reason: str) -> None:
         if instrument in self._logged:
             return
         self._logged.add(instrument)
-        with suppress(Exception):  # a logging handler belongs to the host and may fail
-            _log.warning("%s %s: %s", instrument, what, reason)
+        log_quietly(_log, "%s %s: %s", instrument, what, reason)
+
+    def describe(self, failure: BaseException) -> str:
+        """Return what is kept of an exception; see the function of that name."""
+        with keeping_words(self.keeps_words):
+            return describe(failure)
+
+    def details(self, error: BaseException) -> ExceptionDetails:
+        """Return what is kept of an exception with its stack; nothing of it stays alive."""
+        with keeping_words(self.keeps_words):
+            return exception_details(error)
 
     def read(self, instrument: str, probe: Callable[[], Result]) -> tuple[Result | None, str | None]:
         """Return what the probe gives, or None and why it failed.
@@ -67,9 +81,12 @@ class Guard:
         is switched off. Only the first failure is logged.
         """
         try:
-            return probe(), None
+            if self.keeps_words:
+                return probe(), None
+            with keeping_words(False):
+                return probe(), None
         except Exception as failure:  # noqa: BLE001 - whatever an instrument raises must not reach the host
-            reason = describe(failure)
+            reason = self.describe(failure)
             self._log_once(instrument, "could not read something", reason)
             return None, reason
 
@@ -84,20 +101,21 @@ class Guard:
             return None
 
 
+def log_quietly(log: logging.Logger, message: str, *values: object, level: int = logging.WARNING) -> None:
+    """Log in the host's path: its handlers and filters are its own, and may fail."""
+    with suppress(Exception):
+        log.log(level, message, *values)
+
+
 def describe(failure: BaseException) -> str:
-    """Return `Type: message`, even for an exception whose own `__str__` fails."""
+    """Return `Type: message`, even for an exception whose own `__str__` fails; without words where none are kept."""
     try:
-        message = str(failure)
-    except Exception:  # noqa: BLE001 - any class may have written that __str__
-        message = "(its message cannot be read)"
+        if not keeps_words():
+            return describe_in_a_line(failure)
+        message = message_of(failure)
+    except Exception:  # noqa: BLE001 - this is called where nothing may be raised
+        message = ""
     return f"{type(failure).__name__}: {message}" if message else type(failure).__name__
-
-
-def details(error: BaseException) -> ExceptionDetails:
-    """Return an exception as text, its causes included; nothing of it stays alive."""
-    kind = type(error)
-    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-    return ExceptionDetails(name, str(error), "".join(traceback.format_exception(error)))
 
 
 def as_json(value: object, depth: int = 0) -> Any:

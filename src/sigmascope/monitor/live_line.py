@@ -18,7 +18,7 @@ from typing import Final, Protocol, runtime_checkable
 from rich.cells import cell_len, set_cell_size
 
 from sigmascope import units
-from sigmascope.monitor.guard import describe
+from sigmascope.monitor.guard import describe, log_quietly
 from sigmascope.records.performance import PerformanceMetrics
 
 _log = logging.getLogger(__name__)
@@ -164,7 +164,7 @@ class LiveLine:
         except Exception as failure:  # noqa: BLE001 - a display must not end in a traceback on the host's terminal
             if not self._has_logged:
                 self._has_logged = True
-                _log.warning("The live line cannot be shown: %s", describe(failure))
+                log_quietly(_log, "The live line cannot be shown: %s", describe(failure))
 
     def _show(self) -> None:
         stream = sys.stderr if self._stream is None else self._stream
@@ -308,7 +308,8 @@ class StepListeners:
         if self.on_warning is not None:
             self.on_warning(progress)
             return
-        _log.warning(
+        log_quietly(
+            _log,
             "At step %d of %d the generation heads for %.2f s, above its target of %.2f s.",
             progress.step, progress.steps, progress.projected_seconds, progress.target_seconds,
         )  # fmt: skip

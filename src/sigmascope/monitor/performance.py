@@ -41,6 +41,7 @@ from sigmascope.probes import Accelerator
 from sigmascope.probes.pipelines import pipeline_facts
 from sigmascope.records.facts import PipelineFacts
 from sigmascope.records.performance import (
+    AssumedDict,
     BeforeAfterDict,
     HistoricalPerformanceDict,
     PerformanceMetrics,
@@ -53,6 +54,39 @@ _log = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 Monitor = TypeVar("Monitor")
+
+
+class Assumed:
+    """Mixed into a default, so that what nobody gave is told from what somebody gave."""
+
+
+class _AssumedSeconds(Assumed, float):
+    pass
+
+
+class _AssumedCount(Assumed, int):
+    pass
+
+
+class _AssumedText(Assumed, str):
+    __slots__ = ()
+
+
+class _AssumedSize(Assumed, tuple[int, int]):
+    __slots__ = ()
+
+
+ASSUMED_TARGET: Final = _AssumedSeconds(5.0)
+_STEPS: Final = _AssumedCount(20)
+_RESOLUTION: Final = _AssumedSize((1024, 1024))
+_BATCH: Final = _AssumedCount(1)
+_ARCHITECTURE: Final = _AssumedText("MMDiT")
+_SHOWN_AS: Final = {
+    "architecture_type": "architecture",
+    "num_inference_steps": "steps",
+    "image_resolution": "resolution",
+}
+"""What a summary calls the fields of the metrics that may hold a default."""
 _ARCHITECTURES: Final = {"mmdit": "MMDiT", "dit": "DiT", "unet": "UNet"}
 
 
@@ -77,6 +111,7 @@ class PerformanceResults:
     @target_generation_time.setter
     def target_generation_time(self, seconds: float) -> None:
         self._target_seconds = seconds_above_zero("target_generation_time", seconds)
+        self._is_target_assumed = isinstance(seconds, Assumed)
         self._unused.target_generation_time = self._target_seconds
 
     @property
@@ -148,7 +183,7 @@ class PerformanceResults:
     def diagnose(self) -> tuple[Finding, ...]:
         """Return what is wrong or slow in the current generation, what to do, and what that would gain.
 
-        Empty when there is no generation, and for one that lay in a recorder of the caller's: diagnose its run.
+        Empty when there is no generation that is over.
         """
         found = self._generations.latest()
         if found is None or found.run is None:
@@ -223,7 +258,10 @@ class PerformanceResults:
 
     @property
     def runs(self) -> tuple[Run, ...]:
-        """The records of the finished generations that lay in no recorder of the caller's, oldest first."""
+        """The records of the finished generations, oldest first.
+
+        Of one that lay in a recorder of the caller's, such as a watch's, the part of that run that is the generation.
+        """
         return tuple(self._generations.runs)
 
 
@@ -289,7 +327,7 @@ class PerformanceMonitor(PerformanceResults):
 
     def __init__(
         self,
-        target_generation_time: float = 5.0,
+        target_generation_time: float = ASSUMED_TARGET,
         *,
         history: int = 100,
         step_history: int = 1000,
@@ -316,11 +354,11 @@ class PerformanceMonitor(PerformanceResults):
     def monitor_generation(
         self,
         model_name: str = "",
-        architecture_type: str = "MMDiT",
-        num_steps: int | None = 20,
-        resolution: tuple[int, int] | None = (1024, 1024),
+        architecture_type: str = _ARCHITECTURE,
+        num_steps: int | None = _STEPS,
+        resolution: tuple[int, int] | None = _RESOLUTION,
         *,
-        batch_size: int = 1,
+        batch_size: int = _BATCH,
         torch_dtype: object = None,
         model: object = None,
     ) -> "GenerationBlock[PerformanceMonitor]":
@@ -329,8 +367,10 @@ class PerformanceMonitor(PerformanceResults):
         Args:
             model_name: What to call the model.
             architecture_type: "MMDiT", "DiT" or "UNet".
-            num_steps: Planned denoising steps, for the projection; 0 or None: not known.
-            resolution: (width, height) in pixels; None: not known.
+            num_steps: Planned denoising steps, for the projection; 0 or None: not known. Where it is left out, the
+                metrics of the finished generation have the number that was seen.
+            resolution: (width, height) in pixels; None: not known. Where it is left out, as `num_steps`: what is still
+                a default is named in the metrics' `assumed`.
             batch_size: Images made at once.
             torch_dtype: Of the model, as text or torch's own; None: read from `model`, or not known.
             model: The pipeline or denoiser, to read facts from now; it is not kept. `architecture_type` is then what
@@ -342,6 +382,7 @@ class PerformanceMonitor(PerformanceResults):
         facts = None if model is None else self._guard.read("model", lambda: pipeline_facts(model))[0]
         plan = Plan(model_name, architecture_type, num_steps, resolution, batch_size, torch_dtype)
         planned = planned_metrics(plan, self.target_generation_time, facts)
+        planned.assumed += self._assumed_target()
         return GenerationBlock(self, lambda: self._begin(planned, facts), self._generations)
 
     def start_timing(self) -> None:
@@ -351,6 +392,7 @@ class PerformanceMonitor(PerformanceResults):
             running.restart_stopwatch()
             return
         planned = PerformanceMetrics(target_generation_time=self.target_generation_time, torch_dtype=None)
+        planned.assumed = ("architecture_type", *self._assumed_target())
         self._begin(planned).stands_alone = True
 
     def end_timing(self) -> float | None:
@@ -396,13 +438,16 @@ class PerformanceMonitor(PerformanceResults):
         self.current_metrics.model_load_time = seconds
         return result, seconds
 
+    def _assumed_target(self) -> tuple[str, ...]:
+        return ("target_generation_time",) if self._is_target_assumed else ()
+
     def _begin(self, planned: PerformanceMetrics, facts: PipelineFacts | None = None) -> Generation:
         now = datetime.now(UTC).isoformat()
         metrics = replace(planned, model_load_time=self._model_load_seconds, timestamp=now)
         return self._generations.begin(metrics, facts)
 
 
-def create_mmdit_performance_monitor(target_time: float = 5.0) -> PerformanceMonitor:
+def create_mmdit_performance_monitor(target_time: float = ASSUMED_TARGET) -> PerformanceMonitor:
     """Return a monitor for joint image-text transformers (SD3, FLUX, Qwen-Image) with this target in seconds."""
     return PerformanceMonitor(target_generation_time=target_time)
 
@@ -453,10 +498,10 @@ class GenerationBlock(Generic[Monitor]):
 
 def monitor_generation_performance(
     model_name: str = "",
-    target_time: float = 5.0,
-    architecture_type: str = "MMDiT",
-    num_steps: int = 20,
-    resolution: tuple[int, int] = (1024, 1024),
+    target_time: float = ASSUMED_TARGET,
+    architecture_type: str = _ARCHITECTURE,
+    num_steps: int = _STEPS,
+    resolution: tuple[int, int] = _RESOLUTION,
 ) -> GenerationBlock[PerformanceMonitor]:
     """Return a context that watches one generation with a monitor of its own, and gives that monitor.
 
@@ -487,6 +532,8 @@ def performance_summary(
         is_whole: Whether the generation went to its end, so that a step's time follows from total and number.
     """
     width, height = metrics.image_resolution
+    shown = [name for field, name in _SHOWN_AS.items() if field in metrics.assumed]
+    assumed: AssumedDict = {"assumed": shown} if shown else {}
     summary: PerformanceSummaryDict = {
         "current_generation": {
             "total_time": metrics.total_generation_time,
@@ -497,6 +544,7 @@ def performance_summary(
             "architecture": metrics.architecture_type,
             "steps": metrics.num_inference_steps,
             "resolution": f"{width}x{height}",
+            **assumed,
         },
         "memory_usage": {
             "gpu_memory_gb": metrics.gpu_memory_used_gb,
@@ -579,7 +627,19 @@ def planned_metrics(plan: Plan, target_seconds: float, facts: PipelineFacts | No
         batch_size=whole_number("batch_size", plan.batch_size, least=1, none_is=1),
         torch_dtype=dtype or (None if facts is None else _dtype_of(facts)),
         target_generation_time=target_seconds,
+        assumed=_assumed(plan, facts),
     )
+
+
+def _assumed(plan: Plan, facts: PipelineFacts | None) -> tuple[str, ...]:
+    """The fields of the metrics that hold a default which nobody gave."""
+    fields = {
+        "num_inference_steps": plan.num_steps,
+        "image_resolution": plan.resolution,
+        "batch_size": plan.batch_size,
+        "architecture_type": None if facts is not None and facts.architecture else plan.architecture_type,
+    }
+    return tuple(name for name, given in fields.items() if isinstance(given, Assumed))
 
 
 def _resolution(value: object) -> tuple[int, int]:

@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.hooks import RemovableHandle
 
 from sigmascope.errors import ConfigError
-from sigmascope.files import atomic_path, require_writable
+from sigmascope.files import atomic_path, require_writable, without_home
 from sigmascope.monitor.guard import Guard, as_json
 from sigmascope.monitor.recorder import COMPILED_IN_PLACE, Hook, Recorder, current_recorder
 from sigmascope.monitor.scope import Scope
@@ -40,6 +40,8 @@ LABEL: Final = "sigmascope::"
 """What the marks of a profile's blocks begin with; the path in the denoiser follows."""
 
 MOST_OPERATORS: Final = 30
+MOST_PROFILES: Final = 100
+"""A stage that stays open keeps so many, the last ones."""
 _MEMORY: Final = "[memory]"
 
 
@@ -148,9 +150,9 @@ class ProfiledSteps:
         path = _path_of_step(self._trace, step) if len(self._steps) > 1 else self._trace
 
         def write() -> str:
-            with atomic_path(path) as temporary:
+            with atomic_path(path, private=True) as temporary:
                 profiler.export_chrome_trace(str(temporary))
-            return str(path)
+            return without_home(str(path))
 
         written, reason = self._guard.read("trace", write)
         if reason is not None:
@@ -162,7 +164,7 @@ class ProfiledSteps:
         if self._scope is not None and self.profile is not None:
             earlier = self._scope.facts.get(PROFILES)
             others = earlier if isinstance(earlier, list) else []
-            self._scope.facts[PROFILES] = [*others, as_json(self.profile)]
+            self._scope.facts[PROFILES] = [*others[1 - MOST_PROFILES :], as_json(self.profile)]
 
 
 def _path_of_step(trace: Path, step: int) -> Path:

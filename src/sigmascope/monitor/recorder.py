@@ -10,8 +10,9 @@ be watched uses `stage` and `step`, which belong to whichever recorder is curren
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from types import TracebackType
 from typing import Any, Literal, TypeAlias
@@ -22,14 +23,17 @@ from torch.utils.hooks import RemovableHandle
 
 from sigmascope.monitor import peaks
 from sigmascope.monitor.gpu_timing import Mark
-from sigmascope.monitor.guard import as_json, describe
-from sigmascope.monitor.scope import Clock, Instruments, Scope, StepColumns, StepListener
+from sigmascope.monitor.guard import Guard, as_json
+from sigmascope.monitor.scope import WHOLE, Clock, FoldedScopes, Instruments, Scope, StepColumns, StepListener
 from sigmascope.probes import Accelerator, module_facts, tensor_facts
 from sigmascope.records.facts import HostFacts
-from sigmascope.records.run import Run, Stage
+from sigmascope.records.run import Folded, Run, Stage
 
 UNSTAGED = "unstaged"
 """The stage under which steps appear that ran outside all stages."""
+
+RUNS_WITHIN, WITHIN_RUN = "runs_within", "within_run"
+"""The facts in which two runs name each other, where stages of the one lie in a stage of the other too."""
 
 Entered: TypeAlias = "tuple[int, Scope, Mark | None, Entered | None]"
 """What `Step` has entered: when, in which scope, with which mark, and what was entered before."""
@@ -41,14 +45,20 @@ COMPILED_IN_PLACE = (
 
 
 class Frame:
-    """A place in a context's chain of open scopes. `scope` is the recorder's own outside all stages."""
+    """A place in a context's chain of open scopes. `scope` is the recorder's own outside all stages.
 
-    __slots__ = ("is_open", "outer", "recorder", "scope")
+    `around` is the scope of the same recorder that a stage's own lies in.
+    """
 
-    def __init__(self, recorder: "Recorder", scope: Scope, outer: "Frame | None") -> None:
+    __slots__ = ("around", "is_open", "outer", "recorder", "scope")
+
+    def __init__(
+        self, recorder: "Recorder", scope: Scope, outer: "Frame | None", around: Scope | None = None
+    ) -> None:
         self.recorder = recorder
         self.scope = scope
         self.outer = outer
+        self.around = around
         self.is_open = True
 
     @property
@@ -113,9 +123,18 @@ class LiveStage:
         """
         self._scope.step_listener = listener
 
+    def take_in_others(self) -> None:
+        """Let stages that other recorders with the same clock open in this one lie in it too, from now on."""
+        self._scope.takes_in_others = True
+
+    @property
+    def started_ns(self) -> int:
+        """When the stage that was entered last began, on the recorder's clock."""
+        return self._scope.started_ns
+
     def record(self) -> Stage:
         """Return what is known of the stage that was entered last, on a clock that begins with it."""
-        return self._scope.freeze(self._scope.started_ns)
+        return self._scope.freeze(self.started_ns)
 
     def _note(self, what: Literal["tensors", "modules", "facts"], name: str, read: Callable[[], Any]) -> None:
         scope = self._scope
@@ -181,10 +200,14 @@ class HookedSteps:
         new_step: Makes a step; one is made for each thread.
         module: Whose calls to count.
         unavailable: Takes the reason when calls cannot be counted.
+        guard: Says in which words.
     """
 
-    def __init__(self, new_step: Callable[[], Step], module: nn.Module, unavailable: dict[str, str]) -> None:
+    def __init__(
+        self, new_step: Callable[[], Step], module: nn.Module, unavailable: dict[str, str], guard: Guard
+    ) -> None:
         self._new_step = new_step
+        self._guard = guard
         self._module = module
         self._unavailable = unavailable
         self._handles: list[RemovableHandle] = []
@@ -204,7 +227,7 @@ class HookedSteps:
             handles.append(module.register_forward_hook(Hook(self._after), always_call=True))
         except Exception as failure:  # noqa: BLE001 - a module may refuse hooks; the host goes on without
             self.remove()
-            self._unavailable["hook_steps"] = describe(failure)
+            self._unavailable["hook_steps"] = self._guard.describe(failure)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -269,6 +292,12 @@ class Recorder:
         clock: Monotonic nanoseconds.
         step_memory: Whether the process's resident bytes are read at the end of each step, which is two thirds of what
             a step costs. Without it they are read at the edges of stages and by the thread.
+        keeps_words: Whether the words of exceptions, which may quote a prompt, go into the record; else their type and place.
+        keep: How many generations stay in the record in full, and beside them so many stages of each other name; earlier
+            ones are folded into sums (`Run.folded`). None: all stay, and the record grows for as long as it lasts.
+
+    Attributes:
+        spare: How many more than `keep` stay until `take_older` takes them.
 
     Examples:
         >>> recorder = Recorder(name="portrait")
@@ -289,16 +318,23 @@ class Recorder:
         clock: Clock = time.perf_counter_ns,
         *,
         step_memory: bool = True,
+        keeps_words: bool = True,
+        keep: int | None = None,
     ) -> None:
         self.id = uuid.uuid4().hex
         self.name = name
         self.clock = clock
-        self._instruments = Instruments(accelerator, sample_hz, clock, step_memory=step_memory)
+        self._instruments = Instruments(
+            accelerator, sample_hz, clock, step_memory=step_memory, keeps_words=keeps_words
+        )
         self._outside = Scope(UNSTAGED, self._instruments)
         self._facts: dict[str, object] = {}
         self._unavailable: dict[str, str] = {}
         self._extent = RunExtent(clock)
         self._entered: list[Frame] = []
+        self._guests: list[Recorder] = []
+        self._folded = None if keep is None else FoldedScopes(keep)
+        self.spare = 0
 
     def stage(self, name: str) -> LiveStage:
         """Return a stage to be entered with `with`; `sigmascope.records.run.STAGES` has the usual names."""
@@ -310,7 +346,12 @@ class Recorder:
 
     def hook_steps(self, module: nn.Module) -> HookedSteps:
         """Return a context in which every forward call of `module` is a step; no hook is left after it."""
-        return HookedSteps(self.step, module, self._unavailable)
+        return HookedSteps(self.step, module, self._unavailable, self._instruments.guard)
+
+    @property
+    def keeps_words(self) -> bool:
+        """Whether the record repeats what exceptions say."""
+        return self._instruments.guard.keeps_words
 
     def fact(self, name: str, value: object) -> None:
         """Note something about the whole run; it is turned into a JSON value at once."""
@@ -342,20 +383,54 @@ class Recorder:
         `complete` is False too when an exception left the `with recorder:` block or, without that, the
         last stage.
         """
-        instruments = self._instruments
-        instruments.look()
+        self._instruments.look()
         extent = self._extent
         started_ns, ended_ns = extent.edges(self._outside.columns)
+        is_complete = not (extent.open_frames or extent.broke_off)
+        stages, folded = self._stages(started_ns)
+        run = self._run(stages, started_ns, (ended_ns - started_ns) / 1e9, is_complete)
+        return run if folded is None else replace(run, folded=folded)
+
+    def run_of(self, stage: LiveStage) -> Run:
+        """Return the run as if it were this stage alone: under the same id, from its beginning to its end."""
+        frozen = stage.record()
+        return self._run((frozen,), stage.started_ns, frozen.seconds, frozen.success)
+
+    def take_older(self, least: int = 1) -> Run | None:
+        """Fold what is too much, and return it as a run by itself, under the same id and on the same clock.
+
+        Args:
+            least: How many stages of one name have to be more than `keep`; below that None is returned.
+        """
+        folded = self._folded
+        if folded is None:
+            return None
+        with peaks.LOCK:
+            places = list(_open_places(self._outside))
+            if max(place.most_closed() for place in places) < folded.kept + least:
+                return None
+            taken = sorted(
+                (scope for place in places for scope in place.take_out(folded.kept)),
+                key=lambda scope: scope.started_ns,
+            )
+            for scope in taken:
+                folded.add(scope)
+        started_ns, _ = self._extent.edges(self._outside.columns)
+        stages = tuple(scope.freeze(started_ns) for scope in taken)
+        seconds = max(stage.started_seconds + stage.seconds for stage in stages)
+        return self._run(stages, started_ns, seconds, is_complete=True)
+
+    def _run(self, stages: tuple[Stage, ...], started_ns: int, seconds: float, is_complete: bool) -> Run:
         return Run(
             id=self.id,
             name=self.name,
-            started_at=extent.wall_clock(started_ns),
-            seconds=(ended_ns - started_ns) / 1e9,
+            started_at=self._extent.wall_clock(started_ns),
+            seconds=seconds,
             host=self.host(),
-            stages=self._stages(started_ns),
+            stages=stages,
             facts=dict(self._facts),
-            complete=not (extent.open_frames or extent.broke_off),
-            unavailable={**self._unavailable, **instruments.guard.reasons},
+            complete=is_complete,
+            unavailable={**self._unavailable, **self._instruments.guard.reasons},
         )
 
     def __enter__(self) -> "Recorder":
@@ -401,16 +476,35 @@ class Recorder:
         around = self.current_scope()
         around.children.append(scope)
         scope.is_outermost = around is self._outside
-        scope.step_listener = step_listener_here(self.clock)
+        scope.stays_whole = around.stays_whole or scope.name in WHOLE
+        enclosing = stage_here(self.clock)
+        if enclosing is not None:
+            scope.step_listener = enclosing.scope.step_listener
+            if scope.is_outermost and enclosing.scope.takes_in_others:
+                enclosing.scope.children.append(scope)
+                enclosing.recorder.welcome(self)
         try:
             self._instruments.guard.read("stages", scope.open)
         except BaseException as interruption:  # Ctrl-C just now: the stage will not be entered
             scope.close(interruption)
             self._extent.end(interruption)
             raise
-        frame = Frame(self, scope, CURRENT.get())
+        frame = Frame(self, scope, CURRENT.get(), around)
         push(frame)
         return frame
+
+    def welcome(self, guest: "Recorder") -> None:
+        """Know another recorder, a stage of which lies in one of this one's too; let each name the other's run.
+
+        What it raises passes through stages of both: where one of them keeps no words, neither does.
+        """
+        if guest not in self._guests:
+            guards = (self._instruments.guard, guest._instruments.guard)
+            for guard in guards:
+                guard.keeps_words = all(one.keeps_words for one in guards)
+            self._guests.append(guest)
+            self.fact(RUNS_WITHIN, [one.id for one in self._guests])
+            guest.fact(WITHIN_RUN, self.id)
 
     def close_stage(self, frame: Frame, error: BaseException | None) -> None:
         """Close what `open_stage` opened."""
@@ -422,12 +516,35 @@ class Recorder:
         finally:
             pop(frame)
             self._extent.end(error)
+            self._instruments.guard.read("folding", lambda: self._fold_older(frame))
 
-    def _stages(self, started_ns: int) -> tuple[Stage, ...]:
-        stages = [scope.freeze(started_ns) for scope in list(self._outside.children)]
+    def _fold_older(self, frame: Frame) -> None:
+        """Fold what a stage that is over has made too many of its name."""
+        folded, around = self._folded, frame.around
+        if folded is None or around is None:
+            return
+        with peaks.LOCK:
+            around.take_closed(frame.scope)
+            for scope in around.take_out(folded.kept + self.spare):
+                folded.add(scope)
+
+    def _stages(self, started_ns: int) -> tuple[tuple[Stage, ...], Folded | None]:
+        with peaks.LOCK:  # each stage is in one of them
+            outermost, folded = list(self._outside.children), None
+            if self._folded is not None:
+                folded = self._folded.freeze(started_ns, self._instruments)
+        stages = [scope.freeze(started_ns) for scope in outermost]
         if len(self._outside.columns):
             stages.append(self._outside.freeze_steps(started_ns))
-        return tuple(sorted(stages, key=lambda stage: stage.started_seconds))
+        return tuple(sorted(stages, key=lambda stage: stage.started_seconds)), folded
+
+
+def _open_places(place: Scope) -> Iterator[Scope]:
+    """The scope and those open in it in which stages are folded."""
+    yield place
+    for inner in place.children:
+        if inner.ended_ns is None and not inner.stays_whole:
+            yield from _open_places(inner)
 
 
 def current_recorder() -> Recorder | None:
@@ -512,12 +629,12 @@ def pop(frame: Frame) -> None:
     CURRENT.set(current)
 
 
-def step_listener_here(clock: Clock) -> StepListener | None:
-    """Return who listens to the steps of the stage that is open here, be it another recorder's with the same clock."""
+def stage_here(clock: Clock) -> Frame | None:
+    """Return the stage that is open here, be it another recorder's with the same clock."""
     frame = CURRENT.get()
     while frame is not None and not (frame.is_open and frame.is_stage and frame.recorder.clock is clock):
         frame = frame.outer
-    return None if frame is None else frame.scope.step_listener
+    return frame
 
 
 class RunExtent:

@@ -1,12 +1,13 @@
 """One stage while it is open, what it is measured with, and the record that it becomes.
 
 A recorder has one `Instruments`: its probes, each behind its guard. A `Scope` reads them when the stage opens and
-closes and at the end of each step, and keeps the steps row after row in `StepColumns`. The accelerator and the
-facts of the machine are found out once a process.
+closes and at the end of each step, and keeps the steps row after row in `StepColumns`. Of scopes that a long run
+keeps no longer `FoldedScopes` has the sums. The accelerator and the facts of the machine are found out once a process.
 """
 
 import time
 from array import array
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -24,7 +25,7 @@ from sigmascope.monitor.gpu_timing import (
     elsewhere,
     of_stage,
 )
-from sigmascope.monitor.guard import Guard, describe, details
+from sigmascope.monitor.guard import Guard
 from sigmascope.monitor.peaks import ACCELERATOR_PEAK, UNKNOWN, HostMemory, Peaks, PeakTracker, reader_for
 from sigmascope.monitor.utilization import FAILED, SAMPLER, SampledFacts, ScopeSamples, Wish
 from sigmascope.probes import (
@@ -40,13 +41,22 @@ from sigmascope.probes import (
 )
 from sigmascope.records.facts import ExceptionDetails, HostFacts, ModuleFacts, TensorFacts
 from sigmascope.records.memory import MemoryImpact, MemorySnapshot, PeakMemory
-from sigmascope.records.run import DEVICE_SECONDS, Stage, Steps
+from sigmascope.records.run import DEVICE_SECONDS, STAGES, Folded, FoldedStages, Stage, Steps
 from sigmascope.records.utilization import MEMORY_OVER_TIME, UTILIZATION
 
 STILL_OPEN = "the stage was still open when the run was read"
 OWN_FACT = "the stage was given a fact of this name, which stands in its place"
 OUTSIDE = "these steps ran outside all stages"
 NOT_AT_STEPS = "it was not asked for at the ends of steps (step_memory)"
+
+GENERATION: Final = "generation"
+WHOLE: Final = frozenset({*STAGES, GENERATION})
+"""Stages that are kept or folded with all that lies in them."""
+_MOST_NAMES: Final = 16
+"""Outside of generations so many names of stages are kept apart, in the order in which they come."""
+_MOST_SUMS: Final = 100
+OTHERS: Final = "others"
+"""Where names are made up call by call, those beyond the first are counted together, under this."""
 
 StepListener = Callable[[str, int, int], None]
 """Called with a stage's name, and when its step began and ended in nanoseconds of the recorder's clock."""
@@ -73,6 +83,7 @@ class Instruments:
         sample_hz: Samples a second between the boundaries; None or 0: none.
         clock: Monotonic nanoseconds.
         step_memory: Whether `rss` is to be read at the end of each step.
+        keeps_words: Whether the record repeats what exceptions say.
     """
 
     def __init__(
@@ -82,8 +93,9 @@ class Instruments:
         clock: Clock = time.perf_counter_ns,
         *,
         step_memory: bool = True,
+        keeps_words: bool = True,
     ) -> None:
-        self.guard = Guard()
+        self.guard = Guard(keeps_words=keeps_words)
         self.step_memory = step_memory
         self.clock = clock
         if accelerator is None:
@@ -252,7 +264,10 @@ class Scope:
         self.ended_ns: int | None = None
         self.columns = StepColumns(instruments.new_timings())
         self.step_listener: StepListener | None = None
+        self.takes_in_others = False
         self.children: list[Scope] = []
+        self.stays_whole = False
+        self._closed: dict[str, deque[Scope]] = {}
         self.tensors: dict[str, TensorFacts] = {}
         self.modules: dict[str, ModuleFacts] = {}
         self.facts: dict[str, object] = {}
@@ -347,8 +362,10 @@ class Scope:
                 instruments.stop_sampling()
         instruments.resolve(self.columns.timings)
         if error is not None:
-            self.error = describe(error)
-            self.exception_details = instruments.guard.call("exception_details", lambda: details(error))
+            self.error = instruments.guard.describe(error)
+            self.exception_details = instruments.guard.call(
+                "exception_details", lambda: instruments.guard.details(error)
+            )
 
     def _end_on_device(self) -> None:
         instruments, edges, began = self.instruments, self._edges, self._began
@@ -356,6 +373,29 @@ class Scope:
             end = None if began is None else instruments.mark(began.device)
             with peaks.LOCK:
                 instruments.guard.call("gpu_timing", lambda: instruments.stage_edges.add(edges, began, end))
+
+    def take_closed(self, child: "Scope") -> None:
+        """Know of a scope inside that it is over, where it may be folded later. With `peaks.LOCK` held."""
+        if not self.stays_whole:
+            is_known = child.name in self._closed or len(self._closed) < _MOST_NAMES
+            self._closed.setdefault(child.name if is_known else OTHERS, deque()).append(child)
+
+    def take_out(self, kept: int) -> "list[Scope]":
+        """Let go of the oldest closed scopes inside that are too many of their name. With `peaks.LOCK` held.
+
+        Args:
+            kept: How many of each name stay.
+        """
+        gone = []
+        for closed in self._closed.values():
+            while len(closed) > kept:
+                gone.append(closed.popleft())
+                self.children.remove(gone[-1])  # it is among the first
+        return gone
+
+    def most_closed(self) -> int:
+        """How many closed scopes of one name there are."""
+        return max(map(len, self._closed.values()), default=0)
 
     def freeze(self, run_started_ns: int) -> Stage:
         """Return the record as it is now. An open stage ends now, and says so."""
@@ -373,8 +413,7 @@ class Scope:
         )
         facts = sampled | self.facts
         unavailable |= {**why_not_sampled, **dict.fromkeys(sampled.keys() & self.facts.keys(), OWN_FACT)}
-        instruments.resolve(self._edges)
-        on_device, why_not = of_stage(self._edges)
+        on_device, why_not = self.device_seconds()
         if on_device is not None:
             facts[DEVICE_SECONDS] = on_device
         elif why_not is not None:
@@ -395,6 +434,11 @@ class Scope:
             facts=facts,
             unavailable=unavailable,
         )
+
+    def device_seconds(self) -> tuple[float | None, str | None]:
+        """What it took on the accelerator, or why that is not known."""
+        self.instruments.resolve(self._edges)
+        return of_stage(self._edges)
 
     def freeze_steps(self, run_started_ns: int) -> Stage:
         """Return a stage of what a scope that was never opened has: steps, from the first to the last."""
@@ -422,6 +466,77 @@ class Scope:
             return None
         peak = self._peaks.freeze(self.started_ns, self.instruments.device_reasons)
         return replace(peak, unavailable=self.instruments.peak_reasons(peak))
+
+
+class FoldedScopes:
+    """Sums of closed scopes that a recorder keeps no longer. With `peaks.LOCK` held.
+
+    Args:
+        kept: How many of each name the recorder keeps.
+    """
+
+    def __init__(self, kept: int) -> None:
+        self.kept = kept
+        self.generations = 0
+        self._sums: dict[str, FoldedStages] = {}
+        self._peaks = Peaks()
+        self._first_ns: int | None = None
+        self._last_ns = 0
+
+    def add(self, scope: Scope) -> None:
+        """Take a scope with all that lies in it."""
+        self._first_ns = scope.started_ns if self._first_ns is None else min(self._first_ns, scope.started_ns)
+        self._last_ns = max(self._last_ns, scope.ended_ns or 0)
+        if scope._peaks is not None:
+            self._peaks.fold(scope._peaks)
+        self.generations += _generations_in(scope)
+        self._add_sums(scope, "")
+
+    def _add_sums(self, scope: Scope, around: str) -> None:
+        path = f"{around}{scope.name}"
+        if path not in self._sums and len(self._sums) >= _MOST_SUMS:
+            path = OTHERS
+        was = self._sums.get(path, FoldedStages(0, 0.0, 0.0))
+        seconds = ((scope.ended_ns or scope.started_ns) - scope.started_ns) / 1e9
+        on_device = scope.device_seconds()[0]
+        figures = scope.columns._figures()
+        self._sums[path] = FoldedStages(
+            was.count + 1,
+            was.seconds + seconds,
+            max(was.longest_seconds, seconds),
+            was.failures + (scope.error is not None),
+            was.device_seconds + (on_device or 0.0),
+            was.timed_on_device + (on_device is not None),
+            was.steps + len(figures) // 4,
+            was.step_seconds + (sum(figures[1::4]) - sum(figures[0::4])) / 1e9,
+        )
+        for child in list(scope.children):
+            self._add_sums(child, f"{path}/")
+
+    def freeze(self, run_started_ns: int, instruments: Instruments) -> Folded | None:
+        """Return the record; None where nothing was folded.
+
+        Args:
+            run_started_ns: When the run began.
+            instruments: The recorder's, which tell why a peak is missing.
+        """
+        if self._first_ns is None:
+            return None
+        peak = self._peaks.freeze(run_started_ns, instruments.device_reasons)
+        return Folded(
+            kept=self.kept,
+            generations=self.generations,
+            first_at_seconds=(self._first_ns - run_started_ns) / 1e9,
+            last_at_seconds=(self._last_ns - run_started_ns) / 1e9,
+            stages=dict(self._sums),
+            peak=replace(peak, unavailable=instruments.peak_reasons(peak)),
+        )
+
+
+def _generations_in(scope: Scope) -> int:
+    """How many generations it is or holds, without those inside others."""
+    is_generation = scope.name == GENERATION or not scope.facts.keys().isdisjoint(("call", "pipeline"))
+    return 1 if is_generation else sum(map(_generations_in, list(scope.children)))
 
 
 class StepColumns:

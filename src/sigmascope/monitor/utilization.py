@@ -5,6 +5,7 @@ saw of a scope the facts of its stage. Of each figure sums are kept, which never
 length (`Series`).
 """
 
+import logging
 import os
 import threading
 from array import array
@@ -13,7 +14,7 @@ from statistics import fmean
 from typing import Final, Generic, Literal, NamedTuple, TypeVar
 
 from sigmascope.monitor import peaks
-from sigmascope.monitor.guard import Guard, as_json
+from sigmascope.monitor.guard import Guard, as_json, describe, log_quietly
 from sigmascope.monitor.peaks import UNKNOWN, HostMemory
 from sigmascope.probes import Accelerator, AllocatorBytes, Reading
 from sigmascope.probes.nvml import GPU_ACTIVITY, MAX_HZ, SHORTEST_PERIOD_SECONDS, ActivityReading, GpuActivity
@@ -25,6 +26,8 @@ from sigmascope.records.utilization import (
     DeviceUtilization,
     Gauge,
 )
+
+_log = logging.getLogger(__name__)
 
 # Why a figure is missing. `NO_READING` below is one more.
 FAILED = "every reading failed"
@@ -414,7 +417,7 @@ class Wish:
     """One recorder's wish to be called, for as long as it has open scopes.
 
     Args:
-        sample: What to call; it must not raise.
+        sample: What to call. When it raises, it is called no more, and those of others go on.
         hz: Calls a second, above 0; more than 10 is taken as 10.
     """
 
@@ -424,6 +427,15 @@ class Wish:
         self.sample = sample
         self.period_seconds = min(1.0 / min(hz, MAX_SAMPLE_HZ), _LONGEST_SECONDS)
         self.open_scopes = 0
+
+    def failed(self, failure: Exception) -> None:
+        """Sample no more."""
+        self.sample = _no_sample
+        log_quietly(_log, "A sampler is switched off: %s", describe(failure))
+
+
+def _no_sample() -> None:
+    pass
 
 
 class Sampler:
@@ -480,7 +492,10 @@ class Sampler:
     def _watch(self, stop: threading.Event) -> None:
         while not stop.wait(self._period_seconds()):
             for wish in list(self._wishes):
-                wish.sample()
+                try:
+                    wish.sample()
+                except Exception as failure:  # noqa: BLE001 - the others' samples go on
+                    wish.failed(failure)
 
     def _period_seconds(self) -> float:
         return min((wish.period_seconds for wish in list(self._wishes)), default=1.0 / MAX_SAMPLE_HZ)

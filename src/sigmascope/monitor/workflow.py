@@ -2,8 +2,8 @@
 
 `WorkflowSteps` begins and ends steps with a call each, on a recorder. The classes below it offer the functions of
 `sigmascope.stages` as methods, with what the monitor knows filled in. Hosts like to quote prompts in their
-errors: where prompts are private, they are taken out of what stages raised. The workflow's summary shows its
-stages, then what each stage's analysis says.
+errors: where prompts are private, no word of what was raised is kept. The workflow's summary shows its stages,
+then what each stage's analysis says.
 
 How a further stage joins: its pure functions live in `sigmascope/stages/<stage>.py`. Write a class of methods
 here that call them, as `TextEncodingMethods` does: take peaks and times from `last_stage(...)`, put the analysis
@@ -23,27 +23,30 @@ from rich.console import Console
 from sigmascope.analysis.diagnostics import MODEL_STATE
 from sigmascope.analysis.leaks import HEAP
 from sigmascope.monitor.findings import with_findings
-from sigmascope.monitor.guard import Guard
+from sigmascope.monitor.guard import Guard, log_quietly
 from sigmascope.monitor.recorder import LiveStage, Recorder
 from sigmascope.probes import Accelerator, heap_in_use, memory_snapshot
 from sigmascope.probes.models import file_facts, key_facts
+from sigmascope.probes.tensors import quick_facts
 from sigmascope.records.latents import (
     VAE_STAGES,
     Direction,
     EncodingRecord,
     Layout,
+    SampleFacts,
     Strategy,
     attempt_stage,
     attempts_in,
     record_in,
 )
 from sigmascope.records.memory import PeakMemoryDict, change, mib
-from sigmascope.records.prompts import PromptPrivacy, check_privacy, redacted, redactor
-from sigmascope.records.run import Finding, Run, Stage
+from sigmascope.records.prompts import PromptPrivacy, check_privacy
+from sigmascope.records.run import KEEP_GENERATIONS, Finding, Run, Stage
 from sigmascope.stages import latent_encoding, lora_application, text_encoding
-from sigmascope.stages.baseline import Redact, memory_now, model_state
+from sigmascope.stages.baseline import TEXT_NOT_KEPT, memory_now, model_state
 from sigmascope.stages.conditioning import DumpFolder, read_conditioning
 from sigmascope.stages.latent_facts import find_latent
+from sigmascope.stages.latent_performance import record_of_step
 from sigmascope.stages.latent_summary import print_end
 from sigmascope.stages.latent_summary import sections as latent_sections
 from sigmascope.stages.lora_application import Keys
@@ -59,7 +62,7 @@ from sigmascope.stages.summary import (
     printable,
     seconds,
 )
-from sigmascope.stages.text_encoding import TextEncodingThresholds, private_texts
+from sigmascope.stages.text_encoding import TextEncodingThresholds
 from sigmascope.stages.text_summary import sections as text_sections
 from sigmascope.units import percent
 
@@ -110,11 +113,10 @@ class WorkflowSteps:
         self.recorder = recorder
         self.verbose = verbose
         self.pictures: object = None
-        self.guard = Guard()
+        self.guard = Guard(keeps_words=self.prompt_privacy == "full")
         self._lock = threading.Lock()
         self._open: list[_OpenStep] = []
         self._ended: dict[str, LiveStage] = {}
-        self.redactions: list[Redact] = []
 
     def start_monitoring(self, step: str) -> None:
         """Begin a step: baseline, then clock and peaks. Steps may nest and repeat.
@@ -144,6 +146,8 @@ class WorkflowSteps:
         *,
         file: object = None,
         loaded: object = None,
+        strategy_used: object = None,
+        output: object = None,
     ) -> float | None:
         """End the innermost open step of that name.
 
@@ -156,6 +160,9 @@ class WorkflowSteps:
                 become facts of the stage.
             loaded: What `load_state_dict`, or a library's loader, gave: `missing_keys`, `unexpected_keys` and their
                 numbers become facts of the stage.
+            strategy_used: Of an encoding or decoding by an engine of your own, for the lines that are printed:
+                "Direct VAE Encoding", "direct" or 1. What `encode_latents` or `trying` did is known.
+            output: Its latent, or its pictures, for the same.
 
         Returns:
             Elapsed seconds; None, with a line in the log, when no such step was begun.
@@ -166,7 +173,7 @@ class WorkflowSteps:
             if begun is not None:
                 self._open.remove(begun)
         if begun is None:
-            _log.warning("The step %r ended but was never begun.", step)
+            log_quietly(_log, "The step %r ended but was never begun.", step)
             return None
         stage = begun.stage
         kind, trace = (None, None) if error is None else (type(error), error.__traceback__)
@@ -182,8 +189,10 @@ class WorkflowSteps:
         if record is None:
             return None
         if self.verbose:
-            told = record.error if self.prompt_privacy == "full" or kind is None else kind.__name__
-            self.guard.read("summaries", lambda: print_end(step, record.seconds, record.peak, told))
+            process = self.guard.read("summaries", lambda: _vae_process(record, strategy_used, output))[0]
+            self.guard.read(
+                "summaries", lambda: print_end(step, record.seconds, record.peak, record.error, process)
+            )
         return record.seconds
 
     def _tell_begin(self, step: str, name: str) -> None:
@@ -200,7 +209,7 @@ class WorkflowSteps:
     def note_model(self, stage: LiveStage, model_type: str, model: object) -> None:
         """Keep facts and state of a model on a stage, for the comparison from stage to stage."""
         stage.module(model_type, model)
-        stage.fact(f"{MODEL_STATE}{model_type}", model_state(model))
+        stage.fact(f"{MODEL_STATE}{model_type}", self.guard.read("models", lambda: model_state(model))[0])
 
     def last_stage(self, name: str) -> LiveStage | None:
         """The stage of that name that is open now, else the one that ended last."""
@@ -218,12 +227,26 @@ class WorkflowSteps:
         """What is known of a stage now."""
         return None if stage is None else self.guard.read("steps", stage.record)[0]
 
-    def run(self) -> Run:
-        """Return everything that is known now, with what the rules and the analyses of its stages find in it.
+    def or_error(self, error: BaseException | str | None, seen: Stage | None) -> BaseException | str | None:
+        """The error that was given, without words where none are kept, else the one that ended the step."""
+        if error is None:
+            return None if seen is None else seen.error
+        return TEXT_NOT_KEPT if isinstance(error, str) and not self.guard.keeps_words else error
 
-        Where prompts are private, errors quote none that an analysis was given.
-        """
-        return with_findings(redacted(self.recorder.run(), self.redactions), self.guard)
+    def run(self) -> Run:
+        """Return everything that is known now, with what the rules and the analyses of its stages find in it."""
+        return with_findings(self.recorder.run(), self.guard)
+
+
+def _vae_process(record: Stage, strategy_used: object, output: object) -> EncodingRecord | None:
+    """What a step did with a VAE; None for steps that are no encoding or decoding, and where nothing is known."""
+    directions: tuple[Direction, ...] = ("encoding", "decoding")
+    for direction in directions:
+        if record.name == VAE_STAGES[direction]:
+            tensor = find_latent(output).tensor
+            facts = None if tensor is None else SampleFacts(quick_facts(tensor, None))
+            return record_of_step(record, direction, strategy_used, facts)
+    return None
 
 
 class _OpenStep(NamedTuple):
@@ -275,7 +298,6 @@ class TextEncodingMethods(WorkflowSteps):
 
         Peaks and the prompts' own times come from the step; the analysis and the tensors' facts go to it.
         """
-        self._keep_private(positive_prompt, negative_prompt)
         stage = self.last_stage(TEXT_ENCODING)
         record = self.record_of(stage)
         analysis, reason = self.guard.read(
@@ -303,7 +325,8 @@ class TextEncodingMethods(WorkflowSteps):
         found = dict(analysis)
         self.analyses[TEXT_ENCODING] = found
         if stage is not None:
-            self._note_text(stage, found, {"positive": positive_cond, "negative": negative_cond})
+            conditionings = {"positive": positive_cond, "negative": negative_cond}
+            self.guard.read(TEXT_ENCODING, lambda: self._note_text(stage, found, conditionings))
         return found
 
     def print_text_encoding_analysis_summary(
@@ -313,11 +336,6 @@ class TextEncodingMethods(WorkflowSteps):
         self.guard.read(
             "summaries", lambda: text_encoding.print_text_encoding_analysis_summary(analysis, console)
         )
-
-    def _keep_private(self, *prompts: object) -> None:
-        """Take these prompts out of the errors on record."""
-        if self.prompt_privacy != "full":
-            self.redactions.append(redactor(private_texts(*prompts), self.prompt_privacy))
 
     def _note_text(
         self, stage: LiveStage, analysis: Mapping[str, Any], conditionings: Mapping[str, object]
@@ -421,7 +439,7 @@ class LoraApplicationMethods(WorkflowSteps):
                 lora_result,
                 elapsed_time=record.seconds if elapsed_time is None and record is not None else elapsed_time,
                 peak_memory=None if record is None else record.peak,
-                error=error if error is not None or record is None else record.error,
+                error=self.or_error(error, record),
             ),
         )
         if "unet_changes" in found:
@@ -584,7 +602,7 @@ class LatentMethods(LatentSteps):
                 record=record or record_in(seen),
                 attempts=attempts_in(seen, "encoding"),
                 peak_memory=None if seen is None else seen.peak,
-                error=or_error(error, seen),
+                error=self.or_error(error, seen),
                 latent_layout=latent_layout,
                 statistics=self.statistics,
             ),
@@ -616,7 +634,7 @@ class LatentMethods(LatentSteps):
                 record=record or record_in(seen),
                 attempts=attempts_in(seen, "decoding"),
                 peak_memory=None if seen is None else seen.peak,
-                error=or_error(error, seen),
+                error=self.or_error(error, seen),
                 statistics=self.statistics,
             ),
         )
@@ -681,11 +699,6 @@ def or_memory(changes: object, seen: Stage | None) -> object:
     return changes if changes is not None or seen is None else seen.memory
 
 
-def or_error(error: BaseException | str | None, seen: Stage | None) -> BaseException | str | None:
-    """The error that was given, else the one that ended the step."""
-    return error if error is not None or seen is None else seen.error
-
-
 class WorkflowMonitor(LatentMethods, LoraApplicationMethods, TextEncodingMethods):
     """Watches a workflow step by step: time, memory, peaks, models, and what each stage's analysis says.
 
@@ -701,6 +714,8 @@ class WorkflowMonitor(LatentMethods, LoraApplicationMethods, TextEncodingMethods
         prompt_privacy: Whether the record keeps prompts in full, their hash or nothing.
         statistics: True reads the values of an accelerator's tensors too, which waits for it.
         dumps: Where to save conditionings: a `sigmascope.TensorDumps`.
+        keep_stages: How many stages of each name, the last ones, the record holds in full; of earlier ones it holds sums
+            (`Run.folded`). None: all, in a record that grows as long as the monitor lives.
 
     Raises:
         ConfigError: `prompt_privacy` does not exist.
@@ -724,12 +739,20 @@ class WorkflowMonitor(LatentMethods, LoraApplicationMethods, TextEncodingMethods
         prompt_privacy: PromptPrivacy = "full",
         statistics: bool | None = None,
         dumps: DumpFolder | None = None,
+        keep_stages: int | None = KEEP_GENERATIONS,
     ) -> None:
         check_privacy(prompt_privacy)
-        super().__init__(Recorder(name, sample_hz=sample_hz, accelerator=accelerator), verbose=verbose)
+        self.prompt_privacy = prompt_privacy
+        recorder = Recorder(
+            name,
+            sample_hz=sample_hz,
+            accelerator=accelerator,
+            keeps_words=prompt_privacy == "full",
+            keep=keep_stages,
+        )
+        super().__init__(recorder, verbose=verbose)
         self.accelerator = accelerator
         self.thresholds = thresholds
-        self.prompt_privacy = prompt_privacy
         self.statistics = statistics
         self.dumps = dumps
         self.analyses: dict[str, Mapping[str, Any]] = {}

@@ -24,7 +24,7 @@ from sigmascope.pipeline.model_state import (
     why_not_in_float32,
     why_not_in_ram,
 )
-from sigmascope.pipeline.out_of_memory import free_memory, free_ram, is_out_of_memory, let_go, why_not_enough
+from sigmascope.pipeline.out_of_memory import free_memory, free_ram, let_go, why_not_enough
 from sigmascope.pipeline.peak_prediction import Experience, Planned, Prediction, fits, learn, predict_peak
 from sigmascope.pipeline.strategies import (
     Choices,
@@ -37,9 +37,11 @@ from sigmascope.pipeline.strategies import (
     tiled,
     tiles_asked_for,
 )
+from sigmascope.pipeline.tiles_together import why_apart
 from sigmascope.pipeline.tiling import TilePlan, plan
+from sigmascope.pipeline.vae_adapters import ComfyuiVae
 from sigmascope.probes import memory_snapshot
-from sigmascope.probes.reading import attempt, describe
+from sigmascope.probes.reading import attempt, describe, is_out_of_memory
 from sigmascope.records.latents import (
     Basis,
     Direction,
@@ -122,7 +124,15 @@ class Forecast:
     experience: Experience
     enabled: bool = True
 
-    def of(self, work: Work, strategy: Strategy, tiles: Tiles | None, device: torch.device) -> Expected:
+    def of(
+        self,
+        work: Work,
+        strategy: Strategy,
+        tiles: Tiles | None,
+        device: torch.device,
+        *,
+        together: bool = False,
+    ) -> Expected:
         """What a strategy will take. Never raises."""
         if not self.enabled:
             return Expected()
@@ -134,6 +144,7 @@ class Forecast:
             device_type=device.type,
             batch_at_once=None if tiles is None else len(work.one_by_one()[0]),
             moved_weights_bytes=nbytes_to_copy(work.vae.modules) if strategy == "cpu" else 0,
+            together=together,
         )
         found = attempt(lambda: predict_peak(work.vae.vae, planned, self.experience))
         prediction = found.value or Prediction(unavailable={"bytes": found.reason or "it failed"})
@@ -214,8 +225,15 @@ class Tries:
                 yield one
 
     def _in_tiles(self, tiles: Tiles) -> Try:
+        """Side by side, unless those that wait have no room in the RAM that they compute in."""
         work = self.work
-        return self._try("tiled", lambda: tiled(work, tiles), work.vae.device, tiles)
+        together = not isinstance(work.vae, ComfyuiVae) and why_apart(work.vae.modules) is None
+        one = self._try("tiled", lambda: tiled(work, tiles), work.vae.device, tiles, together=together)
+        in_ram = together and one.device.type == "cpu"
+        reason = why_not_fitting(one.expected, _CPU) if in_ram else None
+        if reason is None:
+            return one
+        return self._try("tiled", lambda: tiled(work, tiles, apart=reason), work.vae.device, tiles)
 
     def _cpu(self) -> Iterator[Try | Passed]:
         """At once if RAM can hold that, else in the largest tiles that fit."""
@@ -253,9 +271,12 @@ class Tries:
         run: Callable[[], Outcome],
         device: torch.device,
         tiles: Tiles | None = None,
+        *,
+        together: bool = False,
     ) -> Try:
         facts = None if tiles is None else _tile_facts(self.work, tiles, by_vae=name == "tiled")
-        return Try(name, run, device, facts, self.forecast.of(self.work, name, tiles, device))
+        expected = self.forecast.of(self.work, name, tiles, device, together=together)
+        return Try(name, run, device, facts, expected)
 
 
 def made(

@@ -19,19 +19,20 @@ from sigmascope.analysis.diagnostics import diagnose
 from sigmascope.errors import ConfigError, WriteError
 from sigmascope.files import reason_of
 from sigmascope.monitor.guard import describe
-from sigmascope.monitor.performance import PerformanceMonitor, seconds_above_zero
+from sigmascope.monitor.performance import ASSUMED_TARGET, PerformanceMonitor, seconds_above_zero
 from sigmascope.monitor.recorder import current_recorder
 from sigmascope.monitor.scope import Clock
-from sigmascope.pipeline.out_of_memory import free_memory, is_out_of_memory, let_go
+from sigmascope.pipeline.out_of_memory import free_memory, let_go
 from sigmascope.probes import Accelerator
 from sigmascope.probes.host import CpuMoment, cpu_moment, others_share
+from sigmascope.probes.reading import is_out_of_memory
 from sigmascope.progress import Progress, no_progress
 from sigmascope.records.performance import BENCHMARK, OTHERS, BenchCase, Made
 from sigmascope.records.run import Finding, Run
 
 __all__ = ["DEFAULT_TARGET", "BenchOptions", "CaseResult", "run_benchmark"]
 
-DEFAULT_TARGET: Final = 5.0
+DEFAULT_TARGET: Final = ASSUMED_TARGET
 
 
 @dataclass(frozen=True, slots=True)

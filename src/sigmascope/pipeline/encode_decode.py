@@ -37,7 +37,7 @@ from sigmascope.pipeline.model_state import in_turn
 from sigmascope.pipeline.peak_prediction import NoTwinError, dry_run
 from sigmascope.pipeline.strategies import Choices, Decoding, Encoding, Outcome, Work, check_tiles, checked
 from sigmascope.pipeline.vae_adapters import ComfyuiVae, Vae, adapted
-from sigmascope.probes.reading import attempt
+from sigmascope.probes.reading import attempt, keeping_words, node_outputs
 from sigmascope.records.latents import (
     RECORD_FACT,
     EncodingEvent,
@@ -49,6 +49,7 @@ from sigmascope.records.latents import (
     strategy_label,
 )
 from sigmascope.records.run import Finding, Run
+from sigmascope.stages.latent_facts import find_latent
 
 OnEvent = Callable[[EncodingEvent], object]
 _CHANNELS_FIRST: dict[int, Layout] = {4: "BCHW", 5: "BCFHW"}
@@ -88,7 +89,7 @@ def encode_latents(
 
     Args:
         vae: A VAE of diffusers or ComfyUI, a pipeline that has one, or any object with `encode`.
-        frames: A tensor, an array or a PIL image, or a list of them, all of one size.
+        frames: A tensor, an array or a PIL image, or a list of them, all of one size; or what a node of ComfyUI gave.
         strategies: In the order in which they are tried: "direct", "tiled", "cpu" (with the weights copied to
             RAM, in tiles if that cannot hold more), "dummy". "auto" takes the first three and passes over what is not
             expected to fit.
@@ -124,7 +125,7 @@ def encode_latents(
         choices = checked(strategies, tile, overlap, dummy=dummy, decodes=False)
         adapter = adapted(vae)
         given = pictures(
-            frames,
+            _images_of(frames),
             adapter.facts,
             layout=layout,
             values=values,
@@ -139,7 +140,9 @@ def encode_latents(
             return Outcome(dummy_latents(adapter, given, device or adapter.home))
 
         forecast = forecast_from(past, enabled=predict)
-        engine = Engine(work, choices, given.facts, _latent_facts, forecast, on_event, stand_in, FINDING)
+        engine = Engine(
+            work, choices, given.facts, _latent_facts, forecast, on_event, stand_in, FINDING, given.findings
+        )
         return engine.run()
 
 
@@ -150,7 +153,7 @@ def _latent_facts(latent: Tensor) -> SampleFacts:
 
 def decode_latents(
     vae: object,
-    latents: Tensor,
+    latents: object,
     *,
     strategies: str | Iterable[str] = ("direct", "tiled", "cpu"),
     tile: int | None = None,
@@ -165,7 +168,8 @@ def decode_latents(
     Args:
         vae: A VAE of diffusers or ComfyUI, a pipeline that has one, or any object with `decode`.
         latents: The VAE's own, neither scaled nor shifted: (batch, channels, height, width), or
-            (batch, channels, frames, height, width) with frames and channels in either order.
+            (batch, channels, frames, height, width) with frames and channels in either order; a tensor, ComfyUI's
+            `{"samples": …}`, or what a node gave.
         strategies: As in `encode_latents`, without "dummy".
         tile: Side of a tile in pixels of the pictures to come; None as in `encode_latents`.
         overlap: What tiles share, in such pixels; None is a quarter of a tile.
@@ -191,9 +195,10 @@ def decode_latents(
         choices = checked(strategies, tile, overlap, dummy=False, decodes=True)
         adapter = adapted(vae)
         device = None if output_device is None else torch.device(output_device)
-        work = Decoding(adapter, _with_frames(latents, adapter), device)
+        tensor = _latents_of(latents)
+        work = Decoding(adapter, _with_frames(tensor, adapter), device)
         check_tiles(choices, work)
-        given = sample_facts(latents, _CHANNELS_FIRST.get(latents.ndim))
+        given = sample_facts(tensor, _CHANNELS_FIRST.get(tensor.ndim))
         layouts = _CHANNELS_LAST if adapter.values == "unit" else _CHANNELS_FIRST
 
         def frame_facts(frames: Tensor) -> SampleFacts:
@@ -201,6 +206,28 @@ def decode_latents(
 
         forecast = forecast_from(past, enabled=predict)
         return Engine(work, choices, given, frame_facts, forecast, on_event).run()
+
+
+def _images_of(frames: object) -> object:
+    """The pictures of a node of ComfyUI, which may give more beside them; else what was given."""
+    outputs = node_outputs(frames)
+    if outputs is frames or not isinstance(outputs, tuple):
+        return outputs
+    return next((one for one in outputs if isinstance(one, Tensor)), outputs)
+
+
+def _latents_of(given: object) -> Tensor:
+    """The tensor in what was given.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    found = find_latent(given)
+    if found.tensor is None:
+        raise ConfigError(
+            f"latents: {found.reason}.", hint='Give a tensor, or ComfyUI\'s LATENT {"samples": tensor}.'
+        )
+    return found.tensor
 
 
 def _with_frames(latents: Tensor, vae: Vae) -> Tensor:
@@ -234,6 +261,7 @@ class Engine:
         on_event: Told what happens while it goes on. What it raises is logged once.
         dummy: Makes the stand-in for a result.
         dummy_finding: What to say of it.
+        findings: What to say of what goes in.
     """
 
     work: Work
@@ -244,6 +272,7 @@ class Engine:
     on_event: OnEvent | None = None
     dummy: Callable[[], Outcome] | None = None
     dummy_finding: Finding | None = None
+    findings: tuple[Finding, ...] = ()
     attempts: list[StrategyAttempt] = field(default_factory=list)
     _diagnosis: Diagnosis | None = None
     _guard: Guard = field(default_factory=Guard)
@@ -255,8 +284,10 @@ class Engine:
             EveryStrategyFailedError: Memory ran out in all of them.
             NonFiniteError: The result is not finite.
         """
-        if monitor.current_recorder() is not None:
-            return self._watched()
+        recorder = monitor.current_recorder()
+        if recorder is not None:
+            with keeping_words(recorder.keeps_words):
+                return self._watched()
         with Recorder(f"latent_{self.work.direction}"):
             return self._watched()
 
@@ -331,13 +362,15 @@ class Engine:
             vae=self.work.vae.facts,
             input=self.given,
             dummy=last == "dummy",
+            findings=self.findings,
         )
         if outcome is None:
             return replace(record, unavailable={"output": "no strategy gave a result"})
-        findings = () if self.dummy_finding is None or last != "dummy" else (self.dummy_finding,)
+        of_dummy = () if self.dummy_finding is None or last != "dummy" else (self.dummy_finding,)
         tensor = outcome.tensor
         output = attempt(lambda: _known_finite(self.describe(tensor)))
         reasons = {} if output.reason is None else {"output": output.reason}
+        findings = (*self.findings, *of_dummy)
         return replace(record, output=output.value, findings=findings, unavailable=reasons)
 
     def _tell(self, event: EncodingEvent) -> None:

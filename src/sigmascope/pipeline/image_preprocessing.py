@@ -18,7 +18,8 @@ from sigmascope.errors import ConfigError
 from sigmascope.probes import tensor_facts
 from sigmascope.records.facts import TensorFacts
 from sigmascope.records.latents import Layout, SampleFacts, VaeFacts
-from sigmascope.stages.latent_layout import picture_layout, sizes_of
+from sigmascope.records.run import Finding
+from sigmascope.stages.latent_layout import COLOURS_AND_ALPHA, picture_layout, sizes_of, without_mask
 
 _CHANNELS_FIRST: dict[int, Layout] = {3: "CHW", 4: "BCHW", 5: "BCFHW"}
 Values = Literal["signed", "unit", "bytes"]
@@ -31,6 +32,13 @@ _SPAN: dict[Values, float] = {"signed": 2.0, "unit": 1.0, "bytes": 255.0}
 _MOST_ELEMENTS = 1 << 24
 """Of larger tensors `sample_facts` computes the range and no other statistics."""
 _TOO_MANY = "not computed: they are too many for it to go unnoticed"
+_ALPHA_DROPPED = Finding(
+    "alpha_dropped",
+    "info",
+    "The pictures have an alpha channel: their colours were encoded, and alpha was dropped.",
+    advice="Lay the pictures on a background of your choice first, where what is transparent matters.",
+    stage="latent_encoding",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +51,14 @@ class Pictures:
         values: What its numbers mean.
         facts: Of what the caller handed over.
         frames: Frames of each video that lie on the batch axis, for a VAE of pictures; None if none do.
+        findings: What was left out of it.
     """
 
     tensor: Tensor
     values: Values
     facts: SampleFacts
     frames: int | None = None
+    findings: tuple[Finding, ...] = ()
 
 
 def pictures(
@@ -77,10 +87,27 @@ def pictures(
     channels = facts.image_channels or 3
     tensor, form = gathered(frames, channels)
     axes = _axes(tensor, facts) if layout is None else layout
+    seen = sample_facts(tensor, axes, form)
+    has_alpha = _is_colours_and_alpha(tensor, axes, facts.image_channels)
+    if has_alpha:
+        tensor = tensor[..., :-1]  # as ComfyUI's VAEEncode does
     _check_axes(tensor, axes, facts.image_channels)
     meaning = values or _values_of(tensor, axes, default_values)
     arranged, count = _arranged(tensor, axes, facts.is_video, one_each=one_each)
-    return Pictures(arranged, meaning, sample_facts(tensor, axes, form), count)
+    dropped = has_alpha or _converts_alpha(frames, channels)
+    return Pictures(arranged, meaning, seen, count, (_ALPHA_DROPPED,) if dropped else ())
+
+
+def _is_colours_and_alpha(tensor: Tensor, axes: Layout, wanted: int | None) -> bool:
+    """Whether these are 4 channels, last, for a VAE of 3. Elsewhere 4 channels may be a latent."""
+    last = axes.endswith("C") and tensor.ndim == len(axes)
+    return wanted == COLOURS_AND_ALPHA - 1 and last and tensor.shape[-1] == COLOURS_AND_ALPHA
+
+
+def _converts_alpha(frames: object, channels: int) -> bool:
+    """Whether a PIL image among them lost its alpha when it was converted."""
+    images: Sequence[Any] = frames if isinstance(frames, list | tuple) else [frames]
+    return channels != COLOURS_AND_ALPHA and any(_has_bands(one) and "A" in one.getbands() for one in images)
 
 
 def _axes(tensor: Tensor, facts: VaeFacts) -> Layout:
@@ -91,7 +118,8 @@ def _axes(tensor: Tensor, facts: VaeFacts) -> Layout:
         raise ConfigError(
             f"frames: no axis of {tuple(tensor.shape)} holds the {facts.image_channels or 3} channels that the "
             "VAE takes.",
-            hint="Give pictures as BCHW or BHWC, videos as BCFHW or BFHWC, and say which with layout=.",
+            hint="Give pictures as BCHW or BHWC, videos as BCFHW or BFHWC, and say which with layout=. A mask is no "
+            "picture.",
         )
     return axes
 
@@ -148,7 +176,8 @@ def gathered(frames: object, channels: int) -> tuple[Tensor, str]:
         ConfigError: There is none, they differ in size or type, or it is something else.
     """
     if isinstance(frames, Sequence) and not isinstance(frames, str | bytes):
-        return _stacked(frames, channels)
+        apart = without_mask(frames)
+        return _stacked(frames, channels) if apart is frames else gathered(apart[0], channels)
     tensor, form = _one_picture(frames, channels)
     if tensor.numel() == 0:
         raise ConfigError(
@@ -173,12 +202,16 @@ def _one_picture(frame: object, channels: int) -> tuple[Tensor, str]:
         return frame, "tensor"
     if isinstance(frame, np.ndarray):
         return _from_array(frame), "array"
-    if hasattr(frame, "convert") and hasattr(frame, "getbands"):
+    if _has_bands(frame):
         return _from_image(frame, channels), "PIL image"
     raise ConfigError(
         f"frames: {type(frame).__name__} is nothing that holds pixels.",
         hint="Give a tensor, a NumPy array, a PIL image, or a list of these.",
     )
+
+
+def _has_bands(frame: Any) -> bool:
+    return hasattr(frame, "convert") and hasattr(frame, "getbands")
 
 
 def _from_array(array: npt.NDArray[Any]) -> Tensor:

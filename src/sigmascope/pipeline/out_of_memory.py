@@ -1,11 +1,9 @@
-"""Errors that say memory ran out, letting go of what the failed attempt held, and the RAM that is left.
+"""When memory ran out: letting go of what the failed attempt held, and the RAM that is left.
 
 The RAM left is the machine's, or that of the container (control group) if it has less.
 """
 
-import errno
 import gc
-import re
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,47 +15,7 @@ from sigmascope.probes import system_memory
 from sigmascope.probes.reading import attempt
 from sigmascope.records.memory import MIB
 
-_WORDS = re.compile(
-    r"out of memory(?! bounds)"  # CUDA, HIP, MPS and their drivers
-    r"|DefaultCPUAllocator"  # "can't allocate memory", on Windows "not enough memory"
-    r"|can(?:'|no)t allocate memory"
-    r"|not enough memory"
-    r"|Invalid buffer size"  # MPS, for a buffer above what Metal allows
-    r"|_STATUS_ALLOC_FAILED"  # cuBLAS, cuDNN, cuSPARSE
-    r"|OUT_OF_(?:DEVICE|HOST)_MEMORY"  # Level Zero, OpenCL
-    r"|bad allocation|bad_alloc",
-    re.IGNORECASE,
-)
-_WINDOWS_COMMIT_LIMIT = 1455  # "the paging file is too small"
 _CGROUP = Path("/sys/fs/cgroup")
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out, on any device or in RAM.
-
-    True for `MemoryError`, `torch.OutOfMemoryError` (CUDA, HIP, XPU), a `RuntimeError` whose words say so
-    (MPS, the CPU's allocator, drivers and libraries), an `OSError` of that number, and whatever was raised
-    from one of these. NaN and wrong shapes are other errors, and an interruption is none.
-    """
-    return isinstance(error, Exception) and any(_says_so(one) for one in _causes(error))
-
-
-def _says_so(error: BaseException) -> bool:
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    if isinstance(error, OSError):
-        return error.errno == errno.ENOMEM or getattr(error, "winerror", None) == _WINDOWS_COMMIT_LIMIT
-    return isinstance(error, RuntimeError) and _WORDS.search(str(error)) is not None
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    """The error and what it was raised from, explicitly."""
-    seen: set[int] = set()
-    cause: BaseException | None = error
-    while cause is not None and id(cause) not in seen:
-        seen.add(id(cause))
-        yield cause
-        cause = cause.__cause__
 
 
 def let_go(error: BaseException, outer: BaseException | None = None) -> None:

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_iter
 from sigmascope.pipeline.model_state import tensors_on
 from sigmascope.pipeline.tiling import TilePlan
 from sigmascope.pipeline.vae_adapters import decoded, encoded
-from sigmascope.probes.reading import attempt
+from sigmascope.probes.reading import attempt, describe
 from sigmascope.records.latents import (
     RECORD_FACT,
     Basis,
@@ -87,6 +87,7 @@ class Planned:
         device_type: Where it runs, such as "cuda".
         batch_at_once: Parts of the batch put through the VAE together; None: one if in tiles, else all.
         moved_weights_bytes: Weights that are copied to where it runs.
+        together: Whether tiles meet at norms. On a CPU, those that wait are part of the peak.
     """
 
     shape: tuple[int, ...]
@@ -97,6 +98,7 @@ class Planned:
     device_type: str = "cpu"
     batch_at_once: int | None = None
     moved_weights_bytes: int = 0
+    together: bool = False
 
     @property
     def part(self) -> tuple[int, ...]:
@@ -213,6 +215,7 @@ class DryRun:
         output_shape: Of the latent, of the parameters of its distribution, or of the pictures.
         output_itemsize: Bytes of one of its elements.
         result_shape: Of the latent or the pictures, once the distribution's mode is taken.
+        at_norms: As of `Counted`.
     """
 
     tensor_bytes: int
@@ -220,6 +223,7 @@ class DryRun:
     output_shape: tuple[int, ...]
     output_itemsize: int
     result_shape: tuple[int, ...]
+    at_norms: tuple[tuple[int, int], ...] = ()
 
 
 def _with_what_is_around(found: DryRun, wanted: Planned) -> int:
@@ -232,9 +236,21 @@ def _with_what_is_around(found: DryRun, wanted: Planned) -> int:
         size = wanted.tile.size(latents=wanted.direction == "encoding")
         whole = math.prod(found.output_shape[:-2]) * math.prod(size)
         total += whole * max(itemsize, 4) if wanted.tile.count > 1 else 0
+        if wanted.together and wanted.device_type == "cpu":
+            total += _waiting_bytes(found, wanted.tile)
     if parts > 1:
         total += whole * itemsize * parts
     return total + wanted.moved_weights_bytes
+
+
+def _waiting_bytes(found: DryRun, tile: TilePlan) -> int:
+    """What tiles hold that wait at a norm, with the features of the whole, at this norm and at the one before."""
+    tiled = math.prod(axis.tile * len(axis.starts) for axis in (tile.rows, tile.columns))
+    share = tile.rows.length * tile.columns.length / tiled
+    waiting = [
+        (tile.count - 1) * held + 2 * share * tile.count * features for held, features in found.at_norms
+    ]
+    return round(max(waiting, default=0.0)) if tile.count > 1 else 0
 
 
 def _learned_bytes(
@@ -310,9 +326,7 @@ def dry_run(
             return _dry_run_of_recipe(_recipe_of(module), shape, direction, wanted)
         return _run_twin(_cast(_copy_without_weights(module), wanted), shape, direction, wanted)
     except Exception as error:  # a stranger's model may raise anything
-        raise NoTwinError(
-            f"its layers could not be run without weights: {type(error).__name__}: {error}"
-        ) from error
+        raise NoTwinError(f"its layers could not be run without weights: {describe(error)}") from error
 
 
 def _module_of(vae: object) -> nn.Module:
@@ -364,7 +378,7 @@ def _run_twin(twin: Any, shape: tuple[int, ...], direction: Direction, dtype: to
         found = counted(lambda: twin.decode(source, **_frame_count(twin, shape)))
         made = result = decoded(found.result)
     sizes = tuple(made.shape), made.element_size(), tuple(result.shape)
-    return DryRun(found.tensor_bytes, found.peak_bytes, *sizes)
+    return DryRun(found.tensor_bytes, found.peak_bytes, *sizes, at_norms=found.at_norms)
 
 
 def _streamed_frames(twin: Any, shape: tuple[int, ...], direction: Direction) -> tuple[int, int] | None:
@@ -449,11 +463,13 @@ class Counted:
         result: What the code returned, on the meta device.
         tensor_bytes: Most that its tensors held at one time, those that it was given apart.
         peak_bytes: The same with what convolutions take for themselves while they run.
+        at_norms: At each group norm, what was held beside its features, and these.
     """
 
     result: Any
     tensor_bytes: int
     peak_bytes: int
+    at_norms: tuple[tuple[int, int], ...] = ()
 
 
 def counted(code: Callable[[], object]) -> Counted:
@@ -466,13 +482,24 @@ def counted(code: Callable[[], object]) -> Counted:
     Args:
         code: Makes no tensor on any other device.
     """
-    with _disable_current_modes(), torch.no_grad(), _META, _FusedAttention(), _LiveBytes() as live:
+    live = _LiveBytes()
+    layers = _Layers(live)
+    with _disable_current_modes(), torch.no_grad(), _META, layers, live:
         result = code()
-    return Counted(result, live.highest, live.highest_with_workspace)
+    return Counted(result, live.highest, live.highest_with_workspace, tuple(layers.at_norms))
 
 
-class _FusedAttention(TorchFunctionMode):
-    """Gives attention's output its shape without its steps, which on the meta device would be the naive ones."""
+class _Layers(TorchFunctionMode):
+    """Gives attention's output its shape without its steps, which on the meta device would be the naive ones.
+
+    Args:
+        live: Counts what is alive at group norms.
+    """
+
+    def __init__(self, live: "_LiveBytes") -> None:
+        super().__init__()
+        self._live = live
+        self.at_norms: list[tuple[int, int]] = []
 
     def __torch_function__(
         self,
@@ -482,6 +509,9 @@ class _FusedAttention(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if func is functional.group_norm and args:
+            features = nbytes_of(args[0])
+            self.at_norms.append((max(self._live.now - features, 0), features))
         if func is not functional.scaled_dot_product_attention:
             return func(*args, **kwargs)
         named = dict(zip(("query", "key", "value"), args, strict=False)) | dict(kwargs)

@@ -6,10 +6,10 @@ A result with NaN or Inf ends all three with an error, as running out of memory 
 `checked` and `check_tiles` refuse options that make no sense before anything is done.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 from sigmascope.errors import ConfigError, ModelMismatchError, NonFiniteError
 from sigmascope.pipeline.image_preprocessing import Pictures, folded, unfolded
 from sigmascope.pipeline.model_state import as_before, for_inference, put_in_ram
-from sigmascope.pipeline.tiling import TilePlan, plan, tiled_map
+from sigmascope.pipeline.tiling import in_tiles, plan
 from sigmascope.pipeline.vae_adapters import ComfyuiVae, Encoded, Vae, check_can_sample, check_count
 from sigmascope.records.latents import STRATEGIES, Direction, Strategy, TileFacts
 
@@ -90,6 +90,11 @@ class Encoding:
             return None
         return self._note(self.vae.encode_tiled(part, self.pictures.values, tile, overlap))
 
+    def compared(self, raw: Tensor) -> Tensor:
+        """What neighbouring tiles are held against each other by: the latent itself."""
+        posterior = None if self._last is None else self._last.posterior
+        return Encoded(raw, posterior).latent(sample=False, generator=None)
+
     def finish(self, raw: Tensor) -> Tensor:
         """Draw from the distribution, or take its mode; frames get an axis of their own again."""
         posterior = None if self._last is None else self._last.posterior
@@ -141,6 +146,10 @@ class Decoding:
     def vae_tiles(self, part: Tensor, tile: int, overlap: int) -> Tensor | None:
         """ComfyUI cuts its own."""
         return self.vae.decode_tiled(part, tile, overlap) if isinstance(self.vae, ComfyuiVae) else None
+
+    def compared(self, raw: Tensor) -> Tensor:
+        """What neighbouring tiles are held against each other by."""
+        return raw
 
     def finish(self, raw: Tensor) -> Tensor:
         """Frames get an axis of their own again."""
@@ -203,16 +212,22 @@ def copy_back(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device)
 
 
-def tiled(work: Work, tiles: Tiles) -> Outcome:
-    """Picture by picture, in tiles."""
+def tiled(work: Work, tiles: Tiles, *, apart: str | None = None) -> Outcome:
+    """Picture by picture, in tiles.
+
+    Args:
+        work: What there is to do.
+        tiles: Of what size.
+        apart: Why norms shall see a tile at a time.
+    """
     with _undisturbed(work):
-        raw, facts = _in_tiles(work, tiles, work.vae.device)
+        raw, facts = _in_tiles(work, tiles, work.vae.device, apart=apart)
         result = finite(work, work.finish(raw))
     return Outcome(_delivered(work, result), facts)
 
 
 def _in_tiles(
-    work: Work, tiles: Tiles, device: torch.device, *, by_vae: bool = True
+    work: Work, tiles: Tiles, device: torch.device, *, by_vae: bool = True, apart: str | None = None
 ) -> tuple[Tensor, TileFacts]:
     """What the VAE gives for all parts, one after the other, and how they were cut."""
     parts = work.one_by_one()
@@ -220,14 +235,15 @@ def _in_tiles(
         asked = tiles_asked_for(work, tiles)
         whole = work.vae_tiles(work.source, tiles.side, asked.overlap_height)
         if whole is not None:
-            return whole, asked
+            return whole, replace(asked, norm_statistics="per_tile", norm_reason="the VAE cut its own tiles")
     factor = work.vae.facts.spatial_factor or measured_factor(work, tiles, device)
-    cut = None
+    seen: list[TileFacts] = []
     output: Tensor | None = None
     for index, part in enumerate(parts):
-        made, cut = _one_in_tiles(lambda tile: work.part(tile, device), part, work, tiles, factor)
+        made, facts = _one_in_tiles(part, work, tiles, factor, device, apart)
         if len(parts) == 1:
-            return made, cut.facts()
+            return made, facts
+        seen.append(facts)
         if output is None:
             output = made.new_empty(made.shape[0] * len(parts), *made.shape[1:])
         place = output[index * made.shape[0] : (index + 1) * made.shape[0]]
@@ -238,8 +254,14 @@ def _in_tiles(
             )
         place.copy_(made)
     assert output is not None  # there is at least one part
-    assert cut is not None
-    return output, cut.facts()
+    return output, _of_all(seen)
+
+
+def _of_all(seen: Sequence[TileFacts]) -> TileFacts:
+    """Of several pictures: how they were cut, and the worst of what that cost."""
+    worst = next((one for one in seen if one.norm_statistics == "per_tile"), seen[0])
+    differences = [one.overlap_difference for one in seen if one.overlap_difference is not None]
+    return replace(worst, overlap_difference=max(differences, default=None))
 
 
 def tiles_asked_for(work: Work, tiles: Tiles, *, by_vae: bool = True) -> TileFacts:
@@ -250,9 +272,13 @@ def tiles_asked_for(work: Work, tiles: Tiles, *, by_vae: bool = True) -> TileFac
         tiles: Of what size.
         by_vae: Whether the VAE may.
     """
-    shared = tiles.side // 4 if tiles.overlap is None else tiles.overlap
-    height, width = (min(tiles.side, side) for side in work.pixels)
     cuts_its_own = by_vae and isinstance(work.vae, ComfyuiVae)
+    shared = tiles.side // 4 if tiles.overlap is None else tiles.overlap
+    if (
+        tiles.overlap is None and cuts_its_own
+    ):  # ComfyUI fills what lies between whole latent elements with NaN
+        shared -= shared % (work.vae.facts.spatial_factor or 1)
+    height, width = (min(tiles.side, side) for side in work.pixels)
     return TileFacts(height, width, shared, shared, by="vae" if cuts_its_own else "sigmascope")
 
 
@@ -286,18 +312,27 @@ def _even(length: int) -> int:
 
 
 def _one_in_tiles(
-    function: Callable[[Tensor], Tensor], part: Tensor, work: Work, tiles: Tiles, factor: int
-) -> tuple[Tensor, TilePlan]:
+    part: Tensor, work: Work, tiles: Tiles, factor: int, device: torch.device, apart: str | None
+) -> tuple[Tensor, TileFacts]:
     """Where a side is no multiple of the factor, VAEs differ in what they make of the rest."""
     height, width = _pixels_of(part, work, factor)
-    cut = plan(height, width, tiles.side, tiles.overlap, factor)
+
+    def with_rounding(rounding: Literal["down", "up"]) -> tuple[Tensor, TileFacts]:
+        return in_tiles(
+            lambda tile: work.part(tile, device),
+            part,
+            plan(height, width, tiles.side, tiles.overlap, factor, rounding=rounding),
+            modules=work.vae.modules,
+            apart=apart,
+            compared=work.compared,
+        )
+
     try:
-        return tiled_map(function, part, cut), cut
+        return with_rounding("down")
     except ModelMismatchError:
         if height % factor == 0 and width % factor == 0:
             raise
-    cut = plan(height, width, tiles.side, tiles.overlap, factor, rounding="up")
-    return tiled_map(function, part, cut), cut
+    return with_rounding("up")
 
 
 def _pixels_of(part: Tensor, work: Work, factor: int) -> tuple[int, int]:
@@ -327,7 +362,8 @@ def on_cpu(work: Work, tiles: Tiles | None = None, *, in_float32: bool = False) 
         if tiles is None:
             raw = work.part(work.source, _CPU)
         else:
-            raw, facts = _in_tiles(work, tiles, _CPU, by_vae=False)
+            apart = "RAM does not hold the whole"  # which is why there are tiles
+            raw, facts = _in_tiles(work, tiles, _CPU, by_vae=False, apart=apart)
         result = finite(work, work.finish(raw))
         del raw
     if in_float32:

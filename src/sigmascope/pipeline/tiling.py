@@ -1,26 +1,48 @@
 """Run a VAE over a large picture tile by tile, and blend where tiles overlap.
 
-What is needed at once is the memory of one tile, and of the output. Away from seams a tile gives what the whole
-picture gives, as far as the network is local: group normalisation and attention see only the tile.
+What is needed at once on an accelerator is the memory of one tile, and of the output. Tiles meet at group norms and
+attention, which see the whole picture (`tiles_together`). By itself a tile gives what the whole gives away from seams, as
+far as the network is local.
 """
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from types import EllipsisType
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sigmascope.errors import ConfigError, ModelMismatchError
+from sigmascope.pipeline.model_state import as_before
+from sigmascope.pipeline.out_of_memory import free_memory, let_go
+from sigmascope.pipeline.tiles_together import ApartError, Tile, go_through, why_apart, why_no_ram
 from sigmascope.progress import Progress, no_progress
-from sigmascope.records.latents import TileFacts
+from sigmascope.records.latents import NormStatistics, TileFacts
 
 Sides = int | tuple[int, int]
 """One size for both sides, or (height, width)."""
 Where = tuple[EllipsisType, slice, slice]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A tile's features along one axis.
+
+    Attributes:
+        place: In those of the whole.
+        own: The part of them that no other tile stands for.
+        own_place: That, in those of the whole.
+    """
+
+    place: slice
+    own: slice
+    own_place: slice
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,25 +80,56 @@ class TileAxis:
         """The latent elements or the pixels of a tile."""
         return self.latent_span(index) if latents else self.pixel_span(index)
 
+    def spans(self, *, latents: bool) -> list[slice]:
+        """Of all tiles."""
+        return [self.span(index, latents=latents) for index in range(len(self.starts))]
+
     @property
     def least_shared_pixels(self) -> int:
         """What every tile has in common with the next, in pixels; 0 where there is but one."""
-        return min(_shared([self.pixel_span(index) for index in range(len(self.starts))]), default=0)
+        return min(_shared(self.spans(latents=False)), default=0)
+
+    def features(self, index: int, length: int, scale: Fraction) -> Span:
+        """Where features of a tile are.
+
+        Args:
+            index: Of the tile.
+            length: Of its features.
+            scale: Of them, to one latent element.
+
+        Raises:
+            ApartError: They do not lie on a grid that all tiles share.
+        """
+        last = len(self.starts) - 1
+        start = self.starts[index] * scale
+        span = self.latent_span(index)
+        beyond = length - (span.stop - span.start) * scale
+        if start.denominator > 1 or (beyond if index < last else abs(beyond) >= max(scale, 1)):
+            raise ApartError(f"features of {length} do not lie on the grid of its tiles")
+        cuts = [(after + before + self.tile) // 2 for before, after in itertools.pairwise(self.starts)]
+        first = int(start)
+        begin = 0 if index == 0 else int(cuts[index - 1] * scale) - first
+        end = length if index == last else int(cuts[index] * scale) - first
+        return Span(slice(first, first + length), slice(begin, end), slice(first + begin, first + end))
 
     def size(self, *, latents: bool) -> int:
         """Length in latent elements or in pixels."""
         return self.length if latents else self.pixels
 
-    def weights(self, *, latents: bool) -> list[Tensor]:
+    def weights(self, *, latents: bool, inner: bool = False) -> list[Tensor]:
         """The share of each tile in each of its places: at every place the shares add up to 1.
 
         A tile's share rises and falls linearly over all that it has in common with the tile before and the tile
         after it, which may be more than was asked for. Elsewhere, the picture's borders included, it is exactly 1.
+
+        Args:
+            latents: Whether places are latent elements.
+            inner: Let it rise and fall over the inner half of that alone, so that a tile's edges do not count.
         """
-        spans = [self.span(index, latents=latents) for index in range(len(self.starts))]
+        spans = self.spans(latents=latents)
         shared = [0, *_shared(spans), 0]
         rises = [
-            _rise(span.stop - span.start, before, after)
+            _rise(span.stop - span.start, before, after, inner=inner)
             for span, before, after in zip(spans, shared, shared[1:], strict=False)
         ]
         total = torch.zeros(self.size(latents=latents), dtype=torch.float64)
@@ -90,10 +143,19 @@ def _shared(spans: Sequence[slice]) -> list[int]:
     return [span.stop - after.start for span, after in itertools.pairwise(spans)]
 
 
-def _rise(length: int, before: int, after: int) -> Tensor:
+def _rise(length: int, before: int, after: int, *, inner: bool) -> Tensor:
     """Rises over the first `before` places, stays at 1, and falls over the last `after`."""
     position = torch.arange(1, length + 1, dtype=torch.float64)
-    return torch.minimum(position / (before + 1), (length + 1 - position) / (after + 1)).clamp(max=1.0)
+    ends = []
+    for places, shared in ((position, before), (position.flip(0), after)):
+        outside = _outside(shared) if inner else 0
+        ends.append((places - outside) / (shared - 2 * outside + 1))
+    return torch.minimum(*ends).clamp(0.0, 1.0)
+
+
+def _outside(shared: int) -> int:
+    """At both ends of what two tiles share: the places that are not of its inner half."""
+    return shared // 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +166,14 @@ class TilePlan:
     columns: TileAxis
 
     @property
+    def shape(self) -> tuple[int, int]:
+        """Tiles along the height and along the width."""
+        return len(self.rows.starts), len(self.columns.starts)
+
+    @property
     def count(self) -> int:
         """Tiles in all."""
-        return len(self.rows.starts) * len(self.columns.starts)
+        return math.prod(self.shape)
 
     @property
     def tile_pixels(self) -> tuple[int, int]:
@@ -133,6 +200,45 @@ class TilePlan:
         return TileFacts(
             *self.tile_pixels, rows.least_shared_pixels, columns.least_shared_pixels, count=self.count
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which tile of a plan, and how many frames go in, of videos."""
+
+    plan: TilePlan
+    row: int
+    column: int
+    frames: int | None = None
+
+    def where(self, *, latents: bool) -> Where:
+        """Its latent elements or its pixels."""
+        plan = self.plan
+        rows, columns = (
+            plan.rows.span(self.row, latents=latents),
+            plan.columns.span(self.column, latents=latents),
+        )
+        return ..., rows, columns
+
+    def sides_of(self, places: int) -> tuple[int, ...] | None:
+        """Height and width, after frames of videos, of features whose places are all on one axis.
+
+        They are as large as the latent, or of pictures so many times two. None of features without such places.
+        """
+        axes = (self.plan.rows, self.row), (self.plan.columns, self.column)
+        height, width = (axis.latent_span(index).stop - axis.starts[index] for axis, index in axes)
+        if self.frames is not None:
+            frames, rest = divmod(places, height * width)
+            return None if rest or not 0 < frames <= self.frames else (frames, height, width)
+        while height * width < places:
+            height, width = 2 * height, 2 * width
+        return (height, width) if height * width == places else None
+
+    def of_whole(self, places: int) -> int:
+        """How many places the whole has where this tile has so many."""
+        rows, columns = self.plan.rows, self.plan.columns
+        tile = min(rows.tile, rows.length) * min(columns.tile, columns.length)
+        return places * rows.length * columns.length // tile
 
 
 def plan(
@@ -262,7 +368,12 @@ def tile_starts(length: int, tile: int, overlap: int) -> tuple[int, ...]:
 
 
 def tiled_map(
-    function: Callable[[Tensor], Tensor], tensor: Tensor, plan: TilePlan, *, progress: Progress = no_progress
+    function: Callable[[Tensor], Tensor],
+    tensor: Tensor,
+    plan: TilePlan,
+    *,
+    modules: Iterable[nn.Module] = (),
+    progress: Progress = no_progress,
 ) -> Tensor:
     """Apply an encoder or a decoder to overlapping tiles and blend the results linearly.
 
@@ -273,6 +384,8 @@ def tiled_map(
         function: Maps pixels (..., height, width) to latents, or latents to pixels.
         tensor: The whole picture or latent of `plan`.
         plan: From `plan`.
+        modules: What `function` runs. Their group norms see the whole picture, where that can be done; without
+            any, they see a tile at a time.
         progress: Told after each tile.
 
     Returns:
@@ -283,28 +396,161 @@ def tiled_map(
         ConfigError: The tensor is neither the plan's picture nor its latent.
         ModelMismatchError: `function` gives tiles of a size that the plan's `downscale` does not explain.
     """
-    from_latents = _holds_latents(tensor, plan)
+    return in_tiles(function, tensor, plan, modules=modules, progress=progress)[0]
+
+
+def in_tiles(
+    function: Callable[[Tensor], Tensor],
+    tensor: Tensor,
+    plan: TilePlan,
+    *,
+    modules: Iterable[nn.Module] = (),
+    apart: str | None = None,
+    compared: Callable[[Tensor], Tensor] | None = None,
+    progress: Progress = no_progress,
+) -> tuple[Tensor, TileFacts]:
+    """What `tiled_map` gives, and what the tiles cost. Arguments as there, errors too.
+
+    Args:
+        function: As there.
+        tensor: As there.
+        plan: As there.
+        modules: As there.
+        apart: Why the norms shall see a tile at a time all the same.
+        compared: What of a tile's result neighbours are held against each other by; None: they are not.
+        progress: As there.
+    """
+    latents = _holds_latents(tensor, plan)
     if plan.count == 1:
-        return function(tensor)
-    row_weights, column_weights = (
-        axis.weights(latents=not from_latents) for axis in (plan.rows, plan.columns)
-    )
-    output: Tensor | None = None
-    dtype = tensor.dtype
-    indices = itertools.product(range(len(row_weights)), range(len(column_weights)))
-    for done, (row, column) in enumerate(indices, start=1):
-        part = function(tensor[_where(plan, row, column, latents=from_latents)])
-        where = _where(plan, row, column, latents=not from_latents)
-        _check(part, where, output)
-        if output is None:
-            dtype = part.dtype
-            output = _empty(part, plan.size(latents=not from_latents))
-        weight = row_weights[row][:, None] * column_weights[column]
-        output[where] += part * weight.to(part.device)
-        del part  # not to be held beside the next tile's work
-        progress(done, plan.count, "tile")
-    assert output is not None  # there is at least one tile
-    return output.to(dtype)
+        return function(tensor), plan.facts()
+    frames = tensor.shape[2] if tensor.ndim == 5 else None
+    rows, columns = plan.shape
+    places = [Place(plan, row, column, frames) for row in range(rows) for column in range(columns)]
+    whole = tuple(modules)
+    reason = apart or why_apart(whole) or ("gradients are recorded" if torch.is_grad_enabled() else None)
+    if reason is None:
+        blend = _Blend(plan, compared, progress, latents=not latents, inner=True)
+        handled = sys.exception()
+        try:
+            return _together(
+                [Tile(one, function, tensor[one.where(latents=latents)], whole) for one in places],
+                whole,
+                blend,
+            )
+        except ApartError as error:
+            reason = str(error)
+        except Exception as error:
+            reason = why_no_ram(error)
+            if reason is None:
+                raise
+            let_go(error, handled)
+        free_memory()
+    blend = _Blend(plan, compared, progress, latents=not latents)
+    for place in places:
+        blend.add(place, function(tensor[place.where(latents=latents)]))
+    return blend.result("per_tile", reason)
+
+
+def _together(
+    tiles: Sequence[Tile], modules: Sequence[nn.Module], blend: "_Blend"
+) -> tuple[Tensor, TileFacts]:
+    with as_before(*modules), closing(go_through(tiles, modules, blend.differences)) as made:
+        for place, part in made:
+            blend.add(place, part)
+            del part  # not to be held beside the next tile's work
+    return blend.result("whole", tiles[0].attends_alone)
+
+
+class _Blend:
+    """Puts the results of tiles together as they come, row by row.
+
+    Args:
+        plan: How they were cut.
+        compared: What of a result is held against its neighbours'; None: nothing is.
+        progress: Told after each.
+        latents: Whether the results are latents.
+        inner: Whether only the inner half of what two share counts: what tiles that saw the whole's features lack
+            is at their edges alone.
+    """
+
+    def __init__(
+        self,
+        plan: TilePlan,
+        compared: Callable[[Tensor], Tensor] | None,
+        progress: Progress,
+        *,
+        latents: bool,
+        inner: bool = False,
+    ) -> None:
+        self._plan, self._compared, self._progress = plan, compared, progress
+        self._latents, self._inner = latents, inner
+        self._weights = [axis.weights(latents=latents, inner=inner) for axis in (plan.rows, plan.columns)]
+        self._output: Tensor | None = None
+        self._dtype = torch.float32
+        self._done = 0
+        self._edges: dict[tuple[str, int], Tensor] = {}
+        self._sums: list[Tensor] = []
+        self.differences: list[Tensor] = []
+
+    def add(self, place: Place, part: Tensor) -> None:
+        """Blend the next one in."""
+        where = place.where(latents=self._latents)
+        _check(part, where, self._output)
+        if self._output is None:
+            self._dtype = part.dtype
+            self._output = _empty(part, self._plan.size(latents=self._latents))
+        if self._compared is not None:
+            self._compare(place, self._compared(part.detach()))
+        rows, columns = self._weights
+        weight = rows[place.row][:, None] * columns[place.column]
+        self._output[where] += part * weight.to(part.device)
+        self._done += 1
+        self._progress(self._done, self._plan.count, "tile")
+
+    def _compare(self, place: Place, part: Tensor) -> None:
+        """With the tile above and the one to the left, where they overlap; of each tile its last edges are kept."""
+        axes = ("above", self._plan.rows, -2, place.row), ("left", self._plan.columns, -1, place.column)
+        for name, axis, dim, index in axes:
+            other = place.column if name == "above" else 0
+            before = self._edges.pop((name, other), None)
+            shared = [0, *_shared(axis.spans(latents=self._latents)), 0]
+            if index and before is not None:
+                here = self._where_both_count(part.narrow(dim, 0, shared[index]), dim)
+                both = torch.stack(
+                    [(here - before).square().sum(), here.square().sum(), before.square().sum()]
+                )
+                self._sums.append(both)
+            if after := shared[index + 1]:
+                self._edges[name, other] = self._where_both_count(
+                    part.narrow(dim, -after, after), dim
+                ).clone()
+
+    def _where_both_count(self, shared: Tensor, dim: int) -> Tensor:
+        size = shared.shape[dim]
+        outside = _outside(size) if self._inner else 0
+        return shared.narrow(dim, outside, size - 2 * outside).float()
+
+    def result(self, norms: NormStatistics, reason: str | None) -> tuple[Tensor, TileFacts]:
+        """The whole, in the dtype of the tiles, and what they cost."""
+        assert self._output is not None  # there is at least one tile
+        facts = replace(
+            self._plan.facts(),
+            norm_statistics=norms,
+            norm_reason=reason,
+            overlap_difference=self._difference(),
+        )
+        return self._output.to(self._dtype), facts
+
+    def _difference(self) -> float | None:
+        """Relative L2 of neighbours from each other where they overlap; None where they share nothing.
+
+        Of what they gave, or of what they brought to a layer at which they met, if that is more.
+        """
+        if not self._sums:
+            return None
+        apart, one, other = torch.stack(self._sums).sum(0)
+        found = torch.stack([(apart / (one + other) * 2).sqrt(), *self.differences])
+        return float(found.nan_to_num(0.0).max())
 
 
 def _holds_latents(tensor: Tensor, plan: TilePlan) -> bool:
@@ -320,10 +566,6 @@ def _holds_latents(tensor: Tensor, plan: TilePlan) -> bool:
 
 def _size(shape: Sequence[int]) -> str:
     return "×".join(map(str, shape))
-
-
-def _where(plan: TilePlan, row: int, column: int, *, latents: bool) -> Where:
-    return (..., plan.rows.span(row, latents=latents), plan.columns.span(column, latents=latents))
 
 
 def _check(part: Tensor, where: Where, output: Tensor | None) -> None:

@@ -1,13 +1,19 @@
 """One form for what ComfyUI's patchers and PEFT's layers hold: a change to one weight of a model."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Final, Literal
 
 from torch import Tensor
 
 AdapterType = Literal["lora", "loha", "lokr", "glora", "oft", "boft", "dora", "diff", "set", "unknown"]
 PatchType = Literal["lora_up", "lora_down", "diff", "unknown"]
+_WORDS: Final[tuple[tuple[str, PatchType], ...]] = (
+    ("lora_up.weight", "lora_up"),
+    ("lora_down.weight", "lora_down"),
+    ("diff", "diff"),
+)
+_DEEPEST: Final = 3  # containers in containers
 PatchState = Literal["registered", "merged", "lazy", "inactive", "failed"]
 """How far a change has come.
 
@@ -24,8 +30,8 @@ class AppliedPatch:
     Attributes:
         key: The weight's name in the model's state dict, as it would be without any wrapper of an adapter.
         adapter_type: What the change truly is.
-        patch_type: Its coarse type: lora_up for a LoRA or DoRA, whose up and down factors are one change; diff;
-            unknown for all others.
+        patch_type: Its coarse type: lora_up for a LoRA or DoRA, whose up and down factors are one change; diff; what
+            `patch_type_by_words` finds in any other.
         data_type: `str(type(...))` of what the host keeps for it.
         state: How far it has come.
         state_reason: What the state was read from.
@@ -63,3 +69,28 @@ class AppliedPatch:
     weight_shape: tuple[int, ...] | None = None
     offset: tuple[int, int, int] | None = None
     unavailable: Mapping[str, str] = field(default_factory=dict)
+
+
+def patch_type_by_words(kept: object) -> PatchType:
+    """The coarse type by words in what a host keeps, where it is of no kind that is known.
+
+    The words are those of keys and texts, such as of a dict with `lora_up.weight`: the same as in the text of the
+    whole, but without printing its tensors, for which an accelerator would be waited for.
+    """
+    try:
+        words = " ".join(_words(kept, _DEEPEST))
+    except Exception:  # noqa: BLE001 - the host's objects may raise anything
+        return "unknown"
+    return next((kind for word, kind in _WORDS if word in words), "unknown")
+
+
+def _words(kept: object, depth: int) -> Iterator[str]:
+    if isinstance(kept, str):
+        yield kept
+    elif isinstance(kept, Mapping) and depth:
+        for key, value in kept.items():
+            yield from _words(key, depth - 1)
+            yield from _words(value, depth - 1)
+    elif isinstance(kept, list | tuple) and depth:
+        for value in kept:
+            yield from _words(value, depth - 1)

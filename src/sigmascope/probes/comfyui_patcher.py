@@ -8,17 +8,27 @@ no mark is left on a patcher, whose clones compare their attributes.
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from sigmascope.probes.applied_patch import AppliedPatch
 from sigmascope.probes.comfyui_weight_adapter import Found, Standing, applied, is_list_of_patches, settled
 from sigmascope.probes.models import named_modules_in
-from sigmascope.probes.reading import Reading, attribute, describe, has, lookup, mapping, number, sequence
+from sigmascope.probes.reading import (
+    Reading,
+    attribute,
+    describe,
+    has,
+    lookup,
+    mapping,
+    number,
+    read_host,
+    sequence,
+)
 
-__all__ = ["is_comfyui", "original_weight", "read_patches", "weights_of"]
+__all__ = ["KeptWeight", "is_comfyui", "kept_weights", "original_weight", "read_patches", "weights_of"]
 
 _MARKS = ("patches_uuid", "backup", "add_patches", "load_device", "offload_device")
 _MOST_HOLDERS = 3
@@ -63,12 +73,14 @@ def _patches(patcher: Any) -> Iterator[AppliedPatch]:
     readers = (replaced, _registered, hooked, wrapped, bypassed)
     all_found = [found for read in readers for found in read(patcher)]
     counts = Counter(found.key for found in all_found)
-    weights = {key: (original_weight(patcher, key), weight_at(patcher.model, key)) for key in counts}
+    kept = kept_weights(patcher)
+    weights = {key: (original_weight(patcher, key, kept), weight_at(patcher.model, key)) for key in counts}
     indices: Counter[str] = Counter()
     for found in all_found:
         original, now = weights[found.key]
         for patch in applied(found, indices[found.key], original):
-            yield settled(patch, original, now, alone=counts[found.key] == 1)
+            alone = counts[found.key] == 1 and (found.key not in kept or kept[found.key].is_own)
+            yield settled(patch, original, now, alone=alone)
         indices[found.key] += 1
 
 
@@ -106,8 +118,9 @@ class Standings:
     def __init__(self, patcher: object) -> None:
         self._model = attribute(patcher, "model")
         self._kept = mapping(patcher, "backup")
+        self._patches = mapping(patcher, "patches")
         self._names_its_set = has(self._model, "current_weight_patches_uuid")
-        self._loaded = self._loaded_patcher(patcher) if self._names_its_set else None
+        self._loaded = self._loaded_patcher(patcher)
         self._loaded_patches = mapping(self._loaded, "patches")
 
     def of(self, key: str, entry: object) -> Standing:
@@ -125,6 +138,14 @@ class Standings:
         if self._loaded is None or not _holds(self._loaded_patches.get(key), entry):
             return Standing("registered", self._why_not_loaded())
         return self._of_loaded(key, module)
+
+    def is_own(self, key: str) -> bool:
+        """Whether all that was merged into a weight, whose original is kept, is this patcher's, and all of it."""
+        own = sequence(self._patches.get(key))
+        if self._loaded is None and not self._names_its_set:
+            return bool(own)
+        loaded = sequence(self._loaded_patches.get(key))
+        return bool(own) and [*map(id, own)] == [*map(id, loaded)]
 
     def _by_what_is_kept(self, key: str) -> Standing:
         if key in self._kept:
@@ -152,7 +173,9 @@ class Standings:
         )
 
     def _loaded_patcher(self, patcher: object) -> object | None:
-        """The patcher whose changes the model holds."""
+        """The patcher whose changes the model holds; None if there is none, or nobody says which."""
+        if not self._names_its_set:
+            return next(_loaded_by_comfyui(self._model), None)
         holding = attribute(self._model, "current_weight_patches_uuid")
         if holding is None:
             return None
@@ -381,23 +404,78 @@ def weights_of(model: object) -> Reading[nn.Module]:
     return Reading(inner)
 
 
-def original_weight(model: object, key: str) -> Tensor | None:
-    """The weight before anything was merged into it: the host's own tensor, not a copy.
+class KeptWeight(NamedTuple):
+    """A weight that the model holds changed, as it was before.
 
-    It is what the patcher kept when it merged, and the model's own weight where it merged nothing.
+    Attributes:
+        weight: The host's own tensor, not a copy.
+        is_own: Whether the model holds in its place what this patcher makes of it, and not what a clone does.
+    """
+
+    weight: Tensor
+    is_own: bool
+
+
+def kept_weights(model: object) -> dict[str, KeptWeight]:
+    """The weights of a patcher that its model holds changed, by name in the state dict of `weights_of(model)`.
+
+    Clones share one model, which holds the changes of the one that was loaded last. What it held before is
+    kept by that one, and by its clones too where they share what was kept (all, since 2024).
 
     Args:
-        model: A patcher, or what holds one. Clones share what was kept.
+        model: A patcher, or what holds one; anything else has none.
+    """
+    patcher = patcher_of(model)
+    return {} if patcher is None else read_host(lambda: _kept_weights(patcher)).value or {}
+
+
+def _kept_weights(patcher: object) -> dict[str, KeptWeight]:
+    inner, standings = attribute(patcher, "model"), Standings(patcher)
+    holders = [
+        one
+        for one in (*_with_parents(patcher), *_loaded_by_comfyui(inner))
+        if attribute(one, "model") is inner
+    ]
+    merged, by_hooks, objects_kept = (
+        _kept_by(holders, name) for name in ("backup", "hook_backup", "object_patches_backup")
+    )
+    objects = mapping(patcher, "object_patches")
+    hooks = read_host(lambda: {found.key for found in hooked(patcher) if found.standing.state == "merged"})
+
+    def is_own(key: str) -> bool:
+        return (
+            (key not in merged or standings.is_own(key))
+            and (key not in by_hooks or key in (hooks.value or ()))
+            and (key not in objects_kept or objects.get(key) is weight_at(inner, key))
+        )
+
+    # A hook changes the weight with everything else merged, so what was kept of that is older.
+    found = by_hooks | merged | objects_kept
+    return {
+        key: KeptWeight(weight, read_host(lambda key=key: is_own(key)).value is True)  # type: ignore[misc]
+        for key, weight in found.items()
+    }
+
+
+def _kept_by(holders: Iterable[object], name: str) -> dict[str, Tensor]:
+    held = {id(attribute(holder, name)): mapping(holder, name) for holder in holders}
+    kept = {str(key): kept_weight(entry) for one in held.values() for key, entry in one.items()}
+    return {key: weight for key, weight in kept.items() if weight is not None}
+
+
+def original_weight(model: object, key: str, kept: Mapping[str, KeptWeight] | None = None) -> Tensor | None:
+    """The weight before anything was merged into it: the host's own tensor, not a copy.
+
+    Args:
+        model: A patcher, or what holds one.
         key: The weight's name in the state dict of `weights_of(model)`.
+        kept: Its `kept_weights`, where many are asked for.
 
     Returns:
         None if the model has no such weight.
     """
-    patcher = patcher_of(model)
-    kept = kept_weight(lookup(attribute(patcher, "backup"), key))
-    if kept is None:  # hooks change the weight as it is with everything else merged
-        kept = kept_weight(lookup(attribute(patcher, "hook_backup"), key))
-    return weight_at(attribute(patcher, "model"), key) if kept is None else kept
+    found = (kept_weights(model) if kept is None else kept).get(key)
+    return weight_at(attribute(patcher_of(model), "model"), key) if found is None else found.weight
 
 
 def kept_weight(kept: object) -> Tensor | None:

@@ -15,11 +15,17 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from sigmascope.probes.applied_patch import AdapterType, AppliedPatch, PatchState, PatchType
+from sigmascope.probes.applied_patch import (
+    AdapterType,
+    AppliedPatch,
+    PatchState,
+    PatchType,
+    patch_type_by_words,
+)
 from sigmascope.probes.reading import attribute, describe, has, number, sequence
 
 _PATCH_TYPES: dict[str, PatchType] = {"lora": "lora_up", "diff": "diff"}
-"""The coarse type by kind, 'unknown' for all others. A LoRA's entry holds up and down both, and is 'lora_up'."""
+"""The coarse type by kind; words tell it of all others. A LoRA's entry holds up and down both, and is 'lora_up'."""
 
 # Why a change may fail though its shapes fit (`doubt`).
 _NO_ALPHA = (
@@ -98,7 +104,7 @@ def _unreadable(found: Found, index: int, reason: str) -> AppliedPatch:
     return AppliedPatch(
         found.key,
         "unknown",
-        "unknown",
+        patch_type_by_words(found.kept),
         str(type(found.kept)),
         *found.standing,
         found.source,
@@ -182,7 +188,7 @@ def _applied_part(found: Found, index: int, part: Part, weight: Tensor | None) -
     return AppliedPatch(
         found.key,
         change.adapter_type,
-        _PATCH_TYPES.get(change.kind, "unknown"),
+        _PATCH_TYPES.get(change.kind) or patch_type_by_words(part.kept_value),
         str(type(part.kept_value)),
         state,
         reason,

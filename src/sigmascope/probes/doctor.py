@@ -8,12 +8,12 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
-from pathlib import Path
 from typing import Any, Final
 
 import torch
 from packaging.requirements import Requirement
 
+from sigmascope.files import without_home
 from sigmascope.probes.accelerators import Accelerator, detect_accelerator, why_no_devices
 from sigmascope.probes.host import host_facts
 from sigmascope.probes.memory import heap_in_use, process_rss, system_memory
@@ -105,7 +105,7 @@ def examine(accelerator: Accelerator | None = None) -> DoctorReport:
     settings = {name: os.environ[name] for name in _SETTINGS if name in os.environ}
     return DoctorReport(
         host=host_facts(accelerator),
-        python=_without_home(sys.executable),
+        python=without_home(sys.executable),
         torch=_torch_facts(),
         memory=tuple(accelerator.memory(device) for device in accelerator.devices()),
         measurements=measurements,
@@ -140,12 +140,6 @@ def _why_no_utilization(accelerator: Accelerator) -> str | None:
     if accelerator.kind != "cuda":
         return f"NVML knows NVIDIA's devices, and this is {accelerator.kind}"
     return read_nvml(accelerator.devices()[0]).unavailable.get("utilization_percent")
-
-
-def _without_home(path: str) -> str:
-    """The path with the home folder as ~, so that it names no user."""
-    home = str(Path.home())
-    return f"~{path.removeprefix(home)}" if path.startswith(f"{home}{os.sep}") else path
 
 
 def _torch_facts() -> dict[str, str | int | bool | None]:

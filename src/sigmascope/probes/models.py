@@ -15,6 +15,7 @@ from typing import Any, Final, Literal
 
 from torch import Tensor, nn
 
+from sigmascope.files import short_path
 from sigmascope.probes.reading import PROBE_ERRORS, Reading, attempt, describe
 from sigmascope.probes.tensors import place_of
 from sigmascope.records.facts import ModuleFacts
@@ -333,7 +334,7 @@ def file_facts(files: object) -> dict[str, Any]:
     formats = sorted({path.suffix.removeprefix(".") for path in paths})
     return {
         "files": [path.name for path in paths],
-        "folder": str(paths[0].parent),
+        "folder": short_path(paths[0].parent),
         "format": "+".join(formats),
         "size_mb": sum(sizes) / 2**20,
     }

@@ -11,6 +11,7 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
+from sigmascope.files import short_path
 from sigmascope.probes.models import (
     components_of,
     denoisers_of,
@@ -25,6 +26,7 @@ from sigmascope.records.facts import AttentionFacts, ComponentFacts, JsonScalar,
 
 _MOST_CONFIG = 60
 _LONGEST_TEXT: Final = 200
+_SOURCE = "_name_or_path"
 
 _ROLES: Final[tuple[tuple[str, Role], ...]] = (
     ("text_encoder", "text_encoder"),
@@ -130,7 +132,9 @@ def _scalars(config: Mapping[object, object]) -> Iterator[tuple[str, JsonScalar]
     kept = 0
     for name, value in config.items():
         if value is None or isinstance(value, bool | int | float | str):
-            yield str(name), value[:_LONGEST_TEXT] if isinstance(value, str) else value
+            if isinstance(value, str):
+                value = (short_path(value) if name == _SOURCE else value)[:_LONGEST_TEXT]
+            yield str(name), value
             kept += 1
         if kept == _MOST_CONFIG:
             return
@@ -145,10 +149,10 @@ def _source(pipeline: object) -> str | None:
     """`_name_or_path`, which diffusers keeps in the configuration."""
     try:
         config = getattr(pipeline, "config", None)
-        found = config.get("_name_or_path") if isinstance(config, Mapping) else None
+        found = config.get(_SOURCE) if isinstance(config, Mapping) else None
     except PROBE_ERRORS:
         return None
-    return found if isinstance(found, str) and found else None
+    return short_path(found) if isinstance(found, str) and found else None
 
 
 def attention_facts(denoisers: Iterable[nn.Module]) -> AttentionFacts:

@@ -1,15 +1,33 @@
 """A fact or the reason why it could not be read, and how to read objects that may raise.
 
 `attempt` turns into a reason what torch, the system and libraries are known to raise; `read_host` takes whatever the
-host's own objects raise. The functions below them read attributes and mappings of the host, which may be missing, of
+host's own objects raise. The functions at the end read attributes and mappings of the host, which may be missing, of
 another type, or raise.
+
+Hosts quote prompts in what they raise, in spellings that nobody can search for. So where prompts are private, the words
+of an exception are not kept at all (`keeping_words`): `describe` and `exception_details` then give its type, its place,
+and what Sigmascope itself knows of such an exception (`known_cause`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import errno
+import os
+import re
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from itertools import pairwise
+from types import FrameType
+from typing import Any, Final, Generic, TypeVar
 
+import torch
 from torch import Tensor
+
+from sigmascope.errors import NonFiniteError
+from sigmascope.files import short_path, without_home
+from sigmascope.records.facts import ExceptionDetails
+from sigmascope.units import format_size
 
 T = TypeVar("T")
 PROBE_ERRORS: tuple[type[Exception], ...] = (
@@ -59,10 +77,192 @@ def read_host(read: Callable[[], T]) -> Reading[T]:
         return Reading(None, describe(error))
 
 
+_KEEPS_WORDS: ContextVar[bool] = ContextVar("sigmascope_keeps_words", default=True)
+
+
+@contextmanager
+def keeping_words(kept: bool) -> Iterator[None]:
+    """Within the block, keep the words of exceptions or not; not, if a block around it does not."""
+    token = _KEEPS_WORDS.set(kept and _KEEPS_WORDS.get())
+    try:
+        yield
+    finally:
+        _KEEPS_WORDS.reset(token)
+
+
+def keeps_words() -> bool:
+    """Whether the words of exceptions are kept here."""
+    return _KEEPS_WORDS.get()
+
+
 def describe(error: BaseException) -> str:
-    """One line for an error: its type, and its message's first line if there is one."""
-    first_line = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__
+    """One line for an error: its type, and its message's first line if there is one.
+
+    Where words are not kept: its type, what is known of it, and its place.
+    """
+    told = message_of(error).strip().partition("\n")[0]
+    text = f"{type(error).__name__}: {told}" if told else type(error).__name__
+    place = None if keeps_words() else _place_of(error)
+    return text if place is None else f"{text} ({place})"
+
+
+def message_of(error: BaseException) -> str:
+    """The message, even of an exception whose `__str__` fails; where words are not kept, what is known of it, or nothing."""
+    if not keeps_words():
+        return known_cause(error) or ""
+    return without_home(_text_of(error, "(its message cannot be read)"))
+
+
+def exception_details(error: BaseException) -> ExceptionDetails:
+    """An exception as text, its causes included; nothing of it stays alive. Paths in it are short."""
+    kind = type(error)
+    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    if keeps_words():
+        trace = without_home(_FILE_LINE.sub(_with_short_path, "".join(traceback.format_exception(error))))
+    else:
+        trace = _trace_without_words(error)
+    return ExceptionDetails(name, message_of(error), trace)
+
+
+_FILE_LINE: Final = re.compile(r'(?m)^([ |+]*File ")([^"\n]+)(?=", line )')
+
+
+def _with_short_path(line: re.Match[str]) -> str:
+    return line[1] + short_path(line[2])
+
+
+_MOST_FRAMES: Final = 60
+"""Of a longer stack as many are kept, half of them from each end."""
+_DIRECT: Final = "\nThe above exception was the direct cause of the following exception:\n\n"
+_MEANWHILE: Final = "\nDuring handling of the above exception, another exception occurred:\n\n"
+
+
+def _trace_without_words(error: BaseException) -> str:
+    """The stack trace with all that it was raised from: types and places, no messages, notes or lines of source."""
+    chain = list(_chain(error))
+    blocks = [_block_without_words(one) for one in chain]
+    links = [_DIRECT if later.__cause__ is earlier else _MEANWHILE for later, earlier in pairwise(chain)]
+    texts = [blocks[0]]
+    for link, block in zip(links, blocks[1:], strict=True):
+        texts += [link, block]
+    return "".join(reversed(texts))
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The error and what a stack trace shows before it, last raised first."""
+    seen: set[int] = set()
+    following: BaseException | None = error
+    while following is not None and id(following) not in seen:
+        seen.add(id(following))
+        yield following
+        if following.__cause__ is not None or following.__suppress_context__:
+            following = following.__cause__
+        else:
+            following = following.__context__
+
+
+def _block_without_words(error: BaseException) -> str:
+    frames = [
+        f'  File "{short_path(frame.f_code.co_filename)}", line {line}, in {frame.f_code.co_name}\n'
+        for frame, line in traceback.walk_tb(error.__traceback__)
+    ]
+    if len(frames) > _MOST_FRAMES:
+        half = _MOST_FRAMES // 2
+        frames[half:-half] = [f"  [{len(frames) - _MOST_FRAMES} more]\n"]
+    known = known_cause(error)
+    kind = f"{type(error).__qualname__}: {known}" if known else type(error).__qualname__
+    if isinstance(error, BaseExceptionGroup):
+        kind += f" of {', '.join(sorted({type(one).__qualname__ for one in error.exceptions}))}"
+    return "".join(["Traceback (most recent call last):\n" if frames else "", *frames, f"{kind}\n"])
+
+
+def _place_of(error: BaseException) -> str | None:
+    """Where it was raised: file, line and function."""
+    places: list[tuple[FrameType, int]] = list(traceback.walk_tb(error.__traceback__))
+    if not places:
+        return None
+    frame, line = places[-1]
+    return f"{short_path(frame.f_code.co_filename)}:{line} in {frame.f_code.co_name}"
+
+
+_OUT_OF_MEMORY: Final = re.compile(
+    r"out of memory(?! bounds)"  # CUDA, HIP, MPS and their drivers
+    r"|DefaultCPUAllocator"  # "can't allocate memory", on Windows "not enough memory"
+    r"|can(?:'|no)t allocate memory"
+    r"|not enough memory"
+    r"|Invalid buffer size"  # MPS, for a buffer above what Metal allows
+    r"|_STATUS_ALLOC_FAILED"  # cuBLAS, cuDNN, cuSPARSE
+    r"|OUT_OF_(?:DEVICE|HOST)_MEMORY"  # Level Zero, OpenCL
+    r"|bad allocation|bad_alloc",
+    re.IGNORECASE,
+)
+_WINDOWS_COMMIT_LIMIT: Final = 1455  # "the paging file is too small"
+_SIZE: Final = r"([0-9]{1,15}(?:\.[0-9]{1,3})?) ?([KMGT]i?B|bytes)"
+_SIZES: Final = {
+    "asked for": re.compile(rf"tried to allocate {_SIZE}", re.IGNORECASE),
+    "free": re.compile(rf"{_SIZE} (?:is )?free", re.IGNORECASE),
+}
+"""What PyTorch's allocators say of an allocation that failed."""
+
+
+def known_cause(error: BaseException) -> str | None:
+    """What is known of an exception, or of what it was raised from, in words of our own; None: nothing.
+
+    Its message is read to recognise it, and for numbers. No word of it is in the answer.
+    """
+    for one in _causes(error):
+        if _says_so(one):
+            sizes = [f"{size} {what}" for what, pattern in _SIZES.items() if (size := _size_in(one, pattern))]
+            return ", ".join(["out of memory", *sizes])
+        if isinstance(one, OSError) and isinstance(one.errno, int) and one.errno in errno.errorcode:
+            return os.strerror(one.errno)
+        if isinstance(one, NonFiniteError):
+            return "NaN or Inf"
+    return None
+
+
+def _size_in(error: BaseException, pattern: re.Pattern[str]) -> str | None:
+    """A number of bytes that the message gives, rounded and written anew."""
+    told = pattern.search(_text_of(error))
+    return None if told is None else format_size(round(float(told[1]) * _UNITS[told[2][0].upper()]))
+
+
+_UNITS: Final = {"B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out, on any device or in RAM.
+
+    True for `MemoryError`, `torch.OutOfMemoryError` (CUDA, HIP, XPU), a `RuntimeError` whose words say so
+    (MPS, the CPU's allocator, drivers and libraries), an `OSError` of that number, and whatever was raised
+    from one of these. NaN and wrong shapes are other errors, and an interruption is none.
+    """
+    return isinstance(error, Exception) and any(_says_so(one) for one in _causes(error))
+
+
+def _says_so(error: BaseException) -> bool:
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM or getattr(error, "winerror", None) == _WINDOWS_COMMIT_LIMIT
+    return isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(_text_of(error)) is not None
+
+
+def _text_of(error: BaseException, otherwise: str = "") -> str:
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 - any class may have written that __str__
+        return otherwise
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """The error and what it was raised from, explicitly."""
+    seen: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        yield cause
+        cause = cause.__cause__
 
 
 def reasons(readings: Mapping[str, Reading[T]]) -> dict[str, str]:
@@ -103,6 +303,18 @@ def mapping(thing: object, name: str) -> dict[Any, Any]:
         return dict(held) if isinstance(held, Mapping) else {}
     except Exception:  # noqa: BLE001 - a mapping of the host's
         return {}
+
+
+def node_outputs(thing: object) -> Any:
+    """What a node of ComfyUI gave, out of its `io.NodeOutput` or its dict of "ui" and "result"; else the thing itself.
+
+    Never raises. None where the node gave nothing.
+    """
+    if any(base.__name__ == "NodeOutput" for base in type(thing).__mro__):
+        return attribute(thing, "result")
+    if type(thing) is dict and "result" in thing and thing.keys() <= {"ui", "result", "expand"}:
+        return thing["result"]
+    return thing
 
 
 def sequence(thing: object) -> tuple[Any, ...]:

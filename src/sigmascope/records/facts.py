@@ -135,6 +135,7 @@ class CallFacts:
         guidance_batches: How many times the denoiser works for each step's sample: 2 under classifier-free
             guidance, 1 without, or where guidance is distilled into the model.
         has_image: Whether an image to start from or to edit was given.
+        callback: The name of what the pipeline calls after each step.
     """
 
     num_inference_steps: int | None = None
@@ -146,6 +147,7 @@ class CallFacts:
     batch_size: int | None = None
     has_image: bool | None = None
     seed: int | None = None
+    callback: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

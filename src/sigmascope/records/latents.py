@@ -27,6 +27,7 @@ RECORD_FACT = "vae_record"
 Strategy = Literal["direct", "tiled", "cpu", "dummy"]
 Outcome = Literal["succeeded", "failed", "skipped"]
 Direction = Literal["encoding", "decoding"]
+NormStatistics = Literal["whole", "per_tile"]
 STRATEGIES: tuple[Strategy, ...] = ("direct", "tiled", "cpu", "dummy")
 """In the order in which they are tried."""
 
@@ -59,6 +60,8 @@ _STAND_IN: dict[Direction, str] = {
 }
 _NOT_FINITE = "NonFiniteError"
 """The `error_type` of an attempt whose result held NaN or Inf."""
+_TILES_DIFFER, _TILES_DIFFER_MUCH = 0.01, 0.1
+"""Relative L2 of neighbouring tiles where they overlap, from which on it is told."""
 _OFF_BY = 2.0
 _WORTH_TELLING_MB = 512.0
 """Below this, what a library loads when it is first used is as much."""
@@ -71,7 +74,14 @@ class TileFacts:
     The overlaps are what neighbours really have in common, at least, which may be more than was asked for; 0 where
     one tile is as high or wide as the picture. Of a VAE's own tiles they are what it was asked for.
 
-    `by` says who cut them: "sigmascope", or "vae" where the VAE's own tiling did.
+    Attributes:
+        by: Who cut them: "sigmascope", or "vae" where the VAE's own tiling did.
+        norm_statistics: What the VAE's group norms saw: the "whole" picture, or each tile by itself ("per_tile"); None
+            of a single tile, and where nothing was computed.
+        norm_reason: Why they saw each tile by itself, or why attention did although they saw the whole.
+        overlap_difference: Relative L2 of what neighbours gave from each other where they overlap, before it was
+            blended; None where that was not seen. It is a loose sign of what tiles cost: as a rule, it lies above
+            the error of the whole.
     """
 
     height: int
@@ -80,6 +90,9 @@ class TileFacts:
     overlap_width: int
     count: int | None = None
     by: Literal["sigmascope", "vae"] = "sigmascope"
+    norm_statistics: NormStatistics | None = None
+    norm_reason: str | None = None
+    overlap_difference: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,6 +366,7 @@ def findings_of_attempts(
     ]
     if not dummy:
         found += _fallback_finding(attempts, strategy, direction)
+        found += _tiles_finding(attempts, direction)
     return (*found, *(finding for one in attempts for finding in _misprediction_finding(one, direction)))
 
 
@@ -410,6 +424,34 @@ def _fallback_finding(
         {"strategy_number": strategy_number(strategy), "seconds_lost": lost, **_evidence(before)},
         _how_to_spare(strategy, widened=widened) if lost else None,
         VAE_STAGES[direction],
+    )
+
+
+def _tiles_finding(attempts: Sequence[StrategyAttempt], direction: Direction) -> Iterator[Finding]:
+    """An output that is not what the whole would have given, as far as its tiles show."""
+    tile = next((one.tile for one in attempts if one.outcome == "succeeded"), None)
+    difference = None if tile is None else tile.overlap_difference
+    if tile is None or difference is None or difference < _TILES_DIFFER:
+        return
+    why = f" ({tile.norm_reason})" if tile.norm_reason else ""
+    saw = {"whole": "the whole picture", "per_tile": "each tile by itself"}.get(
+        str(tile.norm_statistics), "-"
+    )
+    yield Finding(
+        "vae_tiles_differ",
+        "warning" if difference >= _TILES_DIFFER_MUCH else "info",
+        f"{tiles_cost(difference)} Group norms saw {saw}{why}.",
+        {"overlap_difference": difference, "norm_statistics": tile.norm_statistics, "count": tile.count},
+        "Take larger tiles, or a larger overlap.",
+        VAE_STAGES[direction],
+    )
+
+
+def tiles_cost(difference: float) -> str:
+    """What tiles cost, as far as their overlaps tell: a sentence."""
+    return (
+        f"Neighbouring tiles differ by {100 * difference:.2g} % where they overlap. That is a loose sign: what they "
+        "differ by from the whole is less as a rule."
     )
 
 

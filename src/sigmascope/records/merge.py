@@ -13,8 +13,8 @@ from typing import Any, Final
 
 from sigmascope.errors import ConfigError
 from sigmascope.records.facts import HostFacts
-from sigmascope.records.memory import MemorySnapshot
-from sigmascope.records.run import Run, Stage
+from sigmascope.records.memory import MemorySnapshot, PeakMemory
+from sigmascope.records.run import Folded, Run, Stage
 from sigmascope.records.serialization import from_plain, run_from_plain, run_to_plain, to_plain
 from sigmascope.records.utilization import (
     MEMORY_OVER_TIME,
@@ -115,6 +115,7 @@ def _stage_of(name: str, run: Run, offset_seconds: float, devices: Mapping[str, 
         "devices": dict(devices),
         "host": None if run.host is None else to_plain(run.host),
         "facts": dict(run.facts),
+        **({} if own.folded is None else {"folded": to_plain(own.folded)}),
     }
     return Stage(
         name=name,
@@ -180,7 +181,7 @@ def ranks_of(run: Run) -> dict[str, Run]:
 
 def _run_of(stage: Stage) -> Run:
     about: Mapping[str, Any] = stage.facts[RANK]
-    host = about["host"]
+    host, folded = about["host"], about.get("folded")
     run = Run(
         id=about["run_id"],
         name=about["name"],
@@ -192,6 +193,7 @@ def _run_of(stage: Stage) -> Run:
         facts=about["facts"],
         complete=about["complete"],
         unavailable={name: why for name, why in stage.unavailable.items() if name != "memory"},
+        folded=None if folded is None else from_plain(folded, Folded, "folded"),
     )
     return renamed(run, {new: old for old, new in about["devices"].items() if new != old})
 
@@ -236,6 +238,8 @@ def on_devices(run: Run, devices: Mapping[str, str]) -> Run:
         devices: New names by old ones; what is not among them is left out of memory, peaks and utilization.
     """
     kept = replace(run, stages=tuple(_without_others(stage, devices) for stage in run.stages))
+    if run.folded is not None:
+        kept = replace(kept, folded=replace(run.folded, peak=_peak_of(run.folded.peak, devices)))
     return renamed(kept, {old: new for old, new in devices.items() if old != new})
 
 
@@ -245,7 +249,7 @@ def _without_others(stage: Stage, devices: Mapping[str, str]) -> Stage:
         baseline, current = (_only(one, devices) for one in (memory.baseline, memory.current))
         memory = replace(memory, baseline=baseline, current=current)
     if peak is not None:
-        peak = replace(peak, accelerators=tuple(one for one in peak.accelerators if one.device in devices))
+        peak = _peak_of(peak, devices)
     facts = dict(stage.facts)
     if readable_utilization(stage):  # and no caller's own fact of that name
         facts[UTILIZATION] = _only_of(facts[UTILIZATION], devices)
@@ -253,6 +257,10 @@ def _without_others(stage: Stage, devices: Mapping[str, str]) -> Stage:
         facts[MEMORY_OVER_TIME] = _only_of(facts[MEMORY_OVER_TIME], (PROCESS, SYSTEM, *devices))
     children = tuple(_without_others(child, devices) for child in stage.children)
     return replace(stage, memory=memory, peak=peak, facts=facts, children=children)
+
+
+def _peak_of(peak: PeakMemory, devices: Collection[str]) -> PeakMemory:
+    return replace(peak, accelerators=tuple(one for one in peak.accelerators if one.device in devices))
 
 
 def _only(snapshot: MemorySnapshot, devices: Mapping[str, str]) -> MemorySnapshot:

@@ -10,10 +10,11 @@ what a profiler saw of chosen steps, block by block.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from typing import Any, Final, NotRequired, TypedDict
 
+from sigmascope.records.facts import CallFacts
 from sigmascope.records.run import Stage
 from sigmascope.records.serialization import from_plain
 
@@ -44,6 +45,7 @@ class PerformanceMetrics:
         performance_score: See `sigmascope.analysis.generations.performance_score`.
         image_resolution: (width, height).
         timestamp: When the generation began, ISO 8601 in UTC.
+        assumed: Which of the fields hold a default that nobody gave and nothing was seen to be otherwise.
     """
 
     model_load_time: float | None = 0.0
@@ -68,10 +70,49 @@ class PerformanceMetrics:
     timestamp: str = field(default_factory=_now)
     gpu_name: str | None = ""
     driver_version: str | None = ""
+    assumed: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """All fields as JSON values."""
-        return asdict(self) | {"image_resolution": list(self.image_resolution)}
+        return asdict(self) | {
+            "image_resolution": list(self.image_resolution),
+            "assumed": list(self.assumed),
+        }
+
+    def fill_assumed(self, seen: CallFacts | None, steps: int) -> None:
+        """Put what was seen of a generation in the place of defaults that nobody gave.
+
+        Args:
+            seen: The pipeline's call; None: not watched.
+            steps: How many were counted; 0: not known.
+        """
+        call = seen or CallFacts()
+        found: dict[str, Any] = {
+            "num_inference_steps": call.num_inference_steps or steps,
+            "image_resolution": (call.width, call.height) if call.width and call.height else None,
+            "batch_size": call.batch_size,
+        }
+        for name in found.keys() & set(self.assumed):
+            if found[name]:
+                setattr(self, name, found[name])
+        self.assumed = tuple(name for name in self.assumed if not found.get(name))
+
+    def call_facts(self, seen: CallFacts) -> CallFacts:
+        """The call as far as it is known: what was seen of it, then what the caller said.
+
+        Args:
+            seen: Of the pipeline's call.
+        """
+        width, height = (0, 0) if "image_resolution" in self.assumed else self.image_resolution
+        steps = 0 if "num_inference_steps" in self.assumed else self.num_inference_steps
+        batch = 0 if "batch_size" in self.assumed else self.batch_size
+        return replace(
+            seen,
+            num_inference_steps=seen.num_inference_steps or steps or None,
+            width=seen.width or width or None,
+            height=seen.height or height or None,
+            batch_size=seen.batch_size or batch or None,
+        )
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "PerformanceMetrics":
@@ -93,7 +134,17 @@ class StepTimeDict(TypedDict):
     per_step_time_derived: NotRequired[bool]
 
 
-class CurrentGenerationDict(StepTimeDict):
+class AssumedDict(TypedDict, total=False):
+    """What of a generation are defaults that nobody gave; a key is there only where there are such.
+
+    `assumed` names them in a summary. With `target_assumed`, status and score of a comparison are those of the default.
+    """
+
+    assumed: list[str]
+    target_assumed: bool
+
+
+class CurrentGenerationDict(StepTimeDict, AssumedDict):
     """`current_generation` of a performance summary."""
 
     total_time: float | None
@@ -164,7 +215,7 @@ class PerformanceSummaryDict(_Summary, total=False):
     step_performance: StepPerformanceDict
 
 
-class ComparedGenerationDict(StepTimeDict):
+class ComparedGenerationDict(StepTimeDict, AssumedDict):
     """One side of a before/after comparison."""
 
     total_time: float | None

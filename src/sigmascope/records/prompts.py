@@ -1,7 +1,7 @@
 """Prompts are private: what is kept of one is its text, its hash or nothing, as configured.
 
-Hosts like to quote prompts in what they raise, so `redacted` takes them out of a run's errors.
-`without_prompts` takes them out of what leaves for other tools.
+Texts that are kept beside a prompt may quote it, in part or in another spelling: `quoting` tells which do.
+`without_prompts` and `without_words` take the prompts of a run, and what it raised, out of what leaves for other tools.
 """
 
 import hashlib
@@ -9,7 +9,8 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any, Final, Literal, get_args
+from urllib.parse import quote
 
 from sigmascope.errors import ConfigError
 from sigmascope.records.run import Run, Stage
@@ -20,14 +21,21 @@ PromptPrivacy = Literal["full", "hash", "none"]
 Prompts = str | Sequence[str] | Mapping[str, str] | None
 """One prompt, one for each item of a batch, or some by name (`positive`, `negative`)."""
 
-Redact = Callable[[str], str]
+HIDDEN: Final = "<text>"
+"""Stands where a text was that may quote a prompt."""
 
+_WORD = re.compile(r"\w{3,}")
 _WHOLE_WORDS_BELOW = 8  # characters; "cat" must not be found in "category"
 
 # Where a run's facts hold prompts, for `without_prompts`.
 _PROMPT_KEY = re.compile(r"(?:positive_|negative_)?prompts?(?:_?\d+)?|text_content")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _PRIVACY = "privacy"
+
+# What exceptions say in the stages of a run, for `without_words`.
+_ERROR, _DETAILS = "error", "exception_details"
+_TYPE = re.compile(r"[^\W\d][\w.]*(?=: |$)")
+_PLACE = re.compile(r'^ *File "([^"\n]+)", line ([0-9]+), in (\S+)$', re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +102,35 @@ def prompt_sha256(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
+def quoting(prompts: Prompts, privacy: PromptPrivacy) -> Callable[[str], bool]:
+    """A function that tells whether a text may quote one of the prompts, so that it is not to be kept.
+
+    It may if it has a word of theirs in it: also as a part of another word, in capitals, in hexadecimal or
+    percent-encoded. Words are runs of three letters or more; of a prompt without any, the prompt itself.
+
+    Raises:
+        ConfigError: As of `stored_prompts`.
+    """
+    check_privacy(privacy)
+    if privacy == "full":
+        return lambda text: False
+    words = {word for prompt in named_prompts(prompts).values() for word in _words(prompt.lower())}
+    encoded = {word.encode("utf-8", "surrogatepass").hex() for word in words}
+    encoded |= {quote(word, errors="surrogatepass").lower() for word in words}
+
+    def quotes(text: str) -> bool:
+        lowered = text.lower()
+        return any(word in lowered for word in words | encoded)
+
+    return quotes
+
+
+def _words(prompt: str) -> list[str]:
+    return _WORD.findall(prompt) or [prompt.strip()] if prompt.strip() else []
+
+
 def redactor(prompts: Prompts, privacy: PromptPrivacy) -> Callable[[str], str]:
-    """A function that takes the prompts out of other texts, in which hosts like to repeat them.
+    """A function that takes the prompts out of other texts, where they are repeated as they were given.
 
     Each occurrence becomes `<prompt sha256:…>`, or `<prompt>` where not even the hash may be kept; so do those with the
     escapes of Python or JSON. Prompts below 8 characters are found as whole words only.
@@ -135,29 +170,36 @@ def _placeholder(prompt: str, privacy: PromptPrivacy) -> str:
     return f"<prompt sha256:{prompt_sha256(prompt)}>" if privacy == "hash" else "<prompt>"
 
 
-def redacted(run: Run, redactions: Sequence[Redact]) -> Run:
-    """The run whose errors have passed through every function of `redactions`."""
-    if not redactions:
-        return run
-
-    def redact(text: str) -> str:
-        for one in redactions:
-            text = one(text)
-        return text
-
-    return replace(run, stages=tuple(_redacted(stage, redact) for stage in run.stages))
+def without_words(run: Run) -> Run:
+    """The run without the words of what its stages raised, which may quote a prompt: type and place stay."""
+    return replace(run, stages=tuple(map(_without_words, run.stages)))
 
 
-def _redacted(stage: Stage, redact: Redact) -> Stage:
-    details = stage.exception_details
+def _without_words(stage: Stage) -> Stage:
+    error = stage.error
+    if error is not None:
+        details, told = stage.exception_details, _TYPE.match(error)
+        kind = details.type if details is not None else told[0] if told is not None else "an error"
+        places = [] if details is None else _PLACE.findall(details.traceback)
+        error = " ".join([kind, *("({}:{} in {})".format(*place) for place in places[-1:])])
     return replace(
         stage,
-        error=None if stage.error is None else redact(stage.error),
-        exception_details=None
-        if details is None
-        else replace(details, message=redact(details.message), traceback=redact(details.traceback)),
-        children=tuple(_redacted(child, redact) for child in stage.children),
+        error=error,
+        exception_details=None,
+        facts=_without_errors(stage.facts),
+        children=tuple(map(_without_words, stage.children)),
     )
+
+
+def _without_errors(value: Any) -> Any:
+    """What an analysis says without what was raised."""
+    if isinstance(value, Mapping):
+        return {
+            key: _without_errors(item)
+            for key, item in value.items()
+            if key != _DETAILS and not (key == _ERROR and isinstance(item, str))
+        }
+    return [_without_errors(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def without_prompts(run: Run, privacy: PromptPrivacy) -> Callable[[Any], Any]:

@@ -35,6 +35,9 @@ Severity = Literal["info", "warning", "error", "critical"]
 DEVICE_SECONDS: Final = "device_seconds"
 """The fact of a stage that holds what it took on the accelerator."""
 
+KEEP_GENERATIONS: Final = 100
+"""So many are in the record of a watch in full, unless it is told otherwise."""
+
 LONGEST_SECONDS: Final = 1e11
 """Some three thousand years."""
 
@@ -119,8 +122,54 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
+class FoldedStages:
+    """Sums over stages of one name that are no longer in the record one by one.
+
+    Attributes:
+        count: How many.
+        seconds: What they took together, on the host.
+        longest_seconds: What the longest of them took.
+        failures: How many did not succeed.
+        device_seconds: What the accelerator took for those that it timed.
+        timed_on_device: How many it timed.
+        steps: Of all of them.
+        step_seconds: What these took together, on the host.
+    """
+
+    count: int
+    seconds: float
+    longest_seconds: float
+    failures: int = 0
+    device_seconds: float = 0.0
+    timed_on_device: int = 0
+    steps: int = 0
+    step_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Folded:
+    """What is left of the earlier stages of a long run, whose last ones alone are in the record in full.
+
+    Attributes:
+        kept: How many of each name are in full.
+        generations: How many are folded; one inside another is not counted.
+        first_at_seconds: When the first folded stage began, since the run began.
+        last_at_seconds: When the last of them ended.
+        stages: Sums by name; a stage inside another by both their names, such as "generation/denoising".
+        peak: The highest memory of all of them, with seconds since the run began.
+    """
+
+    kept: int
+    generations: int
+    first_at_seconds: float
+    last_at_seconds: float
+    stages: Mapping[str, FoldedStages] = field(default_factory=dict)
+    peak: PeakMemory = field(default_factory=PeakMemory)
+
+
+@dataclass(frozen=True, slots=True)
 class Run:
-    """One watched workflow. `started_at` is ISO 8601 in UTC."""
+    """One watched workflow. `started_at` is ISO 8601 in UTC; `folded` is None where all stages are in `stages`."""
 
     id: str
     name: str
@@ -132,9 +181,10 @@ class Run:
     facts: Mapping[str, Any] = field(default_factory=dict)
     complete: bool = True
     unavailable: Mapping[str, str] = field(default_factory=dict)
+    folded: Folded | None = None
 
     def walk(self) -> Iterator[Stage]:
-        """Yield every stage at every depth, in order."""
+        """Yield every stage at every depth, in order; folded ones are not among them."""
         for stage in self.stages:
             yield from stage.walk()
 
@@ -151,8 +201,9 @@ class Run:
         raise UnknownStageError(f"The run {self.name!r} has no stage {name!r}.", hint=f"It has: {names}.")
 
     def peak(self) -> PeakMemory:
-        """The highest memory of all stages, with seconds since the run began."""
-        return highest((stage.started_seconds, stage.peak) for stage in self.walk() if stage.peak)
+        """The highest memory of all stages, folded ones included, with seconds since the run began."""
+        peaks = [(stage.started_seconds, stage.peak) for stage in self.walk() if stage.peak]
+        return highest(peaks if self.folded is None else [(0.0, self.folded.peak), *peaks])
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the run as JSON, whole or not at all; `sigmascope.load_run` reads it.
@@ -192,6 +243,14 @@ class Run:
         write_trace([self], path, prompts=prompts)
 
 
+def folded_in_words(folded: Folded) -> str:
+    """Such as "1,900 earlier generations, folded": what reports say of what they cannot list."""
+    generations = folded.generations
+    number = generations or sum(sums.count for path, sums in folded.stages.items() if "/" not in path)
+    what = ("generation" if generations else "stage") + ("" if number == 1 else "s")
+    return f"{number:,} earlier {what}, folded"
+
+
 def stage_seconds(stage: Stage) -> float:
     """What a stage took: on the accelerator where that was measured, else on the host.
 
@@ -223,6 +282,10 @@ def impossible_times(run: Run) -> Iterator[str]:
         yield f"run.seconds is {run.seconds}, {NO_TIME}"
     for index, stage in enumerate(run.stages):
         yield from _impossible_in_stage(stage, f"run.stages[{index}]")
+    for path, sums in () if run.folded is None else run.folded.stages.items():
+        for name in ("seconds", "longest_seconds", "device_seconds", "step_seconds"):
+            if not is_duration(getattr(sums, name)):
+                yield f"run.folded.stages[{path!r}].{name} is {getattr(sums, name)}, {NO_TIME}"
 
 
 def _is_moment(text: str) -> bool:

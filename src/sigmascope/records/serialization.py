@@ -1,4 +1,4 @@
-"""Runs as JSON files: `{"schema": 2, "run": {…}}`.
+"""Runs as JSON files: `{"schema": 2, "run": {…}}`, or 3 where earlier stages are folded.
 
 A schema is the shape of the `run` object in the file. A file of a later schema is refused rather than half
 understood. One of an earlier schema is migrated: each step is a pure function on plain dicts from one version
@@ -7,6 +7,7 @@ that shows in the file raises `CURRENT_SCHEMA` and adds the step.
 
 * Schema 1: the columns of `steps` were `started_ms`, `step_ms` and `gpu_ms`, in milliseconds.
 * Schema 2: they are `started`, `seconds` and `gpu_seconds`, in seconds, as all other times are.
+* Schema 3: `folded`, the sums of earlier stages. A run without is written in schema 2, which it is word for word.
 
 Plain values become the types of `records`, and these plain values, strictly: nothing is coerced, nothing
 dropped.
@@ -27,17 +28,21 @@ from typing import Any, Final, NoReturn, TypeVar
 
 from cattrs import Converter, transform_error
 from cattrs.errors import BaseValidationError
+from cattrs.gen import make_dict_unstructure_fn, override
 from cattrs.v import format_exception
 
 from sigmascope.errors import NewerSchemaError, RecordError
-from sigmascope.files import atomic_path, reading_hint, reason_of
+from sigmascope.files import atomic_path, parse_json, reading_hint, reason_of
 from sigmascope.records.facts import JsonScalar
 from sigmascope.records.run import Run
+from sigmascope.units import format_size
 
 _IN_MEMORY = "<run in memory>"
 _HINT = "Choose a file written by `Run.save`."
+_MOST_BYTES = 128 << 20
 
-CURRENT_SCHEMA = 2
+CURRENT_SCHEMA = 3
+_WITHOUT_FOLDED: Final = 2
 Plain = dict[str, Any]
 _COLUMNS = {"started_ms": "started", "step_ms": "seconds", "gpu_ms": "gpu_seconds"}
 """What schema 2 calls the columns of schema 1."""
@@ -46,6 +51,8 @@ Record = TypeVar("Record")
 _MOST: Final = 2**64
 """No counter is larger, and nothing can be reckoned with what no float holds."""
 
+_DEEPEST: Final = 128  # levels: what is read can be written again, which takes three calls a level
+
 # How JSON text holds the floats that JSON lacks.
 _TAG = "$float"
 _TAG_OR_ESCAPED = re.compile(r"\$+float")
@@ -53,14 +60,14 @@ _BY_NAME = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def save_run(run: Run, path: str | os.PathLike[str]) -> None:
-    """Write a run to `path`, whole or not at all.
+    """Write a run to `path`, whole or not at all, for its owner alone to read (mode 0600).
 
     Raises:
         WriteError: The file cannot be written. What was there before stays.
         TypeError: A fact is of a type that JSON lacks; the message says which.
     """
     text = run_to_json(run)
-    with atomic_path(path) as temporary:
+    with atomic_path(path, private=True) as temporary:
         temporary.write_text(text + "\n", encoding="utf-8")
 
 
@@ -72,6 +79,12 @@ def load_run(path: str | os.PathLike[str]) -> Run:
         RecordError: The file cannot be read, is damaged, or is not a run.
     """
     try:
+        size = Path(path).stat().st_size if Path(path).is_file() else 0
+        if size > _MOST_BYTES:
+            message = (
+                f"is too large for a run ({format_size(size)}; {format_size(_MOST_BYTES)} are the limit)."
+            )
+            raise RecordError(Path(path), message, hint=_HINT)
         text = Path(path).read_bytes()
     except FileNotFoundError:
         raise RecordError(Path(path), "does not exist.", hint="Check the path.") from None
@@ -115,7 +128,8 @@ def run_from_json(text: str | bytes, *, source: str | os.PathLike[str] = _IN_MEM
 
 def run_to_dict(run: Run) -> dict[str, Any]:
     """The document that a file holds: `schema` and `run`, of dicts, lists and scalars."""
-    return {"schema": CURRENT_SCHEMA, "run": run_to_plain(run)}
+    schema = _WITHOUT_FOLDED if run.folded is None else CURRENT_SCHEMA
+    return {"schema": schema, "run": run_to_plain(run)}
 
 
 def run_from_dict(document: object, *, source: str | os.PathLike[str] = _IN_MEMORY) -> Run:
@@ -198,7 +212,14 @@ def _steps_in_seconds(steps: object) -> Plain:
     return {**others, **renamed, "unavailable": reasons}
 
 
-MIGRATIONS: Mapping[int, Callable[[Plain], Plain]] = MappingProxyType({1: seconds_for_milliseconds})
+def nothing_folded(run: Plain) -> Plain:
+    """From schema 2 to 3: all stages are there one by one."""
+    return run
+
+
+MIGRATIONS: Mapping[int, Callable[[Plain], Plain]] = MappingProxyType(
+    {1: seconds_for_milliseconds, 2: nothing_folded}
+)
 """The step from each older schema to the next."""
 
 
@@ -256,6 +277,8 @@ def _converter() -> Converter:
     converter.register_structure_hook(str, _exactly(str))
     converter.register_structure_hook(float, _float)
     converter.register_structure_hook(JsonScalar, _scalar)
+    unless_folded = make_dict_unstructure_fn(Run, converter, folded=override(omit_if_default=True))
+    converter.register_unstructure_hook(Run, unless_folded)
     return converter
 
 
@@ -333,24 +356,26 @@ def loads(text: str | bytes) -> Any:
     """The plain values in JSON text that `dumps` wrote.
 
     Raises:
-        ValueError: It is not JSON (`json.JSONDecodeError`), not UTF-8, or holds a bare NaN.
-        RecursionError: It is nested deeper than any run.
+        ValueError: It is not JSON (`json.JSONDecodeError`), not UTF-8, holds a bare NaN, or more values or
+            deeper ones than any run.
     """
-    return _decode(json.loads(text, parse_constant=_refuse_constant))
+    return _decode(parse_json(text, parse_constant=_refuse_constant))
 
 
-def _decode(value: Any) -> Any:
+def _decode(value: Any, depth: int = 0) -> Any:
+    if depth > _DEEPEST:
+        raise ValueError("it is nested too deeply")
     if isinstance(value, list):
-        return [_decode(item) for item in value]
+        return [_decode(item, depth + 1) for item in value]
     if not isinstance(value, dict):
         return value
-    decoded = {key: _decode(item) for key, item in value.items()}
+    decoded = {key: _decode(item, depth + 1) for key, item in value.items()}
     if not _looks_tagged(decoded):
         return decoded
     [(key, item)] = decoded.items()
     if key != _TAG:
         return {key.removeprefix("$"): item}
-    if item not in _BY_NAME:
+    if not isinstance(item, str) or item not in _BY_NAME:
         raise ValueError(f"{item!r} is not the name of a float")
     return _BY_NAME[item]
 

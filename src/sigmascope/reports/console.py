@@ -18,7 +18,15 @@ from rich.text import Text
 from sigmascope.analysis.peak_owners import PeakOwner, peak_owners
 from sigmascope.records.facts import TensorFacts
 from sigmascope.records.performance import BlockProfile, StepsProfile, profiles_of
-from sigmascope.records.run import Finding, Run, Stage, device_seconds, impossible_times
+from sigmascope.records.run import (
+    Finding,
+    Folded,
+    Run,
+    Stage,
+    device_seconds,
+    folded_in_words,
+    impossible_times,
+)
 from sigmascope.records.utilization import PROCESS, DeviceUtilization, readable_utilization
 from sigmascope.units import UNKNOWN, mib, mib_change, percent, printable, seconds, statistic
 
@@ -43,6 +51,8 @@ def print_run(run: Run, console: Console | None = None) -> None:
 def render_run(run: Run) -> RenderableType:
     """Return the record as one renderable: header, stages, tensors, devices, errors, findings."""
     parts: list[RenderableType] = [Rule(Text(f"Run: {run.name}")), *_header(run), _stage_table(run)]
+    if run.folded is not None:
+        parts.append(_folded_table(run.folded))
     devices = accelerator_table(run)
     if devices is not None:
         parts.append(devices)
@@ -88,6 +98,21 @@ def _stage_table(run: Run) -> Table:
         ]
         row += [_rss_change(stage), *_rss_peak(stage)]
         table.add_row(*row)
+    return table
+
+
+def _folded_table(folded: Folded) -> Table:
+    table = new_table(f"\nAnd {folded_in_words(folded)}")
+    table.add_column("Stages", overflow="fold")
+    for name in ("Count", "Together", "Each", "Longest", "Failed", "Steps"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for path, sums in sorted(folded.stages.items()):
+        *around, name = path.split("/")
+        together = [seconds(one) for one in (sums.seconds, sums.seconds / sums.count, sums.longest_seconds)]
+        steps = f"{sums.steps:,} × {seconds(sums.step_seconds / sums.steps)}" if sums.steps else ""
+        table.add_row(
+            Text("  " * len(around) + name), f"{sums.count:,}", *together, f"{sums.failures or ''}", steps
+        )
     return table
 
 

@@ -21,9 +21,9 @@ from sigmascope.files import atomic_path
 from sigmascope.records.facts import ModuleFacts, TensorFacts
 from sigmascope.records.memory import MemorySnapshot, mib
 from sigmascope.records.merge import is_rank
-from sigmascope.records.prompts import PromptPrivacy, without_prompts
-from sigmascope.records.run import Finding, Run, Stage, Steps, impossible_times
-from sigmascope.records.serialization import dumps
+from sigmascope.records.prompts import PromptPrivacy, without_prompts, without_words
+from sigmascope.records.run import Finding, Run, Stage, Steps, folded_in_words, impossible_times
+from sigmascope.records.serialization import dumps, to_plain
 from sigmascope.records.utilization import (
     MEMORY_OVER_TIME,
     PROCESS,
@@ -56,12 +56,13 @@ Point = tuple[str, float | None, int | None]
 def write_trace(
     runs: Sequence[Run], path: str | os.PathLike[str], *, prompts: PromptPrivacy = "hash"
 ) -> None:
-    """Write runs as one trace, whole or not at all.
+    """Write runs as one trace, whole or not at all, for its owner alone to read (mode 0600).
 
     Args:
         runs: Each becomes a process, at the time at which it began.
         path: The file; viewers expect the ending .json.
-        prompts: What the trace says of prompts that the runs hold as text.
+        prompts: What the trace says of prompts that the runs hold as text. But for "full", what stages raised is told
+            by type and place alone.
 
     Raises:
         ConfigError: A run holds what cannot be a time; the message says where.
@@ -69,7 +70,7 @@ def write_trace(
         TypeError: A fact is of a type that JSON lacks.
     """
     text = dumps(trace_of(runs, prompts=prompts))
-    with atomic_path(path) as temporary:
+    with atomic_path(path, private=True) as temporary:
         temporary.write_text(text + "\n", encoding="utf-8")
 
 
@@ -78,7 +79,8 @@ def trace_of(runs: Sequence[Run], *, prompts: PromptPrivacy = "hash") -> dict[st
 
     Args:
         runs: Each becomes a process, at the time at which it began.
-        prompts: What the trace says of prompts that the runs hold as text.
+        prompts: What the trace says of prompts that the runs hold as text. But for "full", what stages raised is told
+            by type and place alone.
 
     Raises:
         ConfigError: A run holds what cannot be a time; the message says where.
@@ -89,7 +91,8 @@ def trace_of(runs: Sequence[Run], *, prompts: PromptPrivacy = "hash") -> dict[st
     events: list[Event] = []
     for number, (run, begun) in enumerate(zip(runs, beginnings, strict=True), start=1):
         clean = without_prompts(run, prompts)
-        found = _run_events(run, number, (begun - first) * 1000)
+        told = run if prompts == "full" else without_words(run)
+        found = _run_events(told, number, (begun - first) * 1000)
         # The rest of an event is ours, whatever a prompt says.
         events += (_readable({**event, "args": clean(event["args"])}) for event in found)
     return {
@@ -124,6 +127,7 @@ def _run_events(run: Run, pid: int, offset_ns: int) -> list[Event]:
         *(_slice(part, pid, tracks[part]) for part in slices),
         *(event for part in slices for event in _instants(part, pid, tracks[part])),
         *(_finding(finding, pid, 0, end_ns, "p") for finding in run.findings),
+        *_folded(run, pid, offset_ns),
         *_counters(run, pid, offset_ns),
     ]
 
@@ -209,6 +213,14 @@ def _instant(
 
 def _finding(finding: Finding, pid: int, track: int, at_ns: int, scope: str) -> Event:
     return _instant(finding.id, "finding", pid, track, at_ns, finding_arguments(finding), scope)
+
+
+def _folded(run: Run, pid: int, offset_ns: int) -> Iterator[Event]:
+    """Where stages that are no longer in the record ended, with their sums."""
+    if run.folded is not None:
+        at_ns = offset_ns + nanoseconds(run.folded.last_at_seconds)
+        arguments = flat_facts(to_plain(run.folded))
+        yield _instant(folded_in_words(run.folded), "folded", pid, 0, at_ns, arguments, "p")
 
 
 def _counters(run: Run, pid: int, offset_ns: int) -> Iterator[Event]:

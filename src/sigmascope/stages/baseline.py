@@ -4,16 +4,16 @@ A model's identity is its `id()`, which tells objects apart while they live. Not
 """
 
 import math
-import traceback
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from torch import nn
 
 from sigmascope.probes.models import module_facts, modules_in
-from sigmascope.probes.reading import read_host
+from sigmascope.probes.reading import describe, exception_details, keeps_words, message_of, read_host
 from sigmascope.records.memory import AcceleratorMemory, MemoryImpact, MemorySnapshot, PeakMemory, mib
 from sigmascope.stages.schema import GpuNow, MemoryNow, ModelStateDict
 
@@ -27,9 +27,8 @@ COMPARED = (
     "patches_uuid",
     "adapters",
 )
+TEXT_NOT_KEPT = "an error that was told in words, which are not kept"
 NO_PATCHER = "patches are ComfyUI's, and this is no ModelPatcher"
-Redact = Callable[[str], str]
-"""Gives a text without the prompts that it quotes."""
 
 
 def model_state(model: object) -> ModelStateDict:
@@ -193,25 +192,14 @@ def checked_seconds(seconds: object) -> tuple[float | None, str | None]:
     return float(seconds), None
 
 
-def error_text(error: BaseException | str, redact: Redact) -> str:
-    """`Type: message`, or the text as it is, without the prompts that `redact` takes out."""
-    if isinstance(error, str):
-        return redact(error)
-    message = _message(error)
-    return redact(f"{type(error).__name__}: {message}" if message else type(error).__name__)
+def error_text(error: BaseException | str) -> str:
+    """`Type: message`, or the text as it is; of an exception no words where `keeping_words` keeps none."""
+    if isinstance(error, str) or not keeps_words():
+        return error if isinstance(error, str) else describe(error)
+    message = message_of(error)
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
-def _message(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception:  # noqa: BLE001 - any class may have written that __str__
-        return "(its message cannot be read)"
-
-
-def exception_dict(error: BaseException, redact: Redact) -> dict[str, str]:
+def exception_dict(error: BaseException) -> dict[str, str]:
     """`exception_details` of an analysis: type, message and stack trace. Nothing of it stays alive."""
-    return {
-        "type": type(error).__qualname__,
-        "message": redact(_message(error)),
-        "traceback": redact("".join(traceback.format_exception(error))),
-    }
+    return asdict(exception_details(error)) | {"type": type(error).__qualname__}

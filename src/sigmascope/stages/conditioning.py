@@ -18,7 +18,8 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from torch import Tensor
 
-from sigmascope.probes.reading import read_host
+from sigmascope.files import without_home
+from sigmascope.probes.reading import node_outputs, read_host
 from sigmascope.probes.tensors import Leaf, as_tensor, leaves_of, plain_values, tensor_facts
 from sigmascope.records.memory import MIB
 from sigmascope.stages.prompt_facts import as_text
@@ -100,6 +101,7 @@ def find_conditioning(conditioning: object) -> Found:
     Raises:
         RecursionError, RuntimeError, TypeError, ValueError, AttributeError: Its own code fails when read.
     """
+    conditioning = node_outputs(conditioning)
     if conditioning is None:
         return Found("none")
     pairs = _comfyui_pairs(conditioning)
@@ -392,7 +394,7 @@ def dump_conditioning(
     if saved.value is None:
         facts["unavailable"]["tensor_dump"] = saved.reason or "nothing was written"
     else:
-        facts["tensor_dump"] = str(saved.value)
+        facts["tensor_dump"] = without_home(str(saved.value))
 
 
 def tensors_by_name(found: Found) -> dict[str, Tensor]:

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from sigmascope.probes.reading import read_host
+from sigmascope.probes.reading import node_outputs, read_host
 from sigmascope.probes.tensors import as_tensor, quick_facts
 from sigmascope.records.facts import TensorFacts
 from sigmascope.records.latents import SampleFacts, VaeFacts
 from sigmascope.records.memory import mib
-from sigmascope.stages.latent_layout import picture_layout, sizes_of
+from sigmascope.stages.latent_layout import picture_layout, sizes_of, without_mask
 from sigmascope.stages.schema import PicturesDict, VaeDict
 
 NAMES = (
@@ -62,7 +62,7 @@ def read_pictures(data: object, vae: VaeFacts | None = None, statistics: bool | 
         vae: How many colours it takes, and whether it takes videos.
         statistics: Whether to read values, as in `probes.tensor_facts`.
     """
-    reading = read_host(lambda: _read(data, vae, statistics))
+    reading = read_host(lambda: _read(node_outputs(data), vae, statistics))
     return Pictures(None, reason=reading.reason) if reading.value is None else reading.value
 
 
@@ -74,7 +74,8 @@ def _read(data: object, vae: VaeFacts | None, statistics: bool | None, form: str
         kind = "array" if isinstance(data, np.ndarray) else "tensor"
         return _read_tensor(tensor, vae, statistics, form or kind)
     if isinstance(data, list | tuple):
-        return _read_list(data, vae, statistics)
+        apart = without_mask(data)
+        return _read_list(data, vae, statistics) if apart is data else _read(apart[0], vae, statistics)
     if _is_picture(data):
         return _read_list([data], vae, statistics)
     inner = _held_by_name(data)

@@ -65,6 +65,7 @@ from sigmascope.stages.latent_facts import (
     judge,
     latent_analysis,
     no_latent,
+    reference_frames,
     vace_analysis,
 )
 from sigmascope.stages.latent_layout import Video, video_of
@@ -460,8 +461,8 @@ def _failure(error: BaseException | str | None, failures: list[Finding]) -> dict
     if error is None:
         problems = " ".join(finding.message for finding in failures)
         return {"error": problems or None, "exception_details": None}
-    details = exception_dict(error, str) if isinstance(error, BaseException) else None
-    return {"error": error_text(error, str), "exception_details": details}
+    details = exception_dict(error) if isinstance(error, BaseException) else None
+    return {"error": error_text(error), "exception_details": details}
 
 
 def _plain_baseline(baseline: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -493,7 +494,7 @@ def encoded(baseline: Mapping[str, Any] | None, given: Given, vae: VaeFacts | No
     video = (given.video or Video()).or_else(_video_of_pictures(pictures))
     found = find_latent(given.output)
     vace, latent = vace_analysis(given.output, given.statistics), _latent(found, given, vae, video)
-    frames, added = latent["frames"], vace.get("trim_latent", 0)
+    frames, added = latent["frames"], reference_frames(latent, vace)
     if frames is not None and video.length is not None and 0 < added < frames:
         latent["temporal_compression"] = video.length / (frames - added)
     return Seen(pictures, latent, video, vace)

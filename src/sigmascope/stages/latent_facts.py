@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sigmascope.probes.reading import read_host
+from sigmascope.probes.reading import node_outputs, read_host
 from sigmascope.probes.tensors import as_tensor, leaves_of, quick_facts, tensor_facts
 from sigmascope.records.facts import TensorFacts
 from sigmascope.records.latents import Layout, SampleFacts, VaeFacts
@@ -176,6 +176,7 @@ def no_latent(found: FoundLatent) -> LatentAnalysis:
 
 def find_latent(output: object) -> FoundLatent:
     """The latent in an output. Nothing is computed: of a distribution its mean is taken. Never raises."""
+    output = node_outputs(output)
     if output is None:
         return FoundLatent(None, "none", "no latent was given")
     structure = _structure(output)
@@ -290,6 +291,7 @@ def vace_analysis(output: object, statistics: bool | None) -> dict[str, Any]:
         output: What the node gave: (positive, negative, latent, trim_latent), or a conditioning.
         statistics: Whether to read values, as in `probes.tensor_facts`.
     """
+    output = node_outputs(output)
     parts: dict[str, Any] = {
         name: _vace_part(tensor, statistics) for name, tensor in find_vace(output).items()
     }
@@ -311,8 +313,27 @@ def _vace_part(tensor: Tensor, statistics: bool | None) -> dict[str, Any]:
     }
 
 
+def reference_frames(latent: LatentAnalysis, vace: Mapping[str, Any]) -> int:
+    """How many latent frames of a reference picture stand before those of the video.
+
+    WAN-VACE's node says so beside its latent. Of the latent alone it shows by one frame more than the video's, and
+    by its zeros where its values were read: its content is in the conditioning.
+
+    Args:
+        latent: What is known of it.
+        vace: What `vace_analysis` gave.
+    """
+    if vace:
+        return int(vace.get("trim_latent", 0))
+    expected, values = latent["expected_shape"], latent["statistics"]
+    read = () if values is None else (values["min"], values["max"])
+    is_empty = all(value in (None, 0.0) for value in read)
+    return int(is_empty and len(expected or ()) == 4 and latent["frames"] == (expected or [0, 0])[1] + 1)
+
+
 def find_vace(output: object) -> dict[str, Tensor]:
     """`vace_frames` and `vace_mask` in a node's outputs or a conditioning, the last one of each. Never raises."""
+    output = node_outputs(output)
     if not isinstance(output, list | tuple):
         return {}
     named = read_host(lambda: {leaf.name: leaf.tensor for leaf in leaves_of(output)}).value or {}

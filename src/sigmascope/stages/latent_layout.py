@@ -15,9 +15,15 @@ from torch import Tensor
 
 from sigmascope.records.latents import Layout, VaeFacts
 
-_COLOURS = (3, 1, 4)
+COLOURS_AND_ALPHA = 4
+_COLOURS = (3, 1, COLOURS_AND_ALPHA)
 _SMALLEST_SIDE = 4
-_OTHER_END: dict[int, tuple[Layout, Layout]] = {3: ("CHW", "HWC"), 4: ("BCHW", "BHWC")}
+_COLOURS_LAST: dict[int, Layout] = {3: "HWC", 4: "BHWC", 5: "BFHWC"}
+_COLOURS_BEFORE: dict[int, tuple[Layout, ...]] = {
+    3: ("CHW",),
+    4: ("BCHW", "CFHW"),
+    5: ("BCFHW", "BFCHW"),
+}
 _CANDIDATES: dict[int, tuple[Layout, ...]] = {
     5: ("BCFHW", "BFCHW"),
     4: ("BCHW", "CFHW", "BHWC"),
@@ -34,37 +40,32 @@ def picture_layout(
     """The layout of pictures or videos as pipelines and ComfyUI hand them over; None if no axis can be colours.
 
     Args:
-        shape: Of 3 to 5 axes. The last wins where it and an earlier one could both be colours.
+        shape: Of 3 to 5 axes. The last wins where it and an earlier one could both be colours. A first axis of 1
+            is a batch, such as a mask's, and a grey picture's colour only to a VAE that takes such.
         channels: What the VAE takes; otherwise 3, 1 or 4 are colours.
         is_video: Whether the first of 4 axes counts frames and not separate pictures.
     """
-    for colours in dict.fromkeys(((channels,) if channels else (), *((count,) for count in _COLOURS))):
-        layout = _picture_layout(shape, colours)
-        if layout is not None:
-            return {"BCHW": "FCHW", "BHWC": "FHWC"}.get(layout, layout) if is_video else layout  # type: ignore[return-value]
-    return None
+    layout = _picture_layout(shape, channels)
+    return {"BCHW": "FCHW", "BHWC": "FHWC"}.get(layout or "", layout) if is_video else layout  # type: ignore[return-value]
 
 
-def _picture_layout(shape: Sequence[int], colours: Sequence[int]) -> Layout | None:
-    ends_in_colours = shape[-1:] and shape[-1] in colours and min(shape[-3:-1], default=0) > _SMALLEST_SIDE
-    if len(shape) == 5:
-        return _layout_of_five(shape, colours, bool(ends_in_colours))
-    if len(shape) not in _OTHER_END:
-        return None
-    first, last = _OTHER_END[len(shape)]
-    if ends_in_colours:
-        return last
-    if shape[-3] in colours:
-        return first
-    return "CFHW" if len(shape) == 4 and shape[0] in colours else None
+def _picture_layout(shape: Sequence[int], channels: int | None) -> Layout | None:
+    """Colours are on the last axis, wherever that may be; else where the likeliest number of them is."""
+    colours = tuple(dict.fromkeys((channels, *_COLOURS) if channels else _COLOURS))
+    if shape[-1:] and shape[-1] in colours and min(shape[-3:-1], default=0) > _SMALLEST_SIDE:
+        return _COLOURS_LAST.get(len(shape))
+    layouts = _COLOURS_BEFORE.get(len(shape), ())
+    fitting = (one for count in colours for one in layouts if shape[one.index("C")] == count)
+    return next((one for one in fitting if one[0] != "C" or shape[0] != 1 or channels == 1), None)
 
 
-def _layout_of_five(shape: Sequence[int], colours: Sequence[int], ends_in_colours: bool) -> Layout | None:
-    if ends_in_colours:
-        return "BFHWC"
-    if shape[1] in colours:
-        return "BCFHW"
-    return "BFCHW" if shape[2] in colours else None
+def without_mask(items: Sequence[object]) -> Sequence[object]:
+    """The pictures of a list: ComfyUI's LoadImage gives (batch, height, width, colours) and a mask without colours."""
+    if len(items) != 2:
+        return items
+    picture, mask = (tuple(getattr(item, "shape", ())) for item in items)
+    beside = len(picture) == 4 and len(mask) == 3 and picture[0] == mask[0]
+    return items[:1] if beside and picture_layout(picture) == "BHWC" else items
 
 
 class Axes(NamedTuple):

@@ -12,9 +12,12 @@ from sigmascope.records.latents import (
     STRATEGIES,
     Direction,
     EncodingRecord,
+    SampleFacts,
     Strategy,
     StrategyAttempt,
     as_plain,
+    attempts_in,
+    record_in,
     strategy_label,
     strategy_number,
 )
@@ -27,6 +30,7 @@ from sigmascope.records.memory import (
     change,
     mib,
 )
+from sigmascope.records.run import Stage
 from sigmascope.stages.baseline import checked_seconds, cleanup_effectiveness
 from sigmascope.stages.latent_layout import Video
 from sigmascope.stages.schema import GpuChanges, MemoryEfficiency, PerformanceAnalysis
@@ -84,6 +88,33 @@ def used_strategy(
         return Used(None, None)
     known = strategy_of(told)
     return Used(strategy_label(known, direction) if told in STRATEGIES and known else told, known)
+
+
+def record_of_step(
+    stage: Stage, direction: Direction, told: object, output: SampleFacts | None
+) -> EncodingRecord | None:
+    """What a step did with the VAE; None where nothing is known of it.
+
+    Args:
+        stage: The step: a record that `encode_latents` left on it or in it goes first, then strategies watched apart.
+        direction: Whether it encoded or decoded.
+        told: The strategy in the caller's words, as in `used_strategy`.
+        output: Facts of the latent, or of the pictures.
+    """
+    left = record_in(stage)
+    if left is not None and left.direction == direction:
+        return left
+    attempts = attempts_in(stage, direction)
+    used = used_strategy(told, None, direction, attempts).strategy
+    counts = () if output is None else (output.tensor.nan_count, output.tensor.inf_count)
+    success = stage.success and not any(counts)
+    if used is not None and not attempts:
+        attempts = (StrategyAttempt(used, "succeeded" if success else "failed", stage.seconds, stage.error),)
+    if not attempts and output is None:
+        return None
+    return EncodingRecord(
+        direction, success, used, attempts, stage.seconds, output=output, dummy=used == "dummy" and success
+    )
 
 
 def strategy_of(words: str) -> Strategy | None:

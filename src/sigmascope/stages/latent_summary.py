@@ -17,6 +17,7 @@ from sigmascope.records.latents import (
     StrategyAttempt,
     strategy_label,
     strategy_number,
+    tiles_cost,
 )
 from sigmascope.records.memory import PeakMemory, mib
 from sigmascope.stages.summary import (
@@ -176,6 +177,7 @@ def _strategy_rows(attempt: Facts) -> Iterator[Row]:
     yield Row(label, ", ".join(filter(None, parts)), "" if outcome == "succeeded" else "yellow")
     if attempt.get("reason"):
         yield Row("   Reason", printable(attempt["reason"]))
+    yield from _tile_rows(part(attempt, "tile"))
 
 
 def _peak_words(attempt: Facts) -> str:
@@ -195,6 +197,18 @@ def _tile(tile: Facts) -> str:
     overlap = f"{tile.get('overlap_width')}x{tile.get('overlap_height')}"
     pieces = tile.get("count")
     return f"{f'{pieces} ' if is_number(pieces) else ''}tiles of {sizes}, overlap {overlap}"
+
+
+def _tile_rows(tile: Facts) -> Iterator[Row]:
+    """What group norms saw, and what the tiles cost as far as their overlaps tell."""
+    norms = tile.get("norm_statistics")
+    if norms:
+        reason = f": {printable(tile['norm_reason'])}" if tile.get("norm_reason") else ""
+        saw = "the whole picture" if norms == "whole" else "each tile by itself"
+        yield Row("   Norms", f"saw {saw}{reason}", "" if norms == "whole" else "yellow")
+    difference = tile.get("overlap_difference")
+    if is_number(difference):
+        yield Row("   Tiles", tiles_cost(difference))
 
 
 def _pictures(pictures: Facts) -> Iterator[Row]:
@@ -344,7 +358,13 @@ def start_lines(baseline: Facts, step: str) -> Iterator[Line]:
         yield f"   Video Dimensions: {dimensions(pictures)}{colours}", ""
 
 
-def print_end(step: str, seconds: float | None, peak: PeakMemory | None, error: str | None) -> None:
+def print_end(
+    step: str,
+    seconds: float | None,
+    peak: PeakMemory | None,
+    error: str | None,
+    process: EncodingRecord | None = None,
+) -> None:
     """Print what a step of a workflow took, to standard output.
 
     Args:
@@ -352,17 +372,26 @@ def print_end(step: str, seconds: float | None, peak: PeakMemory | None, error: 
         seconds: How long it took; None: not known.
         peak: Its highest memory; None: not known.
         error: What it raised, if it did.
+        process: What it did with the VAE, if that was its work.
     """
-    _print_lines(end_lines(step, seconds, peak, error), None)
+    _print_lines(end_lines(step, seconds, peak, error, process), None)
 
 
-def end_lines(step: str, seconds: float | None, peak: PeakMemory | None, error: str | None) -> Iterator[Line]:
+def end_lines(
+    step: str,
+    seconds: float | None,
+    peak: PeakMemory | None,
+    error: str | None,
+    process: EncodingRecord | None = None,
+) -> Iterator[Line]:
     """How a step went, its time, and the highest memory of the accelerator in use."""
     name = printable(step.upper(), 60)
-    if error is None:
-        yield f"   ✅ {name} completed", "green"
-    else:
+    if process is not None:
+        yield from _process_lines(process)
+    if error is not None:
         yield f"   ❌ {name} failed: {printable(error, 240)}", "red"
+    elif process is None:
+        yield f"   ✅ {name} completed", "green"
     if seconds is not None:
         yield f"   ⏱️  Processing Time: {seconds:.2f} seconds", ""
     if peak is not None:
@@ -380,6 +409,17 @@ def event_lines(event: EncodingEvent) -> Iterator[Line]:
         yield from _not_succeeded(event.attempt, event.direction)
     if event.kind == "ended" and event.record is not None:
         yield from _ended(event.record)
+
+
+def _process_lines(record: EncodingRecord) -> Iterator[Line]:
+    """All that its events would have told, but time and memory, which are the step's."""
+    direction = record.direction
+    yield from event_lines(EncodingEvent("began", direction))
+    for attempt in record.attempts:
+        if attempt.outcome != "skipped":
+            yield from event_lines(EncodingEvent("attempt_began", direction, strategy=attempt.name))
+        yield from event_lines(EncodingEvent("attempt_ended", direction, attempt=attempt))
+    yield from _outcome(record)
 
 
 def _titled(strategy: Strategy, direction: Direction) -> str:
@@ -401,7 +441,7 @@ def _not_succeeded(attempt: StrategyAttempt, direction: Direction) -> Iterator[L
         yield f"   ❌ {_lowered(attempt.name, direction)} failed{after}: {reason}", "red"
 
 
-def _ended(record: EncodingRecord) -> Iterator[Line]:
+def _outcome(record: EncodingRecord) -> Iterator[Line]:
     direction = record.direction
     if record.dummy:
         yield f"   🚨 NOT REAL: this is no {direction}, it only has the shape of one", "red"
@@ -412,6 +452,13 @@ def _ended(record: EncodingRecord) -> Iterator[Line]:
     if record.output is not None:
         what = "latent" if direction == "encoding" else "picture"
         yield f"   📐 Generated {what} shape: {shape(record.output.tensor.shape)}", ""
+        nan, inf = record.output.tensor.nan_count, record.output.tensor.inf_count
+        if nan or inf:
+            yield f"   🚨 Not finite: {nan or 0:,} NaN, {inf or 0:,} Inf", "red"
+
+
+def _ended(record: EncodingRecord) -> Iterator[Line]:
+    yield from _outcome(record)
     if record.seconds is not None:
         yield f"   ⏱️  Processing Time: {record.seconds:.2f} seconds", ""
     used = next((one for one in reversed(record.attempts) if one.outcome == "succeeded"), None)

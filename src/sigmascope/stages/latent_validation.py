@@ -17,7 +17,7 @@ from sigmascope.records.latents import (
 )
 from sigmascope.records.memory import MemoryImpact, change, mib
 from sigmascope.records.run import Finding
-from sigmascope.stages.latent_facts import vace_findings
+from sigmascope.stages.latent_facts import reference_frames, vace_findings
 from sigmascope.stages.latent_layout import Video
 from sigmascope.stages.latent_performance import Used
 from sigmascope.stages.schema import (
@@ -225,7 +225,7 @@ def latent_findings(
     yield from _latent_not_finite(latent, stage)
     if not vace:
         yield from _latent_constant(latent, stage)
-    yield from _latent_shape_unexpected(latent, stage, (vace or {}).get("trim_latent", 0), frames_over)
+    yield from _latent_shape_unexpected(latent, stage, reference_frames(latent, vace or {}), frames_over)
 
 
 def _latent_not_finite(latent: LatentAnalysis, stage: str) -> Iterator[Finding]:

@@ -20,7 +20,7 @@ from rich.console import Console
 from sigmascope.lora.load_check import AppliedVerdict
 from sigmascope.lora.verdict import LoraVerdict
 from sigmascope.probes import Accelerator, memory_snapshot
-from sigmascope.probes.reading import Reading, read_host
+from sigmascope.probes.reading import Reading, node_outputs, read_host
 from sigmascope.records.memory import (
     AcceleratorMemory,
     MemoryImpact,
@@ -249,16 +249,23 @@ def analyze(baseline: object, unet: object, clip: object, outcome: Outcome) -> L
     }
     path = None if known is None else known.lora_path
     verdict = judged(path, unet, clip) if known is None or known.verdict.value is None else known.verdict
-    applied, returned = outcome.lora_result is not None, models_in(outcome.lora_result)
+    applied, returned = node_outputs(outcome.lora_result) is not None, models_in(outcome.lora_result)
     effective = is_effective(sides)
-    on_model = judged_applied(path, unet, clip, sides["unet"].applied, sides["clip"].applied)
-    on_model, sides = with_fused_explained(path, verdict, on_model, sides, unet, clip)
+    unet_as_given, clip_as_given = (
+        _is_returned_as_given(sides[name], model) for name, model in (("unet", unet), ("clip", clip))
+    )
+    left_off = unet_as_given and clip_as_given and not (unet is None and clip is None)
+    on_unet = None if unet_as_given and not left_off else unet
+    on_clip = None if clip_as_given and not left_off else clip
+    on_model = judged_applied(path, on_unet, on_clip, sides["unet"].applied, sides["clip"].applied)
+    on_model, sides = with_fused_explained(path, verdict, on_model, sides, on_unet, on_clip)
     named = [("UNet", sides["unet"]), ("CLIP", sides["clip"])]
     findings = findings_of(
         [(name, side.weights, side.patches) for name, side in named],
         FileFindings(verdict.value, on_model.value, host_of(unet, clip)),
         effective,
         applied=applied,
+        left_off=left_off,
     )
     seconds, why_no_time = checked_seconds(outcome.elapsed_time)
     impact = None if known is None else MemoryImpact(known.snapshot, snapshot)
@@ -276,8 +283,8 @@ def analyze(baseline: object, unet: object, clip: object, outcome: Outcome) -> L
         "memory_impact": lora_memory_impact(sides["unet"].memory, sides["clip"].memory, impact),
         "success": error is None and effective is True and not _has_errors(findings),
         "effective": effective,
-        "error": None if error is None else error_text(error, str),
-        "exception_details": exception_dict(error, str) if isinstance(error, BaseException) else None,
+        "error": None if error is None else error_text(error),
+        "exception_details": exception_dict(error) if isinstance(error, BaseException) else None,
         "elapsed_time": seconds,
         "analysis_seconds": time.perf_counter() - began,
         "lora_file": _lora_file_of(baseline),
@@ -304,8 +311,16 @@ class Side:
     memory: MemoryChangeOfModel
 
 
+def _is_returned_as_given(side: Side, model: object) -> bool:
+    """Whether ComfyUI's loader left a model alone: it clones each one that it registers changes on."""
+    if model is None or not is_same(side.moments.before, model) or side.weights["keys_value_changed"]:
+        return model is None
+    return side.identity["patches_added"] == 0 and host_of(model) == "comfyui"
+
+
 def models_in(lora_result: object) -> int:
     """How many models the host returned: those of a tuple; one for anything else that is not None."""
+    lora_result = node_outputs(lora_result)
     if lora_result is None:
         return 0
     count = read_host(lambda: len(lora_result) if isinstance(lora_result, tuple | list | Mapping) else 1)

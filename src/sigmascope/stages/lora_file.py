@@ -6,7 +6,7 @@ factors, Δᵢⱼ = s · upᵢ · downⱼ, so that the file can be looked for in
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,18 +15,21 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
+from sigmascope.files import short_path
 from sigmascope.lora.compatibility import judge_lora, shapes_of
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.linalg import in_double
 from sigmascope.lora.load_check import AppliedModule, AppliedVerdict, applied_findings, judge_applied
 from sigmascope.lora.metadata import family_in, read_training_facts
+from sigmascope.lora.module_names import parse_name
 from sigmascope.lora.reader import open_any
 from sigmascope.lora.verdict import LoraVerdict
 from sigmascope.probes.comfyui_patcher import is_comfyui
 from sigmascope.probes.fingerprints import positions
 from sigmascope.probes.reading import Reading, read_host
 from sigmascope.records.memory import mib
+from sigmascope.records.run import Finding
 from sigmascope.stages.model_snapshot import Applied, module_of, parts_of
 from sigmascope.stages.schema import LoraFileFacts
 
@@ -61,7 +64,7 @@ def lora_file_facts(path: object) -> LoraFileFacts:
     exists = read_host(place.value.exists)
     facts["file_exists"] = bool(exists.value)
     if not exists.value:
-        reason = exists.reason or f"{place.value} does not exist"
+        reason = exists.reason or f"{short_path(place.value)} does not exist"
         facts["unavailable"] = dict.fromkeys(("file_size", *_INSIDE), reason)
         return facts
     found = place.value
@@ -159,8 +162,8 @@ def judged_applied(
 
     Args:
         path: The file; None if it was not given.
-        unet: The denoiser.
-        clip: The text encoders.
+        unet: The denoiser; None where the LoRA was not for it, and its modules are left out then.
+        clip: The text encoders, likewise.
         on_unet: The changes on the denoiser.
         on_clip: Those on the text encoders.
     """
@@ -179,7 +182,28 @@ def _judge_applied(
         for side, applied in enumerate((on_unet, on_clip))
         for patch in applied.patches
     ]
-    return judge_applied(path, patches, modules or None)
+    found = judge_applied(path, patches, modules or None)
+    left_out = [module for module in found.missing if (clip if _is_for_text(module.name) else unet) is None]
+    return _without(found, left_out) if modules else found
+
+
+def _is_for_text(name: str) -> bool:
+    return any(part.startswith("text_encoder") for part in parse_name(name).parts)
+
+
+def _without(found: AppliedVerdict, left_out: Collection[AppliedModule]) -> AppliedVerdict:
+    """The verdict on the other modules, and a word on these."""
+    if not left_out:
+        return found
+    modules = tuple(module for module in found.modules if module not in left_out)
+    of = "text encoders" if any(_is_for_text(module.name) for module in left_out) else "denoiser"
+    told = Finding(
+        "lora_part_left_out",
+        "info",
+        f"{len(left_out)} of the file's {len(found.modules)} modules are for the {of}, which the LoRA was not applied to.",
+        {"modules": len(found.modules), "left_out": len(left_out)},
+    )
+    return replace(found, modules=modules, findings=(*applied_findings(modules), told))
 
 
 def with_fused(

@@ -29,6 +29,15 @@ _ABOUT_NAMES: Final = frozenset(
 """Those that no longer matter where every module was found on the model."""
 _ORDER: Final = ("critical", "error", "warning", "info")
 STAGE: Final = "lora_application"
+_OF_MISSING: Final = frozenset({"lora_not_loaded", "lora_partly_loaded"})
+_LEFT_OFF: Final = Finding(
+    "lora_not_applied",
+    "warning",
+    "The models are the very ones from before, and nothing was registered on them.",
+    {"patched_keys": 0},
+    "ComfyUI's loader does so where both strengths are 0. Else hand over the models that it returned.",
+    STAGE,
+)
 _MUCH_OVERLAP: Final = 0.5
 
 
@@ -49,12 +58,16 @@ class FileFindings:
     def all(self) -> Iterator[Finding]:
         """The findings of both verdicts that matter here."""
         complete = self.applied is not None and self.applied.complete
+        on_model = () if self.applied is None else self.applied.findings
+        told = (
+            {"lora_text_encoder_missing"} if any(one.id == "lora_part_left_out" for one in on_model) else ()
+        )
         for finding in () if self.verdict is None else self.verdict.findings:
             if _HOST_OF_FINDING.get(finding.id, self.host) == self.host and not (
-                complete and finding.id in _ABOUT_NAMES
+                finding.id in told or (complete and finding.id in _ABOUT_NAMES)
             ):
                 yield replace(finding, stage=STAGE)
-        for finding in () if self.applied is None else self.applied.findings:
+        for finding in on_model:
             yield replace(finding, stage=STAGE)
 
 
@@ -64,6 +77,7 @@ def findings_of(
     effective: bool | None,
     *,
     applied: bool,
+    left_off: bool = False,
 ) -> list[Finding]:
     """All findings, the worst first.
 
@@ -72,6 +86,7 @@ def findings_of(
         file: What was judged of the file.
         effective: Whether anything does something else than before; None if nobody knows.
         applied: Whether the host says that it applied one.
+        left_off: Whether the host gave both models back as they went in.
     """
     found: list[Finding] = []
     for name, weights, patches in sides:
@@ -79,7 +94,9 @@ def findings_of(
     known = {finding.id for finding in found}
     of_file = {(finding.id, finding.message): finding for finding in file.all() if finding.id not in known}
     found += of_file.values()
-    if not any(finding.id == "lora_not_loaded" for finding in found):
+    if left_off:
+        found = [finding for finding in found if finding.id not in _OF_MISSING] + [_LEFT_OFF]
+    elif not any(finding.id == "lora_not_loaded" for finding in found):
         found += _on_whole(sides, effective, applied)
     return sorted(found, key=lambda finding: _ORDER.index(finding.severity))
 

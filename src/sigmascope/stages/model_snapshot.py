@@ -17,10 +17,16 @@ import torch
 from torch import Tensor, nn
 
 from sigmascope.probes.applied_patch import AppliedPatch
-from sigmascope.probes.comfyui_patcher import is_comfyui, original_weight, read_patches, weights_of
+from sigmascope.probes.comfyui_patcher import (
+    KeptWeight,
+    is_comfyui,
+    kept_weights,
+    read_patches,
+    weights_of,
+)
 from sigmascope.probes.fingerprints import Fingerprint, fingerprints, samples
 from sigmascope.probes.models import children_of, own_buffers, own_parameters
-from sigmascope.probes.peft import base_weight, read_adapters
+from sigmascope.probes.peft import read_adapters
 from sigmascope.probes.reading import Reading, read_host
 from sigmascope.stages.schema import IdentityChanges, PlacementChanges
 
@@ -85,7 +91,7 @@ class CapturedModel:
         weights: By name without adapters.
         adapter_keys: Names of adapters' own tensors.
         wrapped_keys: How many weights are in layers that an adapter wraps.
-        fingerprints: Of the weights that were looked at.
+        fingerprints: Of the weights that were looked at, as they are without what ComfyUI merged into them.
         samples: Of the same, a thousand elements each.
         fingerprint_seconds: What looking took; None if nothing was looked at.
         fingerprint_bytes: How much was looked at.
@@ -182,16 +188,23 @@ class Weights:
         base: By name in the model's state dict, as it would be without any adapter.
         adapters: Of adapters inside the model, by name in its state dict as it is.
         wrapped: Names in `base` that the state dict has under another name, since an adapter wraps the layer.
+        kept: Of ComfyUI's patchers, those in `base` that changes were merged into, as they were before.
     """
 
     base: Mapping[str, Tensor]
     adapters: Mapping[str, Tensor]
     wrapped: frozenset[str] = field(default_factory=frozenset)
+    kept: Mapping[str, KeptWeight] = field(default_factory=dict)
 
     @property
     def keys(self) -> tuple[str, ...]:
         """All names, the model's own first."""
         return (*self.base, *self.adapters)
+
+    @property
+    def unpatched(self) -> dict[str, Tensor]:
+        """As `base`, without what ComfyUI merged: clones share one model, and it holds the changes of only one."""
+        return {name: self.kept[name].weight if name in self.kept else w for name, w in self.base.items()}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -281,7 +294,7 @@ def _look_at_contents(
     weights: Weights, keys: Collection[str] | None, unavailable: dict[str, str]
 ) -> tuple[dict[str, Fingerprint], dict[str, Tensor], float, int]:
     began = time.perf_counter()
-    wanted = {name: w for name, w in weights.base.items() if keys is None or name in keys}
+    wanted = {name: w for name, w in weights.unpatched.items() if keys is None or name in keys}
     readings = fingerprints(wanted)
     found = {name: reading.value for name, reading in readings.items() if reading.value is not None}
     lacking = [reading.reason for reading in readings.values() if reading.value is None]
@@ -415,8 +428,10 @@ def weights_in(model: object, model_type: str) -> Weights:
     base: dict[str, Tensor] = {}
     adapters: dict[str, Tensor] = {}
     wrapped: set[str] = set()
+    kept: dict[str, KeptWeight] = {}
     for prefix, part in parts_of(model, model_type).items():
         module = module_of(part)
+        kept |= {prefix + name: one for name, one in kept_weights(part).items()}
         for found in () if module is None else _walk_tensors(module, _Place("", "")):
             name, place = prefix + _without_wrappers(found.place.name, module), found.place
             if place.in_adapter:
@@ -424,7 +439,7 @@ def weights_in(model: object, model_type: str) -> Weights:
             else:
                 base[name] = found.tensor
                 wrapped |= {name} if place.wrapped else set()
-    return Weights(base, adapters, frozenset(wrapped))
+    return Weights(base, adapters, frozenset(wrapped), kept)
 
 
 class _Place(NamedTuple):
@@ -507,23 +522,6 @@ def _read_part(part: object) -> Reading[tuple[AppliedPatch, ...]]:
     by_comfyui = read_host(lambda: is_comfyui(part)).value
     reading = read_host(lambda: read_patches(part) if by_comfyui else read_adapters(module_of(part)))
     return Reading(None, reading.reason) if reading.value is None else reading.value
-
-
-def original_of(model: object, model_type: str, key: str) -> Tensor | None:
-    """The weight before any change, where the host keeps it apart from the changed one; its own tensor.
-
-    Args:
-        model: See `parts_of`.
-        model_type: See `parts_of`.
-        key: As `weights_in` names it.
-    """
-    for prefix, part in parts_of(model, model_type).items():
-        if key.startswith(prefix):
-            name = key.removeprefix(prefix)
-            kept = original_weight(part, name) if is_comfyui(part) else base_weight(module_of(part), name)
-            if kept is not None:
-                return kept
-    return None
 
 
 def marks_of(applied: Applied) -> dict[str, tuple[PatchMark, ...]]:

@@ -13,11 +13,13 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from sigmascope.probes.models import modules_in
+from sigmascope.probes.reading import read_host
 from sigmascope.stages.schema import EncoderDict
 
 CLIP_TOKENS = 77
 UNKNOWN_FAMILY = "unknown"
 SDXL_PAIR = "CLIP-L + OpenCLIP-G"
+_SDXL_WIDTH = 768 + 1280
 T5_VARIANT = "SD 3 / WAN T5"
 VARIANT_BY_WIDTH = {768: "SD 1.5 CLIP", 1024: "SD 2.1 CLIP", 1280: "SDXL CLIP", 2048: T5_VARIANT}
 """The name that the width alone gives, which can mislead."""
@@ -31,7 +33,7 @@ _FAMILIES_BY_WIDTH = {
     2560: ("Qwen3", "Gemma 3"),
     3072: ("Llama 3",),
     3584: ("Qwen2.5-VL", "Gemma 2"),
-    4096: ("T5-XXL", "UMT5-XXL", "Llama 3", "Qwen3"),
+    4096: ("T5-XXL", "UMT5-XXL", "Llama 3", "Qwen3", SDXL_PAIR),
 }
 _VARIANT_BY_FAMILY = {
     "CLIP-L": "SD 1.5 CLIP",
@@ -41,15 +43,19 @@ _VARIANT_BY_FAMILY = {
 }
 _SIZES = {
     "CLIP": {768: "CLIP-L", 1024: "OpenCLIP-H", 1280: "OpenCLIP-G"},
-    "T5": {512: "T5-Small", 768: "T5-Base", 1024: "T5-Large", 2048: "T5-XL", 4096: "T5-XXL"},
+    "T5": {512: "T5-Small", 768: "T5-Base", 2048: "T5-XL", 4096: "T5-XXL"},
     "UMT5": {512: "UMT5-Small", 768: "UMT5-Base", 2048: "UMT5-XL", 4096: "UMT5-XXL"},
+    "mT5": {512: "mT5-Small", 768: "mT5-Base", 1024: "mT5-Large", 2048: "mT5-XL", 4096: "mT5-XXL"},
 }
-"""The usual name of a family's sizes; another width goes by the family's own name."""
+"""The usual name of a family's sizes; another width goes by the family's own name, and so do T5-Large, T5-3B and
+T5-11B, which are all 1024 wide."""
 _MODEL_TYPES = (
     ("clip", "CLIP"),
     ("umt5", "UMT5"),
     ("mt5", "mT5"),
+    ("t5gemma", "T5Gemma"),
     ("t5", "T5"),
+    ("bert", "BERT"),
     ("qwen2_5_vl", "Qwen2.5-VL"),
     ("qwen2_vl", "Qwen2-VL"),
     ("qwen3_vl", "Qwen3-VL"),
@@ -59,16 +65,20 @@ _MODEL_TYPES = (
     ("gemma2", "Gemma 2"),
     ("gemma", "Gemma"),
     ("mistral", "Mistral"),
+    ("ministral", "Mistral"),
     ("llama", "Llama"),
     ("llava", "Llama"),
     ("chatglm", "ChatGLM"),
+    ("glm", "GLM"),
     ("phi3", "Phi 3"),
 )
 """transformers' `model_type`, by its beginning."""
 _CLASS_NAMES = (
     ("byt5", "ByT5"),
     ("umt5", "UMT5"),
+    ("mt5", "mT5"),
     ("t5", "T5"),
+    ("bert", "BERT"),
     ("qwen25", "Qwen2.5-VL"),
     ("qwen2_5_vl", "Qwen2.5-VL"),
     ("qwen2vl", "Qwen2-VL"),
@@ -82,26 +92,45 @@ _CLASS_NAMES = (
     ("chatglm", "ChatGLM"),
     ("clip", "CLIP"),
 )
-"""What a class or attribute name holds, where there is no config: ComfyUI's `t5xxl`, `Gemma2_2BModel`, `clip_l`."""
+"""What a class or attribute name holds, where there is no config: ComfyUI's `t5xxl`, `Gemma2_2BModel`, `clip_l`.
+
+The first that any of an encoder's names holds is it: Hunyuan-DiT's BERT is `hydit_clip` there."""
 _COMFYUI_ENCODER = "transformer"
 _PIPELINE_ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3", "text_encoder_4")
 _PIPELINE_TOKENIZERS = ("tokenizer", "tokenizer_2", "tokenizer_3", "tokenizer_4")
 _WIDTH_FIELDS = ("hidden_size", "d_model", "n_embd")
+_LAYER_FIELDS = ("num_hidden_layers", "num_layers", "n_layer")
+_JOINED_LAYERS = range(2, 5)
+"""How many hidden states pipelines join to one embedding: FLUX.2 takes three. LTX-2 takes all there are."""
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderFacts:
-    """One text encoder as its class and config tell it. `width` is that of the embeddings it gives."""
+    """One text encoder as its class and config tell it.
+
+    Attributes:
+        family: Such as "CLIP-L"; "unknown" where nothing tells.
+        class_name: Of the encoder itself.
+        width: Of the embeddings it gives.
+        source: Its name in what holds it; empty for an encoder that was given by itself.
+        layers: How many it has, where its config says so.
+    """
 
     family: str
     class_name: str
     width: int | None = None
     source: str = ""
+    layers: int | None = None
 
     @property
     def is_clip(self) -> bool:
         """Whether it belongs to the CLIP kin, whose prompts are 77 tokens long."""
         return "CLIP" in self.family
+
+    @property
+    def has_partners(self) -> bool:
+        """Whether pipelines have other encoders beside it that make the conditioning wider, as beside CLIPs."""
+        return self.is_clip or self.family == "BERT"
 
 
 def identify(shape: Sequence[int] | None, encoders: Sequence[EncoderFacts]) -> EncoderDict:
@@ -115,9 +144,11 @@ def identify(shape: Sequence[int] | None, encoders: Sequence[EncoderFacts]) -> E
     tokens = shape[-2] if shape is not None and len(shape) >= 3 else None
     by_class = from_encoders(width, tokens, encoders)
     by_shape = from_shape(width, tokens)
-    verdict = by_class or by_shape
+    shape_tells_more = is_one_of_several(width, encoders) and by_shape.family != UNKNOWN_FAMILY
+    verdict = by_shape if by_class is None or shape_tells_more else by_class
     table = variant_by_width(width)
     variant = variant_of(verdict, width)
+    other = None if any(encoder.width == width for encoder in encoders) else by_shape
     return {
         "family": verdict.family,
         "evidence": verdict.evidence,
@@ -126,7 +157,7 @@ def identify(shape: Sequence[int] | None, encoders: Sequence[EncoderFacts]) -> E
         "width": width,
         "clip_variant": variant,
         "clip_variant_by_width": table,
-        "conflict": _conflict(verdict, by_shape, variant, table, width),
+        "conflict": _conflict(verdict, other, variant, table, width),
     }
 
 
@@ -139,15 +170,17 @@ class Verdict(NamedTuple):
     candidates: tuple[str, ...] = ()
 
 
-def _conflict(verdict: Verdict, by_shape: Verdict, variant: str, table: str, width: int | None) -> str | None:
-    """What other evidence claims; None where all agree."""
+def _conflict(
+    verdict: Verdict, by_shape: Verdict | None, variant: str, table: str, width: int | None
+) -> str | None:
+    """What other evidence claims; None where all agree. The shape has no say where an encoder gives this very width."""
     claims = []
     if variant != table:
         claims.append(f"width {width} alone says {table!r}, {verdict.evidence} says {variant!r}")
-    by_class = verdict.evidence == "class" and by_shape.family != UNKNOWN_FAMILY
-    agreeing = {by_shape.family, *by_shape.candidates}
-    if by_class and not any(family in verdict.family for family in agreeing):
-        claims.append(f"the tensor's {by_shape.evidence} suggests {by_shape.family}")
+    if by_shape is not None and verdict.evidence == "class" and by_shape.family != UNKNOWN_FAMILY:
+        agreeing = {by_shape.family, *by_shape.candidates}
+        if not any(family in verdict.family for family in agreeing):
+            claims.append(f"the tensor's {by_shape.evidence} suggests {by_shape.family}")
     return "; ".join(claims) or None
 
 
@@ -167,6 +200,26 @@ def from_encoders(width: int | None, tokens: int | None, encoders: Sequence[Enco
     family = " + ".join(dict.fromkeys(encoder.family for encoder in chosen))
     classes = ", ".join(dict.fromkeys(encoder.class_name for encoder in chosen))
     return Verdict(family, "class", f"the encoder's class and config: {classes}")
+
+
+def is_one_of_several(width: int | None, encoders: Sequence[EncoderFacts]) -> bool:
+    """Whether one encoder, given by itself, needs others for this width: CLIP-L in SDXL (2048), SD 3 and FLUX (4096).
+
+    Such a width is larger than its own, and not that of another CLIP, which would have made it alone.
+    """
+    if width is None or len(encoders) != 1 or encoders[0].source or not encoders[0].has_partners:
+        return False
+    own = encoders[0].width
+    return own is not None and width > own and from_shape(width, None).family not in _VARIANT_BY_FAMILY
+
+
+def joined_layers(width: int, encoder: EncoderFacts) -> int | None:
+    """How many of an encoder's hidden states, side by side, are this wide; None for a number that nothing joins."""
+    if encoder.has_partners or not encoder.width or width % encoder.width:
+        return None
+    count = width // encoder.width
+    every = None if encoder.layers is None else encoder.layers + 1  # the embeddings are one more
+    return count if count in _JOINED_LAYERS or count == every else None
 
 
 def _holds_clip_tokens(tokens: int | None) -> bool:
@@ -190,6 +243,8 @@ def variant_of(verdict: Verdict, width: int | None) -> str:
     """The table's name for a family; a family that the table lacks goes by its own name."""
     if verdict.evidence == "none":
         return variant_by_width(width)
+    if verdict.family == SDXL_PAIR and width != _SDXL_WIDTH:
+        return "SD 3 CLIP"  # filled up to T5's width
     if verdict.family in _VARIANT_BY_FAMILY:
         return _VARIANT_BY_FAMILY[verdict.family]
     if "T5" in verdict.family:
@@ -216,12 +271,13 @@ def _encoder_facts(name: str, module: nn.Module) -> EncoderFacts:
     config = getattr(inner, "config", None)
     config = getattr(config, "text_config", None) or config
     family = _family_of_config(config)
-    width = _width(config, inner)
+    width = _number(config, _WIDTH_FIELDS)
+    if width is None and isinstance(inner, nn.Module):
+        width = _width_of_tokens(inner)
     if family is None:
-        names = (name, type(module).__name__, type(inner).__name__)
-        family = next((found for one in names if (found := _family_by_name(one))), None)
+        family = _family_by_names(name, type(module).__name__, type(inner).__name__)
     sized = _SIZES.get(family or "", {}).get(width or 0, family or UNKNOWN_FAMILY)
-    return EncoderFacts(sized, type(inner).__name__, width, name)
+    return EncoderFacts(sized, type(inner).__name__, width, name, _number(config, _LAYER_FIELDS))
 
 
 def _is_comfyui_encoder(module: nn.Module) -> bool:
@@ -236,21 +292,26 @@ def _family_of_config(config: object) -> str | None:
     return next((family for prefix, family in _MODEL_TYPES if kind.startswith(prefix)), None)
 
 
-def _width(config: object, module: object) -> int | None:
-    """Width of the embeddings: what the config says, else that of the first embedding table."""
-    for name in _WIDTH_FIELDS:
-        width = getattr(config, name, None)
-        if isinstance(width, int):
-            return width
-    if not isinstance(module, nn.Module):
-        return None
-    tables = (part for part in modules_in(module) if isinstance(part, nn.Embedding))
-    return next((table.embedding_dim for table in tables), None)
+def _number(config: object, names: Sequence[str]) -> int | None:
+    """The first of these that the config says."""
+    values = (getattr(config, name, None) for name in names)
+    return next((value for value in values if isinstance(value, int)), None)
 
 
-def _family_by_name(name: str) -> str | None:
-    lowered = name.lower()
-    return next((family for part, family in _CLASS_NAMES if part in lowered), None)
+def _width_of_tokens(module: nn.Module) -> int | None:
+    """Width of the tokens' embeddings. Other tables count positions, or distances in attention as the first of T5's."""
+    own = getattr(module, "get_input_embeddings", None)
+    table = read_host(own).value if callable(own) else None
+    if table is None:
+        tables = (part for part in modules_in(module) if isinstance(part, nn.Embedding))
+        table = max(tables, key=lambda one: one.num_embeddings, default=None)
+    width = getattr(table, "embedding_dim", None)
+    return width if isinstance(width, int) else None
+
+
+def _family_by_names(*names: str) -> str | None:
+    lowered = [name.lower() for name in names]
+    return next((family for part, family in _CLASS_NAMES if any(part in name for name in lowered)), None)
 
 
 def _encoders(clip: object) -> Iterator[tuple[str, nn.Module]]:
@@ -263,7 +324,8 @@ def _encoders(clip: object) -> Iterator[tuple[str, nn.Module]]:
             ):
                 yield str(name), _unwrapped(part)
         return
-    root = clip if isinstance(clip, nn.Module) else getattr(clip, "cond_stage_model", None)
+    holder = "" if isinstance(clip, nn.Module) else "cond_stage_model"
+    root = getattr(clip, holder, None) if holder else clip
     if not isinstance(root, nn.Module):
         return
     root = _unwrapped(root)
@@ -271,7 +333,7 @@ def _encoders(clip: object) -> Iterator[tuple[str, nn.Module]]:
     if inner:
         yield from inner
     else:
-        yield "", root
+        yield holder, root
 
 
 def _named_parts(thing: object) -> Mapping[str, object]:

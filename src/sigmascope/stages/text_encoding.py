@@ -11,18 +11,18 @@ nothing.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console
 
 from sigmascope.probes import Accelerator, memory_snapshot, read_nvml
-from sigmascope.probes.reading import read_host
+from sigmascope.probes.reading import keeping_words, keeps_words, read_host
 from sigmascope.records.memory import MemoryImpact, MemorySnapshot, PeakMemory, PeakMemoryDict
-from sigmascope.records.prompts import PromptPrivacy, redactor
+from sigmascope.records.prompts import HIDDEN, PromptPrivacy, check_privacy, quoting
 from sigmascope.stages.baseline import (
-    Redact,
+    TEXT_NOT_KEPT,
     changes,
     checked_seconds,
     cleanup_effectiveness,
@@ -198,16 +198,24 @@ def analyze(
     baseline: Mapping[str, Any] | None, positive: Side, negative: Side, outcome: Outcome, choices: Choices
 ) -> TextEncodingAnalysis:
     """The analysis that `analyze_text_encoding_results` gives."""
+    check_privacy(choices.prompt_privacy)
+    with keeping_words(choices.prompt_privacy == "full"):
+        return _analysis(baseline, positive, negative, outcome, choices)
+
+
+def _analysis(
+    baseline: Mapping[str, Any] | None, positive: Side, negative: Side, outcome: Outcome, choices: Choices
+) -> TextEncodingAnalysis:
     known = references_of(baseline)
     snapshot = memory_snapshot(None if known is None else known.accelerator)  # before we take any ourselves
     encoders = [] if known is None else list(known.encoders)
-    redact = _redactor(positive, negative, choices)
+    quotes = quoting(private_texts(positive.prompt, negative.prompt), choices.prompt_privacy)
     prompts: TextProcessing = {
-        "positive": _prompt_of_side(positive, known, redact, choices),
-        "negative": _prompt_of_side(negative, known, redact, choices),
+        "positive": _prompt_of_side(positive, known, choices),
+        "negative": _prompt_of_side(negative, known, choices),
     }
     conditionings = {
-        side.name: _conditioning_of_side(side, known, redact, choices) for side in (positive, negative)
+        side.name: _conditioning_of_side(side, known, quotes, choices) for side in (positive, negative)
     }
     seconds, why_no_time = checked_seconds(outcome.elapsed_time)
     impact = None if known is None else MemoryImpact(known.snapshot, snapshot)
@@ -217,7 +225,7 @@ def analyze(
     return {
         "encoding_success": success,
         "success": success,
-        **_failure(outcome, validation, redact),  # type: ignore[typeddict-item]
+        **_failure(outcome, validation),  # type: ignore[typeddict-item]
         "elapsed_time": seconds,
         "positive_conditioning": conditionings["positive"],
         "negative_conditioning": conditionings["negative"],
@@ -239,10 +247,6 @@ def analyze(
     }
 
 
-def _redactor(positive: Side, negative: Side, choices: Choices) -> Redact:
-    return redactor(private_texts(positive.prompt, negative.prompt), choices.prompt_privacy)
-
-
 @dataclass(frozen=True, slots=True)
 class References:
     """What a baseline keeps for the analysis. Models are referred to weakly; tokenizers are held."""
@@ -258,49 +262,60 @@ class References:
         return "References(…)"
 
 
-def _prompt_of_side(side: Side, known: References | None, redact: Redact, choices: Choices) -> PromptFacts:
+def _prompt_of_side(side: Side, known: References | None, choices: Choices) -> PromptFacts:
     texts = texts_of(side.prompt)
     if texts and choices.tokens_seen is not None:
         counts, reason = choices.tokens_seen(texts)
-        return prompt_facts(side.prompt, counts, reason, choices.prompt_privacy)
-    tokenizers = {} if known is None else known.tokenizers
-    counts, reason = count_tokens(texts, tokenizers, choices.token_limit) if texts else ([], None)
-    return prompt_facts(side.prompt, counts, reason and redact(reason), choices.prompt_privacy)
+    else:
+        tokenizers = {} if known is None else known.tokenizers
+        counts, reason = count_tokens(texts, tokenizers, choices.token_limit) if texts else ([], None)
+    return prompt_facts(side.prompt, counts, reason, choices.prompt_privacy)
 
 
 def _conditioning_of_side(
-    side: Side, known: References | None, redact: Redact, choices: Choices
+    side: Side, known: References | None, quotes: Callable[[str], bool], choices: Choices
 ) -> ConditioningDict:
     found, reason = read_conditioning(side.conditioning)
     encoders = () if known is None else known.encoders
-    facts = conditioning_facts(found, encoders, choices.statistics, reason and redact(reason))
-    facts["metadata"] = _redacted(facts["metadata"], redact)
-    for entry in facts["entries"]:
-        entry["metadata"] = _redacted(entry["metadata"], redact)
-        entry["others"] = {redact(name): tensor for name, tensor in entry["others"].items()}
+    facts = conditioning_facts(found, encoders, choices.statistics, reason)
+    if choices.prompt_privacy != "full":
+        for entry in (facts, *facts["entries"]):
+            entry["metadata"] = _without_texts(entry["metadata"], quotes)
+        for entry in facts["entries"]:
+            entry["others"] = dict(_named(entry["others"], quotes))
     if choices.dumps is None:
         facts["unavailable"]["tensor_dump"] = "not asked for"
     else:
         dump_conditioning(choices.dumps, f"{side.name}_conditioning", found, facts, side.prompt)
-        reasons = facts["unavailable"]
-        reasons |= {name: redact(why) for name, why in reasons.items() if name == "tensor_dump"}
     return facts
 
 
-def _redacted(value: Any, redact: Redact) -> Any:
+def _without_texts(value: Any, quotes: Callable[[str], bool]) -> Any:
+    """What the host put beside a private prompt's tensors: numbers stay, texts and lists of token ids do not."""
     if isinstance(value, str):
-        return redact(value)
-    if isinstance(value, dict):
-        return {redact(name): _redacted(item, redact) for name, item in value.items()}
-    return [_redacted(item, redact) for item in value] if isinstance(value, list | tuple) else value
+        return HIDDEN
+    if isinstance(value, Mapping):
+        return {
+            name: HIDDEN if "token" in name.lower() else _without_texts(item, quotes)
+            for name, item in _named(value, quotes)
+        }
+    return [_without_texts(item, quotes) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _failure(outcome: Outcome, validation: Validation, redact: Redact) -> dict[str, object]:
+def _named(items: Mapping[str, Any], quotes: Callable[[str], bool]) -> Iterator[tuple[str, Any]]:
+    """The items by name; one whose name may quote the prompt, or is no plain name, is numbered."""
+    for number, (name, item) in enumerate(items.items()):
+        is_plain = name.replace(".", "_").isidentifier() and not quotes(name)
+        yield name if is_plain else f"item_{number}", item
+
+
+def _failure(outcome: Outcome, validation: Validation) -> dict[str, object]:
     error, problems = outcome.error, validation["output"]["messages"]
     if error is None:
         return {"error": "; ".join(problems) or None, "exception_details": None}
-    details = exception_dict(error, redact) if isinstance(error, BaseException) else None
-    return {"error": error_text(error, redact), "exception_details": details}
+    if isinstance(error, str):
+        return {"error": error if keeps_words() else TEXT_NOT_KEPT, "exception_details": None}
+    return {"error": error_text(error), "exception_details": exception_dict(error)}
 
 
 def _peak(peak: PeakMemory | PeakMemoryDict | None) -> PeakMemoryDict | None:

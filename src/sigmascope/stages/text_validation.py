@@ -19,7 +19,12 @@ from sigmascope.stages.schema import (
     TextProcessing,
     Validation,
 )
-from sigmascope.stages.text_encoders import UNKNOWN_FAMILY, EncoderFacts
+from sigmascope.stages.text_encoders import (
+    UNKNOWN_FAMILY,
+    EncoderFacts,
+    is_one_of_several,
+    joined_layers,
+)
 
 Conditionings = Mapping[str, ConditioningDict]
 
@@ -287,8 +292,12 @@ def _explained(width: int, encoders: Sequence[EncoderFacts]) -> str | None:
     if sum(encoder.is_clip for encoder in encoders) > 1 and width > joint:
         return f"width {width} is the CLIPs' {joint} filled up, as SD 3 does without its T5"
     for encoder in encoders:
-        if not encoder.is_clip and encoder.width and width % encoder.width == 0:
-            return f"width {width} is {width // encoder.width} layers of {encoder.family} joined"
+        layers = joined_layers(width, encoder)
+        if layers is not None:
+            return f"width {width} is {layers} layers of {encoder.family} joined"
+    if is_one_of_several(width, encoders):
+        (one,) = encoders
+        return f"width {width} takes more than the {one.family} ({one.width}) that was given: it is one of several"
     return None
 
 

@@ -7,7 +7,7 @@ merged weight and the changes (`beside_unmerged`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite, sqrt
 from typing import Final
 
@@ -19,7 +19,7 @@ from sigmascope.lora.effect import Effect, by_block, effect_of, measured_effect
 from sigmascope.lora.linalg import quick_norm, root_sum_square
 from sigmascope.lora.patches import WeightedFactors, factors_of, is_product, needs_weight, sort_patches
 from sigmascope.probes.applied_patch import AppliedPatch
-from sigmascope.probes.fingerprints import fingerprint
+from sigmascope.probes.fingerprints import fingerprint, fingerprints, samples
 from sigmascope.probes.reading import attempt, read_host
 from sigmascope.probes.tensors import place_of
 from sigmascope.stages.model_snapshot import (
@@ -28,7 +28,6 @@ from sigmascope.stages.model_snapshot import (
     Weights,
     capture_model,
     mark_of,
-    original_of,
     weights_in,
 )
 from sigmascope.stages.schema import Drift, ValueChange, WeightChange, WeightChanges
@@ -125,30 +124,68 @@ class Verdict:
 
 def _verdicts(moments: Moments) -> Iterator[tuple[str, Verdict]]:
     """Of each weight whose content or changes are other than before and that is affected by it."""
-    patches = moments.applied.by_key()
-    now = read_host(lambda: weights_in(moments.model, moments.after.model_type)).value or Weights({}, {})
-    originals = Originals(moments, now.base)
-    twins = {place_of(now.base[key]): key for key in patches if key in now.base}
-    for key, weight in now.base.items():
+    before = moments.before
+    held = read_host(lambda: weights_in(moments.model, moments.after.model_type)).value or Weights({}, {})
+    fresh = {key: _fresh(patches, before, key) for key, patches in moments.applied.by_key().items()}
+    merged = _merged_by_host(held, fresh)
+    moments = replace(moments, after=_with_contents_of(moments.after, before, merged))
+    now = held.unpatched | merged
+    originals = Originals(moments, held, now)
+    twins = {place_of(held.base[key]): key for key in fresh if key in held.base}
+    for key, weight in now.items():
         content = _content_changed(key, moments)
-        fresh = _fresh(patches.get(key, ()), moments.before, key)
-        twin = twins.get(place_of(weight), key)
-        if key not in patches and twin != key:  # tied: what is merged into the one is in the other
-            fresh = [p for p in _fresh(patches[twin], moments.before, twin) if p.state == "merged"]
-        if not content and not _acts(fresh):
+        acting = fresh.get(key, [])
+        twin = twins.get(place_of(held.base[key]), key)
+        if key not in fresh and twin != key:  # tied: what is merged into the one is in the other
+            acting = [patch for patch in fresh[twin] if patch.state == "merged"]
+        if not content and not _acts(acting):
             continue
+        had_patches = bool(before.marks.get(key))
+        of_other_moment = had_patches and key in merged  # the sample before has no patches in it
         verdict = judge_weight(
             WeightInQuestion(
                 weight,
-                originals.of(key) if key in moments.before.weights else None,
-                fresh,
-                bool(moments.before.marks.get(key)),
+                originals.of(key) if key in before.weights else None,
+                acting,
+                had_patches,
                 content,
-                sample_pair(key, moments.before.samples, moments.after.samples),
+                None if of_other_moment else sample_pair(key, before.samples, moments.after.samples),
             )
         )
         if content or verdict.effect.delta_norm != 0.0 or verdict.is_as_predicted is False:
             yield key, verdict
+
+
+def _merged_by_host(held: Weights, fresh: dict[str, list[AppliedPatch]]) -> dict[str, Tensor]:
+    """The weights that ComfyUI keeps the originals of and that hold just this patcher's changes, new ones among them.
+
+    Where they hold a clone's instead, the changes in `fresh` are in no weight of this patcher's: they only stand
+    registered.
+    """
+    found: dict[str, Tensor] = {}
+    for key, kept in held.kept.items():
+        if kept.is_own and any(patch.state == "merged" for patch in fresh.get(key, ())):
+            found[key] = held.base[key]
+        elif not kept.is_own and key in fresh:
+            fresh[key] = [
+                replace(one, state="registered") if one.state == "merged" else one for one in fresh[key]
+            ]
+    return found
+
+
+def _with_contents_of(
+    after: CapturedModel, before: CapturedModel, merged: Mapping[str, Tensor]
+) -> CapturedModel:
+    """The moment with the contents of these weights as they are, where those before were looked at."""
+    looked_at = {key: weight for key, weight in merged.items() if key in before.fingerprints}
+    if not looked_at:
+        return after
+    prints = {key: one.value for key, one in fingerprints(looked_at).items() if one.value is not None}
+    return replace(
+        after,
+        fingerprints={**after.fingerprints, **prints},
+        samples={**after.samples, **samples(looked_at)},
+    )
 
 
 def _content_changed(key: str, moments: Moments) -> bool | None:
@@ -156,7 +193,7 @@ def _content_changed(key: str, moments: Moments) -> bool | None:
     return None if old is None or new is None else old != new
 
 
-def _fresh(patches: "list[AppliedPatch] | tuple[()]", before: CapturedModel, key: str) -> list[AppliedPatch]:
+def _fresh(patches: Sequence[AppliedPatch], before: CapturedModel, key: str) -> list[AppliedPatch]:
     known = set(before.marks.get(key, ()))
     return [patch for patch in patches if mark_of(patch) not in known]
 
@@ -446,8 +483,9 @@ class KeysOfBoth:
 class Originals:
     """The weights as they were, where anybody still has them apart from those of now."""
 
-    def __init__(self, moments: Moments, now: Mapping[str, Tensor]) -> None:
-        self._moments = moments
+    def __init__(self, moments: Moments, held: Weights, now: Mapping[str, Tensor]) -> None:
+        self._fingerprints = moments.before.fingerprints
+        self._kept = held.kept
         self._now = now
         original = moments.before.model()
         apart = original is not None and original is not moments.model
@@ -455,12 +493,11 @@ class Originals:
         if apart:
             kind = moments.before.model_type
             found = read_host(lambda: weights_in(original, kind)).value
-            self._live = {} if found is None else found.base
+            self._live = {} if found is None else found.unpatched
 
     def of(self, key: str) -> Tensor | None:
         """The old content, proved by its fingerprint where the baseline has one."""
-        moments = self._moments
-        kept = read_host(lambda: original_of(moments.model, moments.after.model_type, key)).value
+        kept = self._kept[key].weight if key in self._kept else None
         for candidate in (kept, self._live.get(key)):
             if (
                 candidate is not None
@@ -471,7 +508,7 @@ class Originals:
         return None
 
     def _is_old(self, key: str, candidate: Tensor) -> bool:
-        known = self._moments.before.fingerprints.get(key)
+        known = self._fingerprints.get(key)
         return known is None or fingerprint(candidate).value == known
 
 

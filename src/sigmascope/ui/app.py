@@ -21,6 +21,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from sigmascope.errors import ConfigError, SigmascopeError
 from sigmascope.ui.jobs import JobLine
@@ -43,6 +44,8 @@ STOPPED_BY_USER: Final = 130
 """The exit code of a program that Ctrl-C ended."""
 PATIENCE_SECONDS: Final = 3.0
 """How long the end waits for a step of the model."""
+HEADER_SECONDS: Final = 20.0
+"""How long a request's headers may take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +91,7 @@ def serve(
     address = Address(host, listening.getsockname()[1])
     config = uvicorn.Config(
         app,
+        http=_Connection,
         log_level="warning",
         access_log=False,
         server_header=False,
@@ -100,6 +104,36 @@ def serve(
     finally:
         listening.close()
         _leave(lines[0])
+
+
+class _Connection(H11Protocol):
+    """uvicorn's connection that closes when a request's headers do not come to their end."""
+
+    _patience: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._wait()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._wait()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def _wait(self) -> None:
+        cycle: RequestResponseCycle | None = self.cycle
+        if cycle is not None and not cycle.response_complete:
+            self._stop_waiting()
+        elif self._patience is None:
+            self._patience = self.loop.call_later(HEADER_SECONDS, self.transport.close)
+
+    def _stop_waiting(self) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
 
 
 class _Server(uvicorn.Server):

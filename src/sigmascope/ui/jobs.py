@@ -133,9 +133,12 @@ class JobLine:
             self._arrived.clear()
             while self._waiting and not self.stopping:
                 job = self._waiting.pop(0)
-                job.change(state="running", position=0)
-                self._number()
-                await self._work(job)
+                try:
+                    job.change(state="running", position=0)
+                    self._number()
+                    await self._work(job)
+                except Exception as error:  # noqa: BLE001 - those that wait are still to be worked through
+                    self._fail(job, error)
 
     def stop(self) -> None:
         """Take no more jobs, stop the running one at its next step, and answer everybody who waits."""
@@ -168,11 +171,14 @@ class JobLine:
         except SigmascopeError as error:
             job.change(state="failed", error=as_error(error.message, error.hint))
         except Exception as error:  # noqa: BLE001 - one request must not end the server
-            _log.exception("A request failed")
-            told = f"The model failed ({type(error).__name__})."
-            job.change(state="failed", error=as_error(told, "The server's own output says more."))
+            self._fail(job, error)
         else:
             job.change(state="done", outcome=outcome)
+
+    def _fail(self, job: Job, error: Exception) -> None:
+        _log.error("A request failed", exc_info=error)
+        told = f"The model failed ({type(error).__name__})."
+        job.change(state="failed", error=as_error(told, "The server's own output says more."))
 
     def _remember(self, job: Job) -> None:
         self._jobs[job.id] = job

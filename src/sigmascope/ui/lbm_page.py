@@ -66,9 +66,15 @@ class Page:
 
     async def add_picture(self, request: Request) -> Response:
         """Keep the picture that is the request's body."""
-        data = await self._upload(request)
-        async with self._decoding:
-            picture = await run_in_threadpool(self.pictures.add, data)
+        if self._uploads >= self.limits.uploads:
+            raise Refusal(429, f"{self._uploads} pictures are being sent already.", "Try again in a while.")
+        self._uploads += 1  # until it is decoded: before that, what was sent is in memory
+        try:
+            data = await self._body(request, self.limits.upload_bytes, lambda: too_many_bytes(self.limits))
+            async with self._decoding:
+                picture = await run_in_threadpool(self.pictures.add, data)
+        finally:
+            self._uploads -= 1
         return _picture_answer(picture)
 
     async def add_scene(self, request: Request) -> Response:
@@ -114,16 +120,6 @@ class Page:
         """The record of making it, as `sigmascope.load_run` reads it."""
         return Response(self._made(request).run_json, media_type="application/json")
 
-    async def _upload(self, request: Request) -> bytes:
-        """Read a picture as it was sent, if not too many are being sent already."""
-        if self._uploads >= self.limits.uploads:
-            raise Refusal(429, f"{self._uploads} pictures are being sent already.", "Try again in a while.")
-        self._uploads += 1
-        try:
-            return await self._body(request, self.limits.upload_bytes, lambda: too_many_bytes(self.limits))
-        finally:
-            self._uploads -= 1
-
     async def _body(self, request: Request, limit: int, refusal: Callable[[], Refusal]) -> bytes:
         """Read a body of at most `limit` bytes, whatever its headers promise and however slowly it comes."""
         promised = request.headers.get("content-length", "")
@@ -131,10 +127,14 @@ class Page:
             raise refusal()
         try:
             async with asyncio.timeout(self.limits.body_seconds):
-                return await _read_stream(request, limit, refusal)
+                return await _read_stream(request, limit, refusal, self.limits.silent_seconds)
         except TimeoutError:
-            seconds = f"{self.limits.body_seconds:g} s"
-            raise Refusal(408, f"The request did not end within {seconds}.", "Send it again.") from None
+            raise Refusal(
+                408,
+                f"The request did not end within {self.limits.body_seconds:g} s, "
+                f"or {self.limits.silent_seconds:g} s went by without a part of it.",
+                "Send it again.",
+            ) from None
         except ClientDisconnect:  # nobody is there to be told
             raise Refusal(400, "The request ended before its body did.") from None
 
@@ -163,10 +163,14 @@ def _too_long() -> Refusal:
     return Refusal(413, f"The request is longer than {WISH_BYTES} bytes.", "Upload the picture on its own.")
 
 
-async def _read_stream(request: Request, limit: int, refusal: Callable[[], Refusal]) -> bytes:
+async def _read_stream(
+    request: Request, limit: int, refusal: Callable[[], Refusal], silent_seconds: float
+) -> bytes:
     read = bytearray()
-    async for chunk in request.stream():
-        read += chunk
-        if len(read) > limit:
-            raise refusal()
+    async with asyncio.timeout(silent_seconds) as silence:
+        async for chunk in request.stream():
+            read += chunk
+            if len(read) > limit:
+                raise refusal()
+            silence.reschedule(asyncio.get_running_loop().time() + silent_seconds)
     return bytes(read)

@@ -7,7 +7,6 @@ only their own content gives; `Recent` forgets the longest unused first.
 import hashlib
 import io
 import threading
-import warnings
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Annotated, Final, Generic, TypeVar
@@ -17,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from sigmascope.errors import ConfigError
 from sigmascope.lbm.buckets import Size, parse_size, working_size
-from sigmascope.lbm.images import DECODER_ERRORS, to_rgb
+from sigmascope.lbm.images import DECODER_ERRORS, open_picture, to_rgb
 from sigmascope.lbm.infer import SEEDS
 from sigmascope.ui.security import LORA_SCALES, MIB, Limits, Refusal
 
@@ -175,12 +174,10 @@ def decode(data: bytes, limits: Limits) -> Image.Image:
     if not data:
         raise Refusal(415, "The file is empty.", f"Choose a picture ({NAMED}).")
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # our own limit says what Pillow's warning would
-            with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-                _check_pixels(image, limits)
-                image.load()
-                return to_rgb(image)
+        with open_picture(io.BytesIO(data), FORMATS) as image:
+            _check_pixels(image, limits)
+            image.load()
+            return to_rgb(image)
     except Image.DecompressionBombError as error:
         raise _too_many_pixels(limits) from error
     except UnidentifiedImageError as error:

@@ -196,6 +196,7 @@ class Limits:
         upload_bytes: Of one picture as sent.
         uploads: Pictures that are being sent at once, each held in memory until it is whole.
         body_seconds: In which a request's body must be here.
+        silent_seconds: The longest without any part of it.
         picture_pixels: Of one picture when decoded: a few kilobytes may hold gigabytes.
         working_pixels: At which the model works; its memory grows with this.
         steps: Of the bridge.
@@ -207,6 +208,7 @@ class Limits:
     upload_bytes: int = 50 * MIB
     uploads: int = 16
     body_seconds: float = 120.0
+    silent_seconds: float = 20.0
     picture_pixels: int = 50_000_000
     working_pixels: int = 2048 * 2048
     steps: int = 100

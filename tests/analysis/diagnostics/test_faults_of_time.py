@@ -100,8 +100,43 @@ def test_a_monitor_of_its_own_says_what_share_its_steps_took(pipe: Any) -> None:
 
 def test_a_generation_in_another_is_counted_once(pipe: Any) -> None:
     gpu = SimulatedGpu()
-    monitor = sigmascope.PerformanceMonitor(accelerator=gpu, clock=gpu, sample_hz=None)
+    monitor = sigmascope.PerformanceMonitor(1e-9, accelerator=gpu, clock=gpu, sample_hz=None)
     watch = sigmascope.watch(pipe, sample_hz=None)
     with on_this_gpu(gpu), watch, torch.no_grad(), gpu, monitor.monitor_generation(model=pipe):
         pipe("a fox", num_inference_steps=1, height=32, width=32)
     assert "generations" not in found(watch.record())["model.guidance_doubles_the_work"].evidence
+
+
+@pytest.mark.parametrize("is_watch_outside", [True, False])
+def test_a_slow_callback_is_named_with_its_share_whichever_of_watch_and_monitor_is_around_the_other(
+    pipe: Any, *, is_watch_outside: bool
+) -> None:
+    gpu = SimulatedGpu()
+    gpu.put(*(part for part in pipe.components.values() if isinstance(part, torch.nn.Module)))
+    monitor = sigmascope.PerformanceMonitor(0.1, accelerator=gpu, clock=gpu, sample_hz=None)
+
+    def preview(pipe: Any, step: int, timestep: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        gpu.synchronize()
+        gpu.host_works(0.2)
+        return kwargs
+
+    with on_this_gpu(gpu):
+        watch = sigmascope.watch(pipe, sample_hz=None, prompts="none")
+        block = monitor.monitor_generation(model=pipe)
+        outer, inner = (watch, block) if is_watch_outside else (block, watch)
+        with torch.no_grad(), gpu, outer, inner:
+            pipe("a fox", num_inference_steps=4, height=32, width=32, callback_on_step_end=preview)
+            gpu.synchronize()
+    (run,), told = monitor.runs, {finding.id: finding for finding in monitor.diagnose()}
+    slow = told["time.callback_takes_long"]
+    assert number(slow, "gain_seconds") == pytest.approx(4 * 0.2, rel=0.05)
+    assert number(slow, "share") == pytest.approx(0.8 / run.stage("denoising").seconds, rel=0.05)
+    assert "preview" in slow.message
+    assert slow.severity == "warning"
+    denoiser = sum(one or 0.0 for one in run.stage("denoising").steps.gpu_seconds)
+    assert number(told["model.guidance_doubles_the_work"], "gain_seconds") == pytest.approx(denoiser / 2)
+    linked = {run.id, *run.facts.get("runs_within", ())}
+    assert watch.id in linked
+    assert (run.stages[0].facts["call"]["width"], monitor.current_metrics.image_resolution) == (32, (32, 32))
+    assert monitor.current_metrics.num_inference_steps == 4
+    assert "a fox" not in str(run)

@@ -125,8 +125,14 @@ def test_many_steps_of_a_unet_distilled_to_few(pipe: Any) -> None:
 
 
 def test_guidance_that_doubles_the_work(pipe: Any) -> None:
-    assert "model.guidance_doubles_the_work" in ids(watched(pipe, guidance_scale=7.5))
-    assert "model.guidance_doubles_the_work" not in ids(watched(pipe, guidance_scale=1.0))
+    for guidance_scale, expected in ((7.5, True), (1.0, False)):
+        monitor = sigmascope.PerformanceMonitor(1e-9)
+        with monitor.monitor_generation(model=pipe):
+            watched(pipe, guidance_scale=guidance_scale)
+        assert ("model.guidance_doubles_the_work" in {one.id for one in monitor.diagnose()}) is expected
+    assert "model.guidance_doubles_the_work" not in ids(
+        watched(pipe, guidance_scale=7.5)
+    )  # no target is missed
 
 
 def test_an_editing_model_without_an_image() -> None:

@@ -1,11 +1,12 @@
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.analysis.faulty_runs import component, pipeline, stage
+from tests.analysis.faulty_runs import component, pipeline, stage, steps
 from torch import nn
 
 import sigmascope
@@ -14,7 +15,9 @@ from sigmascope.records.facts import CallFacts, ComponentFacts
 from sigmascope.records.run import Finding
 
 Found = Callable[..., dict[str, Finding]]
-DENOISING = stage("denoising", 10.0)
+DENOISING = stage("denoising", 30.0, steps=steps([1.0] * 10))
+"""Ten seconds in its steps, and a callback's twenty between them."""
+LATE = {"performance": {"target_met": False}}
 
 
 def test_an_editing_model_without_an_image_is_told(found: Found) -> None:
@@ -65,12 +68,19 @@ def test_a_few_step_scheduler_on_an_ordinary_model_is_told(found: Found) -> None
 
 
 @pytest.mark.parametrize(("config", "severity"), [({}, "info"), ({"time_cond_proj_dim": 256}, "warning")])
-def test_guidance_costs_half_of_the_denoising(found: Found, config: dict[str, Any], severity: str) -> None:
+@pytest.mark.parametrize(("batches", "gain"), [(2, 5.0), (3, 20 / 3)])
+def test_guidance_costs_its_share_of_the_steps(
+    found: Found, config: dict[str, Any], severity: str, batches: int, gain: float
+) -> None:
     pipe = pipeline(unet=component("denoiser", config=config))
-    call = CallFacts(num_inference_steps=8, guidance_scale=7.5, guidance_batches=2)
-    finding = found(DENOISING, pipe=pipe, call=call)["model.guidance_doubles_the_work"]
+    call = CallFacts(num_inference_steps=8, guidance_scale=7.5, guidance_batches=batches)
+    finding = found(replace(DENOISING, facts=LATE), pipe=pipe, call=call)["model.guidance_doubles_the_work"]
     assert finding.severity == severity
-    assert finding.evidence["gain_seconds"] == 5.0
+    assert finding.evidence["gain_seconds"] == pytest.approx(gain)
+    in_time = found(DENOISING, pipe=pipe, call=call)
+    assert ("model.guidance_doubles_the_work" in in_time) == bool(
+        config
+    )  # a fault even so, where it is distilled
     assert "model.guidance_doubles_the_work" not in found(
         DENOISING, pipe=pipe, call=CallFacts(guidance_scale=3.5, guidance_batches=1)
     )

@@ -49,9 +49,16 @@ def test_a_missing_shard_is_named(tmp_path: Path, weight_map: dict[str, str]) ->
     index = write_index(tmp_path, weight_map)
     (tmp_path / SHARDS[1]).unlink()
     with pytest.raises(
-        CheckpointError, match=r"index\.json: names the shard model-00002-of-00002.*not there"
+        CheckpointError, match=r"index\.json: names the shard 'model-00002-of-00002.*not there"
     ):
         open_checkpoint(index)
+
+
+def test_an_index_that_names_no_possible_file_is_refused_by_its_own_name(tmp_path: Path) -> None:
+    index = write_index(tmp_path, {"a": "x" * 5000})
+    with pytest.raises(CheckpointError, match=r"index\.json: names the shard 'x+….* not there") as caught:
+        open_checkpoint(index)
+    assert len(str(caught.value)) < 1000
 
 
 def test_a_damaged_shard_is_named(tmp_path: Path, weight_map: dict[str, str]) -> None:

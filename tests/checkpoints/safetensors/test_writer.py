@@ -197,9 +197,9 @@ def test_a_folder_is_no_target(tmp_path: Path) -> None:
         save_safetensors(tmp_path, {"a": torch.zeros(1)})
 
 
-def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(WriteError, match="folder does not exist"):
-        save_safetensors(tmp_path / "no" / "x.safetensors", {"a": torch.zeros(1)})
+def test_a_folder_that_is_not_there_is_made(tmp_path: Path) -> None:
+    save_safetensors(tmp_path / "new" / "x.safetensors", {"a": torch.zeros(1)})
+    assert [file.name for file in (tmp_path / "new").iterdir()] == ["x.safetensors"]
 
 
 def test_too_small_a_disk_is_told_before_anything_is_written(
@@ -209,6 +209,17 @@ def test_too_small_a_disk_is_told_before_anything_is_written(
     with pytest.raises(WriteError, match=r"x\.safetensors.*disk is full: \d+ more bytes.*1000 are free"):
         save_safetensors(tmp_path / "x.safetensors", {"a": torch.zeros(1000)})
     assert names(tmp_path) == []
+
+
+def test_a_disk_that_does_not_say_what_is_free_is_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown(_path: object) -> FreeSpace:
+        raise PermissionError(13, "not told")
+
+    monkeypatch.setattr("shutil.disk_usage", unknown)
+    save_safetensors(tmp_path / "x.safetensors", {"a": torch.zeros(1000)})
+    assert names(tmp_path) == ["x.safetensors"]
 
 
 class FreeSpace:
@@ -287,3 +298,30 @@ def test_a_target_may_have_a_name_that_is_not_unicode(tmp_path: Path) -> None:
     save_safetensors(tmp_path / UNDECODED, {"a": torch.ones(1)})
     with open_checkpoint(tmp_path / UNDECODED) as checkpoint:
         assert checkpoint.keys() == ["a"]
+
+
+def test_a_tensor_is_written_again_in_its_place_wherever_it_waits(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    three = torch.tensor(
+        [1.0, 2.0, 3.0], dtype=torch.float16
+    )  # six bytes, which wait for the end of the file
+    four = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    with StreamingWriter(path) as writer:
+        writer.write("three", three)
+        writer.write("four", four)
+        writer.write("other three", three)
+        for name in ("three", "four"):
+            writer.rewrite(name, lambda old: old * 2)
+        writer.rewrite("four", lambda old: old + 1)
+        writer.write("last", four)
+        writer.write("last three", three)
+    expected = {
+        "three": three * 2,
+        "four": four * 2 + 1,
+        "other three": three,
+        "last": four,
+        "last three": three,
+    }
+    found = load_file(path)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)

@@ -11,12 +11,12 @@ from sigmascope.checkpoints.tensor_dumps import flatten, plain_metadata
 from sigmascope.errors import ConfigError
 
 
-def keep(text: str) -> str:
-    return text
+def never(text: str) -> bool:
+    return False
 
 
 def names(nested: Any) -> list[str]:
-    return list(flatten(nested, keep, private=False).tensors)
+    return list(flatten(nested, never, private=False).tensors)
 
 
 class Embeds(NamedTuple):
@@ -34,7 +34,7 @@ ONE = torch.ones(1)
 
 
 def test_a_tensor_keeps_its_name() -> None:
-    found = flatten({"cond": ONE}, keep, private=False)
+    found = flatten({"cond": ONE}, never, private=False)
     assert found.tensors["cond"] is ONE
     assert found.skeleton == {}
 
@@ -46,7 +46,7 @@ def test_anything_that_is_no_mapping_is_named_tensor() -> None:
 
 def test_a_comfyui_conditioning_gives_cond_and_the_tensors_beside_it() -> None:
     nested = {"positive": [[ONE, {"pooled_output": ONE, "strength": 0.5}], [ONE, {}]]}
-    found = flatten(nested, keep, private=False)
+    found = flatten(nested, never, private=False)
     assert list(found.tensors) == ["positive.0.cond", "positive.0.pooled_output", "positive.1.cond"]
     assert found.skeleton["positive"][0] == [
         {"$tensor": "positive.0.cond"},
@@ -85,7 +85,7 @@ def test_a_name_that_is_taken_gets_a_number() -> None:
 def test_arrays_become_tensors() -> None:
     array = np.arange(6, dtype=np.float32).reshape(2, 3)
     for given in (array, array[:, ::-1], array.astype(">f4")):
-        found = flatten({"x": given}, keep, private=False).tensors["x"]
+        found = flatten({"x": given}, never, private=False).tensors["x"]
         np.testing.assert_array_equal(found.numpy(), given)
 
 
@@ -96,14 +96,14 @@ def test_a_read_only_array_is_taken_without_a_warning() -> None:
 
 
 def test_objects_become_the_name_of_their_type() -> None:
-    found = flatten({"x": [[ONE, {"control": object(), "dtype": torch.float16}]]}, keep, private=False)
+    found = flatten({"x": [[ONE, {"control": object(), "dtype": torch.float16}]]}, never, private=False)
     assert found.skeleton["x"][0][1] == {"control": "<object>", "dtype": "torch.float16"}
 
 
 def test_what_holds_itself_ends() -> None:
     around: dict[str, Any] = {"t": ONE}
     around["self"] = around
-    assert flatten({"x": around}, keep, private=False).skeleton["x"]["self"] == "<dict in itself>"
+    assert flatten({"x": around}, never, private=False).skeleton["x"]["self"] == "<dict in itself>"
 
 
 def test_too_deep_a_nesting_is_refused() -> None:
@@ -111,25 +111,36 @@ def test_too_deep_a_nesting_is_refused() -> None:
     for _ in range(40):
         nested = [nested]
     with pytest.raises(ConfigError, match="more than 32 deep"):
-        flatten({"x": nested}, keep, private=False)
+        flatten({"x": nested}, never, private=False)
 
 
 def test_no_tensor_is_an_error() -> None:
     with pytest.raises(ConfigError, match="no tensor"):
-        flatten({"x": None}, keep, private=False)
+        flatten({"x": None}, never, private=False)
 
 
-def test_texts_called_prompts_are_private() -> None:
-    nested = {"x": [[ONE, {"prompt": "cat", "negative_prompts": ["dog"], "prompt_embeds_mask": "kept"}]]}
-    found = flatten(nested, keep, private=True)
+def test_texts_and_tokens_of_a_conditioning_are_private() -> None:
+    beside = {"prompt": "cat", "negative_prompts": ["dog"], "note": "of a cat", "input_ids": [320, 2368]}
+    numbers = {"strength": 0.5, "num_tokens": 77, "area": [8, 8, 0, 0]}
+    found = flatten({"x": [[ONE, {**beside, **numbers}]]}, never, private=True)
     assert found.skeleton["x"][0][1] == {
         "prompt": "<text>",
         "negative_prompts": ["<text>"],
-        "prompt_embeds_mask": "kept",
+        "note": "<text>",
+        "input_ids": ["<text>", "<text>"],
+        **numbers,
+    }
+
+
+def test_texts_of_metadata_called_prompts_are_private() -> None:
+    told = {"prompt": "cat", "negative_prompts": ["dog"], "prompt_embeds_mask": "kept", "model": "sd15"}
+    assert plain_metadata(told, never, private=True) == told | {
+        "prompt": "<text>",
+        "negative_prompts": ["<text>"],
     }
 
 
 def test_a_tensor_in_metadata_is_described() -> None:
-    assert plain_metadata({"x": torch.zeros(2, 3)}, keep, private=True) == {
+    assert plain_metadata({"x": torch.zeros(2, 3)}, never, private=True) == {
         "x": "<float32 tensor of shape (2, 3)>"
     }

@@ -184,3 +184,14 @@ def test_a_tensor_larger_than_its_file_is_refused(tmp_path: Path) -> None:
     torch.save({"a": torch.zeros(1).expand(10**12)}, tmp_path / "x.pt")
     with pytest.raises(CheckpointError, match=r"'a' claims 4000000000000 bytes in a file of \d+"):
         open_checkpoint(tmp_path / "x.pt")
+
+
+def test_an_archive_whose_list_is_empty_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.ckpt"
+    torch.save({"weight": torch.ones(2)}, path)
+    content = bytearray(path.read_bytes())
+    end = content.rfind(b"PK\6\6")
+    content[end + 24 : end + 48] = bytes(24)  # no entries, in a list of no bytes
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"model\.ckpt: "):
+        open_checkpoint(path)

@@ -1,6 +1,8 @@
 """The streamed file against what `torch.save` writes and what `torch.load` and `zipfile` make of it."""
 
+import re
 import zipfile
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sigmascope.checkpoints import StreamingTorchWriter, TensorSpec
-from sigmascope.errors import WriteError
+from sigmascope.checkpoints import StreamingTorchWriter, TensorSpec, open_checkpoint
+from sigmascope.errors import CheckpointError, WriteError
 
 TENSORS: dict[str, Tensor] = {
     "conv.weight": torch.arange(24.0).reshape(2, 3, 2, 2),
@@ -118,3 +120,26 @@ def test_a_tensor_other_than_announced_is_refused(
 def test_a_type_that_is_not_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(WriteError, match=r"'scales' is of torch\.complex64"):
         StreamingTorchWriter(tmp_path / "model.ckpt", {"scales": TensorSpec(torch.complex64, (2,))})
+
+
+@pytest.mark.parametrize("place", range(6))
+def test_a_name_that_is_no_utf_8_is_damage_or_nothing(tmp_path: Path, place: int) -> None:
+    """Each member has its name twice: before its data and in the list at the end."""
+    path = tmp_path / "model.ckpt"
+    torch.save({"layer.weight": torch.ones(2, 2)}, path)
+    data = bytearray(path.read_bytes())
+    for mark, flags in ((b"PK\x03\x04", 7), (b"PK\x01\x02", 9)):  # where the bit says UTF-8
+        for begin in [found.start() for found in re.finditer(re.escape(mark), data)]:
+            data[begin + flags] |= 8
+    names = [found.start() for found in re.finditer(rb"model/(byteorder|version|data.pkl)", data)]
+    data[names[place]] = 0xFF
+    path.write_bytes(data)
+    is_read = True
+    try:
+        torch.load(path, weights_only=True, mmap=True)
+        zipfile.ZipFile(path).close()
+    except (RuntimeError, UnicodeDecodeError):
+        is_read = False
+    refused = nullcontext() if is_read else pytest.raises(CheckpointError, match="damaged")
+    with refused, open_checkpoint(path) as checkpoint:
+        assert checkpoint.tensor("layer.weight").sum() == 4

@@ -73,6 +73,23 @@ def test_what_libraries_print_is_not_among_the_json(
 
 
 @pytest.mark.slow
+def test_the_yaml_says_whether_to_resume_unless_the_command_does(small_run: SmallRun) -> None:
+    invoke(small_run, "--max_steps", "1")
+    from_yaml = {"resume_from_checkpoint": False}
+    said = json.loads(invoke(small_run, "--resume", "--dry_run", "--json", **from_yaml).stdout)
+    assert said["resumes"] is not None
+    anew = json.loads(invoke(small_run, "--max_steps", "1", "--json", **from_yaml).stdout)
+    assert (anew["resumed_from"], Path(anew["set_aside"]).name) == (None, "before-1")
+
+
+def test_a_dry_run_passes_over_a_damaged_checkpoint_as_training_does(small_run: SmallRun) -> None:
+    for steps in ("1", "2"):
+        invoke(small_run, "--max_steps", steps)
+    (small_run.out / "checkpoint-000002" / "state.json").write_text("{")
+    facts = json.loads(invoke(small_run, "--dry_run", "--json").stdout)
+    assert Path(facts["resumes"]).name == "checkpoint-000001"
+
+
 def test_no_resume_begins_anew(small_run: SmallRun) -> None:
     assert invoke(small_run, "--max_steps", "1").exit_code == 0
     anew = json.loads(invoke(small_run, "--max_steps", "1", "--no_resume", "--json").stdout)
@@ -153,3 +170,15 @@ def test_commands_in_place_of_shards_run_only_when_allowed(small_run: SmallRun) 
     pipe = {"train_shards": f"pipe:cat {small_run.folder / 'train-0.tar'}", "max_steps": 1}
     assert isinstance(invoke(small_run, "--dry_run", **pipe).exception, ConfigError)
     assert json.loads(invoke(small_run, "--allow_pipe", "--json", **pipe).stdout)["step"] == 1
+
+
+def test_a_larger_member_is_read_only_when_allowed(small_run: SmallRun) -> None:
+    """The pictures of these shards take more than 100 bytes each."""
+    refused = invoke(small_run, "--dry_run", "--max_member", "100B").exception
+    assert "SIGMASCOPE_MAX_MEMBER allows 100 bytes" in str(refused)
+    assert invoke(small_run, "--dry_run", max_member=100).exception is not None
+    assert invoke(small_run, "--dry_run", "--max_member", "1MB", max_member=100).exception is None
+    no_size = invoke(small_run, "--dry_run", "--max_member", "much").exception
+    assert isinstance(no_size, ConfigError)
+    assert "--max_member much is no size" in no_size.message
+    assert isinstance(invoke(small_run, "--dry_run", max_member="much").exception, ConfigError)

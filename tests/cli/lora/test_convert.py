@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from sigmascope.cli.root import run
 from sigmascope.lora.adapters import DiffChange
@@ -61,6 +61,21 @@ def test_it_says_what_it_did(convert: Convert, source: Path, tmp_path: Path) -> 
         assert said in outcome.out
     assert max(map(len, outcome.out.splitlines())) <= 80
     assert load_lora(target).format == "kohya"
+
+
+@pytest.mark.parametrize(
+    ("layer", "in_diffusers"),
+    [("unet.down_blocks.3.resnets.0.conv1", True), ("transformer.blocks.0.ffn.net.2", False)],
+)
+def test_kohya_files_are_for_diffusers_only_where_its_pipeline_reads_them(
+    layer: str, in_diffusers: bool, convert: Convert, tmp_path: Path
+) -> None:
+    """Of WAN it takes those alone that hold all of a block's layers, by its own loader."""
+    factors = {f"{layer}.lora_B.weight": torch.ones(6, 2), f"{layer}.lora_A.weight": torch.ones(2, 5)}
+    save_file(factors, tmp_path / "in.safetensors")
+    said = convert(tmp_path / "in.safetensors", tmp_path / "out.safetensors", "--format", "kohya").out
+    assert "LyCORIS" in said
+    assert ("load_lora_weights" in " ".join(said.split())) is in_diffusers
 
 
 def test_its_report_as_json(convert: Convert, source: Path, tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def test_the_picture_shows_every_layer(files: "ModelPair", call: Validate) -> No
 
 @pytest.mark.parametrize(
     ("place", "message"),
-    [("errors.png", "not named as SVG"), ("nowhere/errors.svg", "its folder does not exist")],
+    [("errors.png", "not named as SVG"), ("lora.safetensors/errors.svg", "cannot be reached")],
 )
 def test_a_place_for_the_picture_that_cannot_be_is_refused_first(
     place: str, message: str, files: "ModelPair", call: Validate
@@ -79,6 +79,68 @@ def test_a_place_for_the_picture_that_cannot_be_is_refused_first(
     assert outcome.code != 0
     assert message in " ".join(outcome.err.split())
     assert outcome.out == ""
+
+
+def test_a_picture_in_the_place_of_the_layer_names_is_refused_as_that(
+    files: "ModelPair", call: Validate
+) -> None:
+    names = files.base.with_name("lora_layer_names.txt")
+    names.write_text("conv_in\n")
+    picture = files.base.with_name("errors.svg")
+    picture.symlink_to(names)
+    outcome = call(*arguments(files, "--picture", picture))
+    assert outcome.code == 2
+    assert "is where the layer names go" in " ".join(outcome.err.split())
+    assert names.read_text() == "conv_in\n"
+
+
+def test_what_fails_draws_no_picture(files: "ModelPair", call: Validate) -> None:
+    lora = files.base.with_name("lora.safetensors")
+    kept = {key: value for key, value in load_file(lora).items() if not key.startswith("denoiser.conv_out.")}
+    save_file(kept, lora)
+    picture = files.base.with_name("errors.svg")
+    picture.write_text("<svg/>")
+    outcome = call(*arguments(files, "--picture", picture))
+    assert outcome.code == 1
+    assert picture.read_text() == "<svg/>"
+    assert "The picture is not drawn" in outcome.err
+
+
+def test_fidelity_leads_and_what_is_applied_is_another_figure(files: "ModelPair", call: Validate) -> None:
+    """The LoRA of another fine-tuning: every module fits, and every layer becomes worse."""
+    lora = files.base.with_name("lora.safetensors")
+    minus = {
+        key: -value if key.endswith("lora_up.weight") else value for key, value in load_file(lora).items()
+    }
+    save_file(minus, lora)
+    outcome = call(*arguments(files))
+    lines = [" ".join(line.split()) for line in outcome.out.splitlines() if line.strip()]
+    assert lines[1].startswith("Fidelity 0.0 % of the change")
+    assert lines[2].startswith("Applied 100.0 %")
+    assert lines[3].startswith("error: The LoRA is for another model: it takes")
+    assert outcome.out.count("another model") == 1
+    report = json.loads(call(*arguments(files, "--json")).out)
+    assert (report["fidelity"], report["success_rate"]) == (0.0, 100.0)
+
+
+def test_a_lora_whose_modules_fit_nothing_is_told_in_one_sentence(files: "ModelPair", call: Validate) -> None:
+    lora = files.base.with_name("lora.safetensors")
+    elsewhere = {key.replace("denoiser.", "denoiser.elsewhere."): one for key, one in load_file(lora).items()}
+    save_file(elsewhere, lora)
+    outcome = call(*arguments(files))
+    said = " ".join(outcome.out.split())
+    assert outcome.code == 1
+    modules = sum(key.endswith("lora_up.weight") for key in elsewhere)
+    assert (
+        f"The LoRA is for another model: {modules} of its {modules} modules fit no layer of this one." in said
+    )
+    assert "unmatched: " not in said
+
+
+def test_a_lora_of_this_model_is_for_no_other(files: "ModelPair", call: Validate) -> None:
+    report = json.loads(call(*arguments(files, "--json")).out)
+    assert report["fidelity"] == pytest.approx(100 * (1 - report["relative_error"]))
+    assert "lora.other_model" not in {finding["id"] for finding in report["findings"]}
 
 
 def test_json_names_what_each_module_is(files: "ModelPair", call: Validate) -> None:

@@ -2,6 +2,7 @@
 
 import ast
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,12 @@ from sigmascope.cli.root import app
 
 SOURCE = Path(sigmascope.__file__).parent
 PAGES = Path(__file__).parents[3] / "docs"
+PAGES_SCRIPT = Path(__file__).parents[3] / "scripts" / "pages.py"
 NAMED = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 OTHERS = {
     "--use_fsdp", "--fsdp_version", "--use_deepspeed", "--zero_stage", "--deepspeed_config_file", "--use_megatron_lm",
 }  # fmt: skip
 """Of `accelerate launch` and `torchrun`."""
-PAGE = {"make-shards": "data"}
-"""The page that tells of a command, where it has another name."""
 CALL = re.compile(r"sigmascope ((?:[a-z-]+ )+)")
 
 
@@ -68,10 +68,15 @@ def test_commands_of_a_page_have_the_options_that_it_gives_them(page: Path) -> N
     assert wrong == []
 
 
-@pytest.mark.parametrize(
-    "command", ["create-base", "infer", "make-shards", "serve", "train"], ids=lambda name: name
-)
-def test_a_command_s_page_tells_all_of_its_options(command: str) -> None:
-    text = (PAGES / f"lbm-{PAGE.get(command, command)}.md").read_text(encoding="utf-8")
-    untold = options(COMMANDS[f"lbm {command}"]) - set(NAMED.findall(text))
-    assert {name for name in untold if name.startswith("--")} == set()
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_every_argument_and_option_of_a_command_has_its_help(name: str) -> None:
+    untold = [param.name for param in COMMANDS[name].params if not param.help]
+    assert untold == []
+
+
+def test_the_page_of_commands_lists_every_option() -> None:
+    page = runpy.run_path(str(PAGES_SCRIPT))["commands"]()
+    for name, command in COMMANDS.items():
+        section = re.split(r"^#{2,} `", page.partition(f"`sigmascope {name}`\n")[2], flags=re.MULTILINE)[0]
+        missing = {option for option in options(command) if option.startswith("--") and option not in section}
+        assert missing - {"--help"} == set(), name

@@ -12,7 +12,7 @@ import pytest
 
 from sigmascope.errors import ConfigError
 from sigmascope.integrations.asgi import PerformanceMonitoringMiddleware
-from sigmascope.monitor.generation import current_request_id
+from sigmascope.monitor.generation import SERVED, current_request_id
 from sigmascope.monitor.performance import PerformanceMonitor
 from sigmascope.records.performance import RequestRecord
 
@@ -466,3 +466,62 @@ def test_metrics_without_their_package_are_refused_with_what_to_install(
     with pytest.raises(ConfigError) as refused:
         PerformanceMonitoringMiddleware(app, metrics_path="/metrics")
     assert "sigmascope[prometheus]" in str(refused.value.hint)
+
+
+class Route:
+    path = "/draw/{prompt}"
+
+
+@pytest.mark.parametrize(
+    ("path", "route", "kept"),
+    [
+        ("/draw/a red fox", None, "/draw/…"),
+        ("/draw/a red fox", Route(), "/draw/{prompt}"),
+        ("/a red fox", None, "/…"),
+        ("/generate", None, "/generate"),
+    ],
+)
+def test_a_private_record_quotes_neither_error_nor_path(path: str, route: object, kept: str) -> None:
+    async def app(scope: Message, receive: Receive, send: Send) -> None:
+        raise ValueError(f"cannot draw {scope['path']}")
+
+    watched = PerformanceMonitoringMiddleware(app, prompts="hash")
+    with pytest.raises(ValueError, match=path):
+        call(watched, {**scope(path), "route": route})
+    (record,) = watched.requests()
+    assert record.path == kept
+    assert record.error is not None
+    assert record.error.startswith("ValueError (")
+    assert "fox" not in str(record)
+
+
+def test_models_that_clients_invent_share_a_label_from_the_hundredth_on() -> None:
+    monitor = PerformanceMonitor(sample_hz=None)
+
+    async def app(scope: Message, receive: Receive, send: Send) -> None:
+        with monitor.monitor_generation(scope["path"]):
+            pass
+        await answer(send, b"")
+
+    watched = PerformanceMonitoringMiddleware(app, metrics_path="/metrics")
+    for number in range(120):
+        call(watched, scope(f"/model-{number}"))
+    text = call(watched, scope("/metrics", method="GET"))[1]["body"].decode()
+    assert text.count("sigmascope_generation_seconds_count{") == 101
+    assert 'sigmascope_generation_seconds_count{model="other"} 20.0' in text
+    assert 'sigmascope_generation_seconds_count{model="/model-99"} 1.0' in text
+
+
+def test_a_websocket_that_is_served_for_days_remembers_its_last_generations() -> None:
+    monitor, held = PerformanceMonitor(sample_hz=None), []
+
+    async def app(scope: Message, receive: Receive, send: Send) -> None:
+        for _ in range(1100):
+            with monitor.monitor_generation("pocket"):
+                pass
+        served = SERVED.get()
+        assert served is not None
+        held.append(len(served.generations))
+
+    call(PerformanceMonitoringMiddleware(app), scope(kind="websocket"))
+    assert held == [1000]

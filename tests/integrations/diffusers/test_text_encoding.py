@@ -48,6 +48,23 @@ def test_a_prompt_that_is_cut_is_told_with_how_much(pipeline: Any) -> None:
     }
 
 
+@pytest.mark.parametrize(("family", "limit"), [("sd15", 75), ("sdxl", 75), ("sd3", 75), ("wan", 31)])
+@pytest.mark.parametrize("side", ["positive", "negative"])
+def test_either_prompt_past_the_limit_is_a_finding(family: str, limit: int, side: str) -> None:
+    pipe = make_pipeline(family)
+    total = len(pipe.tokenizer(LONG, add_special_tokens=False, truncation=False, verbose=False)["input_ids"])
+    prompts: dict[str, Any] = {"prompt": LONG} if side == "positive" else {"negative_prompt": LONG}
+    with sigmascope.watch(pipe) as run:
+        generate(pipe, family, **prompts)
+    (finding,) = (one for one in run.findings if one.id == "text.prompt_is_cut")
+    assert finding.evidence == {
+        "prompt": side,
+        "truncated_tokens": total - limit,
+        "token_count": total,
+        "token_limit": limit,
+    }
+
+
 def test_the_tokenizer_is_asked_no_more_often_than_without_a_watch(
     pipeline: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,8 +4,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.integrations.programs import ended, environment, write
+from tests.integrations.programs import ended, environment, watched, write
 
+import sigmascope
 from sigmascope.errors import ConfigError
 from sigmascope.integrations.autostart import FOR_ALL, FOR_ONE, Settings, settings_from, take_settings
 from sigmascope.integrations.launch import BOOTSTRAP, environment_for, exit_code_of, interpreter_options
@@ -96,3 +97,19 @@ def test_ctrl_c_is_left_to_the_program_that_is_waited_for() -> None:
 def test_zero_is_no(told: str | None, is_so: bool) -> None:
     assert Settings(step_memory=told).says("step_memory") is is_so
     assert Settings(quiet=told).says("quiet") is is_so
+
+
+def test_the_user_sees_the_whole_error_that_a_private_record_shortens(tmp_path: Path) -> None:
+    code = """
+from sigmascope.monitor import stage
+with stage("denoising"):
+    raise ValueError("cannot draw " + "a red fox")
+"""
+    settings = Settings("run.json", "trace.json", "none", quiet="1", launched="1")
+    seen = watched([write(tmp_path, "script.py", code), "--prompt", "a red fox"], tmp_path, settings)
+    assert 'raise ValueError("cannot draw " + "a red fox")' in seen.err
+    assert "ValueError: cannot draw a red fox" in seen.err
+    stage = sigmascope.load_run(tmp_path / "run.json").stage("denoising")
+    assert stage.error == "ValueError (script.py:4 in <module>)"
+    assert "fox" not in (tmp_path / "run.json").read_text() + (tmp_path / "trace.json").read_text()
+    assert os.name == "nt" or (tmp_path / "run.json").stat().st_mode & 0o777 == 0o600

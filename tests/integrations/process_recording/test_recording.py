@@ -139,7 +139,7 @@ def test_the_summary_goes_to_stderr_after_what_the_program_wrote(tmp_path: Path)
 
 def test_a_record_and_a_trace_that_cannot_be_written_change_nothing(tmp_path: Path) -> None:
     write(tmp_path, "script.py", STAGES + "raise SystemExit(4)")
-    nowhere = Settings(output="nowhere/run.json", trace="nowhere/trace.json", quiet="1")
+    nowhere = Settings(output="script.py/run.json", trace="script.py/trace.json", quiet="1")
     done = watched(["script.py"], tmp_path, nowhere)
     assert (done.code, done.err) == (4, "")
     assert "the record is not written" in done.told

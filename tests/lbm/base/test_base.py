@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from tests.lbm.sdxl_forms import DENOISER, REFINER, VAE, Form
 from torch import Tensor
 
+from sigmascope.checkpoints import open_checkpoint
 from sigmascope.errors import ConfigError, ModelMismatchError, NonFiniteError
 from sigmascope.lbm.base import adapt_weight, create_base
 from sigmascope.lbm.config import LbmConfig, parse_config
@@ -76,7 +77,12 @@ def test_the_base_is_what_the_rule_gives_bit_for_bit(
     create_base(sdxl_config, tmp_path / name, backbone=sdxl_folder, dtype=dtype)
     converted = {key: each if key == "num_iterations" else each.to(dtype) for key, each in expected.items()}
     assert_same_bits(load_file(tmp_path / "base.safetensors"), converted)
-    assert_same_bits(torch.load(tmp_path / "base.ckpt", weights_only=True), converted)
+    # As LBM's own get_model reads a .ckpt: Lightning's dictionary, whose names begin with "model."
+    lightning = torch.load(tmp_path / "base.ckpt", weights_only=True)["state_dict"]
+    assert all(key.startswith("model.") for key in lightning)
+    assert_same_bits({key[6:]: tensor for key, tensor in lightning.items()}, converted)
+    with open_checkpoint(tmp_path / "base.ckpt") as checkpoint:
+        assert set(checkpoint) == set(converted)
 
 
 @pytest.mark.parametrize("form", ["sharded", "variant", "safetensors", "ckpt"])

@@ -345,6 +345,24 @@ def test_an_empty_mask_key_is_no_mask(tmp_path: Path) -> None:
     assert next(stream.batches(0))[0].mask is None
 
 
+def test_samples_without_the_mask_are_all_valid_as_in_lbm_and_that_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_tar(tmp_path / "0.tar", [*pair("a", 3), *pair("b", 4, mask=plain(0)), *pair("c", 5)])
+    stream = TrainingData(
+        tiny().model_copy(update={"mask_key": "mask"}), DataOptions((str(tmp_path),), 3, shuffle=False)
+    )
+    with caplog.at_level(logging.WARNING):
+        batch, _ = next(stream.batches(0))
+    assert batch.mask is not None
+    assert batch.mask.mean(dim=(1, 2, 3)).tolist() == [1.0, 0.0, 1.0]
+    assert batch.mask.shape == (3, 1, *batch.source.shape[2:])
+    assert [line.message.split(",")[0] for line in caplog.records] == [
+        "Sample a has no member for mask_key: mask"
+    ]
+    assert stream.skipped.count == 0
+
+
 def test_masks_are_one_where_valid_and_conditioning_masks_are_shares(tmp_path: Path) -> None:
     levels = np.linspace(0, 255, 32, dtype=np.uint8)
     grey = encoded(Image.fromarray(np.repeat(levels[None], 32, axis=0)))

@@ -5,7 +5,7 @@ import pytest
 from PIL import Image
 from tests.lbm.shard_files import encoded, noise
 
-from sigmascope.errors import DataError
+from sigmascope.errors import ConfigError, DataError
 from sigmascope.lbm.samples import Cut, apply_cut, choose_cut, decode_mask, decode_picture, same_shape
 
 BICUBIC = Image.Resampling.BICUBIC
@@ -49,6 +49,21 @@ def test_decompression_bombs_are_refused_before_they_are_decoded(
     assert decode_picture(data).size == (8, 8)
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
     with pytest.raises(DataError, match="too large"):
+        decode_picture(data)
+
+
+def test_a_larger_picture_is_decoded_where_that_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = encoded(noise(0, 8, 8))
+    monkeypatch.setenv("SIGMASCOPE_MAX_PIXELS", "63")
+    with pytest.raises(DataError, match="8×8; SIGMASCOPE_MAX_PIXELS allows 63 pixels"):
+        decode_picture(data)
+    monkeypatch.setattr(
+        Image, "MAX_IMAGE_PIXELS", 10
+    )  # Pillow's own check would refuse what is more than twice this
+    monkeypatch.setenv("SIGMASCOPE_MAX_PIXELS", "6.4e1")
+    assert decode_picture(data).size == (8, 8)
+    monkeypatch.setenv("SIGMASCOPE_MAX_PIXELS", "many")
+    with pytest.raises(ConfigError, match="SIGMASCOPE_MAX_PIXELS many is no number"):
         decode_picture(data)
 
 

@@ -39,6 +39,28 @@ def test_jpg_and_normal_png_and_mask_png_are_keys_too() -> None:
     assert sample.masks["mask.png"].tolist() == np.full((64, 64), 255).tolist()
 
 
+def test_lbm_s_keys_mean_the_members_that_its_trainings_rename() -> None:
+    source, target = noise(0, 64, 64), noise(1, 64, 64)
+    keys: dict[str, Any] = {
+        "source_key": "source_image",
+        "target_key": "source_image_paste",
+        "mask_key": "mask_image",
+    }
+    members = {"source__png": encoded(source), "target__png": encoded(target)}
+    sample = decode(raw(**members, mask__png=encoded(Image.new("L", (64, 64), 0))), **keys)
+    assert np.array_equal(sample.pictures["source_image"], np.asarray(source))
+    assert np.array_equal(sample.pictures["source_image_paste"], np.asarray(target))
+    assert sample.masks["mask_image"].max() == 0
+    own = decode(raw(**members, source_image__png=encoded(target)), **keys)
+    assert np.array_equal(own.pictures["source_image"], np.asarray(target))  # a member of the key's own name
+
+
+def test_a_member_that_another_key_means_stands_in_for_none() -> None:
+    data = encoded(noise(0, 64, 64))
+    with pytest.raises(DataError, match="no member for the key 'photo'"):
+        decode(raw(source__png=data, target__png=data), source_key="photo", target_key="source")
+
+
 @pytest.mark.parametrize("kind", ["jpg", "jpeg", "png", "webp"])
 def test_a_bare_key_takes_any_picture_s_suffix(kind: str) -> None:
     data = encoded(noise(0, 64, 64), {"jpg": "JPEG"}.get(kind, kind.upper()))

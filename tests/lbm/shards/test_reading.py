@@ -1,12 +1,13 @@
 import os
 import pickle
 import subprocess
+import tarfile
 import time
 from pathlib import Path
 
 import pytest
 from tests.lbm.shard_files import encoded as png
-from tests.lbm.shard_files import noise, pair, write_tar
+from tests.lbm.shard_files import noise, pair, plain, write_tar
 
 from sigmascope.errors import FileError
 from sigmascope.lbm.shards import RawSample, read_shard
@@ -121,3 +122,59 @@ def test_stopping_early_ends_the_command(tmp_path: Path) -> None:
 def _noisy(number: int) -> list[tuple[str, bytes]]:
     data = png(noise(number, 40, 40))
     return [(f"{number}.source.png", data), (f"{number}.target.png", data)]
+
+
+def sparse_tar(path: Path, size: int) -> Path:
+    """One GNU sparse member of that size, of which the file holds one block."""
+    info = tarfile.TarInfo("a.source.png")
+    info.type, info.size = tarfile.GNUTYPE_SPARSE, 512
+    header = bytearray(info.tobuf(tarfile.GNU_FORMAT))
+    header[386:410] = b"%011o\0%011o\0" % (0, 512)  # one piece: its place and length
+    header[483:495] = b"%011o\0" % size if size < 8**11 else b"\x80" + size.to_bytes(11, "big")
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    path.write_bytes(bytes(header) + bytes(512) + bytes(1024))
+    return path
+
+
+def test_a_sparse_member_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    shard = sparse_tar(tmp_path / "a.tar", 100 << 30)
+    with tarfile.open(shard) as tar:
+        assert tar.getmembers()[0].size == 100 << 30  # what the standard library would fill with zeros
+    (fault,) = read_shard(str(shard), ["source"])
+    assert fault.fault is not None
+    assert "a.source.png is sparse" in fault.fault
+
+
+def test_a_member_beyond_the_limit_is_refused_and_one_that_nobody_wants_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large = [("a.source.png", plain(1)), ("a.video.mp4", bytes(4000)), ("b.source.png", bytes(4000))]
+    shard = str(write_tar(tmp_path / "a.tar", large))
+    first, second = read_shard(shard, ["source"])
+    assert first.members == {"source.png": plain(1)}
+    assert first.names == ("source.png", "video.mp4")
+    assert second.members == {"source.png": bytes(4000)}
+    monkeypatch.setenv("SIGMASCOPE_MAX_MEMBER", "2KB")
+    *_, fault = read_shard(shard, ["source"])
+    assert fault.fault is not None
+    assert "b.source.png declares 3.906 KB; SIGMASCOPE_MAX_MEMBER allows 2 KB" in fault.fault
+
+
+def test_a_compressed_member_that_grows_a_thousandfold_is_refused_unread(tmp_path: Path) -> None:
+    bomb = [("a.source.png", plain(1)), ("a.unwanted", bytes(50 << 20))]
+    shard = write_tar(tmp_path / "a.tar.gz", bomb, "w:gz")
+    assert shard.stat().st_size < 100_000
+    (fault,) = read_shard(str(shard), ["source"])
+    assert fault.fault is not None
+    assert "a.unwanted declares 50 MB, more than the compressed bytes can hold" in fault.fault
+
+
+def test_a_header_that_fills_the_memory_is_refused_unread(tmp_path: Path) -> None:
+    info = tarfile.TarInfo("././@LongLink")
+    info.type, info.size = tarfile.GNUTYPE_LONGNAME, 4 << 30
+    shard = tmp_path / "a.tar"
+    shard.write_bytes(info.tobuf(tarfile.GNU_FORMAT) + bytes(2048))
+    (fault,) = read_shard(str(shard), ["source"])
+    assert fault.fault is not None
+    assert "a header declares 4 GB" in fault.fault

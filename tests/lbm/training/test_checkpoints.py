@@ -174,3 +174,18 @@ def test_all_generators_go_on_as_they_were() -> None:
     first = draw()
     restore_random_state(unpack(packed, tensors, "f"), device)
     assert draw() == first
+
+
+def test_a_lock_file_that_cannot_be_removed_does_not_fail_what_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_path: Path, missing_ok: bool = False) -> None:
+        raise PermissionError(13, "planted")
+
+    store = CheckpointFolder(tmp_path)
+    with store.locked():
+        monkeypatch.setattr(Path, "unlink", refuse)
+    monkeypatch.undo()
+    with store.locked():  # nobody holds it, though it is there
+        pass
+    assert list(tmp_path.iterdir()) == []

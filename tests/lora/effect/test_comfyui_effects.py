@@ -1,14 +1,12 @@
 """Effects of what a real ComfyUI has on a model, against the weights that it makes of them itself."""
 
-import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.comfy_shapes.adapters import random
-from tests.comfy_shapes.checkout import VARIABLE, Checkout, why_not
+from tests.comfy_shapes.checkout import Checkout
 from tests.comfy_shapes.files import FILES
 from torch import Tensor, nn
 
@@ -51,14 +49,6 @@ KERNELS: dict[str, dict[str, Tensor]] = {
         "kernel.dora_scale": random(1, 4, 1, 1, seed=2).abs(),
     },
 }
-
-
-@pytest.fixture(scope="module")
-def comfy() -> Checkout:
-    reason = why_not()
-    if reason is not None:
-        pytest.skip(reason)
-    return Checkout(Path(os.environ[VARIABLE]))
 
 
 @pytest.fixture

@@ -145,6 +145,15 @@ def test_a_size_is_kept(models: Models, size: int, precision: str) -> None:
         assert ranks(report) == {layer: min(delta.shape) for layer, delta in deltas(models).items()}
 
 
+@pytest.mark.parametrize("format", ["native", "kohya", "peft"])
+def test_a_size_is_used(tmp_path: Path, format: str) -> None:
+    size = 400 * 1024
+    models = POCKET / "base.safetensors", POCKET / "tuned.safetensors"  # 133 layers
+    options = ExtractOptions(format=format, budget=Budget(max_bytes=size))
+    report = extract_lora(*models, tmp_path / "lora.safetensors", options)
+    assert 0.99 * size < report.lora.stat().st_size <= size
+
+
 def test_more_bytes_never_lose_more(models: Models) -> None:
     errors = [
         extract(models, budget=Budget(max_bytes=size)).relative_error or 0.0

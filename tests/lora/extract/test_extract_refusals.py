@@ -87,10 +87,11 @@ def test_a_target_of_another_type_is_refused(make_model_pair: "MakePair") -> Non
         extract_lora(files.base, files.tuned, files.base.with_name("my_lora.ckpt"))
 
 
-def test_a_folder_that_is_not_there_is_named(make_model_pair: "MakePair", tmp_path: Path) -> None:
+def test_a_folder_that_is_not_there_is_made(make_model_pair: "MakePair", tmp_path: Path) -> None:
     files = make_model_pair()
-    with pytest.raises(WriteError, match="nowhere"):
-        extract_lora(files.base, files.tuned, tmp_path / "nowhere" / "lora.safetensors")
+    extract_lora(files.base, files.tuned, tmp_path / "lora" / "checkpoints" / "my.safetensors")
+    made = {file.name for file in (tmp_path / "lora" / "checkpoints").iterdir()}
+    assert made == {"my.safetensors", "my_config.yaml"}
 
 
 def nan_in_the_last_layer(base: "State", tuned: "State") -> None:

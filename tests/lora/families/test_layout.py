@@ -83,7 +83,7 @@ def under(prefix: str, shapes: Shapes) -> Shapes:
 
 
 def named(keys: Iterable[str]) -> Shapes:
-    return dict.fromkeys(keys, (4, 4))
+    return {key: (28, 4) if key.endswith("linear1.weight") else (4, 4) for key in keys}
 
 
 FAMILIES = ["sd15", "sd2", "sdxl", "sd3", "flux", "wan", "qwen_image"]
@@ -131,6 +131,25 @@ def test_an_lbm_checkpoint_has_a_denoiser_and_a_vae() -> None:
     assert layout == ModelLayout("lbm", "lbm", {"denoiser": "denoiser.", "vae": "vae.vae_model."})
     assert layout.split("num_iterations") == ("other", "num_iterations")
     assert layout.split("vae.vae_model.encoder.conv_in.bias") == ("vae", "encoder.conv_in.bias")
+
+
+@pytest.mark.parametrize(("is_linear", "family"), [(False, "sd15"), (True, "sd2")])
+@pytest.mark.parametrize("context", [32, 64])
+def test_a_small_unet_whose_text_is_as_wide_as_its_layers_is_no_lbm(
+    context: int, is_linear: bool, family: str
+) -> None:
+    import diffusers
+
+    small = diffusers.UNet2DConditionModel(
+        block_out_channels=(32, 64),
+        layers_per_block=1,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        cross_attention_dim=context,
+        attention_head_dim=8,
+        use_linear_projection=is_linear,
+    )
+    assert layout_of({key: tuple(one.shape) for key, one in small.state_dict().items()}).family == family
 
 
 def test_an_lbm_denoiser_taken_out_of_its_checkpoint_is_recognised() -> None:
@@ -199,6 +218,7 @@ def test_the_second_text_encoder_of_a_single_file_is_found() -> None:
 
 ORIGINAL = {
     "flux": [
+        "img_in.weight",
         "vector_in.in_layer.weight",
         "double_blocks.0.img_attn.qkv.weight",
         "single_blocks.0.linear1.weight",
@@ -213,6 +233,34 @@ ORIGINAL = {
 def test_a_family_s_own_keys_are_recognised_under_any_prefix(family: str, prefix: str) -> None:
     layout = layout_of(under(prefix, named(ORIGINAL[family])))
     assert layout == ModelLayout(family, "original", {"denoiser": prefix})
+
+
+@pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning")  # diffusers' own use of it
+def test_models_that_share_names_with_flux_are_not_taken_for_it() -> None:
+    """Keys and shapes of the files that FLUX.2 [dev] and HunyuanVideo were published in."""
+    hunyuan: Shapes = {
+        "img_in.proj.weight": (3072, 16, 1, 2, 2),
+        "txt_in.individual_token_refiner.blocks.0.self_attn.qkv.weight": (9216, 3072),
+        "vector_in.in_layer.weight": (3072, 768),
+        "double_blocks.0.img_attn.qkv.weight": (9216, 3072),
+        "double_blocks.0.img_mod.lin.weight": (18432, 3072),
+        "single_blocks.0.linear1.weight": (21504, 3072),
+    }
+    flux2: Shapes = {
+        "img_in.weight": (6144, 128),
+        "double_stream_modulation_img.lin.weight": (36864, 6144),
+        "double_blocks.0.img_attn.qkv.weight": (18432, 6144),
+        "double_blocks.0.img_mlp.0.weight": (36864, 6144),
+        "single_blocks.0.linear1.weight": (55296, 6144),
+    }
+    for shapes in (hunyuan, flux2):
+        assert layout_of(under("model.diffusion_model.", shapes)).family == "unknown"
+    # Were there keys of FLUX.1 beside them, FLUX.2's shapes would still tell
+    shared: Shapes = {
+        "vector_in.in_layer.weight": (6144, 768),
+        "double_blocks.0.img_mod.lin.weight": (36864, 6144),
+    }
+    assert layout_of(flux2 | shared).family == "unknown"
 
 
 @pytest.mark.parametrize(("family", "part"), [("flux", "text_encoder_2"), ("sd3", "text_encoder_3")])

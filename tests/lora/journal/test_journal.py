@@ -1,3 +1,4 @@
+import errno
 import os
 import subprocess
 import sys
@@ -160,3 +161,15 @@ def test_an_entry_that_cannot_be_removed_hides_no_other_error(
     with pytest.raises(KeyError, match="never written"), journal:
         journal.read("never written")
     assert "cannot be removed" in caplog.text
+
+
+def test_nothing_is_left_where_not_even_the_first_record_can_be_written(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Journal, "_content_at", refuse)
+    with pytest.raises(WriteError, match="No space left"), Journal(target, "job"):
+        pass
+    assert list(target.parent.iterdir()) == []

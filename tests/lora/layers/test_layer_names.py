@@ -17,9 +17,9 @@ TRANSFORMER = "denoiser.up_blocks.0.attentions.1"
         ("denoiser.time_embedding.linear_1", "time_embedding"),
         ("denoiser.conv_in", "conv_in"),
         ("transformer.single_transformer_blocks.3.proj_mlp", "single_transformer_blocks.3"),
-        ("model.diffusion_model.output_blocks.3.1.proj_in", "output_blocks.3"),
+        ("model.diffusion_model.output_blocks.3.1.proj_in", "up_blocks.1"),
         ("vae.vae_model.decoder.up_blocks.2.resnets.0.conv1", "vae.decoder.up_blocks.2"),
-        ("text_encoder_2.encoder.block.5.layer.0.SelfAttention.q", "text_encoder_2.5"),
+        ("text_encoder_2.encoder.block.5.layer.0.SelfAttention.q", "text_encoder_3.5"),
     ],
 )
 def test_the_block_of_a_layer(module: str, block: str) -> None:
@@ -94,6 +94,7 @@ def test_layer_names_are_written_one_a_line(tmp_path: Path) -> None:
     )
 
 
-def test_layer_names_cannot_go_into_a_folder_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(WriteError, match="nowhere"):
-        write_layer_names(tmp_path / "nowhere" / "names.txt", ["denoiser.conv_in"])
+def test_layer_names_cannot_go_into_a_file(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(WriteError, match="taken"):
+        write_layer_names(tmp_path / "taken" / "names.txt", ["denoiser.conv_in"])

@@ -114,6 +114,7 @@ def test_parts_of_a_fused_weight_are_found_by_their_factors(tmp_path: Path) -> N
     """As ComfyUI holds a LoRA of query, key and value: three changes of parts of one weight."""
     shapes = {
         "double_blocks.0.img_attn.qkv.weight": (12, 4),
+        "img_in.weight": (4, 4),
         "vector_in.in_layer.weight": (4, 4),
         "single_blocks.0.linear1.weight": (28, 4),
     }

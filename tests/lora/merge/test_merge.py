@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from sigmascope.errors import ConfigError, ModelMismatchError, NonFiniteError
+from sigmascope.lora import factors as factors_module
 from sigmascope.lora.apply import attach_lora, merge_lora
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile
@@ -118,6 +119,33 @@ def test_rounding_happens_once_to_the_weights_dtype(model: nn.Sequential, make_l
     merge_lora(model, lora)
     expected = (base["2.weight"].float() + lora.modules["2"].delta()).bfloat16()
     assert torch.equal(weight(model, "2"), expected)
+
+
+@pytest.mark.parametrize("scale", [1.0, -0.7])
+def test_a_weight_of_many_pieces_is_merged_and_restored(
+    make_lora: MakeLora, monkeypatch: pytest.MonkeyPatch, scale: float
+) -> None:
+    monkeypatch.setattr(factors_module, "_PIECE", 32 * 48)
+    model = nn.Sequential(nn.Linear(48, 70))
+    lora = make_lora(model, rank=2)
+    base = weights(model)
+    exact = base["0.weight"].double() + scale * lora.modules["0"].delta(torch.float64)
+    with merge_lora(model, lora, scale):
+        torch.testing.assert_close(weight(model, "0").double(), exact, rtol=1e-6, atol=1e-7)
+    assert same_bits(model, base)
+
+
+def test_an_overflow_in_the_last_piece_leaves_the_weight_as_it_was(
+    make_lora: MakeLora, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(factors_module, "_PIECE", 32 * 48)
+    model = nn.Sequential(nn.Linear(48, 70))
+    lora = make_lora(model, rank=2)
+    lora.modules["0"].up[-1] = inf
+    base = weights(model)
+    with pytest.raises(NonFiniteError, match="0: the merged weight would hold NaN or Inf"):
+        merge_lora(model, lora)
+    assert same_bits(model, base)
 
 
 def test_float64_arithmetic_where_asked(model: nn.Sequential, make_lora: MakeLora) -> None:
@@ -261,14 +289,14 @@ def test_an_interrupt_leaves_the_model_as_it_was(
 ) -> None:
     base = weights(model)
     lora = make_lora(model)
-    real = LoraFactors.delta
+    real = torch.mm
 
-    def interrupted(factors: LoraFactors, dtype: torch.dtype = torch.float32) -> Tensor:
-        if factors is not lora.modules["0"] and factors.weight_shape == (4, 6):
+    def interrupted(up: Tensor, down: Tensor, **options: Tensor) -> Tensor:
+        if (len(up), down.shape[1]) == (4, 6):  # the second layer, after the first has changed
             raise KeyboardInterrupt
-        return real(factors, dtype)
+        return real(up, down, **options)
 
-    monkeypatch.setattr(LoraFactors, "delta", interrupted)
+    monkeypatch.setattr(torch, "mm", interrupted)
     with pytest.raises(KeyboardInterrupt):
         merge_lora(model, lora)
     assert same_bits(model, base)
@@ -331,7 +359,7 @@ def test_keys_that_are_not_merged_are_logged(
     lora = LoraFile(make_lora(model).modules, unused_keys=("0.diff_b",))
     with caplog.at_level(logging.WARNING):
         merge_lora(model, lora)
-    assert "1 keys are not merged: ('0.diff_b',)" in caplog.text
+    assert "1 keys are not applied: ('0.diff_b',)" in caplog.text
 
 
 @pytest.mark.gpu

@@ -21,10 +21,14 @@ def test_unets_are_told_by_what_their_cross_attention_reads(width: int, family: 
     assert (found.family, found.is_unet) == (family, True)
 
 
+def test_text_that_is_as_wide_as_a_small_unets_layers_makes_no_lbm() -> None:
+    assert file_family(lora_of(UNET, width=8)).family is None  # its layers are 8 wide
+
+
 @pytest.mark.parametrize(
     ("name", "family"),
     [
-        ("transformer.single_transformer_blocks.0.proj_mlp", "flux"),
+        ("transformer.single_transformer_blocks.0.attn.to_q", "flux"),
         ("lora_unet_double_blocks_0_img_attn_qkv", "flux"),
         ("diffusion_model.joint_blocks.0.x_block.attn.qkv", "sd3"),
         ("blocks.3.self_attn.q", "wan"),
@@ -51,6 +55,22 @@ def test_a_header_does_not_outvote_the_names() -> None:
 def test_some_renamed_blocks_do_not_hide_a_family() -> None:
     names = [f"transformer.blocks.{number}.attn1.to_q" for number in range(3)]
     assert file_family(lora_of(*names, "transformer.added_blocks.0.attn1.to_q")).family == "wan"
+
+
+def test_a_file_of_a_wan_variant_is_told_by_the_variants_own_layers() -> None:
+    """Names of ComfyUI's models: WAN-VACE with whole changes of weights and biases, WAN-S2V's audio layers."""
+    vace = [
+        f"diffusion_model.vace_blocks.{number}.{layer}{end}"
+        for number in range(2)
+        for layer in ("self_attn.q", "ffn.0", "before_proj", "after_proj")
+        for end in ("", ".bias")
+    ]
+    sound = [
+        f"diffusion_model.audio_injector.injector.{number}.{name}" for number in range(2) for name in "qkvo"
+    ]
+    flat = ["lora_unet_vace_blocks_0_self_attn_q", "lora_unet_vace_blocks_0_before_proj"]
+    for names in (vace, sound, [*sound, "diffusion_model.casual_audio_encoder.encoder.final_linear"], flat):
+        assert file_family(lora_of(*names)).family == "wan"
 
 
 def test_the_nearest_names_share_the_rarest_words() -> None:

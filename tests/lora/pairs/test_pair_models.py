@@ -210,7 +210,8 @@ def test_the_same_weights_under_other_prefixes_are_found(save: Save) -> None:
 def test_another_naming_of_the_same_family_is_refused_with_both_named(save: Save) -> None:
     original = {
         "double_blocks.0.img_attn.qkv.weight": torch.zeros(4, 4),
-        "single_blocks.0.linear1.weight": torch.zeros(4, 4),
+        "single_blocks.0.linear1.weight": torch.zeros(28, 4),
+        "img_in.weight": torch.zeros(4, 4),
         "vector_in.in_layer.weight": torch.zeros(4, 4),
     }
     base, other = save("base", state("flux")), save("tuned", original)

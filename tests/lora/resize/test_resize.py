@@ -221,7 +221,7 @@ def test_patterns_are_those_of_the_models_layers_in_every_format(tmp_path: Path)
     assert resize_lora(tmp_path / "kohya.safetensors", tmp_path / "small.safetensors", plan).ranks == {1: 1}
 
 
-def test_alphas_are_left_out_where_a_reader_would_take_one_for_another(tmp_path: Path) -> None:
+def test_modules_share_an_alpha_where_a_reader_would_take_one_for_another(tmp_path: Path) -> None:
     flat = "lora_unet_mid_block_attentions_0_transformer_blocks_0_attn1_to_"
     tensors: Tensors = {}
     for seed, part in enumerate(("q", "k", "v", "out_0")):
@@ -229,9 +229,14 @@ def test_alphas_are_left_out_where_a_reader_would_take_one_for_another(tmp_path:
     save_file(tensors, tmp_path / "kohya.safetensors")
     plan = RankPlan(RankRules(FixedRank(3, 3), (("to_q", FixedRank(1, 1)),)))
     resize_lora(tmp_path / "kohya.safetensors", tmp_path / "small.safetensors", plan)
-    after = load_file(tmp_path / "small.safetensors")
-    assert not any(key.endswith(".alpha") for key in after)
-    assert load_lora(tmp_path / "small.safetensors").modules[f"{flat}q"].scale == 1.0
+    before, after = load_file(tmp_path / "kohya.safetensors"), load_file(tmp_path / "small.safetensors")
+    assert {float(after[f"{flat}{part}.alpha"]) for part in ("q", "k", "v", "out_0")} == {1.0}
+    for part, rank in (("q", 1), ("v", 3)):
+        up, down = (after[f"{flat}{part}.lora_{side}.weight"] for side in ("up", "down"))
+        whole = before[f"{flat}{part}.lora_up.weight"] @ before[f"{flat}{part}.lora_down.weight"]
+        u, sigma, vh = torch.linalg.svd(whole * float(before[f"{flat}{part}.alpha"]) / 6)
+        assert len(down) == rank
+        torch.testing.assert_close(up @ down / rank, (u[:, :rank] * sigma[:rank]) @ vh[:rank])
 
 
 def test_the_header_keeps_what_is_true_and_says_what_happened(source: Path) -> None:

@@ -211,6 +211,19 @@ def test_nan_and_inf_are_named(side: str, value: float, measure: Measure) -> Non
         measure(base, tuned, factors(12, 18, rank=2))
 
 
+def test_a_change_that_overflows_float32_is_measured_all_the_same(measure: Measure) -> None:
+    base, tuned = weights(12, 18)
+    huge = LoraFactors(torch.full((12, 2), 3e38), torch.full((2, 18), 3e38), 2.0, (12, 18))
+    assert measure(base, tuned, huge).error_norm == pytest.approx(2 * 9e76 * math.sqrt(12 * 18), rel=1e-6)
+
+
+def test_a_change_that_overflows_float64_is_refused(measure: Measure) -> None:
+    ends = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")
+    parts = {end: torch.full((12, 2) if end.endswith("a") else (2, 18), 3e38) for end in ends}
+    with pytest.raises(NonFiniteError, match=rf"{KEY}: .* too large"):
+        measure(*weights(12, 18), LohaChange(parts, 1.0))
+
+
 def test_threads_do_not_share_memory(tmp_path: Path) -> None:
     pairs = {f"denoiser.{i}.weight": weights(64 + i, 96) for i in range(12)}
     save_file({key: base for key, (base, _) in pairs.items()}, tmp_path / "base.safetensors")

@@ -414,22 +414,37 @@ def test_the_header_keeps_to_the_room_that_was_left_for_it(make_factors: MakeFac
     assert file.stat().st_size < size + 20_000
 
 
-def test_kohya_files_have_no_alphas_where_diffusers_would_misread_them(
-    make_factors: MakeFactors, file: Path
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("ranks", "alphas"), [((2, 2, 3, 2), {2.0, 3.0}), ((4, 4, 2, 3), {2.0})])
+def test_a_kohya_file_whose_attention_differs_in_rank_has_one_alpha(
+    ranks: tuple[int, ...],
+    alphas: set[float],
+    dtype: torch.dtype,
+    make_factors: MakeFactors,
+    file: Path,
 ) -> None:
     attention = "denoiser.mid_block.attentions.0.transformer_blocks.0.attn1.to_"
-    for ranks, written in (((2, 2, 3), True), ((2, 3, 3), False)):
-        lora = LoraFile(
-            {
-                f"{attention}q": make_factors((6, 5), ranks[0]),
-                f"{attention}k": make_factors((6, 5), ranks[1]),
-                LINEAR: make_factors((6, 5), ranks[2]),
-            }
+    names = (f"{attention}q", f"{attention}k", LINEAR, f"{attention}v")
+    # Rows of 5 numbers of 2 bytes wait until the end of the file; rows of 8 do not
+    shapes = ((6, 5), (8, 8), (6, 5), (8, 8))
+    lora = LoraFile(
+        {
+            name: make_factors(shape, rank, 0.5 * rank, dtype)
+            for name, shape, rank in zip(names, shapes, ranks, strict=True)
+        }
+    )
+    save_lora(file, lora, format="kohya")
+    stored = load_file(file)
+    assert {float(tensor) for key, tensor in stored.items() if key.endswith(".alpha")} == alphas
+    for name, factors in lora.modules.items():
+        flat = f"lora_unet_{name.removeprefix('denoiser.').replace('.', '_')}"
+        up, down = (stored[f"{flat}.lora_{side}.weight"] for side in ("up", "down"))
+        scale = float(stored[f"{flat}.alpha"]) / len(down)
+        change = 0.5 * factors.up.double() @ factors.down.double()
+        assert up.dtype == dtype
+        torch.testing.assert_close(
+            scale * up.double() @ down.double(), change, rtol=0, atol=torch.finfo(dtype).eps
         )
-        if written:
-            lora = LoraFile({f"{attention}v": make_factors((6, 5), 2), **lora.modules})
-        save_lora(file, lora, format="kohya")
-        assert any(key.endswith(".alpha") for key in load_file(file)) is written
 
 
 FAMILIES: dict[str, tuple[ModelLayout, tuple[str, ...]]] = {

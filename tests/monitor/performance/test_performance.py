@@ -22,6 +22,7 @@ from sigmascope.monitor.performance import (
     create_mmdit_performance_monitor,
     monitor_generation_performance,
 )
+from sigmascope.monitor.recorder import current_recorder
 from sigmascope.records.performance import PerformanceMetrics
 
 
@@ -270,8 +271,9 @@ def test_an_export_is_of_the_schema_that_ships(
 
 
 def test_an_export_that_cannot_be_written_says_so(monitor: PerformanceMonitor, tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("")
     with pytest.raises(WriteError):
-        monitor.export_metrics_to_json(tmp_path / "no folder" / "metrics.json")
+        monitor.export_metrics_to_json(tmp_path / "taken" / "metrics.json")
 
 
 def test_a_model_tells_its_dtype_and_architecture_and_is_not_kept(monitor: PerformanceMonitor) -> None:
@@ -311,7 +313,45 @@ def test_a_generation_lies_in_the_recorder_that_is_current(
     stage = recorder.run().stage("generation")
     assert len(stage.steps) == 2
     assert stage.facts["performance"]["performance_score"] == 100.0
-    assert monitor.runs == ()
+    (own,) = monitor.runs
+    assert (own.id, own.stages[0].facts, own.seconds) == (recorder.id, stage.facts, stage.seconds)
+
+
+def test_a_stage_of_another_recorder_lies_in_the_generation_around_it(
+    monitor: PerformanceMonitor, clock: FakeClock
+) -> None:
+    recorder = Recorder("inner", sample_hz=None, clock=clock)
+    with monitor.monitor_generation("model"), recorder, recorder.stage("denoising"):
+        clock.pass_seconds(0.5)
+    (outer,), inner = monitor.runs, recorder.run()
+    assert [stage.name for stage in outer.walk()] == ["generation", "denoising"]
+    assert outer.stage("denoising").seconds == inner.stage("denoising").seconds == 0.5
+    assert (outer.facts["runs_within"], inner.facts["within_run"]) == ([inner.id], outer.id)
+
+
+def test_what_nobody_gave_is_told_from_what_was_given(clock: FakeClock) -> None:
+    monitor = PerformanceMonitor(clock=clock, sample_hz=None)
+    with monitor.monitor_generation():
+        monitor.start_step_timing()
+        clock.pass_seconds(0.5)
+        monitor.end_step_timing()
+    current = monitor.get_performance_summary()["current_generation"]
+    assert (current["steps"], current["resolution"]) == (1, "1024x1024")
+    assert current["assumed"] == ["architecture", "resolution"]
+    assert monitor.current_metrics.assumed == (
+        "image_resolution", "batch_size", "architecture_type", "target_generation_time",
+    )  # fmt: skip
+    call = monitor.runs[-1].stages[0].facts["call"]
+    assert (call["num_inference_steps"], call["width"], call["height"], call["batch_size"]) == (
+        1,
+        None,
+        None,
+        None,
+    )
+    given = PerformanceMonitor(5.0, clock=clock, sample_hz=None)
+    with given.monitor_generation("", "MMDiT", 20, (1024, 1024), batch_size=1):
+        pass
+    assert given.current_metrics.assumed == ()
 
 
 def test_a_generation_inside_another_gives_way_to_it_again(
@@ -575,3 +615,18 @@ def test_metrics_are_logged_from_dicts_too(
     assert "7.5" in caplog.text
     monitor.log_performance_metrics({"total_time": 2.25, "note": "of my own"})
     assert "total_time: 2.25, note: of my own" in caplog.text
+
+
+def test_ctrl_c_while_a_generation_begins_leaves_no_recorder_behind(
+    clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt() -> list[str]:
+        raise KeyboardInterrupt
+
+    accelerator = FakeAccelerator()
+    monkeypatch.setattr(accelerator, "devices", interrupt)
+    monitor = PerformanceMonitor(5.0, clock=clock, sample_hz=None, accelerator=accelerator)
+    with pytest.raises(KeyboardInterrupt), monitor.monitor_generation("interrupted"):
+        pass
+    assert current_recorder() is None
+    assert monitor.current_metrics.model_name == ""

@@ -20,6 +20,7 @@ FIELDS: dict[str, object] = {
     "num_inference_steps": 0, "image_resolution": (0, 0), "batch_size": 1, "target_met": False,
     "target_generation_time": 5.0, "performance_score": 0.0, "architecture_type": "MMDiT", "model_name": "",
     "torch_dtype": "float16", "device": "cuda", "timestamp": MISSING, "gpu_name": "", "driver_version": "",
+    "assumed": (),
 }  # fmt: skip
 
 GENERATION = {"model_name": "", "architecture_type": "MMDiT", "num_steps": 20, "resolution": (1024, 1024)}
@@ -75,7 +76,7 @@ def words_of(nested: dict[str, str]) -> dict[str, set[str]]:
 def generation(seconds: float) -> PerformanceMonitor:
     clock = FakeClock()
     monitor = PerformanceMonitor(5.0, clock=clock, sample_hz=None)
-    with monitor.monitor_generation(model_name="Qwen-Image", num_steps=20) as watching:
+    with monitor.monitor_generation("Qwen-Image", "MMDiT", num_steps=20, resolution=(1024, 1024)) as watching:
         for _ in range(20):
             watching.start_step_timing()
             clock.pass_seconds(seconds / 20)

@@ -269,8 +269,9 @@ def test_traces_may_be_packed(tmp_path: Path) -> None:
 
 
 def test_a_trace_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("")
     with pytest.raises(WriteError):
-        profile_steps(None, Denoiser(), trace=tmp_path / "no folder" / "trace.json")
+        profile_steps(None, Denoiser(), trace=tmp_path / "taken" / "trace.json")
 
 
 def test_a_trace_that_fails_later_has_its_reason(tmp_path: Path) -> None:
@@ -280,6 +281,7 @@ def test_a_trace_that_fails_later_has_its_reason(tmp_path: Path) -> None:
     with profile_steps(None, denoiser, (1,), trace=folder / "trace.json") as profiling:
         denoiser(X)
         folder.rmdir()
+        folder.write_text("")
     assert profiling.profile is not None
     assert profiling.profile.traces == ()
     assert "WriteError" in profiling.profile.unavailable["traces"]
@@ -334,6 +336,17 @@ def test_two_profiles_of_a_stage_are_both_kept() -> None:
                 denoiser(X)
                 denoiser(X)
     assert [one.steps for one in profiles_of(recorder.run().stages[0])] == [(1,), (2,)]
+
+
+def test_a_stage_that_stays_open_keeps_the_last_profiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sigmascope.monitor.profile.MOST_PROFILES", 2)
+    recorder, denoiser = Recorder(sample_hz=None), Denoiser()
+    with recorder.stage("serving"):
+        for steps in ((1,), (2,), (1, 2)):
+            with profile_steps(recorder, denoiser, steps):
+                denoiser(X)
+                denoiser(X)
+    assert [one.steps for one in profiles_of(recorder.run().stages[0])] == [(2,), (1, 2)]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -24,7 +24,7 @@ FUNCTIONS = {
     "recorder.tensor_facts": "tensors.latent",
     "recorder.module_facts": "modules.unet",
     "recorder.as_json": "facts.seed",
-    "scope.details": "exception_details",
+    "guard.exception_details": "exception_details",
 }
 METHODS = {
     "devices": "accelerator_peak",

@@ -155,3 +155,22 @@ from sigmascope.monitor import Recorder
 Recorder(sample_hz=10.0).stage("never closed").__enter__()
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+
+
+def test_a_sample_that_fails_stops_nobody_else_s(caplog: pytest.LogCaptureFixture) -> None:
+    seen: list[str] = []
+
+    def fail() -> None:
+        seen.append("failing")
+        raise ZeroDivisionError
+
+    failing, sound = Wish(fail, 10.0), Wish(lambda: seen.append("sound"), 10.0)
+    SAMPLER.open(failing)
+    SAMPLER.open(sound)
+    try:
+        wait_until(lambda: seen.count("sound") > 1)
+    finally:
+        SAMPLER.close(failing)
+        SAMPLER.close(sound)
+    assert seen.count("failing") == 1
+    assert "A sampler is switched off: ZeroDivisionError" in caplog.text

@@ -20,6 +20,7 @@ from sigmascope.monitor import current_recorder
 from sigmascope.monitor.workflow import ModelLoadingMonitor, WorkflowMonitor, stage_name
 from sigmascope.records.memory import AcceleratorMemory, MemorySnapshot
 from sigmascope.records.prompts import PromptPrivacy
+from sigmascope.records.serialization import run_to_json
 from sigmascope.stages.text_encoding import TextEncodingThresholds
 
 if TYPE_CHECKING:
@@ -195,6 +196,20 @@ def test_a_run_survives_saving(monitor: WorkflowMonitor, clip: Encoder, tmp_path
     run = monitor.run()
     run.save(tmp_path / "run.json")
     assert sigmascope.load_run(tmp_path / "run.json") == run
+
+
+def test_a_private_prompt_that_cannot_be_read_raises_nothing_and_no_error_is_quoted(clip: Encoder) -> None:
+    class Odd:
+        @property  # type: ignore[misc]
+        def __class__(self) -> type:
+            raise ZeroDivisionError("a fox")
+
+    monitor = WorkflowMonitor(sample_hz=None, prompt_privacy="hash")
+    monitor.start_monitoring("text_encoding")
+    elapsed = monitor.end_monitoring("text_encoding", error=ValueError("no such prompt: a red fox"))
+    found = monitor.analyze_text_encoding_results(None, None, None, Odd(), "", elapsed)
+    assert "ZeroDivisionError" in found["unavailable"]["encoding_success"]
+    assert "red fox" not in run_to_json(monitor.run())
 
 
 def test_private_prompts_are_not_in_the_run(clip: Encoder, tmp_path: Path) -> None:
@@ -483,10 +498,40 @@ def test_a_step_is_told_while_it_runs(
     )
     accelerator.allocate(2048 * MIB)
     accelerator.free(2048 * MIB)
-    seconds = monitor.end_monitoring("LATENT_GENERATION_STEP5")
+    latent = torch.zeros(1, 4, 4, 64, 64)
+    seconds = monitor.end_monitoring(
+        "LATENT_GENERATION_STEP5", strategy_used="Direct VAE Encoding", output={"samples": latent}
+    )
+    assert capsys.readouterr().out == (
+        "\n"
+        "🔧 VAE ENCODING PROCESS:\n"
+        "   🎯 Strategy 1: Direct VAE encoding\n"
+        "   ✅ VAE encoding completed successfully\n"
+        "   📐 Generated latent shape: (1, 4, 4, 64, 64)\n"
+        f"   ⏱️  Processing Time: {seconds:.2f} seconds\n"
+        "   💾 Peak GPU Memory: 4096 MB allocated\n"
+    )
+
+
+def test_a_step_of_no_vae_is_told_by_its_time(capsys: pytest.CaptureFixture[str]) -> None:
+    monitor = WorkflowMonitor(sample_hz=None)
+    for step in ("text_encoding", "LATENT_GENERATION_STEP5"):
+        monitor.start_monitoring(step)
+        capsys.readouterr()
+        monitor.end_monitoring(step)
+        told = capsys.readouterr().out
+        assert told.startswith(f"   ✅ {step.upper()} completed\n")
+        assert "Strategy" not in told
+
+
+def test_a_latent_that_is_not_finite_is_told_as_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
+    monitor = WorkflowMonitor(sample_hz=None)
+    monitor.start_monitoring("latent_encoding")
+    monitor.end_monitoring("latent_encoding", strategy_used=1, output=torch.full((1, 4, 2, 2), torch.nan))
     told = capsys.readouterr().out
-    assert f"   ⏱️  Processing Time: {seconds:.2f} seconds\n" in told
-    assert "   💾 Peak GPU Memory: 4096 MB allocated\n" in told
+    assert "❌ VAE encoding failed" in told
+    assert "🚨 Not finite: 16 NaN, 0 Inf" in told
+    assert "✅" not in told
 
 
 def test_a_quiet_monitor_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -521,3 +566,18 @@ def test_loading_records_the_file_and_the_keys_that_did_not_fit(tmp_path: Path) 
     assert (facts["format"], facts["size_mb"]) == ("safetensors", 3.0)
     assert (facts["missing_keys"], facts["unexpected_keys"]) == (["bias"], ["scale"])
     assert (facts["num_missing_keys"], facts["num_unexpected_keys"]) == (1, 1)
+
+
+def test_a_monitor_that_lives_long_keeps_the_last_stages_and_sums_of_the_others() -> None:
+    monitor = WorkflowMonitor(verbose=False, sample_hz=None, keep_stages=3)
+    for _ in range(10):
+        for step in ("text_encoding", "denoising"):
+            monitor.start_monitoring(step)
+            monitor.end_monitoring(step)
+    run = monitor.run()
+    assert run.folded is not None
+    assert [stage.name for stage in run.stages] == ["text_encoding", "denoising"] * 3
+    assert {name: sums.count for name, sums in run.folded.stages.items()} == {
+        "text_encoding": 7,
+        "denoising": 7,
+    }

@@ -37,6 +37,44 @@ def test_the_record_of_encode_latents_is_found_on_the_step(monitor: WorkflowMoni
     assert found["strategies"][0]["tile"]["width"] == 32
 
 
+def test_what_encode_latents_did_is_told_without_a_helper(
+    vae: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monitor = WorkflowMonitor(sample_hz=None)
+    monitor.start_monitoring("latent_encoding")
+    latent, _ = sigmascope.encode_latents(vae, PICTURES, strategies=("tiled",), tile=32)
+    capsys.readouterr()
+    monitor.end_monitoring("latent_encoding", vae, "VAE")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1:5] == [
+        "🔧 VAE ENCODING PROCESS:",
+        "   🎯 Strategy 2: Tiled VAE encoding",
+        "   ✅ VAE encoding completed successfully",
+        f"   📐 Generated latent shape: {tuple(latent.shape)}",
+    ]
+    assert lines[5].startswith("   ⏱️  Processing Time: ")
+
+
+def test_strategies_watched_apart_are_told_in_order(capsys: pytest.CaptureFixture[str]) -> None:
+    monitor = WorkflowMonitor(sample_hz=None)
+    monitor.start_monitoring("latent_decoding")
+    with pytest.raises(RuntimeError), monitor.trying("direct", "decoding"):
+        raise RuntimeError("no room")
+    with monitor.trying("tiled", "decoding"):
+        pass
+    capsys.readouterr()
+    monitor.end_monitoring("latent_decoding", output=PICTURES)
+    lines = [line.partition(" after ")[0] for line in capsys.readouterr().out.splitlines()]
+    assert lines[1:7] == [
+        "🔧 VAE DECODING PROCESS:",
+        "   🎯 Strategy 1: Direct VAE decoding",
+        "   ❌ Direct VAE decoding failed",
+        "   🎯 Strategy 2: Tiled VAE decoding",
+        "   ✅ VAE decoding completed successfully",
+        "   📐 Generated picture shape: (2, 3, 32, 48)",
+    ]
+
+
 def test_a_record_without_an_analysis_gives_findings_too(monitor: WorkflowMonitor, vae: Any) -> None:
     monitor.start_monitoring("latent_encoding")
     _, record = sigmascope.encode_latents(vae, PICTURES, strategies=("dummy",), dummy=True)

@@ -37,6 +37,34 @@ def test_a_single_tile_is_what_diffusers_does(sample: "Sample") -> None:
     torch.testing.assert_close(latent, sample.latent[:1], rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("batch", [1, 3])
+def test_of_colours_and_alpha_the_colours_are_encoded(kl: "Sample", batch: int) -> None:
+    shown = torch.rand(batch, 16, 24, 4)
+    expected, without = encode_latents(kl.vae, shown[..., :3])
+    latent, record = encode_latents(kl.vae, shown)
+    assert torch.equal(latent, expected)
+    assert record.input is not None
+    assert (record.input.layout, record.input.channels) == ("BHWC", 4)
+    assert [finding.id for finding in record.findings] == ["alpha_dropped"]
+    assert not without.findings
+
+
+def test_the_alpha_of_an_image_is_said_to_be_dropped(kl: "Sample") -> None:
+    shown = Image.fromarray((np.random.default_rng(0).random((16, 24, 4)) * 255).astype(np.uint8), "RGBA")
+    expected, without = encode_latents(kl.vae, shown.convert("RGB"))
+    latent, record = encode_latents(kl.vae, [shown])
+    assert torch.equal(latent, expected)
+    assert [finding.id for finding in record.findings] == ["alpha_dropped"]
+    assert not without.findings
+
+
+def test_a_mask_beside_the_pictures_is_left_out(kl: "Sample") -> None:
+    shown = torch.rand(1, 16, 24, 3)
+    expected, _ = encode_latents(kl.vae, shown)
+    latent, _ = encode_latents(kl.vae, (shown, torch.zeros(1, 16, 24)))
+    assert torch.equal(latent, expected)
+
+
 def test_bytes_are_the_same_pictures_in_another_range(kl: "Sample") -> None:
     shown = (torch.rand(1, 3, 16, 24) * 255).to(torch.uint8)
     expected, _ = encode_latents(kl.vae, shown.float() / 127.5 - 1)

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from sigmascope.pipeline.out_of_memory import is_out_of_memory, let_go
+from sigmascope.pipeline.out_of_memory import let_go
+from sigmascope.probes.reading import is_out_of_memory
 
 
 def _raised(error: BaseException) -> BaseException:

@@ -1,28 +1,18 @@
 """ComfyUI's own `VAE` objects, where a checkout is at hand."""
 
 import importlib.util
-import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.comfy_shapes.checkout import VARIABLE, Checkout, why_not
+from tests.comfy_shapes.checkout import Checkout
 from torch import Tensor, nn
 
 from sigmascope import decode_latents, encode_latents
 
 IMAGES = torch.rand(2, 32, 48, 3, generator=torch.Generator().manual_seed(1))
-
-
-@pytest.fixture(scope="module")
-def comfy() -> Checkout:
-    reason = why_not()
-    if reason is not None:
-        pytest.skip(reason)
-    return Checkout(Path(os.environ[VARIABLE]))
 
 
 def _with_random_weights(model: nn.Module) -> dict[str, Tensor]:
@@ -44,13 +34,13 @@ def image_vae(comfy: Checkout) -> Any:
 
 @pytest.fixture(scope="module")
 def video_vae(comfy: Checkout) -> Any:
-    """ComfyUI's own WAN VAE, of width 8."""
+    """ComfyUI's own WAN VAE, of the one width that all versions load: the first ones do not read it."""
     if not (comfy.folder / "comfy" / "ldm" / "wan").is_dir():
         pytest.skip(f"ComfyUI {comfy.version} has no WAN")
     if importlib.util.find_spec("einops") is None or not hasattr(sys.modules["einops"], "__version__"):
         pytest.skip("einops, which ComfyUI's WAN needs, is not installed")
     options = {"num_res_blocks": 2, "attn_scales": [], "temperal_downsample": [False, True, True]}
-    wan = comfy.module("comfy.ldm.wan.vae").WanVAE(dim=8, z_dim=16, dim_mult=[1, 2, 4, 4], **options)
+    wan = comfy.module("comfy.ldm.wan.vae").WanVAE(dim=96, z_dim=16, dim_mult=[1, 2, 4, 4], **options)
     return comfy.module("comfy.sd").VAE(sd=_with_random_weights(wan))
 
 
@@ -73,12 +63,34 @@ def test_the_real_one_encodes_and_decodes_the_same(image_vae: Any, strategy: Any
 
 
 @pytest.mark.comfyui
+@pytest.mark.parametrize("batch", [1, 3])
+def test_pictures_with_alpha_are_encoded_as_vae_encode_does(image_vae: Any, batch: int) -> None:
+    images = torch.rand(batch, 32, 48, 4)
+    expected = _as_comfyui_does(lambda: image_vae.encode(images[:, :, :, :3]))
+    torch.manual_seed(0)
+    latent, record = encode_latents(image_vae, images)
+    assert torch.equal(latent, expected)
+    assert [finding.id for finding in record.findings] == ["alpha_dropped"]
+
+
+@pytest.mark.comfyui
 def test_the_real_ones_tiles_are_its_own(image_vae: Any) -> None:
     images = torch.rand(1, 96, 96, 3)
     expected = _as_comfyui_does(lambda: image_vae.encode_tiled(images, tile_x=64, tile_y=64, overlap=16))
     torch.manual_seed(0)
     latent, _ = encode_latents(image_vae, images, strategies="tiled", tile=64, overlap=16)
     assert torch.equal(latent, expected)
+
+
+@pytest.mark.comfyui
+@pytest.mark.parametrize(("tile", "overlap"), [(48, 8), (80, 16)])
+def test_the_real_ones_tiles_cover_all_whatever_their_size(image_vae: Any, tile: int, overlap: int) -> None:
+    pictures = torch.rand(1, 96, 104, 3, generator=torch.Generator().manual_seed(1))
+    latent, record = encode_latents(image_vae, pictures, strategies="tiled", tile=tile)
+    assert torch.isfinite(latent).all()
+    tiles = record.attempts[-1].tile
+    assert tiles is not None
+    assert tiles.overlap_height == overlap  # a quarter, in whole latent elements
 
 
 @pytest.mark.comfyui
@@ -110,9 +122,9 @@ def test_the_real_ones_silent_fallback_is_told(
 @pytest.mark.comfyui
 @pytest.mark.parametrize("strategy", ["direct", "tiled", "cpu"])
 def test_the_real_wan_encodes_frames_as_a_video(video_vae: Any, strategy: Any) -> None:
-    frames = torch.rand(9, 96, 96, 3)
+    frames = torch.rand(5, 96, 96, 3)
     latent, _ = encode_latents(video_vae, frames, strategies=strategy, tile=64)
     expected = _as_comfyui_does(lambda: video_vae.encode(frames))
-    assert latent.shape == expected.shape == (1, 16, 3, 12, 12)
+    assert latent.shape == expected.shape == (1, 16, 2, 12, 12)
     if strategy != "tiled":
         assert torch.equal(latent, expected)

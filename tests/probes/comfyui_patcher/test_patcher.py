@@ -1,3 +1,4 @@
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -6,10 +7,10 @@ import torch
 from tests.comfy_shapes.adapters import lora_tuple
 from tests.comfy_shapes.modules import BaseModel, Q, SDClipModel
 from tests.comfy_shapes.patchers import ModelPatcher
-from tests.comfy_shapes.versions import CLIP, PATCHERS
+from tests.comfy_shapes.versions import CLIP, PATCHERS, OldModelPatcher
 from torch import nn
 
-from sigmascope.probes.comfyui_patcher import is_comfyui, original_weight, weights_of
+from sigmascope.probes.comfyui_patcher import is_comfyui, kept_weights, original_weight, weights_of
 
 
 @pytest.mark.parametrize("version", PATCHERS)
@@ -91,3 +92,48 @@ def test_a_name_that_is_no_weight_has_no_original(key: str) -> None:
 
 def test_what_holds_no_patcher_has_no_originals() -> None:
     assert original_weight(nn.Linear(2, 2), "weight") is None
+
+
+def test_what_a_clone_kept_is_found_where_it_alone_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = OldModelPatcher(BaseModel())
+    before = original.model.get_parameter(Q)
+    loaded = original.clone()
+    loaded.backup = {}  # the first versions do not share it
+    loaded.add_patches({Q: lora_tuple()})
+    loaded.load()
+    management = SimpleNamespace(current_loaded_models=[SimpleNamespace(model=loaded)])
+    monkeypatch.setitem(sys.modules, "comfy.model_management", management)
+    assert kept_weights(original) == {Q: (before, False)}
+    assert kept_weights(loaded) == {Q: (before, True)}
+
+
+def test_a_weight_is_ones_own_where_all_that_is_in_it_is() -> None:
+    original = ModelPatcher(BaseModel())
+    loaded = original.clone()
+    loaded.add_patches({Q: lora_tuple()})
+    loaded.load()
+    more = loaded.clone()
+    more.add_patches({Q: lora_tuple(seed=5)})
+    same = loaded.clone()
+    own = [kept_weights(one)[Q].is_own for one in (original, loaded, more, same)]
+    assert own == [False, True, False, True]
+    loaded.hook_backup[Q] = (loaded.model.get_parameter(Q), torch.device("cpu"))
+    assert not kept_weights(loaded)[Q].is_own
+    assert kept_weights(loaded)[Q].weight is loaded.backup[Q].weight
+
+
+def test_a_weight_that_a_clone_replaced_as_an_object_is_not_ones_own() -> None:
+    original = ModelPatcher(BaseModel())
+    before = original.model.get_parameter(Q)
+    loaded = original.clone()
+    loaded.object_patches_backup = original.object_patches_backup
+    loaded.object_patches[Q] = nn.Parameter(torch.zeros(8, 8))
+    loaded.object_patches_backup[Q] = before
+    original.model.get_submodule(Q.removesuffix(".weight")).weight = loaded.object_patches[Q]
+    assert kept_weights(original) == {Q: (before, False)}
+    assert kept_weights(loaded) == {Q: (before, True)}
+
+
+@pytest.mark.parametrize("thing", [None, nn.Linear(2, 2), ModelPatcher(BaseModel())])
+def test_nothing_is_kept_where_nothing_was_merged(thing: object) -> None:
+    assert kept_weights(thing) == {}

@@ -40,6 +40,27 @@ def test_a_lora_is_read_whole_in_every_version(version: type[ModelPatcher]) -> N
     assert patch.unavailable == {}
 
 
+@pytest.mark.parametrize(
+    "kept",
+    [
+        {"lora_up.weight": random(6, 4), "lora_down.weight": random(4, 8)},
+        {"lora_down.weight": random(4, 8)},
+        ({"x.lora_down.weight": random(4, 8)}, "other"),
+        {"w.diff_b": random(6)},
+        {"anything": random(6)},
+        ("whatever", ("else",)),
+    ],
+)
+def test_the_coarse_type_of_what_is_unknown_is_told_by_its_words(kept: Any) -> None:
+    """As its text tells: 'lora_up.weight', then 'lora_down.weight', then 'diff' in it."""
+    text = str(kept)
+    words = {"lora_up": "lora_up.weight", "lora_down": "lora_down.weight", "diff": "diff", "unknown": ""}
+    expected = next(name for name, word in words.items() if word in text)
+    patcher = ModelPatcher(BaseModel())
+    patcher.patches = {OUT: [(0.5, kept, 1.0, None, None)]}
+    assert (only(patcher).patch_type, only(patcher).adapter_type) == (expected, "unknown")
+
+
 def test_the_data_type_is_that_of_what_the_host_keeps() -> None:
     patcher = ModelPatcher(BaseModel())
     patcher.add_patches({Q: lora_adapter()})

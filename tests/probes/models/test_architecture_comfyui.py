@@ -1,12 +1,10 @@
 """The denoisers of a real ComfyUI, small and without weights."""
 
-import os
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.comfy_shapes.checkout import VARIABLE, Checkout, why_not
+from tests.comfy_shapes.checkout import Checkout
 
 from sigmascope.probes.models import detect_architecture
 
@@ -40,14 +38,6 @@ _MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
          "axes_dims_rope": (4, 6, 6)},
     ),
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def comfy() -> Checkout:
-    reason = why_not()
-    if reason is not None:
-        pytest.skip(reason)
-    return Checkout(Path(os.environ[VARIABLE]))
 
 
 @pytest.mark.comfyui

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import sigmascope
-from sigmascope.errors import NewerSchemaError, RecordError, WriteError
+from sigmascope.errors import NewerSchemaError, RecordError
 from sigmascope.records import Run, Stage, Steps, load_run, run_to_json
 
 RUN = Run(
@@ -44,9 +44,9 @@ def test_the_file_says_its_schema(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "run.json").read_text())["schema"] == 2
 
 
-def test_saving_into_a_missing_folder_is_a_write_error(tmp_path: Path) -> None:
-    with pytest.raises(WriteError, match="folder does not exist"):
-        RUN.save(tmp_path / "missing" / "run.json")
+def test_saving_makes_the_folder(tmp_path: Path) -> None:
+    RUN.save(tmp_path / "missing" / "run.json")
+    assert load_run(tmp_path / "missing" / "run.json") == RUN
 
 
 def test_a_fact_that_json_lacks_is_named_and_the_old_file_stays(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_a_fact_with_a_key_that_is_no_text_is_named() -> None:
 
 def test_a_newer_schema_is_refused_with_both_versions(tmp_path: Path) -> None:
     path = written(tmp_path / "future.json", {"schema": 7, "run": {"shape": "unheard of"}})
-    with pytest.raises(NewerSchemaError, match=r"future\.json: has schema 7.*up to 2.*Upgrade"):
+    with pytest.raises(NewerSchemaError, match=r"future\.json: has schema 7.*up to 3.*Upgrade"):
         load_run(path)
 
 
@@ -91,6 +91,8 @@ def test_json_that_is_no_run_is_refused(tmp_path: Path, other: object) -> None:
         (b'{"schema": 2, "run": NaN}', "NaN is not JSON"),
         (b"[" * 100_000, "is not JSON"),
         (b'{"schema": 2, "run": {"seconds": {"$float": "huge"}}}', "not the name of a float"),
+        (b'{"schema": 2, "run": {"seconds": {"$float": [1]}}}', "not the name of a float"),
+        (b'{"schema": 2, "run": {"seconds": ' + b"1" * 5000 + b"}}", "is not JSON"),
     ],
 )
 def test_a_file_that_is_not_json_is_refused(tmp_path: Path, content: bytes, message: str) -> None:

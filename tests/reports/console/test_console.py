@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 from rich.console import Console
 
 from sigmascope.records.facts import AcceleratorFacts, HostFacts, TensorFacts
@@ -8,7 +10,7 @@ from sigmascope.records.memory import (
     MemorySnapshot,
     PeakMemory,
 )
-from sigmascope.records.run import Finding, Run, Stage, Steps
+from sigmascope.records.run import Finding, Folded, FoldedStages, Run, Stage, Steps
 from sigmascope.reports.console import NO_ACCELERATOR, print_run
 
 MIB = 1024**2
@@ -133,3 +135,19 @@ def test_no_line_is_wider_than_eighty_columns() -> None:
     )
     stage = Stage("lora_application", 0.0, 123.4, tensors={"conditioning image": facts})
     assert max(map(len, printed(run_of(stage, host=HostFacts(cpu_model="x" * 100))).splitlines())) <= 80
+
+
+def test_earlier_generations_that_are_folded_are_told_with_their_sums() -> None:
+    sums = {
+        "generation": FoldedStages(1900, 3800.0, 9.0, failures=3),
+        "generation/denoising": FoldedStages(1900, 1900.0, 4.0, steps=19000, step_seconds=1520.0),
+    }
+    run = replace(run_of(Stage("generation", 3.0, 1.0)), folded=Folded(100, 1900, 0.0, 3.0, sums))
+    text = printed(run)
+    assert "And 1,900 earlier generations, folded" in text
+    told = line_with(text.split("And 1,900")[1], "  denoising").split()
+    assert told == ["denoising", "1,900", "1,900", "s", "1.00", "s", "4.00", "s", "19,000", "×", "80.0", "ms"]
+    told = line_with(text.split("And 1,900")[1], "generation ").split()
+    assert told == ["generation", "1,900", "3,800", "s", "2.00", "s", "9.00", "s", "3"]
+    assert max(map(len, text.splitlines())) <= 80
+    assert "earlier" not in printed(run_of(Stage("generation", 3.0, 1.0)))

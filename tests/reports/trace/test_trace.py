@@ -1,5 +1,6 @@
 import json
 import math
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ from tests.reports.tracing_runs import Event, events_of, only, run_of
 
 from sigmascope.errors import WriteError
 from sigmascope.monitor import Recorder
-from sigmascope.records.run import Finding, Run, Stage, Steps
+from sigmascope.records.facts import ExceptionDetails
+from sigmascope.records.run import Finding, Folded, FoldedStages, Run, Stage, Steps
 from sigmascope.reports.trace import trace_of, write_trace
 
 # The rules of Chrome's trace event format: what each phase must and may have.
@@ -142,11 +144,23 @@ def test_two_runs_lie_as_far_apart_as_they_began() -> None:
 def test_a_failure_is_marked_where_the_stage_ended() -> None:
     run = run_of(Stage("denoising", 1.0, 2.0, success=False, error="ValueError: NaN"))
     event = only(events_of(run, phase="i"))
-    assert (event["name"], event["ts"], event["args"]["error"]) == (
-        "denoising failed",
-        3e6,
-        "ValueError: NaN",
+    assert (event["name"], event["ts"]) == ("denoising failed", 3e6)
+    assert event["args"] == {"error": "ValueError"}
+    assert events_of(run, phase="i", prompts="full")[0]["args"] == {"error": "ValueError: NaN"}
+
+
+def test_no_word_of_what_was_raised_leaves_with_a_trace() -> None:
+    trace = 'Traceback (most recent call last):\n  File "app.py", line 3, in main\n    pipe("fox")\nValueError: fox\n'
+    raised = ExceptionDetails("ValueError", "fox", trace)
+    analysis = {"error": "ValueError: fox", "exception_details": asdict(raised), "seconds": 0.5}
+    inner = Stage("inner", 0.1, 0.2, success=False, error="ValueError: fox", exception_details=raised)
+    stage = Stage(
+        "outer", 0.0, 1.0, False, "ValueError: fox", raised, children=(inner,), facts={"text": analysis}
     )
+    told = json.dumps(trace_of([run_of(stage)]))
+    assert "fox" not in told
+    assert told.count("ValueError (app.py:3 in main)") == 4  # an instant and an argument for each stage
+    assert '"text.seconds": 0.5' in told
 
 
 def test_a_finding_tells_its_evidence_and_advice() -> None:
@@ -180,5 +194,15 @@ def test_a_run_writes_its_trace(tmp_path: Path) -> None:
 
 
 def test_a_trace_that_cannot_be_written_names_the_file(tmp_path: Path) -> None:
-    with pytest.raises(WriteError, match=r"nowhere.*trace\.json"):
-        run_of().to_trace(tmp_path / "nowhere" / "trace.json")
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(WriteError, match=r"taken.*trace\.json"):
+        run_of().to_trace(tmp_path / "taken" / "trace.json")
+
+
+def test_folded_generations_are_marked_where_the_last_of_them_ended() -> None:
+    sums = {"generation": FoldedStages(1900, 3800.0, 9.0, failures=3)}
+    run = replace(run_of(Stage("generation", 5.0, 1.0)), folded=Folded(100, 1900, 0.0, 3.0, sums))
+    [mark] = [event for event in trace_of([run])["traceEvents"] if event.get("cat") == "folded"]
+    assert (mark["name"], mark["ts"]) == ("1,900 earlier generations, folded", 3e6)
+    assert mark["args"]["stages.generation.failures"] == 3
+    check_format(trace_of([run]))

@@ -1,13 +1,11 @@
 """Against a real ComfyUI: what its nodes and VAEs give is read as what it is."""
 
-import os
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from diffusers import AutoencoderKLWan
-from tests.comfy_shapes.checkout import VARIABLE, Checkout, why_not
+from tests.comfy_shapes.checkout import Checkout
 
 from sigmascope.stages.latent_encoding import (
     analyze_latent_generation_results,
@@ -17,14 +15,6 @@ from sigmascope.stages.vae_facts import vae_facts
 
 pytestmark = pytest.mark.comfyui
 LENGTH, HEIGHT, WIDTH = 81, 64, 96
-
-
-@pytest.fixture(scope="module")
-def comfy() -> Checkout:
-    reason = why_not()
-    if reason is not None:
-        pytest.skip(reason)
-    return Checkout(Path(os.environ[VARIABLE]))
 
 
 class WanVae:
@@ -62,13 +52,17 @@ def test_wan_vace_to_video(comfy: Checkout, has_reference: bool) -> None:
         control_video=control,
         reference_image=reference,
     )
-    output = getattr(output, "result", output)
     baseline = capture_latent_generation_baseline(vae.vae, control)
     found = analyze_latent_generation_results(baseline, output, 1.0, 1, None, LENGTH, HEIGHT, WIDTH)
     assert found["findings"] == []
     assert found["latent_analysis"]["shape"] == [1, 16, 21 + has_reference, 8, 12]
     assert found["latent_analysis"]["temporal_compression"] == pytest.approx(81 / 21)
     assert found["vace_conditioning"]["vace_mask"]["shape"] == [1, 64, 21 + has_reference, 8, 12]
+    latent = getattr(output, "result", output)[2]
+    alone = analyze_latent_generation_results(baseline, latent, 1.0, 1, None, LENGTH, HEIGHT, WIDTH)
+    assert [finding["id"] for finding in alone["findings"]] == ["latent_constant"]  # a warning
+    assert alone["success"] is True
+    assert alone["latent_analysis"]["temporal_compression"] == pytest.approx(81 / 21)
 
 
 def test_a_vae_of_comfyui(comfy: Checkout) -> None:

@@ -1,8 +1,9 @@
 """Which axis is what, of pictures and of latents."""
 
 import pytest
+import torch
 
-from sigmascope.stages.latent_layout import Sizes, latent_layout, picture_layout, sizes_of
+from sigmascope.stages.latent_layout import Sizes, latent_layout, picture_layout, sizes_of, without_mask
 
 
 @pytest.mark.parametrize(
@@ -20,6 +21,14 @@ from sigmascope.stages.latent_layout import Sizes, latent_layout, picture_layout
         ((1, 81, 64, 48, 3), "BFHWC"),
         ((1, 3, 3, 64, 48), "BCFHW"),
         ((1, 3, 64, 48, 3), "BFHWC"),
+        ((1, 64, 64, 4), "BHWC"),
+        ((3, 64, 64, 4), "BHWC"),
+        ((1, 64, 64, 1), "BHWC"),
+        ((1, 1, 64, 48, 4), "BFHWC"),
+        ((1, 3, 64, 48, 4), "BFHWC"),
+        ((64, 48, 4), "HWC"),
+        ((3, 16, 4, 4), "CFHW"),
+        ((1, 4, 64, 48), "BCHW"),
         ((3, 64, 48), "CHW"),
         ((64, 48, 3), "HWC"),
         ((3, 64, 3), "CHW"),
@@ -27,6 +36,37 @@ from sigmascope.stages.latent_layout import Sizes, latent_layout, picture_layout
 )
 def test_pictures_are_known_by_their_colours(shape: tuple[int, ...], layout: str) -> None:
     assert picture_layout(shape) == layout
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_colours_and_alpha_are_told_from_frames_where_the_vae_takes_three(batch: int) -> None:
+    assert picture_layout((batch, 64, 64, 4), 3) == "BHWC"
+    assert picture_layout((batch, 64, 64, 4), 3, is_video=True) == "FHWC"
+
+
+def test_a_mask_is_no_picture() -> None:
+    assert picture_layout((1, 64, 64)) is None
+    assert picture_layout((1, 64, 64), 3) is None
+    assert picture_layout((1, 64, 64), 1) == "CHW"
+    assert picture_layout((1, 9, 64, 64), 3) is None
+    assert picture_layout((1, 9, 64, 64), 1) == "CFHW"
+
+
+@pytest.mark.parametrize("image", [(1, 64, 48, 3), (1, 64, 48, 4)])
+@pytest.mark.parametrize(
+    "mask", [(1, 64, 48), (1, 64, 64)]
+)  # LoadImage's own is 64x64 where there is no alpha
+def test_what_load_image_gives_is_its_pictures(image: tuple[int, ...], mask: tuple[int, ...]) -> None:
+    outputs = (torch.zeros(image), torch.zeros(mask))
+    assert without_mask(outputs) == outputs[:1]
+
+
+@pytest.mark.parametrize(
+    "shapes", [[(1, 64, 48, 3)], [(64, 48, 3)] * 2, [(1, 64, 48, 3)] * 2, [(1, 3, 64, 48), (3, 64, 48)]]
+)
+def test_other_lists_are_left_alone(shapes: list[tuple[int, ...]]) -> None:
+    items = [torch.zeros(shape) for shape in shapes]
+    assert without_mask(items) is items
 
 
 @pytest.mark.parametrize(

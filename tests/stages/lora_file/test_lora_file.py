@@ -70,7 +70,8 @@ def test_modules_that_are_on_the_model_are_found_by_their_numbers(
 
 def test_a_file_of_which_nothing_is_on_the_model_is_critical(unet: ModelPatcher, lora_path: Path) -> None:
     baseline = capture_lora_baseline(unet, None, lora_path)
-    found = analyze_lora_application_results(baseline, unet, None, (unet, None))
+    clone = unet.clone()
+    found = analyze_lora_application_results(baseline, clone, None, (clone, None))
     assert (found["findings"][0]["id"], found["findings"][0]["severity"]) == ("lora_not_loaded", "critical")
     assert found["success"] is False
 

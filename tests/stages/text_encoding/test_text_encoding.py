@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from tests.families import make_pipeline
+from tests.families.family import FAMILIES
 from torch import nn
 
 import sigmascope
@@ -389,7 +391,7 @@ def test_tokens_cut_off_fail_the_input_unless_allowed(clip_tokenizer: Any) -> No
 
 
 def test_a_width_that_the_encoder_does_not_give_fails(clip: nn.Module) -> None:
-    baseline = capture_text_encoding_baseline(None, clip)
+    baseline = capture_text_encoding_baseline(None, {"text_encoder": clip})
     found = analyze_text_encoding_results(baseline, torch.ones(1, 77, 48), None, "x", None, 0.1)
     check = found["validation"]["compatibility"]["tensor_dimensions"]
     assert check["messages"] == ["positive: width 48, but the encoder gives 32"]
@@ -438,3 +440,14 @@ def test_every_encoder(kind: str, make_clip: Any, make_t5: Any, qwen: nn.Module,
     assert found["encoding_success"]
     assert found["positive_conditioning"]["encoder_family"] == families[kind]
     assert found["validation"]["success"]
+
+
+@pytest.mark.parametrize("family", ["sdxl", "sd3", "flux"])
+def test_the_first_encoder_of_a_pipeline_alone_is_no_failure(family: str) -> None:
+    pipe = make_pipeline(family)
+    texts = ("a fox", None) if family != "sd3" else ("a fox", None, None)
+    embeddings = pipe.encode_prompt(*texts, device="cpu")[0]
+    baseline = capture_text_encoding_baseline(getattr(pipe, FAMILIES[family].denoiser), pipe.text_encoder)
+    found = analyze_text_encoding_results(baseline, embeddings, None, "a fox", None, 0.1)
+    assert embeddings.shape[-1] > pipe.text_encoder.config.hidden_size
+    assert found["validation"]["success"] is True

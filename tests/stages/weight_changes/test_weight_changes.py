@@ -85,7 +85,7 @@ def test_a_modules_own_original_gives_the_contents() -> None:
     assert list(found["keys_value_changed"]) == [Q]
     assert found["keys_value_changed"][Q]["delta_norm"] == pytest.approx(float(change.norm()), rel=1e-5)
     assert found["keys_value_changed"][Q]["measured_from"] == "contents"
-    assert [block["name"] for block in found["by_block"]] == ["middle_block"]
+    assert [block["name"] for block in found["by_block"]] == ["mid_block"]
 
 
 def test_a_baselines_part_stands_for_the_original(unet: ModelPatcher) -> None:

@@ -1,13 +1,16 @@
 import os
 import socket
+import threading
 import time
 
 import pytest
+import uvicorn
 
 from sigmascope.errors import ConfigError
 from sigmascope.ui import app
 from sigmascope.ui.app import Address, bind
 from sigmascope.ui.jobs import JobLine
+from sigmascope.ui.lbm_model import ServedModel
 
 
 def test_a_port_is_taken_at_once_and_any_free_one_for_0() -> None:
@@ -81,3 +84,31 @@ def test_the_end_of_an_idle_server_is_an_ordinary_one(monkeypatch: pytest.Monkey
     monkeypatch.setattr(time, "sleep", slept.append)
     app._leave(JobLine(1))
     assert (left, slept) == ([], [])
+
+
+@pytest.mark.slow
+def test_a_connection_whose_headers_do_not_end_is_closed(
+    served: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "HEADER_SECONDS", 0.3)
+    config = uvicorn.Config(app.make_app(served), http=app._Connection, log_level="warning", lifespan="on")
+    server = uvicorn.Server(config)
+    with bind("127.0.0.1", 0) as listening:
+        address = listening.getsockname()
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+        thread.start()
+        try:
+            with socket.create_connection(address, timeout=20) as half:
+                half.sendall(b"GET / HTTP/1.1\r\nHost: loc")
+                assert half.recv(100) == b""  # closed, and not by a reset
+            with socket.create_connection(address, timeout=20) as second:
+                second.sendall(b"GET /api/about HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+                assert second.recv(12) == b"HTTP/1.1 200"
+                while b"}" not in second.recv(65536):
+                    pass
+                second.sendall(b"GET /")
+                while second.recv(65536):
+                    pass
+        finally:
+            server.should_exit = True
+            thread.join()

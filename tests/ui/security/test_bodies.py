@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from starlette.testclient import TestClient
 from starlette.types import ASGIApp, Message
 from tests.ui.conftest import HOST, encoded
 
-from sigmascope.ui import lbm_page
+from sigmascope.ui import lbm_page, requests
 from sigmascope.ui.app import make_app
 from sigmascope.ui.lbm_model import ServedModel
 from sigmascope.ui.security import Limits
@@ -56,6 +57,18 @@ def test_a_body_that_does_not_end_in_time_is_given_up(served: ServedModel, path:
     assert headers["connection"] == "close"  # the rest of the body is no request
 
 
+def test_a_body_that_falls_silent_is_given_up_long_before_its_time(served: ServedModel) -> None:
+    sent = [piece(b"abc", more=True), piece(b"abc", more=True)]
+
+    async def falls_silent() -> Message:
+        return sent.pop(0) if sent else await never()
+
+    app = make_app(served, Limits(body_seconds=60.0, silent_seconds=0.05))
+    status, _, message = asyncio.run(post(app, "/api/pictures", falls_silent))
+    assert (status, sent) == (408, [])
+    assert "0.05 s went by without a part of it" in message
+
+
 @pytest.mark.parametrize("path", ["/api/pictures", "/api/jobs"])
 def test_a_client_that_leaves_is_no_fault_of_the_server(served: ServedModel, path: str) -> None:
     messages = [piece(b"abc", more=True), {"type": "http.disconnect"}]
@@ -88,6 +101,34 @@ def test_only_so_many_pictures_are_sent_at_once_and_places_are_given_back(
         proceed.set()
         assert [answer[0] for answer in await asyncio.gather(*slow_ones)] == [201, 201]
         assert (await post(app, "/api/pictures", at_once))[0] == 201
+
+    asyncio.run(scenario())
+
+
+def test_a_picture_keeps_its_place_until_it_is_decoded(
+    served: ServedModel, photograph: Image.Image, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = make_app(served, Limits(uploads=1))
+    decoding, proceed = threading.Event(), threading.Event()
+    real = requests.decode
+
+    def held(data: bytes, limits: Limits) -> Image.Image:
+        decoding.set()
+        assert proceed.wait(20)
+        return real(data, limits)
+
+    monkeypatch.setattr(requests, "decode", held)
+
+    async def sent() -> Message:
+        return piece(encoded(photograph), more=False)
+
+    async def scenario() -> None:
+        first = asyncio.create_task(post(app, "/api/pictures", sent))
+        await asyncio.to_thread(decoding.wait, 20)
+        assert (await post(app, "/api/pictures", sent))[0] == 429
+        proceed.set()
+        assert (await first)[0] == 201
+        assert (await post(app, "/api/pictures", sent))[0] == 201
 
     asyncio.run(scenario())
 

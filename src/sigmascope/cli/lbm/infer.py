@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.text import Text
 
 from sigmascope.cli import options
-from sigmascope.cli.console import needs_extra, progress_bar
+from sigmascope.cli.console import needs_extra, progress_bar, say
 from sigmascope.errors import ConfigError, SigmascopeError, WriteError
-from sigmascope.files import reason_of, writing_hint
+from sigmascope.files import require_writable
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -384,7 +384,7 @@ def check_targets(inputs: Mapping[str, list[Path]], targets: Mapping[str, Path])
 
     Raises:
         ConfigError: Names both flags.
-        WriteError: The target is no regular file, or it or its folder is write-protected or not there.
+        WriteError: The target is no regular file, it or its folder is write-protected, or the folder cannot be made.
     """
     taken = {name: list(paths) for name, paths in inputs.items()}
     for flag, target in targets.items():
@@ -403,20 +403,8 @@ def _same_file(first: Path, second: Path) -> bool:
 
 
 def _check_writable(target: Path) -> None:
-    try:
-        file = target.resolve()
-        if not file.parent.is_dir():
-            raise WriteError(target, f"there is no folder {file.parent}.", hint="Create it first.")
-        exists, is_file = file.exists(), file.is_file()
-    except (OSError, ValueError, RuntimeError) as error:
-        reason = str(error) if isinstance(error, RuntimeError) else reason_of(error)
-        hint = "Check the path." if isinstance(error, RuntimeError) else writing_hint(error)
-        raise WriteError(target, f"cannot be reached ({reason}).", hint=hint) from error
-    if exists and not is_file:
-        raise WriteError(target, "is not a regular file.", hint="Name a file.")
-    if exists and not os.access(file, os.W_OK):
-        raise WriteError(target, "is write-protected.", hint="Choose another name or change its permissions.")
-    if not os.access(file.parent, os.W_OK):
+    require_writable(target)
+    if not os.access(target.resolve().parent, os.W_OK):
         raise WriteError(target, "its folder is write-protected.", hint="Choose another folder.")
 
 
@@ -437,7 +425,7 @@ def report(run: "Run", summary: Mapping[str, Any], *, as_json: bool, verbose: bo
             Text(f"{len(dormant)} LoRA modules never ran and had no effect: {names}", style="yellow")
         )
     size = f"{summary['width']}×{summary['height']}"
-    typer.echo(f"Wrote {summary['output_path']} ({size}) in {run.seconds:.1f} s")
+    say(f"Wrote {summary['output_path']} ({size}) in {run.seconds:.1f} s")
 
 
 def _measured(run: "Run") -> dict[str, Any]:

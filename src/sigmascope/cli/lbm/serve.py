@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from sigmascope.cli import options
-from sigmascope.cli.console import needs_extra, progress_bar
+from sigmascope.cli.console import needs_extra, progress_bar, say
 
 if TYPE_CHECKING:
     from sigmascope.ui.app import Address
@@ -144,7 +144,7 @@ def _announce(address: "Address", served: "ServedModel", *, as_json: bool) -> No
         typer.echo(json.dumps({**told, "model": served.base_name, "lora": served.lora_name}))
         return
     what = served.base_name if served.lora_name is None else f"{served.base_name} + {served.lora_name}"
-    typer.echo(f"Serving {what} at {address.url}")
+    say(f"Serving {what} at {address.url}")
     console.print(Text("Ctrl-C ends it.", style="dim"))
 
 

@@ -16,7 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from sigmascope.cli import options
-from sigmascope.cli.console import needs_extra, progress_bar, stdout_for_results
+from sigmascope.cli.console import needs_extra, progress_bar, say, stdout_for_results
+from sigmascope.units import parse_size
 
 if TYPE_CHECKING:
     from sigmascope.lbm.training.dry_run import DryRun
@@ -39,13 +40,13 @@ def train(
         typer.Option("--path_config", help="YAML of the training and the model.", show_default=False),
     ],
     resume: Annotated[
-        bool,
+        bool | None,
         typer.Option(
             "--resume/--no_resume",
-            help="Go on from the newest checkpoint, or begin anew and move what is there aside.",
+            help="Go on from the newest checkpoint, or begin anew and move what is there aside; else as the YAML says.",
             rich_help_panel=RUNNING,
         ),
-    ] = True,
+    ] = None,
     max_steps: Annotated[
         int | None,
         typer.Option(
@@ -64,6 +65,14 @@ def train(
             "--allow_pipe", help="Run the commands of shards named pipe:COMMAND.", rich_help_panel=RUNNING
         ),
     ] = False,
+    max_member: Annotated[
+        str | None,
+        typer.Option(
+            "--max_member",
+            help="Largest picture file in a shard, such as 2GB; else the YAML's, SIGMASCOPE_MAX_MEMBER, or 256MB.",
+            rich_help_panel=RUNNING,
+        ),
+    ] = None,
     dry_run: Annotated[
         bool,
         typer.Option(
@@ -94,6 +103,7 @@ def train(
             max_steps=max_steps,
             device=device,
             allow_pipe=allow_pipe,
+            max_member=max_member,
             dry_run=dry_run,
             live=live,
             as_json=as_json,
@@ -106,10 +116,11 @@ class TrainOptions:
     """The command's options, one field each."""
 
     path_config: Path
-    resume: bool = True
+    resume: bool | None = None
     max_steps: int | None = None
     device: str | None = None
     allow_pipe: bool = False
+    max_member: str | None = None
     dry_run: bool = False
     live: bool | None = None
     as_json: bool = False
@@ -155,6 +166,7 @@ def _settings(options: TrainOptions) -> "TrainSettings":
         "max_steps": options.max_steps,
         "device": options.device,
         "allow_pipe": options.allow_pipe or None,
+        "max_member": None if options.max_member is None else parse_size(options.max_member, "--max_member"),
     }
     changed = {key: value for key, value in said.items() if value is not None}
     return settings.model_copy(update=changed)
@@ -304,12 +316,12 @@ def print_report(report: "TrainReport", settings: "TrainSettings", *, as_json: b
         err.print(Text(text, style="yellow"), soft_wrap=True)
     if report.stopped_by is not None:
         where = report.checkpoint or "no checkpoint yet"
-        typer.echo(f"Stopped by {report.stopped_by} after step {report.step}: {where}")
-        typer.echo("Next: the same command goes on from there.")
+        say(f"Stopped by {report.stopped_by} after step {report.step}: {where}")
+        say("Next: the same command goes on from there.")
         return
-    typer.echo(f"Trained {_steps(report.step)} in {_clock(report.run.seconds)}{_gained(report)}")
+    say(f"Trained {_steps(report.step)} in {_clock(report.run.seconds)}{_gained(report)}")
     for file in report.files:
-        typer.echo(f"Wrote {file}")
+        say(f"Wrote {file}")
 
 
 def _report_values(report: "TrainReport", settings: "TrainSettings") -> Mapping[str, Any]:

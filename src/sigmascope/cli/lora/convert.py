@@ -25,10 +25,12 @@ sigmascope lora convert civitai.safetensors for_diffusers.safetensors --format p
 
 _NEXT = {
     "peft": "pipeline.load_lora_weights(...) in diffusers; on a model alone load_lora_adapter(..., prefix=...)",
-    "kohya": "ComfyUI, Forge, sd-scripts; diffusers through pipeline.load_lora_weights(...)",
+    "kohya": "ComfyUI, Forge, sd-scripts, LyCORIS",
     "comfyui": "ComfyUI's LoRA loaders",
     "native": "sigmascope lora validate, merge, inspect; sigmascope lbm infer --lora_path",
 }
+# Families whose pipelines read kohya's files; for others `peft` is the format for diffusers.
+_KOHYA_IN_DIFFUSERS = ("sd15", "sd2", "sdxl", "qwen_image")
 
 
 def convert(
@@ -122,5 +124,12 @@ def _facts(report: "ConversionReport") -> list[tuple[str, RenderableType | None]
         ("Modules", str(report.modules)),
         ("Other changes", str(report.changes) if report.changes else None),
         ("Widened to float32", widened if report.widened else None),
-        ("For", Text(_NEXT[report.format])),
+        ("For", Text(_for(report))),
     ]
+
+
+def _for(report: "ConversionReport") -> str:
+    in_diffusers = report.format == "kohya" and report.family in _KOHYA_IN_DIFFUSERS
+    return _NEXT[report.format] + (
+        "; diffusers through pipeline.load_lora_weights(...)" if in_diffusers else ""
+    )

@@ -206,10 +206,11 @@ def require_base(base: Path, *, create: bool, backbone: str | None, config: Path
     if exists(base):
         return
     if not create:
+        from sigmascope.checkpoints.reader import what_is_there
+
+        advice = "Give the checkpoint that the fine-tuning started from, or add --create_base_model."
         raise CheckpointError(
-            base,
-            "there is no base model.",
-            hint="Give the checkpoint that the fine-tuning started from, or add --create_base_model.",
+            base, "there is no base model.", hint=f"{what_is_there(base)} {advice}".lstrip()
         )
     with needs_extra("lbm"):
         from sigmascope.lbm.base import create_base

@@ -31,7 +31,7 @@ from sigmascope.cli.console import (
 )
 from sigmascope.cli.drawing import Bar, Label, Line, Shape, save_picture
 from sigmascope.cli.options import AsJson
-from sigmascope.errors import ConfigError, WriteError
+from sigmascope.errors import ConfigError
 
 if TYPE_CHECKING:
     from sigmascope.lora.effect import BlockEffect, Effect
@@ -334,16 +334,16 @@ def check_picture(path: Path, *inputs: Path | None) -> None:
 
     Raises:
         ConfigError: It is named neither `.svg` nor `.png`, or is an input.
-        WriteError: Its folder does not exist.
+        WriteError: It cannot be written, or its folder cannot be made.
     """
+    from sigmascope.files import require_writable
     from sigmascope.lora.file import exists
 
     if path.suffix.lower() not in _PICTURES:
         raise ConfigError(
             f"--picture {path} is no SVG or PNG.", hint="Give a name that ends in .svg or .png."
         )
-    if not exists(path.parent):
-        raise WriteError(path, "its folder does not exist.", hint=f"Create {path.parent}.")
+    require_writable(path)
     given = [other for other in inputs if other is not None and exists(other)]
     if exists(path) and any(path.samefile(other) for other in given):
         raise ConfigError(f"--picture {path} is an input.", hint="Give the name of a new file.")

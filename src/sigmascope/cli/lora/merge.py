@@ -135,7 +135,7 @@ def merge(
         _into(loras, into, save_to, strengths, how, allow_unmatched, verbose=verbose, as_json=as_json)
         return
     _refuse(["--allow_unmatched"] if allow_unmatched else [], "--into")
-    from sigmascope.lora.merge import CombineOptions, combine_loras
+    from sigmascope.lora.merge import CombineOptions, merge_loras
 
     options = CombineOptions(
         weights=strengths,
@@ -146,7 +146,7 @@ def merge(
         base=base_model_path,
     )
     with progress_bar("Merging") as progress:
-        report = combine_loras(loras, save_to, options, progress=progress)
+        report = merge_loras(loras, save_to, options, progress=progress)
     if as_json:
         typer.echo(json.dumps(report.as_dict(), indent=2))
     else:

@@ -150,13 +150,27 @@ def _size(file_bytes: int) -> str:
 
 
 def print_validation(console: Console, report: "ValidationReport", *, verbose: bool) -> None:
-    """Show how well a LoRA reproduces the tuned model: blocks, bands, success rate, the worst layers."""
+    """Show how well a LoRA reproduces the tuned model: fidelity, what is applied, blocks, bands, the worst layers."""
+    said_first = [finding for finding in report.findings if finding.id == "lora.other_model"]
     console.print(_title("LoRA validation", report.lora.name))
+    console.print(_facts(_headline(report)))
+    console.print(_findings(said_first))
     console.print(_block_table(report.blocks, "Applied"))
     console.print(_module_table("Every layer", report.modules) if verbose else _worst(report))
     console.print(_facts(_validation_facts(report)))
-    console.print(_failures(report.failures))
-    console.print(_findings(report.findings))
+    if verbose or not said_first:
+        console.print(_failures(report.failures))
+    console.print(_findings([finding for finding in report.findings if finding not in said_first]))
+
+
+def _headline(report: "ValidationReport") -> list[tuple[str, RenderableType]]:
+    """Two figures: how near the tuned model is reached, and how much of the LoRA has a place at all."""
+    fidelity = "-" if report.fidelity is None else f"{report.fidelity:.1f} %"
+    applied = f"{report.success_rate:.1f} % ({report.applied} of {len(report.modules)} modules)"
+    return [
+        ("Fidelity", Text.assemble(fidelity, " of the change  ", _band(report.band))),
+        ("Applied", Text(applied, style="green" if not report.failures else "bold red")),
+    ]
 
 
 def _worst(report: "ValidationReport") -> Table:
@@ -164,15 +178,12 @@ def _worst(report: "ValidationReport") -> Table:
 
 
 def _validation_facts(report: "ValidationReport") -> list[tuple[str, RenderableType]]:
-    complete = not report.failures
-    rate = f"{report.success_rate:.1f} % ({report.applied} of {len(report.modules)} modules)"
     counts = Text("  ").join(
         Text(f"{band} {count}", style=_BAND_STYLE[band] if count else "dim")
         for band, count in report.bands.items()
     )
     overall = Text.assemble(_percent(report.relative_error), "  ", _band(report.band))
     return [
-        ("Success rate", Text(rate, style="green" if complete else "bold red")),
         ("Error, overall", overall),
         ("Error, average", _percent(report.average_error)),
         ("Layers by band", counts),

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from sigmascope.cli.console import needs_extra, progress_bar
+from sigmascope.cli.console import needs_extra, progress_bar, say
 from sigmascope.cli.lora.tables import print_validation
 from sigmascope.cli.options import (
     AsJson,
@@ -35,6 +35,7 @@ from sigmascope.cli.options import (
     pair_options,
 )
 from sigmascope.errors import ConfigError, WriteError
+from sigmascope.units import printable
 
 if TYPE_CHECKING:
     from sigmascope.lbm.image_validation import ImageReport, OutputError, PictureErrors
@@ -165,14 +166,14 @@ def validate(
     Bands of relative error: excellent below 5 %, good to 50 %, poor to 100 %,
     above that more noise than signal. The success rate is over all layers
     that changed and all modules of the LoRA; below --min_success_rate the
-    exit code is 1, and the list of layers is not written: one that is there
-    stays. Lower it for a LoRA that leaves layers out on purpose.
+    exit code is 1, and neither the list of layers nor the picture is written:
+    what is there stays. Lower it for a LoRA that leaves layers out on purpose.
     """
     from sigmascope.lora.validate import validate_lora
 
     inputs = (base_model_path, tuned_model_path, lora_path)
     names_path = _names_path(layer_names, lora_path, inputs)
-    _check_picture(picture, (*inputs, names_path))
+    _check_picture(picture, inputs, names_path)
     models = {"base": base_model_path, "tuned": tuned_model_path}
     flags = ImageFlags(images, config_path, num_inference_steps, seed, resolution, torch_dtype, device)
     check_image_flags(flags, models)
@@ -192,12 +193,15 @@ def validate(
         print_validation(Console(), report, verbose=verbose)
         if seen is not None:
             print_images(Console(), seen, verbose=verbose)
-    _draw(picture, report, quiet=as_json)
+    if passed:
+        _draw(picture, report, quiet=as_json)
+    elif picture is not None:
+        typer.echo(f"The picture is not drawn into {picture}: the success rate is too low.", err=True)
     if lists_names:
         _write_names(names_path, report.layer_names, required=layer_names is not None, quiet=as_json)
     else:
         reason = "the LoRA changes no layer" if passed else "the success rate is too low"
-        typer.echo(f"Layer names are not written to {names_path}: {reason}.", err=True)
+        say(f"Layer names are not written to {names_path}: {reason}.", err=True)
     if not passed:
         raise typer.Exit(1)
 
@@ -225,23 +229,25 @@ def _names_path(asked: Path | None, lora: Path, inputs: Sequence[Path]) -> Path:
     return path
 
 
-def _check_picture(path: Path | None, others: Sequence[Path]) -> None:
+def _check_picture(path: Path | None, inputs: Sequence[Path], names_path: Path) -> None:
     """Refuse a place that a picture cannot go to, before the work.
 
     Raises:
         ConfigError: It is not named `.svg`, or would replace something else.
-        WriteError: Its folder does not exist.
+        WriteError: It cannot be written, or its folder cannot be made.
     """
     if path is None:
         return
+    from sigmascope.files import require_writable
     from sigmascope.lora.file import exists
 
     if path.suffix.lower() != ".svg":
         raise ConfigError(f"--picture {path} is not named as SVG.", hint="Give a name that ends in .svg.")
-    if not exists(path.parent):
-        raise WriteError(path, "its folder does not exist.", hint=f"Create {path.parent}.")
-    if exists(path) and any(exists(other) and path.samefile(other) for other in others):
-        raise ConfigError(f"--picture {path} is an input.", hint="Give the name of a new file.")
+    require_writable(path)
+    uses = {**dict.fromkeys(inputs, "is an input"), names_path: "is where the layer names go"}
+    for other, use in uses.items():
+        if exists(path) and exists(other) and path.samefile(other):
+            raise ConfigError(f"--picture {path} {use}.", hint="Give the name of a new file.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +270,7 @@ def _draw(path: Path | None, report: "ValidationReport", *, quiet: bool) -> None
 
     save_validation_picture(path, report)
     if not quiet:
-        Console().print(f"Picture: {path}", markup=False, highlight=False)
+        Console().print(Text(printable(f"Picture: {path}")))
 
 
 def _write_names(path: Path, names: Sequence[str], *, required: bool, quiet: bool) -> None:
@@ -280,10 +286,10 @@ def _write_names(path: Path, names: Sequence[str], *, required: bool, quiet: boo
     except WriteError as error:
         if required:
             raise
-        typer.echo(f"Layer names are not written: {error.message} Use --layer_names.", err=True)
+        say(f"Layer names are not written: {error.message} Use --layer_names.", err=True)
         return
     if not quiet:
-        Console().print(f"Layer names: {path}", markup=False, highlight=False)
+        Console().print(Text(printable(f"Layer names: {path}")))
 
 
 def check_image_flags(flags: ImageFlags, models: Mapping[str, Path]) -> None:

@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
@@ -81,6 +81,17 @@ class Instrument:
     def attach(self, parts: "Parts") -> None:
         """Put on what this pipeline needs and has not yet."""
 
+    def known_things(self) -> int:
+        """How many things it has put something on, those that are no more included."""
+        return len(self._undo) + len(self._targets)
+
+    def forget_gone(self) -> None:
+        """Let go of what was put on things that are no more, whose `id` another thing may get."""
+        for key, (thing, _) in list(self._undo.items()):
+            if thing is not _no_thing and thing() is None:
+                self.forget(key)
+        forget_gone(self._targets)
+
     def detach(self) -> None:
         """Take off everything, whatever fails."""
         while self._undo:
@@ -113,7 +124,7 @@ class Instrument:
             kind = owner if isinstance(owner, type) else type(owner)
             self.session.guard.switch_off(f"watch.{self.name} of {kind.__name__}", failure)
         else:
-            self.keep_undo(key, undo, owner)
+            self._keep_or_undo(key, undo, owner)
 
     def tap_class(self, kind: type, attribute: str, before: Before) -> None:
         """Hear a method of a class, where it is defined: there all watches of all subclasses listen."""
@@ -149,6 +160,14 @@ class Instrument:
         known = self._targets.get(id(thing))
         return known is not None and known() is thing
 
+    def _keep_or_undo(self, key: object, undo: Callable[[], None], thing: object) -> None:
+        """Remember how to take off what is on already; if that fails, take it off now."""
+        try:
+            self.keep_undo(key, undo, thing)
+        except BaseException:
+            undo()
+            raise
+
     def keep_undo(self, key: object, undo: Callable[[], None], thing: object = None) -> None:
         """Remember how to take something off.
 
@@ -158,7 +177,7 @@ class Instrument:
             thing: On which it is, where the key is made of its `id`: another may get that when this one is gone.
         """
         self.forget(key)
-        self._undo[key] = (reference_to(thing), undo)
+        self._undo[key] = (_no_thing if thing is None else reference_to(thing), undo)
 
     def forget(self, key: object) -> None:
         """Take one thing off, if it is on."""
@@ -181,6 +200,25 @@ def _definer(kind: type, attribute: str) -> type | None:
 
 def _nothing(_target: object, _args: Arguments, _kwargs: Keywords) -> None:
     pass
+
+
+def _no_thing() -> object:
+    """Refers to nothing, where something is kept that is on no single thing."""
+    return None
+
+
+def forget_gone(references: dict[int, Callable[[], object]]) -> None:
+    """Take out of a table by `id` the things that are no more."""
+    for key, reference in list(references.items()):
+        if reference() is None:
+            references.pop(key, None)
+
+
+def forget_others(table: dict[int, Any], known: Container[int]) -> None:
+    """Take out of a table what is not known."""
+    for key in list(table):
+        if key not in known:
+            table.pop(key, None)
 
 
 def reference_to(thing: object) -> Callable[[], object]:
@@ -208,9 +246,14 @@ def listen(owner: object, name: str, listener: Listener) -> Callable[[], None]:
         tap = _TAPS.get(key)
         if tap is None or tap._owner() is not owner:
             tap = _TAPS[key] = Tap(owner, name)
+        undo = functools.partial(_forget, key, tap, listener)
+        try:
             tap.put_on()
-        tap.tell((*tap.listeners, listener))
-    return functools.partial(_forget, key, tap, listener)
+            tap.tell((*tap.listeners, listener))
+        except BaseException:
+            undo()
+            raise
+    return undo
 
 
 class Tap:
@@ -233,6 +276,7 @@ class Tap:
         self.only_after: Listener | None = None
         self._owner = weakref.ref(owner)
         self._name = name
+        self._is_on = False
         self._before = vars(owner)[name]
         self._replacement = self._replaced(self._before, isinstance(owner, type))
 
@@ -242,8 +286,11 @@ class Tap:
         self.listeners = listeners
 
     def put_on(self) -> None:
-        """Replace the attribute."""
+        """Replace the attribute, once."""
         owner = self._owner()
+        if self._is_on:
+            return
+        self._is_on = True
         if isinstance(owner, type):
             setattr(owner, self._name, self._replacement)
         elif owner is not None:
@@ -438,7 +485,7 @@ def hook_calls(instrument: Instrument, module: object, before: BeforeCall, *, af
         instrument.forget(id(module))
         instrument.tap(module, COMPILED, lambda _, args, kwargs: before(args, kwargs))
     elif not instrument.has(id(module), module):
-        instrument.keep_undo(id(module), _hooked(module, before, after, instrument.failed), module)
+        instrument._keep_or_undo(id(module), _hooked(module, before, after, instrument.failed), module)
 
 
 def _hooked(
@@ -449,7 +496,11 @@ def _hooked(
         return module.register_forward_pre_hook(alone, prepend=True, with_kwargs=True).remove
     pairs = _Pairs(before)
     first = module.register_forward_pre_hook(ModuleHook(pairs.enter, failed), prepend=True, with_kwargs=True)
-    last = module.register_forward_hook(ModuleHook(pairs.leave, failed), always_call=True)
+    try:
+        last = module.register_forward_hook(ModuleHook(pairs.leave, failed), always_call=True)
+    except BaseException:
+        first.remove()
+        raise
 
     def undo() -> None:
         with suppress(Exception):

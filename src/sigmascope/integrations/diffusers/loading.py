@@ -8,6 +8,7 @@ import functools
 import os
 from typing import Any, ClassVar, Final
 
+from sigmascope.files import short_path
 from sigmascope.integrations.diffusers.hooks import After, Arguments, Instrument, Keywords, Parts
 from sigmascope.integrations.diffusers.watch_session import Activity, current_activity
 from sigmascope.integrations.import_hook import when_loaded
@@ -76,7 +77,10 @@ class Loading(Instrument):
     def _before_load(self, kind: object, args: Arguments, kwargs: Keywords) -> After | None:
         source = next(iter((*args, *(kwargs[key] for key in _SOURCES if key in kwargs))), None)
         file = source if isinstance(source, str | os.PathLike) else None
-        facts = {"source": _text(source), "subfolder": kwargs.get("subfolder")}
+        facts = {
+            "source": _text(source if file is None else short_path(file)),
+            "subfolder": kwargs.get("subfolder"),
+        }
         return self._stage(kind, facts, kwargs, file)
 
     def _before_components(self, pipeline: object, args: Arguments, kwargs: Keywords) -> After | None:

@@ -8,10 +8,12 @@ from typing import Any, ClassVar, Final, Literal
 
 from torch import nn
 
+from sigmascope.files import short_path
 from sigmascope.integrations.diffusers.denoising import denoisers_of
 from sigmascope.integrations.diffusers.hooks import After, Arguments, Instrument, Keywords, Parts, take_apart
 from sigmascope.monitor.recorder import LiveStage
 from sigmascope.monitor.workflow import in_short
+from sigmascope.probes.reading import keeping_words
 from sigmascope.stages.lora_application import analyze_lora_application_results, capture_lora_baseline
 
 STAGE: Final = "lora_application"
@@ -67,8 +69,9 @@ class Loras(Instrument):
             activity.leave(stage, error)
             stage.fact("method", method)
             if path is not None:
-                stage.fact("file", path)
-            self._analyse(stage, target, baseline, error)
+                stage.fact("file", short_path(path))
+            with keeping_words(guard.keeps_words):
+                self._analyse(stage, target, baseline, error)
 
         return after
 

@@ -35,7 +35,7 @@ from sigmascope.integrations.diffusers.watch_session import (
 )
 from sigmascope.monitor.recorder import LiveStage
 from sigmascope.records.facts import CallFacts, PipelineFacts
-from sigmascope.records.prompts import redactor, stored_prompts
+from sigmascope.records.prompts import stored_prompts
 
 GENERATION = "generation"
 RUNS_LATER = (
@@ -43,6 +43,7 @@ RUNS_LATER = (
 )
 _GUIDANCE: Final = ("true_cfg_scale", "guidance_scale", "prior_guidance_scale")
 _IMAGES: Final = ("image", "images", "init_image", "input_image", "source_image", "reference_image", "video")
+_CALLBACKS: Final = ("callback_on_step_end", "callback")
 _PER_PROMPT: Final = ("num_images_per_prompt", "num_videos_per_prompt", "num_waveforms_per_prompt")
 _EMBEDS: Final = ("prompt_embeds", "prompt_embeds_1", "image_embeds", "negative_prompt_embeds")
 FACT: Final = "pictures"
@@ -122,11 +123,9 @@ class Calls(Instrument):
         return next((one for one in found if one.pipeline_id == id(pipeline)), None)
 
     def _read(self, pipeline: object, arguments: dict[str, Any]) -> tuple[CallFacts, dict[str, str]]:
-        guard, privacy = self.session.guard, self.session.choices.prompts
+        guard = self.session.guard
         call, _ = guard.read("watch.call", lambda: call_facts(arguments))
         prompts, _ = guard.read("watch.prompts", lambda: prompts_of(arguments))
-        if prompts and privacy != "full":
-            self.session.redactions.append(redactor(prompts, privacy))
         return call or CallFacts(), prompts or {}
 
     def _tell(
@@ -196,7 +195,14 @@ def call_facts(arguments: Mapping[str, Any]) -> CallFacts:
         batch_size=_batch(arguments),
         has_image=any(arguments.get(name) is not None for name in _IMAGES),
         seed=seeds[0] if len(seeds) == 1 else None,
+        callback=_callback(arguments),
     )
+
+
+def _callback(arguments: Mapping[str, Any]) -> str | None:
+    """The name of the function, or of the object's class."""
+    given = next((arguments[name] for name in _CALLBACKS if arguments.get(name) is not None), None)
+    return None if given is None else str(getattr(given, "__qualname__", type(given).__qualname__))
 
 
 def _steps(arguments: Mapping[str, Any]) -> int | None:

@@ -2,7 +2,7 @@
 
 The analysis is made from what the host itself did. Tokens are counted as the host's own tokenizers were seen to
 make them. They are not asked again: a fast tokenizer refuses the host while somebody else, in another thread, uses
-it.
+it. It gives what it cut off beside what it kept, however, and there that is read.
 """
 
 import functools
@@ -20,6 +20,7 @@ from sigmascope.integrations.diffusers.hooks import (
     Instrument,
     Keywords,
     Parts,
+    forget_others,
     hook_calls,
     reference_to,
 )
@@ -43,13 +44,17 @@ _NO_LIMIT: Final = 1_000_000
 
 
 class Reading(NamedTuple):
-    """One text that a tokenizer read: how long it became, special tokens included, and its limit if it had one."""
+    """One text that a tokenizer read: how long it became, special tokens included, and its limit if it had one.
+
+    `rest` is how many tokens it cut off, where it tells.
+    """
 
     tokenizer: str
     text: str
     length: int
     special: int
     limit: int | None
+    rest: int | None = None
 
 
 @dataclass(slots=True)
@@ -94,6 +99,12 @@ class TextEncoding(Instrument):
             self._hook(ENCODING_STAGE, name, encoder)
         for name, encoder in parts.of_role("image_encoder"):
             self._hook("image_encoding", name, encoder)
+
+    def forget_gone(self) -> None:
+        """Let go of pipelines and tokenizers too."""
+        super().forget_gone()
+        self.session.forget_others(self._encoders)
+        forget_others(self._tokenizers, self._targets)
 
     def _hook(self, stage: str, name: str, encoder: object) -> None:
         hook_calls(self, encoder, functools.partial(self._before_encoder, stage, name, reference_to(encoder)))
@@ -285,14 +296,23 @@ def readings_of(
     lengths = list(_lengths(result["attention_mask"]))
     if len(lengths) != len(texts):
         return []
+    rests = list(map(_rest, getattr(result, "encodings", None) or ()))
+    if len(rests) != len(texts):
+        rests = [None] * len(texts)
     limit = kwargs.get("max_length") or getattr(tokenizer, "model_max_length", None)
     is_cut = kwargs.get("truncation") not in (None, False, "do_not_truncate")
     is_limit = is_cut and isinstance(limit, int) and limit < _NO_LIMIT
     special = tokenizer.num_special_tokens_to_add() if kwargs.get("add_special_tokens", True) else 0
     return [
-        Reading(name, text, length, special, limit if is_limit else None)
-        for text, length in zip(texts, lengths, strict=True)
+        Reading(name, text, length, special, limit if is_limit else None, rest)
+        for text, length, rest in zip(texts, lengths, rests, strict=True)
     ]
+
+
+def _rest(encoding: Any) -> int | None:
+    """How many of a text's tokens a fast tokenizer cut off; None where it keeps no pieces, as older ones do."""
+    pieces = getattr(encoding, "overflowing", None)
+    return None if pieces is None else sum(piece.special_tokens_mask.count(0) for piece in pieces)
 
 
 def _lengths(mask: Any) -> Iterator[int]:
@@ -325,7 +345,9 @@ def counts_seen(readings: Sequence[Reading], texts: Sequence[str]) -> tuple[list
 
 
 def _token_count(name: str, found: Sequence[Sequence[Reading]]) -> TokenCount:
-    whole = [max(one.length for one in readings) - readings[0].special for readings in found]
+    whole = [
+        max(one.length + (one.rest or 0) for one in readings) - readings[0].special for readings in found
+    ]
     limit = next((one.limit - one.special for one in found[0] if one.limit is not None), None)
     cut = [_tokens_cut_off(readings) for readings in found]
     known = [one for one in cut if one is not None]
@@ -350,6 +372,9 @@ def _tokens_cut_off(readings: Sequence[Reading]) -> int | None:
     kept = [one for one in readings if one.limit is not None]
     if not kept:
         return 0
+    rests = [one.rest for one in kept if one.rest is not None]
+    if rests:
+        return max(rests)
     if len(kept) < len(readings):
         return max(0, max(one.length for one in readings) - min(one.length for one in kept))
     return 0 if all(one.length < (one.limit or 0) for one in kept) else None

@@ -7,7 +7,15 @@ from typing import Any, ClassVar, Final
 from torch import Tensor
 
 from sigmascope.integrations.diffusers.denoising import end_finished, is_final
-from sigmascope.integrations.diffusers.hooks import After, Arguments, Instrument, Keywords, Parts, holder_of
+from sigmascope.integrations.diffusers.hooks import (
+    After,
+    Arguments,
+    Instrument,
+    Keywords,
+    Parts,
+    forget_others,
+    holder_of,
+)
 from sigmascope.integrations.diffusers.watch_session import Session, current_activity
 from sigmascope.monitor.recorder import LiveStage
 from sigmascope.probes.models import unwrap
@@ -43,6 +51,11 @@ class VaeCalls(Instrument):
                 for method in ("tiled_encode", "tiled_decode"):
                     self.tap_method(thing, method, self._before_tiles)
                 self._names[id(unwrap(thing) or thing)] = name
+
+    def forget_gone(self) -> None:
+        """Let go of VAEs' names too."""
+        super().forget_gone()
+        forget_others(self._names, self._targets)
 
     def _before(self, way: Direction, vae: object, args: Arguments, kwargs: Keywords) -> After | None:
         activity = self.session.here()

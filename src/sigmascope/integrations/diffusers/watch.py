@@ -21,10 +21,10 @@ from sigmascope.integrations.diffusers.text_encoding import TextEncoding
 from sigmascope.integrations.diffusers.vae import VaeCalls
 from sigmascope.integrations.diffusers.watch_session import Choices, Session
 from sigmascope.integrations.import_hook import when_loaded
-from sigmascope.monitor.guard import describe
-from sigmascope.monitor.performance import decorated
+from sigmascope.monitor.guard import describe, log_quietly
+from sigmascope.monitor.performance import decorated, whole_number
 from sigmascope.records.prompts import PromptPrivacy, check_privacy
-from sigmascope.records.run import Run
+from sigmascope.records.run import KEEP_GENERATIONS, Run
 
 _log = logging.getLogger(__name__)
 _BASES: Final = (
@@ -68,14 +68,29 @@ class Watch:
             raise AttributeError("nothing has been recorded: enter the watch with `with`")
         return self._record
 
+    def hold_back(self, spare: int) -> None:
+        """Let so many generations more than those to keep stay in full, until `take_older` takes them."""
+        for session in self._sessions:
+            session.recorder.spare = spare
+
+    def take_older(self, least: int = 1) -> Run | None:
+        """Fold the generations before those to keep, and return them as a run by itself; None: fewer than `least`."""
+        return self._sessions[-1].recorder.take_older(least) if self._sessions else None
+
     def __enter__(self) -> "Watch":
         self._process_id = os.getpid()
+        session: Session | None = None
         try:
             session = Session(self._pipelines, self._choices, INSTRUMENTS)
             self._sessions.append(session)
             session.open()
         except Exception as failure:  # noqa: BLE001 - the host goes on without a record
-            _log.warning("The watch could not begin: %s", describe(failure))
+            log_quietly(_log, "The watch could not begin: %s", describe(failure))
+        except BaseException as interruption:  # Ctrl-C just now: nobody leaves a block that was not entered
+            if session in self._sessions:
+                self._sessions.remove(session)
+                session.close(interruption)
+            raise
         return self
 
     def __exit__(
@@ -91,7 +106,7 @@ class Watch:
             if self._on_run is not None and os.getpid() == self._process_id:
                 self._on_run(self._record)
         except Exception as failure:  # noqa: BLE001 - as above
-            _log.warning("The watch could not end as it should: %s", describe(failure))
+            log_quietly(_log, "The watch could not end as it should: %s", describe(failure))
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function with a watch of its own around each call."""
@@ -122,6 +137,7 @@ def watch(
     name: str | None = None,
     sample_hz: float | None = 10.0,
     step_memory: bool = False,
+    keep_generations: int | None = KEEP_GENERATIONS,
     on_run: Callable[[Run], object] | None = None,
 ) -> Watch:
     """Watch pipelines while a block or a function runs, without changing them or what they give.
@@ -141,22 +157,27 @@ def watch(
         sample_hz: How often a thread looks at memory, at most 10 a second; None: never.
         step_memory: Whether the process's resident bytes are read at the end of each step too, to find what grows from
             step to step. A step then costs half as much again, or more.
+        keep_generations: How many generations, the last ones, the record holds in full; of earlier ones it holds sums
+            (`Run.folded`). So it is with stages outside of generations, by their names. None: all, in a record that grows
+            as long as the watch lasts.
         on_run: Called with the run when the block is left; not in a child that was forked inside of it.
 
     Returns:
         A context manager and decorator that gives the run's attributes.
 
     Raises:
-        ConfigError: `prompts` is none of the three, or a function was given.
+        ConfigError: `prompts` is none of the three, `keep_generations` is below 1, or a function was given.
     """
     check_privacy(prompts)
+    if keep_generations is not None:
+        whole_number("keep_generations", keep_generations, least=1)
     for one in pipelines:
         if inspect.isfunction(one):
             raise ConfigError(
                 f"{one.__name__} is a function and no pipeline.",
                 hint="Write @sigmascope.watch() with parentheses.",
             )
-    choices = Choices(prompts, name, sample_hz, step_memory)
+    choices = Choices(prompts, name, sample_hz, step_memory, keep_generations)
     return Watch(tuple(one for one in pipelines if one is not None), choices, on_run)
 
 

@@ -7,17 +7,21 @@ PyTorch tells forward hooks of an `Exception`, and of nothing else.
 
 import sys
 import threading
-from collections import Counter
+import weakref
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
 from sigmascope.analysis.peak_owners import with_owners
 from sigmascope.integrations.diffusers.hooks import (
     Instrument,
     Parts,
+    forget_gone,
+    forget_others,
     pipelines_in,
     reference_to,
     set_up_of,
@@ -27,9 +31,8 @@ from sigmascope.monitor.findings import with_findings
 from sigmascope.monitor.guard import Guard
 from sigmascope.monitor.recorder import CURRENT, LiveStage, Recorder
 from sigmascope.records.facts import PipelineFacts
-from sigmascope.records.prompts import PromptPrivacy, redacted
-from sigmascope.records.run import Run
-from sigmascope.stages.baseline import Redact
+from sigmascope.records.prompts import PromptPrivacy
+from sigmascope.records.run import KEEP_GENERATIONS, Run
 
 if TYPE_CHECKING:
     from sigmascope.integrations.diffusers.denoising import Denoising
@@ -37,6 +40,8 @@ if TYPE_CHECKING:
 
 OPEN: "list[Session]" = []
 """All sessions of this process that are not over."""
+_SOME: Final = 1000
+"""Of fewer things than these nobody asks whether they still are."""
 SEEN_LATE = "the call was broken off, by Ctrl-C or the like; when is not known, only that it was before what came next"
 
 
@@ -48,6 +53,7 @@ class Choices:
     name: str | None = None
     sample_hz: float | None = 10.0
     step_memory: bool = False
+    keep_generations: int | None = KEEP_GENERATIONS
 
 
 class Activity:
@@ -71,6 +77,7 @@ class Activity:
     """
 
     __slots__ = (
+        "__weakref__",
         "denoising",
         "encoding",
         "is_guided",
@@ -88,10 +95,10 @@ class Activity:
     )
 
     def __init__(self, session: "Session", pipeline_id: int | None = None) -> None:
+        self.open: list[tuple[str, LiveStage]] = []
         self.session = session
         self.pipeline_id = pipeline_id
-        session.activities.append(self)
-        self.open: list[tuple[str, LiveStage]] = []
+        session.activities[id(self)] = weakref.ref(self)
         self.denoising: "Denoising | None" = None
         self.pipeline: object = None
         self.planned_steps: int | None = None
@@ -103,6 +110,18 @@ class Activity:
         self.is_moving = False
         self.is_tiled = False
         self.moved: dict[LiveStage, tuple[int, int]] = {}
+
+    def __del__(self) -> None:
+        """A thread or task that is no more may have left stages open, such as a denoising that nobody says is over.
+
+        They are closed elsewhere: what is running just now may hold a lock that closing them takes.
+        """
+        session: Session | None = getattr(self, "session", None)
+        if session is None:  # it was never made whole
+            return
+        session.activities.pop(id(self), None)
+        if self.open and not session.is_over:
+            session.left_open.append(self)
 
     def is_in(self, *names: str) -> bool:
         """Whether a stage of one of these names is open here."""
@@ -119,11 +138,15 @@ class Activity:
         """Close a stage, and before it all that were opened in it and are still open."""
         while any(one is stage for _, one in self.open):
             _, innermost = self.open.pop()
-            if self.denoising is not None and innermost is self.denoising.stage:
-                self.denoising.finish()
-                self.most_calls_a_step = max(self.most_calls_a_step, self.denoising.most_calls_a_step)
-                self.denoising = None
-            innermost.__exit__(None if error is None else type(error), error, None)
+            try:
+                if self.denoising is not None and innermost is self.denoising.stage:
+                    denoising, self.denoising = self.denoising, None
+                    denoising.finish()
+                    self.most_calls_a_step = max(self.most_calls_a_step, denoising.most_calls_a_step)
+            except Exception as failure:  # noqa: BLE001 - the stages around it are to be closed too
+                self.session.guard.switch_off("watch.denoiser", failure)
+            finally:  # a stage that stays open is sampled for ever
+                innermost.__exit__(None if error is None else type(error), error, None)
             nanoseconds, times = self.moved.pop(innermost, (0, 0))
             if times:
                 innermost.fact("weights_moved", {"seconds": nanoseconds / 1e9, "times": times})
@@ -165,18 +188,24 @@ class Session:
         self, pipelines: tuple[object, ...], choices: Choices, instruments: Iterable[type[Instrument]]
     ) -> None:
         self.choices = choices
-        self.guard = Guard()
+        keeps_words = choices.prompts == "full"
+        self.guard = Guard(keeps_words=keeps_words)
         self.recorder = Recorder(
-            choices.name or _name_of(pipelines), choices.sample_hz, step_memory=choices.step_memory
+            choices.name or _name_of(pipelines),
+            choices.sample_hz,
+            step_memory=choices.step_memory,
+            keeps_words=keeps_words,
+            keep=choices.keep_generations,
         )
         self.is_over = False
         self.is_everywhere = not pipelines
-        self.redactions: list[Redact] = []
         self.instruments = [kind(self) for kind in instruments]
         self._given = pipelines
         self._watched: dict[int, Callable[[], object]] = {}
         self._known: dict[int, tuple[tuple[object, ...], PipelineFacts]] = {}
-        self.activities: list[Activity] = []
+        self._most_known = _SOME
+        self.activities: dict[int, weakref.ref[Activity]] = {}
+        self.left_open: deque[Activity] = deque()
         self.open_calls = OpenCalls()
 
     def open(self) -> None:
@@ -192,23 +221,27 @@ class Session:
     def close(self, error: BaseException | None) -> None:
         """Take everything off, close what is open, and end the record."""
         self.is_over = True
-        for instrument in self.instruments:
-            instrument.detach()
-        if self in OPEN:
-            OPEN.remove(self)
-        for one in reversed(list(self.activities)):
-            self.guard.read("watch.stages", lambda one=one: self.open_calls.close_broken(one))  # type: ignore[misc]
-            self.guard.read("watch.stages", lambda one=one: one.end(error))  # type: ignore[misc]
-        self.activities.clear()
-        self._watched.clear()
-        self._known.clear()
-        self.recorder.__exit__(None if error is None else type(error), error, None)
-        leave(self.recorder)
-        leave_activities()
+        with ExitStack() as at_last:  # in reverse, and whatever fails before
+            at_last.callback(leave_activities)
+            at_last.callback(leave, self.recorder)
+            at_last.callback(self.recorder.__exit__, None if error is None else type(error), error, None)
+            for instrument in self.instruments:
+                instrument.detach()
+            if self in OPEN:
+                OPEN.remove(self)
+            self.guard.read("watch.stages", self._close_left)
+            known = [reference() for reference in self.activities.values()]
+            for one in reversed([one for one in known if one is not None]):
+                self.guard.read("watch.stages", lambda one=one: self.open_calls.close_broken(one))  # type: ignore[misc]
+                while one.open:  # each turn takes one out at least, whatever fails
+                    self.guard.read("watch.stages", lambda one=one: one.end(error))  # type: ignore[misc]
+            self.activities.clear()
+            self._watched.clear()
+            self._known.clear()
 
     def record(self) -> Run:
-        """The run as it is now, with private prompts taken out of errors; findings once it is over."""
-        run = redacted(self.recorder.run(), self.redactions)
+        """The run as it is now; findings once it is over."""
+        run = self.recorder.run()
         reasons = {**run.unavailable, **self.guard.reasons}
         run = replace(run, unavailable=reasons)
         if not self.is_over:
@@ -233,7 +266,32 @@ class Session:
         self.watch_class(type(pipeline))
         for instrument in self.instruments:
             self._safely(instrument, lambda instrument=instrument: instrument.attach(parts))  # type: ignore[misc]
+        self._close_left()
+        self._forget_gone()
         return parts.facts
+
+    def _close_left(self) -> None:
+        """Close what threads and tasks that are no more have left open."""
+        while self.left_open:
+            one = self.left_open.popleft()
+            self.guard.read("watch.stages", lambda one=one: one.end())  # type: ignore[misc]
+
+    def _forget_gone(self) -> None:
+        """Let go of pipelines, components and hooks that are no more, each time that there are twice as many."""
+        if self._known_things() <= self._most_known:
+            return
+        forget_gone(self._watched)
+        forget_others(self._known, self._watched)
+        for instrument in self.instruments:
+            self._safely(instrument, instrument.forget_gone)
+        self._most_known = _SOME + 2 * self._known_things()
+
+    def forget_others(self, table: dict[int, Any]) -> None:
+        """Take out of a table by pipelines' `id` what is of none that is watched."""
+        forget_others(table, self._watched)
+
+    def _known_things(self) -> int:
+        return len(self._watched) + sum(one.known_things() for one in self.instruments)
 
     def watch_class(self, kind: type) -> None:
         """Put on what all pipelines of a class need. Never raises."""
@@ -274,6 +332,7 @@ class Session:
             return found
         if not hears(self, pipeline):
             return None
+        self._close_left()
         found = Activity(self)
         enter_activity(found)
         return found
@@ -312,8 +371,7 @@ def enter_activity(activity: Activity) -> None:
 def leave_activities(*gone: Activity) -> None:
     """Take activities out of this context."""
     for one in gone:
-        if one in one.session.activities:
-            one.session.activities.remove(one)
+        one.session.activities.pop(id(one), None)
     kept = tuple(one for one in ACTIVITIES.get() if one not in gone and not one.session.is_over)
     ACTIVITIES.set(kept)
 

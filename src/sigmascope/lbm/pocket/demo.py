@@ -12,6 +12,7 @@ import numpy as np
 from PIL import Image
 
 from sigmascope.errors import WriteError
+from sigmascope.files import reason_of
 from sigmascope.lbm.bridge import bridge_sigmas
 from sigmascope.lbm.images import contact_sheet, load_image, psnr, save_image
 from sigmascope.lbm.infer import translate_image
@@ -142,9 +143,9 @@ def _prepare(output: Path, source_image: Path | None, steps: int, seed: int) -> 
         source, truth = (Image.fromarray(pixels) for pixels in relighting_pair(EXAMPLE_SCENE, COOL))
     try:
         output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         raise WriteError(
-            output, f"cannot be made a folder ({error.strerror}).", hint="Choose another --output."
+            output, f"cannot be made a folder ({reason_of(error)}).", hint="Choose another --output."
         ) from error
     return _Demo(output, steps, seed, source, truth)
 

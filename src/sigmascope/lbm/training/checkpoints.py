@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import torch
@@ -35,8 +35,10 @@ from torch import Tensor
 
 from sigmascope.checkpoints import open_checkpoint, save_safetensors
 from sigmascope.errors import CheckpointError, ConfigError, WriteError
-from sigmascope.files import atomic_path, reason_of, temporary_name, writing_hint
+from sigmascope.files import atomic_path, parse_json, reason_of, temporary_name, writing_hint
 from sigmascope.lora.journal import open_own
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -117,8 +119,8 @@ class CheckpointFolder:
             self._sweep()
             yield
         finally:
-            (self.path / LOCK).unlink(missing_ok=True)  # before the lock goes, or a second run could hold it
-            lock.close()
+            with lock, suppress(OSError):  # before the lock goes, or a second run could hold it
+                (self.path / LOCK).unlink(missing_ok=True)
 
     def all(self) -> list[Path]:
         """Every checkpoint there is, the newest first."""
@@ -145,20 +147,7 @@ class CheckpointFolder:
         Raises:
             CheckpointError: There are checkpoints, but all of them are damaged.
         """
-        failures: list[CheckpointError] = []
-        for folder in self.all():
-            try:
-                return folder, read_state(folder)
-            except CheckpointError as error:
-                failures.append(error)
-                _log.warning("Passed over a checkpoint: %s", error)
-        if failures:
-            raise CheckpointError(
-                self.path,
-                f"no checkpoint is whole; the newest: {failures[0].message}",
-                hint="Start anew with --no_resume.",
-            )
-        return None
+        return newest_readable(self.path, read_state)
 
     def set_aside(self) -> Path | None:
         """Move all checkpoints into a folder of their own, so that a new training cannot be taken for theirs.
@@ -209,6 +198,32 @@ def find_checkpoints(path: Path) -> list[Path]:
         if (match := _CHECKPOINT_NAME.fullmatch(folder.name))
     ]
     return [folder for _, folder in sorted(numbered, reverse=True)]
+
+
+def newest_readable(path: Path, read: Callable[[Path], T]) -> tuple[Path, T] | None:
+    """The newest checkpoint in `path` that can be read, and what was read; damaged ones are logged and passed over.
+
+    Args:
+        path: Where they lie.
+        read: `read_state`, or `read_facts` where those are enough.
+
+    Raises:
+        CheckpointError: There are checkpoints, but all of them are damaged.
+    """
+    failures: list[CheckpointError] = []
+    for folder in find_checkpoints(path):
+        try:
+            return folder, read(folder)
+        except CheckpointError as error:
+            failures.append(error)
+            _log.warning("Passed over a checkpoint: %s", error)
+    if failures:
+        raise CheckpointError(
+            path,
+            f"no checkpoint is whole; the newest: {failures[0].message}",
+            hint="Start anew with --no_resume.",
+        )
+    return None
 
 
 def checkpoint_name(step: int) -> str:
@@ -347,7 +362,7 @@ def read_facts(folder: Path) -> dict[str, Any]:
     """
     path = folder / FACTS
     try:
-        facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        facts: dict[str, Any] = parse_json(path.read_text(encoding="utf-8"))
         version = facts["format"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(

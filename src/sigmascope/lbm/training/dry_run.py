@@ -19,7 +19,7 @@ from sigmascope.lbm.data import Batch
 from sigmascope.lbm.devices import LESS_FOR_TRAINING, within_memory
 from sigmascope.lbm.model import LbmModel, build_lbm, compare_keys
 from sigmascope.lbm.training.accelerate import check_tracker
-from sigmascope.lbm.training.checkpoints import find_checkpoints, read_facts
+from sigmascope.lbm.training.checkpoints import newest_readable, read_facts
 from sigmascope.lbm.training.lora_layers import planned, prepare
 from sigmascope.lbm.training.objective import lpips_package
 from sigmascope.lbm.training.optimizers import make_optimizer, make_schedule
@@ -95,17 +95,18 @@ class DryRun:
     resumes: Path | None
 
 
-def dry_run(settings: TrainSettings, *, resume: bool = True) -> DryRun:
+def dry_run(settings: TrainSettings, *, resume: bool | None = None) -> DryRun:
     """Check everything that can go wrong before the first step, and tell what would be trained.
 
     Args:
         settings: Of the run.
-        resume: Whether training would resume.
+        resume: Whether training would resume; None: as `resume_from_checkpoint` says.
 
     Raises:
         SigmascopeError: What `train` would raise before its first step, where loading weights is not needed to see it.
     """
     check_tracker(settings.tracker)
+    resume = settings.resume_from_checkpoint if resume is None else resume
     model = build_lbm(settings.lbm, device="meta")
     _check_base(settings.base_model_path, model)
     plan = planned(model, settings)
@@ -255,9 +256,10 @@ def _forward(model: LbmModel, settings: TrainSettings, batch: Batch) -> Tensor:
 
 
 def _resumed(settings: TrainSettings, shards: Sequence[str], steps: int | None) -> Path | None:
-    found = find_checkpoints(settings.save_ckpt_path)
-    if not found:
+    found = newest_readable(settings.save_ckpt_path, read_facts)
+    if found is None:
         return None
+    folder, facts = found
     now = identity(settings, shards, 1, steps if follows_length(settings) else None)
-    require_same(read_facts(found[0])["identity"], now, found[0])
-    return found[0]
+    require_same(facts["identity"], now, folder)
+    return folder

@@ -109,7 +109,6 @@ def write_trained(
         WriteError: A file cannot be written.
     """
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     metadata = training_metadata(settings, step)
     if isinstance(trainable, TrainableFull):
         path = folder / f"{name or f'model-step{step:06d}'}.safetensors"

@@ -7,13 +7,14 @@ refused, with one line for each.
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Final, Literal, get_args
 
 from pydantic import BaseModel, Field, StringConstraints, ValidationError, field_validator, model_validator
 
 from sigmascope.errors import ConfigError
 from sigmascope.lbm.config import LbmConfig, config_error, find_config, load_config, read_yaml, refuse_model
-from sigmascope.lbm.training.optimizers import check_optimizer, check_schedule
+from sigmascope.lbm.training.optimizers import SCHEDULES, check_optimizer, check_schedule
+from sigmascope.units import parse_size
 
 MixedPrecision = Literal["no", "fp16", "bf16"]
 OutputFormat = Literal["native", "kohya", "peft"]
@@ -21,6 +22,11 @@ SavePrecision = Literal["float32", "fp16", "bf16"]
 Tracker = Literal["tensorboard", "wandb", "mlflow", "comet_ml", "aim", "clearml", "none"]
 Pattern = Annotated[str, StringConstraints(min_length=1)]
 
+_OF_LBM: Final = {
+    "learning_rate_scheduler": "lr_scheduler",
+    "learning_rate_scheduler_kwargs": "lr_scheduler_kwargs",
+}
+"""Keys of LBM's own YAMLs that have another name here."""
 EXAMPLE_HINT = "Start from the example in docs/lbm-train-config.md."
 
 
@@ -35,6 +41,7 @@ class TrainSettings(LbmConfig):
     validation_shards: tuple[Pattern, ...] | None = None
     base_model_path: Path
     save_ckpt_path: Path
+    resume_from_checkpoint: bool = True
     lora_weights_path: Path | None = None
     rank: int | None = Field(default=None, ge=1)
     conv_rank: int | None = Field(default=None, ge=1)
@@ -58,6 +65,7 @@ class TrainSettings(LbmConfig):
     seed: int = Field(default=0, ge=0, lt=2**63)
     device: str = "auto"
     allow_pipe: bool = False
+    max_member: str | int | None = None
     shuffle_buffer: int = Field(default=256, ge=1)
     image_size: tuple[int, int] | None = None
     crop: Literal["center", "random"] = "center"
@@ -112,6 +120,11 @@ class TrainSettings(LbmConfig):
     def _float_is_float32(cls, value: Any) -> Any:
         """`lora extract` calls it float."""
         return "float32" if value == "float" else value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _lbm_calls_them_otherwise(cls, data: Any) -> Any:
+        return renamed(data)
 
     @model_validator(mode="before")
     @classmethod
@@ -192,6 +205,29 @@ def _beside_the_base(data: Mapping[str, Any]) -> dict[str, Any]:
     if found is None:
         return {}
     return load_config(found).model_dump()
+
+
+def renamed(data: Any) -> Any:
+    """The keys that LBM's own YAMLs call otherwise, under their names here.
+
+    Raises:
+        ValueError: One is given under both names, or names a class of torch, which LBM takes.
+    """
+    if not isinstance(data, Mapping):
+        return data
+    values = {key: value for key, value in data.items() if key not in _OF_LBM}
+    for theirs, ours in _OF_LBM.items():
+        value = data.get(theirs)
+        if not value:  # null, or no arguments
+            continue
+        if ours in values:
+            raise ValueError(f"{theirs}: {ours} is the same; leave one of them out")
+        if ours == "lr_scheduler" and value not in SCHEDULES:
+            raise ValueError(
+                f"{theirs}: torch's {value} is not known here; write {ours}: one of {', '.join(SCHEDULES)}"
+            )
+        values[ours] = value
+    return values
 
 
 def impossible_combinations(settings: "TrainSettings") -> list[str]:
@@ -283,6 +319,11 @@ def _sizes(settings: "TrainSettings") -> list[str]:
         wrong.append(
             "pixel_crop: the crop is decoded at once, so leave out pixel_tile_size (or the other way)"
         )
+    if settings.max_member is not None:
+        try:
+            parse_size(str(settings.max_member))
+        except ConfigError:
+            wrong.append(f"max_member: expected a size such as 2GB, got {settings.max_member!r}")
     return wrong
 
 

@@ -7,8 +7,8 @@ validations and checkpoints. SIGTERM and Ctrl-C end it after the step at hand, w
 import logging
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -93,7 +93,7 @@ def train(
     settings: TrainSettings,
     *,
     progress: Progress = no_progress,
-    resume: bool = True,
+    resume: bool | None = None,
     listeners: Listeners | None = None,
 ) -> TrainReport:
     """Train as the settings say, and write what was trained.
@@ -106,7 +106,7 @@ def train(
         settings: Of the run.
         progress: Told of loading.
         resume: Go on from the newest good checkpoint in `save_ckpt_path`; False begins anew and moves the
-            checkpoints there aside.
+            checkpoints there aside; None: as `resume_from_checkpoint` says.
         listeners: Told of steps, logs and validations.
 
     Raises:
@@ -117,6 +117,7 @@ def train(
         SigmascopeError: Whatever else is wrong with the files named by the settings.
     """
     check_tracker(settings.tracker)
+    resume = settings.resume_from_checkpoint if resume is None else resume
     folder = CheckpointFolder(settings.save_ckpt_path, settings.keep_checkpoints)
     watch = Watch()
     with StopSignals() as stop, accelerated(settings) as accelerator, ExitStack() as held:
@@ -312,27 +313,29 @@ class TrainingLoop:
     def _epoch(self) -> StopReason | None:
         """Train to the end of the data, of the steps, or until someone stops it."""
         session, settings = self.session, self.session.settings
-        for group in self._groups():
-            self._step(group)
-            if session.step % settings.validate_every == 0:
-                self._validate()
-            reason = agreed_reason(self.stop, session.team)
-            if reason or self._is_done():
-                return reason
-            if session.step % settings.save_interval == 0:
-                self._save()
+        with closing(self._groups()) as all_groups:
+            for group in all_groups:
+                self._step(group)
+                if session.step % settings.validate_every == 0:
+                    self._validate()
+                reason = agreed_reason(self.stop, session.team)
+                if reason or self._is_done():
+                    return reason
+                if session.step % settings.save_interval == 0:
+                    self._save()
         return None
 
-    def _groups(self) -> Iterator[Group[DataPosition]]:
+    def _groups(self) -> Generator[Group[DataPosition], None, None]:
         session = self.session
         stream = session.data.batches(session.epoch, session.position)
-        rest = groups(stream, session.settings.gradient_accumulation_steps, session.team)
-        while True:
-            with self.watch.spent.on("data"):
-                group = next(rest, None)
-            if group is None:
-                return
-            yield group
+        with closing(stream):  # its threads end now, whatever ends the epoch
+            rest = groups(stream, session.settings.gradient_accumulation_steps, session.team)
+            while True:
+                with self.watch.spent.on("data"):
+                    group = next(rest, None)
+                if group is None:
+                    return
+                yield group
 
     def _step(self, group: Group[DataPosition]) -> None:
         session = self.session

@@ -124,6 +124,7 @@ def read_samples(settings: TrainSettings) -> tuple[Batch, ...]:
         batch_size=1,
         shuffle=False,
         allow_pipe=settings.allow_pipe,
+        max_member=settings.max_member,
         size=settings.image_size,
         workers=0,
     )
@@ -137,7 +138,6 @@ def save_sheet(found: Validation, folder: Path) -> Path:
     Raises:
         WriteError: The disk is full or refuses.
     """
-    (folder / FOLDER).mkdir(exist_ok=True)
     path = folder / FOLDER / f"step-{found.step:06d}.png"
     save_image(found.sheet, path)
     return path

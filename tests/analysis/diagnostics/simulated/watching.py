@@ -23,7 +23,7 @@ CALL = {"num_inference_steps": 4, "height": 32, "width": 32, "guidance_scale": 1
 def on_this_gpu(gpu: SimulatedGpu) -> Iterator[None]:
     """Let watches that are opened in the block read this device and this clock."""
 
-    def recorder(name: str, sample_hz: float | None, **choices: bool) -> Recorder:
+    def recorder(name: str, sample_hz: float | None, **choices: Any) -> Recorder:
         return Recorder(name, sample_hz, gpu, gpu, **choices)
 
     with pytest.MonkeyPatch.context() as patch:

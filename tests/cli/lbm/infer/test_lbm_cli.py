@@ -182,8 +182,8 @@ def test_verbose_shows_the_stages(arguments: dict[str, str]) -> None:
         (("--size", "huge"), ConfigError, "--size: expected bucket, keep"),
         (("--conditioning", "depth"), ConfigError, "--conditioning: expected KEY=PICTURE"),
         (("--output_path", "out.psd"), ConfigError, "cannot write a picture with the suffix '.psd'"),
-        (("--output_path", "/no/such/folder/out.png"), WriteError, "there is no folder"),
-        (("--run_path", "/no/such/folder/run.json"), WriteError, "there is no folder"),
+        (("--output_path", f"{__file__}/out.png"), WriteError, "cannot be reached"),
+        (("--run_path", f"{__file__}/run.json"), WriteError, "cannot be reached"),
         (("--source_image", "/no/such/in.png"), FileError, "no such file"),
         (("--base_model_path", "/no/such/model.ckpt"), FileError, "model.ckpt"),
         (("--lora_path", "/no/such/lora.safetensors"), FileError, "lora.safetensors"),
@@ -195,6 +195,13 @@ def test_bad_input_is_named(
     with pytest.raises(error) as caught:
         run(arguments | {flags[0]: flags[1]})
     assert message in str(caught.value)
+
+
+def test_the_folder_of_the_picture_is_made(arguments: dict[str, str], tmp_path: Path) -> None:
+    made = tmp_path / "lora" / "assets" / "output.png"
+    run(arguments | {"--output_path": str(made)})
+    with Image.open(made) as picture:
+        assert picture.size == (30, 20)
 
 
 @pytest.mark.parametrize("flag", ["--output_path", "--run_path"])

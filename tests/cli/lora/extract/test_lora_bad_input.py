@@ -138,7 +138,7 @@ def refused(
 
 
 @pytest.mark.parametrize(
-    "target", ["nowhere/lora.safetensors", "folder.safetensors", "lora.ckpt", "base.safetensors"]
+    "target", ["base.safetensors/lora.safetensors", "folder.safetensors", "lora.ckpt", "base.safetensors"]
 )
 def test_a_target_that_cannot_be_written(
     make_model_pair: "MakePair",

@@ -218,6 +218,20 @@ def test_a_missing_base_is_named(make_model_pair: "MakePair", sigmascope: Sigmas
     assert "base.safetensors: there is no base model" in outcome.err
 
 
+def test_a_base_with_a_typo_in_its_name_is_guessed(
+    make_model_pair: "MakePair", sigmascope: Sigmascope
+) -> None:
+    files = make_model_pair()
+    arguments = map(str, extract_arguments(files))
+    outcome = sigmascope(*(one.replace("base.safetensors", "bose.safetensors") for one in arguments))
+    assert outcome.code != 0
+    assert "bose.safetensors: there is no base model" in outcome.err
+    assert (
+        "Did you mean base.safetensors? Checkpoints there: base.safetensors, tuned.safetensors."
+        in outcome.err
+    )
+
+
 def test_a_missing_base_is_made_from_its_backbone(
     sigmascope: Sigmascope, backbone: Path, backbone_config: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -319,7 +333,7 @@ def test_the_report_is_shown_where_the_layer_names_cannot_be_written(
     assert outcome.code == 0
     assert "10 of 10 modules" in outcome.out
     assert "Layer names are not written" in outcome.err
-    asked = sigmascope(*validate_arguments(files, "--layer_names", files.base.parent / "none" / "n.txt"))
+    asked = sigmascope(*validate_arguments(files, "--layer_names", files.base / "n.txt"))
     assert asked.code == 1
     assert "10 of 10 modules" in asked.out
 

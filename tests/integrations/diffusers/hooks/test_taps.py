@@ -1,10 +1,12 @@
 import inspect
 import traceback
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from torch import nn
 
-from sigmascope.integrations.diffusers.hooks import After, Listener, listen
+from sigmascope.integrations.diffusers import hooks
+from sigmascope.integrations.diffusers.hooks import After, Instrument, Listener, Tap, hook_calls, listen
 
 
 class Host:
@@ -191,3 +193,46 @@ def test_an_attribute_of_one_object_is_heard_on_it_alone() -> None:
 def test_what_is_no_function_is_refused() -> None:
     with pytest.raises(TypeError, match="kept is a int"):
         listen(Host, "kept", listening([]))
+
+
+@pytest.mark.parametrize("broken", ["tell", "put_on"])
+def test_nothing_stays_on_a_class_when_our_own_bookkeeping_fails(
+    broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = dict(vars(Host))
+    real = getattr(Tap, broken)
+    calls = []
+
+    def fail_once(tap: Tap, *args: Any) -> None:
+        real(tap, *args)
+        calls.append(broken)
+        if len(calls) == 1:
+            raise ZeroDivisionError
+
+    monkeypatch.setattr(Tap, broken, fail_once)
+    with pytest.raises(ZeroDivisionError):
+        listen(Host, "work", listening([]))
+    assert dict(vars(Host)) == before
+
+
+def test_a_tap_that_cannot_be_remembered_is_taken_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = dict(vars(Host))
+
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(hooks, "reference_to", fail)
+    with pytest.raises(ZeroDivisionError):
+        Instrument(cast(Any, None)).tap(Host, "work", lambda *_: None)
+    assert dict(vars(Host)) == before
+
+
+def test_a_module_that_takes_one_hook_and_refuses_the_other_keeps_none() -> None:
+    class Refuses(nn.Linear):
+        def register_forward_hook(self, *_: Any, **__: Any) -> Any:
+            raise ZeroDivisionError
+
+    module = Refuses(2, 2)
+    with pytest.raises(ZeroDivisionError):
+        hook_calls(Instrument(cast(Any, None)), module, lambda *_: None)
+    assert not module._forward_pre_hooks

@@ -1,6 +1,8 @@
 """Whatever of a watch fails, the pipeline finishes, gives the same, and nothing is left on it."""
 
+import logging
 import random
+import threading
 from typing import Any, NoReturn
 
 import pytest
@@ -21,6 +23,7 @@ from sigmascope.integrations.diffusers import (
     vae,
     watch_session,
 )
+from sigmascope.integrations.diffusers.watch_session import Session
 from sigmascope.monitor import recorder, scope
 from sigmascope.monitor.recorder import CURRENT
 
@@ -46,7 +49,7 @@ BREAKABLE: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (vae, ("capture_latent_decoding_baseline", "analyze_latent_decoding_results")),
     (vae.VaeCalls, ("attach", "_before", "_before_tiles")),
     (watch_session, ("guides", "_recorders_here", "take_apart", "set_up_of", "pipelines_in")),
-    (watch_session, ("with_findings", "redacted", "hears", "with_owners")),
+    (watch_session, ("with_findings", "hears", "with_owners")),
     (watch_session.Activity, ("__init__", "is_in", "enter", "leave", "end_denoising")),
     (watch_session.Activity, ("end", "weights_moved")),
     (watch_session.Session, ("watch", "watch_class", "wants", "here", "_parts")),
@@ -66,7 +69,7 @@ FAULTS: dict[str, tuple[Any, str]] = {
 
 
 def test_no_fault_hides_another() -> None:
-    assert len(FAULTS) == sum(len(names) for _, names in BREAKABLE) == 107
+    assert len(FAULTS) == sum(len(names) for _, names in BREAKABLE) == 106
 
 
 def broken(*_args: Any, **_kwargs: Any) -> NoReturn:
@@ -121,6 +124,19 @@ def test_one_fault_reaches_nobody(fault: str, plain: Any, moving: Any, expected:
     assert nothing_is_left()
 
 
+@pytest.mark.parametrize("fault", ["Denoising.finish", "Denoising._commit", "LiveStage.fact"])
+def test_a_fault_leaves_no_thread_that_samples_memory(fault: str, plain: Any, expected: Tensor) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(*FAULTS[fault], broken)
+        with sigmascope.watch(plain, sample_hz=10.0):
+            image = generate(plain, "sd15", num_inference_steps=1)
+    assert torch.equal(image, expected)
+    for thread in threading.enumerate():
+        if thread.name == "sigmascope-sampler":
+            thread.join(timeout=5)
+            assert not thread.is_alive()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(10))
 def test_twenty_random_combinations_of_faults_reach_nobody(
@@ -170,3 +186,34 @@ def test_a_host_that_is_shaped_otherwise_is_left_alone() -> None:
     with sigmascope.watch(odd, object(), 3) as run:
         assert odd() == 7
     assert run.complete
+
+
+def test_a_broken_handler_of_the_host_s_log_does_not_end_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    handled: list[str] = []
+    done: list[int] = []
+
+    class Broken(logging.Handler):
+        def handle(self, record: logging.LogRecord) -> bool:
+            handled.append(record.getMessage())
+            raise ZeroDivisionError
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("ours")
+
+    log = logging.getLogger("sigmascope")
+    handler = Broken()
+    log.addHandler(handler)
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(Session, "open", fail)
+            with sigmascope.watch():
+                done.append(1)
+        with monkeypatch.context() as patched:
+            patched.setattr(Session, "record", fail)
+            with sigmascope.watch():
+                done.append(2)
+    finally:
+        log.removeHandler(handler)
+    assert done == [1, 2]
+    assert "The watch could not begin: RuntimeError: ours" in handled
+    assert "The watch could not end as it should: RuntimeError: ours" in handled

@@ -117,8 +117,8 @@ def test_parts_of_a_pipeline_called_by_hand_are_stages(pipeline: Any) -> None:
 
 def test_findings_of_the_run_are_there_when_it_is_over(pipeline: Any) -> None:
     with sigmascope.watch(pipeline) as run:
-        generate(pipeline, "sd15")
-    assert "model.guidance_doubles_the_work" in {finding.id for finding in run.findings}
+        generate(pipeline, "sd15", num_inference_steps=1, prompt="a fox " * 100)
+    assert "text.prompt_is_cut" in {finding.id for finding in run.findings}
 
 
 def test_a_copy_made_while_watched_has_nothing_of_the_watch(pipeline: Any) -> None:

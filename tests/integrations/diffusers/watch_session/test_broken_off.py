@@ -1,5 +1,6 @@
 """Generations that end early: what was seen stays, marked, and nothing is left."""
 
+import threading
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ from tests.integrations.diffusers.marks import left_behind, marks
 from torch import Tensor
 
 import sigmascope
+from sigmascope.integrations.diffusers.watch_session import Session
+from sigmascope.monitor import current_recorder
 
 
 def raising(error: BaseException, at_step: int) -> Any:
@@ -34,6 +37,36 @@ def test_an_exception_in_the_middle_passes_and_the_partial_record_stays(
     assert [stage.name for stage in generation.children] == ["text_encoding", "model_sampling", "denoising"]
     assert marks(pipeline) == before
     assert left_behind() == []
+
+
+def test_ctrl_c_while_the_watch_is_put_on_leaves_nothing(
+    pipeline: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before, told = marks(pipeline), list[object]()
+    monkeypatch.setattr(Session, "watch", interrupted)
+    with pytest.raises(KeyboardInterrupt), sigmascope.watch(pipeline, on_run=told.append):
+        told.append("entered")
+    assert marks(pipeline) == before
+    assert left_behind() == []
+    assert current_recorder() is None
+    assert told == []
+
+
+def test_a_watch_whose_own_end_fails_leaves_no_recorder(
+    pipeline: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError("planted")
+
+    threads = threading.active_count()
+    with sigmascope.watch(pipeline):
+        monkeypatch.setattr(Session, "_close_left", fail)
+    assert current_recorder() is None
+    assert left_behind() == []
+    assert threading.active_count() == threads
 
 
 def test_a_run_that_an_exception_left_is_not_complete(pipeline: Any) -> None:

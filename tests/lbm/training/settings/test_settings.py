@@ -71,6 +71,46 @@ def test_numbers_and_words_that_yaml_reads_otherwise(tmp_path: Path) -> None:
     assert load_train_settings(path).mixed_precision == "no"
 
 
+LBM_TAKES = {
+    "train_shards": ["pipe:cat shards.tar"], "validation_shards": ["pipe:cat shards.tar"],
+    "backbone_signature": "stabilityai/stable-diffusion-xl-base-1.0", "vae_num_channels": 4,
+    "unet_input_channels": 4, "source_key": "image", "target_key": "normal", "mask_key": "mask",
+    "wandb_project": "lbm-surface", "batch_size": 8, "num_steps": [1, 2, 4], "learning_rate": "4e-5",
+    "learning_rate_scheduler": None, "learning_rate_scheduler_kwargs": {}, "optimizer": "AdamW",
+    "optimizer_kwargs": {}, "timestep_sampling": "uniform", "logit_mean": 0.0, "logit_std": 1.0,
+    "pixel_loss_type": "lpips", "latent_loss_type": "l2", "latent_loss_weight": 1.0, "pixel_loss_weight": 0.0,
+    "selected_timesteps": None, "prob": None, "conditioning_images_keys": [], "conditioning_masks_keys": [],
+    "save_ckpt_path": "./checkpoints", "log_interval": 100, "resume_from_checkpoint": True, "max_epochs": 100,
+    "bridge_noise_sigma": 0.005, "save_interval": 1000,
+}  # fmt: skip
+"""Every key that LBM's own training script takes from its YAML."""
+
+
+def test_every_key_of_lbm_s_own_trainings_is_understood() -> None:
+    settings = parse_train_settings({**LBM_TAKES, "base_model_path": "base.ckpt", "full_finetune": True})
+    assert (settings.resume_from_checkpoint, settings.lr_scheduler) == (True, "constant")
+    for key in ("source_key", "mask_key", "timestep_sampling", "max_epochs", "bridge_noise_sigma"):
+        assert getattr(settings, key) == LBM_TAKES[key]
+
+
+def test_what_lbm_s_own_yaml_lacks_is_said_with_what_to_write() -> None:
+    with pytest.raises(ConfigError, match=r"base_model_path is required .*sigmascope lbm create-base"):
+        parse_train_settings({**LBM_TAKES, "full_finetune": True})
+    with pytest.raises(ConfigError, match=r"rank: give a rank .* or full_finetune: true"):
+        parse_train_settings({**LBM_TAKES, "base_model_path": "base.ckpt"})
+
+
+def test_a_schedule_under_lbm_s_name_is_taken_over_or_refused_with_ours() -> None:
+    theirs = {"learning_rate_scheduler": "polynomial", "learning_rate_scheduler_kwargs": {"power": 2}}
+    settings = parse_train_settings({**RUN, "rank": 8, **theirs})
+    assert (settings.lr_scheduler, settings.lr_scheduler_kwargs) == ("polynomial", {"power": 2})
+    said = refusal(rank=8, learning_rate_scheduler="CosineAnnealingLR")
+    assert "write lr_scheduler: one of linear, cosine" in said
+    assert "leave one of them out" in refusal(
+        rank=8, learning_rate_scheduler="linear", lr_scheduler="constant"
+    )
+
+
 def test_its_yaml_gives_the_same_settings_again() -> None:
     settings = parse_train_settings(
         {**RUN, "rank": 8, "optimizer_kwargs": {"betas": [0.9, 0.95]}, "image_size": [512, 768]}

@@ -1,6 +1,8 @@
 """What a training does to the weights, and what it tells of itself."""
 
+import itertools
 import math
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from tests.lbm.training.small_run import SmallRun, weights_at, write_tar
 from sigmascope import load_run
 from sigmascope.errors import ConfigError, DataError, NonFiniteError
 from sigmascope.lbm.model import LbmModel, load_lbm, load_watched
+from sigmascope.lbm.training import distributed
 from sigmascope.lbm.training.lora_layers import inject_lora
 from sigmascope.lbm.training.metrics import Spent, time_findings
 from sigmascope.lbm.training.objective import Objective
@@ -269,3 +272,20 @@ def test_shards_without_samples_are_an_error(small_run: SmallRun, tmp_path: Path
     write_tar(tmp_path / "empty.tar", range(0))
     with pytest.raises(DataError, match="no samples"):
         train(small_run.settings(train_shards=str(tmp_path / "empty.tar")))
+
+
+def test_threads_that_read_ahead_end_with_a_training_that_fails(
+    small_run: SmallRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken, calls = distributed._taken, itertools.count()
+
+    def fail_later(*given: Any) -> Any:
+        if next(calls):
+            raise RuntimeError("planted")
+        return taken(*given)
+
+    monkeypatch.setattr(distributed, "_taken", fail_later)
+    with pytest.raises(RuntimeError, match="planted") as caught:
+        train(small_run.settings(batch_size=1, max_steps=3))
+    assert caught.tb is not None  # which holds on to the frames of the training
+    assert [thread.name for thread in threading.enumerate() if "sigmascope-data" in thread.name] == []

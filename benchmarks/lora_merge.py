@@ -1,0 +1,115 @@
+"""Time of merging a LoRA into a live model: `merge_lora` beside diffusers' `fuse_lora` in the same run.
+
+    python benchmarks/lora_merge.py                 # about 90 and 180 million parameters
+    python benchmarks/lora_merge.py --rank 128 --repeats 7
+    python benchmarks/lora_merge.py --scale 0.8     # no power of two: product and sum take two passes
+
+Both add the same file to the same U-Net. `fuse_lora` keeps nothing: `unfuse_lora` subtracts, which does not give the
+weights back to the bit. `merge_lora` keeps the original values and checks that the result is finite. Rounds of the two
+alternate, and the median ratio of neighbours is printed.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from diffusers import UNet2DConditionModel
+from torch import nn
+
+from sigmascope.lora.apply import merge_lora
+from sigmascope.lora.factors import LoraFactors
+from sigmascope.lora.families import layout_of
+from sigmascope.lora.file import LoraFile
+from sigmascope.lora.reader import load_lora
+from sigmascope.lora.writer import save_lora
+
+WIDTHS = {"small": (64, 128, 224), "large": (96, 192, 320)}
+
+
+def unet_of(widths: tuple[int, ...]) -> UNet2DConditionModel:
+    """A U-Net of SDXL's make with random weights."""
+    torch.manual_seed(0)
+    return UNet2DConditionModel(
+        sample_size=64,
+        block_out_channels=widths,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+        transformer_layers_per_block=(1, 2, 4),
+        attention_head_dim=8,
+        cross_attention_dim=2048,
+    ).eval()
+
+
+def write_lora(unet: nn.Module, rank: int, file: Path) -> int:
+    """A LoRA of every Linear and Conv2d; gives the number of modules."""
+    modules = {}
+    generator = torch.Generator().manual_seed(1)
+    for name, layer in unet.named_modules():
+        if isinstance(layer, nn.Linear | nn.Conv2d):
+            shape = tuple(layer.weight.shape)
+            inner = layer.weight[0].numel()
+            up = 0.01 * torch.randn(shape[0], rank, generator=generator)
+            down = 0.01 * torch.randn(rank, inner, generator=generator)
+            modules[f"unet.{name}"] = LoraFactors(up, down, float(rank), shape)
+    shapes = {f"unet.{key}": tuple(value.shape) for key, value in unet.state_dict().items()}
+    save_lora(file, LoraFile(modules), format="peft", layout=layout_of(shapes), model_layers=list(shapes))
+    return len(modules)
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """Wall time of one call."""
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def compare(name: str, dtype: torch.dtype, rank: int, scale: float, repeats: int) -> None:
+    """Print one line."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "lora.safetensors"
+        ours, theirs = (unet_of(WIDTHS[name]).to(dtype) for _ in range(2))
+        count = write_lora(ours, rank, file)
+        lora = load_lora(file)
+        theirs.load_lora_adapter(str(file), prefix="unet", use_safetensors=True)
+        times: dict[str, list[float]] = {"merge": [], "unmerge": [], "fuse": [], "unfuse": []}
+        for _ in range(repeats + 1):
+            started = time.perf_counter()
+            merged = merge_lora(ours, lora, scale)
+            times["merge"].append(time.perf_counter() - started)
+            times["unmerge"].append(seconds(merged.unmerge))
+            times["fuse"].append(seconds(lambda: theirs.fuse_lora(lora_scale=scale)))
+            times["unfuse"].append(seconds(theirs.unfuse_lora))
+    parameters = sum(parameter.numel() for parameter in ours.parameters())
+    middle = {what: statistics.median(values[1:]) for what, values in times.items()}  # the first warms up
+    ratios = {
+        pair: statistics.median(a / b for a, b in zip(times[pair[0]][1:], times[pair[1]][1:], strict=True))
+        for pair in (("merge", "fuse"), ("unmerge", "unfuse"))
+    }
+    print(
+        f"{parameters / 1e6:6.0f} M  {str(dtype).removeprefix('torch.'):8}  rank {rank:3}  {count} modules   "
+        f"merge_lora {middle['merge']:.3f} s, fuse_lora {middle['fuse']:.3f} s: "
+        f"{ratios['merge', 'fuse']:.2f}×   "
+        f"unmerge {middle['unmerge']:.3f} s, unfuse {middle['unfuse']:.3f} s: {ratios['unmerge', 'unfuse']:.2f}×"
+    )
+
+
+def main() -> None:
+    """Measure both sizes in float32 and bfloat16."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--scale", type=float, default=1.0, help="strength of the LoRA")
+    parser.add_argument("--repeats", type=int, default=5, help="rounds beside the first, which warms up")
+    options = parser.parse_args()
+    for name in WIDTHS:
+        for dtype in (torch.float32, torch.bfloat16):
+            compare(name, dtype, options.rank, options.scale, options.repeats)
+
+
+if __name__ == "__main__":
+    main()

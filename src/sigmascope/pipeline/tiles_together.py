@@ -1,0 +1,646 @@
+"""Tiles of one picture that go through a VAE side by side, and meet where its layers see the whole picture.
+
+At a group norm every tile lays down what it alone stands for; the statistics are of all of that, each place counted
+once, and each tile goes on with the whole's values up to its edges. So nothing that convolutions lose at a tile's
+edge gets any farther than to the next norm. At attention, keys and values are gathered in the same way.
+
+A tile runs in a thread of its own, since only a thread can stop in the middle of a stranger's forward pass. One
+goes on at a time, and all that it does to tensors is done by the caller's thread: `_Thread` hands each operation
+over. So there are one stream, one set of handles and one pool of cores, whatever the number of tiles. No
+module is changed. On an accelerator, what a waiting tile holds is in RAM.
+"""
+
+import itertools
+import math
+import threading
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from contextvars import copy_context
+from dataclasses import dataclass
+from fractions import Fraction
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _push_mode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_iter
+
+from sigmascope.pipeline.model_state import has_diffusers_hooks, tensors_of
+from sigmascope.pipeline.out_of_memory import free_ram, why_not_enough
+from sigmascope.probes.reading import describe
+
+if TYPE_CHECKING:
+    from sigmascope.pipeline.tiling import Place, Span, TilePlan
+
+_as_below: Any = torch._C._ExcludeDispatchKeyGuard
+_VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+_SOFTMAX = (functional.softmax, torch.softmax, Tensor.softmax)
+_RAM = "cpu"
+_MOST_PLACES = 1 << 18
+"""Latent elements up to which attention sees the whole: beyond, it would take longer than all the rest."""
+_RAM_MARGIN = 0.25
+"""Share of what the tiles take in RAM that shall be free beside it."""
+
+
+class ApartError(Exception):
+    """Why tiles cannot go through their norms together."""
+
+
+def why_no_ram(error: BaseException) -> str | None:
+    """The reason, if an error says that RAM ran out, which tiles by themselves take less of; None of any other.
+
+    Args:
+        error: That ended tiles which went together.
+    """
+    is_ram = isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error)
+    return f"RAM ran out while its tiles waited for each other: {describe(error)}" if is_ram else None
+
+
+class _StoppedError(BaseException):
+    """Ends a tile's thread. No `Exception`, which a VAE may catch and go on."""
+
+
+def why_apart(modules: Sequence[nn.Module]) -> str | None:
+    """Why norms shall see a tile at a time, or None.
+
+    Args:
+        modules: That are to run.
+    """
+    parts = [part for module in modules for part in module.modules()]
+    if not any(isinstance(part, nn.GroupNorm) for part in parts):
+        return "it has no GroupNorm, and other norms see their tile alone"
+    inner = (part for part in parts if not any(part is module for module in modules))
+    if has_diffusers_hooks(modules) or any("_hf_hook" in vars(part) for part in inner):
+        return "hooks move or cast its weights layer by layer"
+    if any("_orig_mod" in part._modules or part._compiled_call_impl is not None for part in parts):
+        return "it is compiled"
+    if any(is_traceable_wrapper_subclass(one) for one in tensors_of(modules)):
+        return "its weights are tensors of a kind of their own"
+    return None
+
+
+@dataclass(slots=True)
+class _AtNorm:
+    """A tile that waits at a group norm. Attributes as of `torch.nn.functional.group_norm`."""
+
+    features: Tensor
+    groups: int
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    eps: float = 1e-5
+
+    def area(self, place: "Place") -> Tensor:
+        """The features, with height and width on axes of their own.
+
+        Raises:
+            ApartError: They have none.
+        """
+        if self.features.ndim > 3:
+            return self.features
+        sides = place.sides_of(self.features.shape[-1])
+        if sides is None:
+            raise ApartError(f"a norm of {tuple(self.features.shape)} has no height and width")
+        return torch.unflatten(self.features, -1, sides)
+
+    def only_storage(self) -> torch.UntypedStorage | None:
+        """That of the features, where nothing else is in it."""
+        storage = self.features.untyped_storage()
+        return storage if storage.nbytes() == self.features.nbytes else None
+
+    def normalised(self, features: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+        """With these statistics of each group, in one kernel, as features of as many channels as all samples have."""
+        batch, channels = self.features.shape[:2]
+        mean, variance = (
+            one.repeat_interleave(channels // self.groups, 1).flatten() for one in (mean, variance)
+        )
+        weight, bias = (
+            None if one is None else one.to(mean).repeat(batch) for one in (self.weight, self.bias)
+        )
+        as_one = features.reshape(1, batch * channels, *features.shape[2:])
+        made = functional.batch_norm(as_one, mean, variance, weight, bias, False, 0.0, self.eps)
+        return made.reshape(self.features.shape)
+
+
+@dataclass(slots=True)
+class _AtAttention:
+    """A tile that waits for the keys and values of all places.
+
+    Attributes:
+        key: Its own: (…, places, channels).
+        value: The same.
+        sides: Of its places: height and width, after frames.
+    """
+
+    key: Tensor
+    value: Tensor
+    sides: tuple[int, ...]
+
+
+class _Meeting:
+    """One layer at which all tiles meet.
+
+    Args:
+        first: The first tile to come.
+        sides: Height and width of its features.
+    """
+
+    def __init__(self, first: "Place", sides: Sequence[int]) -> None:
+        axes = first.plan.rows, first.plan.columns
+        self._scales = [
+            Fraction(length, min(axis.tile, axis.length)) for axis, length in zip(axes, sides, strict=True)
+        ]
+
+    def spans(self, place: "Place", sides: Sequence[int]) -> "tuple[Span, Span]":
+        """Of a tile, along height and width."""
+        plan, (high, wide) = place.plan, self._scales
+        return plan.rows.features(place.row, sides[0], high), plan.columns.features(
+            place.column, sides[1], wide
+        )
+
+    def whole_sides(self, plan: "TilePlan") -> Iterator[int]:
+        """Height and width of the whole's features, or a little more where a side is no multiple of the factor."""
+        for axis, scale in zip((plan.rows, plan.columns), self._scales, strict=True):
+            yield math.ceil((axis.length + (axis.length * axis.factor < axis.pixels)) * scale)
+
+
+class _Norm(_Meeting):
+    """A group norm over the whole picture, of which every tile sees the part where it is.
+
+    Args:
+        first: The first tile to come.
+        asked: What it asks for.
+    """
+
+    def __init__(self, first: "Place", asked: _AtNorm) -> None:
+        area = asked.area(first)
+        super().__init__(first, area.shape[-2:])
+        shape = (*area.shape[:-2], *self.whole_sides(first.plan))
+        _check_room(math.prod(shape) * area.itemsize + 2 * (first.plan.count - 1) * area.nbytes)
+        self._whole = torch.empty(shape, dtype=area.dtype, device="cpu")
+        self._groups = asked.groups
+        self._seen: list[tuple[int, Tensor, Tensor]] = []
+        self._statistics: tuple[Tensor, Tensor] | None = None
+        self._differences: list[Tensor] = []
+
+    def take(self, place: "Place", asked: _AtNorm) -> None:
+        """Lay down what a tile alone stands for."""
+        area = asked.area(place)
+        if (*area.shape[:-2], asked.groups) != (*self._whole.shape[:-2], self._groups):
+            raise ApartError("its tiles do not go through the same norms")
+        rows, columns = self.spans(place, area.shape[-2:])
+        self._compare(area, rows, columns)
+        own = area[..., rows.own, columns.own]
+        self._whole[..., rows.own_place, columns.own_place] = own
+        if own.itemsize < 4:
+            own = own.float()
+        grouped = torch.unflatten(own, 1, (self._groups, -1)).flatten(2)
+        variance, mean = torch.var_mean(grouped, dim=2, correction=0)
+        self._seen.append((grouped.shape[2], mean, variance))
+
+    def answer(self, place: "Place", asked: _AtNorm, *, put_back: bool) -> Tensor:
+        """A tile's features, normalised.
+
+        Args:
+            place: Of the tile.
+            asked: What it asks for.
+            put_back: Whether its features have been let go of, and shall hold the whole's.
+        """
+        area = asked.area(place)
+        rows, columns = self.spans(place, area.shape[-2:])
+        there = self._whole[..., rows.place, columns.place]
+        if self._statistics is None:
+            self._statistics = self._of_all()
+        there = area.copy_(there) if put_back else there.to(area.device)
+        return asked.normalised(there, *self._statistics)
+
+    def _compare(self, area: Tensor, rows: "Span", columns: "Span") -> None:
+        """With what the tiles above and to the left have laid down, next to what the tile itself stands for."""
+        for above, left in (
+            (_next_to(rows), (columns.own, columns.own_place)),
+            ((rows.own, rows.own_place), _next_to(columns)),
+        ):
+            here = area[..., above[0], left[0]].float()
+            if here.numel():
+                there = self._whole[..., above[1], left[1]].to(here)
+                self._differences.append(torch.stack([one.square().sum() for one in (here - there, there)]))
+
+    def difference(self) -> Tensor | None:
+        """Relative L2 of neighbours from each other before they met; None where they share nothing."""
+        if not self._differences:
+            return None
+        sums = torch.stack(self._differences).sum(0)
+        return torch.sqrt(sums[0] / sums[1])
+
+    def _of_all(self) -> tuple[Tensor, Tensor]:
+        """Mean and variance of each group, over all places."""
+        counts = [count for count, _, _ in self._seen]
+        shares = torch.tensor(counts, device=self._seen[0][1].device)[:, None, None] / sum(counts)
+        means = torch.stack([mean for _, mean, _ in self._seen])
+        variances = torch.stack([variance for _, _, variance in self._seen])
+        mean = (shares * means).sum(0)
+        return mean, (shares * (variances + (means - mean).square())).sum(0)
+
+
+def _next_to(span: "Span") -> tuple[slice, slice]:
+    """The inner quarter of what lies before a tile's own part, at least one place: in the tile, and in the whole.
+
+    What a tile's edge has lost since the last meeting has not come so far.
+    """
+    before, shift = span.own.start, span.place.start
+    begin = before - min(max(before // 4, 1), before)
+    return slice(begin, before), slice(begin + shift, before + shift)
+
+
+def _check_room(nbytes: int) -> None:
+    reason = why_not_enough(int(nbytes * (1 + _RAM_MARGIN)), free_ram())
+    if reason is not None:
+        raise ApartError(f"its tiles cannot wait for each other in RAM: {reason}")
+
+
+class _Attention(_Meeting):
+    """Attention between all places of a picture.
+
+    Args:
+        first: The first tile to come.
+        asked: What it asks for.
+    """
+
+    def __init__(self, first: "Place", asked: _AtAttention) -> None:
+        super().__init__(first, asked.sides[-2:])
+        self._pairs: list[tuple[Tensor, Tensor]] = []
+
+    def take(self, place: "Place", asked: _AtAttention) -> None:
+        """Note the keys and values that a tile alone stands for."""
+        rows, columns = self.spans(place, asked.sides[-2:])
+        flat = -1 - len(asked.sides)
+        key, value = (
+            torch.unflatten(one, -2, asked.sides)[..., rows.own, columns.own, :].flatten(flat, -2)
+            for one in (asked.key, asked.value)
+        )
+        self._pairs.append((key, value))
+
+    def answer(self, place: "Place", asked: _AtAttention, *, put_back: bool) -> tuple[Tensor, Tensor]:
+        """Keys and values of all places, in no order that matters. Arguments as of `_Norm.answer`."""
+        if len(self._pairs) > 1:
+            keys, values = zip(*self._pairs, strict=True)
+            self._pairs = [(torch.cat(keys, -2), torch.cat(values, -2))]
+        return self._pairs[0]
+
+
+class _Thread:
+    """Code that goes on only while it is waited for, and asks for all that it is not to do itself.
+
+    Args:
+        code: What to run.
+    """
+
+    def __init__(self, code: Callable[[], object]) -> None:
+        self._questions: SimpleQueue[Any] = SimpleQueue()
+        self._answers: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+        self._is_stopped = False
+        modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+        run = copy_context().run
+        self._thread = threading.Thread(target=run, args=(self._run, code, modes), daemon=True)
+
+    def _run(self, code: Callable[[], object], modes: Iterable[Any]) -> None:
+        for mode in modes:  # such as a default device
+            _push_mode(mode)  # type: ignore[no-untyped-call]
+        try:
+            self._questions.put(code())
+        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+            self._questions.put(error)
+
+    def ask(self, question: object) -> Any:
+        """Wait, in this thread, for the answer, which may be an error to raise."""
+        if self._is_stopped:
+            raise _StoppedError
+        self._questions.put(question)
+        answer, error = self._answers.get()
+        if error is None:
+            return answer
+        raise error
+
+    def next_question(self) -> Any:
+        """Wait, in the caller's thread, for the next question, for what the code returned, or for what it raised."""
+        if self._thread.ident is None:
+            try:
+                self._thread.start()
+            except RuntimeError as error:
+                raise ApartError(f"its tiles get no threads: {error}") from error
+        return self._questions.get()
+
+    def answer(self, answer: Any, error: BaseException | None = None) -> None:
+        """Let it go on."""
+        self._answers.put((answer, error))
+
+    def stop(self) -> None:
+        """Let it end at its next question."""
+        self._is_stopped = True
+        self.answer(None, _StoppedError())
+
+    def join(self) -> None:
+        """Wait until it has ended."""
+        if self._thread.ident is not None:
+            self._thread.join()
+
+
+class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Has operations done by the thread that waits."""
+
+    def __init__(self, ask: Callable[[object], Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._ask = ask
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._ask((func, args, kwargs or {}))
+
+
+class _Layers(TorchFunctionMode):
+    """Stops at group norms and at attention between places.
+
+    Args:
+        tile: Whose.
+        ask: Waits for the others.
+    """
+
+    def __init__(self, tile: "Tile", ask: Callable[[object], Any]) -> None:
+        super().__init__()
+        self._tile, self._ask = tile, ask
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is functional.group_norm:
+            return self._group_norm(*args, **kwargs)
+        if func is functional.scaled_dot_product_attention:
+            return self._attention(*args, **kwargs)
+        if func in _SOFTMAX and args and self._tile.place.sides_of(args[0].shape[-1]):
+            self._tile.attends_alone = (
+                "attention sees its tile alone, as it is not by scaled_dot_product_attention"
+            )
+        return func(*args, **kwargs)
+
+    def _group_norm(self, input: Tensor, num_groups: int, *affine: Any, **others: Any) -> Tensor:
+        kind = input.device.type
+        if kind != "cpu" and torch.is_autocast_enabled(kind):
+            input = input.float()  # as autocast does for group norms
+        made: Tensor = self._ask(_AtNorm(input, num_groups, *affine, **others))
+        return made
+
+    def _attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **others: Any,
+    ) -> Tensor:
+        attend = functional.scaled_dot_product_attention
+        places, place = query.shape[-2], self._tile.place
+        sides = place.sides_of(places)
+        why_alone = (
+            "under a mask"
+            if attn_mask is not None or is_causal
+            else "as the whole has too many places"
+            if place.of_whole(places) > _MOST_PLACES
+            else None
+        )
+        if sides is None or key.shape[-2] != places or why_alone:
+            if sides is not None:
+                self._tile.attends_alone = f"attention sees its tile alone, {why_alone}"
+            return attend(query, key, value, attn_mask, dropout_p, is_causal, **others)
+        keys, values = self._ask(_AtAttention(key, value, sides))
+        at_once = max(places * places // keys.shape[-2], 1)  # no more pairs than the tile has by itself
+        made = [
+            attend(some, keys, values, None, dropout_p, **others) for some in torch.split(query, at_once, -2)
+        ]
+        return torch.cat(made, -2)
+
+
+class _Held:
+    """The storages that a tile's own work made. While it waits, they are in RAM, whatever its device.
+
+    Args:
+        modules: Whose weights are no tile's.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = modules
+        self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], bool]] = {}
+        self._away: list[tuple[torch.UntypedStorage, int, torch.UntypedStorage | None]] = []
+
+    def note(self, given: object, made: object) -> None:
+        """Tell what an operation made from what it was given."""
+        for values, is_own in ((given, False), (made, True)):
+            for value in tree_iter(values):
+                if isinstance(value, Tensor):
+                    self._add(value.untyped_storage(), is_own=is_own)
+
+    def _add(self, storage: torch.UntypedStorage, *, is_own: bool) -> None:
+        key = id(storage)
+        if key not in self._known:
+            reference = weakref.ref(storage, lambda _: self._known.pop(key, None))
+            self._known[key] = reference, is_own
+
+    def leave(self, laid_down: torch.UntypedStorage | None) -> bool:
+        """Take all to RAM that is not there yet.
+
+        Args:
+            laid_down: What is there in another way. It is let go of, if it is the tile's own.
+
+        Returns:
+            Whether it was.
+        """
+        weights = {id(one.untyped_storage()) for one in tensors_of(self._modules)}
+        own = [find() for find, is_own in list(self._known.values()) if is_own]
+        for storage in own:
+            if storage is None or id(storage) in weights or not storage.nbytes():
+                continue
+            if storage is laid_down:
+                self._away.append((storage, storage.nbytes(), None))
+            elif storage.device.type != _RAM:
+                copy = torch.UntypedStorage(storage.nbytes(), device="cpu")  # type: ignore[no-untyped-call]
+                copy.copy_(storage)
+                self._away.append((storage, storage.nbytes(), copy))
+            else:
+                continue
+            storage.resize_(0)
+        return any(storage is laid_down for storage, _, _ in self._away)
+
+    def come_back(self) -> None:
+        """Fill them again."""
+        while self._away:
+            storage, nbytes, copy = self._away.pop()
+            storage.resize_(nbytes)
+            if copy is not None:
+                storage.copy_(copy)
+
+
+class Tile:
+    """One tile on its way.
+
+    Args:
+        place: Which.
+        function: What it goes through.
+        part: What goes in.
+        modules: What `function` runs.
+
+    Attributes:
+        place: As above.
+        thread: That it runs in.
+        attends_alone: Why attention does not see the whole, where it does not.
+    """
+
+    def __init__(
+        self,
+        place: "Place",
+        function: Callable[[Tensor], Tensor],
+        part: Tensor,
+        modules: Sequence[nn.Module],
+    ) -> None:
+        self.place = place
+        self.attends_alone: str | None = None
+        self._held = _Held(modules)
+        self._autocast = _autocast([part, *itertools.islice(tensors_of(modules), 1)])
+        self._asked: Any = None
+        self._put_back = False
+        self.thread = _Thread(lambda: self._through(function, part))
+
+    def _through(self, function: Callable[[Tensor], Tensor], part: Tensor) -> Tensor:
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode())
+            for kind, (dtype, enabled) in self._autocast.items():
+                stack.enter_context(torch.autocast(kind, dtype, enabled))
+            stack.enter_context(_Operations(self.thread.ask))
+            stack.enter_context(_Layers(self, self.thread.ask))
+            return function(part)
+
+    def go_on(self, meeting: "_Norm | _Attention | None") -> Tensor | None:
+        """Let it go on until it is through or waits for the others, and do what it asks for meanwhile.
+
+        Args:
+            meeting: At which it waited; None: it begins.
+
+        Returns:
+            What came out, if it is through.
+        """
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode())
+            stack.enter_context(_as_below(_VIEWS))  # what comes from the thread notes its views there
+            for kind in self._autocast:  # and has been cast there
+                stack.enter_context(torch.autocast(kind, enabled=False))
+            if meeting is not None:
+                self._held.come_back()
+                answer = meeting.answer(self.place, self._asked, put_back=self._put_back)
+                self._held.note((), answer)
+                self._asked = None
+                self.thread.answer(answer)
+                del answer
+            while isinstance(asked := self.thread.next_question(), tuple):
+                self._do(*asked)
+                del asked  # not to be held beside what the next operation makes
+        if isinstance(asked, BaseException):
+            raise asked
+        if isinstance(asked, Tensor):
+            return asked
+        self._asked = asked
+        return None
+
+    def _do(self, func: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        try:
+            made = func(*args, **kwargs)
+        except Exception as error:  # noqa: BLE001 - the VAE may know what to do about it
+            self.thread.answer(None, error)
+        else:
+            self._held.note((args, kwargs), made)
+            self.thread.answer(made)
+
+    def meet(self, meeting: "_Norm | _Attention | None") -> "_Norm | _Attention":
+        """Come to a meeting, or begin one.
+
+        Args:
+            meeting: Of the others that are there already.
+
+        Raises:
+            ApartError: It is not the one that this tile has come to.
+        """
+        asked = self._asked
+        wanted = _Norm if isinstance(asked, _AtNorm) else _Attention
+        with torch.inference_mode():
+            found = meeting or wanted(self.place, asked)
+            if not isinstance(found, wanted):
+                raise ApartError("its tiles do not go through the same layers")
+            found.take(self.place, asked)
+            self._put_back = self._held.leave(asked.only_storage() if isinstance(asked, _AtNorm) else None)
+        return found
+
+
+def _autocast(tensors: Iterable[Tensor]) -> dict[str, tuple[torch.dtype, bool]]:
+    """What autocast does in this thread, by kind of device."""
+    kinds = {"cpu", *(one.device.type for one in tensors)} - {"meta"}
+    return {kind: (torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds}
+
+
+def go_through(
+    tiles: Sequence[Tile], modules: Sequence[nn.Module], differences: list[Tensor]
+) -> Generator[tuple["Place", Tensor], None, None]:
+    """Each tile with what came of it, in order.
+
+    Args:
+        tiles: All of a picture.
+        modules: What they go through.
+        differences: Gets what neighbours differed by where they met, of each norm.
+
+    Raises:
+        ApartError: They cannot go together.
+        Exception: Whatever is raised in any of them.
+    """
+    before: list[object] = []
+    waiting = list(tiles)
+    meeting: _Norm | _Attention | None = None
+    try:
+        while waiting:
+            passed, meeting, coming = meeting, None, waiting
+            waiting = []
+            for tile in coming:
+                made = tile.go_on(passed)
+                if made is not None:
+                    yield tile.place, made
+                    del made
+                    continue
+                waiting.append(tile)
+                meeting = tile.meet(meeting)
+                if (
+                    tile is tiles[0]
+                ):  # the first has come from one meeting to the next, and the others to the one before
+                    before, last = _attributes(modules), before
+                    if last and not _same(last, before):
+                        raise ApartError("it keeps what it saw from one layer to the next")
+            if 0 < len(waiting) < len(coming):
+                raise ApartError("its tiles do not go through the same layers")
+            if isinstance(meeting, _Norm) and (difference := meeting.difference()) is not None:
+                differences.append(difference)
+    finally:
+        for tile in tiles:
+            tile.thread.stop()
+        for tile in tiles:
+            tile.thread.join()
+
+
+def _attributes(modules: Sequence[nn.Module]) -> list[object]:
+    """What modules have beside tensors and parts: a VAE that writes there cannot be used for two tiles in turn."""
+    parts = (vars(part) for module in modules for part in module.modules())
+    values = [
+        own[name] for own in parts for name in own if name not in ("_parameters", "_buffers", "_modules")
+    ]
+    inner = (one.values() if isinstance(one, dict) else one for one in values if isinstance(one, dict | list))
+    return [*values, *itertools.chain.from_iterable(inner)]
+
+
+def _same(before: Sequence[object], now: Sequence[object]) -> bool:
+    return len(before) == len(now) and all(one is other for one, other in zip(before, now, strict=True))

@@ -1,0 +1,269 @@
+"""A long life: after 20,000 calls a watch holds, costs and keeps open what it did after 2,000."""
+
+import asyncio
+import contextlib
+import gc
+import threading
+import time
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import diffusers
+import psutil
+import torch
+from tests.chaos.tries import MB, Case, Kind
+from tests.families import generate, make_pipeline
+from torch import Tensor, nn
+
+import sigmascope
+from sigmascope.integrations import process_recording
+from sigmascope.integrations.asgi import PerformanceMonitoringMiddleware
+from sigmascope.integrations.autostart import Settings, WatchedProcess
+from sigmascope.integrations.process_recording import MOST_PARTS, Keeper
+from sigmascope.monitor.performance import PerformanceMonitor
+from sigmascope.monitor.workflow import WorkflowMonitor
+
+_RSS_BYTES = 5 * MB
+_SLOWER = 1.5  # times the CPU of a call in the first tenth that counts; what grows by the call grows tenfold
+_CHUNKS = 20
+_FEWEST = 500  # a fifth of them is as many as a record holds in full
+
+Call = Callable[[], object]
+
+
+class Halving(nn.Module):
+    """A denoiser without weights worth the name."""
+
+    def forward(self, sample: Tensor, _timestep: Tensor) -> Tensor:
+        return sample / 2
+
+
+class Small:
+    """A pipeline of a millisecond: a denoiser, a scheduler of diffusers', two steps."""
+
+    def __init__(self) -> None:
+        self.unet = Halving()
+        self.scheduler = diffusers.DDIMScheduler()
+        self.components = {"unet": self.unet, "scheduler": self.scheduler}
+
+    def __call__(self, prompt: str) -> Tensor:
+        return _two_steps(self)
+
+
+class SmallOfDiffusers(diffusers.DiffusionPipeline):  # type: ignore[misc]
+    """The same as a class of diffusers', which a watch of the whole process knows."""
+
+    def __init__(self, unet: nn.Module, scheduler: Any) -> None:
+        super().__init__()
+        self.register_modules(unet=unet, scheduler=scheduler)
+
+    def __call__(self, prompt: str) -> Tensor:
+        return _two_steps(self)
+
+
+def _two_steps(pipeline: Any) -> Tensor:
+    sample = torch.ones(1, 4)
+    pipeline.scheduler.set_timesteps(2)
+    for timestep in pipeline.scheduler.timesteps:
+        sample = pipeline.scheduler.step(pipeline.unet(sample, timestep), timestep, sample).prev_sample
+    return sample
+
+
+@dataclass(frozen=True)
+class Level:
+    """What a process holds and what a call costs, after some calls."""
+
+    calls: int
+    rss_bytes: int
+    files: int
+    threads: int
+    call_seconds: float
+
+
+def attempt(case: Case) -> str:
+    life, calls = _LIVES[case.number]
+    calls = max(_FEWEST, round(calls * case.scale))
+    return life(case, calls)
+
+
+def _watched(case: Case, calls: int) -> str:
+    """One watch around every call, as a server's process has, whose record a keeper writes."""
+    pipeline = Small()
+    with sigmascope.watch(pipeline) as run:
+        keeper = Keeper(run.record, case.folder / "run.json", seconds=0.5)
+        keeper.start()
+        answer = _level(calls, lambda: pipeline("a fox"))
+        keeper.stop()
+    _whole_records(case.folder)
+    return f"one watch, {answer}"
+
+
+def _recorded(case: Case, calls: int) -> str:
+    """A process that `SIGMASCOPE=1` records, with the parts that its record is divided into."""
+    sooner = partial(Keeper, seconds=0.5)  # than every ten seconds
+    process = WatchedProcess(Settings(output="run.json", quiet="1"))
+    with patch.object(process_recording, "Keeper", sooner):
+        process.start()
+    pipeline = SmallOfDiffusers(Halving(), diffusers.DDIMScheduler())
+    answer = _level(calls, lambda: pipeline("a fox"))
+    process._end()
+    parts = sorted((case.folder / "run.parts").iterdir())
+    _whole_records(case.folder, case.folder / "run.parts")
+    run = sigmascope.load_run("run.json")
+    assert run.folded is not None
+    counted = run.folded.generations + sum(stage.name == "generation" for stage in run.stages)
+    assert counted == calls, f"{counted:,} of {calls:,} generations are in the record"
+    assert 0 < len(parts) <= MOST_PARTS, f"{len(parts)} parts"
+    return f"a recorded process, {answer}"
+
+
+def _watched_each(_case: Case, calls: int) -> str:
+    """A watch for each call."""
+    pipeline = Small()
+
+    def call() -> None:
+        with sigmascope.watch(pipeline, sample_hz=None):
+            pipeline("a fox")
+
+    return f"a watch a call, {_level(calls, call)}"
+
+
+def _diffusers(_case: Case, calls: int) -> str:
+    """A pipeline of diffusers, whose prompts all differ."""
+    pipeline = make_pipeline("sd15")
+    numbers = iter(range(10**9))
+    with sigmascope.watch(pipeline):
+        answer = _level(
+            calls, lambda: generate(pipeline, "sd15", num_inference_steps=1, prompt=f"fox {next(numbers)}")
+        )
+    return f"diffusers, {answer}"
+
+
+def _monitored(_case: Case, calls: int) -> str:
+    """A `PerformanceMonitor` and a `WorkflowMonitor` that are never made anew."""
+    monitor = PerformanceMonitor(history=50, step_history=50, sample_hz=None)  # a summary reads all of it
+    workflow = WorkflowMonitor(verbose=False)
+    numbers = iter(range(10**9))
+
+    def call() -> None:
+        with monitor.monitor_generation(f"model {next(numbers)}", num_steps=1):
+            monitor.start_step_timing()
+            monitor.end_step_timing()
+        monitor.get_performance_summary()
+        workflow.start_monitoring("encoding")
+        workflow.end_monitoring("encoding")
+
+    return f"two monitors, {_level(calls, call)}"
+
+
+def _served(_case: Case, calls: int) -> str:
+    """The ASGI middleware, each request with an id and a path of its own, a tenth of them failing."""
+    pipeline = Small()
+    numbers = iter(range(10**9))
+
+    async def application(_scope: Any, _receive: Any, send: Any) -> None:
+        pipeline("a fox")
+        number = next(numbers)
+        if number % 10 == 9:
+            raise ValueError(f"request {number}")
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"image"})
+
+    served = PerformanceMonitoringMiddleware(application)
+    loop = asyncio.new_event_loop()
+
+    async def request(number: int) -> None:
+        scope: MutableMapping[str, Any] = {
+            "type": "http",
+            "method": "POST",
+            "path": f"/generate/{number}",
+            "query_string": b"",
+            "headers": [(b"x-request-id", b"%d" % number)],
+        }
+
+        async def receive() -> MutableMapping[str, Any]:
+            return {"type": "http.request", "body": b"", "more_body": False}
+
+        async def send(_message: MutableMapping[str, Any]) -> None:
+            pass
+
+        with contextlib.suppress(ValueError):
+            await served(scope, receive, send)
+
+    with sigmascope.watch(pipeline):
+        answer = _level(calls, lambda: loop.run_until_complete(request(next(numbers))))
+    loop.close()
+    return f"ASGI, {answer}"
+
+
+def _level(calls: int, call: Call) -> str:
+    """Make the calls and look at the process after each twentieth; the first fifth is for warming up.
+
+    Raises:
+        AssertionError: Memory, open files, threads or the time of a call have grown.
+    """
+    chunk = calls // _CHUNKS
+    levels: list[Level] = []
+    for number in range(_CHUNKS):
+        costs = []
+        for _ in range(chunk):
+            begun = time.thread_time()
+            call()
+            costs.append(time.thread_time() - begun)
+        levels.append(_now((number + 1) * chunk, min(costs)))
+    early, late = levels[_CHUNKS // 5 - 1], levels[-1]
+    # The least of three twentieths: another program's work beside us makes calls dearer, and never cheaper.
+    first = min(level.call_seconds for level in levels[_CHUNKS // 5 - 1 : _CHUNKS // 5 + 2])
+    last = min(level.call_seconds for level in levels[-3:])
+    grown = late.rss_bytes - early.rss_bytes
+    said = (
+        f"{early.calls:,} to {late.calls:,} calls: {early.rss_bytes / MB:.0f} to {late.rss_bytes / MB:.0f} MB, "
+        f"{first * 1e3:.2f} to {last * 1e3:.2f} ms a call, {late.files} files, {late.threads} threads"
+    )
+    assert grown <= _RSS_BYTES, f"memory grows: {said}"
+    assert late.files <= early.files, f"files stay open: {said}"
+    assert late.threads <= early.threads, f"threads stay: {said}"
+    assert last <= first * _SLOWER, f"calls become slower: {said}"
+    return said
+
+
+def _now(calls: int, seconds: float) -> Level:
+    gc.collect()
+    process = psutil.Process()
+    return Level(
+        calls,
+        process.memory_info().rss,
+        sum(1 for _ in Path("/proc/self/fd").iterdir()),
+        threading.active_count(),
+        seconds,
+    )
+
+
+def _whole_records(*folders: Path) -> None:
+    """Every file of the record can be read, and none is much larger than the generations that it keeps."""
+    for path in (path for folder in folders for path in folder.glob("*.json")):
+        sigmascope.load_run(path)
+        assert path.stat().st_size < 20 * MB, f"{path.name} has {path.stat().st_size:,} bytes"
+
+
+_LIVES: tuple[tuple[Callable[[Case, int], str], int], ...] = (
+    (_watched, 20_000),
+    (_recorded, 20_000),
+    (_watched_each, 20_000),
+    (_diffusers, 500),
+    (_monitored, 20_000),
+    (_served, 20_000),
+)
+
+KIND = Kind(
+    "uptime",
+    "20,000 calls end at the memory, open files, threads and time a call of the first 4,000",
+    tries=len(_LIVES),
+    attempt=attempt,
+    seconds=1800,
+    scales=False,
+)

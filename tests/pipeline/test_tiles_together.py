@@ -1,0 +1,399 @@
+"""Tiles that meet at norms and attention against the whole: what a VAE gives without tiles is the truth."""
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from diffusers import AutoencoderKL, AutoencoderKLCogVideoX, AutoencoderKLHunyuanVideo
+from diffusers.models.attention_processor import Attention, AttnProcessor
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import sigmascope
+from sigmascope.lbm.model import load_lbm
+from sigmascope.lbm.pocket import BASE_PATH, CONFIG_PATH
+from sigmascope.pipeline import tiles_together
+from sigmascope.pipeline.out_of_memory import Ram
+from sigmascope.pipeline.peak_prediction import Planned, predict_peak
+from sigmascope.pipeline.tiling import in_tiles, plan, tiled_map
+from sigmascope.records.latents import TileFacts
+
+ROUNDING = 2e-5
+"""Of float32, through all layers, relative to the whole."""
+
+
+def kl(*, attention: bool = True, seed: int = 0) -> AutoencoderKL:
+    torch.manual_seed(seed)
+    return AutoencoderKL(
+        block_out_channels=(16, 32, 32),
+        down_block_types=("DownEncoderBlock2D",) * 3,
+        up_block_types=("UpDecoderBlock2D",) * 3,
+        norm_num_groups=8,
+        mid_block_add_attention=attention,
+    ).eval()
+
+
+def parameters(vae: Any, pixels: Tensor) -> Tensor:
+    made: Tensor = vae.encode(pixels).latent_dist.parameters
+    return made
+
+
+def pixels_of(vae: Any, latent: Tensor) -> Tensor:
+    made: Tensor = vae.decode(latent).sample
+    return made
+
+
+def like_a_photograph(*shape: int, seed: int = 0) -> Tensor:
+    """Large areas that differ from each other, and detail: what makes tiles differ."""
+    generator = torch.Generator().manual_seed(seed)
+    octaves = [torch.randn(1, 3, side, side, generator=generator) / side**0.5 for side in (2, 4, 8, 16, 32)]
+    whole = sum(functional.interpolate(one, size=shape, mode="bicubic") for one in octaves)
+    assert isinstance(whole, Tensor)
+    return whole / whole.abs().max()
+
+
+def relative_error(tiled: Tensor, direct: Tensor) -> float:
+    return float((tiled - direct).norm() / direct.norm())
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left() -> Iterator[None]:
+    before = set(threading.enumerate())
+    with torch.no_grad():
+        yield
+    assert set(threading.enumerate()) <= before
+
+
+@pytest.mark.parametrize("attention", [False, True])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_tiles_are_encoded_and_decoded_as_the_whole(attention: bool, seed: int) -> None:
+    vae = kl(attention=attention, seed=seed)
+    picture = like_a_photograph(128, 160, seed=seed)
+    tiles = plan(128, 160, 64, None, 4)
+    latent = parameters(vae, picture)[:, :4]
+    for function, source in ((parameters, picture), (pixels_of, latent)):
+        run = functools.partial(function, vae)
+        direct = run(source)
+        assert relative_error(tiled_map(run, source, tiles), direct) > 0.2  # each tile by itself
+        assert relative_error(tiled_map(run, source, tiles, modules=(vae,)), direct) < ROUNDING
+
+
+def test_a_trained_vae_gives_in_tiles_what_it_gives_at_once() -> None:
+    vae = load_lbm(BASE_PATH, CONFIG_PATH).vae
+    picture = like_a_photograph(256, 192)
+    direct = vae.encode(picture)
+    assert relative_error(vae.encode(picture, tile_size=128), direct) < ROUNDING
+    assert relative_error(vae.decode(direct, tile_size=128), vae.decode(direct)) < ROUNDING
+    latent, record = sigmascope.encode_latents(vae.vae_model, picture, strategies="tiled", tile=128)
+    assert relative_error(latent, vae.vae_model.encode(picture).latent_dist.mode()) < ROUNDING
+    tile = record.attempts[-1].tile
+    assert tile is not None
+    assert (tile.norm_statistics, tile.norm_reason) == ("whole", None)
+    assert tile.overlap_difference is not None
+    assert tile.overlap_difference < ROUNDING
+
+
+@pytest.mark.slow
+def test_a_vae_trained_here_gives_in_tiles_what_it_gives_at_once() -> None:
+    vae = kl().train()
+    optimizer = torch.optim.Adam(vae.parameters(), 2e-3)
+    with torch.enable_grad():
+        losses = []
+        for step in range(60):
+            picture = like_a_photograph(64, 64, seed=step)
+            loss = functional.mse_loss(vae.decode(vae.encode(picture).latent_dist.mode()).sample, picture)
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            losses.append(loss.item())
+    assert sum(losses[-5:]) < sum(losses[:5]) / 2
+    vae.eval()
+    picture = like_a_photograph(256, 256, seed=1000)
+    run = functools.partial(parameters, vae)
+    tiles = plan(256, 256, 128, None, 4)
+    direct = run(picture)
+    assert relative_error(tiled_map(run, picture, tiles), direct) > 0.05
+    assert relative_error(tiled_map(run, picture, tiles, modules=(vae,)), direct) < ROUNDING
+
+
+@pytest.mark.parametrize("size", [(131, 159), (67, 130), (64, 161)])
+def test_sides_that_are_no_multiple_of_the_factor(size: tuple[int, int]) -> None:
+    vae = kl()
+    picture = like_a_photograph(*size)
+    run = functools.partial(parameters, vae)
+    tiled, facts = in_tiles(run, picture, plan(*size, 64, 16, 4), modules=(vae,))
+    assert relative_error(tiled, run(picture)) < ROUNDING
+    assert facts.norm_statistics == "whole"
+
+
+def test_pictures_of_a_batch_have_statistics_of_their_own() -> None:
+    vae = kl()
+    pictures = torch.cat([like_a_photograph(96, 96, seed=1), 0.1 * like_a_photograph(96, 96, seed=2)])
+    run = functools.partial(parameters, vae)
+    tiled = tiled_map(run, pictures, plan(96, 96, 64, None, 4), modules=(vae,))
+    assert relative_error(tiled, run(pictures)) < ROUNDING
+
+
+@pytest.mark.parametrize(("dtype", "rounding"), [(torch.bfloat16, 2e-2), (torch.float64, 1e-7)])
+def test_other_types(dtype: torch.dtype, rounding: float) -> None:
+    vae = kl().to(dtype)
+    picture = like_a_photograph(96, 128).to(dtype)
+    run = functools.partial(parameters, vae)
+    tiled = tiled_map(run, picture, plan(96, 128, 64, None, 4), modules=(vae,))
+    assert tiled.dtype == dtype
+    assert relative_error(tiled.double(), run(picture).double()) < rounding
+
+
+class Silus(TorchFunctionMode):
+    """Counts them."""
+
+    count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is functional.silu
+        return func(*args, **(kwargs or {}))
+
+
+def test_autocast_and_modes_of_the_caller_hold_for_tiles_too() -> None:
+    vae, tiles = kl(), plan(96, 128, 64, None, 4)
+    picture = like_a_photograph(96, 128)
+    run = functools.partial(parameters, vae)
+    with torch.autocast("cpu", torch.bfloat16):
+        with Silus() as apart:
+            tiled_map(run, picture, tiles)
+        with Silus() as together:
+            tiled = tiled_map(run, picture, tiles, modules=(vae,))
+        direct = run(picture)
+    assert apart.count == together.count > 0
+    assert tiled.dtype == direct.dtype == torch.bfloat16
+    assert relative_error(tiled.float(), direct.float()) < 2e-2
+
+
+def test_videos_share_their_norms_over_space_and_time() -> None:
+    torch.manual_seed(0)
+    options: dict[str, Any] = {
+        "block_out_channels": (8, 8, 8, 8),
+        "layers_per_block": 1,
+        "norm_num_groups": 4,
+    }
+    video = torch.stack([like_a_photograph(128, 192, seed=frame)[0] for frame in range(5)], 1)[None]
+    for kind, reason, share in (
+        (AutoencoderKLCogVideoX, None, ROUNDING),
+        (AutoencoderKLHunyuanVideo, "attention sees its tile alone, under a mask", 0.5),
+    ):
+        vae = kind(**options).eval()
+        tiles = plan(128, 192, 128, None, 8)
+        run = functools.partial(parameters, vae)
+        tiled, facts = in_tiles(run, video, tiles, modules=(vae,))
+        assert (facts.norm_statistics, facts.norm_reason) == ("whole", reason)
+        before = relative_error(tiled_map(run, video, tiles), run(video))
+        assert before > 0.1
+        assert relative_error(tiled, run(video)) < share * before
+
+
+class Small(nn.Module):
+    """An encoder of factor 1 whose middle is given."""
+
+    def __init__(self, middle: Callable[["Small", Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 4, 1)
+        self.norm = nn.GroupNorm(4, 8)
+        self.middle = middle
+        self.seen: list[Tensor] = []
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        made: Tensor = self.last(self.middle(self, self.first(pixels)))
+        return made
+
+
+def cut(vae: nn.Module) -> tuple[Tensor, TileFacts]:
+    return in_tiles(
+        vae, like_a_photograph(24, 32), plan(24, 32, 16, 8, 1), modules=(vae,), compared=lambda a: a
+    )
+
+
+def test_a_vae_that_writes_into_itself_is_not_used_for_two_tiles_in_turn() -> None:
+    def remembers(vae: Small, features: Tensor) -> Tensor:
+        vae.seen = [features]
+        return vae.norm(vae.norm(features)) + vae.seen[0]  # type: ignore[no-any-return]
+
+    vae = Small(remembers)
+    tiled, facts = cut(vae)
+    assert (facts.norm_statistics, facts.norm_reason) == (
+        "per_tile",
+        "it keeps what it saw from one layer to the next",
+    )
+    assert torch.equal(tiled, tiled_map(vae, like_a_photograph(24, 32), plan(24, 32, 16, 8, 1)))
+
+
+def test_norms_of_another_kind_see_their_tile_and_the_record_says_so() -> None:
+    vae = Small(lambda vae, features: (features - features.mean()) / features.std())
+    vae.norm = nn.Identity()  # type: ignore[assignment]
+    facts = cut(vae)[1]
+    assert facts.norm_statistics == "per_tile"
+    assert facts.norm_reason == "it has no GroupNorm, and other norms see their tile alone"
+    assert facts.overlap_difference is not None
+    assert facts.overlap_difference > 0.05
+
+
+def test_tiles_that_have_no_room_to_wait_go_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles_together, "free_ram", lambda: Ram(100, "this machine"))
+    facts = cut(Small(lambda vae, features: vae.norm(features)))[1]
+    assert facts.norm_statistics == "per_tile"
+    assert "this machine has 0 MB free" in str(facts.norm_reason)
+
+
+def test_tiles_that_get_no_threads_go_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    facts = cut(Small(lambda vae, features: vae.norm(features)))[1]
+    assert (facts.norm_statistics, facts.norm_reason) == (
+        "per_tile",
+        "its tiles get no threads: can't start new thread",
+    )
+
+
+def test_where_ram_runs_out_while_tiles_wait_they_go_by_themselves() -> None:
+    calls = iter(range(3))
+
+    def fails(vae: Small, features: Tensor) -> Tensor:
+        if next(calls, None) == 2:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.")
+        return vae.norm(features)  # type: ignore[no-any-return]
+
+    tiled, facts = cut(Small(fails))
+    assert facts.norm_statistics == "per_tile"
+    assert str(facts.norm_reason).startswith(
+        "RAM ran out while its tiles waited for each other: RuntimeError"
+    )
+    alone = Small(lambda vae, features: vae.norm(features))
+    assert torch.equal(tiled, tiled_map(alone, like_a_photograph(24, 32), plan(24, 32, 16, 8, 1)))
+
+
+def test_where_gradients_are_recorded_tiles_go_by_themselves() -> None:
+    vae = Small(lambda vae, features: vae.norm(features))
+    with torch.enable_grad():
+        tiled, facts = cut(vae)
+    assert (facts.norm_statistics, facts.norm_reason) == ("per_tile", "gradients are recorded")
+    assert tiled.requires_grad
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), KeyboardInterrupt()])
+@pytest.mark.parametrize("point", [1, 4, 9, 17])
+def test_what_ends_one_tile_ends_all(error: BaseException, point: int) -> None:
+    calls = iter(range(point))
+
+    def fails(vae: Small, features: Tensor) -> Tensor:
+        for _ in range(3):
+            features = vae.norm(features)
+            if next(calls, None) is None:
+                vae.seen.append(features)
+                raise error
+        return features
+
+    vae = Small(fails)
+    before = dict(vars(vae))
+    with pytest.raises(type(error)) as raised:
+        cut(vae)
+    assert raised.value is error
+    assert vars(vae) == before
+
+
+class Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The most that tensors hold at a time, beside the whole's features, which `torch.empty` makes."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.given: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        self.made: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        self.highest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        is_empty = func is torch.ops.aten.empty.memory_format
+        for values, into in ((args, self.given), (found, self.given if is_empty else self.made)):
+            for one in tree_leaves(values):
+                if isinstance(one, Tensor) and not {one.untyped_storage()} & {*self.given, *self.made}:
+                    into.add(one.untyped_storage())
+        self.highest = max(self.highest, sum(one.nbytes() for one in self.made))
+        return found
+
+
+def test_on_an_accelerator_tiles_that_wait_hold_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    vae, picture = kl(attention=False), like_a_photograph(256, 256)
+    run = functools.partial(parameters, vae)
+    tiles = plan(256, 256, 64, None, 4)
+    with Alive() as apart:
+        tiled_map(run, picture, tiles)
+    monkeypatch.setattr(tiles_together, "_RAM", "another memory")
+    with Alive() as together:
+        tiled = tiled_map(run, picture, tiles, modules=(vae,))
+    assert tiles.count == 25
+    assert together.highest < 1.2 * apart.highest
+    assert relative_error(tiled, run(picture)) < ROUNDING
+
+
+def test_what_waits_in_ram_is_part_of_the_prediction_on_a_cpu() -> None:
+    vae, picture = kl(attention=False), like_a_photograph(256, 256)
+    tiles = plan(256, 256, 64, None, 4)
+    planned = Planned((1, 3, 256, 256), "encoding", "tiled", tiles)
+    apart, together = (
+        predict_peak(vae, one).tensor_bytes for one in (planned, replace(planned, together=True))
+    )
+    whole_features = 16 * 256 * 256 * 4
+    with Alive() as seen:
+        tiled_map(functools.partial(parameters, vae), picture, tiles, modules=(vae,))
+    assert apart is not None
+    assert together is not None
+    assert 0.8 < together / (seen.highest + 2 * whole_features) < 1.25
+    assert together > 2 * apart
+
+
+def test_the_difference_of_neighbours_is_relative_to_what_they_gave() -> None:
+    given = iter((1.0, 2.0, 2.0, 4.0))
+    _, facts = in_tiles(
+        lambda part: torch.full_like(part, next(given)),
+        torch.zeros(1, 1, 12, 12),
+        plan(12, 12, 8, 4, 1),
+        compared=lambda part: part,
+    )
+    # by hand: pairs 1-2, 2-4 side by side and 1-2, 2-4 one above the other share 4 × 8 places each
+    apart, sizes = 1 + 4 + 1 + 4, (1 + 4) + (4 + 16) + (1 + 4) + (4 + 16)
+    assert facts.overlap_difference == pytest.approx((apart / (sizes / 2)) ** 0.5)
+
+
+def test_attention_by_tile_shows_in_the_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles_together, "_MOST_PLACES", 0)
+    vae = kl()
+    _, facts = in_tiles(
+        functools.partial(parameters, vae),
+        like_a_photograph(128, 160),
+        plan(128, 160, 64, None, 4),
+        modules=(vae,),
+        compared=lambda part: part,
+    )
+    assert facts.norm_reason == "attention sees its tile alone, as the whole has too many places"
+    assert facts.overlap_difference is not None
+    assert facts.overlap_difference > 0.02
+
+
+def test_attention_by_other_means_than_pytorchs_function_is_told() -> None:
+    vae = kl()
+    for module in vae.modules():
+        if isinstance(module, Attention):
+            module.set_processor(AttnProcessor())
+    run = functools.partial(parameters, vae)
+    _, facts = in_tiles(run, like_a_photograph(128, 160), plan(128, 160, 64, None, 4), modules=(vae,))
+    assert facts.norm_statistics == "whole"
+    assert facts.norm_reason == "attention sees its tile alone, as it is not by scaled_dot_product_attention"
