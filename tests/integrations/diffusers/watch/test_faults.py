@@ -124,6 +124,13 @@ def test_one_fault_reaches_nobody(fault: str, plain: Any, moving: Any, expected:
     assert nothing_is_left()
 
 
+@pytest.mark.parametrize("fault", ["Activity.end", "Activity.leave"])
+def test_a_watch_ends_though_what_closes_its_stages_fails(fault: str, plain: Any, expected: Tensor) -> None:
+    # with no tap on the parts, the stages of the call are still open when the watch ends
+    assert torch.equal(watched_image(plain, [fault, "Instrument.tap"], everywhere=False), expected)
+    assert nothing_is_left()
+
+
 @pytest.mark.parametrize("fault", ["Denoising.finish", "Denoising._commit", "LiveStage.fact"])
 def test_a_fault_leaves_no_thread_that_samples_memory(fault: str, plain: Any, expected: Tensor) -> None:
     with pytest.MonkeyPatch.context() as patch:
