@@ -5,8 +5,9 @@
     python benchmarks/lora_merge.py --scale 0.8     # no power of two: product and sum take two passes
 
 Both add the same file to the same U-Net. `fuse_lora` keeps nothing: `unfuse_lora` subtracts, which does not give the
-weights back to the bit. `merge_lora` keeps the original values and checks that the result is finite. Rounds of the two
-alternate, and the median ratio of neighbours is printed.
+weights back to the bit. `merge_lora` keeps the original values and checks that the result is finite, as
+`fuse_lora(safe_fusing=True)` does. Rounds alternate, and the median ratios of neighbours are printed, of wall and of
+processor time. On a machine that does other work, set OMP_NUM_THREADS=1 and read the second.
 """
 
 import argparse
@@ -20,7 +21,7 @@ import torch
 from diffusers import UNet2DConditionModel
 from torch import nn
 
-from sigmascope.lora.apply import merge_lora
+from sigmascope.lora.apply import MergedLora, merge_lora
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.families import layout_of
 from sigmascope.lora.file import LoraFile
@@ -60,41 +61,42 @@ def write_lora(unet: nn.Module, rank: int, file: Path) -> int:
     return len(modules)
 
 
-def seconds(work: Callable[[], object]) -> float:
-    """Wall time of one call."""
-    started = time.perf_counter()
+def seconds(work: Callable[[], object]) -> tuple[float, float]:
+    """Wall time and processor time of one call."""
+    started = time.perf_counter(), time.process_time()
     work()
-    return time.perf_counter() - started
+    return time.perf_counter() - started[0], time.process_time() - started[1]
 
 
 def compare(name: str, dtype: torch.dtype, rank: int, scale: float, repeats: int) -> None:
-    """Print one line."""
+    """Print the ratios of one size and dtype."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "lora.safetensors"
         ours, theirs = (unet_of(WIDTHS[name]).to(dtype) for _ in range(2))
         count = write_lora(ours, rank, file)
         lora = load_lora(file)
         theirs.load_lora_adapter(str(file), prefix="unet", use_safetensors=True)
-        times: dict[str, list[float]] = {"merge": [], "unmerge": [], "fuse": [], "unfuse": []}
+        times: dict[str, list[tuple[float, float]]] = {
+            what: [] for what in ("merge", "unmerge", "fuse", "unfuse", "safe")
+        }
+        merged: list[MergedLora] = []
         for _ in range(repeats + 1):
-            started = time.perf_counter()
-            merged = merge_lora(ours, lora, scale)
-            times["merge"].append(time.perf_counter() - started)
-            times["unmerge"].append(seconds(merged.unmerge))
+            times["merge"].append(seconds(lambda: merged.append(merge_lora(ours, lora, scale))))
+            times["unmerge"].append(seconds(lambda: merged.pop().unmerge()))
             times["fuse"].append(seconds(lambda: theirs.fuse_lora(lora_scale=scale)))
             times["unfuse"].append(seconds(theirs.unfuse_lora))
+            times["safe"].append(seconds(lambda: theirs.fuse_lora(lora_scale=scale, safe_fusing=True)))
+            theirs.unfuse_lora()
     parameters = sum(parameter.numel() for parameter in ours.parameters())
-    middle = {what: statistics.median(values[1:]) for what, values in times.items()}  # the first warms up
-    ratios = {
-        pair: statistics.median(a / b for a, b in zip(times[pair[0]][1:], times[pair[1]][1:], strict=True))
-        for pair in (("merge", "fuse"), ("unmerge", "unfuse"))
-    }
-    print(
-        f"{parameters / 1e6:6.0f} M  {str(dtype).removeprefix('torch.'):8}  rank {rank:3}  {count} modules   "
-        f"merge_lora {middle['merge']:.3f} s, fuse_lora {middle['fuse']:.3f} s: "
-        f"{ratios['merge', 'fuse']:.2f}×   "
-        f"unmerge {middle['unmerge']:.3f} s, unfuse {middle['unfuse']:.3f} s: {ratios['unmerge', 'unfuse']:.2f}×"
-    )
+    print(f"{parameters / 1e6:.0f} M, {str(dtype).removeprefix('torch.')}, rank {rank}, {count} modules")
+    for one, other in (("merge", "fuse"), ("merge", "safe"), ("unmerge", "unfuse")):
+        pairs = list(zip(times[one][1:], times[other][1:], strict=True))  # the first warms up
+        wall, processor = (statistics.median(a[i] / b[i] for a, b in pairs) for i in (0, 1))
+        middle = [statistics.median(pair[i][0] for pair in pairs) for i in (0, 1)]
+        print(
+            f"  {one} {middle[0]:.3f} s, {other} {middle[1]:.3f} s: "
+            f"{wall:.2f}× the time, {processor:.2f}× the processor's"
+        )
 
 
 def main() -> None:

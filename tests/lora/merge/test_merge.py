@@ -419,3 +419,11 @@ def test_an_inference_tensor_is_refused_with_the_way_that_works(make_lora: MakeL
         model = nn.Sequential(nn.Linear(4, 4))
     with pytest.raises(ModelMismatchError, match=r"inference_mode.*attach_lora"):
         merge_lora(model, make_lora(model))
+
+
+def test_the_originals_lie_in_one_aligned_block(model: nn.Sequential, make_lora: MakeLora) -> None:
+    merged = merge_lora(model.bfloat16(), make_lora(model))
+    originals = [changed.original for changed in merged._changed]
+    assert len({original.untyped_storage().data_ptr() for original in originals}) == 1
+    offsets = [original.storage_offset() * original.element_size() for original in originals]
+    assert offsets == [0, 384]  # 324 bytes, up to the next multiple of 64
