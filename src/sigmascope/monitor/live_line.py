@@ -18,7 +18,8 @@ from typing import Final, Protocol, runtime_checkable
 from rich.cells import cell_len, set_cell_size
 
 from sigmascope import units
-from sigmascope.monitor.guard import describe, log_quietly
+from sigmascope.monitor.guard import log_quietly
+from sigmascope.probes.reading import describe, error_text
 from sigmascope.records.performance import PerformanceMetrics
 
 _log = logging.getLogger(__name__)
@@ -265,7 +266,7 @@ def over_text(metrics: PerformanceMetrics, error: BaseException | None) -> str:
     """How a generation ended: `FLUX: 4.83 s, meets the target of 5.00 s (score 100.0)`."""
     took = units.seconds(metrics.total_generation_time)
     if error is not None:
-        return printable(f"{_name(metrics)}: ended after {took} by {describe(error)}")
+        return printable(f"{_name(metrics)}: ended after {took} by {error_text(error)}")
     relation = "meets" if metrics.target_met else "misses"
     target = units.seconds(metrics.target_generation_time)
     return f"{_name(metrics)}: {took}, {relation} the target of {target} (score {metrics.performance_score})"

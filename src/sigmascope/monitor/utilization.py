@@ -14,10 +14,11 @@ from statistics import fmean
 from typing import Final, Generic, Literal, NamedTuple, TypeVar
 
 from sigmascope.monitor import peaks
-from sigmascope.monitor.guard import Guard, as_json, describe, log_quietly
+from sigmascope.monitor.guard import Guard, as_json, log_quietly
 from sigmascope.monitor.peaks import UNKNOWN, HostMemory
 from sigmascope.probes import Accelerator, AllocatorBytes, Reading
 from sigmascope.probes.nvml import GPU_ACTIVITY, MAX_HZ, SHORTEST_PERIOD_SECONDS, ActivityReading, GpuActivity
+from sigmascope.probes.reading import describe
 from sigmascope.records.utilization import (
     MEMORY_OVER_TIME,
     PROCESS,

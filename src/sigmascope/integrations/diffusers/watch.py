@@ -21,8 +21,9 @@ from sigmascope.integrations.diffusers.text_encoding import TextEncoding
 from sigmascope.integrations.diffusers.vae import VaeCalls
 from sigmascope.integrations.diffusers.watch_session import Choices, Session
 from sigmascope.integrations.import_hook import when_loaded
-from sigmascope.monitor.guard import describe, log_quietly
+from sigmascope.monitor.guard import log_quietly
 from sigmascope.monitor.performance import decorated, whole_number
+from sigmascope.probes.reading import describe
 from sigmascope.records.prompts import PromptPrivacy, check_privacy
 from sigmascope.records.run import KEEP_GENERATIONS, Run
 
