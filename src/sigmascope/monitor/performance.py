@@ -32,9 +32,9 @@ from sigmascope.analysis.generations import (
 )
 from sigmascope.errors import ConfigError
 from sigmascope.files import atomic_path
-from sigmascope.monitor.generation import Generation, Generations, fill_times
+from sigmascope.monitor.generation import Generation, GenerationHistory, fill_times
 from sigmascope.monitor.guard import Guard
-from sigmascope.monitor.live_line import Listener, LiveLine, choose
+from sigmascope.monitor.live_line import Listener, LiveLine, live_line_for
 from sigmascope.monitor.recorder import Recorder, stage
 from sigmascope.monitor.scope import Clock
 from sigmascope.probes import Accelerator
@@ -135,12 +135,12 @@ class PerformanceMonitor:
     ) -> None:
         self._clock = clock
         self._guard = Guard()
-        self._generations = Generations(
+        self._generations = GenerationHistory(
             lambda name: Recorder(name, sample_hz, accelerator, clock),
             whole_number("history", history, least=1),
             whole_number("step_history", step_history, least=1),
             self._guard,
-            choose(live),
+            live_line_for(live),
         )
         self._unused = PerformanceMetrics()
         self.target_generation_time = target_generation_time
@@ -176,7 +176,7 @@ class PerformanceMonitor:
             ConfigError: Names an argument that is none of its kind.
         """
         facts = None if model is None else self._guard.read("model", lambda: pipeline_facts(model))[0]
-        plan = Plan(model_name, architecture_type, num_steps, resolution, batch_size, torch_dtype)
+        plan = GenerationPlan(model_name, architecture_type, num_steps, resolution, batch_size, torch_dtype)
         planned = planned_metrics(plan, self.target_generation_time, facts)
         planned.assumed += self._assumed_target()
         return GenerationBlock(self, lambda: self._begin(planned, facts), self._generations)
@@ -418,7 +418,9 @@ class GenerationBlock(Generic[Monitor]):
         generations: Those of the monitor, which end it.
     """
 
-    def __init__(self, monitor: Monitor, begin: Callable[[], Generation], generations: Generations) -> None:
+    def __init__(
+        self, monitor: Monitor, begin: Callable[[], Generation], generations: GenerationHistory
+    ) -> None:
         self._monitor = monitor
         self._begin = begin
         self._generations = generations
@@ -564,7 +566,7 @@ def _exported_metrics(exported: object) -> PerformanceMetrics:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class GenerationPlan:
     """The arguments of `PerformanceMonitor.monitor_generation`, as they came."""
 
     model_name: object
@@ -575,7 +577,9 @@ class Plan:
     torch_dtype: object
 
 
-def planned_metrics(plan: Plan, target_seconds: float, facts: PipelineFacts | None) -> PerformanceMetrics:
+def planned_metrics(
+    plan: GenerationPlan, target_seconds: float, facts: PipelineFacts | None
+) -> PerformanceMetrics:
     """The plan as a row of metrics, completed by what was read off the model.
 
     Numbers may be NumPy's, a dtype torch's, a name a path: an export holds plain values.
@@ -603,7 +607,7 @@ def planned_metrics(plan: Plan, target_seconds: float, facts: PipelineFacts | No
     )
 
 
-def _assumed(plan: Plan, facts: PipelineFacts | None) -> tuple[str, ...]:
+def _assumed(plan: GenerationPlan, facts: PipelineFacts | None) -> tuple[str, ...]:
     """The fields of the metrics that hold a default which nobody gave."""
     fields = {
         "num_inference_steps": plan.num_steps,
