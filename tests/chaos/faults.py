@@ -198,7 +198,7 @@ class Toy(nn.Module):
 def _guests() -> list[Activity]:
     options: dict[str, dict[str, Any]] = {
         "sd15": {"on_run": _save},
-        "flux": {"step_memory": True},
+        "flux": {"step_memory": False},
         "wan": {"sample_hz": None, "prompts": "hash"},
     }
     made = [_watched(family, more, family != "flux") for family, more in options.items()]

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from sigmascope.monitor import guard
 from sigmascope.monitor.guard import Guard, as_json
+from sigmascope.probes import reading
 
 
 class Colour(Enum):
@@ -87,5 +87,5 @@ def test_an_exception_that_cannot_be_described_is_named(monkeypatch: pytest.Monk
     def probe() -> None:
         raise KeyError("a")
 
-    monkeypatch.setattr(guard, "message_of", fail)
+    monkeypatch.setattr(reading, "message_of", fail)
     assert Guard().read("probe", probe) == (None, "KeyError")

@@ -61,8 +61,9 @@ def watch(
         ),
     ] = KEEP_GENERATIONS,
     step_memory: Annotated[
-        bool, typer.Option("--step_memory", help="Look at memory at the end of each step too.")
-    ] = False,
+        bool,
+        typer.Option("--step_memory/--no_step_memory", help="Look at memory at the end of each step too."),
+    ] = True,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no summary.")] = False,
     install: Annotated[
         bool, typer.Option("--install", help="Let SIGMASCOPE=1 do the same for any Python process here.")
@@ -90,7 +91,7 @@ def watch(
         name=name,
         sample_hz=str(sample_hz),
         keep_generations=str(keep_generations),
-        step_memory="1" if step_memory else None,
+        step_memory=None if step_memory else "0",
         quiet="1" if quiet else None,
         launched="1",
     )

@@ -22,9 +22,9 @@ from typing import Any, Final
 from sigmascope.analysis.bench_summary import percentile
 from sigmascope.errors import ConfigError
 from sigmascope.monitor.generation import SERVED, ServedRequest
-from sigmascope.monitor.guard import Guard, describe
+from sigmascope.monitor.guard import Guard
 from sigmascope.monitor.performance import whole_number
-from sigmascope.probes.reading import keeps_words
+from sigmascope.probes.reading import error_text, keeps_words
 from sigmascope.records.performance import RequestRecord
 from sigmascope.records.prompts import PromptPrivacy, check_privacy
 
@@ -311,7 +311,7 @@ class Exchange:
             request_bytes=self._request_bytes,
             response_bytes=self._response_bytes,
             in_flight=in_flight,
-            error=None if error is None else describe(error),
+            error=None if error is None else error_text(error),
             disconnected=self._disconnected,
             generations=tuple(served.generations),
         )

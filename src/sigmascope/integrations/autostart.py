@@ -37,7 +37,7 @@ class Settings(NamedTuple):
         prompts: What is kept of prompts: full, hash or none.
         name: What the run is called.
         sample_hz: How often memory is looked at, as text.
-        step_memory: "1": look at it at the end of each step too; "0" is no.
+        step_memory: "0": do not look at it at the end of each step.
         quiet: "1": print no summary; "0" is no.
         launched: "1": somebody asked for this one process, and is told when there was nothing to see.
         keep_generations: How many generations, the last ones, the record holds in full, as text.

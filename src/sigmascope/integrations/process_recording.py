@@ -62,7 +62,7 @@ class Recording:
             prompts=privacy_of(settings),
             name=settings.name or program(),
             sample_hz=sample_hz_of(settings),
-            step_memory=settings.says("step_memory"),
+            step_memory=settings.step_memory is None or settings.says("step_memory"),
             keep_generations=kept,
         )
         self._watch.__enter__()

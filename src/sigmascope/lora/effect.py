@@ -82,8 +82,8 @@ def effect_of(patches: Sequence[AppliedPatch], weight: Tensor | None) -> Effect:
         The effect. Nothing is raised: what cannot be calculated is None, with the reason.
     """
     unavailable: dict[str, str] = {}
-    delta = attempt(lambda: _change_norm(patches, weight), Exception)
-    whole = attempt(lambda: weight_norm(weight), Exception)
+    delta = attempt(lambda: _change_norm(patches, weight))
+    whole = attempt(lambda: weight_norm(weight))
     if delta.reason is not None:
         unavailable["delta_norm"] = _plain(delta.reason)
     if whole.reason is not None:
@@ -101,8 +101,8 @@ def measured_effect(before: Tensor, after: Tensor) -> Effect:
         after: As it is, of the same shape; on any device, which is where the difference is formed.
     """
     unavailable: dict[str, str] = {}
-    delta = attempt(lambda: difference(before, after), Exception)
-    whole = attempt(lambda: weight_norm(before), Exception)
+    delta = attempt(lambda: difference(before, after))
+    whole = attempt(lambda: weight_norm(before))
     if delta.reason is not None:
         unavailable["delta_norm"] = _plain(delta.reason)
     if whole.reason is not None:

@@ -132,7 +132,7 @@ def overlap(a: Sequence[AppliedPatch], b: Sequence[AppliedPatch], *, angles: boo
     unavailable: dict[str, str] = {}
     found: list[KeyOverlap] = []
     for key in shared:
-        compared = attempt(partial(_compared, key, first[key], second[key], angles), Exception)
+        compared = attempt(partial(_compared, key, first[key], second[key], angles))
         if compared.value is not None:
             found.append(compared.value)
         else:

@@ -2,7 +2,7 @@
 
 A `Generation` is a stage of the recorder that is current, or of one of its own. `GenerationSteps` counts its
 steps, tells those who listen, and holds them against the target; `StepTally` knows how long they took and where
-they lead. `Generations` knows which generation a thread or task is in, and those that are over, whose records
+they lead. `GenerationHistory` knows which generation a thread or task is in, and those that are over, whose records
 become rows of metrics. The request that a generation is made for is known to whatever runs in the context of
 its handling (`SERVED`).
 """
@@ -22,7 +22,7 @@ from sigmascope.analysis.diagnostics import diagnose
 from sigmascope.analysis.generations import meets_target, performance_score, projected_seconds
 from sigmascope.analysis.run_figures import is_timed_on_device, known, step_seconds
 from sigmascope.monitor.guard import Guard, log_quietly
-from sigmascope.monitor.live_line import Listener, LiveLine, StepListeners, StepProgress
+from sigmascope.monitor.live_line import LiveLine, StepListeners, StepProgress
 from sigmascope.monitor.recorder import Recorder, Step, current_recorder
 from sigmascope.records.facts import CallFacts, HostFacts, PipelineFacts
 from sigmascope.records.memory import MemorySnapshot
@@ -40,7 +40,7 @@ _LEVELS = {
 
 STAGE: Final = "generation"
 
-STEPS_OF_OTHERS: Final = frozenset(STAGES) - {"denoising"}
+OTHER_STAGES: Final = frozenset(STAGES) - {"denoising"}
 """Stages whose steps (tiles, files, prompts) are not the generation's."""
 
 RECENT_STEPS: Final = 5
@@ -159,7 +159,7 @@ class GenerationSteps:
     """Takes steps in one of two ways: by the calls `start` and `end`, or as its stage's recorder takes them.
 
     Where there are calls they alone count, so that a pipeline that is watched in both ways has no step
-    twice. `start`, `end` and `take` are the hot path.
+    twice.
 
     Attributes:
         tally: How many, and how long.
@@ -223,39 +223,33 @@ class GenerationSteps:
             started_ns: On the recorder's clock.
             ended_ns: Just now.
         """
-        if not (self._is_called or self._is_over or stage in STEPS_OF_OTHERS):
+        if not (self._is_called or self._is_over or stage in OTHER_STAGES):
             self._count(started_ns, ended_ns)
 
     def _count(self, started_ns: int, ended_ns: int) -> float:
         seconds = (ended_ns - started_ns) / 1e9
-        listeners, tally, metrics = self._listeners, self.tally, self._metrics
+        listeners = self._listeners
         listeners.seconds.append(seconds)
-        listener = listeners.on_step
         with self._lock:
-            tally.add(started_ns, ended_ns)
-            if listener is None and self._warned:
-                return seconds
-            projected = tally.projected_seconds(ended_ns - self._started_ns, metrics.num_inference_steps)
-            misses = projected > metrics.target_generation_time
-            if listener is None and not misses:
-                return seconds
-            is_first = misses and not self._warned
-            self._warned = self._warned or is_first
-            progress = self._progress(seconds, ended_ns, projected)
-        self._tell(progress, listener, listeners.warn if is_first else None)
+            self.tally.add(started_ns, ended_ns)
+            progress = self._progress(seconds, ended_ns)
+            is_first_warning = progress.misses_target and not self._warned
+            self._warned = self._warned or is_first_warning
+        on_step = listeners.on_step
+        if on_step is not None:
+            self._guard.call("step listener", lambda: on_step(progress))
+        if is_first_warning:
+            self._guard.call("early warning", lambda: listeners.warn(progress))
         return seconds
 
-    def _progress(self, seconds: float, now_ns: int, projected: float) -> StepProgress:
-        metrics = self._metrics
-        steps, target = metrics.num_inference_steps, metrics.target_generation_time
-        elapsed = (now_ns - self._started_ns) / 1e9
-        return StepProgress(self.tally.count, steps, seconds, elapsed, projected, target, projected > target)
-
-    def _tell(self, progress: StepProgress, listener: Listener | None, warn: Listener | None) -> None:
-        if listener is not None:
-            self._guard.call("step listener", lambda: listener(progress))
-        if warn is not None:
-            self._guard.call("early warning", lambda: warn(progress))
+    def _progress(self, step_seconds: float, at_ns: int) -> StepProgress:
+        """Where the generation was at a moment; with the lock held."""
+        planned, target = self._metrics.num_inference_steps, self._metrics.target_generation_time
+        elapsed_ns = at_ns - self._started_ns
+        projected = self.tally.projected_seconds(elapsed_ns, planned)
+        return StepProgress(
+            self.tally.count, planned, step_seconds, elapsed_ns / 1e9, projected, target, projected > target
+        )
 
     def setup_seconds(self) -> float | None:
         """From the beginning to the first step; None without steps."""
@@ -269,18 +263,20 @@ class GenerationSteps:
     def progress(self) -> StepProgress:
         """Where it is now, also between steps: what the last steps led to, and never less than what has elapsed."""
         with self._lock:
-            tally, planned = self.tally, self._metrics.num_inference_steps
-            count, recent = tally.count, tally.recent_seconds() or 0.0
-            projected = tally.projected_seconds(
-                (tally.ended_ns or self._started_ns) - self._started_ns, planned
-            )
-        elapsed, target = self.elapsed_seconds(), self._metrics.target_generation_time
-        projected = max(projected, elapsed)
-        return StepProgress(count, planned, recent, elapsed, projected, target, projected > target)
+            tally = self.tally
+            last = self._progress(tally.recent_seconds() or 0.0, tally.ended_ns or self._started_ns)
+        elapsed = self.elapsed_seconds()
+        projected = max(last.projected_seconds, elapsed)
+        return replace(
+            last,
+            elapsed_seconds=elapsed,
+            projected_seconds=projected,
+            misses_target=projected > last.target_seconds,
+        )
 
 
 class StepTally:
-    """Sums in whole nanoseconds, so that adding and taking away never drifts. Not locked.
+    """How many steps there were, and how long they took. Not locked.
 
     Attributes:
         count: Steps so far.
@@ -288,29 +284,21 @@ class StepTally:
         ended_ns: When the last ended.
     """
 
-    __slots__ = ("_recent", "_recent_ns", "_total_ns", "count", "ended_ns", "first_ns")
-
     def __init__(self) -> None:
         self.count = 0
         self.first_ns: int | None = None
         self.ended_ns: int | None = None
         self._total_ns = 0
-        self._recent: deque[int] = deque()
-        self._recent_ns = 0
+        self._recent_ns: deque[int] = deque(maxlen=RECENT_STEPS)
 
     def add(self, started_ns: int, ended_ns: int) -> None:
-        """Count a step: the hot path."""
-        step_ns = ended_ns - started_ns
-        recent = self._recent
-        if self.count >= RECENT_STEPS:
-            self._recent_ns -= recent.popleft()
-        elif self.first_ns is None:
+        """Count a step."""
+        if self.first_ns is None:
             self.first_ns = started_ns
-        recent.append(step_ns)
-        self._recent_ns += step_ns
-        self._total_ns += step_ns
         self.ended_ns = ended_ns
         self.count += 1
+        self._total_ns += ended_ns - started_ns
+        self._recent_ns.append(ended_ns - started_ns)
 
     def mean_seconds(self) -> float | None:
         """Of all steps; None without any."""
@@ -318,7 +306,7 @@ class StepTally:
 
     def recent_seconds(self) -> float | None:
         """Mean of the last few; None without any."""
-        return self._recent_ns / len(self._recent) / 1e9 if self._recent else None
+        return sum(self._recent_ns) / len(self._recent_ns) / 1e9 if self._recent_ns else None
 
     def projected_seconds(self, elapsed_ns: int, planned: int) -> float:
         """Where the generation will end: what has elapsed, and the last steps' mean for each that is left.
@@ -327,8 +315,7 @@ class StepTally:
             elapsed_ns: Since it began.
             planned: Steps in all; what has elapsed is the answer when none is left, or none was done.
         """
-        recent_ns = self._recent_ns / (len(self._recent) or 1)
-        return projected_seconds(elapsed_ns / 1e9, recent_ns / 1e9, planned - self.count)
+        return projected_seconds(elapsed_ns / 1e9, self.recent_seconds() or 0.0, planned - self.count)
 
 
 @dataclass(slots=True)
@@ -356,13 +343,13 @@ def current_request_id() -> str | None:
 
 # By monitor, the generation that this thread or task is in, or was in last. Replaced, never changed. A context lives
 # as long as its thread, so it must not keep monitors alive, nor what belonged to those that are gone.
-_NONE: Mapping["weakref.ref[Generations]", Generation] = {}
-_CURRENT: ContextVar[Mapping["weakref.ref[Generations]", Generation]] = ContextVar(
+_NONE: Mapping["weakref.ref[GenerationHistory]", Generation] = {}
+_CURRENT: ContextVar[Mapping["weakref.ref[GenerationHistory]", Generation]] = ContextVar(
     "sigmascope_generations", default=_NONE
 )
 
 
-class Generations:
+class GenerationHistory:
     """The generations of one monitor. Safe to use from any thread or task.
 
     Args:
@@ -513,7 +500,7 @@ def mean_step_seconds(stage: Stage | None, tally: StepTally) -> float | None:
         tally: What was counted while it ran; the host's clock only sees how long a step took to queue.
     """
     parts = () if stage is None else tuple(stage.walk())
-    own = [part for part in parts if part.name not in STEPS_OF_OTHERS and is_timed_on_device(part)]
+    own = [part for part in parts if part.name not in OTHER_STAGES and is_timed_on_device(part)]
     seconds = [one for part in own for one in step_seconds(part)]
     on_device = known(seconds)
     return fmean(on_device) if on_device and len(seconds) == tally.count else tally.mean_seconds()

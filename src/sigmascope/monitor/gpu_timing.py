@@ -24,7 +24,7 @@ class Mark(NamedTuple):
     event: AcceleratorEvent
 
 
-def elsewhere(snapshot: MemorySnapshot) -> str | None:
+def other_device_in_use(snapshot: MemorySnapshot) -> str | None:
     """The device that holds the work, where the current one holds none of it; None: marks go to the current one.
 
     A pipeline put on "cuda:1" leaves "cuda:0" current, and the marks of its idle stream would tell the host's time.
@@ -131,7 +131,7 @@ class StageEdges:
             self._waiting.popleft()
 
 
-def of_stage(timings: StepTimings | None) -> tuple[float | None, str | None]:
+def stage_gpu_seconds(timings: StepTimings | None) -> tuple[float | None, str | None]:
     """What a stage as a whole took on the accelerator, from the timings of its two edges, or why that is not known.
 
     Args:

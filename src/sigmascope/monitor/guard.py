@@ -1,7 +1,6 @@
 """A monitor's own failures stay its own: they become a reason in the record, never the host's problem.
 
-What the host raises or hands over becomes text and plain JSON values, so that nothing of it stays alive:
-`describe` for exceptions, `as_json` for facts.
+What the host hands over becomes plain JSON values (`as_json`), so that nothing of it stays alive.
 """
 
 import logging
@@ -17,8 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from sigmascope.probes.reading import describe as describe_in_a_line
-from sigmascope.probes.reading import exception_details, keeping_words, keeps_words, message_of
+from sigmascope.probes.reading import error_text, exception_details, keeping_words
 from sigmascope.records.facts import ExceptionDetails
 
 _log = logging.getLogger(__name__)
@@ -65,9 +63,9 @@ class Guard:
         log_quietly(_log, "%s %s: %s", instrument, what, reason)
 
     def describe(self, failure: BaseException) -> str:
-        """Return what is kept of an exception; see the function of that name."""
+        """Return what is kept of an exception."""
         with keeping_words(self.keeps_words):
-            return describe(failure)
+            return error_text(failure)
 
     def details(self, error: BaseException) -> ExceptionDetails:
         """Return what is kept of an exception with its stack; nothing of it stays alive."""
@@ -81,9 +79,7 @@ class Guard:
         is switched off. Only the first failure is logged.
         """
         try:
-            if self.keeps_words:
-                return probe(), None
-            with keeping_words(False):
+            with keeping_words(self.keeps_words):
                 return probe(), None
         except Exception as failure:  # noqa: BLE001 - whatever an instrument raises must not reach the host
             reason = self.describe(failure)
@@ -105,17 +101,6 @@ def log_quietly(log: logging.Logger, message: str, *values: object, level: int =
     """Log in the host's path: its handlers and filters are its own, and may fail."""
     with suppress(Exception):
         log.log(level, message, *values)
-
-
-def describe(failure: BaseException) -> str:
-    """Return `Type: message`, even for an exception whose own `__str__` fails; without words where none are kept."""
-    try:
-        if not keeps_words():
-            return describe_in_a_line(failure)
-        message = message_of(failure)
-    except Exception:  # noqa: BLE001 - this is called where nothing may be raised
-        message = ""
-    return f"{type(failure).__name__}: {message}" if message else type(failure).__name__
 
 
 def as_json(value: object, depth: int = 0) -> Any:

@@ -18,7 +18,8 @@ from typing import Final, Protocol, runtime_checkable
 from rich.cells import cell_len, set_cell_size
 
 from sigmascope import units
-from sigmascope.monitor.guard import describe, log_quietly
+from sigmascope.monitor.guard import log_quietly
+from sigmascope.probes.reading import describe, error_text
 from sigmascope.records.performance import PerformanceMetrics
 
 _log = logging.getLogger(__name__)
@@ -70,7 +71,7 @@ class StepProgress:
 
 
 @runtime_checkable
-class Shown(Protocol):
+class RunningGeneration(Protocol):
     """A generation, as far as the line is concerned."""
 
     @property
@@ -112,14 +113,14 @@ class LiveLine:
     def forget(self) -> None:
         """Be as new: for a forked child, which has no such thread and may have a lock that nobody frees."""
         self._lock = threading.Lock()
-        self._open: list[Shown] = []
+        self._open: list[RunningGeneration] = []
         self._over: list[str] = []
         self._stop = threading.Event()
         self._running: threading.Thread | None = None
         self._drawn = False
         self._looks = 0
 
-    def add(self, generation: Shown) -> None:
+    def add(self, generation: RunningGeneration) -> None:
         """Show a generation from now on.
 
         Raises:
@@ -136,7 +137,7 @@ class LiveLine:
                 self._running.start()
             self._open.append(generation)
 
-    def remove(self, generation: Shown, error: BaseException | None = None) -> None:
+    def remove(self, generation: RunningGeneration, error: BaseException | None = None) -> None:
         """Show it no more, and leave a line on how it ended. With the last one the thread has ended at return.
 
         Args:
@@ -178,17 +179,17 @@ class LiveLine:
         draw(stream, over, running)
         stream.flush()
 
-    def _draw(self, stream: Stream, over: list[str], running: list[Shown]) -> None:
+    def _draw(self, stream: Stream, over: list[str], running: list[RunningGeneration]) -> None:
         """Draw the line over itself; the cursor goes back to its start, where the host's own output begins."""
         width = _width_of(stream) - 1  # the last column would break the line on some terminals
         for text in over:
             stream.write(f"\r{fitted(text, width)}\n")
-        line = together([_text_of(generation) for generation in running])
+        line = join_lines([_text_of(generation) for generation in running])
         if line or (self._drawn and not over):
             stream.write(f"\r{fitted(line, width)}\r")
         self._drawn = bool(line)
 
-    def _write(self, stream: Stream, over: list[str], running: list[Shown]) -> None:
+    def _write(self, stream: Stream, over: list[str], running: list[RunningGeneration]) -> None:
         """Write a line for each generation that is over, and now and then for those that are running."""
         for text in over:
             stream.write(f"{text}\n")
@@ -208,11 +209,11 @@ def _width_of(stream: Stream) -> int:
         return _USUAL_WIDTH
 
 
-def _text_of(generation: Shown) -> str:
+def _text_of(generation: RunningGeneration) -> str:
     return running_text(generation.metrics, generation.progress(), generation.gpu_busy_percent())
 
 
-def choose(live: "bool | LiveLine") -> LiveLine | None:
+def live_line_for(live: "bool | LiveLine") -> LiveLine | None:
     """The line that a monitor shows its generations in: the process's, one of the caller's, or none."""
     if isinstance(live, LiveLine):
         return live
@@ -265,13 +266,13 @@ def over_text(metrics: PerformanceMetrics, error: BaseException | None) -> str:
     """How a generation ended: `FLUX: 4.83 s, meets the target of 5.00 s (score 100.0)`."""
     took = units.seconds(metrics.total_generation_time)
     if error is not None:
-        return printable(f"{_name(metrics)}: ended after {took} by {describe(error)}")
+        return printable(f"{_name(metrics)}: ended after {took} by {error_text(error)}")
     relation = "meets" if metrics.target_met else "misses"
     target = units.seconds(metrics.target_generation_time)
     return f"{_name(metrics)}: {took}, {relation} the target of {target} (score {metrics.performance_score})"
 
 
-def together(texts: Sequence[str]) -> str:
+def join_lines(texts: Sequence[str]) -> str:
     """Several generations in one line, with their number in front: the line may be too narrow for all."""
     return " | ".join(texts) if len(texts) < 2 else f"{len(texts)} running: " + " | ".join(texts)
 

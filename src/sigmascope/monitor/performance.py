@@ -32,9 +32,9 @@ from sigmascope.analysis.generations import (
 )
 from sigmascope.errors import ConfigError
 from sigmascope.files import atomic_path
-from sigmascope.monitor.generation import Generation, Generations, fill_times
+from sigmascope.monitor.generation import Generation, GenerationHistory, fill_times
 from sigmascope.monitor.guard import Guard
-from sigmascope.monitor.live_line import Listener, LiveLine, choose
+from sigmascope.monitor.live_line import Listener, LiveLine, live_line_for
 from sigmascope.monitor.recorder import Recorder, stage
 from sigmascope.monitor.scope import Clock
 from sigmascope.probes import Accelerator
@@ -90,18 +90,157 @@ _SHOWN_AS: Final = {
 _ARCHITECTURES: Final = {"mmdit": "MMDiT", "dit": "DiT", "unet": "UNet"}
 
 
-class PerformanceResults:
-    """The part of `PerformanceMonitor` that begins and ends no generation.
+class PerformanceMonitor:
+    """Times generations, holds them to a target, and remembers the last of them.
+
+    Any number of threads and tasks may be inside `monitor_generation` at once: each sees its own
+    `current_metrics` and step times. Nothing of it raises into the host but a wrong argument.
 
     Args:
-        generations: The monitor's.
-        target_seconds: What a generation may take, above 0.
+        target_generation_time: Seconds that a generation may take, above 0.
+        history: How many finished generations to remember.
+        step_history: How many steps' times to remember.
+        on_step: Called with a `StepProgress` after each step, for a display of one's own.
+        on_warning: Called with one as soon as a generation heads beyond its target; None: that is logged.
+        live: Show running generations in a line on stderr (all monitors share it), or in a `LiveLine` of one's own.
+        sample_hz: How often a thread looks at memory during a generation; None: never.
+        accelerator: Where to read devices; None: what torch would use.
+        clock: Monotonic nanoseconds.
+
+    Raises:
+        ConfigError: A target that is no number above 0, or a history below 1.
+
+    Examples:
+        >>> monitor = PerformanceMonitor(target_generation_time=5.0)
+        >>> with monitor.monitor_generation("Qwen-Image", num_steps=2) as watching:
+        ...     for _ in range(2):
+        ...         watching.start_step_timing()
+        ...         seconds = watching.end_step_timing()
+        >>> monitor.get_performance_summary()["current_generation"]["target_met"]
+        True
     """
 
-    def __init__(self, generations: Generations, target_seconds: float) -> None:
-        self._generations = generations
+    def __init__(
+        self,
+        target_generation_time: float = ASSUMED_TARGET,
+        *,
+        history: int = 100,
+        step_history: int = 1000,
+        on_step: Listener | None = None,
+        on_warning: Listener | None = None,
+        live: bool | LiveLine = False,
+        sample_hz: float | None = 10.0,
+        accelerator: Accelerator | None = None,
+        clock: Clock = time.perf_counter_ns,
+    ) -> None:
+        self._clock = clock
+        self._guard = Guard()
+        self._generations = GenerationHistory(
+            lambda name: Recorder(name, sample_hz, accelerator, clock),
+            whole_number("history", history, least=1),
+            whole_number("step_history", step_history, least=1),
+            self._guard,
+            live_line_for(live),
+        )
         self._unused = PerformanceMetrics()
-        self.target_generation_time = target_seconds
+        self.target_generation_time = target_generation_time
+        self.on_step, self.on_warning = on_step, on_warning
+        self._model_load_seconds: float | None = None
+
+    def monitor_generation(
+        self,
+        model_name: str = "",
+        architecture_type: str = _ARCHITECTURE,
+        num_steps: int | None = _STEPS,
+        resolution: tuple[int, int] | None = _RESOLUTION,
+        *,
+        batch_size: int = _BATCH,
+        torch_dtype: object = None,
+        model: object = None,
+    ) -> "GenerationBlock[PerformanceMonitor]":
+        """Return a context, and decorator, that watches one generation and gives this monitor.
+
+        Args:
+            model_name: What to call the model.
+            architecture_type: "MMDiT", "DiT" or "UNet".
+            num_steps: Planned denoising steps, for the projection; 0 or None: not known. Where it is left out, the
+                metrics of the finished generation have the number that was seen.
+            resolution: (width, height) in pixels; None: not known. Where it is left out, as `num_steps`: what is still
+                a default is named in the metrics' `assumed`.
+            batch_size: Images made at once.
+            torch_dtype: Of the model, as text or torch's own; None: read from `model`, or not known.
+            model: The pipeline or denoiser, to read facts from now; it is not kept. `architecture_type` is then what
+                its modules say, and `diagnose` knows more. Takes some tens of milliseconds for a large model.
+
+        Raises:
+            ConfigError: Names an argument that is none of its kind.
+        """
+        facts = None if model is None else self._guard.read("model", lambda: pipeline_facts(model))[0]
+        plan = GenerationPlan(model_name, architecture_type, num_steps, resolution, batch_size, torch_dtype)
+        planned = planned_metrics(plan, self.target_generation_time, facts)
+        planned.assumed += self._assumed_target()
+        return GenerationBlock(self, lambda: self._begin(planned, facts), self._generations)
+
+    def start_timing(self) -> None:
+        """Start the clock that `end_timing` reads: a generation of its own, unless one is being watched."""
+        running = self._generations.running()
+        if running is not None:
+            running.restart_stopwatch()
+            return
+        planned = PerformanceMetrics(target_generation_time=self.target_generation_time, torch_dtype=None)
+        planned.assumed = ("architecture_type", *self._assumed_target())
+        self._begin(planned).stands_alone = True
+
+    def end_timing(self) -> float | None:
+        """Seconds since `start_timing`; None, with a line in the log, when no clock runs."""
+        running = self._generations.running()
+        if running is None:
+            _log.warning("end_timing was called, but no timing was begun.")
+            return None
+        if not running.stands_alone:
+            return running.stopwatch()
+        self._generations.end(running, None)
+        return running.metrics.total_generation_time
+
+    def start_step_timing(self) -> None:
+        """Begin a denoising step; outside all generations it is of no effect.
+
+        Called again before `end_step_timing`, as after an exception in a step, it begins the step anew.
+        Steps of the recorder (`sigmascope.step`, `hook_steps`, `sigmascope.watch`) count without it, unless it is
+        called.
+        """
+        running = self._generations.running()
+        if running is not None:
+            running.steps.start()
+
+    def end_step_timing(self) -> float | None:
+        """End the step. Seconds of the host's clock; the record has the accelerator's. None if none was begun."""
+        running = self._generations.running()
+        return None if running is None else running.steps.end()
+
+    def measure_model_load_time(
+        self, load_function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> tuple[T, float]:
+        """Call `load_function` as the stage `model_loading` of the current recorder.
+
+        Returns:
+            What it gave, and seconds; they become `model_load_time` of `current_metrics`, and of the generations
+            that follow.
+        """
+        started_ns = self._clock()
+        with stage("model_loading"):
+            result = load_function(*args, **kwargs)
+        self._model_load_seconds = seconds = (self._clock() - started_ns) / 1e9
+        self.current_metrics.model_load_time = seconds
+        return result, seconds
+
+    def _assumed_target(self) -> tuple[str, ...]:
+        return ("target_generation_time",) if self._is_target_assumed else ()
+
+    def _begin(self, planned: PerformanceMetrics, facts: PipelineFacts | None = None) -> Generation:
+        now = datetime.now(UTC).isoformat()
+        metrics = replace(planned, model_load_time=self._model_load_seconds, timestamp=now)
+        return self._generations.begin(metrics, facts)
 
     @property
     def target_generation_time(self) -> float:
@@ -265,188 +404,6 @@ class PerformanceResults:
         return tuple(self._generations.runs)
 
 
-def seconds_above_zero(name: str, value: object) -> float:
-    """A target as a float.
-
-    Raises:
-        ConfigError: It is no finite number above 0.
-    """
-    try:
-        seconds = math.nan if isinstance(value, str) else float(cast(SupportsFloat, value))
-    except (TypeError, ValueError, OverflowError):
-        seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise ConfigError(f"{name} is {value!r:.60}.", hint="Give seconds: a finite number above 0.")
-    return seconds
-
-
-def _exported_metrics(exported: object) -> PerformanceMetrics:
-    values = exported.get("current_metrics", exported) if isinstance(exported, Mapping) else None
-    if not isinstance(values, Mapping) or "total_generation_time" not in values:
-        raise ConfigError(
-            f"before_metrics: a {type(exported).__name__} without total_generation_time.",
-            hint="Give what get_current_metrics returned, or what export_metrics_to_json wrote.",
-        )
-    try:
-        return PerformanceMetrics.from_dict(values)
-    except ValueError as failure:
-        raise ConfigError(
-            f"before_metrics cannot be read: {failure}.", hint="Give what export_metrics_to_json wrote."
-        ) from None
-
-
-class PerformanceMonitor(PerformanceResults):
-    """Times generations, holds them to a target, and remembers the last of them.
-
-    Any number of threads and tasks may be inside `monitor_generation` at once: each sees its own
-    `current_metrics` and step times. Nothing of it raises into the host but a wrong argument.
-
-    Args:
-        target_generation_time: Seconds that a generation may take, above 0.
-        history: How many finished generations to remember.
-        step_history: How many steps' times to remember.
-        on_step: Called with a `StepProgress` after each step, for a display of one's own.
-        on_warning: Called with one as soon as a generation heads beyond its target; None: that is logged.
-        live: Show running generations in a line on stderr (all monitors share it), or in a `LiveLine` of one's own.
-        sample_hz: How often a thread looks at memory during a generation; None: never.
-        accelerator: Where to read devices; None: what torch would use.
-        clock: Monotonic nanoseconds.
-
-    Raises:
-        ConfigError: A target that is no number above 0, or a history below 1.
-
-    Examples:
-        >>> monitor = PerformanceMonitor(target_generation_time=5.0)
-        >>> with monitor.monitor_generation("Qwen-Image", num_steps=2) as watching:
-        ...     for _ in range(2):
-        ...         watching.start_step_timing()
-        ...         seconds = watching.end_step_timing()
-        >>> monitor.get_performance_summary()["current_generation"]["target_met"]
-        True
-    """
-
-    def __init__(
-        self,
-        target_generation_time: float = ASSUMED_TARGET,
-        *,
-        history: int = 100,
-        step_history: int = 1000,
-        on_step: Listener | None = None,
-        on_warning: Listener | None = None,
-        live: bool | LiveLine = False,
-        sample_hz: float | None = 10.0,
-        accelerator: Accelerator | None = None,
-        clock: Clock = time.perf_counter_ns,
-    ) -> None:
-        self._clock = clock
-        self._guard = Guard()
-        generations = Generations(
-            lambda name: Recorder(name, sample_hz, accelerator, clock),
-            whole_number("history", history, least=1),
-            whole_number("step_history", step_history, least=1),
-            self._guard,
-            choose(live),
-        )
-        super().__init__(generations, target_generation_time)
-        self.on_step, self.on_warning = on_step, on_warning
-        self._model_load_seconds: float | None = None
-
-    def monitor_generation(
-        self,
-        model_name: str = "",
-        architecture_type: str = _ARCHITECTURE,
-        num_steps: int | None = _STEPS,
-        resolution: tuple[int, int] | None = _RESOLUTION,
-        *,
-        batch_size: int = _BATCH,
-        torch_dtype: object = None,
-        model: object = None,
-    ) -> "GenerationBlock[PerformanceMonitor]":
-        """Return a context, and decorator, that watches one generation and gives this monitor.
-
-        Args:
-            model_name: What to call the model.
-            architecture_type: "MMDiT", "DiT" or "UNet".
-            num_steps: Planned denoising steps, for the projection; 0 or None: not known. Where it is left out, the
-                metrics of the finished generation have the number that was seen.
-            resolution: (width, height) in pixels; None: not known. Where it is left out, as `num_steps`: what is still
-                a default is named in the metrics' `assumed`.
-            batch_size: Images made at once.
-            torch_dtype: Of the model, as text or torch's own; None: read from `model`, or not known.
-            model: The pipeline or denoiser, to read facts from now; it is not kept. `architecture_type` is then what
-                its modules say, and `diagnose` knows more. Takes some tens of milliseconds for a large model.
-
-        Raises:
-            ConfigError: Names an argument that is none of its kind.
-        """
-        facts = None if model is None else self._guard.read("model", lambda: pipeline_facts(model))[0]
-        plan = Plan(model_name, architecture_type, num_steps, resolution, batch_size, torch_dtype)
-        planned = planned_metrics(plan, self.target_generation_time, facts)
-        planned.assumed += self._assumed_target()
-        return GenerationBlock(self, lambda: self._begin(planned, facts), self._generations)
-
-    def start_timing(self) -> None:
-        """Start the clock that `end_timing` reads: a generation of its own, unless one is being watched."""
-        running = self._generations.running()
-        if running is not None:
-            running.restart_stopwatch()
-            return
-        planned = PerformanceMetrics(target_generation_time=self.target_generation_time, torch_dtype=None)
-        planned.assumed = ("architecture_type", *self._assumed_target())
-        self._begin(planned).stands_alone = True
-
-    def end_timing(self) -> float | None:
-        """Seconds since `start_timing`; None, with a line in the log, when no clock runs."""
-        running = self._generations.running()
-        if running is None:
-            _log.warning("end_timing was called, but no timing was begun.")
-            return None
-        if not running.stands_alone:
-            return running.stopwatch()
-        self._generations.end(running, None)
-        return running.metrics.total_generation_time
-
-    def start_step_timing(self) -> None:
-        """Begin a denoising step; outside all generations it is of no effect.
-
-        Called again before `end_step_timing`, as after an exception in a step, it begins the step anew.
-        Steps of the recorder (`sigmascope.step`, `hook_steps`, `sigmascope.watch`) count without it, unless it is
-        called.
-        """
-        running = self._generations.running()
-        if running is not None:
-            running.steps.start()
-
-    def end_step_timing(self) -> float | None:
-        """End the step. Seconds of the host's clock; the record has the accelerator's. None if none was begun."""
-        running = self._generations.running()
-        return None if running is None else running.steps.end()
-
-    def measure_model_load_time(
-        self, load_function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
-    ) -> tuple[T, float]:
-        """Call `load_function` as the stage `model_loading` of the current recorder.
-
-        Returns:
-            What it gave, and seconds; they become `model_load_time` of `current_metrics`, and of the generations
-            that follow.
-        """
-        started_ns = self._clock()
-        with stage("model_loading"):
-            result = load_function(*args, **kwargs)
-        self._model_load_seconds = seconds = (self._clock() - started_ns) / 1e9
-        self.current_metrics.model_load_time = seconds
-        return result, seconds
-
-    def _assumed_target(self) -> tuple[str, ...]:
-        return ("target_generation_time",) if self._is_target_assumed else ()
-
-    def _begin(self, planned: PerformanceMetrics, facts: PipelineFacts | None = None) -> Generation:
-        now = datetime.now(UTC).isoformat()
-        metrics = replace(planned, model_load_time=self._model_load_seconds, timestamp=now)
-        return self._generations.begin(metrics, facts)
-
-
 def create_mmdit_performance_monitor(target_time: float = ASSUMED_TARGET) -> PerformanceMonitor:
     """Return a monitor for joint image-text transformers (SD3, FLUX, Qwen-Image) with this target in seconds."""
     return PerformanceMonitor(target_generation_time=target_time)
@@ -461,7 +418,9 @@ class GenerationBlock(Generic[Monitor]):
         generations: Those of the monitor, which end it.
     """
 
-    def __init__(self, monitor: Monitor, begin: Callable[[], Generation], generations: Generations) -> None:
+    def __init__(
+        self, monitor: Monitor, begin: Callable[[], Generation], generations: GenerationHistory
+    ) -> None:
         self._monitor = monitor
         self._begin = begin
         self._generations = generations
@@ -591,8 +550,23 @@ def _step_performance(seconds: Sequence[float]) -> StepPerformanceDict:
     }
 
 
+def _exported_metrics(exported: object) -> PerformanceMetrics:
+    values = exported.get("current_metrics", exported) if isinstance(exported, Mapping) else None
+    if not isinstance(values, Mapping) or "total_generation_time" not in values:
+        raise ConfigError(
+            f"before_metrics: a {type(exported).__name__} without total_generation_time.",
+            hint="Give what get_current_metrics returned, or what export_metrics_to_json wrote.",
+        )
+    try:
+        return PerformanceMetrics.from_dict(values)
+    except ValueError as failure:
+        raise ConfigError(
+            f"before_metrics cannot be read: {failure}.", hint="Give what export_metrics_to_json wrote."
+        ) from None
+
+
 @dataclass(frozen=True, slots=True)
-class Plan:
+class GenerationPlan:
     """The arguments of `PerformanceMonitor.monitor_generation`, as they came."""
 
     model_name: object
@@ -603,7 +577,9 @@ class Plan:
     torch_dtype: object
 
 
-def planned_metrics(plan: Plan, target_seconds: float, facts: PipelineFacts | None) -> PerformanceMetrics:
+def planned_metrics(
+    plan: GenerationPlan, target_seconds: float, facts: PipelineFacts | None
+) -> PerformanceMetrics:
     """The plan as a row of metrics, completed by what was read off the model.
 
     Numbers may be NumPy's, a dtype torch's, a name a path: an export holds plain values.
@@ -631,7 +607,7 @@ def planned_metrics(plan: Plan, target_seconds: float, facts: PipelineFacts | No
     )
 
 
-def _assumed(plan: Plan, facts: PipelineFacts | None) -> tuple[str, ...]:
+def _assumed(plan: GenerationPlan, facts: PipelineFacts | None) -> tuple[str, ...]:
     """The fields of the metrics that hold a default which nobody gave."""
     fields = {
         "num_inference_steps": plan.num_steps,
@@ -659,6 +635,21 @@ def _dtype_of(facts: PipelineFacts) -> str | None:
             dtypes = part.module.dtypes
             return max(dtypes, key=lambda name: dtypes[name]).removeprefix("torch.")
     return None
+
+
+def seconds_above_zero(name: str, value: object) -> float:
+    """A target as a float.
+
+    Raises:
+        ConfigError: It is no finite number above 0.
+    """
+    try:
+        seconds = math.nan if isinstance(value, str) else float(cast(SupportsFloat, value))
+    except (TypeError, ValueError, OverflowError):
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise ConfigError(f"{name} is {value!r:.60}.", hint="Give seconds: a finite number above 0.")
+    return seconds
 
 
 def whole_number(name: str, value: object, *, least: int = 0, none_is: int = 0) -> int:

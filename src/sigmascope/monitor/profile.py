@@ -265,13 +265,13 @@ class Marks:
     def __init__(self, blocks: Mapping[str, nn.Module]) -> None:
         self._blocks = blocks
         self._handles: list[RemovableHandle] = []
-        self._open: list[Mark] = []
+        self._open: list[ProfilerRange] = []
         self._thread = 0
 
     def put_on(self) -> None:
         """Begin the denoiser's own mark, and put the hooks on. Marks are of this thread's calls alone."""
         self._thread = threading.get_ident()
-        self._open.append(Mark(LABEL).open())
+        self._open.append(ProfilerRange(LABEL).open())
         for path, block in self._blocks.items():
             before, after = Hook(self._opening(LABEL + path)), Hook(self._close)
             self._handles.append(block.register_forward_pre_hook(before, prepend=True))
@@ -288,7 +288,7 @@ class Marks:
     def _opening(self, label: str) -> Callable[[], None]:
         def open_mark() -> None:
             if threading.get_ident() == self._thread:
-                self._open.append(Mark(label).open())
+                self._open.append(ProfilerRange(label).open())
 
         return open_mark
 
@@ -297,10 +297,10 @@ class Marks:
             self._open.pop().close()
 
 
-class Mark(record_function):
+class ProfilerRange(record_function):
     """A name for what the profiler sees from `open` to `close`."""
 
-    def open(self) -> "Mark":
+    def open(self) -> "ProfilerRange":
         """Begin."""
         self.__enter__()  # type: ignore[no-untyped-call]
         return self

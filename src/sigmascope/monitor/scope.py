@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from struct import Struct
 from typing import Final
 
 from sigmascope.monitor import peaks
@@ -22,12 +21,12 @@ from sigmascope.monitor.gpu_timing import (
     Mark,
     StageEdges,
     StepTimings,
-    elsewhere,
-    of_stage,
+    other_device_in_use,
+    stage_gpu_seconds,
 )
 from sigmascope.monitor.guard import Guard
 from sigmascope.monitor.peaks import ACCELERATOR_PEAK, UNKNOWN, HostMemory, Peaks, PeakTracker, reader_for
-from sigmascope.monitor.utilization import FAILED, SAMPLER, SampledFacts, ScopeSamples, Wish
+from sigmascope.monitor.utilization import FAILED, SAMPLER, SampledFacts, SamplerClient, ScopeSamples
 from sigmascope.probes import (
     Accelerator,
     AllocatorBytes,
@@ -64,13 +63,6 @@ StepListener = Callable[[str, int, int], None]
 Clock = Callable[[], int]
 """Monotonic nanoseconds."""
 
-_ROW: Final = Struct("4q")
-"""When a step began and ended, and the bytes at its end."""
-
-row: Final = _ROW.pack
-"""Packs a step for `StepColumns.add`: when it began and ended, in nanoseconds; what this process had resident and what
-was allocated on the device at its end, in bytes, or UNKNOWN."""
-
 _host_facts: dict[int, tuple[Accelerator, HostFacts]] = {}
 """What `facts_of_host` has read, by the accelerator object's id."""
 
@@ -104,40 +96,30 @@ class Instruments:
         reader = self.guard.call(ACCELERATOR_PEAK, lambda: reader_for(self.accelerator))
         self.tracker = PeakTracker(reader, self.guard)
         self._events = None if reader is None else EventPool(self.accelerator.new_event)
-        self._elsewhere: str | None = None
+        self._other_device: str | None = None
         self.stage_edges = StageEdges()
-        self._wish = Wish(self._sample, sample_hz) if sample_hz and sample_hz > 0 else None
-        self.sampled = SampledFacts(self.accelerator, self.guard, is_sampled=self._wish is not None)
-        self._rss_works = True
+        self._sampler_client = SamplerClient(self._sample, sample_hz) if sample_hz and sample_hz > 0 else None
+        self.sampled = SampledFacts(self.accelerator, self.guard, is_sampled=self._sampler_client is not None)
 
     def rss(self) -> int:
         """Resident bytes of this process, or UNKNOWN."""
-        if not self._rss_works:
-            return UNKNOWN
-        try:
-            rss = process_rss_bytes()
-        except Exception as failure:  # noqa: BLE001 - a probe's failure must not reach the host
-            self._rss_works = False
-            self.guard.switch_off("process_rss", failure)
-            return UNKNOWN
+        rss = self.guard.call("process_rss", process_rss_bytes)
         return UNKNOWN if rss is None else rss
 
     def mark(self, device: str | None = None) -> Mark | None:
         """Record an event on a device (None: the one in use); None when there is no such thing."""
-        events = self._events
-        if events is None or not self.guard.works("gpu_timing"):
+        if self._events is None:
             return None
-        try:
-            device = device or self._elsewhere or self.accelerator.current_device()
-            return None if device is None else events.mark(device)
-        except Exception as failure:  # noqa: BLE001 - as above
-            self.guard.switch_off("gpu_timing", failure)
-            return None
+        return self.guard.call("gpu_timing", lambda: self._record_event(device))
+
+    def _record_event(self, device: str | None) -> Mark | None:
+        device = device or self._other_device or self.accelerator.current_device()
+        return None if device is None or self._events is None else self._events.mark(device)
 
     def device_in_use(self) -> str | None:
         """The device that the calling thread works on; None without an accelerator."""
-        if self._events is None or self._elsewhere is not None:
-            return self._elsewhere
+        if self._events is None or self._other_device is not None:
+            return self._other_device
         return self.guard.call(ACCELERATOR_PEAK, self.accelerator.current_device)
 
     def new_timings(self) -> StepTimings | None:
@@ -157,7 +139,7 @@ class Instruments:
     def snapshot(self) -> MemorySnapshot | None:
         """All memory now."""
         found = self.guard.call("memory_snapshot", lambda: memory_snapshot(self.accelerator))
-        self._elsewhere = None if found is None else elsewhere(found)
+        self._other_device = None if found is None else other_device_in_use(found)
         return found
 
     def host_memory(self, snapshot: MemorySnapshot | None = None) -> HostMemory:
@@ -178,16 +160,16 @@ class Instruments:
 
     def start_sampling(self) -> None:
         """Sample from now on, on behalf of one more scope."""
-        wish = self._wish
-        if wish is not None:
-            self.guard.call("sampler", lambda: SAMPLER.open(wish))
+        client = self._sampler_client
+        if client is not None:
+            self.guard.call("sampler", lambda: SAMPLER.open(client))
 
     def stop_sampling(self) -> None:
         """End what one `start_sampling` began."""
-        if self._wish is None:
+        if self._sampler_client is None:
             return
         try:  # even when sampling has been switched off: the thread must end
-            SAMPLER.close(self._wish)
+            SAMPLER.close(self._sampler_client)
         except Exception as failure:  # noqa: BLE001 - as above
             self.guard.switch_off("sampler", failure)
 
@@ -274,7 +256,6 @@ class Scope:
         self.unavailable: dict[str, str] = {}
         self.error: str | None = None
         self.exception_details: ExceptionDetails | None = None
-        self._step_memory = instruments.step_memory
         self._baseline: MemorySnapshot | None = None
         self._final: MemorySnapshot | None = None
         self._peaks: Peaks | None = None
@@ -296,47 +277,25 @@ class Scope:
             self._began = instruments.mark()
         self.started_ns = instruments.clock()
 
-    @property
-    def has_bare_steps(self) -> bool:
-        """Whether nothing is read at a step's end but the time, so that `columns.add` alone takes it."""
-        return self.columns.timings is None and not self._step_memory
-
     def add_step(self, started_ns: int, ended_ns: int, start: Mark | None) -> None:
-        """Take what there is at a step's end: the hot path.
+        """Take what there is at a step's end.
 
         Args:
             started_ns: When the step began.
             ended_ns: When it ended, just now.
             start: The mark at its beginning, where there is an accelerator.
         """
-        columns = self.columns
-        if columns.timings is None:
-            rss = self._rss_after_step(ended_ns) if self._step_memory else UNKNOWN
-            columns.add(row(started_ns, ended_ns, rss, UNKNOWN))
-        else:
-            self._add_step_of_device(columns.timings, started_ns, ended_ns, start)
-        if self.step_listener is not None:
-            self.step_listener(self.name, started_ns, ended_ns)
-
-    def _rss_after_step(self, ended_ns: int) -> int:
-        instruments = self.instruments
-        tracker, rss = instruments.tracker, instruments.rss()
-        if rss > tracker.pending.rss.value:
-            with peaks.LOCK:
-                tracker.step(rss, ended_ns, None)
-        return rss
-
-    def _add_step_of_device(
-        self, timings: StepTimings, started_ns: int, ended_ns: int, start: Mark | None
-    ) -> None:
-        instruments = self.instruments
+        instruments, timings = self.instruments, self.columns.timings
         end = None if start is None else instruments.mark(start.device)
         device = instruments.device_in_use() if start is None else start.device
-        rss = instruments.rss() if self._step_memory else UNKNOWN
+        rss = instruments.rss() if instruments.step_memory else UNKNOWN
         with peaks.LOCK:
             allocated = instruments.tracker.step(rss, ended_ns, device)
-            instruments.add_timing(timings, len(self.columns), start, end)
-            self.columns.add(row(started_ns, ended_ns, rss, allocated))
+            if timings is not None:
+                instruments.add_timing(timings, len(self.columns), start, end)
+            self.columns.add(started_ns, ended_ns, rss, allocated)
+        if self.step_listener is not None:
+            self.step_listener(self.name, started_ns, ended_ns)
 
     def close(self, error: BaseException | None) -> None:
         """Stop the clock, then take what there is at the end.
@@ -438,7 +397,7 @@ class Scope:
     def device_seconds(self) -> tuple[float | None, str | None]:
         """What it took on the accelerator, or why that is not known."""
         self.instruments.resolve(self._edges)
-        return of_stage(self._edges)
+        return stage_gpu_seconds(self._edges)
 
     def freeze_steps(self, run_started_ns: int) -> Stage:
         """Return a stage of what a scope that was never opened has: steps, from the first to the last."""
@@ -499,7 +458,7 @@ class FoldedScopes:
         was = self._sums.get(path, FoldedStages(0, 0.0, 0.0))
         seconds = ((scope.ended_ns or scope.started_ns) - scope.started_ns) / 1e9
         on_device = scope.device_seconds()[0]
-        figures = scope.columns._figures()
+        figures = scope.columns.figures()
         self._sums[path] = FoldedStages(
             was.count + 1,
             was.seconds + seconds,
@@ -540,36 +499,40 @@ def _generations_in(scope: Scope) -> int:
 
 
 class StepColumns:
-    """Appended to by every step: 32 bytes and about 0.15 µs each.
-
-    A row goes in whole, in one call that no other thread, handler of a signal or Ctrl-C can come between. It needs no
-    lock.
-
-    Attributes:
-        add: Appends a `row`: the hot path.
+    """When each step began and ended, and the memory at its end: four integers, 32 bytes, a step.
 
     Args:
         timings: Takes the accelerator's part; None without an accelerator.
     """
 
-    __slots__ = ("_rows", "add", "timings")
+    __slots__ = ("_figures", "timings")
 
     def __init__(self, timings: StepTimings | None) -> None:
-        self._rows = bytearray()
-        self.add = self._rows.extend
+        self._figures = array("q")
         self.timings = timings
 
     def __len__(self) -> int:
-        return len(self._rows) // _ROW.size
+        return len(self._figures) // 4
+
+    def add(self, started_ns: int, ended_ns: int, rss: int, allocated: int) -> None:
+        """Append a step, whole: within `extend` no other thread, handler of a signal or Ctrl-C has a turn.
+
+        Args:
+            started_ns: When it began, in nanoseconds.
+            ended_ns: When it ended.
+            rss: Bytes that this process had resident at its end, or UNKNOWN.
+            allocated: Bytes that were allocated on the device, or UNKNOWN.
+        """
+        self._figures.extend((started_ns, ended_ns, rss, allocated))
+
+    def figures(self) -> Sequence[int]:
+        """Step after step, as they are now."""
+        return self._figures[:]
 
     def edges(self) -> tuple[int, int] | None:
         """When the first step began and the last one ended; None without any."""
-        figures = self._figures()
+        figures = self.figures()
         return (min(figures[0::4]), max(figures[1::4])) if figures else None
-
-    def _figures(self) -> Sequence[int]:
-        """Row after row, as they are now."""
-        return array("q", bytes(self._rows))
 
     def freeze(self, stage_started_ns: int, reasons: Mapping[str, str]) -> Steps:
         """Return the record, with `started` in seconds since the stage began.
@@ -579,7 +542,7 @@ class StepColumns:
             reasons: For each column of `Steps` that may be missing altogether, why it is.
         """
         with peaks.LOCK:  # each row with its timing; the host's steps wait for no more than a copy
-            figures = self._figures()
+            figures = self.figures()
             gpu_seconds, unfinished = _gpu_seconds(self.timings, len(figures) // 4)
         started_ns, ended_ns, rss, allocated = (figures[column::4] for column in range(4))
         bytes_columns = {

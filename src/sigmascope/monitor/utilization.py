@@ -14,10 +14,11 @@ from statistics import fmean
 from typing import Final, Generic, Literal, NamedTuple, TypeVar
 
 from sigmascope.monitor import peaks
-from sigmascope.monitor.guard import Guard, as_json, describe, log_quietly
+from sigmascope.monitor.guard import Guard, as_json, log_quietly
 from sigmascope.monitor.peaks import UNKNOWN, HostMemory
 from sigmascope.probes import Accelerator, AllocatorBytes, Reading
 from sigmascope.probes.nvml import GPU_ACTIVITY, MAX_HZ, SHORTEST_PERIOD_SECONDS, ActivityReading, GpuActivity
+from sigmascope.probes.reading import describe
 from sigmascope.records.utilization import (
     MEMORY_OVER_TIME,
     PROCESS,
@@ -83,8 +84,8 @@ class DeviceTrack:
 
     def __init__(self) -> None:
         self._samples = 0
-        self._gauges = {name: Track() for name in _FIGURES}
-        self._heat, self._capped = Track(), Track()
+        self._gauges = {name: FigureOverTime() for name in _FIGURES}
+        self._heat, self._capped = FigureOverTime(), FigureOverTime()
         self._series = Series(mean_of, "d")
         self._unavailable: Mapping[str, str] = {}
 
@@ -114,7 +115,7 @@ class DeviceTrack:
         )
 
 
-class Track:
+class FigureOverTime:
     """Count, sum and highest of one figure."""
 
     __slots__ = ("count", "highest", "highest_at_ns", "total")
@@ -413,8 +414,8 @@ class Series(Generic[Value]):
         self._values: MutableSequence[Value] = array(self._typecode)  # type: ignore[assignment]
 
 
-class Wish:
-    """One recorder's wish to be called, for as long as it has open scopes.
+class SamplerClient:
+    """What is called for one recorder, for as long as it has open scopes.
 
     Args:
         sample: What to call. When it raises, it is called no more, and those of others go on.
@@ -450,12 +451,12 @@ class Sampler:
     def forget(self) -> None:
         """Be as new: for a forked child, which has no such thread and may have a lock that nobody frees."""
         self._lock = threading.Lock()
-        self._wishes: list[Wish] = []
+        self._clients: list[SamplerClient] = []
         self._stop = threading.Event()
         self._running: threading.Thread | None = None
 
-    def open(self, wish: Wish) -> None:
-        """Count one more open scope of this wish; all are called as often as the most frequent one asks.
+    def open(self, client: SamplerClient) -> None:
+        """Count one more open scope of this client; all are called as often as the most frequent one asks.
 
         Raises:
             RuntimeError: if the system gives no more threads.
@@ -463,20 +464,20 @@ class Sampler:
         with self._lock:
             if self._running is None:
                 self._start()
-            if wish not in self._wishes:
-                wish.open_scopes = 0
-                self._wishes.append(wish)
-            wish.open_scopes += 1
+            if client not in self._clients:
+                client.open_scopes = 0
+                self._clients.append(client)
+            client.open_scopes += 1
 
-    def close(self, wish: Wish) -> None:
+    def close(self, client: SamplerClient) -> None:
         """Count one open scope less; when it was the last of all, the thread has ended at return."""
         with self._lock:
-            if wish not in self._wishes:
+            if client not in self._clients:
                 return
-            wish.open_scopes -= 1
-            if wish.open_scopes == 0:
-                self._wishes.remove(wish)
-            if self._wishes or self._running is None:
+            client.open_scopes -= 1
+            if client.open_scopes == 0:
+                self._clients.remove(client)
+            if self._clients or self._running is None:
                 return
             thread, stop = self._running, self._stop
             self._running = None
@@ -491,14 +492,14 @@ class Sampler:
 
     def _watch(self, stop: threading.Event) -> None:
         while not stop.wait(self._period_seconds()):
-            for wish in list(self._wishes):
+            for client in list(self._clients):
                 try:
-                    wish.sample()
+                    client.sample()
                 except Exception as failure:  # noqa: BLE001 - the others' samples go on
-                    wish.failed(failure)
+                    client.failed(failure)
 
     def _period_seconds(self) -> float:
-        return min((wish.period_seconds for wish in list(self._wishes)), default=1.0 / MAX_SAMPLE_HZ)
+        return min((client.period_seconds for client in list(self._clients)), default=1.0 / MAX_SAMPLE_HZ)
 
 
 SAMPLER = Sampler()

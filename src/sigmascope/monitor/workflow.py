@@ -1,15 +1,13 @@
 """`WorkflowMonitor`: one object that watches a whole workflow, step by step.
 
-`WorkflowSteps` begins and ends steps with a call each, on a recorder. The classes below it offer the functions of
-`sigmascope.stages` as methods, with what the monitor knows filled in. Hosts like to quote prompts in their
-errors: where prompts are private, no word of what was raised is kept. The workflow's summary shows its stages,
-then what each stage's analysis says.
+It begins and ends steps with a call each, on a recorder, and offers the functions of `sigmascope.stages` as methods,
+with what it knows of the step filled in. Hosts like to quote prompts in their errors: where prompts are private, no
+word of what was raised is kept. The workflow's summary shows its stages, then what each stage's analysis says.
 
-How a further stage joins: its pure functions live in `sigmascope/stages/<stage>.py`. Write a class of methods
-here that call them, as `TextEncodingMethods` does: take peaks and times from `last_stage(...)`, put the analysis
-on it with `.fact`, and keep it in `analyses` under the stage's name. Add the class to the bases of
-`WorkflowMonitor`, and the sections of its summary to `SUMMARIES`. Steps, memory, peaks, findings and the
-comprehensive summary need nothing more.
+How a further stage joins: its pure functions live in `sigmascope/stages/<stage>.py`. Add methods that call them
+through `_analysed_or_reason`: take peaks and times from `_last_record(...)`, put the analysis on the stage with
+`.fact`, and keep it in `analyses` under the stage's name. Add the sections of its summary to `SUMMARIES`. Steps,
+memory, peaks, findings and the comprehensive summary need nothing more.
 """
 
 import logging
@@ -73,11 +71,12 @@ _NUMBER = re.compile(r"^step_?\d+_+|_+step_?\d+$")
 _OTHER_NAMES = {"latent_generation": "latent_encoding"}
 
 TEXT_ENCODING = "text_encoding"
+LORA_APPLICATION = "lora_application"
+LATENTS = "latents"
+
 _ON_THE_STAGE = frozenset({"baseline", "current_memory", "memory_impact", "peak_memory"})
 """Parts of an analysis that its stage has already, and that are not kept twice."""
-
-LORA_APPLICATION = "lora_application"
-_LORA_ON_THE_STAGE = frozenset({"baseline", "current_memory", "peak_memory"})
+_LORA_ON_THE_STAGE = _ON_THE_STAGE - {"memory_impact"}
 _IN_DETAIL = frozenset(
     {"weight_changes", "keys_modified", "keys_added", "keys_removed", "patch_details", "modules"}
 )
@@ -92,28 +91,65 @@ SUMMARIES = {
 """By stage: title and sections of its analysis. A stage that is not here has its analysis shown as it is."""
 
 
-def stage_name(step: str) -> str:
-    """The name of the stage that a step is: "LATENT_GENERATION_STEP5" is `latent_encoding`."""
-    name = _NUMBER.sub("", re.sub(r"[\s-]+", "_", step.strip().lower()))
-    return _OTHER_NAMES.get(name, name) or "step"
+class WorkflowMonitor:
+    """Watches a workflow step by step: time, memory, peaks, models, and what each stage's analysis says.
 
-
-class WorkflowSteps:
-    """Begins and ends stages by name; see `WorkflowMonitor`.
+    It measures with a `Recorder`, which is its `recorder`: stages opened there and steps begun here are one
+    record. Nothing of it raises into the host but a wrong argument to the constructor.
 
     Args:
-        recorder: What measures. Its stages and steps can be used beside the calls here.
-        verbose: Print a few lines when a step begins and when it ends.
+        name: What the run is called.
+        verbose: Print memory when a step begins, and its time and peak when it ends, to standard output.
+        sample_hz: How often a thread looks at memory while a step is open, at most 10 a second; None: never.
+        accelerator: Where to read devices; None: what torch would use.
+        thresholds: Limits that analyses hold a text encoding to.
+        prompt_privacy: Whether the record keeps prompts in full, their hash or nothing.
+        statistics: True reads the values of an accelerator's tensors too, which waits for it.
+        dumps: Where to save conditionings: a `sigmascope.TensorDumps`.
+        keep_stages: How many stages of each name, the last ones, the record holds in full; of earlier ones it holds sums
+            (`Run.folded`). None: all, in a record that grows as long as the monitor lives.
+
+    Raises:
+        ConfigError: `prompt_privacy` does not exist.
+
+    Examples:
+        >>> monitor = WorkflowMonitor(verbose=False)
+        >>> monitor.start_monitoring("text_encoding")
+        >>> seconds = monitor.end_monitoring("text_encoding")
+        >>> [stage.name for stage in monitor.run().stages]
+        ['text_encoding']
     """
 
-    accelerator: Accelerator | None
-    prompt_privacy: PromptPrivacy
-
-    def __init__(self, recorder: Recorder, *, verbose: bool = False) -> None:
-        self.recorder = recorder
+    def __init__(
+        self,
+        name: str = "workflow",
+        *,
+        verbose: bool = True,
+        sample_hz: float | None = 10.0,
+        accelerator: Accelerator | None = None,
+        thresholds: TextEncodingThresholds | None = None,
+        prompt_privacy: PromptPrivacy = "full",
+        statistics: bool | None = None,
+        dumps: DumpFolder | None = None,
+        keep_stages: int | None = KEEP_GENERATIONS,
+    ) -> None:
+        check_privacy(prompt_privacy)
+        self.prompt_privacy = prompt_privacy
+        self.recorder = Recorder(
+            name,
+            sample_hz=sample_hz,
+            accelerator=accelerator,
+            keeps_words=prompt_privacy == "full",
+            keep=keep_stages,
+        )
+        self.guard = Guard(keeps_words=prompt_privacy == "full")
         self.verbose = verbose
+        self.accelerator = accelerator
+        self.thresholds = thresholds
+        self.statistics = statistics
+        self.dumps = dumps
         self.pictures: object = None
-        self.guard = Guard(keeps_words=self.prompt_privacy == "full")
+        self.analyses: dict[str, Mapping[str, Any]] = {}
         self._lock = threading.Lock()
         self._open: list[_OpenStep] = []
         self._ended: dict[str, LiveStage] = {}
@@ -128,7 +164,7 @@ class WorkflowSteps:
         stage = self.recorder.stage(name)
         heap = self._heap_bytes()
         if self.verbose:
-            self.guard.read("summaries", lambda: self._tell_begin(step, name))
+            self._show(lambda: self._tell_begin(step, name))
         self.guard.read("steps", stage.__enter__)
         with self._lock:
             self._open.append(_OpenStep(name, threading.get_ident(), stage, heap))
@@ -190,10 +226,14 @@ class WorkflowSteps:
             return None
         if self.verbose:
             process = self.guard.read("summaries", lambda: _vae_process(record, strategy_used, output))[0]
-            self.guard.read(
-                "summaries", lambda: print_end(step, record.seconds, record.peak, record.error, process)
-            )
+            self._show(lambda: print_end(step, record.seconds, record.peak, record.error, process))
         return record.seconds
+
+    def _innermost(self, name: str) -> "_OpenStep | None":
+        """The open step of that name begun last in this thread, else in any; with the lock held."""
+        begun = [one for one in reversed(self._open) if one.name == name]
+        own = (one for one in begun if one.thread == threading.get_ident())
+        return next(own, begun[0] if begun else None)
 
     def _tell_begin(self, step: str, name: str) -> None:
         """Print memory, and the video's dimensions if a baseline of it was taken for this step."""
@@ -211,60 +251,9 @@ class WorkflowSteps:
         stage.module(model_type, model)
         stage.fact(f"{MODEL_STATE}{model_type}", self.guard.read("models", lambda: model_state(model))[0])
 
-    def last_stage(self, name: str) -> LiveStage | None:
-        """The stage of that name that is open now, else the one that ended last."""
-        with self._lock:
-            begun = self._innermost(name)
-        return self._ended.get(name) if begun is None else begun.stage
-
-    def _innermost(self, name: str) -> "_OpenStep | None":
-        """The open step of that name begun last in this thread, else in any; with the lock held."""
-        begun = [one for one in reversed(self._open) if one.name == name]
-        own = (one for one in begun if one.thread == threading.get_ident())
-        return next(own, begun[0] if begun else None)
-
-    def record_of(self, stage: LiveStage | None) -> Stage | None:
-        """What is known of a stage now."""
-        return None if stage is None else self.guard.read("steps", stage.record)[0]
-
-    def or_error(self, error: BaseException | str | None, seen: Stage | None) -> BaseException | str | None:
-        """The error that was given, without words where none are kept, else the one that ended the step."""
-        if error is None:
-            return None if seen is None else seen.error
-        return TEXT_NOT_KEPT if isinstance(error, str) and not self.guard.keeps_words else error
-
     def run(self) -> Run:
         """Return everything that is known now, with what the rules and the analyses of its stages find in it."""
         return with_findings(self.recorder.run(), self.guard)
-
-
-def _vae_process(record: Stage, strategy_used: object, output: object) -> EncodingRecord | None:
-    """What a step did with a VAE; None for steps that are no encoding or decoding, and where nothing is known."""
-    directions: tuple[Direction, ...] = ("encoding", "decoding")
-    for direction in directions:
-        if record.name == VAE_STAGES[direction]:
-            tensor = find_latent(output).tensor
-            facts = None if tensor is None else SampleFacts(quick_facts(tensor, None))
-            return record_of_step(record, direction, strategy_used, facts)
-    return None
-
-
-class _OpenStep(NamedTuple):
-    name: str
-    thread: int
-    stage: LiveStage
-    heap_bytes: int | None
-
-
-class TextEncodingMethods(WorkflowSteps):
-    """The functions of `sigmascope.stages.text_encoding` as methods. None of them raises."""
-
-    accelerator: Accelerator | None
-    thresholds: TextEncodingThresholds | None
-    prompt_privacy: PromptPrivacy
-    statistics: bool | None
-    dumps: DumpFolder | None
-    analyses: dict[str, Mapping[str, Any]]
 
     def capture_text_encoding_baseline(
         self, unet_model: object, clip_model: object, *, tokenizer: object = None
@@ -298,8 +287,7 @@ class TextEncodingMethods(WorkflowSteps):
 
         Peaks and the prompts' own times come from the step; the analysis and the tensors' facts go to it.
         """
-        stage = self.last_stage(TEXT_ENCODING)
-        record = self.record_of(stage)
+        stage, record = self._last_record(TEXT_ENCODING)
         analysis, reason = self.guard.read(
             TEXT_ENCODING,
             lambda: text_encoding.analyze_text_encoding_results(
@@ -308,7 +296,7 @@ class TextEncodingMethods(WorkflowSteps):
                 negative_cond,
                 positive_prompt,
                 negative_prompt,
-                elapsed_time if elapsed_time is not None or record is None else record.seconds,
+                _seconds_or(record, elapsed_time),
                 positive_seconds=_seconds_of(record, "positive_prompt"),
                 negative_seconds=_seconds_of(record, "negative_prompt"),
                 peak_memory=None if record is None else record.peak,
@@ -329,14 +317,6 @@ class TextEncodingMethods(WorkflowSteps):
             self.guard.read(TEXT_ENCODING, lambda: self._note_text(stage, found, conditionings))
         return found
 
-    def print_text_encoding_analysis_summary(
-        self, analysis: Mapping[str, Any] | None, console: Console | None = None
-    ) -> None:
-        """See `sigmascope.print_text_encoding_analysis_summary`."""
-        self.guard.read(
-            "summaries", lambda: text_encoding.print_text_encoding_analysis_summary(analysis, console)
-        )
-
     def _note_text(
         self, stage: LiveStage, analysis: Mapping[str, Any], conditionings: Mapping[str, object]
     ) -> None:
@@ -348,24 +328,18 @@ class TextEncodingMethods(WorkflowSteps):
                 if tensor is not None:
                     stage.tensor(f"{which}_{name}", tensor, statistics=self.statistics)
 
-
-def _seconds_of(record: Stage | None, name: str) -> float | None:
-    """Seconds of the stages of that name inside a stage; None if there are none."""
-    inner = [] if record is None else [stage.seconds for stage in record.walk() if stage.name == name]
-    return sum(inner) if inner else None
-
-
-class LoraApplicationMethods(WorkflowSteps):
-    """The functions of `sigmascope.stages.lora_application` as methods. None of them raises."""
-
-    accelerator: Accelerator | None
-    analyses: dict[str, Mapping[str, Any]]
+    def print_text_encoding_analysis_summary(
+        self, analysis: Mapping[str, Any] | None, console: Console | None = None
+    ) -> None:
+        """See `sigmascope.print_text_encoding_analysis_summary`."""
+        self._show(lambda: text_encoding.print_text_encoding_analysis_summary(analysis, console))
 
     def capture_lora_baseline(
         self, unet_model: object, clip_model: object, lora_path: object = None, *, keys: Keys = None
     ) -> dict[str, Any]:
         """See `sigmascope.capture_lora_baseline`."""
-        return self._lora(
+        return self._analysed_or_reason(
+            LORA_APPLICATION,
             "baseline",
             lambda: lora_application.capture_lora_baseline(
                 unet_model, clip_model, lora_path, keys=keys, accelerator=self.accelerator
@@ -376,7 +350,8 @@ class LoraApplicationMethods(WorkflowSteps):
         self, original_model: object, modified_model: object, model_type: str
     ) -> dict[str, Any]:
         """See `sigmascope.track_model_identity_changes`."""
-        return self._lora(
+        return self._analysed_or_reason(
+            LORA_APPLICATION,
             "changes",
             lambda: lora_application.track_model_identity_changes(original_model, modified_model, model_type),
         )
@@ -385,22 +360,26 @@ class LoraApplicationMethods(WorkflowSteps):
         self, original_model: object, modified_model: object, model_type: str
     ) -> dict[str, Any]:
         """See `sigmascope.track_weight_modifications`."""
-        return self._lora(
+        return self._analysed_or_reason(
+            LORA_APPLICATION,
             "changes",
             lambda: lora_application.track_weight_modifications(original_model, modified_model, model_type),
         )
 
     def analyze_lora_patches(self, modified_model: object, model_type: str) -> dict[str, Any]:
         """See `sigmascope.analyze_lora_patches`."""
-        return self._lora(
-            "patches", lambda: lora_application.analyze_lora_patches(modified_model, model_type)
+        return self._analysed_or_reason(
+            LORA_APPLICATION,
+            "patches",
+            lambda: lora_application.analyze_lora_patches(modified_model, model_type),
         )
 
     def track_model_placement_changes(
         self, original_model: object, modified_model: object, model_type: str
     ) -> dict[str, Any]:
         """See `sigmascope.track_model_placement_changes`."""
-        return self._lora(
+        return self._analysed_or_reason(
+            LORA_APPLICATION,
             "changes",
             lambda: lora_application.track_model_placement_changes(
                 original_model, modified_model, model_type
@@ -409,8 +388,10 @@ class LoraApplicationMethods(WorkflowSteps):
 
     def calculate_memory_change(self, baseline_info: object, current_model: object) -> dict[str, Any]:
         """See `sigmascope.calculate_memory_change`."""
-        return self._lora(
-            "memory", lambda: lora_application.calculate_memory_change(baseline_info, current_model)
+        return self._analysed_or_reason(
+            LORA_APPLICATION,
+            "memory",
+            lambda: lora_application.calculate_memory_change(baseline_info, current_model),
         )
 
     def analyze_lora_application_results(
@@ -428,18 +409,18 @@ class LoraApplicationMethods(WorkflowSteps):
         The time, the peaks and what was raised come from the step, if it was one of this monitor; the analysis
         goes to it, without what it has for single weights.
         """
-        stage = self.last_stage(LORA_APPLICATION)
-        record = self.record_of(stage)
-        found = self._lora(
+        stage, record = self._last_record(LORA_APPLICATION)
+        found = self._analysed_or_reason(
+            LORA_APPLICATION,
             "lora_application_success",
             lambda: lora_application.analyze_lora_application_results(
                 baseline,
                 modified_unet,
                 modified_clip,
                 lora_result,
-                elapsed_time=record.seconds if elapsed_time is None and record is not None else elapsed_time,
+                elapsed_time=_seconds_or(record, elapsed_time),
                 peak_memory=None if record is None else record.peak,
-                error=self.or_error(error, record),
+                error=self._error_or(record, error),
             ),
         )
         if "unet_changes" in found:
@@ -454,42 +435,7 @@ class LoraApplicationMethods(WorkflowSteps):
         self, analysis: Mapping[str, Any] | None, console: Console | None = None
     ) -> None:
         """See `sigmascope.print_lora_analysis_summary`."""
-        self.guard.read("summaries", lambda: lora_application.print_lora_analysis_summary(analysis, console))
-
-    def _lora(self, what: str, read: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
-        found, reason = self.guard.read(LORA_APPLICATION, read)
-        return {what: None, "unavailable": {what: reason}} if found is None else dict(found)
-
-
-def _exception_details(record: Stage) -> dict[str, str] | None:
-    """What the step raised, as `exception_details` of an analysis."""
-    details = record.exception_details
-    if details is None:
-        return None
-    return {"type": details.type, "message": details.message, "traceback": details.traceback}
-
-
-def in_short(analysis: Mapping[str, Any]) -> dict[str, Any]:
-    """An analysis for the record: of single weights only how much each changed, of other lists how long they are."""
-    return {name: _short(name, value) for name, value in analysis.items() if name not in _LORA_ON_THE_STAGE}
-
-
-def _short(name: str, value: Any) -> Any:
-    if name == "keys_value_changed" and isinstance(value, Mapping):
-        return {key: change.get("relative_change") for key, change in value.items()}
-    if name in _IN_DETAIL and isinstance(value, Mapping | list):
-        return len(value)
-    if isinstance(value, Mapping):
-        return {key: _short(str(key), inner) for key, inner in value.items()}
-    return value
-
-
-class LatentSteps(WorkflowSteps):
-    """What the methods for encoding and decoding share."""
-
-    accelerator: Accelerator | None
-    statistics: bool | None
-    analyses: dict[str, Mapping[str, Any]]
+        self._show(lambda: lora_application.print_lora_analysis_summary(analysis, console))
 
     def trying(self, strategy: Strategy, direction: Direction = "encoding") -> LiveStage:
         """Return a stage for `with`, inside the step, that watches one strategy of your own engine apart.
@@ -499,42 +445,10 @@ class LatentSteps(WorkflowSteps):
         """
         return self.recorder.stage(attempt_stage(strategy, direction))
 
-    def _latents(self, what: str, read: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
-        found, reason = self.guard.read("latents", read)
-        return {what: None, "unavailable": {what: reason}} if found is None else dict(found)
-
-    def _step(self, direction: Direction) -> tuple[LiveStage | None, Stage | None]:
-        stage = self.last_stage(VAE_STAGES[direction])
-        return stage, self.record_of(stage)
-
-    def _analysed(
-        self,
-        stage: LiveStage | None,
-        direction: Direction,
-        output: object,
-        read: Callable[[], Mapping[str, Any]],
-    ) -> dict[str, Any]:
-        """The analysis, kept for the summary and on its step, with the facts of the latent or the pictures."""
-        found = self._latents("encoding_success", read)
-        if "latent_analysis" not in found:
-            return found
-        self.analyses[VAE_STAGES[direction]] = found
-        if stage is not None:
-            kept = {name: value for name, value in found.items() if name not in _ON_THE_STAGE}
-            stage.fact(VAE_STAGES[direction], kept)
-            tensor = find_latent(output).tensor
-            if tensor is not None:
-                name = "latent" if direction == "encoding" else "frames"
-                stage.tensor(name, tensor, statistics=self.statistics)
-        return found
-
-
-class LatentMethods(LatentSteps):
-    """The functions of `sigmascope.stages.latent_encoding`, decoding too, as methods. None of them raises."""
-
     def capture_latent_generation_baseline(self, vae_model: object, video_data: object) -> dict[str, Any]:
         """See `sigmascope.capture_latent_generation_baseline`."""
-        baseline = self._latents(
+        baseline = self._analysed_or_reason(
+            LATENTS,
             "baseline",
             lambda: latent_encoding.capture_latent_generation_baseline(
                 vae_model, video_data, statistics=self.statistics, accelerator=self.accelerator
@@ -553,7 +467,8 @@ class LatentMethods(LatentSteps):
         video_width: object = None,
     ) -> dict[str, Any]:
         """See `sigmascope.capture_latent_decoding_baseline`."""
-        return self._latents(
+        return self._analysed_or_reason(
+            LATENTS,
             "baseline",
             lambda: latent_encoding.capture_latent_decoding_baseline(
                 vae_model,
@@ -585,7 +500,7 @@ class LatentMethods(LatentSteps):
 
         Time, peaks, strategies and the memory right after come from the step; the analysis goes to it.
         """
-        stage, seen = self._step("encoding")
+        stage, step = self._last_record(VAE_STAGES["encoding"])
         return self._analysed(
             stage,
             "encoding",
@@ -593,16 +508,16 @@ class LatentMethods(LatentSteps):
             lambda: latent_encoding.analyze_latent_generation_results(
                 baseline,
                 init_latent,
-                or_seconds(elapsed_time, seen),
+                _seconds_or(step, elapsed_time),
                 strategy_used,
-                or_memory(immediate_gpu_changes, seen),
+                _memory_or(step, immediate_gpu_changes),
                 video_length,
                 video_height,
                 video_width,
-                record=record or record_in(seen),
-                attempts=attempts_in(seen, "encoding"),
-                peak_memory=None if seen is None else seen.peak,
-                error=self.or_error(error, seen),
+                record=record or record_in(step),
+                attempts=attempts_in(step, "encoding"),
+                peak_memory=None if step is None else step.peak,
+                error=self._error_or(step, error),
                 latent_layout=latent_layout,
                 statistics=self.statistics,
             ),
@@ -620,7 +535,7 @@ class LatentMethods(LatentSteps):
         error: BaseException | str | None = None,
     ) -> dict[str, Any]:
         """See `sigmascope.analyze_latent_decoding_results`; the step adds what it does to an encoding."""
-        stage, seen = self._step("decoding")
+        stage, step = self._last_record(VAE_STAGES["decoding"])
         return self._analysed(
             stage,
             "decoding",
@@ -628,21 +543,43 @@ class LatentMethods(LatentSteps):
             lambda: latent_encoding.analyze_latent_decoding_results(
                 baseline,
                 decoded,
-                or_seconds(elapsed_time, seen),
+                _seconds_or(step, elapsed_time),
                 strategy_used,
-                or_memory(immediate_gpu_changes, seen),
-                record=record or record_in(seen),
-                attempts=attempts_in(seen, "decoding"),
-                peak_memory=None if seen is None else seen.peak,
-                error=self.or_error(error, seen),
+                _memory_or(step, immediate_gpu_changes),
+                record=record or record_in(step),
+                attempts=attempts_in(step, "decoding"),
+                peak_memory=None if step is None else step.peak,
+                error=self._error_or(step, error),
                 statistics=self.statistics,
             ),
         )
 
+    def _analysed(
+        self,
+        stage: LiveStage | None,
+        direction: Direction,
+        output: object,
+        read: Callable[[], Mapping[str, Any]],
+    ) -> dict[str, Any]:
+        """The analysis, kept for the summary and on its step, with the facts of the latent or the pictures."""
+        found = self._analysed_or_reason(LATENTS, "encoding_success", read)
+        if "latent_analysis" not in found:
+            return found
+        self.analyses[VAE_STAGES[direction]] = found
+        if stage is not None:
+            kept = {name: value for name, value in found.items() if name not in _ON_THE_STAGE}
+            stage.fact(VAE_STAGES[direction], kept)
+            tensor = find_latent(output).tensor
+            if tensor is not None:
+                name = "latent" if direction == "encoding" else "frames"
+                stage.tensor(name, tensor, statistics=self.statistics)
+        return found
+
     def _analyze_latent_output(
         self, init_latent: object, video_length: object, video_height: object, video_width: object
     ) -> dict[str, Any]:
-        return self._latents(
+        return self._analysed_or_reason(
+            LATENTS,
             "status",
             lambda: latent_encoding._analyze_latent_output(
                 init_latent, video_length, video_height, video_width, statistics=self.statistics
@@ -657,7 +594,8 @@ class LatentMethods(LatentSteps):
         video_height: object,
         video_width: object,
     ) -> dict[str, Any]:
-        return self._latents(
+        return self._analysed_or_reason(
+            LATENTS,
             "performance",
             lambda: latent_encoding._analyze_vae_encoding_performance(
                 elapsed_time, strategy_used, video_length, video_height, video_width
@@ -667,7 +605,8 @@ class LatentMethods(LatentSteps):
     def _calculate_latent_generation_memory_change(
         self, baseline: Mapping[str, Any] | None, current_ram: object, current_gpu: object
     ) -> dict[str, Any]:
-        return self._latents(
+        return self._analysed_or_reason(
+            LATENTS,
             "memory",
             lambda: latent_encoding._calculate_latent_generation_memory_change(
                 baseline, current_ram, current_gpu
@@ -679,83 +618,43 @@ class LatentMethods(LatentSteps):
     ) -> None:
         """See `sigmascope.print_latent_generation_analysis_summary`."""
         show = latent_encoding.print_latent_generation_analysis_summary
-        self.guard.read("summaries", lambda: show(analysis, console))
+        self._show(lambda: show(analysis, console))
 
     def print_latent_decoding_analysis_summary(
         self, analysis: Mapping[str, Any] | None, console: Console | None = None
     ) -> None:
         """See `sigmascope.print_latent_decoding_analysis_summary`."""
         show = latent_encoding.print_latent_decoding_analysis_summary
-        self.guard.read("summaries", lambda: show(analysis, console))
+        self._show(lambda: show(analysis, console))
 
+    def last_stage(self, name: str) -> LiveStage | None:
+        """The stage of that name that is open now, else the one that ended last."""
+        with self._lock:
+            begun = self._innermost(name)
+        return self._ended.get(name) if begun is None else begun.stage
 
-def or_seconds(elapsed: object, seen: Stage | None) -> object:
-    """The seconds that were given, else the step's."""
-    return elapsed if elapsed is not None or seen is None else seen.seconds
+    def _last_record(self, name: str) -> tuple[LiveStage | None, Stage | None]:
+        """The last stage of that name, and what is known of it now."""
+        stage = self.last_stage(name)
+        return stage, None if stage is None else self.guard.read("steps", stage.record)[0]
 
+    def _analysed_or_reason(
+        self, instrument: str, what: str, analyse: Callable[[], Mapping[str, Any]]
+    ) -> dict[str, Any]:
+        """What an analysis gives; else None for `what`, and why."""
+        found, reason = self.guard.read(instrument, analyse)
+        return {what: None, "unavailable": {what: reason}} if found is None else dict(found)
 
-def or_memory(changes: object, seen: Stage | None) -> object:
-    """The changes of memory that were given, else memory before and after the step."""
-    return changes if changes is not None or seen is None else seen.memory
+    def _error_or(
+        self, record: Stage | None, error: BaseException | str | None
+    ) -> BaseException | str | None:
+        """The error that was given, without words where none are kept, else the one that ended the step."""
+        if error is None:
+            return None if record is None else record.error
+        return TEXT_NOT_KEPT if isinstance(error, str) and not self.guard.keeps_words else error
 
-
-class WorkflowMonitor(LatentMethods, LoraApplicationMethods, TextEncodingMethods):
-    """Watches a workflow step by step: time, memory, peaks, models, and what each stage's analysis says.
-
-    It measures with a `Recorder`, which is its `recorder`: stages opened there and steps begun here are one
-    record. Nothing of it raises into the host but a wrong argument to the constructor.
-
-    Args:
-        name: What the run is called.
-        verbose: Print memory when a step begins, and its time and peak when it ends, to standard output.
-        sample_hz: How often a thread looks at memory while a step is open, at most 10 a second; None: never.
-        accelerator: Where to read devices; None: what torch would use.
-        thresholds: Limits that analyses hold a text encoding to.
-        prompt_privacy: Whether the record keeps prompts in full, their hash or nothing.
-        statistics: True reads the values of an accelerator's tensors too, which waits for it.
-        dumps: Where to save conditionings: a `sigmascope.TensorDumps`.
-        keep_stages: How many stages of each name, the last ones, the record holds in full; of earlier ones it holds sums
-            (`Run.folded`). None: all, in a record that grows as long as the monitor lives.
-
-    Raises:
-        ConfigError: `prompt_privacy` does not exist.
-
-    Examples:
-        >>> monitor = WorkflowMonitor(verbose=False)
-        >>> monitor.start_monitoring("text_encoding")
-        >>> seconds = monitor.end_monitoring("text_encoding")
-        >>> [stage.name for stage in monitor.run().stages]
-        ['text_encoding']
-    """
-
-    def __init__(
-        self,
-        name: str = "workflow",
-        *,
-        verbose: bool = True,
-        sample_hz: float | None = 10.0,
-        accelerator: Accelerator | None = None,
-        thresholds: TextEncodingThresholds | None = None,
-        prompt_privacy: PromptPrivacy = "full",
-        statistics: bool | None = None,
-        dumps: DumpFolder | None = None,
-        keep_stages: int | None = KEEP_GENERATIONS,
-    ) -> None:
-        check_privacy(prompt_privacy)
-        self.prompt_privacy = prompt_privacy
-        recorder = Recorder(
-            name,
-            sample_hz=sample_hz,
-            accelerator=accelerator,
-            keeps_words=prompt_privacy == "full",
-            keep=keep_stages,
-        )
-        super().__init__(recorder, verbose=verbose)
-        self.accelerator = accelerator
-        self.thresholds = thresholds
-        self.statistics = statistics
-        self.dumps = dumps
-        self.analyses: dict[str, Mapping[str, Any]] = {}
+    def _show(self, summary: Callable[[], None]) -> None:
+        self.guard.read("summaries", summary)
 
     def get_peak_memory_summary(self) -> dict[str, Any]:
         """The highest memory of the whole workflow, and of each step in `steps`, in order.
@@ -781,9 +680,7 @@ class WorkflowMonitor(LatentMethods, LoraApplicationMethods, TextEncodingMethods
 
     def print_summary(self, console: Console | None = None) -> None:
         """Print steps, memory, peaks and findings, at most 80 columns wide."""
-        self.guard.read(
-            "summaries", lambda: print_summary("WORKFLOW SUMMARY", workflow_sections(self.run()), console)
-        )
+        self._show(lambda: print_summary("WORKFLOW SUMMARY", workflow_sections(self.run()), console))
 
     def print_comprehensive_summary(
         self,
@@ -813,7 +710,74 @@ class WorkflowMonitor(LatentMethods, LoraApplicationMethods, TextEncodingMethods
         for stage, analysis in given.items():
             chosen = self.analyses.get(stage) if analysis is None else analysis
             if chosen is not None:
-                self.guard.read("summaries", lambda s=stage, a=chosen: _print_analysis(s, a, console))  # type: ignore[misc]
+                self._show(lambda s=stage, a=chosen: _print_analysis(s, a, console))  # type: ignore[misc]
+
+
+ModelLoadingMonitor = WorkflowMonitor
+"""Another name for it."""
+
+
+def stage_name(step: str) -> str:
+    """The name of the stage that a step is: "LATENT_GENERATION_STEP5" is `latent_encoding`."""
+    name = _NUMBER.sub("", re.sub(r"[\s-]+", "_", step.strip().lower()))
+    return _OTHER_NAMES.get(name, name) or "step"
+
+
+class _OpenStep(NamedTuple):
+    name: str
+    thread: int
+    stage: LiveStage
+    heap_bytes: int | None
+
+
+def _vae_process(record: Stage, strategy_used: object, output: object) -> EncodingRecord | None:
+    """What a step did with a VAE; None for steps that are no encoding or decoding, and where nothing is known."""
+    directions: tuple[Direction, ...] = ("encoding", "decoding")
+    for direction in directions:
+        if record.name == VAE_STAGES[direction]:
+            tensor = find_latent(output).tensor
+            facts = None if tensor is None else SampleFacts(quick_facts(tensor, None))
+            return record_of_step(record, direction, strategy_used, facts)
+    return None
+
+
+def _seconds_or(record: Stage | None, elapsed: object) -> object:
+    """The seconds that were given, else the step's."""
+    return elapsed if elapsed is not None or record is None else record.seconds
+
+
+def _memory_or(record: Stage | None, changes: object) -> object:
+    """The changes of memory that were given, else memory before and after the step."""
+    return changes if changes is not None or record is None else record.memory
+
+
+def _seconds_of(record: Stage | None, name: str) -> float | None:
+    """Seconds of the stages of that name inside a stage; None if there are none."""
+    inner = [] if record is None else [stage.seconds for stage in record.walk() if stage.name == name]
+    return sum(inner) if inner else None
+
+
+def _exception_details(record: Stage) -> dict[str, str] | None:
+    """What the step raised, as `exception_details` of an analysis."""
+    details = record.exception_details
+    if details is None:
+        return None
+    return {"type": details.type, "message": details.message, "traceback": details.traceback}
+
+
+def in_short(analysis: Mapping[str, Any]) -> dict[str, Any]:
+    """An analysis for the record: of single weights only how much each changed, of other lists how long they are."""
+    return {name: _short(name, value) for name, value in analysis.items() if name not in _LORA_ON_THE_STAGE}
+
+
+def _short(name: str, value: Any) -> Any:
+    if name == "keys_value_changed" and isinstance(value, Mapping):
+        return {key: change.get("relative_change") for key, change in value.items()}
+    if name in _IN_DETAIL and isinstance(value, Mapping | list):
+        return len(value)
+    if isinstance(value, Mapping):
+        return {key: _short(str(key), inner) for key, inner in value.items()}
+    return value
 
 
 def _flat_peaks(peaks: PeakMemoryDict) -> dict[str, Any]:
@@ -828,10 +792,6 @@ def _flat_peaks(peaks: PeakMemoryDict) -> dict[str, Any]:
             "gpu_reserved": gpu["peak_reserved_at_seconds"],
         },
     }
-
-
-ModelLoadingMonitor = WorkflowMonitor
-"""Another name for it."""
 
 
 def workflow_sections(run: Run) -> Iterator[Section]:

@@ -18,14 +18,13 @@ from sigmascope.analysis.bench_summary import BenchSummary, summarise
 from sigmascope.analysis.diagnostics import diagnose
 from sigmascope.errors import ConfigError, WriteError
 from sigmascope.files import reason_of
-from sigmascope.monitor.guard import describe
 from sigmascope.monitor.performance import ASSUMED_TARGET, PerformanceMonitor, seconds_above_zero
 from sigmascope.monitor.recorder import current_recorder
 from sigmascope.monitor.scope import Clock
 from sigmascope.pipeline.out_of_memory import free_memory, let_go
 from sigmascope.probes import Accelerator
 from sigmascope.probes.host import CpuMoment, cpu_moment, others_share
-from sigmascope.probes.reading import is_out_of_memory
+from sigmascope.probes.reading import error_text, is_out_of_memory
 from sigmascope.progress import Progress, no_progress
 from sigmascope.records.performance import BENCHMARK, OTHERS, BenchCase, Made
 from sigmascope.records.run import Finding, Run
@@ -331,7 +330,7 @@ class _Bench:
 
 
 def _reason(failure: Exception) -> str:
-    return f"out of memory ({describe(failure)})" if is_out_of_memory(failure) else describe(failure)
+    return f"out of memory ({error_text(failure)})" if is_out_of_memory(failure) else error_text(failure)
 
 
 def _summarised(found: CaseResult) -> CaseResult:

@@ -316,7 +316,7 @@ class CachingAccelerator:
     def _count(self) -> int | None:
         """Number of devices; negative or None when that is not known yet."""
         count = self._backend.device_count if self.is_initialized() else self._count_without_initialising
-        return attempt(lambda: int(count()), Warning).value  # which a host may have made errors
+        return attempt(lambda: int(count())).value  # which a host may have made errors
 
     def _count_without_initialising(self) -> int:
         return int(self._backend.device_count())
@@ -415,7 +415,7 @@ class CudaAccelerator(CachingAccelerator):
         visible = tuple(os.environ.get(name) for name in _VISIBILITY_VARIABLES)
         if visible not in self._counted:
             name = "_device_count_amdsmi" if torch.version.hip else "_device_count_nvml"
-            self._counted[visible] = attempt(lambda: int(getattr(torch.cuda, name)()), Warning)
+            self._counted[visible] = attempt(lambda: int(getattr(torch.cuda, name)()))
         count = self._counted[visible].value
         return -1 if count is None else count
 

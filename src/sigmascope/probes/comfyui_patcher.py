@@ -18,13 +18,13 @@ from sigmascope.probes.comfyui_weight_adapter import Found, Standing, applied, i
 from sigmascope.probes.models import named_modules_in
 from sigmascope.probes.reading import (
     Reading,
+    attempt,
     attribute,
     describe,
     has,
     lookup,
     mapping,
     number,
-    read_host,
     sequence,
 )
 
@@ -426,7 +426,7 @@ def kept_weights(model: object) -> dict[str, KeptWeight]:
         model: A patcher, or what holds one; anything else has none.
     """
     patcher = patcher_of(model)
-    return {} if patcher is None else read_host(lambda: _kept_weights(patcher)).value or {}
+    return {} if patcher is None else attempt(lambda: _kept_weights(patcher)).value or {}
 
 
 def _kept_weights(patcher: object) -> dict[str, KeptWeight]:
@@ -440,7 +440,7 @@ def _kept_weights(patcher: object) -> dict[str, KeptWeight]:
         _kept_by(holders, name) for name in ("backup", "hook_backup", "object_patches_backup")
     )
     objects = mapping(patcher, "object_patches")
-    hooks = read_host(lambda: {found.key for found in hooked(patcher) if found.standing.state == "merged"})
+    hooks = attempt(lambda: {found.key for found in hooked(patcher) if found.standing.state == "merged"})
 
     def is_own(key: str) -> bool:
         return (
@@ -452,7 +452,7 @@ def _kept_weights(patcher: object) -> dict[str, KeptWeight]:
     # A hook changes the weight with everything else merged, so what was kept of that is older.
     found = by_hooks | merged | objects_kept
     return {
-        key: KeptWeight(weight, read_host(lambda key=key: is_own(key)).value is True)  # type: ignore[misc]
+        key: KeptWeight(weight, attempt(lambda key=key: is_own(key)).value is True)  # type: ignore[misc]
         for key, weight in found.items()
     }
 

@@ -172,7 +172,7 @@ def extras_facts(distribution: str = "sigmascope") -> list[ExtraFacts]:
     Args:
         distribution: Whose extras.
     """
-    return attempt(lambda: _extras(distribution), metadata.PackageNotFoundError).value or []
+    return attempt(lambda: _extras(distribution)).value or []
 
 
 def _extras(distribution: str) -> list[ExtraFacts]:
@@ -195,7 +195,7 @@ def _extras(distribution: str) -> list[ExtraFacts]:
 
 
 def _version(package: str) -> str | None:
-    return attempt(lambda: metadata.version(package), metadata.PackageNotFoundError).value
+    return attempt(lambda: metadata.version(package)).value
 
 
 def _packages(

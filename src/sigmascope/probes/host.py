@@ -51,10 +51,10 @@ def host_facts(accelerator: Accelerator | None = None) -> HostFacts:
     """
     accelerator = detect_accelerator() if accelerator is None else accelerator
     readings: dict[str, Reading[Any]] = {
-        "cpu_model": attempt(_cpu_model, subprocess.SubprocessError),
+        "cpu_model": attempt(_cpu_model),
         "cpu_count_logical": _processor_count(psutil.cpu_count),
         "cpu_count_physical": _processor_count(lambda: psutil.cpu_count(logical=False)),
-        "ram_total_bytes": attempt(lambda: int(psutil.virtual_memory().total), psutil.Error),
+        "ram_total_bytes": attempt(lambda: int(psutil.virtual_memory().total)),
         "os": attempt(platform.platform),
         "python_version": attempt(platform.python_version),
     }
@@ -102,7 +102,7 @@ def _cpuinfo_field(line: str) -> tuple[str, str]:
 
 
 def _processor_count(count: Callable[[], int | None]) -> Reading[int]:
-    reading = attempt(count, psutil.Error)
+    reading = attempt(count)
     if reading.value is None:
         return Reading(None, reading.reason or "the system does not tell")
     return Reading(reading.value)

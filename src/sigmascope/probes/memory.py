@@ -64,7 +64,7 @@ def process_rss() -> Reading[int]:
             return Reading(read())
         except (OSError, ValueError, IndexError):
             pass  # not opened yet, or closed by somebody, or a system without /proc: psutil says more
-    return attempt(lambda: int(psutil.Process().memory_info().rss), psutil.Error)
+    return attempt(lambda: int(psutil.Process().memory_info().rss))
 
 
 def _rss_from_kept_descriptor() -> int:
@@ -95,7 +95,7 @@ def process_peak_rss_bytes() -> int | None:
 
 def system_memory() -> MemorySnapshot:
     """RAM of the machine (total, used, available in bytes); the other fields stay empty."""
-    reading = attempt(psutil.virtual_memory, psutil.Error)
+    reading = attempt(psutil.virtual_memory)
     memory = reading.value
     if memory is None:
         names = ("ram_total_bytes", "ram_used_bytes", "ram_available_bytes")

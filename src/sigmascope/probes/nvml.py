@@ -99,7 +99,7 @@ def read_nvml(device: str = "cuda:0") -> NvmlFacts:
 
 
 def _attempt(nvml: Any, read: Any) -> Reading[Any]:
-    return attempt(read, nvml.NVMLError)
+    return attempt(read)
 
 
 def _as_text(value: str | bytes) -> str:
@@ -249,7 +249,7 @@ class GpuGauge:
         """All figures now; never raises."""
         nvml = self._nvml
         if self._handle is None:  # asked for again: before CUDA is initialised it may be ambiguous
-            found = attempt(lambda: handle_of(nvml, self.device), nvml.NVMLError)
+            found = attempt(lambda: handle_of(nvml, self.device))
             if found.value is None:
                 return GpuActivity(
                     self.device, unavailable=dict.fromkeys(_ACTIVITY_FIELDS, found.reason or "unknown")

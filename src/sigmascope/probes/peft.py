@@ -19,7 +19,7 @@ from sigmascope.probes.applied_patch import AdapterType, AppliedPatch, PatchStat
 from sigmascope.probes.models import children_of, named_modules_in, own_buffers, own_parameters
 from sigmascope.probes.reading import Reading, attribute, describe, number, sequence
 
-__all__ = ["base_weight", "base_weights", "is_peft", "read_adapters"]
+__all__ = ["base_weight", "base_weights", "read_adapters"]
 
 _PATCH_TYPES: Final[Mapping[str, PatchType]] = {"lora": "lora_up", "dora": "lora_up", "diff": "diff"}
 
@@ -222,14 +222,6 @@ def _unreadable(name: str, layer: nn.Module, adapter: str, reason: str) -> Appli
         scale=None,
         unavailable={"patch": reason},
     )
-
-
-def is_peft(model: object) -> bool:
-    """Whether PEFT has put adapters into it, or into a component of a pipeline. Never raises."""
-    try:
-        return any(wrapped(module) is not None for _, module in adapted_modules(model))
-    except Exception:  # noqa: BLE001 - the host's objects may raise anything
-        return False
 
 
 def changes_of(layer: nn.Module, adapter: str) -> list[Change]:

@@ -1,12 +1,11 @@
 """A fact or the reason why it could not be read, and how to read objects that may raise.
 
-`attempt` turns into a reason what torch, the system and libraries are known to raise; `read_host` takes whatever the
-host's own objects raise. The functions at the end read attributes and mappings of the host, which may be missing, of
-another type, or raise.
+`attempt` is the one barrier: whatever a read raises becomes a reason. The functions at the end read attributes and
+mappings of the host, which may be missing, of another type, or raise.
 
 Hosts quote prompts in what they raise, in spellings that nobody can search for. So where prompts are private, the words
-of an exception are not kept at all (`keeping_words`): `describe` and `exception_details` then give its type, its place,
-and what Sigmascope itself knows of such an exception (`known_cause`).
+of an exception are not kept at all (`keeping_words`): `describe`, `error_text` and `exception_details` then give its
+type, its place, and what Sigmascope itself knows of such an exception (`known_cause`).
 """
 
 import errno
@@ -52,29 +51,16 @@ class Reading(Generic[T]):
     reason: str | None = None
 
 
-def attempt(read: Callable[[], T], *errors: type[Exception]) -> Reading[T]:
-    """Call `read`; an error that a probe must expect becomes the reason.
-
-    Args:
-        read: Takes nothing, gives the fact.
-        errors: Further exception types to take as a reason, such as a library's own.
-    """
+def attempt(read: Callable[[], T]) -> Reading[T]:
+    """What `read` gives, or None and why it failed: drivers, libraries and the host's objects may raise anything."""
     try:
         return Reading(read())
-    except PROBE_ERRORS + errors as error:
+    except Exception as error:  # noqa: BLE001 - see above; Ctrl-C and the wish to exit pass
         return Reading(None, describe(error))
 
 
-def read_host(read: Callable[[], T]) -> Reading[T]:
-    """What `read` gives, or None and why it failed.
-
-    `attempt` knows what torch and the system raise. The objects that a stage looks at are the host's, whose
-    properties, tokenizers and wrappers may raise anything.
-    """
-    try:
-        return Reading(read())
-    except Exception as error:  # noqa: BLE001 - see above
-        return Reading(None, describe(error))
+read_host = attempt
+"""Its name where stages read the host's objects."""
 
 
 _KEEPS_WORDS: ContextVar[bool] = ContextVar("sigmascope_keeps_words", default=True)
@@ -104,6 +90,19 @@ def describe(error: BaseException) -> str:
     text = f"{type(error).__name__}: {told}" if told else type(error).__name__
     place = None if keeps_words() else _place_of(error)
     return text if place is None else f"{text} ({place})"
+
+
+def error_text(error: BaseException | str) -> str:
+    """`Type: message` with the whole message, or the text as it is; where words are not kept, as `describe`."""
+    if isinstance(error, str):
+        return error
+    try:
+        if not keeps_words():
+            return describe(error)
+        message = message_of(error)
+    except Exception:  # noqa: BLE001 - this is called where nothing may be raised
+        message = ""
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
 def message_of(error: BaseException) -> str:

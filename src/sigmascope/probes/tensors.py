@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sigmascope.probes.accelerators import is_capturing
-from sigmascope.probes.reading import PROBE_ERRORS, describe, read_host
+from sigmascope.probes.reading import PROBE_ERRORS, attempt, describe
 from sigmascope.records.facts import TensorFacts
 
 _STATISTICS = ("min", "max", "mean", "std")
@@ -204,10 +204,10 @@ def quick_facts(tensor: Tensor, statistics: bool | None) -> TensorFacts:
         tensor: Pictures or latents.
         statistics: As in `tensor_facts`.
     """
-    large = read_host(lambda: tensor.device.type == "cpu" and tensor.numel() > MOST_ELEMENTS).value
+    large = attempt(lambda: tensor.device.type == "cpu" and tensor.numel() > MOST_ELEMENTS).value
     if statistics is not None or not large:
         return tensor_facts(tensor, statistics=statistics)
-    read = read_host(lambda: _finite_range(tensor)).value
+    read = attempt(lambda: _finite_range(tensor)).value
     if read is None:
         return tensor_facts(tensor, statistics=statistics)
     facts = tensor_facts(tensor, statistics=False)

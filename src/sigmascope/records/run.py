@@ -277,7 +277,7 @@ def impossible_times(run: Run) -> Iterator[str]:
     A duration is finite and not negative; a beginning may be before that of what it counts from.
     """
     if not _is_moment(run.started_at):
-        yield f"run.started_at is {_short_repr(run.started_at)}, {NO_TIME}"
+        yield f"run.started_at is {short_repr(run.started_at)}, {NO_TIME}"
     if not is_duration(run.seconds):
         yield f"run.seconds is {run.seconds}, {NO_TIME}"
     for index, stage in enumerate(run.stages):
@@ -296,7 +296,8 @@ def _is_moment(text: str) -> bool:
     return True
 
 
-def _short_repr(value: object) -> str:
+def short_repr(value: object) -> str:
+    """The value in 40 characters at most, for an error."""
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
 
@@ -312,7 +313,7 @@ def _impossible_in_stage(stage: Stage, place: str) -> Iterator[str]:
         on_device = stage.facts[DEVICE_SECONDS]
         fields.append((f"facts.{DEVICE_SECONDS}", on_device, is_duration(on_device)))
     yield from (
-        f"{place}.{name} is {_short_repr(value)}, {NO_TIME}" for name, value, is_time in fields if not is_time
+        f"{place}.{name} is {short_repr(value)}, {NO_TIME}" for name, value, is_time in fields if not is_time
     )
     for index, child in enumerate(stage.children):
         yield from _impossible_in_stage(child, f"{place}.children[{index}]")

@@ -34,7 +34,7 @@ from cattrs.v import format_exception
 from sigmascope.errors import NewerSchemaError, RecordError
 from sigmascope.files import atomic_path, parse_json, reading_hint, reason_of
 from sigmascope.records.facts import JsonScalar
-from sigmascope.records.run import Run
+from sigmascope.records.run import Run, short_repr
 from sigmascope.units import format_size
 
 _IN_MEMORY = "<run in memory>"
@@ -285,34 +285,29 @@ def _converter() -> Converter:
 def _exactly(kind: type) -> Any:
     def check(value: object, _: object) -> object:
         if type(value) is not kind:  # a bool is an int to isinstance
-            raise TypeError(f"{_short_repr(value)} is not of type {kind.__name__}")
+            raise TypeError(f"{short_repr(value)} is not of type {kind.__name__}")
         return value
 
     return check
 
 
-def _short_repr(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."
-
-
 def _count(value: object, _: object) -> object:
     if type(value) is not int:
-        raise TypeError(f"{_short_repr(value)} is not of type int")
+        raise TypeError(f"{short_repr(value)} is not of type int")
     if abs(value) > _MOST:
-        raise TypeError(f"{_short_repr(value)} is beyond 64 bits")
+        raise TypeError(f"{short_repr(value)} is beyond 64 bits")
     return value
 
 
 def _float(value: object, _: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{_short_repr(value)} is not a number")
+        raise TypeError(f"{short_repr(value)} is not a number")
     return float(value)
 
 
 def _scalar(value: object, _: object) -> object:
     if value is not None and not isinstance(value, (bool, int, float, str)):
-        raise TypeError(f"{_short_repr(value)} is not a single value")
+        raise TypeError(f"{short_repr(value)} is not a single value")
     return value
 
 

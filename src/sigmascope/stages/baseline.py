@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from sigmascope.probes.models import module_facts, modules_in
-from sigmascope.probes.reading import describe, exception_details, keeps_words, message_of, read_host
+from sigmascope.probes.reading import exception_details, read_host
 from sigmascope.records.memory import AcceleratorMemory, MemoryImpact, MemorySnapshot, PeakMemory, mib
 from sigmascope.stages.schema import GpuNow, MemoryNow, ModelStateDict
 
@@ -190,14 +190,6 @@ def checked_seconds(seconds: object) -> tuple[float | None, str | None]:
     if not math.isfinite(seconds) or seconds < 0:
         return None, f"{seconds} s is no duration"
     return float(seconds), None
-
-
-def error_text(error: BaseException | str) -> str:
-    """`Type: message`, or the text as it is; of an exception no words where `keeping_words` keeps none."""
-    if isinstance(error, str) or not keeps_words():
-        return error if isinstance(error, str) else describe(error)
-    message = message_of(error)
-    return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
 def exception_dict(error: BaseException) -> dict[str, str]:

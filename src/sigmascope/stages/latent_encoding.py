@@ -27,7 +27,7 @@ from rich.console import Console
 
 from sigmascope.errors import NonFiniteError
 from sigmascope.probes import Accelerator, memory_snapshot
-from sigmascope.probes.reading import read_host
+from sigmascope.probes.reading import error_text, read_host
 from sigmascope.records.latents import (
     VAE_STAGES,
     Direction,
@@ -50,7 +50,6 @@ from sigmascope.records.run import Finding
 from sigmascope.stages.baseline import (
     changes,
     checked_seconds,
-    error_text,
     exception_dict,
     memory_now,
     model_state,

@@ -20,7 +20,7 @@ from rich.console import Console
 from sigmascope.lora.load_check import AppliedVerdict
 from sigmascope.lora.verdict import LoraVerdict
 from sigmascope.probes import Accelerator, memory_snapshot
-from sigmascope.probes.reading import Reading, node_outputs, read_host
+from sigmascope.probes.reading import Reading, error_text, node_outputs, read_host
 from sigmascope.records.memory import (
     AcceleratorMemory,
     MemoryImpact,
@@ -30,7 +30,7 @@ from sigmascope.records.memory import (
     change,
     mib,
 )
-from sigmascope.stages.baseline import checked_seconds, error_text, exception_dict, memory_now
+from sigmascope.stages.baseline import checked_seconds, exception_dict, memory_now
 from sigmascope.stages.lora_file import (
     fused_keys,
     host_of,

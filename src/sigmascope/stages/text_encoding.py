@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 
 from sigmascope.probes import Accelerator, memory_snapshot, read_nvml
-from sigmascope.probes.reading import keeping_words, keeps_words, read_host
+from sigmascope.probes.reading import error_text, keeping_words, keeps_words, read_host
 from sigmascope.records.memory import MemoryImpact, MemorySnapshot, PeakMemory, PeakMemoryDict
 from sigmascope.records.prompts import HIDDEN, PromptPrivacy, check_privacy, quoting
 from sigmascope.stages.baseline import (
@@ -26,7 +26,6 @@ from sigmascope.stages.baseline import (
     changes,
     checked_seconds,
     cleanup_effectiveness,
-    error_text,
     exception_dict,
     memory_now,
     model_state,

@@ -14,7 +14,6 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from sigmascope.errors import SigmascopeError
 from sigmascope.lora.effect import Effect, by_block, effect_of, measured_effect
 from sigmascope.lora.linalg import quick_norm, root_sum_square
 from sigmascope.lora.patches import WeightedFactors, factors_of, is_product, needs_weight, sort_patches
@@ -400,7 +399,7 @@ def beside_unmerged(effect: Effect, merged: Tensor, acting: Sequence[AppliedPatc
         merged: The weight with the changes.
         acting: All of its changes that act.
     """
-    norm = attempt(lambda: _norm_before(effect, merged, acting), SigmascopeError).value
+    norm = attempt(lambda: _norm_before(effect, merged, acting)).value
     if norm is None or effect.delta_norm is None:
         reason = "the weight without the changes is gone"
         unavailable = {**effect.unavailable, "weight_norm": reason, "relative_change": reason}

@@ -1,7 +1,7 @@
 import pytest
 from rich.cells import cell_len
 
-from sigmascope.monitor.live_line import StepProgress, fitted, over_text, running_text, together
+from sigmascope.monitor.live_line import StepProgress, fitted, join_lines, over_text, running_text
 from sigmascope.records.performance import PerformanceMetrics
 
 METRICS = PerformanceMetrics(
@@ -42,8 +42,8 @@ def test_a_name_cannot_move_the_cursor_or_fill_the_line() -> None:
 
 
 def test_several_are_counted() -> None:
-    assert together(["a", "b"]) == "2 running: a | b"
-    assert (together(["a"]), together([])) == ("a", "")
+    assert join_lines(["a", "b"]) == "2 running: a | b"
+    assert (join_lines(["a"]), join_lines([])) == ("a", "")
 
 
 @pytest.mark.parametrize("text", ["short", "x" * 80, "模型" * 40])

@@ -10,15 +10,15 @@ import torch
 
 from sigmascope.errors import ConfigError
 from sigmascope.monitor.performance import (
+    GenerationPlan,
     PerformanceMonitor,
-    Plan,
     planned_metrics,
     seconds_above_zero,
     whole_number,
 )
 from sigmascope.records.performance import PerformanceMetrics
 
-USUAL = Plan("FLUX", "MMDiT", 20, (1024, 1024), 1, None)
+USUAL = GenerationPlan("FLUX", "MMDiT", 20, (1024, 1024), 1, None)
 
 
 def planned(**arguments: Any) -> PerformanceMetrics:

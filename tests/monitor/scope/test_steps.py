@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from sigmascope.monitor import Recorder
-from sigmascope.monitor.scope import NOT_AT_STEPS, StepColumns, row
+from sigmascope.monitor.scope import NOT_AT_STEPS, StepColumns
 
 if TYPE_CHECKING:
     from tests.monitor.conftest import FakeAccelerator, FakeClock, FakeHost
@@ -150,7 +150,7 @@ def test_reading_a_run_while_threads_add_steps_sees_whole_rows_and_loses_none() 
     def add(thread: int) -> None:
         for number in range(5000):
             at = thread * 10_000 + number
-            columns.add(row(at, at + 7, at + 1, at + 2))
+            columns.add(at, at + 7, at + 1, at + 2)
 
     with ThreadPoolExecutor(4) as pool:
         adding = [pool.submit(add, thread) for thread in range(4)]

@@ -10,7 +10,7 @@ import pytest
 
 from sigmascope.monitor import Recorder, scope
 from sigmascope.monitor.peaks import reader_for
-from sigmascope.monitor.utilization import MAX_SAMPLE_HZ, SAMPLER, Wish
+from sigmascope.monitor.utilization import MAX_SAMPLE_HZ, SAMPLER, SamplerClient
 
 if TYPE_CHECKING:
     from tests.monitor.conftest import FakeAccelerator, FakeHost
@@ -74,7 +74,7 @@ def test_ctrl_c_while_a_stage_closes_leaves_nothing_of_ours_running(
         monkeypatch.setattr(reader, "read", interrupted)
     else:
         close = SAMPLER.close
-        monkeypatch.setattr(SAMPLER, "close", lambda wish: (close(wish), interrupted()))
+        monkeypatch.setattr(SAMPLER, "close", lambda client: (close(client), interrupted()))
     with pytest.raises(KeyboardInterrupt):
         stage.__exit__(None, None, None)
     monkeypatch.undo()
@@ -93,8 +93,8 @@ def test_without_a_rate_there_is_no_thread() -> None:
 
 @pytest.mark.parametrize("rate", [1e-12, 5e-324])
 def test_a_rate_of_once_in_centuries_waits_no_longer_than_a_thread_can(rate: float) -> None:
-    wish = Wish(lambda: None, rate)
-    assert wish.period_seconds <= threading.TIMEOUT_MAX
+    client = SamplerClient(lambda: None, rate)
+    assert client.period_seconds <= threading.TIMEOUT_MAX
     with Recorder(sample_hz=rate).stage("quiet"):
         assert sampler_threads() == ["sigmascope-sampler"]
         time.sleep(0.02)
@@ -102,7 +102,7 @@ def test_a_rate_of_once_in_centuries_waits_no_longer_than_a_thread_can(rate: flo
 
 
 def test_it_never_samples_more_than_ten_times_a_second() -> None:
-    assert Wish(lambda: None, 1000.0).period_seconds == 1.0 / MAX_SAMPLE_HZ == 0.1
+    assert SamplerClient(lambda: None, 1000.0).period_seconds == 1.0 / MAX_SAMPLE_HZ == 0.1
 
 
 def test_it_sees_a_peak_between_the_boundaries(host: "FakeHost") -> None:
@@ -164,7 +164,7 @@ def test_a_sample_that_fails_stops_nobody_else_s(caplog: pytest.LogCaptureFixtur
         seen.append("failing")
         raise ZeroDivisionError
 
-    failing, sound = Wish(fail, 10.0), Wish(lambda: seen.append("sound"), 10.0)
+    failing, sound = SamplerClient(fail, 10.0), SamplerClient(lambda: seen.append("sound"), 10.0)
     SAMPLER.open(failing)
     SAMPLER.open(sound)
     try:

@@ -34,9 +34,7 @@ from sigmascope.integrations.diffusers.watch_session import (
     guides,
 )
 from sigmascope.monitor.gpu_timing import Mark
-from sigmascope.monitor.peaks import UNKNOWN
 from sigmascope.monitor.recorder import LiveStage, Recorder
-from sigmascope.monitor.scope import row
 
 _DENOISER_NAMES: Final = ("unet", "transformer", "transformer_2", "denoiser", "prior", "decoder")
 """Where pipelines keep denoisers whose architecture is not known."""
@@ -177,7 +175,6 @@ class Denoising:
     """
 
     __slots__ = (
-        "_add",
         "_alike",
         "_clock",
         "_first",
@@ -209,7 +206,6 @@ class Denoising:
         self._clock = recorder.clock
         self._scope = scope = recorder.current_scope()
         self._has_device = scope.columns.timings is not None
-        self._add = scope.columns.add if scope.has_bare_steps else None
         self._started: int | None = None
         self._mark: Mark | None = None
         self._timestep: float | None = None
@@ -318,10 +314,7 @@ class Denoising:
         if self._moved_ns:
             self._moves[len(self._scope.columns)] = self._moved_ns
             self._moved_ns = 0
-        if self._add is not None and self._scope.step_listener is None:
-            self._add(row(started, ended_ns, UNKNOWN, UNKNOWN))
-        else:
-            self._scope.add_step(started, ended_ns, self._mark)
+        self._scope.add_step(started, ended_ns, self._mark)
 
     def _take_other_calls(self) -> None:
         """Take the calls of a step that are not those of the step before."""

@@ -52,7 +52,7 @@ class Choices:
     prompts: PromptPrivacy = "full"
     name: str | None = None
     sample_hz: float | None = 10.0
-    step_memory: bool = False
+    step_memory: bool = True
     keep_generations: int | None = KEEP_GENERATIONS
 
 

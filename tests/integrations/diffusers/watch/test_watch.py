@@ -137,8 +137,8 @@ def test_the_record_of_a_call_is_plain_json(pipeline: Any) -> None:
     assert json.loads(json.dumps(dict(run.stage("generation").facts)))
 
 
-def test_the_process_s_memory_at_the_ends_of_steps_is_there_when_it_is_asked_for(pipeline: Any) -> None:
-    with sigmascope.watch(pipeline, step_memory=True) as run:
+def test_the_process_s_memory_at_the_ends_of_steps_is_there(pipeline: Any) -> None:
+    with sigmascope.watch(pipeline) as run:
         generate(pipeline, "sd15", num_inference_steps=4)
     steps = run.stage("denoising").steps
     assert len(steps.rss_bytes) == 4
@@ -151,7 +151,7 @@ def linger(*_: Any) -> dict[str, Any]:
 
 
 def test_without_it_the_steps_say_so_and_the_thread_gives_memory_over_time(pipeline: Any) -> None:
-    with sigmascope.watch(pipeline) as run:
+    with sigmascope.watch(pipeline, step_memory=False) as run:
         generate(pipeline, "sd15", num_inference_steps=2, callback_on_step_end=linger)
     steps = run.stage("denoising").steps
     assert (len(steps), steps.rss_bytes) == (2, ())
