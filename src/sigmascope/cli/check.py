@@ -1,6 +1,5 @@
 """`sigmascope check`: have saved runs become slower or hungrier than earlier ones?"""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -9,7 +8,8 @@ from rich.console import Console
 from rich.text import Text
 
 from sigmascope.cli.compare import amount, interval, load_sides, path_argument, print_left_out
-from sigmascope.cli.console import plain, table
+from sigmascope.cli.console import plain, print_json, table
+from sigmascope.cli.options import AsJson
 from sigmascope.errors import SigmascopeError
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def check(
     alpha: Annotated[
         float, typer.Option("--alpha", help="How likely a false alarm may be, of one figure.")
     ] = 0.01,
-    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Check runs against a baseline: times of stages and steps, and peaks of memory.
 
@@ -69,7 +69,7 @@ def check(
         error.exit_code = TROUBLE
         raise
     if as_json:
-        typer.echo(json.dumps(_plain(found, missing), indent=2))
+        print_json(_plain(found, missing))
     else:
         _print_all(Console(), found, missing)
     if any(one.check.regressed for one in found.values()):

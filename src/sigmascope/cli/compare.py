@@ -3,7 +3,6 @@
 `sigmascope check` reads its runs with `load_sides` too.
 """
 
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,7 +14,8 @@ from rich.text import Text
 from typer.core import TyperCommand
 
 from sigmascope import units
-from sigmascope.cli.console import plain, table
+from sigmascope.cli.console import plain, print_json, table
+from sigmascope.cli.options import AsJson
 from sigmascope.errors import RecordError
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def compare(
     by_step: Annotated[
         bool, typer.Option("--by_step", help="Also each step by its number, the first among them.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Compare runs with those before a change: times of stages and steps, and peaks of memory.
 
@@ -62,7 +62,7 @@ def compare(
     pairs, missing = require_pairs(*load_sides(runs, baseline), named=runs[0])
     found = tuple(compare_work(work, *sides, by_step=by_step) for work, sides in pairs.items())
     if as_json:
-        typer.echo(json.dumps(_plain(found, missing), indent=2))
+        print_json(_plain(found, missing))
     else:
         print_comparisons(Console(), found, missing)
 

@@ -3,7 +3,6 @@
 `print_comparison` shows the result in the terminal, `save_token_picture` draws the errors by token.
 """
 
-import json
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
@@ -16,8 +15,9 @@ import typer
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from sigmascope.cli.console import facts, listed, number, percent, plain, progress_bar, say, table
+from sigmascope.cli.console import facts, listed, number, percent, plain, print_json, progress_bar, say, table
 from sigmascope.cli.drawing import Bar, Label, Line, Shape, save_picture
+from sigmascope.cli.options import AsJson
 from sigmascope.errors import CheckpointError, ConfigError, SigmascopeError
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def compare_tensors(
         Path | None, typer.Option("--picture", help="Draw the errors by token into this .svg or .png.")
     ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show details of every tensor.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Compare dumped tensors: where do two pipelines begin to differ, and is it rounding?
 
@@ -108,7 +108,7 @@ def compare_tensors(
         error.exit_code = TROUBLE
         raise
     if as_json:
-        typer.echo(json.dumps({"path_a": str(a), "path_b": str(b), **comparison.as_dict()}, indent=2))
+        print_json({"path_a": str(a), "path_b": str(b), **comparison.as_dict()})
     else:
         print_comparison(Console(), comparison, (a, b), verbose=verbose)
         if picture is not None:

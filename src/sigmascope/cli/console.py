@@ -5,6 +5,7 @@ characters must not reach the terminal. Stdout is kept for results (`stdout_for_
 they are imported or at work goes to stderr, as the progress bar does.
 """
 
+import json
 import os
 import signal
 import sys
@@ -63,6 +64,11 @@ def plain(value: object, *, limit: int = _LONGEST_VALUE, style: str = "") -> Tex
 def say(text: str, *, err: bool = False) -> None:
     """Print a line that names files, uncut: their names may hold what a terminal would obey."""
     typer.echo(printable(text), err=err)
+
+
+def print_json(values: object) -> None:
+    """Print a report for programs, on stdout."""
+    typer.echo(json.dumps(values, indent=2))
 
 
 def title(what: str, name: object) -> Text:

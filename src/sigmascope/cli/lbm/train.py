@@ -1,6 +1,5 @@
 """`sigmascope lbm train`: train a LoRA, or every weight, of a Latent Bridge Matching model."""
 
-import json
 import logging
 import os
 from collections.abc import Iterator, Mapping
@@ -16,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sigmascope.cli import options
-from sigmascope.cli.console import needs_extra, progress_bar, say, stdout_for_results
+from sigmascope.cli.console import needs_extra, print_json, progress_bar, say, stdout_for_results
 from sigmascope.units import parse_size
 
 if TYPE_CHECKING:
@@ -34,11 +33,14 @@ RUNNING, OUTPUT = "How to run", "What to show"
 _MIB = 1024**2
 
 
-def train(
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """What `lbm train` takes."""
+
     path_config: Annotated[
         Path,
         typer.Option("--path_config", help="YAML of the training and the model.", show_default=False),
-    ],
+    ]
     resume: Annotated[
         bool | None,
         typer.Option(
@@ -46,7 +48,7 @@ def train(
             help="Go on from the newest checkpoint, or begin anew and move what is there aside; else as the YAML says.",
             rich_help_panel=RUNNING,
         ),
-    ] = None,
+    ] = None
     max_steps: Annotated[
         int | None,
         typer.Option(
@@ -55,16 +57,16 @@ def train(
             help="Optimizer steps in all, in place of the YAML's.",
             rich_help_panel=RUNNING,
         ),
-    ] = None,
+    ] = None
     device: Annotated[
         str | None, options.device(RUNNING, "auto, cpu, cuda, cuda:1, mps or xpu; else the YAML's.")
-    ] = None,
+    ] = None
     allow_pipe: Annotated[
         bool,
         typer.Option(
             "--allow_pipe", help="Run the commands of shards named pipe:COMMAND.", rich_help_panel=RUNNING
         ),
-    ] = False,
+    ] = False
     max_member: Annotated[
         str | None,
         typer.Option(
@@ -72,7 +74,7 @@ def train(
             help="Largest picture file in a shard, such as 2GB; else the YAML's, SIGMASCOPE_MAX_MEMBER, or 256MB.",
             rich_help_panel=RUNNING,
         ),
-    ] = None,
+    ] = None
     dry_run: Annotated[
         bool,
         typer.Option(
@@ -80,7 +82,7 @@ def train(
             help="Check settings, base and data, and show what would be trained and the memory it takes.",
             rich_help_panel=RUNNING,
         ),
-    ] = False,
+    ] = False
     live: Annotated[
         bool | None,
         typer.Option(
@@ -88,50 +90,16 @@ def train(
             help="A bar drawn over itself, or a line every log_interval steps; by default as stderr allows.",
             rich_help_panel=OUTPUT,
         ),
-    ] = None,
-    as_json: Annotated[bool, options.as_json(OUTPUT)] = False,
-) -> None:
+    ] = None
+    as_json: Annotated[bool, options.as_json(OUTPUT)] = False
+
+
+@options.option_groups
+def train(options: TrainOptions) -> None:
     """Train on pairs of pictures in WebDataset shards, and write LoRA files.
 
     Ctrl-C and SIGTERM save a checkpoint and end; the same command goes on from
     it. After a kill it goes on from the last checkpoint that was saved.
-    """
-    run_train(
-        TrainOptions(
-            path_config=path_config,
-            resume=resume,
-            max_steps=max_steps,
-            device=device,
-            allow_pipe=allow_pipe,
-            max_member=max_member,
-            dry_run=dry_run,
-            live=live,
-            as_json=as_json,
-        )
-    )
-
-
-@dataclass(frozen=True)
-class TrainOptions:
-    """The command's options, one field each."""
-
-    path_config: Path
-    resume: bool | None = None
-    max_steps: int | None = None
-    device: str | None = None
-    allow_pipe: bool = False
-    max_member: str | None = None
-    dry_run: bool = False
-    live: bool | None = None
-    as_json: bool = False
-
-
-def run_train(options: TrainOptions) -> None:
-    """Train as the options say, or show what would be trained.
-
-    Raises:
-        SigmascopeError: Whatever was wrong with the settings, the files or the training.
-        typer.Exit: With 143 or 130 when a signal stopped it.
     """
     with needs_extra("train"):
         from sigmascope.lbm.devices import resolve_device
@@ -177,7 +145,7 @@ def print_dry_run(found: "DryRun", *, as_json: bool) -> None:
     if as_json:
         facts = {**asdict(found), "resumes": None if found.resumes is None else str(found.resumes)}
         facts["memory"]["total"] = found.memory.total
-        typer.echo(json.dumps(facts, indent=2))
+        print_json(facts)
         return
     console = Console(highlight=False)
     console.print(_dry_run_table(found))
@@ -305,7 +273,7 @@ class _ConsoleHandler(logging.Handler):
 def print_report(report: "TrainReport", settings: "TrainSettings", *, as_json: bool) -> None:
     """Show how a training ended: JSON on stdout, or a few lines."""
     if as_json:
-        typer.echo(json.dumps(_report_values(report, settings), indent=2))
+        print_json(_report_values(report, settings))
         return
     err = Console(stderr=True, highlight=False)
     for finding in report.run.findings:

@@ -1,6 +1,5 @@
 """`sigmascope lora convert`: carry a LoRA to the format that another tool reads."""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -8,7 +7,7 @@ import typer
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from sigmascope.cli.console import facts, listed, plain, progress_bar, title
+from sigmascope.cli.console import facts, listed, plain, print_json, progress_bar, title
 from sigmascope.cli.options import LoraFormatName, Precision
 
 if TYPE_CHECKING:
@@ -100,7 +99,7 @@ def convert(
             progress=progress,
         )
     if as_json:
-        typer.echo(json.dumps(report.as_dict(), indent=2))
+        print_json(report.as_dict())
     else:
         _print(Console(), report)
 

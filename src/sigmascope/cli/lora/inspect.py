@@ -3,7 +3,6 @@
 With `--model` it is judged beside a checkpoint (`judge`), with `--picture` its strength is drawn by block.
 """
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from sigmascope.cli.console import (
     number,
     percent,
     plain,
+    print_json,
     progress_bar,
     span,
     table,
@@ -106,7 +106,7 @@ def inspect(
         save_inspection_picture(picture, report, found)
     if as_json:
         own = report.as_dict(spectra=verbose)
-        typer.echo(json.dumps(own if found is None else own | {"model": found.as_dict()}, indent=2))
+        print_json(own if found is None else own | {"model": found.as_dict()})
     else:
         _print(report, found, picture, verbose=verbose)
     if found is not None and not found.verdict.fits:

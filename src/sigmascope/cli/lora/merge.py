@@ -1,38 +1,15 @@
 """`sigmascope lora merge`: several LoRAs into one, or into a checkpoint."""
 
-import json
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from sigmascope.cli.console import progress_bar
+from sigmascope.cli.console import print_json, progress_bar
 from sigmascope.cli.lora.tables import print_bake, print_reduction
-from sigmascope.cli.options import (
-    AsJson,
-    DynamicMethod,
-    DynamicParam,
-    Exclude,
-    Format,
-    MaxConvRank,
-    MaxError,
-    MaxRank,
-    MaxSize,
-    Method,
-    MinRank,
-    RankFlags,
-    RankFor,
-    RankMethod,
-    ReducedConvRank,
-    ReducedRank,
-    SavePrecision,
-    SaveTo,
-    Verbose,
-    WeightFor,
-    parse_weights,
-    rank_plan,
-)
+from sigmascope.cli.options import AsJson, Format, ResizeFlags, SavePrecision, SaveTo, Verbose, option_groups
 from sigmascope.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -46,7 +23,18 @@ sigmascope lora merge a.safetensors b.safetensors --into model.safetensors --sav
 """
 
 
+class Method(StrEnum):
+    """`--method` of a merge."""
+
+    LINEAR = "linear"
+    TIES = "ties"
+    TIES_MERGEKIT = "ties_mergekit"
+    DARE = "dare"
+
+
+@option_groups
 def merge(
+    *,
     loras: Annotated[
         list[Path], typer.Argument(metavar="LORA", help="LoRAs of any format.", show_default=False)
     ],
@@ -77,19 +65,7 @@ def merge(
         typer.Option("--density", help="Share of the values that ties and dare keep.", show_default="0.5"),
     ] = None,
     seed: Annotated[int | None, typer.Option("--seed", help="Of dare's choice.", show_default="0")] = None,
-    rank: ReducedRank = None,
-    conv_rank: ReducedConvRank = None,
-    max_size: MaxSize = None,
-    max_error: MaxError = None,
-    weight_for: WeightFor = None,
-    rank_method: RankMethod = None,
-    dynamic_method: DynamicMethod = None,
-    dynamic_param: DynamicParam = None,
-    max_rank: MaxRank = None,
-    max_conv_rank: MaxConvRank = None,
-    min_rank: MinRank = None,
-    rank_for: RankFor = None,
-    exclude: Exclude = None,
+    ranks: ResizeFlags,
     save_precision: SavePrecision = None,
     lora_format: Format = None,
     base_model_path: Annotated[
@@ -113,24 +89,10 @@ def merge(
     sum of their ranks, less with a rank option. Into a checkpoint the changes
     are added in float32 and rounded once; all else is copied bit for bit.
     """
-    flags = RankFlags(
-        rank=rank,
-        conv_rank=conv_rank,
-        max_size=max_size,
-        max_error=max_error,
-        weight_for=weight_for,
-        rank_method=rank_method,
-        dynamic_method=dynamic_method,
-        dynamic_param=dynamic_param,
-        max_rank=max_rank,
-        max_conv_rank=max_conv_rank,
-        min_rank=min_rank,
-        rank_for=rank_for,
-        exclude=exclude,
-    )
-    strengths, how = parse_weights(weights), _method(method, density, seed)
+    plan = ranks.plan()
+    strengths, how = _parse_weights(weights), _method(method, density, seed)
     if into is not None:
-        given = (save_precision, lora_format, base_model_path, rank_plan(flags))
+        given = (save_precision, lora_format, base_model_path, plan)
         _refuse_for_checkpoints(*(value is not None for value in given))
         _into(loras, into, save_to, strengths, how, allow_unmatched, verbose=verbose, as_json=as_json)
         return
@@ -140,7 +102,7 @@ def merge(
     options = CombineOptions(
         weights=strengths,
         method=how,
-        plan=rank_plan(flags),
+        plan=plan,
         save_precision=None if save_precision is None else save_precision.value,
         format=None if lora_format is None else lora_format.value,
         base=base_model_path,
@@ -148,9 +110,25 @@ def merge(
     with progress_bar("Merging") as progress:
         report = merge_loras(loras, save_to, options, progress=progress)
     if as_json:
-        typer.echo(json.dumps(report.as_dict(), indent=2))
+        print_json(report.as_dict())
     else:
         print_reduction(Console(), "LoRA merge", report, verbose=verbose)
+
+
+def _parse_weights(text: str | None) -> tuple[float, ...] | None:
+    """Read `0.7,0.3`.
+
+    Raises:
+        ConfigError: A part is no number.
+    """
+    if text is None:
+        return None
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError as error:
+        raise ConfigError(
+            f"--weights {text} are no numbers.", hint="Write one for each LoRA: --weights 0.7,0.3."
+        ) from error
 
 
 def _method(method: Method, density: float | None, seed: int | None) -> "MergeMethod":
@@ -199,6 +177,6 @@ def _into(
             progress=progress,
         )
     if as_json:
-        typer.echo(json.dumps(report.as_dict(), indent=2))
+        print_json(report.as_dict())
     else:
         print_bake(Console(), report, verbose=verbose)

@@ -1,35 +1,14 @@
 """`sigmascope lora resize`: another rank for a LoRA, without its models."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from sigmascope.cli.console import progress_bar
+from sigmascope.cli.console import print_json, progress_bar
 from sigmascope.cli.lora.tables import print_reduction
-from sigmascope.cli.options import (
-    AsJson,
-    DynamicMethod,
-    DynamicParam,
-    Exclude,
-    Format,
-    MaxConvRank,
-    MaxError,
-    MaxRank,
-    MaxSize,
-    MinRank,
-    RankFlags,
-    RankFor,
-    RankMethod,
-    ReducedConvRank,
-    ReducedRank,
-    SavePrecision,
-    Verbose,
-    WeightFor,
-    rank_plan,
-)
+from sigmascope.cli.options import AsJson, Format, ResizeFlags, SavePrecision, Verbose, option_groups
 from sigmascope.errors import ConfigError
 
 EPILOG = """Examples:
@@ -40,24 +19,14 @@ sigmascope lora resize big.safetensors small.safetensors --max_size 50MB
 """
 
 
+@option_groups
 def resize(
+    *,
     lora: Annotated[Path, typer.Argument(metavar="IN", help="LoRA of any format.", show_default=False)],
     save_to: Annotated[
         Path, typer.Argument(metavar="OUT", help="LoRA to write, .safetensors.", show_default=False)
     ],
-    rank: ReducedRank = None,
-    conv_rank: ReducedConvRank = None,
-    max_size: MaxSize = None,
-    max_error: MaxError = None,
-    weight_for: WeightFor = None,
-    rank_method: RankMethod = None,
-    dynamic_method: DynamicMethod = None,
-    dynamic_param: DynamicParam = None,
-    max_rank: MaxRank = None,
-    max_conv_rank: MaxConvRank = None,
-    min_rank: MinRank = None,
-    rank_for: RankFor = None,
-    exclude: Exclude = None,
+    ranks: ResizeFlags,
     save_precision: SavePrecision = None,
     lora_format: Format = None,
     verbose: Verbose = False,
@@ -69,22 +38,7 @@ def resize(
     shown are those of what is stored. Give a rank, a method by which each
     layer's singular values decide, or a size or error for the whole file.
     """
-    flags = RankFlags(
-        rank=rank,
-        conv_rank=conv_rank,
-        max_size=max_size,
-        max_error=max_error,
-        weight_for=weight_for,
-        rank_method=rank_method,
-        dynamic_method=dynamic_method,
-        dynamic_param=dynamic_param,
-        max_rank=max_rank,
-        max_conv_rank=max_conv_rank,
-        min_rank=min_rank,
-        rank_for=rank_for,
-        exclude=exclude,
-    )
-    plan = rank_plan(flags)
+    plan = ranks.plan()
     if plan is None:
         raise ConfigError(
             "how much rank is not said.",
@@ -102,6 +56,6 @@ def resize(
             progress=progress,
         )
     if as_json:
-        typer.echo(json.dumps(report.as_dict(), indent=2))
+        print_json(report.as_dict())
     else:
         print_reduction(Console(), "LoRA resize", report, verbose=verbose)

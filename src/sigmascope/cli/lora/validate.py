@@ -4,7 +4,6 @@ With `--images`, the models also translate a folder of pictures: `check_image_fl
 the weights are measured, `run_images` translates, and `print_images` shows how far the results are apart.
 """
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -17,23 +16,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from sigmascope.cli.console import needs_extra, progress_bar, say
+from sigmascope.cli.console import needs_extra, print_json, progress_bar, say
 from sigmascope.cli.lora.tables import print_validation
-from sigmascope.cli.options import (
-    AsJson,
-    BasePath,
-    MixedDtypes,
-    OnInteger,
-    OnMissing,
-    OnMixedDtypes,
-    OnShapeChange,
-    Parts,
-    TunedPath,
-    Unfit,
-    Variant,
-    Verbose,
-    pair_options,
-)
+from sigmascope.cli.options import AsJson, BasePath, PairFlags, TunedPath, Verbose, option_groups
 from sigmascope.errors import ConfigError, WriteError
 from sigmascope.units import printable
 
@@ -52,72 +37,79 @@ sigmascope lora validate --base_model_path base.safetensors --tuned_model_path t
 
 _IMAGES_PANEL = "On pictures (LBM only)"
 
-Images = Annotated[
-    Path | None,
-    typer.Option(
-        "--images",
-        metavar="<folder>",
-        help="Also translate its pictures with base, base + LoRA and tuned model, and compare the results.",
-        rich_help_panel=_IMAGES_PANEL,
-    ),
-]
-ConfigPath = Annotated[
-    Path | None,
-    typer.Option(
-        "--config_path",
-        help="YAML of the models.",
-        show_default="beside each model",
-        rich_help_panel=_IMAGES_PANEL,
-    ),
-]
-Steps = Annotated[
-    int | None,
-    typer.Option(
-        "--num_inference_steps",
-        help="Steps along the bridge.",
-        show_default="1",
-        rich_help_panel=_IMAGES_PANEL,
-    ),
-]
-Seed = Annotated[
-    int | None,
-    typer.Option(
-        "--seed", help="Of the noise, the same for all.", show_default="0", rich_help_panel=_IMAGES_PANEL
-    ),
-]
-Resolution = Annotated[
-    int | None,
-    typer.Option(
-        "--resolution",
-        help="Side of the square working size.",
-        show_default="the config's",
-        rich_help_panel=_IMAGES_PANEL,
-    ),
-]
-TorchDtype = Annotated[
-    str | None,
-    typer.Option(
-        "--torch_dtype",
-        help="Of the models: float32, bf16, fp16.",
-        show_default="float32",
-        rich_help_panel=_IMAGES_PANEL,
-    ),
-]
-Device = Annotated[
-    str | None,
-    typer.Option(
-        "--device",
-        help="Where the models run: auto, cpu, cuda.",
-        show_default="auto",
-        rich_help_panel=_IMAGES_PANEL,
-    ),
-]
-
 _PICTURES_SHOWN = 5
 """Pictures listed one by one unless all are asked for; those that the LoRA leaves farthest off come first."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class ImageFlags:
+    """What the models translate with `--images`, and how; None where nothing was typed."""
+
+    images: Annotated[
+        Path | None,
+        typer.Option(
+            "--images",
+            metavar="<folder>",
+            help="Also translate its pictures with base, base + LoRA and tuned model, and compare the results.",
+            rich_help_panel=_IMAGES_PANEL,
+        ),
+    ] = None
+    config_path: Annotated[
+        Path | None,
+        typer.Option(
+            "--config_path",
+            help="YAML of the models.",
+            show_default="beside each model",
+            rich_help_panel=_IMAGES_PANEL,
+        ),
+    ] = None
+    num_inference_steps: Annotated[
+        int | None,
+        typer.Option(
+            "--num_inference_steps",
+            help="Steps along the bridge.",
+            show_default="1",
+            rich_help_panel=_IMAGES_PANEL,
+        ),
+    ] = None
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            "--seed", help="Of the noise, the same for all.", show_default="0", rich_help_panel=_IMAGES_PANEL
+        ),
+    ] = None
+    resolution: Annotated[
+        int | None,
+        typer.Option(
+            "--resolution",
+            help="Side of the square working size.",
+            show_default="the config's",
+            rich_help_panel=_IMAGES_PANEL,
+        ),
+    ] = None
+    torch_dtype: Annotated[
+        str | None,
+        typer.Option(
+            "--torch_dtype",
+            help="Of the models: float32, bf16, fp16.",
+            show_default="float32",
+            rich_help_panel=_IMAGES_PANEL,
+        ),
+    ] = None
+    device: Annotated[
+        str | None,
+        typer.Option(
+            "--device",
+            help="Where the models run: auto, cpu, cuda.",
+            show_default="auto",
+            rich_help_panel=_IMAGES_PANEL,
+        ),
+    ] = None
+
+
+@option_groups
 def validate(
+    *,
     base_model_path: BasePath,
     tuned_model_path: TunedPath,
     lora_path: Annotated[
@@ -145,19 +137,8 @@ def validate(
             "--workers", help="Threads, a core each.", show_default="one for each core, up to 8", min=1
         ),
     ] = None,
-    images: Images = None,
-    config_path: ConfigPath = None,
-    num_inference_steps: Steps = None,
-    seed: Seed = None,
-    resolution: Resolution = None,
-    torch_dtype: TorchDtype = None,
-    device: Device = None,
-    parts: Parts = "denoiser",
-    on_missing: OnMissing = Unfit.ERROR,
-    on_shape_change: OnShapeChange = Unfit.ERROR,
-    on_integer: OnInteger = Unfit.ERROR,
-    on_mixed_dtypes: OnMixedDtypes = MixedDtypes.COMPARE,
-    variant: Variant = None,
+    images: ImageFlags,
+    pairing: PairFlags,
     verbose: Verbose = False,
     as_json: AsJson = False,
 ) -> None:
@@ -175,12 +156,11 @@ def validate(
     names_path = _names_path(layer_names, lora_path, inputs)
     _check_picture(picture, inputs, names_path)
     models = {"base": base_model_path, "tuned": tuned_model_path}
-    flags = ImageFlags(images, config_path, num_inference_steps, seed, resolution, torch_dtype, device)
-    check_image_flags(flags, models)
-    options = pair_options(parts, on_missing, on_shape_change, on_integer, on_mixed_dtypes, variant)
+    check_image_flags(images, models)
+    options = pairing.options()
     with progress_bar("Validating") as progress:
         report = validate_lora(*inputs, options, workers=workers, progress=progress)
-    seen = run_images(flags, models, lora_path)
+    seen = run_images(images, models, lora_path)
     passed = report.success_rate >= min_success_rate
     lists_names = passed and bool(report.layer_names)
     if as_json:
@@ -188,7 +168,7 @@ def validate(
             "layer_names": str(names_path) if lists_names else None,
             "images": None if seen is None else seen.as_dict(),
         }
-        typer.echo(json.dumps(report.as_dict() | extra, indent=2))
+        print_json(report.as_dict() | extra)
     else:
         print_validation(Console(), report, verbose=verbose)
         if seen is not None:
@@ -248,19 +228,6 @@ def _check_picture(path: Path | None, inputs: Sequence[Path], names_path: Path) 
     for other, use in uses.items():
         if exists(path) and exists(other) and path.samefile(other):
             raise ConfigError(f"--picture {path} {use}.", hint="Give the name of a new file.")
-
-
-@dataclass(frozen=True, slots=True)
-class ImageFlags:
-    """The flags as given; None where they were not."""
-
-    images: Path | None = None
-    config_path: Path | None = None
-    num_inference_steps: int | None = None
-    seed: int | None = None
-    resolution: int | None = None
-    torch_dtype: str | None = None
-    device: str | None = None
 
 
 def _draw(path: Path | None, report: "ValidationReport", *, quiet: bool) -> None:
