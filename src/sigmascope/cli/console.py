@@ -12,22 +12,28 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
+from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 from rich import box
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
 from sigmascope.errors import ConfigError
 from sigmascope.progress import Progress as ProgressCallback
-from sigmascope.units import printable
+from sigmascope.units import format_size, printable
+
+if TYPE_CHECKING:
+    from sigmascope.records.run import Finding
 
 _TABLE_PADDING = (0, 1, 0, 0)
 _LONGEST_VALUE = 300  # characters of one value that are shown
+_LONGEST_FINDING = 600
+SEVERITY_STYLE = {"info": "cyan", "warning": "yellow", "error": "red", "critical": "bold red"}
 
 _PROGRESS_WIDTH = 40
 _STDOUT, _STDERR = 1, 2
@@ -114,6 +120,25 @@ def listed(
         console.print(Text("  ").append_text(plain(name)))
     if len(names) > most:
         console.print(Text(f"  and {len(names) - most} more; --json lists all"))
+
+
+def findings(shown: "Iterable[Finding]") -> Group:
+    """A line each: how grave it is, what was found, and what to do."""
+    return Group(
+        *(
+            Text.assemble(
+                (f"{finding.severity}: ", SEVERITY_STYLE[finding.severity]),
+                plain(finding.message, limit=_LONGEST_FINDING),
+                f" {finding.advice}" if finding.advice else "",
+            )
+            for finding in shown
+        )
+    )
+
+
+def print_written(console: Console, path: Path, file_bytes: int) -> None:
+    """Say which file is there now, and how large it is."""
+    console.print(Text("Written: ").append_text(plain(path)).append(f" ({format_size(file_bytes)})"))
 
 
 def counts(found: Mapping[Any, int], *, most: int = 6) -> str:

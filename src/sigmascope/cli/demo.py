@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sigmascope.cli.console import needs_extra, progress_bar
-from sigmascope.cli.lora.tables import print_validation
+from sigmascope.cli.lora.validate import print_validation
 from sigmascope.cli.options import AsJson
 
 if TYPE_CHECKING:

@@ -38,9 +38,8 @@ from sigmascope.errors import (
 )
 from sigmascope.files import atomic_path, free_bytes, require_writable, temporary_name
 from sigmascope.lbm.backbone import Backbone, BackboneWeight, open_backbone
-from sigmascope.lbm.buckets import Size
 from sigmascope.lbm.config import LbmConfig, load_config
-from sigmascope.lbm.images import image_to_tensor, psnr, tensor_to_image
+from sigmascope.lbm.images import Size, image_to_tensor, psnr, tensor_to_image
 from sigmascope.lbm.infer import translate_image
 from sigmascope.lbm.model import LbmModel, build_lbm, is_finite, load_lbm
 from sigmascope.lbm.pocket.scenes import make_scene, scene_source_light, shade

@@ -19,8 +19,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sigmascope.errors import ConfigError, DataError
-from sigmascope.lbm.buckets import Size, scaled_buckets
 from sigmascope.lbm.config import LbmConfig
+from sigmascope.lbm.images import Size, scaled_buckets
 from sigmascope.lbm.samples import Crop, Sample, SampleDecoder, map_ahead
 from sigmascope.lbm.shards import Order, RawSample, Share, expand_shards
 

@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
 from sigmascope.errors import DataError
-from sigmascope.lbm.buckets import Size, nearest_bucket
 from sigmascope.lbm.config import LbmConfig
-from sigmascope.lbm.images import DECODER_ERRORS, mask_levels, open_picture, to_rgb
+from sigmascope.lbm.images import DECODER_ERRORS, Size, mask_levels, nearest_bucket, open_picture, to_rgb
 from sigmascope.lbm.shards import RawSample, find_member, wanted_members
 
 Pixels = NDArray[np.uint8]

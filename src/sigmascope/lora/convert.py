@@ -16,10 +16,9 @@ from sigmascope.checkpoints import Checkpoint, open_checkpoint
 from sigmascope.errors import ConfigError, LoraFormatError
 from sigmascope.lora.alignment import align
 from sigmascope.lora.families import ModelLayout, Part, layout_of
-from sigmascope.lora.file import LoraFile, exists, refuse_inputs
+from sigmascope.lora.file import LoraFile, exists, kept_metadata, refuse_inputs
 from sigmascope.lora.formats import format_named
 from sigmascope.lora.layer_names import UNET_FAMILIES, UnetBlocks, blocks_of, renamed
-from sigmascope.lora.metadata import kept_metadata
 from sigmascope.lora.module_names import OwnNames, nearest_family, understand_names
 from sigmascope.lora.reader import open_lora
 from sigmascope.lora.writer import LoraWriter

@@ -26,11 +26,11 @@ from torch import Tensor
 
 from sigmascope.errors import ConfigError, NonFiniteError, SigmascopeError
 from sigmascope.lora.factors import LoraFactors
-from sigmascope.lora.krylov import leading_subspace
 from sigmascope.lora.linalg import (
     frobenius_norm,
     gram_in_double,
     in_double,
+    leading_subspace,
     matrix_shape,
     max_rank,
     symmetric_eigen,

@@ -43,7 +43,6 @@ from sigmascope.lora.file import as_text, check_target, refuse_inputs
 from sigmascope.lora.file_size import StorageCost, names_in, numbers_in, parts_in
 from sigmascope.lora.formats import FormatName, LoraFormat, format_named
 from sigmascope.lora.journal import Journal
-from sigmascope.lora.krylov import fast_dtype
 from sigmascope.lora.layer_extraction import (
     LayerReader,
     LayerRecord,
@@ -55,6 +54,7 @@ from sigmascope.lora.layer_extraction import (
 )
 from sigmascope.lora.layer_names import UnetBlocks, blocks_of
 from sigmascope.lora.layers import in_coverage, layer_order
+from sigmascope.lora.linalg import fast_dtype
 from sigmascope.lora.pairs import CheckpointPair, open_pair, pair_findings, uncovered_changes
 from sigmascope.lora.parallel import run_layers
 from sigmascope.lora.ranks import RankPolicy, RankRules

@@ -32,10 +32,10 @@ from sigmascope.checkpoints import Checkpoint
 from sigmascope.errors import LoraFormatError
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.families import ModelLayout, Part
+from sigmascope.lora.file import PEFT_CONFIGS
 from sigmascope.lora.keys import KeyGroups
 from sigmascope.lora.layer_names import UNET_FAMILIES, Naming, Row, UnetBlocks, renamed
 from sigmascope.lora.linalg import is_convolution
-from sigmascope.lora.metadata import PEFT_CONFIGS
 
 FormatName = Literal["native", "kohya", "peft", "comfyui"]
 FLAT_PREFIXES: Final = ("lora_", "lycoris_")

@@ -21,10 +21,9 @@ from torch import Tensor
 from sigmascope.errors import NonFiniteError
 from sigmascope.lora.adapters import WeightChange
 from sigmascope.lora.factors import LoraFactors
-from sigmascope.lora.file import LoraFile
+from sigmascope.lora.file import LoraFile, TrainingFacts, read_training_facts
 from sigmascope.lora.layers import block_of_module, block_position
 from sigmascope.lora.linalg import in_double, max_rank, root_sum_square
-from sigmascope.lora.metadata import TrainingFacts, read_training_facts
 from sigmascope.lora.parallel import run_layers
 from sigmascope.lora.reader import open_any
 from sigmascope.lora.spectrum import effective_rank, stable_rank

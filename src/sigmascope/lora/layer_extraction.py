@@ -20,8 +20,7 @@ from sigmascope.errors import SigmascopeError
 from sigmascope.lora.decompose import StoredChange, at_full_rank, decompose
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.journal import Journal
-from sigmascope.lora.krylov import fast_dtype
-from sigmascope.lora.linalg import max_rank, quick_energy
+from sigmascope.lora.linalg import fast_dtype, max_rank, quick_energy
 from sigmascope.lora.pairs import CheckpointPair
 from sigmascope.lora.ranks import FixedRank, RankPolicy
 from sigmascope.lora.spectrum import Spectrum

@@ -23,10 +23,9 @@ from sigmascope.lora.alignment import UnitedLoras, unite
 from sigmascope.lora.bake import aligned_with
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.families import BASE_FINGERPRINT
-from sigmascope.lora.file import LoraFile, check_target, refuse_files, refuse_inputs
+from sigmascope.lora.file import LoraFile, check_target, family_in, refuse_files, refuse_inputs
 from sigmascope.lora.linalg import at_least_float32, same_matrix
 from sigmascope.lora.merge_methods import InputLora, MergeMethod, merged_from, require_weights
-from sigmascope.lora.metadata import family_in
 from sigmascope.lora.ranks import FULL_RANK, FixedRank, RankRules
 from sigmascope.lora.reader import open_lora
 from sigmascope.lora.resize import (

@@ -21,7 +21,7 @@ from typing import Final
 
 from sigmascope.errors import ConfigError, LoraFormatError, SigmascopeError
 from sigmascope.lora.families import ModelLayout, Part, attends_to_itself, misfit
-from sigmascope.lora.file import LoraFile
+from sigmascope.lora.file import FAMILIES, LoraFile, family_in
 from sigmascope.lora.layer_names import (
     RESNET,
     RESNET_OF_SGM,
@@ -40,7 +40,6 @@ from sigmascope.lora.layer_names import (
     unflattened,
     usual_blocks,
 )
-from sigmascope.lora.metadata import FAMILIES, family_in
 
 _BIAS: Final = ".bias"
 _TEXT_MODEL: Final = "text_model_"

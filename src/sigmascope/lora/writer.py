@@ -30,13 +30,12 @@ from sigmascope.lora.adapters import Adapter, DiffChange, DoraChange, LokrChange
 from sigmascope.lora.alignment import UnitedLoras, divided, joined
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.families import ModelLayout
-from sigmascope.lora.file import LoraFile, as_text
+from sigmascope.lora.file import VARYING, LoraFile, as_text, family_in, kept_metadata, lora_header
 from sigmascope.lora.file_size import StorageCost
 from sigmascope.lora.formats import FactorKeys, LoraFormat, format_named
 from sigmascope.lora.keys import MID
 from sigmascope.lora.layer_names import Row, UnetBlocks, blocks_of
 from sigmascope.lora.linalg import at_least_float32, is_convolution, is_real, max_rank
-from sigmascope.lora.metadata import VARYING, family_in, kept_metadata, lora_header
 from sigmascope.lora.module_names import understand_names
 
 LBM_LAYOUT: Final = ModelLayout("lbm", "lbm", {"denoiser": "denoiser.", "vae": "vae.vae_model."})

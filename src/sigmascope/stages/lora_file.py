@@ -18,10 +18,9 @@ from torch import Tensor, nn
 from sigmascope.files import short_path
 from sigmascope.lora.compatibility import judge_lora, shapes_of
 from sigmascope.lora.factors import LoraFactors
-from sigmascope.lora.file import LoraFile
+from sigmascope.lora.file import LoraFile, family_in, read_training_facts
 from sigmascope.lora.linalg import in_double
 from sigmascope.lora.load_check import AppliedModule, AppliedVerdict, applied_findings, judge_applied
-from sigmascope.lora.metadata import family_in, read_training_facts
 from sigmascope.lora.module_names import parse_name
 from sigmascope.lora.reader import open_any
 from sigmascope.lora.verdict import LoraVerdict

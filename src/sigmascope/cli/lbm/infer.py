@@ -213,7 +213,7 @@ def _apply_lora(
 def _translate(
     options: InferOptions, model: "LbmModel", picture: "Image.Image", conditioning: "dict[str, Image.Image]"
 ) -> "Image.Image":
-    from sigmascope.lbm.buckets import parse_size
+    from sigmascope.lbm.images import parse_size
     from sigmascope.lbm.infer import translate_image
 
     with progress_bar("Translating") as progress:
@@ -271,9 +271,8 @@ def _summary(
 def check_options(options: InferOptions) -> None:
     """Refuse what cannot work before minutes are spent on it."""
     from sigmascope.lbm.bridge import bridge_sigmas
-    from sigmascope.lbm.buckets import check_resolution, parse_size
     from sigmascope.lbm.devices import resolve_device, resolve_dtype
-    from sigmascope.lbm.images import image_format
+    from sigmascope.lbm.images import check_resolution, image_format, parse_size
 
     low, high = LORA_SCALES
     if not low <= options.lora_scale <= high:

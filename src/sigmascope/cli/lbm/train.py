@@ -20,9 +20,9 @@ from sigmascope.units import parse_size
 
 if TYPE_CHECKING:
     from sigmascope.lbm.training.dry_run import DryRun
+    from sigmascope.lbm.training.metrics import Validation
     from sigmascope.lbm.training.settings import TrainSettings
     from sigmascope.lbm.training.train import Listeners, StepLog, TrainReport
-    from sigmascope.lbm.training.validation import Validation
 
 EPILOG = (
     "Example: sigmascope lbm train --path_config lora_relight.yaml --dry_run, then without --dry_run. "

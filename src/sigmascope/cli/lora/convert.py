@@ -7,7 +7,7 @@ import typer
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from sigmascope.cli.console import facts, listed, plain, print_json, progress_bar, title
+from sigmascope.cli.console import facts, listed, print_json, print_written, progress_bar, title
 from sigmascope.cli.options import LoraFormatName, Precision
 
 if TYPE_CHECKING:
@@ -105,14 +105,10 @@ def convert(
 
 
 def _print(console: Console, report: "ConversionReport") -> None:
-    from sigmascope.units import format_size
-
     console.print(title("LoRA conversion", report.source.name))
     console.print(facts(_facts(report)))
     listed(console, "Left out", [f"{one.name} ({one.reason})" for one in report.left_out])
-    console.print(
-        Text("Written: ").append_text(plain(report.target)).append(f" ({format_size(report.file_bytes)})")
-    )
+    print_written(console, report.target, report.file_bytes)
 
 
 def _facts(report: "ConversionReport") -> list[tuple[str, RenderableType | None]]:

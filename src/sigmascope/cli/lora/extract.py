@@ -2,13 +2,24 @@
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.text import Text
 
-from sigmascope.cli.console import needs_extra, print_json, progress_bar
-from sigmascope.cli.lora.tables import print_extraction
+from sigmascope.cli.console import (
+    facts,
+    findings,
+    needs_extra,
+    percent,
+    plain,
+    print_json,
+    print_written,
+    progress_bar,
+    title,
+)
+from sigmascope.cli.lora.validate import block_table, module_table
 from sigmascope.cli.options import (
     AsJson,
     BasePath,
@@ -22,6 +33,9 @@ from sigmascope.cli.options import (
     rank_choice,
 )
 from sigmascope.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from sigmascope.lora.extraction_report import ExtractionReport
 
 EPILOG = """Examples:
 
@@ -186,3 +200,36 @@ def require_base(base: Path, *, create: bool, backbone: str | None, config: Path
             both=False,
             progress=progress,
         )
+
+
+def print_extraction(console: Console, report: "ExtractionReport", *, verbose: bool) -> None:
+    """Show what an extraction wrote: blocks, totals, what is left out, and how to go on."""
+    console.print(title("LoRA extraction", report.lora.name))
+    console.print(block_table(report.blocks, "In LoRA"))
+    if verbose:
+        console.print(module_table("Every layer", report.errors))
+    console.print(facts(_extraction_facts(report)))
+    console.print(findings(report.findings))
+    print_written(console, report.lora, report.file_bytes)
+    console.print(Text("         ").append_text(plain(report.sidecar)))
+    following = "Next: sigmascope lora validate with the same two models and --lora_path "
+    console.print(Text(following).append_text(plain(report.lora)))
+
+
+def _extraction_facts(report: "ExtractionReport") -> list[tuple[str, RenderableType]]:
+    reasons = [layer.reason for layer in report.left_out]
+    left_out = ", ".join(
+        f"{reasons.count(reason)} {reason.replace('_', ' ')}" for reason in sorted(set(reasons))
+    )
+    coverage = (
+        f"{report.total_lora_modules} of {report.total_analyzed_layers} layers "
+        f"({report.coverage_percentage:.1f} %)"
+    )
+    return [
+        ("Layers in the LoRA", coverage),
+        ("Left out", left_out or "none"),
+        ("Error, overall", percent(report.relative_error)),
+        ("Error, average", percent(report.average_error)),
+        ("Precision", report.options.save_precision),
+        ("Time", f"{report.seconds:.1f} s"),
+    ]

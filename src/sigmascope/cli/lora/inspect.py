@@ -18,6 +18,7 @@ from rich.text import Text
 from sigmascope.cli.console import (
     counts,
     facts,
+    findings,
     layer,
     listed,
     number,
@@ -37,11 +38,9 @@ if TYPE_CHECKING:
     from sigmascope.lora.effect import BlockEffect, Effect
     from sigmascope.lora.inspect import LoraInspection, ModuleStrength
     from sigmascope.lora.verdict import LoraVerdict
-    from sigmascope.records.run import Finding
 
 EPILOG = "Example: sigmascope lora inspect my_lora.safetensors --model sdxl.safetensors --picture blocks.svg"
 
-_SEVERITY_STYLE = {"info": "cyan", "warning": "yellow", "error": "red", "critical": "bold red"}
 _MOST_UNMATCHED = 5
 
 # The picture: sizes in pixels, and colours.
@@ -254,7 +253,7 @@ def print_on_model(console: Console, found: OnModel, *, verbose: bool) -> None:
         _print_relative(console, found.blocks)
     _print_unmatched(console, verdict, verbose=verbose)
     told = {f"lora_{reason}" for reason in verdict.reasons}
-    _print_findings(console, [finding for finding in verdict.findings if finding.id not in told])
+    console.print(findings(finding for finding in verdict.findings if finding.id not in told))
 
 
 def _verdict_facts(verdict: "LoraVerdict") -> "list[tuple[str, RenderableType | None]]":
@@ -317,16 +316,6 @@ def _print_unmatched(console: Console, verdict: "LoraVerdict", *, verbose: bool)
 
 def _indented(width: int, text: str, style: str) -> Padding:
     return Padding(plain(text, style=style), (0, 0, 0, width))
-
-
-def _print_findings(console: Console, findings: "Sequence[Finding]") -> None:
-    for finding in findings:
-        style = _SEVERITY_STYLE[finding.severity]
-        line = Text(f"{finding.severity}: ", style=style).append_text(plain(finding.message, limit=600))
-        line.stylize("default", len(finding.severity) + 2)
-        if finding.advice:
-            line.append(f" {finding.advice}", style="default")
-        console.print(line)
 
 
 def check_picture(path: Path, *inputs: Path | None) -> None:

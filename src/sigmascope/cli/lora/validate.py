@@ -11,13 +11,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich import box
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from sigmascope.cli.console import needs_extra, print_json, progress_bar, say
-from sigmascope.cli.lora.tables import print_validation
+from sigmascope.cli.console import (
+    facts,
+    findings,
+    needs_extra,
+    percent,
+    plain,
+    print_json,
+    progress_bar,
+    say,
+    span,
+    table,
+    title,
+)
 from sigmascope.cli.options import AsJson, BasePath, PairFlags, TunedPath, Verbose, option_groups
 from sigmascope.errors import ConfigError, WriteError
 from sigmascope.units import printable
@@ -25,6 +35,7 @@ from sigmascope.units import printable
 if TYPE_CHECKING:
     from sigmascope.lbm.image_validation import ImageReport, OutputError, PictureErrors
     from sigmascope.lora.validate import ValidationReport
+    from sigmascope.lora.validation_report import Band, BlockError, ModuleError
 
 EPILOG = """Examples:
 
@@ -35,6 +46,8 @@ sigmascope lora validate --base_model_path base.safetensors --tuned_model_path t
 --lora_path my_lora.safetensors --images photos/
 """
 
+_BAND_STYLE = {"excellent": "green", "good": "cyan", "poor": "yellow", "noise": "bold red"}
+_MOST_FAILURES = 10
 _IMAGES_PANEL = "On pictures (LBM only)"
 
 _PICTURES_SHOWN = 5
@@ -277,10 +290,9 @@ def check_image_flags(flags: ImageFlags, models: Mapping[str, Path]) -> None:
         return
     with needs_extra("lbm"):
         from sigmascope.lbm.bridge import bridge_sigmas
-        from sigmascope.lbm.buckets import check_resolution
         from sigmascope.lbm.devices import resolve_device, resolve_dtype
         from sigmascope.lbm.image_validation import require_source_only
-        from sigmascope.lbm.images import find_pictures
+        from sigmascope.lbm.images import check_resolution, find_pictures
         from sigmascope.lbm.infer import SEEDS
     bridge_sigmas(1 if flags.num_inference_steps is None else flags.num_inference_steps)
     check_resolution(flags.resolution, "bucket")
@@ -324,24 +336,111 @@ def run_images(flags: ImageFlags, models: Mapping[str, Path], lora: Path) -> "Im
         )
 
 
+def print_validation(console: Console, report: "ValidationReport", *, verbose: bool) -> None:
+    """Show how well a LoRA reproduces the tuned model: fidelity, what is applied, blocks, bands, the worst layers."""
+    said_first = [finding for finding in report.findings if finding.id == "lora.other_model"]
+    console.print(title("LoRA validation", report.lora.name))
+    console.print(facts(_headline(report)))
+    console.print(findings(said_first))
+    console.print(block_table(report.blocks, "Applied"))
+    console.print(
+        module_table("Every layer", report.modules)
+        if verbose
+        else module_table(f"Worst {len(report.worst)} layers", report.worst)
+    )
+    console.print(facts(_validation_facts(report)))
+    if verbose or not said_first:
+        console.print(_failures(report.failures))
+    console.print(findings([finding for finding in report.findings if finding not in said_first]))
+
+
+def _headline(report: "ValidationReport") -> list[tuple[str, RenderableType]]:
+    """Two figures: how near the tuned model is reached, and how much of the LoRA has a place at all."""
+    fidelity = "-" if report.fidelity is None else f"{report.fidelity:.1f} %"
+    applied = f"{report.success_rate:.1f} % ({report.applied} of {len(report.modules)} modules)"
+    return [
+        ("Fidelity", Text.assemble(fidelity, " of the change  ", _band(report.band))),
+        ("Applied", Text(applied, style="green" if not report.failures else "bold red")),
+    ]
+
+
+def _validation_facts(report: "ValidationReport") -> list[tuple[str, RenderableType]]:
+    counts = Text("  ").join(
+        Text(f"{band} {count}", style=_BAND_STYLE[band] if count else "dim")
+        for band, count in report.bands.items()
+    )
+    overall = Text.assemble(percent(report.relative_error), "  ", _band(report.band))
+    return [
+        ("Error, overall", overall),
+        ("Error, average", percent(report.average_error)),
+        ("Layers by band", counts),
+        ("Unchanged layers", f"{report.unchanged_layers} (need no module)"),
+        ("Time", f"{report.seconds:.1f} s"),
+    ]
+
+
+def _failures(failures: Sequence["ModuleError"]) -> Group:
+    lines = [
+        Text.assemble(
+            f"{failure.status.replace('_', ' ')}: ",
+            plain(failure.name),
+            f" ({failure.detail})" if failure.detail else "",
+        )
+        for failure in failures[:_MOST_FAILURES]
+    ]
+    if len(failures) > _MOST_FAILURES:
+        lines.append(Text(f"and {len(failures) - _MOST_FAILURES} more; --json lists all"))
+    return Group(*lines)
+
+
+def block_table(blocks: Sequence["BlockError"], applied: str) -> Table:
+    """Ranks and errors by block; `applied` heads the column of how many modules there are of how many."""
+    made = table("Block", applied, "Rank", "Change", "Error", "Mean", "Worst", "Band", left=("Band",))
+    for block in blocks:
+        complete = block.applied == block.modules
+        made.add_row(
+            Text(block.name),
+            Text(f"{block.applied}/{block.modules}", style="" if complete else "bold red"),
+            span(block.ranks),
+            f"{block.delta_norm:.3g}",
+            percent(block.relative_error),
+            percent(block.average_error),
+            percent(block.largest_error),
+            _band(block.band),
+        )
+    return made
+
+
+def _band(band: "Band | None") -> Text:
+    return Text(band or "-", style=_BAND_STYLE.get(band or "", ""))
+
+
+def module_table(heading: str, modules: Sequence["ModuleError"]) -> Table:
+    """The error of each layer."""
+    made = table("Layer", "Rank", "Error")
+    made.title, made.title_justify = heading, "left"
+    for module in modules:
+        error = percent(module.relative_error) if module.status == "applied" else module.status
+        rank = "-" if module.rank is None else str(module.rank)
+        style = _BAND_STYLE.get(module.band or "", "")
+        made.add_row(Text(module.name.removeprefix("denoiser.")), rank, Text(error, style=style))
+    return made
+
+
 def print_images(console: Console, report: "ImageReport", *, verbose: bool) -> None:
     """Show how far base and base + LoRA are from the tuned model's pictures."""
     farthest = sorted(report.pictures, key=lambda picture: picture.with_lora.psnr)
     shown = report.pictures if verbose else farthest[:_PICTURES_SHOWN]
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    table.title, table.title_justify = "Against the tuned model's pictures", "left"
-    table.add_column("Picture", overflow="fold")
-    table.add_column("Model", no_wrap=True)
-    for heading in ("PSNR", "Image", "Latent"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    made = table("Picture", "Model", "PSNR", "Image", "Latent", left=("Model",))
+    made.title, made.title_justify = "Against the tuned model's pictures", "left"
     for picture in shown:
-        _add_picture(table, picture.picture, picture)
+        _add_picture(made, picture.picture, picture)
     if len(report.pictures) > 1:
-        _add_picture(table, f"all {len(report.pictures)}", report.overall)
-    console.print(table)
+        _add_picture(made, f"all {len(report.pictures)}", report.overall)
+    console.print(made)
     left = report.overall.remaining
     if left is not None:
-        console.print(Text(f"The LoRA leaves {_percent(left)} of the way from base to tuned latents."))
+        console.print(Text(f"The LoRA leaves {percent(left)} of the way from base to tuned latents."))
     if len(shown) < len(report.pictures):
         console.print(
             Text(f"{len(report.pictures) - _PICTURES_SHOWN} more pictures: --verbose or --json lists all")
@@ -354,15 +453,11 @@ def print_images(console: Console, report: "ImageReport", *, verbose: bool) -> N
         )
 
 
-def _add_picture(table: Table, name: str, picture: "PictureErrors") -> None:
-    table.add_row(Text(name), "base", *_cells(picture.base))
-    table.add_row("", "base + LoRA", *_cells(picture.with_lora))
+def _add_picture(made: Table, name: str, picture: "PictureErrors") -> None:
+    made.add_row(Text(name), "base", *_cells(picture.base))
+    made.add_row("", "base + LoRA", *_cells(picture.with_lora))
 
 
 def _cells(error: "OutputError") -> tuple[str, str, str]:
     psnr = f"{error.psnr:.1f} dB" if math.isfinite(error.psnr) else "identical"
-    return psnr, _percent(error.image_error), _percent(error.latent_error)
-
-
-def _percent(fraction: float | None) -> str:
-    return "-" if fraction is None else f"{100 * fraction:.3g} %"
+    return psnr, percent(error.image_error), percent(error.latent_error)

@@ -28,7 +28,7 @@ from sigmascope.errors import ConfigError
 from sigmascope.lbm.data import Batch
 from sigmascope.lbm.devices import resolve_device
 from sigmascope.lbm.model import LbmModel
-from sigmascope.lbm.training.deepspeed import (
+from sigmascope.lbm.training.distributed import (
     EngineOptimizer,
     deepspeed_plugin,
     launched_processes,

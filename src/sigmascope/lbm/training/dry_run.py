@@ -21,6 +21,7 @@ from sigmascope.lbm.model import LbmModel, build_lbm, compare_keys
 from sigmascope.lbm.training.accelerate import check_tracker
 from sigmascope.lbm.training.checkpoints import newest_readable, read_facts
 from sigmascope.lbm.training.lora_layers import planned, prepare
+from sigmascope.lbm.training.metrics import read_samples
 from sigmascope.lbm.training.objective import lpips_package
 from sigmascope.lbm.training.optimizers import make_optimizer, make_schedule
 from sigmascope.lbm.training.session import (
@@ -33,7 +34,6 @@ from sigmascope.lbm.training.session import (
 )
 from sigmascope.lbm.training.settings import TrainSettings
 from sigmascope.lbm.training.target_modules import PlanRow
-from sigmascope.lbm.training.validation import read_samples
 
 _NAMED = 3
 """How many problems of the base an error names."""

@@ -21,8 +21,7 @@ from sigmascope.lbm.training.lora_layers import Trainable, TrainableFull, Traina
 from sigmascope.lbm.training.session import Session, result_of
 from sigmascope.lbm.training.settings import OutputFormat, TrainSettings
 from sigmascope.lora.families import BASE_FINGERPRINT, denoiser_fingerprint
-from sigmascope.lora.file import LoraFile, as_text
-from sigmascope.lora.metadata import kept_metadata
+from sigmascope.lora.file import LoraFile, as_text, kept_metadata
 from sigmascope.lora.writer import save_lora, stored_factors
 
 _log = logging.getLogger(__name__)

@@ -33,7 +33,18 @@ from sigmascope.lbm.training.checkpoints import CheckpointFolder, TrainingState,
 from sigmascope.lbm.training.distributed import Group, Team, groups, naming_lost_processes, reshard
 from sigmascope.lbm.training.dry_run import weight_dtype
 from sigmascope.lbm.training.export import add_lora, write_result
-from sigmascope.lbm.training.metrics import TRAINING, Listeners, StepLog, Teller, Watch, nonfinite_finding
+from sigmascope.lbm.training.metrics import (
+    TRAINING,
+    Listeners,
+    StepLog,
+    Teller,
+    Validation,
+    Watch,
+    nonfinite_finding,
+    read_samples,
+    save_sheet,
+    validate,
+)
 from sigmascope.lbm.training.session import (
     Session,
     epoch_limit,
@@ -43,7 +54,6 @@ from sigmascope.lbm.training.session import (
     state_of,
 )
 from sigmascope.lbm.training.settings import TrainSettings
-from sigmascope.lbm.training.validation import Validation, read_samples, save_sheet, validate
 from sigmascope.progress import Progress, no_progress
 from sigmascope.records.run import Run
 
