@@ -145,9 +145,9 @@ def cases_of(
     """
     if frames is not None and frames < 1:
         raise ConfigError(f"--frames is {frames}.", hint="Give 1 or more.")
-    sizes = [None] if resolution is None else [_parse_size(one) for one in _split_list(resolution)]
-    counts = [None] if steps is None else [_parse_number(one, "--steps") for one in _split_list(steps)]
-    batches = [_parse_number(one, "--batch") for one in _split_list(batch)]
+    sizes = [None] if resolution is None else [_parse_size(part) for part in _split_list(resolution)]
+    counts = [None] if steps is None else [_parse_number(part, "--steps") for part in _split_list(steps)]
+    batches = [_parse_number(part, "--batch") for part in _split_list(batch)]
     return tuple(
         BenchCase(None if size is None else size[0], None if size is None else size[1], many, count, frames)
         for size, many, count in product(sizes, batches, counts)
@@ -155,13 +155,13 @@ def cases_of(
 
 
 def _parse_size(text: str) -> tuple[int, int]:
-    found = _SIZE_PATTERN.fullmatch(text.lower())
-    if found is None or int(found[1]) * int(found[2] or 1) == 0:
+    match = _SIZE_PATTERN.fullmatch(text.lower())
+    if match is None or int(match[1]) * int(match[2] or 1) == 0:
         raise ConfigError(
             f"--resolution: expected WIDTHxHEIGHT or one side, got {text!r}.",
             hint="Write several as 512,1024x768.",
         )
-    return int(found[1]), int(found[2] or found[1])
+    return int(match[1]), int(match[2] or match[1])
 
 
 def _split_list(text: str) -> list[str]:
@@ -266,7 +266,7 @@ def _print_json(
     output: Path,
 ) -> None:
     """Print everything as JSON."""
-    found: dict[str, Any] = {
+    report: dict[str, Any] = {
         "pipeline": request.pipeline,
         "name": subject.name,
         "device": str(subject.device),
@@ -276,7 +276,7 @@ def _print_json(
         "output": str(output),
         "cases": [result.as_dict() for result in results],
     }
-    print_json(found)
+    print_json(report)
 
 
 def print_bench(
@@ -326,9 +326,11 @@ def _where(run: "Run") -> str:
     host = run.host
     if host is None:
         return str(device)
-    found = next((one for one in host.accelerators if one.device.startswith(str(device))), None)
-    if found is not None:
-        return f"{device}: {found.name or 'unnamed'}, {units.mib(found.total_bytes)} MB"
+    accelerator = next(
+        (candidate for candidate in host.accelerators if candidate.device.startswith(str(device))), None
+    )
+    if accelerator is not None:
+        return f"{device}: {accelerator.name or 'unnamed'}, {units.mib(accelerator.total_bytes)} MB"
     return f"{device}: {host.cpu_model or 'unknown'}, {threads} of {host.cpu_count_logical or '-'} threads"
 
 
@@ -393,7 +395,11 @@ def _spread(latency: "Latency") -> str:
 
 def _print_remarks(console: Console, remarks: "list[tuple[str, list[Text]]]") -> None:
     """A line each, after the case's name; once and without a name what is true of all of several cases."""
-    common = [one for one in remarks[0][1] if all(one in others for _, others in remarks)] if remarks else []
+    common = (
+        [remark for remark in remarks[0][1] if all(remark in others for _, others in remarks)]
+        if remarks
+        else []
+    )
     for name, lines in remarks:
         for line in lines:
             if line not in common or len(remarks) == 1:
@@ -405,20 +411,20 @@ def _print_remarks(console: Console, remarks: "list[tuple[str, list[Text]]]") ->
 
 def _remarks(result: "CaseResult", target: float | None) -> list[Text]:
     """What went wrong, whether the target was met, and what to know."""
-    found = []
+    remarks = []
     if result.failure is not None:
-        found.append(Text("✗ ", style="bold red").append_text(plain(result.failure, style="red")))
+        remarks.append(Text("✗ ", style="bold red").append_text(plain(result.failure, style="red")))
     if result.summary is None:
-        return found
+        return remarks
     case, made = result.case, result.made
     if case.width is not None and made is not None and made.width not in (None, case.width):
-        found.append(Text(f"what was made is {made.width}x{made.height}.", style="yellow"))
+        remarks.append(Text(f"what was made is {made.width}x{made.height}.", style="yellow"))
     if target is not None:
         met = sum(seconds <= target for seconds in _generation_seconds(result))
         style = "green" if met == len(result.runs) else "yellow"
-        found.append(Text(f"{met} of {len(result.runs)} within {units.seconds(target)}.", style=style))
-    found += [plain(note, style="dim") for note in result.summary.notes]
-    return found + [_finding(finding) for finding in result.findings()]
+        remarks.append(Text(f"{met} of {len(result.runs)} within {units.seconds(target)}.", style=style))
+    remarks += [plain(note, style="dim") for note in result.summary.notes]
+    return remarks + [_finding(finding) for finding in result.findings()]
 
 
 def _generation_seconds(result: "CaseResult") -> list[float]:

@@ -320,8 +320,8 @@ def _print_check(console: Console, check: "RegressionCheck") -> None:
             console.print(
                 Text.assemble((figure.verdict, style), " ", plain(figure.comparison.name), f": {figure.why}")
             )
-    sides = [figure.comparison.runs for figure in check.figures]  # some figures are without some of them
-    before, after = (max(counts) for counts in zip(*sides, strict=True)) if sides else (0, 0)
+    run_counts = [figure.comparison.runs for figure in check.figures]  # some figures are without some of them
+    before, after = (max(counts) for counts in zip(*run_counts, strict=True)) if run_counts else (0, 0)
     count = len(check.regressed)
     outcome = f"{count} figures regressed" if count != 1 else "1 figure regressed"
     console.print(

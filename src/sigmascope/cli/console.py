@@ -141,14 +141,14 @@ def print_written(console: Console, path: Path, file_bytes: int) -> None:
     console.print(Text("Written: ").append_text(plain(path)).append(f" ({format_size(file_bytes)})"))
 
 
-def counts(found: Mapping[Any, int], *, most: int = 6) -> str:
+def counts(occurrences: Mapping[Any, int], *, most: int = 6) -> str:
     """`64 (700), 32 (92)`: values with how often each comes, the most frequent where not all are shown."""
-    items = list(found.items())
+    items = list(occurrences.items())
     if len(items) > most:
         items = sorted(items, key=lambda item: -item[1])[:most]
     shown = [f"{_short(value)} ({count})" for value, count in items]
-    if len(found) > most:
-        shown.append(f"{len(found) - most} more")
+    if len(occurrences) > most:
+        shown.append(f"{len(occurrences) - most} more")
     return ", ".join(shown) or "-"
 
 

@@ -53,9 +53,11 @@ def _print(console: Console, report: "DoctorReport") -> None:
     console.print(_heading("Devices"))
     _print_devices(console, report)
     console.print(_heading("Measured"))
-    for one in report.measurements:
-        mark = Text("yes  ", style="green") if one.works else Text("no   ", style="yellow")
-        console.print(mark.append(one.name).append(units.printable(f": {one.reason}"), style="dim"))
+    for measurement in report.measurements:
+        mark = Text("yes  ", style="green") if measurement.works else Text("no   ", style="yellow")
+        console.print(
+            mark.append(measurement.name).append(units.printable(f": {measurement.reason}"), style="dim")
+        )
     console.print(_heading("Extras"))
     console.print(facts([(extra.name, _extra_line(extra)) for extra in report.extras]))
     if report.settings:

@@ -118,8 +118,8 @@ class BaseReport:
             "backbone": str(self.backbone),
             "dtypes": dict(self.dtypes),
             "adapted": {
-                key: {"change": each.change, "from": list(each.had), "to": list(each.shape)}
-                for key, each in self.adapted.items()
+                key: {"change": weight.change, "from": list(weight.had), "to": list(weight.shape)}
+                for key, weight in self.adapted.items()
             },
             "dropped": {key: list(shape) for key, shape in self.dropped.items()},
             "outside": dict(self.outside),
@@ -174,7 +174,7 @@ def create_base(
         nbytes = sum(spec.nbytes for spec in specs.values())
         require_space(targets, nbytes)
         _write_files(targets, text, specs, _adapted_tensors(source, specs, progress))
-        dropped = {key: found.shape for key, found in source.weights.items() if key.startswith(DROPPED)}
+        dropped = {key: info.shape for key, info in source.weights.items() if key.startswith(DROPPED)}
         path, outside = source.path, dict(source.outside)
     return BaseReport(
         paths=targets.weights,
@@ -411,7 +411,7 @@ def choose_targets(save_path: Path, config: LbmConfig, *, both: bool) -> Targets
         raise ConfigError(
             f"{save_path}: a base is written as .safetensors or .ckpt.", hint="Choose one of these endings."
         )
-    paths = {each: save_path.with_suffix(each) if each != suffix else save_path for each in SUFFIXES}
+    paths = {ending: save_path.with_suffix(ending) if ending != suffix else save_path for ending in SUFFIXES}
     targets = Targets(
         paths[".safetensors"] if both or suffix == ".safetensors" else None,
         paths[".ckpt"] if both or suffix == ".ckpt" else None,

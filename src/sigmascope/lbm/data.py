@@ -388,8 +388,8 @@ def _pictures(samples: list[Sample], key: str) -> Float[Tensor, "batch 3 height 
 def _validity(samples: list[Sample], key: str) -> Float[Tensor, "batch 1 height width"]:
     masks = [sample.masks.get(key) for sample in samples]
     valid = [
-        np.ones(one.size[::-1]) if mask is None else mask >= VALID
-        for one, mask in zip(samples, masks, strict=True)
+        np.ones(pictures.size[::-1]) if mask is None else mask >= VALID
+        for pictures, mask in zip(samples, masks, strict=True)
     ]
     return torch.from_numpy(np.stack(valid, dtype=np.float32)[:, None])
 

@@ -39,8 +39,8 @@ def resolve_device(name: str = "auto", flag: str = "--device") -> torch.device:
         ConfigError: The name is not a device, or there is no such device on this machine.
     """
     if name == "auto":
-        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        return torch.device("cpu") if found is None else found
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        return torch.device("cpu") if accelerator is None else accelerator
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -56,8 +56,8 @@ def resolve_device(name: str = "auto", flag: str = "--device") -> torch.device:
 def _is_there(device: torch.device) -> bool:
     if device.type == "cpu":
         return True
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if found is None or found.type != device.type:
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None or accelerator.type != device.type:
         return False
     return ":" not in str(device) or device.index < torch.accelerator.device_count()
 

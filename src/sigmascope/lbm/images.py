@@ -286,11 +286,11 @@ def find_pictures(folder: str | Path) -> tuple[list[Path], list[UnreadablePictur
         else:
             pictures.append(path)
     if not pictures:
-        found = (
+        entries = (
             f"{len(files)} damaged, first {files[0].name}: {unreadable[0].reason}" if files else "none at all"
         )
         raise ConfigError(
-            f"--images {place} holds no picture that can be read ({found}).",
+            f"--images {place} holds no picture that can be read ({entries}).",
             hint=f"Put pictures into it ({', '.join(PICTURES)}).",
         )
     return pictures, unreadable

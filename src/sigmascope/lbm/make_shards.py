@@ -234,11 +234,11 @@ def find_pairs(folder: str | Path, keys: Sequence[str], optional: Sequence[str] 
         if file.suffix.lower() not in PICTURES:
             left_out.append(LeftOut(str(place), f"is not named like a picture ({', '.join(PICTURES)})"))
             continue
-        found = (_by_subfolder if in_subfolders else _by_ending)(place, [*keys, *optional])
-        if found is None:
+        candidates = (_by_subfolder if in_subfolders else _by_ending)(place, [*keys, *optional])
+        if candidates is None:
             left_out.append(LeftOut(str(place), _no_place([*keys, *optional], in_subfolders)))
             continue
-        key, name = found
+        key, name = candidates
         group = groups.setdefault(name, {})
         if key in group:
             left_out.append(LeftOut(str(place), f"{group[key].relative_to(root)} is its {key} already"))
@@ -266,10 +266,10 @@ def _visible_files(root: Path) -> list[Path]:
     try:
         if not root.is_dir():
             raise FileError(root, "is no folder.", hint="Name a folder with pairs of pictures.")
-        found = [path for path in root.rglob("*") if path.is_file()]
+        files = [path for path in root.rglob("*") if path.is_file()]
     except OSError as error:
         raise FileError(root, f"cannot be read ({reason_of(error)}).", hint=reading_hint(error)) from error
-    return sorted(path for path in found if not _hidden(path.relative_to(root)))
+    return sorted(path for path in files if not _hidden(path.relative_to(root)))
 
 
 def _hidden(place: Path) -> bool:
@@ -336,10 +336,12 @@ def _numbered(name: str) -> Iterator[str]:
 
 
 def _no_pairs(root: Path, keys: Sequence[str], left_out: Sequence[LeftOut]) -> ConfigError:
-    found = f"{len(left_out)} files, first {left_out[0].name}: {left_out[0].reason}" if left_out else "empty"
+    contents = (
+        f"{len(left_out)} files, first {left_out[0].name}: {left_out[0].reason}" if left_out else "empty"
+    )
     first, second = keys[0], keys[-1]
     return ConfigError(
-        f"{root}: holds no pairs of pictures ({found}).",
+        f"{root}: holds no pairs of pictures ({contents}).",
         hint=f"Name files a_{first}.png and a_{second}.png, or put them in folders {first}/ and {second}/.",
     )
 

@@ -316,8 +316,10 @@ class LbmVae(nn.Module):
 def _normal_like(mean: Latents, generator: torch.Generator | Sequence[torch.Generator] | None) -> Latents:
     """Standard normal noise of the shape, dtype and device of `mean`."""
     if isinstance(generator, Sequence):
-        one = mean.shape[1:]
-        noise = torch.stack([torch.randn(one, generator=each, device=each.device) for each in generator])
+        shape = mean.shape[1:]
+        noise = torch.stack(
+            [torch.randn(shape, generator=source, device=source.device) for source in generator]
+        )
     else:
         device = mean.device if generator is None else generator.device
         noise = torch.randn(mean.shape, generator=generator, device=device)

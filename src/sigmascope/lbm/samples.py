@@ -233,8 +233,11 @@ def _edge(share: float, side: int) -> float:
 
 def same_shape(first: Size, second: Size) -> bool:
     """Whether two pictures show the same at different sizes: equal aspect, up to a pixel of rounding."""
-    for one, other in ((first, second), (second, first)):
-        if abs(one[0] * other[1] / one[1] - other[0]) <= 1 or abs(one[1] * other[0] / one[0] - other[1]) <= 1:
+    for earlier, other in ((first, second), (second, first)):
+        if (
+            abs(earlier[0] * other[1] / earlier[1] - other[0]) <= 1
+            or abs(earlier[1] * other[0] / earlier[0] - other[1]) <= 1
+        ):
             return True
     return False
 

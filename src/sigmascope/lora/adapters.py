@@ -267,14 +267,14 @@ class LohaChange(Adapter):
         cores = [name for name in ("hada_t1", "hada_t2") if name in shapes]
         if cores:
             require_parts(shapes, "hada_t1", "hada_t2")
-            sides = [_tucker_shape(shapes, f"hada_t{side}", f"hada_w{side}") for side in (1, 2)]
+            factor_shapes = [_tucker_shape(shapes, f"hada_t{side}", f"hada_w{side}") for side in (1, 2)]
         else:
             for side in (1, 2):
                 inner_size(shapes, f"hada_w{side}_a", f"hada_w{side}_b")
-            sides = [(shapes[f"hada_w{side}_a"][0], shapes[f"hada_w{side}_b"][1]) for side in (1, 2)]
-        if sides[0] != sides[1]:
+            factor_shapes = [(shapes[f"hada_w{side}_a"][0], shapes[f"hada_w{side}_b"][1]) for side in (1, 2)]
+        if factor_shapes[0] != factor_shapes[1]:
             raise misfit(shapes, *names)
-        return AdapterFacts(sides[0], shapes["hada_w1_b"][0])
+        return AdapterFacts(factor_shapes[0], shapes["hada_w1_b"][0])
 
     def product(self, compute: torch.dtype, base: Tensor | None) -> Tensor:
         """The elementwise product of the two sides."""
@@ -289,8 +289,10 @@ class LohaChange(Adapter):
         """
         if base is not None and tuple(base.shape) != self.weight_shape:
             self.shaped(base.shape)
-        one, two = self._slices(1), self._slices(2)
-        energy = fsum(_energy_of_product(*first, *second) for first, second in zip(one, two, strict=True))
+        slices_1, slices_2 = self._slices(1), self._slices(2)
+        energy = fsum(
+            _energy_of_product(*first, *second) for first, second in zip(slices_1, slices_2, strict=True)
+        )
         return abs(self.scale) * sqrt(max(energy, 0.0))
 
     def _side(self, side: int, compute: torch.dtype) -> Tensor:

@@ -126,21 +126,21 @@ def _fused_recipes(
         if name not in lora.modules:
             continue
         for part, path, family in _candidates(name, layout):
-            whole, one = row_of_original(family, path), row_of_diffusers(family, path)
+            whole, single = row_of_original(family, path), row_of_diffusers(family, path)
             layers = [index.find(part, inner) for inner in whole.parts] if whole is not None else []
-            target = None if one is None else index.find(part, one.original)
+            target = None if single is None else index.find(part, single.original)
             if whole is not None and None not in layers:
                 recipes |= {
                     str(layer): _Recipe((name,), whole, (inner,))
                     for layer, inner in zip(layers, whole.parts, strict=True)
                 }
-            elif one is not None and target is not None:
-                joins[target].append((name, path, one))
+            elif single is not None and target is not None:
+                joins[target].append((name, path, single))
             else:
                 continue
             break
-    for layer, found in joins.items():
-        sources, parts, lines = zip(*found, strict=True)
+    for layer, rows in joins.items():
+        sources, parts, lines = zip(*rows, strict=True)
         recipes[layer] = _Recipe(sources, lines[0], parts, joins=True)
     return recipes
 
@@ -222,30 +222,34 @@ def unite(loras: Sequence[LoraFile]) -> UnitedLoras:
         LoraFormatError: Two modules of one LoRA are for one layer.
     """
     understood = _understood(loras)
-    chosen = next((one for one in understood if one.layout.naming == "diffusers"), understood[0])
+    chosen = next((names for names in understood if names.layout.naming == "diffusers"), understood[0])
     layout = chosen.layout
     known = {
         _comparable(layer): layer
-        for lora, one in zip(loras, understood, strict=True)
-        for layer, _ in _layers(lora, one, layout)
+        for lora, names in zip(loras, understood, strict=True)
+        for layer, _ in _layers(lora, names, layout)
     }
-    found = [_sources(lora, one, layout, known) for lora, one in zip(loras, understood, strict=True)]
+    layer_sources = [
+        _sources(lora, names, layout, known) for lora, names in zip(loras, understood, strict=True)
+    ]
     return UnitedLoras(
-        loras=tuple(_under_layer_names(lora, sources) for lora, sources in zip(loras, found, strict=True)),
-        sources=tuple({layer: one.name for layer, one in sources.items()} for sources in found),
+        loras=tuple(
+            _under_layer_names(lora, sources) for lora, sources in zip(loras, layer_sources, strict=True)
+        ),
+        sources=tuple({layer: names.name for layer, names in sources.items()} for sources in layer_sources),
         layout=layout,
-        names=tuple(dict.fromkeys(layer for sources in found for layer in sources)),
+        names=tuple(dict.fromkeys(layer for sources in layer_sources for layer in sources)),
         blocks=chosen.blocks,
     )
 
 
 def _understood(loras: Sequence[LoraFile]) -> list[OwnNames]:
     """Each LoRA's names; one whose family cannot be told is taken to be of the others'."""
-    found = [understand_names(lora) for lora in loras]
-    family = next((one.layout.family for one in found if one.layout.family != "unknown"), None)
+    parsed = [understand_names(lora) for lora in loras]
+    family = next((names.layout.family for names in parsed if names.layout.family != "unknown"), None)
     return [
-        understand_names(lora, family) if one.layout.family == "unknown" and family is not None else one
-        for lora, one in zip(loras, found, strict=True)
+        understand_names(lora, family) if names.layout.family == "unknown" and family is not None else names
+        for lora, names in zip(loras, parsed, strict=True)
     ]
 
 
@@ -263,12 +267,12 @@ def _layers(lora: LoraFile, names: OwnNames, layout: ModelLayout) -> Iterator[tu
     same_naming = layout.naming != "diffusers" or names.layout.naming == "diffusers"
     for name, layer in names.layers.items():
         path = layer.removesuffix(_BIAS)
-        found = path if same_naming else _in_diffusers(path, names)
-        if isinstance(found, str):
-            yield found + layer[len(path) :], _Source(name)
+        layer_path = path if same_naming else _in_diffusers(path, names)
+        if isinstance(layer_path, str):
+            yield layer_path + layer[len(path) :], _Source(name)
         elif name in lora.modules:
-            for part in found.parts:
-                yield _beside(path, names.layout, part), _Source(name, found, part)
+            for part in layer_path.parts:
+                yield _beside(path, names.layout, part), _Source(name, layer_path, part)
         else:  # what is not up and down cannot be divided
             yield layer, _Source(name)
 
@@ -277,10 +281,10 @@ def _in_diffusers(layer: str, names: OwnNames) -> str | Row:
     layout = names.layout
     part, path = layout.split(layer)
     try:
-        found = renamed(path, part, layout, "diffusers", names.blocks)
+        path_there = renamed(path, part, layout, "diffusers", names.blocks)
     except LoraFormatError:  # a layer that has no other name keeps its own
         return layer
-    return found if isinstance(found, Row) else _beside(layer, layout, found)
+    return path_there if isinstance(path_there, Row) else _beside(layer, layout, path_there)
 
 
 def _beside(layer: str, layout: ModelLayout, path: str) -> str:

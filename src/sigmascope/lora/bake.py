@@ -117,7 +117,7 @@ class BakeReport:
         return {
             "into": str(self.into),
             "checkpoint": str(self.checkpoint),
-            "inputs": [asdict(one) | {"path": str(one.path)} for one in self.inputs],
+            "inputs": [asdict(lora) | {"path": str(lora.path)} for lora in self.inputs],
             "method": self.method,
             "changed": len(self.tensors),
             "copied": self.copied,
@@ -179,25 +179,31 @@ def bake_loras(
         base = files.enter_context(open_checkpoint(into))
         _require_writable(base, Path(into))
         aligned = [open_aligned(files, path, base) for path in paths]
-        lora_files = [one.lora.path or path for one, path in zip(aligned, paths, strict=True)]
+        lora_files = [
+            aligned_lora.lora.path or path for aligned_lora, path in zip(aligned, paths, strict=True)
+        ]
         refuse_inputs(target, base)
         refuse_files(target, lora_files)
-        found = landings(base, aligned, strengths)
-        require_matched(base, aligned, found.unmatched, allow_unmatched=allow_unmatched)
+        targets = landings(base, aligned, strengths)
+        require_matched(base, aligned, targets.unmatched, allow_unmatched=allow_unmatched)
         metadata = _provenance(base, lora_files, strengths, how)
-        tensors = _write_checkpoint(target, base, found.by_key, aligned, how, metadata, progress)
+        tensors = _write_checkpoint(target, base, targets.by_key, aligned, how, metadata, progress)
         return BakeReport(
             into=Path(into),
             checkpoint=target,
             inputs=tuple(
-                InputLora.of(one.lora, path, weight)
-                for one, path, weight in zip(aligned, paths, strengths, strict=True)
+                InputLora.of(aligned_lora.lora, path, weight)
+                for aligned_lora, path, weight in zip(aligned, paths, strengths, strict=True)
             ),
             method=how.describe(),
             tensors=tensors,
             copied=len(base) - len(tensors),
-            unmatched=found.unmatched,
-            unused_keys={i: one.lora.unused_keys for i, one in enumerate(aligned) if one.lora.unused_keys},
+            unmatched=targets.unmatched,
+            unused_keys={
+                i: aligned_lora.lora.unused_keys
+                for i, aligned_lora in enumerate(aligned)
+                if aligned_lora.lora.unused_keys
+            },
             skipped=dict(base.skipped),
             file_bytes=target.stat().st_size,
             seconds=time.perf_counter() - started,
@@ -276,20 +282,20 @@ def landings(base: Checkpoint, aligned: Sequence[AlignedLora], weights: Sequence
     by_key: dict[str, list[Landing]] = {}
     unmatched: dict[int, tuple[str, ...]] = {}
     wrong: list[str] = []
-    for position, (one, weight) in enumerate(zip(aligned, weights, strict=True)):
+    for position, (aligned_lora, weight) in enumerate(zip(aligned, weights, strict=True)):
         without_tensor: list[str] = []
-        for layer in one.lora.names:
+        for layer in aligned_lora.lora.names:
             key = f"{layer}{_WEIGHT}" if f"{layer}{_WEIGHT}" in base else layer
             if key not in base:  # the bias of a layer that has none
-                without_tensor += one.sources[layer]
+                without_tensor += aligned_lora.sources[layer]
                 continue
-            shape, own = base.info(key).shape, one.lora.shape_of(layer)
-            if layer in one.lora.modules and not same_matrix(own, shape):
-                wrong.append(f"{layer} is {shape} in the checkpoint and {own} in {one.lora}")
+            shape, own = base.info(key).shape, aligned_lora.lora.shape_of(layer)
+            if layer in aligned_lora.lora.modules and not same_matrix(own, shape):
+                wrong.append(f"{layer} is {shape} in the checkpoint and {own} in {aligned_lora.lora}")
             if weight != 0.0:
                 by_key.setdefault(key, []).append(Landing(position, weight, layer))
-        if one.unmatched or without_tensor:
-            unmatched[position] = (*one.unmatched, *without_tensor)
+        if aligned_lora.unmatched or without_tensor:
+            unmatched[position] = (*aligned_lora.unmatched, *without_tensor)
     if wrong:
         raise ModelMismatchError(
             f"{len(wrong)} modules do not fit {base.path}: {'; '.join(wrong[:_NAMED])}{_and_more(len(wrong))}.",
@@ -314,7 +320,7 @@ def require_matched(
     Raises:
         ModelMismatchError: Naming the first few.
     """
-    nothing = [one.lora for one in aligned if not one.lora.names]
+    nothing = [aligned_lora.lora for aligned_lora in aligned if not aligned_lora.lora.names]
     if not nothing and (allow_unmatched or not unmatched):
         return
     parts = [
@@ -344,7 +350,7 @@ def _provenance(
 def _write_checkpoint(
     target: Path,
     base: Checkpoint,
-    landing: Mapping[str, Sequence[Landing]],
+    targets: Mapping[str, Sequence[Landing]],
     aligned: Sequence[AlignedLora],
     method: MergeMethod,
     metadata: Mapping[str, str],
@@ -353,23 +359,23 @@ def _write_checkpoint(
     def work(slot: Slot, key: str) -> tuple[Tensor, BakedTensor | None]:
         buffer = slot.scratch("file", base.info(key).nbytes, torch.uint8)
         weight = base.tensor_into(key, buffer)
-        if key not in landing:
+        if key not in targets:
             return weight, None
         changes = [
-            WeightedChange(one.position, one.weight, _change(aligned[one.position], one.layer))
-            for one in landing[key]
+            WeightedChange(target.position, target.weight, _change(aligned[target.position], target.layer))
+            for target in targets[key]
         ]
         return weight, bake(key, weight, changes, method, slot)
 
-    found = []
+    tensors = []
     keys = base.keys()
     with StreamingWriter(target, metadata, expected=keys, data_bytes=base.nbytes) as writer:
         for done, (key, (tensor, change)) in enumerate(map_in_order(keys, work), start=1):
             writer.write(key, tensor)
             if change is not None:
-                found.append(change)
+                tensors.append(change)
             progress(done, len(keys), key)
-    return tuple(found)
+    return tuple(tensors)
 
 
 class WeightedChange(NamedTuple):
@@ -424,7 +430,7 @@ def bake(
             f"{name}: the merged weight would hold NaN or Inf in {weight.dtype}.",
             hint="Check the weights, or merge with smaller --weights.",
         )
-    positions = tuple(one.position for one in changes)
+    positions = tuple(change.position for change in changes)
     return BakedTensor(name, positions, *map(sqrt, energies))
 
 
@@ -468,27 +474,29 @@ def _addends(
     name: str, weight: Tensor, changes: Sequence[WeightedChange], method: MergeMethod
 ) -> list[_Addend]:
     if method.is_linear:
-        return [_addend(name, weight, one) for one in changes]
-    deltas = {one.position: _delta(name, weight, one) for one in changes}
-    strengths = {one.position: one.weight for one in changes}
+        return [_addend(name, weight, change) for change in changes]
+    deltas = {change.position: _delta(name, weight, change) for change in changes}
+    strengths = {change.position: change.weight for change in changes}
     return [_Addend(_matrix(method.combine(name, deltas, strengths)), None, 1.0)]
 
 
-def _addend(name: str, weight: Tensor, one: WeightedChange) -> _Addend:
-    if not isinstance(one.change, LoraFactors):
-        return _Addend(_matrix(_delta(name, weight, one)), None, one.weight)
-    _require_same_matrix(name, weight, one.change)
+def _addend(name: str, weight: Tensor, change: WeightedChange) -> _Addend:
+    if not isinstance(change.change, LoraFactors):
+        return _Addend(_matrix(_delta(name, weight, change)), None, change.weight)
+    _require_same_matrix(name, weight, change.change)
     compute = at_least_float32(weight.dtype)
-    return _Addend(one.change.up.to(compute), one.change.down.to(compute), one.weight * one.change.scale)
+    return _Addend(
+        change.change.up.to(compute), change.change.down.to(compute), change.weight * change.change.scale
+    )
 
 
-def _delta(name: str, weight: Tensor, one: WeightedChange) -> Tensor:
+def _delta(name: str, weight: Tensor, change: WeightedChange) -> Tensor:
     compute = at_least_float32(weight.dtype)
-    if isinstance(one.change, LoraFactors):
-        _require_same_matrix(name, weight, one.change)
-        return one.change.delta(compute).view(weight.shape)
+    if isinstance(change.change, LoraFactors):
+        _require_same_matrix(name, weight, change.change)
+        return change.change.delta(compute).view(weight.shape)
     try:
-        return one.change.delta(weight.to(compute), compute).reshape(weight.shape)
+        return change.change.delta(weight.to(compute), compute).reshape(weight.shape)
     except ModelMismatchError as error:
         raise ModelMismatchError(f"{name}: {error.message}", hint=error.hint) from error
 

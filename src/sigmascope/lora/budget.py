@@ -274,31 +274,37 @@ class Contest:
     def of(cls, contestants: Sequence[Contestant]) -> "Contest":
         """Bring layers together."""
         benefits = torch.zeros(
-            len(contestants), max((one.known for one in contestants), default=0) + 1, dtype=torch.float64
+            len(contestants),
+            max((contestant.known for contestant in contestants), default=0) + 1,
+            dtype=torch.float64,
         )
-        for row, one in enumerate(contestants):
-            benefits[row, : one.known] = one.weight * one.spectrum.values[: one.known].square()
+        for row, contestant in enumerate(contestants):
+            benefits[row, : contestant.known] = (
+                contestant.weight * contestant.spectrum.values[: contestant.known].square()
+            )
         floor, rank_bytes = (
-            _ints(one.floor for one in contestants),
-            _ints(one.rank_bytes for one in contestants),
+            _ints(contestant.floor for contestant in contestants),
+            _ints(contestant.rank_bytes for contestant in contestants),
         )
-        module_bytes = _ints(one.module_bytes for one in contestants)
+        module_bytes = _ints(contestant.module_bytes for contestant in contestants)
         return cls(
-            layers=tuple(one.layer for one in contestants),
+            layers=tuple(contestant.layer for contestant in contestants),
             benefits=benefits,
             densities=_densities(benefits, rank_bytes, torch.where(floor > 0, 0, module_bytes)),
-            energy=_floats(one.energy for one in contestants),
-            known=_ints(one.known for one in contestants),
+            energy=_floats(contestant.energy for contestant in contestants),
+            known=_ints(contestant.known for contestant in contestants),
             floor=floor,
-            cap=_ints(one.cap for one in contestants),
+            cap=_ints(contestant.cap for contestant in contestants),
             rank_bytes=rank_bytes,
             module_bytes=module_bytes,
             next_benefit=_floats(
-                one.weight * one.spectrum.next_value_bound**2 if one.open else 0.0 for one in contestants
+                contestant.weight * contestant.spectrum.next_value_bound**2 if contestant.open else 0.0
+                for contestant in contestants
             ),
-            unknown_energy=_floats(one.unknown_energy for one in contestants),
+            unknown_energy=_floats(contestant.unknown_energy for contestant in contestants),
             unknown_values=_ints(
-                one.spectrum.largest_rank - one.spectrum.known if one.open else 0 for one in contestants
+                contestant.spectrum.largest_rank - contestant.spectrum.known if contestant.open else 0
+                for contestant in contestants
             ),
         )
 

@@ -250,8 +250,8 @@ class Reasons:
         misfit = self._placing.misfits.get(name)
         parsed = parse_name(name.removesuffix(_BIAS))
         parts = [part for part in parsed.parts if part in self._placing.layout.prefixes] or ["denoiser"]
-        found = self._names(parts[0]).nearest(parsed.path)
-        return found if misfit is None else tuple(dict.fromkeys((misfit.key, *found)))[:3]
+        nearest = self._names(parts[0]).nearest(parsed.path)
+        return nearest if misfit is None else tuple(dict.fromkeys((misfit.key, *nearest)))[:3]
 
     def _names(self, part: str) -> NearestNames:
         if part not in self._near:
@@ -263,10 +263,10 @@ class Reasons:
     @cached_property
     def _other_numbers(self) -> dict[tuple[Part, str], set[str]]:
         """The model's layers by part and flat name without numbers."""
-        found: defaultdict[tuple[Part, str], set[str]] = defaultdict(set)
+        numbers: defaultdict[tuple[Part, str], set[str]] = defaultdict(set)
         for (part, name), layers in self._placing.index.by_name.items():
-            found[part, _NUMBER.sub("#", name)] |= layers
-        return dict(found)
+            numbers[part, _NUMBER.sub("#", name)] |= layers
+        return dict(numbers)
 
     def _of_shape(self, misfit: Misfit) -> Explained:
         shapes = f"it is made for a weight of {misfit.own}, and {misfit.key} is {misfit.model}"
@@ -478,28 +478,28 @@ def shapes_of(model: Model) -> dict[str, tuple[int, ...]]:
         ModelMismatchError: It holds no weights that are known how to find.
     """
     if isinstance(model, nn.Module):
-        found = dict(_named_shapes(model))
+        shapes = dict(_named_shapes(model))
     elif isinstance(model, Checkpoint):
-        found = {key: model.info(key).shape for key in model}
+        shapes = {key: model.info(key).shape for key in model}
     else:
         parts = model if isinstance(model, Mapping) else getattr(model, "components", None)
-        found = _of_parts(parts) if isinstance(parts, Mapping) else {}
-    if not found:
+        shapes = _of_parts(parts) if isinstance(parts, Mapping) else {}
+    if not shapes:
         raise ModelMismatchError(
             f"{type(model).__name__} holds no weights that are known how to find.",
             hint="Give an nn.Module, shapes by name, or the parts of a pipeline by name.",
         )
-    return found
+    return shapes
 
 
 def _of_parts(parts: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
-    found: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for name, part in parts.items():
         if isinstance(part, nn.Module):
-            found |= {_in_part(name, key): shape for key, shape in _named_shapes(part)}
+            shapes |= {_in_part(name, key): shape for key, shape in _named_shapes(part)}
         elif isinstance(part, tuple | list):
-            found[str(name)] = tuple(int(size) for size in part)
-    return found
+            shapes[str(name)] = tuple(int(size) for size in part)
+    return shapes
 
 
 def _in_part(name: str, key: str) -> str:
@@ -547,12 +547,12 @@ def relative_strengths(
     Returns:
         The effects by the file's module names. A fused module's weight is all that it changes together.
     """
-    found: dict[str, Effect] = {}
+    effects: dict[str, Effect] = {}
     with open_any(Path(lora)) as file:
         for module in verdict.matched:
-            found[module.name] = _effect(file, module, model)
-            progress(len(found), len(verdict.matched), module.name)
-    return found
+            effects[module.name] = _effect(file, module, model)
+            progress(len(effects), len(verdict.matched), module.name)
+    return effects
 
 
 def _effect(lora: LoraFile, module: ModuleVerdict, model: Checkpoint) -> Effect:

@@ -271,7 +271,7 @@ def _require_family(
 
 
 def _no_names(lora: LoraFile, left_out: list[LeftOut]) -> LoraFormatError:
-    shown = "; ".join(f"{one.name} ({one.reason})" for one in left_out[:_NAMED_IN_A_MESSAGE])
+    shown = "; ".join(f"{module.name} ({module.reason})" for module in left_out[:_NAMED_IN_A_MESSAGE])
     more = len(left_out) - _NAMED_IN_A_MESSAGE
     return LoraFormatError(
         f"{lora}: {len(left_out)} of {len(lora.names)} names cannot be carried over: {shown}"

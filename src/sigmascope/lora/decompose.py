@@ -126,11 +126,11 @@ def decompose(
     up = (left_directions(images, rank) * share).to(dtype)
     _require_storable(delta, up)
     wide_up = up.to(work.dtype) / share  # what is stored, on the scale of the work
-    found = project(work, wide_up)
-    down = (found.least_squares.to(work.dtype) * share).to(dtype)
+    factors = project(work, wide_up)
+    down = (factors.least_squares.to(work.dtype) * share).to(dtype)
     _require_storable(delta, down)
-    errors = stored_errors(work, StoredFactors(wide_up, down.to(work.dtype) / share), found, total)
-    values = found.energies.sqrt() * unit
+    errors = stored_errors(work, StoredFactors(wide_up, down.to(work.dtype) / share), factors, total)
+    values = factors.energies.sqrt() * unit
     if len(values) < min(rank, max_rank(shape)):
         values = torch.cat([values, values.new_zeros(1)])  # no more can be stored, and a zero says so
     spectrum = Spectrum(values, total * unit**2, shape)
@@ -257,11 +257,11 @@ def leading_images(
     kept = min(rank, smaller)
     few = smaller > _SMALL and kept * _MANY <= smaller
     if few and work.dtype == torch.float32 and total_energy > 0.0:
-        found = leading_subspace(
+        subspace = leading_subspace(
             work, kept, total_energy=total_energy, tolerance=tolerance, seed=seed, rounded=rounded
         )
-        if found.converged:
-            return found.images
+        if subspace.converged:
+            return subspace.images
     return work @ exact_right_subspace(work, kept)
 
 
@@ -598,14 +598,14 @@ def _scaled(svd: TruncatedSvd, unit: float) -> TruncatedSvd:
 
 def _from_projection(work: Tensor, left: Tensor, total_energy: float) -> TruncatedSvd:
     """The singular values and vectors of A projected onto the span of some left directions."""
-    found = project(work, left)
-    root = found.energies.sqrt().sqrt()  # √σ
-    up = (in_double(left) @ found.coordinates) * root
-    down = found.images / root.clamp_min(torch.finfo(torch.float64).tiny)[:, None]
+    factors = project(work, left)
+    root = factors.energies.sqrt().sqrt()  # √σ
+    up = (in_double(left) @ factors.coordinates) * root
+    down = factors.images / root.clamp_min(torch.finfo(torch.float64).tiny)[:, None]
     return TruncatedSvd(
         up=up.to(work),
-        singular_values=found.energies.sqrt().to(work),
+        singular_values=factors.energies.sqrt().to(work),
         down=down.to(work),
         total_energy=total_energy,
-        kept_energy=min(float(found.energies.sum()), total_energy),
+        kept_energy=min(float(factors.energies.sum()), total_energy),
     )

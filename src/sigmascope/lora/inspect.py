@@ -259,15 +259,15 @@ def inspect_lora(
     """
     with open_any(Path(path)) as lora:
         sizes = {name: sum(lora.shape_of(name)) for name in lora.names}
-        found: dict[str, ModuleStrength] = {}
+        strengths: dict[str, ModuleStrength] = {}
         for name, module in run_layers(sizes, lambda name: _measured(lora, name, full_spectrum)):
-            found[name] = module
-            progress(len(found), len(sizes), name)
+            strengths[name] = module
+            progress(len(strengths), len(sizes), name)
         return LoraInspection(
             path=Path(path),
             format=lora.format,
             file_bytes=(lora.path or Path(path)).stat().st_size,
-            modules=tuple(found[name] for name in lora.names),
+            modules=tuple(strengths[name] for name in lora.names),
             unused_keys=lora.unused_keys,
             metadata=dict(lora.metadata),
         )

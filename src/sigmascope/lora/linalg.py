@@ -190,15 +190,15 @@ def is_convolution(weight_shape: Sequence[int]) -> bool:
     return len(weight_shape) > 2
 
 
-def same_matrix(one: Sequence[int], other: Sequence[int]) -> bool:
+def same_matrix(first: Sequence[int], second: Sequence[int]) -> bool:
     """Whether changes of weights of these shapes are one matrix.
 
     A 1×1 convolution and a Linear layer are. So are a convolution (out, in, kh, kw) and factors whose kernel does
     not show (out, in·kh·kw), as those of LoHa and LoKr without a core.
     """
-    if _without_pointwise_kernel(one) == _without_pointwise_kernel(other):
+    if _without_pointwise_kernel(first) == _without_pointwise_kernel(second):
         return True
-    return 2 in {len(one), len(other)} and one[0] == other[0] and prod(one) == prod(other)
+    return 2 in {len(first), len(second)} and first[0] == second[0] and prod(first) == prod(second)
 
 
 def _without_pointwise_kernel(shape: Sequence[int]) -> tuple[int, ...]:
@@ -266,10 +266,10 @@ def leading_subspace(
     if fast is not None:
         coarse = matrix.to(fast) if rounded is None or rounded.dtype != fast else rounded
     resolved = _RESOLVED[fast or torch.float32] * total_energy
-    found = _with_restarts(coarse, _random_start(matrix, rank, seed), goal, stop_below=resolved)
-    if goal.left(found.captured) > resolved:
-        return found
-    return _deflated(matrix, found, goal, seed)
+    subspace = _with_restarts(coarse, _random_start(matrix, rank, seed), goal, stop_below=resolved)
+    if goal.left(subspace.captured) > resolved:
+        return subspace
+    return _deflated(matrix, subspace, goal, seed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,12 +299,12 @@ class _Goal:
 
 def _with_restarts(matrix: Tensor, start: Tensor, goal: _Goal, stop_below: float) -> Subspace:
     """Iterate, and begin again from the best vectors when the basis has grown large."""
-    found = _iterate(matrix, start, goal, stop_below)
+    subspace = _iterate(matrix, start, goal, stop_below)
     for _ in range(_RESTARTS):
-        if found.converged or goal.left(found.captured) <= stop_below:
+        if subspace.converged or goal.left(subspace.captured) <= stop_below:
             break
-        found = _iterate(matrix, orthonormal_rows(found.vectors.mT), goal, stop_below)
-    return found
+        subspace = _iterate(matrix, orthonormal_rows(subspace.vectors.mT), goal, stop_below)
+    return subspace
 
 
 def _iterate(matrix: Tensor, start: Tensor, goal: _Goal, stop_below: float) -> Subspace:

@@ -138,8 +138,8 @@ class AppliedVerdict:
     @property
     def strengths(self) -> dict[float, int]:
         """How many modules are there at each strength, the most frequent first."""
-        found = [round(module.strength, 2) for module in self.there if module.strength is not None]
-        return dict(Counter(found).most_common())
+        strengths = [round(module.strength, 2) for module in self.there if module.strength is not None]
+        return dict(Counter(strengths).most_common())
 
     def as_dict(self) -> dict[str, Any]:
         """The verdict as JSON values, totals first."""
@@ -191,10 +191,10 @@ def _shapes_of_patches(patches: Sequence[AppliedPatch]) -> dict[str, tuple[int, 
 
 
 def _by_key(patches: Sequence[AppliedPatch]) -> dict[str, list[AppliedPatch]]:
-    found: dict[str, list[AppliedPatch]] = {}
+    patches_by_key: dict[str, list[AppliedPatch]] = {}
     for patch in patches:
-        found.setdefault(patch.key, []).append(patch)
-    return found
+        patches_by_key.setdefault(patch.key, []).append(patch)
+    return patches_by_key
 
 
 def _applied_modules(lora: LoraFile, shapes: Shapes, patches: _Patches) -> Iterator[AppliedModule]:
@@ -253,7 +253,7 @@ def _as_aligned(placing: Placing, key: str) -> Change | None:
 
 def _there(name: str, same: Sequence[tuple[str, AppliedPatch, Change]]) -> AppliedModule:
     keys = tuple(dict.fromkeys(key for key, _, _ in same))
-    counts = [sum(key == one for one, _, _ in same) for key in keys]
+    counts = [sum(key == other for other, _, _ in same) for key in keys]
     on_first = [(patch, change) for key, patch, change in same if key == keys[0]]
     strengths = [_strength(patch, change) for patch, change in on_first]
     known = [strength for strength in strengths if strength is not None]
@@ -321,13 +321,13 @@ def _same_product(change: LoraFactors, patch: AppliedPatch) -> bool:
         return False
     if _differ_in_a_corner(change, up, down):
         return False
-    found = _patch_factors(patch)
+    factors = _patch_factors(patch)
     plain = LoraFactors(
-        in_double(change.up).cpu(), in_double(change.down).cpu(), change.alpha, found.weight_shape
+        in_double(change.up).cpu(), in_double(change.down).cpu(), change.alpha, factors.weight_shape
     )
-    lengths = plain.frobenius_norm() * found.frobenius_norm()
+    lengths = plain.frobenius_norm() * factors.frobenius_norm()
     if lengths > 0.0:
-        return plain.inner(found) > _SAME * lengths
+        return plain.inner(factors) > _SAME * lengths
     return _same_numbers(change.up, patch.tensors["up"]) and _same_numbers(change.down, patch.tensors["down"])
 
 
@@ -354,11 +354,11 @@ def _are_the_factors(change: LoraFactors, patch: AppliedPatch) -> bool:
     return _are_equal(change.up, up) and _are_equal(change.down, down)
 
 
-def _are_equal(one: Tensor, other: Tensor) -> bool:
-    if one.shape != other.shape:
+def _are_equal(first: Tensor, second: Tensor) -> bool:
+    if first.shape != second.shape:
         return False
-    narrow = min(one.dtype, other.dtype, key=lambda dtype: dtype.itemsize)
-    return torch.equal(one.detach().to(other.device, narrow), other.detach().to(narrow))
+    narrow = min(first.dtype, second.dtype, key=lambda dtype: dtype.itemsize)
+    return torch.equal(first.detach().to(second.device, narrow), second.detach().to(narrow))
 
 
 def _same_numbers(one: Tensor, other: Tensor) -> bool:

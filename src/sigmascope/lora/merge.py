@@ -305,7 +305,7 @@ class MergedChanges:
     def _acting(self, name: str) -> tuple[int, ...]:
         """The LoRAs of a layer without those of weight 0; all of them where none is left."""
         positions = self.united.positions(name)
-        return tuple(one for one in positions if self.weights[one] != 0.0) or positions
+        return tuple(position for position in positions if self.weights[position] != 0.0) or positions
 
     def _require_same_shapes(self) -> None:
         for name in self.united.names:
@@ -372,12 +372,12 @@ def _write_modules(
     return tuple(modules)
 
 
-def merge_findings(loras: Sequence[LoraFile], united: UnitedLoras) -> Iterator[Finding]:
+def merge_findings(loras: Sequence[LoraFile], aligned: UnitedLoras) -> Iterator[Finding]:
     """Give reasons to doubt that the LoRAs belong together.
 
     Args:
         loras: Under their own names.
-        united: The same under common names.
+        aligned: The same under common names.
     """
     families = {family for lora in loras if (family := family_in(lora.metadata)) is not None}
     if len(families) > 1:
@@ -396,13 +396,13 @@ def merge_findings(loras: Sequence[LoraFile], united: UnitedLoras) -> Iterator[F
             "The LoRAs were made from different checkpoints of a model, by what their headers say.",
             advice="Look at the result: each change was made for its own base.",
         )
-    shared = sum(len(united.positions(name)) > 1 for name in united.names)
+    shared = sum(len(aligned.positions(name)) > 1 for name in aligned.names)
     if len(loras) > 1 and shared == 0:
         yield Finding(
             "lora.merge.apart",
             "warning",
             "No layer is changed by more than one of the LoRAs.",
-            {"layers": len(united.names)},
+            {"layers": len(aligned.names)},
             advice="Check that they are for the same model, and that their names are understood: lora inspect.",
         )
     yield from unused_keys(loras)

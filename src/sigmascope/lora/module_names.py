@@ -323,8 +323,8 @@ class LayerIndex:
 
     def find(self, part: Part, path: str) -> str | None:
         """The layer of a path inside a part of the model, whatever stands before it."""
-        found = self.by_name.get((part, _comparable(part, path)), set())
-        return next(iter(found)) if len(found) == 1 else None
+        layers = self.by_name.get((part, _comparable(part, path)), set())
+        return next(iter(layers)) if len(layers) == 1 else None
 
     def layer_of(self, name: str, shape: tuple[int, ...]) -> str | None:
         """The layer that a module is for; None where there is none, or more than one.
@@ -344,10 +344,10 @@ class LayerIndex:
         for candidate in (parsed, whole):
             for part in candidate.parts or _PARTS:
                 key = part, _comparable(part, candidate.path)
-                found = self.by_name.get(key, set())
+                layers = self.by_name.get(key, set())
                 is_swapped = key in self.swapped and len(shape) > 1 and shape[0] == 2 * shape[1]
-                if len(found) == 1 and not is_swapped:
-                    return next(iter(found))
+                if len(layers) == 1 and not is_swapped:
+                    return next(iter(layers))
         return None
 
 
@@ -418,11 +418,11 @@ def understand_names(lora: LoraFile, family: str | None = None) -> OwnNames:
     placed: dict[str, tuple[Part, str]] = {}
     unknown = []
     for name in lora.names:
-        found = _placed(name)
-        if found is None:
+        place = _placed(name)
+        if place is None:
             unknown.append(name)
         else:
-            placed[name] = found
+            placed[name] = place
     paths = [path for part, path in placed.values() if part == "denoiser"]
     shapes = {path: lora.shape_of(name) for name, (part, path) in placed.items() if part == "denoiser"}
     otherwise = None if family is None else misfit(family, shapes)
@@ -509,8 +509,8 @@ def _naming(lora: LoraFile, family: str, paths: Iterable[str]) -> str:
 def _in_naming(naming: str, family: str, path: str, lora: LoraFile, blocks: UnetBlocks) -> str:
     """A path in the naming that the others are of, where it is of the other."""
     if family in UNET_FAMILIES:
-        found = to_diffusers(path, blocks) if naming == "diffusers" else None
-        return found or path
+        renamed_path = to_diffusers(path, blocks) if naming == "diffusers" else None
+        return renamed_path or path
     row = row_of_original(family, path) if naming == "diffusers" else None
     if row is None or path in row.parts:
         return path

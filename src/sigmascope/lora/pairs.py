@@ -389,18 +389,18 @@ class Sorted:
 
     def findings(self, base: Checkpoint, tuned: Checkpoint, options: PairOptions) -> list[Finding]:
         """What a user should know of the tensors that are not simply compared."""
-        found: list[Finding] = []
+        findings: list[Finding] = []
         if self.reshaped:
-            found.append(changed_shapes(base, tuned, self.reshaped))
-        found += integers(self.integers, self.changed_integers)
+            findings.append(changed_shapes(base, tuned, self.reshaped))
+        findings += integers(self.integers, self.changed_integers)
         if self.mixed:
             skipped = options.on_mixed_dtypes == "skip"
-            found.append(mixed_dtypes(base, tuned, self.mixed, skipped=skipped))
+            findings.append(mixed_dtypes(base, tuned, self.mixed, skipped=skipped))
         for side, role in ((base, "base"), (tuned, "tuned model")):
             keys = [key for key in self.compared if key in side.dequantised]
             if keys:
-                found.append(dequantised(side, role, keys))
-        return found
+                findings.append(dequantised(side, role, keys))
+        return findings
 
 
 def sort_tensors(base: Checkpoint, tuned: Checkpoint, keys: Sequence[str], options: PairOptions) -> Sorted:

@@ -146,10 +146,10 @@ class Slot:
             dtype: Of the elements.
         """
         size = elements * dtype.itemsize
-        found = self._memory.get(name)
-        if found is None or found.numel() < size:
-            found = self._memory[name] = torch.empty(size, dtype=torch.uint8)
-        return found[:size].view(dtype)
+        buffer = self._memory.get(name)
+        if buffer is None or buffer.numel() < size:
+            buffer = self._memory[name] = torch.empty(size, dtype=torch.uint8)
+        return buffer[:size].view(dtype)
 
 
 def map_in_order(

@@ -131,13 +131,13 @@ def load_lora(path: str | Path) -> LoraFile:
 
 
 def _lazy_file(checkpoint: Checkpoint, *, check_finite: bool, keep_float8: bool) -> LoraFile:
-    found = group_keys(checkpoint.path, checkpoint.keys())
-    lora_format = recognised(checkpoint, found)
+    groups = group_keys(checkpoint.path, checkpoint.keys())
+    lora_format = recognised(checkpoint, groups)
     configs = (
         read_configs(checkpoint.path, checkpoint.metadata) if lora_format.name == "peft" else PeftConfigs()
     )
     reader = EntryReader(checkpoint, EntryScales(checkpoint, configs), check_finite, keep_float8)
-    entries = entries_of(checkpoint.path, found)
+    entries = entries_of(checkpoint.path, groups)
     _refuse_twice(checkpoint.path, entries)
     facts = {entry.name: reader.facts(entry) for entry in entries}
     return LoraFile(
@@ -145,7 +145,7 @@ def _lazy_file(checkpoint: Checkpoint, *, check_finite: bool, keep_float8: bool)
         metadata=dict(checkpoint.metadata),
         path=checkpoint.path,
         format=lora_format.name,
-        unused_keys=(*found.unused, *checkpoint.skipped),
+        unused_keys=(*groups.unused, *checkpoint.skipped),
         changes=LazyMapping({entry.name: entry for entry in entries if not entry.is_plain}, reader.change),
         facts=facts,
     )
@@ -472,7 +472,7 @@ def open_unread(path: Path) -> LoraFile | None:
             return None
         facts = {name: _unread_facts(checkpoint, ends) for name, ends in groups.items()}
         metadata = dict(checkpoint.metadata)
-    known = {name: one for name, one in facts.items() if one is not None}
+    known = {name: module for name, module in facts.items() if module is not None}
     if len(known) < len(groups):
         return None
     return LoraFile(

@@ -172,7 +172,7 @@ class ReductionReport:
     @property
     def bytes_before(self) -> int:
         """Size of all files that went in."""
-        return sum(one.file_bytes for one in self.inputs)
+        return sum(lora.file_bytes for lora in self.inputs)
 
     @property
     def left_out(self) -> tuple[ReducedModule, ...]:
@@ -213,7 +213,7 @@ class ReductionReport:
         totals = ("format", "dtype", "method", "plan", "relative_error", "kept_energy", "bytes_before")
         return {
             "lora": str(self.lora),
-            "inputs": [asdict(one) | {"path": str(one.path)} for one in self.inputs],
+            "inputs": [asdict(lora) | {"path": str(lora.path)} for lora in self.inputs],
             **{name: getattr(self, name) for name in totals},
             "file_bytes": self.file_bytes,
             "seconds": self.seconds,
@@ -273,15 +273,15 @@ def resize_lora(
         refuse_inputs(target, checkpoint, flag=_TARGET)
         dtype = storage_dtype(checkpoint) if save_precision is None else STORAGE_DTYPES[save_precision]
     with open_lora(source) as original:
-        united = unite([original])
-        split = _Split.of(united.loras[0])
+        aligned = unite([original])
+        split = _Split.of(aligned.loras[0])
         metadata = {
             "sigmascope_version": __version__,
             "sigmascope_resized_from": as_text(source.name),
             "sigmascope_rank": plan.describe(),
         }
         compact = plan.budget is not None
-        with LoraOutput(target, united, [original], format, metadata, compact=compact) as output:
+        with LoraOutput(target, aligned, [original], format, metadata, compact=compact) as output:
             modules = _write_modules(output, split, dtype, plan, progress)
         return ReductionReport(
             inputs=(InputLora.of(original, source),),

@@ -239,10 +239,10 @@ class FormedChange(ReducibleChange):
         if rank >= max_rank(self.weight_shape):
             whole = decompose(self._delta, rank, self.dtype)
             return CutChange(whole.factors, whole.error_norm, 1.0)
-        found = self._decomposed(rank)
-        stored = found.cut(rank)
-        kept = float(found.spectrum.values[: stored.factors.rank].square().sum())
-        energy = found.spectrum.total_energy
+        decomposed = self._decomposed(rank)
+        stored = decomposed.cut(rank)
+        kept = float(decomposed.spectrum.values[: stored.factors.rank].square().sum())
+        energy = decomposed.spectrum.total_energy
         return CutChange(stored.factors, stored.error_norm, min(kept / energy, 1.0) if energy > 0.0 else 1.0)
 
     def _decomposed(self, rank: int) -> StoredChange:

@@ -163,7 +163,7 @@ def _print(
 
 
 def _base_facts(report: "BaseReport") -> Table:
-    changes = Counter(each.change for each in report.adapted.values())
+    changes = Counter(weight.change for weight in report.adapted.values())
     dtypes = ", ".join(f"{count:,} in {name}" for name, count in report.dtypes.items())
     facts = {
         "Backbone": str(report.backbone),
@@ -186,8 +186,8 @@ def _base_facts(report: "BaseReport") -> Table:
 def _changed_weights(report: "BaseReport") -> Text:
     """Every weight that is not as it was: a line each, since names are longer than a table's columns."""
     lines = [
-        f"  {key}: {_shape(each.had)} -> {_shape(each.shape)}, {each.change}"
-        for key, each in report.adapted.items()
+        f"  {key}: {_shape(weight.had)} -> {_shape(weight.shape)}, {weight.change}"
+        for key, weight in report.adapted.items()
     ]
     lines += [
         f"  {name.removeprefix(PART)}: {_shape(shape)}, dropped" for name, shape in report.dropped.items()

@@ -151,17 +151,17 @@ def _make_from_folder(options: MakeShardsOptions) -> Made:
     )
     check_target(target)
     keys, optional = _keys(options.keys)
-    found = find_pairs(folder, keys, optional)
+    folder_pairs = find_pairs(folder, keys, optional)
     encoder = PairEncoder()
     with progress_bar("Reading pairs") as progress:
-        written = write_shards(encoder.samples(found.pairs, progress), target)
+        written = write_shards(encoder.samples(folder_pairs.pairs, progress), target)
     if not written:
         first = encoder.left_out[0]
         raise ConfigError(
-            f"{folder}: none of {len(found.pairs)} pairs can be used (first {first.name}: {first.reason}).",
+            f"{folder}: none of {len(folder_pairs.pairs)} pairs can be used (first {first.name}: {first.reason}).",
             hint="Check the pictures.",
         )
-    return Made(written, [*found.left_out, *encoder.left_out])
+    return Made(written, [*folder_pairs.left_out, *encoder.left_out])
 
 
 def _keys(text: str | None) -> tuple[list[str], list[str]]:

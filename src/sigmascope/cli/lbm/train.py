@@ -111,8 +111,8 @@ def train(options: TrainOptions) -> None:
     console = Console(stderr=True, highlight=False)
     if options.dry_run:
         with stdout_for_results():
-            found = dry_run(settings, resume=options.resume)
-        print_dry_run(found, as_json=options.as_json)
+            planned = dry_run(settings, resume=options.resume)
+        print_dry_run(planned, as_json=options.as_json)
         return
     if options.device is not None:
         resolve_device(options.device)  # else training would name the YAML's key
@@ -130,35 +130,35 @@ def _settings(options: TrainOptions) -> "TrainSettings":
     from sigmascope.lbm.training.settings import load_train_settings
 
     settings = load_train_settings(options.path_config)
-    said = {
+    given = {
         "max_steps": options.max_steps,
         "device": options.device,
         "allow_pipe": options.allow_pipe or None,
         "max_member": None if options.max_member is None else parse_size(options.max_member, "--max_member"),
     }
-    changed = {key: value for key, value in said.items() if value is not None}
+    changed = {key: value for key, value in given.items() if value is not None}
     return settings.model_copy(update=changed)
 
 
-def print_dry_run(found: "DryRun", *, as_json: bool) -> None:
+def print_dry_run(planned: "DryRun", *, as_json: bool) -> None:
     """Show what would be trained: a table, the data and the memory; or all of it as JSON."""
     if as_json:
-        facts = {**asdict(found), "resumes": None if found.resumes is None else str(found.resumes)}
-        facts["memory"]["total"] = found.memory.total
+        facts = {**asdict(planned), "resumes": None if planned.resumes is None else str(planned.resumes)}
+        facts["memory"]["total"] = planned.memory.total
         print_json(facts)
         return
     console = Console(highlight=False)
-    console.print(_dry_run_table(found))
-    for name, text in _dry_run_facts(found).items():
+    console.print(_dry_run_table(planned))
+    for name, text in _dry_run_facts(planned).items():
         console.print(Text(f"{name:<18}{text}"), soft_wrap=True)
 
 
-def _dry_run_table(found: "DryRun") -> Table:
+def _dry_run_table(planned: "DryRun") -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("Block and kind", overflow="fold")
     for name in ("Layers", "Trained", "Rank", "Values trained", "Values frozen"):
         table.add_column(name, justify="right")
-    for row in found.rows:
+    for row in planned.rows:
         table.add_row(
             f"{row.block} {row.kind}",
             str(row.modules),
@@ -171,23 +171,23 @@ def _dry_run_table(found: "DryRun") -> Table:
     return table
 
 
-def _dry_run_facts(found: "DryRun") -> dict[str, str]:
-    memory = found.memory
-    share = found.trained_parameters / max(1, found.trained_parameters + found.frozen_parameters)
-    width, height = found.picture_size
-    count = "unknown" if found.samples is None else str(found.samples)
+def _dry_run_facts(planned: "DryRun") -> dict[str, str]:
+    memory = planned.memory
+    share = planned.trained_parameters / max(1, planned.trained_parameters + planned.frozen_parameters)
+    width, height = planned.picture_size
+    count = "unknown" if planned.samples is None else str(planned.samples)
     parts = ", ".join(
         f"{name} {getattr(memory, name) / _MIB:,.1f}"
         for name in ("weights", "gradients", "optimizer", "average", "activations")
         if getattr(memory, name)
     )
     return {
-        "Trained": f"{found.trained_parameters:,} values ({share:.2%} of all)",
-        "Data": f"{count} samples in {len(found.shards)} shards, first batch {width}×{height}",
-        "Validation": f"{found.validation_samples} samples" if found.validation_samples else "none",
-        "Steps": "unknown" if found.total_steps is None else str(found.total_steps),
+        "Trained": f"{planned.trained_parameters:,} values ({share:.2%} of all)",
+        "Data": f"{count} samples in {len(planned.shards)} shards, first batch {width}×{height}",
+        "Validation": f"{planned.validation_samples} samples" if planned.validation_samples else "none",
+        "Steps": "unknown" if planned.total_steps is None else str(planned.total_steps),
         "Memory, about": f"{memory.total / _MIB:,.1f} MiB a process ({parts})",
-        "Begins": "anew" if found.resumes is None else f"from {found.resumes}",
+        "Begins": "anew" if planned.resumes is None else f"from {planned.resumes}",
     }
 
 
@@ -198,8 +198,8 @@ def _train_listeners(options: TrainOptions, console: Console) -> "Iterator[Liste
 
     live = console.is_terminal if options.live is None else options.live
 
-    def on_validation(found: "Validation", sheet: Path) -> None:
-        say_validation(console, found, sheet)
+    def on_validation(validation: "Validation", sheet: Path) -> None:
+        say_validation(console, validation, sheet)
 
     if not _is_main_process():
         yield Listeners()
@@ -215,10 +215,10 @@ def _train_listeners(options: TrainOptions, console: Console) -> "Iterator[Liste
         )
 
 
-def say_validation(console: Console, found: "Validation", sheet: Path) -> None:
+def say_validation(console: Console, validation: "Validation", sheet: Path) -> None:
     """One line on a validation."""
-    values = ", ".join(f"{_steps(count)} {value:.2f} dB" for count, value in found.psnr.items())
-    console.print(Text(f"step {found.step}  validation: {values}  ({sheet})"), soft_wrap=True)
+    values = ", ".join(f"{_steps(count)} {value:.2f} dB" for count, value in validation.psnr.items())
+    console.print(Text(f"step {validation.step}  validation: {values}  ({sheet})"), soft_wrap=True)
 
 
 def _steps(count: int) -> str:
@@ -299,7 +299,9 @@ def _report_values(report: "TrainReport", settings: "TrainSettings") -> Mapping[
         "stopped_by": report.stopped_by,
         "seconds": report.run.seconds,
         "logs": [asdict(log) for log in report.logs],
-        "validations": [{"step": found.step, "psnr": dict(found.psnr)} for found in report.validations],
+        "validations": [
+            {"step": validation.step, "psnr": dict(validation.psnr)} for validation in report.validations
+        ],
         "checkpoint": None if report.checkpoint is None else str(report.checkpoint),
         "files": [str(file) for file in report.files],
         "set_aside": None if report.set_aside is None else str(report.set_aside),

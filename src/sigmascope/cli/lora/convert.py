@@ -107,7 +107,7 @@ def convert(
 def _print(console: Console, report: "ConversionReport") -> None:
     console.print(title("LoRA conversion", report.source.name))
     console.print(facts(_facts(report)))
-    listed(console, "Left out", [f"{one.name} ({one.reason})" for one in report.left_out])
+    listed(console, "Left out", [f"{module.name} ({module.reason})" for module in report.left_out])
     print_written(console, report.target, report.file_bytes)
 
 

@@ -359,4 +359,4 @@ def _reduction_facts(report: "ReductionReport") -> list[tuple[str, RenderableTyp
 
 
 def _inputs(inputs: Sequence["InputLora"]) -> Group:
-    return Group(*(Text(f"{one.weight:g} × ").append_text(plain(one.path)) for one in inputs))
+    return Group(*(Text(f"{lora.weight:g} × ").append_text(plain(lora.path)) for lora in inputs))

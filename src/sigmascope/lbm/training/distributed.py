@@ -64,8 +64,8 @@ class Team:
 
     def objects(self, value: Any) -> list[Any]:
         """Give everybody's object, by process."""
-        found: list[Any] = [value] if self.size == 1 else gather_object([value])
-        return found
+        gathered: list[Any] = [value] if self.size == 1 else gather_object([value])
+        return gathered
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -89,16 +89,16 @@ class Team:
     def _end_together(self, failure: Exception | None) -> None:
         """Raise in every process where there is a failure in any. All call this together."""
         try:
-            said = self.objects(None if failure is None else _failure_text(failure))
+            failures = self.objects(None if failure is None else _failure_text(failure))
         except Exception:
             if failure is not None:
                 raise failure from None  # the others are gone, so this is the news
             raise
         if failure is not None:
             raise failure
-        if told := next(((number, words) for number, words in enumerate(said) if words), None):
+        if first := next(((number, words) for number, words in enumerate(failures) if words), None):
             raise OtherProcessError(
-                f"process {told[0]} of {self.size} failed: {told[1]}",
+                f"process {first[0]} of {self.size} failed: {first[1]}",
                 hint="The checkpoints written before are intact; see what that process says.",
             )
 
@@ -163,10 +163,10 @@ def _taken(
 
 def _agreed_failure(own: SigmascopeError | None, team: Team) -> SigmascopeError:
     """What this process raises. All call this together."""
-    said = team.objects(None if own is None else str(own))
+    failures = team.objects(None if own is None else str(own))
     if own is not None:
         return own
-    number, words = next((number, words) for number, words in enumerate(said) if words)
+    number, words = next((number, words) for number, words in enumerate(failures) if words)
     return DataError(
         f"the data of process {number} of {team.size} failed: {words}", hint="See what that process says."
     )
@@ -384,10 +384,10 @@ def _agreed(settings: TrainSettings, processes: int) -> dict[str, Any]:
 
 def _require(asked: Mapping[str, Any], key: str, wanted: Any) -> None:
     section, _, name = key.rpartition(".")
-    found = (asked.get(section) or {} if section else asked).get(name, "auto")
-    if found not in ("auto", wanted):
+    value = (asked.get(section) or {} if section else asked).get(name, "auto")
+    if value not in ("auto", wanted):
         raise ConfigError(
-            f"accelerate: {key} is {found} in DeepSpeed's configuration, and {wanted} by the YAML.",
+            f"accelerate: {key} is {value} in DeepSpeed's configuration, and {wanted} by the YAML.",
             hint=f'Leave {key} out of DeepSpeed\'s configuration, or set it to "auto".',
         )
 

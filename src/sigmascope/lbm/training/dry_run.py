@@ -169,7 +169,7 @@ def _check_schedule(settings: TrainSettings, steps: int | None) -> None:
 
 def _check_folder(path: Path) -> None:
     """Look whether checkpoints can be written there, without making it."""
-    there = next(each for each in (path, *path.absolute().parents) if each.exists())
+    there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     if not there.is_dir():
         raise WriteError(
             path, f"cannot be made: {there} is no folder.", hint="Choose another save_ckpt_path."
@@ -256,10 +256,10 @@ def _forward(model: LbmModel, settings: TrainSettings, batch: Batch) -> Tensor:
 
 
 def _resumed(settings: TrainSettings, shards: Sequence[str], steps: int | None) -> Path | None:
-    found = newest_readable(settings.save_ckpt_path, read_facts)
-    if found is None:
+    newest = newest_readable(settings.save_ckpt_path, read_facts)
+    if newest is None:
         return None
-    folder, facts = found
+    folder, facts = newest
     now = identity(settings, shards, 1, steps if follows_length(settings) else None)
     require_same(facts["identity"], now, folder)
     return folder

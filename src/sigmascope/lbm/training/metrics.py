@@ -241,10 +241,10 @@ def time_findings(spent: Spent) -> Sequence[Finding]:
     """What the shares of the time say."""
     if spent.steps < MEASURED_STEPS or spent.total == 0:
         return ()
-    found = []
+    findings = []
     data = spent.data / spent.total
     if data > WAITING_SHARE:
-        found.append(
+        findings.append(
             Finding(
                 "training.waiting_on_data",
                 "warning",
@@ -256,7 +256,7 @@ def time_findings(spent: Spent) -> Sequence[Finding]:
         )
     saving = spent.saving / spent.total
     if saving > SAVING_SHARE:
-        found.append(
+        findings.append(
             Finding(
                 "training.saving",
                 "info",
@@ -266,7 +266,7 @@ def time_findings(spent: Spent) -> Sequence[Finding]:
                 TRAINING,
             )
         )
-    return found
+    return findings
 
 
 def _keep_earlier_record(folder: Path, step: int, aside: Path | None) -> None:
@@ -334,7 +334,9 @@ def validate(
                 pictures.append((f"{_steps(count)}, {values[count][-1]:.1f} dB", picture))
             pictures.append(("target", truth))
     sheet = contact_sheet(pictures, columns=len(num_steps) + 2)
-    return Validation(step, {count: sum(found) / len(found) for count, found in values.items()}, sheet)
+    return Validation(
+        step, {count: sum(values_there) / len(values_there) for count, values_there in values.items()}, sheet
+    )
 
 
 @contextmanager
@@ -392,12 +394,12 @@ def read_samples(settings: TrainSettings) -> tuple[Batch, ...]:
     return tuple(batch for batch, _ in islice(stream, settings.validation_samples))
 
 
-def save_sheet(found: Validation, folder: Path) -> Path:
+def save_sheet(validation: Validation, folder: Path) -> Path:
     """Write the pictures of a validation into `folder`/validation.
 
     Raises:
         WriteError: The disk is full or refuses.
     """
-    path = folder / FOLDER / f"step-{found.step:06d}.png"
-    save_image(found.sheet, path)
+    path = folder / FOLDER / f"step-{validation.step:06d}.png"
+    save_image(validation.sheet, path)
     return path

@@ -201,10 +201,10 @@ def _beside_the_base(data: Mapping[str, Any]) -> dict[str, Any]:
     base = user_path(data.get("base_model_path"))
     if not isinstance(base, str | Path):
         return {}
-    found = find_config(base)
-    if found is None:
+    config = find_config(base)
+    if config is None:
         return {}
-    return load_config(found).model_dump()
+    return load_config(config).model_dump()
 
 
 def renamed(data: Any) -> Any:

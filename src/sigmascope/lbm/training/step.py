@@ -117,11 +117,11 @@ class Stepper:
             with self.accelerator.accumulate(self.prepared.synchronised):
                 # Accelerate puts autocast into a module that it wraps, but not where FSDP spreads it.
                 with self.prepared.backend.autocast():
-                    found: Losses = self.prepared.module(to_device(batch, self.accelerator.device))
+                    terms: Losses = self.prepared.module(to_device(batch, self.accelerator.device))
                 # The backend divides by processes and accumulated batches, and samples count alike in all.
                 weight = len(batch) * size * self._team.size / group.samples
-                self.prepared.backend.backward(found[0] * weight if weight != 1 else found[0])
-                losses.append(tuple(term.detach() for term in found))  # type: ignore[arg-type]
+                self.prepared.backend.backward(terms[0] * weight if weight != 1 else terms[0])
+                losses.append(tuple(term.detach() for term in terms))  # type: ignore[arg-type]
         return self._finish(group, step, losses, last_checkpoint)
 
     def _finish(

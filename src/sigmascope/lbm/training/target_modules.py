@@ -181,8 +181,10 @@ def continue_modules(model: LbmModel, lora: LoraFile, patterns: Sequence[str] | 
     others = [name for name in everything if name not in factors]
     chosen = set(select_layers(names, patterns, others=others, where=str(lora)))
     modules = {
-        name: PlannedModule(name, one.weight_shape, one.rank, _alpha(one), trained=name in chosen)
-        for name, one in ((name, factors[name]) for name in names)
+        name: PlannedModule(
+            name, lora_factors.weight_shape, lora_factors.rank, _alpha(lora_factors), trained=name in chosen
+        )
+        for name, lora_factors in ((name, factors[name]) for name in names)
     }
     _require_strength(lora, [module for module in modules.values() if module.trained])
     return TrainablePlan(modules, plan_rows(model, modules.values()), factors, dict(lora.metadata))
@@ -269,9 +271,9 @@ def select_layers(
     chosen: set[str] = set()
     wrong = []
     for pattern in patterns:
-        found = [layer for layer in layers if matches(pattern, layer)]
-        chosen.update(found)
-        if not found:
+        matching = [layer for layer in layers if matches(pattern, layer)]
+        chosen.update(matching)
+        if not matching:
             wrong.append(_not_found(pattern, layers, others))
     if wrong:
         raise ConfigError(
@@ -293,7 +295,7 @@ def _not_found(pattern: str, layers: Sequence[str], others: Collection[str]) -> 
 def _runs(layers: Iterable[str], length: int) -> set[str]:
     """Every run of so many parts between dots."""
     parts = [layer.split(".") for layer in layers]
-    return {".".join(one[i : i + length]) for one in parts for i in range(len(one) - length + 1)}
+    return {".".join(words[i : i + length]) for words in parts for i in range(len(words) - length + 1)}
 
 
 def matches(pattern: str, layer: str) -> bool:
@@ -331,14 +333,14 @@ def plan_rows(
             row.trained_modules += trained
             row.trained += own if trained else 0
             row.frozen += 0 if trained else own
-    for one in planned:
-        row = sums[_block_and_kind(one.name, model.get_submodule(one.name))]
-        if one.trained:
+    for planned_module in planned:
+        row = sums[_block_and_kind(planned_module.name, model.get_submodule(planned_module.name))]
+        if planned_module.trained:
             row.trained_modules += 1
-            row.trained += one.parameters
-            row.ranks.add(one.rank)
+            row.trained += planned_module.parameters
+            row.ranks.add(planned_module.rank)
         else:
-            row.frozen += one.parameters
+            row.frozen += planned_module.parameters
     return tuple(_plan_row(block, kind, sums[block, kind]) for block, kind in sorted(sums, key=_row_order))
 
 

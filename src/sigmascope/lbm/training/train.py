@@ -375,14 +375,14 @@ class TrainingLoop:
         with self.teller.pause(), session.team.together():
             if main or sharded:
                 with self.watch.spent.on("validation"), self.watch.recorder.stage("validation"):
-                    found = self._translated()
+                    validation = self._translated()
                     if main:
-                        self._show(found)
+                        self._show(validation)
 
     def _translated(self) -> Validation:
         session = self.session
         with session.average.in_place() if session.average is not None else nullcontext():
-            found = validate(
+            validation = validate(
                 session.model,
                 self.samples,
                 session.step,
@@ -391,16 +391,16 @@ class TrainingLoop:
                 autocast=session.stepper.prepared.backend.autocast(),
             )
             reshard(session.model)
-        return found
+        return validation
 
-    def _show(self, found: Validation) -> None:
+    def _show(self, validation: Validation) -> None:
         accelerator, step = self.session.accelerator, self.session.step
-        self.validations.append(found)
-        sheet = save_sheet(found, self.folder.path)
-        values = {f"validation/psnr_{count}": value for count, value in found.psnr.items()}
+        self.validations.append(validation)
+        sheet = save_sheet(validation, self.folder.path)
+        values = {f"validation/psnr_{count}": value for count, value in validation.psnr.items()}
         accelerator.log(values, step=step)
-        log_pictures(accelerator, "validation/pictures", found.sheet, step)
-        self.teller.listeners.on_validation(found, sheet)
+        log_pictures(accelerator, "validation/pictures", validation.sheet, step)
+        self.teller.listeners.on_validation(validation, sheet)
 
     def _save(self) -> None:
         """Write a checkpoint, unless this step is in one already."""
@@ -423,17 +423,17 @@ class TrainingLoop:
 
 def agreed_reason(stop: StopSignals, team: Team) -> StopReason | None:
     """What any process was told to stop for: all call this together and stop together."""
-    told = -1 if stop.reason is None else list(EXIT_CODES).index(stop.reason)
-    most = max(row[0] for row in team.gather([told]))
+    code = -1 if stop.reason is None else list(EXIT_CODES).index(stop.reason)
+    most = max(row[0] for row in team.gather([code]))
     return None if most < 0 else list(EXIT_CODES)[most]
 
 
 def go_on(loop: TrainingLoop) -> int | None:
     """Bring the session to where the newest good checkpoint left off."""
-    found = loop.folder.newest()
-    if found is None:
+    newest = loop.folder.newest()
+    if newest is None:
         return None
-    checkpoint, state = found
+    checkpoint, state = newest
     require_same(state.identity, loop.session.identity, checkpoint)
     restore(loop.session, state, checkpoint)
     loop.checkpoint = checkpoint
