@@ -25,7 +25,7 @@ LESS_FOR_TRAINING: Final = (
     "there is a pixel loss; --dry_run estimates the memory."
 )
 LESS_FOR_INFERENCE: Final = "Choose a smaller --size or --resolution, --tile_size 512, or --torch_dtype bf16."
-"""Hints for `within_memory`."""
+"""Hints for `explain_out_of_memory`."""
 
 
 def resolve_device(name: str = "auto", flag: str = "--device") -> torch.device:
@@ -81,7 +81,7 @@ def resolve_dtype(name: str, flag: str = "--torch_dtype") -> torch.dtype:
 
 
 @contextmanager
-def within_memory(what: str, hint: str) -> Iterator[None]:
+def explain_out_of_memory(what: str, hint: str) -> Iterator[None]:
     """Say it plainly when memory runs out in the block, on any device.
 
     Args:

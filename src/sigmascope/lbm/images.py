@@ -1,8 +1,10 @@
-"""Pictures in and out: any file Pillow reads becomes upright RGB; results are written whole or not at all.
+"""Pictures in and out, and the sizes at which a model works.
 
-Between files and models they are resized, padded and turned into tensors. `find_pictures` tells the pictures in a
+Any file that Pillow reads becomes upright RGB; results are written whole or not at all.
+
+Between files and models they are resized, padded and turned into tensors. `find_images` tells the pictures in a
 folder from what only has a picture's name, `psnr` says how close one is to the truth, and `contact_sheet` shows
-several side by side, each under its name.
+several side by side, each under its name. `working_size` is the size that a picture is translated at.
 """
 
 import contextlib
@@ -253,14 +255,14 @@ def pad_to(images: Images, size: tuple[int, int]) -> Resized:
 
 
 @dataclass(frozen=True, slots=True)
-class UnreadablePicture:
+class UnreadableImage:
     """A file that is no picture though it is named like one, and why."""
 
     file: str
     reason: str
 
 
-def find_pictures(folder: str | Path) -> tuple[list[Path], list[UnreadablePicture]]:
+def find_images(folder: str | Path) -> tuple[list[Path], list[UnreadableImage]]:
     """The pictures of a folder that can be read, by name, and those that cannot. Each is decoded once.
 
     Args:
@@ -277,12 +279,12 @@ def find_pictures(folder: str | Path) -> tuple[list[Path], list[UnreadablePictur
             f"--images {place} cannot be looked into ({error.strerror}).", hint="Name a folder of pictures."
         ) from error
     pictures: list[Path] = []
-    unreadable: list[UnreadablePicture] = []
+    unreadable: list[UnreadableImage] = []
     for path in files:
         try:
             load_image(path)
         except FileError as error:
-            unreadable.append(UnreadablePicture(path.name, error.message.removeprefix(f"{path}: ")))
+            unreadable.append(UnreadableImage(path.name, error.message.removeprefix(f"{path}: ")))
         else:
             pictures.append(path)
     if not pictures:

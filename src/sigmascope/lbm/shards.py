@@ -316,7 +316,7 @@ def wanted_members(key: str, names: Sequence[str]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Order:
+class EpochOrder:
     """How an epoch's samples are ordered.
 
     Attributes:
@@ -345,14 +345,14 @@ class Order:
         shards = list(self.shards)
         random.Random(f"{self.seed} {epoch} shards").shuffle(shards)
         draws = random.Random(f"{self.seed} {epoch} samples")
-        yield from mixed(self._read(shards), draws, self.buffer, self.buffer_bytes)
+        yield from shuffled(self._read(shards), draws, self.buffer, self.buffer_bytes)
 
     def _read(self, shards: Sequence[str]) -> Iterator[RawSample]:
         for shard in shards:
             yield from read_shard(shard, self.keys, self.max_member)
 
 
-def mixed(
+def shuffled(
     samples: Iterator[RawSample], draws: random.Random, size: int, most_bytes: int
 ) -> Iterator[RawSample]:
     """Give each sample from a random place of a buffer that is refilled from the stream.
@@ -383,7 +383,7 @@ def _drawn(held: list[RawSample], draws: random.Random) -> RawSample:
 
 
 @dataclass
-class Share:
+class ProcessShare:
     """One process's samples of an epoch; sample i of the stream belongs to process i modulo `processes`.
 
     Attributes:
@@ -393,7 +393,7 @@ class Share:
         passed: Samples of the stream, of all processes, that have gone by.
     """
 
-    order: Order
+    order: EpochOrder
     process: int = 0
     processes: int = 1
     passed: int = field(default=0, init=False)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from sigmascope.errors import LoraFormatError, ModelMismatchError, NonFiniteError
 from sigmascope.lora.factors import LoraFactors
-from sigmascope.lora.linalg import at_least_float32, frobenius_norm, gram_in_double, in_double
+from sigmascope.lora.linalg import as_float64, at_least_float32, frobenius_norm, gram_in_double
 from sigmascope.probes.memory import system_memory
 from sigmascope.units import format_size
 
@@ -461,13 +461,13 @@ def _tucker_norm(core: Tensor, up: Tensor, down: Tensor) -> float:
         up: (out, m).
         down: (n, in).
     """
-    slices = in_double(core).flatten(2).movedim(2, 0)
+    slices = as_float64(core).flatten(2).movedim(2, 0)
     if (
         up.shape[1] > up.shape[0]
     ):  # the Gram matrix of a rank above the weight's own size could be of any size
-        slices, up = in_double(up) @ slices, torch.eye(up.shape[0], device=up.device)
+        slices, up = as_float64(up) @ slices, torch.eye(up.shape[0], device=up.device)
     if down.shape[0] > down.shape[1]:
-        slices, down = slices @ in_double(down), torch.eye(down.shape[1], device=down.device)
+        slices, down = slices @ as_float64(down), torch.eye(down.shape[1], device=down.device)
     inside = gram_in_double(up) @ slices @ gram_in_double(down.mT)
     return sqrt(max(float((inside * slices).sum()), 0.0))
 

@@ -1,6 +1,6 @@
 """LoRAs under the names of a model's layers or under common names, fused matrices divided or joined.
 
-`align` names one LoRA's modules by a model's layers; `unite` finds common names for several LoRAs without their
+`align` names one LoRA's modules by a model's layers; `align_all` finds common names for several LoRAs without their
 model. Both leave the tensors in their files.
 
 Where one side has a fused matrix and the other its parts, a change is divided or joined, exactly (`divided`,
@@ -21,7 +21,7 @@ from sigmascope.errors import LoraFormatError
 from sigmascope.lora.adapters import WeightChange
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.families import ModelLayout, Part
-from sigmascope.lora.file import LazyMapping, LoraFile, ModuleFacts
+from sigmascope.lora.file import LazyDict, LoraFile, ModuleFacts
 from sigmascope.lora.layer_names import (
     SDXL_BLOCKS,
     Row,
@@ -33,10 +33,10 @@ from sigmascope.lora.layer_names import (
 from sigmascope.lora.linalg import at_least_float32
 from sigmascope.lora.module_names import (
     LayerIndex,
-    OwnNames,
+    ParsedNames,
     flat,
     parse_name,
-    understand_names,
+    parse_names,
     unflattened_denoiser,
     unflattened_text_encoder,
 )
@@ -91,8 +91,8 @@ def align(lora: LoraFile, layers: Sequence[str], layout: ModelLayout) -> Aligned
     used = {name for recipe in recipes.values() for name in recipe.names}
     named = replace(
         lora,
-        modules=LazyMapping(plain, lambda recipe: _factors_by_recipe(lora, recipe)),
-        changes=LazyMapping(others, lora.changes.__getitem__),
+        modules=LazyDict(plain, lambda recipe: _factors_by_recipe(lora, recipe)),
+        changes=LazyDict(others, lora.changes.__getitem__),
         facts={layer: _facts_by_recipe(lora, recipe) for layer, recipe in recipes.items()},
     )
     unmatched = tuple(name for name in lora.names if name not in used)
@@ -182,7 +182,7 @@ def _facts_by_recipe(lora: LoraFile, recipe: _Recipe) -> ModuleFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class UnitedLoras:
+class AlignedLoras:
     """LoRAs whose modules have the same names where they are for the same layer.
 
     Attributes:
@@ -210,7 +210,7 @@ class UnitedLoras:
         return lora.modules[name] if name in lora.modules else lora.changes[name]
 
 
-def unite(loras: Sequence[LoraFile]) -> UnitedLoras:
+def align_all(loras: Sequence[LoraFile]) -> AlignedLoras:
     """Find common names for the modules of several LoRAs; nothing is read.
 
     The names are diffusers' where any of the LoRAs has those, and the first's own otherwise.
@@ -232,7 +232,7 @@ def unite(loras: Sequence[LoraFile]) -> UnitedLoras:
     layer_sources = [
         _sources(lora, names, layout, known) for lora, names in zip(loras, understood, strict=True)
     ]
-    return UnitedLoras(
+    return AlignedLoras(
         loras=tuple(
             _under_layer_names(lora, sources) for lora, sources in zip(loras, layer_sources, strict=True)
         ),
@@ -243,12 +243,12 @@ def unite(loras: Sequence[LoraFile]) -> UnitedLoras:
     )
 
 
-def _understood(loras: Sequence[LoraFile]) -> list[OwnNames]:
+def _understood(loras: Sequence[LoraFile]) -> list[ParsedNames]:
     """Each LoRA's names; one whose family cannot be told is taken to be of the others'."""
-    parsed = [understand_names(lora) for lora in loras]
+    parsed = [parse_names(lora) for lora in loras]
     family = next((names.layout.family for names in parsed if names.layout.family != "unknown"), None)
     return [
-        understand_names(lora, family) if names.layout.family == "unknown" and family is not None else names
+        parse_names(lora, family) if names.layout.family == "unknown" and family is not None else names
         for lora, names in zip(loras, parsed, strict=True)
     ]
 
@@ -262,7 +262,7 @@ class _Source:
     part: str = ""
 
 
-def _layers(lora: LoraFile, names: OwnNames, layout: ModelLayout) -> Iterator[tuple[str, _Source]]:
+def _layers(lora: LoraFile, names: ParsedNames, layout: ModelLayout) -> Iterator[tuple[str, _Source]]:
     """Each of a LoRA's layers by its path in the naming of a layout, and what it is made of."""
     same_naming = layout.naming != "diffusers" or names.layout.naming == "diffusers"
     for name, layer in names.layers.items():
@@ -277,7 +277,7 @@ def _layers(lora: LoraFile, names: OwnNames, layout: ModelLayout) -> Iterator[tu
             yield layer, _Source(name)
 
 
-def _in_diffusers(layer: str, names: OwnNames) -> str | Row:
+def _in_diffusers(layer: str, names: ParsedNames) -> str | Row:
     layout = names.layout
     part, path = layout.split(layer)
     try:
@@ -294,7 +294,7 @@ def _beside(layer: str, layout: ModelLayout, path: str) -> str:
 
 
 def _sources(
-    lora: LoraFile, names: OwnNames, layout: ModelLayout, known: Mapping[str, str]
+    lora: LoraFile, names: ParsedNames, layout: ModelLayout, known: Mapping[str, str]
 ) -> dict[str, _Source]:
     sources: dict[str, _Source] = {}
     flat_ones = [(known.get(_comparable(name), name), _Source(name)) for name in names.unknown]
@@ -319,8 +319,8 @@ def _under_layer_names(lora: LoraFile, sources: Mapping[str, _Source]) -> LoraFi
     others = {layer: source.name for layer, source in sources.items() if source.name not in lora.modules}
     return replace(
         lora,
-        modules=LazyMapping(plain, lambda source: _factors_of_source(lora, source)),
-        changes=LazyMapping(others, lora.changes.__getitem__),
+        modules=LazyDict(plain, lambda source: _factors_of_source(lora, source)),
+        changes=LazyDict(others, lora.changes.__getitem__),
         facts={layer: _facts_of_source(lora, source) for layer, source in sources.items()},
     )
 

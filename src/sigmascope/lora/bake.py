@@ -23,13 +23,13 @@ from sigmascope.lora.alignment import AlignedLora, align
 from sigmascope.lora.factors import LoraFactors, add_product, row_pieces
 from sigmascope.lora.families import layout_of
 from sigmascope.lora.file import LoraFile, as_text, check_target, refuse_files, refuse_inputs
-from sigmascope.lora.linalg import at_least_float32, is_real, quick_energy, root_sum_square, same_matrix
+from sigmascope.lora.linalg import at_least_float32, blocked_energy, is_real, root_sum_square, same_matrix
 from sigmascope.lora.merge_methods import InputLora, MergeMethod, merged_from, require_weights
-from sigmascope.lora.parallel import Slot, map_in_order
+from sigmascope.lora.parallel import Scratch, map_in_order
 from sigmascope.lora.reader import open_lora
 from sigmascope.progress import Progress, no_progress
 
-__all__ = ["BakeReport", "BakedTensor", "bake_loras"]
+__all__ = ["BakeReport", "MergedTensor", "bake_loras"]
 
 # Header fields with hashes of the weights as they were.
 _STALE: Final = frozenset({"modelspec.hash_sha256", "sshs_model_hash", "sshs_legacy_hash"})
@@ -38,7 +38,7 @@ _NAMED: Final = 5  # modules in a message
 
 
 @dataclass(frozen=True, slots=True)
-class BakedTensor:
+class MergedTensor:
     """One tensor of the checkpoint that was changed.
 
     Attributes:
@@ -87,7 +87,7 @@ class BakeReport:
     checkpoint: Path
     inputs: tuple[InputLora, ...]
     method: str
-    tensors: tuple[BakedTensor, ...]
+    tensors: tuple[MergedTensor, ...]
     copied: int
     unmatched: dict[int, tuple[str, ...]]
     unused_keys: dict[int, tuple[str, ...]]
@@ -107,7 +107,7 @@ class BakeReport:
         return lost / self.change_norm if self.change_norm > 0.0 else None
 
     @property
-    def most_lost(self) -> tuple[BakedTensor, ...]:
+    def most_lost(self) -> tuple[MergedTensor, ...]:
         """The ten tensors whose change suffered most from rounding."""
         measured = [tensor for tensor in self.tensors if tensor.lost_share is not None]
         return tuple(sorted(measured, key=lambda tensor: -(tensor.lost_share or 0.0))[:10])
@@ -184,7 +184,7 @@ def bake_loras(
         ]
         refuse_inputs(target, base)
         refuse_files(target, lora_files)
-        targets = landings(base, aligned, strengths)
+        targets = match_tensors(base, aligned, strengths)
         require_matched(base, aligned, targets.unmatched, allow_unmatched=allow_unmatched)
         metadata = _provenance(base, lora_files, strengths, how)
         tensors = _write_checkpoint(target, base, targets.by_key, aligned, how, metadata, progress)
@@ -252,7 +252,7 @@ def aligned_with(base: Checkpoint, lora: LoraFile) -> AlignedLora:
 
 
 @dataclass(frozen=True, slots=True)
-class Landing:
+class TargetTensor:
     """One LoRA's change of one tensor, still in its file."""
 
     position: int
@@ -261,7 +261,7 @@ class Landing:
 
 
 @dataclass(frozen=True, slots=True)
-class Landings:
+class TargetTensors:
     """Where the changes of several LoRAs land.
 
     Attributes:
@@ -269,17 +269,19 @@ class Landings:
         unmatched: Modules that are of no tensor of the checkpoint, by LoRA's position.
     """
 
-    by_key: dict[str, list[Landing]]
+    by_key: dict[str, list[TargetTensor]]
     unmatched: dict[int, tuple[str, ...]]
 
 
-def landings(base: Checkpoint, aligned: Sequence[AlignedLora], weights: Sequence[float]) -> Landings:
+def match_tensors(
+    base: Checkpoint, aligned: Sequence[AlignedLora], weights: Sequence[float]
+) -> TargetTensors:
     """Find the tensor of every change.
 
     Raises:
         ModelMismatchError: A module is for a weight of another shape.
     """
-    by_key: dict[str, list[Landing]] = {}
+    by_key: dict[str, list[TargetTensor]] = {}
     unmatched: dict[int, tuple[str, ...]] = {}
     wrong: list[str] = []
     for position, (aligned_lora, weight) in enumerate(zip(aligned, weights, strict=True)):
@@ -293,7 +295,7 @@ def landings(base: Checkpoint, aligned: Sequence[AlignedLora], weights: Sequence
             if layer in aligned_lora.lora.modules and not same_matrix(own, shape):
                 wrong.append(f"{layer} is {shape} in the checkpoint and {own} in {aligned_lora.lora}")
             if weight != 0.0:
-                by_key.setdefault(key, []).append(Landing(position, weight, layer))
+                by_key.setdefault(key, []).append(TargetTensor(position, weight, layer))
         if aligned_lora.unmatched or without_tensor:
             unmatched[position] = (*aligned_lora.unmatched, *without_tensor)
     if wrong:
@@ -301,7 +303,7 @@ def landings(base: Checkpoint, aligned: Sequence[AlignedLora], weights: Sequence
             f"{len(wrong)} modules do not fit {base.path}: {'; '.join(wrong[:_NAMED])}{_and_more(len(wrong))}.",
             hint="Merge the LoRA into the model that it was made for.",
         )
-    return Landings(by_key, unmatched)
+    return TargetTensors(by_key, unmatched)
 
 
 def _and_more(count: int) -> str:
@@ -350,13 +352,13 @@ def _provenance(
 def _write_checkpoint(
     target: Path,
     base: Checkpoint,
-    targets: Mapping[str, Sequence[Landing]],
+    targets: Mapping[str, Sequence[TargetTensor]],
     aligned: Sequence[AlignedLora],
     method: MergeMethod,
     metadata: Mapping[str, str],
     progress: Progress,
-) -> tuple[BakedTensor, ...]:
-    def work(slot: Slot, key: str) -> tuple[Tensor, BakedTensor | None]:
+) -> tuple[MergedTensor, ...]:
+    def work(slot: Scratch, key: str) -> tuple[Tensor, MergedTensor | None]:
         buffer = slot.scratch("file", base.info(key).nbytes, torch.uint8)
         weight = base.tensor_into(key, buffer)
         if key not in targets:
@@ -365,7 +367,7 @@ def _write_checkpoint(
             WeightedChange(target.position, target.weight, _change(aligned[target.position], target.layer))
             for target in targets[key]
         ]
-        return weight, bake(key, weight, changes, method, slot)
+        return weight, merge_into_weight(key, weight, changes, method, slot)
 
     tensors = []
     keys = base.keys()
@@ -397,9 +399,9 @@ def _change(aligned: AlignedLora, layer: str) -> LoraFactors | WeightChange:
     return lora.modules[layer] if layer in lora.modules else lora.changes[layer]
 
 
-def bake(
-    name: str, weight: Tensor, changes: Sequence[WeightedChange], method: MergeMethod, slot: Slot
-) -> BakedTensor:
+def merge_into_weight(
+    name: str, weight: Tensor, changes: Sequence[WeightedChange], method: MergeMethod, slot: Scratch
+) -> MergedTensor:
     """Change a weight in place to W + Σ weight·ΔW, added in float32 (float64 for float64) and rounded once.
 
     With one LoRA and method `linear` the result is that of `merge_lora` on a live model, bit for bit.
@@ -431,7 +433,7 @@ def bake(
             hint="Check the weights, or merge with smaller --weights.",
         )
     positions = tuple(change.position for change in changes)
-    return BakedTensor(name, positions, *map(sqrt, energies))
+    return MergedTensor(name, positions, *map(sqrt, energies))
 
 
 class _Addend(NamedTuple):
@@ -442,7 +444,7 @@ class _Addend(NamedTuple):
     strength: float
 
 
-def _add(weight: Tensor, addends: Sequence[_Addend], slot: Slot) -> tuple[float, float, float]:
+def _add(weight: Tensor, addends: Sequence[_Addend], slot: Scratch) -> tuple[float, float, float]:
     """Add in pieces that stay in the processor's cache; give ‖W‖², ‖ΔW‖² and what rounding lost, squared."""
     compute = at_least_float32(weight.dtype)
     sums = []
@@ -467,7 +469,7 @@ def _add(weight: Tensor, addends: Sequence[_Addend], slot: Slot) -> tuple[float,
 
 
 def _energy(piece: Tensor) -> float:
-    return float(quick_energy(piece)) if piece.dtype == torch.float32 else float(torch.dot(piece, piece))
+    return float(blocked_energy(piece)) if piece.dtype == torch.float32 else float(torch.dot(piece, piece))
 
 
 def _addends(

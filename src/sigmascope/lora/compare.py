@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sigmascope.errors import ConfigError
 from sigmascope.lora.adapters import Adapter, DoraChange, WeightChange, form_delta
-from sigmascope.lora.alignment import UnitedLoras, unite
+from sigmascope.lora.alignment import AlignedLoras, align_all
 from sigmascope.lora.factors import LoraFactors, difference_norm
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.linalg import frobenius_norm, matrix_shape, root_sum_square, same_matrix
@@ -272,7 +272,7 @@ def compare_loras(
     if not 0.0 <= tolerance < float("inf"):
         raise ConfigError(f"--tolerance {tolerance} is no share.", hint="Use a number such as 0.01.")
     with open_lora(Path(a)) as first, open_lora(Path(b)) as second:
-        aligned = unite([first, second])
+        aligned = align_all([first, second])
         sizes = {name: _size(aligned, name) for name in aligned.names}
         differences: dict[str, ModuleDifference] = {}
         for name, difference in run_layers(sizes, lambda name: _compare(aligned, name)):
@@ -288,12 +288,12 @@ def compare_loras(
         )
 
 
-def _size(aligned: UnitedLoras, name: str) -> int:
+def _size(aligned: AlignedLoras, name: str) -> int:
     """Values that are read for one module, for the limit of what is in memory at once."""
     return sum(aligned.loras[position].facts_of(name).parameters for position in aligned.positions(name))
 
 
-def _compare(aligned: UnitedLoras, name: str) -> ModuleDifference:
+def _compare(aligned: AlignedLoras, name: str) -> ModuleDifference:
     changes = {position: aligned.change(position, name) for position in aligned.positions(name)}
     sides = {position: _side(aligned.sources[position][name], change) for position, change in changes.items()}
     if len(changes) == 1:

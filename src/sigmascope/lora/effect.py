@@ -16,7 +16,7 @@ from torch import Tensor
 from sigmascope.errors import LoraFormatError, ModelMismatchError, NonFiniteError
 from sigmascope.lora.adapters import require_memory
 from sigmascope.lora.layers import block_of_module, block_position
-from sigmascope.lora.linalg import frobenius_norm, is_real, quick_norm, root_sum_square
+from sigmascope.lora.linalg import blocked_norm, frobenius_norm, is_real, root_sum_square
 from sigmascope.lora.patches import (
     change_by,
     factors_of,
@@ -270,7 +270,7 @@ def weight_norm(weight: Tensor | None) -> float:
     if weight is None:
         raise LoraFormatError(NOT_GIVEN)
     _require_numbers(weight)
-    return finite(quick_norm(weight.cpu() if weight.device.type == "mps" else weight), "the weight")
+    return finite(blocked_norm(weight.cpu() if weight.device.type == "mps" else weight), "the weight")
 
 
 def difference(before: Tensor, after: Tensor) -> float:

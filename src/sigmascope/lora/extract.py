@@ -129,7 +129,7 @@ def extract_lora(
         metadata = extraction_metadata(pair, options)
         journal = files.enter_context(Journal(target, job_identity(pair, options, device, lora_format)))
         storage = storage_cost(lora_format, pair, options, metadata, diffs)
-        layers = Rounds(pair, options, journal, device, progress).run(storage)
+        layers = Extraction(pair, options, journal, device, progress).run(storage)
         _refuse_nothing(pair, layers, options)
         report = _report(pair, Path(base), Path(tuned), target, lora_format, options, layers, vectors)
         # Entered first, left last: the description only appears once the LoRA is in place.
@@ -297,7 +297,7 @@ class DecomposedLayer:
         return self.record.reason if self.rank > 0 or self.record.reason else "rank_0"
 
 
-class Rounds:
+class Extraction:
     """Decomposes the layers of a pair into a journal; what the journal holds already is not done again.
 
     Args:

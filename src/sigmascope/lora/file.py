@@ -1,10 +1,10 @@
-"""A LoRA, in memory or still in its file, and the checks of the paths that users give.
+"""A LoRA, in memory or still in its file, what its header says, and the checks of the paths that users give.
 
-A `LoraFile` is what every format is read into and written from; a `LazyMapping` reads its modules when they are
+A `LoraFile` is what every format is read into and written from; a `LazyDict` reads its modules when they are
 asked for. The paths that users give may be too long, lead into folders that cannot be entered, or be no text in
 UTF-8; `exists`, `as_text`, `check_target` and the refusals handle that.
 
-`ss_*` are the fields of kohya's tools, which web UIs read too; `networks.lora` is their name for plain up/down
+In a header, `ss_*` are the fields of kohya's tools, which web UIs read too; `networks.lora` is their name for plain up/down
 factors. `modelspec.*` is the model metadata standard of Stability AI. A hash of the tensors (`sshs_*`) is left out:
 tools that want one calculate it, and a stale one is worse than none.
 
@@ -146,7 +146,7 @@ class LoraFile:
         raise LoraFormatError(f"{self} has no module {name}.", hint="Choose one of its names.")
 
 
-class LazyMapping(Mapping[str, Value], Generic[Key, Value]):
+class LazyDict(Mapping[str, Value], Generic[Key, Value]):
     """Values made anew at each access; iterating, counting and asking for a name make none.
 
     Args:

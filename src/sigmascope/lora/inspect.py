@@ -23,9 +23,9 @@ from sigmascope.lora.adapters import WeightChange
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile, TrainingFacts, read_training_facts
 from sigmascope.lora.layers import block_of_module, block_position
-from sigmascope.lora.linalg import in_double, max_rank, root_sum_square
+from sigmascope.lora.linalg import as_float64, max_rank, root_sum_square
 from sigmascope.lora.parallel import run_layers
-from sigmascope.lora.reader import open_any
+from sigmascope.lora.reader import open_any_kind
 from sigmascope.lora.spectrum import effective_rank, stable_rank
 from sigmascope.progress import Progress, no_progress
 
@@ -257,7 +257,7 @@ def inspect_lora(
         CheckpointError: The file is missing, damaged, or no file of tensors.
         LoraFormatError: Its keys follow no known format, or its factors do not fit together.
     """
-    with open_any(Path(path)) as lora:
+    with open_any_kind(Path(path)) as lora:
         sizes = {name: sum(lora.shape_of(name)) for name in lora.names}
         strengths: dict[str, ModuleStrength] = {}
         for name, module in run_layers(sizes, lambda name: _measured(lora, name, full_spectrum)):
@@ -321,8 +321,8 @@ def strength_of_factors(name: str, factors: LoraFactors, *, spectrum: bool = Tru
 
 
 def _dead_columns(factors: LoraFactors) -> int:
-    columns = in_double(factors.up).abs().amax(dim=0)
-    rows = in_double(factors.down).abs().amax(dim=1)
+    columns = as_float64(factors.up).abs().amax(dim=0)
+    rows = as_float64(factors.down).abs().amax(dim=1)
     return int(((columns == 0.0) | (rows == 0.0)).sum())
 
 

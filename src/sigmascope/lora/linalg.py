@@ -1,4 +1,4 @@
-"""The linear algebra below all of it: norms, factors of factors, and block Krylov subspaces.
+"""Norms, factorisations of Gram matrices, the matrix behind a convolution's weight, and leading singular subspaces.
 
 Norms are summed in float64: a float32 sum over 13 million squares is 0.1 % low, which flatters errors.
 
@@ -7,7 +7,8 @@ on the CPU: a GPU is slower at them than at the products that make them.
 
 A convolution (out, in, kh, kw) acts as the matrix (out, in·kh·kw).
 
-With V₀ random, the subspace span(V₀, (AᵀA)V₀, (AᵀA)²V₀, …) holds approximations of the leading right singular
+Leading singular subspaces come from randomised block Krylov iteration (`leading_subspace`). With V₀ random,
+the subspace span(V₀, (AᵀA)V₀, (AᵀA)²V₀, …) holds approximations of the leading right singular
 vectors whose error falls exponentially in the number of steps times the square root of the gap (Musco and
 Musco, arXiv 1504.05477); it needs fewer products with A than subspace iteration does. Within its basis K the best
 vectors come from the Rayleigh-Ritz principle, from the Gram matrices KᵀK and (AK)ᵀ(AK) alone.
@@ -30,9 +31,9 @@ from torch import Tensor
 from sigmascope.errors import LoraFormatError
 
 _CHUNK: Final = 1 << 20  # elements widened at a time: 8 MiB, whatever the layer's size
-_IN_CACHE: Final = 1 << 18  # elements that `quick_norm` sums at a time
+_IN_CACHE: Final = 1 << 18  # elements that `blocked_norm` sums at a time
 _UP_TO_FLOAT32: Final = frozenset({torch.float32, torch.bfloat16, torch.float16})
-_RUN: Final = 256  # elements that `quick_energy` sums in float32
+_RUN: Final = 256  # elements that `blocked_energy` sums in float32
 _LEAST_MEAN_SQUARE: Final = 1e-30  # below, single squares leave the range of float32
 
 
@@ -61,8 +62,8 @@ def frobenius_norm(tensor: Float[Tensor, "..."]) -> float:
     return math.sqrt(total.item())
 
 
-def quick_norm(tensor: Float[Tensor, "..."]) -> float:
-    """‖tensor‖ in one pass in the cache, of at most float32, by `quick_energy`; others as `frobenius_norm`.
+def blocked_norm(tensor: Float[Tensor, "..."]) -> float:
+    """‖tensor‖ in one pass in the cache, of at most float32, by `blocked_energy`; others as `frobenius_norm`.
 
     Returns:
         The norm, off by less than 10⁻⁷ of it; NaN or Inf when the tensor holds any.
@@ -71,13 +72,13 @@ def quick_norm(tensor: Float[Tensor, "..."]) -> float:
         return frobenius_norm(tensor)
     flat = tensor.detach().reshape(-1)
     energies = [
-        quick_energy(flat[start : start + _IN_CACHE].to(torch.float32))
+        blocked_energy(flat[start : start + _IN_CACHE].to(torch.float32))
         for start in range(0, flat.numel(), _IN_CACHE)
     ]
     return math.sqrt(float(torch.stack(energies).sum())) if energies else 0.0
 
 
-def quick_energy(tensor: Float[Tensor, " n"]) -> Tensor:
+def blocked_energy(tensor: Float[Tensor, " n"]) -> Tensor:
     """‖tensor‖² of float32 values in one pass: float32 within runs of 256, float64 across them.
 
     Runs that short are off by about 10⁻⁸ of the sum, and by no more than 10⁻⁶ whatever the values, where one
@@ -113,7 +114,7 @@ def is_real(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and dtype != _PACKED
 
 
-def in_double(tensor: Tensor) -> Tensor:
+def as_float64(tensor: Tensor) -> Tensor:
     """A detached float64 copy; from Apple's GPUs, which have no float64, on the CPU."""
     source = tensor.detach()
     return (source.cpu() if source.device.type == "mps" else source).to(torch.float64)
@@ -121,7 +122,7 @@ def in_double(tensor: Tensor) -> Tensor:
 
 def gram_in_double(columns: Tensor) -> Tensor:
     """XᵀX in float64: in float32, whatever is below 10⁻³·⁵ of the largest column would be lost in it."""
-    wide = in_double(columns)
+    wide = as_float64(columns)
     return wide.mT @ wide
 
 
@@ -346,7 +347,7 @@ def _deflated(matrix: Tensor, strong: Subspace, goal: _Goal, seed: int) -> Subsp
     """
     refined = orthonormal(orthonormal(matrix.mT @ orthonormal(matrix @ strong.vectors)))
     rest = torch.addmm(matrix, matrix @ refined, refined.mT, alpha=-1.0)
-    energy = float(quick_energy(rest.reshape(-1)))
+    energy = float(blocked_energy(rest.reshape(-1)))
     if energy <= goal.nothing:
         return Subspace(refined, matrix @ refined, goal.total_energy - energy, converged=True)
     weak = leading_subspace(

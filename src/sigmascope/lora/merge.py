@@ -19,7 +19,7 @@ from sigmascope.__about__ import __version__
 from sigmascope.checkpoints import Checkpoint, open_checkpoint
 from sigmascope.errors import ConfigError, LoraFormatError, ModelMismatchError
 from sigmascope.lora.adapters import DiffChange, form_delta
-from sigmascope.lora.alignment import UnitedLoras, unite
+from sigmascope.lora.alignment import AlignedLoras, align_all
 from sigmascope.lora.bake import aligned_with
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.families import BASE_FINGERPRINT
@@ -30,13 +30,13 @@ from sigmascope.lora.ranks import FULL_RANK, FixedRank, RankRules
 from sigmascope.lora.reader import open_lora
 from sigmascope.lora.resize import (
     RankPlan,
-    ReducedModule,
-    Reduction,
     ReductionReport,
+    ResizedModule,
+    Resizer,
     require_modules,
     unused_keys,
 )
-from sigmascope.lora.truncation import FormedChange, ReducibleChange, reducible
+from sigmascope.lora.truncation import FormedChange, Truncatable, truncatable
 from sigmascope.lora.writer import STORAGE_DTYPES, LoraOutput, SavePrecision, dtype_name, storage_dtype
 from sigmascope.progress import Progress, no_progress
 from sigmascope.records.run import Finding
@@ -115,7 +115,7 @@ def merge_loras(
         refuse_files(target, lora_files)
         bases = _base_weights(files, originals, target, options.base)
         dtype = _storage_dtype_of(lora_files, options)
-        changes = MergedChanges(unite(originals), weights, options.method, dtype, bases)
+        changes = MergedChanges(align_all(originals), weights, options.method, dtype, bases)
         plan = _rank_plan(changes, options)
         output = LoraOutput(
             target,
@@ -215,7 +215,7 @@ class MergedChanges:
         LoraFormatError: A change depends on the base model, and none is given.
     """
 
-    united: UnitedLoras
+    united: AlignedLoras
     weights: Sequence[float]
     method: MergeMethod
     dtype: torch.dtype
@@ -257,7 +257,7 @@ class MergedChanges:
             return None
         return sum(self.united.loras[position].rank_of(name) or 0 for position in self._acting(name))
 
-    def load(self, name: str, wanted: int) -> ReducibleChange:
+    def load(self, name: str, wanted: int) -> Truncatable:
         """Read and combine one layer's changes; safe to call from threads."""
         if not self._is_plain(name):
             return FormedChange(self._combined(name), self.dtype)
@@ -268,7 +268,7 @@ class MergedChanges:
             assert isinstance(change, LoraFactors)
             parts.append(replace(change, weight_shape=shape))
             weights.append(self.weights[position])
-        return reducible(LoraFactors.concatenate(parts, weights), wanted, self.dtype)
+        return truncatable(LoraFactors.concatenate(parts, weights), wanted, self.dtype)
 
     def vector(self, name: str) -> Tensor:
         """Read and combine one bias's or norm's changes, in float32."""
@@ -351,8 +351,8 @@ def _provenance(
 
 def _write_modules(
     output: LoraOutput, changes: MergedChanges, plan: RankPlan, progress: Progress
-) -> tuple[ReducedModule, ...]:
-    reduction = Reduction(
+) -> tuple[ResizedModule, ...]:
+    reduction = Resizer(
         shapes={name: changes.shape(name) for name in changes.layers},
         old_ranks={name: changes.old_rank(name) for name in changes.layers},
         load=changes.load,
@@ -372,7 +372,7 @@ def _write_modules(
     return tuple(modules)
 
 
-def merge_findings(loras: Sequence[LoraFile], aligned: UnitedLoras) -> Iterator[Finding]:
+def merge_findings(loras: Sequence[LoraFile], aligned: AlignedLoras) -> Iterator[Finding]:
     """Give reasons to doubt that the LoRAs belong together.
 
     Args:

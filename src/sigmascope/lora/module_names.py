@@ -9,7 +9,7 @@ for each layer in diffusers and another in its original file. All of that is und
   stays flat, and only a model's own layers can tell it.
 - `LayerIndex` finds a model's layer for each name. Names are compared without dots and prefixes, part by part of
   the model, in both namings of its family.
-- Without a model, `understand_names` gives the layers' paths with the family and naming that they are of, and
+- Without a model, `parse_names` gives the layers' paths with the family and naming that they are of, and
   `file_family` says which family a file is for and what tells so.
 """
 
@@ -53,7 +53,7 @@ _PARTS: Final[tuple[Part, ...]] = (
     "other",
 )
 
-# Of the checkpoint that `understand_names` gives layers of.
+# Of the checkpoint that `parse_names` gives layers of.
 _OWN_PREFIXES: Final[dict[Part, str]] = {
     "denoiser": "denoiser.",
     "denoiser_2": "transformer_2.",
@@ -383,7 +383,7 @@ def _transformer_names(path: str, layout: ModelLayout) -> Iterator[tuple[str, bo
 
 
 @dataclass(frozen=True, slots=True)
-class OwnNames:
+class ParsedNames:
     """A LoRA's names, understood.
 
     Attributes:
@@ -399,7 +399,7 @@ class OwnNames:
     blocks: UnetBlocks
 
 
-def understand_names(lora: LoraFile, family: str | None = None) -> OwnNames:
+def parse_names(lora: LoraFile, family: str | None = None) -> ParsedNames:
     """Understand a LoRA's names by themselves.
 
     Args:
@@ -439,7 +439,7 @@ def understand_names(lora: LoraFile, family: str | None = None) -> OwnNames:
         for name, (part, path) in placed.items()
     }
     own = {name: layer + _BIAS if name.endswith(_BIAS) else layer for name, layer in layers.items()}
-    return OwnNames(ModelLayout(family, naming, _OWN_PREFIXES), own, tuple(unknown), blocks)
+    return ParsedNames(ModelLayout(family, naming, _OWN_PREFIXES), own, tuple(unknown), blocks)
 
 
 def _placed(name: str) -> tuple[Part, str] | None:
@@ -554,7 +554,7 @@ def file_family(lora: LoraFile) -> FileFamily:
 
 def _by_names(lora: LoraFile) -> str | None:
     try:
-        family = understand_names(replace(lora, metadata={})).layout.family
+        family = parse_names(replace(lora, metadata={})).layout.family
     except SigmascopeError:
         family = "unknown"
     return _by_most_names(lora) if family == "unknown" else family

@@ -26,7 +26,7 @@ from torch import Tensor
 from sigmascope.errors import LoraFormatError, ModelMismatchError
 from sigmascope.lora.effect import effect_of
 from sigmascope.lora.factors import LoraFactors
-from sigmascope.lora.linalg import in_double, root_sum_square
+from sigmascope.lora.linalg import as_float64, root_sum_square
 from sigmascope.lora.patches import as_factors, sort_patches, weight_shape_of
 from sigmascope.probes.applied_patch import AppliedPatch
 from sigmascope.probes.reading import attempt
@@ -273,8 +273,8 @@ def shared_spaces(a: LoraFactors, b: LoraFactors) -> SharedSpaces:
     inner = a.inner(b)
     if first is None or second is None:
         return _by_bases(a, b, inner)
-    columns = first.columns.mT @ (in_double(a.up).mT @ in_double(b.up)) @ second.columns
-    rows = first.rows.mT @ (in_double(a.down) @ in_double(b.down).mT) @ second.rows
+    columns = first.columns.mT @ (as_float64(a.up).mT @ as_float64(b.up)) @ second.columns
+    rows = first.rows.mT @ (as_float64(a.down) @ as_float64(b.down).mT) @ second.rows
     ranks = len(first.values), len(second.values)
     return SharedSpaces(_share(columns), _share(rows), ranks, (first.norm, second.norm), inner)
 
@@ -294,7 +294,7 @@ class _Spaces:
     @classmethod
     def of(cls, factors: LoraFactors) -> "_Spaces | None":
         """None if the factors are too nearly dependent, or zero."""
-        up, down = in_double(factors.up), in_double(factors.down)
+        up, down = as_float64(factors.up), as_float64(factors.down)
         left, right = _triangle(up.mT @ up), _triangle(down @ down.mT)
         if left is None or right is None:
             return None

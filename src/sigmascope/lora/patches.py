@@ -25,7 +25,7 @@ from torch import Tensor
 from sigmascope.errors import LoraFormatError, ModelMismatchError
 from sigmascope.lora.adapters import DiffChange, LohaChange, LokrChange
 from sigmascope.lora.factors import LoraFactors
-from sigmascope.lora.linalg import in_double
+from sigmascope.lora.linalg import as_float64
 from sigmascope.probes.applied_patch import AppliedPatch
 
 _PEFT: Final = "peft."
@@ -416,9 +416,9 @@ def factors_of(patch: AppliedPatch, shape: Shape) -> WeightedFactors:
         ModelMismatchError: The factors do not fit the weight.
         LoraFormatError: Strength or scale could not be read.
     """
-    up, down = in_double(patch.tensors["up"]).flatten(1), in_double(patch.tensors["down"])
+    up, down = as_float64(patch.tensors["up"]).flatten(1), as_float64(patch.tensors["down"])
     if "mid" in patch.tensors:
-        core = in_double(patch.tensors["mid"]).to(down.device)
+        core = as_float64(patch.tensors["mid"]).to(down.device)
         down = torch.tensordot(core, down.flatten(1), dims=([1], [0])).movedim(-1, 1)
     up, down = placed(patch, up, down.to(up.device), shape)
     return WeightedFactors(up, down, strength_of(patch) * scale_of_patch(patch))
@@ -515,7 +515,7 @@ def _weighted_factors(patch: AppliedPatch, shape: Shape) -> WeightedFactors:
     if form is None or "dora_scale" in patch.tensors:
         kind = patch.adapter_type if form is None else f"{patch.adapter_type} with magnitudes"
         raise LoraFormatError(f"a {kind} change has no factors whose spaces could be compared.")
-    up, down = form({name: in_double(tensor) for name, tensor in patch.tensors.items()})
+    up, down = form({name: as_float64(tensor) for name, tensor in patch.tensors.items()})
     up, down = placed(patch, up, down, shape)
     return WeightedFactors(up, down, strength_of(patch) * scale_of_patch(patch))
 

@@ -3,8 +3,8 @@
 `open_lora` tells names, shapes and ranks from the file's header and reads a module when it is asked for
 (`EntryReader`); `load_lora` reads the whole file into memory.
 
-`open_any` also opens files of kinds that ComfyUI applies and this package does not form from a file: OFT, BOFT and
-GLoRA. Their modules can be named and judged, as changes that are not read (`UnreadChange`).
+`open_any_kind` also opens files of kinds that ComfyUI applies and this package does not form from a file: OFT, BOFT and
+GLoRA. Their modules can be named and judged, as changes that are not read (`OpaqueChange`).
 
 A module's own alpha goes before PEFT's configuration, and without either the scale is 1 (`EntryScales`).
 
@@ -47,7 +47,7 @@ from sigmascope.lora.adapters import (
     scale_of,
 )
 from sigmascope.lora.factors import LoraFactors
-from sigmascope.lora.file import PEFT_CONFIGS, LazyMapping, LoraFile, ModuleFacts, exists
+from sigmascope.lora.file import PEFT_CONFIGS, LazyDict, LoraFile, ModuleFacts, exists
 from sigmascope.lora.formats import FLAT_PREFIXES, recognised
 from sigmascope.lora.keys import (
     DOWN,
@@ -141,12 +141,12 @@ def _lazy_file(checkpoint: Checkpoint, *, check_finite: bool, keep_float8: bool)
     _refuse_twice(checkpoint.path, entries)
     facts = {entry.name: reader.facts(entry) for entry in entries}
     return LoraFile(
-        modules=LazyMapping({entry.name: entry for entry in entries if entry.is_plain}, reader.factors),
+        modules=LazyDict({entry.name: entry for entry in entries if entry.is_plain}, reader.factors),
         metadata=dict(checkpoint.metadata),
         path=checkpoint.path,
         format=lora_format.name,
         unused_keys=(*groups.unused, *checkpoint.skipped),
-        changes=LazyMapping({entry.name: entry for entry in entries if not entry.is_plain}, reader.change),
+        changes=LazyDict({entry.name: entry for entry in entries if not entry.is_plain}, reader.change),
         facts=facts,
     )
 
@@ -447,7 +447,7 @@ def _plain_shape(up: tuple[int, ...], down: tuple[int, ...]) -> tuple[int, ...]:
 
 
 @contextmanager
-def open_any(path: Path, *, check_finite: bool = True) -> Iterator[LoraFile]:
+def open_any_kind(path: Path, *, check_finite: bool = True) -> Iterator[LoraFile]:
     """Open a LoRA file as `open_lora` does, also of OFT, BOFT and GLoRA; raises what that does."""
     unread = open_unread(path)
     if unread is not None:
@@ -480,7 +480,7 @@ def open_unread(path: Path) -> LoraFile | None:
         metadata=metadata,
         path=path,
         format=_unread_format(next(iter(groups))),
-        changes=LazyMapping(
+        changes=LazyDict(
             {name: name for name in groups}, lambda name: _read_unread(path, known[name], groups[name])
         ),
         facts=known,
@@ -527,11 +527,11 @@ def _read_unread(path: Path, facts: ModuleFacts, ends: Mapping[str, str]) -> Wei
             if not bool(torch.isfinite(tensor).all()):
                 raise NonFiniteError(f"{path}: {key} holds NaN or Inf.")
     parts.pop("alpha", None)
-    return UnreadChange(facts.kind, facts.weight_shape, facts.parameters, parts)
+    return OpaqueChange(facts.kind, facts.weight_shape, facts.parameters, parts)
 
 
 @dataclass(frozen=True, eq=False)
-class UnreadChange:
+class OpaqueChange:
     """A change of OFT, BOFT or GLoRA by its tensors; what it does to a weight is not formed from its file.
 
     Attributes:

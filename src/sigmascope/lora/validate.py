@@ -33,7 +33,7 @@ from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.families import BASE_FINGERPRINT, ModelLayout, denoiser_fingerprint
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.layers import WEIGHT, write_layer_names
-from sigmascope.lora.linalg import quick_energy
+from sigmascope.lora.linalg import blocked_energy
 from sigmascope.lora.pairs import PARTS, CheckpointPair, PairOptions, counted, open_pair, pair_findings
 from sigmascope.lora.parallel import run_layers
 from sigmascope.lora.reader import open_lora
@@ -371,7 +371,7 @@ def _measure_tensor(
 def _energy(block: Tensor) -> float:
     """‖block‖², summed in float64 across short runs."""
     values = block.view(-1)
-    return float(torch.dot(values, values) if values.dtype == torch.float64 else quick_energy(values))
+    return float(torch.dot(values, values) if values.dtype == torch.float64 else blocked_energy(values))
 
 
 def subtraction(change: Change, base: Tensor, dtype: torch.dtype) -> Subtraction:

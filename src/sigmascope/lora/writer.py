@@ -28,7 +28,7 @@ from torch import Tensor
 from sigmascope.checkpoints import Checkpoint, StreamingWriter
 from sigmascope.errors import LoraFormatError, NonFiniteError
 from sigmascope.lora.adapters import Adapter, DiffChange, DoraChange, LokrChange, TuckerChange, WeightChange
-from sigmascope.lora.alignment import UnitedLoras, divided, joined
+from sigmascope.lora.alignment import AlignedLoras, divided, joined
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.families import ModelLayout
 from sigmascope.lora.file import VARYING, LoraFile, as_text, family_in, kept_metadata, lora_header
@@ -37,7 +37,7 @@ from sigmascope.lora.formats import FactorKeys, LoraFormat, format_named
 from sigmascope.lora.keys import MID
 from sigmascope.lora.layer_names import Row, UnetBlocks, blocks_of
 from sigmascope.lora.linalg import at_least_float32, is_convolution, is_real, max_rank
-from sigmascope.lora.module_names import understand_names
+from sigmascope.lora.module_names import parse_names
 
 LBM_LAYOUT: Final = ModelLayout("lbm", "lbm", {"denoiser": "denoiser.", "vae": "vae.vae_model."})
 """What is taken for granted where no layout is given."""
@@ -337,7 +337,7 @@ class SameNamesWriter(_ModuleWriter):
     ) -> None:
         self._format = format_named(source.format)
         self._family = family_in(dict(source.metadata)) or "unknown"
-        self._layout = layout or understand_names(source).layout
+        self._layout = layout or parse_names(source).layout
         self._tally = Tally()
         self._metadata = dict(metadata)
         inherited = {"modelspec.title": as_text(path.stem)} | kept_metadata(dict(source.metadata))
@@ -466,7 +466,7 @@ class LoraOutput:
     def __init__(
         self,
         target: Path,
-        aligned: UnitedLoras,
+        aligned: AlignedLoras,
         originals: Sequence[LoraFile],
         format: str | None,
         metadata: Mapping[str, str],
@@ -550,7 +550,7 @@ class LoraOutput:
         return [f"{name}.{end}" for end in (ends.up, ends.down, ends.alpha) if end is not None]
 
 
-def _own_names(aligned: UnitedLoras, originals: Sequence[LoraFile]) -> dict[str, str] | None:
+def _own_names(aligned: AlignedLoras, originals: Sequence[LoraFile]) -> dict[str, str] | None:
     """The name of each layer in all files that have it; None where the files differ in format or in a name."""
     if len({lora.format for lora in originals}) > 1:
         return None

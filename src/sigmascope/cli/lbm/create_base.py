@@ -17,7 +17,7 @@ from sigmascope.units import MIB, mebibytes, seconds
 if TYPE_CHECKING:
     import torch
 
-    from sigmascope.lbm.base import BaselineReport, BaseReport
+    from sigmascope.lbm.base import BaseCheck, BaseReport
     from sigmascope.lbm.config import LbmConfig
 
 EPILOG = """Examples:
@@ -137,19 +137,17 @@ def create_base(options: CreateBaseOptions) -> None:
 
 def _try_out(
     report: "BaseReport", config: "LbmConfig", dtype: "torch.dtype | None", device: "torch.device"
-) -> "BaselineReport":
-    from sigmascope.lbm.base import run_baseline
+) -> "BaseCheck":
+    from sigmascope.lbm.base import check_base
     from sigmascope.lbm.devices import resolve_dtype
 
     with progress_bar("Testing base") as progress:
-        return run_baseline(
+        return check_base(
             report.paths, config, dtype=dtype or resolve_dtype("float32"), device=device, progress=progress
         )
 
 
-def _print(
-    console: Console, report: "BaseReport", baseline: "BaselineReport | None", *, verbose: bool
-) -> None:
+def _print(console: Console, report: "BaseReport", baseline: "BaseCheck | None", *, verbose: bool) -> None:
     console.print(Text.assemble(("Exact base: ", "bold"), report.paths[0].stem))
     console.print(_base_facts(report))
     if verbose:
@@ -199,7 +197,7 @@ def _shape(shape: tuple[int, ...]) -> str:
     return "×".join(map(str, shape))
 
 
-def _baseline_line(baseline: "BaselineReport") -> str:
+def _baseline_line(baseline: "BaseCheck") -> str:
     width, height = baseline.size
     return (
         f"Tested: {baseline.compared:,} tensors equal in every file; loaded in {seconds(baseline.load_seconds)}; "

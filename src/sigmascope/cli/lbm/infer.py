@@ -132,7 +132,7 @@ def infer(options: InferOptions) -> None:
     The result has the picture's own size. Without --seed, the seed that was drawn is in the record.
     """
     with needs_extra("lbm"):
-        from sigmascope.lbm.devices import LESS_FOR_INFERENCE, within_memory
+        from sigmascope.lbm.devices import LESS_FOR_INFERENCE, explain_out_of_memory
         from sigmascope.lbm.images import load_image, save_image
         from sigmascope.lbm.model import load_watched  # noqa: F401 - refused now if a package is missing
         from sigmascope.monitor.recorder import Recorder
@@ -144,7 +144,7 @@ def infer(options: InferOptions) -> None:
     conditioning = {key: load_image(path) for key, path in conditioning_paths.items()}
     recorder = Recorder(name="lbm infer", sample_hz=10.0)
     try:
-        with within_memory("the model with this picture", LESS_FOR_INFERENCE), recorder:
+        with explain_out_of_memory("the model with this picture", LESS_FOR_INFERENCE), recorder:
             model = _load_model(options)
             applied = _apply_lora(options, model, recorder)
             result = _translate(options, model, picture, conditioning)

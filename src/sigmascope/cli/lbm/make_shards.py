@@ -15,7 +15,7 @@ from sigmascope.cli.console import needs_extra, print_json, progress_bar
 from sigmascope.errors import ConfigError
 
 if TYPE_CHECKING:
-    from sigmascope.lbm.make_shards import LeftOut, WrittenShard
+    from sigmascope.lbm.make_shards import SkippedFile, WrittenShard
 
 EPILOG = """Examples:
 
@@ -107,7 +107,7 @@ class Made:
     """The shards, and what went into none."""
 
     shards: "list[WrittenShard]"
-    left_out: "list[LeftOut]"
+    left_out: "list[SkippedFile]"
 
     def as_dict(self) -> dict[str, object]:
         """As JSON values."""

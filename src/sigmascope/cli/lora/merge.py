@@ -30,9 +30,9 @@ from sigmascope.cli.options import AsJson, Format, ResizeFlags, SavePrecision, S
 from sigmascope.errors import ConfigError
 
 if TYPE_CHECKING:
-    from sigmascope.lora.bake import BakedTensor, BakeReport
+    from sigmascope.lora.bake import BakeReport, MergedTensor
     from sigmascope.lora.merge_methods import InputLora, MergeMethod
-    from sigmascope.lora.resize import ReducedModule, ReductionReport
+    from sigmascope.lora.resize import ReductionReport, ResizedModule
 
 
 _LEFT_OUT_WORDS = {"excluded": "excluded", "rank_0": "no rank", "no_change": "no change"}
@@ -234,7 +234,7 @@ def _bake_facts(report: "BakeReport") -> list[tuple[str, RenderableType | None]]
     ]
 
 
-def _baked_tensor_table(heading: str, tensors: Sequence["BakedTensor"]) -> Table:
+def _baked_tensor_table(heading: str, tensors: Sequence["MergedTensor"]) -> Table:
     made = table("Tensor", "Weight", "Change", "Lost")
     made.title, made.title_justify = heading, "left"
     for tensor in tensors:
@@ -327,7 +327,7 @@ def _reduced_block_table(report: "ReductionReport") -> Table:
     return made
 
 
-def _reduced_module_table(modules: Sequence["ReducedModule"]) -> Table:
+def _reduced_module_table(modules: Sequence["ResizedModule"]) -> Table:
     made = table("Layer", "Old rank", "Rank", "Energy", "Error")
     for module in modules:
         made.add_row(

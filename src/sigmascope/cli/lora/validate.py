@@ -33,7 +33,7 @@ from sigmascope.errors import ConfigError, WriteError
 from sigmascope.units import printable
 
 if TYPE_CHECKING:
-    from sigmascope.lbm.image_validation import ImageReport, OutputError, PictureErrors
+    from sigmascope.lbm.image_validation import ImageErrors, ImageReport, OutputError
     from sigmascope.lora.validate import ValidationReport
     from sigmascope.lora.validation_report import Band, BlockError, ModuleError
 
@@ -292,7 +292,7 @@ def check_image_flags(flags: ImageFlags, models: Mapping[str, Path]) -> None:
         from sigmascope.lbm.bridge import bridge_sigmas
         from sigmascope.lbm.devices import resolve_device, resolve_dtype
         from sigmascope.lbm.image_validation import require_source_only
-        from sigmascope.lbm.images import check_resolution, find_pictures
+        from sigmascope.lbm.images import check_resolution, find_images
         from sigmascope.lbm.infer import SEEDS
     bridge_sigmas(1 if flags.num_inference_steps is None else flags.num_inference_steps)
     check_resolution(flags.resolution, "bucket")
@@ -301,7 +301,7 @@ def check_image_flags(flags: ImageFlags, models: Mapping[str, Path]) -> None:
     resolve_dtype(flags.torch_dtype or "float32")
     resolve_device(flags.device or "auto")
     require_source_only(tuple(models.values()), flags.config_path)
-    find_pictures(flags.images)
+    find_images(flags.images)
 
 
 def run_images(flags: ImageFlags, models: Mapping[str, Path], lora: Path) -> "ImageReport | None":
@@ -453,7 +453,7 @@ def print_images(console: Console, report: "ImageReport", *, verbose: bool) -> N
         )
 
 
-def _add_picture(made: Table, name: str, picture: "PictureErrors") -> None:
+def _add_picture(made: Table, name: str, picture: "ImageErrors") -> None:
     made.add_row(Text(name), "base", *_cells(picture.base))
     made.add_row("", "base + LoRA", *_cells(picture.with_lora))
 

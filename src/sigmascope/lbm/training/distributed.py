@@ -1,6 +1,8 @@
-"""What several processes must agree on before each step, so that none waits for another that has ended.
+"""Training in several processes: what they agree on, tensors that are spread over them, and DeepSpeed's settings.
 
-The functions from `whole` on serve tensors that FSDP spreads over processes (PyTorch's DTensor): made whole for
+They agree before each step (`Processes`), so that none waits for another that has ended.
+
+The functions from `full_tensor` on serve tensors that FSDP spreads over processes (PyTorch's DTensor): made whole for
 files, and spread again from them. A plain tensor passes through them as it is, so that the same code serves training
 in one process.
 
@@ -43,7 +45,7 @@ _LOST: Final = ("gloo", "nccl", "connection", "socket")
 """What messages of a broken connection hold: gloo raises a bare RuntimeError."""
 
 
-class Team:
+class Processes:
     """All processes of one training run; a single one is a team too, and talks to nobody."""
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -108,7 +110,7 @@ def _failure_text(failure: Exception) -> str:
 
 
 @dataclass(frozen=True)
-class Group(Generic[Position]):
+class StepBatches(Generic[Position]):
     """The batches of one optimizer step, in this process.
 
     Attributes:
@@ -122,7 +124,9 @@ class Group(Generic[Position]):
     position: Position
 
 
-def groups(stream: Iterable[tuple[Batch, Position]], size: int, team: Team) -> Iterator[Group[Position]]:
+def step_batches(
+    stream: Iterable[tuple[Batch, Position]], size: int, team: Processes
+) -> Iterator[StepBatches[Position]]:
     """Join up to `size` batches for each optimizer step, as many in every process.
 
     The epoch ends for all as soon as any process has no batch left; what the others still had stays unused. Where
@@ -148,7 +152,7 @@ def groups(stream: Iterable[tuple[Batch, Position]], size: int, team: Team) -> I
         if count == 0:
             return
         samples = sum(sum(row[:count]) for row in rows)
-        yield Group(tuple(batch for batch, _ in taken[:count]), samples, taken[count - 1][1])
+        yield StepBatches(tuple(batch for batch, _ in taken[:count]), samples, taken[count - 1][1])
 
 
 def _taken(
@@ -161,7 +165,7 @@ def _taken(
         return [], error
 
 
-def _agreed_failure(own: SigmascopeError | None, team: Team) -> SigmascopeError:
+def _agreed_failure(own: SigmascopeError | None, team: Processes) -> SigmascopeError:
     """What this process raises. All call this together."""
     failures = team.objects(None if own is None else str(own))
     if own is not None:
@@ -173,7 +177,7 @@ def _agreed_failure(own: SigmascopeError | None, team: Team) -> SigmascopeError:
 
 
 @contextmanager
-def naming_lost_processes(team: Team) -> Iterator[None]:
+def naming_lost_processes(team: Processes) -> Iterator[None]:
     """Say it plainly when a process is gone in whose place the system reports a broken connection.
 
     Raises:
@@ -199,7 +203,7 @@ def _connection_reason(error: RuntimeError) -> str:
     return re.sub(r"^\[\S+\]\s*", "", str(error)).splitlines()[0].partition(". ")[0]
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """All of a tensor. Every process calls this, in the same order."""
     if not isinstance(tensor, DTensor):
         return tensor
@@ -209,17 +213,17 @@ def whole(tensor: Tensor) -> Tensor:
     return gathered
 
 
-def here(tensor: Tensor) -> Tensor:
+def local_tensor(tensor: Tensor) -> Tensor:
     """What this process holds of a tensor."""
     local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local
 
 
 @overload
-def collected(value: Mapping[str, Tensor], *, keep: bool) -> dict[str, Tensor]: ...
+def gather_state(value: Mapping[str, Tensor], *, keep: bool) -> dict[str, Tensor]: ...
 @overload
-def collected(value: Any, *, keep: bool) -> Any: ...
-def collected(value: Any, *, keep: bool) -> Any:
+def gather_state(value: Any, *, keep: bool) -> Any: ...
+def gather_state(value: Any, *, keep: bool) -> Any:
     """Nested state with all of its tensors whole; every process calls this.
 
     Args:
@@ -228,16 +232,16 @@ def collected(value: Any, *, keep: bool) -> Any:
             process alone holds them all; where it does, they are on the CPU.
     """
     if isinstance(value, DTensor):
-        full = whole(value)
+        full = full_tensor(value)
         return full.cpu() if keep else full.new_empty(0)
     if isinstance(value, Mapping):
-        return {key: collected(item, keep=keep) for key, item in value.items()}
+        return {key: gather_state(item, keep=keep) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(collected(item, keep=keep) for item in value)
+        return type(value)(gather_state(item, keep=keep) for item in value)
     return value
 
 
-def spread(tensor: Tensor, like: Tensor) -> Tensor:
+def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
     """A whole tensor as `like` is spread: each process takes its own part, and nobody waits for another.
 
     Args:
@@ -251,7 +255,7 @@ def spread(tensor: Tensor, like: Tensor) -> Tensor:
     return own.to(like.device)
 
 
-def spread_optimizer_state(state: State, parameters: list[nn.Parameter]) -> State:
+def shard_optimizer_state(state: State, parameters: list[nn.Parameter]) -> State:
     """An optimizer's whole state as its parameters are spread.
 
     What has a parameter's shape is spread as it is; counters of steps and other numbers stay.
@@ -270,7 +274,11 @@ def spread_optimizer_state(state: State, parameters: list[nn.Parameter]) -> Stat
 
 
 def _like(value: Any, parameter: nn.Parameter) -> Any:
-    return spread(value, parameter) if isinstance(value, Tensor) and value.shape == parameter.shape else value
+    return (
+        shard_like(value, parameter)
+        if isinstance(value, Tensor) and value.shape == parameter.shape
+        else value
+    )
 
 
 def reshard(model: nn.Module) -> None:

@@ -16,21 +16,21 @@ from torch.autograd.graph import saved_tensors_hooks
 from sigmascope.checkpoints import open_checkpoint
 from sigmascope.errors import DataError, ModelMismatchError, WriteError
 from sigmascope.lbm.data import Batch
-from sigmascope.lbm.devices import LESS_FOR_TRAINING, within_memory
+from sigmascope.lbm.devices import LESS_FOR_TRAINING, explain_out_of_memory
 from sigmascope.lbm.model import LbmModel, build_lbm, compare_keys
 from sigmascope.lbm.training.accelerate import check_tracker
 from sigmascope.lbm.training.checkpoints import newest_readable, read_facts
-from sigmascope.lbm.training.lora_layers import planned, prepare
+from sigmascope.lbm.training.lora_layers import make_trainable, plan_training
 from sigmascope.lbm.training.metrics import read_samples
 from sigmascope.lbm.training.objective import lpips_package
 from sigmascope.lbm.training.optimizers import make_optimizer, make_schedule
 from sigmascope.lbm.training.session import (
     count_samples,
     follows_length,
-    identity,
     open_data,
     planned_steps,
-    require_same,
+    require_same_settings,
+    resume_identity,
 )
 from sigmascope.lbm.training.settings import TrainSettings
 from sigmascope.lbm.training.target_modules import PlanRow
@@ -109,9 +109,9 @@ def dry_run(settings: TrainSettings, *, resume: bool | None = None) -> DryRun:
     resume = settings.resume_from_checkpoint if resume is None else resume
     model = build_lbm(settings.lbm, device="meta")
     _check_base(settings.base_model_path, model)
-    plan = planned(model, settings)
+    plan = plan_training(model, settings)
     data = open_data(settings)
-    with within_memory("the first batch", LESS_FOR_TRAINING):
+    with explain_out_of_memory("the first batch", LESS_FOR_TRAINING):
         first = next(iter(data.batches(0)), None)
     if first is None:
         raise DataError("train_shards hold no sample that can be used.", hint="Check the keys in the YAML.")
@@ -188,7 +188,7 @@ def estimate_memory(settings: TrainSettings, batch: Batch) -> MemoryEstimate:
         batch: Only its shape counts.
     """
     stored = build_lbm(settings.lbm, device="meta", dtype=weight_dtype(settings))
-    trained = [parameter for _, parameter in prepare(stored, settings).parameters()]
+    trained = [parameter for _, parameter in make_trainable(stored, settings).parameters()]
     trained_bytes = _bytes(trained)
     return MemoryEstimate(
         weights=_bytes(stored.parameters()),
@@ -223,7 +223,7 @@ def _state_share(settings: TrainSettings) -> float:
 def _saved_bytes(settings: TrainSettings, batch: Batch) -> int:
     """Bytes that autograd keeps of a forward pass, counted on tensors without storage."""
     model = build_lbm(settings.lbm, device="meta", dtype=COMPUTE_DTYPES[settings.mixed_precision])
-    prepare(model, settings)
+    make_trainable(model, settings)
     model.denoiser.train()
     if settings.gradient_checkpointing:
         model.denoiser.enable_gradient_checkpointing()
@@ -260,6 +260,6 @@ def _resumed(settings: TrainSettings, shards: Sequence[str], steps: int | None) 
     if newest is None:
         return None
     folder, facts = newest
-    now = identity(settings, shards, 1, steps if follows_length(settings) else None)
-    require_same(facts["identity"], now, folder)
+    now = resume_identity(settings, shards, 1, steps if follows_length(settings) else None)
+    require_same_settings(facts["identity"], now, folder)
     return folder

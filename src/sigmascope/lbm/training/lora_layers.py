@@ -22,9 +22,9 @@ from sigmascope.lbm.training.target_modules import (
     DENOISER,
     PlannedModule,
     TrainablePlan,
-    choose_modules,
-    continue_modules,
+    plan_continued_lora,
     plan_full,
+    plan_new_lora,
 )
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile
@@ -71,7 +71,7 @@ class TrainableLora:
 
     def remove(self) -> None:
         """Take the factors out: the model has its own layers and keys again. A second call does nothing."""
-        take_out(self._model.denoiser, self._layers)
+        eject_layers(self._model.denoiser, self._layers)
         self._layers = {}
 
     def _state_of(self, name: str, trained: Mapping[str, Tensor]) -> LoraFactors:
@@ -117,7 +117,7 @@ Trainable = TrainableLora | TrainableFull
 """What the training loop changes, saves and takes away again."""
 
 
-def prepare(model: LbmModel, settings: TrainSettings) -> Trainable:
+def make_trainable(model: LbmModel, settings: TrainSettings) -> Trainable:
     """Make trainable what the settings ask for; see `inject_lora` and `prepare_full`."""
     return prepare_full(model) if settings.full_finetune else inject_lora(model, settings)
 
@@ -139,9 +139,9 @@ def inject_lora(model: LbmModel, settings: TrainSettings) -> TrainableLora:
         LoraFormatError: The file is not understood, or holds more than up and down factors.
         CheckpointError: The file is missing or damaged.
     """
-    plan = planned(model, settings)
+    plan = plan_training(model, settings)
     model.requires_grad_(False)
-    layers = inject(model.denoiser, list(plan.modules.values()))
+    layers = inject_layers(model.denoiser, list(plan.modules.values()))
     for name, module in plan.modules.items():
         down, up = _peft_factors(layers[name])
         stored = plan.factors.get(name)
@@ -183,20 +183,20 @@ def prepare_full(model: LbmModel) -> TrainableFull:
     return TrainableFull(model)
 
 
-def planned(model: LbmModel, settings: TrainSettings) -> TrainablePlan:
+def plan_training(model: LbmModel, settings: TrainSettings) -> TrainablePlan:
     """What the settings train in a model, which is not changed; raises what `inject_lora` does."""
     if settings.full_finetune:
         return plan_full(model)
     patterns = settings.trainable_lora_modules
     if settings.lora_weights_path is not None:
-        return continue_modules(model, load_lora(Path(settings.lora_weights_path)), patterns)
+        return plan_continued_lora(model, load_lora(Path(settings.lora_weights_path)), patterns)
     assert settings.rank is not None  # the settings refuse a LoRA without a file or a rank
-    return choose_modules(
+    return plan_new_lora(
         model, patterns, rank=settings.rank, conv_rank=settings.conv_rank, alpha=settings.alpha
     )
 
 
-def inject(denoiser: nn.Module, modules: Sequence[PlannedModule]) -> dict[str, PeftLayer]:
+def inject_layers(denoiser: nn.Module, modules: Sequence[PlannedModule]) -> dict[str, PeftLayer]:
     """Replace layers by PEFT's, which hold the layer and two float32 factors with no useful values yet.
 
     Args:
@@ -259,12 +259,12 @@ def _require_as_planned(layer: PeftLayer, module: PlannedModule) -> None:
         )
 
 
-def take_out(denoiser: nn.Module, layers: Mapping[str, PeftLayer]) -> None:
+def eject_layers(denoiser: nn.Module, layers: Mapping[str, PeftLayer]) -> None:
     """Put the model's own layers back where PEFT's are; everything is frozen then.
 
     Args:
-        denoiser: As `inject` left it.
-        layers: As `inject` gave them.
+        denoiser: As `inject_layers` left it.
+        layers: As `inject_layers` gave them.
     """
     for name, layer in layers.items():
         path = name.removeprefix(DENOISER)

@@ -1,6 +1,7 @@
-"""What training tells: progress after each step, means over some steps to the trackers, and the run's record.
+"""What training tells: progress after each step, means to the trackers, the run's record, and validation.
 
-The record (`Watch`) says where the time went, what the peak of memory was, and what to do about it.
+The record (`TrainingRecord`) says where the time went, what the peak of memory was, and what to do about it.
+`validate` translates held-out pictures and says how close they come.
 """
 
 import time
@@ -103,7 +104,7 @@ class Listeners:
 
 
 @dataclass
-class Teller:
+class MetricsLogger:
     """Collects the steps' results and tells them on.
 
     Attributes:
@@ -161,7 +162,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 @dataclass
-class Spent:
+class TimeSpent:
     """Seconds of training by what they went to; `step` is the computation of optimizer steps."""
 
     data: float = 0.0
@@ -195,14 +196,14 @@ class Spent:
 
 
 @dataclass
-class Watch:
+class TrainingRecord:
     """The record of one training: a `Recorder`, the time spent, and findings.
 
     `began` says that the record in the folder, where there is one, is this session's.
     """
 
     recorder: Recorder = field(default_factory=lambda: Recorder(name="lbm train", sample_hz=2.0))
-    spent: Spent = field(default_factory=Spent)
+    spent: TimeSpent = field(default_factory=TimeSpent)
     findings: list[Finding] = field(default_factory=list)
     began: bool = False
 
@@ -237,7 +238,7 @@ class Watch:
         return path
 
 
-def time_findings(spent: Spent) -> Sequence[Finding]:
+def time_findings(spent: TimeSpent) -> Sequence[Finding]:
     """What the shares of the time say."""
     if spent.steps < MEASURED_STEPS or spent.total == 0:
         return ()

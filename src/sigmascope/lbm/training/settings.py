@@ -143,11 +143,6 @@ class TrainSettings(LbmConfig):
         return LbmConfig.model_validate({name: getattr(self, name) for name in LbmConfig.model_fields})
 
     @property
-    def convolution_rank(self) -> int | None:
-        """Rank asked for in convolutions: `conv_rank`, else `rank`."""
-        return self.conv_rank if self.conv_rank is not None else self.rank
-
-    @property
     def validate_every(self) -> int:
         """Steps between two validations."""
         return self.validation_interval or self.save_interval

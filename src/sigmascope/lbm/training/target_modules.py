@@ -127,7 +127,7 @@ class TrainablePlan:
         return sum(row.frozen_parameters for row in self.rows)
 
 
-def choose_modules(
+def plan_new_lora(
     model: LbmModel,
     patterns: Sequence[str] | None,
     *,
@@ -159,7 +159,7 @@ def choose_modules(
     return TrainablePlan(modules, plan_rows(model, modules.values()))
 
 
-def continue_modules(model: LbmModel, lora: LoraFile, patterns: Sequence[str] | None) -> TrainablePlan:
+def plan_continued_lora(model: LbmModel, lora: LoraFile, patterns: Sequence[str] | None) -> TrainablePlan:
     """Plan to go on with a LoRA file: its factors, ranks and alphas are taken over as they are.
 
     Args:
@@ -305,12 +305,6 @@ def matches(pattern: str, layer: str) -> bool:
     before = r"(?<!\d)" if pattern[0].isdigit() else ""
     after = r"(?!\d)" if pattern[-1].isdigit() else ""
     return re.search(f"{before}{re.escape(pattern)}{after}", layer) is not None
-
-
-def matched_counts(layers: Iterable[str], patterns: Sequence[str]) -> Mapping[str, int]:
-    """How many layers each partial name means."""
-    layers = list(layers)
-    return {pattern: sum(matches(pattern, layer) for layer in layers) for pattern in patterns}
 
 
 def plan_rows(
