@@ -4,7 +4,7 @@ from tests.lbm.training.tiny_run import new_model
 
 from sigmascope.errors import ConfigError, LoraFormatError, ModelMismatchError
 from sigmascope.lbm.model import LbmModel, build_lbm
-from sigmascope.lbm.training.target_modules import (
+from sigmascope.lbm.training.lora_layers import (
     denoiser_layers,
     matches,
     plan_continued_lora,

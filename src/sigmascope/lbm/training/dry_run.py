@@ -20,7 +20,7 @@ from sigmascope.lbm.devices import LESS_FOR_TRAINING, explain_out_of_memory
 from sigmascope.lbm.model import LbmModel, build_lbm, compare_keys
 from sigmascope.lbm.training.accelerate import check_tracker
 from sigmascope.lbm.training.checkpoints import newest_readable, read_facts
-from sigmascope.lbm.training.lora_layers import make_trainable, plan_training
+from sigmascope.lbm.training.lora_layers import PlanRow, make_trainable, plan_training
 from sigmascope.lbm.training.metrics import read_samples
 from sigmascope.lbm.training.objective import lpips_package
 from sigmascope.lbm.training.optimizers import make_optimizer, make_schedule
@@ -33,7 +33,6 @@ from sigmascope.lbm.training.session import (
     resume_identity,
 )
 from sigmascope.lbm.training.settings import TrainSettings
-from sigmascope.lbm.training.target_modules import PlanRow
 
 _NAMED = 3
 """How many problems of the base an error names."""

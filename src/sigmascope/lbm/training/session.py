@@ -109,7 +109,7 @@ class Session:
     objective: Objective
     stepper: Stepper
     average: MovingAverage | None
-    resume_identity: Mapping[str, Any]
+    identity: Mapping[str, Any]
     total_steps: int | None
     step: int = 0
     epoch: int = 0
