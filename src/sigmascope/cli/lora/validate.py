@@ -243,35 +243,6 @@ def _check_picture(path: Path | None, inputs: Sequence[Path], names_path: Path) 
             raise ConfigError(f"--picture {path} {use}.", hint="Give the name of a new file.")
 
 
-def _draw(path: Path | None, report: "ValidationReport", *, quiet: bool) -> None:
-    if path is None:
-        return
-    from sigmascope.lora.validation_report import save_validation_picture
-
-    save_validation_picture(path, report)
-    if not quiet:
-        Console().print(Text(printable(f"Picture: {path}")))
-
-
-def _write_names(path: Path, names: Sequence[str], *, required: bool, quiet: bool) -> None:
-    """Write the list after the report is shown: a place that nobody asked for may be read-only.
-
-    Raises:
-        WriteError: The place was asked for and cannot be written.
-    """
-    from sigmascope.lora.validate import write_layer_names
-
-    try:
-        write_layer_names(path, names)
-    except WriteError as error:
-        if required:
-            raise
-        say(f"Layer names are not written: {error.message} Use --layer_names.", err=True)
-        return
-    if not quiet:
-        Console().print(Text(printable(f"Layer names: {path}")))
-
-
 def check_image_flags(flags: ImageFlags, models: Mapping[str, Path]) -> None:
     """Refuse what cannot work before the weights are measured.
 
@@ -461,3 +432,32 @@ def _add_picture(made: Table, name: str, picture: "ImageErrors") -> None:
 def _cells(error: "OutputError") -> tuple[str, str, str]:
     psnr = f"{error.psnr:.1f} dB" if math.isfinite(error.psnr) else "identical"
     return psnr, percent(error.image_error), percent(error.latent_error)
+
+
+def _draw(path: Path | None, report: "ValidationReport", *, quiet: bool) -> None:
+    if path is None:
+        return
+    from sigmascope.lora.validation_report import save_validation_picture
+
+    save_validation_picture(path, report)
+    if not quiet:
+        Console().print(Text(printable(f"Picture: {path}")))
+
+
+def _write_names(path: Path, names: Sequence[str], *, required: bool, quiet: bool) -> None:
+    """Write the list after the report is shown: a place that nobody asked for may be read-only.
+
+    Raises:
+        WriteError: The place was asked for and cannot be written.
+    """
+    from sigmascope.lora.validate import write_layer_names
+
+    try:
+        write_layer_names(path, names)
+    except WriteError as error:
+        if required:
+            raise
+        say(f"Layer names are not written: {error.message} Use --layer_names.", err=True)
+        return
+    if not quiet:
+        Console().print(Text(printable(f"Layer names: {path}")))
