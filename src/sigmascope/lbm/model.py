@@ -185,23 +185,7 @@ def load_watched(
 
     The stage holds file, format ("safetensors" or "pickle"), bytes of all files, parameters, dtype, device,
     and missing and unexpected keys, these even when loading fails over them. Its duration is the load time.
-    Without a recorder nothing is kept.
-
-    Args:
-        path: Any layout that `open_checkpoint` reads.
-        config: Of the model, or its YAML file; None looks beside the checkpoint.
-        dtype: Of the weights.
-        device: Where the weights go.
-        progress: Told after each tensor.
-
-    Returns:
-        The model in evaluation mode.
-
-    Raises:
-        ConfigError: The config is not valid.
-        CheckpointError: The file is missing, damaged, or refused.
-        ModelMismatchError: Names keys that are missing, unexpected or of another shape.
-        NonFiniteError: Names the first tensor with NaN or Inf.
+    Without a recorder nothing is kept. Arguments and errors are those of `load_lbm`.
     """
     with stage("model_loading") as recorded:
         recorded.fact("file", str(path))
