@@ -135,7 +135,17 @@ _IN_STARTUP_FILES: Final = "integrations.autostart.process"
 """What the startup files for SIGMASCOPE=1 imported. The program has no part in it: a warning would be for nobody."""
 _RENEW: Final = "the startup file is the last release's; `sigmascope watch --install` renews it."
 
-_RENAMED: Final = {"combine_loras": "merge_loras"}
+_RENAMED: Final = {
+    "BaselineReport": "BaseCheck",
+    "PictureErrors": "ImageErrors",
+    "ReducedModule": "ResizedModule",
+    "StoredChange": "RoundedFactors",
+    "UnitedLoras": "AlignedLoras",
+    "combine_loras": "merge_loras",
+    "run_baseline": "check_base",
+    "understand_names": "parse_names",
+    "unite": "align_all",
+}
 
 
 def moved_name(module: str, name: str) -> Any:

@@ -36,7 +36,7 @@ from sigmascope.cli import root
 from sigmascope.errors import SigmascopeError
 from sigmascope.lbm.config import LbmConfig, load_config
 from sigmascope.lbm.data import DataOptions, TrainingData
-from sigmascope.lbm.images import find_pictures, load_image
+from sigmascope.lbm.images import find_images, load_image
 from sigmascope.lbm.model import load_lbm
 from sigmascope.lbm.samples import decode_picture
 from sigmascope.lbm.shards import read_shard
@@ -542,7 +542,7 @@ def _load_picture(trial: Trial) -> None:
 
 def _find_pictures(trial: Trial) -> None:
     shutil.rmtree("pictures", ignore_errors=True)
-    found, unreadable = find_pictures(trial.file.parent)
+    found, unreadable = find_images(trial.file.parent)
     assert len(found) + len(unreadable) == 1
     for unread in unreadable:
         assert unread.reason

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sigmascope.errors import ConfigError
-from sigmascope.lbm.buckets import BUCKETS, nearest_bucket, parse_size, scaled_buckets, working_size
+from sigmascope.lbm.images import BUCKETS, nearest_bucket, parse_size, scaled_buckets, working_size
 
 SIDES = st.integers(min_value=1, max_value=20_000)
 

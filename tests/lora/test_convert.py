@@ -19,7 +19,7 @@ from sigmascope.lora.convert import convert_lora
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.families import ModelLayout
 from sigmascope.lora.file import LoraFile
-from sigmascope.lora.module_names import understand_names
+from sigmascope.lora.module_names import parse_names
 from sigmascope.lora.reader import load_lora
 from sigmascope.lora.writer import save_lora
 
@@ -157,7 +157,7 @@ def test_the_family_is_told_by_names_and_shapes(
     names: list[str], shape: tuple[int, int], family: str
 ) -> None:
     factors = LoraFactors(torch.zeros(shape[0], 1), torch.zeros(1, shape[1]), 1.0, shape)
-    assert understand_names(LoraFile(dict.fromkeys(names, factors))).layout.family == family
+    assert parse_names(LoraFile(dict.fromkeys(names, factors))).layout.family == family
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_the_family_in_the_header_goes_first(
     metadata: dict[str, str], family: str, make_factors: MakeFactors
 ) -> None:
     lora = LoraFile({"unet.conv_in": make_factors((6, 5), 1)}, metadata)
-    assert understand_names(lora).layout.family == family
+    assert parse_names(lora).layout.family == family
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sigmascope.lora import krylov
+from sigmascope.lora import linalg as krylov
 from sigmascope.lora.decompose import leading_images, left_directions, to_ordinary_scale
-from sigmascope.lora.krylov import leading_subspace
-from sigmascope.lora.linalg import orthonormal, orthonormal_rows, whitening
+from sigmascope.lora.linalg import leading_subspace, orthonormal, orthonormal_rows, whitening
 
 TOLERANCE = 1e-3
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sigmascope.errors import NonFiniteError
 from sigmascope.lora import layer_extraction
-from sigmascope.lora.layer_extraction import LayerReader, StreamedChange
+from sigmascope.lora.layer_extraction import LayerDelta, LayerReader
 from sigmascope.lora.pairs import open_pair
 
 State = dict[str, Tensor]
@@ -80,7 +80,7 @@ def diffusers_folder(folder: Path, tensors: State) -> Path:
     return folder
 
 
-def assert_is_subtraction(change: StreamedChange, base: Tensor, tuned: Tensor) -> None:
+def assert_is_subtraction(change: LayerDelta, base: Tensor, tuned: Tensor) -> None:
     delta = tuned.float() - base.float()
     assert torch.equal(change.delta, delta)
     assert change.rounded is None or torch.equal(change.rounded, delta.bfloat16())

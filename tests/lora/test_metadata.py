@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from sigmascope.lora.metadata import read_training_facts
+from sigmascope.lora.file import read_training_facts
 
 
 def test_tags_are_summed_over_the_folders() -> None:

@@ -17,7 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from sigmascope import units
-from sigmascope.cli.console import facts, needs_extra, plain, progress_bar, table
+from sigmascope.cli.console import facts, needs_extra, plain, print_json, progress_bar, table
+from sigmascope.cli.options import AsJson, option_groups
 from sigmascope.errors import ConfigError
 from sigmascope.records.performance import BenchCase
 
@@ -43,7 +44,10 @@ POCKET = "pocket"
 _DEFAULT_FOLDER = Path("sigmascope-bench")
 
 
-def bench(
+@dataclass(frozen=True, kw_only=True)
+class BenchRequest:
+    """What `bench` takes."""
+
     pipeline: Annotated[
         str,
         typer.Argument(
@@ -51,108 +55,56 @@ def bench(
             metavar="PIPELINE",
             show_default=False,
         ),
-    ],
+    ]
     steps: Annotated[
         str | None,
         typer.Option("--steps", help="Denoising steps; several by comma.", metavar="<n,…>"),
-    ] = None,
+    ] = None
     resolution: Annotated[
         str | None,
         typer.Option("--resolution", help="WIDTHxHEIGHT, or the side of a square.", metavar="<size,…>"),
-    ] = None,
+    ] = None
     batch: Annotated[
         str, typer.Option("--batch", help="Pictures that one generation makes.", metavar="<n,…>")
-    ] = "1",
-    repeat: Annotated[int, typer.Option("--repeat", help="Generations of each case that count.")] = 10,
-    warmup: Annotated[int, typer.Option("--warmup", help="Generations before them that do not.")] = 1,
-    frames: Annotated[int | None, typer.Option("--frames", help="Of a video.")] = None,
-    prompt: Annotated[str | None, typer.Option("--prompt", help="What the pipeline is asked for.")] = None,
+    ] = "1"
+    repeat: Annotated[int, typer.Option("--repeat", help="Generations of each case that count.")] = 10
+    warmup: Annotated[int, typer.Option("--warmup", help="Generations before them that do not.")] = 1
+    frames: Annotated[int | None, typer.Option("--frames", help="Of a video.")] = None
+    prompt: Annotated[str | None, typer.Option("--prompt", help="What the pipeline is asked for.")] = None
     image: Annotated[
         Path | None, typer.Option("--image", help="Picture to start from, for pipelines that take one.")
-    ] = None,
+    ] = None
     call: Annotated[
         list[str] | None,
         typer.Option(
             "--call", help="Another argument of the call, such as guidance_scale=1.0; may be repeated."
         ),
-    ] = None,
-    seed: Annotated[int, typer.Option("--seed", help="Of the noise; the same for every repeat.")] = 0,
-    device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, mps, xpu.")] = "auto",
+    ] = None
+    seed: Annotated[int, typer.Option("--seed", help="Of the noise; the same for every repeat.")] = 0
+    device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, mps, xpu.")] = "auto"
     dtype: Annotated[
         str, typer.Option("--dtype", help="auto (bf16 on an accelerator, else float32), float32, bf16, fp16.")
-    ] = "auto",
+    ] = "auto"
     offload: Annotated[
         str, typer.Option("--offload", help="Keep weights in RAM until needed: none, model, sequential.")
-    ] = "none",
-    target: Annotated[
-        float | None, typer.Option("--target", help="Seconds that a generation may take.")
-    ] = None,
+    ] = "none"
+    target: Annotated[float | None, typer.Option("--target", help="Seconds that a generation may take.")] = (
+        None
+    )
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="Folder for the runs; a new one by default.", show_default=False),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
-) -> None:
+    ] = None
+    as_json: AsJson = False
+
+
+@option_groups
+def bench(request: BenchRequest) -> None:
     """Measure a pipeline: warm-up, repeats, percentiles, throughput and peak memory.
 
     Every combination of steps, resolution and batch is a case. Each repeat is
     saved as a run, which sigmascope check and sigmascope compare read. The exit
     code is 1 when a case could not be measured.
-    """
-    request = BenchRequest(
-        pipeline=pipeline,
-        steps=steps,
-        resolution=resolution,
-        batch=batch,
-        repeat=repeat,
-        warmup=warmup,
-        frames=frames,
-        prompt=prompt,
-        image=image,
-        call=tuple(call or ()),
-        seed=seed,
-        device=device,
-        dtype=dtype,
-        offload=offload,
-        target=target,
-        output=output,
-        as_json=as_json,
-    )
-    if not run_bench(request):
-        raise typer.Exit(1)
-
-
-@dataclass(frozen=True)
-class BenchRequest:
-    """The command's options, one field each."""
-
-    pipeline: str
-    steps: str | None = None
-    resolution: str | None = None
-    batch: str = "1"
-    repeat: int = 10
-    warmup: int = 1
-    frames: int | None = None
-    prompt: str | None = None
-    image: Path | None = None
-    call: tuple[str, ...] = ()
-    seed: int = 0
-    device: str = "auto"
-    dtype: str = "auto"
-    offload: str = "none"
-    target: float | None = None
-    output: Path | None = None
-    as_json: bool = False
-
-
-def run_bench(request: BenchRequest) -> bool:
-    """Measure what was asked for, and print it.
-
-    Returns:
-        Whether every case could be measured.
-
-    Raises:
-        SigmascopeError: Whatever is wrong with the options, the pipeline or the folder.
     """
     with needs_extra("lbm"):
         from sigmascope.pipeline.bench import DEFAULT_TARGET, BenchOptions, RunFiles, run_benchmark
@@ -173,7 +125,8 @@ def run_bench(request: BenchRequest) -> bool:
         _print_json(request, subject, load_seconds, results, output)
     else:
         print_bench(Console(), subject.name, load_seconds, results, output, target=request.target)
-    return all(result.failure is None for result in results)
+    if not all(result.failure is None for result in results):
+        raise typer.Exit(1)
 
 
 def cases_of(
@@ -192,9 +145,9 @@ def cases_of(
     """
     if frames is not None and frames < 1:
         raise ConfigError(f"--frames is {frames}.", hint="Give 1 or more.")
-    sizes = [None] if resolution is None else [_parse_size(one) for one in _split_list(resolution)]
-    counts = [None] if steps is None else [_parse_number(one, "--steps") for one in _split_list(steps)]
-    batches = [_parse_number(one, "--batch") for one in _split_list(batch)]
+    sizes = [None] if resolution is None else [_parse_size(part) for part in _split_list(resolution)]
+    counts = [None] if steps is None else [_parse_number(part, "--steps") for part in _split_list(steps)]
+    batches = [_parse_number(part, "--batch") for part in _split_list(batch)]
     return tuple(
         BenchCase(None if size is None else size[0], None if size is None else size[1], many, count, frames)
         for size, many, count in product(sizes, batches, counts)
@@ -202,13 +155,13 @@ def cases_of(
 
 
 def _parse_size(text: str) -> tuple[int, int]:
-    found = _SIZE_PATTERN.fullmatch(text.lower())
-    if found is None or int(found[1]) * int(found[2] or 1) == 0:
+    match = _SIZE_PATTERN.fullmatch(text.lower())
+    if match is None or int(match[1]) * int(match[2] or 1) == 0:
         raise ConfigError(
             f"--resolution: expected WIDTHxHEIGHT or one side, got {text!r}.",
             hint="Write several as 512,1024x768.",
         )
-    return int(found[1]), int(found[2] or found[1])
+    return int(match[1]), int(match[2] or match[1])
 
 
 def _split_list(text: str) -> list[str]:
@@ -238,7 +191,7 @@ def _load(request: BenchRequest) -> "tuple[Subject, float]":
         _refuse_for_pocket(request)
         pocket = PocketSubject.load(dtype=dtype, device=device)
         return pocket, time.perf_counter() - started
-    arguments = call_values(request.call)
+    arguments = call_values(request.call or [])
     if request.image is not None:
         arguments["image"] = load_image(request.image)
     offload = checked_offload(request.offload, device)
@@ -313,7 +266,7 @@ def _print_json(
     output: Path,
 ) -> None:
     """Print everything as JSON."""
-    found: dict[str, Any] = {
+    report: dict[str, Any] = {
         "pipeline": request.pipeline,
         "name": subject.name,
         "device": str(subject.device),
@@ -323,7 +276,7 @@ def _print_json(
         "output": str(output),
         "cases": [result.as_dict() for result in results],
     }
-    typer.echo(json.dumps(found, indent=2))
+    print_json(report)
 
 
 def print_bench(
@@ -373,9 +326,11 @@ def _where(run: "Run") -> str:
     host = run.host
     if host is None:
         return str(device)
-    found = next((one for one in host.accelerators if one.device.startswith(str(device))), None)
-    if found is not None:
-        return f"{device}: {found.name or 'unnamed'}, {units.mib(found.total_bytes)} MB"
+    accelerator = next(
+        (candidate for candidate in host.accelerators if candidate.device.startswith(str(device))), None
+    )
+    if accelerator is not None:
+        return f"{device}: {accelerator.name or 'unnamed'}, {units.mib(accelerator.total_bytes)} MB"
     return f"{device}: {host.cpu_model or 'unknown'}, {threads} of {host.cpu_count_logical or '-'} threads"
 
 
@@ -440,7 +395,11 @@ def _spread(latency: "Latency") -> str:
 
 def _print_remarks(console: Console, remarks: "list[tuple[str, list[Text]]]") -> None:
     """A line each, after the case's name; once and without a name what is true of all of several cases."""
-    common = [one for one in remarks[0][1] if all(one in others for _, others in remarks)] if remarks else []
+    common = (
+        [remark for remark in remarks[0][1] if all(remark in others for _, others in remarks)]
+        if remarks
+        else []
+    )
     for name, lines in remarks:
         for line in lines:
             if line not in common or len(remarks) == 1:
@@ -452,20 +411,20 @@ def _print_remarks(console: Console, remarks: "list[tuple[str, list[Text]]]") ->
 
 def _remarks(result: "CaseResult", target: float | None) -> list[Text]:
     """What went wrong, whether the target was met, and what to know."""
-    found = []
+    remarks = []
     if result.failure is not None:
-        found.append(Text("✗ ", style="bold red").append_text(plain(result.failure, style="red")))
+        remarks.append(Text("✗ ", style="bold red").append_text(plain(result.failure, style="red")))
     if result.summary is None:
-        return found
+        return remarks
     case, made = result.case, result.made
     if case.width is not None and made is not None and made.width not in (None, case.width):
-        found.append(Text(f"what was made is {made.width}x{made.height}.", style="yellow"))
+        remarks.append(Text(f"what was made is {made.width}x{made.height}.", style="yellow"))
     if target is not None:
         met = sum(seconds <= target for seconds in _generation_seconds(result))
         style = "green" if met == len(result.runs) else "yellow"
-        found.append(Text(f"{met} of {len(result.runs)} within {units.seconds(target)}.", style=style))
-    found += [plain(note, style="dim") for note in result.summary.notes]
-    return found + [_finding(finding) for finding in result.findings()]
+        remarks.append(Text(f"{met} of {len(result.runs)} within {units.seconds(target)}.", style=style))
+    remarks += [plain(note, style="dim") for note in result.summary.notes]
+    return remarks + [_finding(finding) for finding in result.findings()]
 
 
 def _generation_seconds(result: "CaseResult") -> list[float]:

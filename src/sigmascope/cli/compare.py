@@ -1,12 +1,8 @@
-"""`sigmascope compare`: two sets of saved runs beside each other, without a judgement.
+"""`sigmascope compare` and `sigmascope check`: two sets of saved runs beside each other, without a judgement or with one."""
 
-`sigmascope check` reads its runs with `load_sides` too.
-"""
-
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
@@ -15,13 +11,16 @@ from rich.text import Text
 from typer.core import TyperCommand
 
 from sigmascope import units
-from sigmascope.cli.console import plain, table
-from sigmascope.errors import RecordError
+from sigmascope.cli.console import plain, print_json, table
+from sigmascope.cli.options import AsJson
+from sigmascope.errors import RecordError, SigmascopeError
 
 if TYPE_CHECKING:
+    from sigmascope.analysis.regression import RegressionCheck
     from sigmascope.analysis.run_comparison import FigureComparison, WorkComparison
     from sigmascope.records.performance import BeforeAfterDict, ComparedGenerationDict
     from sigmascope.records.run import Run
+
 
 EPILOG = """Examples:
 
@@ -30,17 +29,34 @@ sigmascope compare after.json --baseline before.json
 sigmascope compare after --baseline before --by-step
 """
 
+
 _UNCHANGED = 0.0005
 """Changes of a ratio below this are shown as none."""
 
 
-def path_argument(help_text: str) -> Any:
+CHECK_EPILOG = """Examples:
+
+sigmascope check today/*.json --baseline yesterday/*.json
+
+sigmascope check today --baseline yesterday --max_slowdown 5% --json
+"""
+
+
+REGRESSED = 1
+TROUBLE = 2
+"""Exit code of every error, so that a script can tell it from a regression."""
+
+
+_VERDICT_STYLE = {"regressed": "bold red", "higher": "yellow", "undecided": "yellow", "lower": "green"}
+
+
+def _path_argument(help_text: str) -> Any:
     """An argument of runs, shown without a default."""
     return typer.Argument(help=help_text, show_default=False)
 
 
 def compare(
-    runs: Annotated[list[Path], path_argument("Runs: files written by Run.save, or folders of them.")],
+    runs: Annotated[list[Path], _path_argument("Runs: files written by Run.save, or folders of them.")],
     baseline: Annotated[
         list[Path],
         typer.Option("--baseline", help="Runs before the change; several may follow.", show_default=False),
@@ -48,7 +64,7 @@ def compare(
     by_step: Annotated[
         bool, typer.Option("--by_step", help="Also each step by its number, the first among them.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Compare runs with those before a change: times of stages and steps, and peaks of memory.
 
@@ -60,15 +76,257 @@ def compare(
     from sigmascope.analysis.run_comparison import compare_work, require_pairs
 
     pairs, missing = require_pairs(*load_sides(runs, baseline), named=runs[0])
-    found = tuple(compare_work(work, *sides, by_step=by_step) for work, sides in pairs.items())
+    comparisons = tuple(compare_work(work, *sides, by_step=by_step) for work, sides in pairs.items())
     if as_json:
-        typer.echo(json.dumps(_plain(found, missing), indent=2))
+        print_json({"comparisons": [comparison.as_dict() for comparison in comparisons], "missing": missing})
     else:
-        print_comparisons(Console(), found, missing)
+        _print_comparisons(Console(), comparisons, missing)
 
 
-def _plain(found: "tuple[WorkComparison, ...]", missing: dict[str, str]) -> dict[str, Any]:
-    return {"comparisons": [one.as_dict() for one in found], "missing": missing}
+def _print_comparisons(
+    console: Console, comparisons: "Sequence[WorkComparison]", missing: dict[str, str]
+) -> None:
+    """Print each comparison, and what could not be compared."""
+    for comparison in comparisons:
+        _print_comparison(console, comparison)
+    for work, reason in missing.items():
+        console.print(Text.assemble(plain(work or "other runs"), f": {reason}", style="yellow"))
+
+
+def _print_comparison(console: Console, comparison: "WorkComparison") -> None:
+    if comparison.work:
+        console.print(plain(comparison.work, style="bold underline"))
+    if comparison.differences:
+        console.print(_differences(comparison.differences))
+    console.print(_figures("Figure", comparison.figures))
+    if any(steps.lower is not None for steps in comparison.pooled_steps):
+        before, now = comparison.runs
+        console.print(_figures(f"Steps of {before} and {now} runs, pooled", comparison.pooled_steps))
+    if comparison.steps:
+        console.print(_figures("Step by step", comparison.steps))
+    for name, reason in comparison.missing.items():
+        console.print(Text.assemble(plain(name), f": {reason}", style="yellow"))
+    _print_left_out(console, comparison.figures)
+    if comparison.before_after is not None:
+        console.print(_in_words(comparison.before_after))
+    if any(comparison.folded):
+        earlier = (
+            "Steps and the median generation leave out earlier generations, folded: {:,} before, {:,} now."
+        )
+        console.print(Text(earlier.format(*comparison.folded), style="dim"))
+    before, now = comparison.runs
+    console.print(Text(f"{now} {_runs(now)} against {before}.", style="dim"))
+
+
+def _differences(differences: dict[str, tuple[str, str]]) -> Table:
+    made = table("Set-up that differs", "Before", "Now", left=("Before", "Now"))
+    for column in made.columns:
+        column.no_wrap, column.overflow = False, "fold"
+    for name, (before, now) in differences.items():
+        made.add_row(plain(name), plain(before), plain(now))
+    return made
+
+
+def _figures(heading: str, figures: "Iterable[FigureComparison]") -> Table:
+    made = table(heading, "Before", "Now", "Change", "Ratio", "95 % interval")
+    for figure in figures:
+        made.add_row(
+            plain(figure.name),
+            _amount(figure.baseline, figure.unit),
+            _amount(figure.new, figure.unit),
+            _change(figure),
+            units.UNKNOWN if figure.ratio is None else f"{figure.ratio:.3f}",
+            _interval(figure),
+        )
+    return made
+
+
+def _amount(value: float, unit: str) -> str:
+    """Seconds or bytes as people read them."""
+    return units.seconds(value) if unit == "seconds" else f"{units.mib(round(value))} MB"
+
+
+def _change(figure: "FigureComparison") -> Text:
+    """Coloured where the interval leaves no doubt about the direction."""
+    if figure.ratio is None:
+        return Text(units.UNKNOWN)
+    sure = figure.lower is not None and figure.upper is not None and not figure.lower <= 1 <= figure.upper
+    style = "dim" if not sure else "green" if figure.ratio < 1 else "red"
+    text = "0.0 %" if abs(figure.ratio - 1) < _UNCHANGED else f"{100 * (figure.ratio - 1):+.1f} %"
+    return Text(text, style=style)
+
+
+def _interval(figure: "FigureComparison") -> str:
+    """Of the ratio; a dash where it could not be reckoned."""
+    return (
+        units.UNKNOWN
+        if figure.lower is None or figure.upper is None
+        else f"{figure.lower:.3f}-{figure.upper:.3f}"
+    )
+
+
+def _print_left_out(console: Console, figures: "Iterable[FigureComparison]") -> None:
+    """Say of which figures some runs are left out, and why."""
+    for figure in figures:
+        if "runs" in figure.unavailable:
+            console.print(
+                Text.assemble(plain(figure.name), f": {figure.unavailable['runs']}", style="yellow")
+            )
+
+
+def _in_words(comparison: "BeforeAfterDict") -> Text:
+    """Such as "16.00 s → 2.40 s: 85.0 % less, 6.7x as fast; score 31.2 → 100.0; target missed → met"."""
+    before, after, improvement = comparison["before"], comparison["after"], comparison["improvement"]
+    parts = [f"{units.seconds(before['total_time'])} → {units.seconds(after['total_time'])}"]
+    percent, factor = improvement["total_time_percent"], comparison["summary"]["improvement_factor"]
+    if percent is not None and factor is not None:
+        times = f"{factor:.1f}x as fast" if factor >= 1 else f"{1 / factor:.1f}x as long"
+        parts[0] += f": {abs(percent):.1f} % {'less' if percent >= 0 else 'more'}, {times}"
+    if not (before.get("target_assumed") and after.get("target_assumed")):
+        parts.append(f"score {_score(before)} → {_score(after)}")
+        parts.append(f"target {_met(before)} → {_met(after)}")
+    return Text.assemble(("Median generation ", "bold"), "; ".join(parts), ".")
+
+
+def _score(side: "ComparedGenerationDict") -> str:
+    score = None if side.get("target_assumed") else side["performance_score"]
+    return units.UNKNOWN if score is None else f"{score:.1f}"
+
+
+def _met(side: "ComparedGenerationDict") -> str:
+    met = side["target_met"]
+    return "none" if side.get("target_assumed") else "unknown" if met is None else "met" if met else "missed"
+
+
+def _runs(count: int) -> str:
+    return "run" if count == 1 else "runs"
+
+
+def check(
+    runs: Annotated[list[Path], _path_argument("New runs: files written by Run.save, or folders of them.")],
+    baseline: Annotated[
+        list[Path],
+        typer.Option(
+            "--baseline", help="Earlier runs of the same work; several may follow.", show_default=False
+        ),
+    ],
+    max_slowdown: Annotated[
+        str, typer.Option("--max_slowdown", help="How much longer a time may be.", metavar="<share>")
+    ] = "3%",
+    max_growth: Annotated[
+        str, typer.Option("--max_growth", help="How much higher a peak of memory may be.", metavar="<share>")
+    ] = "3%",
+    alpha: Annotated[
+        float, typer.Option("--alpha", help="How likely a false alarm may be, of one figure.")
+    ] = 0.01,
+    as_json: AsJson = False,
+) -> None:
+    """Check runs against a baseline: times of stages and steps, and peaks of memory.
+
+    A figure has regressed if it is higher beyond chance (Mann-Whitney) and by
+    more than is allowed. Five runs on each side can show it; ten show 5 %. The
+    exit code is 0 without a regression, 1 with one, 2 for an error. Runs of a
+    benchmark are checked case by case.
+    """
+    from sigmascope.units import parse_share
+
+    try:
+        checks, missing = _check_work(
+            runs,
+            baseline,
+            max_slowdown=parse_share(max_slowdown, "--max_slowdown"),
+            max_growth=parse_share(max_growth, "--max_growth"),
+            alpha=alpha,
+        )
+    except SigmascopeError as error:
+        error.exit_code = TROUBLE
+        raise
+    if as_json:
+        print_json(_checks_as_dict(checks, missing))
+    else:
+        _print_checks(Console(), checks, missing)
+    if any(work_check.check.regressed for work_check in checks.values()):
+        raise typer.Exit(REGRESSED)
+
+
+def _check_work(
+    runs: list[Path], baseline: list[Path], *, max_slowdown: float, max_growth: float, alpha: float
+) -> "tuple[dict[str, _WorkCheck], dict[str, str]]":
+    """Checks by the work that was done, and the work that one side lacks."""
+    from sigmascope.analysis.regression import check_regression
+    from sigmascope.analysis.run_comparison import require_pairs, set_up_differences
+
+    pairs, missing = require_pairs(*load_sides(runs, baseline), named=runs[0])
+    checks = {}
+    for work, (new, old) in pairs.items():
+        check = check_regression(new, old, max_slowdown=max_slowdown, max_growth=max_growth, alpha=alpha)
+        checks[work] = _WorkCheck(check, set_up_differences(new, old))
+    return checks, missing
+
+
+class _WorkCheck(NamedTuple):
+    """A check, and what of the set-up differs as (before, now)."""
+
+    check: "RegressionCheck"
+    differences: dict[str, tuple[str, str]]
+
+
+def _checks_as_dict(checks: "dict[str, _WorkCheck]", missing: dict[str, str]) -> dict[str, Any]:
+    """One check as it is; those of several cases by name."""
+    plainly = {
+        work: {**work_check.check.as_dict(), "set_up_differences": work_check.differences}
+        for work, work_check in checks.items()
+    }
+    if list(checks) == [""]:
+        return {**plainly[""], "missing": {**plainly[""]["missing"], **missing}}
+    return {
+        "regressed": [f"{work}: {name}" for work, values in plainly.items() for name in values["regressed"]],
+        "cases": plainly,
+        "missing": missing,
+    }
+
+
+def _print_checks(console: Console, checks: "dict[str, _WorkCheck]", missing: dict[str, str]) -> None:
+    for work, work_check in checks.items():
+        if work:
+            console.print(plain(work, style="bold underline"))
+        if work_check.differences:
+            changes = (f"{name} {before} → {now}" for name, (before, now) in work_check.differences.items())
+            console.print(Text("The set-up differs: ", style="yellow").append_text(plain("; ".join(changes))))
+        _print_check(console, work_check.check)
+    for work, reason in missing.items():
+        console.print(Text.assemble(plain(work or "other runs"), f": {reason}", style="yellow"))
+
+
+def _print_check(console: Console, check: "RegressionCheck") -> None:
+    made = table("Figure", "Before", "Now", "Ratio", "95 % interval", "Verdict", left=("Verdict",))
+    for figure in check.figures:
+        comparison = figure.comparison
+        made.add_row(
+            plain(comparison.name),
+            _amount(comparison.baseline, comparison.unit),
+            _amount(comparison.new, comparison.unit),
+            "-" if comparison.ratio is None else f"{comparison.ratio:.3f}",
+            _interval(comparison),
+            Text(figure.verdict, style=_VERDICT_STYLE.get(figure.verdict, "")),
+        )
+    console.print(made)
+    for name, reason in check.missing.items():
+        console.print(Text.assemble(plain(name), f": {reason}", style="yellow"))
+    _print_left_out(console, [figure.comparison for figure in check.figures])
+    for figure in check.figures:
+        if figure.verdict in ("regressed", "undecided"):
+            style = _VERDICT_STYLE[figure.verdict]
+            console.print(
+                Text.assemble((figure.verdict, style), " ", plain(figure.comparison.name), f": {figure.why}")
+            )
+    run_counts = [figure.comparison.runs for figure in check.figures]  # some figures are without some of them
+    before, after = (max(counts) for counts in zip(*run_counts, strict=True)) if run_counts else (0, 0)
+    count = len(check.regressed)
+    outcome = f"{count} figures regressed" if count != 1 else "1 figure regressed"
+    console.print(
+        Text(f"{outcome} ({after} runs against {before}).", style="bold red" if count else "bold green")
+    )
 
 
 def load_sides(new: Sequence[Path], baseline: Sequence[Path]) -> "tuple[list[Run], list[Run]]":
@@ -96,145 +354,34 @@ def load_runs(paths: Sequence[Path]) -> "list[Run]":
     from sigmascope.records.run import impossible_times
     from sigmascope.records.serialization import load_run
 
-    found = {path: load_run(path) for given in paths for path in _files(given)}  # each file once
-    for path, run in found.items():
+    runs = {path: load_run(path) for given in paths for path in _files(given)}  # each file once
+    for path, run in runs.items():
         for wrong in impossible_times(run):
             raise RecordError(path, f"is damaged: {wrong}.", hint="Leave it out, or record the run again.")
-    _refuse_copies(found)
-    return list(found.values())
+    _refuse_copies(runs)
+    return list(runs.values())
 
 
 def _files(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
-    found = sorted(path.glob("*.json"))
-    if not found:
+    files = sorted(path.glob("*.json"))
+    if not files:
         raise RecordError(
             path, "holds no saved run.", hint="Name a folder of .json files written by Run.save."
         )
-    return found
+    return files
 
 
 def _refuse_copies(runs: "dict[Path, Run]") -> None:
     """A run that counted twice would be taken for two that agree."""
     seen: dict[str, list[Path]] = {}
     for path, run in runs.items():
-        known = seen.setdefault(run.id, [])
-        twin = next((one for one in known if runs[one] == run), None)
+        namesakes = seen.setdefault(run.id, [])
+        twin = next((other for other in namesakes if runs[other] == run), None)
         if twin is not None:
             raise RecordError(path, f"is the same run as {twin}.", hint="Give each run once.")
-        known.append(path)
-
-
-def print_comparisons(console: Console, found: "Sequence[WorkComparison]", missing: dict[str, str]) -> None:
-    """Print each comparison, and what could not be compared."""
-    for one in found:
-        _print_comparison(console, one)
-    for work, reason in missing.items():
-        console.print(Text.assemble(plain(work or "other runs"), f": {reason}", style="yellow"))
-
-
-def _print_comparison(console: Console, one: "WorkComparison") -> None:
-    if one.work:
-        console.print(plain(one.work, style="bold underline"))
-    if one.differences:
-        console.print(_differences(one.differences))
-    console.print(_figures("Figure", one.figures))
-    if any(steps.lower is not None for steps in one.pooled_steps):
-        before, now = one.runs
-        console.print(_figures(f"Steps of {before} and {now} runs, pooled", one.pooled_steps))
-    if one.steps:
-        console.print(_figures("Step by step", one.steps))
-    for name, reason in one.missing.items():
-        console.print(Text.assemble(plain(name), f": {reason}", style="yellow"))
-    print_left_out(console, one.figures)
-    if one.before_after is not None:
-        console.print(_in_words(one.before_after))
-    if any(one.folded):
-        earlier = (
-            "Steps and the median generation leave out earlier generations, folded: {:,} before, {:,} now."
-        )
-        console.print(Text(earlier.format(*one.folded), style="dim"))
-    before, now = one.runs
-    console.print(Text(f"{now} {_runs(now)} against {before}.", style="dim"))
-
-
-def _differences(differences: dict[str, tuple[str, str]]) -> Table:
-    made = table("Set-up that differs", "Before", "Now", left=("Before", "Now"))
-    for column in made.columns:
-        column.no_wrap, column.overflow = False, "fold"
-    for name, (before, now) in differences.items():
-        made.add_row(plain(name), plain(before), plain(now))
-    return made
-
-
-def _figures(heading: str, figures: "Iterable[FigureComparison]") -> Table:
-    made = table(heading, "Before", "Now", "Change", "Ratio", "95 % interval")
-    for one in figures:
-        made.add_row(
-            plain(one.name),
-            amount(one.baseline, one.unit),
-            amount(one.new, one.unit),
-            _change(one),
-            units.UNKNOWN if one.ratio is None else f"{one.ratio:.3f}",
-            interval(one),
-        )
-    return made
-
-
-def amount(value: float, unit: str) -> str:
-    """Seconds or bytes as people read them."""
-    return units.seconds(value) if unit == "seconds" else f"{units.mib(round(value))} MB"
-
-
-def _change(one: "FigureComparison") -> Text:
-    """Coloured where the interval leaves no doubt about the direction."""
-    if one.ratio is None:
-        return Text(units.UNKNOWN)
-    sure = one.lower is not None and one.upper is not None and not one.lower <= 1 <= one.upper
-    style = "dim" if not sure else "green" if one.ratio < 1 else "red"
-    text = "0.0 %" if abs(one.ratio - 1) < _UNCHANGED else f"{100 * (one.ratio - 1):+.1f} %"
-    return Text(text, style=style)
-
-
-def interval(one: "FigureComparison") -> str:
-    """Of the ratio; a dash where it could not be reckoned."""
-    return units.UNKNOWN if one.lower is None or one.upper is None else f"{one.lower:.3f}-{one.upper:.3f}"
-
-
-def print_left_out(console: Console, figures: "Iterable[FigureComparison]") -> None:
-    """Say of which figures some runs are left out, and why."""
-    for one in figures:
-        if "runs" in one.unavailable:
-            console.print(Text.assemble(plain(one.name), f": {one.unavailable['runs']}", style="yellow"))
-
-
-def _in_words(found: "BeforeAfterDict") -> Text:
-    """Such as "16.00 s → 2.40 s: 85.0 % less, 6.7x as fast; score 31.2 → 100.0; target missed → met"."""
-    before, after, improvement = found["before"], found["after"], found["improvement"]
-    parts = [f"{units.seconds(before['total_time'])} → {units.seconds(after['total_time'])}"]
-    percent, factor = improvement["total_time_percent"], found["summary"]["improvement_factor"]
-    if percent is not None and factor is not None:
-        times = f"{factor:.1f}x as fast" if factor >= 1 else f"{1 / factor:.1f}x as long"
-        parts[0] += f": {abs(percent):.1f} % {'less' if percent >= 0 else 'more'}, {times}"
-    if not (before.get("target_assumed") and after.get("target_assumed")):
-        parts.append(f"score {_score(before)} → {_score(after)}")
-        parts.append(f"target {_met(before)} → {_met(after)}")
-    return Text.assemble(("Median generation ", "bold"), "; ".join(parts), ".")
-
-
-def _score(side: "ComparedGenerationDict") -> str:
-    score = None if side.get("target_assumed") else side["performance_score"]
-    return units.UNKNOWN if score is None else f"{score:.1f}"
-
-
-def _met(side: "ComparedGenerationDict") -> str:
-    met = side["target_met"]
-    return "none" if side.get("target_assumed") else "unknown" if met is None else "met" if met else "missed"
-
-
-def _runs(count: int) -> str:
-    return "run" if count == 1 else "runs"
+        namesakes.append(path)
 
 
 class ManyBaselines(TyperCommand):

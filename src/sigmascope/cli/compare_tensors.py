@@ -3,7 +3,6 @@
 `print_comparison` shows the result in the terminal, `save_token_picture` draws the errors by token.
 """
 
-import json
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
@@ -16,8 +15,9 @@ import typer
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from sigmascope.cli.console import facts, listed, number, percent, plain, progress_bar, say, table
+from sigmascope.cli.console import facts, listed, number, percent, plain, print_json, progress_bar, say, table
 from sigmascope.cli.drawing import Bar, Label, Line, Shape, save_picture
+from sigmascope.cli.options import AsJson
 from sigmascope.errors import CheckpointError, ConfigError, SigmascopeError
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def compare_tensors(
         Path | None, typer.Option("--picture", help="Draw the errors by token into this .svg or .png.")
     ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show details of every tensor.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Compare dumped tensors: where do two pipelines begin to differ, and is it rounding?
 
@@ -108,7 +108,7 @@ def compare_tensors(
         error.exit_code = TROUBLE
         raise
     if as_json:
-        typer.echo(json.dumps({"path_a": str(a), "path_b": str(b), **comparison.as_dict()}, indent=2))
+        print_json({"path_a": str(a), "path_b": str(b), **comparison.as_dict()})
     else:
         print_comparison(Console(), comparison, (a, b), verbose=verbose)
         if picture is not None:
@@ -202,10 +202,12 @@ def print_comparison(
     if rows:
         console.print(_overview(rows))
     shown = [
-        (name, each) for name, each in rows if verbose or each.verdict != "identical" or each.differences
+        (name, tensor)
+        for name, tensor in rows
+        if verbose or tensor.verdict != "identical" or tensor.differences
     ]
-    for name, each in shown if verbose else shown[:_MOST_DETAILS]:
-        _print_details(console, name, each)
+    for name, tensor in shown if verbose else shown[:_MOST_DETAILS]:
+        _print_details(console, name, tensor)
     if not verbose and len(shown) > _MOST_DETAILS:
         console.print(Text(f"and {len(shown) - _MOST_DETAILS} more; --verbose shows all"))
     for dump_name, dump in _dumps(comparison):
@@ -244,9 +246,9 @@ def _dumps(comparison: "DumpComparison | RunComparison") -> "Iterator[tuple[str,
 
 def _overview(rows: "list[tuple[str, TensorComparison]]") -> RenderableType:
     made = table("Tensor", "Verdict", "Error", "Cosine", "Max diff", "Outside", "Token", left=("Verdict",))
-    for name, each in rows:
-        verdict = Text(each.verdict, style=_VERDICT_STYLE[each.verdict])
-        errors = each.errors
+    for name, tensor in rows:
+        verdict = Text(tensor.verdict, style=_VERDICT_STYLE[tensor.verdict])
+        errors = tensor.errors
         if errors is None:
             made.add_row(plain(name), verdict, "-", "-", "-", "-", "-")
             continue
@@ -257,7 +259,7 @@ def _overview(rows: "list[tuple[str, TensorComparison]]") -> RenderableType:
             _cosine(errors.cosine),
             number(errors.max_abs),
             percent(errors.share_outside),
-            "-" if each.first_token is None else str(each.first_token),
+            "-" if tensor.first_token is None else str(tensor.first_token),
         )
     return made
 
@@ -269,16 +271,16 @@ def _cosine(value: float | None) -> str:
     return "1" if value == 1.0 else f"{value:.6f}" if value < 0.9999995 else f"1-{1 - value:.0e}"
 
 
-def _print_details(console: Console, name: str, each: "TensorComparison") -> None:
+def _print_details(console: Console, name: str, tensor: "TensorComparison") -> None:
     console.print(plain(name, style="bold"))
-    rows: list[tuple[str, RenderableType | None]] = [("  Verdict", plain(each.reason))]
+    rows: list[tuple[str, RenderableType | None]] = [("  Verdict", plain(tensor.reason))]
     rows += [
-        (f"  {what.capitalize()}", plain(f"{a} against {b}")) for what, (a, b) in each.differences.items()
+        (f"  {what.capitalize()}", plain(f"{a} against {b}")) for what, (a, b) in tensor.differences.items()
     ]
-    if each.errors is not None and each.errors.unequal:
-        rows += _error_rows(each.errors)
-        if each.errors.tokens is not None and len(each.errors.tokens) > 1:
-            rows.append(("  Worst tokens", plain(_worst_tokens(each.errors.tokens))))
+    if tensor.errors is not None and tensor.errors.unequal:
+        rows += _error_rows(tensor.errors)
+        if tensor.errors.tokens is not None and len(tensor.errors.tokens) > 1:
+            rows.append(("  Worst tokens", plain(_worst_tokens(tensor.errors.tokens))))
     console.print(facts(rows))
 
 
@@ -338,15 +340,15 @@ def save_token_picture(path: Path, comparison: "DumpComparison | RunComparison",
         ConfigError: A PNG is wanted and Pillow is not installed.
     """
     panels = [
-        (name, each, each.errors.tokens)
-        for name, each in named_comparisons(comparison)
-        if each.errors is not None and each.errors.tokens is not None and each.errors.unequal
+        (name, tensor, tensor.errors.tokens)
+        for name, tensor in named_comparisons(comparison)
+        if tensor.errors is not None and tensor.errors.tokens is not None and tensor.errors.unequal
     ]
     shapes: list[Shape] = [Label(16, 30, _cut(f"Error by token: {heading}")[:100], size=18)]
     if not panels:
         shapes.append(Label(16, _TOP, "No tensor with tokens differs."))
-    for index, (name, each, tokens) in enumerate(panels[:_MOST_PANELS]):
-        shapes += _panel(_TOP + _PANEL * index, name, each, tokens)
+    for index, (name, tensor, tokens) in enumerate(panels[:_MOST_PANELS]):
+        shapes += _panel(_TOP + _PANEL * index, name, tensor, tokens)
     height = _TOP + _PANEL * max(1, min(len(panels), _MOST_PANELS))
     if len(panels) > _MOST_PANELS:
         shapes.append(Label(16, height + 10, f"and {len(panels) - _MOST_PANELS} tensors more"))
@@ -359,17 +361,17 @@ def _cut(text: str) -> str:
     return clean if len(clean) <= _LONGEST else f"{clean[: _LONGEST - 1]}…"
 
 
-def _panel(top: int, name: str, each: "TensorComparison", tokens: "TokenErrors") -> Iterator[Shape]:
-    limit = each.tolerance.computed
+def _panel(top: int, name: str, tensor: "TensorComparison", tokens: "TokenErrors") -> Iterator[Shape]:
+    limit = tensor.tolerance.computed
     axis = _Axis.of(top + 42 + _BARS, tokens.relative_l2, limit)
-    yield Label(16, top + 14, _cut(f"{name}: {each.verdict}"), size=14)
-    yield Label(16, top + 32, _cut(each.reason), size=11)
+    yield Label(16, top + 14, _cut(f"{name}: {tensor.verdict}"), size=14)
+    yield Label(16, top + 32, _cut(tensor.reason), size=11)
     yield from axis.lines()
     step = (_RIGHT - _LEFT) / len(tokens)
     for token, error in enumerate(tokens.relative_l2):
         if not tokens.unequal[token]:
             continue
-        beyond = error > limit or each.first_token == token
+        beyond = error > limit or tensor.first_token == token
         tall = max(axis.height(error), 2.0)
         tip = f"token {token}: {100 * error:.3g} %, largest difference {tokens.max_abs[token]:.3g}"
         width = step * 0.8 if step > 3 else step
@@ -413,7 +415,7 @@ class _Axis:
 
 def _ticks(foot: float, tokens: int, step: float) -> Iterator[Shape]:
     """Numbers of some tokens under the bars."""
-    apart = next((each for each in _round_steps() if each * step >= 36), tokens)
+    apart = next((interval for interval in _round_steps() if interval * step >= 36), tokens)
     for token in range(0, tokens, max(1, apart)):
         yield Label(_LEFT + step * (token + 0.5), foot + 14, str(token), size=10, anchor="middle")
 

@@ -5,28 +5,35 @@ characters must not reach the terminal. Stdout is kept for results (`stdout_for_
 they are imported or at work goes to stderr, as the progress bar does.
 """
 
+import json
 import os
 import signal
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
+from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 from rich import box
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
 from sigmascope.errors import ConfigError
 from sigmascope.progress import Progress as ProgressCallback
-from sigmascope.units import printable
+from sigmascope.units import format_size, printable
+
+if TYPE_CHECKING:
+    from sigmascope.records.run import Finding
 
 _TABLE_PADDING = (0, 1, 0, 0)
 _LONGEST_VALUE = 300  # characters of one value that are shown
+_LONGEST_FINDING = 600
+SEVERITY_STYLE = {"info": "cyan", "warning": "yellow", "error": "red", "critical": "bold red"}
 
 _PROGRESS_WIDTH = 40
 _STDOUT, _STDERR = 1, 2
@@ -63,6 +70,11 @@ def plain(value: object, *, limit: int = _LONGEST_VALUE, style: str = "") -> Tex
 def say(text: str, *, err: bool = False) -> None:
     """Print a line that names files, uncut: their names may hold what a terminal would obey."""
     typer.echo(printable(text), err=err)
+
+
+def print_json(values: object) -> None:
+    """Print a report for programs, on stdout."""
+    typer.echo(json.dumps(values, indent=2))
 
 
 def title(what: str, name: object) -> Text:
@@ -110,14 +122,33 @@ def listed(
         console.print(Text(f"  and {len(names) - most} more; --json lists all"))
 
 
-def counts(found: Mapping[Any, int], *, most: int = 6) -> str:
+def findings(shown: "Iterable[Finding]") -> Group:
+    """A line each: how grave it is, what was found, and what to do."""
+    return Group(
+        *(
+            Text.assemble(
+                (f"{finding.severity}: ", SEVERITY_STYLE[finding.severity]),
+                plain(finding.message, limit=_LONGEST_FINDING),
+                f" {finding.advice}" if finding.advice else "",
+            )
+            for finding in shown
+        )
+    )
+
+
+def print_written(console: Console, path: Path, file_bytes: int) -> None:
+    """Say which file is there now, and how large it is."""
+    console.print(Text("Written: ").append_text(plain(path)).append(f" ({format_size(file_bytes)})"))
+
+
+def counts(occurrences: Mapping[Any, int], *, most: int = 6) -> str:
     """`64 (700), 32 (92)`: values with how often each comes, the most frequent where not all are shown."""
-    items = list(found.items())
+    items = list(occurrences.items())
     if len(items) > most:
         items = sorted(items, key=lambda item: -item[1])[:most]
     shown = [f"{_short(value)} ({count})" for value, count in items]
-    if len(found) > most:
-        shown.append(f"{len(found) - most} more")
+    if len(occurrences) > most:
+        shown.append(f"{len(occurrences) - most} more")
     return ", ".join(shown) or "-"
 
 

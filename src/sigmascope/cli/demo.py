@@ -9,7 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from sigmascope.cli.console import needs_extra, progress_bar
-from sigmascope.cli.lora.tables import print_validation
+from sigmascope.cli.lora.validate import print_validation
+from sigmascope.cli.options import AsJson
 
 if TYPE_CHECKING:
     from sigmascope.lbm.pocket.demo import DemoResult
@@ -28,7 +29,7 @@ def demo(
     num_inference_steps: Annotated[
         int, typer.Option("--num_inference_steps", help="Steps along the bridge.")
     ] = 2,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Make, prove, apply and watch a LoRA on a small trained model, in seconds.
 

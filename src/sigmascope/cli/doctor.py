@@ -1,14 +1,13 @@
 """`sigmascope doctor`: what is here, what will be measured, and what will not, and why."""
 
-import json
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
 from rich.console import Console
 from rich.text import Text
 
 from sigmascope import units
-from sigmascope.cli.console import facts, plain
+from sigmascope.cli.console import facts, plain, print_json
+from sigmascope.cli.options import AsJson
 
 if TYPE_CHECKING:
     from sigmascope.probes.doctor import DoctorReport, ExtraFacts
@@ -17,9 +16,7 @@ if TYPE_CHECKING:
 EPILOG = "Example: sigmascope doctor --json > machine.json"
 
 
-def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
-) -> None:
+def doctor(as_json: AsJson = False) -> None:
     """Examine this machine: versions, devices, optional packages, and what can be measured.
 
     Nothing is changed, and no device is initialised. Send the output along with
@@ -29,7 +26,7 @@ def doctor(
 
     report = examine()
     if as_json:
-        typer.echo(json.dumps(report.as_dict(), indent=2))
+        print_json(report.as_dict())
     else:
         _print(Console(), report)
 
@@ -56,9 +53,11 @@ def _print(console: Console, report: "DoctorReport") -> None:
     console.print(_heading("Devices"))
     _print_devices(console, report)
     console.print(_heading("Measured"))
-    for one in report.measurements:
-        mark = Text("yes  ", style="green") if one.works else Text("no   ", style="yellow")
-        console.print(mark.append(one.name).append(units.printable(f": {one.reason}"), style="dim"))
+    for measurement in report.measurements:
+        mark = Text("yes  ", style="green") if measurement.works else Text("no   ", style="yellow")
+        console.print(
+            mark.append(measurement.name).append(units.printable(f": {measurement.reason}"), style="dim")
+        )
     console.print(_heading("Extras"))
     console.print(facts([(extra.name, _extra_line(extra)) for extra in report.extras]))
     if report.settings:

@@ -1,14 +1,17 @@
 """Options that several commands share, and what they mean together.
 
-The `lora` commands' own come first: the files, what is compared of two models (`pair_options`), how much rank a LoRA
-gets (`rank_choice`), and what `resize` and `merge` share (`rank_plan`). The functions at the end make the options of
-the `lbm` commands, since each command shows them in a panel of its own.
+A command takes its options one by one, or as a dataclass of them (`option_groups`). The `lora` commands share what is
+compared of two models (`PairFlags`) and how much rank a LoRA gets (`RankFlags`). The functions at the end make the
+options of the `lbm` commands, since each command shows them in a panel of its own.
 """
 
-from dataclasses import dataclass, fields, replace
+import inspect
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from enum import StrEnum
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_type_hints
 
 import typer
 
@@ -25,32 +28,48 @@ _PAIR_PANEL = "Models that do not fit each other"
 _RANK_PANEL = "Ranks"
 
 
-class Precision(StrEnum):
-    """`--save_precision`."""
+def option_groups(command: Callable[..., None]) -> Callable[..., None]:
+    """Let a command take dataclasses: on the command line each of their fields is an option or argument of its own.
 
-    FLOAT = "float"
-    FP16 = "fp16"
-    BF16 = "bf16"
+    A field is annotated as a parameter would be: `Annotated[int, typer.Option(...)]`.
+    """
+    signature = inspect.signature(command, eval_str=True)
+    groups: dict[str, Any] = {}
+    parameters: list[inspect.Parameter] = []
+    for parameter in signature.parameters.values():
+        if is_dataclass(parameter.annotation):
+            groups[parameter.name] = parameter.annotation
+            parameters += _field_parameters(parameter.annotation)
+        else:
+            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+
+    @wraps(command)
+    def run(**values: Any) -> None:
+        for name, group in groups.items():
+            given = {field.name: values.pop(field.name) for field in fields(group) if field.name in values}
+            values[name] = group(**given)
+        command(**values)
+
+    run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]  # as inspect reads it
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
 
 
-class ExtractFormat(StrEnum):
-    """`--format` of an extraction."""
-
-    AUTO = "auto"
-    NATIVE = "native"
-    KOHYA = "kohya"
-    PEFT = "peft"
-    COMFYUI = "comfyui"
-
-
-class TargetCoverage(StrEnum):
-    """`--target_coverage`."""
-
-    FULL = "full"
-    ATTENTION = "attention"
-    EXTENDED = "extended"
+def _field_parameters(group: Any) -> list[inspect.Parameter]:
+    annotations = get_type_hints(group, include_extras=True)
+    return [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if field.default is MISSING else field.default,
+            annotation=annotations[field.name],
+        )
+        for field in fields(group)
+    ]
 
 
+AsJson = Annotated[bool, typer.Option("--json", help="Print the whole report as JSON.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show every layer.")]
 BasePath = Annotated[
     Path,
     typer.Option(
@@ -63,8 +82,39 @@ TunedPath = Annotated[
     Path,
     typer.Option("--tuned_model_path", help="Fine-tuned checkpoint.", show_default=False),
 ]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show every layer.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the whole report as JSON.")]
+SaveTo = Annotated[
+    Path,
+    typer.Option("--save_to", help="File to write, .safetensors. Replaced when there.", show_default=False),
+]
+
+
+class Precision(StrEnum):
+    """`--save_precision`."""
+
+    FLOAT = "float"
+    FP16 = "fp16"
+    BF16 = "bf16"
+
+
+class LoraFormatName(StrEnum):
+    """`--format` of a LoRA that is made from others."""
+
+    NATIVE = "native"
+    KOHYA = "kohya"
+    PEFT = "peft"
+    COMFYUI = "comfyui"
+
+
+SavePrecision = Annotated[
+    Precision | None,
+    typer.Option("--save_precision", help="Storage of the factors.", show_default="as in the input"),
+]
+Format = Annotated[
+    LoraFormatName | None,
+    typer.Option(
+        "--format", metavar="<name>", help="native, kohya, peft or comfyui.", show_default="the input's"
+    ),
+]
 
 
 class Unfit(StrEnum):
@@ -82,176 +132,178 @@ class MixedDtypes(StrEnum):
     SKIP = "skip"
 
 
-Parts = Annotated[
-    str,
-    typer.Option(
-        "--parts",
-        metavar="<names>",
-        help="Parts to compare, with commas: denoiser, denoiser_2, vae, text_encoder, text_encoder_2, "
-        "text_encoder_3, other.",
-    ),
-]
-OnMissing = Annotated[
-    Unfit,
-    typer.Option(
-        "--on_missing",
-        help="Tensors that one model lacks: refuse, or leave them out and name them.",
-        rich_help_panel=_PAIR_PANEL,
-    ),
-]
-OnShapeChange = Annotated[
-    Unfit,
-    typer.Option(
-        "--on_shape_change",
-        help="Tensors whose shapes differ: refuse, or leave out.",
-        rich_help_panel=_PAIR_PANEL,
-    ),
-]
-OnInteger = Annotated[
-    Unfit,
-    typer.Option(
-        "--on_integer", help="Integer tensors that differ: refuse, or leave out.", rich_help_panel=_PAIR_PANEL
-    ),
-]
-OnMixedDtypes = Annotated[
-    MixedDtypes,
-    typer.Option(
-        "--on_mixed_dtypes",
-        help="Tensors stored in two dtypes: compare, refuse, or leave out.",
-        rich_help_panel=_PAIR_PANEL,
-    ),
-]
-Variant = Annotated[
-    str | None,
-    typer.Option(
-        "--variant",
-        metavar="<name>",
-        help="Files of diffusers folders to read where there are several: fp16, bf16.",
-        show_default="the plain files",
-        rich_help_panel=_PAIR_PANEL,
-    ),
-]
+def _pair_option(name: str, help_text: str) -> Any:
+    return typer.Option(name, help=help_text, rich_help_panel=_PAIR_PANEL)
 
 
-def pair_options(
-    parts: str = "denoiser",
-    on_missing: Unfit = Unfit.ERROR,
-    on_shape_change: Unfit = Unfit.ERROR,
-    on_integer: Unfit = Unfit.ERROR,
-    on_mixed_dtypes: MixedDtypes = MixedDtypes.COMPARE,
-    variant: str | None = None,
-) -> "PairOptions":
-    """The choices of the command line as `open_pair` takes them.
+@dataclass(frozen=True, kw_only=True)
+class PairFlags:
+    """What is compared of two models, and what is done where they do not fit each other."""
 
-    Raises:
-        ConfigError: A part that is not known.
-    """
-    from sigmascope.lora.pairs import PairOptions, parts_of
+    parts: Annotated[
+        str,
+        typer.Option(
+            "--parts",
+            metavar="<names>",
+            help="Parts to compare, with commas: denoiser, denoiser_2, vae, text_encoder, text_encoder_2, "
+            "text_encoder_3, other.",
+        ),
+    ] = "denoiser"
+    on_missing: Annotated[
+        Unfit,
+        _pair_option(
+            "--on_missing", "Tensors that one model lacks: refuse, or leave them out and name them."
+        ),
+    ] = Unfit.ERROR
+    on_shape_change: Annotated[
+        Unfit, _pair_option("--on_shape_change", "Tensors whose shapes differ: refuse, or leave out.")
+    ] = Unfit.ERROR
+    on_integer: Annotated[
+        Unfit, _pair_option("--on_integer", "Integer tensors that differ: refuse, or leave out.")
+    ] = Unfit.ERROR
+    on_mixed_dtypes: Annotated[
+        MixedDtypes,
+        _pair_option("--on_mixed_dtypes", "Tensors stored in two dtypes: compare, refuse, or leave out."),
+    ] = MixedDtypes.COMPARE
+    variant: Annotated[
+        str | None,
+        typer.Option(
+            "--variant",
+            metavar="<name>",
+            help="Files of diffusers folders to read where there are several: fp16, bf16.",
+            show_default="the plain files",
+            rich_help_panel=_PAIR_PANEL,
+        ),
+    ] = None
 
-    return PairOptions(
-        parts=parts_of(parts),
-        on_missing=on_missing.value,
-        on_shape_change=on_shape_change.value,
-        on_integer=on_integer.value,
-        on_mixed_dtypes=on_mixed_dtypes.value,
-        variant=variant,
-    )
+    def options(self) -> "PairOptions":
+        """The same as `open_pair` takes it.
+
+        Raises:
+            ConfigError: A part that is not known.
+        """
+        from sigmascope.lora.pairs import PairOptions, parts_of
+
+        return PairOptions(
+            parts=parts_of(self.parts),
+            on_missing=self.on_missing.value,
+            on_shape_change=self.on_shape_change.value,
+            on_integer=self.on_integer.value,
+            on_mixed_dtypes=self.on_mixed_dtypes.value,
+            variant=self.variant,
+        )
 
 
-def _rank_option(
-    name: str, help_text: str, metavar: str, default: str | bool = False
-) -> typer.models.OptionInfo:
-    option: typer.models.OptionInfo = typer.Option(
+def _rank_option(name: str, help_text: str, metavar: str, default: str | bool = False) -> Any:
+    return typer.Option(
         name, help=help_text, metavar=metavar, show_default=default, rich_help_panel=_RANK_PANEL
     )
-    return option
-
-
-Rank = Annotated[
-    int | None, _rank_option("--rank", "Rank of Linear layers. 9999: full rank.", "<rank>", default="32")
-]
-ConvRank = Annotated[
-    int | None,
-    _rank_option("--conv_rank", "Rank of convolutions, 1×1 too. 9999: full.", "<rank>", default="16"),
-]
-MaxSize = Annotated[
-    str | None,
-    _rank_option(
-        "--max_size",
-        "Best ranks for a file of at most this size: 100MB. 1 MB is 1 MiB, 1024² bytes.",
-        "<size>",
-    ),
-]
-MaxError = Annotated[
-    str | None,
-    _rank_option("--max_error", "Smallest file with at most this overall error: 5%.", "<share>"),
-]
-WeightFor = Annotated[
-    list[str] | None,
-    _rank_option(
-        "--weight_for",
-        "With a size or error: 'mid_block=2' lets the squared error of these layers count twice. Repeatable.",
-        "<pattern=n>",
-    ),
-]
-RankMethod = Annotated[
-    str | None,
-    _rank_option(
-        "--rank_method",
-        "A rank for each layer by its own singular values: energy:0.95, error:5%, sv_fro:0.9, "
-        "sv_ratio:20, sv_cumulative:0.8, threshold:0.01, ratio:0.05, quantile:0.9, adaptive_…:0.9. "
-        "For convolutions: energy:0.95,conv=0.9.",
-        "<name:value>",
-    ),
-]
-DynamicMethod = Annotated[
-    str | None,
-    _rank_option(
-        "--dynamic_method",
-        "As in kohya's tools: sv_ratio, sv_fro, sv_cumulative. --rank limits it.",
-        "<name>",
-    ),
-]
-DynamicParam = Annotated[
-    float | None, _rank_option("--dynamic_param", "Parameter of --dynamic_method.", "<number>")
-]
-MaxRank = Annotated[int | None, _rank_option("--max_rank", "No layer gets more.", "<rank>")]
-MaxConvRank = Annotated[int | None, _rank_option("--max_conv_rank", "No convolution gets more.", "<rank>")]
-MinRank = Annotated[
-    int | None,
-    _rank_option("--min_rank", "No changed layer gets less. 0 may leave layers out.", "<rank>"),
-]
-RankFor = Annotated[
-    list[str] | None,
-    _rank_option(
-        "--rank_for",
-        "Another rank or method for layers that match: 'up_blocks.*attn1=64'. Repeatable, the last wins.",
-        "<pattern=rank>",
-    ),
-]
-Exclude = Annotated[
-    list[str] | None,
-    _rank_option("--exclude", "Leave out layers that match. Repeatable.", "<pattern>"),
-]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankFlags:
-    """What was typed, None where nothing was."""
+    """How much rank a LoRA gets, as typed: None where nothing was."""
 
-    rank: int | None = None
-    conv_rank: int | None = None
-    max_size: str | None = None
-    max_error: str | None = None
-    weight_for: list[str] | None = None
-    rank_method: str | None = None
-    dynamic_method: str | None = None
-    dynamic_param: float | None = None
-    max_rank: int | None = None
-    max_conv_rank: int | None = None
-    min_rank: int | None = None
-    rank_for: list[str] | None = None
-    exclude: list[str] | None = None
+    rank: Annotated[
+        int | None, _rank_option("--rank", "Rank of Linear layers. 9999: full rank.", "<rank>", default="32")
+    ] = None
+    conv_rank: Annotated[
+        int | None,
+        _rank_option("--conv_rank", "Rank of convolutions, 1×1 too. 9999: full.", "<rank>", default="16"),
+    ] = None
+    max_size: Annotated[
+        str | None,
+        _rank_option(
+            "--max_size",
+            "Best ranks for a file of at most this size: 100MB. 1 MB is 1 MiB, 1024² bytes.",
+            "<size>",
+        ),
+    ] = None
+    max_error: Annotated[
+        str | None,
+        _rank_option("--max_error", "Smallest file with at most this overall error: 5%.", "<share>"),
+    ] = None
+    weight_for: Annotated[
+        list[str] | None,
+        _rank_option(
+            "--weight_for",
+            "With a size or error: 'mid_block=2' lets the squared error of these layers count twice. Repeatable.",
+            "<pattern=n>",
+        ),
+    ] = None
+    rank_method: Annotated[
+        str | None,
+        _rank_option(
+            "--rank_method",
+            "A rank for each layer by its own singular values: energy:0.95, error:5%, sv_fro:0.9, "
+            "sv_ratio:20, sv_cumulative:0.8, threshold:0.01, ratio:0.05, quantile:0.9, adaptive_…:0.9. "
+            "For convolutions: energy:0.95,conv=0.9.",
+            "<name:value>",
+        ),
+    ] = None
+    dynamic_method: Annotated[
+        str | None,
+        _rank_option(
+            "--dynamic_method",
+            "As in kohya's tools: sv_ratio, sv_fro, sv_cumulative. --rank limits it.",
+            "<name>",
+        ),
+    ] = None
+    dynamic_param: Annotated[
+        float | None, _rank_option("--dynamic_param", "Parameter of --dynamic_method.", "<number>")
+    ] = None
+    max_rank: Annotated[int | None, _rank_option("--max_rank", "No layer gets more.", "<rank>")] = None
+    max_conv_rank: Annotated[
+        int | None, _rank_option("--max_conv_rank", "No convolution gets more.", "<rank>")
+    ] = None
+    min_rank: Annotated[
+        int | None,
+        _rank_option("--min_rank", "No changed layer gets less. 0 may leave layers out.", "<rank>"),
+    ] = None
+    rank_for: Annotated[
+        list[str] | None,
+        _rank_option(
+            "--rank_for",
+            "Another rank or method for layers that match: 'up_blocks.*attn1=64'. Repeatable, the last wins.",
+            "<pattern=rank>",
+        ),
+    ] = None
+    exclude: Annotated[
+        list[str] | None, _rank_option("--exclude", "Leave out layers that match. Repeatable.", "<pattern>")
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResizeFlags(RankFlags):
+    """The same for a LoRA that has ranks already: what is not named stays as it is."""
+
+    rank: Annotated[
+        int | None,
+        _rank_option("--rank", "Rank of Linear layers. 9999: as it is.", "<rank>", default="as it is"),
+    ] = None
+    conv_rank: Annotated[
+        int | None,
+        _rank_option(
+            "--conv_rank",
+            "Rank of convolutions, 1×1 too. 9999: as it is.",
+            "<rank>",
+            default="that of --rank",
+        ),
+    ] = None
+
+    def plan(self) -> "RankPlan | None":
+        """What the flags mean, None where none is given. A rank for Linear layers holds for convolutions too.
+
+        Raises:
+            ConfigError: Flags that contradict each other, have no effect, or make no sense.
+        """
+        if all(getattr(self, field.name) in (None, []) for field in fields(self)):
+            return None
+        from sigmascope.lora.ranks import FULL_RANK
+        from sigmascope.lora.resize import RankPlan
+
+        rules, budget = rank_choice(self, rank=FULL_RANK, conv_rank=self.rank or FULL_RANK)
+        return RankPlan(rules, budget)
 
 
 class RankChoice(NamedTuple):
@@ -371,93 +423,6 @@ def _refuse_limits(flags: RankFlags, what: str) -> None:
                 f"--{name} has no effect on {what}.",
                 hint="Use it with --rank_method, --max_size or --max_error.",
             )
-
-
-class LoraFormatName(StrEnum):
-    """`--format` of a LoRA that is made from others."""
-
-    NATIVE = "native"
-    KOHYA = "kohya"
-    PEFT = "peft"
-    COMFYUI = "comfyui"
-
-
-class Method(StrEnum):
-    """`--method` of a merge."""
-
-    LINEAR = "linear"
-    TIES = "ties"
-    TIES_MERGEKIT = "ties_mergekit"
-    DARE = "dare"
-
-
-ReducedRank = Annotated[
-    int | None,
-    typer.Option(
-        "--rank",
-        help="Rank of Linear layers. 9999: as it is.",
-        metavar="<rank>",
-        show_default="as it is",
-        rich_help_panel=_RANK_PANEL,
-    ),
-]
-ReducedConvRank = Annotated[
-    int | None,
-    typer.Option(
-        "--conv_rank",
-        help="Rank of convolutions, 1×1 too. 9999: as it is.",
-        metavar="<rank>",
-        show_default="that of --rank",
-        rich_help_panel=_RANK_PANEL,
-    ),
-]
-SavePrecision = Annotated[
-    Precision | None,
-    typer.Option("--save_precision", help="Storage of the factors.", show_default="as in the input"),
-]
-Format = Annotated[
-    LoraFormatName | None,
-    typer.Option(
-        "--format", metavar="<name>", help="native, kohya, peft or comfyui.", show_default="the input's"
-    ),
-]
-SaveTo = Annotated[
-    Path,
-    typer.Option("--save_to", help="File to write, .safetensors. Replaced when there.", show_default=False),
-]
-
-
-def rank_plan(flags: RankFlags) -> "RankPlan | None":
-    """What the rank flags mean for a LoRA that has ranks already; None where none is given.
-
-    What is not named stays as it is, but a rank for Linear layers holds for convolutions too.
-
-    Raises:
-        ConfigError: Flags that contradict each other, have no effect, or make no sense.
-    """
-    if all(getattr(flags, field.name) in (None, []) for field in fields(flags)):
-        return None
-    from sigmascope.lora.ranks import FULL_RANK
-    from sigmascope.lora.resize import RankPlan
-
-    rules, budget = rank_choice(flags, rank=FULL_RANK, conv_rank=flags.rank or FULL_RANK)
-    return RankPlan(rules, budget)
-
-
-def parse_weights(text: str | None) -> tuple[float, ...] | None:
-    """Read `0.7,0.3`.
-
-    Raises:
-        ConfigError: A part is no number.
-    """
-    if text is None:
-        return None
-    try:
-        return tuple(float(part) for part in text.split(","))
-    except ValueError as error:
-        raise ConfigError(
-            f"--weights {text} are no numbers.", hint="Write one for each LoRA: --weights 0.7,0.3."
-        ) from error
 
 
 def base_model_path(panel: str) -> Any:

@@ -8,7 +8,8 @@ from rich.console import Console
 from rich.text import Text
 
 from sigmascope.__about__ import __version__
-from sigmascope.cli import bench, check, compare, compare_tensors, demo, doctor, lbm, lora, watch
+from sigmascope.cli import bench, compare, compare_tensors, demo, doctor, lbm, lora, watch
+from sigmascope.cli import compare as check
 from sigmascope.errors import SigmascopeError
 from sigmascope.units import printable
 
@@ -32,7 +33,7 @@ app.add_typer(lbm.app, name="lbm")
 app.command("compare-tensors", epilog=compare_tensors.EPILOG)(compare_tensors.compare_tensors)
 app.command("bench", epilog=bench.EPILOG)(bench.bench)
 app.command("compare", cls=compare.ManyBaselines, epilog=compare.EPILOG)(compare.compare)
-app.command("check", cls=compare.ManyBaselines, epilog=check.EPILOG)(check.check)
+app.command("check", cls=compare.ManyBaselines, epilog=check.CHECK_EPILOG)(check.check)
 app.command("watch", context_settings=watch.CONTEXT, epilog=watch.EPILOG)(watch.watch)
 app.command("doctor", epilog=doctor.EPILOG)(doctor.doctor)
 app.command("demo", epilog="Example: sigmascope demo --source-image my.jpg --output relit")(demo.demo)

@@ -196,8 +196,8 @@ def _from_file(path: Path, config: LbmConfig, files: ExitStack) -> Backbone:
     names = read_names(checkpoint, config)
     weights = {
         PREFIXES[part] + name: BackboneWeight(checkpoint, key, shape)
-        for part, found in names.parts.items()
-        for name, (key, shape) in found.items()
+        for part, part_names in names.parts.items()
+        for name, (key, shape) in part_names.items()
     }
     return Backbone(path, weights, names.outside)
 
@@ -258,16 +258,16 @@ def _converted(
     placeholders = {
         key: torch.tensor(number).expand(checkpoint.info(key).shape) for number, key in enumerate(keys)
     }
-    found: dict[str, tuple[str, tuple[int, ...]]] = {}
+    shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
     for name, placeholder in convert(dict(placeholders), config).items():
         key = keys[int(placeholder.flatten()[0])]
         if placeholder.numel() == placeholders[key].numel():  # the whole tensor, and not a slice of it
-            found[name] = key, tuple(placeholder.shape)
-    known = {key for key, _ in found.values()}
+            shapes[name] = key, tuple(placeholder.shape)
+    known = {key for key, _ in shapes.values()}
     for key in keys:  # what is left over must not be lost unseen
         if key not in known:
-            found[key.removeprefix(prefix)] = key, checkpoint.info(key).shape
-    return found
+            shapes[key.removeprefix(prefix)] = key, checkpoint.info(key).shape
+    return shapes
 
 
 def _unet_converter(
@@ -276,15 +276,15 @@ def _unet_converter(
     from diffusers.loaders.single_file_utils import convert_ldm_unet_checkpoint
 
     layers = config.denoiser.layers_per_block
-    each = {layers} if isinstance(layers, int) else set(layers)
-    if len(each) > 1:
+    counts = {layers} if isinstance(layers, int) else set(layers)
+    if len(counts) > 1:
         raise ConfigError(
             f"denoiser.layers_per_block: a single-file backbone has as many in every block, got {layers}.",
             hint="Give the backbone as a diffusers folder.",
         )
     has_added_embedding = any(key.startswith(f"{UNET}label_emb.") for key in keys)
     return convert_ldm_unet_checkpoint, {
-        "layers_per_block": each.pop(),
+        "layers_per_block": counts.pop(),
         "addition_embed_type": "text_time" if has_added_embedding else None,
     }
 

@@ -9,7 +9,7 @@ convolution. So the first convolution and the keys and values of both attentions
 cutting, or by filling with zeros; `num_iterations` is 0. Everything else must fit as it is, and nothing else may
 be left over.
 
-All files are written or none, with room on the disk checked first, and none is lost that was there. `run_baseline`
+All files are written or none, with room on the disk checked first, and none is lost that was there. `check_base`
 proves that a base can be used: it loads it, runs it once and looks at what comes out.
 """
 
@@ -38,9 +38,8 @@ from sigmascope.errors import (
 )
 from sigmascope.files import atomic_path, free_bytes, require_writable, temporary_name
 from sigmascope.lbm.backbone import Backbone, BackboneWeight, open_backbone
-from sigmascope.lbm.buckets import Size
 from sigmascope.lbm.config import LbmConfig, load_config
-from sigmascope.lbm.images import image_to_tensor, psnr, tensor_to_image
+from sigmascope.lbm.images import Size, image_to_tensor, psnr, tensor_to_image
 from sigmascope.lbm.infer import translate_image
 from sigmascope.lbm.model import LbmModel, build_lbm, is_finite, load_lbm
 from sigmascope.lbm.pocket.scenes import make_scene, scene_source_light, shade
@@ -67,7 +66,7 @@ _HEADER_BYTES = 2 * 2**20
 """Room for headers and names, in bytes a file."""
 
 SCENE = 4
-"""The rendered scene that `run_baseline` translates."""
+"""The rendered scene that `check_base` translates."""
 LATENT_SIDE = 32
 """Latent elements along a side of the picture: a quarter of what LBM works at, so that a CPU takes seconds."""
 
@@ -119,8 +118,8 @@ class BaseReport:
             "backbone": str(self.backbone),
             "dtypes": dict(self.dtypes),
             "adapted": {
-                key: {"change": each.change, "from": list(each.had), "to": list(each.shape)}
-                for key, each in self.adapted.items()
+                key: {"change": weight.change, "from": list(weight.had), "to": list(weight.shape)}
+                for key, weight in self.adapted.items()
             },
             "dropped": {key: list(shape) for key, shape in self.dropped.items()},
             "outside": dict(self.outside),
@@ -164,7 +163,7 @@ def create_base(
     """
     begin = time.perf_counter()
     text, config = _read_config(config)
-    targets = choose_targets(save_path, config, both=both)
+    targets = choose_base_files(save_path, config, both=both)
     model = build_lbm(config, device="meta")
     shapes = {key: tuple(value.shape) for key, value in model.state_dict().items()}
     signature = config.backbone_signature if backbone is None else backbone
@@ -175,7 +174,7 @@ def create_base(
         nbytes = sum(spec.nbytes for spec in specs.values())
         require_space(targets, nbytes)
         _write_files(targets, text, specs, _adapted_tensors(source, specs, progress))
-        dropped = {key: found.shape for key, found in source.weights.items() if key.startswith(DROPPED)}
+        dropped = {key: info.shape for key, info in source.weights.items() if key.startswith(DROPPED)}
         path, outside = source.path, dict(source.outside)
     return BaseReport(
         paths=targets.weights,
@@ -209,7 +208,7 @@ def _tensor_specs(
 
 
 @dataclass(frozen=True, slots=True)
-class Targets:
+class BaseFiles:
     """Where a base goes.
 
     Attributes:
@@ -234,7 +233,7 @@ class Targets:
 
 
 def _write_files(
-    targets: Targets, config: str, specs: Mapping[str, TensorSpec], tensors: Iterator[tuple[str, Tensor]]
+    targets: BaseFiles, config: str, specs: Mapping[str, TensorSpec], tensors: Iterator[tuple[str, Tensor]]
 ) -> None:
     """Write every target in one pass over the backbone."""
     with all_or_none(targets.all), ExitStack() as files:
@@ -394,7 +393,7 @@ def adapt_weight(weight: Tensor, shape: Shape) -> Tensor:
     return adapted
 
 
-def choose_targets(save_path: Path, config: LbmConfig, *, both: bool) -> Targets:
+def choose_base_files(save_path: Path, config: LbmConfig, *, both: bool) -> BaseFiles:
     """Choose the files and refuse those that cannot be written, before any work is done.
 
     Args:
@@ -412,8 +411,8 @@ def choose_targets(save_path: Path, config: LbmConfig, *, both: bool) -> Targets
         raise ConfigError(
             f"{save_path}: a base is written as .safetensors or .ckpt.", hint="Choose one of these endings."
         )
-    paths = {each: save_path.with_suffix(each) if each != suffix else save_path for each in SUFFIXES}
-    targets = Targets(
+    paths = {ending: save_path.with_suffix(ending) if ending != suffix else save_path for ending in SUFFIXES}
+    targets = BaseFiles(
         paths[".safetensors"] if both or suffix == ".safetensors" else None,
         paths[".ckpt"] if both or suffix == ".ckpt" else None,
         config_target(save_path, config) if both else None,
@@ -454,7 +453,7 @@ def _describes(path: Path, config: LbmConfig) -> bool:
         return False
 
 
-def _refuse_one_for_two(targets: Targets) -> None:
+def _refuse_one_for_two(targets: BaseFiles) -> None:
     """Refuse links by which the second file would replace the first."""
     by_place: dict[Path, Path] = {}
     for path in targets.all:
@@ -466,7 +465,7 @@ def _refuse_one_for_two(targets: Targets) -> None:
             )
 
 
-def refuse_inputs(targets: Targets, inputs: Iterable[Path]) -> None:
+def refuse_inputs(targets: BaseFiles, inputs: Iterable[Path]) -> None:
     """Refuse to replace a file of the backbone by the base that is made from it.
 
     Raises:
@@ -481,7 +480,7 @@ def refuse_inputs(targets: Targets, inputs: Iterable[Path]) -> None:
             )
 
 
-def require_space(targets: Targets, nbytes: int) -> None:
+def require_space(targets: BaseFiles, nbytes: int) -> None:
     """Refuse to begin what would fill the disk; files that are replaced stay until the new ones are whole.
 
     Args:
@@ -543,7 +542,7 @@ def _put_back(path: Path, link: Path | bool) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class BaselineReport:
+class BaseCheck:
     """What one run of a base showed. A base is untrained: its picture need not resemble the source.
 
     Attributes:
@@ -573,14 +572,14 @@ class BaselineReport:
         return {**asdict(self), "path": str(self.path), "size": list(self.size)}
 
 
-def run_baseline(
+def check_base(
     paths: tuple[Path, ...],
     config: LbmConfig,
     *,
     dtype: torch.dtype,
     device: torch.device,
     progress: Progress = no_progress,
-) -> BaselineReport:
+) -> BaseCheck:
     """Load a base, translate one generated picture in one step, and compare the files that were written.
 
     Args:
@@ -607,7 +606,7 @@ def run_baseline(
     )
     result = translate_image(model, picture, seed=0, size=picture.size, conditioning=conditioning)
     done = time.perf_counter()
-    return BaselineReport(
+    return BaseCheck(
         path=paths[0],
         compared=compared,
         size=picture.size,

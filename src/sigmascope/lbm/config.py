@@ -51,9 +51,9 @@ class ConfigBlock(BaseModel):
 
 
 def _check_depths(key: str, depths: int | tuple[int, ...]) -> None:
-    each = depths if isinstance(depths, tuple) else (depths,)
-    if min(each) < 1:
-        raise ValueError(f"{key}: expected 1 or more, got {list(each)}")
+    block_depths = depths if isinstance(depths, tuple) else (depths,)
+    if min(block_depths) < 1:
+        raise ValueError(f"{key}: expected 1 or more, got {list(block_depths)}")
 
 
 def _check_widths(widths: tuple[int, ...], groups: int) -> None:
@@ -65,12 +65,12 @@ def _check_widths(widths: tuple[int, ...], groups: int) -> None:
 
 
 def _check_heads(widths: tuple[int, ...], heads: int | tuple[int, ...]) -> None:
-    each = heads if isinstance(heads, tuple) else (heads,) * len(widths)
-    for width, count in zip(widths, each, strict=True):
+    block_heads = heads if isinstance(heads, tuple) else (heads,) * len(widths)
+    for width, count in zip(widths, block_heads, strict=True):
         if count < 1 or width % count:
             raise ValueError(
                 f"attention_head_dim: expected numbers of heads that divide the widths {list(widths)}, "
-                f"got {list(each)}"
+                f"got {list(block_heads)}"
             )
 
 
@@ -455,10 +455,10 @@ def refuse_training(data: Mapping[str, Any], where: str) -> None:
     Raises:
         ConfigError: It is one; names the command that it is for.
     """
-    found = [key for key in TRAINING_NEEDS if key in data]
-    if len(found) > 1:
+    present = [key for key in TRAINING_NEEDS if key in data]
+    if len(present) > 1:
         raise ConfigError(
-            f"{where}: is a configuration for training ({', '.join(found)}), and a model's is wanted here.",
+            f"{where}: is a configuration for training ({', '.join(present)}), and a model's is wanted here.",
             hint="Train with it: sigmascope lbm train --path_config FILE. For a model, give a file with the model's "
             "own keys alone, or leave it out where one lies beside the model.",
         )

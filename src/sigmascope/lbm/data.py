@@ -19,10 +19,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sigmascope.errors import ConfigError, DataError
-from sigmascope.lbm.buckets import Size, scaled_buckets
 from sigmascope.lbm.config import LbmConfig
-from sigmascope.lbm.samples import Crop, Sample, SampleDecoder, map_ahead
-from sigmascope.lbm.shards import Order, RawSample, Share, expand_shards
+from sigmascope.lbm.images import Size, scaled_buckets
+from sigmascope.lbm.samples import Crop, Sample, SampleDecoder, prefetch
+from sigmascope.lbm.shards import EpochOrder, ProcessShare, RawSample, expand_shards
 
 __all__ = ["DataOptions", "DataPosition", "SkippedSample", "SkippedSamples", "TrainingData"]
 
@@ -207,8 +207,8 @@ class TrainingData:
         return self._batches(start)
 
     def _batches(self, start: DataPosition) -> Generator[tuple[Batch, DataPosition], None, None]:
-        epoch, buckets = start.epoch, Buckets(self._options.batch_size)
-        share = Share(self._order(), self._options.process, self._options.processes)
+        epoch, buckets = start.epoch, SizeBuckets(self._options.batch_size)
+        share = ProcessShare(self._order(), self._options.process, self._options.processes)
         good = broken = 0
         seen = start.samples
         with closing(self._decoded(share, start)) as outcomes:
@@ -222,7 +222,7 @@ class TrainingData:
                 self._say_unmasked(outcome)
                 if full := buckets.add(outcome):
                     yield collate(full, self._config, epoch), DataPosition(epoch, seen, buckets.pending)
-        judge_epoch(good, broken, share.passed, start, self.skipped, share.processes)
+        check_epoch(good, broken, share.passed, start, self.skipped, share.processes)
         while rest := buckets.take_rest():
             yield collate(rest, self._config, epoch), DataPosition(epoch, share.passed, buckets.pending)
 
@@ -235,9 +235,9 @@ class TrainingData:
                 "Sample %s has no member for mask_key: %s, so all of it is valid; said once.", sample.key, key
             )
 
-    def _order(self) -> Order:
+    def _order(self) -> EpochOrder:
         options = self._options
-        return Order(
+        return EpochOrder(
             self.shards,
             self._decoder.keys,
             options.seed,
@@ -247,7 +247,7 @@ class TrainingData:
         )
 
     def _decoded(
-        self, share: Share, start: DataPosition
+        self, share: ProcessShare, start: DataPosition
     ) -> Generator[tuple[int, Sample | SkippedSample], None, None]:
         def decode(item: tuple[int, RawSample]) -> tuple[int, Sample | SkippedSample]:
             number, raw = item
@@ -258,7 +258,7 @@ class TrainingData:
 
         samples = share.samples(start.epoch, start.samples, start.pending)
         workers = self._options.workers
-        return map_ahead(decode, samples, workers=workers, ahead=self._options.batch_size + workers)
+        return prefetch(decode, samples, workers=workers, ahead=self._options.batch_size + workers)
 
 
 def check_options(options: DataOptions, config: LbmConfig) -> None:
@@ -340,7 +340,7 @@ def check_position(position: DataPosition, epoch: int, options: DataOptions) -> 
         )
 
 
-class Buckets:
+class SizeBuckets:
     """Samples that wait for others of their size."""
 
     def __init__(self, batch_size: int) -> None:
@@ -388,8 +388,8 @@ def _pictures(samples: list[Sample], key: str) -> Float[Tensor, "batch 3 height 
 def _validity(samples: list[Sample], key: str) -> Float[Tensor, "batch 1 height width"]:
     masks = [sample.masks.get(key) for sample in samples]
     valid = [
-        np.ones(one.size[::-1]) if mask is None else mask >= VALID
-        for one, mask in zip(samples, masks, strict=True)
+        np.ones(pictures.size[::-1]) if mask is None else mask >= VALID
+        for pictures, mask in zip(samples, masks, strict=True)
     ]
     return torch.from_numpy(np.stack(valid, dtype=np.float32)[:, None])
 
@@ -398,7 +398,7 @@ def _masks(samples: list[Sample], key: str) -> Float[Tensor, "batch 1 height wid
     return torch.from_numpy(np.stack([sample.masks[key][None] for sample in samples], dtype=np.float32))
 
 
-def judge_epoch(
+def check_epoch(
     good: int, broken: int, passed: int, start: DataPosition, skipped: SkippedSamples, processes: int
 ) -> None:
     """Refuse an epoch without one good sample, and warn of one that is mostly broken.
@@ -445,7 +445,7 @@ def _no_usable_sample(broken: int, passed: int, skipped: SkippedSamples, process
     )
 
 
-def dealt_anew(positions: Sequence[DataPosition], process: int, processes: int) -> DataPosition:
+def redistribute(positions: Sequence[DataPosition], process: int, processes: int) -> DataPosition:
     """Where one process begins when an epoch that some processes have begun goes on with another number of them.
 
     Every sample that none of them has used comes to one process, and none that has been used comes again.

@@ -25,7 +25,7 @@ LESS_FOR_TRAINING: Final = (
     "there is a pixel loss; --dry_run estimates the memory."
 )
 LESS_FOR_INFERENCE: Final = "Choose a smaller --size or --resolution, --tile_size 512, or --torch_dtype bf16."
-"""Hints for `within_memory`."""
+"""Hints for `explain_out_of_memory`."""
 
 
 def resolve_device(name: str = "auto", flag: str = "--device") -> torch.device:
@@ -39,8 +39,8 @@ def resolve_device(name: str = "auto", flag: str = "--device") -> torch.device:
         ConfigError: The name is not a device, or there is no such device on this machine.
     """
     if name == "auto":
-        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        return torch.device("cpu") if found is None else found
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        return torch.device("cpu") if accelerator is None else accelerator
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -56,8 +56,8 @@ def resolve_device(name: str = "auto", flag: str = "--device") -> torch.device:
 def _is_there(device: torch.device) -> bool:
     if device.type == "cpu":
         return True
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if found is None or found.type != device.type:
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None or accelerator.type != device.type:
         return False
     return ":" not in str(device) or device.index < torch.accelerator.device_count()
 
@@ -81,7 +81,7 @@ def resolve_dtype(name: str, flag: str = "--torch_dtype") -> torch.dtype:
 
 
 @contextmanager
-def within_memory(what: str, hint: str) -> Iterator[None]:
+def explain_out_of_memory(what: str, hint: str) -> Iterator[None]:
     """Say it plainly when memory runs out in the block, on any device.
 
     Args:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from sigmascope.errors import ConfigError, ModelMismatchError
 from sigmascope.lbm.config import resolve_config
-from sigmascope.lbm.images import UnreadablePicture, find_pictures, load_image
+from sigmascope.lbm.images import UnreadableImage, find_images, load_image
 from sigmascope.lbm.infer import translate_image
 from sigmascope.lbm.model import LbmModel, load_lbm
 from sigmascope.lora.families import layout_of
@@ -87,7 +87,7 @@ class OutputError:
 
 
 @dataclass(frozen=True, slots=True)
-class PictureErrors:
+class ImageErrors:
     """One picture, translated by the base alone and by base + LoRA."""
 
     picture: str
@@ -122,18 +122,18 @@ class ImageReport:
         seconds: Time of all of it.
     """
 
-    pictures: tuple[PictureErrors, ...]
-    unreadable: tuple[UnreadablePicture, ...]
+    pictures: tuple[ImageErrors, ...]
+    unreadable: tuple[UnreadableImage, ...]
     not_applied: tuple[str, ...]
     num_inference_steps: int
     seed: int
     seconds: float
 
     @property
-    def overall(self) -> PictureErrors:
+    def overall(self) -> ImageErrors:
         """All pictures as one: the mean PSNR, and differences and norms of all together."""
         base = together([picture.base for picture in self.pictures])
-        return PictureErrors("all", base, together([picture.with_lora for picture in self.pictures]))
+        return ImageErrors("all", base, together([picture.with_lora for picture in self.pictures]))
 
     def as_dict(self) -> dict[str, Any]:
         """The report as JSON values, totals first."""
@@ -189,13 +189,13 @@ def validate_images(
     started = time.perf_counter()
     options = options or ImageOptions()
     require_source_only((base, tuned), config)
-    pictures, unreadable = find_pictures(folder)
+    pictures, unreadable = find_images(folder)
     with tempfile.TemporaryDirectory(prefix="sigmascope-") as place:
         runs = _Runs(pictures, options, config, Path(place), progress)
         runs.keep_tuned(tuned)
         without, with_lora, not_applied = runs.compare(base, lora)
     return ImageReport(
-        tuple(map(PictureErrors, (path.name for path in pictures), without, with_lora)),
+        tuple(map(ImageErrors, (path.name for path in pictures), without, with_lora)),
         tuple(unreadable),
         not_applied,
         options.num_inference_steps,

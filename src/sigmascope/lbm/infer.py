@@ -17,8 +17,17 @@ from torch import Tensor
 
 from sigmascope.errors import ConfigError, NonFiniteError
 from sigmascope.lbm.bridge import sample_bridge
-from sigmascope.lbm.buckets import Size, check_resolution, working_size
-from sigmascope.lbm.images import image_to_tensor, mask_levels, pad_to, resize, tensor_to_image, to_rgb
+from sigmascope.lbm.images import (
+    Size,
+    check_resolution,
+    image_to_tensor,
+    mask_levels,
+    pad_to,
+    resize,
+    tensor_to_image,
+    to_rgb,
+    working_size,
+)
 from sigmascope.lbm.model import LbmModel, is_finite, join_conditioning
 from sigmascope.monitor import stage, step
 from sigmascope.progress import Progress, no_progress

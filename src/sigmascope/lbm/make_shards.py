@@ -21,7 +21,7 @@ from sigmascope.errors import ConfigError, DataError, FileError, WriteError
 from sigmascope.files import atomic_path, reading_hint, reason_of, writing_hint
 from sigmascope.lbm.images import PICTURES
 from sigmascope.lbm.pocket.scenes import COOL, WARM, Light, begin_worker, render_pair
-from sigmascope.lbm.samples import decode_picture, map_ahead, same_shape
+from sigmascope.lbm.samples import decode_picture, prefetch, same_shape
 from sigmascope.progress import Progress, no_progress
 
 EncodedSample = tuple[str, Mapping[str, bytes]]
@@ -188,7 +188,7 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True)
-class LeftOut:
+class SkippedFile:
     """A file or a pair that goes into no shard, and why."""
 
     name: str
@@ -205,7 +205,7 @@ class FoundPairs:
     """
 
     pairs: tuple[Pair, ...]
-    left_out: tuple[LeftOut, ...]
+    left_out: tuple[SkippedFile, ...]
 
 
 def find_pairs(folder: str | Path, keys: Sequence[str], optional: Sequence[str] = ()) -> FoundPairs:
@@ -227,21 +227,21 @@ def find_pairs(folder: str | Path, keys: Sequence[str], optional: Sequence[str] 
     root = Path(folder)
     files = _visible_files(root)
     in_subfolders = all((root / key).is_dir() for key in keys)
-    left_out: list[LeftOut] = []
+    left_out: list[SkippedFile] = []
     groups: dict[str, dict[str, Path]] = {}
     for file in files:
         place = file.relative_to(root)
         if file.suffix.lower() not in PICTURES:
-            left_out.append(LeftOut(str(place), f"is not named like a picture ({', '.join(PICTURES)})"))
+            left_out.append(SkippedFile(str(place), f"is not named like a picture ({', '.join(PICTURES)})"))
             continue
-        found = (_by_subfolder if in_subfolders else _by_ending)(place, [*keys, *optional])
-        if found is None:
-            left_out.append(LeftOut(str(place), _no_place([*keys, *optional], in_subfolders)))
+        candidates = (_by_subfolder if in_subfolders else _by_ending)(place, [*keys, *optional])
+        if candidates is None:
+            left_out.append(SkippedFile(str(place), _no_place([*keys, *optional], in_subfolders)))
             continue
-        key, name = found
+        key, name = candidates
         group = groups.setdefault(name, {})
         if key in group:
-            left_out.append(LeftOut(str(place), f"{group[key].relative_to(root)} is its {key} already"))
+            left_out.append(SkippedFile(str(place), f"{group[key].relative_to(root)} is its {key} already"))
         else:
             group[key] = file
     pairs = _complete_pairs(groups, keys, root, left_out)
@@ -266,10 +266,10 @@ def _visible_files(root: Path) -> list[Path]:
     try:
         if not root.is_dir():
             raise FileError(root, "is no folder.", hint="Name a folder with pairs of pictures.")
-        found = [path for path in root.rglob("*") if path.is_file()]
+        files = [path for path in root.rglob("*") if path.is_file()]
     except OSError as error:
         raise FileError(root, f"cannot be read ({reason_of(error)}).", hint=reading_hint(error)) from error
-    return sorted(path for path in found if not _hidden(path.relative_to(root)))
+    return sorted(path for path in files if not _hidden(path.relative_to(root)))
 
 
 def _hidden(place: Path) -> bool:
@@ -299,7 +299,7 @@ def _no_place(keys: Sequence[str], in_subfolders: bool) -> str:
 
 
 def _complete_pairs(
-    groups: Mapping[str, Mapping[str, Path]], keys: Sequence[str], root: Path, left_out: list[LeftOut]
+    groups: Mapping[str, Mapping[str, Path]], keys: Sequence[str], root: Path, left_out: list[SkippedFile]
 ) -> list[Pair]:
     """Keep the groups that have every key, and note the files of the others."""
     pairs: list[Pair] = []
@@ -308,7 +308,7 @@ def _complete_pairs(
         missing = [key for key in keys if key not in group]
         if missing:
             left_out += [
-                LeftOut(str(file.relative_to(root)), f"has no {' and no '.join(missing)} beside it")
+                SkippedFile(str(file.relative_to(root)), f"has no {' and no '.join(missing)} beside it")
                 for file in group.values()
             ]
             continue
@@ -335,11 +335,13 @@ def _numbered(name: str) -> Iterator[str]:
         number += 1
 
 
-def _no_pairs(root: Path, keys: Sequence[str], left_out: Sequence[LeftOut]) -> ConfigError:
-    found = f"{len(left_out)} files, first {left_out[0].name}: {left_out[0].reason}" if left_out else "empty"
+def _no_pairs(root: Path, keys: Sequence[str], left_out: Sequence[SkippedFile]) -> ConfigError:
+    contents = (
+        f"{len(left_out)} files, first {left_out[0].name}: {left_out[0].reason}" if left_out else "empty"
+    )
     first, second = keys[0], keys[-1]
     return ConfigError(
-        f"{root}: holds no pairs of pictures ({found}).",
+        f"{root}: holds no pairs of pictures ({contents}).",
         hint=f"Name files a_{first}.png and a_{second}.png, or put them in folders {first}/ and {second}/.",
     )
 
@@ -352,14 +354,14 @@ class PairEncoder:
         left_out: Filled while the pairs are read.
     """
 
-    left_out: list[LeftOut] = field(default_factory=list)
+    left_out: list[SkippedFile] = field(default_factory=list)
 
     def samples(self, pairs: Sequence[Pair], progress: Progress = no_progress) -> Iterator[EncodedSample]:
         """Give the pairs' files as they are, in their order; each picture is decoded once, as a check."""
-        outcomes = map_ahead(_encode, iter(pairs), workers=WORKERS, ahead=AHEAD)
+        outcomes = prefetch(_encode, iter(pairs), workers=WORKERS, ahead=AHEAD)
         for done, (pair, outcome) in enumerate(zip(pairs, outcomes, strict=True), start=1):
             if isinstance(outcome, str):
-                self.left_out.append(LeftOut(pair.name, outcome))
+                self.left_out.append(SkippedFile(pair.name, outcome))
             else:
                 yield pair.name, outcome
             progress(done, len(pairs), pair.name)

@@ -185,23 +185,7 @@ def load_watched(
 
     The stage holds file, format ("safetensors" or "pickle"), bytes of all files, parameters, dtype, device,
     and missing and unexpected keys, these even when loading fails over them. Its duration is the load time.
-    Without a recorder nothing is kept.
-
-    Args:
-        path: Any layout that `open_checkpoint` reads.
-        config: Of the model, or its YAML file; None looks beside the checkpoint.
-        dtype: Of the weights.
-        device: Where the weights go.
-        progress: Told after each tensor.
-
-    Returns:
-        The model in evaluation mode.
-
-    Raises:
-        ConfigError: The config is not valid.
-        CheckpointError: The file is missing, damaged, or refused.
-        ModelMismatchError: Names keys that are missing, unexpected or of another shape.
-        NonFiniteError: Names the first tensor with NaN or Inf.
+    Without a recorder nothing is kept. Arguments and errors are those of `load_lbm`.
     """
     with stage("model_loading") as recorded:
         recorded.fact("file", str(path))
@@ -316,8 +300,10 @@ class LbmVae(nn.Module):
 def _normal_like(mean: Latents, generator: torch.Generator | Sequence[torch.Generator] | None) -> Latents:
     """Standard normal noise of the shape, dtype and device of `mean`."""
     if isinstance(generator, Sequence):
-        one = mean.shape[1:]
-        noise = torch.stack([torch.randn(one, generator=each, device=each.device) for each in generator])
+        shape = mean.shape[1:]
+        noise = torch.stack(
+            [torch.randn(shape, generator=source, device=source.device) for source in generator]
+        )
     else:
         device = mean.device if generator is None else generator.device
         noise = torch.randn(mean.shape, generator=generator, device=device)

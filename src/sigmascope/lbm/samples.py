@@ -1,6 +1,6 @@
 """Decode one sample of a shard: from bytes to pictures and masks of one size, all cut alike.
 
-`map_ahead` does such work on background threads and gives the results in the order of the inputs.
+`prefetch` does such work on background threads and gives the results in the order of the inputs.
 """
 
 import io
@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
 from sigmascope.errors import DataError
-from sigmascope.lbm.buckets import Size, nearest_bucket
 from sigmascope.lbm.config import LbmConfig
-from sigmascope.lbm.images import DECODER_ERRORS, mask_levels, open_picture, to_rgb
+from sigmascope.lbm.images import DECODER_ERRORS, Size, mask_levels, nearest_bucket, open_picture, to_rgb
 from sigmascope.lbm.shards import RawSample, find_member, wanted_members
 
 Pixels = NDArray[np.uint8]
@@ -109,13 +108,13 @@ class SampleDecoder:
                     f"than {self.config.source_key} ({shape[0]}×{shape[1]})"
                 )
         draws = random.Random(f"{self.seed} {epoch} {number} crop")
-        cut = choose_cut(shape, self._size(shape), self.crop, draws)
+        cut = choose_crop(shape, self._size(shape), self.crop, draws)
         return Sample(
             number,
             raw.key,
             cut.size,
-            {key: apply_cut(image, cut, Image.Resampling.BICUBIC) for key, image in pictures.items()},
-            {key: apply_cut(image, cut, self._mask_resampling(key)) for key, image in masks.items()},
+            {key: apply_crop(image, cut, Image.Resampling.BICUBIC) for key, image in pictures.items()},
+            {key: apply_crop(image, cut, self._mask_resampling(key)) for key, image in masks.items()},
         )
 
     def _decoded(self, raw: RawSample, key: str, *, mask: bool) -> Image.Image:
@@ -177,7 +176,7 @@ def decode_mask(data: bytes) -> Image.Image:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class CropBox:
     """The part of a picture that is used, as shares of its sides, and the size that it is brought to."""
 
     left: float
@@ -187,7 +186,7 @@ class Cut:
     size: Size
 
 
-def choose_cut(image_size: Size, size: Size, crop: Crop, draws: random.Random) -> Cut:
+def choose_crop(image_size: Size, size: Size, crop: Crop, draws: random.Random) -> CropBox:
     """Choose the largest part of a picture with the shape of `size`: the middle one, or one drawn.
 
     Args:
@@ -200,7 +199,7 @@ def choose_cut(image_size: Size, size: Size, crop: Crop, draws: random.Random) -
     scale = max(size[0] / width, size[1] / height)
     part = (min(size[0] / scale, width), min(size[1] / scale, height))
     left, top = (_crop_start(whole - used, crop, draws) for whole, used in zip(image_size, part, strict=True))
-    return Cut(left / width, top / height, (left + part[0]) / width, (top + part[1]) / height, size)
+    return CropBox(left / width, top / height, (left + part[0]) / width, (top + part[1]) / height, size)
 
 
 def _crop_start(slack: float, crop: Crop, draws: random.Random) -> float:
@@ -210,7 +209,7 @@ def _crop_start(slack: float, crop: Crop, draws: random.Random) -> float:
     return min(float(int(draws.random() * (slack + 1))), slack)
 
 
-def apply_cut(image: Image.Image, cut: Cut, resample: Image.Resampling) -> Pixels:
+def apply_crop(image: Image.Image, cut: CropBox, resample: Image.Resampling) -> Pixels:
     """Cut and resize in one go. A picture that has the size already comes back untouched.
 
     Returns:
@@ -234,13 +233,16 @@ def _edge(share: float, side: int) -> float:
 
 def same_shape(first: Size, second: Size) -> bool:
     """Whether two pictures show the same at different sizes: equal aspect, up to a pixel of rounding."""
-    for one, other in ((first, second), (second, first)):
-        if abs(one[0] * other[1] / one[1] - other[0]) <= 1 or abs(one[1] * other[0] / one[0] - other[1]) <= 1:
+    for earlier, other in ((first, second), (second, first)):
+        if (
+            abs(earlier[0] * other[1] / earlier[1] - other[0]) <= 1
+            or abs(earlier[1] * other[0] / earlier[0] - other[1]) <= 1
+        ):
             return True
     return False
 
 
-def map_ahead(
+def prefetch(
     work: Callable[[In], Out], items: Iterator[In], *, workers: int, ahead: int
 ) -> Generator[Out, None, None]:
     """Map `work` over `items`, with up to `ahead` results computed before they are asked for.

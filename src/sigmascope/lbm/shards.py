@@ -96,8 +96,8 @@ def _resolve(name: str, pattern: str, allow_pipe: bool) -> list[str]:
         return _in_folder(path, pattern)
     if glob.has_magic(name):
         matches = sorted(glob.glob(str(path), recursive=True))  # noqa: PTH207 - absolute patterns too
-        if found := [match for match in matches if not Path(match).is_dir()]:
-            return found
+        if files := [match for match in matches if not Path(match).is_dir()]:
+            return files
         raise ConfigError(f"shards {pattern!r}: no file matches {name}.", hint="Check the path and the glob.")
     raise FileError(path, f"no such shard (named by {pattern!r}).", hint="Check the path and the braces.")
 
@@ -225,8 +225,8 @@ class _CheckedInfo(tarfile.TarInfo):
     def _proc_member(self, archive: tarfile.TarFile) -> tarfile.TarInfo:
         if self.type in self._NOTES and self.size > _HEADER_BYTES:
             raise tarfile.ReadError(f"a header declares {format_size(self.size)}")
-        found: tarfile.TarInfo = super()._proc_member(archive)  # type: ignore[misc]
-        return found
+        member: tarfile.TarInfo = super()._proc_member(archive)  # type: ignore[misc]
+        return member
 
 
 def _room_in(stream: IO[bytes] | Pipe) -> int | None:
@@ -293,12 +293,12 @@ def find_member(key: str, names: Sequence[str]) -> str:
     Raises:
         DataError: There is none, or more than one.
     """
-    found = wanted_members(key, names)
-    if len(found) == 1:
-        return found[0]
-    if not found:
+    members = wanted_members(key, names)
+    if len(members) == 1:
+        return members[0]
+    if not members:
         raise DataError(f"has no member for the key {key!r} (it has {', '.join(names) or 'none'})")
-    raise DataError(f"has {' and '.join(found)} for the key {key!r}")
+    raise DataError(f"has {' and '.join(members)} for the key {key!r}")
 
 
 def wanted_members(key: str, names: Sequence[str]) -> list[str]:
@@ -316,7 +316,7 @@ def wanted_members(key: str, names: Sequence[str]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Order:
+class EpochOrder:
     """How an epoch's samples are ordered.
 
     Attributes:
@@ -345,14 +345,14 @@ class Order:
         shards = list(self.shards)
         random.Random(f"{self.seed} {epoch} shards").shuffle(shards)
         draws = random.Random(f"{self.seed} {epoch} samples")
-        yield from mixed(self._read(shards), draws, self.buffer, self.buffer_bytes)
+        yield from shuffled(self._read(shards), draws, self.buffer, self.buffer_bytes)
 
     def _read(self, shards: Sequence[str]) -> Iterator[RawSample]:
         for shard in shards:
             yield from read_shard(shard, self.keys, self.max_member)
 
 
-def mixed(
+def shuffled(
     samples: Iterator[RawSample], draws: random.Random, size: int, most_bytes: int
 ) -> Iterator[RawSample]:
     """Give each sample from a random place of a buffer that is refilled from the stream.
@@ -383,7 +383,7 @@ def _drawn(held: list[RawSample], draws: random.Random) -> RawSample:
 
 
 @dataclass
-class Share:
+class ProcessShare:
     """One process's samples of an epoch; sample i of the stream belongs to process i modulo `processes`.
 
     Attributes:
@@ -393,7 +393,7 @@ class Share:
         passed: Samples of the stream, of all processes, that have gone by.
     """
 
-    order: Order
+    order: EpochOrder
     process: int = 0
     processes: int = 1
     passed: int = field(default=0, init=False)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from sigmascope.errors import LoraFormatError, ModelMismatchError, NonFiniteError
 from sigmascope.lora.factors import LoraFactors
-from sigmascope.lora.linalg import at_least_float32, frobenius_norm, gram_in_double, in_double
+from sigmascope.lora.linalg import as_float64, at_least_float32, frobenius_norm, gram_in_double
 from sigmascope.probes.memory import system_memory
 from sigmascope.units import format_size
 
@@ -267,14 +267,14 @@ class LohaChange(Adapter):
         cores = [name for name in ("hada_t1", "hada_t2") if name in shapes]
         if cores:
             require_parts(shapes, "hada_t1", "hada_t2")
-            sides = [_tucker_shape(shapes, f"hada_t{side}", f"hada_w{side}") for side in (1, 2)]
+            factor_shapes = [_tucker_shape(shapes, f"hada_t{side}", f"hada_w{side}") for side in (1, 2)]
         else:
             for side in (1, 2):
                 inner_size(shapes, f"hada_w{side}_a", f"hada_w{side}_b")
-            sides = [(shapes[f"hada_w{side}_a"][0], shapes[f"hada_w{side}_b"][1]) for side in (1, 2)]
-        if sides[0] != sides[1]:
+            factor_shapes = [(shapes[f"hada_w{side}_a"][0], shapes[f"hada_w{side}_b"][1]) for side in (1, 2)]
+        if factor_shapes[0] != factor_shapes[1]:
             raise misfit(shapes, *names)
-        return AdapterFacts(sides[0], shapes["hada_w1_b"][0])
+        return AdapterFacts(factor_shapes[0], shapes["hada_w1_b"][0])
 
     def product(self, compute: torch.dtype, base: Tensor | None) -> Tensor:
         """The elementwise product of the two sides."""
@@ -289,8 +289,10 @@ class LohaChange(Adapter):
         """
         if base is not None and tuple(base.shape) != self.weight_shape:
             self.shaped(base.shape)
-        one, two = self._slices(1), self._slices(2)
-        energy = fsum(_energy_of_product(*first, *second) for first, second in zip(one, two, strict=True))
+        slices_1, slices_2 = self._slices(1), self._slices(2)
+        energy = fsum(
+            _energy_of_product(*first, *second) for first, second in zip(slices_1, slices_2, strict=True)
+        )
         return abs(self.scale) * sqrt(max(energy, 0.0))
 
     def _side(self, side: int, compute: torch.dtype) -> Tensor:
@@ -459,13 +461,13 @@ def _tucker_norm(core: Tensor, up: Tensor, down: Tensor) -> float:
         up: (out, m).
         down: (n, in).
     """
-    slices = in_double(core).flatten(2).movedim(2, 0)
+    slices = as_float64(core).flatten(2).movedim(2, 0)
     if (
         up.shape[1] > up.shape[0]
     ):  # the Gram matrix of a rank above the weight's own size could be of any size
-        slices, up = in_double(up) @ slices, torch.eye(up.shape[0], device=up.device)
+        slices, up = as_float64(up) @ slices, torch.eye(up.shape[0], device=up.device)
     if down.shape[0] > down.shape[1]:
-        slices, down = slices @ in_double(down), torch.eye(down.shape[1], device=down.device)
+        slices, down = slices @ as_float64(down), torch.eye(down.shape[1], device=down.device)
     inside = gram_in_double(up) @ slices @ gram_in_double(down.mT)
     return sqrt(max(float((inside * slices).sum()), 0.0))
 

@@ -1,6 +1,6 @@
 """LoRAs under the names of a model's layers or under common names, fused matrices divided or joined.
 
-`align` names one LoRA's modules by a model's layers; `unite` finds common names for several LoRAs without their
+`align` names one LoRA's modules by a model's layers; `align_all` finds common names for several LoRAs without their
 model. Both leave the tensors in their files.
 
 Where one side has a fused matrix and the other its parts, a change is divided or joined, exactly (`divided`,
@@ -21,7 +21,7 @@ from sigmascope.errors import LoraFormatError
 from sigmascope.lora.adapters import WeightChange
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.families import ModelLayout, Part
-from sigmascope.lora.file import LazyMapping, LoraFile, ModuleFacts
+from sigmascope.lora.file import LazyDict, LoraFile, ModuleFacts
 from sigmascope.lora.layer_names import (
     SDXL_BLOCKS,
     Row,
@@ -33,10 +33,10 @@ from sigmascope.lora.layer_names import (
 from sigmascope.lora.linalg import at_least_float32
 from sigmascope.lora.module_names import (
     LayerIndex,
-    OwnNames,
+    ParsedNames,
     flat,
     parse_name,
-    understand_names,
+    parse_names,
     unflattened_denoiser,
     unflattened_text_encoder,
 )
@@ -91,8 +91,8 @@ def align(lora: LoraFile, layers: Sequence[str], layout: ModelLayout) -> Aligned
     used = {name for recipe in recipes.values() for name in recipe.names}
     named = replace(
         lora,
-        modules=LazyMapping(plain, lambda recipe: _factors_by_recipe(lora, recipe)),
-        changes=LazyMapping(others, lora.changes.__getitem__),
+        modules=LazyDict(plain, lambda recipe: _factors_by_recipe(lora, recipe)),
+        changes=LazyDict(others, lora.changes.__getitem__),
         facts={layer: _facts_by_recipe(lora, recipe) for layer, recipe in recipes.items()},
     )
     unmatched = tuple(name for name in lora.names if name not in used)
@@ -126,21 +126,21 @@ def _fused_recipes(
         if name not in lora.modules:
             continue
         for part, path, family in _candidates(name, layout):
-            whole, one = row_of_original(family, path), row_of_diffusers(family, path)
+            whole, single = row_of_original(family, path), row_of_diffusers(family, path)
             layers = [index.find(part, inner) for inner in whole.parts] if whole is not None else []
-            target = None if one is None else index.find(part, one.original)
+            target = None if single is None else index.find(part, single.original)
             if whole is not None and None not in layers:
                 recipes |= {
                     str(layer): _Recipe((name,), whole, (inner,))
                     for layer, inner in zip(layers, whole.parts, strict=True)
                 }
-            elif one is not None and target is not None:
-                joins[target].append((name, path, one))
+            elif single is not None and target is not None:
+                joins[target].append((name, path, single))
             else:
                 continue
             break
-    for layer, found in joins.items():
-        sources, parts, lines = zip(*found, strict=True)
+    for layer, rows in joins.items():
+        sources, parts, lines = zip(*rows, strict=True)
         recipes[layer] = _Recipe(sources, lines[0], parts, joins=True)
     return recipes
 
@@ -182,7 +182,7 @@ def _facts_by_recipe(lora: LoraFile, recipe: _Recipe) -> ModuleFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class UnitedLoras:
+class AlignedLoras:
     """LoRAs whose modules have the same names where they are for the same layer.
 
     Attributes:
@@ -210,7 +210,7 @@ class UnitedLoras:
         return lora.modules[name] if name in lora.modules else lora.changes[name]
 
 
-def unite(loras: Sequence[LoraFile]) -> UnitedLoras:
+def align_all(loras: Sequence[LoraFile]) -> AlignedLoras:
     """Find common names for the modules of several LoRAs; nothing is read.
 
     The names are diffusers' where any of the LoRAs has those, and the first's own otherwise.
@@ -222,30 +222,34 @@ def unite(loras: Sequence[LoraFile]) -> UnitedLoras:
         LoraFormatError: Two modules of one LoRA are for one layer.
     """
     understood = _understood(loras)
-    chosen = next((one for one in understood if one.layout.naming == "diffusers"), understood[0])
+    chosen = next((names for names in understood if names.layout.naming == "diffusers"), understood[0])
     layout = chosen.layout
     known = {
         _comparable(layer): layer
-        for lora, one in zip(loras, understood, strict=True)
-        for layer, _ in _layers(lora, one, layout)
+        for lora, names in zip(loras, understood, strict=True)
+        for layer, _ in _layers(lora, names, layout)
     }
-    found = [_sources(lora, one, layout, known) for lora, one in zip(loras, understood, strict=True)]
-    return UnitedLoras(
-        loras=tuple(_under_layer_names(lora, sources) for lora, sources in zip(loras, found, strict=True)),
-        sources=tuple({layer: one.name for layer, one in sources.items()} for sources in found),
+    layer_sources = [
+        _sources(lora, names, layout, known) for lora, names in zip(loras, understood, strict=True)
+    ]
+    return AlignedLoras(
+        loras=tuple(
+            _under_layer_names(lora, sources) for lora, sources in zip(loras, layer_sources, strict=True)
+        ),
+        sources=tuple({layer: names.name for layer, names in sources.items()} for sources in layer_sources),
         layout=layout,
-        names=tuple(dict.fromkeys(layer for sources in found for layer in sources)),
+        names=tuple(dict.fromkeys(layer for sources in layer_sources for layer in sources)),
         blocks=chosen.blocks,
     )
 
 
-def _understood(loras: Sequence[LoraFile]) -> list[OwnNames]:
+def _understood(loras: Sequence[LoraFile]) -> list[ParsedNames]:
     """Each LoRA's names; one whose family cannot be told is taken to be of the others'."""
-    found = [understand_names(lora) for lora in loras]
-    family = next((one.layout.family for one in found if one.layout.family != "unknown"), None)
+    parsed = [parse_names(lora) for lora in loras]
+    family = next((names.layout.family for names in parsed if names.layout.family != "unknown"), None)
     return [
-        understand_names(lora, family) if one.layout.family == "unknown" and family is not None else one
-        for lora, one in zip(loras, found, strict=True)
+        parse_names(lora, family) if names.layout.family == "unknown" and family is not None else names
+        for lora, names in zip(loras, parsed, strict=True)
     ]
 
 
@@ -258,29 +262,29 @@ class _Source:
     part: str = ""
 
 
-def _layers(lora: LoraFile, names: OwnNames, layout: ModelLayout) -> Iterator[tuple[str, _Source]]:
+def _layers(lora: LoraFile, names: ParsedNames, layout: ModelLayout) -> Iterator[tuple[str, _Source]]:
     """Each of a LoRA's layers by its path in the naming of a layout, and what it is made of."""
     same_naming = layout.naming != "diffusers" or names.layout.naming == "diffusers"
     for name, layer in names.layers.items():
         path = layer.removesuffix(_BIAS)
-        found = path if same_naming else _in_diffusers(path, names)
-        if isinstance(found, str):
-            yield found + layer[len(path) :], _Source(name)
+        layer_path = path if same_naming else _in_diffusers(path, names)
+        if isinstance(layer_path, str):
+            yield layer_path + layer[len(path) :], _Source(name)
         elif name in lora.modules:
-            for part in found.parts:
-                yield _beside(path, names.layout, part), _Source(name, found, part)
+            for part in layer_path.parts:
+                yield _beside(path, names.layout, part), _Source(name, layer_path, part)
         else:  # what is not up and down cannot be divided
             yield layer, _Source(name)
 
 
-def _in_diffusers(layer: str, names: OwnNames) -> str | Row:
+def _in_diffusers(layer: str, names: ParsedNames) -> str | Row:
     layout = names.layout
     part, path = layout.split(layer)
     try:
-        found = renamed(path, part, layout, "diffusers", names.blocks)
+        path_there = renamed(path, part, layout, "diffusers", names.blocks)
     except LoraFormatError:  # a layer that has no other name keeps its own
         return layer
-    return found if isinstance(found, Row) else _beside(layer, layout, found)
+    return path_there if isinstance(path_there, Row) else _beside(layer, layout, path_there)
 
 
 def _beside(layer: str, layout: ModelLayout, path: str) -> str:
@@ -290,7 +294,7 @@ def _beside(layer: str, layout: ModelLayout, path: str) -> str:
 
 
 def _sources(
-    lora: LoraFile, names: OwnNames, layout: ModelLayout, known: Mapping[str, str]
+    lora: LoraFile, names: ParsedNames, layout: ModelLayout, known: Mapping[str, str]
 ) -> dict[str, _Source]:
     sources: dict[str, _Source] = {}
     flat_ones = [(known.get(_comparable(name), name), _Source(name)) for name in names.unknown]
@@ -315,8 +319,8 @@ def _under_layer_names(lora: LoraFile, sources: Mapping[str, _Source]) -> LoraFi
     others = {layer: source.name for layer, source in sources.items() if source.name not in lora.modules}
     return replace(
         lora,
-        modules=LazyMapping(plain, lambda source: _factors_of_source(lora, source)),
-        changes=LazyMapping(others, lora.changes.__getitem__),
+        modules=LazyDict(plain, lambda source: _factors_of_source(lora, source)),
+        changes=LazyDict(others, lora.changes.__getitem__),
         facts={layer: _facts_of_source(lora, source) for layer, source in sources.items()},
     )
 

@@ -34,7 +34,7 @@ from sigmascope.errors import ConfigError, LoraFormatError, ModelMismatchError, 
 from sigmascope.lora.alignment import AlignedLora, align
 from sigmascope.lora.factors import LoraFactors, add_product, row_pieces
 from sigmascope.lora.families import layout_of
-from sigmascope.lora.file import LazyMapping, LoraFile
+from sigmascope.lora.file import LazyDict, LoraFile
 from sigmascope.lora.linalg import at_least_float32, same_matrix
 from sigmascope.lora.module_names import parse_name
 from sigmascope.probes.models import components_of
@@ -131,8 +131,8 @@ def _only(lora: LoraFile, names: Collection[str]) -> LoraFile:
     changes = {name: name for name in lora.changes if name in chosen}
     return replace(
         lora,
-        modules=LazyMapping(modules, lora.modules.__getitem__),
-        changes=LazyMapping(changes, lora.changes.__getitem__),
+        modules=LazyDict(modules, lora.modules.__getitem__),
+        changes=LazyDict(changes, lora.changes.__getitem__),
     )
 
 

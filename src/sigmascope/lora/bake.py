@@ -23,13 +23,13 @@ from sigmascope.lora.alignment import AlignedLora, align
 from sigmascope.lora.factors import LoraFactors, add_product, row_pieces
 from sigmascope.lora.families import layout_of
 from sigmascope.lora.file import LoraFile, as_text, check_target, refuse_files, refuse_inputs
-from sigmascope.lora.linalg import at_least_float32, is_real, quick_energy, root_sum_square, same_matrix
+from sigmascope.lora.linalg import at_least_float32, blocked_energy, is_real, root_sum_square, same_matrix
 from sigmascope.lora.merge_methods import InputLora, MergeMethod, merged_from, require_weights
-from sigmascope.lora.parallel import Slot, map_in_order
+from sigmascope.lora.parallel import Scratch, map_in_order
 from sigmascope.lora.reader import open_lora
 from sigmascope.progress import Progress, no_progress
 
-__all__ = ["BakeReport", "BakedTensor", "bake_loras"]
+__all__ = ["BakeReport", "MergedTensor", "bake_loras"]
 
 # Header fields with hashes of the weights as they were.
 _STALE: Final = frozenset({"modelspec.hash_sha256", "sshs_model_hash", "sshs_legacy_hash"})
@@ -38,7 +38,7 @@ _NAMED: Final = 5  # modules in a message
 
 
 @dataclass(frozen=True, slots=True)
-class BakedTensor:
+class MergedTensor:
     """One tensor of the checkpoint that was changed.
 
     Attributes:
@@ -87,7 +87,7 @@ class BakeReport:
     checkpoint: Path
     inputs: tuple[InputLora, ...]
     method: str
-    tensors: tuple[BakedTensor, ...]
+    tensors: tuple[MergedTensor, ...]
     copied: int
     unmatched: dict[int, tuple[str, ...]]
     unused_keys: dict[int, tuple[str, ...]]
@@ -107,7 +107,7 @@ class BakeReport:
         return lost / self.change_norm if self.change_norm > 0.0 else None
 
     @property
-    def most_lost(self) -> tuple[BakedTensor, ...]:
+    def most_lost(self) -> tuple[MergedTensor, ...]:
         """The ten tensors whose change suffered most from rounding."""
         measured = [tensor for tensor in self.tensors if tensor.lost_share is not None]
         return tuple(sorted(measured, key=lambda tensor: -(tensor.lost_share or 0.0))[:10])
@@ -117,7 +117,7 @@ class BakeReport:
         return {
             "into": str(self.into),
             "checkpoint": str(self.checkpoint),
-            "inputs": [asdict(one) | {"path": str(one.path)} for one in self.inputs],
+            "inputs": [asdict(lora) | {"path": str(lora.path)} for lora in self.inputs],
             "method": self.method,
             "changed": len(self.tensors),
             "copied": self.copied,
@@ -179,25 +179,31 @@ def bake_loras(
         base = files.enter_context(open_checkpoint(into))
         _require_writable(base, Path(into))
         aligned = [open_aligned(files, path, base) for path in paths]
-        lora_files = [one.lora.path or path for one, path in zip(aligned, paths, strict=True)]
+        lora_files = [
+            aligned_lora.lora.path or path for aligned_lora, path in zip(aligned, paths, strict=True)
+        ]
         refuse_inputs(target, base)
         refuse_files(target, lora_files)
-        found = landings(base, aligned, strengths)
-        require_matched(base, aligned, found.unmatched, allow_unmatched=allow_unmatched)
+        targets = match_tensors(base, aligned, strengths)
+        require_matched(base, aligned, targets.unmatched, allow_unmatched=allow_unmatched)
         metadata = _provenance(base, lora_files, strengths, how)
-        tensors = _write_checkpoint(target, base, found.by_key, aligned, how, metadata, progress)
+        tensors = _write_checkpoint(target, base, targets.by_key, aligned, how, metadata, progress)
         return BakeReport(
             into=Path(into),
             checkpoint=target,
             inputs=tuple(
-                InputLora.of(one.lora, path, weight)
-                for one, path, weight in zip(aligned, paths, strengths, strict=True)
+                InputLora.of(aligned_lora.lora, path, weight)
+                for aligned_lora, path, weight in zip(aligned, paths, strengths, strict=True)
             ),
             method=how.describe(),
             tensors=tensors,
             copied=len(base) - len(tensors),
-            unmatched=found.unmatched,
-            unused_keys={i: one.lora.unused_keys for i, one in enumerate(aligned) if one.lora.unused_keys},
+            unmatched=targets.unmatched,
+            unused_keys={
+                i: aligned_lora.lora.unused_keys
+                for i, aligned_lora in enumerate(aligned)
+                if aligned_lora.lora.unused_keys
+            },
             skipped=dict(base.skipped),
             file_bytes=target.stat().st_size,
             seconds=time.perf_counter() - started,
@@ -246,7 +252,7 @@ def aligned_with(base: Checkpoint, lora: LoraFile) -> AlignedLora:
 
 
 @dataclass(frozen=True, slots=True)
-class Landing:
+class TargetTensor:
     """One LoRA's change of one tensor, still in its file."""
 
     position: int
@@ -255,7 +261,7 @@ class Landing:
 
 
 @dataclass(frozen=True, slots=True)
-class Landings:
+class TargetTensors:
     """Where the changes of several LoRAs land.
 
     Attributes:
@@ -263,39 +269,41 @@ class Landings:
         unmatched: Modules that are of no tensor of the checkpoint, by LoRA's position.
     """
 
-    by_key: dict[str, list[Landing]]
+    by_key: dict[str, list[TargetTensor]]
     unmatched: dict[int, tuple[str, ...]]
 
 
-def landings(base: Checkpoint, aligned: Sequence[AlignedLora], weights: Sequence[float]) -> Landings:
+def match_tensors(
+    base: Checkpoint, aligned: Sequence[AlignedLora], weights: Sequence[float]
+) -> TargetTensors:
     """Find the tensor of every change.
 
     Raises:
         ModelMismatchError: A module is for a weight of another shape.
     """
-    by_key: dict[str, list[Landing]] = {}
+    by_key: dict[str, list[TargetTensor]] = {}
     unmatched: dict[int, tuple[str, ...]] = {}
     wrong: list[str] = []
-    for position, (one, weight) in enumerate(zip(aligned, weights, strict=True)):
+    for position, (aligned_lora, weight) in enumerate(zip(aligned, weights, strict=True)):
         without_tensor: list[str] = []
-        for layer in one.lora.names:
+        for layer in aligned_lora.lora.names:
             key = f"{layer}{_WEIGHT}" if f"{layer}{_WEIGHT}" in base else layer
             if key not in base:  # the bias of a layer that has none
-                without_tensor += one.sources[layer]
+                without_tensor += aligned_lora.sources[layer]
                 continue
-            shape, own = base.info(key).shape, one.lora.shape_of(layer)
-            if layer in one.lora.modules and not same_matrix(own, shape):
-                wrong.append(f"{layer} is {shape} in the checkpoint and {own} in {one.lora}")
+            shape, own = base.info(key).shape, aligned_lora.lora.shape_of(layer)
+            if layer in aligned_lora.lora.modules and not same_matrix(own, shape):
+                wrong.append(f"{layer} is {shape} in the checkpoint and {own} in {aligned_lora.lora}")
             if weight != 0.0:
-                by_key.setdefault(key, []).append(Landing(position, weight, layer))
-        if one.unmatched or without_tensor:
-            unmatched[position] = (*one.unmatched, *without_tensor)
+                by_key.setdefault(key, []).append(TargetTensor(position, weight, layer))
+        if aligned_lora.unmatched or without_tensor:
+            unmatched[position] = (*aligned_lora.unmatched, *without_tensor)
     if wrong:
         raise ModelMismatchError(
             f"{len(wrong)} modules do not fit {base.path}: {'; '.join(wrong[:_NAMED])}{_and_more(len(wrong))}.",
             hint="Merge the LoRA into the model that it was made for.",
         )
-    return Landings(by_key, unmatched)
+    return TargetTensors(by_key, unmatched)
 
 
 def _and_more(count: int) -> str:
@@ -314,7 +322,7 @@ def require_matched(
     Raises:
         ModelMismatchError: Naming the first few.
     """
-    nothing = [one.lora for one in aligned if not one.lora.names]
+    nothing = [aligned_lora.lora for aligned_lora in aligned if not aligned_lora.lora.names]
     if not nothing and (allow_unmatched or not unmatched):
         return
     parts = [
@@ -344,32 +352,32 @@ def _provenance(
 def _write_checkpoint(
     target: Path,
     base: Checkpoint,
-    landing: Mapping[str, Sequence[Landing]],
+    targets: Mapping[str, Sequence[TargetTensor]],
     aligned: Sequence[AlignedLora],
     method: MergeMethod,
     metadata: Mapping[str, str],
     progress: Progress,
-) -> tuple[BakedTensor, ...]:
-    def work(slot: Slot, key: str) -> tuple[Tensor, BakedTensor | None]:
+) -> tuple[MergedTensor, ...]:
+    def work(slot: Scratch, key: str) -> tuple[Tensor, MergedTensor | None]:
         buffer = slot.scratch("file", base.info(key).nbytes, torch.uint8)
         weight = base.tensor_into(key, buffer)
-        if key not in landing:
+        if key not in targets:
             return weight, None
         changes = [
-            WeightedChange(one.position, one.weight, _change(aligned[one.position], one.layer))
-            for one in landing[key]
+            WeightedChange(target.position, target.weight, _change(aligned[target.position], target.layer))
+            for target in targets[key]
         ]
-        return weight, bake(key, weight, changes, method, slot)
+        return weight, merge_into_weight(key, weight, changes, method, slot)
 
-    found = []
+    tensors = []
     keys = base.keys()
     with StreamingWriter(target, metadata, expected=keys, data_bytes=base.nbytes) as writer:
         for done, (key, (tensor, change)) in enumerate(map_in_order(keys, work), start=1):
             writer.write(key, tensor)
             if change is not None:
-                found.append(change)
+                tensors.append(change)
             progress(done, len(keys), key)
-    return tuple(found)
+    return tuple(tensors)
 
 
 class WeightedChange(NamedTuple):
@@ -391,9 +399,9 @@ def _change(aligned: AlignedLora, layer: str) -> LoraFactors | WeightChange:
     return lora.modules[layer] if layer in lora.modules else lora.changes[layer]
 
 
-def bake(
-    name: str, weight: Tensor, changes: Sequence[WeightedChange], method: MergeMethod, slot: Slot
-) -> BakedTensor:
+def merge_into_weight(
+    name: str, weight: Tensor, changes: Sequence[WeightedChange], method: MergeMethod, slot: Scratch
+) -> MergedTensor:
     """Change a weight in place to W + Σ weight·ΔW, added in float32 (float64 for float64) and rounded once.
 
     With one LoRA and method `linear` the result is that of `merge_lora` on a live model, bit for bit.
@@ -424,8 +432,8 @@ def bake(
             f"{name}: the merged weight would hold NaN or Inf in {weight.dtype}.",
             hint="Check the weights, or merge with smaller --weights.",
         )
-    positions = tuple(one.position for one in changes)
-    return BakedTensor(name, positions, *map(sqrt, energies))
+    positions = tuple(change.position for change in changes)
+    return MergedTensor(name, positions, *map(sqrt, energies))
 
 
 class _Addend(NamedTuple):
@@ -436,7 +444,7 @@ class _Addend(NamedTuple):
     strength: float
 
 
-def _add(weight: Tensor, addends: Sequence[_Addend], slot: Slot) -> tuple[float, float, float]:
+def _add(weight: Tensor, addends: Sequence[_Addend], slot: Scratch) -> tuple[float, float, float]:
     """Add in pieces that stay in the processor's cache; give ‖W‖², ‖ΔW‖² and what rounding lost, squared."""
     compute = at_least_float32(weight.dtype)
     sums = []
@@ -461,34 +469,36 @@ def _add(weight: Tensor, addends: Sequence[_Addend], slot: Slot) -> tuple[float,
 
 
 def _energy(piece: Tensor) -> float:
-    return float(quick_energy(piece)) if piece.dtype == torch.float32 else float(torch.dot(piece, piece))
+    return float(blocked_energy(piece)) if piece.dtype == torch.float32 else float(torch.dot(piece, piece))
 
 
 def _addends(
     name: str, weight: Tensor, changes: Sequence[WeightedChange], method: MergeMethod
 ) -> list[_Addend]:
     if method.is_linear:
-        return [_addend(name, weight, one) for one in changes]
-    deltas = {one.position: _delta(name, weight, one) for one in changes}
-    strengths = {one.position: one.weight for one in changes}
+        return [_addend(name, weight, change) for change in changes]
+    deltas = {change.position: _delta(name, weight, change) for change in changes}
+    strengths = {change.position: change.weight for change in changes}
     return [_Addend(_matrix(method.combine(name, deltas, strengths)), None, 1.0)]
 
 
-def _addend(name: str, weight: Tensor, one: WeightedChange) -> _Addend:
-    if not isinstance(one.change, LoraFactors):
-        return _Addend(_matrix(_delta(name, weight, one)), None, one.weight)
-    _require_same_matrix(name, weight, one.change)
+def _addend(name: str, weight: Tensor, change: WeightedChange) -> _Addend:
+    if not isinstance(change.change, LoraFactors):
+        return _Addend(_matrix(_delta(name, weight, change)), None, change.weight)
+    _require_same_matrix(name, weight, change.change)
     compute = at_least_float32(weight.dtype)
-    return _Addend(one.change.up.to(compute), one.change.down.to(compute), one.weight * one.change.scale)
+    return _Addend(
+        change.change.up.to(compute), change.change.down.to(compute), change.weight * change.change.scale
+    )
 
 
-def _delta(name: str, weight: Tensor, one: WeightedChange) -> Tensor:
+def _delta(name: str, weight: Tensor, change: WeightedChange) -> Tensor:
     compute = at_least_float32(weight.dtype)
-    if isinstance(one.change, LoraFactors):
-        _require_same_matrix(name, weight, one.change)
-        return one.change.delta(compute).view(weight.shape)
+    if isinstance(change.change, LoraFactors):
+        _require_same_matrix(name, weight, change.change)
+        return change.change.delta(compute).view(weight.shape)
     try:
-        return one.change.delta(weight.to(compute), compute).reshape(weight.shape)
+        return change.change.delta(weight.to(compute), compute).reshape(weight.shape)
     except ModelMismatchError as error:
         raise ModelMismatchError(f"{name}: {error.message}", hint=error.hint) from error
 

@@ -67,7 +67,7 @@ class Allocation:
 
 
 @dataclass(frozen=True)
-class Contestant:
+class BudgetLayer:
     """One layer in the contest.
 
     Attributes:
@@ -172,7 +172,9 @@ class Budget:
         pinned = pinned or {}
         storage = storage if self.max_bytes is None else storage.within(self.max_bytes)
         contestants = [self._contestant(*item, storage, pinned) for item in spectra.items()]
-        return allocate(Contest.of(contestants), storage, max_bytes=self.max_bytes, max_error=self.max_error)
+        return allocate(
+            BudgetArrays.of(contestants), storage, max_bytes=self.max_bytes, max_error=self.max_error
+        )
 
     def first_guess(self, shapes: Mapping[str, Sequence[int]], storage: StorageCost) -> dict[str, int]:
         """How many singular values of each layer to compute first.
@@ -221,13 +223,13 @@ class Budget:
 
     def _contestant(
         self, layer: str, spectrum: Spectrum, storage: StorageCost, pinned: Mapping[str, int]
-    ) -> Contestant:
+    ) -> BudgetLayer:
         shape = spectrum.weight_shape
         if pinned.get(layer, 0) >= spectrum.largest_rank:
             spectrum = _known_to_the_end(spectrum)
         most = spectrum.significant if spectrum.complete else spectrum.largest_rank
         cap = min(pinned.get(layer, self._cap(shape)), most)
-        return Contestant(
+        return BudgetLayer(
             layer=layer,
             spectrum=spectrum,
             weight=weight_of(layer, self.weights),
@@ -239,7 +241,7 @@ class Budget:
 
 
 @dataclass(frozen=True, eq=False)
-class Contest:
+class BudgetArrays:
     """Layers as arrays: a row a layer, a column a singular value, largest first.
 
     Attributes:
@@ -271,34 +273,40 @@ class Contest:
     unknown_values: Int[Tensor, " layers"]
 
     @classmethod
-    def of(cls, contestants: Sequence[Contestant]) -> "Contest":
+    def of(cls, contestants: Sequence[BudgetLayer]) -> "BudgetArrays":
         """Bring layers together."""
         benefits = torch.zeros(
-            len(contestants), max((one.known for one in contestants), default=0) + 1, dtype=torch.float64
+            len(contestants),
+            max((contestant.known for contestant in contestants), default=0) + 1,
+            dtype=torch.float64,
         )
-        for row, one in enumerate(contestants):
-            benefits[row, : one.known] = one.weight * one.spectrum.values[: one.known].square()
+        for row, contestant in enumerate(contestants):
+            benefits[row, : contestant.known] = (
+                contestant.weight * contestant.spectrum.values[: contestant.known].square()
+            )
         floor, rank_bytes = (
-            _ints(one.floor for one in contestants),
-            _ints(one.rank_bytes for one in contestants),
+            _ints(contestant.floor for contestant in contestants),
+            _ints(contestant.rank_bytes for contestant in contestants),
         )
-        module_bytes = _ints(one.module_bytes for one in contestants)
+        module_bytes = _ints(contestant.module_bytes for contestant in contestants)
         return cls(
-            layers=tuple(one.layer for one in contestants),
+            layers=tuple(contestant.layer for contestant in contestants),
             benefits=benefits,
             densities=_densities(benefits, rank_bytes, torch.where(floor > 0, 0, module_bytes)),
-            energy=_floats(one.energy for one in contestants),
-            known=_ints(one.known for one in contestants),
+            energy=_floats(contestant.energy for contestant in contestants),
+            known=_ints(contestant.known for contestant in contestants),
             floor=floor,
-            cap=_ints(one.cap for one in contestants),
+            cap=_ints(contestant.cap for contestant in contestants),
             rank_bytes=rank_bytes,
             module_bytes=module_bytes,
             next_benefit=_floats(
-                one.weight * one.spectrum.next_value_bound**2 if one.open else 0.0 for one in contestants
+                contestant.weight * contestant.spectrum.next_value_bound**2 if contestant.open else 0.0
+                for contestant in contestants
             ),
-            unknown_energy=_floats(one.unknown_energy for one in contestants),
+            unknown_energy=_floats(contestant.unknown_energy for contestant in contestants),
             unknown_values=_ints(
-                one.spectrum.largest_rank - one.spectrum.known if one.open else 0 for one in contestants
+                contestant.spectrum.largest_rank - contestant.spectrum.known if contestant.open else 0
+                for contestant in contestants
             ),
         )
 
@@ -377,7 +385,7 @@ def _known_to_the_end(spectrum: Spectrum) -> Spectrum:
 
 
 def allocate(
-    contest: Contest, storage: StorageCost, *, max_bytes: int | None, max_error: float | None
+    contest: BudgetArrays, storage: StorageCost, *, max_bytes: int | None, max_error: float | None
 ) -> Allocation:
     """Choose the rank of every layer under one of two limits.
 
@@ -413,7 +421,7 @@ def allocate(
 
 
 def _within_error(
-    contest: Contest, storage: StorageCost, error: float
+    contest: BudgetArrays, storage: StorageCost, error: float
 ) -> tuple[Int[Tensor, " layers"], float]:
     """The fewest bytes at which discarded energy and rounding together stay below error².
 
@@ -429,7 +437,7 @@ def _within_error(
     return ranks, max(threshold, density_for(contest, allowed))
 
 
-def _error(contest: Contest, ranks: Int[Tensor, " layers"], storage: StorageCost) -> float:
+def _error(contest: BudgetArrays, ranks: Int[Tensor, " layers"], storage: StorageCost) -> float:
     total = float(contest.energy.sum())
     kept = contest.kept_at(ranks)
     lost = float((contest.energy - kept).clamp(min=0.0).sum()) + storage.rounding**2 * float(kept.sum())
@@ -437,7 +445,7 @@ def _error(contest: Contest, ranks: Int[Tensor, " layers"], storage: StorageCost
 
 
 def _require_something(
-    contest: Contest, ranks: Int[Tensor, " layers"], storage: StorageCost, max_bytes: int
+    contest: BudgetArrays, ranks: Int[Tensor, " layers"], storage: StorageCost, max_bytes: int
 ) -> None:
     """Refuse a size that leaves out every layer although some changed."""
     if not bool(ranks.any()) and float(contest.energy.sum()) > 0.0:
@@ -445,7 +453,7 @@ def _require_something(
         refuse_size(max_bytes, storage.empty_bytes + int(first.min()))
 
 
-def most_within(contest: Contest, limit: int) -> tuple[Int[Tensor, " layers"], float]:
+def most_within(contest: BudgetArrays, limit: int) -> tuple[Int[Tensor, " layers"], float]:
     """Take values above the floors while they fit.
 
     Args:
@@ -467,7 +475,7 @@ def most_within(contest: Contest, limit: int) -> tuple[Int[Tensor, " layers"], f
     return ranks, threshold
 
 
-def _fill(contest: Contest, ranks: Int[Tensor, " layers"], room: int) -> None:
+def _fill(contest: BudgetArrays, ranks: Int[Tensor, " layers"], room: int) -> None:
     """Take what still fits, best first; changes `ranks`."""
     if not contest.layers:
         return
@@ -482,7 +490,7 @@ def _fill(contest: Contest, ranks: Int[Tensor, " layers"], room: int) -> None:
         room -= int(cost[best])
 
 
-def least_for(contest: Contest, needed: float) -> tuple[Int[Tensor, " layers"], float]:
+def least_for(contest: BudgetArrays, needed: float) -> tuple[Int[Tensor, " layers"], float]:
     """Take values above the floors until they bring what is needed.
 
     Args:
@@ -508,14 +516,14 @@ def least_for(contest: Contest, needed: float) -> tuple[Int[Tensor, " layers"], 
     return ranks, float(contest.densities[row[last], column[last]])
 
 
-def _cheapest(contest: Contest, ranks: Int[Tensor, " layers"], missing: float) -> int:
+def _cheapest(contest: BudgetArrays, ranks: Int[Tensor, " layers"], missing: float) -> int:
     """The layer whose next value suffices at the least bytes; there is one, the next in order."""
     enough = contest.benefit_at(ranks) >= missing * (1.0 - _SUM_ROUNDING)
     cost = torch.where(enough, contest.cost_at(ranks), torch.iinfo(torch.int64).max)
     return int(cost.argmin())
 
 
-def _prune(contest: Contest, ranks: Int[Tensor, " layers"], spare: float) -> None:
+def _prune(contest: BudgetArrays, ranks: Int[Tensor, " layers"], spare: float) -> None:
     """Give back values that are not needed after all, those of most bytes first; changes `ranks`."""
     while True:
         last = ranks - 1
@@ -529,7 +537,7 @@ def _prune(contest: Contest, ranks: Int[Tensor, " layers"], spare: float) -> Non
         spare -= float(benefit[most])
 
 
-def density_for(contest: Contest, allowed: float) -> float:
+def density_for(contest: BudgetArrays, allowed: float) -> float:
     """A density that the last value taken has at least, whatever the unknown values are.
 
     Args:
@@ -543,7 +551,7 @@ def density_for(contest: Contest, allowed: float) -> float:
     return low
 
 
-def _discarded_at_most(contest: Contest, density: float) -> float:
+def _discarded_at_most(contest: BudgetArrays, density: float) -> float:
     """The most that is discarded when every value of at least this density is kept, known or not."""
     column = torch.arange(contest.benefits.shape[1])
     kept = (contest.densities >= density) | (column < contest.floor[:, None])
@@ -557,7 +565,7 @@ def _discarded_at_most(contest: Contest, density: float) -> float:
     return float((below + unknown).sum())
 
 
-def wanted(contest: Contest, threshold: float) -> dict[str, int]:
+def wanted(contest: BudgetArrays, threshold: float) -> dict[str, int]:
     """Layers with unknown values that may beat a density: how many values to compute next.
 
     So many as would reach the density if the values went on to fall as the last half of those known does, between

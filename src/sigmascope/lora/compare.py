@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sigmascope.errors import ConfigError
 from sigmascope.lora.adapters import Adapter, DoraChange, WeightChange, form_delta
-from sigmascope.lora.alignment import UnitedLoras, unite
+from sigmascope.lora.alignment import AlignedLoras, align_all
 from sigmascope.lora.factors import LoraFactors, difference_norm
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.linalg import frobenius_norm, matrix_shape, root_sum_square, same_matrix
@@ -272,13 +272,13 @@ def compare_loras(
     if not 0.0 <= tolerance < float("inf"):
         raise ConfigError(f"--tolerance {tolerance} is no share.", hint="Use a number such as 0.01.")
     with open_lora(Path(a)) as first, open_lora(Path(b)) as second:
-        united = unite([first, second])
-        sizes = {name: _size(united, name) for name in united.names}
-        found: dict[str, ModuleDifference] = {}
-        for name, difference in run_layers(sizes, lambda name: _compare(united, name)):
-            found[name] = difference
-            progress(len(found), len(sizes), name)
-        modules = tuple(found[name] for name in united.names)
+        aligned = align_all([first, second])
+        sizes = {name: _size(aligned, name) for name in aligned.names}
+        differences: dict[str, ModuleDifference] = {}
+        for name, difference in run_layers(sizes, lambda name: _compare(aligned, name)):
+            differences[name] = difference
+            progress(len(differences), len(sizes), name)
+        modules = tuple(differences[name] for name in aligned.names)
         return LoraComparison(
             a=_summary(Path(a), first, [module.a for module in modules]),
             b=_summary(Path(b), second, [module.b for module in modules]),
@@ -288,26 +288,26 @@ def compare_loras(
         )
 
 
-def _size(united: UnitedLoras, name: str) -> int:
+def _size(aligned: AlignedLoras, name: str) -> int:
     """Values that are read for one module, for the limit of what is in memory at once."""
-    return sum(united.loras[position].facts_of(name).parameters for position in united.positions(name))
+    return sum(aligned.loras[position].facts_of(name).parameters for position in aligned.positions(name))
 
 
-def _compare(united: UnitedLoras, name: str) -> ModuleDifference:
-    changes = {position: united.change(position, name) for position in united.positions(name)}
-    sides = {position: _side(united.sources[position][name], change) for position, change in changes.items()}
+def _compare(aligned: AlignedLoras, name: str) -> ModuleDifference:
+    changes = {position: aligned.change(position, name) for position in aligned.positions(name)}
+    sides = {position: _side(aligned.sources[position][name], change) for position, change in changes.items()}
     if len(changes) == 1:
         ((position, side),) = sides.items()
         a, b = (side, None) if position == 0 else (None, side)
         return ModuleDifference(name, "only_b" if a is None else "only_a", a, b, 0.0, side.norm)
-    one, other = changes[0], changes[1]
-    if isinstance(one, LoraFactors) and isinstance(other, LoraFactors):
-        return compare_factors(name, sides[0], sides[1], one, other)
+    first, second = changes[0], changes[1]
+    if isinstance(first, LoraFactors) and isinstance(second, LoraFactors):
+        return compare_factors(name, sides[0], sides[1], first, second)
     if sides[0].norm is None or sides[1].norm is None:
-        if same_tensors(one, other):
+        if same_tensors(first, second):
             return ModuleDifference(name, "both", sides[0], sides[1], difference_norm=0.0)
         return ModuleDifference(name, "not_measured", sides[0], sides[1])
-    return compare_deltas(name, sides[0], sides[1], form_delta(name, one), form_delta(name, other))
+    return compare_deltas(name, sides[0], sides[1], form_delta(name, first), form_delta(name, second))
 
 
 def _side(name: str, change: LoraFactors | WeightChange) -> ModuleSide:
@@ -341,16 +341,16 @@ def _metadata(a: Mapping[str, str], b: Mapping[str, str]) -> tuple[MetadataDiffe
 
 
 def compare_factors(
-    name: str, a: ModuleSide, b: ModuleSide, one: LoraFactors, other: LoraFactors
+    name: str, a: ModuleSide, b: ModuleSide, factors_a: LoraFactors, factors_b: LoraFactors
 ) -> ModuleDifference:
     """Measure two plain changes from r×r matrices, without forming either.
 
     Shapes that are one matrix are compared by it; see `same_matrix`.
     """
-    if not same_matrix(one.weight_shape, other.weight_shape):
+    if not same_matrix(factors_a.weight_shape, factors_b.weight_shape):
         return ModuleDifference(name, "other_shape", a, b, 0.0, _apart(a, b))
-    shape = matrix_shape(one.weight_shape)
-    first, second = (replace(pair, weight_shape=shape) for pair in (one, other))
+    shape = matrix_shape(factors_a.weight_shape)
+    first, second = (replace(pair, weight_shape=shape) for pair in (factors_a, factors_b))
     spaces = [bases_of(pair) for pair in (first, second)]
     return ModuleDifference(
         name,
@@ -364,11 +364,13 @@ def compare_factors(
     )
 
 
-def compare_deltas(name: str, a: ModuleSide, b: ModuleSide, one: Tensor, other: Tensor) -> ModuleDifference:
+def compare_deltas(
+    name: str, a: ModuleSide, b: ModuleSide, delta_a: Tensor, delta_b: Tensor
+) -> ModuleDifference:
     """Measure two changes that are formed, where one at least is more than up and down."""
-    if not same_matrix(one.shape, other.shape):
+    if not same_matrix(delta_a.shape, delta_b.shape):
         return ModuleDifference(name, "other_shape", a, b, 0.0, _apart(a, b))
-    first, second = one.flatten(), other.flatten()
+    first, second = delta_a.flatten(), delta_b.flatten()
     inner = float(torch.dot(first.to(torch.float64), second.to(torch.float64)))
     return ModuleDifference(name, "both", a, b, inner=inner, difference_norm=frobenius_norm(first - second))
 
@@ -378,23 +380,23 @@ def _apart(a: ModuleSide, b: ModuleSide) -> float:
     return sqrt((a.norm or 0.0) ** 2 + (b.norm or 0.0) ** 2)
 
 
-def same_tensors(one: LoraFactors | WeightChange, other: LoraFactors | WeightChange) -> bool:
+def same_tensors(first: LoraFactors | WeightChange, second: LoraFactors | WeightChange) -> bool:
     """Whether two changes are stored as the same tensors, so that they are the same beside any base."""
-    if isinstance(one, DoraChange) and isinstance(other, DoraChange):
-        magnitudes = _equal(one.magnitude.flatten(), other.magnitude.flatten())
-        same_axis = one.per_output == other.per_output
-        return magnitudes and same_axis and same_tensors(one.direction, other.direction)
-    if isinstance(one, LoraFactors) and isinstance(other, LoraFactors):
-        return one.scale == other.scale and _equal(one.up, other.up) and _equal(one.down, other.down)
-    if isinstance(one, Adapter) and isinstance(other, Adapter):
+    if isinstance(first, DoraChange) and isinstance(second, DoraChange):
+        magnitudes = _equal(first.magnitude.flatten(), second.magnitude.flatten())
+        same_axis = first.per_output == second.per_output
+        return magnitudes and same_axis and same_tensors(first.direction, second.direction)
+    if isinstance(first, LoraFactors) and isinstance(second, LoraFactors):
+        return first.scale == second.scale and _equal(first.up, second.up) and _equal(first.down, second.down)
+    if isinstance(first, Adapter) and isinstance(second, Adapter):
         return (
-            one.kind == other.kind
-            and one.scale == other.scale
-            and one.parts.keys() == other.parts.keys()
-            and all(_equal(part, other.parts[name]) for name, part in one.parts.items())
+            first.kind == second.kind
+            and first.scale == second.scale
+            and first.parts.keys() == second.parts.keys()
+            and all(_equal(part, second.parts[name]) for name, part in first.parts.items())
         )
     return False
 
 
-def _equal(one: Tensor, other: Tensor) -> bool:
-    return one.dtype == other.dtype and torch.equal(one, other)
+def _equal(first: Tensor, second: Tensor) -> bool:
+    return first.dtype == second.dtype and torch.equal(first, second)

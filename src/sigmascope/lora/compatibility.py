@@ -1,7 +1,7 @@
 """Whether a LoRA file is for a model (judge_lora): where each module lands, or why it does not.
 
 `place` finds the weights that each module lands on, with nothing refused; `shapes_of` gives a model's weights by name
-and shape, whatever holds them: a module, a pipeline's parts, a checkpoint. Of a module that changes nothing, `Reasons`
+and shape, whatever holds them: a module, a pipeline's parts, a checkpoint. Of a module that changes nothing, `MismatchReasons`
 says why, the likeliest reason first, with the model's names that are nearest to its own (`NearestNames`).
 
 `relative_strengths` measures how much of the model's weights a LoRA changes, ‖ΔW‖ / ‖W‖, from files: one weight in
@@ -30,7 +30,7 @@ from sigmascope.lora.alignment import align
 from sigmascope.lora.effect import Effect, finite, weight_norm
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.families import ModelLayout, Part, Shapes, layout_of
-from sigmascope.lora.file import LazyMapping, LoraFile
+from sigmascope.lora.file import LazyDict, LoraFile
 from sigmascope.lora.keys import ALPHA
 from sigmascope.lora.layer_names import UNET_FAMILIES
 from sigmascope.lora.layers import WEIGHT, block_of_module, is_layer
@@ -44,7 +44,7 @@ from sigmascope.lora.module_names import (
     parse_name,
     title_of,
 )
-from sigmascope.lora.reader import open_any
+from sigmascope.lora.reader import open_any_kind
 from sigmascope.lora.verdict import LoraVerdict, ModuleVerdict, Reason, findings_of, unreadable
 from sigmascope.probes.peft import adapted_modules, base_weights
 from sigmascope.probes.reading import describe
@@ -114,7 +114,7 @@ def _opened(lora: str | PathLike[str] | LoraFile) -> Iterator[tuple[LoraFile, tu
         return
     with open_checkpoint(Path(lora)) as checkpoint:
         keys = tuple(checkpoint.keys())
-    with open_any(Path(lora)) as file:
+    with open_any_kind(Path(lora)) as file:
         yield file, keys
 
 
@@ -122,7 +122,7 @@ def _module_verdicts(
     lora: LoraFile, keys: tuple[str, ...], shapes: Shapes, path: str | None, values: bool
 ) -> LoraVerdict:
     placing, family = place(lora, shapes), file_family(lora)
-    reasons = Reasons(lora, placing, family)
+    reasons = MismatchReasons(lora, placing, family)
     modules = tuple(_module_verdict(lora, name, placing, shapes, reasons) for name in lora.names)
     if values:
         modules = tuple(_with_values(lora, module, keys) for module in modules)
@@ -151,7 +151,7 @@ class Misfit:
 
 
 @dataclass(frozen=True, slots=True)
-class Placing:
+class Placement:
     """A LoRA's modules against a model's weights.
 
     Attributes:
@@ -173,7 +173,7 @@ class Placing:
     twins: dict[str, str] = field(default_factory=dict)
 
 
-class Explained(NamedTuple):
+class Mismatch(NamedTuple):
     """A reason, and the same in words."""
 
     reason: Reason
@@ -210,7 +210,7 @@ class NearestNames:
         return tuple(self._names[index] for index in best if scores[index] > 0.0)
 
 
-class Reasons:
+class MismatchReasons:
     """Explains the modules of one LoRA that do not land in one model.
 
     Args:
@@ -219,18 +219,18 @@ class Reasons:
         family: What the file is for.
     """
 
-    def __init__(self, lora: LoraFile, placing: Placing, family: FileFamily) -> None:
+    def __init__(self, lora: LoraFile, placing: Placement, family: FileFamily) -> None:
         self._lora = lora
         self._placing = placing
         self._family = family
         self._model_family = placing.layout.family
         self._near: dict[str, NearestNames] = {}
 
-    def explain(self, name: str) -> Explained:
+    def explain(self, name: str) -> Mismatch:
         """Say why a module changes nothing."""
         twin = self._placing.twins.get(name)
         if twin is not None:
-            return Explained("twice", f"{twin} is for the same layer, and comes first")
+            return Mismatch("twice", f"{twin} is for the same layer, and comes first")
         misfit = self._placing.misfits.get(name)
         if misfit is not None:
             return self._of_shape(misfit)
@@ -240,7 +240,7 @@ class Reasons:
             or self._of_family(parsed)
             or self._of_block(name, parsed)
             or self._of_prefix(name)
-            or Explained("unknown", self._unknown(name))
+            or Mismatch("unknown", self._unknown(name))
         )
 
     def nearest(self, name: str) -> tuple[str, ...]:
@@ -250,8 +250,8 @@ class Reasons:
         misfit = self._placing.misfits.get(name)
         parsed = parse_name(name.removesuffix(_BIAS))
         parts = [part for part in parsed.parts if part in self._placing.layout.prefixes] or ["denoiser"]
-        found = self._names(parts[0]).nearest(parsed.path)
-        return found if misfit is None else tuple(dict.fromkeys((misfit.key, *found)))[:3]
+        nearest = self._names(parts[0]).nearest(parsed.path)
+        return nearest if misfit is None else tuple(dict.fromkeys((misfit.key, *nearest)))[:3]
 
     def _names(self, part: str) -> NearestNames:
         if part not in self._near:
@@ -263,37 +263,35 @@ class Reasons:
     @cached_property
     def _other_numbers(self) -> dict[tuple[Part, str], set[str]]:
         """The model's layers by part and flat name without numbers."""
-        found: defaultdict[tuple[Part, str], set[str]] = defaultdict(set)
+        numbers: defaultdict[tuple[Part, str], set[str]] = defaultdict(set)
         for (part, name), layers in self._placing.index.by_name.items():
-            found[part, _NUMBER.sub("#", name)] |= layers
-        return dict(found)
+            numbers[part, _NUMBER.sub("#", name)] |= layers
+        return dict(numbers)
 
-    def _of_shape(self, misfit: Misfit) -> Explained:
+    def _of_shape(self, misfit: Misfit) -> Mismatch:
         shapes = f"it is made for a weight of {misfit.own}, and {misfit.key} is {misfit.model}"
         if self._other_family:
-            return Explained("other_architecture", f"{shapes}: {self._families}")
+            return Mismatch("other_architecture", f"{shapes}: {self._families}")
         if misfit.own == misfit.model[::-1]:
-            return Explained("transposed", f"{shapes}: its factors are the wrong way round")
-        return Explained("other_shape", shapes)
+            return Mismatch("transposed", f"{shapes}: its factors are the wrong way round")
+        return Mismatch("other_shape", shapes)
 
-    def _of_part(self, parsed: ModuleName) -> Explained | None:
+    def _of_part(self, parsed: ModuleName) -> Mismatch | None:
         there = self._placing.layout.prefixes
         if not parsed.parts or any(part in there for part in parsed.parts):
             return None
         part = parsed.parts[0]
         if part.startswith("text_encoder"):
-            return Explained(
+            return Mismatch(
                 "text_encoder_missing", f"it is for {_spoken(part)}, which the model given does not have"
             )
-        return Explained(
-            "part_missing", f"it is for the {_spoken(part)}, which the model given does not have"
-        )
+        return Mismatch("part_missing", f"it is for the {_spoken(part)}, which the model given does not have")
 
-    def _of_family(self, parsed: ModuleName) -> Explained | None:
+    def _of_family(self, parsed: ModuleName) -> Mismatch | None:
         in_denoiser = not parsed.parts or parsed.parts[0].startswith("denoiser")
-        return Explained("other_architecture", self._families) if in_denoiser and self._other_family else None
+        return Mismatch("other_architecture", self._families) if in_denoiser and self._other_family else None
 
-    def _of_block(self, name: str, parsed: ModuleName) -> Explained | None:
+    def _of_block(self, name: str, parsed: ModuleName) -> Mismatch | None:
         path = _NUMBER.sub("#", flat(parsed.path))
         parts: tuple[Part, ...] = parsed.parts or ("denoiser", "other")
         for part in parts:
@@ -302,13 +300,13 @@ class Reasons:
             ) or self._other_numbers.get((part, path))
             if layers:
                 blocks = len({block_of_module(layer) for layer in layers})
-                return Explained(
+                return Mismatch(
                     "block_missing",
                     f"the model has such layers in {blocks} blocks, and no {block_of_module(name)} with one",
                 )
         return None
 
-    def _of_prefix(self, name: str) -> Explained | None:
+    def _of_prefix(self, name: str) -> Mismatch | None:
         rest, cut = name, ""
         words = _WORD if "." in name else _FLAT_WORD
         for _ in range(_LONGEST_PREFIX):
@@ -319,7 +317,7 @@ class Reasons:
             for spelt in (rest, f"lora_unet_{rest}", f"lora_te_{rest}"):
                 layer = self._placing.index.layer_of(spelt, self._lora.shape_of(name))
                 if layer is not None:
-                    return Explained("prefix", f"without {cut} before it, its name is that of {layer}")
+                    return Mismatch("prefix", f"without {cut} before it, its name is that of {layer}")
         return None
 
     @property
@@ -346,7 +344,7 @@ class Reasons:
 
 
 def _module_verdict(
-    lora: LoraFile, name: str, placing: Placing, shapes: Shapes, reasons: Reasons
+    lora: LoraFile, name: str, placing: Placement, shapes: Shapes, reasons: MismatchReasons
 ) -> ModuleVerdict:
     facts = lora.facts_of(name)
     module = ModuleVerdict(name, facts.kind, facts.weight_shape, part_of(name), facts.rank)
@@ -380,7 +378,7 @@ def _with_values(lora: LoraFile, module: ModuleVerdict, keys: tuple[str, ...]) -
     return replace(module, finite=True, norm=norm, alpha=stated, scale=change.scale)
 
 
-def place(lora: LoraFile, shapes: Shapes) -> Placing:
+def place(lora: LoraFile, shapes: Shapes) -> Placement:
     """Find the weights of every module; nothing is read and nothing raised.
 
     Args:
@@ -396,8 +394,8 @@ def place(lora: LoraFile, shapes: Shapes) -> Placing:
     try:
         aligned = align(rest, layers, layout)
     except SigmascopeError:  # names or shapes that no table of fused matrices can divide
-        return _one_by_one(rest, shapes, Placing(None, layout, index, own, twins=twins))
-    placing = Placing(aligned.lora, layout, index, own, twins=twins)
+        return _one_by_one(rest, shapes, Placement(None, layout, index, own, twins=twins))
+    placing = Placement(aligned.lora, layout, index, own, twins=twins)
     for layer, names in aligned.sources.items():
         for name in names:
             _land(placing, shapes, name, layer, aligned.lora.shape_of(layer))
@@ -416,7 +414,7 @@ def _twins(lora: LoraFile, index: LayerIndex) -> dict[str, str]:
     return twins
 
 
-def _one_by_one(lora: LoraFile, shapes: Shapes, placing: Placing) -> Placing:
+def _one_by_one(lora: LoraFile, shapes: Shapes, placing: Placement) -> Placement:
     for name in lora.names:
         layer = placing.index.layer_of(name, lora.shape_of(name))
         if layer is not None:
@@ -424,7 +422,7 @@ def _one_by_one(lora: LoraFile, shapes: Shapes, placing: Placing) -> Placing:
     return placing
 
 
-def _land(placing: Placing, shapes: Shapes, name: str, layer: str, own: tuple[int, ...]) -> None:
+def _land(placing: Placement, shapes: Shapes, name: str, layer: str, own: tuple[int, ...]) -> None:
     key = f"{layer}{WEIGHT}" if f"{layer}{WEIGHT}" in shapes else layer
     if key not in shapes:  # the bias of a layer that has none
         return
@@ -449,8 +447,8 @@ def without(lora: LoraFile, names: Mapping[str, object]) -> LoraFile:
     changes = {name: name for name in lora.changes if name not in names}
     return replace(
         lora,
-        modules=LazyMapping(modules, lora.modules.__getitem__),
-        changes=LazyMapping(changes, lora.changes.__getitem__),
+        modules=LazyDict(modules, lora.modules.__getitem__),
+        changes=LazyDict(changes, lora.changes.__getitem__),
     )
 
 
@@ -478,28 +476,28 @@ def shapes_of(model: Model) -> dict[str, tuple[int, ...]]:
         ModelMismatchError: It holds no weights that are known how to find.
     """
     if isinstance(model, nn.Module):
-        found = dict(_named_shapes(model))
+        shapes = dict(_named_shapes(model))
     elif isinstance(model, Checkpoint):
-        found = {key: model.info(key).shape for key in model}
+        shapes = {key: model.info(key).shape for key in model}
     else:
         parts = model if isinstance(model, Mapping) else getattr(model, "components", None)
-        found = _of_parts(parts) if isinstance(parts, Mapping) else {}
-    if not found:
+        shapes = _of_parts(parts) if isinstance(parts, Mapping) else {}
+    if not shapes:
         raise ModelMismatchError(
             f"{type(model).__name__} holds no weights that are known how to find.",
             hint="Give an nn.Module, shapes by name, or the parts of a pipeline by name.",
         )
-    return found
+    return shapes
 
 
 def _of_parts(parts: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
-    found: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for name, part in parts.items():
         if isinstance(part, nn.Module):
-            found |= {_in_part(name, key): shape for key, shape in _named_shapes(part)}
+            shapes |= {_in_part(name, key): shape for key, shape in _named_shapes(part)}
         elif isinstance(part, tuple | list):
-            found[str(name)] = tuple(int(size) for size in part)
-    return found
+            shapes[str(name)] = tuple(int(size) for size in part)
+    return shapes
 
 
 def _in_part(name: str, key: str) -> str:
@@ -547,12 +545,12 @@ def relative_strengths(
     Returns:
         The effects by the file's module names. A fused module's weight is all that it changes together.
     """
-    found: dict[str, Effect] = {}
-    with open_any(Path(lora)) as file:
+    effects: dict[str, Effect] = {}
+    with open_any_kind(Path(lora)) as file:
         for module in verdict.matched:
-            found[module.name] = _effect(file, module, model)
-            progress(len(found), len(verdict.matched), module.name)
-    return found
+            effects[module.name] = _effect(file, module, model)
+            progress(len(effects), len(verdict.matched), module.name)
+    return effects
 
 
 def _effect(lora: LoraFile, module: ModuleVerdict, model: Checkpoint) -> Effect:

@@ -16,11 +16,10 @@ from sigmascope.checkpoints import Checkpoint, open_checkpoint
 from sigmascope.errors import ConfigError, LoraFormatError
 from sigmascope.lora.alignment import align
 from sigmascope.lora.families import ModelLayout, Part, layout_of
-from sigmascope.lora.file import LoraFile, exists, refuse_inputs
+from sigmascope.lora.file import LoraFile, exists, kept_metadata, refuse_inputs
 from sigmascope.lora.formats import format_named
 from sigmascope.lora.layer_names import UNET_FAMILIES, UnetBlocks, blocks_of, renamed
-from sigmascope.lora.metadata import kept_metadata
-from sigmascope.lora.module_names import OwnNames, nearest_family, understand_names
+from sigmascope.lora.module_names import ParsedNames, nearest_family, parse_names
 from sigmascope.lora.reader import open_lora
 from sigmascope.lora.writer import LoraWriter
 from sigmascope.progress import Progress, no_progress
@@ -272,7 +271,7 @@ def _require_family(
 
 
 def _no_names(lora: LoraFile, left_out: list[LeftOut]) -> LoraFormatError:
-    shown = "; ".join(f"{one.name} ({one.reason})" for one in left_out[:_NAMED_IN_A_MESSAGE])
+    shown = "; ".join(f"{module.name} ({module.reason})" for module in left_out[:_NAMED_IN_A_MESSAGE])
     more = len(left_out) - _NAMED_IN_A_MESSAGE
     return LoraFormatError(
         f"{lora}: {len(left_out)} of {len(lora.names)} names cannot be carried over: {shown}"
@@ -319,7 +318,7 @@ def named_by_itself(
         LoraFormatError: The names contradict each other.
         ConfigError: The format names layers by their family, and that cannot be told.
     """
-    names = understand_names(lora, family)
+    names = parse_names(lora, family)
     layout = names.layout
     placed = ((name, *layout.split(layer)) for name, layer in names.layers.items())
     denoiser = {path: lora.shape_of(name) for name, part, path in placed if part == "denoiser"}
@@ -344,7 +343,7 @@ def _native_layout(layout: ModelLayout, prefix: str | None) -> ModelLayout:
     return replace(layout, naming="diffusers" if is_unet else layout.naming, prefixes=prefixes)
 
 
-def _native_layer(layer: str, names: OwnNames, native: ModelLayout) -> str:
+def _native_layer(layer: str, names: ParsedNames, native: ModelLayout) -> str:
     module = layer.removesuffix(_BIAS)
     part, path = names.layout.split(module)
     if part == "denoiser" and native.family in UNET_FAMILIES:

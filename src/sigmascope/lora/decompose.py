@@ -26,11 +26,11 @@ from torch import Tensor
 
 from sigmascope.errors import ConfigError, NonFiniteError, SigmascopeError
 from sigmascope.lora.factors import LoraFactors
-from sigmascope.lora.krylov import leading_subspace
 from sigmascope.lora.linalg import (
+    as_float64,
     frobenius_norm,
     gram_in_double,
-    in_double,
+    leading_subspace,
     matrix_shape,
     max_rank,
     symmetric_eigen,
@@ -55,7 +55,7 @@ _ROWS: Final = 1 << 20  # elements widened at a time
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StoredChange:
+class RoundedFactors:
     """Factors as they go into the file, on the device where they were made.
 
     Attributes:
@@ -74,7 +74,7 @@ class StoredChange:
         """‖ΔW − up·down‖ of the rounded factors."""
         return math.sqrt(max(float(self.errors[-1]), 0.0))
 
-    def cut(self, rank: int) -> "StoredChange":
+    def cut(self, rank: int) -> "RoundedFactors":
         """Keep the first `rank` columns, at least one: the best of that rank, since singular values fall."""
         if rank >= self.factors.rank:
             return self
@@ -92,7 +92,7 @@ def decompose(
     rounded: Float[Tensor, "*shape"] | None = None,
     with_spectrum: bool = False,
     seed: int = 0,
-) -> StoredChange:
+) -> RoundedFactors:
     """Factorise ΔW at a rank and round the factors to their storage dtype.
 
     At full rank there is nothing to choose, so ΔW itself is stored beside a scaled identity: exact up to the
@@ -126,15 +126,15 @@ def decompose(
     up = (left_directions(images, rank) * share).to(dtype)
     _require_storable(delta, up)
     wide_up = up.to(work.dtype) / share  # what is stored, on the scale of the work
-    found = project(work, wide_up)
-    down = (found.least_squares.to(work.dtype) * share).to(dtype)
+    factors = project(work, wide_up)
+    down = (factors.least_squares.to(work.dtype) * share).to(dtype)
     _require_storable(delta, down)
-    errors = stored_errors(work, StoredFactors(wide_up, down.to(work.dtype) / share), found, total)
-    values = found.energies.sqrt() * unit
+    errors = stored_errors(work, StoredFactors(wide_up, down.to(work.dtype) / share), factors, total)
+    values = factors.energies.sqrt() * unit
     if len(values) < min(rank, max_rank(shape)):
         values = torch.cat([values, values.new_zeros(1)])  # no more can be stored, and a zero says so
     spectrum = Spectrum(values, total * unit**2, shape)
-    return StoredChange(LoraFactors(up, down, float(up.shape[1]), shape), spectrum, errors.cpu() * unit**2)
+    return RoundedFactors(LoraFactors(up, down, float(up.shape[1]), shape), spectrum, errors.cpu() * unit**2)
 
 
 def _require_storable(delta: Tensor, *factors: Tensor) -> None:
@@ -145,7 +145,7 @@ def _require_storable(delta: Tensor, *factors: Tensor) -> None:
         )
 
 
-def at_full_rank(delta: Float[Tensor, "*shape"], dtype: torch.dtype) -> StoredChange:
+def at_full_rank(delta: Float[Tensor, "*shape"], dtype: torch.dtype) -> RoundedFactors:
     """ΔW itself beside a scaled identity, without an SVD.
 
     Args:
@@ -160,7 +160,7 @@ def at_full_rank(delta: Float[Tensor, "*shape"], dtype: torch.dtype) -> StoredCh
     errors = torch.full((factors.rank + 1,), math.nan, dtype=torch.float64)
     errors[-1] = _full_rank_error(delta.reshape(matrix_shape(delta.shape)), factors) ** 2
     spectrum = Spectrum(errors.new_empty(0), frobenius_norm(delta) ** 2, tuple(delta.shape))
-    return StoredChange(factors, spectrum, errors)
+    return RoundedFactors(factors, spectrum, errors)
 
 
 def _full_rank_error(matrix: Tensor, factors: LoraFactors) -> float:
@@ -257,11 +257,11 @@ def leading_images(
     kept = min(rank, smaller)
     few = smaller > _SMALL and kept * _MANY <= smaller
     if few and work.dtype == torch.float32 and total_energy > 0.0:
-        found = leading_subspace(
+        subspace = leading_subspace(
             work, kept, total_energy=total_energy, tolerance=tolerance, seed=seed, rounded=rounded
         )
-        if found.converged:
-            return found.images
+        if subspace.converged:
+            return subspace.images
     return work @ exact_right_subspace(work, kept)
 
 
@@ -341,7 +341,7 @@ def project(matrix: Float[Tensor, "m n"], left: Float[Tensor, "m j"]) -> Project
         matrix: A, float32 or float64. The product LᵀA runs in that precision.
         left: L, in the same dtype.
     """
-    return Projection(gram_in_double(left), in_double(left.mT @ matrix))
+    return Projection(gram_in_double(left), as_float64(left.mT @ matrix))
 
 
 @dataclass(frozen=True, eq=False)
@@ -376,7 +376,7 @@ def stored_errors(
 
 
 def _errors(factors: StoredFactors, projection: Projection, total_energy: float) -> Tensor:
-    right = in_double(factors.right)
+    right = as_float64(factors.right)
     shared = (projection.products * right).sum(dim=1).cumsum(0)
     own = (projection.gram * (right @ right.mT)).cumsum(0).cumsum(1).diagonal()
     start = torch.full((1,), total_energy, dtype=torch.float64, device=right.device)
@@ -385,10 +385,10 @@ def _errors(factors: StoredFactors, projection: Projection, total_energy: float)
 
 def _project_in_double(matrix: Tensor, left: Tensor) -> Projection:
     """LᵀA in float64, widening a few rows at a time."""
-    wide = in_double(left)
+    wide = as_float64(left)
     products = wide.new_zeros(left.shape[1], matrix.shape[1])
     for part in _parts(matrix):
-        products += wide[part].mT @ in_double(matrix[part])
+        products += wide[part].mT @ as_float64(matrix[part])
     return Projection(wide.mT @ wide, products)
 
 
@@ -403,10 +403,10 @@ def _errors_of_rest(matrix: Tensor, factors: StoredFactors) -> Tensor:
 
     ‖E + L₊X₊‖² = ‖E‖² + 2·tr(L₊ᵀE·X₊ᵀ) + tr((L₊ᵀL₊)(X₊X₊ᵀ)).
     """
-    left, right = in_double(factors.left), in_double(factors.right)
+    left, right = as_float64(factors.left), as_float64(factors.right)
     energy, products = left.new_zeros(1), torch.zeros_like(right)
     for part in _parts(matrix):
-        rest = torch.addmm(in_double(matrix[part]), left[part], right, alpha=-1.0)
+        rest = torch.addmm(as_float64(matrix[part]), left[part], right, alpha=-1.0)
         energy += rest.square().sum()
         products += left[part].mT @ rest
     shared = (products * right).sum(dim=1).flip(0).cumsum(0)
@@ -427,7 +427,7 @@ def exact_right_subspace(matrix: Float[Tensor, "m n"], rank: int) -> Float[Tenso
         _, _, vh = full_svd(matrix)
         exact: Tensor = vh[:rank].mT
         return exact
-    wide = in_double(matrix)
+    wide = as_float64(matrix)
     rows, columns = wide.shape
     if rows < columns:
         _, vectors = torch.linalg.eigh(wide @ wide.mT)
@@ -598,14 +598,14 @@ def _scaled(svd: TruncatedSvd, unit: float) -> TruncatedSvd:
 
 def _from_projection(work: Tensor, left: Tensor, total_energy: float) -> TruncatedSvd:
     """The singular values and vectors of A projected onto the span of some left directions."""
-    found = project(work, left)
-    root = found.energies.sqrt().sqrt()  # √σ
-    up = (in_double(left) @ found.coordinates) * root
-    down = found.images / root.clamp_min(torch.finfo(torch.float64).tiny)[:, None]
+    factors = project(work, left)
+    root = factors.energies.sqrt().sqrt()  # √σ
+    up = (as_float64(left) @ factors.coordinates) * root
+    down = factors.images / root.clamp_min(torch.finfo(torch.float64).tiny)[:, None]
     return TruncatedSvd(
         up=up.to(work),
-        singular_values=found.energies.sqrt().to(work),
+        singular_values=factors.energies.sqrt().to(work),
         down=down.to(work),
         total_energy=total_energy,
-        kept_energy=min(float(found.energies.sum()), total_energy),
+        kept_energy=min(float(factors.energies.sum()), total_energy),
     )

@@ -16,7 +16,7 @@ from torch import Tensor
 from sigmascope.errors import LoraFormatError, ModelMismatchError, NonFiniteError
 from sigmascope.lora.adapters import require_memory
 from sigmascope.lora.layers import block_of_module, block_position
-from sigmascope.lora.linalg import frobenius_norm, is_real, quick_norm, root_sum_square
+from sigmascope.lora.linalg import blocked_norm, frobenius_norm, is_real, root_sum_square
 from sigmascope.lora.patches import (
     change_by,
     factors_of,
@@ -88,9 +88,9 @@ def effect_of(patches: Sequence[AppliedPatch], weight: Tensor | None) -> Effect:
         unavailable["delta_norm"] = _plain(delta.reason)
     if whole.reason is not None:
         unavailable["weight_norm"] = _plain(whole.reason)
-    found = sort_patches(patches)
+    acting = sort_patches(patches)
     relative = _ratio(delta.value, whole.value, unavailable)
-    return Effect(delta.value, relative, whole.value, True, len(found.acting), found.left_out, unavailable)
+    return Effect(delta.value, relative, whole.value, True, len(acting.acting), acting.left_out, unavailable)
 
 
 def measured_effect(before: Tensor, after: Tensor) -> Effect:
@@ -250,13 +250,13 @@ def _block(name: str, effects: list[Effect], total: float) -> BlockEffect:
 
 def _reasons(effects: list[Effect]) -> dict[str, str]:
     """The first reason of each figure, and of how many weights it is missing."""
-    found: dict[str, list[str]] = {}
+    keys_by_reason: dict[str, list[str]] = {}
     for effect in effects:
         for figure, reason in effect.unavailable.items():
-            found.setdefault(figure, []).append(reason)
+            keys_by_reason.setdefault(figure, []).append(reason)
     return {
         figure: f"of {len(reasons)} of {len(effects)} weights: {reasons[0]}"
-        for figure, reasons in found.items()
+        for figure, reasons in keys_by_reason.items()
     }
 
 
@@ -270,7 +270,7 @@ def weight_norm(weight: Tensor | None) -> float:
     if weight is None:
         raise LoraFormatError(NOT_GIVEN)
     _require_numbers(weight)
-    return finite(quick_norm(weight.cpu() if weight.device.type == "mps" else weight), "the weight")
+    return finite(blocked_norm(weight.cpu() if weight.device.type == "mps" else weight), "the weight")
 
 
 def difference(before: Tensor, after: Tensor) -> float:
@@ -283,10 +283,12 @@ def difference(before: Tensor, after: Tensor) -> float:
         raise ModelMismatchError(f"the weight was {tuple(before.shape)} and is {tuple(after.shape)}.")
     _require_numbers(before)
     _require_numbers(after)
-    one, two = before.detach().to(after.device).reshape(-1), after.detach().reshape(-1)
+    first, second = before.detach().to(after.device).reshape(-1), after.detach().reshape(-1)
     squares = []
     for start in range(0, prod(after.shape), _CHUNK):
-        chunk = two[start : start + _CHUNK].to(torch.float64) - one[start : start + _CHUNK].to(torch.float64)
+        chunk = second[start : start + _CHUNK].to(torch.float64) - first[start : start + _CHUNK].to(
+            torch.float64
+        )
         squares.append(torch.dot(chunk, chunk))
     return finite(float(torch.stack(squares).sum().sqrt()) if squares else 0.0)
 

@@ -43,7 +43,6 @@ from sigmascope.lora.file import as_text, check_target, refuse_inputs
 from sigmascope.lora.file_size import StorageCost, names_in, numbers_in, parts_in
 from sigmascope.lora.formats import FormatName, LoraFormat, format_named
 from sigmascope.lora.journal import Journal
-from sigmascope.lora.krylov import fast_dtype
 from sigmascope.lora.layer_extraction import (
     LayerReader,
     LayerRecord,
@@ -55,6 +54,7 @@ from sigmascope.lora.layer_extraction import (
 )
 from sigmascope.lora.layer_names import UnetBlocks, blocks_of
 from sigmascope.lora.layers import in_coverage, layer_order
+from sigmascope.lora.linalg import fast_dtype
 from sigmascope.lora.pairs import CheckpointPair, open_pair, pair_findings, uncovered_changes
 from sigmascope.lora.parallel import run_layers
 from sigmascope.lora.ranks import RankPolicy, RankRules
@@ -129,7 +129,7 @@ def extract_lora(
         metadata = extraction_metadata(pair, options)
         journal = files.enter_context(Journal(target, job_identity(pair, options, device, lora_format)))
         storage = storage_cost(lora_format, pair, options, metadata, diffs)
-        layers = Rounds(pair, options, journal, device, progress).run(storage)
+        layers = Extraction(pair, options, journal, device, progress).run(storage)
         _refuse_nothing(pair, layers, options)
         report = _report(pair, Path(base), Path(tuned), target, lora_format, options, layers, vectors)
         # Entered first, left last: the description only appears once the LoRA is in place.
@@ -153,19 +153,19 @@ def resolve_format(options: ExtractOptions, pair: CheckpointPair, diffs: Iterabl
         LoraFormatError: There is no such format, or it has no name for a layer.
     """
     chosen = _usual_format(pair.layout) if options.format == "auto" else options.format
-    found = format_named(chosen)
-    if options.biases_and_norms and not found.keys.holds_changes:
+    lora_format = format_named(chosen)
+    if options.biases_and_norms and not lora_format.keys.holds_changes:
         raise ConfigError(
-            f"--biases_and_norms: {found.name} files hold up and down factors only.",
+            f"--biases_and_norms: {lora_format.name} files hold up and down factors only.",
             hint="Use --format native, kohya or comfyui.",
         )
     blocks = _unet_blocks(pair)
     for layer in pair.layers:
-        placed = found.placement(layer, pair.layout, blocks=blocks)
-        found.named(layer, placed if isinstance(placed, str) else placed.original, pair.layout)
+        placed = lora_format.placement(layer, pair.layout, blocks=blocks)
+        lora_format.named(layer, placed if isinstance(placed, str) else placed.original, pair.layout)
     for key in diffs:
-        _require_name(found, key, pair.layout, blocks)
-    return found.name
+        _require_name(lora_format, key, pair.layout, blocks)
+    return lora_format.name
 
 
 def _usual_format(layout: ModelLayout) -> FormatName:
@@ -179,10 +179,10 @@ def _unet_blocks(pair: CheckpointPair) -> UnetBlocks:
     return blocks_of(path for part, path in placed if part == "denoiser")
 
 
-def _require_name(found: LoraFormat, key: str, layout: ModelLayout, blocks: UnetBlocks) -> None:
+def _require_name(lora_format: LoraFormat, key: str, layout: ModelLayout, blocks: UnetBlocks) -> None:
     """Refuse a bias or norm that the format cannot name before hours of work and not after."""
     try:
-        found.name_for(key.removesuffix(".weight").removesuffix(".bias"), layout, blocks=blocks)
+        lora_format.name_for(key.removesuffix(".weight").removesuffix(".bias"), layout, blocks=blocks)
     except LoraFormatError as error:
         raise ConfigError(
             f"--biases_and_norms: {error.message}",
@@ -260,11 +260,11 @@ def storage_cost(
         metadata: Texts for the header.
         diffs: Keys of tensors whose change is stored whole.
     """
-    found, layout, blocks = format_named(format), pair.layout, _unet_blocks(pair)
+    lora_format, layout, blocks = format_named(format), pair.layout, _unet_blocks(pair)
     shapes = {layer: pair.shape(layer) for layer in pair.layers}
     other = _FIELDS_BYTES
     for layer in shapes:
-        other += 3 * (len(layer.encode()) + _ENTRY_BYTES) * (parts_in(found, layout, layer, blocks) - 1)
+        other += 3 * (len(layer.encode()) + _ENTRY_BYTES) * (parts_in(lora_format, layout, layer, blocks) - 1)
     for key in diffs:
         values = prod(pair.base.info(key).shape) * options.storage_dtype.itemsize
         other += values + len(key.encode()) + _ENTRY_BYTES
@@ -272,8 +272,8 @@ def storage_cost(
         options.storage_dtype,
         metadata,
         other_bytes=other,
-        names=names_in(found, layout, blocks),
-        numbers=numbers_in(found, layout, shapes, blocks),
+        names=names_in(lora_format, layout, blocks),
+        numbers=numbers_in(lora_format, layout, shapes, blocks),
     )
 
 
@@ -297,7 +297,7 @@ class DecomposedLayer:
         return self.record.reason if self.rank > 0 or self.record.reason else "rank_0"
 
 
-class Rounds:
+class Extraction:
     """Decomposes the layers of a pair into a journal; what the journal holds already is not done again.
 
     Args:
@@ -336,8 +336,10 @@ class Rounds:
         if self._options.budget is None:
             rules = self._options.rank_rules
             wanted = {layer: rules.policy_for(layer, self._pair.shape(layer)) for layer in self._pair.layers}
-            found = self._round(0, wanted)
-            return {layer: DecomposedLayer(f"0:{layer}", one, one.rank) for layer, one in found.items()}
+            changes = self._round(0, wanted)
+            return {
+                layer: DecomposedLayer(f"0:{layer}", change, change.rank) for layer, change in changes.items()
+            }
         return self._under_budget(self._options.budget, self._options.rank_rules, storage)
 
     def _under_budget(
@@ -355,7 +357,9 @@ class Rounds:
         lost = lost_outside(budget, records)
         number, allowed, error = 0, budget, 0.0
         while True:
-            spectra = {layer: one.spectrum for layer, one in records.items() if one.reason is None} | lost
+            spectra = {
+                layer: record.spectrum for layer, record in records.items() if record.reason is None
+            } | lost
             fixed = {layer: rank for layer, rank in pinned.items() if layer in spectra}
             try:
                 allocation = allowed.allocate(spectra, storage, fixed | dict.fromkeys(lost, 0))
@@ -369,8 +373,8 @@ class Rounds:
                 names |= {layer: f"{number}:{layer}" for layer in allocation.wanted}
                 continue
             chosen = {
-                layer: DecomposedLayer(names[layer], one, min(allocation.ranks.get(layer, 0), one.rank))
-                for layer, one in records.items()
+                layer: DecomposedLayer(names[layer], record, min(allocation.ranks.get(layer, 0), record.rank))
+                for layer, record in records.items()
             }
             error = true_error(chosen, budget)
             if budget.max_error is None or error <= budget.max_error:
@@ -379,13 +383,13 @@ class Rounds:
 
     def _round(self, number: int, wanted: Mapping[str, RankPolicy | int | None]) -> dict[str, LayerRecord]:
         """Work through some layers; None as policy: the layer is excluded."""
-        found = {
+        decomposed = {
             layer: read_record(self._journal, f"{number}:{layer}")
             for layer in wanted
             if f"{number}:{layer}" in self._journal
         }
         self._total += len(wanted)
-        self._done += len(found)
+        self._done += len(decomposed)
 
         def work(layer: str) -> LayerRecord:
             policy = wanted[layer]
@@ -400,16 +404,16 @@ class Rounds:
             write_record(self._journal, f"{number}:{layer}", record, factors)
             return record
 
-        sizes = {layer: math.prod(self._pair.shape(layer)) for layer in wanted if layer not in found}
+        sizes = {layer: math.prod(self._pair.shape(layer)) for layer in wanted if layer not in decomposed}
         so_far = ErrorSoFar()
-        for record in found.values():
+        for record in decomposed.values():
             so_far.add(record)
         for layer, record in run_layers(sizes, work, workers=self._options.workers):
-            found[layer] = record
+            decomposed[layer] = record
             so_far.add(record)
             self._done += 1
             self._progress(self._done, self._total, f"{so_far} {layer}")
-        return {layer: found[layer] for layer in wanted}
+        return {layer: decomposed[layer] for layer in wanted}
 
     def _left_out(self, layer: str, policy: RankPolicy | int | None) -> LeftOutReason | None:
         if policy is None:
@@ -422,16 +426,20 @@ def lost_outside(budget: Budget, records: Mapping[str, LayerRecord]) -> dict[str
     if budget.max_error is None or all(record.reason is not None for record in records.values()):
         return {}
     reasons = {None, "unchanged"}
-    return {layer: one.spectrum for layer, one in records.items() if one.reason not in reasons}
+    return {
+        layer: decomposed.spectrum
+        for layer, decomposed in records.items()
+        if decomposed.reason not in reasons
+    }
 
 
 def true_error(layers: Mapping[str, DecomposedLayer], budget: Budget) -> float:
     """The error that `max_error` limits, of the factors as they are stored."""
     change = lost = 0.0
-    for layer, one in layers.items():
+    for layer, decomposed in layers.items():
         weight = weight_of(layer, budget.weights)
-        change += weight * one.record.delta_norm**2
-        lost += weight * one.record.error_at(one.rank) ** 2
+        change += weight * decomposed.record.delta_norm**2
+        lost += weight * decomposed.record.error_at(decomposed.rank) ** 2
     return math.sqrt(lost / change) if change > 0 else 0.0
 
 
@@ -469,9 +477,9 @@ def _refuse_nothing(
     pair: CheckpointPair, layers: Mapping[str, DecomposedLayer], options: ExtractOptions
 ) -> None:
     """Refuse to write a LoRA without modules, saying why none is left."""
-    if any(one.rank > 0 for one in layers.values()):
+    if any(decomposed.rank > 0 for decomposed in layers.values()):
         return
-    changed = [one.record for one in layers.values() if one.reason != "unchanged"]
+    changed = [decomposed.record for decomposed in layers.values() if decomposed.reason != "unchanged"]
     if not changed:
         raise ModelMismatchError(
             f"{pair.base.path} and {pair.tuned.path} hold the same weights in all {len(layers)} Linear and "
@@ -479,7 +487,9 @@ def _refuse_nothing(
             + (" Biases and norms alone make no LoRA." if options.biases_and_norms else ""),
             hint="Give the fine-tuned checkpoint as --tuned_model_path.",
         )
-    reasons = ", ".join(sorted({str(one.reason) for one in layers.values() if one.reason != "unchanged"}))
+    reasons = ", ".join(
+        sorted({str(decomposed.reason) for decomposed in layers.values() if decomposed.reason != "unchanged"})
+    )
     largest = max(record.largest for record in changed)
     raise ConfigError(
         f"--min_diff {options.min_diff:g}, --target_coverage {options.target_coverage} and the choice of ranks "
@@ -500,7 +510,7 @@ def _report(
 ) -> ExtractionReport:
     ordered = sorted(layers.items(), key=lambda item: layer_order(item[0]))
     uncovered = {} if options.biases_and_norms else vectors
-    norms = [one.record.delta_norm for one in layers.values()]
+    norms = [decomposed.record.delta_norm for decomposed in layers.values()]
     return ExtractionReport(
         base=base,
         tuned=tuned,
@@ -509,8 +519,12 @@ def _report(
         format=lora_format,
         architecture=pair.layout.family,
         options=options,
-        modules=tuple(_extracted_module(name, one) for name, one in ordered if one.reason is None),
-        left_out=tuple(_left_out_layer(name, one) for name, one in ordered if one.reason is not None),
+        modules=tuple(
+            _extracted_module(name, decomposed) for name, decomposed in ordered if decomposed.reason is None
+        ),
+        left_out=tuple(
+            _left_out_layer(name, decomposed) for name, decomposed in ordered if decomposed.reason is not None
+        ),
         diffs={} if uncovered else vectors,
         uncovered=uncovered,
         findings=tuple(pair_findings(pair, uncovered, norms)),
@@ -519,24 +533,30 @@ def _report(
     )
 
 
-def _extracted_module(name: str, one: DecomposedLayer) -> ExtractedModule:
-    record = one.record
-    error = record.error_at(one.rank)
+def _extracted_module(name: str, decomposed: DecomposedLayer) -> ExtractedModule:
+    record = decomposed.record
+    error = record.error_at(decomposed.rank)
     return ExtractedModule(
         name=name,
         shape=record.shape,
-        rank=one.rank,
+        rank=decomposed.rank,
         delta_norm=record.delta_norm,
         relative_change=record.delta_norm / record.base_norm if record.base_norm > 0 else None,
         error_norm=error,
         relative_error=error / record.delta_norm,
-        kept_energy=record.kept_energy(one.rank),
+        kept_energy=record.kept_energy(decomposed.rank),
     )
 
 
-def _left_out_layer(name: str, one: DecomposedLayer) -> LeftOutLayer:
-    assert one.reason is not None
-    return LeftOutLayer(name, one.record.shape, one.reason, one.record.delta_norm, one.record.largest)
+def _left_out_layer(name: str, decomposed: DecomposedLayer) -> LeftOutLayer:
+    assert decomposed.reason is not None
+    return LeftOutLayer(
+        name,
+        decomposed.record.shape,
+        decomposed.reason,
+        decomposed.record.delta_norm,
+        decomposed.record.largest,
+    )
 
 
 def write_extracted(
@@ -571,22 +591,24 @@ def write_extracted(
         format=format,
         layout=pair.layout,
         metadata=metadata,
-        expected=[layer for layer, one in layers.items() if one.rank > 0],
+        expected=[layer for layer, decomposed in layers.items() if decomposed.rank > 0],
         model_layers=pair.layers,
         dtype=options.storage_dtype,
         compact=options.budget is not None,
     )
     with writer:
-        for layer, one in layers.items():
-            if one.rank > 0:
-                writer.write(layer, _stored_factors(reader, layer, one, journal, options.storage_dtype))
+        for layer, decomposed in layers.items():
+            if decomposed.rank > 0:
+                writer.write(
+                    layer, _stored_factors(reader, layer, decomposed, journal, options.storage_dtype)
+                )
         for key in diffs:
             writer.write_diff(key, pair.change(key, _CPU).delta)
 
 
 def _stored_factors(
-    reader: LayerReader, layer: str, one: DecomposedLayer, journal: Journal, dtype: torch.dtype
+    reader: LayerReader, layer: str, decomposed: DecomposedLayer, journal: Journal, dtype: torch.dtype
 ) -> LoraFactors:
-    if one.record.whole:
+    if decomposed.record.whole:
         return at_full_rank(reader.read(layer).delta, dtype).factors
-    return read_factors(journal, one.name, one.rank)
+    return read_factors(journal, decomposed.name, decomposed.rank)

@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sigmascope.errors import LoraFormatError, ModelMismatchError, NonFiniteError
-from sigmascope.lora.linalg import at_least_float32, frobenius_norm, in_double, matrix_shape
+from sigmascope.lora.linalg import as_float64, at_least_float32, frobenius_norm, matrix_shape
 
 # 9999 stored in bfloat16 reads back as 9984, in float16 as 10000.
 _SMALLEST_STORED_FULL_RANK = 9984.0
@@ -128,10 +128,10 @@ class LoraFactors:
         """
         _require_same_weight([self, other])
         if self.rank * other.rank > self.up.shape[0] * self.down.shape[1]:
-            changes = [in_double(one.up) @ in_double(one.down) for one in (self, other)]
+            changes = [as_float64(one.up) @ as_float64(one.down) for one in (self, other)]
             return self.scale * other.scale * float((changes[0] * changes[1]).sum())
-        ups = in_double(self.up).mT @ in_double(other.up)
-        downs = in_double(self.down) @ in_double(other.down).mT
+        ups = as_float64(self.up).mT @ as_float64(other.up)
+        downs = as_float64(self.down) @ as_float64(other.down).mT
         return self.scale * other.scale * float((ups * downs).sum())
 
     def frobenius_norm(self) -> float:
@@ -153,8 +153,8 @@ class LoraFactors:
         up = Q₁R₁ and downᵀ = Q₂R₂ give ΔW = Q₁ (s·R₁R₂ᵀ) Q₂ᵀ, so they are those of the small middle, for which
         neither Q is formed.
         """
-        _, left_core = torch.linalg.qr(in_double(self.up), mode="r")
-        _, right_core = torch.linalg.qr(in_double(self.down).mT, mode="r")
+        _, left_core = torch.linalg.qr(as_float64(self.up), mode="r")
+        _, right_core = torch.linalg.qr(as_float64(self.down).mT, mode="r")
         values: Tensor = torch.linalg.svdvals((left_core @ right_core.mT).mul(self.scale))
         return values
 
@@ -227,8 +227,8 @@ class LoraFactors:
 
         k = min(r, out) and l = min(r, in·kh·kw): all that is to know of ΔW is in a matrix no larger than r×r.
         """
-        left, left_core = torch.linalg.qr(in_double(self.up))
-        right, right_core = torch.linalg.qr(in_double(self.down).mT)
+        left, left_core = torch.linalg.qr(as_float64(self.up))
+        right, right_core = torch.linalg.qr(as_float64(self.down).mT)
         return left, (left_core @ right_core.mT).mul(self.scale), right
 
 

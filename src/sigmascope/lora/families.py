@@ -185,12 +185,12 @@ class ModelLayout:
         Returns:
             Such as ("denoiser", "down_blocks.0.resnets.0.conv1.weight"); ("other", key) for a key of no part.
         """
-        found = [
+        matches = [
             (len(prefix), part, prefix) for part, prefix in self.prefixes.items() if key.startswith(prefix)
         ]
-        if not found:
+        if not matches:
             return "other", key
-        _, part, prefix = max(found)
+        _, part, prefix = max(matches)
         return part, key.removeprefix(prefix)
 
 
@@ -236,7 +236,7 @@ def misfit(family: str, shapes: Shapes) -> str | None:
         Such as "double_blocks.0.img_mlp.0 is 36864 × 6144, not 4 times as many outputs as inputs"; None if all fits,
         or no more than half of what tells does not: a single layer of another shape is damage.
     """
-    blocks, told, otherwise = _BLOCKS.get(family, {}), 0, []
+    blocks, matched, otherwise = _BLOCKS.get(family, {}), 0, []
     for path, shape in shapes.items():
         name, _, rest = path.partition(".")
         number = rest.partition(".")[0]
@@ -244,24 +244,24 @@ def misfit(family: str, shapes: Shapes) -> str | None:
             return f"it has more than {blocks[name]} {name} ({path})"
         for pattern, out, inner in _MULTIPLES.get(family, ()):
             if len(shape) == 2 and pattern.fullmatch(path):
-                told += 1
+                matched += 1
                 if shape[0] * inner != shape[1] * out:
                     times = f"{out} times as many outputs as inputs"
                     if inner > out:
                         times = f"{inner} times as many inputs as outputs"
                     otherwise.append(f"{path} is {shape[0]} × {shape[1]}, not {times}")
-    return otherwise[0] if 2 * len(otherwise) > told else None
+    return otherwise[0] if 2 * len(otherwise) > matched else None
 
 
 def _prefixes(infos: Shapes, denoiser: str, family: str) -> dict[Part, str]:
     if denoiser in {"unet.", "transformer."}:
         return _present(infos, _COMPONENTS) | {"denoiser": denoiser}
-    found = _present(infos, _SINGLE_FILE)
-    if family == "sd3" and found.get("text_encoder_2") == _T5:
-        del found["text_encoder_2"]
+    prefixes = _present(infos, _SINGLE_FILE)
+    if family == "sd3" and prefixes.get("text_encoder_2") == _T5:
+        del prefixes["text_encoder_2"]
     if family == "sd3" and _starts(infos, _T5):
-        found["text_encoder_3"] = _T5
-    return found | {"denoiser": denoiser}
+        prefixes["text_encoder_3"] = _T5
+    return prefixes | {"denoiser": denoiser}
 
 
 def _without_denoiser(infos: Shapes) -> ModelLayout:
@@ -281,11 +281,11 @@ def _without_denoiser(infos: Shapes) -> ModelLayout:
 
 def _present(infos: Shapes, table: Iterable[tuple[Part, str]]) -> dict[Part, str]:
     """The entries of a table that any key begins with; the first of a part wins."""
-    found: dict[Part, str] = {}
+    prefixes: dict[Part, str] = {}
     for part, prefix in table:
-        if part not in found and _starts(infos, prefix):
-            found[part] = prefix
-    return found
+        if part not in prefixes and _starts(infos, prefix):
+            prefixes[part] = prefix
+    return prefixes
 
 
 def _starts(infos: Shapes, prefix: str) -> bool:

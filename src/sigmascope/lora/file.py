@@ -1,20 +1,28 @@
-"""A LoRA, in memory or still in its file, and the checks of the paths that users give.
+"""A LoRA, in memory or still in its file, what its header says, and the checks of the paths that users give.
 
-A `LoraFile` is what every format is read into and written from; a `LazyMapping` reads its modules when they are
+A `LoraFile` is what every format is read into and written from; a `LazyDict` reads its modules when they are
 asked for. The paths that users give may be too long, lead into folders that cannot be entered, or be no text in
 UTF-8; `exists`, `as_text`, `check_target` and the refusals handle that.
+
+In a header, `ss_*` are the fields of kohya's tools, which web UIs read too; `networks.lora` is their name for plain up/down
+factors. `modelspec.*` is the model metadata standard of Stability AI. A hash of the tensors (`sshs_*`) is left out:
+tools that want one calculate it, and a stale one is worse than none.
+
+What a header says of its LoRA's making is untrusted text: `read_training_facts` sorts it, and neither believes nor
+runs any of it.
 """
 
+import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeVar
 
 from sigmascope.checkpoints import Checkpoint
 from sigmascope.errors import CheckpointError, ConfigError, LoraFormatError, WriteError
-from sigmascope.files import require_writable
+from sigmascope.files import parse_json, require_writable
 from sigmascope.lora.adapters import WeightChange
 from sigmascope.lora.factors import LoraFactors
 
@@ -26,6 +34,7 @@ if TYPE_CHECKING:
     Changes = Mapping[str, WeightChange]
 else:  # a run-time check of the values would read them from the file
     Modules = Changes = Mapping
+
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
@@ -137,7 +146,7 @@ class LoraFile:
         raise LoraFormatError(f"{self} has no module {name}.", hint="Choose one of its names.")
 
 
-class LazyMapping(Mapping[str, Value], Generic[Key, Value]):
+class LazyDict(Mapping[str, Value], Generic[Key, Value]):
     """Values made anew at each access; iterating, counting and asking for a name make none.
 
     Args:
@@ -231,3 +240,209 @@ def refuse_files(target: Path, files: Sequence[Path], flag: str = "--save_to") -
     for file in files:
         if exists(target) and exists(file) and target.samefile(file):
             raise ConfigError(f"{flag} {target} is the input {file}.", hint="Choose another name.")
+
+
+_ARCHITECTURES: Final = {
+    "lbm": "lbm",
+    "sd15": "stable-diffusion-v1",
+    "sd2": "stable-diffusion-v2",
+    "sdxl": "stable-diffusion-xl-v1-base",
+    "sd3": "stable-diffusion-3",
+    "flux": "flux-1",
+    "wan": "wan",
+    "qwen_image": "qwen-image",
+}
+FAMILIES: Final = tuple(_ARCHITECTURES)
+"""The families of models that are known by name."""
+_BASE_VERSIONS: Final = {
+    "lbm": "lbm",
+    "sd15": "sd_v1",
+    "sd2": "sd_v2",
+    "sdxl": "sdxl_base_v1-0",
+    "sd3": "sd3",
+    "flux": "flux1",
+    "wan": "wan",
+    "qwen_image": "qwen_image",
+}
+PEFT_CONFIGS: Final = "lora_adapter_metadata"
+"""The field in which diffusers writes the configurations of all components, as JSON."""
+# Fields that are no longer true of a file that is made from another.
+_STALE: Final = (
+    "lbm_native_naming",
+    PEFT_CONFIGS,
+    "sshs_model_hash",
+    "sshs_legacy_hash",
+    "modelspec.hash_sha256",
+    "ss_network_module",
+    "ss_network_dim",
+    "ss_network_alpha",
+    "ss_network_args",
+)
+VARYING: Final = "Dynamic"
+"""What kohya's tools write for the rank where it differs from layer to layer."""
+
+
+# For `read_training_facts`.
+_MODELSPEC: Final = "modelspec."
+_PROVENANCE: Final = "sigmascope_"
+_LONGEST_JSON: Final = 16 * 2**20  # characters
+_MOST_WORDS: Final = 20  # tags
+_TRAINING: Final = {
+    "base model": ("ss_sd_model_name", "sshs_model_name"),
+    "base version": ("ss_base_model_version",),
+    "base hash": ("ss_new_sd_model_hash", "ss_sd_model_hash"),
+    "network": ("ss_network_module",),
+    "network arguments": ("ss_network_args",),
+    "rank asked for": ("ss_network_dim",),
+    "alpha asked for": ("ss_network_alpha",),
+    "epochs": ("ss_num_epochs",),
+    "epoch saved": ("ss_epoch",),
+    "steps": ("ss_steps", "ss_max_train_steps"),
+    "learning rate": ("ss_learning_rate",),
+    "learning rate, denoiser": ("ss_unet_lr",),
+    "learning rate, text encoder": ("ss_text_encoder_lr",),
+    "schedule": ("ss_lr_scheduler",),
+    "optimizer": ("ss_optimizer",),
+    "batch size": ("ss_total_batch_size", "ss_batch_size_per_device"),
+    "images": ("ss_num_train_images",),
+    "resolution": ("ss_resolution",),
+    "precision": ("ss_mixed_precision",),
+    "clip skip": ("ss_clip_skip",),
+    "seed": ("ss_seed",),
+    "name": ("ss_output_name",),
+    "comment": ("ss_training_comment",),
+}
+"""Fields of kohya's training header, by what they mean: the first that is there counts."""
+
+
+def lora_header(
+    format_name: str,
+    family: str,
+    rank: int | str | None,
+    conv_rank: int | None,
+    *,
+    module: str = "networks.lora",
+    alpha: int | None = None,
+) -> dict[str, str]:
+    """Give the header for a LoRA of these ranks.
+
+    Args:
+        format_name: Of the file that is written.
+        family: Of the model that the LoRA is for.
+        rank: Of its Linear layers, or `VARYING`; None without any.
+        conv_rank: Of its convolutions; None without any.
+        module: kohya's name for the kind of network.
+        alpha: Of all modules, where it is not each one's rank.
+    """
+    first = rank if rank is not None else conv_rank
+    header = {
+        "ss_network_module": module,
+        "modelspec.sai_model_spec": "1.0.0",
+        "modelspec.implementation": "sigmascope",
+    }
+    if first is not None:
+        header |= {"ss_network_dim": str(first), "ss_network_alpha": str(alpha or first)}
+    if format_name == "native":
+        header["lbm_native_naming"] = "true"
+    if family in _ARCHITECTURES:
+        header["ss_base_model_version"] = _BASE_VERSIONS[family]
+        header["modelspec.architecture"] = f"{_ARCHITECTURES[family]}/lora"
+    if conv_rank is not None:
+        header["ss_network_args"] = json.dumps(
+            {"conv_dim": str(conv_rank), "conv_alpha": str(alpha or conv_rank)}
+        )
+    return header
+
+
+def kept_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
+    """What of a file's header is still true once its LoRA is in another file."""
+    return {key: value for key, value in metadata.items() if key not in _STALE}
+
+
+def family_in(metadata: Mapping[str, str]) -> str | None:
+    """The family that a header names; None where it names none that is known."""
+    architecture = metadata.get("modelspec.architecture", "").partition("/")[0]
+    for family, name in sorted(_ARCHITECTURES.items(), key=lambda item: -len(item[1])):
+        if architecture.startswith(name):
+            return family
+    version = metadata.get("ss_base_model_version", "")
+    for family, name in sorted(_BASE_VERSIONS.items(), key=lambda item: -len(item[1])):
+        if version.startswith(name):
+            return family
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingFacts:
+    """A header, sorted by meaning. Every string is as the file has it.
+
+    Attributes:
+        training: What is said of the training, by meaning, such as `learning rate`.
+        trigger_phrase: `modelspec.trigger_phrase`, if any.
+        tags: The most frequent tags of the training captions and how often each came, most frequent first.
+        modelspec: The fields of the model metadata standard, without their prefix.
+        provenance: What Sigmascope wrote, without its prefix.
+        others: Names of all other fields.
+    """
+
+    training: dict[str, str]
+    trigger_phrase: str | None
+    tags: tuple[tuple[str, int], ...]
+    modelspec: dict[str, str]
+    provenance: dict[str, str]
+    others: tuple[str, ...]
+
+
+def read_training_facts(metadata: Mapping[str, str]) -> TrainingFacts:
+    """Sort a header by meaning; a field that is not what it should be counts as not there.
+
+    Args:
+        metadata: A LoRA file's header.
+    """
+    training = {}
+    for meaning, names in _TRAINING.items():
+        value = next((metadata[name] for name in names if _says_something(metadata.get(name))), None)
+        if value is not None:
+            training[meaning] = value
+    known = {name for names in _TRAINING.values() for name in names} | {"ss_tag_frequency"}
+    return TrainingFacts(
+        training=training,
+        trigger_phrase=metadata.get(f"{_MODELSPEC}trigger_phrase"),
+        tags=_most_frequent(metadata.get("ss_tag_frequency", "")),
+        modelspec=_with_prefix(metadata, _MODELSPEC),
+        provenance=_with_prefix(metadata, _PROVENANCE),
+        others=tuple(
+            name for name in metadata if name not in known and not name.startswith((_MODELSPEC, _PROVENANCE))
+        ),
+    )
+
+
+def _says_something(value: str | None) -> bool:
+    return value is not None and value.strip() not in ("", "None", "null", "{}")
+
+
+def _with_prefix(metadata: Mapping[str, str], prefix: str) -> dict[str, str]:
+    return {name.removeprefix(prefix): value for name, value in metadata.items() if name.startswith(prefix)}
+
+
+def _most_frequent(text: str) -> tuple[tuple[str, int], ...]:
+    """Sum `{"folder": {"tag": count, …}, …}` over the folders."""
+    counts: Counter[str] = Counter()
+    folders = _json_object(text)
+    for tags in folders.values():
+        if not isinstance(tags, dict):
+            continue
+        for tag, count in tags.items():
+            if type(count) is int and count > 0 and tag.strip():
+                counts[tag.strip()] += count
+    return tuple(counts.most_common(_MOST_WORDS))
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    if len(text) > _LONGEST_JSON:
+        return {}
+    try:
+        value = parse_json(text)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -32,10 +32,10 @@ from sigmascope.checkpoints import Checkpoint
 from sigmascope.errors import LoraFormatError
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.families import ModelLayout, Part
+from sigmascope.lora.file import PEFT_CONFIGS
 from sigmascope.lora.keys import KeyGroups
 from sigmascope.lora.layer_names import UNET_FAMILIES, Naming, Row, UnetBlocks, renamed
 from sigmascope.lora.linalg import is_convolution
-from sigmascope.lora.metadata import PEFT_CONFIGS
 
 FormatName = Literal["native", "kohya", "peft", "comfyui"]
 FLAT_PREFIXES: Final = ("lora_", "lycoris_")
@@ -201,8 +201,8 @@ def format_named(name: str) -> LoraFormat:
     raise LoraFormatError(f"there is no LoRA format {name!r}.", hint=f"Use one of: {known}.")
 
 
-def _is_kohya(found: KeyGroups) -> bool:
-    return any(name.startswith(FLAT_PREFIXES) and "." not in name for name in found.groups)
+def _is_kohya(groups: KeyGroups) -> bool:
+    return any(name.startswith(FLAT_PREFIXES) and "." not in name for name in groups.groups)
 
 
 def _kohya_naming(family: str) -> Naming | None:
@@ -244,10 +244,10 @@ def _alphas_mislead(ranks: Mapping[str, int], layout: ModelLayout) -> bool:
 
 
 def _by_start(ranks: Mapping[str, int], separator: str, words: int) -> dict[str, dict[str, int]]:
-    found: dict[str, dict[str, int]] = {}
+    ranks_by_start: dict[str, dict[str, int]] = {}
     for name, rank in ranks.items():
-        found.setdefault(separator.join(name.split(separator)[:words]), {})[name] = rank
-    return found
+        ranks_by_start.setdefault(separator.join(name.split(separator)[:words]), {})[name] = rank
+    return ranks_by_start
 
 
 def _usual_rank(ranks: Mapping[str, int]) -> int | None:
@@ -273,8 +273,8 @@ _PEFT_KEYS: Final = FactorKeys(
 )
 
 
-def _is_peft(found: KeyGroups) -> bool:
-    return found.by_peft
+def _is_peft(groups: KeyGroups) -> bool:
+    return groups.by_peft
 
 
 def _peft_naming(family: str) -> Naming | None:
@@ -320,9 +320,9 @@ def _peft_header(ranks: Mapping[str, int], has_dora: bool) -> dict[str, str]:
 def _finds_ranks(component: str, ranks: Mapping[str, int]) -> bool:
     if not component.startswith(_TEXT_ENCODER):
         return True
-    found = {name: rank for name, rank in ranks.items() if name.endswith(_PEFT_FOUND_IN_ENCODERS)}
-    others = {rank for name, rank in ranks.items() if name not in found}
-    return not others or others == {_usual_rank(found)}
+    seen = {name: rank for name, rank in ranks.items() if name.endswith(_PEFT_FOUND_IN_ENCODERS)}
+    others = {rank for name, rank in ranks.items() if name not in seen}
+    return not others or others == {_usual_rank(seen)}
 
 
 PEFT = LoraFormat(
@@ -335,8 +335,8 @@ PEFT = LoraFormat(
 )
 
 
-def _is_comfyui(found: KeyGroups) -> bool:
-    return any(name.startswith(_COMFYUI_STARTS) for name in found.groups)
+def _is_comfyui(groups: KeyGroups) -> bool:
+    return any(name.startswith(_COMFYUI_STARTS) for name in groups.groups)
 
 
 def _comfyui_naming(family: str) -> Naming | None:
@@ -360,9 +360,9 @@ COMFYUI = LoraFormat(
 )
 
 
-def _is_native(found: KeyGroups) -> bool:
+def _is_native(groups: KeyGroups) -> bool:
     """Every file of dotted paths that no other format claims."""
-    return bool(found.groups)
+    return bool(groups.groups)
 
 
 def _native_naming(family: str) -> Naming | None:
@@ -380,18 +380,18 @@ FORMATS: Final[tuple[LoraFormat, ...]] = (KOHYA, COMFYUI, PEFT, NATIVE)
 """In the order in which they are tried."""
 
 
-def recognised(checkpoint: Checkpoint, found: KeyGroups) -> LoraFormat:
+def recognised(checkpoint: Checkpoint, groups: KeyGroups) -> LoraFormat:
     """The format of an open file.
 
     Args:
         checkpoint: The file, for the message.
-        found: Its keys.
+        groups: Its keys.
 
     Raises:
         LoraFormatError: Its keys follow none.
     """
     for lora_format in FORMATS:
-        if lora_format.recognises(found):
+        if lora_format.recognises(groups):
             return lora_format
     known = ", ".join(lora_format.name for lora_format in FORMATS)
     keys = checkpoint.keys()

@@ -21,12 +21,11 @@ from torch import Tensor
 from sigmascope.errors import NonFiniteError
 from sigmascope.lora.adapters import WeightChange
 from sigmascope.lora.factors import LoraFactors
-from sigmascope.lora.file import LoraFile
+from sigmascope.lora.file import LoraFile, TrainingFacts, read_training_facts
 from sigmascope.lora.layers import block_of_module, block_position
-from sigmascope.lora.linalg import in_double, max_rank, root_sum_square
-from sigmascope.lora.metadata import TrainingFacts, read_training_facts
+from sigmascope.lora.linalg import as_float64, max_rank, root_sum_square
 from sigmascope.lora.parallel import run_layers
-from sigmascope.lora.reader import open_any
+from sigmascope.lora.reader import open_any_kind
 from sigmascope.lora.spectrum import effective_rank, stable_rank
 from sigmascope.progress import Progress, no_progress
 
@@ -258,17 +257,17 @@ def inspect_lora(
         CheckpointError: The file is missing, damaged, or no file of tensors.
         LoraFormatError: Its keys follow no known format, or its factors do not fit together.
     """
-    with open_any(Path(path)) as lora:
+    with open_any_kind(Path(path)) as lora:
         sizes = {name: sum(lora.shape_of(name)) for name in lora.names}
-        found: dict[str, ModuleStrength] = {}
+        strengths: dict[str, ModuleStrength] = {}
         for name, module in run_layers(sizes, lambda name: _measured(lora, name, full_spectrum)):
-            found[name] = module
-            progress(len(found), len(sizes), name)
+            strengths[name] = module
+            progress(len(strengths), len(sizes), name)
         return LoraInspection(
             path=Path(path),
             format=lora.format,
             file_bytes=(lora.path or Path(path)).stat().st_size,
-            modules=tuple(found[name] for name in lora.names),
+            modules=tuple(strengths[name] for name in lora.names),
             unused_keys=lora.unused_keys,
             metadata=dict(lora.metadata),
         )
@@ -322,8 +321,8 @@ def strength_of_factors(name: str, factors: LoraFactors, *, spectrum: bool = Tru
 
 
 def _dead_columns(factors: LoraFactors) -> int:
-    columns = in_double(factors.up).abs().amax(dim=0)
-    rows = in_double(factors.down).abs().amax(dim=1)
+    columns = as_float64(factors.up).abs().amax(dim=0)
+    rows = as_float64(factors.down).abs().amax(dim=1)
     return int(((columns == 0.0) | (rows == 0.0)).sum())
 
 

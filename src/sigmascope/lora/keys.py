@@ -86,12 +86,12 @@ def group_keys(path: Path, keys: Iterable[str]) -> KeyGroups:
     Raises:
         LoraFormatError: A kind that is not read, two adapters in one file, or two keys for one role.
     """
-    found, adapters = KeyGroups(), set[str]()
+    groups, adapters = KeyGroups(), set[str]()
     for key in keys:
         _refuse(path, key)
         match = _KEY.fullmatch(key)
         if match is None:
-            found.unused.append(key)
+            groups.unused.append(key)
             continue
         words = match["end"].strip("._").split(".")
         role, adapter = _role(words)
@@ -106,14 +106,14 @@ def group_keys(path: Path, keys: Iterable[str]) -> KeyGroups:
             "lora_down",
             "lora_mid",
         }
-        found.by_peft |= by_peft or "base_model.model." in match["name"]
+        groups.by_peft |= by_peft or "base_model.model." in match["name"]
         name = _module_name(match["name"], old=match["end"].startswith("_lora."))
-        group = found.groups.setdefault(name, {})
+        group = groups.groups.setdefault(name, {})
         if role in group:
             raise LoraFormatError(f"{path}: {group[role]} and {key} are the same tensor of {name}.")
         group[role] = key
-    _set_aside_lone_alphas(found)
-    return found
+    _set_aside_lone_alphas(groups)
+    return groups
 
 
 def _refuse(path: Path, key: str) -> None:
@@ -150,11 +150,11 @@ def _module_name(name: str, *, old: bool) -> str:
     return f"{path}.{last}.0" if last == "to_out" else plain
 
 
-def _set_aside_lone_alphas(found: KeyGroups) -> None:
+def _set_aside_lone_alphas(groups: KeyGroups) -> None:
     """An alpha or magnitude without factors changes nothing."""
-    lone = [name for name, group in found.groups.items() if group.keys() <= {ALPHA, DORA, MAGNITUDE}]
+    lone = [name for name, group in groups.groups.items() if group.keys() <= {ALPHA, DORA, MAGNITUDE}]
     for name in lone:
-        found.unused.extend(found.groups.pop(name).values())
+        groups.unused.extend(groups.groups.pop(name).values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,20 +185,20 @@ class Entry:
         return self.magnitude is None and self.kind in {"lora", "embedding"}
 
 
-def entries_of(path: Path, found: KeyGroups) -> list[Entry]:
+def entries_of(path: Path, groups: KeyGroups) -> list[Entry]:
     """The entries of a file, in its order.
 
     Args:
         path: The file, for messages.
-        found: Its keys. A magnitude that has nothing to act on joins the unused ones.
+        groups: Its keys. A magnitude that has nothing to act on joins the unused ones.
 
     Raises:
         LoraFormatError: A factor without its partner, or a module that is two things at once.
     """
-    return [entry for name, group in found.groups.items() for entry in _entries(path, name, group, found)]
+    return [entry for name, group in groups.groups.items() for entry in _entries(path, name, group, groups)]
 
 
-def _entries(path: Path, name: str, group: dict[str, str], found: KeyGroups) -> list[Entry]:
+def _entries(path: Path, name: str, group: dict[str, str], groups: KeyGroups) -> list[Entry]:
     kinds = _kinds(group)
     if len(kinds) > 1:
         raise LoraFormatError(
@@ -217,7 +217,7 @@ def _entries(path: Path, name: str, group: dict[str, str], found: KeyGroups) -> 
         entries.append(Entry(name, name, kind, roles, alpha, magnitude, by_peft))
     entries += _bias_entries(name, group)
     used = {key for entry in entries for key in (*entry.roles.values(), entry.alpha, entry.magnitude)}
-    found.unused.extend(key for key in group.values() if key not in used)
+    groups.unused.extend(key for key in group.values() if key not in used)
     return entries
 
 
@@ -232,8 +232,10 @@ def _kinds(group: Mapping[str, str]) -> dict[Kind, dict[str, str]]:
         "diff": ("diff", "w_norm"),
         "set": ("set_weight",),
     }
-    found = {kind: {role: group[role] for role in roles if role in group} for kind, roles in by_kind.items()}
-    return {kind: roles for kind, roles in found.items() if roles}
+    keys_by_kind = {
+        kind: {role: group[role] for role in roles if role in group} for kind, roles in by_kind.items()
+    }
+    return {kind: roles for kind, roles in keys_by_kind.items() if roles}
 
 
 def _bias_entries(name: str, group: Mapping[str, str]) -> list[Entry]:

@@ -17,11 +17,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sigmascope.errors import SigmascopeError
-from sigmascope.lora.decompose import StoredChange, at_full_rank, decompose
+from sigmascope.lora.decompose import RoundedFactors, at_full_rank, decompose
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.journal import Journal
-from sigmascope.lora.krylov import fast_dtype
-from sigmascope.lora.linalg import max_rank, quick_energy
+from sigmascope.lora.linalg import blocked_energy, fast_dtype, max_rank
 from sigmascope.lora.pairs import CheckpointPair
 from sigmascope.lora.ranks import FixedRank, RankPolicy
 from sigmascope.lora.spectrum import Spectrum
@@ -82,7 +81,7 @@ class LayerRecord:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StreamedChange:
+class LayerDelta:
     """How one weight differs: ΔW = tuned − base.
 
     Attributes:
@@ -115,7 +114,7 @@ class LayerReader:
         self._rounds = fast_dtype(device) is not None
         self._memory = threading.local()
 
-    def read(self, layer: str) -> StreamedChange:
+    def read(self, layer: str) -> LayerDelta:
         """Read one layer from both files and subtract.
 
         Args:
@@ -139,7 +138,7 @@ class LayerReader:
         energy, base_energy, largest = _subtract(base, tuned, delta, rounded)
         if not _in_range(energy, base_energy, largest):
             return self._as_a_whole(layer)  # which sums in float64, and says what is wrong where something is
-        return StreamedChange(
+        return LayerDelta(
             delta.view(shape),
             None if rounded is None else rounded.view(shape),
             math.sqrt(energy),
@@ -147,10 +146,10 @@ class LayerReader:
             largest,
         )
 
-    def _as_a_whole(self, layer: str) -> StreamedChange:
+    def _as_a_whole(self, layer: str) -> LayerDelta:
         change = self._pair.layer_change(layer, self._device)
         largest = float(change.delta.abs().max()) if change.delta.numel() else 0.0
-        return StreamedChange(change.delta, None, change.delta_norm, change.base_norm, largest)
+        return LayerDelta(change.delta, None, change.delta_norm, change.base_norm, largest)
 
     def _buffer(self, name: str, dtype: torch.dtype, elements: int) -> Tensor:
         """This thread's memory of that name, as large as the largest layer so far."""
@@ -178,8 +177,8 @@ def _subtract(
         part.sub_(widened)
         if rounded is not None:
             rounded[piece].copy_(part)
-        energies.append(quick_energy(part))
-        base_energies.append(quick_energy(widened))
+        energies.append(blocked_energy(part))
+        base_energies.append(blocked_energy(widened))
         extremes.extend(torch.aminmax(part))
     return (
         math.fsum(map(float, energies)),
@@ -248,7 +247,7 @@ def _memory_errors(layer: str = "") -> Iterator[None]:
         ) from error
 
 
-def _record(change: StreamedChange, stored: StoredChange | None, reason: LeftOutReason | None) -> LayerRecord:
+def _record(change: LayerDelta, stored: RoundedFactors | None, reason: LeftOutReason | None) -> LayerRecord:
     nothing = torch.empty(0, dtype=torch.float64)
     shape = tuple(change.delta.shape)
     whole = stored is not None and bool(stored.errors.isnan().any())
@@ -264,7 +263,7 @@ def _record(change: StreamedChange, stored: StoredChange | None, reason: LeftOut
     )
 
 
-def _decompose(change: StreamedChange, policy: RankPolicy | int, dtype: torch.dtype) -> StoredChange | None:
+def _decompose(change: LayerDelta, policy: RankPolicy | int, dtype: torch.dtype) -> RoundedFactors | None:
     """Compute singular values until the policy can choose, and cut to its choice; None for rank 0."""
     shape = tuple(change.delta.shape)
     full = max_rank(shape)

@@ -140,7 +140,7 @@ def renamed(
     if layout.naming == "unknown" or wanted == ("diffusers" if layout.naming in _DIFFUSERS else "original"):
         return path
     if is_unet_layer(path, layout):
-        found = (to_diffusers if wanted == "diffusers" else to_sgm)(
+        new_name = (to_diffusers if wanted == "diffusers" else to_sgm)(
             path, blocks or usual_blocks(layout.family)
         )
     else:
@@ -148,13 +148,13 @@ def renamed(
         row = look_up(layout.family, path)
         if row is not None and not row.is_rename:
             return row
-        found = None if row is None else row.parts[0] if wanted == "diffusers" else row.original
-    if found is None:
+        new_name = None if row is None else row.parts[0] if wanted == "diffusers" else row.original
+    if new_name is None:
         raise LoraFormatError(
             f"{path} of a model of family {layout.family} has no {wanted} name that is known.",
             hint="Write the format that keeps the model's own names: native.",
         )
-    return found
+    return new_name
 
 
 def is_unet_layer(path: str, layout: ModelLayout) -> bool:
@@ -197,10 +197,10 @@ def blocks_of(paths: Iterable[str]) -> UnetBlocks:
         The blocks; SDXL's where the paths are no U-Net's.
     """
     known = list(paths)
-    sides = [match for match in map(_SIDE.fullmatch, known) if match is not None]
-    lower = [int(match[4]) for match in sides if (match[1], match[3]) == ("down", "resnets")]
+    matches = [match for match in map(_SIDE.fullmatch, known) if match is not None]
+    lower = [int(match[4]) for match in matches if (match[1], match[3]) == ("down", "resnets")]
     if lower:
-        attention = {int(match[2]) for match in sides if (match[1], match[3]) == ("up", "attentions")}
+        attention = {int(match[2]) for match in matches if (match[1], match[3]) == ("up", "attentions")}
         return UnetBlocks(1 + max(lower), frozenset(attention))
     sgm_sides = [match for match in map(_SGM_SIDE.fullmatch, known) if match is not None]
     ends = [int(match[2]) for match in sgm_sides if match[4] == "op"]
@@ -219,9 +219,9 @@ def likely_blocks(paths: Iterable[str], usual: UnetBlocks = SDXL_BLOCKS) -> Unet
         usual: What to take where the paths prove nothing else.
     """
     known = list(paths)
-    sides = [match for match in map(_SIDE.fullmatch, known) if match is not None]
+    matches = [match for match in map(_SIDE.fullmatch, known) if match is not None]
     lower, upper = (
-        [int(match[4]) for match in sides if match[1] == side and match[3] == "resnets"]
+        [int(match[4]) for match in matches if match[1] == side and match[3] == "resnets"]
         for side in ("down", "up")
     )
     sgm_sides = [match for match in map(_SGM_SIDE.fullmatch, known) if match is not None]
@@ -231,7 +231,7 @@ def likely_blocks(paths: Iterable[str], usual: UnetBlocks = SDXL_BLOCKS) -> Unet
         layers = max(upper)
     elif len(ends) > 1:
         layers = ends[1] - ends[0] - 1
-    attention = {int(match[2]) for match in sides if match[1] == "up" and match[3] == "attentions"} | {
+    attention = {int(match[2]) for match in matches if match[1] == "up" and match[3] == "attentions"} | {
         int(match[2]) // (layers + 1) for match in sgm_sides if match[1] == "output" and "attn1" in match[4]
     }
     return UnetBlocks(layers, frozenset(attention) or usual.attention)
@@ -369,13 +369,13 @@ def _flat_names(family: str) -> dict[str, str]:
 
 @cache
 def _parsed(text: str) -> tuple[Row, ...]:
-    found = []
+    rows = []
     for line in filter(None, map(str.strip, text.splitlines())):
         original, _, names = line.partition(" = ")
         swapped = names.endswith(" swapped")
         parts = tuple(name.strip() for name in names.removesuffix(" swapped").split(","))
-        found.append(Row(original, parts, swapped))
-    return tuple(found)
+        rows.append(Row(original, parts, swapped))
+    return tuple(rows)
 
 
 TABLES: Final[dict[str, str]] = {

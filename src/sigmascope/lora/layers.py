@@ -139,12 +139,12 @@ def block_of_module(name: str) -> str:
     return _block_in(name)
 
 
-def _encoder_block(name: str, found: "re.Match[str]") -> str:
-    number = found[1] or _COMFYUI_ENCODERS.get(found[2] or "") or found[3]
-    if number == "2" and _T5.search(name, found.end()):
+def _encoder_block(name: str, match: "re.Match[str]") -> str:
+    number = match[1] or _COMFYUI_ENCODERS.get(match[2] or "") or match[3]
+    if number == "2" and _T5.search(name, match.end()):
         number = "3"  # T5 is the second of FLUX and the third of SD 3; kohya's tools call it te3 in both
     encoder = "text_encoder" if number in (None, "", "1") else f"text_encoder_{number}"
-    layer = _LAYER.search(name, found.end())
+    layer = _LAYER.search(name, match.end())
     return f"{encoder}.{layer[1]}" if layer else encoder
 
 

@@ -1,4 +1,4 @@
-"""Norms in float64, factorisations of Gram matrices, and the matrix behind a convolution's weight.
+"""Norms, factorisations of Gram matrices, the matrix behind a convolution's weight, and leading singular subspaces.
 
 Norms are summed in float64: a float32 sum over 13 million squares is 0.1 % low, which flatters errors.
 
@@ -6,10 +6,21 @@ Gram matrices of a few hundred columns stand for tall matrices. Their eigenvecto
 on the CPU: a GPU is slower at them than at the products that make them.
 
 A convolution (out, in, kh, kw) acts as the matrix (out, in·kh·kw).
+
+Leading singular subspaces come from randomised block Krylov iteration (`leading_subspace`). With V₀ random,
+the subspace span(V₀, (AᵀA)V₀, (AᵀA)²V₀, …) holds approximations of the leading right singular
+vectors whose error falls exponentially in the number of steps times the square root of the gap (Musco and
+Musco, arXiv 1504.05477); it needs fewer products with A than subspace iteration does. Within its basis K the best
+vectors come from the Rayleigh-Ritz principle, from the Gram matrices KᵀK and (AK)ᵀ(AK) alone.
+
+Iterations may run in bfloat16, with products summed in float32: what is wanted of them is a subspace, and a
+perturbation of it by ε costs ε² in energy. Where almost everything is captured, that ε² would show beside what
+is left; then what was found is taken out of the matrix and the search goes on in the rest.
 """
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Final
 
@@ -20,15 +31,18 @@ from torch import Tensor
 from sigmascope.errors import LoraFormatError
 
 _CHUNK: Final = 1 << 20  # elements widened at a time: 8 MiB, whatever the layer's size
-_IN_CACHE: Final = 1 << 18  # elements that `quick_norm` sums at a time
+_IN_CACHE: Final = 1 << 18  # elements that `blocked_norm` sums at a time
 _UP_TO_FLOAT32: Final = frozenset({torch.float32, torch.bfloat16, torch.float16})
-_RUN: Final = 256  # elements that `quick_energy` sums in float32
+_RUN: Final = 256  # elements that `blocked_energy` sums in float32
 _LEAST_MEAN_SQUARE: Final = 1e-30  # below, single squares leave the range of float32
+
 
 _PACKED: Final = getattr(torch, "float4_e2m1fn_x2", None)  # two numbers an element: PyTorch cannot widen them
 
+
 FULL_RANK = 9999
 """The rank that users give for "all of it"."""
+
 
 _ROUNDING: Final = 8.0
 """Eigenvalues of a Gram matrix of k vectors below 8·√k·eps of the largest are rounding."""
@@ -48,8 +62,8 @@ def frobenius_norm(tensor: Float[Tensor, "..."]) -> float:
     return math.sqrt(total.item())
 
 
-def quick_norm(tensor: Float[Tensor, "..."]) -> float:
-    """‖tensor‖ in one pass in the cache, of at most float32, by `quick_energy`; others as `frobenius_norm`.
+def blocked_norm(tensor: Float[Tensor, "..."]) -> float:
+    """‖tensor‖ in one pass in the cache, of at most float32, by `blocked_energy`; others as `frobenius_norm`.
 
     Returns:
         The norm, off by less than 10⁻⁷ of it; NaN or Inf when the tensor holds any.
@@ -58,13 +72,13 @@ def quick_norm(tensor: Float[Tensor, "..."]) -> float:
         return frobenius_norm(tensor)
     flat = tensor.detach().reshape(-1)
     energies = [
-        quick_energy(flat[start : start + _IN_CACHE].to(torch.float32))
+        blocked_energy(flat[start : start + _IN_CACHE].to(torch.float32))
         for start in range(0, flat.numel(), _IN_CACHE)
     ]
     return math.sqrt(float(torch.stack(energies).sum())) if energies else 0.0
 
 
-def quick_energy(tensor: Float[Tensor, " n"]) -> Tensor:
+def blocked_energy(tensor: Float[Tensor, " n"]) -> Tensor:
     """‖tensor‖² of float32 values in one pass: float32 within runs of 256, float64 across them.
 
     Runs that short are off by about 10⁻⁸ of the sum, and by no more than 10⁻⁶ whatever the values, where one
@@ -100,7 +114,7 @@ def is_real(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and dtype != _PACKED
 
 
-def in_double(tensor: Tensor) -> Tensor:
+def as_float64(tensor: Tensor) -> Tensor:
     """A detached float64 copy; from Apple's GPUs, which have no float64, on the CPU."""
     source = tensor.detach()
     return (source.cpu() if source.device.type == "mps" else source).to(torch.float64)
@@ -108,7 +122,7 @@ def in_double(tensor: Tensor) -> Tensor:
 
 def gram_in_double(columns: Tensor) -> Tensor:
     """XᵀX in float64: in float32, whatever is below 10⁻³·⁵ of the largest column would be lost in it."""
-    wide = in_double(columns)
+    wide = as_float64(columns)
     return wide.mT @ wide
 
 
@@ -177,16 +191,263 @@ def is_convolution(weight_shape: Sequence[int]) -> bool:
     return len(weight_shape) > 2
 
 
-def same_matrix(one: Sequence[int], other: Sequence[int]) -> bool:
+def same_matrix(first: Sequence[int], second: Sequence[int]) -> bool:
     """Whether changes of weights of these shapes are one matrix.
 
     A 1×1 convolution and a Linear layer are. So are a convolution (out, in, kh, kw) and factors whose kernel does
     not show (out, in·kh·kw), as those of LoHa and LoKr without a core.
     """
-    if _without_pointwise_kernel(one) == _without_pointwise_kernel(other):
+    if _without_pointwise_kernel(first) == _without_pointwise_kernel(second):
         return True
-    return 2 in {len(one), len(other)} and one[0] == other[0] and prod(one) == prod(other)
+    return 2 in {len(first), len(second)} and first[0] == second[0] and prod(first) == prod(second)
 
 
 def _without_pointwise_kernel(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(shape[:2]) if prod(shape[2:]) == 1 else tuple(shape)
+
+
+_MOST_BLOCKS: Final = 9  # in a basis; more for large ranks
+_WIDEST_BLOCK: Final = 64  # vectors in a block
+_RESTARTS: Final = 6  # at most, from the best vectors of a basis that is full
+_SAFETY: Final = 0.8  # of the tolerance, since what is still missing is an estimate
+_RESOLVED: Final = {torch.bfloat16: 0.02, torch.float32: 1e-3}
+"""Share of the energy that must be left for iterations in a dtype to see it beside what is captured."""
+_NOTHING: Final = 1e-12  # share of the energy that is the rounding of a float32 matrix
+_DEPENDENT: Final = 0.02
+"""A new block that leans on the old ones more than this is made orthogonal again."""
+
+
+@dataclass(frozen=True, eq=False)
+class Subspace:
+    """An approximate leading right singular subspace.
+
+    Attributes:
+        vectors: (n, k), orthonormal up to the rounding of the iterations, by falling singular value.
+        images: (m, k), A·vectors, as far as the dtype of the iterations tells A.
+        captured: Estimate of the energy ‖A·vectors‖².
+        converged: Whether the tolerance is met, by the estimate of what more steps would add.
+    """
+
+    vectors: Float[Tensor, "n k"]
+    images: Float[Tensor, "m k"]
+    captured: float
+    converged: bool
+
+
+def leading_subspace(
+    matrix: Float[Tensor, "m n"],
+    rank: int,
+    *,
+    total_energy: float,
+    tolerance: float,
+    seed: int = 0,
+    rounded: Float[Tensor, "m n"] | None = None,
+    nothing: float = 0.0,
+) -> Subspace:
+    """Find a subspace that holds the energy of the `rank` leading right singular vectors.
+
+    It goes on until the energy that further steps would still add, extrapolated from what the last two added,
+    is so small a part of the discarded energy that the error is within `tolerance` of the optimum.
+
+    Args:
+        matrix: float32, finite, of ordinary scale: the squares of its entries are no subnormals.
+        rank: At least 1 and well below min(m, n).
+        total_energy: ‖matrix‖², summed in float64.
+        tolerance: Largest relative excess of the error ‖A − A_r‖ over its optimum, such as 1e-3.
+        seed: Of the random start. The same seed gives the same subspace on the same kind of machine.
+        rounded: The matrix in the device's `fast_dtype`, where it is at hand.
+        nothing: Energy that is rounding, where the matrix is what is left of another one.
+
+    Returns:
+        `rank` vectors; fewer where the matrix has no more.
+    """
+    goal = _Goal(rank, total_energy, tolerance, max(nothing, _NOTHING * total_energy))
+    fast = fast_dtype(matrix.device) if matrix.dtype == torch.float32 else None
+    coarse = matrix
+    if fast is not None:
+        coarse = matrix.to(fast) if rounded is None or rounded.dtype != fast else rounded
+    resolved = _RESOLVED[fast or torch.float32] * total_energy
+    subspace = _with_restarts(coarse, _random_start(matrix, rank, seed), goal, stop_below=resolved)
+    if goal.left(subspace.captured) > resolved:
+        return subspace
+    return _deflated(matrix, subspace, goal, seed)
+
+
+@dataclass(frozen=True, slots=True)
+class _Goal:
+    """When to stop: `rank` vectors, within `tolerance` of the best error that they can have, or `nothing` left."""
+
+    rank: int
+    total_energy: float
+    tolerance: float
+    nothing: float
+
+    def left(self, captured: float) -> float:
+        return max(self.total_energy - captured, 0.0)
+
+    def is_met(self, captured: list[float]) -> bool:
+        """Extrapolate the gains of the last steps as a geometric series."""
+        if len(captured) < 3:
+            return False
+        before, last = captured[-2] - captured[-3], captured[-1] - captured[-2]
+        # Energies go by the square of the error, so they may exceed by twice the tolerance.
+        allowed = 2.0 * _SAFETY * self.tolerance * self.left(captured[-1])
+        if not 0.0 < last < before:
+            return last == 0.0
+        ratio = math.sqrt(last / before)  # later gains fall more slowly than those before them
+        return last * ratio / (1.0 - ratio) <= allowed
+
+
+def _with_restarts(matrix: Tensor, start: Tensor, goal: _Goal, stop_below: float) -> Subspace:
+    """Iterate, and begin again from the best vectors when the basis has grown large."""
+    subspace = _iterate(matrix, start, goal, stop_below)
+    for _ in range(_RESTARTS):
+        if subspace.converged or goal.left(subspace.captured) <= stop_below:
+            break
+        subspace = _iterate(matrix, orthonormal_rows(subspace.vectors.mT), goal, stop_below)
+    return subspace
+
+
+def _iterate(matrix: Tensor, start: Tensor, goal: _Goal, stop_below: float) -> Subspace:
+    """Grow one basis until the goal is met, so little is left that another dtype is wanted, or it is full."""
+    width = _block_width(goal.rank)
+    most = max(_MOST_BLOCKS * width, 2 * goal.rank + _MOST_BLOCKS // 2 * width)
+    basis = KrylovBasis(matrix, min(most, *matrix.shape))
+    captured: list[float] = []
+    block = start
+    converged = False
+    while block.shape[0] > 0 and not converged:
+        image = basis.add(block)
+        if basis.size >= min(goal.rank + width, basis.size + basis.room):
+            captured.append(basis.captured(goal.rank))
+            converged = goal.is_met(captured)
+            if goal.left(captured[-1]) <= stop_below:
+                break
+        block = basis.next_block(image)[:width] if basis.room > 0 and not converged else block[:0]
+    vectors, images = basis.best(goal.rank)
+    exhausted = block.shape[0] == 0 and basis.room > 0
+    return Subspace(vectors, images, basis.captured(goal.rank), converged or exhausted)
+
+
+def _block_width(rank: int) -> int:
+    """A multiple of 16, as matrix units like it."""
+    return min(-(-rank // 16) * 16, _WIDEST_BLOCK)
+
+
+def _random_start(matrix: Tensor, rank: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    random = torch.randn(min(_block_width(rank), *matrix.shape), matrix.shape[1], generator=generator)
+    return orthonormal_rows(random.to(matrix))
+
+
+def _deflated(matrix: Tensor, strong: Subspace, goal: _Goal, seed: int) -> Subspace:
+    """Take what was found out of the matrix, search what is left on its own scale, and choose among both.
+
+    Beside singular values a hundred times as large, the others would be rounding.
+    """
+    refined = orthonormal(orthonormal(matrix.mT @ orthonormal(matrix @ strong.vectors)))
+    rest = torch.addmm(matrix, matrix @ refined, refined.mT, alpha=-1.0)
+    energy = float(blocked_energy(rest.reshape(-1)))
+    if energy <= goal.nothing:
+        return Subspace(refined, matrix @ refined, goal.total_energy - energy, converged=True)
+    weak = leading_subspace(
+        rest,
+        goal.rank,
+        total_energy=energy,
+        tolerance=goal.tolerance,
+        seed=seed,
+        nothing=goal.nothing,
+    )
+    del rest
+    held = weak.vectors - refined @ (refined.mT @ weak.vectors)
+    both = orthonormal(torch.cat([refined, orthonormal(held)], dim=1))
+    images = matrix @ both
+    energies, turn = symmetric_eigen(gram_in_double(images))
+    best = turn[:, : goal.rank].to(both)
+    captured = float(energies[: goal.rank].sum())
+    return Subspace(both @ best, images @ best, captured, weak.converged)
+
+
+class KrylovBasis:
+    """Blocks of orthonormal vectors, their images under A, and the Gram matrices of both in float32.
+
+    The blocks are rounded to A's dtype before A is applied, and those rounded blocks are the basis: what is
+    computed from it holds for it exactly, however far from orthogonal rounding has brought it. Vectors are kept
+    as rows, which lie together in memory.
+
+    Args:
+        matrix: A, (m, n), in the dtype of the iterations.
+        most: The largest number of vectors that will be added.
+    """
+
+    def __init__(self, matrix: Tensor, most: int) -> None:
+        rows, columns = matrix.shape
+        self._matrix = matrix
+        wide = torch.promote_types(matrix.dtype, torch.float32)
+        self._vectors = torch.empty(most, columns, dtype=wide, device=matrix.device)
+        self._images = torch.empty(most, rows, dtype=wide, device=matrix.device)
+        self._gram = torch.zeros(most, most, dtype=wide, device=matrix.device)
+        self._image_gram = torch.zeros_like(self._gram)
+        self.size = 0
+        self._found: tuple[int, Tensor, Tensor] | None = None
+
+    @property
+    def room(self) -> int:
+        """How many more vectors fit."""
+        return self._vectors.shape[0] - self.size
+
+    def add(self, block: Tensor) -> Tensor:
+        """Take orthonormal rows (b, n) in and give their images under A as rows, (b, m)."""
+        new = slice(self.size, self.size + block.shape[0])
+        rounded = block.to(self._matrix.dtype)
+        self._vectors[new] = rounded
+        self._images[new] = (self._matrix @ rounded.mT).mT
+        self.size = new.stop
+        for gram, rows in ((self._gram, self._vectors), (self._image_gram, self._images)):
+            products = rows[new] @ rows[: self.size].mT
+            gram[new, : self.size] = products
+            gram[: self.size, new] = products.mT
+        return self._images[new]
+
+    def next_block(self, images: Tensor) -> Tensor:
+        """Aᵀ·images without what the basis already holds, orthonormal rows; fewer where little is new."""
+        left = orthonormal_rows(images).to(self._matrix.dtype)
+        # Uᵀ·A and not Aᵀ·U: up to twice as fast in bfloat16 on a CPU, where A lies row by row.
+        grown = (left @ self._matrix).to(self._vectors.dtype)
+        held = self._vectors[: self.size]
+        block = orthonormal_rows(torch.addmm(grown, grown @ held.mT, held, alpha=-1.0))
+        overlap = block @ held.mT
+        if bool((overlap.abs() > _DEPENDENT).any()):
+            block = orthonormal_rows(torch.addmm(block, overlap, held, alpha=-1.0))
+        return block[: self.room]
+
+    def captured(self, rank: int) -> float:
+        """Σ of the `rank` largest squared singular values of A restricted to the basis."""
+        values, _ = self._ritz()
+        return float(values[:rank].double().sum())
+
+    def best(self, rank: int) -> tuple[Tensor, Tensor]:
+        """The `rank` vectors (n, r) of the basis with the largest images, orthonormal, and the images (m, r)."""
+        _, coefficients = self._ritz()
+        chosen = coefficients[:, :rank].mT
+        return (chosen @ self._vectors[: self.size]).mT, (chosen @ self._images[: self.size]).mT
+
+    def _ritz(self) -> tuple[Tensor, Tensor]:
+        """Maximise ‖A·Kx‖² / ‖Kx‖²: the values, falling, and coefficients x as columns; once for each size."""
+        if self._found is None or self._found[0] != self.size:
+            used = slice(0, self.size)
+            white = whitening(self._gram[used, used])
+            projected = white.mT @ self._image_gram[used, used] @ white
+            values, turn = symmetric_eigen((projected + projected.mT) / 2)
+            self._found = self.size, values.clamp_min(0.0), white @ turn
+        return self._found[1:]
+
+
+def fast_dtype(device: torch.device) -> torch.dtype | None:
+    """bfloat16 where the device multiplies it much faster than float32, else None."""
+    if device.type == "cuda":
+        fast = torch.cuda.get_device_capability(device) >= (8, 0)
+    else:
+        supported = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
+        fast = device.type == "cpu" and supported is not None and bool(supported())
+    return torch.bfloat16 if fast else None

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from sigmascope.errors import NonFiniteError, SigmascopeError
 from sigmascope.lora.adapters import Adapter, DoraChange, WeightChange
-from sigmascope.lora.compatibility import Model, Placing, place, shapes_of
+from sigmascope.lora.compatibility import Model, Placement, place, shapes_of
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.families import Shapes
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.layers import WEIGHT
-from sigmascope.lora.linalg import in_double
-from sigmascope.lora.reader import UnreadChange, open_any
+from sigmascope.lora.linalg import as_float64
+from sigmascope.lora.reader import OpaqueChange, open_any_kind
 from sigmascope.lora.verdict import unreadable
 from sigmascope.probes.applied_patch import AppliedPatch, PatchState
 from sigmascope.probes.reading import describe
@@ -138,8 +138,8 @@ class AppliedVerdict:
     @property
     def strengths(self) -> dict[float, int]:
         """How many modules are there at each strength, the most frequent first."""
-        found = [round(module.strength, 2) for module in self.there if module.strength is not None]
-        return dict(Counter(found).most_common())
+        strengths = [round(module.strength, 2) for module in self.there if module.strength is not None]
+        return dict(Counter(strengths).most_common())
 
     def as_dict(self) -> dict[str, Any]:
         """The verdict as JSON values, totals first."""
@@ -176,7 +176,7 @@ def judge_applied(
     path = str(lora.path or "") or None if isinstance(lora, LoraFile) else str(lora)
     try:
         shapes = shapes_of(model) if model is not None else _shapes_of_patches(patches)
-        opened = nullcontext(lora) if isinstance(lora, LoraFile) else open_any(Path(lora))
+        opened = nullcontext(lora) if isinstance(lora, LoraFile) else open_any_kind(Path(lora))
         with opened as file:
             modules = tuple(_applied_modules(file, shapes, _by_key(patches)))
     except SigmascopeError as error:
@@ -191,10 +191,10 @@ def _shapes_of_patches(patches: Sequence[AppliedPatch]) -> dict[str, tuple[int, 
 
 
 def _by_key(patches: Sequence[AppliedPatch]) -> dict[str, list[AppliedPatch]]:
-    found: dict[str, list[AppliedPatch]] = {}
+    patches_by_key: dict[str, list[AppliedPatch]] = {}
     for patch in patches:
-        found.setdefault(patch.key, []).append(patch)
-    return found
+        patches_by_key.setdefault(patch.key, []).append(patch)
+    return patches_by_key
 
 
 def _applied_modules(lora: LoraFile, shapes: Shapes, patches: _Patches) -> Iterator[AppliedModule]:
@@ -207,7 +207,7 @@ def _applied_modules(lora: LoraFile, shapes: Shapes, patches: _Patches) -> Itera
 
 
 def _applied_module(
-    lora: LoraFile, name: str, keys: tuple[str, ...], placing: Placing, patches: _Patches
+    lora: LoraFile, name: str, keys: tuple[str, ...], placing: Placement, patches: _Patches
 ) -> AppliedModule:
     if not keys:
         return AppliedModule(name, detail="the model has no weight that it is for")
@@ -235,7 +235,7 @@ def _change(lora: LoraFile, name: str) -> Change:
     return lora.modules[name] if name in lora.modules else lora.changes[name]
 
 
-def _matching_form(own: Change, placing: Placing, key: str, patch: AppliedPatch) -> Change | None:
+def _matching_form(own: Change, placing: Placement, key: str, patch: AppliedPatch) -> Change | None:
     """The form of a file's change that a patch is, if any."""
     if is_same(own, patch):
         return own
@@ -243,7 +243,7 @@ def _matching_form(own: Change, placing: Placing, key: str, patch: AppliedPatch)
     return aligned if aligned is not None and is_same(aligned, patch) else None
 
 
-def _as_aligned(placing: Placing, key: str) -> Change | None:
+def _as_aligned(placing: Placement, key: str) -> Change | None:
     """The file's change of one weight, where a fused matrix is divided or joined for it."""
     lora, layer = placing.lora, key.removesuffix(WEIGHT)
     if lora is None or layer not in lora.modules:
@@ -253,7 +253,7 @@ def _as_aligned(placing: Placing, key: str) -> Change | None:
 
 def _there(name: str, same: Sequence[tuple[str, AppliedPatch, Change]]) -> AppliedModule:
     keys = tuple(dict.fromkeys(key for key, _, _ in same))
-    counts = [sum(key == one for one, _, _ in same) for key in keys]
+    counts = [sum(key == other for other, _, _ in same) for key in keys]
     on_first = [(patch, change) for key, patch, change in same if key == keys[0]]
     strengths = [_strength(patch, change) for patch, change in on_first]
     known = [strength for strength in strengths if strength is not None]
@@ -295,7 +295,7 @@ def tensors_of(change: Change) -> Mapping[str, Tensor]:
         return {"up": change.up, "down": change.down}
     if isinstance(change, DoraChange):
         return {**tensors_of(change.direction), "dora_scale": change.magnitude}
-    if isinstance(change, UnreadChange):
+    if isinstance(change, OpaqueChange):
         return change.parts
     if isinstance(change, Adapter):
         return {_patch_name(name): tensor for name, tensor in change.parts.items()}
@@ -321,13 +321,13 @@ def _same_product(change: LoraFactors, patch: AppliedPatch) -> bool:
         return False
     if _differ_in_a_corner(change, up, down):
         return False
-    found = _patch_factors(patch)
+    factors = _patch_factors(patch)
     plain = LoraFactors(
-        in_double(change.up).cpu(), in_double(change.down).cpu(), change.alpha, found.weight_shape
+        as_float64(change.up).cpu(), as_float64(change.down).cpu(), change.alpha, factors.weight_shape
     )
-    lengths = plain.frobenius_norm() * found.frobenius_norm()
+    lengths = plain.frobenius_norm() * factors.frobenius_norm()
     if lengths > 0.0:
-        return plain.inner(found) > _SAME * lengths
+        return plain.inner(factors) > _SAME * lengths
     return _same_numbers(change.up, patch.tensors["up"]) and _same_numbers(change.down, patch.tensors["down"])
 
 
@@ -335,7 +335,7 @@ def _differ_in_a_corner(change: LoraFactors, up: Tensor, down: Tensor) -> bool:
     """Whether the file's largest rows and columns already show that two ΔW are no multiples of each other."""
     rows, columns = _largest(change.up, 1), _largest(change.down, 0)
     one, two = (
-        (in_double(first.detach().cpu()[rows]) @ in_double(second.detach().cpu()[:, columns])).flatten()
+        (as_float64(first.detach().cpu()[rows]) @ as_float64(second.detach().cpu()[:, columns])).flatten()
         for first, second in ((change.up, change.down), (up, down))
     )
     lengths = float(torch.linalg.vector_norm(one)) * float(torch.linalg.vector_norm(two))
@@ -354,15 +354,15 @@ def _are_the_factors(change: LoraFactors, patch: AppliedPatch) -> bool:
     return _are_equal(change.up, up) and _are_equal(change.down, down)
 
 
-def _are_equal(one: Tensor, other: Tensor) -> bool:
-    if one.shape != other.shape:
+def _are_equal(first: Tensor, second: Tensor) -> bool:
+    if first.shape != second.shape:
         return False
-    narrow = min(one.dtype, other.dtype, key=lambda dtype: dtype.itemsize)
-    return torch.equal(one.detach().to(other.device, narrow), other.detach().to(narrow))
+    narrow = min(first.dtype, second.dtype, key=lambda dtype: dtype.itemsize)
+    return torch.equal(first.detach().to(second.device, narrow), second.detach().to(narrow))
 
 
 def _same_numbers(one: Tensor, other: Tensor) -> bool:
-    first, second = in_double(one).cpu().flatten(), in_double(other).cpu().flatten()
+    first, second = as_float64(one).cpu().flatten(), as_float64(other).cpu().flatten()
     if len(first) != len(second):
         return False
     lengths = float(torch.linalg.vector_norm(first)), float(torch.linalg.vector_norm(second))
@@ -372,7 +372,7 @@ def _same_numbers(one: Tensor, other: Tensor) -> bool:
 
 
 def _patch_factors(patch: AppliedPatch) -> LoraFactors:
-    up, down = (in_double(patch.tensors[name]).cpu().flatten(1) for name in ("up", "down"))
+    up, down = (as_float64(patch.tensors[name]).cpu().flatten(1) for name in ("up", "down"))
     return LoraFactors(up, down, float(up.shape[1]), (up.shape[0], down.shape[1]))
 
 

@@ -19,25 +19,24 @@ from sigmascope.__about__ import __version__
 from sigmascope.checkpoints import Checkpoint, open_checkpoint
 from sigmascope.errors import ConfigError, LoraFormatError, ModelMismatchError
 from sigmascope.lora.adapters import DiffChange, form_delta
-from sigmascope.lora.alignment import UnitedLoras, unite
+from sigmascope.lora.alignment import AlignedLoras, align_all
 from sigmascope.lora.bake import aligned_with
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.families import BASE_FINGERPRINT
-from sigmascope.lora.file import LoraFile, check_target, refuse_files, refuse_inputs
+from sigmascope.lora.file import LoraFile, check_target, family_in, refuse_files, refuse_inputs
 from sigmascope.lora.linalg import at_least_float32, same_matrix
 from sigmascope.lora.merge_methods import InputLora, MergeMethod, merged_from, require_weights
-from sigmascope.lora.metadata import family_in
 from sigmascope.lora.ranks import FULL_RANK, FixedRank, RankRules
 from sigmascope.lora.reader import open_lora
 from sigmascope.lora.resize import (
     RankPlan,
-    ReducedModule,
-    Reduction,
     ReductionReport,
+    ResizedModule,
+    Resizer,
     require_modules,
     unused_keys,
 )
-from sigmascope.lora.truncation import FormedChange, ReducibleChange, reducible
+from sigmascope.lora.truncation import FormedChange, Truncatable, truncatable
 from sigmascope.lora.writer import STORAGE_DTYPES, LoraOutput, SavePrecision, dtype_name, storage_dtype
 from sigmascope.progress import Progress, no_progress
 from sigmascope.records.run import Finding
@@ -116,7 +115,7 @@ def merge_loras(
         refuse_files(target, lora_files)
         bases = _base_weights(files, originals, target, options.base)
         dtype = _storage_dtype_of(lora_files, options)
-        changes = MergedChanges(unite(originals), weights, options.method, dtype, bases)
+        changes = MergedChanges(align_all(originals), weights, options.method, dtype, bases)
         plan = _rank_plan(changes, options)
         output = LoraOutput(
             target,
@@ -216,7 +215,7 @@ class MergedChanges:
         LoraFormatError: A change depends on the base model, and none is given.
     """
 
-    united: UnitedLoras
+    united: AlignedLoras
     weights: Sequence[float]
     method: MergeMethod
     dtype: torch.dtype
@@ -258,7 +257,7 @@ class MergedChanges:
             return None
         return sum(self.united.loras[position].rank_of(name) or 0 for position in self._acting(name))
 
-    def load(self, name: str, wanted: int) -> ReducibleChange:
+    def load(self, name: str, wanted: int) -> Truncatable:
         """Read and combine one layer's changes; safe to call from threads."""
         if not self._is_plain(name):
             return FormedChange(self._combined(name), self.dtype)
@@ -269,7 +268,7 @@ class MergedChanges:
             assert isinstance(change, LoraFactors)
             parts.append(replace(change, weight_shape=shape))
             weights.append(self.weights[position])
-        return reducible(LoraFactors.concatenate(parts, weights), wanted, self.dtype)
+        return truncatable(LoraFactors.concatenate(parts, weights), wanted, self.dtype)
 
     def vector(self, name: str) -> Tensor:
         """Read and combine one bias's or norm's changes, in float32."""
@@ -306,7 +305,7 @@ class MergedChanges:
     def _acting(self, name: str) -> tuple[int, ...]:
         """The LoRAs of a layer without those of weight 0; all of them where none is left."""
         positions = self.united.positions(name)
-        return tuple(one for one in positions if self.weights[one] != 0.0) or positions
+        return tuple(position for position in positions if self.weights[position] != 0.0) or positions
 
     def _require_same_shapes(self) -> None:
         for name in self.united.names:
@@ -352,8 +351,8 @@ def _provenance(
 
 def _write_modules(
     output: LoraOutput, changes: MergedChanges, plan: RankPlan, progress: Progress
-) -> tuple[ReducedModule, ...]:
-    reduction = Reduction(
+) -> tuple[ResizedModule, ...]:
+    reduction = Resizer(
         shapes={name: changes.shape(name) for name in changes.layers},
         old_ranks={name: changes.old_rank(name) for name in changes.layers},
         load=changes.load,
@@ -373,12 +372,12 @@ def _write_modules(
     return tuple(modules)
 
 
-def merge_findings(loras: Sequence[LoraFile], united: UnitedLoras) -> Iterator[Finding]:
+def merge_findings(loras: Sequence[LoraFile], aligned: AlignedLoras) -> Iterator[Finding]:
     """Give reasons to doubt that the LoRAs belong together.
 
     Args:
         loras: Under their own names.
-        united: The same under common names.
+        aligned: The same under common names.
     """
     families = {family for lora in loras if (family := family_in(lora.metadata)) is not None}
     if len(families) > 1:
@@ -397,13 +396,13 @@ def merge_findings(loras: Sequence[LoraFile], united: UnitedLoras) -> Iterator[F
             "The LoRAs were made from different checkpoints of a model, by what their headers say.",
             advice="Look at the result: each change was made for its own base.",
         )
-    shared = sum(len(united.positions(name)) > 1 for name in united.names)
+    shared = sum(len(aligned.positions(name)) > 1 for name in aligned.names)
     if len(loras) > 1 and shared == 0:
         yield Finding(
             "lora.merge.apart",
             "warning",
             "No layer is changed by more than one of the LoRAs.",
-            {"layers": len(united.names)},
+            {"layers": len(aligned.names)},
             advice="Check that they are for the same model, and that their names are understood: lora inspect.",
         )
     yield from unused_keys(loras)

@@ -9,7 +9,7 @@ for each layer in diffusers and another in its original file. All of that is und
   stays flat, and only a model's own layers can tell it.
 - `LayerIndex` finds a model's layer for each name. Names are compared without dots and prefixes, part by part of
   the model, in both namings of its family.
-- Without a model, `understand_names` gives the layers' paths with the family and naming that they are of, and
+- Without a model, `parse_names` gives the layers' paths with the family and naming that they are of, and
   `file_family` says which family a file is for and what tells so.
 """
 
@@ -21,7 +21,7 @@ from typing import Final
 
 from sigmascope.errors import ConfigError, LoraFormatError, SigmascopeError
 from sigmascope.lora.families import ModelLayout, Part, attends_to_itself, misfit
-from sigmascope.lora.file import LoraFile
+from sigmascope.lora.file import FAMILIES, LoraFile, family_in
 from sigmascope.lora.layer_names import (
     RESNET,
     RESNET_OF_SGM,
@@ -40,7 +40,6 @@ from sigmascope.lora.layer_names import (
     unflattened,
     usual_blocks,
 )
-from sigmascope.lora.metadata import FAMILIES, family_in
 
 _BIAS: Final = ".bias"
 _TEXT_MODEL: Final = "text_model_"
@@ -54,7 +53,7 @@ _PARTS: Final[tuple[Part, ...]] = (
     "other",
 )
 
-# Of the checkpoint that `understand_names` gives layers of.
+# Of the checkpoint that `parse_names` gives layers of.
 _OWN_PREFIXES: Final[dict[Part, str]] = {
     "denoiser": "denoiser.",
     "denoiser_2": "transformer_2.",
@@ -324,8 +323,8 @@ class LayerIndex:
 
     def find(self, part: Part, path: str) -> str | None:
         """The layer of a path inside a part of the model, whatever stands before it."""
-        found = self.by_name.get((part, _comparable(part, path)), set())
-        return next(iter(found)) if len(found) == 1 else None
+        layers = self.by_name.get((part, _comparable(part, path)), set())
+        return next(iter(layers)) if len(layers) == 1 else None
 
     def layer_of(self, name: str, shape: tuple[int, ...]) -> str | None:
         """The layer that a module is for; None where there is none, or more than one.
@@ -345,10 +344,10 @@ class LayerIndex:
         for candidate in (parsed, whole):
             for part in candidate.parts or _PARTS:
                 key = part, _comparable(part, candidate.path)
-                found = self.by_name.get(key, set())
+                layers = self.by_name.get(key, set())
                 is_swapped = key in self.swapped and len(shape) > 1 and shape[0] == 2 * shape[1]
-                if len(found) == 1 and not is_swapped:
-                    return next(iter(found))
+                if len(layers) == 1 and not is_swapped:
+                    return next(iter(layers))
         return None
 
 
@@ -384,7 +383,7 @@ def _transformer_names(path: str, layout: ModelLayout) -> Iterator[tuple[str, bo
 
 
 @dataclass(frozen=True, slots=True)
-class OwnNames:
+class ParsedNames:
     """A LoRA's names, understood.
 
     Attributes:
@@ -400,7 +399,7 @@ class OwnNames:
     blocks: UnetBlocks
 
 
-def understand_names(lora: LoraFile, family: str | None = None) -> OwnNames:
+def parse_names(lora: LoraFile, family: str | None = None) -> ParsedNames:
     """Understand a LoRA's names by themselves.
 
     Args:
@@ -419,11 +418,11 @@ def understand_names(lora: LoraFile, family: str | None = None) -> OwnNames:
     placed: dict[str, tuple[Part, str]] = {}
     unknown = []
     for name in lora.names:
-        found = _placed(name)
-        if found is None:
+        place = _placed(name)
+        if place is None:
             unknown.append(name)
         else:
-            placed[name] = found
+            placed[name] = place
     paths = [path for part, path in placed.values() if part == "denoiser"]
     shapes = {path: lora.shape_of(name) for name, (part, path) in placed.items() if part == "denoiser"}
     otherwise = None if family is None else misfit(family, shapes)
@@ -440,7 +439,7 @@ def understand_names(lora: LoraFile, family: str | None = None) -> OwnNames:
         for name, (part, path) in placed.items()
     }
     own = {name: layer + _BIAS if name.endswith(_BIAS) else layer for name, layer in layers.items()}
-    return OwnNames(ModelLayout(family, naming, _OWN_PREFIXES), own, tuple(unknown), blocks)
+    return ParsedNames(ModelLayout(family, naming, _OWN_PREFIXES), own, tuple(unknown), blocks)
 
 
 def _placed(name: str) -> tuple[Part, str] | None:
@@ -510,8 +509,8 @@ def _naming(lora: LoraFile, family: str, paths: Iterable[str]) -> str:
 def _in_naming(naming: str, family: str, path: str, lora: LoraFile, blocks: UnetBlocks) -> str:
     """A path in the naming that the others are of, where it is of the other."""
     if family in UNET_FAMILIES:
-        found = to_diffusers(path, blocks) if naming == "diffusers" else None
-        return found or path
+        renamed_path = to_diffusers(path, blocks) if naming == "diffusers" else None
+        return renamed_path or path
     row = row_of_original(family, path) if naming == "diffusers" else None
     if row is None or path in row.parts:
         return path
@@ -555,7 +554,7 @@ def file_family(lora: LoraFile) -> FileFamily:
 
 def _by_names(lora: LoraFile) -> str | None:
     try:
-        family = understand_names(replace(lora, metadata={})).layout.family
+        family = parse_names(replace(lora, metadata={})).layout.family
     except SigmascopeError:
         family = "unknown"
     return _by_most_names(lora) if family == "unknown" else family

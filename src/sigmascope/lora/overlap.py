@@ -26,7 +26,7 @@ from torch import Tensor
 from sigmascope.errors import LoraFormatError, ModelMismatchError
 from sigmascope.lora.effect import effect_of
 from sigmascope.lora.factors import LoraFactors
-from sigmascope.lora.linalg import in_double, root_sum_square
+from sigmascope.lora.linalg import as_float64, root_sum_square
 from sigmascope.lora.patches import as_factors, sort_patches, weight_shape_of
 from sigmascope.probes.applied_patch import AppliedPatch
 from sigmascope.probes.reading import attempt
@@ -130,24 +130,24 @@ def overlap(a: Sequence[AppliedPatch], b: Sequence[AppliedPatch], *, angles: boo
     first, second = _by_key(a), _by_key(b)
     shared = [key for key in first if key in second]
     unavailable: dict[str, str] = {}
-    found: list[KeyOverlap] = []
+    overlaps: list[KeyOverlap] = []
     for key in shared:
         compared = attempt(partial(_compared, key, first[key], second[key], angles))
         if compared.value is not None:
-            found.append(compared.value)
+            overlaps.append(compared.value)
         else:
             unavailable[key] = compared.reason or ""
-    sizes = _length(first, found, 0, unavailable), _length(second, found, 1, unavailable)
+    sizes = _length(first, overlaps, 0, unavailable), _length(second, overlaps, 1, unavailable)
     total = sizes[0] * sizes[1]
     if total == 0.0:
         unavailable["overall"] = "one of the two changes nothing that could be compared"
     return LoraOverlap(
-        overall=_weighted(found, "overall", total),
-        columns=_weighted(found, "columns", total),
-        rows=_weighted(found, "rows", total),
-        chance=_weighted(found, "chance", total),
-        cosine=_weighted(found, "cosine", total),
-        keys=tuple(found),
+        overall=_weighted(overlaps, "overall", total),
+        columns=_weighted(overlaps, "columns", total),
+        rows=_weighted(overlaps, "rows", total),
+        chance=_weighted(overlaps, "chance", total),
+        cosine=_weighted(overlaps, "cosine", total),
+        keys=tuple(overlaps),
         only_a=tuple(key for key in first if key not in second),
         only_b=tuple(key for key in second if key not in first),
         unavailable=unavailable,
@@ -166,27 +166,27 @@ def angles_of(
 
 
 def _by_key(patches: Sequence[AppliedPatch]) -> dict[str, list[AppliedPatch]]:
-    found: dict[str, list[AppliedPatch]] = {}
+    patches_by_key: dict[str, list[AppliedPatch]] = {}
     for patch in sort_patches(patches).acting:
-        found.setdefault(patch.key, []).append(patch)
-    return found
+        patches_by_key.setdefault(patch.key, []).append(patch)
+    return patches_by_key
 
 
 def _compared(key: str, first: list[AppliedPatch], second: list[AppliedPatch], angles: bool) -> KeyOverlap:
     a, b = _both(first, second)
-    found = shared_spaces(a, b)
+    spaces = shared_spaces(a, b)
     column_angles, row_angles = _angles(a, b) if angles else ((), ())
     return KeyOverlap(
         key=key,
-        columns=found.columns,
-        rows=found.rows,
-        overall=(found.columns + found.rows) / 2,
-        chance=_chance(found.ranks, a.weight_shape),
-        cosine=max(-1.0, min(1.0, found.inner / prod(found.norms))) if prod(found.norms) > 0.0 else 0.0,
+        columns=spaces.columns,
+        rows=spaces.rows,
+        overall=(spaces.columns + spaces.rows) / 2,
+        chance=_chance(spaces.ranks, a.weight_shape),
+        cosine=max(-1.0, min(1.0, spaces.inner / prod(spaces.norms))) if prod(spaces.norms) > 0.0 else 0.0,
         column_angles=column_angles,
         row_angles=row_angles,
-        ranks=found.ranks,
-        norms=found.norms,
+        ranks=spaces.ranks,
+        norms=spaces.norms,
     )
 
 
@@ -209,17 +209,19 @@ def _chance(ranks: tuple[int, int], shape: tuple[int, ...]) -> float:
 
 
 def _angles(a: LoraFactors, b: LoraFactors) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    one, two = bases_of(a), bases_of(b)
-    if not (len(one.values) and len(two.values)):
+    first, second = bases_of(a), bases_of(b)
+    if not (len(first.values) and len(second.values)):
         return (), ()
-    pairs = (one.columns, two.columns), (one.rows, two.rows)
+    pairs = (first.columns, second.columns), (first.rows, second.rows)
     columns, rows = (tuple(principal_angles(*pair).tolist()) for pair in pairs)
     return columns, rows
 
 
-def _length(patches: _Changes, found: Sequence[KeyOverlap], side: int, unavailable: dict[str, str]) -> float:
+def _length(
+    patches: _Changes, overlaps: Sequence[KeyOverlap], side: int, unavailable: dict[str, str]
+) -> float:
     """‖Δ‖ over all weights but those that are out of the comparison."""
-    norms = {one.key: one.norms[side] for one in found}
+    norms = {key_overlap.key: key_overlap.norms[side] for key_overlap in overlaps}
     for key, changes in patches.items():
         if key in norms or key in unavailable:
             continue
@@ -231,11 +233,14 @@ def _length(patches: _Changes, found: Sequence[KeyOverlap], side: int, unavailab
     return root_sum_square(list(norms.values()))
 
 
-def _weighted(found: Sequence[KeyOverlap], figure: str, total: float) -> float | None:
+def _weighted(overlaps: Sequence[KeyOverlap], figure: str, total: float) -> float | None:
     """Σ ‖ΔAₖ‖·‖ΔBₖ‖·figureₖ / (‖ΔA‖·‖ΔB‖), which the figures' bounds hold for by Cauchy and Schwarz."""
     if total == 0.0:
         return None
-    value = fsum(prod(one.norms) * float(getattr(one, figure)) for one in found) / total
+    value = (
+        fsum(prod(key_overlap.norms) * float(getattr(key_overlap, figure)) for key_overlap in overlaps)
+        / total
+    )
     return max(-1.0, min(1.0, value))
 
 
@@ -264,14 +269,14 @@ def shared_spaces(a: LoraFactors, b: LoraFactors) -> SharedSpaces:
     Raises:
         ModelMismatchError: They change weights of different shape.
     """
-    one, two = _Spaces.of(a), _Spaces.of(b)
+    first, second = _Spaces.of(a), _Spaces.of(b)
     inner = a.inner(b)
-    if one is None or two is None:
+    if first is None or second is None:
         return _by_bases(a, b, inner)
-    columns = one.columns.mT @ (in_double(a.up).mT @ in_double(b.up)) @ two.columns
-    rows = one.rows.mT @ (in_double(a.down) @ in_double(b.down).mT) @ two.rows
-    ranks = len(one.values), len(two.values)
-    return SharedSpaces(_share(columns), _share(rows), ranks, (one.norm, two.norm), inner)
+    columns = first.columns.mT @ (as_float64(a.up).mT @ as_float64(b.up)) @ second.columns
+    rows = first.rows.mT @ (as_float64(a.down) @ as_float64(b.down).mT) @ second.rows
+    ranks = len(first.values), len(second.values)
+    return SharedSpaces(_share(columns), _share(rows), ranks, (first.norm, second.norm), inner)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -289,7 +294,7 @@ class _Spaces:
     @classmethod
     def of(cls, factors: LoraFactors) -> "_Spaces | None":
         """None if the factors are too nearly dependent, or zero."""
-        up, down = in_double(factors.up), in_double(factors.down)
+        up, down = as_float64(factors.up), as_float64(factors.down)
         left, right = _triangle(up.mT @ up), _triangle(down @ down.mT)
         if left is None or right is None:
             return None
@@ -320,12 +325,13 @@ def _share(cosines: Tensor) -> float:
 
 
 def _by_bases(a: LoraFactors, b: LoraFactors, inner: float) -> SharedSpaces:
-    one, two = bases_of(a), bases_of(b)
+    first, second = bases_of(a), bases_of(b)
     columns, rows = (
-        min(1.0, subspace_overlap(*pair)) for pair in ((one.columns, two.columns), (one.rows, two.rows))
+        min(1.0, subspace_overlap(*pair))
+        for pair in ((first.columns, second.columns), (first.rows, second.rows))
     )
-    norms = float(one.values.norm()), float(two.values.norm())
-    return SharedSpaces(columns, rows, (len(one.values), len(two.values)), norms, inner)
+    norms = float(first.values.norm()), float(second.values.norm())
+    return SharedSpaces(columns, rows, (len(first.values), len(second.values)), norms, inner)
 
 
 @dataclass(frozen=True, eq=False)
@@ -356,28 +362,28 @@ def kept_values(sigma: Float[Tensor, " k"]) -> int:
     return int((sigma > _NOISE * sigma[0]).sum()) if float(sigma[0]) > 0.0 else 0
 
 
-def subspace_overlap(one: Float[Tensor, "n r"], other: Float[Tensor, "n s"]) -> float:
+def subspace_overlap(first: Float[Tensor, "n r"], second: Float[Tensor, "n s"]) -> float:
     """‖U₁ᵀU₂‖² / min(r, s), the mean squared cosine of the principal angles.
 
     1 where one space holds the other, 0 where they are orthogonal (the measure of section 7.2 of Hu et al.,
     arXiv 2106.09685); 0 too when either is empty. Two random spaces have max(r, s) / n.
 
     Args:
-        one: Orthonormal columns.
-        other: The same, of the same length.
+        first: Orthonormal columns.
+        second: The same, of the same length.
     """
-    smaller = min(one.shape[1], other.shape[1])
-    return float((one.mT @ other).square().sum()) / smaller if smaller else 0.0
+    smaller = min(first.shape[1], second.shape[1])
+    return float((first.mT @ second).square().sum()) / smaller if smaller else 0.0
 
 
-def principal_angles(one: Float[Tensor, "n r"], other: Float[Tensor, "n s"]) -> Float[Tensor, " k"]:
+def principal_angles(first: Float[Tensor, "n r"], second: Float[Tensor, "n s"]) -> Float[Tensor, " k"]:
     """The min(r, s) angles between two spaces in degrees, rising; small ones from their sines.
 
     Args:
-        one: Orthonormal columns.
-        other: The same, of the same length.
+        first: Orthonormal columns.
+        second: The same, of the same length.
     """
-    large, small = (one, other) if one.shape[1] >= other.shape[1] else (other, one)
+    large, small = (first, second) if first.shape[1] >= second.shape[1] else (second, first)
     core = large.mT @ small
     cosines = torch.linalg.svdvals(core).clamp(max=1.0)
     near = cosines > _NEAR_ONE

@@ -237,7 +237,7 @@ def match(base: Checkpoint, tuned: Checkpoint, options: PairOptions | None = Non
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class PairSide:
     """One checkpoint: how it is laid out, and where each place's tensor is.
 
     Attributes:
@@ -256,7 +256,7 @@ class Side:
         return f"{self.checkpoint.path} ({described(self.layout)})"
 
 
-def _under_base_names(base: Side, tuned: Side) -> Checkpoint:
+def _under_base_names(base: PairSide, tuned: PairSide) -> Checkpoint:
     places = {**tuned.outside, **tuned.keys}
     wanted = {**base.outside, **base.keys}
     names = {key: wanted[place] for place, key in places.items() if place in wanted and wanted[place] != key}
@@ -277,7 +277,7 @@ def parts_of(text: str) -> tuple[Part, ...]:
     return tuple(part for part in PARTS if part in names)
 
 
-def sides_of(base: Checkpoint, tuned: Checkpoint, parts: tuple[Part, ...]) -> tuple[Side, Side]:
+def sides_of(base: Checkpoint, tuned: Checkpoint, parts: tuple[Part, ...]) -> tuple[PairSide, PairSide]:
     """Lay out two checkpoints such that one tensor has one place in both.
 
     Args:
@@ -317,7 +317,7 @@ def _wanted_parts(parts: tuple[Part, ...], *layouts: ModelLayout) -> tuple[Part,
     return tuple(layouts[0].prefixes) if alone and parts == ("denoiser",) else parts
 
 
-def _side(checkpoint: Checkpoint, layout: ModelLayout, parts: tuple[Part, ...]) -> Side:
+def _side(checkpoint: Checkpoint, layout: ModelLayout, parts: tuple[Part, ...]) -> PairSide:
     if any(mark in key for key in checkpoint for mark in _LORA_MARKS):
         raise ModelMismatchError(
             f"{checkpoint.path} is a LoRA, not a model.",
@@ -331,7 +331,7 @@ def _side(checkpoint: Checkpoint, layout: ModelLayout, parts: tuple[Part, ...]) 
     for part in parts:
         if not any(place[0] == part for place in keys):
             raise _no_such_part(checkpoint, layout, part)
-    return Side(checkpoint, layout, keys, outside)
+    return PairSide(checkpoint, layout, keys, outside)
 
 
 def _no_such_part(checkpoint: Checkpoint, layout: ModelLayout, part: Part) -> ModelMismatchError:
@@ -350,7 +350,7 @@ def described(layout: ModelLayout) -> str:
     return family if layout.naming in {"unknown", layout.family} else f"{family} in {layout.naming} naming"
 
 
-def _refuse_other_naming(base: Side, tuned: Side) -> None:
+def _refuse_other_naming(base: PairSide, tuned: PairSide) -> None:
     same = (base.layout.family, base.layout.naming) == (tuned.layout.family, tuned.layout.naming)
     common = _in_common(set(base.keys), set(tuned.keys))
     if common == 0 or (not same and common < _ENOUGH_IN_COMMON):
@@ -361,7 +361,7 @@ def _refuse_other_naming(base: Side, tuned: Side) -> None:
 
 
 @dataclass
-class Sorted:
+class MatchedTensors:
     """The shared tensors of two checkpoints, by what is done with them.
 
     Attributes:
@@ -389,21 +389,23 @@ class Sorted:
 
     def findings(self, base: Checkpoint, tuned: Checkpoint, options: PairOptions) -> list[Finding]:
         """What a user should know of the tensors that are not simply compared."""
-        found: list[Finding] = []
+        findings: list[Finding] = []
         if self.reshaped:
-            found.append(changed_shapes(base, tuned, self.reshaped))
-        found += integers(self.integers, self.changed_integers)
+            findings.append(changed_shapes(base, tuned, self.reshaped))
+        findings += integers(self.integers, self.changed_integers)
         if self.mixed:
             skipped = options.on_mixed_dtypes == "skip"
-            found.append(mixed_dtypes(base, tuned, self.mixed, skipped=skipped))
+            findings.append(mixed_dtypes(base, tuned, self.mixed, skipped=skipped))
         for side, role in ((base, "base"), (tuned, "tuned model")):
             keys = [key for key in self.compared if key in side.dequantised]
             if keys:
-                found.append(dequantised(side, role, keys))
-        return found
+                findings.append(dequantised(side, role, keys))
+        return findings
 
 
-def sort_tensors(base: Checkpoint, tuned: Checkpoint, keys: Sequence[str], options: PairOptions) -> Sorted:
+def sort_tensors(
+    base: Checkpoint, tuned: Checkpoint, keys: Sequence[str], options: PairOptions
+) -> MatchedTensors:
     """Look at each shared tensor's shape and dtype; integers, which are few and small, are read.
 
     Args:
@@ -416,7 +418,7 @@ def sort_tensors(base: Checkpoint, tuned: Checkpoint, keys: Sequence[str], optio
         ModelMismatchError: Shapes, integers or dtypes that differ, unless they may be skipped.
         CheckpointError: Weights that are not floating-point numbers.
     """
-    result = Sorted()
+    result = MatchedTensors()
     for key in keys:
         infos = base.info(key), tuned.info(key)
         if infos[0].shape != infos[1].shape:
@@ -472,7 +474,7 @@ def _sort_real(
     base: Checkpoint,
     tuned: Checkpoint,
     infos: tuple[TensorInfo, TensorInfo],
-    result: Sorted,
+    result: MatchedTensors,
     options: PairOptions,
 ) -> None:
     for side, info in zip((base, tuned), infos, strict=True):

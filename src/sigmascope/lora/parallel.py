@@ -131,7 +131,7 @@ def worker_count() -> int:
     return max(1, min(cores, _MOST_WORKERS))
 
 
-class Slot:
+class Scratch:
     """Memory for one item at a time."""
 
     def __init__(self) -> None:
@@ -146,14 +146,14 @@ class Slot:
             dtype: Of the elements.
         """
         size = elements * dtype.itemsize
-        found = self._memory.get(name)
-        if found is None or found.numel() < size:
-            found = self._memory[name] = torch.empty(size, dtype=torch.uint8)
-        return found[:size].view(dtype)
+        buffer = self._memory.get(name)
+        if buffer is None or buffer.numel() < size:
+            buffer = self._memory[name] = torch.empty(size, dtype=torch.uint8)
+        return buffer[:size].view(dtype)
 
 
 def map_in_order(
-    items: Sequence[Item], work: Callable[[Slot, Item], Result]
+    items: Sequence[Item], work: Callable[[Scratch, Item], Result]
 ) -> Iterator[tuple[Item, Result]]:
     """Do the same work on each item, a few at a time, each thread computing on one core.
 
@@ -166,17 +166,17 @@ def map_in_order(
         (item, result). Leaving the loop early, or an error in it, begins no more.
     """
     workers = min(worker_count(), _MOST_DISK_WORKERS)
-    slots: SimpleQueue[Slot] = SimpleQueue()
+    slots: SimpleQueue[Scratch] = SimpleQueue()
     for _ in range(workers + 1):
-        slots.put(Slot())
+        slots.put(Scratch())
 
-    def job(item: Item) -> tuple[Slot, Result]:
+    def job(item: Item) -> tuple[Scratch, Result]:
         slot = slots.get()
         return slot, work(slot, item)
 
     before = torch.get_num_threads()
     pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,))
-    waiting: deque[tuple[Item, Future[tuple[Slot, Result]]]] = deque()
+    waiting: deque[tuple[Item, Future[tuple[Scratch, Result]]]] = deque()
     try:
         for item in items:
             waiting.append((item, pool.submit(job, item)))
@@ -188,13 +188,13 @@ def map_in_order(
         for _, future in waiting:
             future.cancel()
         for _ in waiting:  # a thread that waits for a slot must end too
-            slots.put(Slot())
+            slots.put(Scratch())
         pool.shutdown(wait=True, cancel_futures=True)
         torch.set_num_threads(before)  # threads begun later take the process's last setting
 
 
 def _taken(
-    waiting: "deque[tuple[Item, Future[tuple[Slot, Result]]]]", slots: "SimpleQueue[Slot]"
+    waiting: "deque[tuple[Item, Future[tuple[Scratch, Result]]]]", slots: "SimpleQueue[Scratch]"
 ) -> Iterator[tuple[Item, Result]]:
     item, future = waiting.popleft()
     slot, result = future.result()

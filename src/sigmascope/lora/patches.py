@@ -25,7 +25,7 @@ from torch import Tensor
 from sigmascope.errors import LoraFormatError, ModelMismatchError
 from sigmascope.lora.adapters import DiffChange, LohaChange, LokrChange
 from sigmascope.lora.factors import LoraFactors
-from sigmascope.lora.linalg import in_double
+from sigmascope.lora.linalg import as_float64
 from sigmascope.probes.applied_patch import AppliedPatch
 
 _PEFT: Final = "peft."
@@ -210,8 +210,8 @@ def _require_size(patch: AppliedPatch, shape: tuple[int, ...], weight: Tensor) -
 def _product(patch: AppliedPatch, weight: Tensor) -> Tensor:
     whole = replace(patch, offset=None, adapter_type="lora")
     _require_size(patch, own_shape(whole), weight)
-    found = factors_of(whole, own_shape(whole))
-    return (found.up @ found.down).to(weight.device) * scale_of_patch(patch)
+    factors = factors_of(whole, own_shape(whole))
+    return (factors.up @ factors.down).to(weight.device) * scale_of_patch(patch)
 
 
 def _loha(patch: AppliedPatch, weight: Tensor) -> Tensor:
@@ -377,10 +377,10 @@ def weight_shape_of(patches: Sequence[AppliedPatch], weight: Tensor | None) -> S
     ComfyUI enlarges a weight by zeros for a change that says so.
     """
     own = [own_shape(patch) for patch in patches if patch.offset is None and _shows_shape(patch)]
-    said = [patch.weight_shape for patch in patches if patch.weight_shape is not None]
-    if weight is None and not said and not own:
+    shapes = [patch.weight_shape for patch in patches if patch.weight_shape is not None]
+    if weight is None and not shapes and not own:
         return None
-    given = tuple(weight.shape) if weight is not None else (said or own)[0]
+    given = tuple(weight.shape) if weight is not None else (shapes or own)[0]
     larger = [shape for shape in own if len(shape) == len(given) and prod(shape) > prod(given)]
     return tuple(map(max, given, *larger)) if larger else given
 
@@ -416,9 +416,9 @@ def factors_of(patch: AppliedPatch, shape: Shape) -> WeightedFactors:
         ModelMismatchError: The factors do not fit the weight.
         LoraFormatError: Strength or scale could not be read.
     """
-    up, down = in_double(patch.tensors["up"]).flatten(1), in_double(patch.tensors["down"])
+    up, down = as_float64(patch.tensors["up"]).flatten(1), as_float64(patch.tensors["down"])
     if "mid" in patch.tensors:
-        core = in_double(patch.tensors["mid"]).to(down.device)
+        core = as_float64(patch.tensors["mid"]).to(down.device)
         down = torch.tensordot(core, down.flatten(1), dims=([1], [0])).movedim(-1, 1)
     up, down = placed(patch, up, down.to(up.device), shape)
     return WeightedFactors(up, down, strength_of(patch) * scale_of_patch(patch))
@@ -515,7 +515,7 @@ def _weighted_factors(patch: AppliedPatch, shape: Shape) -> WeightedFactors:
     if form is None or "dora_scale" in patch.tensors:
         kind = patch.adapter_type if form is None else f"{patch.adapter_type} with magnitudes"
         raise LoraFormatError(f"a {kind} change has no factors whose spaces could be compared.")
-    up, down = form({name: in_double(tensor) for name, tensor in patch.tensors.items()})
+    up, down = form({name: as_float64(tensor) for name, tensor in patch.tensors.items()})
     up, down = placed(patch, up, down, shape)
     return WeightedFactors(up, down, strength_of(patch) * scale_of_patch(patch))
 
@@ -524,8 +524,8 @@ def _loha_factors(parts: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """(A₁B₁) ⊙ (A₂B₂) = (A₁ ∗ A₂)(B₁ ∗ B₂) for the row-wise and column-wise Kronecker products."""
     if "t1" in parts:
         raise LoraFormatError("a loha change with cores has no factors whose spaces could be compared.")
-    one, two = parts["w1_a"], parts["w2_a"]
-    up = (one[:, :, None] * two[:, None, :]).flatten(1)
+    first, second = parts["w1_a"], parts["w2_a"]
+    up = (first[:, :, None] * second[:, None, :]).flatten(1)
     down = (parts["w1_b"][:, None, :] * parts["w2_b"][None, :, :]).flatten(0, 1)
     return up, down
 
@@ -534,8 +534,8 @@ def _lokr_factors(parts: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """(A₁B₁) ⊗ (A₂B₂) = (A₁ ⊗ A₂)(B₁ ⊗ B₂)."""
     if "t2" in parts or ("w2" in parts and parts["w2"].ndim > 2):
         raise LoraFormatError("a lokr change of a kernel has no factors whose spaces could be compared.")
-    sides = [_side_factors(parts, "w1"), _side_factors(parts, "w2")]
-    (one_up, one_down), (two_up, two_down) = sides
+    kronecker = [_side_factors(parts, "w1"), _side_factors(parts, "w2")]
+    (one_up, one_down), (two_up, two_down) = kronecker
     return torch.kron(one_up, two_up), torch.kron(one_down, two_down)
 
 
@@ -561,5 +561,7 @@ def _inner_dimension(shapes: Mapping[str, Shape]) -> int:
         return sum(shapes["down"][:1])
     if {"w1_b", "w2_b"} <= shapes.keys() and not {"w1", "w2"} & shapes.keys():
         return sum(shapes["w1_b"][:1]) * sum(shapes["w2_b"][:1])
-    sides = [shapes[name] if name in shapes else shapes.get(f"{name}_b", (0,))[:1] for name in ("w1", "w2")]
-    return min(sides[0], default=0) * min(sides[1], default=0)
+    kronecker_shapes = [
+        shapes[name] if name in shapes else shapes.get(f"{name}_b", (0,))[:1] for name in ("w1", "w2")
+    ]
+    return min(kronecker_shapes[0], default=0) * min(kronecker_shapes[1], default=0)

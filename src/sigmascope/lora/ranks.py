@@ -376,8 +376,8 @@ class RankRules:
 
         A global budget takes the place of the default, so overrides stand beside it.
         """
-        found = (policy for pattern, policy in reversed(self.overrides) if matches(pattern, layer))
-        return next(found, None)
+        matching = (policy for pattern, policy in reversed(self.overrides) if matches(pattern, layer))
+        return next(matching, None)
 
     def check(self, layers: Sequence[str]) -> None:
         """Refuse patterns that match nothing: silently ignored, they would give another file than was asked.
@@ -505,12 +505,12 @@ def split_patterns(texts: Iterable[str], flag: str) -> list[tuple[str, str]]:
     """
     pairs = []
     for text in texts:
-        found = _VALUE_OF_PATTERN.fullmatch(text)
-        if found is None or not found["value"].strip():
+        match = _VALUE_OF_PATTERN.fullmatch(text)
+        if match is None or not match["value"].strip():
             raise ConfigError(
                 f"{flag} {text} has no value.", hint=f"Write it as {flag} 'up_blocks.*attn1=64'."
             )
-        pairs.append((found["pattern"], found["value"].strip()))
+        pairs.append((match["pattern"], match["value"].strip()))
     return pairs
 
 

@@ -3,7 +3,7 @@
 QR of both factors and the SVD of their small core give all singular values of ΔW exactly, so any policy or
 budget that an extraction knows works on a finished LoRA too, and the error of the result is known.
 
-`Reduction` lowers the rank of many changes, a few in memory at a time. Merging several LoRAs uses it too, and gives
+`Resizer` lowers the rank of many changes, a few in memory at a time. Merging several LoRAs uses it too, and gives
 the same report.
 """
 
@@ -26,7 +26,7 @@ from sigmascope.__about__ import __version__
 from sigmascope.checkpoints import open_checkpoint
 from sigmascope.errors import ConfigError, NonFiniteError
 from sigmascope.lora.adapters import form_delta
-from sigmascope.lora.alignment import unite
+from sigmascope.lora.alignment import align_all
 from sigmascope.lora.budget import Budget
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile, as_text, check_target, refuse_inputs
@@ -38,12 +38,12 @@ from sigmascope.lora.parallel import Result, run_layers_in_order
 from sigmascope.lora.ranks import FixedRank, RankPolicy, RankRules
 from sigmascope.lora.reader import open_lora
 from sigmascope.lora.spectrum import Spectrum
-from sigmascope.lora.truncation import CutChange, FormedChange, ReducibleChange, reducible
+from sigmascope.lora.truncation import FormedChange, Truncatable, Truncated, truncatable
 from sigmascope.lora.writer import STORAGE_DTYPES, LoraOutput, SavePrecision, dtype_name, storage_dtype
 from sigmascope.progress import Progress, no_progress
 from sigmascope.records.run import Finding
 
-__all__ = ["RankPlan", "ReducedModule", "ReductionReport", "resize_lora"]
+__all__ = ["RankPlan", "ReductionReport", "ResizedModule", "resize_lora"]
 
 # Kinds of change that depend on the base weight.
 _NEEDS_BASE: Final = frozenset({"dora", "set"})
@@ -51,7 +51,7 @@ _TARGET: Final = "OUT"  # what the command calls the file to write
 _NAMED = 3  # keys in a finding
 
 LeftOut = Literal["excluded", "rank_0", "no_change"]
-Load = Callable[[str, int], ReducibleChange]
+Load = Callable[[str, int], Truncatable]
 """Read a module; told how many of its singular values are likely to be asked for."""
 
 
@@ -75,7 +75,7 @@ class RankPlan(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class ReducedModule:
+class ResizedModule:
     """What became of one module.
 
     Attributes:
@@ -162,7 +162,7 @@ class ReductionReport:
     dtype: str
     method: str
     plan: str
-    modules: tuple[ReducedModule, ...]
+    modules: tuple[ResizedModule, ...]
     carried: tuple[str, ...]
     formed: tuple[str, ...]
     findings: tuple[Finding, ...]
@@ -172,10 +172,10 @@ class ReductionReport:
     @property
     def bytes_before(self) -> int:
         """Size of all files that went in."""
-        return sum(one.file_bytes for one in self.inputs)
+        return sum(lora.file_bytes for lora in self.inputs)
 
     @property
-    def left_out(self) -> tuple[ReducedModule, ...]:
+    def left_out(self) -> tuple[ResizedModule, ...]:
         """Modules that are not in the file, each with its reason."""
         return tuple(module for module in self.modules if module.left_out is not None)
 
@@ -203,7 +203,7 @@ class ReductionReport:
         )
 
     @property
-    def worst(self) -> tuple[ReducedModule, ...]:
+    def worst(self) -> tuple[ResizedModule, ...]:
         """The ten modules that lost the largest part of themselves, largest first."""
         measured = [module for module in self.modules if module.relative_error is not None]
         return tuple(sorted(measured, key=lambda module: -(module.relative_error or 0.0))[:10])
@@ -213,7 +213,7 @@ class ReductionReport:
         totals = ("format", "dtype", "method", "plan", "relative_error", "kept_energy", "bytes_before")
         return {
             "lora": str(self.lora),
-            "inputs": [asdict(one) | {"path": str(one.path)} for one in self.inputs],
+            "inputs": [asdict(lora) | {"path": str(lora.path)} for lora in self.inputs],
             **{name: getattr(self, name) for name in totals},
             "file_bytes": self.file_bytes,
             "seconds": self.seconds,
@@ -273,15 +273,15 @@ def resize_lora(
         refuse_inputs(target, checkpoint, flag=_TARGET)
         dtype = storage_dtype(checkpoint) if save_precision is None else STORAGE_DTYPES[save_precision]
     with open_lora(source) as original:
-        united = unite([original])
-        split = _Split.of(united.loras[0])
+        aligned = align_all([original])
+        split = _Split.of(aligned.loras[0])
         metadata = {
             "sigmascope_version": __version__,
             "sigmascope_resized_from": as_text(source.name),
             "sigmascope_rank": plan.describe(),
         }
         compact = plan.budget is not None
-        with LoraOutput(target, united, [original], format, metadata, compact=compact) as output:
+        with LoraOutput(target, aligned, [original], format, metadata, compact=compact) as output:
             modules = _write_modules(output, split, dtype, plan, progress)
         return ReductionReport(
             inputs=(InputLora.of(original, source),),
@@ -325,9 +325,9 @@ class _Split:
         carried = tuple(name for name in lora.changes if name not in set(formed))
         return cls(lora, (*lora.modules, *formed), formed, carried)
 
-    def load(self, dtype: torch.dtype, name: str, wanted: int) -> ReducibleChange:
+    def load(self, dtype: torch.dtype, name: str, wanted: int) -> Truncatable:
         if name in self.lora.modules:
-            return reducible(self.lora.modules[name], wanted, dtype)
+            return truncatable(self.lora.modules[name], wanted, dtype)
         return FormedChange(form_delta(name, self.lora.changes[name]), dtype)
 
     def old_rank(self, name: str) -> int | None:
@@ -336,10 +336,10 @@ class _Split:
 
 def _write_modules(
     output: LoraOutput, split: _Split, dtype: torch.dtype, plan: RankPlan, progress: Progress
-) -> tuple[ReducedModule, ...]:
+) -> tuple[ResizedModule, ...]:
     lora = split.lora
     others = {name: 4 * lora.facts_of(name).parameters for name in split.carried}
-    reduction = Reduction(
+    reduction = Resizer(
         shapes={name: lora.shape_of(name) for name in split.reduced},
         old_ranks={name: split.old_rank(name) for name in split.reduced},
         load=partial(split.load, dtype),
@@ -358,7 +358,7 @@ def _write_modules(
 
 
 @dataclass(frozen=True)
-class Reduction:
+class Resizer:
     """A set of changes and how they are to be reduced.
 
     Attributes:
@@ -375,7 +375,7 @@ class Reduction:
     plan: RankPlan
     storage: StorageCost
 
-    def run(self, progress: Progress) -> Iterator[tuple[ReducedModule, LoraFactors | None]]:
+    def run(self, progress: Progress) -> Iterator[tuple[ResizedModule, LoraFactors | None]]:
         """Reduce every module, in order, on all cores.
 
         Yields:
@@ -392,7 +392,7 @@ class Reduction:
 
     def _run(
         self, names: list[str], progress: Progress
-    ) -> Iterator[tuple[ReducedModule, LoraFactors | None]]:
+    ) -> Iterator[tuple[ResizedModule, LoraFactors | None]]:
         ranks = None if self.plan.budget is None else self._within(self.plan.budget, progress)
         work = self._run_over(names, lambda name: self._reduce(name, ranks))
         for done, (name, result) in enumerate(work, start=1):
@@ -424,7 +424,7 @@ class Reduction:
         rank = None if policy is None else _rank_by(policy, change)
         return change.spectrum(max(wanted[name], rank or 1)), rank
 
-    def _reduce(self, name: str, ranks: Mapping[str, int] | None) -> tuple[ReducedModule, LoraFactors | None]:
+    def _reduce(self, name: str, ranks: Mapping[str, int] | None) -> tuple[ResizedModule, LoraFactors | None]:
         shape = self.shapes[name]
         policy = self.plan.rules.policy_for(name, shape)
         guess = policy.first_guess(shape) if policy is not None and ranks is None else 1
@@ -439,8 +439,8 @@ class Reduction:
             return self._left_out(name, change, "rank_0"), None
         return self._kept(name, change, cut), cut.factors
 
-    def _kept(self, name: str, change: ReducibleChange, cut: CutChange) -> ReducedModule:
-        return ReducedModule(
+    def _kept(self, name: str, change: Truncatable, cut: Truncated) -> ResizedModule:
+        return ResizedModule(
             name=name,
             shape=self.shapes[name],
             old_rank=self.old_ranks[name],
@@ -450,8 +450,8 @@ class Reduction:
             kept_energy=cut.kept_energy,
         )
 
-    def _left_out(self, name: str, change: ReducibleChange, why: LeftOut) -> ReducedModule:
-        return ReducedModule(
+    def _left_out(self, name: str, change: Truncatable, why: LeftOut) -> ResizedModule:
+        return ResizedModule(
             name, self.shapes[name], self.old_ranks[name], 0, change.norm, change.norm, 0.0, why
         )
 
@@ -478,7 +478,7 @@ def _one_thread_here() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _rank_by(policy: RankPolicy, change: ReducibleChange) -> int:
+def _rank_by(policy: RankPolicy, change: Truncatable) -> int:
     """Ask a policy, with more singular values until it knows."""
     if isinstance(policy, FixedRank):
         return policy.rank_for(change.weight_shape)  # needs none
@@ -489,14 +489,14 @@ def _rank_by(policy: RankPolicy, change: ReducibleChange) -> int:
     return rank
 
 
-def _cut(name: str, change: ReducibleChange, rank: int) -> CutChange:
+def _cut(name: str, change: Truncatable, rank: int) -> Truncated:
     try:
         return change.cut(rank)
     except NonFiniteError as error:
         raise NonFiniteError(f"{name}: {error.message}", hint=error.hint) from error
 
 
-def require_modules(modules: Sequence[ReducedModule], plan: RankPlan) -> None:
+def require_modules(modules: Sequence[ResizedModule], plan: RankPlan) -> None:
     """Refuse, by a ConfigError, to write a LoRA of which nothing is left."""
     reasons = {module.left_out for module in modules}
     if reasons == {"no_change"}:
@@ -524,7 +524,7 @@ def unused_keys(loras: Sequence[LoraFile]) -> Iterator[Finding]:
             )
 
 
-def _summarise_block(name: str, modules: Sequence[ReducedModule]) -> BlockReduction:
+def _summarise_block(name: str, modules: Sequence[ResizedModule]) -> BlockReduction:
     return BlockReduction(
         name=name,
         modules=len(modules),
@@ -536,12 +536,12 @@ def _summarise_block(name: str, modules: Sequence[ReducedModule]) -> BlockReduct
     )
 
 
-def _relative_error(modules: Sequence[ReducedModule]) -> float | None:
+def _relative_error(modules: Sequence[ResizedModule]) -> float | None:
     change = root_sum_square([module.norm for module in modules])
     return root_sum_square([module.error_norm for module in modules]) / change if change > 0.0 else None
 
 
-def _kept_energy(modules: Sequence[ReducedModule]) -> float | None:
+def _kept_energy(modules: Sequence[ResizedModule]) -> float | None:
     energy = fsum(module.norm**2 for module in modules)
     kept = fsum(module.kept_energy * module.norm**2 for module in modules)
     return kept / energy if energy > 0.0 else None

@@ -1,6 +1,6 @@
 """Weight changes that can be cut to any rank, given as factors or as a whole, with the exact error.
 
-`reducible` chooses the quicker way: QR of both factors and the SVD of their small core, or ΔW formed and
+`truncatable` chooses the quicker way: QR of both factors and the SVD of their small core, or ΔW formed and
 decomposed as far as is asked.
 """
 
@@ -15,9 +15,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sigmascope.errors import NonFiniteError
-from sigmascope.lora.decompose import StoredChange, decompose
+from sigmascope.lora.decompose import RoundedFactors, decompose
 from sigmascope.lora.factors import CANCELLED, LoraFactors, difference_norm, norm_bound
-from sigmascope.lora.linalg import at_least_float32, frobenius_norm, in_double, max_rank
+from sigmascope.lora.linalg import as_float64, at_least_float32, frobenius_norm, max_rank
 from sigmascope.lora.spectrum import Spectrum
 
 _ROUNDED: Final = 0.5
@@ -28,7 +28,7 @@ _FORMED_ABOVE: Final = 256  # rank of factors from which ΔW may be formed, wher
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class CutChange:
+class Truncated:
     """A change at a lower rank, as it goes into a file.
 
     Attributes:
@@ -42,7 +42,7 @@ class CutChange:
     kept_energy: float
 
 
-class ReducibleChange(ABC):
+class Truncatable(ABC):
     """One weight's change, to be stored at a rank that its singular values decide."""
 
     @property
@@ -60,7 +60,7 @@ class ReducibleChange(ABC):
         """At least the `wanted` largest singular values, or all that there are."""
 
     @abstractmethod
-    def cut(self, rank: int) -> CutChange:
+    def cut(self, rank: int) -> Truncated:
         """The nearest change of this rank, at least 1; of less where the change has no more.
 
         Raises:
@@ -68,7 +68,7 @@ class ReducibleChange(ABC):
         """
 
 
-def reducible(factors: LoraFactors, wanted: int, dtype: torch.dtype) -> ReducibleChange:
+def truncatable(factors: LoraFactors, wanted: int, dtype: torch.dtype) -> Truncatable:
     """Take the quicker way to `wanted` singular values of a change given by factors.
 
     QR of factors of rank 1280 (a LoRA at full rank) costs a second a layer; where few values of many are
@@ -85,7 +85,7 @@ def reducible(factors: LoraFactors, wanted: int, dtype: torch.dtype) -> Reducibl
     return FactoredChange(factors, dtype)
 
 
-class FactoredChange(ReducibleChange):
+class FactoredChange(Truncatable):
     """A change given by LoRA factors: QR of both and the SVD of their small core say all, in float64.
 
     Args:
@@ -99,7 +99,7 @@ class FactoredChange(ReducibleChange):
 
     @property
     def weight_shape(self) -> tuple[int, ...]:
-        """See `ReducibleChange`."""
+        """See `Truncatable`."""
         return self.factors.weight_shape
 
     @property
@@ -111,7 +111,7 @@ class FactoredChange(ReducibleChange):
         """Complete and exact, whatever is wanted."""
         return Spectrum.of_factors(self._decomposed[2], self.weight_shape)
 
-    def cut(self, rank: int) -> CutChange:
+    def cut(self, rank: int) -> Truncated:
         """The nearest change of this rank; the factors as they are where nothing has to be cut."""
         if self.factors.rank <= min(rank, max_rank(self.weight_shape)):
             same = self._uncut()
@@ -122,20 +122,20 @@ class FactoredChange(ReducibleChange):
         energy = float(sigma.square().sum())
         share = float(sigma[:kept].square().sum()) / energy if energy > 0.0 else 1.0
         stored, error = self._projected((left @ u[:, :kept]) * sigma[:kept].sqrt())
-        return CutChange(stored, error, share)
+        return Truncated(stored, error, share)
 
-    def _uncut(self) -> CutChange | None:
+    def _uncut(self) -> Truncated | None:
         """The same factors with the scale in up; None where storing them costs more than rounding should.
 
         What is lost is a product of factors itself, [E_up, up]·[down; E_down] with the rounding errors E, so that
         its Gram matrices cancel nothing.
         """
-        exact_up, exact_down = in_double(self.factors.up) * self.factors.scale, in_double(self.factors.down)
+        exact_up, exact_down = as_float64(self.factors.up) * self.factors.scale, as_float64(self.factors.down)
         up, down = exact_up.to(self.dtype), exact_down.to(self.dtype)
-        left, right = exact_up - in_double(up), exact_down
-        lost_down = exact_down - in_double(down)
+        left, right = exact_up - as_float64(up), exact_down
+        lost_down = exact_down - as_float64(down)
         if bool(lost_down.any()):
-            left, right = torch.cat([left, in_double(up)], dim=1), torch.cat([right, lost_down])
+            left, right = torch.cat([left, as_float64(up)], dim=1), torch.cat([right, lost_down])
         squared = float(((left.mT @ left) * (right @ right.mT)).sum())
         error = sqrt(max(squared, 0.0)) if isfinite(squared) else squared
         if not error <= _ROUNDED * torch.finfo(self.dtype).eps * self.norm:
@@ -146,7 +146,7 @@ class FactoredChange(ReducibleChange):
             float(self.factors.rank),
             self.weight_shape,
         )
-        return CutChange(stored, error, 1.0)
+        return Truncated(stored, error, 1.0)
 
     def _projected(self, wide_up: Float[Tensor, "out r"]) -> tuple[LoraFactors, float]:
         """Round up, then take for down the least-squares answer to the rounded up, L.
@@ -155,12 +155,12 @@ class FactoredChange(ReducibleChange):
         ‖ΔW − L·X‖² = ‖ΔW‖² − 2·tr(LᵀΔW·Xᵀ) + tr(LᵀL·X·Xᵀ).
         """
         up = wide_up.to(self.factors.up.device, self.dtype)
-        left, own_up, own_down = in_double(up), in_double(self.factors.up), in_double(self.factors.down)
+        left, own_up, own_down = as_float64(up), as_float64(self.factors.up), as_float64(self.factors.down)
         shared = (left.mT @ own_up).mul(self.factors.scale)
         gram = left.mT @ left
         down = (_solve(gram, shared) @ own_down).to(self.factors.down.device, self.dtype)
         stored = _storable(up, down, self.weight_shape)
-        right = in_double(down)
+        right = as_float64(down)
         agreement = float((shared * (right @ own_down.mT)).sum())
         squared = self.norm**2 - 2.0 * agreement + float((gram * (right @ right.mT)).sum())
         if squared <= CANCELLED * self.norm**2:
@@ -179,8 +179,8 @@ class FactoredChange(ReducibleChange):
     @cached_property
     def _decomposed(self) -> tuple[Float[Tensor, "out k"], Float[Tensor, "k l"], Float[Tensor, " l"]]:
         """Q, U, Σ such that the columns of Q·U are the left singular vectors; the right ones are not needed."""
-        left, left_core = torch.linalg.qr(in_double(self.factors.up))
-        _, right_core = torch.linalg.qr(in_double(self.factors.down).mT, mode="r")
+        left, left_core = torch.linalg.qr(as_float64(self.factors.up))
+        _, right_core = torch.linalg.qr(as_float64(self.factors.down).mT, mode="r")
         u, sigma, _ = torch.linalg.svd((left_core @ right_core.mT) * self.factors.scale, full_matrices=False)
         return left, u, sigma
 
@@ -206,7 +206,7 @@ def _storable(up: Tensor, down: Tensor, weight_shape: tuple[int, ...]) -> LoraFa
     return LoraFactors(up, down, float(up.shape[1]), weight_shape)
 
 
-class FormedChange(ReducibleChange):
+class FormedChange(Truncatable):
     """A change that is there as a whole: decomposed as far as is asked.
 
     Args:
@@ -218,11 +218,11 @@ class FormedChange(ReducibleChange):
         self._delta = delta.to(at_least_float32(delta.dtype))
         self.dtype = dtype
         self._norm = frobenius_norm(self._delta)
-        self._found: StoredChange | None = None
+        self._found: RoundedFactors | None = None
 
     @property
     def weight_shape(self) -> tuple[int, ...]:
-        """See `ReducibleChange`."""
+        """See `Truncatable`."""
         return tuple(self._delta.shape)
 
     @property
@@ -234,18 +234,18 @@ class FormedChange(ReducibleChange):
         """The values that were found on the way to factors of rank `wanted`."""
         return self._decomposed(wanted).spectrum
 
-    def cut(self, rank: int) -> CutChange:
-        """See `ReducibleChange`; at full rank ΔW itself beside an identity."""
+    def cut(self, rank: int) -> Truncated:
+        """See `Truncatable`; at full rank ΔW itself beside an identity."""
         if rank >= max_rank(self.weight_shape):
             whole = decompose(self._delta, rank, self.dtype)
-            return CutChange(whole.factors, whole.error_norm, 1.0)
-        found = self._decomposed(rank)
-        stored = found.cut(rank)
-        kept = float(found.spectrum.values[: stored.factors.rank].square().sum())
-        energy = found.spectrum.total_energy
-        return CutChange(stored.factors, stored.error_norm, min(kept / energy, 1.0) if energy > 0.0 else 1.0)
+            return Truncated(whole.factors, whole.error_norm, 1.0)
+        decomposed = self._decomposed(rank)
+        stored = decomposed.cut(rank)
+        kept = float(decomposed.spectrum.values[: stored.factors.rank].square().sum())
+        energy = decomposed.spectrum.total_energy
+        return Truncated(stored.factors, stored.error_norm, min(kept / energy, 1.0) if energy > 0.0 else 1.0)
 
-    def _decomposed(self, rank: int) -> StoredChange:
+    def _decomposed(self, rank: int) -> RoundedFactors:
         if self._found is None or (self._found.factors.rank < rank and not self._found.spectrum.complete):
             self._found = decompose(self._delta, rank, self.dtype, norm=self.norm, with_spectrum=True)
         return self._found

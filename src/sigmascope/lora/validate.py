@@ -33,7 +33,7 @@ from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.families import BASE_FINGERPRINT, ModelLayout, denoiser_fingerprint
 from sigmascope.lora.file import LoraFile
 from sigmascope.lora.layers import WEIGHT, write_layer_names
-from sigmascope.lora.linalg import quick_energy
+from sigmascope.lora.linalg import blocked_energy
 from sigmascope.lora.pairs import PARTS, CheckpointPair, PairOptions, counted, open_pair, pair_findings
 from sigmascope.lora.parallel import run_layers
 from sigmascope.lora.reader import open_lora
@@ -203,15 +203,15 @@ def measure_layers(
     layers = [layer + WEIGHT for layer in pair.layers]
     sizes = {key: prod(pair.base.info(key).shape) for key in (*layers, *pair.others)}
     meter = ResidualMeter(pair)
-    found: dict[str, ModuleError] = {}
+    errors: dict[str, ModuleError] = {}
     for key, module in run_layers(
         sizes, lambda key: _measure_tensor(meter, pair, targets, key), workers=workers
     ):
-        found[key] = module
-        progress(len(found), len(sizes), module.name)
-    changed = [found[key] for key in layers if key in targets.names or found[key].delta_norm > 0]
-    covered = [found[key] for key in pair.others if key in targets.names]
-    uncovered = {key: found[key].delta_norm for key in pair.others if key not in targets.names}
+        errors[key] = module
+        progress(len(errors), len(sizes), module.name)
+    changed = [errors[key] for key in layers if key in targets.names or errors[key].delta_norm > 0]
+    covered = [errors[key] for key in pair.others if key in targets.names]
+    uncovered = {key: errors[key].delta_norm for key in pair.others if key not in targets.names}
     return Measured(
         (*changed, *covered),
         len(layers) - len(changed),
@@ -289,17 +289,17 @@ class ResidualMeter:
             for name, side in (("base", self._pair.base), ("tuned", self._pair.tuned))
         )
         dtype = self._pair.precision_of(key)
-        found, rounding = self._in(dtype, base, tuned, change)
-        if dtype == torch.float32 and not _WORTH_TRUSTING * rounding <= found.error_norm < math.inf:
-            found, _ = self._in(torch.float64, base, tuned, change)
-        if not math.isfinite(found.delta_norm):
+        residual, rounding = self._in(dtype, base, tuned, change)
+        if dtype == torch.float32 and not _WORTH_TRUSTING * rounding <= residual.error_norm < math.inf:
+            residual, _ = self._in(torch.float64, base, tuned, change)
+        if not math.isfinite(residual.delta_norm):
             self._pair.change(key, torch.device("cpu"))  # says which file holds what
-        if not math.isfinite(found.error_norm):
+        if not math.isfinite(residual.error_norm):
             raise NonFiniteError(
                 f"{key}: the LoRA's change of it is too large for float64.",
                 hint="Make the LoRA again: no weight changes by so much.",
             )
-        return found
+        return residual
 
     def _in(
         self, dtype: torch.dtype, base: Tensor, tuned: Tensor, change: Change | None
@@ -309,8 +309,8 @@ class ResidualMeter:
         rows = base.shape[0] if base.ndim > 1 else 1
         before, after = (tensor.reshape(rows, -1) for tensor in (base, tuned))
         delta_energy, error_energy = self._sum(before, after, taken, dtype)
-        found = Residual(math.sqrt(delta_energy), math.sqrt(error_energy))
-        return found, 0.0 if taken is None else taken.rounding_bound(found.delta_norm)
+        residual = Residual(math.sqrt(delta_energy), math.sqrt(error_energy))
+        return residual, 0.0 if taken is None else taken.rounding_bound(residual.delta_norm)
 
     def _sum(
         self, before: Tensor, after: Tensor, taken: Subtraction | None, dtype: torch.dtype
@@ -371,7 +371,7 @@ def _measure_tensor(
 def _energy(block: Tensor) -> float:
     """‖block‖², summed in float64 across short runs."""
     values = block.view(-1)
-    return float(torch.dot(values, values) if values.dtype == torch.float64 else quick_energy(values))
+    return float(torch.dot(values, values) if values.dtype == torch.float64 else blocked_energy(values))
 
 
 def subtraction(change: Change, base: Tensor, dtype: torch.dtype) -> Subtraction:
@@ -396,8 +396,8 @@ def subtraction(change: Change, base: Tensor, dtype: torch.dtype) -> Subtraction
 
 def _factors_subtraction(factors: LoraFactors, dtype: torch.dtype) -> Subtraction:
     up, down, scale = factors.up.to(dtype), factors.down.to(dtype), factors.scale
-    for one, other in ((up, down), (down, up)):
-        gain = _scaled_identity(one)
+    for factor, other in ((up, down), (down, up)):
+        gain = _scaled_identity(factor)
         if gain is not None:
             return _matrix_subtraction(other, gain * scale)
 

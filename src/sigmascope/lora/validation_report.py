@@ -197,8 +197,8 @@ class ValidationReport:
     @property
     def bands(self) -> dict[Band, int]:
         """How many applied modules fall into each band."""
-        found = [module.band for module in self.modules if module.status == "applied"]
-        return {band: found.count(band) for band in BANDS}
+        bands = [module.band for module in self.modules if module.status == "applied"]
+        return {band: bands.count(band) for band in BANDS}
 
     @property
     def blocks(self) -> tuple[BlockError, ...]:

@@ -174,12 +174,12 @@ class LoraVerdict:
     @property
     def parts(self) -> dict[str, dict[str, int]]:
         """How many modules of each part of the model match, and how many there are."""
-        found: dict[str, dict[str, int]] = {}
+        parts: dict[str, dict[str, int]] = {}
         for module in self.modules:
-            counts = found.setdefault(module.part, {"matched": 0, "modules": 0})
+            counts = parts.setdefault(module.part, {"matched": 0, "modules": 0})
             counts["matched"] += int(module.matched)
             counts["modules"] += 1
-        return found
+        return parts
 
     @property
     def blocks(self) -> tuple[BlockEffect, ...]:
@@ -234,14 +234,14 @@ def findings_of(verdict: LoraVerdict, keys: Sequence[str]) -> tuple[Finding, ...
         verdict: With its modules.
         keys: Of the file.
     """
-    found = [
+    findings = [
         *_matches_nothing(verdict),
         *_by_reason(verdict),
         *_not_finite(verdict),
         *_unused(verdict),
         *loader_findings(verdict, keys),
     ]
-    return tuple(sorted(found, key=lambda finding: _ORDER.index(finding.severity)))
+    return tuple(sorted(findings, key=lambda finding: _ORDER.index(finding.severity)))
 
 
 def _matches_nothing(verdict: LoraVerdict) -> Iterator[Finding]:
@@ -338,11 +338,11 @@ def _ignored_alphas(verdict: LoraVerdict, keys: Sequence[str]) -> Iterator[Findi
     if verdict.format != "peft" or not alphas:
         return
     scaled = [module for module in verdict.modules if module.scale not in (None, 1.0)]
-    told = f", so that {len(scaled)} modules act with another strength there" if scaled else ""
+    consequence = f", so that {len(scaled)} modules act with another strength there" if scaled else ""
     yield Finding(
         "lora_alpha_ignored",
         "warning" if scaled else "info",
-        f"diffusers ignores the {len(alphas)} .alpha tensors beside lora_A and lora_B{told}.",
+        f"diffusers ignores the {len(alphas)} .alpha tensors beside lora_A and lora_B{consequence}.",
         {"alphas": len(alphas), "scaled": len(scaled), "first_scale": scaled[0].scale if scaled else None},
         "Convert the file (sigmascope lora convert): the scale is then in the factors." if scaled else None,
     )
@@ -376,15 +376,15 @@ def _comfyui_names(verdict: LoraVerdict, keys: Sequence[str]) -> Iterator[Findin
 
 
 def _differences(verdict: LoraVerdict, keys: Sequence[str]) -> Iterator[Finding]:
-    found = [key for key in keys if key.endswith(_DIFFERENCES)]
-    if not found:
+    differences = [key for key in keys if key.endswith(_DIFFERENCES)]
+    if not differences:
         return
     fate = "drops them without a word" if verdict.format == "peft" else "refuses the file because of them"
     yield Finding(
         "lora_whole_differences",
         "warning",
-        f"{len(found)} keys hold whole differences, such as {found[0]}: diffusers {fate}.",
-        {"keys": len(found), "first": found[0]},
+        f"{len(differences)} keys hold whole differences, such as {differences[0]}: diffusers {fate}.",
+        {"keys": len(differences), "first": differences[0]},
         "Load the file in ComfyUI, or merge it into the checkpoint (sigmascope lora merge).",
     )
 
@@ -414,13 +414,13 @@ def _prefix(verdict: LoraVerdict) -> Iterator[Finding]:
     starts = {module.name.partition(".")[0] for module in verdict.modules if module.part == "denoiser"}
     if starts and "transformer" not in starts:
         known = sorted(starts & {"unet", "denoiser", "diffusion_model"})
-        said = f'prefix="{known[0]}"' if known else "prefix=None"
+        argument = f'prefix="{known[0]}"' if known else "prefix=None"
         yield Finding(
             "lora_prefix",
             "info",
-            f"diffusers' load_lora_adapter loads nothing of this file with its default prefix: it needs {said}.",
+            f"diffusers' load_lora_adapter loads nothing of this file with its default prefix: it needs {argument}.",
             {"prefix": known[0] if known else None},
-            f"Load it with the pipeline's load_lora_weights, or give load_lora_adapter {said}.",
+            f"Load it with the pipeline's load_lora_weights, or give load_lora_adapter {argument}.",
         )
 
 

@@ -12,6 +12,7 @@ Changes that are more than that are named as kohya's and LyCORIS' tools name the
 what has been written, for the header.
 """
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,7 +20,7 @@ from functools import partial
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Literal
+from typing import Final, Literal, Self
 
 import torch
 from torch import Tensor
@@ -27,17 +28,16 @@ from torch import Tensor
 from sigmascope.checkpoints import Checkpoint, StreamingWriter
 from sigmascope.errors import LoraFormatError, NonFiniteError
 from sigmascope.lora.adapters import Adapter, DiffChange, DoraChange, LokrChange, TuckerChange, WeightChange
-from sigmascope.lora.alignment import UnitedLoras, divided, joined
+from sigmascope.lora.alignment import AlignedLoras, divided, joined
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.families import ModelLayout
-from sigmascope.lora.file import LoraFile, as_text
+from sigmascope.lora.file import VARYING, LoraFile, as_text, family_in, kept_metadata, lora_header
 from sigmascope.lora.file_size import StorageCost
 from sigmascope.lora.formats import FactorKeys, LoraFormat, format_named
 from sigmascope.lora.keys import MID
 from sigmascope.lora.layer_names import Row, UnetBlocks, blocks_of
 from sigmascope.lora.linalg import at_least_float32, is_convolution, is_real, max_rank
-from sigmascope.lora.metadata import VARYING, family_in, kept_metadata, lora_header
-from sigmascope.lora.module_names import understand_names
+from sigmascope.lora.module_names import parse_names
 
 LBM_LAYOUT: Final = ModelLayout("lbm", "lbm", {"denoiser": "denoiser.", "vae": "vae.vae_model."})
 """What is taken for granted where no layout is given."""
@@ -110,7 +110,34 @@ def save_lora(
             writer.write_change(name, change)
 
 
-class LoraWriter:
+class _ModuleWriter(ABC):
+    """A file that is completed where its block is left without an exception; with one, the target stays as it was."""
+
+    _file: StreamingWriter
+
+    def __enter__(self) -> Self:
+        self._file.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._file.__exit__(kind, error, trace)
+            return
+        try:
+            self._finish()
+        except BaseException as failure:
+            self._file.__exit__(type(failure), failure, failure.__traceback__)
+            raise
+        self._file.__exit__(None, None, None)
+
+    @abstractmethod
+    def _finish(self) -> None:
+        """Write what could not be written before all modules were known."""
+
+
+class LoraWriter(_ModuleWriter):
     """Write a LoRA with one module in memory at a time.
 
         with LoraWriter("lora.safetensors", format="kohya", layout=layout) as writer:
@@ -178,23 +205,6 @@ class LoraWriter:
             self.path, first | last, expected=room, header_bytes=0 if compact else None
         )
         self._tensors = ModuleTensors(self._file, self.format)
-
-    def __enter__(self) -> "LoraWriter":
-        self._file.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None:
-            self._file.__exit__(kind, error, trace)
-            return
-        try:
-            self._finish()
-        except BaseException as failure:
-            self._file.__exit__(type(failure), failure, failure.__traceback__)
-            raise
-        self._file.__exit__(None, None, None)
 
     def write(self, layer: str, factors: LoraFactors) -> None:
         """Write the factors of one layer.
@@ -298,7 +308,7 @@ def _unet_blocks(layers: Iterable[str], layout: ModelLayout) -> UnetBlocks:
     return blocks_of(path for part, path in map(layout.split, layers) if part == "denoiser")
 
 
-class SameNamesWriter:
+class SameNamesWriter(_ModuleWriter):
     """Write modules under the names that they have already, one in memory at a time.
 
     Whatever is still true of the first file's header stays; ranks and kind are those of the new one.
@@ -327,7 +337,7 @@ class SameNamesWriter:
     ) -> None:
         self._format = format_named(source.format)
         self._family = family_in(dict(source.metadata)) or "unknown"
-        self._layout = layout or understand_names(source).layout
+        self._layout = layout or parse_names(source).layout
         self._tally = Tally()
         self._metadata = dict(metadata)
         inherited = {"modelspec.title": as_text(path.stem)} | kept_metadata(dict(source.metadata))
@@ -342,23 +352,6 @@ class SameNamesWriter:
         """The keys of a module's tensors: up, down and, where the format has one, alpha."""
         ends = self._format.keys
         return tuple(f"{name}.{end}" for end in (ends.up, ends.down, ends.alpha) if end is not None)
-
-    def __enter__(self) -> "SameNamesWriter":
-        self._file.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None:
-            self._file.__exit__(kind, error, trace)
-            return
-        try:
-            self._finish()
-        except BaseException as failure:
-            self._file.__exit__(type(failure), failure, failure.__traceback__)
-            raise
-        self._file.__exit__(None, None, None)
 
     def write(self, name: str, factors: LoraFactors) -> None:
         """Write the factors of one module as they are; they must be finite in their dtype."""
@@ -435,15 +428,17 @@ class ModuleTensors:
         Raises:
             NonFiniteError: A factor does not fit its dtype any more.
         """
-        one, keys = None, self._format.keys
+        common_rank, keys = None, self._format.keys
         if keys.alpha is not None:
-            one = min(self._ranks.values()) if self._format.alphas_mislead(self._ranks, layout) else None
+            common_rank = (
+                min(self._ranks.values()) if self._format.alphas_mislead(self._ranks, layout) else None
+            )
             for module, rank in self._ranks.items():
-                if one is not None and rank != one:
-                    self._file.rewrite(f"{module}.{keys.up}", partial(_scaled, module, rank / one))
-                self._file.write(f"{module}.{keys.alpha}", torch.tensor(float(one or rank)))
+                if common_rank is not None and rank != common_rank:
+                    self._file.rewrite(f"{module}.{keys.up}", partial(_scaled, module, rank / common_rank))
+                self._file.write(f"{module}.{keys.alpha}", torch.tensor(float(common_rank or rank)))
         configs = self._format.header(self._ranks, self._has_dora)
-        return tally.header(self._format.name, family, one) | configs
+        return tally.header(self._format.name, family, common_rank) | configs
 
 
 def _scaled(module: str, scale: float, factor: Tensor) -> Tensor:
@@ -471,7 +466,7 @@ class LoraOutput:
     def __init__(
         self,
         target: Path,
-        united: UnitedLoras,
+        aligned: AlignedLoras,
         originals: Sequence[LoraFile],
         format: str | None,
         metadata: Mapping[str, str],
@@ -479,8 +474,8 @@ class LoraOutput:
         compact: bool = False,
     ) -> None:
         self.format = format_named(format or originals[0].format)
-        self._layout, self._blocks = united.layout, united.blocks
-        self._own = _own_names(united, originals) if self.format.name == originals[0].format else None
+        self._layout, self._blocks = aligned.layout, aligned.blocks
+        self._own = _own_names(aligned, originals) if self.format.name == originals[0].format else None
         inherited = _agreed_metadata(originals)
         self.metadata = {**inherited, **metadata}
         self._writer: SameNamesWriter | LoraWriter
@@ -490,7 +485,7 @@ class LoraOutput:
                 target,
                 source,
                 metadata,
-                layout=united.layout,
+                layout=aligned.layout,
                 names=list(self._own.values()),
                 compact=compact,
             )
@@ -498,11 +493,11 @@ class LoraOutput:
             self._writer = LoraWriter(
                 target,
                 format=self.format.name,
-                layout=united.layout,
+                layout=aligned.layout,
                 metadata=metadata,
                 inherited=inherited,
-                expected=[name.removesuffix(_BIAS) for name in united.names],
-                blocks=united.blocks,
+                expected=[name.removesuffix(_BIAS) for name in aligned.names],
+                blocks=aligned.blocks,
                 compact=compact,
             )
 
@@ -555,12 +550,12 @@ class LoraOutput:
         return [f"{name}.{end}" for end in (ends.up, ends.down, ends.alpha) if end is not None]
 
 
-def _own_names(united: UnitedLoras, originals: Sequence[LoraFile]) -> dict[str, str] | None:
+def _own_names(aligned: AlignedLoras, originals: Sequence[LoraFile]) -> dict[str, str] | None:
     """The name of each layer in all files that have it; None where the files differ in format or in a name."""
     if len({lora.format for lora in originals}) > 1:
         return None
     names: dict[str, str] = {}
-    for sources in united.sources:
+    for sources in aligned.sources:
         if len(set(sources.values())) < len(sources):
             return None  # a fused module was divided
         for layer, name in sources.items():
@@ -729,14 +724,14 @@ def storage_dtype(*files: Checkpoint) -> torch.dtype:
     Args:
         files: Opened LoRA files.
     """
-    found = {
+    dtypes = {
         torch.float16 if info.dtype.itemsize == 1 else info.dtype
         for file in files
         for info in map(file.info, file)
         if len(info.shape) >= 2 and is_real(info.dtype)
     }
     order = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-    return next((dtype for dtype in order if dtype in found), torch.float16)
+    return next((dtype for dtype in order if dtype in dtypes), torch.float16)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

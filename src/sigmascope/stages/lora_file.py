@@ -18,12 +18,11 @@ from torch import Tensor, nn
 from sigmascope.files import short_path
 from sigmascope.lora.compatibility import judge_lora, shapes_of
 from sigmascope.lora.factors import LoraFactors
-from sigmascope.lora.file import LoraFile
-from sigmascope.lora.linalg import in_double
+from sigmascope.lora.file import LoraFile, family_in, read_training_facts
+from sigmascope.lora.linalg import as_float64
 from sigmascope.lora.load_check import AppliedModule, AppliedVerdict, applied_findings, judge_applied
-from sigmascope.lora.metadata import family_in, read_training_facts
 from sigmascope.lora.module_names import parse_name
-from sigmascope.lora.reader import open_any
+from sigmascope.lora.reader import open_any_kind
 from sigmascope.lora.verdict import LoraVerdict
 from sigmascope.probes.comfyui_patcher import is_comfyui
 from sigmascope.probes.fingerprints import positions
@@ -92,7 +91,7 @@ def _no_facts() -> LoraFileFacts:
 
 
 def _read_inside(path: Path, facts: LoraFileFacts) -> None:
-    with open_any(path, check_finite=False) as lora:
+    with open_any_kind(path, check_finite=False) as lora:
         ranks = Counter(rank for name in lora.names if (rank := lora.rank_of(name)) is not None)
         alphas = Counter(alpha for name in lora.modules if (alpha := _alpha(lora, name)) is not None)
         facts["format"] = lora.format
@@ -230,7 +229,7 @@ def _fused_modules(
     path: Path, verdict: LoraVerdict, on_model: AppliedVerdict, samples: Samples
 ) -> Iterator[tuple[str, AppliedModule]]:
     layers = {module.name: module.layers for module in verdict.matched}
-    with open_any(path, check_finite=False) as lora:
+    with open_any_kind(path, check_finite=False) as lora:
         for module in on_model.missing:
             key, *others = layers.get(module.name) or ("",)
             strength = (
@@ -246,7 +245,7 @@ def _fused_strength(lora: LoraFile, name: str, before: Tensor, after: Tensor) ->
     if change is None or before.shape != after.shape or len(before) == 0:
         return None
     expected = _elements_of_change(change)
-    found = in_double(after) - in_double(before)
+    found = as_float64(after) - as_float64(before)
     lengths = float(torch.linalg.vector_norm(expected)) * float(torch.linalg.vector_norm(found))
     if len(expected) != len(found) or not lengths > 0.0:
         return None
@@ -259,7 +258,7 @@ def _elements_of_change(change: LoraFactors) -> Tensor:
     columns = change.down.shape[1]
     where = positions(change.up.shape[0] * columns)
     rows, places = where // columns, where % columns
-    products = in_double(change.up)[rows] * in_double(change.down)[:, places].mT
+    products = as_float64(change.up)[rows] * as_float64(change.down)[:, places].mT
     return products.sum(1).mul(change.scale)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sigmascope.lora.effect import Effect, by_block, effect_of, measured_effect
-from sigmascope.lora.linalg import quick_norm, root_sum_square
+from sigmascope.lora.linalg import blocked_norm, root_sum_square
 from sigmascope.lora.patches import WeightedFactors, factors_of, is_product, needs_weight, sort_patches
 from sigmascope.probes.applied_patch import AppliedPatch
 from sigmascope.probes.fingerprints import fingerprint, fingerprints, samples
@@ -414,7 +414,7 @@ def _norm_before(effect: Effect, merged: Tensor, acting: Sequence[AppliedPatch])
         return None
     with torch.no_grad():
         shape = tuple(merged.shape)
-        whole = quick_norm(merged)
+        whole = blocked_norm(merged)
         inner = sum(_inner_product(merged, factors_of(patch, shape)) for patch in acting)
     squared = whole**2 - 2.0 * inner + effect.delta_norm**2
     return sqrt(squared) if squared > _CANCELLED * (whole**2 + effect.delta_norm**2) else None

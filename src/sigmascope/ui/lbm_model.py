@@ -16,8 +16,8 @@ from typing import Any, Final
 import torch
 
 from sigmascope.errors import ConfigError, SigmascopeError
-from sigmascope.lbm.buckets import check_resolution
 from sigmascope.lbm.devices import resolve_device, resolve_dtype
+from sigmascope.lbm.images import check_resolution
 from sigmascope.lbm.infer import check_tile_size, translate_image
 from sigmascope.lbm.model import LbmModel, load_lbm
 from sigmascope.lbm.pocket import BASE_PATH, CONFIG_PATH, TUNED_PATH

@@ -15,8 +15,7 @@ from PIL import Image, UnidentifiedImageError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from sigmascope.errors import ConfigError
-from sigmascope.lbm.buckets import Size, parse_size, working_size
-from sigmascope.lbm.images import DECODER_ERRORS, open_picture, to_rgb
+from sigmascope.lbm.images import DECODER_ERRORS, Size, open_picture, parse_size, to_rgb, working_size
 from sigmascope.lbm.infer import SEEDS
 from sigmascope.ui.security import LORA_SCALES, MIB, Limits, Refusal
 

@@ -19,7 +19,7 @@ def test_core_install_is_told_which_extra_to_install(package: str, monkeypatch: 
         monkeypatch.delitem(sys.modules, f"sigmascope.{module}", raising=False)
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ConfigError) as caught:  # without the parser: typer has uses of its own for pydantic
-        infer(Path("base.ckpt"), Path("in.png"), Path("out.png"))
+        infer(base_model_path=Path("base.ckpt"), source_image=Path("in.png"), output_path=Path("out.png"))
     assert package in caught.value.message
     assert caught.value.hint is not None
     assert 'pip install "sigmascope[lbm]"' in caught.value.hint

@@ -2,24 +2,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from sigmascope.cli.options import (
-    ConvRank,
-    DynamicMethod,
-    DynamicParam,
-    Exclude,
-    MaxConvRank,
-    MaxError,
-    MaxRank,
-    MaxSize,
-    MinRank,
-    Rank,
-    RankChoice,
-    RankFlags,
-    RankFor,
-    RankMethod,
-    WeightFor,
-    rank_choice,
-)
+from sigmascope.cli.options import RankChoice, RankFlags, option_groups, rank_choice
 from sigmascope.errors import ConfigError
 from sigmascope.lora.budget import Budget
 from sigmascope.lora.ranks import FULL_RANK, FixedRank, MethodRank, RankRules
@@ -103,22 +86,9 @@ def app() -> typer.Typer:
     made = typer.Typer(rich_markup_mode="rich")
 
     @made.command()
-    def make(
-        rank: Rank = None,
-        conv_rank: ConvRank = None,
-        max_size: MaxSize = None,
-        max_error: MaxError = None,
-        weight_for: WeightFor = None,
-        rank_method: RankMethod = None,
-        dynamic_method: DynamicMethod = None,
-        dynamic_param: DynamicParam = None,
-        max_rank: MaxRank = None,
-        max_conv_rank: MaxConvRank = None,
-        min_rank: MinRank = None,
-        rank_for: RankFor = None,
-        exclude: Exclude = None,
-    ) -> None:
-        typer.echo(RankFlags(**locals()))
+    @option_groups
+    def make(flags: RankFlags) -> None:
+        typer.echo(flags)
 
     return made
 

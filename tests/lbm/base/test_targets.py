@@ -7,7 +7,7 @@ import torch
 
 from sigmascope.checkpoints.torch_files import StreamingTorchWriter
 from sigmascope.errors import ConfigError, WriteError
-from sigmascope.lbm.base import all_or_none, choose_targets, config_target, create_base
+from sigmascope.lbm.base import all_or_none, choose_base_files, config_target, create_base
 from sigmascope.lbm.config import LbmConfig, load_config
 
 
@@ -129,7 +129,7 @@ def test_a_config_that_later_commands_would_take_for_ours_is_an_error(
 ) -> None:
     (tmp_path / "base.yaml").write_text("bridge_noise_sigma: 0.5")
     with pytest.raises(ConfigError, match=r"base\.yaml: describes another model"):
-        choose_targets(tmp_path / "base.ckpt", sdxl_config, both=True)
+        choose_base_files(tmp_path / "base.ckpt", sdxl_config, both=True)
 
 
 def test_two_links_to_one_file_are_refused(sdxl_config: LbmConfig, tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_two_links_to_one_file_are_refused(sdxl_config: LbmConfig, tmp_path: Pat
     for name in ("base.ckpt", "base.safetensors"):
         (tmp_path / name).symlink_to(tmp_path / "one")
     with pytest.raises(ConfigError, match=r"base\.safetensors and .*base\.ckpt are links to the same file"):
-        choose_targets(tmp_path / "base.ckpt", sdxl_config, both=True)
+        choose_base_files(tmp_path / "base.ckpt", sdxl_config, both=True)
 
 
 def test_a_link_stays_one_and_its_file_is_replaced(

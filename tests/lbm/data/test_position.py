@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sigmascope.lbm.data import DataPosition, dealt_anew
+from sigmascope.lbm.data import DataPosition, redistribute
 
 
 def numbers(position: DataPosition, process: int, processes: int, samples: int) -> list[int]:
@@ -21,7 +21,7 @@ def test_no_sample_is_used_twice_or_lost(data: st.DataObject, before: int, after
         pending = sorted(data.draw(st.sets(st.sampled_from(seen)))) if seen else []
         positions.append(DataPosition(3, reached, tuple(pending)))
         used += [number for number in seen if number not in pending]
-    dealt = [dealt_anew(positions, process, after) for process in range(after)]
+    dealt = [redistribute(positions, process, after) for process in range(after)]
     left = [number for i in range(after) for number in numbers(dealt[i], i, after, samples)]
     assert sorted([*used, *left]) == list(range(samples))
     assert {position.epoch for position in dealt} == {3}

@@ -4,8 +4,8 @@ import math
 import numpy as np
 import pytest
 
-from sigmascope.lbm.image_validation import ImageReport, Output, OutputError, PictureErrors, output_error
-from sigmascope.lbm.images import UnreadablePicture
+from sigmascope.lbm.image_validation import ImageErrors, ImageReport, Output, OutputError, output_error
+from sigmascope.lbm.images import UnreadableImage
 
 
 def output(value: int, latent: float) -> Output:
@@ -35,15 +35,15 @@ def test_nothing_is_relative_to_a_black_picture_and_a_zero_latent() -> None:
 
 
 def test_all_pictures_together_weigh_by_their_size() -> None:
-    def errors(name: str, base: float, with_lora: float, norm: float) -> PictureErrors:
-        return PictureErrors(
+    def errors(name: str, base: float, with_lora: float, norm: float) -> ImageErrors:
+        return ImageErrors(
             name,
             OutputError(20.0, base, norm, base, norm),
             OutputError(30.0, with_lora, norm, with_lora, norm),
         )
 
     pictures = (errors("a", 3.0, 0.3, 10.0), errors("b", 4.0, 0.4, 20.0))
-    report = ImageReport(pictures, (UnreadablePicture("c", "damaged"),), (), 1, 0, 1.0)
+    report = ImageReport(pictures, (UnreadableImage("c", "damaged"),), (), 1, 0, 1.0)
     overall = report.overall
     assert overall.base.latent_error == pytest.approx(5 / math.hypot(10, 20))
     assert overall.with_lora.image_difference == pytest.approx(0.5)

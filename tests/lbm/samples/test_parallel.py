@@ -3,12 +3,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from sigmascope.lbm.samples import map_ahead
+from sigmascope.lbm.samples import prefetch
 
 
 @pytest.mark.parametrize("workers", [0, 1, 4])
 def test_results_come_in_the_order_of_their_inputs(workers: int) -> None:
-    squares = map_ahead(lambda number: number**2, iter(range(50)), workers=workers, ahead=7)
+    squares = prefetch(lambda number: number**2, iter(range(50)), workers=workers, ahead=7)
     assert list(squares) == [number**2 for number in range(50)]
 
 
@@ -20,7 +20,7 @@ def test_only_so_much_is_done_ahead() -> None:
             taken.append(number)
             yield number
 
-    results = map_ahead(str, items(), workers=2, ahead=5)
+    results = prefetch(str, items(), workers=2, ahead=5)
     assert next(results) == "0"
     assert len(taken) == 6
     results.close()
@@ -32,7 +32,7 @@ def test_an_error_of_the_work_is_raised_in_its_place() -> None:
             raise ZeroDivisionError
         return number
 
-    results = map_ahead(work, iter(range(9)), workers=2, ahead=9)
+    results = prefetch(work, iter(range(9)), workers=2, ahead=9)
     assert [next(results) for _ in range(3)] == [0, 1, 2]
     with pytest.raises(ZeroDivisionError):
         next(results)

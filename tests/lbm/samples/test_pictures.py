@@ -6,7 +6,7 @@ from PIL import Image
 from tests.lbm.shard_files import encoded, noise
 
 from sigmascope.errors import ConfigError, DataError
-from sigmascope.lbm.samples import Cut, apply_cut, choose_cut, decode_mask, decode_picture, same_shape
+from sigmascope.lbm.samples import CropBox, apply_crop, choose_crop, decode_mask, decode_picture, same_shape
 
 BICUBIC = Image.Resampling.BICUBIC
 
@@ -79,43 +79,43 @@ def test_masks_are_grey_and_ones_count_as_white() -> None:
 
 def test_a_picture_of_the_size_is_untouched() -> None:
     image = noise(1, 24, 16)
-    cut = choose_cut((24, 16), (24, 16), "random", any_draws())
-    assert cut == Cut(0.0, 0.0, 1.0, 1.0, (24, 16))
-    assert np.array_equal(apply_cut(image, cut, BICUBIC), np.asarray(image))
+    cut = choose_crop((24, 16), (24, 16), "random", any_draws())
+    assert cut == CropBox(0.0, 0.0, 1.0, 1.0, (24, 16))
+    assert np.array_equal(apply_crop(image, cut, BICUBIC), np.asarray(image))
 
 
 @pytest.mark.parametrize(("width", "left"), [(34, 5), (35, 5)])
 def test_the_middle_is_copied_where_nothing_is_resized(width: int, left: int) -> None:
     image = noise(2, width, 24)
-    cut = choose_cut((width, 24), (24, 24), "center", any_draws())
-    assert np.array_equal(apply_cut(image, cut, BICUBIC), np.asarray(image)[:, left : left + 24])
+    cut = choose_crop((width, 24), (24, 24), "center", any_draws())
+    assert np.array_equal(apply_crop(image, cut, BICUBIC), np.asarray(image)[:, left : left + 24])
 
 
 def test_random_parts_are_copies_and_reach_both_edges() -> None:
     image = noise(3, 27, 24)
     draws, places = random.Random(0), set()
     for _ in range(60):
-        cut = choose_cut((27, 24), (24, 24), "random", draws)
+        cut = choose_crop((27, 24), (24, 24), "random", draws)
         left = round(cut.left * 27)
         places.add(left)
-        assert np.array_equal(apply_cut(image, cut, BICUBIC), np.asarray(image)[:, left : left + 24])
+        assert np.array_equal(apply_crop(image, cut, BICUBIC), np.asarray(image)[:, left : left + 24])
     assert places == {0, 1, 2, 3}
 
 
 def test_the_cut_covers_the_size_with_the_picture_s_own_aspect() -> None:
-    cut = choose_cut((400, 100), (50, 50), "center", any_draws())
+    cut = choose_crop((400, 100), (50, 50), "center", any_draws())
     assert (cut.left, cut.top, cut.right, cut.bottom) == (150 / 400, 0.0, 250 / 400, 1.0)
     gradient = Image.linear_gradient("L").resize((400, 100)).convert("RGB")
     resized = gradient.crop((150, 0, 250, 100)).resize((50, 50), BICUBIC)
-    assert np.array_equal(apply_cut(gradient, cut, BICUBIC), np.asarray(resized))
+    assert np.array_equal(apply_crop(gradient, cut, BICUBIC), np.asarray(resized))
 
 
 def test_a_cut_falls_on_the_same_place_of_a_picture_of_another_size() -> None:
     small = Image.fromarray(np.repeat(np.arange(0, 240, 10, dtype=np.uint8)[None], 12, axis=0))
     large = small.resize((48, 24), Image.Resampling.NEAREST)
-    cut = choose_cut(small.size, (12, 12), "center", any_draws())
+    cut = choose_crop(small.size, (12, 12), "center", any_draws())
     nearest = Image.Resampling.NEAREST
-    assert np.array_equal(apply_cut(small, cut, nearest), apply_cut(large, cut, nearest))
+    assert np.array_equal(apply_crop(small, cut, nearest), apply_crop(large, cut, nearest))
 
 
 @pytest.mark.parametrize(

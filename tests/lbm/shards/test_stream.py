@@ -5,7 +5,7 @@ import pytest
 from tests.lbm.shard_files import encoded as png
 from tests.lbm.shard_files import noise, pair, write_tar
 
-from sigmascope.lbm.shards import Order, RawSample, Share, mixed
+from sigmascope.lbm.shards import EpochOrder, ProcessShare, RawSample, shuffled
 
 KEYS = ("source", "target")
 
@@ -20,17 +20,17 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     return tuple(paths)
 
 
-def keys(order: Order, epoch: int = 0) -> list[str | None]:
+def keys(order: EpochOrder, epoch: int = 0) -> list[str | None]:
     return [sample.key for sample in order.samples(epoch)]
 
 
 def test_shards_are_permuted_by_epoch(shards: tuple[str, ...]) -> None:
-    firsts = {(keys(Order(shards, KEYS, buffer=0), epoch)[0] or "")[0] for epoch in range(12)}
+    firsts = {(keys(EpochOrder(shards, KEYS, buffer=0), epoch)[0] or "")[0] for epoch in range(12)}
     assert firsts == {"0", "1", "2"}
 
 
 def test_the_buffer_mixes_samples_of_several_shards(shards: tuple[str, ...]) -> None:
-    narrow, wide = keys(Order(shards, KEYS, buffer=0)), keys(Order(shards, KEYS, buffer=40))
+    narrow, wide = keys(EpochOrder(shards, KEYS, buffer=0)), keys(EpochOrder(shards, KEYS, buffer=40))
     assert sorted(map(str, narrow)) == sorted(map(str, wide))
     first_shard = (narrow[0] or "")[0]
     assert {(key or "")[0] for key in narrow[:20]} == {first_shard}
@@ -42,7 +42,7 @@ def test_every_sample_is_about_equally_often_first() -> None:
     counts = [0] * 60
     for seed in range(300):
         samples = (RawSample("0.tar", str(number)) for number in range(60))
-        counts[int(next(mixed(samples, random.Random(seed), 60, 1 << 30)).key or "")] += 1
+        counts[int(next(shuffled(samples, random.Random(seed), 60, 1 << 30)).key or "")] += 1
     assert sum((count - 5) ** 2 / 5 for count in counts) < 106.0
 
 
@@ -52,7 +52,7 @@ def test_large_samples_shrink_the_buffer(tmp_path: Path) -> None:
     shard = str(
         write_tar(tmp_path / "0.tar", [(f"{name}.{key}.png", data) for name in names for key in KEYS])
     )
-    order = Order((shard,), KEYS, buffer=100, buffer_bytes=6 * len(data))
+    order = EpochOrder((shard,), KEYS, buffer=100, buffer_bytes=6 * len(data))
     ordered = keys(order)
     assert sorted(map(str, ordered)) == names
     for place, key in enumerate(ordered):  # three samples fit, so that none comes more than three early
@@ -60,8 +60,8 @@ def test_large_samples_shrink_the_buffer(tmp_path: Path) -> None:
 
 
 def test_a_share_is_every_nth_sample_with_what_is_pending(shards: tuple[str, ...]) -> None:
-    whole = keys(Order(shards, KEYS))
-    share = Share(Order(shards, KEYS), process=1, processes=3)
+    whole = keys(EpochOrder(shards, KEYS))
+    share = ProcessShare(EpochOrder(shards, KEYS), process=1, processes=3)
     given = list(share.samples(0, start=30, pending=(4, 13)))
     numbers = [4, 13, *range(31, 60, 3)]
     assert [number for number, _ in given] == numbers

@@ -16,8 +16,8 @@ from sigmascope.lbm.training.lora_layers import (
     TrainableLora,
     fresh_down,
     inject_lora,
-    planned,
-    prepare,
+    make_trainable,
+    plan_training,
     prepare_full,
 )
 from sigmascope.lora.apply import attach_lora
@@ -225,12 +225,12 @@ def test_full_fine_tuning_trains_the_denoisers_weights() -> None:
 
 
 def test_the_settings_say_which_of_the_two() -> None:
-    assert prepare(new_model(), tiny_settings(full_finetune=True)).plan.modules == {}
-    assert prepare(new_model(), tiny_settings(trainable_lora_modules=SOME)).plan.modules
+    assert make_trainable(new_model(), tiny_settings(full_finetune=True)).plan.modules == {}
+    assert make_trainable(new_model(), tiny_settings(trainable_lora_modules=SOME)).plan.modules
 
 
 def test_a_plan_can_be_had_before_the_model_is_changed(tiny_model: LbmModel) -> None:
-    plan = planned(tiny_model, tiny_settings(trainable_lora_modules=["attn2"]))
+    plan = plan_training(tiny_model, tiny_settings(trainable_lora_modules=["attn2"]))
     assert all("attn2" in name for name in plan.trained)
     assert not any("lora_" in key for key in tiny_model.state_dict())
 

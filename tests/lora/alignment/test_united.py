@@ -5,7 +5,7 @@ import torch
 
 from sigmascope.errors import LoraFormatError
 from sigmascope.lora.adapters import DiffChange
-from sigmascope.lora.alignment import unite
+from sigmascope.lora.alignment import align_all
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile
 
@@ -23,7 +23,7 @@ def lora(make_factors: MakeFactors) -> Callable[..., LoraFile]:
 
 
 def test_one_layer_has_one_name_in_all_formats(lora: Callable[..., LoraFile]) -> None:
-    united = unite(
+    united = align_all(
         [
             lora("denoiser.down_blocks.1.attentions.0.proj_in"),
             lora("lora_unet_down_blocks_1_attentions_0_proj_in", format="kohya"),
@@ -39,7 +39,7 @@ def test_one_layer_has_one_name_in_all_formats(lora: Callable[..., LoraFile]) ->
 def test_names_come_in_the_first_order_and_then_what_only_later_ones_have(
     lora: Callable[..., LoraFile],
 ) -> None:
-    united = unite(
+    united = align_all(
         [
             lora("denoiser.conv_out", "denoiser.conv_in"),
             lora("lora_unet_mid_block_attentions_0_proj_in", "lora_unet_conv_in"),
@@ -55,7 +55,7 @@ def test_names_come_in_the_first_order_and_then_what_only_later_ones_have(
 
 def test_original_names_stay_where_no_lora_has_diffusers(lora: Callable[..., LoraFile]) -> None:
     name = "lora_unet_double_blocks_0_img_attn_qkv"
-    united = unite([lora(name, format="kohya", out=18), lora(name, format="kohya", out=18)])
+    united = align_all([lora(name, format="kohya", out=18), lora(name, format="kohya", out=18)])
     assert united.names == ("denoiser.double_blocks.0.img_attn.qkv",)
     assert united.layout.naming == "original"
 
@@ -63,7 +63,7 @@ def test_original_names_stay_where_no_lora_has_diffusers(lora: Callable[..., Lor
 def test_a_fused_matrix_is_divided_where_another_lora_has_its_parts(lora: Callable[..., LoraFile]) -> None:
     fused = lora("lora_unet_double_blocks_0_img_attn_qkv", format="kohya", out=18)
     one = lora("transformer.transformer_blocks.0.attn.to_k", format="peft")
-    united = unite([one, fused])
+    united = align_all([one, fused])
     start = "denoiser.transformer_blocks.0.attn.to_"
     assert united.names == (f"{start}k", f"{start}q", f"{start}v")
     whole = fused.modules["lora_unet_double_blocks_0_img_attn_qkv"].delta()
@@ -82,23 +82,23 @@ def test_a_whole_change_of_a_fused_matrix_keeps_its_name() -> None:
     other = LoraFile(
         {}, changes={"transformer.x_embedder": DiffChange({"diff": torch.zeros(6, 4)})}, format="peft"
     )
-    assert unite([whole, other]).names == ("denoiser.double_blocks.0.img_attn.qkv", "denoiser.x_embedder")
+    assert align_all([whole, other]).names == ("denoiser.double_blocks.0.img_attn.qkv", "denoiser.x_embedder")
 
 
 def test_names_of_no_known_model_are_matched_as_they_are(lora: Callable[..., LoraFile]) -> None:
-    united = unite([lora("lora_unet_my_own_layer", format="kohya"), lora("my.own.layer")])
+    united = align_all([lora("lora_unet_my_own_layer", format="kohya"), lora("my.own.layer")])
     assert len(united.names) == 1
     assert united.positions(united.names[0]) == (0, 1)
-    alone = unite([lora("lora_unet_my_own_layer", format="kohya")])
+    alone = align_all([lora("lora_unet_my_own_layer", format="kohya")])
     assert alone.names == ("lora_unet_my_own_layer",)
 
 
 def test_text_encoders_are_kept_apart(lora: Callable[..., LoraFile]) -> None:
     end = "text_model_encoder_layers_0_mlp_fc1"
-    united = unite([lora(f"lora_te1_{end}", f"lora_te2_{end}", format="kohya")])
+    united = align_all([lora(f"lora_te1_{end}", f"lora_te2_{end}", format="kohya")])
     assert len(united.names) == 2
     peft = lora("text_encoder_2.text_model.encoder.layers.0.mlp.fc1", format="peft")
-    both = unite([lora(f"lora_te1_{end}", f"lora_te2_{end}", format="kohya"), peft])
+    both = align_all([lora(f"lora_te1_{end}", f"lora_te2_{end}", format="kohya"), peft])
     assert [both.positions(name) for name in both.names] == [(0,), (0, 1)]
 
 
@@ -108,7 +108,7 @@ def test_changes_of_biases_are_their_own(lora: Callable[..., LoraFile]) -> None:
         dict(lora("lora_unet_conv_in").modules), changes={"lora_unet_conv_in.bias": change}, format="kohya"
     )
     two = LoraFile({}, changes={"denoiser.conv_in.bias": change})
-    united = unite([one, two])
+    united = align_all([one, two])
     assert united.names == ("denoiser.conv_in", "denoiser.conv_in.bias")
     assert united.positions("denoiser.conv_in.bias") == (0, 1)
 
@@ -116,7 +116,7 @@ def test_changes_of_biases_are_their_own(lora: Callable[..., LoraFile]) -> None:
 def test_one_layer_under_two_names_is_refused(lora: Callable[..., LoraFile]) -> None:
     twice = lora("lora_unet_conv_in", "lora_unet_input_blocks_0_0", format="kohya")
     with pytest.raises(LoraFormatError, match=r"both for denoiser\.conv_in"):
-        unite([twice])
+        align_all([twice])
 
 
 def test_a_small_unet_counts_its_blocks_by_its_own_modules(lora: Callable[..., LoraFile]) -> None:
@@ -126,7 +126,7 @@ def test_a_small_unet_counts_its_blocks_by_its_own_modules(lora: Callable[..., L
         "down_blocks.1.downsamplers.0.conv",
         "down_blocks.1.attentions.0.proj_in",
     )
-    united = unite(
+    united = align_all(
         [
             lora(*(f"denoiser.{name}" for name in ours)),
             lora(*(f"diffusion_model.{name}" for name in sgm), format="comfyui"),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sigmascope.errors import NonFiniteError
-from sigmascope.lora.decompose import StoredChange, at_full_rank, decompose
+from sigmascope.lora.decompose import RoundedFactors, at_full_rank, decompose
 
 SHAPES = {
     "wide Linear": (150, 260),
@@ -49,13 +49,13 @@ def singular_values(delta: Tensor) -> Tensor:
     return values
 
 
-def dense_error(delta: Tensor, stored: StoredChange, rank: int) -> float:
+def dense_error(delta: Tensor, stored: RoundedFactors, rank: int) -> float:
     """‖ΔW − up·down‖² of the first columns, as any reader of the file forms it."""
     up, down = stored.factors.up.double()[:, :rank], stored.factors.down.double()[:rank]
     return float((delta.double().flatten(1) - up @ down).square().sum())
 
 
-def assert_errors_are_true(delta: Tensor, stored: StoredChange) -> None:
+def assert_errors_are_true(delta: Tensor, stored: RoundedFactors) -> None:
     assert len(stored.errors) == stored.factors.rank + 1
     for rank in range(stored.factors.rank + 1):
         assert float(stored.errors[rank]) == pytest.approx(

@@ -4,11 +4,11 @@ import time
 import pytest
 import torch
 
-from sigmascope.lora.parallel import Slot, map_in_order
+from sigmascope.lora.parallel import Scratch, map_in_order
 
 
 def test_results_come_in_order_whatever_takes_longest() -> None:
-    def work(slot: Slot, item: int) -> int:
+    def work(slot: Scratch, item: int) -> int:
         time.sleep(0.02 if item % 3 == 0 else 0.0)
         return item * item
 
@@ -16,7 +16,7 @@ def test_results_come_in_order_whatever_takes_longest() -> None:
 
 
 def test_what_a_result_holds_stays_until_the_next_is_taken() -> None:
-    def work(slot: Slot, item: int) -> torch.Tensor:
+    def work(slot: Scratch, item: int) -> torch.Tensor:
         return slot.scratch("value", 1000, torch.float32).fill_(item)
 
     for item, tensor in map_in_order(range(30), work):
@@ -25,7 +25,7 @@ def test_what_a_result_holds_stays_until_the_next_is_taken() -> None:
 
 
 def test_memory_is_used_again() -> None:
-    slot = Slot()
+    slot = Scratch()
     first = slot.scratch("a", 100, torch.float32)
     assert slot.scratch("a", 50, torch.float32).data_ptr() == first.data_ptr()
     assert slot.scratch("b", 50, torch.float32).data_ptr() != first.data_ptr()
@@ -35,7 +35,7 @@ def test_memory_is_used_again() -> None:
 def test_an_error_reaches_the_caller_and_begins_no_more() -> None:
     begun: list[int] = []
 
-    def work(slot: Slot, item: int) -> int:
+    def work(slot: Scratch, item: int) -> int:
         begun.append(item)
         if item == 3:
             raise ValueError("no")

@@ -12,7 +12,7 @@ from sigmascope.errors import SigmascopeError
 from sigmascope.lora.adapters import DiffChange, DoraChange, LohaChange, LokrChange
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file import LoraFile
-from sigmascope.lora.module_names import understand_names
+from sigmascope.lora.module_names import parse_names
 from sigmascope.lora.reader import load_lora, open_lora
 from sigmascope.lora.writer import save_lora
 
@@ -96,7 +96,7 @@ def test_a_mutated_file_is_a_lora_or_an_error_of_one_line(
         save_file(mutated(tensors, dice), path)
         try:
             lora = load_lora(path)
-            understand_names(lora)
+            parse_names(lora)
             for name in lora.changes:
                 lora.changes[name].delta(torch.ones(lora.shape_of(name)))
             with open_lora(path, check_finite=False) as opened:

@@ -8,12 +8,12 @@ from sigmascope.lora.budget import Budget
 from sigmascope.lora.factors import LoraFactors
 from sigmascope.lora.file_size import StorageCost
 from sigmascope.lora.ranks import FixedRank, MethodRank, RankRules
-from sigmascope.lora.resize import RankPlan, ReducedModule, Reduction
-from sigmascope.lora.truncation import FormedChange, reducible
+from sigmascope.lora.resize import RankPlan, ResizedModule, Resizer
+from sigmascope.lora.truncation import FormedChange, truncatable
 from sigmascope.progress import no_progress
 
 MakeFactors = Callable[..., LoraFactors]
-Reduced = dict[str, tuple[ReducedModule, LoraFactors | None]]
+Reduced = dict[str, tuple[ResizedModule, LoraFactors | None]]
 
 
 @pytest.fixture
@@ -26,10 +26,10 @@ def modules(make_factors: MakeFactors) -> dict[str, LoraFactors]:
 
 
 def run(modules: Mapping[str, LoraFactors], plan: RankPlan) -> Reduced:
-    reduction = Reduction(
+    reduction = Resizer(
         shapes={name: pair.weight_shape for name, pair in modules.items()},
         old_ranks={name: pair.rank for name, pair in modules.items()},
-        load=lambda name, wanted: reducible(modules[name], wanted, torch.float32),
+        load=lambda name, wanted: truncatable(modules[name], wanted, torch.float32),
         plan=plan,
         storage=StorageCost.of(torch.float32),
     )
@@ -109,6 +109,6 @@ def test_a_change_of_zero_is_left_out(make_factors: MakeFactors) -> None:
 
 def test_few_values_of_factors_of_high_rank_are_found_in_the_formed_change(make_factors: MakeFactors) -> None:
     wide = make_factors((300, 300), 300)
-    assert isinstance(reducible(wide, 8, torch.float32), FormedChange)
-    found = reducible(wide, 8, torch.float32).cut(8)
+    assert isinstance(truncatable(wide, 8, torch.float32), FormedChange)
+    found = truncatable(wide, 8, torch.float32).cut(8)
     assert found.error_norm == pytest.approx(discarded(wide, 8), rel=2e-3)

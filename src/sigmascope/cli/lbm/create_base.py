@@ -1,6 +1,5 @@
 """`sigmascope lbm create-base`: make the model that LBM training starts from."""
 
-import json
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,13 +11,13 @@ from rich.table import Table
 from rich.text import Text
 
 from sigmascope.cli import options
-from sigmascope.cli.console import leaving_on_sigterm, needs_extra, progress_bar
+from sigmascope.cli.console import leaving_on_sigterm, needs_extra, print_json, progress_bar
 from sigmascope.units import MIB, mebibytes, seconds
 
 if TYPE_CHECKING:
     import torch
 
-    from sigmascope.lbm.base import BaselineReport, BaseReport
+    from sigmascope.lbm.base import BaseCheck, BaseReport
     from sigmascope.lbm.config import LbmConfig
 
 EPILOG = """Examples:
@@ -38,11 +37,14 @@ PART = "denoiser."
 """What is dropped never had this before its name."""
 
 
-def create_base(
+@dataclass(frozen=True, kw_only=True)
+class CreateBaseOptions:
+    """What `lbm create-base` takes."""
+
     config_path: Annotated[
         Path,
         typer.Option("--config_path", help="YAML of the model.", show_default=False, rich_help_panel=FILES),
-    ],
+    ]
     save_path: Annotated[
         Path,
         typer.Option(
@@ -51,7 +53,7 @@ def create_base(
             show_default=False,
             rich_help_panel=FILES,
         ),
-    ],
+    ]
     backbone_signature: Annotated[
         str | None,
         typer.Option(
@@ -60,7 +62,7 @@ def create_base(
             show_default="the config's",
             rich_help_panel=FILES,
         ),
-    ] = None,
+    ] = None
     variant: Annotated[
         str | None,
         typer.Option(
@@ -69,7 +71,7 @@ def create_base(
             show_default="the plain files",
             rich_help_panel=FILES,
         ),
-    ] = None,
+    ] = None
     torch_dtype: Annotated[
         str,
         typer.Option(
@@ -77,10 +79,10 @@ def create_base(
             help="Of the weights: float32, bf16 (LBM's own), fp16, or backbone to keep the backbone's.",
             rich_help_panel=MODEL,
         ),
-    ] = "bf16",
+    ] = "bf16"
     device: Annotated[
         str, options.device(MODEL, "Where --test_baseline runs: auto, cpu, cuda, cuda:1, mps or xpu.")
-    ] = "auto",
+    ] = "auto"
     test_baseline: Annotated[
         bool,
         typer.Option(
@@ -88,17 +90,18 @@ def create_base(
             help="Load what was written, compare both files and translate one generated picture.",
             rich_help_panel=OUTPUT,
         ),
-    ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the whole report as JSON.", rich_help_panel=OUTPUT)
-    ] = False,
+    ] = False
+    as_json: Annotated[bool, options.as_json(OUTPUT)] = False
     verbose: Annotated[
         bool,
         typer.Option(
             "--verbose", "-v", help="Show every weight that was adapted or dropped.", rich_help_panel=OUTPUT
         ),
-    ] = False,
-) -> None:
+    ] = False
+
+
+@options.option_groups
+def create_base(options: CreateBaseOptions) -> None:
     """Make the exact base of an LBM from a text-to-image backbone.
 
     The backbone's UNet and VAE become an LBM with the config's architecture, as
@@ -106,43 +109,6 @@ def create_base(
     values are cut or filled with zeros, add_embedding is dropped, all other
     weights are taken over. A fine-tuned LBM minus this base is what its LoRA
     holds. The config is put beside the base, where later commands find it.
-    """
-    run_create_base(
-        CreateBaseOptions(
-            config_path=config_path,
-            save_path=save_path,
-            backbone_signature=backbone_signature,
-            variant=variant,
-            torch_dtype=torch_dtype,
-            device=device,
-            test_baseline=test_baseline,
-            as_json=as_json,
-            verbose=verbose,
-        )
-    )
-
-
-@dataclass(frozen=True)
-class CreateBaseOptions:
-    """The command's options, one field each."""
-
-    config_path: Path
-    save_path: Path
-    backbone_signature: str | None = None
-    variant: str | None = None
-    torch_dtype: str = "bf16"
-    device: str = "auto"
-    test_baseline: bool = False
-    as_json: bool = False
-    verbose: bool = False
-
-
-def run_create_base(options: CreateBaseOptions) -> None:
-    """Make a base as the options say, and report.
-
-    Raises:
-        SigmascopeError: Whatever was wrong with the options, the backbone or the targets.
-        SystemExit: With 143 on SIGTERM; every target is as it was.
     """
     with needs_extra("lbm"):
         from sigmascope.lbm.base import create_base as make_base
@@ -164,26 +130,24 @@ def run_create_base(options: CreateBaseOptions) -> None:
     baseline = _try_out(report, config, dtype, device) if options.test_baseline else None
     if options.as_json:
         tried = {"baseline": None if baseline is None else baseline.as_dict()}
-        typer.echo(json.dumps(report.as_dict() | tried, indent=2))
+        print_json(report.as_dict() | tried)
     else:
         _print(Console(), report, baseline, verbose=options.verbose)
 
 
 def _try_out(
     report: "BaseReport", config: "LbmConfig", dtype: "torch.dtype | None", device: "torch.device"
-) -> "BaselineReport":
-    from sigmascope.lbm.base import run_baseline
+) -> "BaseCheck":
+    from sigmascope.lbm.base import check_base
     from sigmascope.lbm.devices import resolve_dtype
 
     with progress_bar("Testing base") as progress:
-        return run_baseline(
+        return check_base(
             report.paths, config, dtype=dtype or resolve_dtype("float32"), device=device, progress=progress
         )
 
 
-def _print(
-    console: Console, report: "BaseReport", baseline: "BaselineReport | None", *, verbose: bool
-) -> None:
+def _print(console: Console, report: "BaseReport", baseline: "BaseCheck | None", *, verbose: bool) -> None:
     console.print(Text.assemble(("Exact base: ", "bold"), report.paths[0].stem))
     console.print(_base_facts(report))
     if verbose:
@@ -197,7 +161,7 @@ def _print(
 
 
 def _base_facts(report: "BaseReport") -> Table:
-    changes = Counter(each.change for each in report.adapted.values())
+    changes = Counter(weight.change for weight in report.adapted.values())
     dtypes = ", ".join(f"{count:,} in {name}" for name, count in report.dtypes.items())
     facts = {
         "Backbone": str(report.backbone),
@@ -220,8 +184,8 @@ def _base_facts(report: "BaseReport") -> Table:
 def _changed_weights(report: "BaseReport") -> Text:
     """Every weight that is not as it was: a line each, since names are longer than a table's columns."""
     lines = [
-        f"  {key}: {_shape(each.had)} -> {_shape(each.shape)}, {each.change}"
-        for key, each in report.adapted.items()
+        f"  {key}: {_shape(weight.had)} -> {_shape(weight.shape)}, {weight.change}"
+        for key, weight in report.adapted.items()
     ]
     lines += [
         f"  {name.removeprefix(PART)}: {_shape(shape)}, dropped" for name, shape in report.dropped.items()
@@ -233,7 +197,7 @@ def _shape(shape: tuple[int, ...]) -> str:
     return "×".join(map(str, shape))
 
 
-def _baseline_line(baseline: "BaselineReport") -> str:
+def _baseline_line(baseline: "BaseCheck") -> str:
     width, height = baseline.size
     return (
         f"Tested: {baseline.compared:,} tensors equal in every file; loaded in {seconds(baseline.load_seconds)}; "

@@ -1,6 +1,5 @@
 """`sigmascope lbm infer`: translate a picture with a Latent Bridge Matching model."""
 
-import json
 import logging
 import os
 from collections.abc import Mapping
@@ -13,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from sigmascope.cli import options
-from sigmascope.cli.console import needs_extra, progress_bar, say
+from sigmascope.cli.console import needs_extra, print_json, progress_bar, say
 from sigmascope.errors import ConfigError, SigmascopeError, WriteError
 from sigmascope.files import require_writable
 
@@ -42,14 +41,17 @@ NAMED = 3
 """How many modules a warning names."""
 
 
-def infer(
-    base_model_path: Annotated[Path, options.base_model_path(FILES)],
+@dataclass(frozen=True, kw_only=True)
+class InferOptions:
+    """What `lbm infer` takes."""
+
+    base_model_path: Annotated[Path, options.base_model_path(FILES)]
     source_image: Annotated[
         Path,
         typer.Option(
             "--source_image", help="The picture to translate.", show_default=False, rich_help_panel=FILES
         ),
-    ],
+    ]
     output_path: Annotated[
         Path,
         typer.Option(
@@ -58,11 +60,11 @@ def infer(
             show_default=False,
             rich_help_panel=FILES,
         ),
-    ],
+    ]
     lora_path: Annotated[
         Path | None, typer.Option("--lora_path", help="A LoRA to apply.", rich_help_panel=FILES)
-    ] = None,
-    config_path: Annotated[Path | None, options.config_path(FILES)] = None,
+    ] = None
+    config_path: Annotated[Path | None, options.config_path(FILES)] = None
     conditioning: Annotated[
         list[str] | None,
         typer.Option(
@@ -70,10 +72,10 @@ def infer(
             help="KEY=PICTURE for each conditioning key of the config; repeatable.",
             rich_help_panel=FILES,
         ),
-    ] = None,
+    ] = None
     lora_scale: Annotated[
         float, typer.Option("--lora_scale", help="Strength, 0.0 to 2.0.", rich_help_panel=MODEL)
-    ] = 1.0,
+    ] = 1.0
     merge: Annotated[
         bool,
         typer.Option(
@@ -81,12 +83,12 @@ def infer(
             help="Merge the LoRA into the weights in memory, or compute it beside them.",
             rich_help_panel=MODEL,
         ),
-    ] = False,
+    ] = False
     num_inference_steps: Annotated[
         int, typer.Option("--num_inference_steps", help="Steps along the bridge.", rich_help_panel=MODEL)
-    ] = 1,
-    torch_dtype: Annotated[str, options.torch_dtype(MODEL)] = "float32",
-    device: Annotated[str, options.device(MODEL)] = "auto",
+    ] = 1
+    torch_dtype: Annotated[str, options.torch_dtype(MODEL)] = "float32"
+    device: Annotated[str, options.device(MODEL)] = "auto"
     size: Annotated[
         str,
         typer.Option(
@@ -94,7 +96,7 @@ def infer(
             help="bucket (nearest aspect bucket), keep (the picture's own size), or WIDTHxHEIGHT.",
             rich_help_panel=MODEL,
         ),
-    ] = "bucket",
+    ] = "bucket"
     resolution: Annotated[
         int | None,
         typer.Option(
@@ -102,8 +104,8 @@ def infer(
             help="Side of the square bucket (--size bucket); by default the config's.",
             rich_help_panel=MODEL,
         ),
-    ] = None,
-    tile_size: Annotated[int | None, options.tile_size(MODEL)] = None,
+    ] = None
+    tile_size: Annotated[int | None, options.tile_size(MODEL)] = None
     seed: Annotated[
         int | None,
         typer.Option(
@@ -111,90 +113,38 @@ def infer(
             help="Of the noise between steps; drawn and recorded if left out.",
             rich_help_panel=MODEL,
         ),
-    ] = None,
+    ] = None
     run_path: Annotated[
         Path | None,
         typer.Option("--run_path", help="Save what was recorded, as JSON.", rich_help_panel=OUTPUT),
-    ] = None,
-    as_json: Annotated[bool, options.as_json(OUTPUT)] = False,
+    ] = None
+    as_json: Annotated[bool, options.as_json(OUTPUT)] = False
     verbose: Annotated[
         bool,
         typer.Option("--verbose", "-v", help="Show time and memory of every stage.", rich_help_panel=OUTPUT),
-    ] = False,
-) -> None:
+    ] = False
+
+
+@options.option_groups
+def infer(options: InferOptions) -> None:
     """Translate a picture, with or without a LoRA, and record every stage.
 
     The result has the picture's own size. Without --seed, the seed that was drawn is in the record.
     """
-    run_infer(
-        InferOptions(
-            base_model_path=base_model_path,
-            source_image=source_image,
-            output_path=output_path,
-            lora_path=lora_path,
-            config_path=config_path,
-            conditioning=tuple(conditioning or ()),
-            lora_scale=lora_scale,
-            merge=merge,
-            num_inference_steps=num_inference_steps,
-            torch_dtype=torch_dtype,
-            device=device,
-            size=size,
-            resolution=resolution,
-            tile_size=tile_size,
-            seed=seed,
-            run_path=run_path,
-            as_json=as_json,
-            verbose=verbose,
-        )
-    )
-
-
-@dataclass(frozen=True)
-class InferOptions:
-    """The command's options, one field each."""
-
-    base_model_path: Path
-    source_image: Path
-    output_path: Path
-    lora_path: Path | None = None
-    config_path: Path | None = None
-    conditioning: tuple[str, ...] = ()
-    lora_scale: float = 1.0
-    merge: bool = False
-    num_inference_steps: int = 1
-    torch_dtype: str = "float32"
-    device: str = "auto"
-    size: str = "bucket"
-    resolution: int | None = None
-    tile_size: int | None = None
-    seed: int | None = None
-    run_path: Path | None = None
-    as_json: bool = False
-    verbose: bool = False
-
-
-def run_infer(options: InferOptions) -> None:
-    """Translate one picture as the options say.
-
-    Raises:
-        SigmascopeError: Whatever was wrong with the options, the files or the model. The run is saved even
-            then, when `run_path` is given.
-    """
     with needs_extra("lbm"):
-        from sigmascope.lbm.devices import LESS_FOR_INFERENCE, within_memory
+        from sigmascope.lbm.devices import LESS_FOR_INFERENCE, explain_out_of_memory
         from sigmascope.lbm.images import load_image, save_image
         from sigmascope.lbm.model import load_watched  # noqa: F401 - refused now if a package is missing
         from sigmascope.monitor.recorder import Recorder
 
-    conditioning_paths = conditioning_paths_of(options.conditioning)
+    conditioning_paths = conditioning_paths_of(options.conditioning or [])
     check_options(options)
     check_files(options, conditioning_paths)
     picture = load_image(options.source_image)
     conditioning = {key: load_image(path) for key, path in conditioning_paths.items()}
     recorder = Recorder(name="lbm infer", sample_hz=10.0)
     try:
-        with within_memory("the model with this picture", LESS_FOR_INFERENCE), recorder:
+        with explain_out_of_memory("the model with this picture", LESS_FOR_INFERENCE), recorder:
             model = _load_model(options)
             applied = _apply_lora(options, model, recorder)
             result = _translate(options, model, picture, conditioning)
@@ -208,7 +158,7 @@ def run_infer(options: InferOptions) -> None:
     report(run, _summary(options, result, applied), as_json=options.as_json, verbose=options.verbose)
 
 
-def conditioning_paths_of(entries: tuple[str, ...]) -> dict[str, Path]:
+def conditioning_paths_of(entries: list[str]) -> dict[str, Path]:
     """The pictures of `--conditioning KEY=PICTURE` by key.
 
     Raises:
@@ -263,7 +213,7 @@ def _apply_lora(
 def _translate(
     options: InferOptions, model: "LbmModel", picture: "Image.Image", conditioning: "dict[str, Image.Image]"
 ) -> "Image.Image":
-    from sigmascope.lbm.buckets import parse_size
+    from sigmascope.lbm.images import parse_size
     from sigmascope.lbm.infer import translate_image
 
     with progress_bar("Translating") as progress:
@@ -321,9 +271,8 @@ def _summary(
 def check_options(options: InferOptions) -> None:
     """Refuse what cannot work before minutes are spent on it."""
     from sigmascope.lbm.bridge import bridge_sigmas
-    from sigmascope.lbm.buckets import check_resolution, parse_size
     from sigmascope.lbm.devices import resolve_device, resolve_dtype
-    from sigmascope.lbm.images import image_format
+    from sigmascope.lbm.images import check_resolution, image_format, parse_size
 
     low, high = LORA_SCALES
     if not low <= options.lora_scale <= high:
@@ -411,7 +360,7 @@ def _check_writable(target: Path) -> None:
 def report(run: "Run", summary: Mapping[str, Any], *, as_json: bool, verbose: bool) -> None:
     """Print the outcome: JSON on stdout, or a line on stdout and, if verbose, the stages on stderr."""
     if as_json:
-        typer.echo(json.dumps({**summary, **_measured(run)}, indent=2))
+        print_json({**summary, **_measured(run)})
         return
     console = Console(stderr=True)
     if verbose:

@@ -1,6 +1,5 @@
 """`sigmascope lbm make-shards`: pairs of pictures as WebDataset shards to train on."""
 
-import json
 import os
 import re
 from dataclasses import asdict, dataclass
@@ -11,11 +10,12 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from sigmascope.cli.console import needs_extra, progress_bar
+from sigmascope.cli import options
+from sigmascope.cli.console import needs_extra, print_json, progress_bar
 from sigmascope.errors import ConfigError
 
 if TYPE_CHECKING:
-    from sigmascope.lbm.make_shards import LeftOut, WrittenShard
+    from sigmascope.lbm.make_shards import SkippedFile, WrittenShard
 
 EPILOG = """Examples:
 
@@ -34,7 +34,10 @@ SHOWN = 10
 MOST_WORKERS = 8
 
 
-def make_shards(
+@dataclass(frozen=True, kw_only=True)
+class MakeShardsOptions:
+    """What `lbm make-shards` takes."""
+
     paths: Annotated[
         list[Path],
         typer.Argument(
@@ -42,7 +45,7 @@ def make_shards(
             help="The folder with the pairs (none with --pocket_scenes), and the folder for the shards.",
             show_default=False,
         ),
-    ],
+    ]
     keys: Annotated[
         str | None,
         typer.Option(
@@ -50,7 +53,7 @@ def make_shards(
             help="What every pair must have; by default source,target, and a mask where there is one.",
             rich_help_panel=WHAT,
         ),
-    ] = None,
+    ] = None
     pocket_scenes: Annotated[
         str | None,
         typer.Option(
@@ -59,13 +62,13 @@ def make_shards(
             "for judging.",
             rich_help_panel=WHAT,
         ),
-    ] = None,
+    ] = None
     light: Annotated[
         str | None,
         typer.Option(
             "--light", help="With --pocket_scenes: the targets' light, cool or warm.", rich_help_panel=WHAT
         ),
-    ] = None,
+    ] = None
     shard_size: Annotated[
         int | None,
         typer.Option(
@@ -73,59 +76,28 @@ def make_shards(
             help="Pairs in a shard; by default 1000, with --pocket_scenes 128.",
             rich_help_panel=WHERE,
         ),
-    ] = None,
+    ] = None
     prefix: Annotated[
         str, typer.Option("--prefix", help="Shards are PREFIX-000000.tar and on.", rich_help_panel=WHERE)
-    ] = "train",
+    ] = "train"
     overwrite: Annotated[
         bool,
         typer.Option("--overwrite", help="Replace all shards of that name.", rich_help_panel=WHERE),
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print what was made as JSON on stdout.")] = False,
-) -> None:
+    ] = False
+    as_json: options.AsJson = False
+
+
+@options.option_groups
+def make_shards(options: MakeShardsOptions) -> None:
     """Make WebDataset shards of pairs of pictures.
 
     Two layouts are known: [bold]a_source.png[/bold] beside [bold]a_target.png[/bold], or
     [bold]source/a.png[/bold] and [bold]target/a.png[/bold]. Pictures go in as
     they are, after each was decoded once. Files that belong to no pair are named.
     """
-    run_make_shards(
-        MakeShardsOptions(
-            paths=tuple(paths),
-            keys=keys,
-            pocket_scenes=pocket_scenes,
-            light=light,
-            shard_size=shard_size,
-            prefix=prefix,
-            overwrite=overwrite,
-            as_json=as_json,
-        )
-    )
-
-
-@dataclass(frozen=True)
-class MakeShardsOptions:
-    """The command's options, one field each."""
-
-    paths: tuple[Path, ...]
-    keys: str | None = None
-    pocket_scenes: str | None = None
-    light: str | None = None
-    shard_size: int | None = None
-    prefix: str = "train"
-    overwrite: bool = False
-    as_json: bool = False
-
-
-def run_make_shards(options: MakeShardsOptions) -> None:
-    """Make shards as the options say.
-
-    Raises:
-        SigmascopeError: An option, the folder or the target is wrong.
-    """
     made = _make_from_folder(options) if options.pocket_scenes is None else _make_from_scenes(options)
     if options.as_json:
-        typer.echo(json.dumps(made.as_dict(), indent=2))
+        print_json(made.as_dict())
     else:
         _report(made)
 
@@ -135,7 +107,7 @@ class Made:
     """The shards, and what went into none."""
 
     shards: "list[WrittenShard]"
-    left_out: "list[LeftOut]"
+    left_out: "list[SkippedFile]"
 
     def as_dict(self) -> dict[str, object]:
         """As JSON values."""
@@ -179,17 +151,17 @@ def _make_from_folder(options: MakeShardsOptions) -> Made:
     )
     check_target(target)
     keys, optional = _keys(options.keys)
-    found = find_pairs(folder, keys, optional)
+    folder_pairs = find_pairs(folder, keys, optional)
     encoder = PairEncoder()
     with progress_bar("Reading pairs") as progress:
-        written = write_shards(encoder.samples(found.pairs, progress), target)
+        written = write_shards(encoder.samples(folder_pairs.pairs, progress), target)
     if not written:
         first = encoder.left_out[0]
         raise ConfigError(
-            f"{folder}: none of {len(found.pairs)} pairs can be used (first {first.name}: {first.reason}).",
+            f"{folder}: none of {len(folder_pairs.pairs)} pairs can be used (first {first.name}: {first.reason}).",
             hint="Check the pictures.",
         )
-    return Made(written, [*found.left_out, *encoder.left_out])
+    return Made(written, [*folder_pairs.left_out, *encoder.left_out])
 
 
 def _keys(text: str | None) -> tuple[list[str], list[str]]:

@@ -140,8 +140,8 @@ def _announce(address: "Address", served: "ServedModel", *, as_json: bool) -> No
             )
         )
     if as_json:
-        told = {"url": address.url, "host": address.host, "port": address.port}
-        typer.echo(json.dumps({**told, "model": served.base_name, "lora": served.lora_name}))
+        facts = {"url": address.url, "host": address.host, "port": address.port}
+        typer.echo(json.dumps({**facts, "model": served.base_name, "lora": served.lora_name}))
         return
     what = served.base_name if served.lora_name is None else f"{served.base_name} + {served.lora_name}"
     say(f"Serving {what} at {address.url}")

@@ -1,6 +1,5 @@
 """`sigmascope lbm train`: train a LoRA, or every weight, of a Latent Bridge Matching model."""
 
-import json
 import logging
 import os
 from collections.abc import Iterator, Mapping
@@ -16,14 +15,14 @@ from rich.table import Table
 from rich.text import Text
 
 from sigmascope.cli import options
-from sigmascope.cli.console import needs_extra, progress_bar, say, stdout_for_results
+from sigmascope.cli.console import needs_extra, print_json, progress_bar, say, stdout_for_results
 from sigmascope.units import parse_size
 
 if TYPE_CHECKING:
     from sigmascope.lbm.training.dry_run import DryRun
+    from sigmascope.lbm.training.metrics import Validation
     from sigmascope.lbm.training.settings import TrainSettings
     from sigmascope.lbm.training.train import Listeners, StepLog, TrainReport
-    from sigmascope.lbm.training.validation import Validation
 
 EPILOG = (
     "Example: sigmascope lbm train --path_config lora_relight.yaml --dry_run, then without --dry_run. "
@@ -34,11 +33,14 @@ RUNNING, OUTPUT = "How to run", "What to show"
 _MIB = 1024**2
 
 
-def train(
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """What `lbm train` takes."""
+
     path_config: Annotated[
         Path,
         typer.Option("--path_config", help="YAML of the training and the model.", show_default=False),
-    ],
+    ]
     resume: Annotated[
         bool | None,
         typer.Option(
@@ -46,7 +48,7 @@ def train(
             help="Go on from the newest checkpoint, or begin anew and move what is there aside; else as the YAML says.",
             rich_help_panel=RUNNING,
         ),
-    ] = None,
+    ] = None
     max_steps: Annotated[
         int | None,
         typer.Option(
@@ -55,16 +57,16 @@ def train(
             help="Optimizer steps in all, in place of the YAML's.",
             rich_help_panel=RUNNING,
         ),
-    ] = None,
+    ] = None
     device: Annotated[
         str | None, options.device(RUNNING, "auto, cpu, cuda, cuda:1, mps or xpu; else the YAML's.")
-    ] = None,
+    ] = None
     allow_pipe: Annotated[
         bool,
         typer.Option(
             "--allow_pipe", help="Run the commands of shards named pipe:COMMAND.", rich_help_panel=RUNNING
         ),
-    ] = False,
+    ] = False
     max_member: Annotated[
         str | None,
         typer.Option(
@@ -72,7 +74,7 @@ def train(
             help="Largest picture file in a shard, such as 2GB; else the YAML's, SIGMASCOPE_MAX_MEMBER, or 256MB.",
             rich_help_panel=RUNNING,
         ),
-    ] = None,
+    ] = None
     dry_run: Annotated[
         bool,
         typer.Option(
@@ -80,7 +82,7 @@ def train(
             help="Check settings, base and data, and show what would be trained and the memory it takes.",
             rich_help_panel=RUNNING,
         ),
-    ] = False,
+    ] = False
     live: Annotated[
         bool | None,
         typer.Option(
@@ -88,50 +90,16 @@ def train(
             help="A bar drawn over itself, or a line every log_interval steps; by default as stderr allows.",
             rich_help_panel=OUTPUT,
         ),
-    ] = None,
-    as_json: Annotated[bool, options.as_json(OUTPUT)] = False,
-) -> None:
+    ] = None
+    as_json: Annotated[bool, options.as_json(OUTPUT)] = False
+
+
+@options.option_groups
+def train(options: TrainOptions) -> None:
     """Train on pairs of pictures in WebDataset shards, and write LoRA files.
 
     Ctrl-C and SIGTERM save a checkpoint and end; the same command goes on from
     it. After a kill it goes on from the last checkpoint that was saved.
-    """
-    run_train(
-        TrainOptions(
-            path_config=path_config,
-            resume=resume,
-            max_steps=max_steps,
-            device=device,
-            allow_pipe=allow_pipe,
-            max_member=max_member,
-            dry_run=dry_run,
-            live=live,
-            as_json=as_json,
-        )
-    )
-
-
-@dataclass(frozen=True)
-class TrainOptions:
-    """The command's options, one field each."""
-
-    path_config: Path
-    resume: bool | None = None
-    max_steps: int | None = None
-    device: str | None = None
-    allow_pipe: bool = False
-    max_member: str | None = None
-    dry_run: bool = False
-    live: bool | None = None
-    as_json: bool = False
-
-
-def run_train(options: TrainOptions) -> None:
-    """Train as the options say, or show what would be trained.
-
-    Raises:
-        SigmascopeError: Whatever was wrong with the settings, the files or the training.
-        typer.Exit: With 143 or 130 when a signal stopped it.
     """
     with needs_extra("train"):
         from sigmascope.lbm.devices import resolve_device
@@ -143,8 +111,8 @@ def run_train(options: TrainOptions) -> None:
     console = Console(stderr=True, highlight=False)
     if options.dry_run:
         with stdout_for_results():
-            found = dry_run(settings, resume=options.resume)
-        print_dry_run(found, as_json=options.as_json)
+            planned = dry_run(settings, resume=options.resume)
+        print_dry_run(planned, as_json=options.as_json)
         return
     if options.device is not None:
         resolve_device(options.device)  # else training would name the YAML's key
@@ -162,35 +130,35 @@ def _settings(options: TrainOptions) -> "TrainSettings":
     from sigmascope.lbm.training.settings import load_train_settings
 
     settings = load_train_settings(options.path_config)
-    said = {
+    given = {
         "max_steps": options.max_steps,
         "device": options.device,
         "allow_pipe": options.allow_pipe or None,
         "max_member": None if options.max_member is None else parse_size(options.max_member, "--max_member"),
     }
-    changed = {key: value for key, value in said.items() if value is not None}
+    changed = {key: value for key, value in given.items() if value is not None}
     return settings.model_copy(update=changed)
 
 
-def print_dry_run(found: "DryRun", *, as_json: bool) -> None:
+def print_dry_run(planned: "DryRun", *, as_json: bool) -> None:
     """Show what would be trained: a table, the data and the memory; or all of it as JSON."""
     if as_json:
-        facts = {**asdict(found), "resumes": None if found.resumes is None else str(found.resumes)}
-        facts["memory"]["total"] = found.memory.total
-        typer.echo(json.dumps(facts, indent=2))
+        facts = {**asdict(planned), "resumes": None if planned.resumes is None else str(planned.resumes)}
+        facts["memory"]["total"] = planned.memory.total
+        print_json(facts)
         return
     console = Console(highlight=False)
-    console.print(_dry_run_table(found))
-    for name, text in _dry_run_facts(found).items():
+    console.print(_dry_run_table(planned))
+    for name, text in _dry_run_facts(planned).items():
         console.print(Text(f"{name:<18}{text}"), soft_wrap=True)
 
 
-def _dry_run_table(found: "DryRun") -> Table:
+def _dry_run_table(planned: "DryRun") -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("Block and kind", overflow="fold")
     for name in ("Layers", "Trained", "Rank", "Values trained", "Values frozen"):
         table.add_column(name, justify="right")
-    for row in found.rows:
+    for row in planned.rows:
         table.add_row(
             f"{row.block} {row.kind}",
             str(row.modules),
@@ -203,23 +171,23 @@ def _dry_run_table(found: "DryRun") -> Table:
     return table
 
 
-def _dry_run_facts(found: "DryRun") -> dict[str, str]:
-    memory = found.memory
-    share = found.trained_parameters / max(1, found.trained_parameters + found.frozen_parameters)
-    width, height = found.picture_size
-    count = "unknown" if found.samples is None else str(found.samples)
+def _dry_run_facts(planned: "DryRun") -> dict[str, str]:
+    memory = planned.memory
+    share = planned.trained_parameters / max(1, planned.trained_parameters + planned.frozen_parameters)
+    width, height = planned.picture_size
+    count = "unknown" if planned.samples is None else str(planned.samples)
     parts = ", ".join(
         f"{name} {getattr(memory, name) / _MIB:,.1f}"
         for name in ("weights", "gradients", "optimizer", "average", "activations")
         if getattr(memory, name)
     )
     return {
-        "Trained": f"{found.trained_parameters:,} values ({share:.2%} of all)",
-        "Data": f"{count} samples in {len(found.shards)} shards, first batch {width}×{height}",
-        "Validation": f"{found.validation_samples} samples" if found.validation_samples else "none",
-        "Steps": "unknown" if found.total_steps is None else str(found.total_steps),
+        "Trained": f"{planned.trained_parameters:,} values ({share:.2%} of all)",
+        "Data": f"{count} samples in {len(planned.shards)} shards, first batch {width}×{height}",
+        "Validation": f"{planned.validation_samples} samples" if planned.validation_samples else "none",
+        "Steps": "unknown" if planned.total_steps is None else str(planned.total_steps),
         "Memory, about": f"{memory.total / _MIB:,.1f} MiB a process ({parts})",
-        "Begins": "anew" if found.resumes is None else f"from {found.resumes}",
+        "Begins": "anew" if planned.resumes is None else f"from {planned.resumes}",
     }
 
 
@@ -230,8 +198,8 @@ def _train_listeners(options: TrainOptions, console: Console) -> "Iterator[Liste
 
     live = console.is_terminal if options.live is None else options.live
 
-    def on_validation(found: "Validation", sheet: Path) -> None:
-        say_validation(console, found, sheet)
+    def on_validation(validation: "Validation", sheet: Path) -> None:
+        say_validation(console, validation, sheet)
 
     if not _is_main_process():
         yield Listeners()
@@ -247,10 +215,10 @@ def _train_listeners(options: TrainOptions, console: Console) -> "Iterator[Liste
         )
 
 
-def say_validation(console: Console, found: "Validation", sheet: Path) -> None:
+def say_validation(console: Console, validation: "Validation", sheet: Path) -> None:
     """One line on a validation."""
-    values = ", ".join(f"{_steps(count)} {value:.2f} dB" for count, value in found.psnr.items())
-    console.print(Text(f"step {found.step}  validation: {values}  ({sheet})"), soft_wrap=True)
+    values = ", ".join(f"{_steps(count)} {value:.2f} dB" for count, value in validation.psnr.items())
+    console.print(Text(f"step {validation.step}  validation: {values}  ({sheet})"), soft_wrap=True)
 
 
 def _steps(count: int) -> str:
@@ -305,7 +273,7 @@ class _ConsoleHandler(logging.Handler):
 def print_report(report: "TrainReport", settings: "TrainSettings", *, as_json: bool) -> None:
     """Show how a training ended: JSON on stdout, or a few lines."""
     if as_json:
-        typer.echo(json.dumps(_report_values(report, settings), indent=2))
+        print_json(_report_values(report, settings))
         return
     err = Console(stderr=True, highlight=False)
     for finding in report.run.findings:
@@ -331,7 +299,9 @@ def _report_values(report: "TrainReport", settings: "TrainSettings") -> Mapping[
         "stopped_by": report.stopped_by,
         "seconds": report.run.seconds,
         "logs": [asdict(log) for log in report.logs],
-        "validations": [{"step": found.step, "psnr": dict(found.psnr)} for found in report.validations],
+        "validations": [
+            {"step": validation.step, "psnr": dict(validation.psnr)} for validation in report.validations
+        ],
         "checkpoint": None if report.checkpoint is None else str(report.checkpoint),
         "files": [str(file) for file in report.files],
         "set_aside": None if report.set_aside is None else str(report.set_aside),

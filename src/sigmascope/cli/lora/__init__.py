@@ -2,7 +2,8 @@
 
 import typer
 
-from sigmascope.cli.lora import convert, diff, extract, inspect, merge, resize, validate
+from sigmascope.cli.lora import convert, diff, extract, inspect, merge, validate
+from sigmascope.cli.lora import merge as resize
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -12,7 +13,7 @@ app = typer.Typer(
 app.command("extract", epilog=extract.EPILOG)(extract.extract)
 app.command("validate", epilog=validate.EPILOG)(validate.validate)
 app.command("convert", epilog=convert.EPILOG)(convert.convert)
-app.command("resize", epilog=resize.EPILOG)(resize.resize)
+app.command("resize", epilog=resize.RESIZE_EPILOG)(resize.resize)
 app.command("merge", epilog=merge.EPILOG)(merge.merge)
 app.command("inspect", epilog=inspect.EPILOG)(inspect.inspect)
 app.command("diff", epilog=diff.EPILOG)(diff.diff)

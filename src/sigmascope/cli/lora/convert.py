@@ -1,6 +1,5 @@
 """`sigmascope lora convert`: carry a LoRA to the format that another tool reads."""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -8,7 +7,7 @@ import typer
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from sigmascope.cli.console import facts, listed, plain, progress_bar, title
+from sigmascope.cli.console import facts, listed, print_json, print_written, progress_bar, title
 from sigmascope.cli.options import LoraFormatName, Precision
 
 if TYPE_CHECKING:
@@ -100,20 +99,16 @@ def convert(
             progress=progress,
         )
     if as_json:
-        typer.echo(json.dumps(report.as_dict(), indent=2))
+        print_json(report.as_dict())
     else:
         _print(Console(), report)
 
 
 def _print(console: Console, report: "ConversionReport") -> None:
-    from sigmascope.units import format_size
-
     console.print(title("LoRA conversion", report.source.name))
     console.print(facts(_facts(report)))
-    listed(console, "Left out", [f"{one.name} ({one.reason})" for one in report.left_out])
-    console.print(
-        Text("Written: ").append_text(plain(report.target)).append(f" ({format_size(report.file_bytes)})")
-    )
+    listed(console, "Left out", [f"{module.name} ({module.reason})" for module in report.left_out])
+    print_written(console, report.target, report.file_bytes)
 
 
 def _facts(report: "ConversionReport") -> list[tuple[str, RenderableType | None]]:

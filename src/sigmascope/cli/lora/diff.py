@@ -1,6 +1,5 @@
 """`sigmascope lora diff`: two LoRAs, module by module."""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,6 +16,7 @@ from sigmascope.cli.console import (
     number,
     percent,
     plain,
+    print_json,
     progress_bar,
     table,
     title,
@@ -60,7 +60,7 @@ def diff(
         error.exit_code = _TROUBLE  # 1 says that they differ
         raise
     if as_json:
-        typer.echo(json.dumps(report.as_dict(), indent=2))
+        print_json(report.as_dict())
     else:
         print_comparison(Console(), report, verbose=verbose)
     if report.verdict != "same":

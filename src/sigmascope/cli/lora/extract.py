@@ -1,48 +1,41 @@
 """`sigmascope lora extract`: make a LoRA from two checkpoints."""
 
-import json
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.text import Text
 
-from sigmascope.cli.console import needs_extra, progress_bar
-from sigmascope.cli.lora.tables import print_extraction
+from sigmascope.cli.console import (
+    facts,
+    findings,
+    needs_extra,
+    percent,
+    plain,
+    print_json,
+    print_written,
+    progress_bar,
+    title,
+)
+from sigmascope.cli.lora.validate import block_table, module_table
 from sigmascope.cli.options import (
     AsJson,
     BasePath,
-    ConvRank,
-    DynamicMethod,
-    DynamicParam,
-    Exclude,
-    ExtractFormat,
-    MaxConvRank,
-    MaxError,
-    MaxRank,
-    MaxSize,
-    MinRank,
-    MixedDtypes,
-    OnInteger,
-    OnMissing,
-    OnMixedDtypes,
-    OnShapeChange,
-    Parts,
+    PairFlags,
     Precision,
-    Rank,
     RankFlags,
-    RankFor,
-    RankMethod,
-    TargetCoverage,
+    SaveTo,
     TunedPath,
-    Unfit,
-    Variant,
     Verbose,
-    WeightFor,
-    pair_options,
+    option_groups,
     rank_choice,
 )
 from sigmascope.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from sigmascope.lora.extraction_report import ExtractionReport
 
 EPILOG = """Examples:
 
@@ -54,28 +47,31 @@ sigmascope lora extract --base_model_path base.safetensors --tuned_model_path tu
 """
 
 
+class ExtractFormat(StrEnum):
+    """`--format` of an extraction."""
+
+    AUTO = "auto"
+    NATIVE = "native"
+    KOHYA = "kohya"
+    PEFT = "peft"
+    COMFYUI = "comfyui"
+
+
+class TargetCoverage(StrEnum):
+    """`--target_coverage`."""
+
+    FULL = "full"
+    ATTENTION = "attention"
+    EXTENDED = "extended"
+
+
+@option_groups
 def extract(
+    *,
     base_model_path: BasePath,
     tuned_model_path: TunedPath,
-    save_to: Annotated[
-        Path,
-        typer.Option(
-            "--save_to", help="LoRA to write, .safetensors. Replaced when there.", show_default=False
-        ),
-    ],
-    rank: Rank = None,
-    conv_rank: ConvRank = None,
-    max_size: MaxSize = None,
-    max_error: MaxError = None,
-    weight_for: WeightFor = None,
-    rank_method: RankMethod = None,
-    dynamic_method: DynamicMethod = None,
-    dynamic_param: DynamicParam = None,
-    max_rank: MaxRank = None,
-    max_conv_rank: MaxConvRank = None,
-    min_rank: MinRank = None,
-    rank_for: RankFor = None,
-    exclude: Exclude = None,
+    save_to: SaveTo,
+    ranks: RankFlags,
     save_precision: Annotated[
         Precision,
         typer.Option(
@@ -110,12 +106,7 @@ def extract(
             help="Keep the changes of biases, norms and embeddings too, whole, as diff.",
         ),
     ] = False,
-    parts: Parts = "denoiser",
-    on_missing: OnMissing = Unfit.ERROR,
-    on_shape_change: OnShapeChange = Unfit.ERROR,
-    on_integer: OnInteger = Unfit.ERROR,
-    on_mixed_dtypes: OnMixedDtypes = MixedDtypes.COMPARE,
-    variant: Variant = None,
+    pairing: PairFlags,
     device: Annotated[
         str, typer.Option("--device", help="Where to decompose: auto, cpu, cuda, cuda:1.")
     ] = "auto",
@@ -150,22 +141,7 @@ def extract(
     stored. A YAML file beside the LoRA describes the extraction. A run that
     was killed goes on when it is started again.
     """
-    flags = RankFlags(
-        rank=rank,
-        conv_rank=conv_rank,
-        max_size=max_size,
-        max_error=max_error,
-        weight_for=weight_for,
-        rank_method=rank_method,
-        dynamic_method=dynamic_method,
-        dynamic_param=dynamic_param,
-        max_rank=max_rank,
-        max_conv_rank=max_conv_rank,
-        min_rank=min_rank,
-        rank_for=rank_for,
-        exclude=exclude,
-    )
-    choice = rank_choice(flags)
+    choice = rank_choice(ranks)
     require_base(base_model_path, create=create_base_model, backbone=backbone_signature, config=config_path)
     from sigmascope.lora.extract import ExtractOptions, extract_lora
 
@@ -177,14 +153,14 @@ def extract(
         min_diff=min_diff,
         target_coverage=target_coverage.value,
         biases_and_norms=biases_and_norms,
-        pairing=pair_options(parts, on_missing, on_shape_change, on_integer, on_mixed_dtypes, variant),
+        pairing=pairing.options(),
         device=device,
         workers=workers,
     )
     with progress_bar("Extracting") as progress:
         report = extract_lora(base_model_path, tuned_model_path, save_to, options, progress=progress)
     if as_json:
-        typer.echo(json.dumps(report.as_dict(), indent=2))
+        print_json(report.as_dict())
     else:
         print_extraction(Console(), report, verbose=verbose)
 
@@ -224,3 +200,36 @@ def require_base(base: Path, *, create: bool, backbone: str | None, config: Path
             both=False,
             progress=progress,
         )
+
+
+def print_extraction(console: Console, report: "ExtractionReport", *, verbose: bool) -> None:
+    """Show what an extraction wrote: blocks, totals, what is left out, and how to go on."""
+    console.print(title("LoRA extraction", report.lora.name))
+    console.print(block_table(report.blocks, "In LoRA"))
+    if verbose:
+        console.print(module_table("Every layer", report.errors))
+    console.print(facts(_extraction_facts(report)))
+    console.print(findings(report.findings))
+    print_written(console, report.lora, report.file_bytes)
+    console.print(Text("         ").append_text(plain(report.sidecar)))
+    following = "Next: sigmascope lora validate with the same two models and --lora_path "
+    console.print(Text(following).append_text(plain(report.lora)))
+
+
+def _extraction_facts(report: "ExtractionReport") -> list[tuple[str, RenderableType]]:
+    reasons = [layer.reason for layer in report.left_out]
+    left_out = ", ".join(
+        f"{reasons.count(reason)} {reason.replace('_', ' ')}" for reason in sorted(set(reasons))
+    )
+    coverage = (
+        f"{report.total_lora_modules} of {report.total_analyzed_layers} layers "
+        f"({report.coverage_percentage:.1f} %)"
+    )
+    return [
+        ("Layers in the LoRA", coverage),
+        ("Left out", left_out or "none"),
+        ("Error, overall", percent(report.relative_error)),
+        ("Error, average", percent(report.average_error)),
+        ("Precision", report.options.save_precision),
+        ("Time", f"{report.seconds:.1f} s"),
+    ]

@@ -3,7 +3,6 @@
 With `--model` it is judged beside a checkpoint (`judge`), with `--picture` its strength is drawn by block.
 """
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -19,11 +18,13 @@ from rich.text import Text
 from sigmascope.cli.console import (
     counts,
     facts,
+    findings,
     layer,
     listed,
     number,
     percent,
     plain,
+    print_json,
     progress_bar,
     span,
     table,
@@ -37,11 +38,9 @@ if TYPE_CHECKING:
     from sigmascope.lora.effect import BlockEffect, Effect
     from sigmascope.lora.inspect import LoraInspection, ModuleStrength
     from sigmascope.lora.verdict import LoraVerdict
-    from sigmascope.records.run import Finding
 
 EPILOG = "Example: sigmascope lora inspect my_lora.safetensors --model sdxl.safetensors --picture blocks.svg"
 
-_SEVERITY_STYLE = {"info": "cyan", "warning": "yellow", "error": "red", "critical": "bold red"}
 _MOST_UNMATCHED = 5
 
 # The picture: sizes in pixels, and colours.
@@ -101,15 +100,15 @@ def inspect(
         check_picture(picture, lora, model)
     with progress_bar("Inspecting") as progress:
         report = inspect_lora(lora, full_spectrum=full_spectrum, progress=progress)
-    found = None if model is None else judge(lora, model, relative=relative_strength)
+    on_model = None if model is None else judge(lora, model, relative=relative_strength)
     if picture is not None:
-        save_inspection_picture(picture, report, found)
+        save_inspection_picture(picture, report, on_model)
     if as_json:
         own = report.as_dict(spectra=verbose)
-        typer.echo(json.dumps(own if found is None else own | {"model": found.as_dict()}, indent=2))
+        print_json(own if on_model is None else own | {"model": on_model.as_dict()})
     else:
-        _print(report, found, picture, verbose=verbose)
-    if found is not None and not found.verdict.fits:
+        _print(report, on_model, picture, verbose=verbose)
+    if on_model is not None and not on_model.verdict.fits:
         raise typer.Exit(1)
 
 
@@ -136,20 +135,22 @@ class OnModel:
 
     def as_dict(self) -> dict[str, Any]:
         """All of it as JSON values."""
-        found: dict[str, Any] = {"path": str(self.model), "verdict": self.verdict.as_dict()}
+        report: dict[str, Any] = {"path": str(self.model), "verdict": self.verdict.as_dict()}
         if self.effects is not None:
-            found["relative_strength"] = {
+            report["relative_strength"] = {
                 "blocks": [block.as_dict() for block in self.blocks],
                 "modules": {name: effect.as_dict() for name, effect in self.effects.items()},
             }
-        return found
+        return report
 
 
-def _print(report: "LoraInspection", found: OnModel | None, picture: Path | None, *, verbose: bool) -> None:
+def _print(
+    report: "LoraInspection", on_model: OnModel | None, picture: Path | None, *, verbose: bool
+) -> None:
     console = Console()
     print_inspection(console, report, verbose=verbose)
-    if found is not None:
-        print_on_model(console, found, verbose=verbose)
+    if on_model is not None:
+        print_on_model(console, on_model, verbose=verbose)
     if picture is not None:
         console.print(title("Picture", picture))
 
@@ -245,16 +246,16 @@ def _header_facts(report: "LoraInspection") -> "list[tuple[str, RenderableType |
     return rows
 
 
-def print_on_model(console: Console, found: OnModel, *, verbose: bool) -> None:
+def print_on_model(console: Console, on_model: OnModel, *, verbose: bool) -> None:
     """Show what matches, what does not and why, and what to know before loading."""
-    verdict = found.verdict
-    console.print(title("On the model", found.model.name))
+    verdict = on_model.verdict
+    console.print(title("On the model", on_model.model.name))
     console.print(facts(_verdict_facts(verdict)))
-    if found.effects is not None:
-        _print_relative(console, found.blocks)
+    if on_model.effects is not None:
+        _print_relative(console, on_model.blocks)
     _print_unmatched(console, verdict, verbose=verbose)
-    told = {f"lora_{reason}" for reason in verdict.reasons}
-    _print_findings(console, [finding for finding in verdict.findings if finding.id not in told])
+    explained = {f"lora_{reason}" for reason in verdict.reasons}
+    console.print(findings(finding for finding in verdict.findings if finding.id not in explained))
 
 
 def _verdict_facts(verdict: "LoraVerdict") -> "list[tuple[str, RenderableType | None]]":
@@ -307,7 +308,7 @@ def _print_unmatched(console: Console, verdict: "LoraVerdict", *, verbose: bool)
             console.print(_indented(2, details.pop() or "", "yellow"))
         for module in shown:
             console.print(_indented(2, module.name, ""))
-            if len({one.detail for one in modules}) > 1:
+            if len({unmatched.detail for unmatched in modules}) > 1:
                 console.print(_indented(4, module.detail or "", "yellow"))
             if module.nearest and reason != "other_architecture":
                 console.print(_indented(4, f"nearest: {', '.join(module.nearest)}", "cyan"))
@@ -317,16 +318,6 @@ def _print_unmatched(console: Console, verdict: "LoraVerdict", *, verbose: bool)
 
 def _indented(width: int, text: str, style: str) -> Padding:
     return Padding(plain(text, style=style), (0, 0, 0, width))
-
-
-def _print_findings(console: Console, findings: "Sequence[Finding]") -> None:
-    for finding in findings:
-        style = _SEVERITY_STYLE[finding.severity]
-        line = Text(f"{finding.severity}: ", style=style).append_text(plain(finding.message, limit=600))
-        line.stylize("default", len(finding.severity) + 2)
-        if finding.advice:
-            line.append(f" {finding.advice}", style="default")
-        console.print(line)
 
 
 def check_picture(path: Path, *inputs: Path | None) -> None:
@@ -349,16 +340,16 @@ def check_picture(path: Path, *inputs: Path | None) -> None:
         raise ConfigError(f"--picture {path} is an input.", hint="Give the name of a new file.")
 
 
-def save_inspection_picture(path: Path, report: "LoraInspection", found: "OnModel | None") -> None:
+def save_inspection_picture(path: Path, report: "LoraInspection", on_model: "OnModel | None") -> None:
     """Draw strength by block as SVG, or PNG where the file is named so.
 
     Raises:
         WriteError: The file cannot be written.
         ConfigError: A PNG is wanted and Pillow is not installed.
     """
-    rows = rows_of(report, found)
+    rows = rows_of(report, on_model)
     size = (_WIDTH, _TOP + _ROW * len(rows) + 24)
-    save_picture(path, size, [*_picture_heading(report, found), *_picture_bars(rows)])
+    save_picture(path, size, [*_picture_heading(report, on_model), *_picture_bars(rows)])
 
 
 @dataclass(frozen=True)
@@ -402,10 +393,10 @@ class BlockRow:
         return _PARTLY if self.matched else _NOTHING
 
 
-def rows_of(report: "LoraInspection", found: "OnModel | None") -> list[BlockRow]:
+def rows_of(report: "LoraInspection", on_model: "OnModel | None") -> list[BlockRow]:
     """The bars, in the order in which a latent passes the blocks."""
-    relative = {} if found is None else {block.name: block.relative_change for block in found.blocks}
-    matched = None if found is None else {module.name for module in found.verdict.matched}
+    relative = {} if on_model is None else {block.name: block.relative_change for block in on_model.blocks}
+    matched = None if on_model is None else {module.name for module in on_model.verdict.matched}
     return [
         BlockRow(
             block.name,
@@ -423,16 +414,16 @@ def _count_matched(report: "LoraInspection", block: str, matched: set[str]) -> i
     return sum(module.block == block and module.name in matched for module in report.modules)
 
 
-def _picture_heading(report: "LoraInspection", found: "OnModel | None") -> Iterator[Shape]:
+def _picture_heading(report: "LoraInspection", on_model: "OnModel | None") -> Iterator[Shape]:
     yield Label(16, 30, f"LoRA: {report.path.name}", size=18)
-    if found is None:
+    if on_model is None:
         yield Label(16, 54, f"{len(report.modules)} modules in {report.format} format.")
     else:
-        verdict = found.verdict
+        verdict = on_model.verdict
         yield Label(
             16,
             54,
-            f"{len(verdict.matched)} of {len(verdict.modules)} modules match {found.model.name}.",
+            f"{len(verdict.matched)} of {len(verdict.modules)} modules match {on_model.model.name}.",
         )
     yield Label(16, _TOP - 14, "Strength (norm of the change) by block, and its share of the LoRA's squared")
 

@@ -1,42 +1,41 @@
-"""`sigmascope lora merge`: several LoRAs into one, or into a checkpoint."""
+"""`sigmascope lora merge` and `lora resize`: several LoRAs into one or into a checkpoint, and other ranks for one."""
 
-import json
+from collections.abc import Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
 
-from sigmascope.cli.console import progress_bar
-from sigmascope.cli.lora.tables import print_bake, print_reduction
-from sigmascope.cli.options import (
-    AsJson,
-    DynamicMethod,
-    DynamicParam,
-    Exclude,
-    Format,
-    MaxConvRank,
-    MaxError,
-    MaxRank,
-    MaxSize,
-    Method,
-    MinRank,
-    RankFlags,
-    RankFor,
-    RankMethod,
-    ReducedConvRank,
-    ReducedRank,
-    SavePrecision,
-    SaveTo,
-    Verbose,
-    WeightFor,
-    parse_weights,
-    rank_plan,
+from sigmascope.cli.console import (
+    counts,
+    facts,
+    findings,
+    layer,
+    listed,
+    number,
+    percent,
+    plain,
+    print_json,
+    print_written,
+    progress_bar,
+    span,
+    table,
+    title,
 )
+from sigmascope.cli.options import AsJson, Format, ResizeFlags, SavePrecision, SaveTo, Verbose, option_groups
 from sigmascope.errors import ConfigError
 
 if TYPE_CHECKING:
-    from sigmascope.lora.merge_methods import MergeMethod
+    from sigmascope.lora.bake import BakeReport, MergedTensor
+    from sigmascope.lora.merge_methods import InputLora, MergeMethod
+    from sigmascope.lora.resize import ReductionReport, ResizedModule
+
+
+_LEFT_OUT_WORDS = {"excluded": "excluded", "rank_0": "no rank", "no_change": "no change"}
 
 EPILOG = """Examples:
 
@@ -46,7 +45,18 @@ sigmascope lora merge a.safetensors b.safetensors --into model.safetensors --sav
 """
 
 
+class Method(StrEnum):
+    """`--method` of a merge."""
+
+    LINEAR = "linear"
+    TIES = "ties"
+    TIES_MERGEKIT = "ties_mergekit"
+    DARE = "dare"
+
+
+@option_groups
 def merge(
+    *,
     loras: Annotated[
         list[Path], typer.Argument(metavar="LORA", help="LoRAs of any format.", show_default=False)
     ],
@@ -77,19 +87,7 @@ def merge(
         typer.Option("--density", help="Share of the values that ties and dare keep.", show_default="0.5"),
     ] = None,
     seed: Annotated[int | None, typer.Option("--seed", help="Of dare's choice.", show_default="0")] = None,
-    rank: ReducedRank = None,
-    conv_rank: ReducedConvRank = None,
-    max_size: MaxSize = None,
-    max_error: MaxError = None,
-    weight_for: WeightFor = None,
-    rank_method: RankMethod = None,
-    dynamic_method: DynamicMethod = None,
-    dynamic_param: DynamicParam = None,
-    max_rank: MaxRank = None,
-    max_conv_rank: MaxConvRank = None,
-    min_rank: MinRank = None,
-    rank_for: RankFor = None,
-    exclude: Exclude = None,
+    ranks: ResizeFlags,
     save_precision: SavePrecision = None,
     lora_format: Format = None,
     base_model_path: Annotated[
@@ -113,24 +111,10 @@ def merge(
     sum of their ranks, less with a rank option. Into a checkpoint the changes
     are added in float32 and rounded once; all else is copied bit for bit.
     """
-    flags = RankFlags(
-        rank=rank,
-        conv_rank=conv_rank,
-        max_size=max_size,
-        max_error=max_error,
-        weight_for=weight_for,
-        rank_method=rank_method,
-        dynamic_method=dynamic_method,
-        dynamic_param=dynamic_param,
-        max_rank=max_rank,
-        max_conv_rank=max_conv_rank,
-        min_rank=min_rank,
-        rank_for=rank_for,
-        exclude=exclude,
-    )
-    strengths, how = parse_weights(weights), _method(method, density, seed)
+    plan = ranks.plan()
+    strengths, how = _parse_weights(weights), _method(method, density, seed)
     if into is not None:
-        given = (save_precision, lora_format, base_model_path, rank_plan(flags))
+        given = (save_precision, lora_format, base_model_path, plan)
         _refuse_for_checkpoints(*(value is not None for value in given))
         _into(loras, into, save_to, strengths, how, allow_unmatched, verbose=verbose, as_json=as_json)
         return
@@ -140,7 +124,7 @@ def merge(
     options = CombineOptions(
         weights=strengths,
         method=how,
-        plan=rank_plan(flags),
+        plan=plan,
         save_precision=None if save_precision is None else save_precision.value,
         format=None if lora_format is None else lora_format.value,
         base=base_model_path,
@@ -148,9 +132,25 @@ def merge(
     with progress_bar("Merging") as progress:
         report = merge_loras(loras, save_to, options, progress=progress)
     if as_json:
-        typer.echo(json.dumps(report.as_dict(), indent=2))
+        print_json(report.as_dict())
     else:
         print_reduction(Console(), "LoRA merge", report, verbose=verbose)
+
+
+def _parse_weights(text: str | None) -> tuple[float, ...] | None:
+    """Read `0.7,0.3`.
+
+    Raises:
+        ConfigError: A part is no number.
+    """
+    if text is None:
+        return None
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError as error:
+        raise ConfigError(
+            f"--weights {text} are no numbers.", hint="Write one for each LoRA: --weights 0.7,0.3."
+        ) from error
 
 
 def _method(method: Method, density: float | None, seed: int | None) -> "MergeMethod":
@@ -199,6 +199,164 @@ def _into(
             progress=progress,
         )
     if as_json:
-        typer.echo(json.dumps(report.as_dict(), indent=2))
+        print_json(report.as_dict())
     else:
         print_bake(Console(), report, verbose=verbose)
+
+
+def print_bake(console: Console, report: "BakeReport", *, verbose: bool) -> None:
+    """Show what was changed in the checkpoint, and what rounding took away."""
+    console.print(title("LoRA merge", report.checkpoint.name))
+    console.print(facts(_bake_facts(report)))
+    shown = report.tensors if verbose else report.most_lost
+    if shown:
+        console.print(
+            _baked_tensor_table("Every changed tensor" if verbose else "Most lost to rounding", shown)
+        )
+    for position, names in report.unmatched.items():
+        listed(console, f"Not in the checkpoint, of {report.inputs[position].path.name}", names)
+    for position, keys in report.unused_keys.items():
+        listed(console, f"Keys of no module, of {report.inputs[position].path.name}", keys)
+    skipped = [f"{name} ({reason})" for name, reason in report.skipped.items()]
+    listed(console, "In the old file only", skipped, style="cyan")
+    print_written(console, report.checkpoint, report.file_bytes)
+
+
+def _bake_facts(report: "BakeReport") -> list[tuple[str, RenderableType | None]]:
+    return [
+        ("Into", plain(report.into)),
+        ("LoRAs", _inputs(report.inputs)),
+        ("Method", plain(report.method) if len(report.inputs) > 1 else None),
+        ("Tensors changed", f"{len(report.tensors)} ({report.copied} copied bit for bit)"),
+        ("Strength ‖ΔW‖", number(report.change_norm)),
+        ("Lost to rounding", percent(report.lost_share)),
+        ("Time", f"{report.seconds:.1f} s"),
+    ]
+
+
+def _baked_tensor_table(heading: str, tensors: Sequence["MergedTensor"]) -> Table:
+    made = table("Tensor", "Weight", "Change", "Lost")
+    made.title, made.title_justify = heading, "left"
+    for tensor in tensors:
+        made.add_row(
+            layer(tensor.name),
+            number(tensor.weight_norm),
+            number(tensor.change_norm),
+            percent(tensor.lost_share),
+        )
+    return made
+
+
+RESIZE_EPILOG = """Examples:
+
+sigmascope lora resize big.safetensors small.safetensors --rank 16 --conv_rank 8
+
+sigmascope lora resize big.safetensors small.safetensors --max_size 50MB
+"""
+
+
+@option_groups
+def resize(
+    *,
+    lora: Annotated[Path, typer.Argument(metavar="IN", help="LoRA of any format.", show_default=False)],
+    save_to: Annotated[
+        Path, typer.Argument(metavar="OUT", help="LoRA to write, .safetensors.", show_default=False)
+    ],
+    ranks: ResizeFlags,
+    save_precision: SavePrecision = None,
+    lora_format: Format = None,
+    verbose: Verbose = False,
+    as_json: AsJson = False,
+) -> None:
+    """Give a LoRA another rank, without the models it was made from.
+
+    Every layer becomes the nearest change of its new rank, and the errors
+    shown are those of what is stored. Give a rank, a method by which each
+    layer's singular values decide, or a size or error for the whole file.
+    """
+    plan = ranks.plan()
+    if plan is None:
+        raise ConfigError(
+            "how much rank is not said.",
+            hint="Give --rank 16, --rank_method energy:0.95, --max_size 50MB, or more.",
+        )
+    from sigmascope.lora.resize import resize_lora
+
+    with progress_bar("Resizing") as progress:
+        report = resize_lora(
+            lora,
+            save_to,
+            plan,
+            save_precision=None if save_precision is None else save_precision.value,
+            format=None if lora_format is None else lora_format.value,
+            progress=progress,
+        )
+    if as_json:
+        print_json(report.as_dict())
+    else:
+        print_reduction(Console(), "LoRA resize", report, verbose=verbose)
+
+
+def print_reduction(console: Console, what: str, report: "ReductionReport", *, verbose: bool) -> None:
+    """Show what became of each block or module, the totals, and what is left out."""
+    console.print(title(what, report.lora.name))
+    console.print(_reduced_block_table(report))
+    if verbose:
+        console.print(_reduced_module_table(report.modules))
+    console.print(facts(_reduction_facts(report)))
+    gone = [f"{module.name} ({_LEFT_OUT_WORDS[module.left_out or 'rank_0']})" for module in report.left_out]
+    listed(console, "Left out", gone)
+    listed(console, "Written as they are", report.carried, style="cyan")
+    if report.method == "linear":
+        listed(console, "Formed and decomposed, being more than up and down", report.formed, style="cyan")
+    console.print(findings(report.findings))
+    print_written(console, report.lora, report.file_bytes)
+
+
+def _reduced_block_table(report: "ReductionReport") -> Table:
+    made = table("Block", "Modules", "Old rank", "Rank", "Energy", "Error")
+    for block in report.blocks:
+        made.add_row(
+            plain(block.name),
+            f"{block.kept}/{block.modules}",
+            span(block.old_ranks),
+            span(block.ranks),
+            percent(block.kept_energy),
+            percent(block.relative_error),
+        )
+    return made
+
+
+def _reduced_module_table(modules: Sequence["ResizedModule"]) -> Table:
+    made = table("Layer", "Old rank", "Rank", "Energy", "Error")
+    for module in modules:
+        made.add_row(
+            layer(module.name),
+            "-" if module.old_rank is None else str(module.old_rank),
+            str(module.rank),
+            percent(module.kept_energy),
+            percent(module.relative_error),
+        )
+    return made
+
+
+def _reduction_facts(report: "ReductionReport") -> list[tuple[str, RenderableType | None]]:
+    from sigmascope.units import format_size
+
+    size = f"{format_size(report.bytes_before)} before, {format_size(report.file_bytes)} now"
+    several = len(report.inputs) > 1
+    return [
+        ("LoRAs", _inputs(report.inputs) if several or report.inputs[0].weight != 1.0 else None),
+        ("Method", plain(report.method) if several else None),
+        ("Ranks asked for", plain(report.plan)),
+        ("Ranks now", counts(report.ranks)),
+        ("Energy kept", percent(report.kept_energy)),
+        ("Error, overall", percent(report.relative_error)),
+        ("Format", f"{report.format}, {report.dtype}"),
+        ("Size", size),
+        ("Time", f"{report.seconds:.1f} s"),
+    ]
+
+
+def _inputs(inputs: Sequence["InputLora"]) -> Group:
+    return Group(*(Text(f"{lora.weight:g} × ").append_text(plain(lora.path)) for lora in inputs))

@@ -4,7 +4,6 @@ With `--images`, the models also translate a folder of pictures: `check_image_fl
 the weights are measured, `run_images` translates, and `print_images` shows how far the results are apart.
 """
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -12,34 +11,31 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich import box
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from sigmascope.cli.console import needs_extra, progress_bar, say
-from sigmascope.cli.lora.tables import print_validation
-from sigmascope.cli.options import (
-    AsJson,
-    BasePath,
-    MixedDtypes,
-    OnInteger,
-    OnMissing,
-    OnMixedDtypes,
-    OnShapeChange,
-    Parts,
-    TunedPath,
-    Unfit,
-    Variant,
-    Verbose,
-    pair_options,
+from sigmascope.cli.console import (
+    facts,
+    findings,
+    needs_extra,
+    percent,
+    plain,
+    print_json,
+    progress_bar,
+    say,
+    span,
+    table,
+    title,
 )
+from sigmascope.cli.options import AsJson, BasePath, PairFlags, TunedPath, Verbose, option_groups
 from sigmascope.errors import ConfigError, WriteError
 from sigmascope.units import printable
 
 if TYPE_CHECKING:
-    from sigmascope.lbm.image_validation import ImageReport, OutputError, PictureErrors
+    from sigmascope.lbm.image_validation import ImageErrors, ImageReport, OutputError
     from sigmascope.lora.validate import ValidationReport
+    from sigmascope.lora.validation_report import Band, BlockError, ModuleError
 
 EPILOG = """Examples:
 
@@ -50,74 +46,83 @@ sigmascope lora validate --base_model_path base.safetensors --tuned_model_path t
 --lora_path my_lora.safetensors --images photos/
 """
 
+_BAND_STYLE = {"excellent": "green", "good": "cyan", "poor": "yellow", "noise": "bold red"}
+_MOST_FAILURES = 10
 _IMAGES_PANEL = "On pictures (LBM only)"
-
-Images = Annotated[
-    Path | None,
-    typer.Option(
-        "--images",
-        metavar="<folder>",
-        help="Also translate its pictures with base, base + LoRA and tuned model, and compare the results.",
-        rich_help_panel=_IMAGES_PANEL,
-    ),
-]
-ConfigPath = Annotated[
-    Path | None,
-    typer.Option(
-        "--config_path",
-        help="YAML of the models.",
-        show_default="beside each model",
-        rich_help_panel=_IMAGES_PANEL,
-    ),
-]
-Steps = Annotated[
-    int | None,
-    typer.Option(
-        "--num_inference_steps",
-        help="Steps along the bridge.",
-        show_default="1",
-        rich_help_panel=_IMAGES_PANEL,
-    ),
-]
-Seed = Annotated[
-    int | None,
-    typer.Option(
-        "--seed", help="Of the noise, the same for all.", show_default="0", rich_help_panel=_IMAGES_PANEL
-    ),
-]
-Resolution = Annotated[
-    int | None,
-    typer.Option(
-        "--resolution",
-        help="Side of the square working size.",
-        show_default="the config's",
-        rich_help_panel=_IMAGES_PANEL,
-    ),
-]
-TorchDtype = Annotated[
-    str | None,
-    typer.Option(
-        "--torch_dtype",
-        help="Of the models: float32, bf16, fp16.",
-        show_default="float32",
-        rich_help_panel=_IMAGES_PANEL,
-    ),
-]
-Device = Annotated[
-    str | None,
-    typer.Option(
-        "--device",
-        help="Where the models run: auto, cpu, cuda.",
-        show_default="auto",
-        rich_help_panel=_IMAGES_PANEL,
-    ),
-]
 
 _PICTURES_SHOWN = 5
 """Pictures listed one by one unless all are asked for; those that the LoRA leaves farthest off come first."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class ImageFlags:
+    """What the models translate with `--images`, and how; None where nothing was typed."""
+
+    images: Annotated[
+        Path | None,
+        typer.Option(
+            "--images",
+            metavar="<folder>",
+            help="Also translate its pictures with base, base + LoRA and tuned model, and compare the results.",
+            rich_help_panel=_IMAGES_PANEL,
+        ),
+    ] = None
+    config_path: Annotated[
+        Path | None,
+        typer.Option(
+            "--config_path",
+            help="YAML of the models.",
+            show_default="beside each model",
+            rich_help_panel=_IMAGES_PANEL,
+        ),
+    ] = None
+    num_inference_steps: Annotated[
+        int | None,
+        typer.Option(
+            "--num_inference_steps",
+            help="Steps along the bridge.",
+            show_default="1",
+            rich_help_panel=_IMAGES_PANEL,
+        ),
+    ] = None
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            "--seed", help="Of the noise, the same for all.", show_default="0", rich_help_panel=_IMAGES_PANEL
+        ),
+    ] = None
+    resolution: Annotated[
+        int | None,
+        typer.Option(
+            "--resolution",
+            help="Side of the square working size.",
+            show_default="the config's",
+            rich_help_panel=_IMAGES_PANEL,
+        ),
+    ] = None
+    torch_dtype: Annotated[
+        str | None,
+        typer.Option(
+            "--torch_dtype",
+            help="Of the models: float32, bf16, fp16.",
+            show_default="float32",
+            rich_help_panel=_IMAGES_PANEL,
+        ),
+    ] = None
+    device: Annotated[
+        str | None,
+        typer.Option(
+            "--device",
+            help="Where the models run: auto, cpu, cuda.",
+            show_default="auto",
+            rich_help_panel=_IMAGES_PANEL,
+        ),
+    ] = None
+
+
+@option_groups
 def validate(
+    *,
     base_model_path: BasePath,
     tuned_model_path: TunedPath,
     lora_path: Annotated[
@@ -145,19 +150,8 @@ def validate(
             "--workers", help="Threads, a core each.", show_default="one for each core, up to 8", min=1
         ),
     ] = None,
-    images: Images = None,
-    config_path: ConfigPath = None,
-    num_inference_steps: Steps = None,
-    seed: Seed = None,
-    resolution: Resolution = None,
-    torch_dtype: TorchDtype = None,
-    device: Device = None,
-    parts: Parts = "denoiser",
-    on_missing: OnMissing = Unfit.ERROR,
-    on_shape_change: OnShapeChange = Unfit.ERROR,
-    on_integer: OnInteger = Unfit.ERROR,
-    on_mixed_dtypes: OnMixedDtypes = MixedDtypes.COMPARE,
-    variant: Variant = None,
+    images: ImageFlags,
+    pairing: PairFlags,
     verbose: Verbose = False,
     as_json: AsJson = False,
 ) -> None:
@@ -175,12 +169,11 @@ def validate(
     names_path = _names_path(layer_names, lora_path, inputs)
     _check_picture(picture, inputs, names_path)
     models = {"base": base_model_path, "tuned": tuned_model_path}
-    flags = ImageFlags(images, config_path, num_inference_steps, seed, resolution, torch_dtype, device)
-    check_image_flags(flags, models)
-    options = pair_options(parts, on_missing, on_shape_change, on_integer, on_mixed_dtypes, variant)
+    check_image_flags(images, models)
+    options = pairing.options()
     with progress_bar("Validating") as progress:
         report = validate_lora(*inputs, options, workers=workers, progress=progress)
-    seen = run_images(flags, models, lora_path)
+    seen = run_images(images, models, lora_path)
     passed = report.success_rate >= min_success_rate
     lists_names = passed and bool(report.layer_names)
     if as_json:
@@ -188,7 +181,7 @@ def validate(
             "layer_names": str(names_path) if lists_names else None,
             "images": None if seen is None else seen.as_dict(),
         }
-        typer.echo(json.dumps(report.as_dict() | extra, indent=2))
+        print_json(report.as_dict() | extra)
     else:
         print_validation(Console(), report, verbose=verbose)
         if seen is not None:
@@ -250,48 +243,6 @@ def _check_picture(path: Path | None, inputs: Sequence[Path], names_path: Path) 
             raise ConfigError(f"--picture {path} {use}.", hint="Give the name of a new file.")
 
 
-@dataclass(frozen=True, slots=True)
-class ImageFlags:
-    """The flags as given; None where they were not."""
-
-    images: Path | None = None
-    config_path: Path | None = None
-    num_inference_steps: int | None = None
-    seed: int | None = None
-    resolution: int | None = None
-    torch_dtype: str | None = None
-    device: str | None = None
-
-
-def _draw(path: Path | None, report: "ValidationReport", *, quiet: bool) -> None:
-    if path is None:
-        return
-    from sigmascope.lora.validation_report import save_validation_picture
-
-    save_validation_picture(path, report)
-    if not quiet:
-        Console().print(Text(printable(f"Picture: {path}")))
-
-
-def _write_names(path: Path, names: Sequence[str], *, required: bool, quiet: bool) -> None:
-    """Write the list after the report is shown: a place that nobody asked for may be read-only.
-
-    Raises:
-        WriteError: The place was asked for and cannot be written.
-    """
-    from sigmascope.lora.validate import write_layer_names
-
-    try:
-        write_layer_names(path, names)
-    except WriteError as error:
-        if required:
-            raise
-        say(f"Layer names are not written: {error.message} Use --layer_names.", err=True)
-        return
-    if not quiet:
-        Console().print(Text(printable(f"Layer names: {path}")))
-
-
 def check_image_flags(flags: ImageFlags, models: Mapping[str, Path]) -> None:
     """Refuse what cannot work before the weights are measured.
 
@@ -310,10 +261,9 @@ def check_image_flags(flags: ImageFlags, models: Mapping[str, Path]) -> None:
         return
     with needs_extra("lbm"):
         from sigmascope.lbm.bridge import bridge_sigmas
-        from sigmascope.lbm.buckets import check_resolution
         from sigmascope.lbm.devices import resolve_device, resolve_dtype
         from sigmascope.lbm.image_validation import require_source_only
-        from sigmascope.lbm.images import find_pictures
+        from sigmascope.lbm.images import check_resolution, find_images
         from sigmascope.lbm.infer import SEEDS
     bridge_sigmas(1 if flags.num_inference_steps is None else flags.num_inference_steps)
     check_resolution(flags.resolution, "bucket")
@@ -322,7 +272,7 @@ def check_image_flags(flags: ImageFlags, models: Mapping[str, Path]) -> None:
     resolve_dtype(flags.torch_dtype or "float32")
     resolve_device(flags.device or "auto")
     require_source_only(tuple(models.values()), flags.config_path)
-    find_pictures(flags.images)
+    find_images(flags.images)
 
 
 def run_images(flags: ImageFlags, models: Mapping[str, Path], lora: Path) -> "ImageReport | None":
@@ -357,24 +307,111 @@ def run_images(flags: ImageFlags, models: Mapping[str, Path], lora: Path) -> "Im
         )
 
 
+def print_validation(console: Console, report: "ValidationReport", *, verbose: bool) -> None:
+    """Show how well a LoRA reproduces the tuned model: fidelity, what is applied, blocks, bands, the worst layers."""
+    said_first = [finding for finding in report.findings if finding.id == "lora.other_model"]
+    console.print(title("LoRA validation", report.lora.name))
+    console.print(facts(_headline(report)))
+    console.print(findings(said_first))
+    console.print(block_table(report.blocks, "Applied"))
+    console.print(
+        module_table("Every layer", report.modules)
+        if verbose
+        else module_table(f"Worst {len(report.worst)} layers", report.worst)
+    )
+    console.print(facts(_validation_facts(report)))
+    if verbose or not said_first:
+        console.print(_failures(report.failures))
+    console.print(findings([finding for finding in report.findings if finding not in said_first]))
+
+
+def _headline(report: "ValidationReport") -> list[tuple[str, RenderableType]]:
+    """Two figures: how near the tuned model is reached, and how much of the LoRA has a place at all."""
+    fidelity = "-" if report.fidelity is None else f"{report.fidelity:.1f} %"
+    applied = f"{report.success_rate:.1f} % ({report.applied} of {len(report.modules)} modules)"
+    return [
+        ("Fidelity", Text.assemble(fidelity, " of the change  ", _band(report.band))),
+        ("Applied", Text(applied, style="green" if not report.failures else "bold red")),
+    ]
+
+
+def _validation_facts(report: "ValidationReport") -> list[tuple[str, RenderableType]]:
+    counts = Text("  ").join(
+        Text(f"{band} {count}", style=_BAND_STYLE[band] if count else "dim")
+        for band, count in report.bands.items()
+    )
+    overall = Text.assemble(percent(report.relative_error), "  ", _band(report.band))
+    return [
+        ("Error, overall", overall),
+        ("Error, average", percent(report.average_error)),
+        ("Layers by band", counts),
+        ("Unchanged layers", f"{report.unchanged_layers} (need no module)"),
+        ("Time", f"{report.seconds:.1f} s"),
+    ]
+
+
+def _failures(failures: Sequence["ModuleError"]) -> Group:
+    lines = [
+        Text.assemble(
+            f"{failure.status.replace('_', ' ')}: ",
+            plain(failure.name),
+            f" ({failure.detail})" if failure.detail else "",
+        )
+        for failure in failures[:_MOST_FAILURES]
+    ]
+    if len(failures) > _MOST_FAILURES:
+        lines.append(Text(f"and {len(failures) - _MOST_FAILURES} more; --json lists all"))
+    return Group(*lines)
+
+
+def block_table(blocks: Sequence["BlockError"], applied: str) -> Table:
+    """Ranks and errors by block; `applied` heads the column of how many modules there are of how many."""
+    made = table("Block", applied, "Rank", "Change", "Error", "Mean", "Worst", "Band", left=("Band",))
+    for block in blocks:
+        complete = block.applied == block.modules
+        made.add_row(
+            Text(block.name),
+            Text(f"{block.applied}/{block.modules}", style="" if complete else "bold red"),
+            span(block.ranks),
+            f"{block.delta_norm:.3g}",
+            percent(block.relative_error),
+            percent(block.average_error),
+            percent(block.largest_error),
+            _band(block.band),
+        )
+    return made
+
+
+def _band(band: "Band | None") -> Text:
+    return Text(band or "-", style=_BAND_STYLE.get(band or "", ""))
+
+
+def module_table(heading: str, modules: Sequence["ModuleError"]) -> Table:
+    """The error of each layer."""
+    made = table("Layer", "Rank", "Error")
+    made.title, made.title_justify = heading, "left"
+    for module in modules:
+        error = percent(module.relative_error) if module.status == "applied" else module.status
+        rank = "-" if module.rank is None else str(module.rank)
+        style = _BAND_STYLE.get(module.band or "", "")
+        made.add_row(Text(module.name.removeprefix("denoiser.")), rank, Text(error, style=style))
+    return made
+
+
 def print_images(console: Console, report: "ImageReport", *, verbose: bool) -> None:
     """Show how far base and base + LoRA are from the tuned model's pictures."""
     farthest = sorted(report.pictures, key=lambda picture: picture.with_lora.psnr)
     shown = report.pictures if verbose else farthest[:_PICTURES_SHOWN]
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    table.title, table.title_justify = "Against the tuned model's pictures", "left"
-    table.add_column("Picture", overflow="fold")
-    table.add_column("Model", no_wrap=True)
-    for heading in ("PSNR", "Image", "Latent"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    made = table("Picture", "Model", "PSNR", "Image", "Latent", left=("Model",))
+    made.title, made.title_justify = "Against the tuned model's pictures", "left"
     for picture in shown:
-        _add_picture(table, picture.picture, picture)
+        _add_picture(made, picture.picture, picture)
     if len(report.pictures) > 1:
-        _add_picture(table, f"all {len(report.pictures)}", report.overall)
-    console.print(table)
+        _add_picture(made, f"all {len(report.pictures)}", report.overall)
+    console.print(made)
     left = report.overall.remaining
     if left is not None:
-        console.print(Text(f"The LoRA leaves {_percent(left)} of the way from base to tuned latents."))
+        console.print(Text(f"The LoRA leaves {percent(left)} of the way from base to tuned latents."))
     if len(shown) < len(report.pictures):
         console.print(
             Text(f"{len(report.pictures) - _PICTURES_SHOWN} more pictures: --verbose or --json lists all")
@@ -387,15 +424,40 @@ def print_images(console: Console, report: "ImageReport", *, verbose: bool) -> N
         )
 
 
-def _add_picture(table: Table, name: str, picture: "PictureErrors") -> None:
-    table.add_row(Text(name), "base", *_cells(picture.base))
-    table.add_row("", "base + LoRA", *_cells(picture.with_lora))
+def _add_picture(made: Table, name: str, picture: "ImageErrors") -> None:
+    made.add_row(Text(name), "base", *_cells(picture.base))
+    made.add_row("", "base + LoRA", *_cells(picture.with_lora))
 
 
 def _cells(error: "OutputError") -> tuple[str, str, str]:
     psnr = f"{error.psnr:.1f} dB" if math.isfinite(error.psnr) else "identical"
-    return psnr, _percent(error.image_error), _percent(error.latent_error)
+    return psnr, percent(error.image_error), percent(error.latent_error)
 
 
-def _percent(fraction: float | None) -> str:
-    return "-" if fraction is None else f"{100 * fraction:.3g} %"
+def _draw(path: Path | None, report: "ValidationReport", *, quiet: bool) -> None:
+    if path is None:
+        return
+    from sigmascope.lora.validation_report import save_validation_picture
+
+    save_validation_picture(path, report)
+    if not quiet:
+        Console().print(Text(printable(f"Picture: {path}")))
+
+
+def _write_names(path: Path, names: Sequence[str], *, required: bool, quiet: bool) -> None:
+    """Write the list after the report is shown: a place that nobody asked for may be read-only.
+
+    Raises:
+        WriteError: The place was asked for and cannot be written.
+    """
+    from sigmascope.lora.validate import write_layer_names
+
+    try:
+        write_layer_names(path, names)
+    except WriteError as error:
+        if required:
+            raise
+        say(f"Layer names are not written: {error.message} Use --layer_names.", err=True)
+        return
+    if not quiet:
+        Console().print(Text(printable(f"Layer names: {path}")))

@@ -28,7 +28,7 @@ from sigmascope.errors import ConfigError
 from sigmascope.lbm.data import Batch
 from sigmascope.lbm.devices import resolve_device
 from sigmascope.lbm.model import LbmModel
-from sigmascope.lbm.training.deepspeed import (
+from sigmascope.lbm.training.distributed import (
     EngineOptimizer,
     deepspeed_plugin,
     launched_processes,
@@ -262,7 +262,11 @@ class EngineBackend:
         """The gradient's norm; the engine itself clips to `max_norm`, which it knows, in its step."""
         if self._engine.zero_optimization_stage() == 0:
             return torch.nn.utils.get_total_norm(
-                [each.grad for each in self._engine.module.parameters() if each.grad is not None]
+                [
+                    parameter.grad
+                    for parameter in self._engine.module.parameters()
+                    if parameter.grad is not None
+                ]
             )
         norm = torch.as_tensor(self._engine.optimizer.scaled_global_norm())
         return torch.where(norm < 0, math.nan, norm)  # DeepSpeed says -1 where it is not finite

@@ -136,8 +136,8 @@ class CheckpointFolder:
         """
         target = self.path / checkpoint_name(state.step)
         write_state(target, state, add_files)
-        found = self.all()
-        for old in found[found.index(target) + self._keep :]:
+        checkpoints = self.all()
+        for old in checkpoints[checkpoints.index(target) + self._keep :]:
             self._remove(old)
         return target
 
@@ -155,15 +155,15 @@ class CheckpointFolder:
         Returns:
             That folder; None when there was nothing to move.
         """
-        found = self.all()
-        if not found:
+        checkpoints = self.all()
+        if not checkpoints:
             return None
         number = 1
         while (aside := self.path / f"before-{number}").exists():
             number += 1
         try:
             aside.mkdir()
-            for folder in found:
+            for folder in checkpoints:
                 folder.rename(aside / folder.name)
         except OSError as error:
             raise WriteError(
@@ -330,15 +330,15 @@ def read_state(folder: Path) -> TrainingState:
 
 def _check_file(path: Path, expected: Mapping[str, Any]) -> None:
     try:
-        found = file_facts(path)
+        facts = file_facts(path)
     except OSError as error:
         raise CheckpointError(
             path, f"cannot be read ({reason_of(error)}).", hint="Remove the damaged checkpoint."
         ) from error
-    if found != expected:
+    if facts != expected:
         raise CheckpointError(
             path,
-            f"is damaged: {found['bytes']} bytes with another checksum than the {expected['bytes']} written.",
+            f"is damaged: {facts['bytes']} bytes with another checksum than the {expected['bytes']} written.",
             hint="Remove the damaged checkpoint.",
         )
 

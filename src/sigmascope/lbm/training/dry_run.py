@@ -16,24 +16,23 @@ from torch.autograd.graph import saved_tensors_hooks
 from sigmascope.checkpoints import open_checkpoint
 from sigmascope.errors import DataError, ModelMismatchError, WriteError
 from sigmascope.lbm.data import Batch
-from sigmascope.lbm.devices import LESS_FOR_TRAINING, within_memory
+from sigmascope.lbm.devices import LESS_FOR_TRAINING, explain_out_of_memory
 from sigmascope.lbm.model import LbmModel, build_lbm, compare_keys
 from sigmascope.lbm.training.accelerate import check_tracker
 from sigmascope.lbm.training.checkpoints import newest_readable, read_facts
-from sigmascope.lbm.training.lora_layers import planned, prepare
+from sigmascope.lbm.training.lora_layers import PlanRow, make_trainable, plan_training
+from sigmascope.lbm.training.metrics import read_samples
 from sigmascope.lbm.training.objective import lpips_package
 from sigmascope.lbm.training.optimizers import make_optimizer, make_schedule
 from sigmascope.lbm.training.session import (
     count_samples,
     follows_length,
-    identity,
     open_data,
     planned_steps,
-    require_same,
+    require_same_settings,
+    resume_identity,
 )
 from sigmascope.lbm.training.settings import TrainSettings
-from sigmascope.lbm.training.target_modules import PlanRow
-from sigmascope.lbm.training.validation import read_samples
 
 _NAMED = 3
 """How many problems of the base an error names."""
@@ -109,9 +108,9 @@ def dry_run(settings: TrainSettings, *, resume: bool | None = None) -> DryRun:
     resume = settings.resume_from_checkpoint if resume is None else resume
     model = build_lbm(settings.lbm, device="meta")
     _check_base(settings.base_model_path, model)
-    plan = planned(model, settings)
+    plan = plan_training(model, settings)
     data = open_data(settings)
-    with within_memory("the first batch", LESS_FOR_TRAINING):
+    with explain_out_of_memory("the first batch", LESS_FOR_TRAINING):
         first = next(iter(data.batches(0)), None)
     if first is None:
         raise DataError("train_shards hold no sample that can be used.", hint="Check the keys in the YAML.")
@@ -169,7 +168,7 @@ def _check_schedule(settings: TrainSettings, steps: int | None) -> None:
 
 def _check_folder(path: Path) -> None:
     """Look whether checkpoints can be written there, without making it."""
-    there = next(each for each in (path, *path.absolute().parents) if each.exists())
+    there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     if not there.is_dir():
         raise WriteError(
             path, f"cannot be made: {there} is no folder.", hint="Choose another save_ckpt_path."
@@ -188,7 +187,7 @@ def estimate_memory(settings: TrainSettings, batch: Batch) -> MemoryEstimate:
         batch: Only its shape counts.
     """
     stored = build_lbm(settings.lbm, device="meta", dtype=weight_dtype(settings))
-    trained = [parameter for _, parameter in prepare(stored, settings).parameters()]
+    trained = [parameter for _, parameter in make_trainable(stored, settings).parameters()]
     trained_bytes = _bytes(trained)
     return MemoryEstimate(
         weights=_bytes(stored.parameters()),
@@ -223,7 +222,7 @@ def _state_share(settings: TrainSettings) -> float:
 def _saved_bytes(settings: TrainSettings, batch: Batch) -> int:
     """Bytes that autograd keeps of a forward pass, counted on tensors without storage."""
     model = build_lbm(settings.lbm, device="meta", dtype=COMPUTE_DTYPES[settings.mixed_precision])
-    prepare(model, settings)
+    make_trainable(model, settings)
     model.denoiser.train()
     if settings.gradient_checkpointing:
         model.denoiser.enable_gradient_checkpointing()
@@ -256,10 +255,10 @@ def _forward(model: LbmModel, settings: TrainSettings, batch: Batch) -> Tensor:
 
 
 def _resumed(settings: TrainSettings, shards: Sequence[str], steps: int | None) -> Path | None:
-    found = newest_readable(settings.save_ckpt_path, read_facts)
-    if found is None:
+    newest = newest_readable(settings.save_ckpt_path, read_facts)
+    if newest is None:
         return None
-    folder, facts = found
-    now = identity(settings, shards, 1, steps if follows_length(settings) else None)
-    require_same(facts["identity"], now, folder)
+    folder, facts = newest
+    now = resume_identity(settings, shards, 1, steps if follows_length(settings) else None)
+    require_same_settings(facts["identity"], now, folder)
     return folder

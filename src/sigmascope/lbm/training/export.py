@@ -18,11 +18,10 @@ from sigmascope.errors import NonFiniteError, SigmascopeError
 from sigmascope.lbm.model import is_finite
 from sigmascope.lbm.training.checkpoints import TrainingState
 from sigmascope.lbm.training.lora_layers import Trainable, TrainableFull, TrainableLora
-from sigmascope.lbm.training.session import Session, result_of
+from sigmascope.lbm.training.session import Session, trained_weights
 from sigmascope.lbm.training.settings import OutputFormat, TrainSettings
 from sigmascope.lora.families import BASE_FINGERPRINT, denoiser_fingerprint
-from sigmascope.lora.file import LoraFile, as_text
-from sigmascope.lora.metadata import kept_metadata
+from sigmascope.lora.file import LoraFile, as_text, kept_metadata
 from sigmascope.lora.writer import save_lora, stored_factors
 
 _log = logging.getLogger(__name__)
@@ -46,7 +45,7 @@ def write_result(session: Session, folder: Path) -> list[Path]:
         WriteError: A file cannot be written.
         OtherProcessError: Either was so in the main process.
     """
-    weights = result_of(session)
+    weights = trained_weights(session)
     files: list[Path] = []
     with session.team.together():
         if session.accelerator.is_main_process:

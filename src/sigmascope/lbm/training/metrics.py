@@ -1,19 +1,30 @@
-"""What training tells: progress after each step, means over some steps to the trackers, and the run's record.
+"""What training tells: progress after each step, means to the trackers, the run's record, and validation.
 
-The record (`Watch`) says where the time went, what the peak of memory was, and what to do about it.
+The record (`TrainingRecord`) says where the time went, what the peak of memory was, and what to do about it.
+`validate` translates held-out pictures and says how close they come.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import chain, count
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any, Final
 
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from sigmascope.lbm.bridge import sample_bridge
+from sigmascope.lbm.data import Batch, DataOptions, TrainingData
+from sigmascope.lbm.images import contact_sheet, psnr, save_image, tensor_to_image
+from sigmascope.lbm.model import LbmModel
+from sigmascope.lbm.training.checkpoints import untouched_random_state
+from sigmascope.lbm.training.objective import encoded, vae_alone
 from sigmascope.lbm.training.session import Session
+from sigmascope.lbm.training.settings import TrainSettings
 from sigmascope.lbm.training.step import StepResult
-from sigmascope.lbm.training.validation import Validation
 from sigmascope.monitor import Recorder
 from sigmascope.progress import Progress, no_progress
 from sigmascope.records.run import Finding, Run
@@ -69,6 +80,21 @@ class StepLog:
 
 
 @dataclass(frozen=True)
+class Validation:
+    """What one validation found.
+
+    Attributes:
+        step: Optimizer steps done.
+        psnr: Mean dB against the targets, by number of inference steps.
+        sheet: The pictures side by side: source, result at each number of steps, target.
+    """
+
+    step: int
+    psnr: Mapping[int, float]
+    sheet: Image.Image
+
+
+@dataclass(frozen=True)
 class Listeners:
     """Who is told what while training; only in the main process."""
 
@@ -78,7 +104,7 @@ class Listeners:
 
 
 @dataclass
-class Teller:
+class MetricsLogger:
     """Collects the steps' results and tells them on.
 
     Attributes:
@@ -136,7 +162,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 @dataclass
-class Spent:
+class TimeSpent:
     """Seconds of training by what they went to; `step` is the computation of optimizer steps."""
 
     data: float = 0.0
@@ -170,14 +196,14 @@ class Spent:
 
 
 @dataclass
-class Watch:
+class TrainingRecord:
     """The record of one training: a `Recorder`, the time spent, and findings.
 
     `began` says that the record in the folder, where there is one, is this session's.
     """
 
     recorder: Recorder = field(default_factory=lambda: Recorder(name="lbm train", sample_hz=2.0))
-    spent: Spent = field(default_factory=Spent)
+    spent: TimeSpent = field(default_factory=TimeSpent)
     findings: list[Finding] = field(default_factory=list)
     began: bool = False
 
@@ -212,14 +238,14 @@ class Watch:
         return path
 
 
-def time_findings(spent: Spent) -> Sequence[Finding]:
+def time_findings(spent: TimeSpent) -> Sequence[Finding]:
     """What the shares of the time say."""
     if spent.steps < MEASURED_STEPS or spent.total == 0:
         return ()
-    found = []
+    findings = []
     data = spent.data / spent.total
     if data > WAITING_SHARE:
-        found.append(
+        findings.append(
             Finding(
                 "training.waiting_on_data",
                 "warning",
@@ -231,7 +257,7 @@ def time_findings(spent: Spent) -> Sequence[Finding]:
         )
     saving = spent.saving / spent.total
     if saving > SAVING_SHARE:
-        found.append(
+        findings.append(
             Finding(
                 "training.saving",
                 "info",
@@ -241,7 +267,7 @@ def time_findings(spent: Spent) -> Sequence[Finding]:
                 TRAINING,
             )
         )
-    return found
+    return findings
 
 
 def _keep_earlier_record(folder: Path, step: int, aside: Path | None) -> None:
@@ -266,3 +292,115 @@ def nonfinite_finding(message: str) -> Finding:
         "Lower learning_rate, or train in bf16 or float32.",
         TRAINING,
     )
+
+
+Conditioning = Callable[[LbmModel, Batch, Tensor], Tensor | None]
+"""(model, batch, source latent) -> what the denoiser sees beside the latent."""
+
+
+FOLDER: Final = "validation"
+_SEED: Final = 0
+"""Of the bridge noise, the same in every validation."""
+
+
+def validate(
+    model: LbmModel,
+    samples: Sequence[Batch],
+    step: int,
+    num_steps: Sequence[int],
+    *,
+    conditioning: Conditioning,
+    autocast: AbstractContextManager[object],
+) -> Validation:
+    """Make a picture of every sample at every number of steps. Model and random generators stay as they are.
+
+    Args:
+        model: As trained so far.
+        samples: Of one picture each.
+        step: Optimizer steps done.
+        num_steps: Of the bridge.
+        conditioning: Gives what the denoiser sees beside the latent.
+        autocast: The precision of training.
+    """
+    device = next(model.parameters()).device
+    pictures: list[tuple[str, Image.Image]] = []
+    values: dict[int, list[float]] = {count: [] for count in num_steps}
+    with untouched_random_state(device), torch.no_grad(), _evaluating(model), autocast:
+        for batch in samples:
+            truth = tensor_to_image(batch.target)
+            pictures.append((batch.keys[0], tensor_to_image(batch.source)))
+            for count in num_steps:
+                picture = tensor_to_image(_translate(model, batch, count, conditioning))
+                values[count].append(psnr(picture, truth))
+                pictures.append((f"{_steps(count)}, {values[count][-1]:.1f} dB", picture))
+            pictures.append(("target", truth))
+    sheet = contact_sheet(pictures, columns=len(num_steps) + 2)
+    return Validation(
+        step, {count: sum(values_there) / len(values_there) for count, values_there in values.items()}, sheet
+    )
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode within the block; after it every module has the mode that it had."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def _translate(model: LbmModel, batch: Batch, num_steps: int, conditioning: Conditioning) -> Tensor:
+    with vae_alone(model):
+        z_source = encoded(model, batch.source)
+        extra = conditioning(model, batch, z_source)
+
+    def denoise(x_t: Tensor, sigma: Tensor) -> Tensor:
+        prediction: Tensor = model(x_t, sigma, extra)
+        return prediction
+
+    noise = model.config.bridge_noise_sigma
+    generator = torch.Generator("cpu").manual_seed(_SEED)
+    z_target = sample_bridge(denoise, z_source, num_steps, noise, generator)
+    with vae_alone(model):
+        return model.vae.decode(z_target).float()
+
+
+def _steps(count: int) -> str:
+    return "1 step" if count == 1 else f"{count} steps"
+
+
+def read_samples(settings: TrainSettings) -> tuple[Batch, ...]:
+    """Read the first `validation_samples` of the validation shards, always the same; none without shards.
+
+    Raises:
+        ConfigError: A pattern matches nothing.
+        FileError: A shard does not exist.
+        DataError: Not one sample can be used.
+    """
+    if not settings.validation_shards:
+        return ()
+    options = DataOptions(
+        shards=settings.validation_shards,
+        batch_size=1,
+        shuffle=False,
+        allow_pipe=settings.allow_pipe,
+        max_member=settings.max_member,
+        size=settings.image_size,
+        workers=0,
+    )
+    stream = TrainingData(settings.lbm, options).batches(0)
+    return tuple(batch for batch, _ in islice(stream, settings.validation_samples))
+
+
+def save_sheet(validation: Validation, folder: Path) -> Path:
+    """Write the pictures of a validation into `folder`/validation.
+
+    Raises:
+        WriteError: The disk is full or refuses.
+    """
+    path = folder / FOLDER / f"step-{validation.step:06d}.png"
+    save_image(validation.sheet, path)
+    return path

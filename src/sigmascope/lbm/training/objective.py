@@ -156,7 +156,9 @@ class Objective:
         """
         posterior = generators_for(self.settings.seed, batch.epoch, batch.numbers, "posterior")
         with vae_alone(model):
-            z_target, z_source = (encoded(model, one, posterior) for one in (batch.target, batch.source))
+            z_target, z_source = (
+                encoded(model, picture, posterior) for picture in (batch.target, batch.source)
+            )
             conditioning = self.conditioning(model, batch, z_source, posterior)
         generators = generators_for(self.settings.seed, batch.epoch, batch.numbers, "bridge")
         sigmas, noise = draw_bridge(generators, z_source.shape[1:], self.config)
@@ -421,14 +423,14 @@ def cropped(
     """
     height, width = (min(side // factor, length) for length in latents.shape[-2:])
     corners = [
-        (draw_offset(one, latents.shape[-2], height), draw_offset(one, latents.shape[-1], width))
-        for one in generators
+        (draw_offset(item, latents.shape[-2], height), draw_offset(item, latents.shape[-1], width))
+        for item in generators
     ]
 
     def cut(tensor: Tensor, scale: int) -> Tensor:
         parts = [
-            one[:, top * scale : (top + height) * scale, left * scale : (left + width) * scale]
-            for one, (top, left) in zip(tensor, corners, strict=True)
+            item[:, top * scale : (top + height) * scale, left * scale : (left + width) * scale]
+            for item, (top, left) in zip(tensor, corners, strict=True)
         ]
         return torch.stack(parts)
 

@@ -111,18 +111,20 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
         ConfigError: There is none that the training loop can use; lists them.
     """
     known = _optimizer_classes()
-    found = known.get(name.lower())
-    if found is None:
+    optimizer = known.get(name.lower())
+    if optimizer is None:
         names = sorted(kind.__name__ for kind in known.values())
         near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
         guess = f" (did you mean {known[near[0]].__name__}?)" if near else ""
         raise ConfigError(f"optimizer: there is no {name!r}{guess}.", hint=f"Use one of {', '.join(names)}.")
-    return found
+    return optimizer
 
 
 def _optimizer_classes() -> dict[str, type[torch.optim.Optimizer]]:
-    found = (getattr(torch.optim, name) for name in dir(torch.optim) if name not in NOT_FOR_THIS_LOOP)
-    classes = (kind for kind in found if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer))
+    candidates = (getattr(torch.optim, name) for name in dir(torch.optim) if name not in NOT_FOR_THIS_LOOP)
+    classes = (
+        kind for kind in candidates if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+    )
     return {kind.__name__.lower(): kind for kind in classes}
 
 

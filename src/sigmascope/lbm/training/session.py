@@ -1,6 +1,6 @@
 """All that one training run works with, made from its settings and brought to where a checkpoint left off.
 
-`identity` says which settings the result follows from: to resume under other ones would mix two trainings.
+`resume_identity` says which settings the result follows from: to resume under other ones would mix two trainings.
 `planned_steps` says how many optimizer steps a run will have, as far as its settings and shards tell.
 """
 
@@ -24,13 +24,13 @@ from webdataset.tariterators import base_plus_ext
 
 from sigmascope.checkpoints import open_checkpoint
 from sigmascope.errors import CheckpointError, ConfigError
-from sigmascope.lbm.data import DataOptions, DataPosition, TrainingData, dealt_anew
+from sigmascope.lbm.data import DataOptions, DataPosition, TrainingData, redistribute
 from sigmascope.lbm.model import LbmModel
 from sigmascope.lbm.shards import PIPE
 from sigmascope.lbm.training.accelerate import prepare_step
 from sigmascope.lbm.training.checkpoints import TrainingState, random_state, restore_random_state
-from sigmascope.lbm.training.distributed import Team, collected, spread, spread_optimizer_state
-from sigmascope.lbm.training.lora_layers import Trainable, prepare
+from sigmascope.lbm.training.distributed import Processes, gather_state, shard_like, shard_optimizer_state
+from sigmascope.lbm.training.lora_layers import Trainable, make_trainable
 from sigmascope.lbm.training.objective import Objective
 from sigmascope.lbm.training.optimizers import MovingAverage, make_optimizer, make_schedule
 from sigmascope.lbm.training.settings import TrainSettings
@@ -101,7 +101,7 @@ class Session:
 
     settings: TrainSettings
     accelerator: Accelerator
-    team: Team
+    team: Processes
     model: LbmModel
     trainable: Trainable
     parameters: Mapping[str, nn.Parameter]
@@ -128,7 +128,7 @@ def make_session(settings: TrainSettings, accelerator: Accelerator, model: LbmMo
         SigmascopeError: Whatever is wrong with the settings, the data or the LoRA to go on with.
         OtherProcessError: It was so in another process.
     """
-    team = Team(accelerator)
+    team = Processes(accelerator)
     with team.together():
         data = open_data(settings, accelerator.process_index, team.size)
         # For libraries that draw; training's own draws have their generators.
@@ -137,7 +137,9 @@ def make_session(settings: TrainSettings, accelerator: Accelerator, model: LbmMo
         length = planned_steps(settings, data.shards, team.size)
         optimizer, schedule = _optimizer_and_schedule(settings, trainable, length)
         objective = Objective(settings)
-        known = identity(settings, data.shards, team.size, length if follows_length(settings) else None)
+        known = resume_identity(
+            settings, data.shards, team.size, length if follows_length(settings) else None
+        )
     prepared = prepare_step(accelerator, model, objective, optimizer, settings.mixed_precision)
     named = dict(trainable.parameters())
     average = None if settings.ema_decay is None else MovingAverage(list(named.values()), settings.ema_decay)
@@ -158,7 +160,7 @@ def make_session(settings: TrainSettings, accelerator: Accelerator, model: LbmMo
 
 
 def _trainable(model: LbmModel, settings: TrainSettings) -> Trainable:
-    trainable = prepare(model, settings)
+    trainable = make_trainable(model, settings)
     model.denoiser.train()
     if settings.gradient_checkpointing:
         model.denoiser.enable_gradient_checkpointing()
@@ -211,7 +213,7 @@ def open_data(settings: TrainSettings, process: int = 0, processes: int = 1) -> 
     )
 
 
-def state_of(session: Session) -> TrainingState:
+def capture_state(session: Session) -> TrainingState:
     """All that is needed to go on from here. Every process calls this; each knows its own part.
 
     Where FSDP spreads the weights, the main process's state has them whole, and the others' hold nothing in their
@@ -224,7 +226,7 @@ def state_of(session: Session) -> TrainingState:
         "random": random_state(session.accelerator.device),
     }
     progress = {
-        "optimizer": collected(session.stepper.optimizer.state_dict(), keep=keep),
+        "optimizer": gather_state(session.stepper.optimizer.state_dict(), keep=keep),
         "schedule": session.stepper.schedule.state_dict(),
         "scaler": None if scaler is None else scaler.state_dict(),
         "average": None if average is None else average.numbers(),
@@ -233,14 +235,16 @@ def state_of(session: Session) -> TrainingState:
         step=session.step,
         epoch=session.epoch,
         identity=session.identity,
-        weights=collected(session.parameters, keep=keep),
-        average=None if average is None else collected(average.weights(list(session.parameters)), keep=keep),
+        weights=gather_state(session.parameters, keep=keep),
+        average=None
+        if average is None
+        else gather_state(average.weights(list(session.parameters)), keep=keep),
         progress=progress,
         processes=tuple(session.team.objects(here)),
     )
 
 
-def result_of(session: Session) -> dict[str, Tensor]:
+def trained_weights(session: Session) -> dict[str, Tensor]:
     """The trained weights as they are given away, by name: their average where one is kept.
 
     Every process calls this; the main one's are whole.
@@ -248,7 +252,7 @@ def result_of(session: Session) -> dict[str, Tensor]:
     weights: Mapping[str, Tensor] = session.parameters
     if session.average is not None:
         weights = session.average.weights(list(session.parameters))
-    return collected(weights, keep=session.accelerator.is_main_process)
+    return gather_state(weights, keep=session.accelerator.is_main_process)
 
 
 def restore(session: Session, state: TrainingState, checkpoint: Path) -> None:
@@ -260,12 +264,12 @@ def restore(session: Session, state: TrainingState, checkpoint: Path) -> None:
     _copy_weights(session.parameters, state.weights, checkpoint)
     progress, scaler = state.progress, session.accelerator.scaler
     parameters = list(session.parameters.values())
-    session.stepper.optimizer.load_state_dict(spread_optimizer_state(progress["optimizer"], parameters))
+    session.stepper.optimizer.load_state_dict(shard_optimizer_state(progress["optimizer"], parameters))
     session.stepper.schedule.load_state_dict(progress["schedule"])
     if scaler is not None and progress["scaler"] is not None:
         scaler.load_state_dict(progress["scaler"])
     if session.average is not None and state.average is not None:
-        shadows = [spread(state.average[name], like) for name, like in session.parameters.items()]
+        shadows = [shard_like(state.average[name], like) for name, like in session.parameters.items()]
         session.average.restore(progress["average"], shadows)
     session.step, session.epoch = state.step, state.epoch
     session.position = _position_of_process(session, [process["position"] for process in state.processes])
@@ -290,7 +294,7 @@ def _copy_weights(
         )
     with torch.no_grad():
         for name, parameter in parameters.items():
-            parameter.copy_(spread(weights[name], parameter))
+            parameter.copy_(shard_like(weights[name], parameter))
 
 
 def _position_of_process(session: Session, stored: list[Any]) -> DataPosition | None:
@@ -299,10 +303,10 @@ def _position_of_process(session: Session, stored: list[Any]) -> DataPosition | 
     known = [DataPosition.from_dict(position) for position in stored if position is not None]
     if not known:
         return None
-    return known[index] if len(known) == size else dealt_anew(known, index, size)
+    return known[index] if len(known) == size else redistribute(known, index, size)
 
 
-def identity(
+def resume_identity(
     settings: TrainSettings, shards: Sequence[str], processes: int, schedule_steps: int | None
 ) -> dict[str, Any]:
     """Describe a training by what its result follows from, as JSON values.
@@ -348,7 +352,7 @@ def _head_and_tail(file: Path) -> bytes:
         return head + stream.read(_SAMPLED_BYTES)
 
 
-def require_same(before: Mapping[str, Any], now: Mapping[str, Any], checkpoint: Path) -> None:
+def require_same_settings(before: Mapping[str, Any], now: Mapping[str, Any], checkpoint: Path) -> None:
     """Refuse to resume a training that was another one.
 
     The number of processes may change where a step has as many samples as before.

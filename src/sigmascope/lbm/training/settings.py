@@ -143,11 +143,6 @@ class TrainSettings(LbmConfig):
         return LbmConfig.model_validate({name: getattr(self, name) for name in LbmConfig.model_fields})
 
     @property
-    def convolution_rank(self) -> int | None:
-        """Rank asked for in convolutions: `conv_rank`, else `rank`."""
-        return self.conv_rank if self.conv_rank is not None else self.rank
-
-    @property
     def validate_every(self) -> int:
         """Steps between two validations."""
         return self.validation_interval or self.save_interval
@@ -201,10 +196,10 @@ def _beside_the_base(data: Mapping[str, Any]) -> dict[str, Any]:
     base = user_path(data.get("base_model_path"))
     if not isinstance(base, str | Path):
         return {}
-    found = find_config(base)
-    if found is None:
+    config = find_config(base)
+    if config is None:
         return {}
-    return load_config(found).model_dump()
+    return load_config(config).model_dump()
 
 
 def renamed(data: Any) -> Any:

@@ -19,7 +19,7 @@ from sigmascope.errors import NonFiniteError
 from sigmascope.lbm.data import Batch
 from sigmascope.lbm.model import is_finite
 from sigmascope.lbm.training.accelerate import Losses, Prepared
-from sigmascope.lbm.training.distributed import Group, Team, here, whole
+from sigmascope.lbm.training.distributed import Processes, StepBatches, full_tensor, local_tensor
 
 SKIPS_ALLOWED = 30
 """Steps in a row that the gradient scaler may skip while it looks for its scale (2^16 halves to below 2^-13)."""
@@ -47,7 +47,7 @@ class StepResult:
 
 
 @dataclass
-class Culprits:
+class NonFiniteLayers:
     """Names of modules in the order in which they went wrong: NaN or Inf out of finite weights and inputs."""
 
     weights: list[str] = field(default_factory=list)
@@ -88,7 +88,7 @@ class Stepper:
         prepared: Prepared,
         schedule: LRScheduler,
         max_grad_norm: float | None,
-        team: Team,
+        team: Processes,
     ) -> None:
         self.accelerator = accelerator
         self.prepared = prepared
@@ -98,7 +98,7 @@ class Stepper:
         self._team = team
         self._skips = 0
 
-    def make(self, group: Group[Any], step: int, last_checkpoint: str | None) -> StepResult:
+    def make(self, group: StepBatches[Any], step: int, last_checkpoint: str | None) -> StepResult:
         """Make one step. The gradient is the mean over all samples of all processes.
 
         Args:
@@ -117,20 +117,20 @@ class Stepper:
             with self.accelerator.accumulate(self.prepared.synchronised):
                 # Accelerate puts autocast into a module that it wraps, but not where FSDP spreads it.
                 with self.prepared.backend.autocast():
-                    found: Losses = self.prepared.module(to_device(batch, self.accelerator.device))
+                    terms: Losses = self.prepared.module(to_device(batch, self.accelerator.device))
                 # The backend divides by processes and accumulated batches, and samples count alike in all.
                 weight = len(batch) * size * self._team.size / group.samples
-                self.prepared.backend.backward(found[0] * weight if weight != 1 else found[0])
-                losses.append(tuple(term.detach() for term in found))  # type: ignore[arg-type]
+                self.prepared.backend.backward(terms[0] * weight if weight != 1 else terms[0])
+                losses.append(tuple(term.detach() for term in terms))  # type: ignore[arg-type]
         return self._finish(group, step, losses, last_checkpoint)
 
     def _finish(
-        self, group: Group[Any], step: int, losses: Sequence[Losses], last_checkpoint: str | None
+        self, group: StepBatches[Any], step: int, losses: Sequence[Losses], last_checkpoint: str | None
     ) -> StepResult:
         norm = self.prepared.backend.clip(self._max_norm)
         samples = [len(batch) for batch in group.batches]
         total, latent, pixel = (_mean(samples, [float(terms[i]) for terms in losses]) for i in range(3))
-        gradient_norm = None if norm is None else float(whole(norm))
+        gradient_norm = None if norm is None else float(full_tensor(norm))
         if self._is_lost(total, gradient_norm):
             raise self._lost(group, step, total, last_checkpoint)
         self.optimizer.step()
@@ -147,7 +147,9 @@ class Stepper:
         bad_gradient = norm is not None and not math.isfinite(norm) and not scales
         return self._team.any(not math.isfinite(loss) or bad_gradient)
 
-    def _lost(self, group: Group[Any], step: int, loss: float, last_checkpoint: str | None) -> NonFiniteError:
+    def _lost(
+        self, group: StepBatches[Any], step: int, loss: float, last_checkpoint: str | None
+    ) -> NonFiniteError:
         keys = [key for batch in group.batches for key in batch.keys]
         culprits = None
         self.prepared.backend.release()
@@ -159,7 +161,7 @@ class Stepper:
                 break
         return nonfinite_error(step, loss, keys, culprits, last_checkpoint)
 
-    def _culprits(self, batch: Batch) -> Culprits:
+    def _culprits(self, batch: Batch) -> NonFiniteLayers:
         inner = self.accelerator.unwrap_model(self.prepared.module)
         inner.zero_grad()
 
@@ -195,7 +197,7 @@ def _known(value: float) -> float | None:
 
 
 def nonfinite_error(
-    step: int, loss: float, keys: Sequence[str], culprits: Culprits | None, last: str | None
+    step: int, loss: float, keys: Sequence[str], culprits: NonFiniteLayers | None, last: str | None
 ) -> NonFiniteError:
     """The error that ends training.
 
@@ -217,28 +219,28 @@ def nonfinite_error(
     )
 
 
-def find_culprits(model: nn.Module, backward: Callable[[], float]) -> Culprits:
+def find_culprits(model: nn.Module, backward: Callable[[], float]) -> NonFiniteLayers:
     """Run a step's computation again and note each layer whose weights, output or gradient is not finite.
 
     Args:
         model: Whose layers are looked at; it has no hook more afterwards.
         backward: Computes the loss and its gradients.
     """
-    culprits = Culprits()
+    culprits = NonFiniteLayers()
     for name, module in model.named_modules():
-        if any(not is_finite(here(weight)) for weight in module.parameters(recurse=False)):
+        if any(not is_finite(local_tensor(weight)) for weight in module.parameters(recurse=False)):
             culprits.weights.append(name)
     with _hooks(model, culprits):
         loss = backward()
     if math.isfinite(loss) and not culprits.gradients:
         for name, parameter in model.named_parameters():
-            if parameter.grad is not None and not is_finite(here(parameter.grad)):
+            if parameter.grad is not None and not is_finite(local_tensor(parameter.grad)):
                 culprits.gradients.append(name)
     return culprits
 
 
 @contextmanager
-def _hooks(model: nn.Module, culprits: Culprits) -> Iterator[None]:
+def _hooks(model: nn.Module, culprits: NonFiniteLayers) -> Iterator[None]:
     handles = []
     for name, module in model.named_modules():
         if not any(module.children()):
@@ -250,7 +252,7 @@ def _hooks(model: nn.Module, culprits: Culprits) -> Iterator[None]:
             handle.remove()
 
 
-def _watch(name: str, culprits: Culprits) -> Callable[[nn.Module, tuple[object, ...], object], None]:
+def _watch(name: str, culprits: NonFiniteLayers) -> Callable[[nn.Module, tuple[object, ...], object], None]:
     def gradient(grad: Tensor) -> None:
         if not is_finite(grad) and name not in culprits.gradients:
             culprits.gradients.append(name)

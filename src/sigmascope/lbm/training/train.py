@@ -20,7 +20,7 @@ from accelerate import Accelerator
 from sigmascope.errors import ConfigError, NonFiniteError, SigmascopeError, WriteError
 from sigmascope.files import DISK_FULL, reason_of, writing_hint
 from sigmascope.lbm.data import Batch, DataPosition, SkippedSamples
-from sigmascope.lbm.devices import LESS_FOR_TRAINING, within_memory
+from sigmascope.lbm.devices import LESS_FOR_TRAINING, explain_out_of_memory
 from sigmascope.lbm.model import LbmModel, load_watched
 from sigmascope.lbm.training.accelerate import (
     accelerated,
@@ -30,20 +30,36 @@ from sigmascope.lbm.training.accelerate import (
     start_trackers,
 )
 from sigmascope.lbm.training.checkpoints import CheckpointFolder, TrainingState, checkpoint_name
-from sigmascope.lbm.training.distributed import Group, Team, groups, naming_lost_processes, reshard
+from sigmascope.lbm.training.distributed import (
+    Processes,
+    StepBatches,
+    naming_lost_processes,
+    reshard,
+    step_batches,
+)
 from sigmascope.lbm.training.dry_run import weight_dtype
 from sigmascope.lbm.training.export import add_lora, write_result
-from sigmascope.lbm.training.metrics import TRAINING, Listeners, StepLog, Teller, Watch, nonfinite_finding
+from sigmascope.lbm.training.metrics import (
+    TRAINING,
+    Listeners,
+    MetricsLogger,
+    StepLog,
+    TrainingRecord,
+    Validation,
+    nonfinite_finding,
+    read_samples,
+    save_sheet,
+    validate,
+)
 from sigmascope.lbm.training.session import (
     Session,
+    capture_state,
     epoch_limit,
     make_session,
-    require_same,
+    require_same_settings,
     restore,
-    state_of,
 )
 from sigmascope.lbm.training.settings import TrainSettings
-from sigmascope.lbm.training.validation import Validation, read_samples, save_sheet, validate
 from sigmascope.progress import Progress, no_progress
 from sigmascope.records.run import Run
 
@@ -119,9 +135,9 @@ def train(
     check_tracker(settings.tracker)
     resume = settings.resume_from_checkpoint if resume is None else resume
     folder = CheckpointFolder(settings.save_ckpt_path, settings.keep_checkpoints)
-    watch = Watch()
+    watch = TrainingRecord()
     with StopSignals() as stop, accelerated(settings) as accelerator, ExitStack() as held:
-        main, team = accelerator.is_main_process, Team(accelerator)
+        main, team = accelerator.is_main_process, Processes(accelerator)
         with naming_lost_processes(team):
             with team.together():
                 samples = read_samples(settings)
@@ -129,7 +145,7 @@ def train(
                     held.enter_context(folder.locked())
                 aside = folder.set_aside() if main and not resume else None
             try:
-                with within_memory("training", LESS_FOR_TRAINING), watch.recorder:
+                with explain_out_of_memory("training", LESS_FOR_TRAINING), watch.recorder:
                     with team.together():
                         model = load_base(settings, accelerator, progress)
                     session = make_session(settings, accelerator, model)
@@ -201,7 +217,7 @@ def _train(
     session: Session,
     folder: CheckpointFolder,
     samples: Sequence[Batch],
-    watch: Watch,
+    watch: TrainingRecord,
     stop: StopSignals,
     listeners: Listeners,
     aside: Path | None,
@@ -212,11 +228,11 @@ def _train(
         samples=samples,
         watch=watch,
         stop=stop,
-        teller=Teller(session, listeners),
+        teller=MetricsLogger(session, listeners),
         add_files=partial(add_lora, session),
     )
     with session.team.together():
-        resumed = go_on(loop) if aside is None else None
+        resumed = resume_training(loop) if aside is None else None
     require_same_start(session)
     with session.team.together():
         if session.accelerator.is_main_process:
@@ -257,9 +273,9 @@ class TrainingLoop:
     session: Session
     folder: CheckpointFolder
     samples: Sequence[Batch]
-    watch: Watch
+    watch: TrainingRecord
     stop: StopSignals
-    teller: Teller
+    teller: MetricsLogger
     add_files: Callable[[TrainingState, Path], object] = lambda state, folder: None
     checkpoint: Path | None = None
     validations: list[Validation] = field(default_factory=list)
@@ -325,11 +341,11 @@ class TrainingLoop:
                     self._save()
         return None
 
-    def _groups(self) -> Generator[Group[DataPosition], None, None]:
+    def _groups(self) -> Generator[StepBatches[DataPosition], None, None]:
         session = self.session
         stream = session.data.batches(session.epoch, session.position)
         with closing(stream):  # its threads end now, whatever ends the epoch
-            rest = groups(stream, session.settings.gradient_accumulation_steps, session.team)
+            rest = step_batches(stream, session.settings.gradient_accumulation_steps, session.team)
             while True:
                 with self.watch.spent.on("data"):
                     group = next(rest, None)
@@ -337,7 +353,7 @@ class TrainingLoop:
                     return
                 yield group
 
-    def _step(self, group: Group[DataPosition]) -> None:
+    def _step(self, group: StepBatches[DataPosition]) -> None:
         session = self.session
         last = None if self.checkpoint is None else self.checkpoint.name
         with self.watch.spent.on("step"), self.watch.recorder.step():
@@ -365,14 +381,14 @@ class TrainingLoop:
         with self.teller.pause(), session.team.together():
             if main or sharded:
                 with self.watch.spent.on("validation"), self.watch.recorder.stage("validation"):
-                    found = self._translated()
+                    validation = self._translated()
                     if main:
-                        self._show(found)
+                        self._show(validation)
 
     def _translated(self) -> Validation:
         session = self.session
         with session.average.in_place() if session.average is not None else nullcontext():
-            found = validate(
+            validation = validate(
                 session.model,
                 self.samples,
                 session.step,
@@ -381,16 +397,16 @@ class TrainingLoop:
                 autocast=session.stepper.prepared.backend.autocast(),
             )
             reshard(session.model)
-        return found
+        return validation
 
-    def _show(self, found: Validation) -> None:
+    def _show(self, validation: Validation) -> None:
         accelerator, step = self.session.accelerator, self.session.step
-        self.validations.append(found)
-        sheet = save_sheet(found, self.folder.path)
-        values = {f"validation/psnr_{count}": value for count, value in found.psnr.items()}
+        self.validations.append(validation)
+        sheet = save_sheet(validation, self.folder.path)
+        values = {f"validation/psnr_{count}": value for count, value in validation.psnr.items()}
         accelerator.log(values, step=step)
-        log_pictures(accelerator, "validation/pictures", found.sheet, step)
-        self.teller.listeners.on_validation(found, sheet)
+        log_pictures(accelerator, "validation/pictures", validation.sheet, step)
+        self.teller.listeners.on_validation(validation, sheet)
 
     def _save(self) -> None:
         """Write a checkpoint, unless this step is in one already."""
@@ -400,7 +416,7 @@ class TrainingLoop:
         main = session.accelerator.is_main_process
         with self.teller.pause():
             with self.watch.spent.on("saving"), self.watch.recorder.stage("checkpoint_saving"):
-                state = state_of(session)
+                state = capture_state(session)
                 with session.team.together():
                     if main:
                         self.folder.save(state, lambda folder: self.add_files(state, folder))
@@ -411,20 +427,20 @@ class TrainingLoop:
                     self.watch.save(self.folder.path)
 
 
-def agreed_reason(stop: StopSignals, team: Team) -> StopReason | None:
+def agreed_reason(stop: StopSignals, team: Processes) -> StopReason | None:
     """What any process was told to stop for: all call this together and stop together."""
-    told = -1 if stop.reason is None else list(EXIT_CODES).index(stop.reason)
-    most = max(row[0] for row in team.gather([told]))
+    code = -1 if stop.reason is None else list(EXIT_CODES).index(stop.reason)
+    most = max(row[0] for row in team.gather([code]))
     return None if most < 0 else list(EXIT_CODES)[most]
 
 
-def go_on(loop: TrainingLoop) -> int | None:
+def resume_training(loop: TrainingLoop) -> int | None:
     """Bring the session to where the newest good checkpoint left off."""
-    found = loop.folder.newest()
-    if found is None:
+    newest = loop.folder.newest()
+    if newest is None:
         return None
-    checkpoint, state = found
-    require_same(state.identity, loop.session.identity, checkpoint)
+    checkpoint, state = newest
+    require_same_settings(state.identity, loop.session.identity, checkpoint)
     restore(loop.session, state, checkpoint)
     loop.checkpoint = checkpoint
     return state.step
@@ -446,7 +462,7 @@ def _full_disk(error: OSError, folder: Path) -> Exception:
     return WriteError(folder, f"cannot be written to ({reason_of(error)}).", hint=writing_hint(error))
 
 
-def _save_run(watch: Watch, folder: Path) -> None:
+def _save_run(watch: TrainingRecord, folder: Path) -> None:
     """Keep the record, also of a failure; when that fails too, the failure itself is what the user must see."""
     try:
         watch.save_last(folder)

@@ -292,7 +292,7 @@ def test_a_record_that_cannot_be_saved_does_not_hide_the_failure(
         Path(arguments[flag]) for flag in ("--base_model_path", "--source_image", "--output_path")
     )
     with pytest.raises(type(failure)) as caught:  # without the parser, which turns Ctrl-C into its own error
-        infer(base, source, output, device="cpu", run_path=path)
+        infer(base_model_path=base, source_image=source, output_path=output, device="cpu", run_path=path)
     assert caught.value is failure
     assert "record of the failed run was not saved" in caplog.text
     assert "run.json" in caplog.text

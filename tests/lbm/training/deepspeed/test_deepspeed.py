@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from sigmascope.lbm.training import session
 from sigmascope.lbm.training.accelerate import Prepared, prepare_step
 from sigmascope.lbm.training.checkpoints import find_checkpoints, read_state
-from sigmascope.lbm.training.deepspeed import EngineOptimizer
+from sigmascope.lbm.training.distributed import EngineOptimizer
 from sigmascope.lbm.training.train import train
 
 pytestmark = [

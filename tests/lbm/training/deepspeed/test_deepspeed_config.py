@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from sigmascope.errors import ConfigError
 from sigmascope.lbm.training.accelerate import EngineBackend, accelerated
-from sigmascope.lbm.training.deepspeed import EngineOptimizer, check_deepspeed, deepspeed_plugin
+from sigmascope.lbm.training.distributed import EngineOptimizer, check_deepspeed, deepspeed_plugin
 
 ZERO = {"stage": 2, "reduce_bucket_size": "auto", "overlap_comm": True}
 

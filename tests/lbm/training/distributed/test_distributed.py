@@ -10,12 +10,12 @@ from tests.lbm.training.tiny_run import batch_of
 
 from sigmascope.errors import DataError, OtherProcessError, SigmascopeError, WriteError
 from sigmascope.lbm.data import Batch
-from sigmascope.lbm.training.distributed import Group, Team, groups
+from sigmascope.lbm.training.distributed import Processes, StepBatches, step_batches
 
 SECONDS = 5
 
 
-class Meeting(Team):
+class Meeting(Processes):
     """One member of a team whose members run in threads; waits for the others as a real gather does."""
 
     def __init__(self, number: int, barrier: threading.Barrier, table: dict[int, Any]) -> None:
@@ -45,9 +45,9 @@ def together(*streams: Iterator[tuple[Batch, int]], size: int = 2) -> list[Any]:
     barrier = threading.Barrier(len(streams))
     table: dict[int, Any] = {}
 
-    def member(number: int) -> list[Group[int]] | Exception:
+    def member(number: int) -> list[StepBatches[int]] | Exception:
         try:
-            return list(groups(streams[number], size, Meeting(number, barrier, table)))
+            return list(step_batches(streams[number], size, Meeting(number, barrier, table)))
         except (DataError, threading.BrokenBarrierError) as error:
             return error
 

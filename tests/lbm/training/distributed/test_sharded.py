@@ -14,7 +14,7 @@ from tests.lbm.training.two_trainings import FULL, WATCHED, Spreading, check_bf1
 from sigmascope.errors import ConfigError
 from sigmascope.lbm.training.accelerate import Prepared, check_spreading
 from sigmascope.lbm.training.checkpoints import find_checkpoints, read_state
-from sigmascope.lbm.training.distributed import here
+from sigmascope.lbm.training.distributed import local_tensor
 from sigmascope.lbm.training.train import train
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are forked, over gloo")
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are f
 def count_weights(prepared: Prepared) -> tuple[int, int]:
     """The denoiser's."""
     parameters = list(prepared.synchronised.parameters())
-    return sum(here(each).numel() for each in parameters), sum(map(torch.numel, parameters))
+    return sum(local_tensor(each).numel() for each in parameters), sum(map(torch.numel, parameters))
 
 
 FSDP = Spreading(

@@ -14,7 +14,7 @@ from sigmascope.lbm.training.export import stored_lora, training_metadata, write
 from sigmascope.lbm.training.lora_layers import TrainableLora, inject_lora, prepare_full
 from sigmascope.lbm.training.settings import TrainSettings, parse_train_settings
 from sigmascope.lora.apply import attach_lora
-from sigmascope.lora.metadata import read_training_facts
+from sigmascope.lora.file import read_training_facts
 from sigmascope.lora.reader import load_lora
 from sigmascope.lora.validate import validate_lora
 

@@ -281,12 +281,8 @@ def test_the_tracker_that_is_meant(keys: dict[str, Any], tracker: str | None) ->
 
 def test_what_is_derived() -> None:
     settings = parse_train_settings({**RUN, "rank": 8, "save_interval": 7})
-    assert settings.convolution_rank == 8
     assert settings.validate_every == 7
-    other = parse_train_settings(
-        {**RUN, "rank": 8, "conv_rank": 2, "validation_shards": "v", "validation_interval": 3}
-    )
-    assert other.convolution_rank == 2
+    other = parse_train_settings({**RUN, "rank": 8, "validation_shards": "v", "validation_interval": 3})
     assert other.validate_every == 3
 
 

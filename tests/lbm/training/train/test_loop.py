@@ -16,7 +16,7 @@ from sigmascope.errors import ConfigError, DataError, NonFiniteError
 from sigmascope.lbm.model import LbmModel, load_lbm, load_watched
 from sigmascope.lbm.training import distributed
 from sigmascope.lbm.training.lora_layers import inject_lora
-from sigmascope.lbm.training.metrics import Spent, time_findings
+from sigmascope.lbm.training.metrics import TimeSpent, time_findings
 from sigmascope.lbm.training.objective import Objective
 from sigmascope.lbm.training.session import open_data
 from sigmascope.lbm.training.train import Listeners, train
@@ -222,11 +222,11 @@ def test_a_broken_sample_is_left_out_and_counted(small_run: SmallRun) -> None:
 
 
 def test_too_much_waiting_for_data_is_a_finding() -> None:
-    assert [finding.id for finding in time_findings(Spent(data=3.0, step=7.0, steps=9))] == [
+    assert [finding.id for finding in time_findings(TimeSpent(data=3.0, step=7.0, steps=9))] == [
         "training.waiting_on_data"
     ]
-    assert not time_findings(Spent(data=1.0, step=9.0, steps=9))
-    assert not time_findings(Spent(data=3.0, step=7.0, steps=2))
+    assert not time_findings(TimeSpent(data=1.0, step=9.0, steps=9))
+    assert not time_findings(TimeSpent(data=3.0, step=7.0, steps=2))
 
 
 def test_progress_tells_loss_rate_and_speed(small_run: SmallRun) -> None:

@@ -12,8 +12,8 @@ from tests.lbm.training.small_run import SmallRun, same, weights_at
 
 from sigmascope.errors import CheckpointError, ConfigError
 from sigmascope.lbm.training.checkpoints import read_state
-from sigmascope.lbm.training.metrics import Watch
-from sigmascope.lbm.training.session import require_same
+from sigmascope.lbm.training.metrics import TrainingRecord
+from sigmascope.lbm.training.session import require_same_settings
 from sigmascope.lbm.training.train import Listeners, StepLog, train
 
 PLAIN: dict[str, Any] = {}
@@ -139,17 +139,17 @@ def test_the_number_of_processes_may_change_where_a_step_has_as_many_samples(
     before = {"batch_size": 2, "gradient_accumulation_steps": 1, "processes": 2, "seed": 0}
     checkpoint = Path("checkpoint-000001")
     if different is None:
-        require_same(before, {**now, "seed": 0}, checkpoint)
+        require_same_settings(before, {**now, "seed": 0}, checkpoint)
         with pytest.raises(ConfigError, match=r"\(seed: 0 then, 1 now\)"):
-            require_same(before, {**now, "seed": 1}, checkpoint)
+            require_same_settings(before, {**now, "seed": 1}, checkpoint)
     else:
         with pytest.raises(ConfigError, match=different):
-            require_same(before, {**now, "seed": 0}, checkpoint)
+            require_same_settings(before, {**now, "seed": 0}, checkpoint)
 
 
 def test_no_record_of_an_earlier_session_is_lost(tmp_path: Path) -> None:
     def session(words: str, aside: Path | None = None) -> None:
-        watch = Watch()
+        watch = TrainingRecord()
         watch.begin(tmp_path, 2, aside)
         watch.save_last(tmp_path)
         (tmp_path / "run.json").write_text(words, encoding="utf-8")
@@ -159,7 +159,7 @@ def test_no_record_of_an_earlier_session_is_lost(tmp_path: Path) -> None:
     aside = tmp_path / "before-1"
     aside.mkdir()
     session("4", aside)
-    Watch().save_last(tmp_path)  # one that failed before it began
+    TrainingRecord().save_last(tmp_path)  # one that failed before it began
     names = ("run-until-000002.json", "run-until-000002-2.json", "before-1/run.json", "run.json")
     assert [(tmp_path / name).read_text(encoding="utf-8") for name in names] == ["1", "2", "3", "4"]
 
