@@ -10,6 +10,7 @@ from tests.runtime_types import modules_for_jaxtyping
 
 from sigmascope.analysis.generations import projected_seconds
 from sigmascope.lora.decompose import exact_right_subspace
+from sigmascope.lora.linalg import max_rank
 
 
 def test_a_wrong_type_is_refused() -> None:
@@ -20,6 +21,11 @@ def test_a_wrong_type_is_refused() -> None:
 def test_a_wrong_number_of_axes_is_refused() -> None:
     with pytest.raises(TypeCheckError):
         exact_right_subspace(torch.zeros(3), 1)
+
+
+def test_a_wrong_type_is_refused_beside_functions_of_shapes() -> None:
+    with pytest.raises(BeartypeCallHintViolation):
+        max_rank(cast(Any, "wide"))
 
 
 def test_only_modules_that_need_it_pay_for_jaxtyping() -> None:

@@ -34,7 +34,7 @@ def test_a_value_that_is_not_finite_anywhere_in_either_file_is_found(make_model_
     files = make_model_pair()
     source = random.Random(0)
     keys = [key for key in files.base_state if key.startswith("denoiser.")]
-    for number in range(100):
+    for number in range(40):
         side, key = source.choice(("base", "tuned")), source.choice(keys)
         dtype, value = source.choice(DTYPES), source.choice(BAD)
         for name, state in (("base", files.base_state), ("tuned", files.tuned_state)):
@@ -71,7 +71,7 @@ def test_any_byte_of_a_header_may_be_wrong(make_model_pair: "MakePair") -> None:
     header_bytes = 8 + int.from_bytes(sound[:8], "little")
     source = random.Random(1)
     kinds: set[type[SigmascopeError]] = set()
-    for number in range(200):
+    for number in range(80):
         content = bytearray(sound)
         for _ in range(source.choice((1, 2, 8))):
             content[source.randrange(header_bytes)] = source.randrange(256)
