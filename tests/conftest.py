@@ -1,8 +1,9 @@
 """Fixtures that several rooms use."""
 
+import gc
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,6 +23,24 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's way with what
     )  # the programs that tests interrupt would inherit it
 
 State = dict[str, Tensor]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Look for no garbage while modules are imported: millions of objects are made, and nearly all stay."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _little_garbage() -> None:
+    """Leave what is imported out of the collections that the module's tests, and failures of memory, ask for."""
+    gc.collect()
+    gc.freeze()
+
 
 LAYER_SHAPES = {
     "denoiser.conv_in": (8, 4, 3, 3),

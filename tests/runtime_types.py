@@ -5,12 +5,16 @@ shapes, as it holds the axes of one call against each other, though only their f
 those that name types which they import for the type checker alone, and those that wrap functions of others, whose
 annotations are not ours: beartype by itself would refuse calls of either; and those with coroutine functions, which it
 makes into functions that are none.
+
+A function inside a function is defined anew in each call, and each time jaxtyping writes and compiles two more for its
+checks: a watch with hundreds of generations would do nothing else. The first few of each are checked, the others not.
 """
 
 import importlib.util
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any, Final, get_args
 
 import jaxtyping
@@ -19,6 +23,8 @@ from beartype.claw import beartype_package
 from jaxtyping import AbstractArray, install_import_hook
 
 PACKAGE: Final = "sigmascope"
+MOST_CHECKED: Final = 4
+"""Of the functions that one `def` makes."""
 _SHAPES: Final = "from jaxtyping import"
 _WHOLE: Final = ("if TYPE_CHECKING:", "wraps(", "async def")
 """Signs of modules that need jaxtyping around every function."""
@@ -28,12 +34,31 @@ def check_annotations() -> None:
     """Check all modules of the package that are imported from now on."""
     beartype_package(PACKAGE, conf=BeartypeConf(claw_is_pep526=False))
     install_import_hook(modules_for_jaxtyping(), "beartype.beartype")
-    jaxtyping.jaxtyped = _only_shapes(jaxtyping.jaxtyped, frozenset(_modules_with(_WHOLE)))
+    checked = _only_shapes(jaxtyping.jaxtyped, frozenset(_modules_with(_WHOLE)))
+    jaxtyping.jaxtyped = only_the_first_of_each(checked)  # type: ignore[assignment]
 
 
 def modules_for_jaxtyping() -> list[str]:
     """Names of the modules that need it; none of the package is imported to find them."""
     return _modules_with((_SHAPES, *_WHOLE))
+
+
+def only_the_first_of_each(jaxtyped: Any) -> Callable[..., Callable[[Any], Any]]:
+    """The decorator that jaxtyping writes above each function, for the first functions of each `def` alone."""
+    made: Counter[CodeType] = Counter()
+
+    def of_typechecker(*, typechecker: Any) -> Callable[[Any], Any]:
+        def checked(part: Any) -> Any:
+            code = getattr(part, "__code__", None)  # classes have none
+            if code is not None:
+                made[code] += 1
+                if made[code] > MOST_CHECKED:
+                    return part
+            return jaxtyped(part, typechecker=typechecker)
+
+        return checked
+
+    return of_typechecker
 
 
 def _only_shapes(jaxtyped: Any, whole: frozenset[str]) -> Any:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from beartype.roar import BeartypeCallHintViolation
 from jaxtyping import TypeCheckError
-from tests.runtime_types import modules_for_jaxtyping
+from tests.runtime_types import MOST_CHECKED, modules_for_jaxtyping, only_the_first_of_each
 
 from sigmascope.analysis.generations import projected_seconds
 from sigmascope.lora.decompose import exact_right_subspace
@@ -32,3 +32,15 @@ def test_only_modules_that_need_it_pay_for_jaxtyping() -> None:
     names = modules_for_jaxtyping()
     assert "sigmascope.lora.decompose" in names
     assert "sigmascope.monitor.recorder" not in names
+
+
+def test_of_the_functions_that_one_def_makes_the_first_are_checked() -> None:
+    decorated = only_the_first_of_each(lambda part, *, typechecker: "checked")(typechecker=None)
+
+    def make() -> object:
+        def inner() -> None: ...
+
+        return decorated(inner)
+
+    made = [make() for _ in range(MOST_CHECKED + 2)]
+    assert [one == "checked" for one in made] == [True] * MOST_CHECKED + [False] * 2

@@ -1,7 +1,10 @@
 """The VAEs of diffusers at small size: of images at half the size, of videos at an eighth as in the full models."""
 
+from typing import Any
+
+import torch
 from tests.families.weights import built, copied
-from torch import nn
+from torch import Tensor, nn
 
 
 @copied
@@ -33,3 +36,34 @@ def video_vae(*, qwen: bool = False) -> nn.Module:
 
     kind = AutoencoderKLQwenImage if qwen else AutoencoderKLWan
     return built(lambda: kind(base_dim=4, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1))
+
+
+def three_level_vae(*, attention: bool = True, seed: int = 0) -> Any:
+    """AutoencoderKL with latents of a quarter of the image's height and width, and group norms on all levels."""
+    from diffusers import AutoencoderKL
+
+    torch.manual_seed(seed)
+    return AutoencoderKL(
+        block_out_channels=(16, 32, 32),
+        down_block_types=("DownEncoderBlock2D",) * 3,
+        up_block_types=("UpDecoderBlock2D",) * 3,
+        norm_num_groups=8,
+        mid_block_add_attention=attention,
+    ).eval()
+
+
+def parameters(vae: Any, pixels: Tensor) -> Tensor:
+    """Mean and logarithm of the variance of the latent's distribution."""
+    made: Tensor = vae.encode(pixels).latent_dist.parameters
+    return made
+
+
+def pixels_of(vae: Any, latent: Tensor) -> Tensor:
+    """What the latent is decoded to."""
+    made: Tensor = vae.decode(latent).sample
+    return made
+
+
+def relative_error(tiled: Tensor, direct: Tensor) -> float:
+    """Norm of the difference by the norm of what was made at once."""
+    return float((tiled - direct).norm() / direct.norm())

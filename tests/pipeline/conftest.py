@@ -1,7 +1,6 @@
 """Real VAEs of diffusers at small size, with weights made here."""
 
-import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,15 +150,6 @@ def _sample(name: str) -> Sample:
 def sample(request: pytest.FixtureRequest) -> Sample:
     """Each VAE that is known."""
     return _sample(request.param)
-
-
-@pytest.fixture(scope="module")
-def little_garbage() -> Iterator[None]:
-    """Leave the imported libraries out of the collections that follow every failure: they take half a second."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import AutoencoderKL, AutoencoderKLCogVideoX, AutoencoderKLHunyuanVideo
+from diffusers import AutoencoderKLCogVideoX, AutoencoderKLHunyuanVideo
 from diffusers.models.attention_processor import Attention, AttnProcessor
+from tests.families.vaes import parameters, pixels_of, relative_error, three_level_vae
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -30,27 +31,6 @@ ROUNDING = 2e-5
 """Of float32, through all layers, relative to the whole."""
 
 
-def kl(*, attention: bool = True, seed: int = 0) -> AutoencoderKL:
-    torch.manual_seed(seed)
-    return AutoencoderKL(
-        block_out_channels=(16, 32, 32),
-        down_block_types=("DownEncoderBlock2D",) * 3,
-        up_block_types=("UpDecoderBlock2D",) * 3,
-        norm_num_groups=8,
-        mid_block_add_attention=attention,
-    ).eval()
-
-
-def parameters(vae: Any, pixels: Tensor) -> Tensor:
-    made: Tensor = vae.encode(pixels).latent_dist.parameters
-    return made
-
-
-def pixels_of(vae: Any, latent: Tensor) -> Tensor:
-    made: Tensor = vae.decode(latent).sample
-    return made
-
-
 def like_a_photograph(*shape: int, seed: int = 0) -> Tensor:
     """Large areas that differ from each other, and detail: what makes tiles differ."""
     generator = torch.Generator().manual_seed(seed)
@@ -58,10 +38,6 @@ def like_a_photograph(*shape: int, seed: int = 0) -> Tensor:
     whole = sum(functional.interpolate(one, size=shape, mode="bicubic") for one in octaves)
     assert isinstance(whole, Tensor)
     return whole / whole.abs().max()
-
-
-def relative_error(tiled: Tensor, direct: Tensor) -> float:
-    return float((tiled - direct).norm() / direct.norm())
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +51,7 @@ def _no_thread_is_left() -> Iterator[None]:
 @pytest.mark.parametrize("attention", [False, True])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_tiles_are_encoded_and_decoded_as_the_whole(attention: bool, seed: int) -> None:
-    vae = kl(attention=attention, seed=seed)
+    vae = three_level_vae(attention=attention, seed=seed)
     picture = like_a_photograph(128, 160, seed=seed)
     tiles = plan(128, 160, 64, None, 4)
     latent = parameters(vae, picture)[:, :4]
@@ -103,7 +79,7 @@ def test_a_trained_vae_gives_in_tiles_what_it_gives_at_once() -> None:
 
 @pytest.mark.slow
 def test_a_vae_trained_here_gives_in_tiles_what_it_gives_at_once() -> None:
-    vae = kl().train()
+    vae = three_level_vae().train()
     optimizer = torch.optim.Adam(vae.parameters(), 2e-3)
     with torch.enable_grad():
         losses = []
@@ -126,7 +102,7 @@ def test_a_vae_trained_here_gives_in_tiles_what_it_gives_at_once() -> None:
 
 @pytest.mark.parametrize("size", [(131, 159), (67, 130), (64, 161)])
 def test_sides_that_are_no_multiple_of_the_factor(size: tuple[int, int]) -> None:
-    vae = kl()
+    vae = three_level_vae()
     picture = like_a_photograph(*size)
     run = functools.partial(parameters, vae)
     tiled, facts = in_tiles(run, picture, plan(*size, 64, 16, 4), modules=(vae,))
@@ -135,7 +111,7 @@ def test_sides_that_are_no_multiple_of_the_factor(size: tuple[int, int]) -> None
 
 
 def test_pictures_of_a_batch_have_statistics_of_their_own() -> None:
-    vae = kl()
+    vae = three_level_vae()
     pictures = torch.cat([like_a_photograph(96, 96, seed=1), 0.1 * like_a_photograph(96, 96, seed=2)])
     run = functools.partial(parameters, vae)
     tiled = tiled_map(run, pictures, plan(96, 96, 64, None, 4), modules=(vae,))
@@ -144,7 +120,7 @@ def test_pictures_of_a_batch_have_statistics_of_their_own() -> None:
 
 @pytest.mark.parametrize(("dtype", "rounding"), [(torch.bfloat16, 2e-2), (torch.float64, 1e-7)])
 def test_other_types(dtype: torch.dtype, rounding: float) -> None:
-    vae = kl().to(dtype)
+    vae = three_level_vae().to(dtype)
     picture = like_a_photograph(96, 128).to(dtype)
     run = functools.partial(parameters, vae)
     tiled = tiled_map(run, picture, plan(96, 128, 64, None, 4), modules=(vae,))
@@ -163,7 +139,7 @@ class Silus(TorchFunctionMode):
 
 
 def test_autocast_and_modes_of_the_caller_hold_for_tiles_too() -> None:
-    vae, tiles = kl(), plan(96, 128, 64, None, 4)
+    vae, tiles = three_level_vae(), plan(96, 128, 64, None, 4)
     picture = like_a_photograph(96, 128)
     run = functools.partial(parameters, vae)
     with torch.autocast("cpu", torch.bfloat16):
@@ -331,7 +307,7 @@ class Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def test_on_an_accelerator_tiles_that_wait_hold_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    vae, picture = kl(attention=False), like_a_photograph(256, 256)
+    vae, picture = three_level_vae(attention=False), like_a_photograph(256, 256)
     run = functools.partial(parameters, vae)
     tiles = plan(256, 256, 64, None, 4)
     with Alive() as apart:
@@ -345,7 +321,7 @@ def test_on_an_accelerator_tiles_that_wait_hold_nothing(monkeypatch: pytest.Monk
 
 
 def test_what_waits_in_ram_is_part_of_the_prediction_on_a_cpu() -> None:
-    vae, picture = kl(attention=False), like_a_photograph(256, 256)
+    vae, picture = three_level_vae(attention=False), like_a_photograph(256, 256)
     tiles = plan(256, 256, 64, None, 4)
     planned = Planned((1, 3, 256, 256), "encoding", "tiled", tiles)
     apart, together = (
@@ -375,7 +351,7 @@ def test_the_difference_of_neighbours_is_relative_to_what_they_gave() -> None:
 
 def test_attention_by_tile_shows_in_the_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles_together, "_MOST_PLACES", 0)
-    vae = kl()
+    vae = three_level_vae()
     _, facts = in_tiles(
         functools.partial(parameters, vae),
         like_a_photograph(128, 160),
@@ -389,7 +365,7 @@ def test_attention_by_tile_shows_in_the_difference(monkeypatch: pytest.MonkeyPat
 
 
 def test_attention_by_other_means_than_pytorchs_function_is_told() -> None:
-    vae = kl()
+    vae = three_level_vae()
     for module in vae.modules():
         if isinstance(module, Attention):
             module.set_processor(AttnProcessor())

@@ -19,8 +19,6 @@ from sigmascope.records.latents import EncodingEvent
 if TYPE_CHECKING:
     from tests.pipeline.conftest import Sample
 
-pytestmark = pytest.mark.usefixtures("little_garbage")
-
 FOLLOWS = {"direct": "tiled", "tiled": "cpu", "cpu": "direct"}
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import AutoencoderKL, AutoencoderKLWan, AutoencoderTiny
+from tests.families.vaes import parameters, pixels_of, relative_error, three_level_vae
 from torch import Tensor, nn
 
 from sigmascope.pipeline.tiling import TilePlan, plan, tiled_map
@@ -15,17 +16,6 @@ SEEN_BY_TINY = 8
 """Latent elements beside a tile's inner edge that the layers of the tiny VAE below see across it."""
 SEEN_BY_KL = 16
 """The same of the KL below."""
-
-
-def kl(*, attention: bool) -> AutoencoderKL:
-    torch.manual_seed(0)
-    return AutoencoderKL(
-        block_out_channels=(16, 32, 32),
-        down_block_types=("DownEncoderBlock2D",) * 3,
-        up_block_types=("UpDecoderBlock2D",) * 3,
-        norm_num_groups=8,
-        mid_block_add_attention=attention,
-    ).eval()
 
 
 def tiny() -> AutoencoderTiny:
@@ -42,18 +32,8 @@ def without_normalisation(vae: AutoencoderKL) -> AutoencoderKL:
     return vae
 
 
-def parameters(vae: Any, pixels: Tensor) -> Tensor:
-    made: Tensor = vae.encode(pixels).latent_dist.parameters
-    return made
-
-
 def latents(vae: Any, pixels: Tensor) -> Tensor:
     made: Tensor = vae.encode(pixels).latents
-    return made
-
-
-def pixels_of(vae: Any, z: Tensor) -> Tensor:
-    made: Tensor = vae.decode(z).sample
     return made
 
 
@@ -76,10 +56,6 @@ def away(tiles: TilePlan, reach: int, *, latents: bool) -> Tensor:
     found = distance > reach * (1 if latents else axis.factor)
     assert 0.2 < found.float().mean() < 0.9
     return found
-
-
-def relative_error(tiled: Tensor, direct: Tensor) -> float:
-    return float((tiled - direct).norm() / direct.norm())
 
 
 def check_away_from_seams(
@@ -105,7 +81,7 @@ def test_tiles_of_a_vae_without_norms_are_decoded_as_the_whole_away_from_seams()
 
 @pytest.mark.parametrize("encodes", [True, False])
 def test_what_a_kls_convolutions_make_is_that_of_the_whole_away_from_seams(encodes: bool) -> None:
-    vae = without_normalisation(kl(attention=False))
+    vae = without_normalisation(three_level_vae(attention=False))
     function = functools.partial(parameters if encodes else pixels_of, vae)
     tensor = noise(1, 3, 32, 1024) if encodes else noise(1, 4, 8, 256)
     check_away_from_seams(function, tensor, plan(32, 1024, 512, 64, 4), SEEN_BY_KL, latents=encodes)
@@ -116,7 +92,7 @@ def test_what_a_kls_convolutions_make_is_that_of_the_whole_away_from_seams(encod
 def test_norms_and_attention_by_tile_are_near_where_the_picture_is_alike(
     attention: bool, encodes: bool
 ) -> None:
-    function = functools.partial(parameters if encodes else pixels_of, kl(attention=attention))
+    function = functools.partial(parameters if encodes else pixels_of, three_level_vae(attention=attention))
     tensor = noise(1, 3, 128, 512) if encodes else noise(1, 4, 32, 128)
     tiles = plan(128, 512, 256, 64, 4)
     tiled, direct = both(function, tensor, tiles)
@@ -138,7 +114,7 @@ def shares_over_what_was_asked_for(length: int, tile: int, overlap: int) -> Tens
 @torch.no_grad()
 @pytest.mark.parametrize("encodes", [True, False])
 def test_a_ramp_over_all_that_tiles_share_is_nearer_to_the_whole(encodes: bool) -> None:
-    vae = without_normalisation(kl(attention=False))
+    vae = without_normalisation(three_level_vae(attention=False))
     function = functools.partial(parameters if encodes else pixels_of, vae)
     tensor = noise(1, 3, 32, 264) if encodes else noise(1, 4, 8, 66)
     tiled, direct = both(function, tensor, plan(32, 264, 256, 64, 4))

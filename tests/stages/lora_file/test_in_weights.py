@@ -32,24 +32,29 @@ def fused(folder: Path, *, scale: float = 1.0, others: int = 0, dtype: torch.dty
     return analyze_lora_application_results(baseline, pipeline.unet, pipeline.text_encoder, pipeline)
 
 
-def test_it_is_found_in_the_weights_whole(tmp_path: Path) -> None:
-    analysis = fused(tmp_path)
+@pytest.fixture(scope="module")
+def at_half_strength(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The analysis of one LoRA, fused at half its strength."""
+    return fused(tmp_path_factory.mktemp("fused"), scale=0.5)
+
+
+def test_it_is_found_in_the_weights_whole(at_half_strength: Any) -> None:
+    analysis = at_half_strength
     assert analysis["applied_verdict"]["complete"]
     assert analysis["applied_verdict"]["states"] == {"merged": analysis["applied_verdict"]["total_modules"]}
     assert analysis["success"]
     assert analysis["findings"] == []
 
 
-@pytest.mark.slow
-def test_what_it_explains_is_no_longer_unexplained(tmp_path: Path) -> None:
-    analysis = fused(tmp_path)
+def test_what_it_explains_is_no_longer_unexplained(at_half_strength: Any) -> None:
+    analysis = at_half_strength
     assert analysis["unet_weight_changes"]["keys_value_changed"]
     assert analysis["unet_weight_changes"]["unexplained"] == []
     assert analysis["clip_weight_changes"]["unexplained"] == []
 
 
-def test_its_strength_is_that_of_the_fusing(tmp_path: Path) -> None:
-    assert set(fused(tmp_path, scale=0.5)["applied_verdict"]["strengths"]) == {0.5}
+def test_its_strength_is_that_of_the_fusing(at_half_strength: Any) -> None:
+    assert set(at_half_strength["applied_verdict"]["strengths"]) == {0.5}
 
 
 @pytest.mark.slow

@@ -115,7 +115,6 @@ def test_without_a_scheduler_calls_at_one_timestep_are_one_step(calls_a_step: in
 
 
 def test_pipelines_that_come_and_go_are_all_heard() -> None:
-    gc.freeze()  # collecting looks at what is made from here on alone
     with sigmascope.watch() as run:
         session = watch_session.OPEN[-1]
         for _ in range(30):  # a new denoiser is often where one lay that is gone
@@ -124,7 +123,6 @@ def test_pipelines_that_come_and_go_are_all_heard() -> None:
             pipe(2)
             del pipe
             gc.collect()
-    gc.unfreeze()
     denoised = [len(stage.steps) for stage in run.walk() if stage.name == "denoising"]
     assert sum(denoised) == 60
     assert left_behind() == []
