@@ -15,23 +15,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sigmascope.integrations.diffusers.denoising import end_finished
-from sigmascope.integrations.diffusers.hooks import (
-    After,
-    Arguments,
-    Instrument,
-    Keywords,
-    Parts,
-    pipelines_in,
-)
+from sigmascope.integrations.diffusers.denoising import end_complete_denoising
+from sigmascope.integrations.diffusers.hooks import After, Arguments, Keywords
 from sigmascope.integrations.diffusers.watch_session import (
-    ACTIVITIES,
-    Activity,
-    current_activity,
-    enter_activity,
-    guides,
-    hears,
-    leave_activities,
+    STACKS,
+    Observer,
+    StageStack,
+    WatchedParts,
+    asks_for_guidance,
+    current_stack,
+    enter_stack,
+    leave_stacks,
+    pipelines_in,
 )
 from sigmascope.monitor.recorder import LiveStage
 from sigmascope.records.facts import CallFacts, PipelineFacts
@@ -55,7 +50,7 @@ _OUTCOME_NAMES: Final = ("images", "frames", "videos", "latents")
 """Under which the state of a modular pipeline holds its outcome."""
 
 
-class Calls(Instrument):
+class CallObserver(Observer):
     """Opens and closes a generation around every call of a pipeline."""
 
     name: ClassVar[str] = "calls"
@@ -63,48 +58,48 @@ class Calls(Instrument):
     def attach_class(self, kind: type) -> None:
         """Hear the calls of pipelines of a class; a module alone is none."""
         if not hasattr(kind, "_call_impl"):
-            self.tap_class(kind, "__call__", self._before)
+            self.hook_class(kind, "__call__", self._before)
 
-    def attach(self, parts: Parts) -> None:
+    def attach(self, parts: WatchedParts) -> None:
         """Hear the calls of the pipelines that this one is made of."""
         for pipeline in pipelines_in(parts.pipeline):
             self.attach_class(type(pipeline))
 
     def _before(self, pipeline: object, args: Arguments, kwargs: Keywords) -> After | None:
         session = self.session
-        if not hears(session, pipeline):
+        if not session.records(pipeline):
             return None
         own = self._own(pipeline)
         if own is not None:
-            end_finished(own)
+            end_complete_denoising(own)
             if own.denoising is None:  # a subclass calls its base; a callback's call comes between steps
                 return None
         facts = session.watch(pipeline)
         arguments, _ = session.guard.read("watch.call", lambda: named_arguments(pipeline, args, kwargs))
         call, prompts = self._read(pipeline, arguments or {})
-        outside = current_activity(session)
+        outside = current_stack(session)
         if outside is not None and outside.pipeline_id is None:
             session.open_calls.close_broken(outside)
             outside.end_denoising()
-        activity = Activity(session, id(pipeline))
-        activity.pipeline = pipeline
-        stage = activity.enter(GENERATION)
-        enter_activity(activity)
+        stack = StageStack(session, id(pipeline))
+        stack.pipeline = pipeline
+        stage = stack.enter(GENERATION)
+        enter_stack(stack)
 
         def after(result: object, error: BaseException | None) -> None:
-            denoising = activity.denoising  # a decoding would have ended it
+            denoising = stack.denoising  # a decoding would have ended it
             try:
-                activity.end(error)
+                stack.end(error)
             finally:
-                leave_activities(activity)
-                activity.pipeline = None
+                leave_stacks(stack)
+                stack.pipeline = None
             if denoising is not None and error is None:
                 session.guard.read("watch.outcome", lambda: _tell_outcome(denoising.stage, result))
             if error is None:
                 self._tell_pictures(stage, result)
             if inspect.isgenerator(result) or inspect.isasyncgen(result) or inspect.iscoroutine(result):
                 stage.fact("runs_later", RUNS_LATER)
-            self._tell(stage, activity, pipeline, call, facts)
+            self._tell(stage, stack, pipeline, call, facts)
             self._tell_prompts(stage, prompts)
             seeds = seeds_of(arguments or {})
             if seeds:
@@ -117,9 +112,9 @@ class Calls(Instrument):
         if seen is not None:
             stage.fact(FACT, seen)
 
-    def _own(self, pipeline: object) -> Activity | None:
+    def _own(self, pipeline: object) -> StageStack | None:
         """The call of this pipeline that is going on here."""
-        found = (one for one in reversed(ACTIVITIES.get()) if one.session is self.session)
+        found = (one for one in reversed(STACKS.get()) if one.session is self.session)
         return next((one for one in found if one.pipeline_id == id(pipeline)), None)
 
     def _read(self, pipeline: object, arguments: dict[str, Any]) -> tuple[CallFacts, dict[str, str]]:
@@ -131,18 +126,18 @@ class Calls(Instrument):
     def _tell(
         self,
         stage: LiveStage,
-        activity: Activity,
+        stack: StageStack,
         pipeline: object,
         call: CallFacts,
         facts: PipelineFacts | None,
     ) -> None:
-        told, _ = self.session.guard.read("watch.call", lambda: with_outcome(call, pipeline, activity))
+        told, _ = self.session.guard.read("watch.call", lambda: with_outcome(call, pipeline, stack))
         stage.fact("call", told or call)
         if facts is not None:
             stage.fact("pipeline", facts)
 
     def _tell_prompts(self, stage: LiveStage, prompts: dict[str, str]) -> None:
-        kept = stored_prompts(prompts, self.session.choices.prompts)
+        kept = stored_prompts(prompts, self.session.options.prompts)
         if kept:
             stage.fact(
                 "prompts",
@@ -218,7 +213,7 @@ def _whole_number(value: object) -> int | None:
 
 
 def _guidance(arguments: Mapping[str, Any]) -> float | None:
-    """The scale that guides: that of true classifier-free guidance where it is on beside a distilled one."""
+    """The scale that asks_for_guidance: that of true classifier-free guidance where it is on beside a distilled one."""
     for name in _GUIDANCE:
         scale = arguments.get(name)
         if (
@@ -249,23 +244,23 @@ def _prompt_count(prompt: object, arguments: Mapping[str, Any]) -> int | None:
     return next((one.shape[0] for one in embeds if isinstance(one, Tensor) and one.dim()), None)
 
 
-def with_outcome(call: CallFacts, pipeline: object, activity: Activity) -> CallFacts:
+def with_outcome(call: CallFacts, pipeline: object, stack: StageStack) -> CallFacts:
     """The facts with what only the finished call shows: the size of what was decoded, and guidance at work."""
-    height, width = activity.size or (None, None)
+    height, width = stack.size or (None, None)
     return replace(
         call,
-        num_inference_steps=call.num_inference_steps or activity.planned_steps,
+        num_inference_steps=call.num_inference_steps or stack.planned_steps,
         height=call.height or height,
         width=call.width or width,
-        guidance_batches=_guidance_batches(pipeline, activity),
+        guidance_batches=_guidance_batches(pipeline, stack),
     )
 
 
-def _guidance_batches(pipeline: object, activity: Activity) -> int | None:
+def _guidance_batches(pipeline: object, stack: StageStack) -> int | None:
     """From the calls that a step needed, or from what the pipeline says of one batched call."""
-    if activity.most_calls_a_step != 1:
-        return activity.most_calls_a_step or None
-    told = [one for one in (activity.is_guided, guides(pipeline)) if isinstance(one, bool)]
+    if stack.most_calls_a_step != 1:
+        return stack.most_calls_a_step or None
+    told = [one for one in (stack.is_guided, asks_for_guidance(pipeline)) if isinstance(one, bool)]
     if told:
         return 1 + max(told)
     config = getattr(getattr(pipeline, "transformer", None), "config", None) or {}

@@ -7,24 +7,22 @@ it. It gives what it cut off beside what it kept, however, and there that is rea
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, NamedTuple
 
 from torch import Tensor
 
-from sigmascope.integrations.diffusers.denoising import end_finished
-from sigmascope.integrations.diffusers.hooks import (
-    After,
-    Arguments,
-    Instrument,
-    Keywords,
-    Parts,
-    forget_others,
-    hook_calls,
-    reference_to,
+from sigmascope.integrations.diffusers.denoising import end_complete_denoising
+from sigmascope.integrations.diffusers.hooks import After, Arguments, Keywords, forget_others, reference_to
+from sigmascope.integrations.diffusers.watch_session import (
+    Observer,
+    Session,
+    StageStack,
+    WatchedParts,
+    current_stack,
 )
-from sigmascope.integrations.diffusers.watch_session import Activity, Session, current_activity
 from sigmascope.monitor.recorder import LiveStage
 from sigmascope.probes.models import components_of
 from sigmascope.records.prompts import PromptPrivacy
@@ -74,7 +72,7 @@ class Encoding:
     readings: list[Reading] = field(default_factory=list)
 
 
-class TextEncoding(Instrument):
+class TextEncodingObserver(Observer):
     """A stage for each encoding of prompts."""
 
     name: ClassVar[str] = "text_encoding"
@@ -83,16 +81,17 @@ class TextEncoding(Instrument):
         super().__init__(session)
         self._encoders: dict[int, tuple[str, ...]] = {}
         self._tokenizers: dict[int, str] = {}
+        self._open: weakref.WeakKeyDictionary[StageStack, Encoding] = weakref.WeakKeyDictionary()
 
     def attach_class(self, kind: type) -> None:
         """Hear `encode_prompt`."""
-        self.tap_class(kind, "encode_prompt", self._before_prompt)
+        self.hook_class(kind, "encode_prompt", self._before_prompt)
 
-    def attach(self, parts: Parts) -> None:
+    def attach(self, parts: WatchedParts) -> None:
         """Hear every text encoder, tokenizer and image encoder."""
         for name, tokenizer in parts.of_role("tokenizer"):
             self._tokenizers[id(tokenizer)] = name
-            self.tap_method(tokenizer, "__call__", self._before_tokenizer)
+            self.hook_method(tokenizer, "__call__", self._before_tokenizer)
         encoders = list(parts.of_role("text_encoder"))
         self._encoders[id(parts.pipeline)] = tuple(name for name, _ in encoders)
         for name, encoder in encoders:
@@ -107,42 +106,43 @@ class TextEncoding(Instrument):
         forget_others(self._tokenizers, self._targets)
 
     def _hook(self, stage: str, name: str, encoder: object) -> None:
-        hook_calls(self, encoder, functools.partial(self._before_encoder, stage, name, reference_to(encoder)))
+        self.hook_module(encoder, functools.partial(self._before_encoder, stage, name, reference_to(encoder)))
 
     def _before_prompt(self, pipeline: object, args: Arguments, kwargs: Keywords) -> After | None:
-        activity = self.session.here(pipeline)
-        if activity is None or activity.is_in(ENCODING_STAGE):
+        stack = self.session.stack_here(pipeline)
+        if stack is None or stack.is_in(ENCODING_STAGE):
             return None
-        end_finished(activity)
+        end_complete_denoising(stack)
         signature = inspect.signature(type(pipeline).encode_prompt)  # type: ignore[attr-defined]
         accepts_negative = "negative_prompt" in signature.parameters
-        guard, privacy = self.session.guard, self.session.choices.prompts
-        encoding, _ = guard.read("watch.text", lambda: self._begun(pipeline, signature, args, kwargs))
-        stage = activity.enter(ENCODING_STAGE)
-        activity.encoding = encoding
+        guard, privacy = self.guard, self.session.options.prompts
+        encoding, _ = guard.read("watch.text", lambda: self._seen_before(pipeline, signature, args, kwargs))
+        stage = stack.enter(ENCODING_STAGE)
+        if encoding is not None:
+            self._open[stack] = encoding
 
         def after(result: object, error: BaseException | None) -> None:
-            activity.encoding = None
-            activity.leave(stage, error)
+            self._open.pop(stack, None)
+            stack.leave(stage, error)
             named = embeddings(result, accepts_negative)
             for name, tensor in named.items():
                 stage.tensor(name, tensor)
             if encoding is not None:
-                guard.read("watch.text", lambda: tell(stage, encoding, named, privacy, error))
+                guard.read("watch.text", lambda: record_analysis(stage, encoding, named, privacy, error))
 
         return after
 
-    def _begun(
+    def _seen_before(
         self, pipeline: object, signature: inspect.Signature, args: Arguments, kwargs: Keywords
     ) -> Encoding:
         components = components_of(pipeline)
         names = self._encoders.get(id(pipeline), ())
         encoders = {name: components[name] for name in names if name in components}
-        return begun(signature.bind_partial(pipeline, *args, **kwargs).arguments, encoders)
+        return capture_baseline(signature.bind_partial(pipeline, *args, **kwargs).arguments, encoders)
 
     def _before_tokenizer(self, tokenizer: object, args: Arguments, kwargs: Keywords) -> After | None:
-        activity = current_activity(self.session)
-        encoding = None if activity is None else activity.encoding
+        stack = current_stack(self.session)
+        encoding = None if stack is None else self._open.get(stack)
         if encoding is None:
             return None
         name = self._tokenizers[id(tokenizer)]
@@ -150,35 +150,35 @@ class TextEncoding(Instrument):
         def after(result: object, error: BaseException | None) -> None:
             if error is None:
                 read = lambda: readings_of(name, tokenizer, args, kwargs, result)  # noqa: E731
-                encoding.readings.extend(self.session.guard.read("watch.tokens", read)[0] or ())
+                encoding.readings.extend(self.guard.read("watch.tokens", read)[0] or ())
 
         return after
 
     def _before_encoder(
         self, stage: str, name: str, encoder: Callable[[], object], *_: object
     ) -> After | None:
-        activity = self.session.here()
-        return None if activity is None else _within(activity, stage, name, encoder())
+        stack = self.session.stack_here()
+        return None if stack is None else _within(stack, stage, name, encoder())
 
 
-def _within(activity: Activity, name: str, encoder: str, module: object) -> After | None:
+def _within(stack: StageStack, name: str, encoder: str, module: object) -> After | None:
     """A stage for an encoder's call: of this name, or of the encoder's inside such a stage."""
-    open_calls = activity.session.open_calls
-    open_calls.close_broken(activity, entering=module)
-    if activity.is_in(encoder):
+    open_calls = stack.session.open_calls
+    open_calls.close_broken(stack, entering=module)
+    if stack.is_in(encoder):
         return None
-    is_inside = activity.is_in(name)
-    if is_inside and activity.runs[encoder] >= MOST_RUNS:
+    is_inside = stack.is_in(name)
+    if is_inside and stack.runs[encoder] >= MOST_RUNS:
         return None
-    activity.runs[encoder] += 1
+    stack.runs[encoder] += 1
     if not is_inside:
-        end_finished(activity)
-    stage = activity.enter(encoder if is_inside else name)
-    call = open_calls.begin(activity, stage, module)
+        end_complete_denoising(stack)
+    stage = stack.enter(encoder if is_inside else name)
+    call = open_calls.begin(stack, stage, module)
 
     def after(result: object, error: BaseException | None) -> None:
         open_calls.end(call)
-        activity.leave(stage, error)
+        stack.leave(stage, error)
         stage.fact("component", encoder)
 
     return after
@@ -227,7 +227,7 @@ def _width(embeddings: Tensor) -> int:
     return embeddings.shape[-1] if embeddings.dim() else 0
 
 
-def begun(arguments: Mapping[str, Any], encoders: Mapping[str, object]) -> Encoding:
+def capture_baseline(arguments: Mapping[str, Any], encoders: Mapping[str, object]) -> Encoding:
     """Take what is known before the encoding.
 
     Args:
@@ -238,7 +238,7 @@ def begun(arguments: Mapping[str, Any], encoders: Mapping[str, object]) -> Encod
     return Encoding(arguments.get("prompt"), arguments.get("negative_prompt"), baseline)
 
 
-def tell(
+def record_analysis(
     stage: LiveStage,
     encoding: Encoding,
     named: Mapping[str, object],
