@@ -13,7 +13,7 @@ from sigmascope.cli.console import plain, table
 from sigmascope.errors import SigmascopeError
 
 if TYPE_CHECKING:
-    from sigmascope.analysis.regression import RegressionCheck
+    from sigmascope.analysis.run_comparison import RegressionCheck
 
 EPILOG = """Examples:
 
@@ -80,8 +80,7 @@ def _checked(
     runs: list[Path], baseline: list[Path], *, max_slowdown: float, max_growth: float, alpha: float
 ) -> "tuple[dict[str, _Checked], dict[str, str]]":
     """Checks by the work that was done, and the work that one side lacks."""
-    from sigmascope.analysis.regression import check_regression
-    from sigmascope.analysis.run_comparison import require_pairs, set_up_differences
+    from sigmascope.analysis.run_comparison import check_regression, require_pairs, set_up_differences
 
     pairs, missing = require_pairs(*load_sides(runs, baseline), named=runs[0])
     found = {}

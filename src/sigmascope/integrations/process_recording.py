@@ -110,8 +110,8 @@ class Recording:
 
 def _own_path(path: Path, is_child: bool) -> Path:
     """A name that the parent and its other children do not use."""
-    own = str(os.getpid())
-    return path.with_stem(f"{path.stem}-{own}") if is_child and own not in path.stem else path
+    process_id = str(os.getpid())
+    return path.with_stem(f"{path.stem}-{process_id}") if is_child and process_id not in path.stem else path
 
 
 def record_path(output: str | None, folder: str) -> Path:

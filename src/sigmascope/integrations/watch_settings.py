@@ -44,8 +44,8 @@ class Settings(NamedTuple):
 
     def as_environment(self, prefix: str) -> dict[str, str]:
         """The variables that say this."""
-        told = self._asdict()
-        return {f"{prefix}{name.upper()}": value for name, value in told.items() if value is not None}
+        settings = self._asdict()
+        return {f"{prefix}{name.upper()}": value for name, value in settings.items() if value is not None}
 
 
 def settings_from(environment: Mapping[str, str], prefix: str) -> Settings:
@@ -68,8 +68,8 @@ def say(line: str) -> None:
     try:
         # A path may hold what a terminal would obey. As `units.printable`; but an import at the end of the process
         # would make Python forget that Ctrl-C ended it.
-        shown = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in line)
-        sys.__stderr__.write(f"Sigmascope: {shown}\n")
+        printable = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in line)
+        sys.__stderr__.write(f"Sigmascope: {printable}\n")
         sys.__stderr__.flush()
     except (OSError, ValueError):  # closed, or nobody reads it any more
         pass

@@ -424,7 +424,7 @@ def _hooked(
     pairs = _PairedHooks(before)
     first = module.register_forward_pre_hook(ModuleHook(pairs.enter, failed), prepend=True, with_kwargs=True)
     try:
-        last = module.register_forward_hook(ModuleHook(pairs.leave, failed), always_call=True)
+        second = module.register_forward_hook(ModuleHook(pairs.leave, failed), always_call=True)
     except BaseException:
         first.remove()
         raise
@@ -432,7 +432,7 @@ def _hooked(
     def undo() -> None:
         with suppress(Exception):
             first.remove()
-        last.remove()
+        second.remove()
 
     return undo
 

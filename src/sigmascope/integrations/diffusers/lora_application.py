@@ -115,10 +115,10 @@ class Models:
 
 def lora_path(args: Arguments, kwargs: Keywords) -> str | None:
     """The local file that a loader is given; None for a name on the hub or a state dict."""
-    given = next(iter(args), kwargs.get("pretrained_model_name_or_path_or_dict"))
-    if not isinstance(given, str | os.PathLike):
+    source = next(iter(args), kwargs.get("pretrained_model_name_or_path_or_dict"))
+    if not isinstance(source, str | os.PathLike):
         return None
-    path = Path(given)
+    path = Path(source)
     weight_name = kwargs.get("weight_name")
     if path.is_dir() and isinstance(weight_name, str):
         path /= weight_name

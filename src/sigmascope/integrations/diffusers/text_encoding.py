@@ -192,15 +192,15 @@ def embeddings(result: object, accepts_negative: bool) -> dict[str, Tensor]:
         accepts_negative: Whether it takes a negative prompt.
     """
     if isinstance(result, Mapping):
-        return {str(name): one for name, one in result.items() if isinstance(one, Tensor)}
-    given: tuple[Any, ...] = result if isinstance(result, tuple) else (result,)
-    prompt, *rest = given
+        return {str(name): tensor for name, tensor in result.items() if isinstance(tensor, Tensor)}
+    returned: tuple[Any, ...] = result if isinstance(result, tuple) else (result,)
+    prompt, *rest = returned
     named: dict[str, object] = {"prompt_embeds": prompt}
     for other in rest:
         kind = _kind_of_embedding(other, prompt, accepts_negative=accepts_negative)
         if kind is not None:
             named[kind if kind not in named else f"negative_{kind}"] = other
-    return {name: one for name, one in named.items() if isinstance(one, Tensor)}
+    return {name: tensor for name, tensor in named.items() if isinstance(tensor, Tensor)}
 
 
 def _kind_of_embedding(other: object, prompt: object, *, accepts_negative: bool) -> str | None:
@@ -272,9 +272,9 @@ def record_analysis(
 
 def _conditioning(named: Mapping[str, object], which: str) -> object:
     """The embeddings and the pooled ones of one prompt; None without any."""
-    found = [named.get(f"{which}{name}") for name in ("prompt_embeds", "pooled_prompt_embeds")]
-    given = tuple(one for one in found if one is not None)
-    return given or None
+    tensors = [named.get(f"{which}{name}") for name in ("prompt_embeds", "pooled_prompt_embeds")]
+    known = tuple(tensor for tensor in tensors if tensor is not None)
+    return known or None
 
 
 def readings_of(
@@ -289,8 +289,8 @@ def readings_of(
         kwargs: Those by name.
         result: What it gave.
     """
-    given = args[0] if args else kwargs.get("text")
-    texts = [given] if isinstance(given, str) else given
+    text = args[0] if args else kwargs.get("text")
+    texts = [text] if isinstance(text, str) else text
     if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
         return []
     lengths = list(_lengths(result["attention_mask"]))
@@ -331,7 +331,7 @@ def counts_seen(readings: Sequence[Reading], texts: Sequence[str]) -> tuple[list
     """
     counts = []
     for name in dict.fromkeys(reading.tokenizer for reading in readings):
-        found = [
+        of_texts = [
             [
                 reading
                 for reading in readings
@@ -339,18 +339,21 @@ def counts_seen(readings: Sequence[Reading], texts: Sequence[str]) -> tuple[list
             ]
             for text in texts
         ]
-        if all(found):
-            counts.append(_token_count(name, found))
+        if all(of_texts):
+            counts.append(_token_count(name, of_texts))
     return counts, None if counts else NOT_SEEN
 
 
-def _token_count(name: str, found: Sequence[Sequence[Reading]]) -> TokenCount:
+def _token_count(name: str, of_texts: Sequence[Sequence[Reading]]) -> TokenCount:
     whole = [
-        max(one.length + (one.rest or 0) for one in readings) - readings[0].special for readings in found
+        max(reading.length + (reading.rest or 0) for reading in readings) - readings[0].special
+        for readings in of_texts
     ]
-    limit = next((one.limit - one.special for one in found[0] if one.limit is not None), None)
-    cut = [_tokens_cut_off(readings) for readings in found]
-    known = [one for one in cut if one is not None]
+    limit = next(
+        (reading.limit - reading.special for reading in of_texts[0] if reading.limit is not None), None
+    )
+    cut = [_tokens_cut_off(readings) for readings in of_texts]
+    known = [tokens for tokens in cut if tokens is not None]
     is_known = len(known) == len(cut)
     unavailable = {} if is_known and not sum(known) else {"truncated_words": WORDS_UNKNOWN}
     if not is_known:
@@ -369,12 +372,12 @@ def _token_count(name: str, found: Sequence[Sequence[Reading]]) -> TokenCount:
 
 def _tokens_cut_off(readings: Sequence[Reading]) -> int | None:
     """How many tokens did not fit; None where only a full sequence was seen, which may have been longer."""
-    kept = [one for one in readings if one.limit is not None]
+    kept = [reading for reading in readings if reading.limit is not None]
     if not kept:
         return 0
-    rests = [one.rest for one in kept if one.rest is not None]
+    rests = [reading.rest for reading in kept if reading.rest is not None]
     if rests:
         return max(rests)
     if len(kept) < len(readings):
-        return max(0, max(one.length for one in readings) - min(one.length for one in kept))
-    return 0 if all(one.length < (one.limit or 0) for one in kept) else None
+        return max(0, max(reading.length for reading in readings) - min(reading.length for reading in kept))
+    return 0 if all(reading.length < (reading.limit or 0) for reading in kept) else None

@@ -59,9 +59,9 @@ class VaeObserver(Observer):
             stack.end_denoising()
         elif way == "encoding":
             end_complete_denoising(stack)
-        given = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+        input_tensor = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
         guard = self.guard
-        baseline, _ = guard.read("watch.latents", lambda: capture_baseline(way, vae, given))
+        baseline, _ = guard.read("watch.latents", lambda: capture_baseline(way, vae, input_tensor))
         component = self._names.get(id(unwrap(vae) or vae))
         stack.is_tiled = False
         stage = stack.enter(STAGES[way])
@@ -70,9 +70,11 @@ class VaeObserver(Observer):
             strategy = "Tiled" if stack.is_tiled else "Direct"
             stack.leave(stage, error)
             stage.fact("component", component)
-            made = first_tensor(result)
-            guard.read("watch.latents", lambda: record_analysis(stage, way, baseline, made, strategy, error))
-            latent, picture = (made, given) if way == "encoding" else (given, made)
+            output = first_tensor(result)
+            guard.read(
+                "watch.latents", lambda: record_analysis(stage, way, baseline, output, strategy, error)
+            )
+            latent, picture = (output, input_tensor) if way == "encoding" else (input_tensor, output)
             for name, tensor in (("latent", latent), ("picture", picture)):
                 if tensor is not None:
                     stage.tensor(name, tensor)
@@ -88,25 +90,25 @@ class VaeObserver(Observer):
         return None
 
 
-def capture_baseline(direction: Direction, vae: object, given: Tensor | None) -> Mapping[str, Any]:
+def capture_baseline(direction: Direction, vae: object, input_tensor: Tensor | None) -> Mapping[str, Any]:
     """The VAE, memory and shapes before it works. Values of tensors are not read here: the stage has those.
 
     Args:
         direction: What the VAE does.
         vae: Itself.
-        given: What goes in.
+        input_tensor: What goes in.
     """
     capture = (
         capture_latent_generation_baseline if direction == "encoding" else capture_latent_decoding_baseline
     )
-    return capture(vae, given, statistics=False)
+    return capture(vae, input_tensor, statistics=False)
 
 
 def record_analysis(
     stage: LiveStage,
     direction: Direction,
     baseline: Mapping[str, Any] | None,
-    made: Tensor | None,
+    output: Tensor | None,
     strategy: str,
     error: BaseException | None,
 ) -> None:
@@ -116,7 +118,7 @@ def record_analysis(
         stage: The encoding's or decoding's.
         direction: Which of them.
         baseline: What `capture_baseline` gave.
-        made: What came out; None if nothing did.
+        output: What came out; None if nothing did.
         strategy: "Direct" or "Tiled", as the VAE was seen to work.
         error: What it raised.
     """
@@ -126,7 +128,7 @@ def record_analysis(
     if direction == "encoding":
         analyze, seen["may_wait"] = analyze_latent_generation_results, False
     analysis = analyze(
-        baseline, made, record.seconds, f"{strategy} VAE {direction.title()}", record.memory, **seen
+        baseline, output, record.seconds, f"{strategy} VAE {direction.title()}", record.memory, **seen
     )
     kept = {name: value for name, value in analysis.items() if name not in _ON_THE_STAGE}
     stage.fact(STAGES[direction], kept)
