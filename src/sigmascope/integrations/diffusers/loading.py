@@ -9,9 +9,8 @@ import os
 from typing import Any, ClassVar, Final
 
 from sigmascope.files import short_path
-from sigmascope.integrations.diffusers.hooks import After, Arguments, Keywords
+from sigmascope.integrations.diffusers.hooks import After, Arguments, Before, Keywords
 from sigmascope.integrations.diffusers.watch_session import Observer, StageStack, WatchedParts, current_stack
-from sigmascope.integrations.import_hook import when_loaded
 from sigmascope.probes.models import file_facts, key_facts
 
 LOADING_STAGE: Final = "model_loading"
@@ -54,25 +53,22 @@ class LoadingObserver(Observer):
         """Hear the loaders of diffusers and transformers, now or when they are imported."""
         for module, kind, method in _LOADERS:
             before = self._before_components if method == "load_components" else self._before_load
-            self._when_loaded(module, kind, method, before)
+            self._hook_when_loaded(module, kind, method, before)
         for module, kind in _WEIGHT_LOADERS:
-            self._when_loaded(module, kind, _READS_FILES, self._before_files)
-            self._when_loaded(module, kind, _FINISHES, self._before_keys)
+            self._hook_when_loaded(module, kind, _READS_FILES, self._before_files)
+            self._hook_when_loaded(module, kind, _FINISHES, self._before_keys)
 
     def attach_class(self, kind: type) -> None:
         """Hear pipelines being moved."""
         if not hasattr(kind, "_call_impl"):
             self.hook_class(kind, "to", self._before_move)
 
-    def _when_loaded(self, module: str, name: str, method: str, before: Any) -> None:
+    def _hook_when_loaded(self, module: str, name: str, method: str, before: Before) -> None:
         def put_on(kind: type) -> None:
-            try:
-                if method in vars(kind):
-                    self.hook_attribute(kind, method, before)
-            except Exception as failure:  # noqa: BLE001 - this runs in the host's import
-                self.failed(failure)
+            if method in vars(kind):
+                self.hook_attribute(kind, method, before)
 
-        self.keep_undo((name, method), when_loaded(module, name, put_on))
+        self.when_loaded((name, method), module, name, put_on)
 
     def _before_load(self, kind: object, args: Arguments, kwargs: Keywords) -> After | None:
         source = next(iter((*args, *(kwargs[key] for key in _SOURCES if key in kwargs))), None)
@@ -172,15 +168,12 @@ class TransferObserver(Observer):
         ):
             return
         for module, kind, methods in _MOVERS:
-            self.keep_undo(kind, when_loaded(module, kind, functools.partial(self._put_on, methods)))
+            self.when_loaded(kind, module, kind, functools.partial(self._put_on, methods))
 
     def _put_on(self, methods: tuple[str, ...], kind: type) -> None:
-        try:
-            for method in methods:
-                if method in vars(kind):
-                    self.hook_attribute(kind, method, self._before_move)
-        except Exception as failure:  # noqa: BLE001 - this may run in the host's import
-            self.failed(failure)
+        for method in methods:
+            if method in vars(kind):
+                self.hook_attribute(kind, method, self._before_move)
 
     def _before_move(self, mover: object, args: Arguments, kwargs: Keywords) -> After | None:
         stack = current_stack(self.session)

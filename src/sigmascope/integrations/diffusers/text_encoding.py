@@ -21,6 +21,7 @@ from sigmascope.integrations.diffusers.watch_session import (
     Session,
     StageStack,
     WatchedParts,
+    beside_the_stage,
     current_stack,
 )
 from sigmascope.monitor.recorder import LiveStage
@@ -32,8 +33,6 @@ from sigmascope.stages.tokens import TokenCount
 MOST_RUNS: Final = 32
 """An encoder that writes a text token by token is called hundreds of times; so many of its calls have a stage."""
 ENCODING_STAGE: Final = "text_encoding"
-_ON_THE_STAGE: Final = frozenset({"baseline", "current_memory", "memory_impact", "peak_memory"})
-"""What of the analysis the stage holds already."""
 WORDS_UNKNOWN: Final = "the tokenizer was watched and not asked which words did not fit"
 NOT_SEEN: Final = "no tokenizer was seen to read this prompt as it is; pipelines put some into a template"
 FULL: Final = "the tokenizer's limit is reached, and it was not seen to read the prompt without one"
@@ -267,7 +266,7 @@ def record_analysis(
         prompt_privacy=privacy,
         tokens_seen=functools.partial(counts_seen, encoding.readings),
     )
-    stage.fact(ENCODING_STAGE, {name: value for name, value in analysis.items() if name not in _ON_THE_STAGE})
+    stage.fact(ENCODING_STAGE, beside_the_stage(analysis))
 
 
 def _conditioning(named: Mapping[str, object], which: str) -> object:

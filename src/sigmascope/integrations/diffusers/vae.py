@@ -8,7 +8,13 @@ from torch import Tensor
 
 from sigmascope.integrations.diffusers.denoising import end_complete_denoising, is_final_decode
 from sigmascope.integrations.diffusers.hooks import After, Arguments, Keywords, forget_others, holder_of
-from sigmascope.integrations.diffusers.watch_session import Observer, Session, WatchedParts, current_stack
+from sigmascope.integrations.diffusers.watch_session import (
+    Observer,
+    Session,
+    WatchedParts,
+    beside_the_stage,
+    current_stack,
+)
 from sigmascope.monitor.recorder import LiveStage
 from sigmascope.probes.models import unwrap
 from sigmascope.records.latents import Direction
@@ -20,8 +26,6 @@ from sigmascope.stages.latent_encoding import (
 )
 
 STAGES: Final[Mapping[Direction, str]] = {"encoding": "latent_encoding", "decoding": "latent_decoding"}
-_ON_THE_STAGE: Final = frozenset({"baseline", "current_memory", "memory_impact", "peak_memory"})
-"""What of the analysis the stage holds already."""
 
 
 class VaeObserver(Observer):
@@ -130,8 +134,7 @@ def record_analysis(
     analysis = analyze(
         baseline, output, record.seconds, f"{strategy} VAE {direction.title()}", record.memory, **seen
     )
-    kept = {name: value for name, value in analysis.items() if name not in _ON_THE_STAGE}
-    stage.fact(STAGES[direction], kept)
+    stage.fact(STAGES[direction], beside_the_stage(analysis))
 
 
 def first_tensor(result: object) -> Tensor | None:

@@ -4,6 +4,7 @@
 classes of pipelines that are loaded, and hears of those that come.
 """
 
+import functools
 import inspect
 import logging
 import os
@@ -20,7 +21,6 @@ from sigmascope.integrations.diffusers.pipeline_call import CallObserver
 from sigmascope.integrations.diffusers.text_encoding import TextEncodingObserver
 from sigmascope.integrations.diffusers.vae import VaeObserver
 from sigmascope.integrations.diffusers.watch_session import Observer, Session, WatchOptions
-from sigmascope.integrations.import_hook import when_loaded
 from sigmascope.monitor.guard import describe, log_quietly
 from sigmascope.monitor.performance import decorated, whole_number
 from sigmascope.records.prompts import PromptPrivacy, check_privacy
@@ -193,17 +193,15 @@ class PipelineClassObserver(Observer):
         """Know all classes that there are, and hear when a pipeline of another is made."""
         if not self.session.is_everywhere:
             return
-        for module, base, made in _BASES:
-            self.keep_undo(base, when_loaded(module, base, lambda kind, made=made: self._know(kind, made)))  # type: ignore[misc]
+        for module, base, method in _BASES:
+            self.when_loaded(base, module, base, functools.partial(self._know, method))
 
-    def _know(self, base: type, made: str) -> None:
-        try:
-            for kind in (base, *_subclasses(base)):
-                if "__call__" in vars(kind):
-                    self.session.watch_class(kind)
-            self.hook_class(base, made, self._before)
-        except Exception as failure:  # noqa: BLE001 - this runs in the host's import
-            self.failed(failure)
+    def _know(self, makes: str, base: type) -> None:
+        """Know a base and its subclasses, and hear the method that it calls when a pipeline is made."""
+        for kind in (base, *_subclasses(base)):
+            if "__call__" in vars(kind):
+                self.session.watch_class(kind)
+        self.hook_class(base, makes, self._before)
 
     def _before(self, pipeline: object, args: Arguments, kwargs: Keywords) -> After | None:
         self.session.watch_class(type(pipeline))

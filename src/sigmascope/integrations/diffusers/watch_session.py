@@ -29,6 +29,7 @@ from sigmascope.integrations.diffusers.hooks import (
     forget_others,
     reference_to,
 )
+from sigmascope.integrations.import_hook import when_loaded
 from sigmascope.monitor.findings import with_findings
 from sigmascope.monitor.guard import Guard
 from sigmascope.monitor.recorder import CURRENT, LiveStage, Recorder
@@ -44,6 +45,8 @@ STACKS: "ContextVar[tuple[StageStack, ...]]" = ContextVar("sigmascope_stacks", d
 """The stacks of this context, of all watches, the innermost last."""
 _FORGET_ABOVE: Final = 1000
 """Of fewer things than these nobody asks whether they still are."""
+_ON_THE_STAGE: Final = frozenset({"baseline", "current_memory", "memory_impact", "peak_memory"})
+"""What of an analysis its stage holds."""
 SEEN_LATE = "the call was broken off, by Ctrl-C or the like; when is not known, only that it was before what came next"
 
 
@@ -263,6 +266,29 @@ class Observer(HookSet):
 
     def attach(self, parts: "WatchedParts") -> None:
         """Put on what this pipeline needs and has not yet."""
+
+    def when_loaded(self, key: object, module: str, name: str, put_on: Callable[[type], None]) -> None:
+        """Put something on a class, now or in the host's import of its module.
+
+        Args:
+            key: Under which to find what ends the waiting.
+            module: The class's.
+            name: The class.
+            put_on: Called with the class; what it raises is kept from the host.
+        """
+
+        def safely(kind: type) -> None:
+            try:
+                put_on(kind)
+            except Exception as failure:  # noqa: BLE001 - this runs in the host's import
+                self.failed(failure)
+
+        self.keep_undo(key, when_loaded(module, name, safely))
+
+
+def beside_the_stage(analysis: Mapping[str, Any]) -> dict[str, Any]:
+    """What of an analysis the stage itself does not hold already."""
+    return {name: value for name, value in analysis.items() if name not in _ON_THE_STAGE}
 
 
 @dataclass(frozen=True, slots=True)
