@@ -25,7 +25,7 @@ from .monitor.performance import create_mmdit_performance_monitor as create_mmdi
 from .monitor.performance import monitor_generation_performance as monitor_generation_performance
 from .records.performance import PerformanceMetrics as PerformanceMetrics
 from .pipeline.bench import BenchOptions as BenchOptions, run_benchmark as run_benchmark
-from .analysis.regression import check_regression as check_regression
+from .analysis.run_comparison import check_regression as check_regression
 from .pipeline.optimizer import (
     OptimizationConfig as OptimizationConfig,
     PipelineOptimizer as PipelineOptimizer,

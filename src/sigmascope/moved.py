@@ -13,6 +13,7 @@ from typing import Any, Final
 
 _PACKAGE: Final = "sigmascope."
 MOVED: Final = {
+    "analysis.bench_summary": "analysis.run_figures",
     "analysis.compare": "analysis.generations",
     "analysis.compare_report": "analysis.run_comparison",
     "analysis.compare_runs": "analysis.run_comparison",
@@ -22,7 +23,8 @@ MOVED: Final = {
     "analysis.dumps": "analysis.dump_comparison",
     "analysis.layout_candidates": "analysis.tensor_layouts",
     "analysis.model_consistency": "analysis.diagnostics",
-    "analysis.percentiles": "analysis.bench_summary",
+    "analysis.percentiles": "analysis.run_figures",
+    "analysis.regression": "analysis.run_comparison",
     "analysis.run_differences": "analysis.run_comparison",
     "analysis.score": "analysis.generations",
     "analysis.stage_findings": "analysis.diagnostics",

@@ -35,6 +35,7 @@ from torch import Tensor, nn
 import sigmascope
 from sigmascope.errors import SigmascopeError
 from sigmascope.integrations import autostart
+from sigmascope.integrations.watch_settings import Settings
 from sigmascope.lbm.config import parse_config
 from sigmascope.lbm.model import build_lbm
 from sigmascope.lora.apply import attach_lora
@@ -103,13 +104,13 @@ def _count(activity: Activity, points: list[Point], place: Path) -> None:
 
 
 _ENDS = re.compile(
-    "close|close_stage|closed|detach|end|ended|_end|exit|forget|_forget|leave|leave_activities|pop|push|remove|restore"
+    "close|close_stage|closed|detach|end|ended|_end|exit|forget|_forget|leave|leave_stacks|leave_recorder|pop|push|remove|restore"
     "|stop|stop_sampling|take_off|undo|give_back|clear|release|_wait_no_more|__exit__"
 )
 """Functions whose whole work is to take something off, which nobody could do in their place."""
 _BARRIERS = re.compile(
-    r"Guard\..*|describe|log_quietly|attempt|read_host|call_heard|tell_after|_tell_before|ModuleHook.__call__"
-    r"|Instrument.failed|Instrument._keep_or_undo|Instrument.keep_undo|Tap.tell|GenerationSteps.finish"
+    r"Guard\..*|describe|log_quietly|attempt|read_host|call_with_listeners|_call_after|_call_before|ModuleHook.__call__"
+    r"|HookSet.failed|HookSet._keep_or_undo|HookSet.keep_undo|MethodHook.set_listeners|GenerationSteps.finish"
     r"|Recorder.(stage|step|open_stage|new_scope|current_scope)|Watch.__init__|stage_name|JobLine._work"
     r"|Instruments\..*|Finder.wait|when_loaded|WatchedProcess.(start|_begin)|Checkpoint.__enter__"
     r"|check_privacy"
@@ -286,7 +287,7 @@ def _workflow(toy: Toy) -> list[Tensor]:
 
 
 def _process(toy: Toy) -> list[Tensor]:
-    process = autostart.WatchedProcess(autostart.Settings(output="run.json", trace="trace.json"))
+    process = autostart.WatchedProcess(Settings(output="run.json", trace="trace.json"))
     process.start()
     with sigmascope.stage("denoising"):
         results = _toy_steps(toy, sigmascope.step)

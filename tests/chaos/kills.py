@@ -13,6 +13,7 @@ from tests.chaos.tries import Case, Kind, kill_after
 from tests.families import generate, make_pipeline
 
 from sigmascope.integrations import autostart, process_recording
+from sigmascope.integrations.watch_settings import Settings
 from sigmascope.records.serialization import load_run
 
 _MOST_KILLS = 3
@@ -61,9 +62,9 @@ def _many_times(job: Job) -> Job:
 
 def _watch(pipeline: Any) -> None:
     """What `SIGMASCOPE=1` does to a program that calls a pipeline; its keeper is in a hurry."""
-    process_recording.Keeper.__init__.__defaults__ = (0.005,)
+    process_recording.PeriodicSaver.__init__.__defaults__ = (0.005,)
     process_recording._SHARE = 1  # type: ignore[misc]
-    process = autostart.WatchedProcess(autostart.Settings(output="run.json", quiet="1"))
+    process = autostart.WatchedProcess(Settings(output="run.json", quiet="1"))
     process.start()
     for _ in range(_WATCHED_CALLS):
         generate(pipeline, "sd15")

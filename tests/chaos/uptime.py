@@ -22,8 +22,9 @@ from torch import Tensor, nn
 import sigmascope
 from sigmascope.integrations import process_recording
 from sigmascope.integrations.asgi import PerformanceMonitoringMiddleware
-from sigmascope.integrations.autostart import Settings, WatchedProcess
-from sigmascope.integrations.process_recording import MOST_PARTS, Keeper
+from sigmascope.integrations.autostart import WatchedProcess
+from sigmascope.integrations.process_recording import MOST_PARTS, PeriodicSaver
+from sigmascope.integrations.watch_settings import Settings
 from sigmascope.monitor.performance import PerformanceMonitor
 from sigmascope.monitor.workflow import WorkflowMonitor
 
@@ -94,7 +95,7 @@ def _watched(case: Case, calls: int) -> str:
     """One watch around every call, as a server's process has, whose record a keeper writes."""
     pipeline = Small()
     with sigmascope.watch(pipeline) as run:
-        keeper = Keeper(run.record, case.folder / "run.json", seconds=0.5)
+        keeper = PeriodicSaver(run.record, case.folder / "run.json", seconds=0.5)
         keeper.start()
         answer = _level(calls, lambda: pipeline("a fox"))
         keeper.stop()
@@ -104,9 +105,9 @@ def _watched(case: Case, calls: int) -> str:
 
 def _recorded(case: Case, calls: int) -> str:
     """A process that `SIGMASCOPE=1` records, with the parts that its record is divided into."""
-    sooner = partial(Keeper, seconds=0.5)  # than every ten seconds
+    sooner = partial(PeriodicSaver, seconds=0.5)  # than every ten seconds
     process = WatchedProcess(Settings(output="run.json", quiet="1"))
-    with patch.object(process_recording, "Keeper", sooner):
+    with patch.object(process_recording, "PeriodicSaver", sooner):
         process.start()
     pipeline = SmallOfDiffusers(Halving(), diffusers.DDIMScheduler())
     answer = _level(calls, lambda: pipeline("a fox"))

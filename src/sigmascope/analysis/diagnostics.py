@@ -79,7 +79,11 @@ def diagnose(run: Run) -> tuple[Finding, ...]:
 
 def _findings_of_ranks(run: Run) -> list[Finding]:
     ranks = _or_nothing(lambda: list(ranks_of(run).items()), "Reading the ranks")
-    findings = [about_rank(finding, name) for name, own in ranks for finding in _findings_of_process(own)]
+    findings = [
+        about_rank(finding, name)
+        for name, run_of_rank in ranks
+        for finding in _findings_of_process(run_of_rank)
+    ]
     return findings + _or_nothing(lambda: list(slow_ranks(dict(ranks))), "slow_ranks")
 
 
@@ -92,15 +96,15 @@ def _or_nothing(read: Callable[[], list[T]], what: str) -> list[T]:
 
 
 def _findings_of_process(run: Run) -> list[Finding]:
-    found: dict[tuple[str, str | None, str], list[tuple[Finding, int | None]]] = {}
+    by_subject: dict[tuple[str, str | None, str], list[tuple[Finding, int | None]]] = {}
     for case, rules in _readable_cases(run):
         for rule in rules:
             for finding in _findings_of_rule(rule, case):
                 about = next((finding.evidence[name] for name in _ABOUT if name in finding.evidence), None)
-                same = found.setdefault((finding.id, finding.stage, str(about)), [])
-                same.append((finding, case.number))
+                alike = by_subject.setdefault((finding.id, finding.stage, str(about)), [])
+                alike.append((finding, case.number))
     leaks = _or_nothing(lambda: list(find_leaks(run)), "find_leaks")
-    return [_as_one(same) for same in found.values()] + leaks + _folded(run)
+    return [_as_one(alike) for alike in by_subject.values()] + leaks + _folded(run)
 
 
 def _folded(run: Run) -> list[Finding]:
@@ -129,10 +133,10 @@ def _findings_of_rule(rule: Rule, case: Case) -> list[Finding]:
     return _or_nothing(lambda: list(rule(case)), rule.__name__)
 
 
-def _as_one(same: list[tuple[Finding, int | None]]) -> Finding:
+def _as_one(alike: list[tuple[Finding, int | None]]) -> Finding:
     """The first, which says how many generations it is true of."""
-    first = same[0][0]
-    generations = {number for _, number in same if number is not None}
+    first = alike[0][0]
+    generations = {number for _, number in alike if number is not None}
     if len(generations) < 2:
         return first
     return replace(first, evidence={**first.evidence, "generations": len(generations)})
@@ -149,8 +153,8 @@ def find_stage_findings(run: Run) -> list[Finding]:
 
 def _findings_in_analysis(stage: Stage) -> Iterator[Finding]:
     analysis = stage.facts.get(stage.name)
-    found = analysis.get("findings") if isinstance(analysis, Mapping) else None
-    for entry in found if isinstance(found, list) else ():
+    findings = analysis.get("findings") if isinstance(analysis, Mapping) else None
+    for entry in findings if isinstance(findings, list) else ():
         if isinstance(entry, Mapping) and entry.get("severity") in get_args(Severity):
             yield Finding(
                 str(entry.get("id")),
@@ -187,14 +191,14 @@ def find_model_changes(run: Run) -> tuple[Finding, ...]:
         run: The record, with the states that `WorkflowMonitor.end_monitoring` notes.
     """
     findings: list[Finding] = []
-    last: dict[str, tuple[str, Mapping[str, Any]]] = {}
+    last_states: dict[str, tuple[str, Mapping[str, Any]]] = {}
     for stage in run.walk():
         if stage.name in _CHANGES_ALL:
-            last.clear()  # a step is closed for one model, and may have changed the others as well
+            last_states.clear()  # a step is closed for one model, and may have changed the others as well
         for model_type, state in _model_states(stage):
-            if model_type in last and stage.name not in EXPECTED_IN:
-                findings += _model_change(model_type, stage.name, *last[model_type], state)
-            last[model_type] = (stage.name, state)
+            if model_type in last_states and stage.name not in EXPECTED_IN:
+                findings += _model_change(model_type, stage.name, *last_states[model_type], state)
+            last_states[model_type] = (stage.name, state)
     return tuple(findings)
 
 

@@ -1,7 +1,8 @@
 """Do two tensors, dumps or runs' dumps agree; where they do not, how far apart are they, and why."""
 
 import difflib
-from collections.abc import Iterable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, overload
 
@@ -31,6 +32,36 @@ __all__ = [
 TensorsByName = Mapping[str, TensorLike]
 
 
+class _Matched(ABC):
+    """Things of two sides that are matched by name: they agree if all have counterparts that agree."""
+
+    __slots__ = ()
+    only_a: tuple[str, ...]
+    only_b: tuple[str, ...]
+
+    @abstractmethod
+    def _matched(self) -> "Sequence[TensorComparison | DumpComparison]":
+        """The comparisons of those that both sides have."""
+
+    @property
+    def verdict(self) -> Verdict:
+        """The worst of all; `different` if one has no counterpart or none has."""
+        matched = self._matched()
+        if self.only_a or self.only_b or not matched:
+            return "different"
+        return max((comparison.verdict for comparison in matched), key=ORDER.index)
+
+    @property
+    def agrees(self) -> bool:
+        """Whether all have counterparts and agree within their tolerances."""
+        return self.verdict != "different"
+
+    @property
+    def same_layout(self) -> bool:
+        """Whether all tensors were compared as they are."""
+        return all(comparison.same_layout for comparison in self._matched())
+
+
 @dataclass(frozen=True, slots=True)
 class NamedComparison:
     """Two tensors of two dumps, with their names there."""
@@ -41,7 +72,7 @@ class NamedComparison:
 
 
 @dataclass(frozen=True, slots=True)
-class DumpComparison:
+class DumpComparison(_Matched):
     """Two dumps.
 
     Attributes:
@@ -56,22 +87,8 @@ class DumpComparison:
     only_b: tuple[str, ...] = ()
     context: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
-    @property
-    def verdict(self) -> Verdict:
-        """The worst of all tensors; `different` if one has no counterpart or none has."""
-        if self.only_a or self.only_b or not self.pairs:
-            return "different"
-        return worst_verdict(pair.comparison.verdict for pair in self.pairs)
-
-    @property
-    def agrees(self) -> bool:
-        """Whether all tensors have counterparts and agree within their tolerances."""
-        return self.verdict != "different"
-
-    @property
-    def same_layout(self) -> bool:
-        """Whether all were compared as they are."""
-        return all(pair.comparison.same_layout for pair in self.pairs)
+    def _matched(self) -> Sequence[TensorComparison]:
+        return [pair.comparison for pair in self.pairs]
 
     def as_dict(self) -> dict[str, Any]:
         """The comparison as JSON values."""
@@ -216,17 +233,17 @@ def _saved_device(tensors: TensorsByName, name: str) -> str | None:
 
 def _header_differences(a: TensorsByName, b: TensorsByName) -> dict[str, tuple[str, str]]:
     """What two headers say differently. What only one of them says is no difference."""
-    left, right = getattr(a, "metadata", None), getattr(b, "metadata", None)
-    encoders = (getattr(left, "encoder", None), getattr(right, "encoder", None))
-    found: dict[str, tuple[str, str]] = {}
+    metadata_a, metadata_b = getattr(a, "metadata", None), getattr(b, "metadata", None)
+    encoders = (getattr(metadata_a, "encoder", None), getattr(metadata_b, "encoder", None))
+    differences: dict[str, tuple[str, str]] = {}
     if None not in encoders and encoders[0] != encoders[1]:
-        found["encoder"] = (str(encoders[0]), str(encoders[1]))
-    prompts_a, prompts_b = getattr(left, "prompts", {}), getattr(right, "prompts", {})
+        differences["encoder"] = (str(encoders[0]), str(encoders[1]))
+    prompts_a, prompts_b = getattr(metadata_a, "prompts", {}), getattr(metadata_b, "prompts", {})
     for name in prompts_a:
         hashes = tuple(_prompt_hash(prompts[name]) for prompts in (prompts_a, prompts_b) if name in prompts)
         if len(hashes) == 2 and hashes[0] != hashes[1]:
-            found[name] = (f"sha256 {hashes[0][:12]}", f"sha256 {hashes[1][:12]}")
-    return found
+            differences[name] = (f"sha256 {hashes[0][:12]}", f"sha256 {hashes[1][:12]}")
+    return differences
 
 
 def _prompt_hash(prompt: Any) -> str:
@@ -234,7 +251,7 @@ def _prompt_hash(prompt: Any) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class RunComparison:
+class RunComparison(_Matched):
     """The dumps of two runs.
 
     Attributes:
@@ -247,22 +264,8 @@ class RunComparison:
     only_a: tuple[str, ...] = ()
     only_b: tuple[str, ...] = ()
 
-    @property
-    def verdict(self) -> Verdict:
-        """The worst of all dumps; `different` if one has no counterpart or none has."""
-        if self.only_a or self.only_b or not self.dumps:
-            return "different"
-        return worst_verdict(dump.verdict for dump in self.dumps.values())
-
-    @property
-    def agrees(self) -> bool:
-        """Whether all dumps have counterparts and agree."""
-        return self.verdict != "different"
-
-    @property
-    def same_layout(self) -> bool:
-        """Whether all tensors were compared as they are."""
-        return all(dump.same_layout for dump in self.dumps.values())
+    def _matched(self) -> Sequence[DumpComparison]:
+        return list(self.dumps.values())
 
     @property
     def first_difference(self) -> str | None:
@@ -325,8 +328,3 @@ def compare_runs(
         tuple(name for name in names_a if name not in names_b),
         tuple(name for name in b if name not in set(names_a)),
     )
-
-
-def worst_verdict(verdicts: Iterable[Verdict]) -> Verdict:
-    """The worst of some; `identical` for none."""
-    return max(verdicts, key=ORDER.index, default="identical")

@@ -69,9 +69,9 @@ class Case:
 
     def named(self, *names: str) -> list[Stage]:
         """Stages of these names, none of them inside another one of them."""
-        found = [stage for stage in self.stages if stage.name in names]
-        inner = {id(part) for stage in found for part in stage.walk() if part is not stage}
-        return [stage for stage in found if id(stage) not in inner]
+        named = [stage for stage in self.stages if stage.name in names]
+        inner = {id(part) for stage in named for part in stage.walk() if part is not stage}
+        return [stage for stage in named if id(stage) not in inner]
 
     def with_steps(self) -> list[Stage]:
         """Stages that have steps of their own."""
@@ -96,11 +96,13 @@ def cases(run: Run) -> Iterator[Case]:
     for number, outermost in enumerate(_outermost_generations(run.stages)):
         misses = _misses_target(outermost.walk())
         for stage in filter(_is_generation, outermost.walk()):
-            own = _pipeline(stage.facts) or pipeline
+            own_pipeline = _pipeline(stage.facts) or pipeline
             call = _call(stage.facts)
             stages = tuple(stage.walk())
             denoises = _denoises(stages)
-            yield Case(stages, stage.seconds, own, call, run.host, stage.name, number, denoises, misses)
+            yield Case(
+                stages, stage.seconds, own_pipeline, call, run.host, stage.name, number, denoises, misses
+            )
     between = tuple(_stages_between(run.stages))
     if between or not run.stages:
         denoises, misses = _denoises(run.walk()), _misses_target(between)
@@ -136,8 +138,8 @@ def _denoises(stages: Iterable[Stage]) -> bool:
 
 
 def _misses_target(stages: Iterable[Stage]) -> bool:
-    noted = [stage.facts.get(PERFORMANCE) for stage in stages]
-    return any(isinstance(one, Mapping) and one.get("target_met") is False for one in noted)
+    performance = [stage.facts.get(PERFORMANCE) for stage in stages]
+    return any(isinstance(metrics, Mapping) and metrics.get("target_met") is False for metrics in performance)
 
 
 def _stages_between(stages: Iterable[Stage]) -> Iterator[Stage]:
@@ -219,18 +221,20 @@ def compare_metrics(
         after: The one after it.
         after_is_whole: Whether that one went to its end.
     """
-    sides = _generation_dict(before), _generation_dict(after, is_whole=after_is_whole)
+    compared = _generation_dict(before), _generation_dict(after, is_whole=after_is_whole)
     improvement: ImprovementDict = {
         "total_time_percent": improvement_percent(before.total_generation_time, after.total_generation_time),
-        "per_step_time_percent": improvement_percent(sides[0]["per_step_time"], sides[1]["per_step_time"]),
+        "per_step_time_percent": improvement_percent(
+            compared[0]["per_step_time"], compared[1]["per_step_time"]
+        ),
         "performance_score_change": _difference(before.performance_score, after.performance_score),
         "target_status_change": None not in (before.target_met, after.target_met)
         and before.target_met != after.target_met,
         "target_status": f"{before.target_met} → {after.target_met}",
     }
     return {
-        "before": sides[0],
-        "after": sides[1],
+        "before": compared[0],
+        "after": compared[1],
         "improvement": improvement,
         "summary": _summary(improvement["total_time_percent"], before, after),
     }
@@ -295,11 +299,11 @@ def before_after(new: Sequence[Run], baseline: Sequence[Run]) -> BeforeAfterDict
 
 def _median_generation(runs: Sequence[Run]) -> PerformanceMetrics | None:
     """The metrics of the generation whose total is the median, or the lower of the two in the middle."""
-    found = [(seconds, metrics) for run in runs for seconds, metrics in _noted_generations(run)]
-    if not found:
+    generations = [(seconds, metrics) for run in runs for seconds, metrics in _noted_generations(run)]
+    if not generations:
         return None
-    middle = median_low(seconds for seconds, _ in found)
-    return next(metrics for seconds, metrics in found if seconds == middle)
+    middle = median_low(seconds for seconds, _ in generations)
+    return next(metrics for seconds, metrics in generations if seconds == middle)
 
 
 def _noted_generations(run: Run) -> Iterator[tuple[float, PerformanceMetrics]]:

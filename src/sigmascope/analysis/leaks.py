@@ -48,9 +48,9 @@ def find_leaks(run: Run, *, tolerance_bytes: Number = TOLERANCE_BYTES) -> tuple[
     for name, stages in by_name.items():
         for measures in after_each(stages):
             for where, readings, inside in measures:
-                found = list(_leak_findings(name, "time it ran", where, readings, tolerance_bytes))
-                if found and (name in outermost or _grows_inside(inside, found)):
-                    findings += found
+                leaks = list(_leak_findings(name, "time it ran", where, readings, tolerance_bytes))
+                if leaks and (name in outermost or _grows_inside(inside, leaks)):
+                    findings += leaks
                     break
         for stage in stages:
             for where, readings in _after_each_step(stage):
@@ -59,39 +59,39 @@ def find_leaks(run: Run, *, tolerance_bytes: Number = TOLERANCE_BYTES) -> tuple[
 
 
 def _leak_findings(
-    stage: str, each: str, where: str, readings: Sequence[int], tolerance_bytes: Number
+    stage: str, period: str, where: str, readings: Sequence[int], tolerance_bytes: Number
 ) -> Iterator[Finding]:
     of_process = where in (PROCESS, HEAP_OF_PROCESS)
-    found = growth(
+    grown = growth(
         readings,
         tolerance_bytes=tolerance_bytes if of_process else 0,
         rising=_RISING_SHARE if where == PROCESS else 0.0,
     )
-    if found is None or not found.is_leak:
+    if grown is None or not grown.is_leak:
         return
-    slope = found.slope
+    slope = grown.slope
     yield Finding(
         id="memory_leak",
         severity="warning",
-        message=f"Memory of {where} grows by {slope.value / 2**20:.3g} MB each {each}, over {found.calls} of them.",
+        message=f"Memory of {where} grows by {slope.value / 2**20:.3g} MB each {period}, over {grown.calls} of them.",
         evidence={
             "where": where,
-            "calls": found.calls,
+            "calls": grown.calls,
             "mb_per_call": slope.value / 2**20,
             "mb_per_call_lower": slope.lower / 2**20,
             "mb_per_call_upper": slope.upper / 2**20,
-            "grown_mb": mib(round(found.total_bytes)),
+            "grown_mb": mib(round(grown.total_bytes)),
         },
         advice="Look for tensors, outputs or graphs that are kept between calls (missing no_grad, growing lists).",
         stage=stage,
     )
 
 
-def _grows_inside(changes: Sequence[int], found: Sequence[Finding]) -> bool:
+def _grows_inside(changes: Sequence[int], findings: Sequence[Finding]) -> bool:
     """Whether an inner stage itself makes the growth that is seen at its end."""
-    if not found:
+    if not findings:
         return False
-    per_call = found[0].evidence["mb_per_call"]
+    per_call = findings[0].evidence["mb_per_call"]
     return isinstance(per_call, float) and (mib(round(median(changes))) or 0.0) > per_call / 2
 
 

@@ -68,7 +68,7 @@ def owners_of(stage: Stage, around: tuple[Stage, ...] = ()) -> Iterator[PeakOwne
             where,
             nbytes,
             at_seconds,
-            "/".join(one.name for one in path),
+            "/".join(outer.name for outer in path),
             name,
             _component_bytes(path, name),
             None if baseline is None else nbytes - baseline,
@@ -80,9 +80,11 @@ def _peaks(stage: Stage) -> Iterator[tuple[str, int, float | None]]:
     peak = stage.peak
     if peak is None:
         return
-    found = [(PROCESS, peak.rss_bytes, peak.rss_at_seconds)]
-    found += [(one.device, one.allocated_bytes, one.allocated_at_seconds) for one in peak.accelerators]
-    for where, nbytes, at_seconds in found:
+    peaks = [(PROCESS, peak.rss_bytes, peak.rss_at_seconds)]
+    peaks += [
+        (device.device, device.allocated_bytes, device.allocated_at_seconds) for device in peak.accelerators
+    ]
+    for where, nbytes, at_seconds in peaks:
         if nbytes is not None:
             yield where, nbytes, None if at_seconds is None else stage.started_seconds + at_seconds
 
@@ -109,11 +111,11 @@ def _baseline(stage: Stage, where: str) -> int | None:
 def _component_bytes(path: list[Stage], name: str | None) -> int | None:
     """The bytes of a component's weights, as the pipeline's facts around it say."""
     for stage in reversed(path):
-        found: Any = stage.facts
+        facts: Any = stage.facts
         for key in ("pipeline", "components", name, "module", "nbytes"):
-            found = found.get(key) if isinstance(found, Mapping) else None
-        if isinstance(found, int):
-            return found
+            facts = facts.get(key) if isinstance(facts, Mapping) else None
+        if isinstance(facts, int):
+            return facts
     return None
 
 
@@ -149,7 +151,7 @@ def component_of_peak(path: Sequence[Stage], where: str, nbytes: int, at_seconds
     Returns:
         Its name; None where no stage of the path ran one, or several took turns and it is not known which it was.
     """
-    worker = next((one for one in reversed(path) if one.facts.get("component")), None)
+    worker = next((stage for stage in reversed(path) if stage.facts.get("component")), None)
     if worker is None or not worker.facts.get("component_turns"):
         return None if worker is None else worker.facts["component"]
     if at_seconds is None:

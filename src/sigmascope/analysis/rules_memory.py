@@ -52,7 +52,7 @@ def _most_reserved(case: Case, device: str) -> tuple[int, str | None]:
 
 
 def _is_in(stage: Stage, outer: Stage) -> bool:
-    return any(one is stage for one in outer.walk())
+    return any(inner is stage for inner in outer.walk())
 
 
 def kept_after_a_stage(case: Case) -> Iterator[Finding]:
@@ -108,7 +108,7 @@ def values_not_finite(case: Case) -> Iterator[Finding]:
 
     A stage's tensors are mostly what it made, so that those of the stages inside it come before its own.
     """
-    for stage in sorted(case.stages, key=lambda one: one.started_seconds + one.seconds):
+    for stage in sorted(case.stages, key=lambda stage: stage.started_seconds + stage.seconds):
         for name, facts in stage.tensors.items():
             nans, infinities = facts.nan_count or 0, facts.inf_count or 0
             if not nans and not infinities:
@@ -138,7 +138,7 @@ def fragmented(case: Case) -> Iterator[Finding]:
     What it keeps of one stage for the next is no fragmentation, however little is in use at a stage's end: so the most
     that it ever held is set beside the most that was ever in tensors. Some is usual; it matters where memory is short.
     """
-    sizes = {one.device: one.total_bytes for one in case.accelerators()}
+    sizes = {accelerator.device: accelerator.total_bytes for accelerator in case.accelerators()}
     for device in _devices(case):
         reserved, name = _most_reserved(case, device)
         allocated = max(
@@ -162,13 +162,15 @@ def fragmented(case: Case) -> Iterator[Finding]:
 
 
 def _devices(case: Case) -> list[str]:
-    found = (peak.device for stage in case.stages for peak in (stage.peak.accelerators if stage.peak else ()))
-    return list(dict.fromkeys(found))
+    devices = (
+        peak.device for stage in case.stages for peak in (stage.peak.accelerators if stage.peak else ())
+    )
+    return list(dict.fromkeys(devices))
 
 
 def _held_before(case: Case, device: str) -> int:
     """What the allocator held when the first stage began; 0 where that is not known."""
-    for stage in sorted(case.stages, key=lambda one: one.started_seconds):
+    for stage in sorted(case.stages, key=lambda stage: stage.started_seconds):
         if stage.memory is not None:
             return stage.memory.baseline.accelerator(device).reserved_bytes or 0
     return 0
@@ -224,7 +226,9 @@ def _is_there_room(case: Case, parts: list[ComponentFacts]) -> bool:
 
 
 def _largest_device_bytes(case: Case) -> int | None:
-    return max((one.total_bytes for one in case.accelerators() if one.total_bytes is not None), default=None)
+    return max(
+        (device.total_bytes for device in case.accelerators() if device.total_bytes is not None), default=None
+    )
 
 
 def offloaded_though_it_fits(case: Case) -> Iterator[Finding]:

@@ -213,7 +213,14 @@ def _most_common(counts: Mapping[str, int]) -> str | None:
 
 def _multiplies_bfloat16(case: Case, device: str) -> bool:
     """Whether its tensor cores know bfloat16; unknown counts as yes."""
-    capability = next((one.compute_capability for one in case.accelerators() if one.device == device), None)
+    capability = next(
+        (
+            accelerator.compute_capability
+            for accelerator in case.accelerators()
+            if accelerator.device == device
+        ),
+        None,
+    )
     if capability is None:
         return True
     parts = capability.split(".")
@@ -337,9 +344,9 @@ def prompt_is_cut(case: Case) -> Iterator[Finding]:
 
 
 def _prompts(analysis: object) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    sides = analysis.get("text_processing") if isinstance(analysis, Mapping) else None
+    processed = analysis.get("text_processing") if isinstance(analysis, Mapping) else None
     for side in ("positive", "negative"):
-        prompt = sides.get(side) if isinstance(sides, Mapping) else None
+        prompt = processed.get(side) if isinstance(processed, Mapping) else None
         if isinstance(prompt, Mapping):
             yield side, prompt
 

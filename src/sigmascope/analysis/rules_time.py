@@ -73,8 +73,8 @@ def target_missed(case: Case) -> Iterator[Finding]:
 def _longest_part(stage: Stage, total: float) -> tuple[str | None, float]:
     """What took most of a generation, and its seconds: a stage in it, its own steps, or what is in neither."""
     parts: dict[str, float] = {}
-    for one in _stages_in(stage):
-        parts[one.name] = parts.get(one.name, 0.0) + stage_seconds(one)
+    for part in _stages_in(stage):
+        parts[part.name] = parts.get(part.name, 0.0) + stage_seconds(part)
     if len(stage.steps):
         parts["its steps"] = seconds_in_steps(stage)
     if not parts:
@@ -171,15 +171,15 @@ def _untimed(stage: Stage) -> dict[str, int]:
 def steps_stand_out(case: Case) -> Iterator[Finding]:
     """Single steps far longer than their neighbours: recompiling, or somebody else's load."""
     for stage in case.with_steps():
-        timed = {number: one for number, one in enumerate(step_seconds(stage), start=1) if one is not None}
+        timed = {number: step for number, step in enumerate(step_seconds(stage), start=1) if step is not None}
         first = timed.pop(1, None)
         seconds = list(timed.values())
         if len(seconds) < _FEWEST_STEPS:
             continue
         usual = median(seconds)
-        deviation = median(abs(one - usual) for one in seconds)
+        deviation = median(abs(step - usual) for step in seconds)
         limit = max(_OUTLIER_FACTOR * usual, usual + _OUTLIER_DEVIATIONS * deviation)
-        slow = [number for number, one in timed.items() if one > limit]
+        slow = [number for number, step in timed.items() if step > limit]
         if not slow or len(slow) > len(seconds) // 3:
             continue
         gain = sum(timed[number] - usual for number in slow)
@@ -397,7 +397,7 @@ def slow_ranks(ranks: Mapping[str, Run]) -> Iterator[Finding]:
     for stage_name, of_rank in of_stage.items():
         steps = {rank: median(all_of_it) for rank, all_of_it in of_rank.items()}
         slowest = max(steps, key=lambda rank: steps[rank])
-        others = [one for rank, one in steps.items() if rank != slowest]
+        others = [seconds_of_rank for rank, seconds_of_rank in steps.items() if rank != slowest]
         if not others or steps[slowest] < _SLOWER_BY * median(others):
             continue
         factor = steps[slowest] / median(others)

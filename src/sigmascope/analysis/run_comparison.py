@@ -1,4 +1,4 @@
-"""Two sets of runs of the same work: ratios of medians, intervals, tests, and what differs in the set-up.
+"""Two sets of runs of the same work: ratios of medians, intervals, tests, what differs in the set-up, and what regressed.
 
 Runs are sorted by the work that they did, since a run of 512×512 says nothing about one of 1024×1024
 (`pairs_by_work`). Steps can be compared too: all of a stage together, or each by its number.
@@ -6,6 +6,10 @@ Runs are sorted by the work that they did, since a run of 512×512 says nothing 
 The interval is the percentile bootstrap's (Efron and Tibshirani, "An Introduction to the Bootstrap", 1993,
 ch. 13), the test that of Mann and Whitney (Annals of Mathematical Statistics 18, 1947), one-sided; both are
 SciPy's.
+
+A figure has regressed if its values are higher than the baseline's beyond what chance explains (Mann-Whitney,
+one-sided) and its median is higher by more than what is allowed. Either alone cries wolf: a test alone finds
+differences of 0.1 % once there are enough runs, a threshold alone finds noise.
 """
 
 import math
@@ -13,14 +17,14 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sigmascope.analysis.generations import before_after, cases
 from sigmascope.analysis.run_figures import Figure, Unit, figures_of, timed_on_device, timed_steps, warm
-from sigmascope.errors import RecordError
+from sigmascope.errors import ConfigError, RecordError
 from sigmascope.records.facts import AttentionFacts, CallFacts, ComponentFacts, HostFacts, PipelineFacts
 from sigmascope.records.performance import BENCHMARK, BeforeAfterDict, others_of, work_of
 from sigmascope.records.run import Run
@@ -42,6 +46,10 @@ _CALL_FIELDS = (
     "seed",
 )
 _NOTABLE_SHARE_APART = 0.1  # of the processor, that other programs used
+Verdict = Literal["regressed", "higher", "same", "lower", "undecided"]
+MAX_SLOWDOWN: Final = 0.03
+MAX_GROWTH: Final = 0.03
+ALPHA: Final = 0.01
 _BENCHMARK_FIELDS = ("device", "seed", "threads")
 
 
@@ -112,9 +120,9 @@ class WorkComparison:
             "work": self.work,
             "runs": list(self.runs),
             "differences": {name: list(sides) for name, sides in self.differences.items()},
-            "figures": [one.as_dict() for one in self.figures],
-            "pooled_steps": [one.as_dict() for one in self.pooled_steps],
-            "steps": [one.as_dict() for one in self.steps],
+            "figures": [figure.as_dict() for figure in self.figures],
+            "pooled_steps": [figure.as_dict() for figure in self.pooled_steps],
+            "steps": [figure.as_dict() for figure in self.steps],
             "missing": dict(self.missing),
             "before_after": self.before_after,
             **({"folded": list(self.folded)} if any(self.folded) else {}),
@@ -177,16 +185,16 @@ def compare_run_sets(
 
 
 def _compare_figures(new: Figure, baseline: Figure, seed: int) -> FigureComparison:
-    found = compare_values(baseline.name, baseline.unit, new.values, baseline.values, seed=seed)
-    sides = [
+    comparison = compare_values(baseline.name, baseline.unit, new.values, baseline.values, seed=seed)
+    left_out = [
         f"{side.untimed} of {side.untimed + len(side.values)} {name} runs"
         for side, name in ((baseline, "baseline"), (new, "new"))
         if side.untimed
     ]
-    if not sides:
-        return found
-    reason = f"{' and '.join(sides)} left out: the accelerator's clock did not time it there"
-    return replace(found, unavailable={**found.unavailable, "runs": reason})
+    if not left_out:
+        return comparison
+    reason = f"{' and '.join(left_out)} left out: the accelerator's clock did not time it there"
+    return replace(comparison, unavailable={**comparison.unavailable, "runs": reason})
 
 
 def compare_values(
@@ -234,7 +242,7 @@ def _interval(new: Sequence[float], baseline: Sequence[float], seed: int) -> tup
     def ratio(ours: NDArray[np.float64], theirs: NDArray[np.float64], axis: int = -1) -> NDArray[np.float64]:
         return np.asarray(np.median(ours, axis=axis) / np.median(theirs, axis=axis))
 
-    found = bootstrap(
+    interval = bootstrap(
         (np.asarray(new, dtype=np.float64), np.asarray(baseline, dtype=np.float64)),
         ratio,
         confidence_level=CONFIDENCE,
@@ -243,7 +251,7 @@ def _interval(new: Sequence[float], baseline: Sequence[float], seed: int) -> tup
         vectorized=True,
         rng=np.random.default_rng(seed),
     ).confidence_interval
-    return float(found.low), float(found.high)
+    return float(interval.low), float(interval.high)
 
 
 def p_of_higher(new: Sequence[float], baseline: Sequence[float]) -> float:
@@ -283,13 +291,13 @@ def compare_pooled_steps(
 
 
 def _steps_by_stage(runs: Sequence[Run], on_device: Collection[str]) -> Mapping[str, list[float]]:
-    found: dict[str, list[float]] = {}
+    by_stage: dict[str, list[float]] = {}
     for run in runs:
         for stage in run.walk():
             seconds = warm(timed_steps(stage, on_device))
             if seconds:
-                found.setdefault(stage.name, []).extend(seconds)
-    return found
+                by_stage.setdefault(stage.name, []).extend(seconds)
+    return by_stage
 
 
 def compare_by_step(
@@ -315,15 +323,134 @@ def _steps_by_number(
     runs: Sequence[Run], on_device: Collection[str]
 ) -> Mapping[tuple[str, int], list[float]]:
     """By stage and number from 1 on, each run's seconds; a stage passed twice counts on."""
-    found: dict[tuple[str, int], list[float]] = {}
+    by_number: dict[tuple[str, int], list[float]] = {}
     for run in runs:
         passed: dict[str, int] = {}
         for stage in run.walk():
             for seconds in timed_steps(stage, on_device):
                 number = passed[stage.name] = passed.get(stage.name, 0) + 1
                 if seconds is not None:
-                    found.setdefault((stage.name, number), []).append(seconds)
-    return found
+                    by_number.setdefault((stage.name, number), []).append(seconds)
+    return by_number
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedFigure:
+    """A figure and what is said of it.
+
+    Attributes:
+        comparison: The two samples.
+        verdict: "regressed": by more than allowed and not by chance; "higher": not by chance, but by no more than
+            allowed; "undecided": by more than allowed, but there are too few runs, or too much noise, to tell it from
+            chance; "lower": the interval of the ratio lies below 1; "same": none of these.
+        why: The verdict in words.
+    """
+
+    comparison: FigureComparison
+    verdict: Verdict
+    why: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """All fields as JSON values."""
+        return {**self.comparison.as_dict(), "verdict": self.verdict, "why": self.why}
+
+
+@dataclass(frozen=True, slots=True)
+class RegressionCheck:
+    """What a check found.
+
+    Attributes:
+        figures: In the order of the baseline's.
+        missing: Figures that one side lacks, with the reason.
+    """
+
+    figures: tuple[CheckedFigure, ...]
+    missing: dict[str, str]
+
+    @property
+    def regressed(self) -> tuple[CheckedFigure, ...]:
+        """The figures that got worse."""
+        return tuple(figure for figure in self.figures if figure.verdict == "regressed")
+
+    def as_dict(self) -> dict[str, Any]:
+        """All fields as JSON values."""
+        return {
+            "regressed": [figure.comparison.name for figure in self.regressed],
+            "figures": [figure.as_dict() for figure in self.figures],
+            "missing": dict(self.missing),
+        }
+
+
+def check_regression(
+    new: Sequence[Run],
+    baseline: Sequence[Run],
+    *,
+    max_slowdown: float = MAX_SLOWDOWN,
+    max_growth: float = MAX_GROWTH,
+    alpha: float = ALPHA,
+) -> RegressionCheck:
+    """Hold runs against earlier runs of the same work.
+
+    Args:
+        new: At least one run.
+        baseline: At least one run.
+        max_slowdown: How much longer a time may be, as a fraction: 0.05 is 5 %.
+        max_growth: The same for peaks of memory.
+        alpha: How likely a difference by chance may be, of one figure.
+
+    Raises:
+        ConfigError: No runs on one side, nothing in them that could be compared, or a limit out of range.
+    """
+    _require(new, baseline, max_slowdown, max_growth, alpha)
+    compared, missing = compare_run_sets(new, baseline)
+    if not compared:
+        raise ConfigError(
+            "The runs and the baseline have no stage, step or peak in common.",
+            hint="Check runs of the same pipeline.",
+        )
+    allowed = {"seconds": max_slowdown, "bytes": max_growth}
+    figures = tuple(_judge(comparison, allowed[comparison.unit], alpha) for comparison in compared)
+    return RegressionCheck(figures, missing)
+
+
+def _require(
+    new: Sequence[Run], baseline: Sequence[Run], max_slowdown: float, max_growth: float, alpha: float
+) -> None:
+    if not new or not baseline:
+        raise ConfigError(
+            "There are no runs to check." if not new else "There is no run in the baseline.",
+            hint="Give saved runs: sigmascope check new/*.json --baseline old/*.json",
+        )
+    for name, limit in (("--max_slowdown", max_slowdown), ("--max_growth", max_growth)):
+        if not limit >= 0:
+            raise ConfigError(f"{name} is {limit}.", hint="Give 0 or more, such as 5%.")
+    if not 0 < alpha < 1:
+        raise ConfigError(f"--alpha is {alpha}.", hint="Give a probability between 0 and 1, such as 0.01.")
+
+
+def _judge(comparison: FigureComparison, allowed: float, alpha: float) -> CheckedFigure:
+    growth = None if comparison.ratio is None else comparison.ratio - 1
+    is_higher = comparison.p_slower < alpha
+    if growth is None:
+        return CheckedFigure(comparison, "undecided", comparison.unavailable["ratio"])
+    if growth > allowed:
+        if is_higher:
+            why = f"{growth:+.1%}, more than the {allowed:.1%} allowed (p = {comparison.p_slower:.2g})"
+            return CheckedFigure(comparison, "regressed", why)
+        if comparison.least_p >= alpha:
+            return CheckedFigure(comparison, "undecided", f"{growth:+.1%}, but {_too_few(comparison, alpha)}")
+        why = f"{growth:+.1%}, but within the noise of the runs (p = {comparison.p_slower:.2g})"
+        return CheckedFigure(comparison, "undecided", why)
+    if is_higher and growth > 0:
+        return CheckedFigure(comparison, "higher", f"{growth:+.1%}, no more than the {allowed:.1%} allowed")
+    if comparison.upper is not None and comparison.upper < 1:
+        return CheckedFigure(comparison, "lower", f"{growth:+.1%}")
+    return CheckedFigure(comparison, "same", f"{growth:+.1%}")
+
+
+def _too_few(comparison: FigureComparison, alpha: float) -> str:
+    before, after = comparison.runs
+    return f"{before} and {after} runs cannot give p < {alpha:g} (at best {comparison.least_p:.2g})"
 
 
 def pairs_by_work(
@@ -387,10 +514,10 @@ def by_work(runs: Sequence[Run]) -> dict[str, list[Run]]:
     Args:
         runs: Any number, in order.
     """
-    found: dict[str, list[Run]] = {}
+    by_case: dict[str, list[Run]] = {}
     for run in runs:
-        found.setdefault(work_of(run.facts), []).append(run)
-    return found
+        by_case.setdefault(work_of(run.facts), []).append(run)
+    return by_case
 
 
 def set_up_differences(new: Sequence[Run], baseline: Sequence[Run]) -> dict[str, tuple[str, str]]:
@@ -401,36 +528,36 @@ def set_up_differences(new: Sequence[Run], baseline: Sequence[Run]) -> dict[str,
         baseline: Any number of runs.
     """
     ours, theirs = _set_up(new), _set_up(baseline)
-    found = {
+    differences = {
         name: (before, ours[name]) for name, before in theirs.items() if name in ours and before != ours[name]
     }
     before, now = _used_by_others(baseline), _used_by_others(new)
     if before is not None and now is not None and abs(now - before) > _NOTABLE_SHARE_APART:
-        found["processor used by others"] = (f"{100 * before:.0f} %", f"{100 * now:.0f} %")
-    return found
+        differences["processor used by others"] = (f"{100 * before:.0f} %", f"{100 * now:.0f} %")
+    return differences
 
 
 def _set_up(runs: Sequence[Run]) -> dict[str, str]:
     """Every fact of the runs' set-up; where they do not agree, all values."""
-    found: dict[str, set[str]] = {}
+    set_up: dict[str, set[str]] = {}
     for run in runs:
         for name, value in _set_up_of_run(run):
             if value is not None:
-                found.setdefault(name, set()).add(str(value))
-    return {name: ", ".join(sorted(values)) for name, values in found.items()}
+                set_up.setdefault(name, set()).add(str(value))
+    return {name: ", ".join(sorted(values)) for name, values in set_up.items()}
 
 
 def _set_up_of_run(run: Run) -> Iterator[tuple[str, object]]:
     if run.host is not None:
         yield from _set_up_of_host(run.host)
-    noted = run.facts.get(BENCHMARK)
-    if isinstance(noted, Mapping):
-        yield from ((name, noted.get(name)) for name in _BENCHMARK_FIELDS)
+    benchmark = run.facts.get(BENCHMARK)
+    if isinstance(benchmark, Mapping):
+        yield from ((name, benchmark.get(name)) for name in _BENCHMARK_FIELDS)
     try:
-        found = list(cases(run))
+        run_cases = list(cases(run))
     except ValueError:  # facts of a shape that is not ours: there is nothing to say of them
         return
-    for case in found:
+    for case in run_cases:
         yield from _set_up_of_call(case.call)
         if case.pipeline is not None:
             yield from _set_up_of_pipeline(case.pipeline)

@@ -1,12 +1,18 @@
-"""What of a run can be compared with other runs: seconds, steps and peaks, each by name, and by whose clock."""
+"""The figures of runs: those that can be compared, by name, and those of a benchmark's repeats in one row.
+
+A figure is seconds, steps or a peak of memory, by the host's clock or the accelerator's, which are never mixed
+(`figures_of`). The repeats of a case have MLPerf's percentiles, throughput and peaks (`summarise`).
+"""
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from statistics import median
-from typing import Final, Literal
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean, median, stdev
+from typing import Any, Final, Literal
 
+from sigmascope.analysis.leaks import theil_sen
+from sigmascope.records.performance import others_of
 from sigmascope.records.run import Run, Stage, device_seconds, is_duration
 
 Unit = Literal["seconds", "bytes"]
@@ -15,6 +21,12 @@ _ONLY_STAGE = "generation"
 _FEWEST_LEFT: Final = 5
 """Fewer on each side cannot give p < 0.01 by Mann and Whitney's test."""
 _SHARE_LEFT: Final = 0.8
+GENERATION: Final = "generation"
+_PERCENTILES: Final = (50, 90, 99)
+_NOISY: Final = 0.05
+_DRIFT: Final = 0.05
+_BUSY: Final = 0.1
+_FEWEST_FOR_DRIFT: Final = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +68,9 @@ def figures_of(runs: Sequence[Run], on_device: Collection[str] = ()) -> dict[str
                 values.setdefault((name, unit), []).append(value)
             elif name in on_device:
                 untimed[name] += 1
-    return {name: Figure(name, unit, tuple(found), untimed[name]) for (name, unit), found in values.items()}
+    return {
+        name: Figure(name, unit, tuple(of_runs), untimed[name]) for (name, unit), of_runs in values.items()
+    }
 
 
 def _figures_of_run(run: Run, on_device: Collection[str]) -> Iterable[tuple[str, Unit, float]]:
@@ -64,12 +78,12 @@ def _figures_of_run(run: Run, on_device: Collection[str]) -> Iterable[tuple[str,
         yield "total", "seconds", run.seconds
     for name, stages in _by_name(run).items():
         times = [device_seconds(stage) if name in on_device else stage.seconds for stage in stages]
-        seconds = [one for one in times if one is not None and is_duration(one)]
+        seconds = [value for value in times if value is not None and is_duration(value)]
         is_whole = len(seconds) == len(times)
         yield name, "seconds", sum(seconds) + _folded_seconds(run, name, on_device) if is_whole else math.nan
         columns = [timed_steps(stage, on_device) for stage in stages if len(stage.steps)]
         # compiling, autotuning and lazy loading fall into the first; it is in the stage's time all the same
-        steps = [one for column in columns for one in warm(column)]
+        steps = [value for column in columns for value in warm(column)]
         if columns:
             yield (
                 step_name(stages[0]),
@@ -86,29 +100,29 @@ def _figures_of_run(run: Run, on_device: Collection[str]) -> Iterable[tuple[str,
 
 def _folded_seconds(run: Run, name: str, on_device: Collection[str]) -> float:
     """What folded stages of a name took together; NaN where the accelerator was to time them and did not time all."""
-    found = 0.0
+    total = 0.0
     for path, sums in {} if run.folded is None else run.folded.stages.items():
         *around, last = path.split("/")
         if last == name and name not in around:
             if name in on_device and sums.timed_on_device < sums.count:
                 return math.nan
-            found += sums.device_seconds if name in on_device else sums.seconds
-    return found
+            total += sums.device_seconds if name in on_device else sums.seconds
+    return total
 
 
 def _by_name(run: Run) -> Mapping[str, list[Stage]]:
     """Stages by name; one inside another of the same name is part of that one."""
-    found: dict[str, list[Stage]] = {}
+    stages_by_name: dict[str, list[Stage]] = {}
 
     def visit(stage: Stage, around: frozenset[str]) -> None:
         if stage.name not in around:
-            found.setdefault(stage.name, []).append(stage)
+            stages_by_name.setdefault(stage.name, []).append(stage)
         for child in stage.children:
             visit(child, around | {stage.name})
 
     for stage in run.stages:
         visit(stage, frozenset())
-    return found
+    return stages_by_name
 
 
 def timed_on_device(*sides: Sequence[Run]) -> frozenset[str]:
@@ -123,15 +137,15 @@ def timed_on_device(*sides: Sequence[Run]) -> frozenset[str]:
         sides: Runs of the same work, such as a baseline's and the new ones; each has to have enough.
     """
     counted = [_count_timed(side) for side in sides]
-    names = {name for found in counted for name in found} - {_ONLY_STAGE}
+    names = {name for counts in counted for name in counts} - {_ONLY_STAGE}
     return frozenset(
-        name for name in names if all(_are_enough(*found[name]) for found in counted if name in found)
+        name for name in names if all(_are_enough(*counts[name]) for counts in counted if name in counts)
     )
 
 
 def _count_timed(runs: Sequence[Run]) -> Mapping[str, tuple[int, int]]:
     """By name of stages and of their steps: how many runs the device timed throughout, of how many that have them."""
-    found: dict[str, tuple[int, int]] = {}
+    counts: dict[str, tuple[int, int]] = {}
     for run in runs:
         of_run: dict[str, bool] = {}
         for stage in run.walk():
@@ -140,9 +154,9 @@ def _count_timed(runs: Sequence[Run]) -> Mapping[str, tuple[int, int]]:
                 name = step_name(stage)
                 of_run[name] = of_run.get(name, True) and is_timed_on_device(stage)
         for name, is_timed in of_run.items():
-            timed, count = found.get(name, (0, 0))
-            found[name] = (timed + is_timed, count + 1)
-    return found
+            timed, count = counts.get(name, (0, 0))
+            counts[name] = (timed + is_timed, count + 1)
+    return counts
 
 
 def _are_enough(timed: int, runs: int) -> bool:
@@ -173,7 +187,7 @@ def step_seconds(stage: Stage, *, on_device: bool = True) -> tuple[float | None,
         on_device: Whether the accelerator's clock may be taken.
     """
     column = stage.steps.gpu_seconds if on_device and is_timed_on_device(stage) else stage.steps.seconds
-    return tuple(one if is_duration(one) else None for one in column)
+    return tuple(value if is_duration(value) else None for value in column)
 
 
 def seconds_in_steps(stage: Stage) -> float:
@@ -197,9 +211,185 @@ def step_name(stage: Stage) -> str:
 
 def known(seconds: Iterable[float | None]) -> list[float]:
     """Those that were measured."""
-    return [one for one in seconds if one is not None]
+    return [value for value in seconds if value is not None]
 
 
 def warm(seconds: tuple[float | None, ...]) -> list[float]:
     """Those that were measured of all but the first, into which compiling falls; of a single step that one."""
     return known(seconds[1:] if len(seconds) > 1 else seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """Seconds of something that was measured `count` times.
+
+    Attributes:
+        p50: sorted[int(n · 0.5)], MLPerf's definition, as all three.
+        spread: Standard deviation / mean; None of one value.
+    """
+
+    count: int
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+    least: float
+    most: float
+    spread: float | None
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> "Latency":
+        """Of at least one value.
+
+        Raises:
+            ValueError: There is none.
+        """
+        p50, p90, p99 = (percentile(seconds, share) for share in _PERCENTILES)
+        mean = fmean(seconds)
+        spread = stdev(seconds) / mean if len(seconds) > 1 and mean > 0 else None
+        return cls(len(seconds), mean, p50, p90, p99, min(seconds), max(seconds), spread)
+
+
+@dataclass(frozen=True, slots=True)
+class BenchSummary:
+    """What the repeats of one case come to. Times are seconds.
+
+    Attributes:
+        generation: From the call to the picture.
+        stages: By name, in the order in which they ran.
+        step: Every denoising step of every repeat but the first of each, which compiles and tunes.
+        samples_per_second: Pictures, or videos, made one generation after another.
+        first_seconds: The very first generation, which was not counted; None: there was no warm-up.
+        peak_bytes: The highest of all repeats: "process", and each device by name.
+        notes: What to know before one believes the figures.
+    """
+
+    generation: Latency
+    stages: Mapping[str, Latency]
+    step: Latency | None
+    samples_per_second: float
+    first_seconds: float | None
+    peak_bytes: Mapping[str, int]
+    notes: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """All fields as JSON values."""
+        return asdict(self) | {"notes": list(self.notes)}
+
+
+def summarise(runs: Sequence[Run], *, samples: int = 1, warm_up: Sequence[Run] = ()) -> BenchSummary:
+    """What the repeats of one case come to.
+
+    Args:
+        runs: Of the same work, in the order in which they were made; at least one.
+        samples: Pictures, or videos, that each of them made.
+        warm_up: What ran before them.
+
+    Raises:
+        ValueError: No run.
+    """
+    figures = figures_of(runs)
+    seconds = [_generation_seconds(run) for run in runs]
+    latency = Latency.of(seconds)
+    steps = list(_warm_steps(runs))
+    return BenchSummary(
+        generation=latency,
+        stages={
+            name: Latency.of(figure.values)
+            for name, figure in figures.items()
+            if figure.unit == "seconds" and name not in ("total", GENERATION) and not name.endswith(" step")
+        },
+        step=Latency.of(steps) if steps else None,
+        samples_per_second=samples * len(runs) / sum(seconds),
+        first_seconds=_generation_seconds(warm_up[0]) if warm_up else None,
+        peak_bytes={
+            name.removesuffix(" peak"): int(max(figure.values))
+            for name, figure in figures.items()
+            if figure.unit == "bytes"
+        },
+        notes=(*_notes(seconds, latency), *_note_on_others(runs), *_note_on_steps(runs)),
+    )
+
+
+def _generation_seconds(run: Run) -> float:
+    """Of the generation; of the whole run where it has no stage of that name."""
+    generations = [stage.seconds for stage in run.stages if stage.name == GENERATION]
+    return sum(generations) if generations else run.seconds
+
+
+def _warm_steps(runs: Sequence[Run]) -> Iterator[float]:
+    on_device = timed_on_device(runs)
+    for run in runs:
+        for stage in run.walk():
+            yield from warm(timed_steps(stage, on_device))
+
+
+def _notes(seconds: Sequence[float], latency: Latency) -> Iterator[str]:
+    count = len(seconds)
+    slowest = [share for share in _PERCENTILES if int(count * share / 100) >= count - 1]
+    if slowest:
+        names = " and ".join(f"p{share}" for share in slowest)
+        yield f"{names} of {count} repeats {'are' if len(slowest) > 1 else 'is'} the slowest of them."
+    if latency.spread is not None and latency.spread > _NOISY:
+        yield (
+            f"The repeats vary by {_percent(latency.spread)}: a change below that takes many of them to show, or a "
+            "quieter machine."
+        )
+    drift = _drift(seconds)
+    if drift is not None and abs(drift) > _DRIFT:
+        way = "slower" if drift > 0 else "faster"
+        why = "heat, or memory that fills" if drift > 0 else "more warm-up is needed"
+        yield f"They became {_percent(abs(drift))} {way} from the first to the last: {why}."
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
+def _drift(seconds: Sequence[float]) -> float | None:
+    """The trend from the first to the last as a share of the median, by Theil and Sen; None where it may be chance."""
+    if len(seconds) < _FEWEST_FOR_DRIFT:
+        return None
+    slope = theil_sen(seconds)
+    if slope.lower <= 0 <= slope.upper:
+        return None
+    return slope.value * (len(seconds) - 1) / median(seconds)
+
+
+def _note_on_others(runs: Sequence[Run]) -> Iterator[str]:
+    shares = [share for run in runs if (share := others_of(run.facts)) is not None]
+    if shares and fmean(shares) > _BUSY:
+        yield (
+            f"Other programs used {_percent(fmean(shares))} of the processor meanwhile: these are the times of a "
+            "busy machine."
+        )
+
+
+def _note_on_steps(runs: Sequence[Run]) -> Iterator[str]:
+    on_device = timed_on_device(runs)
+    columns = [
+        timed_steps(stage, on_device) for run in runs for stage in run.walk() if step_name(stage) in on_device
+    ]
+    missing = sum(column.count(None) for column in columns)
+    if missing:
+        yield (
+            f"{missing} of {sum(map(len, columns))} steps are not among those of the table: the accelerator was not "
+            "seen to finish them."
+        )
+
+
+def percentile(values: Sequence[float], share: int | float) -> float:
+    """sorted[int(n · share / 100)], the value that MLPerf's SDXL benchmark reports; the largest for 100.
+
+    It is one of the values, never between two of them.
+
+    Args:
+        values: At least one, in any order.
+        share: 0 to 100.
+
+    Raises:
+        ValueError: No values, or a share out of range.
+    """
+    if not values or not 0 <= share <= 100:
+        raise ValueError(f"no percentile {share} of {len(values)} values")
+    return sorted(values)[min(int(len(values) * share / 100), len(values) - 1)]

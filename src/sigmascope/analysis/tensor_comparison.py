@@ -5,7 +5,7 @@ What can be compared are dense tensors with values.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import numpy as np
@@ -103,7 +103,7 @@ def _facts_dict(facts: TensorFacts) -> dict[str, Any]:
 
 
 def _fields_dict(value: "Tolerance | TensorErrors | TokenErrors | Place") -> dict[str, Any]:
-    return {each.name: _plain(getattr(value, each.name)) for each in fields(value)}
+    return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
 
 
 def _plain(value: Any) -> Any:
@@ -147,19 +147,40 @@ def compare_pair(
     Raises:
         ConfigError: One is no dense tensor with values, or an option makes no sense.
     """
-    left, right = as_tensor(a, "A"), as_tensor(b, "B")
-    facts_a, facts_b = outline(left, devices[0]), outline(right, devices[1])
-    tolerance = tolerance_for(left.dtype, right.dtype, rtol=options.rtol, atol=options.atol)
-    token_axis = _token_axis(left.dim(), options.token_axis)
-    left, right = as_comparable(left, right)
-    layout = _fitting(left, right, token_axis)
-    result = None if layout is None else _compared(layout, tolerance)
-    if layout is not None and result is not None and result.verdict == "different" and not layout.kind:
-        other = find_order(left, right, token_axis)
-        if other is not None:
-            layout, result = other, _compared(other, tolerance)
-    base = _without_layout(facts_a, facts_b, tolerance)
-    return base if layout is None or result is None else _filled(base, layout, result)
+    tensor_a, tensor_b = as_tensor(a, "A"), as_tensor(b, "B")
+    facts_a, facts_b = outline(tensor_a, devices[0]), outline(tensor_b, devices[1])
+    tolerance = tolerance_for(tensor_a.dtype, tensor_b.dtype, rtol=options.rtol, atol=options.atol)
+    token_axis = _token_axis(tensor_a.dim(), options.token_axis)
+    tensor_a, tensor_b = as_comparable(tensor_a, tensor_b)
+    same_shape = tensor_a.shape == tensor_b.shape
+    layout = (
+        Layout("", "", tensor_a, tensor_b, token_axis)
+        if same_shape
+        else find_layout(tensor_a, tensor_b, token_axis)
+    )
+    errors: TensorErrors | None = None
+    verdict: Verdict = "different"
+    reason = f"No transposition, padding, repetition or reshaping brings {facts_a.shape} and {facts_b.shape} together."
+    if layout is not None:
+        errors, verdict, reason = _measured(layout, tolerance)
+        reordered = (
+            find_order(tensor_a, tensor_b, token_axis) if verdict == "different" and not layout.kind else None
+        )
+        if reordered is not None:
+            layout, (errors, verdict, reason) = reordered, _measured(reordered, tolerance)
+    return TensorComparison(
+        a=facts_a,
+        b=facts_b,
+        differences=_different_facts(facts_a, facts_b),
+        layout=(layout.kind or None) if layout else None,
+        layout_words=(layout.words or None) if layout else None,
+        remainder=layout.remainder if layout else None,
+        errors=errors,
+        first_token=None if errors is None else first_diverging_token(errors, tolerance),
+        tolerance=tolerance,
+        verdict=verdict,
+        reason=reason,
+    )
 
 
 def _token_axis(dims: int, asked: int | None) -> int | None:
@@ -172,62 +193,18 @@ def _token_axis(dims: int, asked: int | None) -> int | None:
     return asked % dims
 
 
-def _fitting(a: Tensor, b: Tensor, token_axis: int | None) -> Layout | None:
-    return Layout("", "", a, b, token_axis) if a.shape == b.shape else find_layout(a, b, token_axis)
-
-
-@dataclass(frozen=True, slots=True)
-class Compared:
-    """What comes of comparing under one layout."""
-
-    errors: TensorErrors
-    verdict: Verdict
-    reason: str
-    token: int | None = field(default=None)
-
-
-def _compared(layout: Layout, tolerance: Tolerance) -> Compared:
+def _measured(layout: Layout, tolerance: Tolerance) -> tuple[TensorErrors, Verdict, str]:
+    """The errors under one layout, the verdict on them, and the reason with the layout in words."""
     errors = tensor_errors(layout.a, layout.b, tolerance, layout.token_axis)
     verdict, reason = judge(errors, tolerance)
-    return Compared(errors, verdict, reason, first_diverging_token(errors, tolerance))
-
-
-def _without_layout(a: TensorFacts, b: TensorFacts, tolerance: Tolerance) -> TensorComparison:
-    return TensorComparison(
-        a=a,
-        b=b,
-        differences=_different_facts(a, b),
-        layout=None,
-        layout_words=None,
-        remainder=None,
-        errors=None,
-        first_token=None,
-        tolerance=tolerance,
-        verdict="different",
-        reason=f"No transposition, padding, repetition or reshaping brings {a.shape} and {b.shape} together.",
-    )
+    if layout.words:
+        reason = f"With {layout.words}: {reason[0].lower()}{reason[1:]}"
+    return errors, verdict, reason
 
 
 def _different_facts(a: TensorFacts, b: TensorFacts) -> dict[str, tuple[str, str]]:
     pairs = {name: (str(getattr(a, name)), str(getattr(b, name))) for name in ("shape", "dtype", "device")}
     return {name: values for name, values in pairs.items() if values[0] != values[1]}
-
-
-def _filled(base: TensorComparison, layout: Layout, result: Compared) -> TensorComparison:
-    words = layout.words or None
-    reason = (
-        result.reason if words is None else f"With {words}: {result.reason[0].lower()}{result.reason[1:]}"
-    )
-    return replace(
-        base,
-        layout=layout.kind or None,
-        layout_words=words,
-        remainder=layout.remainder,
-        errors=result.errors,
-        first_token=result.token,
-        verdict=result.verdict,
-        reason=reason,
-    )
 
 
 def judge(errors: TensorErrors, tolerance: Tolerance) -> tuple[Verdict, str]:
@@ -396,12 +373,12 @@ def first_diverging_token(errors: TensorErrors, tolerance: Tolerance) -> int | N
     storage = tolerance.roundoff_a + tolerance.roundoff_b
     limit = min(tolerance.computed, max(storage, TOKEN_FACTOR * tokens.typical))
     broken = errors.non_finite_mismatch > 0
-    found = (
+    diverging = (
         token
         for token, error in enumerate(tokens.relative_l2)
         if error > limit or (broken and tokens.outside[token])
     )
-    return next(found, None)
+    return next(diverging, None)
 
 
 def as_tensor(value: TensorLike, side: str) -> Tensor:

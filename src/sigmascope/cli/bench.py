@@ -25,7 +25,7 @@ from sigmascope.records.performance import BenchCase
 if TYPE_CHECKING:
     import torch
 
-    from sigmascope.analysis.bench_summary import BenchSummary, Latency
+    from sigmascope.analysis.run_figures import BenchSummary, Latency
     from sigmascope.pipeline.bench import CaseResult, Subject
     from sigmascope.pipeline.bench_diffusers import Offload
     from sigmascope.records.run import Finding, Run

@@ -16,8 +16,7 @@ from sigmascope.cli.options import AsJson
 from sigmascope.errors import RecordError, SigmascopeError
 
 if TYPE_CHECKING:
-    from sigmascope.analysis.regression import RegressionCheck
-    from sigmascope.analysis.run_comparison import FigureComparison, WorkComparison
+    from sigmascope.analysis.run_comparison import FigureComparison, RegressionCheck, WorkComparison
     from sigmascope.records.performance import BeforeAfterDict, ComparedGenerationDict
     from sigmascope.records.run import Run
 
@@ -253,8 +252,7 @@ def _check_work(
     runs: list[Path], baseline: list[Path], *, max_slowdown: float, max_growth: float, alpha: float
 ) -> "tuple[dict[str, _WorkCheck], dict[str, str]]":
     """Checks by the work that was done, and the work that one side lacks."""
-    from sigmascope.analysis.regression import check_regression
-    from sigmascope.analysis.run_comparison import require_pairs, set_up_differences
+    from sigmascope.analysis.run_comparison import check_regression, require_pairs, set_up_differences
 
     pairs, missing = require_pairs(*load_sides(runs, baseline), named=runs[0])
     checks = {}

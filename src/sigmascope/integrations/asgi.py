@@ -19,7 +19,7 @@ from statistics import fmean
 from threading import Lock
 from typing import Any, Final
 
-from sigmascope.analysis.bench_summary import percentile
+from sigmascope.analysis.run_figures import percentile
 from sigmascope.errors import ConfigError
 from sigmascope.monitor.generation import SERVED, ServedRequest
 from sigmascope.monitor.guard import Guard
@@ -168,8 +168,11 @@ class PerformanceMonitoringMiddleware:
             self._guard.call("request listener", lambda: on_request(record))
 
     def _is_for_metrics(self, scope: Scope) -> bool:
-        asked = scope.get("path") == self._metrics_path and scope.get("method", "GET") in ("GET", "HEAD")
-        return self._metrics is not None and asked
+        is_asked_for = scope.get("path") == self._metrics_path and scope.get("method", "GET") in (
+            "GET",
+            "HEAD",
+        )
+        return self._metrics is not None and is_asked_for
 
     async def _send_metrics(self, send: Send) -> None:
         assert self._metrics is not None
@@ -204,9 +207,9 @@ def request_id_of(scope: MutableMapping[str, Any], header: bytes) -> str:
         scope: Of the connection.
         header: Its name in lower case.
     """
-    found = _header(scope.get("headers") or (), header)
-    if found is not None and _ID.fullmatch(found):
-        return found.decode("ascii")
+    request_id = _header(scope.get("headers") or (), header)
+    if request_id is not None and _ID.fullmatch(request_id):
+        return request_id.decode("ascii")
     return uuid.uuid4().hex
 
 

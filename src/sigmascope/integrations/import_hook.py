@@ -95,9 +95,9 @@ class Finder:
 
     def _forget(self, module: str, act: Callable[[], object]) -> None:
         with self._lock:
-            left = [one for one in self._waiting.get(module, ()) if one is not act]
-            if left:
-                self._waiting[module] = left
+            waiting = [other for other in self._waiting.get(module, ()) if other is not act]
+            if waiting:
+                self._waiting[module] = waiting
             else:
                 self._waiting.pop(module, None)
             if not self._waiting and self in sys.meta_path:
@@ -105,10 +105,10 @@ class Finder:
 
 
 def _found_by_others(
-    own: Finder, name: str, path: Sequence[str] | None, target: ModuleType | None
+    own_finder: Finder, name: str, path: Sequence[str] | None, target: ModuleType | None
 ) -> ModuleSpec | None:
     for finder in list(sys.meta_path):
-        find = None if finder is own else getattr(finder, "find_spec", None)
+        find = None if finder is own_finder else getattr(finder, "find_spec", None)
         try:
             spec: ModuleSpec | None = None if find is None else find(name, path, target)
         except BaseException as error:
@@ -132,11 +132,11 @@ class _Telling:
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         """What the loader creates."""
         try:
-            made: ModuleType | None = self._loader.create_module(spec)
+            module: ModuleType | None = self._loader.create_module(spec)
         except BaseException as error:
             without_this_frame(error)
             raise
-        return made
+        return module
 
     def exec_module(self, module: ModuleType) -> None:
         """Give the module its own loader back, run it, then tell."""

@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from sigmascope.errors import ConfigError, WriteError
 from sigmascope.files import atomic_path, reason_of, writing_hint
-from sigmascope.integrations.autostart import FOR_ONE, Settings
+from sigmascope.integrations.watch_settings import LAUNCH_PREFIX, Settings
 
 BOOTSTRAP = Path(__file__).parent / "bootstrap"
 _PATH = "PYTHONPATH"
@@ -68,12 +68,12 @@ def interpreter_options(original: Sequence[str], own: int) -> list[str]:
 
 def environment_for(environment: Mapping[str, str], settings: Settings) -> dict[str, str]:
     """The environment of the launched process: `bootstrap` is the first place where it looks for modules."""
-    told = {**environment, **settings.as_environment(FOR_ONE)}
+    variables = {**environment, **settings.as_environment(LAUNCH_PREFIX)}
     original = environment.get(_PATH)
     if original is not None:
-        told[f"{FOR_ONE}{_PATH}"] = original
-    told[_PATH] = os.pathsep.join([str(BOOTSTRAP), *([original] if original else [])])
-    return told
+        variables[f"{LAUNCH_PREFIX}{_PATH}"] = original
+    variables[_PATH] = os.pathsep.join([str(BOOTSTRAP), *([original] if original else [])])
+    return variables
 
 
 def exit_code_of(command: Sequence[str], environment: Mapping[str, str]) -> int:

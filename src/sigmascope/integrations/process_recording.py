@@ -1,7 +1,7 @@
 """The watch of a whole process, and what is left of it: a record, a summary, a trace.
 
-What is known so far is written now and then, in case the program is killed before its end (`Keeper`). Of a process that
-lives long the record holds the last generations. Those before them go to files of their own (`Parts`).
+What is known so far is written now and then, in case the program is killed before its end (`PeriodicSaver`). Of a process that
+lives long the record holds the last generations. Those before them go to files of their own (`OlderGenerations`).
 """
 
 import os
@@ -12,16 +12,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, cast, get_args
+from typing import Any, Final, cast, get_args
 
 from rich.console import Console
 
 from sigmascope.errors import ConfigError, SigmascopeError
+from sigmascope.integrations.watch_settings import Settings, say
 from sigmascope.records.prompts import PromptPrivacy
 from sigmascope.records.run import KEEP_GENERATIONS, Run
-
-if TYPE_CHECKING:
-    from sigmascope.integrations.autostart import Settings
 
 SEPARATORS: Final = tuple(filter(None, (os.sep, os.altsep)))
 """What the name of a folder may end with: on Windows there are two."""
@@ -41,18 +39,14 @@ class Recording:
     Args:
         settings: How to watch, and where the result goes.
         folder: Where relative paths begin: that in which the program started.
-        say: Tells the user a line.
         is_child: Whether this is a child that the program forked, or multiprocessing started for it; its files have
             the process in their names.
     """
 
-    def __init__(
-        self, settings: "Settings", folder: str, say: Callable[[str], None], *, is_child: bool = False
-    ) -> None:
+    def __init__(self, settings: Settings, folder: str, *, is_child: bool = False) -> None:
         from sigmascope import watch
 
         self._settings = settings
-        self._say = say
         self._record_path = _own_path(record_path(settings.output, folder), is_child)
         self._trace_path = (
             None if settings.trace is None else _own_path(Path(folder, settings.trace), is_child)
@@ -62,60 +56,62 @@ class Recording:
             prompts=privacy_of(settings),
             name=settings.name or program(),
             sample_hz=sample_hz_of(settings),
-            step_memory=settings.step_memory is None or settings.says("step_memory"),
+            step_memory=settings.step_memory is None or settings.is_on("step_memory"),
             keep_generations=kept,
         )
         self._watch.__enter__()
         self._watch.hold_back(_SPARE * kept)
-        self._parts = Parts(self._watch.take_older, self._record_path)
-        self._keeper = Keeper(self._watch.record, self._record_path, before=lambda: self._parts.write(kept))
-        self._keeper.start()
+        self._older = OlderGenerations(self._watch.take_older, self._record_path)
+        self._saver = PeriodicSaver(
+            self._watch.record, self._record_path, before=lambda: self._older.write(kept)
+        )
+        self._saver.start()
 
     def end(self) -> None:
         """Close the watch, print the summary, write the record."""
         error = unhandled()
         try:
-            self._keeper.stop()
+            self._saver.stop()
             self._watch.hold_back(0)
             with suppress(Exception):  # the record comes first, and says why nothing can be written
-                self._parts.write()
+                self._older.write()
             self._watch.__exit__(None if error is None else type(error), error, None)
-            self._tell(self._watch.record())
+            self._report(self._watch.record())
         finally:
             if type(error) is KeyboardInterrupt:
                 _remember_interrupt()
 
-    def _tell(self, run: Run) -> None:
+    def _report(self, run: Run) -> None:
         if run.stages:
             self._show(run)
             self._write("record", self._record_path, run.save)
             if self._trace_path is not None:
                 self._write("trace", self._trace_path, run.to_trace)
         elif self._settings.launched:
-            self._say("nothing was there to watch: no pipeline was called and no stage was opened.")
+            say("nothing was there to watch: no pipeline was called and no stage was opened.")
 
     def _write(self, what: str, path: Path, write: Callable[[Path], object]) -> None:
         try:
             write(path)
         except SigmascopeError as error:
-            self._say(f"the {what} is not written: {error}")
+            say(f"the {what} is not written: {error}")
         else:
-            self._say(f"the {what} is in {path}")
-            if what == "record" and self._parts.written:
-                self._say(f"generations before those in the record are in {self._parts.folder}")
+            say(f"the {what} is in {path}")
+            if what == "record" and self._older.written:
+                say(f"generations before those in the record are in {self._older.folder}")
 
     def _show(self, run: Run) -> None:
         with suppress(OSError, ValueError):  # what the program wrote comes before what we say of it
             sys.stdout.flush()
-        if not self._settings.says("quiet") and sys.__stderr__ is not None:
+        if not self._settings.is_on("quiet") and sys.__stderr__ is not None:
             with suppress(OSError, ValueError):
                 run.print(Console(file=sys.__stderr__))
 
 
 def _own_path(path: Path, is_child: bool) -> Path:
     """A name that the parent and its other children do not use."""
-    own = str(os.getpid())
-    return path.with_stem(f"{path.stem}-{own}") if is_child and own not in path.stem else path
+    process_id = str(os.getpid())
+    return path.with_stem(f"{path.stem}-{process_id}") if is_child and process_id not in path.stem else path
 
 
 def record_path(output: str | None, folder: str) -> Path:
@@ -141,48 +137,50 @@ def program() -> str:
     return Path(getattr(main, "__file__", None) or "python").stem
 
 
-def privacy_of(settings: "Settings") -> PromptPrivacy:
+def privacy_of(settings: Settings) -> PromptPrivacy:
     """What is kept of prompts.
 
     Raises:
         ConfigError: The environment says something else than the three.
     """
-    told = settings.prompts or "full"
-    if told not in get_args(PromptPrivacy):
-        raise ConfigError(f"SIGMASCOPE_PROMPTS={told} does not exist.", hint="Choose full, hash or none.")
-    return cast(PromptPrivacy, told)
+    value = settings.prompts or "full"
+    if value not in get_args(PromptPrivacy):
+        raise ConfigError(f"SIGMASCOPE_PROMPTS={value} does not exist.", hint="Choose full, hash or none.")
+    return cast(PromptPrivacy, value)
 
 
-def sample_hz_of(settings: "Settings") -> float:
+def sample_hz_of(settings: Settings) -> float:
     """How often memory is looked at.
 
     Raises:
         ConfigError: The environment gives no number above 0.
     """
-    told = settings.sample_hz or "10"
+    value = settings.sample_hz or "10"
     with suppress(ValueError):
-        if 0 < float(told) < float("inf"):
-            return float(told)
-    raise ConfigError(f"SIGMASCOPE_SAMPLE_HZ={told} is no number above 0.", hint="Choose one from 0.1 to 10.")
+        if 0 < float(value) < float("inf"):
+            return float(value)
+    raise ConfigError(
+        f"SIGMASCOPE_SAMPLE_HZ={value} is no number above 0.", hint="Choose one from 0.1 to 10."
+    )
 
 
-def kept_of(settings: "Settings") -> int:
+def kept_of(settings: Settings) -> int:
     """How many generations the record holds in full.
 
     Raises:
         ConfigError: The environment gives no whole number above 0.
     """
-    told = settings.keep_generations or str(KEEP_GENERATIONS)
+    value = settings.keep_generations or str(KEEP_GENERATIONS)
     with suppress(ValueError):
-        if int(told) > 0:
-            return int(told)
+        if int(value) > 0:
+            return int(value)
     raise ConfigError(
-        f"SIGMASCOPE_KEEP_GENERATIONS={told} is no whole number above 0.",
+        f"SIGMASCOPE_KEEP_GENERATIONS={value} is no whole number above 0.",
         hint=f"Choose one such as {KEEP_GENERATIONS}.",
     )
 
 
-class Parts:
+class OlderGenerations:
     """Files of generations that are no longer in the record, each written once: `run.parts/0001.json` and so on.
 
     Args:
@@ -223,7 +221,7 @@ class Parts:
         return self.folder / f"{number:04}.json"
 
 
-class Keeper:
+class PeriodicSaver:
     """Writes the record now and then on a thread of its own, which ends with the process.
 
     Args:

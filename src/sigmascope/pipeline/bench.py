@@ -14,8 +14,8 @@ from typing import Any, Final, Protocol, runtime_checkable
 
 import torch
 
-from sigmascope.analysis.bench_summary import BenchSummary, summarise
 from sigmascope.analysis.diagnostics import diagnose
+from sigmascope.analysis.run_figures import BenchSummary, summarise
 from sigmascope.errors import ConfigError, WriteError
 from sigmascope.files import reason_of
 from sigmascope.monitor.performance import ASSUMED_TARGET, PerformanceMonitor, seconds_above_zero

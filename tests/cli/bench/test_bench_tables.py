@@ -5,7 +5,7 @@ from pathlib import Path
 from rich.console import Console
 from tests.analysis.run_sets import run
 
-from sigmascope.analysis.bench_summary import summarise
+from sigmascope.analysis.run_figures import summarise
 from sigmascope.cli.bench import print_bench
 from sigmascope.pipeline.bench import CaseResult
 from sigmascope.records.facts import AcceleratorFacts, HostFacts

@@ -30,7 +30,12 @@ def marks(*things: Any) -> dict[str, Any]:
 def left_behind() -> list[object]:
     """What the watching itself still holds."""
     finders = [one for one in sys.meta_path if one is FINDER]
-    return [*hooks._TAPS.values(), *watch_session.OPEN, *watch_session.ACTIVITIES.get(), *finders]
+    return [
+        *hooks._METHOD_HOOKS.values(),
+        *watch_session.OPEN_SESSIONS,
+        *watch_session.STACKS.get(),
+        *finders,
+    ]
 
 
 def _parts(thing: Any) -> Iterator[tuple[str, Any]]:

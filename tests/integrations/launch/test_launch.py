@@ -8,9 +8,15 @@ from tests.integrations.programs import ended, environment, watched, write
 
 import sigmascope
 from sigmascope.errors import ConfigError
-from sigmascope.integrations.autostart import FOR_ALL, FOR_ONE, Settings, settings_from, take_settings
 from sigmascope.integrations.launch import BOOTSTRAP, environment_for, exit_code_of, interpreter_options
 from sigmascope.integrations.process_recording import privacy_of, sample_hz_of
+from sigmascope.integrations.watch_settings import (
+    LAUNCH_PREFIX,
+    USER_PREFIX,
+    Settings,
+    settings_from,
+    take_settings,
+)
 
 
 @pytest.mark.parametrize(
@@ -34,14 +40,14 @@ def test_the_path_for_modules_begins_with_ours_and_the_original_is_kept() -> Non
 
 def test_settings_survive_the_environment() -> None:
     settings = Settings("run.json", "trace.json", "hash", "portrait", "5.0", "1", "1")
-    told = settings.as_environment(FOR_ONE)
-    assert take_settings(told, FOR_ONE) == settings
+    told = settings.as_environment(LAUNCH_PREFIX)
+    assert take_settings(told, LAUNCH_PREFIX) == settings
     assert told == {}
 
 
 def test_what_users_set_stays_in_the_environment() -> None:
     told = {"SIGMASCOPE": "1", "SIGMASCOPE_OUTPUT": "runs", "SIGMASCOPE_NAME": ""}
-    assert settings_from(told, FOR_ALL) == Settings(output="runs")
+    assert settings_from(told, USER_PREFIX) == Settings(output="runs")
     assert len(told) == 3
 
 
@@ -95,8 +101,8 @@ def test_ctrl_c_is_left_to_the_program_that_is_waited_for() -> None:
 
 @pytest.mark.parametrize(("told", "is_so"), [(None, False), ("0", False), ("1", True), ("yes", True)])
 def test_zero_is_no(told: str | None, is_so: bool) -> None:
-    assert Settings(step_memory=told).says("step_memory") is is_so
-    assert Settings(quiet=told).says("quiet") is is_so
+    assert Settings(step_memory=told).is_on("step_memory") is is_so
+    assert Settings(quiet=told).is_on("quiet") is is_so
 
 
 def test_the_user_sees_the_whole_error_that_a_private_record_shortens(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@ import threading
 from pathlib import Path
 
 from sigmascope import load_run
-from sigmascope.integrations.process_recording import Keeper
+from sigmascope.integrations.process_recording import PeriodicSaver
 from sigmascope.monitor import Recorder
 from sigmascope.records.run import Run
 
@@ -16,7 +16,7 @@ def test_what_is_known_so_far_is_kept(tmp_path: Path) -> None:
         return recorder.run()
 
     with recorder, recorder.stage("denoising"):
-        keeper = Keeper(record, tmp_path / "run.json", seconds=0.001)
+        keeper = PeriodicSaver(record, tmp_path / "run.json", seconds=0.001)
         keeper.start()
         assert asked.wait(30)
         keeper.stop()
@@ -26,7 +26,7 @@ def test_what_is_known_so_far_is_kept(tmp_path: Path) -> None:
 
 
 def test_a_run_without_stages_is_not_kept(tmp_path: Path) -> None:
-    Keeper(Recorder(sample_hz=None).run, tmp_path / "run.json").keep()
+    PeriodicSaver(Recorder(sample_hz=None).run, tmp_path / "run.json").keep()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -34,12 +34,12 @@ def test_a_record_that_cannot_be_had_is_no_error(tmp_path: Path) -> None:
     def fail() -> Run:
         raise AttributeError("nothing has been recorded")
 
-    Keeper(fail, tmp_path / "run.json").keep()
+    PeriodicSaver(fail, tmp_path / "run.json").keep()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_thread_is_gone_afterwards(tmp_path: Path) -> None:
-    keeper = Keeper(Recorder(sample_hz=None).run, tmp_path / "run.json")
+    keeper = PeriodicSaver(Recorder(sample_hz=None).run, tmp_path / "run.json")
     keeper.start()
     assert "sigmascope-keeper" in [thread.name for thread in threading.enumerate()]
     keeper.stop()

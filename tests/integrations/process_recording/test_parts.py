@@ -7,8 +7,8 @@ from tests.integrations.programs import watched, write
 
 from sigmascope import load_run
 from sigmascope.errors import ConfigError, WriteError
-from sigmascope.integrations.autostart import Settings
-from sigmascope.integrations.process_recording import MOST_PARTS, Keeper, Parts, kept_of
+from sigmascope.integrations.process_recording import MOST_PARTS, OlderGenerations, PeriodicSaver, kept_of
+from sigmascope.integrations.watch_settings import Settings
 from sigmascope.monitor import Recorder
 
 
@@ -33,8 +33,8 @@ def recorder() -> Recorder:
 def test_each_part_is_written_once_and_all_generations_lie_in_one_file(
     recorder: Recorder, tmp_path: Path
 ) -> None:
-    parts = Parts(recorder.take_older, tmp_path / "run.json")
-    keeper = Keeper(recorder.run, tmp_path / "run.json", before=lambda: parts.write(3))
+    parts = OlderGenerations(recorder.take_older, tmp_path / "run.json")
+    keeper = PeriodicSaver(recorder.run, tmp_path / "run.json", before=lambda: parts.write(3))
     written: dict[Path, tuple[int, int]] = {}
     with recorder:
         for _ in range(10):
@@ -55,14 +55,14 @@ def test_each_part_is_written_once_and_all_generations_lie_in_one_file(
 
 
 def test_a_run_that_is_shorter_has_no_parts(recorder: Recorder, tmp_path: Path) -> None:
-    parts = Parts(recorder.take_older, tmp_path / "run.json")
+    parts = OlderGenerations(recorder.take_older, tmp_path / "run.json")
     generate(recorder, 3)
     parts.write()
     assert not parts.folder.exists()
 
 
 def test_the_last_parts_stay(recorder: Recorder, tmp_path: Path) -> None:
-    parts = Parts(recorder.take_older, tmp_path / "run.json")
+    parts = OlderGenerations(recorder.take_older, tmp_path / "run.json")
     for _ in range(MOST_PARTS + 4):
         generate(recorder, 3)
         parts.write()
@@ -75,18 +75,18 @@ def test_parts_of_an_earlier_run_of_that_name_go_with_its_record(recorder: Recor
     for name in ("0001.json", "0007.json", "notes.txt"):
         (tmp_path / "run.parts" / name).write_text("earlier")
     generate(recorder, 5)
-    Parts(recorder.take_older, tmp_path / "run.json").write()
+    OlderGenerations(recorder.take_older, tmp_path / "run.json").write()
     assert sorted(path.name for path in (tmp_path / "run.parts").iterdir()) == ["0001.json", "notes.txt"]
     assert len(load_run(tmp_path / "run.parts" / "0001.json").stages) == 2
 
 
 def test_a_part_that_cannot_be_written_is_in_the_sums(recorder: Recorder, tmp_path: Path) -> None:
     (tmp_path / "run.parts").write_text("a file in the folder's place")
-    parts = Parts(recorder.take_older, tmp_path / "run.json")
+    parts = OlderGenerations(recorder.take_older, tmp_path / "run.json")
     generate(recorder, 5)
     with pytest.raises(WriteError):
         parts.write()
-    Keeper(recorder.run, tmp_path / "run.json", before=parts.write).keep()
+    PeriodicSaver(recorder.run, tmp_path / "run.json", before=parts.write).keep()
     folded = load_run(tmp_path / "run.json").folded
     assert folded is not None
     assert folded.generations == 2
@@ -101,8 +101,8 @@ def test_a_number_that_is_none_is_refused_by_the_variable_s_name(told: str) -> N
 
 SERVES = """
 import itertools, os, signal, sys
-from sigmascope.integrations.process_recording import Keeper
-Keeper.__init__.__defaults__ = (0.01,)
+from sigmascope.integrations.process_recording import PeriodicSaver
+PeriodicSaver.__init__.__defaults__ = (0.01,)
 import sigmascope
 for number in itertools.count():
     with sigmascope.stage("generation"), sigmascope.stage("denoising"), sigmascope.step():

@@ -8,8 +8,8 @@ import pytest
 from tests.integrations.programs import Ended, plain, watched, write
 
 import sigmascope
-from sigmascope.integrations.autostart import Settings
 from sigmascope.integrations.process_recording import program, record_path, unhandled
+from sigmascope.integrations.watch_settings import Settings
 
 pytestmark = pytest.mark.slow
 
@@ -77,7 +77,7 @@ def test_a_stage_that_failed_says_so(folder: Path, under_watch: dict[str, Ended]
 
 
 def test_what_was_known_of_a_program_that_is_killed_is_kept(tmp_path: Path) -> None:
-    soon = "from sigmascope.integrations.process_recording import Keeper\nKeeper.__init__.__defaults__ = (0.05,)\n"
+    soon = "from sigmascope.integrations.process_recording import PeriodicSaver\nPeriodicSaver.__init__.__defaults__ = (0.05,)\n"
     killed = (
         "import os, signal, time\nwith sigmascope.stage('latent_decoding'):\n"
         "    while 'latent_decoding' not in (open('run.json').read() if os.path.exists('run.json') else ''):\n"

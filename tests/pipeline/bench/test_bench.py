@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from sigmascope.analysis.regression import check_regression
+from sigmascope.analysis.run_comparison import check_regression
 from sigmascope.errors import ConfigError, WriteError
 from sigmascope.monitor import stage
 from sigmascope.monitor.performance import PerformanceMonitor

@@ -1,6 +1,6 @@
 """Models loaded from files, moved to another device, and moved in and out by offloading.
 
-`Loading` also notes what was read: a model's files, and which keys did not fit. `Transfers` times what offloading
+`LoadingObserver` also notes what was read: a model's files, and which keys did not fit. `TransferObserver` times what offloading
 moves while a pipeline runs.
 """
 
@@ -9,9 +9,8 @@ import os
 from typing import Any, ClassVar, Final
 
 from sigmascope.files import short_path
-from sigmascope.integrations.diffusers.hooks import After, Arguments, Instrument, Keywords, Parts
-from sigmascope.integrations.diffusers.watch_session import Activity, current_activity
-from sigmascope.integrations.import_hook import when_loaded
+from sigmascope.integrations.diffusers.hooks import After, Arguments, Before, Keywords
+from sigmascope.integrations.diffusers.watch_session import Observer, StageStack, WatchedParts, current_stack
 from sigmascope.probes.models import file_facts, key_facts
 
 LOADING_STAGE: Final = "model_loading"
@@ -45,7 +44,7 @@ _MOVERS: Final = (
 """What moves weights, for whole models, for single modules, and for groups of them."""
 
 
-class Loading(Instrument):
+class LoadingObserver(Observer):
     """A stage for each loading, with those of a pipeline's models inside its own, and for each move."""
 
     name: ClassVar[str] = "loading"
@@ -54,25 +53,22 @@ class Loading(Instrument):
         """Hear the loaders of diffusers and transformers, now or when they are imported."""
         for module, kind, method in _LOADERS:
             before = self._before_components if method == "load_components" else self._before_load
-            self._when_loaded(module, kind, method, before)
+            self._hook_when_loaded(module, kind, method, before)
         for module, kind in _WEIGHT_LOADERS:
-            self._when_loaded(module, kind, _READS_FILES, self._before_files)
-            self._when_loaded(module, kind, _FINISHES, self._before_keys)
+            self._hook_when_loaded(module, kind, _READS_FILES, self._before_files)
+            self._hook_when_loaded(module, kind, _FINISHES, self._before_keys)
 
     def attach_class(self, kind: type) -> None:
         """Hear pipelines being moved."""
         if not hasattr(kind, "_call_impl"):
-            self.tap_class(kind, "to", self._before_move)
+            self.hook_class(kind, "to", self._before_move)
 
-    def _when_loaded(self, module: str, name: str, method: str, before: Any) -> None:
+    def _hook_when_loaded(self, module: str, name: str, method: str, before: Before) -> None:
         def put_on(kind: type) -> None:
-            try:
-                if method in vars(kind):
-                    self.tap(kind, method, before)
-            except Exception as failure:  # noqa: BLE001 - this runs in the host's import
-                self.failed(failure)
+            if method in vars(kind):
+                self.hook_attribute(kind, method, before)
 
-        self.keep_undo((name, method), when_loaded(module, name, put_on))
+        self.when_loaded((name, method), module, name, put_on)
 
     def _before_load(self, kind: object, args: Arguments, kwargs: Keywords) -> After | None:
         source = next(iter((*args, *(kwargs[key] for key in _SOURCES if key in kwargs))), None)
@@ -93,18 +89,18 @@ class Loading(Instrument):
         kwargs: Keywords,
         file: str | os.PathLike[str] | None = None,
     ) -> After | None:
-        activity = self.session.here()
-        if activity is None:
+        stack = self.session.stack_here()
+        if stack is None:
             return None
-        stage = activity.enter(LOADING_STAGE)
+        stage = stack.enter(LOADING_STAGE)
         facts["dtype"] = _text(kwargs.get("dtype", kwargs.get("torch_dtype")))
 
         def after(result: object, error: BaseException | None) -> None:
-            activity.leave(stage, error)
+            stack.leave(stage, error)
             model = result[0] if isinstance(result, tuple) and result else result
             loaded = kind if model is None else type(model)
             stage.fact("loads", loaded.__name__ if isinstance(loaded, type) else type(loaded).__name__)
-            read, _ = self.session.guard.read("watch.files", lambda: file_facts(file))
+            read, _ = self.guard.read("watch.files", lambda: file_facts(file))
             for key, fact in {**facts, **(read or {})}.items():
                 if fact is not None:
                     stage.fact(key, fact)
@@ -114,50 +110,50 @@ class Loading(Instrument):
         return after
 
     def _before_move(self, pipeline: object, args: Arguments, kwargs: Keywords) -> After | None:
-        activity = self.session.here(pipeline)
-        if activity is None or activity.is_in(LOADING_STAGE):
+        stack = self.session.stack_here(pipeline)
+        if stack is None or stack.is_in(LOADING_STAGE):
             return None
-        stage = activity.enter(LOADING_STAGE)
+        stage = stack.enter(LOADING_STAGE)
 
         def after(result: object, error: BaseException | None) -> None:
-            activity.leave(stage, error)
+            stack.leave(stage, error)
             stage.fact("moves", type(pipeline).__name__)
-            stage.fact("to", [_text(one) for one in (*args, *kwargs.values())])
+            stage.fact("to", [_text(argument) for argument in (*args, *kwargs.values())])
             stage.module("model", pipeline)
 
         return after
 
     def _before_files(self, _: object, args: Arguments, kwargs: Keywords) -> After | None:
-        activity = self._loading_here()
-        if activity is None:
+        stack = self._loading_here()
+        if stack is None:
             return None
         files = (
             args[2] if len(args) > 2 else kwargs.get("resolved_model_file", kwargs.get("checkpoint_files"))
         )
-        self._tell(activity, file_facts(files))
-        return functools.partial(self._tell_keys, activity)
+        self._tell(stack, file_facts(files))
+        return functools.partial(self._tell_keys, stack)
 
     def _before_keys(self, _: object, args: Arguments, kwargs: Keywords) -> After | None:
-        activity = self._loading_here()
-        return None if activity is None else functools.partial(self._tell_keys, activity)
+        stack = self._loading_here()
+        return None if stack is None else functools.partial(self._tell_keys, stack)
 
-    def _loading_here(self) -> Activity | None:
-        activity = self.session.here()
-        return activity if activity is not None and activity.is_in(LOADING_STAGE) else None
+    def _loading_here(self) -> StageStack | None:
+        stack = self.session.stack_here()
+        return stack if stack is not None and stack.is_in(LOADING_STAGE) else None
 
-    def _tell_keys(self, activity: Activity, result: object, _error: BaseException | None) -> None:
-        self._tell(activity, key_facts(result))
+    def _tell_keys(self, stack: StageStack, result: object, _error: BaseException | None) -> None:
+        self._tell(stack, key_facts(result))
 
-    def _tell(self, activity: Activity, facts: dict[str, Any]) -> None:
+    def _tell(self, stack: StageStack, facts: dict[str, Any]) -> None:
         for name, fact in facts.items():
-            activity.open[-1][1].fact(name, fact)
+            stack.open[-1][1].fact(name, fact)
 
 
 def _text(value: object) -> str | None:
     return None if value is None or isinstance(value, dict) else str(value)
 
 
-class Transfers(Instrument):
+class TransferObserver(Observer):
     """The time for which the host waits for weights to be moved. A copy that goes on meanwhile is not in it.
 
     Nothing is put on before a pipeline is offloaded.
@@ -165,31 +161,30 @@ class Transfers(Instrument):
 
     name: ClassVar[str] = "transfers"
 
-    def attach(self, parts: Parts) -> None:
+    def attach(self, parts: WatchedParts) -> None:
         """Hear the movers, if any component is offloaded."""
-        if self.has("CpuOffload") or not any(one.offload for one in parts.facts.components.values()):
+        if self.has("CpuOffload") or not any(
+            component.offload for component in parts.facts.components.values()
+        ):
             return
         for module, kind, methods in _MOVERS:
-            self.keep_undo(kind, when_loaded(module, kind, functools.partial(self._put_on, methods)))
+            self.when_loaded(kind, module, kind, functools.partial(self._put_on, methods))
 
     def _put_on(self, methods: tuple[str, ...], kind: type) -> None:
-        try:
-            for method in methods:
-                if method in vars(kind):
-                    self.tap(kind, method, self._before_move)
-        except Exception as failure:  # noqa: BLE001 - this may run in the host's import
-            self.failed(failure)
+        for method in methods:
+            if method in vars(kind):
+                self.hook_attribute(kind, method, self._before_move)
 
     def _before_move(self, mover: object, args: Arguments, kwargs: Keywords) -> After | None:
-        activity = current_activity(self.session)
-        if activity is None or activity.is_moving or getattr(mover, "offload", True) is False:
+        stack = current_stack(self.session)
+        if stack is None or stack.is_moving or getattr(mover, "offload", True) is False:
             return None  # a mover calls others, and some move inputs alone
         clock = self.session.recorder.clock
-        activity.is_moving = True
+        stack.is_moving = True
         started = clock()
 
         def after(result: object, error: BaseException | None) -> None:
-            activity.is_moving = False
-            activity.weights_moved(clock() - started)
+            stack.is_moving = False
+            stack.weights_moved(clock() - started)
 
         return after

@@ -10,7 +10,8 @@ from torch import nn
 
 from sigmascope.files import short_path
 from sigmascope.integrations.diffusers.denoising import denoisers_of
-from sigmascope.integrations.diffusers.hooks import After, Arguments, Instrument, Keywords, Parts, take_apart
+from sigmascope.integrations.diffusers.hooks import After, Arguments, Keywords
+from sigmascope.integrations.diffusers.watch_session import Observer, WatchedParts, take_apart
 from sigmascope.monitor.recorder import LiveStage
 from sigmascope.monitor.workflow import in_short
 from sigmascope.probes.reading import keeping_words
@@ -31,7 +32,7 @@ _MOST_BYTES: Final = 2**30
 """Up to so much, the weights that a LoRA changes are read before and after; reading more would be felt."""
 
 
-class Loras(Instrument):
+class LoraObserver(Observer):
     """A stage for each of `METHODS`, with the analysis of what it did to the models."""
 
     name: ClassVar[str] = "lora"
@@ -40,20 +41,20 @@ class Loras(Instrument):
         """Hear the methods of pipelines."""
         if not hasattr(kind, "_call_impl"):
             for method in METHODS:
-                self.tap_class(kind, method, functools.partial(self._before, method))
+                self.hook_class(kind, method, functools.partial(self._before, method))
 
-    def attach(self, parts: Parts) -> None:
+    def attach(self, parts: WatchedParts) -> None:
         """Hear the same methods, and their own, of denoisers."""
         for _, denoiser in denoisers_of(parts):
             for method in ("load_lora_adapter", *METHODS):
-                self.tap_method(denoiser, method, functools.partial(self._before, method))
+                self.hook_method(denoiser, method, functools.partial(self._before, method))
 
     def _before(self, method: str, target: object, args: Arguments, kwargs: Keywords) -> After | None:
         is_model = isinstance(target, nn.Module)
-        activity = self.session.here(None if is_model else target)
-        if activity is None or activity.is_in(STAGE):
+        stack = self.session.stack_here(None if is_model else target)
+        if stack is None or stack.is_in(STAGE):
             return None
-        guard = self.session.guard
+        guard = self.guard
         path = lora_path(args, kwargs) if method.startswith("load_") else None
         before, _ = guard.read("watch.lora", lambda: Models(target))
         baseline = None
@@ -63,10 +64,10 @@ class Loras(Instrument):
                 "watch.lora", lambda: capture_lora_baseline(before.denoiser, before.encoders, path, keys=keys)
             )
         del before
-        stage = activity.enter(STAGE)
+        stage = stack.enter(STAGE)
 
         def after(result: object, error: BaseException | None) -> None:
-            activity.leave(stage, error)
+            stack.leave(stage, error)
             stage.fact("method", method)
             if path is not None:
                 stage.fact("file", short_path(path))
@@ -103,8 +104,8 @@ class Models:
         self.denoiser: object = next(iter(denoisers.values())) if len(denoisers) == 1 else denoisers
         self.encoders: Mapping[str, object] | None = dict(parts.of_role("text_encoder")) or None
         modules = [part.module for part in parts.facts.components.values()]
-        self._nbytes = sum(one.nbytes or 0 for one in modules if one is not None)
-        self._devices = {device for one in modules if one is not None for device in one.devices}
+        self._nbytes = sum(module.nbytes or 0 for module in modules if module is not None)
+        self._devices = {device for module in modules if module is not None for device in module.devices}
 
     def keys_to_read(self, path: str | None) -> Literal["lora", "none"]:
         """Whose contents to compare: those that the file changes, or none where that would take long."""
@@ -114,10 +115,10 @@ class Models:
 
 def lora_path(args: Arguments, kwargs: Keywords) -> str | None:
     """The local file that a loader is given; None for a name on the hub or a state dict."""
-    given = next(iter(args), kwargs.get("pretrained_model_name_or_path_or_dict"))
-    if not isinstance(given, str | os.PathLike):
+    source = next(iter(args), kwargs.get("pretrained_model_name_or_path_or_dict"))
+    if not isinstance(source, str | os.PathLike):
         return None
-    path = Path(given)
+    path = Path(source)
     weight_name = kwargs.get("weight_name")
     if path.is_dir() and isinstance(weight_name, str):
         path /= weight_name

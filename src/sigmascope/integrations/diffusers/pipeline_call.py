@@ -15,23 +15,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sigmascope.integrations.diffusers.denoising import end_finished
-from sigmascope.integrations.diffusers.hooks import (
-    After,
-    Arguments,
-    Instrument,
-    Keywords,
-    Parts,
-    pipelines_in,
-)
+from sigmascope.integrations.diffusers.denoising import end_complete_denoising
+from sigmascope.integrations.diffusers.hooks import After, Arguments, Keywords
 from sigmascope.integrations.diffusers.watch_session import (
-    ACTIVITIES,
-    Activity,
-    current_activity,
-    enter_activity,
-    guides,
-    hears,
-    leave_activities,
+    STACKS,
+    Observer,
+    StageStack,
+    WatchedParts,
+    asks_for_guidance,
+    current_stack,
+    enter_stack,
+    leave_stacks,
+    pipelines_in,
 )
 from sigmascope.monitor.recorder import LiveStage
 from sigmascope.records.facts import CallFacts, PipelineFacts
@@ -55,7 +50,7 @@ _OUTCOME_NAMES: Final = ("images", "frames", "videos", "latents")
 """Under which the state of a modular pipeline holds its outcome."""
 
 
-class Calls(Instrument):
+class CallObserver(Observer):
     """Opens and closes a generation around every call of a pipeline."""
 
     name: ClassVar[str] = "calls"
@@ -63,48 +58,48 @@ class Calls(Instrument):
     def attach_class(self, kind: type) -> None:
         """Hear the calls of pipelines of a class; a module alone is none."""
         if not hasattr(kind, "_call_impl"):
-            self.tap_class(kind, "__call__", self._before)
+            self.hook_class(kind, "__call__", self._before)
 
-    def attach(self, parts: Parts) -> None:
+    def attach(self, parts: WatchedParts) -> None:
         """Hear the calls of the pipelines that this one is made of."""
         for pipeline in pipelines_in(parts.pipeline):
             self.attach_class(type(pipeline))
 
     def _before(self, pipeline: object, args: Arguments, kwargs: Keywords) -> After | None:
         session = self.session
-        if not hears(session, pipeline):
+        if not session.records(pipeline):
             return None
-        own = self._own(pipeline)
-        if own is not None:
-            end_finished(own)
-            if own.denoising is None:  # a subclass calls its base; a callback's call comes between steps
+        own_stack = self._own(pipeline)
+        if own_stack is not None:
+            end_complete_denoising(own_stack)
+            if own_stack.denoising is None:  # a subclass calls its base; a callback calls between steps
                 return None
         facts = session.watch(pipeline)
         arguments, _ = session.guard.read("watch.call", lambda: named_arguments(pipeline, args, kwargs))
         call, prompts = self._read(pipeline, arguments or {})
-        outside = current_activity(session)
+        outside = current_stack(session)
         if outside is not None and outside.pipeline_id is None:
             session.open_calls.close_broken(outside)
             outside.end_denoising()
-        activity = Activity(session, id(pipeline))
-        activity.pipeline = pipeline
-        stage = activity.enter(GENERATION)
-        enter_activity(activity)
+        stack = StageStack(session, id(pipeline))
+        stack.pipeline = pipeline
+        stage = stack.enter(GENERATION)
+        enter_stack(stack)
 
         def after(result: object, error: BaseException | None) -> None:
-            denoising = activity.denoising  # a decoding would have ended it
+            denoising = stack.denoising  # a decoding would have ended it
             try:
-                activity.end(error)
+                stack.end(error)
             finally:
-                leave_activities(activity)
-                activity.pipeline = None
+                leave_stacks(stack)
+                stack.pipeline = None
             if denoising is not None and error is None:
                 session.guard.read("watch.outcome", lambda: _tell_outcome(denoising.stage, result))
             if error is None:
                 self._tell_pictures(stage, result)
             if inspect.isgenerator(result) or inspect.isasyncgen(result) or inspect.iscoroutine(result):
                 stage.fact("runs_later", RUNS_LATER)
-            self._tell(stage, activity, pipeline, call, facts)
+            self._tell(stage, stack, pipeline, call, facts)
             self._tell_prompts(stage, prompts)
             seeds = seeds_of(arguments or {})
             if seeds:
@@ -113,17 +108,17 @@ class Calls(Instrument):
         return after
 
     def _tell_pictures(self, stage: LiveStage, result: object) -> None:
-        seen, _ = self.session.guard.read("watch.pictures", lambda: pictures_of(result))
+        seen, _ = self.guard.read("watch.pictures", lambda: pictures_of(result))
         if seen is not None:
             stage.fact(FACT, seen)
 
-    def _own(self, pipeline: object) -> Activity | None:
+    def _own(self, pipeline: object) -> StageStack | None:
         """The call of this pipeline that is going on here."""
-        found = (one for one in reversed(ACTIVITIES.get()) if one.session is self.session)
-        return next((one for one in found if one.pipeline_id == id(pipeline)), None)
+        stacks = (stack for stack in reversed(STACKS.get()) if stack.session is self.session)
+        return next((stack for stack in stacks if stack.pipeline_id == id(pipeline)), None)
 
     def _read(self, pipeline: object, arguments: dict[str, Any]) -> tuple[CallFacts, dict[str, str]]:
-        guard = self.session.guard
+        guard = self.guard
         call, _ = guard.read("watch.call", lambda: call_facts(arguments))
         prompts, _ = guard.read("watch.prompts", lambda: prompts_of(arguments))
         return call or CallFacts(), prompts or {}
@@ -131,33 +126,33 @@ class Calls(Instrument):
     def _tell(
         self,
         stage: LiveStage,
-        activity: Activity,
+        stack: StageStack,
         pipeline: object,
         call: CallFacts,
         facts: PipelineFacts | None,
     ) -> None:
-        told, _ = self.session.guard.read("watch.call", lambda: with_outcome(call, pipeline, activity))
-        stage.fact("call", told or call)
+        finished, _ = self.guard.read("watch.call", lambda: with_outcome(call, pipeline, stack))
+        stage.fact("call", finished or call)
         if facts is not None:
             stage.fact("pipeline", facts)
 
     def _tell_prompts(self, stage: LiveStage, prompts: dict[str, str]) -> None:
-        kept = stored_prompts(prompts, self.session.choices.prompts)
+        kept = stored_prompts(prompts, self.session.options.prompts)
         if kept:
             stage.fact(
                 "prompts",
                 {
-                    name: {"sha256": one.sha256} | ({} if one.text is None else {"text": one.text})
-                    for name, one in kept.items()
+                    name: {"sha256": prompt.sha256} | ({} if prompt.text is None else {"text": prompt.text})
+                    for name, prompt in kept.items()
                 },
             )
 
 
 def _tell_outcome(denoising: LiveStage, result: object) -> None:
     """Put on the denoising what it made, which nobody decoded. Values on an accelerator are not waited for."""
-    made = outcome_of(result)
-    if made is not None:
-        denoising.tensor("output", made)
+    output = outcome_of(result)
+    if output is not None:
+        denoising.tensor("output", output)
 
 
 def named_arguments(pipeline: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -176,10 +171,10 @@ def named_arguments(pipeline: object, args: tuple[Any, ...], kwargs: Mapping[str
     for name in extra:
         arguments |= arguments.pop(name, {})
     blocks = getattr(pipeline, "blocks", None)
-    for given in getattr(blocks, "inputs", None) or ():
-        known = getattr(given, "name", None)
+    for declared in getattr(blocks, "inputs", None) or ():
+        known = getattr(declared, "name", None)
         if isinstance(known, str):
-            arguments.setdefault(known, getattr(given, "default", None))
+            arguments.setdefault(known, getattr(declared, "default", None))
     return arguments
 
 
@@ -201,15 +196,15 @@ def call_facts(arguments: Mapping[str, Any]) -> CallFacts:
 
 def _callback(arguments: Mapping[str, Any]) -> str | None:
     """The name of the function, or of the object's class."""
-    given = next((arguments[name] for name in _CALLBACKS if arguments.get(name) is not None), None)
-    return None if given is None else str(getattr(given, "__qualname__", type(given).__qualname__))
+    callback = next((arguments[name] for name in _CALLBACKS if arguments.get(name) is not None), None)
+    return None if callback is None else str(getattr(callback, "__qualname__", type(callback).__qualname__))
 
 
 def _steps(arguments: Mapping[str, Any]) -> int | None:
     for name in ("timesteps", "sigmas"):
-        given = arguments.get(name)
-        if isinstance(given, list | tuple) and given:
-            return len(given)
+        schedule = arguments.get(name)
+        if isinstance(schedule, list | tuple) and schedule:
+            return len(schedule)
     return _whole_number(arguments.get("num_inference_steps"))
 
 
@@ -218,7 +213,7 @@ def _whole_number(value: object) -> int | None:
 
 
 def _guidance(arguments: Mapping[str, Any]) -> float | None:
-    """The scale that guides: that of true classifier-free guidance where it is on beside a distilled one."""
+    """The scale that asks_for_guidance: that of true classifier-free guidance where it is on beside a distilled one."""
     for name in _GUIDANCE:
         scale = arguments.get(name)
         if (
@@ -246,50 +241,52 @@ def _prompt_count(prompt: object, arguments: Mapping[str, Any]) -> int | None:
     if isinstance(prompt, list | tuple) and prompt:
         return len(prompt)
     embeds: Iterable[Any] = (arguments.get(name) for name in _EMBEDS)
-    return next((one.shape[0] for one in embeds if isinstance(one, Tensor) and one.dim()), None)
+    return next((tensor.shape[0] for tensor in embeds if isinstance(tensor, Tensor) and tensor.dim()), None)
 
 
-def with_outcome(call: CallFacts, pipeline: object, activity: Activity) -> CallFacts:
+def with_outcome(call: CallFacts, pipeline: object, stack: StageStack) -> CallFacts:
     """The facts with what only the finished call shows: the size of what was decoded, and guidance at work."""
-    height, width = activity.size or (None, None)
+    height, width = stack.size or (None, None)
     return replace(
         call,
-        num_inference_steps=call.num_inference_steps or activity.planned_steps,
+        num_inference_steps=call.num_inference_steps or stack.planned_steps,
         height=call.height or height,
         width=call.width or width,
-        guidance_batches=_guidance_batches(pipeline, activity),
+        guidance_batches=_guidance_batches(pipeline, stack),
     )
 
 
-def _guidance_batches(pipeline: object, activity: Activity) -> int | None:
+def _guidance_batches(pipeline: object, stack: StageStack) -> int | None:
     """From the calls that a step needed, or from what the pipeline says of one batched call."""
-    if activity.most_calls_a_step != 1:
-        return activity.most_calls_a_step or None
-    told = [one for one in (activity.is_guided, guides(pipeline)) if isinstance(one, bool)]
-    if told:
-        return 1 + max(told)
+    if stack.most_calls_a_step != 1:
+        return stack.most_calls_a_step or None
+    answers = [
+        answer for answer in (stack.is_guided, asks_for_guidance(pipeline)) if isinstance(answer, bool)
+    ]
+    if answers:
+        return 1 + max(answers)
     config = getattr(getattr(pipeline, "transformer", None), "config", None) or {}
     return 1 if config.get("guidance_embeds") is True else None
 
 
 def prompts_of(arguments: Mapping[str, Any]) -> dict[str, str]:
     """All texts among the arguments that are called prompts; those of a batch as `prompt.0`, `prompt.1`, …."""
-    found: dict[str, str] = {}
+    prompts: dict[str, str] = {}
     for name, value in arguments.items():
         if "prompt" not in name:
             continue
         if isinstance(value, str):
-            found[name] = value
+            prompts[name] = value
         elif isinstance(value, list | tuple) and all(isinstance(text, str) for text in value):
-            found |= {f"{name}.{index}": text for index, text in enumerate(value)}
-    return found
+            prompts |= {f"{name}.{index}": text for index, text in enumerate(value)}
+    return prompts
 
 
 def seeds_of(arguments: Mapping[str, Any]) -> list[int]:
     """The seeds of the call's generators, one for each."""
-    given = arguments.get("generator")
-    generators = given if isinstance(given, list | tuple) else [given]
-    return [one.initial_seed() for one in generators if isinstance(one, torch.Generator)]
+    generator = arguments.get("generator")
+    generators = generator if isinstance(generator, list | tuple) else [generator]
+    return [generator.initial_seed() for generator in generators if isinstance(generator, torch.Generator)]
 
 
 def pictures_of(result: object) -> dict[str, Any] | None:
@@ -306,8 +303,8 @@ def pictures_of(result: object) -> dict[str, Any] | None:
         of the first, and `not_finite`; and `replaced`: how many the pipeline's safety checker made black, None: it says
         nothing.
     """
-    made = _made(result)
-    pictures = list(_pictures(made))
+    output = _output_of(result)
+    pictures = list(_pictures(output))
     if not pictures:
         return None
     chosen = [pictures[index * len(pictures) // MOST] for index in range(MOST)]
@@ -315,7 +312,7 @@ def pictures_of(result: object) -> dict[str, Any] | None:
     colours = [colour for colour, is_finite in seen if is_finite and colour is not None]
     return {
         "pictures": len(pictures),
-        "is_video": _is_video(made),
+        "is_video": _is_video(output),
         "looked_at": len(seen),
         "one_colour": len(colours),
         "colour": colours[0] if colours else None,
@@ -324,7 +321,7 @@ def pictures_of(result: object) -> dict[str, Any] | None:
     }
 
 
-def _made(result: object) -> object:
+def _output_of(result: object) -> object:
     values = getattr(result, "values", None)
     if isinstance(values, Mapping):  # a modular pipeline's state
         return next((values[name] for name in _PICTURE_NAMES if values.get(name) is not None), None)
@@ -333,21 +330,21 @@ def _made(result: object) -> object:
     return result[0] if isinstance(result, tuple) and result else result
 
 
-def _pictures(made: Any) -> Iterator[Any]:
-    if _is_image(made) or (_is_array(made) and made.ndim == 3):
-        yield made
-    elif isinstance(made, list | tuple) or (_is_array(made) and made.ndim > 3):
-        for part in made:
+def _pictures(output: Any) -> Iterator[Any]:
+    if _is_image(output) or (_is_array(output) and output.ndim == 3):
+        yield output
+    elif isinstance(output, list | tuple) or (_is_array(output) and output.ndim > 3):
+        for part in output:
             yield from _pictures(part)
 
 
-def _is_image(made: object) -> bool:
+def _is_image(thing: object) -> bool:
     pillow = sys.modules.get("PIL.Image")  # who has a picture of it has imported it
-    return pillow is not None and isinstance(made, pillow.Image)
+    return pillow is not None and isinstance(thing, pillow.Image)
 
 
-def _is_array(made: Any) -> bool:
-    return isinstance(made, np.ndarray) and made.dtype.kind in "fu" and made.size > 0
+def _is_array(thing: Any) -> bool:
+    return isinstance(thing, np.ndarray) and thing.dtype.kind in "fu" and thing.size > 0
 
 
 def _look(picture: Any) -> tuple[list[float] | None, bool]:
@@ -365,17 +362,19 @@ def _look(picture: Any) -> tuple[list[float] | None, bool]:
     return ([float(lowest) for lowest, _ in bands] if is_one else None), True
 
 
-def _is_video(made: Any) -> bool:
-    if isinstance(made, list | tuple):
-        return bool(made) and (isinstance(made[0], list | tuple) or (_is_array(made[0]) and made[0].ndim > 3))
-    return _is_array(made) and made.ndim > 4
+def _is_video(output: Any) -> bool:
+    if isinstance(output, list | tuple):
+        return bool(output) and (
+            isinstance(output[0], list | tuple) or (_is_array(output[0]) and output[0].ndim > 3)
+        )
+    return _is_array(output) and output.ndim > 4
 
 
 def _replaced(result: object) -> int | None:
     flags = getattr(result, "nsfw_content_detected", None)
     if flags is None and isinstance(result, tuple) and len(result) > 1:
         flags = result[1]
-    if not isinstance(flags, list) or not all(isinstance(one, bool | np.bool_) for one in flags):
+    if not isinstance(flags, list) or not all(isinstance(flag, bool | np.bool_) for flag in flags):
         return None
     return sum(map(bool, flags))
 
@@ -389,7 +388,8 @@ def outcome_of(result: object) -> Tensor | None:
     values = getattr(result, "values", None)
     if isinstance(values, Mapping):  # a modular pipeline's state
         return next(
-            (found for name in _OUTCOME_NAMES if (found := outcome_of(values.get(name))) is not None), None
+            (outcome for name in _OUTCOME_NAMES if (outcome := outcome_of(values.get(name))) is not None),
+            None,
         )
     if isinstance(result, Mapping):
         result = tuple(result.values())

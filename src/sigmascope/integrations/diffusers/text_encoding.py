@@ -7,24 +7,23 @@ it. It gives what it cut off beside what it kept, however, and there that is rea
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, NamedTuple
 
 from torch import Tensor
 
-from sigmascope.integrations.diffusers.denoising import end_finished
-from sigmascope.integrations.diffusers.hooks import (
-    After,
-    Arguments,
-    Instrument,
-    Keywords,
-    Parts,
-    forget_others,
-    hook_calls,
-    reference_to,
+from sigmascope.integrations.diffusers.denoising import end_complete_denoising
+from sigmascope.integrations.diffusers.hooks import After, Arguments, Keywords, forget_others, reference_to
+from sigmascope.integrations.diffusers.watch_session import (
+    Observer,
+    Session,
+    StageStack,
+    WatchedParts,
+    beside_the_stage,
+    current_stack,
 )
-from sigmascope.integrations.diffusers.watch_session import Activity, Session, current_activity
 from sigmascope.monitor.recorder import LiveStage
 from sigmascope.probes.models import components_of
 from sigmascope.records.prompts import PromptPrivacy
@@ -34,8 +33,6 @@ from sigmascope.stages.tokens import TokenCount
 MOST_RUNS: Final = 32
 """An encoder that writes a text token by token is called hundreds of times; so many of its calls have a stage."""
 ENCODING_STAGE: Final = "text_encoding"
-_ON_THE_STAGE: Final = frozenset({"baseline", "current_memory", "memory_impact", "peak_memory"})
-"""What of the analysis the stage holds already."""
 WORDS_UNKNOWN: Final = "the tokenizer was watched and not asked which words did not fit"
 NOT_SEEN: Final = "no tokenizer was seen to read this prompt as it is; pipelines put some into a template"
 FULL: Final = "the tokenizer's limit is reached, and it was not seen to read the prompt without one"
@@ -74,7 +71,7 @@ class Encoding:
     readings: list[Reading] = field(default_factory=list)
 
 
-class TextEncoding(Instrument):
+class TextEncodingObserver(Observer):
     """A stage for each encoding of prompts."""
 
     name: ClassVar[str] = "text_encoding"
@@ -83,16 +80,17 @@ class TextEncoding(Instrument):
         super().__init__(session)
         self._encoders: dict[int, tuple[str, ...]] = {}
         self._tokenizers: dict[int, str] = {}
+        self._open: weakref.WeakKeyDictionary[StageStack, Encoding] = weakref.WeakKeyDictionary()
 
     def attach_class(self, kind: type) -> None:
         """Hear `encode_prompt`."""
-        self.tap_class(kind, "encode_prompt", self._before_prompt)
+        self.hook_class(kind, "encode_prompt", self._before_prompt)
 
-    def attach(self, parts: Parts) -> None:
+    def attach(self, parts: WatchedParts) -> None:
         """Hear every text encoder, tokenizer and image encoder."""
         for name, tokenizer in parts.of_role("tokenizer"):
             self._tokenizers[id(tokenizer)] = name
-            self.tap_method(tokenizer, "__call__", self._before_tokenizer)
+            self.hook_method(tokenizer, "__call__", self._before_tokenizer)
         encoders = list(parts.of_role("text_encoder"))
         self._encoders[id(parts.pipeline)] = tuple(name for name, _ in encoders)
         for name, encoder in encoders:
@@ -107,42 +105,43 @@ class TextEncoding(Instrument):
         forget_others(self._tokenizers, self._targets)
 
     def _hook(self, stage: str, name: str, encoder: object) -> None:
-        hook_calls(self, encoder, functools.partial(self._before_encoder, stage, name, reference_to(encoder)))
+        self.hook_module(encoder, functools.partial(self._before_encoder, stage, name, reference_to(encoder)))
 
     def _before_prompt(self, pipeline: object, args: Arguments, kwargs: Keywords) -> After | None:
-        activity = self.session.here(pipeline)
-        if activity is None or activity.is_in(ENCODING_STAGE):
+        stack = self.session.stack_here(pipeline)
+        if stack is None or stack.is_in(ENCODING_STAGE):
             return None
-        end_finished(activity)
+        end_complete_denoising(stack)
         signature = inspect.signature(type(pipeline).encode_prompt)  # type: ignore[attr-defined]
         accepts_negative = "negative_prompt" in signature.parameters
-        guard, privacy = self.session.guard, self.session.choices.prompts
-        encoding, _ = guard.read("watch.text", lambda: self._begun(pipeline, signature, args, kwargs))
-        stage = activity.enter(ENCODING_STAGE)
-        activity.encoding = encoding
+        guard, privacy = self.guard, self.session.options.prompts
+        encoding, _ = guard.read("watch.text", lambda: self._seen_before(pipeline, signature, args, kwargs))
+        stage = stack.enter(ENCODING_STAGE)
+        if encoding is not None:
+            self._open[stack] = encoding
 
         def after(result: object, error: BaseException | None) -> None:
-            activity.encoding = None
-            activity.leave(stage, error)
+            self._open.pop(stack, None)
+            stack.leave(stage, error)
             named = embeddings(result, accepts_negative)
             for name, tensor in named.items():
                 stage.tensor(name, tensor)
             if encoding is not None:
-                guard.read("watch.text", lambda: tell(stage, encoding, named, privacy, error))
+                guard.read("watch.text", lambda: record_analysis(stage, encoding, named, privacy, error))
 
         return after
 
-    def _begun(
+    def _seen_before(
         self, pipeline: object, signature: inspect.Signature, args: Arguments, kwargs: Keywords
     ) -> Encoding:
         components = components_of(pipeline)
         names = self._encoders.get(id(pipeline), ())
         encoders = {name: components[name] for name in names if name in components}
-        return begun(signature.bind_partial(pipeline, *args, **kwargs).arguments, encoders)
+        return capture_baseline(signature.bind_partial(pipeline, *args, **kwargs).arguments, encoders)
 
     def _before_tokenizer(self, tokenizer: object, args: Arguments, kwargs: Keywords) -> After | None:
-        activity = current_activity(self.session)
-        encoding = None if activity is None else activity.encoding
+        stack = current_stack(self.session)
+        encoding = None if stack is None else self._open.get(stack)
         if encoding is None:
             return None
         name = self._tokenizers[id(tokenizer)]
@@ -150,35 +149,35 @@ class TextEncoding(Instrument):
         def after(result: object, error: BaseException | None) -> None:
             if error is None:
                 read = lambda: readings_of(name, tokenizer, args, kwargs, result)  # noqa: E731
-                encoding.readings.extend(self.session.guard.read("watch.tokens", read)[0] or ())
+                encoding.readings.extend(self.guard.read("watch.tokens", read)[0] or ())
 
         return after
 
     def _before_encoder(
         self, stage: str, name: str, encoder: Callable[[], object], *_: object
     ) -> After | None:
-        activity = self.session.here()
-        return None if activity is None else _within(activity, stage, name, encoder())
+        stack = self.session.stack_here()
+        return None if stack is None else _within(stack, stage, name, encoder())
 
 
-def _within(activity: Activity, name: str, encoder: str, module: object) -> After | None:
+def _within(stack: StageStack, name: str, encoder: str, module: object) -> After | None:
     """A stage for an encoder's call: of this name, or of the encoder's inside such a stage."""
-    open_calls = activity.session.open_calls
-    open_calls.close_broken(activity, entering=module)
-    if activity.is_in(encoder):
+    open_calls = stack.session.open_calls
+    open_calls.close_broken(stack, entering=module)
+    if stack.is_in(encoder):
         return None
-    is_inside = activity.is_in(name)
-    if is_inside and activity.runs[encoder] >= MOST_RUNS:
+    is_inside = stack.is_in(name)
+    if is_inside and stack.runs[encoder] >= MOST_RUNS:
         return None
-    activity.runs[encoder] += 1
+    stack.runs[encoder] += 1
     if not is_inside:
-        end_finished(activity)
-    stage = activity.enter(encoder if is_inside else name)
-    call = open_calls.begin(activity, stage, module)
+        end_complete_denoising(stack)
+    stage = stack.enter(encoder if is_inside else name)
+    call = open_calls.begin(stack, stage, module)
 
     def after(result: object, error: BaseException | None) -> None:
         open_calls.end(call)
-        activity.leave(stage, error)
+        stack.leave(stage, error)
         stage.fact("component", encoder)
 
     return after
@@ -192,15 +191,15 @@ def embeddings(result: object, accepts_negative: bool) -> dict[str, Tensor]:
         accepts_negative: Whether it takes a negative prompt.
     """
     if isinstance(result, Mapping):
-        return {str(name): one for name, one in result.items() if isinstance(one, Tensor)}
-    given: tuple[Any, ...] = result if isinstance(result, tuple) else (result,)
-    prompt, *rest = given
+        return {str(name): tensor for name, tensor in result.items() if isinstance(tensor, Tensor)}
+    returned: tuple[Any, ...] = result if isinstance(result, tuple) else (result,)
+    prompt, *rest = returned
     named: dict[str, object] = {"prompt_embeds": prompt}
     for other in rest:
         kind = _kind_of_embedding(other, prompt, accepts_negative=accepts_negative)
         if kind is not None:
             named[kind if kind not in named else f"negative_{kind}"] = other
-    return {name: one for name, one in named.items() if isinstance(one, Tensor)}
+    return {name: tensor for name, tensor in named.items() if isinstance(tensor, Tensor)}
 
 
 def _kind_of_embedding(other: object, prompt: object, *, accepts_negative: bool) -> str | None:
@@ -227,7 +226,7 @@ def _width(embeddings: Tensor) -> int:
     return embeddings.shape[-1] if embeddings.dim() else 0
 
 
-def begun(arguments: Mapping[str, Any], encoders: Mapping[str, object]) -> Encoding:
+def capture_baseline(arguments: Mapping[str, Any], encoders: Mapping[str, object]) -> Encoding:
     """Take what is known before the encoding.
 
     Args:
@@ -238,7 +237,7 @@ def begun(arguments: Mapping[str, Any], encoders: Mapping[str, object]) -> Encod
     return Encoding(arguments.get("prompt"), arguments.get("negative_prompt"), baseline)
 
 
-def tell(
+def record_analysis(
     stage: LiveStage,
     encoding: Encoding,
     named: Mapping[str, object],
@@ -267,14 +266,14 @@ def tell(
         prompt_privacy=privacy,
         tokens_seen=functools.partial(counts_seen, encoding.readings),
     )
-    stage.fact(ENCODING_STAGE, {name: value for name, value in analysis.items() if name not in _ON_THE_STAGE})
+    stage.fact(ENCODING_STAGE, beside_the_stage(analysis))
 
 
 def _conditioning(named: Mapping[str, object], which: str) -> object:
     """The embeddings and the pooled ones of one prompt; None without any."""
-    found = [named.get(f"{which}{name}") for name in ("prompt_embeds", "pooled_prompt_embeds")]
-    given = tuple(one for one in found if one is not None)
-    return given or None
+    tensors = [named.get(f"{which}{name}") for name in ("prompt_embeds", "pooled_prompt_embeds")]
+    known = tuple(tensor for tensor in tensors if tensor is not None)
+    return known or None
 
 
 def readings_of(
@@ -289,8 +288,8 @@ def readings_of(
         kwargs: Those by name.
         result: What it gave.
     """
-    given = args[0] if args else kwargs.get("text")
-    texts = [given] if isinstance(given, str) else given
+    text = args[0] if args else kwargs.get("text")
+    texts = [text] if isinstance(text, str) else text
     if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
         return []
     lengths = list(_lengths(result["attention_mask"]))
@@ -331,7 +330,7 @@ def counts_seen(readings: Sequence[Reading], texts: Sequence[str]) -> tuple[list
     """
     counts = []
     for name in dict.fromkeys(reading.tokenizer for reading in readings):
-        found = [
+        of_texts = [
             [
                 reading
                 for reading in readings
@@ -339,18 +338,21 @@ def counts_seen(readings: Sequence[Reading], texts: Sequence[str]) -> tuple[list
             ]
             for text in texts
         ]
-        if all(found):
-            counts.append(_token_count(name, found))
+        if all(of_texts):
+            counts.append(_token_count(name, of_texts))
     return counts, None if counts else NOT_SEEN
 
 
-def _token_count(name: str, found: Sequence[Sequence[Reading]]) -> TokenCount:
+def _token_count(name: str, of_texts: Sequence[Sequence[Reading]]) -> TokenCount:
     whole = [
-        max(one.length + (one.rest or 0) for one in readings) - readings[0].special for readings in found
+        max(reading.length + (reading.rest or 0) for reading in readings) - readings[0].special
+        for readings in of_texts
     ]
-    limit = next((one.limit - one.special for one in found[0] if one.limit is not None), None)
-    cut = [_tokens_cut_off(readings) for readings in found]
-    known = [one for one in cut if one is not None]
+    limit = next(
+        (reading.limit - reading.special for reading in of_texts[0] if reading.limit is not None), None
+    )
+    cut = [_tokens_cut_off(readings) for readings in of_texts]
+    known = [tokens for tokens in cut if tokens is not None]
     is_known = len(known) == len(cut)
     unavailable = {} if is_known and not sum(known) else {"truncated_words": WORDS_UNKNOWN}
     if not is_known:
@@ -369,12 +371,12 @@ def _token_count(name: str, found: Sequence[Sequence[Reading]]) -> TokenCount:
 
 def _tokens_cut_off(readings: Sequence[Reading]) -> int | None:
     """How many tokens did not fit; None where only a full sequence was seen, which may have been longer."""
-    kept = [one for one in readings if one.limit is not None]
+    kept = [reading for reading in readings if reading.limit is not None]
     if not kept:
         return 0
-    rests = [one.rest for one in kept if one.rest is not None]
+    rests = [reading.rest for reading in kept if reading.rest is not None]
     if rests:
         return max(rests)
     if len(kept) < len(readings):
-        return max(0, max(one.length for one in readings) - min(one.length for one in kept))
-    return 0 if all(one.length < (one.limit or 0) for one in kept) else None
+        return max(0, max(reading.length for reading in readings) - min(reading.length for reading in kept))
+    return 0 if all(reading.length < (reading.limit or 0) for reading in kept) else None

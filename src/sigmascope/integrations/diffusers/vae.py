@@ -6,17 +6,15 @@ from typing import Any, ClassVar, Final
 
 from torch import Tensor
 
-from sigmascope.integrations.diffusers.denoising import end_finished, is_final
-from sigmascope.integrations.diffusers.hooks import (
-    After,
-    Arguments,
-    Instrument,
-    Keywords,
-    Parts,
-    forget_others,
-    holder_of,
+from sigmascope.integrations.diffusers.denoising import end_complete_denoising, is_final_decode
+from sigmascope.integrations.diffusers.hooks import After, Arguments, Keywords, forget_others, holder_of
+from sigmascope.integrations.diffusers.watch_session import (
+    Observer,
+    Session,
+    WatchedParts,
+    beside_the_stage,
+    current_stack,
 )
-from sigmascope.integrations.diffusers.watch_session import Session, current_activity
 from sigmascope.monitor.recorder import LiveStage
 from sigmascope.probes.models import unwrap
 from sigmascope.records.latents import Direction
@@ -28,11 +26,9 @@ from sigmascope.stages.latent_encoding import (
 )
 
 STAGES: Final[Mapping[Direction, str]] = {"encoding": "latent_encoding", "decoding": "latent_decoding"}
-_ON_THE_STAGE: Final = frozenset({"baseline", "current_memory", "memory_impact", "peak_memory"})
-"""What of the analysis the stage holds already."""
 
 
-class VaeCalls(Instrument):
+class VaeObserver(Observer):
     """A stage for each `encode` and `decode`; one that is called by another is part of it."""
 
     name: ClassVar[str] = "vae"
@@ -41,15 +37,17 @@ class VaeCalls(Instrument):
         super().__init__(session)
         self._names: dict[int, str] = {}
 
-    def attach(self, parts: Parts) -> None:
+    def attach(self, parts: WatchedParts) -> None:
         """Hear both of every VAE, also of one that is wrapped."""
         for name, vae in parts.of_role("vae"):
             holders = (holder_of(vae, way) for way in ("encode", "decode"))
-            for thing in {id(one): one for one in (vae, unwrap(vae), *holders) if one is not None}.values():
-                self.tap_method(thing, "encode", functools.partial(self._before, "encoding"))
-                self.tap_method(thing, "decode", functools.partial(self._before, "decoding"))
+            for thing in {
+                id(holder): holder for holder in (vae, unwrap(vae), *holders) if holder is not None
+            }.values():
+                self.hook_method(thing, "encode", functools.partial(self._before, "encoding"))
+                self.hook_method(thing, "decode", functools.partial(self._before, "decoding"))
                 for method in ("tiled_encode", "tiled_decode"):
-                    self.tap_method(thing, method, self._before_tiles)
+                    self.hook_method(thing, method, self._before_tiles)
                 self._names[id(unwrap(thing) or thing)] = name
 
     def forget_gone(self) -> None:
@@ -58,61 +56,63 @@ class VaeCalls(Instrument):
         forget_others(self._names, self._targets)
 
     def _before(self, way: Direction, vae: object, args: Arguments, kwargs: Keywords) -> After | None:
-        activity = self.session.here()
-        if activity is None or activity.is_in(*STAGES.values()):
+        stack = self.session.stack_here()
+        if stack is None or stack.is_in(*STAGES.values()):
             return None
-        if way == "decoding" and is_final(activity):
-            activity.end_denoising()
+        if way == "decoding" and is_final_decode(stack):
+            stack.end_denoising()
         elif way == "encoding":
-            end_finished(activity)
-        given = next((one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)), None)
-        guard = self.session.guard
-        baseline, _ = guard.read("watch.latents", lambda: known_before(way, vae, given))
+            end_complete_denoising(stack)
+        input_tensor = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+        guard = self.guard
+        baseline, _ = guard.read("watch.latents", lambda: capture_baseline(way, vae, input_tensor))
         component = self._names.get(id(unwrap(vae) or vae))
-        activity.is_tiled = False
-        stage = activity.enter(STAGES[way])
+        stack.is_tiled = False
+        stage = stack.enter(STAGES[way])
 
         def after(result: object, error: BaseException | None) -> None:
-            strategy = "Tiled" if activity.is_tiled else "Direct"
-            activity.leave(stage, error)
+            strategy = "Tiled" if stack.is_tiled else "Direct"
+            stack.leave(stage, error)
             stage.fact("component", component)
-            made = first_tensor(result)
-            guard.read("watch.latents", lambda: tell(stage, way, baseline, made, strategy, error))
-            latent, picture = (made, given) if way == "encoding" else (given, made)
+            output = first_tensor(result)
+            guard.read(
+                "watch.latents", lambda: record_analysis(stage, way, baseline, output, strategy, error)
+            )
+            latent, picture = (output, input_tensor) if way == "encoding" else (input_tensor, output)
             for name, tensor in (("latent", latent), ("picture", picture)):
                 if tensor is not None:
                     stage.tensor(name, tensor)
             if way == "decoding" and picture is not None and picture.dim() >= 4:
-                activity.size = (int(picture.shape[-2]), int(picture.shape[-1]))
+                stack.size = (int(picture.shape[-2]), int(picture.shape[-1]))
 
         return after
 
     def _before_tiles(self, _vae: object, _args: Arguments, _kwargs: Keywords) -> After | None:
-        activity = current_activity(self.session)
-        if activity is not None:
-            activity.is_tiled = True
+        stack = current_stack(self.session)
+        if stack is not None:
+            stack.is_tiled = True
         return None
 
 
-def known_before(direction: Direction, vae: object, given: Tensor | None) -> Mapping[str, Any]:
+def capture_baseline(direction: Direction, vae: object, input_tensor: Tensor | None) -> Mapping[str, Any]:
     """The VAE, memory and shapes before it works. Values of tensors are not read here: the stage has those.
 
     Args:
         direction: What the VAE does.
         vae: Itself.
-        given: What goes in.
+        input_tensor: What goes in.
     """
     capture = (
         capture_latent_generation_baseline if direction == "encoding" else capture_latent_decoding_baseline
     )
-    return capture(vae, given, statistics=False)
+    return capture(vae, input_tensor, statistics=False)
 
 
-def tell(
+def record_analysis(
     stage: LiveStage,
     direction: Direction,
     baseline: Mapping[str, Any] | None,
-    made: Tensor | None,
+    output: Tensor | None,
     strategy: str,
     error: BaseException | None,
 ) -> None:
@@ -121,8 +121,8 @@ def tell(
     Args:
         stage: The encoding's or decoding's.
         direction: Which of them.
-        baseline: What `known_before` gave.
-        made: What came out; None if nothing did.
+        baseline: What `capture_baseline` gave.
+        output: What came out; None if nothing did.
         strategy: "Direct" or "Tiled", as the VAE was seen to work.
         error: What it raised.
     """
@@ -132,10 +132,9 @@ def tell(
     if direction == "encoding":
         analyze, seen["may_wait"] = analyze_latent_generation_results, False
     analysis = analyze(
-        baseline, made, record.seconds, f"{strategy} VAE {direction.title()}", record.memory, **seen
+        baseline, output, record.seconds, f"{strategy} VAE {direction.title()}", record.memory, **seen
     )
-    kept = {name: value for name, value in analysis.items() if name not in _ON_THE_STAGE}
-    stage.fact(STAGES[direction], kept)
+    stage.fact(STAGES[direction], beside_the_stage(analysis))
 
 
 def first_tensor(result: object) -> Tensor | None:

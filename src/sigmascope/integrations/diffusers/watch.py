@@ -1,9 +1,10 @@
 """`watch`: one line that makes a record of what any pipeline does, and changes nothing about it.
 
-`INSTRUMENTS` are what it puts on pipelines. `Everywhere` is for a watch that names no pipeline: it knows the
+`OBSERVERS` are what it puts on pipelines. `PipelineClassObserver` is for a watch that names no pipeline: it knows the
 classes of pipelines that are loaded, and hears of those that come.
 """
 
+import functools
 import inspect
 import logging
 import os
@@ -12,15 +13,14 @@ from types import TracebackType
 from typing import Any, ClassVar, Final
 
 from sigmascope.errors import ConfigError
-from sigmascope.integrations.diffusers.denoising import Denoisers, Schedulers
-from sigmascope.integrations.diffusers.hooks import After, Arguments, Instrument, Keywords
-from sigmascope.integrations.diffusers.loading import Loading, Transfers
-from sigmascope.integrations.diffusers.lora_application import Loras
-from sigmascope.integrations.diffusers.pipeline_call import Calls
-from sigmascope.integrations.diffusers.text_encoding import TextEncoding
-from sigmascope.integrations.diffusers.vae import VaeCalls
-from sigmascope.integrations.diffusers.watch_session import Choices, Session
-from sigmascope.integrations.import_hook import when_loaded
+from sigmascope.integrations.diffusers.denoising import DenoiserObserver, SchedulerObserver
+from sigmascope.integrations.diffusers.hooks import After, Arguments, Keywords
+from sigmascope.integrations.diffusers.loading import LoadingObserver, TransferObserver
+from sigmascope.integrations.diffusers.lora_application import LoraObserver
+from sigmascope.integrations.diffusers.pipeline_call import CallObserver
+from sigmascope.integrations.diffusers.text_encoding import TextEncodingObserver
+from sigmascope.integrations.diffusers.vae import VaeObserver
+from sigmascope.integrations.diffusers.watch_session import Observer, Session, WatchOptions
 from sigmascope.monitor.guard import log_quietly
 from sigmascope.monitor.performance import decorated, whole_number
 from sigmascope.probes.reading import describe
@@ -43,15 +43,18 @@ class Watch:
 
     Args:
         pipelines: Those to watch; none: every pipeline of the process.
-        choices: The caller's.
+        options: The caller's.
         on_run: Called with each run when it is over.
     """
 
     def __init__(
-        self, pipelines: tuple[object, ...], choices: Choices, on_run: Callable[[Run], object] | None = None
+        self,
+        pipelines: tuple[object, ...],
+        options: WatchOptions,
+        on_run: Callable[[Run], object] | None = None,
     ) -> None:
         self._pipelines = pipelines
-        self._choices = choices
+        self._choices = options
         self._on_run = on_run
         self._sessions: list[Session] = []
         self._record: Run | None = None
@@ -82,7 +85,7 @@ class Watch:
         self._process_id = os.getpid()
         session: Session | None = None
         try:
-            session = Session(self._pipelines, self._choices, INSTRUMENTS)
+            session = Session(self._pipelines, self._choices, OBSERVERS)
             self._sessions.append(session)
             session.open()
         except Exception as failure:  # noqa: BLE001 - the host goes on without a record
@@ -172,18 +175,18 @@ def watch(
     check_privacy(prompts)
     if keep_generations is not None:
         whole_number("keep_generations", keep_generations, least=1)
-    for one in pipelines:
-        if inspect.isfunction(one):
+    for pipeline in pipelines:
+        if inspect.isfunction(pipeline):
             raise ConfigError(
-                f"{one.__name__} is a function and no pipeline.",
+                f"{pipeline.__name__} is a function and no pipeline.",
                 hint="Write @sigmascope.watch() with parentheses.",
             )
-    choices = Choices(prompts, name, sample_hz, step_memory, keep_generations)
-    return Watch(tuple(one for one in pipelines if one is not None), choices, on_run)
+    options = WatchOptions(prompts, name, sample_hz, step_memory, keep_generations)
+    return Watch(tuple(pipeline for pipeline in pipelines if pipeline is not None), options, on_run)
 
 
-class Everywhere(Instrument):
-    """Lets the other instruments know the classes of pipelines, where no pipeline was named."""
+class PipelineClassObserver(Observer):
+    """Lets the other observers know the classes of pipelines, where no pipeline was named."""
 
     name: ClassVar[str] = "everywhere"
 
@@ -191,17 +194,15 @@ class Everywhere(Instrument):
         """Know all classes that there are, and hear when a pipeline of another is made."""
         if not self.session.is_everywhere:
             return
-        for module, base, made in _BASES:
-            self.keep_undo(base, when_loaded(module, base, lambda kind, made=made: self._know(kind, made)))  # type: ignore[misc]
+        for module, base, method in _BASES:
+            self.when_loaded(base, module, base, functools.partial(self._know, method))
 
-    def _know(self, base: type, made: str) -> None:
-        try:
-            for kind in (base, *_subclasses(base)):
-                if "__call__" in vars(kind):
-                    self.session.watch_class(kind)
-            self.tap_class(base, made, self._before)
-        except Exception as failure:  # noqa: BLE001 - this runs in the host's import
-            self.failed(failure)
+    def _know(self, makes: str, base: type) -> None:
+        """Know a base and its subclasses, and hear the method that it calls when a pipeline is made."""
+        for kind in (base, *_subclasses(base)):
+            if "__call__" in vars(kind):
+                self.session.watch_class(kind)
+        self.hook_class(base, makes, self._before)
 
     def _before(self, pipeline: object, args: Arguments, kwargs: Keywords) -> After | None:
         self.session.watch_class(type(pipeline))
@@ -209,20 +210,20 @@ class Everywhere(Instrument):
 
 
 def _subclasses(kind: type) -> Iterator[type]:
-    below: list[type] = kind.__subclasses__()
-    for one in below:
-        yield one
-        yield from _subclasses(one)
+    subclasses: list[type] = kind.__subclasses__()
+    for subclass in subclasses:
+        yield subclass
+        yield from _subclasses(subclass)
 
 
-INSTRUMENTS: Final[tuple[type[Instrument], ...]] = (
-    Calls,
-    Loading,
-    Loras,
-    TextEncoding,
-    VaeCalls,
-    Schedulers,
-    Denoisers,
-    Transfers,
-    Everywhere,
+OBSERVERS: Final[tuple[type[Observer], ...]] = (
+    CallObserver,
+    LoadingObserver,
+    LoraObserver,
+    TextEncodingObserver,
+    VaeObserver,
+    SchedulerObserver,
+    DenoiserObserver,
+    TransferObserver,
+    PipelineClassObserver,
 )

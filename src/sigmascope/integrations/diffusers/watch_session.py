@@ -1,7 +1,9 @@
-"""One open watch: its recorder, its instruments, its pipelines, and what it has open in each thread or task.
+"""A watch that is open: it puts observers on pipelines, and they open stages.
 
-An `Activity` is what a `Session` has open in one thread or task: a generation, or work outside of any. `hears`
-decides which of several watches hears what happens there. `OpenCalls` ends calls of modules that Ctrl-C broke off:
+A `Session` is one open watch. It has a recorder, and an `Observer` for each kind of event: calls, text encoding, the
+denoiser and so on. An observer puts hooks on the pipelines that are watched; when its event comes, it enters a stage on
+the `StageStack` of the thread or task that the event comes in, and leaves it when the event is over. A stack belongs to
+one call of a pipeline, or to what happens outside of any. `OpenCalls` ends calls of modules that Ctrl-C broke off:
 PyTorch tells forward hooks of an `Exception`, and of nothing else.
 """
 
@@ -9,44 +11,47 @@ import sys
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
+
+from torch import nn
 
 from sigmascope.analysis.peak_owners import with_owners
+from sigmascope.integrations.diffusers.denoising_steps import Denoising
 from sigmascope.integrations.diffusers.hooks import (
-    Instrument,
-    Parts,
+    COMPILED,
+    HookSet,
     forget_gone,
     forget_others,
-    pipelines_in,
     reference_to,
-    set_up_of,
-    take_apart,
 )
+from sigmascope.integrations.import_hook import when_loaded
 from sigmascope.monitor.findings import with_findings
 from sigmascope.monitor.guard import Guard
 from sigmascope.monitor.recorder import CURRENT, LiveStage, Recorder
-from sigmascope.records.facts import PipelineFacts
+from sigmascope.probes.models import components_of, unwrap
+from sigmascope.probes.pipelines import pipeline_facts
+from sigmascope.records.facts import PipelineFacts, Role
 from sigmascope.records.prompts import PromptPrivacy
 from sigmascope.records.run import KEEP_GENERATIONS, Run
 
-if TYPE_CHECKING:
-    from sigmascope.integrations.diffusers.denoising import Denoising
-    from sigmascope.integrations.diffusers.text_encoding import Encoding
-
-OPEN: "list[Session]" = []
+OPEN_SESSIONS: "list[Session]" = []
 """All sessions of this process that are not over."""
-_SOME: Final = 1000
+STACKS: "ContextVar[tuple[StageStack, ...]]" = ContextVar("sigmascope_stacks", default=())
+"""The stacks of this context, of all watches, the innermost last."""
+_FORGET_ABOVE: Final = 1000
 """Of fewer things than these nobody asks whether they still are."""
+_ON_THE_STAGE: Final = frozenset({"baseline", "current_memory", "memory_impact", "peak_memory"})
+"""What of an analysis its stage holds."""
 SEEN_LATE = "the call was broken off, by Ctrl-C or the like; when is not known, only that it was before what came next"
 
 
 @dataclass(frozen=True, slots=True)
-class Choices:
+class WatchOptions:
     """What the caller of `watch` decided."""
 
     prompts: PromptPrivacy = "full"
@@ -56,8 +61,306 @@ class Choices:
     keep_generations: int | None = KEEP_GENERATIONS
 
 
-class Activity:
-    """The stages that a session has open in one context.
+class Session:
+    """From entering a watch to leaving it.
+
+    Args:
+        pipelines: Those to watch; none: every pipeline of the process.
+        options: The caller's.
+        observers: What follows events, in this order.
+    """
+
+    def __init__(
+        self, pipelines: tuple[object, ...], options: WatchOptions, observers: "Iterable[type[Observer]]"
+    ) -> None:
+        self.options = options
+        keeps_words = options.prompts == "full"
+        self.guard = Guard(keeps_words=keeps_words)
+        self.recorder = Recorder(
+            options.name or _name_of(pipelines),
+            options.sample_hz,
+            step_memory=options.step_memory,
+            keeps_words=keeps_words,
+            keep=options.keep_generations,
+        )
+        self.is_over = False
+        self.is_everywhere = not pipelines
+        self.observers = [kind(self) for kind in observers]
+        self._named = pipelines
+        self._watched: dict[int, Callable[[], object]] = {}
+        self._known: dict[int, tuple[tuple[object, ...], PipelineFacts]] = {}
+        self._most_known = _FORGET_ABOVE
+        self.stacks: dict[int, weakref.ref[StageStack]] = {}
+        self.left_open: deque[StageStack] = deque()
+        self.open_calls = OpenCalls()
+
+    def open(self) -> None:
+        """Begin the record, then put the observers on."""
+        self.recorder.__enter__()
+        OPEN_SESSIONS.append(self)
+        for observer in self.observers:
+            self._safely(observer, observer.start)
+        named, self._named = self._named, ()
+        for pipeline in named:
+            self.watch(pipeline)
+
+    def close(self, error: BaseException | None) -> None:
+        """Take everything off, close what is open, and end the record."""
+        self.is_over = True
+        with ExitStack() as at_last:  # in reverse, and whatever fails before
+            at_last.callback(leave_stacks)
+            at_last.callback(leave_recorder, self.recorder)
+            at_last.callback(self.recorder.__exit__, None if error is None else type(error), error, None)
+            for observer in self.observers:
+                observer.detach()
+            if self in OPEN_SESSIONS:
+                OPEN_SESSIONS.remove(self)
+            self.guard.read("watch.stages", self._close_left)
+            stacks = [reference() for reference in self.stacks.values()]
+            for stack in reversed([stack for stack in stacks if stack is not None]):
+                self.guard.read("watch.stages", lambda stack=stack: self.open_calls.close_broken(stack))  # type: ignore[misc]
+                for _ in range(
+                    len(stack.open)
+                ):  # a turn takes one out at least, unless taking out itself fails
+                    self.guard.read("watch.stages", lambda stack=stack: stack.end(error))  # type: ignore[misc]
+            self.stacks.clear()
+            self._watched.clear()
+            self._known.clear()
+
+    def record(self) -> Run:
+        """The run as it is now; findings once it is over."""
+        run = self.recorder.run()
+        reasons = {**run.unavailable, **self.guard.reasons}
+        run = replace(run, unavailable=reasons)
+        if not self.is_over:
+            return run
+        owned, _ = self.guard.read("watch.peaks", lambda: with_owners(run))
+        run = owned or run
+        diagnosed, reason = self.guard.read("watch.findings", lambda: with_findings(run, self.guard))
+        return diagnosed or replace(run, unavailable={**reasons, "findings": reason or "unknown"})
+
+    def watch(self, pipeline: object) -> PipelineFacts | None:
+        """Put the observers on a pipeline, or on what it has got since; its facts. Never raises."""
+        parts, _ = self.guard.read("watch.pipeline", lambda: self._parts(pipeline))
+        if parts is None:
+            return None
+        self.watch_class(type(pipeline))
+        for observer in self.observers:
+            self._safely(observer, lambda observer=observer: observer.attach(parts))  # type: ignore[misc]
+        self._close_left()
+        self._forget_gone()
+        return parts.facts
+
+    def watch_class(self, kind: type) -> None:
+        """Put on what all pipelines of a class need. Never raises."""
+        for observer in self.observers:
+            self._safely(observer, lambda observer=observer: observer.attach_class(kind))  # type: ignore[misc]
+
+    def stack_here(self, pipeline: object = None) -> "StageStack | None":
+        """The session's stack of this context; None if what happens here is not its own.
+
+        Outside of pipelines' calls there is one for each context, which lasts until the session is over.
+        """
+        if self.is_over or not self.wants(pipeline):
+            return None
+        stack = current_stack(self)
+        if stack is not None:
+            self.open_calls.close_broken(stack)
+            return stack
+        if not self.records(pipeline):
+            return None
+        self._close_left()
+        stack = StageStack(self)
+        enter_stack(stack)
+        return stack
+
+    def wants(self, pipeline: object) -> bool:
+        """Whether this pipeline is one that is watched."""
+        if self.is_everywhere or pipeline is None:
+            return True
+        known = self._watched.get(id(pipeline))
+        return known is not None and known() is pipeline
+
+    def records(self, pipeline: object) -> bool:
+        """Whether what happens in this context to a pipeline belongs to the session.
+
+        What happens inside the block of a watch belongs to it, and to no other watch of the same pipeline in another
+        thread. What happens in a context outside of all their blocks, such as a worker thread's, belongs to all.
+
+        Args:
+            pipeline: The pipeline; None: none that is known.
+        """
+        if self.is_over or not self.wants(pipeline):
+            return False
+        around = _recorders_here()
+        if self.recorder in around:
+            return True
+        others = list(OPEN_SESSIONS)
+        return not any(other.recorder in around and other.wants(pipeline) for other in others)
+
+    def _parts(self, pipeline: object) -> "WatchedParts":
+        was = self._watched.get(id(pipeline))
+        if was is None or was() is not pipeline:
+            self._known.pop(id(pipeline), None)
+        self._watched[id(pipeline)] = reference_to(pipeline)
+        for inner in pipelines_in(pipeline):
+            self._watched[id(inner)] = reference_to(inner)
+        set_up = set_up_of(pipeline)
+        known = self._known.get(id(pipeline))
+        parts = take_apart(pipeline, known[1] if known is not None and known[0] == set_up else None)
+        self._known[id(pipeline)] = (set_up, parts.facts)
+        return parts
+
+    def _safely(self, observer: "Observer", act: Callable[[], None]) -> None:
+        if not observer.works or self.is_over:
+            return
+        try:
+            act()
+        except Exception as failure:  # noqa: BLE001 - what an observer raises must not reach the host
+            observer.failed(failure)
+
+    def _close_left(self) -> None:
+        """Close what threads and tasks that are no more have left open."""
+        while self.left_open:
+            stack = self.left_open.popleft()
+            self.guard.read("watch.stages", lambda stack=stack: stack.end())  # type: ignore[misc]
+
+    def _forget_gone(self) -> None:
+        """Let go of pipelines, components and hooks that are no more, each time that there are twice as many."""
+        if self._known_things() <= self._most_known:
+            return
+        forget_gone(self._watched)
+        forget_others(self._known, self._watched)
+        for observer in self.observers:
+            self._safely(observer, observer.forget_gone)
+        self._most_known = _FORGET_ABOVE + 2 * self._known_things()
+
+    def forget_others(self, table: dict[int, Any]) -> None:
+        """Take out of a table by pipelines' `id` what is of none that is watched."""
+        forget_others(table, self._watched)
+
+    def _known_things(self) -> int:
+        return len(self._watched) + sum(observer.known_things() for observer in self.observers)
+
+
+def _name_of(pipelines: tuple[object, ...]) -> str:
+    return type(pipelines[0]).__name__ if pipelines else "watch"
+
+
+class Observer(HookSet):
+    """Follows one kind of event on the pipelines that a session watches.
+
+    Args:
+        session: For which it works.
+    """
+
+    def __init__(self, session: Session) -> None:
+        super().__init__(session.guard)
+        self.session = session
+
+    def start(self) -> None:
+        """Put on what belongs to no pipeline."""
+
+    def attach_class(self, kind: type) -> None:
+        """Put on what all pipelines of a class need."""
+
+    def attach(self, parts: "WatchedParts") -> None:
+        """Put on what this pipeline needs and has not yet."""
+
+    def when_loaded(self, key: object, module: str, name: str, put_on: Callable[[type], None]) -> None:
+        """Put something on a class, now or in the host's import of its module.
+
+        Args:
+            key: Under which to find what ends the waiting.
+            module: The class's.
+            name: The class.
+            put_on: Called with the class; what it raises is kept from the host.
+        """
+
+        def safely(kind: type) -> None:
+            try:
+                put_on(kind)
+            except Exception as failure:  # noqa: BLE001 - this runs in the host's import
+                self.failed(failure)
+
+        self.keep_undo(key, when_loaded(module, name, safely))
+
+
+def beside_the_stage(analysis: Mapping[str, Any]) -> dict[str, Any]:
+    """What of an analysis the stage itself does not hold already."""
+    return {name: value for name, value in analysis.items() if name not in _ON_THE_STAGE}
+
+
+@dataclass(frozen=True, slots=True)
+class WatchedParts:
+    """A pipeline taken apart, for as long as observers are put on it.
+
+    Attributes:
+        pipeline: Itself.
+        components: By name; those that are there.
+        facts: Of them all.
+    """
+
+    pipeline: object
+    components: Mapping[str, object]
+    facts: PipelineFacts = field(default_factory=lambda: PipelineFacts("unknown"))
+
+    def of_role(self, role: Role) -> Iterator[tuple[str, object]]:
+        """The components that do this, with their names."""
+        for name in self.facts.of_role(role):
+            if name in self.components:
+                yield name, self.components[name]
+
+
+def take_apart(pipeline: object, known: PipelineFacts | None = None) -> WatchedParts:
+    """The parts of a pipeline, or of a denoiser alone.
+
+    Args:
+        pipeline: What has `components`, or a module.
+        known: Its facts, if they were read before.
+    """
+    components = {name: part for name, part in components_of(pipeline).items() if part is not None}
+    if not components and isinstance(pipeline, nn.Module):
+        components = {"denoiser": pipeline}
+    return WatchedParts(pipeline, components, known or pipeline_facts(pipeline))
+
+
+def pipelines_in(pipeline: object) -> list[object]:
+    """Pipelines that a pipeline is made of, such as a prior's and a decoder's."""
+    held = getattr(pipeline, "__dict__", {}).values()
+    return [
+        value
+        for value in held
+        if callable(value) and callable(getattr(type(value), "register_modules", None))
+    ]
+
+
+def set_up_of(pipeline: object) -> tuple[object, ...]:
+    """What tells cheaply that a pipeline's facts are no longer those that were read."""
+    return tuple((name, id(part), *_state(part)) for name, part in components_of(pipeline).items())
+
+
+def _state(part: object) -> tuple[object, ...]:
+    module = unwrap(part) if isinstance(part, nn.Module) else None
+    if module is None:
+        return (type(part).__name__,)
+    first = next(module.parameters(), None)
+    return (
+        None if first is None else (first.dtype, first.device),
+        type(getattr(module, "_hf_hook", None)).__name__,
+        getattr(module, "_diffusers_hook", None) is None,
+        getattr(module, COMPILED, None) is None,
+        bool(getattr(module, "peft_config", None)),
+    )
+
+
+def asks_for_guidance(pipeline: object) -> object:
+    """What a pipeline says now of guiding without a classifier; callbacks may change it. None: nothing."""
+    return getattr(pipeline, "do_classifier_free_guidance", None)
+
+
+class StageStack:
+    """The stages that a session has open in one context, and what is seen of the call that they belong to.
 
     Args:
         session: Whose.
@@ -68,7 +371,6 @@ class Activity:
         planned_steps: Of the scheduler's last schedule.
         most_calls_a_step: How often one denoiser was called for one step.
         size: Height and width of what was decoded.
-        encoding: What is seen of a call of `encode_prompt` that is going on.
         runs: How many calls of each encoder have stages.
         is_guided: Whether the pipeline said, as the denoising began, that it guides without a classifier.
         is_moving: Whether weights are being moved.
@@ -79,7 +381,6 @@ class Activity:
     __slots__ = (
         "__weakref__",
         "denoising",
-        "encoding",
         "is_guided",
         "is_moving",
         "is_tiled",
@@ -94,17 +395,16 @@ class Activity:
         "size",
     )
 
-    def __init__(self, session: "Session", pipeline_id: int | None = None) -> None:
+    def __init__(self, session: Session, pipeline_id: int | None = None) -> None:
         self.open: list[tuple[str, LiveStage]] = []
         self.session = session
         self.pipeline_id = pipeline_id
-        session.activities[id(self)] = weakref.ref(self)
-        self.denoising: "Denoising | None" = None
+        session.stacks[id(self)] = weakref.ref(self)
+        self.denoising: Denoising | None = None
         self.pipeline: object = None
         self.planned_steps: int | None = None
         self.most_calls_a_step = 0
         self.size: tuple[int, int] | None = None
-        self.encoding: "Encoding | None" = None
         self.runs: Counter[str] = Counter()
         self.is_guided: object = None
         self.is_moving = False
@@ -119,7 +419,7 @@ class Activity:
         session: Session | None = getattr(self, "session", None)
         if session is None:  # it was never made whole
             return
-        session.activities.pop(id(self), None)
+        session.stacks.pop(id(self), None)
         if self.open and not session.is_over:
             session.left_open.append(self)
 
@@ -136,7 +436,7 @@ class Activity:
 
     def leave(self, stage: LiveStage, error: BaseException | None) -> None:
         """Close a stage, and before it all that were opened in it and are still open."""
-        while any(one is stage for _, one in self.open):
+        while any(entered is stage for _, entered in self.open):
             _, innermost = self.open.pop()
             try:
                 if self.denoising is not None and innermost is self.denoising.stage:
@@ -175,224 +475,25 @@ class Activity:
             self.leave(self.open[0][1], error)
 
 
-class Session:
-    """From entering a watch to leaving it.
-
-    Args:
-        pipelines: Those to watch; none: every pipeline of the process.
-        choices: The caller's.
-        instruments: What is put on pipelines, in this order.
-    """
-
-    def __init__(
-        self, pipelines: tuple[object, ...], choices: Choices, instruments: Iterable[type[Instrument]]
-    ) -> None:
-        self.choices = choices
-        keeps_words = choices.prompts == "full"
-        self.guard = Guard(keeps_words=keeps_words)
-        self.recorder = Recorder(
-            choices.name or _name_of(pipelines),
-            choices.sample_hz,
-            step_memory=choices.step_memory,
-            keeps_words=keeps_words,
-            keep=choices.keep_generations,
-        )
-        self.is_over = False
-        self.is_everywhere = not pipelines
-        self.instruments = [kind(self) for kind in instruments]
-        self._given = pipelines
-        self._watched: dict[int, Callable[[], object]] = {}
-        self._known: dict[int, tuple[tuple[object, ...], PipelineFacts]] = {}
-        self._most_known = _SOME
-        self.activities: dict[int, weakref.ref[Activity]] = {}
-        self.left_open: deque[Activity] = deque()
-        self.open_calls = OpenCalls()
-
-    def open(self) -> None:
-        """Begin the record, then put the instruments on."""
-        self.recorder.__enter__()
-        OPEN.append(self)
-        for instrument in self.instruments:
-            self._safely(instrument, instrument.start)
-        given, self._given = self._given, ()
-        for pipeline in given:
-            self.watch(pipeline)
-
-    def close(self, error: BaseException | None) -> None:
-        """Take everything off, close what is open, and end the record."""
-        self.is_over = True
-        with ExitStack() as at_last:  # in reverse, and whatever fails before
-            at_last.callback(leave_activities)
-            at_last.callback(leave, self.recorder)
-            at_last.callback(self.recorder.__exit__, None if error is None else type(error), error, None)
-            for instrument in self.instruments:
-                instrument.detach()
-            if self in OPEN:
-                OPEN.remove(self)
-            self.guard.read("watch.stages", self._close_left)
-            known = [reference() for reference in self.activities.values()]
-            for one in reversed([one for one in known if one is not None]):
-                self.guard.read("watch.stages", lambda one=one: self.open_calls.close_broken(one))  # type: ignore[misc]
-                # Bounded: a turn takes one out at least, unless taking out itself fails.
-                for _ in range(len(one.open)):
-                    self.guard.read("watch.stages", lambda one=one: one.end(error))  # type: ignore[misc]
-            self.activities.clear()
-            self._watched.clear()
-            self._known.clear()
-
-    def record(self) -> Run:
-        """The run as it is now; findings once it is over."""
-        run = self.recorder.run()
-        reasons = {**run.unavailable, **self.guard.reasons}
-        run = replace(run, unavailable=reasons)
-        if not self.is_over:
-            return run
-        told, _ = self.guard.read("watch.peaks", lambda: with_owners(run))
-        run = told or run
-        found, reason = self.guard.read("watch.findings", lambda: with_findings(run, self.guard))
-        return found or replace(run, unavailable={**reasons, "findings": reason or "unknown"})
-
-    def wants(self, pipeline: object) -> bool:
-        """Whether this pipeline is one that is watched."""
-        if self.is_everywhere or pipeline is None:
-            return True
-        known = self._watched.get(id(pipeline))
-        return known is not None and known() is pipeline
-
-    def watch(self, pipeline: object) -> PipelineFacts | None:
-        """Put the instruments on a pipeline, or on what it has got since; its facts. Never raises."""
-        parts, _ = self.guard.read("watch.pipeline", lambda: self._parts(pipeline))
-        if parts is None:
-            return None
-        self.watch_class(type(pipeline))
-        for instrument in self.instruments:
-            self._safely(instrument, lambda instrument=instrument: instrument.attach(parts))  # type: ignore[misc]
-        self._close_left()
-        self._forget_gone()
-        return parts.facts
-
-    def _close_left(self) -> None:
-        """Close what threads and tasks that are no more have left open."""
-        while self.left_open:
-            one = self.left_open.popleft()
-            self.guard.read("watch.stages", lambda one=one: one.end())  # type: ignore[misc]
-
-    def _forget_gone(self) -> None:
-        """Let go of pipelines, components and hooks that are no more, each time that there are twice as many."""
-        if self._known_things() <= self._most_known:
-            return
-        forget_gone(self._watched)
-        forget_others(self._known, self._watched)
-        for instrument in self.instruments:
-            self._safely(instrument, instrument.forget_gone)
-        self._most_known = _SOME + 2 * self._known_things()
-
-    def forget_others(self, table: dict[int, Any]) -> None:
-        """Take out of a table by pipelines' `id` what is of none that is watched."""
-        forget_others(table, self._watched)
-
-    def _known_things(self) -> int:
-        return len(self._watched) + sum(one.known_things() for one in self.instruments)
-
-    def watch_class(self, kind: type) -> None:
-        """Put on what all pipelines of a class need. Never raises."""
-        for instrument in self.instruments:
-            self._safely(instrument, lambda instrument=instrument: instrument.attach_class(kind))  # type: ignore[misc]
-
-    def _parts(self, pipeline: object) -> Parts:
-        was = self._watched.get(id(pipeline))
-        if was is None or was() is not pipeline:
-            self._known.pop(id(pipeline), None)
-        self._watched[id(pipeline)] = reference_to(pipeline)
-        for inner in pipelines_in(pipeline):
-            self._watched[id(inner)] = reference_to(inner)
-        set_up = set_up_of(pipeline)
-        known = self._known.get(id(pipeline))
-        parts = take_apart(pipeline, known[1] if known is not None and known[0] == set_up else None)
-        self._known[id(pipeline)] = (set_up, parts.facts)
-        return parts
-
-    def _safely(self, instrument: Instrument, act: Callable[[], None]) -> None:
-        if not instrument.works or self.is_over:
-            return
-        try:
-            act()
-        except Exception as failure:  # noqa: BLE001 - what an instrument raises must not reach the host
-            instrument.failed(failure)
-
-    def here(self, pipeline: object = None) -> Activity | None:
-        """What the session has open in this context; None if what happens here is not its own.
-
-        Outside of pipelines' calls, there is one for each context, which lasts until the session is over.
-        """
-        if self.is_over or not self.wants(pipeline):
-            return None
-        found = current_activity(self)
-        if found is not None:
-            self.open_calls.close_broken(found)
-            return found
-        if not hears(self, pipeline):
-            return None
-        self._close_left()
-        found = Activity(self)
-        enter_activity(found)
-        return found
-
-
-def _name_of(pipelines: tuple[object, ...]) -> str:
-    return type(pipelines[0]).__name__ if pipelines else "watch"
-
-
-def denoising_here(session: "Session") -> "Denoising | None":
-    """The denoising that the session's innermost activity in this context has open: the hot path."""
-    activities = ACTIVITIES.get()
-    if activities and activities[-1].session is session:  # unless several watches are at work
-        return None if session.is_over else activities[-1].denoising
-    activity = current_activity(session)
-    return None if activity is None else activity.denoising
-
-
-ACTIVITIES: ContextVar[tuple[Activity, ...]] = ContextVar("sigmascope_activities", default=())
-"""What is going on in this context, of all watches, the innermost last."""
-
-
-def current_activity(session: "Session") -> Activity | None:
-    """The session's innermost activity in this context."""
-    for activity in reversed(ACTIVITIES.get()):
-        if activity.session is session and not session.is_over:
-            return activity
+def current_stack(session: Session) -> StageStack | None:
+    """The session's innermost stack in this context."""
+    for stack in reversed(STACKS.get()):
+        if stack.session is session and not session.is_over:
+            return stack
     return None
 
 
-def enter_activity(activity: Activity) -> None:
+def enter_stack(stack: StageStack) -> None:
     """Make it the innermost of this context."""
-    ACTIVITIES.set((*ACTIVITIES.get(), activity))
+    STACKS.set((*STACKS.get(), stack))
 
 
-def leave_activities(*gone: Activity) -> None:
-    """Take activities out of this context."""
-    for one in gone:
-        one.session.activities.pop(id(one), None)
-    kept = tuple(one for one in ACTIVITIES.get() if one not in gone and not one.session.is_over)
-    ACTIVITIES.set(kept)
-
-
-def hears(session: "Session", pipeline: object) -> bool:
-    """Whether what happens here to a pipeline belongs to the session.
-
-    What happens inside the block of a watch belongs to it, and to no other watch of the same pipeline in another
-    thread. What happens in a context outside of all their blocks, such as a worker thread's, belongs to all.
-
-    Args:
-        session: Which.
-        pipeline: The pipeline; None: none that is known.
-    """
-    if session.is_over or not session.wants(pipeline):
-        return False
-    around = _recorders_here()
-    if session.recorder in around:
-        return True
-    return not any(one.recorder in around and one.wants(pipeline) for one in list(OPEN))
+def leave_stacks(*gone: StageStack) -> None:
+    """Take stacks out of this context."""
+    for stack in gone:
+        stack.session.stacks.pop(id(stack), None)
+    kept = tuple(stack for stack in STACKS.get() if stack not in gone and not stack.session.is_over)
+    STACKS.set(kept)
 
 
 def _recorders_here() -> list[Recorder]:
@@ -406,7 +507,7 @@ def _recorders_here() -> list[Recorder]:
     return recorders
 
 
-def leave(recorder: Recorder) -> None:
+def leave_recorder(recorder: Recorder) -> None:
     """Take this context out of all scopes of a recorder, also of those that could not be closed."""
     frame = CURRENT.get()
     while frame is not None:
@@ -418,11 +519,6 @@ def leave(recorder: Recorder) -> None:
     CURRENT.set(frame)
 
 
-def guides(pipeline: object) -> object:
-    """What a pipeline says now of guiding without a classifier; callbacks may change it. None: nothing."""
-    return getattr(pipeline, "do_classifier_free_guidance", None)
-
-
 class OpenCalls:
     """Calls outside of pipelines whose stages are open, and which of them are over without having said so.
 
@@ -432,17 +528,17 @@ class OpenCalls:
     def __init__(self) -> None:
         self._open: list[OpenCall] = []
 
-    def begin(self, activity: Activity, stage: LiveStage, module: object) -> "OpenCall | None":
+    def begin(self, stack: StageStack, stage: LiveStage, module: object) -> "OpenCall | None":
         """Remember a call that is about to run; None where it cannot be followed.
 
         Args:
-            activity: In which the stage lies.
+            stack: In which the stage lies.
             stage: The call's.
             module: What is called.
         """
-        if activity.pipeline_id is not None:
+        if stack.pipeline_id is not None:
             return None
-        call = OpenCall(activity, stage, module)
+        call = OpenCall(stack, stage, module)
         if not call.depth:
             return None  # this PyTorch calls modules in another way
         self._open.append(call)
@@ -453,14 +549,14 @@ class OpenCalls:
         if call in self._open:
             self._open.remove(call)
 
-    def close_broken(self, activity: Activity, entering: object = None) -> None:
-        """Close the stages of an activity's calls that run no more.
+    def close_broken(self, stack: StageStack, entering: object = None) -> None:
+        """Close the stages of a stack's calls that run no more.
 
         Args:
-            activity: Which.
+            stack: Which.
             entering: A module whose call has begun and is none of those.
         """
-        for call in [one for one in self._open if one.activity is activity]:
+        for call in [call for call in self._open if call.stack is stack]:
             if not call.is_running(entering):
                 self._open.remove(call)
                 call.break_off()
@@ -470,13 +566,13 @@ class OpenCall:
     """One call of a module.
 
     Args:
-        activity: In which its stage lies.
+        stack: In which its stage lies.
         stage: Its stage.
         module: What is called.
     """
 
-    def __init__(self, activity: Activity, stage: LiveStage, module: object) -> None:
-        self.activity = activity
+    def __init__(self, stack: StageStack, stage: LiveStage, module: object) -> None:
+        self.stack = stack
         self._stage = stage
         self._module = reference_to(module)
         self._thread = threading.get_ident()
@@ -493,18 +589,18 @@ class OpenCall:
         """Close the stage, and those inside it, as left by what cannot be known."""
         error = sys.exception()
         is_known = error is not None and not isinstance(error, Exception)
-        self.activity.leave(self._stage, error if is_known else BrokenOff(SEEN_LATE))
+        self.stack.leave(self._stage, error if is_known else BrokenOff(SEEN_LATE))
 
 
 def _calls_here(module: object) -> int:
     """How many calls of a module this thread is in: more than one where it calls itself."""
-    found = 0
+    calls = 0
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is module:
-            found += 1
+            calls += 1
         frame = frame.f_back
-    return found
+    return calls
 
 
 class BrokenOff(BaseException):

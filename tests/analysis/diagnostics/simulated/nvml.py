@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sigmascope.monitor import scope
-from sigmascope.monitor.utilization import Wish
+from sigmascope.monitor.utilization import SamplerClient
 from sigmascope.probes import nvml
 from sigmascope.probes.nvml import GPU_ACTIVITY
 
@@ -83,23 +83,23 @@ class Sampler:
     """Samples by the simulated clock, where the real one has a thread."""
 
     def __init__(self, gpu: SimulatedGpu) -> None:
-        self._wishes: list[Wish] = []
+        self._clients: list[SamplerClient] = []
         self._next_ns = SAMPLE_NS
         gpu.ticks.append(self._tick)
 
-    def open(self, wish: Wish) -> None:
+    def open(self, client: SamplerClient) -> None:
         """Count one more."""
-        self._wishes.append(wish)
+        self._clients.append(client)
 
-    def close(self, wish: Wish) -> None:
+    def close(self, client: SamplerClient) -> None:
         """Count one less."""
-        self._wishes.remove(wish)
+        self._clients.remove(client)
 
     def _tick(self, now_ns: int) -> None:
         if now_ns >= self._next_ns:
             self._next_ns = now_ns + SAMPLE_NS
-            for wish in set(self._wishes):
-                wish.sample()
+            for client in set(self._clients):
+                client.sample()
 
 
 @contextmanager

@@ -1,12 +1,13 @@
 import inspect
 import traceback
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from torch import nn
 
 from sigmascope.integrations.diffusers import hooks
-from sigmascope.integrations.diffusers.hooks import After, Instrument, Listener, Tap, hook_calls, listen
+from sigmascope.integrations.diffusers.hooks import After, HookSet, Listener, MethodHook, listen
+from sigmascope.monitor.guard import Guard
 
 
 class Host:
@@ -195,21 +196,21 @@ def test_what_is_no_function_is_refused() -> None:
         listen(Host, "kept", listening([]))
 
 
-@pytest.mark.parametrize("broken", ["tell", "put_on"])
+@pytest.mark.parametrize("broken", ["set_listeners", "put_on"])
 def test_nothing_stays_on_a_class_when_our_own_bookkeeping_fails(
     broken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = dict(vars(Host))
-    real = getattr(Tap, broken)
+    real = getattr(MethodHook, broken)
     calls = []
 
-    def fail_once(tap: Tap, *args: Any) -> None:
-        real(tap, *args)
+    def fail_once(hook: MethodHook, *args: Any) -> None:
+        real(hook, *args)
         calls.append(broken)
         if len(calls) == 1:
             raise ZeroDivisionError
 
-    monkeypatch.setattr(Tap, broken, fail_once)
+    monkeypatch.setattr(MethodHook, broken, fail_once)
     with pytest.raises(ZeroDivisionError):
         listen(Host, "work", listening([]))
     assert dict(vars(Host)) == before
@@ -223,7 +224,7 @@ def test_a_tap_that_cannot_be_remembered_is_taken_off(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(hooks, "reference_to", fail)
     with pytest.raises(ZeroDivisionError):
-        Instrument(cast(Any, None)).tap(Host, "work", lambda *_: None)
+        HookSet(Guard()).hook_attribute(Host, "work", lambda *_: None)
     assert dict(vars(Host)) == before
 
 
@@ -234,5 +235,5 @@ def test_a_module_that_takes_one_hook_and_refuses_the_other_keeps_none() -> None
 
     module = Refuses(2, 2)
     with pytest.raises(ZeroDivisionError):
-        hook_calls(Instrument(cast(Any, None)), module, lambda *_: None)
+        HookSet(Guard()).hook_module(module, lambda *_: None)
     assert not module._forward_pre_hooks

@@ -15,6 +15,7 @@ from torch import Tensor
 import sigmascope
 from sigmascope.integrations.diffusers import (
     denoising,
+    denoising_steps,
     hooks,
     loading,
     lora_application,
@@ -32,29 +33,31 @@ BREAKABLE: tuple[tuple[Any, tuple[str, ...]], ...] = (
         pipeline_call,
         ("named_arguments", "call_facts", "prompts_of", "with_outcome", "seeds_of", "stored_prompts"),
     ),
-    (pipeline_call.Calls, ("attach_class", "attach", "_before", "_read", "_tell", "_tell_prompts")),
-    (denoising, ("number_of", "denoisers_of", "hook_calls", "denoising_here")),
-    (denoising, ("schedule_facts", "end_finished", "holder_of", "start_denoising")),
-    (denoising.Denoisers, ("attach", "_before")),
-    (denoising.Denoising, ("__init__", "called", "scheduler_stepped", "finish", "_commit", "weights_moved")),
-    (denoising.Schedulers, ("attach", "_before_schedule", "_after_step")),
-    (loading.Loading, ("start", "attach_class", "_before_load", "_before_move")),
-    (loading.Transfers, ("attach", "_put_on", "_before_move")),
-    (lora_application.Loras, ("attach_class", "attach", "_before")),
-    (text_encoding, ("embeddings", "end_finished", "hook_calls", "readings_of", "tell")),
+    (pipeline_call.CallObserver, ("attach_class", "attach", "_before", "_read", "_tell", "_tell_prompts")),
+    (denoising, ("denoisers_of", "current_stack")),
+    (denoising, ("schedule_facts", "end_complete_denoising", "holder_of", "start_denoising")),
+    (denoising.DenoiserObserver, ("attach", "_before", "hook_module")),
+    (denoising_steps, ("number_of",)),
+    (denoising_steps.Denoising, ("__init__", "called", "scheduler_stepped", "finish", "_commit")),
+    (denoising_steps.Denoising, ("weights_moved",)),
+    (denoising.SchedulerObserver, ("attach", "_before_schedule", "_after_step")),
+    (loading.LoadingObserver, ("start", "attach_class", "_before_load", "_before_move")),
+    (loading.TransferObserver, ("attach", "_put_on", "_before_move")),
+    (lora_application.LoraObserver, ("attach_class", "attach", "_before")),
+    (text_encoding, ("embeddings", "end_complete_denoising", "readings_of", "record_analysis")),
     (text_encoding, ("capture_text_encoding_baseline", "analyze_text_encoding_results", "counts_seen")),
-    (text_encoding.TextEncoding, ("attach_class", "attach", "_before_prompt", "_before_encoder")),
-    (text_encoding.TextEncoding, ("_before_tokenizer", "_begun")),
-    (vae, ("first_tensor", "holder_of", "is_final", "known_before", "tell")),
+    (text_encoding.TextEncodingObserver, ("attach_class", "attach", "_before_prompt", "_before_encoder")),
+    (text_encoding.TextEncodingObserver, ("_before_tokenizer", "_seen_before", "hook_module")),
+    (vae, ("first_tensor", "holder_of", "is_final_decode", "capture_baseline", "record_analysis")),
     (vae, ("capture_latent_decoding_baseline", "analyze_latent_decoding_results")),
-    (vae.VaeCalls, ("attach", "_before", "_before_tiles")),
-    (watch_session, ("guides", "_recorders_here", "take_apart", "set_up_of", "pipelines_in")),
-    (watch_session, ("with_findings", "hears", "with_owners")),
-    (watch_session.Activity, ("__init__", "is_in", "enter", "leave", "end_denoising")),
-    (watch_session.Activity, ("end", "weights_moved")),
-    (watch_session.Session, ("watch", "watch_class", "wants", "here", "_parts")),
-    (hooks, ("listen", "_hooked", "pipeline_facts", "components_of")),
-    (hooks.Instrument, ("tap", "tap_class", "tap_ends", "tap_method")),
+    (vae.VaeObserver, ("attach", "_before", "_before_tiles")),
+    (watch_session, ("asks_for_guidance", "_recorders_here", "take_apart", "set_up_of", "pipelines_in")),
+    (watch_session, ("with_findings", "with_owners", "pipeline_facts", "components_of")),
+    (watch_session.StageStack, ("__init__", "is_in", "enter", "leave", "end_denoising")),
+    (watch_session.StageStack, ("end", "weights_moved")),
+    (watch_session.Session, ("watch", "watch_class", "wants", "records", "stack_here", "_parts")),
+    (hooks, ("listen", "_hooked")),
+    (hooks.HookSet, ("hook_attribute", "hook_class", "hook_module", "hook_method")),
     (recorder, ("tensor_facts", "as_json")),
     (recorder.Recorder, ("stage", "current_scope", "fact")),
     (recorder.LiveStage, ("__enter__", "tensor", "fact", "record")),
@@ -81,7 +84,7 @@ def expected() -> Tensor:
     return generate(make_pipeline("sd15"), "sd15", num_inference_steps=1)
 
 
-MOVING = ("Transfers.", "weights_moved", "_before_tiles")
+MOVING = ("TransferObserver.", "weights_moved", "_before_tiles")
 """In the names of faults that take a VAE that is offloaded and tiled, which is slow."""
 
 
@@ -124,10 +127,10 @@ def test_one_fault_reaches_nobody(fault: str, plain: Any, moving: Any, expected:
     assert nothing_is_left()
 
 
-@pytest.mark.parametrize("fault", ["Activity.end", "Activity.leave"])
+@pytest.mark.parametrize("fault", ["StageStack.end", "StageStack.leave"])
 def test_a_watch_ends_though_what_closes_its_stages_fails(fault: str, plain: Any, expected: Tensor) -> None:
     # with no tap on the parts, the stages of the call are still open when the watch ends
-    assert torch.equal(watched_image(plain, [fault, "Instrument.tap"], everywhere=False), expected)
+    assert torch.equal(watched_image(plain, [fault, "HookSet.hook_attribute"], everywhere=False), expected)
     assert nothing_is_left()
 
 
@@ -161,22 +164,22 @@ def test_twenty_random_combinations_of_faults_reach_nobody(
 
 
 @pytest.mark.parametrize(
-    ("fault", "instrument_name"),
+    ("fault", "observer_name"),
     [
-        ("VaeCalls._before", "vae"),
-        ("Schedulers._before_schedule", "scheduler"),
-        ("Denoisers._before", "denoiser"),
+        ("VaeObserver._before", "vae"),
+        ("SchedulerObserver._before_schedule", "scheduler"),
+        ("DenoiserObserver._before", "denoiser"),
     ],
 )
 def test_what_is_switched_off_is_told_and_the_rest_goes_on(
-    fault: str, instrument_name: str, plain: Any, caplog: pytest.LogCaptureFixture
+    fault: str, observer_name: str, plain: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(*FAULTS[fault], broken)
         with sigmascope.watch(plain) as run:
             generate(plain, "sd15", num_inference_steps=3)
-    assert run.unavailable[f"watch.{instrument_name}"] == "RuntimeError: broken on purpose"
-    assert len([line for line in caplog.messages if f"watch.{instrument_name}" in line]) == 1
+    assert run.unavailable[f"watch.{observer_name}"] == "RuntimeError: broken on purpose"
+    assert len([line for line in caplog.messages if f"watch.{observer_name}" in line]) == 1
     names = [stage.name for stage in run.stage("generation").children]
     assert "text_encoding" in names
     assert len(names) == 3

@@ -116,7 +116,7 @@ def test_without_a_scheduler_calls_at_one_timestep_are_one_step(calls_a_step: in
 
 def test_pipelines_that_come_and_go_are_all_heard() -> None:
     with sigmascope.watch() as run:
-        session = watch_session.OPEN[-1]
+        session = watch_session.OPEN_SESSIONS[-1]
         for _ in range(30):  # a new denoiser is often where one lay that is gone
             pipe = OwnPipeline(TinyDenoiser())
             session.watch(pipe)

@@ -14,7 +14,7 @@ from torch import nn
 import sigmascope
 from sigmascope.errors import ConfigError
 from sigmascope.integrations.diffusers import hooks, watch_session
-from sigmascope.integrations.diffusers.watch_session import OPEN, Session
+from sigmascope.integrations.diffusers.watch_session import OPEN_SESSIONS, Session
 
 
 class Scheduler:
@@ -42,7 +42,7 @@ class Pipeline:
 
 
 def session_now() -> Session:
-    return OPEN[-1]
+    return OPEN_SESSIONS[-1]
 
 
 def test_a_watch_keeps_the_last_generations_in_full_and_counts_the_others() -> None:
@@ -84,7 +84,7 @@ def garbage_waits() -> Iterator[None]:
 
 @pytest.mark.usefixtures("garbage_waits")
 def test_what_is_no_more_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch_session, "_SOME", 50)
+    monkeypatch.setattr(watch_session, "_FORGET_ABOVE", 50)
     pipeline = Pipeline()
     gone: list[Any] = []
     with sigmascope.watch(pipeline, sample_hz=None, keep_generations=1), torch.no_grad():
@@ -97,11 +97,11 @@ def test_what_is_no_more_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
             if len(gone) == 60:
                 gone.clear()
                 gc.collect()
-        known = [len(table) for one in session.instruments for table in (one._undo, one._targets)]
+        known = [len(table) for one in session.observers for table in (one._undo, one._targets)]
         steps = [stage.children[-1].steps for stage in session.record().stages]
     assert sum(known) < 300
     assert [len(one) for one in steps] == [2]
-    assert hooks._TAPS == {}
+    assert hooks._METHOD_HOOKS == {}
 
 
 def loop(denoiser: nn.Module) -> None:
@@ -123,7 +123,7 @@ def test_a_denoising_that_a_thread_left_open_is_closed_when_the_thread_is_no_mor
             in_a_thread(loop, denoiser)
         in_a_thread(loop, denoiser)
         now = session_now().record()
-        assert len(session_now().activities) <= 1
+        assert len(session_now().stacks) <= 1
         open_now = ["end" in stage.unavailable for stage in now.stages]
     assert open_now.count(True) == 1
     assert [(stage.name, len(stage.steps), stage.success) for stage in run.stages] == [

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from tests.analysis.run_sets import queued, run
 
-from sigmascope.analysis.bench_summary import BenchSummary, Latency, summarise
+from sigmascope.analysis.run_figures import BenchSummary, Latency, summarise
 from sigmascope.records.run import Run, Stage
 
 

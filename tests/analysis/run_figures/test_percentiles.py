@@ -1,6 +1,6 @@
 import pytest
 
-from sigmascope.analysis.bench_summary import percentile
+from sigmascope.analysis.run_figures import percentile
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from scipy.stats import binom
 from tests.analysis.run_sets import noisy_runs, queued, run
 
 from sigmascope.analysis import run_comparison
-from sigmascope.analysis.regression import ALPHA, RegressionCheck, check_regression
+from sigmascope.analysis.run_comparison import ALPHA, RegressionCheck, check_regression
 from sigmascope.errors import ConfigError
 from sigmascope.records.run import Run, Stage
 
