@@ -8,7 +8,7 @@ import math
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final, TypeVar, cast
 
@@ -28,6 +28,7 @@ from sigmascope.records.memory import (
     mib,
 )
 from sigmascope.stages.schema import (
+    Check,
     GpuNow,
     MemoryNow,
     ModelStateDict,
@@ -389,6 +390,12 @@ def _still_there(parts: Mapping[Any, Callable[[], Any] | None]) -> dict[Any, Any
     """The models by name; None if one of them is gone."""
     models = {name: None if reference is None else reference() for name, reference in parts.items()}
     return None if None in models.values() else models
+
+
+def check_of(problems: Iterable[str], *, known: bool) -> Check:
+    """A check: passed if there is no problem, None if nothing is known that could be one."""
+    messages = list(dict.fromkeys(problems))
+    return {"passed": False if messages else True if known else None, "messages": messages}
 
 
 def tensor_dict(facts: TensorFacts) -> TensorDict:

@@ -17,6 +17,7 @@ from sigmascope.records.latents import (
 )
 from sigmascope.records.memory import MemoryImpact, change, mib
 from sigmascope.records.run import Finding
+from sigmascope.stages.baseline import check_of
 from sigmascope.stages.image_facts import Video
 from sigmascope.stages.latent_facts import reference_frames, vace_findings
 from sigmascope.stages.latent_performance import UsedStrategy
@@ -130,11 +131,7 @@ def validation_of(facts: CodingFacts, findings: Mapping[str, list[Finding]]) -> 
 
 
 def _check(findings: list[Finding], *, known: bool) -> Check:
-    failures = failures_of(findings)
-    return {
-        "passed": False if failures else True if known else None,
-        "messages": [finding.message for finding in failures],
-    }
+    return check_of((finding.message for finding in failures_of(findings)), known=known)
 
 
 def _unread(facts: CodingFacts) -> Iterator[str]:

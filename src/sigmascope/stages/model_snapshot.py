@@ -27,7 +27,7 @@ from sigmascope.probes.comfyui_patcher import (
 from sigmascope.probes.fingerprints import Fingerprint, fingerprints, samples
 from sigmascope.probes.models import children_of, own_buffers, own_parameters
 from sigmascope.probes.peft import read_adapters
-from sigmascope.probes.reading import Reading, read_host
+from sigmascope.probes.reading import Reading, attribute, read_host
 from sigmascope.stages.schema import IdentityChanges, PlacementChanges
 
 NOT_GIVEN = "no model was given"
@@ -238,7 +238,7 @@ def _patch_count_and_uuid(
     model: object, applied: ModelPatches, unavailable: dict[str, str]
 ) -> tuple[int | None, object]:
     patcher = patcher_in(model)
-    patches, uuid = _attribute(patcher, "patches"), _attribute(patcher, "patches_uuid")
+    patches, uuid = attribute(patcher, "patches"), attribute(patcher, "patches_uuid")
     if uuid is None:
         unavailable["patches_uuid"] = NO_PATCHER
     if isinstance(patches, Mapping):
@@ -251,20 +251,16 @@ def _patch_count_and_uuid(
 
 def patcher_in(model: object) -> object:
     """ComfyUI's patcher: the model itself, or what its CLIP or VAE holds."""
-    return model if isinstance(_attribute(model, "patches"), Mapping) else _attribute(model, "patcher")
-
-
-def _attribute(thing: object, name: str) -> Any:
-    return None if thing is None else read_host(lambda: getattr(thing, name, None)).value
+    return model if isinstance(attribute(model, "patches"), Mapping) else attribute(model, "patcher")
 
 
 def placement_of(model: object, weights: Weights, unavailable: dict[str, str]) -> Placement:
     """Read where a model is; reasons go to `unavailable`."""
     patcher = patcher_in(model)
-    inner = _attribute(patcher, "model")
-    named = [_device(_attribute(thing, "device")) for thing in (model, inner)]
+    inner = attribute(patcher, "model")
+    named = [_device(attribute(thing, "device")) for thing in (model, inner)]
     device = next((known for known in named if known is not None), None) or _most_common(weights)
-    load, offload = (_device(_attribute(patcher, f"{name}_device")) for name in ("load", "offload"))
+    load, offload = (_device(attribute(patcher, f"{name}_device")) for name in ("load", "offload"))
     if device is None:
         unavailable["device"] = "it has no weights"
     for name, device_of_kind in (("load_device", load), ("offload_device", offload)):

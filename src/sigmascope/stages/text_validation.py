@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from sigmascope.records.memory import MemoryImpact, change, mib
+from sigmascope.stages.baseline import check_of
 from sigmascope.stages.conditioning import tensors_of
 from sigmascope.stages.schema import (
     Check,
@@ -169,9 +170,7 @@ def _check_clip_model(clip: ModelStateDict, encoders: list[EncoderFacts]) -> Che
         for name in clip["changed"] or ()
         if name not in ("device", "model_id")
     ]
-    if not any(encoder.family != UNKNOWN_FAMILY for encoder in encoders):
-        return {"passed": False if problems else None, "messages": problems}
-    return check_of(iter(problems), known=True)
+    return check_of(problems, known=any(encoder.family != UNKNOWN_FAMILY for encoder in encoders))
 
 
 def _check_placement(
@@ -313,9 +312,7 @@ def check_memory(memory: MemoryImpact | None, limits: TextEncodingThresholds) ->
     """Use of RAM and device now, and growth since the baseline, against the limits."""
     if memory is None:
         return {"passed": None, "messages": []}
-    messages = list(_memory_problems(memory, limits))
-    known = memory.current.ram_percent_used() is not None
-    return {"passed": False if messages else True if known else None, "messages": messages}
+    return check_of(_memory_problems(memory, limits), known=memory.current.ram_percent_used() is not None)
 
 
 def _memory_problems(memory: MemoryImpact, limits: TextEncodingThresholds) -> Iterator[str]:
@@ -333,12 +330,6 @@ def _memory_problems(memory: MemoryImpact, limits: TextEncodingThresholds) -> It
     for what, amount, allowed, unit in figures:
         if amount is not None and allowed is not None and amount > allowed:
             yield f"{what}: {amount:.1f} {unit}, allowed are {allowed:.1f} {unit}"
-
-
-def check_of(problems: Iterator[str], *, known: bool) -> Check:
-    """A check: passed if there is no problem, None if nothing is known that could be one."""
-    messages = list(dict.fromkeys(problems))
-    return {"passed": False if messages else True if known else None, "messages": messages}
 
 
 def embeddings_of(facts: ConditioningDict) -> list[TensorDict]:

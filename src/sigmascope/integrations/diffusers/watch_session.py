@@ -233,7 +233,9 @@ class Session:
             known = [reference() for reference in self.activities.values()]
             for one in reversed([one for one in known if one is not None]):
                 self.guard.read("watch.stages", lambda one=one: self.open_calls.close_broken(one))  # type: ignore[misc]
-                for _ in range(len(one.open)):  # a turn takes one out at least, unless taking out itself fails
+                for _ in range(
+                    len(one.open)
+                ):  # a turn takes one out at least, unless taking out itself fails
                     self.guard.read("watch.stages", lambda one=one: one.end(error))  # type: ignore[misc]
             self.activities.clear()
             self._watched.clear()
